@@ -20,9 +20,9 @@ import torch
 from upref.errors import InputError
 from upref.files import write_atomically
 from upref.registry import get, names
-from upref.step.case import BOUND, built, meant, perturb
+from upref.step.case import FLOAT32_BOUND, build_case, make_goal, perturb
 from upref.step.families import tiny
-from upref.step.forward import expected
+from upref.step.forward import gradients_by_row
 from upref.step.goal import Goal
 from upref.step.reach import Reference
 from upref.step.reference import TorchModel
@@ -69,26 +69,32 @@ def other_values(name: str, value: float) -> tuple[float, float]:
 def default_goal(name: str) -> Goal:
     """The objective at its defaults, with a dual clip where it takes one."""
     o = get(name)
-    return meant(o, {"c": DUAL_CLIP} if "c" in o.hyperparameters else {}, TEMPERATURE)
+    return make_goal(
+        o, {"c": DUAL_CLIP} if "c" in o.hyperparameters else {}, TEMPERATURE
+    )
 
 
 def changed(goal: Goal, name: str, value: float) -> Goal:
     """The goal with another value of one number."""
     if name == "beta":
         return replace(goal, beta=value)
-    resolved: dict[str, Any] = goal.o.resolve(goal.hp | {name: value})
+    resolved: dict[str, Any] = goal.objective.resolve(goal.hp | {name: value})
     return replace(goal, hp={k: v for k, v in resolved.items() if k != "beta"})
 
 
 def numbers(model: TorchModel, name: str, seed: int = 0) -> Iterator[Number]:
     """Each number of one objective on the rows of that seed."""
     goal = default_goal(name)
-    case = built(model, goal, None, (), seed)
+    case = build_case(model, goal, None, (), seed)
     reference = Reference.of(
-        goal, case.forward, case.b, BOUND, expected(goal, case.forward, case.b)
+        goal,
+        case.forward,
+        case.padded,
+        FLOAT32_BOUND,
+        gradients_by_row(goal, case.forward, case.padded),
     )
     for number, value in (
-        goal.hp | ({"beta": 0.0} if "beta" in goal.o.hyperparameters else {})
+        goal.hp | ({"beta": 0.0} if "beta" in goal.objective.hyperparameters else {})
     ).items():
         noticed = {}
         for other in other_values(number, value):

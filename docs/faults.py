@@ -11,11 +11,11 @@ import torch
 import upref
 from upref.kl import ESTIMATORS
 from upref.step import causes, normalizers
-from upref.step.case import built, meant
+from upref.step.case import build_case, make_goal
 from upref.step.families import tiny
-from upref.step.forwards import others
+from upref.step.forwards import model_variants
 from upref.step.reference import TorchModel
-from upref.step.scores import quick
+from upref.step.scores import log_prob_variants
 from upref.step.weights import Tokens
 from upref.user_code.logprobs import Problem
 from upref.verify.faults import known, measured
@@ -67,10 +67,10 @@ def _objectives(fault: measured.MeasuredFault) -> list[str]:
 def _of_steps() -> Iterator[Cause]:
     """Of the forward pass, of the tokens' weights, and of the responses' factors."""
     model = TorchModel(tiny("qwen3"))
-    goal = meant("gspo", {}, 0.7, beta=0.1)
-    case = built(model, goal, None, ())
-    right, b = case.forward, case.b.widened()
-    for variants in (quick, others):
+    goal = make_goal("gspo", {}, 0.7, beta=0.1)
+    case = build_case(model, goal, None, ())
+    right, b = case.forward, case.padded.widened()
+    for variants in (log_prob_variants, model_variants):
         yield from (fault.cause for fault in variants(right))
     lp = right.statistics()[0].detach()
     lp = torch.nn.functional.pad(lp, (0, b.mask.shape[1] - lp.shape[1]))
@@ -79,7 +79,8 @@ def _of_steps() -> Iterator[Cause]:
     yield from (fault.cause for fault in causes.token_faults(w, hp))
     k = torch.ones(len(case.rows), dtype=torch.float64)
     yield from (
-        cause for cause, _ in normalizers.aggregations(goal, case.rows, case.b, k, [])
+        cause
+        for cause, _ in normalizers.aggregations(goal, case.rows, case.padded, k, [])
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import upref
 from benchmarks.gpu.place import SEED, PartSetup
 from upref.step import check_recorded, record_step
-from upref.step.rows import made
+from upref.step.rows import make_rows
 
 T = 0.7
 Steps = list[tuple[str, bool, Callable[[nn.Module, list], None]]]
@@ -233,7 +233,7 @@ def recorded(place: PartSetup) -> None:
     ):
         with place.row(part="record_step", model="Qwen3, float32", step=name) as row:
             model = qwen3(place)
-            rows = [made(96, seed, (), 2, None) for seed in (1, 2)]
+            rows = [make_rows(96, seed, (), 2, None) for seed in (1, 2)]
             with record_step(model) as seen:
                 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
                 for some in rows:

@@ -22,7 +22,7 @@ from repro.exact.task import bandit
 from upref import advantages, kl
 from upref.aggregation import Totals, row_weights
 from upref.step import TorchModel
-from upref.step.case import BOUND, built, meant, perturbed, run
+from upref.step.case import FLOAT32_BOUND, build_case, make_goal, perturbed, run_step
 from upref.step.check import compared
 from upref.verify import kl as verify_kl
 from upref.weights.plots import DOWN, GREY, INK, PALETTE, STYLE, UP
@@ -655,8 +655,8 @@ def l11_around():
         errors = []
         with perturbed(model, True):
             for switches in bugs.values():
-                goal = meant("dapo", {}, T)
-                case = built(TorchModel(model), goal, None, without)
+                goal = make_goal("dapo", {}, T)
+                case = build_case(TorchModel(model), goal, None, without)
                 loss = step(**switches)
 
                 def one(model, rows, T=T, loss=loss):
@@ -675,9 +675,11 @@ def l11_around():
                         ).backward()
 
                 errors.append(
-                    compared(goal, case, run(one, model, case)[0], BOUND).error
+                    compared(
+                        goal, case, run_step(one, model, case)[0], FLOAT32_BOUND
+                    ).error
                 )
-        seen = [UP if e > BOUND else GREY for e in errors]
+        seen = [UP if e > FLOAT32_BOUND else GREY for e in errors]
         ax.barh(range(len(bugs)), errors, color=seen)
         ax.set(
             xscale="log",
@@ -687,8 +689,14 @@ def l11_around():
         )
         ax.set_yticklabels(list(bugs) if ax is panels[0] else [])
         ax.invert_yaxis()
-        ax.axvline(BOUND, color=INK, lw=0.8, ls=":")
-        ax.text(BOUND, len(bugs) - 0.6, f" bound {BOUND:g}", fontsize=8.5, va="center")
+        ax.axvline(FLOAT32_BOUND, color=INK, lw=0.8, ls=":")
+        ax.text(
+            FLOAT32_BOUND,
+            len(bugs) - 0.6,
+            f" bound {FLOAT32_BOUND:g}",
+            fontsize=8.5,
+            va="center",
+        )
         title(ax, text)
     return fig
 

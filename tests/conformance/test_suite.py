@@ -36,7 +36,7 @@ from upref.conformance.results import (
 )
 from upref.errors import InputError
 from upref.step import record_step
-from upref.step.case import BOUND
+from upref.step.case import FLOAT32_BOUND
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs/howto/conformance.md"
@@ -304,7 +304,7 @@ def test_linear_attention_is_allowed_what_its_own_rounding_makes():
     right = run(Plain(), case, seed=1, explain=False)
     assert right.status is Status.PASSED, str(right)
     allowed = right.report.tolerances["gradient, relative"]
-    assert BOUND < right.report.error < allowed < 1 / OnePartInThousand.n
+    assert FLOAT32_BOUND < right.report.error < allowed < 1 / OnePartInThousand.n
     assert any(
         "what rounding to float32 moves it" in a for a in right.report.assumptions
     )
@@ -316,7 +316,7 @@ def test_a_model_that_rounds_little_is_allowed_no_more():
     """One part in 20,000 is twice and a half the usual bound, and fails."""
     outcome = run(OnePartIn(), CASES["objective/ppo_clip"], explain=False)
     assert outcome.status is Status.FAILED
-    assert outcome.report.tolerances == {"gradient, relative": BOUND}
+    assert outcome.report.tolerances == {"gradient, relative": FLOAT32_BOUND}
 
 
 def test_without_the_search_a_failure_names_no_cause():

@@ -205,9 +205,9 @@ def test_half_precision_on_the_device_is_named():
 
 
 def test_a_recorded_step_is_checked_on_the_device():
-    from upref.step.rows import made
+    from upref.step.rows import make_rows
 
-    net, rows = model(), made(64, 1, (), None, None)
+    net, rows = model(), make_rows(64, 1, (), None, None)
     noise = torch.Generator().manual_seed(0)
     with record_step(net) as seen:
         with torch.no_grad():

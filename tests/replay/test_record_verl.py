@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from upref.replay import loss, normalizer, read_steps
-from upref.step.case import built, meant, perturb
+from upref.step.case import build_case, make_goal, perturb
 from upref.step.families import tiny
 from upref.step.reference import TorchModel
 from upref_frameworks.steps.host import spawn_ranks
@@ -23,7 +23,9 @@ from upref_frameworks.verl import record, step
 
 pytestmark = pytest.mark.verl
 MODEL = perturb(tiny("qwen3"))
-ROWS = built(TorchModel(MODEL), meant("dapo", {"eps_high": 0.2}, 0.7), None, []).rows
+ROWS = build_case(
+    TorchModel(MODEL), make_goal("dapo", {"eps_high": 0.2}, 0.7), None, []
+).rows
 SAMPLER = -0.5
 
 

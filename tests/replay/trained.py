@@ -22,7 +22,7 @@ import torch
 from upref.replay import loss, normalizer, read_steps, record
 from upref.replay.schema import RecordedBatch
 from upref.replay.terms import as_run, terms_of
-from upref.step.case import built, meant, perturb
+from upref.step.case import build_case, make_goal, perturb
 from upref.step.families import tiny
 from upref.step.reference import TorchModel
 from upref_frameworks.steps.settings import Setting
@@ -168,8 +168,8 @@ def verl_steps(s: Setting, folder: Path | None, steps: int = STEPS["verl"]) -> N
 
     model = perturb(tiny(s.family))
     temperature = s.fields.get("temperature", 0.7)
-    rows = built(
-        TorchModel(model), meant(s.objective, s.hp, temperature, **s.goal), None, []
+    rows = build_case(
+        TorchModel(model), make_goal(s.objective, s.hp, temperature, **s.goal), None, []
     ).rows
     recording = by_environment() if folder is None else in_verl(folder, 1)
     assert recording is not None

@@ -20,12 +20,12 @@ from upref.step import (
     check_step,
     record_step,
 )
-from upref.step.case import built, meant
+from upref.step.case import build_case, make_goal
 from upref.step.families import tiny
 from upref.step.forward import Forward
-from upref.step.forwards import tried
-from upref.step.rows import made
-from upref.step.scores import quick
+from upref.step.forwards import run_variants
+from upref.step.rows import make_rows
+from upref.step.scores import log_prob_variants
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_a_trainer_that_cannot_be_handed_rows_is_recorded(model):
     compared with its own.
     """
     net = copy.deepcopy(model)
-    rows = built(TorchModel(net), meant("dapo", {}, T), None, ()).rows
+    rows = build_case(TorchModel(net), make_goal("dapo", {}, T), None, ()).rows
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     with record_step(net) as seen:
         for _ in range(3):
@@ -136,8 +136,8 @@ def test_a_trainer_that_cannot_be_handed_rows_is_recorded(model):
     ],
 )  # fmt: skip
 def test_a_token_near_a_bound_may_be_on_either_side(model, above, moved, others, clip):
-    goal, model = meant("dapo", {}, T), copy.deepcopy(model)
-    case = built(TorchModel(model), goal, None, (), coarse=True)
+    goal, model = make_goal("dapo", {}, T), copy.deepcopy(model)
+    case = build_case(TorchModel(model), goal, None, (), coarse=True)
     t, lp = case.rows[0].trains.index(True), case.forward.lp()[0]
     row = case.rows[0]
     row.adv = [
@@ -184,15 +184,15 @@ def test_the_case_decides(model):
     """With equal lengths, r = 1 and no holes some of the bugs cannot be seen; with the
     case that upref makes, all.
     """
-    from upref.step.case import BOUND, compared, perturbed, run
+    from upref.step.case import FLOAT32_BOUND, compare, perturbed, run_step
 
-    goal, bound = meant("dapo", {}, T), BOUND
+    goal, bound = make_goal("dapo", {}, T), FLOAT32_BOUND
 
     def seen(without):
         with perturbed(model, True):
-            case = built(TorchModel(model), goal, None, without)
+            case = build_case(TorchModel(model), goal, None, without)
             error = {
-                name: compared(goal, case, run(step, model, case)[0], bound).error
+                name: compare(goal, case, run_step(step, model, case)[0], bound).error
                 for name, _, step in BUGS
             }
         return {name for name, e in error.items() if e > bound}
@@ -289,7 +289,9 @@ def test_a_forward_pass_that_a_model_lacks_is_not_tried(family):
     model = TorchModel(tiny(family))
     words = [
         cause.words
-        for cause, _ in tried(Forward(model, made(model.vocabulary), T), quick)
+        for cause, _ in run_variants(
+            Forward(model, make_rows(model.vocabulary), T), log_prob_variants
+        )
     ]
     assert ("prompts are run without a gradient" in words) == (
         family == "qwen3"

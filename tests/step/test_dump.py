@@ -8,12 +8,12 @@ from loops import T, policy_step, qwen3, with_
 from upref import replay
 from upref.errors import InputError
 from upref.step import TorchModel, check_dump, dump_step
-from upref.step.case import built, meant
+from upref.step.case import build_case, make_goal
 from upref.step.dump import DIRECTIONS, project
 
 
 def rows_of(model):
-    return built(TorchModel(model), meant("dapo", {}, T), None, ()).rows
+    return build_case(TorchModel(model), make_goal("dapo", {}, T), None, ()).rows
 
 
 def written(folder, step, clip=None, model=None):

@@ -15,7 +15,7 @@ from upref.step import (
     dump_step,
     record_step,
 )
-from upref.step.case import built, meant
+from upref.step.case import build_case, make_goal
 from upref.step.halves import NO_HALVES, ONE_PASS, UNFIT, halves_of
 from upref.step.record import Passed
 
@@ -46,7 +46,7 @@ def coincidence(model, rows):
 def recorded(step, *, clip=None, bound=None):
     """The report on one recorded step. clip: what it does; bound: what is meant."""
     model = qwen3()
-    rows = built(TorchModel(model), meant("dapo", {}, T), None, ()).rows
+    rows = build_case(TorchModel(model), make_goal("dapo", {}, T), None, ()).rows
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with record_step(model) as seen:
         step(model, rows)
@@ -59,7 +59,7 @@ def recorded(step, *, clip=None, bound=None):
 def dumped(folder, step):
     """The same of a step in a file."""
     model = qwen3()
-    rows = built(TorchModel(model), meant("dapo", {}, T), None, ()).rows
+    rows = build_case(TorchModel(model), make_goal("dapo", {}, T), None, ()).rows
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with dump_step(model, rows, folder / "step.npz"):
         step(model, rows)
@@ -136,7 +136,7 @@ def test_what_is_said_of_parameters_needs_no_halves():
 
 def test_rows_that_are_fed_twice_have_no_halves():
     model = qwen3()
-    rows = built(TorchModel(model), meant("dapo", {}, T), None, ()).rows
+    rows = build_case(TorchModel(model), make_goal("dapo", {}, T), None, ()).rows
     one, two = ([row.ids for row in part] for part in (rows[:4], rows[4:]))
     x = {"w": torch.ones(3)}
     first, second = Passed(one, {}, x), Passed(two, x, {"w": torch.full((3,), 3.0)})

@@ -136,7 +136,7 @@ def test_an_error_in_the_search_for_a_cause_leaves_the_verdict(monkeypatch):
     def fails(*_):
         raise RuntimeError("an internal error")
 
-    monkeypatch.setattr("upref.step.check.diagnosed", fails)
+    monkeypatch.setattr("upref.step.check.diagnose", fails)
     monkeypatch.setattr("upref.step.check.not_reached", fails)
     report = check_step(
         lambda model, rows: step(model, rows[:4]), Tiny(), "dapo", temperature=T

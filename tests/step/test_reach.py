@@ -11,8 +11,8 @@ from loops import T, collated, log_probs, policy_step, qwen3, right
 
 import upref
 from upref.step import Row, TorchModel, check_step
-from upref.step.case import BOUND, built, meant, perturb
-from upref.step.forward import expected
+from upref.step.case import FLOAT32_BOUND, build_case, make_goal, perturb
+from upref.step.forward import gradients_by_row
 from upref.step.reach import not_reached
 
 
@@ -47,21 +47,22 @@ def test_each_number_makes_a_difference_or_is_printed(reference, name):
     """
     o = upref.get(name)
     with_dual_clip = {"c": 3.0} if "c" in o.hyperparameters else {}
-    goal = meant(o, with_dual_clip, T)
-    case = built(reference, goal, None, ())
-    rows = expected(goal, case.forward, case.b)
+    goal = make_goal(o, with_dual_clip, T)
+    case = build_case(reference, goal, None, ())
+    rows = gradients_by_row(goal, case.forward, case.padded)
     want = rows.sum(0)
-    printed = not_reached(goal, case.forward, case.b, BOUND, rows)
+    printed = not_reached(goal, case.forward, case.padded, FLOAT32_BOUND, rows)
 
     def error(**hp):
-        other = meant(
+        other = make_goal(
             o,
             goal.hp | {k: v for k, v in hp.items() if k != "beta"},
             T,
             beta=hp.get("beta", 0.0),
         )
         return float(
-            (expected(other, case.forward, case.b).sum(0) - want).norm() / want.norm()
+            (gradients_by_row(other, case.forward, case.padded).sum(0) - want).norm()
+            / want.norm()
         )
 
     for number, value in (o.hyperparameters | with_dual_clip).items():
@@ -72,7 +73,7 @@ def test_each_number_makes_a_difference_or_is_printed(reference, name):
             if value == 0
             else (value / 2, value * 2)
         )
-        seen = all(error(**{number: v}) > BOUND for v in others)
+        seen = all(error(**{number: v}) > FLOAT32_BOUND for v in others)
         assert seen or f"{number} = {value:g}" in printed, (number, printed)
 
 
@@ -185,12 +186,16 @@ def test_a_clip_of_the_norm_that_does_not_act(clip, acts):
 
 
 def test_a_kl_term_without_reference_is_not_exercised(reference):
-    goal = meant("grpo", {}, T)
-    case = built(reference, goal, None, ())
+    goal = make_goal("grpo", {}, T)
+    case = build_case(reference, goal, None, ())
     rows = [replace(r, ref=None) for r in case.rows]
-    case = built(reference, goal, rows, ())
+    case = build_case(reference, goal, rows, ())
     printed = not_reached(
-        goal, case.forward, case.b, BOUND, expected(goal, case.forward, case.b)
+        goal,
+        case.forward,
+        case.padded,
+        FLOAT32_BOUND,
+        gradients_by_row(goal, case.forward, case.padded),
     )
     assert printed == {"beta = 0": "no other value can be tried on these rows"}
 
@@ -249,4 +254,4 @@ def test_a_gradient_that_is_not_finite_is_not_called_zero():
 
 
 def rows_of(model) -> list[Row]:
-    return built(TorchModel(model), meant("dapo", {}, T), None, ()).rows
+    return build_case(TorchModel(model), make_goal("dapo", {}, T), None, ()).rows

@@ -10,7 +10,7 @@ import torch
 from loops import T, policy_step, qwen3
 
 from upref.step import TorchModel, check_recorded, record, record_step, sketch
-from upref.step.case import built, meant
+from upref.step.case import build_case, make_goal
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def rows(model):
-    return built(TorchModel(model), meant("dapo", {}, T), None, ()).rows
+    return build_case(TorchModel(model), make_goal("dapo", {}, T), None, ()).rows
 
 
 def sgd(net):

@@ -12,7 +12,7 @@ from loops import T, policy_step, qwen3, right
 import upref
 from upref.advantages import group_norm
 from upref.step import check_step
-from upref.step.rows import LENGTHS, made
+from upref.step.rows import LENGTHS, make_rows
 
 
 @pytest.mark.parametrize("vocabulary", [60, 96, 196])
@@ -20,7 +20,7 @@ from upref.step.rows import LENGTHS, made
 @pytest.mark.parametrize("seed", range(3))
 def test_an_end_token_ends_each_response_but_one_of_full_length(vocabulary, end, seed):
     end %= vocabulary
-    for row in made(vocabulary, seed, end=end):
+    for row in make_rows(vocabulary, seed, end=end):
         assert end not in row.response[:-1] and row.trains[-1]
         assert (row.response[-1] == end) == (len(row.response) < max(LENGTHS))
 
@@ -107,7 +107,7 @@ def test_a_loop_with_one_prompt_that_normalizes_inside():
         (dict(rewards=[float("nan")] * 8), "rewards are 8 finite numbers"),
         (dict(advantages=group_norm), "pass rewards= as well"),
         (
-            dict(rewards=[1.0] * 8, rows=made(96, end=2)),
+            dict(rewards=[1.0] * 8, rows=make_rows(96, end=2)),
             "rewards is of the rows that upref makes",
         ),
     ],

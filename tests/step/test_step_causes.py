@@ -16,7 +16,7 @@ from training import BUGS, Own, collate
 import upref
 from upref.errors import InputError
 from upref.step import TorchModel, check_step
-from upref.step.case import Asked, built, meant
+from upref.step.case import RowOptions, build_case, make_goal
 from upref.step.families import tiny
 from upref.step.rows import HOLES, LENGTHS
 from upref.verify.faults.batch_reading import shifted
@@ -56,7 +56,7 @@ def test_the_rows_tell_a_hole_from_one_more_token_a_response():
 
 def test_where_the_two_are_one_number_both_are_said():
     model = qwen3()
-    rows = built(TorchModel(model), meant("dapo", {}, T), None, ()).rows
+    rows = build_case(TorchModel(model), make_goal("dapo", {}, T), None, ()).rows
     rows[2].trains[4] = rows[4].trains[4] = True  # eight holes, eight responses
     said = cause(divided(lambda rows: tokens(rows) + len(rows)), model=model, rows=rows)
     assert said == "the normalizer counts masked tokens too, or 1 more a response"
@@ -377,7 +377,7 @@ def test_an_error_of_the_search_leaves_the_verdict(monkeypatch, error):
     def broken(*_):
         raise error("mask must be a boolean tensor [B, T], got int64[8, 11].")
 
-    monkeypatch.setattr("upref.step.diagnose._explained", broken)
+    monkeypatch.setattr("upref.step.diagnose._explain_by_weights", broken)
     report = check_step(with_(temperature=1.0), qwen3(), "dapo", temperature=T)
     assert not report and "no known cause fits" in report.failures[0].cause
     assert error.__name__ in report.failures[0].cause, report
@@ -439,8 +439,8 @@ def test_the_temperature_is_named_where_the_ratio_of_the_rows_is_not_used():
 
 
 def test_a_prompt_that_a_group_shares_has_the_end_token_inside():
-    rows = built(
-        TorchModel(qwen3()), meant("grpo", {}, T), None, (), asked=Asked(8)
+    rows = build_case(
+        TorchModel(qwen3()), make_goal("grpo", {}, T), None, (), asked=RowOptions(8)
     ).rows
     assert all(2 in row.prompt for row in rows)
 

@@ -117,9 +117,9 @@ def _rows(model):
     """The rows that check_step would make."""
     from upref.step import case
 
-    return case.built(
+    return case.build_case(
         case.TorchModel(model),
-        case.meant("dapo", {}, 0.7, 0, 0, 0, None, 1.0),
+        case.make_goal("dapo", {}, 0.7, 0, 0, 0, None, 1.0),
         None,
         (),
         0,

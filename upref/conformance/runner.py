@@ -16,13 +16,13 @@ from upref.conformance.adapter import Adapter
 from upref.conformance.cases import Case
 from upref.errors import InputError
 from upref.step import rows as batch
-from upref.step.case import meant, perturb, sample
+from upref.step.case import draw_old_policy, make_goal, perturb
 from upref.step.check import StepReport, check_recorded, check_step
 from upref.step.divisors import is_scaled
 from upref.step.families import END, V, tiny
 from upref.step.record import Recorded, Step, gradients, watched
 from upref.step.reference import TorchModel, as_float64
-from upref.step.rows import AXES, Row
+from upref.step.rows import CASE_AXES, Row
 from upref.user_code.guard import one_line
 
 
@@ -89,7 +89,7 @@ def make_rows(case: Case, model: Any, seed: int = 0) -> list[Row]:
     without = (
         ("lengths", "holes") if case.equal_lengths else () if case.holes else ("holes",)
     )
-    rows = batch.made(V, seed, without, END)
+    rows = batch.make_rows(V, seed, without, END)
     if case.ends:
         for row in rows:
             row.response[-1] = END
@@ -97,8 +97,10 @@ def make_rows(case: Case, model: Any, seed: int = 0) -> list[Row]:
         for row in rows:
             if len(row.response) > 4:
                 row.response[len(row.response) // 2] = END
-    goal = meant(case.objective, dict(case.hp), case.temperature)
-    sample(rows, TorchModel(model), goal, seed=seed, coarse=case.dtype != "float32")
+    goal = make_goal(case.objective, dict(case.hp), case.temperature)
+    draw_old_policy(
+        rows, TorchModel(model), goal, seed=seed, coarse=case.dtype != "float32"
+    )
     return rows
 
 
@@ -246,7 +248,7 @@ def _compare(
             _trained_here(step, case, model, rows),
             [rows],
             case.objective,
-            without=AXES,
+            without=CASE_AXES,
             **goal,
         )
     if case.updates == 1:
@@ -267,7 +269,7 @@ def _compare(
             model,
             case.objective,
             rows=rows,
-            without=AXES,
+            without=CASE_AXES,
             perturb_weights=False,
             **goal,
         )
@@ -281,7 +283,11 @@ def _compare(
             f"the adapter's optimizer made {len(seen.steps)} steps, and the case has {case.updates}."
         )
     return check_recorded(
-        seen, _rows_of_updates(seen.steps, rows), case.objective, without=AXES, **goal
+        seen,
+        _rows_of_updates(seen.steps, rows),
+        case.objective,
+        without=CASE_AXES,
+        **goal,
     )
 
 

@@ -18,7 +18,13 @@ from upref.errors import InputError
 from upref.interrupt import Terminated
 from upref.registry import REDUCE, Objective, get
 from upref.step import rows as batch
-from upref.step.forward import Forward, assign_sides, clipped, expected, sides
+from upref.step.forward import (
+    Forward,
+    assign_sides,
+    changes_across_bounds,
+    clip_norm,
+    gradients_by_row,
+)
 from upref.step.goal import Goal
 from upref.step.model_errors import described
 from upref.step.ranks import lead, train, world_size
@@ -26,20 +32,20 @@ from upref.step.record import Step
 from upref.step.reference import (
     Gradient,
     Model,
-    Rounded,
+    PerturbedOperations,
+    RoundedOperations,
     TorchModel,
-    Unsettled,
     as_float64,
     unwrapped,
 )
-from upref.step.rows import AXES, Padded, Row
+from upref.step.rows import CASE_AXES, Padded, Row
 from upref.user_code.guard import one_line, refuse_exit
 
-BOUND = 2e-5  # of |g - g*| / |g*| in float32
-FAR = 1e-3  # an error of which float32's rounding is not asked
-DRAWS = 6  # of rounding errors
+FLOAT32_BOUND = 2e-5  # of |g - g*| / |g*| in float32
+LARGEST_WIDENED = 1e-3  # an error of which float32's rounding is not asked
+ROUNDING_DRAWS = 6  # of rounding errors
 ROUNDINGS = 6  # times their root mean square is allowed
-HALVES = (torch.bfloat16, torch.float16)
+HALF_PRECISIONS = (torch.bfloat16, torch.float16)
 
 
 @dataclass
@@ -47,7 +53,7 @@ class StepCase:
     """Rows, the reference's forward pass over them, and what it does not vary."""
 
     rows: list[Row]
-    b: Padded
+    padded: Padded
     forward: Forward
     unvaried: dict[str, str]
     shift: float = 2e-5  # of log r by rounding, in float32
@@ -56,7 +62,7 @@ class StepCase:
 
 
 @dataclass(frozen=True)
-class Asked:
+class RowOptions:
     """What a user asks of the rows that upref makes: groups that share a prompt,
     rewards, advantages.
     """
@@ -115,7 +121,7 @@ def _numbers(name: str, values: Any, n: int) -> list[float]:
     return out
 
 
-def sample(
+def draw_old_policy(
     rows: list[Row],
     model: Model,
     goal: Goal,
@@ -143,14 +149,18 @@ def sample(
         InputError: the model fails on a row.
     """
     with described(_longest(rows)):
-        if goal.o.reads_mu and not still:
+        if goal.objective.reads_mu and not still:
             batch.make_probable(rows, model.logits, model.end)
         forward = Forward(model, rows, goal.temperature)
-    entropy = [*forward.statistics()[1].detach()] if "entropy" in goal.o.reads else None
-    batch.sampled(
+    entropy = (
+        [*forward.statistics()[1].detach()]
+        if "entropy" in goal.objective.reads
+        else None
+    )
+    batch.add_log_probs(
         rows,
         forward.lp(),
-        goal.o,
+        goal.objective,
         goal.hp,
         seed=seed,
         still=still,
@@ -160,14 +170,14 @@ def sample(
     return forward
 
 
-def built(
+def build_case(
     model: Model,
     goal: Goal,
     rows: Sequence[Row] | None,
     without: Sequence[str],
     seed: int = 0,
     coarse: bool = False,
-    asked: Asked | None = None,
+    asked: RowOptions | None = None,
 ) -> StepCase:
     """The rows, made or validated, with the reference's forward pass. InputError where
     they could hide bugs.
@@ -184,27 +194,31 @@ def built(
     Returns:
         The case.
     """
-    if isinstance(without, str) or (bad := [w for w in without if w not in AXES]):
+    if isinstance(without, str) or (bad := [w for w in without if w not in CASE_AXES]):
         what = without if isinstance(without, str) else bad[0]
-        raise InputError(f"without takes a list of {', '.join(AXES)}, got {what!r}.")
-    asked = asked or Asked()
+        raise InputError(
+            f"without takes a list of {', '.join(CASE_AXES)}, got {what!r}."
+        )
+    asked = asked or RowOptions()
     if rows is None:
-        made = batch.made(model.vocabulary, seed, without, model.end, asked.group_size)
-        asked.reward(made, goal.o.adv)
-        forward = sample(
+        made = batch.make_rows(
+            model.vocabulary, seed, without, model.end, asked.group_size
+        )
+        asked.reward(made, goal.objective.adv)
+        forward = draw_old_policy(
             made, model, goal, seed=seed, still="ratio" in without, coarse=coarse
         )
     else:
         asked.refuse("rows")
-        made = batch.validated(rows, model.vocabulary)
-        if goal.o.sampler is not None and any(r.sampler is None for r in made):
+        made = batch.validate_rows(rows, model.vocabulary)
+        if goal.objective.sampler is not None and any(r.sampler is None for r in made):
             raise InputError(
-                f"{goal.o.name} needs the log-probabilities of the engine that sampled: "
+                f"{goal.objective.name} needs the log-probabilities of the engine that sampled: "
                 "give every row `sampler`."
             )
         with described(_longest(made)):
             forward = Forward(model, made, goal.temperature)
-    unvaried = batch.unvaried(made, goal.temperature, forward.lp())
+    unvaried = batch.find_unvaried_axes(made, goal.temperature, forward.lp())
     if bad := [k for k in unvaried if k not in without]:
         raise InputError(
             f"this case could hide bugs: {unvaried[bad[0]]}. Vary it, or pass without={bad!r} and read what is left "
@@ -220,7 +234,7 @@ def _longest(rows: Sequence[Row]) -> list[int]:
     return max((row.ids for row in rows), key=len)
 
 
-def meant(
+def make_goal(
     objective: str | Objective,
     hp: dict[str, Any],
     temperature: float,
@@ -306,10 +320,12 @@ def half_of(model: Any) -> torch.dtype | None:
         kinds = {p.dtype for p in model.parameters() if p.requires_grad}
     else:
         kinds = set()
-    return next((k for k in HALVES if k in kinds), None)
+    return next((k for k in HALF_PRECISIONS if k in kinds), None)
 
 
-def allowed(goal: Goal, case: StepCase, bound: torch.dtype | float | None) -> float:
+def allowed_error(
+    goal: Goal, case: StepCase, bound: torch.dtype | float | None
+) -> float:
     """The error of the gradient that rounding may make: 2e-5 in float32; in half
     precision twice what the reference moves if the result of each of its operations is
     rounded. A trainer keeps some of them in float32.
@@ -332,32 +348,34 @@ def allowed(goal: Goal, case: StepCase, bound: torch.dtype | float | None) -> fl
         InputError: the bound is neither.
     """
     if bound is None:
-        return BOUND
+        return FLOAT32_BOUND
     if isinstance(bound, int | float) and not isinstance(bound, bool) and bound > 0:
         return float(bound)
-    if not isinstance(bound, torch.dtype) or bound not in HALVES:
+    if not isinstance(bound, torch.dtype) or bound not in HALF_PRECISIONS:
         raise InputError(
             f"bound is a number above 0, torch.bfloat16 or torch.float16, got {str(bound)[:60]!r}."
         )
-    with Rounded(bound):
+    with RoundedOperations(bound):
         rounded = Forward(case.forward.model, case.rows, goal.temperature)
-        rounded_gradient = expected(goal, rounded, case.b).sum(0)
+        rounded_gradient = gradients_by_row(goal, rounded, case.padded).sum(0)
         lp, *_ = rounded.statistics()
     change = (lp - case.forward.statistics()[0]).detach()
-    mask = case.b.mask
-    if goal.o.level in REDUCE:
-        change = REDUCE[goal.o.level](change, mask)[mask.any(1)]
+    mask = case.padded.mask
+    if goal.objective.level in REDUCE:
+        change = REDUCE[goal.objective.level](change, mask)[mask.any(1)]
     else:
         change = change[mask]
     case.shift = 3 * float(change.pow(2).mean().sqrt())
-    alternatives = sides(goal, case.forward, case.b, case.shift)
+    alternatives = changes_across_bounds(goal, case.forward, case.padded, case.shift)
     want = assign_sides(
-        expected(goal, case.forward, case.b), alternatives, rounded_gradient
+        gradients_by_row(goal, case.forward, case.padded),
+        alternatives,
+        rounded_gradient,
     )[0].sum(0)
     return 2 * float((rounded_gradient - want).norm() / want.norm().clamp(min=1e-300))
 
 
-def widened(goal: Goal, case: StepCase, bound: float, error: float) -> float:
+def widen_bound(goal: Goal, case: StepCase, bound: float, error: float) -> float:
     """The bound for a model in float32 whose own gradient moves by more than that where
     the result of each operation is rounded: where a norm divides by a vector near 0, as
     in linear attention, rounding grows. It is measured only if the error is above the
@@ -372,23 +390,25 @@ def widened(goal: Goal, case: StepCase, bound: float, error: float) -> float:
     Returns:
         The bound, or the larger one that rounding gives.
     """
-    if not bound < error <= FAR:
+    if not bound < error <= LARGEST_WIDENED:
         return bound
-    want = expected(goal, case.forward, case.b)
-    alternatives = sides(goal, case.forward, case.b, case.shift)
+    want = gradients_by_row(goal, case.forward, case.padded)
+    alternatives = changes_across_bounds(goal, case.forward, case.padded, case.shift)
     squares = []
-    for seed in range(DRAWS):
-        with Unsettled(seed):
+    for seed in range(ROUNDING_DRAWS):
+        with PerturbedOperations(seed):
             perturbed_forward = Forward(case.forward.model, case.rows, goal.temperature)
-            perturbed_gradient = expected(goal, perturbed_forward, case.b).sum(0)
+            perturbed_gradient = gradients_by_row(
+                goal, perturbed_forward, case.padded
+            ).sum(0)
         exact = assign_sides(want, alternatives, perturbed_gradient)[0].sum(0)
         distance = (perturbed_gradient - exact).norm() / exact.norm().clamp(min=1e-300)
         squares.append(float(distance) ** 2)
-    return max(bound, ROUNDINGS * math.sqrt(sum(squares) / DRAWS))
+    return max(bound, ROUNDINGS * math.sqrt(sum(squares) / ROUNDING_DRAWS))
 
 
 @dataclass(frozen=True)
-class Compared:
+class GradientComparison:
     """A gradient beside the one that it should be."""
 
     goal: Goal
@@ -400,7 +420,9 @@ class Compared:
     other_side: int
 
 
-def compared(goal: Goal, case: StepCase, found: Gradient, bound: float) -> Compared:
+def compare(
+    goal: Goal, case: StepCase, found: Gradient, bound: float
+) -> GradientComparison:
     """Tokens count over the whole step, or per group where that alone agrees.
 
     Args:
@@ -415,14 +437,16 @@ def compared(goal: Goal, case: StepCase, found: Gradient, bound: float) -> Compa
     tried = []
     for tried_goal in (
         [goal, replace(goal, grouped=True)]
-        if goal.o.agg == "group-token-mean"
+        if goal.objective.agg == "group-token-mean"
         else [goal]
     ):
-        alternatives = sides(tried_goal, case.forward, case.b, case.shift)
-        rows = expected(tried_goal, case.forward, case.b)
+        alternatives = changes_across_bounds(
+            tried_goal, case.forward, case.padded, case.shift
+        )
+        rows = gradients_by_row(tried_goal, case.forward, case.padded)
         gradient = case.forward.model.flat(found)
         rows, other = assign_sides(rows, alternatives, gradient)
-        want = clipped(rows.sum(0), tried_goal.clip)
+        want = clip_norm(rows.sum(0), tried_goal.clip)
         if not want.isfinite().all():
             bad = [
                 n
@@ -439,7 +463,7 @@ def compared(goal: Goal, case: StepCase, found: Gradient, bound: float) -> Compa
             )
         error = float((gradient - want).norm() / want.norm())
         tried.append(
-            Compared(
+            GradientComparison(
                 tried_goal,
                 rows,
                 want,
@@ -512,7 +536,9 @@ def _restore(net: nn.Module, weights: dict[str, Tensor]) -> None:
         ) from e
 
 
-def run(step: Callable[..., Any], model: Any, case: StepCase) -> tuple[Gradient, int]:
+def run_step(
+    step: Callable[..., Any], model: Any, case: StepCase
+) -> tuple[Gradient, int]:
     """The gradient that the step makes on copies of the rows, and its number of
     backward passes.
 
@@ -531,13 +557,13 @@ def run(step: Callable[..., Any], model: Any, case: StepCase) -> tuple[Gradient,
     """
     rows = copy.deepcopy(case.rows)
     if not isinstance(model, nn.Module):
-        return _taken(
-            called(step, model.params if hasattr(model, "params") else model, rows)
+        return _as_gradient(
+            call_step(step, model.params if hasattr(model, "params") else model, rows)
         ), 0
     net = unwrapped(model)
     weights = {n: v.detach().clone() for n, v in net.state_dict().items()}
-    recorded = (lead if world_size() > 1 else train)(step, model, rows, called)
-    case.forward.see(recorded.fed)
+    recorded = (lead if world_size() > 1 else train)(step, model, rows, call_step)
+    case.forward.locate_rows(recorded.fed)
     case.apart = recorded.apart
     if recorded.steps > 1:
         raise InputError(
@@ -551,7 +577,7 @@ def run(step: Callable[..., Any], model: Any, case: StepCase) -> tuple[Gradient,
         and all(hasattr(v, "shape") for v in out.values())
         and not found
     ):
-        found = _taken(
+        found = _as_gradient(
             {
                 k.removeprefix("_orig_mod.").removeprefix("module."): v
                 for k, v in out.items()
@@ -568,7 +594,7 @@ def run(step: Callable[..., Any], model: Any, case: StepCase) -> tuple[Gradient,
     return found, recorded.backwards
 
 
-def called(step: Callable[..., Any], model: Any, rows: list[Row]) -> Any:
+def call_step(step: Callable[..., Any], model: Any, rows: list[Row]) -> Any:
     """What the step returns; InputError where it raises anything.
 
     Args:
@@ -587,7 +613,7 @@ def called(step: Callable[..., Any], model: Any, rows: list[Row]) -> Any:
         ) from e
 
 
-def _taken(out: Any) -> Gradient:
+def _as_gradient(out: Any) -> Gradient:
     if not isinstance(out, dict) or not out:
         raise InputError(
             "a step whose model is not torch's must return {name of a parameter: its gradient}."

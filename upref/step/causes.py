@@ -20,9 +20,15 @@ from upref.errors import InputError
 from upref.kl import ESTIMATORS
 from upref.registry import Objective, get, names
 from upref.rollouts import Rollouts
-from upref.step.normalizers import factor_words, right_factors
+from upref.step.normalizers import explain_factors, right_factors
 from upref.step.rows import Row
-from upref.step.weights import Tokens, factors, is_named, left_out
+from upref.step.weights import (
+    WEIGHT_TOLERANCE,
+    Tokens,
+    factors_of_rows,
+    is_named,
+    left_out_cause,
+)
 from upref.verify.faults import hyperparameter_id, known, measured
 from upref.verify.faults.batch_reading import between, moved
 from upref.verify.faults.losses import (
@@ -34,9 +40,9 @@ from upref.verify.faults.losses import (
 )
 from upref.verify.finding import NO_CAUSE, Cause, join_causes
 
-HALVES = (torch.bfloat16, torch.float16)
+HALF_PRECISIONS = (torch.bfloat16, torch.float16)
 # numbers of a row that a loop may keep in half precision
-ROUNDED = {
+ROUNDED_WORDS = {
     "logp_old": "old log-probabilities",
     "adv": "advantages",
     "logp_ref": "reference model's log-probabilities",
@@ -46,103 +52,121 @@ ROUNDED_IDS = {
     "adv": "advantages",
     "logp_ref": "reference-log-probs",
 }
-BOUNDS = (0.1, 0.2, 0.28, 0.3, 0.4, 3.0, 10.0)  # of a clip, as people set them
+USUAL_BOUNDS = (0.1, 0.2, 0.28, 0.3, 0.4, 3.0, 10.0)  # of a clip, as people set them
 # the same of a sampler's correction
-CORRECTION_BOUNDS = (0.1, 0.2, 0.5, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 8.0, 10.0)
+USUAL_CORRECTION_BOUNDS = (0.1, 0.2, 0.5, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 8.0, 10.0)
 
 
 # A fault of these kinds moves which tokens have a gradient. Beside it, a response
 # without one is no second fault: if it is not explained by the first, the first is the
 # wrong one.
-STOPS = ("hyperparameter", "objective", "clip", "ratio", "stop-gradient", "rounding")
+STOPPING_KINDS = (
+    "hyperparameter",
+    "objective",
+    "clip",
+    "ratio",
+    "stop-gradient",
+    "rounding",
+)
 
 
-def named(tokens: Tokens, among: Cause = NO_CAUSE) -> tuple[Cause, Tensor] | None:
-    """The fault that gives these weights on all response tokens, and the weights that
-    it gives [B, T].
+def find_fault(tokens: Tokens, only: Cause = NO_CAUSE) -> tuple[Cause, Tensor] | None:
+    """Find the fault that gives these weights on all response tokens.
 
-    among: a cause; faults that it does not name are not tried.
+    Args:
+        tokens: the weights that were read off the gradient.
+        only: a cause; faults that it does not name are not tried.
+
+    Returns:
+        The cause and the weights that it gives, [B, T]; None where no fault fits.
     """
-    hp = tokens.goal.hp | ({"beta": tokens.goal.beta} if tokens.goal.o.kl else {})
-    alike = _one_weight(tokens)
-    if alike is not None and (not among or set(alike[0].ids) <= set(among.ids)):
-        return alike
-    silent = tokens.no_weight(tokens.found).all(1)
-    right = right_factors(tokens.goal, tokens.b)[:, None]
-    for known_fault in token_faults(tokens, hp):
-        if not is_named(known_fault, among):
+    hp = dict(tokens.goal.hp)
+    if tokens.goal.objective.kl:
+        hp["beta"] = tokens.goal.beta
+    equal_weights = _equal_weights(tokens)
+    if equal_weights is not None:
+        cause, _ = equal_weights
+        if not only or set(cause.ids) <= set(only.ids):
+            return equal_weights
+    is_silent = tokens.no_weight(tokens.found).all(1)
+    right_multiples = right_factors(tokens.goal, tokens.padded)[:, None]
+    for fault_tried in token_faults(tokens, hp):
+        if not is_named(fault_tried, only):
             continue
-        unit, mask = _unit(tokens, known_fault, hp)
-        k = factors(tokens, unit)
-        if k is None:
+        weights, mask = _weights_of_fault(tokens, fault_tried, hp)
+        row_factors = factors_of_rows(tokens, weights)
+        if row_factors is None:
             continue
-        # what is within the noise, and should be, tells nothing of its factor
-        k[silent & tokens.near(unit * right, 0 * unit).all(1)] = torch.nan
-        dead = [
-            i for i, v in enumerate(k) if abs(v) <= 1e-4 * k.nan_to_num(0).abs().max()
-        ]
-        if (
-            k.isnan().all()
-            or len(dead) == len(k) - int(k.isnan().sum())
-            or (dead and known_fault.kind in STOPS)
-        ):
+        # a response whose weights are within the noise, and should be, does not tell its
+        # factor
+        should_be_silent = tokens.near(weights * right_multiples, 0 * weights).all(1)
+        row_factors[is_silent & should_be_silent] = torch.nan
+        least = WEIGHT_TOLERANCE * row_factors.nan_to_num(0).abs().max()
+        without_weight = [i for i, k in enumerate(row_factors) if abs(k) <= least]
+        known_factors = len(row_factors) - int(row_factors.isnan().sum())
+        if known_factors == 0 or len(without_weight) == known_factors:
             continue
-        k[dead] = torch.nan
-        moving = int((mask & (unit != 0)).sum())
-        found = factor_words(
+        if without_weight and fault_tried.kind in STOPPING_KINDS:
+            continue
+        row_factors[without_weight] = torch.nan
+        moving = int((mask & (weights != 0)).sum())
+        explanation = explain_factors(
             tokens.goal,
             tokens.rows,
-            tokens.b,
-            k,
-            dead,
+            tokens.padded,
+            row_factors,
+            without_weight,
             tokens.tol,
             mask,
             moving,
-            _odd_factor(known_fault),
+            _largest_odd_factor(fault_tried),
         )
-        if found is None:
+        if explanation is None:
             continue
-        because, factor = found
-        if known_fault.id == "advantages-negated" and bool(
-            (factor * ~k.isnan() < 0).any()
+        aggregation, aggregation_factors = explanation
+        if fault_tried.id == "advantages-negated" and bool(
+            (aggregation_factors * ~row_factors.isnan() < 0).any()
         ):
             continue  # two signs that cancel are another fault
-        lost = left_out(dead) if dead else NO_CAUSE
-        alive = torch.ones(len(k), dtype=torch.bool)
-        alive[dead] = False
-        if said := join_causes(known_fault.cause, lost, because):
-            return said, unit * torch.where(alive, factor, 0)[:, None]
+        left_out = left_out_cause(without_weight) if without_weight else NO_CAUSE
+        has_weight = torch.ones(len(row_factors), dtype=torch.bool)
+        has_weight[without_weight] = False
+        if cause := join_causes(fault_tried.cause, left_out, aggregation):
+            multiples = torch.where(has_weight, aggregation_factors, 0)
+            return cause, weights * multiples[:, None]
     return None
 
 
-def _odd_factor(one: LossFault) -> float:
-    """The largest constant, or inverse of one, that no loop is known to have and that
-    may stand beside a fault: a free factor lets a wrong fault fit.
+def _largest_odd_factor(known_fault: LossFault) -> float:
+    """Return how large a constant factor beside this fault may be that no loop is known
+    to have. The inverse of the factor has the same bound.
+
+    A free factor lets a wrong fault fit, so beside another objective none is allowed.
     """
-    if one.kind == "objective":
+    if known_fault.kind == "objective":
         return 1.0
-    return 1000.0 if one.words else math.inf
+    return 1000.0 if known_fault.words else math.inf
 
 
-def _one_weight(tokens: Tokens) -> tuple[Cause, Tensor] | None:
-    """The cause that all tokens that train have one weight, and the weights, where that
-    is so and should not be.
+def _equal_weights(tokens: Tokens) -> tuple[Cause, Tensor] | None:
+    """Return the cause that all tokens that train have one weight, and the weights;
+    None where the weights differ, or should be equal.
     """
-    x = tokens.found[tokens.b.mask]
-    right = tokens.expected[tokens.b.mask]
-    mean = float(x.nan_to_num(0).mean())
-    differ = float((x - mean).abs().nan_to_num(torch.inf).max())
+    found = tokens.found[tokens.padded.mask]
+    expected = tokens.expected[tokens.padded.mask]
+    mean = float(found.nan_to_num(0).mean())
+    largest_difference = float((found - mean).abs().nan_to_num(torch.inf).max())
     if (
         not mean
-        or differ > tokens.tol * abs(mean)
-        or right.std() <= tokens.tol * right.abs().max()
+        or largest_difference > tokens.tol * abs(mean)
+        or expected.std() <= tokens.tol * expected.abs().max()
     ):
         return None
     cause = measured.ONE_WEIGHT.cause(weight=mean)
-    return cause, torch.where(tokens.b.mask, mean, 0.0)
+    return cause, torch.where(tokens.padded.mask, mean, 0.0)
 
 
-def _put(
+def _batch_fault(
     words: str,
     hp: dict[str, Any] | None = None,
     *,
@@ -150,7 +174,7 @@ def _put(
     beside: str = "",
     **change: Tensor,
 ) -> LossFault:
-    """The objective on a batch of which something is replaced."""
+    """Make the fault that the objective is given a batch with these fields replaced."""
     return fault(
         words,
         "batches",
@@ -161,118 +185,154 @@ def _put(
     )
 
 
-def token_faults(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
-    """One fault each, or none, the right one first.
+def token_faults(tokens: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
+    """Yield the faults that may give these weights, the likeliest first.
 
     Args:
-        w: the weights that were read off the gradient.
+        tokens: the weights that were read off the gradient.
         hp: the objective's numbers.
 
     Yields:
-        A fault that changes nothing; then the known faults, those of masks first.
+        A fault that changes nothing; then the known faults, those of masks first. An
+        earlier fault is named where a later one gives the same weights.
     """
-    r = w.rollouts()
-    objective = w.goal.o
-    goal = w.goal
-    positions = torch.arange(w.here.shape[1])
-    untrained = w.here & ~w.b.mask
-    last = torch.tensor([[len(x.response) - 1] for x in w.rows])
+    batch = tokens.rollouts()
+    objective = tokens.goal.objective
+    yield _batch_fault("", id="")
+    yield from _mask_and_ratio_faults(tokens, batch)
+    yield from _exchanged_row_faults(tokens, batch)
+    yield from _normalized_advantage_faults(tokens, batch)
+    yield from _rounding_faults(batch)
+    yield from _advantage_faults(tokens, batch)
+    if batch.logp_ref is not None:
+        yield from _reference_faults(tokens, batch, batch.logp_ref)
+    if tokens.goal.beta:
+        yield from _kl_faults(tokens, batch)
+    yield from _hyperparameter_faults(objective, hp)
+    if objective.level == "sequence_mean":
+        yield from _wrong_length_faults(tokens, hp)
+    yield from known("losses", objective, hp, [])
+    yield from _other_objective_faults(objective, hp)
+    # late: a lost sign may look like another response's advantage
+    yield from _other_response_faults(tokens, batch, hp)
+    for feature, words, lost in _features_of_lost_tokens(tokens, batch):
+        yield _batch_fault(
+            f"{words} do not train",
+            id=f"{feature}-left-out",
+            mask=tokens.padded.mask & ~lost,
+        )
+
+
+def _mask_and_ratio_faults(tokens: Tokens, batch: Rollouts) -> Iterator[LossFault]:
+    """Yield faults of the loss mask, of the old log-probabilities, and both at once."""
+    positions = torch.arange(tokens.here.shape[1])
+    untrained = tokens.here & ~tokens.padded.mask
+    last_position = torch.tensor([[len(row.response) - 1] for row in tokens.rows])
     masks: tuple[tuple[str, str, Tensor], ...] = (
-        ("masked-tokens-train", "masked tokens train", w.here),
+        ("masked-tokens-train", "masked tokens train", tokens.here),
         (
             "mask-one-token-late",
             "the mask is one token late",
-            moved(w.b.mask, 1) & w.here,
+            moved(tokens.padded.mask, 1) & tokens.here,
         ),
         (
             "mask-one-token-early",
             "the mask is one token early",
-            moved(w.b.mask, -1) & w.here,
+            moved(tokens.padded.mask, -1) & tokens.here,
         ),
         (
             "last-token-left-out",
             "the last token of each response does not train",
-            w.b.mask & (positions != last),
+            tokens.padded.mask & (positions != last_position),
         ),
         (
             "first-token-left-out",
             "the first token of each response does not train",
-            w.b.mask & (positions > 0),
+            tokens.padded.mask & (positions > 0),
         ),
         (
             "token-after-hole-left-out",
             "the first token after each hole does not train",
-            w.b.mask & ~moved(untrained, 1),
+            tokens.padded.mask & ~moved(untrained, 1),
         ),
         (
             "tokens-behind-hole-left-out",
             "no token behind the first hole of a response trains",
-            w.b.mask & (untrained.cumsum(1) == 0),
+            tokens.padded.mask & (untrained.cumsum(1) == 0),
         ),
         (
             "tokens-before-hole-left-out",
             "no token in front of the last hole of a response trains",
-            w.b.mask & (untrained.flip(1).cumsum(1).flip(1) == 0),
+            tokens.padded.mask & (untrained.flip(1).cumsum(1).flip(1) == 0),
         ),
         (
             "cut-responses-train-by-first-token",
             "a response without the end token trains by its first token alone",
-            w.b.mask & (_ends(w.rows) | (positions == 0)),
+            tokens.padded.mask & (_has_end_token(tokens.rows) | (positions == 0)),
         ),
     )
-    yield _put("", id="")
     for id, words, mask in masks:
-        yield _put(words, id=id, mask=mask)
+        yield _batch_fault(words, id=id, mask=mask)
     now = "the old log-probabilities are the current ones"
-    yield _put(f"{now}, or have no effect: r = 1", id="ratio-always-one", logp_old=w.lp)
+    yield _batch_fault(
+        f"{now}, or have no effect: r = 1", id="ratio-always-one", logp_old=tokens.lp
+    )
     for id, words, mask in masks:
-        yield _put(
+        yield _batch_fault(
             f"{words}; {now}, or have no effect: r = 1",
             id=id,
             beside="ratio-always-one",
             mask=mask,
-            logp_old=w.lp,
+            logp_old=tokens.lp,
         )
-    yield _put(
+    yield _batch_fault(
         "the old and the current log-probabilities are exchanged in the ratio",
         id="old-and-new-log-probs-exchanged",
-        logp_old=2 * w.lp - r.logp_old,
+        logp_old=2 * tokens.lp - batch.logp_old,
     )
-    yield _put(
-        f"{now} at temperature 1", id="old-log-probs-at-temperature-1", logp_old=w.plain
+    yield _batch_fault(
+        f"{now} at temperature 1",
+        id="old-log-probs-at-temperature-1",
+        logp_old=tokens.lp_at_temperature_1,
     )
     for by, where in {1: "late", -1: "early"}.items():
-        yield _put(
+        yield _batch_fault(
             f"the old log-probabilities are one token too {where}",
             id=f"old-log-prob-one-token-{where}",
-            logp_old=moved(r.logp_old, by),
+            logp_old=moved(batch.logp_old, by),
         )
-    yield _put(
+    yield _batch_fault(
         "the old log-probabilities are counted without the holes",
         id="old-log-probs-without-holes",
-        logp_old=_without_holes(r.logp_old, w.b.mask),
+        logp_old=_without_holes(batch.logp_old, tokens.padded.mask),
     )
-    orders = [*_orders(w.rows)]
-    first = r.adv[:, :1]
+
+
+def _exchanged_row_faults(tokens: Tokens, batch: Rollouts) -> Iterator[LossFault]:
+    """Yield faults that give rows the numbers of other rows, or another sign."""
+    orders = [*_row_orders(tokens.rows)]
+    advantages = batch.adv[:, :1]
     # with advantages of d and -d in turn, the sign and an exchange make the same ones
     opposite = [
-        words for _, words, order in orders if torch.equal(first[order], -first)
+        words
+        for _, words, order in orders
+        if torch.equal(advantages[order], -advantages)
     ]
-    either = f", or are those of {opposite[0]}" if opposite else ""
-    yield _put(
-        f"the advantages have the opposite sign{either}",
+    or_exchanged = f", or are those of {opposite[0]}" if opposite else ""
+    yield _batch_fault(
+        f"the advantages have the opposite sign{or_exchanged}",
         id="advantages-negated",
-        adv=-r.adv,
+        adv=-batch.adv,
     )
     for rows, words, order in orders:
         if words not in opposite:
-            yield _put(
+            yield _batch_fault(
                 f"the advantages are those of {words}",
                 id=f"advantages-of-{rows}",
-                adv=first[order].expand_as(r.adv),
+                adv=advantages[order].expand_as(batch.adv),
             )
-        for old in _exchanged(w.rows, r.logp_old, order):
-            yield _put(
+        for old in _reordered(tokens.rows, batch.logp_old, order):
+            yield _batch_fault(
                 f"the old log-probabilities are those of {words}",
                 id=f"old-log-probs-of-{rows}",
                 logp_old=old,
@@ -281,95 +341,128 @@ def token_faults(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
         "the advantages of the tokens that train are laid over all response tokens, "
         "one behind the other"
     )
-    yield _put(
-        words, id="advantages-laid-over", adv=_laid_over(r.adv, w.b.mask, w.here)
+    yield _batch_fault(
+        words,
+        id="advantages-laid-over",
+        adv=_laid_over(batch.adv, tokens.padded.mask, tokens.here),
     )
-    yield _put(
-        "the sign of the advantages is lost", id="advantage-absolute", adv=r.adv.abs()
+    yield _batch_fault(
+        "the sign of the advantages is lost",
+        id="advantage-absolute",
+        adv=batch.adv.abs(),
     )
-    n = len(w.rows)
-    parts = [("batch", "", torch.zeros(n)), ("group", " in each group", w.b.group)]
-    for m in range(2, n):
+
+
+def _normalized_advantage_faults(
+    tokens: Tokens, batch: Rollouts
+) -> Iterator[LossFault]:
+    """Yield faults that center or normalize the advantages once more, over the batch or
+    its parts.
+    """
+    count = len(tokens.rows)
+    parts = [
+        ("batch", "", torch.zeros(count)),
+        ("group", " in each group", tokens.padded.group),
+    ]
+    for m in range(2, count):
         where = f" in each micro-batch of {m}"
-        parts.append(("micro-batch", where, torch.arange(n) // m))
-    for sample, where, part in parts:
-        same = torch.eq(part[:, None], part).double()
-        mean = partial(_means_of_parts, same)
-        A = r.adv[:, 0]
+        parts.append(("micro-batch", where, torch.arange(count) // m))
+    for sample, where, part_of_row in parts:
+        is_same_part = torch.eq(part_of_row[:, None], part_of_row).double()
+        mean = partial(_means_of_parts, is_same_part)
+        A = batch.adv[:, 0]
         if where:
-            yield _put(
+            yield _batch_fault(
                 f"the advantages are centered again{where}",
                 id=f"advantages-centered-over-{sample}",
-                adv=(A - mean(A))[:, None].expand_as(r.adv),
+                adv=(A - mean(A))[:, None].expand_as(batch.adv),
             )
-        for step, how, center in (
+        for step, how, mean_subtracted in (
             ("whitened", "normalized", mean(A)),
             ("divided", "divided by their standard deviation", 0 * A),
         ):
             for ddof in (1, 0):
-                var = (mean(A**2) - mean(A) ** 2) * same.sum(1) / (same.sum(1) - ddof)
-                normalized = torch.where(
-                    same.sum(1) > 1, (A - center) / var.sqrt(), A - center
+                var = (
+                    (mean(A**2) - mean(A) ** 2)
+                    * is_same_part.sum(1)
+                    / (is_same_part.sum(1) - ddof)
                 )
-                yield _put(
+                normalized = torch.where(
+                    is_same_part.sum(1) > 1,
+                    (A - mean_subtracted) / var.sqrt(),
+                    A - mean_subtracted,
+                )
+                yield _batch_fault(
                     f"the advantages are {how} again{where}",
                     id=f"advantages-{step}-over-{sample}",
-                    adv=normalized[:, None].expand_as(r.adv),
+                    adv=normalized[:, None].expand_as(batch.adv),
                 )
-    yield _put(
+    yield _batch_fault(
         "the advantages are centered again",
         id="advantages-centered-over-batch",
-        adv=r.adv - r.adv[:, 0].mean(),
+        adv=batch.adv - batch.adv[:, 0].mean(),
     )
-    yield from _rounded(r)
-    yield from _of_numbers(w, r)
-    if r.logp_ref is not None:
-        for by, where in {1: "late", -1: "early"}.items():
-            yield _put(
-                f"the reference model's log-probabilities are one token too {where}",
-                id=f"reference-one-token-{where}",
-                logp_ref=moved(r.logp_ref, by),
-            )
-        yield _put(
-            "the reference model's log-probabilities are used as the old ones",
-            id="ratio-to-reference",
-            logp_old=r.logp_ref,
+
+
+def _reference_faults(
+    tokens: Tokens, batch: Rollouts, logp_ref: Tensor
+) -> Iterator[LossFault]:
+    """Yield faults of the reference model's log-probabilities."""
+    for by, where in {1: "late", -1: "early"}.items():
+        yield _batch_fault(
+            f"the reference model's log-probabilities are one token too {where}",
+            id=f"reference-one-token-{where}",
+            logp_ref=moved(logp_ref, by),
         )
-        yield _put(
-            "the reference model's log-probabilities are the current ones",
-            id="reference-is-current-policy",
-            logp_ref=w.lp,
+    yield _batch_fault(
+        "the reference model's log-probabilities are used as the old ones",
+        id="ratio-to-reference",
+        logp_old=logp_ref,
+    )
+    yield _batch_fault(
+        "the reference model's log-probabilities are the current ones",
+        id="reference-is-current-policy",
+        logp_ref=tokens.lp,
+    )
+    yield _batch_fault(
+        "the old policy is used as the reference model",
+        id="reference-is-old-policy",
+        logp_ref=batch.logp_old,
+    )
+
+
+def _kl_faults(tokens: Tokens, batch: Rollouts) -> Iterator[LossFault]:
+    """Yield faults of the KL term."""
+    yield KL_MISSING
+    yield kl_added(tokens.goal.beta)
+    for name, kl in ESTIMATORS.items():
+        words = f"the KL term ({name}) of the old policy is folded into the advantage"
+        yield _batch_fault(
+            words,
+            {"beta": 0.0},
+            id="kl-of-old-policy-in-advantage",
+            adv=batch.adv - tokens.goal.beta * kl(batch.logp_old, tokens.padded.ref),
         )
-        yield _put(
-            "the old policy is used as the reference model",
-            id="reference-is-old-policy",
-            logp_ref=r.logp_old,
-        )
-    if goal.beta:
-        yield KL_MISSING
-        yield kl_added(goal.beta)
-        for name, kl in ESTIMATORS.items():
-            words = (
-                f"the KL term ({name}) of the old policy is folded into the advantage"
-            )
-            yield _put(
-                words,
-                {"beta": 0.0},
-                id="kl-of-old-policy-in-advantage",
-                adv=r.adv - goal.beta * kl(r.logp_old, w.b.ref),
-            )
+
+
+def _hyperparameter_faults(
+    objective: Objective, hp: dict[str, Any]
+) -> Iterator[LossFault]:
+    """Yield the objective with other clip bounds."""
     bounds: dict[str, tuple[float, ...]] = {
-        **dict.fromkeys(("eps", "eps_low", "eps_high", "c"), BOUNDS),
-        **dict.fromkeys(("is_min", "is_max"), CORRECTION_BOUNDS),
+        **dict.fromkeys(("eps", "eps_low", "eps_high", "c"), USUAL_BOUNDS),
+        **dict.fromkeys(("is_min", "is_max"), USUAL_CORRECTION_BOUNDS),
     }
     for key in sorted(bounds.keys() & hp.keys()):
-        for v in (v for v in bounds[key] if v != hp[key] and _takes(objective, key, v)):
-            is_ = "absent" if hp[key] is None else f"{hp[key]:g}"
+        for value in bounds[key]:
+            if value == hp[key] or not _is_accepted(objective, key, value):
+                continue
+            right_value = "absent" if hp[key] is None else f"{hp[key]:g}"
             yield fault(
-                f"{key} is {v:g}, not {is_}",
+                f"{key} is {value:g}, not {right_value}",
                 "hyperparameter",
                 id=hyperparameter_id(key),
-                hp={key: v},
+                hp={key: value},
             )
     low = hp.get("eps_low")
     high = hp.get("eps_high")
@@ -377,7 +470,7 @@ def token_faults(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
         low is not None
         and high is not None
         and low != high
-        and _takes(objective, "eps_low", high)
+        and _is_accepted(objective, "eps_low", high)
     ):
         yield fault(
             f"the clip bounds are exchanged: eps_low is {high:g} and eps_high is {low:g}",
@@ -385,54 +478,63 @@ def token_faults(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
             id="clip-bounds-exchanged",
             hp={"eps_low": high, "eps_high": low},
         )
-    if objective.level == "sequence_mean":
-        yield from _over_the_width(w, hp)
-    yield from known("losses", objective, hp, [])
-    for p in (
-        get(n) for n in names() if n != objective.name and not get(n).batch_coupled
-    ):
+
+
+def _other_objective_faults(
+    objective: Objective, hp: dict[str, Any]
+) -> Iterator[LossFault]:
+    """Yield each other registered objective, with the numbers that both have."""
+    for name in names():
+        other = get(name)
+        if name == objective.name or other.batch_coupled:
+            continue
         shared_hp = {
-            k: v for k, v in hp.items() if k in p.hyperparameters and v is not None
+            k: v for k, v in hp.items() if k in other.hyperparameters and v is not None
         }
         yield fault(
-            f"the objective is {p.name}",
+            f"the objective is {other.name}",
             "objective",
-            id=f"other-objective-{p.name}",
-            objective=p,
+            id=f"other-objective-{other.name}",
+            objective=other,
             hp=shared_hp,
         )
-    # last: a lost sign may look like another response's advantage
-    n = len(w.rows)
+
+
+def _other_response_faults(
+    tokens: Tokens, batch: Rollouts, hp: dict[str, Any]
+) -> Iterator[LossFault]:
+    """Yield faults that give responses the numbers of other responses, in the order
+    that the weights show.
+    """
+    count = len(tokens.rows)
     for id, numbers, name, each in (
         (
             "advantages-of-other-responses",
             "advantages",
             "adv",
-            [r.adv[j, 0].expand_as(r.adv) for j in range(n)],
+            [batch.adv[j, 0].expand_as(batch.adv) for j in range(count)],
         ),
         (
             "old-log-probs-of-other-responses",
             "old log-probabilities",
             "logp_old",
-            [r.logp_old[j].expand_as(r.logp_old) for j in range(n)],
+            [batch.logp_old[j].expand_as(batch.logp_old) for j in range(count)],
         ),
     ):
-        if (found := _sources(w, name, each, hp)) is not None:
-            source, sure = found
-            if name == "adv" and not sure.all():
-                continue
-            if 2 * int(sure.sum()) < n:
-                continue
-            of = zip(source.tolist(), sure.tolist(), strict=True)
-            words = " ".join(str(j) if known_one else "?" for j, known_one in of)
-            exchanged = torch.stack([each[j][i] for i, j in enumerate(source)])
-            change: Any = {name: exchanged}
-            of_others = f"the {numbers} are those of other responses: of {words}"
-            yield _put(of_others, id=id, **change)
-    for tokens, words, lost in _lost(w, r):
-        yield _put(
-            f"{words} do not train", id=f"{tokens}-left-out", mask=w.b.mask & ~lost
-        )
+        found = _find_sources(tokens, name, each, hp)
+        if found is None:
+            continue
+        source, is_certain = found
+        if name == "adv" and not is_certain.all():
+            continue
+        if 2 * int(is_certain.sum()) < count:
+            continue
+        sources = zip(source.tolist(), is_certain.tolist(), strict=True)
+        words = " ".join(str(j) if certain else "?" for j, certain in sources)
+        exchanged = torch.stack([each[j][i] for i, j in enumerate(source)])
+        change: Any = {name: exchanged}
+        of_others = f"the {numbers} are those of other responses: of {words}"
+        yield _batch_fault(of_others, id=id, **change)
 
 
 def _means_of_parts(same: Tensor, x: Tensor) -> Tensor:
@@ -440,142 +542,165 @@ def _means_of_parts(same: Tensor, x: Tensor) -> Tensor:
     return same @ x / same.sum(1)
 
 
-def _ends(rows: Sequence[Row]) -> Tensor:
-    """[B, 1]: the response ends in the token in which two responses or more end."""
-    last = [row.response[-1] for row in rows]
-    end, count = Counter(last).most_common(1)[0]
-    return torch.tensor([[count < 2 or token == end] for token in last])
+def _has_end_token(rows: Sequence[Row]) -> Tensor:
+    """[B, 1]: whether the response ends in the end token.
+
+    The end token is the one in which most responses end. If all end differently, it is
+    not known, and every response counts as ended.
+    """
+    last_tokens = [row.response[-1] for row in rows]
+    end, count = Counter(last_tokens).most_common(1)[0]
+    return torch.tensor([[count < 2 or token == end] for token in last_tokens])
 
 
-def _sources(
+def _find_sources(
     tokens: Tokens, name: str, each: Sequence[Tensor], hp: dict[str, Any]
 ) -> tuple[Tensor, Tensor] | None:
-    """[B]: the response whose numbers the weights of each response have, and whether
-    they are those of no other.
-
-    None where each has its own, or where the responses are not exchanged one for one: a
-    number that happens to equal that of another response is not taken from it.
+    """Find the response from which each response took its advantages or its old
+    log-probabilities.
 
     Args:
         tokens: the weights that were read.
-        name: of the numbers, as of `Rollouts`.
-        each: the numbers of each response, given to all, [B, T].
-        hp: the numbers of the objective.
+        name: the field of `Rollouts` that holds these numbers.
+        each: the numbers of response j, given to all responses, [B, T], for each j.
+        hp: the objective's hyperparameters.
+
+    Returns:
+        The source of each response, [B], and whether no other is possible, [B]. None
+        where each response has its own, or where the responses are not exchanged one
+        for one: a number that happens to equal another response's was not taken from
+        it.
     """
-    n = len(tokens.rows)
-    right = right_factors(tokens.goal, tokens.b)[:, None]
+    count = len(tokens.rows)
+    right_multiples = right_factors(tokens.goal, tokens.padded)[:, None]
     # response i has the weights that the numbers of response j make
-    has = torch.zeros(n, n, dtype=torch.bool)
-    for j in range(n):
-        fields: Any = {name: each[j]}
-        unit, mask = _unit(tokens, _put("", id="", **fields), hp)
-        has[:, j] = (tokens.near(tokens.found, unit * right) | ~mask).all(1)
-    if name == "adv":  # that its own fits is no chance
-        is_own = has.diagonal()
-        has = torch.where(is_own[:, None], torch.eye(n, dtype=torch.bool), has)
-    return _one_for_one(has)
+    has_numbers_of = torch.zeros(count, count, dtype=torch.bool)
+    for j in range(count):
+        change: Any = {name: each[j]}
+        weights, mask = _weights_of_fault(tokens, _batch_fault("", id="", **change), hp)
+        is_same = tokens.near(tokens.found, weights * right_multiples)
+        has_numbers_of[:, j] = (is_same | ~mask).all(1)
+    if name == "adv":
+        # a response whose own advantage fits has its own, though another may be equal
+        is_own = has_numbers_of.diagonal()
+        only_own = torch.eye(count, dtype=torch.bool)
+        has_numbers_of = torch.where(is_own[:, None], only_own, has_numbers_of)
+    return _match_rows(has_numbers_of)
 
 
-def _one_for_one(has: Tensor) -> tuple[Tensor, Tensor] | None:
-    """[B]: the one of each row, and whether only that one is possible; None where no
-    exchange is possible, or none of a row is certain.
+def _match_rows(possible: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Match each row with a source, no source twice.
 
     Args:
-        has: row i may have that of row j, [B, B].
+        possible: whether row i may have the numbers of row j, [B, B].
+
+    Returns:
+        The source of each row, [B], and whether no other is possible, [B]. None where
+        each row may have its own numbers, where no row is certain to have another's,
+        or where no match is left for a row.
     """
-    n = len(has)
-    source = torch.full((len(has),), -1)
-    remaining = has.clone()
-    if has.diagonal().all():
+    count = len(possible)
+    source = torch.full((len(possible),), -1)
+    remaining = possible.clone()
+    if possible.diagonal().all():
         return None
+    # first the rows that have one possible source left
     while len(rows := ((remaining.sum(1) == 1) & (source < 0)).nonzero()[:, 0]):
         i = int(rows[0])
         j = int(remaining[i].int().argmax())
         source[i] = j
         remaining[:, j] = False
-    sure = source >= 0
-    if not (sure & (source != torch.arange(n))).any():
+    is_certain = source >= 0
+    has_other_source = source != torch.arange(count)
+    if not (is_certain & has_other_source).any():
         return None
-    for i in sorted((~sure).nonzero()[:, 0].tolist(), key=lambda i: int(has[i].sum())):
+    # then the others, those with the fewest possible sources first
+    uncertain = (~is_certain).nonzero()[:, 0].tolist()
+    for i in sorted(uncertain, key=lambda i: int(possible[i].sum())):
         if not remaining[i].any():
             return None
         source[i] = i if remaining[i, i] else int(remaining[i].int().argmax())
         remaining[:, source[i]] = False
-    return source, sure
+    return source, is_certain
 
 
-def _rounded(rollouts: Rollouts) -> Iterator[LossFault]:
-    """Numbers of the rows that were kept in half precision."""
-    for kind in HALVES:
-        said = str(kind).removeprefix("torch.")
-        for name, words in ROUNDED.items():
-            x = getattr(rollouts, name)
-            if x is not None:
-                yield _put(
-                    f"the {words} are rounded to {said}",
+def _rounding_faults(rollouts: Rollouts) -> Iterator[LossFault]:
+    """Yield the faults that numbers of the rows were kept in half precision."""
+    for half_precision in HALF_PRECISIONS:
+        dtype = str(half_precision).removeprefix("torch.")
+        for name, words in ROUNDED_WORDS.items():
+            values = getattr(rollouts, name)
+            if values is not None:
+                yield _batch_fault(
+                    f"the {words} are rounded to {dtype}",
                     id=f"{ROUNDED_IDS[name]}-rounded",
-                    **{name: x.to(kind).to(x.dtype)},
+                    **{name: values.to(half_precision).to(values.dtype)},
                 )
 
 
-def _of_numbers(tokens: Tokens, rollouts: Rollouts) -> Iterator[LossFault]:
-    """Changes of the advantages by a number that the weights show."""
+def _advantage_faults(tokens: Tokens, rollouts: Rollouts) -> Iterator[LossFault]:
+    """Yield the faults that advantages are clipped or discounted, by the bound or the
+    factor that the weights show.
+    """
     live = (
-        tokens.b.mask
+        tokens.padded.mask
         & ~tokens.stopped
         & ~tokens.found.isnan()
         & ~tokens.no_weight(tokens.found)
     )
-    q = torch.where(
+    multiples = torch.where(
         live, tokens.found / torch.where(live, tokens.expected, 1), torch.nan
     )
-    of_row = q.nanmedian(1).values
-    is_smaller = of_row < 1 - 1e-3
+    row_multiples = multiples.nanmedian(1).values
+    is_smaller = row_multiples < 1 - 1e-3
     A = rollouts.adv[:, 0].abs()
-    tops = (A * of_row)[is_smaller]
-    if len(tops) > 1 and bool(((tops / tops[0] - 1).abs() < 1e-3).all()):
-        top = float(f"{float(tops.median()):.4g}")
-        yield _put(
-            f"advantages are clipped to ±{top:g}",
+    limits = (A * row_multiples)[is_smaller]
+    if len(limits) > 1 and bool(((limits / limits[0] - 1).abs() < 1e-3).all()):
+        limit = float(f"{float(limits.median()):.4g}")
+        yield _batch_fault(
+            f"advantages are clipped to ±{limit:g}",
             id="advantages-clipped",
-            adv=rollouts.adv.clamp(-top, top),
+            adv=rollouts.adv.clamp(-limit, limit),
         )
-    if not live.any() or not bool((q[live] > 0).all()):
+    if not live.any() or not bool((multiples[live] > 0).all()):
         return
     positions = torch.arange(live.shape[1], dtype=torch.float64).expand(live.shape)
-    n = torch.tensor([[len(row.response)] for row in tokens.rows])
-    trained = tokens.b.mask.double().cumsum(1) - 1
-    for where, place in (
-        ("from the last token back", n - 1 - positions),
+    length = torch.tensor([[len(row.response)] for row in tokens.rows])
+    trained_position = tokens.padded.mask.double().cumsum(1) - 1
+    for where, discounted_tokens in (
+        ("from the last token back", length - 1 - positions),
         ("from the first token on", positions),
         (
             "from the last token that trains back",
-            trained.amax(1, keepdim=True) - trained,
+            trained_position.amax(1, keepdim=True) - trained_position,
         ),
     ):
-        x = _within(place, live)
-        y = _within(q.clamp(min=1e-300).log(), live)
-        if not bool(x.any()):
+        distance = _centered_by_row(discounted_tokens, live)
+        log_multiple = _centered_by_row(multiples.clamp(min=1e-300).log(), live)
+        if not bool(distance.any()):
             continue
-        gamma = float(((x * y).sum() / (x * x).sum()).exp())
+        gamma = float(
+            ((distance * log_multiple).sum() / (distance * distance).sum()).exp()
+        )
         if abs(gamma - 1) > 1e-4:
-            yield _put(
+            yield _batch_fault(
                 f"A is discounted by {gamma:.4g} a token, {where}",
                 id="advantages-discounted",
-                adv=rollouts.adv * float(f"{gamma:.4g}") ** place.clamp(min=0),
+                adv=rollouts.adv
+                * float(f"{gamma:.4g}") ** discounted_tokens.clamp(min=0),
             )
 
 
-def _within(x: Tensor, live: Tensor) -> Tensor:
-    """x less its mean over the live tokens of each row; 0 elsewhere."""
+def _centered_by_row(x: Tensor, live: Tensor) -> Tensor:
+    """[B, T]: x minus its mean over the live tokens of each row; 0 on other tokens."""
     x = torch.where(live, x, 0)
     mean = x.sum(1, keepdim=True) / live.sum(1, keepdim=True).clamp(min=1)
     return torch.where(live, x - mean, 0)
 
 
 def _laid_over(x: Tensor, mask: Tensor, here: Tensor) -> Tensor:
-    """[B, T]: the numbers of the tokens that train, in the places of all response
-    tokens from the first on.
+    """[B, T]: the numbers of the tokens that train, written without gaps to the first
+    response tokens of the batch, whether those train or not.
     """
     out = torch.zeros_like(x.expand_as(mask))
     places = here.nonzero()[: int(mask.sum())]
@@ -583,43 +708,44 @@ def _laid_over(x: Tensor, mask: Tensor, here: Tensor) -> Tensor:
     return out
 
 
-def _over_the_width(tokens: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
-    """The mean of a response's log-ratio runs over the columns of the padded batch,
-    with prompts and without.
+def _wrong_length_faults(tokens: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
+    """Yield the faults that a response's mean log-ratio is divided by another length
+    than that of its tokens that train.
     """
-    term = term_of(tokens.goal.o, hp)
+    term = term_of(tokens.goal.objective, hp)
 
-    def over(
+    def divided_by(
         width: int | Tensor, lp: Tensor, old: Tensor, A: Tensor, mask: Tensor
     ) -> Tensor:
+        """J with the sum of log r divided by this width."""
         return term(old + (lp - old) * mask.sum(1, keepdim=True) / width, old, A, mask)
 
-    for id, words, of in (
+    for id, words, part_of_row in (
         ("whole-row", "prompt and response", lambda row: row.ids),
         ("response", "the response, masked tokens included", lambda row: row.response),
     ):
-        lengths = torch.tensor([[len(of(row))] for row in tokens.rows])[
-            tokens.b.mask.any(1)
+        lengths = torch.tensor([[len(part_of_row(row))] for row in tokens.rows])[
+            tokens.padded.mask.any(1)
         ]
         yield fault(
             f"the response's log-ratio is divided by the length of {words}",
             "ratio",
             id=f"log-ratio-over-{id}",
-            J=partial(over, lengths),
+            J=partial(divided_by, lengths),
         )
-    width_of_all = max(len(row.ids) for row in tokens.rows)
-    for width in dict.fromkeys(
-        (width_of_all - 1, width_of_all, max(len(row.response) for row in tokens.rows))
-    ):
+    longest_row = max(len(row.ids) for row in tokens.rows)
+    longest_response = max(len(row.response) for row in tokens.rows)
+    for width in dict.fromkeys((longest_row - 1, longest_row, longest_response)):
         yield fault(
             "the response's log-ratio is divided by the padded width",
             "ratio",
             id="log-ratio-over-padded-width",
-            J=partial(over, width),
+            J=partial(divided_by, width),
         )
 
 
-def _takes(objective: Objective, key: str, value: float) -> bool:
+def _is_accepted(objective: Objective, key: str, value: float) -> bool:
+    """Whether the hyperparameter can have this value."""
     try:
         objective.resolve({key: value})
     except InputError:
@@ -627,31 +753,34 @@ def _takes(objective: Objective, key: str, value: float) -> bool:
     return True
 
 
-def _lost(tokens: Tokens, rollouts: Rollouts) -> Iterator[tuple[str, str, Tensor]]:
-    """What the tokens that should train and do not have in common, and no token that
-    trains has: the id of these tokens, what they are called, and which they are.
+def _features_of_lost_tokens(
+    tokens: Tokens, rollouts: Rollouts
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield features that all tokens share that should train and do not, and that no
+    token that trains has.
+
+    Yields:
+        The id of the feature, the tokens with it in words, and which they are, [B, T].
     """
-    live = tokens.b.mask & ~tokens.stopped & ~tokens.found.isnan()
-    zero = tokens.no_weight(tokens.found)
-    gone = live & zero
-    kept_tokens = live & ~zero
-    if gone.sum() < 2 or not kept_tokens.any():
+    should_train = tokens.padded.mask & ~tokens.stopped & ~tokens.found.isnan()
+    has_no_weight = tokens.no_weight(tokens.found)
+    is_lost = should_train & has_no_weight
+    is_kept = should_train & ~has_no_weight
+    if is_lost.sum() < 2 or not is_kept.any():
         return
-    positions = torch.arange(live.shape[1]).expand(live.shape) + 1.0
+    positions = torch.arange(should_train.shape[1]).expand(should_train.shape) + 1.0
     log_r = tokens.lp - rollouts.logp_old
     place = positions + torch.tensor([[len(row.prompt)] for row in tokens.rows])
     ids = torch.zeros_like(positions)
     for i, row in enumerate(tokens.rows):
         ids[i, : len(row.response)] = torch.tensor(row.response)
-    for id, words, x in (
+    for id, words, feature in (
         ("tokens-of-one-id", "tokens that equal {:g}", ids),
         ("tokens-at-one-place", "the tokens at place {:g} of each row", place),
     ):
-        if (
-            len(values := x[gone].unique()) == 1
-            and not (x[kept_tokens] == values).any()
-        ):
-            yield id, words.format(float(values)), x == values
+        values = feature[is_lost].unique()
+        if len(values) == 1 and not (feature[is_kept] == values).any():
+            yield id, words.format(float(values)), feature == values
     features = (
         ("late-tokens-of-row", "tokens behind the first {:g} of a row", place),
         ("late-tokens", "tokens behind the first {:g} of a response", positions),
@@ -662,83 +791,102 @@ def _lost(tokens: Tokens, rollouts: Rollouts) -> Iterator[tuple[str, str, Tensor
         ("large-advantages", "tokens with an advantage above {:g}", rollouts.adv),
         ("small-advantages", "tokens with an advantage below -{:g}", -rollouts.adv),
     )
-    for id, words, x in features:
-        low = float(x[kept_tokens].max())
-        high = float(x[gone].min())
-        if (limit := between(low, high)) is not None:
-            yield id, words.format(abs(limit), abs(limit)), x > limit
+    for id, words, feature in features:
+        largest_kept = float(feature[is_kept].max())
+        smallest_lost = float(feature[is_lost].min())
+        if (limit := between(largest_kept, smallest_lost)) is not None:
+            yield id, words.format(abs(limit), abs(limit)), feature > limit
 
 
-def _orders(rows: Sequence[Row]) -> list[tuple[str, str, Tensor]]:
-    """An id, words, and which row's numbers each row gets."""
-    n = len(rows)
-    out = []
-    for m in dict.fromkeys((n, *(m for m in (4, 2) if m < n))):
-        for k in range(1, m):
-            id = "later-rows"
-            words = f"row i + {k}"
-            if k > m // 2:
-                id = "earlier-rows"
-                words = f"row i - {m - k}"
-            if m < n:
-                id = f"{id}-of-part"
-                words = f"{words} of micro-batches of {m}"
-            order = torch.cat([x.roll(-k) for x in torch.arange(n).split(m)])
-            out.append((id, words, order))
-    lengths = torch.tensor([len(x.response) for x in rows])
-    for down in (False, True):
-        order = lengths.argsort(descending=down, stable=True)
-        how = "by length, longest first" if down else "by length"
-        words = f"another row: responses are sorted {how}, and these are not"
-        id = "rows-by-length-down" if down else "rows-by-length"
-        out.append((id, words, order.argsort()))
-    return out
+def _row_orders(rows: Sequence[Row]) -> list[tuple[str, str, Tensor]]:
+    """List the orders in which a loop may exchange rows.
 
-
-def _exchanged(rows: Sequence[Row], x: Tensor, order: Tensor) -> Iterator[Tensor]:
-    """x [B, T] in that order of its rows: of the responses, or of whole rows padded
-    right or left.
+    Returns:
+        An id, words, and the number of the row whose numbers each row gets, [B].
     """
-    n = [len(r.response) for r in rows]
-    p = [len(r.prompt) for r in rows]
-    width = max(len(r.ids) for r in rows)
-    for start in ([0] * len(n), p, [width - k for k in n]):
-        wide = x.new_zeros(len(n), width + x.shape[1])
+    count = len(rows)
+    orders = []
+    smaller_parts = [size for size in (4, 2) if size < count]
+    for part_size in dict.fromkeys((count, *smaller_parts)):
+        for shift in range(1, part_size):
+            id = "later-rows"
+            words = f"row i + {shift}"
+            if shift > part_size // 2:
+                id = "earlier-rows"
+                words = f"row i - {part_size - shift}"
+            if part_size < count:
+                id = f"{id}-of-part"
+                words = f"{words} of micro-batches of {part_size}"
+            parts = torch.arange(count).split(part_size)
+            order = torch.cat([part.roll(-shift) for part in parts])
+            orders.append((id, words, order))
+    lengths = torch.tensor([len(row.response) for row in rows])
+    for longest_first in (False, True):
+        order = lengths.argsort(descending=longest_first, stable=True)
+        how = "by length, longest first" if longest_first else "by length"
+        words = f"another row: responses are sorted {how}, and these are not"
+        id = "rows-by-length-down" if longest_first else "rows-by-length"
+        orders.append((id, words, order.argsort()))
+    return orders
+
+
+def _reordered(rows: Sequence[Row], values: Tensor, order: Tensor) -> Iterator[Tensor]:
+    """Yield values of response tokens, [B, T], with the rows in this order.
+
+    The rows that a loop exchanges may be responses, whole rows that are padded on the
+    right, or whole rows that are padded on the left. In whole rows, a response's values
+    begin at another column, so other values fall on its tokens.
+    """
+    lengths = [len(row.response) for row in rows]
+    responses_only = [0] * len(lengths)
+    padded_right = [len(row.prompt) for row in rows]
+    width = max(len(row.ids) for row in rows)
+    padded_left = [width - length for length in lengths]
+    for start in (responses_only, padded_right, padded_left):
+        columns = values.new_zeros(len(lengths), width + values.shape[1])
         for i, first_column in enumerate(start):
-            wide[i, first_column : first_column + n[i]] = x[i, : n[i]]
-        wide = wide[order]
+            columns[i, first_column : first_column + lengths[i]] = values[
+                i, : lengths[i]
+            ]
+        columns = columns[order]
         yield torch.stack(
             [
-                wide[i, first_column : first_column + x.shape[1]]
+                columns[i, first_column : first_column + values.shape[1]]
                 for i, first_column in enumerate(start)
             ]
         )
 
 
-def _unit(tokens: Tokens, one: LossFault, hp: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Before aggregation, times the declared scale, and the tokens that train; far off
-    where the one does not fit.
+def _weights_of_fault(
+    tokens: Tokens, known_fault: LossFault, hp: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Return the weights that a fault gives, and the tokens that train under it.
+
+    Returns:
+        Weights before aggregation, times the scale of the goal, [B, T], and a mask,
+        [B, T]. The weights are huge where the fault cannot be computed, so that they
+        fit nothing.
     """
     batch = tokens.rollouts()
-    x = torch.zeros_like(batch.logp)
+    weights = torch.zeros_like(batch.logp)
     try:
-        batch = one.change.view(batch)
-        live = batch.mask.any(1)
-        live_rows = batch.but(**{name: x[live] for name, x in batch.tensors().items()})
-        x[live] = (
-            replace(one.change, view=lambda batch: batch).weights(
-                tokens.goal.o, hp, live_rows
-            )
-            * tokens.goal.scale
-        )
+        batch = known_fault.change.view(batch)
+        has_token = batch.mask.any(1)
+        of_live_rows = {name: x[has_token] for name, x in batch.tensors().items()}
+        # the batch has the fault's view already
+        change = replace(known_fault.change, view=lambda batch: batch)
+        unscaled = change.weights(tokens.goal.objective, hp, batch.but(**of_live_rows))
+        weights[has_token] = unscaled * tokens.goal.scale
     except (InputError, RuntimeError, TypeError, AttributeError, AssertionError):
-        x += 1e9
-    return x, batch.mask
+        weights += 1e9
+    return weights, batch.mask
 
 
 def _without_holes(x: Tensor, mask: Tensor) -> Tensor:
-    """The numbers of the tokens that train from the start of each row on, and zeros."""
+    """[B, T]: the numbers of the tokens that train, moved together to the start of each
+    row; 0 behind them.
+    """
     out = torch.zeros_like(x)
-    for i, m in enumerate(mask):
-        out[i, : m.sum()] = x[i, m]
+    for i, trains in enumerate(mask):
+        out[i, : trains.sum()] = x[i, trains]
     return out

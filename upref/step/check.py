@@ -17,23 +17,23 @@ from upref.errors import InputError
 from upref.registry import REDUCE, Objective
 from upref.step import rows as batch
 from upref.step.case import (
-    HALVES,
+    HALF_PRECISIONS,
     ROUNDINGS,
-    Asked,
-    Compared,
+    GradientComparison,
+    RowOptions,
     StepCase,
-    allowed,
-    built,
-    called,
-    compared,
+    allowed_error,
+    build_case,
+    call_step,
+    compare,
     half_of,
-    meant,
+    make_goal,
     perturbed,
-    run,
-    widened,
+    run_step,
+    widen_bound,
     with_weights,
 )
-from upref.step.diagnose import diagnosed, half_precision, parameters
+from upref.step.diagnose import diagnose, half_precision, wrong_parameters
 from upref.step.divisors import divisor_of_all_steps, name_single_passes
 from upref.step.goal import Goal
 from upref.step.halves import NO_HALVES, ONE_PASS, UNFIT, Halves, fits, halves_of
@@ -41,7 +41,7 @@ from upref.step.ranks import conclude, follow, is_follower, world_size
 from upref.step.reach import not_reached, reach
 from upref.step.record import Passed, Recorded
 from upref.step.reference import Gradient, Model, TorchModel
-from upref.step.rows import AXES, Row
+from upref.step.rows import CASE_AXES, Row
 from upref.user_code.guard import one_line, outer_threads
 from upref.verify.faults.measured import OBSERVATIONS, OF_PARAMETERS
 from upref.verify.finding import NO_CAUSE, Cause, Number
@@ -49,9 +49,11 @@ from upref.verify.report import UNKNOWN, Finding, Report, fail, note, restores_s
 
 LARGE = 5_000_000  # parameters of a model that threads make faster
 NOT_SEARCHED = "the cause was not searched"
-CLOSE = 3  # times the bound: below that, rounding fits terms with coefficients too
+CLOSE_TO_BOUND = (
+    3  # times the bound: below that, rounding fits terms with coefficients too
+)
 TOO_CLOSE = (
-    f"{UNKNOWN}: the difference is less than {CLOSE} times what rounding may make, "
+    f"{UNKNOWN}: the difference is less than {CLOSE_TO_BOUND} times what rounding may make, "
     "which is too little to tell a cause from"
 )
 
@@ -102,7 +104,7 @@ class StepReport(Report):
 class Attempt:
     """A step on one draw of rows."""
 
-    it: Compared
+    it: GradientComparison
     case: StepCase
     bound: float
     again: Callable[[], Gradient] | None = None
@@ -116,7 +118,7 @@ class Attempt:
         Returns:
             Findings, the cause in the first one.
         """
-        return diagnosed(self.it, self.case, self.bound, self.again, among)
+        return diagnose(self.it, self.case, self.bound, self.again, among)
 
 
 @contextmanager
@@ -192,13 +194,13 @@ def check_step(
         InputError: the step fails or leaves no gradient, or the case could hide bugs.
     """
     if is_follower():
-        report: StepReport = follow(step, model, called)
+        report: StepReport = follow(step, model, call_step)
         return report
-    asked = Asked(group_size, rewards, advantages)
+    asked = RowOptions(group_size, rewards, advantages)
 
     def check() -> StepReport:
         """Make the rows, do the step on them, and compare its gradient."""
-        goal = meant(
+        goal = make_goal(
             objective, hp, temperature, beta, entropy_coef, z_loss_coef, clip, scale
         )
         if temperature == 1 and "temperature" not in without:
@@ -221,7 +223,7 @@ def _check(
     step: Callable[[Any, list[Row]], Any],
     model: Any,
     goal: Goal,
-    asked: Asked,
+    asked: RowOptions,
     rows: Sequence[Row] | None,
     without: Sequence[str],
     seed: int,
@@ -232,37 +234,37 @@ def _check(
     reference = model if isinstance(model, Model) else TorchModel(model)
     half = half_of(model)
     inside = None
-    case = built(reference, goal, rows, without, seed, half is not None, asked)
-    found, passes = run(step, model, case)
-    bound = allowed(goal, case, half)
+    case = build_case(reference, goal, rows, without, seed, half is not None, asked)
+    found, passes = run_step(step, model, case)
+    bound = allowed_error(goal, case, half)
     if (
         not half
         and isinstance(model, nn.Module)
-        and compared(goal, case, found, bound).error > bound
+        and compare(goal, case, found, bound).error > bound
     ):
-        inside = half_precision(lambda: run(step, model, case))
+        inside = half_precision(lambda: run_step(step, model, case))
         if inside and _rounds_rows(goal, case, found, bound):
             inside = None  # it computes in float32, with numbers that were rounded
     if inside:
-        case = built(reference, goal, rows, without, seed, True, asked)
-        found, passes = run(step, model, case)
-        bound = allowed(goal, case, inside)
+        case = build_case(reference, goal, rows, without, seed, True, asked)
+        found, passes = run_step(step, model, case)
+        bound = allowed_error(goal, case, inside)
 
     def again() -> Gradient:
-        return run(step, model, case)[0]
+        return run_step(step, model, case)[0]
 
     def second() -> Attempt:
         """Do the step on other rows."""
-        other = built(
+        other = build_case(
             reference, goal, None, without, seed + 1, bool(half or inside), asked
         )
-        recorded, _ = run(step, model, other)
-        tol = allowed(goal, other, half or inside)
+        recorded, _ = run_step(step, model, other)
+        tol = allowed_error(goal, other, half or inside)
         return Attempt(
-            compared(goal, other, recorded, tol),
+            compare(goal, other, recorded, tol),
             other,
             tol,
-            lambda: run(step, model, other)[0],
+            lambda: run_step(step, model, other)[0],
         )
 
     name = getattr(step, "__name__", type(step).__name__)
@@ -288,13 +290,13 @@ def _rounds_rows(goal: Goal, case: StepCase, found: Gradient, bound: float) -> b
     """Whether numbers of the rows in half precision, and nothing else, make the
     gradient that was found.
     """
-    for kind in HALVES:
+    for kind in HALF_PRECISIONS:
         for names in (("old",), ("adv",), ("ref",), ("old", "adv", "ref")):
-            each = {n: getattr(case.b, n) for n in names}
+            each = {n: getattr(case.padded, n) for n in names}
             rounded = {n: x.to(kind).double() for n, x in each.items() if x is not None}
             if rounded:
-                rounded_case = replace(case, b=replace(case.b, **rounded))
-                if compared(goal, rounded_case, found, bound).error <= bound:
+                rounded_case = replace(case, padded=replace(case.padded, **rounded))
+                if compare(goal, rounded_case, found, bound).error <= bound:
                     return True
     return False
 
@@ -336,7 +338,7 @@ def check_recorded(
             bugs.
     """
     start = time.perf_counter()
-    goal = meant(
+    goal = make_goal(
         objective, hp, temperature, beta, entropy_coef, z_loss_coef, clip, scale
     )
     if not isinstance(seen, Recorded):
@@ -369,9 +371,11 @@ def check_recorded(
     reports = []
     for n, (recorded_step, step_rows) in enumerate(zip(seen.steps, each, strict=False)):
         reference = with_weights(seen.model, recorded_step)
-        case = built(reference, goal, step_rows, without if n == 0 else AXES, 0)
-        case.forward.see(recorded_step.fed)
-        tol = allowed(goal, case, bound)
+        case = build_case(
+            reference, goal, step_rows, without if n == 0 else CASE_AXES, 0
+        )
+        case.forward.locate_rows(recorded_step.fed)
+        tol = allowed_error(goal, case, bound)
         name = f"step {n}"
         reports.append(
             report_step(
@@ -436,20 +440,20 @@ def report_step(
     doubts: Callable[[Attempt, Cause], str] | None = None,
 ) -> StepReport:
     """The report on a step's gradient: whether it agrees, and if not, why."""
-    it = compared(goal, case, found, bound)
+    it = compare(goal, case, found, bound)
     goal = it.goal
     error = it.error
     usual = bound
     if rounding:
-        bound = widened(goal, case, bound, error)
+        bound = widen_bound(goal, case, bound, error)
     assumptions = [f"allowed error of the gradient: {bound:.2g} of its norm"]
     if bound > usual:
         assumptions[0] += f", {ROUNDINGS} times what rounding to float32 moves it"
-    if goal.o.agg == "group-token-mean":
+    if goal.objective.agg == "group-token-mean":
         where = "per group" if goal.grouped else "over the whole step, not per group"
         assumptions.append(f"tokens are counted {where}")
     if it.at_bound:
-        what = "responses" if goal.o.level in REDUCE else "tokens"
+        what = "responses" if goal.objective.level in REDUCE else "tokens"
         assumptions.append(
             f"{what} within {case.shift:.2g} of a clip bound, which rounding may cross: "
             f"{it.at_bound}; either side is right, "
@@ -488,21 +492,21 @@ def report_step(
                 cause="the ranks do not share one gradient",
             )
         )
-    if not error <= bound or parameters(model, it.found, it.want, bound):
+    if not error <= bound or wrong_parameters(model, it.found, it.want, bound):
         attempt = Attempt(it, case, bound, again)
         if not explain:
-            findings.append(_difference(it, NOT_SEARCHED))
-        elif not half and bound < error < CLOSE * bound:
-            findings.append(_difference(it, TOO_CLOSE))
+            findings.append(_difference_finding(it, NOT_SEARCHED))
+        elif not half and bound < error < CLOSE_TO_BOUND * bound:
+            findings.append(_difference_finding(it, TOO_CLOSE))
         else:
-            causes = _diagnosed(attempt, second, doubts)
+            causes = _explain_difference(attempt, second, doubts)
             findings += name_single_passes(causes, goal, passes, len(case.rows))
     unexercised = [f"{k} ({why})" for k, why in case.unvaried.items()]
     if passes == 1:
         unexercised.append("micro-batches")
     if world_size() == 1:
         unexercised.append("several ranks")
-    said = batch.exercised(case.rows, goal.temperature, case.forward.lp())
+    said = batch.describe_rows(case.rows, goal.temperature, case.forward.lp())
     if passes > 0:
         said.append(f"{passes} backward passes" if passes > 1 else "one backward pass")
     hp = (
@@ -517,7 +521,7 @@ def report_step(
     }
     return StepReport(
         name,
-        goal.o.name,
+        goal.objective.name,
         hp,
         findings,
         "",
@@ -530,13 +534,13 @@ def report_step(
         unexercised=unexercised,
         at_bound=it.at_bound,
         other_side=it.other_side,
-        reach=reach(goal, case.forward, case.b),
+        reach=reach(goal, case.forward, case.padded),
         not_reached=_not_reached(goal, case, bound, it),
         computed_in=str(half).removeprefix("torch.") if half else "",
     )
 
 
-def _diagnosed(
+def _explain_difference(
     first: Attempt,
     second: Callable[[], Attempt] | None,
     doubts: Callable[[Attempt, Cause], str] | None = None,
@@ -551,7 +555,7 @@ def _diagnosed(
         findings = first.findings()
     except Exception as e:
         return [
-            _difference(
+            _difference_finding(
                 first.it,
                 f"{UNKNOWN}: the search for one ends in {type(e).__name__}: {one_line(e)}",
             )
@@ -608,20 +612,20 @@ def doubt_of(halves: Halves, first: Attempt, cause: Cause) -> str:
 
 
 def _not_reached(
-    goal: Goal, case: StepCase, bound: float, it: Compared
+    goal: Goal, case: StepCase, bound: float, it: GradientComparison
 ) -> dict[str, str]:
     """What the rows do not exercise. No error of another value of a number stands for
     the verdict.
     """
     try:
-        return not_reached(goal, case.forward, case.b, bound, it.rows)
+        return not_reached(goal, case.forward, case.padded, bound, it.rows)
     except Exception as e:
         return {
             "the objective's numbers": f"trying other values ends in {type(e).__name__}"
         }
 
 
-def _difference(it: Compared, cause: str) -> Finding:
+def _difference_finding(it: GradientComparison, cause: str) -> Finding:
     """Return the finding that the gradients differ, and nothing beyond that."""
     right = Number(float(it.want.norm()), "norm")
     found = Number(it.error, "distance", "of that norm")

@@ -6,7 +6,8 @@ forward pass; each claim verified.
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -16,49 +17,52 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from upref.errors import InputError
 from upref.kl import ESTIMATORS
-from upref.step.case import HALVES, Compared, StepCase
-from upref.step.causes import named
+from upref.step.case import HALF_PRECISIONS, GradientComparison, StepCase
+from upref.step.causes import find_fault
 from upref.step.forward import (
-    SPAN,
+    MAX_RESIDUAL,
     Forward,
     best_factors,
-    clipped,
-    expected,
-    near,
+    clip_norm,
+    gradients_by_row,
+    is_near,
     reproduces,
 )
-from upref.step.forwards import others, tried
+from upref.step.forwards import model_variants, run_variants
 from upref.step.goal import Goal
 from upref.step.gradient_clipping import divided_after, find_change
-from upref.step.normalizers import factor_words, right_factors
+from upref.step.normalizers import explain_factors, right_factors
 from upref.step.reference import Gradient, Model, TorchModel, text_config
 from upref.step.rows import Padded, Row, locate
-from upref.step.scores import Variant, quick
+from upref.step.scores import Variant, log_prob_variants
 from upref.step.weights import (
+    WEIGHT_TOLERANCE,
     Tokens,
     TokenWeights,
     constant_between,
-    gradient,
+    gradient_of_weights,
     head_residual,
-    left_out,
-    observed,
-    read,
+    left_out_cause,
+    observe_weights,
+    read_weights,
 )
 from upref.verify.faults import measured
 from upref.verify.finding import NO_CAUSE, Cause, Number, join_causes
 from upref.verify.report import UNKNOWN, Finding, fail
 
-AFTER = 16  # tokens behind a row that may train
+TOKENS_BEHIND = 16  # tokens behind a row that may train
 # forward passes whose token weights are read where one factor a response does not
 # suffice
-READ = 2
-MOST = 150  # forward passes with a fault that are tried
+PASSES_READ = 2
+ON_POLICY = 1e-6  # a log r below that is 0
+NOTICEABLE_NORM = 1e-6  # of a parameter's gradient, relative to that of the whole
+MOST_VARIANTS = 150  # forward passes with a fault that are tried
 PROMPTS = measured.PROMPTS_TRAIN.cause()
 OTHER_WEIGHTS = Cause("with it the weights of tokens differ too, by no known cause")
 
 
 class _Dtypes(TorchDispatchMode):
-    """The dtypes that are computed with."""
+    """Collects the dtypes of all tensors that operations inside get."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,127 +76,153 @@ class _Dtypes(TorchDispatchMode):
 
 
 def half_precision(run: Callable[[], object]) -> torch.dtype | None:
-    """The half precision in which a step computes, if any.
+    """Return the half precision in which a step computes; None where it uses none.
 
     Args:
         run: the step.
     """
-    with _Dtypes() as seen:
+    with _Dtypes() as dtypes:
         run()
-    return next((k for k in HALVES if k in seen.kinds), None)
+    return next((k for k in HALF_PRECISIONS if k in dtypes.kinds), None)
 
 
-def parameters(model: Model, found: Tensor, want: Tensor, bound: float) -> list[str]:
-    """Parameters whose gradient is wrong beyond a thousandth of itself.
+def wrong_parameters(
+    model: Model, found: Tensor, right: Tensor, bound: float
+) -> list[str]:
+    """Return the parameters whose gradient is wrong beyond a thousandth of itself.
 
     Args:
         model: the reference.
-        found, want: gradients, [P].
+        found, right: gradients, [P].
         bound: the relative error that is allowed.
 
     Returns:
         Names of parameters.
     """
-    size, parts = float(want.norm()), model.split(found)
+    size = float(right.norm())
+    found_parts = model.split(found)
 
-    def tolerance(w: Tensor) -> float:
-        """Of the gradient of one parameter; in half precision any difference is within
-        it.
+    def tolerance(part: Tensor) -> float:
+        """The error that is allowed of one parameter's gradient. In half precision, any
+        error is.
         """
-        least = max(50 * bound * float(w.norm()), 0.25 * bound * size)
-        return least if bound < 1e-2 else 1e9 * least
+        least = max(50 * bound * float(part.norm()), 0.25 * bound * size)
+        is_half_precision = bound >= 1e-2
+        return 1e9 * least if is_half_precision else least
 
     return [
-        n
-        for n, w in model.split(want).items()
-        if not float((parts[n] - w).norm()) <= tolerance(w)
+        name
+        for name, part in model.split(right).items()
+        if not float((found_parts[name] - part).norm()) <= tolerance(part)
     ]
 
 
-def diagnosed(
-    it: Compared,
+def diagnose(
+    comparison: GradientComparison,
     case: StepCase,
     bound: float,
-    again: Callable[[], Gradient] | None,
-    among: Cause = NO_CAUSE,
+    run_again: Callable[[], Gradient] | None,
+    only: Cause = NO_CAUSE,
 ) -> list[Finding]:
-    """Findings on a gradient that differs, the cause in the first one.
+    """Return findings on a gradient that differs, the cause in the first one.
+
+    Causes that show in the gradient alone are tried first, then those of single
+    parameters and terms, and last those of token weights and forward passes.
 
     Args:
-        it: the gradient beside the right one.
+        comparison: the gradient beside the right one.
         case: the rows and the reference's forward pass.
         bound: the relative error that is allowed.
-        again: runs the step once more.
-        among: a cause that was found on other rows; only what it names is tried.
+        run_again: runs the step once more.
+        only: a cause that was found on other rows; only what it names is tried.
     """
-    goal = it.goal
+    goal = comparison.goal
     model = case.forward.model
-    found = it.found
-    want = it.want
+    found = comparison.found
+    want = comparison.want
     size = float(found.norm())
     numbers = (
         Number(float(want.norm()), "norm"),
-        Number(size, "norm", f"off by {it.error:.2g} of the expected norm"),
+        Number(size, "norm", f"off by {comparison.error:.2g} of the expected norm"),
     )
 
-    def say(cause: Cause, *more: Finding) -> list[Finding]:
+    def gradient_finding(cause: Cause, *more: Finding) -> list[Finding]:
+        """The failure of the gradient with this cause, and further findings."""
         return [fail("gradient", "over all parameters", *numbers, cause=cause), *more]
 
     if not found.isfinite().all():
-        bad = [
-            n
-            for n, gradient in model.split(found).items()
-            if not gradient.isfinite().all()
+        not_finite = [
+            name
+            for name, part in model.split(found).items()
+            if not part.isfinite().all()
         ]
-        return say(measured.GRADIENT_NOT_FINITE.cause(parameter=bad[0]))
-    if size == 0:
-        return say(measured.NO_GRADIENT.cause())
-    if again is not None and not near(model.flat(again()), found, 10 * bound):
-        first = _seeded(again)
-        second = _seeded(again)
-        if near(model.flat(first), model.flat(second), 10 * bound):
-            return say(measured.RANDOM_STEP.cause())
-        return say(measured.STEP_KEEPS_STATE.cause())
-    parts = model.split(want)
-    its = model.split(found)
-    beside = [
-        n
-        for n, w in parts.items()
-        if not w.any() and float(its[n].norm()) > 10 * bound * size
-    ]
-    if beside and (beside := _apart(case.forward, beside)):
-        parameters_beside = _first_few(beside)
-        return say(
-            measured.LOSS_OF_OTHER_PARAMETERS.cause(parameters=parameters_beside)
+        return gradient_finding(
+            measured.GRADIENT_NOT_FINITE.cause(parameter=not_finite[0])
         )
-    if goal.clip is not None and near(found, it.rows.sum(0), bound):
-        return say(measured.NORM_NOT_CLIPPED.cause())
+    if size == 0:
+        return gradient_finding(measured.NO_GRADIENT.cause())
+    if run_again is not None and not is_near(
+        model.flat(run_again()), found, 10 * bound
+    ):
+        first = _run_seeded(run_again)
+        second = _run_seeded(run_again)
+        if is_near(model.flat(first), model.flat(second), 10 * bound):
+            return gradient_finding(measured.RANDOM_STEP.cause())
+        return gradient_finding(measured.STEP_KEEPS_STATE.cause())
+    right_parts = model.split(want)
+    found_parts = model.split(found)
+    outside_objective = [
+        name
+        for name, part in right_parts.items()
+        if not part.any() and float(found_parts[name].norm()) > 10 * bound * size
+    ]
+    if outside_objective:
+        of_other_loss = _without_effect_on_logits(case.forward, outside_objective)
+        if of_other_loss:
+            cause = measured.LOSS_OF_OTHER_PARAMETERS.cause(
+                parameters=_first_few(of_other_loss)
+            )
+            return gradient_finding(cause)
+    if goal.clip is not None and is_near(found, comparison.rows.sum(0), bound):
+        return gradient_finding(measured.NORM_NOT_CLIPPED.cause())
     if goal.clip is not None:
         counts = {
-            "tokens that train": int(case.b.mask.sum()),
+            "tokens that train": int(case.padded.mask.sum()),
             "responses": len(case.rows),
         }
-        if cause := divided_after(goal.clip, it.rows.sum(0), found, counts, bound):
-            return say(cause)
-    if cause := find_change(goal, model, it.rows, want, found, bound):
-        return say(cause)
-    goal, gradient = _before_clip(it)
-    plain = Terms.of(goal, case.forward, case.b)
-    if cause := _terms_differ(
-        plain, case.forward, case.b, gradient, bound
-    ) or _term_by_row(goal, case.forward, case.b, plain, gradient, bound):
-        return say(cause)  # a small term is beyond the bound in some parameters alone
-    wrong = parameters(model, found, want, bound)
-    right = [n for n in model.shapes if n not in wrong]
-    alone = any(float(parts[n].norm()) > 1e-6 * float(want.norm()) for n in right)
-    if alone and wrong and (of := _of_parameters(its, parts, wrong, bound)):
-        return say(of)
-    if alone and 0 < len(wrong) <= len(parts) // 4:
-        return say(measured.SOME_PARAMETERS_WRONG.cause(parameters=_first_few(wrong)))
-    return say(*_explained(it, plain, gradient, case.forward, case.b, bound, among))
+        if cause := divided_after(
+            goal.clip, comparison.rows.sum(0), found, counts, bound
+        ):
+            return gradient_finding(cause)
+    if cause := find_change(goal, model, comparison.rows, want, found, bound):
+        return gradient_finding(cause)
+    goal, unclipped = _before_clip(comparison)
+    terms = Terms.of(goal, case.forward, case.padded)
+    # before the parameters: a small term is beyond the bound in some of them alone
+    if cause := _find_wrong_term(terms, case.forward, case.padded, unclipped, bound):
+        return gradient_finding(cause)
+    if cause := _find_term_aggregation(
+        goal, case.forward, case.padded, terms, unclipped, bound
+    ):
+        return gradient_finding(cause)
+    wrong = wrong_parameters(model, found, want, bound)
+    right = [name for name in model.shapes if name not in wrong]
+    least_norm = NOTICEABLE_NORM * float(want.norm())
+    has_right_part = any(float(right_parts[name].norm()) > least_norm for name in right)
+    if has_right_part and wrong:
+        if cause := _cause_in_parameters(found_parts, right_parts, wrong, bound):
+            return gradient_finding(cause)
+        if len(wrong) <= len(right_parts) // 4:
+            cause = measured.SOME_PARAMETERS_WRONG.cause(parameters=_first_few(wrong))
+            return gradient_finding(cause)
+    return gradient_finding(
+        *_explain_by_weights(
+            comparison, terms, unclipped, case.forward, case.padded, bound, only
+        )
+    )
 
 
-def _seeded(run: Callable[[], Gradient]) -> Gradient:
+def _run_seeded(run: Callable[[], Gradient]) -> Gradient:
     """The gradient of a run that begins with all random generators at one seed."""
     torch.manual_seed(0)
     random.seed(0)
@@ -200,214 +230,378 @@ def _seeded(run: Callable[[], Gradient]) -> Gradient:
     return run()
 
 
-def _apart(forward: Forward, names: list[str]) -> list[str]:
-    """Those of the parameters on which no logit depends, of tokens that do not train
-    either.
+def _without_effect_on_logits(forward: Forward, names: list[str]) -> list[str]:
+    """Return the parameters on which no logit of any token depends: another loss must
+    have made their gradient.
     """
-    random = torch.Generator().manual_seed(0)
-    pulled = torch.zeros(())
+    generator = torch.Generator().manual_seed(0)
+    parameter_gradient = torch.zeros(())
     for z, ids in zip(forward.z, forward.ids, strict=True):
-        dz = torch.randn(z.shape, generator=random, dtype=z.dtype)
-        pulled = pulled + forward.model.pull(z, dz, ids).abs()
-    parts = forward.model.split(pulled)
-    return [n for n in names if not parts[n].any()]
+        dz = torch.randn(z.shape, generator=generator, dtype=z.dtype)
+        parameter_gradient = parameter_gradient + forward.model.pull(z, dz, ids).abs()
+    parts = forward.model.split(parameter_gradient)
+    return [name for name in names if not parts[name].any()]
 
 
-def _before_clip(it: Compared) -> tuple[Goal, Tensor]:
-    """The goal without a clip that does not act, and the gradient as it was before one
-    that does.
+def _before_clip(comparison: GradientComparison) -> tuple[Goal, Tensor]:
+    """Return the goal, and the gradient as it was before the clip of its norm.
 
-    The norm that was clipped is not known; the one that is right stands for it.
+    A clip that did not act is removed from the goal. The norm before a clip that acted
+    is not known; the right gradient's norm stands for it.
     """
-    goal = it.goal
-    gradient = it.found
+    goal = comparison.goal
+    gradient = comparison.found
     if goal.clip is None:
         return goal, gradient
     if float(gradient.norm()) < (1 - 1e-3) * goal.clip:
         return replace(goal, clip=None), gradient
-    return goal, gradient * float(it.rows.sum(0).norm() / it.want.norm())
-
-
-def _of_parameters(
-    found: Gradient, want: Gradient, wrong: list[str], bound: float
-) -> Cause:
-    """What is wrong with these parameters alone, the others being right."""
-    zero = [n for n in wrong if not found[n].any()]
-    parts = [f"no gradient: {_first_few(zero)}"] if zero else []
-    for n in (n for n in wrong if n not in zero):
-        gradient = found[n]
-        w = want[n]
-        k = float(gradient @ w / (w @ w).clamp(min=1e-300))
-        if (gradient - k * w).norm() > 100 * bound * w.norm() or abs(
-            k - 1
-        ) < 100 * bound:
-            return NO_CAUSE
-        parts.append(f"{n} has {k:.5g} times its gradient")
-    return measured.SOME_PARAMETERS_SCALED.cause(each="; ".join(parts[:4]))
-
-
-def _first_few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (
-        f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return goal, gradient * float(
+        comparison.rows.sum(0).norm() / comparison.want.norm()
     )
 
 
+def _cause_in_parameters(
+    found: Gradient, want: Gradient, wrong: list[str], bound: float
+) -> Cause:
+    """Return the cause that these parameters have no gradient, or a multiple of it;
+    none where one of them has another gradient.
+    """
+    without_gradient = [name for name in wrong if not found[name].any()]
+    words = [f"no gradient: {_first_few(without_gradient)}"] if without_gradient else []
+    for name in wrong:
+        if name in without_gradient:
+            continue
+        gradient = found[name]
+        right = want[name]
+        times = float(gradient @ right / (right @ right).clamp(min=1e-300))
+        tolerance = 100 * bound
+        if (gradient - times * right).norm() > tolerance * right.norm():
+            return NO_CAUSE  # it is no multiple
+        if abs(times - 1) < tolerance:
+            return NO_CAUSE  # it is right
+        words.append(f"{name} has {times:.5g} times its gradient")
+    return measured.SOME_PARAMETERS_SCALED.cause(each="; ".join(words[:4]))
+
+
+def _first_few(names: Sequence[str]) -> str:
+    """The first three names, and how many more there are, in words."""
+    words = ", ".join(names[:3])
+    if len(names) > 3:
+        words += f" and {len(names) - 3} more"
+    return words
+
+
 # ---- weights and forward passes ------------------------------------------------------
-def _explained(
-    it: Compared,
-    plain: "Terms",
-    g: Tensor,
+def _explain_by_weights(
+    comparison: GradientComparison,
+    terms: "Terms",
+    gradient: Tensor,
     forward: Forward,
     padded: Padded,
     bound: float,
     only: Cause = NO_CAUSE,
 ) -> list[Any]:
-    """[cause, *more findings] by weights and forward passes.
+    """Find the faulty forward pass, or the token weights, that give a gradient.
 
     Args:
-        it: the gradient beside the right one.
-        plain: the terms of the right forward pass.
-        g: the gradient that was found, before a clip.
+        comparison: the gradient beside the right one.
+        terms: the terms of the right forward pass.
+        gradient: the gradient that was found, before a clip.
         forward: the right forward pass.
         padded: its rows.
         bound: the relative error that is allowed.
         only: a cause that was found on other rows; only what it names is tried.
+
+    Returns:
+        [cause, *more findings]; the cause is UNKNOWN where nothing gives the gradient.
     """
-    goal = plain.goal
-    rows = it.rows
-    span = max(SPAN, 3 * bound)
-    k, left = best_factors(rows, g)
-    if left <= bound and (cause := _terms_by_row(it, plain, forward, padded, k, bound)):
-        return [cause]
-    closest: list[tuple[float, Cause, Forward, Padded]] = []
-    # those of which the head's gradient alone tells that they are not it
-    farther: list[tuple[float, Cause, Forward, Padded]] = []
-    residuals: list[float] = []
-    stopped: list[int] = []  # after so many forward passes
+    search = _Search(comparison, terms, gradient, forward, padded, bound, only)
+    return search.explain()
 
-    on_policy = replace(padded, old=None)
-    still = padded.old is None or bool(
-        ((plain.lp - padded.old) * padded.mask).abs().max() < 1e-6
-    )
-    own_old = NO_CAUSE
-    if not still:
-        own_old = measured.RATIO_ALWAYS_ONE.cause()
 
-    def makes(its: Tensor) -> bool:
-        """Whether this gradient by rows, clipped as the goal says, is the one that was
-        found.
-        """
-        return near(it.found, clipped(its.sum(0), goal.clip), bound)
+@dataclass(frozen=True)
+class _Candidate:
+    """A forward pass that may have made the gradient, and its rows as the step has
+    them.
+    """
 
-    def reads(
-        cause: Cause,
-        variant: Forward,
-        of: Forward | None = None,
-        whole: Tensor | None = None,
-        batch: Padded = padded,
-    ) -> list[Any]:
-        """What the token weights of this forward pass say, where they make g; of: the
-        pass whose tokens they are; batch: the rows as the step has them.
-        """
-        terms = plain if forward is (of or variant) else Terms.of(goal, variant, batch)
-        policy = terms.without(g, "H", "Z")
-        reading = read(variant, policy)
-        residuals.append(reading.residual)
-        if reading.residual > span:
-            return []
-        if cause and (term := _terms_differ(terms, variant, batch, g, bound)):
-            return [join_causes(cause, term)]
+    cause: Cause  # the fault of the forward pass; empty where it has none
+    forward: Forward
+    batch: Padded
 
-        def makes_it(weights: list[Tensor]) -> bool:
-            return reproduces(gradient(variant, weights), policy, 2 * span)
 
-        return _said(
-            of or variant, batch, reading, terms, bound, cause, makes_it, whole, only
+@dataclass
+class _Search:
+    """The search for the forward pass and the token weights that give a gradient.
+
+    The arguments are those of `_explain_by_weights`. Each method returns
+    [cause, *more findings], or [] where it finds no cause.
+    """
+
+    comparison: GradientComparison
+    terms: "Terms"
+    gradient: Tensor
+    forward: Forward
+    padded: Padded
+    bound: float
+    only: Cause
+    # candidates with the part of the gradient that no factors of their rows explain
+    by_residual: list[tuple[float, _Candidate]] = field(default_factory=list)
+    # the same for candidates that the head's gradient already refutes, with a lower
+    # bound of that part
+    by_head_residual: list[tuple[float, _Candidate]] = field(default_factory=list)
+    # the part that no token weights explain, of each forward pass that was read
+    residuals: list[float] = field(default_factory=list)
+    is_stopped: bool = False  # there were more variants than MOST_VARIANTS
+
+    @property
+    def goal(self) -> Goal:
+        return self.terms.goal
+
+    @property
+    def max_residual(self) -> float:
+        return max(MAX_RESIDUAL, 3 * self.bound)
+
+    @property
+    def has_bonus(self) -> bool:
+        """Whether the objective has a term that token weights do not describe."""
+        return bool(self.goal.entropy_coef or self.goal.z_loss_coef)
+
+    def explain(self) -> list[Any]:
+        """Try each explanation in turn, the cheapest first."""
+        factors, residual = best_factors(self.comparison.rows, self.gradient)
+        if residual <= self.bound:
+            cause = _find_shared_aggregation(
+                self.comparison,
+                self.terms,
+                self.forward,
+                self.padded,
+                factors,
+                self.bound,
+            )
+            if cause:
+                return [cause]
+        return (
+            self._explain_by_log_probs(residual)
+            or self._explain_right_forward(factors, residual)
+            or self._explain_with_padding()
+            or self._explain_by_variants(model_variants)
+            or self._explain_nearest()
+            or self._explain_bonus()
+            or [self._unknown()]
         )
 
-    def among(variants: Callable[[Forward], Iterator[Variant]]) -> list[Any]:
-        """What the first forward pass that fits says.
+    def _explain_by_log_probs(self, residual: float) -> list[Any]:
+        """Try faults of the log-probabilities, if the right ones do not fit.
 
-        A loop that makes its old log-probabilities itself makes them with its fault, so
-        r is 1: each quick pass is tried with the old log-probabilities of the rows, and
-        with r = 1.
+        Args:
+            residual: the part of the gradient that the right log-probabilities leave
+                with any factors of the rows.
         """
-        batches = [(padded, NO_CAUSE)]
-        if variants is quick:
-            batches.append((on_policy, own_old))
-        for number, (fault, variant) in enumerate(tried(forward, variants, only)):
-            if number == MOST:
-                stopped.append(number)
-                return []
-            for batch, old in batches:
-                cause = join_causes(fault, old)
-                if (least := _least_residual(goal, variant, batch, g)) > 2 * span:
-                    farther.append((least, cause, variant, batch))
-                    if (
-                        variants is others
-                        and not (goal.entropy_coef or goal.z_loss_coef)
-                        and head_residual(variant, g) <= 2 * span
-                        and (said := reads(cause, variant, batch=batch))
-                    ):
-                        return said
-                    continue
-                try:
-                    rows_of_variant = expected(goal, variant, batch)
-                except (
-                    InputError
-                ):  # no backward pass: of a cache that is written in place
-                    break
-                _, residual = best_factors(rows_of_variant, g)
-                closest.append((residual, cause, variant, batch))
-                if makes(rows_of_variant):
-                    return [cause]
-                if (
-                    residual <= span
-                    and not (goal.entropy_coef or goal.z_loss_coef)
-                    and (said := reads(cause, variant, batch=batch))
-                ):
-                    rest = it.found - clipped(rows_of_variant.sum(0), goal.clip)
-                    left = float(rest.norm() / it.found.norm())
-                    if said == [cause] and left > 3 * bound:
-                        said = [join_causes(cause, _smaller_fault(left))]
-                    return said
+        rows = gradients_by_row(self.goal, self.forward, self._on_policy())
+        _, on_policy_residual = best_factors(rows, self.gradient)
+        if min(residual, on_policy_residual) > self.max_residual:
+            return self._explain_by_variants(log_prob_variants)
         return []
 
-    _, on_policy_residual = best_factors(expected(goal, forward, on_policy), g)
-    said = (min(left, on_policy_residual) > span and among(quick)) or reads(
-        NO_CAUSE, forward, None, k if left <= span else None
-    )
-    after = _without_other_responses(forward)
-    longer = [
-        replace(r, response=r.response + x[:AFTER])
-        for r, x in zip(forward.rows, after, strict=False)
-    ]
-    for z in _padding_logits(forward, longer) if any(after) and not said else []:
-        said = said or reads(
-            NO_CAUSE, Forward(forward.model, longer, goal.temperature, z), forward
+    def _on_policy(self) -> Padded:
+        """The rows without old log-probabilities, so that r = 1."""
+        return replace(self.padded, old=None)
+
+    def _explain_right_forward(self, factors: Tensor, residual: float) -> list[Any]:
+        """Read the token weights of the right forward pass.
+
+        Args:
+            factors: of the rows, which fit the gradient best, [B].
+            residual: the part of the gradient that they leave.
+        """
+        candidate = _Candidate(NO_CAUSE, self.forward, self.padded)
+        factors_fit = residual <= self.max_residual
+        return self._explain_candidate(
+            candidate, row_factors=factors if factors_fit else None
         )
-    said = said or among(others)
-    for _, cause, variant, batch in sorted(farther, key=lambda x: x[0])[: 2 * READ]:
-        if not said:
+
+    def _explain_with_padding(self) -> list[Any]:
+        """Read the weights with the tokens that were fed behind each row: they may
+        train too.
+        """
+        fed_behind = _without_other_responses(self.forward)
+        if not any(fed_behind):
+            return []
+        longer = [
+            replace(row, response=row.response + behind[:TOKENS_BEHIND])
+            for row, behind in zip(self.forward.rows, fed_behind, strict=False)
+        ]
+        for z in _padding_logits(self.forward, longer):
+            forward = Forward(self.forward.model, longer, self.goal.temperature, z)
+            candidate = _Candidate(NO_CAUSE, forward, self.padded)
+            if findings := self._explain_candidate(candidate, scored=self.forward):
+                return findings
+        return []
+
+    def _explain_by_variants(
+        self, variants: Callable[[Forward], Iterator[Variant]]
+    ) -> list[Any]:
+        """Find the first faulty forward pass that explains the gradient.
+
+        A loop that makes its old log-probabilities itself makes them with its fault, so
+        r is 1: each fault of the log-probabilities is tried with the old
+        log-probabilities of the rows, and with r = 1.
+
+        Args:
+            variants: makes the faults to try.
+        """
+        batches = [(self.padded, NO_CAUSE)]
+        if variants is log_prob_variants:
+            batches.append((self._on_policy(), self._on_policy_cause()))
+        faulty = run_variants(self.forward, variants, self.only)
+        for number, (fault, variant) in enumerate(faulty):
+            if number == MOST_VARIANTS:
+                self.is_stopped = True
+                return []
+            for batch, ratio_cause in batches:
+                candidate = _Candidate(join_causes(fault, ratio_cause), variant, batch)
+                head_left = _least_residual(self.goal, variant, batch, self.gradient)
+                if head_left > 2 * self.max_residual:
+                    self.by_head_residual.append((head_left, candidate))
+                    if variants is model_variants and (
+                        findings := self._explain_by_head(candidate)
+                    ):
+                        return findings
+                    continue
+                try:
+                    rows = gradients_by_row(self.goal, variant, batch)
+                except InputError:
+                    break  # no backward pass: of a cache that is written in place
+                if findings := self._explain_by_rows(candidate, rows):
+                    return findings
+        return []
+
+    def _on_policy_cause(self) -> Cause:
+        """The cause that r is always 1; none where the rows are on policy anyway."""
+        if self.padded.old is None:
+            return NO_CAUSE
+        log_r = (self.terms.lp - self.padded.old) * self.padded.mask
+        if log_r.abs().max() < ON_POLICY:
+            return NO_CAUSE
+        return measured.RATIO_ALWAYS_ONE.cause()
+
+    def _explain_by_head(self, candidate: _Candidate) -> list[Any]:
+        """Read the weights of a candidate whose token weights may give the head's part
+        of the gradient, though no factors of its rows do.
+        """
+        if self.has_bonus:
+            return []
+        if head_residual(candidate.forward, self.gradient) <= 2 * self.max_residual:
+            return self._explain_candidate(candidate)
+        return []
+
+    def _explain_by_rows(self, candidate: _Candidate, rows: Tensor) -> list[Any]:
+        """Compare the gradient with that of a candidate, then with factors of its rows.
+
+        Args:
+            candidate: the forward pass.
+            rows: its gradient by row, [B, P].
+        """
+        _, residual = best_factors(rows, self.gradient)
+        self.by_residual.append((residual, candidate))
+        found = self.comparison.found
+        expected = clip_norm(rows.sum(0), self.goal.clip)
+        if is_near(found, expected, self.bound):
+            return [candidate.cause]
+        factors_fit = residual <= self.max_residual
+        if self.has_bonus or not factors_fit:
+            return []
+        findings = self._explain_candidate(candidate)
+        share_left = float((found - expected).norm() / found.norm())
+        if findings == [candidate.cause] and share_left > 3 * self.bound:
+            return [join_causes(candidate.cause, _smaller_fault(share_left))]
+        return findings
+
+    def _explain_candidate(
+        self,
+        candidate: _Candidate,
+        scored: Forward | None = None,
+        row_factors: Tensor | None = None,
+    ) -> list[Any]:
+        """Explain the gradient by the token weights that are read with a forward pass.
+
+        Args:
+            candidate: the forward pass.
+            scored: the pass whose tokens the explanation is about, where the candidate
+                has more tokens; None: the candidate's own.
+            row_factors: the factor of each response, where these alone give the
+                gradient, [B].
+        """
+        scored = scored or candidate.forward
+        if scored is self.forward:
+            terms = self.terms
+        else:
+            terms = Terms.of(self.goal, candidate.forward, candidate.batch)
+        policy = terms.without(self.gradient, "H", "Z")
+        reading = read_weights(candidate.forward, policy)
+        self.residuals.append(reading.residual)
+        if reading.residual > self.max_residual:
+            return []
+        if candidate.cause:
+            wrong_term = _find_wrong_term(
+                terms, candidate.forward, candidate.batch, self.gradient, self.bound
+            )
+            if wrong_term:
+                return [join_causes(candidate.cause, wrong_term)]
+
+        def make_the_gradient(weights: list[Tensor]) -> bool:
+            """Whether these weights of all tokens give the policy term's gradient."""
+            made = gradient_of_weights(candidate.forward, weights)
+            return reproduces(made, policy, 2 * self.max_residual)
+
+        return _explain_reading(
+            scored,
+            candidate.batch,
+            reading,
+            terms,
+            self.bound,
+            candidate.cause,
+            make_the_gradient,
+            row_factors,
+            self.only,
+        )
+
+    def _explain_nearest(self) -> list[Any]:
+        """Read the weights of the candidates that left the least of the gradient."""
+        by_head = sorted(self.by_head_residual, key=itemgetter(0))
+        for _, candidate in by_head[: 2 * PASSES_READ]:
             with suppress(InputError):
-                _, residual = best_factors(expected(goal, variant, batch), g)
-                closest.append((residual, cause, variant, batch))
-    for _, cause, variant, batch in sorted(closest, key=lambda x: x[0])[:READ]:
-        said = said or reads(cause, variant, batch=batch)
-    if said:
-        return said
-    bonus = read(forward, g, [plain.each["H"], plain.each["Z"]])
-    if bonus.residual <= span:
-        coefficients = ", ".join(f"{-x:.4g}" for x in bonus.extra)
+                rows = gradients_by_row(self.goal, candidate.forward, candidate.batch)
+                _, residual = best_factors(rows, self.gradient)
+                self.by_residual.append((residual, candidate))
+        nearest = sorted(self.by_residual, key=itemgetter(0))
+        for _, candidate in nearest[:PASSES_READ]:
+            if findings := self._explain_candidate(candidate):
+                return findings
+        return []
+
+    def _explain_bonus(self) -> list[Any]:
+        """Try an entropy bonus and a z-loss of any coefficients."""
+        bonus_gradients = [self.terms.each["H"], self.terms.each["Z"]]
+        reading = read_weights(self.forward, self.gradient, bonus_gradients)
+        fits = reading.residual <= self.max_residual
+        if not fits:
+            return []
+        coefficients = ", ".join(f"{-x:.4g}" for x in reading.extra)
         return [measured.ENTROPY_BONUS_OR_Z_LOSS.cause(coefficients=coefficients)]
-    left_over = f"{residuals[0]:.2g} of it is left"
-    words = (
-        f"{UNKNOWN}; no weights of these tokens give the gradient: {left_over}, so "
-        f"the forward pass differs, or other tokens train{_of_router(forward.model)}"
-    )
-    if stopped:
-        words += f"; the search stopped after {stopped[0]} forward passes"
-    return [Cause(words)]
+
+    def _unknown(self) -> Cause:
+        """The cause that is named where nothing explains the gradient."""
+        left_over = f"{self.residuals[0]:.2g} of it is left"
+        router = _router_words(self.forward.model)
+        words = (
+            f"{UNKNOWN}; no weights of these tokens give the gradient: {left_over}, so "
+            f"the forward pass differs, or other tokens train{router}"
+        )
+        if self.is_stopped:
+            words += f"; the search stopped after {MOST_VARIANTS} forward passes"
+        return Cause(words)
 
 
 def _least_residual(
@@ -439,7 +633,7 @@ def _least_residual(
     return 0.0
 
 
-def _of_router(model: Model) -> str:
+def _router_words(model: Model) -> str:
     """What a model with experts may add to its loss, in words; "" for any other."""
     if not isinstance(model, TorchModel):
         return ""
@@ -463,10 +657,10 @@ TERM_IDS = {"J": "policy-term", "KL": "kl", "H": "entropy-bonus", "Z": "z-loss"}
 
 @dataclass
 class Terms:
-    """The gradients of J, KL, H and Z, each of its own, negative as a loss has them."""
+    """The gradient of each term of the goal by itself, negative as a loss has it."""
 
     goal: Goal
-    each: dict[str, Tensor]
+    each: dict[str, Tensor]  # J, KL, H and Z -> [P], without its coefficient
     slope: Tensor  # d(J - β KL)/dlp
     lp: Tensor
 
@@ -491,7 +685,7 @@ class Terms:
         return cls(goal, each, slope.detach(), lp.detach())
 
     def without(self, gradient: Tensor, *names: str) -> Tensor:
-        """The gradient without these terms, as the goal has them.
+        """Return the gradient less these terms with the goal's coefficients.
 
         Args:
             gradient: a gradient, [P].
@@ -516,55 +710,55 @@ class Terms:
         )
 
     def in_its_units(self, gradient: Tensor, added: Tensor) -> Tensor:
-        """The gradient without the factor that an acting clip of the norm gave it, if it is the
-        goal's gradient and some of another one.
+        """Return the gradient without the factor that an acting clip of the norm gave
+        it, if it is the sum of the goal's gradient and a multiple of another one.
 
         Args:
             gradient: the gradient that was found, [P].
             added: the other gradient, [P].
         """
         terms = torch.stack([self.total(), added], 1)
-        x = torch.linalg.lstsq(terms, gradient[:, None], driver="gelsd").solution
-        return gradient / self._constant(float(x[0]))
+        fitted = torch.linalg.lstsq(terms, gradient[:, None], driver="gelsd").solution
+        return gradient / self._constant(float(fitted[0]))
 
-    def coefficients(self, gradient: Tensor, bound: float) -> Cause:
-        """The coefficients at which the terms of the objective add up to the gradient, where they
-        do.
+    def find_wrong_coefficients(self, gradient: Tensor, bound: float) -> Cause:
+        """Return the coefficients that are not the goal's, where the terms of the
+        objective with other coefficients add up to the gradient; else no cause.
 
         Args:
             gradient: the gradient that was found, [P].
             bound: the relative error that is allowed.
         """
-        c = self.goal.coefficients
-        names = [*self.each]
-        G = torch.stack([self.each[k] for k in names], 1)
+        terms = [*self.each]
+        G = torch.stack([self.each[term] for term in terms], 1)
         y = gradient / self.goal.scale
         size = G.norm(dim=0).clamp(min=1e-300)
-        x = (
-            torch.linalg.lstsq(G / size, y[:, None], driver="gelsd").solution[:, 0]
-            / size
-        )
-        rest = (G @ x - y).norm() / y.norm()
-        times = self._constant(float(x[0]))
-        if rest > bound or abs(x[0] / times - 1) > 1e-3:
+        scaled = torch.linalg.lstsq(G / size, y[:, None], driver="gelsd").solution
+        fitted = scaled[:, 0] / size
+        rest = (G @ fitted - y).norm() / y.norm()
+        times = self._constant(float(fitted[0]))
+        if rest > bound or abs(fitted[0] / times - 1) > 1e-3:
             return NO_CAUSE
-        x = x / times
-        size = size * times
-        said = []
-        for k, v, part in zip(names, x.tolist(), size / y.norm(), strict=True):
-            if abs(v - c[k]) * part <= 2 * bound:
+        fitted = fitted / times
+        # of each term with the coefficient 1, relative to the gradient
+        sizes = size * times / y.norm()
+        causes = []
+        for term, found, term_size in zip(terms, fitted.tolist(), sizes, strict=True):
+            right = self.goal.coefficients[term]
+            if abs(found - right) * term_size <= 2 * bound:
                 continue
-            if abs(v) * part <= 2 * bound and abs(v) < 0.1 * abs(c[k]):
-                words = f"{TERMS[k]} has no gradient"
-                said.append(Cause(words, (f"{TERM_IDS[k]}-missing",)))
+            if abs(found) * term_size <= 2 * bound and abs(found) < 0.1 * abs(right):
+                words = f"{TERMS[term]} has no gradient"
+                causes.append(Cause(words, (f"{TERM_IDS[term]}-missing",)))
                 continue
-            sign = -1 if k in ("KL", "Z") else 1
+            # J has -β KL and -c Z; users give β and c. Adding 0.0 removes the sign of -0.
+            sign = -1 if term in ("KL", "Z") else 1
             words = (
-                f"the coefficient of {TERMS[k]} is {sign * v + 0.0:.4g}, "
-                f"not {sign * c[k] + 0.0:.4g}"
+                f"the coefficient of {TERMS[term]} is {sign * found + 0.0:.4g}, "
+                f"not {sign * right + 0.0:.4g}"
             )
-            said.append(Cause(words, (f"other-coefficient-of-{TERM_IDS[k]}",)))
-        return join_causes(*said)
+            causes.append(Cause(words, (f"other-coefficient-of-{TERM_IDS[term]}",)))
+        return join_causes(*causes)
 
 
 def _smaller_fault(left: float) -> Cause:
@@ -572,40 +766,46 @@ def _smaller_fault(left: float) -> Cause:
     return Cause(f"{left:.2g} of the gradient is left, by another and smaller fault")
 
 
-def _terms_differ(
-    terms: Terms, forward: Forward, padded: Padded, gradient: Tensor, bound: float
+def _find_wrong_term(
+    terms: Terms, forward: Forward, batch: Padded, gradient: Tensor, bound: float
 ) -> Cause:
-    """Another coefficient of a term, or a term that is added, where it makes the gradient."""
-    return terms.coefficients(gradient, bound) or _penalty(
-        terms.goal, forward, padded, terms, gradient, bound
+    """Return the cause that a term has another coefficient, or that a KL term was
+    added, if that gives the gradient.
+    """
+    wrong_coefficients = terms.find_wrong_coefficients(gradient, bound)
+    return wrong_coefficients or _find_kl_term(
+        terms.goal, forward, batch, terms, gradient, bound
     )
 
 
-def _penalty(
+def _find_kl_term(
     goal: Goal,
     forward: Forward,
-    padded: Padded,
-    plain: Terms,
+    batch: Padded,
+    terms: Terms,
     gradient: Tensor,
     bound: float,
 ) -> Cause:
-    """A KL term that the goal lacks, with its coefficient, where that makes the
-    difference. It is of the old policy, or of any: k1 has one gradient for all.
+    """Return the cause that the loss has a KL term that the goal lacks, if that makes
+    the difference.
+
+    The term is of the old policy. That of k1 has the same gradient for any policy.
     """
-    if (
-        padded.old is None
-        or float(((plain.lp - padded.old) * padded.mask).abs().max()) < 1e-6
-    ):
+    if batch.old is None:
+        return NO_CAUSE
+    log_r = (terms.lp - batch.old) * batch.mask
+    if float(log_r.abs().max()) < ON_POLICY:
         return NO_CAUSE
     for name in ESTIMATORS:
-        of_old = replace(goal, o=replace(goal.o, kl=name))
-        parts = of_old.parts(*forward.statistics(), replace(padded, ref=padded.old))
-        # to the gradient of the loss
-        added = goal.scale * forward.by_row(parts["KL"]).sum(0)
-        in_units = plain.in_its_units(gradient, added)
-        rest = in_units - plain.total()
-        beta = float(rest @ added / (added @ added).clamp(min=1e-300))
-        if beta > 0 and near(rest, beta * added, _share(bound, in_units, rest)):
+        goal_with_kl = replace(goal, objective=replace(goal.objective, kl=name))
+        parts = goal_with_kl.parts(*forward.statistics(), replace(batch, ref=batch.old))
+        # the KL term's part of the gradient of the loss, for β = 1
+        kl_gradient = goal.scale * forward.by_row(parts["KL"]).sum(0)
+        unclipped = terms.in_its_units(gradient, kl_gradient)
+        rest = unclipped - terms.total()
+        beta = float(rest @ kl_gradient / (kl_gradient @ kl_gradient).clamp(min=1e-300))
+        tolerance = _relative_bound(bound, unclipped, rest)
+        if beta > 0 and is_near(rest, beta * kl_gradient, tolerance):
             whose = "" if name == "k1" else " of the old policy"
             return measured.KL_NOT_OF_OBJECTIVE.cause(
                 whose=whose, estimator=name, beta=beta
@@ -613,7 +813,7 @@ def _penalty(
     return NO_CAUSE
 
 
-def _share(bound: float, gradient: Tensor, rest: Tensor) -> float:
+def _relative_bound(bound: float, gradient: Tensor, rest: Tensor) -> float:
     """The error that is allowed of a part of the gradient, relative to that part.
 
     At most a tenth: a part hardly larger than the bound would fit any term.
@@ -621,67 +821,70 @@ def _share(bound: float, gradient: Tensor, rest: Tensor) -> float:
     return min(0.1, bound * float(gradient.norm() / rest.norm()))
 
 
-def _term_by_row(
+def _find_term_aggregation(
     goal: Goal,
     forward: Forward,
-    padded: Padded,
-    plain: Terms,
+    batch: Padded,
+    terms: Terms,
     gradient: Tensor,
     bound: float,
 ) -> Cause:
-    """Whether the KL term, or the bonus, is right up to one factor per response, and
-    the aggregation of that.
+    """Return what is wrong with the KL term or the entropy bonus, if the other terms
+    are right: its temperature, its tokens or its aggregation.
     """
-    c = goal.coefficients
-    n = len(forward.rows)
+    coefficients = goal.coefficients
+    count = len(forward.rows)
     for key in ("H", "KL"):
         name = TERMS[key]
-        id = TERM_IDS[key]
-        if not c[key]:
+        term_id = TERM_IDS[key]
+        if not coefficients[key]:
             continue
-        rest = plain.without(gradient, *(k for k in c if k != key))
-        cold = Forward(forward.model, forward.rows, 1.0, forward.z)
-        other = (
-            cold.by_row(-goal.parts(*cold.statistics(), padded)[key]).sum(0)
-            * goal.scale
-            * c[key]
+        other_terms = [other for other in coefficients if other != key]
+        rest = terms.without(gradient, *other_terms)
+        at_temperature_1 = Forward(forward.model, forward.rows, 1.0, forward.z)
+        parts = goal.parts(*at_temperature_1.statistics(), batch)
+        unscaled_term = (
+            at_temperature_1.by_row(-parts[key]).sum(0) * goal.scale * coefficients[key]
         )
-        if near(rest, other, _share(bound, gradient, rest)):
+        if is_near(rest, unscaled_term, _relative_bound(bound, gradient, rest)):
             words = f"{name} is taken at temperature 1"
-            return Cause(words, (f"{id}-at-temperature-1",))
+            return Cause(words, (f"{term_id}-at-temperature-1",))
         if key == "H" and (
-            cause := _over_prompts(goal, forward, padded, rest, gradient, bound)
+            cause := _find_bonus_over_prompts(
+                goal, forward, batch, rest, gradient, bound
+            )
         ):
             return cause
-        rows = forward.by_row(
-            -n * goal.parts(*forward.statistics(), padded, "seq-mean-token-sum")[key]
-        )
-        k, residual = best_factors(rows, rest)
+        sums = goal.parts(*forward.statistics(), batch, "seq-mean-token-sum")
+        term_rows = forward.by_row(-count * sums[key])
+        factors, residual = best_factors(term_rows, rest)
         if residual * rest.norm() <= bound * gradient.norm():
-            times = goal.scale * c[key]
-            known = factor_words(goal, forward.rows, padded, k / times, [], 1e-2)
-            if (
-                known
-                and known[0]
-                and (rest - times * known[1] @ rows).norm()
-                <= 2 * bound * gradient.norm()
-            ):
-                ids = tuple(f"{id}-{id_}" for id_ in known[0].ids)
-                return Cause(f"{name}: {known[0]}", ids)
+            times = goal.scale * coefficients[key]
+            explanation = explain_factors(
+                goal, forward.rows, batch, factors / times, [], 1e-2
+            )
+            if explanation is not None and explanation[0]:
+                aggregation, row_factors = explanation
+                left = rest - times * row_factors @ term_rows
+                if left.norm() <= 2 * bound * gradient.norm():
+                    ids = tuple(f"{term_id}-{id_}" for id_ in aggregation.ids)
+                    return Cause(f"{name}: {aggregation}", ids)
             words = f"{name}: one factor a response that no known aggregation has"
-            return Cause(words, (f"{id}-by-unknown-aggregation",))
+            return Cause(words, (f"{term_id}-by-unknown-aggregation",))
     return NO_CAUSE
 
 
-def _over_prompts(
+def _find_bonus_over_prompts(
     goal: Goal,
     forward: Forward,
-    padded: Padded,
+    batch: Padded,
     rest: Tensor,
     gradient: Tensor,
     bound: float,
 ) -> Cause:
-    """Whether the entropy bonus counts the tokens of prompts, and masked ones, too."""
+    """Return the cause that the entropy bonus counts tokens of prompts and masked ones
+    too, if that gives the rest of the gradient.
+    """
     with torch.enable_grad():
         entropy = torch.zeros(())
         for i in range(len(forward.rows)):
@@ -690,176 +893,197 @@ def _over_prompts(
     entropy_gradient = forward.by_row(-goal.scale * goal.entropy_coef * entropy).sum(0)
     counts = {
         "averaged": sum(len(row.ids) - 1 for row in forward.rows),
-        "summed": int(padded.mask.sum()),
+        "summed": int(batch.mask.sum()),
     }
-    for how, n in counts.items():
-        if near(rest, entropy_gradient / n, _share(bound, gradient, rest)):
+    for how, number in counts.items():
+        tolerance = _relative_bound(bound, gradient, rest)
+        if is_near(rest, entropy_gradient / number, tolerance):
             return measured.ENTROPY_BONUS_OVER_PROMPTS.cause(how=how)
     return NO_CAUSE
 
 
-def _terms_by_row(
-    it: Compared,
-    plain: Terms,
+def _find_shared_aggregation(
+    comparison: GradientComparison,
+    terms: Terms,
     forward: Forward,
-    padded: Padded,
-    k: Tensor,
+    batch: Padded,
+    factors: Tensor,
     bound: float,
 ) -> Cause:
-    """The aggregation that the policy term and the bonus or z-loss share, where all of
-    them have one factor a response, and it is the gradient's.
+    """Return the wrong aggregation that the policy term shares with the entropy bonus
+    or z-loss, if it gives the gradient.
 
-    Without such a term the weights of the tokens show it.
+    Without such a term the weights of the tokens show the aggregation.
 
     Args:
-        it: the gradient beside the right one.
-        plain: the terms of the right forward pass.
+        comparison: the gradient beside the right one.
+        terms: the terms of the right forward pass.
         forward: the right forward pass.
-        padded: its rows.
-        k: the factors that fit best, [B].
+        batch: its rows.
+        factors: the factors that fit best, [B].
         bound: the relative error that is allowed.
     """
-    goal = it.goal
+    goal = comparison.goal
     if not (goal.entropy_coef or goal.z_loss_coef):
         return NO_CAUSE
-    right = right_factors(goal, padded)
-    dead = [i for i, x in enumerate(k) if abs(x) <= 1e-4 * k.abs().max()]
-    weights_of_rows = (k * right).where(padded.mask.any(1), torch.nan)
-    weights_of_rows[dead] = torch.nan
-    moving = int((padded.mask & (plain.slope != 0)).sum())
-    known = factor_words(
-        goal, forward.rows, padded, weights_of_rows, dead, 1e-4, moving=moving
+    right_row_factors = right_factors(goal, batch)
+    least = WEIGHT_TOLERANCE * factors.abs().max()
+    without_weight = [i for i, factor in enumerate(factors) if abs(factor) <= least]
+    weights_of_rows = (factors * right_row_factors).where(batch.mask.any(1), torch.nan)
+    weights_of_rows[without_weight] = torch.nan
+    moving = int((batch.mask & (terms.slope != 0)).sum())
+    aggregation = explain_factors(
+        goal, forward.rows, batch, weights_of_rows, without_weight, 1e-4, moving=moving
     )
-    if known is None:
+    if aggregation is None:
         return NO_CAUSE
-    because, factor = known
-    parts = (factor / right).where(~weights_of_rows.isnan(), 0)
-    if not near(it.found, clipped(parts @ it.rows, goal.clip), 2 * bound):
+    cause, aggregation_factors = aggregation
+    multiples = aggregation_factors / right_row_factors
+    row_multiples = multiples.where(~weights_of_rows.isnan(), 0)
+    expected = clip_norm(row_multiples @ comparison.rows, goal.clip)
+    if not is_near(comparison.found, expected, 2 * bound):
         return NO_CAUSE
-    return join_causes(left_out(dead) if dead else NO_CAUSE, because)
+    left_out = left_out_cause(without_weight) if without_weight else NO_CAUSE
+    return join_causes(left_out, cause)
 
 
 def _without_other_responses(forward: Forward) -> list[list[int]]:
-    """What was fed behind each row, up to the next row's response, whose tokens train
-    as that row's own.
+    """Return the tokens that were fed behind each row, up to the next row's response:
+    the tokens of that response train as its own.
     """
-    out = []
-    for fed in forward.after:
-        places = [
-            (place[1] + len(q.prompt))
-            for q in forward.rows
-            if (place := locate([fed], q))
+    tails = []
+    for tokens in forward.after:
+        response_starts = [
+            place[1] + len(other.prompt)
+            for other in forward.rows
+            if (place := locate([tokens], other))
         ]
-        out.append(fed[: min(places, default=len(fed))])
-    return out
+        tails.append(tokens[: min(response_starts, default=len(tokens))])
+    return tails
 
 
 def _padding_logits(forward: Forward, longer: list[Row]) -> Iterator[list[Tensor]]:
-    """Logits of the rows with the padding, or the row, that was fed behind them."""
+    """Yield the logits of the longer rows, first with the added tokens attended to, and
+    then with an attention mask that excludes them, if the model takes one.
+    """
     logits = forward.model.logits
-    yield [logits(r.ids) for r in longer]
+    yield [logits(row.ids) for row in longer]
     with suppress(TypeError, ValueError, RuntimeError, IndexError, NotImplementedError):
         masked = []
-        for r, ids in zip(longer, forward.ids, strict=True):
-            mask = torch.arange(len(r.ids))[None] < len(ids)
+        for row, ids in zip(longer, forward.ids, strict=True):
+            mask = torch.arange(len(row.ids))[None] < len(ids)
+            positions = mask.cumsum(1) - 1
             masked.append(
-                logits(
-                    r.ids, attention_mask=mask.long(), position_ids=mask.cumsum(1) - 1
-                )
+                logits(row.ids, attention_mask=mask.long(), position_ids=positions)
             )
         yield masked
 
 
-def _said(
+def _explain_reading(
     forward: Forward,
-    padded: Padded,
+    batch: Padded,
     reading: TokenWeights,
     terms: Terms,
     bound: float,
     cause: Cause,
-    makes_it: Callable[[list[Tensor]], bool],
-    whole: Tensor | None = None,
+    make_the_gradient: Callable[[list[Tensor]], bool],
+    row_factors: Tensor | None = None,
     only: Cause = NO_CAUSE,
 ) -> list[Any]:
-    """[cause, *more findings]: the fault of a forward pass and the weights that were
-    read with it.
+    """Explain the token weights that were read with a forward pass.
 
     Args:
         forward: the pass whose tokens the weights are of.
-        padded: its rows.
+        batch: its rows.
         reading: the weights.
         terms: of the objective, with that forward pass.
         bound: the relative error that is allowed.
         cause: the fault of the forward pass; empty where it has none.
-        makes_it: whether weights of all tokens give the gradient; where not, the fault
-            that has them is not named.
-        whole: the factor of each response, where the gradient is one of each.
+        make_the_gradient: whether weights of all tokens give the gradient; where not,
+            the fault that has them is not named.
+        row_factors: the factor of each response, where these alone give the gradient.
         only: a cause that was found on other rows; only what it names is tried.
-    """
-    padded = padded.widened()  # what is moved by one place does not wrap around
 
-    def grow(x: Tensor) -> Tensor:
-        """As wide as the widened batch."""
-        return torch.nn.functional.pad(x, (0, padded.mask.shape[1] - x.shape[-1]))
+    Returns:
+        [cause, *more findings]: the faults of the forward pass and of the weights, and
+        what the weights show.
+    """
+    # one more column, so that what is moved by one place does not wrap around
+    batch = batch.widened()
+
+    def widen(values: Tensor) -> Tensor:
+        """Pad [T] or [B, T] with 0 to the width of the widened batch."""
+        missing = batch.mask.shape[1] - values.shape[-1]
+        return torch.nn.functional.pad(values, (0, missing))
 
     responses = []
     prompts = []
-    outside = []
-    for r, x in zip(forward.rows, reading.weights, strict=True):
-        p = len(r.prompt) - 1
-        n = len(r.ids) - 1
-        prompts.append(x[:p])
-        responses.append(grow(x[p:n]))
-        outside.append(x[n:])
-    expected = grow(terms.slope)
+    behind = []
+    for row, weights in zip(forward.rows, reading.weights, strict=True):
+        # weights begin with that of the row's second token
+        start = len(row.prompt) - 1
+        stop = len(row.ids) - 1
+        prompts.append(weights[:start])
+        responses.append(widen(weights[start:stop]))
+        behind.append(weights[stop:])
+    expected = widen(terms.slope)
     found = torch.stack(responses)
     # what the norm was before its clip is not known, so a constant factor is not either
     times = 1.0 if terms.goal.clip is None else constant_between(found, expected)
-    noise = max(1e-4, 30 * reading.residual, 20 * bound)
-    plain = (
-        Forward(forward.model, forward.rows, 1.0, forward.z).statistics()[0].detach()
-    )
-    w = Tokens(
+    noise = max(WEIGHT_TOLERANCE, 30 * reading.residual, 20 * bound)
+    at_temperature_1 = Forward(forward.model, forward.rows, 1.0, forward.z)
+    tokens = Tokens(
         goal=terms.goal,
         rows=forward.rows,
-        b=padded,
-        lp=grow(terms.lp),
+        padded=batch,
+        lp=widen(terms.lp),
         found=times * found,
-        prompts=[times * x for x in prompts],
+        prompts=[times * weights for weights in prompts],
         expected=expected,
-        plain=grow(plain),
+        lp_at_temperature_1=widen(at_temperature_1.statistics()[0].detach()),
         largest=times * float(torch.cat(reading.weights).nan_to_num(0).abs().max()),
         tol=noise,
-        whole=None if whole is None else times * whole,
+        row_factors=None if row_factors is None else times * row_factors,
     )
-    seen = observed(w)
+    observations = observe_weights(tokens)
     findings_of_weights = [
-        fail("weights", what.words, want, got) for what, want, got in seen
+        fail("weights", what.words, want, got) for what, want, got in observations
     ]
-    said = [cause]
-    tail = int(sum((~w.no_weight(times * x)).sum() for x in outside))
-    if tail > 0:
-        said.append(measured.TOKENS_BEHIND_RESPONSES_TRAIN.cause(tokens=tail))
-    prompt = any(bool((~w.no_weight(p)).any()) for p in w.prompts)
-    if w.same(
-        torch.where(w.here, w.found, torch.nan), torch.where(padded.mask, w.expected, 0)
+    causes = [cause]
+    trained_behind = [~tokens.no_weight(times * weights) for weights in behind]
+    if count := int(sum(trained.sum() for trained in trained_behind)):
+        causes.append(measured.TOKENS_BEHIND_RESPONSES_TRAIN.cause(tokens=count))
+    prompts_train = any(
+        bool((~tokens.no_weight(weights)).any()) for weights in tokens.prompts
+    )
+    prompt_cause = PROMPTS if prompts_train else NO_CAUSE
+    weights_are_right = tokens.same(
+        torch.where(tokens.here, tokens.found, torch.nan),
+        torch.where(batch.mask, tokens.expected, 0),
+    )
+    fault = None if weights_are_right else find_fault(tokens, only)
+    if weights_are_right:
+        causes.append(prompt_cause)
+    elif fault is not None and make_the_gradient(
+        _join_weights(prompts, fault[1] / times, behind, forward.rows)
     ):
-        if prompt:
-            said.append(PROMPTS)
-    elif (named_one := named(w, only)) and makes_it(
-        _of_rows(prompts, named_one[1] / times, outside, forward.rows)
-    ):
-        said += [PROMPTS if prompt else NO_CAUSE, named_one[0]]
-    elif seen:
-        said += [what for what, _, _ in seen[:3]]
+        causes += [prompt_cause, fault[0]]
+    elif observations:
+        causes += [what for what, _, _ in observations[:3]]
     elif cause:
-        said.append(OTHER_WEIGHTS)
-    return [join_causes(*said) or Cause(UNKNOWN), *findings_of_weights]
+        causes.append(OTHER_WEIGHTS)
+    return [join_causes(*causes) or Cause(UNKNOWN), *findings_of_weights]
 
 
-def _of_rows(
+def _join_weights(
     prompts: list[Tensor], responses: Tensor, beyond: list[Tensor], rows: Sequence[Row]
 ) -> list[Tensor]:
-    """The weights of each row's tokens, one behind the other."""
-    parts = zip(prompts, responses, beyond, rows, strict=True)
-    return [torch.cat([p, x[: len(r.response)], y]) for p, x, y, r in parts]
+    """The weights of each row's tokens in one tensor: prompt, response, and what was fed
+    behind it.
+    """
+    joined = []
+    for prompt, response, behind, row in zip(
+        prompts, responses, beyond, rows, strict=True
+    ):
+        joined.append(torch.cat([prompt, response[: len(row.response)], behind]))
+    return joined

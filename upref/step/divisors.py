@@ -82,7 +82,7 @@ def divisor_of_all_steps(
 
 def _counts_tokens(goal: Goal) -> bool:
     """Tell whether the objective divides by the number of tokens of a step."""
-    agg = declared_aggregation(goal.o)
+    agg = declared_aggregation(goal.objective)
     return agg == "token-mean" or (agg == "group-token-mean" and not goal.grouped)
 
 

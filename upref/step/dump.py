@@ -35,14 +35,20 @@ from upref.registry import Objective
 from upref.replay.batch import make_batch
 from upref.replay.files import read, write
 from upref.replay.schema import RecordedBatch
-from upref.step.case import allowed, built, half_of, meant
+from upref.step.case import allowed_error, build_case, half_of, make_goal
 from upref.step.check import Attempt, StepReport, doubt_of, report_step
-from upref.step.forward import expected
+from upref.step.forward import gradients_by_row
 from upref.step.halves import NO_HALVES, ONE_PASS, Halves
 from upref.step.ranks import is_follower
 from upref.step.record import Feed, is_alone, sketched, state_of_gradients
-from upref.step.reference import Gradient, TorchModel, dense, unwrapped, whole
-from upref.step.rows import AXES, Row, text_of, validated
+from upref.step.reference import (
+    Gradient,
+    TorchModel,
+    gather_tensor,
+    to_dense,
+    unwrapped,
+)
+from upref.step.rows import CASE_AXES, Row, text_of, validate_rows
 from upref.step.sketch import DIRECTIONS, project
 from upref.verify.finding import Cause
 from upref.verify.report import note
@@ -207,7 +213,7 @@ def dump_step(
     """
     if Path(path).suffix != ".npz":
         raise InputError(f"{path}: a dumped step is written as .npz.")
-    checked = validated(rows, max((max(r.ids) for r in rows), default=0) + 1)
+    checked = validate_rows(rows, max((max(r.ids) for r in rows), default=0) + 1)
     net = unwrapped(model)
     meta: dict[str, str] = {}
     halves = _TwoHalves(net, checked)
@@ -223,7 +229,7 @@ def dump_step(
             for p in group["params"]:
                 key = f"gradient: {named.get(id(p), '')}"
                 if id(p) in named and p.grad is not None and key not in meta:
-                    g = dense(whole(p.grad))
+                    g = to_dense(gather_tensor(p.grad))
                     meta[key] = _encoded(sign * project(named[id(p)], g))
                     meta[f"norm: {named[id(p)]}"] = repr(float(g.double().norm()))
 
@@ -252,7 +258,7 @@ def hash_of(net: nn.Module) -> str:
     """
     out = hashlib.sha256()
     for name, p in sorted(net.named_parameters()):
-        x = whole(p).cpu().contiguous()
+        x = gather_tensor(p).cpu().contiguous()
         out.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
         out.update(x.reshape(-1).view(torch.uint8).numpy().tobytes())
     return out.hexdigest()
@@ -320,7 +326,7 @@ def check_dump(
         InputError: the file is no dumped step, or the weights are others.
     """
     start = time.perf_counter()
-    goal = meant(
+    goal = make_goal(
         objective, hp, temperature, beta, entropy_coef, z_loss_coef, None, scale
     )
     batch = read(path)
@@ -334,15 +340,15 @@ def check_dump(
             "from before it, in the same dtype."
         )
     reference = SketchedModel(model)
-    case = built(reference, goal, _rows_of(batch), AXES)
+    case = build_case(reference, goal, _rows_of(batch), CASE_AXES)
     found = _decoded(batch.meta, "gradient")
     norms = [float(v) for k, v in batch.meta.items() if k.startswith("norm: ")]
     clipped = clip is not None and math.hypot(*norms) >= (1 - 1e-3) * clip
     if clipped:
-        want = expected(goal, case.forward, case.b).sum(0)
+        want = gradients_by_row(goal, case.forward, case.padded).sum(0)
         size = float(want.norm() / reference.flat(found).norm().clamp(min=1e-300))
         found = {n: size * g for n, g in found.items()}
-    bound = allowed(goal, case, half_of(model))
+    bound = allowed_error(goal, case, half_of(model))
     name = Path(path).name
     report = report_step(
         name,

@@ -21,7 +21,7 @@ from upref.step.reference import Model, TorchModel
 from upref.step.rows import Padded, Row, locate
 
 # a gradient in float32 is one of these log-probabilities if they leave no more of it
-SPAN = 5e-5
+MAX_RESIDUAL = 5e-5
 
 
 def log_prob(z: Tensor, y: Tensor, temperature: float) -> Tensor:
@@ -62,7 +62,7 @@ class Forward:
         self.z = self.z or [self.model.logits(ids) for ids in self.ids]
         self.leaves = [z.detach().clone().requires_grad_() for z in self.z]
 
-    def see(self, fed: Sequence[list[int]]) -> None:
+    def locate_rows(self, fed: Sequence[list[int]]) -> None:
         """Note what stands around the rows in the sequences that a trainer fed to its
         model.
 
@@ -179,7 +179,7 @@ class Forward:
         return torch.stack([pull(i, *row) for i, row in each])
 
 
-def near(found: Tensor, want: Tensor, bound: float) -> bool:
+def is_near(found: Tensor, want: Tensor, bound: float) -> bool:
     """Tell whether two tensors differ by at most a part of the norm of the second.
 
     Args:
@@ -199,7 +199,7 @@ def reproduces(found: Tensor, want: Tensor, bound: float) -> bool:
         bound: the relative error that is allowed.
     """
     k = float(found @ want / (found @ found).clamp(min=1e-300))
-    return abs(k - 1) < 1e-2 and near(k * found, want, bound)
+    return abs(k - 1) < 1e-2 and is_near(k * found, want, bound)
 
 
 def best_factors(rows: Tensor, g: Tensor) -> tuple[Tensor, float]:
@@ -223,7 +223,7 @@ def best_factors(rows: Tensor, g: Tensor) -> tuple[Tensor, float]:
     return k, float((g - k @ rows).norm() / g.norm())
 
 
-def clipped(g: Tensor, bound: float | None) -> Tensor:
+def clip_norm(g: Tensor, bound: float | None) -> Tensor:
     """As torch.nn.utils.clip_grad_norm_ leaves it.
 
     Args:
@@ -233,7 +233,7 @@ def clipped(g: Tensor, bound: float | None) -> Tensor:
     return g if bound is None else g * min(1.0, bound / (float(g.norm()) + 1e-6))
 
 
-def expected(goal: Goal, forward: Forward, b: Padded) -> Tensor:
+def gradients_by_row(goal: Goal, forward: Forward, b: Padded) -> Tensor:
     """The gradient by row, before any clip of its norm.
 
     Args:
@@ -247,7 +247,7 @@ def expected(goal: Goal, forward: Forward, b: Padded) -> Tensor:
     return forward.by_row(goal.loss(goal.parts(*forward.statistics(), b)))
 
 
-def sides(
+def changes_across_bounds(
     goal: Goal, forward: Forward, b: Padded, shift: float
 ) -> list[tuple[int, Tensor]]:
     """What each token within `shift` of a clip bound, in log r, adds to the gradient on
@@ -286,7 +286,7 @@ def sides(
                 to - slope_at_0,
                 change,
             )
-    by_response = goal.o.level in REDUCE
+    by_response = goal.objective.level in REDUCE
     places = change.any(1).nonzero() if by_response else change.nonzero()
     out = []
     for place in map(tuple, places.tolist()):
@@ -297,7 +297,7 @@ def sides(
 
 
 def assign_sides(
-    rows: Tensor, near: list[tuple[int, Tensor]], found: Tensor
+    rows: Tensor, alternatives: list[tuple[int, Tensor]], found: Tensor
 ) -> tuple[Tensor, int]:
     """The rows' gradients with each of `near` on the side that fits found better, and
     how many change sides.
@@ -307,17 +307,21 @@ def assign_sides(
         near: as of `sides`.
         found: the step's gradient, [P].
     """
-    if not near or not found.isfinite().all():
+    if not alternatives or not found.isfinite().all():
         return rows, 0
-    columns = torch.stack([rows.sum(0), *(g for _, g in near)], 1)
+    columns = torch.stack([rows.sum(0), *(change for _, change in alternatives)], 1)
     # x_0: a clip of the norm
-    x = torch.linalg.lstsq(columns, found[:, None], driver="gelsd").solution[:, 0]
-    other = [
-        n
-        for n, c in zip(near, (x[1:] > x[0] / 2).tolist(), strict=True)
-        if c and x[0] > 0
+    coefficients = torch.linalg.lstsq(columns, found[:, None], driver="gelsd").solution[
+        :, 0
+    ]
+    crossed = [
+        alternative
+        for alternative, is_crossed in zip(
+            alternatives, (coefficients[1:] > coefficients[0] / 2).tolist(), strict=True
+        )
+        if is_crossed and coefficients[0] > 0
     ]
     rows = rows.clone()
-    for i, g in other:
-        rows[i] += g
-    return rows, len(other)
+    for i, change in crossed:
+        rows[i] += change
+    return rows, len(crossed)

@@ -23,28 +23,36 @@ from upref.step.forward import Forward
 from upref.step.normalizers import longest
 from upref.step.reference import TorchModel
 from upref.step.rows import Row, locate, micro_batch
-from upref.step.scores import Variant, again, fronted, heads
+from upref.step.scores import Variant, head_variants, repeat_first_logits, with_logits
 from upref.step.weights import is_named
 from upref.verify.faults import Fault
 from upref.verify.finding import NO_CAUSE, Cause
 
-SAME = 1e-11  # log-probabilities in float64 that differ by less are the same
-# responses of a micro-batch that are tried where a fault depends on it
-BATCHES = (8, 4, 2)
+# log-probabilities in float64 that differ by less are the same
+LOG_PROB_TOLERANCE = 1e-11
+# numbers of responses in a micro-batch that are tried, where a fault depends on it
+MICRO_BATCH_SIZES = (8, 4, 2)
 
 
-def others(right: Forward) -> Iterator[Variant]:
-    """Those that compute other logits."""
+def model_variants(right: Forward) -> Iterator[Variant]:
+    """Make the faults that change the logits, so that the model runs again.
+
+    Args:
+        right: the right forward pass.
+
+    Yields:
+        Variants, whose change makes the forward pass that has the fault.
+    """
     if isinstance(model := right.model, TorchModel):
         if any(right.before):
-            yield from _together(model, right)
-        yield from heads(model, right)
-        yield from _inputs(Remembering.of(model, right), right)
-        yield from _configured(model, right)
-        yield from _attention(model, right)
+            yield from _pack_variants(model, right)
+        yield from head_variants(model, right)
+        yield from _input_variants(Remembering.of(model, right), right)
+        yield from _configuration_variants(model, right)
+        yield from _attention_variants(model, right)
 
 
-SMALL = 5_000_000  # parameters of a model whose logits are kept
+SMALL_MODEL = 5_000_000  # parameters of a model whose logits are kept
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,12 @@ class Remembering:
 
     @classmethod
     def of(cls, model: TorchModel, right: Forward) -> "Remembering":
-        """It has the logits of the right forward pass already."""
+        """Start with the logits of the right forward pass.
+
+        Args:
+            model: the reference.
+            right: its forward pass.
+        """
         known = {}
         for ids, z in zip(right.ids, right.z, strict=True):
             known[tuple(ids), ()] = z
@@ -77,17 +90,17 @@ class Remembering:
         return self.model.masked
 
     def logits(self, ids: Sequence[int], **how: Tensor) -> Tensor:
-        """As of the model.
+        """Return the model's logits, which are kept if the model is small.
 
         Args:
             ids: the tokens.
-            how: tensors, as of the model.
+            how: further tensors that the model takes, such as its attention mask.
         """
         words = sorted((k, str(v.dtype), str(v.tolist())) for k, v in how.items())
         key = tuple(ids), tuple(words)
         if key not in self.known:
             z = self.model.logits(ids, **how)
-            if sum(p.numel() for p in self.model.params.values()) >= SMALL:
+            if sum(p.numel() for p in self.model.params.values()) >= SMALL_MODEL:
                 return z
             self.known[key] = z
         return self.known[key]
@@ -98,19 +111,21 @@ Front: TypeAlias = list[list[int]]  # of each row: the tokens in front of it
 
 
 def _fronts(right: Forward) -> list[Front]:
-    """What stood in front of each row: as it was fed, else guesses, padding and packs
-    of micro-batches.
+    """Return the tokens in front of each row, once for each possibility.
+
+    The first is what was fed to the model. If that is not known, guesses stand for it:
+    padding on the left, or the earlier rows of a pack, for micro-batches of some sizes.
     """
     if any(right.before):
         return [right.before]
     rows = right.rows
     guesses: list[Front] = []
-    for size in BATCHES:
+    for size in MICRO_BATCH_SIZES:
         batches = [micro_batch(rows, i, size) for i in range(len(rows))]
         for pad in dict.fromkeys((right.model.end or 0, 0)):
-            for part in (attrgetter("ids"), attrgetter("prompt")):
+            for part_of_row in (attrgetter("ids"), attrgetter("prompt")):
                 lengths = [
-                    longest(batch, part) - len(part(row))
+                    longest(batch, part_of_row) - len(part_of_row(row))
                     for batch, row in zip(batches, rows, strict=True)
                 ]
                 guesses.append([[pad] * length for length in lengths])
@@ -121,221 +136,279 @@ def _fronts(right: Forward) -> list[Front]:
         guesses.append(packed)
     return [
         front
-        for n, front in enumerate(guesses)
-        if any(front) and front not in guesses[:n]
+        for number, front in enumerate(guesses)
+        if any(front) and front not in guesses[:number]
     ]
 
 
-def _inputs(model: Remembering, right: Forward) -> Iterator[Variant]:
-    """Faults of what is fed to the model."""
+def _input_variants(model: Remembering, right: Forward) -> Iterator[Variant]:
+    """Make the faults of the tokens, masks and positions that are fed to the model."""
     rows = right.rows
-    end = model.end or 0
+    end_token = model.end or 0
 
-    def fed(words: str, each: Callable[..., Tensor], *more: Any, id: str) -> Variant:
-        """A fault by the logits of each row, a function of its number, the row, and
-        `more`.
+    def make_variant(
+        words: str, row_logits: Callable[..., Tensor], *arguments: Any, id: str
+    ) -> Variant:
+        """Make a fault from the logits that it gives to each row.
+
+        Args:
+            words: of the fault.
+            row_logits: (number of the row, row, *arguments) -> its logits.
+            *arguments: further arguments of `row_logits`.
+            id: of the fault.
         """
         return Fault(
             words,
-            lambda: again(right, [each(i, r, *more) for i, r in enumerate(rows)]),
+            lambda: with_logits(
+                right, [row_logits(i, row, *arguments) for i, row in enumerate(rows)]
+            ),
             id=id,
         )
 
-    yield from _masks_of_values(model, right, fed)
-    yield from _cut_prompts(model, rows, fed, end)
+    yield from _value_mask_variants(model, right, make_variant)
+    yield from _prompt_variants(model, rows, make_variant, end_token)
     for front in _fronts(right):
-        yield from _behind(model, right, fed, front)
+        yield from _front_variants(model, right, make_variant, front)
 
-    def attend_to_trained(i: int, r: Row) -> Tensor:
-        mask = torch.tensor([[1] * len(r.prompt) + [int(t) for t in r.trains]])
-        return model.logits(r.ids, attention_mask=mask, position_ids=_from(0, r))
+    def attend_to_trained(i: int, row: Row) -> Tensor:
+        """Logits where only tokens that train, and prompts, are attended to."""
+        mask = torch.tensor([[1] * len(row.prompt) + [int(t) for t in row.trains]])
+        return model.logits(
+            row.ids, attention_mask=mask, position_ids=_positions_from(0, row)
+        )
 
-    def start_again(i: int, r: Row) -> Tensor:
+    def start_again(i: int, row: Row) -> Tensor:
+        """Logits where the first response token has position 0."""
         positions = torch.cat(
-            [torch.arange(len(r.prompt)), torch.arange(len(r.response))]
+            [torch.arange(len(row.prompt)), torch.arange(len(row.response))]
         )[None]
         return model.logits(
-            r.ids, position_ids=positions, **_seeing_all(model, len(r.ids))
+            row.ids, position_ids=positions, **_full_mask(model, len(row.ids))
         )
 
     words = "the mask of the loss stands for the attention mask: masked tokens are not attended to"
-    yield fed(words, attend_to_trained, id="loss-mask-for-attention-mask")
-    yield fed(
+    yield make_variant(words, attend_to_trained, id="loss-mask-for-attention-mask")
+    yield make_variant(
         "positions start again with the response",
         start_again,
         id="positions-start-again",
     )
-    yield fed(
+    yield make_variant(
         "every position is 0",
-        lambda i, r: model.logits(r.ids, position_ids=0 * _from(0, r)),
+        lambda i, row: model.logits(row.ids, position_ids=0 * _positions_from(0, row)),
         id="positions-zero",
     )
-    yield fed(
+    yield make_variant(
         "positions start at 1",
-        lambda i, r: model.logits(r.ids, position_ids=_from(1, r)),
+        lambda i, row: model.logits(row.ids, position_ids=_positions_from(1, row)),
         id="positions-start-at-one",
     )
 
 
-def _seeing_all(model: Remembering, n: int) -> dict[str, Tensor]:
-    """The mask of a batch without padding: without one, transformers takes positions
-    that start again for a pack.
+def _full_mask(model: Remembering, n: int) -> dict[str, Tensor]:
+    """Return the attention mask of a row without padding, as an argument of the model.
+
+    Without a mask, transformers takes positions that start again for a pack of rows.
     """
     return {"attention_mask": torch.ones(1, n)} if model.masked else {}
 
 
-def _masks_of_values(
-    model: Remembering, right: Forward, fed: Callable[..., Variant]
+def _value_mask_variants(
+    model: Remembering, right: Forward, make_variant: Callable[..., Variant]
 ) -> Iterator[Variant]:
-    """A loop that takes each token equal to its padding for padding."""
+    """Make the faults of a loop that takes each token equal to its padding for
+    padding.
+    """
 
-    def mask_of(r: Row, value: int) -> Tensor:
-        return (torch.tensor(r.ids) != value).long()[None]
+    def mask_of(row: Row, value: int) -> Tensor:
+        """[1, S]: 0 on the tokens that equal the value."""
+        return (torch.tensor(row.ids) != value).long()[None]
 
-    def masked(i: int, r: Row, value: int) -> Tensor:
-        return model.logits(r.ids, attention_mask=mask_of(r, value))
+    def mask_value(i: int, row: Row, value: int) -> Tensor:
+        """Logits where no token that equals the value is attended to."""
+        return model.logits(row.ids, attention_mask=mask_of(row, value))
 
-    def masked_and_counted(i: int, r: Row, value: int) -> Tensor:
-        mask = mask_of(r, value)
+    def mask_and_skip_value(i: int, row: Row, value: int) -> Tensor:
+        """The same, and positions do not count these tokens."""
+        mask = mask_of(row, value)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        return model.logits(r.ids, attention_mask=mask, position_ids=positions)
+        return model.logits(row.ids, attention_mask=mask, position_ids=positions)
 
-    around = [x[0] for x in right.before + right.after if x]
-    for v in dict.fromkeys((model.end or 0, 0, *around)):
-        if any(v in r.ids[:-1] for r in right.rows):
+    fed_around = [tokens[0] for tokens in right.before + right.after if tokens]
+    for value in dict.fromkeys((model.end or 0, 0, *fed_around)):
+        if any(value in row.ids[:-1] for row in right.rows):
             words = "the attention mask is made of token values: it cuts out tokens that equal"
-            yield fed(f"{words} {v}", masked, v, id="attention-mask-by-token-value")
+            yield make_variant(
+                f"{words} {value}",
+                mask_value,
+                value,
+                id="attention-mask-by-token-value",
+            )
             words = "the attention mask and the positions are made of token values"
-            yield fed(
-                f"{words} ({v} is taken for padding)",
-                masked_and_counted,
-                v,
+            yield make_variant(
+                f"{words} ({value} is taken for padding)",
+                mask_and_skip_value,
+                value,
                 id="attention-mask-and-positions-by-token-value",
             )
 
 
-def _behind(
+def _front_variants(
     model: Remembering,
     right: Forward,
-    fed: Callable[..., Variant],
+    make_variant: Callable[..., Variant],
     front: list[list[int]],
 ) -> Iterator[Variant]:
-    """What may happen to rows behind other tokens: padding, or the rows before them in
-    a pack.
+    """Make the faults of rows that stand behind other tokens: behind padding, or behind
+    earlier rows of a pack.
+
+    Args:
+        model: the reference.
+        right: its forward pass.
+        make_variant: makes a fault from the logits of each row.
+        front: the tokens in front of each row.
     """
 
-    def attended(i: int, r: Row) -> Tensor:
-        return model.logits(front[i] + r.ids)
+    def attend_to_front(i: int, row: Row) -> Tensor:
+        """Logits where the tokens in front are attended to and counted."""
+        return model.logits(front[i] + row.ids)
 
-    def restarted(i: int, r: Row) -> Tensor:
-        positions = _restarted(front[i], r, right.rows)
-        return model.logits(front[i] + r.ids, position_ids=positions)
+    def restart_positions(i: int, row: Row) -> Tensor:
+        """Logits where they are attended to, and each row's positions start at 0."""
+        positions = _restarted_positions(front[i], row, right.rows)
+        return model.logits(front[i] + row.ids, position_ids=positions)
 
-    def counted(i: int, r: Row) -> Tensor:
-        return model.logits(r.ids, position_ids=_from(len(front[i]), r))
+    def count_front(i: int, row: Row) -> Tensor:
+        """Logits where they are counted by positions, and not attended to."""
+        return model.logits(row.ids, position_ids=_positions_from(len(front[i]), row))
 
-    def masked(i: int, r: Row) -> Tensor:
-        mask = torch.tensor([[0] * len(front[i]) + [1] * len(r.ids)])
-        return model.logits(front[i] + r.ids, attention_mask=mask)
+    def mask_front(i: int, row: Row) -> Tensor:
+        """Logits where an attention mask excludes them."""
+        mask = torch.tensor([[0] * len(front[i]) + [1] * len(row.ids)])
+        return model.logits(front[i] + row.ids, attention_mask=mask)
 
-    def positioned(i: int, r: Row, of_padding: int) -> Tensor:
-        ids = front[i] + r.ids
+    def attend_without_counting(i: int, row: Row, padding_position: int) -> Tensor:
+        """Logits where they are attended to, and all have this position."""
+        ids = front[i] + row.ids
         positions = torch.cat(
-            [torch.full((1, len(front[i])), of_padding), _from(0, r)], 1
+            [torch.full((1, len(front[i])), padding_position), _positions_from(0, row)],
+            1,
         )
-        return model.logits(ids, position_ids=positions, **_seeing_all(model, len(ids)))
+        return model.logits(ids, position_ids=positions, **_full_mask(model, len(ids)))
 
-    def early(i: int, r: Row, first: int) -> Tensor:
-        last = front[i][-1:]
-        start = first if last else 0
-        positions = torch.cat([torch.zeros(1, len(last)).long(), _from(start, r)], 1)
-        ids = last + r.ids
-        return model.logits(ids, position_ids=positions, **_seeing_all(model, len(ids)))
+    def attend_to_one_token(i: int, row: Row, first: int) -> Tensor:
+        """Logits where the last of them is attended to, and the row's positions start
+        at `first`.
+        """
+        last_front_token = front[i][-1:]
+        start = first if last_front_token else 0
+        positions = torch.cat(
+            [torch.zeros(1, len(last_front_token)).long(), _positions_from(start, row)],
+            1,
+        )
+        ids = last_front_token + row.ids
+        return model.logits(ids, position_ids=positions, **_full_mask(model, len(ids)))
 
-    if {*map(tuple, front)} == {tuple(front[0][:1])}:
-        yield fed(
-            "1 more token is put before each prompt", attended, id="token-before-prompt"
+    is_one_token = {*map(tuple, front)} == {tuple(front[0][:1])}
+    if is_one_token:
+        yield make_variant(
+            "1 more token is put before each prompt",
+            attend_to_front,
+            id="token-before-prompt",
         )
     else:
         words = "what precedes a row is attended to: padding without a mask, or rows of its pack"
-        yield fed(words, attended, id="padding-attended-to")
+        yield make_variant(words, attend_to_front, id="padding-attended-to")
     state = "they attend to the rows before them"
     if hasattr(model.net, "config"):
         state = "the state of recurrent layers runs on from row to row"
-    yield fed(
+    yield make_variant(
         f"rows of a pack are not apart: {state}",
-        restarted,
+        restart_positions,
         id="pack-restarted-not-apart",
     )
-    yield fed(
+    yield make_variant(
         "positions count what precedes a row: padding, or rows of its pack",
-        counted,
+        count_front,
         id="positions-count-padding",
     )
-    if not _holds_rows(front, right):
+    if not _has_rows_in_front(front, right):
         for first in (0, 1):
-            yield fed(
+            yield make_variant(
                 "the attention mask stands one place early: a token of padding is attended to",
-                early,
+                attend_to_one_token,
                 first,
                 id="attention-mask-one-place-early",
             )
-        for of_padding in (0, 1):  # as loops fill the positions that they do not need
-            yield fed(
+        for padding_position in (
+            0,
+            1,
+        ):  # as loops fill the positions that they do not need
+            yield make_variant(
                 "padding is attended to, and positions do not count it",
-                positioned,
-                of_padding,
+                attend_without_counting,
+                padding_position,
                 id="padding-attended-to-but-not-counted",
             )
-    yield fed(
+    yield make_variant(
         "padding is masked in attention, and the state of recurrent layers runs over it",
-        masked,
+        mask_front,
         id="recurrent-state-over-padding",
     )
 
 
-KEPT = 16  # tokens of a prompt that may be kept of a longer one, and are tried
+MOST_KEPT = 16  # tokens of a prompt that may be kept of a longer one, and are tried
 
 
-def _cut_prompts(
-    model: Remembering, rows: Sequence[Row], fed: Callable[..., Variant], end: int
+def _prompt_variants(
+    model: Remembering,
+    rows: Sequence[Row],
+    make_variant: Callable[..., Variant],
+    end_token: int,
 ) -> Iterator[Variant]:
-    """Prompts with a token less or more, or with a few tokens only."""
+    """Make the faults of prompts with a token less or more, or with few tokens."""
 
-    def from_token(r: Row, first: int) -> Tensor:
-        return fronted(model.logits(r.ids[first:]), first)
+    def from_token(row: Row, start: int) -> Tensor:
+        """Logits of the row without its first `start` tokens."""
+        return repeat_first_logits(model.logits(row.ids[start:]), start)
 
-    def keep_last(i: int, r: Row, keep: int) -> Tensor:
-        return from_token(r, max(len(r.prompt) - keep, 0))
+    def keep_last(i: int, row: Row, kept_tokens: int) -> Tensor:
+        """Logits with the last tokens of the prompt alone."""
+        return from_token(row, max(len(row.prompt) - kept_tokens, 0))
 
-    yield fed(
+    yield make_variant(
         "the first token of each prompt is missing",
-        lambda i, r: from_token(r, min(1, len(r.prompt) - 1)),
+        lambda i, row: from_token(row, min(1, len(row.prompt) - 1)),
         id="first-prompt-token-missing",
     )
-    yield fed(
+    yield make_variant(
         "a token is put before each prompt",
-        lambda i, r: model.logits([end, *r.ids]),
+        lambda i, row: model.logits([end_token, *row.ids]),
         id="token-before-prompt",
     )
     longest_prompt = max(len(row.prompt) for row in rows)
-    for keep in range(2, min(longest_prompt, KEPT)):
-        yield fed(
-            f"prompts are cut to their last {keep} tokens",
+    for kept_tokens in range(2, min(longest_prompt, MOST_KEPT)):
+        yield make_variant(
+            f"prompts are cut to their last {kept_tokens} tokens",
             keep_last,
-            keep,
+            kept_tokens,
             id="prompts-cut",
         )
-    yield fed(
+    yield make_variant(
         "responses are scored without their prompts",
-        lambda i, r: from_token(r, len(r.prompt) - 1),
+        lambda i, row: from_token(row, len(row.prompt) - 1),
         id="prompts-missing",
     )
 
 
 # ---- who attends to whom -------------------------------------------------------------
-class Attending(TorchFunctionMode):
-    """What is added to the attention scores, [S, S], in place of a model's own masks."""
+class AttentionBias(TorchFunctionMode):
+    """Adds a bias, [S, S], to the attention scores in place of a model's own masks.
+
+    Attributes:
+        bias: what is added: -inf where a token does not attend to another.
+        acted: whether any attention function ran inside.
+    """
 
     def __init__(self, bias: Tensor):
         super().__init__()
@@ -361,237 +434,299 @@ class Attending(TorchFunctionMode):
 
 # of a row and its number: token ids, what is added to the attention scores [S, S], and
 # positions [1, S]
-Attended: TypeAlias = Callable[[int, Row], tuple[list[int], Tensor, Tensor]]
+AttentionOfRow: TypeAlias = Callable[[int, Row], tuple[list[int], Tensor, Tensor]]
 
 
-def _causal(n: int) -> Tensor:
+def _causal_bias(n: int) -> Tensor:
+    """[n, n]: -inf where a token would attend to a later one, else 0."""
     return torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1)
 
 
-def _attending(
-    model: TorchModel, right: Forward, words: str, each: Attended, *, id: str
+def _attention_variant(
+    model: TorchModel,
+    right: Forward,
+    words: str,
+    attention_of_row: AttentionOfRow,
+    *,
+    id: str,
 ) -> Variant:
-    """A fault by what the tokens of each row attend to."""
+    """Make a fault from what the tokens of each row attend to."""
 
-    def one(i: int, r: Row) -> Tensor:
+    def row_logits(i: int, row: Row) -> Tensor:
         """The logits of a row under this attention mask."""
-        ids, bias, positions = each(i, r)
+        ids, bias, positions = attention_of_row(i, row)
         bias = bias.double()
         options = {"attention_mask": bias[None, None]} if model.masked else {}
-        with Attending(bias) as mode:
+        with AttentionBias(bias) as mode:
             try:
-                z = model.logits(ids, position_ids=positions, **options)
+                logits = model.logits(ids, position_ids=positions, **options)
             except TypeError:  # its forward takes no positions
-                z = model.logits(ids, **options)
+                logits = model.logits(ids, **options)
         if not (mode.acted or options):
             raise InputError("no attention of this model can be given a mask.")
-        return z
+        return logits
 
     return Fault(
         words,
-        lambda: again(right, [one(i, r) for i, r in enumerate(right.rows)]),
+        lambda: with_logits(
+            right, [row_logits(i, row) for i, row in enumerate(right.rows)]
+        ),
         id=id,
     )
 
 
-def _attention(model: TorchModel, right: Forward) -> Iterator[Variant]:
-    """Faults of the attention mask and of positions."""
-    attending = partial(_attending, model, right)
+def _attention_variants(model: TorchModel, right: Forward) -> Iterator[Variant]:
+    """Make the faults of what a token attends to: later tokens, a window, padding, or
+    other rows of its pack.
+    """
+    make_variant = partial(_attention_variant, model, right)
 
-    def everywhere(i: int, r: Row) -> tuple[list[int], Tensor, Tensor]:
-        n = len(r.ids)
-        return r.ids, torch.zeros(n, n), _from(0, r)
+    def attend_everywhere(i: int, row: Row) -> tuple[list[int], Tensor, Tensor]:
+        """Every token attends to all tokens of the row."""
+        length = len(row.ids)
+        return row.ids, torch.zeros(length, length), _positions_from(0, row)
 
-    def window(most: int, i: int, r: Row) -> tuple[list[int], Tensor, Tensor]:
-        n = len(r.ids)
-        outside = torch.full((n, n), -torch.inf, dtype=torch.float64).tril(-most)
-        return r.ids, _causal(n) + outside, _from(0, r)
+    def attend_to_window(
+        size: int, i: int, row: Row
+    ) -> tuple[list[int], Tensor, Tensor]:
+        """Every token attends to the last `size` tokens, itself included."""
+        length = len(row.ids)
+        outside = torch.full((length, length), -torch.inf, dtype=torch.float64).tril(
+            -size
+        )
+        return row.ids, _causal_bias(length) + outside, _positions_from(0, row)
 
-    yield attending(
+    yield make_variant(
         "tokens attend to later tokens of their row",
-        everywhere,
+        attend_everywhere,
         id="attention-to-later-tokens",
     )
-    for k in (2, 4, 8, 16):
-        yield attending(
-            f"tokens attend to the last {k} tokens only",
-            partial(window, k),
+    for size in (2, 4, 8, 16):
+        yield make_variant(
+            f"tokens attend to the last {size} tokens only",
+            partial(attend_to_window, size),
             id="attention-window",
         )
     for front in _fronts(right):
-        if not _holds_rows(front, right):
+        if not _has_rows_in_front(front, right):
 
-            def added(
-                i: int, r: Row, front: list[Any] = front
+            def add_mask_to_scores(
+                i: int, row: Row, front: list[Any] = front
             ) -> tuple[list[int], Tensor, Tensor]:
-                ids = front[i] + r.ids
+                """A token of the row gets 1 more in the scores, and padding is not
+                excluded.
+                """
+                ids = front[i] + row.ids
                 is_own = (torch.arange(len(ids)) >= len(front[i])).double()
-                return (
-                    ids,
-                    _causal(len(ids)) + is_own,
-                    (is_own.cumsum(0).long() - 1).clamp(min=0)[None],
-                )
+                positions = (is_own.cumsum(0).long() - 1).clamp(min=0)
+                return ids, _causal_bias(len(ids)) + is_own, positions[None]
 
-            yield attending(
+            yield make_variant(
                 "the attention mask is added to the scores as 0 and 1",
-                added,
+                add_mask_to_scores,
                 id="attention-mask-added",
             )
     for front, owner in _packs(right):
-        yield _attending(
+        yield _attention_variant(
             model,
             right,
             "rows of one group attend to each other in a pack: nothing else tells them apart",
-            _with_groups(right, front, owner),
+            _attention_by_group(right, front, owner),
             id="ids-of-pack-by-group",
         )
-        yield from _repeated_ids(model, right, front, owner)
+        yield from _repeated_id_variants(model, right, front, owner)
 
 
-def _repeated_ids(
+def _repeated_id_variants(
     model: TorchModel, right: Forward, front: list[list[int]], owner: list[list[int]]
 ) -> Iterator[Variant]:
-    """Ids of the rows of a pack that start again after some of them."""
+    """Make the faults of a pack whose row ids start again after some rows, so that two
+    rows have the same id.
+    """
 
-    def once(m: int, k: int) -> int:
-        return k - m if k >= m else k
+    def start_again_once(period: int, row_number: int) -> int:
+        """The id of a row, which starts at 0 again after `period` rows."""
+        return row_number - period if row_number >= period else row_number
 
-    def always(m: int, k: int) -> int:
-        return k % m
+    def start_again_always(period: int, row_number: int) -> int:
+        """The id of a row, which starts at 0 again after every `period` rows."""
+        return row_number % period
 
-    last = max(max(x, default=0) for x in owner) + 1  # number of the last row of a pack
-    for m in range(1, last + 1):
-        where = f"the ids of rows start again after {m} rows of a pack"
+    # the largest number of a row in its pack: it follows all rows in front of it
+    last_row = max(max(owners, default=0) for owners in owner) + 1
+    for period in range(1, last_row + 1):
+        where = f"the ids of rows start again after {period} rows of a pack"
         ids = (
-            ("ids-of-pack-start-again-once", f"{where}, once", once),
-            ("ids-of-pack-start-again", where, always),
+            ("ids-of-pack-start-again-once", f"{where}, once", start_again_once),
+            ("ids-of-pack-start-again", where, start_again_always),
         )
-        for id, words, of in ids:
-            if not any(of(m, k) for k in range(last + 1)):
-                continue  # every row has one id: what `_together` has
-            apart = _with_ids(right, front, owner, partial(of, m))
-            yield _attending(
+        for id, words, document in ids:
+            if not any(
+                document(period, row_number) for row_number in range(last_row + 1)
+            ):
+                continue  # all rows have the same id, a fault of `_pack_variants`
+            attention = _attention_by_id(right, front, owner, partial(document, period))
+            yield _attention_variant(
                 model,
                 right,
                 f"{words}: rows with one id attend to each other",
-                apart,
+                attention,
                 id=id,
             )
 
 
-def _together(model: TorchModel, right: Forward) -> Iterator[Variant]:
-    """The commonest fault of a pack: nothing separates its rows, and their positions
-    are right.
+def _pack_variants(model: TorchModel, right: Forward) -> Iterator[Variant]:
+    """Make the commonest fault of a pack: nothing separates its rows, and their
+    positions are right.
 
-    It is one of the attention alone where a mask between the rows mends it. Layers with
-    a state read no such mask.
+    If a mask between the rows mends it, it is a fault of the attention alone. Otherwise
+    the state of recurrent layers, which read no such mask, runs on too.
     """
     attention = "the rows of a pack attend to each other: nothing separates them in the attention"
     state = f"{attention}, and the state of recurrent layers runs on from row to row"
     for front, owner in _packs(right):
 
-        def together(
-            alone: bool,
+        def join_rows(
+            attention_alone: bool,
             front: list[list[int]] = front,
             owner: list[list[int]] = owner,
         ) -> Forward:
+            """The forward pass of rows that attend to each other.
+
+            Raises:
+                InputError: the fault is not of the attention alone, or it is, against
+                    `attention_alone`; or joining the rows changes nothing.
+            """
+
             def joined_by(document: Callable[[int], int]) -> Forward:
-                ids = _with_ids(right, front, owner, document)
-                return _attending(model, right, "", ids, id="").change()
+                """The forward pass of rows that are apart where their ids differ."""
+                ids = _attention_by_id(right, front, owner, document)
+                return _attention_variant(model, right, "", ids, id="").change()
 
-            def same(one: Forward, other: Forward) -> bool:
-                lp, *_ = one.statistics()
+            def has_same_log_probs(forward: Forward, other: Forward) -> bool:
+                """Whether two passes give the same log-probabilities."""
+                lp, *_ = forward.statistics()
                 other_lp, *_ = other.statistics()
-                return torch.allclose(lp, other_lp, rtol=0, atol=SAME)
+                return torch.allclose(lp, other_lp, rtol=0, atol=LOG_PROB_TOLERANCE)
 
-            apart = joined_by(lambda k: k)
-            joined = joined_by(lambda k: 0)
-            if alone != same(apart, right) or same(apart, joined):
+            separated = joined_by(lambda row_number: row_number)
+            joined = joined_by(lambda row_number: 0)
+            mask_mends_it = has_same_log_probs(separated, right)
+            if attention_alone != mask_mends_it or has_same_log_probs(
+                separated, joined
+            ):
                 raise InputError("the attention has another part in it.")
             return joined
 
         yield Fault(
-            attention, partial(together, True), id="pack-rows-attend-to-each-other"
+            attention, partial(join_rows, True), id="pack-rows-attend-to-each-other"
         )
         yield Fault(
-            state, partial(together, False), id="pack-rows-attend-and-state-runs-on"
+            state, partial(join_rows, False), id="pack-rows-attend-and-state-runs-on"
         )
 
 
-def _holds_rows(front: list[list[int]], right: Forward) -> bool:
-    return any(k >= 0 for x in front for k in _owners(x, right.rows))
+def _has_rows_in_front(front: list[list[int]], right: Forward) -> bool:
+    """Whether any of the tokens in front of the rows belong to other rows."""
+    return any(
+        row_number >= 0
+        for tokens in front
+        for row_number in _owners(tokens, right.rows)
+    )
 
 
 def _packs(right: Forward) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
-    """What stands in front of each row where that is rows, and which row each token
-    there is of; the largest packs.
+    """Yield the largest packs that the rows may have been in.
+
+    Yields:
+        The tokens in front of each row, and the number in its pack of the row to which
+        each of these tokens belongs.
     """
     fronts = _fronts(right)
-    longest = max((len(x) for y in fronts for x in y), default=0)
+    longest = max((len(tokens) for front in fronts for tokens in front), default=0)
     for front in fronts:
-        if max(map(len, front)) >= longest and _holds_rows(front, right):
-            yield front, [_owners(x, right.rows) for x in front]
+        if max(map(len, front)) >= longest and _has_rows_in_front(front, right):
+            yield front, [_owners(tokens, right.rows) for tokens in front]
 
 
-def _with_ids(
+def _attention_by_id(
     right: Forward,
     front: list[list[int]],
     owner: list[list[int]],
     document: Callable[[int], int],
-) -> Attended:
-    """Rows of a pack that are apart where their ids differ: document, of the number of
-    a row in its pack.
+) -> AttentionOfRow:
+    """Let the rows of a pack attend to each other where their ids are equal.
+
+    Args:
+        right: the right forward pass.
+        front: the tokens in front of each row.
+        owner: the number of the row to which each of them belongs.
+        document: the number of a row in its pack -> its id.
     """
 
-    def each(i: int, r: Row) -> tuple[list[int], Tensor, Tensor]:
-        ids = front[i] + r.ids
-        whose = owner[i] + [max(owner[i], default=-1) + 1] * len(r.ids)
-        of = torch.tensor([document(k) for k in whose])
-        apart = torch.where(of[:, None] == of, 0.0, -torch.inf)
-        return ids, _causal(len(ids)) + apart, _restarted(front[i], r, right.rows)
+    def attention_of_row(i: int, row: Row) -> tuple[list[int], Tensor, Tensor]:
+        """The tokens, the bias of the scores and the positions of one row."""
+        ids = front[i] + row.ids
+        row_numbers = owner[i] + [max(owner[i], default=-1) + 1] * len(row.ids)
+        documents = torch.tensor([document(row_number) for row_number in row_numbers])
+        bias = torch.where(documents[:, None] == documents, 0.0, -torch.inf)
+        return (
+            ids,
+            _causal_bias(len(ids)) + bias,
+            _restarted_positions(front[i], row, right.rows),
+        )
 
-    return each
+    return attention_of_row
 
 
-def _with_groups(
+def _attention_by_group(
     right: Forward, front: list[list[int]], owner: list[list[int]]
-) -> Attended:
-    """Rows of a pack that are apart where their groups differ."""
+) -> AttentionOfRow:
+    """Let the rows of a pack attend to each other where they are of one group."""
 
-    def each(i: int, r: Row) -> tuple[list[int], Tensor, Tensor]:
-        before = [q for q in right.rows if locate([front[i]], q)]
-        before.sort(key=lambda q: (locate([front[i]], q) or (0, 0))[1])
-        group = [*(q.group for q in before), r.group]
-        apart = _with_ids(right, front, owner, lambda k: group[k] if k >= 0 else -1)
-        return apart(i, r)
+    def attention_of_row(i: int, row: Row) -> tuple[list[int], Tensor, Tensor]:
+        """The tokens, the bias of the scores and the positions of one row."""
+        rows_before = [other for other in right.rows if locate([front[i]], other)]
+        rows_before.sort(key=lambda other: (locate([front[i]], other) or (0, 0))[1])
+        groups = [*(other.group for other in rows_before), row.group]
 
-    return each
+        def group_of(row_number: int) -> int:
+            """The group of a row; -1 for a token of no row."""
+            return groups[row_number] if row_number >= 0 else -1
+
+        return _attention_by_id(right, front, owner, group_of)(i, row)
+
+    return attention_of_row
 
 
 def _owners(front: list[int], rows: Sequence[Row]) -> list[int]:
-    """Which row of its pack each token belongs to, from 0 on; -1: to none."""
+    """Return the number, from 0 on, of the row to which each token belongs; -1 where it
+    belongs to none.
+    """
     places = sorted(
-        (place[1], len(q.ids)) for q in rows if (place := locate([front], q))
+        (place[1], len(row.ids)) for row in rows if (place := locate([front], row))
     )
-    out = [-1] * len(front)
-    for k, (start, n) in enumerate(places):
-        out[start : start + n] = [k] * n
-    return out
+    owners = [-1] * len(front)
+    for row_number, (start, length) in enumerate(places):
+        owners[start : start + length] = [row_number] * length
+    return owners
 
 
-def _restarted(front: list[int], r: Row, rows: Sequence[Row]) -> Tensor:
-    """Positions that start anew with every row that stands in front."""
-    whose = [*_owners(front, rows), len(rows)]
-    first = [whose.index(k) for k in whose]
-    positions = [
-        i if k < 0 else i - start
-        for i, (k, start) in enumerate(zip(whose, first, strict=True))
-    ][:-1]
-    return torch.tensor([positions + list(range(len(r.ids)))])
+def _restarted_positions(front: list[int], row: Row, rows: Sequence[Row]) -> Tensor:
+    """[1, S]: positions of the tokens in front and of the row, which start at 0 with
+    every row. Tokens of no row are counted from the beginning.
+    """
+    row_numbers = _owners(front, rows)
+    positions = []
+    for i, row_number in enumerate(row_numbers):
+        start = 0 if row_number < 0 else row_numbers.index(row_number)
+        positions.append(i - start)
+    return torch.tensor([positions + list(range(len(row.ids)))])
 
 
-def _from(start: int, r: Row) -> Tensor:
-    return torch.arange(start, start + len(r.ids))[None]
+def _positions_from(start: int, row: Row) -> Tensor:
+    """[1, S]: the positions of a row's tokens, from `start` on."""
+    return torch.arange(start, start + len(row.ids))[None]
 
 
 # ---- the configuration ---------------------------------------------------------------
@@ -608,66 +743,69 @@ CHANGES: dict[str, float | None] = {
 }
 
 
-def _configured(model: TorchModel, right: Forward) -> Iterator[Variant]:
-    """Faults of the model's configuration."""
+def _configuration_variants(model: TorchModel, right: Forward) -> Iterator[Variant]:
+    """Make the faults that leave a field of the model's configuration out."""
     config = getattr(model.net, "config", None)
     for name, value in CHANGES.items():
         if getattr(config, name, value) not in (value, None):
 
-            def other(name: str = name, value: float | None = value) -> Forward:
+            def forward_without(
+                name: str = name, value: float | None = value
+            ) -> Forward:
                 """The forward pass of a model with another value in its
                 configuration.
                 """
                 changed = copy.deepcopy(config)
                 setattr(changed, name, value)
-                net = type(model.net)(changed).to(model.device)
-                net.load_state_dict(model.net.state_dict(), strict=False)
+                changed_net = type(model.net)(changed).to(model.device)
+                changed_net.load_state_dict(model.net.state_dict(), strict=False)
                 for parameter, copied in zip(
-                    model.net.parameters(), net.parameters(), strict=True
+                    model.net.parameters(), changed_net.parameters(), strict=True
                 ):
                     copied.requires_grad_(parameter.requires_grad)
-                changed_model = model.like(net)
-                return again(
+                changed_model = model.like(changed_net)
+                return with_logits(
                     right,
-                    [changed_model.logits(r.ids) for r in right.rows],
+                    [changed_model.logits(row.ids) for row in right.rows],
                     changed_model,
                 )
 
             yield Fault(
                 f"the model's {name} is left out",
-                other,
+                forward_without,
                 id=f"{name.replace('_', '-')}-missing",
             )
 
 
-def tried(
+def run_variants(
     right: Forward,
     variants: Callable[[Forward], Iterator[Variant]],
-    among: Cause = NO_CAUSE,
+    only: Cause = NO_CAUSE,
 ) -> Iterator[tuple[Cause, Forward]]:
-    """The variants that this model can run, each log-probability once; with `among`
-    those that this cause names.
+    """Run the model with each fault, and leave out those that it cannot run and, of
+    `model_variants`, those with the log-probabilities of an earlier one.
 
     Args:
         right: the right forward pass.
-        variants: from it to the faults that may be tried.
-        among: a cause; faults that it does not name are left out.
+        variants: makes the faults from the right forward pass.
+        only: a cause; faults that it does not name are left out.
 
     Yields:
         The cause of each, and its forward pass.
     """
-    seen: list[Tensor] = []
+    known_log_probs: list[Tensor] = []
     for fault in variants(right):
-        if not is_named(fault, among):
+        if not is_named(fault, only):
             continue
         try:
             variant = fault.change()
             lp = variant.statistics()[0].detach()
-            if variants is others and any(
-                torch.allclose(lp, x, rtol=0, atol=SAME) for x in seen
+            if variants is model_variants and any(
+                torch.allclose(lp, known, rtol=0, atol=LOG_PROB_TOLERANCE)
+                for known in known_log_probs
             ):
                 continue  # positions of rotary models, a window that does not act
-            seen.append(lp)
+            known_log_probs.append(lp)
             yield fault.cause, variant
         except (
             AttributeError,

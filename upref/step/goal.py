@@ -21,7 +21,7 @@ from upref.verify.factors import declared_aggregation
 class Goal:
     """What the step is meant to maximize, and how its gradient is used."""
 
-    o: Objective
+    objective: Objective
     hp: dict[str, Any]  # resolved, without beta
     temperature: float
     beta: float = 0.0
@@ -45,7 +45,7 @@ class Goal:
         Returns:
             J, KL, H and Z -> a scalar.
         """
-        agg = agg or declared_aggregation(self.o)
+        agg = agg or declared_aggregation(self.objective)
         group = padded.group if self.grouped else None
         totals = Totals.of(padded.mask, group)
         live = padded.mask.any(1)  # a response without a token counts, and adds nothing
@@ -57,7 +57,7 @@ class Goal:
 
         old = lp.detach() if padded.old is None else padded.old
         entropy = cut(H.detach())
-        J = self.o.J(
+        J = self.objective.J(
             cut(lp),
             cut(old),
             cut(padded.adv),
@@ -74,7 +74,7 @@ class Goal:
             )
         if padded.ref is not None:
             kl = per_token(
-                self.o.kl or "k3",
+                self.objective.kl or "k3",
                 *(torch.where(padded.mask, x, 0) for x in (lp, padded.ref, old)),
             )
             out["KL"] = aggregate(kl, padded.mask, agg, totals=totals)

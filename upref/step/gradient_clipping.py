@@ -6,7 +6,7 @@ clips and weight decay.
 import torch
 from torch import Tensor
 
-from upref.step.forward import SPAN, best_factors, clipped, near
+from upref.step.forward import MAX_RESIDUAL, best_factors, clip_norm, is_near
 from upref.step.goal import Goal
 from upref.step.reference import Model, TorchModel
 from upref.verify.faults import measured
@@ -26,9 +26,9 @@ def divided_after(
         bound: the relative error that is allowed.
     """
     for what, n in counts.items():
-        if n > 1 and near(g, clipped(whole * n, clip) / n, bound):
+        if n > 1 and is_near(g, clip_norm(whole * n, clip) / n, bound):
             acts = float(whole.norm()) * n > clip
-            if acts and not near(g, clipped(whole, clip), bound):
+            if acts and not is_near(g, clip_norm(whole, clip), bound):
                 return measured.NORM_CLIPPED_BEFORE_DIVISION.cause(
                     norm=clip, number=n, what=what
                 )
@@ -53,17 +53,17 @@ def find_change(
     if isinstance(model, TorchModel):
         theta = model.flat({k: p.detach() for k, p in model.params.items()})
         rate = float((g - want) @ theta / (theta @ theta))
-        if near(g, want + rate * theta, bound):
+        if is_near(g, want + rate * theta, bound):
             return measured.WEIGHT_DECAY_IN_GRADIENT.cause(rate=rate)
     top = float(g.abs().max())
-    if near(g, total.clamp(-top, top), bound):
+    if is_near(g, total.clamp(-top, top), bound):
         return measured.ENTRIES_CLIPPED.cause(largest=top)
     parts = model.split(total)
     for c in dict.fromkeys(
         (goal.clip or 0.0, max(float(v.norm()) for v in model.split(g).values()))
     ):
-        each = torch.cat([clipped(v, c) for v in parts.values()])
-        if sum(float(v.norm()) > c for v in parts.values()) > 1 and near(
+        each = torch.cat([clip_norm(v, c) for v in parts.values()])
+        if sum(float(v.norm()) > c for v in parts.values()) > 1 and is_near(
             g, each, bound
         ):
             return measured.PARAMETERS_CLIPPED.cause(norm=c)
@@ -74,18 +74,18 @@ def find_change(
             acts = 0
             for other in others:
                 acts += float(inside.norm()) > c
-                inside = clipped(inside, c) + other.sum(0)
-            if acts and near(g, clipped(inside, c), bound):
+                inside = clip_norm(inside, c) + other.sum(0)
+            if acts and is_near(g, clip_norm(inside, c), bound):
                 return measured.ACCUMULATED_NORM_CLIPPED.cause(norm=c, responses=m)
     k, residual = best_factors(rows, g)
-    if residual > max(SPAN, 3 * bound) or not (k < 1 + 1e-4).all():
+    if residual > max(MAX_RESIDUAL, 3 * bound) or not (k < 1 + 1e-4).all():
         return NO_CAUSE
     for m in range(1, n):
         each_m = [*zip(rows.split(m), k.split(m), strict=True)]
         norms = [float((x @ r).norm()) for r, x in each_m if x.max() < 1 - 1e-3]
-        if len(norms) > 1 and near(
+        if len(norms) > 1 and is_near(
             g,
-            torch.stack([clipped(r.sum(0), max(norms)) for r, _ in each_m]).sum(0),
+            torch.stack([clip_norm(r.sum(0), max(norms)) for r, _ in each_m]).sum(0),
             bound,
         ):
             return measured.MICRO_BATCH_NORMS_CLIPPED.cause(
@@ -94,7 +94,7 @@ def find_change(
     c = float(f"{g.norm():.2g}")
     if (
         goal.clip is None
-        and near(g, clipped(total, c), bound)
+        and is_near(g, clip_norm(total, c), bound)
         and abs(k[0] - 0.5) > 1e-3
     ):
         return measured.NORM_CLIPPED.cause(norm=c)

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from upref.step.case import Compared, StepCase, compared
-from upref.step.diagnose import diagnosed
+from upref.step.case import GradientComparison, StepCase, compare
+from upref.step.diagnose import diagnose
 from upref.step.record import Passed
-from upref.step.reference import Gradient, TorchModel, dense
+from upref.step.reference import Gradient, TorchModel, to_dense
 from upref.step.rows import Row, locate
 from upref.step.sketch import DIRECTIONS, KEPT, project_some
 from upref.verify.faults.measured import AFTER_BACKWARD
@@ -89,7 +89,7 @@ class HalvedModel(TorchModel):
                 out = g[name]
             elif name in g:
                 out[slice(None) if self.half is None else self.half] = project_some(
-                    name, dense(g[name])
+                    name, to_dense(g[name])
                 )
             parts.append(out.reshape(-1))
         return torch.cat(parts)
@@ -153,7 +153,7 @@ def _equal(one: Gradient, other: Gradient) -> bool:
 
 
 def fits(
-    halves: Halves, it: Compared, case: StepCase, bound: float, cause: Cause
+    halves: Halves, it: GradientComparison, case: StepCase, bound: float, cause: Cause
 ) -> bool | None:
     """Whether a cause that was found for a gradient is found for its two halves; None
     where the optimizer got another gradient than had accumulated.
@@ -173,7 +173,7 @@ def fits(
     goal = replace(it.goal, clip=None)
     bound = WIDER * bound
 
-    def beside(times: float) -> Compared:
+    def beside(times: float) -> GradientComparison:
         """The halves, multiplied, beside those that they should be."""
         two_halves = HalvedGradient(
             {
@@ -184,7 +184,7 @@ def fits(
                 for name in model.shapes
             }
         )
-        return compared(goal, halved, two_halves, bound)
+        return compare(goal, halved, two_halves, bound)
 
     accumulated = beside(1.0)
     if accumulated.error <= bound and {*cause.ids} <= AFTER_BACKWARD:
@@ -195,7 +195,7 @@ def fits(
     if times is None:
         return None
     again = accumulated if times == 1 else beside(times)
-    ids = {*diagnosed(again, halved, bound, None, cause)[0].fault_ids}
+    ids = {*diagnose(again, halved, bound, None, cause)[0].fault_ids}
     return {*cause.ids} <= ids
 
 

@@ -19,15 +19,23 @@ from torch import Tensor, nn
 from upref.errors import InputError
 from upref.registry import names
 from upref.result import Result
-from upref.step.case import BOUND, Asked, StepCase, built, meant, perturbed, run
-from upref.step.causes import BOUNDS
+from upref.step.case import (
+    FLOAT32_BOUND,
+    RowOptions,
+    StepCase,
+    build_case,
+    make_goal,
+    perturbed,
+    run_step,
+)
+from upref.step.causes import USUAL_BOUNDS
 from upref.step.check import check_step
-from upref.step.forward import SPAN
+from upref.step.forward import MAX_RESIDUAL
 from upref.step.goal import Goal
 from upref.step.ranks import world_size
 from upref.step.reference import TorchModel
 from upref.step.rows import Row
-from upref.step.weights import read
+from upref.step.weights import read_weights
 from upref.user_code.guard import state_restored
 
 FIRST = ("dapo", "grpo", "dr_grpo", "ppo_clip", "gspo", "cispo", "reinforce")
@@ -166,7 +174,7 @@ class Draw:
             goal: the objective with its numbers.
             on_policy: compare as if the old policy were the current one.
         """
-        batch = replace(self.case.b, old=None) if on_policy else self.case.b
+        batch = replace(self.case.padded, old=None) if on_policy else self.case.padded
         lp = self.statistics[0].clone().requires_grad_()
         loss = goal.loss(goal.parts(lp, *self.statistics[1:], batch))
         (slope,) = torch.autograd.grad(loss, lp, materialize_grads=True)
@@ -215,13 +223,13 @@ def identify_step(
     name = getattr(step, "__name__", type(step).__name__)
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be an nn.Module, got {type(model).__name__}.")
-    asked = Asked(group_size, rewards, advantages)
+    asked = RowOptions(group_size, rewards, advantages)
     with state_restored(), perturbed(model, True):
         reference = TorchModel(model)
 
         def draw(objective: str, seed: int) -> Draw:
             """The weights on rows beside the bounds of the objective."""
-            goal = meant(objective, {}, temperature)
+            goal = make_goal(objective, {}, temperature)
             return _draw(step, model, reference, goal, without, seed, asked)
 
         draws = [draw(objective, seed) for objective in ROWS]
@@ -229,7 +237,7 @@ def identify_step(
             # without ratios the two have the same rows
             draws.append(draw(ROWS[0], seed + 1))
     residual = max(draw.residual for draw in draws)
-    if residual > SPAN:
+    if residual > MAX_RESIDUAL:
         why = (
             f"no weights of the response tokens make this gradient, {residual:.2g} of it is "
             "left. The forward pass differs, other tokens train, or there is a bonus: "
@@ -287,12 +295,12 @@ def _draw(
     goal: Goal,
     without: Sequence[str],
     seed: int,
-    asked: Asked,
+    asked: RowOptions,
 ) -> Draw:
     """Run the step on rows beside the bounds of the goal, and read its weights."""
-    case = built(reference, goal, None, without, seed, asked=asked)
-    found, _ = run(step, model, case)
-    reading = read(case.forward, reference.flat(found))
+    case = build_case(reference, goal, None, without, seed, asked=asked)
+    found, _ = run_step(step, model, case)
+    reading = read_weights(case.forward, reference.flat(found))
     weights = nn.utils.rnn.pad_sequence(
         [
             w[len(row.prompt) - 1 :]
@@ -329,8 +337,8 @@ def _matches(
     order = sorted(names(), key=lambda n: FIRST.index(n) if n in FIRST else len(FIRST))
     for on_policy, name in product([True] if still else [False, True], order):
         with suppress(InputError, RuntimeError, ArithmeticError):
-            for hp in _numbers(meant(name, {}, temperature).hp, on_policy):
-                goal = meant(name, hp, temperature)
+            for hp in _numbers(make_goal(name, {}, temperature).hp, on_policy):
+                goal = make_goal(name, hp, temperature)
                 k = first.factor(goal, on_policy)
                 if k is None:
                     continue
@@ -352,7 +360,7 @@ def _numbers(defaults: dict[str, Any], on_policy: bool) -> Iterator[dict[str, fl
     if on_policy:
         return
     keys: list[str] = [k for k in ("eps", "eps_low", "eps_high") if k in defaults]
-    values: list[Sequence[float]] = [(defaults[k], *BOUNDS) for k in keys]
+    values: list[Sequence[float]] = [(defaults[k], *USUAL_BOUNDS) for k in keys]
     if "c" in defaults:
         keys.append("c")
         values.append((defaults["c"], *DUAL))
@@ -368,12 +376,12 @@ def _round(k: float) -> float:
     that from k.
     """
     short = float(f"{k:.3g}")
-    return short if abs(short / k - 1) < BOUND else k
+    return short if abs(short / k - 1) < FLOAT32_BOUND else k
 
 
 def _bounds(draw: Draw) -> str:
     """Between which ratios the weights stop, in words, where none is beyond."""
-    batch = draw.case.b
+    batch = draw.case.padded
     lp = draw.statistics[0]
     assert batch.old is not None
     r = (lp - batch.old).exp()

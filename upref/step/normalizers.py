@@ -60,122 +60,155 @@ SIZES: tuple[tuple[str, str, Callable[[Sequence[Any]], int]], ...] = (
 )
 
 
-# the largest number that is taken for one: nearly every factor is 1e-5 from 1 over a
-# larger one
-DIVISOR = 1000
+# a larger number is not taken for a divisor: nearly every factor is 1e-5 from 1 over
+# some number above it
+LARGEST_DIVISOR = 1000
 
 
-def factor_words(
+def explain_factors(
     goal: Goal,
     rows: Sequence[Row],
     padded: Padded,
-    k: Tensor,
-    dead: list[int],
-    tol: float,
-    mask: Tensor | None = None,
+    row_factors: Tensor,
+    without_weight: list[int],
+    tolerance: float,
+    trained: Tensor | None = None,
     moving: int = 0,
-    odd: float = math.inf,
+    largest_odd: float = math.inf,
 ) -> tuple[Cause, Tensor] | None:
-    """The aggregation, right or wrong, that gives these factors, and its own factors;
-    None where none does. The right one is no cause.
-
-    dead: responses that do not train. mask: the tokens that train, where they are
-    others. moving: how many of them have a weight other than 0. odd: the largest
-    constant factor, or inverse of one, that is taken where no loop is known to have it.
-    """
-    tell = ~k.isnan()
-    causes, each = zip(*aggregations(goal, rows, padded, k, dead, mask), strict=True)
-    F = torch.stack(each)
-    times, fits = _constants(k[tell], F[:, tell], 10 * tol)
-    exact = fits & ((times - 1).abs() <= 10 * tol)
-    if exact.any():
-        first = int(exact.int().argmax())
-        return causes[first], F[first]
-    if not fits.any():
-        return None
-    first = int(fits.int().argmax())
-    cause = causes[first]
-    f = F[first]
-    times_right = float(times[first])
-    # what the norm was before its clip is not known, so a constant factor is not either
-    if goal.clip is not None:
-        return cause, f * times_right
-    kind, number = _familiar(times_right, goal.temperature)
-    c_all, is_even = _constants(k[tell], torch.ones_like(k[tell])[None], 1e-5)
-    c = float(c_all)
-    if (
-        not number
-        and bool(is_even)
-        and c > 0
-        and (D := round(1 / c)) <= DIVISOR
-        and abs(c * D - 1) < 1e-5
-    ):
-        return _divisor(D, rows, padded, moving), torch.full_like(k, 1 / D)
-    if not number and max(abs(times_right), 1 / abs(times_right)) > odd:
-        return None
-    words = f"every weight is {number or f'{times_right:.5g}'} times what it should be"
-    scaling = Cause(words, (f"weights-scaled{kind}",))
-    return join_causes(cause, scaling), f * times_right
-
-
-def _constants(k: Tensor, F: Tensor, tol: float) -> tuple[Tensor, Tensor]:
-    """c of k = c f for each f, and whether there is one.
+    """Find the aggregation, right or wrong, that gives these factors of the responses.
 
     Args:
-        k: factors that were found, [B].
-        F: factors of each aggregation, [n, B].
-        tol: the relative error that is allowed.
+        goal: the objective with its terms.
+        rows: of the step.
+        padded: the rows, padded.
+        row_factors: the factors that were found, [B]; nan where one is not known.
+        without_weight: responses that do not train.
+        tolerance: the relative error of the weights.
+        trained: the tokens that train, where they are others than the mask's, [B, T].
+        moving: how many of them have a weight other than 0.
+        largest_odd: how large a constant factor may be that no loop is known to have.
+            Its inverse has the same bound.
 
     Returns:
-        [n] and [n].
+        The cause, which is empty for the right aggregation, and the factors that it
+        gives, [B]; None where no aggregation fits.
     """
-    ratio = k / F
-    c = ratio.median(1).values
-    fits = ratio.isfinite().all(1) & (ratio.abs() > 1e-12).all(1)
-    return c, fits & (((ratio / c[:, None] - 1).abs() <= tol).all(1))
+    is_known = ~row_factors.isnan()
+    causes, factors = zip(
+        *aggregations(goal, rows, padded, row_factors, without_weight, trained),
+        strict=True,
+    )
+    candidates = torch.stack(factors)
+    known_factors = row_factors[is_known]
+    constants, is_fit = _constants(
+        known_factors, candidates[:, is_known], 10 * tolerance
+    )
+    exact = is_fit & ((constants - 1).abs() <= 10 * tolerance)
+    if exact.any():
+        first = int(exact.int().argmax())
+        return causes[first], candidates[first]
+    if not is_fit.any():
+        return None
+    first = int(is_fit.int().argmax())
+    cause = causes[first]
+    factors_found = candidates[first]
+    constant = float(constants[first])
+    # what the norm was before its clip is not known, so a constant factor is not either
+    if goal.clip is not None:
+        return cause, factors_found * constant
+    id_end, number_words = _familiar_constant(constant, goal.temperature)
+    if not number_words:
+        if divisor := _common_divisor(known_factors):
+            factors_of_sum = torch.full_like(row_factors, 1 / divisor)
+            return _divisor_cause(divisor, rows, padded, moving), factors_of_sum
+        if max(abs(constant), 1 / abs(constant)) > largest_odd:
+            return None
+    words = (
+        f"every weight is {number_words or f'{constant:.5g}'} times what it should be"
+    )
+    scaling = Cause(words, (f"weights-scaled{id_end}",))
+    return join_causes(cause, scaling), factors_found * constant
 
 
-def _divisor(D: int, rows: Sequence[Row], padded: Padded, moving: int) -> Cause:
-    """What the sum over all tokens is divided by, and what has that number."""
-    same = {
+def _common_divisor(factors: Tensor) -> int:
+    """Return the number D, if all factors are 1 / D; else 0."""
+    medians, are_equal = _constants(factors, torch.ones_like(factors)[None], 1e-5)
+    factor = float(medians)
+    if not are_equal or factor <= 0:
+        return 0
+    divisor = round(1 / factor)
+    is_whole = abs(factor * divisor - 1) < 1e-5
+    return divisor if is_whole and divisor <= LARGEST_DIVISOR else 0
+
+
+def _constants(
+    row_factors: Tensor, candidates: Tensor, tolerance: float
+) -> tuple[Tensor, Tensor]:
+    """Return the constant that makes each candidate the factors that were found.
+
+    Args:
+        row_factors: factors that were found, [B].
+        candidates: factors of each aggregation, [n, B].
+        tolerance: the relative error that is allowed.
+
+    Returns:
+        The constants, [n], and whether each is one that fits all responses, [n].
+    """
+    ratio = row_factors / candidates
+    constants = ratio.median(1).values
+    is_usable = ratio.isfinite().all(1) & (ratio.abs() > 1e-12).all(1)
+    is_same = ((ratio / constants[:, None] - 1).abs() <= tolerance).all(1)
+    return constants, is_usable & is_same
+
+
+def _divisor_cause(
+    divisor: int, rows: Sequence[Row], padded: Padded, moving: int
+) -> Cause:
+    """Return the cause that the sum over all tokens is divided by this number, with
+    what in the step has that number.
+    """
+    numbers = {
         "the tokens that no clip stops": moving,
         f"the number of responses, {len(rows)}": len(rows),
-        f"{len(rows)} responses x {D // len(rows)}": (
-            D if D % len(rows) == 0 and D > len(rows) else 0
-        ),
     }
-    for m in range(1, len(rows)):
-        parts = padded.mask.split(m)
+    if divisor % len(rows) == 0 and divisor > len(rows):
+        numbers[f"{len(rows)} responses x {divisor // len(rows)}"] = divisor
+    for size in range(1, len(rows)):
+        parts = padded.mask.split(size)
         for name, part in {"last": parts[-1], "first": parts[0]}.items():
             responses = "1 response" if len(part) == 1 else f"{len(part)} responses"
             words = f"the tokens of the {name} micro-batch, of {responses}"
-            same[words] = int(part.sum())
-    found = " or ".join(words for words, n in same.items() if n == D)
-    words = f"the sum over all tokens is divided by {D}"
+            numbers[words] = int(part.sum())
+    found = " or ".join(words for words, n in numbers.items() if n == divisor)
+    words = f"the sum over all tokens is divided by {divisor}"
     ids = ("sum-divided-by-a-number",)
     return Cause(f"{words}: {found}" if found else words, ids)
 
 
-def _familiar(c: float, temperature: float) -> tuple[str, str]:
-    """A factor as a fraction, or by the temperature, where it is one that a loop is
-    likely to have: the end of an id, and the number in words.
+def _familiar_constant(constant: float, temperature: float) -> tuple[str, str]:
+    """Name a constant that a loop is likely to have: a fraction, or one that the
+    temperature makes.
+
+    Returns:
+        The end of an id and the number in words; two empty strings for any other.
     """
-    # of micro-batches and ranks, and scales of a loss
-    for n in (*range(2, 65), *(2**k for k in range(7, 17))):
-        if abs(abs(c) * n - 1) < 1e-3:
-            return "-by-fraction", f"{'-' if c < 0 else ''}1/{n}"
-    for id, words, v in (
+    # numbers of micro-batches and ranks, and scales of a loss
+    for number in (*range(2, 65), *(2**k for k in range(7, 17))):
+        if abs(abs(constant) * number - 1) < 1e-3:
+            return "-by-fraction", f"{'-' if constant < 0 else ''}1/{number}"
+    for id, words, value in (
         ("-by-temperature", "T", temperature),
         ("-by-inverse-temperature", "1/T", 1 / temperature),
         ("-by-inverse-temperature-squared", "1/T²", temperature**-2),
     ):
-        if temperature != 1 and abs(c / v - 1) < 1e-3:
-            return id, f"{c:.4g} (= {words})"
+        if temperature != 1 and abs(constant / value - 1) < 1e-3:
+            return id, f"{constant:.4g} (= {words})"
     return "", ""
 
 
 def right_factors(goal: Goal, padded: Padded) -> Tensor:
-    """[B]: by which the weights of each response's tokens are multiplied.
+    """[B]: the factor by which the aggregation multiplies each response's weights.
 
     Args:
         goal: the objective with its terms.
@@ -187,7 +220,7 @@ def right_factors(goal: Goal, padded: Padded) -> Tensor:
 
 def _goal_aggregation(goal: Goal, padded: Padded) -> tuple[str, Tensor | None]:
     """The aggregation of the goal, and the groups that it is over."""
-    agg = declared_aggregation(goal.o)
+    agg = declared_aggregation(goal.objective)
     group = padded.group if goal.grouped else None
     if agg == "group-token-mean" and group is None:
         agg = "token-mean"
@@ -198,73 +231,84 @@ def aggregations(
     goal: Goal,
     rows: Sequence[Row],
     padded: Padded,
-    k: Tensor,
-    dead: list[int],
+    row_factors: Tensor,
+    without_weight: list[int],
     trained: Tensor | None = None,
 ) -> Iterator[tuple[Cause, Tensor]]:
-    """A cause and the factor of each response; the right one first, which is none.
+    """Yield the aggregations that a loop may have, the right one first.
 
     Args:
         goal: the objective with its terms.
         rows: of the step.
         padded: the rows, padded.
-        k: the factors that were found, [B].
-        dead: responses that do not train.
+        row_factors: the factors that were found, [B].
+        without_weight: responses that do not train.
         trained: tokens that train, where they are others, [B, T].
+
+    Yields:
+        A cause, empty for the right aggregation, and the factor of each response, [B].
     """
     agg_of_goal, group = _goal_aggregation(goal, padded)
     yield NO_CAUSE, _factors(agg_of_goal, padded.mask, group)
     if trained is not None and not trained.equal(padded.mask):
         yield NO_CAUSE, _factors(agg_of_goal, trained, group)
-    n = len(rows)
+    count = len(rows)
     for ranks in (2, 4):
-        each = [torch.arange(r, n, ranks) for r in range(ranks)]
-        for m in range(1, n // ranks):
-            if dead == sorted(
-                int(i) for rows_of_part in each[1:] for i in rows_of_part[:-m]
-            ):
-                f = _factors(agg_of_goal, padded.mask, group).clone()
-                f[each[0][:-m]] *= ranks
+        rows_of_ranks = [torch.arange(rank, count, ranks) for rank in range(ranks)]
+        for size in range(1, count // ranks):
+            # of the ranks but the first, all micro-batches but the last
+            not_reduced = sorted(
+                int(i)
+                for rows_of_rank in rows_of_ranks[1:]
+                for i in rows_of_rank[:-size]
+            )
+            if without_weight == not_reduced:
+                factors = _factors(agg_of_goal, padded.mask, group).clone()
+                factors[rows_of_ranks[0][:-size]] *= ranks
                 yield (
                     measured.LAST_MICRO_BATCH_REDUCED_ALONE.cause(
-                        responses=m, ranks=ranks
+                        responses=size, ranks=ranks
                     ),
-                    f,
+                    factors,
                 )
-    if dead:
-        alive = [i for i in range(n) if i not in dead]
-        factors_left = torch.ones(n, dtype=torch.float64)
-        factors_left[alive] = _factors(agg_of_goal, padded.mask[alive])
+    if without_weight:
+        has_weight = [i for i in range(count) if i not in without_weight]
+        factors_left = torch.ones(count, dtype=torch.float64)
+        factors_left[has_weight] = _factors(agg_of_goal, padded.mask[has_weight])
         yield measured.NORMALIZER_COUNTS_OTHERS_ONLY.cause(), factors_left
-    of_step = _Step(
+    step = _Step(
         agg_of_goal,
-        tuple(_Lengths(range(len(r.ids)), range(len(r.response))) for r in rows),
+        tuple(_Lengths(range(len(row.ids)), range(len(row.response))) for row in rows),
         _as_tuples(padded.mask),
         _as_tuples(padded.here),
         None if group is None else tuple(group.tolist()),
     )
-    alike = [*_alike(goal, padded, k)]
-    for means, of_alike in zip(
-        _means(of_step), _means_over(of_step, alike), strict=True
+    parts_alike = [*_parts_alike(goal, padded, row_factors)]
+    for means, of_parts_alike in zip(
+        _mean_aggregations(step), _means_over(step, parts_alike), strict=True
     ):
         yield from means
-        yield from of_alike
-    for sums, of_alike in zip(_sums(of_step), _sums_over(of_step, alike), strict=True):
+        yield from of_parts_alike
+    for sums, of_parts_alike in zip(
+        _sum_aggregations(step), _sums_over(step, parts_alike), strict=True
+    ):
         yield from sums
-        yield from of_alike
+        yield from of_parts_alike
 
 
 class _Lengths(NamedTuple):
-    """The tokens of a row, as far as a normalizer counts them."""
+    """As many tokens as a row has in all, and in its response: a `Row` for the
+    functions that count, which can be a key of a cache.
+    """
 
     ids: range
     response: range
 
 
 class _Step(NamedTuple):
-    """What the aggregations of a step depend on but for the factors that were found."""
+    """What decides which aggregations a step may have, as a key of a cache."""
 
-    own: str
+    own: str  # the aggregation of the goal
     rows: tuple[_Lengths, ...]
     mask: tuple[tuple[bool, ...], ...]
     here: tuple[tuple[bool, ...], ...]
@@ -272,6 +316,7 @@ class _Step(NamedTuple):
 
 
 def _as_tuples(x: Tensor) -> tuple[tuple[bool, ...], ...]:
+    """A mask [B, T] as tuples, which can be a key of a cache."""
     return tuple(map(tuple, x.tolist()))
 
 
@@ -280,12 +325,14 @@ Factors: TypeAlias = list[tuple[Cause, Tensor]]
 
 
 @lru_cache(maxsize=8)
-def _means(step: _Step) -> list[Factors]:
-    """Aggregations of the whole step and of its parts, by the tokens that are counted."""
+def _mean_aggregations(step: _Step) -> list[Factors]:
+    """List the means over the whole step and over its parts, a list for each choice of
+    the tokens that are counted.
+    """
     out = []
     group = None if step.group is None else torch.tensor(step.group)
     parts = _means_over(step, [*_partitions(step.rows)])
-    for (counted, mask), of_parts in zip(_counted(step), parts, strict=True):
+    for (counted, mask), of_parts in zip(_counted_tokens(step), parts, strict=True):
         means = []
         for agg in names(step.own):
             other = NO_CAUSE
@@ -297,117 +344,139 @@ def _means(step: _Step) -> list[Factors]:
     return out
 
 
-def _counted(step: _Step) -> list[tuple[Cause, Tensor]]:
-    """The tokens that a normalizer may count, and what is wrong with that."""
+def _counted_tokens(step: _Step) -> list[tuple[Cause, Tensor]]:
+    """List the tokens that a normalizer may count, [B, T], each with the cause that it
+    counts them; the right ones have none.
+    """
     mask = torch.tensor(step.mask)
     is_here = torch.tensor(step.here)
     masked = int((is_here & ~mask).sum())
-    n = len(step.rows)
-    # two readings of one number
-    two = step.own == "token-mean" and masked and masked % n == 0
-    as_many = f", or {masked // n} more a response" if two else ""
+    count = len(step.rows)
+    # the same number may be the masked tokens, or so many more for each response
+    is_ambiguous = step.own == "token-mean" and masked and masked % count == 0
+    as_many = f", or {masked // count} more a response" if is_ambiguous else ""
     words = f"the normalizer counts masked tokens too{as_many}"
-    too_many = Cause(words, ("normalizer-counts-masked-tokens",))
-    return [(NO_CAUSE, mask), (too_many, is_here)]
+    with_masked = Cause(words, ("normalizer-counts-masked-tokens",))
+    return [(NO_CAUSE, mask), (with_masked, is_here)]
 
 
 def _means_over(step: _Step, parts: Sequence[Part]) -> list[Factors]:
-    """Means over each of these partitions, averaged, by the tokens that are counted."""
-    n = len(step.rows)
+    """List averages of means over the parts of each partition, a list for each choice of
+    the tokens that are counted.
+    """
+    count = len(step.rows)
     out = []
     aggs = (step.own, "token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
-    for counted, mask in _counted(step):
-        block = []
-        for id, called, part in parts:
+    for counted, mask in _counted_tokens(step):
+        aggregations = []
+        for id, words_of_parts, partition in parts:
             for agg in dict.fromkeys(aggs):
-                f = torch.zeros(n, dtype=torch.float64)
-                for rows_of_part in part:
-                    f[rows_of_part] = _factors(agg, mask[rows_of_part])
-                words = f"{agg} is taken over {called}, and the results are averaged"
+                factors = torch.zeros(count, dtype=torch.float64)
+                for rows in partition:
+                    factors[rows] = _factors(agg, mask[rows])
+                words = f"{agg} is taken over {words_of_parts}, and the results are averaged"
                 other = Cause(words, (f"{agg}-over-{id}",))
-                block.append((join_causes(counted, other), f / len(part)))
-        out.append(block)
+                cause = join_causes(counted, other)
+                aggregations.append((cause, factors / len(partition)))
+        out.append(aggregations)
     return out
 
 
 @lru_cache(maxsize=8)
-def _sums(step: _Step) -> list[Factors]:
-    """Sums over the step and its parts, each divided by a size, by that size."""
+def _sum_aggregations(step: _Step) -> list[Factors]:
+    """List sums over the step and over its parts, a list for each size by which they
+    are divided.
+    """
     everything = ("all-responses", "all responses", [torch.arange(len(step.rows))])
     return _sums_over(step, [everything, *_partitions(step.rows)])
 
 
 def _sums_over(step: _Step, parts: Sequence[Part]) -> list[Factors]:
-    """Sums over each of these partitions, by the size that they are divided by."""
-    n = len(step.rows)
+    """List sums over the parts of each partition, a list for each size by which they are
+    divided.
+    """
+    count = len(step.rows)
     rows = step.rows
     mask = torch.tensor(step.mask)
     out = []
-    for size_id, size, count in SIZES:
-        block = []
-        for id, called, part in parts:
-            N = [
-                count([rows[i] for i in rows_of_part.tolist()]) for rows_of_part in part
+    for size_id, size_words, size_of in SIZES:
+        aggregations = []
+        for id, words_of_parts, partition in parts:
+            sizes = [
+                size_of([rows[i] for i in part_rows.tolist()])
+                for part_rows in partition
             ]
-            mean = torch.zeros(n, dtype=torch.float64)
-            even_factors = torch.zeros(n, dtype=torch.float64)
-            for rows_of_part, m in zip(part, N, strict=True):
-                mean[rows_of_part], even_factors[rows_of_part] = (
-                    m / float(mask[rows_of_part].sum().clamp(min=1)) / sum(N),
-                    1 / m,
-                )
-            if len(part) > 1:
-                words = f"token-mean is taken over {called}, and each result is weighted by its {size}"
+            weighted_means = torch.zeros(count, dtype=torch.float64)
+            sum_factors = torch.zeros(count, dtype=torch.float64)
+            for part_rows, size_of_part in zip(partition, sizes, strict=True):
+                trained = float(mask[part_rows].sum().clamp(min=1))
+                weighted_means[part_rows] = size_of_part / trained / sum(sizes)
+                sum_factors[part_rows] = 1 / size_of_part
+            if len(partition) > 1:
+                words = f"token-mean is taken over {words_of_parts}, and each result is weighted by its {size_words}"
                 ids = (f"mean-over-{id}-weighted-by-{size_id}",)
-                block.append((Cause(words, ids), mean))
-            words = f"the sum over {called} is divided by the {size}"
+                aggregations.append((Cause(words, ids), weighted_means))
+            words = f"the sum over {words_of_parts} is divided by the {size_words}"
             ids = (f"sum-over-{id}-divided-by-{size_id}",)
-            block.append((Cause(words, ids), even_factors / len(part)))
-            if (
-                size_id != "responses"
-                and len({len(rows_of_part) for rows_of_part in part}) > 1
-            ):
-                share = torch.zeros(n, dtype=torch.float64)
-                for rows_of_part in part:
-                    share[rows_of_part] = len(rows_of_part) / n
+            aggregations.append((Cause(words, ids), sum_factors / len(partition)))
+            parts_differ = len({len(part_rows) for part_rows in partition}) > 1
+            if parts_differ and size_id != "responses":
+                share = torch.zeros(count, dtype=torch.float64)
+                for part_rows in partition:
+                    share[part_rows] = len(part_rows) / count
                 words += ", and each result is weighted by its responses"
                 ids = (f"{ids[0]}-weighted-by-responses",)
-                block.append((Cause(words, ids), even_factors * share))
-        out.append(block)
+                aggregations.append((Cause(words, ids), sum_factors * share))
+        out.append(aggregations)
     return out
 
 
 def _factors(agg: str, mask: Tensor, group: Tensor | None = None) -> Tensor:
-    """The factor of each response by that aggregation, right or wrong, of the tokens in
-    the mask.
+    """[B]: the factor that an aggregation gives each response, if it counts the tokens
+    in the mask.
     """
     return FACTORS[agg](Rollouts.unchecked(mask=mask, group=group))
 
 
 def _partitions(rows: Sequence[_Lengths]) -> Iterator[Part]:
-    """Parts of the responses that may be averaged apart."""
-    n = len(rows)
-    for m in range(1, n):
-        yield "micro-batches", f"micro-batches of {m}", [*torch.arange(n).split(m)]
+    """Yield the ways in which a loop may divide the responses into parts that it
+    averages apart.
+    """
+    count = len(rows)
+    for size in range(1, count):
+        yield (
+            "micro-batches",
+            f"micro-batches of {size}",
+            [*torch.arange(count).split(size)],
+        )
     for ranks, ordinal in ((2, "2nd"), (4, "4th")):
         yield (
             f"{ranks}-ranks",
             f"{ranks} ranks with every {ordinal} row",
-            [torch.arange(r, n, ranks) for r in range(min(ranks, n))],
+            [torch.arange(rank, count, ranks) for rank in range(min(ranks, count))],
         )
-    lengths = torch.tensor([len(r.ids) for r in rows])
-    for m in (2, 4):
-        words = f"micro-batches of {m} sorted by length"
-        yield "sorted-micro-batches", words, [*lengths.argsort().split(m)]
+    lengths = torch.tensor([len(row.ids) for row in rows])
+    for size in (2, 4):
+        words = f"micro-batches of {size} sorted by length"
+        yield "sorted-micro-batches", words, [*lengths.argsort().split(size)]
 
 
-def _alike(goal: Goal, padded: Padded, k: Tensor) -> Iterator[Part]:
-    """The parts of the responses that have one factor each beside the right ones."""
-    n = len(k)
-    unit = (k / _factors(declared_aggregation(goal.o), padded.mask)).nan_to_num(0)
-    is_near = (unit / unit[:, None] - 1).abs() < 1e-3
-    alike = sorted({tuple(x.nonzero()[:, 0].tolist()) for x in is_near} - {()})
-    if 1 < len(alike) < n and sum(map(len, alike)) == n:
-        said = " | ".join(" ".join(map(str, a)) for a in alike)
-        words = f"micro-batches (responses {said})"
-        yield "other-micro-batches", words, [torch.tensor(a) for a in alike]
+def _parts_alike(goal: Goal, padded: Padded, row_factors: Tensor) -> Iterator[Part]:
+    """Yield the division of the responses into parts with the same multiple of the
+    right factor, if there are several parts and some has several responses.
+    """
+    count = len(row_factors)
+    right = _factors(declared_aggregation(goal.objective), padded.mask)
+    multiples = (row_factors / right).nan_to_num(0)
+    is_alike = (multiples / multiples[:, None] - 1).abs() < 1e-3
+    groups_alike = sorted(
+        {tuple(row.nonzero()[:, 0].tolist()) for row in is_alike} - {()}
+    )
+    if 1 < len(groups_alike) < count and sum(map(len, groups_alike)) == count:
+        group_words = " | ".join(" ".join(map(str, group)) for group in groups_alike)
+        words = f"micro-batches (responses {group_words})"
+        yield (
+            "other-micro-batches",
+            words,
+            [torch.tensor(group) for group in groups_alike],
+        )

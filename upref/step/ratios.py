@@ -22,28 +22,30 @@ from upref.errors import InputError
 from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts
 
-SPREAD = (0.03, 0.7)  # |log r| of a token that no bound asks for
+FREE_LOG_RATIO = (0.03, 0.7)  # |log r| of a token that no bound asks for
 # in half precision: inside the usual clip bounds and outside, far from both
-COARSE = (0.03, 0.12), (0.4, 0.7)
+COARSE_LOG_RATIOS = (0.03, 0.12), (0.4, 0.7)
 # log r of tokens beyond bounds that no number of the objective makes
-FAR = (1.25, -1.25, 2.6, -2.6)
-MOST = 2.8  # |log r| at most: a larger ratio outweighs all other tokens
+FAR_LOG_RATIOS = (1.25, -1.25, 2.6, -2.6)
+LARGEST_LOG_RATIO = 2.8  # |log r| at most: a larger ratio outweighs all other tokens
 # coarse -> multiples of a number between whose bounds ratios are put
-NEAR = {True: (2.0,), False: (1.1, 1.4, 2.0)}
+MULTIPLES = {True: (2.0,), False: (1.1, 1.4, 2.0)}
 # the same of a bound on the mean of a response, which rounding moves by some 1e-5
-NEAR_MEAN = (1.44,)
+MULTIPLES_OF_MEAN = (1.44,)
 # coarse -> how far from the bound, in log r, such a ratio is at most
-BESIDE = {True: 0.15, False: 0.03}
+DISTANCE_FROM_BOUND = {True: 0.15, False: 0.03}
 # |log r| of the grid; 4e-3 of tokens
-SMALLEST = {"sequence_mean": 2e-5, "sequence_product": 1e-3}
-STEP = 0.03  # of the grid, relative
-EFFECT = 0.02  # of A: a weight that changes by less does not show where a bound is
+SMALLEST_LOG_RATIO = {"sequence_mean": 2e-5, "sequence_product": 1e-3}
+GRID_STEP = 0.03  # of the grid, relative
+LEAST_EFFECT = (
+    0.02  # of A: a weight that changes by less does not show where a bound is
+)
 KEPT_FREE = 0.3  # of a sign's tokens have a ratio that no bound asks for
-LIMIT = -1e-3  # of an old log-probability
-DRAWS = 12  # designs that are tried for an objective whose tokens are coupled
+LARGEST_LOG_PROB = -1e-3  # of an old log-probability
+MOST_DRAWS = 12  # designs that are tried for an objective whose tokens are coupled
 # of log r over a response, or its sum, of the responses that no bound asks for: where A
 # > 0, and A < 0
-MEANS = {
+RESPONSE_LOG_RATIOS = {
     "sequence_mean": ((-0.3, 0.05, -0.05, 1e-4), (0.3, -0.05, 0.05, -1e-4)),
     "sequence_product": ((-1.2, 0.5, 0.08, -0.05), (1.2, -0.4, -0.1, 0.4)),
 }
@@ -61,7 +63,7 @@ class WeightInputs:
     entropy: Tensor | None = None
 
     def rollouts(self, log_r: Tensor) -> Rollouts:
-        """With these ratios, by a sampler that is the old policy.
+        """Return the rollouts with these ratios. Their sampler is the old policy.
 
         Args:
             log_r: [B, T].
@@ -77,7 +79,7 @@ class WeightInputs:
         )
 
     def repeated(self, n: int) -> "WeightInputs":
-        """Every response n times, one behind the other.
+        """Repeat every response n times, its copies next to each other.
 
         Args:
             n: how often.
@@ -105,30 +107,33 @@ def choose_log_ratios(
         rng: of what no bound decides.
         coarse: keep tokens away from bounds, for a step in half precision.
     """
-    aims = [*_aims(batch, objective, hp, coarse)]
+    aims = [*_log_ratios_beside_bounds(batch, objective, hp, coarse)]
     if objective.level in REDUCE:
         return _response_log_ratios(batch, objective, aims, rng, coarse)
-    best: tuple[int, np.ndarray] | None = None
-    for _ in range(DRAWS if objective.level == "custom" else 1):
-        drawn = _token_log_ratios(batch, aims, rng, coarse)
-        if objective.level == "custom":
-            unseen = _unseen(batch, objective, hp, torch.from_numpy(drawn))
-        else:
-            unseen = 0
-        if best is None or unseen < best[0]:
-            best = unseen, drawn
-        if not unseen:
+    best = _token_log_ratios(batch, aims, rng, coarse)
+    if objective.level != "custom":
+        return best
+    # its tokens are coupled, so a draw may leave a number without effect
+    fewest = _count_without_effect(batch, objective, hp, torch.from_numpy(best))
+    for _ in range(MOST_DRAWS - 1):
+        if fewest == 0:
             break
-    assert best is not None
-    return best[1]
+        drawn = _token_log_ratios(batch, aims, rng, coarse)
+        without_effect = _count_without_effect(
+            batch, objective, hp, torch.from_numpy(drawn)
+        )
+        if without_effect < fewest:
+            fewest = without_effect
+            best = drawn
+    return best
 
 
 # ---- where a number has an effect ----------------------------------------------------
-def _changed(
+def _with_number(
     objective: Objective, hp: dict[str, Any], name: str, times: float
 ) -> dict[str, Any] | None:
-    """The numbers with this one multiplied; None where it is no number, or cannot have
-    that value.
+    """Return the hyperparameters with this one multiplied; None where it is 0, infinite
+    or absent, or cannot have that value.
     """
     value = hp[name]
     if not value or not abs(value) < float("inf") or name == "seed":
@@ -142,7 +147,7 @@ def _changed(
 def _weights(
     batch: WeightInputs, objective: Objective, hp: dict[str, Any], log_r: Tensor
 ) -> Tensor:
-    """Of each token at that log r; nan where a weight has no value."""
+    """[B, T]: the weight of each token at these log r; nan if it cannot be computed."""
     plain_hp = {k: v for k, v in hp.items() if k != "beta"}
     try:
         return objective.token_weights(batch.rollouts(log_r), **plain_hp).double()
@@ -150,70 +155,87 @@ def _weights(
         return torch.full_like(batch.lp, torch.nan)
 
 
-def _aims(
+def _log_ratios_beside_bounds(
     batch: WeightInputs, objective: Objective, hp: dict[str, Any], coarse: bool
 ) -> Iterator[np.ndarray]:
-    """For each number, smaller and larger: log r of each token that is between the two
-    bounds, [B, T]; else nan.
+    """Find the log ratios at which another value of a number changes a token's weight.
 
-    Nothing for a number that has an effect at most ratios: any ratio shows it.
+    Each number is made smaller and larger by the first multiple that has an effect. A
+    number that has an effect at more than half of all ratios is left out, because any
+    ratio shows it.
+
+    Yields:
+        log r of each token between the two bounds, [B, T]; nan where there is none.
     """
-    smallest = SMALLEST.get(objective.level, 4e-3)
-    positive = np.exp(np.arange(np.log(smallest), np.log(MOST), STEP))
+    smallest = SMALLEST_LOG_RATIO.get(objective.level, 4e-3)
+    positive = np.exp(np.arange(np.log(smallest), np.log(LARGEST_LOG_RATIO), GRID_STEP))
     grid = torch.from_numpy(np.concatenate([-positive[::-1], positive]))
-    n = len(grid)
-    wide = batch.repeated(n)
-    log_r = grid.repeat(len(batch.lp))[:, None].expand_as(wide.lp)
-    possible = (wide.lp - log_r <= LIMIT) & wide.mask
-    weights = _weights(wide, objective, hp, log_r)
+    count = len(grid)
+    repeated = batch.repeated(count)
+    log_r = grid.repeat(len(batch.lp))[:, None].expand_as(repeated.lp)
+    possible = (repeated.lp - log_r <= LARGEST_LOG_PROB) & repeated.mask
+    weights = _weights(repeated, objective, hp, log_r)
     multiples = (
-        NEAR_MEAN if objective.level == "sequence_mean" and not coarse else NEAR[coarse]
+        MULTIPLES_OF_MEAN
+        if objective.level == "sequence_mean" and not coarse
+        else MULTIPLES[coarse]
     )
     for name in hp:
         for direction in (1, -1):
-            for times in multiples:
-                changed = _changed(objective, hp, name, times**direction)
+            for multiple in multiples:
+                changed = _with_number(objective, hp, name, multiple**direction)
                 if changed is None:
                     continue
-                changed_weights = _weights(wide, objective, changed, log_r)
-                differs = (
-                    (changed_weights - weights).abs() > EFFECT * wide.adv.abs()
-                ) & possible
+                changed_weights = _weights(repeated, objective, changed, log_r)
+                change = (changed_weights - weights).abs()
+                differs = (change > LEAST_EFFECT * repeated.adv.abs()) & possible
                 if differs.sum() > possible.sum() / 2:
                     break
-                aim = _between(
-                    differs.view(len(batch.lp), n, -1).numpy(),
+                log_ratios = _middle_of_nearest_run(
+                    differs.view(len(batch.lp), count, -1).numpy(),
                     grid.numpy(),
-                    BESIDE[coarse],
+                    DISTANCE_FROM_BOUND[coarse],
                 )
-                if np.isfinite(aim).any():
-                    yield aim
+                if np.isfinite(log_ratios).any():
+                    yield log_ratios
                     break
 
 
-def _between(moved: np.ndarray, grid: np.ndarray, beside: float) -> np.ndarray:
-    """[B, T] of moved [B, n, T]: the middle of the ratios that moved and are nearest to
-    1, near their inner end.
+def _middle_of_nearest_run(
+    differs: np.ndarray, grid: np.ndarray, largest_distance: float
+) -> np.ndarray:
+    """Choose one ratio from those at which the weights differ.
+
+    Args:
+        differs: whether the weight differs, [B, n, T], at each log r of the grid.
+        grid: log r, [n].
+        largest_distance: of the result from the bound, in log r.
+
+    Returns:
+        log r of each token, [B, T]: the middle of the run of ratios that is nearest to
+        1, or a ratio near its inner end; nan where there is none.
     """
-    out = np.full((moved.shape[0], moved.shape[2]), np.nan)
-    for i, t in zip(*np.nonzero(moved.any(1)), strict=True):
-        indices = np.nonzero(moved[i, :, t])[0]
+    out = np.full((differs.shape[0], differs.shape[2]), np.nan)
+    for i, t in zip(*np.nonzero(differs.any(1)), strict=True):
+        indices = np.nonzero(differs[i, :, t])[0]
         runs = np.split(indices, np.nonzero(np.diff(indices) > 1)[0] + 1)
-        ends = [
-            tuple(sorted((grid[x[0]], grid[x[-1]]), key=abs))
-            for x in runs
-            if len(x) > 1
+        run_ends = [
+            tuple(sorted((grid[run[0]], grid[run[-1]]), key=abs))
+            for run in runs
+            if len(run) > 1
         ]
-        if ends:
-            inner, outer = min(ends, key=lambda x: abs(x[0]))
-            out[i, t] = inner + np.clip((outer - inner) / 2, -beside, beside)
+        if run_ends:
+            inner, outer = min(run_ends, key=lambda run: abs(run[0]))
+            out[i, t] = inner + np.clip(
+                (outer - inner) / 2, -largest_distance, largest_distance
+            )
     return out
 
 
 # ---- tokens --------------------------------------------------------------------------
 def _token_log_ratios(
     batch: WeightInputs,
-    wanted: list[np.ndarray],
+    aims: list[np.ndarray],
     rng: np.random.Generator,
     coarse: bool,
 ) -> np.ndarray:
@@ -221,34 +243,37 @@ def _token_log_ratios(
 
     Args:
         batch: whose advantages and mask say which tokens may carry a bound.
-        wanted: log r beside each bound, [B, T], NaN where a token cannot have it.
+        aims: log r beside each bound, [B, T], NaN where a token cannot have it.
         rng: the draw.
         coarse: far from every bound, for a step in half precision.
 
     Returns:
         log r, [B, T].
     """
-    lp, A, mask = (x.numpy() for x in (batch.lp, batch.adv, batch.mask))
-    inside, outside = (rng.uniform(*span, lp.shape) for span in COARSE)
+    lp = batch.lp.numpy()
+    A = batch.adv.numpy()
+    mask = batch.mask.numpy()
+    inside, outside = (rng.uniform(*span, lp.shape) for span in COARSE_LOG_RATIOS)
     if coarse:
         size = np.where(rng.random(lp.shape) < 0.5, inside, outside)
     else:
-        size = rng.uniform(*SPREAD, lp.shape)
+        size = rng.uniform(*FREE_LOG_RATIO, lp.shape)
     log_r = _random_signs(size, rng)
-    log_r = np.where(lp - log_r <= LIMIT, log_r, size)
-    free = mask.copy()
+    log_r = np.where(lp - log_r <= LARGEST_LOG_PROB, log_r, size)
+    is_free = mask.copy()
 
-    def place_one(x: np.ndarray, sign: int, rank: np.ndarray) -> None:
-        """Give one free token of that sign its ratio: of those that can have it one
-        with the lowest rank.
+    def place_ratio(log_ratios: np.ndarray, sign: int, rank: np.ndarray) -> None:
+        """Give one token its ratio: the free token with the lowest rank whose advantage
+        has this sign and that can have its ratio.
         """
-        able = free & (A * sign > 0) & np.isfinite(x) & (lp - np.nan_to_num(x) <= LIMIT)
-        if able.any():
-            place = np.unravel_index(
-                np.argmin(np.where(able, rank, np.inf)), log_r.shape
-            )
-            log_r[place] = x[place]
-            free[place] = False
+        old = lp - np.nan_to_num(log_ratios)
+        is_possible = np.isfinite(log_ratios) & (old <= LARGEST_LOG_PROB)
+        is_able = is_free & (A * sign > 0) & is_possible
+        if is_able.any():
+            lowest = np.argmin(np.where(is_able, rank, np.inf))
+            place = np.unravel_index(lowest, log_r.shape)
+            log_r[place] = log_ratios[place]
+            is_free[place] = False
 
     # One token of each response is inside of all bounds, so that each response trains:
     # in the longest one, which may lack the end token, the last.
@@ -259,36 +284,43 @@ def _token_log_ratios(
                 t = places[-1]
             else:
                 t = rng.choice(places)
-            log_r[i, t] = rng.uniform(*COARSE[0])
-            free[i, t] = False
-    rarest_first = sorted(wanted, key=lambda x: np.isfinite(x).sum())
+            log_r[i, t] = rng.uniform(*COARSE_LOG_RATIOS[0])
+            is_free[i, t] = False
+    rarest_first = sorted(aims, key=lambda log_ratios: np.isfinite(log_ratios).sum())
     # The same ratios where A has the other sign and the bound should not act.
-    inert = [np.where(np.isfinite(x), np.nan, np.nanmedian(x)) for x in rarest_first]
+    inert = [
+        np.where(np.isfinite(log_ratios), np.nan, np.nanmedian(log_ratios))
+        for log_ratios in rarest_first
+    ]
     for sign in (1, -1):
-        of_sign = mask & (A * sign > 0)
-        # in half precision on large advantages, whose tokens rounding does not hide
-        for x in rarest_first:
-            place_one(x, sign, rng.random(lp.shape) - (np.abs(A) if coarse else 0))
+        has_sign = mask & (A * sign > 0)
+        for log_ratios in rarest_first:
+            rank = rng.random(lp.shape)
+            if coarse:  # on large advantages, whose tokens rounding does not hide
+                rank = rank - np.abs(A)
+            place_ratio(log_ratios, sign, rank)
         # on small advantages, so that no token outweighs the others
         if not coarse:
-            for far_log_ratio in FAR:
+            for far_log_ratio in FAR_LOG_RATIOS:
                 rank = np.abs(A) + rng.random(lp.shape) / 100
-                place_one(np.full(lp.shape, far_log_ratio), sign, rank)
-        for x in inert + rarest_first:
-            if (free & of_sign).sum() > KEPT_FREE * of_sign.sum():
-                place_one(x, sign, rng.random(lp.shape))
+                place_ratio(np.full(lp.shape, far_log_ratio), sign, rank)
+        for log_ratios in inert + rarest_first:
+            if (is_free & has_sign).sum() > KEPT_FREE * has_sign.sum():
+                place_ratio(log_ratios, sign, rng.random(lp.shape))
     return log_r
 
 
-def _unseen(
+def _count_without_effect(
     batch: WeightInputs, objective: Objective, hp: dict[str, Any], log_r: Tensor
 ) -> int:
-    """How many numbers at half and at twice their value leave all weights as they are."""
+    """Count the changes of a number, to half and to twice its value, that leave all
+    weights as they are.
+    """
     weights = _weights(batch, objective, hp, log_r)
     count = 0
     for name in hp:
         for times in (0.5, 2.0):
-            changed = _changed(objective, hp, name, times)
+            changed = _with_number(objective, hp, name, times)
             if changed is not None:
                 count += torch.allclose(
                     weights,
@@ -321,16 +353,18 @@ def _response_log_ratios(
     """
     lp = batch.lp.numpy()
     mask = batch.mask.numpy()
-    means = _choose_means(batch.adv[:, 0].numpy(), aims, MEANS[objective.level], rng)
-    log_r = _random_signs(rng.uniform(*SPREAD, lp.shape), rng)
+    means = _choose_means(
+        batch.adv[:, 0].numpy(), aims, RESPONSE_LOG_RATIOS[objective.level], rng
+    )
+    log_r = _random_signs(rng.uniform(*FREE_LOG_RATIO, lp.shape), rng)
     for _ in range(4):  # what a probable token cannot have is moved to the others
         for i, trained in enumerate(mask):
             tokens = trained.sum() if objective.level == "sequence_mean" else 1
-            able = trained & (lp[i] - log_r[i] < LIMIT)
-            if able.any():
+            is_able = trained & (lp[i] - log_r[i] < LARGEST_LOG_PROB)
+            if is_able.any():
                 missing = means[i] * tokens - log_r[i, trained].sum()
-                log_r[i, able] += missing / able.sum()
-        log_r = np.maximum(log_r, lp - LIMIT)
+                log_r[i, is_able] += missing / is_able.sum()
+        log_r = np.maximum(log_r, lp - LARGEST_LOG_PROB)
     return log_r
 
 
@@ -359,12 +393,12 @@ def _choose_means(
             if A[i] * sign > 0 or (A[i] == 0 and sign > 0)
         ]
         for aim in aims:
-            able = [i for i in rows if np.isfinite(aim[i]).any()]
-            if able and len(rows) > 2:
-                means[able[0]] = np.nanmean(aim[able[0]])
-                rows.remove(able[0])
-        for k, i in enumerate(rows):
-            means[i] = values[k % len(values)]
+            candidates = [i for i in rows if np.isfinite(aim[i]).any()]
+            if candidates and len(rows) > 2:
+                means[candidates[0]] = np.nanmean(aim[candidates[0]])
+                rows.remove(candidates[0])
+        for turn, i in enumerate(rows):
+            means[i] = values[turn % len(values)]
     return means
 
 
@@ -400,44 +434,52 @@ def choose_log_rho(
         log ρ, [B, T].
     """
     log_rho = _random_signs(rng.uniform(0.03, 0.4, old.shape), rng)
-    log_rho = np.where(old.numpy() - log_rho <= LIMIT, log_rho, np.abs(log_rho))
-    free = [*rng.permutation(len(old))]
+    log_rho = np.where(
+        old.numpy() - log_rho <= LARGEST_LOG_PROB, log_rho, np.abs(log_rho)
+    )
+    free_rows = [*rng.permutation(len(old))]
     for name, sign in ((name, sign) for name in hp for sign in (1, -1)):
-        changed = _changed(objective, hp, name, NEAR[coarse][0] ** sign)
+        changed = _with_number(objective, hp, name, MULTIPLES[coarse][0] ** sign)
         aim = (
-            None if changed is None else _rho_between(old, mask, objective, hp, changed)
+            None
+            if changed is None
+            else _log_rho_beside_bound(old, mask, objective, hp, changed)
         )
-        able = [] if aim is None else [i for i in free if np.isfinite(aim[i])]
-        if able and len(free) > len(old) // 2:
+        candidates = (
+            [] if aim is None else [i for i in free_rows if np.isfinite(aim[i])]
+        )
+        if candidates and len(free_rows) > len(old) // 2:
             assert aim is not None
-            log_rho[able[0]] = aim[able[0]]
-            free.remove(able[0])
+            log_rho[candidates[0]] = aim[candidates[0]]
+            free_rows.remove(candidates[0])
     return log_rho
 
 
-def _rho_between(
+def _log_rho_beside_bound(
     old: Tensor,
     mask: Tensor,
     objective: Objective,
     hp: dict[str, Any],
     changed: dict[str, Any],
 ) -> np.ndarray:
-    """[B]: a log ρ near to 0 that, in all tokens of a response, gives them other
-    factors with the changed numbers; nan where there is none.
+    """[B]: a log ρ of all tokens of a response, the smallest in size at which the
+    changed hyperparameters give the response other factors; nan where there is none.
     """
-    positive = np.exp(np.arange(np.log(1e-4), np.log(MOST), STEP / 3))
+    positive = np.exp(np.arange(np.log(1e-4), np.log(LARGEST_LOG_RATIO), GRID_STEP / 3))
     grid = torch.from_numpy(np.array(sorted([*-positive, *positive], key=abs)))
-    n = len(grid)
-    wide, wide_mask = (x.repeat(n, 1) for x in (old, mask))
-    mu = wide - grid.repeat_interleave(len(old))[:, None]
+    count = len(grid)
+    repeated = old.repeat(count, 1)
+    repeated_mask = mask.repeat(count, 1)
+    mu = repeated - grid.repeat_interleave(len(old))[:, None]
     weights, changed_weights = (
-        objective.sampler_weights(wide, mu, wide_mask, **x) for x in (hp, changed)
+        objective.sampler_weights(repeated, mu, repeated_mask, **numbers)
+        for numbers in (hp, changed)
     )
     assert weights is not None and changed_weights is not None
-    differs = ((weights - changed_weights).abs() > EFFECT) & wide_mask
-    possible = ((mu <= LIMIT) | ~wide_mask).all(1)
-    acts = (differs.any(1) & possible).view(n, -1)
+    differs = ((weights - changed_weights).abs() > LEAST_EFFECT) & repeated_mask
+    possible = ((mu <= LARGEST_LOG_PROB) | ~repeated_mask).all(1)
+    acts = (differs.any(1) & possible).view(count, -1)
     # the second one: the first may be the bound itself
-    second = acts & (acts.cumsum(0) == 2)
-    x = grid[second.int().argmax(0)]
-    return torch.where(second.any(0), x, torch.nan).numpy()
+    is_second = acts & (acts.cumsum(0) == 2)
+    log_rho = grid[is_second.int().argmax(0)]
+    return torch.where(is_second.any(0), log_rho, torch.nan).numpy()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.registry import REDUCE
-from upref.step.forward import Forward, clipped
+from upref.step.forward import Forward, clip_norm
 from upref.step.goal import Goal
 from upref.step.rows import Padded
 
@@ -37,7 +37,7 @@ class Reference:
 
     goal: Goal
     forward: Forward
-    b: Padded
+    padded: Padded
     bound: float  # the relative error of a gradient that the check allows
     rows: Tensor  # [B, P], the gradient that the goal has
     slope: Tensor  # [B, T], its derivative by the log-probabilities
@@ -55,13 +55,13 @@ class Reference:
         Args:
             goal: with another number.
         """
-        change = _slope(goal, self.forward, self.b) - self.slope
+        change = _slope(goal, self.forward, self.padded) - self.slope
         changed_rows = self.rows
         if float(change.norm()) > 1e-9 * float(self.slope.norm()):
             lp, *_ = self.forward.statistics()
             changed_rows = self.rows + self.forward.by_row((change * lp).sum())
-        want = clipped(self.rows.sum(0), self.goal.clip)
-        found = clipped(changed_rows.sum(0), goal.clip)
+        want = clip_norm(self.rows.sum(0), self.goal.clip)
+        found = clip_norm(changed_rows.sum(0), goal.clip)
         return bool((found - want).norm() <= self.bound * want.norm())
 
 
@@ -118,17 +118,19 @@ def reach(goal: Goal, forward: Forward, padded: Padded) -> str:
     lp = forward.statistics()[0].detach()
     live = padded.mask.any(1)
     log_r = torch.zeros_like(lp) if padded.old is None else lp - padded.old
-    letter = {"sequence_mean": "s", "sequence_product": "S"}.get(goal.o.level, "r")
+    letter = {"sequence_mean": "s", "sequence_product": "S"}.get(
+        goal.objective.level, "r"
+    )
     x = (
-        REDUCE[goal.o.level](log_r, padded.mask)[live]
-        if goal.o.level in REDUCE
+        REDUCE[goal.objective.level](log_r, padded.mask)[live]
+        if goal.objective.level in REDUCE
         else log_r[padded.mask]
     ).exp()
     low, high = (float(v) for v in (x.min(), x.max()))
     # ratios of responses may be 1e-5 from 1
     digits = 3 if f"{low:.3g}" != f"{high:.3g}" else 6
     said = [f"{letter} from {low:.{digits}g} to {high:.{digits}g}"]
-    if goal.o.reads_mu:
+    if goal.objective.reads_mu:
         difference = (lp.exp() - (lp - log_r).exp())[padded.mask]
         said.append(f"|p - mu| up to {float(difference.abs().max()):.2g}")
     said.append(
@@ -145,13 +147,13 @@ def _numbers(goal: Goal) -> Iterator[tuple[str, float, Callable[[float], Goal]]]
         if value is not None and abs(value) < float("inf"):
 
             def changed(other: float, name: str = name) -> Goal:
-                resolved = goal.o.resolve(goal.hp | {name: other})
+                resolved = goal.objective.resolve(goal.hp | {name: other})
                 return replace(
                     goal, hp={k: v for k, v in resolved.items() if k != "beta"}
                 )
 
             yield name, float(value), changed
-    if "beta" in goal.o.hyperparameters or goal.beta:
+    if "beta" in goal.objective.hyperparameters or goal.beta:
         yield "beta", float(goal.beta), lambda other: replace(goal, beta=other)
     if goal.clip is not None:
         yield "clip", float(goal.clip), lambda other: replace(goal, clip=other)

@@ -20,9 +20,9 @@ from upref.step.reference import (
     Gradient,
     TorchModel,
     as_float64,
-    dense,
+    gather_tensor,
+    to_dense,
     unwrapped,
-    whole,
 )
 from upref.step.rows import Row, locate
 from upref.step.sketch import project_some
@@ -250,7 +250,7 @@ class _Recorder:
                 self.feed_hook.remove()
                 return
             state = unwrapped(self.model).state_dict() if self.keeps_weights else {}
-            weights = {k: whole(v).cpu().clone() for k, v in state.items()}
+            weights = {k: gather_tensor(v).cpu().clone() for k, v in state.items()}
             self.steps.append(Step(weights, {}))
             self._take_passes()
         self.trained |= signs.keys()
@@ -320,7 +320,7 @@ def state_of_gradients(model: nn.Module) -> list[Any]:
 def sketched(model: nn.Module) -> Gradient:
     """Sketches of what is in `.grad`, by the names of the parameters."""
     return {
-        n: project_some(n, dense(whole(p.grad)))
+        n: project_some(n, to_dense(gather_tensor(p.grad)))
         for n, p in unwrapped(model).named_parameters()
         if p.grad is not None
     }

@@ -24,7 +24,7 @@ from upref.step.model_errors import described
 # whose factors, weights among them, are rounded too
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
-UNIT = 2.0**-24  # the relative error of a number that is rounded to float32
+FLOAT32_UNIT = 2.0**-24  # the relative error of a number that is rounded to float32
 NARROWING = frozenset((torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16))
 NUMBERS_AT_ONCE = 2_000_000  # numbers of a batch of gradients
 CPU = torch.device("cpu")
@@ -33,12 +33,12 @@ WITHOUT_FLOAT64 = ("mps",)  # kinds of devices; the reference computes on the CP
 Gradient = dict[str, Tensor]
 
 
-def _wide(x: Any) -> Any:
+def _widen_dtype(x: Any) -> Any:
     """float64 for a narrower dtype; everything else as it is."""
     return torch.float64 if isinstance(x, torch.dtype) and x in NARROW else x
 
 
-class Wide(TorchFunctionMode):
+class WideOperations(TorchFunctionMode):
     """float64 wherever a model asks for less inside: RMSNorm, softmax, rotary
     embeddings.
     """
@@ -49,11 +49,11 @@ class Wide(TorchFunctionMode):
         if func in NARROWING:
             func = torch.Tensor.double
         if kwargs:
-            kwargs = {k: _wide(v) for k, v in kwargs.items()}
-        return func(*map(_wide, args), **(kwargs or {}))
+            kwargs = {k: _widen_dtype(v) for k, v in kwargs.items()}
+        return func(*map(_widen_dtype, args), **(kwargs or {}))
 
 
-class Rounded(TorchDispatchMode):
+class RoundedOperations(TorchDispatchMode):
     """The result of every operation, forward and backward, rounded to a half precision."""
 
     def __init__(self, dtype: torch.dtype):
@@ -76,7 +76,7 @@ class Rounded(TorchDispatchMode):
         return out if in_place else tree_map(near, out)
 
 
-class Unsettled(TorchDispatchMode):
+class PerturbedOperations(TorchDispatchMode):
     """The result of every operation, forward and backward, moved at random by as much
     as rounding to float32 may move it.
     """
@@ -93,7 +93,7 @@ class Unsettled(TorchDispatchMode):
             if not isinstance(x, Tensor) or x.dtype != torch.float64:
                 return x
             noise = torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
-            return x * (1 + UNIT * (2 * noise.to(x.device) - 1))
+            return x * (1 + FLOAT32_UNIT * (2 * noise.to(x.device) - 1))
 
         out = func(*args, **(kwargs or {}))
         in_place = any(r.alias_info for r in func._schema.returns)  # noqa: SLF001  or a view
@@ -139,7 +139,7 @@ def in_float64(device: torch.device = CPU) -> Iterator[None]:
         for name in attributes:
             setattr(module, name, plain[name])
         with ExitStack() as stack:
-            stack.enter_context(Wide())
+            stack.enter_context(WideOperations())
             for kind in {"cpu", device.type}:
                 if torch.amp.is_autocast_available(kind):
                     stack.enter_context(torch.autocast(kind, enabled=False))
@@ -257,7 +257,7 @@ class Model(ABC):
                 )
         return torch.cat(
             [
-                dense(g.get(n, _zeros(shape))).reshape(-1).cpu()
+                to_dense(g.get(n, _zeros(shape))).reshape(-1).cpu()
                 for n, shape in self.shapes.items()
             ]
         )
@@ -529,7 +529,7 @@ class Functions(Model):
         return self.flat(g)
 
 
-def whole(x: Tensor) -> Tensor:
+def gather_tensor(x: Tensor) -> Tensor:
     """A tensor without its graph, gathered if FSDP2 shards it.
 
     Args:
@@ -538,7 +538,7 @@ def whole(x: Tensor) -> Tensor:
     return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach()
 
 
-def dense(x: Tensor) -> Tensor:
+def to_dense(x: Tensor) -> Tensor:
     """A gradient as a table of all its entries: that of an embedding may be sparse.
 
     Args:
@@ -556,8 +556,8 @@ def as_float64(x: Any) -> Tensor:
     import numpy as np
 
     if isinstance(x, Tensor):
-        x = whole(x)
-        return dense(x).to("cpu", torch.float64, copy=True)
+        x = gather_tensor(x)
+        return to_dense(x).to("cpu", torch.float64, copy=True)
     return torch.tensor(np.asarray(x), dtype=torch.float64)
 
 

@@ -14,16 +14,21 @@ from torch import Tensor, nn
 
 from upref.errors import InputError
 from upref.registry import Objective
-from upref.step.ratios import LIMIT, WeightInputs, choose_log_ratios, choose_log_rho
+from upref.step.ratios import (
+    LARGEST_LOG_PROB,
+    WeightInputs,
+    choose_log_ratios,
+    choose_log_rho,
+)
 
-AXES = ("lengths", "temperature", "ratio", "holes")  # what a case must vary
+CASE_AXES = ("lengths", "temperature", "ratio", "holes")  # what a case must vary
 # tokens of the eight responses
 PROMPTS = (3, 7, 4, 6, 2, 5, 3, 8)
 LENGTHS = (9, 4, 7, 5, 8, 6, 11, 3)
 # two beyond the bounds by which loops clamp advantages
 ADVANTAGES = (1.3, -0.7, 5.5, -5.2, 0.9, -1.1, 2.0, -0.5)
 GROUPS = (0, 0, 0, 1, 1, 2, 2, 2)
-SIZES = (2, 4, 8)  # of groups that share a prompt
+GROUP_SIZES = (2, 4, 8)  # of groups that share a prompt
 # response -> tokens that do not train. There are eight responses, 10 holes and 43
 # tokens that train, a prime: a count that a loop divides by in error is another number.
 # Halves, ranks and groups have distinct counts of tokens. No hole is the last token of
@@ -115,7 +120,7 @@ class Padded:
         )
 
 
-def validated(rows: Sequence[Row], vocabulary: int) -> list[Row]:
+def validate_rows(rows: Sequence[Row], vocabulary: int) -> list[Row]:
     """The rows; InputError on what no step can mean.
 
     Args:
@@ -201,7 +206,7 @@ def text_of(ids: Sequence[int]) -> str:
     return " ".join(map(str, ["", *ids, ""]))
 
 
-def made(
+def make_rows(
     vocabulary: int,
     seed: int = 0,
     without: Sequence[str] = (),
@@ -226,10 +231,10 @@ def made(
             f"a vocabulary of {vocabulary} tokens is too small: give a model with at least 8."
         )
     if group_size is not None and (
-        type(group_size) is not int or group_size not in SIZES
+        type(group_size) is not int or group_size not in GROUP_SIZES
     ):
         raise InputError(
-            f"group_size is {', '.join(map(str, SIZES))} or None, got {repr(group_size)[:60]}."
+            f"group_size is {', '.join(map(str, GROUP_SIZES))} or None, got {repr(group_size)[:60]}."
         )
     rng = np.random.default_rng(seed)
     lengths = (6,) * 8 if "lengths" in without else LENGTHS
@@ -294,7 +299,7 @@ def make_probable(
     return rows
 
 
-def sampled(
+def add_log_probs(
     rows: list[Row],
     lp: list[Tensor],
     o: Objective,
@@ -327,9 +332,11 @@ def sampled(
     for row, x, differences in zip(rows, lp, d, strict=True):
         n = len(row.response)
         row.old = np.minimum(
-            x.numpy() - (0 if still else differences[:n]), LIMIT
+            x.numpy() - (0 if still else differences[:n]), LARGEST_LOG_PROB
         ).tolist()
-        row.ref = np.minimum(x.numpy() + rng.normal(0, 0.3, n), LIMIT).tolist()
+        row.ref = np.minimum(
+            x.numpy() + rng.normal(0, 0.3, n), LARGEST_LOG_PROB
+        ).tolist()
     if o.sampler is not None:
         old = Padded.of(rows).old
         assert old is not None
@@ -338,7 +345,7 @@ def sampled(
         ):
             n = len(row.response)
             row.sampler = np.minimum(
-                np.array(row.old) - differences[:n], LIMIT
+                np.array(row.old) - differences[:n], LARGEST_LOG_PROB
             ).tolist()
     return rows
 
@@ -350,7 +357,7 @@ def _padded(each: list[Tensor]) -> Tensor:
     )
 
 
-def unvaried(
+def find_unvaried_axes(
     rows: Sequence[Row], temperature: float, lp: list[Tensor]
 ) -> dict[str, str]:
     """Axis -> why this case cannot show a bug on it.
@@ -378,7 +385,9 @@ def unvaried(
     return out
 
 
-def exercised(rows: Sequence[Row], temperature: float, lp: list[Tensor]) -> list[str]:
+def describe_rows(
+    rows: Sequence[Row], temperature: float, lp: list[Tensor]
+) -> list[str]:
     """What the case varies, in words.
 
     Args:
@@ -403,11 +412,11 @@ def exercised(rows: Sequence[Row], temperature: float, lp: list[Tensor]) -> list
         prompts,
         f"{holes} masked response tokens",
         f"r != 1 on {100 * sum(differs) / len(differs):.0f} % of the tokens",
-        *_of_sampler(rows, lp),
+        *_sampler_words(rows, lp),
     ]
 
 
-def _of_sampler(rows: Sequence[Row], lp: list[Tensor]) -> list[str]:
+def _sampler_words(rows: Sequence[Row], lp: list[Tensor]) -> list[str]:
     """How far the sampler is from the old policy, in words; nothing where no row has
     it.
     """

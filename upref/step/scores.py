@@ -16,11 +16,11 @@ from upref.step.reference import Model, TorchModel, text_config
 from upref.step.rows import Row, micro_batch
 from upref.verify.faults import Fault
 
-EARLIER = 8  # places by which labels may stand too early
+MOST_PLACES_EARLY = 8  # places by which labels may stand too early
 Variant: TypeAlias = Fault[Callable[[], Forward]]
 
 
-def quick(right: Forward) -> Iterator[Variant]:
+def log_prob_variants(right: Forward) -> Iterator[Variant]:
     """Make the faults of log-probabilities that need no further run of the model.
 
     Args:
@@ -30,16 +30,17 @@ def quick(right: Forward) -> Iterator[Variant]:
         Variants, whose change makes the forward pass that has the fault.
     """
     T = right.temperature
-    z = right.z
     rows = right.rows
 
-    def made(
-        t: float = T, rows: Sequence[Row] = rows, **how: Any
+    def make_pass(
+        temperature: float = T, rows: Sequence[Row] = rows, **options: Any
     ) -> Callable[[], Forward]:
-        """What makes the forward pass that has these changes."""
-        return lambda: Forward(right.model, rows, t, z, ids=right.ids, **how)
+        """Return a function that makes the right forward pass with these changes."""
+        return lambda: Forward(
+            right.model, rows, temperature, right.z, ids=right.ids, **options
+        )
 
-    for id, words, t in (
+    for id, words, temperature in (
         ("temperature-missing", "the temperature is left out (it is 1)", 1.0),
         ("temperature-twice", "the temperature is applied twice", T * T),
         (
@@ -48,49 +49,61 @@ def quick(right: Forward) -> Iterator[Variant]:
             1 / T,
         ),
     ):
-        if t != T:
-            yield Fault(words, made(t), id=id)
+        if temperature != T:
+            yield Fault(words, make_pass(temperature), id=id)
     yield Fault(
         "labels are not shifted: logits are read at the token that they should predict",
-        made(shift=0),
+        make_pass(shift=0),
         id="labels-not-shifted",
     )
-    yield Fault("labels are shifted twice", made(shift=2), id="labels-shifted-twice")
-    next_ = [
-        replace(r, prompt=r.prompt[1:] + r.response[:1], response=[*r.response[1:], 0])
-        for r in rows
+    yield Fault(
+        "labels are shifted twice", make_pass(shift=2), id="labels-shifted-twice"
+    )
+    one_later = [
+        replace(
+            row,
+            prompt=row.prompt[1:] + row.response[:1],
+            response=[*row.response[1:], 0],
+        )
+        for row in rows
     ]
     yield Fault(
-        "labels stand one token too late", made(rows=next_), id="labels-one-token-late"
+        "labels stand one token too late",
+        make_pass(rows=one_later),
+        id="labels-one-token-late",
     )
-    for by in range(1, 1 + min(EARLIER, *(len(r.prompt) for r in rows))):
-        tokens = "token" if by == 1 else "tokens"
+    shortest_prompt = min(len(row.prompt) for row in rows)
+    for places in range(1, 1 + min(MOST_PLACES_EARLY, shortest_prompt)):
+        tokens = "token" if places == 1 else "tokens"
         yield Fault(
-            f"labels stand {by} {tokens} too early",
-            made(rows=[_labels_earlier(r, by) for r in rows]),
+            f"labels stand {places} {tokens} too early",
+            make_pass(rows=[_labels_earlier(row, places) for row in rows]),
             id="labels-early",
         )
-    for id, words, score in scores(right.model.vocabulary, right.model.end):
-        yield Fault(words, made(score=score), id=id)
+    for id, words, score in wrong_scores(right.model.vocabulary, right.model.end):
+        yield Fault(words, make_pass(score=score), id=id)
     if isinstance(model := right.model, TorchModel):
 
-        def cached() -> Forward:
-            """With prompts that are run without a gradient."""
-            return Forward(model, rows, T, [_cached(model, r) for r in rows])
+        def run_with_cache() -> Forward:
+            """The forward pass whose prompts have no gradient."""
+            logits = [_logits_with_cache(model, row) for row in rows]
+            return Forward(model, rows, T, logits)
 
         yield Fault(
-            "prompts are run without a gradient", cached, id="prompts-without-gradient"
+            "prompts are run without a gradient",
+            run_with_cache,
+            id="prompts-without-gradient",
         )
-    yield from _columns(right)
+    yield from _column_variants(right)
 
 
 def _labels_earlier(row: Row, by: int) -> Row:
-    """The row with the tokens that stand so many places before those of its response."""
+    """The row with other labels: those that stand so many places before its response."""
     start = len(row.prompt) - by
     return replace(row, response=row.ids[start : start + len(row.response)])
 
 
-def again(right: Forward, z: list[Tensor], model: Model | None = None) -> Forward:
+def with_logits(right: Forward, z: list[Tensor], model: Model | None = None) -> Forward:
     """Score the rows of a forward pass with other logits.
 
     Args:
@@ -104,7 +117,7 @@ def again(right: Forward, z: list[Tensor], model: Model | None = None) -> Forwar
     return Forward(model or right.model, right.rows, right.temperature, z)
 
 
-def fronted(z: Tensor, n: int) -> Tensor:
+def repeat_first_logits(z: Tensor, n: int) -> Tensor:
     """Repeat the first row of logits in front of them, without a graph.
 
     Args:
@@ -117,63 +130,74 @@ def fronted(z: Tensor, n: int) -> Tensor:
     return torch.cat([z[:1].detach().expand(n, -1), z])
 
 
-def _cached(model: TorchModel, row: Row) -> Tensor:
-    """The logits with a prefix cache that has no gradient."""
+def _logits_with_cache(model: TorchModel, row: Row) -> Tensor:
+    """[S, V]: the logits with a prefix cache that has no gradient. All prompt tokens
+    but the last are in the cache, and have the logits of the last one.
+    """
     *first, last = row.prompt
     if not first:
         return model.logits(row.ids)
     with torch.no_grad():
         past = model.run(first, use_cache=True).past_key_values
-    return fronted(
+    return repeat_first_logits(
         model.logits([last, *row.response], past_key_values=past, use_cache=True),
         len(first),
     )
 
 
-def _columns(right: Forward) -> Iterator[Variant]:
-    """The last T columns of micro-batches that are padded right, T the longest
-    response.
+def _column_variants(right: Forward) -> Iterator[Variant]:
+    """Make the faults of a loop that pads micro-batches on the right, and takes their
+    last T columns for the responses, T being the length of the longest one.
     """
-    model, rows, n = right.model, right.rows, len(right.rows)
-    end = next((x[0] for x in right.after if x), right.model.end or 0)
-    for m in range(n, 0, -1):
-        parts = [micro_batch(rows, i, m) for i in range(n)]
-        width = [max(len(r.ids) for r in x) for x in parts]
-        starts = [
-            w - max(len(r.response) for r in x)
-            for w, x in zip(width, parts, strict=True)
+    model = right.model
+    rows = right.rows
+    count = len(rows)
+    fed_behind = [tokens[0] for tokens in right.after if tokens]
+    padding_token = fed_behind[0] if fed_behind else model.end or 0
+    for size in range(count, 0, -1):
+        batches = [micro_batch(rows, i, size) for i in range(count)]
+        widths = [max(len(row.ids) for row in batch) for batch in batches]
+        first_columns = [
+            width - max(len(row.response) for row in batch)
+            for width, batch in zip(widths, batches, strict=True)
         ]
-        behind = [w - len(r.ids) for w, r in zip(width, rows, strict=True)]
-        if starts == [len(r.prompt) for r in rows]:
+        padding_lengths = [
+            width - len(row.ids) for width, row in zip(widths, rows, strict=True)
+        ]
+        if first_columns == [len(row.prompt) for row in rows]:
             continue  # these are the responses
 
-        def window(behind: list[int] = behind, starts: list[int] = starts) -> Forward:
+        def score_last_columns(
+            padding_lengths: list[int] = padding_lengths,
+            first_columns: list[int] = first_columns,
+        ) -> Forward:
+            """The forward pass over rows whose responses begin at these columns."""
             z = []
-            is_response = []
-            for r, k, start in zip(rows, behind, starts, strict=True):
+            window_rows = []
+            for row, padding, start in zip(
+                rows, padding_lengths, first_columns, strict=True
+            ):
+                mask = {}
                 if model.masked:
-                    mask = {
-                        "attention_mask": torch.tensor([[1] * len(r.ids) + [0] * k])
-                    }
-                else:
-                    mask = {}
-                ids = r.ids + [end] * k
-                stop = start + len(r.response)
+                    is_token = [1] * len(row.ids) + [0] * padding
+                    mask["attention_mask"] = torch.tensor([is_token])
+                ids = row.ids + [padding_token] * padding
+                stop = start + len(row.response)
                 z.append(model.logits(ids, **mask)[:stop])
-                is_response.append(
-                    replace(r, prompt=ids[:start], response=ids[start:stop])
+                window_rows.append(
+                    replace(row, prompt=ids[:start], response=ids[start:stop])
                 )
-            return Forward(model, is_response, right.temperature, z)
+            return Forward(model, window_rows, right.temperature, z)
 
         yield Fault(
             "the last columns are taken for the response, where short rows are padded",
-            window,
+            score_last_columns,
             id="last-columns-for-response",
         )
 
 
 def _at_labels(x: Tensor, y: Tensor) -> Tensor:
-    """[N]: of each row of x [N, V] the number at its label."""
+    """[N]: the entry of each row of x [N, V] at its label y [N]."""
     return x.gather(1, y[:, None])[:, 0]
 
 
@@ -181,50 +205,64 @@ def _at_labels(x: Tensor, y: Tensor) -> Tensor:
 MULTIPLES = (8, 16, 32, 64, 128, 256, 512)
 
 
-def scores(
+def wrong_scores(
     V: int, end: int | None = None
 ) -> Iterator[tuple[str, str, Callable[[Tensor, Tensor, float], Tensor]]]:
-    """An id, words, and a function of logits, labels and temperature."""
+    """Make the wrong functions from logits to log-probabilities.
 
-    def smooth(z: Tensor, y: Tensor, temperature: float, e: float) -> Tensor:
-        return (1 - e) * log_prob(z, y, temperature) + e * (
-            z / temperature
-        ).log_softmax(-1).mean(-1)
+    Args:
+        V: the size of the vocabulary.
+        end: the token that ends a sequence, if known.
 
-    def among(z: Tensor, y: Tensor, temperature: float, k: int) -> Tensor:
-        kept_logits = (
+    Yields:
+        An id, words, and a function of logits [N, V], labels [N] and the temperature.
+    """
+
+    def smooth_labels(z: Tensor, y: Tensor, temperature: float, share: float) -> Tensor:
+        """A share of the label's log-probability is the mean over all tokens."""
+        logp = (z / temperature).log_softmax(-1)
+        return (1 - share) * log_prob(z, y, temperature) + share * logp.mean(-1)
+
+    def score_among_largest(
+        z: Tensor, y: Tensor, temperature: float, count: int
+    ) -> Tensor:
+        """The softmax has the largest logits and the label's alone."""
+        is_kept = (
             torch.zeros_like(z)
-            .scatter(1, z.topk(k).indices, 1.0)
+            .scatter(1, z.topk(count).indices, 1.0)
             .scatter(1, y[:, None], 1.0)
         )
-        return log_prob(z.masked_fill(kept_logits == 0, -torch.inf), y, temperature)
+        return log_prob(z.masked_fill(is_kept == 0, -torch.inf), y, temperature)
 
-    def sharded(z: Tensor, y: Tensor, temperature: float, n: int) -> Tensor:
-        size = -(-V // n)
+    def score_in_shard(z: Tensor, y: Tensor, temperature: float, shards: int) -> Tensor:
+        """The softmax has the label's part of the vocabulary alone."""
+        size = -(-V // shards)
         is_own_shard = torch.arange(z.shape[1]) // size == (y // size)[:, None]
         return log_prob(z.masked_fill(~is_own_shard, -torch.inf), y, temperature)
 
-    def padded(z: Tensor, y: Tensor, temperature: float, more: int) -> Tensor:
+    def score_padded(z: Tensor, y: Tensor, temperature: float, padding: int) -> Tensor:
+        """The softmax has further logits of 0."""
         x = z / temperature
-        log_sum = torch.nn.functional.pad(x, (0, more)).logsumexp(-1)
+        log_sum = torch.nn.functional.pad(x, (0, padding)).logsumexp(-1)
         return _at_labels(x, y) - log_sum
 
-    def without_end(z: Tensor, y: Tensor, temperature: float, end: int) -> Tensor:
-        never = (torch.arange(z.shape[1]) == end) & (y != end)[:, None]
-        return log_prob(z.masked_fill(never, -torch.inf), y, temperature)
+    def score_without_end(z: Tensor, y: Tensor, temperature: float, end: int) -> Tensor:
+        """The softmax has no end token where that is not the label."""
+        is_excluded = (torch.arange(z.shape[1]) == end) & (y != end)[:, None]
+        return log_prob(z.masked_fill(is_excluded, -torch.inf), y, temperature)
 
     for size in dict.fromkeys(-(-V // m) * m for m in MULTIPLES):
         if size > V:
             yield (
                 "vocabulary-padded",
                 f"the vocabulary is padded to {size} with logits of 0",
-                partial(padded, more=size - V),
+                partial(score_padded, padding=size - V),
             )
     if end is not None:
         yield (
             "end-token-left-out",
             f"the softmax leaves the end token ({end}) out wherever it is not the label",
-            partial(without_end, end=end),
+            partial(score_without_end, end=end),
         )
     yield (
         "log-softmax-over-temperature",
@@ -241,24 +279,29 @@ def scores(
         "the log-normalizer has no gradient",
         lambda z, y, T: _at_labels(z / T, y) - (z / T).logsumexp(-1).detach(),
     )
-    for n in (2, 4, 8):
+    for shards in (2, 4, 8):
         yield (
             "normalized-over-shard",
-            f"the log-softmax is over the label's shard of the vocabulary, of {n}",
-            partial(sharded, n=n),
+            f"the log-softmax is over the label's shard of the vocabulary, of {shards}",
+            partial(score_in_shard, shards=shards),
         )
-    for k in (k for k in (5, 10, 20, 40, 50, 100) if k < V):
+    for count in (5, 10, 20, 40, 50, 100):
+        if count < V:
+            yield (
+                "normalized-over-largest",
+                f"log-probabilities are normalized over the {count} largest",
+                partial(score_among_largest, count=count),
+            )
+    for share in (0.1, 0.05, 0.2, 0.01):
         yield (
-            "normalized-over-largest",
-            f"log-probabilities are normalized over the {k} largest",
-            partial(among, k=k),
+            "labels-smoothed",
+            f"label smoothing of {share} is on",
+            partial(smooth_labels, share=share),
         )
-    for e in (0.1, 0.05, 0.2, 0.01):
-        yield "labels-smoothed", f"label smoothing of {e} is on", partial(smooth, e=e)
 
 
 # ---- the head ------------------------------------------------------------------------
-def heads(model: TorchModel, right: Forward) -> Iterator[Variant]:
+def head_variants(model: TorchModel, right: Forward) -> Iterator[Variant]:
     """Make the faults of the head, the layer that makes logits of hidden states.
 
     Args:
@@ -270,16 +313,16 @@ def heads(model: TorchModel, right: Forward) -> Iterator[Variant]:
     """
     net: Any = model.net
 
-    def as_wide(kind: type, size: str) -> list[Any]:
+    def modules_of_vocabulary(kind: type, size: str) -> list[Any]:
         """The modules of that kind which have the size of the vocabulary."""
         return [
-            m
-            for m in net.modules()
-            if isinstance(m, kind) and getattr(m, size) == model.vocabulary
+            module
+            for module in net.modules()
+            if isinstance(module, kind) and getattr(module, size) == model.vocabulary
         ]
 
-    tables = as_wide(torch.nn.Embedding, "num_embeddings")
-    linear = as_wide(torch.nn.Linear, "out_features")
+    embeddings = modules_of_vocabulary(torch.nn.Embedding, "num_embeddings")
+    linear = modules_of_vocabulary(torch.nn.Linear, "out_features")
     head: Any
     if hasattr(net, "get_output_embeddings"):
         head = net.get_output_embeddings()
@@ -288,49 +331,70 @@ def heads(model: TorchModel, right: Forward) -> Iterator[Variant]:
     if head is None:
         return
 
-    def otherwise(out: Callable[[Any, Tensor, Tensor], Tensor | None]) -> Forward:
-        """out: the head, what it gets, and its output, to what it gives instead."""
-        handle = head.register_forward_hook(lambda m, args, y: out(m, args[0], y))
+    def replace_output(
+        replacement: Callable[[Any, Tensor, Tensor], Tensor | None],
+    ) -> Forward:
+        """Make the forward pass with another output of the head.
+
+        Args:
+            replacement: (head, its input, its output) -> another output; None keeps it.
+        """
+
+        def hook(module: Any, args: Any, output: Tensor) -> Tensor | None:
+            """Replace what the head returns."""
+            return replacement(module, args[0], output)
+
+        handle = head.register_forward_hook(hook)
         try:
-            return again(right, [model.logits(r.ids) for r in right.rows])
+            return with_logits(right, [model.logits(row.ids) for row in right.rows])
         finally:
             handle.remove()
 
-    raw: list[Tensor] = []
-    otherwise(lambda m, h, y: raw.append(y[0].cpu()))
+    raw_outputs: list[Tensor] = []
+    replace_output(lambda module, hidden, output: raw_outputs.append(output[0].cpu()))
     if all(
-        x.shape == z.shape for x, z in zip(raw, right.z, strict=False)
-    ) and not torch.allclose(raw[0], right.z[0]):
+        raw_output.shape == z.shape
+        for raw_output, z in zip(raw_outputs, right.z, strict=False)
+    ) and not torch.allclose(raw_outputs[0], right.z[0]):
         yield Fault(
             "the head's raw output is taken: the model's logit scale or softcap is left out",
-            lambda: again(right, raw),
+            lambda: with_logits(right, raw_outputs),
             id="raw-head-output",
         )
         if c := getattr(text_config(net), "final_logit_softcapping", None):
             yield Fault(
                 "the final softcap is x tanh(x / c), not c tanh(x / c)",
-                lambda: again(right, [x * torch.tanh(x / c) for x in raw]),
+                lambda: with_logits(
+                    right,
+                    [
+                        raw_output * torch.tanh(raw_output / c)
+                        for raw_output in raw_outputs
+                    ],
+                ),
                 id="softcap-inside-out",
             )
             yield Fault(
                 "the final softcap is applied twice",
-                lambda: again(right, [c * torch.tanh(z / c) for z in right.z]),
+                lambda: with_logits(right, [c * torch.tanh(z / c) for z in right.z]),
                 id="softcap-twice",
             )
     if getattr(head, "bias", None) is not None:
         yield Fault(
             "the head's bias is left out",
-            lambda: otherwise(lambda m, h, y: y - m.bias),
+            lambda: replace_output(lambda module, hidden, output: output - module.bias),
             id="head-bias-missing",
         )
-    for w in (
-        t.weight
-        for t in tables
-        if t.weight is not head.weight and t.weight.shape == head.weight.shape
+    for weight in (
+        table.weight
+        for table in embeddings
+        if table.weight is not head.weight and table.weight.shape == head.weight.shape
     ):
-        stands = partial(otherwise, partial(lambda w, m, h, y: h @ w.T, w))
+        use_embedding = partial(
+            replace_output,
+            partial(lambda weight, module, hidden, output: hidden @ weight.T, weight),
+        )
         yield Fault(
             "the input embedding stands for the head",
-            stands,
+            use_embedding,
             id="input-embedding-for-head",
         )

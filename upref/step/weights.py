@@ -28,10 +28,10 @@ COORDINATES = 30_000
 # of the head's part, where only that is looked at
 HEAD_COORDINATES = 2_000
 # how near weights read off a float32 gradient must come, relative to the largest
-NEAR = 1e-4
+WEIGHT_TOLERANCE = 1e-4
 # a weight below this part of what the others foretell is another one
-OTHER = 0.1
-SMALL = 1e-10  # singular values below this part of the largest are zero
+LOST_SHARE = 0.1
+SINGULAR_TOLERANCE = 1e-10  # singular values below this part of the largest are zero
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,17 @@ class TokenWeights:
     extra: Tensor  # coefficients of the columns beside the tokens'
 
 
-def columns(forward: Forward, at: Tensor) -> Tensor:
-    """[∇ log π(o_t)] of every token but the first of each row, those entries of it.
+def log_prob_gradients(forward: Forward, entries: Tensor) -> Tensor:
+    """Return ∇ log π(o_t) of every token but the first of each row.
 
     Args:
         forward: the rows' forward pass.
-        at: numbers of entries of the gradient.
+        entries: the entries of the gradients that are returned, by their numbers.
 
     Returns:
         [entries, tokens].
     """
-    out = []
+    columns = []
     for i, (z, ids) in enumerate(zip(forward.z, forward.ids, strict=True)):
         identity = torch.eye(len(forward.rows[i].ids) - 1, dtype=torch.float64)
         with torch.enable_grad():
@@ -64,73 +64,85 @@ def columns(forward: Forward, at: Tensor) -> Tensor:
         (dz,) = torch.autograd.grad(
             lp, forward.leaves[i], identity, is_grads_batched=True
         )
-        out += [g[:, at] for g in forward.model.of_row(i).pull_each(z, dz, ids)]
-    return torch.cat(out).T
+        columns += [
+            g[:, entries] for g in forward.model.of_row(i).pull_each(z, dz, ids)
+        ]
+    return torch.cat(columns).T
 
 
-def solved(A: Tensor, y: Tensor) -> tuple[Tensor, Tensor, float]:
-    """x of A x = y, how far each x_t is determined (its error over the residual's), and
-    |A x - y| / |y|.
+def solve_least_squares(A: Tensor, y: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Solve A x = y by least squares.
 
     Args:
         A: [entries, tokens].
         y: [entries].
+
+    Returns:
+        x, [tokens]; the error of each x_t, infinite where A does not determine it; and
+        the residual |A x - y| / |y|.
     """
-    size = A.norm(dim=0)
-    live = size > 1e-12 * size.max().clamp(min=1e-300)
-    Q, R = torch.linalg.qr(A[:, live] / size[live])  # R is small, and its SVD cheap
+    norms = A.norm(dim=0)
+    has_gradient = norms > 1e-12 * norms.max().clamp(min=1e-300)
+    # R is small, and its SVD cheap
+    Q, R = torch.linalg.qr(A[:, has_gradient] / norms[has_gradient])
     U, S, Vh = torch.linalg.svd(R, full_matrices=False)
-    keep = S > SMALL * S[0]
-    inverse = (Vh[keep].T / S[keep]) @ U[:, keep].T
+    is_kept = S > SINGULAR_TOLERANCE * S[0]
+    inverse = (Vh[is_kept].T / S[is_kept]) @ U[:, is_kept].T
     x = torch.zeros(A.shape[1], dtype=A.dtype)
     error = torch.full_like(x, torch.inf)
-    x[live] = inverse @ (Q.T @ y) / size[live]
-    error[live] = inverse.norm(dim=1) / size[live]
-    lost = 1 - (Vh[keep] ** 2).sum(0)  # a part in the null space is not determined
-    error[live] = torch.where(lost > 1e-8, torch.inf, error[live])
-    rest = (A @ x - y).norm() / y.norm().clamp(min=1e-300)
-    return x, error * rest * y.norm(), float(rest)
+    x[has_gradient] = inverse @ (Q.T @ y) / norms[has_gradient]
+    error[has_gradient] = inverse.norm(dim=1) / norms[has_gradient]
+    # A does not determine an x_t that has a part in its null space
+    null_space_share = 1 - (Vh[is_kept] ** 2).sum(0)
+    is_undetermined = null_space_share > 1e-8
+    error[has_gradient] = torch.where(is_undetermined, torch.inf, error[has_gradient])
+    residual = (A @ x - y).norm() / y.norm().clamp(min=1e-300)
+    return x, error * residual * y.norm(), float(residual)
 
 
-def read(forward: Forward, g: Tensor, extra: Sequence[Tensor] = ()) -> TokenWeights:
-    """The weights that make g of this forward pass. extra: more gradients that may be
-    part of it.
+def read_weights(
+    forward: Forward, gradient: Tensor, extra: Sequence[Tensor] = ()
+) -> TokenWeights:
+    """Read the token weights that give a gradient with this forward pass.
 
     Args:
         forward: the rows' forward pass.
-        g: the gradient, [P].
+        gradient: the gradient, [P].
+        extra: further gradients, [P] each, of which multiples may be part of it.
     """
-    coordinates = torch.randperm(len(g), generator=torch.Generator().manual_seed(0))[
-        :COORDINATES
-    ]
+    generator = torch.Generator().manual_seed(0)
+    coordinates = torch.randperm(len(gradient), generator=generator)[:COORDINATES]
     A = torch.cat(
-        [columns(forward, coordinates), *(e[coordinates, None] for e in extra)], 1
+        [
+            log_prob_gradients(forward, coordinates),
+            *(column[coordinates, None] for column in extra),
+        ],
+        1,
     )
     tokens = A.shape[1] - len(extra)
-    x, error, residual = solved(A, -g[coordinates])
-    x = torch.where(
-        error > 1e-3 * x[:tokens].abs().max().clamp(min=1e-300), torch.nan, x
-    )
-    weights = x[:tokens].split([len(r.ids) - 1 for r in forward.rows])
-    return TokenWeights([*weights], residual, x[tokens:])
+    solution, error, residual = solve_least_squares(A, -gradient[coordinates])
+    largest = solution[:tokens].abs().max().clamp(min=1e-300)
+    solution = torch.where(error > 1e-3 * largest, torch.nan, solution)
+    weights = solution[:tokens].split([len(r.ids) - 1 for r in forward.rows])
+    return TokenWeights([*weights], residual, solution[tokens:])
 
 
-def head_residual(forward: Forward, g: Tensor) -> float:
-    """At least so much of the head's part of a gradient is left by any weights of the
-    tokens, relative to that part; infinity where the model has no head of its own.
+def head_residual(forward: Forward, gradient: Tensor) -> float:
+    """Return the part of the head's gradient that the best token weights leave, relative
+    to that gradient; infinity where this cannot be measured, as without a head.
 
     Args:
         forward: the rows' forward pass.
-        g: the gradient, [P].
+        gradient: the gradient, [P].
     """
     model = forward.model
     if not isinstance(model, TorchModel) or not model.head:
         return math.inf
-    parts = model.split(g)
+    parts = model.split(gradient)
     found = torch.cat([parts[n] for n in model.head_names])
     coordinates = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))
     coordinates = coordinates[:HEAD_COORDINATES]
-    out = []
+    columns = []
     try:
         for i, z in enumerate(forward.z):
             identity = torch.eye(len(forward.rows[i].ids) - 1, dtype=torch.float64)
@@ -138,37 +150,37 @@ def head_residual(forward: Forward, g: Tensor) -> float:
                 lp = forward.scored(i, 1)
             leaf = forward.leaves[i]
             (dz,) = torch.autograd.grad(lp, leaf, identity, is_grads_batched=True)
-            out.append(model.pull_head_each(z, dz)[:, coordinates])
+            columns.append(model.pull_head_each(z, dz)[:, coordinates])
     except (RuntimeError, NotImplementedError, InputError):
         return math.inf
-    A = torch.cat(out).T
+    A = torch.cat(columns).T
     if A.shape[0] < 4 * A.shape[1] or not found[coordinates].any() or not A.any():
         return math.inf
-    return solved(A, -found[coordinates])[2]
+    return solve_least_squares(A, -found[coordinates])[2]
 
 
-def gradient(forward: Forward, weights: Sequence[Tensor]) -> Tensor:
-    """-Σ_t w_t ∇_θ log π(o_t) over every token but the first of each row; nan counts as
-    0.
+def gradient_of_weights(forward: Forward, weights: Sequence[Tensor]) -> Tensor:
+    """Return -Σ_t w_t ∇_θ log π(o_t) over every token but the first of each row.
 
     Args:
         forward: the rows' forward pass.
-        weights: of each row, [S - 1].
+        weights: of each row, [S - 1]; nan counts as 0.
 
     Returns:
         [P].
     """
     with torch.enable_grad():
-        loss = sum(
-            (w.nan_to_num(0) @ forward.scored(i, 1) for i, w in enumerate(weights)),
-            torch.zeros(()),
-        )
+        loss = torch.zeros(())
+        for i, row_weights in enumerate(weights):
+            loss = loss + row_weights.nan_to_num(0) @ forward.scored(i, 1)
     return forward.by_row(-loss).sum(0)
 
 
 def constant_between(found: Tensor, expected: Tensor) -> float:
-    """The factor that brings half of the weights found, or more, to those expected,
-    where one does: the median of their ratios; 1 where no token has both.
+    """Return the median of expected over found weights; 1 where no token has both.
+
+    If one factor brings half of the weights or more to the expected ones, it is that
+    factor.
 
     Args:
         found: weights, nan where they are not known, [B, T].
@@ -176,33 +188,35 @@ def constant_between(found: Tensor, expected: Tensor) -> float:
     """
     found = found.nan_to_num(0).abs()
     expected = expected.abs()
-    in_both = (found > NEAR * found.max()) & (expected > NEAR * expected.max())
+    in_both = (found > WEIGHT_TOLERANCE * found.max()) & (
+        expected > WEIGHT_TOLERANCE * expected.max()
+    )
     return float((expected / found)[in_both].median()) if in_both.any() else 1.0
 
 
 # ---- what weights show ---------------------------------------------------------------
 @dataclass(frozen=True)
 class Tokens:
-    """Weights that were found on the response tokens, and what each hypothesis starts
-    from. Tensors are [B, T], but for `prompts` and `whole`.
+    """Weights that were found on the response tokens, and the numbers that a fault
+    changes. Tensors are [B, T], but for `prompts` and `row_factors`.
     """
 
     goal: Goal
     rows: Sequence[Row]
-    b: Padded
+    padded: Padded
     lp: Tensor
     found: Tensor  # nan where it is not determined
     prompts: list[Tensor]
     expected: Tensor
-    plain: Tensor  # lp at temperature 1
+    lp_at_temperature_1: Tensor
     largest: float  # of all weights that were read, prompts included
-    tol: float = NEAR
+    tol: float = WEIGHT_TOLERANCE
     # factor of each response, where the gradient is one of each; sharper than `found`
-    whole: Tensor | None = None
+    row_factors: Tensor | None = None
 
     @property
     def here(self) -> Tensor:
-        return self.b.here
+        return self.padded.here
 
     def no_weight(self, found: Tensor) -> Tensor:
         """Which of the weights that were read are 0, for the precision at which the
@@ -235,8 +249,8 @@ class Tokens:
         Args:
             x, y: weights of the same tokens; nan is the same as anything.
         """
-        size = max(self.largest, float(self.expected.abs().max()))
-        return x.isnan() | y.isnan() | ((x - y).abs() <= self.tol * size)
+        largest = max(self.largest, float(self.expected.abs().max()))
+        return x.isnan() | y.isnan() | ((x - y).abs() <= self.tol * largest)
 
     def same(self, x: Tensor, y: Tensor) -> bool:
         """Whether all of these weights are the same.
@@ -254,96 +268,109 @@ class Tokens:
         Returns:
             The batch, with its groups where the goal counts by group.
         """
-        b = self.b
-        group = self.b.group if self.goal.grouped else None
-        old = self.lp if b.old is None else b.old
+        padded = self.padded
+        group = self.padded.group if self.goal.grouped else None
+        old = self.lp if padded.old is None else padded.old
         return Rollouts.unchecked(
             logp=self.lp,
             logp_old=old,
-            adv=b.adv,
-            mask=b.mask,
+            adv=padded.adv,
+            mask=padded.mask,
             group=group,
-            logp_ref=b.ref,
-            logp_sampler=b.sampler,
+            logp_ref=padded.ref,
+            logp_sampler=padded.sampler,
         )
 
 
-def _top(x: Tensor) -> str:
+def _largest_words(x: Tensor) -> str:
     """The largest absolute value, in words; NaN counts as 0."""
     return f"up to {float(x.nan_to_num(0).abs().max()):.3g}"
 
 
-def observed(w: Tokens) -> list[tuple[Cause, str, str]]:
-    """(what, expected, found) of everything that can be read without a hypothesis.
+def observe_weights(tokens: Tokens) -> list[tuple[Cause, str, str]]:
+    """List what the weights show by themselves, whatever the fault is.
 
     Args:
-        w: the weights that were read.
+        tokens: the weights that were read.
+
+    Returns:
+        What differs, what was expected, and what was found, in words.
     """
-    out = []
-    trained = [~w.no_weight(p) for p in w.prompts]
-    if n := int(sum(t.sum() for t in trained)):
-        what = measured.OBSERVED_PROMPTS_TRAIN.cause(tokens=n)
-        out.append((what, "weight 0", _top(torch.cat(w.prompts))))
-    masked = w.here & ~w.b.mask
-    if n := int((masked & ~w.no_weight(w.found)).sum()):
-        out.append(
+    observations = []
+    trained = [~tokens.no_weight(prompt) for prompt in tokens.prompts]
+    if count := int(sum(trains.sum() for trains in trained)):
+        what = measured.OBSERVED_PROMPTS_TRAIN.cause(tokens=count)
+        largest = _largest_words(torch.cat(tokens.prompts))
+        observations.append((what, "weight 0", largest))
+    masked = tokens.here & ~tokens.padded.mask
+    if count := int((masked & ~tokens.no_weight(tokens.found)).sum()):
+        observations.append(
             (
                 measured.OBSERVED_MASKED_TOKENS_TRAIN.cause(
-                    tokens=n, masked=int(masked.sum())
+                    tokens=count, masked=int(masked.sum())
                 ),
                 "weight 0",
-                _top(w.found[masked]),
+                _largest_words(tokens.found[masked]),
             )
         )
-    live = w.b.mask & ~w.stopped & ~w.found.isnan()
-    lost = live & w.no_weight(w.found) & (w.found.abs() <= OTHER * w.foretold.abs())
-    if lost.any():
+    should_train = tokens.padded.mask & ~tokens.stopped & ~tokens.found.isnan()
+    far_below = tokens.found.abs() <= LOST_SHARE * tokens.foretold.abs()
+    is_lost = should_train & tokens.no_weight(tokens.found) & far_below
+    if is_lost.any():
 
-        def gone(i: int) -> bool:
-            """Whether no weight of the response is left, where that was measured."""
-            if w.whole is None:
+        def is_response_lost(i: int) -> bool:
+            """Whether the whole response is lost. Its factor tells it more sharply than
+            its tokens, where that was measured.
+            """
+            if not should_train[i].any() or not is_lost[i][should_train[i]].all():
+                return False
+            if tokens.row_factors is None:
                 return True
-            return bool(abs(w.whole[i]) <= 1e-7 * w.whole.abs().max())
+            least = 1e-7 * tokens.row_factors.abs().max()
+            return bool(abs(tokens.row_factors[i]) <= least)
 
-        lost_rows = [
-            i
-            for i in range(len(w.rows))
-            if live[i].any() and bool((lost | ~live)[i].all()) and gone(i)
-        ]
+        lost_rows = [i for i in range(len(tokens.rows)) if is_response_lost(i)]
         if lost_rows:
-            what = measured.OBSERVED_RESPONSES_LEFT_OUT.cause(**_named(lost_rows))
-            out.append((what, "weights other than 0", "weight 0"))
-        lost_tokens = int(lost.sum()) - int(lost[lost_rows].sum())
+            what = measured.OBSERVED_RESPONSES_LEFT_OUT.cause(
+                **_subject_and_verb(lost_rows)
+            )
+            observations.append((what, "weights other than 0", "weight 0"))
+        lost_tokens = int(is_lost.sum()) - int(is_lost[lost_rows].sum())
         if lost_tokens:
-            out.append(
+            observations.append(
                 (
                     measured.OBSERVED_TOKENS_LEFT_OUT.cause(tokens=lost_tokens),
-                    _top(w.expected[lost]),
+                    _largest_words(tokens.expected[is_lost]),
                     "weight 0",
                 )
             )
-    idle = w.b.mask & w.stopped & (w.foretold.abs() <= OTHER * w.found.abs())
-    if n := int((idle & ~w.no_weight(w.found)).sum()):
-        out.append(
+    should_stop = tokens.padded.mask & tokens.stopped
+    far_above = tokens.foretold.abs() <= LOST_SHARE * tokens.found.abs()
+    trains_though_stopped = should_stop & far_above
+    if count := int((trains_though_stopped & ~tokens.no_weight(tokens.found)).sum()):
+        observations.append(
             (
-                measured.OBSERVED_STOPPED_TOKENS_TRAIN.cause(tokens=n),
+                measured.OBSERVED_STOPPED_TOKENS_TRAIN.cause(tokens=count),
                 "weight 0",
-                _top(w.found[idle]),
+                _largest_words(tokens.found[trains_though_stopped]),
             )
         )
-    if (k := factors(w, w.expected)) is not None and not w.same(
-        w.found.where(w.b.mask, torch.nan), w.expected
-    ):
-        shown = ["-" if v.isnan() else f"{v if abs(v) > w.tol else 0:.4g}" for v in k]
+    row_factors = factors_of_rows(tokens, tokens.expected)
+    found_in_mask = tokens.found.where(tokens.padded.mask, torch.nan)
+    if row_factors is not None and not tokens.same(found_in_mask, tokens.expected):
+        shown = []
+        for factor in row_factors.tolist():
+            rounded = factor if abs(factor) > tokens.tol else 0
+            shown.append("-" if math.isnan(factor) else f"{rounded:.4g}")
         if len(set(shown) - {"-", "0"}) > 1:
-            out.append(
+            observations.append(
                 (
                     measured.OBSERVED_FACTORS_OF_RESPONSES.cause(),
                     "1 for every response",
                     " ".join(shown),
                 )
             )
-    return out
+    return observations
 
 
 def is_named(fault: Fault[Any], cause: Cause) -> bool:
@@ -361,47 +388,47 @@ def is_named(fault: Fault[Any], cause: Cause) -> bool:
     return not cause or not fault.id or fault.id in cause.ids
 
 
-def left_out(rows: Sequence[int]) -> Cause:
+def left_out_cause(rows: Sequence[int]) -> Cause:
     """The cause that these responses do not train.
 
     Args:
         rows: numbers of responses.
     """
-    return measured.RESPONSES_LEFT_OUT.cause(**_named(rows))
+    return measured.RESPONSES_LEFT_OUT.cause(**_subject_and_verb(rows))
 
 
-def _named(rows: Sequence[int]) -> dict[str, str]:
-    """The subject and the verb of a sentence on what these responses do not."""
+def _subject_and_verb(rows: Sequence[int]) -> dict[str, str]:
+    """The subject and the verb of the sentence that these responses do not train."""
     if len(rows) == 1:
         return {"responses": f"response {rows[0]}", "do": "does"}
     return {"responses": f"responses {', '.join(map(str, rows))}", "do": "do"}
 
 
-def factors(w: Tokens, unit: Tensor) -> Tensor | None:
-    """k_i of found = k_i unit on each row, nan where the row does not tell; None where
-    there is no such k.
+def factors_of_rows(tokens: Tokens, weights: Tensor) -> Tensor | None:
+    """Return the factor of each response by which weights become those that were found.
 
     Args:
-        w: the weights that were read.
-        unit: weights before aggregation, [B, T].
+        tokens: the weights that were read.
+        weights: weights before aggregation, [B, T].
 
     Returns:
-        [B].
+        [B], nan where all weights of a response are 0; None where a response has no
+        such factor.
     """
-    out = torch.full((len(w.rows),), torch.nan, dtype=torch.float64)
-    for i in range(len(w.rows)):
-        x = w.found[i]
-        y = unit[i]
-        use = w.here[i] & ~x.isnan() & ~y.isnan()
-        x = x[use]
-        y = y[use]
-        if not y.any():
-            if not w.no_weight(x).all():
+    factors = torch.full((len(tokens.rows),), torch.nan, dtype=torch.float64)
+    for i in range(len(tokens.rows)):
+        found = tokens.found[i]
+        expected = weights[i]
+        is_known = tokens.here[i] & ~found.isnan() & ~expected.isnan()
+        found = found[is_known]
+        expected = expected[is_known]
+        if not expected.any():
+            if not tokens.no_weight(found).all():
                 return None
             continue
-        k = (x @ y) / (y @ y)
-        size = max(w.largest, float((k * y).abs().max()))
-        if not ((x - k * y).abs() <= w.tol * size).all():
+        factor = (found @ expected) / (expected @ expected)
+        size = max(tokens.largest, float((factor * expected).abs().max()))
+        if not ((found - factor * expected).abs() <= tokens.tol * size).all():
             return None
-        out[i] = k
-    return out
+        factors[i] = factor
+    return factors

@@ -21,11 +21,11 @@ from torch import distributed as dist
 
 from upref.errors import InputError
 from upref.registry import Objective
-from upref.step.case import built, meant
+from upref.step.case import build_case, make_goal
 from upref.step.check import StepReport, check_recorded
 from upref.step.record import Recorded
 from upref.step.reference import TorchModel
-from upref.step.rows import AXES, Row
+from upref.step.rows import CASE_AXES, Row
 from upref.user_code.guard import one_line
 from upref.verify.group import on_loopback
 
@@ -239,8 +239,8 @@ def report(
     Raises:
         InputError: a setting is wrong, or the step cannot be compared.
     """
-    meaning = meant(objective, hp, temperature, **goal)
-    rows = built(
+    meaning = make_goal(objective, hp, temperature, **goal)
+    rows = build_case(
         TorchModel(model),
         meaning,
         None,
@@ -257,7 +257,7 @@ def report(
             [step_rows],
             objective,
             temperature=temperature,
-            without=AXES,
+            without=CASE_AXES,
             bound=torch.bfloat16 if half else None,
             **goal,
             **hp,

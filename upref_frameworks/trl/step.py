@@ -22,7 +22,7 @@ from upref.step.check import StepReport, check_recorded
 from upref.step.families import END, V
 from upref.step.forward import Forward
 from upref.step.record import Recorded, record_step
-from upref.step.rows import AXES, Row, made
+from upref.step.rows import CASE_AXES, Row, make_rows
 from upref.verify.report import fail
 from upref_frameworks.steps.host import mute_trainer
 
@@ -137,7 +137,7 @@ def batch(
     Returns:
         The rows, in groups of GENERATIONS.
     """
-    rows = made(V, seed, () if holes else ("holes",), END)
+    rows = make_rows(V, seed, () if holes else ("holes",), END)
     for i, r in enumerate(rows):
         r.response[-1] = 3 + i if truncated and i % 4 == 0 else END
         r.group = i // GENERATIONS
@@ -283,7 +283,7 @@ def report(
             [step_rows],
             objective,
             temperature=settings["temperature"],
-            without=AXES,
+            without=CASE_AXES,
             bound=bound,
             **terms,
             **hp,

@@ -20,7 +20,7 @@ from verl.workers.engine.base import BaseEngine
 
 from upref.step import Recorded, Row, Step, StepReport, TorchModel, check_recorded
 from upref.step.record import watched
-from upref.step.rows import AXES
+from upref.step.rows import CASE_AXES
 
 STEPS = 8
 _taken = 0
@@ -93,7 +93,7 @@ def compared(
             rows.append([Row(**row) for rank in ranks for row in rank["rows"]])
     seen = Recorded(TorchModel(model), steps)
     report = check_recorded(
-        seen, rows, objective, temperature=1.0, without=AXES, bound=half, clip=clip
+        seen, rows, objective, temperature=1.0, without=CASE_AXES, bound=half, clip=clip
     )
     return report, len(steps)
 
