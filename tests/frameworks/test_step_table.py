@@ -245,4 +245,19 @@ def test_a_verdict_names_the_step_that_was_compared():
         verdict = trl.report(
             loops.qwen3(), {}, trl.batch(), "dapo", {}, {}, step=number
         )
-        assert verdict and verdict.loss == f"step {number}"
+        assert verdict.loss == f"step {number}"
+
+
+@pytest.mark.trl
+def test_a_bound_that_differs_is_named_with_all_values_that_rows_leave_open():
+    """TRL's own upper bound is 0.2. The ratios of these tokens leave open whether it is
+    0.1 or 0.2.
+    """
+    pytest.importorskip("trl")
+    from tests.step import loops
+    from upref_frameworks.trl import step as trl
+
+    verdict = trl.report(loops.qwen3(), {}, trl.batch(), "dapo", {}, {}, step=1)
+    assert not verdict
+    cause = verdict.failures[0].cause
+    assert cause == "eps_high is between 0.0784 and 0.256 (such as 0.1, 0.2), not 0.28"

@@ -584,7 +584,7 @@ def of(J, side="right"):
 
 bug("the ratio is clipped without the minimum", "the minimum is missing", qwen)(
     of(lambda lp, old, A, *_: (lp - old).exp().clamp(0.8, 1.28) * A, "left"))  # fmt: skip
-bug("the upper clip is 1.2", "eps_high is 0.2", Own)(
+bug("the upper clip is 1.2", "eps_high is between", Own)(
     of(lambda lp, old, A, *_: surrogate(lp, old, A, 0.8, 1.2))
 )
 bug("there is no clip", "no bound has an effect on the gradient", gpt2)(

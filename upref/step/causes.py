@@ -8,7 +8,7 @@ that were found.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -55,6 +55,11 @@ ROUNDED_IDS = {
 USUAL_BOUNDS = (0.1, 0.2, 0.28, 0.3, 0.4, 3.0, 10.0)  # of a clip, as people set them
 # the same of a sampler's correction
 USUAL_CORRECTION_BOUNDS = (0.1, 0.2, 0.5, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 8.0, 10.0)
+USUAL_VALUES: dict[str, tuple[float, ...]] = {
+    **dict.fromkeys(("eps", "eps_low", "eps_high", "c"), USUAL_BOUNDS),
+    **dict.fromkeys(("is_min", "is_max"), USUAL_CORRECTION_BOUNDS),
+}
+FARTHEST = 100.0  # a bound is searched for from 1/100 to 100 times its usual value
 
 
 # A fault of these kinds moves which tokens have a gradient. Beside it, a response
@@ -131,10 +136,78 @@ def find_fault(tokens: Tokens, only: Cause = NO_CAUSE) -> tuple[Cause, Tensor] |
         left_out = left_out_cause(without_weight) if without_weight else NO_CAUSE
         has_weight = torch.ones(len(row_factors), dtype=torch.bool)
         has_weight[without_weight] = False
-        if cause := join_causes(fault_tried.cause, left_out, aggregation):
+        fault_cause = _cause_with_range(tokens, fault_tried, hp, weights)
+        if cause := join_causes(fault_cause, left_out, aggregation):
             multiples = torch.where(has_weight, aggregation_factors, 0)
             return cause, weights * multiples[:, None]
     return None
+
+
+def _cause_with_range(
+    tokens: Tokens, known_fault: LossFault, hp: dict[str, Any], weights: Tensor
+) -> Cause:
+    """Return the cause of a fault that fits. If the fault is another value of one
+    bound, the cause names the range of values that fit.
+
+    One value would be a guess where no token has a ratio between it and the trainer's.
+
+    Args:
+        tokens: the tokens of the step.
+        known_fault: it gives the weights of the step.
+        hp: the objective's numbers.
+        weights: the weights that the fault gives, [B, T].
+    """
+    if len(known_fault.change.hp) != 1:
+        return known_fault.cause
+    ((key, value),) = known_fault.change.hp.items()
+    if key not in USUAL_VALUES or value is None:
+        return known_fault.cause
+    allowed = tokens.tol * weights.abs().max()
+
+    def fits(other: float) -> bool:
+        """Return whether this value of the bound gives the same weights."""
+        change = replace(known_fault.change, hp={key: other})
+        other_fault = replace(known_fault, change=change)
+        other_weights, _ = _weights_of_fault(tokens, other_fault, hp)
+        return bool((other_weights - weights).abs().max() <= allowed)
+
+    low = _farthest_that_fits(fits, value, value / FARTHEST)
+    high = _farthest_that_fits(fits, value, value * FARTHEST)
+    if low > value * 0.99 and high < value * 1.01:
+        return known_fault.cause
+    if high >= value * FARTHEST:
+        range_words = f"{low:.3g} or more"
+    elif low <= value / FARTHEST:
+        range_words = f"{high:.3g} or less"
+    else:
+        range_words = f"between {low:.3g} and {high:.3g}"
+    usual = ", ".join(f"{v:g}" for v in USUAL_VALUES[key] if low <= v <= high)
+    right_value = "absent" if hp[key] is None else f"{hp[key]:g}"
+    words = f"{key} is {range_words} (such as {usual}), not {right_value}"
+    return replace(known_fault.cause, words=words)
+
+
+def _farthest_that_fits(
+    fits: Callable[[float], bool], value: float, farthest: float
+) -> float:
+    """Return the value nearest to `farthest` that fits, to 0.1 %.
+
+    Args:
+        fits: true of `value`, and of every value between two that fit.
+        value: where the search begins, > 0.
+        farthest: where it ends, > 0.
+    """
+    if fits(farthest):
+        return farthest
+    fitting = value
+    unfit = farthest
+    while abs(unfit / fitting - 1) > 1e-3:
+        middle = math.sqrt(fitting * unfit)
+        if fits(middle):
+            fitting = middle
+        else:
+            unfit = middle
+    return fitting
 
 
 def _largest_odd_factor(known_fault: LossFault) -> float:
@@ -449,12 +522,8 @@ def _hyperparameter_faults(
     objective: Objective, hp: dict[str, Any]
 ) -> Iterator[LossFault]:
     """Yield the objective with other clip bounds."""
-    bounds: dict[str, tuple[float, ...]] = {
-        **dict.fromkeys(("eps", "eps_low", "eps_high", "c"), USUAL_BOUNDS),
-        **dict.fromkeys(("is_min", "is_max"), USUAL_CORRECTION_BOUNDS),
-    }
-    for key in sorted(bounds.keys() & hp.keys()):
-        for value in bounds[key]:
+    for key in sorted(USUAL_VALUES.keys() & hp.keys()):
+        for value in USUAL_VALUES[key]:
             if value == hp[key] or not _is_accepted(objective, key, value):
                 continue
             right_value = "absent" if hp[key] is None else f"{hp[key]:g}"
