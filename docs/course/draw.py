@@ -571,9 +571,9 @@ def l09_kl():
     title(left, "one token's estimate")
     goals = verify_kl.divergences()
     bars = (
-        ("k1, as a loss: 0", colours["k1"], verify_kl.expected(kl.k1)[1]),
-        ("k2", colours["k2"], verify_kl.expected(kl.k2)[1]),
-        ("k3", colours["k3"], verify_kl.expected(kl.k3)[1]),
+        ("k1, as a loss: 0", colours["k1"], verify_kl.expectation(kl.k1)[1]),
+        ("k2", colours["k2"], verify_kl.expectation(kl.k2)[1]),
+        ("k3", colours["k3"], verify_kl.expectation(kl.k3)[1]),
     )
     x = np.arange(5)
     for i, (text, c, g) in enumerate(bars):

@@ -8,7 +8,7 @@ import torch
 
 import upref
 from upref.errors import InputError
-from upref.verify.explain import LEFT, RETURNED, TWICE
+from upref.verify.explain import GRADIENT_LEFT, GRADIENT_RETURNED, GRADIENT_TWICE
 from upref.verify.oracles.side_effects import OWN
 
 
@@ -133,13 +133,13 @@ def other_returned(log_prob, old_log_prob, advantages, mask):
 
 
 DOUBLED = [
-    (left(lambda x: [x]), TWICE),
-    (left(list), TWICE),  # each row goes back by itself
-    (recomputed, TWICE),
-    (left(lambda x: [0.5 * x]), LEFT),  # a copy that is scaled
-    (left(lambda x: [x[: len(x) // 2]]), LEFT),  # half of the rows
-    (left(lambda x: [x[:, ::2]]), LEFT),  # every other token
-    (other_returned, RETURNED),
+    (left(lambda x: [x]), GRADIENT_TWICE),
+    (left(list), GRADIENT_TWICE),  # each row goes back by itself
+    (recomputed, GRADIENT_TWICE),
+    (left(lambda x: [0.5 * x]), GRADIENT_LEFT),  # a copy that is scaled
+    (left(lambda x: [x[: len(x) // 2]]), GRADIENT_LEFT),  # half of the rows
+    (left(lambda x: [x[:, ::2]]), GRADIENT_LEFT),  # every other token
+    (other_returned, GRADIENT_RETURNED),
 ]
 
 
@@ -219,7 +219,7 @@ def test_a_gradient_that_is_left_with_its_graph():
         return loss
 
     report = upref.check(loss, "grpo", eps=0.2)
-    assert not report and TWICE in {f.cause for f in report.failures}, report
+    assert not report and GRADIENT_TWICE in {f.cause for f in report.failures}, report
 
 
 def test_but_not_one_that_leaves_the_sum_to_its_caller():

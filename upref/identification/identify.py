@@ -52,7 +52,7 @@ from upref.verify.measure import (
 from upref.verify.oracles.numerics import clamps
 from upref.verify.oracles.side_effects import in_training, mutation
 from upref.verify.oracles.unusual import stress_findings
-from upref.verify.oracles.weights import BESIDE
+from upref.verify.oracles.weights import BESIDE_BOUND
 from upref.verify.probe import SIGNS, BlackBox, measure, termed
 from upref.verify.render import describe_pair
 from upref.verify.report import UNKNOWN, Finding
@@ -183,9 +183,9 @@ def _fitting_or_looser(
         loose = box.loosened(LOOSE)
         refitted = _refit_loosely(loose, tried)
         return (loose, refitted) if refitted else (box, [])
-    if matches and box.agg and not matches[0].own and box.resolution < BESIDE:
+    if matches and box.agg and not matches[0].own and box.resolution < BESIDE_BOUND:
         # one of two bounds in float32: they differ by its rounding
-        loose = box.loosened(BESIDE)
+        loose = box.loosened(BESIDE_BOUND)
         refitted = _refit_loosely(loose, tried)
         if refitted and refitted[0].own:
             return loose, refitted
@@ -958,7 +958,7 @@ def _contract(box: BlackBox) -> list[str]:
         out.append(
             "its bounds are the objective's to 0.1 %, not exactly: compared no nearer to them"
         )
-    if BESIDE <= box.resolution < LOOSE and not box.case.single:
+    if BESIDE_BOUND <= box.resolution < LOOSE and not box.case.single:
         out.append("a bound is rounded to float32: compared no nearer to it")
     if box.case.single:
         out.append(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a wrong loss is: the record, put into the reference, that reproduces its
-weights; searched, never guessed.
+"""Find why a loss is wrong: search for the known fault that, put into the reference,
+reproduces the loss's weights.
 """
 
 import contextlib
@@ -48,9 +48,10 @@ from upref.weights.batches import (
     relative_error,
 )
 
-TERMS = 3  # KL terms that are tried with a fault of the rest
-FEW = 24  # responses: most faults fail on a few already
-NOTHING = fault(
+MOST_KL_TERMS = 3  # that are tried beside a fault of the rest
+FEW = 24  # responses of the batch that each fault is compared on first
+LEAST_ANSWERS = 3  # other batches on which a cause must hold
+NO_GRADIENT = fault(
     "no gradient reaches log_prob: it is detached, or rounded away",
     "stop-gradient",
     id="no-gradient",
@@ -59,7 +60,7 @@ NOTHING = fault(
 
 
 def _has_gradient(case: LossCase) -> bool:
-    """Whether any call of the loss so far had a gradient."""
+    """Return whether any call of the loss so far had a gradient."""
     for question in case.loss.log:
         if question is not None and question.method == "measured":
             _, gradient = question.answer
@@ -71,18 +72,19 @@ def _has_gradient(case: LossCase) -> bool:
 def explain(
     case: LossCase, batch: Rollouts, found: Tensor, ignore: Tensor, bounds: list[float]
 ) -> LossFault | None:
-    """The first fault that, put into the reference, has the found weights on every
-    token of the batch, and of others.
+    """Return the first known fault that reproduces the weights found, on every token of
+    the batch and on other batches.
 
-    Tried in this order: other hyperparameters, the catalogue, the plug-in, other
-    objectives; then two together, one of the KL term and one of the rest; then any
-    objective at hyperparameters recovered from the loss. ignore: tokens at a bound.
+    The order is: no gradient at all; other hyperparameters and KL terms; the catalogue
+    of losses; faults of the batch's reading, of corrections and of denominators; other
+    objectives. Then two faults together, one of the KL term and one of the rest. Last,
+    any objective, at hyperparameters that are recovered from the loss.
 
     Args:
         case: the loss and its objective.
         batch: a batch on which weights differ.
         found: the loss's weights on it, [B, T].
-        ignore: tokens at a bound, which rounding decides, [B, T].
+        ignore: tokens at a bound, where rounding decides, [B, T].
         bounds: ratios at which the loss was seen to change.
 
     Returns:
@@ -90,12 +92,11 @@ def explain(
     """
     use = batch.mask & ~ignore
     confirmation = _measure_confirmation(case)
-    nothing = not _has_gradient(case)
-    every = chain(
-        [NOTHING] if nothing else [],
+    single_faults = chain(
+        [] if _has_gradient(case) else [NO_GRADIENT],
         two_gradients(case, batch),
         by_fixed_length(case),
-        _retuned(case, bounds),
+        _other_hyperparameters(case, bounds),
         _other_kl(case, batch, found, use),
         _kl_aggregated(case),
         known("losses", case.objective, case.hp, bounds),
@@ -106,71 +107,83 @@ def explain(
         retuned(case),
         divided(case),
         ratio_power_faults(case.objective, case.hp, case.scale),
-        _others(case),
+        _other_objectives(case),
         corrected(case),
     )
 
-    def holds(one: LossFault) -> bool:
-        """Whether it agrees on other batches; of a length, on long responses too."""
+    def holds_elsewhere(one: LossFault) -> bool:
+        """Return whether the fault fits other batches too; a fault of lengths must also
+        fit long responses.
+        """
         if not confirmation.fits(one, case):
             return False
-        long = [case.stress_batch("lengths")] if one.id in OF_LENGTHS else []
-        return _measure_on(case, long).fits(one, case)
+        long_batches = [case.stress_batch("lengths")] if one.id in OF_LENGTHS else []
+        return _measure_on(case, long_batches).fits(one, case)
 
     def first(faults: Iterable[LossFault]) -> LossFault | None:
-        """The first of them that agrees, here and on other batches."""
-        return reproduces(filter(holds, faults), case, batch, found, use)
+        """Return the first fault that fits this batch and others."""
+        return reproduces(filter(holds_elsewhere, faults), case, batch, found, use)
 
     return (
-        first(every)
-        or _two(case, batch, found, use, bounds, confirmation)
-        or first(_recovered(case))
+        first(single_faults)
+        or _two_faults(case, batch, found, use, bounds, confirmation)
+        or first(_other_objectives_as_recovered(case))
     )
 
 
-TWICE = "its gradient is there twice: its own .backward() leaves it, and the loss that it returns has it again"
-LEFT = "its own .backward() leaves a gradient that is added to that of the loss that it returns, which is right alone"
-RETURNED = "the loss that it returns adds its gradient to the one that its own .backward() leaves, which is right alone"
+GRADIENT_TWICE = "its gradient is there twice: its own .backward() leaves it, and the loss that it returns has it again"
+GRADIENT_LEFT = (
+    "its own .backward() leaves a gradient that is added to that of the loss that it "
+    "returns, which is right alone"
+)
+GRADIENT_RETURNED = (
+    "the loss that it returns adds its gradient to the one that its own .backward() "
+    "leaves, which is right alone"
+)
 
 
 def two_gradients(case: LossCase, batch: Rollouts) -> Iterator[LossFault]:
-    """A loss that calls .backward() and returns a loss with a gradient, where one of
-    the two is right alone.
+    """Yield the faults of a loss that calls .backward() itself and also returns a loss
+    with a gradient, where one of the two gradients alone is right.
 
     Args:
         case: the loss and its objective.
         batch: a batch.
     """
-    if case.loss.ask("measured", batch, 1, None, {})[0].own is None:
+
+    def own_gradient(batch: Rollouts) -> Tensor | None:
+        """Return the gradient that the loss's own .backward() leaves, or None."""
+        return case.loss.ask("measured", batch, 1, None, {})[0].own
+
+    def own_weights(batch: Rollouts) -> Tensor:
+        """Return the weights of that gradient; 0 where there is none."""
+        gradient = own_gradient(batch)
+        if gradient is None:
+            return torch.zeros_like(batch.logp)
+        return gradient / case.factors(batch)
+
+    if own_gradient(batch) is None:
         return
-
-    def left_weights(batch: Rollouts) -> Tensor:
-        left_gradient = case.loss.ask("measured", batch, 1, None, {})[0].own
-        return (
-            torch.zeros_like(batch.logp)
-            if left_gradient is None
-            else left_gradient / case.factors(batch)
-        )
-
-    weights = case.expected(batch)
-    id = "gradient-left-behind"
-    words = LEFT
-    if alike(left_weights(batch), weights):
+    expected = case.expected(batch)
+    if alike(own_weights(batch), expected):
         id = "gradient-twice"
-        words = TWICE
+        words = GRADIENT_TWICE
+    else:
+        id = "gradient-left-behind"
+        words = GRADIENT_LEFT
     yield fault(
         words,
         "batches",
         id=id,
-        weigh=lambda batch: case.expected(batch) + left_weights(batch),
+        weigh=lambda batch: case.expected(batch) + own_weights(batch),
         whole=True,
     )
     yield fault(
-        RETURNED,
+        GRADIENT_RETURNED,
         "batches",
         id="own-gradient-added",
         weigh=lambda batch: (
-            case.weights(batch) - left_weights(batch) + case.expected(batch)
+            case.weights(batch) - own_weights(batch) + case.expected(batch)
         ),
         whole=True,
     )
@@ -180,14 +193,16 @@ LEAST_LENGTH = 16  # tokens: a smaller divisor is no response's greatest length
 
 
 def by_fixed_length(case: LossCase) -> Iterator[LossFault]:
-    """A sum over each response that is divided by one whole number, as Dr. GRPO's code
-    divides by a length fixed beforehand.
+    """Yield the fault that a sum over each response is divided by one whole number, as
+    Dr. GRPO's code divides by a length that is fixed beforehand.
 
     Args:
         case: the loss and its objective.
     """
-    sums = case.agg == declared_aggregation(case.objective) == "seq-mean-token-sum"
-    if not sums or not case.fits or not 0 < case.scale < 1:
+    sums_tokens = (
+        case.agg == declared_aggregation(case.objective) == "seq-mean-token-sum"
+    )
+    if not sums_tokens or not case.fits or not 0 < case.scale < 1:
         return
     length = round(1 / case.scale)
     if length < LEAST_LENGTH or abs(case.scale * length - 1) > 10 * case.tol:
@@ -203,11 +218,12 @@ def by_fixed_length(case: LossCase) -> Iterator[LossFault]:
 
 @dataclass(frozen=True)
 class ConfirmationBatches:
-    """Other batches, of other widths and compositions: what is said of the loss must be
-    true there too.
+    """Other batches, of other widths and compositions: a fault must fit them too.
+
+    Attributes:
+        batches: each batch, the weights found on it, and the tokens that are compared.
     """
 
-    # with the weights found, and the tokens that are used
     batches: list[tuple[Rollouts, Tensor, Tensor]]
 
     def fits(self, fault: LossFault, case: LossCase) -> bool:
@@ -236,26 +252,25 @@ class ConfirmationBatches:
 
 
 def _measure_confirmation(case: LossCase, *more: Rollouts) -> ConfirmationBatches:
-    """All of `confirmation_batches`, with what is found there."""
+    """Measure the loss on `confirmation_batches`, and on these."""
     return _measure_on(case, [*confirmation_batches(case), *more])
 
 
 def _measure_on(case: LossCase, batches: list[Rollouts]) -> ConfirmationBatches:
-    """These batches, with what is found there."""
-    out = []
+    """Measure the loss on these batches, without those that it refuses."""
+    measured = []
     for batch in batches:
-        with contextlib.suppress(InputError):  # what it refuses is another finding
+        with contextlib.suppress(InputError):  # a refusal is another oracle's finding
             found = case.weights(batch)
-            out.append(
-                (batch, found, batch.mask & found.isfinite() & ~case.rounded(batch))
-            )
-    return ConfirmationBatches(out)
+            use = batch.mask & found.isfinite() & ~case.rounded(batch)
+            measured.append((batch, found, use))
+    return ConfirmationBatches(measured)
 
 
 def confirmation_batches(case: LossCase) -> list[Rollouts]:
-    """On policy, with small advantages and with A > 0 alone too, near every bound,
-    three random ones, and one of 64 responses; of an objective that corrects for its
-    sampler, one whose sampler is far away.
+    """Return the batches on which a cause is confirmed: on policy, with small advantages
+    and with A > 0 alone too; near every bound; three random ones; one of 64 responses;
+    and, for an objective that corrects for its sampler, one whose sampler is far away.
 
     Args:
         case: the loss and its objective.
@@ -264,31 +279,26 @@ def confirmation_batches(case: LossCase) -> list[Rollouts]:
         Batches.
     """
     on_policy = case.ready(on_policy_batch())
-    rng = np.random.default_rng
-    small = on_policy.but(adv=on_policy.adv / 1000)
-    grid = case.grid(seed=7, edges=OFF_EDGES, thin=3)
-    sizes = (
-        1 + torch.arange(len(on_policy.adv), dtype=on_policy.adv.dtype)[:, None] / 10
-    )
-    positive = on_policy.but(adv=on_policy.adv.abs() * sizes)
-    random = [case.ready(random_batch(rng(seed), case.one_adv)) for seed in (0, 3, 5)]
-    far_sampler = (
-        [case.stress_batch("sampler")] if case.objective.sampler is not None else []
-    )
-    return [
+    sizes = 1 + torch.arange(len(on_policy.adv), dtype=on_policy.adv.dtype) / 10
+    batches = [
         on_policy,
-        small,
-        positive,
-        grid,
-        *random,
-        case.ready(random_batch(rng(4), case.one_adv, (64, 40))),
-        *far_sampler,
+        on_policy.but(adv=on_policy.adv / 1000),
+        on_policy.but(adv=on_policy.adv.abs() * sizes[:, None]),
+        case.grid(seed=7, edges=OFF_EDGES, thin=3),
     ]
+    for seed in (0, 3, 5):
+        generator = np.random.default_rng(seed)
+        batches.append(case.ready(random_batch(generator, case.one_adv)))
+    large = random_batch(np.random.default_rng(4), case.one_adv, (64, 40))
+    batches.append(case.ready(large))
+    if case.objective.sampler is not None:
+        batches.append(case.stress_batch("sampler"))
+    return batches
 
 
 def cause_if_confirmed(case: LossCase, fault: LossFault, *more: Rollouts) -> Cause:
-    """A fault that reproduces the loss on every one of those batches, and on these;
-    else none.
+    """Return the cause of a fault that reproduces the loss on all
+    `confirmation_batches`, and on these.
 
     Args:
         case: the loss and its objective.
@@ -298,17 +308,15 @@ def cause_if_confirmed(case: LossCase, fault: LossFault, *more: Rollouts) -> Cau
     Returns:
         Its cause, or an empty one.
     """
-    return (
-        fault.cause
-        if _measure_confirmation(case, *more).fits(fault, case)
-        else NO_CAUSE
-    )
+    if _measure_confirmation(case, *more).fits(fault, case):
+        return fault.cause
+    return NO_CAUSE
 
 
 def first_confirmed(
     case: LossCase, faults: Iterable[LossFault], *more: Rollouts
 ) -> Cause:
-    """The cause of the first fault that `cause_if_confirmed` accepts.
+    """Return the cause of the first fault that `cause_if_confirmed` accepts.
 
     Args:
         case: the loss and its objective.
@@ -332,8 +340,8 @@ def cause_if_confirmed_at(
     found: float,
     *more: Rollouts,
 ) -> Cause:
-    """The cause of a fault, as by `cause_if_confirmed`, that also has the weight found
-    at this token of the batch, where the reference has another.
+    """Return the cause of a fault that has the weight found at one token of a batch,
+    where the reference has another, and that `cause_if_confirmed` accepts.
 
     Args:
         case: the loss and its objective.
@@ -346,14 +354,9 @@ def cause_if_confirmed_at(
     Returns:
         Its cause, or an empty one.
     """
-    right, wrong = (
-        w[at].item()
-        for w in (
-            case.expected(batch),
-            fault.change.weights(case.objective, case.hp, batch),
-        )
-    )
-    if abs(wrong - found) <= 1e-3 * abs(right - found):
+    expected = case.expected(batch)[at].item()
+    by_fault = fault.change.weights(case.objective, case.hp, batch)[at].item()
+    if abs(by_fault - found) <= 1e-3 * abs(expected - found):
         return cause_if_confirmed(case, fault, batch, *more)
     return NO_CAUSE
 
@@ -361,21 +364,20 @@ def cause_if_confirmed_at(
 def holds_on_other_batches(
     case: LossCase, change: Callable[[Rollouts], tuple[Tensor, Tensor]], *more: Rollouts
 ) -> bool:
-    """Whether what is found is what a change makes of the reference, on every one of
-    `confirmation_batches` that the loss takes, three at least.
-
-    For a cause that is no change of the weights.
+    """Return whether a cause holds on all `confirmation_batches` that the loss accepts,
+    and on at least three. It is for causes that do not change the weights.
 
     Args:
         case: the loss and its objective.
-        change: of a batch, what is found and what the change makes of the reference.
+        change: from a batch to the numbers found and those that the cause makes of the
+            reference.
         *more: batches on which it must hold too.
     """
     answers = []
     for batch in (*confirmation_batches(case), *more):
         with contextlib.suppress(InputError):
             answers.append(alike(*change(replace(batch, totals=None))))
-    return len(answers) >= 3 and all(answers)
+    return len(answers) >= LEAST_ANSWERS and all(answers)
 
 
 def alike(x: Tensor, y: Tensor) -> bool:
@@ -388,7 +390,7 @@ def alike(x: Tensor, y: Tensor) -> bool:
     return bool((x - y).abs().max() <= 1e-5 * y.abs().max())
 
 
-def _two(
+def _two_faults(
     case: LossCase,
     batch: Rollouts,
     found: Tensor,
@@ -396,88 +398,91 @@ def _two(
     bounds: list[float],
     confirmation: ConfirmationBatches,
 ) -> LossFault | None:
-    """A fault of the KL term, which stands alone where A = 0, and one of the rest, each
-    put into the reference.
+    """Return a fault of the KL term and one of the rest that together reproduce the
+    loss, as one fault, or None. Tokens with A = 0 show the KL term alone.
+
+    Args:
+        case: the loss and its objective.
+        batch: a batch on which weights differ.
+        found: the loss's weights on it, [B, T].
+        use: the tokens that are compared, [B, T].
+        bounds: ratios at which the loss was seen to change.
+        confirmation: other batches with the weights found there.
     """
-    zero = use & (batch.adv.expand_as(use) == 0)
-    if not zero.any():
+    without_advantage = use & (batch.adv.expand_as(use) == 0)
+    if not without_advantage.any():
         return None
     objective = case.objective
-    hp = case.hp
-    plain_hp = case.plain_hp | ({"beta": 0.0} if case.objective.kl else {})
-    terms = [*_other_kl(case, batch, found, use)]
-    if hp.get("beta"):
-        terms += [KL_MISSING, *_kl_aggregated(case), *kl_faults(objective, hp)]
+    hp_without_kl = case.plain_hp | ({"beta": 0.0} if objective.kl else {})
+    case_without_kl = replace(case, hp=hp_without_kl)
 
-    def part(term: LossFault, batch: Rollouts) -> Tensor:
-        """What this fault of the KL term leaves of it: the weights less the rest's."""
-        return term.change.weights(objective, hp, batch) - unit_weights(
-            objective, batch, plain_hp
+    def kl_part(kl_fault: LossFault, batch: Rollouts) -> Tensor:
+        """Return what this fault of the KL term adds to the weights of the rest."""
+        rest = unit_weights(objective, batch, hp_without_kl)
+        return kl_fault.change.weights(objective, case.hp, batch) - rest
+
+    def both(batch: Rollouts, kl_fault: LossFault, other_fault: LossFault) -> Tensor:
+        """Return the weights with the two faults."""
+        other_weights = other_fault.change.weights(objective, hp_without_kl, batch)
+        return other_weights + kl_part(kl_fault, batch)
+
+    kl_candidates = [*_other_kl(case, batch, found, use)]
+    if case.hp.get("beta"):
+        kl_candidates += [
+            KL_MISSING,
+            *_kl_aggregated(case),
+            *kl_faults(objective, case.hp),
+        ]
+    fitting_kl_faults = []
+    for kl_fault in kl_candidates:
+        errors = relative_error(found, kl_part(kl_fault, batch), batch.adv)
+        if (errors[without_advantage] < case.tol).all():
+            fitting_kl_faults.append(kl_fault)
+    for kl_fault in fitting_kl_faults[:MOST_KL_TERMS]:
+        rest_elsewhere = confirmation.without(partial(kl_part, kl_fault))
+        candidates = chain(
+            _other_hyperparameters(case_without_kl, bounds),
+            known("losses", objective, hp_without_kl, bounds),
+            _other_objectives(case_without_kl),
         )
-
-    without_kl = replace(case, hp=plain_hp)
-    for term in [
-        t
-        for t in terms
-        if (relative_error(found, part(t, batch), batch.adv)[zero] < case.tol).all()
-    ][:TERMS]:
-        without_term = confirmation.without(partial(part, term))
-        rest = chain(
-            _retuned(without_kl, bounds),
-            known("losses", objective, plain_hp, bounds),
-            _others(without_kl),
+        confirmed = (
+            candidate
+            for candidate in candidates
+            if rest_elsewhere.fits(candidate, case_without_kl)
         )
-        known_fault = reproduces(
-            (
-                candidate
-                for candidate in rest
-                if without_term.fits(candidate, without_kl)
-            ),
-            without_kl,
-            batch,
-            found - part(term, batch),
-            use,
-        )
-        if known_fault is not None:
-
-            def weights_of_two(
-                batch: Rollouts,
-                known_fault: LossFault = known_fault,
-                term: LossFault = term,
-            ) -> Tensor:
-                """The weights with the two faults."""
-                return known_fault.change.weights(objective, plain_hp, batch) + part(
-                    term, batch
-                )
-
+        rest = found - kl_part(kl_fault, batch)
+        other_fault = reproduces(confirmed, case_without_kl, batch, rest, use)
+        if other_fault is not None:
             return fault(
-                f"two faults together: {known_fault.words}; and {term.words}",
-                known_fault.kind,
-                id=known_fault.id,
-                beside=term.id,
-                weigh=weights_of_two,
+                f"two faults together: {other_fault.words}; and {kl_fault.words}",
+                other_fault.kind,
+                id=other_fault.id,
+                beside=kl_fault.id,
+                weigh=partial(both, kl_fault=kl_fault, other_fault=other_fault),
             )
     return None
 
 
 def _kl_aggregated(case: LossCase) -> Iterator[LossFault]:
-    """The KL term with another aggregation than the rest."""
-    objective, beta = case.objective, case.hp.get("beta") or 0.0
-    for name in FACTORS if beta else ():
+    """Yield the faults that the KL term has another aggregation than the rest."""
+    objective = case.objective
+    beta = case.hp.get("beta") or 0.0
+    if not beta:
+        return
+
+    def weights(batch: Rollouts, name: str) -> Tensor:
+        """Return the weights whose KL term has the aggregation of this name."""
+        rest = unit_weights(objective, batch, case.plain_hp | {"beta": 0.0})
+        ratio_of_factors = case.factors(batch, name) / case.factors(batch)
+        return rest - beta * kl_slope(objective.kl, batch) * ratio_of_factors
+
+    for name in FACTORS:
         if name != case.agg:
-
-            def otherwise(batch: Rollouts, name: str = name) -> Tensor:
-                w = unit_weights(objective, batch, case.plain_hp | {"beta": 0.0})
-                return w - beta * kl_slope(objective.kl, batch) * (
-                    case.factors(batch, name) / case.factors(batch)
-                )
-
-            words = f"the KL term has another aggregation than the rest: {name}"
             yield fault(
-                words,
+                f"the KL term has another aggregation than the rest: {name}",
                 "term",
                 id=f"kl-{aggregation_id(name)}",
-                weigh=otherwise,
+                weigh=partial(weights, name=name),
                 whole=True,
             )
 
@@ -489,7 +494,7 @@ def reproduces(
     found: Tensor,
     use: Tensor,
 ) -> LossFault | None:
-    """The first that agrees on all used tokens.
+    """Return the first fault that has the weights found on all compared tokens.
 
     Args:
         faults: in the order in which they are tried.
@@ -501,20 +506,21 @@ def reproduces(
     Returns:
         The fault, or None.
     """
-    small, use = batch.but(group=None).take(slice(FEW)), use & ~case.rounded(batch)
+    first_rows = batch.but(group=None).take(slice(FEW))
+    use = use & ~case.rounded(batch)
 
-    def fits_few(one: LossFault) -> bool:
-        """Whether it agrees on the first rows, which cost little, or needs them all."""
-        return one.whole or fits(one, case, small, found[:FEW], use[:FEW], case.tol)
+    def fits_first_rows(one: LossFault) -> bool:
+        """Return whether the fault fits the first rows, where most faults fail already;
+        or whether it cannot be compared on a part of the batch.
+        """
+        return one.whole or fits(
+            one, case, first_rows, found[:FEW], use[:FEW], case.tol
+        )
 
-    return next(
-        (
-            s
-            for s in faults
-            if fits_few(s) and fits(s, case, batch, found, use, case.tol)
-        ),
-        None,
-    )
+    for one in faults:
+        if fits_first_rows(one) and fits(one, case, batch, found, use, case.tol):
+            return one
+    return None
 
 
 def fits(
@@ -525,8 +531,8 @@ def fits(
     use: Tensor,
     tol: float,
 ) -> bool:
-    """Whether the objective with this fault in it has the found weights on the used
-    tokens.
+    """Return whether the objective with this fault has the weights found on the
+    compared tokens.
 
     Args:
         one: the fault.
@@ -537,21 +543,17 @@ def fits(
         tol: the relative error that is allowed.
     """
     try:
-        apart = relative_error(
-            found, one.change.weights(case.objective, case.hp, batch), batch.adv
-        )
-    except (
-        InputError,
-        RuntimeError,
-        TypeError,
-    ):  # of other shapes: not this objective's form
+        weights = one.change.weights(case.objective, case.hp, batch)
+        errors = relative_error(found, weights, batch.adv)
+    # the fault needs a form that this objective does not have
+    except (InputError, RuntimeError, TypeError):
         return False
-    return bool((apart[use] < tol).all())
+    return bool((errors[use] < tol).all())
 
 
-def _retuned(case: LossCase, bounds: list[float]) -> Iterator[LossFault]:
-    """The objective at other hyperparameters: its two sides swapped, or as the matcher
-    recovers them from the loss.
+def _other_hyperparameters(case: LossCase, bounds: list[float]) -> Iterator[LossFault]:
+    """Yield the faults that the objective has other hyperparameters: its two bounds
+    swapped, those that are recovered from the loss, and another beta.
     """
     from upref.verify.match import recover
 
@@ -566,7 +568,7 @@ def _retuned(case: LossCase, bounds: list[float]) -> Iterator[LossFault]:
         )
     for changed in recover(case):
         yield fault(
-            _said(changed, hp),
+            _words_for_hyperparameters(changed, hp),
             "hyperparameter",
             id=hyperparameter_id(*changed),
             hp=changed,
@@ -579,94 +581,123 @@ def _retuned(case: LossCase, bounds: list[float]) -> Iterator[LossFault]:
 def _other_kl(
     case: LossCase, batch: Rollouts, found: Tensor, use: Tensor
 ) -> Iterator[LossFault]:
-    """A KL term of another size, or that the objective does not have: where A = 0
-    nothing else is left.
+    """Yield the faults that the KL term has another coefficient or another form, or
+    that there is one where the objective has none. Both are read off the tokens with
+    A = 0, where nothing but the KL term is left.
+
+    Args:
+        case: the loss and its objective.
+        batch: a batch on which weights differ.
+        found: the loss's weights on it, [B, T].
+        use: the tokens that are compared, [B, T].
     """
-    zero = use & (batch.adv.expand_as(use) == 0)
-    if not zero.any():
+    without_advantage = use & (batch.adv.expand_as(use) == 0)
+    if not without_advantage.any():
         return
-    objective, plain, own_term = (
-        case.objective,
-        {k: v for k, v in case.hp.items() if k != "beta"},
-        case.hp.get("beta") or 0.0,
-    )
+    objective = case.objective
+    own_beta = case.hp.get("beta") or 0.0
+    own_name = TERM_OF.get(objective.kl, "")
+    hp_without_kl = {k: v for k, v in case.hp.items() if k != "beta"}
 
-    def rest(batch: Rollouts) -> Tensor:
-        """The weights without a KL term."""
-        return unit_weights(objective, batch, objective.resolve(plain))
+    def weights(batch: Rollouts, beta: float, name: str) -> Tensor:
+        """Return the weights with the KL term of this name and coefficient."""
+        rest = unit_weights(objective, batch, objective.resolve(hp_without_kl))
+        return rest - beta * term_slope(name, batch)
 
-    def with_term(batch: Rollouts, beta: float, name: str) -> Tensor:
-        """The weights with this KL term."""
-        return rest(batch) - beta * term_slope(name, batch)
-
-    found_term = TERM_OF.get(objective.kl, "")
-    for name in terms(found_term, case.loss.reads):
-        d = term_slope(name, batch)[zero]
-        beta = -(found[zero] @ d / (d @ d)).item() if d.any() else 0.0
-        is_own = name == found_term
-        if is_own and abs(beta) > case.tol:
+    for name in terms(own_name, case.loss.reads):
+        slope = term_slope(name, batch)[without_advantage]
+        beta = 0.0
+        if slope.any():  # least squares
+            beta = -(found[without_advantage] @ slope / (slope @ slope)).item()
+        if abs(beta) <= case.tol:
+            continue
+        if name == own_name:
             yield fault(
-                _said({"beta": beta}, case.hp),
+                _words_for_hyperparameters({"beta": beta}, case.hp),
                 "hyperparameter",
                 id=hyperparameter_id("beta"),
                 hp={"beta": beta},
             )
-        elif abs(beta) > case.tol and (
-            not own_term or (beta > 0 and abs(beta - own_term) > case.tol)
-        ):
-            weigh = partial(with_term, beta=beta, name=name)
-            if own_term:
-                id = f"kl-gradient-of-{name}"
-                words = f"the KL term has the gradient of {beta:.6g} {name}, not of {own_term:g} {objective.kl}: {OTHER_KL}"
-            else:
-                id = "kl-added" if is_own and beta < 0 else "kl-not-of-objective"
-                words = words_for_other_kl(objective, beta, name)
-            yield fault(words, "term", id=id, weigh=weigh)
+        elif not own_beta:
+            yield fault(
+                words_for_other_kl(objective, beta, name),
+                "term",
+                id="kl-not-of-objective",
+                weigh=partial(weights, beta=beta, name=name),
+            )
+        elif beta > 0 and abs(beta - own_beta) > case.tol:
+            yield fault(
+                f"the KL term has the gradient of {beta:.6g} {name}, not of {own_beta:g} {objective.kl}: {OTHER_KL}",
+                "term",
+                id=f"kl-gradient-of-{name}",
+                weigh=partial(weights, beta=beta, name=name),
+            )
 
 
-def _number(v: float | None, digits: int) -> str:
-    """A hyperparameter's value in words: None is one that is absent."""
-    return "absent" if v is None else f"{v:.{digits}g}"
+def _number_in_words(value: float | None) -> str:
+    """Return a hyperparameter's value in words; None is one that is absent."""
+    return "absent" if value is None else f"{value:.6g}"
 
 
-def _said(moved: dict[str, Any], hp: dict[str, Any]) -> str:
-    """Hyperparameters with other values than these, in words."""
-    said = "; ".join(
-        f"{k} is {_number(v, 6)}, not {_number(hp[k], 6)}" for k, v in moved.items()
+def _words_for_hyperparameters(changed: dict[str, Any], hp: dict[str, Any]) -> str:
+    """Return the words for hyperparameters with other values.
+
+    Args:
+        changed: the values that were found.
+        hp: the values that they should have.
+    """
+    words = "; ".join(
+        f"{name} is {_number_in_words(value)}, not {_number_in_words(hp[name])}"
+        for name, value in changed.items()
     )
-    if moved and all(_absolute(k, v, hp[k]) for k, v in moved.items()):
-        said += ": taken as absolute, not as a distance from 1"
-    if moved and all(_of_log_r(k, v, hp[k]) for k, v in moved.items()):
-        said += ": the bounds are on log r, not on r"
-    if "c" in moved and hp["c"] is None and moved["c"] is not None:
+    if not changed:
+        return words
+    if all(
+        _is_absolute_bound(name, value, hp[name]) for name, value in changed.items()
+    ):
+        words += ": taken as absolute, not as a distance from 1"
+    if all(
+        _is_bound_on_log_r(name, value, hp[name]) for name, value in changed.items()
+    ):
+        words += ": the bounds are on log r, not on r"
+    if "c" in changed and hp["c"] is None and changed["c"] is not None:
         # a mask does the same
-        said += f": where A < 0 no gradient is left beyond r = {moved['c']:.6g}"
-    return said
+        words += f": where A < 0 no gradient is left beyond r = {changed['c']:.6g}"
+    return words
 
 
-def _absolute(key: str, v: Any, now: Any) -> bool:
-    """Whether this distance from 1 makes the number itself the bound."""
-    if v is None or now is None or key not in ("eps_low", "eps_high"):
+SAME_BOUND = 1e-6  # two bounds are equal up to this
+
+
+def _is_absolute_bound(name: str, found: Any, own: Any) -> bool:
+    """Return whether the bound found is the hyperparameter's own value, which should be
+    its distance from 1.
+    """
+    if found is None or own is None or name not in ("eps_low", "eps_high"):
         return False
-    return abs((1 - v if key == "eps_low" else 1 + v) - now) < 1e-6
+    bound = 1 - found if name == "eps_low" else 1 + found
+    return abs(bound - own) < SAME_BOUND
 
 
-def _of_log_r(key: str, v: Any, now: Any) -> bool:
-    """Whether this distance from 1 makes the number a bound of log r."""
-    if v is None or now is None or key not in ("eps_low", "eps_high", "eps"):
+def _is_bound_on_log_r(name: str, found: Any, own: Any) -> bool:
+    """Return whether the bound found is exp of the hyperparameter's own value, which
+    then bounds log r.
+    """
+    if found is None or own is None or name not in ("eps_low", "eps_high", "eps"):
         return False
-    bounds = {"eps_low": (1 - v, -now), "eps_high": (1 + v, now), "eps": (1 + v, now)}
-    ratio, log_r = bounds[key]
-    return abs(ratio - math.exp(log_r)) < 1e-6
+    if name == "eps_low":
+        return abs((1 - found) - math.exp(-own)) < SAME_BOUND
+    return abs((1 + found) - math.exp(own)) < SAME_BOUND
 
 
-def _others(case: LossCase) -> Iterator[LossFault]:
-    """Other objectives, at the hyperparameters that they share with this one and at
-    their own.
+def _other_objectives(case: LossCase) -> Iterator[LossFault]:
+    """Yield the faults that the loss is another objective, at the hyperparameters that
+    the two share and at the other's defaults. Objectives with the loss's aggregation
+    come first.
     """
     objective = case.objective
     hp = case.hp
-    if not shape_of(objective, hp).ignores_ratio[1.0]:  # it has no log π_θ there yet
+    if not shape_of(objective, hp).ignores_ratio[1.0]:  # no log π_θ where A > 0 yet
         yield fault(
             f"its gradient is that of up({objective.name}): log π_θ in place of the clipped ratio where A > 0",
             "objective",
@@ -677,18 +708,12 @@ def _others(case: LossCase) -> Iterator[LossFault]:
     for name in CORRECTIONS if objective.sampler else ():
         other = get(re.sub(f"({'|'.join(CORRECTIONS)})[(]", f"{name}(", objective.name))
         shared_hp = {k: v for k, v in hp.items() if k in other.hyperparameters}
-        yield from (
-            fault(
-                f"its gradient is that of {_called(other, other_hp)}",
-                "objective",
-                id=f"other-objective-{other.name}",
-                objective=other,
-                hp=other_hp,
-            )
-            for other_hp in (shared_hp, {})
-        )
+        for other_hp in (shared_hp, {}):
+            yield _fault_of_other_objective(other, other_hp)
     objectives = [
-        get(n) for n in names() if n != objective.name and not get(n).batch_coupled
+        get(name)
+        for name in names()
+        if name != objective.name and not get(name).batch_coupled
     ]
     for other in sorted(
         objectives, key=lambda other: declared_aggregation(other) != case.agg
@@ -697,64 +722,76 @@ def _others(case: LossCase) -> Iterator[LossFault]:
             k: v for k, v in hp.items() if k in other.hyperparameters and v is not None
         }
         for other_hp in (shared_hp, {}):
-            yield fault(
-                f"its gradient is that of {_called(other, other_hp)}{_other_aggregation(case, other)}",
-                "objective",
-                id=f"other-objective-{other.name}",
-                objective=other,
-                hp=other_hp,
+            yield _fault_of_other_objective(
+                other, other_hp, _words_for_aggregation(case, other)
             )
 
 
-def _recovered(case: LossCase) -> Iterator[LossFault]:
-    """Any objective, and up(...) of any, at the hyperparameters that the loss itself
-    shows, with the KL term it has.
+def _fault_of_other_objective(
+    other: Objective, hp: dict[str, Any], aggregation: str = ""
+) -> LossFault:
+    """Make the fault that the loss is another objective.
+
+    Args:
+        other: the other objective.
+        hp: its hyperparameters that are not at their defaults.
+        aggregation: words for another aggregation.
+    """
+    return fault(
+        f"its gradient is that of {_call_in_words(other, hp)}{aggregation}",
+        "objective",
+        id=f"other-objective-{other.name}",
+        objective=other,
+        hp=hp,
+    )
+
+
+def _other_objectives_as_recovered(case: LossCase) -> Iterator[LossFault]:
+    """Yield the faults that the loss is any objective, or up(...) of it, at the
+    hyperparameters and with the KL term that are recovered from the loss.
     """
     from upref.verify.match import fitting
 
+    def weights(
+        batch: Rollouts, box: Any, objective: Objective, own_hp: dict[str, Any]
+    ) -> Tensor:
+        """Return the weights of the objective at these hyperparameters, times the
+        scale of the loss, with its KL term.
+        """
+        objective_weights = unit_weights(objective, batch, objective.resolve(own_hp))
+        return box.scale * (objective_weights + box.kl_weights(batch))
+
     for box, other, hp in fitting(case.loss):
         own_hp = {k: v for k, v in hp.items() if k != "beta"}
-
-        def objective_weights(
-            batch: Rollouts,
-            box: Any = box,
-            objective: Objective = other,
-            own_hp: dict[str, Any] = own_hp,
-        ) -> Tensor:
-            """The weights of the objective at these hyperparameters, times the scale,
-            with the KL term.
-            """
-            return box.scale * (
-                unit_weights(objective, batch, objective.resolve(own_hp))
-                + box.kl_weights(batch)
-            )
-
         times = f"{box.scale:.6g} times " if box.scale != 1 else ""
-        term = f", with a KL term: {box.beta:.6g} {box.kl}" if box.kl else ""
-        words = f"its gradient is {times}that of {_called(other, own_hp)}{term}{_other_aggregation(case, other)}"
+        call = _call_in_words(other, own_hp)
+        kl_term = f", with a KL term: {box.beta:.6g} {box.kl}" if box.kl else ""
+        aggregation = _words_for_aggregation(case, other)
         yield fault(
-            words,
+            f"its gradient is {times}that of {call}{kl_term}{aggregation}",
             "objective",
             id=f"other-objective-{other.name}",
-            weigh=objective_weights,
+            weigh=partial(weights, box=box, objective=other, own_hp=own_hp),
         )
 
 
-def _other_aggregation(case: LossCase, objective: Objective) -> str:
-    """In words, that of the loss, where it is not that of an objective whose weights it
-    has.
+def _words_for_aggregation(case: LossCase, objective: Objective) -> str:
+    """Return the words for the aggregation of the loss, or "" where an objective has
+    the same.
     """
     batch = case.ready(on_policy_batch())
-    same = alike(
-        case.factors(batch, declared_aggregation(objective)), case.factors(batch)
+    own_factors = case.factors(batch, declared_aggregation(objective))
+    if alike(own_factors, case.factors(batch)):
+        return ""
+    # a loss that reads no group ids has no groups: the two aggregations are one
+    if case.agg == "group-token-mean" and "group" not in case.loss.reads:
+        return ", aggregated by token-mean"
+    return f", aggregated by {case.agg}"
+
+
+def _call_in_words(objective: Objective, hp: dict[str, Any]) -> str:
+    """Return the name of the objective, with its hyperparameters that are not 0."""
+    arguments = ", ".join(
+        f"{name}={value:g}" for name, value in objective.resolve(hp).items() if value
     )
-    # without ids of groups the two are one, and the loss cannot have groups in mind
-    agg = case.agg
-    if agg == "group-token-mean" and "group" not in case.loss.reads:
-        agg = "token-mean"
-    return "" if same else f", aggregated by {agg}"
-
-
-def _called(objective: Objective, h: dict[str, Any]) -> str:
-    said = ", ".join(f"{k}={v:g}" for k, v in objective.resolve(h).items() if v)
-    return f"{objective.name}({said})" if said else objective.name
+    return f"{objective.name}({arguments})" if arguments else objective.name

@@ -5,7 +5,7 @@ aggregation, anchor, value.
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from upref.verify.explain import (
     two_gradients,
 )
 from upref.verify.factors import aggregation_id, declared_aggregation
-from upref.verify.faults.losses import LossFault, fault
+from upref.verify.faults.losses import USUAL_MU, LossFault, fault
 from upref.verify.finding import NO_CAUSE, Cause, Number, TokenPlace, number_pair
 from upref.verify.measure import EXACT, HABIT, LossCase, without_rest
 from upref.verify.oracle import oracle
@@ -52,14 +52,17 @@ from upref.weights.batches import (
 )
 from upref.weights.curve import of_objective, single_token_batch
 
-RANDOM = 60  # random batches beside the grid
-BELOW = f"below the limit of {HABIT:g}, as 1e-6 in a denominator is"
-PARTLY = "weights are right up to what rounding its inputs to float32 makes of them"
+RANDOM_BATCHES = 60  # beside the grid
+ON_BOUND = 1e-11  # relative: a ratio so near to a bound is on it
+BELOW_LIMIT = f"below the limit of {HABIT:g}, as 1e-6 in a denominator is"
+ONLY_IN_FLOAT32 = (
+    "weights are right up to what rounding its inputs to float32 makes of them"
+)
 
 
 @oracle("gradient", 10)
 def gradient(case: LossCase) -> list[Finding]:
-    """The weight of each token, regime by regime, then on random batches.
+    """Compare the weight of each token on the grid, then on random batches.
 
     Args:
         case: the loss and its objective.
@@ -74,31 +77,27 @@ def gradient(case: LossCase) -> list[Finding]:
     A = torch.where(batch.mask, batch.adv.expand_as(errors), 0)
     ties = torch.zeros_like(batch.mask)
     for sign in (1.0, -1.0):
-        for k in bounds_of(case, sign):
-            ties |= (A * sign > 0) & ((r / k - 1).abs() < 1e-11)
+        for bound in bounds_of(case, sign):
+            ties |= (A * sign > 0) & ((r / bound - 1).abs() < ON_BOUND)
     is_wrong = errors > case.tol
-    findings: list[Finding] = []
-    if (
-        (is_wrong & ~ties).any()
-        and not case.single
-        and _in_part(case, batch, found, ties)
-    ):
-        return [note("gradient", PARTLY), *_random(case)]
-    findings += _ties(case, batch, is_wrong & ties, r, A, found)
-    if (failing := is_wrong & ~ties).any():
+    failing = is_wrong & ~ties
+    if failing.any() and not case.single and _fits_float32(case, batch, found, ties):
+        return [note("gradient", ONLY_IN_FLOAT32), *_random(case)]
+    findings = _ties(case, batch, is_wrong & ties, r, A, found)
+    if failing.any():
         return findings + _regimes(case, batch, failing, r, A, found, ties)
-    if not case.single and (small := errors.masked_fill(ties, 0).max()) > EXACT:
-        findings.append(
-            note("gradient", f"weights differ by {small:.1e} relative", cause=BELOW)
-        )
+    largest_error = errors.masked_fill(ties, 0).max()
+    if not case.single and largest_error > EXACT:
+        text = f"weights differ by {largest_error:.1e} relative"
+        findings.append(note("gradient", text, cause=BELOW_LIMIT))
     return findings or _random(case)
 
 
-def _in_part(case: LossCase, batch: Rollouts, found: Tensor, ties: Tensor) -> bool:
-    """Whether the weights are right as far as float32 goes; then it is so compared from
-    here on.
+def _fits_float32(case: LossCase, batch: Rollouts, found: Tensor, ties: Tensor) -> bool:
+    """Return whether the weights are right to the precision of float32. If they are,
+    the case is compared to that precision from here on.
     """
-    if _moved_bound(case):
+    if _has_moved_bound(case):
         return False
     single = replace(case)
     single.in_float32()
@@ -111,81 +110,93 @@ def _in_part(case: LossCase, batch: Rollouts, found: Tensor, ties: Tensor) -> bo
     return True
 
 
-BESIDE = 3e-7  # relative: beyond what float32 makes of a bound
+BESIDE_BOUND = 3e-7  # relative: farther from a bound than float32 rounds it
+LIKELIEST = 0.99  # π_θ of the tokens beside a bound is below this
+LEAST_TOKENS = 4  # at one bound, with several π_old, that show that it lies elsewhere
 
 
-def _moved_bound(case: LossCase) -> bool:
-    """Whether a bound lies elsewhere for tokens of all probabilities alike: rounding
-    moves some over it, some back.
+def _has_moved_bound(case: LossCase) -> bool:
+    """Return whether the loss has one of the objective's bounds at another ratio for
+    tokens of all π_old. Rounding moves some tokens over a bound and some back; a moved
+    bound moves all.
     """
-    if case.objective.batch_coupled:
+    objective = case.objective
+    if objective.batch_coupled:
         return False
-    weight = of_objective(case.objective, **case.plain_hp)
-    if "entropy" not in case.objective.reads:
-        return _moved_for(
-            case,
-            weight,
-            lambda at: make_batch(
-                at, case.objective.level, True, np.random.default_rng(0)
-            ),
-        )
-    return _moved_for(case, weight, _by(single_token_batch)) or _moved_for(
-        case, high_entropy_weight(case.objective, case.plain_hp), _by(two_token_batch)
-    )
+    weight: Callable[..., Any] = of_objective(objective, **case.plain_hp)
+    if "entropy" not in objective.reads:
+
+        def one_row(tokens: list[Any]) -> Rollouts:
+            """Return a batch of these tokens, (A, π_old, r) each."""
+            return make_batch(tokens, objective.level, True, np.random.default_rng(0))
+
+        return _moves_a_bound(case, weight, one_row)
+    if _moves_a_bound(case, weight, _from_tokens(single_token_batch)):
+        return True
+    weight = high_entropy_weight(objective, case.plain_hp)
+    return _moves_a_bound(case, weight, _from_tokens(two_token_batch))
 
 
-def _by(make: Callable[..., Rollouts]) -> Callable[[list[Any]], Rollouts]:
-    """`make`, which takes A, r and mu, for a list of tokens (A, mu, r)."""
-    return lambda at: make(*np.array(at)[:, [0, 2, 1]].T)
+def _from_tokens(make: Callable[..., Rollouts]) -> Callable[[list[Any]], Rollouts]:
+    """Return a function that makes a batch of a list of tokens (A, π_old, r), from one
+    that takes A, r and π_old apart.
+    """
+    return lambda tokens: make(*np.array(tokens)[:, [0, 2, 1]].T)
 
 
-def _moved_for(
+def _moves_a_bound(
     case: LossCase, weight: Callable[..., Any], make: Callable[[list[Any]], Rollouts]
 ) -> bool:
-    """Whether a bound is wrong for tokens of all probabilities alike.
+    """Return whether all tokens just beside one of the objective's bounds are wrong.
 
-    make: a batch of tokens (A, mu, r), each the first of its row where a row has more.
+    Args:
+        case: the loss and its objective.
+        weight: the objective's weight of (r, A, π_old).
+        make: from a list of tokens (A, π_old, r) to a batch, where each token is the
+            first of its row if a row has several.
     """
     for A in (1.0, -1.0):
-        # one bound at every π_old: side, what lives beside it, the how manieth of these
-        tokens_of_bound: dict[tuple[Any, ...], list[Any]] = {}
-        for mu in np.geomspace(
-            0.02, 0.6, 8 if case.objective.reads_mu else 24
-        ).tolist():
-            seen: Counter[tuple[Any, ...]] = Counter()
-            for k in breakpoints(
-                case.objective,
-                A,
-                mu if case.objective.reads_mu else 0.02,
-                **case.plain_hp,
-            ):
-                ends = k * (1 - BESIDE), k * (1 + BESIDE)
-                lives = tuple((weight(ends, A, mu) != 0).tolist())
-                seen[lives] += 1
-                for side, r in enumerate(ends):
-                    if mu * r < 0.99:
-                        tokens_of_bound.setdefault(
-                            (side, *lives, seen[lives]), []
-                        ).append((A, mu, r))
-        for tokens in tokens_of_bound.values():
-            batch = case.ready(make(tokens)) if len(tokens) > 3 else None
-            if (
-                batch is not None
-                and (
-                    case.weight_error(batch)[
-                        batch.mask
-                        if "entropy" not in case.objective.reads
-                        else (..., 0)
-                    ]
-                    > 0.01
-                ).all()
-            ):
+        for tokens in _tokens_beside_bounds(case, weight, A):
+            if len(tokens) < LEAST_TOKENS:
+                continue
+            batch = case.ready(make(tokens))
+            errors = case.weight_error(batch)
+            if "entropy" in case.objective.reads:
+                errors = errors[..., 0]
+            else:
+                errors = errors[batch.mask]
+            if (errors > 0.01).all():
                 return True
     return False
 
 
+def _tokens_beside_bounds(
+    case: LossCase, weight: Callable[..., Any], A: float
+) -> Iterator[list[tuple[float, float, float]]]:
+    """Yield the tokens (A, π_old, r) just below each bound, and those just above it, at
+    several π_old.
+
+    Bounds at two π_old count as one if the weight is 0 on the same sides of both, and
+    as many such bounds lie below them.
+    """
+    reads_mu = case.objective.reads_mu
+    tokens_of: dict[tuple[Any, ...], list[tuple[float, float, float]]] = {}
+    for mu in np.geomspace(0.02, 0.6, 8 if reads_mu else 24).tolist():
+        bounds_like_it: Counter[tuple[bool, ...]] = Counter()
+        mu_of_bounds = mu if reads_mu else USUAL_MU
+        for bound in breakpoints(case.objective, A, mu_of_bounds, **case.plain_hp):
+            ratios = bound * (1 - BESIDE_BOUND), bound * (1 + BESIDE_BOUND)
+            has_weight = tuple((weight(ratios, A, mu) != 0).tolist())
+            bounds_like_it[has_weight] += 1
+            for side, r in enumerate(ratios):
+                if mu * r < LIKELIEST:
+                    key = (side, has_weight, bounds_like_it[has_weight])
+                    tokens_of.setdefault(key, []).append((A, mu, r))
+    yield from tokens_of.values()
+
+
 def bounds_of(case: LossCase, A: float) -> list[float]:
-    """Find the ratios at which the objective's own weight jumps.
+    """Return the ratios at which the objective's own weight jumps.
 
     Args:
         case: the loss and its objective.
@@ -196,7 +207,7 @@ def bounds_of(case: LossCase, A: float) -> list[float]:
     """
     if case.objective.batch_coupled or case.objective.reads_mu or not A:
         return []
-    return breakpoints(case.objective, A, 0.02, **case.plain_hp)
+    return breakpoints(case.objective, A, USUAL_MU, **case.plain_hp)
 
 
 def _ties(
@@ -207,19 +218,21 @@ def _ties(
     A: Tensor,
     found: Tensor,
 ) -> list[Finding]:
-    """A note for each bound at which weights differ, where those beside it are right."""
+    """Return a note for each bound on which weights differ, where those beside it are
+    right.
+    """
     expected = case.expected(batch)
-    out = []
+    notes = []
     for sign in (1.0, -1.0):
         of_sign = wrong_ties & (A * sign > 0)
-        for k in sorted({round(x, 9) for x in r[of_sign].tolist()}):
-            i, t = (of_sign & ((r - k).abs() < 1e-8)).nonzero()[0].tolist()
+        for bound in sorted({round(x, 9) for x in r[of_sign].tolist()}):
+            i, t = (of_sign & ((r - bound).abs() < 1e-8)).nonzero()[0].tolist()
             place = TokenPlace(
                 sign,
-                numbers={"r": k},
+                numbers={"r": bound},
                 remark="exactly on a bound, where < in place of <=, rounding, or clamp in torch 2.14 decides",
             )
-            out.append(
+            notes.append(
                 note(
                     "gradient",
                     "",
@@ -228,7 +241,7 @@ def _ties(
                     place=place,
                 )
             )
-    return out
+    return notes
 
 
 def _regimes(
@@ -240,28 +253,34 @@ def _regimes(
     found: Tensor,
     ties: Tensor,
 ) -> list[Finding]:
-    """A failure for each region in which weights differ, with one cause for all of them
-    where a known fault gives all weights.
+    """Return a failure for each region in which weights differ. Where one known fault
+    gives all weights, all failures have its cause.
     """
     parts = [
-        p
+        part
         for sign in (1.0, -1.0, 0.0)
-        for p in regions(case, batch, sign, A, ties, failing, r, bounds_of(case, sign))
+        for part in regions(
+            case, batch, sign, A, ties, failing, r, bounds_of(case, sign)
+        )
     ]
-    bounds = sorted({round(x, 7) for p in parts for x in p.ends})
+    bounds = sorted({round(end, 7) for part in parts for end in part.ends})
     known_fault = explain(case, batch, found, ties, bounds)
-    prefer = _typical(case.weight_error(batch, found), r)
+    prefer = _preference(case.weight_error(batch, found), r)
     if known_fault is not None:
         case.cause = known_fault.cause
         return _of_one_fault(case, batch, _by_sign(parts), failing, prefer, known_fault)
-    tested = MeasuredWeights(batch, found, case.expected(batch), r, batch.mask & ~ties)
-    parts = _by_sign(parts) if len(parts) > 2 else parts
-    out: list[Finding] = []
+    compared = MeasuredWeights(
+        batch, found, case.expected(batch), r, batch.mask & ~ties
+    )
+    if len(parts) > 2:
+        parts = _by_sign(parts)
+    failures: list[Finding] = []
     for part in parts:
         small, token = _smallest_of(case, batch, part, failing, prefer)
-        why = Cause("" if out else _pattern_of(case, tested, small))
-        out.append(_in_region(case, part, small, token, why))
-    return out
+        # the pattern is that of all regions: the first failure has it
+        why = "" if failures else _pattern_of(case, compared, small)
+        failures.append(_in_region(case, part, small, token, Cause(why)))
+    return failures
 
 
 def _of_one_fault(
@@ -296,18 +315,18 @@ def _of_one_fault(
 def _in_region(
     case: LossCase, part: Region, small: Rollouts, at: tuple[int, int], why: Cause
 ) -> Finding:
-    """The finding of a region, shown by this token of its smallest batch."""
+    """Return the failure of a region, shown by this token of its smallest batch."""
     place = replace(part.place, numbers=token_numbers(case, small, at))
     shown = example(case, small)
     return fail("gradient", "", *numbers(case, small, *at), shown, why, place=place)
 
 
-def _pattern_of(case: LossCase, tested: MeasuredWeights, small: Rollouts) -> str:
-    """What the wrong weights have in common, where no known fault gives them."""
+def _pattern_of(case: LossCase, compared: MeasuredWeights, small: Rollouts) -> str:
+    """Return the words for what the wrong weights have in common."""
     found = case.weights(small)
     expected = case.expected(small)
     shown = MeasuredWeights(small, found, expected, case.ratio(small), small.mask)
-    return pattern(tested, shown, case.tol, case.objective.level not in REDUCE)
+    return pattern(compared, shown, case.tol, case.objective.level not in REDUCE)
 
 
 def _smallest_of(
@@ -323,13 +342,18 @@ def _smallest_of(
         failing: the tokens of the batch that differ, [B, T].
         prefer: how much each token should be the one that is shown, [B, T].
     """
-    # else an aggregation that is not the objective's makes up for it
-    visible = _shown_at(case, batch, part.sign)
-    shows = _shown_at if (visible & part.tokens & failing).any() else _wrong_at
-    wrong_tokens = part.tokens & failing & (visible if shows is _shown_at else failing)
+    wrong_tokens = part.tokens & failing
+    shows: Callable[..., Tensor] = _wrong_at
+    # where none is visible, another aggregation than the objective's makes up for it
+    visible = _visibly_wrong_at(case, batch, part.sign) & wrong_tokens
+    if visible.any():
+        wrong_tokens = visible
+        shows = _visibly_wrong_at
 
     def smallest_with(shows: Callable[..., Tensor], wrong_tokens: Tensor) -> Any:
-        """The smallest batch with such a token, and the one that differs most."""
+        """Return the smallest batch with such a token, and the token that differs most
+        in it.
+        """
         token = worst(torch.where(wrong_tokens, prefer, -1.0))
         small = shrink(batch, lambda x: bool(shows(case, x, part.sign).any()), token)
         shown = shows(case, small, part.sign)
@@ -348,7 +372,8 @@ def _smallest_of(
 
 
 def _beyond_float32(case: LossCase, batch: Rollouts) -> Tensor:
-    """Tokens whose weight is wrong by more than rounding to float32 makes of it, [B, T].
+    """Return the tokens whose weight is wrong by more than the rounding of float32,
+    [B, T].
 
     Args:
         case: the loss and its objective.
@@ -360,55 +385,55 @@ def _beyond_float32(case: LossCase, batch: Rollouts) -> Tensor:
 
 
 def _by_sign(parts: list[Region]) -> list[Region]:
-    """One region for each sign of A: more findings of one fault are hard to read."""
-    out = []
+    """Merge the regions of each sign of A. More findings of one fault are hard to read."""
+    merged = []
     for sign in dict.fromkeys(p.sign for p in parts):
         of_sign = [p for p in parts if p.sign == sign]
         tokens = torch.stack([p.tokens for p in of_sign]).any(0)
         intervals = tuple(interval for p in of_sign for interval in p.place.intervals)
-        out.append(Region(replace(of_sign[0].place, intervals=intervals), sign, tokens))
-    return out
+        place = replace(of_sign[0].place, intervals=intervals)
+        merged.append(Region(place, sign, tokens))
+    return merged
 
 
 def _wrong_at(case: LossCase, batch: Rollouts, sign: float) -> Tensor:
-    return (case.weight_error(batch) > case.tol) & (
-        batch.adv.expand_as(batch.mask).sign() == sign
-    )
+    """Return the tokens of this sign of A whose weight is wrong, [B, T]."""
+    has_sign = batch.adv.expand_as(batch.mask).sign() == sign
+    return (case.weight_error(batch) > case.tol) & has_sign
 
 
-def _shown_at(case: LossCase, batch: Rollouts, sign: float) -> Tensor:
-    """Tokens of that sign whose weight is wrong and whose dJ/dlp is another number too."""
+def _visibly_wrong_at(case: LossCase, batch: Rollouts, sign: float) -> Tensor:
+    """Return the tokens of this sign of A whose weight is wrong, and whose dJ/dlp is
+    another number too, [B, T].
+    """
     return _wrong_at(case, batch, sign) & differ(case, batch)
 
 
-def _typical(off: Tensor, r: Tensor) -> Tensor:
-    """Prefer a large difference on a ratio that a reader can picture."""
-    return (
-        off.nan_to_num(posinf=1e30).clamp(max=1e30) / (1 + r.log().abs() * 20) + 1e-12
-    )
+def _preference(errors: Tensor, r: Tensor) -> Tensor:
+    """Return how much each token should be the one that is shown: most where the error
+    is large and the ratio is near 1.
+    """
+    finite_errors = errors.nan_to_num(posinf=1e30).clamp(max=1e30)
+    return finite_errors / (1 + r.log().abs() * 20) + 1e-12
 
 
-def _many(case: LossCase) -> int:
-    """How many random batches are compared: bounds that are solved for are slow."""
-    return RANDOM // 4 if case.objective.reads_mu else RANDOM
-
-
-def _random_batches(case: LossCase, seed: int, many: int) -> list[Rollouts]:
-    """Those of `random_batches` that the loss can read, the same objects each time."""
+def _random_batches(case: LossCase) -> list[Rollouts]:
+    """Return the random batches, as the loss can read them: the same objects each time.
+    An objective whose bounds must be solved for is slow: it gets fewer.
+    """
+    count = RANDOM_BATCHES // 4 if case.objective.reads_mu else RANDOM_BATCHES
     batches: list[Rollouts] = case.cached(
-        ("random", seed, many),
-        lambda: list(map(case.visible_batch, random_batches(seed, many, case.one_adv))),
+        ("random", count),
+        lambda: list(map(case.visible_batch, random_batches(0, count, case.one_adv))),
     )
     return batches
 
 
-def _random(case: LossCase, seed: int = 0) -> list[Finding]:
-    """The first failure on random batches."""
-    count = _many(case)
-    for n, batch in enumerate(_random_batches(case, seed, count)):
-        errors = case.weight_error(
-            batch, case.kept_value_and_gradient(batch)[1] / case.factors(batch)
-        )
+def _random(case: LossCase) -> list[Finding]:
+    """Return the first failure on random batches."""
+    for n, batch in enumerate(_random_batches(case)):
+        _, gradient = case.kept_value_and_gradient(batch)
+        errors = case.weight_error(batch, gradient / case.factors(batch))
         if not errors.max() > 10 * case.tol:
             continue
         errors = errors.masked_fill(case.rounded(batch), 0)
@@ -423,7 +448,8 @@ def _random(case: LossCase, seed: int = 0) -> list[Finding]:
             )
             place = TokenPlace(sign, numbers=ratios, remark=f"in random batch {n}")
             expected, found = numbers(case, batch, i, t)
-            found_number = Number(found, "weight", _alone(case, batch, i, t))
+            remark = _words_for_weight_alone(case, batch, i, t)
+            found_number = Number(found, "weight", remark)
             cause = known_fault.cause if known_fault else NO_CAUSE
             return [
                 fail(
@@ -439,39 +465,36 @@ def _random(case: LossCase, seed: int = 0) -> list[Finding]:
     return []
 
 
-def _alone(case: LossCase, batch: Rollouts, i: int, t: int) -> str:
-    """The weight that the same token has by itself, where that is another."""
+def _words_for_weight_alone(case: LossCase, batch: Rollouts, i: int, t: int) -> str:
+    """Return the words for the weight that the same token has in a batch of its own, or
+    "" where it is the same.
+    """
     A = batch.adv[i, t].item()
-    r = (batch.logp[i, t] - batch.logp_old[i, t]).exp().item()
-    if (
-        case.objective.level in REDUCE
-        or case.objective.level == "custom"
-        or A == 0
-        or batch.mask.sum() == 1
-    ):
+    has_other_ratio_alone = case.objective.level in (*REDUCE, "custom")
+    if has_other_ratio_alone or A == 0 or batch.mask.sum() == 1:
         return ""
-    single = case.weights(
-        case.ready(single_token_batch(A, [r], [batch.logp_old[i, t].exp().item()]))
-    )[0, 0].item()
-    same = abs(single - case.weights(batch)[i, t].item()) <= 1e-6 * abs(A)
-    return "" if same else f"and {single:.6g} alone in its batch"
+    r = (batch.logp[i, t] - batch.logp_old[i, t]).exp().item()
+    mu = batch.logp_old[i, t].exp().item()
+    alone = case.weights(case.ready(single_token_batch(A, [r], [mu])))[0, 0].item()
+    if abs(alone - case.weights(batch)[i, t].item()) <= 1e-6 * abs(A):
+        return ""
+    return f"and {alone:.6g} alone in its batch"
 
 
 @oracle("on-policy", 20, lambda case: case.objective.on_policy_exception, implied=True)
 def on_policy(case: LossCase) -> list[Finding]:
-    """The weights at r = 1, on a batch of its own."""
+    """Compare the weights at r = 1."""
     batch = case.ready(on_policy_batch())
     errors = case.weight_error(batch)
     if errors.max() <= 10 * case.tol:
         return []
     if not differ(case, batch)[errors > 10 * case.tol].any():
-        return []  # an aggregation that is not the objective's: the next oracle's
+        return []  # the oracle `aggregation` reports another aggregation
 
     def shows(batch: Rollouts) -> bool:
-        """Whether a weight is wrong, and dJ/dlp there is another number too."""
-        return bool(
-            (differ(case, batch) & (case.weight_error(batch) > 10 * case.tol)).any()
-        )
+        """Return whether a weight is wrong, and dJ/dlp there is another number too."""
+        is_wrong = case.weight_error(batch) > 10 * case.tol
+        return bool((differ(case, batch) & is_wrong).any())
 
     small = shrink(batch, shows, worst(errors.masked_fill(~differ(case, batch), 0)))
     i, t = worst(case.weight_error(small).masked_fill(~differ(case, small), 0))
@@ -490,7 +513,7 @@ def on_policy(case: LossCase) -> list[Finding]:
     cause = first_confirmed(case, two_gradients(case, batch))
     if is_scaled:
         scaling = next(by_fixed_length(case), scaling)
-    if not cause and is_scaled:  # many rows, too: a factor may be that of a small batch
+    if not cause and is_scaled:  # on many rows too: few may have a factor of their own
         cause = cause_if_confirmed(case, scaling, case.grid(edges=OFF_EDGES))
     cause = cause or case.cause
     place = TokenPlace(
@@ -511,22 +534,27 @@ def on_policy(case: LossCase) -> list[Finding]:
 
 @oracle("aggregation", 30)
 def aggregation(case: LossCase) -> list[Finding]:
-    """What the weights of each response are multiplied by."""
+    """Compare the factors of the responses, by which the aggregation multiplies their
+    weights.
+    """
     batch = case.ready(on_policy_batch())
     declared = declared_aggregation(case.objective)
     declared_words = case.objective.agg if declared != case.agg else declared
     if case.agg == declared and HABIT < abs(case.scale - 1) < 1e-5:
         return [
-            note("aggregation", f"a factor of 1 {case.scale - 1:+.1e}", cause=BELOW)
+            note(
+                "aggregation", f"a factor of 1 {case.scale - 1:+.1e}", cause=BELOW_LIMIT
+            )
         ]
 
     def factors_differ(batch: Rollouts) -> bool:
+        """Return whether the factors of this batch differ."""
         return not torch.allclose(
             case.factors(batch, declared), case.factors(batch), rtol=1e-6
         )
 
     def shows(batch: Rollouts) -> bool:
-        """Whether dJ/dlp is another number too."""
+        """Return whether the factors differ, and dJ/dlp is another number too."""
         return factors_differ(batch) and bool(differ(case, batch).any())
 
     if not case.fits or not factors_differ(batch):
@@ -546,32 +574,41 @@ def aggregation(case: LossCase) -> list[Finding]:
     )
     found = Number(found_factors[row].item(), "factor", f"by {case.agg}")
 
-    def aggregated(batch: Rollouts) -> tuple[Tensor, Tensor]:
-        """The part of the gradient that depends on A, at r = 1, found and expected."""
-        replaced = dict.fromkeys(
-            ("logp", "logp_ref", *(["logp_sampler"] if case.objective.sampler else [])),
-            batch.logp_old,
-        )
-        # as in `make_case`: neither a clip nor a KL term is an aggregation's
-        on_policy_batch_ = case.visible_batch(batch.but(**replaced))
-        return without_rest(case, on_policy_batch_), case.expected(
-            on_policy_batch_
-        ) * case.factors(on_policy_batch_) * case.scale
+    roles_at_old_policy = ["logp", "logp_ref"]
+    if case.objective.sampler:
+        roles_at_old_policy.append("logp_sampler")
 
-    # of the response's ratio: at 1 it looks the same
-    power = case.objective.one_adv and "gradient" in case.failed
+    def gradients_at_old_policy(batch: Rollouts) -> tuple[Tensor, Tensor]:
+        """Return the part of the gradient that depends on A, where all policies are
+        π_old: as found, and as the aggregation makes it. There, as in `make_case`,
+        neither a clip nor a KL term acts.
+        """
+        replaced = dict.fromkeys(roles_at_old_policy, batch.logp_old)
+        at_old_policy = case.visible_batch(batch.but(**replaced))
+        expected = case.expected(at_old_policy) * case.factors(at_old_policy)
+        return without_rest(case, at_old_policy), expected * case.scale
+
+    # a wrong power of the response's ratio looks like a factor at r = 1
+    may_be_power = case.objective.one_adv and "gradient" in case.failed
     why = NO_CAUSE
-    if not power and holds_on_other_batches(case, aggregated, batch):
+    if not may_be_power and holds_on_other_batches(
+        case, gradients_at_old_policy, batch
+    ):
         why = Cause(case.agg, (aggregation_id(case.agg),))
     return [fail("aggregation", text, expected, found, example(case, small), why)]
+
+
+VALUES = 10  # random batches on which the value is compared
 
 
 @oracle(
     "value", 150, lambda case: "the weights are wrong already" if case.wrong else ""
 )
 def value(case: LossCase) -> list[Finding]:
-    """The value of the loss; a difference without effect on the gradient is a note."""
-    for n, batch in enumerate(_random_batches(case, 0, _many(case))[:10]):
+    """Compare the value of the loss. A difference without effect on the gradient is a
+    note.
+    """
+    for n, batch in enumerate(_random_batches(case)[:VALUES]):
         found_value, _ = case.kept_value_and_gradient(batch)
         found = found_value.item()
         expected = case.objective.loss(batch, **case.hp).item()
