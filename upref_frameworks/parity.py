@@ -59,12 +59,15 @@ class ParityError(RuntimeError):
 
 @dataclass(frozen=True)
 class Parity:
-    """max_abs: largest |trained - reference|; gradient weights in units of the largest
-    one, the loss of Σ |terms|.
+    """How far a trained loss and its gradient are from the reference.
 
-    of_bound: the same, each in units of what rounding allows: above 1 is an error.
-    at_bound: tokens that rounding may put on either side of a clip bound; blind: their
-    share. worst: the response and token where of_bound is; (-1, -1): the loss.
+    Attributes:
+        max_abs: the largest |trained - reference|: of gradient weights in units of the
+            largest one, of the loss in units of Σ |terms|.
+        of_bound: the same, each in units of what rounding allows: above 1 is an error.
+        at_bound: number of tokens that rounding may put on either side of a clip bound.
+        worst: (response, token) where `of_bound` is; (-1, -1): it is the loss.
+        blind: the share of tokens at a bound.
     """
 
     max_abs: float
@@ -276,10 +279,17 @@ def ratio(part: Tensor, whole: Tensor) -> float:
 
 @dataclass
 class Monitor:
-    """Compares the first micro-batches of a process and then every so many; keeps the
-    largest difference so far.
+    """Compares the first micro-batches of a process and then every so many.
 
-    on_fail: "stop" raises ParityError, "warn" logs it, counts it and trains on.
+    Attributes:
+        objective: the reference.
+        first: how many are compared at the beginning.
+        every: later ones whose number is a multiple of it are compared; 0: none.
+        on_fail: `stop` raises ParityError, `warn` logs it, counts it and trains on.
+        seen: number of micro-batches so far.
+        max_abs, of_bound, blind: the largest so far, as of Parity.
+        alarms: number of comparisons beyond what rounding explains.
+        checked: number of comparisons.
     """
 
     objective: Objective

@@ -46,17 +46,25 @@ MASKED = "a masked slot"  # the regime of a token that does not count
 
 @dataclass(frozen=True)
 class Comparison:
-    """A framework's loss with these fields of its config, the objective it is compared
-    with, why they differ.
+    """A loss of a framework, what it is compared with, and why the two differ.
+
+    Attributes:
+        setting: `default` or `paper`: whose hyperparameters the loss has.
+        mode: the framework's name of the loss.
+        config: fields of the framework's config, over its defaults.
+        objective: the name of the objective that the loss promises.
+        hp: hyperparameters of the objective.
+        reasons: the faults that account for the difference.
+        one_adv: whether the loss takes one advantage per response.
     """
 
-    setting: str  # default | paper
+    setting: str
     mode: str
     config: dict[str, Any]
     objective: str
     hp: dict[str, Any]
     reasons: tuple[LossFault, ...] = ()
-    one_adv: bool = False  # it takes one advantage per response
+    one_adv: bool = False
 
     @property
     def label(self) -> str:
@@ -71,11 +79,15 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Example:
-    """A token on which two gradients differ most: its regime, and its weight dJ_t/dlp
-    by the one and by the other.
+    """A token on which two gradients differ most.
 
-    Differences are relative to max(1, |expected|). Tokens within |log r| <= 5 go before
-    the farther ones.
+    Tokens within |log r| <= 5 go before the farther ones.
+
+    Attributes:
+        difference: relative to max(1, |expected|).
+        where: the regime of the token, in words.
+        expected: its weight dJ_t/dlp by the one gradient.
+        found: its weight by the other one.
     """
 
     difference: float
@@ -103,10 +115,14 @@ class Example:
 
 @dataclass(frozen=True)
 class FaultEffect:
-    """What a fault does to the gradient of a typical batch, w with the fault repaired,
-    v as it is.
+    """What a fault does to the gradient of a typical batch.
 
-    change: |v - w| / |w|. cosine: of v and w. factor: |v| / |w|.
+    w is the gradient with the fault repaired, and v the one with the fault in it.
+
+    Attributes:
+        change: |v - w| / |w|.
+        cosine: of the angle between v and w.
+        factor: |v| / |w|.
     """
 
     change: float

@@ -36,14 +36,21 @@ Function = Callable[..., Tensor]
 class Component:
     """A framework's function, what it is compared with, and why they differ.
 
-    found: called inside, in the reference's signature (see CASES). promise: a name of
-    REFERENCES[kind], or a function
-    in that signature. reasons: the change of each is the reference with this and all
-    earlier reasons in it.
-    leaves_out: cases that its signature cannot say, by their words.
+    Attributes:
+        kind: a key of CASES.
+        mode: the framework's name of the function.
+        found: calls the framework's function, in the signature of the reference (see
+            CASES).
+        promise: a name of REFERENCES[kind], or a function in that signature.
+        hp: hyperparameters of the reference.
+        reasons: why they differ; the change of each is the reference with this and all
+            earlier reasons in it.
+        leaves_out: cases that the function's signature cannot express, by their words.
+        tol: the largest difference that counts as rounding.
+        words: the promise in words, where it is a function.
     """
 
-    kind: str  # a key of CASES
+    kind: str
     mode: str
     found: Function
     promise: str | Function
@@ -51,7 +58,7 @@ class Component:
     reasons: tuple[Fault[Function], ...] = ()
     leaves_out: tuple[str, ...] = ()
     tol: float = TOL
-    words: str = ""  # the promise, where it is a function
+    words: str = ""
 
     @property
     def label(self) -> str:

@@ -22,38 +22,51 @@ from upref_frameworks.settings import Bare
 
 @dataclass(frozen=True)
 class Framework:
-    """What the audit asks of a framework.
+    """The tables of one framework, from which the audit is made.
 
-    loss(comparison, batch, padding): the scalar that is differentiated; masked slots
-    hold the number, or what is there. Or plain(mode, config, ...): the scalar by some
-    of log_prob, old_log_prob, advantages, mask, ref_log_prob, entropy, group (the
-    prompt of each response), totals and num_micro_batches, by these names; config is
-    defaults(mode) with the comparison's fields over it.
+    Attributes:
+        name: of its folder in upref_frameworks.
+        modes: makes the list of all losses that the installed version has.
+        comparisons: what is compared with what.
+        out_of_scope: losses that are not compared -> why.
+        split_reasons: label or mode -> why the gradient of micro-batches differs.
+        version: reads the installed version; a framework with a pin does not need it.
+        loss: (comparison, batch, padding) -> the scalar that is differentiated; masked
+            slots hold the padding, or what the batch has there.
+        plain: (mode, config, ...) -> the scalar, in place of `loss`. Its other
+            arguments are some of log_prob, old_log_prob, advantages, mask,
+            ref_log_prob, entropy, group (the prompt of each response), totals and
+            num_micro_batches, by these names; config is defaults(mode) with the
+            comparison's fields over it.
+        defaults: mode -> the fields of the framework's own config class.
+        parts: makes the table of what the framework computes beside its losses.
+        kernels: makes the table of functions that check_logprobs takes and that are no
+            part.
+        remarks: sentences that are printed below the table.
+        pin: what makes its folder of packages; without one it is imported from the
+            running environment.
+        one_adv: whether its losses take one advantage per response, [B]; else they get
+            [B, T].
+        tol: the largest difference that counts as rounding; larger where it computes in
+            float32.
     """
 
     name: str
     _: KW_ONLY
-    modes: Callable[[], list[str]]  # all losses that the installed version has
+    modes: Callable[[], list[str]]
     comparisons: tuple[Comparison, ...]
-    # losses that are not compared, and why
     out_of_scope: dict[str, str] = field(default_factory=dict)
-    # why micro-batches differ, by label or mode
     split_reasons: dict[str, LossFault] = field(default_factory=dict)
-    version: Callable[[], str] = lambda: "?"  # a framework with a pin is told
+    version: Callable[[], str] = lambda: "?"
     loss: Callable[[Comparison, Rollouts, float | None], Tensor] | None = None
     plain: Callable[..., Tensor] | None = None
-    # read from its own config class
     defaults: Callable[[str], dict[str, Any]] = lambda mode: {}
-    # what it computes beside its losses
     parts: Callable[[], tuple[Component, ...]] = tuple
-    # what check_logprobs takes, and is no part
     kernels: Callable[[], dict[str, Callable[..., Any]]] = dict
     remarks: Sequence[str] = ()
-    # what makes its folder of packages; without one it is imported from here
     pin: Pin | None = None
-    # its losses take one advantage per response, [B]; else they get [B, T]
     one_adv: bool = False
-    tol: float = TOL  # wider where it computes in float32
+    tol: float = TOL
 
     def compute_loss(
         self, comparison: Comparison, batch: Rollouts | Bare, padding: float | None

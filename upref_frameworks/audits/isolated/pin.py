@@ -25,32 +25,38 @@ DIGEST = ".upref-digest"  # of all other files of a folder, written when it was 
 
 @dataclass(frozen=True)
 class Pin:
-    """What is audited, exactly. torch, numpy and what upref itself needs come from the
-    running environment.
+    """Which files of a framework are audited, exactly.
 
-    packages: requirements, installed without their dependencies; the framework's own
-    first, unless it is on no index.
-    files: the first 32 digits of the sha256 of each file that holds what is audited, by
-    its path as it is imported.
-    repository, commit, date: for a framework on no package index; packages are then
-    what it imports.
-    root: the folder of a checkout that its packages are imported from.
-    skip_init: packages whose __init__ is skipped. stubs: modules that are not there;
-    calling anything of them raises.
-    decorators: callables of stubs that may be called while the framework is imported;
-    what they decorate raises.
+    torch, numpy and what upref itself needs come from the running environment.
+
+    Attributes:
+        files: path of each file that holds what is audited, as it is imported -> the
+            first 32 digits of its sha256.
+        packages: requirements, installed without their dependencies; the framework's
+            own first, unless it is on no index. With a repository: what the framework
+            imports.
+        repository: of a framework on no package index.
+        commit: of the repository.
+        date: of the commit.
+        root: the folder of a checkout that its packages are imported from.
+        skip_init: packages whose __init__ is skipped.
+        stubs: modules that do not exist here; a call of anything in them raises an
+            error.
+        decorators: callables of stubs that may be called while the framework is
+            imported; a call of what they decorate raises an error.
+        env: environment variables of its process.
     """
 
     files: dict[str, str]
     packages: tuple[str, ...] = ()
     repository: str = ""
     commit: str = ""
-    date: str = ""  # of the commit
+    date: str = ""
     root: str = ""
     skip_init: tuple[str, ...] = ()
     stubs: tuple[str, ...] = ()
     decorators: tuple[str, ...] = ()
-    env: dict[str, str] = field(default_factory=dict)  # of its process
+    env: dict[str, str] = field(default_factory=dict)
 
     @property
     def version(self) -> str:
@@ -62,8 +68,12 @@ class Pin:
 
 @dataclass(frozen=True)
 class Installation:
-    """Where a framework was put: folders for sys.path, its version, what is to be said
-    of it.
+    """Where a framework was put.
+
+    Attributes:
+        paths: folders for sys.path.
+        version: what was found there.
+        remarks: sentences that an audit of it prints.
     """
 
     paths: list[str]
