@@ -22,8 +22,14 @@ from repro.exact.task import bandit
 from upref import advantages, kl
 from upref.aggregation import Totals, row_weights
 from upref.step import TorchModel
-from upref.step.case import FLOAT32_BOUND, build_case, make_goal, perturbed, run_step
-from upref.step.check import compared
+from upref.step.case import (
+    FLOAT32_BOUND,
+    build_case,
+    compare,
+    make_goal,
+    perturbed,
+    run_step,
+)
 from upref.verify import kl as verify_kl
 from upref.weights.plots import DOWN, GREY, INK, PALETTE, STYLE, UP
 from upref_course.lessons.around_the_loss import step
@@ -675,7 +681,7 @@ def l11_around():
                         ).backward()
 
                 errors.append(
-                    compared(
+                    compare(
                         goal, case, run_step(one, model, case)[0], FLOAT32_BOUND
                     ).error
                 )
