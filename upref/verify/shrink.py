@@ -17,7 +17,12 @@ from upref.verify.measure import LossCase
 from upref.verify.render import GRADIENT_DIGITS, digits_apart
 
 MOST_SLOTS = 160  # of a batch that is printed
-READ = ("logp_ref", "entropy", "logp_sampler")  # printed where the loss reads them
+OPTIONAL_FIELDS = (
+    "logp_ref",
+    "entropy",
+    "logp_sampler",
+)  # printed if the loss reads them
+DIGITS = (1, 2, 3, 4, 6)  # behind the point, to which numbers are rounded at last
 
 
 def shrink(
@@ -37,79 +42,99 @@ def shrink(
         A batch for which `bad` holds, as small as was found.
     """
 
-    def still_shows(x: Rollouts | None) -> bool:
+    def still_shows(smaller: Rollouts) -> bool:
+        """Return whether a smaller batch still shows the difference."""
         try:
-            return x is not None and bad(x)
+            return bad(smaller)
         except InputError:
             return False
 
-    if batch.totals is not None and still_shows(_try(batch, totals=None)):
-        batch = replace(batch, totals=None)
-    else:
-        batch = batch
-    if batch.group is not None and still_shows(_try(batch, group=None)):
-        batch = replace(batch, group=None)
+    for field in ("totals", "group"):
+        if getattr(batch, field) is not None:
+            without = _with_fields(batch, **{field: None})
+            if without is not None and still_shows(without):
+                batch = without
     if at is not None:
-        i, column = at
-        for guess in (cut(batch, [i], [column]), cut(batch, [i], None)):
-            if still_shows(guess):
-                assert guess
-                batch = guess
+        batch = _only_token_or_response(batch, at, still_shows)
+    batch = _with_fewer_rows(batch, still_shows)
+    if batch.mask.numel() > MOST_SLOTS:
+        for some_rows in _random_rows(batch):
+            if some_rows is not None and still_shows(some_rows):
+                batch = some_rows
                 break
+    batch = _with_fewer_columns(batch, still_shows)
+    for digits in DIGITS:
+        rounded = _rounded(batch, digits)
+        if rounded is not None and still_shows(rounded):
+            return rounded
+    return batch
+
+
+def _only_token_or_response(
+    batch: Rollouts, at: tuple[int, int], still_shows: Callable[[Rollouts], bool]
+) -> Rollouts:
+    """Return the token at this row and column alone, else its response alone, else the
+    batch: the first that still shows the difference.
+    """
+    row, column = at
+    for columns in ([column], None):
+        part = cut(batch, [row], columns)
+        if part is not None and still_shows(part):
+            return part
+    return batch
+
+
+def _with_fewer_rows(
+    batch: Rollouts, still_shows: Callable[[Rollouts], bool]
+) -> Rollouts:
+    """Drop blocks of rows while the difference still shows: half of the rows, then a
+    quarter, down to one row.
+    """
     size = (len(batch.mask) + 1) // 2
     while size and len(batch.mask) > 1:
         rows = list(range(len(batch.mask)))
         for start in range(0, len(rows), size):
-            guess = cut(batch, rows[:start] + rows[start + size :], None)
-            if still_shows(guess):
-                assert guess
-                batch = guess
+            part = cut(batch, rows[:start] + rows[start + size :], None)
+            if part is not None and still_shows(part):
+                batch = part
                 break
         else:
             size = size // 2 if size > 1 else 0
-    if batch.mask.numel() > MOST_SLOTS:
-        batch = next(
-            (guess for guess in _groups_or_rows(batch) if guess and still_shows(guess)),
-            batch,
-        )
-    column = 0
-    while column < batch.mask.shape[1] and batch.mask.shape[1] > 1:
-        guess = cut(
-            batch,
-            list(range(len(batch.mask))),
-            [
-                kept_column
-                for kept_column in range(batch.mask.shape[1])
-                if kept_column != column
-            ],
-        )
-        if still_shows(guess):
-            assert guess
-            batch = guess
-        else:
-            column += 1
-    for digits in (1, 2, 3, 4, 6):
-        if still_shows(guess := _rounded(batch, digits)):
-            assert guess
-            return guess
     return batch
 
 
-def _groups_or_rows(batch: Rollouts) -> Iterator[Rollouts | None]:
-    """The rows of a few groups, or a few rows: where no single one can be left out,
-    many can be at once.
+def _with_fewer_columns(
+    batch: Rollouts, still_shows: Callable[[Rollouts], bool]
+) -> Rollouts:
+    """Drop single columns while the difference still shows, from the first to the last."""
+    column = 0
+    while column < batch.mask.shape[1] and batch.mask.shape[1] > 1:
+        rows = list(range(len(batch.mask)))
+        other_columns = [i for i in range(batch.mask.shape[1]) if i != column]
+        part = cut(batch, rows, other_columns)
+        if part is not None and still_shows(part):
+            batch = part
+        else:
+            column += 1
+    return batch
+
+
+def _random_rows(batch: Rollouts) -> Iterator[Rollouts | None]:
+    """Yield the rows of a few random groups, or a few random rows of a batch without
+    groups. Where no block of rows can be dropped, most rows at once may be.
     """
     generator = random.Random(0)
     ids = list(range(len(batch.mask))) if batch.group is None else batch.group.tolist()
-    for n in (2, 3, 4, 6):
+    distinct_ids = sorted(set(ids))
+    for count in (2, 3, 4, 6):
         for _ in range(40):
-            picked = generator.sample(sorted(set(ids)), min(n, len(set(ids))))
-            yield cut(
-                batch, [i for i, gradient in enumerate(ids) if gradient in picked], None
-            )
+            kept_ids = generator.sample(distinct_ids, min(count, len(distinct_ids)))
+            rows = [row for row, group_id in enumerate(ids) if group_id in kept_ids]
+            yield cut(batch, rows, None)
 
 
-def _try(batch: Rollouts, **change: Any) -> Rollouts | None:
+def _with_fields(batch: Rollouts, **change: Any) -> Rollouts | None:
+    """Return the batch with other fields, or None where these are no batch."""
     try:
         return replace(batch, **change)
     except InputError:
@@ -117,12 +142,12 @@ def _try(batch: Rollouts, **change: Any) -> Rollouts | None:
 
 
 def cut(batch: Rollouts, rows: list[int], columns: list[int] | None) -> Rollouts | None:
-    """These rows and columns; None where they are no batch.
+    """Return these rows and columns of a batch, or None where they are no batch.
 
     Args:
         batch: the batch.
-        rows: numbers of responses.
-        columns: numbers of columns; None: all.
+        rows: the rows that are kept.
+        columns: the columns that are kept; None keeps all.
     """
     if not rows or columns == []:
         return None
@@ -133,12 +158,15 @@ def cut(batch: Rollouts, rows: list[int], columns: list[int] | None) -> Rollouts
 
 
 def _rounded(batch: Rollouts, digits: int) -> Rollouts | None:
+    """Return the batch with numbers of so many digits behind the point, or None where
+    these are no batch.
+    """
     rounded = {
         name: (x * 10**digits).round() / 10**digits
         for name, x in batch.tensors().items()
         if x.is_floating_point()
     }
-    return _try(batch, **rounded)
+    return _with_fields(batch, **rounded)
 
 
 def gradient_pair(
@@ -160,21 +188,16 @@ def make_example(
     found: Tensor | None = None,
     reads: Collection[str] = (),
 ) -> Example | None:
-    """Return a batch as an example with the two gradients dJ/dlp, [B, T] each.
-
-    None: the gradients are equal in all digits that are printed, so the batch shows no
-    difference.
+    """Return a batch as an example with the two gradients dJ/dlp, [B, T] each, or None
+    where these are equal in all digits that are printed.
 
     Args:
         batch: the batch.
         expected, found: the gradients, where there are two to compare.
-        reads: fields of the batch that the loss reads.
+        reads: the fields of the batch that the loss reads.
     """
-    gradients = [
-        None if gradient is None else gradient.double().tolist()
-        for gradient in (expected, found)
-    ]
-    right, wrong = gradients
+    right = None if expected is None else expected.double().tolist()
+    wrong = None if found is None else found.double().tolist()
     if right is not None and wrong is not None and digits_apart(right, wrong) is None:
         return None
     if batch.mask.numel() > MOST_SLOTS:
@@ -184,11 +207,10 @@ def make_example(
         "logp",
         "logp_old",
         "adv",
-        *(n for n in READ if n in reads and getattr(batch, n) is not None),
+        *(n for n in OPTIONAL_FIELDS if n in reads and getattr(batch, n) is not None),
     ]
-    inputs = {name: getattr(batch, name).double().tolist() for name in names} | {
-        "mask": batch.mask.tolist()
-    }
+    inputs = {name: getattr(batch, name).double().tolist() for name in names}
+    inputs["mask"] = batch.mask.tolist()
     if batch.group is not None:
         inputs["group"] = batch.group.tolist()
     dtype = str(batch.logp.dtype).removeprefix("torch.")
@@ -205,9 +227,9 @@ def make_rollouts(example: Example) -> Rollouts:
     fields: dict[str, Any] = {}
     for name, numbers in example.inputs.items():
         x = torch.tensor(numbers)
-        fields[name] = (
-            torch.tensor(numbers, dtype=dtype) if x.is_floating_point() else x
-        )
+        if x.is_floating_point():
+            x = torch.tensor(numbers, dtype=dtype)
+        fields[name] = x
     return Rollouts(**fields)
 
 
@@ -220,21 +242,25 @@ def example(
     Args:
         case: the loss and its objective.
         batch: the batch, [B, T].
-        dtype: of the numbers that the loss gets; None: as they are.
+        dtype: the dtype of the numbers that the loss gets; None keeps the batch's own.
     """
-    low = batch if dtype is None else batch.floats(dtype)
+    inputs = batch if dtype is None else batch.floats(dtype)
     try:
-        right = case.expected(batch) * case.factors(
-            batch, declared_aggregation(case.objective)
-        )
-        return make_example(low, right, case.gradient(low), case.loss.reads)
+        right = _expected_gradient(case, batch)
+        return make_example(inputs, right, case.gradient(inputs), case.loss.reads)
     except InputError:
-        return make_example(low, reads=case.loss.reads)
+        return make_example(inputs, reads=case.loss.reads)
+
+
+def _expected_gradient(case: LossCase, batch: Rollouts) -> Tensor:
+    """Return the objective's dJ/dlp on a batch, [B, T]."""
+    factors = case.factors(batch, declared_aggregation(case.objective))
+    return case.expected(batch) * factors
 
 
 def differ(case: LossCase, batch: Rollouts) -> Tensor:
-    """The tokens of a batch whose printed dJ/dlp, the objective's and the loss's, are
-    not the same number.
+    """Return the tokens of a batch at which the objective's dJ/dlp and the loss's differ
+    in the digits that are printed.
 
     Args:
         case: the loss and its objective.
@@ -243,14 +269,13 @@ def differ(case: LossCase, batch: Rollouts) -> Tensor:
     Returns:
         [B, T].
     """
-    right = case.expected(batch) * case.factors(
-        batch, declared_aggregation(case.objective)
-    )
+    right = _expected_gradient(case, batch)
     found = case.gradient(batch)
-    same = torch.isclose(
-        found, right, rtol=10.0 ** (1 - GRADIENT_DIGITS[-1]), atol=0, equal_nan=True
+    printed_precision = 10.0 ** (1 - GRADIENT_DIGITS[-1])
+    is_same = torch.isclose(
+        found, right, rtol=printed_precision, atol=0, equal_nan=True
     )
-    return batch.mask & ~same
+    return batch.mask & ~is_same
 
 
 def sampler_ratio(
@@ -272,8 +297,8 @@ def sampler_ratio(
 def token_numbers(
     case: LossCase, batch: Rollouts, at: tuple[int, int]
 ) -> dict[str, float]:
-    """Return what the weight of this token depends on, by its symbol: A, r, and ρ where
-    the objective has one.
+    """Return the numbers on which the weight of this token depends, by their symbols:
+    A, r, and ρ where the objective has one.
 
     Args:
         case: the loss and its objective.
@@ -289,8 +314,8 @@ def token_numbers(
 def smallest(
     case: LossCase, batch: Rollouts, at: tuple[int, int]
 ) -> tuple[Rollouts, int, int]:
-    """The smallest batch in which a weight is wrong, and its worst token: a finding's
-    numbers are of this batch.
+    """Return the smallest batch in which a weight is wrong, and the token that differs
+    most in it. A finding prints the numbers of this batch.
 
     Args:
         case: the loss and its objective.
@@ -305,7 +330,7 @@ def smallest(
 
 
 def numbers(case: LossCase, batch: Rollouts, i: int, t: int) -> tuple[float, float]:
-    """The expected weight of a token of a batch, and the found one.
+    """Return the expected and the found weight of a token of a batch.
 
     Args:
         case: the loss and its objective.
@@ -317,24 +342,25 @@ def numbers(case: LossCase, batch: Rollouts, i: int, t: int) -> tuple[float, flo
 
 
 def wrong(case: LossCase) -> Callable[[Rollouts], bool]:
-    """Whether some token of a batch has another weight than expected.
+    """Make the condition, for `shrink`, that some token of a batch has another weight
+    than expected.
 
     Args:
         case: the loss and its objective.
 
     Returns:
-        A function from a batch to the answer, for `shrink`.
+        A function from a batch to whether it holds.
     """
     return lambda batch: bool(case.weight_error(batch).max() > 10 * case.tol)
 
 
-def worst(off: Tensor) -> tuple[int, int]:
-    """Find the token that is off most.
+def worst(errors: Tensor) -> tuple[int, int]:
+    """Find the token with the largest error.
 
     Args:
-        off: a distance for each token, [B, T].
+        errors: an error for each token, [B, T].
 
     Returns:
         Its row and its column.
     """
-    return divmod(int(off.argmax()), off.shape[1])
+    return divmod(int(errors.argmax()), errors.shape[1])

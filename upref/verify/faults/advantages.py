@@ -21,66 +21,80 @@ Floats = Sequence[float]
 
 @dataclass(frozen=True)
 class AdvantageChange:
-    """What a fault makes of the advantages of a batch.
+    """The change that a fault makes to the advantages of a batch.
 
-    numbers: of a batch, the right advantages and k. variance: where there is one,
-    numbers are divided by its root, plus
-    an eps that is read off. k: what {k} in the words is.
+    Attributes:
+        numbers: from a batch, its right advantages and k to the changed advantages, or
+            to numerators.
+        variance: from a batch and the numerators to variances. The numerators are
+            divided by their roots with an eps, which is measured. None: no division.
+        k: from the right advantages and those found to the number {k} in the words.
     """
 
     numbers: Callable[[RewardBatch, Floats, float], Floats | Rows]
     variance: Callable[[RewardBatch, Rows], Rows] | None = None
-    # of the right answers and those found
     k: Callable[[Floats, Floats], float] | None = None
 
 
 AdvantageFault: TypeAlias = Fault[AdvantageChange]
 
 
-# ---- another answer ------------------------------------------------------------------
-def _ratio(right: Floats, found: Floats, sign: int = 0) -> float:
-    """Of the first that is not 0, or has this sign."""
-    ratios = (
-        y / x
-        for x, y in zip(right, found, strict=True)
-        if (x * sign if sign else abs(x)) > 1e-9
-    )
-    return next(ratios, 1.0)
+# ---- changes of the right advantages -------------------------------------------------
+def _first_ratio(right: Floats, found: Floats, sign: int = 0) -> float:
+    """Return found over right of the first advantage that is not 0.
+
+    Args:
+        right: the right advantages.
+        found: those found.
+        sign: 1 or -1 for the first advantage of this sign; 0 for any.
+    """
+    for expected, advantage in zip(right, found, strict=True):
+        size = expected * sign if sign else abs(expected)
+        if size > 1e-9:
+            return advantage / expected
+    return 1.0
 
 
 def _largest(right: Floats, found: Floats) -> float:
+    """Return the largest size of an advantage found."""
     return max(map(abs, found))
 
 
-def _added(right: Floats, found: Floats) -> float:
+def _first_difference(right: Floats, found: Floats) -> float:
+    """Return found less right of the first advantage."""
     return found[0] - right[0]
 
 
-def _reordered(right: Floats, n: int) -> Floats:
-    return [*right[n:], *right[:n]]
+def _rotated(right: Floats, places: int) -> Floats:
+    """Return the advantages, moved by so many rows."""
+    return [*right[places:], *right[:places]]
 
 
-def _divided(words: str, size: Callable[[int], float], id: str) -> AdvantageFault:
-    """By a function of the number of responses of the prompt."""
+def _divided_by_size(
+    words: str, size: Callable[[int], float], id: str
+) -> AdvantageFault:
+    """Make the fault that each advantage is divided by a function of the number of
+    responses of its prompt.
+    """
 
-    def over(batch: RewardBatch, right: Floats, k: float) -> Floats:
-        """The right advantages, each divided by what its prompt's responses give."""
+    def divided(batch: RewardBatch, right: Floats, k: float) -> Floats:
+        """Return the right advantages, divided."""
         return [
             x / size(batch.group.count(group_id))
             for x, group_id in zip(right, batch.group, strict=True)
         ]
 
-    return Fault(words, AdvantageChange(over), id=id)
+    return Fault(words, AdvantageChange(divided), id=id)
 
 
-def _answer(
+def _change_of_each(
     words: str,
     change: Callable[[float, float], float],
     k: Callable[[Floats, Floats], float] | None = None,
     *,
     id: str,
 ) -> AdvantageFault:
-    """A change of each right advantage."""
+    """Make the fault that changes each right advantage by itself."""
     return Fault(
         words,
         AdvantageChange(lambda batch, right, k: [change(x, k) for x in right], k=k),
@@ -88,10 +102,10 @@ def _answer(
     )
 
 
-def _named(
+def _other_estimator(
     words: str, name: str, ddof: int, of: tuple[str, ...], id: str
 ) -> AdvantageFault:
-    """An estimator in place of another; eps is read off."""
+    """Make the fault that another estimator takes the place of one of those in `of`."""
     if name not in exact.DIVIDED_BY_STD:
         return Fault(
             words,
@@ -101,118 +115,122 @@ def _named(
         )
 
     def numerator(batch: RewardBatch, right: Floats, k: float) -> Rows:
+        """Return the numerators of that estimator."""
         numerators, _ = exact.numerators_and_variances(name, batch, ddof)
         return numerators
 
     def variance(batch: RewardBatch, numerators: Rows) -> Rows:
+        """Return the variances of that estimator."""
         _, variances = exact.numerators_and_variances(name, batch, ddof)
         return variances
 
     return Fault(words, AdvantageChange(numerator, variance), id=id, of=of)
 
 
-def _twice(ddof: int, batch: RewardBatch, right: Floats, k: float) -> Floats:
-    return exact.advantage(
-        "whiten", replace(batch, R=tuple(map(Fraction, right))), exact.Denominator(ddof)
-    )
+def _whitened_over_batch(
+    ddof: int, batch: RewardBatch, right: Floats, k: float
+) -> Floats:
+    """Return the right advantages, normalized over the whole batch once more."""
+    of_advantages = replace(batch, R=tuple(map(Fraction, right)))
+    return exact.advantage("whiten", of_advantages, exact.Denominator(ddof))
 
 
-def _answers() -> Iterator[AdvantageFault]:
-    """Faults that change the right advantages themselves."""
+def _changes_of_right_advantages() -> Iterator[AdvantageFault]:
+    """Yield the faults that change the right advantages, or take another estimator."""
     itself = "the mean includes the response itself: G/(G-1) is missing"
-    yield _named(
+    yield _other_estimator(
         itself, "group_mean", 1, id="mean-includes-itself", of=("leave_one_out",)
     )
-    yield _answer(
+    yield _change_of_each(
         "the sign is flipped: bad answers are reinforced",
         lambda x, k: -x,
         id="advantages-negated",
     )
-    yield _answer(
+    yield _change_of_each(
         "its absolute value: bad answers are reinforced",
         lambda x, k: abs(x),
         id="advantage-absolute",
     )
-    yield _answer(
+    yield _change_of_each(
         "negative advantages are dropped",
         lambda x, k: max(x, 0.0),
         id="negative-advantages-dropped",
     )
-    yield _answer(
+    yield _change_of_each(
         "positive advantages are dropped",
         lambda x, k: min(x, 0.0),
         id="positive-advantages-dropped",
     )
-    yield _answer(
+    yield _change_of_each(
         "every advantage is {k:.5g} times what it should be",
         lambda x, k: k * x,
-        _ratio,
+        _first_ratio,
         id="advantages-scaled",
     )
-    yield _answer(
+    yield _change_of_each(
         "advantages are clipped to at most {k:.4g}",
         min,
         lambda right, found: max(found),
         id="advantages-clipped-above",
     )
-    yield _answer(
+    yield _change_of_each(
         "advantages are clipped to at least {k:.4g}",
         max,
         lambda right, found: min(found),
         id="advantages-clipped-below",
     )
-    # behind the bounds of one side: where one is met alone, the other is not known
-    yield _answer(
+    # after the clips of one side: a batch that meets one of the two bounds shows no other
+    yield _change_of_each(
         "advantages are clipped to ±{k:.4g}",
         lambda x, k: max(-k, min(k, x)),
         _largest,
         id="advantages-clipped",
     )
-    yield _answer(
+    yield _change_of_each(
         "advantages below 0 are {k:.5g} times what they should be",
         lambda x, k: k * x if x < 0 else x,
-        partial(_ratio, sign=-1),
+        partial(_first_ratio, sign=-1),
         id="negative-advantages-scaled",
     )
-    yield _answer(
+    yield _change_of_each(
         "advantages above 0 are {k:.5g} times what they should be",
         lambda x, k: k * x if x > 0 else x,
-        partial(_ratio, sign=1),
+        partial(_first_ratio, sign=1),
         id="positive-advantages-scaled",
     )
-    yield _answer(
+    yield _change_of_each(
         "{k:.4g} is added to every advantage",
         lambda x, k: x + k,
-        _added,
+        _first_difference,
         id="constant-added-to-advantages",
     )
-    yield _answer("tanh of it", lambda x, k: math.tanh(x), id="advantage-tanh")
-    yield _divided(
+    yield _change_of_each("tanh of it", lambda x, k: math.tanh(x), id="advantage-tanh")
+    yield _divided_by_size(
         "it is divided by the number of responses of its prompt",
         float,
         id="divided-by-group-size",
     )
-    yield _divided(
+    yield _divided_by_size(
         "it is divided by the square root of the number of responses of its prompt",
         math.sqrt,
         id="divided-by-root-of-group-size",
     )
     yield Fault(
         "each response has the advantage of the row in front",
-        AdvantageChange(lambda batch, right, k: _reordered(right, -1)),
+        AdvantageChange(lambda batch, right, k: _rotated(right, -1)),
         id="advantages-of-row-before",
     )
     yield Fault(
         "each response has the advantage of the row behind",
-        AdvantageChange(lambda batch, right, k: _reordered(right, 1)),
+        AdvantageChange(lambda batch, right, k: _rotated(right, 1)),
         id="advantages-of-row-after",
     )
-    yield _answer(
+    yield _change_of_each(
         "it is rounded to float16",
         lambda x, k: torch.tensor(x).half().item(),
         id="rounded-to-float16",
     )
-    yield _answer(
+    yield _change_of_each(
         "it is rounded to bfloat16",
         lambda x, k: torch.tensor(x).bfloat16().item(),
         id="rounded-to-bfloat16",
@@ -220,18 +238,18 @@ def _answers() -> Iterator[AdvantageFault]:
     for ddof in (0, 1):
         yield Fault(
             "normalized twice: by prompt, then over the batch",
-            AdvantageChange(partial(_twice, ddof)),
+            AdvantageChange(partial(_whitened_over_batch, ddof)),
             id="advantages-whitened-over-batch",
         )
     for name in exact.DIVIDED_BY_STD:
-        yield _named(
+        yield _other_estimator(
             "the std divides by G (population)",
             name,
             0,
             id="std-of-population",
             of=(name,),
         )
-        yield _named(
+        yield _other_estimator(
             "the std divides by G - 1 (Bessel)", name, 1, id="std-of-sample", of=(name,)
         )
     for name in advantages.ADVANTAGES:
@@ -243,19 +261,22 @@ def _answers() -> Iterator[AdvantageFault]:
             words = f"it is {name}"
         others = tuple(n for n in advantages.ADVANTAGES if n != name)
         for ddof in (1, 0) if name in exact.DIVIDED_BY_STD else (1,):
-            yield _named(words, name, ddof, others, id=f"estimator-{name}")
+            yield _other_estimator(words, name, ddof, others, id=f"estimator-{name}")
 
 
 # ---- other formulas: a baseline of some rows, divided by a spread of some rows -------
 def _median(xs: Rows) -> Fraction:
-    s = sorted(xs)
-    return (s[(len(s) - 1) // 2] + s[len(s) // 2]) / 2
+    """Return the median; of an even count, the mean of the two in the middle."""
+    ordered = sorted(xs)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
 
-def _stride(k: int, batch: RewardBatch) -> Sequence[Any]:
+def _keys_by_stride(k: int, batch: RewardBatch) -> Sequence[Any]:
+    """Return one key for each k consecutive rows."""
     return [i // k for i in range(len(batch.R))]
 
 
+# estimators by the words for what they subtract from the rewards of some rows
 CENTRES: dict[str, Callable[[Rows], Rows]] = {
     "the mean": minus(mean),
     "the mean of the others": exact.minus_the_others,
@@ -268,6 +289,7 @@ CENTRES: dict[str, Callable[[Rows], Rows]] = {
     ),
     "the first reward": minus(lambda xs: xs[0]),
 }
+# by the words for some rows: from a batch to a key for each row, equal for these rows
 KEYS: dict[str, Callable[[RewardBatch], Sequence[Any]]] = {
     "of its prompt": lambda batch: batch.group,
     "of the whole batch": lambda batch: [0] * len(batch.R),
@@ -275,20 +297,21 @@ KEYS: dict[str, Callable[[RewardBatch], Sequence[Any]]] = {
         sorted(batch.group)
     ),
 } | {
-    f"of {k} consecutive rows (a fixed stride)": partial(_stride, k)
+    f"of {k} consecutive rows (a fixed stride)": partial(_keys_by_stride, k)
     for k in (2, 3, 4, 5, 8)
 }
-# of (key, rewards, differences): the square of what divides
+# from (keys, rewards, rewards less a center) to the square of a divisor for each row
 Spread = Callable[[Sequence[Any], Rows, Rows], Rows]
 OF_REWARDS = "of the rewards"
 OF_DIFFERENCES = "of the differences"
+# what the std is of, the words for its ddof, and its variance
 STD: tuple[tuple[str, str, Spread], ...] = (
     (OF_REWARDS, "over n - 1", lambda key, R, c: variance_of_rows(key, R, 1)),
     (OF_DIFFERENCES, "over n - 1", lambda key, R, c: variance_of_rows(key, c, 1)),
     (OF_REWARDS, "over n", lambda key, R, c: variance_of_rows(key, R, 0)),
     (OF_DIFFERENCES, "over n", lambda key, R, c: variance_of_rows(key, c, 0)),
 )
-OTHER: tuple[tuple[str, Spread], ...] = (
+OTHER_SPREADS: tuple[tuple[str, Spread], ...] = (
     (
         "the variance {}, not by its root",
         lambda key, R, c: tuple(v * v for v in variance_of_rows(key, R, 1)),
@@ -314,11 +337,13 @@ OTHER: tuple[tuple[str, Spread], ...] = (
 
 @lru_cache(4096)
 def _centred(centre: str, where: str, batch: RewardBatch) -> Rows:
+    """Return the rewards less this center of these rows; "" subtracts nothing."""
     return per_key(KEYS[where](batch), batch.R, CENTRES[centre]) if centre else batch.R
 
 
 @lru_cache(4096)
 def _spread(spread: Spread, where: str, batch: RewardBatch, c: Rows) -> Rows:
+    """Return the spread of these rows, for each row."""
     return spread(KEYS[where](batch), batch.R, c)
 
 
@@ -327,29 +352,40 @@ def _formula(
     centre: str,
     where: str = "",
     spread: Spread | None = None,
-    there: str = "",
+    rows_of_spread: str = "",
     *,
     id: str,
 ) -> AdvantageFault:
-    """A fault with another center, over the rows that `where` names, or another
-    spread, over the rows that `there` names.
+    """Make the fault of another formula.
+
+    Args:
+        words: what is done otherwise.
+        centre: a key of CENTRES, or "".
+        where: a key of KEYS: the rows of the center.
+        spread: what divides; None divides by nothing.
+        rows_of_spread: a key of KEYS: the rows of the spread; "" for those of the
+            center.
+        id: the id of the fault.
     """
-    var = partial(_spread, spread, there or where) if spread else None
-    return Fault(
-        words,
-        AdvantageChange(lambda batch, right, k: _centred(centre, where, batch), var),
-        id=id,
+    variance = None
+    if spread is not None:
+        variance = partial(_spread, spread, rows_of_spread or where)
+    change = AdvantageChange(
+        lambda batch, right, k: _centred(centre, where, batch), variance
     )
+    return Fault(words, change, id=id)
 
 
 def _formulas() -> Iterator[AdvantageFault]:
-    """In the order in which they are tried."""
+    """Yield the faults of other formulas, in the order in which they are tried."""
     yield _formula(
         "the reward itself, without a baseline or a division", "", id="reward-itself"
     )
     for centre, where in product(CENTRES, KEYS):
-        said = f"{centre} {where} is subtracted"
-        yield _formula(f"{said}, nothing divided", centre, where, id="other-baseline")
+        subtracted = f"{centre} {where} is subtracted"
+        yield _formula(
+            f"{subtracted}, nothing divided", centre, where, id="other-baseline"
+        )
         for rows, (of, over, spread) in product(KEYS, STD):
             # a number that is subtracted from each of these rows leaves their std
             if rows == where and centre != "the mean of the others":
@@ -358,16 +394,16 @@ def _formulas() -> Iterator[AdvantageFault]:
                 of = ""
             std = " ".join(filter(None, ("the std", of, rows, f"({over})")))
             yield _formula(
-                f"{said}, divided by {std}",
+                f"{subtracted}, divided by {std}",
                 centre,
                 where,
                 spread,
                 rows,
                 id="other-baseline-and-divisor",
             )
-        for words, spread in OTHER:
+        for words, spread in OTHER_SPREADS:
             yield _formula(
-                f"{said}, divided by {words.format(where)}",
+                f"{subtracted}, divided by {words.format(where)}",
                 centre,
                 where,
                 spread,
@@ -385,30 +421,36 @@ def _formulas() -> Iterator[AdvantageFault]:
     words = "whitened over tokens, where a long response counts more"
     yield Fault(
         words,
-        AdvantageChange(_over_tokens, partial(_of_tokens, 0)),
+        AdvantageChange(_less_mean_over_tokens, partial(_variance_over_tokens, 0)),
         id="whitened-over-tokens",
     )
     yield Fault(
         words,
-        AdvantageChange(_over_tokens, partial(_of_tokens, 1)),
+        AdvantageChange(_less_mean_over_tokens, partial(_variance_over_tokens, 1)),
         id="whitened-over-tokens",
     )
 
 
-def _tokens(batch: RewardBatch) -> Rows:
-    c = _centred("the mean", "of its prompt", batch)
-    return [c[i] for i, n in enumerate(batch.lengths) for _ in range(n)]
+def _centred_reward_of_tokens(batch: RewardBatch) -> Rows:
+    """Return for each token of the batch the reward of its response, less the mean of
+    its prompt.
+    """
+    centred = _centred("the mean", "of its prompt", batch)
+    return [centred[i] for i, n in enumerate(batch.lengths) for _ in range(n)]
 
 
-def _over_tokens(batch: RewardBatch, right: Floats, k: float) -> Rows:
-    m = mean(_tokens(batch))
-    return [x - m for x in _centred("the mean", "of its prompt", batch)]
+def _less_mean_over_tokens(batch: RewardBatch, right: Floats, k: float) -> Rows:
+    """Return the centered rewards of the responses, less their mean over all tokens."""
+    mean_over_tokens = mean(_centred_reward_of_tokens(batch))
+    return [x - mean_over_tokens for x in _centred("the mean", "of its prompt", batch)]
 
 
-def _of_tokens(ddof: int, batch: RewardBatch, c: Rows) -> Rows:
-    return [exact.variance(_tokens(batch), ddof)] * len(c)
+def _variance_over_tokens(ddof: int, batch: RewardBatch, c: Rows) -> Rows:
+    """Return the variance over all tokens, for each response."""
+    return [exact.variance(_centred_reward_of_tokens(batch), ddof)] * len(c)
 
 
 @cache
 def known() -> tuple[AdvantageFault, ...]:
-    return (*_answers(), *_formulas())
+    """Return every fault of this file, in the order in which they are tried."""
+    return (*_changes_of_right_advantages(), *_formulas())

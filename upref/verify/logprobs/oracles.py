@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of a log-probability function, an oracle each, and why it is wrong
-where it is.
+"""The oracles of log-probability functions, and the search for why one is wrong.
 
 One file: a catalogue is read as one.
 """
@@ -31,14 +30,15 @@ from upref.verify.logprobs import problems, ranks as distributed
 from upref.verify.oracle import Oracle, oracle, untouched
 from upref.verify.report import Finding, fail, note
 
-# how near is equal, for what computes in float64, float32 and half precision
+# the tolerances of functions that compute in float64, float32 and half precision
 DOUBLE = 1e-8
 SINGLE = 1e-4
 HALF = 0.06
-# of dW in bfloat16, in errors of rounding the exact one once: a note, a failure
+# errors of dW in bfloat16, in errors of rounding the exact dW once: a larger one is a
+# note, and then a failure
 ONE_ROUNDING = 2.0
 MANY = 5.0
-VALUES = {"log-prob", "entropy"}
+VALUES = {"log-prob", "entropy"}  # the numbers that are no gradients
 # how far a factor that all numbers share may be from 1: a temperature that is rounded
 # to bfloat16 is off by up to 0.002
 FACTOR = 3e-3
@@ -48,7 +48,16 @@ SCALED = {"log-prob", "gradient of hidden", "gradient of logits"}
 
 @dataclass
 class KernelCase:
-    """What the oracles read. tol: by the name of a number."""
+    """A log-probability function: what the oracles read.
+
+    Attributes:
+        kernel: the function.
+        tol: the tolerance of each number, by its name.
+        ranks: the number of ranks over which the vocabulary is split.
+        failed: the names of the oracles that failed so far.
+        done: the plain problems that the function has solved, by the name of the
+            oracle.
+    """
 
     kernel: Kernel
     tol: dict[str, float]
@@ -57,11 +66,14 @@ class KernelCase:
     done: dict[str, list[tuple[Problem, KernelOutcome]]] = field(default_factory=dict)
 
     @property
-    def rough(self) -> float:
+    def largest_tolerance(self) -> float:
+        """The largest tolerance of a number."""
         return max(self.tol.values())
 
     def plain(self, name: str) -> list[tuple[Problem, KernelOutcome]]:
-        """The plain problems of this oracle, and what the function said, asked once."""
+        """Return the plain problems of an oracle with the function's outcomes. The
+        function solves each once.
+        """
         if name not in self.done:
             self.done[name] = [
                 (p, self.kernel(p)) for p in problems.plain(self.kernel)[name].values()
@@ -75,14 +87,17 @@ class KernelCase:
         want: KernelOutcome,
         least: float = 0.0,
     ) -> Any:
-        """(how often the tolerance, name of the number, where, expected, found) of the
-        worst number.
+        """Return the number that differs most, in tolerances.
 
         Args:
             problem: the problem.
-            done: what the function answered.
-            want: what it should answer.
-            least: the tolerance, where that of a number is smaller.
+            done: the function's outcome.
+            want: the right outcome.
+            least: the tolerance of a number is at least this.
+
+        Returns:
+            The error in tolerances, the name of the number, its index, and the expected
+            and the found number. The error is 0 where all are equal.
         """
         worst: tuple[float, str, tuple[int, ...], float, float] = (
             0.0,
@@ -91,96 +106,127 @@ class KernelCase:
             0.0,
             0.0,
         )
-        for key, found in done.numbers.items():
-            y = want.numbers[key]
-            if problem.keep is not None and key in VALUES:
-                found, y = (torch.where(problem.keep, v, 0) for v in (found, y))
-            size = max(
-                [
-                    1.0 if key in VALUES else 1e-3,
-                    *y[y.isfinite()].abs().sort().values[-1:].tolist(),
-                ]
-            )
-            gap = torch.where(
-                (found == y) | (found.isnan() & y.isnan()), 0, (found - y).abs()
-            ).nan_to_num(nan=math.inf)
-            times = gap.max().item() / size / max(self.tol[key], least)
-            if times > worst[0]:
+        for name, found in done.numbers.items():
+            expected = want.numbers[name]
+            if problem.keep is not None and name in VALUES:
+                found = torch.where(problem.keep, found, 0)
+                expected = torch.where(problem.keep, expected, 0)
+            # errors are relative to the largest number, if that is above this
+            least_size = 1.0 if name in VALUES else 1e-3
+            finite_sizes = expected[expected.isfinite()].abs()
+            size = max([least_size, *finite_sizes.sort().values[-1:].tolist()])
+            is_same = (found == expected) | (found.isnan() & expected.isnan())
+            errors = torch.where(is_same, 0, (found - expected).abs())
+            errors = errors.nan_to_num(nan=math.inf)
+            in_tolerances = errors.max().item() / size / max(self.tol[name], least)
+            if in_tolerances > worst[0]:
                 index = tuple(
-                    int(i) for i in torch.unravel_index(gap.argmax(), y.shape)
+                    int(i) for i in torch.unravel_index(errors.argmax(), expected.shape)
                 )
-                worst = (times, key, index, y[index].item(), found[index].item())
+                worst = (
+                    in_tolerances,
+                    name,
+                    index,
+                    expected[index].item(),
+                    found[index].item(),
+                )
         return worst
 
-    def does(
+    def is_reproduced(
         self,
-        f: Stages,
+        stages: Stages,
         problem: Problem,
         done: KernelOutcome,
-        keys: set[str],
+        names: set[str],
         most: float = 3.0,
     ) -> bool:
-        """Whether the reference with this change gives these numbers, within a
-        multiple of their tolerance.
+        """Return whether the reference with changed stages gives the numbers found.
+
+        Args:
+            stages: the changed stages.
+            problem: the problem.
+            done: the function's outcome.
+            names: the numbers that are compared.
+            most: the error, in tolerances, that is allowed.
         """
-        if f.inner:
-            rows = torch.arange(problem.tokens.shape[-1]).expand_as(problem.tokens)
-            problem = replace(problem, keep=(rows > 0) & (rows < rows.max()))
+        if stages.inner:
+            if names != {"log-prob"}:
+                return False
+            # the change is known on inner columns alone
+            columns = torch.arange(problem.tokens.shape[-1]).expand_as(problem.tokens)
+            is_inner = (columns > 0) & (columns < columns.max())
+            problem = replace(problem, keep=is_inner)
+        part = KernelOutcome({k: v for k, v in done.numbers.items() if k in names})
         try:
-            part = KernelOutcome({k: v for k, v in done.numbers.items() if k in keys})
-            return (
-                not (f.inner and keys != {"log-prob"})
-                and self.worst_number(problem, part, solved(problem, f))[0] <= most
-            )
-        except (RuntimeError, IndexError):  # a stage that this problem has not
+            return self.worst_number(problem, part, solved(problem, stages))[0] <= most
+        except (RuntimeError, IndexError):  # the problem lacks a stage that is changed
             return False
 
     def cause(
         self, problem: Problem, done: KernelOutcome, also: Iterable[Problem]
     ) -> Cause:
-        """The first known fault that gives the numbers of the problem and of the plain problems,
-        which the reference does not: all of them, else those of one name that is off, a
-        gradient with the values that it belongs to."""
+        """Return the first known fault that gives all numbers of the problem and of the
+        plain problems. Else one that gives a single wrong number; for a gradient, with
+        the values that it belongs to. Else no cause.
+
+        Args:
+            problem: a problem on which the function is wrong.
+            done: the function's outcome.
+            also: further problems that the fault must reproduce.
+        """
         errors = {
-            k: self.worst_number(problem, KernelOutcome({k: v}), solved(problem))[0]
-            for k, v in done.numbers.items()
+            name: self.worst_number(
+                problem, KernelOutcome({name: numbers}), solved(problem)
+            )[0]
+            for name, numbers in done.numbers.items()
         }
-        asked = [
+        others = [
             plain_problem
             for name in problems.plain(self.kernel)
             for plain_problem in self.plain(name)
         ]
-        asked += [(q, self.kernel(q)) for q in also]
-        names = {"": set(errors)} | {
-            k: {k} if k in VALUES else {k, *VALUES} for k, x in errors.items() if x > 1
-        }
-        for name, keys in names.items():
-            most = min(3.0, errors[name] / 3 if name else max(errors.values()) / 3)
-            for f in known("logprobs", problem):
-                if self.does(f.change, problem, done, keys, most) and all(
-                    self._same(f, *plain_problem, keys) for plain_problem in asked
-                ):
-                    alone = name and len(errors) > 1
-                    words = f"{f.words} (by the {name} alone)" if alone else f.words
-                    return Cause(words, (f.id,))
+        others += [(other, self.kernel(other)) for other in also]
+        # the names to compare, by the one number that is explained; "" explains all
+        names_for = {"": set(errors)}
+        for name, error in errors.items():
+            if error > 1:
+                names_for[name] = {name} if name in VALUES else {name, *VALUES}
+        for name, names in names_for.items():
+            error = errors[name] if name else max(errors.values())
+            most = min(3.0, error / 3)
+            for fault in known("logprobs", problem):
+                if not self.is_reproduced(fault.change, problem, done, names, most):
+                    continue
+                if not all(self._fits(fault, *other, names) for other in others):
+                    continue
+                words = fault.words
+                if name and len(errors) > 1:
+                    words = f"{words} (by the {name} alone)"
+                return Cause(words, (fault.id,))
         return NO_CAUSE
 
-    def _same(
-        self, f: LogprobFault, problem: Problem, done: KernelOutcome, keys: set[str]
+    def _fits(
+        self,
+        fault: LogprobFault,
+        problem: Problem,
+        done: KernelOutcome,
+        names: set[str],
     ) -> bool:
-        """Whether this fault gives the numbers of a plain problem. Where it may act on
-        large sizes alone, the reference or a fault that is the same may give them.
+        """Return whether a fault gives the numbers of a plain problem. A fault that may
+        act on large sizes alone, as some code cuts tiles there alone, fits too where
+        the reference or an equivalent fault does.
         """
-        # some code cuts tiles above a size alone
-        changes = [f.change]
-        if f not in ANYWHERE:
-            same = (
-                candidate.change
-                for candidate in known("logprobs", problem)
-                if is_same(f, candidate)
-            )
-            changes = [RIGHT, next(same, RIGHT)]
-        return any(self.does(candidate, problem, done, keys) for candidate in changes)
+        if fault in ANYWHERE:
+            return self.is_reproduced(fault.change, problem, done, names)
+        equivalent = (
+            candidate.change
+            for candidate in known("logprobs", problem)
+            if is_same(fault, candidate)
+        )
+        return any(
+            self.is_reproduced(stages, problem, done, names)
+            for stages in (RIGHT, next(equivalent, RIGHT))
+        )
 
     def compare(
         self,
@@ -191,20 +237,29 @@ class KernelCase:
         least: float = 0.0,
         also: Iterable[Problem] = (),
     ) -> list[Finding]:
-        """A failure with the number that differs most, or nothing."""
-        times, key, index, want, found = self.worst_number(
+        """Return a failure with the number that differs most, or nothing.
+
+        Args:
+            name: the name of the oracle.
+            words: the words for the problem.
+            problem: the problem.
+            done: the function's outcome.
+            least: the tolerance of a number is at least this.
+            also: further problems that a cause must reproduce.
+        """
+        in_tolerances, number, index, expected, found = self.worst_number(
             problem, done, solved(problem), least
         )
+        if in_tolerances <= 1:
+            return []
         why = NO_CAUSE
         with contextlib.suppress(InputError):
-            why = self.cause(problem, done, also) if times > 1 else why
-        if times <= 1:
-            return []
+            why = self.cause(problem, done, also)
         return [
             fail(
                 name,
                 words,
-                *number_pair(f"{key}{list(index)}", want, found),
+                *number_pair(f"{number}{list(index)}", expected, found),
                 shown(problem),
                 why,
             )
@@ -215,7 +270,7 @@ MOST_NUMBERS = 40  # of a problem that is printed
 
 
 def shown(problem: Problem) -> Example | None:
-    """The problem as an example, or None where it is too large to read."""
+    """Return the problem as an example, or None where it is too large to read."""
     if sum(v.numel() for v in problem.leaves.values()) > MOST_NUMBERS:
         return None
     tensors = problem.leaves | {
@@ -242,22 +297,23 @@ def wrong(case: KernelCase) -> str:
 
 
 def plain(name: str, why: str = "it returns no entropy") -> Oracle:
-    """The oracle of the plain problems of this name."""
+    """Make the oracle of the plain problems of this name.
 
-    def look(case: KernelCase) -> list[Finding]:
-        """The first difference on these problems."""
-        asked = zip(problems.plain(case.kernel)[name], case.plain(name), strict=True)
-        return next(
-            (
-                found
-                for words, problem_and_outcome in asked
-                if (found := case.compare(name, words, *problem_and_outcome))
-            ),
-            [],
-        )
+    Args:
+        name: the name of the oracle.
+        why: why it does not run on a function that has no such problems.
+    """
+
+    def find(case: KernelCase) -> list[Finding]:
+        """Return the first difference on these problems."""
+        all_words = problems.plain(case.kernel)[name]
+        for words, (problem, outcome) in zip(all_words, case.plain(name), strict=True):
+            if findings := case.compare(name, words, problem, outcome):
+                return findings
+        return []
 
     return Oracle(
-        name, look, lambda case: "" if name in problems.plain(case.kernel) else why
+        name, find, lambda case: "" if name in problems.plain(case.kernel) else why
     )
 
 
@@ -269,43 +325,52 @@ def compared(
     not_run: Callable[[KernelCase], str] = wrong,
     refused: str | None = None,
 ) -> Oracle:
-    """The first of these problems on which it is wrong. refused: what a note adds where
-    it refuses one.
+    """Make an oracle that reports the first of some problems on which a function is
+    wrong.
+
+    Args:
+        name: the name of the oracle.
+        asked: from a function to its problems, by the words for each.
+        least: the tolerance of a number is at least this.
+        also: further problems that a cause must reproduce.
+        not_run: why the oracle does not run; "" where it does.
+        refused: the words that a note adds for a problem that the function refuses;
+            None lets the error through.
     """
 
-    def look(case: KernelCase) -> Iterator[Finding]:
-        """What each problem shows: a difference, NaN, or a refusal."""
-        told = False
-        for words, p in asked(case.kernel).items():
+    def find(case: KernelCase) -> Iterator[Finding]:
+        """Yield a note for the first refusal, notes for NaN, and the first failure."""
+        has_refused = False
+        for words, problem in asked(case.kernel).items():
             try:
-                outcome = case.kernel(p)
+                outcome = case.kernel(problem)
             except InputError as e:
                 if refused is None:
                     raise
-                if not told:
+                if not has_refused:
                     yield note(name, f"refused: {words}{refused} ({str(e)[:120]})")
-                told = True
+                has_refused = True
                 continue
-            loud = sorted(k for k, v in outcome.numbers.items() if v.isnan().any())
-            if name == "forbidden" and loud and "log-prob" not in loud:
-                yield note(
-                    name, f"{words}: NaN in the {', '.join(loud)}", cause="0 times -inf"
-                )
+            with_nan = sorted(k for k, v in outcome.numbers.items() if v.isnan().any())
+            if name == "forbidden" and with_nan and "log-prob" not in with_nan:
+                text = f"{words}: NaN in the {', '.join(with_nan)}"
+                yield note(name, text, cause="0 times -inf")
                 outcome = KernelOutcome(
-                    {k: v for k, v in outcome.numbers.items() if k not in loud}
+                    {k: v for k, v in outcome.numbers.items() if k not in with_nan}
                 )
-            if found := case.compare(
-                name, words, p, outcome, least(case), also(case.kernel)
-            ):
-                yield from found
+            findings = case.compare(
+                name, words, problem, outcome, least(case), also(case.kernel)
+            )
+            if findings:
+                yield from findings
                 return
 
-    return Oracle(name, look, not_run)
+    return Oracle(name, find, not_run)
 
 
 @oracle("repeated-backward", not_run=wrong)
 def repeated(case: KernelCase) -> Iterator[Finding]:
-    """The backward pass, twice."""
+    """Report a second backward pass that has other gradients, or raises."""
     again = case.kernel(problems.random_problem(case.kernel), twice=True).again
     if again == "other numbers":
         why = "the backward changes a buffer that it reads"
@@ -322,43 +387,37 @@ def repeated(case: KernelCase) -> Iterator[Finding]:
 
 @oracle("padding", not_run=wrong)
 def padding(case: KernelCase) -> Iterator[Finding]:
-    """NaN in the states of masked tokens reaches nothing."""
-    p = problems.masked(
+    """Report NaN in the states of a masked token that reaches other numbers."""
+    problem = problems.masked(
         problems.random_problem(case.kernel, 6, 9, 3, 12), [[1, 1, 1], [1, 0, 0]]
     )
-    assert p.keep is not None
+    assert problem.keep is not None
+    states_with_nan = torch.where(problem.keep[..., None], problem.x, math.nan)
     try:
-        outcome = case.kernel(
-            replace(p, x=torch.where(p.keep[..., None], p.x, math.nan))
-        )
+        outcome = case.kernel(replace(problem, x=states_with_nan))
     except InputError as e:
         yield note(
             "padding", f"refused: NaN in the states of a masked token ({str(e)[:120]})"
         )
         return
-    times, key, *_ = case.worst_number(
-        p,
-        KernelOutcome({k: v for k, v in outcome.numbers.items() if k in VALUES}),
-        solved(p),
-    )
-    if times > 1:
+    values = KernelOutcome({k: v for k, v in outcome.numbers.items() if k in VALUES})
+    in_tolerances, number, *_ = case.worst_number(problem, values, solved(problem))
+    if in_tolerances > 1:
         yield fail(
             "padding",
             "NaN in the states of a masked token",
-            f"{key} of other tokens unchanged",
+            f"{number} of other tokens unchanged",
             "it changes",
         )
-    if (
-        "gradient of weight" in outcome.numbers
-        and outcome.numbers["gradient of weight"].isnan().any()
-    ):
+    gradient = outcome.numbers.get("gradient of weight")
+    if gradient is not None and gradient.isnan().any():
         why = "NaN in the states of a masked token reaches the gradient of the weight"
         yield note("padding", why, cause="0 times NaN")
 
 
 @oracle("determinism")
 def determinism(case: KernelCase) -> Iterator[Finding]:
-    """The same logits, or hidden states, get the same numbers twice."""
+    """Report that the same logits, or hidden states, get other numbers the second time."""
     first_numbers, second_numbers = (
         case.kernel(problems.random_problem(case.kernel)).numbers for _ in range(2)
     )
@@ -373,14 +432,10 @@ def determinism(case: KernelCase) -> Iterator[Finding]:
 
 @oracle("mutation")
 def mutation(case: KernelCase) -> Iterator[Finding]:
-    """The inputs are left as they were."""
-    yield from untouched(
-        case.kernel(
-            problems.random_problem(
-                case.kernel, temperature=problems.low_temperature(case.kernel)
-            )
-        )
-    )
+    """Report what the function changes or prints."""
+    temperature = problems.low_temperature(case.kernel)
+    problem = problems.random_problem(case.kernel, temperature=temperature)
+    yield from untouched(case.kernel(problem))
 
 
 # ---- precision -----------------------------------------------------------------------
@@ -400,21 +455,27 @@ def gaps(done: KernelOutcome, want: KernelOutcome) -> dict[str, float]:
 
 
 def rounded(
-    name: str, off: dict[str, float], least: float, words: str
+    name: str, largest: dict[str, float], least: float, words: str
 ) -> list[Finding]:
     """Note the log-probabilities and entropies that rounding moves.
 
     Args:
-        name: of the oracle.
-        off: the largest difference of each number, by its name.
+        name: the name of the oracle.
+        largest: the largest difference of each number, by its name.
         least: differences up to this are not noted.
-        words: on which inputs.
+        words: the words for the inputs.
 
     Returns:
         One note, or none.
     """
-    said = [f"{k} off by {v:.1e}" for k, v in off.items() if k in VALUES and v > least]
-    return [note(name, f"{', '.join(said)} {words}", cause="rounding")] if said else []
+    differences = [
+        f"{number} off by {difference:.1e}"
+        for number, difference in largest.items()
+        if number in VALUES and difference > least
+    ]
+    if not differences:
+        return []
+    return [note(name, f"{', '.join(differences)} {words}", cause="rounding")]
 
 
 @oracle(
@@ -424,98 +485,108 @@ def rounded(
     ),
 )
 def large(case: KernelCase) -> Iterator[Finding]:
-    """A vocabulary of a real model."""
-    worst = dict.fromkeys(VALUES, 0.0)
-    for words, p in problems.large(case.kernel).items():
-        outcome = case.kernel(p)
-        yield from case.compare("large-vocabulary", words, p, outcome, least=0.05)
-        worst |= {k: max(worst[k], v) for k, v in gaps(outcome, solved(p)).items()}
+    """Compare on the vocabulary of a real model."""
+    largest = dict.fromkeys(VALUES, 0.0)
+    for words, problem in problems.large(case.kernel).items():
+        outcome = case.kernel(problem)
+        yield from case.compare("large-vocabulary", words, problem, outcome, least=0.05)
+        for number, difference in gaps(outcome, solved(problem)).items():
+            largest[number] = max(largest[number], difference)
     yield from rounded(
-        "large-vocabulary", worst, 2e-5, "in float32 with one peak at V = 151,936"
+        "large-vocabulary", largest, 2e-5, "in float32 with one peak at V = 151,936"
     )
 
 
 @oracle("bfloat16", not_run=wrong)
 def bfloat16(case: KernelCase) -> Iterator[Finding]:
-    """Inputs in bfloat16, and how the results are added up."""
-    p = problems.random_problem(case.kernel, 8191, 7, 8, 13)
-    p = replace(p, g=torch.ones_like(p.tokens).double(), g_H=None).to(torch.bfloat16)
+    """Compare on inputs in bfloat16: the numbers, a factor that they share, and how dW
+    is added up.
+    """
+    problem = problems.random_problem(case.kernel, 8191, 7, 8, 13)
+    ones = torch.ones_like(problem.tokens).double()
+    problem = replace(problem, g=ones, g_H=None).to(torch.bfloat16)
     try:
-        outcome = case.kernel(p)
+        outcome = case.kernel(problem)
     except InputError as e:
         yield note("bfloat16", f"bfloat16 is refused ({str(e)[:120]})")
         return
-    want = solved(p)
-    gaps_found = gaps(outcome, want)
-    size = want.numbers["log-prob"].abs().max().item()
-    if max(gaps_found["log-prob"], gaps_found.get("entropy", 0.0)) / size <= HALF:
-        yield from rounded("bfloat16", gaps_found, 1e-4, "for bfloat16 inputs")
+    right = solved(problem)
+    differences = gaps(outcome, right)
+    size = right.numbers["log-prob"].abs().max().item()
+    of_values = max(differences["log-prob"], differences.get("entropy", 0.0))
+    if of_values / size <= HALF:
+        yield from rounded("bfloat16", differences, 1e-4, "for bfloat16 inputs")
     else:
-        yield from case.compare(
-            "bfloat16", "hidden states and weight in bfloat16", p, outcome, least=HALF
-        )
-    yield from _scaled(outcome, want)
-    if "gradient of weight" in gaps_found:
-        exact = want.numbers["gradient of weight"]
-        times = (
-            gaps_found["gradient of weight"]
-            / (exact.bfloat16().double() - exact).abs().max().item()
-        )
-        if not times <= MANY:
+        words = "hidden states and weight in bfloat16"
+        yield from case.compare("bfloat16", words, problem, outcome, least=HALF)
+    yield from _shared_factor(outcome, right)
+    if "gradient of weight" in differences:
+        exact = right.numbers["gradient of weight"]
+        rounding = (exact.bfloat16().double() - exact).abs().max().item()
+        in_roundings = differences["gradient of weight"] / rounding
+        if not in_roundings <= MANY:
             words = "8,191 tokens: the error of dW, over that of rounding the exact one once"
             yield fail(
                 "bfloat16",
                 words,
                 Number(MANY, "at most"),
-                Number(times),
-                cause=_summed(p, outcome, exact),
+                Number(in_roundings),
+                cause=_sum_in_bfloat16(problem, outcome, exact),
             )
-        elif times > ONE_ROUNDING:
-            words = f"8,191 tokens: dW is off by {times:.1f} times what rounding the exact one once costs"
+        elif in_roundings > ONE_ROUNDING:
+            words = f"8,191 tokens: dW is off by {in_roundings:.1f} times what rounding the exact one once costs"
             yield note("bfloat16", words, cause="rounding")
 
 
-def _scaled(done: KernelOutcome, want: KernelOutcome) -> Iterator[Finding]:
-    """The first number whose values share a factor, beyond what chance explains.
+def _shared_factor(done: KernelOutcome, want: KernelOutcome) -> Iterator[Finding]:
+    """Yield a failure for the first number whose values share a factor, beyond what
+    chance explains.
 
-    Rounding goes up as often as down, so over many tokens it leaves none. A temperature
-    that is a few percent off does.
+    Rounding goes up as often as down, so over many tokens it leaves no factor. A
+    temperature that is a few percent off does.
     """
-    for key, found in done.numbers.items():
-        if key not in SCALED:
+    for name, found in done.numbers.items():
+        if name not in SCALED:
             continue
-        right = want.numbers[key]
+        right = want.numbers[name]
         size = right.square().sum()
-        k = (found * right).sum() / size
-        # the standard error of k, from what is left beside the factor
-        error = ((found - k * right) * right).square().sum().sqrt() / size
-        if (k - 1).abs() <= FACTOR + 4 * error:
+        factor = (found * right).sum() / size
+        rest = found - factor * right
+        standard_error = (rest * right).square().sum().sqrt() / size
+        if (factor - 1).abs() <= FACTOR + 4 * standard_error:
             continue
-        regime = f"8,191 tokens in bfloat16: the factor that every {key} has in common"
+        regime = f"8,191 tokens in bfloat16: the factor that every {name} has in common"
         yield fail(
-            "bfloat16", regime, Number(1.0, "factor"), Number(k.item(), "factor")
+            "bfloat16", regime, Number(1.0, "factor"), Number(factor.item(), "factor")
         )
         return
 
 
-def _summed(problem: Problem, done: KernelOutcome, exact: Tensor) -> str:
-    """Whether adding dW up in bfloat16, n tokens at a time, gives these numbers."""
-    q = problem.to(torch.float64)
-    x = q.x.flatten(0, 1)
-    dx = torch.nn.functional.one_hot(problem.tokens.flatten()) - states(q).softmax(
-        -1
-    ).flatten(0, 1)
+def _sum_in_bfloat16(problem: Problem, done: KernelOutcome, exact: Tensor) -> str:
+    """Return the cause that dW is added up in bfloat16, some tokens at a time, if that
+    gives the dW found; else "".
+
+    Args:
+        problem: a problem in bfloat16.
+        done: the function's outcome.
+        exact: the exact dW.
+    """
+    in_float64 = problem.to(torch.float64)
+    hidden = in_float64.x.flatten(0, 1)
+    probabilities = states(in_float64).softmax(-1).flatten(0, 1)
+    sampled = torch.nn.functional.one_hot(problem.tokens.flatten())
+    dlogits = sampled - probabilities
     found = done.numbers["gradient of weight"]
     distances = {}
-    for n in (2**k for k in range(11)):
+    for count in (2**k for k in range(11)):
         total = torch.zeros_like(exact, dtype=torch.bfloat16)
-        for u, v in zip(dx.split(n), x.split(n), strict=True):
+        for u, v in zip(dlogits.split(count), hidden.split(count), strict=True):
             total += (u.T @ v).bfloat16()
-        distances[n] = (found - total.double()).abs().max().item()
-    n = min(distances, key=distances.__getitem__)
-    like = distances[n] <= 0.35 * (found - exact).abs().max()
-    if like:
-        return f"dW is added up in bfloat16, {n} token{'s' if n > 1 else ''} at a time"
+        distances[count] = (found - total.double()).abs().max().item()
+    nearest = min(distances, key=distances.__getitem__)
+    if distances[nearest] <= 0.35 * (found - exact).abs().max():
+        plural = "s" if nearest > 1 else ""
+        return f"dW is added up in bfloat16, {nearest} token{plural} at a time"
     return ""
 
 
@@ -524,8 +595,9 @@ def _summed(problem: Problem, done: KernelOutcome, exact: Tensor) -> str:
     not_run=lambda case: wrong(case) or ("on one rank" if case.ranks == 1 else ""),
 )
 def ranks(case: KernelCase) -> Iterator[Finding]:
-    p = problems.random_problem(case.kernel, 6, 4 * case.ranks, 3, 14)
-    yield from distributed.compared(case.kernel, p, case.ranks, case.worst_number)
+    """Compare with the vocabulary split over several ranks."""
+    problem = problems.random_problem(case.kernel, 6, 4 * case.ranks, 3, 14)
+    yield from distributed.compared(case.kernel, problem, case.ranks, case.worst_number)
 
 
 NO_TEMPERATURE = "no temperature among its arguments"
@@ -541,7 +613,7 @@ ORACLES: tuple[Oracle, ...] = (
     compared(
         "tiles",
         problems.tiles,
-        lambda case: 0.0 if case.rough == DOUBLE else 20 * SINGLE,
+        lambda case: 0.0 if case.largest_tolerance == DOUBLE else 20 * SINGLE,
         lambda k: [problems.random_problem(k, 4099, 4, 2, 10)],
     ),
     compared(
@@ -556,11 +628,15 @@ ORACLES: tuple[Oracle, ...] = (
     compared(
         "offset",
         problems.offset,
-        lambda case: 0.05 if case.rough > DOUBLE else 1e-6,
+        lambda case: 0.05 if case.largest_tolerance > DOUBLE else 1e-6,
         lambda k: problems.offset(k).values(),
         not_run=lambda case: (
             wrong(case)
-            or ("it computes in half precision" if case.rough >= HALF else "")
+            or (
+                "it computes in half precision"
+                if case.largest_tolerance >= HALF
+                else ""
+            )
         ),
     ),
     compared(

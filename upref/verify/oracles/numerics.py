@@ -22,17 +22,18 @@ from upref.verify.report import UNKNOWN, Finding, fail, note
 from upref.verify.shrink import example, numbers, shrink, smallest, wrong
 from upref.weights.batches import GUARD, clamped, overflowing, single_token_responses
 
-Pairs = tuple[tuple[float, float], ...]
+# |log r| at which a clamp is searched
 FAR = (5.0, 8.0, 9.5, 10.5, 15.0, 19.5, 20.5, 30.0, 50.0)
-# no sampler draws a token of probability e^-88
-SAMPLED = math.log(torch.finfo(torch.float32).max) - 1
-FULL = math.log(torch.finfo(torch.float64).max) - 1
+# no sampler draws a token of a smaller probability than e^-88
+LARGEST_SAMPLED = math.log(torch.finfo(torch.float32).max) - 1
+LARGEST_FLOAT64 = math.log(torch.finfo(torch.float64).max) - 1  # of log r
+LARGE_WEIGHT = 1e30  # an expected weight above this may overflow
 
 
 @oracle("extremes", 90)
 def extremes(case: LossCase) -> list[Finding]:
-    """Ratios so far from 1, and tokens so rare, that exp and log leave the range of a
-    dtype.
+    """Compare on ratios so far from 1, and tokens so rare, that exp and log leave the
+    range of a dtype.
     """
     findings: list[Finding] = []
     # wrong beyond the grid, if at all
@@ -42,19 +43,27 @@ def extremes(case: LossCase) -> list[Finding]:
     if is_right_nearby and not case.single and not case.objective.batch_coupled:
         findings += [f for f in clamps(case) if not case.wrong or f.cause != UNKNOWN]
     notes: dict[str, Finding] = {}
-    # what is noted in one may be wrong in the next
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         found = _overflows(case, dtype)
-        if wrong := [f for f in found.values() if f.severity == "failure"]:
-            return findings + wrong
-        notes = found | notes
+        failures = [f for f in found.values() if f.severity == "failure"]
+        if failures:
+            return findings + failures
+        notes = found | notes  # of two notes of a kind, the wider dtype's
     return [*findings, *notes.values()]
 
 
 def _overflows(case: LossCase, dtype: torch.dtype) -> dict[str, Finding]:
-    """NaN, or a lost weight, where the objective's own is an ordinary number; a note
-    for ratios and tokens that no sampler can produce, which is where exp(log r)
-    overflows float32 and exp(log π_old) leaves it."""
+    """Return a failure for NaN, or for a weight that is lost, where the objective's own
+    weight is an ordinary number; notes for ratios and tokens that no sampler can
+    produce. There exp(log r) overflows float32, and exp(log π_old) underflows it.
+
+    Args:
+        case: the loss and its objective.
+        dtype: the dtype of the inputs.
+
+    Returns:
+        Findings by "wrong", "far", "rare" or "refused".
+    """
     wide = case.ready(overflowing())
     short = str(dtype).removeprefix("torch.")
     low = wide.floats(dtype)
@@ -68,7 +77,7 @@ def _overflows(case: LossCase, dtype: torch.dtype) -> dict[str, Finding]:
                 )
             }
         if dtype is torch.float64:
-            words = f"|log r| above {FULL:.0f} is"
+            words = f"|log r| above {LARGEST_FLOAT64:.0f} is"
         else:
             words = f"{short} inputs are"
         return {"refused": note("extremes", f"{words} refused", found=str(e))}
@@ -78,7 +87,8 @@ def _overflows(case: LossCase, dtype: torch.dtype) -> dict[str, Finding]:
         if not hit.any():
             continue
         i, t = hit.nonzero()[0].tolist()
-        why = _why(case, extreme.b, low, i, t, math.isnan(extreme.found[i, t].item()))
+        is_nan = math.isnan(extreme.found[i, t].item())
+        why = _dtype_that_overflows(case, extreme.b, low, i, t, is_nan)
         if kind != "wrong":
             notes[kind] = note(
                 "extremes",
@@ -90,11 +100,9 @@ def _overflows(case: LossCase, dtype: torch.dtype) -> dict[str, Finding]:
             continue
 
         def is_wrong(batch: Rollouts) -> bool:
-            return bool(
-                _extremes(case, batch, case.gradient(batch).double())
-                .hits["wrong"]
-                .any()
-            )
+            """Return whether some token of this batch is wrong too."""
+            of_batch = _extremes(case, batch, case.gradient(batch).double())
+            return bool(of_batch.hits["wrong"].any())
 
         small = shrink(low, is_wrong, (i, t))
         shown_extremes = _extremes(case, small, case.gradient(small).double())
@@ -113,21 +121,27 @@ def _overflows(case: LossCase, dtype: torch.dtype) -> dict[str, Finding]:
 class Extremes:
     """Weights of a batch of far ratios and rare tokens, and the tokens where they
     differ by more than rounding.
+
+    Attributes:
+        b: the numbers that the loss got, in float64.
+        expected: the expected weights, [B, T].
+        found: the weights found, [B, T].
+        hits: masks [B, T] of the tokens that differ: "wrong"; "far" and "rare" are
+            those that no sampler produces.
     """
 
-    b: Rollouts  # the numbers that the loss got, in float64
+    b: Rollouts
     expected: Tensor
     found: Tensor
-    # "wrong"; "far" and "rare" are those that no sampler produces
     hits: dict[str, Tensor]
 
     def place(self, i: int, t: int, dtype: str) -> TokenPlace:
-        """The token in column t of response i.
+        """Return the place of a token.
 
         Args:
-            i: the row.
-            t: the column.
-            dtype: in words, in which it was found.
+            i: its row.
+            t: its column.
+            dtype: the words for the dtype in which it was found.
         """
         A = self.b.adv[i, t].item()
         log_r = (self.b.logp - self.b.logp_old)[i, t].item()
@@ -146,38 +160,47 @@ class Extremes:
 
 
 def _extremes(case: LossCase, low: Rollouts, gradient: Tensor) -> Extremes:
-    """gradient: the gradient of the loss on this batch, whose numbers may be of any dtype."""
+    """Compare a gradient with the objective's on a batch of far ratios and rare tokens.
+
+    Args:
+        case: the loss and its objective.
+        low: the batch, in any dtype.
+        gradient: the loss's gradient on it, in float64, [B, T].
+    """
     batch = low.floats(torch.float64)
     expected = case.expected(batch)
     found = gradient / case.factors(batch)
     dtype = low.logp.dtype
     log_r = batch.logp - batch.logp_old
     A = batch.adv.expand_as(batch.logp)
-    room = _room(case, dtype)
-    # some write a geometric mean as the root of a product
+    # some losses write a geometric mean as the root of a product, which overflows first
     by_response = case.objective.level in ("sequence_mean", "custom")
-    # A / (N r) leaves the dtype too
-    size = torch.where(A == 0, 1, (A * case.factors(batch)).abs().clamp(1e-30, 1)).log()
-    is_far = (
-        log_r.abs().sum(1, keepdim=True).expand_as(log_r)
-        if by_response
-        else log_r.abs()
-    ) - size > SAMPLED
-    is_unseen = is_far | (batch.logp_old < -SAMPLED)
-    # a weight that is no ratio run away
+    if by_response:
+        size_of_log_r = log_r.abs().sum(1, keepdim=True).expand_as(log_r)
+    else:
+        size_of_log_r = log_r.abs()
+    # the gradient of a token is A r times its factor: a small one leaves the dtype too
+    log_factor = (
+        torch.where(A == 0, 1, (A * case.factors(batch)).abs().clamp(1e-30, 1))
+    ).log()
+    is_far = size_of_log_r - log_factor > LARGEST_SAMPLED
+    is_unseen = is_far | (batch.logp_old < -LARGEST_SAMPLED)
+    # neither a weight that is nearly 0 nor a ratio that has run away
     is_ordinary = (expected.abs() > 0.1 * A.abs()) & (expected.abs() < 10 * A.abs() + 1)
-    is_lost = ~found.isfinite()
-    # which tokens tie at a cut of the batch, rounding decides; wrong weights are
-    # another oracle's
+    is_not_finite = ~found.isfinite()
+    is_lost = is_not_finite
+    # at a cut of a coupled batch, rounding decides which tokens tie. Another oracle
+    # reports wrong weights.
     if not case.wrong and (dtype is torch.float64 or not case.objective.batch_coupled):
-        is_off = (found - expected).abs() > 0.1 * expected.abs() + room
-        is_lost |= is_off & ~_rounds_to_a_bound(case, log_r, by_response, dtype)
-    is_wrong = (
-        (~found.isfinite() & (expected.abs() < 1e30) | is_lost & is_ordinary)
-        & ~is_unseen
-        & batch.mask
-    )
-    is_forgiven = (~found.isfinite() | is_lost & is_ordinary) & ~is_wrong & batch.mask
+        room = 0.1 * expected.abs() + _rounding_of_kl(case, dtype)
+        differs = (found - expected).abs() > room
+        is_lost = is_lost | (
+            differs & ~_rounds_to_a_bound(case, log_r, by_response, dtype)
+        )
+    is_lost_ordinary = is_lost & is_ordinary
+    is_overflow = is_not_finite & (expected.abs() < LARGE_WEIGHT)
+    is_wrong = (is_overflow | is_lost_ordinary) & ~is_unseen & batch.mask
+    is_forgiven = (is_not_finite | is_lost_ordinary) & ~is_wrong & batch.mask
     return Extremes(
         batch,
         expected,
@@ -189,9 +212,9 @@ def _extremes(case: LossCase, low: Rollouts, gradient: Tensor) -> Extremes:
 def _rounds_to_a_bound(
     case: LossCase, log_r: Tensor, by_response: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Where the ratio and a bound of the objective may be one number in this dtype.
-    There the rule for a tie decides: torch.clamp passes the gradient of a tie up to
-    torch 2.13, and none in 2.14.
+    """Return the tokens whose ratio and a bound of the objective may be one number in
+    this dtype, [B, T]. There the rule for a tie decides: torch.clamp passes the
+    gradient of a tie up to torch 2.13, and none in 2.14.
     """
     ratios = log_r.mean(1, keepdim=True).expand_as(log_r) if by_response else log_r
     room = 4 * torch.finfo(dtype).eps
@@ -203,52 +226,68 @@ def _rounds_to_a_bound(
     return close
 
 
-def _room(case: LossCase, dtype: torch.dtype) -> float:
-    """What rounding leaves of the KL term where π is π_ref: its slope is a difference
-    of two terms of size β there.
+def _rounding_of_kl(case: LossCase, dtype: torch.dtype) -> float:
+    """Return the rounding error of the KL term's weight where π_θ is π_ref. The weight
+    is there a difference of two terms of size β.
     """
     return float(4 * torch.finfo(dtype).eps * abs(case.hp.get("beta") or 0))
 
 
 def _runs_below_overflow(case: LossCase, batch: Rollouts) -> bool:
-    """Whether it raised only because exp(log r) is infinite: louder than the NaN that
-    is forgiven.
+    """Return whether the loss accepts the batch without the ratios at which exp(log r)
+    is infinite. An error there is better than the NaN, which is allowed.
     """
+    overflows = (batch.logp - batch.logp_old).abs() > LARGEST_FLOAT64
+    logp = torch.where(overflows, batch.logp_old, batch.logp)
     try:
-        case.gradient(
-            replace(
-                batch,
-                logp=torch.where(
-                    (batch.logp - batch.logp_old).abs() > FULL,
-                    batch.logp_old,
-                    batch.logp,
-                ),
-            )
-        )
+        case.gradient(replace(batch, logp=logp))
     except InputError:
         return False
     return True
 
 
-def _why(
-    case: LossCase, batch: Rollouts, low: Rollouts, i: int, t: int, nan: bool
+# (divisor of A, how much lower log π is than it must be): a loss must be right, or
+# wrong, for both
+VARIANTS = ((1, 1.0), (3, 40.0))
+BEYOND_END = 4.0  # a log r so far from the end of a dtype is beyond all rounding
+
+
+def _dtype_that_overflows(
+    case: LossCase, batch: Rollouts, low: Rollouts, i: int, t: int, is_nan: bool
 ) -> str:
-    """The one change that makes it right: a nearer ratio, or the same ratio of a more
-    likely token. Both sides of the end of a dtype are asked, far from it and as near as
-    rounding allows, for two probabilities and two advantages."""
-    x, A = (batch.logp - batch.logp_old)[i, t].item(), batch.adv[i, t].item()
+    """Return the words for the dtype whose end makes the weight of a token wrong, or "".
+
+    The loss is tried on single tokens on both sides of the end of float32 and of the
+    batch's dtype, far from it and as near as rounding allows, for two probabilities and
+    two advantages. The cause is known if all tokens on one side are right, and all on
+    the other are wrong: nearer ratios, or more likely tokens with the same ratio.
+
+    Args:
+        case: the loss and its objective.
+        batch: the batch in float64.
+        low: the batch in its own dtype.
+        i: the row of the token.
+        t: the column of the token.
+        is_nan: whether its weight is NaN.
+    """
+    token_log_r = (batch.logp - batch.logp_old)[i, t].item()
+    token_A = batch.adv[i, t].item()
     dtype = low.logp.dtype
 
-    def right(log_r: float, lp: float, A: float) -> bool:
-        """Whether the weight of one token is the objective's."""
+    def is_right(log_r: float, lp: float, A: float) -> bool:
+        """Return whether the weight of a single token is the objective's."""
 
-        def full(v: float) -> Tensor:
-            """One token with this number."""
-            return torch.full_like(low.logp[:1, :1], v)
+        def filled(value: float) -> Tensor:
+            """Return this number as a batch of one token."""
+            return torch.full_like(low.logp[:1, :1], value)
 
         token = case.ready(
             Rollouts(
-                full(lp), full(lp - log_r), full(A), full(1).bool(), logp_ref=full(lp)
+                filled(lp),
+                filled(lp - log_r),
+                filled(A),
+                filled(1).bool(),
+                logp_ref=filled(lp),
             )
         )
         try:
@@ -256,46 +295,49 @@ def _why(
         except InputError:
             return False
         expected = case.expected(token.floats(torch.float64))
-        margin = 0.05 * max(abs(A), float(expected.abs().max())) + _room(case, dtype)
-        return bool((found - expected).abs().max() <= margin)
+        largest = max(abs(token_A), float(expected.abs().max()))
+        room = 0.05 * largest + _rounding_of_kl(case, dtype)
+        return bool((found - expected).abs().max() <= room)
+
+    def right_at_ratio(end: float, excess: float) -> list[bool]:
+        """Return whether tokens are right whose |log r| is so far beyond the end."""
+        log_r = math.copysign(end + excess, token_log_r)
+        lp = -end - max(excess, 0)
+        return [
+            is_right(log_r, lp - less, token_A / divisor) for divisor, less in VARIANTS
+        ]
+
+    def right_at_probability(lp: float) -> list[bool]:
+        """Return whether tokens of this log π are right."""
+        return [is_right(token_log_r, lp, token_A / divisor) for divisor, _ in VARIANTS]
 
     for end_dtype in (torch.float32, dtype):
         limits = torch.finfo(end_dtype)
         name = str(end_dtype).removeprefix("torch.")
-        most, tiny, least = (
-            math.log(limits.max),
-            -math.log(limits.tiny),
-            -math.log(limits.tiny) - math.log(limits.eps),
-        )
-        # rounding of the inputs
-        margin = 0.02 + 2 * most * max(limits.eps, torch.finfo(dtype).eps)
-        advantages = ((A, 1.0), (A / 3, 40.0))
-
-        def right_at_excess(
-            excess: float, most: float = most, advantages: Pairs = advantages
-        ) -> list[bool]:
-            """Whether it is right, for each advantage, so far above exp's overflow."""
-            log_r = math.copysign(most + excess, x)
-            lp = -most - max(excess, 0)
-            return [right(log_r, lp - below, a) for a, below in advantages]
-
-        def rare(lp: float, advantages: Pairs = advantages) -> list[bool]:
-            """Whether it is right, for each advantage, at a token of this -log π."""
-            return [right(x, -lp, a) for a, _ in advantages]
-
-        if (
-            abs(x) > most
-            and all(right_at_excess(-4) + right_at_excess(-margin))
-            and not any(right_at_excess(4) + right_at_excess(margin))
-        ):
-            product = ", and 0 * inf is NaN" if nan else ""
-            return f"exp(log r) overflows {name} at |log r| > {most:.3g} (float16: 11.1){product}"
-        if (
-            abs(x) < 1
-            and all(rare(tiny - 9) + rare(tiny - margin))
-            and not any(rare(least + margin) + rare(least + 60))
-        ):
-            return f"exp(log_prob) underflows {name}, though the ratio is near 1: use differences of log-probabilities"
+        overflow = math.log(limits.max)
+        underflow = -math.log(limits.tiny)  # of a normal number
+        last_subnormal = underflow - math.log(limits.eps)
+        rounding = 0.02 + 2 * overflow * max(limits.eps, torch.finfo(dtype).eps)
+        if abs(token_log_r) > overflow:
+            below = right_at_ratio(overflow, -BEYOND_END)
+            below += right_at_ratio(overflow, -rounding)
+            if all(below):
+                above = right_at_ratio(overflow, BEYOND_END)
+                above += right_at_ratio(overflow, rounding)
+                if not any(above):
+                    product = ", and 0 * inf is NaN" if is_nan else ""
+                    return f"exp(log r) overflows {name} at |log r| > {overflow:.3g} (float16: 11.1){product}"
+        if abs(token_log_r) < 1:
+            above = right_at_probability(-(underflow - 9))
+            above += right_at_probability(-(underflow - rounding))
+            if all(above):
+                below = right_at_probability(-(last_subnormal + rounding))
+                below += right_at_probability(-(last_subnormal + 60))
+                if not any(below):
+                    return (
+                        f"exp(log_prob) underflows {name}, though the ratio is near 1: "
+                        "use differences of log-probabilities"
+                    )
     return ""
 
 
@@ -308,30 +350,27 @@ class Hit(NamedTuple):
     found: float
 
 
-def _lost(hit: Hit) -> float:
-    """How much of its weight a token loses, divided by its ratio above 1."""
+def _lost_weight(hit: Hit) -> float:
+    """Return how much of its weight a token loses, divided by its ratio above 1."""
     ratio_above_one = math.exp(max(0.0, hit.log_r))
     return round(abs(hit.expected - hit.found) / ratio_above_one, 6)
 
 
 def clamps(case: LossCase) -> list[Finding]:
-    """A weight that is lost beyond some |log r|: a clamp of the log-ratio. Shown is the
-    token that loses most.
+    """Report a weight that is lost beyond some |log r|: a clamp of the log-ratio. The
+    finding shows the token that loses most.
 
     Args:
         case: the loss and its objective.
 
     Returns:
-        Findings, with the cause where it is known.
+        A failure; a note where only ratios that a clamp may guard against differ; or
+        nothing.
     """
     hits = []
     guard = GUARD[case.objective.level]
     for A in (1.0, -1.0):
-        batch = case.ready(
-            single_token_responses(
-                A, [math.exp(sign * log_r) for log_r in FAR for sign in (1, -1)]
-            )
-        )
+        batch = _far_responses(case, A)
         found = case.weights(batch)[:, 0]
         expected = case.expected(batch)[:, 0]
         errors = case.weight_error(batch)[:, 0]
@@ -343,66 +382,64 @@ def clamps(case: LossCase) -> list[Finding]:
     if not hits:
         return []
     near_hits = [hit for hit in hits if abs(hit.log_r) < guard] or hits
-    # the nearest, where many lose all
-    A, log_r, expected_weight, found_weight = max(
-        near_hits, key=lambda hit: (_lost(hit), -abs(hit.log_r))
-    )
-    clamp = _clamp_cause(case, hits)
-    why = clamp or Cause(UNKNOWN)
-    if abs(log_r) < guard:
-        alone = case.ready(single_token_responses(A, [math.exp(log_r)]))
-        together = case.ready(
-            single_token_responses(
-                A, [math.exp(sign * y) for y in FAR for sign in (1, -1)]
-            )
-        )
-        smallest_batch, i, t = smallest(
-            case,
-            *(
-                (alone, (0, 0))
-                if wrong(case)(alone)
-                else (together, _place(together, log_r))
-            ),
-        )
-        log_r = (smallest_batch.logp - smallest_batch.logp_old)[i, t].item()
-        if log_r > 0:
-            reached = (
-                f"as of a token that was sampled at π_old = {math.exp(-abs(log_r)):.1g}"
-            )
-        else:
-            reached = ""
-        place = TokenPlace(A, numbers={"log r": log_r}, remark=reached)
-        return [
-            fail(
-                "extremes",
-                "",
-                *numbers(case, smallest_batch, i, t),
-                example(case, smallest_batch),
-                why,
-                place=place,
-            )
-        ]
-    if not clamp:
-        words = f"another weight at {guard:g} or beyond"
-    else:
+    # of those that lose equally much, the nearest
+    worst = max(near_hits, key=lambda hit: (_lost_weight(hit), -abs(hit.log_r)))
+    cause = _clamp_cause(case, hits)
+    if abs(worst.log_r) < guard:
+        return [_clamp_failure(case, worst, cause or Cause(UNKNOWN))]
+    if cause:
         words = f"clamped at {guard:g} or beyond"
+    else:
+        words = f"another weight at {guard:g} or beyond"
     return [
         note(
             "extremes",
             "",
-            expected_weight,
-            found_weight,
-            why,
-            place=TokenPlace(A, numbers={"log r": log_r}, remark=words),
+            worst.expected,
+            worst.found,
+            cause or Cause(UNKNOWN),
+            place=TokenPlace(worst.A, numbers={"log r": worst.log_r}, remark=words),
         )
     ]
 
 
-def _place(batch: Rollouts, x: float) -> tuple[int, int]:
-    """Where the token of this log-ratio is."""
-    return divmod(
-        int((batch.logp - batch.logp_old - x).abs().argmin()), batch.mask.shape[1]
+def _far_responses(case: LossCase, A: float) -> Rollouts:
+    """Return a batch of responses of one token, one for each far ratio on either side."""
+    ratios = [math.exp(sign * log_r) for log_r in FAR for sign in (1, -1)]
+    return case.ready(single_token_responses(A, ratios))
+
+
+def _clamp_failure(case: LossCase, hit: Hit, cause: Cause) -> Finding:
+    """Return the failure of this token, shown in the smallest batch where it differs:
+    alone, or beside others.
+    """
+    alone = case.ready(single_token_responses(hit.A, [math.exp(hit.log_r)]))
+    if wrong(case)(alone):
+        small, i, t = smallest(case, alone, (0, 0))
+    else:
+        together = _far_responses(case, hit.A)
+        small, i, t = smallest(case, together, _place(together, hit.log_r))
+    log_r = (small.logp - small.logp_old)[i, t].item()
+    if log_r > 0:
+        remark = (
+            f"as of a token that was sampled at π_old = {math.exp(-abs(log_r)):.1g}"
+        )
+    else:
+        remark = ""
+    return fail(
+        "extremes",
+        "",
+        *numbers(case, small, i, t),
+        example(case, small),
+        cause,
+        place=TokenPlace(hit.A, numbers={"log r": log_r}, remark=remark),
     )
+
+
+def _place(batch: Rollouts, log_r: float) -> tuple[int, int]:
+    """Return the row and the column of the token whose log-ratio is nearest to this."""
+    distance = (batch.logp - batch.logp_old - log_r).abs()
+    return divmod(int(distance.argmin()), batch.mask.shape[1])
 
 
 def _clamp_cause(case: LossCase, hits: list[Hit]) -> Cause:
@@ -462,7 +499,7 @@ def _where_it_acts(case: LossCase, A: float, side: int, log_r: float) -> float:
 
 
 def _interval_words(low: float, high: float) -> str:
-    """What log r is clamped to."""
+    """Return the words for the interval to which log r is clamped."""
     if low == -high:
         return f"to ±{high:g}"
     if low == -math.inf:

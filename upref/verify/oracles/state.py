@@ -14,29 +14,30 @@ from torch import Tensor
 from upref.errors import Gone, InputError
 from upref.rollouts import Rollouts
 from upref.user_code.guard import stopped
+from upref.user_code.loss import Question
 from upref.user_code.shapes import probe
 from upref.verify.measure import LossCase
 from upref.verify.oracle import oracle
 from upref.verify.report import Finding, fail
 from upref.verify.shrink import make_example, shrink
 
-STATE = "it keeps state between calls, or reads a clock or a random generator"
+KEEPS_STATE = "it keeps state between calls, or reads a clock or a random generator"
 
-# times that a small batch is asked: a counter of a shorter period shows, at whatever
-# call it began
-TWICE = 32
-# calls of a check that failed which are asked again: the first and the last
-AGAIN = 100, 200
-# times that a batch is asked which has changed: whether it changes once more
-LONG = 128
+# calls on one small batch: a counter of a shorter period shows, whatever call it began at
+CALLS_ON_SMALL_BATCH = 32
+# calls of a check that failed which are repeated at its end: the first and the last ones
+FIRST_REPEATED = 100
+LAST_REPEATED = 200
+# calls on a batch whose answer has changed, to find whether it changes once more
+CALLS_ON_CHANGED_BATCH = 128
 
 
 @oracle("determinism", 0)
 def determinism(case: LossCase) -> list[Finding]:
-    """A loss that gets a batch twice has the same value and gradient twice.
+    """Report a loss that has two values, or two gradients, for one batch.
 
-    It gets the grid four times, and then a small batch often enough that a counter
-    of a short period shows. `state` asks for the first batch once more, at the end.
+    The loss gets the grid four times, and then a small batch so often that a counter of
+    a short period shows. `state` repeats the first batch at the end of the check.
 
     Args:
         case: the loss and its objective.
@@ -45,80 +46,107 @@ def determinism(case: LossCase) -> list[Finding]:
         A failure that says whether it draws random numbers or keeps state, and since
             when.
     """
-    b = case.grid(thin=5)
     log = case.loss.log
-    first = len(log)
-    answers = [case.value_and_gradient(b) for _ in range(4)]
-    if all(_all_same(answers[0], more) for more in answers):
-        b = case.ready(probe())
-        first = len(log)
-        answers = [case.value_and_gradient(b) for _ in range(TWICE)]
-        if all(_all_same(answers[0], more) for more in answers):
+    batch = case.grid(thin=5)
+    first_call = len(log)
+    if _is_constant(case, batch, 4):
+        batch = case.ready(probe())
+        first_call = len(log)
+        if _is_constant(case, batch, CALLS_ON_SMALL_BATCH):
             return []
-    drawn = _drawn(case, b, _all_same)
-    before = list(log)
-    small = shrink(b, lambda c: not torch.equal(case.gradient(c), case.gradient(c)))
-    batch = make_example(small, reads=case.loss.reads)
-    why = "it draws random numbers"
-    if not drawn:
-        repeats = [case.gradient(small) for _ in range(LONG)]
-        how = _in_a_row(repeats, "this batch") or _since(before, first)
-        why = f"{STATE}: {how}"
+    is_random = _seed_decides(case, batch, _all_same)
+    log_before_shrinking = list(log)
+
+    def has_two_gradients(smaller: Rollouts) -> bool:
+        """Return whether two calls on this batch have different gradients."""
+        return not torch.equal(case.gradient(smaller), case.gradient(smaller))
+
+    small = shrink(batch, has_two_gradients)
+    shown = make_example(small, reads=case.loss.reads)
+    if is_random:
+        why = "it draws random numbers"
+    else:
+        repeats = [case.gradient(small) for _ in range(CALLS_ON_CHANGED_BATCH)]
+        how = _words_for_repeats(repeats, "this batch")
+        how = how or _words_for_change(log_before_shrinking, first_call)
+        why = f"{KEEPS_STATE}: {how}"
     return [
         fail(
             "determinism",
             "the same batch twice",
             "the same numbers",
             "other numbers",
-            batch,
+            shown,
             why,
         )
     ]
 
 
-def _drawn(case: LossCase, b: Rollouts, same: Callable[[Any, Any], bool]) -> bool:
-    """Whether the seed decides the answer, in an order of seeds that no counter has."""
+def _is_constant(case: LossCase, batch: Rollouts, calls: int) -> bool:
+    """Return whether so many calls on this batch have one value and one gradient."""
+    answers = [case.value_and_gradient(batch) for _ in range(calls)]
+    return all(_all_same(answers[0], answer) for answer in answers)
 
-    answers = [
-        (seed, case.loss.ask("seeded", b, seed))
-        for seed in (0, 1, 1, 0, 1, 0, 0, 0, 1, 1)
-    ]
-    return all(same(x, y) == (i == j) for i, x in answers for j, y in answers)
+
+# an order of two seeds that no counter has
+SEEDS = (0, 1, 1, 0, 1, 0, 0, 0, 1, 1)
+
+
+def _seed_decides(
+    case: LossCase, batch: Rollouts, same: Callable[[Any, Any], bool]
+) -> bool:
+    """Return whether two calls have the same answer exactly where they have the same
+    seed. Then the loss draws random numbers and keeps no state.
+    """
+    answers = [(seed, case.loss.ask("seeded", batch, seed)) for seed in SEEDS]
+    return all(
+        same(answer, other) == (seed == other_seed)
+        for seed, answer in answers
+        for other_seed, other in answers
+    )
 
 
 def _same(x: Tensor | None, y: Tensor | None) -> bool:
+    """Return whether two tensors are equal, NaN included, or both are None."""
     if x is None or y is None:
         return x is y
     return torch.equal(x.nan_to_num(nan=12345.0), y.nan_to_num(nan=12345.0))
 
 
 def _all_same(x: Any, y: Any) -> bool:
-    """Whether the tensors of two answers are the same."""
+    """Return whether the tensors of two answers are the same."""
     return all(map(_same, x, y))
 
 
-def _gradient(answer: Any) -> Tensor | None:
-    answer = answer[1] if isinstance(answer, tuple) else answer
+def _gradient_of(answer: Any) -> Tensor | None:
+    """Return the gradient in an answer of the loss, or None where it has none."""
+    if isinstance(answer, tuple):
+        answer = answer[1]
     return answer if isinstance(answer, Tensor) else None
 
 
-def _again(at: tuple[Any, ...]) -> Tensor | None:
-    """The gradient that this call of the log has now; None where it has none."""
+def _gradient_now(question: Question) -> Tensor | None:
+    """Return the gradient that a call of the log has now, or None where it has none."""
     with contextlib.suppress(InputError):
-        return _gradient(at[0].ask(at[1], *at[2]))
+        return _gradient_of(question.loss.ask(question.method, *question.inputs))
     return None
 
 
-def _changed(at: tuple[Any, ...], call: int) -> bool:
-    """Whether the call of the log has another gradient now.
+def _has_changed(question: Question, call: int) -> bool:
+    """Return whether a call of the log has another gradient now.
+
+    Args:
+        question: the call.
+        call: its number.
 
     Raises:
-        Gone: it raises now. That tells of files, threads or memory that have run out
-            meanwhile, or of an error of the loss, and not of another formula.
+        Gone: the loss raises now. Files, threads or memory may have run out meanwhile,
+            or the loss has an error; its formula is not wrong for that.
     """
-    loss, what, inputs, answer = at
+    loss = question.loss
     try:
-        return not _same(_gradient(answer), _gradient(loss.ask(what, *inputs)))
+        answer_now = loss.ask(question.method, *question.inputs)
+        return not _same(_gradient_of(question.answer), _gradient_of(answer_now))
     except InputError as e:
         raise stopped(
             Gone(
@@ -128,8 +156,8 @@ def _changed(at: tuple[Any, ...], call: int) -> bool:
 
 
 def state(case: LossCase) -> list[Finding]:
-    """The first batch once more, after all others; after a failure, the batches of
-    other calls too. A loss that has changed meanwhile was not judged by one answer.
+    """Repeat the first batch at the end of a check; after a failure, the batches of
+    other calls too. If the loss has changed meanwhile, its answers are not of one loss.
 
     Args:
         case: the loss and its objective, after all oracles.
@@ -138,19 +166,20 @@ def state(case: LossCase) -> list[Finding]:
         A failure of the oracle determinism, or nothing.
 
     Raises:
-        Gone: a batch that the loss has answered makes it raise now.
+        Gone: the loss raises now on a batch that it has answered.
     """
     log = case.loss.log
-    asked = [n for n, at in enumerate(log) if at]
-    for n in (
-        [*asked[: AGAIN[0]], *asked[AGAIN[0] :][-AGAIN[1] :]]
-        if case.failed
-        else asked[:1]
-    ):
-        if _changed(log[n], n + 1):
-            others = len(log) - n - 2
+    answered = [number for number, question in enumerate(log) if question]
+    if case.failed:
+        first_calls = answered[:FIRST_REPEATED]
+        repeated = first_calls + answered[FIRST_REPEATED:][-LAST_REPEATED:]
+    else:
+        repeated = answered[:1]
+    for number in repeated:
+        if _has_changed(log[number], number + 1):
+            others = len(log) - number - 2
             text = f"a batch of the check, asked again after {others} other calls"
-            why = f"{STATE}: {_since(log[: len(log) - 1], n)}"
+            why = f"{KEEPS_STATE}: {_words_for_change(log[: len(log) - 1], number)}"
             return [
                 fail(
                     "determinism", text, "the same numbers", "other numbers", cause=why
@@ -159,78 +188,91 @@ def state(case: LossCase) -> list[Finding]:
     return []
 
 
-def _tells(gradient: Tensor | None) -> bool:
-    """Whether a factor would change the gradient: 0, NaN and infinity stay."""
+def _shows_factor(gradient: Tensor | None) -> bool:
+    """Return whether a factor would change the gradient: it has a number that is
+    neither 0, NaN nor infinite.
+    """
     if gradient is None:
         return False
     return bool(gradient.nan_to_num(0.0, 0.0, 0.0).any())
 
 
-def _in_a_row(repeats: Sequence[Tensor | None], which: str) -> str:
-    """How a batch that was asked again and again is answered, in words; "" where all
-    answers are one.
+def _words_for_repeats(repeats: Sequence[Tensor | None], which: str) -> str:
+    """Return the words for the gradients of repeated calls on one batch, or "" where
+    all are the same.
 
     Args:
-        repeats: its gradients.
-        which: the batch, in words.
+        repeats: the gradients.
+        which: the words for the batch.
     """
     changes = sum(not _same(x, y) for x, y in pairwise(repeats))
     if not changes:
         return ""
     if changes == len(repeats) - 1:
         return f"asked twice in a row with {which}, it gives two gradients"
-    kinds: list[Tensor | None] = []
-    for x in repeats:
-        if not any(_same(x, y) for y in kinds):
-            kinds.append(x)
+    distinct: list[Tensor | None] = []
+    for gradient in repeats:
+        if not any(_same(gradient, other) for other in distinct):
+            distinct.append(gradient)
     return (
-        f"asked {len(repeats)} times in a row with {which}, it gives {len(kinds)} "
+        f"asked {len(repeats)} times in a row with {which}, it gives {len(distinct)} "
         "different gradients"
     )
 
 
-def _since(log: list[Any], n: int) -> str:
-    """When the answers changed, in words that can be tried in a new process; the batch
-    of call n has had two.
+def _words_for_change(log: list[Any], number: int) -> str:
+    """Return the words for when the answers of the loss changed, so that a user can try
+    it in a new process.
 
-    Where it still changes, how often the batch must be asked. Else at which call of the
-    log, which has all calls of the process: each call is asked again now, and one that
-    had another answer was made in another state. Of a call without a gradient nothing
-    is known.
+    If repeated calls still change, the words say how often. Else they say at which call
+    of the process the state changed: each call of the log is repeated, and one that has
+    another gradient now was made in another state. A call without a gradient shows
+    nothing.
+
+    Args:
+        log: all calls of the process so far.
+        number: the place in it of a call that has had two answers.
     """
-    repeats = [_again(log[n]) for _ in range(LONG)]
-    if words := _in_a_row(repeats, "one batch"):
+    repeats = [_gradient_now(log[number]) for _ in range(CALLS_ON_CHANGED_BATCH)]
+    if words := _words_for_repeats(repeats, "one batch"):
         return words
     # calls, and whether they were made in another state
     known: list[tuple[int, bool]] = []
-    for call, at in enumerate(log, 1):
-        if at is not None:
-            now = _again(at)
-            moved = not _same(_gradient(at[3]), now)
-            if moved or _tells(now):
-                known.append((call, moved))
+    for call, question in enumerate(log, 1):
+        if question is None:
+            continue
+        gradient_now = _gradient_now(question)
+        in_other_state = not _same(_gradient_of(question.answer), gradient_now)
+        if in_other_state or _shows_factor(gradient_now):
+            known.append((call, in_other_state))
     return (
-        f"its gradient on one batch changes {_describe_turn(known, n + 1)}, counted "
+        f"its gradient on one batch changes {_describe_turn(known, number + 1)}, counted "
         "from its first call in a process"
     )
 
 
 def _describe_turn(known: list[tuple[int, bool]], turn: int) -> str:
-    """Say at which call the state changed for good.
+    """Return the words for the call at which the state changed for good.
 
     Args:
         known: calls, and whether each was made in another state.
-        turn: the call that is named where `known` does not tell.
+        turn: the call that is named where `known` does not show it.
 
     Returns:
         Such as "at call 7", "after call 7" or "at one of the calls 5 to 7".
     """
-    turns = [(x + 1, y) for (x, was), (y, now) in pairwise(known) if was != now]
-    # all calls up to one of them
-    often = sum(moved for _, moved in known) > 2 + len(known) / LONG
-    if often and not known[0][1]:  # not all batches show it
-        return f"after call {max(call for call, moved in known if moved)}"
-    first, last = (turns or [(turn, turn)])[-1 if often else 0]
-    return (
-        f"at call {last}" if first == last else f"at one of the calls {first} to {last}"
-    )
+    in_other_state = [call for call, moved in known if moved]
+    has_moved_often = len(in_other_state) > 2 + len(known) / CALLS_ON_CHANGED_BATCH
+    if has_moved_often and not known[0][1]:  # not all batches show it
+        return f"after call {max(in_other_state)}"
+    turns = [
+        (call_before + 1, call)
+        for (call_before, moved_before), (call, moved) in pairwise(known)
+        if moved_before != moved
+    ]
+    if not turns:
+        turns = [(turn, turn)]
+    first, last = turns[-1] if has_moved_often else turns[0]
+    if first == last:
+        return f"at call {last}"
+    return f"at one of the calls {first} to {last}"
