@@ -45,8 +45,8 @@ from upref.weights.batches import (
     OFF_EDGES,
     on_policy_batch,
     random_batch,
-    relative_error,
 )
+from upref.weights.black_box import relative_error
 
 MOST_KL_TERMS = 3  # that are tried beside a fault of the rest
 FEW = 24  # responses of the batch that each fault is compared on first

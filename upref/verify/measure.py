@@ -33,8 +33,12 @@ from upref.weights.batches import (
     kept_batch,
     near_a_bound,
     on_policy_batch,
-    relative_error,
     sampler,
+)
+from upref.weights.black_box import (
+    computes_in_float32,
+    part_with_advantage,
+    relative_error,
 )
 from upref.weights.stress import stress_batch
 
@@ -459,7 +463,7 @@ def make_case(loss: Loss, objective: Objective, hp: dict[str, Any]) -> LossCase:
     )
     # a KL term, right or wrong, has no gradient there, or one without A
     batch = replace(batch, logp_ref=batch.logp)
-    found = without_rest(case, batch)
+    found = part_with_advantage(case.gradient, batch)
     expected = case.expected(batch)
     weighted = batch.mask & (expected.abs() > 1e-6)
     signs = weighted & (batch.adv > 0), weighted & (batch.adv < 0)
@@ -474,27 +478,9 @@ def make_case(loss: Loss, objective: Objective, hp: dict[str, Any]) -> LossCase:
     answer = next(filter(None, answers), None)
     case.fits = has_own_aggregation or answer is not None
     case.agg, case.scale = answer or (case.agg, 1.0)
-    if is_float32(case, batch):
+    if computes_in_float32(case.gradient, batch):
         case.in_float32()
     return case
-
-
-def without_rest(case: LossCase, batch: Rollouts) -> Tensor:
-    """The part of the gradient that depends on A.
-
-    Args:
-        case: the loss and its objective.
-        batch: the batch.
-
-    Returns:
-        [B, T].
-    """
-    gradient = case.gradient(batch)
-    try:
-        rest = case.gradient(replace(batch, adv=torch.zeros_like(batch.adv)))
-    except InputError:  # it refuses A = 0, which is an oracle's finding
-        return gradient
-    return gradient - rest if rest.isfinite().all() and rest.any() else gradient
 
 
 def ignores_sampler(case: LossCase) -> bool:
@@ -544,26 +530,6 @@ def sampler_words(name: str) -> str:
     with contextlib.suppress(InputError):  # it has one already, or the name is none
         with_one = f' ("{get(f"tis({name})").name}" has a correction)'
     return f"what it makes of the sampler's log-probabilities, which are π_old's here{with_one}"
-
-
-def is_float32(case: LossCase, batch: Rollouts) -> bool:
-    """Whether gradients carry only the digits of float32, at advantages and ratios that
-    have more.
-
-    Args:
-        case: the loss and its objective.
-        batch: a batch in float64.
-    """
-    i = torch.arange(batch.mask.numel(), dtype=batch.logp.dtype).reshape(
-        batch.mask.shape
-    )
-    A = batch.adv * (1 + 0.1 * i[:, :1].sin())
-    gradient = case.gradient(
-        replace(batch, logp=batch.logp - 1e-3 * (1.1 + i.cos()), adv=A)
-    )[batch.mask]
-    return bool(
-        (gradient != 0).any() and torch.equal(gradient.float().double(), gradient)
-    )
 
 
 def _is_own(

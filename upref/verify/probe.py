@@ -22,22 +22,22 @@ from upref.rollouts import Rollouts
 from upref.user_code import Loss, no_objective
 from upref.verify.factors import common_value, names
 from upref.verify.faults.losses import term_slope, terms
-from upref.verify.measure import LossCase, make_case, without_rest
-from upref.weights.batches import on_policy_batch, relative_error, two_token_batch
-from upref.weights.curve import (
+from upref.verify.measure import LossCase, make_case
+from upref.weights import black_box
+from upref.weights.batches import on_policy_batch
+from upref.weights.black_box import (
     AT_ONCE,
-    RTOL_RATIO,
-    Curve,
+    LIKELY,
+    MANY_LOG_R,
+    SIGNS,
+    in_parts,
     low_probability as mu_of,
+    part_with_advantage,
     single_token_batch,
+    two_token_batch,
 )
+from upref.weights.curve import Curve
 
-SIGNS = (1.0, -1.0)
-LOG_R = np.unique(
-    np.r_[
-        np.linspace(-8, 8, 49), np.outer((-1, 1), np.geomspace(1e-6, 0.3, 25)).ravel()
-    ]
-)
 FADED = 1e-9  # a weight per advantage below which a jump to 0 is one of rounding
 MUS = (0.3, 0.9)  # π_old, beside that of a rare token, where the weight depends on it
 
@@ -114,26 +114,13 @@ class BlackBox:
 
         def weight(r: Any, A: Any, mu: Any) -> Any:
             """The weight at each point, a bounded number of points in one batch."""
-            points = np.broadcast_arrays(r, A, mu)
-            flat = [x.ravel() for x in points]
-            n = 1 if self.batch_coupled else AT_ONCE
-            parts = [
-                together(*(x[i : i + n] for x in flat))
-                for i in range(0, len(flat[0]), n)
-            ]
-            return np.concatenate(parts or [flat[0]]).reshape(points[0].shape)
+            at_once = 1 if self.batch_coupled else AT_ONCE
+            return in_parts(together, at_once, r, A, mu)
 
-        rtol_ratio, floor = (
-            (1e-5, 1e-4) if self.case.single else (RTOL_RATIO, 100 * self.case.tol)
-        )
-        return Curve(
-            self.loss.name,
-            weight,
-            True,
-            batch_coupled=self.batch_coupled,
-            rtol_ratio=rtol_ratio,
-            floor=floor,
-        )
+        curve = Curve(self.loss.name, weight, True, batch_coupled=self.batch_coupled)
+        if self.case.single:
+            return curve.in_float32()
+        return replace(curve, floor=100 * self.case.tol)
 
     def gradient(self, batch: Rollouts) -> Tensor:
         """The weights on any batch.
@@ -258,7 +245,7 @@ def measure(loss: Loss, batch_coupled: bool | None = None) -> BlackBox:
     case = make_case(loss, no_objective(), {})
     batch = case.ready(on_policy_batch())
     on = replace(batch, logp_ref=batch.logp)
-    gradient = without_rest(case, on)
+    gradient = part_with_advantage(case.gradient, on)
     if not (gradient[batch.mask].isfinite().all() and gradient[batch.mask].any()):
         if gradient[batch.mask].isfinite().all():
             why = "no gradient"
@@ -272,10 +259,7 @@ def measure(loss: Loss, batch_coupled: bool | None = None) -> BlackBox:
         logp=batch.logp
         - 0.4 * (1 + torch.arange(batch.mask.numel()).reshape(batch.mask.shape).sin()),
     )
-    far_gradient = case.gradient(far_batch)
-    random = any(
-        not torch.equal(case.gradient(far_batch), far_gradient) for _ in range(2)
-    )
+    random = black_box.gives_two_answers(case.gradient, far_batch)
     rows = {
         k: v[:5, :8]
         for k in ("logp", "logp_old", "adv", "mask")
@@ -288,63 +272,18 @@ def measure(loss: Loss, batch_coupled: bool | None = None) -> BlackBox:
         )
     )
     agg, scale = _aggregation(
-        case, [(on, gradient), (fewer, without_rest(case, fewer))]
+        case, [(on, gradient), (fewer, part_with_advantage(case.gradient, fewer))]
     )
     box = BlackBox(case, agg, scale, random=random)
     box = replace(
         box, **_kl_of(box, batch, kl.ESTIMATORS if "logp_ref" in loss.reads else ["k1"])
     )
-    rare_points = [
-        low_probability_point(A, np.exp(A * x))
-        for A in SIGNS
-        for x in (-1, -0.1, *np.geomspace(0.03, 3, 12))
-    ]
-    crowd = [low_probability_point(A, r) for A in SIGNS for r in np.exp(LOG_R)]
-    weights_of_few = box.ask(rare_points)
-    weights_among_many = box.ask(rare_points + crowd)[: len(rare_points)]
-    alone = np.concatenate([box.ask([p]) for p in rare_points[::5]])
-    is_coupled = not random and (
-        differ(weights_of_few, weights_among_many, box.tol)
-        or differ(weights_of_few[::5], alone, box.tol)
-    )
-    box = replace(box, batch_coupled=is_coupled)
-    pairs = [
-        (A, r, mu)
-        for A in SIGNS
-        for mu in MUS
-        for r in np.exp(np.linspace(-3, 3, 41) + 0.0123)
-        if mu * r < 0.99
-    ]
-    likely = box.ask([Point(A, float(r), mu) for A, r, mu in pairs])
-    reads_mu = differ(
-        likely, box.ask([low_probability_point(A, r) for A, r, _ in pairs]), box.tol
-    )
-    reads_entropy = False
-    if "entropy" in loss.reads:
-        r, A = (
-            x.ravel() for x in np.meshgrid(np.exp(np.linspace(-1.5, 1.5, 301)), SIGNS)
-        )
-        two = two_token_batch(A, r, mu_of(r))
-        gradient, mirrored_gradient = (
-            case.gradient(x)
-            for x in (two, replace(two, entropy=torch.ones_like(two.logp)))
-        )
-        reads_entropy = not torch.allclose(
-            gradient, mirrored_gradient, rtol=1e-6, atol=0
-        )
-    box = replace(box, reads_mu=reads_mu, reads_entropy=reads_entropy)
-    return _curve(box) if batch_coupled in (None, is_coupled) else box
-
-
-def differ(x: np.ndarray, y: np.ndarray, tol: float) -> bool:
-    """Tell whether some pair of weights differs, relative to the first.
-
-    Args:
-        x: weights.
-        y: weights of the same shape.
-        tol: the relative error that is allowed.
-    """
-    return bool((relative_error(x, y, x) > tol).any())
+    coupled = not random and black_box.is_coupled(box.curve(), SIGNS, box.tol)
+    box = replace(box, batch_coupled=coupled)
+    reads_mu = black_box.reads_old_probability(box.curve(), SIGNS, MUS, box.tol)
+    entropy = "entropy" in loss.reads and black_box.reads_entropy(case.gradient)
+    box = replace(box, reads_mu=reads_mu, reads_entropy=entropy)
+    return _curve(box) if batch_coupled in (None, coupled) else box
 
 
 def _aggregation(
@@ -429,7 +368,7 @@ def _point_at(r: float, A: float, mu: float | None, unsure: bool) -> Point:
 def _curve(box: BlackBox) -> BlackBox:
     """The weight sampled on a grid, and every jump closed in on."""
     # one call a point where the batch matters
-    grid = np.exp(LOG_R[:: 3 if box.batch_coupled else 1])
+    grid = np.exp(MANY_LOG_R[:: 3 if box.batch_coupled else 1])
     lines: list[tuple[float, float | None, bool]] = [(A, None, False) for A in SIGNS]
     lines += [(A, mu, False) for A in SIGNS for mu in MUS] if box.reads_mu else []
     lines += [(A, None, True) for A in SIGNS] if box.reads_entropy else []
@@ -437,7 +376,7 @@ def _curve(box: BlackBox) -> BlackBox:
     jumps: list[tuple[Point, float]] = []
     faded: set[Point] = set()
     for A, mu, unsure in lines:
-        rs = grid if mu is None else grid[mu * grid < 0.99]
+        rs = grid if mu is None else grid[mu * grid < LIKELY]
         point_at = partial(_point_at, A=A, mu=mu, unsure=unsure)
         points += [point_at(r) for r in rs]
         if not box.random:

@@ -23,7 +23,12 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts
-from upref.weights.curve import low_probability, of_objective, single_token_batch
+from upref.weights.black_box import (
+    low_probability,
+    relative_error,
+    single_token_batch,
+)
+from upref.weights.curve import of_objective
 from upref.weights.jumps import GRID
 
 MU = (0.02, 0.3, 0.9)  # π_old of a rare, a likely and a nearly certain token
@@ -436,30 +441,6 @@ def single_token_responses(A: float, rs: Sequence[float] | np.ndarray) -> Rollou
     return single_token_batch(A, r, low_probability(r))
 
 
-def two_token_batch(A: Any, r: Any, mu: Any) -> Rollouts:
-    """`single_token_batch`, with a second token of ratio 1 and half the entropy in each
-    response.
-
-    Args:
-        A, r, mu: of the first tokens, numbers or arrays [n].
-
-    Returns:
-        A batch [n, 2].
-    """
-    batch = single_token_batch(A, r, mu)
-    lp, old, adv = (
-        torch.cat(x, 1)
-        for x in (
-            (batch.logp, batch.logp_old),
-            (batch.logp_old,) * 2,
-            (batch.adv, batch.adv),
-        )
-    )
-    mask = torch.ones_like(lp, dtype=torch.bool)
-    H = torch.tensor([2.0, 1.0], dtype=lp.dtype)
-    return Rollouts(lp, old, adv, mask, logp_ref=lp, entropy=H.expand_as(lp).clone())
-
-
 def overflowing() -> Rollouts:
     """Far ratios of both signs, and rare tokens whose ratio is near 1; pairs of equal
     tokens.
@@ -563,29 +544,6 @@ def sampler(batch: Rollouts) -> Tensor:
 
 
 # ---- reading and comparing -----------------------------------------------------------
-def relative_error(
-    found: Any,
-    expected: Any,
-    beside: Any = 0.0,
-    floor: float | Tensor = 0.1,
-) -> Tensor:
-    """|found - expected| relative to |expected|, |beside| or the floor, whichever is
-    largest; inf where it is NaN.
-
-    Args:
-        found, expected, beside: tensors or arrays of one shape.
-        floor: the least divisor.
-
-    Returns:
-        The shape of the inputs.
-    """
-    found, expected, beside, floor = map(
-        torch.as_tensor, (found, expected, beside, floor)
-    )
-    scale = torch.maximum(torch.maximum(expected.abs(), beside.abs()), floor)
-    return ((found - expected).abs() / scale).nan_to_num(nan=torch.inf)
-
-
 def near_a_bound(
     weights: Callable[[Rollouts], Tensor], batch: Rollouts, step: float = 2e-5
 ) -> Tensor:

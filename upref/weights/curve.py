@@ -15,17 +15,31 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from upref import user_code as losses
 from upref.errors import InputError
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
+from upref.user_code.guard import state_restored
+from upref.weights import black_box
+from upref.weights.black_box import (
+    AT_ONCE,
+    MIDDLE_LOG_R,
+    in_parts,
+    low_probability,
+    single_token_batch,
+)
 from upref.weights.jumps import GRID, Jump, find
 
 RTOL_RATIO = 1e-12  # relative; ratios nearer than that are one
-# tokens that a loss sees in one call: a wrong [B] - [B, 1] in it makes 8 MB
-AT_ONCE = 1000
+# of a loss that computes in float32: of ratios, and of weights
+SINGLE_RTOL_RATIO = 1e-5
+SINGLE_FLOOR = 1e-4
 ROWS = 512  # pairs (A, mu) scanned at a time
+# advantages and π_old of the tokens with which a loss is measured; a Cap map has any mu
+ADVANTAGES = (1.0, -1.0, 0.5, -2.0)
+MUS = (1e-6, 1e-3, 0.3, 0.9, 0.99)
 
 
 Numbers: TypeAlias = float | np.ndarray
@@ -127,6 +141,12 @@ class Curve:
         out[i, nth] = np.concatenate([f.r for f in found])
         return out, np.concatenate(alive)
 
+    def in_float32(self) -> "Curve":
+        """Return the curve as one that was measured in float32: it tells fewer ratios
+        and weights apart.
+        """
+        return replace(self, rtol_ratio=SINGLE_RTOL_RATIO, floor=SINGLE_FLOOR)
+
     def _find(self, A: Any, mu: Any, r: Any, ends: bool) -> Any:
         """The jumps of the weight between these ratios."""
         reach = 1 / mu if self.reads_mu and mu is not None else np.inf
@@ -145,42 +165,6 @@ def _rows(A: Numbers, mu: Numbers | None) -> tuple[np.ndarray, np.ndarray | None
     A = np.atleast_1d(np.asarray(A, dtype=float))
     A, m = (x[:, None] for x in np.broadcast_arrays(A, 1.0 if mu is None else mu))
     return A, None if mu is None else m
-
-
-def low_probability(r: Any) -> np.ndarray:
-    """π_old of a low-probability token whose ratio is r.
-
-    Args:
-        r: ratios.
-
-    Returns:
-        Probabilities with mu r < 1.
-    """
-    return np.minimum(0.02, 0.9 / r)
-
-
-def single_token_batch(A: Any, r: Any, mu: Any) -> Rollouts:
-    """A response of one token for each (A, r, mu) of flat arrays; π_ref = π_θ.
-
-    Args:
-        A, r, mu: numbers or arrays [n], which broadcast.
-
-    Returns:
-        A batch [n, 1] in float64.
-    """
-    A, r, mu = (
-        torch.tensor(x, dtype=torch.float64)[:, None]
-        for x in np.broadcast_arrays(A, r, mu)
-    )
-    lp = (mu.log() + r.log()).clamp(max=0)
-    return Rollouts(
-        lp,
-        mu.log(),
-        A,
-        torch.ones_like(A, dtype=torch.bool),
-        logp_ref=lp,
-        entropy=torch.ones_like(A),
-    )
 
 
 # ---- from an objective ---------------------------------------------------------------
@@ -264,83 +248,75 @@ def of_loss(loss: Any, settings: dict[str, Any] | None = None) -> Curve:
         The curve.
 
     Raises:
-        InputError: its tokens are coupled.
+        InputError: it has no finite gradient.
     """
-    ask = partial(_measured, loss)
-    # on nobody's bound
-    crowd = low_probability
-    x = np.exp(np.linspace(-3, 3, 41) + 0.0123)
-    r, A, mu = (
-        v.ravel()
-        for v in np.meshgrid(x, (1.0, -1.0, 0.5, -2.0), (1e-6, 1e-3, 0.3, 0.9, 0.99))
+    curve = Curve(loss.name, partial(_measured, loss), True, settings=settings or {})
+    r, A = (x.ravel() for x in np.meshgrid(np.exp(MIDDLE_LOG_R), ADVANTAGES))
+    batch = single_token_batch(A, r, low_probability(r))
+    if black_box.computes_in_float32(loss.gradient, batch):
+        curve = curve.in_float32()
+    if black_box.is_coupled(partial(_in_one_batch, loss), ADVANTAGES, curve.floor):
+        return replace(curve, weight=partial(_one_by_one, loss), batch_coupled=True)
+    reads_mu = black_box.reads_old_probability(
+        curve.weight, ADVANTAGES, MUS, curve.floor
     )
-    r, A, mu = (v[mu * r < 0.99] for v in (r, A, mu))
-    w = ask(r, A, crowd(r))
-    with np.errstate(over="ignore"):
-        single = (
-            bool(w.any())
-            and np.array_equal(w, w.astype(np.float32))
-            and len(np.unique(abs(w))) > 9
-        )
-    curve = Curve(loss.name, ask, True, settings=settings or {})
-    curve = replace(curve, rtol_ratio=1e-5, floor=1e-4) if single else curve
-
-    def same(x: np.ndarray, y: np.ndarray) -> bool:
-        """Whether two measurements agree as nearly as the loss computes."""
-        return np.allclose(x, y, rtol=curve.floor, atol=0.1 * curve.floor)
-
-    sample = slice(None, None, len(r) // 9)
-    single_file = partial(_one_by_one, loss)
-    if not same(w[sample], single_file(r[sample], A[sample], crowd(r[sample]))):
-        return replace(curve, weight=single_file, batch_coupled=True)
-    return replace(curve, reads_mu=not same(w, ask(r, A, mu)))
+    return replace(curve, reads_mu=reads_mu)
 
 
 def _measured(loss: Any, r: Any, A: Any, mu: Any) -> np.ndarray:
-    """The weight of a loss at each point, a bounded number of points in one batch."""
-    points = np.broadcast_arrays(r, A, mu)
-    flat = [x.ravel() for x in points]
-    parts = [
-        [x[n : n + AT_ONCE] for x in flat] for n in range(0, len(flat[0]), AT_ONCE)
-    ]
-    return np.concatenate([_crowd(loss, *part) for part in parts] or [flat[0]]).reshape(
-        points[0].shape
-    )
+    """The weight of a loss at each point, many points in one batch."""
+    weights = in_parts(partial(_in_one_batch, loss), AT_ONCE, r, A, mu)
+    _refuse_infinite(loss, weights, r, mu)
+    return weights
 
 
 def _one_by_one(loss: Any, r: Any, A: Any, mu: Any) -> np.ndarray:
-    points = np.broadcast_arrays(r, A, mu)
-    flat = [x.reshape(-1, 1) for x in points]
-    return np.array([_gradient(loss, *p)[0] for p in zip(*flat, strict=True)]).reshape(
-        points[0].shape
-    )
+    """The weight of a loss at each point, one point in each batch."""
+    weights = in_parts(partial(_gradient, loss), 1, r, A, mu)
+    _refuse_infinite(loss, weights, r, mu)
+    return weights
 
 
-def _crowd(loss: Any, r: Any, A: Any, mu: Any) -> np.ndarray:
-    """Many at once, and the strongest by itself, which tells the denominator of the
-    batch.
+def _in_one_batch(loss: Any, r: Any, A: Any, mu: Any) -> np.ndarray:
+    """The weights of tokens in one batch. The strongest by itself tells the denominator
+    of the batch; all are NaN where it has a gradient only beside others.
     """
     gradient = _gradient(loss, r, A, mu)
+    if len(gradient) == 1:
+        return gradient
+    _refuse_infinite(loss, gradient, r, mu)
     i = abs(gradient).argmax()
+    if not gradient[i]:
+        return gradient
     token = slice(i, i + 1)
-    if gradient[i]:
-        return gradient * (_gradient(loss, r[token], A[token], mu[token]) / gradient[i])
-    return gradient
+    alone = _gradient(loss, r[token], A[token], mu[token])
+    return gradient * (alone / gradient[i])
 
 
 def _gradient(loss: Any, r: Any, A: Any, mu: Any) -> np.ndarray:
-    """The gradient of a loss at each point, without its KL term's."""
-    batch = single_token_batch(A, r, mu)
-    gradient = loss.gradient(batch)
-    if "logp_ref" in getattr(loss, "reads", ()):  # what is left at A = 0 is its KL term
-        gradient = gradient - loss.gradient(replace(batch, adv=0 * batch.adv))
-    gradient = gradient[:, 0].double().numpy() + 0.0  # not -0
-    if not np.isfinite(gradient).all():
-        p = (r * mu)[~np.isfinite(gradient)][0]
+    """The gradient of a loss at each point of one batch, without its KL term's."""
+    gradient = _without_kl_term(loss, single_token_batch(A, r, mu))
+    return gradient[:, 0].double().numpy() + 0.0  # not -0
+
+
+def _without_kl_term(loss: Any, batch: Rollouts) -> Tensor:
+    """The gradient of a loss. Of one that reads the reference policy, what is left at
+    A = 0 is its KL term, which is subtracted.
+    """
+    gradient: Tensor = loss.gradient(batch)
+    if "logp_ref" not in getattr(loss, "reads", ()):
+        return gradient
+    return gradient - black_box.gradient_at_zero_advantage(loss.gradient, batch)
+
+
+def _refuse_infinite(loss: Any, weights: np.ndarray, r: Any, mu: Any) -> None:
+    """Raise InputError where a weight is not finite, with the probability of its token."""
+    infinite = ~np.isfinite(weights)
+    if infinite.any():
+        p = np.broadcast_to(r * mu, weights.shape)[infinite][0]
         raise InputError(
             f"{loss.name} has no finite gradient in log_prob at pi={p:.3g}."
         )
-    return gradient
 
 
 # ---- from whatever a user names ------------------------------------------------------
@@ -350,7 +326,7 @@ def of(what: "str | Objective | Callable[..., Any] | Curve", **hp: Any) -> Curve
     at these hyperparameters or keywords of its own.
 
     Raises InputError for what has no weight of a token by itself (`obstacle`, or a loss
-    whose tokens are coupled).
+    whose tokens are coupled, that reads the entropy, or that has no one gradient).
 
     Args:
         what: the name, Objective, loss or Curve.
@@ -367,12 +343,28 @@ def of(what: "str | Objective | Callable[..., Any] | Curve", **hp: Any) -> Curve
         if why := obstacle(what):
             raise InputError(f"{what.name} has no weight of a single token: {why}.")
         return of_objective(what, **hp)
-    curve = of_loss(losses.read(what, None, hp), hp)
-    if curve.batch_coupled:
-        raise InputError(
-            f"{curve.name} has no weight of a single token: it depends on the other tokens of a batch."
-        )
+    loss = losses.read(what, None, hp)
+    why = _obstacle_of_loss(loss)
+    curve = of_loss(loss, hp)
+    if not why and curve.batch_coupled:
+        why = "it depends on the other tokens of a batch"
+    if why:
+        raise InputError(f"{curve.name} has no weight of a single token: {why}.")
     return curve
+
+
+def _obstacle_of_loss(loss: losses.Loss) -> str:
+    """Why the weight of a token by itself is not a function of (r, A, mu), as
+    `obstacle` says of an objective; "" if it may be one.
+    """
+    r = np.exp(MIDDLE_LOG_R)
+    batch = single_token_batch(1.0, r, low_probability(r))
+    with state_restored():  # else each call draws the same random numbers
+        if black_box.gives_two_answers(loss.gradient, batch):
+            return "two calls on the same batch give different gradients"
+        if "entropy" in loss.reads and black_box.reads_entropy(loss.gradient):
+            return "it depends on the token's entropy"
+    return ""
 
 
 def of_all(whats: Sequence[Any], hp: dict[str, Any]) -> list[Curve]:

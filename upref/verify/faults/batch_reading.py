@@ -22,7 +22,8 @@ from upref.verify.factors import FACTORS, common_value, declared_aggregation
 from upref.verify.faults import Catalogue
 from upref.verify.faults.losses import LossFault, fault, term_of
 from upref.verify.measure import LossCase, unit_weights
-from upref.weights.batches import on_policy_batch, relative_error
+from upref.weights.batches import on_policy_batch
+from upref.weights.black_box import relative_error
 
 # how far each token is from where a discount is 1
 POSITIONS: dict[str, Callable[[Tensor], Tensor]] = {

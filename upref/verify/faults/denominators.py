@@ -14,8 +14,9 @@ from upref.rollouts import Rollouts
 from upref.verify.factors import FACTORS, common_value, declared_aggregation
 from upref.verify.faults import SIGN_IDS
 from upref.verify.faults.losses import LossFault, fault
-from upref.verify.measure import LossCase, without_rest
+from upref.verify.measure import LossCase
 from upref.weights.batches import on_policy_batch
+from upref.weights.black_box import part_with_advantage
 
 PARTS = (2, 3, 4, 8)  # into which a batch is cut
 BLOCKS = range(2, 17)  # rows that are taken for the responses to one prompt
@@ -194,7 +195,7 @@ def _multiples(case: LossCase) -> tuple[Tensor, Tensor] | None:
     )
     batch = case.visible_batch(batch.but(**replaced))
     try:
-        found = without_rest(case, batch)
+        found = part_with_advantage(case.gradient, batch)
         expected = case.expected(batch) * _own_factor(case, batch)
     except InputError:
         return None

@@ -23,7 +23,7 @@ from upref.verify.oracles.unusual import beyond_range, groups
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import example, gradient_pair, make_example, shrink, worst
 from upref.weights.batches import CLAMPS, on_policy_batch
-from upref.weights.curve import single_token_batch
+from upref.weights.black_box import single_token_batch
 
 
 def _batch(case: LossCase) -> Rollouts:

@@ -26,7 +26,7 @@ from upref.verify.explain import (
 from upref.verify.factors import aggregation_id, declared_aggregation
 from upref.verify.faults.losses import USUAL_MU, LossFault, fault
 from upref.verify.finding import NO_CAUSE, Cause, Number, TokenPlace, number_pair
-from upref.verify.measure import EXACT, HABIT, LossCase, without_rest
+from upref.verify.measure import EXACT, HABIT, LossCase
 from upref.verify.oracle import oracle
 from upref.verify.pattern import MeasuredWeights, pattern
 from upref.verify.regions import Region, regions
@@ -48,9 +48,13 @@ from upref.weights.batches import (
     make_batch,
     on_policy_batch,
     random_batches,
+)
+from upref.weights.black_box import (
+    part_with_advantage,
+    single_token_batch,
     two_token_batch,
 )
-from upref.weights.curve import of_objective, single_token_batch
+from upref.weights.curve import of_objective
 
 RANDOM_BATCHES = 60  # beside the grid
 ON_BOUND = 1e-11  # relative: a ratio so near to a bound is on it
@@ -586,7 +590,7 @@ def aggregation(case: LossCase) -> list[Finding]:
         replaced = dict.fromkeys(roles_at_old_policy, batch.logp_old)
         at_old_policy = case.visible_batch(batch.but(**replaced))
         expected = case.expected(at_old_policy) * case.factors(at_old_policy)
-        return without_rest(case, at_old_policy), expected * case.scale
+        return part_with_advantage(case.gradient, at_old_policy), expected * case.scale
 
     # a wrong power of the response's ratio looks like a factor at r = 1
     may_be_power = case.objective.one_adv and "gradient" in case.failed

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loss as a black box: each property that its gradients alone show, measured by one
+function.
+
+`check`, `identify`, weights and Cap call these functions with their own batches and
+tolerances, so they mean the same by a property. A loss is a function `gradient` from a
+batch to dJ/dlp, [B, T], or a function `weights` from (r, A, mu) to the weights of
+responses of one token, all in one batch.
+
+Three properties are measured elsewhere, each for one reason:
+
+* The aggregation, in upref.verify.measure: weights and Cap have no use for it, because
+  a response of one token, alone in its batch, has the factor 1 in each of them.
+* The form of a KL term, in upref.verify.probe: only `identify` names it. Weights and
+  Cap subtract whatever a loss that reads the reference policy has at A = 0.
+* Whether a loss draws random numbers or keeps state, in upref.verify.oracles.state:
+  `check` says since which call. `gives_two_answers` here tells only that it does.
+
+A training step (upref.step) is another box: it shows gradients of parameters, from which
+upref.step.weights solves for the weights of the tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from upref.errors import InputError
+from upref.rollouts import Rollouts
+
+Gradient: TypeAlias = Callable[[Rollouts], Tensor]
+Weights: TypeAlias = Callable[[Any, Any, Any], np.ndarray]
+
+SIGNS = (1.0, -1.0)
+# tokens that a loss gets in one call: a wrong [B] - [B, 1] in it makes 8 MB
+AT_ONCE = 1000
+# log r of a few tokens and of many others, on nobody's bound
+FEW_LOG_R = np.array([-1, -0.1, *np.geomspace(0.03, 3, 12)])
+MANY_LOG_R = np.unique(
+    np.r_[
+        np.linspace(-8, 8, 49), np.outer((-1, 1), np.geomspace(1e-6, 0.3, 25)).ravel()
+    ]
+)
+# log r of tokens of every probability
+MIDDLE_LOG_R = np.linspace(-3, 3, 41) + 0.0123
+LIKELY = 0.99  # no token that is compared has a larger probability
+ALONE = 5  # every so many of the few tokens is asked about alone
+
+
+# ---- tokens by themselves ------------------------------------------------------------
+def low_probability(r: Any) -> np.ndarray:
+    """π_old of a low-probability token whose ratio is r.
+
+    Args:
+        r: ratios.
+
+    Returns:
+        Probabilities with mu r < 1.
+    """
+    return np.minimum(0.02, 0.9 / r)
+
+
+def single_token_batch(A: Any, r: Any, mu: Any) -> Rollouts:
+    """Make a response of one token for each (A, r, mu) of flat arrays; π_ref = π_θ.
+
+    Args:
+        A, r, mu: numbers or arrays [n], which broadcast.
+
+    Returns:
+        A batch [n, 1] in float64.
+    """
+    A, r, mu = (
+        torch.tensor(x, dtype=torch.float64)[:, None]
+        for x in np.broadcast_arrays(A, r, mu)
+    )
+    lp = (mu.log() + r.log()).clamp(max=0)
+    return Rollouts(
+        lp,
+        mu.log(),
+        A,
+        torch.ones_like(A, dtype=torch.bool),
+        logp_ref=lp,
+        entropy=torch.ones_like(A),
+    )
+
+
+def two_token_batch(A: Any, r: Any, mu: Any) -> Rollouts:
+    """Make `single_token_batch` with a second token of ratio 1 and half the entropy in
+    each response.
+
+    Args:
+        A, r, mu: of the first tokens, numbers or arrays [n].
+
+    Returns:
+        A batch [n, 2].
+    """
+    batch = single_token_batch(A, r, mu)
+    lp, old, adv = (
+        torch.cat(x, 1)
+        for x in (
+            (batch.logp, batch.logp_old),
+            (batch.logp_old,) * 2,
+            (batch.adv, batch.adv),
+        )
+    )
+    mask = torch.ones_like(lp, dtype=torch.bool)
+    H = torch.tensor([2.0, 1.0], dtype=lp.dtype)
+    return Rollouts(lp, old, adv, mask, logp_ref=lp, entropy=H.expand_as(lp).clone())
+
+
+def in_parts(weights: Weights, at_once: int, r: Any, A: Any, mu: Any) -> np.ndarray:
+    """Ask for the weights of many tokens, a bounded number in each batch.
+
+    Args:
+        weights: the weights of the tokens of one batch, from flat arrays.
+        at_once: the largest number of tokens in one batch.
+        r, A, mu: arrays that broadcast.
+
+    Returns:
+        The weights, of the shape that the arguments broadcast to.
+    """
+    points = np.broadcast_arrays(r, A, mu)
+    flat = [x.ravel() for x in points]
+    starts = range(0, len(flat[0]), at_once)
+    parts = [weights(*(x[i : i + at_once] for x in flat)) for i in starts]
+    return np.concatenate(parts or [flat[0]]).reshape(points[0].shape)
+
+
+# ---- comparing -----------------------------------------------------------------------
+def relative_error(
+    found: Any,
+    expected: Any,
+    beside: Any = 0.0,
+    floor: float | Tensor = 0.1,
+) -> Tensor:
+    """|found - expected| relative to |expected|, |beside| or the floor, whichever is
+    largest; inf where it is NaN.
+
+    Args:
+        found, expected, beside: tensors or arrays of one shape.
+        floor: the least divisor.
+
+    Returns:
+        The shape of the inputs.
+    """
+    found, expected, beside, floor = map(
+        torch.as_tensor, (found, expected, beside, floor)
+    )
+    scale = torch.maximum(torch.maximum(expected.abs(), beside.abs()), floor)
+    return ((found - expected).abs() / scale).nan_to_num(nan=torch.inf)
+
+
+def differ(x: np.ndarray, y: np.ndarray, tol: float) -> bool:
+    """Tell whether some pair of weights differs, relative to the larger one.
+
+    Args:
+        x: weights.
+        y: weights of the same shape.
+        tol: the relative error that is allowed.
+
+    Returns:
+        True if one pair differs by more, or is not a number.
+    """
+    return bool((relative_error(x, y, x) > tol).any())
+
+
+def same_numbers(x: Tensor, y: Tensor) -> bool:
+    """Tell whether two gradients are the same to the last bit; NaN is equal to NaN.
+
+    Args:
+        x, y: of one shape.
+
+    Returns:
+        True if all numbers are the same.
+    """
+    return bool(((x == y) | (x.isnan() & y.isnan())).all())
+
+
+# ---- properties of a gradient --------------------------------------------------------
+def gradient_at_zero_advantage(gradient: Gradient, batch: Rollouts) -> Tensor:
+    """Measure the part of a gradient that does not depend on A, such as a KL term's.
+
+    Args:
+        gradient: of the loss.
+        batch: the batch, whose advantages are replaced by 0.
+
+    Returns:
+        [B, T].
+
+    Raises:
+        InputError: the loss refuses A = 0.
+    """
+    return gradient(replace(batch, adv=torch.zeros_like(batch.adv)))
+
+
+def part_with_advantage(gradient: Gradient, batch: Rollouts) -> Tensor:
+    """Measure the part of a gradient that depends on A.
+
+    Args:
+        gradient: of the loss.
+        batch: the batch.
+
+    Returns:
+        [B, T]; the whole gradient where the loss has none, or no finite one, at A = 0.
+    """
+    whole = gradient(batch)
+    try:
+        rest = gradient_at_zero_advantage(gradient, batch)
+    except InputError:  # that it refuses A = 0 is an oracle's finding
+        return whole
+    return whole - rest if rest.isfinite().all() and rest.any() else whole
+
+
+def computes_in_float32(gradient: Gradient, batch: Rollouts) -> bool:
+    """Tell whether a gradient carries only the digits of float32, at advantages and
+    ratios that have more.
+
+    Args:
+        gradient: of the loss.
+        batch: a batch in float64, whose advantages and ratios are moved a little.
+
+    Returns:
+        True if each number of the gradient is one of float32, and not all are 0.
+    """
+    i = torch.arange(batch.mask.numel(), dtype=batch.logp.dtype).reshape(
+        batch.mask.shape
+    )
+    A = batch.adv * (1 + 0.1 * i[:, :1].sin())
+    moved = replace(batch, logp=batch.logp - 1e-3 * (1.1 + i.cos()), adv=A)
+    found = gradient(moved)[batch.mask]
+    return bool((found != 0).any() and torch.equal(found.float().double(), found))
+
+
+def gives_two_answers(gradient: Gradient, batch: Rollouts) -> bool:
+    """Tell whether three calls on the same batch give two gradients.
+
+    Args:
+        gradient: of the loss.
+        batch: the batch.
+
+    Returns:
+        True for a loss that draws random numbers, or counts its calls.
+    """
+    first = gradient(batch)
+    return any(not same_numbers(gradient(batch), first) for _ in range(2))
+
+
+def reads_entropy(gradient: Gradient) -> bool:
+    """Tell whether the weight of a token depends on its entropy.
+
+    Args:
+        gradient: of a loss that takes the entropy.
+
+    Returns:
+        True if another entropy gives another gradient.
+    """
+    r, A = (x.ravel() for x in np.meshgrid(np.exp(np.linspace(-1.5, 1.5, 301)), SIGNS))
+    batch = two_token_batch(A, r, low_probability(r))
+    with_one_entropy = replace(batch, entropy=torch.ones_like(batch.logp))
+    found = gradient(batch)
+    return not torch.allclose(found, gradient(with_one_entropy), rtol=1e-6, atol=0)
+
+
+# ---- properties of the weights of single tokens --------------------------------------
+def is_coupled(weights: Weights, advantages: Sequence[float], tol: float) -> bool:
+    """Tell whether the weight of a token depends on the other responses of its batch.
+
+    Args:
+        weights: of responses of one token, all in one batch.
+        advantages: those of the tokens. Of one size alone, a loss that divides the
+            advantages by their size is not coupled.
+        tol: the relative error of two weights that are one.
+
+    Returns:
+        True if some tokens have other weights among many, or alone.
+    """
+    few = _low_probability_tokens(FEW_LOG_R, advantages)
+    many = _low_probability_tokens(MANY_LOG_R, advantages)
+    n = len(few[0])
+    of_few = weights(*few)
+    among_many = weights(*(np.r_[x, y] for x, y in zip(few, many, strict=True)))[:n]
+    if differ(of_few, among_many, tol):
+        return True
+    some = [x[::ALONE] for x in few]
+    return differ(of_few[::ALONE], in_parts(weights, 1, *some), tol)
+
+
+def _low_probability_tokens(
+    log_r: np.ndarray, advantages: Sequence[float]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """r, A and mu of a token for each log-ratio and advantage; a ratio is inverted where
+    A < 0.
+    """
+    A = np.repeat(advantages, len(log_r))
+    r = np.exp(np.sign(A) * np.tile(log_r, len(advantages)))
+    return r, A, low_probability(r)
+
+
+def reads_old_probability(
+    weights: Weights, advantages: Sequence[float], mus: Sequence[float], tol: float
+) -> bool:
+    """Tell whether the weight of a token depends on mu = π_old beside the ratio.
+
+    Args:
+        weights: of responses of one token.
+        advantages: those of the tokens.
+        mus: probabilities under the old policy that are compared with a low one.
+        tol: the relative error of two weights that are one.
+
+    Returns:
+        True if some weight is another.
+    """
+    A, mu, r = (
+        x.ravel()
+        for x in np.meshgrid(advantages, mus, np.exp(MIDDLE_LOG_R), indexing="ij")
+    )
+    possible = mu * r < LIKELY
+    A, mu, r = A[possible], mu[possible], r[possible]
+    return differ(weights(r, A, mu), weights(r, A, low_probability(r)), tol)
