@@ -59,6 +59,37 @@ def test_all_measure_the_same_precision(loss, expected):
     assert found == (expected,) * 3
 
 
+def summed_over_100(log_prob, old_log_prob, advantages, mask):
+    return -clipped_terms(log_prob, old_log_prob, advantages, mask).sum() / 100
+
+
+def doubled(log_prob, old_log_prob, advantages, mask):
+    return 2 * clipped(log_prob, old_log_prob, advantages, mask)
+
+
+@pytest.mark.parametrize(
+    "loss, agg, scale",
+    [
+        (clipped, "token-mean", 1.0),
+        (doubled, "token-mean", 2.0),
+        # on one batch a mean over tokens is this sum, times a number
+        (summed_over_100, "a plain sum over all tokens", 0.01),
+    ],
+)
+def test_check_and_identify_measure_the_same_aggregation(loss, agg, scale):
+    objective = upref.get("ppo_clip")
+    of_check = make_case(read(loss, objective, {}), objective, objective.resolve({}))
+    of_identify = measure(read(loss))
+    assert (of_check.agg, of_identify.agg) == (agg, agg)
+    assert (of_check.scale, of_identify.scale) == pytest.approx((scale, scale))
+
+
+def test_check_names_a_sum_that_is_divided_by_a_constant():
+    """Of such a loss `check` said that no known cause fits."""
+    report = upref.check(summed_over_100, "ppo_clip")
+    assert "a plain sum over all tokens" in report.failures[0].cause
+
+
 def whitened(log_prob, old_log_prob, advantages, mask):
     A = advantages[mask]
     advantages = (advantages - A.mean()) / A.std()  # NaN of one token

@@ -40,7 +40,7 @@ from upref.verify.faults.losses import (
     words_for_other_kl,
 )
 from upref.verify.finding import NO_CAUSE, Cause
-from upref.verify.measure import LossCase, kl_slope, unit_weights
+from upref.verify.measure import LossCase, kl_slope, term_coefficient, unit_weights
 from upref.weights.batches import (
     OFF_EDGES,
     on_policy_batch,
@@ -606,9 +606,7 @@ def _other_kl(
 
     for name in terms(own_name, case.loss.reads):
         slope = term_slope(name, batch)[without_advantage]
-        beta = 0.0
-        if slope.any():  # least squares
-            beta = -(found[without_advantage] @ slope / (slope @ slope)).item()
+        beta = term_coefficient(found[without_advantage], slope)
         if abs(beta) <= case.tol:
             continue
         if name == own_name:

@@ -13,6 +13,7 @@ from upref.registry import Objective
 from upref.rollouts import Rollouts
 
 Factor = Callable[[Rollouts], Tensor]
+SAME = 1e-5  # relative: factors that are one number
 
 
 def declared_aggregation(objective: Objective) -> str:
@@ -133,14 +134,29 @@ def names(first: str) -> list[str]:
 
 
 def common_value(x: Tensor) -> float | None:
-    """The number that all elements equal to 1e-5, or None.
+    """Find the number that all elements equal, to SAME.
 
     Args:
         x: of any shape.
+
+    Returns:
+        The number, or None where there is none, or where it is 0.
     """
     if x.numel() == 0 or not x.isfinite().all():
         return None
     k = x.mean()
-    return (
-        k.item() if (x - k).abs().max() <= 1e-5 * k.abs() and k.abs() > 1e-9 else None
-    )
+    if k.abs() > 1e-9 and (x - k).abs().max() <= SAME * k.abs():
+        return k.item()
+    return None
+
+
+def is_one(factor: float | None) -> bool:
+    """Tell whether a factor is 1, to SAME.
+
+    Args:
+        factor: a number, or None where there is none.
+
+    Returns:
+        False for None.
+    """
+    return factor is not None and abs(factor - 1) < SAME

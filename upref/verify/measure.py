@@ -8,7 +8,7 @@ be compared regime by regime.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -22,7 +22,13 @@ from upref.ops import mean_t, sum_t
 from upref.registry import REDUCE, Objective, get
 from upref.rollouts import Rollouts
 from upref.user_code import Loss, LossOutcome
-from upref.verify.factors import FACTORS, common_value, declared_aggregation, names
+from upref.verify.factors import (
+    FACTORS,
+    common_value,
+    declared_aggregation,
+    is_one,
+    names,
+)
 from upref.verify.finding import Cause
 from upref.weights.batches import (
     EDGES,
@@ -36,6 +42,7 @@ from upref.weights.batches import (
     sampler,
 )
 from upref.weights.black_box import (
+    SIGNS,
     computes_in_float32,
     part_with_advantage,
     relative_error,
@@ -49,6 +56,8 @@ SINGLE = 2e-5
 # times the log-ratio of the batch's sampler: beyond usual caps and vetoes
 FAR_SAMPLER = 6
 ROUND = 2e-7  # of a log-probability in float32, relative
+# of the on-policy batch: more tokens than a least divisor, and longer responses
+MORE_ROWS = (1, 3, 5, 6) * 8
 
 
 def unit_weights(objective: Objective, batch: Rollouts, hp: dict[str, Any]) -> Tensor:
@@ -74,18 +83,55 @@ def kl_slope(estimator: str, batch: Rollouts) -> Tensor:
     """dKL/dlp of each token, 0 on masked slots.
 
     Args:
-        estimator: a key of upref.kl.ESTIMATORS.
-        batch: the batch.
+        estimator: a key of upref.kl.ESTIMATORS, or one with a ratio.
+        batch: the batch, with a reference policy.
 
     Returns:
         [B, T].
     """
     assert batch.logp_ref is not None
-    x = torch.where(batch.mask, batch.logp, 0).detach().requires_grad_()
-    ref, old = (
-        torch.where(batch.mask, lp, 0) for lp in (batch.logp_ref, batch.logp_old)
+
+    def term(lp: Tensor, ref: Tensor, old: Tensor, mu: Tensor) -> Tensor:
+        """The estimator, as `slope_of_term` takes it."""
+        return kl.per_token(estimator, lp, ref, old)
+
+    return slope_of_term(term, batch)
+
+
+def slope_of_term(term: Callable[..., Tensor], batch: Rollouts) -> Tensor:
+    """Differentiate a term of J that does not depend on A.
+
+    Args:
+        term: a function of (lp, lp_ref, lp_old, log μ), each [B, T].
+        batch: the batch; π_old stands for a policy that it lacks.
+
+    Returns:
+        d term / d lp of each token, 0 on masked slots, [B, T].
+    """
+    lp = torch.where(batch.mask, batch.logp, 0).detach().requires_grad_()
+    others = (
+        batch.logp_old if x is None else x
+        for x in (batch.logp_ref, batch.logp_old, batch.logp_sampler)
     )
-    return torch.autograd.grad(kl.per_token(estimator, x, ref, old).sum(), x)[0]
+    value = term(lp, *(torch.where(batch.mask, x, 0) for x in others))
+    if not value.requires_grad:
+        return torch.zeros_like(lp)
+    return torch.autograd.grad(value.sum(), lp)[0]
+
+
+def term_coefficient(weights: Tensor, slope: Tensor) -> float:
+    """Find the coefficient of a term that is subtracted from J, by least squares.
+
+    Args:
+        weights: dJ/dlp of tokens on which nothing but the term acts, [n].
+        slope: d term / d lp of the same tokens, [n].
+
+    Returns:
+        The coefficient, 0 where the term has no slope.
+    """
+    if not slope.any():
+        return 0.0
+    return -(weights @ slope / (slope @ slope)).item()
 
 
 @dataclass
@@ -445,42 +491,111 @@ def _one_per_response(objective: Objective) -> Objective:
     return replace(objective, agg="seq-mean")
 
 
+@dataclass(frozen=True)
+class OnPolicy:
+    """The part of a loss's gradient that depends on A, and the objective's weights, on
+    a batch with π_θ = π_old = π_ref.
+    """
+
+    case: LossCase
+    batch: Rollouts
+    found: Tensor  # [B, T]
+    expected: Tensor  # [B, T], before the aggregation
+
+    def multiples(self, agg: str, sign: float = 0.0) -> Tensor:
+        """Return what the tokens are multiplied by beside their weights and an
+        aggregation.
+
+        Args:
+            agg: a key of FACTORS.
+            sign: of A, of the tokens that are used; 0: both.
+
+        Returns:
+            A number for each token that has a weight, [n].
+        """
+        tokens = self.batch.mask & (self.expected.abs() > 1e-6)
+        if sign:
+            tokens = tokens & (self.batch.adv * sign > 0)
+        due = self.expected * self.case.factors(self.batch, agg)
+        return (self.found / due)[tokens]
+
+
+def measure_on_policy(case: LossCase, rows: Sequence[int] = ()) -> OnPolicy:
+    """Measure what an aggregation is read off.
+
+    Args:
+        case: the loss and its objective.
+        rows: these of the eight responses, in a column less; empty: the whole batch.
+            What a sum is divided by may be one number in one batch, and two in two.
+
+    Returns:
+        The measurement.
+    """
+    whole = on_policy_batch()
+    if case.objective.sampler is not None:
+        whole = replace(whole, logp_sampler=whole.logp)
+    ready = case.ready(whole)
+    # a KL term, right or wrong, has no gradient there, or one without A
+    batch = replace(ready, logp_ref=ready.logp)
+    if rows:
+        batch = case.loss.visible_batch(batch.take(list(rows), range(8)))
+    found = part_with_advantage(case.gradient, batch)
+    return OnPolicy(case, batch, found, case.expected(batch))
+
+
 def make_case(loss: Loss, objective: Objective, hp: dict[str, Any]) -> LossCase:
-    """The LossCase of a loss and an objective; its aggregation is that of its on-policy
-    gradient, or the declared one.
+    """Make the LossCase of a loss and an objective; its aggregation is that of its
+    on-policy gradient, or the declared one.
 
     Args:
         loss: as read.
         objective: the objective.
         hp: resolved hyperparameters.
+
+    Returns:
+        The case, with the aggregation, the factor beside it and the precision of the
+        loss.
     """
     case = LossCase(loss, objective, hp, declared_aggregation(objective))
-    batch = case.ready(
-        replace(
-            on_policy_batch(),
-            logp_sampler=None if objective.sampler is None else on_policy_batch().logp,
-        )
-    )
-    # a KL term, right or wrong, has no gradient there, or one without A
-    batch = replace(batch, logp_ref=batch.logp)
-    found = part_with_advantage(case.gradient, batch)
-    expected = case.expected(batch)
-    weighted = batch.mask & (expected.abs() > 1e-6)
-    signs = weighted & (batch.adv > 0), weighted & (batch.adv < 0)
+    measured = measure_on_policy(case)
     # then what is wrong is the other sign's
     has_own_aggregation = any(
-        _is_own(case, batch, found, expected, side) for side in signs
+        is_one(common_value(measured.multiples(case.agg, sign))) for sign in SIGNS
     )
-    answers = (
-        _explain(case, batch, found, expected, use)
-        for use in (weighted, *(() if has_own_aggregation else signs))
-    )
+    signs = (0.0,) if has_own_aggregation else (0.0, *SIGNS)
+    answers = (_fitting_aggregation(measured, sign) for sign in signs)
     answer = next(filter(None, answers), None)
     case.fits = has_own_aggregation or answer is not None
     case.agg, case.scale = answer or (case.agg, 1.0)
-    if computes_in_float32(case.gradient, batch):
+    if computes_in_float32(case.gradient, measured.batch):
         case.in_float32()
     return case
+
+
+def _fitting_aggregation(measured: OnPolicy, sign: float) -> tuple[str, float] | None:
+    """The aggregation that explains the gradient on tokens of this sign of A, and the
+    factor beside it: the objective's own, one without a factor, one whose factor is the
+    same on more responses, or the first.
+    """
+    case = measured.case
+    scaled: list[tuple[str, float]] = []
+    for name in names(declared_aggregation(case.objective)):
+        k = common_value(measured.multiples(name, sign))
+        if k is not None and is_one(k):
+            return name, k
+        if k is not None:
+            scaled.append((name, k))
+    if len(scaled) < 2:
+        return next(iter(scaled), None)
+    try:
+        more = measure_on_policy(case, MORE_ROWS)
+    except InputError:  # it refuses so many
+        return scaled[0]
+    for name, k in scaled:
+        of_more = common_value(more.multiples(name, sign))
+        if of_more is not None and is_one(of_more / k):
+            return name, k
+    return scaled[0]
 
 
 def ignores_sampler(case: LossCase) -> bool:
@@ -530,29 +645,3 @@ def sampler_words(name: str) -> str:
     with contextlib.suppress(InputError):  # it has one already, or the name is none
         with_one = f' ("{get(f"tis({name})").name}" has a correction)'
     return f"what it makes of the sampler's log-probabilities, which are π_old's here{with_one}"
-
-
-def _is_own(
-    case: LossCase, batch: Rollouts, found: Tensor, W: Tensor, use: Tensor
-) -> bool:
-    """Whether these tokens have the objective's own aggregation, without a factor."""
-    k = common_value((found / (W * case.factors(batch)))[use]) if use.any() else None
-    return k is not None and abs(k - 1) < 1e-5
-
-
-def _explain(
-    case: LossCase, batch: Rollouts, found: Tensor, W: Tensor, use: Tensor
-) -> tuple[str, float] | None:
-    """The aggregation that explains the gradient on these tokens, and the factor beside
-    it.
-    """
-    if not use.any():
-        return None
-    scaled = []
-    for name in names(declared_aggregation(case.objective)):
-        k = common_value((found / (W * case.factors(batch, name)))[use])
-        if k is not None and abs(k - 1) < 1e-5:
-            return name, k
-        if k is not None:
-            scaled.append((name, k))
-    return scaled[0] if scaled else None

@@ -20,9 +20,15 @@ from upref.aggregation import AGGREGATIONS
 from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.user_code import Loss, no_objective
-from upref.verify.factors import common_value, names
+from upref.verify.factors import SAME, common_value, is_one, names
 from upref.verify.faults.losses import term_slope, terms
-from upref.verify.measure import LossCase, make_case
+from upref.verify.measure import (
+    LossCase,
+    OnPolicy,
+    make_case,
+    measure_on_policy,
+    term_coefficient,
+)
 from upref.weights import black_box
 from upref.weights.batches import on_policy_batch
 from upref.weights.black_box import (
@@ -30,14 +36,15 @@ from upref.weights.black_box import (
     LIKELY,
     MANY_LOG_R,
     SIGNS,
+    gradient_at_zero_advantage,
     in_parts,
     low_probability as mu_of,
-    part_with_advantage,
     single_token_batch,
     two_token_batch,
 )
 from upref.weights.curve import Curve
 
+FEWER_ROWS = (0, 1, 2, 3, 4)  # of the on-policy batch
 FADED = 1e-9  # a weight per advantage below which a jump to 0 is one of rounding
 MUS = (0.3, 0.9)  # π_old, beside that of a rare token, where the weight depends on it
 
@@ -243,9 +250,9 @@ def measure(loss: Loss, batch_coupled: bool | None = None) -> BlackBox:
         batch_coupled: whether its tokens are coupled, where that is known.
     """
     case = make_case(loss, no_objective(), {})
+    on_policy = measure_on_policy(case)
     batch = case.ready(on_policy_batch())
-    on = replace(batch, logp_ref=batch.logp)
-    gradient = part_with_advantage(case.gradient, on)
+    gradient = on_policy.found
     if not (gradient[batch.mask].isfinite().all() and gradient[batch.mask].any()):
         if gradient[batch.mask].isfinite().all():
             why = "no gradient"
@@ -260,20 +267,8 @@ def measure(loss: Loss, batch_coupled: bool | None = None) -> BlackBox:
         - 0.4 * (1 + torch.arange(batch.mask.numel()).reshape(batch.mask.shape).sin()),
     )
     random = black_box.gives_two_answers(case.gradient, far_batch)
-    rows = {
-        k: v[:5, :8]
-        for k in ("logp", "logp_old", "adv", "mask")
-        if (v := getattr(on, k)) is not None
-    }
-    group = None if on.group is None else on.group[:5]
-    fewer = loss.visible_batch(
-        replace(
-            on, **rows, logp_ref=on.logp[:5, :8], entropy=None, group=group, totals=None
-        )
-    )
-    agg, scale = _aggregation(
-        case, [(on, gradient), (fewer, part_with_advantage(case.gradient, fewer))]
-    )
+    fewer = measure_on_policy(case, FEWER_ROWS)
+    agg, scale = _aggregation(case, [on_policy, fewer])
     box = BlackBox(case, agg, scale, random=random)
     box = replace(
         box, **_kl_of(box, batch, kl.ESTIMATORS if "logp_ref" in loss.reads else ["k1"])
@@ -286,36 +281,27 @@ def measure(loss: Loss, batch_coupled: bool | None = None) -> BlackBox:
     return _curve(box) if batch_coupled in (None, coupled) else box
 
 
-def _aggregation(
-    case: LossCase, seen: list[tuple[Rollouts, Tensor]]
-) -> tuple[str, float]:
+def _aggregation(case: LossCase, measured: list[OnPolicy]) -> tuple[str, float]:
     """The aggregation that leaves one number on each sign of A, and that number where
     both signs share it.
     """
     found: list[tuple[bool, bool, int, str, float]] = []
     for name in sorted(names(""), key=lambda n: n not in AGGREGATIONS):
-        units = [
-            (batch, gradient / (batch.adv * case.factors(batch, name)))
-            for batch, gradient in seen
-        ]
-        sides = [
-            torch.cat([u[batch.mask & (batch.adv * A > 0)] for batch, u in units])
-            for A in SIGNS
-        ]
+        sides = [torch.cat([m.multiples(name, A) for m in measured]) for A in SIGNS]
         if any(common_value(k) is None and k.abs().max() > 1e-9 for k in sides) or any(
             not k.isfinite().all() for k in sides
         ):
             continue
         alive = [k.mean().item() for k in sides if k.any()] or [1.0]
-        same = max(alive) - min(alive) <= 1e-5 * abs(alive[0])
-        unscaled = next((k for k in alive if abs(k - 1) < 1e-5), None)
+        same = max(alive) - min(alive) <= SAME * abs(alive[0])
+        unscaled = next((k for k in alive if is_one(k)), None)
         # a side at 1 is at its own scale; both off by the same factor are a factor
         scale = alive[0] if same and unscaled is None else unscaled or 1.0
         found.append((unscaled is None, not same, len(found), name, scale))
     if not found:
         return "", 1.0
     *_, name, scale = min(found)
-    return name, 1.0 if abs(scale - 1) < min(1e-5, case.tol) else scale
+    return name, 1.0 if abs(scale - 1) < min(SAME, case.tol) else scale
 
 
 def termed(box: BlackBox) -> BlackBox | None:
@@ -341,16 +327,15 @@ def _kl_of(box: BlackBox, batch: Rollouts, among: Iterable[str]) -> dict[str, An
         .reshape(batch.mask.shape)
         .cos()
     )
-    batch = replace(
-        batch, adv=torch.zeros_like(batch.adv), logp=batch.logp - 0.2 - 0.1 * uneven
-    )
-    gradient = box.gradient(batch)[batch.mask]
+    batch = replace(batch, logp=batch.logp - 0.2 - 0.1 * uneven)
+    rest = gradient_at_zero_advantage(box.gradient, batch)
+    gradient = rest[batch.mask]
     found: dict[str, Any] = {}
     if not gradient.abs().max() > 0:
         return found
     for name in among:
         d = term_slope(name, batch)[batch.mask]
-        beta = -(gradient @ d / (d @ d)).item()
+        beta = term_coefficient(gradient, d)
         if (gradient + beta * d).abs().max() <= max(
             1e-6, box.tol
         ) * gradient.abs().max():

@@ -2,22 +2,31 @@
 """A loss as a black box: each property that its gradients alone show, measured by one
 function.
 
-`check`, `identify`, weights and Cap call these functions with their own batches and
-tolerances, so they mean the same by a property. A loss is a function `gradient` from a
+`check`, `identify`, weights and Cap call these functions with batches and tolerances of
+their own, so they mean the same by a property. A loss is a function `gradient` from a
 batch to dJ/dlp, [B, T], or a function `weights` from (r, A, mu) to the weights of
 responses of one token, all in one batch.
 
-Three properties are measured elsewhere, each for one reason:
+What stays apart, and why:
 
-* The aggregation, in upref.verify.measure: weights and Cap have no use for it, because
-  a response of one token, alone in its batch, has the factor 1 in each of them.
-* The form of a KL term, in upref.verify.probe: only `identify` names it. Weights and
-  Cap subtract whatever a loss that reads the reference policy has at A = 0.
-* Whether a loss draws random numbers or keeps state, in upref.verify.oracles.state:
-  `check` says since which call. `gives_two_answers` here tells only that it does.
-
-A training step (upref.step) is another box: it shows gradients of parameters, from which
-upref.step.weights solves for the weights of the tokens.
+* The aggregation and its factor are read off in upref.verify.measure (`OnPolicy`).
+  Weights and Cap need neither: they divide by what one token has alone in its batch.
+  `check` compares with the objective's weights, which may be 0 on policy; `identify`
+  has no objective yet, and compares with A.
+* For an aggregation that it does not recognize, `identify` cannot divide it out, and
+  takes the tokens for coupled. Weights and Cap draw such a loss.
+* `identify` names a KL term by its form, and takes it out whatever the loss reads.
+  Weights and Cap take out what is left at A = 0 of a loss that reads the reference
+  policy; any other bonus or penalty is part of the weight that they draw.
+* `identify` measures coupling at |A| = 1, where advantages that are divided by their size
+  couple no tokens, because it names that as a fault. Weights and Cap use other sizes
+  too.
+* `identify` tries two values of π_old, which suffice for the objectives that read it. A
+  Cap map has all values, so weights and Cap try rare tokens too.
+* upref.verify.oracles.state reports since which call a loss gives other answers, and
+  whether a seed decides them; `gives_two_answers` tells only that it does.
+* A training step shows gradients of parameters: upref.step.weights solves for the
+  weights of its tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +56,7 @@ MANY_LOG_R = np.unique(
 # log r of tokens of every probability
 MIDDLE_LOG_R = np.linspace(-3, 3, 41) + 0.0123
 LIKELY = 0.99  # no token that is compared has a larger probability
-ALONE = 5  # every so many of the few tokens is asked about alone
+ALONE = 5  # one in so many of the few tokens is measured alone too
 
 
 # ---- tokens by themselves ------------------------------------------------------------
@@ -112,7 +121,7 @@ def two_token_batch(A: Any, r: Any, mu: Any) -> Rollouts:
 
 
 def in_parts(weights: Weights, at_once: int, r: Any, A: Any, mu: Any) -> np.ndarray:
-    """Ask for the weights of many tokens, a bounded number in each batch.
+    """Measure the weights of many tokens, a bounded number in each batch.
 
     Args:
         weights: the weights of the tokens of one batch, from flat arrays.

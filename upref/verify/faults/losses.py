@@ -24,7 +24,7 @@ from upref.registry import Objective, get
 from upref.rollouts import Rollouts
 from upref.verify.factors import FACTORS, declared_aggregation
 from upref.verify.faults import SIGN_IDS, Fault, hyperparameter_id, known as known_of
-from upref.verify.measure import kl_slope, unit_weights
+from upref.verify.measure import kl_slope, slope_of_term, unit_weights
 
 # what a fault changes
 KINDS = (
@@ -538,17 +538,7 @@ def term_slope(f: str | Callable[..., Tensor], batch: Rollouts) -> Tensor:
     Returns:
         [B, T].
     """
-    if isinstance(f, str):
-        f = KL_TERMS[f]
-    lp = torch.where(batch.mask, batch.logp, 0).detach().requires_grad_()
-    others = (
-        batch.logp_old if other is None else other
-        for other in (batch.logp_ref, batch.logp_old, batch.logp_sampler)
-    )
-    value = f(lp, *(torch.where(batch.mask, other, 0) for other in others))
-    if not value.requires_grad:
-        return torch.zeros_like(lp)
-    return torch.autograd.grad(value.sum(), lp)[0]
+    return slope_of_term(KL_TERMS[f] if isinstance(f, str) else f, batch)
 
 
 def terms(first: str, reads: frozenset[str]) -> list[str]:
