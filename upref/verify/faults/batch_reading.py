@@ -25,7 +25,7 @@ from upref.verify.measure import LossCase, unit_weights
 from upref.weights.batches import on_policy_batch
 from upref.weights.black_box import relative_error
 
-# how far each token is from where a discount is 1
+# by its words, a number of tokens for each token: 0 where a discount is 1
 POSITIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "from the first token on": lambda m: m.cumsum(1) - 1,
     "from the first column on": lambda m: torch.arange(m.shape[1]).expand(m.shape),
@@ -39,13 +39,13 @@ POSITIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _to_the_end(m: Tensor) -> Tensor:
-    """The number of trained tokens from each token to its response's last."""
+def _tokens_to_the_end(m: Tensor) -> Tensor:
+    """Return the number of trained tokens from each token to its response's last."""
     return m.flip(1).cumsum(1).flip(1)
 
 
-# tokens of which this number exceeds a limit do not train: their id, what they are
-# called, of which number, the limit in words
+# Tokens that do not train because a number of theirs exceeds a limit: the id, the words
+# with a place for the limit, the number of each token, and the limit as the words have it.
 LEFT_OUT: tuple[
     tuple[str, str, Callable[[Rollouts], Tensor], Callable[[float], float]], ...
 ] = (
@@ -64,13 +64,13 @@ LEFT_OUT: tuple[
     (
         "early-tokens",
         "tokens in front of the last {:g} of a response",
-        lambda batch: _to_the_end(batch.mask),
+        lambda batch: _tokens_to_the_end(batch.mask),
         float,
     ),
     (
         "last-tokens",
         "the last {:g} tokens of each response",
-        lambda batch: -_to_the_end(batch.mask),
+        lambda batch: -_tokens_to_the_end(batch.mask),
         lambda x: -x - 1,
     ),
     (
@@ -104,8 +104,8 @@ LEFT_OUT: tuple[
         lambda x: -x,
     ),
 )
-# tokens that a mask may lack: their id, and what they are called
-CUT: tuple[tuple[str, str, Callable[[Tensor], Tensor]], ...] = (
+# Tokens that a mask may lack: the id, the words, and the tokens as a mask.
+LACKING: tuple[tuple[str, str, Callable[[Tensor], Tensor]], ...] = (
     (
         "first-column",
         "the first column of the batch",
@@ -130,21 +130,23 @@ CUT: tuple[tuple[str, str, Callable[[Tensor], Tensor]], ...] = (
 
 
 def left_out_id(tokens: str, counted: bool) -> str:
-    """The id of the fault that these tokens do not train.
+    """Return the id of the fault that some tokens do not train.
 
     Args:
-        tokens: their id.
+        tokens: the id of the tokens, of LEFT_OUT or LACKING.
         counted: whether the denominator counts them.
     """
-    return f"{tokens}-left-out" if not counted else f"{tokens}-left-out-but-counted"
+    return f"{tokens}-left-out-but-counted" if counted else f"{tokens}-left-out"
 
 
-LARGE = 1e3  # times the advantages of the on-policy batch: a bound of them shows
-LONGEST = 40  # tokens, of the responses among which `left_out` looks
+LARGE = 1e3  # a factor on the advantages that shows a bound on them
+LONGEST = 40  # tokens of the longest response on which `left_out` measures
 
 
 def moved(x: Tensor, by: int) -> Tensor:
-    """Each row moved by so many places to the right, by < 0 to the left; zeros come in."""
+    """Move each row by so many places to the right, or to the left where `by` is
+    negative. Zeros fill the places that are left.
+    """
     result = torch.zeros_like(x)
     if by > 0:
         result[:, by:] = x[:, :-by]
@@ -156,123 +158,140 @@ def moved(x: Tensor, by: int) -> Tensor:
 
 
 def shifted(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
-    """One argument is that of the token before or behind, with its masked slots as they
-    are, or 0.
+    """Yield the faults that one argument is a token too late or too early. What its
+    masked slots hold comes in at the mask's edge; or 0, where they are set to 0 before.
+
+    Args:
+        objective: the objective.
+        hp: its hyperparameters.
     """
-    ways = moved, lambda x, by: x.roll(by, 1)
 
-    def all_but_log_prob(
-        batch: Rollouts, view: Callable[..., Rollouts], by: int
+    def view(
+        batch: Rollouts,
+        *fields: str,
+        by: int,
+        move: Callable[[Tensor, int], Tensor],
+        zeros: bool,
     ) -> Rollouts:
-        """The batch with everything moved but log_prob."""
-        return view(batch, "logp_old", "adv", "mask", by=by)
-
-    def mask_moved(
-        batch: Rollouts, way: Callable[[Tensor, int], Tensor], by: int
-    ) -> Tensor:
-        """The mask, moved."""
-        return way(batch.mask, by)
-
-    for (by, where), way, zeros in product(
-        {1: "late", -1: "early"}.items(), ways, (False, True)
-    ):
-
-        def view(
-            batch: Rollouts,
-            *fields: str,
-            by: int = by,
-            way: Any = way,
-            zeros: bool = zeros,
-        ) -> Rollouts:
-            """The batch with these fields shifted."""
-            every = {
-                "logp_old": batch.logp_old,
-                "adv": batch.adv.expand_as(batch.mask),
-                "mask": batch.mask,
-            }
+        """Return the batch with these fields moved by so many tokens."""
+        values = {
+            "logp_old": batch.logp_old,
+            "adv": batch.adv.expand_as(batch.mask),
+            "mask": batch.mask,
+        }
+        changed = {}
+        for field in fields:
+            x = values[field]
             if zeros:
-                every = {
-                    k: torch.where(batch.mask, x, torch.zeros_like(x))
-                    for k, x in every.items()
-                }
-            return batch.but(**{k: way(every[k], by) for k in fields})
+                x = torch.where(batch.mask, x, torch.zeros_like(x))
+            changed[field] = move(x, by)
+        return batch.but(**changed)
 
+    def move_cyclically(x: Tensor, by: int) -> Tensor:
+        """Move each row; what leaves it on one side comes in on the other."""
+        return x.roll(by, 1)
+
+    def moved_mask(
+        batch: Rollouts, move: Callable[[Tensor, int], Tensor], by: int
+    ) -> Tensor:
+        """Return the mask, moved by so many tokens."""
+        return move(batch.mask, by)
+
+    for (by, where), move, zeros in product(
+        {1: "late", -1: "early"}.items(), (moved, move_cyclically), (False, True)
+    ):
+        moved_view = partial(view, by=by, move=move, zeros=zeros)
         yield fault(
             f"old_log_prob is one token too {where}",
             "batches",
             id=f"old-log-prob-one-token-{where}",
-            view=lambda batch, view=view: view(batch, "logp_old"),
+            view=lambda batch, view=moved_view: view(batch, "logp_old"),
         )
         yield fault(
             f"the advantages are one token too {where}",
             "batches",
             id=f"advantages-one-token-{where}",
-            view=lambda batch, view=view: view(batch, "adv"),
+            view=lambda batch, view=moved_view: view(batch, "adv"),
         )
-        all_but = partial(all_but_log_prob, view=view, by=-by)
+        # log_prob too late is all else too early
+        opposite_view = partial(view, by=-by, move=move, zeros=zeros)
         yield fault(
             f"log_prob is one token too {where}",
             "batches",
             id=f"log-prob-one-token-{where}",
-            view=all_but,
+            view=lambda batch, view=opposite_view: view(
+                batch, "logp_old", "adv", "mask"
+            ),
         )
-        masked = partial(mask_moved, way=way, by=by)
         yield fault(
             f"the mask is one token too {where}",
             "batches",
             id=f"mask-one-token-{where}",
-            weigh=_under(objective, hp, masked),
+            weigh=_weights_under_mask(
+                objective, hp, partial(moved_mask, move=move, by=by)
+            ),
             whole=True,
         )
 
 
 def untrained(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
-    """Tokens that the mask leaves out, of the denominator too or not."""
+    """Yield the faults that the mask lacks some tokens, which the denominator counts or
+    does not count.
 
-    def rest(batch: Rollouts, cut: Callable[[Tensor], Tensor]) -> Tensor:
-        """The mask without these tokens."""
-        return batch.mask & ~cut(batch.mask)
+    Args:
+        objective: the objective.
+        hp: its hyperparameters.
+    """
 
-    for (tokens, said, cut), counted in product(CUT, (True, False)):
-        words = f"{said} is not trained, {'though' if counted else 'and not'} counted in the denominator"
-        rest_of = partial(rest, cut=cut)
+    def mask_without(batch: Rollouts, tokens: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the mask without these tokens."""
+        return batch.mask & ~tokens(batch.mask)
+
+    for (id, tokens_in_words, tokens), counted in product(LACKING, (True, False)):
+        though = "though" if counted else "and not"
         yield fault(
-            words,
+            f"{tokens_in_words} is not trained, {though} counted in the denominator",
             "batches",
-            id=left_out_id(tokens, counted),
-            weigh=_under(objective, hp, rest_of, counted),
+            id=left_out_id(id, counted),
+            weigh=_weights_under_mask(
+                objective, hp, partial(mask_without, tokens=tokens), counted
+            ),
             whole=True,
         )
 
 
 def uncounted(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
-    """Tokens that the denominator leaves out for their advantage, or because they have
-    no gradient.
+    """Yield the faults that the denominator does not count some tokens, for their
+    advantage or because they have no gradient.
+
+    Args:
+        objective: the objective.
+        hp: its hyperparameters.
     """
 
-    def adv(batch: Rollouts) -> Tensor:
-        """A of each token."""
+    def advantages(batch: Rollouts) -> Tensor:
+        """Return A of each token, [B, T]."""
         return batch.adv.expand_as(batch.mask)
 
-    def those(batch: Rollouts, on: Callable[[Rollouts], Tensor]) -> Tensor:
-        """The mask of these tokens alone."""
-        return batch.mask & on(batch)
+    def mask_of(batch: Rollouts, tokens: Callable[[Rollouts], Tensor]) -> Tensor:
+        """Return the mask of these tokens alone."""
+        return batch.mask & tokens(batch)
 
-    for id, said, on in (
+    for id, words, tokens in (
         (
             "zero-advantages-not-counted",
             "tokens with A = 0 are not counted",
-            lambda batch: adv(batch) != 0,
+            lambda batch: advantages(batch) != 0,
         ),
         (
             "not-positive-tokens-left-out",
             "tokens with A <= 0 are not trained, and not counted",
-            lambda batch: adv(batch) > 0,
+            lambda batch: advantages(batch) > 0,
         ),
         (
             "not-negative-tokens-left-out",
             "tokens with A >= 0 are not trained, and not counted",
-            lambda batch: adv(batch) < 0,
+            lambda batch: advantages(batch) < 0,
         ),
         (
             "tokens-without-gradient-not-counted",
@@ -280,68 +299,86 @@ def uncounted(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
             lambda batch: unit_weights(objective, batch, hp) != 0,
         ),
     ):
-        those_of = partial(those, on=on)
         yield fault(
-            f"{said} in the denominator",
+            f"{words} in the denominator",
             "batches",
             id=id,
-            weigh=_under(objective, hp, those_of),
+            weigh=_weights_under_mask(objective, hp, partial(mask_of, tokens=tokens)),
             whole=True,
         )
 
 
-def _under(
+def _weights_under_mask(
     objective: Objective,
     hp: dict[str, Any],
     mask: Callable[[Rollouts], Tensor],
     counted: bool = False,
 ) -> Callable[[Rollouts], Tensor]:
-    """The weights under another mask. counted: the tokens of the batch's own mask
-    count, not those of the other.
+    """Return a function from a batch to the weights under another mask.
+
+    Args:
+        objective: the objective.
+        hp: its hyperparameters.
+        mask: from a batch to the other mask.
+        counted: whether the denominator counts the tokens of the batch's own mask; if
+            not, those of the other one.
     """
 
-    def weigh(batch: Rollouts) -> Tensor:
-        """The weights under the other mask."""
-        changed = batch.but(mask=mask(batch), totals=None)
-        f = declared_aggregation(objective)
-        times = 1.0 if counted else (FACTORS[f](changed) / FACTORS[f](batch))[:, None]
-        return torch.where(
-            batch.mask & changed.mask,
-            unit_weights(objective, batch if counted else changed, hp) * times,
-            0,
-        )
+    def weights(batch: Rollouts) -> Tensor:
+        """Return the weights under the other mask, 0 on the tokens that it lacks."""
+        masked = batch.but(mask=mask(batch), totals=None)
+        if counted:
+            w = unit_weights(objective, batch, hp)
+        else:
+            factors = FACTORS[declared_aggregation(objective)]
+            ratio_of_factors = (factors(masked) / factors(batch))[:, None]
+            w = unit_weights(objective, masked, hp) * ratio_of_factors
+        return torch.where(batch.mask & masked.mask, w, 0)
 
-    return weigh
-
-
-def _tokens(batch: Rollouts) -> tuple[Tensor, Tensor]:
-    """The advantages of all tokens [N], and which of them count for a row [B, N]."""
-    x = batch.adv.expand_as(batch.mask)[batch.mask]
-    return x, x.new_ones(len(batch.mask), len(x))
+    return weights
 
 
-def _responses(
-    batch: Rollouts, of: Callable[[Tensor, Tensor], Tensor], grouped: bool
+def _advantages_of_tokens(batch: Rollouts) -> tuple[Tensor, Tensor]:
+    """Return the advantages of all tokens, [N], and which of them belong to the sample
+    of each row: all, [B, N].
+    """
+    advantages = batch.adv.expand_as(batch.mask)[batch.mask]
+    return advantages, advantages.new_ones(len(batch.mask), len(advantages))
+
+
+def _advantages_of_responses(
+    batch: Rollouts, reduce: Callable[[Tensor, Tensor], Tensor], grouped: bool
 ) -> tuple[Tensor, Tensor]:
-    """The same of responses; of: the advantage of each."""
-    x = of(batch.adv.expand_as(batch.mask), batch.mask)
-    group = batch.group if grouped and batch.group is not None else torch.zeros(len(x))
-    return x, torch.eq(group[:, None], group).to(x.dtype)
+    """Return the advantages of all responses, [B], and which of them belong to the
+    sample of each row: those of its group, or all, [B, B].
+
+    Args:
+        batch: the batch.
+        reduce: from the advantages of tokens and the mask to those of responses.
+        grouped: whether the sample of a row is its group.
+    """
+    advantages = reduce(batch.adv.expand_as(batch.mask), batch.mask)
+    if grouped and batch.group is not None:
+        group = batch.group
+    else:
+        group = torch.zeros(len(advantages))
+    return advantages, torch.eq(group[:, None], group).to(advantages.dtype)
 
 
+# What advantages are normalized over: the id, the words, and the function of a batch.
 SAMPLES: tuple[tuple[str, str, Callable[..., tuple[Tensor, Tensor]]], ...] = (
-    ("tokens", "the tokens of each batch", _tokens),
+    ("tokens", "the tokens of each batch", _advantages_of_tokens),
     *(
         (
             which,
             f"the responses of each {which}",
-            partial(_responses, of=of, grouped=which == "group"),
+            partial(_advantages_of_responses, reduce=reduce, grouped=which == "group"),
         )
-        for of, which in product((per_response, mean_t), ("batch", "group"))
+        for reduce, which in product((per_response, mean_t), ("batch", "group"))
     ),
 )
-# whether they are centered and divided: the id, and the words
-STEPS = {
+# whether advantages are centered and divided: the id, and the words
+NORMALIZATIONS = {
     (True, True): ("whitened", "whitened again"),
     (False, True): ("divided", "divided by their standard deviation"),
     (True, False): ("centered", "centered again"),
@@ -349,41 +386,56 @@ STEPS = {
 
 
 def renormalized() -> Iterator[LossFault]:
-    """The advantages lose their mean, or are divided by their standard deviation, once
-    more.
+    """Yield the faults that the advantages are centered, or divided by their standard
+    deviation, once more. The standard deviation has each usual ddof and eps, and eps
+    stands beside it or under its root.
     """
-    for (sample, over, of), ((center, divide), (step, how)) in product(
-        SAMPLES, STEPS.items()
+
+    def view(
+        batch: Rollouts,
+        sample: Callable[[Rollouts], tuple[Tensor, Tensor]],
+        center: bool,
+        divide: bool,
+        ddof: int,
+        eps: float,
+        eps_under_root: bool,
+    ) -> Rollouts:
+        """Return the batch with advantages that are normalized over a sample."""
+        advantages, belongs = sample(batch)
+        count = belongs.sum(1, keepdim=True)
+        mean = (belongs @ advantages)[:, None] / count
+        variance = (belongs @ advantages**2)[:, None] / count - mean**2
+        normalized = batch.adv - mean if center else batch.adv
+        if divide:
+            variance = variance * count / (count - ddof)
+            if eps_under_root:
+                std = (variance + eps).clamp(min=0).sqrt()
+            else:
+                std = variance.clamp(min=0).sqrt() + eps
+            normalized = normalized / std.nan_to_num()
+        return batch.but(adv=normalized)
+
+    for (sample_id, over, sample), ((center, divide), (step_id, how)) in product(
+        SAMPLES, NORMALIZATIONS.items()
     ):
-        for ddof, eps, root in (
-            product((0, 1), (1e-8, 1e-6, 1e-5, 1e-4), (0, 1))
-            if divide
-            else [(0, 0.0, 0)]
-        ):
-
-            def view(
-                batch: Rollouts,
-                of: Any = of,
-                at: Any = (center, divide, ddof, eps, root),
-            ) -> Rollouts:
-                """The batch with advantages that are normalized once more."""
-                (x, same), (center, divide, ddof, eps, root) = of(batch), at
-                n = same.sum(1, keepdim=True)
-                mean = (same @ x)[:, None] / n
-                var = (same @ x**2)[:, None] / n - mean**2
-                std = (var * n / (n - ddof) + eps * root).clamp(min=0).sqrt() + eps * (
-                    1 - root
-                )
-                centered = batch.adv - mean if center else batch.adv
-                return batch.but(
-                    adv=centered / std.nan_to_num() if divide else centered
-                )
-
+        if divide:
+            forms = product((0, 1), (1e-8, 1e-6, 1e-5, 1e-4), (False, True))
+        else:
+            forms = product((0,), (0.0,), (False,))
+        for ddof, eps, eps_under_root in forms:
             yield fault(
                 f"the advantages are {how}, over {over}",
                 "advantage",
-                id=f"advantages-{step}-over-{sample}",
-                view=view,
+                id=f"advantages-{step_id}-over-{sample_id}",
+                view=partial(
+                    view,
+                    sample=sample,
+                    center=center,
+                    divide=divide,
+                    ddof=ddof,
+                    eps=eps,
+                    eps_under_root=eps_under_root,
+                ),
                 whole=True,
             )
 
@@ -391,6 +443,13 @@ def renormalized() -> Iterator[LossFault]:
 def reading_faults(
     objective: Objective, hp: dict[str, Any], bounds: list[float]
 ) -> Iterator[LossFault]:
+    """Yield the faults of this file that need no measurement of the loss.
+
+    Args:
+        objective: the objective.
+        hp: its hyperparameters.
+        bounds: not read; every catalogue of losses takes them.
+    """
     yield from untrained(objective, hp)
     yield from uncounted(objective, hp)
     yield from shifted(objective, hp)
@@ -400,181 +459,247 @@ def reading_faults(
 CATALOGUE = Catalogue("losses", reading_faults)
 
 
-def _lengths(m: Tensor) -> Tensor:
-    """The number of trained tokens of each token's response."""
+def _length_of_response(m: Tensor) -> Tensor:
+    """Return the number of trained tokens of each token's response, [B, T]."""
     return m.sum(1, keepdim=True).double().expand(m.shape)
 
 
-def _bonus_slope(batch: Rollouts) -> Tensor:
-    """The gradient of -π log π of each token."""
+def _slope_of_bonus(batch: Rollouts) -> Tensor:
+    """Return the derivative of -π log π by log π of each token."""
     return torch.where(batch.mask, -batch.logp.exp() * (1 + batch.logp), 0)
 
 
 def reweighted(case: LossCase) -> Iterator[LossFault]:
-    """What has a number that is read off on policy: a factor of A by its sign, its
-    response's length or the token's position, a bound of A, a factor of
-    log-probabilities, or a bonus."""
+    """Yield the faults with a number that is measured on policy: a factor on A by its
+    sign, by the length of the response or by the position of the token; a bound on A; a
+    number that is added to A; a factor on log-probabilities; a bonus.
+
+    Args:
+        case: the loss and its objective.
+    """
     batch = case.ready(on_policy_batch())
     found = case.weights(batch)
-    A = batch.adv.expand_as(batch.mask)
-    use = batch.mask & (A != 0) & found.isfinite()
-    q = found / case.expected(batch)
-
-    def made(words: str, times: Callable[..., Tensor], id: str) -> LossFault:
-        """The fault that A has this factor."""
-        return fault(
-            words,
-            "advantage",
-            id=id,
-            view=lambda batch: batch.but(adv=batch.adv * times(batch)),
-        )
-
-    up, down = (common_value(q[use & side]) for side in (A > 0, A < 0))
-    if up and down and abs(up - down) > 1e-5:
-        pairs = (up, ">"), (down, "<")
-        said = [
-            f"{k:.5g} times what it should be where A {sign} 0"
-            for k, sign in pairs
-            if abs(k - 1) > 1e-5
-        ]
-        yield made(
-            f"every weight is {' and '.join(said)}",
-            lambda batch: torch.where(batch.adv > 0, up, down),
-            id="weights-scaled-by-sign",
-        )
-    if (q[use] > 0).all() and use.any():
-        power = _slope(_lengths(batch.mask)[use].log(), q[use].log())
-        yield made(
-            f"every weight is multiplied by |o|^{power:.4g}, |o| its response's length",
-            lambda batch: _lengths(batch.mask) ** power,
-            id="weights-times-power-of-length",
-        )
-        for where, place in POSITIONS.items():
-            gamma = float(
-                torch.tensor(
-                    _slope(place(batch.mask)[use].double(), q[use].log())
-                ).exp()
-            )
-            yield made(
-                f"A is discounted by {gamma:.6g} a token, {where}",
-                lambda batch, gamma=gamma, place=place: (
-                    gamma ** place(batch.mask).double()
-                ),
-                id="advantages-discounted",
-            )
+    expected = case.expected(batch)
+    use = batch.mask & (batch.adv.expand_as(batch.mask) != 0) & found.isfinite()
+    ratio = found / expected
+    yield from _factors_by_sign(batch, ratio, use)
+    if (ratio[use] > 0).all() and use.any():
+        yield from _factors_by_length_or_position(batch, ratio, use)
     yield clipped(case)
-    if constant := common_value((found - case.expected(batch))[batch.mask]):
+    if constant := common_value((found - expected)[batch.mask]):
         yield fault(
             f"{constant:.5g} is added to every advantage",
             "advantage",
             id="constant-added-to-advantages",
             view=lambda batch: batch.but(adv=batch.adv + constant),
         )
-    live = use & (q > 0)
-    j = term_of(case.objective, case.hp)
-    if live.sum() > 2:
-        k = _slope(batch.logp[live], q[live].log())
-        as_by = "as by one over a temperature"
-        yield fault(
-            f"log_prob is multiplied by {1 + k:.5g}, {as_by}, and old_log_prob is not",
-            "ratio",
-            id="log-prob-scaled",
-            J=lambda lp, old, A, m: j(lp + k * lp, old, A, m),
-        )
-        yield fault(
-            f"old_log_prob is multiplied by {1 - k:.5g}, {as_by}, and log_prob is not",
-            "ratio",
-            id="old-log-prob-scaled",
-            view=lambda batch: batch.but(logp_old=batch.logp_old - k * batch.logp_old),
-        )
+    positive = use & (ratio > 0)
+    if positive.sum() > 2:
+        slope = _slope(batch.logp[positive], ratio[positive].log())
+        yield from _factors_on_log_probs(case, slope)
 
-    def rest(batch: Rollouts) -> Tensor:
-        """The weights without the bonus."""
+    def weights_without_bonus(batch: Rollouts) -> Tensor:
+        """Return the objective's weights."""
         return unit_weights(case.objective, batch, case.hp)
 
-    push = _bonus_slope(batch)
-    c = float(((found - rest(batch)) * push).nan_to_num().sum() / (push**2).sum())
+    of_bonus = _slope_of_bonus(batch)
+    rest = found - weights_without_bonus(batch)
+    c = float((rest * of_bonus).nan_to_num().sum() / (of_bonus**2).sum())
     yield fault(
         f"{c:.5g} times -π log π of the sampled token is added to J, which is not the entropy",
         "term",
         id="sampled-entropy-bonus",
-        weigh=lambda batch: rest(batch) + c * _bonus_slope(batch),
+        weigh=lambda batch: weights_without_bonus(batch) + c * _slope_of_bonus(batch),
+    )
+
+
+def _with_factor(batch: Rollouts, factor: Callable[[Rollouts], Tensor]) -> Rollouts:
+    """Return the batch with each advantage times a factor."""
+    return batch.but(adv=batch.adv * factor(batch))
+
+
+def _factors_by_sign(
+    batch: Rollouts, ratio: Tensor, use: Tensor
+) -> Iterator[LossFault]:
+    """Yield the fault that each sign of A has a factor of its own.
+
+    Args:
+        batch: a batch on policy.
+        ratio: the weights found over those expected, [B, T].
+        use: the tokens that are compared, [B, T].
+    """
+    A = batch.adv.expand_as(batch.mask)
+    positive = common_value(ratio[use & (A > 0)])
+    negative = common_value(ratio[use & (A < 0)])
+    if not positive or not negative or abs(positive - negative) <= 1e-5:
+        return
+    words = [
+        f"{factor:.5g} times what it should be where A {sign} 0"
+        for factor, sign in ((positive, ">"), (negative, "<"))
+        if abs(factor - 1) > 1e-5
+    ]
+    yield fault(
+        f"every weight is {' and '.join(words)}",
+        "advantage",
+        id="weights-scaled-by-sign",
+        view=partial(
+            _with_factor,
+            factor=lambda batch: torch.where(batch.adv > 0, positive, negative),
+        ),
+    )
+
+
+def _factors_by_length_or_position(
+    batch: Rollouts, ratio: Tensor, use: Tensor
+) -> Iterator[LossFault]:
+    """Yield the faults that A is multiplied by a power of the length of its response,
+    or discounted by the position of its token. The exponent and the discount are fitted
+    to the weights.
+
+    Args:
+        batch: a batch on policy.
+        ratio: the weights found over those expected, [B, T], above 0.
+        use: the tokens that are compared, [B, T].
+    """
+    log_ratio = ratio[use].log()
+    power = _slope(_length_of_response(batch.mask)[use].log(), log_ratio)
+    yield fault(
+        f"every weight is multiplied by |o|^{power:.4g}, |o| its response's length",
+        "advantage",
+        id="weights-times-power-of-length",
+        view=partial(
+            _with_factor,
+            factor=lambda batch: _length_of_response(batch.mask) ** power,
+        ),
+    )
+    for where, position in POSITIONS.items():
+        log_gamma = _slope(position(batch.mask)[use].double(), log_ratio)
+        gamma = float(torch.tensor(log_gamma).exp())
+        yield fault(
+            f"A is discounted by {gamma:.6g} a token, {where}",
+            "advantage",
+            id="advantages-discounted",
+            view=partial(_discounted, gamma=gamma, position=position),
+        )
+
+
+def _discounted(
+    batch: Rollouts, gamma: float, position: Callable[[Tensor], Tensor]
+) -> Rollouts:
+    """Return the batch with each advantage times gamma to the power of a position."""
+    return batch.but(adv=batch.adv * gamma ** position(batch.mask).double())
+
+
+def _factors_on_log_probs(case: LossCase, slope: float) -> Iterator[LossFault]:
+    """Yield the faults that one of the two log-probabilities is multiplied by a factor.
+
+    Args:
+        case: the loss and its objective.
+        slope: of the logarithm of found over expected weights, by log π.
+    """
+    j = term_of(case.objective, case.hp)
+    as_by = "as by one over a temperature"
+    yield fault(
+        f"log_prob is multiplied by {1 + slope:.5g}, {as_by}, and old_log_prob is not",
+        "ratio",
+        id="log-prob-scaled",
+        J=lambda lp, old, A, m: j(lp + slope * lp, old, A, m),
+    )
+    yield fault(
+        f"old_log_prob is multiplied by {1 - slope:.5g}, {as_by}, and log_prob is not",
+        "ratio",
+        id="old-log-prob-scaled",
+        view=lambda batch: batch.but(logp_old=batch.logp_old - slope * batch.logp_old),
     )
 
 
 def clipped(case: LossCase, times: float = 1.0) -> LossFault:
-    """At the largest weight that it has on policy, at advantages so many times as
-    large.
+    """Make the fault that advantages are clipped to the largest weight found on policy.
+
+    Args:
+        case: the loss and its objective.
+        times: a factor on the advantages of the batch; a large one shows a large bound.
     """
     batch = case.ready(on_policy_batch())
-    top = 0.0
+    advantages = times * batch.adv
+    bound = 0.0
     with contextlib.suppress(InputError):  # it refuses such advantages
-        top = float(
-            case.weights(batch.but(adv=times * batch.adv)).nan_to_num().abs().max()
-        )
-    if top > 0.999 * float((times * batch.adv)[batch.mask].abs().max()):
-        top = math.inf  # nothing is clipped there
+        weights = case.weights(batch.but(adv=advantages))
+        bound = float(weights.nan_to_num().abs().max())
+    if bound > 0.999 * float(advantages[batch.mask].abs().max()):
+        bound = math.inf  # nothing is clipped there
     return fault(
-        f"advantages are clipped to ±{top:.6g}",
+        f"advantages are clipped to ±{bound:.6g}",
         "advantage",
         id="advantages-clipped",
-        view=lambda batch: batch.but(adv=batch.adv.clamp(-top, top)),
+        view=lambda batch: batch.but(adv=batch.adv.clamp(-bound, bound)),
     )
 
 
 def left_out(case: LossCase) -> Iterator[LossFault]:
-    """What no token that trains exceeds, and all that do not train: a position, a
-    length or a log-probability.
+    """Yield the faults that tokens beyond a limit do not train: a limit on a position,
+    a length or a log-probability. It must separate the tokens with a weight from those
+    without one, on responses of 1 to 40 tokens.
+
+    Args:
+        case: the loss and its objective.
     """
     n = torch.arange(1, LONGEST + 1, dtype=torch.float64)[:, None]
     lp = -6 * (n * n.T.sqrt() % 1) - 0.01
-    batch = case.ready(
-        Rollouts(
-            lp, lp, (-1.0) ** n + 0 * lp, n.T <= n, entropy=1 + n / LONGEST + 0 * lp
-        )
-    )
+    A = (-1.0) ** n + 0 * lp
+    entropy = 1 + n / LONGEST + 0 * lp
+    batch = case.ready(Rollouts(lp, lp, A, n.T <= n, entropy=entropy))
     try:
         found = case.weights(batch)
-        weighted = batch.mask & (case.expected(batch) != 0)
+        should_train = batch.mask & (case.expected(batch) != 0)
     except InputError:  # it refuses such a batch
         return
 
-    def within(
+    def mask_within(
         batch: Rollouts, number: Callable[[Rollouts], Tensor], limit: float
     ) -> Tensor:
-        """The mask of the tokens of which the number is no more than the limit."""
+        """Return the mask of the tokens whose number is at most the limit."""
         return batch.mask & (number(batch) <= limit)
 
-    for tokens, words, x, said in LEFT_OUT:
-        gone, trains = (x(batch)[weighted & side] for side in (found == 0, found != 0))
-        if (
-            len(gone)
-            and len(trains)
-            and (limit := between(float(trains.max()), float(gone.min()))) is not None
-        ):
-            within_limit = partial(within, number=x, limit=limit)
-            for counted in (True, False):
-                told = f"{words.format(said(limit))} are not trained, {'though' if counted else 'and not'} counted"
-                yield fault(
-                    f"{told} in the denominator",
-                    "batches",
-                    id=left_out_id(tokens, counted),
-                    weigh=_under(case.objective, case.hp, within_limit, counted),
-                    whole=True,
-                )
+    for id, words, number, limit_in_words in LEFT_OUT:
+        numbers = number(batch)
+        of_left_out = numbers[should_train & (found == 0)]
+        of_trained = numbers[should_train & (found != 0)]
+        if not len(of_left_out) or not len(of_trained):
+            continue
+        limit = between(float(of_trained.max()), float(of_left_out.min()))
+        if limit is None:
+            continue
+        tokens = words.format(limit_in_words(limit))
+        mask = partial(mask_within, number=number, limit=limit)
+        for counted in (True, False):
+            though = "though" if counted else "and not"
+            yield fault(
+                f"{tokens} are not trained, {though} counted in the denominator",
+                "batches",
+                id=left_out_id(id, counted),
+                weigh=_weights_under_mask(case.objective, case.hp, mask, counted),
+                whole=True,
+            )
 
 
-FLOORS = np.linspace(-1, -80, 80)  # log-probabilities among which `floored` looks
+FLOORS = np.linspace(-1, -80, 80)  # log-probabilities on which `floored` measures
 HALVINGS = 50  # of an interval of log-probabilities, or of log-ratios
 
 
 def floored(case: LossCase) -> Iterator[LossFault]:
-    """Log-probabilities, of π_θ alone or of both policies, are at least a number that
-    the loss shows on policy.
+    """Yield the faults that log-probabilities, of π_θ alone or of both policies, are at
+    least a number. It is measured on policy.
+
+    Args:
+        case: the loss and its objective.
     """
 
-    def dead(lps: np.ndarray) -> np.ndarray:
-        lp = torch.as_tensor(lps)[:, None]
+    def has_lost_gradient(log_probs: np.ndarray) -> np.ndarray:
+        """Return which tokens of these log-probabilities should have a weight and have
+        none.
+        """
+        lp = torch.as_tensor(log_probs)[:, None]
         ones = torch.ones_like(lp)
         batch = case.ready(
             Rollouts(lp, lp, ones, ones.bool(), logp_ref=lp, entropy=ones)
@@ -582,61 +707,82 @@ def floored(case: LossCase) -> Iterator[LossFault]:
         return ((case.weights(batch) == 0) & (case.expected(batch) != 0))[:, 0].numpy()
 
     with contextlib.suppress(InputError):  # it refuses such a batch
-        hit = dead(FLOORS)
-        if not hit.any() or hit[0]:
+        is_lost = has_lost_gradient(FLOORS)
+        if not is_lost.any() or is_lost[0]:
             return
-        first = int(hit.argmax())
-        gone = bisected(
-            lambda lp: bool(dead(np.array([lp]))[0]), FLOORS[first - 1], FLOORS[first]
+        first = int(is_lost.argmax())
+        floor = bisected(
+            lambda lp: bool(has_lost_gradient(np.array([lp]))[0]),
+            FLOORS[first - 1],
+            FLOORS[first],
         )
-        yield from _floors(case, float(f"{gone:.6g}"))
+        yield from _floor_faults(case, float(f"{floor:.6g}"))
 
 
 def bisected(holds: Callable[[float], bool], no: float, yes: float) -> float:
-    """Where this begins to hold, between a number for which it does not and one for
-    which it does.
+    """Find by bisection where a condition begins to hold.
+
+    Args:
+        holds: the condition on a number.
+        no: a number for which it does not hold.
+        yes: a number for which it holds.
     """
     for _ in range(HALVINGS):
         middle = (no + yes) / 2
-        no, yes = (no, middle) if holds(middle) else (middle, yes)
+        if holds(middle):
+            yes = middle
+        else:
+            no = middle
     return yes
 
 
-def _floors(case: LossCase, low: float) -> Iterator[LossFault]:
-    """What sets log-probabilities below this number to it; the case tells which of them
-    the loss can be.
+def _floor_faults(case: LossCase, low: float) -> Iterator[LossFault]:
+    """Yield the faults that log-probabilities below a number are set to it, without
+    those that the loss cannot be.
+
+    Args:
+        case: the loss and its objective.
+        low: the number.
     """
     term = term_of(case.objective, case.hp)
 
     def of_both(lp: Tensor, old: Tensor, A: Tensor, m: Tensor) -> Tensor:
+        """Return J where both policies have the floor."""
         return term(lp.clamp(min=low), old.clamp(min=low), A, m)
 
-    def of_one(lp: Tensor, old: Tensor, A: Tensor, m: Tensor) -> Tensor:
+    def of_current(lp: Tensor, old: Tensor, A: Tensor, m: Tensor) -> Tensor:
+        """Return J where π_θ alone has the floor."""
         return term(lp.clamp(min=low), old, A, m)
 
-    alone = f"tokens with a log_prob below {low:g} have no gradient: they are left out, or log_prob is set to it"
-    if (
-        case.objective.level in REDUCE
-    ):  # the ratios of the other tokens tell the two apart
-        alone = f"log_prob below {low:g} is set to it"
-    set_words = f"log-probabilities below {low:g} are set to it"
+    if case.objective.level in REDUCE:
+        # the ratios of the other tokens show that the token is not left out
+        words_for_current = f"log_prob below {low:g} is set to it"
+    else:
+        words_for_current = (
+            f"tokens with a log_prob below {low:g} have no gradient: they are left out, "
+            "or log_prob is set to it"
+        )
     for id, words, J in (
-        ("log-probs-floored", set_words, of_both),
-        ("log-prob-floored", alone, of_one),
+        (
+            "log-probs-floored",
+            f"log-probabilities below {low:g} are set to it",
+            of_both,
+        ),
+        ("log-prob-floored", words_for_current, of_current),
     ):
         floor_fault = fault(words, "rounding", id=id, J=J)
-        if _alike_across(case, floor_fault, low):
+        if _fits_across_floor(case, floor_fault, low):
             yield floor_fault
 
 
-STEPS_ACROSS = (0.02, 0.05, 1.0)  # from a floor of log-probabilities
+DISTANCES_FROM_FLOOR = (0.02, 0.05, 1.0)  # of log-probabilities
 
 
-def _alike_across(case: LossCase, one: LossFault, low: float) -> bool:
-    """Whether a fault has the weights of the loss where log π_θ is above this number
-    and log π_old is below it.
+def _fits_across_floor(case: LossCase, one: LossFault, low: float) -> bool:
+    """Return whether a fault has the weights of the loss where log π_θ is above this
+    number and log π_old is below it.
     """
-    steps = torch.tensor(STEPS_ACROSS, dtype=torch.float64)
+    steps = torch.tensor(DISTANCES_FROM_FLOOR, dtype=torch.float64)
     above, below, A = torch.cartesian_prod(
         steps, steps, torch.tensor([1.0, -1.0], dtype=torch.float64)
     ).T[..., None]
@@ -653,12 +799,17 @@ def _alike_across(case: LossCase, one: LossFault, low: float) -> bool:
 
 
 def between(low: float, high: float) -> float | None:
-    """The roundest number from low on that is below high, if there is one."""
-    limits = (math.ceil(low * 10**d) / 10**d for d in range(9))
-    return next((v for v in limits if low <= v < high), None)
+    """Return the number with the fewest decimal places that is at least `low` and below
+    `high`, or None where there is none.
+    """
+    for places in range(9):
+        number = math.ceil(low * 10**places) / 10**places
+        if low <= number < high:
+            return number
+    return None
 
 
 def _slope(x: Tensor, y: Tensor) -> float:
-    """Of the line through these points, by least squares."""
+    """Return the slope of the line through these points, by least squares."""
     x = x - x.mean()
     return float((x * y).sum() / (x**2).sum())

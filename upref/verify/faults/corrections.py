@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known faults of sampler corrections: the factor of ρ = π_old/μ that a loss multiplies
-by, read off the loss.
+"""Known faults of sampler corrections. A correction multiplies a term by a function of
+ρ = π_old/μ, which is measured on the loss.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,10 +21,10 @@ from upref.verify.faults.batch_reading import bisected
 from upref.verify.faults.losses import LossFault, fault
 from upref.verify.measure import LossCase, kl_slope, unit_weights
 
-LOG_RHO = np.linspace(-14, 14, 57)
+LOG_RHO = np.linspace(-14, 14, 57)  # at which the function is measured
 BOUNDS = ("is_min", "is_max")  # the hyperparameters of a correction
 SIGNS = {1.0: "A > 0", -1.0: "A < 0"}
-# of log ρ of each token, and the mask
+# by its words, a function from log ρ of each token and the mask to log ρ of a level
 LEVELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "of each token": lambda x, m: x,
     "of the response, multiplied over its tokens": lambda x, m: sum_t(x, m)[
@@ -39,18 +38,18 @@ LEVELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Correction:
-    """A factor of ρ: ρ or 1 inside of bounds, and beyond each bound the value there, or
-    0.
+    """A function of ρ: ρ or 1 between two bounds, and beyond each bound its value there,
+    or 0.
 
     Attributes:
-        inside: whether the factor is ρ there; else it is 1.
-        low: below this ρ the factor is another; 0 where there is no bound.
-        high: above this ρ the factor is another; inf where there is no bound.
-        cut_low: whether the factor is 0 below `low`; else it stays what it is at `low`.
-        cut_high: the same above `high`.
+        is_ratio: whether it is ρ between the bounds; if not, it is 1.
+        low: the lower bound; 0 where there is none.
+        high: the upper bound; inf where there is none.
+        cut_low: whether it is 0 below the lower bound; if not, it is its value there.
+        cut_high: the same above the upper bound.
     """
 
-    inside: bool
+    is_ratio: bool
     low: float
     high: float
     cut_low: bool
@@ -58,23 +57,27 @@ class Correction:
 
     def __call__(self, log_rho: Tensor) -> Tensor:
         rho = log_rho.exp()
-        w = rho.clamp(self.low, self.high) if self.inside else torch.ones_like(rho)
-        gone = (self.cut_low & (rho < self.low)) | (self.cut_high & (rho > self.high))
-        return w.masked_fill(gone, 0)
+        if self.is_ratio:
+            factor = rho.clamp(self.low, self.high)
+        else:
+            factor = torch.ones_like(rho)
+        is_cut = (self.cut_low & (rho < self.low)) | (self.cut_high & (rho > self.high))
+        return factor.masked_fill(is_cut, 0)
 
     def __str__(self) -> str:
-        out = ["ρ" if self.inside else "1"]
+        parts = ["ρ" if self.is_ratio else "1"]
         if self.low > 0:
             start = "0 below" if self.cut_low else "at least"
-            out.append(f"{start} {self.low:.6g}")
+            parts.append(f"{start} {self.low:.6g}")
         if self.high < math.inf:
             start = "0 above" if self.cut_high else "at most"
-            out.append(f"{start} {self.high:.6g}")
-        return ", ".join(out)
+            parts.append(f"{start} {self.high:.6g}")
+        return ", ".join(parts)
 
 
 def retuned(case: LossCase) -> Iterator[LossFault]:
-    """The objective's own correction with the bounds that the loss shows.
+    """Yield the fault that the objective's own correction has other bounds, which are
+    measured.
 
     Args:
         case: the loss and its objective.
@@ -82,16 +85,18 @@ def retuned(case: LossCase) -> Iterator[LossFault]:
     Yields:
         One fault, or none.
     """
-    seen = _of_both_signs(case)
-    if not seen or seen[1.0] != seen[-1.0]:
+    measured = _measured_by_sign(case)
+    if not measured or measured[1.0] != measured[-1.0]:
         return
-    numbers = dict(zip(BOUNDS, (seen[1.0].low, seen[1.0].high), strict=True))
-    numbers_of_case = {
-        k: v for k, v in numbers.items() if k in case.hp and 0 < v < math.inf
+    bounds = dict(zip(BOUNDS, (measured[1.0].low, measured[1.0].high), strict=True))
+    changed = {
+        name: bound
+        for name, bound in bounds.items()
+        if name in case.hp
+        and 0 < bound < math.inf
+        and abs(bound - case.hp[name]) > 1e-6
     }
-    if changed := {
-        k: v for k, v in numbers_of_case.items() if abs(v - case.hp[k]) > 1e-6
-    }:
+    if changed:
         words = "; ".join(
             f"{k} is {v:.6g}, not {case.hp[k]:.6g}" for k, v in changed.items()
         )
@@ -99,106 +104,129 @@ def retuned(case: LossCase) -> Iterator[LossFault]:
 
 
 def corrected(case: LossCase) -> Iterator[LossFault]:
-    """The correction that the loss shows on responses of one token, of each level.
+    """Yield the faults that the sampler's correction is another function of ρ, which is
+    measured on responses of one token: of ρ of each token, or of ρ of the response.
 
     Args:
         case: the loss and its objective.
 
     Yields:
-        A fault for each level, token or response; none where the loss shows no
-            correction.
+        A fault for each of LEVELS; none where no correction is measured.
     """
-    if not (seen := _of_both_signs(case)):
+    measured = _measured_by_sign(case)
+    if not measured:
         return
-    good, bad = seen.values()
-    if good == bad:
-        said = str(good)
+    if measured[1.0] == measured[-1.0]:
+        function = str(measured[1.0])
     else:
-        said = "; ".join(
-            f"{words_of_sign} where {SIGNS[A]}" for A, words_of_sign in seen.items()
+        function = "; ".join(
+            f"{correction} where {SIGNS[A]}" for A, correction in measured.items()
         )
-    for level, of in LEVELS.items():
-        words = f"the sampler's correction is another function of ρ = π_old/μ {level}: {said}"
+    for level, log_rho_of in LEVELS.items():
         yield fault(
-            words,
+            f"the sampler's correction is another function of ρ = π_old/μ {level}: {function}",
             "ratio",
             id="other-sampler-correction",
-            weigh=partial(_weights, case, seen, of),
+            weigh=partial(_weights, case, measured, log_rho_of),
         )
 
 
-def _of_both_signs(case: LossCase) -> dict[float, Correction]:
-    """By the sign of A; empty if one of them has no such function."""
+def _measured_by_sign(case: LossCase) -> dict[float, Correction]:
+    """Return the correction that is measured for each sign of A; nothing where one of
+    them has none.
+    """
     if case.objective.sampler is None:
         return {}
-    seen: dict[float, Correction] = {}
-    with contextlib.suppress(InputError):  # it refuses such a batch
-        for A in SIGNS:
-            if (found_factor := _seen(case, A)) is None:
-                return {}
-            seen[A] = found_factor
-    return seen if len(seen) == len(SIGNS) else {}
+    measured: dict[float, Correction] = {}
+    for A in SIGNS:
+        try:
+            correction = _measured(case, A)
+        except InputError:  # the loss refuses such a batch
+            return {}
+        if correction is None:
+            return {}
+        measured[A] = correction
+    return measured
 
 
 def _weights(
     case: LossCase,
-    seen: dict[float, Correction],
-    of: Callable[[Tensor, Tensor], Tensor],
+    corrections: dict[float, Correction],
+    log_rho_of: Callable[[Tensor, Tensor], Tensor],
     batch: Rollouts,
 ) -> Tensor:
-    """The objective's weights under another correction of its sampler, its KL term
-    beside them.
+    """Return the objective's weights with other corrections of its sampler.
+
+    Args:
+        case: the loss and its objective.
+        corrections: the correction of each sign of A.
+        log_rho_of: from log ρ of each token and the mask to what they are functions of.
+        batch: the batch.
     """
-    base = unit_weights(
-        replace(case.objective, sampler=None), batch, _uncorrected(case)
-    )
+    without_sampler = replace(case.objective, sampler=None)
+    uncorrected = unit_weights(without_sampler, batch, _uncorrected(case))
     assert batch.logp_sampler is not None
-    x = of(torch.where(batch.mask, batch.logp_old - batch.logp_sampler, 0), batch.mask)
-    w = base * torch.where(batch.adv.expand_as(x) > 0, seen[1.0](x), seen[-1.0](x))
-    return w - (
-        case.hp["beta"] * kl_slope(case.objective.kl, batch)
-        if case.hp.get("beta")
-        else 0
+    log_rho = torch.where(batch.mask, batch.logp_old - batch.logp_sampler, 0)
+    log_rho = log_rho_of(log_rho, batch.mask)
+    is_positive = batch.adv.expand_as(log_rho) > 0
+    w = uncorrected * torch.where(
+        is_positive, corrections[1.0](log_rho), corrections[-1.0](log_rho)
     )
+    if case.hp.get("beta"):
+        w = w - case.hp["beta"] * kl_slope(case.objective.kl, batch)
+    return w
 
 
-def _seen(case: LossCase, A: float) -> Correction | None:
-    """Read off responses of one token at r = 1; None where it is no such function."""
+def _measured(case: LossCase, A: float) -> Correction | None:
+    """Measure the correction on responses of one token at r = 1; return None where the
+    factor is no such function of ρ.
+    """
     factor = partial(_factor, case, A)
-    y = factor(LOG_RHO)
+    factors = factor(LOG_RHO)
     rho = np.exp(LOG_RHO)
     at_1 = len(LOG_RHO) // 2
-    inside = any(np.isclose(y[k], rho[k], 1e-6) for k in (at_1 + 1, at_1 - 1))
-    same = np.isclose(y, rho if inside else 1.0, 1e-6)
-    if not same.any() or not np.isfinite(y).all():
+    is_ratio = any(np.isclose(factors[n], rho[n], 1e-6) for n in (at_1 + 1, at_1 - 1))
+    is_unbounded = np.isclose(factors, rho if is_ratio else 1.0, 1e-6)
+    if not is_unbounded.any() or not np.isfinite(factors).all():
         return None
-    first = int(same.argmax())
-    last = len(same) - 1 - int(same[::-1].argmax())
-    low, cut_low = _end(factor, y, first, first - 1) or (0.0, False)
-    high, cut_high = _end(factor, y, last, last + 1) or (math.inf, False)
-    return Correction(inside, low, high, cut_low, cut_high)
+    first = int(is_unbounded.argmax())
+    last = len(is_unbounded) - 1 - int(is_unbounded[::-1].argmax())
+    low, cut_low = _bound(factor, factors, first, first - 1) or (0.0, False)
+    high, cut_high = _bound(factor, factors, last, last + 1) or (math.inf, False)
+    return Correction(is_ratio, low, high, cut_low, cut_high)
 
 
-def _end(
-    factor: Callable[[np.ndarray], np.ndarray], y: np.ndarray, n: int, beside: int
+def _bound(
+    factor: Callable[[np.ndarray], np.ndarray],
+    factors: np.ndarray,
+    inside: int,
+    beyond: int,
 ) -> tuple[float, bool] | None:
-    """The bound between these two places of LOG_RHO, and whether the factor is 0 beyond
-    it; None at the last place.
+    """Return the bound between two places of LOG_RHO, and whether the factor is 0
+    beyond it; None where LOG_RHO ends.
+
+    Args:
+        factor: the factor, as a function of log ρ.
+        factors: the factor at LOG_RHO.
+        inside: the last place inside of the bound.
+        beyond: the place beside it, beyond the bound.
     """
-    if not 0 <= beside < len(y):
+    if not 0 <= beyond < len(factors):
         return None
-    if y[beside] != 0:
-        return _round(float(y[beside])), False
+    if factors[beyond] != 0:
+        return _round(float(factors[beyond])), False
 
     def is_cut(log_rho: float) -> bool:
+        """Return whether the factor is 0."""
         return bool(factor(np.array([log_rho]))[0] == 0)
 
-    return _round(math.exp(bisected(is_cut, LOG_RHO[n], LOG_RHO[beside]))), True
+    log_bound = bisected(is_cut, LOG_RHO[inside], LOG_RHO[beyond])
+    return _round(math.exp(log_bound)), True
 
 
 def _factor(case: LossCase, A: float, log_rho: np.ndarray) -> np.ndarray:
-    """The weight of single tokens of ratio 1, over the objective's without a
-    correction.
+    """Return the weight of single tokens at r = 1 over the objective's without a
+    correction, for each log ρ.
     """
     ones = torch.ones(len(log_rho), 1, dtype=torch.float64)
     old = -15 * ones
@@ -207,15 +235,14 @@ def _factor(case: LossCase, A: float, log_rho: np.ndarray) -> np.ndarray:
         old, old, A * ones, ones.bool(), logp_ref=old, entropy=ones, logp_sampler=mu
     )
     batch = case.loss.visible_batch(batch)
-    base = unit_weights(
-        replace(case.objective, sampler=None), batch, _uncorrected(case)
-    )
-    return (case.weights(batch) / base)[:, 0].numpy()
+    without_sampler = replace(case.objective, sampler=None)
+    uncorrected = unit_weights(without_sampler, batch, _uncorrected(case))
+    return (case.weights(batch) / uncorrected)[:, 0].numpy()
 
 
 def _uncorrected(case: LossCase) -> dict[str, Any]:
-    """The hyperparameters of the objective without those of its correction and of its
-    KL term.
+    """Return the hyperparameters of the objective without those of its correction and
+    of its KL term.
     """
     return {
         k: v
@@ -225,6 +252,8 @@ def _uncorrected(case: LossCase) -> dict[str, Any]:
 
 
 def _round(x: float) -> float:
-    """5 for what a bisection, or a product, left of it."""
+    """Return the number of six digits that a bisection or a product missed by rounding;
+    x itself where there is none.
+    """
     short = float(f"{x:.6g}")
     return short if abs(short - x) <= 1e-9 * x else x

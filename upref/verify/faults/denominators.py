@@ -3,6 +3,7 @@
 means over parts of a batch.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -20,7 +21,7 @@ from upref.weights.black_box import part_with_advantage
 
 PARTS = (2, 3, 4, 8)  # into which a batch is cut
 BLOCKS = range(2, 17)  # rows that are taken for the responses to one prompt
-LEAST = 1e-4  # a number added to a length: a smaller one is a guard against 0
+LEAST_ADDED = 1e-4  # to a length: a smaller number is a guard against 0
 SIGNS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
     ("A > 0", lambda A: A > 0),
     ("A < 0", lambda A: A < 0),
@@ -32,14 +33,18 @@ OF_LENGTHS = (
     "number-added-to-token-count",
     "length-at-least",
 )
+# the factor on each of two means, and the words for how they are combined
 MEANS = ((1.0, "the two means are added"), (0.5, "the two means are averaged"))
-# what each token's weight is multiplied by, [B, T] or [B, 1]
+# from a batch to the factor of each token's weight, [B, T] or [B, 1]
 ByToken = Callable[[Rollouts], Tensor]
 
 
 def divided(case: LossCase) -> Iterator[LossFault]:
-    """Faults of lengths, of each sign of A, and of parts of the batch, beside the
-    objective of the case.
+    """Yield the faults of lengths, of means over one sign of A, and of means over parts
+    of the batch.
+
+    Args:
+        case: the loss and its objective.
     """
     yield from _lengths(case)
     yield from _by_sign(case)
@@ -47,8 +52,11 @@ def divided(case: LossCase) -> Iterator[LossFault]:
 
 
 def group_order_faults(case: LossCase) -> Iterator[LossFault]:
-    """Groups that are read off the order of the rows, not off their ids; nothing of a
-    loss without ids.
+    """Yield the faults that groups are read off the order of the rows, not off their
+    ids. A loss without ids has none.
+
+    Args:
+        case: the loss and its objective.
     """
     if "group" not in case.loss.reads:
         return
@@ -56,7 +64,10 @@ def group_order_faults(case: LossCase) -> Iterator[LossFault]:
         "rows of one prompt count as one group only where they are next to each other"
     )
     yield _aggregated(
-        case, words, partial(_grouped, case, by=_runs), id="groups-by-neighbors"
+        case,
+        words,
+        partial(_factor_of_groups, case, by=_ids_of_runs),
+        id="groups-by-neighbors",
     )
     for n in (0, *BLOCKS):
         size = f"{n} rows" if n else "equal size, in the order of the rows"
@@ -64,62 +75,76 @@ def group_order_faults(case: LossCase) -> Iterator[LossFault]:
         yield _aggregated(
             case,
             words,
-            partial(_grouped, case, by=partial(_blocks, n=n)),
+            partial(_factor_of_groups, case, by=partial(_ids_of_blocks, n=n)),
             id="groups-by-blocks",
         )
 
 
 def _aggregated(case: LossCase, words: str, factor: ByToken, id: str) -> LossFault:
-    """The objective's weights, multiplied by this factor in place of its aggregation's."""
+    """Make the fault that the objective's weights have another factor than that of the
+    aggregation.
+    """
 
     def weigh(batch: Rollouts) -> Tensor:
+        """Return the weights with that factor."""
         return case.expected(batch) * factor(batch) / case.factors(batch)
 
     return fault(words, "aggregation", id=id, weigh=weigh, whole=True)
 
 
 def _own_factor(case: LossCase, batch: Rollouts) -> Tensor:
-    """The factor of the objective's own aggregation, [B, 1]."""
+    """Return the factor of the objective's own aggregation, [B, 1]."""
     return case.factors(batch, declared_aggregation(case.objective))
 
 
 # ---- groups --------------------------------------------------------------------------
-def _grouped(
+def _factor_of_groups(
     case: LossCase, batch: Rollouts, by: Callable[[Rollouts], Tensor | None]
 ) -> Tensor:
-    """The same with other ids of the groups."""
+    """Return the factor of the objective's own aggregation with other groups, [B, 1].
+
+    Args:
+        case: the loss and its objective.
+        batch: the batch.
+        by: from the batch to the ids of the other groups.
+    """
     return _own_factor(case, batch.but(group=by(batch), totals=None))
 
 
-def _runs(batch: Rollouts) -> Tensor | None:
-    """A new id wherever the id changes from one row to the next."""
+def _ids_of_runs(batch: Rollouts) -> Tensor | None:
+    """Return a new id wherever the id changes from one row to the next."""
     if batch.group is None:
         return None
     changes = batch.group[1:] != batch.group[:-1]
     return torch.nn.functional.pad(changes.cumsum(0), (1, 0))
 
 
-def _blocks(batch: Rollouts, n: int) -> Tensor:
-    """An id for every n rows; n = 0: as many blocks as there are groups."""
+def _ids_of_blocks(batch: Rollouts, n: int) -> Tensor:
+    """Return an id for every n rows. n = 0 makes as many blocks as there are groups."""
+    rows = len(batch.mask)
     groups = 1 if batch.group is None else len(batch.group.unique())
-    return torch.arange(len(batch.mask)) // (n or -(-len(batch.mask) // groups))
+    rows_of_block = n or math.ceil(rows / groups)
+    return torch.arange(rows) // rows_of_block
 
 
 # ---- lengths -------------------------------------------------------------------------
 def _length(batch: Rollouts) -> Tensor:
-    """|o|, [B, 1]."""
+    """Return the lengths |o| of the responses, [B, 1]."""
     return batch.mask.sum(1, keepdim=True).to(batch.logp.dtype)
 
 
 def _lengths(case: LossCase) -> Iterator[LossFault]:
-    """A length, or the number of tokens, with a number added to it, of at least a
-    number, or taken for another one.
+    """Yield the faults that another number takes the place of a length or of the number
+    of tokens: the padded width; a length with a number added to it; a length of at
+    least a number.
     """
 
     def over_width(batch: Rollouts) -> Tensor:
+        """Return the factor that is divided by T, not by |o|."""
         return _own_factor(case, batch) * _length(batch) / batch.mask.shape[1]
 
     def times_width(batch: Rollouts) -> Tensor:
+        """Return the factor that is multiplied by T, not by |o|."""
         return _own_factor(case, batch) * batch.mask.shape[1] / _length(batch)
 
     yield _aggregated(
@@ -134,175 +159,197 @@ def _lengths(case: LossCase) -> Iterator[LossFault]:
         times_width,
         id="padded-width-as-factor",
     )
-    if (measured := _multiples(case)) is not None:
+    measured = _lengths_and_multiples(case)
+    if measured is not None:
         yield from _changed_lengths(case, *measured)
 
 
 def _changed_lengths(
     case: LossCase, lengths: Tensor, multiples: Tensor
 ) -> Iterator[LossFault]:
-    """What the multiple of each response's gradient, [B], makes of its length, [B], and
-    of their sum.
+    """Yield the faults of a length with a number that is measured.
+
+    Args:
+        case: the loss and its objective.
+        lengths: the lengths of the responses, [B].
+        multiples: the gradient of each response over the expected one, [B].
     """
 
-    def plus(batch: Rollouts, added: float) -> Tensor:
+    def length_plus(batch: Rollouts, added: float) -> Tensor:
+        """Return the factor where a number is added to each length."""
         return _own_factor(case, batch) * _length(batch) / (_length(batch) + added)
 
-    def plus_total(batch: Rollouts, added: float) -> Tensor:
+    def total_plus(batch: Rollouts, added: float) -> Tensor:
+        """Return the factor where a number is added to the number of tokens."""
         return _own_factor(case, batch) * batch.mask.sum() / (batch.mask.sum() + added)
 
-    def at_least(batch: Rollouts, least: float) -> Tensor:
-        return (
-            _own_factor(case, batch) * _length(batch) / _length(batch).clamp(min=least)
-        )
+    def length_at_least(batch: Rollouts, least: float) -> Tensor:
+        """Return the factor where each length counts as at least a number."""
+        length = _length(batch)
+        return _own_factor(case, batch) * length / length.clamp(min=least)
 
     added = common_value(lengths / multiples - lengths)
-    if added is not None and abs(added) > LEAST:
+    if added is not None and abs(added) > LEAST_ADDED:
         yield _aggregated(
             case,
             f"{added:.6g} is added to each length |o|",
-            partial(plus, added=added),
+            partial(length_plus, added=added),
             id="number-added-to-length",
         )
     total = lengths.sum()
     added = common_value(total / multiples - total)
-    if added is not None and abs(added) > LEAST:
+    if added is not None and abs(added) > LEAST_ADDED:
         yield _aggregated(
             case,
             f"{added:.6g} is added to the number of tokens",
-            partial(plus_total, added=added),
+            partial(total_plus, added=added),
             id="number-added-to-token-count",
         )
-    short = multiples < 1 - 1e-9
-    least = common_value((lengths / multiples)[short])
-    if least is not None and (~short).any():
+    is_short = multiples < 1 - 1e-9
+    least = common_value((lengths / multiples)[is_short])
+    if least is not None and not is_short.all():
         yield _aggregated(
             case,
             f"a length |o| counts as at least {least:.6g}",
-            partial(at_least, least=least),
+            partial(length_at_least, least=least),
             id="length-at-least",
         )
 
 
-def _multiples(case: LossCase) -> tuple[Tensor, Tensor] | None:
-    """The lengths of the on-policy batch, and what each response's gradient is
-    multiplied by beside the objective's.
+def _lengths_and_multiples(case: LossCase) -> tuple[Tensor, Tensor] | None:
+    """Return the lengths of the responses of the on-policy batch, [B], and the gradient
+    of each response over the expected one, [B]; None where the tokens of a response
+    have several such multiples.
     """
     batch = case.ready(on_policy_batch())
-    replaced = dict.fromkeys(
-        ("logp", "logp_ref", *(["logp_sampler"] if case.objective.sampler else [])),
-        batch.logp_old,
-    )
-    batch = case.visible_batch(batch.but(**replaced))
+    roles = ["logp", "logp_ref"]
+    if case.objective.sampler:
+        roles.append("logp_sampler")
+    batch = case.visible_batch(batch.but(**dict.fromkeys(roles, batch.logp_old)))
     try:
         found = part_with_advantage(case.gradient, batch)
         expected = case.expected(batch) * _own_factor(case, batch)
     except InputError:
         return None
-    rows = [
-        common_value((gradient / d)[m])
-        for gradient, d, m in zip(
-            found, expected, batch.mask & (expected.abs() > 1e-9), strict=True
-        )
-    ]
-    if any(k is None for k in rows):
-        return None
-    return _length(batch)[:, 0], torch.tensor(
-        [k or 0.0 for k in rows], dtype=batch.logp.dtype
-    )
+    use = batch.mask & (expected.abs() > 1e-9)
+    multiples = []
+    for row in range(len(found)):
+        multiple = common_value((found[row] / expected[row])[use[row]])
+        if multiple is None:
+            return None
+        multiples.append(multiple)
+    return _length(batch)[:, 0], torch.tensor(multiples, dtype=batch.logp.dtype)
 
 
 # ---- signs of A ----------------------------------------------------------------------
 def _by_sign(case: LossCase) -> Iterator[LossFault]:
-    """Each sign of A by an aggregation, or a mean, of its own."""
+    """Yield the faults that each sign of A has an aggregation, or a mean, of its own."""
 
-    def one_sign(batch: Rollouts, on: Callable[[Tensor], Tensor], name: str) -> Tensor:
+    def factor_by_sign(
+        batch: Rollouts, has_sign: Callable[[Tensor], Tensor], name: str
+    ) -> Tensor:
+        """Return the factor of this aggregation where A has the sign, and the
+        objective's own elsewhere.
+        """
         return torch.where(
-            on(batch.adv.expand_as(batch.mask)),
+            has_sign(batch.adv.expand_as(batch.mask)),
             case.factors(batch, name),
             _own_factor(case, batch),
         )
 
-    for terms, on in SIGNS:
+    for sign, has_sign in SIGNS:
         for name in FACTORS:
-            words = (
-                f"the terms of {terms} have another aggregation than the rest: {name}"
-            )
             yield _aggregated(
                 case,
-                words,
-                partial(one_sign, on=on, name=name),
-                id=f"other-aggregation-where-{SIGN_IDS[terms]}",
+                f"the terms of {sign} have another aggregation than the rest: {name}",
+                partial(factor_by_sign, has_sign=has_sign, name=name),
+                id=f"other-aggregation-where-{SIGN_IDS[sign]}",
             )
-    for of, count in (("tokens", _tokens), ("responses", _responses)):
+    for counted, divisor in (
+        ("tokens", _token_count),
+        ("responses", _response_count_times_length),
+    ):
         for share, how in MEANS:
-            words = f"the terms of A > 0 and those of A <= 0 are averaged over their own {of}; {how}"
+            words = f"the terms of A > 0 and those of A <= 0 are averaged over their own {counted}; {how}"
             yield _aggregated(
                 case,
                 words,
-                partial(_apart, count=count, share=share),
-                id=f"signs-averaged-over-own-{of}",
+                partial(_factor_of_own_mean, divisor=divisor, share=share),
+                id=f"signs-averaged-over-own-{counted}",
             )
 
 
-def _apart(
-    batch: Rollouts, count: Callable[[Tensor, Tensor], Tensor], share: float
+def _factor_of_own_mean(
+    batch: Rollouts, divisor: Callable[[Tensor, Tensor], Tensor], share: float
 ) -> Tensor:
-    """One over what each sign counts by itself, times the share of its mean."""
-    positive = batch.adv.expand_as(batch.mask) > 0
-    of_good = count(batch.mask & positive, batch.mask)
-    of_bad = count(batch.mask & ~positive, batch.mask)
+    """Return the factor where A > 0 and A <= 0 are averaged apart, [B, T].
+
+    Args:
+        batch: the batch.
+        divisor: from the tokens of one sign and the mask to what they are divided by.
+        share: the factor on each of the two means.
+    """
+    is_positive = batch.adv.expand_as(batch.mask) > 0
+    of_positive = divisor(batch.mask & is_positive, batch.mask)
+    of_others = divisor(batch.mask & ~is_positive, batch.mask)
     return share * torch.where(
-        positive, 1 / of_good.clamp(min=1), 1 / of_bad.clamp(min=1)
+        is_positive, 1 / of_positive.clamp(min=1), 1 / of_others.clamp(min=1)
     )
 
 
-def _tokens(side: Tensor, mask: Tensor) -> Tensor:
-    """The number of tokens of one sign."""
-    return side.sum()
+def _token_count(tokens: Tensor, mask: Tensor) -> Tensor:
+    """Return the number of these tokens."""
+    return tokens.sum()
 
 
-def _responses(side: Tensor, mask: Tensor) -> Tensor:
-    """The number of responses that have such tokens, times the length of each response."""
-    return side.any(1).sum() * mask.sum(1, keepdim=True)
+def _response_count_times_length(tokens: Tensor, mask: Tensor) -> Tensor:
+    """Return the number of responses with such tokens, times the length of each
+    response, [B, 1].
+    """
+    return tokens.any(1).sum() * mask.sum(1, keepdim=True)
 
 
 # ---- parts of the batch --------------------------------------------------------------
 def _parts(case: LossCase) -> Iterator[LossFault]:
-    """The mean over equally many responses after each other is averaged once more."""
+    """Yield the faults that the batch is cut into parts of consecutive responses, each
+    part is averaged, and the averages are averaged.
+    """
 
-    def parts(
+    def factor(
         batch: Rollouts, n: int, split: Callable[[int, int], list[Tensor]]
     ) -> Tensor:
+        """Return the factor of the averages over n parts, [B, 1]."""
         if len(batch.mask) < n:
             return _own_factor(case, batch)
         factors = [
-            _own_factor(case, _rows(batch, i)) for i in split(len(batch.mask), n)
+            _own_factor(case, _rows(batch, rows)) for rows in split(len(batch.mask), n)
         ]
         return torch.cat(factors) / n
 
     for n in PARTS:
-        for split in (_equal, _last_larger):
+        for split in (_split_evenly, _split_with_larger_last):
             words = f"the batch is cut into {n} parts after each other; each part is averaged by itself, then the parts"
             yield _aggregated(
-                case, words, partial(parts, n=n, split=split), id="parts-averaged"
+                case, words, partial(factor, n=n, split=split), id="parts-averaged"
             )
 
 
-def _equal(rows: int, n: int) -> list[Tensor]:
-    """The first parts have one row more where n does not divide their number."""
+def _split_evenly(rows: int, n: int) -> list[Tensor]:
+    """Cut row numbers into n parts; the first parts have one row more if n does not
+    divide their number.
+    """
     return list(torch.arange(rows).tensor_split(n))
 
 
-def _last_larger(rows: int, n: int) -> list[Tensor]:
-    """The last part has all rows that are left over."""
+def _split_with_larger_last(rows: int, n: int) -> list[Tensor]:
+    """Cut row numbers into n parts; the last part has all rows that are left over."""
     size = rows // n
     return list(torch.arange(rows).tensor_split([size * k for k in range(1, n)]))
 
 
-def _rows(batch: Rollouts, i: Tensor) -> Rollouts:
-    """These rows as a batch of their own, with totals of their own."""
+def _rows(batch: Rollouts, rows: Tensor) -> Rollouts:
+    """Return these rows as a batch of their own, with totals of their own."""
     return batch.but(
         totals=None,
-        **{name: x[i] for name, x in batch.tensors().items()},
+        **{name: x[rows] for name, x in batch.tensors().items()},
     )
