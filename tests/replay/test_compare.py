@@ -10,14 +10,14 @@ import upref
 from tests.replay.test_loss import COLUMNS, batch
 from upref.errors import InputError
 from upref.replay import clipping, heaviest_tokens, make_batch, replay, weights
-from upref.replay.terms import as_run
+from upref.replay.terms import objective_as_run
 
 NAMES = ["dapo", "up_dapo", "grpo", "gspo", "tis(dapo)", "mis_seq(dapo)"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_gradient_is_autograd_of_the_loss(name):
-    o = as_run(name, {})
+    o = objective_as_run(name, {})
     b = batch().rollouts(sampler=o.sampler is not None)
     lp = b.logp.clone().requires_grad_()
     o.loss(b.but(logp=lp)).backward()

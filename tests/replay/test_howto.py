@@ -218,7 +218,7 @@ def test_the_settings_of_the_table_are_objectives():
     that it has.
     """
     import upref
-    from upref.replay.terms import as_run
+    from upref.replay.terms import objective_as_run
 
     cells = [
         row.split("|")[2]
@@ -232,4 +232,4 @@ def test_the_settings_of_the_table_are_objectives():
     assert len(named) >= 6
     for code in named:
         hp = {k: float(v) for k, v in re.findall(r"--hp (\w+)=(\S+)", code)}
-        as_run(code.split()[0], hp).resolve(hp)
+        objective_as_run(code.split()[0], hp).resolve(hp)

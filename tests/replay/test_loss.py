@@ -10,7 +10,7 @@ import torch
 from upref.errors import InputError
 from upref.registry import get
 from upref.replay import loss, make_batch, replay
-from upref.replay.terms import as_run
+from upref.replay.terms import objective_as_run
 
 B, T = 16, 12
 generator = torch.Generator().manual_seed(3)
@@ -36,7 +36,7 @@ def batch(step=None, logged=None, **more):
 
 
 def value(name="dapo", agg="", **hp):
-    o = as_run(name, hp)
+    o = objective_as_run(name, hp)
     return float((o.aggregated(agg) if agg else o).loss(batch().rollouts(), **hp))
 
 
@@ -79,7 +79,7 @@ def test_a_logged_zero_accuses_nobody():
 
 
 def test_the_mean_of_micro_batches_is_named():
-    o, b = as_run("dapo", {}), batch()
+    o, b = objective_as_run("dapo", {}), batch()
     parts = [float(o.loss(b.rows(torch.arange(i, B, 4)).rollouts())) for i in range(4)]
     found = loss(b, "dapo", sum(parts) / 4)
     assert (
@@ -98,7 +98,9 @@ def test_a_multiple_is_named():
 
 def test_the_sampler_in_the_place_of_the_old_policy_is_named():
     b = batch().rollouts()
-    swapped = float(as_run("dapo", {}).loss(b.but(logp_old=b.logp_old - 0.05)))
+    swapped = float(
+        objective_as_run("dapo", {}).loss(b.but(logp_old=b.logp_old - 0.05))
+    )
     found = loss(batch(), "dapo", swapped)
     assert not found and "sampler's column" in found.found
 
@@ -125,7 +127,7 @@ def test_terms_that_cancel_say_nothing():
 
 def test_hyperparameters_and_corrections_enter():
     b = batch().rollouts(sampler=True)
-    o = as_run("tis(dapo)", {})
+    o = objective_as_run("tis(dapo)", {})
     logged = float(o.loss(b, eps_high=0.1))
     assert loss(batch(), "tis(dapo)", logged, eps_high=0.1).found == "token-mean"
     assert not loss(batch(), "tis(dapo)", logged).found
@@ -165,7 +167,7 @@ def test_the_divisor_is_that_of_the_objectives_own_sum(name, hp):
     """Of a mean over responses it is a number of responses; the KL term is in the sum."""
     ref = OLD - 0.2 * torch.rand(B, T, generator=generator, dtype=torch.float64)
     recorded = batch(ref=ref)
-    o = as_run(name, hp)
+    o = objective_as_run(name, hp)
     value = float(o.loss(recorded.rollouts(), **hp))
     count = int(COLUMNS["mask"].sum()) if o.agg == "token-mean" else B
     found = loss(recorded, name, value * count / (count + 3), **hp)
@@ -211,7 +213,9 @@ def with_other_bounds(steps):
         adv = torch.randn(B, 1, generator=draw, dtype=torch.float64).expand(B, T)
         columns = {"old": old, "now": (old + moved).clamp(max=0), "adv": adv}
         one = batch(**columns)
-        ran = float(as_run("dapo", {}).loss(one.rollouts(), eps_high=0.1, eps_low=0.4))
+        ran = float(
+            objective_as_run("dapo", {}).loss(one.rollouts(), eps_high=0.1, eps_low=0.4)
+        )
         yield batch(**columns, step=n, logged={"loss": ran})
 
 
@@ -220,7 +224,9 @@ def test_another_sum_is_a_failure_where_it_is_that_of_each_step():
     steps = []
     for s in with_other_bounds(4):
         logged = float(
-            as_run("dapo", {}).aggregated("seq-mean-token-mean").loss(s.rollouts())
+            objective_as_run("dapo", {})
+            .aggregated("seq-mean-token-mean")
+            .loss(s.rollouts())
         )
         steps.append(replace(s, logged={"loss": logged}))
     found = replay(steps, "dapo", only=["loss"])

@@ -9,14 +9,14 @@ import torch
 from tests.replay.test_loss import COLUMNS, B, T, batch
 from upref.errors import InputError
 from upref.replay import loss, make_batch, normalizer
-from upref.replay.terms import as_run, terms_of
+from upref.replay.terms import objective_as_run, terms_of
 
 MASK = COLUMNS["mask"]
 
 
 def gradient(name="dapo", agg="", **hp):
     """dL/dlp [B, T] of the objective under an aggregation."""
-    o = as_run(name, hp)
+    o = objective_as_run(name, hp)
     return terms_of(batch(), o.aggregated(agg) if agg else o, hp).own().gradient()
 
 
@@ -53,7 +53,7 @@ def test_a_gradient_that_float32_cannot_hold_is_no_other_sum():
     adv = COLUMNS["adv"].double().clone()
     adv[0] = 1e-60
     columns = COLUMNS | {"adv": adv}
-    step = terms_of(make_batch(columns, file="f"), as_run("dapo", {}), {})
+    step = terms_of(make_batch(columns, file="f"), objective_as_run("dapo", {}), {})
     recorded = step.own().gradient().float().double()
     assert not recorded[0].any() and step.own().gradient()[0].any()
     found = normalizer(make_batch(columns | {"grad": recorded}, file="f"), "dapo")
@@ -193,7 +193,7 @@ def test_a_kl_term_and_a_correction_enter():
     )
     more = {"ref": ref, "correction": factors}
     b = make_batch(COLUMNS | more, file="f")
-    o = as_run("dapo", {"beta": 0.1})
+    o = objective_as_run("dapo", {"beta": 0.1})
     g = terms_of(b, o, {"beta": 0.1}).gradient()
     right = make_batch(COLUMNS | more | {"grad": g}, file="f")
     assert not normalizer(right, "dapo", beta=0.1).findings
@@ -206,7 +206,7 @@ def test_bfloat16_is_no_fault():
     """In bfloat16 each token's gradient is off by some 2^-8, and the sums are the same."""
     now = COLUMNS["now"].bfloat16()
     b = make_batch(COLUMNS | {"now": now}, file="f")
-    g = terms_of(b, as_run("dapo", {}), {}).gradient().bfloat16()
+    g = terms_of(b, objective_as_run("dapo", {}), {}).gradient().bfloat16()
     found = normalizer(make_batch(COLUMNS | {"now": now, "grad": g}, file="f"), "dapo")
     assert found and not found.findings
 
@@ -223,7 +223,7 @@ def test_a_number_that_the_gradient_does_not_bear_out_is_no_failure():
     """
     half = torch.rand(B, T, generator=torch.Generator().manual_seed(2)) < 0.5
     columns = COLUMNS | {"now": COLUMNS["old"], "grad": gradient() * half}
-    step = terms_of(make_batch(columns, file="f"), as_run("dapo", {}), {})
+    step = terms_of(make_batch(columns, file="f"), objective_as_run("dapo", {}), {})
     b = make_batch(columns, file="f", logged={"loss": 0.5 * step.loss()})
     found = loss(b, "dapo")
     assert found and causes(found) == ["divided", "gradient_other"]

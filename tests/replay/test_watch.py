@@ -15,7 +15,7 @@ from tests.replay.test_normalizer import gradient
 from upref.errors import InputError
 from upref.replay import make_batch
 from upref.replay.record import Stopped
-from upref.replay.terms import as_run, terms_of
+from upref.replay.terms import objective_as_run, terms_of
 from upref.replay.watch import CAUSES, Watch, sink_of
 
 DAPO = {"eps_high": 0.2}
@@ -25,7 +25,9 @@ def step(scale=1.0, **columns):
     """A recorded step whose loss and gradient are dapo's, times a factor."""
     held = COLUMNS | {"grad": scale * gradient("dapo", **DAPO)} | columns
     value = (
-        terms_of(make_batch(COLUMNS, file="f"), as_run("dapo", DAPO), DAPO).own().loss()
+        terms_of(make_batch(COLUMNS, file="f"), objective_as_run("dapo", DAPO), DAPO)
+        .own()
+        .loss()
     )
     return make_batch(held, file="f", step=50, logged={"loss": scale * value})
 

@@ -21,7 +21,7 @@ import torch
 
 from upref.replay import loss, normalizer, read_steps, record
 from upref.replay.schema import RecordedBatch
-from upref.replay.terms import as_run, terms_of
+from upref.replay.terms import objective_as_run, terms_of
 from upref.step.case import build_case, make_goal, perturb
 from upref.step.families import tiny
 from upref.step.reference import TorchModel
@@ -191,7 +191,7 @@ def judged(trainer: str, s: Setting, batches: list[RecordedBatch]) -> Line:
     for b in batches:
         found = loss(b, o, **hp)
         gradient = normalizer(b, o, **hp)
-        step = terms_of(b, as_run(o, hp), hp)
+        step = terms_of(b, objective_as_run(o, hp), hp)
         size = max(1.0, float(step.total(step.terms.abs())))
         off = max(off, abs(found.value - found.logged) / size)
         if gradient.low == gradient.low:  # else no response has a gradient

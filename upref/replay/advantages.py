@@ -22,7 +22,7 @@ EPSILONS = (1e-6, 1e-8, 1e-4)  # verl, others, TRL
 # bfloat16 to 2^-8.
 TOLERANCE = 2e-5
 TOLERANCE_BFLOAT16 = 2**-7
-LEAST = 3  # responses with an advantage: fewer fit anything
+LEAST_RESPONSES = 3  # responses with an advantage: fewer fit anything
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,42 +62,46 @@ def advantages(batch: RecordedBatch) -> Advantages:
     assert batch.adv is not None and batch.reward is not None
     trains = batch.mask.any(1)
     if not one_per_response(batch.adv[trains], batch.mask[trains]):
-        same = (
+        is_constant = (
             (batch.adv == per_response(batch.adv, batch.mask)[:, None]) | ~batch.mask
         ).all(1)
-        differs = note(
+        finding = note(
             "advantages",
             "per_token",
-            rows=int((~same & trains).sum()),
+            rows=int((~is_constant & trains).sum()),
             of=int(trains.sum()),
         )
-        return Advantages(estimator="", grouping="", error=1.0, findings=(differs,))
+        return Advantages(estimator="", grouping="", error=1.0, findings=(finding,))
     A = per_response(batch.adv, batch.mask)[trains]
     informative = int((A != 0).sum())
-    if informative < LEAST:
-        few = note("advantages", "no_signal")
+    if informative < LEAST_RESPONSES:
+        finding_of_few = note("advantages", "no_signal")
         if informative:
-            few = note("advantages", "too_few", responses=informative)
-        return Advantages(estimator="", grouping="", error=0.0, findings=(few,))
+            finding_of_few = note("advantages", "too_few", responses=informative)
+        return Advantages(
+            estimator="", grouping="", error=0.0, findings=(finding_of_few,)
+        )
     tolerance = _tolerance(A)
-    for grouping, after in product(_groupings(batch), (_unchanged, _whitened)):
+    for grouping, transform in product(
+        _possible_groupings(batch), (_leave_unchanged, _whiten)
+    ):
         fits: list[tuple[str, float]] = []
         for name, estimate in grouping.estimators():
-            made = _made(estimate, batch.reward, grouping.ids)
-            if made is not None:
-                suffix, made = after(made, batch.mask)
-                error = float((made[trains] - A).abs().max() / A.abs().max())
+            estimated = _estimate_or_none(estimate, batch.reward, grouping.ids)
+            if estimated is not None:
+                suffix, estimated = transform(estimated, batch.mask)
+                error = float((estimated[trains] - A).abs().max() / A.abs().max())
                 if error < tolerance:
                     fits.append((name + suffix, error))
         if fits:
             break
     else:
         return Advantages(
-            estimator="", grouping="", error=1.0, findings=(_unknown(batch),)
+            estimator="", grouping="", error=1.0, findings=(_no_estimator(batch),)
         )
     (name, error), *others = fits
     also = tuple(other for other, _ in others[:3])
-    findings = _judged(batch, name, grouping)
+    findings = _grouping_findings(batch, name, grouping)
     return Advantages(
         estimator=name,
         grouping=grouping.name,
@@ -107,16 +111,17 @@ def advantages(batch: RecordedBatch) -> Advantages:
     )
 
 
-def _judged(
+def _grouping_findings(
     batch: RecordedBatch, estimator: str, grouping: "Grouping"
 ) -> tuple[ReplayFinding, ...]:
-    """What a grouping other than the prompts' means."""
+    """Return the findings on a grouping that is not the prompts' own."""
     if batch.group is None or grouping.name in (PROMPTS, NO_GROUPS):
         return ()
     if grouping.name == WHOLE:
         return (note("advantages", "whole_batch", estimator=estimator),)
     mixed = sum(
-        len(batch.group[grouping.ids == g].unique()) > 1 for g in grouping.ids.unique()
+        len(batch.group[grouping.ids == number].unique()) > 1
+        for number in grouping.ids.unique()
     )
     numbers = {
         "estimator": estimator,
@@ -124,19 +129,20 @@ def _judged(
         "mixed": mixed,
         "groups": len(grouping.ids.unique()),
     }
-    if mixed and _of_rewards_alone(batch):
+    if mixed and _is_line_of_rewards(batch):
         return (note("advantages", "fixed_baseline", **numbers),)
     if mixed:
-        severity: Severity = "failure" if _certain_groups(batch) else "note"
+        severity: Severity = "failure" if _groups_are_prompts(batch) else "note"
         return (ReplayFinding("advantages", severity, "wrong_grouping", numbers),)
     return (
         note("advantages", "subgroups", estimator=estimator, grouping=grouping.name),
     )
 
 
-def _of_rewards_alone(batch: RecordedBatch) -> bool:
-    """Whether the advantages are a (R - b) with the same a and b in all responses: then
-    no grouping is told from a fixed baseline.
+def _is_line_of_rewards(batch: RecordedBatch) -> bool:
+    """Whether the advantages are a (R - b) with the same a and b in all responses.
+
+    Then a fixed baseline gives them as well as any grouping.
     """
     assert batch.adv is not None and batch.reward is not None
     trains = batch.mask.any(1)
@@ -148,14 +154,14 @@ def _of_rewards_alone(batch: RecordedBatch) -> bool:
 
 
 def _tolerance(A: Tensor) -> float:
-    """How far, in units of the largest, rounding moves advantages of this type."""
-    coarse = bool((A.bfloat16().double() == A).all())
-    return TOLERANCE_BFLOAT16 if coarse else TOLERANCE
+    """The error that rounding may make, relative to the largest advantage."""
+    is_bfloat16 = bool((A.bfloat16().double() == A).all())
+    return TOLERANCE_BFLOAT16 if is_bfloat16 else TOLERANCE
 
 
-def _unknown(batch: RecordedBatch) -> ReplayFinding:
-    """No estimator gives the advantages: of groups that are not whole here, perhaps, or
-    of any.
+def _no_estimator(batch: RecordedBatch) -> ReplayFinding:
+    """Return the note that no estimator gives the advantages. Where groups differ in
+    size, some may not be whole in this file.
     """
     if batch.group is not None:
         _, sizes = batch.group.unique(return_counts=True)
@@ -166,7 +172,7 @@ def _unknown(batch: RecordedBatch) -> ReplayFinding:
     return note("advantages", "no_estimator")
 
 
-def _certain_groups(batch: RecordedBatch) -> bool:
+def _groups_are_prompts(batch: RecordedBatch) -> bool:
     """Whether the groups are sure to be the prompts.
 
     A reader takes responses with equal prompts for a group. Where an agent varies the
@@ -174,17 +180,18 @@ def _certain_groups(batch: RecordedBatch) -> bool:
     """
     assert batch.group is not None
     _, sizes = batch.group.unique(return_counts=True)
-    return PROMPTS_READ not in batch.meta or bool(
-        ((sizes == sizes[0]) & (sizes > 1)).all()
-    )
+    if PROMPTS_READ not in batch.meta:
+        return True
+    return bool(((sizes == sizes[0]) & (sizes > 1)).all())
 
 
-def _unchanged(A: Tensor, mask: Tensor) -> tuple[str, Tensor]:
+def _leave_unchanged(A: Tensor, mask: Tensor) -> tuple[str, Tensor]:
+    """The end of the estimator's name, which is empty, and the same advantages."""
     return "", A
 
 
-def _whitened(A: Tensor, mask: Tensor) -> tuple[str, Tensor]:
-    """The advantages [B] of responses, whitened over their tokens."""
+def _whiten(A: Tensor, mask: Tensor) -> tuple[str, Tensor]:
+    """The end of the estimator's name, and the advantages [B] whitened over tokens."""
     white = estimators.whiten_tokens(A[:, None].expand_as(mask).contiguous(), mask)
     return ", whitened over tokens", per_response(white, mask)
 
@@ -204,28 +211,28 @@ class Grouping:
     estimators: Callable[[], Iterator[tuple[str, Estimate]]]
 
 
-def _groupings(batch: RecordedBatch) -> Iterator[Grouping]:
-    """The prompts' own, none, then runs of n consecutive rows, ranks, micro-batches,
-    and the whole batch as a group.
+def _possible_groupings(batch: RecordedBatch) -> Iterator[Grouping]:
+    """Yield the ways to group the responses that are tried: by prompts, not at all, by
+    consecutive rows, by ranks, by micro-batches, and the whole batch as one group.
     """
-    n = len(batch.mask)
-    rows = torch.arange(n)
-    whole = torch.zeros(n, dtype=torch.int64)
+    count = len(batch.mask)
+    rows = torch.arange(count)
+    one_group = torch.zeros(count, dtype=torch.int64)
     if batch.group is not None:
-        yield Grouping(PROMPTS, batch.group, _of_groups)
-    yield Grouping(NO_GROUPS, whole, _of_no_group)
-    for size in range(2, n):
-        if n % size == 0:
-            yield Grouping(f"{size} consecutive rows", rows // size, _of_groups)
+        yield Grouping(PROMPTS, batch.group, _group_estimators)
+    yield Grouping(NO_GROUPS, one_group, _estimators_without_groups)
+    for size in range(2, count):
+        if count % size == 0:
+            yield Grouping(f"{size} consecutive rows", rows // size, _group_estimators)
     for name, column in (("each rank", batch.rank), ("each micro-batch", batch.micro)):
         if column is not None and len(column.unique()) > 1:
-            yield Grouping(name, column, _of_groups)
-    yield Grouping(WHOLE, whole, _of_groups)
+            yield Grouping(name, column, _group_estimators)
+    yield Grouping(WHOLE, one_group, _group_estimators)
 
 
-def _of_groups() -> Iterator[tuple[str, Estimate]]:
-    """Estimators that compare a response with its group. The simplest name comes first
-    where several agree.
+def _group_estimators() -> Iterator[tuple[str, Estimate]]:
+    """Yield the names and functions of estimators that compare a response with its
+    group, the simplest first.
     """
     yield "group_mean", estimators.group_mean
     for ddof in (1, 0):
@@ -245,29 +252,31 @@ def _of_groups() -> Iterator[tuple[str, Estimate]]:
             yield name, partial(estimators.group_mean_whiten, ddof=ddof, eps=eps)
 
 
-def _of_no_group() -> Iterator[tuple[str, Estimate]]:
-    """Estimators that have no groups."""
+def _estimators_without_groups() -> Iterator[tuple[str, Estimate]]:
+    """Yield the names and functions of estimators that need no groups."""
     yield "reward", estimators.reward
     yield "signed", estimators.signed
 
 
 def _over_std_of_others(rewards: Tensor, group: Tensor) -> Tensor:
-    """(R_i - mean of the others) / (their standard deviation + 1e-6), where that is not
-    0: NeMo-RL's default.
+    """NeMo-RL's default: (R_i - mean of the others) / (their standard deviation + 1e-6).
+
+    Where the standard deviation is 0, the difference is not divided. All are NaN where
+    a group has fewer than three responses.
     """
-    out = torch.zeros_like(rewards)
-    for g in group.unique():
-        members = (group == g).nonzero()[:, 0]
-        n = len(members)
-        if n < 3:
+    advantages = torch.zeros_like(rewards)
+    for number in group.unique():
+        members = (group == number).nonzero()[:, 0]
+        count = len(members)
+        if count < 3:
             return torch.full_like(rewards, torch.nan)
         R = rewards[members]
-        mean = (R.sum() - R) / (n - 1)
-        variance = ((R**2).sum() - R**2) / (n - 1) - mean**2
-        std = (variance.clamp(min=0) * (n - 1) / (n - 2)).sqrt()
+        mean = (R.sum() - R) / (count - 1)
+        variance = ((R**2).sum() - R**2) / (count - 1) - mean**2
+        std = (variance.clamp(min=0) * (count - 1) / (count - 2)).sqrt()
         A = R - mean
-        out[members] = torch.where(std > 1e-6, A / (std + 1e-6), A)
-    return out
+        advantages[members] = torch.where(std > 1e-6, A / (std + 1e-6), A)
+    return advantages
 
 
 def _over_std_of_all(rewards: Tensor, group: Tensor, eps: float) -> Tensor:
@@ -275,7 +284,9 @@ def _over_std_of_all(rewards: Tensor, group: Tensor, eps: float) -> Tensor:
     return estimators.group_mean(rewards, group) / (rewards.std() + eps)
 
 
-def _made(estimate: Estimate, rewards: Tensor, group: Tensor) -> Tensor | None:
+def _estimate_or_none(
+    estimate: Estimate, rewards: Tensor, group: Tensor
+) -> Tensor | None:
     """The estimator's advantages in float64; None where it does not take these rewards."""
     try:
         made = estimate(rewards, group)

@@ -56,7 +56,7 @@ def make_batch(columns: Mapping[str, Any], *, file: str, **facts: Any) -> Record
             )
     tensors = {name: _tensor(name, value, file) for name, value in given.items()}
     if offsets is not None:
-        tensors = _padded(tensors, _tensor("offsets", offsets, file), file)
+        tensors = _pad_columns(tensors, _tensor("offsets", offsets, file), file)
     shape = tuple(tensors["mask"].shape)
     if len(shape) != 2 or 0 in shape:
         raise InputError(
@@ -163,13 +163,15 @@ def _check_repeated(parts: Sequence[RecordedBatch]) -> None:
             int((part.ids * part.mask).sum()),
         )
         twin = seen.setdefault(key, part.file)
-        if twin != part.file and _equal(part, next(p for p in parts if p.file == twin)):
+        if twin != part.file and _has_same_responses(
+            part, next(p for p in parts if p.file == twin)
+        ):
             raise InputError(
                 f"{part.file} holds the same responses as {twin}: give one of them."
             )
 
 
-def _equal(one: RecordedBatch, other: RecordedBatch) -> bool:
+def _has_same_responses(one: RecordedBatch, other: RecordedBatch) -> bool:
     return torch.equal(one.ids, other.ids) and torch.equal(one.mask, other.mask)
 
 
@@ -186,7 +188,7 @@ def _tensor(name: str, value: Any, file: str) -> Tensor:
             f"{file}: {name} holds {array.size:,} numbers, more than {MOST_SLOTS:,}."
         )
     if name == "group" and array.dtype.kind in "US":
-        array = _numbered(array)
+        array = _number_texts(array)
     if array.dtype.kind not in "biuf":
         raise InputError(f"{file}: {name} holds {array.dtype}, not numbers.")
     if array.dtype.kind == "u":
@@ -196,7 +198,7 @@ def _tensor(name: str, value: Any, file: str) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array))
 
 
-def _numbered(texts: np.ndarray) -> np.ndarray:
+def _number_texts(texts: np.ndarray) -> np.ndarray:
     """A whole number for each text, the same one in every file."""
     kinds, number = np.unique(texts, return_inverse=True)
     digests = [hashlib.sha256(str(text).encode()).digest() for text in kinds]
@@ -204,7 +206,7 @@ def _numbered(texts: np.ndarray) -> np.ndarray:
     return np.array(numbers, dtype=np.int64)[number.reshape(texts.shape)]
 
 
-def _padded(
+def _pad_columns(
     tensors: dict[str, Tensor], offsets: Tensor, file: str
 ) -> dict[str, Tensor]:
     """Ragged token columns as [B, T]."""

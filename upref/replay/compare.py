@@ -16,7 +16,7 @@ from upref.errors import InputError
 from upref.replay.clipping import clipping, fraction
 from upref.replay.findings import Checked
 from upref.replay.schema import RecordedBatch, expect_batch
-from upref.replay.terms import as_run
+from upref.replay.terms import objective_as_run
 from upref.rollouts import Rollouts
 
 HEAVIEST = 0.01  # of the tokens
@@ -124,11 +124,11 @@ def weights(
     """
     expect_batch(batch, "the table of objectives")
     batch.rollouts()
-    first = [as_run(ran, {})] if ran else []
+    first = [objective_as_run(ran, {})] if ran else []
     objectives = first + [
         o
         for name in names
-        if (o := as_run(name, {})).name not in {f.name for f in first}
+        if (o := objective_as_run(name, {})).name not in {f.name for f in first}
     ]
     reference: Tensor | None = None
     rows: list[ObjectiveRow] = []

@@ -87,13 +87,15 @@ def read_steps(files: Iterable[str | Path]) -> Iterator[RecordedBatch]:
 
 
 def _load(group: Sequence[Source]) -> RecordedBatch:
-    return merge([_one(source.load, source.path) for source in group])
+    return merge([_call_parser(source.load, source.path) for source in group])
 
 
 def _by_step(files: list[str | Path]) -> list[list[Source]]:
     paths: list[Path] = []
     for path in map(Path, files):
-        paths += filter(_is_recorded, _inside(path)) if path.is_dir() else [path]
+        paths += (
+            filter(_is_recorded, _batch_files_in(path)) if path.is_dir() else [path]
+        )
     if not paths:
         raise InputError(
             f"there is no recorded batch ({', '.join(_suffixes())}) in {files[0] if files else 'no file'}."
@@ -102,7 +104,7 @@ def _by_step(files: list[str | Path]) -> list[list[Source]]:
         raise InputError(
             f"these are {len(paths):,} files: give at most {MOST_FILES:,}."
         )
-    sources = [_source(path) for path in paths]
+    sources = [_find_source(path) for path in paths]
     numbered = sorted(
         (s for s in sources if s.step is not None), key=lambda s: s.step or 0
     )
@@ -118,11 +120,11 @@ def other_files(files: Iterable[str | Path]) -> list[Path]:
         files: files or folders.
     """
     folders = [path for path in map(Path, files) if path.is_dir()]
-    inside = (path for folder in folders for path in _inside(folder))
+    inside = (path for folder in folders for path in _batch_files_in(folder))
     return [path for path in inside if not _is_recorded(path)]
 
 
-def _inside(folder: Path) -> list[Path]:
+def _batch_files_in(folder: Path) -> list[Path]:
     """The files of a folder and of its folders that may be recorded batches."""
     ends = _suffixes()
     return sorted(p for p in folder.rglob("*") if p.suffix in ends and p.is_file())
@@ -131,29 +133,29 @@ def _inside(folder: Path) -> list[Path]:
 def _is_recorded(path: Path) -> bool:
     """Whether a file is one of docs/dump.md or of a trainer that upref reads."""
     if path.suffix == ".npz":
-        return bool(_one(_npz_has_schema, path))
+        return bool(_call_parser(_npz_has_schema, path))
     if path.suffix == ".safetensors":
-        return "schema" in _one(_safetensors_metadata, path)
+        return "schema" in _call_parser(_safetensors_metadata, path)
     return _reader(path) is not None
 
 
 def _reader(path: Path) -> plugins.DumpReader | None:
     """What reads a trainer's own file."""
     for reader in plugins.dump_readers():
-        if path.suffix in reader.SUFFIXES and _one(reader.recognizes, path):
+        if path.suffix in reader.SUFFIXES and _call_parser(reader.recognizes, path):
             return reader
     return None
 
 
-def _source(path: Path) -> Source:
+def _find_source(path: Path) -> Source:
     require_file(path)
     if path.suffix == ".npz":
-        return Source(path, _one(_npz_step, path), _read_npz)
+        return Source(path, _call_parser(_npz_step, path), _read_npz)
     if path.suffix == ".safetensors":
-        return Source(path, _one(_safetensors_step, path), _read_safetensors)
+        return Source(path, _call_parser(_safetensors_step, path), _read_safetensors)
     reader = _reader(path)
     if reader is not None:
-        return Source(path, _one(reader.step_of, path), reader.read)
+        return Source(path, _call_parser(reader.step_of, path), reader.read)
     raise InputError(
         f"{path} is no recorded batch: give {', '.join(_suffixes())} as {located(PAGE)} describes."
     )
@@ -167,7 +169,7 @@ def _suffixes() -> list[str]:
     )
 
 
-def _one(work: Callable[[Path], Any], path: Path) -> Any:
+def _call_parser(work: Callable[[Path], Any], path: Path) -> Any:
     """What `work` makes of the file; whatever a parser raises becomes one sentence."""
     try:
         return work(path)
@@ -244,14 +246,14 @@ def _npz_has_schema(path: Path) -> bool:
 def _npz_step(path: Path) -> int | None:
     _npz_headers(path)
     with np.load(path, allow_pickle=False) as archive:
-        return _whole(str(archive["step"]), path) if "step" in archive else None
+        return _step_number(str(archive["step"]), path) if "step" in archive else None
 
 
 def _read_npz(path: Path) -> RecordedBatch:
     with np.load(path, allow_pickle=False) as archive:
         held = {name: archive[name] for name in archive.files}
     facts = {name: str(held.pop(name)) for name in FACTS if name in held}
-    return make_batch(held, file=str(path), **_facts(facts, path))
+    return make_batch(held, file=str(path), **_parse_facts(facts, path))
 
 
 # ---- .safetensors --------------------------------------------------------------------
@@ -268,7 +270,7 @@ def _safetensors_step(path: Path) -> int | None:
             f"{path} is larger than {MOST_BYTES >> 30} GiB: split the step into several files."
         )
     metadata = _safetensors_metadata(path)
-    return _whole(metadata["step"], path) if "step" in metadata else None
+    return _step_number(metadata["step"], path) if "step" in metadata else None
 
 
 def _read_safetensors(path: Path) -> RecordedBatch:
@@ -277,30 +279,30 @@ def _read_safetensors(path: Path) -> RecordedBatch:
     with safe_open(path, framework="pt") as file:
         facts = {k: v for k, v in (file.metadata() or {}).items() if k in FACTS}
         held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
-    return make_batch(held, file=str(path), **_facts(facts, path))
+    return make_batch(held, file=str(path), **_parse_facts(facts, path))
 
 
-def _facts(written: dict[str, str], path: Path) -> dict[str, Any]:
+def _parse_facts(written: dict[str, str], path: Path) -> dict[str, Any]:
     """Step, logged and meta as the file holds them: text."""
     schema = written.get("schema", "")
     if schema != str(SCHEMA):
         raise InputError(
             f"{path} has the schema version {schema or 'none'!r}; this upref reads {SCHEMA}."
         )
-    logged, meta = (_object(name, written, path) for name in ("logged", "meta"))
+    logged, meta = (_json_object(name, written, path) for name in ("logged", "meta"))
     for name, number in logged.items():
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise InputError(f"{path}: {name} under logged must be a number.")
         if abs(number) > LARGEST:
             raise InputError(f"{path}: {name} under logged is beyond float32.")
     return {
-        "step": _whole(written["step"], path) if "step" in written else None,
+        "step": _step_number(written["step"], path) if "step" in written else None,
         "logged": {name: float(number) for name, number in logged.items()},
         "meta": {name: str(text) for name, text in meta.items()},
     }
 
 
-def _whole(step: str, path: Path) -> int:
+def _step_number(step: str, path: Path) -> int:
     """The number of a step, as a file holds it."""
     try:
         return int(step)
@@ -310,7 +312,7 @@ def _whole(step: str, path: Path) -> int:
         ) from None
 
 
-def _object(name: str, written: dict[str, str], path: Path) -> dict[str, Any]:
+def _json_object(name: str, written: dict[str, str], path: Path) -> dict[str, Any]:
     """A JSON object, as a file holds it."""
     try:
         value = json.loads(written.get(name, "{}"))

@@ -47,13 +47,15 @@ ROUNDING_GAP = 0.03  # nats, mean |d|
 # shifts it by a KL of this or more.
 LEAST_KL = 0.01  # nats
 ROUNDED_ABOVE = 0.05  # nats above 0, which no rounding of a probability of 1 leaves
-FAR = 4.0  # nats: the trainer finds a token e^4 times less likely than the sampler
-FEW = 3  # tokens: fewer are no pattern
-APART = 5  # times as far off as any other response
-SOME = 0.25  # of the responses, beyond which those that are off are no exception
+FAR_NATS = 4.0  # nats: the trainer finds a token e^4 times less likely than the sampler
+LEAST_TOKENS = 3  # tokens: fewer are no pattern
+LEAST_SEPARATION = 5  # times as far off as any other response
+LARGEST_SHARE_OFF = (
+    0.25  # of the responses, beyond which those that are off are no exception
+)
 ONE_SIDED = 10  # times as many tokens below as above
 # mean sign of d among likely tokens, and among rare ones: seven of eight have that sign
-AGREEMENT = 0.75
+LEAST_AGREEMENT = 0.75
 # tokens of either kind: chance makes such a mean of 20 signs with probability 0.0004
 LEAST_RARE = 20
 
@@ -106,46 +108,42 @@ def gap(batch: RecordedBatch) -> Gap:
     if batch.now is None:
         batch.require("old", purpose="the sampler's gap")
     assert batch.sampler is not None
-    columns = Columns(batch.trainer(), batch.sampler, batch.mask)
     findings: list[ReplayFinding] = []
 
-    def report(severity: Any, cause: str, **numbers: Any) -> None:
+    def add_finding(severity: Any, cause: str, **numbers: Any) -> None:
+        """Report one cause."""
         findings.append(ReplayFinding("sampler", severity, cause, numbers))
 
-    if batch.sampler_ids is not None:
-        other = batch.mask & (batch.sampler_ids != batch.ids)
-        if other.any():
-            report(
-                "failure", "other_ids", tokens=int(other.sum()), trained=batch.tokens
-            )
-            # what follows has another context
-            columns = columns.without(other.cumsum(1) > 0)
-    missing = columns.mask & columns.y.isnan()
-    if missing.any():
-        report(
-            "failure",
-            "not_sampled",
-            tokens=int(missing.sum()),
-            trained=batch.tokens,
-            value="missing",
-        )
-        columns = columns.without(missing)
+    columns = Columns(batch.trainer(), batch.sampler, batch.mask)
+    columns = _find_causes(batch, columns, add_finding)
+    return _make_gap(columns, findings)
+
+
+def _find_causes(batch: RecordedBatch, columns: Columns, add_finding: Any) -> Columns:
+    """Report the causes of the gap, those that can be undone first.
+
+    Args:
+        batch: the recorded step.
+        columns: the log-probabilities of trainer and sampler.
+        add_finding: takes a severity, a cause and its numbers.
+
+    Returns:
+        The columns without what was undone.
+    """
+    columns = _without_unsampled(batch, columns, add_finding)
     if not columns.mask.any():
-        return _result(columns, findings)
-    y = columns.trained(columns.y)
-    d = columns.trained(columns.d)
-    if not y.any():
-        report("note", "all_zero")
-        return _result(columns, findings)
-    if not d.any():
-        report("note", "copied")
-        return _result(columns, findings)
-
+        return columns
+    if not columns.trained(columns.sampler).any():
+        add_finding("note", "all_zero")
+        return columns
+    if not columns.trained(columns.log_rho).any():
+        add_finding("note", "copied")
+        return columns
     if is_one_number_a_row(columns):
-        report("failure", "one_number", responses=int(columns.mask.any(1).sum()))
-        return _result(columns, findings)
-
-    for undo in (
+        add_finding("failure", "one_number", responses=int(columns.mask.any(1).sum()))
+        return columns
+    rows_were_exchanged = False
+    for find_cause in (
         find_factor,
         find_sums,
         find_shift,
@@ -154,177 +152,237 @@ def gap(batch: RecordedBatch) -> Gap:
         find_placeholder,
         find_floor,
     ):
-        found = undo(columns)
-        if found is not None:
-            report(
-                "failure",
-                found.cause,
-                **found.numbers,
-                before=found.before,
-                after=found.after,
-            )
-            columns = found.columns
-            if not columns.mask.any():
-                return _result(columns, findings)
-    above = columns.trained(columns.y) > ROUNDED_ABOVE
-    if above.any():
-        report(
+        undone = find_cause(columns)
+        if undone is None:
+            continue
+        add_finding(
+            "failure",
+            undone.cause,
+            **undone.numbers,
+            before=undone.before,
+            after=undone.after,
+        )
+        rows_were_exchanged |= undone.cause == "rows"
+        columns = undone.columns
+        if not columns.mask.any():
+            return columns
+    is_positive = columns.trained(columns.sampler) > ROUNDED_ABOVE
+    if is_positive.any():
+        add_finding(
             "failure",
             "positive",
-            tokens=int(above.sum()),
+            tokens=int(is_positive.sum()),
             trained=int(columns.mask.sum()),
         )
-        return _result(columns, findings)
-    if any(f.cause == "rows" for f in findings):
+        return columns
+    if rows_were_exchanged:
         # rows that are nearly certain are exchanged too, and nothing tells them
-        return _result(columns, findings)
+        return columns
     if batch.ref is not None:
-        against_ref = Columns(batch.ref, columns.y, columns.mask)
+        against_ref = Columns(batch.ref, columns.sampler, columns.mask)
         before = columns.distance()
         after = against_ref.distance()
         if before > 2 * ROUNDING_GAP and after < before / 4:
-            report("note", "reference_weights", before=before, after=after)
-            return _result(columns, findings)
-    off = _some_responses(columns)
-    if off is not None:
-        mean_abs, rest = (
-            float(columns.d[columns.mask & rows[:, None]].abs().mean())
-            for rows in (off, ~off)
+            add_finding("note", "reference_weights", before=before, after=after)
+            return columns
+    is_off = _find_responses_off(columns)
+    if is_off is not None:
+        differences = columns.log_rho.abs()
+        add_finding(
+            "note",
+            "some_responses",
+            mean_abs=float(differences[columns.mask & is_off[:, None]].mean()),
+            rest=float(differences[columns.mask & ~is_off[:, None]].mean()),
+            rows=int(is_off.sum()),
+            of=int(columns.mask.any(1).sum()),
         )
-        numbers = {"rows": int(off.sum()), "of": int(columns.mask.any(1).sum())}
-        report("note", "some_responses", mean_abs=mean_abs, rest=rest, **numbers)
-        columns = columns.without(off[:, None])
-    _signatures(columns, _first_draws(batch), report)
-    return _result(columns, findings)
+        columns = columns.without(is_off[:, None])
+    _report_signatures(columns, _first_draws(batch), add_finding)
+    return columns
 
 
-def _some_responses(columns: Columns) -> Tensor | None:
-    """The responses [B] that are off where the others agree to rounding; None where
+def _without_unsampled(
+    batch: RecordedBatch, columns: Columns, add_finding: Any
+) -> Columns:
+    """Report and leave out the tokens that train and that the sampler did not draw."""
+    if batch.sampler_ids is not None:
+        is_other = batch.mask & (batch.sampler_ids != batch.ids)
+        if is_other.any():
+            add_finding(
+                "failure", "other_ids", tokens=int(is_other.sum()), trained=batch.tokens
+            )
+            # what follows has another context
+            columns = columns.without(is_other.cumsum(1) > 0)
+    is_missing = columns.mask & columns.sampler.isnan()
+    if is_missing.any():
+        add_finding(
+            "failure",
+            "not_sampled",
+            tokens=int(is_missing.sum()),
+            trained=batch.tokens,
+            value="missing",
+        )
+        columns = columns.without(is_missing)
+    return columns
+
+
+def _find_responses_off(columns: Columns) -> Tensor | None:
+    """Return which responses are off, [B], if all others agree to rounding; None where
     there are none, or too many.
 
-    Whatever changes all tokens alike leaves no distance between the two kinds.
+    A cause that changes all tokens alike does not separate the two kinds.
     """
-    there = columns.mask.sum(1) >= FEW
-    own = torch.where(there, columns.row_distance(), 0.0)
-    if int(there.sum()) < FEW:
+    is_long_enough = columns.mask.sum(1) >= LEAST_TOKENS
+    distances = torch.where(is_long_enough, columns.row_distance(), 0.0)
+    if int(is_long_enough.sum()) < LEAST_TOKENS:
         return None
-    off = own > max(ROUNDING_GAP, 10 * float(own[there].median()))
-    if not 2 <= int(off.sum()) <= SOME * int(there.sum()):
+    median = float(distances[is_long_enough].median())
+    is_off = distances > max(ROUNDING_GAP, 10 * median)
+    if not 2 <= int(is_off.sum()) <= LARGEST_SHARE_OFF * int(is_long_enough.sum()):
         return None
-    apart = float(own[off].min()) > APART * float(own[~off].max())
-    rest = columns.without(off[:, None])
-    return off if apart and rest.distance() < ROUNDING_GAP / 3 else None
+    nearest_off = float(distances[is_off].min())
+    farthest_other = float(distances[~is_off].max())
+    is_separated = nearest_off > LEAST_SEPARATION * farthest_other
+    others = columns.without(is_off[:, None])
+    return is_off if is_separated and others.distance() < ROUNDING_GAP / 3 else None
 
 
-def _signatures(columns: Columns, first_draws: Tensor, report: Any) -> None:
-    """Notes on what has a signature and cannot be undone."""
-    x, y, d = (columns.trained(c) for c in (columns.x, columns.y, columns.d))
-    first = first_draws[columns.mask]
-    impossible = d < -FAR
-    usual = d[~impossible]
-    typical = float(usual.abs().median()) if len(usual) else 0.0
+def _report_signatures(columns: Columns, first_draws: Tensor, add_finding: Any) -> None:
+    """Add notes on a gap that cannot be undone, but has the signature of a cause.
+
+    Args:
+        columns: the log-probabilities of trainer and sampler.
+        first_draws: the first token drawn from each context, [B, T].
+        add_finding: takes a severity, a cause and its numbers.
+    """
+    trainer = columns.trained(columns.trainer)
+    sampled = columns.trained(columns.sampler)
+    log_rho = columns.trained(columns.log_rho)
+    is_first = first_draws[columns.mask]
+    is_impossible = log_rho < -FAR_NATS
+    usual_log_rho = log_rho[~is_impossible]
+    typical = float(usual_log_rho.abs().median()) if len(usual_log_rho) else 0.0
     # Weights that differ everywhere have a wide middle; lone tokens on a clean line
     # have a narrow one.
-    lone = (
-        max(FEW, 0.002 * len(d)) <= int(impossible.sum()) < 0.5 * len(d)
-        and typical < ROUNDING_GAP
-    )
-    if lone:
-        report(
+    least_lone = max(LEAST_TOKENS, 0.002 * len(log_rho))
+    are_lone = least_lone <= int(is_impossible.sum()) < 0.5 * len(log_rho)
+    has_lone_tokens = are_lone and typical < ROUNDING_GAP
+    if has_lone_tokens:
+        add_finding(
             "note",
             "impossible_tokens",
-            tokens=int(impossible.sum()),
-            trained=len(d),
-            far=FAR,
+            tokens=int(is_impossible.sum()),
+            trained=len(log_rho),
+            far=FAR_NATS,
         )
-        x = x[~impossible]
-        y = y[~impossible]
-        d = usual
-        first = first[~impossible]
-    numbers = _numbers(d)
+        trainer = trainer[~is_impossible]
+        sampled = sampled[~is_impossible]
+        log_rho = usual_log_rho
+        is_first = is_first[~is_impossible]
+    numbers = _statistics(log_rho)
     mean_abs = numbers["mean_abs"]
     mean = numbers["mean"]
-    two = {"mean_abs": mean_abs, "rho": numbers["rho_mean"], "k3": numbers["k3"]}
-    if len(d) < LEAST_RARE:  # too few for any signature
-        if mean_abs > ROUNDING_GAP and not lone:
-            report("note", "two_policies", **two)
+    policy_numbers = {
+        "mean_abs": mean_abs,
+        "rho": numbers["rho_mean"],
+        "k3": numbers["k3"],
+    }
+    if len(log_rho) < LEAST_RARE:  # too few for any signature
+        if mean_abs > ROUNDING_GAP and not has_lone_tokens:
+            add_finding("note", "two_policies", **policy_numbers)
         return
-    rounded = [
-        name for name, column in (("sampler", y), ("old", x)) if is_bfloat16(column)
+    bfloat16_columns = [
+        name
+        for name, column in (("sampler", sampled), ("old", trainer))
+        if is_bfloat16(column)
     ]
-    shape = _shape(x, y)
-    if shape and _shape(x[first], y[first]) != shape:
-        shape = ""  # only the draws from one context, counted many times, make it
-    if shape == "stretched":
-        cause = "raw_temperature" if mean > SIGNIFICANT * _error(d) else "temperature"
-        if abs(mean) <= SIGNIFICANT * _error(d):
-            cause = "above_one" if _above_one(d) else "some_temperature"
-        more = {
+    signature = _find_signature(trainer, sampled)
+    if signature and _find_signature(trainer[is_first], sampled[is_first]) != signature:
+        signature = ""  # only the draws from one context, counted many times, make it
+    if signature == "stretched":
+        noise = SIGNIFICANT * _standard_error(log_rho)
+        if mean > noise:
+            cause = "raw_temperature"
+        elif abs(mean) > noise:
+            cause = "temperature"
+        elif _has_excess_mass(log_rho):
+            cause = "above_one"
+        else:
+            cause = "some_temperature"
+        numbers_of_temperature = {
             "mean": mean,
             "mean_abs": mean_abs,
             "rho": numbers["rho_mean"],
             "error": numbers["rho_se"],
         }
-        report("note", cause, **more)
-    elif shape in ("sampler above", "trainer above"):
-        zeros = float(((y == 0) & (d < -ROUNDING_GAP / 10)).double().mean())
-        above = d < 0 if shape == "sampler above" else d > 0
-        if shape == "sampler above":
+        add_finding("note", cause, **numbers_of_temperature)
+    elif signature in ("sampler above", "trainer above"):
+        zeros = float(((sampled == 0) & (log_rho < -ROUNDING_GAP / 10)).double().mean())
+        has_side = log_rho < 0 if signature == "sampler above" else log_rho > 0
+        if signature == "sampler above":
             cause = "cut" if zeros > 0 else "cut_or_divided"
         else:
             cause = "trainer_above"
-        report(
+        add_finding(
             "note",
             cause,
-            share=float(above.double().mean()),
+            share=float(has_side.double().mean()),
             rho=numbers["rho_mean"],
             zeros=zeros,
         )
-    elif shape == "impossible mean":
-        report(
+    elif signature == "impossible mean":
+        add_finding(
             "note",
             "not_the_sampler",
             mean=mean,
             rho=numbers["rho_mean"],
             inverse=numbers["inverse_mean"],
         )
-    elif shape == "above one":
-        report("note", "above_one", rho=numbers["rho_mean"], error=numbers["rho_se"])
-    elif len(rounded) == 1:
-        report("note", "bfloat16_column", column=rounded[0], mean_abs=mean_abs)
-    elif mean_abs > ROUNDING_GAP and not lone:
+    elif signature == "above one":
+        add_finding(
+            "note", "above_one", rho=numbers["rho_mean"], error=numbers["rho_se"]
+        )
+    elif len(bfloat16_columns) == 1:
+        add_finding(
+            "note", "bfloat16_column", column=bfloat16_columns[0], mean_abs=mean_abs
+        )
+    elif mean_abs > ROUNDING_GAP and not has_lone_tokens:
         if columns.unrelated():
-            report("note", "unrelated", correlation=columns.correlation(), **two)
+            add_finding(
+                "note", "unrelated", correlation=columns.correlation(), **policy_numbers
+            )
         else:
-            report("note", "two_policies", **two)
+            add_finding("note", "two_policies", **policy_numbers)
 
 
-def _shape(x: Tensor, y: Tensor) -> str:
-    """What the differences look like; "" where they have no signature."""
+def _find_signature(x: Tensor, y: Tensor) -> str:
+    """Return the signature of the differences of trainer x and sampler y, [N]; "" where
+    they have none.
+    """
     d = x - y
     if len(d) < LEAST_RARE:
         return ""
     mean = float(d.mean())
-    if float(d.abs().mean()) > ROUNDING_GAP and _stretched(x, y):
+    if float(d.abs().mean()) > ROUNDING_GAP and _is_stretched(x, y):
         return "stretched"
-    side = _one_sided(d)
-    if side < 0 and (_below_one(d) or _without_exception(d)):
+    side = _side_of_differences(d)
+    if side < 0 and (_lacks_mass(d) or _is_rarely_above(d)):
         return "sampler above"
-    if side > 0 and _below_one(-d):
+    if side > 0 and _lacks_mass(-d):
         return "trainer above"
-    if mean > LEAST_KL and mean > SIGNIFICANT * _error(d):
+    if mean > LEAST_KL and mean > SIGNIFICANT * _standard_error(d):
         return "impossible mean"
-    return "above one" if _above_one(d) else ""
+    return "above one" if _has_excess_mass(d) else ""
 
 
-def _error(d: Tensor) -> float:
-    """Standard error of the mean of d."""
+def _standard_error(d: Tensor) -> float:
+    """The standard error of the mean of d."""
     return float(d.std()) / len(d) ** 0.5
 
 
 def _first_draws(batch: RecordedBatch) -> Tensor:
-    """The first token drawn from each context, [B, T]: responses that begin alike
-    repeat a context.
+    """Return which tokens are the first that train from their context, [B, T]. Responses
+    that begin alike repeat a context.
 
     The partial sums of ρ - 1 are a martingale of independent draws. Where a draw is
     nearly certain, its copies repeat one difference, and their number says nothing.
@@ -334,22 +392,22 @@ def _first_draws(batch: RecordedBatch) -> Tensor:
     width = batch.ids.shape[1]
     factors = torch.randint(-(2**62), 2**62, (width + 1,), generator=generator)
     # wraps around: a hash of the tokens before each slot
-    terms = batch.ids * factors[:width]
-    context = terms.cumsum(1) - terms + torch.arange(width) * factors[width]
+    hashed = batch.ids * factors[:width]
+    context = hashed.cumsum(1) - hashed + torch.arange(width) * factors[width]
     if batch.group is not None:
         context = context + (batch.group * factors[0])[:, None]
     trained = batch.mask.nonzero()
-    _, number = context[batch.mask].unique(return_inverse=True)
-    places = torch.arange(len(number))
-    first = torch.full((int(number.max()) + 1,), len(number)).scatter_reduce(
-        0, number, places, "amin"
-    )
-    out = torch.zeros_like(batch.mask)
-    out[tuple(trained[first].T)] = True
-    return out
+    _, context_number = context[batch.mask].unique(return_inverse=True)
+    order = torch.arange(len(context_number))
+    first_places = torch.full(
+        (int(context_number.max()) + 1,), len(context_number)
+    ).scatter_reduce(0, context_number, order, "amin")
+    is_first = torch.zeros_like(batch.mask)
+    is_first[tuple(trained[first_places].T)] = True
+    return is_first
 
 
-def _one_sided(d: Tensor) -> int:
+def _side_of_differences(d: Tensor) -> int:
     """-1 where μ is above π_old on nearly every token that differs, +1 where it is
     below, else 0.
 
@@ -358,20 +416,21 @@ def _one_sided(d: Tensor) -> int:
     """
     thresholds = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)
     counts = [(int((d < -t).sum()), int((d > t).sum())) for t in thresholds]
-    many = max(FEW * ONE_SIDED, 0.05 * len(d))
+    least_count = max(LEAST_TOKENS * ONE_SIDED, 0.05 * len(d))
     for side, (usual, rare) in ((-1, (0, 1)), (1, (1, 0))):
-        for at, count in enumerate(counts):
-            tail = [
-                c
-                for c in counts[at:]
-                if c[rare] >= FEW and ONE_SIDED * c[rare] >= c[usual]
+        for position, count in enumerate(counts):
+            other_side = [
+                counts_beyond
+                for counts_beyond in counts[position:]
+                if counts_beyond[rare] >= LEAST_TOKENS
+                and ONE_SIDED * counts_beyond[rare] >= counts_beyond[usual]
             ]
-            if count[usual] >= many and not tail:
+            if count[usual] >= least_count and not other_side:
                 return side
     return 0
 
 
-def _below_one(d: Tensor) -> bool:
+def _lacks_mass(d: Tensor) -> bool:
     """Whether the mean of e^d is below 1, by more than chance, and d varies little:
     mass is missing.
 
@@ -380,11 +439,11 @@ def _below_one(d: Tensor) -> bool:
     """
     ratio = d.clamp(max=LARGE_EXPONENT).exp()
     excess = ratio - 1
-    missing = float(excess.sum()) < -SIGNIFICANT * float((excess**2).sum().sqrt())
-    return missing and float(ratio.mean()) < 1.5 * math.exp(float(d.mean()))
+    is_missing = float(excess.sum()) < -SIGNIFICANT * float((excess**2).sum().sqrt())
+    return is_missing and float(ratio.mean()) < 1.5 * math.exp(float(d.mean()))
 
 
-def _without_exception(d: Tensor) -> bool:
+def _is_rarely_above(d: Tensor) -> bool:
     """Whether d is below 0 on most tokens and above it, by more than rounding, on fewer
     than one in a thousand.
 
@@ -396,7 +455,7 @@ def _without_exception(d: Tensor) -> bool:
     return float(below) > 0.5 and float(above) < 0.001
 
 
-def _above_one(d: Tensor) -> bool:
+def _has_excess_mass(d: Tensor) -> bool:
     """Whether the mean of ρ is above 1 by more than chance: no normalized policy gives
     more mass than 1.
     """
@@ -405,27 +464,30 @@ def _above_one(d: Tensor) -> bool:
     return significant and float(excess.mean()) > 2 * LEAST_KL
 
 
-def _stretched(x: Tensor, y: Tensor) -> bool:
+def _is_stretched(x: Tensor, y: Tensor) -> bool:
     """Whether one column is at another temperature: above the other one on likely
     tokens and below it on rare ones.
 
     Other weights and rounding move a token either way, whatever its probability.
     """
     differs = (x - y).abs() > 1e-3
-    sign = (x - y)[differs].sign()
-    likely = (x + y)[differs]
-    order = likely.argsort()
-    sums = sign[order].cumsum(0)
-    n = len(sign)
-    if n <= 2 * LEAST_RARE:
+    signs = (x - y)[differs].sign()
+    rarest_first = (x + y)[differs].argsort()
+    sums = signs[rarest_first].cumsum(0)
+    count = len(signs)
+    if count <= 2 * LEAST_RARE:
         return False
-    rare = torch.arange(LEAST_RARE, n - LEAST_RARE)
-    low = sums[rare - 1] / rare
-    high = (sums[-1] - sums[rare - 1]) / (n - rare)
-    return bool(((low * high < 0) & (low.abs().minimum(high.abs()) > AGREEMENT)).any())
+    # every number of tokens that may be the rare ones
+    rare = torch.arange(LEAST_RARE, count - LEAST_RARE)
+    mean_of_rare = sums[rare - 1] / rare
+    mean_of_likely = (sums[-1] - sums[rare - 1]) / (count - rare)
+    are_opposite = mean_of_rare * mean_of_likely < 0
+    agree = mean_of_rare.abs().minimum(mean_of_likely.abs()) > LEAST_AGREEMENT
+    return bool((are_opposite & agree).any())
 
 
-def _numbers(d: Tensor) -> dict[str, float]:
+def _statistics(d: Tensor) -> dict[str, float]:
+    """The fields of a Gap that the differences d = log ρ give, [N]."""
     if not len(d):
         zero = dict.fromkeys(("mean", "mean_abs", "largest", "k3", "rho_se"), 0.0)
         return zero | {"rho_mean": 1.0, "inverse_mean": 1.0, "effective": 1.0}
@@ -442,7 +504,8 @@ def _numbers(d: Tensor) -> dict[str, float]:
     }
 
 
-def _result(columns: Columns, findings: list[ReplayFinding]) -> Gap:
+def _make_gap(columns: Columns, findings: list[ReplayFinding]) -> Gap:
+    """The Gap of the tokens that are compared, with these findings."""
     cause = findings[0].cause if findings else "agree"
-    d = columns.trained(columns.d)
-    return Gap(tokens=len(d), cause=cause, findings=tuple(findings), **_numbers(d))
+    d = columns.trained(columns.log_rho)
+    return Gap(tokens=len(d), cause=cause, findings=tuple(findings), **_statistics(d))

@@ -20,12 +20,12 @@ from upref.replay.findings import Checked, ReplayFinding, note
 from upref.replay.normalizer import Normalizer, normalizer
 from upref.replay.schema import RecordedBatch, expect_batch
 from upref.replay.terms import (
-    EXTRA,
-    FACTORS,
+    EXTRA_TERMS,
     OR_ELSE,
+    USUAL_MULTIPLES,
     StepTerms,
-    as_run,
-    or_else,
+    join_names,
+    objective_as_run,
     terms_of,
 )
 
@@ -33,7 +33,9 @@ from upref.replay.terms import (
 # in bfloat16 would be off by 4e-3 and name nothing. Seven digits are what frameworks
 # log.
 ROUNDING = 5e-6
-SHARP = 1e-4  # of the sum of |terms|: with fewer digits another sum may agree by chance
+LARGEST_TOLERANCE = (
+    1e-4  # of the sum of |terms|: with fewer digits another sum may agree by chance
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +111,7 @@ def loss(
         InputError: a column, the number, or the file of a rank is missing.
     """
     expect_batch(batch, "the check of the loss")
-    o = as_run(objective, hp)
+    resolved = objective_as_run(objective, hp)
     if logged is None:
         logged = batch.logged.get("loss")
     if logged is None:
@@ -120,33 +122,33 @@ def loss(
         raise InputError(
             f"the loss that the run logged is {logged}: replay a step that has a number."
         )
-    step = terms_of(batch, o, hp)
-    gradient = None if batch.grad is None else normalizer(batch, o, **hp)
-    number = _Number.of(batch, step, logged, digits)
+    step = terms_of(batch, resolved, hp)
+    gradient = None if batch.grad is None else normalizer(batch, resolved, **hp)
+    comparison = _LoggedNumber.of(batch, step, logged, digits)
     findings = [] if batch.now is not None else [note("loss", "needs_now")]
-    found, judged = _judged(batch, number, gradient)
-    findings += judged
+    found, number_findings = _judge_number(batch, comparison, gradient)
+    findings += number_findings
     if gradient is not None:
         findings += gradient.findings
     return LoggedLoss(
-        objective=o.name,
+        objective=resolved.name,
         logged=logged,
-        value=number.value,
-        expected=number.expected,
+        value=comparison.value,
+        expected=comparison.expected,
         found=found,
-        divisor=number.divisor,
-        fits=tuple(number.accepted + [name for name, _ in number.others])
-        + tuple(_times(f) for f in number.multiples),
+        divisor=comparison.divisor,
+        fits=tuple(comparison.accepted + [name for name, _ in comparison.others])
+        + tuple(_multiple_name(f) for f in comparison.multiples),
         gradient="" if gradient is None else gradient.found,
         gradient_factor=None if gradient is None else gradient.factor,
         gradient_tolerance=0.0 if gradient is None else gradient.tolerance,
-        unused=tuple(_unused(step)),
+        unused=tuple(_unused_hyperparameters(step)),
         findings=tuple(findings),
     )
 
 
 @dataclass(frozen=True)
-class _Number:
+class _LoggedNumber:
     """A logged loss beside the sums of an objective's terms.
 
     Args:
@@ -179,28 +181,43 @@ class _Number:
     @classmethod
     def of(
         cls, batch: RecordedBatch, step: StepTerms, logged: float, digits: float
-    ) -> "_Number":
-        """Compute every sum and compare it with the number."""
-        expected, first = next(step.by_counts())
-        value = first.loss()
+    ) -> "_LoggedNumber":
+        """Compute every sum of the objective's terms, and compare it with the number.
+
+        Args:
+            batch: the recorded step.
+            step: the objective's terms on it.
+            logged: the number.
+            digits: half a unit of its last printed digit.
+        """
+        expected, own_terms = next(step.by_counts())
+        value = own_terms.loss()
         size = float(step.total(step.terms.abs()))
         tolerance = digits + ROUNDING * max(size, abs(value))
-        accepted = [(n, v) for n, v in _accepted(step) if abs(v - logged) <= tolerance]
+        accepted = [
+            (name, loss_of_sum)
+            for name, loss_of_sum in _objective_losses(step)
+            if abs(loss_of_sum - logged) <= tolerance
+        ]
         if accepted:
             expected, value = accepted[0]
         others = [
-            (n, v) for n, v in _candidates(batch, step) if abs(v - logged) <= tolerance
+            (name, loss_of_sum)
+            for name, loss_of_sum in _other_losses(batch, step)
+            if abs(loss_of_sum - logged) <= tolerance
         ]
         multiples = []
         if min(abs(value), abs(logged)) > 100 * tolerance:
             multiples = [
-                f for f in FACTORS if abs(logged - f * value) <= 2 * tolerance * f
+                multiple
+                for multiple in USUAL_MULTIPLES
+                if abs(logged - multiple * value) <= 2 * tolerance * multiple
             ]
-        count, unit = first.count
-        by_prompt = step.o.agg == "group-token-mean"
-        names = [n for n, _ in accepted]
+        count, unit = own_terms.count
+        by_prompt = step.objective.agg == "group-token-mean"
+        names = [name for name, _ in accepted]
         return cls(
-            step.o.name,
+            step.objective.name,
             logged,
             tolerance,
             size,
@@ -221,8 +238,9 @@ class _Number:
 
     @property
     def divisor(self) -> float | None:
-        """What gives the logged number in the place of the count, with the digits that
-        the number has."""
+        """The divisor that gives the logged number in place of `count`, with as many
+        digits as the number has; None where none can be told.
+        """
         if self.by_prompt or self.cancels or abs(self.logged) <= 10 * self.tolerance:
             return None
         digits = int(math.log10(abs(self.logged) / self.tolerance))
@@ -230,7 +248,7 @@ class _Number:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """What every finding says of it."""
+        """The numbers that every finding about it needs."""
         return {
             "logged": self.logged,
             "expected": self.expected,
@@ -239,22 +257,36 @@ class _Number:
         }
 
 
-def _judged(
-    batch: RecordedBatch, number: _Number, gradient: Normalizer | None
+def _judge_number(
+    batch: RecordedBatch, number: _LoggedNumber, gradient: Normalizer | None
 ) -> tuple[str, list[ReplayFinding]]:
-    """(the sum that the logged number is, "" if none; what is to be said of it)."""
+    """Judge the logged loss.
+
+    Args:
+        batch: the recorded step.
+        number: the logged loss beside the sums of the objective's terms.
+        gradient: the verdict on the recorded gradient, if there is one.
+
+    Returns:
+        The name of the sum that the number is, "" if none; and the findings.
+    """
     numbers = number.numbers
     if number.accepted:
-        blind = [note("loss", "uninformative", value=number.value)]
-        return number.expected, blind if number.cancels else []
-    if batch.meta.get(EXTRA):
-        return "", [note("loss", "extra_terms", extra=batch.meta[EXTRA], **numbers)]
-    if number.tolerance < SHARP * number.size and _may_accuse(gradient):
-        apart = 10 * number.tolerance
-        equal = [n for n, v in number.others if abs(v - number.value) > apart]
-        if equal:
-            numbers["found"] = or_else(equal)
-            if abs(number.logged) <= apart and not _bears_out(gradient):
+        uninformative = [note("loss", "uninformative", value=number.value)]
+        return number.expected, uninformative if number.cancels else []
+    if batch.meta.get(EXTRA_TERMS):
+        return "", [
+            note("loss", "extra_terms", extra=batch.meta[EXTRA_TERMS], **numbers)
+        ]
+    is_precise = number.tolerance < LARGEST_TOLERANCE * number.size
+    if is_precise and _number_may_fail(gradient):
+        noise = 10 * number.tolerance
+        other_sums = [
+            name for name, value in number.others if abs(value - number.value) > noise
+        ]
+        if other_sums:
+            numbers["found"] = join_names(other_sums)
+            if abs(number.logged) <= noise and not _gradient_fails_too(gradient):
                 return "", [note("loss", "logged_zero", **numbers)]
             failure = ReplayFinding("loss", "failure", "other_sum", numbers)
             return numbers["found"], [failure]
@@ -270,22 +302,22 @@ def _judged(
     return "", [note("loss", "unexplained", **numbers)]
 
 
-def _bears_out(gradient: Normalizer | None) -> bool:
-    """Whether dL/dlp is another sum's too."""
+def _gradient_fails_too(gradient: Normalizer | None) -> bool:
+    """Whether the recorded gradient is another sum's too."""
     return gradient is not None and bool(gradient.failures)
 
 
-def _times(factor: float) -> str:
+def _multiple_name(factor: float) -> str:
     """The name of a multiple of the objective's loss."""
     return f"{factor:g} times"
 
 
 # where the number tells nothing of the sum
-BLIND = ("uninformative", "beside_zero", "extra_terms", "logged_zero")
+UNINFORMATIVE_CAUSES = ("uninformative", "beside_zero", "extra_terms", "logged_zero")
 
 
 def settle(losses: Sequence[LoggedLoss]) -> list[LoggedLoss]:
-    """Call nothing another sum that only some steps of a run are.
+    """Withdraw the failures that hold at some steps of a run alone.
 
     A step with wrong hyperparameters equals some other sum by chance once in a few
     hundred; a fault of the code is there at each step. Where dL/dlp is that of another
@@ -297,45 +329,55 @@ def settle(losses: Sequence[LoggedLoss]) -> list[LoggedLoss]:
     Returns:
         The same, with a note in the place of each failure that is of some steps alone.
     """
-    telling = [x for x in losses if not any(f.cause in BLIND for f in x.findings)]
-    return [_settled(x, [y for y in telling if y is not x]) for x in losses]
+    informative = []
+    for step_loss in losses:
+        causes = {finding.cause for finding in step_loss.findings}
+        if causes.isdisjoint(UNINFORMATIVE_CAUSES):
+            informative.append(step_loss)
+    settled = []
+    for step_loss in losses:
+        others = [other for other in informative if other is not step_loss]
+        settled.append(_settle_one(step_loss, others))
+    return settled
 
 
-def _settled(one: LoggedLoss, others: Sequence[LoggedLoss]) -> LoggedLoss:
-    """One step of `settle`: a failure of it stays with the sums that every other step
-    may be, too.
+def _settle_one(
+    step_loss: LoggedLoss, other_losses: Sequence[LoggedLoss]
+) -> LoggedLoss:
+    """Settle one step: a failure stays if every other informative step may be one of
+    its sums too, or if its gradient fails.
     """
     kept: list[ReplayFinding] = []
-    found = one.found
-    for f in one.findings:
-        names = _names(f)
-        everywhere = set(names).intersection(*(other.fits for other in others))
-        if not names or everywhere or one.gradient_failed:
-            kept.append(f)
+    found = step_loss.found
+    for finding in step_loss.findings:
+        names = _sum_names(finding)
+        in_all_steps = set(names).intersection(*(other.fits for other in other_losses))
+        if not names or in_all_steps or step_loss.gradient_failed:
+            kept.append(finding)
             continue
         found = ""
         kept.append(
-            note("loss", "only_here", **f.numbers | {"what": " or ".join(names)})
+            note("loss", "only_here", **finding.numbers | {"what": " or ".join(names)})
         )
-    return replace(one, found=found, findings=tuple(kept))
+    return replace(step_loss, found=found, findings=tuple(kept))
 
 
-def _names(finding: ReplayFinding) -> list[str]:
-    """The names of the sums that a failure of the number is, in the order of the text;
-    none of another finding.
+def _sum_names(finding: ReplayFinding) -> list[str]:
+    """The names of the sums or the multiple that a failure names, in the order of the
+    text; none for another finding.
     """
     if finding.cause == "other_sum":
         names: list[str] = finding.numbers["found"].split(OR_ELSE)
         return names
     if finding.cause == "multiple":
-        return [_times(finding.numbers["factor"])]
+        return [_multiple_name(finding.numbers["factor"])]
     return []
 
 
-def _unused(step: StepTerms) -> Iterator[str]:
-    """The hyperparameters that may be doubled without another loss."""
+def _unused_hyperparameters(step: StepTerms) -> Iterator[str]:
+    """Yield the hyperparameters that may be doubled without changing the loss."""
     value = step.loss()
-    for name, number in step.o.resolve(step.hp).items():
+    for name, number in step.objective.resolve(step.hp).items():
         if not number or not math.isfinite(number):
             continue  # a bound that is not there
         try:
@@ -346,7 +388,7 @@ def _unused(step: StepTerms) -> Iterator[str]:
             yield name
 
 
-def _may_accuse(gradient: Normalizer | None) -> bool:
+def _number_may_fail(gradient: Normalizer | None) -> bool:
     """Whether one number may be called another sum: dL/dlp is not recorded, has nothing
     to say, or is another sum too.
 
@@ -358,61 +400,68 @@ def _may_accuse(gradient: Normalizer | None) -> bool:
     return [f.cause for f in gradient.findings] == ["no_gradient"]
 
 
-def _accepted(step: StepTerms) -> Iterator[tuple[str, float]]:
-    """(what it is, the loss): the objective's, by the framework's counts and by those
-    of the tokens that are there.
+def _objective_losses(step: StepTerms) -> Iterator[tuple[str, float]]:
+    """Yield the objective's loss by the framework's counts, and by the counts of the
+    recorded tokens.
+
+    Yields:
+        The name of the sum, and the loss.
     """
     for name, counted in step.by_counts():
         yield name, counted.loss()
 
 
-def _candidates(batch: RecordedBatch, step: StepTerms) -> Iterator[tuple[str, float]]:
-    """(what it is, the loss) of every other sum of the same terms."""
-    o = step.o
+def _other_losses(batch: RecordedBatch, step: StepTerms) -> Iterator[tuple[str, float]]:
+    """Yield the loss by every other sum of the objective's terms.
+
+    Yields:
+        The name of the sum, and the loss.
+    """
+    objective = step.objective
     hp = step.hp
     for name, counted in step.by_other_counts():
         yield name, counted.loss()
     own = step.own()
-    beta = o.resolve(hp).get("beta")
+    beta = objective.resolve(hp).get("beta")
     for agg in AGGREGATIONS:
-        if agg in (o.agg, "seq-mean-token-sum-norm") or (agg == "seq-mean") != (
-            o.agg == "seq-mean"
-        ):
+        if agg in (objective.agg, "seq-mean-token-sum-norm"):
             continue
-        if agg == "group-token-mean" and step.b.group is None:
+        if "seq-mean" in (agg, objective.agg):
+            continue  # one has a term for each response, the other for each token
+        if agg == "group-token-mean" and step.rollouts.group is None:
             continue  # it is the token mean
         yield agg, own.under(agg).loss()
     for words, _, parts in own.parts():
         values = [part.loss() for part in parts]
-        yield f"mean over {words} of their own {o.agg}", sum(values) / len(values)
-        yield f"sum over {words} of their own {o.agg}", sum(values)
+        yield (
+            f"mean over {words} of their own {objective.agg}",
+            sum(values) / len(values),
+        )
+        yield f"sum over {words} of their own {objective.agg}", sum(values)
     if beta:
         yield (
-            f"{o.agg} without the KL term",
+            f"{objective.agg} without the KL term",
             replace(step, hp=hp | {"beta": 0.0}).loss(),
         )
-    if o.kl and not beta and step.b.logp_ref is not None:
+    may_lack_kl_term = objective.kl and not beta and step.rollouts.logp_ref is not None
+    if may_lack_kl_term or objective.level != "token":
         return
-    if (
-        step.b.logp_sampler is None
-        and batch.sampler is not None
-        and batch.old is not None
-        and o.level == "token"
-    ):
+    has_both_columns = batch.sampler is not None and batch.old is not None
+    if has_both_columns and step.rollouts.logp_sampler is None:
         yield from _with_sampler_as_old(batch, step)
 
 
 def _with_sampler_as_old(
     batch: RecordedBatch, step: StepTerms
 ) -> Iterator[tuple[str, float]]:
-    """The same objective with the sampler's log-probabilities in the place of π_old."""
+    """Yield the objective's loss with the sampler's log-probabilities as π_old."""
     try:
-        b = batch.rollouts(sampler=True)
+        rollouts = batch.rollouts(sampler=True)
     except InputError:
         return  # the sampler's column holds no log-probabilities
-    assert b.logp_sampler is not None
-    swapped = step.b.but(logp_old=b.logp_sampler)
+    assert rollouts.logp_sampler is not None
+    with_sampler = step.rollouts.but(logp_old=rollouts.logp_sampler)
     yield (
-        f"{step.o.agg} with the sampler's column as π_old",
-        replace(step, b=swapped).loss(),
+        f"{step.objective.agg} with the sampler's column as π_old",
+        replace(step, rollouts=with_sampler).loss(),
     )

@@ -21,15 +21,23 @@ from torch import Tensor
 from upref.definition import Objective
 from upref.replay.findings import Checked, ReplayFinding, note
 from upref.replay.schema import RecordedBatch, expect_batch
-from upref.replay.terms import FACTORS, StepTerms, as_run, or_else, terms_of
+from upref.replay.terms import (
+    USUAL_MULTIPLES,
+    StepTerms,
+    join_names,
+    objective_as_run,
+    terms_of,
+)
 
 ROUNDING = 2e-4  # of a token's gradient, computed in float32
-HALF = 3e-2  # the same in bfloat16, whose unit roundoff is 4e-3
+BFLOAT16_ROUNDING = 3e-2  # the same in bfloat16, whose unit roundoff is 4e-3
 # nats by which float32 may move log r beside a clip bound, in units of 1 + |log r|
-BAND = 1e-5
+BOUND_ROUNDING = 1e-5
 # a smaller gradient of a token is 0 in the trainer's float32
-LEAST = torch.finfo(torch.float32).tiny
-OFF = 1e-3  # of the tokens may be off: at a clip bound that the band does not reach
+LEAST_GRADIENT = torch.finfo(torch.float32).tiny
+LARGEST_SHARE_OFF = (
+    1e-3  # of the tokens may be off: at a clip bound that the band does not reach
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,15 +84,14 @@ def normalizer(
     """
     expect_batch(batch, "the check of the normalizer")
     batch.require("grad", purpose="the check of the normalizer")
-    step = terms_of(batch, as_run(objective, hp), hp)
+    step = terms_of(batch, objective_as_run(objective, hp), hp)
     assert batch.grad is not None
-    found = _Comparison(
-        step, batch.grad[batch.mask.any(1)], HALF if _half(batch) else ROUNDING
-    )
-    return found.answer()
+    tolerance = BFLOAT16_ROUNDING if _is_bfloat16(batch) else ROUNDING
+    recorded = batch.grad[batch.mask.any(1)]
+    return _Comparison(step, recorded, tolerance).judge()
 
 
-def _half(batch: RecordedBatch) -> bool:
+def _is_bfloat16(batch: RecordedBatch) -> bool:
     """Whether the trainer's log-probabilities are bfloat16 numbers; their gradients
     have the same type.
     """
@@ -101,49 +108,58 @@ class _Comparison:
         self.tolerance = tolerance
         self.expected, first = next(step.by_counts())
         self.reference = first.gradient()
-        self.kept = step.b.mask & ~_at_a_bound(first, self.reference)
+        self.is_compared = step.rollouts.mask & ~_is_near_bound(first, self.reference)
 
     def factors(self, reference: Tensor) -> tuple[Tensor, Tensor]:
-        """(factor of each response [B], NaN where none is told; tokens that are not
-        that multiple [B, T]).
-        """
-        r = torch.where(self.kept, reference, 0.0)
-        g = torch.where(self.kept, self.recorded, 0.0)
-        squares = (r * r).sum(1)
-        told = r.abs().amax(1) > LEAST
-        factor = torch.where(told, (g * r).sum(1) / squares, torch.nan)
-        size = r.abs().amax(1, keepdim=True) * factor.abs().nan_to_num()[:, None]
-        off = self.kept & (
-            (g - factor.nan_to_num()[:, None] * r).abs() > self.tolerance * size
-        )
-        return factor, off
+        """Divide the recorded gradient by another one, response by response.
 
-    def answer(self) -> Normalizer:
-        """What the factors say."""
-        factor, off = self.factors(self.reference)
-        low, high = _range(factor)
+        Args:
+            reference: the other gradient, [B, T].
+
+        Returns:
+            The factor of each response, [B], NaN where it has no gradient; and which
+            tokens are not that multiple, [B, T].
+        """
+        right = torch.where(self.is_compared, reference, 0.0)
+        recorded = torch.where(self.is_compared, self.recorded, 0.0)
+        squares = (right * right).sum(1)
+        has_factor = right.abs().amax(1) > LEAST_GRADIENT
+        factor = torch.where(has_factor, (recorded * right).sum(1) / squares, torch.nan)
+        known_factor = factor.nan_to_num()[:, None]
+        largest = right.abs().amax(1, keepdim=True) * known_factor.abs()
+        error = (recorded - known_factor * right).abs()
+        is_off = self.is_compared & (error > self.tolerance * largest)
+        return factor, is_off
+
+    def judge(self) -> Normalizer:
+        """Tell which sum of the terms the recorded gradient belongs to."""
+        factor, is_off = self.factors(self.reference)
+        low, high = _factor_range(factor)
         numbers = {
             "expected": self.expected,
-            "objective": self.step.o.name,
+            "objective": self.step.objective.name,
             "low": low,
             "high": high,
         }
-        tokens = int(self.kept.sum())
-        one = self._one_number(factor)
+        tokens = int(self.is_compared.sum())
+        factor_of_all = self._common_factor(factor)
         found, findings = self._judge(
-            factor, off, one, numbers | {"tokens": int(off.sum()), "trained": tokens}
+            factor,
+            is_off,
+            factor_of_all,
+            numbers | {"tokens": int(is_off.sum()), "trained": tokens},
         )
         for name, counted in self.step.by_counts():
             if name == found:
                 factor, _ = self.factors(counted.gradient())
-                one = self._one_number(factor)
-                low, high = _range(factor)
+                factor_of_all = self._common_factor(factor)
+                low, high = _factor_range(factor)
         right = bool(found) and not findings
         return Normalizer(
-            objective=self.step.o.name,
+            objective=self.step.objective.name,
             expected=found if right else self.expected,
             found=found,
-            factor=one,
+            factor=factor_of_all,
             low=low,
             high=high,
             tokens=tokens,
@@ -152,88 +168,120 @@ class _Comparison:
         )
 
     def _judge(
-        self, factor: Tensor, off: Tensor, one: float | None, numbers: dict[str, Any]
+        self,
+        factor: Tensor,
+        is_off: Tensor,
+        factor_of_all: float | None,
+        numbers: dict[str, Any],
     ) -> tuple[str, tuple[ReplayFinding, ...]]:
-        if off.sum() > OFF * self.kept.sum():
+        """Judge the factors of the responses.
+
+        Args:
+            factor: of each response, [B].
+            is_off: tokens that are not that multiple, [B, T].
+            factor_of_all: the factor that all responses share, if they do.
+            numbers: of every finding.
+
+        Returns:
+            The name of the sum whose gradient it is, "" if none; and the findings.
+        """
+        if is_off.sum() > LARGEST_SHARE_OFF * self.is_compared.sum():
             return "", (note("loss", "gradient_other", **numbers),)
         if factor.isnan().all():
             return "", (note("loss", "no_gradient"),)
-        if not self.recorded[self.kept].any():
-            return "", (note("loss", "gradient_zero", objective=self.step.o.name),)
+        if not self.recorded[self.is_compared].any():
+            return "", (
+                note("loss", "gradient_zero", objective=self.step.objective.name),
+            )
         for name, counted in self.step.by_counts():
-            if self._is(counted.gradient()):
+            if self._is_gradient(counted.gradient()):
                 return name, ()
-        others = [name for name, gradient in self._others() if self._is(gradient)]
+        others = [
+            name for name, gradient in self._other_sums() if self._is_gradient(gradient)
+        ]
         if others:
-            name = or_else(others)
+            name = join_names(others)
             return name, (
                 ReplayFinding(
                     "loss", "failure", "gradient_other_sum", numbers | {"found": name}
                 ),
             )
-        if one is not None:
-            return "", (self._multiple(one, numbers),)
+        if factor_of_all is not None:
+            return "", (self._multiple_finding(factor_of_all, numbers),)
         # The ranks first: what is one number in a rank is one in each of its
         # micro-batches too.
         for words, column in (
             ("rank", self.step.rank),
             ("micro-batch", self.step.micro),
         ):
-            if column is not None and self._one_in_each(factor, column):
+            if column is not None and self._is_constant_in_parts(factor, column):
                 return "", (note("loss", "gradient_parts", part=words, **numbers),)
         return "", (note("loss", "gradient_rows", **numbers),)
 
-    def _is(self, gradient: Tensor) -> bool:
+    def _is_gradient(self, gradient: Tensor) -> bool:
         """Whether the recorded gradient is this one."""
         factor, _ = self.factors(gradient)
-        told = factor[~factor.isnan()]
-        return bool(len(told) and (told - 1).abs().max() <= self.tolerance)
+        known = factor[~factor.isnan()]
+        return bool(len(known) and (known - 1).abs().max() <= self.tolerance)
 
-    def _one_number(self, factor: Tensor) -> float | None:
-        """The number that all these factors are, or None."""
-        told = factor[~factor.isnan()]
-        if not len(told):
+    def _common_factor(self, factor: Tensor) -> float | None:
+        """The number that all these factors are; None where they differ."""
+        known = factor[~factor.isnan()]
+        if not len(known):
             return None
-        mean = float(told.mean())
-        same = mean != 0 and bool(
-            (told - mean).abs().max() <= self.tolerance * abs(mean)
+        mean = float(known.mean())
+        are_equal = mean != 0 and bool(
+            (known - mean).abs().max() <= self.tolerance * abs(mean)
         )
-        return mean if same else None
+        return mean if are_equal else None
 
-    def _one_in_each(self, factor: Tensor, column: Tensor) -> bool:
-        """Whether the factors are one number in each part."""
+    def _is_constant_in_parts(self, factor: Tensor, column: Tensor) -> bool:
+        """Whether the factors are one number within each part.
+
+        Args:
+            factor: of each response, [B].
+            column: the number of each response's part, [B].
+        """
         parts = [factor[column == n] for n in column.unique()]
         return all(
-            part.isnan().all() or self._one_number(part) is not None for part in parts
+            part.isnan().all() or self._common_factor(part) is not None
+            for part in parts
         )
 
-    def _others(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, gradient) of other sums of the same terms."""
+    def _other_sums(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and the gradient of other sums of the same terms."""
         step = self.step
         for name, counted in step.by_other_counts():
             yield name, counted.gradient()
         own = step.own()
         others = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
-        if step.b.group is not None:  # else it is the token mean
+        if step.rollouts.group is not None:  # else it is the token mean
             others.append("group-token-mean")
-        if step.o.agg != "seq-mean":
+        if step.objective.agg != "seq-mean":
             for agg in others:
-                if agg != step.o.agg:
+                if agg != step.objective.agg:
                     yield agg, own.under(agg).gradient()
         for words, column, parts in own.parts():
             total = torch.zeros_like(self.reference)
             for value, part in zip(column.unique(), parts, strict=True):
                 total[column == value] = part.gradient()
-            yield f"mean over {words} of their own {step.o.agg}", total / len(parts)
-            yield f"sum over {words} of their own {step.o.agg}", total
+            yield (
+                f"mean over {words} of their own {step.objective.agg}",
+                total / len(parts),
+            )
+            yield f"sum over {words} of their own {step.objective.agg}", total
 
-    def _multiple(self, factor: float, numbers: dict[str, Any]) -> ReplayFinding:
+    def _multiple_finding(
+        self, factor: float, numbers: dict[str, Any]
+    ) -> ReplayFinding:
+        """Judge a gradient that is this multiple of the objective's."""
         numbers = numbers | {"factor": factor}
         if factor < 0:
             return note("loss", "gradient_sign", **numbers)
-        if any(abs(factor / f - 1) <= self.tolerance for f in FACTORS):
+        if any(abs(factor / f - 1) <= self.tolerance for f in USUAL_MULTIPLES):
             return ReplayFinding("loss", "failure", "gradient_multiple", numbers)
-        if self.step.o.agg == "group-token-mean":  # each prompt has its own divisor
+        if self.step.objective.agg == "group-token-mean":
+            # each prompt has a divisor of its own
             return note("loss", "gradient_coefficient", **numbers)
         count, _ = next(self.step.by_counts())[1].count
         return note(
@@ -241,20 +289,26 @@ class _Comparison:
         )
 
 
-def _at_a_bound(step: StepTerms, reference: Tensor) -> Tensor:
-    """Tokens [B, T] that rounding of the log-probabilities may put on either side of a
-    clip bound.
+def _is_near_bound(step: StepTerms, reference: Tensor) -> Tensor:
+    """Return which tokens rounding may move across a clip bound, [B, T].
+
+    Args:
+        step: the objective's terms.
+        reference: their gradient, [B, T].
     """
-    lp = step.b.logp
-    old = step.b.logp_old
-    band = BAND * (1 + (lp - old).abs())
-    alive = reference != 0
-    out = torch.zeros_like(alive)
-    for moved in (lp + band, lp - band):
-        out |= (step.gradient(moved) != 0) != alive
-    return out
+    logp = step.rollouts.logp
+    logp_old = step.rollouts.logp_old
+    band = BOUND_ROUNDING * (1 + (logp - logp_old).abs())
+    has_gradient = reference != 0
+    is_near = torch.zeros_like(has_gradient)
+    for shifted_logp in (logp + band, logp - band):
+        is_near |= (step.gradient(shifted_logp) != 0) != has_gradient
+    return is_near
 
 
-def _range(factor: Tensor) -> tuple[float, float]:
-    told = factor[~factor.isnan()]
-    return (float(told.min()), float(told.max())) if len(told) else (math.nan, math.nan)
+def _factor_range(factor: Tensor) -> tuple[float, float]:
+    """The least and the largest known factor; NaN where none is known."""
+    known = factor[~factor.isnan()]
+    if not len(known):
+        return math.nan, math.nan
+    return float(known.min()), float(known.max())

@@ -41,7 +41,7 @@ def find_shift(c: Columns) -> Undone | None:
         # A shift leaves out tokens at one end: the others must have been apart as well,
         # in either column.
         stay, came = (
-            Columns(c.x, c.y, tokens).row_distance()
+            Columns(c.trainer, c.sampler, tokens).row_distance()
             for tokens in (moved.mask, _moved(moved.mask, -k))
         )
         apart = (
@@ -63,7 +63,9 @@ def find_shift(c: Columns) -> Undone | None:
         fits = fits | (moved.row_distance() < own)
     pick = fits[:, None]
     undone = Columns(
-        c.x, torch.where(pick, moved.y, c.y), torch.where(pick, moved.mask, c.mask)
+        c.trainer,
+        torch.where(pick, moved.sampler, c.sampler),
+        torch.where(pick, moved.mask, c.mask),
     )
     return Undone(
         "shift",
@@ -100,8 +102,8 @@ def find_alignment(c: Columns) -> Undone | None:
         # the others may be so too, and too short to be told: nothing is read from them
         pick = fits[:, None]
         undone = Columns(
-            c.x,
-            torch.where(pick, moved.y, c.y),
+            c.trainer,
+            torch.where(pick, moved.sampler, c.sampler),
             torch.where(pick, moved.mask, c.mask & (offset == 0)[:, None]),
         )
         return Undone(
@@ -121,12 +123,12 @@ def _each_moved(c: Columns, offset: Tensor) -> Columns:
     inside = (index >= 0) & (index < width)
     index = index.clamp(0, width - 1)
     came = c.mask.gather(1, index) & inside
-    return Columns(c.x, c.y.gather(1, index) * inside, c.mask & came)
+    return Columns(c.trainer, c.sampler.gather(1, index) * inside, c.mask & came)
 
 
 def _shift(c: Columns, k: int) -> Columns:
     """y at t + k beside x at t, where both are trained tokens of the response."""
-    return Columns(c.x, _moved(c.y, k), c.mask & _moved(c.mask, k))
+    return Columns(c.trainer, _moved(c.sampler, k), c.mask & _moved(c.mask, k))
 
 
 def _moved(column: Tensor, k: int) -> Tensor:
@@ -199,11 +201,11 @@ def find_exchanged_rows(c: Columns) -> Undone | None:
     source = bad[torch.tensor(matches)[fits]]
     if len(source.unique()) < 0.8 * len(source):
         return None  # an exchange gives every row another one
-    columns = c.y.clone()
+    columns = c.sampler.clone()
     columns[rows] = _placed(c, rows, source)
     mask_now = c.mask.clone()
     mask_now[rows] &= columns[rows] != 0
-    undone = Columns(c.x, columns, mask_now)
+    undone = Columns(c.trainer, columns, mask_now)
     after = float(undone.row_distance()[rows].mean())
     # the others that are off may be exchanged too, and too short or too alike to be
     # told: nothing may be read from them
@@ -228,7 +230,9 @@ def _aligned(c: Columns, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     index = first[:, None] + torch.arange(width)[None, :]
     inside = index < c.mask.shape[1]
     index = index.clamp(max=c.mask.shape[1] - 1)
-    x, y, mask = (column[rows].gather(1, index) for column in (c.x, c.y, c.mask))
+    x, y, mask = (
+        column[rows].gather(1, index) for column in (c.trainer, c.sampler, c.mask)
+    )
     return x, y * inside, mask & inside
 
 
@@ -240,4 +244,4 @@ def _placed(c: Columns, rows: Tensor, source: Tensor) -> Tensor:
     offset = c.mask[source].int().argmax(1) - c.mask[rows].int().argmax(1)
     index = torch.arange(width)[None, :] + offset[:, None]
     inside = (index >= 0) & (index < width)
-    return c.y[source].gather(1, index.clamp(0, width - 1)) * inside
+    return c.sampler[source].gather(1, index.clamp(0, width - 1)) * inside

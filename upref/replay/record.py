@@ -309,13 +309,13 @@ def finish(work: Callable[[], None], stop: Callable[[], None], group: Any) -> No
     """
     failed: list[bool] = []
     guarded(work, lambda: failed.append(True))
-    if any(of_all_ranks(bool(failed), group)):
+    if any(gather_ranks(bool(failed), group)):
         if not failed:
             log.warning("upref records no more steps: another rank could not")
         stop()
 
 
-def of_all_ranks(mine: Any, group: Any) -> list[Any]:
+def gather_ranks(mine: Any, group: Any) -> list[Any]:
     """What each rank has, in the order of the ranks.
 
     Args:

@@ -17,7 +17,7 @@ from upref.replay.loss import loss, settle
 from upref.replay.report import Replay, StepChecks
 from upref.replay.schema import RecordedBatch, expect_batch
 from upref.replay.series import StepGap, measure_step, ratio_one, series
-from upref.replay.terms import as_run
+from upref.replay.terms import objective_as_run
 
 CHECKS = ("sampler", "advantages", "loss", "objectives")
 OTHERS = ("dapo", "up_dapo", "grpo", "gspo", "cispo")
@@ -60,7 +60,7 @@ def replay(
             f"there is no check {unknown[0]!r}: choose from {', '.join(CHECKS)}."
         )
     settings = dict(hp or {})
-    o = as_run(objective, settings) if objective else None
+    o = objective_as_run(objective, settings) if objective else None
     if o is not None:
         o.resolve(settings)
     compared = list(others)

@@ -22,9 +22,9 @@ from upref.replay.schema import RecordedBatch
 LEAST_STEPS = 4
 UNLIKELY = 0.12  # of as many rising pairs by chance; of five steps, two pairs may fall
 GROWTH = 2.0  # times the size at the least lag
-MOVED = 1.4  # times from the first half to the second
+LEAST_RISE = 1.4  # times from the first half to the second
 LEAST_SIZE = 1e-4  # nats: a smaller gap is rounding
-MANY = 100  # tokens at a lag
+LEAST_TOKENS = 100  # tokens at a lag
 # within which the trainer may still be the reference model; later, the reference moved
 FIRST_STEPS = 10
 
@@ -95,10 +95,10 @@ def series(steps: Sequence[StepGap]) -> Series:
         The Series. It is false where the reference model's column shows that the engine
         kept its first weights.
     """
-    return Series(steps=tuple(steps), findings=tuple(_judged(steps)))
+    return Series(steps=tuple(steps), findings=tuple(_find_trend(steps)))
 
 
-def _judged(steps: Sequence[StepGap]) -> Iterator[ReplayFinding]:
+def _find_trend(steps: Sequence[StepGap]) -> Iterator[ReplayFinding]:
     """The finding of a run, if there is one."""
     sizes = [s.size for s in steps]
     if len(sizes) < LEAST_STEPS:
@@ -110,13 +110,13 @@ def _judged(steps: Sequence[StepGap]) -> Iterator[ReplayFinding]:
     }
     if _is_reference(steps):
         yield ReplayFinding("series", "failure", "never_delivered", numbers)
-    elif (by_lag := _by_lag_in_steps(steps)) is not None:
+    elif (by_lag := _sizes_by_lag_in_steps(steps)) is not None:
         yield note("series", "follows_lag", **by_lag)
     elif (lag := _growing_lag(steps)) is not None:
         yield note("series", "grows_at_one_lag", lag=lag, **numbers)
     elif (version := _one_version(steps)) is not None and _grows(sizes):
         yield note("series", "one_version", version=version, **numbers)
-    elif (by_lag := _by_lag(steps)) is not None:
+    elif (by_lag := _sizes_by_lag(steps)) is not None:
         yield note("series", "follows_lag", **by_lag)
     elif _grows(sizes):
         yield note("series", "grows_with_steps", **numbers)
@@ -160,16 +160,18 @@ def _rises(sizes: Sequence[float]) -> bool:
     """Whether later numbers are larger than earlier ones, by Kendall's test."""
     pairs = [(a, b) for i, a in enumerate(sizes) for b in sizes[i + 1 :]]
     falling = sum(b <= a for a, b in pairs)
-    return _chance(len(sizes), falling) < UNLIKELY and _apart(sizes)
+    return _probability_of_order(
+        len(sizes), falling
+    ) < UNLIKELY and _is_second_half_larger(sizes)
 
 
-def _apart(sizes: Sequence[float]) -> bool:
+def _is_second_half_larger(sizes: Sequence[float]) -> bool:
     """Whether the second half is larger than the first half."""
     half = len(sizes) // 2
-    return sum(sizes[-half:]) > MOVED * sum(sizes[:half])
+    return sum(sizes[-half:]) > LEAST_RISE * sum(sizes[:half])
 
 
-def _chance(n: int, falling: int) -> float:
+def _probability_of_order(n: int, falling: int) -> float:
     """Probability that a random order of n numbers has at most so many falling pairs."""
     ways = [1.0]
     for size in range(2, n + 1):
@@ -181,7 +183,7 @@ def _chance(n: int, falling: int) -> float:
     return sum(ways[: falling + 1]) if falling < comb(n, 2) else 1.0
 
 
-def _by_lag(steps: Sequence[StepGap]) -> dict[str, float] | None:
+def _sizes_by_lag(steps: Sequence[StepGap]) -> dict[str, float] | None:
     """The mean size at the least and the largest lag, where it rises with the lag; None
     where lags do not differ.
     """
@@ -191,7 +193,7 @@ def _by_lag(steps: Sequence[StepGap]) -> dict[str, float] | None:
         for lag, (count, size) in s.lags.items():
             tokens[lag] = tokens.get(lag, 0) + count
             sums[lag] = sums.get(lag, 0.0) + count * size
-    lags = sorted(lag for lag, count in tokens.items() if count >= MANY)
+    lags = sorted(lag for lag, count in tokens.items() if count >= LEAST_TOKENS)
     if len(lags) < 2:
         return None
     low, high = (sums[lag] / tokens[lag] for lag in (lags[0], lags[-1]))
@@ -200,11 +202,11 @@ def _by_lag(steps: Sequence[StepGap]) -> dict[str, float] | None:
     return None
 
 
-def _by_lag_in_steps(steps: Sequence[StepGap]) -> dict[str, float] | None:
+def _sizes_by_lag_in_steps(steps: Sequence[StepGap]) -> dict[str, float] | None:
     """The same, of the steps that have responses of several lags: what grows with the
     steps does not enter.
     """
-    return _by_lag([s for s in steps if len(s.lags) > 1])
+    return _sizes_by_lag([s for s in steps if len(s.lags) > 1])
 
 
 def _growing_lag(steps: Sequence[StepGap]) -> int | None:
@@ -212,7 +214,7 @@ def _growing_lag(steps: Sequence[StepGap]) -> int | None:
     sizes: dict[int, list[float]] = {}
     for s in steps[1:]:
         for lag, (count, size) in s.lags.items():
-            if count >= MANY:
+            if count >= LEAST_TOKENS:
                 sizes.setdefault(lag, []).append(size)
     if not sizes:
         return None

@@ -21,11 +21,11 @@ from upref.registry import get
 from upref.replay.schema import RecordedBatch
 from upref.rollouts import Rollouts
 
-EXTRA = "extra_terms"  # in meta: what the logged loss has beside the objective
+EXTRA_TERMS = "extra_terms"  # in meta: what the logged loss has beside the objective
 # accumulation steps, ranks, micro-batches
-FACTORS = (2.0, 4.0, 8.0, 1 / 2, 1 / 4, 1 / 8)
+USUAL_MULTIPLES = (2.0, 4.0, 8.0, 1 / 2, 1 / 4, 1 / 8)
 OR_ELSE = ", or "  # between names of one number
-SUMS = {
+AGGREGATIONS_BY_UNIT = {
     "tokens": ("token-mean",),
     "responses": ("seq-mean-token-mean", "seq-mean-token-sum", "seq-mean"),
 }
@@ -36,8 +36,8 @@ class StepTerms:
     """An objective on the responses of a step that train.
 
     Args:
-        o: the Objective.
-        b: the responses; `b.totals` are the counts that divide.
+        objective: the Objective.
+        rollouts: the responses; their `totals` are the counts that divide.
         correction: factor of each term by the trainer's sampler correction [B, T], or
             None.
         micro, rank: of each response [B], or None.
@@ -46,8 +46,8 @@ class StepTerms:
         scale: factor of the whole loss.
     """
 
-    o: Objective
-    b: Rollouts
+    objective: Objective
+    rollouts: Rollouts
     correction: Tensor | None
     micro: Tensor | None
     rank: Tensor | None
@@ -60,10 +60,10 @@ class StepTerms:
         """The number by which the sum is divided, and of what: of the step's tokens, or
         of its responses.
         """
-        totals = self.b.totals
+        totals = self.rollouts.totals
         if totals is None:
-            totals = Totals.of(self.b.mask)
-        if self.o.agg in SUMS["tokens"]:
+            totals = Totals.of(self.rollouts.mask)
+        if self.objective.agg in AGGREGATIONS_BY_UNIT["tokens"]:
             return float(totals.tokens), "tokens"
         return float(totals.sequences), "responses"
 
@@ -72,9 +72,9 @@ class StepTerms:
         """J of every token [B, T], or of every response [B], before aggregation and
         without KL; masked slots 0.
         """
-        own = {k: v for k, v in self.o.resolve(self.hp).items() if k != "beta"}
-        b = self.b
-        terms = self.o.unreduced(
+        own = {k: v for k, v in self.objective.resolve(self.hp).items() if k != "beta"}
+        b = self.rollouts
+        terms = self.objective.unreduced(
             b.logp, b.logp_old, b.adv, b.mask, b.entropy, b.logp_sampler, b.group, **own
         )
         if self.correction is not None:
@@ -91,12 +91,16 @@ class StepTerms:
             J without its KL term, a scalar.
         """
         return self.scale * aggregate(
-            terms, self.b.mask, self.o.agg, self.b.group, self.b.totals
+            terms,
+            self.rollouts.mask,
+            self.objective.agg,
+            self.rollouts.group,
+            self.rollouts.totals,
         )
 
     def loss(self) -> float:
         """The loss, with its KL term."""
-        return float(self._loss(self.b.logp))
+        return float(self._loss(self.rollouts.logp))
 
     def gradient(self, logp: Tensor | None = None) -> Tensor:
         """dL/dlp [B, T] at log-probabilities [B, T], by default those of the step.
@@ -107,13 +111,16 @@ class StepTerms:
         Returns:
             [B, T], 0 on masked slots.
         """
-        leaf = (self.b.logp if logp is None else logp).detach().clone().requires_grad_()
+        if logp is None:
+            logp = self.rollouts.logp
+        leaf = logp.detach().clone().requires_grad_()
         (gradient,) = torch.autograd.grad(self._loss(leaf), leaf)
-        return torch.where(self.b.mask, gradient, 0.0)
+        return torch.where(self.rollouts.mask, gradient, 0.0)
 
     def _loss(self, logp: Tensor) -> Tensor:
-        b = self.b
-        J = self.o.J(
+        """The loss at these log-probabilities, [B, T], as a scalar with a graph."""
+        b = self.rollouts
+        J = self.objective.J(
             logp,
             b.logp_old,
             b.adv,
@@ -130,11 +137,11 @@ class StepTerms:
 
     # ---- the same terms under other counts -------------------------------------------
     def own(self) -> "StepTerms":
-        """By the counts of the responses that are here."""
-        return replace(self, b=self.b.but(totals=None), scale=1.0)
+        """Divide by the counts of the recorded responses."""
+        return replace(self, rollouts=self.rollouts.but(totals=None), scale=1.0)
 
     def under(self, agg: str) -> "StepTerms":
-        """Under another aggregation.
+        """Aggregate the same terms in another way.
 
         Args:
             agg: a name of an aggregation.
@@ -142,11 +149,11 @@ class StepTerms:
         Returns:
             The terms of the objective with it.
         """
-        return replace(self, o=self.o.aggregated(agg))
+        return replace(self, objective=self.objective.aggregated(agg))
 
     def by_counts(self) -> "Iterator[tuple[str, StepTerms]]":
-        """(name, terms) of what is the objective's loss: by the numbers that the file
-        states, and by its own counts.
+        """Yield what counts as the objective's loss: divided by the counts that the file
+        states, and by the counts of the recorded responses.
 
         Yields:
             The name of the count, and the terms that are divided by it.
@@ -154,66 +161,70 @@ class StepTerms:
         stated = self._stated()
         own = self.own()
         length = self.logged.get("length")
-        if length and self.o.agg == "seq-mean-token-sum":
+        if length and self.objective.agg == "seq-mean-token-sum":
             counted = own if stated is None else stated
             yield (
-                f"{self.o.agg}, divided by the framework's {length:g}",
+                f"{self.objective.agg}, divided by the framework's {length:g}",
                 replace(counted, scale=1 / length),
             )
         if stated is not None:
             yield self._name(stated), stated
-        yield self.o.agg, own
+        yield self.objective.agg, own
 
     def _stated(self) -> "StepTerms | None":
-        """By the counts that the file states; None where they are those of its own
-        tokens.
+        """Divide by the counts that the file states; None where these are the counts of
+        the recorded responses, or the aggregation divides by neither.
         """
-        own = Totals.of(self.b.mask)
+        own = Totals.of(self.rollouts.mask)
         tokens = self.logged.get("tokens", float(own.tokens))
         responses = self.logged.get(
             "divisor", self.logged.get("responses", float(own.sequences))
         )
         if tokens == float(own.tokens) and responses == float(own.sequences):
             return None
-        if self.o.agg not in (*SUMS["tokens"], *SUMS["responses"]):
+        if self.objective.agg not in (
+            *AGGREGATIONS_BY_UNIT["tokens"],
+            *AGGREGATIONS_BY_UNIT["responses"],
+        ):
             return None
         totals = Totals(
             torch.tensor(tokens), torch.tensor(responses), 1, torch.tensor(tokens)
         )
-        return replace(self, b=self.b.but(totals=totals))
+        return replace(self, rollouts=self.rollouts.but(totals=totals))
 
     def _name(self, stated: "StepTerms") -> str:
-        counts = stated.b.totals
+        """The aggregation over the counts that the file states, in words."""
+        counts = stated.rollouts.totals
         assert counts is not None
-        if self.o.agg in SUMS["tokens"]:
-            return f"{self.o.agg} over the framework's count of {float(counts.tokens):g} tokens"
+        if self.objective.agg in AGGREGATIONS_BY_UNIT["tokens"]:
+            return f"{self.objective.agg} over the framework's count of {float(counts.tokens):g} tokens"
         if "divisor" in self.logged:
             return f"sum over responses, divided by the framework's {float(counts.sequences):g},"
-        return f"{self.o.agg} over the framework's count of {float(counts.sequences):g} responses"
+        return f"{self.objective.agg} over the framework's count of {float(counts.sequences):g} responses"
 
     def by_other_counts(self) -> "Iterator[tuple[str, StepTerms]]":
-        """(name, terms) of counts that the file knows and the objective's loss should
-        not have: of its generation batch, and of its slots.
+        """Yield the terms divided by counts that the objective's loss should not have:
+        those of the whole generation batch, and of all slots.
 
         Yields:
             The name of the count, and the terms that are divided by it.
         """
-        if self.o.agg not in SUMS["tokens"]:
+        if self.objective.agg not in AGGREGATIONS_BY_UNIT["tokens"]:
             return
         tokens = self.logged.get("generation_tokens")
         if tokens:
             name = f"the {tokens:g} tokens of the whole generation batch"
-            yield f"{self.o.agg} over {name}", self._over(tokens)
-        slots = float(self.b.mask.numel())
-        if slots != float(self.b.mask.sum()):
+            yield f"{self.objective.agg} over {name}", self._over(tokens)
+        slots = float(self.rollouts.mask.numel())
+        if slots != float(self.rollouts.mask.sum()):
             name = f"all {slots:g} slots, padding included"
-            yield f"{self.o.agg} over {name}", self._over(slots)
+            yield f"{self.objective.agg} over {name}", self._over(slots)
 
     def _over(self, tokens: float) -> "StepTerms":
-        """By another count of tokens."""
+        """Divide by another number of tokens."""
         count = torch.tensor(tokens)
-        totals = Totals(count, len(self.b.mask), 1, count)
-        return replace(self, b=self.b.but(totals=totals))
+        totals = Totals(count, len(self.rollouts.mask), 1, count)
+        return replace(self, rollouts=self.rollouts.but(totals=totals))
 
     def parts(self) -> "Iterator[tuple[str, Tensor, list[StepTerms]]]":
         """The micro-batches and then the ranks, where there are several.
@@ -228,48 +239,67 @@ class StepTerms:
                 yield words, column, [self._rows(part) for part in rows]
 
     def _rows(self, i: Tensor) -> "StepTerms":
-        b = self.b.rows(i, Totals.of(self.b.mask[i]))
+        """The terms of these responses, divided by their own counts."""
+        b = self.rollouts.rows(i, Totals.of(self.rollouts.mask[i]))
         correction = None if self.correction is None else self.correction[i]
-        return replace(self, b=b, correction=correction, micro=None, rank=None)
+        return replace(self, rollouts=b, correction=correction, micro=None, rank=None)
 
 
-def as_run(objective: Objective | str, hp: dict[str, Any]) -> Objective:
-    """The objective as frameworks run it: by its name with a token mean in place of
-    group-token-mean, and with a KL term where beta is given.
+def objective_as_run(objective: Objective | str, hp: dict[str, Any]) -> Objective:
+    """Return an objective as frameworks run it.
 
-    An Objective keeps its aggregation. A KL term that its paper has not is k3, the
-    default of verl and TRL.
+    An objective that is given by its name has a token mean in place of
+    group-token-mean; an Objective keeps its aggregation. Where hp has beta, and the
+    paper has no KL term, it is k3, the default of verl and TRL.
+
+    Args:
+        objective: its name, or an Objective.
+        hp: hyperparameters of the run.
     """
-    o = objective if isinstance(objective, Objective) else get(objective)
-    if isinstance(objective, str) and o.agg == "group-token-mean":
-        o = o.aggregated("token-mean")
-    return replace(o, kl="k3") if "beta" in hp and not o.kl else o
+    if isinstance(objective, str):
+        as_run = get(objective)
+        if as_run.agg == "group-token-mean":
+            as_run = as_run.aggregated("token-mean")
+    else:
+        as_run = objective
+    if "beta" in hp and not as_run.kl:
+        return replace(as_run, kl="k3")
+    return as_run
 
 
-def terms_of(batch: RecordedBatch, o: Objective, hp: dict[str, Any]) -> StepTerms:
-    """The objective on a recorded step.
+def terms_of(
+    batch: RecordedBatch, objective: Objective, hp: dict[str, Any]
+) -> StepTerms:
+    """Return the terms of an objective on a recorded step.
+
+    Args:
+        batch: all ranks of the step.
+        objective: what ran.
+        hp: its hyperparameters.
 
     Raises:
         InputError: a column is missing, or the file of a rank.
     """
     ranks = batch.logged.get("ranks", 1.0)
-    here = 1 if batch.rank is None else len(batch.rank.unique())
-    if here < ranks:
+    held_ranks = 1 if batch.rank is None else len(batch.rank.unique())
+    if held_ranks < ranks:
         raise InputError(
-            f"{batch.file} holds {here} of {ranks:g} ranks: give the files of all ranks, for example their folder."
+            f"{batch.file} holds {held_ranks} of {ranks:g} ranks: give the files of all ranks, for example their folder."
         )
     batch.expect_whole("correction", purpose="the check of the loss")
-    b = batch.rollouts(sampler=o.sampler is not None)
+    rollouts = batch.rollouts(sampler=objective.sampler is not None)
     trains = batch.mask.any(1)
     micro, rank, correction = (
-        None if x is None else x[trains]
-        for x in (batch.micro, batch.rank, batch.correction)
+        None if column is None else column[trains]
+        for column in (batch.micro, batch.rank, batch.correction)
     )
-    if o.sampler is not None:
-        correction = None  # it computes its own
-    return StepTerms(o, b, correction, micro, rank, dict(batch.logged), hp)
+    if objective.sampler is not None:
+        correction = None  # the objective computes its own
+    return StepTerms(
+        objective, rollouts, correction, micro, rank, dict(batch.logged), hp
+    )
 
 
-def or_else(names: list[str]) -> str:
+def join_names(names: list[str]) -> str:
     """The first of these names, and the others where they give the same number too."""
     return OR_ELSE.join(names)

@@ -24,15 +24,17 @@ FEW = 3  # tokens or responses: fewer are no pattern
 
 @dataclass(frozen=True)
 class Columns:
-    """x = log π_old and y = log μ, [B, T], and the tokens that are compared."""
+    """The log-probabilities of trainer (log π_old) and sampler (log μ), [B, T], and the
+    tokens that are compared.
+    """
 
-    x: Tensor
-    y: Tensor
+    trainer: Tensor
+    sampler: Tensor
     mask: Tensor
 
     @property
-    def d(self) -> Tensor:
-        return self.x - self.y
+    def log_rho(self) -> Tensor:
+        return self.trainer - self.sampler
 
     def trained(self, column: Tensor) -> Tensor:
         return column[self.mask]
@@ -43,13 +45,13 @@ class Columns:
 
     def distance(self) -> float:
         """Mean of min(|x - y|, 1)."""
-        d = self.trained(self.d)
+        d = self.trained(self.log_rho)
         return float(d.abs().clamp(max=1).mean()) if len(d) else 0.0
 
     def correlation(self) -> float:
         """Of the two columns, down to LOW nats; 1 where one of them is constant."""
-        x = self.trained(self.x)
-        y = self.trained(self.y)
+        x = self.trained(self.trainer)
+        y = self.trained(self.sampler)
         both = torch.stack([x, y]).clamp(min=LOW)
         if len(x) < FEW or not bool((both.std(1) > 0).all()):
             return 1.0
@@ -61,7 +63,7 @@ class Columns:
 
     def row_distance(self) -> Tensor:
         """The same of each response, [B]; 0 for a response without tokens."""
-        off = torch.where(self.mask, self.d.abs().clamp(max=1), 0.0)
+        off = torch.where(self.mask, self.log_rho.abs().clamp(max=1), 0.0)
         return off.sum(1) / self.mask.sum(1).clamp(min=1)
 
 

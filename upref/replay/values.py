@@ -33,15 +33,15 @@ def find_sums(c: Columns) -> Undone | None:
     if before < NOTICEABLE:
         return None
     steps = torch.diff(
-        torch.where(c.mask, c.y, 0.0),
+        torch.where(c.mask, c.sampler, 0.0),
         dim=1,
-        prepend=torch.zeros(len(c.y), 1, dtype=c.y.dtype),
+        prepend=torch.zeros(len(c.sampler), 1, dtype=c.sampler.dtype),
     )
     together = c.mask & torch.nn.functional.pad(c.mask, (1, 0), value=False)[:, :-1]
     starts = c.mask & (c.mask.cumsum(1) == 1)
-    undone = Columns(c.x, steps, together | starts)
+    undone = Columns(c.trainer, steps, together | starts)
     after = undone.distance()
-    if after < QUARTER * Columns(c.x, c.y, undone.mask).distance():
+    if after < QUARTER * Columns(c.trainer, c.sampler, undone.mask).distance():
         return Undone("sums", undone, before, after)
     return None
 
@@ -56,8 +56,8 @@ def is_one_number_a_row(c: Columns) -> bool:
     if c.distance() < NOTICEABLE:
         return False  # of uniform policies, whose numbers are right
     long = c.mask.sum(1) >= LONG
-    highest = torch.where(c.mask, c.y, -torch.inf).amax(1)[long]
-    lowest = torch.where(c.mask, c.y, torch.inf).amin(1)[long]
+    highest = torch.where(c.mask, c.sampler, -torch.inf).amax(1)[long]
+    lowest = torch.where(c.mask, c.sampler, torch.inf).amin(1)[long]
     return len(highest.unique()) >= LONG and bool(
         (highest - lowest <= 1e-6 * highest.abs()).all()
     )
@@ -73,14 +73,14 @@ def find_factor(c: Columns) -> Undone | None:
     Returns:
         The cause, undone; None where none of the three explains their distance.
     """
-    x = c.trained(c.x)
-    y = c.trained(c.y)
+    x = c.trained(c.trainer)
+    y = c.trained(c.sampler)
     before = c.distance()
     if before < NOTICEABLE:
         return None
     if bool((y >= 0).all()) and bool((y <= 1).all()):
-        logs = torch.where(c.mask, c.y.clamp(min=1e-30).log(), 0.0)
-        undone = replace(c, y=logs)
+        logs = torch.where(c.mask, c.sampler.clamp(min=1e-30).log(), 0.0)
+        undone = replace(c, sampler=logs)
         if (after := undone.distance()) < QUARTER * before:
             return Undone("probabilities", undone, before, after)
     sure = (x < -0.05) & (y.abs() > 1e-6)
@@ -89,7 +89,7 @@ def find_factor(c: Columns) -> Undone | None:
     factor = float((y[sure] / x[sure]).median())
     if factor == 0 or abs(factor - 1) < 0.02:
         return None
-    undone = replace(c, y=c.y / factor)
+    undone = replace(c, sampler=c.sampler / factor)
     after = undone.distance()
     if after < QUARTER * before and _one_factor(x, y):
         cause = "sign" if abs(factor + 1) < 0.02 else "factor"
@@ -130,31 +130,33 @@ def find_placeholder(c: Columns) -> Undone | None:
     Returns:
         The cause, with the columns without these tokens; None without a placeholder.
     """
-    y = c.trained(c.y)
+    y = c.trained(c.sampler)
     whole = y[y == y.round()]
     if is_bfloat16(y):  # whole numbers of its grid repeat
         whole = whole[(whole == 0) | (whole <= FAR_BELOW)]
     values, counts = whole.unique(return_counts=True)
     for at in counts.argsort(descending=True)[:FEW].tolist():
         value = values[at]
-        tied = c.mask & (c.y == value)
+        tied = c.mask & (c.sampler == value)
         evidence = tied & (
-            (c.x < math.log(UNLIKELY)) if value == 0 else ((c.x - value).abs() > 1)
+            (c.trainer < math.log(UNLIKELY))
+            if value == 0
+            else ((c.trainer - value).abs() > 1)
         )
         run = _runs_with(tied, evidence, FEW if value == 0 else 1)
         if run.any():
             run = run | evidence  # one such number shows what the others are
         else:
             run = _at_an_end(tied, c.mask)
-            evidence = evidence | (run & (c.x < math.log(DOUBTFUL)))
-        varied = len(c.x[evidence & run].unique())
+            evidence = evidence | (run & (c.trainer < math.log(DOUBTFUL)))
+        varied = len(c.trainer[evidence & run].unique())
         if varied < FEW or _limits(c, tied, value):
             continue
         rest = c.without(run)
         most_are_off = float(rest.row_distance().quantile(0.25)) > NOTICEABLE
         if most_are_off and rest.unrelated():
             continue  # all numbers are in wrong places, and so is what fills the gaps
-        on_run = Columns(c.x, c.y, run).distance()
+        on_run = Columns(c.trainer, c.sampler, run).distance()
         if on_run > 3 * rest.distance():
             numbers = {
                 "tokens": int(run.sum()),
@@ -180,8 +182,8 @@ def _limits(c: Columns, tied: Tensor, value: Tensor) -> bool:
     """Whether the number is the floor or the ceiling of its column, beyond which the
     other column goes on.
     """
-    y = c.trained(c.y)
-    beyond = c.x[tied] - value
+    y = c.trained(c.sampler)
+    beyond = c.trainer[tied] - value
     if value == y.min() and value != y.max():
         return bool((beyond < 0).double().mean() > 0.9)
     return bool(value == y.max() and value < 0 and (beyond > 0).double().mean() > 0.9)
@@ -222,7 +224,10 @@ def find_floor(c: Columns) -> Undone | None:
     Returns:
         The cause, undone; None where there is none.
     """
-    for name, held, other in (("sampler", c.y, c.x), ("old", c.x, c.y)):
+    for name, held, other in (
+        ("sampler", c.sampler, c.trainer),
+        ("old", c.trainer, c.sampler),
+    ):
         inside = c.trained(held)
         for lowest in (True, False):
             value = inside.min() if lowest else inside.max()
@@ -230,7 +235,7 @@ def find_floor(c: Columns) -> Undone | None:
             if int(tied.sum()) < FEW or (not lowest and float(value) > -1e-3):
                 continue
             beyond = (value - other[tied]) * (1 if lowest else -1)
-            rest = (c.x - c.y)[c.mask & ~tied].abs()
+            rest = (c.trainer - c.sampler)[c.mask & ~tied].abs()
             noise = float(rest.quantile(0.95)) if 0 < len(rest) < 10_000_000 else 0.0
             # ties of a coarse grid lie within a grid step of the other column, on both
             # sides

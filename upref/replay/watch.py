@@ -35,12 +35,12 @@ from upref.replay.record import (
     Sink,
     Stopped,
     file_sink,
-    of_all_ranks,
+    gather_ranks,
     open_folder,
     recorder_of,
 )
 from upref.replay.schema import RecordedBatch
-from upref.replay.terms import as_run
+from upref.replay.terms import objective_as_run
 from upref.replay.words import SAMPLER
 
 log = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class Watch:
         known: bool = False,
     ) -> None:
         expect_choices(on_fail, keep)
-        self.objective = as_run(objective, hp)
+        self.objective = objective_as_run(objective, hp)
         self.objective.resolve(hp)
         self.hp = hp
         self.on_fail = on_fail
@@ -167,7 +167,7 @@ class Watch:
             Stopped: the loss or the gradient is not the objective's, and on_fail is
                 "stop".
         """
-        whole = joined(batch, group)
+        whole = join_ranks(batch, group)
         if self.then is not None and self.keep == "all":
             self.then(batch, group)
         found = loss(whole, self.objective, **self.hp)
@@ -176,7 +176,7 @@ class Watch:
             metrics["normalizer"] = found.gradient_factor
         if whole.sampler is not None:
             sampler = gap(whole)
-            metrics |= _of_gap(sampler)
+            metrics |= _gap_metrics(sampler)
             self._tell(whole, sampler.findings)
         self._tell(whole, tuple(found.notes))
         failures = found.failures
@@ -209,7 +209,7 @@ class Watch:
             self.said.add(f.cause)
 
 
-def _of_gap(found: Gap) -> dict[str, float]:
+def _gap_metrics(found: Gap) -> dict[str, float]:
     cause = found.findings[0].cause if found.findings else ""
     return {
         "rho_mean": found.rho_mean,
@@ -233,7 +233,7 @@ def expect_choices(on_fail: str, keep: str) -> None:
         raise InputError(f"keep must be all or failed, not {keep!r}.")
 
 
-def joined(batch: RecordedBatch | None, group: Any = None) -> RecordedBatch:
+def join_ranks(batch: RecordedBatch | None, group: Any = None) -> RecordedBatch:
     """The step over all data-parallel ranks.
 
     Args:
@@ -243,7 +243,7 @@ def joined(batch: RecordedBatch | None, group: Any = None) -> RecordedBatch:
     Raises:
         InputError: a rank has no step.
     """
-    parts = of_all_ranks(batch, group)
+    parts = gather_ranks(batch, group)
     if any(part is None for part in parts):
         raise InputError("a rank could not record the step.")
     return batch if batch is not None and len(parts) == 1 else merge(parts)

@@ -108,8 +108,9 @@ class KernelOutcome:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Call it on a Problem. dtype: what it is given; flat: its tokens are [N], not [B,
-    T].
+    """A log-probability function, to be called on a Problem.
+
+    dtype: what it is given. flat: its tokens are [N], not [B, T].
     """
 
     name: str
@@ -126,99 +127,103 @@ class Kernel:
     on_gpu: bool = False  # whether it computes there
 
     def __call__(self, problem: Problem, twice: bool = False) -> KernelOutcome:
-        """twice: the backward is run again."""
-        problem = (
-            problem.to(self.dtype) if problem.x.dtype == torch.float64 else problem
-        )
+        """Call the function, and differentiate what it returns.
+
+        Args:
+            problem: the inputs, and the upstream gradients.
+            twice: run the backward pass again, and compare.
+
+        Returns:
+            What the call did.
+        """
+        if problem.x.dtype == torch.float64:
+            problem = problem.to(self.dtype)
         leaves = {
             k: v.detach().requires_grad_(k != problem.frozen)
             for k, v in problem.leaves.items()
         }
         shape = problem.tokens.shape
 
-        def flat(x: Tensor) -> Tensor:
+        def flatten(x: Tensor) -> Tensor:
             """[N, ...] for [B, T, ...], where the function takes its tokens so."""
             return x.flatten(0, len(shape) - 1) if self.flat else x
 
-        full = {
-            k: v if k == "weight" else flat(v.clone()) for k, v in leaves.items()
-        } | {"tokens": flat(problem.tokens)}
-        extra = {
+        inputs = {
+            k: v if k == "weight" else flatten(v.clone()) for k, v in leaves.items()
+        }
+        inputs["tokens"] = flatten(problem.tokens)
+        settings = {
             arg: getattr(problem, k)
             for k, arg in self.settings.items()
             if getattr(problem, k) is not None
         }
-        before = {k: v.detach().clone() for k, v in full.items()}
+        before = {k: v.detach().clone() for k, v in inputs.items()}
         answer, printed = call_guarded(
-            self.name, lambda: self.reading.call(self.fn, full, extra)
+            self.name, lambda: self.reading.call(self.fn, inputs, settings)
         )
-        out = self._outputs(answer, full["tokens"].shape)
-        numbers = {k: v.detach().double().reshape(shape) for k, v in out.items()}
-        given = {
-            k: u
-            for k, u in (("log-prob", problem.g), ("entropy", problem.g_H))
-            if k in out and u is not None
+        outputs = self._outputs(answer, inputs["tokens"].shape)
+        numbers = {k: v.detach().double().reshape(shape) for k, v in outputs.items()}
+        upstream = {
+            k: flatten(g).to(outputs[k].dtype)
+            for k, g in (("log-prob", problem.g), ("entropy", problem.g_H))
+            if k in outputs and g is not None
         }
-        ups = {
-            f"the upstream gradient of the {k}": flat(u).to(out[k].dtype)
-            for k, u in given.items()
-        }
-        full, before, again = (
-            full | ups,
-            before | {k: u.clone() for k, u in ups.items()},
-            "",
-        )
-        if ups:
-            wanted = {k: v for k, v in leaves.items() if k != problem.frozen}
+        for k, g in upstream.items():
+            inputs[f"the upstream gradient of the {k}"] = g
+            before[f"the upstream gradient of the {k}"] = g.clone()
+        second_backward = ""
+        if upstream:
+            differentiated = {k: v for k, v in leaves.items() if k != problem.frozen}
+            values = [outputs[k] for k in upstream]
 
-            def back() -> dict[str, Tensor]:
+            def go_back() -> dict[str, Tensor]:
                 """The gradients, by a backward pass that may be run again."""
-                ys = [out[k] for k in given]
-                return _backward(ys, list(ups.values()), wanted, twice)
+                return _backward(values, list(upstream.values()), differentiated, twice)
 
             try:
-                grads, more = call_guarded(f"the backward of {self.name}", back)
+                grads, backward_printed = call_guarded(
+                    f"the backward of {self.name}", go_back
+                )
             except InputError as e:
                 if not twice:
                     raise
                 # a compiled backward may refuse to keep what a second one needs
                 return KernelOutcome(numbers, frozenset(), printed, str(e))
             numbers |= {f"gradient of {k}": v.double() for k, v in grads.items()}
-            printed |= more
-            try:
-                if twice:
-                    second = call_guarded(f"the second backward of {self.name}", back)[
-                        0
-                    ]
-                else:
-                    second = grads
-                if all(torch.equal(second[k], v) for k, v in grads.items()):
-                    again = ""
-                else:
-                    again = "other numbers"
-            except InputError as e:
-                again = str(e)
+            printed |= backward_printed
+            if twice:
+                second_backward = self._compare_again(go_back, grads)
+        changed = {
+            k
+            for k, x in before.items()
+            if not torch.equal(x.nan_to_num(), inputs[k].detach().nan_to_num())
+        }
+        return KernelOutcome(numbers, frozenset(changed), printed, second_backward)
 
-        def same(name: str) -> bool:
-            """Whether an input is as it was before the call."""
-            now = full[name].detach()
-            return torch.equal(before[name].nan_to_num(), now.nan_to_num())
-
-        return KernelOutcome(
-            numbers, frozenset(k for k in before if not same(k)), printed, again
-        )
+    def _compare_again(
+        self, go_back: Callable[[], dict[str, Tensor]], grads: dict[str, Tensor]
+    ) -> str:
+        """Run the backward pass again: "" where it gives the same gradients, else what
+        it does.
+        """
+        try:
+            second, _ = call_guarded(f"the second backward of {self.name}", go_back)
+        except InputError as e:
+            return str(e)
+        is_same = all(torch.equal(second[k], x) for k, x in grads.items())
+        return "" if is_same else "other numbers"
 
     def _outputs(self, answer: Any, shape: torch.Size) -> dict[str, Tensor]:
         """The tensors of an answer by name, checked for shape and type."""
         if isinstance(answer, Mapping):
             answer = (_entry(answer, "logp", "log_p"), _entry(answer, "entrop"))
-        parts = list(answer) if isinstance(answer, tuple | list) else [answer]
-        out = dict(
-            zip(("log-prob", "entropy"), parts[: 1 + self.has_entropy], strict=False)
+        values = list(answer) if isinstance(answer, tuple | list) else [answer]
+        outputs = dict(
+            zip(("log-prob", "entropy"), values[: 1 + self.has_entropy], strict=False)
         )
-        if out.get("entropy", 0) is None:
-            del out["entropy"]
-        for k, v in out.items():
+        if outputs.get("entropy", 0) is None:
+            del outputs["entropy"]
+        for k, v in outputs.items():
             if (
                 not isinstance(v, Tensor)
                 or v.shape != shape
@@ -229,9 +234,9 @@ class Kernel:
                     got = str(list(v.shape))
                 else:
                     got = type(v).__name__
-                told = f"{self.name} returns {got} for the {k} of tokens {list(shape)}"
-                raise InputError(f"{told}: return one each.")
-        return out
+                words = f"{self.name} returns {got} for the {k} of tokens {list(shape)}"
+                raise InputError(f"{words}: return one each.")
+        return outputs
 
 
 def _entry(answer: Mapping[Any, Any], *parts: str) -> Any:
@@ -242,17 +247,26 @@ def _entry(answer: Mapping[Any, Any], *parts: str) -> Any:
 
 
 def _backward(
-    ys: list[Tensor], ups: list[Tensor], leaves: dict[str, Tensor], keep: bool
+    values: list[Tensor],
+    upstream: list[Tensor],
+    leaves: dict[str, Tensor],
+    keep_graph: bool,
 ) -> dict[str, Tensor]:
     """Gradients by leaf; upstream gradients are handed over as they are, so that their
     layout reaches the function.
     """
-    live = [(y, u) for y, u in zip(ys, ups, strict=True) if y.requires_grad]
-    if not live:
+    attached = [
+        (y, u) for y, u in zip(values, upstream, strict=True) if y.requires_grad
+    ]
+    if not attached:
         return {k: torch.zeros_like(v) for k, v in leaves.items()}
-    ys, ups = map(list, zip(*live, strict=True))
+    values, upstream = map(list, zip(*attached, strict=True))
     grads = torch.autograd.grad(
-        ys, list(leaves.values()), ups, retain_graph=keep, allow_unused=True
+        values,
+        list(leaves.values()),
+        upstream,
+        retain_graph=keep_graph,
+        allow_unused=True,
     )
     return {
         k: torch.zeros_like(v) if gradient is None else gradient
@@ -262,13 +276,16 @@ def _backward(
 
 # ---- reading -------------------------------------------------------------------------
 def read(fn: Any, softcap: float | None = None, logit_scale: float = 1.0) -> Kernel:
-    """A Kernel from a callable or its name, in the dtype and shape in which it runs;
-    InputError where none does.
+    """Make a Kernel from a callable or its name, in the dtype and shape in which it
+    runs.
 
     Args:
         fn: a function of logits, or of hidden states and a weight; or its name.
         softcap: of the logits, where it has one.
         logit_scale: what it multiplies logits by.
+
+    Raises:
+        InputError: its arguments cannot be read, or it runs in no dtype and shape.
     """
     name = name_of(fn)
     fn = load(fn) if isinstance(fn, str) else fn
@@ -283,55 +300,60 @@ def read(fn: Any, softcap: float | None = None, logit_scale: float = 1.0) -> Ker
         raise InputError(
             f"{name} names no arguments: check `def f(hidden, weight, tokens, temperature): ...`."
         )
-    settings = {s: p.name for p in all_parameters if (s := _said(p.name, SETTINGS))}
+    settings = {
+        s: p.name for p in all_parameters if (s := _entry_named(p.name, SETTINGS))
+    }
     roles = {p.name: r for p in all_parameters if (r := _role(p.name))}
     free = [
         p.name
         for p in all_parameters
         if p.default is p.empty and p.name not in (*roles, *settings.values())
     ]
-    timed = [] if "temperature" in settings else ["temperature"]
-    must = [
+    temperature_missing = [] if "temperature" in settings else ["temperature"]
+    required = [
         p
         for p in all_parameters
-        if p.default is p.empty or _said(p.name, SETTINGS) == "temperature"
+        if p.default is p.empty or _entry_named(p.name, SETTINGS) == "temperature"
     ]
-    # (logits, tokens, temperature)
-    takes_few = (
-        len([p for p in must if _said(p.name, SETTINGS) in ("", "temperature")]) < 4
-    )
-    said = set(roles.values())
-    if "logits" in said or (takes_few and not {"hidden", "weight"} & said):
+    tensors = [
+        p for p in required if _entry_named(p.name, SETTINGS) in ("", "temperature")
+    ]
+    takes_three = len(tensors) < 4  # (logits, tokens, temperature)
+    roles_told = set(roles.values())
+    if "logits" in roles_told or (
+        takes_three and not {"hidden", "weight"} & roles_told
+    ):
         kind = "logits"
     else:
         kind = "hidden"
-    missing = [r for r in MAIN[kind] if r not in said] + timed
+    missing = [r for r in MAIN[kind] if r not in roles_told] + temperature_missing
     # what no name says, in order; the last is the temperature
     if len(free) == len(missing):
-        settings |= {"temperature": free.pop()} if timed else {}
+        settings |= {"temperature": free.pop()} if temperature_missing else {}
         roles |= dict(zip(free, missing, strict=False))
     reading = read_signature(fn, name, lambda n: roles.get(n, ""), MAIN[kind])
     if unknown := [p for p in reading.needed if p not in settings.values()]:
         raise InputError(
             f"{name} needs {unknown[0]!r}, which upref cannot give: bind it with functools.partial."
         )
-    return _running(
+    return _find_dtype_and_shape(
         Kernel(
             name, fn, reading, kind, settings, softcap=softcap, logit_scale=logit_scale
         )
     )
 
 
-def _said(name: str, table: Mapping[str, set[str]]) -> str:
-    """The first entry of the table that shares a word with the name, or ""."""
+def _entry_named(name: str, table: Mapping[str, set[str]]) -> str:
+    """The key of the first entry that shares a word with the name, or ""."""
     return next((k for k, told in table.items() if told & set(names.words(name))), "")
 
 
 def _role(name: str) -> str:
-    odd = _said(name, SETTINGS) or any(
+    """The role of an argument with this name, or ""."""
+    odd = _entry_named(name, SETTINGS) or any(
         w.startswith(("mask", "chunk", "ignore")) for w in names.words(name)
     )
-    return "" if odd else _said(name, ROLES)
+    return "" if odd else _entry_named(name, ROLES)
 
 
 def probe(kernel: Kernel) -> Problem:
@@ -340,27 +362,31 @@ def probe(kernel: Kernel) -> Problem:
     Args:
         kernel: whose kind of inputs is made.
     """
-    n = torch.arange(48, dtype=torch.float64)
-    x = (1.7 * n[:24]).sin().reshape(2, 3, 4)
-    W = (2.3 * n[:28]).cos().reshape(7, 4)
+    numbers = torch.arange(48, dtype=torch.float64)
+    x = (1.7 * numbers[:24]).sin().reshape(2, 3, 4)
+    weight = (2.3 * numbers[:28]).cos().reshape(7, 4)
     tokens = torch.tensor([[0, 6, 2], [3, 3, 5]])
-    gradient = (n[:6] - 2.5).reshape(2, 3)
-    bias = n[:7].sin() if "bias" in kernel.settings else None
-    p = Problem(
+    gradient = (numbers[:6] - 2.5).reshape(2, 3)
+    bias = numbers[:7].sin() if "bias" in kernel.settings else None
+    problem = Problem(
         x,
-        W,
+        weight,
         tokens,
         gradient,
         bias=bias,
         softcap=kernel.softcap,
         logit_scale=kernel.logit_scale,
     )
-    return p if kernel.kind == "hidden" else replace(p, x=x @ W.T, weight=None)
+    return (
+        problem
+        if kernel.kind == "hidden"
+        else replace(problem, x=x @ weight.T, weight=None)
+    )
 
 
-def _running(kernel: Kernel) -> Kernel:
-    """With tokens [B, T] or else [N], in float64 or else in float32, whichever it takes
-    first.
+def _find_dtype_and_shape(kernel: Kernel) -> Kernel:
+    """Return the kernel in the first dtype and shape of tokens in which it runs: float64
+    before float32, [B, T] before [N].
     """
     errors = []
     for dtype, flat in itertools.product((torch.float64, torch.float32), (False, True)):

@@ -31,8 +31,10 @@ ALSO_LIVE = "its first element; another one has a gradient too"
 
 @dataclass(frozen=True)
 class LossOutcome:
-    """What one call did. value: the scalar. form: scalar, or `unreduced` where the loss
-    left the sum to its caller.
+    """What one call of a loss did.
+
+    value: the scalar. form: `scalar`, or `unreduced` where the loss left the sum to its
+    caller.
     """
 
     value: Tensor
@@ -119,12 +121,14 @@ class Loss:
 
     @property
     def reads_ranks(self) -> bool:
-        """Whether it scales itself by their number."""
+        """Whether the loss multiplies itself by the number of ranks."""
         return self.framework == "verl" or "ranks" in self.reads
 
     @property
     def settings(self) -> str:
-        """What was set of its framework's config, in words; empty where there is none."""
+        """The fields of its framework's config that were set, in words; empty where it
+        has no config.
+        """
         if self.fields is None:
             return ""
         said = describe_fields(self.fields, self.defaults, self.defaults_called)
@@ -132,18 +136,18 @@ class Loss:
 
     @property
     def micro_batchable(self) -> bool:
-        """Whether it says how the micro-batches of a mini-batch add up."""
+        """Whether the losses of micro-batches can be added up to that of a mini-batch."""
         return self.form == "unreduced" or bool({"totals", "parts"} & self.reads)
 
     @property
     def equal_cuts(self) -> bool:
-        """Whether it is asked with equal micro-batches only: their number says enough
-        of no others.
+        """Whether it is called with micro-batches of equal size only. It is told their
+        number, which does not describe others.
         """
         return self.framework == "trl" or "parts" in self.reads
 
     def visible_batch(self, batch: Rollouts) -> Rollouts:
-        """The batch as this loss can know it: without groups where it takes none.
+        """Return the batch without groups, if the loss does not take them.
 
         Args:
             batch: the batch.
@@ -153,8 +157,8 @@ class Loss:
         return batch.but(group=None, totals=batch.totals or Totals.of(batch.mask))
 
     def given(self, batch: Rollouts, ranks: int = 1) -> dict[str, Any]:
-        """What the loss is given of a batch, by role; masked slots as they are. These
-        are the batch's own tensors.
+        """Return what the loss is given of a batch, by role. Masked slots are as they
+        are, and the tensors are the batch's own.
 
         Args:
             batch: the batch.
@@ -206,8 +210,7 @@ class Loss:
         overrides: dict[str, Any] | None = None,
         leaves: tuple[Tensor, ...] = (),
     ) -> LossOutcome:
-        """One call on these inputs; InputError in one sentence for whatever the loss
-        does instead of answering.
+        """Call the loss once on these inputs.
 
         Args:
             inputs: the inputs; what the loss writes to them is found by comparing them
@@ -220,6 +223,9 @@ class Loss:
 
         Returns:
             The value, and what else the call did.
+
+        Raises:
+            InputError: the loss raises, or does not return a loss.
         """
         leaves = leaves or tuple(
             v
@@ -277,10 +283,16 @@ class Loss:
     def _gradients(
         self, value: Tensor, leaves: tuple[Tensor, ...], freed: bool
     ) -> list[Tensor | None]:
-        """Those of a value; None where it has none.
+        """Return the gradients of a value by the leaves.
 
-        freed: a backward pass of the loss may have freed its graph, so that its caller
-        cannot go back; None then too.
+        Args:
+            value: what the loss returned.
+            leaves: the tensors to differentiate by.
+            freed: a backward pass of the loss may have freed the graph of the value.
+
+        Returns:
+            None for a leaf on which the value does not depend, and for each where the
+            graph was freed.
         """
         nothing: list[Tensor | None] = [None] * len(leaves)
         if not value.requires_grad:
@@ -299,8 +311,11 @@ class Loss:
             raise
 
     def _scalar(self, answer: Any, batch: Rollouts) -> tuple[Tensor, str, str]:
-        """The scalar of an answer, its form, and where it was in the answer, in words.
-        Unreduced terms are aggregated as the objective does.
+        """Make one number of what the loss returned. Unreduced terms are aggregated as
+        the objective does.
+
+        Returns:
+            The scalar, its form, and where the loss was in the answer, in words.
         """
         first, wrapped = self._tensor(answer)
         first = _plain(first)
@@ -341,8 +356,10 @@ class Loss:
         return first.reshape(()), "scalar", wrapped
 
     def _tensor(self, answer: Any) -> tuple[Tensor, str]:
-        """The loss in an answer, and where it stood there, in words; no words where it
-        is the answer itself.
+        """Find the loss in what the function returned.
+
+        Returns:
+            The loss, and where it was, in words; no words where it is the whole answer.
         """
         if isinstance(answer, Tensor):
             return answer, ""
@@ -376,14 +393,13 @@ class Loss:
         wanting: tuple[str, ...] | None = None,
         **overrides: Any,
     ) -> tuple[LossOutcome, Tensor]:
-        """What a call did, and dJ/dlp.
-
-        wanting: log_prob is computed from a leaf, as by a network, and so are these
-        roles; by default it is the leaf.
+        """Call the loss once, and return what the call did and dJ/dlp.
 
         Args:
             batch: the batch.
             ranks: the number of data-parallel ranks that it is told.
+            wanting: roles that are computed from leaves, as by a network, and so is
+                log_prob; None: log_prob is a leaf.
             **overrides: hyperparameters with other values.
 
         Returns:
@@ -392,8 +408,8 @@ class Loss:
         return self.ask("measured", batch, ranks, wanting, overrides)
 
     def ask(self, method: str, *inputs: Any) -> Any:
-        """The answer of one of the methods below, all that a verdict takes from the
-        loss.
+        """Call one of the methods below, and log the question. Every number that a
+        verdict takes from the loss comes from here.
 
         Args:
             method: the name of the method.
@@ -410,8 +426,8 @@ class Loss:
         return answer
 
     def _must_recur(self, error: InputError, again: Callable[[], Any]) -> None:
-        """An exception tells what the loss refuses only if the same inputs raise one
-        again.
+        """Stop the check if the same inputs do not raise an error again: then the error
+        does not tell what the loss refuses.
         """
         try:
             again()
@@ -471,8 +487,8 @@ class Loss:
     def gradient_by_input(
         self, batch: Rollouts, role: str, times: float = 1.0
     ) -> Tensor | None:
-        """The gradient of the loss, multiplied by a number, by one of its inputs; None
-        where there is none, or where that is refused.
+        """Return the gradient of the loss, times a number, by one of its inputs; None
+        where it has none, or where the loss refuses an input with a gradient.
 
         Args:
             batch: the batch.
@@ -483,6 +499,7 @@ class Loss:
         originals = self.given(batch)
 
         def make_inputs() -> dict[str, Any]:
+            """Copies of the inputs, of which two need a gradient."""
             full = _copies(originals)
             full["logp"].requires_grad_()
             full[role].requires_grad_()
@@ -538,7 +555,7 @@ class Loss:
         return _negated(gradient).contiguous()
 
     def seeded(self, batch: Rollouts, seed: int) -> tuple[Tensor, Tensor]:
-        """(value, dJ/dlp) after every generator has this seed.
+        """Return the value and dJ/dlp, with every random generator at this seed.
 
         Args:
             batch: the batch.
@@ -552,27 +569,34 @@ class Loss:
         return outcome.value, gradient
 
     def differences(self, batch: Rollouts, steps: list[Tensor]) -> list[float]:
-        """Central differences of the value along each step, every sg(x) held at its
-        value; [] where it has none.
+        """Return central differences of the value along each step. Every sg(x) keeps the
+        value that it has at the batch.
 
         Args:
             batch: the batch.
             steps: of log_prob, [B, T] each.
+
+        Returns:
+            A number for each step; [] where the loss has no sg.
         """
         values: list[Tensor] = []
         with recorded_sg(values):
             self(batch)
 
-        def end(step: Tensor) -> Tensor:
+        if not values:
+            return []
+
+        def value_after(step: Tensor) -> Tensor:
+            """The value where log_prob is moved by this step."""
             with recorded_sg(values):
                 return self(batch.but(logp=batch.logp + step))
 
-        return [(end(step) - end(-step)).item() / 2 for step in steps] if values else []
+        return [(value_after(step) - value_after(-step)).item() / 2 for step in steps]
 
     def value_and_gradient(
         self, batch: Rollouts, ranks: int = 1, **overrides: Any
     ) -> tuple[Tensor, Tensor]:
-        """(value, dJ/dlp).
+        """Return the value and dJ/dlp.
 
         Args:
             batch: the batch.
@@ -617,8 +641,9 @@ class Question(NamedTuple):
 
 
 class _Stepped(torch.autograd.Function):
-    """value, n, *inputs, *their gradients: the value, with those gradients, of a loss
-    that went back itself.
+    """Gives a value chosen gradients: those that a loss left by its own backward pass.
+
+    It is applied to the value, the number of inputs, the inputs, and their gradients.
     """
 
     @staticmethod
@@ -646,9 +671,9 @@ def _as_slice(x: Tensor) -> Tensor:
     """The same numbers as columns of a wider tensor, in which other numbers stand
     beside them.
     """
-    return torch.nn.functional.pad(
-        x, (2, 1), value=False if x.dtype is torch.bool else 0.5
-    )[:, 2:-1]
+    other = False if x.dtype is torch.bool else 0.5
+    wider = torch.nn.functional.pad(x, (2, 1), value=other)
+    return wider[:, 2:-1]
 
 
 def _as_transpose(x: Tensor) -> Tensor:

@@ -38,7 +38,9 @@ class Reading:
     order_unknown: str = ""
 
     def __str__(self) -> str:
-        """Empty where every argument is called as upref calls it."""
+        """The arguments with their roles, in words; empty where every argument has the
+        name that upref uses.
+        """
         if self.star:
             return f"*args -> {', '.join(CALLED[r] for r in self.star)}, by position"
         how = {p: ", by position" if p in self.placed else "" for p in self.roles}
@@ -51,7 +53,7 @@ class Reading:
     def call(
         self, fn: Callable[..., Any], full: dict[str, Any], settings: dict[str, Any]
     ) -> Any:
-        """fn on the inputs by role, with these settings by name.
+        """Call the function with inputs by role and settings by name.
 
         Args:
             fn: the function that was read.
@@ -71,10 +73,10 @@ class Reading:
 
 
 def parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Of a function, a method, a partial, an instance with __call__, a module with
-    forward; [] for a builtin.
+    """Return the arguments of a function, a method, a partial, an instance with
+    __call__, or a module with forward; [] for a builtin.
 
-    A keyword that a partial has bound is an argument no more.
+    A keyword that a partial has bound is left out.
 
     Args:
         fn: any callable.
@@ -107,11 +109,11 @@ def read(
     third: bool = False,
     spare: Sequence[str] = (),
 ) -> Reading:
-    """Which argument has which role.
+    """Read the role of each argument of a function.
 
-    By name, by the rule `role`. Where no name says anything the first arguments are
-    `main`, in that order; where all but one are named, the one left is the role left.
-    Everything else is refused in one sentence.
+    A role is read by name, by the rule `role`. Where no name says anything the first
+    arguments are `main`, in that order; where all but one are named, the one left has
+    the role left. Everything else is refused in one sentence.
 
     Args:
         fn: the function.
@@ -130,109 +132,157 @@ def read(
         InputError: the roles cannot be read.
     """
     all_parameters = parameters(fn)
-    plain = [
+    named = [
         p for p in all_parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
-    accepts_kwargs = any(p.kind is p.VAR_KEYWORD for p in all_parameters)
-    if not plain:
-        if not all_parameters or any(
-            p.kind is p.VAR_POSITIONAL for p in all_parameters
-        ):
-            unknown = _order_unknown(name, all_parameters, main, {})
-            return Reading(
-                {},
-                frozenset(),
-                {},
-                (),
-                accepts_kwargs,
-                tuple(main),
-                order_unknown=unknown,
-            )
-        raise InputError(
-            f"{_shown(name, all_parameters)} has no named argument. {wrapper(name, main)}"
-        )
-    counted = (
-        (*COUNTED, "parts") if any(role(p.name) == "totals" for p in plain) else COUNTED
-    )
-
-    def told(parameter: inspect.Parameter, r: str) -> bool:
-        """Whether the argument may have the role: a setting has none but a count."""
-        return r in counted or not isinstance(parameter.default, SETTINGS)
-
-    roles = {p.name: r for p in plain if (r := role(p.name)) and told(p, r)}
-    if "logp_old" in main and "logp_old" not in roles.values():
-        news = [p for p, r in roles.items() if r == "logp"]
-        if len(news) == 2 and (behind := older_of(*news)):
-            roles[behind] = "logp_old"
-    olds = [p for p in plain if roles.get(p.name) == "logp_old"]
-    engine = sampler_of(*(p.name for p in olds)) if len(olds) == 2 else ""
-    if any(p.name == engine and (third or p.default is p.empty) for p in olds):
-        roles[engine] = "logp_sampler"
-    must = {
-        (p.name, roles[p.name])
-        for p in plain
-        if p.name in roles and p.default is p.empty
-    }
-    unread = tuple(
-        p
-        for p, r in roles.items()
-        if r in main and (p, r) not in must and r in {r for _, r in must}
-    )
-    # `rollout_log_probs=None` beside old_log_prob
+    if not named:
+        return _read_without_names(name, all_parameters, main)
+    roles = _roles_by_name(named, role)
+    _tell_policies_apart(named, roles, main, third)
+    unread = _doubles_with_default(named, roles, main)
     roles = {p: r for p, r in roles.items() if p not in unread}
-    twice = [p for p in roles if list(roles.values()).count(roles[p]) > 1]
-    if twice and roles[twice[0]] in main:
-        raise InputError(
-            f"{_shown(name, all_parameters)}: upref cannot tell "
-            f"which of {' and '.join(twice)} is {CALLED[roles[twice[0]]]}. "
-            + wrapper(name, main, all_parameters, roles)
+
+    def refusal(words: str) -> InputError:
+        """The error with these words, and what to do about it."""
+        how_to_wrap = wrapper(name, main, all_parameters, roles)
+        return InputError(f"{_shown(name, all_parameters)}: {words}. {how_to_wrap}")
+
+    repeated = [p for p in roles if list(roles.values()).count(roles[p]) > 1]
+    if repeated and roles[repeated[0]] in main:
+        which = " and ".join(repeated)
+        raise refusal(
+            f"upref cannot tell which of {which} is {CALLED[roles[repeated[0]]]}"
         )
     missing = [r for r in main if r not in roles.values()]
     free = [
         p
-        for p in plain
+        for p in named
         if p.name not in roles and p.default is p.empty and p.kind is not p.KEYWORD_ONLY
     ]
     placed: list[tuple[str, str]] = []
     if missing and (free or not set(missing) <= set(spare)):
-        if odd := [p.name for p in free if not_given(p.name)]:
-            shown = _shown(name, all_parameters)
-            raise InputError(
-                f"{shown}: upref has no value for the argument {odd[0]!r}. {wrapper(name, main, all_parameters, roles)}"
-            )
-        is_one_pair = len(missing) == len(free) == 1 and (
+        if without_value := [p.name for p in free if not_given(p.name)]:
+            raise refusal(f"upref has no value for the argument {without_value[0]!r}")
+        one_is_left = len(missing) == len(free) == 1 and (
             missing[0] != "logp_old" or may_be_old(free[0].name)
         )
-        if is_one_pair or (len(missing) == len(main) and len(free) >= len(main)):
-            placed = list(zip((p.name for p in free), missing, strict=False))
-        else:
+        none_is_named = len(missing) == len(main) and len(free) >= len(main)
+        if not one_is_left and not none_is_named:
             which = " and which ".join(CALLED[r] for r in missing)
-            said = f"{_shown(name, all_parameters)}: upref cannot tell which argument is {which}."
-            raise InputError(f"{said} {wrapper(name, main, all_parameters, roles)}")
-    unknown = (
-        _order_unknown(name, all_parameters, main, roles) if len(placed) > 1 else ""
-    )
+            raise refusal(f"upref cannot tell which argument is {which}")
+        placed = list(zip((p.name for p in free), missing, strict=False))
+    order_unknown = ""
+    if len(placed) > 1:
+        order_unknown = _order_unknown(name, all_parameters, main, roles)
     roles |= dict(placed)
-    ordered = {p.name: roles[p.name] for p in plain if p.name in roles}
-    optional = {p.name: p for p in plain if p.name not in roles}
-    only = tuple(p.name for p in plain if p.kind is p.POSITIONAL_ONLY)
-    # in order, up to the first argument that is not handed over
-    if _passes_on(fn, ordered):
-        only = tuple(
-            takewhile(
-                ordered.__contains__,
-                (p.name for p in plain if p.kind is not p.KEYWORD_ONLY),
-            )
-        )
+    ordered = {p.name: roles[p.name] for p in named if p.name in roles}
     return Reading(
         ordered,
         frozenset(p for p, _ in placed),
-        optional,
-        only,
-        accepts_kwargs,
+        {p.name: p for p in named if p.name not in roles},
+        _passed_by_position(fn, named, ordered),
+        any(p.kind is p.VAR_KEYWORD for p in all_parameters),
         left=unread,
-        order_unknown=unknown,
+        order_unknown=order_unknown,
     )
+
+
+def _read_without_names(
+    name: str, all_parameters: Sequence[inspect.Parameter], main: Sequence[str]
+) -> Reading:
+    """Read a function that has no named argument: it takes `main` by position, unless
+    it has **kwargs alone.
+    """
+    has_star = any(p.kind is p.VAR_POSITIONAL for p in all_parameters)
+    if all_parameters and not has_star:
+        raise InputError(
+            f"{_shown(name, all_parameters)} has no named argument. {wrapper(name, main)}"
+        )
+    return Reading(
+        {},
+        frozenset(),
+        {},
+        (),
+        any(p.kind is p.VAR_KEYWORD for p in all_parameters),
+        tuple(main),
+        order_unknown=_order_unknown(name, all_parameters, main, {}),
+    )
+
+
+def _roles_by_name(
+    named: Sequence[inspect.Parameter], role: Callable[[str], str]
+) -> dict[str, str]:
+    """Return the role of each argument whose name tells it. An argument whose default
+    is a setting has no role, unless it is a count.
+    """
+    counts: tuple[str, ...] = COUNTED
+    if any(role(p.name) == "totals" for p in named):
+        counts = (*COUNTED, "parts")
+    roles = {}
+    for p in named:
+        role_of_name = role(p.name)
+        if role_of_name in counts or not isinstance(p.default, SETTINGS):
+            roles[p.name] = role_of_name
+    return {p: r for p, r in roles.items() if r}
+
+
+def _tell_policies_apart(
+    named: Sequence[inspect.Parameter],
+    roles: dict[str, str],
+    main: Sequence[str],
+    third: bool,
+) -> None:
+    """Correct the roles where two arguments were read as the same policy: of two new
+    ones one may be the old policy, and of two old ones one may be the sampler.
+
+    Args:
+        named: the arguments.
+        roles: argument -> role; changed.
+        main: the roles that the function must have.
+        third: the function is asked about three policies.
+    """
+    if "logp_old" in main and "logp_old" not in roles.values():
+        new_policies = [p for p, r in roles.items() if r == "logp"]
+        if len(new_policies) == 2 and (older := older_of(*new_policies)):
+            roles[older] = "logp_old"
+    old_policies = [p for p in named if roles.get(p.name) == "logp_old"]
+    if len(old_policies) != 2:
+        return
+    sampler = sampler_of(*(p.name for p in old_policies))
+    for p in old_policies:
+        if p.name == sampler and (third or p.default is p.empty):
+            roles[sampler] = "logp_sampler"
+
+
+def _doubles_with_default(
+    named: Sequence[inspect.Parameter], roles: Mapping[str, str], main: Sequence[str]
+) -> tuple[str, ...]:
+    """Return the arguments with a default whose role in `main` another argument without
+    a default has too, such as `rollout_log_probs=None` beside old_log_prob.
+    """
+    required = [p.name for p in named if p.name in roles and p.default is p.empty]
+    required_roles = {roles[p] for p in required}
+    return tuple(
+        p
+        for p, r in roles.items()
+        if p not in required and r in main and r in required_roles
+    )
+
+
+def _passed_by_position(
+    fn: Callable[..., Any],
+    named: Sequence[inspect.Parameter],
+    roles: Mapping[str, str],
+) -> tuple[str, ...]:
+    """Return the arguments that can only be passed by position, in order.
+
+    Where a wrapper hands its arguments on by position, these are all up to the first
+    one without a role.
+    """
+    if not _passes_on(fn, roles):
+        return tuple(p.name for p in named if p.kind is p.POSITIONAL_ONLY)
+    positional = (p.name for p in named if p.kind is not p.KEYWORD_ONLY)
+    return tuple(takewhile(roles.__contains__, positional))
 
 
 def _order_unknown(
@@ -241,8 +291,8 @@ def _order_unknown(
     main: Sequence[str],
     roles: Mapping[str, str],
 ) -> str:
-    """The error for a function of two policies that is read by position alone, where
-    their order matters.
+    """Return the error for a function of two policies that are told apart by position
+    alone; "" for a function of one policy.
     """
     if "logp" not in main or "logp_old" not in main:
         return ""
@@ -251,8 +301,8 @@ def _order_unknown(
 
 
 def _passes_on(fn: Callable[..., Any], names: Iterable[str]) -> bool:
-    """Whether it is wrapped in a function that hands on what it gets by position, and
-    does not know all these names.
+    """Whether a function is wrapped in another one that passes arguments on by position,
+    and that lacks some of these names.
     """
     try:
         outer = inspect.signature(fn, follow_wrapped=False).parameters
@@ -264,6 +314,7 @@ def _passes_on(fn: Callable[..., Any], names: Iterable[str]) -> bool:
 
 
 def _shown(name: str, every: Sequence[inspect.Parameter]) -> str:
+    """The signature of a function, without defaults."""
     return f"{name}({', '.join(_stars(p) + p.name for p in every)})"
 
 
@@ -305,8 +356,11 @@ def wrapper(
 def _handed_over(
     main: Sequence[str], every: Sequence[inspect.Parameter], roles: Mapping[str, str]
 ) -> tuple[str, list[str], str]:
-    """What a wrapper passes on, the settings that it takes beside the roles, and what
-    to put right in it, in words.
+    """Write the arguments of a wrapper's call.
+
+    Returns:
+        The arguments as code, the settings that the wrapper takes beside the roles, and
+        what the user has to correct, in words.
     """
     stars = [p for p in every if p.kind is p.VAR_POSITIONAL]
     plain = [p for p in every if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

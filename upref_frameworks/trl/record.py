@@ -30,7 +30,7 @@ from upref.replay.record import (
     step_batch,
 )
 from upref.replay.schema import RecordedBatch
-from upref.replay.terms import EXTRA
+from upref.replay.terms import EXTRA_TERMS
 
 TRAINER = "TRL's GRPOTrainer"
 WRAPPED = (
@@ -287,7 +287,7 @@ class Hooks:
             words for name, words in ADDED.items() if getattr(trainer, name, False)
         ]
         if extra:
-            meta[EXTRA] = " and ".join(extra)
+            meta[EXTRA_TERMS] = " and ".join(extra)
         return step_batch(
             self.micro_batches,
             step=self._step(),

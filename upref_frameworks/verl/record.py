@@ -44,14 +44,14 @@ from upref.replay.record import (
     Schedule,
     Sink,
     finish,
+    gather_ranks,
     hand_over,
     keep_gradient,
     loss_scale,
-    of_all_ranks,
     step_batch,
 )
 from upref.replay.schema import RecordedBatch
-from upref.replay.terms import EXTRA
+from upref.replay.terms import EXTRA_TERMS
 from upref.replay.watch import Watch, expect_choices, sink_of
 
 # verl's loss of a micro-batch: (loss, metrics)
@@ -436,7 +436,7 @@ class KeptStep:
             Exception: what went wrong while a micro-batch was kept.
         """
         mine = sum(float(loss) for loss in self.losses)
-        losses = of_all_ranks(mine, self.engine.get_data_parallel_group())
+        losses = gather_ranks(mine, self.engine.get_data_parallel_group())
         if self.error is not None:
             raise self.error
         ranks = self.counts["ranks"]
@@ -470,7 +470,7 @@ class KeptStep:
             given = {name: value for name, value in given.items() if name not in apart}
             meta[OURS] = json.dumps(given)
             if self.config.entropy_coeff:
-                meta[EXTRA] = "an entropy bonus"
+                meta[EXTRA_TERMS] = "an entropy bonus"
         return meta
 
 
