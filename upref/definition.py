@@ -118,35 +118,33 @@ class Objective:
     reads_log_r: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        """Check the facts, read the hyperparameters off the signatures of the functions,
+        and write the docstring of the objective.
+        """
         known = {
             "level": [*LEVELS],
             "agg": [*AGGREGATIONS],
             "kl": ["", *kl_estimators.NAMES],
         }
-        for fact, of in known.items():
-            if not isinstance(value := getattr(self, fact), str) or value not in of:
+        for fact, names in known.items():
+            value = getattr(self, fact)
+            if not isinstance(value, str) or value not in names:
                 raise InputError(
-                    f"{fact} must be one of {', '.join(filter(None, of))}, got {repr(value)[:60]}."
+                    f"{fact} must be one of {', '.join(filter(None, names))}, got {repr(value)[:60]}."
                 )
         if not isinstance(self.paper, str):
             raise InputError(
                 f"paper is a key of papers.bib, got {repr(self.paper)[:60]}."
             )
-        takes = _parameters(self.fn, 3, "fn")
-        put = partial(object.__setattr__, self)
-        factor = _parameters(self.sampler, 2, "sampler") if self.sampler else []
-        put("_of_sampler", _keyword_only(factor))
-        put("_sampler_reads", len(factor) - len(self._of_sampler))
-        put(
-            "_own",
-            _keyword_only(takes)
-            | ({"beta": 0.0} if self.kl else {})
-            | self._of_sampler,
-        )
-        put(
-            "_extra_names",
-            tuple(p.name for p in takes[3:] if p.kind is p.POSITIONAL_OR_KEYWORD),
-        )
+        put = partial(object.__setattr__, self)  # the dataclass is frozen
+        of_fn = _parameters(self.fn, 3, "fn")
+        of_sampler = _parameters(self.sampler, 2, "sampler") if self.sampler else []
+        put("_of_sampler", _keyword_only(of_sampler))
+        put("_sampler_reads", len(of_sampler) - len(self._of_sampler))
+        of_kl = {"beta": 0.0} if self.kl else {}
+        put("_own", _keyword_only(of_fn) | of_kl | self._of_sampler)
+        extra = [p.name for p in of_fn[3:] if p.kind is p.POSITIONAL_OR_KEYWORD]
+        put("_extra_names", tuple(extra))
         self._read_weight()
         title, url = papers().get(self.paper, ("", ""))
         where_from = f"{title} ({self.source})".strip() + (f", {url}" if url else "")

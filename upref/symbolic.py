@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sympy side of `upref.ops`: its words `sg` and `where` as functions, arrays of
-symbols, how a regime is read.
+symbols, and the reading of an expression in one regime.
 """
 
 import operator
@@ -33,11 +33,11 @@ class StopGradient(sympy.Function):  # type: ignore[misc]  # mypy does not read 
 
 
 class Where(sympy.Function):  # type: ignore[misc]
-    """x where the condition holds, else y: a Piecewise that does not fold what is
-    nested in its condition.
+    """x where the condition holds, else y: a Piecewise that does not fold the
+    conditions nested in it.
 
-    Folding makes sympy's own slow on min(r A, clip(r) A); `.rewrite(sympy.Piecewise)`
-    gives that.
+    Folding makes sympy's own Piecewise slow on min(r A, clip(r) A);
+    `.rewrite(sympy.Piecewise)` returns that one.
     """
 
     nargs = 3
@@ -62,24 +62,25 @@ class Where(sympy.Function):  # type: ignore[misc]
         return printer.doprint(self.rewrite(Piecewise))
 
     def _mpmathcode(self, printer: Any) -> str:
-        """As Python branches: only the one that holds is computed."""
+        """Return a Python condition, which computes only the branch that holds."""
         condition, x, y = (printer.doprint(arg) for arg in self.args)
         return f"(({x}) if {condition} else ({y}))"
 
 
 def forget_sg(expr: Expr) -> Expr:
-    """The value of an expression: sg(x) -> x. To be called after differentiating."""
+    """Replace sg(x) by x in an expression, after it is differentiated."""
     return expr.replace(StopGradient, lambda x: x)
 
 
 def _elementwise(compare: Callable[[Any, Any], Any]) -> Any:
+    """Return a comparison of arrays that compares element by element."""
     relation = np.frompyfunc(compare, 2, 1)
     return lambda self, other: relation(self, other)
 
 
 class SymbolArray(np.ndarray):
-    """An object array whose comparisons give relations: numpy's own would ask each
-    element for its truth.
+    """An object array whose comparisons return relations. numpy's own comparisons would
+    convert each relation to a bool, which sympy refuses.
     """
 
     def __new__(cls, elements: Any) -> Any:
@@ -92,13 +93,19 @@ class SymbolArray(np.ndarray):
 
 
 def in_regime(expr: Expr, point: dict[Any, Any]) -> Expr:
-    """The branch of every `where` that holds at `point`, kept symbolic: an expression
-    as it reads in one regime.
+    """Replace every `where` by the branch that holds at a point. The branch stays
+    symbolic: the result is the expression in one regime.
 
-    Raises ValueError where the point leaves a condition undecided.
+    Args:
+        expr: the expression.
+        point: a number for each symbol of the conditions.
+
+    Raises:
+        ValueError: the point does not decide a condition.
     """
 
     def branch(condition: Any, x: Any, y: Any) -> Any:
+        """Return the branch of one `where`."""
         holds = condition.subs(point)
         if holds not in (sympy.true, sympy.false):
             raise ValueError(f"{condition} is undecided at {point}")
@@ -112,76 +119,99 @@ def in_regime(expr: Expr, point: dict[Any, Any]) -> Expr:
 def pieces(
     Js: Sequence[Expr], lp: Symbol, lp_old: Symbol, r: Symbol, at: dict[Any, Any]
 ) -> list[tuple[Any, ...]]:
-    """(low, high, [(J, dJ/dlp in r), ...]) of these J on every open interval of r =
-    exp(lp - lp_old) between breakpoints.
+    """Return these J on each open interval of r = exp(lp - lp_old) between the
+    breakpoints of all of them.
 
-    at: numbers for the other symbols, which order the breakpoints. The intervals are
-    those of all Js together.
+    Args:
+        Js: expressions in lp and lp_old.
+        lp: log π_θ.
+        lp_old: log π_old.
+        r: the ratio.
+        at: numbers for the other symbols, which order the breakpoints.
 
-    Raises ValueError where a breakpoint has no closed form.
+    Returns:
+        (low, high, [(J, dJ/dlp as a function of r), ...]) for each interval.
+
+    Raises:
+        ValueError: a breakpoint has no closed form.
     """
+    # each breakpoint as an expression, by its number
     ends = {sympy.S.Zero: sympy.S.Zero, sympy.oo: sympy.oo}
     for J in Js:
-        for k in breakpoints(J.subs({lp: sympy.log(r), lp_old: 0}), r):
-            if r in k.free_symbols:
-                raise ValueError(f"no closed form of the {r} at which {k} = 0")
-            if k.subs(at).is_positive:
-                ends.setdefault(k.subs(at), k)
-    found = []
-    for a, b in pairwise(sorted(ends)):
-        inside = (2 * a if a else sympy.S.One) if b == sympy.oo else (a + b) / 2
-        branches = [in_regime(J, at | {lp: sympy.log(inside), lp_old: 0}) for J in Js]
-        read = [
-            (J, sympy.simplify(forget_sg(J.diff(lp)).subs(lp, lp_old + sympy.log(r))))
-            for J in branches
-        ]
-        found.append((ends[a], ends[b], read))
-    return found
+        for breakpoint_ in breakpoints(J.subs({lp: sympy.log(r), lp_old: 0}), r):
+            if r in breakpoint_.free_symbols:
+                raise ValueError(
+                    f"no closed form of the {r} at which {breakpoint_} = 0"
+                )
+            number = breakpoint_.subs(at)
+            if number.is_positive:
+                ends.setdefault(number, breakpoint_)
+    intervals = []
+    for low, high in pairwise(sorted(ends)):
+        if high != sympy.oo:
+            inside = (low + high) / 2
+        elif low:
+            inside = 2 * low
+        else:
+            inside = sympy.S.One
+        point = at | {lp: sympy.log(inside), lp_old: 0}
+        in_interval = []
+        for J in Js:
+            branch = in_regime(J, point)
+            slope = forget_sg(branch.diff(lp)).subs(lp, lp_old + sympy.log(r))
+            in_interval.append((branch, sympy.simplify(slope)))
+        intervals.append((ends[low], ends[high], in_interval))
+    return intervals
 
 
 def breakpoints(expr: Expr, r: Symbol) -> list[Expr]:
-    """Every r at which a condition of `expr` can change, solved where it is linear in
-    r, 1/r or log r.
+    """Return every r at which a condition of an expression can change. It is solved
+    where the condition is linear in r, 1/r or log r.
 
-    A condition that is none of these comes back as the expression that vanishes there.
-    More than the true breakpoints may come back (some conditions are never decisive),
-    none is missing.
+    A condition that is none of these is returned as the expression that is 0 there. No
+    breakpoint is missing, but some may be none: a condition may have no effect.
+
+    Args:
+        expr: the expression.
+        r: the ratio.
     """
-    found = {}
+    roots = set()
     for relation in expr.atoms(Relational):
         for difference in _alternatives(relation.lhs - relation.rhs):
             if r in difference.free_symbols:
-                found[_root_or_difference(difference, r)] = True
-    return sorted((k for k in found if k is not None), key=sympy.default_sort_key)
+                roots.add(_root_or_difference(difference, r))
+    roots.discard(None)
+    return sorted(roots, key=sympy.default_sort_key)
 
 
 def _alternatives(expr: Expr) -> Iterator[Expr]:
-    """The expression with each `where` in it replaced by each of its two values in
-    turn.
+    """Yield the expression with each `where` in it replaced by each of its two values
+    in turn.
     """
-    inner = [w for w in expr.atoms(Where) if not any(a.has(Where) for a in w.args)]
-    if not inner:
+    innermost = [w for w in expr.atoms(Where) if not any(a.has(Where) for a in w.args)]
+    if not innermost:
         yield expr
         return
-    for value in inner[0].args[1:]:
-        yield from _alternatives(expr.xreplace({inner[0]: value}))
+    for value in innermost[0].args[1:]:
+        yield from _alternatives(expr.xreplace({innermost[0]: value}))
 
 
 def _root_or_difference(difference: Expr, r: Symbol) -> Expr | None:
-    """r where the difference is 0; None where it is 0 at no r, or at every r.
+    """Return the r at which a difference is 0, or None where it is 0 at no r or at every
+    r.
 
-    Where no closed form is at hand, the difference comes back, with one of its two
-    signs: that of a - b and of b - a is the same expression.
+    Without a closed form, the difference itself is returned, with one of its two signs:
+    a - b and b - a give the same expression.
     """
     x = Symbol("x")
-    for unknown, back in ((r, lambda v: v), (sympy.log(r), sympy.exp)):
-        numerator = sympy.numer(sympy.together(sympy.expand(difference))).subs(
-            unknown, x
-        )
-        if r not in numerator.free_symbols and numerator.is_polynomial(x):
-            p = sympy.Poly(numerator, x)
-            if p.degree() <= 1:
-                if p.degree() == 1:
-                    return back(sympy.simplify(-p.nth(0) / p.nth(1)))
-                return None
+    for unknown, r_of in ((r, lambda value: value), (sympy.log(r), sympy.exp)):
+        numerator = sympy.numer(sympy.together(sympy.expand(difference)))
+        numerator = numerator.subs(unknown, x)
+        if r in numerator.free_symbols or not numerator.is_polynomial(x):
+            continue
+        polynomial = sympy.Poly(numerator, x)
+        if polynomial.degree() == 1:
+            return r_of(sympy.simplify(-polynomial.nth(0) / polynomial.nth(1)))
+        if polynomial.degree() < 1:
+            return None
     return -difference if difference.could_extract_minus_sign() else difference

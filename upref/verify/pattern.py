@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What found weights have in common with the expected ones where no hypothesis
+"""What the weights found have in common with those expected, where no known fault
 reproduces them.
 """
 
@@ -14,8 +14,14 @@ from upref.verify.report import UNKNOWN
 
 @dataclass(frozen=True)
 class MeasuredWeights:
-    """The weights of a batch: those found, those expected, the ratios, and which tokens
-    are looked at; [B, T] each.
+    """The weights of a batch.
+
+    Attributes:
+        b: the batch.
+        found: the weights found, [B, T].
+        expected: the weights expected, [B, T].
+        r: the ratios, [B, T].
+        use: the tokens that are compared, [B, T].
     """
 
     b: Rollouts
@@ -26,10 +32,8 @@ class MeasuredWeights:
 
     @property
     def factors(self) -> dict[str, Tensor]:
-        """What every weight may be multiplied by, by its name.
-
-        Returns:
-            [B, T] by the words that follow a number in a report, such as " / r".
+        """Factors that every weight may have, [B, T] each, by the words that follow a
+        number in a report, such as " / r".
         """
         batch = self.b
         r = self.r
@@ -49,14 +53,14 @@ class MeasuredWeights:
 def pattern(
     tested: MeasuredWeights, shown: MeasuredWeights, tol: float, by_token: bool
 ) -> str:
-    """A relation that holds on every token of the tested batch, and of the one that the
-    report shows, in words; that no known cause fits if none does. by_token: a
-    response's tokens may have different weights.
+    """Return the words for a relation of found and expected weights that holds on all
+    tokens of two batches; if there is none, the words that no known cause fits.
 
     Args:
         tested: the weights of the batch that was compared.
-        shown: those of the batch that is printed.
+        shown: the weights of the batch that the report shows.
         tol: the relative error that is allowed.
+        by_token: whether the tokens of a response may have different weights.
     """
     tol = max(10 * tol, 1e-7)
     found = tested.found
@@ -66,68 +70,71 @@ def pattern(
         return ""
     x = found[use]
     y = expected[use]
-    live = y.abs() > 1e-9
+    is_live = y.abs() > 1e-9  # the objective has a weight
     if not x.any():
         return "no token of the tested batch has a weight; those of others have"
-    if (x[~live].abs() <= tol).all() and live.any():
-        for name, f in tested.factors.items():
-            k = (x / (y * f[use]))[live]
-            if _constant(k, tol) and _has_factor(shown, name, float(k.mean()), tol):
-                if name and abs(k.mean() - 1) < 1e-6:
+    if (x[~is_live].abs() <= tol).all() and is_live.any():
+        for name, factor in tested.factors.items():
+            multiples = (x / (y * factor[use]))[is_live]
+            multiple = multiples.mean()
+            if _is_constant(multiples, tol) and _has_factor(
+                shown, name, float(multiple), tol
+            ):
+                times = f"{multiple:.5g}{name}"
+                if name and abs(multiple - 1) < 1e-6:
                     times = name.strip()
-                else:
-                    times = f"{k.mean():.5g}{name}"
                 return f"every weight of the tested batch is {times} times what it should be"
-        same = (x - y).abs() <= tol * y.abs().clamp(min=0.1)
-        gone = x == 0
-        n = int((gone & ~same).sum())
-        if n and (same | gone).all() and _lacks_gradients(shown, tol):
-            verb = "have" if n > 1 else "has"
-            return f"{n} of {same.numel()} tokens {verb} no gradient and should have one; the others are right"
-        k = torch.where(use & (expected.abs() > 1e-9), found / expected, torch.nan)
-        if by_token and all(_constant(row[~row.isnan()], tol) for row in k):
+        is_right = (x - y).abs() <= tol * y.abs().clamp(min=0.1)
+        is_zero = x == 0
+        lost = int((is_zero & ~is_right).sum())
+        if lost and (is_right | is_zero).all() and _lacks_gradients(shown, tol):
+            verb = "have" if lost > 1 else "has"
+            return f"{lost} of {is_right.numel()} tokens {verb} no gradient and should have one; the others are right"
+        multiples = torch.where(
+            use & (expected.abs() > 1e-9), found / expected, torch.nan
+        )
+        if by_token and all(_is_constant(row[~row.isnan()], tol) for row in multiples):
             return "within each response of the tested batch the weights are right up to one factor"
     extra = x - y
     added = float(extra.mean())
-    if _constant(extra, 1e-6) and abs(added) > 1e-9 and _has_term(shown, added):
+    if _is_constant(extra, 1e-6) and abs(added) > 1e-9 and _has_term(shown, added):
         return f"{added:+.4g} is added to every weight of the tested batch, whatever A"
-    zero = (tested.b.adv.expand_as(found) == 0)[use]
-    if zero.any() and extra[zero].abs().max() > tol:
-        return f"{UNKNOWN}; where A = 0 the weight is off by up to {extra[zero].abs().max():.4g}"
+    without_advantage = (tested.b.adv.expand_as(found) == 0)[use]
+    if without_advantage.any():
+        largest = extra[without_advantage].abs().max()
+        if largest > tol:
+            return f"{UNKNOWN}; where A = 0 the weight is off by up to {largest:.4g}"
     return UNKNOWN
 
 
 def _has_factor(weights: MeasuredWeights, name: str, k: float, tol: float) -> bool:
-    """Whether every weight is k times that factor of what it should be."""
+    """Return whether every weight is k times this factor times what it should be."""
     expected = k * weights.factors[name] * weights.expected
-    return bool(
-        ((weights.found - expected).abs() <= 10 * tol * expected.abs().clamp(min=1e-9))[
-            weights.use
-        ].all()
-    )
+    room = 10 * tol * expected.abs().clamp(min=1e-9)
+    is_equal = (weights.found - expected).abs() <= room
+    return bool(is_equal[weights.use].all())
 
 
 def _lacks_gradients(weights: MeasuredWeights, tol: float) -> bool:
-    """Whether some weights are 0 and should not be, and the others are right."""
-    same = (
-        weights.found - weights.expected
-    ).abs() <= tol * weights.expected.abs().clamp(min=0.1)
-    gone = weights.found == 0
-    return bool((same | gone)[weights.use].all() and (gone & ~same)[weights.use].any())
+    """Return whether some weights are 0 and should not be, and the others are right."""
+    room = tol * weights.expected.abs().clamp(min=0.1)
+    is_right = (weights.found - weights.expected).abs() <= room
+    is_zero = weights.found == 0
+    some_lost = (is_zero & ~is_right)[weights.use].any()
+    return bool((is_right | is_zero)[weights.use].all() and some_lost)
 
 
 def _has_term(weights: MeasuredWeights, added: float) -> bool:
-    """Whether this number is added to every weight."""
-    return bool(
-        ((weights.found - weights.expected - added).abs() <= 1e-6 * abs(added) + 1e-9)[
-            weights.use
-        ].all()
-    )
+    """Return whether this number is added to every weight."""
+    errors = (weights.found - weights.expected - added).abs()
+    is_equal = errors <= 1e-6 * abs(added) + 1e-9
+    return bool(is_equal[weights.use].all())
 
 
-def _constant(k: Tensor, tol: float) -> bool:
-    if k.numel() == 0:
+def _is_constant(x: Tensor, tol: float) -> bool:
+    """Return whether all numbers are finite and equal up to rounding; none are, too."""
+    if x.numel() == 0:
         return True
-    return bool(k.isfinite().all()) and bool(
-        (k - k[0]).abs().max() <= tol * k[0].abs().clamp(min=1e-12)
-    )
+    if not x.isfinite().all():
+        return False
+    return bool((x - x[0]).abs().max() <= tol * x[0].abs().clamp(min=1e-12))

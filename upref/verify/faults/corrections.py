@@ -56,6 +56,7 @@ class Correction:
     cut_high: bool
 
     def __call__(self, log_rho: Tensor) -> Tensor:
+        """Return the factor at each log ρ."""
         rho = log_rho.exp()
         if self.is_ratio:
             factor = rho.clamp(self.low, self.high)
@@ -65,6 +66,7 @@ class Correction:
         return factor.masked_fill(is_cut, 0)
 
     def __str__(self) -> str:
+        """Return the function in words, as in "ρ, at most 2"."""
         parts = ["ρ" if self.is_ratio else "1"]
         if self.low > 0:
             start = "0 below" if self.cut_low else "at least"

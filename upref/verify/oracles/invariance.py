@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Oracles that need no reference: what must not change a loss's gradient, or change it
-in a known way.
+"""Oracles that need no reference: changes of a batch that must not change a loss's
+gradient, or must change it in a known way.
 """
 
 import math
@@ -47,8 +47,8 @@ SQUARED = Cause("A enters squared", ("advantage-squared",))
 
 
 def gradient_distance(x: Tensor, y: Tensor, mask: Tensor, tol: float) -> Tensor:
-    """How far two gradients are apart, relative to the largest number of the second, on
-    unmasked slots.
+    """Return how far two gradients are apart, relative to the largest number of the
+    second, on unmasked slots.
 
     Args:
         x: [B, T].
@@ -66,21 +66,18 @@ def gradient_distance(x: Tensor, y: Tensor, mask: Tensor, tol: float) -> Tensor:
 
 
 def tolerance(case: LossCase, least: float = HABIT) -> float:
-    """By default 1e-6 in a denominator is let pass: of a chunk, other rows or columns
-    make another one.
+    """Return the relative error that is allowed. The default allows 1e-6 in a
+    denominator, which has another effect in a batch with other rows or columns.
 
     Args:
         case: the loss and its objective.
-        least: what is let pass in float64.
-
-    Returns:
-        The relative error that is let pass.
+        least: the error that is allowed in float64.
     """
     return max(least, case.tol if case.single else 0)
 
 
 def grid_off_bounds(case: LossCase) -> Rollouts:
-    """The grid without its bounds: on a bound, the order of a sum would decide.
+    """Return the grid without ratios on a bound, where the order of a sum would decide.
 
     Args:
         case: the loss and its objective.
@@ -96,7 +93,8 @@ def grid_off_bounds(case: LossCase) -> Rollouts:
 
 @oracle("padding", 60)
 def padding(case: LossCase) -> list[Finding]:
-    """Further masked slots, on either side, change nothing, and have no gradient.
+    """Report further masked slots, on either side, that change something or have a
+    gradient.
 
     Args:
         case: the loss and its objective.
@@ -104,71 +102,71 @@ def padding(case: LossCase) -> list[Finding]:
     Returns:
         Failures with the smallest batch.
     """
-    b = grid_off_bounds(case)
-    value, gradient = case.kept_value_and_gradient(b)
-    out = []
-    leak = torch.where(b.mask, 0, gradient.abs().nan_to_num(nan=math.inf))
-    if leak.max() > 0:
-
-        def bad(batch: Rollouts) -> bool:
-            """Whether a masked slot has a gradient."""
-            return bool((case.gradient(batch)[~batch.mask] != 0).any())
-
-        def unmasked_batch(batch: Rollouts) -> Rollouts:
-            """The batch without its mask."""
-            return batch.but(mask=torch.ones_like(batch.mask), totals=None)
-
-        def unmasked(batch: Rollouts) -> tuple[Tensor, Tensor]:
-            """The gradient, and that of the reference which ignores the mask."""
-            return case.gradient(batch), case.expected(
-                unmasked_batch(batch)
-            ) * case.factors(unmasked_batch(batch))
-
-        text = "masked slots that hold ordinary numbers"
-        batch = example(case, shrink(b, bad))
-        why = MASK_IGNORED if holds_on_other_batches(case, unmasked) else NO_CAUSE
-        out.append(
-            fail(
-                "padding",
-                text,
-                Number(0, "weight"),
-                "a gradient flows into them",
-                batch,
-                why,
-            )
-        )
+    batch = grid_off_bounds(case)
+    value, gradient = case.kept_value_and_gradient(batch)
+    findings = []
+    of_masked = torch.where(batch.mask, 0, gradient.abs().nan_to_num(nan=math.inf))
+    if of_masked.max() > 0:
+        findings.append(_masked_gradient_failure(case, batch))
     for left_columns, right_columns in ((0, 3), (2, 0)):
-        out += _padded_side(case, b, value, gradient, left_columns, right_columns)
-    return out + _empty_row(case, b, gradient)
+        findings += _padded_side(
+            case, batch, value, gradient, left_columns, right_columns
+        )
+    return findings + _empty_row(case, batch, gradient)
+
+
+def _masked_gradient_failure(case: LossCase, batch: Rollouts) -> Finding:
+    """Return the failure that masked slots of this batch have a gradient."""
+
+    def has_masked_gradient(batch: Rollouts) -> bool:
+        """Return whether a masked slot has a gradient."""
+        return bool((case.gradient(batch)[~batch.mask] != 0).any())
+
+    def gradients_without_mask(batch: Rollouts) -> tuple[Tensor, Tensor]:
+        """Return the gradient, and that of the reference which ignores the mask."""
+        unmasked = batch.but(mask=torch.ones_like(batch.mask), totals=None)
+        expected = case.expected(unmasked) * case.factors(unmasked)
+        return case.gradient(batch), expected
+
+    shown = example(case, shrink(batch, has_masked_gradient))
+    ignores_mask = holds_on_other_batches(case, gradients_without_mask)
+    return fail(
+        "padding",
+        "masked slots that hold ordinary numbers",
+        Number(0, "weight"),
+        "a gradient flows into them",
+        shown,
+        MASK_IGNORED if ignores_mask else NO_CAUSE,
+    )
 
 
 def _padded_side(
     case: LossCase, batch: Rollouts, value: Tensor, g: Tensor, left: int, right: int
 ) -> list[Finding]:
-    """What columns of padding on one side change, where they should change nothing.
+    """Report columns of padding on one side that change something.
 
     Args:
         case: the loss and its objective.
         batch: a batch.
-        value, g: of the loss on it: a scalar and [B, T].
-        left, right: columns on either side; one of them is 0.
+        value, g: the loss and its gradient on the batch: a scalar and [B, T].
+        left, right: the number of columns on either side; one of them is 0.
     """
     columns = left + right
     side = f"{columns} columns of padding on the {'left' if left else 'right'}"
 
     def padded(batch: Rollouts) -> tuple[Tensor, Tensor]:
-        """The value and the gradient of the wider batch, without the new columns."""
+        """Return the value and the gradient of the wider batch, without the new columns."""
         value, gradient = case.value_and_gradient(_widened(batch, left, right))
         return value, gradient[:, left : left + batch.mask.shape[1]]
 
     def difference(batch: Rollouts) -> Tensor:
-        """How much the gradient of each token changes, [B, T]."""
+        """Return how much the gradient of each token changes, [B, T]."""
         return gradient_distance(
             padded(batch)[1], case.gradient(batch), batch.mask, tolerance(case)
         )
 
     def by_width(batch: Rollouts) -> tuple[Tensor, Tensor]:
-        """The two gradients, each times the width of its batch."""
+        """Return the two gradients, each times the width of its batch."""
         width = batch.mask.shape[1]
         return padded(batch)[1] * (width + columns), case.gradient(batch) * width
 
@@ -182,9 +180,12 @@ def _padded_side(
         return [note("padding", text, expected_number, found_number)]
     small = shrink(batch, lambda c: bool(difference(c).max() > 0), worst(distances))
     token = worst(difference(small))
-    why = OVER_WIDTH if holds_on_other_batches(case, by_width) else NO_CAUSE
-    if left and not why and _reads_first_column(case, left):
+    if holds_on_other_batches(case, by_width):
+        why = OVER_WIDTH
+    elif left and _reads_first_column(case, left):
         why = FIRST_COLUMN
+    else:
+        why = NO_CAUSE
     expected = case.gradient(small)
     found = padded(small)[1]
     expected_number, found_number = gradient_pair(expected, found, token, "as without")
@@ -195,50 +196,59 @@ def _padded_side(
 
 
 def _widened(batch: Rollouts, left: int, right: int = 0) -> Rollouts:
-    """The batch with so many more columns of padding on either side."""
+    """Return the batch with so many more columns of padding on either side."""
 
     def pad(field: str, x: Tensor) -> Tensor:
+        """Return a field with more columns; the ids of groups have none."""
         if field == "group":
             return x
-        return torch.nn.functional.pad(
-            x, (left, right), value=-0.7 if x.is_floating_point() else 0
-        )
+        filler = -0.7 if x.is_floating_point() else 0
+        return torch.nn.functional.pad(x, (left, right), value=filler)
 
     return batch.map(pad)
 
 
 def _reads_first_column(case: LossCase, left: int) -> bool:
-    """Whether the advantage of a response is that of the first column, of padding too,
-    as it is or set to 0 there; behind one column of padding and behind so many: else it
-    is that of another column."""
+    """Return whether the advantage of a response is read from the first column, which
+    may be padding, as it is or set to 0. It must be so with one column of padding and
+    with several: else another column is read.
+    """
 
-    def first_column(
+    def gradients_of_first_column(
         batch: Rollouts, columns: int, zeroed: bool
     ) -> tuple[Tensor, Tensor]:
+        """Return the gradient of the wider batch, and that of the reference whose
+        advantages are those of the first column.
+        """
         widened = _widened(batch, columns)
         A = torch.where(widened.mask, widened.adv, 0) if zeroed else widened.adv
-        read = widened.but(adv=A[:, :1].expand_as(widened.mask))
-        return case.gradient(widened), case.expected(read) * case.factors(read)
+        first_for_all = widened.but(adv=A[:, :1].expand_as(widened.mask))
+        expected = case.expected(first_for_all) * case.factors(first_for_all)
+        return case.gradient(widened), expected
 
     def holds(zeroed: bool) -> bool:
+        """Return whether the cause holds for padding that is set to 0, or that is not."""
         return all(
             holds_on_other_batches(
-                case, partial(first_column, columns=n, zeroed=zeroed)
+                case,
+                partial(gradients_of_first_column, columns=columns, zeroed=zeroed),
             )
-            for n in (1, left)
+            for columns in (1, left)
         )
 
-    return holds(False) or holds(True)
+    return holds(zeroed=False) or holds(zeroed=True)
 
 
 def _empty_row(case: LossCase, batch: Rollouts, gradient: Tensor) -> list[Finding]:
-    """A fully masked row, as frameworks pad batches with, counts nothing in a mean over
-    tokens. What it counts in a mean over responses nobody says; that it is NaN there
-    must only be known."""
+    """Report a fully masked row, with which frameworks pad batches, that counts in a
+    mean over tokens. What it counts in a mean over responses is not defined; there, NaN
+    is a note.
+    """
     if case.loss.form == "unreduced":
         return []
 
     def longer(batch: Rollouts) -> tuple[Tensor, Tensor]:
+        """Return the value and the gradient with the masked row behind the others."""
         rows = {name: torch.cat([x, x[:1]]) for name, x in batch.tensors().items()}
         rows["mask"][-1] = False
         # Rollouts itself refuses such a row
@@ -250,14 +260,10 @@ def _empty_row(case: LossCase, batch: Rollouts, gradient: Tensor) -> list[Findin
         return []
     text = "with a row that is masked throughout"
     if case.objective.agg not in ("token-mean", "group-token-mean"):
-        nan = note(
-            "padding",
-            text,
-            "a number",
-            "NaN",
-            "drop such rows, or divide by lengths of at least 1",
-        )
-        return [] if value.isfinite() and longer_gradient.isfinite().all() else [nan]
+        if value.isfinite() and longer_gradient.isfinite().all():
+            return []
+        advice = "drop such rows, or divide by lengths of at least 1"
+        return [note("padding", text, "a number", "NaN", advice)]
     distances = gradient_distance(
         longer_gradient[:-1], gradient, batch.mask, tolerance(case)
     )
@@ -281,13 +287,16 @@ def _empty_row(case: LossCase, batch: Rollouts, gradient: Tensor) -> list[Findin
     )
 
     def by_rows(batch: Rollouts) -> tuple[Tensor, Tensor]:
-        """The gradients with and without that row, each times its number of rows."""
+        """Return the gradients with and without that row, each times its number of
+        rows.
+        """
         found = longer(batch)[1][:-1] * (len(batch.mask) + 1)
         return found, case.gradient(batch) * len(batch.mask)
 
     def by_slots(batch: Rollouts) -> tuple[Tensor, Tensor]:
-        """The gradients with that row and one more column and without them, each times
-        its number of slots."""
+        """Return the gradients with that row and one more column, and without them, each
+        times its number of slots.
+        """
         found = longer(_widened(batch, 0, 1))[1][:-1, :-1]
         slots = batch.mask.numel() + sum(batch.mask.shape) + 1
         return found * slots, case.gradient(batch) * batch.mask.numel()
@@ -300,7 +309,7 @@ def _empty_row(case: LossCase, batch: Rollouts, gradient: Tensor) -> list[Findin
     return [fail("padding", text, expected_number, found_number, cause=why)]
 
 
-# what padding may hold: a log-probability of anything, an advantage of any size
+# the numbers that padding may hold
 JUNK = (0.0, -30.0, 30.0)
 NOT_NUMBERS = (math.nan, math.inf, -math.inf, 1e30)
 LEAK = "{} in a masked slot reaches the gradient; select with torch.where(mask, x, 0) before you multiply"
@@ -311,8 +320,8 @@ MASKED_VALUES = ("logp", "logp_old", "adv", "logp_ref", "entropy", "logp_sampler
 
 @oracle("masked-values", 70)
 def masked_values(case: LossCase) -> list[Finding]:
-    """Numbers in masked slots must count for nothing; NaN there is a note, since
-    frameworks pad with numbers.
+    """Report numbers in masked slots that change the result. NaN that changes it is a
+    note, since frameworks pad with numbers.
 
     Args:
         case: the loss and its objective.
@@ -329,7 +338,7 @@ def masked_values(case: LossCase) -> list[Finding]:
     ]
     if case.loss.adv_shape != "BT" and "adv" in fields:
         fields.remove("adv")
-    # in all arguments at a time, and in one at a time only to name it
+    # one argument at a time is filled only where all of them at a time show a leak
     numbers: tuple[float, ...] = JUNK
     if not _ignores_nan(case, batch, clean, fields):
         numbers = (*JUNK, *NOT_NUMBERS)
@@ -357,13 +366,13 @@ def masked_values(case: LossCase) -> list[Finding]:
 
 
 def _filled(batch: Rollouts, field: str, number: float) -> Rollouts:
-    """The batch with this number in the masked slots of one field."""
+    """Return the batch with this number in the masked slots of one field."""
     values = getattr(batch, field).masked_fill(~batch.mask, number)
     return batch.but(**{field: values})
 
 
 def _filled_in_turn(batch: Rollouts, fields: list[str], turn: int) -> Rollouts:
-    """The batch with the NOT_NUMBERS in the masked slots of all fields, in turn."""
+    """Return the batch with the NOT_NUMBERS in the masked slots of all fields, in turn."""
     for place, field in enumerate(fields, turn):
         batch = _filled(batch, field, NOT_NUMBERS[place % len(NOT_NUMBERS)])
     return batch
@@ -372,7 +381,7 @@ def _filled_in_turn(batch: Rollouts, fields: list[str], turn: int) -> Rollouts:
 def _ignores_nan(
     case: LossCase, batch: Rollouts, clean: tuple[Tensor, Tensor], fields: list[str]
 ) -> bool:
-    """Whether NaN in each argument, and each of NOT_NUMBERS in all arguments at a time,
+    """Return whether NaN in each argument, and each of NOT_NUMBERS in all arguments at a time,
     change nothing. A clamp of log r may hide the one or the other.
     """
     try:
@@ -395,15 +404,15 @@ def _masked_slots_failure(
     fill: Callable[[Rollouts], Rollouts],
     regime: str,
 ) -> Finding:
-    """The failure of a loss that numbers in masked slots change."""
+    """Return the failure that these numbers in masked slots change the loss."""
 
     def change(smaller: Rollouts) -> str:
-        """What changes with these numbers in the masked slots."""
+        """Return what changes with these numbers in the masked slots, in words."""
         clean = case.value_and_gradient(smaller)
         return _changes(smaller, clean, case.value_and_gradient(fill(smaller)))
 
     def still_changes(smaller: Rollouts) -> bool:
-        """Whether anything changes."""
+        """Return whether anything changes."""
         return bool(change(smaller))
 
     small = shrink(batch, still_changes)
@@ -424,7 +433,7 @@ def _masked_slots_failure(
 def _changes(
     batch: Rollouts, clean: tuple[Tensor, Tensor], filled: tuple[Tensor, Tensor]
 ) -> str:
-    """What other numbers in masked slots change, in words; "" if nothing."""
+    """Return what other numbers in masked slots change, in words; "" for nothing."""
     value, gradient = clean
     filled_value, filled_gradient = filled
     changes = []
@@ -442,7 +451,7 @@ def _changes(
 def _depends_on_order(
     case: LossCase, batch: Rollouts, gradient: Tensor, order: Tensor
 ) -> bool:
-    """Whether the gradient of these rows in this order is not this gradient in that order."""
+    """Return whether the gradient of these rows in this order is not this gradient in that order."""
     reordered = case.gradient(batch.take(order))
     return bool(
         gradient_distance(
@@ -453,17 +462,17 @@ def _depends_on_order(
 
 
 def _rolled(count: int) -> Tensor:
-    """The last response first."""
+    """Return the order with the last response first."""
     return torch.arange(count).roll(1)
 
 
 def _reversed(count: int) -> Tensor:
-    """The responses from the last to the first."""
+    """Return the order from the last response to the first."""
     return torch.arange(count).flip(0)
 
 
 def _shuffled(count: int) -> Tensor:
-    """The responses in a random order, the same in each process."""
+    """Return a random order of the responses, the same in each process."""
     return torch.randperm(count, generator=torch.Generator())
 
 
@@ -472,7 +481,7 @@ ORDERS = (_rolled, _reversed, _shuffled)
 
 @oracle("permutation", 130)
 def permutation(case: LossCase) -> list[Finding]:
-    """The responses in another order have the same gradients.
+    """Report responses that have other gradients in another order.
 
     Args:
         case: the loss and its objective.
@@ -491,10 +500,10 @@ def permutation(case: LossCase) -> list[Finding]:
 def _order_failure(
     case: LossCase, batch: Rollouts, order: Callable[[int], Tensor]
 ) -> Finding:
-    """The failure of a loss whose gradients are others in this order."""
+    """Return the failure that the gradients are others in this order."""
 
     def still_depends(smaller: Rollouts) -> bool:
-        """Whether a part of the batch shows it too."""
+        """Return whether a part of the batch shows it too."""
         return _depends_on_order(
             case, smaller, case.gradient(smaller), order(len(smaller.mask))
         )
@@ -522,15 +531,16 @@ def _order_failure(
     )
 
 
-def _kl(case: LossCase) -> str:
+def _why_not_scaled(case: LossCase) -> str:
+    """Return why the gradient need not scale with A; "" where it must."""
     if case.hp.get("beta"):
         return "the KL term does not scale with A"
     return case.objective.scale_exception
 
 
-@oracle("scaling", 110, _kl, implied=True)
+@oracle("scaling", 110, _why_not_scaled, implied=True)
 def scaling(case: LossCase) -> list[Finding]:
-    """Three times the advantages make three times the gradient.
+    """Report a loss whose gradient does not triple with the advantages.
 
     Args:
         case: the loss and its objective.
@@ -540,50 +550,53 @@ def scaling(case: LossCase) -> list[Finding]:
     """
     batch = grid_off_bounds(case)
 
-    def tripled(batch: Rollouts) -> Tensor:
-        """The gradient at 3 times the advantages."""
+    def gradient_at_3(batch: Rollouts) -> Tensor:
+        """Return the gradient at 3 times the advantages."""
         return case.gradient(replace(batch, adv=3 * batch.adv))
 
-    def distance_of(batch: Rollouts) -> Tensor:
-        """How far a third of it is from the gradient."""
+    def distance(batch: Rollouts, gradient: Tensor) -> Tensor:
+        """Return how far a third of it is from this gradient, [B, T]."""
         return gradient_distance(
-            tripled(batch) / 3, case.gradient(batch), batch.mask, tolerance(case, 1e-7)
+            gradient_at_3(batch) / 3, gradient, batch.mask, tolerance(case, 1e-7)
         )
 
-    gradient = case.kept_value_and_gradient(batch)[1]
-    if (
-        distances := gradient_distance(
-            tripled(batch) / 3, gradient, batch.mask, tolerance(case, 1e-7)
-        )
-    ).max() == 0:
+    _, gradient = case.kept_value_and_gradient(batch)
+    distances = distance(batch, gradient)
+    if distances.max() == 0:
         return []
-    small = shrink(batch, lambda c: bool(distance_of(c).max() > 0), worst(distances))
-    token = worst(distance_of(small))
+
+    def still_differs(smaller: Rollouts) -> bool:
+        """Return whether a smaller batch shows it too."""
+        return bool(distance(smaller, case.gradient(smaller)).max() > 0)
+
+    small = shrink(batch, still_differs, worst(distances))
+    token = worst(distance(small, case.gradient(small)))
     due_gradient = 3 * case.gradient(small)
-    found_gradient = tripled(small)
+    found_gradient = gradient_at_3(small)
     expected_number, found_number = gradient_pair(
         due_gradient, found_gradient, token, "3 times the gradient"
     )
 
-    def times(k: float) -> Callable[[Rollouts], tuple[Tensor, Tensor]]:
-        """The change that makes the gradient k times as large at 3 times A."""
-        return lambda batch: (
-            case.gradient(batch.but(adv=3 * batch.adv)),
-            k * case.gradient(batch),
-        )
+    def gradients_times(batch: Rollouts, k: float) -> tuple[Tensor, Tensor]:
+        """Return the gradient at 3 times A, and k times the gradient."""
+        at_3 = case.gradient(batch.but(adv=3 * batch.adv))
+        return at_3, k * case.gradient(batch)
 
-    why = SIZE_DIVIDED_OUT if holds_on_other_batches(case, times(1)) else NO_CAUSE
-    why = SQUARED if holds_on_other_batches(case, times(9)) else why
-    clipped_far = clipped(case, LARGE)
     at_3 = replace(small, adv=3 * small.adv)
-    why = why or cause_if_confirmed_at(
-        case,
-        clipped_far,
-        at_3,
-        token,
-        case.weights(at_3)[token].item(),
-        batch.but(adv=LARGE * batch.adv),
-    )
+    why = NO_CAUSE
+    if holds_on_other_batches(case, partial(gradients_times, k=1)):
+        why = SIZE_DIVIDED_OUT
+    if holds_on_other_batches(case, partial(gradients_times, k=9)):
+        why = SQUARED
+    if not why:
+        why = cause_if_confirmed_at(
+            case,
+            clipped(case, LARGE),
+            at_3,
+            token,
+            case.weights(at_3)[token].item(),
+            batch.but(adv=LARGE * batch.adv),
+        )
     shown = make_example(at_3, due_gradient, found_gradient, case.loss.reads)
     return [
         fail(
@@ -598,13 +611,13 @@ def scaling(case: LossCase) -> list[Finding]:
 
 
 def _at_zero(batch: Rollouts) -> Rollouts:
-    """The batch with advantages of 0."""
+    """Return the batch with advantages of 0."""
     return replace(batch, adv=torch.zeros_like(batch.adv))
 
 
-@oracle("zero-advantage", 120, _kl, implied=True)
+@oracle("zero-advantage", 120, _why_not_scaled, implied=True)
 def zero_advantage(case: LossCase) -> list[Finding]:
-    """Without an advantage there is no gradient.
+    """Report a gradient where all advantages are 0.
 
     Args:
         case: the loss and its objective.
@@ -614,13 +627,13 @@ def zero_advantage(case: LossCase) -> list[Finding]:
     """
     batch = grid_off_bounds(case)
 
-    def pushed(batch: Rollouts) -> bool:
-        """Whether there is a gradient without an advantage."""
+    def has_gradient(batch: Rollouts) -> bool:
+        """Return whether there is a gradient without an advantage."""
         return bool((case.gradient(_at_zero(batch)) != 0).any())
 
-    if not pushed(batch):
+    if not has_gradient(batch):
         return []
-    small = _at_zero(shrink(batch, pushed))
+    small = _at_zero(shrink(batch, has_gradient))
     gradient = case.gradient(small)
     if gradient.isfinite().all():
         found = f"a gradient of up to {gradient.abs().max().item():.4g}"
