@@ -162,7 +162,7 @@ def tolerances() -> str:
     from upref.verify.advantages.case import SINGLE_TOL
     from upref.verify.measure import EXACT, HABIT, ROUND, SINGLE
     from upref.verify.oracles.unusual import TOO_LONG
-    from upref.weights.batches import EDGES, GUARD, SINGLE_EDGES
+    from upref.weights.batches import BOUND_EDGES, GUARD, SINGLE_EDGES
 
     rows = [
         (
@@ -182,7 +182,7 @@ def tolerances() -> str:
             f"{ROUND:g}; what that changes is allowed besides",
         ),
         (
-            f"{max(EDGES):g}",
+            f"{max(BOUND_EDGES):g}",
             "distance from each bound at which both sides are tested, relative to r",
             "reveals a misplaced bound",
         ),

@@ -14,7 +14,7 @@ from rich.console import Console
 import upref
 from upref.derivation import derive
 from upref.files import write_atomically
-from upref.weights.batches import batch, grad
+from upref.weights.batches import autograd_gradient, batch
 from upref_frameworks import audits
 
 ROOT = Path(__file__).parent
@@ -54,12 +54,16 @@ def gradients(o):
     """
     b = batch(o)
     expected = o.gradient(b)
-    error = ((grad(o, b) - expected).abs().max() / expected.abs().max()).item()
+    error = (
+        (autograd_gradient(o, b) - expected).abs().max() / expected.abs().max()
+    ).item()
     text = f"autograd = weight x aggregation on {int(b.mask.sum())} tokens, off by {error:.1e} (float64)"
     ok = error <= 1e-12
     base = o.name.removeprefix("up_")
     if base != o.name and base in upref.names():
-        same = torch.equal(grad(upref.up(upref.get(base)), b), grad(o, b))
+        same = torch.equal(
+            autograd_gradient(upref.up(upref.get(base)), b), autograd_gradient(o, b)
+        )
         ok, text = (
             ok and same,
             text + f"; up({base}) {'is' if same else 'IS NOT'} {o.name}, bit for bit",
@@ -77,10 +81,10 @@ def plugged(o):
     config = ActorConfig(strategy="fsdp", rollout_n=8, ppo_micro_batch_size_per_gpu=1)
     loss = register(o)
     zero = lambda x: x.masked_fill(~b.mask, 0)
-    found = grad(
+    found = autograd_gradient(
         lambda x: -loss(zero(b.logp_old), x.logp, zero(b.adv), b.mask, "", config)[0], b
     )
-    expected = grad(lambda x: o.J(x.logp, x.logp_old, x.adv, x.mask), b)
+    expected = autograd_gradient(lambda x: o.J(x.logp, x.logp_old, x.adv, x.mask), b)
     error = (found - expected).abs().max().item()
     return (
         error == 0,

@@ -12,7 +12,7 @@ import torch
 
 import upref
 from tests.support.on_tokens import F64, T, flow, gradient, weight
-from upref.weights.batches import batch, grad
+from upref.weights.batches import autograd_gradient, batch
 
 RATIOS = (1e-3, 0.5, 0.8, 1.0, 1.28, 2.0, 50.0, 1e3)
 
@@ -136,7 +136,8 @@ def test_up_grpo_has_grpo_s_kl_term_for_both_signs(holds):
     b = batch(o)
     b = replace(b, logp_ref=torch.where(b.mask, b.logp_old - 0.1, 0))
     term = lambda f: (
-        grad(lambda x: f(x, beta=0.5), b) - grad(lambda x: f(x, beta=0.0), b)
+        autograd_gradient(lambda x: f(x, beta=0.5), b)
+        - autograd_gradient(lambda x: f(x, beta=0.0), b)
     )
     ours, theirs = term(o), term(base)
     assert torch.allclose(ours, theirs, atol=1e-15)
@@ -164,8 +165,8 @@ def test_granularity_is_left_in_the_negative_branch_only(holds, counterexample):
         b = upref.Rollouts(now, old, sign * T(1.0, 2.0, 0.5, 1.0)[:, None], mask)
         return (
             (
-                grad(lambda x: one(x, eps=0.2), b)
-                - grad(lambda x: other(x, eps_low=0.2), b)
+                autograd_gradient(lambda x: one(x, eps=0.2), b)
+                - autograd_gradient(lambda x: other(x, eps_low=0.2), b)
             )
             .abs()
             .max()

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import upref
 from upref import ops
-from upref.weights.batches import OFF_EDGES, batch, grad
+from upref.weights.batches import OFF_EDGES, autograd_gradient, batch
 
 
 @pytest.mark.parametrize("name", [*upref.names(), "up(sapo)"])
@@ -81,5 +81,8 @@ def test_one_graph_and_the_eager_gradient(name, hp, backend):
         fullgraph=True,
         backend=backend,
     )
-    found, expected = grad(lambda x: compiled(x.logp), b), grad(lambda x: o(x, **hp), b)
+    found, expected = (
+        autograd_gradient(lambda x: compiled(x.logp), b),
+        autograd_gradient(lambda x: o(x, **hp), b),
+    )
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)

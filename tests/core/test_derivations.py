@@ -22,7 +22,7 @@ from tests.support.daily import daily
 from upref.derivation import derive, sympy_gradient
 from upref.kl import ESTIMATORS
 from upref.ops import exp, where
-from upref.weights.batches import OFF_EDGES, batch, grad
+from upref.weights.batches import OFF_EDGES, autograd_gradient, batch
 
 DERIVATIONS = Path(__file__).parents[2] / "derivations"
 ENV = os.environ | {"PYTHONPATH": str(DERIVATIONS.parent)}
@@ -241,7 +241,7 @@ def test_sympy_gradient_has_the_kl_term(name):
     b = batch(o, edges=OFF_EDGES, thin=15)
     b = replace(b, logp_ref=torch.where(b.mask, b.logp_old - 0.1, 0))
     kl = torch.tensor(sympy_gradient(o, b, beta=0.5))
-    assert (kl - grad(lambda x: o(x, beta=0.5), b)).abs().max() < 1e-12
+    assert (kl - autograd_gradient(lambda x: o(x, beta=0.5), b)).abs().max() < 1e-12
     assert (kl - o.gradient(b)).abs().max() > 1e-6
 
 

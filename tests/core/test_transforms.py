@@ -12,7 +12,7 @@ import torch
 import upref
 from upref.registry import get
 from upref.transforms import opsm
-from upref.weights.batches import batch, grad
+from upref.weights.batches import autograd_gradient, batch
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -36,10 +36,12 @@ def test_up_of_base_is_the_hand_written_one_bit_for_bit(base, hand, suffix, dtyp
         )
         assert torch.equal(plugged(b, **hp), written(b, **hp))
         assert torch.equal(
-            grad(partial(plugged, **hp), b), grad(partial(written, **hp), b)
+            autograd_gradient(partial(plugged, **hp), b),
+            autograd_gradient(partial(written, **hp), b),
         )
         assert not torch.equal(
-            grad(partial(plugged, **hp), b), grad(partial(get(base), **hp), b)
+            autograd_gradient(partial(plugged, **hp), b),
+            autograd_gradient(partial(get(base), **hp), b),
         )
 
 
@@ -49,14 +51,18 @@ def test_up_changes_nothing_on_policy(base):
     o = get(base)
     b = batch(o)
     b = replace(b, logp=b.logp_old)
-    torch.testing.assert_close(grad(upref.up(o), b), grad(o, b), rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        autograd_gradient(upref.up(o), b), autograd_gradient(o, b), rtol=1e-14, atol=0
+    )
 
 
 def test_anchored_differs_in_value_only():
     for name in ("up_dapo", "up_grpo", "up_gspo"):
         a, o = get(name + "_anchored"), get(name)
         b = batch(o)
-        torch.testing.assert_close(grad(a, b), grad(o, b), rtol=1e-13, atol=1e-18)
+        torch.testing.assert_close(
+            autograd_gradient(a, b), autograd_gradient(o, b), rtol=1e-13, atol=1e-18
+        )
         assert abs(a(b) - o(b)) > 0.1
 
 
@@ -127,7 +133,9 @@ def three_policies(ratios):
 def test_the_factor_of_each_correction_by_hand(name, hp, expected):
     # S = 6, s = 1.565
     o, b = get(f"{name}(reinforce)"), three_policies([0.25, 1.0, 3.0, 8.0])
-    assert grad(partial(o, **hp), b)[0].tolist() == pytest.approx(expected, abs=1e-12)
+    assert autograd_gradient(partial(o, **hp), b)[0].tolist() == pytest.approx(
+        expected, abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
@@ -135,16 +143,18 @@ def test_the_factor_of_each_correction_by_hand(name, hp, expected):
 def test_up_and_a_correction_commute(name, base):
     one, other = get(f"up({name}({base}))"), get(f"{name}(up({base}))")
     b = batch(one)
-    assert torch.equal(grad(one, b), grad(other, b))
-    assert not torch.equal(grad(one, b), grad(get(f"up({base})"), b))
+    assert torch.equal(autograd_gradient(one, b), autograd_gradient(other, b))
+    assert not torch.equal(
+        autograd_gradient(one, b), autograd_gradient(get(f"up({base})"), b)
+    )
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_nothing_is_corrected_where_the_sampler_is_old(name):
     b = batch(get("dapo"))
     torch.testing.assert_close(
-        grad(get(f"{name}(dapo)"), replace(b, logp_sampler=b.logp_old)),
-        grad(get("dapo"), b),
+        autograd_gradient(get(f"{name}(dapo)"), replace(b, logp_sampler=b.logp_old)),
+        autograd_gradient(get("dapo"), b),
     )
 
 

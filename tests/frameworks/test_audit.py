@@ -13,7 +13,7 @@ import torch
 
 from upref import InputError, Rollouts
 from upref.registry import get
-from upref.weights.batches import batch, grad
+from upref.weights.batches import autograd_gradient, batch
 from upref_frameworks import audits as A
 from upref_frameworks.audits.compare import MICRO, TOL
 
@@ -160,7 +160,12 @@ def test_dual_clip_passes_half_the_gradient_at_exactly_c():
         torch.ones(1, 1, dtype=torch.bool),
     )
     assert (b.logp - b.logp_old).exp().item() == 2.0
-    assert -grad(lambda b: verl_loss("vanilla", b, clip_ratio_c=2.0), b).item() == -1.0
+    assert (
+        -autograd_gradient(
+            lambda b: verl_loss("vanilla", b, clip_ratio_c=2.0), b
+        ).item()
+        == -1.0
+    )
     assert get("ppo_clip").gradient(b, c=2.0).item() == -2.0
 
 

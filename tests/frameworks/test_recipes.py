@@ -15,7 +15,7 @@ import upref
 from upref import InputError
 from upref.advantages import ADVANTAGES
 from upref.cli import main
-from upref.weights.batches import batch, grad
+from upref.weights.batches import autograd_gradient, batch
 from upref_frameworks import audits as A, ledger
 from upref_frameworks.audits.compare import (
     Comparison,
@@ -204,7 +204,10 @@ def test_a_plug_in_says_what_was_measured_of_it():
         ), (o, n)
     for o in ("up_dapo", "gppo", "m2po"):
         b, objective = typical_batch(), upref.get(o)
-        paper, seen = grad(objective, b), grad(objective, replace(b, group=None))
+        paper, seen = (
+            autograd_gradient(objective, b),
+            autograd_gradient(objective, replace(b, group=None)),
+        )
         change = 100 * ((seen - paper).norm() / paper.norm()).item()
         assert (
             f"one denominator for the batch, not one per prompt (weakens, {change:.2g} % of"
@@ -277,9 +280,9 @@ def test_advantages_alone_set_reinforce_pp_and_rloo_apart():
     """
     for o, other in SAME_LOSS.items():
         b = batch(upref.get(o))
-        assert (grad(upref.get(o), b) == grad(upref.get(other), b)).all() and upref.get(
-            o
-        ).adv != upref.get(other).adv
+        assert (
+            autograd_gradient(upref.get(o), b) == autograd_gradient(upref.get(other), b)
+        ).all() and upref.get(o).adv != upref.get(other).adv
     here = {o: {n for x, n in EVERY if x == o} for o in SAME_LOSS}
     assert here["reinforce_pp"] >= {
         "openrlhf",
@@ -326,8 +329,8 @@ def test_rloo_with_a_clipped_loss_says_what_that_changes():
         "tunix",
     }
     t = typical_batch()
-    paper = grad(upref.get("rloo"), t)
-    clipped = grad(upref.get("dr_grpo"), t)
+    paper = autograd_gradient(upref.get("rloo"), t)
+    clipped = autograd_gradient(upref.get("dr_grpo"), t)
     change = 100 * ((clipped - paper).norm() / paper.norm()).item()
     for n in with_clip:
         said = str(recipe("rloo", n))
@@ -411,7 +414,7 @@ def test_the_frameworks_own_loss_with_the_typed_settings(name, objective):
     typed |= {k: c.config[k] for k in measured_elsewhere(objective, name)}
     scale = {k: v for k, v in c.config.items() if k == "max_completion_length"}
     b = replace(b, totals=upref.Totals.of(b.mask))
-    found = -grad(
+    found = -autograd_gradient(
         lambda x: f.compute_loss(replace(c, config=typed | scale), x, None), b
     )
     explained = explanation(c, c.reasons)

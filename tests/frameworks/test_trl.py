@@ -14,7 +14,7 @@ import upref
 from upref import InputError
 from upref.cli import main
 from upref.user_code import read
-from upref.weights.batches import OFF_EDGES, batch, grad
+from upref.weights.batches import OFF_EDGES, autograd_gradient, batch
 from upref_frameworks import audits as A
 
 pytest.importorskip("trl", reason="`repro/venv.sh trl` installs what TRL's losses need")
@@ -66,7 +66,10 @@ def test_right(loss, name, hp):
     )
     b = replace(b, logp_ref=b.logp_old - 0.1)
     torch.testing.assert_close(
-        theirs.gradient(b), grad(lambda x: o(x, **hp), b), rtol=2e-7, atol=1e-10
+        theirs.gradient(b),
+        autograd_gradient(lambda x: o(x, **hp), b),
+        rtol=2e-7,
+        atol=1e-10,
     )
 
 

@@ -18,7 +18,13 @@ import torch
 import upref
 from tests.support.daily import daily
 from upref import InputError, Totals
-from upref.weights.batches import OFF_EDGES, batch, fill_padding, grad, sampler
+from upref.weights.batches import (
+    OFF_EDGES,
+    autograd_gradient,
+    batch,
+    fill_padding,
+    sampler_logp,
+)
 from upref_frameworks.parity import Monitor, ParityError
 
 trl = pytest.importorskip(
@@ -87,7 +93,7 @@ def gradient(trainer, b, parts=1, **settings):
     """Of what TRL hands to backward, micro-batch by micro-batch."""
     return torch.cat(
         [
-            grad(lambda x: given.trl_loss(trainer, x, **settings), p)
+            autograd_gradient(lambda x: given.trl_loss(trainer, x, **settings), p)
             for p in b.split(parts)
         ]
     )
@@ -201,8 +207,8 @@ def test_sampler_corrections_and_masks_are_trls(name, shape):
     own = given._trainer(trl.GRPOTrainer, tuple(sorted(settings.items())))
     ours = given._trainer(bound(name, **hp), ())
     same(
-        grad(lambda x: theirs(own, x), b),
-        times * grad(lambda x: theirs(ours, x), b),
+        autograd_gradient(lambda x: theirs(own, x), b),
+        times * autograd_gradient(lambda x: theirs(ours, x), b),
         1e-6,
     )
 
@@ -226,7 +232,10 @@ def test_the_kl_term_is_the_objectives(name, token_advantages):
     o = upref.get(name)
     b = plain(name, thin=5)
     settings = dict(beta=0.04, use_bias_correction_kl=False)
-    same(-gradient(bound(name), b, 2, **settings), grad(lambda x: o(x, beta=0.04), b))
+    same(
+        -gradient(bound(name), b, 2, **settings),
+        autograd_gradient(lambda x: o(x, beta=0.04), b),
+    )
 
 
 def test_masked_slots_may_hold_anything_in_the_policy_term(token_advantages):
@@ -557,7 +566,7 @@ def test_import_upref_loads_nothing_heavy():
 
 def test_a_sampler_correction_reads_vllms_log_probabilities():
     b, o = plain("dapo", thin=5), upref.get("tis(dapo)")
-    b = replace(b, adv=b.adv[:, :1], logp_sampler=sampler(b))
+    b = replace(b, adv=b.adv[:, :1], logp_sampler=sampler_logp(b))
     with pytest.raises(InputError, match="use_vllm=True"):
         given._trainer(bound(o.name), ())
     trainer = copy(given._trainer(bound("dapo"), ()))  # which is kept for other tests
@@ -588,7 +597,7 @@ def test_a_sampler_correction_reads_vllms_log_probabilities():
             given._StandIn(x.logp, torch.ones_like(x.logp)), inputs
         )
 
-    same(grad(J, b), grad(o, b), 1e-6)
+    same(autograd_gradient(J, b), autograd_gradient(o, b), 1e-6)
 
 
 def test_log_probs_of_upref_hidden_stand_for_trls(monkeypatch):

@@ -15,7 +15,7 @@ from plugged import RUNS, call, config, core_algos, forget  # noqa: F401
 import upref
 from upref import InputError, aggregate
 from upref.replay import clipping
-from upref.weights.batches import batch, grad
+from upref.weights.batches import autograd_gradient, batch
 from upref_frameworks.audits.compare import FaultEffect, typical_batch
 from upref_frameworks.audits.recipe import _effects
 from upref_frameworks.parity import ParityError
@@ -27,7 +27,7 @@ WHOLE = [n for n in RUNS if not upref.get(n).batch_coupled]
 
 
 def gradient(name, b, c=None, **kw):
-    return grad(lambda b: call(name, b, c, **kw)[0], b)
+    return autograd_gradient(lambda b: call(name, b, c, **kw)[0], b)
 
 
 def same(x, y, tol=1e-12):
@@ -43,7 +43,9 @@ def test_it_is_the_reference_bit_for_bit(name):
     o = upref.get(name)
     b = replace(batch(o), group=None)
     loss, metrics = call(name, b)
-    assert torch.equal(loss, o.loss(b)) and torch.equal(gradient(name, b), -grad(o, b))
+    assert torch.equal(loss, o.loss(b)) and torch.equal(
+        gradient(name, b), -autograd_gradient(o, b)
+    )
     assert (
         all(k.startswith("upref/") and type(v) is float for k, v in metrics.items())
         and metrics
@@ -56,10 +58,13 @@ def test_the_recipe_measures_what_the_plug_in_computes(name):
     and in micro-batches the same.
     """
     o, b = upref.get(name), replace(typical_batch(), group=None)
-    assert torch.equal(gradient(name, b), -grad(o, b))
+    assert torch.equal(gradient(name, b), -autograd_gradient(o, b))
     unprompted, split = _effects(o)
     assert (
-        unprompted == FaultEffect.between(-gradient(name, b), grad(o, typical_batch()))
+        unprompted
+        == FaultEffect.between(
+            -gradient(name, b), autograd_gradient(o, typical_batch())
+        )
         and split.change < 1e-9
     )
 
@@ -78,7 +83,7 @@ def test_against_verls_own_losses_through_verls_own_agg_loss(name):
     b = replace(batch(upref.get(ours), edges=(-1e-9, 1e-9), **hp), group=None)
     same(
         -gradient(ours, b, config(hp, agg)),
-        -grad(lambda x: verl_loss(name, x, agg, **actor), b),
+        -autograd_gradient(lambda x: verl_loss(name, x, agg, **actor), b),
         1e-9,
     )
 
@@ -97,7 +102,9 @@ def test_hyperparameters_and_is_weights_reach_the_reference(name):
     f = lambda b: o.J(b.logp, b.logp_old, b.adv, b.mask, is_weights=w, **hp)
     loss, _ = call(name, b, config(hp), rollout_is_weights=w)
     assert torch.equal(loss, -f(b)) and not loss.requires_grad
-    assert torch.equal(gradient(name, b, config(hp), rollout_is_weights=w), -grad(f, b))
+    assert torch.equal(
+        gradient(name, b, config(hp), rollout_is_weights=w), -autograd_gradient(f, b)
+    )
     assert not torch.equal(loss, call(name, b)[0])
 
 
@@ -113,7 +120,11 @@ def test_is_weights_multiply_token_terms_as_in_verl():
         config(),
         w,
     )[0]
-    same(gradient("cispo_verl", b, rollout_is_weights=w), grad(theirs, b), 1e-9)
+    same(
+        gradient("cispo_verl", b, rollout_is_weights=w),
+        autograd_gradient(theirs, b),
+        1e-9,
+    )
 
 
 def test_up_of_anything_and_objectives_of_ones_own():

@@ -18,7 +18,7 @@ from upref import kl
 from upref.advantages import ADVANTAGES
 from upref.ops import recorded_sg
 from upref.registry import REDUCE
-from upref.weights.batches import OFF_EDGES, batch, grad
+from upref.weights.batches import OFF_EDGES, autograd_gradient, batch
 
 TOL = 1e-12
 FLOATS = ("logp", "logp_old", "adv", "entropy", "logp_sampler")
@@ -44,7 +44,9 @@ def autograd_is_weight_times_aggregation(o):
     for hp in settings(o):
         b = batch(o, **hp)
         scale = b.mask.sum()
-        close(grad(partial(o, **hp), b) * scale, o.gradient(b, **hp) * scale)
+        close(
+            autograd_gradient(partial(o, **hp), b) * scale, o.gradient(b, **hp) * scale
+        )
 
 
 @law
@@ -57,7 +59,9 @@ def sympy_derivative_is_autograd(o):
     if o.not_symbolic:
         pytest.skip(o.not_symbolic)
     b = batch(o, edges=OFF_EDGES)
-    close(torch.tensor(sympy_gradient(o, b), dtype=torch.float64), grad(o, b))
+    close(
+        torch.tensor(sympy_gradient(o, b), dtype=torch.float64), autograd_gradient(o, b)
+    )
 
 
 @law
@@ -71,7 +75,9 @@ def masked_slots_are_inert(o):
         x.masked_fill(~b.mask, fill)
         for x, fill in ((b.logp, -1.0), (b.logp_old, -2.0), (b.adv, 0.5))
     ]
-    expected = grad(o, replace(b, logp=calm[0], logp_old=calm[1], adv=calm[2]))
+    expected = autograd_gradient(
+        o, replace(b, logp=calm[0], logp_old=calm[1], adv=calm[2])
+    )
     assert (expected[~b.mask] == 0).all()
     for poison in (float("nan"), float("inf"), -float("inf"), 1e30):
         bad = {
@@ -79,7 +85,7 @@ def masked_slots_are_inert(o):
             for k in FLOATS
             if getattr(b, k) is not None
         }
-        found = grad(o, replace(b, **bad))
+        found = autograd_gradient(o, replace(b, **bad))
         assert torch.equal(found, expected), f"masked slots at {poison} leak"
 
 
@@ -94,14 +100,14 @@ def padding_is_inert(o):
         calm(x), (3, 2), value=-0.5 if x.is_floating_point() else 0
     )
     wide = b.map(lambda name, x: x if name == "group" else pad(x))
-    close(grad(o, wide)[:, 3:-2], grad(o, b))
+    close(autograd_gradient(o, wide)[:, 3:-2], autograd_gradient(o, b))
 
 
 @law
 def rows_commute(o):
     b = batch(o, edges=OFF_EDGES)
     i = torch.randperm(len(b.mask), generator=torch.Generator().manual_seed(1))
-    close(grad(o, b.take(i)), grad(o, b)[i])
+    close(autograd_gradient(o, b.take(i)), autograd_gradient(o, b)[i])
 
 
 @law
@@ -114,7 +120,10 @@ def micro_batches_add_up(o):
     b = batch(o)
     for n in (2, 3, 8):
         parts = b.split(n)
-        close(torch.cat([grad(o, part) for part in parts]), grad(o, b))
+        close(
+            torch.cat([autograd_gradient(o, part) for part in parts]),
+            autograd_gradient(o, b),
+        )
         close(sum(o.loss(part) for part in parts), o.loss(b))
 
 
@@ -123,14 +132,17 @@ def zero_advantage_is_silent(o):
     if o.scale_exception:
         pytest.skip(o.scale_exception)
     b = batch(o)
-    g = grad(o, replace(b, adv=torch.zeros_like(b.adv)))
+    g = autograd_gradient(o, replace(b, adv=torch.zeros_like(b.adv)))
     assert (g == 0).all()
 
 
 @law
 def scales_with_the_advantage(o):
     b = batch(o)
-    found, expected = grad(o, replace(b, adv=3 * b.adv)), 3 * grad(o, b)
+    found, expected = (
+        autograd_gradient(o, replace(b, adv=3 * b.adv)),
+        3 * autograd_gradient(o, b),
+    )
     if o.scale_exception:
         assert not torch.allclose(found, expected), (
             f"{o.name} is listed as an exception and is none"
@@ -165,7 +177,7 @@ def finite_differences_agree(o):
     b = replace(b, logp=b.logp - 1e-4)  # a bound may lie at r = 1 itself
     if o.batch_coupled:  # a step must not change the batch's ranking
         b = replace(b, logp=b.logp_old + (b.logp - b.logp_old) * 0.05)
-    g, values, h = grad(o, b), [], 1e-6
+    g, values, h = autograd_gradient(o, b), [], 1e-6
     with recorded_sg(values):
         o(b)
     direction = torch.randn(
@@ -235,7 +247,7 @@ def extreme_ratios_never_make_nan(o):
     """
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         b = extreme_batch(o, dtype)
-        found = grad(o, b)
+        found = autograd_gradient(o, b)
         exact = o.gradient(widened(b))
         limit = torch.finfo(dtype).max / 4
         assert not found.isnan().any(), f"{dtype}: NaN"
@@ -317,9 +329,9 @@ def every_hyperparameter_is_alive(o):
         moved = {key: other}
         b = batch(o, **({} if key == "beta" else moved))
         b = replace(b, logp_ref=b.logp_old - 0.1)
-        assert not torch.equal(grad(o, b), grad(partial(o, **moved), b)), (
-            f"{key} is dead"
-        )
+        assert not torch.equal(
+            autograd_gradient(o, b), autograd_gradient(partial(o, **moved), b)
+        ), f"{key} is dead"
     with pytest.raises(upref.InputError, match="no hyperparameter"):
         o.loss(batch(o), no_such_thing=1.0)
 

@@ -12,7 +12,7 @@ import upref
 from tests.support.zoo import blind_spots, numerics
 from upref.verify.render import describe_example
 from upref.verify.shrink import make_example
-from upref.weights.batches import FAR, breakpoints, fill_padding, interval
+from upref.weights.batches import FAR_RATIOS, breakpoints, fill_padding, interval_words
 from upref.weights.curve import of_objective
 from upref.weights.stress import AXES, LARGE, stress_batch
 
@@ -53,7 +53,7 @@ def test_bounds_found_together_are_those_found_one_by_one():
         o = upref.get(name)
         curve = of_objective(o)
         found = breakpoints(o, -1.0, 0.3)
-        alone = [j.r for j in curve.jumps(-1.0, 0.3, FAR) if j.r * 0.3 < 1]
+        alone = [j.r for j in curve.jumps(-1.0, 0.3, FAR_RATIOS) if j.r * 0.3 < 1]
         assert found and set(alone) <= set(found)
 
 
@@ -99,8 +99,8 @@ def test_a_row_without_tokens_that_makes_nan_is_noted():
 
 
 def test_an_interval_of_one_ratio_is_said_to_be_one():
-    assert interval(1.0, 1.0) == "r = 1 alone"
-    assert interval(1.0, 1.0 + 1e-9) == "1 < r <= 1.000000001"
+    assert interval_words(1.0, 1.0) == "r = 1 alone"
+    assert interval_words(1.0, 1.0 + 1e-9) == "1 < r <= 1.000000001"
 
 
 def test_objectives_of_the_same_bounds_share_their_batches():

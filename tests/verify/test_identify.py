@@ -17,7 +17,7 @@ from tests.support.cases.bodies import loss, seq, tok
 from tests.support.cases.denominators import tis, tpo
 from tests.support.daily import daily
 from upref.cli import main
-from upref.weights.batches import interval
+from upref.weights.batches import interval_words
 
 # their bounds are of the order of 1e-3
 NARROW = ("gspo", "up_gspo", "up_gspo_anchored")
@@ -377,8 +377,11 @@ def test_bad_losses_are_one_sentence_and_status_2(tmp_path, capsys, name, says):
 
 
 def test_a_narrow_regime_has_two_ends():
-    assert interval(1.07641, 1.07649) == "1.0764 < r <= 1.0765"
-    assert interval(None, 0.8) == "r <= 0.8" and interval(1.28, None) == "r > 1.28"
+    assert interval_words(1.07641, 1.07649) == "1.0764 < r <= 1.0765"
+    assert (
+        interval_words(None, 0.8) == "r <= 0.8"
+        and interval_words(1.28, None) == "r > 1.28"
+    )
 
 
 def clipped(log_prob, old_log_prob, advantages, mask, guard=lambda x: x):

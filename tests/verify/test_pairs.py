@@ -16,7 +16,7 @@ from upref.user_code import read
 from upref.verify.measure import make_case, unit_weights
 from upref.verify.oracles.batches import one_response
 from upref.verify.oracles.unusual import unusual_inputs
-from upref.weights.stress import AXES, COLLIDE, NAMED, WIDE, stress_batch
+from upref.weights.stress import AXES, NAMED, SMALL_MODULUS, WIDE_SIZES, stress_batch
 
 
 def runs(m):
@@ -57,9 +57,9 @@ UNUSUAL = {
     "group ids": {
         "with gaps": lambda lp, old, A, m, ref, g: ((g > 50) & (g < 10**6))[:, None],
         "negative": lambda lp, old, A, m, ref, g: (g < 0)[:, None],
-        "colliding": lambda lp, old, A, m, ref, g: ((g > 10**6) & (g % COLLIDE == 11))[
-            :, None
-        ],
+        "colliding": lambda lp, old, A, m, ref, g: (
+            (g > 10**6) & (g % SMALL_MODULUS == 11)
+        )[:, None],
         "large": lambda lp, old, A, m, ref, g: (g >= 2**40)[:, None],
     },
     "most": {
@@ -70,11 +70,11 @@ UNUSUAL = {
     },
     "responses": {
         str(n): lambda lp, old, A, m, ref, g, n=n: torch.tensor(len(m) == n)
-        for n in (1, *WIDE)
+        for n in (1, *WIDE_SIZES)
     },
     "columns": {
         str(n): lambda lp, old, A, m, ref, g, n=n: torch.tensor(m.shape[1] == n)
-        for n in WIDE
+        for n in WIDE_SIZES
     },
     "size": {"65,504": lambda lp, old, A, m, ref, g: m.sum() > 65_504},
     "dtype": {
@@ -250,7 +250,7 @@ def test_every_two_levels_meet_in_one_token(name):
             "0": (kind >= 0) & (kind < 50),
             "-": kind < 0,
             "7": (kind > 50) & (kind < 10**6),
-            "11": (kind > 10**6) & (kind % COLLIDE == 11),
+            "11": (kind > 10**6) & (kind % SMALL_MODULUS == 11),
             "2^40": kind >= 2**40,
         },
         "π_old": {x: (b.logp_old.exp() - x).abs() < 1e-6 for x in axis.mu},

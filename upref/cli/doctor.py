@@ -11,7 +11,7 @@ import torch
 
 from upref import plugins
 from upref.registry import get, names
-from upref.weights.batches import batch, grad
+from upref.weights.batches import autograd_gradient, batch
 
 PARTS = (
     "torch",
@@ -71,4 +71,6 @@ def _error(name: str) -> float:
     o = get(name)
     b = batch(o, thin=5)
     expected = o.gradient(b)
-    return ((grad(o, b) - expected).abs().max() / expected.abs().max()).item()
+    return (
+        (autograd_gradient(o, b) - expected).abs().max() / expected.abs().max()
+    ).item()

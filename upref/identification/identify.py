@@ -61,8 +61,8 @@ from upref.weights.batches import (
     MU,
     SIGNS as ALL_SIGNS,
     breakpoints,
+    is_near_bound,
     make_batch,
-    near_a_bound,
     on_policy_batch,
     random_batch,
     random_batches,
@@ -572,7 +572,7 @@ def _weight_error(
     apart = relative_error(found, expected, batch.adv)
     if box.case.single:
         apart = apart.masked_fill(
-            near_a_bound(lambda x: unit_weights(objective, x, hp), batch), 0
+            is_near_bound(lambda x: unit_weights(objective, x, hp), batch), 0
         )
     return torch.where(batch.mask, apart, 0)
 

@@ -31,15 +31,15 @@ from upref.verify.factors import (
 )
 from upref.verify.finding import Cause
 from upref.weights.batches import (
-    EDGES,
+    BOUND_EDGES,
     MU,
     MU_READ,
     SINGLE_EDGES,
     fill_padding,
+    is_near_bound,
     kept_batch,
-    near_a_bound,
     on_policy_batch,
-    sampler,
+    sampler_logp,
 )
 from upref.weights.black_box import (
     SIGNS,
@@ -148,7 +148,7 @@ class LossCase:
     scale: float = 1.0
     fits: bool = True  # some aggregation explains the on-policy gradient
     tol: float = HABIT
-    edges: tuple[float, ...] = EDGES
+    edges: tuple[float, ...] = BOUND_EDGES
     failed: set[str] = field(default_factory=set)  # oracles
     # of wrong weights, in words, where a known fault gives them on policy too
     cause: Cause = field(default_factory=Cause)
@@ -434,7 +434,7 @@ class LossCase:
         """
         engine = batch.logp_sampler
         if self.objective.sampler is not None and engine is None:
-            engine = sampler(batch)
+            engine = sampler_logp(batch)
         return self.loss.visible_batch(batch.but(logp_sampler=engine))
 
     def stress_batch(self, axis: str, ids: tuple[str, ...] = ()) -> Rollouts:
@@ -479,7 +479,7 @@ class LossCase:
             [B, T].
         """
         if self.single:
-            return near_a_bound(self.expected, batch)
+            return is_near_bound(self.expected, batch)
         return torch.zeros_like(batch.mask)
 
 
@@ -612,7 +612,7 @@ def ignores_sampler(case: LossCase) -> bool:
     if not loss.takes_batch:
         return True
     batch = case.ready(on_policy_batch())
-    near_sampler = sampler(batch)
+    near_sampler = sampler_logp(batch)
     far_sampler = (
         batch.logp_old + FAR_SAMPLER * (near_sampler - batch.logp_old)
     ).clamp(max=-1e-3)

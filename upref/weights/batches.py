@@ -39,8 +39,12 @@ LOG_R = np.unique(
         np.linspace(-4, 4, 33), np.outer((-1, 1), np.geomspace(1e-5, 0.3, 12)).ravel()
     ]
 )
-FAR = GRID[abs(np.log(GRID)) < 8]  # where bounds are looked for
-EDGES = (-1e-9, 0.0, 1e-9)  # just inside, on and just outside a bound, relative to r
+FAR_RATIOS = GRID[abs(np.log(GRID)) < 8]  # where bounds are looked for
+BOUND_EDGES = (
+    -1e-9,
+    0.0,
+    1e-9,
+)  # just inside, on and just outside a bound, relative to r
 OFF_EDGES = (-1e-3, 1e-3)  # for whoever steps or re-sums
 # for whoever computes in float32: narrower than any bound, GSPO's of 3e-4 too
 SINGLE_EDGES = (-3e-5, 3e-5)
@@ -71,7 +75,7 @@ def breakpoints(objective: Objective, A: float, mu: float, **hp: Any) -> list[fl
     if objective.batch_coupled:
         return []
     mus = MU + MU_READ if objective.reads_mu else (None,)
-    grid = tuple((sign, at) for sign in SIGNS if sign for at in mus)
+    grid = tuple((sign, grid_mu) for sign in SIGNS if sign for grid_mu in mus)
     point = (A, mu if objective.reads_mu else None)
     found = _jumps(objective, grid if point in grid else (point,), **hp)
     return [r for r in found[point] if r * mu < 1]
@@ -89,7 +93,9 @@ def _jumps(
         curves += [replace(curves[0], weight=high_entropy_weight(objective, hp))]
     A, mu = zip(*points, strict=True)
     rows = [
-        curve.all_jumps(A, None if None in mu else mu, FAR)  # at once: that is faster
+        curve.all_jumps(
+            A, None if None in mu else mu, FAR_RATIOS
+        )  # at once: that is faster
         for curve in curves
     ]
     return {
@@ -129,7 +135,7 @@ def ratios(
     objective: Objective,
     A: float,
     mu: float,
-    edges: tuple[float, ...] = EDGES,
+    edges: tuple[float, ...] = BOUND_EDGES,
     **hp: Any,
 ) -> list[float]:
     """r at the given distances from every bound, and on a fixed grid of log r; all with
@@ -154,7 +160,7 @@ def ratios(
     return [r for r in [*beside_bounds, *np.exp(LOG_R)] if mu * r < 0.999]
 
 
-def interval(low: float | None, high: float | None, digits: int = 4) -> str:
+def interval_words(low: float | None, high: float | None, digits: int = 4) -> str:
     """`r > 1.28`, or with both ends `0.8 < r <= 1.28`, in as many digits as tell the
     two apart.
 
@@ -174,7 +180,7 @@ def interval(low: float | None, high: float | None, digits: int = 4) -> str:
     return f"{low:.{digits}g} < r <= {high:.{digits}g}"
 
 
-def words(A: float, r: float, bounds: list[float]) -> str:
+def regime_words(A: float, r: float, bounds: list[float]) -> str:
     """The regime of a token in words: `A < 0, r > 1.28`.
 
     Args:
@@ -190,16 +196,14 @@ def words(A: float, r: float, bounds: list[float]) -> str:
     above = [k for k in bounds if k >= r]
     if not bounds:
         return f"{sign}, any r"
-    return (
-        f"{sign}, {interval(below[-1] if below else None, above[0] if above else None)}"
-    )
+    return f"{sign}, {interval_words(below[-1] if below else None, above[0] if above else None)}"
 
 
 def batch(
     objective: Objective,
     *,
     seed: int = 0,
-    edges: tuple[float, ...] = EDGES,
+    edges: tuple[float, ...] = BOUND_EDGES,
     thin: int = 1,
     mus: tuple[float, ...] = MU,
     **hp: Any,
@@ -233,7 +237,7 @@ def kept_batch(
     objective: Objective,
     *,
     seed: int = 0,
-    edges: tuple[float, ...] = EDGES,
+    edges: tuple[float, ...] = BOUND_EDGES,
     thin: int = 1,
     mus: tuple[float, ...] = MU,
     **hp: Any,
@@ -255,7 +259,7 @@ def kept_batch(
     batch = make_batch(cases, objective.level, objective.agg == "seq-mean", rng)
     if objective.sampler is None:
         return batch
-    return replace(batch, logp_sampler=sampler(batch))
+    return replace(batch, logp_sampler=sampler_logp(batch))
 
 
 def make_batch(
@@ -441,7 +445,7 @@ def single_token_responses(A: float, rs: Sequence[float] | np.ndarray) -> Rollou
     return single_token_batch(A, r, low_probability(r))
 
 
-def overflowing() -> Rollouts:
+def overflowing_batch() -> Rollouts:
     """Far ratios of both signs, and rare tokens whose ratio is near 1; pairs of equal
     tokens.
     """
@@ -461,7 +465,7 @@ def overflowing() -> Rollouts:
     )
 
 
-def clamped() -> Rollouts:
+def clamped_batch() -> Rollouts:
     """Two responses of three tokens for each sign of A and log r on both sides of where
     implementations clamp it.
     """
@@ -503,10 +507,14 @@ def fill_padding(batch: Rollouts) -> Rollouts:
         if batch.entropy is None
         else batch.entropy.masked_fill(~batch.mask, 1.0),
     )
-    return batch if batch.logp_ref is not None else batch.but(logp_ref=reference(batch))
+    return (
+        batch
+        if batch.logp_ref is not None
+        else batch.but(logp_ref=reference_logp(batch))
+    )
 
 
-def reference(batch: Rollouts) -> Tensor:
+def reference_logp(batch: Rollouts) -> Tensor:
     """log π_ref of each token, near to π_old.
 
     Args:
@@ -525,7 +533,7 @@ def reference(batch: Rollouts) -> Tensor:
     )
 
 
-def sampler(batch: Rollouts) -> Tensor:
+def sampler_logp(batch: Rollouts) -> Tensor:
     """log μ of each token: rows in turn equal to π_old but for rounding, near to it,
     and off by up to e^±2.
 
@@ -544,7 +552,7 @@ def sampler(batch: Rollouts) -> Tensor:
 
 
 # ---- reading and comparing -----------------------------------------------------------
-def near_a_bound(
+def is_near_bound(
     weights: Callable[[Rollouts], Tensor], batch: Rollouts, step: float = 2e-5
 ) -> Tensor:
     """Tokens whose weight jumps within that distance of log r (by default the rounding
@@ -564,7 +572,7 @@ def near_a_bound(
     return relative_error(above, below, floor=1e-6) > 1e-3
 
 
-def at(batch: Rollouts, i: int, t: int) -> tuple[float, float, float]:
+def token_at(batch: Rollouts, i: int, t: int) -> tuple[float, float, float]:
     """(A, r, mu) of one token of a batch.
 
     Args:
@@ -583,7 +591,7 @@ def at(batch: Rollouts, i: int, t: int) -> tuple[float, float, float]:
     )
 
 
-def grad(f: Callable[[Rollouts], Tensor], batch: Rollouts) -> Tensor:
+def autograd_gradient(f: Callable[[Rollouts], Tensor], batch: Rollouts) -> Tensor:
     """d f(batch) / d logp by autograd, [B, T]; f maps Rollouts to a scalar.
 
     Args:

@@ -30,7 +30,7 @@ from upref.weights.black_box import (
     low_probability,
     single_token_batch,
 )
-from upref.weights.jumps import GRID, Jump, find
+from upref.weights.jumps import GRID, Jump, find_jumps
 
 RTOL_RATIO = 1e-12  # relative; ratios nearer than that are one
 # of a loss that computes in float32: of ratios, and of weights
@@ -151,7 +151,7 @@ class Curve:
         """The jumps of the weight between these ratios."""
         reach = 1 / mu if self.reads_mu and mu is not None else np.inf
         r = np.broadcast_to(np.minimum(r, reach), (len(A), len(r)))
-        return find(
+        return find_jumps(
             lambda x, i: self(x, A[i], None if mu is None else mu[i]),
             r,
             ends,

@@ -15,7 +15,7 @@ GRID = np.unique(
     np.r_[np.logspace(-30, 30, 601), np.logspace(-3, 3, 601), 1 - _NEAR, 1, 1 + _NEAR]
 )
 # of the weight near r = 1; where so little turns to 0, rounding did it and not a cut
-FAINT = 1e-10
+FAINT_SHARE = 1e-10
 PARTS = 16  # into which an interval is cut
 
 
@@ -34,7 +34,7 @@ class Jump(NamedTuple):
         return (self.below == 0) != (self.above == 0)
 
 
-class Found(NamedTuple):
+class JumpTable(NamedTuple):
     """Jumps of many rows, ascending in row and r: arrays of one length."""
 
     row: np.ndarray
@@ -43,92 +43,111 @@ class Found(NamedTuple):
     above: np.ndarray
 
 
-def find(
+def find_jumps(
     weight: Callable[..., Any],
     r: np.ndarray,
     ends: bool,
     rtol_ratio: float,
     floor: float,
-) -> tuple[Found, np.ndarray]:
-    """The jumps of each row of r [n, G], and whether the weight is alive at its first.
+) -> tuple[JumpTable, np.ndarray]:
+    """Find the jumps of several weights as functions of r, each on a row of ratios.
 
-    weight      (r [m, k], rows [m]) -> [m, k]
-    ends        only where the weight turns to 0 or back, which takes a tenth of the time; else every jump
-    rtol_ratio  ratios of a smaller relative distance count as one
-    floor       weights of a smaller relative distance count as one
+    Args:
+        weight: (r [m, k], rows [m]) -> the weights of these rows, [m, k].
+        r: the ratios at which each weight is looked at first, [n, G].
+        ends: find only where the weight turns to 0 or back, which takes a tenth of the
+            time; else every jump.
+        rtol_ratio: ratios of a smaller relative distance count as one.
+        floor: weights of a smaller relative distance count as one.
+
+    Returns:
+        The jumps, and whether each weight is other than 0 at its first ratio, [n].
     """
     rows = np.arange(len(r))
-    w = weight(r, rows)
+    weights = weight(r, rows)
     nearby_weights = weight(np.tile([0.5, 1, 2], (len(r), 1)), rows)
-    faint = FAINT * abs(nearby_weights).max(1, keepdims=True)
-    live = (w != 0) | _faded(w, faint)
-    changes = live[:, :-1] != live[:, 1:]
-    hit = abs(np.diff(w)) > _least(w, faint, floor)
-    i, k = ((changes if ends else changes | hit) & (r[:, :-1] < r[:, 1:])).nonzero()
-    lo = r[i, k]
-    hi = r[i, k + 1]
-    a = w[i, k]
-    z = w[i, k + 1]
-    changes = changes[i, k]
-    first = True
-    while (hi > np.nextafter(lo, np.inf)).any():
-        x = lo[:, None] + (hi - lo)[:, None] * np.linspace(0, 1, PARTS + 1)
-        x[:, -1] = hi
-        v = np.c_[a, weight(x[:, 1:-1], i), z]
-        change = abs(np.diff(v))
-        turns = ((v[:, 1:] != 0) != (v[:, :-1] != 0)) & (
-            changes[:, None] | (change > faint[i])
-        )
-        # a smooth weight's change is spread evenly
-        jumps = change > np.maximum(
-            _least(v, faint[i], floor), change.sum(1, keepdims=True) / 4
-        )
-        score = np.where(turns, np.inf, 0 if ends else np.where(jumps, change, 0))
-        keep = score > 0
-        # an interval of the scan may hold several, one of its parts holds one
-        if not first:
-            keep &= np.arange(PARTS) == score.argmax(1)[:, None]
-        j, k = keep.nonzero()
-        i = i[j]
-        lo = x[j, k]
-        hi = x[j, k + 1]
-        a = v[j, k]
-        z = v[j, k + 1]
-        changes = turns[j, k]
-        first = False
-    new = np.r_[True, (i[1:] != i[:-1]) | (lo[1:] > hi[:-1] * (1 + rtol_ratio))][
-        : len(i)
-    ]
-    last = np.r_[new[1:], True][: len(i)]
-    i = i[new]
-    lo = lo[new]
-    hi = hi[last]
-    # on a bound itself a third value may stand
-    a, z = weight(np.c_[lo * (1 - rtol_ratio), hi * (1 + rtol_ratio)], i).T
-    keep = (a == 0) != (z == 0)
+    faint_weight = FAINT_SHARE * abs(nearby_weights).max(1, keepdims=True)
+    is_alive = (weights != 0) | _is_faded(weights, faint_weight)
+    turns = is_alive[:, :-1] != is_alive[:, 1:]
+    is_chosen = turns
     if not ends:
-        keep |= abs(z - a) > np.maximum(floor * np.maximum(abs(a), abs(z)), faint[i, 0])
-    return Found(
-        *(x[keep] for x in (i, np.where(abs(a) >= abs(z), lo, hi), a, z))
-    ), live[:, 0]
+        least = _least_change(weights, faint_weight, floor)
+        is_chosen = turns | (abs(np.diff(weights)) > least)
+    # each interval in which something happens: its row, its ends, the weights there
+    row, start = (is_chosen & (r[:, :-1] < r[:, 1:])).nonzero()
+    low = r[row, start]
+    high = r[row, start + 1]
+    below = weights[row, start]
+    above = weights[row, start + 1]
+    turns = turns[row, start]
+    is_scan = True
+    while (high > np.nextafter(low, np.inf)).any():
+        cuts = low[:, None] + (high - low)[:, None] * np.linspace(0, 1, PARTS + 1)
+        cuts[:, -1] = high
+        values = np.c_[below, weight(cuts[:, 1:-1], row), above]
+        change = abs(np.diff(values))
+        starts_or_stops = (values[:, 1:] != 0) != (values[:, :-1] != 0)
+        part_turns = starts_or_stops & (turns[:, None] | (change > faint_weight[row]))
+        if ends:
+            score = np.where(part_turns, np.inf, 0)
+        else:
+            # the change of a smooth weight is spread evenly over the parts
+            even_change = change.sum(1, keepdims=True) / 4
+            least = _least_change(values, faint_weight[row], floor)
+            part_jumps = change > np.maximum(least, even_change)
+            score = np.where(part_turns, np.inf, np.where(part_jumps, change, 0))
+        is_chosen = score > 0
+        # an interval of the scan may hold several jumps, one of its parts holds one
+        if not is_scan:
+            is_chosen &= np.arange(PARTS) == score.argmax(1)[:, None]
+        interval, part = is_chosen.nonzero()
+        row = row[interval]
+        low = cuts[interval, part]
+        high = cuts[interval, part + 1]
+        below = values[interval, part]
+        above = values[interval, part + 1]
+        turns = part_turns[interval, part]
+        is_scan = False
+    # neighboring intervals are one jump
+    is_apart = (row[1:] != row[:-1]) | (low[1:] > high[:-1] * (1 + rtol_ratio))
+    is_first = np.r_[True, is_apart][: len(row)]
+    is_last = np.r_[is_first[1:], True][: len(row)]
+    row = row[is_first]
+    low = low[is_first]
+    high = high[is_last]
+    # on a bound itself a third value may stand
+    beside = np.c_[low * (1 - rtol_ratio), high * (1 + rtol_ratio)]
+    below, above = weight(beside, row).T
+    is_jump = (below == 0) != (above == 0)
+    if not ends:
+        largest = np.maximum(abs(below), abs(above))
+        least_jump = np.maximum(floor * largest, faint_weight[row, 0])
+        is_jump |= abs(above - below) > least_jump
+    on_larger_side = np.where(abs(below) >= abs(above), low, high)
+    table = JumpTable(
+        row[is_jump], on_larger_side[is_jump], below[is_jump], above[is_jump]
+    )
+    return table, is_alive[:, 0]
 
 
-def _least(w: np.ndarray, faint: np.ndarray, floor: float) -> np.ndarray:
-    """How much a weight [n, G] must change from one r to the next to be looked at."""
+def _least_change(w: np.ndarray, faint: np.ndarray, floor: float) -> np.ndarray:
+    """The least change of a weight w [n, G] from one r to the next that may be a jump,
+    [n, G - 1].
+    """
     return np.maximum(floor * np.maximum(abs(w[:, :-1]), abs(w[:, 1:])), faint)
 
 
-def _faded(w: np.ndarray, faint: np.ndarray) -> np.ndarray:
-    """Zeros next to a faint weight."""
-    weak = (w != 0) & (abs(w) < faint)
-    if not weak.any():
-        return weak
-    n = w.shape[1]
-    last_left = np.maximum.accumulate(np.where(w != 0, np.arange(n), 0), 1)
+def _is_faded(w: np.ndarray, faint: np.ndarray) -> np.ndarray:
+    """Which weights are 0 and have a faint weight next to them, [n, G]."""
+    is_faint = (w != 0) & (abs(w) < faint)
+    if not is_faint.any():
+        return is_faint
+    count = w.shape[1]
+    last_left = np.maximum.accumulate(np.where(w != 0, np.arange(count), 0), 1)
     first_right = np.minimum.accumulate(
-        np.where(w != 0, np.arange(n), n - 1)[:, ::-1], 1
+        np.where(w != 0, np.arange(count), count - 1)[:, ::-1], 1
     )[:, ::-1]
     return (w == 0) & (
-        np.take_along_axis(weak, last_left, 1)
-        | np.take_along_axis(weak, first_right, 1)
+        np.take_along_axis(is_faint, last_left, 1)
+        | np.take_along_axis(is_faint, first_right, 1)
     )

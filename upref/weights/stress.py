@@ -24,15 +24,15 @@ SIZES = (1.0, -1.0)
 LONG = (1, 15, 17, 65, 129, 256, 257, 300, 512, 520)  # tokens
 TILES = (256, 512)  # columns of a batch, all of which some of its responses fill
 LONGEST = (1025, 2049)  # tokens: a little more than limits of real runs
-FULL = 48  # columns of a batch without padding
-WIDE = (63, 64, 65, 128)  # responses of a batch, and columns
+FULL_WIDTH = 48  # columns of a batch without padding
+WIDE_SIZES = (63, 64, 65, 128)  # responses of a batch, and columns
 # tokens, parts of a response, columns before it
 HOLES = (16, 40, 100, 300)
 TURNS = (5, 12, 20)
 LATE = (33, 100)
 MASKS = ("plain", "a hole", "turns", "left padding", "late")
 MOSTLY = ("A = 0", "A > 0", "A < 0", "clipped")
-PRODUCT = 80.0  # |log| of a product of ratios that float32 holds
+MOST_LOG_PRODUCT = 80.0  # |log| of a product of ratios that float32 holds
 # log π_old/μ of a token; most of it over a response
 RHO = (3.0, -3.0, 6.0, -6.0, 12.0, -12.0)
 RHO_PRODUCT = 19.0
@@ -41,7 +41,7 @@ CROSSED_REF = (1.0, -1.0, 3.0, -3.0, 6.0, -6.0, 9.0, -9.0)
 # estimators whose advantages are as large as the rewards
 ANY_SIZE = ("group_mean", "reward", "leave_one_out")
 MOST_ENTROPY = 12.5  # nats: ln of 268,000 tokens
-FEW = 6  # responses of a batch that is mostly something which are otherwise
+EXCEPTIONS = 6  # responses of a batch that is mostly something which are otherwise
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,13 @@ AXES = {
     "lengths": Axis(
         f"responses of up to 520 tokens, of {TILES[0]} and {TILES[1]} too",
         lengths=LONG,
-        rows=WIDE[2],
+        rows=WIDE_SIZES[2],
     ),
     "masks": Axis(
         f"holes of {HOLES[0]} to {HOLES[-1]} tokens, {TURNS[0]} to {TURNS[-1]} turns, left padding, responses that "
         f"begin {LATE[0]} to {LATE[-1]} columns late",
         lengths=(1, 6, 40, 300),
-        rows=WIDE[0],
+        rows=WIDE_SIZES[0],
         masks=MASKS,
     ),
     "reference": Axis(
@@ -121,7 +121,7 @@ AXES["sampler"] = Axis(
     f"beside a sampler's correction: |log π_old/μ| up to {max(RHO):g} for a token, and up to {RHO_PRODUCT:g} added up "
     "over a response, in responses of 1 to 300 tokens; μ of exactly 1 for some tokens, and for all of some responses",
     lengths=(1, 4, 17, 65, 300),
-    rows=WIDE[2],
+    rows=WIDE_SIZES[2],
     rho=RHO,
 )
 AXES["entropies"] = Axis(
@@ -139,10 +139,10 @@ for _T in TILES:
         width=_T,
     )
 AXES["no padding"] = Axis(
-    f"batches in which every response fills all {FULL} columns",
-    lengths=(FULL,),
+    f"batches in which every response fills all {FULL_WIDTH} columns",
+    lengths=(FULL_WIDTH,),
     rows=16,
-    width=FULL,
+    width=FULL_WIDTH,
 )
 AXES["long responses"] = Axis(
     f"responses of {LONGEST[0]:,} and {LONGEST[1]:,} tokens beside short ones",
@@ -160,7 +160,7 @@ AXES["first step"] = Axis(
     "64 responses of a first step, where π_θ, π_old and π_ref are equal; none of them has a token in the first "
     f"{LATE[0]} columns, as behind prompts",
     lengths=(1, 17, 65),
-    rows=WIDE[1],
+    rows=WIDE_SIZES[1],
     ref=(0.0,),
     masks=("late",),
     width=LATE[-1] + 66,
@@ -177,16 +177,16 @@ AXES["every two"] = replace(
     _TWO,
     words="every two of these together, in float64 and in float32",
     lengths=(1, 17, 129, 257, 520),
-    rows=WIDE[1],  # 8 x 5 of them have each A with each length
+    rows=WIDE_SIZES[1],  # 8 x 5 of them have each A with each length
     single="too",
 )
 CROSSED = "every two of these, batches of {0} responses and {0} columns, and batches of which most or all is {1}".format(
-    ", ".join(map(str, WIDE)), ", ".join(MOSTLY)
+    ", ".join(map(str, WIDE_SIZES)), ", ".join(MOSTLY)
 )
 # each with each B and each T, and in both dtypes
 for _i, _kind in enumerate(("", *MOSTLY)):
-    for _j, _B in enumerate(WIDE):
-        _T = WIDE[(_i + _j) % len(WIDE)]
+    for _j, _B in enumerate(WIDE_SIZES):
+        _T = WIDE_SIZES[(_i + _j) % len(WIDE_SIZES)]
         AXES[f"{_B} x {_T}{_kind and f', {_kind}'}"] = replace(
             _TWO,
             words=CROSSED,
@@ -198,7 +198,7 @@ for _i, _kind in enumerate(("", *MOSTLY)):
         )
 _ALL = replace(
     _TWO,
-    words=f"all at once, in {WIDE[3]} responses of up to 640 tokens, {LARGE}, in float64 and in float32",
+    words=f"all at once, in {WIDE_SIZES[3]} responses of up to 640 tokens, {LARGE}, in float64 and in float32",
     A=tuple(x for a in _ORDINARY for x in a.A),
     mu=tuple(
         x
@@ -206,7 +206,7 @@ _ALL = replace(
         for x in (MU if name in ("ratios", "advantages") else a.mu)
     ),
     lengths=(640,) * 30 + LONG,
-    rows=WIDE[3],
+    rows=WIDE_SIZES[3],
     ref=CROSSED_REF,
 )
 AXES["all at once"] = replace(_ALL, single="too")
@@ -219,14 +219,14 @@ for _i, _kind in enumerate(MOSTLY):
     )
 GAPS = "with gaps"  # every loss must take these
 NEGATIVE = "that are negative"
-COLLIDE = math.lcm(*range(1, 13), 64, 100)
-SAME = math.lcm(2**32, 10**6)
+SMALL_MODULUS = math.lcm(*range(1, 13), 64, 100)
+EQUAL_MODULUS = math.lcm(2**32, 10**6)
 NAMED: dict[str, Callable[[Tensor], Tensor]] = {  # group ids
     GAPS: lambda g: 7 + 300 * g,
     NEGATIVE: lambda g: -1 - g,
-    "equal modulo 2 to 12, 64 and 100": lambda g: 11 + COLLIDE * g,
+    "equal modulo 2 to 12, 64 and 100": lambda g: 11 + SMALL_MODULUS * g,
     "beyond 2^40, some equal in 32 bits and modulo 10^6": lambda g: (
-        2**40 + g % 2 + SAME * (g // 2)
+        2**40 + g % 2 + EQUAL_MODULUS * (g // 2)
     ),
 }
 
@@ -234,16 +234,17 @@ NAMED: dict[str, Callable[[Tensor], Tensor]] = {  # group ids
 def stress_batch(
     axis: str, objective: Objective, seed: int = 0, ids: tuple[str, ...] = (), **hp: Any
 ) -> Rollouts:
-    """The batch of that axis: one advantage per response, ratios drawn around 1 and
-    around the objective's bounds. ids: the keys of NAMED by which its groups are named,
-    each in some rows of every A and of every length. It is ready, and kept for the next
-    check: do not write to its tensors.
+    """Return a batch that is unusual in one way, with ratios around 1 and around the
+    objective's bounds.
+
+    The batch is kept for the next check: do not write to its tensors.
 
     Args:
-        axis: a key of AXES.
+        axis: the way, a key of AXES.
         objective: whose bounds the ratios are around.
         seed: of everything.
-        ids: keys of NAMED.
+        ids: keys of NAMED, by which groups are renamed, each in some rows of every A
+            and of every length.
         **hp: hyperparameters.
 
     Returns:
@@ -268,8 +269,7 @@ def _stress_batch(
     seed: int,
     ids: tuple[str, ...],
 ) -> Rollouts:
-    """The batch for all objectives with that level and these bounds of r, for A > 0 and
-    for A < 0.
+    """Make the batch for all objectives with this level and these bounds of r.
 
     Args:
         axis: a key of AXES.
@@ -280,172 +280,208 @@ def _stress_batch(
         seed: of the draws.
         ids: as for `stress_batch`.
     """
-    of = AXES[axis]
-    wide = level in REDUCE
-    drawn = _drawn(axis, level, any_size, seed, ids)
-    A = drawn.A
-    n = drawn.n
-    mask = drawn.b.mask.numpy()
-    above, below = (np.log(side) for side in bounds)
-    nth = (drawn.which * np.where(A > 0, len(above), len(below))).astype(int)
-    bound = np.where(A > 0, above[nth % len(above)], below[nth % len(below)])
-    x = np.where(drawn.is_near, bound[:, None] * drawn.spread, drawn.calm)
-    if of.mostly == "clipped":
-        last = np.where(A > 0, max(above.max(), 0.1), min(below.min(), -0.1))
-        x = np.where(drawn.is_clipped, last[:, None] * drawn.beyond, x)
-    if of.far:
-        x = np.where(drawn.is_far, drawn.away, x)
-    # which may multiply ratios: a response that can be sampled keeps them in range
+    stress = AXES[axis]
+    by_response = level in REDUCE
+    numbers = _draw_numbers(axis, level, any_size, seed, ids)
+    A = numbers.A
+    lengths = numbers.lengths
+    mask = numbers.batch.mask.numpy()
+    bounds_up, bounds_down = (np.log(side) for side in bounds)  # A > 0, A < 0
+    bound_count = np.where(A > 0, len(bounds_up), len(bounds_down))
+    bound_number = (numbers.bound_share * bound_count).astype(int)
+    bound = np.where(
+        A > 0,
+        bounds_up[bound_number % len(bounds_up)],
+        bounds_down[bound_number % len(bounds_down)],
+    )
+    near_bound = bound[:, None] * numbers.near_bound
+    log_r = np.where(numbers.is_near, near_bound, numbers.far_from_bound)
+    if stress.mostly == "clipped":
+        last_up = max(bounds_up.max(), 0.1)
+        last_down = min(bounds_down.min(), -0.1)
+        last_bound = np.where(A > 0, last_up, last_down)
+        beyond = last_bound[:, None] * numbers.beyond_last_bound
+        log_r = np.where(numbers.is_clipped, beyond, log_r)
+    if stress.far:
+        log_r = np.where(numbers.is_far, numbers.far_log_ratio, log_r)
     if level == "custom":
-        order = drawn.order
-        sums = np.cumsum(np.where(mask, np.abs(x), 0)[:, order], 1)[:, order.argsort()]
-        x = np.where(sums < PRODUCT, x * drawn.apart, drawn.tiny)
-    if wide:  # the response's own ratio is drawn, its tokens are scattered around it
-        x = x[:, :1] / (1 if level == "sequence_mean" else n[:, None])
-        x = x + drawn.noise - drawn.noise.sum(1, keepdims=True) / n[:, None]
-    x = np.zeros_like(x) if of.is_on_policy else x
-    old = np.minimum(drawn.old, np.where(x > 0, -x - 1e-3, 0))
-    lp = np.minimum(old + x, 0)
-    if of.sure and not wide:
-        old, lp = np.where(drawn.is_sure, drawn.sure, (old, lp))
-    if of.rho and corrects:
-        old = np.minimum(old, drawn.log_rho - 1e-3)  # μ is a probability too
-        old = np.where(drawn.is_sampled_surely, drawn.log_rho, old)
-        lp = np.minimum(old + x, 0)
-    ref = np.minimum(lp + drawn.ref, -1e-3)
+        # such an objective may multiply ratios, so their product stays in range
+        order = numbers.order
+        sizes = np.where(mask, np.abs(log_r), 0)
+        sums = np.cumsum(sizes[:, order], 1)[:, order.argsort()]
+        is_in_range = sums < MOST_LOG_PRODUCT
+        log_r = np.where(is_in_range, log_r * numbers.distinct, numbers.tiny_log_ratio)
+    if by_response:
+        # the ratio of the response is drawn, and its tokens are scattered around it
+        log_r = log_r[:, :1] / (1 if level == "sequence_mean" else lengths[:, None])
+        mean_noise = numbers.noise.sum(1, keepdims=True) / lengths[:, None]
+        log_r = log_r + numbers.noise - mean_noise
+    if stress.is_on_policy:
+        log_r = np.zeros_like(log_r)
+    old = np.minimum(numbers.old, np.where(log_r > 0, -log_r - 1e-3, 0))
+    lp = np.minimum(old + log_r, 0)
+    if stress.sure and not by_response:
+        old, lp = np.where(numbers.is_sure, numbers.certain_log_probs, (old, lp))
+    has_sampler = stress.rho and corrects
+    if has_sampler:
+        old = np.minimum(old, numbers.log_rho - 1e-3)  # μ is a probability too
+        old = np.where(numbers.is_sampled_surely, numbers.log_rho, old)
+        lp = np.minimum(old + log_r, 0)
+    ref = np.minimum(lp + numbers.ref, -1e-3)
 
-    def filled(x: np.ndarray, padding: float) -> Tensor:
-        """[B, T], as `fill_padding` has it."""
-        return torch.from_numpy(np.where(mask, of.exact(x), padding))
+    def fill(values: np.ndarray, padding: float) -> Tensor:
+        """[B, T]: the values of tokens, and plausible ones in the padding."""
+        return torch.from_numpy(np.where(mask, stress.exact(values), padding))
 
-    # looked at by a test, and not for each objective
-    return drawn.b.but(
-        logp=filled(lp, -1.0),
-        logp_old=filled(old, -1.1),
-        logp_ref=filled(ref, -1.2),
-        logp_sampler=filled(old - drawn.log_rho, -1.2) if of.rho and corrects else None,
+    # a test checks that these are valid, so they are not checked for each objective
+    return numbers.batch.but(
+        logp=fill(lp, -1.0),
+        logp_old=fill(old, -1.1),
+        logp_ref=fill(ref, -1.2),
+        logp_sampler=fill(old - numbers.log_rho, -1.2) if has_sampler else None,
     )
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """The random numbers of a batch, which depend on no bound of an objective, [B, T]
-    but where it says otherwise.
-
-    b: the batch, of which log-probabilities are missing. A, n: the advantage and the
-    number of tokens of each response, [B]. which: which bound of a response's side is
-    near, from 0 to 1, [B].
+class RandomNumbers:
+    """The random numbers of a batch, which depend on no bound of an objective. They are
+    [B, T] unless a comment says otherwise.
     """
 
-    b: Rollouts
-    A: np.ndarray
-    n: np.ndarray
-    which: np.ndarray
-    spread: np.ndarray  # log r near a bound, as a multiple of it
+    batch: Rollouts  # without log-probabilities
+    A: np.ndarray  # the advantage of each response, [B]
+    lengths: np.ndarray  # the number of tokens of each response, [B]
+    # which bound of a response's side is near, from 0 to 1, [B]
+    bound_share: np.ndarray
+    near_bound: np.ndarray  # log r near a bound, as a multiple of it
     is_near: np.ndarray
-    calm: np.ndarray  # log r elsewhere
-    beyond: np.ndarray  # log r of a clipped token, as a multiple of the last bound
+    far_from_bound: np.ndarray  # log r elsewhere
+    beyond_last_bound: (
+        np.ndarray
+    )  # log r of a clipped token, as a multiple of the last bound
     is_clipped: np.ndarray
-    away: np.ndarray  # a far log r
+    far_log_ratio: np.ndarray  # a far log r
     is_far: np.ndarray
     old: np.ndarray  # log π_old
     ref: np.ndarray  # log π_ref / π_θ
     is_sure: np.ndarray
-    sure: np.ndarray  # log π_old and log π_θ of certain tokens, [2, B, T]
+    certain_log_probs: np.ndarray  # log π_old and log π_θ of certain tokens, [2, B, T]
     log_rho: np.ndarray
     is_sampled_surely: np.ndarray  # μ is 1
-    # of a response's ratio
+    # where the ratio belongs to a response: what its tokens differ by
     noise: np.ndarray
-    # of ratios that may be multiplied: an order of the columns, [T], and what keeps two
-    # tokens from having one ratio
+    # where ratios may be multiplied: an order of the columns, [T], factors that keep two
+    # tokens from having one ratio, and log r of the tokens that are left out
     order: np.ndarray
-    apart: np.ndarray
-    tiny: np.ndarray
+    distinct: np.ndarray
+    tiny_log_ratio: np.ndarray
 
 
-NOTHING = np.zeros((1, 1))  # what an axis or a level does not draw
+NOT_DRAWN = np.zeros((1, 1))  # what an axis or a level does not draw
 
 
 @lru_cache(160)  # of about 2 MB
-def _drawn(
+def _draw_numbers(
     axis: str, level: str, any_size: bool, seed: int, ids: tuple[str, ...]
-) -> Drawn:
-    """The draws of that axis; arguments as of `_stress_batch`."""
-    of = AXES[axis]
-    wide = level in REDUCE
+) -> RandomNumbers:
+    """Draw the random numbers of an axis.
+
+    Args:
+        axis, level, any_size, seed, ids: those of `_stress_batch`.
+    """
+    stress = AXES[axis]
+    by_response = level in REDUCE
     B = AXES[axis].rows
-    is_few, A, n, name, side, mask, state = _composition(axis, any_size, seed, len(ids))
-    T, rng = mask.shape[1], np.random.default_rng()
-    rng.bit_generator.state = state
+    is_few, A, lengths, id_kind, side, mask, generator_state = _compose(
+        axis, any_size, seed, len(ids)
+    )
+    T = mask.shape[1]
+    rng = np.random.default_rng()
+    rng.bit_generator.state = generator_state
 
     def draw(among: tuple[float, ...]) -> np.ndarray:
         """Independent draws from these numbers, each equally probable."""
         return np.array(among)[rng.integers(len(among), size=(B, T))]
 
-    drawn: dict[str, np.ndarray] = dict.fromkeys(
-        (field.name for field in fields(Drawn)[1:]), NOTHING
+    numbers: dict[str, np.ndarray] = dict.fromkeys(
+        (field.name for field in fields(RandomNumbers)[1:]), NOT_DRAWN
     )  # all but the batch
-    drawn |= {"A": A, "n": n, "which": rng.random(B)}
-    drawn["spread"] = rng.uniform(0.2, 1.8, (B, T))
-    drawn["is_near"] = rng.random((B, T)) < 0.5
-    drawn["calm"] = rng.normal(size=(B, T)) * draw((1e-4, 0.02, 0.3))
-    if of.mostly == "clipped":
-        chosen = ~is_few[:, None] if wide else rng.random((B, T)) >= 0.1
-        drawn |= {"is_clipped": chosen, "beyond": rng.uniform(1.1, 2, (B, T))}
-    if of.far:
-        away = draw(of.far)
-        share = of.share / (4 if of.mostly == "clipped" else 1)
-        picked = rng.random((B, T)) < share
-        if wide:
-            away = np.abs(away) * np.where(side == 1, 1, -1)[:, None]
-            picked = side[:, None] > 0
+    numbers |= {"A": A, "lengths": lengths, "bound_share": rng.random(B)}
+    numbers["near_bound"] = rng.uniform(0.2, 1.8, (B, T))
+    numbers["is_near"] = rng.random((B, T)) < 0.5
+    numbers["far_from_bound"] = rng.normal(size=(B, T)) * draw((1e-4, 0.02, 0.3))
+    if stress.mostly == "clipped":
+        is_clipped = ~is_few[:, None] if by_response else rng.random((B, T)) >= 0.1
+        numbers |= {
+            "is_clipped": is_clipped,
+            "beyond_last_bound": rng.uniform(1.1, 2, (B, T)),
+        }
+    if stress.far:
+        far_log_ratio = draw(stress.far)
+        share = stress.share / (4 if stress.mostly == "clipped" else 1)
+        is_far = rng.random((B, T)) < share
+        if by_response:
+            far_log_ratio = np.abs(far_log_ratio) * np.where(side == 1, 1, -1)[:, None]
+            is_far = side[:, None] > 0
         guard = GUARD[level] - 1
-        drawn |= {"is_far": picked, "away": away.clip(-guard, guard)}
+        numbers |= {
+            "is_far": is_far,
+            "far_log_ratio": far_log_ratio.clip(-guard, guard),
+        }
     if level == "custom":
-        drawn["order"] = rng.permutation(T)
-        drawn["apart"] = rng.uniform(0.98, 1, (B, T))
-        drawn["tiny"] = rng.normal(size=(B, T)) * 1e-4
-    if wide:
-        drawn["noise"] = np.where(mask, rng.normal(size=(B, T)) * 0.1, 0)
+        numbers["order"] = rng.permutation(T)
+        numbers["distinct"] = rng.uniform(0.98, 1, (B, T))
+        numbers["tiny_log_ratio"] = rng.normal(size=(B, T)) * 1e-4
+    if by_response:
+        numbers["noise"] = np.where(mask, rng.normal(size=(B, T)) * 0.1, 0)
     with np.errstate(divide="ignore"):
-        drawn["old"] = np.log(draw(of.mu))
-    if of.sure and not wide:
-        drawn["is_sure"] = rng.random((B, T)) < 0.6
-        drawn["sure"] = np.log1p(-(10 ** rng.uniform(-6, -1, (2, B, T))))
-    if of.rho:
-        log_rho = _sampler_ratios(of.rho, mask, rng)
+        numbers["old"] = np.log(draw(stress.mu))
+    if stress.sure and not by_response:
+        numbers["is_sure"] = rng.random((B, T)) < 0.6
+        numbers["certain_log_probs"] = np.log1p(-(10 ** rng.uniform(-6, -1, (2, B, T))))
+    if stress.rho:
+        log_rho = _sampler_ratios(stress.rho, mask, rng)
         # of the responses whose ratios are near 1
         is_whole = (np.arange(B) % 6 == 5)[:, None]
         log_rho = np.where(is_whole, -np.abs(log_rho), log_rho)
-        surely = (log_rho <= 0) & (is_whole | (rng.random((B, T)) < 0.1))
-        drawn |= {"log_rho": log_rho, "is_sampled_surely": surely}
-    drawn["ref"] = draw(of.ref)
-    H = rng.uniform(0, of.entropy, size=(B, T))
+        is_sampled_surely = (log_rho <= 0) & (is_whole | (rng.random((B, T)) < 0.1))
+        numbers |= {"log_rho": log_rho, "is_sampled_surely": is_sampled_surely}
+    numbers["ref"] = draw(stress.ref)
+    entropy = rng.uniform(0, stress.entropy, size=(B, T))
     # below the 80 % quantile of a response, at which objectives tell tokens apart
-    if of.zero_entropy:
-        rank = np.where(mask, H, np.inf).argsort(1).argsort(1)
-        H = np.where((rank < n[:, None] // 2) & (n[:, None] >= 4), 0, H)
-    kinds = len(ids) + 1
+    if stress.zero_entropy:
+        rank = np.where(mask, entropy, np.inf).argsort(1).argsort(1)
+        entropy = np.where(
+            (rank < lengths[:, None] // 2) & (lengths[:, None] >= 4), 0, entropy
+        )
+    kind_count = len(ids) + 1
     # every group has several rows
-    nth = (np.cumsum(name[:, None] == np.arange(kinds), 0) - 1)[np.arange(B), name]
-    plain = group = torch.as_tensor(
-        name + kinds * (nth % 3) if ids else rng.permutation(B) % max(1, B // 4)
+    number_in_kind = (np.cumsum(id_kind[:, None] == np.arange(kind_count), 0) - 1)[
+        np.arange(B), id_kind
+    ]
+    plain_ids = group = torch.as_tensor(
+        id_kind + kind_count * (number_in_kind % 3)
+        if ids
+        else rng.permutation(B) % max(1, B // 4)
     )
-    for k, said in enumerate(ids):
-        group = torch.where(plain % kinds == k + 1, NAMED[said](plain), group)
-    by_token = _own_shares(mask) if of.by_token else np.ones((B, T))
+    for position, id_name in enumerate(ids):
+        group = torch.where(
+            plain_ids % kind_count == position + 1, NAMED[id_name](plain_ids), group
+        )
+    by_token = _shares_of_tokens(mask) if stress.by_token else np.ones((B, T))
     batch = Rollouts.unchecked(
-        adv=torch.tensor(of.exact(A[:, None] * by_token)),
+        adv=torch.tensor(stress.exact(A[:, None] * by_token)),
         mask=torch.tensor(mask),
         group=group,
-        entropy=torch.as_tensor(np.where(mask, of.exact(H), 1.0)),
+        entropy=torch.as_tensor(np.where(mask, stress.exact(entropy), 1.0)),
     )
-    return Drawn(batch, **drawn)
+    return RandomNumbers(batch, **numbers)
 
 
-def _own_shares(mask: np.ndarray) -> np.ndarray:
-    """What the advantage of a response is multiplied by at each token, [B, T]: five
-    sizes, and the other sign at every third token; in the padding that of the first.
+def _shares_of_tokens(mask: np.ndarray) -> np.ndarray:
+    """[B, T]: factors that give the tokens of a response advantages of their own. They
+    have five sizes and, at every third token, the other sign; the padding has the
+    factor of the first token.
     """
     B, T = mask.shape
     place = np.arange(B)[:, None] + np.arange(T)
@@ -455,104 +491,128 @@ def _own_shares(mask: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(512)
-def _composition(axis: str, any_size: bool, seed: int, ids: int) -> tuple[Any, ...]:
-    """What does not depend on an objective: which responses are as most are not, their
-    A, lengths, kinds of ids and sides of the ratio, the mask, and the state of the
-    generator after these draws."""
-    of = AXES[axis]
+def _compose(axis: str, any_size: bool, seed: int, ids: int) -> tuple[Any, ...]:
+    """Decide what does not depend on an objective.
+
+    Returns:
+        Of each response whether it is an exception to what most are, its A, its length,
+        the kind of its id and the side of its ratio, [B]; the mask, [B, T]; and the
+        state of the generator after these draws.
+    """
+    stress = AXES[axis]
     rng = np.random.default_rng(seed)
-    of = replace(of, A=of.A + of.more_A) if any_size else of
-    B = of.rows
+    stress = replace(stress, A=stress.A + stress.more_A) if any_size else stress
+    B = stress.rows
     is_few = (
-        np.arange(B) % max(1, B // FEW) == 0 if of.mostly else np.ones(B, dtype=bool)
+        np.arange(B) % max(1, B // EXCEPTIONS) == 0
+        if stress.mostly
+        else np.ones(B, dtype=bool)
     )
-    A, n, kind, name, side = _rows(of, ids + 1, is_few, rng)
-    A = np.where(is_few, A, 0.0) if of.mostly == "A = 0" else A
-    if of.mostly in MOSTLY[1:3]:  # in every second of these batches all
+    A, lengths, kind, id_kind, side = _assign_levels(stress, ids + 1, is_few, rng)
+    A = np.where(is_few, A, 0.0) if stress.mostly == "A = 0" else A
+    if stress.mostly in MOSTLY[1:3]:  # in every second of these batches all
         A = (
-            (1 if ">" in of.mostly else -1)
+            (1 if ">" in stress.mostly else -1)
             * np.abs(A)
             * np.where(is_few & (B != 64) & (B != 128), -1, 1)
         )
-    T = of.width or max(of.lengths) + 1 + (max(HOLES) if len(of.masks) > 1 else 0)
+    T = stress.width or max(stress.lengths) + 1 + (
+        max(HOLES) if len(stress.masks) > 1 else 0
+    )
     mask = np.zeros((B, T), dtype=bool)
     for i in range(B):
-        mask[i, _columns(n[i], of.masks[kind[i]], T, rng)] = True
-    return is_few, A, n, name, side, mask, rng.bit_generator.state
+        mask[i, _columns_of_response(lengths[i], stress.masks[kind[i]], T, rng)] = True
+    return is_few, A, lengths, id_kind, side, mask, rng.bit_generator.state
 
 
 def _sampler_ratios(
     rho: tuple[float, ...], mask: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
-    """log π_old/μ of each token: in turn far for some tokens of a response, spread over
-    all of them, and near 0.
+    """[B, T]: log π_old/μ of each token. One response in three is far off at some
+    tokens, one is off by a little at all of them, and one is near 0.
     """
     B, T = mask.shape
-    kind = (np.arange(B) % 3)[:, None]
-    n = mask.sum(1, keepdims=True)
+    row_kind = (np.arange(B) % 3)[:, None]
+    lengths = mask.sum(1, keepdims=True)
     near_ratios = rng.normal(size=(B, T)) * 1e-3
     far_ratios = np.array(rho)[rng.integers(len(rho), size=(B, T))] * rng.uniform(
         0.9, 1, (B, T)
     )
-    mixed = np.where((rng.random((B, T)) < 0.3) | (n == 1), far_ratios, near_ratios)
+    mixed = np.where(
+        (rng.random((B, T)) < 0.3) | (lengths == 1), far_ratios, near_ratios
+    )
     order = rng.permutation(T)
     sums = np.cumsum(np.where(mask, np.abs(mixed), 0)[:, order], 1)[:, order.argsort()]
     mixed = np.where(sums < RHO_PRODUCT, mixed, near_ratios)
-    total = np.array([*rho, RHO_PRODUCT, -RHO_PRODUCT])[
+    sum_of_response = np.array([*rho, RHO_PRODUCT, -RHO_PRODUCT])[
         rng.integers(len(rho) + 2, size=(B, 1))
     ]
     spread = (
-        total * rng.uniform(0.9, 1, (B, 1)) / n
+        sum_of_response * rng.uniform(0.9, 1, (B, 1)) / lengths
         + near_ratios
-        - np.where(mask, near_ratios, 0).sum(1, keepdims=True) / n
+        - np.where(mask, near_ratios, 0).sum(1, keepdims=True) / lengths
     )
-    return np.select([kind == 0, kind == 1], [mixed, spread], near_ratios)
+    return np.select([row_kind == 0, row_kind == 1], [mixed, spread], near_ratios)
 
 
-def _rows(
-    of: Axis, kinds: int, is_few: np.ndarray, rng: np.random.Generator
+def _assign_levels(
+    stress: Axis, kinds: int, is_few: np.ndarray, rng: np.random.Generator
 ) -> Iterator[np.ndarray]:
-    """Of each response A, the length, the number of its mask, of the kind of its id,
-    and the side of its ratio: every two levels of two of them meet where there are rows
-    enough, else each level is in as many rows as any other."""
-    levels = (len(of.A), len(of.lengths), len(of.masks), kinds, 3)
+    """Choose the numbers of each response: A, the length, the kind of its mask, the kind
+    of its id, and the side of its ratio.
 
-    def spread_evenly(m: int, size: int) -> np.ndarray:
+    Where there are rows enough, every two levels of two of them meet in a row; else
+    each level is in as many rows as any other.
+    """
+    levels = (len(stress.A), len(stress.lengths), len(stress.masks), kinds, 3)
+
+    def spread_evenly(count: int, size: int) -> np.ndarray:
         """The numbers below m in random order, as evenly as the size allows."""
-        return rng.permutation(np.resize(rng.permutation(m), size))
+        return rng.permutation(np.resize(rng.permutation(count), size))
 
     table = np.zeros((0, len(levels)), dtype=int)
-    if np.prod(sorted(levels)[-2:]) <= of.rows and is_few.all():
-        table = _table(of, levels)
+    if np.prod(sorted(levels)[-2:]) <= stress.rows and is_few.all():
+        table = _covering_table(stress, levels)
     if not len(table):  # in the few that are not as most are, and in the rest
         order = np.r_[np.flatnonzero(is_few), np.flatnonzero(~is_few)].argsort()
         table = np.stack(
             [
                 np.r_[
-                    spread_evenly(m, is_few.sum()), spread_evenly(m, (~is_few).sum())
+                    spread_evenly(count, is_few.sum()),
+                    spread_evenly(count, (~is_few).sum()),
                 ][order]
-                for m in levels
+                for count in levels
             ],
             1,
         )
-    other_rows = np.stack([spread_evenly(m, of.rows - len(table)) for m in levels], 1)
-    A, n, *rest = np.concatenate([table, other_rows]).T
-    return iter((np.array(of.A)[A], np.array(of.lengths)[n], *rest))
+    other_rows = np.stack(
+        [spread_evenly(count, stress.rows - len(table)) for count in levels], 1
+    )
+    A, lengths_chosen, *others = np.concatenate([table, other_rows]).T
+    return iter(
+        (np.array(stress.A)[A], np.array(stress.lengths)[lengths_chosen], *others)
+    )
 
 
-def _table(of: Axis, levels: tuple[int, ...]) -> np.ndarray:
-    """The covering array; responses too short to show a mask stand beside it, each
-    level of the rest with each.
+def _covering_table(stress: Axis, levels: tuple[int, ...]) -> np.ndarray:
+    """Make the rows in which every two levels meet. Lengths too short to show a mask are
+    in rows of their own, which have every level of the others.
     """
-    short = [i for i, n in enumerate(of.lengths) if n < TURNS[0] and len(of.masks) > 1]
-    rows = pairwise((levels[0], levels[1] - len(short), *levels[2:])).copy()
-    rows[:, 1] = np.delete(np.arange(levels[1]), short)[rows[:, 1]]
-    beside = [
-        [n % levels[0], i, 0, *(n % m for m in levels[3:])]
-        for i in short
-        for n in range(2 * max(levels))
+    short_lengths = [
+        i
+        for i, number in enumerate(stress.lengths)
+        if number < TURNS[0] and len(stress.masks) > 1
     ]
-    return np.concatenate([rows, np.array(beside, dtype=int).reshape(-1, len(levels))])
+    rows = pairwise((levels[0], levels[1] - len(short_lengths), *levels[2:])).copy()
+    rows[:, 1] = np.delete(np.arange(levels[1]), short_lengths)[rows[:, 1]]
+    rows_of_short = [
+        [number % levels[0], i, 0, *(number % count for count in levels[3:])]
+        for i in short_lengths
+        for number in range(2 * max(levels))
+    ]
+    return np.concatenate(
+        [rows, np.array(rows_of_short, dtype=int).reshape(-1, len(levels))]
+    )
 
 
 @lru_cache(64)
@@ -566,47 +626,51 @@ def pairwise(levels: tuple[int, ...]) -> np.ndarray:
     Returns:
         Integers [rows, factors].
     """
-    rest = np.array(list(product(*map(range, levels[2:]))))
+    other_levels = np.array(list(product(*map(range, levels[2:]))))
     pairs = [(i, j) for i in range(len(levels)) for j in range(i)]
-    open_ = {(i, j): np.ones((levels[i], levels[j]), dtype=bool) for i, j in pairs}
+    is_open = {(i, j): np.ones((levels[i], levels[j]), dtype=bool) for i, j in pairs}
     rows: list[np.ndarray] = []
-    while any(x.any() for x in open_.values()):
+    while any(pairs_open.any() for pairs_open in is_open.values()):
         for first in product(range(levels[0]), range(levels[1])):
-            candidates = np.c_[np.broadcast_to(first, (len(rest), 2)), rest]
-            gain = sum(
-                open_[i, j][candidates[:, i], candidates[:, j]].astype(int)
+            candidates = np.c_[
+                np.broadcast_to(first, (len(other_levels), 2)), other_levels
+            ]
+            new_pairs = sum(
+                is_open[i, j][candidates[:, i], candidates[:, j]].astype(int)
                 for i, j in pairs
             )
-            if gain.any():
-                rows.append(candidates[int(np.argmax(gain))])
+            if new_pairs.any():
+                rows.append(candidates[int(np.argmax(new_pairs))])
                 for i, j in pairs:
-                    open_[i, j][rows[-1][i], rows[-1][j]] = False
+                    is_open[i, j][rows[-1][i], rows[-1][j]] = False
     return np.array(rows, dtype=int).reshape(-1, len(levels))
 
 
-def _columns(n: int, mask: str, T: int, rng: np.random.Generator) -> np.ndarray:
+def _columns_of_response(
+    count: int, mask: str, T: int, rng: np.random.Generator
+) -> np.ndarray:
     """Which of T columns hold the n tokens of a response."""
-    positions = np.arange(n)
-    room = T - n
-    turns = min(n, int(rng.choice(TURNS)))
+    positions = np.arange(count)
+    free_columns = T - count
+    turns = min(count, int(rng.choice(TURNS)))
     match mask:
         case "a hole":
-            return positions + (positions >= (n + 1) // 2) * min(
-                room, int(rng.choice(HOLES))
+            return positions + (positions >= (count + 1) // 2) * min(
+                free_columns, int(rng.choice(HOLES))
             )
         case "turns":
-            return positions + (positions * turns // n) * (
-                min(room, 3 * turns) // turns
+            return positions + (positions * turns // count) * (
+                min(free_columns, 3 * turns) // turns
             )
         case "left padding":
-            return positions + room
+            return positions + free_columns
         case "late":
-            return positions + min(room, int(rng.choice(LATE)))
+            return positions + min(free_columns, int(rng.choice(LATE)))
     return positions
 
 
 def relabel_groups(batch: Rollouts) -> dict[str, list[Rollouts]]:
-    """The batch with other ids for all of its groups, and for all but one.
+    """Rename the groups of a batch: all of them, and all but one.
 
     Args:
         batch: a batch with groups.
@@ -618,9 +682,12 @@ def relabel_groups(batch: Rollouts) -> dict[str, list[Rollouts]]:
     group = batch.group
     is_last_group = batch.group == batch.group.max()
     return {
-        k: [
-            replace(batch, group=x, totals=None)
-            for x in (f(group), torch.where(is_last_group, group, f(group)))
+        name: [
+            replace(batch, group=ids, totals=None)
+            for ids in (
+                relabel(group),
+                torch.where(is_last_group, group, relabel(group)),
+            )
         ]
-        for k, f in NAMED.items()
+        for name, relabel in NAMED.items()
     }

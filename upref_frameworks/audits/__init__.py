@@ -23,7 +23,7 @@ from upref.registry import get
 from upref.result import Result
 from upref.rollouts import Rollouts
 from upref.verify.faults.losses import fault
-from upref.weights.batches import grad
+from upref.weights.batches import autograd_gradient
 from upref_frameworks import names
 from upref_frameworks.audits import components as parts, isolated
 from upref_frameworks.audits.compare import (
@@ -328,7 +328,9 @@ def _compared(
 
     def weigh(m: Rollouts) -> Tensor:
         """Return minus the gradient of the framework's loss of these rows."""
-        return -grad(lambda x: framework.compute_loss(comparison, x, None), m)
+        return -autograd_gradient(
+            lambda x: framework.compute_loss(comparison, x, None), m
+        )
 
     of_batch, split = (
         torch.cat([weigh(m) for m in batch.split(n)]) for n in (1, MICRO)

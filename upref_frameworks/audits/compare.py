@@ -26,16 +26,16 @@ from upref.rollouts import Rollouts
 from upref.verify.factors import declared_aggregation
 from upref.verify.faults.losses import LossFault
 from upref.weights.batches import (
-    EDGES,
+    BOUND_EDGES,
     LOG_R,
     SINGLE_EDGES,
-    at,
+    autograd_gradient,
     batch,
     breakpoints,
-    clamped,
-    grad,
-    reference,
-    words,
+    clamped_batch,
+    reference_logp,
+    regime_words,
+    token_at,
 )
 from upref_frameworks.settings import loss_name
 
@@ -277,7 +277,7 @@ def grid(comparison: Comparison, single: bool = False) -> Rollouts:
     ]
     # a framework sums a response's ratio in another order: on a bound, rounding would
     # decide
-    edges = tuple(e for e in EDGES if e or promised.level == "token")
+    edges = tuple(e for e in BOUND_EDGES if e or promised.level == "token")
     if single:
         edges = SINGLE_EDGES
     if comparison.one_adv or promised.one_adv:
@@ -295,7 +295,7 @@ def grid(comparison: Comparison, single: bool = False) -> Rollouts:
             batch(objective, edges=edges, seed=i, **hp)
             for i, (objective, hp) in enumerate(pairs)
         ),
-        clamped(),
+        clamped_batch(),
     )
     # masked slots hold what could pass for tokens, as a tool's answer in a multi-turn
     # response does
@@ -303,7 +303,7 @@ def grid(comparison: Comparison, single: bool = False) -> Rollouts:
     b = replace(
         b, **{k: getattr(b, k).masked_fill(~b.mask, v) for k, v in junk.items()}
     )
-    return replace(b, logp_ref=reference(b))
+    return replace(b, logp_ref=reference_logp(b))
 
 
 @cache
@@ -425,7 +425,7 @@ def _reference(explained: Explanation, batch: Rollouts) -> Tensor:
         ]
         return sum(terms, explained.faulty(batch, **explained.faulty_hp))
 
-    return grad(J, batch) * factor
+    return autograd_gradient(J, batch) * factor
 
 
 def difference(found: Tensor, expected: Tensor) -> Tensor:
@@ -552,13 +552,13 @@ def _where(explained: Explanation, batch: Rollouts, i: int, t: int, r: float) ->
     """
     if not batch.mask[i, t]:
         return MASKED
-    A, _, mu = at(batch, i, t)
+    A, _, mu = token_at(batch, i, t)
     bounds: list[float] = []
     if A:
         promised = breakpoints(explained.promised, A, mu, **explained.promised_hp)
         faulty = breakpoints(explained.faulty, A, mu, **explained.faulty_hp)
         bounds = sorted({*promised, *faulty})
-    regime = words(A, r, bounds)
+    regime = regime_words(A, r, bounds)
     if explained.promised.reads_mu:
         regime += f" (mu = {mu:.2g})"
     letters = {"sequence_mean": " s", "sequence_product": " S"}

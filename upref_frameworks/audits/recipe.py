@@ -24,7 +24,7 @@ from upref.definition import NEEDS
 from upref.errors import InputError
 from upref.registry import Objective, get, names
 from upref.verify.faults.losses import GROUPS
-from upref.weights.batches import grad
+from upref.weights.batches import autograd_gradient
 from upref_frameworks.audits import framework, frameworks
 from upref_frameworks.audits.compare import (
     MICRO,
@@ -294,14 +294,14 @@ def _of_another_loss(objective: Objective, other: Objective) -> list[str]:
             clips the ratio of each token.
     """
     t = typical_batch()
-    paper = grad(objective, t)
-    clipped = grad(replace(other, agg=objective.agg), t)
+    paper = autograd_gradient(objective, t)
+    clipped = autograd_gradient(replace(other, agg=objective.agg), t)
     said = [
         f"the loss is that of {other.name}: each token has its ratio and PPO's clip, which {objective.name} has not "
         f"({_size(FaultEffect.between(clipped, paper))}; nothing where a batch makes one step, since the ratio is 1)"
     ]
     if other.agg != objective.agg:
-        of_means = FaultEffect.between(grad(other, t), clipped)
+        of_means = FaultEffect.between(autograd_gradient(other, t), clipped)
         said.append(
             f"aggregated by {other.agg}, where {objective.name} has {objective.agg} ({_size(of_means)})"
         )
@@ -534,11 +534,11 @@ def _effects(objective: Objective) -> tuple[FaultEffect, FaultEffect]:
         logp_sampler=t.logp_old if objective.sampler else None,
     )
     seen = replace(t, group=None)
-    of_batch = grad(objective, seen)
-    split = torch.cat([grad(objective, m) for m in seen.split(MICRO)])
-    return FaultEffect.between(of_batch, grad(objective, t)), FaultEffect.between(
-        split, of_batch
-    )
+    of_batch = autograd_gradient(objective, seen)
+    split = torch.cat([autograd_gradient(objective, m) for m in seen.split(MICRO)])
+    return FaultEffect.between(
+        of_batch, autograd_gradient(objective, t)
+    ), FaultEffect.between(split, of_batch)
 
 
 def _size(e: FaultEffect) -> str:

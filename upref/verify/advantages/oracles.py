@@ -22,7 +22,7 @@ from upref.verify.exact import (
 from upref.verify.finding import Number, number_pair
 from upref.verify.oracle import Not, Oracle, oracle, untouched
 from upref.verify.report import Finding, fail, note
-from upref.weights.stress import COLLIDE, SAME
+from upref.weights.stress import EQUAL_MODULUS, SMALL_MODULUS
 
 LARGE_EPS = 1e-3  # beside rewards of 0 and 1, whose std is near 1/2
 NO_ADVANTAGE = 1e-6  # a smaller number is rounding of 0
@@ -34,8 +34,8 @@ MOST_LINES = 100_000
 IDS = {
     "with gaps": (3, 3000, 40),
     "below 0": (-7, 5, -2),
-    "equal modulo 2 to 12, 64 and 100": tuple(11 + COLLIDE * g for g in range(3)),
-    "equal in 32 bits and modulo 10^6": (7, 7 + SAME, 7 + 2 * SAME),
+    "equal modulo 2 to 12, 64 and 100": tuple(11 + SMALL_MODULUS * g for g in range(3)),
+    "equal in 32 bits and modulo 10^6": (7, 7 + EQUAL_MODULUS, 7 + 2 * EQUAL_MODULUS),
     "above 2^53": (2**60, 2**60 + 1, 2**60 + 2),
 }
 

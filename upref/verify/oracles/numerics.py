@@ -20,7 +20,12 @@ from upref.verify.oracles.invariance import grid_off_bounds
 from upref.verify.oracles.weights import bounds_of
 from upref.verify.report import UNKNOWN, Finding, fail, note
 from upref.verify.shrink import example, numbers, shrink, smallest, wrong
-from upref.weights.batches import GUARD, clamped, overflowing, single_token_responses
+from upref.weights.batches import (
+    GUARD,
+    clamped_batch,
+    overflowing_batch,
+    single_token_responses,
+)
 
 # |log r| at which a clamp is searched
 FAR = (5.0, 8.0, 9.5, 10.5, 15.0, 19.5, 20.5, 30.0, 50.0)
@@ -64,7 +69,7 @@ def _overflows(case: LossCase, dtype: torch.dtype) -> dict[str, Finding]:
     Returns:
         Findings by "wrong", "far", "rare" or "refused".
     """
-    wide = case.ready(overflowing())
+    wide = case.ready(overflowing_batch())
     short = str(dtype).removeprefix("torch.")
     low = wide.floats(dtype)
     try:
@@ -460,7 +465,7 @@ def _clamp_cause(case: LossCase, hits: list[Hit]) -> Cause:
         if beyond_it:
             nearest = min(beyond_it, key=lambda hit: abs(hit.log_r))
             ends[side] = side * _where_it_acts(case, nearest.A, side, nearest.log_r)
-    near_batch = case.ready(clamped())
+    near_batch = case.ready(clamped_batch())
     far_batch = case.stress_batch("ratios")
     # a small difference shows only beyond the bound itself, which is a round number
     for digits in (2, 6):
