@@ -333,7 +333,7 @@ def test_whose_gradient_it_is():
     reverse = kl_check.divergences()["reverse"][0]
     for n in ("k1", "k3"):
         assert math.isclose(
-            kl_check.expected(kl.ESTIMATORS[n])[0], reverse, rel_tol=1e-12
+            kl_check.expectation(kl.ESTIMATORS[n])[0], reverse, rel_tol=1e-12
         )
     assert "reverse divergence" in upref.check_kl(kl.k2, "k2").text(verbose=True)
 

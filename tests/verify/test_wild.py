@@ -9,7 +9,7 @@ import torch
 import upref
 from upref.errors import InputError
 from upref.verify.explain import GRADIENT_LEFT, GRADIENT_RETURNED, GRADIENT_TWICE
-from upref.verify.oracles.side_effects import OWN
+from upref.verify.oracles.side_effects import OWN_GRADIENT_ADDED
 
 
 def per_token(log_prob, old_log_prob, advantages, clip):
@@ -179,7 +179,7 @@ def cleared(log_prob, old_log_prob, advantages, mask):
 
 def test_a_gradient_that_is_left_in_the_network_alone():
     (found,) = upref.check(cleared, "grpo", eps=0.2).failures
-    assert found.oracle == "in-training" and found.cause == OWN
+    assert found.oracle == "in-training" and found.cause == OWN_GRADIENT_ADDED
 
 
 def measured(log_prob, old_log_prob, advantages, mask):
