@@ -229,6 +229,12 @@ def up_explanations() -> str:
     return answer.explanations()
 
 
+def up_controls() -> str:
+    from docs import controls
+
+    return controls.text()
+
+
 def sharp_bits() -> str:
     from docs import sharp
 
@@ -639,6 +645,7 @@ GENERATED = {f.__name__: f for f in STEPS} | {
         up_in_numbers,
         up_paths,
         up_explanations,
+        up_controls,
         sharp_bits,
         *FRAMEWORKS,
         claims,

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the registered experiment on UP's controls has found so far, for
+docs/findings.md.
+"""
+
+from repro.mini.registered import plan, report, rule
+from repro.mini.registered.rule import Effect
+from repro.mini.study import results, suite
+
+FOLDER = suite.ROOT / "repro/mini/controls"
+NAMES = {
+    "dapo": "DAPO",
+    "dapo_bonus": "DAPO with a tuned entropy bonus",
+    "dapo_clip_0_5": "DAPO with ε_high = 0.5",
+    "dapo_clip_1": "DAPO with ε_high = 1",
+    "dapo_clip_3": "DAPO with ε_high = 3",
+    "dapo_no_upper_clip": "DAPO without its upper clip",
+    "up_above_clip": "DAPO with UP's weight where r > 1 + ε_high",
+    "up_below_one": "DAPO with UP's weight where r < 1",
+    "up_both_sides": "DAPO with UP's weight in both regions",
+}
+ANSWERS = {
+    "yes": "UP-DAPO gives more than each control",
+    "no": "UP-DAPO gives nothing more than one control at least, or less",
+    "undecided": "undecided, the intervals allow both answers",
+}
+
+
+def text() -> str:
+    """Return the answer, and the effects that docs/findings.md shows, as tables."""
+    registered = plan.load(FOLDER / "plan.toml")
+    records = results.load(FOLDER / "results")
+    effects = rule.effects(registered, records)
+    answer = rule.answer(effects, registered)
+    progress = report.progress(registered, records)
+    first = registered.stopping["first"]["seeds"]
+    if answer == "not finished":
+        return f"{progress} The first look is at {first} seeds; before it nothing is known."
+    due = rule.seeds_due(registered, records)
+    seeds = min(e.n for e in effects if e.family == "equal")
+    look = (
+        "The final look" if seeds >= due else f"The first look, {seeds} of {due} seeds"
+    )
+    against = {
+        control: rule.against(effects, registered, control)
+        for control in registered.answer["controls"]
+    }
+    return "\n".join(
+        [
+            f"{look}: **{ANSWERS[answer]}**. {progress}",
+            "",
+            "UP-DAPO minus each control, Best@32 at equal Avg@32, 16 rollouts stale, in points. The margins are 2 and 4:",
+            "",
+            "| control | at the Avg@32 of T = 1 | at the Avg@32 of top-p 0.9 | so UP-DAPO gives |",
+            "|---|---|---|---|",
+            *_rows(effects, "equal", "equal_avg/t_1", "equal_avg/top_p_0.9", against),
+            "",
+            "The same at the fixed decoding top-p 0.7, where the methods differ in Avg@32 too:",
+            "",
+            "| control | Best@32 | Avg@32 |",
+            "|---|---|---|",
+            *_rows(effects, "fixed", "best/top_p_0.7", "avg/top_p_0.7"),
+            "",
+            "Which half of UP it is, Best@32 at equal Avg@32:",
+            "",
+            "| UP-DAPO minus | at the Avg@32 of T = 1 | at the Avg@32 of top-p 0.9 |",
+            "|---|---|---|",
+            *_rows(effects, "halves", "equal_avg/t_1", "equal_avg/top_p_0.9"),
+        ]
+    )
+
+
+def _rows(
+    effects: list[Effect],
+    family: str,
+    first: str,
+    second: str,
+    words: dict[str, str] | None = None,
+) -> list[str]:
+    """Return one row per control of a family, with the effects on two metrics."""
+    of_metric = {
+        (e.other, e.metric): f"{report.shown(e)}, {e.word}"
+        if e.word not in ("not finished", "out of reach")
+        else e.word
+        for e in effects
+        if e.family == family
+    }
+    rows = []
+    for control in dict.fromkeys(other for other, _ in of_metric):
+        cells = [NAMES[control], of_metric[control, first], of_metric[control, second]]
+        if words is not None:
+            cells.append(words.get(control, "not a control of the answer"))
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
