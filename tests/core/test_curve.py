@@ -4,6 +4,7 @@ the objective's.
 """
 
 import tracemalloc
+import warnings
 
 import numpy as np
 import pytest
@@ -253,3 +254,9 @@ def test_memory_is_bounded():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert max(Seen.rows) <= 1000 and peak < 50e6
+
+
+def test_a_ratio_of_0_has_a_weight_and_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert of("ppo_clip")(0.0, 1.0) == 0.0

@@ -454,3 +454,10 @@ def test_the_command(capsys):
     assert json.loads(recipe("gspo", "skyrl").json())["mode"] == "gspo"
     with pytest.raises(InputError, match="at these settings"):
         recipe("dapo", "areal", c=3.5)
+
+
+def test_a_framework_that_gives_an_objective_by_the_plug_in_is_named():
+    with pytest.raises(InputError, match="up_grpo: verl with upref's plug-in"):
+        recipe("up_grpo", "openrlhf")
+    with pytest.raises(InputError, match="recipe for ppo_clip at its defaults: "):
+        recipe("ppo_clip", "verl", eps=0.137)

@@ -385,3 +385,17 @@ def test_a_cut_file_in_a_folder_is_no_file_of_another_program(tmp_path, name):
     content = saved(tmp_path).read_bytes()
     (tmp_path / name).write_bytes(content[:-40])
     refused(tmp_path, "damaged|cut off")
+
+
+def test_an_empty_list_of_files_is_refused():
+    with pytest.raises(InputError, match="the list of files is empty"):
+        read([])
+
+
+def test_files_without_a_step_are_said_to_name_none(tmp_path):
+    without_step = {k: v for k, v in arrays().items() if k != "step"}
+    files = [tmp_path / "a.npz", tmp_path / "b.npz"]
+    for file in files:
+        np.savez(file, **without_step)
+    with pytest.raises(InputError, match="2 of them name no step"):
+        read(files)

@@ -308,3 +308,28 @@ def test_appended_rows_of_skyrl_are_left_out():
         "global_step_9_x.pkl",
     )
     assert (len(batch.mask), batch.step, batch.group.tolist()) == (2, 9, [0, 1])
+
+
+SKYRL = {
+    "sequences": torch.ones(3, 4, dtype=torch.long),
+    "loss_mask": torch.ones(3, 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "metadata", "sentence"),
+    [
+        ({"loss_mask": torch.ones(3)}, {}, "loss_mask must be a tensor of two dim"),
+        ({"sequences": torch.ones(3)}, {}, "sequences must be a tensor of two dim"),
+        ({"advantages": [1.0, 2.0]}, {}, "advantages must be a tensor of two dim"),
+        ({}, {"pad_size": 4}, "pad_size is 4, and it has 3 rows: none is left"),
+    ],
+)
+def test_a_training_input_of_another_shape_is_refused(change, metadata, sentence):
+    with pytest.raises(InputError, match=sentence):
+        to_recorded_batch(SKYRL | change, metadata, "f")
+
+
+def test_a_training_input_may_have_no_count_of_appended_rows():
+    batch = to_recorded_batch(SKYRL, {"pad_size": None}, "f")
+    assert len(batch.mask) == 3

@@ -200,6 +200,31 @@ def test_a_factor_of_large_batches_is_not_said_of_all():
     assert not causes_of(halved, "group_norm")
 
 
+@pytest.mark.parametrize("name", ["n", "num_generations"])
+def test_whitening_may_take_the_size_of_a_group(name):
+    """It is of the whole batch, so equal rewards of one prompt beside others have
+    advantages.
+    """
+
+    def whiten(rewards, size):
+        return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+
+    source = f"lambda rewards, {name}: whiten(rewards, {name})"
+    assert upref.check_advantages(eval(source, {"whiten": whiten}), "whiten")
+
+
+def test_the_advantage_that_is_farthest_from_0_is_printed():
+    def first_is_right(rewards, group):
+        A = zoo.loop_over_prompts(rewards, group)
+        if len(rewards) == 10 and len(set(rewards[:7].tolist())) == 1:
+            A[1:7] = 0.5
+        return A
+
+    report = upref.check_advantages(first_is_right, "group_norm")
+    (finding,) = [f for f in report.failures if f.oracle == "equal-rewards"]
+    assert float(finding.found.value) == 0.5
+
+
 def test_what_is_not_finite_is_a_std_of_0_only_where_rewards_are_equal():
 
     def logs(rewards, group):

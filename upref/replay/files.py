@@ -63,8 +63,10 @@ def read(files: str | Path | Sequence[str | Path]) -> RecordedBatch:
     many = [files] if isinstance(files, str | Path) else list(files)
     groups = _by_step(many)
     if len(groups) != 1:
+        without_step = sum(source.step is None for group in groups for source in group)
+        hint = f"; {without_step} of them name no step" if without_step else ""
         raise InputError(
-            f"these files are of {len(groups)} steps: read one step, or use read_steps."
+            f"these files are of {len(groups)} steps{hint}: read one step, or use read_steps."
         )
     return _load(groups[0])
 
@@ -96,9 +98,11 @@ def _by_step(files: list[str | Path]) -> list[list[Source]]:
         paths += (
             filter(_is_recorded, _batch_files_in(path)) if path.is_dir() else [path]
         )
+    if not files:
+        raise InputError("there is no file to read: the list of files is empty.")
     if not paths:
         raise InputError(
-            f"there is no recorded batch ({', '.join(_suffixes())}) in {files[0] if files else 'no file'}."
+            f"there is no recorded batch ({', '.join(_suffixes())}) in {files[0]}."
         )
     if len(paths) > MOST_FILES:
         raise InputError(

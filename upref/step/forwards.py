@@ -699,16 +699,19 @@ def _attention_by_group(
     return attention_of_row
 
 
-def _owners(front: list[int], rows: Sequence[Row]) -> list[int]:
-    """Return the number, from 0 on, of the row to which each token belongs; -1 where it
-    belongs to none.
+def _owners(tokens_in_front: list[int], rows: Sequence[Row]) -> list[int]:
+    """Return for each token which row it belongs to: 0 for a token of the row that
+    comes first, 1 for the second; -1 where it belongs to none.
     """
-    places = sorted(
-        (place[1], len(row.ids)) for row in rows if (place := locate([front], row))
-    )
-    owners = [-1] * len(front)
-    for row_number, (start, length) in enumerate(places):
-        owners[start : start + length] = [row_number] * length
+    places = []
+    for row in rows:
+        place = locate([tokens_in_front], row)
+        if place:
+            _, start = place
+            places.append((start, len(row.ids)))
+    owners = [-1] * len(tokens_in_front)
+    for rank, (start, length) in enumerate(sorted(places)):
+        owners[start : start + length] = [rank] * length
     return owners
 
 

@@ -62,7 +62,7 @@ class StepMatch:
     """
 
     name: str
-    hp: dict[str, Any]
+    hp: dict[str, float]
     on_policy: bool
     scale: float
     error: float = float("inf")
@@ -70,7 +70,7 @@ class StepMatch:
     clip: float | None = None
 
     def options(self, temperature: float) -> str:
-        """The arguments of `check_step` that stand for it.
+        """Return the arguments with which `check_step` expects this match.
 
         Args:
             temperature: of the sampler.
@@ -78,25 +78,25 @@ class StepMatch:
         Returns:
             Python, such as `'dapo', temperature=1, without=["ratio"]`.
         """
-        said = [repr(self.name), f"temperature={temperature:g}"]
-        said += [f"{k}={v:g}" for k, v in self.hp.items()]
+        arguments = [repr(self.name), f"temperature={temperature:g}"]
+        arguments += [f"{k}={v:g}" for k, v in self.hp.items()]
         if self.scale != 1:
-            said.append(f"scale={self.scale:.6g}")
+            arguments.append(f"scale={self.scale:.6g}")
         if self.clip is not None:
-            said.append(f"clip={self.clip:g}")
+            arguments.append(f"clip={self.clip:g}")
         if self.on_policy:
-            said.append('without=["ratio"]')
-        return ", ".join(said)
+            arguments.append('without=["ratio"]')
+        return ", ".join(arguments)
 
     def __str__(self) -> str:
-        said = [f"{k}={v:g}" for k, v in self.hp.items()]
+        facts = [f"{k}={v:g}" for k, v in self.hp.items()]
         if self.scale != 1:
-            said.append(f"times {self.scale:.6g}")
+            facts.append(f"times {self.scale:.6g}")
         if self.clip is not None:
-            said.append(f"the gradient's norm is clipped to {self.clip:g}")
+            facts.append(f"the gradient's norm is clipped to {self.clip:g}")
         if self.on_policy:
-            said.append("without ratio")
-        return f"{self.name} ({', '.join(said)})" if said else self.name
+            facts.append("without ratio")
+        return f"{self.name} ({', '.join(facts)})" if facts else self.name
 
 
 @dataclass(frozen=True)

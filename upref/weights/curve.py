@@ -67,12 +67,13 @@ class Curve:
         """dJ/dlp in float64. Raises InputError where a loss has no finite gradient."""
         r = np.asarray(r, dtype=float)
         A = np.asarray(A, dtype=float)
-        if self.reads_mu and mu is not None:
-            mu = np.asarray(mu, dtype=float)
-        else:
-            mu = low_probability(r)
         with np.errstate(all="ignore"):
-            return self.weight(np.minimum(r, 1 / mu), A, mu)
+            if self.reads_mu and mu is not None:
+                mu = np.asarray(mu, dtype=float)
+            else:
+                mu = low_probability(r)
+            possible_r = np.minimum(r, 1 / mu)  # mu r is a probability
+            return self.weight(possible_r, A, mu)
 
     def jumps(
         self, A: float, mu: float | None = None, r: np.ndarray = GRID

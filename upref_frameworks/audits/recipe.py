@@ -50,8 +50,11 @@ STARTED = {
     "trl": "the plug-in refuses an objective or a setting that it cannot run before the first batch",
 }
 # what the framework hands to a loss beside the five tensors
-PASSES: dict[str, tuple[str, ...]] = {"verl": (), "trl": ("entropy", "sampler")}
-WANTS = NEEDS | {"sampler": "the sampler's log-probabilities"}
+PASSED_TO_LOSS: dict[str, tuple[str, ...]] = {
+    "verl": (),
+    "trl": ("entropy", "sampler"),
+}
+INPUT_WORDS = NEEDS | {"sampler": "the sampler's log-probabilities"}
 # objectives that are the loss of another one with advantages of their own
 SAME_LOSS = {
     "reinforce_pp": "grpo",
@@ -424,24 +427,22 @@ def _refuse(objective: Objective, framework: Framework, hp: dict[str, float]) ->
                 f" (its own {objective.name}: {framework.out_of_scope[objective.name]})"
             )
         else:
-            own_words = _half(objective, framework.name)
-        have = (
-            ", ".join(
-                n for n in frameworks() if objective.name in covered_objectives(n, {})
-            )
-            or "none"
-        )
+            own_words = _advantages_without_loss(objective, framework.name)
+        have = [n for n in frameworks() if objective.name in covered_objectives(n, {})]
+        plugged = [
+            f"{n} with upref's plug-in"
+            for n in PLUG_IN
+            if n not in have and not _missing_input(objective, n)
+        ]
+        at_defaults = " at its defaults" if hp else ""
         raise InputError(
             f"no recipe for {objective.name} in {framework.name}{where_words}: the audit compares "
             f"the losses of {framework.name} with {', '.join(covered_objectives(framework.name))}{own_words}. "
-            f"Frameworks with a recipe for {objective.name}: {have}."
+            f"Frameworks with a recipe for {objective.name}{at_defaults}: {', '.join([*have, *plugged]) or 'none'}."
         )
-    wants = [k for k in NEEDS if k in objective.reads]
-    if objective.sampler:
-        wants.append("sampler")
-    if lacking := next((k for k in wants if k not in PASSES[framework.name]), ""):
+    if missing := _missing_input(objective, framework.name):
         raise InputError(
-            f"{objective.name} cannot run in {framework.name}: it needs {WANTS[lacking]}, "
+            f"{objective.name} cannot run in {framework.name}: it needs {INPUT_WORDS[missing]}, "
             f"which {framework.name} passes to no loss."
         )
     if framework.name == "verl" and objective.name not in names():
@@ -451,9 +452,19 @@ def _refuse(objective: Objective, framework: Framework, hp: dict[str, float]) ->
         )
 
 
-def _half(objective: Objective, name: str) -> str:
-    """That the framework has the advantages that set an objective apart, where it has
-    no loss to go with them.
+def _missing_input(objective: Objective, name: str) -> str:
+    """Return an input of the objective that this framework passes to no loss, a key of
+    INPUT_WORDS; "" where it passes all.
+    """
+    required = [k for k in NEEDS if k in objective.reads]
+    if objective.sampler:
+        required.append("sampler")
+    return next((k for k in required if k not in PASSED_TO_LOSS[name]), "")
+
+
+def _advantages_without_loss(objective: Objective, name: str) -> str:
+    """Return words that tell that a framework has the advantages of an objective and no
+    loss to go with them; "" where that is not so.
     """
     known = read_tables(name)["recipe"]["advantages"].get(objective.adv, {}).get("set")
     if objective.name not in SAME_LOSS or not known:

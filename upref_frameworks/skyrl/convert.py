@@ -28,6 +28,7 @@ from upref.replay.batch import make_batch
 from upref.replay.files import write
 from upref.replay.record import open_folder
 from upref.replay.schema import HINT, RecordedBatch
+from upref.tensors import describe
 
 COLUMNS = {
     "advantages": "adv",
@@ -83,12 +84,12 @@ def read(path: Path) -> RecordedBatch:
 
 
 def to_recorded_batch(
-    held: Mapping[str, Any], metadata: Mapping[str, Any], file: str
+    tensors: Mapping[str, Any], metadata: Mapping[str, Any], file: str
 ) -> RecordedBatch:
     """Make a recorded batch of SkyRL's TrainingInputBatch.
 
     Args:
-        held: its tensors by name: sequences [B, S], the others [B, T], their last slots
+        tensors: its tensors by name: sequences [B, S], the others [B, T], their last slots
             aligned.
         metadata: its metadata.
         file: name for messages; the number in it is the step.
@@ -100,27 +101,38 @@ def to_recorded_batch(
         InputError: a tensor is missing or has another shape.
     """
     for name in ("sequences", "loss_mask"):
-        if held.get(name) is None:
+        if tensors.get(name) is None:
             raise InputError(f"{file} lacks {name}: it is no training input of SkyRL.")
-    rows = len(held["sequences"]) - int(metadata.get("pad_size", 0))
-    width = held["loss_mask"].shape[1]
+    for name in ("sequences", "loss_mask", *COLUMNS):
+        x = tensors.get(name)
+        if x is not None and not (isinstance(x, Tensor) and x.ndim == 2):
+            raise InputError(
+                f"{file}: {name} must be a tensor of two dimensions, got {describe(x)}."
+            )
+    appended = metadata.get("pad_size") or 0
+    rows = len(tensors["sequences"]) - int(appended)
+    if rows < 1:
+        raise InputError(
+            f"{file}: pad_size is {appended}, and it has {len(tensors['sequences'])} rows: none is left."
+        )
+    width = tensors["loss_mask"].shape[1]
     columns: dict[str, Tensor] = {
-        "ids": held["sequences"][:rows, -width:],
-        "mask": held["loss_mask"][:rows] != 0,
+        "ids": tensors["sequences"][:rows, -width:],
+        "mask": tensors["loss_mask"][:rows] != 0,
     }
     for key, name in COLUMNS.items():
-        if held.get(key) is not None:
-            columns[name] = held[key][:rows].double()
+        if tensors.get(key) is not None:
+            columns[name] = tensors[key][:rows].double()
     boundaries = metadata.get("policy_prompt_boundaries")
     if boundaries is not None:
         columns["group"] = _groups(boundaries, rows, file)
     found = re.search(r"global_step_(\d+)_", Path(file).name)
-    said = {HINT + name: words for name, words in HINTS.items() if name not in columns}
+    hints = {HINT + name: words for name, words in HINTS.items() if name not in columns}
     return make_batch(
         columns,
         file=file,
         step=int(found[1]) if found else None,
-        meta={"framework": "SkyRL"} | said,
+        meta={"framework": "SkyRL"} | hints,
     )
 
 

@@ -228,15 +228,18 @@ def _group(name: str) -> Callable[..., Tensor]:
     return advantages
 
 
-def _batch(name: str) -> Callable[..., Tensor]:
-    """Of verl's DataProto, of which two dicts are read; every response is one token."""
+def _advantages_of_batch(name: str) -> Callable[..., Tensor]:
+    """Return Trinity's advantage function of that name. It takes verl's DataProto, of
+    which a namespace with two dicts has what it reads; every response is one token.
+    """
 
     def advantages(R: Tensor, group: Tensor) -> Tensor:
-        fn = _module("advantage_fn").ADVANTAGE_FN.get(name)()
+        estimator = _module("advantage_fn").ADVANTAGE_FN.get(name)()
         ones = torch.ones(len(R), 1)
         batch = {"token_level_rewards": R[:, None].float(), "response_mask": ones}
         data = SimpleNamespace(batch=batch, non_tensor_batch={"uid": group.tolist()})
-        return fn(data)[0].batch["advantages"][:, 0]
+        data_with_advantages, _ = estimator(data)
+        return data_with_advantages.batch["advantages"][:, 0]
 
     return advantages
 
@@ -282,7 +285,7 @@ def _parts() -> tuple[Component, ...]:
         Component(
             "advantages",
             "grpo_verl",
-            _batch("grpo_verl"),
+            _advantages_of_batch("grpo_verl"),
             "group_norm",
             norm,
             _group_of_one("group_norm", **norm),
@@ -300,7 +303,7 @@ def _parts() -> tuple[Component, ...]:
         Component(
             "advantages",
             "rloo",
-            _batch("rloo"),
+            _advantages_of_batch("rloo"),
             "leave_one_out",
             {},
             _group_of_one("leave_one_out"),
@@ -310,7 +313,7 @@ def _parts() -> tuple[Component, ...]:
         Component(
             "advantages",
             "reinforceplusplus",
-            _batch("reinforceplusplus"),
+            _advantages_of_batch("reinforceplusplus"),
             "whiten",
             {"ddof": 0, "eps": 1e-8},
             (Fault(SAMPLE, whiten_by_sample),),

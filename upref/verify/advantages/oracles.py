@@ -257,22 +257,30 @@ def equal_rewards(case: AdvantageCase) -> Iterator[Finding]:
     0.
     """
     batch = exact.EQUAL_REWARDS
-    if case.function.groups_are_contiguous:
+    if case.name == "whiten":
+        # its mean is of the whole batch: all rewards have to be equal
+        batch = batch.take(batch.rows_of(0))
+    elif case.function.groups_are_contiguous:
+        # such a function takes prompts of one size
         batch = RewardBatch(
             (Fraction(1, 10),) * 8 + EVEN_GROUPS.R[:8], (0,) * 8 + (1,) * 8
         )
-    elif case.name == "whiten":
-        batch = batch.take(range(7))
     rows = batch.rows_of(0)
-    regime = f"{rows[-1] + 1} equal rewards of 0.1 to one prompt"
-    A = [case.function(batch)[i] for i in rows]
-    largest = max(abs(a) if math.isfinite(a) else math.inf for a in A)
-    if largest <= NO_ADVANTAGE or (case.wrong and math.isfinite(largest)):
+    regime = f"{len(rows)} equal rewards of 0.1 to one prompt"
+    A = case.function(batch)
+    sizes = {i: abs(A[i]) if math.isfinite(A[i]) else math.inf for i in rows}
+    worst_row = max(rows, key=lambda i: sizes[i])
+    largest = sizes[worst_row]
+    if largest <= NO_ADVANTAGE:
         return
-    # rewards of 1/2: their mean is not rounded
-    halves = case.function(replace(batch, R=tuple(5 * x for x in batch.R)))
+    # of a function that is wrong anyhow, only a number that is not finite is news
+    if case.wrong and math.isfinite(largest):
+        return
+    # the mean of rewards of 1/2 is not rounded
+    A_of_halves = case.function(replace(batch, R=tuple(5 * x for x in batch.R)))
     is_rounding = not any(
-        math.isfinite(halves[i]) and abs(halves[i]) > NO_ADVANTAGE for i in rows
+        math.isfinite(A_of_halves[i]) and abs(A_of_halves[i]) > NO_ADVANTAGE
+        for i in rows
     )
     if largest <= LARGE_ADVANTAGE and is_rounding:
         yield note(
@@ -290,9 +298,8 @@ def equal_rewards(case: AdvantageCase) -> Iterator[Finding]:
         why = f"rounding divided by rounding: eps = {case.denominator.eps:.3g} is too small"
     else:
         why = "rounding divided by rounding: eps is missing"
-    yield fail(
-        "equal-rewards", regime, *number_pair("A", 0, A[0]), case.example(batch), why
-    )
+    numbers = number_pair("A", 0, A[worst_row])
+    yield fail("equal-rewards", regime, *numbers, case.example(batch), why)
 
 
 @oracle("solved-prompts", not_run=either(no_groups, no_baseline, wrong_already))
