@@ -327,7 +327,7 @@ def test_bad_temperatures_are_refused(temperature):
             "floating-point",
         ),
         ([[0.0]], torch.tensor([0]), "got list"),
-        (torch.zeros(5), torch.tensor(0), "[B, T, V], got float32[5]"),
+        (torch.zeros(5), torch.tensor(0), "[..., T, V], got float32[5]"),
     ],
 )
 def test_bad_tokens_and_logits_are_refused(f, logits, tokens, says):
