@@ -72,11 +72,15 @@ class RowOptions:
     advantages: Sequence[float] | Callable[[Tensor, Tensor], Tensor] | None = None
 
     def refuse(self, other: str) -> None:
-        """InputError if anything is asked."""
-        given = [k for k, v in vars(self).items() if v is not None]
-        if given:
+        """Raise InputError if any option is set.
+
+        Args:
+            other: the user's argument that these options do not go with.
+        """
+        options_set = [k for k, v in vars(self).items() if v is not None]
+        if options_set:
             raise InputError(
-                f"{given[0]} is of the rows that upref makes: with {other}=, give each row its own."
+                f"{options_set[0]} is of the rows that upref makes: with {other}=, give each row its own."
             )
 
     def reward(self, rows: list[Row], estimator: str) -> None:
@@ -92,7 +96,8 @@ class RowOptions:
         A = self.advantages
         if self.rewards is not None:
             R = torch.tensor(
-                _numbers("rewards", self.rewards, len(rows)), dtype=torch.float64
+                _one_number_per_row("rewards", self.rewards, len(rows)),
+                dtype=torch.float64,
             )
             for row, x in zip(rows, R.tolist(), strict=True):
                 row.reward = x
@@ -102,23 +107,25 @@ class RowOptions:
             raise InputError(
                 "advantages is a function of rewards and groups: pass rewards= as well."
             )
-        for row, a in zip(rows, _numbers("advantages", A, len(rows)), strict=True):
+        for row, a in zip(
+            rows, _one_number_per_row("advantages", A, len(rows)), strict=True
+        ):
             row.adv = a
 
 
-def _numbers(name: str, values: Any, n: int) -> list[float]:
+def _one_number_per_row(name: str, values: Any, n: int) -> list[float]:
     """The values as floats; InputError where they are not one finite number for each
     row.
     """
     try:
-        out = [float(v) for v in values]
+        numbers = [float(v) for v in values]
     except (TypeError, ValueError):
-        out = []
-    if len(out) != n or not all(math.isfinite(v) for v in out):
+        numbers = []
+    if len(numbers) != n or not all(math.isfinite(v) for v in numbers):
         raise InputError(
             f"{name} are {n} finite numbers, one for each response, got {repr(values)[:60]}."
         )
-    return out
+    return numbers
 
 
 def draw_old_policy(
@@ -179,7 +186,7 @@ def build_case(
     coarse: bool = False,
     asked: RowOptions | None = None,
 ) -> StepCase:
-    """The rows, made or validated, with the reference's forward pass. InputError where
+    """Make or validate the rows, and run the reference on them. Raise InputError where
     they could hide bugs.
 
     Args:
@@ -201,30 +208,32 @@ def build_case(
         )
     asked = asked or RowOptions()
     if rows is None:
-        made = batch.make_rows(
+        case_rows = batch.make_rows(
             model.vocabulary, seed, without, model.end, asked.group_size
         )
-        asked.reward(made, goal.objective.adv)
+        asked.reward(case_rows, goal.objective.adv)
         forward = draw_old_policy(
-            made, model, goal, seed=seed, still="ratio" in without, coarse=coarse
+            case_rows, model, goal, seed=seed, still="ratio" in without, coarse=coarse
         )
     else:
         asked.refuse("rows")
-        made = batch.validate_rows(rows, model.vocabulary)
-        if goal.objective.sampler is not None and any(r.sampler is None for r in made):
+        case_rows = batch.validate_rows(rows, model.vocabulary)
+        if goal.objective.sampler is not None and any(
+            r.sampler is None for r in case_rows
+        ):
             raise InputError(
                 f"{goal.objective.name} needs the log-probabilities of the engine that sampled: "
                 "give every row `sampler`."
             )
-        with described(_longest(made)):
-            forward = Forward(model, made, goal.temperature)
-    unvaried = batch.find_unvaried_axes(made, goal.temperature, forward.lp())
+        with described(_longest(case_rows)):
+            forward = Forward(model, case_rows, goal.temperature)
+    unvaried = batch.find_unvaried_axes(case_rows, goal.temperature, forward.lp())
     if bad := [k for k in unvaried if k not in without]:
         raise InputError(
             f"this case could hide bugs: {unvaried[bad[0]]}. Vary it, or pass without={bad!r} and read what is left "
             "unexercised."
         )
-    return StepCase(made, Padded.of(made), forward, unvaried)
+    return StepCase(case_rows, Padded.of(case_rows), forward, unvaried)
 
 
 def _longest(rows: Sequence[Row]) -> list[int]:
@@ -338,8 +347,7 @@ def allowed_error(
         goal: the objective with its numbers.
         case: the rows and the reference's forward pass; its `shift` is set.
         bound: an error that the user allows, or the half precision of the step; None:
-            it
-            computes in float32.
+            the step computes in float32.
 
     Returns:
         The bound, relative to the gradient's norm.
@@ -356,16 +364,18 @@ def allowed_error(
             f"bound is a number above 0, torch.bfloat16 or torch.float16, got {str(bound)[:60]!r}."
         )
     with RoundedOperations(bound):
-        rounded = Forward(case.forward.model, case.rows, goal.temperature)
-        rounded_gradient = gradients_by_row(goal, rounded, case.padded).sum(0)
-        lp, *_ = rounded.statistics()
-    change = (lp - case.forward.statistics()[0]).detach()
+        rounded_forward = Forward(case.forward.model, case.rows, goal.temperature)
+        rounded_gradient = gradients_by_row(goal, rounded_forward, case.padded).sum(0)
+        lp, *_ = rounded_forward.statistics()
+    log_ratio_error = (lp - case.forward.statistics()[0]).detach()
     mask = case.padded.mask
     if goal.objective.level in REDUCE:
-        change = REDUCE[goal.objective.level](change, mask)[mask.any(1)]
+        log_ratio_error = REDUCE[goal.objective.level](log_ratio_error, mask)[
+            mask.any(1)
+        ]
     else:
-        change = change[mask]
-    case.shift = 3 * float(change.pow(2).mean().sqrt())
+        log_ratio_error = log_ratio_error[mask]
+    case.shift = 3 * float(log_ratio_error.pow(2).mean().sqrt())
     alternatives = changes_across_bounds(goal, case.forward, case.padded, case.shift)
     want = assign_sides(
         gradients_by_row(goal, case.forward, case.padded),
@@ -423,7 +433,9 @@ class GradientComparison:
 def compare(
     goal: Goal, case: StepCase, found: Gradient, bound: float
 ) -> GradientComparison:
-    """Tokens count over the whole step, or per group where that alone agrees.
+    """Compare a step's gradient to the reference's.
+
+    Tokens are counted over the whole step; or per group, where only that agrees.
 
     Args:
         goal: the objective with its numbers.
@@ -434,7 +446,7 @@ def compare(
     Returns:
         Both gradients, their error, and the goal that they were compared under.
     """
-    tried = []
+    comparisons = []
     for tried_goal in (
         [goal, replace(goal, grouped=True)]
         if goal.objective.agg == "group-token-mean"
@@ -445,7 +457,7 @@ def compare(
         )
         rows = gradients_by_row(tried_goal, case.forward, case.padded)
         gradient = case.forward.model.flat(found)
-        rows, other = assign_sides(rows, alternatives, gradient)
+        rows, other_side = assign_sides(rows, alternatives, gradient)
         want = clip_norm(rows.sum(0), tried_goal.clip)
         if not want.isfinite().all():
             bad = [
@@ -462,20 +474,20 @@ def compare(
                 "the objective's gradient is 0 on these rows: no row can show anything."
             )
         error = float((gradient - want).norm() / want.norm())
-        tried.append(
+        comparisons.append(
             GradientComparison(
                 tried_goal,
                 rows,
                 want,
                 gradient,
-                error if error == error else float("inf"),
+                float("inf") if math.isnan(error) else error,
                 len(alternatives),
-                other,
+                other_side,
             )
         )
-        if tried[-1].error <= bound:
-            return tried[-1]
-    return tried[0]
+        if comparisons[-1].error <= bound:
+            return comparisons[-1]
+    return comparisons[0]
 
 
 @torch.no_grad()
@@ -497,8 +509,8 @@ def perturb(net: nn.Module) -> nn.Module:
             # of a matrix, so that its output has 1.4 times the size of its input
             std_meant = 0.1 if vector else 1.4 / p.shape[-1] ** 0.5
             std_now = 0.0 if vector else float(p.float().std())
-            least = 0.1 * std_meant
-            size = max(std_meant**2 - std_now**2, least**2) ** 0.5
+            smallest_size = 0.1 * std_meant
+            size = max(std_meant**2 - std_now**2, smallest_size**2) ** 0.5
             p.add_((size * noise).to(p))
     return net
 
@@ -548,18 +560,16 @@ def run_step(
         case: the rows.
 
     Returns:
-        The gradient by the names of the parameters, and the number of backward passes;
-            0
-        for functions.
+        The gradient by the names of the parameters, and the number of backward passes,
+        which is 0 for functions.
 
     Raises:
         InputError: the step raises, or leaves no gradient.
     """
     rows = copy.deepcopy(case.rows)
     if not isinstance(model, nn.Module):
-        return _as_gradient(
-            call_step(step, model.params if hasattr(model, "params") else model, rows)
-        ), 0
+        params = model.params if hasattr(model, "params") else model
+        return _as_gradient(call_step(step, params, rows)), 0
     net = unwrapped(model)
     weights = {n: v.detach().clone() for n, v in net.state_dict().items()}
     recorded = (lead if world_size() > 1 else train)(step, model, rows, call_step)
@@ -571,12 +581,12 @@ def run_step(
         )
     found = recorded.gradients
     out = recorded.out
-    if (
+    is_dict_of_arrays = (
         isinstance(out, dict)
-        and out
+        and bool(out)
         and all(hasattr(v, "shape") for v in out.values())
-        and not found
-    ):
+    )
+    if is_dict_of_arrays and not found:
         found = _as_gradient(
             {
                 k.removeprefix("_orig_mod.").removeprefix("module."): v
@@ -595,7 +605,7 @@ def run_step(
 
 
 def call_step(step: Callable[..., Any], model: Any, rows: list[Row]) -> Any:
-    """What the step returns; InputError where it raises anything.
+    """Call the step, and return what it returns; InputError where it raises anything.
 
     Args:
         step: the user's function (model, rows).
@@ -614,6 +624,7 @@ def call_step(step: Callable[..., Any], model: Any, rows: list[Row]) -> Any:
 
 
 def _as_gradient(out: Any) -> Gradient:
+    """Return what a step returned as a gradient in float64, by parameter."""
     if not isinstance(out, dict) or not out:
         raise InputError(
             "a step whose model is not torch's must return {name of a parameter: its gradient}."

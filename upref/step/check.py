@@ -49,9 +49,8 @@ from upref.verify.report import UNKNOWN, Finding, Report, fail, note, restores_s
 
 LARGE = 5_000_000  # parameters of a model that threads make faster
 NOT_SEARCHED = "the cause was not searched"
-CLOSE_TO_BOUND = (
-    3  # times the bound: below that, rounding fits terms with coefficients too
-)
+# times the bound: below that, rounding fits terms with coefficients too
+CLOSE_TO_BOUND = 3
 TOO_CLOSE = (
     f"{UNKNOWN}: the difference is less than {CLOSE_TO_BOUND} times what rounding may make, "
     "which is too little to tell a cause from"
@@ -110,7 +109,7 @@ class Attempt:
     again: Callable[[], Gradient] | None = None
 
     def findings(self, among: Cause = NO_CAUSE) -> list[Finding]:
-        """Why its gradient differs.
+        """Diagnose why its gradient differs.
 
         Args:
             among: a cause that was found on other rows; only what it names is tried.
@@ -196,7 +195,7 @@ def check_step(
     if is_follower():
         report: StepReport = follow(step, model, call_step)
         return report
-    asked = RowOptions(group_size, rewards, advantages)
+    row_options = RowOptions(group_size, rewards, advantages)
 
     def check() -> StepReport:
         """Make the rows, do the step on them, and compare its gradient."""
@@ -214,27 +213,34 @@ def check_step(
             if isinstance(model, nn.Module)
             else nullcontext(),
         ):
-            return _check(step, model, goal, asked, rows, without, seed, explain)
+            return _run_and_report(
+                step, model, goal, row_options, rows, without, seed, explain
+            )
 
     return conclude(check) if world_size() > 1 else check()
 
 
-def _check(
+def _run_and_report(
     step: Callable[[Any, list[Row]], Any],
     model: Any,
     goal: Goal,
-    asked: RowOptions,
+    row_options: RowOptions,
     rows: Sequence[Row] | None,
     without: Sequence[str],
     seed: int,
     explain: bool,
 ) -> StepReport:
-    """The verdict on a step, by runs of it; on several ranks as their first."""
+    """Run the step on rows, compare its gradient, and return the report.
+
+    Of several ranks, rank 0 does this.
+    """
     start = time.perf_counter()
     reference = model if isinstance(model, Model) else TorchModel(model)
     half = half_of(model)
-    inside = None
-    case = build_case(reference, goal, rows, without, seed, half is not None, asked)
+    half_inside = None
+    case = build_case(
+        reference, goal, rows, without, seed, half is not None, row_options
+    )
     found, passes = run_step(step, model, case)
     bound = allowed_error(goal, case, half)
     if (
@@ -242,34 +248,41 @@ def _check(
         and isinstance(model, nn.Module)
         and compare(goal, case, found, bound).error > bound
     ):
-        inside = half_precision(lambda: run_step(step, model, case))
-        if inside and _rounds_rows(goal, case, found, bound):
-            inside = None  # it computes in float32, with numbers that were rounded
-    if inside:
-        case = build_case(reference, goal, rows, without, seed, True, asked)
+        half_inside = half_precision(lambda: run_step(step, model, case))
+        if half_inside and _agrees_with_rounded_rows(goal, case, found, bound):
+            half_inside = None  # it computes in float32, with numbers that were rounded
+    if half_inside:
+        case = build_case(reference, goal, rows, without, seed, True, row_options)
         found, passes = run_step(step, model, case)
-        bound = allowed_error(goal, case, inside)
+        bound = allowed_error(goal, case, half_inside)
 
-    def again() -> Gradient:
+    def repeat_step() -> Gradient:
         return run_step(step, model, case)[0]
 
-    def second() -> Attempt:
-        """Do the step on other rows."""
-        other = build_case(
-            reference, goal, None, without, seed + 1, bool(half or inside), asked
+    def attempt_on_other_rows() -> Attempt:
+        """Run the step on other rows, to confirm a cause."""
+        other_case = build_case(
+            reference,
+            goal,
+            None,
+            without,
+            seed + 1,
+            bool(half or half_inside),
+            row_options,
         )
-        recorded, _ = run_step(step, model, other)
-        tol = allowed_error(goal, other, half or inside)
+        other_found, _ = run_step(step, model, other_case)
+        other_bound = allowed_error(goal, other_case, half or half_inside)
         return Attempt(
-            compare(goal, other, recorded, tol),
-            other,
-            tol,
-            lambda: run_step(step, model, other)[0],
+            compare(goal, other_case, other_found, other_bound),
+            other_case,
+            other_bound,
+            lambda: run_step(step, model, other_case)[0],
         )
 
     name = getattr(step, "__name__", type(step).__name__)
-    second_attempt = second if rows is None else None
-    single = not half and not inside and isinstance(model, nn.Module)
+    # a user's own rows have no second draw
+    make_other_attempt = attempt_on_other_rows if rows is None else None
+    in_float32 = not half and not half_inside and isinstance(model, nn.Module)
     return report_step(
         name,
         goal,
@@ -278,22 +291,26 @@ def _check(
         passes,
         bound,
         start,
-        again,
-        inside,
-        explain,
-        second_attempt,
-        single,
+        again=repeat_step,
+        half=half_inside,
+        explain=explain,
+        second=make_other_attempt,
+        rounding=in_float32,
     )
 
 
-def _rounds_rows(goal: Goal, case: StepCase, found: Gradient, bound: float) -> bool:
-    """Whether numbers of the rows in half precision, and nothing else, make the
-    gradient that was found.
+def _agrees_with_rounded_rows(
+    goal: Goal, case: StepCase, found: Gradient, bound: float
+) -> bool:
+    """Whether the reference has the gradient that was found, once numbers of the rows
+    are rounded to half precision and nothing else is.
     """
     for kind in HALF_PRECISIONS:
         for names in (("old",), ("adv",), ("ref",), ("old", "adv", "ref")):
-            each = {n: getattr(case.padded, n) for n in names}
-            rounded = {n: x.to(kind).double() for n, x in each.items() if x is not None}
+            columns = {n: getattr(case.padded, n) for n in names}
+            rounded = {
+                n: x.to(kind).double() for n, x in columns.items() if x is not None
+            }
             if rounded:
                 rounded_case = replace(case, padded=replace(case.padded, **rounded))
                 if compare(goal, rounded_case, found, bound).error <= bound:
@@ -353,29 +370,33 @@ def check_recorded(
         raise InputError(
             "record_step recorded nothing: no optimizer step ran inside it."
         )
-    plain = isinstance(rows[0], Row)
-    if plain and world_size() > 1:
+    is_plain_list = isinstance(rows[0], Row)
+    if is_plain_list and world_size() > 1:
         raise InputError(
             "each rank was fed its share of the rows, so a plain list does not say which "
             "rows a step had: pass a list per step, with the rows of all ranks: [rows]."
         )
-    each: list[Any] = [s.rows(rows) for s in seen.steps] if plain else [*rows]
-    if not all(each):
+    rows_of_steps: list[Any] = (
+        [s.rows(rows) for s in seen.steps] if is_plain_list else [*rows]
+    )
+    if not all(rows_of_steps):
         raise InputError(
             "a recorded step got none of these rows: pass the rows that it trained on."
         )
-    if len(each) > len(seen.steps):
+    if len(rows_of_steps) > len(seen.steps):
         raise InputError(
-            f"there are rows of {len(each)} steps, and {len(seen.steps)} were recorded."
+            f"there are rows of {len(rows_of_steps)} steps, and {len(seen.steps)} were recorded."
         )
     reports = []
-    for n, (recorded_step, step_rows) in enumerate(zip(seen.steps, each, strict=False)):
+    for n, (recorded_step, step_rows) in enumerate(
+        zip(seen.steps, rows_of_steps, strict=False)
+    ):
         reference = with_weights(seen.model, recorded_step)
-        case = build_case(
-            reference, goal, step_rows, without if n == 0 else CASE_AXES, 0
-        )
+        # the first step shows what the case varies; later ones may leave out any axis
+        step_without = without if n == 0 else CASE_AXES
+        case = build_case(reference, goal, step_rows, step_without, 0)
         case.forward.locate_rows(recorded_step.fed)
-        tol = allowed_error(goal, case, bound)
+        step_bound = allowed_error(goal, case, bound)
         name = f"step {n}"
         reports.append(
             report_step(
@@ -384,7 +405,7 @@ def check_recorded(
                 case,
                 recorded_step.gradients,
                 recorded_step.backwards,
-                tol,
+                step_bound,
                 start,
                 explain=explain,
                 rounding=bound is None,
@@ -394,7 +415,7 @@ def check_recorded(
     worst = max(reports, key=lambda r: r.error)
     if len(reports) == 1:
         return worst
-    tokens = [sum(sum(row.trains) for row in step_rows) for step_rows in each]
+    tokens = [sum(sum(row.trains) for row in step_rows) for step_rows in rows_of_steps]
     shared = divisor_of_all_steps(reports, [r.error for r in reports], tokens, goal)
     findings = [
         replace(
@@ -405,7 +426,7 @@ def check_recorded(
         for n, r in enumerate(reports)
         for f in r.findings
     ]
-    never = {
+    not_reached_in_any_step = {
         k: v
         for k, v in reports[0].not_reached.items()
         if all(k in r.not_reached for r in reports)
@@ -418,7 +439,7 @@ def check_recorded(
         unexercised=reports[0].unexercised,
         at_bound=sum(r.at_bound for r in reports),
         other_side=sum(r.other_side for r in reports),
-        not_reached=never,
+        not_reached=not_reached_in_any_step,
         reach=reports[0].reach,
     )
 
@@ -439,15 +460,17 @@ def report_step(
     rounding: bool = False,
     doubts: Callable[[Attempt, Cause], str] | None = None,
 ) -> StepReport:
-    """The report on a step's gradient: whether it agrees, and if not, why."""
+    """Compare a step's gradient to the reference's, and report whether it agrees; if it
+    does not, report why.
+    """
     it = compare(goal, case, found, bound)
     goal = it.goal
     error = it.error
-    usual = bound
+    bound_before = bound
     if rounding:
         bound = widen_bound(goal, case, bound, error)
     assumptions = [f"allowed error of the gradient: {bound:.2g} of its norm"]
-    if bound > usual:
+    if bound > bound_before:
         assumptions[0] += f", {ROUNDINGS} times what rounding to float32 moves it"
     if goal.objective.agg == "group-token-mean":
         where = "per group" if goal.grouped else "over the whole step, not per group"
@@ -499,22 +522,24 @@ def report_step(
         elif not half and bound < error < CLOSE_TO_BOUND * bound:
             findings.append(_difference_finding(it, TOO_CLOSE))
         else:
-            causes = _explain_difference(attempt, second, doubts)
+            causes = _findings_with_cause(attempt, second, doubts)
             findings += name_single_passes(causes, goal, passes, len(case.rows))
     unexercised = [f"{k} ({why})" for k, why in case.unvaried.items()]
     if passes == 1:
         unexercised.append("micro-batches")
     if world_size() == 1:
         unexercised.append("several ranks")
-    said = batch.describe_rows(case.rows, goal.temperature, case.forward.lp())
+    exercised = batch.describe_rows(case.rows, goal.temperature, case.forward.lp())
     if passes > 0:
-        said.append(f"{passes} backward passes" if passes > 1 else "one backward pass")
+        exercised.append(
+            f"{passes} backward passes" if passes > 1 else "one backward pass"
+        )
     hp = (
         goal.hp
         | {"temperature": goal.temperature}
         | ({"beta": goal.beta} if goal.beta else {})
     )
-    ran = {
+    outcomes = {
         "gradient": "failure"
         if any(f.severity == "failure" for f in findings)
         else "ok"
@@ -526,11 +551,11 @@ def report_step(
         findings,
         "",
         assumptions,
-        ran,
+        outcomes,
         {"gradient, relative": bound},
         time.perf_counter() - start,
         error=error,
-        exercised=said,
+        exercised=exercised,
         unexercised=unexercised,
         at_bound=it.at_bound,
         other_side=it.other_side,
@@ -540,39 +565,39 @@ def report_step(
     )
 
 
-def _explain_difference(
-    first: Attempt,
-    second: Callable[[], Attempt] | None,
+def _findings_with_cause(
+    attempt: Attempt,
+    make_other_attempt: Callable[[], Attempt] | None,
     doubts: Callable[[Attempt, Cause], str] | None = None,
 ) -> list[Finding]:
-    """Why the gradient differs. That it does is known: no error of the search for a
-    cause stands for the verdict.
+    """Return findings that name the cause of a difference.
 
-    A cause that is not found on a second draw of rows is not named. Of a recorded step
-    there is no other draw, and `doubts` tells what speaks against a cause.
+    The verdict is known: an error in the search for a cause becomes words, and is not
+    raised. A cause that is not found on a second draw of rows is not named. A recorded
+    step has no second draw, and `doubts` tells what speaks against a cause.
     """
     try:
-        findings = first.findings()
+        findings = attempt.findings()
     except Exception as e:
         return [
             _difference_finding(
-                first.it,
+                attempt.it,
                 f"{UNKNOWN}: the search for one ends in {type(e).__name__}: {one_line(e)}",
             )
         ]
     cause = Cause(findings[0].cause, findings[0].fault_ids)
     if {*cause.ids} <= OBSERVATIONS:
         return findings
-    if second is None:
+    if make_other_attempt is None:
         if {*cause.ids} <= OF_PARAMETERS:
             return findings
-        doubt = doubts(first, cause) if doubts else ""
+        doubt = doubts(attempt, cause) if doubts else ""
         return [replace(findings[0], cause=f"{doubt}{cause}"), *findings[1:]]
     try:
-        other = second()
-        if other.it.error <= other.bound:
+        other_attempt = make_other_attempt()
+        if other_attempt.it.error <= other_attempt.bound:
             return findings
-        if {*cause.ids} <= {*other.findings(cause)[0].fault_ids}:
+        if {*cause.ids} <= {*other_attempt.findings(cause)[0].fault_ids}:
             return findings
     except Exception:
         words = f"possible, and not tested on other rows: {cause}"
@@ -582,8 +607,8 @@ def _explain_difference(
 
 
 def _doubt_of_halves(passes: Sequence[Passed], first: Attempt, cause: Cause) -> str:
-    """What is put in front of a cause that two halves of the rows do not confirm, in
-    words; "" of one that fits both.
+    """Return words to put in front of a cause that two halves of the rows do not
+    confirm; "" where both confirm it.
 
     Args:
         passes: the backward passes of the step.
@@ -597,7 +622,8 @@ def _doubt_of_halves(passes: Sequence[Passed], first: Attempt, cause: Cause) -> 
 
 
 def doubt_of(halves: Halves, first: Attempt, cause: Cause) -> str:
-    """The same where the halves are known.
+    """Return words to put in front of a cause that these halves do not confirm; ""
+    where both confirm it.
 
     Args:
         halves: of the rows of the step.
@@ -606,7 +632,7 @@ def doubt_of(halves: Halves, first: Attempt, cause: Cause) -> str:
     """
     try:
         fit = fits(halves, first.it, first.case, first.bound, cause)
-    except Exception:  # the search again; no error of it stands for the verdict
+    except Exception:  # an error in the search is not the verdict
         return NO_HALVES
     return {True: "", False: UNFIT, None: NO_HALVES}[fit]
 
@@ -614,8 +640,9 @@ def doubt_of(halves: Halves, first: Attempt, cause: Cause) -> str:
 def _not_reached(
     goal: Goal, case: StepCase, bound: float, it: GradientComparison
 ) -> dict[str, str]:
-    """What the rows do not exercise. No error of another value of a number stands for
-    the verdict.
+    """Return the numbers that the rows do not exercise.
+
+    An error while another value of a number is tried becomes words, and is not raised.
     """
     try:
         return not_reached(goal, case.forward, case.padded, bound, it.rows)

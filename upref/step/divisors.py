@@ -58,23 +58,24 @@ def divisor_of_all_steps(
         tokens: that train in each step.
         goal: what each is meant to maximize.
     """
-    everything = sum(tokens)
+    tokens_of_all_steps = sum(tokens)
     steps = len(tokens)
     if not _counts_tokens(goal) or goal.clip is not None or len({*tokens}) == 1:
         return ""
-    times = [
-        _constant(report, error) for report, error in zip(reports, errors, strict=True)
+    factors = [
+        _factor_of_step(report, error)
+        for report, error in zip(reports, errors, strict=True)
     ]
-    for parts, by in ((1, ""), (steps, f" / {steps}")):
-        meant = [count * parts / everything for count in tokens]
+    for multiple, divided_by in ((1, ""), (steps, f" / {steps}")):
+        expected = [count * multiple / tokens_of_all_steps for count in tokens]
         if all(
-            found is not None and abs(found / right - 1) < NEAR
-            for found, right in zip(times, meant, strict=True)
+            found is not None and abs(found / expected_factor - 1) < NEAR
+            for found, expected_factor in zip(factors, expected, strict=True)
         ):
             counts = " and ".join(map(str, tokens))
             return (
-                f"the sum over tokens is divided by {everything}{by} in each optimizer "
-                f"step: {everything} is the number of tokens of all {steps} steps "
+                f"the sum over tokens is divided by {tokens_of_all_steps}{divided_by} in each optimizer "
+                f"step: {tokens_of_all_steps} is the number of tokens of all {steps} steps "
                 f"together, which have {counts}"
             )
     return ""
@@ -96,7 +97,7 @@ def is_scaled(finding: Finding) -> bool:
     return bool(ids) and all(id_.startswith("weights-scaled") for id_ in ids)
 
 
-def _constant(report: Report, error: float) -> float | None:
+def _factor_of_step(report: Report, error: float) -> float | None:
     """Return the positive constant by which a gradient is off; None where it is not off
     by one.
     """
@@ -110,6 +111,6 @@ def _constant(report: Report, error: float) -> float | None:
         return None
     if not isinstance(expected, Number) or not isinstance(found, Number):
         return None
-    times = found.value / expected.value
+    factor = found.value / expected.value
     # a negative one has the same norm and another error
-    return times if abs(abs(times - 1) - error) < NEAR else None
+    return factor if abs(abs(factor - 1) - error) < NEAR else None

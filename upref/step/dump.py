@@ -54,8 +54,8 @@ from upref.verify.finding import Cause
 from upref.verify.report import note
 
 COLUMNS = ("old", "ref", "sampler")
-# shares of the tokens with which the first half is sketched, and once more: each sketch
-# of a large model takes seconds
+# The first half is sketched where its share of the tokens first reaches each level. These
+# are few, because each sketch of a large model takes seconds.
 LEVELS = (1e-9, 0.25, 0.45)
 LARGEST = 1 - 1e-9  # share of the first half
 WHEN = ("after the first half", "after both halves")  # keys of accumulated gradients
@@ -104,10 +104,12 @@ class _TwoHalves:
         self.feed = Feed()
         self.texts = [text_of(row.ids) for row in rows]
         self.passes = 0
+        # whether the accumulated gradients are not those of two separate halves
         self.spoiled = False
-        self.half: dict[int, int] = {}  # of each row that was fed
-        self.sketches: list[Gradient] = []
-        self.state: list[Any] = []
+        # number of a row that was fed -> 0 for the first half, 1 for the second
+        self.half_of_row: dict[int, int] = {}
+        self.sketches: list[Gradient] = []  # after each half
+        self.state_after_pass: list[Any] = []
         self.levels = [*LEVELS]
 
     @contextmanager
@@ -116,73 +118,79 @@ class _TwoHalves:
         if not is_alone():
             yield
             return
-        backward = torch.autograd.backward
+        plain_backward = torch.autograd.backward
 
-        def counting(*args: Any, **kw: Any) -> Any:
-            self._before()
-            out = backward(*args, **kw)
-            self._after()
+        def backward_between_checks(*args: Any, **kw: Any) -> Any:
+            self._check_before_pass()
+            out = plain_backward(*args, **kw)
+            self._record_pass()
             return out
 
         handle = self.net.register_forward_pre_hook(self.feed, with_kwargs=True)
-        torch.autograd.backward = counting
+        torch.autograd.backward = backward_between_checks
         try:
             yield
         finally:
-            torch.autograd.backward = backward
+            torch.autograd.backward = plain_backward
             handle.remove()
 
-    def _before(self) -> None:
-        """See whether the pass adds to what the one before it left."""
-        if self.passes and state_of_gradients(self.net) != self.state:
+    def _check_before_pass(self) -> None:
+        """Note where the pass does not add to the gradients of the pass before it."""
+        if self.passes and state_of_gradients(self.net) != self.state_after_pass:
             self.spoiled = True
         elif not self.passes:
             grads = (p.grad for p in self.net.parameters())
             self.spoiled = any(g is not None and bool(g.any()) for g in grads)
 
-    def _after(self) -> None:
+    def _record_pass(self) -> None:
         """Note the rows that were fed, and sketch the gradients where half or all of
         them were.
         """
         self.passes += 1
-        self.state = state_of_gradients(self.net)
-        for text in map(text_of, self.feed.sequences):
-            for i, its in enumerate(self.texts):
-                if its in text:
-                    half = self.half.setdefault(i, len(self.sketches))
+        self.state_after_pass = state_of_gradients(self.net)
+        for fed_text in map(text_of, self.feed.sequences):
+            for i, row_text in enumerate(self.texts):
+                if row_text in fed_text:
+                    half = self.half_of_row.setdefault(i, len(self.sketches))
                     self.spoiled |= half != len(self.sketches)
         self.feed.sequences.clear()
         if self.spoiled or len(self.sketches) == 2:
             return
         tokens = [sum(row.trains) for row in self.rows]
-        share_done = sum(tokens[i] for i in self.half) / max(sum(tokens), 1)
+        share_done = sum(tokens[i] for i in self.half_of_row) / max(sum(tokens), 1)
         if self.sketches and share_done == 1:
             self.sketches.append(sketched(self.net))
         elif self.levels and self.levels[0] <= share_done < LARGEST:
             # the number of passes is not known: each is the last chance
             self.levels = [level for level in self.levels if level > share_done]
-            self.half = dict.fromkeys(self.half, 0)
+            self.half_of_row = dict.fromkeys(self.half_of_row, 0)
             self.sketches = [sketched(self.net)]
 
     def meta(self) -> dict[str, str]:
-        """What the file has of the halves: nothing where there are none."""
-        out = {"backward passes": str(self.passes)} if self.passes else {}
-        if self.spoiled or len(self.sketches) < 2 or len(self.half) < len(self.rows):
-            return out
-        halves = [self.half[i] for i in range(len(self.rows))]
-        out["half of each row"] = json.dumps(halves)
+        """Return the entries of the file about passes and halves; those of the halves
+        are left out where there are no two halves.
+        """
+        entries = {"backward passes": str(self.passes)} if self.passes else {}
+        if (
+            self.spoiled
+            or len(self.sketches) < 2
+            or len(self.half_of_row) < len(self.rows)
+        ):
+            return entries
+        halves = [self.half_of_row[i] for i in range(len(self.rows))]
+        entries["half of each row"] = json.dumps(halves)
         for when, sketches in zip(WHEN, self.sketches, strict=True):
-            out |= {f"{when}: {name}": _encoded(x) for name, x in sketches.items()}
-        return out
+            entries |= {f"{when}: {name}": _encoded(x) for name, x in sketches.items()}
+        return entries
 
 
 def _encoded(sketch: Tensor) -> str:
-    """Numbers as text."""
+    """Return the numbers as text, in base64."""
     return base64.b64encode(sketch.numpy().tobytes()).decode()
 
 
 def _decoded(meta: Mapping[str, str], key: str) -> Gradient:
-    """The sketches of this key, by the names of the parameters."""
+    """Return the sketches of this key from text, by the names of the parameters."""
     return {
         name.removeprefix(f"{key}: "): torch.from_numpy(
             np.frombuffer(base64.b64decode(text), dtype=np.float64).copy()
@@ -218,22 +226,22 @@ def dump_step(
     meta: dict[str, str] = {}
     halves = _TwoHalves(net, checked)
 
-    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def keep_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Keep the sketch of each gradient that the first step has."""
-        named = {id(p): n for n, p in net.named_parameters()}
+        name_of = {id(p): n for n, p in net.named_parameters()}
         if "weights" not in meta:
             meta["weights"] = hash_of(net)
             meta.update(halves.meta())
         for group in optimizer.param_groups:
             sign = -1.0 if group.get("maximize") else 1.0
             for p in group["params"]:
-                key = f"gradient: {named.get(id(p), '')}"
-                if id(p) in named and p.grad is not None and key not in meta:
+                key = f"gradient: {name_of.get(id(p), '')}"
+                if id(p) in name_of and p.grad is not None and key not in meta:
                     g = to_dense(gather_tensor(p.grad))
-                    meta[key] = _encoded(sign * project(named[id(p)], g))
-                    meta[f"norm: {named[id(p)]}"] = repr(float(g.double().norm()))
+                    meta[key] = _encoded(sign * project(name_of[id(p)], g))
+                    meta[f"norm: {name_of[id(p)]}"] = repr(float(g.double().norm()))
 
-    handle = register_optimizer_step_pre_hook(look)
+    handle = register_optimizer_step_pre_hook(keep_gradients)
     try:
         with halves.watching():
             yield
@@ -270,10 +278,10 @@ def _batch_of(rows: list[Row], meta: dict[str, str], file: str) -> RecordedBatch
 
     def flat(values: list[list[Any]]) -> np.ndarray:
         """One number for each token: 0 in prompts."""
-        each = (
+        columns_of_rows = (
             [0] * len(r.prompt) + list(x) for r, x in zip(rows, values, strict=True)
         )
-        return np.array([v for x in each for v in x])
+        return np.array([v for column in columns_of_rows for v in column])
 
     columns: dict[str, Any] = {
         "offsets": offsets,
@@ -345,8 +353,8 @@ def check_dump(
     norms = [float(v) for k, v in batch.meta.items() if k.startswith("norm: ")]
     clipped = clip is not None and math.hypot(*norms) >= (1 - 1e-3) * clip
     if clipped:
-        want = gradients_by_row(goal, case.forward, case.padded).sum(0)
-        size = float(want.norm() / reference.flat(found).norm().clamp(min=1e-300))
+        expected = gradients_by_row(goal, case.forward, case.padded).sum(0)
+        size = float(expected.norm() / reference.flat(found).norm().clamp(min=1e-300))
         found = {n: size * g for n, g in found.items()}
     bound = allowed_error(goal, case, half_of(model))
     name = Path(path).name
@@ -369,29 +377,37 @@ def check_dump(
 
 
 def _doubt(meta: Mapping[str, str], first: Attempt, cause: Cause) -> str:
-    """What is put in front of a cause that two halves of the rows do not confirm."""
+    """Return words to put in front of a cause that two halves of the rows do not
+    confirm; "" where both confirm it.
+    """
     if meta.get("backward passes") == "1":
         return ONE_PASS
     if "half of each row" not in meta:
         return NO_HALVES
-    one, second = (_decoded(meta, when) for when in WHEN)
-    other = {name: x - one.get(name, 0 * x) for name, x in second.items()}
-    halves = Halves(json.loads(meta["half of each row"]), (one, other))
+    first_half, both_halves = (_decoded(meta, when) for when in WHEN)
+    second_half = {
+        name: x - first_half.get(name, 0 * x) for name, x in both_halves.items()
+    }
+    halves = Halves(json.loads(meta["half of each row"]), (first_half, second_half))
     return doubt_of(halves, first, cause)
 
 
 def _rows_of(batch: RecordedBatch) -> list[Row]:
-    """The rows that a dumped step has."""
+    """Return the rows of a dumped step."""
     rows = []
-    for i, (p, n) in enumerate(json.loads(batch.meta["rows"])):
-        part = slice(p, p + n)
+    for i, (prompt_length, response_length) in enumerate(
+        json.loads(batch.meta["rows"])
+    ):
+        response = slice(prompt_length, prompt_length + response_length)
         columns = {
-            name: value[i, part].tolist()
+            name: value[i, response].tolist()
             for name in ("adv", *COLUMNS)
             if (value := getattr(batch, name)) is not None
         }
         ids = batch.ids[i].tolist()
         group = 0 if batch.group is None else int(batch.group[i])
-        trains = batch.mask[i, part].tolist()
-        rows.append(Row(ids[:p], ids[part], trains, group=group, **columns))
+        trains = batch.mask[i, response].tolist()
+        rows.append(
+            Row(ids[:prompt_length], ids[response], trains, group=group, **columns)
+        )
     return rows

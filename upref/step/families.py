@@ -215,6 +215,7 @@ def tiny(family: str, seed: int = 0, **changes: Any) -> torch.nn.Module:
 
         transformers.logging.set_verbosity_error()
         name, fields = FAMILIES[family]
+        # the two exceptions of transformers' names
         suffix = "TextConfig" if name == "Gemma3" else "Config"
         head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
         config = getattr(transformers, name + suffix)(**fields | changes)

@@ -35,12 +35,12 @@ class Goal:
     def parts(
         self, lp: Tensor, H: Tensor, Z: Tensor, padded: Padded, agg: str = ""
     ) -> dict[str, Tensor]:
-        """The terms of the sum that is maximized, without their coefficients. agg: of
-        the KL term and the bonus.
+        """Return the terms of the sum that is maximized, without their coefficients.
 
         Args:
             lp, H, Z: log-probability, entropy and squared log-normalizer of each token, [B, T].
             padded: the rows, padded.
+            agg: aggregation of the KL term and the entropy; "": the objective's own.
 
         Returns:
             J, KL, H and Z -> a scalar.
@@ -49,25 +49,25 @@ class Goal:
         group = padded.group if self.grouped else None
         totals = Totals.of(padded.mask, group)
         live = padded.mask.any(1)  # a response without a token counts, and adds nothing
-        rows = totals.rows(live.nonzero()[:, 0])
+        totals_of_live = totals.rows(live.nonzero()[:, 0])
 
-        def cut(x: Tensor) -> Tensor:
-            """Without the responses that have no token."""
+        def of_live(x: Tensor) -> Tensor:
+            """Leave out the responses that have no token."""
             return x[live]
 
         old = lp.detach() if padded.old is None else padded.old
-        entropy = cut(H.detach())
+        entropy = of_live(H.detach())
         J = self.objective.J(
-            cut(lp),
-            cut(old),
-            cut(padded.adv),
-            cut(padded.mask),
+            of_live(lp),
+            of_live(old),
+            of_live(padded.adv),
+            of_live(padded.mask),
             entropy=entropy,
-            totals=rows,
-            lp_sampler=None if padded.sampler is None else cut(padded.sampler),
+            totals=totals_of_live,
+            lp_sampler=None if padded.sampler is None else of_live(padded.sampler),
             **self.hp,
         )
-        out = {"J": J}
+        terms = {"J": J}
         if self.beta and padded.ref is None:
             raise InputError(
                 "beta needs the reference model's log-probabilities: give every row `ref`."
@@ -77,12 +77,12 @@ class Goal:
                 self.objective.kl or "k3",
                 *(torch.where(padded.mask, x, 0) for x in (lp, padded.ref, old)),
             )
-            out["KL"] = aggregate(kl, padded.mask, agg, totals=totals)
-        out["H"] = aggregate(H, padded.mask, agg, totals=totals)
-        out["Z"] = aggregate(
+            terms["KL"] = aggregate(kl, padded.mask, agg, totals=totals)
+        terms["H"] = aggregate(H, padded.mask, agg, totals=totals)
+        terms["Z"] = aggregate(
             Z, padded.mask, "token-mean", totals=Totals.of(padded.mask)
         )
-        return out
+        return terms
 
     @property
     def coefficients(self) -> dict[str, float]:
@@ -107,8 +107,8 @@ class Goal:
         Returns:
             The loss, to be minimized: a scalar in float64.
         """
-        c = self.coefficients
+        coefficients = self.coefficients
         return -self.scale * sum(
-            (c[k] * v for k, v in parts.items() if c[k]),
+            (coefficients[k] * v for k, v in parts.items() if coefficients[k]),
             torch.zeros((), dtype=torch.float64),
         )

@@ -168,7 +168,8 @@ class Draw:
     statistics: tuple[Tensor, Tensor, Tensor]
 
     def factor(self, goal: Goal, on_policy: bool) -> float | None:
-        """The constant by which its weights are the goal's; None where they are not.
+        """Return the factor by which these weights are multiples of the goal's; None
+        where they are no multiples.
 
         Args:
             goal: the objective with its numbers.
@@ -178,12 +179,14 @@ class Draw:
         lp = self.statistics[0].clone().requires_grad_()
         loss = goal.loss(goal.parts(lp, *self.statistics[1:], batch))
         (slope,) = torch.autograd.grad(loss, lp, materialize_grads=True)
-        tell = batch.here & ~self.found.isnan()
-        x = slope[tell]
-        y = self.found[tell]
-        k = float(x @ y / (x @ x).clamp(min=1e-300))
-        error = float((y - k * x).abs().max())
-        return k if error <= TOLERANCE * float(y.abs().max()) and k != 0 else None
+        is_known = batch.here & ~self.found.isnan()
+        expected = slope[is_known]
+        found = self.found[is_known]
+        # least squares: found = k · expected
+        k = float(expected @ found / (expected @ expected).clamp(min=1e-300))
+        error = float((found - k * expected).abs().max())
+        has_same_weights = error <= TOLERANCE * float(found.abs().max())
+        return k if has_same_weights and k != 0 else None
 
 
 def identify_step(
@@ -223,17 +226,19 @@ def identify_step(
     name = getattr(step, "__name__", type(step).__name__)
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be an nn.Module, got {type(model).__name__}.")
-    asked = RowOptions(group_size, rewards, advantages)
+    row_options = RowOptions(group_size, rewards, advantages)
     with state_restored(), perturbed(model, True):
         reference = TorchModel(model)
 
         def draw(objective: str, seed: int) -> Draw:
             """The weights on rows beside the bounds of the objective."""
             goal = make_goal(objective, {}, temperature)
-            return _draw(step, model, reference, goal, without, seed, asked)
+            return _read_weights_of_draw(
+                step, model, reference, goal, without, seed, row_options
+            )
 
         draws = [draw(objective, seed) for objective in ROWS]
-        if _clip(draws) is not None:
+        if _clip_bound(draws) is not None:
             # without ratios the two have the same rows
             draws.append(draw(ROWS[0], seed + 1))
     residual = max(draw.residual for draw in draws)
@@ -244,10 +249,10 @@ def identify_step(
             "check_step names what differs from the objective that is meant"
         )
         return StepIdentification(name, temperature, why=why)
-    clip = _clip(draws)
-    likely = list(_matches(draws, temperature, "ratio" in without, clip))
+    clip = _clip_bound(draws)
+    candidates = list(_candidates(draws, temperature, "ratio" in without, clip))
     confirmed = []
-    for match in likely[:CONFIRMED]:
+    for match in candidates[:CONFIRMED]:
         without_ratio = [*{*without, *(["ratio"] if match.on_policy else [])}]
         report = check_step(
             step,
@@ -269,17 +274,17 @@ def identify_step(
                 replace(match, error=report.error, not_reached=report.not_reached)
             )
     if confirmed:
-        given = {
+        row_arguments = {
             "group_size": group_size,
             "rewards": rewards,
             "advantages": advantages,
         }
-        passed = tuple(k for k, v in given.items() if v is not None)
+        passed = tuple(k for k, v in row_arguments.items() if v is not None)
         return StepIdentification(name, temperature, confirmed, passed=passed)
-    unlike = "no objective with the usual numbers has its weights"
-    if likely:
-        unlike = f"{likely[0]} has nearly its weights, and another gradient"
-    why = f"{unlike} ({_bounds(draws[0])}): give check_step the numbers of the loop"
+    reason = "no objective with the usual numbers has its weights"
+    if candidates:
+        reason = f"{candidates[0]} has nearly its weights, and another gradient"
+    why = f"{reason} ({_describe_bounds(draws[0])}): give check_step the numbers of the loop"
     if rewards is None:
         why += (
             ". If it makes its advantages itself, of the rewards or of `adv`, pass "
@@ -288,19 +293,19 @@ def identify_step(
     return StepIdentification(name, temperature, why=why)
 
 
-def _draw(
+def _read_weights_of_draw(
     step: Callable[[Any, list[Row]], Any],
     model: nn.Module,
     reference: TorchModel,
     goal: Goal,
     without: Sequence[str],
     seed: int,
-    asked: RowOptions,
+    row_options: RowOptions,
 ) -> Draw:
     """Run the step on rows beside the bounds of the goal, and read its weights."""
-    case = build_case(reference, goal, None, without, seed, asked=asked)
-    found, _ = run_step(step, model, case)
-    reading = read_weights(case.forward, reference.flat(found))
+    case = build_case(reference, goal, None, without, seed, asked=row_options)
+    gradient, _ = run_step(step, model, case)
+    reading = read_weights(case.forward, reference.flat(gradient))
     weights = nn.utils.rnn.pad_sequence(
         [
             w[len(row.prompt) - 1 :]
@@ -309,54 +314,60 @@ def _draw(
         batch_first=True,
     )
     lp, H, Z = (x.detach() for x in case.forward.statistics())
-    norm = float(reference.flat(found).norm())
+    norm = float(reference.flat(gradient).norm())
     return Draw(case, -weights, reading.residual, norm, (lp, H, Z))
 
 
-def _clip(draws: list[Draw]) -> float | None:
-    """The bound of the gradient's norm, where all draws have one norm; None elsewhere."""
+def _clip_bound(draws: list[Draw]) -> float | None:
+    """Return the bound to which a step clips the gradient's norm: the norm that all
+    draws have. None where their norms differ.
+    """
     first, *others = [draw.norm for draw in draws]
     if any(abs(norm / first - 1) > NORMS_EQUAL for norm in others):
         return None
-    return _round(first)
+    return _short_number(first)
 
 
-def _matches(
-    draws: list[Draw], temperature: float, still: bool, clip: float | None
+def _candidates(
+    draws: list[Draw], temperature: float, all_on_policy: bool, clip: float | None
 ) -> Iterator[StepMatch]:
-    """The objectives whose weights these are on all draws, the commonest first.
+    """Yield the objectives whose weights these are on all draws, the commonest first.
 
     Args:
         draws: of the step.
         temperature: of the sampler.
-        still: whether all ratios are 1.
+        all_on_policy: whether all ratios are 1.
         clip: the bound of the gradient's norm. It makes the constant factor differ from
             draw to draw, and no more than 1.
     """
     first, *others = draws
     order = sorted(names(), key=lambda n: FIRST.index(n) if n in FIRST else len(FIRST))
-    for on_policy, name in product([True] if still else [False, True], order):
+    for on_policy, name in product([True] if all_on_policy else [False, True], order):
         with suppress(InputError, RuntimeError, ArithmeticError):
-            for hp in _numbers(make_goal(name, {}, temperature).hp, on_policy):
+            for hp in _hyperparameters_to_try(
+                make_goal(name, {}, temperature).hp, on_policy
+            ):
                 goal = make_goal(name, hp, temperature)
                 k = first.factor(goal, on_policy)
                 if k is None:
                     continue
-                each = [draw.factor(goal, on_policy) for draw in others]
+                other_factors = [draw.factor(goal, on_policy) for draw in others]
                 if clip is not None:
-                    if any(x is None or not 0 < x <= 1 for x in [k, *each]):
+                    if any(x is None or not 0 < x <= 1 for x in [k, *other_factors]):
                         continue
                     yield StepMatch(name, hp, on_policy, 1.0, clip=clip)
                     break
-                if any(x is None or abs(x / k - 1) > TOLERANCE for x in each):
+                if any(x is None or abs(x / k - 1) > TOLERANCE for x in other_factors):
                     continue
-                yield StepMatch(name, hp, on_policy, _round(k))
+                yield StepMatch(name, hp, on_policy, _short_number(k))
                 break  # other numbers with these weights: not_reached has them
 
 
-def _numbers(defaults: dict[str, Any], on_policy: bool) -> Iterator[dict[str, float]]:
-    """The objective's defaults, then bounds as people set them."""
-    yield {}
+def _hyperparameters_to_try(
+    defaults: dict[str, Any], on_policy: bool
+) -> Iterator[dict[str, float]]:
+    """Yield hyperparameters to try: the defaults, then bounds as people set them."""
+    yield {}  # the defaults
     if on_policy:
         return
     keys: list[str] = [k for k in ("eps", "eps_low", "eps_high") if k in defaults]
@@ -371,34 +382,39 @@ def _numbers(defaults: dict[str, Any], on_policy: bool) -> Iterator[dict[str, fl
             yield changed
 
 
-def _round(k: float) -> float:
-    """A factor as it was meant: 1 or another short number, where the check cannot tell
-    that from k.
+def _short_number(k: float) -> float:
+    """Return the factor in three digits where the check cannot tell that from k; else k.
+
+    A user means 1 or another short number.
     """
     short = float(f"{k:.3g}")
     return short if abs(short / k - 1) < FLOAT32_BOUND else k
 
 
-def _bounds(draw: Draw) -> str:
-    """Between which ratios the weights stop, in words, where none is beyond."""
+def _describe_bounds(draw: Draw) -> str:
+    """Return in words the ratios between which the weights end, where no token beyond
+    has one.
+    """
     batch = draw.case.padded
     lp = draw.statistics[0]
     assert batch.old is not None
     r = (lp - batch.old).exp()
-    size = draw.found.nan_to_num(0).abs()
-    live = size > TOLERANCE * float(size.max())
-    said = []
+    weight_sizes = draw.found.nan_to_num(0).abs()
+    live = weight_sizes > TOLERANCE * float(weight_sizes.max())
+    parts = []
     for sign, words in ((1, "A > 0"), (-1, "A < 0")):
         of_sign = batch.mask & (batch.adv * sign > 0) & ~draw.found.isnan()
         for side, side_word in ((1, "above"), (-1, "below")):
             dead = r[of_sign & ~live & ((r - 1) * side > 0)]
             if not len(dead):
                 continue
-            stop = float(dead.min() if side > 0 else dead.max())
+            nearest_dead = float(dead.min() if side > 0 else dead.max())
             trained = r[of_sign & live]
-            if not len(trained) or ((trained - stop) * side > 0).any():
+            if not len(trained) or ((trained - nearest_dead) * side > 0).any():
                 continue
-            last = float(trained.max() if side > 0 else trained.min())
-            low, high = sorted((last, stop))
-            said.append(f"{words}: none {side_word} r between {low:.4g} and {high:.4g}")
-    return "; ".join(said) or "no ratio beyond which no token has a weight"
+            farthest_live = float(trained.max() if side > 0 else trained.min())
+            low, high = sorted((farthest_live, nearest_dead))
+            parts.append(
+                f"{words}: none {side_word} r between {low:.4g} and {high:.4g}"
+            )
+    return "; ".join(parts) or "no ratio beyond which no token has a weight"

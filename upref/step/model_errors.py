@@ -34,7 +34,7 @@ def described(ids: Sequence[int] = ()) -> Iterator[None]:
     except Exception as error:
         what = f"{type(error).__name__}: {one_line(error)}{_place(error)}"
         raise InputError(
-            f"the model fails on one row of token ids [1, {len(ids)}]: {what}: {_mend(error, ids)}"
+            f"the model fails on one row of token ids [1, {len(ids)}]: {what}: {_advice(error, ids)}"
         ) from error
 
 
@@ -57,7 +57,7 @@ def _is_outside(file: str) -> bool:
     )
 
 
-def _mend(error: Exception, ids: Sequence[int]) -> str:
+def _advice(error: Exception, ids: Sequence[int]) -> str:
     """Return what to change, by the kind and the words of the error."""
     if isinstance(error, TypeError) and "missing" in str(error):
         return "give these arguments a default, or pass a module whose forward takes the token ids alone."

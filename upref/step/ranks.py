@@ -22,7 +22,8 @@ from upref.step.record import Step, gradients, watched
 from upref.step.reference import Gradient, unwrapped
 from upref.step.rows import Row
 
-Message = tuple[str, Any, Any]  # what to do, and what that takes
+# "run", weights, rows; "report", the report, None; or "refused", the reason, None
+Message = tuple[str, Any, Any]
 UserStep = Callable[[Any, list[Row]], Any]
 # (step, model, rows) -> what the step returns
 Caller = Callable[[UserStep, Any, list[Row]], Any]
@@ -171,12 +172,12 @@ def follow(step: UserStep, model: nn.Module, call: Caller) -> Any:
         InputError: rank 0 cannot check the step, or the step fails on this rank.
     """
     while True:
-        what, first, rows = _receive()
-        if what == "report":
-            return first
-        if what == "refused":
-            raise InputError(first)
-        unwrapped(model).load_state_dict(first)
+        kind, content, rows = _receive()
+        if kind == "report":
+            return content
+        if kind == "refused":
+            raise InputError(content)
+        unwrapped(model).load_state_dict(content)
         _train_share(step, model, rows, call)
 
 
@@ -212,18 +213,20 @@ def _train_share(
     """Train a copy of the model on this rank's rows; the sequences and the distance are
     those of all ranks.
     """
-    wrapped = unwrapped(model) is not model
+    is_wrapped = unwrapped(model) is not model
     share = rows[dist.get_rank() :: world_size()]
     try:
-        own_step = train(step, model if wrapped else copy.deepcopy(model), share, call)
+        own_step = train(
+            step, model if is_wrapped else copy.deepcopy(model), share, call
+        )
     except InputError as error:
         raise StepFailedError(
             f"rank {dist.get_rank()} of {world_size()}: {error}"
         ) from error
-    everyone: list[Any] = [None] * world_size()
-    dist.all_gather_object(everyone, (own_step.fed, own_step.gradients))
-    fed = [sequence for sequences, _ in everyone for sequence in sequences]
-    apart = max(_distance(theirs, own_step.gradients) for _, theirs in everyone)
+    results_of_ranks: list[Any] = [None] * world_size()
+    dist.all_gather_object(results_of_ranks, (own_step.fed, own_step.gradients))
+    fed = [sequence for sequences, _ in results_of_ranks for sequence in sequences]
+    apart = max(_distance(theirs, own_step.gradients) for _, theirs in results_of_ranks)
     return Trained(
         own_step.gradients, own_step.steps, own_step.backwards, fed, own_step.out, apart
     )
@@ -235,17 +238,19 @@ def _distance(a: Gradient, b: Gradient) -> float:
         return float("inf")
     if not b:
         return 0.0
-    flat: list[Tensor] = [
+    vectors: list[Tensor] = [
         torch.cat([gradient[n].flatten() for n in b]) for gradient in (a, b)
     ]
-    return float((flat[0] - flat[1]).norm() / flat[1].norm().clamp(min=1e-300))
+    return float((vectors[0] - vectors[1]).norm() / vectors[1].norm().clamp(min=1e-300))
 
 
 def _send(message: Message) -> None:
+    """Send a message from rank 0 to the other ranks."""
     dist.broadcast_object_list([message], src=0)
 
 
 def _receive() -> Message:
+    """Wait for a message of rank 0, and return it."""
     box: list[Any] = [None]
     dist.broadcast_object_list(box, src=0)
     message: Message = box[0]

@@ -46,7 +46,9 @@ class Reference:
     def of(
         cls, goal: Goal, forward: Forward, padded: Padded, bound: float, rows: Tensor
     ) -> "Reference":
-        return cls(goal, forward, padded, bound, rows, _slope(goal, forward, padded))
+        return cls(
+            goal, forward, padded, bound, rows, _loss_gradient(goal, forward, padded)
+        )
 
     def agrees(self, goal: Goal) -> bool:
         """Whether a step that has this goal in place of its own passes the check on
@@ -55,7 +57,7 @@ class Reference:
         Args:
             goal: with another number.
         """
-        change = _slope(goal, self.forward, self.padded) - self.slope
+        change = _loss_gradient(goal, self.forward, self.padded) - self.slope
         changed_rows = self.rows
         if float(change.norm()) > 1e-9 * float(self.slope.norm()):
             lp, *_ = self.forward.statistics()
@@ -68,7 +70,7 @@ class Reference:
 def not_reached(
     goal: Goal, forward: Forward, padded: Padded, bound: float, rows: Tensor
 ) -> dict[str, str]:
-    """The numbers that the rows do not exercise, each with the values at which the
+    """Find the numbers that the rows do not exercise, each with the values at which the
     gradient is the same.
 
     Args:
@@ -83,17 +85,17 @@ def not_reached(
     """
     reference = Reference.of(goal, forward, padded, bound, rows)
     out = {}
-    for name, value, changed in _numbers(goal):
+    for name, value, changed in _numbers_of_goal(goal):
         same = []
-        tried = 0
-        for outwards, otherwise in _other_values(value):
-            goals = _goals(changed, outwards, padded) or _goals(
-                changed, otherwise, padded
+        number_of_tries = 0
+        for values, nearer_values in _other_values(value):
+            goals = _possible_goals(changed, values, padded) or _possible_goals(
+                changed, nearer_values, padded
             )
-            tried += len(goals)
-            alike = len([*takewhile(reference.agrees, goals.values())])
-            same += [*goals][:alike][-1:]  # the farthest of them
-        if not tried:
+            number_of_tries += len(goals)
+            number_agreeing = len([*takewhile(reference.agrees, goals.values())])
+            same += [*goals][:number_agreeing][-1:]  # the farthest of them
+        if not number_of_tries:
             out[f"{name} = {value:g}"] = "no other value can be tried on these rows"
         elif same:
             words = " and ".join(f"{v:.4g}" for v in same)
@@ -121,27 +123,29 @@ def reach(goal: Goal, forward: Forward, padded: Padded) -> str:
     letter = {"sequence_mean": "s", "sequence_product": "S"}.get(
         goal.objective.level, "r"
     )
-    x = (
+    ratios = (
         REDUCE[goal.objective.level](log_r, padded.mask)[live]
         if goal.objective.level in REDUCE
         else log_r[padded.mask]
     ).exp()
-    low, high = (float(v) for v in (x.min(), x.max()))
+    low, high = (float(v) for v in (ratios.min(), ratios.max()))
     # ratios of responses may be 1e-5 from 1
     digits = 3 if f"{low:.3g}" != f"{high:.3g}" else 6
-    said = [f"{letter} from {low:.{digits}g} to {high:.{digits}g}"]
+    parts = [f"{letter} from {low:.{digits}g} to {high:.{digits}g}"]
     if goal.objective.reads_mu:
         difference = (lp.exp() - (lp - log_r).exp())[padded.mask]
-        said.append(f"|p - mu| up to {float(difference.abs().max()):.2g}")
-    said.append(
+        parts.append(f"|p - mu| up to {float(difference.abs().max()):.2g}")
+    parts.append(
         f"|A| up to {float(padded.adv.expand_as(padded.mask)[padded.mask].abs().max()):.3g}"
     )
-    return ", ".join(said)
+    return ", ".join(parts)
 
 
-def _numbers(goal: Goal) -> Iterator[tuple[str, float, Callable[[float], Goal]]]:
-    """Name, value, and the goal with another value; without what is absent or infinite,
-    which is no number.
+def _numbers_of_goal(
+    goal: Goal,
+) -> Iterator[tuple[str, float, Callable[[float], Goal]]]:
+    """Yield (name, value, function that returns the goal with another value) for each
+    number of the goal; a value that is None or infinite is left out.
     """
     for name, value in goal.hp.items():
         if value is not None and abs(value) < float("inf"):
@@ -160,11 +164,11 @@ def _numbers(goal: Goal) -> Iterator[tuple[str, float, Callable[[float], Goal]]]
 
 
 def _other_values(value: float) -> list[tuple[list[float], list[float]]]:
-    """Smaller ones and larger ones, each outwards; with others for where the number
-    cannot have any of them.
+    """Return two pairs, of smaller values and of larger ones. Each is (values from the
+    nearest to the farthest, values to try where the number can have none of those).
     """
     if value == 0:
-        return [FOR_ZERO]
+        return [FOR_ZERO]  # one pair
 
     def times(factors: Sequence[float]) -> list[float]:
         """The value multiplied by each factor."""
@@ -173,22 +177,22 @@ def _other_values(value: float) -> list[tuple[list[float], list[float]]]:
     return [(times(BELOW), times(NEARER)), (times(ABOVE), [])]
 
 
-def _goals(
+def _possible_goals(
     changed: Callable[[float], Goal], values: Sequence[float], padded: Padded
 ) -> dict[float, Goal]:
-    """The goal with each value that the number can have, and for which the rows have
-    what it needs.
+    """Return value -> goal with that value, for each value that the number can have and
+    that these rows allow: a KL term needs their reference log-probabilities.
     """
-    out = {}
+    goals = {}
     for value in values:
         with suppress(InputError):
             goal = changed(value)
             if not goal.beta or padded.ref is not None:
-                out[value] = goal
-    return out
+                goals[value] = goal
+    return goals
 
 
-def _slope(goal: Goal, forward: Forward, padded: Padded) -> Tensor:
+def _loss_gradient(goal: Goal, forward: Forward, padded: Padded) -> Tensor:
     """The derivative of the loss by the log-probabilities, without entropy bonus and
     z-loss.
     """

@@ -63,10 +63,10 @@ class Step:
         Returns:
             Some of them.
         """
-        found = sorted(
-            (where, i) for i, r in enumerate(rows) if (where := locate(self.fed, r))
+        places = sorted(
+            (place, i) for i, r in enumerate(rows) if (place := locate(self.fed, r))
         )
-        return [rows[i] for _, i in found]
+        return [rows[i] for _, i in places]
 
 
 @dataclass
@@ -220,22 +220,24 @@ class _Recorder:
             for handle in [*handles, self.feed_hook]:
                 handle.remove()
 
-    def _backward(self, plain: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-        """Go back, and record which sequences this backward pass was of."""
+    def _backward(
+        self, plain_backward: Callable[..., Any], *args: Any, **kw: Any
+    ) -> Any:
+        """Run the backward pass, and record which sequences it was of."""
         self.count[0] += 1
         if self.is_closed or not self.sketches_passes or not is_alone():
-            return plain(*args, **kw)
+            return plain_backward(*args, **kw)
         untouched = state_of_gradients(self.model) == self.state_after_pass
         if self.passes and untouched:
             before = self.passes[-1].after
         else:
             before = sketched(self.model)
-        out = plain(*args, **kw)
-        known = sum(len(one_pass.fed) for one_pass in self.passes)
-        fed = self.feed.sequences[known:]
+        result = plain_backward(*args, **kw)
+        already_recorded = sum(len(one_pass.fed) for one_pass in self.passes)
+        fed = self.feed.sequences[already_recorded:]
         self.passes.append(Passed(fed, before, sketched(self.model)))
         self.state_after_pass = state_of_gradients(self.model)
-        return out
+        return result
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Record the gradients that the optimizer finds."""
@@ -258,16 +260,18 @@ class _Recorder:
         self.handed = self._gradient_tensors()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Record the gradients of a step that made them itself, by a closure: what it
-        found was of the step before, or nothing.
+        """Record the gradients of a step that made them itself, by a closure. What
+        `_before_step` recorded was of the step before, or nothing.
         """
         handed, self.handed = self.handed, {}
         signs = self._signs(optimizer)
         if self.is_closed or not signs or not self.steps:
             return
         now = self._gradient_tensors()
-        made = [n for n in signs if now[n] is not None and now[n] is not handed.get(n)]
-        if made or self.count[0]:
+        replaced = [
+            n for n in signs if now[n] is not None and now[n] is not handed.get(n)
+        ]
+        if replaced or self.count[0]:
             self._take_gradients(signs)
             self._take_passes()
 
@@ -312,9 +316,11 @@ def is_alone() -> bool:
 
 
 def state_of_gradients(model: nn.Module) -> list[Any]:
-    """What tells whether anybody wrote to the gradients meanwhile."""
-    each = (p.grad for p in unwrapped(model).parameters())
-    return [None if g is None else (id(g), g._version) for g in each]  # noqa: SLF001
+    """Return the identity and the version of each gradient: they differ once anybody
+    has written to a gradient.
+    """
+    grads = (p.grad for p in unwrapped(model).parameters())
+    return [None if g is None else (id(g), g._version) for g in grads]  # noqa: SLF001
 
 
 def sketched(model: nn.Module) -> Gradient:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from upref.errors import InputError
 from upref.step.model_errors import described
 
-# whose factors, weights among them, are rounded too
+# operations whose factors, weights among them, are rounded too
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 FLOAT32_UNIT = 2.0**-24  # the relative error of a number that is rounded to float32
@@ -63,17 +63,16 @@ class RoundedOperations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        def near(x: Any) -> Any:
+        def rounded(x: Any) -> Any:
             """A real tensor rounded to the half precision; everything else as it is."""
             real = isinstance(x, Tensor) and x.is_floating_point()
             return x.to(self.dtype).to(x.dtype) if real else x
 
-        args = (
-            tree_map(near, args) if func.overloadpacket.__name__ in PRODUCTS else args
-        )
+        if func.overloadpacket.__name__ in PRODUCTS:
+            args = tree_map(rounded, args)
         out = func(*args, **(kwargs or {}))
         in_place = any(r.alias_info for r in func._schema.returns)  # noqa: SLF001  or a view
-        return out if in_place else tree_map(near, out)
+        return out if in_place else tree_map(rounded, out)
 
 
 class PerturbedOperations(TorchDispatchMode):
@@ -88,7 +87,7 @@ class PerturbedOperations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        def moved(x: Any) -> Any:
+        def perturbed(x: Any) -> Any:
             """A tensor of float64 moved by up to half a unit in float32's last place."""
             if not isinstance(x, Tensor) or x.dtype != torch.float64:
                 return x
@@ -97,11 +96,11 @@ class PerturbedOperations(TorchDispatchMode):
 
         out = func(*args, **(kwargs or {}))
         in_place = any(r.alias_info for r in func._schema.returns)  # noqa: SLF001  or a view
-        return out if in_place else tree_map(moved, out)
+        return out if in_place else tree_map(perturbed, out)
 
 
 class _NotCheckpointed:
-    """In place of torch.utils.checkpoint.CheckpointFunction: calls the function, and
+    """Replaces torch.utils.checkpoint.CheckpointFunction: it calls the function, and
     keeps its activations.
     """
 
@@ -111,7 +110,7 @@ class _NotCheckpointed:
 
 
 def _keep_activations(*_: Any, **__: Any) -> Iterator[None]:
-    """In place of what torch.utils.checkpoint does around a function: nothing."""
+    """Replace what torch.utils.checkpoint does around a function by nothing."""
     yield
 
 
@@ -153,7 +152,8 @@ def in_float64(device: torch.device = CPU) -> Iterator[None]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module itself, behind torch.compile and DistributedDataParallel.
+    """Return the module itself, without the wrappers of torch.compile and
+    DistributedDataParallel.
 
     Args:
         model: as the step trains it.
@@ -181,12 +181,15 @@ class Model(ABC):
 
     @abstractmethod
     def logits(self, ids: Sequence[int], **how: Any) -> Tensor:
-        """[S, V] of one unpadded sequence, float64, attached to its graph.
+        """Return the logits of one unpadded sequence, in float64 and with a graph.
 
         Args:
             ids: the tokens.
             how: attention_mask, position_ids and the like, which a forward pass with a
                 fault passes.
+
+        Returns:
+            [S, V].
 
         Raises:
             TypeError: the model takes no such argument.
@@ -194,22 +197,27 @@ class Model(ABC):
 
     @abstractmethod
     def pull(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Tensor:
-        """[P]: the gradient of Σ z · dz by the parameters, for logits z [S, V] of these
-        ids and dz of that shape.
+        """Return the gradient of Σ z · dz by the parameters.
 
         Args:
-            z: logits, [S, V].
+            z: logits of these ids, [S, V].
             dz: of the same shape.
             ids: token ids, [S].
+
+        Returns:
+            [P].
         """
 
     def pull_each(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Iterator[Tensor]:
-        """[n, P] for dz [n, S, V], in parts.
+        """Yield the gradients of n sums Σ z · dz by the parameters.
 
         Args:
             z: logits, [S, V].
             dz: [n, S, V].
             ids: token ids, [S].
+
+        Yields:
+            [m, P], n rows in all.
         """
         for dz_row in dz:
             yield self.pull(z, dz_row, ids)[None]
@@ -223,7 +231,7 @@ class Model(ABC):
         return self
 
     def split(self, g: Tensor) -> Gradient:
-        """By parameters, each flat.
+        """Split a gradient into those of the parameters, each of them flat.
 
         Args:
             g: a gradient, [P].
@@ -240,7 +248,7 @@ class Model(ABC):
         )
 
     def flat(self, g: Gradient) -> Tensor:
-        """As one vector on the CPU; 0 where a parameter has no gradient.
+        """Join gradients to one vector on the CPU; 0 where a parameter has none.
 
         Args:
             g: parameter -> gradient.
@@ -380,11 +388,11 @@ class TorchModel(Model):
             [P], in the order of the parameters.
         """
         with described(ids), in_float64(self.device):
-            g = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 z, [*self.params.values()], dz, retain_graph=True, allow_unused=True
             )
         return self.flat(
-            {n: x for n, x in zip(self.params, g, strict=True) if x is not None}
+            {n: x for n, x in zip(self.params, gradients, strict=True) if x is not None}
         )
 
     def like(self, net: nn.Module) -> "TorchModel":
@@ -396,28 +404,34 @@ class TorchModel(Model):
         return type(self)(net)
 
     def pull_head(self, z: Tensor, dz: Tensor) -> Tensor:
-        """[H]: the part of `pull` that the head alone has, which costs no pass through
-        the layers below.
+        """Return the part of `pull` that the head alone has, which costs no pass
+        through the layers below.
 
         Args:
             z: logits, [S, V].
             dz: of the same shape.
+
+        Returns:
+            [H].
         """
         with in_float64(self.device):
-            g = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 z, self.head, dz, retain_graph=True, materialize_grads=True
             )
-        return torch.cat([x.flatten().cpu() for x in g])
+        return torch.cat([x.flatten().cpu() for x in gradients])
 
     def pull_head_each(self, z: Tensor, dz: Tensor) -> Tensor:
-        """[n, H] for dz [n, S, V].
+        """Return the parts of n gradients that the head alone has.
 
         Args:
             z: logits, [S, V].
             dz: [n, S, V].
+
+        Returns:
+            [n, H].
         """
         with in_float64(self.device):
-            g = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 z,
                 self.head,
                 dz,
@@ -425,11 +439,11 @@ class TorchModel(Model):
                 allow_unused=True,
                 is_grads_batched=True,
             )
-        each = [
+        gradients_of_parameters = [
             dz.new_zeros(len(dz), p.numel()) if x is None else x.flatten(1).cpu()
-            for p, x in zip(self.head, g, strict=True)
+            for p, x in zip(self.head, gradients, strict=True)
         ]
-        return torch.cat(each, 1)
+        return torch.cat(gradients_of_parameters, 1)
 
     def pull_each(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Iterator[Tensor]:
         """Pull several gradients by the logits back, as many at once as memory allows.
@@ -448,7 +462,7 @@ class TorchModel(Model):
         ):
             try:
                 with in_float64(self.device):
-                    g = torch.autograd.grad(
+                    gradients = torch.autograd.grad(
                         z,
                         params,
                         chunk,
@@ -456,19 +470,17 @@ class TorchModel(Model):
                         allow_unused=True,
                         is_grads_batched=True,
                     )
-            except (
-                RuntimeError,
-                NotImplementedError,
-            ):  # an operation that cannot be batched
+            except (RuntimeError, NotImplementedError):
+                # an operation that cannot be batched
                 yield from super().pull_each(z, chunk, ids)
                 continue
-            each = [
+            gradients_of_parameters = [
                 chunk.new_zeros(len(chunk), p.numel())
                 if x is None
                 else x.flatten(1).cpu()
-                for p, x in zip(params, g, strict=True)
+                for p, x in zip(params, gradients, strict=True)
             ]
-            yield torch.cat(each, 1)
+            yield torch.cat(gradients_of_parameters, 1)
 
 
 @dataclass
@@ -521,12 +533,12 @@ class Functions(Model):
         Returns:
             [P], in the order of the parameters.
         """
-        g = {
+        gradients = {
             k: as_float64(v)
             for k, v in self.vjp(self.params, list(ids), dz.numpy()).items()
         }
-        self.shapes = self.shapes or {k: v.shape for k, v in g.items()}
-        return self.flat(g)
+        self.shapes = self.shapes or {k: v.shape for k, v in gradients.items()}
+        return self.flat(gradients)
 
 
 def gather_tensor(x: Tensor) -> Tensor:

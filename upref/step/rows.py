@@ -113,15 +113,15 @@ class Padded:
         )
 
     def widened(self) -> "Padded":
-        """The same with one more column of padding."""
-        each = {k: v for k, v in vars(self).items() if v is not None and v.ndim == 2}
+        """Return the same rows with one more column of padding."""
+        tables = {k: v for k, v in vars(self).items() if v is not None and v.ndim == 2}
         return replace(
-            self, **{k: nn.functional.pad(v, (0, 1)) for k, v in each.items()}
+            self, **{k: nn.functional.pad(v, (0, 1)) for k, v in tables.items()}
         )
 
 
 def validate_rows(rows: Sequence[Row], vocabulary: int) -> list[Row]:
-    """The rows; InputError on what no step can mean.
+    """Return the rows; raise InputError where no step can have such rows.
 
     Args:
         rows: as passed.
@@ -185,15 +185,15 @@ def micro_batch(rows: Sequence[Row], i: int, size: int) -> Sequence[Row]:
 
 
 def locate(fed: Sequence[list[int]], row: Row) -> tuple[int, int] | None:
-    """(index of the sequence, index of the token) at which a row starts in the model's
-    input.
+    """Find where a row starts in the model's input.
 
     Args:
         fed: token ids of each sequence.
         row: a response with its prompt.
 
     Returns:
-        Two numbers; None where the row is in no sequence.
+        (index of the sequence, index of the token in it); None where the row is in no
+        sequence.
     """
     for n, sequence in enumerate(fed):
         if (offset := text_of(sequence).find(text_of(row.ids))) >= 0:
@@ -202,7 +202,9 @@ def locate(fed: Sequence[list[int]], row: Row) -> tuple[int, int] | None:
 
 
 def text_of(ids: Sequence[int]) -> str:
-    """The ids with a space on both sides of each, so that no id is found in another."""
+    """Return the ids as text, with a space on both sides of each, so that no id is found
+    in another.
+    """
     return " ".join(map(str, ["", *ids, ""]))
 
 
@@ -213,7 +215,7 @@ def make_rows(
     end: int | None = None,
     group_size: int | None = None,
 ) -> list[Row]:
-    """Eight responses with distinct tokens and holes in their masks, still without
+    """Make eight responses with distinct tokens and holes in their masks, still without
     log-probabilities.
 
     Args:
@@ -247,16 +249,22 @@ def make_rows(
     )
     rows: list[Row] = []
     offset = 0
-    for i, (p, n) in enumerate(zip(prompts, lengths, strict=True)):
-        tokens = ids[offset : offset + p + n].tolist()
-        offset += p + n
-        prompt = tokens[:p]
-        response = tokens[p:]
+    for i, (prompt_length, response_length) in enumerate(
+        zip(prompts, lengths, strict=True)
+    ):
+        tokens = ids[offset : offset + prompt_length + response_length].tolist()
+        offset += prompt_length + response_length
+        prompt = tokens[:prompt_length]
+        response = tokens[prompt_length:]
         holes = () if "holes" in without else HOLES.get(i, ())
         if end is not None:
-            if n < max(lengths) or (min(lengths) == max(lengths) and i % 4):
+            # the longest response is cut off before its end; of equally long ones,
+            # every fourth is
+            if response_length < max(lengths) or (
+                min(lengths) == max(lengths) and i % 4
+            ):
                 response[-1] = end
-            if (i % 4 or group_size is not None) and p > 2:
+            if (i % 4 or group_size is not None) and prompt_length > 2:
                 # as in a chat template: an attention mask made of token values cuts it
                 # out
                 prompt[1] = end
@@ -267,7 +275,7 @@ def make_rows(
             Row(
                 prompt,
                 response,
-                [t not in holes for t in range(n)],
+                [t not in holes for t in range(response_length)],
                 ADVANTAGES[i],
                 group=group,
             )
@@ -290,7 +298,9 @@ def make_probable(
     """
     used = {t for r in rows for t in r.ids} | {0, *(() if end is None else (end,))}
     for i, places in PROBABLE.items():
-        for t in (t for t in places if t < len(rows[i].response) - 1):
+        for t in places:
+            if t >= len(rows[i].response) - 1:
+                continue  # the last token ends the response
             z = logits(rows[i].prompt + rows[i].response[:t])[-1].detach().clone()
             z[[*used - {rows[i].response[t]}]] = -torch.inf
             used -= {rows[i].response[t]}
@@ -310,8 +320,8 @@ def add_log_probs(
     coarse: bool = False,
     entropy: list[Tensor] | None = None,
 ) -> list[Row]:
-    """The rows with old and reference log-probabilities, so that r is on both sides of
-    each bound of the objective; and with the sampler's, where it corrects for those.
+    """Give the rows old and reference log-probabilities, so that r is on both sides of
+    each bound of the objective; and the sampler's, where the objective corrects for it.
 
     Args:
         rows: they are changed.
@@ -324,15 +334,18 @@ def add_log_probs(
         entropy: of each response token, where the objective reads it.
     """
     rng = np.random.default_rng(seed + 1)
-    p = Padded.of(rows)
+    padded = Padded.of(rows)
     batch = WeightInputs(
-        _padded(lp), p.adv, p.mask, None if entropy is None else _padded(entropy)
+        _padded(lp),
+        padded.adv,
+        padded.mask,
+        None if entropy is None else _padded(entropy),
     )
-    d = choose_log_ratios(batch, o, hp, rng, coarse)
-    for row, x, differences in zip(rows, lp, d, strict=True):
+    log_ratios = choose_log_ratios(batch, o, hp, rng, coarse)
+    for row, x, log_ratios_of_row in zip(rows, lp, log_ratios, strict=True):
         n = len(row.response)
         row.old = np.minimum(
-            x.numpy() - (0 if still else differences[:n]), LARGEST_LOG_PROB
+            x.numpy() - (0 if still else log_ratios_of_row[:n]), LARGEST_LOG_PROB
         ).tolist()
         row.ref = np.minimum(
             x.numpy() + rng.normal(0, 0.3, n), LARGEST_LOG_PROB
@@ -340,49 +353,52 @@ def add_log_probs(
     if o.sampler is not None:
         old = Padded.of(rows).old
         assert old is not None
-        for row, differences in zip(
-            rows, choose_log_rho(old, p.mask, o, hp, rng, coarse), strict=True
+        for row, log_ratios_of_row in zip(
+            rows, choose_log_rho(old, padded.mask, o, hp, rng, coarse), strict=True
         ):
             n = len(row.response)
             row.sampler = np.minimum(
-                np.array(row.old) - differences[:n], LARGEST_LOG_PROB
+                np.array(row.old) - log_ratios_of_row[:n], LARGEST_LOG_PROB
             ).tolist()
     return rows
 
 
-def _padded(each: list[Tensor]) -> Tensor:
-    """[B, T], float64, without a graph, of one tensor [T_i] per response."""
+def _padded(rows: list[Tensor]) -> Tensor:
+    """Pad one tensor [T_i] per response to [B, T], in float64 and without a graph."""
     return nn.utils.rnn.pad_sequence(
-        [x.detach().double() for x in each], batch_first=True
+        [x.detach().double() for x in rows], batch_first=True
     )
 
 
 def find_unvaried_axes(
     rows: Sequence[Row], temperature: float, lp: list[Tensor]
 ) -> dict[str, str]:
-    """Axis -> why this case cannot show a bug on it.
+    """Find the axes that this case does not vary, on which it cannot show a bug.
 
     Args:
         rows: of the step.
         temperature: of the sampler.
         lp: log-probabilities of each response.
+
+    Returns:
+        Axis -> why.
     """
-    out = {}
+    unvaried = {}
     one_prompt = all(r.prompt == rows[0].prompt for r in rows)
     if len({len(r.response) for r in rows}) == 1 or (
         len({len(r.prompt) for r in rows}) == 1 and not one_prompt
     ):
-        out["lengths"] = "all responses, or all prompts, have one length"
+        unvaried["lengths"] = "all responses, or all prompts, have one length"
     if temperature == 1:
-        out["temperature"] = "the temperature is 1"
+        unvaried["temperature"] = "the temperature is 1"
     if all(
         r.old is None or np.allclose(r.old, x, atol=1e-6)
         for r, x in zip(rows, lp, strict=True)
     ):
-        out["ratio"] = "r = 1 everywhere"
+        unvaried["ratio"] = "r = 1 everywhere"
     if all(all(r.trains) for r in rows):
-        out["holes"] = "every response token trains"
-    return out
+        unvaried["holes"] = "every response token trains"
+    return unvaried
 
 
 def describe_rows(
@@ -395,30 +411,32 @@ def describe_rows(
         temperature: of the sampler.
         lp: log-probabilities of each response.
     """
-    p = [len(r.prompt) for r in rows]
-    n = [len(r.response) for r in rows]
-    differs = [
-        abs(o - v) > 1e-3
+    prompt_lengths = [len(r.prompt) for r in rows]
+    response_lengths = [len(r.response) for r in rows]
+    is_off_policy = [
+        abs(old - current) > 1e-3
         for r, x in zip(rows, lp, strict=True)
-        for o, v in zip(r.old or x, x, strict=True)
+        for old, current in zip(r.old or x, x, strict=True)
     ]
     holes = sum(not t for r in rows for t in r.trains)
     prompts = (
-        f"prompts of {min(p)} to {max(p)}" if len({*p}) > 1 else f"prompts of {p[0]}"
+        f"prompts of {min(prompt_lengths)} to {max(prompt_lengths)}"
+        if len({*prompt_lengths}) > 1
+        else f"prompts of {prompt_lengths[0]}"
     )
     return [
         f"temperature {temperature:g}",
-        f"{len(rows)} responses of {min(n)} to {max(n)} tokens",
+        f"{len(rows)} responses of {min(response_lengths)} to {max(response_lengths)} tokens",
         prompts,
         f"{holes} masked response tokens",
-        f"r != 1 on {100 * sum(differs) / len(differs):.0f} % of the tokens",
+        f"r != 1 on {100 * sum(is_off_policy) / len(is_off_policy):.0f} % of the tokens",
         *_sampler_words(rows, lp),
     ]
 
 
 def _sampler_words(rows: Sequence[Row], lp: list[Tensor]) -> list[str]:
-    """How far the sampler is from the old policy, in words; nothing where no row has
-    it.
+    """Return in words how far the sampler is from the old policy; nothing where no row
+    has the sampler's log-probabilities.
     """
     rho = [
         math.exp(o - s)

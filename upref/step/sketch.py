@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random projections of a parameter's gradient, which stand for it where the gradient
-itself is too large to be kept.
+"""Random projections of a parameter's gradient: they are kept where the gradient itself
+is too large.
 """
 
 import hashlib
@@ -32,11 +32,14 @@ def project(name: str, gradient: Tensor) -> Tensor:
     if len(g) <= DIRECTIONS:
         return g.to("cpu", torch.float64)
     out = torch.zeros(DIRECTIONS, dtype=torch.float64)
-    draws = iter((_kept(name, len(g)),)) if len(g) <= KEPT else _drawn(name, len(g))
-    for part, drawn in zip(g.split(ENTRIES), draws, strict=True):
-        # one number has the bucket, and in its last bit the sign
-        signs = 1.0 - 2.0 * (drawn % 2)
-        out.index_add_(0, drawn.long() // 2, part.to("cpu", torch.float64) * signs)
+    if len(g) <= KEPT:
+        draws = iter((_cached_draws(name, len(g)),))
+    else:
+        draws = _draws(name, len(g))
+    for part, numbers in zip(g.split(ENTRIES), draws, strict=True):
+        # the last bit of a number is the sign, and the rest is the bucket
+        signs = 1.0 - 2.0 * (numbers % 2)
+        out.index_add_(0, numbers.long() // 2, part.to("cpu", torch.float64) * signs)
     return out
 
 
@@ -52,11 +55,12 @@ def project_some(name: str, gradient: Tensor) -> Tensor:
         As of `project`, which has all entries; the same for a small parameter.
     """
     g = gradient.reshape(-1)
-    return project(name, g[:: -(-len(g) // KEPT)])
+    every = -(-len(g) // KEPT)  # rounded up
+    return project(name, g[::every])
 
 
-def _drawn(name: str, n: int) -> Iterator[Tensor]:
-    """The buckets and signs of n entries, in parts."""
+def _draws(name: str, n: int) -> Iterator[Tensor]:
+    """Yield numbers with the buckets and signs of n entries, at most ENTRIES at a time."""
     digest = hashlib.sha256(name.encode()).digest()
     random = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
     for start in range(0, n, ENTRIES):
@@ -65,6 +69,6 @@ def _drawn(name: str, n: int) -> Iterator[Tensor]:
 
 
 @lru_cache(1024)
-def _kept(name: str, n: int) -> Tensor:
-    """The same of a parameter that is projected again and again."""
-    return torch.cat([*_drawn(name, n)]).to(torch.uint8)
+def _cached_draws(name: str, n: int) -> Tensor:
+    """Return the numbers of `_draws` in one tensor, and keep them for the next call."""
+    return torch.cat([*_draws(name, n)]).to(torch.uint8)

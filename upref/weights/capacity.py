@@ -82,26 +82,27 @@ def capacity(
     ends, alive_below_all = curve.ends(pairs[:, 1], pairs[:, 0])
     r = np.maximum(p, TINY) / mu
     up = A > 0
-    ahead = np.minimum(
+    r_ahead = np.minimum(
         np.where(up, r * (1 + curve.rtol_ratio), r * (1 - curve.rtol_ratio)), 1 / mu
     )
-    # the weight is alive between every other two ends
-    passed = (ends[pair_of_point] < ahead[:, None]).sum(1)
-    passed_even = passed % 2 == 0
-    alive_here = alive_below_all[pair_of_point] == passed_even
+    # every end turns the weight from 0 to alive, or back
+    ends_passed = (ends[pair_of_point] < r_ahead[:, None]).sum(1)
+    even_ends_passed = ends_passed % 2 == 0
+    alive_here = alive_below_all[pair_of_point] == even_ends_passed
     ends = np.pad(ends, ((0, 0), (1, 1)), constant_values=((0, 0), (0, np.inf)))
-    end_below = ends[pair_of_point, passed]
-    end_above = ends[pair_of_point, passed + 1]
-    goal = np.minimum(np.where(up, end_above, end_below) * mu, 1)
-    cap = np.where(up, goal - p, p - goal)
+    end_below = ends[pair_of_point, ends_passed]
+    end_above = ends[pair_of_point, ends_passed + 1]
+    vanishing_probability = np.minimum(np.where(up, end_above, end_below) * mu, 1)
+    cap = np.where(up, vanishing_probability - p, p - vanishing_probability)
     # a bound times a probability that TINY stands for
     cap = np.where(cap < 1e9 * TINY, 0, cap)
     return np.where(alive_here & (A != 0), cap, 0).reshape(shape)
 
 
 def _toward_the_update(curve: Curve) -> Curve:
-    """Its weight where that has the sign of A, else 0: from where a penalty pulls a
-    token back, it is carried no further."""
+    """Return the curve with weight 0 where its weight has not the sign of A: from where
+    a penalty pulls a token back, it is carried no further.
+    """
 
     def weight(r: Any, A: Any, mu: Any) -> Any:
         w = curve.weight(r, A, mu)
@@ -143,22 +144,18 @@ def _checked_points(pi: Any, pi_old: Any, adv: Any) -> list[np.ndarray]:
             x = np.asarray(
                 x.detach().cpu().double() if isinstance(x, Tensor) else x, dtype=float
             )
-        except (
-            TypeError,
-            ValueError,
-            OverflowError,
-            RuntimeError,
-        ):  # 10**400; a tensor without data
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            # OverflowError: 10**400; RuntimeError: a tensor without data
             raise InputError(
                 f"{name} must be numbers, got {type(x).__name__}."
             ) from None
-        bad = ~np.isfinite(x) if name == "adv" else ~((x >= 0) & (x <= 1))
-        if bad.any():
+        is_bad = ~np.isfinite(x) if name == "adv" else ~((x >= 0) & (x <= 1))
+        if is_bad.any():
             if name == "adv":
-                want = "an advantage is finite"
+                requirement = "an advantage is finite"
             else:
-                want = "a probability is in [0, 1] (is it a logarithm?)"
-            raise InputError(f"{name} is {x[bad].flat[0]:g}: {want}.")
+                requirement = "a probability is in [0, 1] (is it a logarithm?)"
+            raise InputError(f"{name} is {x[is_bad].flat[0]:g}: {requirement}.")
         points.append(x)
     try:
         return list(np.broadcast_arrays(*points))

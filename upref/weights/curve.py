@@ -106,41 +106,46 @@ class Curve:
         Returns:
             A list for each pair.
         """
-        rows, mu = _rows(A, mu)
-        found, _ = self._find(rows, mu, r, ends=False)
-        out: list[list[Jump]] = [[] for _ in rows]
+        rows, mu = _columns(A, mu)
+        found, _ = self._find_jumps(rows, mu, r, ends=False)
+        jumps_of_pairs: list[list[Jump]] = [[] for _ in rows]
         for row, *jump in zip(*found, strict=True):
-            out[row].append(Jump(*map(float, jump)))
-        return out
+            jumps_of_pairs[row].append(Jump(*map(float, jump)))
+        return jumps_of_pairs
 
     def ends(
         self, A: Numbers, mu: Numbers | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """For each row (A, mu): the ratios at which the weight turns to 0 or back,
-        ascending, padded with inf; and whether it is alive below them all. A dead band
-        narrower than 2 % (r in 1e-3..1e3, less near 1) may be missed.
+        """Find the ratios at which the weight turns to 0 or back, for each pair (A, mu).
+
+        A dead band narrower than 2 % (r in 1e-3..1e3, less near 1) may be missed.
 
         Args:
             A: advantages, [n].
             mu: π_old, [n].
 
         Returns:
-            Ratios [n, k], and [n].
+            The ratios, [n, k], ascending and padded with inf; and whether the weight is
+            not 0 below them all, [n].
         """
-        A, mu = _rows(A, mu)
+        A, mu = _columns(A, mu)
         parts = [slice(n, n + ROWS) for n in range(0, max(len(A), 1), ROWS)]
         found, alive = zip(
             *(
-                self._find(A[p], None if mu is None else mu[p], GRID, ends=True)
-                for p in parts
+                self._find_jumps(
+                    A[part], None if mu is None else mu[part], GRID, ends=True
+                )
+                for part in parts
             ),
             strict=True,
         )
-        i = np.concatenate([f.row + p.start for f, p in zip(found, parts, strict=True)])
-        nth = np.arange(len(i)) - np.searchsorted(i, i)
-        out = np.full((len(A), nth.max(initial=-1) + 1), np.inf)
-        out[i, nth] = np.concatenate([f.r for f in found])
-        return out, np.concatenate(alive)
+        pair = np.concatenate(
+            [f.row + part.start for f, part in zip(found, parts, strict=True)]
+        )
+        number_in_pair = np.arange(len(pair)) - np.searchsorted(pair, pair)
+        ratios = np.full((len(A), number_in_pair.max(initial=-1) + 1), np.inf)
+        ratios[pair, number_in_pair] = np.concatenate([f.r for f in found])
+        return ratios, np.concatenate(alive)
 
     def in_float32(self) -> "Curve":
         """Return the curve as one that was measured in float32: it tells fewer ratios
@@ -148,10 +153,11 @@ class Curve:
         """
         return replace(self, rtol_ratio=SINGLE_RTOL_RATIO, floor=SINGLE_FLOOR)
 
-    def _find(self, A: Any, mu: Any, r: Any, ends: bool) -> Any:
+    def _find_jumps(self, A: Any, mu: Any, r: Any, ends: bool) -> Any:
         """The jumps of the weight between these ratios."""
-        reach = 1 / mu if self.reads_mu and mu is not None else np.inf
-        r = np.broadcast_to(np.minimum(r, reach), (len(A), len(r)))
+        # mu r is a probability
+        largest_r = 1 / mu if self.reads_mu and mu is not None else np.inf
+        r = np.broadcast_to(np.minimum(r, largest_r), (len(A), len(r)))
         return find_jumps(
             lambda x, i: self(x, A[i], None if mu is None else mu[i]),
             r,
@@ -161,16 +167,18 @@ class Curve:
         )
 
 
-def _rows(A: Numbers, mu: Numbers | None) -> tuple[np.ndarray, np.ndarray | None]:
-    """A and mu as columns of one length."""
+def _columns(A: Numbers, mu: Numbers | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return A and mu as columns of one length; None for a mu that is None."""
     A = np.atleast_1d(np.asarray(A, dtype=float))
-    A, m = (x[:, None] for x in np.broadcast_arrays(A, 1.0 if mu is None else mu))
-    return A, None if mu is None else m
+    if mu is None:
+        return A[:, None], None
+    A, mu = (x[:, None] for x in np.broadcast_arrays(A, mu))
+    return A, mu
 
 
 # ---- from an objective ---------------------------------------------------------------
 def obstacle(objective: Objective) -> str:
-    """Why the weight of a token by itself is not a function of (r, A, mu), so that
+    """Say why the weight of a token by itself is not a function of (r, A, mu), so that
     there is no Cap; "" if it is one.
 
     Args:
@@ -187,8 +195,8 @@ def obstacle(objective: Objective) -> str:
 
 
 def of_objective(objective: Objective, **hp: Any) -> Curve:
-    """The curve of its closed form; one that reads the entropy is asked about a token
-    of entropy 1.
+    """Make the curve of an objective from its closed form; one that reads the entropy
+    is asked about a token of entropy 1.
 
     Args:
         objective: with a weight of a token by itself.
@@ -199,30 +207,36 @@ def of_objective(objective: Objective, **hp: Any) -> Curve:
     """
     settings = objective.resolve(hp)
     weight = partial(
-        _together if objective.level == "custom" else _weight, objective, hp
+        _weight_of_coupled_tokens
+        if objective.level == "custom"
+        else _closed_form_weight,
+        objective,
+        hp,
     )
     return Curve(objective.name, weight, objective.reads_mu, objective.level, settings)
 
 
-def _weight(
+def _closed_form_weight(
     objective: Objective,
     hp: dict[str, Any],
     r: Any,
     A: Any,
     mu: Any,
 ) -> np.ndarray:
-    """The weight of an objective, as a curve has it."""
+    """Return the weight of an objective, in the shape of the ratios at least."""
     return objective.weight(r, A, mu=mu, **hp) + 0 * r
 
 
-def _together(
+def _weight_of_coupled_tokens(
     objective: Objective,
     hp: dict[str, Any],
     r: Any,
     A: Any,
     mu: Any,
 ) -> np.ndarray:
-    """Of an objective that couples tokens: each point is a response."""
+    """Return the weight of an objective that couples tokens: each point is a response
+    of one token.
+    """
     points = np.broadcast_arrays(r, A, mu)
     r, A, mu = (torch.tensor(x.reshape(-1, 1)) for x in points)
     mask = torch.ones_like(r, dtype=torch.bool)
@@ -385,10 +399,10 @@ def of_all(whats: Sequence[Any], hp: dict[str, Any]) -> list[Curve]:
     for key in hp:
         if not any(take(key) for take in takes):
             if len(whats) == 1:
-                of(whats[0], **{key: hp[key]})  # says what an objective has
-            called = (getattr(w, "name", None) or losses.name_of(w) for w in whats)
+                of(whats[0], **{key: hp[key]})  # its error names what there is
+            loss_names = (getattr(w, "name", None) or losses.name_of(w) for w in whats)
             raise InputError(
-                f"none of {', '.join(called)} has a hyperparameter {key!r}."
+                f"none of {', '.join(loss_names)} has a hyperparameter {key!r}."
             )
     return [
         of(what, **{k: v for k, v in hp.items() if take(k)})
@@ -397,6 +411,7 @@ def of_all(whats: Sequence[Any], hp: dict[str, Any]) -> list[Curve]:
 
 
 def _takes(what: Any) -> Callable[[str], bool]:
+    """Return the function that tells whether a loss has a hyperparameter of a name."""
     what = get(what) if isinstance(what, str) and ":" not in what else what
     if isinstance(what, Objective):
         return what.hyperparameters.__contains__
