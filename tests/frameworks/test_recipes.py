@@ -19,7 +19,7 @@ from upref.weights.batches import autograd_gradient, batch
 from upref_frameworks import audits as A, ledger
 from upref_frameworks.audits.compare import (
     Comparison,
-    _reference,
+    _faulty_gradient,
     difference,
     explanation,
     typical_batch,
@@ -419,7 +419,7 @@ def test_the_frameworks_own_loss_with_the_typed_settings(name, objective):
     )
     explained = explanation(c, c.reasons)
     each = unit(explained.promised, b)
-    expected = _reference(explained, typical_batch())
+    expected = _faulty_gradient(explained, typical_batch())
     assert difference(found / each, expected / each).max() < 1e-6
 
 

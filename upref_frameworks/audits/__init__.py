@@ -84,7 +84,9 @@ class Audit(Result):
 
     @property
     def explained(self) -> bool:
-        """Whether each row agrees, or differs for reasons that leave no difference."""
+        """Return whether each row agrees, or differs for reasons that leave no
+        difference.
+        """
         return all(row.ok for row in self.rows)
 
     def data(self) -> dict[str, Any]:
@@ -199,6 +201,9 @@ class Audit(Result):
         )
 
     def _because(self, row: ComparisonRow, reason: str, spot: Example) -> str:
+        """Return a reason in words, with the example that shows it and the ledger's
+        entry.
+        """
         entry = self.entry(row, reason)
         tag = f" [{entry.status}: {entry.key}]" if entry else ""
         return (f"{reason}; {spot}" if spot.difference else reason) + tag
@@ -278,7 +283,7 @@ def audit(
     rows = []
     poisoned = []
     for c in (c for c in asked if c.mode not in gone):
-        new_rows, has_nan = _compared(f, c)
+        new_rows, has_nan = _compare_in_one_and_split(f, c)
         rows += new_rows
         if has_nan:
             words = [v for v in c.config.values() if isinstance(v, str)]
@@ -314,26 +319,27 @@ def audit(
 
 
 def _listed(x: Any) -> list[Any]:
+    """Return the items of a list or tuple; of anything else a list of one None."""
     return [*x] if isinstance(x, list | tuple) else [None]
 
 
-def _compared(
+def _compare_in_one_and_split(
     framework: Framework, comparison: Comparison
 ) -> tuple[list[ComparisonRow], bool]:
-    """The rows of one comparison, and whether the loss is NaN when a masked slot holds
-    NaN.
+    """Return the rows of one comparison, and whether the loss is NaN when a masked slot
+    holds NaN.
     """
     comparison = replace(comparison, one_adv=comparison.one_adv or framework.one_adv)
     batch = grid(comparison, single=framework.tol > TOL)
 
-    def weigh(m: Rollouts) -> Tensor:
+    def minus_gradient(m: Rollouts) -> Tensor:
         """Return minus the gradient of the framework's loss of these rows."""
         return -autograd_gradient(
             lambda x: framework.compute_loss(comparison, x, None), m
         )
 
     of_batch, split = (
-        torch.cat([weigh(m) for m in batch.split(n)]) for n in (1, MICRO)
+        torch.cat([minus_gradient(m) for m in batch.split(n)]) for n in (1, MICRO)
     )
     rows = [
         compare(
@@ -347,12 +353,16 @@ def _compared(
         )
     ]
     objective = get(comparison.objective)
-    each = unit(objective, batch)
+    unit_weights = unit(objective, batch)
     # what couples the tokens of a batch is another objective in each micro-batch,
     # whoever computes it
-    splits = comparison.setting == "paper" and not objective.batch_coupled
-    if splits and difference(split / each, of_batch / each).max() > framework.tol:
-        why = (
+    is_compared_split = comparison.setting == "paper" and not objective.batch_coupled
+    if (
+        is_compared_split
+        and difference(split / unit_weights, of_batch / unit_weights).max()
+        > framework.tol
+    ):
+        split_reason = (
             framework.split_reasons.get(comparison.label)
             or framework.split_reasons.get(comparison.mode)
             or fault("no reason known", "term")
@@ -363,7 +373,7 @@ def _compared(
                 comparison,
                 batch,
                 split,
-                (*comparison.reasons, why),
+                (*comparison.reasons, split_reason),
                 MICRO,
                 framework.tol,
             )

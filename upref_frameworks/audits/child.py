@@ -112,17 +112,19 @@ def load_loss(loss: str, objective: str, hp: dict[str, Any]) -> Callable[..., Te
             f"{name} has no loss {mode!r}: choose {', '.join(sorted(f.modes()))}."
         )
     if matched:
-        fields = _matching(f, mode, objective, hp) | fields
-    fn = _function(f, loss, mode, fields)
-    plain = _function(f, f"{name}:{mode}", mode, {}) if matched else None
+        fields = _fields_of_comparison(f, mode, objective, hp) | fields
+    fn = _checked_loss(f, loss, mode, fields)
+    plain = _checked_loss(f, f"{name}:{mode}", mode, {}) if matched else None
     vars(fn)["__upref__"] = Shipped(fields, f.defaults(mode), plain)
     return fn
 
 
-def _function(
+def _checked_loss(
     framework: Framework, loss: str, mode: str, fields: dict[str, Any]
 ) -> Callable[..., Tensor]:
-    """The framework's loss in this mode, which refuses other shapes of advantages."""
+    """Return the framework's loss in this mode as a function that refuses other shapes
+    of advantages.
+    """
     assert framework.plain is not None
     inner = functools.partial(framework.plain, mode, framework.configured(mode, fields))
 
@@ -136,24 +138,20 @@ def _function(
     return fn
 
 
-def _matching(
+def _fields_of_comparison(
     framework: Framework, mode: str, objective: str, hp: dict[str, Any]
 ) -> dict[str, Any]:
-    """The fields at which the audit holds this loss against the objective; InputError
-    where it does not.
+    """Return the fields at which the audit compares this loss with the objective.
+
+    Raises InputError where it compares them at no fields with these hyperparameters.
+    The paper's settings come before the defaults.
     """
     matching = [
         c for c in framework.comparisons if c.mode == mode and c.objective == objective
     ]
-    c = next(
-        (
-            c
-            for c in sorted(matching, key=lambda c: c.setting == "default")
-            if c.hp == hp
-        ),
-        None,
-    )
-    if c is None:
+    papers_first = sorted(matching, key=lambda c: c.setting == "default")
+    found = next((c for c in papers_first if c.hp == hp), None)
+    if found is None:
         other = ", ".join(
             sorted({c.promise for c in framework.comparisons if c.mode == mode})
         )
@@ -163,7 +161,7 @@ def _matching(
         raise InputError(
             f"no settings are known with which {framework.name}:{mode} is {settings}; the audit has {other}."
         )
-    return c.config
+    return found.config
 
 
 def scripts(name: str, texts: list[str]) -> list[str]:
@@ -177,11 +175,13 @@ def scripts(name: str, texts: list[str]) -> list[str]:
         For each script what it prints, then a line for each warning, which begins with
         WARNED; where it fails, the error in its place.
     """
-    return [_script(text) for text in texts]
+    return [_output_of(text) for text in texts]
 
 
-def _script(text: str) -> str:
-    """What a proof prints."""
+def _output_of(text: str) -> str:
+    """Run a script of the ledger; return what it prints, then its warnings, or the
+    error in their place.
+    """
     out = io.StringIO()
     warned = io.StringIO()
     try:

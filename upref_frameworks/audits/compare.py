@@ -236,8 +236,8 @@ class Explanation:
 
     @property
     def level(self) -> str:
-        """The level whose ratio a regime is printed in: the response's, where either
-        objective acts on it.
+        """Return the level whose ratio a regime is printed in: the response's, where
+        either objective acts on it.
         """
         levels = [self.promised.level, self.faulty.level]
         return next((level for level in levels if level in REDUCE), levels[0])
@@ -290,7 +290,7 @@ def grid(comparison: Comparison, single: bool = False) -> Rollouts:
             )
             for objective, hp in pairs
         ]
-    b = _join(
+    b = _concatenate(
         *(
             batch(objective, edges=edges, seed=i, **hp)
             for i, (objective, hp) in enumerate(pairs)
@@ -350,30 +350,40 @@ def typical_batch() -> Rollouts:
     return Rollouts(lp, lp_old, adv, mask & ~tool, group, logp_ref=ref)
 
 
-def _join(*bs: Rollouts) -> Rollouts:
-    """Several batches as one, with groups of their own."""
-    T = max(batch.mask.shape[1] for batch in bs)
+def _concatenate(*batches: Rollouts) -> Rollouts:
+    """Return several batches as one, with groups of their own. Some rows occur twice,
+    so that all micro-batches are of one size.
+    """
+    T = max(batch.mask.shape[1] for batch in batches)
 
-    def wide(name: str) -> Tensor:
+    def padded(name: str) -> Tensor:
         """Return this array of all batches, padded to the longest response."""
         return torch.cat(
             [
                 torch.nn.functional.pad(
                     getattr(part, name), (0, T - part.mask.shape[1])
                 )
-                for part in bs
+                for part in batches
             ]
         )
 
     group = []
     n = 0
-    for part in bs:
+    for part in batches:
         assert part.group is not None
         group.append(part.group + n)
         n = int(group[-1].max()) + 1
-    x = [wide("logp"), wide("logp_old"), wide("adv"), wide("mask"), torch.cat(group)]
+    arrays = [
+        padded("logp"),
+        padded("logp_old"),
+        padded("adv"),
+        padded("mask"),
+        torch.cat(group),
+    ]
     # some rows twice, so that micro-batches are of one size, as TRL's are
-    logp, old, adv, mask, groups = (torch.cat([v, v[: -len(v) % MICRO]]) for v in x)
+    logp, old, adv, mask, groups = (
+        torch.cat([v, v[: -len(v) % MICRO]]) for v in arrays
+    )
     return Rollouts(logp, old, adv, mask, groups)
 
 
@@ -393,10 +403,8 @@ def unit(objective: Objective, batch: Rollouts) -> Tensor:
     ]
 
 
-def _reference(explained: Explanation, batch: Rollouts) -> Tensor:
-    """Compute the gradient of the promised objective with the faults put into it,
-    [B, T].
-    """
+def _faulty_gradient(explained: Explanation, batch: Rollouts) -> Tensor:
+    """Return the gradient [B, T] of the promised objective with the faults put into it."""
     promised_agg = declared_aggregation(explained.promised)
     faulty_agg = declared_aggregation(explained.faulty)
     factor: Tensor | float = 1.0
@@ -469,11 +477,11 @@ def compare(
     promise = explanation(comparison, ())
     each = unit(promise.promised, batch)
     found = found / each
-    paper = _reference(promise, batch) / each
+    paper = _faulty_gradient(promise, batch) / each
     largest = difference(found, paper).max().item()
     reasons = reasons if largest > tol else ()
     explained = promise.with_faults(reasons)
-    explained_weights = _reference(explained, batch) / each
+    explained_weights = _faulty_gradient(explained, batch) / each
     skip = torch.stack(
         [why.change.skip(batch) for why in reasons] or [torch.zeros_like(batch.mask)]
     ).any(0)
@@ -484,8 +492,11 @@ def compare(
     changes = [
         (
             why.words,
-            _spot(
-                explained, batch, explained_weights, _reference(without, batch) / each
+            _worst_token(
+                explained,
+                batch,
+                explained_weights,
+                _faulty_gradient(without, batch) / each,
             ),
         )
         for why, without in zip(reasons, repaired, strict=True)
@@ -494,7 +505,7 @@ def compare(
     command = (
         f"upref check {framework}:{comparison.label} --as {comparison.objective}{hp}"
     )
-    worst = _spot(explained, batch, found, paper)
+    worst = _worst_token(explained, batch, found, paper)
     names = (
         comparison.setting,
         comparison.mode,
@@ -505,9 +516,9 @@ def compare(
     )
     effects = []
     if reasons:
-        of_typical = _reference(explained, typical_batch())
+        of_typical = _faulty_gradient(explained, typical_batch())
         effects = [
-            FaultEffect.between(of_typical, _reference(without, typical_batch()))
+            FaultEffect.between(of_typical, _faulty_gradient(without, typical_batch()))
             for without in repaired
         ]
     return ComparisonRow(
@@ -515,14 +526,17 @@ def compare(
     )
 
 
-def _spot(
+def _worst_token(
     explained: Explanation,
     batch: Rollouts,
     found: Tensor,
     expected: Tensor,
 ) -> Example:
-    """Of the tokens that differ as much: on the fixed grid of ratios rather than at a
-    bound's edge, near to π_old.
+    """Return an example: a token whose gradient differs most.
+
+    Of several that differ as much, it takes one whose ratio is on the fixed grid rather
+    than at the edge of a bound, and of these the one nearest to π_old. Tokens with a
+    log-ratio beyond 5 count only where no other token differs.
     """
     differences = difference(found, expected)
     log_r = torch.where(batch.mask, batch.logp - batch.logp_old, 0)
@@ -530,14 +544,14 @@ def _spot(
         log_r = reduce(log_r, batch.mask)[:, None].expand_as(log_r)
     near_differences = differences.masked_fill(log_r.abs() > 5, 0)
     differences = near_differences if near_differences.max() > TOL else differences
-    edge = (log_r[..., None] - torch.as_tensor(LOG_R)).abs().amin(-1) > 1e-12
-    order = torch.where(
+    is_off_grid = (log_r[..., None] - torch.as_tensor(LOG_R)).abs().amin(-1) > 1e-12
+    rank = torch.where(
         differences >= differences.max() * (1 - 1e-6),
-        log_r.abs() + 100 * edge,
+        log_r.abs() + 100 * is_off_grid,
         math.inf,
     )
-    i, t = divmod(int(order.argmin()), order.shape[1])
-    where = _where(explained, batch, i, t, log_r[i, t].exp().item())
+    i, t = divmod(int(rank.argmin()), rank.shape[1])
+    where = _regime_of_token(explained, batch, i, t, log_r[i, t].exp().item())
     return Example(
         differences[i, t].item(),
         where,
@@ -546,7 +560,9 @@ def _spot(
     )
 
 
-def _where(explained: Explanation, batch: Rollouts, i: int, t: int, r: float) -> str:
+def _regime_of_token(
+    explained: Explanation, batch: Rollouts, i: int, t: int, r: float
+) -> str:
     """Name the regime of a token, by the bounds of the promised objective and of the
     one that its faults leave.
     """

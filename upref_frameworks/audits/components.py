@@ -120,41 +120,47 @@ def kls(
 
 
 # ---- on what -------------------------------------------------------------------------
-def _f(*x: float) -> Tensor:
+def _float64(*x: float) -> Tensor:
+    """Return these numbers as a tensor of float64."""
     return torch.tensor(x, dtype=torch.float64)
 
 
-def _rewards() -> dict[str, tuple[Any, ...]]:
-    """(rewards [N], group [N]): groups stand one after the other, all but `uneven` and
-    `one` of one size.
+def _reward_cases() -> dict[str, tuple[Any, ...]]:
+    """Return cases of advantages by their name: (rewards [N], group [N]).
+
+    The rows of a group stand next to each other. All groups of a case have one size,
+    except in `uneven` and `one`.
     """
     four = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
     return {
-        "two groups of four": (_f(1, 0, 0, 1, 0.25, 1, 0, 0), four),
-        "large rewards": (_f(100, -20, 30, 7, 4, 8, 15, 16), four),
-        "equal rewards": (_f(1, 1, 1, 1, 0, 1, 0, 0), four),
+        "two groups of four": (_float64(1, 0, 0, 1, 0.25, 1, 0, 0), four),
+        "large rewards": (_float64(100, -20, 30, 7, 4, 8, 15, 16), four),
+        "equal rewards": (_float64(1, 1, 1, 1, 0, 1, 0, 0), four),
         "equal rewards that do not round alike": (
-            _f(0.1, 0.1, 0.1, 0.1, 0.7, 0.7, 0.7, 0.7),
+            _float64(0.1, 0.1, 0.1, 0.1, 0.7, 0.7, 0.7, 0.7),
             four,
         ),
-        "rewards 1e-4 apart": (_f(0.5, 0.5001, 0.5, 0.5001, 0, 1, 0, 1), four),
-        "uneven": (_f(1, 0, 0, 1, 0.5, 0.25, 1), torch.tensor([0, 0, 1, 1, 1, 1, 1])),
-        "one": (_f(1, 0, 1, 0, 0.5), torch.tensor([0, 1, 1, 1, 1])),
+        "rewards 1e-4 apart": (_float64(0.5, 0.5001, 0.5, 0.5001, 0, 1, 0, 1), four),
+        "uneven": (
+            _float64(1, 0, 0, 1, 0.5, 0.25, 1),
+            torch.tensor([0, 0, 1, 1, 1, 1, 1]),
+        ),
+        "one": (_float64(1, 0, 1, 0, 0.5), torch.tensor([0, 1, 1, 1, 1])),
     }
 
 
-def _d() -> dict[str, tuple[Any, ...]]:
-    """(log π_θ, log π_ref) [1, 1]"""
-    lp = _f(-2)[None]
+def _kl_cases() -> dict[str, tuple[Any, ...]]:
+    """Return cases of a KL term by their name: (log π_θ, log π_ref), each [1, 1]."""
+    lp = _float64(-2)[None]
     differences = (0.0, 0.1, -0.1, 1.0, -1.0, 1.9, -5.0, -12.0, -25.0)
     return {
         f"log π_ref - log π_θ = {d:g}": (lp.clone(), lp + d) for d in differences
     } | {"log π_ref - log π_θ = 25": (lp - 25, lp.clone())}
 
 
-def _logits() -> dict[str, tuple[Any, ...]]:
-    """(logits [B, T, V], tokens [B, T], temperature); logits[:, t] is what predicted
-    tokens[:, t].
+def _logit_cases() -> dict[str, tuple[Any, ...]]:
+    """Return cases of log-probabilities by their name: (logits [B, T, V], tokens [B,
+    T], temperature). logits[:, t] predict tokens[:, t].
     """
     n = torch.arange(2 * 5 * 7, dtype=torch.float64).reshape(2, 5, 7)
     z = 3 * (1.7 * n).sin()
@@ -166,8 +172,8 @@ def _logits() -> dict[str, tuple[Any, ...]]:
     } | far_logits
 
 
-def _masked() -> dict[str, tuple[Any, ...]]:
-    """(x [B, T], mask [B, T])"""
+def _mask_cases() -> dict[str, tuple[Any, ...]]:
+    """Return cases of an aggregation by their name: (x [B, T], mask [B, T])."""
     mask = torch.arange(6) < torch.tensor([1, 6, 3, 2])[:, None]
     x = (0.3 * torch.arange(24, dtype=torch.float64)).sin().reshape(4, 6)
     holes = mask & (torch.arange(6) != 1)
@@ -177,7 +183,12 @@ def _masked() -> dict[str, tuple[Any, ...]]:
     }
 
 
-CASES = {"advantages": _rewards, "kl": _d, "logprobs": _logits, "aggregation": _masked}
+CASES = {
+    "advantages": _reward_cases,
+    "kl": _kl_cases,
+    "logprobs": _logit_cases,
+    "aggregation": _mask_cases,
+}
 REFERENCES: dict[str, dict[str, Function]] = {
     "advantages": advantages.ADVANTAGES,
     "kl": kl.ESTIMATORS,
@@ -215,40 +226,65 @@ def rows(framework: str, parts: tuple[Component, ...]) -> list[ComparisonRow]:
     return [_row(framework, p) for p in parts]
 
 
-def _row(framework: str, p: Component) -> ComparisonRow:
+def _row(framework: str, part: Component) -> ComparisonRow:
     """Compare a part of a framework with its reference, and its faults with both."""
-    if p.kind not in CASES or (
-        isinstance(p.promise, str) and p.promise not in REFERENCES[p.kind]
+    if part.kind not in CASES or (
+        isinstance(part.promise, str) and part.promise not in REFERENCES[part.kind]
     ):
-        raise InputError(f"{p.label}: there is no {p.promise!r} to compare it with.")
-    cases = {k: v for k, v in CASES[p.kind]().items() if k not in p.leaves_out}
-    steps = [p.reference(), *(f.change for f in p.reasons)]
-    where, found = _asked(p, p.found, cases)
-    each = [_asked(p, f, cases)[1] for f in steps]
-    largest = _difference(found, each[0]).max().item()
-    worst = _spot(where, found, each[0])
-    reasons = p.reasons if largest > p.tol else ()
-    changes = []
-    for why, old, new in zip(reasons, each, each[1:], strict=False):
-        # where this reason moves most: the paper's number there, and the framework's
-        i = int(_difference(new, old).argmax())
-        changes.append(
-            (why.words, _spot(where[i : i + 1], found[i : i + 1], each[0][i : i + 1]))
+        raise InputError(
+            f"{part.label}: there is no {part.promise!r} to compare it with."
         )
-    usual = {"a typical batch": _typical(p.kind)} if reasons and p.kind in CASES else {}
-    sizes = [_asked(p, f, usual)[1] for f in steps[: len(reasons) + 1]] if usual else []
-    effects = [FaultEffect.between(new, old) for old, new in itertools.pairwise(sizes)]
-    remains = _difference(found, each[len(reasons)]).max().item()
+    cases = {k: v for k, v in CASES[part.kind]().items() if k not in part.leaves_out}
+    steps = [part.reference(), *(f.change for f in part.reasons)]
+    labels, theirs = _labels_and_numbers(part, part.found, cases)
+    numbers_of_steps = [_labels_and_numbers(part, f, cases)[1] for f in steps]
+    largest = _finite_difference(theirs, numbers_of_steps[0]).max().item()
+    worst_example = _worst_example(labels, theirs, numbers_of_steps[0])
+    reasons = part.reasons if largest > part.tol else ()
+    changes = []
+    for why, old, new in zip(
+        reasons, numbers_of_steps, numbers_of_steps[1:], strict=False
+    ):
+        # where this reason moves most: the paper's number there, and the framework's
+        i = int(_finite_difference(new, old).argmax())
+        changes.append(
+            (
+                why.words,
+                _worst_example(
+                    labels[i : i + 1], theirs[i : i + 1], numbers_of_steps[0][i : i + 1]
+                ),
+            )
+        )
+    typical_numbers = []
+    if reasons:
+        typical_case = {"a typical batch": _typical_arguments(part.kind)}
+        typical_numbers = [
+            _labels_and_numbers(part, f, typical_case)[1]
+            for f in steps[: len(reasons) + 1]
+        ]
+    effects = [
+        FaultEffect.between(new, old)
+        for old, new in itertools.pairwise(typical_numbers)
+    ]
+    remains = _finite_difference(theirs, numbers_of_steps[len(reasons)]).max().item()
     command = f"upref audit {framework}"
-    names = ("default", p.mode, p.label, "", p.promise_text, command)
+    names = ("default", part.mode, part.label, "", part.promise_text, command)
     return ComparisonRow(
-        *names, 1, largest, worst, changes, remains, p.tol, p.kind, effects
+        *names,
+        1,
+        largest,
+        worst_example,
+        changes,
+        remains,
+        part.tol,
+        part.kind,
+        effects,
     )
 
 
-def _typical(kind: str) -> tuple[Any, ...]:
-    """The arguments of a part on the typical batch of compare.py; for
-    log-probabilities, logits of ordinary size.
+def _typical_arguments(kind: str) -> tuple[Any, ...]:
+    """Return the arguments of a part of this kind on the typical batch of compare.py;
+    for log-probabilities, logits of ordinary size.
     """
     batch = typical_batch()
     if kind == "advantages":
@@ -259,46 +295,57 @@ def _typical(kind: str) -> tuple[Any, ...]:
         return batch.logp[batch.mask][None], batch.logp_ref[batch.mask][None]
     if kind == "aggregation":
         return (batch.logp * batch.adv, batch.mask)
-    return _logits()["temperature 1"]
+    return _logit_cases()["temperature 1"]
 
 
-def _asked(
-    p: Component, function: Function, cases: dict[str, tuple[Any, ...]]
+def _labels_and_numbers(
+    part: Component, function: Function, cases: dict[str, tuple[Any, ...]]
 ) -> tuple[list[str], Tensor]:
-    """All numbers of all cases, flat, and what each is."""
-    where: list[str] = []
+    """Call a function on all cases.
+
+    Returns a label for each number, and all numbers in one vector: for each case the
+    values, then their gradient by the first argument unless these are advantages.
+    """
+    labels: list[str] = []
     numbers: list[Tensor] = []
     for words, args in cases.items():
-        given = [a.clone() if isinstance(a, Tensor) else a for a in args]
-        if p.kind != "advantages":
-            given[0].requires_grad_()
-        y = function(*given)
-        flat = y.detach().double().reshape(-1)
-        where += [
-            f"{words}: {LABELS.get(p.kind, 'value').format(i)}"
+        arguments = [a.clone() if isinstance(a, Tensor) else a for a in args]
+        if part.kind != "advantages":
+            arguments[0].requires_grad_()
+        value = function(*arguments)
+        flat = value.detach().double().reshape(-1)
+        labels += [
+            f"{words}: {LABELS.get(part.kind, 'value').format(i)}"
             for i in range(len(flat))
         ]
         numbers.append(flat)
-        if p.kind != "advantages":
-            if y.requires_grad:
-                gradient = torch.autograd.grad(y.sum(), given[0])[0].double()
+        if part.kind != "advantages":
+            if value.requires_grad:
+                gradient = torch.autograd.grad(value.sum(), arguments[0])[0].double()
             else:
-                gradient = torch.zeros_like(given[0])
-            where += [f"{words}: gradient"] * gradient.numel()
+                gradient = torch.zeros_like(arguments[0])
+            labels += [f"{words}: gradient"] * gradient.numel()
             numbers.append(gradient.reshape(-1))
-    return where, torch.cat(numbers)
+    return labels, torch.cat(numbers)
 
 
-def _difference(found: Tensor, expected: Tensor) -> Tensor:
+def _finite_difference(found: Tensor, expected: Tensor) -> Tensor:
+    """Return the relative difference of each number: 0 where both are equal or NaN, and
+    1e30 where the difference is not finite.
+    """
     same = (found == expected) | (found.isnan() & expected.isnan())
     return torch.where(
         same, 0, difference(found, expected).nan_to_num(nan=1e30, posinf=1e30)
     )
 
 
-def _spot(where: list[str], found: Tensor, expected: Tensor) -> Example:
-    differences = _difference(found, expected)
+def _worst_example(labels: list[str], found: Tensor, expected: Tensor) -> Example:
+    """Return the number that differs most, as an example."""
+    differences = _finite_difference(found, expected)
     i = int(differences.argmax())
     return Example(
-        differences[i].item(), where[i], expected[i].item() + 0.0, found[i].item() + 0.0
+        differences[i].item(),
+        labels[i],
+        expected[i].item() + 0.0,
+        found[i].item() + 0.0,
     )

@@ -84,7 +84,7 @@ def kernels(
         return Kernels(
             name,
             torch.__version__,
-            {"nn.functional.linear_cross_entropy": check_logprobs(_of_torch)},
+            {"nn.functional.linear_cross_entropy": check_logprobs(_log_probs_by_torch)},
         )
     f = framework(name)
     if (
@@ -93,18 +93,22 @@ def kernels(
         return answer
     inside = isolated.INSIDE["version"] if isolated.INSIDE else f.version()
     return Kernels(
-        name, inside, {k: _checked(f, k, fn) for k, fn in kernels_of(f).items()}
+        name,
+        inside,
+        {k: _report_or_reason(f, k, fn) for k, fn in kernels_of(f).items()},
     )
 
 
-def _of_torch(
+def _log_probs_by_torch(
     hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
 ) -> Tensor:
-    """torch's fused loss, in chunks; it has no temperature."""
+    """Return log-probabilities by torch's fused loss, in chunks. It has no temperature,
+    so the hidden states are divided by it.
+    """
     loss = torch.nn.functional.linear_cross_entropy
     options = torch.nn.LinearCrossEntropyOptions()
-    rows = (hidden / temperature).flatten(0, -2), weight, tokens.flatten()
-    return -loss(*rows, reduction="none", options=options).view_as(tokens)
+    arguments = (hidden / temperature).flatten(0, -2), weight, tokens.flatten()
+    return -loss(*arguments, reduction="none", options=options).view_as(tokens)
 
 
 def kernels_of(framework: Framework) -> dict[str, Callable[..., Any]]:
@@ -121,7 +125,10 @@ def kernels_of(framework: Framework) -> dict[str, Callable[..., Any]]:
     } | framework.kernels()
 
 
-def _checked(framework: Framework, mode: str, fn: Callable[..., Any]) -> Report | str:
+def _report_or_reason(
+    framework: Framework, mode: str, fn: Callable[..., Any]
+) -> Report | str:
+    """Check a function of a framework; return the report, or why it cannot be run."""
     fn.__name__ = f"{framework.name} {mode}"
     try:
         return check_logprobs(fn)

@@ -150,10 +150,10 @@ def recipe(objective: str, name: str, **hp: float) -> Recipe:
                 len(c.config),
             ),
         )
-        r = _of_comparison(o, best, f, how, entries)
+        r = _recipe_of_comparison(o, best, f, how, entries)
     else:
-        _refuse(o, f, hp)
-        r = _of_plug_in(o, f)
+        _refuse_without_recipe(o, f, hp)
+        r = _recipe_of_plug_in(o, f)
     advantages, differs = _advantages(o, name, how, entries)
     version = entries[0].version if entries else f.version()
     return replace(
@@ -163,7 +163,7 @@ def recipe(objective: str, name: str, **hp: float) -> Recipe:
         differs=[*r.differs, *differs],
         notes=[*r.notes, *_notes(o, how)],
         beside=how["beside"],
-        started=r.started or how.get("started") or _read_there(how, version),
+        started=r.started or how.get("started") or _where_keys_were_read(how, version),
     )
 
 
@@ -194,13 +194,14 @@ def _comparisons(
     hp: dict[str, float],
     how: dict[str, Any],
 ) -> list[Comparison]:
-    """The audit's comparisons that a recipe for this objective can be of.
+    """Return the comparisons of the audit that a recipe for this objective can use.
 
-    These are its own; or, where a loss that draws at random can be measured at other
-    hyperparameters alone, those (`settings_hp` of [recipe]); or, where only the advantages set
-    it apart from another objective and the framework has these advantages, the ones of
-    that objective, or of the one whose loss the framework trains with them
-    (TRAINED_WITH, or `loss_of` of [recipe]).
+    First come those of the objective itself, at these hyperparameters. For a loss that
+    draws at random the ledger may name hyperparameters at which it can be measured:
+    `measured` of [recipe.at]. If there are none, the framework has the objective's
+    advantages and only they set it apart from another objective, then the comparisons
+    are those of that objective: `loss_of` of [recipe.at], SAME_LOSS or the first of
+    TRAINED_WITH that the audit compares.
     """
     of_recipe = how.get("at", {}).get(objective.name, {})
     settings_hp = hp or of_recipe.get("measured", {})
@@ -212,11 +213,14 @@ def _comparisons(
     if matching or hp or objective.adv not in how["advantages"]:
         return matching
     loss_of = of_recipe.get("loss_of")
-    for other in (
-        [loss_of]
-        if loss_of
-        else [SAME_LOSS.get(objective.name), *TRAINED_WITH.get(objective.name, ())]
-    ):
+    if loss_of:
+        others = [loss_of]
+    else:
+        others = [
+            SAME_LOSS.get(objective.name),
+            *TRAINED_WITH.get(objective.name, ()),
+        ]
+    for other in others:
         if matching := [
             c for c in framework.comparisons if c.objective == other and not c.hp
         ]:
@@ -224,41 +228,48 @@ def _comparisons(
     return matching
 
 
-def _read_there(how: dict[str, Any], version: str) -> str:
-    """That the keys were read in the framework's source, and where, for a framework
-    that was not started.
+def _where_keys_were_read(how: dict[str, Any], version: str) -> str:
+    """Return a sentence that tells in which files the keys were read. It is for a
+    framework whose configuration was not started.
     """
     owners = [
         owner
-        for of in how["schema"].values()
-        for owner in ([of] if isinstance(of, str) else of)
+        for owner_or_owners in how["schema"].values()
+        for owner in (
+            [owner_or_owners] if isinstance(owner_or_owners, str) else owner_or_owners
+        )
     ]
     files = ", ".join(dict.fromkeys(owner.partition(" ")[0] for owner in owners))
     return f"keys, types and defaults were read in {files} of {version}; its configuration was not started"
 
 
 def _notes(objective: Objective, how: dict[str, Any]) -> list[str]:
-    """[recipe.notes]: of this objective, and of the sampler correction unless it has
-    its own.
+    """Return the notes of [recipe.notes] on this objective, and those on the sampler
+    correction unless the objective has one of its own.
     """
-    known = how.get("notes", {})
-    said = [known.get(objective.name, "")]
+    notes_by_name = how.get("notes", {})
+    notes = [notes_by_name.get(objective.name, "")]
     if not objective.sampler:
-        said.append(known.get(f"sampler, {objective.name}", known.get("sampler", "")))
-    return [text for text in said if text]
+        notes.append(
+            notes_by_name.get(
+                f"sampler, {objective.name}", notes_by_name.get("sampler", "")
+            )
+        )
+    return [text for text in notes if text]
 
 
 # ---- a loss of the framework ---------------------------------------------------------
 DENOMINATOR = GROUPS.words  # the reason by which the ledgers record it
 
 
-def _of_comparison(
+def _recipe_of_comparison(
     objective: Objective,
     comparison: Comparison,
     framework: Framework,
     how: dict[str, Any],
     entries: list[Entry],
 ) -> Recipe:
+    """Return the recipe whose settings are those of this comparison."""
     values = how.get("at", {}).get(objective.name, {})
     fields = {
         k: v
@@ -266,21 +277,26 @@ def _of_comparison(
         if k not in SCALE or _must_be_set(framework.name, comparison, k)
     } | values.get("fields", {})
     notes = []
-    beside = []
+    of_another_loss = []
     if comparison.objective == SAME_LOSS.get(objective.name):
         notes = [
             f"the loss is that of {comparison.objective}; only the advantages differ"
         ]
     elif comparison.objective != objective.name:
-        beside = _of_another_loss(objective, get(comparison.objective))
+        of_another_loss = _differences_of_another_loss(
+            objective, get(comparison.objective)
+        )
     return Recipe(
         objective.name,
         framework.name,
         surface=how["surface"],
-        settings=_typed(
+        settings=_typed_lines(
             framework.name, comparison, fields, how, values.get("mode", comparison.mode)
         ),
-        differs=[*beside, *_differs(framework, comparison, entries)],
+        differs=[
+            *of_another_loss,
+            *_recorded_differences(framework, comparison, entries),
+        ],
         fields=fields,
         mode=comparison.mode,
         notes=notes,
@@ -288,35 +304,38 @@ def _of_comparison(
     )
 
 
-def _of_another_loss(objective: Objective, other: Objective) -> list[str]:
-    """What the loss of another objective changes in the gradient of a typical batch.
+def _differences_of_another_loss(objective: Objective, other: Objective) -> list[str]:
+    """Return in words what the loss of another objective changes in the gradient of a
+    typical batch.
 
     Args:
         objective: the objective that is asked for. Its function has no ratio.
         other: the one whose loss the framework trains with the advantages of `objective`. It
             clips the ratio of each token.
     """
-    t = typical_batch()
-    paper = autograd_gradient(objective, t)
-    clipped = autograd_gradient(replace(other, agg=objective.agg), t)
-    said = [
+    batch = typical_batch()
+    paper = autograd_gradient(objective, batch)
+    clipped = autograd_gradient(replace(other, agg=objective.agg), batch)
+    differences = [
         f"the loss is that of {other.name}: each token has its ratio and PPO's clip, which {objective.name} has not "
         f"({_size(FaultEffect.between(clipped, paper))}; nothing where a batch makes one step, since the ratio is 1)"
     ]
     if other.agg != objective.agg:
-        of_means = FaultEffect.between(autograd_gradient(other, t), clipped)
-        said.append(
+        of_means = FaultEffect.between(autograd_gradient(other, batch), clipped)
+        differences.append(
             f"aggregated by {other.agg}, where {objective.name} has {objective.agg} ({_size(of_means)})"
         )
-    return said
+    return differences
 
 
-def _differs(
+def _recorded_differences(
     framework: Framework, comparison: Comparison, entries: list[Entry]
 ) -> list[str]:
-    """What the ledger records of this comparison, in one batch and in micro-batches."""
-    in_one_call = _entries(comparison, entries)
-    split = _entries(comparison, entries, in_micro_batches=True)
+    """Return what the ledger records of this comparison: first in one call, then in
+    micro-batches.
+    """
+    in_one_call = _entries_of(comparison, entries)
+    split = _entries_of(comparison, entries, in_micro_batches=True)
     differs = [_with_size(e) for e in in_one_call]
     for k in (k for k in SCALE if k in comparison.config):
         if _must_be_set(framework.name, comparison, k):
@@ -350,9 +369,10 @@ def _with_size(entry: Entry) -> str:
     return f"{entry.reason} ({size})"
 
 
-def _entries(
+def _entries_of(
     comparison: Comparison, entries: list[Entry], in_micro_batches: bool = False
 ) -> list[Entry]:
+    """Return the entries of the ledger whose evidence is from this comparison."""
     key = (comparison.label, comparison.promise, in_micro_batches)
     return [
         e
@@ -362,11 +382,11 @@ def _entries(
 
 
 def _severity_left(comparison: Comparison, entries: list[Entry]) -> tuple[int, int]:
-    """How severe is what this comparison leaves, without and with the batch's
-    denominator; what is numerical is 0.
+    """Return the severity of the worst difference that this comparison leaves, first
+    without the batch's denominator, then with it. Numerical differences count as 0.
     """
     order = list(reversed(SEVERITY))
-    rest = [e for e in _entries(comparison, entries) if e.status != "numerical"]
+    rest = [e for e in _entries_of(comparison, entries) if e.status != "numerical"]
 
     def severe(entries: Iterable[Entry]) -> int:
         """Return the severity of the worst of these entries, 0 if there are none."""
@@ -376,11 +396,16 @@ def _severity_left(comparison: Comparison, entries: list[Entry]) -> tuple[int, i
 
 
 def _must_be_set(name: str, comparison: Comparison, field: str) -> bool:
-    """Whether the framework has no value for it unless one is given."""
+    """Return whether the framework has no default for this field, so that a user must
+    set it.
+    """
     return _defaults(name, comparison).get(field) == "None"
 
 
 def _defaults(name: str, comparison: Comparison) -> dict[str, Any]:
+    """Return the framework's recorded defaults in the mode of this comparison, by
+    field.
+    """
     tables = read_tables(name).get("defaults", {})
     return tables.get("every", {}) | tables.get(comparison.mode, {})
 
@@ -389,19 +414,20 @@ def _defaults(name: str, comparison: Comparison) -> dict[str, Any]:
 def _advantages(
     objective: Objective, name: str, how: dict[str, Any], entries: list[Entry]
 ) -> tuple[str, list[str]]:
-    """How the framework computes the objective's kind of advantage, and what the ledger
-    records of that.
+    """Return how the framework computes the objective's kind of advantage, and the
+    differences that the ledger records there.
     """
     kind = f"{objective.adv}, {(ADVANTAGES[objective.adv].__doc__ or '').partition(':')[0]}"
-    known = how["advantages"].get(objective.adv)
-    if not known:
+    recorded = how["advantages"].get(objective.adv)
+    if not recorded:
         return (
             f"{kind}: set them yourself, this recipe knows no setting of {name} that gives them",
             [],
         )
-    if "audited" not in known:
-        return f"{kind}: {known['set']}; read in the source, not measured", []
-    row = f"advantages:{known['audited']}"
+    is_measured = "audited" in recorded
+    if not is_measured:
+        return f"{kind}: {recorded['set']}; read in the source, not measured", []
+    row = f"advantages:{recorded['audited']}"
     matching = [
         e
         for e in entries
@@ -410,17 +436,20 @@ def _advantages(
             for x in e.evidence
         )
     ]
-    return f"{kind}: {known['set']}", [
+    return f"{kind}: {recorded['set']}", [
         f"in the advantages: {_with_size(e)}" for e in matching
     ]
 
 
 # ---- upref's plug-in -----------------------------------------------------------------
-def _refuse(objective: Objective, framework: Framework, hp: dict[str, float]) -> None:
-    """InputError where neither a loss that the audit compares nor the plug-in gives
-    this objective.
+def _refuse_without_recipe(
+    objective: Objective, framework: Framework, hp: dict[str, float]
+) -> None:
+    """Raise InputError where neither a loss that the audit compares nor the plug-in
+    gives this objective.
     """
-    if framework.name not in PLUG_IN or hp:
+    plug_in_can_run = framework.name in PLUG_IN and not hp
+    if not plug_in_can_run:
         where_words = " at these settings" if hp else ""
         if objective.name in framework.out_of_scope:
             own_words = (
@@ -428,17 +457,20 @@ def _refuse(objective: Objective, framework: Framework, hp: dict[str, float]) ->
             )
         else:
             own_words = _advantages_without_loss(objective, framework.name)
-        have = [n for n in frameworks() if objective.name in covered_objectives(n, {})]
-        plugged = [
+        with_recipe = [
+            n for n in frameworks() if objective.name in covered_objectives(n, {})
+        ]
+        with_plug_in = [
             f"{n} with upref's plug-in"
             for n in PLUG_IN
-            if n not in have and not _missing_input(objective, n)
+            if n not in with_recipe and not _missing_input(objective, n)
         ]
         at_defaults = " at its defaults" if hp else ""
+        found = ", ".join([*with_recipe, *with_plug_in]) or "none"
         raise InputError(
             f"no recipe for {objective.name} in {framework.name}{where_words}: the audit compares "
             f"the losses of {framework.name} with {', '.join(covered_objectives(framework.name))}{own_words}. "
-            f"Frameworks with a recipe for {objective.name}{at_defaults}: {', '.join([*have, *plugged]) or 'none'}."
+            f"Frameworks with a recipe for {objective.name}{at_defaults}: {found}."
         )
     if missing := _missing_input(objective, framework.name):
         raise InputError(
@@ -463,8 +495,8 @@ def _missing_input(objective: Objective, name: str) -> str:
 
 
 def _advantages_without_loss(objective: Objective, name: str) -> str:
-    """Return words that tell that a framework has the advantages of an objective and no
-    loss to go with them; "" where that is not so.
+    """Return words for a framework that has the advantages of an objective and no loss
+    to go with them; "" for any other framework.
     """
     known = read_tables(name)["recipe"]["advantages"].get(objective.adv, {}).get("set")
     if objective.name not in SAME_LOSS or not known:
@@ -476,7 +508,8 @@ def _advantages_without_loss(objective: Objective, name: str) -> str:
     )
 
 
-def _of_plug_in(objective: Objective, framework: Framework) -> Recipe:
+def _recipe_of_plug_in(objective: Objective, framework: Framework) -> Recipe:
+    """Return the recipe that trains the objective with upref's plug-in."""
     settings = PLUG_IN[framework.name].format(name=objective.name).splitlines()
     if objective.sampler:
         settings[-1] += ", with use_vllm=True in GRPOConfig"
@@ -497,7 +530,7 @@ def _of_plug_in(objective: Objective, framework: Framework) -> Recipe:
         framework.name,
         surface="the plug-in of upref",
         settings=settings,
-        differs=_plugged(objective, framework.name),
+        differs=_differences_of_plug_in(objective, framework.name),
         notes=notes,
         started=STARTED[framework.name],
         command=f"upref check {loss} --as {shlex.quote(objective.name)}",
@@ -505,17 +538,19 @@ def _of_plug_in(objective: Objective, framework: Framework) -> Recipe:
     )
 
 
-def _plugged(objective: Objective, name: str) -> list[str]:
-    """What the plug-in changes in the gradient: it gets no prompts, and the
-    micro-batches one by one.
+def _differences_of_plug_in(objective: Objective, name: str) -> list[str]:
+    """Return in words what the plug-in changes in the gradient: it gets no prompts, and
+    the micro-batches one by one.
     """
-    unprompted, split = _effects(objective)
+    without_prompts, in_micro_batches = _effects(objective)
     differs = []
-    if unprompted.change > TOL:
-        differs.append(f"{DENOMINATOR} ({_size(unprompted)})")
-    if split.change > TOL or objective.batch_coupled:
+    if without_prompts.change > TOL:
+        differs.append(f"{DENOMINATOR} ({_size(without_prompts)})")
+    if in_micro_batches.change > TOL or objective.batch_coupled:
         differs.append(
-            _by_itself(objective.batch_coupled or "the gradient is another", split)
+            _by_itself(
+                objective.batch_coupled or "the gradient is another", in_micro_batches
+            )
         )
     if name == "trl" and objective.agg in ("token-mean", "group-token-mean"):
         differs.append(
@@ -530,47 +565,54 @@ def _plugged(objective: Objective, name: str) -> list[str]:
 
 
 def _by_itself(why: str, effect: FaultEffect) -> str:
+    """Return in words that each micro-batch acts by itself, why that matters, and how
+    much.
+    """
     return f"in micro-batches: each acts by itself, and {why} ({_size(effect)})"
 
 
 @cache
 def _effects(objective: Objective) -> tuple[FaultEffect, FaultEffect]:
-    """On a typical batch: without the prompt of each response; then also in
-    micro-batches.
+    """Return what a loss without prompts does to the gradient of a typical batch; then
+    what micro-batches do to the gradient without prompts.
     """
-    t = typical_batch()
-    t = replace(
-        t,
-        entropy=1 - t.logp_old.exp(),
-        logp_sampler=t.logp_old if objective.sampler else None,
+    typical = typical_batch()
+    typical = replace(
+        typical,
+        entropy=1 - typical.logp_old.exp(),
+        logp_sampler=typical.logp_old if objective.sampler else None,
     )
-    seen = replace(t, group=None)
-    of_batch = autograd_gradient(objective, seen)
-    split = torch.cat([autograd_gradient(objective, m) for m in seen.split(MICRO)])
+    without_prompts = replace(typical, group=None)
+    of_batch = autograd_gradient(objective, without_prompts)
+    split = torch.cat(
+        [autograd_gradient(objective, m) for m in without_prompts.split(MICRO)]
+    )
     return FaultEffect.between(
-        of_batch, autograd_gradient(objective, t)
+        of_batch, autograd_gradient(objective, typical)
     ), FaultEffect.between(split, of_batch)
 
 
 def _size(e: FaultEffect) -> str:
+    """Return the severity of an effect and the share of the gradient that it changes."""
     return f"{e.severity}, {share(float(f'{e.change:.2g}'))}"
 
 
 # ---- as one types it -----------------------------------------------------------------
-def _typed(
+def _typed_lines(
     name: str,
     comparison: Comparison,
     fields: dict[str, Any],
     how: dict[str, Any],
     mode: str,
 ) -> list[str]:
+    """Return the lines that a user types for these fields."""
     all_fields = _defaults(name, comparison) | fields
-    said = {k: value(v, how["style"]) for k, v in all_fields.items()}
+    typed_values = {k: value(v, how["style"]) for k, v in all_fields.items()}
     lines = how.get("mode", {}).get(mode, how["modes"]).format(mode=mode).splitlines()
     for k in fields:
         form = how.get("keys", {}).get(k, how["form"])
         key = k.replace("_", "-") if how["style"] == "dashes" else k
-        line = form.format(**said | {"key": key, "value": said[k]})
+        line = form.format(**typed_values | {"key": key, "value": typed_values[k]})
         lines.append(line.removesuffix(" true") if how["style"] == "dashes" else line)
     if "beta" not in comparison.hp:
         lines.append(no_kl(how, comparison.mode))
@@ -614,11 +656,11 @@ def typed_fields(line: str) -> list[tuple[str, Any]]:
     # a tuple stands after "="
     plain = re.sub(r"(?<![=\w])\([^)]*\)|(^|\s+)#.*", "", line)
     pairs = OPTION.findall(plain) if "--" in plain else ASSIGNED.findall(plain)
-    return [(key, _read(text.strip())) for key, text in pairs]
+    return [(key, _read_value(text.strip())) for key, text in pairs]
 
 
-def _read(text: str) -> Any:
-    """A value as it is typed, as Python has it."""
+def _read_value(text: str) -> Any:
+    """Return the Python value of a value as one types it."""
     words = {"true": True, "false": False, "null": None, "": True}
     if text in words:
         return words[text]

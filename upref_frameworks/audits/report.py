@@ -84,7 +84,7 @@ def report(name: str, key: str) -> str:
     lines.append(f"**Code**: {e.code}.  ")
     if e.line:
         lines.append(f"**Line**: {e.at}  ")
-    lines += [*_lines_of_code(e), ""]
+    lines += [*_quoted_code(e), ""]
     if e.proof:
         expected, _, found = e.prints.partition(" found ")
         lines += [
@@ -122,8 +122,10 @@ def report(name: str, key: str) -> str:
     return "\n".join(lines)
 
 
-def _lines_of_code(entry: Entry) -> list[str]:
-    """The two lines of code, where the framework's files are at hand; empty elsewhere."""
+def _quoted_code(entry: Entry) -> list[str]:
+    """Return the two lines of code of an entry as Markdown, where the framework's files
+    are at hand; an empty list elsewhere.
+    """
     path, _, n = entry.line.partition("#L")
     roots = [*cache().glob(f"{entry.framework}-{entry.version}*"), *map(Path, sys.path)]
     file = next((root / path for root in roots if n and (root / path).is_file()), None)
@@ -151,6 +153,9 @@ class Proofs(Result):
 
     @staticmethod
     def _holds(entry: Entry, now: str) -> bool:
+        """Return whether a script prints what is recorded, and warns of nothing if the
+        entry is a bug.
+        """
         printed, warned, _ = now.partition("\n" + WARNED)
         return printed.split() == entry.prints.split() and not (
             warned and entry.status == "bug"
@@ -289,6 +294,7 @@ def draft(audit: Audit) -> str:
 
 
 def _toml(v: Any) -> str:
+    """Return a value as TOML writes it."""
     if isinstance(v, bool):
         return str(v).lower()
     if isinstance(v, int | float):

@@ -25,12 +25,17 @@ from upref_frameworks.audits.compare import MICRO
 
 
 def _clamp_log_ratio(batch: Rollouts) -> Rollouts:
+    """Return the batch with log r clamped to [-20, 20]."""
     return replace(
         batch, logp=batch.logp_old + (batch.logp - batch.logp_old).clamp(-20, 20)
     )
 
 
 def _clamp_log_sequence_ratio(most: float) -> Callable[[Rollouts], Rollouts]:
+    """Return a view of a batch in which the mean log r of each response is at most
+    `most`.
+    """
+
     def view(batch: Rollouts) -> Rollouts:
         log_s = torch.where(batch.mask, batch.logp - batch.logp_old, 0).sum(
             1, keepdim=True
@@ -43,8 +48,8 @@ def _clamp_log_sequence_ratio(most: float) -> Callable[[Rollouts], Rollouts]:
 
 
 def _clamp_k3(batch: Rollouts) -> Rollouts:
-    """k3's gradient is 0 where it is clamped: as if the reference were the policy
-    there.
+    """Return the batch with the policy as its reference where k3 is clamped at 10: the
+    gradient of k3 is 0 there.
     """
     assert batch.logp_ref is not None
     d = batch.logp_ref - batch.logp
@@ -55,7 +60,7 @@ def _clamp_k3(batch: Rollouts) -> Rollouts:
 
 
 def _masked_slots_term(batch: Rollouts) -> Tensor:
-    """What LUSPO's tokens in masked slots add; its other faults then scale it."""
+    """Return what LUSPO's masked slots add to J; its other faults then scale it."""
     r = exp(batch.logp - batch.logp_old)
     A = per_response(batch.adv, batch.mask)[:, None]
     return torch.where(
@@ -64,12 +69,14 @@ def _masked_slots_term(batch: Rollouts) -> Tensor:
 
 
 def _micro_batch_mean_scale(batch: Rollouts) -> Tensor:
-    """All tokens over MICRO times those of the micro-batch a response is in."""
-    share = [batch.mask.sum() / (MICRO * m.mask.sum()) for m in batch.split(MICRO)]
+    """Return a scale of each response [B, 1]: all tokens over MICRO times the tokens of
+    the micro-batch that has the response.
+    """
+    scales = [batch.mask.sum() / (MICRO * m.mask.sum()) for m in batch.split(MICRO)]
     return torch.cat(
         [
-            s.expand(len(m.mask), 1)
-            for s, m in zip(share, batch.split(MICRO), strict=True)
+            scale.expand(len(m.mask), 1)
+            for scale, m in zip(scales, batch.split(MICRO), strict=True)
         ]
     ).to(batch.logp)
 
@@ -189,6 +196,7 @@ def whiten_by_sample(R: Tensor, g: Tensor | None = None) -> Tensor:
 
 
 def _narrow_k3(lp: Tensor, ref: Tensor) -> Tensor:
+    """Return k3 of a log-ratio clamped to [-20, 20], clamped to [-10, 10]."""
     d = (ref - lp).clamp(-20, 20)
     return (d.exp() - d - 1).clamp(-10, 10)
 
@@ -320,5 +328,6 @@ def options(module: str) -> dict[str, dict[str, Any]]:
 
 
 def _is_literal(node: ast.expr) -> bool:
+    """Return whether an expression consists of constants, signs, lists and tuples only."""
     kinds = ast.Constant | ast.List | ast.Tuple | ast.Load | ast.UnaryOp | ast.USub
     return all(isinstance(n, kinds) for n in ast.walk(node))

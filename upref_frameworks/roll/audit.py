@@ -81,17 +81,18 @@ def _functions() -> ModuleType:
 
 
 def _modes() -> list[str]:
+    """Return PLAIN, and the values of pg_variant with which the worker's source
+    compares.
+    """
     return [PLAIN, *dict.fromkeys(re.findall(r"pg_variant == '(\w+)'", source(PG)))]
 
 
-def _pipeline() -> dict[str, Any]:
-    """The fields of RLVRConfig that have a plain default, and the train-infer
-    correction's own.
+def _pipeline_defaults() -> dict[str, Any]:
+    """Return the defaults of RLVRConfig that are plain values, and a default
+    TrainInferCorrectionConfig.
     """
-    base, rlvr = (
-        importlib.import_module(f"roll.{m}")
-        for m in ("configs.base_config", "pipeline.rlvr.rlvr_config")
-    )
+    base = importlib.import_module("roll.configs.base_config")
+    rlvr = importlib.import_module("roll.pipeline.rlvr.rlvr_config")
     plain = {
         f.name: f.default for f in fields(rlvr.RLVRConfig) if f.default is not MISSING
     }
@@ -99,13 +100,15 @@ def _pipeline() -> dict[str, Any]:
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    """Of the pipeline; of a variant also what its loss reads from actor_train, by name
-    and default.
+    """Return the pipeline's defaults that a loss reads. Those of a variant also have
+    what its loss reads from actor_train, by name and default.
     """
-    pipeline = {k: v for k, v in _pipeline().items() if k in READ}
+    pipeline = {k: v for k, v in _pipeline_defaults().items() if k in READ}
     if mode == PLAIN:
         return pipeline | {
-            k: v for k, v in _pipeline().items() if k in ("importance_sampling", *GUIDE)
+            k: v
+            for k, v in _pipeline_defaults().items()
+            if k in ("importance_sampling", *GUIDE)
         }
     read_keys = re.findall(
         rf"_get_or_cache_config\('({mode}_\w+)', (\S+)\)", source(PG)
@@ -119,11 +122,11 @@ def _defaults(mode: str) -> dict[str, Any]:
 def _worker(
     mode: str, config: dict[str, Any], log_prob: Tensor, entropy: Tensor
 ) -> Any:
-    """A worker of its class that was not set up: its settings, and a strategy that has
+    """Return a worker that was not set up: it has settings, and a strategy that returns
     these log-probabilities.
     """
     if mode != PLAIN:
-        cls = _pg()
+        cls = _variant_worker_class()
     else:
         cls = importlib.import_module("roll.pipeline.rlvr.actor_worker").ActorWorker
     worker = object.__new__(cls)
@@ -132,18 +135,23 @@ def _worker(
         op_compute_entropy=lambda **_: entropy,
     )
     settings = SimpleNamespace(
-        **_pipeline() | config, actor_train=SimpleNamespace(pg_variant=mode, **config)
+        **_pipeline_defaults() | config,
+        actor_train=SimpleNamespace(pg_variant=mode, **config),
     )
-    seen = dict.fromkeys(
+    already_logged = dict.fromkeys(
         ("_pg_variant_logged", "_topr_sample_logged", "_cispo_config_logged"), True
     )
     vars(worker).update(
-        strategy=strategy, pipeline_config=settings, _pg_config_cache={}, **seen
+        strategy=strategy,
+        pipeline_config=settings,
+        _pg_config_cache={},
+        **already_logged,
     )
     return worker
 
 
-def _pg() -> Any:
+def _variant_worker_class() -> Any:
+    """Return ROLL's class ActorPGWorker."""
     return importlib.import_module(PG).ActorPGWorker
 
 
@@ -158,8 +166,8 @@ def _plain(
     entropy: Tensor,
     totals: Totals,
 ) -> Tensor:
-    """The worker's loss_func; its strategies mask log-probabilities, its pipeline masks
-    advantages.
+    """Return the value of the worker's loss_func on tensors. ROLL's strategies mask
+    log-probabilities and its pipeline masks advantages, so they are masked here.
     """
     lp, old, ref, A = (
         x * mask for x in (log_prob, old_log_prob, ref_log_prob, advantages)
@@ -180,8 +188,8 @@ def _plain(
     return _worker(mode, config, lp, entropy * mask).loss_func(data, lp)[0]
 
 
-def _held(r: Any, A: Any) -> Any:
-    """The weight of a token that cispo_use_unified_mask leaves in."""
+def _weight_in_unified_bounds(r: Any, A: Any) -> Any:
+    """Return the weight of a token that cispo_use_unified_mask leaves in."""
     return when(where(A > 0, r <= 1.1, r >= 0.9), A * clip(r, 0.9, 1.1))
 
 
@@ -220,8 +228,10 @@ UNIFIED = fault(
     objective=replace(
         get("grpo"),
         name="A clip(r) where PPO trains",
-        fn=lambda lp, lp_old, A: sg(_held(exp(lp - lp_old), A)) * lp,
-        closed_form=_held,
+        fn=lambda lp, lp_old, A: (
+            sg(_weight_in_unified_bounds(exp(lp - lp_old), A)) * lp
+        ),
+        closed_form=_weight_in_unified_bounds,
         defaults={},
         kl="",
     ),
@@ -296,29 +306,34 @@ COMPARISONS = (
 )
 
 
-def _norm(mean: str | None, std: str | None, n: int = 4) -> Callable[..., Tensor]:
-    return lambda R, group: _functions().reward_norm(R, n, {}, mean, std)
+def _normalized_rewards(
+    mean: str | None, std: str | None, group_size: int = 4
+) -> Callable[..., Tensor]:
+    """Return ROLL's advantages: rewards normalized by a mean and a deviation of these
+    levels, as a function of rewards and groups.
+    """
+    return lambda R, group: _functions().reward_norm(R, group_size, {}, mean, std)
 
 
-def _aggregated(name: str) -> Callable[..., Tensor]:
+def _aggregation(name: str) -> Callable[..., Tensor]:
     """Return ROLL's aggregation of this name, in the reference's signature."""
     return lambda x, mask: _functions().agg_loss(x, mask.long(), name)
 
 
-def _over(A: Tensor, std: Tensor) -> Tensor:
-    """Return A over a standard deviation that has ROLL's 1e-6 added."""
+def _divided_by(A: Tensor, std: Tensor) -> Tensor:
+    """Return A divided by a standard deviation to which ROLL adds 1e-6."""
     return A / (std + 1e-6)
 
 
 def _over_rewards(R: Tensor, group: Tensor) -> Tensor:
     """Return rewards less their group's mean, over the deviation of all rewards."""
     centred = R - torch.stack([R[group == i].mean() for i in group])
-    return _over(centred, R.std())
+    return _divided_by(centred, R.std())
 
 
 def _over_sample(R: Tensor, group: Tensor) -> Tensor:
     """Return rewards less the batch's mean, over the sample's deviation (N - 1)."""
-    return _over(R - R.mean(), R.std())
+    return _divided_by(R - R.mean(), R.std())
 
 
 def _whitened(R: Tensor, group: Tensor) -> Tensor:
@@ -338,14 +353,14 @@ def _parts() -> tuple[Component, ...]:
         Component(
             "advantages",
             "grpo",
-            _norm("group", "group"),
+            _normalized_rewards("group", "group"),
             "group_norm",
             leaves_out=equal,
         ),
         Component(
             "advantages",
             "grpo, one response a prompt",
-            _norm("group", "group", 1),
+            _normalized_rewards("group", "group", 1),
             _zeros,
             words="0",
             reasons=(
@@ -358,14 +373,14 @@ def _parts() -> tuple[Component, ...]:
         Component(
             "advantages",
             "mean group, std none",
-            _norm("group", None),
+            _normalized_rewards("group", None),
             "group_mean",
             leaves_out=equal,
         ),
         Component(
             "advantages",
             "mean group, std batch",
-            _norm("group", "batch"),
+            _normalized_rewards("group", "batch"),
             "group_mean_whiten",
             leaves_out=equal,
             reasons=(
@@ -378,7 +393,7 @@ def _parts() -> tuple[Component, ...]:
         Component(
             "advantages",
             "mean batch, std batch",
-            _norm("batch", "batch"),
+            _normalized_rewards("batch", "batch"),
             "whiten",
             reasons=(
                 Fault(
@@ -409,7 +424,7 @@ def _parts() -> tuple[Component, ...]:
         Component(
             "aggregation",
             "token-mean",
-            _aggregated("token-mean"),
+            _aggregation("token-mean"),
             "token-mean",
             reasons=(
                 Fault(
@@ -419,13 +434,13 @@ def _parts() -> tuple[Component, ...]:
             ),
         ),
         *(
-            Component("aggregation", k, _aggregated(k), k)
+            Component("aggregation", k, _aggregation(k), k)
             for k in ("seq-mean-token-mean", "seq-mean-token-sum")
         ),
         Component(
             "aggregation",
             "seq-mean-token-sum-norm",
-            _aggregated("seq-mean-token-sum-norm"),
+            _aggregation("seq-mean-token-sum-norm"),
             "seq-mean-token-sum-norm",
             {"length": 6},
             reasons=(

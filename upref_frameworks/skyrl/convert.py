@@ -137,15 +137,15 @@ def to_recorded_batch(
 
 
 def _groups(boundaries: list[tuple[int, int]], rows: int, file: str) -> Tensor:
-    """Number of the prompt of each row."""
-    out = torch.full((rows,), -1)
+    """Return the number of each row's prompt."""
+    prompt_numbers = torch.full((rows,), -1)
     for number, (start, end) in enumerate(boundaries):
-        out[start:end] = number
-    if (out < 0).any():
+        prompt_numbers[start:end] = number
+    if (prompt_numbers < 0).any():
         raise InputError(
-            f"{file}: its prompt boundaries leave out {int((out < 0).sum())} of {rows} responses."
+            f"{file}: its prompt boundaries leave out {int((prompt_numbers < 0).sum())} of {rows} responses."
         )
-    return out
+    return prompt_numbers
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -158,28 +158,30 @@ def main(arguments: list[str] | None = None) -> None:
         SystemExit: with status 2, where SkyRL is missing, or a file cannot be
             converted.
     """
-    p = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    p.add_argument(
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
         "files", nargs="+", help="global_step_*_training_input.pkl of your own runs"
     )
-    p.add_argument("-o", "--folder", required=True, help="where the converted files go")
-    a = p.parse_args(arguments)
+    parser.add_argument(
+        "-o", "--folder", required=True, help="where the converted files go"
+    )
+    options = parser.parse_args(arguments)
     try:
         from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
     except ImportError as e:
-        p.exit(
+        parser.exit(
             2,
             f"upref: this needs SkyRL ({e}): run it in the environment that trains.\n",
         )
     try:
-        folder = open_folder(a.folder)
-        for file in a.files:
-            held = TrainingInputBatch().load(file)
+        folder = open_folder(options.folder)
+        for file in options.files:
+            tensors = TrainingInputBatch().load(file)
             path = folder / f"{Path(file).stem}.npz"
-            write(path, to_recorded_batch(held, held.metadata or {}, file))
+            write(path, to_recorded_batch(tensors, tensors.metadata or {}, file))
             print(path)
     except (InputError, OSError) as e:
-        p.exit(2, f"upref: {e}\n")
+        parser.exit(2, f"upref: {e}\n")
 
 
 if __name__ == "__main__":

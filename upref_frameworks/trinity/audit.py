@@ -62,8 +62,8 @@ def _losses() -> Any:
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    """The arguments of its class, and over them what its default_args() say, which is
-    what a run without any gets.
+    """Return the arguments of the loss's class, replaced by its default_args(), which a
+    run without arguments gets.
     """
     cls = _losses().get(mode)
     return arguments(cls.__init__, "backend") | cls.default_args()
@@ -77,25 +77,26 @@ def _plain(
     advantages: Tensor,
     mask: Tensor,
 ) -> Tensor:
-    """The loss of Trinity in this mode, as a function of tensors."""
-    fn = _losses().get(mode)(backend="verl", **config)
-    return fn(
+    """Return the value of Trinity's loss in this mode."""
+    loss = _losses().get(mode)(backend="verl", **config)
+    value_and_metrics = loss(
         logprob=log_prob,
         old_logprob=old_log_prob,
         action_mask=mask,
         advantages=advantages,
-    )[0]
+    )
+    return value_and_metrics[0]
 
 
 def _token_sums(batch: Rollouts) -> Tensor:
-    """The token means of the micro-batches, added up: N over the tokens of the
-    micro-batch a response is in.
+    """Return a scale [B, 1] that adds up the token means of the micro-batches: all
+    tokens over those of the micro-batch that has the response.
     """
-    share = [
+    scales = [
         (batch.mask.sum() / m.mask.sum()).expand(len(m.mask), 1)
         for m in batch.split(MICRO)
     ]
-    return torch.cat(share).to(batch.logp)
+    return torch.cat(scales).to(batch.logp)
 
 
 GATE = replace(
@@ -119,6 +120,9 @@ TOKEN = replace(
 
 
 def _gate(r: Any, A: Any, tau_pos: Any, tau_neg: Any) -> Any:
+    """Return SAPO's gate of a ratio: 4 / tau σ(tau (r - 1)), with the tau of the sign
+    of A.
+    """
     return where(
         A > 0,
         4 / tau_pos * sigmoid(tau_pos * (r - 1)),
@@ -206,31 +210,37 @@ SPLIT = {
 
 
 # ---- what else it computes -----------------------------------------------------------
-def _group(name: str) -> Callable[..., Tensor]:
-    """Of Experience objects, whose reward and mask alone are read."""
+def _advantages_of_groups(name: str) -> Callable[..., Tensor]:
+    """Return Trinity's advantage function of that name that takes the Experience
+    objects of one group. It reads their reward and mask alone.
+    """
 
     def advantages(R: Tensor, group: Tensor) -> Tensor:
-        """The advantages that Trinity gives these rewards."""
-        fn = _module("advantage_fn").ADVANTAGE_FN.get(name)()
+        """Return the advantages that Trinity gives these rewards."""
+        estimator = _module("advantage_fn").ADVANTAGE_FN.get(name)()
         A = torch.zeros_like(R)
         for group_id in group.unique().tolist():
             rows = (group == group_id).nonzero()[:, 0].tolist()
-            exps = [
+            experiences = [
                 SimpleNamespace(reward=R[i].item(), action_mask=torch.ones(1))
                 for i in rows
             ]
-            for i, e in zip(
-                rows, fn.calculate_group_advantage(str(group_id), exps)[0], strict=True
+            for i, with_advantages in zip(
+                rows,
+                estimator.calculate_group_advantage(str(group_id), experiences)[0],
+                strict=True,
             ):
-                A[i] = e.advantages[0]
+                A[i] = with_advantages.advantages[0]
         return A
 
     return advantages
 
 
 def _advantages_of_batch(name: str) -> Callable[..., Tensor]:
-    """Return Trinity's advantage function of that name. It takes verl's DataProto, of
-    which a namespace with two dicts has what it reads; every response is one token.
+    """Return Trinity's advantage function of that name that takes verl's DataProto.
+
+    It reads two dicts of it, so a namespace with these stands in; every response is one
+    token.
     """
 
     def advantages(R: Tensor, group: Tensor) -> Tensor:
@@ -244,15 +254,18 @@ def _advantages_of_batch(name: str) -> Callable[..., Tensor]:
     return advantages
 
 
-def _alone(promise: str, **hp: float) -> Callable[..., Tensor]:
-    """As the estimator, but a response without a peer keeps its reward, over 1 + eps."""
+def _estimator_that_keeps_single_rewards(
+    promise: str, **hp: float
+) -> Callable[..., Tensor]:
+    """Return an advantage estimator in which a response without a peer keeps its
+    reward, divided by 1 + eps.
+    """
 
     def advantages(R: Tensor, group: Tensor) -> Tensor:
-        A, (_, index, size) = (
-            advantage(promise)(R, group, **hp),
-            group.unique(return_inverse=True, return_counts=True),
-        )
-        return torch.where(size[index] == 1, R / (1 + hp.get("eps", 0)), A)
+        A = advantage(promise)(R, group, **hp)
+        _, index, size = group.unique(return_inverse=True, return_counts=True)
+        is_alone = size[index] == 1
+        return torch.where(is_alone, R / (1 + hp.get("eps", 0)), A)
 
     return advantages
 
@@ -263,12 +276,14 @@ def _kl(lp: Tensor, ref: Tensor, name: str) -> Tensor:
 
 
 def _group_of_one(promise: str, **hp: Any) -> tuple[Fault[Any]]:
-    """Return why a group of one differs from the promise."""
-    return (Fault(ALONE, _alone(promise, **hp)),)
+    """Return the reason why the advantage in a group of one differs from the promise."""
+    return (Fault(ALONE, _estimator_that_keeps_single_rewards(promise, **hp)),)
 
 
 def _parts() -> tuple[Component, ...]:
-    """The parts of Trinity that are compared by themselves, such as its advantages."""
+    """Return the parts of Trinity that are compared by themselves, such as its
+    advantages.
+    """
     norm = {"ddof": 1, "eps": 1e-6}
     agg = _module("utils").aggregate_loss
     default = _module("algorithm").GRPOAlgorithm.default_config()["kl_loss_fn"]
@@ -276,7 +291,7 @@ def _parts() -> tuple[Component, ...]:
         Component(
             "advantages",
             "grpo",
-            _group("grpo"),
+            _advantages_of_groups("grpo"),
             "group_norm",
             norm,
             _group_of_one("group_norm", **norm),
@@ -294,7 +309,7 @@ def _parts() -> tuple[Component, ...]:
         Component(
             "advantages",
             "opmd",
-            _group("opmd"),
+            _advantages_of_groups("opmd"),
             "group_mean",
             {},
             _group_of_one("group_mean"),
@@ -309,7 +324,13 @@ def _parts() -> tuple[Component, ...]:
             _group_of_one("leave_one_out"),
             tol=1e-5,
         ),
-        Component("advantages", "reinforce", _group("reinforce"), "reward", tol=1e-5),
+        Component(
+            "advantages",
+            "reinforce",
+            _advantages_of_groups("reinforce"),
+            "reward",
+            tol=1e-5,
+        ),
         Component(
             "advantages",
             "reinforceplusplus",

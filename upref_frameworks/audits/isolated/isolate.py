@@ -44,20 +44,20 @@ def isolate(paths: list[str], pin: Pin) -> None:
         if isinstance(f, type) and f.__name__ in ("BuiltinImporter", "FrozenImporter")
     ]
     rest = [f for f in sys.meta_path if f not in finders]
-    sys.meta_path[:] = [_Stubs(pin), *finders, _Only(rest, paths)]
+    sys.meta_path[:] = [_FinderOfStubs(pin), *finders, _FinderOfAllowed(rest, paths)]
     for name in sorted(pin.skip_init):  # parents first
-        _shell(name)
+        _add_package_without_init(name)
 
 
-class _Only:
-    """The finders there were, for names of these folders, of the standard library and
-    of upref's dependencies.
+class _FinderOfAllowed:
+    """A finder that passes on what other finders find, if the module is in one of these
+    folders, in the standard library or a dependency of upref.
     """
 
     def __init__(self, finders: list[Any], paths: list[str]):
         self.finders = finders
         self.paths = tuple(paths)
-        self.known = _ours()
+        self.known = _modules_of_upref()
 
     def find_spec(
         self, name: str, path: Any = None, target: Any = None
@@ -68,17 +68,15 @@ class _Only:
             if hasattr(f, "find_spec")
         )
         spec = next((s for s in found if s is not None), None)
-        if (
-            spec is None
-            or path is not None
-            or name in sys.stdlib_module_names
-            or name in self.known
-        ):
+        is_submodule = path is not None
+        is_known = name in sys.stdlib_module_names or name in self.known
+        if spec is None or is_submodule or is_known:
             return spec
         where = [spec.origin or "", *(spec.submodule_search_locations or ())]
         # _sysconfigdata_...
-        python = where[0].startswith(STDLIB) and "-packages" not in where[0]
-        return spec if python or any(w.startswith(self.paths) for w in where) else None
+        in_stdlib = where[0].startswith(STDLIB) and "-packages" not in where[0]
+        in_folders = any(w.startswith(self.paths) for w in where)
+        return spec if in_stdlib or in_folders else None
 
     def invalidate_caches(self) -> None:
         for f in self.finders:
@@ -86,8 +84,8 @@ class _Only:
                 f.invalidate_caches()
 
 
-def _ours() -> set[str]:
-    """Top-level names of upref's dependencies, theirs included."""
+def _modules_of_upref() -> set[str]:
+    """Return the top-level module names of upref, its dependencies, and theirs."""
     packages = set()
     todo = ["upref", *OURS]
     while todo:
@@ -111,7 +109,10 @@ def _ours() -> set[str]:
 
 
 # ---- packages without their __init__ -------------------------------------------------
-def _shell(name: str) -> None:
+def _add_package_without_init(name: str) -> None:
+    """Put a package into sys.modules without running its __init__: its modules can then
+    be imported.
+    """
     parent, _, last = name.rpartition(".")
     above = sys.modules[parent].__path__ if parent in sys.modules else sys.path
     folder = next((p for base in above if (p := Path(base) / last).is_dir()), None)
@@ -203,8 +204,8 @@ class Absent:
         return f"<stand-in for {self._name}>"
 
 
-class _Stubs:
-    """Finds the modules of Pin.stubs, and all below them."""
+class _FinderOfStubs:
+    """A finder of stand-ins for the modules of Pin.stubs and all below them."""
 
     def __init__(self, pin: Pin):
         self.stubs = pin.stubs
@@ -229,6 +230,8 @@ class _Stubs:
 
 
 class _StubModule(ModuleType):
+    """A module whose every name is a stand-in, Absent."""
+
     def __getattr__(self, key: str) -> Any:
         if key.startswith("__"):
             raise AttributeError(key)

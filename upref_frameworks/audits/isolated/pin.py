@@ -109,12 +109,12 @@ def place(name: str, pin: Pin, version: str = "", source: str = "") -> Installat
     beside = pin.packages if pin.repository else pin.packages[1:]
     if source:
         copy = Path(source).expanduser().resolve()
-        _hashes(
+        _check_files(
             name, pin, copy / pin.root, missing=f"{source} is no working copy of {name}"
         )
         paths = [str(copy / pin.root)]
         if beside:
-            paths.append(str(_folder(name, "beside", beside)))
+            paths.append(str(_installed_packages(name, "beside", beside)))
         said = f"{name} is the working copy {source}; the ledger was written for {pin.version}."
         return Installation(paths, _commit(copy), [said])
     if pin.repository:
@@ -124,22 +124,22 @@ def place(name: str, pin: Pin, version: str = "", source: str = "") -> Installat
         found = _commit(copy)
         root = copy / pin.root
         if beside:
-            paths.append(str(_folder(name, "beside", beside)))
+            paths.append(str(_installed_packages(name, "beside", beside)))
     else:
         package = pin.packages[0].partition("==")[0]
         first = {"": pin.packages[0], NEWEST: package}.get(
             version, f"{package}=={version}"
         )
-        root = _folder(name, version or pin.version, (first, *beside))
+        root = _installed_packages(name, version or pin.version, (first, *beside))
         paths = [str(root)]
-        found = _installed(root, package)
+        found = _version_in(root, package)
     if found != pin.version:
         return Installation(
             paths,
             found,
             [f"upref was written against {name} {pin.version}; this is {found}."],
         )
-    _hashes(name, pin, root, exact=f"remove {root} and try again")
+    _check_files(name, pin, root, exact=f"remove {root} and try again")
     return Installation(paths, found, [])
 
 
@@ -157,13 +157,15 @@ def cache() -> Path:
     )
 
 
-def _folder(name: str, version: str, packages: tuple[str, ...]) -> Path:
-    """These packages, without their dependencies."""
+def _installed_packages(name: str, version: str, packages: tuple[str, ...]) -> Path:
+    """Return a folder with these packages, without their dependencies; install them if
+    it is not there yet.
+    """
     digest = hashlib.sha256(" ".join(packages).encode()).hexdigest()[:8]
     folder = cache() / f"{name}-{version}-{digest}"
     if version != NEWEST and _is_whole(folder):
         return folder
-    with _made(folder) as half:
+    with _filled_or_absent(folder) as unfinished:
         options = [
             "--quiet",
             "--disable-pip-version-check",
@@ -184,13 +186,13 @@ def _folder(name: str, version: str, packages: tuple[str, ...]) -> Path:
             "--only-binary",
             ":all:",
         ]
-        result = _run([*command, *options, "--target", str(half), *packages])
+        result = _run([*command, *options, "--target", str(unfinished), *packages])
         if result.returncode:
-            said = [
+            errors = [
                 x for x in result.stderr.splitlines() if x.startswith("ERROR: ")
             ] or result.stderr.splitlines()[-1:]
-            if said:
-                why = said[-1].removeprefix("ERROR: ").strip()
+            if errors:
+                why = errors[-1].removeprefix("ERROR: ").strip()
             else:
                 why = f"pip ended with {result.returncode}"
             raise InputError(
@@ -201,7 +203,9 @@ def _folder(name: str, version: str, packages: tuple[str, ...]) -> Path:
 
 
 def _checkout(name: str, repository: str, commit: str) -> Path:
-    """A commit of a repository, without its history."""
+    """Return a folder with a commit of a repository, without its history; fetch it if
+    it is not there yet.
+    """
     folder = cache() / f"{name}-{commit[:9]}"
     if commit != "HEAD" and _is_whole(folder):
         return folder
@@ -209,7 +213,7 @@ def _checkout(name: str, repository: str, commit: str) -> Path:
         raise InputError(
             f"{name} is not on a package index; fetching it needs git, which is not installed."
         )
-    with _made(folder) as half:
+    with _filled_or_absent(folder) as unfinished:
         fetch = [
             "fetch",
             "--quiet",
@@ -224,22 +228,24 @@ def _checkout(name: str, repository: str, commit: str) -> Path:
             fetch,
             ["checkout", "--quiet", "FETCH_HEAD"],
         ):
-            result = _run(["git", "-C", str(half), *command])
+            result = _run(["git", "-C", str(unfinished), *command])
             if result.returncode:
-                said = (
+                error = (
                     result.stderr.strip().splitlines()
                     or [f"git ended with {result.returncode}"]
                 )[-1]
                 raise InputError(
-                    f"{repository} at {commit} cannot be fetched ({said}): is there a network? "
+                    f"{repository} at {commit} cannot be fetched ({error}): is there a network? "
                     "--source CHECKOUT audits a working copy."
                 )
     return folder
 
 
 @contextmanager
-def _made(folder: Path) -> Iterator[Path]:
-    """A folder that is whole or not there: filled under another name first."""
+def _filled_or_absent(folder: Path) -> Iterator[Path]:
+    """Yield a folder to be filled under another name, and rename it to `folder` at the
+    end: so `folder` is whole or not there.
+    """
     installing = ExitStack()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -247,42 +253,42 @@ def _made(folder: Path) -> Iterator[Path]:
             for leftover in folder.parent.glob(".half-*"):
                 if not is_held(leftover):  # its installation was killed
                     shutil.rmtree(leftover, ignore_errors=True)
-            half = Path(tempfile.mkdtemp(prefix=".half-", dir=folder.parent))
-            installing.enter_context(held(half))
+            unfinished = Path(tempfile.mkdtemp(prefix=".half-", dir=folder.parent))
+            installing.enter_context(held(unfinished))
     except OSError as e:
         raise InputError(
             f"cannot write in {folder.parent} ({e.strerror}): set XDG_CACHE_HOME."
         ) from e
     try:
-        yield half
-        (half / DIGEST).write_text(_digest(half), encoding="utf-8")
+        yield unfinished
+        (unfinished / DIGEST).write_text(_digest(unfinished), encoding="utf-8")
         if folder.exists():
             shutil.rmtree(folder)
-        os.replace(half, folder)
+        os.replace(unfinished, folder)
     finally:
-        shutil.rmtree(half, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         installing.close()
 
 
 def _digest(folder: Path) -> str:
-    """One sha256 of the names and contents of all files, compiled ones and git's own
-    left out.
+    """Return one sha256 of the names and contents of all files, except compiled ones
+    and git's own.
     """
     total = hashlib.sha256()
     for file in sorted(folder.rglob("*")):
-        if (
-            file.is_file()
-            and file.name != DIGEST
-            and not {"__pycache__", ".git"} & set(file.parts)
-        ):
-            of = hashlib.sha256(file.read_bytes()).hexdigest()
-            total.update(f"{file.relative_to(folder).as_posix()} {of}\n".encode())
+        is_left_out = bool({"__pycache__", ".git"} & set(file.parts))
+        if file.is_file() and file.name != DIGEST and not is_left_out:
+            digest_of_file = hashlib.sha256(file.read_bytes()).hexdigest()
+            total.update(
+                f"{file.relative_to(folder).as_posix()} {digest_of_file}\n".encode()
+            )
     return total.hexdigest()
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether it is there as it was installed; InputError where a file has changed
-    since.
+    """Return whether the folder is there as it was installed.
+
+    Raises InputError where a file has changed since.
     """
     if not (folder / DIGEST).is_file():
         return False
@@ -294,6 +300,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command without prompts of git; return its exit status and output."""
     quiet = {"GIT_TERMINAL_PROMPT": "0"}
     return subprocess.run(
         command, capture_output=True, text=True, env=os.environ | quiet, check=False
@@ -301,10 +308,15 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 # ---- what is in it -------------------------------------------------------------------
-def _hashes(
+def _check_files(
     name: str, pin: Pin, root: Path, missing: str = "", exact: str = ""
 ) -> None:
-    """Each file is there; with exact also: it is the one that was audited."""
+    """Raise InputError where a file of the pin is missing or, if `exact` is given, is
+    not the one that was audited.
+
+    `missing` begins the message of a missing file, and `exact` ends that of another
+    file.
+    """
     for file, digest in pin.files.items():
         if not (root / file).is_file():
             raise InputError(
@@ -330,8 +342,8 @@ def normalize(package: str) -> str:
     return re.sub(r"[-_.]+", "-", package).lower()
 
 
-def _installed(folder: Path, package: str) -> str:
-    """The version that the folder holds."""
+def _version_in(folder: Path, package: str) -> str:
+    """Return the version of the package that the folder holds."""
     for info in folder.glob("*.dist-info"):
         installed_name, _, version = info.name.removesuffix(".dist-info").rpartition(
             "-"
@@ -342,7 +354,9 @@ def _installed(folder: Path, package: str) -> str:
 
 
 def _commit(copy: Path) -> str:
-    """The commit of a copy of a repository."""
+    """Return the commit of a copy of a repository, "a working copy" where there is
+    none.
+    """
     if shutil.which("git"):
         result = _run(["git", "-C", str(copy), "rev-parse", "HEAD"])
     else:
