@@ -70,120 +70,121 @@ def check(
     Raises:
         InputError: the loss cannot be run.
     """
-    o = objective if isinstance(objective, Objective) else get(objective)
-    o = o.aggregated(agg) if agg else o
+    reference = objective if isinstance(objective, Objective) else get(objective)
+    if agg:
+        reference = reference.aggregated(agg)
     validate_names(every(), skip)
-    read_loss = read(loss, o, hp)
-    report = _compared(read_loss, o, agg, skip, hp)
+    read_loss = read(loss, reference, hp)
+    report = _report_of(read_loss, reference, agg, skip, hp)
     if (
         read_loss.order_unknown
         and not report
-        and _order_decides(read_loss, o, agg, skip, hp, report)
+        and _may_fail_for_order(read_loss, reference, agg, skip, hp, report)
     ):
         raise InputError(read_loss.order_unknown)
-    return _with_own_defaults(report, read_loss, o, agg, skip, hp)
+    return _with_own_defaults(report, read_loss, reference, agg, skip, hp)
 
 
 def _with_own_defaults(
     report: Report,
-    one: Loss,
+    loss: Loss,
     objective: Objective,
     agg: str,
     skip: Sequence[str],
     hp: dict[str, Any],
 ) -> Report:
-    """The report, which says so where other numbers are all that differs, and they are
-    the loss's own defaults.
+    """Return the report. If the loss agrees at its own default hyperparameters, every
+    failure gets that as a cause.
     """
-    own_defaults = {k: v for k, v in one.own_defaults.items() if v != report.hp.get(k)}
+    own_defaults = {k: v for k, v in loss.own_defaults.items() if v != report.hp.get(k)}
     if report or not own_defaults:
         return report
     try:
-        if not _compared(one, objective, agg, skip, hp | own_defaults):
+        if not _report_of(loss, objective, agg, skip, hp | own_defaults):
             return report
     except InputError:  # it is out of range
         return report
-    said = " ".join(f"--hp {k}={v:g}" for k, v in own_defaults.items())
+    options = " ".join(f"--hp {k}={v:g}" for k, v in own_defaults.items())
     whose = "the loss's own default" + ("s" if len(own_defaults) > 1 else "")
-    words = f"it agrees with {said}, {whose}"
+    words = f"it agrees with {options}, {whose}"
     findings = [
-        replace(f, cause="; ".join(filter(None, (f.cause, words))))
-        if f.severity == "failure"
-        else f
-        for f in report.findings
+        replace(finding, cause="; ".join(filter(None, (finding.cause, words))))
+        if finding.severity == "failure"
+        else finding
+        for finding in report.findings
     ]
     return replace(report, findings=findings)
 
 
-def _order_decides(
-    one: Loss,
+def _may_fail_for_order(
+    loss: Loss,
     objective: Objective,
     agg: str,
     skip: Sequence[str],
     hp: dict[str, Any],
     report: Report,
 ) -> bool:
-    """Whether a loss whose policies were read by position fails for their order, or may
-    do so.
+    """Tell whether the order of the policies may be why a loss fails whose policies
+    were read by position.
     """
-    if any(INVERTED in f.fault_ids for f in report.failures):
+    if any(INVERTED in failure.fault_ids for failure in report.failures):
         return True
     with contextlib.suppress(InputError):  # what it refuses in that order is no answer
-        return bool(_compared(one.exchanged(), objective, agg, skip, hp))
+        return bool(_report_of(loss.exchanged(), objective, agg, skip, hp))
     return False
 
 
-def _compared(
-    one: Loss, objective: Objective, agg: str, skip: Sequence[str], hp: dict[str, Any]
+def _report_of(
+    loss: Loss, objective: Objective, agg: str, skip: Sequence[str], hp: dict[str, Any]
 ) -> Report:
-    """The report of a loss that was read."""
+    """Run all oracles on a loss that was read, and return the report."""
     start = time.perf_counter()
     case = make_case(
-        one,
+        loss,
         objective,
         objective.resolve(
             {k: v for k, v in hp.items() if k in objective.hyperparameters}
         ),
     )
-    # whether it answers the same twice: else no other oracle knows what it compares
+    # the first oracle calls the loss twice: if the answers differ, no other can compare
     first, *rest = every()
-    found, ran = run([first], case, skip)
+    findings, outcomes = run([first], case, skip)
     if not case.failed:
-        more_findings, became = run(rest, case, skip)
-        found = found + more_findings
-        ran = ran | became
-        if first.name not in skip and (late := state(case)):
+        other_findings, other_outcomes = run(rest, case, skip)
+        findings = findings + other_findings
+        outcomes = outcomes | other_outcomes
+        if first.name not in skip and (late_findings := state(case)):
             case.failed.add("determinism")
-            found = late
-            ran = {first.name: "failure"}
+            findings = late_findings
+            outcomes = {first.name: "failure"}
     if "determinism" in case.failed:
-        ran = {
-            objective.name: ran.get(objective.name, "the same batch has other answers")
-            for objective in every()
+        outcomes = {
+            oracle.name: outcomes.get(oracle.name, "the same batch has other answers")
+            for oracle in every()
         }
     tolerances = {
         "weight, relative": case.tol,
         "silent below": EXACT if case.tol == HABIT else case.tol,
     }
     seconds = time.perf_counter() - start
-    settings = "; ".join(filter(None, [one.settings, as_shipped(one, case)]))
+    settings = "; ".join(filter(None, [loss.settings, as_shipped(loss, case)]))
     name = f"{objective.name} with {agg}" if agg else objective.name
     implied = [
-        objective.name
-        for objective in every()
-        if objective.implied and ran.get(objective.name) != SKIPPED
+        oracle.name
+        for oracle in every()
+        if oracle.implied and outcomes.get(oracle.name) != SKIPPED
     ]
     unchecked = not_checked(case) + not_run(
-        {name: became for name, became in ran.items() if name not in implied}
+        {name: became for name, became in outcomes.items() if name not in implied}
     )
     return Report(
-        one.name,
+        loss.name,
         name,
         case.hp,
-        found,
-        one.read_as,
+        findings,
+        loss.read_as,
         assumptions(case),
-        ran,
+        outcomes,
         tolerances,
         seconds,
         settings,
@@ -234,7 +235,7 @@ def not_checked(case: LossCase) -> list[str]:
 
 
 def assumptions(case: LossCase) -> list[str]:
-    """What was assumed of the loss, a sentence each.
+    """Return what was assumed of the loss, a sentence each.
 
     Args:
         case: the loss and its objective.

@@ -59,7 +59,7 @@ def join_causes(*causes: Cause) -> Cause:
         A cause with all ids.
     """
     words = "; ".join(cause.words for cause in causes if cause)
-    return Cause(words, tuple(one for cause in causes for one in cause.ids))
+    return Cause(words, tuple(fault_id for cause in causes for fault_id in cause.ids))
 
 
 @dataclass(frozen=True)

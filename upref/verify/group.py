@@ -7,11 +7,11 @@ LOOPBACK = "lo", "lo0"  # Linux, macOS
 
 
 def on_loopback() -> dict[str, str]:
-    """The environment in which gloo listens on the loopback interface; it would take
-    the address of the host's name.
+    """Return the environment in which gloo listens on the loopback interface. Without
+    it gloo takes the address of the host's name.
 
     Returns:
         GLOO_SOCKET_IFNAME; nothing on a machine without that interface.
     """
-    here = [name for _, name in socket.if_nameindex() if name in LOOPBACK]
-    return {"GLOO_SOCKET_IFNAME": here[0]} if here else {}
+    loopback_names = [name for _, name in socket.if_nameindex() if name in LOOPBACK]
+    return {"GLOO_SOCKET_IFNAME": loopback_names[0]} if loopback_names else {}

@@ -93,15 +93,20 @@ def discover(package: ModuleType, kind: type[T]) -> list[T]:
         Each object once.
     """
     modules = [
-        importlib.import_module(f"{package.__name__}.{m.name}")
-        for m in pkgutil.iter_modules(package.__path__)
+        importlib.import_module(f"{package.__name__}.{module.name}")
+        for module in pkgutil.iter_modules(package.__path__)
     ]
-    every = {id(x): x for m in modules for x in vars(m).values() if isinstance(x, kind)}
-    return list(every.values())
+    by_identity = {
+        id(value): value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, kind)
+    }
+    return list(by_identity.values())
 
 
 def by_rank(oracles: Iterable[Oracle]) -> list[Oracle]:
-    """By rank, then by name.
+    """Sort oracles by rank, then by name.
 
     Args:
         oracles: in any order.
@@ -109,7 +114,7 @@ def by_rank(oracles: Iterable[Oracle]) -> list[Oracle]:
     Returns:
         The order in which they run.
     """
-    return sorted(oracles, key=lambda objective: (objective.rank, objective.name))
+    return sorted(oracles, key=lambda one_oracle: (one_oracle.rank, one_oracle.name))
 
 
 def validate_names(oracles: Iterable[Oracle], skip: Iterable[str]) -> None:
@@ -119,9 +124,9 @@ def validate_names(oracles: Iterable[Oracle], skip: Iterable[str]) -> None:
         oracles: all that there are.
         skip: names.
     """
-    known = [known_oracle.name for known_oracle in oracles]
+    known = [one_oracle.name for one_oracle in oracles]
     if not isinstance(skip, list | tuple | set | frozenset) or not all(
-        isinstance(s, str) for s in skip
+        isinstance(name, str) for name in skip
     ):
         raise InputError(
             f"skip is a list of oracles' names: choose from {', '.join(known)}."
@@ -135,8 +140,7 @@ def validate_names(oracles: Iterable[Oracle], skip: Iterable[str]) -> None:
 def run(
     oracles: Iterable[Oracle], case: Case, skip: Iterable[str] = ()
 ) -> tuple[list[Finding], dict[str, str]]:
-    """(findings, what became of each oracle: ok, note, failure, or why it was not run).
-    Adds to case.failed.
+    """Run the oracles on a case. Those that fail are added to case.failed.
 
     Args:
         oracles: in the order in which they run.
@@ -144,26 +148,38 @@ def run(
         skip: names of those that are left out.
 
     Returns:
-        The findings, and name -> what became of the oracle.
+        The findings, and name -> what became of the oracle: ok, note, failure, or why it
+            was not run.
     """
-    found: list[Finding] = []
-    ran: dict[str, str] = {}
-    for one in oracles:
-        if why := SKIPPED if one.name in skip else one.not_run(case):
-            ran[one.name] = why
+    all_findings: list[Finding] = []
+    outcomes: dict[str, str] = {}
+    for current in oracles:
+        if why := SKIPPED if current.name in skip else current.not_run(case):
+            outcomes[current.name] = why
             continue
         try:
-            got = list(one.findings(case))
+            findings = list(current.findings(case))
         except InputError as e:
-            got = [fail(one.name, "on a batch of this oracle", "an answer", str(e))]
-        kept = [f for f in got if f.oracle not in skip]
-        found += kept
-        severities = {f.severity for f in kept}
-        if got and not kept:
-            ran[one.name] = f"what it found is for {got[0].oracle}, which is skipped"
-        else:
-            ran[one.name] = next(
-                (s for s in ("failure", "note") if s in severities), "ok"
+            findings = [
+                fail(current.name, "on a batch of this oracle", "an answer", str(e))
+            ]
+        kept_findings = [finding for finding in findings if finding.oracle not in skip]
+        all_findings += kept_findings
+        severities = {finding.severity for finding in kept_findings}
+        if findings and not kept_findings:
+            outcomes[current.name] = (
+                f"what it found is for {findings[0].oracle}, which is skipped"
             )
-        case.failed |= {f.oracle for f in kept if f.severity == "failure"}
-    return found, ran
+        else:
+            outcomes[current.name] = next(
+                (
+                    severity
+                    for severity in ("failure", "note")
+                    if severity in severities
+                ),
+                "ok",
+            )
+        case.failed |= {
+            finding.oracle for finding in kept_findings if finding.severity == "failure"
+        }
+    return all_findings, outcomes

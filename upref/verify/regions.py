@@ -64,45 +64,50 @@ def regions(
         r: the ratio of each token, [B, T].
         bounds: ratios at which the objective's weight jumps.
     """
-    side = batch.mask & ~ties & (A.sign() == sign)
-    if not (failing & side).any():
+    tokens_of_sign = batch.mask & ~ties & (A.sign() == sign)
+    if not (failing & tokens_of_sign).any():
         return
-    order = r[side].argsort()
-    xs = r[side][order].tolist()
-    bad = failing[side][order].tolist()
-    if all(bad):
-        yield Region(TokenPlace(sign, (Interval(),)), sign, side)
+    by_ratio = r[tokens_of_sign].argsort()
+    ratios = r[tokens_of_sign][by_ratio].tolist()
+    is_wrong = failing[tokens_of_sign][by_ratio].tolist()
+    if all(is_wrong):
+        yield Region(TokenPlace(sign, (Interval(),)), sign, tokens_of_sign)
         return
-    groups = _groups(xs, bad)
-    runs = _runs([fails for *_, fails in groups])
-    # which tokens fail, their ρ decides
+    groups = _merge_equal_ratios(ratios, is_wrong)
+    runs = _runs_of_true([fails for *_, fails in groups])
+    # several intervals with a sampler: ρ decides which tokens fail
     if case.objective.sampler is not None and len(runs) > 1:
-        yield Region(TokenPlace(sign, decided_by="ρ"), sign, side)
+        yield Region(TokenPlace(sign, decided_by="ρ"), sign, tokens_of_sign)
         return
     # where A = 0 no bound of the objective explains an interval
     decided_elsewhere = len(runs) > 1 or sign == 0
-    if decided_elsewhere and _are_right_alone(case, batch, failing & side):
-        yield Region(TokenPlace(sign, decided_by="others"), sign, side)
+    if decided_elsewhere and _are_right_alone(case, batch, failing & tokens_of_sign):
+        yield Region(TokenPlace(sign, decided_by="others"), sign, tokens_of_sign)
         return
-    single = [
+    # runs of one ratio with right ones on either side
+    single_ratios = [
         groups[first][0] for first, last in runs if 0 < first == last < len(groups) - 1
     ]
     if len(runs) > MOST_INTERVALS or any(
-        not _is_wrong_at(case, sign, ratio) for ratio in single
+        not _is_wrong_at(case, sign, ratio) for ratio in single_ratios
     ):
-        yield Region(TokenPlace(sign, decided_by="scattered"), sign, side)
+        yield Region(TokenPlace(sign, decided_by="scattered"), sign, tokens_of_sign)
         return
     for first, last in runs:
         if first:
-            low_bound = _end(case, sign, bounds, groups[first - 1][1], groups[first][0])
+            low_bound = _bound_between(
+                case, sign, bounds, groups[first - 1][1], groups[first][0]
+            )
         else:
             low_bound = None
         if last + 1 < len(groups):
-            high_bound = _end(case, sign, bounds, groups[last + 1][0], groups[last][1])
+            high_bound = _bound_between(
+                case, sign, bounds, groups[last + 1][0], groups[last][1]
+            )
         else:
             high_bound = None
         tokens = (
-            side
+            tokens_of_sign
             & (r >= groups[first][0] * (1 - 1e-12))
             & (r <= groups[last][1] * (1 + 1e-12))
         )
@@ -110,21 +115,22 @@ def regions(
 
 
 MOST_INTERVALS = 3  # of one sign of A that are named
-ASKED_ALONE = 8  # tokens that differ
+ASKED_ALONE = 8  # failing tokens that are measured by themselves
 
 
 def _is_wrong_at(case: LossCase, sign: float, ratio: float) -> bool:
-    """Whether a response of one token of this ratio differs."""
+    """Tell whether the weight of a response of one token is wrong at this ratio."""
     batch = case.ready(single_token_responses(sign, np.array([ratio])))
     return bool((case.weight_error(batch) > case.tol).any())
 
 
 def _are_right_alone(case: LossCase, batch: Rollouts, failing: Tensor) -> bool:
-    """Whether tokens that differ, [B, T], are right in a batch of their own, where
-    their ratio is the same.
+    """Tell whether failing tokens, [B, T], are right in a batch of one token with the
+    same ratio. At most ASKED_ALONE of them are measured.
     """
     tokens = failing.nonzero().tolist()
-    for i, t in tokens[:: -(-len(tokens) // ASKED_ALONE)]:
+    every_nth = math.ceil(len(tokens) / ASKED_ALONE)
+    for i, t in tokens[::every_nth]:
         alone = cut(replace(batch, group=None), [i], [t])
         try:
             if alone is None or case.weight_error(case.ready(alone)).max() > case.tol:
@@ -134,50 +140,61 @@ def _are_right_alone(case: LossCase, batch: Rollouts, failing: Tensor) -> bool:
     return True
 
 
-def _groups(xs: list[float], bad: list[bool]) -> list[tuple[float, float, bool]]:
-    """One ratio met several times (other A, other mu) fails if any of them does."""
+def _merge_equal_ratios(
+    ratios: list[float], is_wrong: list[bool]
+) -> list[tuple[float, float, bool]]:
+    """Merge equal neighbors of sorted ratios: (lowest, highest, whether any is wrong).
+
+    One ratio occurs several times, with other A and other mu.
+    """
     groups: list[tuple[float, float, bool]] = []
-    for v, f in zip(xs, bad, strict=True):
-        if groups and v <= groups[-1][1] * (1 + 1e-10):
-            groups[-1] = (groups[-1][0], v, groups[-1][2] or f)
+    for ratio, wrong in zip(ratios, is_wrong, strict=True):
+        if groups and ratio <= groups[-1][1] * (1 + 1e-10):
+            groups[-1] = (groups[-1][0], ratio, groups[-1][2] or wrong)
         else:
-            groups.append((v, v, f))
+            groups.append((ratio, ratio, wrong))
     return groups
 
 
-def _runs(flags: list[bool]) -> list[tuple[int, int]]:
-    """First and last index of each run of True."""
-    starts = [i for i, f in enumerate(flags) if f and (i == 0 or not flags[i - 1])]
-    ends = [
-        i
-        for i, f in enumerate(flags)
-        if f and (i + 1 == len(flags) or not flags[i + 1])
+def _runs_of_true(flags: list[bool]) -> list[tuple[int, int]]:
+    """Return the first and the last index of each run of True."""
+    first_indices = [
+        i for i, flag in enumerate(flags) if flag and (i == 0 or not flags[i - 1])
     ]
-    return list(zip(starts, ends, strict=True))
+    last_indices = [
+        i
+        for i, flag in enumerate(flags)
+        if flag and (i + 1 == len(flags) or not flags[i + 1])
+    ]
+    return list(zip(first_indices, last_indices, strict=True))
 
 
-def _end(
-    case: LossCase, sign: float, known: list[float], good: float, bad: float
+def _bound_between(
+    case: LossCase, sign: float, known_bounds: list[float], good: float, bad: float
 ) -> float:
-    """The bound between a ratio that agrees and one that does not: the objective's own,
-    or found by asking the loss.
+    """Return the bound between a ratio that agrees and one that does not: a known bound
+    of the objective, or one that calls of the loss close in on.
     """
     lo = min(good, bad)
     hi = max(good, bad)
-    for k in known:
-        if lo * (1 - 1e-12) <= k <= hi * (1 + 1e-12):
-            return k
+    for bound in known_bounds:
+        if lo * (1 - 1e-12) <= bound <= hi * (1 + 1e-12):
+            return bound
     if case.objective.level == "custom" or case.objective.reads_mu:
         return float(bad)
+    # each round leaves 1/32 of the interval
     for _ in range(6):
-        xs = np.exp(np.linspace(math.log(good), math.log(bad), 33))
-        wrongs = (
-            (case.weight_error(case.ready(single_token_responses(sign, xs))) > case.tol)
+        ratios = np.exp(np.linspace(math.log(good), math.log(bad), 33))
+        is_wrong = (
+            (
+                case.weight_error(case.ready(single_token_responses(sign, ratios)))
+                > case.tol
+            )
             .any(1)
             .tolist()
         )
-        if True not in wrongs or not wrongs.index(True):
+        if True not in is_wrong or not is_wrong.index(True):
             return float(bad)
-        good = xs[wrongs.index(True) - 1]
-        bad = xs[wrongs.index(True)]
+        good = ratios[is_wrong.index(True) - 1]
+        bad = ratios[is_wrong.index(True)]
     return float(bad)

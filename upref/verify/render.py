@@ -15,6 +15,7 @@ DECIDED_BY = {
 }
 DIGITS = (6, 9, 12, 17)  # of two numbers: as few as tell them apart
 GRADIENT_DIGITS = (6, 9, 12)  # of two printed gradients
+RESULT_DIGITS = 9  # of two printed results of an advantage or KL function
 BOUND_DIGITS = 5
 EQUATED = ("A", "KL(π_θ ‖ π_ref)")  # units that are printed as "A = 1"
 EXACT = 17  # digits of a float64 that is read back as it was
@@ -32,18 +33,18 @@ def describe_pair(expected: Number | str, found: Number | str) -> tuple[str, str
     """
     texts = "", ""
     for digits in DIGITS:
-        texts = _describe(expected, digits), _describe(found, digits)
+        texts = _describe_number(expected, digits), _describe_number(found, digits)
         one_is_text = isinstance(expected, str) or isinstance(found, str)
         if one_is_text or texts[0] != texts[1]:
             break
     return texts
 
 
-def _describe(x: Number | str, digits: int) -> str:
-    """A number with its unit and its remark, in words."""
+def _describe_number(x: Number | str, digits: int) -> str:
+    """Return a number with its unit and its remark; words stay as they are."""
     if isinstance(x, str):
         return x
-    text = f"{x.value + 0.0:.{digits}g}"
+    text = f"{x.value + 0.0:.{digits}g}"  # + 0.0 turns -0.0 into 0.0
     if x.unit in EQUATED:
         text = f"{x.unit} = {text}"
     elif x.unit:
@@ -64,24 +65,25 @@ def describe_places(place: TokenPlace, also: Sequence[TokenPlace] = ()) -> str:
     shown = [f"{symbol} = {number:.6g}" for symbol, number in place.numbers.items()]
     remark = [place.remark] if place.remark else []
     if not (place.intervals or place.decided_by):
-        return ", ".join([*_sign(place), *shown, *remark])
+        return ", ".join([*_sign_words(place), *shown, *remark])
     texts = [_describe_tokens(one_place) for one_place in (place, *also)]
     text = ", ".join(["; ".join(texts), *remark])
     return f"{text}   (here {', '.join(shown)})" if shown else text
 
 
 def _describe_tokens(place: TokenPlace) -> str:
-    """The tokens that differ, in words."""
+    """Return the tokens that differ, in words."""
     if place.decided_by:
         tokens = DECIDED_BY[place.decided_by]
     else:
         tokens = " or ".join(
             describe_interval(interval) for interval in place.intervals
         )
-    return ", ".join([*_sign(place), tokens])
+    return ", ".join([*_sign_words(place), tokens])
 
 
-def _sign(place: TokenPlace) -> list[str]:
+def _sign_words(place: TokenPlace) -> list[str]:
+    """Return the sign of A in words; an empty list where it does not matter."""
     return [] if place.sign is None else [SIGNS[place.sign]]
 
 
@@ -116,7 +118,7 @@ def describe_example(example: Example) -> str:
     Args:
         example: as data.
     """
-    lines = _rollouts(example) if example.rollouts else _arguments(example)
+    lines = _rollouts_lines(example) if example.rollouts else _argument_lines(example)
     text = "\n".join(lines)
     if example.then:
         text = f"{text}\n{example.then}"
@@ -125,8 +127,8 @@ def describe_example(example: Example) -> str:
     return text
 
 
-def _rollouts(example: Example) -> Iterator[str]:
-    """Lines of Python that make the batch of an example."""
+def _rollouts_lines(example: Example) -> Iterator[str]:
+    """Yield lines of Python that make the batch of an example."""
     if example.code:
         yield example.code
         return
@@ -138,15 +140,15 @@ def _rollouts(example: Example) -> Iterator[str]:
         return
     yield "b = upref.Rollouts("
     for name, numbers in example.inputs.items():
-        yield f"    {name}={_tensor(numbers, example.dtype)},"
+        yield f"    {name}={_tensor_code(numbers, example.dtype)},"
     yield ")"
     digits = GRADIENT_DIGITS[0]
     if example.expected is not None and example.found is not None:
         digits = digits_apart(example.expected, example.found) or GRADIENT_DIGITS[-1]
     if example.expected is not None:
-        yield f"# expected dJ/dlp: {_list(example.expected, digits)}"
+        yield f"# expected dJ/dlp: {_list_code(example.expected, digits)}"
     if example.found is not None:
-        yield f"# found    dJ/dlp: {_list(example.found, digits)}"
+        yield f"# found    dJ/dlp: {_list_code(example.found, digits)}"
 
 
 def _describe_size(responses: int, tokens: int) -> str:
@@ -156,27 +158,28 @@ def _describe_size(responses: int, tokens: int) -> str:
     return f"{responses} responses of up to {tokens} tokens"
 
 
-def _arguments(example: Example) -> Iterator[str]:
-    """Lines of Python that make the arguments of an example."""
+def _argument_lines(example: Example) -> Iterator[str]:
+    """Yield lines of Python that make the arguments of an example."""
     if example.code:
         yield example.code
     for name, numbers in example.inputs.items():
         if isinstance(numbers, list):
-            yield f"{name} = {_tensor(numbers, example.dtype)}"
+            yield f"{name} = {_tensor_code(numbers, example.dtype)}"
         else:
             yield f"{name} = {numbers:g}"
     if example.expected is not None:
-        yield f"# expected  {_list(example.expected, 9)}"
+        yield f"# expected  {_list_code(example.expected, RESULT_DIGITS)}"
     if example.found is not None:
-        yield f"# found     {_list(example.found, 9)}"
+        yield f"# found     {_list_code(example.found, RESULT_DIGITS)}"
 
 
-def _tensor(numbers: list[Any], dtype: str) -> str:
-    first: Any = numbers
-    while isinstance(first, list) and first:
-        first = first[0]
-    if isinstance(first, float):
-        return f"torch.tensor({_list(numbers, EXACT)}, dtype=torch.{dtype})"
+def _tensor_code(numbers: list[Any], dtype: str) -> str:
+    """Return Python that makes a tensor: of this dtype if it holds floats."""
+    first_number: Any = numbers
+    while isinstance(first_number, list) and first_number:
+        first_number = first_number[0]
+    if isinstance(first_number, float):
+        return f"torch.tensor({_list_code(numbers, EXACT)}, dtype=torch.{dtype})"
     return f"torch.tensor({numbers})"
 
 
@@ -188,13 +191,14 @@ def digits_apart(x: list[Any], y: list[Any]) -> int | None:
     Args:
         x, y: nested lists of numbers.
     """
-    differing = (n for n in GRADIENT_DIGITS if _list(x, n) != _list(y, n))
+    differing = (n for n in GRADIENT_DIGITS if _list_code(x, n) != _list_code(y, n))
     return next(differing, None)
 
 
-def _list(x: Any, digits: int) -> str:
+def _list_code(x: Any, digits: int) -> str:
+    """Return Python for a number or for nested lists of numbers."""
     if isinstance(x, list):
-        return "[" + ", ".join(_list(entry, digits) for entry in x) + "]"
+        return "[" + ", ".join(_list_code(entry, digits) for entry in x) + "]"
     if not math.isfinite(x):
         return f'float("{x}")'
     return repr(x) if digits == EXACT else f"{x + 0.0:.{digits}g}"

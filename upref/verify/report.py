@@ -171,6 +171,7 @@ def read_finding(record: dict[str, Any]) -> Finding:
 
 
 def _read_place(record: dict[str, Any]) -> TokenPlace:
+    """Return the TokenPlace of which this is the record."""
     intervals = tuple(Interval(**interval) for interval in record["intervals"])
     return TokenPlace(**record | {"intervals": intervals})
 
@@ -210,8 +211,8 @@ def fail(
         "failure",
         short(about),
         place,
-        _as_number(expected),
-        _as_number(found),
+        _number_or_words(expected),
+        _number_or_words(found),
         example,
         short(str(cause)),
         subject,
@@ -241,15 +242,15 @@ def note(
     return replace(finding, severity="note")
 
 
-def _as_number(x: Any) -> Number | str:
-    """A plain number is a weight."""
+def _number_or_words(x: Any) -> Number | str:
+    """Return a plain number as a weight, and shorten words; a Number stays as it is."""
     if isinstance(x, Number):
         return x
     return short(x) if isinstance(x, str) else Number(float(x), "weight")
 
 
 def _height(text: str) -> int:
-    """The lines that a text takes on a screen."""
+    """Return how many lines a text takes on a screen."""
     return sum(math.ceil(max(len(line), 1) / COLUMNS) for line in text.splitlines())
 
 
@@ -310,29 +311,35 @@ class Report(Result):
         Returns:
             Lines, without a line break at the end.
         """
-        lines = [self._head(), *self._failure_lines(verbose)]
+        lines = [self._verdict_line(), *self._failure_lines(verbose)]
         if self.failures and not any(f.cause for f in self.failures):
             lines.append(f"      likely    {UNKNOWN}; the numbers are what was found")
-        usual = [] if verbose else [f.oracle for f in self.notes if f.oracle in USUAL]
-        lines += first_few(
-            [f.text(verbose) for f in self.notes if f.oracle not in usual], "note"
+        usual_oracles = (
+            [] if verbose else [f.oracle for f in self.notes if f.oracle in USUAL]
         )
-        if usual:
+        lines += first_few(
+            [f.text(verbose) for f in self.notes if f.oracle not in usual_oracles],
+            "note",
+        )
+        if usual_oracles:
             lines.append(
-                f"note  {', '.join(dict.fromkeys(usual))}: habits of nearly every loss (-v explains)"
+                f"note  {', '.join(dict.fromkeys(usual_oracles))}: habits of nearly every loss (-v explains)"
             )
         lines += describe_basis(self.read_as, self.not_checked)
         if verbose:
-            ran = ", ".join(k for k, v in self.oracles.items() if v in RAN)
+            ran = ", ".join(
+                name for name, became in self.oracles.items() if became in RAN
+            )
             lines += describe_assumptions(self.assumptions, 2 * SHOWN)
             lines += [
-                f"not run: {k} ({v})" for k, v in self.oracles.items() if v not in RAN
+                f"not run: {name} ({became})"
+                for name, became in self.oracles.items()
+                if became not in RAN
             ]
             lines += [f"oracles: {ran} ({self.seconds:.1f} s)"]
-        elif n := len(self.assumptions):
-            lines.append(
-                f"{counted(n, 'assumption')}; -v or .text(verbose=True) shows all"
-            )
+        elif self.assumptions:
+            assumptions = counted(len(self.assumptions), "assumption")
+            lines.append(f"{assumptions}; -v or .text(verbose=True) shows all")
         return "\n".join(lines)
 
     @property
@@ -343,9 +350,9 @@ class Report(Result):
             Groups of findings, in the order of their first.
         """
         groups: dict[str, list[Finding]] = {}
-        for n, f in enumerate(self.failures):
+        for index, f in enumerate(self.failures):
             is_known = f.cause and not f.cause.startswith(UNKNOWN)
-            groups.setdefault(f.cause if is_known else f"failure {n}", []).append(f)
+            groups.setdefault(f.cause if is_known else f"failure {index}", []).append(f)
         return list(groups.values())
 
     def _failure_lines(self, verbose: bool) -> list[str]:
@@ -355,18 +362,18 @@ class Report(Result):
             verbose: more of them, several with a batch. Otherwise they fit on a screen,
                 and only the first one has its batch.
         """
-        batches = SHOWN // 2 if verbose else 1
-        screen = math.inf if verbose else SCREEN
-        faults = self._in_order()
+        shown_batches = SHOWN // 2 if verbose else 1
+        screen_height = math.inf if verbose else SCREEN
+        faults = self._faults_in_printed_order()
         paragraphs: list[str] = []
         height = 0
-        for n, (first, *same) in enumerate(faults[:SHOWN]):
+        for index, (first, *same) in enumerate(faults[:SHOWN]):
             without_batch = replace(first, example=None)
-            text = (first if n < batches else without_batch).text(same=same)
-            if n == 0 and first.example and _height(text) > screen:
+            text = (first if index < shown_batches else without_batch).text(same=same)
+            if index == 0 and first.example and _height(text) > screen_height:
                 text = f"{without_batch.text(same=same)}\n{BATCH_LEFT_OUT}"
             height += _height(text)
-            if paragraphs and height > screen:
+            if paragraphs and height > screen_height:
                 break
             paragraphs.append(text)
         left_out = len(faults) - len(paragraphs)
@@ -374,24 +381,26 @@ class Report(Result):
             paragraphs.append(f"... and {counted(left_out, 'failure')} more")
         return paragraphs
 
-    def _in_order(self) -> list[list[Finding]]:
-        """The faults as they are printed: the first one, and where it has no cause,
-        those with a cause next, which may not be left out for want of room.
+    def _faults_in_printed_order(self) -> list[list[Finding]]:
+        """Return the faults in the order of the text. If the first one has no cause,
+        those with a cause come next: they must not be left out for want of room.
         """
         faults = self.faults
         if faults and not faults[0][0].cause:
             faults[1:] = sorted(faults[1:], key=lambda fault: not fault[0].cause)
         return faults
 
-    def _head(self) -> str:
-        """The verdict in one line."""
-        hp = ", ".join(f"{k}={v:g}" for k, v in self.hp.items() if v is not None)
-        n = len(self.faults)
-        m = len(self.notes)
-        counts = counted(n, "failure") if n else "agrees"
-        skipped = sum(v == SKIPPED for v in self.oracles.values())
-        if m:
-            counts += f", {counted(m, 'note')}"
+    def _verdict_line(self) -> str:
+        """Return the verdict in one line."""
+        hp = ", ".join(
+            f"{name}={value:g}" for name, value in self.hp.items() if value is not None
+        )
+        fault_count = len(self.faults)
+        note_count = len(self.notes)
+        counts = counted(fault_count, "failure") if fault_count else "agrees"
+        skipped = sum(became == SKIPPED for became in self.oracles.values())
+        if note_count:
+            counts += f", {counted(note_count, 'note')}"
         if skipped:
             counts += f", {counted(skipped, 'oracle')} skipped"
         loss = short(self.loss)
@@ -399,7 +408,7 @@ class Report(Result):
             loss += f" at {hp}"
         if self.settings:
             loss += f"; {self.settings}"
-        return f"{'NOT ' if n else ''}{self.objective}: {counts}   {loss}"
+        return f"{'NOT ' if fault_count else ''}{self.objective}: {counts}   {loss}"
 
 
 R = TypeVar("R", bound=Report)
@@ -473,9 +482,9 @@ def restores_state(check: Callable[..., R]) -> Callable[..., R]:
             note("mutation", f"it changes {what}", cause="restored after the call")
             for what in sorted(changed)
         ]
-        ran = report.oracles | (
-            {} if report.oracles.get("mutation") == "failure" else {"mutation": "note"}
-        )
-        return replace(report, findings=[*report.findings, *notes], oracles=ran)
+        outcomes = dict(report.oracles)
+        if outcomes.get("mutation") != "failure":
+            outcomes["mutation"] = "note"
+        return replace(report, findings=[*report.findings, *notes], oracles=outcomes)
 
     return restoring_check

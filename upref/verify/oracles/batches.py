@@ -26,11 +26,11 @@ from upref.weights.batches import CLAMPS, on_policy_batch
 from upref.weights.black_box import single_token_batch
 
 
-def _batch(case: LossCase) -> Rollouts:
-    """A batch near on policy, one object for a case and its copies."""
+def _near_on_policy_batch(case: LossCase) -> Rollouts:
+    """Return a batch near on policy; a case and its copies share one object."""
 
     def make() -> Rollouts:
-        """On policy, but for a little."""
+        """Lower each log π_θ of the on-policy batch by at most 0.05."""
         batch = case.ready(on_policy_batch())
         return replace(batch, logp=batch.logp - 0.05 * batch.logp.cos().abs())
 
@@ -62,55 +62,67 @@ def micro_batches(case: LossCase) -> list[Finding]:
     Returns:
         A failure at the first way to cut the mini-batch that differs.
     """
-    # of eight responses
-    batch = _batch(case)
-    counts = (2, 4, 8) if case.loss.equal_cuts else (2, 3, 8)
+    # the batch has eight responses: 3 cuts it into unequal parts
+    batch = _near_on_policy_batch(case)
+    micro_batch_counts = (2, 4, 8) if case.loss.equal_cuts else (2, 3, 8)
     value, gradient = case.kept_value_and_gradient(batch)
-    for n in counts:
-        parts = [case.value_and_gradient(part) for part in batch.split(n)]
-        summed_gradient = torch.cat([p[1] for p in parts])
-        summed_value = sum(p[0] for p in parts)
+    for n in micro_batch_counts:
+        answers = [case.value_and_gradient(part) for part in batch.split(n)]
+        summed_gradient = torch.cat([part_gradient for _, part_gradient in answers])
+        summed_value = sum(part_value for part_value, _ in answers)
         distances = gradient_distance(
             summed_gradient, gradient, batch.mask, tolerance(case)
         )
         if distances.max() > 0:
 
-            def cut_up(batch: Rollouts, n: int = n) -> Tensor:
+            def gradient_in_parts(batch: Rollouts, n: int = n) -> Tensor:
+                """Return the gradients of n micro-batches, below each other."""
                 count = min(n, len(batch.mask))
                 if count < 2 or (case.loss.equal_cuts and len(batch.mask) % count):
                     raise InputError("it has no equal parts")
                 return torch.cat([case.gradient(part) for part in batch.split(count)])
 
-            small = shrink(batch, lambda c, f=cut_up: _differ(case, c, f(c)))  # type: ignore[misc]
-            whole_gradient = case.gradient(small)
-            added = cut_up(small)
+            small_batch = shrink(
+                batch,
+                lambda c, f=gradient_in_parts: _differs_from_whole(case, c, f(c)),  # type: ignore[misc]
+            )
+            whole_gradient = case.gradient(small_batch)
+            gradient_of_parts = gradient_in_parts(small_batch)
             row, column = worst(
-                gradient_distance(added, whole_gradient, small.mask, tolerance(case))
+                gradient_distance(
+                    gradient_of_parts, whole_gradient, small_batch.mask, tolerance(case)
+                )
             )
 
-            def by_own_counts(batch: Rollouts) -> tuple[Tensor, Tensor]:
-                """The gradients found, and as each part divides by its own counts."""
+            def found_and_by_own_counts(batch: Rollouts) -> tuple[Tensor, Tensor]:
+                """Return the gradients found, and those of parts that divide by their own
+                counts.
+                """
                 cuts = [
                     part
-                    for n in counts
+                    for n in micro_batch_counts
                     if len(batch.mask) % n == 0 or not case.loss.equal_cuts
                     for part in batch.split(n)
                 ]
                 if not cuts:
                     raise InputError("it has no equal parts")
-                told = [_right(case, replace(part, totals=None)) for part in cuts]
-                return torch.cat(list(map(case.gradient, cuts))), torch.cat(told)
+                due_parts = [
+                    _due_gradient(case, replace(part, totals=None)) for part in cuts
+                ]
+                return torch.cat(list(map(case.gradient, cuts))), torch.cat(due_parts)
 
             why = NO_CAUSE
-            if holds_on_other_batches(case, by_own_counts, batch):
+            if holds_on_other_batches(case, found_and_by_own_counts, batch):
                 why = divides_by_its_own(case, "micro-batch")
-            regime = f"{min(n, len(small.mask))} micro-batches of unequal lengths, their losses added up"
+            about = f"{min(n, len(small_batch.mask))} micro-batches of unequal lengths, their losses added up"
             expected_number, found_number = gradient_pair(
-                whole_gradient, added, (row, column), "as of the whole"
+                whole_gradient, gradient_of_parts, (row, column), "as of the whole"
             )
-            shown = make_example(small, whole_gradient, added, case.loss.reads)
+            shown = make_example(
+                small_batch, whole_gradient, gradient_of_parts, case.loss.reads
+            )
             return [
-                fail("micro-batches", regime, expected_number, found_number, shown, why)
+                fail("micro-batches", about, expected_number, found_number, shown, why)
             ]
         if (summed_value - value).abs() > 1e-6 * value.abs().clamp(min=1e-3):
             return [
@@ -122,8 +134,8 @@ def micro_batches(case: LossCase) -> list[Finding]:
     return []
 
 
-def _differ(case: LossCase, batch: Rollouts, gradient: Tensor) -> bool:
-    """Whether this gradient is another than that of the batch in one call."""
+def _differs_from_whole(case: LossCase, batch: Rollouts, gradient: Tensor) -> bool:
+    """Tell whether a gradient differs from that of the whole batch in one call."""
     return bool(
         gradient_distance(
             gradient, case.gradient(batch), batch.mask, tolerance(case)
@@ -147,69 +159,73 @@ def loss_scale(case: LossCase) -> list[Finding]:
     Returns:
         A failure where the gradient does not scale with the loss.
     """
-    batch = _batch(case)
+    batch = _near_on_policy_batch(case)
     loss = case.loss
     _, gradient = case.kept_value_and_gradient(batch)
-    for times, (words, why_times) in SCALES.items():
-        into = loss.ask("gradient_by_input", batch, "logp", times)
-        if into is None:
+    for factor, (words, purpose) in SCALES.items():
+        loss_gradient = loss.ask("gradient_by_input", batch, "logp", factor)
+        if loss_gradient is None:
             return []
         if (
             gradient_distance(
-                -into,
-                times * gradient,
+                -loss_gradient,
+                factor * gradient,
                 batch.mask & gradient.isfinite(),
                 tolerance(case, 1e-7),
             ).max()
             > 0
         ):
-            return [_scaled_otherwise(case, batch, times, words, why_times)]
+            return [_finding_of_scale(case, batch, factor, words, purpose)]
     return []
 
 
-def _scaled_otherwise(
-    case: LossCase, batch: Rollouts, times: float, words: str, why_times: str
+def _finding_of_scale(
+    case: LossCase, batch: Rollouts, factor: float, words: str, purpose: str
 ) -> Finding:
-    """The finding of a loss whose gradient is not so many times as large where the loss
-    is.
+    """Return the failure of a loss whose gradient is not multiplied by the factor that
+    the loss is multiplied by.
     """
     loss = case.loss
 
-    def scaled(batch: Rollouts) -> Tensor:
-        into = loss.ask("gradient_by_input", batch, "logp", times)
-        return torch.zeros_like(batch.logp) if into is None else -into
+    def gradient_of_scaled_loss(batch: Rollouts) -> Tensor:
+        """Return dJ/dlp of the loss times the factor, [B, T]."""
+        loss_gradient = loss.ask("gradient_by_input", batch, "logp", factor)
+        return torch.zeros_like(batch.logp) if loss_gradient is None else -loss_gradient
 
     def errors_of(batch: Rollouts) -> Tensor:
         return gradient_distance(
-            scaled(batch),
-            times * case.gradient(batch),
+            gradient_of_scaled_loss(batch),
+            factor * case.gradient(batch),
             batch.mask,
             tolerance(case, 1e-7),
         )
 
-    def of_all(batch: Rollouts) -> tuple[Tensor, Tensor]:
+    def found_and_due(batch: Rollouts) -> tuple[Tensor, Tensor]:
+        """Return the gradients found for all TIMES, and those of a backward pass that
+        leaves the factor out.
+        """
         gradients = [
-            loss.ask("gradient_by_input", batch, "logp", factor) for factor in TIMES
+            loss.ask("gradient_by_input", batch, "logp", times) for times in TIMES
         ]
         if any(one_gradient is None for one_gradient in gradients):
             raise InputError("no gradient")
         return -torch.cat(gradients), torch.cat([case.gradient(batch)] * len(TIMES))
 
     small = shrink(batch, lambda c: bool(errors_of(c).max() > 0))
-    due_gradient = times * case.gradient(small)
-    found = scaled(small)
+    due_gradient = factor * case.gradient(small)
+    found = gradient_of_scaled_loss(small)
     i, t = worst(errors_of(small))
     expected_number, found_number = gradient_pair(
         due_gradient, found, (i, t), f"{words} times the gradient"
     )
-    if holds_on_other_batches(case, of_all, batch):
+    if holds_on_other_batches(case, found_and_due, batch):
         why = "its backward pass leaves out what comes from above (grad_output)"
     else:
         why = ""
     shown = make_example(small, due_gradient, found, loss.reads)
     return fail(
         "loss-scale",
-        f"the loss times {words}, as {why_times}",
+        f"the loss times {words}, as {purpose}",
         expected_number,
         found_number,
         shown,
@@ -217,12 +233,14 @@ def _scaled_otherwise(
     )
 
 
-SCALES = {  # of a loss -> in words, and where it comes from
+# a factor of the loss -> the factor in words, and what trainers use it for
+SCALES = {
     0.5: ("1/2", "for accumulated gradients"),
     1 / 3: ("1/3", "for three micro-batches"),
     65536.0: ("65,536", "by a gradient scaler"),
 }
-TIMES = (0.5, 2.0, 100.0, -1.0)  # of a loss, where grad_output is left out
+# the factors of the loss at which the cause, a missing grad_output, is confirmed
+TIMES = (0.5, 2.0, 100.0, -1.0)
 
 
 @oracle("one-response", 45)
@@ -239,30 +257,39 @@ def one_response(case: LossCase) -> list[Finding]:
     if case.wrong:
         return []
 
-    def ask(batch: Rollouts, dtype: torch.dtype | None) -> tuple[LossCase, Tensor]:
-        """The case and its weights of a batch, in float32 where a dtype is given."""
+    def case_and_weights(
+        batch: Rollouts, dtype: torch.dtype | None
+    ) -> tuple[LossCase, Tensor]:
+        """Return the case and its weights on a batch, in float32 where a dtype is
+        given.
+        """
         return case.singly(batch) if dtype else (case, case.weights(batch))
 
     def errors_of(batch: Rollouts, dtype: torch.dtype | None) -> Tensor:
-        """How far each weight is off, [B, T]; 0 where rounding or a clamp may be why."""
-        asked_case, found = ask(batch, dtype)
+        """Return the error of each weight, [B, T]; 0 where rounding or a clamp may be
+        the reason.
+        """
+        asked_case, found = case_and_weights(batch, dtype)
         errors = asked_case.weight_error(batch, found)
         if not errors.max() > 10 * asked_case.tol:
             return torch.zeros_like(errors)
-        # what a clamp of log r is asked for
-        extreme = asked_case.ratio(batch).log().abs() > CLAMPS[0]
+        # a clamp of log r, which the oracle `extremes` reports, may change these weights
+        is_extreme = asked_case.ratio(batch).log().abs() > CLAMPS[0]
         forgiven = (
-            asked_case.rounded(batch) | beyond_range(asked_case, batch, found) | extreme
+            asked_case.rounded(batch)
+            | beyond_range(asked_case, batch, found)
+            | is_extreme
         )
         errors = errors.masked_fill(forgiven, 0)
         return torch.where(errors > 10 * asked_case.tol, errors, 0)
 
     def is_off(batch: Rollouts, dtype: torch.dtype | None) -> bool:
-        """Whether a weight is off."""
+        """Tell whether a weight of the batch is wrong."""
         return bool(errors_of(batch, dtype).max() > 0)
 
-    for n, (regime, batch) in enumerate(_single(case)):
-        dtype = None if n % 2 or case.single else torch.float32
+    for index, (regime, batch) in enumerate(_single_batches(case)):
+        # float32 and float64 in turn
+        dtype = None if index % 2 or case.single else torch.float32
         try:
             errors = errors_of(batch, dtype)
         except InputError as e:  # one that asks for several responses, or for whole groups, says so itself
@@ -270,11 +297,11 @@ def one_response(case: LossCase) -> list[Finding]:
         if errors.max() > 0:
             batch = shrink(batch, partial(is_off, dtype=dtype), worst(errors))
             i, t = worst(errors_of(batch, dtype))
-            _, weights = ask(batch, dtype)
+            _, weights = case_and_weights(batch, dtype)
             expected = case.expected(batch)[i, t].item()
             found = weights[i, t].item()
-            large = clipped(case, LARGE)
-            why = cause_if_confirmed_at(case, large, batch, (i, t), found)
+            bounded_advantage = clipped(case, LARGE)
+            why = cause_if_confirmed_at(case, bounded_advantage, batch, (i, t), found)
             return [
                 fail(
                     "one-response",
@@ -289,9 +316,10 @@ def one_response(case: LossCase) -> list[Finding]:
     return []
 
 
-def _single(case: LossCase) -> Iterator[tuple[str, Rollouts]]:
-    """One token; then responses of the batch of every two axes, and some of which most
-    tokens are A = 0 or clipped.
+def _single_batches(case: LossCase) -> Iterator[tuple[str, Rollouts]]:
+    """Yield, in words and as Rollouts, batches of one token; then single responses of
+    the batch of every two axes, and of one whose tokens mostly have A = 0 or are
+    clipped.
     """
     for A, r in ((0.7, 1.1), (-0.7, 1.1), (0.7, 0.4), (-0.7, 0.4)):
         for _ in ("float32", "float64"):
@@ -301,17 +329,20 @@ def _single(case: LossCase) -> Iterator[tuple[str, Rollouts]]:
             )
     if case.objective.batch_coupled:
         return
-    ids = groups(case)[1] if "group" in case.loss.reads else ()
+    id_kinds = groups(case)[1] if "group" in case.loss.reads else ()
     for axis, count in SOME.items():
-        all_responses = case.stress_batch(axis, ids)
-        for n in range(0, 7 * count, 7):
-            i = n % len(all_responses.mask)
-            t = all_responses.mask[n % len(all_responses.mask)].nonzero().max() + 2
+        all_responses = case.stress_batch(axis, id_kinds)
+        for position in range(0, 7 * count, 7):
+            # every seventh response, from the beginning again after the last one
+            i = position % len(all_responses.mask)
+            # one masked slot behind the last token stays
+            width = all_responses.mask[i].nonzero().max() + 2
             fields = all_responses.but(group=None).tensors()
-            row = {name: x[i : i + 1, :t] for name, x in fields.items()}
-            if n % 4 == 1 and not case.one_adv:
+            row = {name: x[i : i + 1, :width] for name, x in fields.items()}
+            if position % 4 == 1 and not case.one_adv:
+                # every 13th token keeps its advantage, the others get A = 0
                 row["adv"] = row["adv"] * (torch.arange(row["adv"].shape[1]) % 13 == 0)
-            if all_responses.group is not None and ids:
+            if all_responses.group is not None and id_kinds:
                 group = all_responses.group[i : i + 1]
             else:
                 group = torch.zeros(1, dtype=torch.long)
@@ -327,34 +358,34 @@ ONE_RESPONSE = (
 
 
 def divides_by_its_own(case: LossCase, part: str) -> Cause:
-    """The cause of a part of a mini-batch, `micro-batch` or `rank`, that is averaged by
-    itself.
+    """Return the cause of a gradient in which a part of the mini-batch divides by its
+    own counts.
 
     Args:
         case: the loss and its objective.
-        part: one of these words.
+        part: `micro-batch` or `rank`.
     """
-    passed = case.loss.counts_from and f", which {case.loss.counts_from}"
+    passed_counts = case.loss.counts_from and f", which {case.loss.counts_from}"
     fault = {
         "micro-batch": measured.OWN_DENOMINATOR_OF_MICRO_BATCH,
         "rank": measured.OWN_DENOMINATOR_OF_RANK,
     }[part]
-    return fault.cause(counts=passed)
+    return fault.cause(counts=passed_counts)
 
 
-def _right(case: LossCase, batch: Rollouts) -> Tensor:
-    """dJ/dlp of the objective itself, aggregated as this loss does."""
+def _due_gradient(case: LossCase, batch: Rollouts) -> Tensor:
+    """Return dJ/dlp of the objective, with the aggregation of this loss, [B, T]."""
     return case.expected(batch) * case.factors(batch)
 
 
 def not_parallel(case: LossCase) -> str:
-    """Why this loss cannot be asked.
+    """Say why this loss cannot be tested on data-parallel ranks.
 
     Args:
         case: the loss and its objective.
 
     Returns:
-        The reason; "" where it can be asked.
+        The reason; "" where it can be tested.
     """
     if not case.loss.micro_batchable and (
         not case.objective.agg.startswith("seq-mean") or "group" in case.loss.reads
@@ -364,7 +395,7 @@ def not_parallel(case: LossCase) -> str:
 
 
 def rank_counts(case: LossCase) -> str:
-    """What a rank is taken to be told, in words.
+    """Return in words which counts each rank is assumed to get.
 
     Args:
         case: the loss and its objective.
@@ -389,41 +420,49 @@ def data_parallel(case: LossCase) -> list[Finding]:
     Returns:
         A failure with the first number of ranks that differs.
     """
-    batch = _batch(case)
+    batch = _near_on_policy_batch(case)
     _, gradient = case.kept_value_and_gradient(batch)
     for ranks in RANKS:
-        mean = _mean(case, batch, ranks)
-        distances = gradient_distance(mean, gradient, batch.mask, tolerance(case))
+        averaged = _averaged_gradient(case, batch, ranks)
+        distances = gradient_distance(averaged, gradient, batch.mask, tolerance(case))
         if distances.max() > 0:
 
-            def dealt(batch: Rollouts, ranks: int = ranks) -> Tensor:
+            def averaged_if_equal(batch: Rollouts, ranks: int = ranks) -> Tensor:
+                """Return the averaged gradient, where all ranks have equal parts."""
                 if len(batch.mask) % ranks:
                     raise InputError("it has no equal parts")
-                return _mean(case, batch, ranks)
+                return _averaged_gradient(case, batch, ranks)
 
-            small = shrink(batch, lambda c, f=dealt: _differ(case, c, f(c)))  # type: ignore[misc]
-            whole_gradient = case.gradient(small)
-            mean = dealt(small)
-            i, t = worst(
-                gradient_distance(mean, whole_gradient, small.mask, tolerance(case))
+            small = shrink(
+                batch,
+                lambda c, f=averaged_if_equal: _differs_from_whole(case, c, f(c)),  # type: ignore[misc]
             )
-            each = len(whole_gradient) // ranks
-            responses = f"{each} responses" if each > 1 else "one response"
-            text = (
+            whole_gradient = case.gradient(small)
+            averaged = averaged_if_equal(small)
+            i, t = worst(
+                gradient_distance(averaged, whole_gradient, small.mask, tolerance(case))
+            )
+            responses_of_rank = len(whole_gradient) // ranks
+            responses = (
+                f"{responses_of_rank} responses"
+                if responses_of_rank > 1
+                else "one response"
+            )
+            about = (
                 f"{ranks} ranks of {responses}, gradients averaged: {rank_counts(case)}"
             )
             expected_number, found_number = gradient_pair(
-                whole_gradient, mean, (i, t), "as on one rank"
+                whole_gradient, averaged, (i, t), "as on one rank"
             )
-            shown = make_example(small, whole_gradient, mean, case.loss.reads)
+            shown = make_example(small, whole_gradient, averaged, case.loss.reads)
             return [
                 fail(
                     "data-parallel",
-                    text,
+                    about,
                     expected_number,
                     found_number,
                     shown,
-                    _why(case, batch),
+                    _cause_of_average(case, batch),
                 )
             ]
     return []
@@ -432,44 +471,51 @@ def data_parallel(case: LossCase) -> list[Finding]:
 RANKS = (2, 4)
 
 
-def _dealt(batch: Rollouts, ranks: int) -> list[Tensor]:
+def _rows_of_ranks(batch: Rollouts, ranks: int) -> list[Tensor]:
+    """Return the indices of each rank's responses: they are dealt out in turn."""
     return [torch.arange(k, len(batch.mask), ranks) for k in range(ranks)]
 
 
-def _mean(case: LossCase, batch: Rollouts, ranks: int) -> Tensor:
-    """The gradients of the ranks, averaged."""
+def _averaged_gradient(case: LossCase, batch: Rollouts, ranks: int) -> Tensor:
+    """Return the average of the ranks' gradients, [B, T]."""
     loss = case.loss
-    mean = torch.zeros_like(batch.logp)
+    averaged = torch.zeros_like(batch.logp)
     totals = batch.counts
-    for rows in _dealt(batch, ranks):
+    for rows in _rows_of_ranks(batch, ranks):
         part = batch.rows(rows, totals)
         if not loss.micro_batchable:
             part = replace(part, totals=None, group=None)
-        told = loss.reads_ranks or not loss.micro_batchable
-        mean[rows] = case.gradient(part, ranks) / ranks * (1 if told else ranks)
-    return mean
+        scales_by_ranks = loss.reads_ranks or not loss.micro_batchable
+        averaged[rows] = (
+            case.gradient(part, ranks) / ranks * (1 if scales_by_ranks else ranks)
+        )
+    return averaged
 
 
-def _why(case: LossCase, batch: Rollouts) -> str | Cause:
-    """The change to the reference that gives this mean, whatever the number of ranks."""
+def _cause_of_average(case: LossCase, batch: Rollouts) -> str | Cause:
+    """Return the known mistake that gives this average for every number of ranks; ""
+    for none.
+    """
 
     def by_own_counts(batch: Rollouts, ranks: int) -> Tensor:
-        """The gradients of the ranks, averaged, as each divides by its own counts."""
-        out = torch.zeros_like(batch.logp)
-        for rows in _dealt(batch, ranks):
-            out[rows] = (
-                _right(
+        """Return the average of the ranks' gradients if each divides by its own
+        counts.
+        """
+        averaged = torch.zeros_like(batch.logp)
+        for rows in _rows_of_ranks(batch, ranks):
+            averaged[rows] = (
+                _due_gradient(
                     case,
                     replace(batch.rows(rows, Totals.of(batch.mask[rows])), totals=None),
                 )
                 / ranks
             )
-        return out
+        return averaged
 
     for words, change in (
         (
             "it is not scaled by the number of ranks",
-            lambda c, ranks: _right(case, c) / ranks,
+            lambda c, ranks: _due_gradient(case, c) / ranks,
         ),
         (divides_by_its_own(case, "rank"), by_own_counts),
         (
@@ -481,15 +527,16 @@ def _why(case: LossCase, batch: Rollouts) -> str | Cause:
         def found_and_changed(
             batch: Rollouts, change: Callable[[Rollouts, int], Tensor] = change
         ) -> tuple[Tensor, Tensor]:
-            """The averaged gradients, found and as the change gives them, for each
-            number of ranks.
+            """Return the averaged gradients for each number of ranks: those found, and
+            those that the change gives.
             """
-            # of equally many responses each
-            count = [ranks for ranks in RANKS if len(batch.mask) % ranks == 0]
-            if not count:
+            # numbers of ranks that have equally many responses each
+            equal_ranks = [ranks for ranks in RANKS if len(batch.mask) % ranks == 0]
+            if not equal_ranks:
                 raise InputError("it has no equal parts")
             pairs = [
-                (_mean(case, batch, ranks), change(batch, ranks)) for ranks in count
+                (_averaged_gradient(case, batch, ranks), change(batch, ranks))
+                for ranks in equal_ranks
             ]
             return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
 

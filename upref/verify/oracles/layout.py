@@ -41,51 +41,63 @@ WHY = "its result depends on how its inputs lie in memory: call .contiguous(), o
 )
 def layout(case: LossCase) -> list[Finding]:
     """The gradient does not depend on how tensors are laid out in memory."""
-    if any(
-        outcome.wrote for outcome in case.noted_calls
-    ):  # whose finding is the oracle mutation's
+    writes_to_inputs = any(outcome.wrote for outcome in case.noted_calls)
+    if writes_to_inputs:  # the oracle `mutation` reports that
         return []
-    b = case.ready(on_policy_batch())
+    on_policy = case.ready(on_policy_batch())
+    near_on_policy = on_policy.but(
+        logp=on_policy.logp - 0.05 * on_policy.logp.cos().abs()
+    )
     refused: dict[str, Finding] = {}
-    for name, batch in product(
-        LAYOUTS, (grid_off_bounds(case), b.but(logp=b.logp - 0.05 * b.logp.cos().abs()))
-    ):
+    for layout_name, batch in product(LAYOUTS, (grid_off_bounds(case), near_on_policy)):
         try:
-            distances = _distance_in_layout(case, batch, name)
+            distances = _distance_in_layout(case, batch, layout_name)
         except InputError as e:
-            refused[name] = note(
+            refused[layout_name] = note(
                 "layout",
-                f"inputs of which each tensor is {name} are refused",
+                f"inputs of which each tensor is {layout_name} are refused",
                 found=str(e),
             )
             continue
         if distances.max() > 0:
-            return [*refused.values(), _reads_as_contiguous(case, batch, name)]
+            return [*refused.values(), _layout_failure(case, batch, layout_name)]
     if not refused:
         case.covered.append(COVERED)
     return list(refused.values())
 
 
-def _reads_as_contiguous(case: LossCase, batch: Rollouts, name: str) -> Finding:
-    """The finding of a batch whose gradient is another one in this layout."""
-    small = shrink(batch, lambda c: bool(_distance_in_layout(case, c, name).max() > 0))
+def _layout_failure(case: LossCase, batch: Rollouts, layout_name: str) -> Finding:
+    """Return the failure of a loss whose gradient changes with this layout."""
+    small = shrink(
+        batch, lambda c: bool(_distance_in_layout(case, c, layout_name).max() > 0)
+    )
     due_gradient = case.gradient(small)
-    found = case.loss.ask("gradient_in_layout", small, name)
-    i, t = worst(_distance_in_layout(case, small, name))
+    found = case.loss.ask("gradient_in_layout", small, layout_name)
+    i, t = worst(_distance_in_layout(case, small, layout_name))
     expected_number, found_number = gradient_pair(
         due_gradient, found, (i, t), "as of contiguous tensors"
     )
     shown = make_example(small, due_gradient, found, case.loss.reads)
-    paste = f"# before the call: x = {PASTE[name]} for each tensor x of the batch"
+    paste = (
+        f"# before the call: x = {PASTE[layout_name]} for each tensor x of the batch"
+    )
     shown = replace(shown, then=paste) if shown else None
     return fail(
-        "layout", f"each tensor is {name}", expected_number, found_number, shown, WHY
+        "layout",
+        f"each tensor is {layout_name}",
+        expected_number,
+        found_number,
+        shown,
+        WHY,
     )
 
 
-def _distance_in_layout(case: LossCase, batch: Rollouts, name: str) -> Tensor:
+def _distance_in_layout(case: LossCase, batch: Rollouts, layout_name: str) -> Tensor:
+    """Return how far the gradient in this layout is from that of contiguous tensors,
+    [B, T].
+    """
     return gradient_distance(
-        case.loss.ask("gradient_in_layout", batch, name),
+        case.loss.ask("gradient_in_layout", batch, layout_name),
         case.gradient(batch),
         batch.mask,
         tolerance(case, 1e-7),

@@ -49,40 +49,40 @@ def unusual_inputs(case: LossCase) -> list[Finding]:
     """The weights on batches that are unusual in one way, then in every two, then in
     all.
     """
-    rate = 0.0  # seconds a token
+    seconds_per_token = 0.0
     ids: tuple[str, ...] = ()
     notes: list[Finding] = []
     for name, axis in AXES.items():
         if not applies(case, name):
             continue
-        # from here on with the ids that it takes
+        # from here on the batches have the group ids that the loss takes
         if name == "every two" and "group" in case.loss.reads:
-            found, ids = groups(case)
-            if any(f.severity == "failure" for f in found):
-                return [*notes, *found]
-            notes += found
+            findings, ids = groups(case)
+            if any(f.severity == "failure" for f in findings):
+                return [*notes, *findings]
+            notes += findings
         batch = case.stress_batch(name, ids)
-        tokens = int(batch.mask.sum())
-        if rate * tokens > TOO_LONG:
-            slow = note(
+        token_count = int(batch.mask.sum())
+        if seconds_per_token * token_count > TOO_LONG:
+            too_slow = note(
                 "unusual-inputs", f"{axis.words}: not tested, it would take too long"
             )
-            if slow not in notes:
-                notes.append(slow)
+            if too_slow not in notes:
+                notes.append(too_slow)
             continue
         start = time.process_time()
-        found = stress_findings(case, name, batch, ids)
-        if any(f.severity == "failure" for f in found):
-            return [*notes, *found]
-        notes += [f for f in found if f not in notes]
+        findings = stress_findings(case, name, batch, ids)
+        if any(f.severity == "failure" for f in findings):
+            return [*notes, *findings]
+        notes += [f for f in findings if f not in notes]
         case.covered[:] = dict.fromkeys((*case.covered, axis.words))
         if name == "lengths":
-            rate = (time.process_time() - start) / tokens
-            if rate * MOST_TOKENS > TOO_LONG:
+            seconds_per_token = (time.process_time() - start) / token_count
+            if seconds_per_token * MOST_TOKENS > TOO_LONG:
                 start = time.process_time()
-                # once more: what is slow the first time alone is no slow loss
+                # measure again: the first call may be slow by itself
                 case.gradient(batch)
-                rate = (time.process_time() - start) / tokens
+                seconds_per_token = (time.process_time() - start) / token_count
     return notes
 
 
@@ -108,14 +108,18 @@ def applies(case: LossCase, name: str) -> bool:
 def stress_findings(
     case: LossCase, name: str, batch: Rollouts, ids: tuple[str, ...]
 ) -> list[Finding]:
-    """Its weights there; where the axis says so, in float32 too, or alone."""
+    """Return a failure or notes of the weights on the batch of one axis. The axis says
+    whether they are compared in float32 too, or in float32 alone.
+    """
     notes: list[Finding] = []
     if AXES[name].single != "alone":
         try:
-            if (errors := _errors(case, batch)).max() > 10 * case.tol:
-                if case.single or not _in_part(case, batch):
+            if (errors := _unforgiven_errors(case, batch)).max() > 10 * case.tol:
+                if case.single or not _switch_to_float32_if_that_explains(case, batch):
                     return [
-                        _finding(case, name, batch, errors, case.weights(batch), ids)
+                        _failure_on_axis(
+                            case, name, batch, errors, case.weights(batch), ids
+                        )
                     ]
                 notes = [note("unusual-inputs", f"{AXES[name].words}: {PARTLY}")]
         except InputError as e:
@@ -129,27 +133,35 @@ def stress_findings(
             *notes,
             note("unusual-inputs", "float32 inputs are refused", found=str(e)),
         ]
-    if (errors := _errors(single_case, batch, found)).max() > 10 * single_case.tol:
-        return [_finding(single_case, name, batch, errors, found, ids, ", in float32")]
+    if (
+        errors := _unforgiven_errors(single_case, batch, found)
+    ).max() > 10 * single_case.tol:
+        return [
+            _failure_on_axis(
+                single_case, name, batch, errors, found, ids, ", in float32"
+            )
+        ]
     return notes
 
 
-def _finding(
+def _failure_on_axis(
     case: LossCase,
-    name: str,
+    axis: str,
     batch: Rollouts,
     errors: Tensor,
     found: Tensor,
     ids: tuple[str, ...],
-    dtype: str = "",
+    dtype_words: str = "",
 ) -> Finding:
-    """The finding; its numbers are those of the batch that is shown: one token or one
-    response where that still shows it, else how the whole batch is made."""
+    """Return the failure of the worst weight. It shows a batch of one token or one
+    response where such a batch fails too, else how the whole batch is made. Its numbers
+    are those of the batch that it shows.
+    """
     i, t = worst(errors)
     why = NO_CAUSE
-    if not dtype:
-        why = _cause_of_size(case, name, batch, (i, t), found[i, t].item())
-    smaller = None if dtype else _small_batch(case, batch, i, t)
+    if not dtype_words:
+        why = _cause_on_axis(case, axis, batch, (i, t), found[i, t].item())
+    smaller = None if dtype_words else _smaller_batch(case, batch, i, t)
     shown: Example | None
     if smaller is not None:
         batch, errors = smaller
@@ -157,39 +169,39 @@ def _finding(
         i, t = worst(errors)
         shown = example(case, batch)
     else:
-        hp = "".join(f", {k}={v!r}" for k, v in case.plain_hp.items() if v is not None)
-        arguments = (
-            f"{name!r}, upref.get({case.objective.name!r})"
-            + (f", ids={ids!r}" if ids else "")
-            + hp
+        hp_words = "".join(
+            f", {k}={v!r}" for k, v in case.plain_hp.items() if v is not None
         )
-        dtype_comment = "  # every number of it in float32" if dtype else ""
+        arguments = (
+            f"{axis!r}, upref.get({case.objective.name!r})"
+            + (f", ids={ids!r}" if ids else "")
+            + hp_words
+        )
+        dtype_comment = "  # every number of it in float32" if dtype_words else ""
         code = f"from upref.weights.stress import stress_batch\nb = stress_batch({arguments}){dtype_comment}"
         shown = Example(code=code, rollouts=True)
-    n = int(batch.mask[i].sum())
-    where = {
+    length = int(batch.mask[i].sum())
+    numbers = {
         "A": batch.adv[i, t].item(),
         "π_old": batch.logp_old[i, t].exp().item(),
     } | sampler_ratio(case, batch, (i, t))
-    where_words = (
-        f"column {t + 1}, in a response of {n} token{'s' if n > 1 else ''}{dtype}"
-    )
+    where_words = f"column {t + 1}, in a response of {length} token{'s' if length > 1 else ''}{dtype_words}"
     return fail(
         "unusual-inputs",
-        AXES[name].words,
+        AXES[axis].words,
         case.expected(batch)[i, t].item(),
         found[i, t].item(),
         shown,
         why,
-        place=TokenPlace(numbers=where, remark=where_words),
+        place=TokenPlace(numbers=numbers, remark=where_words),
     )
 
 
-def _small_batch(
+def _smaller_batch(
     case: LossCase, batch: Rollouts, i: int, t: int
 ) -> tuple[Rollouts, Tensor] | None:
-    """One token of a batch, else its response, as a batch of up to 32 slots whose
-    weights are wrong too, and the errors; None where there is none.
+    """Return a batch of this token alone, else of its response, and the errors there.
+    It has at most 32 slots, and a weight in it is wrong too. None where neither is so.
     """
     response = list(range(int(batch.mask[i].nonzero().max()) + 1))
     without_groups = replace(batch, group=None)
@@ -200,26 +212,26 @@ def _small_batch(
         small = case.ready(part)
         if small.mask.numel() > 32:
             continue
-        errors = _errors(case, small)
+        errors = _unforgiven_errors(case, small)
         if errors.max() > 10 * case.tol:
             return small, errors
     return None
 
 
-def _cause_of_size(
-    case: LossCase, name: str, batch: Rollouts, at: tuple[int, int], found: float
+def _cause_on_axis(
+    case: LossCase, axis: str, batch: Rollouts, token: tuple[int, int], found: float
 ) -> Cause:
-    """The cause of a wrong weight, among faults that ordinary batches do not show."""
-    for known_fault in _of_size(case, name):
-        cause = cause_if_confirmed_at(case, known_fault, batch, at, found)
+    """Return the cause of a wrong weight, of the faults that this axis may show."""
+    for known_fault in _faults_of_unusual_inputs(case, axis):
+        cause = cause_if_confirmed_at(case, known_fault, batch, token, found)
         if cause:
             return cause
     return NO_CAUSE
 
 
-def _of_size(case: LossCase, name: str) -> Iterator[LossFault]:
-    """Faults that ordinary batches do not show."""
-    if name == "sampler":
+def _faults_of_unusual_inputs(case: LossCase, axis: str) -> Iterator[LossFault]:
+    """Yield the known faults that show on this axis, and not on ordinary batches."""
+    if axis == "sampler":
         yield from corrected(case)
         return
     yield clipped(case, LARGE)
@@ -229,41 +241,43 @@ def _of_size(case: LossCase, name: str) -> Iterator[LossFault]:
 PARTLY = "right up to what rounding its inputs to float32 makes of them"
 
 
-def _in_part(case: LossCase, batch: Rollouts) -> bool:
-    """Whether a part in float32 explains it, which only many tokens show; then it is so
-    compared from here on.
+def _switch_to_float32_if_that_explains(case: LossCase, batch: Rollouts) -> bool:
+    """Tell whether a computation partly in float32, which only many tokens show,
+    explains the errors. If so, the case is compared as float32 from here on.
     """
     single = replace(case)
     single.in_float32()
-    if _errors(single, batch).max() > 10 * single.tol:
+    if _unforgiven_errors(single, batch).max() > 10 * single.tol:
         return False
     case.in_float32()
     return True
 
 
-def _errors(case: LossCase, batch: Rollouts, found: Tensor | None = None) -> Tensor:
-    """Tokens beside a bound, and those where the objective itself has no weight, count
-    nothing.
+def _unforgiven_errors(
+    case: LossCase, batch: Rollouts, found: Tensor | None = None
+) -> Tensor:
+    """Return the relative error of each weight, [B, T]. It is 0 beside a bound, and
+    where the objective itself has no finite weight.
     """
     found = case.weights(batch) if found is None else found
     # one sum over a batch of float32 rounds at each step
-    sums = 4 if case.single and case.objective.level in REDUCE else 1
-    errors = case.weight_error(batch, found, 1e-12, sums)
+    rounding_allowance = 4 if case.single and case.objective.level in REDUCE else 1
+    errors = case.weight_error(batch, found, 1e-12, rounding_allowance)
     if not errors.max() > 10 * case.tol:
         return errors
     errors = errors.masked_fill(beyond_range(case, batch, found), 0)
     expected = case.expected(batch)
-    edge = case.rounding_effect(batch, expected, sums) > 1e-3 * torch.maximum(
-        expected.abs(), batch.adv.abs()
-    )
-    if "extremes" in case.failed:  # said already, with the clamp
-        edge |= case.ratio(batch).log().abs() > LOG_R[-1]
-    return errors.masked_fill(edge | ~expected.isfinite(), 0)
+    is_near_bound = case.rounding_effect(
+        batch, expected, rounding_allowance
+    ) > 1e-3 * torch.maximum(expected.abs(), batch.adv.abs())
+    if "extremes" in case.failed:  # its finding names the clamp already
+        is_near_bound |= case.ratio(batch).log().abs() > LOG_R[-1]
+    return errors.masked_fill(is_near_bound | ~expected.isfinite(), 0)
 
 
 def beyond_range(case: LossCase, batch: Rollouts, found: Tensor) -> Tensor:
-    """Tokens at NaN of responses of which the product of the ratios is beyond what its
-    dtype holds: some write the geometric mean as a root of it.
+    """Mark tokens whose weight is not finite because the product of their response's
+    ratios overflows: some losses write the geometric mean as a root of this product.
 
     Args:
         case: the loss and its objective.
@@ -276,29 +290,33 @@ def beyond_range(case: LossCase, batch: Rollouts, found: Tensor) -> Tensor:
     if case.objective.level not in ("sequence_mean", "custom"):
         return torch.zeros_like(batch.mask)
     log_r = torch.where(batch.mask, batch.logp - batch.logp_old, 0)
-    most = math.log(torch.finfo(torch.float32 if case.single else batch.logp.dtype).max)
-    return (log_r.abs().sum(1, keepdim=True) > most / 2) & ~found.isfinite()
+    largest_log = math.log(
+        torch.finfo(torch.float32 if case.single else batch.logp.dtype).max
+    )
+    return (log_r.abs().sum(1, keepdim=True) > largest_log / 2) & ~found.isfinite()
 
 
 PLAIN_IDS = "as with ids 0, 1, 2"
 
 
 def _with_plain_ids(batch: Rollouts) -> Rollouts:
-    """The batch with group ids 0, 1, 2, in the order of its own."""
+    """Return the batch with group ids 0, 1, 2, in the order of its own ids."""
     assert batch.group is not None
     return replace(batch, group=batch.group.unique(return_inverse=True)[1], totals=None)
 
 
 class Relabeled:
-    """A loss on batches whose group ids are other numbers."""
+    """Compare the gradients of a loss on one batch with several sets of group ids."""
 
     def __init__(self, case: LossCase) -> None:
-        # a loop over all ids ends after so many lines
+        # a loss that loops over all ids up to the largest is stopped
         self.case = replace(case, loss=replace(case.loss, lines=LINES))
         self.tol = tolerance(case, 1e-7)
 
     def difference(self, batch: Rollouts, gradient: Tensor) -> Tensor:
-        """How far the gradient is from this one, [B, T]; 0 where it is near."""
+        """Return how far the gradient of the batch is from this one, [B, T]; 0 where it
+        is near.
+        """
         return gradient_distance(
             self.case.gradient(batch), gradient, batch.mask, self.tol
         )
@@ -316,38 +334,40 @@ class Relabeled:
 
 
 def groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
-    """A failure, or notes and the keys of NAMED that it takes."""
-    return case.cached(("groups", case.tol), lambda: _groups(case))
+    """Return a failure, or notes; and in words the kinds of group ids that the loss
+    takes.
+    """
+    return case.cached(("groups", case.tol), lambda: _measure_groups(case))
 
 
-def _groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
-    """Compute what `groups` returns. A loss may loop over all ids up to 2^40, so that
-    its lines are limited.
+def _measure_groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
+    """Compute what `groups` returns. A loss may loop over all ids up to 2^40: Relabeled
+    limits its lines.
     """
     batch = case.ready(on_policy_batch())
     relabeled = Relabeled(case)
     gradient = case.gradient(batch)
     notes = []
-    taken = []
-    for words, (every_group, all_but_one) in relabel_groups(batch).items():
+    kinds_taken = []
+    for kind, (every_group, all_but_one) in relabel_groups(batch).items():
         is_taken = True
         for renamed in (every_group, all_but_one):
             try:
                 distances = relabeled.difference(renamed, gradient)
             except TooManyLines as e:
                 if is_taken:
-                    text = f"group ids {words} were not tested"
-                    notes.append(note("unusual-inputs", text, found=str(e)))
+                    about = f"group ids {kind} were not tested"
+                    notes.append(note("unusual-inputs", about, found=str(e)))
                 is_taken = False
                 continue
             except (InputError, OutOfMemory) as e:  # a table of 2^40 ids needs memory
-                if words == GAPS:
-                    text = f"group ids {words}"
+                if kind == GAPS:
+                    about = f"group ids {kind}"
                     due = "the same gradient"
-                    return [fail("unusual-inputs", text, due, str(e))], ()
+                    return [fail("unusual-inputs", about, due, str(e))], ()
                 if is_taken:
-                    text = f"group ids {words} are refused"
-                    notes.append(note("unusual-inputs", text, found=str(e)))
+                    about = f"group ids {kind} are refused"
+                    notes.append(note("unusual-inputs", about, found=str(e)))
                 is_taken = False
                 continue
             if distances.max() > 0:
@@ -360,11 +380,11 @@ def _groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
                 else:
                     ids = ""
                 # dropped beside others: who numbers prompts from 0 never has them
-                if words == NEGATIVE and renamed is all_but_one:
+                if kind == NEGATIVE and renamed is all_but_one:
                     notes.append(
                         note(
                             "unusual-inputs",
-                            f"group ids {words} count otherwise: {ids}",
+                            f"group ids {kind} count otherwise: {ids}",
                             expected_number,
                             found_number,
                         )
@@ -377,24 +397,24 @@ def _groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
                 expected_number, found_number = gradient_pair(
                     expected, found, (i, t), PLAIN_IDS
                 )
-                text = f"group ids {words}: {renamed.group.unique().tolist()}"  # type: ignore[union-attr]
+                about = f"group ids {kind}: {renamed.group.unique().tolist()}"  # type: ignore[union-attr]
                 return [
                     fail(
                         "unusual-inputs",
-                        text,
+                        about,
                         expected_number,
                         found_number,
                         make_example(renamed, expected, found, case.loss.reads),
                     )
                 ], ()
         if is_taken:
-            taken.append(words)
-    case.covered.append("group ids " + ", ".join(taken))
-    return notes, tuple(taken)
+            kinds_taken.append(kind)
+    case.covered.append("group ids " + ", ".join(kinds_taken))
+    return notes, tuple(kinds_taken)
 
 
 def covered(case: LossCase) -> str:
-    """What was looked at, in one sentence; what is not in it was not.
+    """Return in one sentence all that was tested.
 
     Args:
         case: the loss and its objective, after all oracles.
