@@ -34,7 +34,7 @@ from upref.ops import exp, log, mean_t, sum_t, where
 from upref.rollouts import Rollouts, per_response
 
 NO_DUAL_CLIP = description.NO_DUAL_CLIP  # for the files of objectives
-# beside the five tensors
+# what an objective may read beside the five tensors, in words
 NEEDS = {
     "entropy": "the policy's entropy per token",
     "group": "the prompt of each response",
@@ -60,6 +60,7 @@ _POSITIVE = (lambda v: v > 0, "a number > 0")
 
 
 def _no_weight(*_: Any, **__: Any) -> None:
+    """Stand for a closed form that nobody has attached yet."""
     raise InputError(
         "this objective has no closed-form weight yet: attach one with @NAME.with_weight."
     )
@@ -121,12 +122,12 @@ class Objective:
         """Check the facts, read the hyperparameters off the signatures of the functions,
         and write the docstring of the objective.
         """
-        known = {
+        allowed_names = {
             "level": [*LEVELS],
             "agg": [*AGGREGATIONS],
             "kl": ["", *kl_estimators.NAMES],
         }
-        for fact, names in known.items():
+        for fact, names in allowed_names.items():
             value = getattr(self, fact)
             if not isinstance(value, str) or value not in names:
                 raise InputError(
@@ -136,33 +137,33 @@ class Objective:
             raise InputError(
                 f"paper is a key of papers.bib, got {repr(self.paper)[:60]}."
             )
-        put = partial(object.__setattr__, self)  # the dataclass is frozen
+        set_field = partial(object.__setattr__, self)  # the dataclass is frozen
         of_fn = _parameters(self.fn, 3, "fn")
         of_sampler = _parameters(self.sampler, 2, "sampler") if self.sampler else []
-        put("_of_sampler", _keyword_only(of_sampler))
-        put("_sampler_reads", len(of_sampler) - len(self._of_sampler))
+        set_field("_of_sampler", _keyword_only(of_sampler))
+        set_field("_sampler_reads", len(of_sampler) - len(self._of_sampler))
         of_kl = {"beta": 0.0} if self.kl else {}
-        put("_own", _keyword_only(of_fn) | of_kl | self._of_sampler)
-        extra = [p.name for p in of_fn[3:] if p.kind is p.POSITIONAL_OR_KEYWORD]
-        put("_extra_names", tuple(extra))
+        set_field("_own", _keyword_only(of_fn) | of_kl | self._of_sampler)
+        extra_names = [p.name for p in of_fn[3:] if p.kind is p.POSITIONAL_OR_KEYWORD]
+        set_field("_extra_names", tuple(extra_names))
         self._read_weight()
         title, url = papers().get(self.paper, ("", ""))
         where_from = f"{title} ({self.source})".strip() + (f", {url}" if url else "")
         shapes = f"Level {self.level}: {LEVELS[self.level]}."
-        put(
+        set_field(
             "__doc__",
             f"{self.name}: {self.equation}\n\n{where_from}.\n\n{shapes} {ERRORS}",
         )
 
     def _read_weight(self) -> None:
         """Note what the closed form reads beside r and A."""
-        weighs = _parameters(self.closed_form, 0, "closed_form")
-        put = partial(object.__setattr__, self)
-        put(
+        parameters = _parameters(self.closed_form, 0, "closed_form")
+        set_field = partial(object.__setattr__, self)
+        set_field(
             "reads",
-            tuple(p.name for p in weighs[2:] if p.kind is p.POSITIONAL_OR_KEYWORD),
+            tuple(p.name for p in parameters[2:] if p.kind is p.POSITIONAL_OR_KEYWORD),
         )
-        put("reads_log_r", weighs[0].name == "log_r")
+        set_field("reads_log_r", parameters[0].name == "log_r")
 
     @property
     def source(self) -> str:
@@ -189,25 +190,25 @@ class Objective:
         Raises:
             InputError: a name is unknown, or a value is out of its range.
         """
-        known = self._own
+        defaults = self._own
         if not isinstance(hp, dict):
             raise InputError(
                 f"hyperparameters are a dictionary, name -> value, not a {type(hp).__name__}."
             )
         for key, value in hp.items():
-            if key not in known:
-                takes = ", ".join(known) or "none"
+            if key not in defaults:
+                known_names = ", ".join(defaults) or "none"
                 raise InputError(
-                    f"{self.name} has no hyperparameter {key!r}; it takes: {takes}."
+                    f"{self.name} has no hyperparameter {key!r}; it takes: {known_names}."
                 )
-            holds, want = _RANGES.get(key, _POSITIVE)
-            if not (_number(value) or (value is None and key == "c")) or not holds(
-                value
-            ):
+            is_in_range, range_words = _RANGES.get(key, _POSITIVE)
+            # c = None: no dual clip
+            is_value = _is_number(value) or (value is None and key == "c")
+            if not is_value or not is_in_range(value):
                 raise InputError(
-                    f"{self.name}: {key} must be {want}, got {repr(value)[:60]}."
+                    f"{self.name}: {key} must be {range_words}, got {repr(value)[:60]}."
                 )
-        return known | hp
+        return defaults | hp
 
     def aggregated(self, agg: str) -> "Objective":
         """The same terms under another aggregation.
@@ -318,8 +319,8 @@ class Objective:
                 raise InputError(
                     f"{self.name} with beta={beta} needs logp_ref, the reference model's log-probabilities."
                 )
-            seen = (where(mask, x, 0) for x in (lp, lp_ref.detach(), lp_old.detach()))
-            k = kl_estimators.per_token(self.kl, *seen)
+            masked = (where(mask, x, 0) for x in (lp, lp_ref.detach(), lp_old.detach()))
+            k = kl_estimators.per_token(self.kl, *masked)
             J = J - beta * aggregate(k, mask, self.agg, group, totals)
         return J
 
@@ -355,8 +356,6 @@ class Objective:
         )
         if terms.ndim == 1 and self.agg != "seq-mean":
             terms = terms[:, None].expand_as(mask)
-        else:
-            terms = terms
         factors = self.sampler_weights(lp_old, lp_sampler, mask, **hp)
         return terms if factors is None else weighed(terms, factors, mask)
 
@@ -399,15 +398,15 @@ class Objective:
                 "Rollouts(..., logp_sampler=...)."
             )
         log_rho = where(mask, (lp_old - lp_sampler).detach(), 0)
-        read = (log_rho, mask, where(mask, lp_sampler.detach(), 0))[
+        arguments = (log_rho, mask, where(mask, lp_sampler.detach(), 0))[
             : self._sampler_reads
         ]
         sampler_hp = {k: hp.get(k, v) for k, v in self._of_sampler.items()}
-        return where(mask, self.sampler(*read, **sampler_hp), 0).to(log_rho.dtype)
+        return where(mask, self.sampler(*arguments, **sampler_hp), 0).to(log_rho.dtype)
 
     def _at_level(self, lp: Any, lp_old: Any, A: Any, mask: Any) -> Any:
-        """What the pure function is handed; no gradient into lp_old and A, none into
-        masked slots.
+        """Return lp, lp_old and A at the level of the pure function.
+        Gradients flow neither into lp_old and A nor into masked slots.
         """
         # 0 * NaN on the way back from a masked slot must not reach the policy
         lp = torch.where(mask, lp, lp.detach()) if lp.requires_grad else lp
@@ -422,18 +421,18 @@ class Objective:
         )
 
     def _extras(self, mask: Any, entropy: Any, group: Any) -> dict[str, Any]:
-        """The arguments beside log-probabilities and A that the function takes."""
-        wants = self._extra_names
-        if "entropy" in wants and entropy is None:
+        """Return the arguments of the function beside log-probabilities and A."""
+        names = self._extra_names
+        if "entropy" in names and entropy is None:
             raise InputError(
                 f"{self.name} needs the policy's entropy per token: Rollouts(..., entropy=...)."
             )
-        have = {
+        available = {
             "mask": mask,
             "entropy": entropy,
-            "group": group_ids(mask, group) if "group" in wants else None,
+            "group": group_ids(mask, group) if "group" in names else None,
         }
-        return {k: v for k, v in have.items() if k in wants}
+        return {k: v for k, v in available.items() if k in names}
 
     def surrogate(self, lp: Any, lp_old: Any, A: Any, **hp: Any) -> Any:
         """The pure function itself, at the objective's level, for tensors, arrays or
@@ -494,14 +493,16 @@ class Objective:
         """
         try:
             log_mu = None if mu is None else log(mu)
-            have = {
+            available = {
                 "mu": mu,
                 "log_mu": log_mu,
                 "mask": mask,
                 "entropy": entropy,
                 "group": group,
             }
-            return self._closed(log(r) if self.reads_log_r else r, A, have, hp)
+            return self._evaluate_closed_form(
+                log(r) if self.reads_log_r else r, A, available, hp
+            )
         except InputError:
             raise
         except (
@@ -531,17 +532,21 @@ class Objective:
     def reads_mu(self) -> bool:
         return bool({"mu", "log_mu"} & set(self.reads))
 
-    def _closed(self, r: Any, A: Any, have: dict[str, Any], hp: Any) -> Any:
-        """The closed form at these ratios; InputError where it needs more than is
-        there.
+    def _evaluate_closed_form(
+        self, r: Any, A: Any, available: dict[str, Any], hp: Any
+    ) -> Any:
+        """Evaluate the closed form at these ratios.
+
+        Raises:
+            InputError: it reads what is not available.
         """
-        missing = [k.removeprefix("log_") for k in self.reads if have[k] is None]
+        missing = [k.removeprefix("log_") for k in self.reads if available[k] is None]
         if missing:
             raise InputError(
                 f"the weight of {self.name} depends on {' and '.join(missing)}: pass {missing[0]}=."
             )
         return self.closed_form(
-            r, A, **{k: have[k] for k in self.reads}, **self.of_surrogate(hp)
+            r, A, **{k: available[k] for k in self.reads}, **self.of_surrogate(hp)
         )
 
     def token_weights(self, b: Rollouts, **hp: Any) -> Float[Tensor, "B T"]:
@@ -558,22 +563,26 @@ class Objective:
         lp, lp_old, A = self._at_level(b.logp.detach(), b.logp_old, b.adv, b.mask)
         log_r = lp - lp_old
         mu = exp(lp_old) if "mu" in self.reads else None
-        have = {
+        available = {
             "mu": mu,
             "log_mu": lp_old,
             "mask": b.mask,
             "entropy": b.entropy,
             "group": group_ids(b.mask, b.group),
         }
-        w = self._closed(log_r if self.reads_log_r else exp(log_r), A, have, hp)
+        weights = self._evaluate_closed_form(
+            log_r if self.reads_log_r else exp(log_r), A, available, hp
+        )
         if self.level in REDUCE:
             n = b.mask.sum(-1)
             # the response's term stands on each of its tokens
-            w = w if self.agg == "seq-mean" else w * n
-            w = (w / n if self.level == "sequence_mean" else w)[:, None]
+            weights = weights if self.agg == "seq-mean" else weights * n
+            weights = (weights / n if self.level == "sequence_mean" else weights)[
+                :, None
+            ]
         if (factors := self.factors(b, **hp)) is not None:
-            w = weighed(w, self.per_term(factors, b.mask), b.mask)
-        return where(b.mask, w, 0)
+            weights = weighed(weights, self.per_term(factors, b.mask), b.mask)
+        return where(b.mask, weights, 0)
 
     def per_term(
         self, factors: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
@@ -700,7 +709,7 @@ def objective(
 
 
 def _source(fn: Callable[..., Any]) -> tuple[str, str, str]:
-    """The file in which a function is written, that of what wraps it, and its name.
+    """Return the file of a function, the file of its wrapper, and its name.
 
     A notebook, which has no file, is `__main__`. functools.wraps gives a function the
     name of the one that it wraps.
@@ -709,6 +718,7 @@ def _source(fn: Callable[..., Any]) -> tuple[str, str, str]:
 
 
 def _file(fn: Callable[..., Any]) -> str:
+    """Return the path of a function's file; its module's name where it has none."""
     names = getattr(fn, "__globals__", {})
     file = names.get("__file__")
     return os.path.realpath(file) if file else str(names.get("__name__", ""))
@@ -733,8 +743,8 @@ def papers() -> dict[str, tuple[str, str]]:
     }
 
 
-def _number(x: Any) -> bool:
-    """Whether a float can hold it; infinity is one: no bound."""
+def _is_number(x: Any) -> bool:
+    """Tell whether x is a number that a float can hold. Infinity is one: no bound."""
     try:
         return (
             isinstance(x, int | float | np.number)
@@ -746,23 +756,29 @@ def _number(x: Any) -> bool:
 
 
 def _parameters(
-    fn: Callable[..., Any], least: int, name: str
+    fn: Callable[..., Any], fewest: int, name: str
 ) -> list[inspect.Parameter]:
-    """The parameters of a function of an objective, at least so many."""
+    """Return the parameters of a function of an objective, or raise InputError where
+    it has fewer.
+    """
     try:
-        takes = list(inspect.signature(fn).parameters.values())
+        parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
-        takes = []
-    if len(takes) < max(least, 1):
+        parameters = []
+    if len(parameters) < max(fewest, 1):
         raise InputError(
             f"{name} must be a function (lp, lp_old, A, *, hyperparameters), got {repr(fn)[:60]}."
         )
-    return takes
+    return parameters
 
 
-def _keyword_only(takes: list[inspect.Parameter]) -> dict[str, Any]:
-    """The defaults of the arguments that can be passed by name alone."""
-    return {p.name: p.default for p in takes if p.kind is p.KEYWORD_ONLY}
+def _keyword_only(parameters: list[inspect.Parameter]) -> dict[str, Any]:
+    """Return the defaults of the arguments that can be passed by name alone."""
+    return {
+        parameter.name: parameter.default
+        for parameter in parameters
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
 
 
 def group_ids(

@@ -74,70 +74,80 @@ def derive(objective: str | Objective, mu: float = 0.25, **hp: Any) -> Derivatio
     """
     if isinstance(mu, bool) or not isinstance(mu, int | float) or not 0 < mu <= 1:
         raise InputError(f"mu is a probability in (0, 1], got {repr(mu)[:60]}.")
-    o = objective if isinstance(objective, Objective) else get(objective)
-    resolved = o.of_surrogate(hp)
-    doc = (inspect.getdoc(o.fn) or str(o.__doc__)).split("\n\n")[0]
-    steps = [f"{o.name}   ({o.source})", f"  {doc}", _chain(o)]
+    reference = objective if isinstance(objective, Objective) else get(objective)
+    resolved = reference.of_surrogate(hp)
+    doc = (inspect.getdoc(reference.fn) or str(reference.__doc__)).split("\n\n")[0]
+    steps = [
+        f"{reference.name}   ({reference.source})",
+        f"  {doc}",
+        _describe_chain_rule(reference),
+    ]
     steps += (
         [
-            f"  times the constant {inspect.getdoc(o.sampler)}: what follows is without it"
+            f"  times the constant {inspect.getdoc(reference.sampler)}: what follows is without it"
         ]
-        if o.sampler
+        if reference.sampler
         else []
     )
-    if o.not_symbolic:
+    if reference.not_symbolic:
         steps.append(
-            f"not read by sympy: {o.not_symbolic}; by autograd on a small batch:"
+            f"not read by sympy: {reference.not_symbolic}; by autograd on a small batch:"
         )
-        text, ok = _numeric(o, hp)
-        return Derivation(o.name, steps + text, ok)
+        numeric_steps, ok = _compare_by_autograd(reference, hp)
+        return Derivation(reference.name, steps + numeric_steps, ok)
     values = {
-        Symbol(k, positive=True): _exact(3 if v is None else v)
-        for k, v in resolved.items()
-        if k not in hp
+        Symbol(name, positive=True): _exact(3 if value is None else value)
+        for name, value in resolved.items()
+        if name not in hp
     }
     letters = {s.name: s for s in values} | {
-        k: v if v is None else _exact(v) for k, v in resolved.items() if k in hp
+        name: value if value is None else _exact(value)
+        for name, value in resolved.items()
+        if name in hp
     }
     values[Symbol("mu", positive=True)] = _exact(mu)
     ok = True
     notes = dict[Expr, bool]()
-    every = list[RegimeRow]()
+    all_rows = list[RegimeRow]()
     for A, sign in (
         (Symbol("A", positive=True), 1),
         (Symbol("A", negative=True), -1),
         (sympy.S.Zero, 0),
     ):
-        rows = list(_regimes(o, A, letters, values | {A: sign}, notes))
-        every += [RegimeRow(sign, *row) for row in rows]
+        rows = list(_regimes(reference, A, letters, values | {A: sign}, notes))
+        all_rows += [RegimeRow(sign, *row) for row in rows]
         widths = [max(len(str(row[i])) for row in rows) for i in (0, 1)]
         steps.append("A > 0" if sign > 0 else "A < 0" if sign < 0 else "A = 0")
         for label, J, gradient, weight in rows:
-            flag = "" if _equal(gradient, weight) else f"   MISMATCH: by hand {weight}"
+            flag = (
+                "" if _are_equal(gradient, weight) else f"   MISMATCH: by hand {weight}"
+            )
             ok = ok and not flag
             steps.append(
                 f"  {label:{widths[0]}}   J = {J!s:{widths[1]}}   dJ/dlp = {gradient}{flag}"
             )
-    steps += [f"*  {f} = 0, for mu = {mu} and the defaults" for f in notes]
+    steps += [f"*  {edge} = 0, for mu = {mu} and the defaults" for edge in notes]
     return Derivation(
-        o.name,
+        reference.name,
         [*steps, f"equal to the weight written by hand: {'yes' if ok else 'NO'}"],
         ok,
-        (*every,),
+        (*all_rows,),
     )
 
 
-def _equal(x: Expr, y: Expr) -> bool:
+def _are_equal(x: Expr, y: Expr) -> bool:
+    """Tell whether the difference of two expressions simplifies to 0."""
     return sympy.simplify((x - y).rewrite(sympy.exp)) == 0
 
 
 def _exact(x: Any) -> Expr:
+    """Return a number as an exact rational."""
     return sympy.nsimplify(x, rational=True)
 
 
-def _chain(objective: Objective) -> str:
-    """What stands before the derivative at the objective's level: that of mean_t or
-    sum_t, and the aggregation.
+def _describe_chain_rule(objective: Objective) -> str:
+    """Return a line with the factors that the chain rule adds to the derivative: that
+    of the level (mean_t or sum_t) and the row weight of the aggregation.
     """
     row = SimpleNamespace(
         sum=lambda _: SimpleNamespace(clamp=lambda min: Symbol("|o_i|"))
@@ -156,24 +166,28 @@ def _chain(objective: Objective) -> str:
     level = f"level {objective.level}" + (
         f", lp = {name}, d({name})/dlp_t = {inner}, T = |o_i|" if name else ""
     )
-    what = {
+    symbol_words = {
         "N": "N tokens in all",
         "B": "B responses",
         "G": "G prompts",
         "N_g": "N_g tokens of prompt g",
     }
     legend = ", ".join(
-        what[s.name] for s in sorted(rows.free_symbols, key=str) if s.name in what
+        symbol_words[symbol.name]
+        for symbol in sorted(rows.free_symbols, key=str)
+        if symbol.name in symbol_words
     )
     return f"  {level}; aggregation {objective.agg}: row weight {rows} ({legend})"
 
 
 def _regimes(
-    objective: Objective, A: Expr, letters: Any, at: Any, notes: Any
+    objective: Objective, A: Expr, letters: Any, values: Any, notes: Any
 ) -> Iterator[tuple[str, Expr, Expr, Expr]]:
-    """(where, J, dJ/dlp, weight) of each regime; neighbours that read alike are one."""
-    n = FREE_TOKENS if objective.level == "custom" else 1
-    tags = [f"_{i + 1}" for i in range(n)] if n > 1 else [""]
+    """Yield (where, J, dJ/dlp, weight) of each regime. Neighbors with equal expressions
+    are one regime.
+    """
+    token_count = FREE_TOKENS if objective.level == "custom" else 1
+    tags = [f"_{i + 1}" for i in range(token_count)] if token_count > 1 else [""]
     lp, lp_old = (
         [Symbol(f"{name}{tag}", real=True) for tag in tags] for name in ("lp", "lp_old")
     )
@@ -188,22 +202,31 @@ def _regimes(
         objective, A, [in_r[x] for x in lp], [in_r[x] for x in lp_old], letters
     )
     edges = {k for expr in (J_in_r, *weights) for k in breakpoints(expr, r[0])}
-    cells = _cells(edges, r[0], at, 1 / mu if objective.reads_mu else oo, notes)
+    intervals = _intervals_between(
+        edges, r[0], values, 1 / mu if objective.reads_mu else oo, notes
+    )
     rows = []
-    for combination in itertools.combinations_with_replacement(cells, n):
-        point = at | {x: cell.point for x, cell in zip(r, combination, strict=True)}
-        branch = in_regime(J, point | {x: y.subs(point) for x, y in in_r.items()})
-        gradients = [sympy.simplify(forget_sg(branch.diff(x)).subs(in_r)) for x in lp]
+    for combination in itertools.combinations_with_replacement(intervals, token_count):
+        point = values | {
+            x: interval.point for x, interval in zip(r, combination, strict=True)
+        }
+        J_here = in_regime(J, point | {x: y.subs(point) for x, y in in_r.items()})
+        gradients = [sympy.simplify(forget_sg(J_here.diff(x)).subs(in_r)) for x in lp]
         pairs = list(
             zip(gradients, (in_regime(w, point) for w in weights), strict=True)
         )
-        wrong = [pair for pair in pairs if not _equal(*pair)]
-        rows.append((combination, branch, *(wrong or pairs)[0]))
-    for _, run in itertools.groupby(rows, key=lambda row: row[1:] if n == 1 else row):
+        wrong = [pair for pair in pairs if not _are_equal(*pair)]
+        rows.append((combination, J_here, *(wrong or pairs)[0]))
+    for _, run in itertools.groupby(
+        rows, key=lambda row: row[1:] if token_count == 1 else row
+    ):
         first, *rest = run
-        ends = zip(first[0], r, (rest or [first])[-1][0], strict=True)
+        bounds_of_tokens = zip(first[0], r, (rest or [first])[-1][0], strict=True)
         yield (
-            ", ".join(_interval(a.low, x.name, b.high) for a, x, b in ends),
+            ", ".join(
+                _describe_interval(a.low, x.name, b.high)
+                for a, x, b in bounds_of_tokens
+            ),
             *first[1:],
         )
 
@@ -232,14 +255,16 @@ def symbolic_J(
 def _weights(
     objective: Objective, A: Expr, r: list[Any], mu: Expr, hp: dict[Any, Any]
 ) -> list[Expr]:
-    """The closed form of the weight of each token, as sympy expressions."""
-    first = [log(x) for x in r] if objective.reads_log_r else r
-    have = {"mu": mu, "log_mu": log(mu), "mask": np.ones((1, len(r)), dtype=bool)}
+    """Return the closed form of the weight of each token, as sympy expressions."""
+    ratios = [log(x) for x in r] if objective.reads_log_r else r
+    available = {"mu": mu, "log_mu": log(mu), "mask": np.ones((1, len(r)), dtype=bool)}
     if objective.level == "custom":
-        read = (SymbolArray([first]), SymbolArray([[A] * len(r)]))
+        arguments = (SymbolArray([ratios]), SymbolArray([[A] * len(r)]))
     else:
-        read = (first[0], A)
-    w = objective.closed_form(*read, **{k: have[k] for k in objective.reads}, **hp)
+        arguments = (ratios[0], A)
+    w = objective.closed_form(
+        *arguments, **{k: available[k] for k in objective.reads}, **hp
+    )
     return [sympy.sympify(x) for x in np.ravel(w)]
 
 
@@ -249,45 +274,58 @@ class RatioInterval(NamedTuple):
     point: Expr
 
 
-def _cells(
-    edges: set[Expr], r: Symbol, at: dict[Any, Any], top: Expr, notes: dict[Any, Any]
+def _intervals_between(
+    edges: set[Expr],
+    r: Symbol,
+    values: dict[Any, Any],
+    top: Expr,
+    notes: dict[Any, Any],
 ) -> list[RatioInterval]:
-    """The open intervals of r between the edges, each with a point inside."""
-    end = top.subs(at)
-    places = {sympy.S.Zero: "0", end: str(top)}
+    """Return the open intervals of r between the edges, each with a point inside.
+
+    An edge without a closed form is solved for at these values, and noted.
+    """
+    upper_end = top.subs(values)
+    places = {sympy.S.Zero: "0", upper_end: str(top)}
     for edge in sorted(edges, key=sympy.default_sort_key):
         if r in edge.free_symbols:
-            for x in _roots(edge.subs(at), r, end):
-                places[x], notes[edge] = f"{float(x):.4g}*", True
-        elif 0 < edge.subs(at) < end:
-            places.setdefault(edge.subs(at), sympy.sstr(edge, order="none"))
+            for x in _roots(edge.subs(values), r, upper_end):
+                places[x] = f"{float(x):.4g}*"
+                notes[edge] = True
+        elif 0 < edge.subs(values) < upper_end:
+            places.setdefault(edge.subs(values), sympy.sstr(edge, order="none"))
     pairs = itertools.pairwise(
         sorted(places.items(), key=lambda place: float(place[0]))
     )
     return [
-        RatioInterval(low, high, _exact(float(_inside(a, b))))
+        RatioInterval(low, high, _exact(float(_point_between(a, b))))
         for (a, low), (b, high) in pairs
     ]
 
 
-def _inside(low: Expr, high: Expr) -> Expr:
-    """A point of the open interval; with no upper end 2 low, and 1 where low is 0."""
+def _point_between(low: Expr, high: Expr) -> Expr:
+    """Return a point of the open interval: its middle. Without an upper end, it is
+    2 low, or 1 where low is 0.
+    """
     if high == oo:
         return 2 * low if low else sympy.S.One
     return (low + high) / 2
 
 
-def _roots(f: Expr, r: Symbol, end: Expr) -> list[Expr]:
-    """Where f changes sign, bisected: for bounds without a closed form."""
-    grid = np.exp(np.linspace(-12, math.log(min(float(end), 1e5)) - 1e-9, 500))
-    turns = np.flatnonzero(
+def _roots(f: Expr, r: Symbol, upper_end: Expr) -> list[Expr]:
+    """Return where f changes sign, by bisection: for bounds without a closed form."""
+    grid = np.exp(np.linspace(-12, math.log(min(float(upper_end), 1e5)) - 1e-9, 500))
+    sign_changes = np.flatnonzero(
         np.diff(np.sign(np.vectorize(sympy.lambdify(r, f, "math"))(grid)))
     )
-    return [sympy.nsolve(f, r, (grid[i], grid[i + 1]), solver="bisect") for i in turns]
+    return [
+        sympy.nsolve(f, r, (grid[i], grid[i + 1]), solver="bisect")
+        for i in sign_changes
+    ]
 
 
-def _interval(low: str, r: str, high: str) -> str:
-    """An interval of r in words."""
+def _describe_interval(low: str, r: str, high: str) -> str:
+    """Return an interval of r in words."""
     if (low, high) == ("0", "oo"):
         return f"every {r}"
     if high == "oo":
@@ -297,9 +335,12 @@ def _interval(low: str, r: str, high: str) -> str:
     return f"{low} < {r} < {high}"
 
 
-def _numeric(objective: Objective, hp: dict[Any, Any]) -> tuple[list[str], bool]:
-    """dJ/dlp by torch.autograd against weight x aggregation: two responses, A = 1 and A
-    = -1, seven ratios each.
+def _compare_by_autograd(
+    objective: Objective, hp: dict[Any, Any]
+) -> tuple[list[str], bool]:
+    """Compare dJ/dlp by torch.autograd with weight x aggregation, and return lines and
+    whether they are equal. The batch has two responses, A = 1 and A = -1, of seven
+    ratios each.
     """
     r = torch.tensor(
         [0.3, 0.75, 0.95, 1.05, 1.25, 1.9, 4.0], dtype=torch.float64
@@ -377,35 +418,36 @@ def sympy_gradient(
 def _derivative(
     objective: Objective, mask: np.ndarray, hp: dict[Any, Any]
 ) -> Callable[..., list[Any]]:
-    """The derivatives of these responses' share of J by each lp: a function of lp,
-    lp_old, A, lp_ref, row weights.
+    """Return a function of lp, lp_old, A, lp_ref and row weights: the derivatives of
+    these responses' share of J by each lp.
     """
 
-    def letters(name: str, *shape: int) -> Any:
+    def symbols(name: str, *shape: int) -> Any:
+        """Return an array of symbols of this shape."""
         return SymbolArray(
             [Symbol(f"{name}_{i}", real=True) for i in range(math.prod(shape))]
         ).reshape(shape)
 
     lp, lp_old, A, ref = (
-        letters(name, *mask.shape) for name in ("lp", "lp_old", "A", "lp_ref")
+        symbols(name, *mask.shape) for name in ("lp", "lp_old", "A", "lp_ref")
     )
-    rows = letters("w", len(mask))
-    first = A[range(len(mask)), mask.argmax(1)]
-    read = (
+    rows = symbols("w", len(mask))
+    first_A = A[range(len(mask)), mask.argmax(1)]
+    arguments = (
         lp,
         lp_old,
-        np.repeat(first[:, None], mask.shape[1], 1)
+        np.repeat(first_A[:, None], mask.shape[1], 1)
         if objective.agg == "seq-mean"
         else A,
     )
     if objective.level in REDUCE:
-        read = (
+        arguments = (
             REDUCE[objective.level](lp, mask),
             REDUCE[objective.level](lp_old, mask),
-            first,
+            first_A,
         )
     terms = objective.fn(
-        *read,
+        *arguments,
         *([mask] if objective.level == "custom" else []),
         **objective.of_surrogate(hp),
     )

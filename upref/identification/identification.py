@@ -30,12 +30,12 @@ class Match:
     mean: float  # the mean of it, each at most 1
 
     def __str__(self) -> str:
-        said = [
-            f"{k}={v:.7g}"
-            for k, v in self.hp.items()
-            if v is not None and (k != "beta" or v)
+        arguments = [
+            f"{name}={value:.7g}"
+            for name, value in self.hp.items()
+            if value is not None and (name != "beta" or value)
         ]
-        return f"{self.name}({', '.join(said)})" if said else self.name
+        return f"{self.name}({', '.join(arguments)})" if arguments else self.name
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Identification(Result):
             for m in self.matches[:1]
             if m.name.startswith("up(")
         ]
-        return self._others(True) + anchored
+        return self._other_matches(same_aggregation=True) + anchored
 
     @property
     def elsewhere(self) -> list[str]:
@@ -105,14 +105,20 @@ class Identification(Result):
         Returns:
             Names of objectives.
         """
-        return self._others(False)
+        return self._other_matches(same_aggregation=False)
 
-    def _others(self, same: bool) -> list[str]:
-        def alike(match: Match, first: Match) -> bool:
-            """Whether its aggregation is as asked for, and its KL term the same."""
-            return (match.own == first.own) == same and match.same_kl == first.same_kl
+    def _other_matches(self, *, same_aggregation: bool) -> list[str]:
+        """Return the other matches with the KL term of the first one, and with the same
+        relation to their own aggregation, or with the opposite one.
+        """
 
-        return [str(m) for m in self.matches[1:] if alike(m, self.matches[0])]
+        def belongs(match: Match, first: Match) -> bool:
+            """Tell whether a match belongs to the list."""
+            return (
+                match.own == first.own
+            ) == same_aggregation and match.same_kl == first.same_kl
+
+        return [str(m) for m in self.matches[1:] if belongs(m, self.matches[0])]
 
     def data(self) -> dict[str, Any]:
         """The fields and what they imply, `identified` first.
@@ -136,7 +142,7 @@ class Identification(Result):
         Returns:
             Lines, without a line break at the end.
         """
-        lines = [self._head()]
+        lines = [self._answer_line()]
         jumps = {
             sign: "the weight jumps at r = " + _first_few([f"{r:.7g}" for r in rs])
             for sign, rs in self.bounds.items()
@@ -145,15 +151,15 @@ class Identification(Result):
         if not self.matches:
             lines += [row(key, text) for key, text in jumps.items()]
         if self.matches:
-            m = self.matches[0]
-            off = "" if m.own or not m.agg else " (not the one of its paper)"
-            rows = {"aggregation": (m.agg or "none recognized") + off}
-            if m.hp.get("c", 0) is None:
+            first = self.matches[0]
+            remark = "" if first.own or not first.agg else " (not the one of its paper)"
+            rows = {"aggregation": (first.agg or "none recognized") + remark}
+            if first.hp.get("c", 0) is None:
                 rows["dual clip"] = "none"
             rows |= jumps
-            if self and m.distance:
+            if self and first.distance:
                 rows["distance"] = (
-                    f"{m.distance:.1e}, the largest difference of gradients, relative"
+                    f"{first.distance:.1e}, the largest difference of gradients, relative"
                 )
             if self.also:
                 rows["the same"] = _first_few(self.also)
@@ -167,11 +173,11 @@ class Identification(Result):
         if verbose:
             lines += describe_assumptions(self.assumptions)
         if self.matches:
-            lines.append(f"next: {self._first()}{self._next()}")
+            lines.append(f"next: {self._step_before_check()}{self._check_command()}")
         return "\n".join(lines)
 
-    def _first(self) -> str:
-        """What the command below needs, where it would not agree as it is."""
+    def _step_before_check(self) -> str:
+        """Return what to do before the command; "" where it agrees as it is."""
         length = self.agg.partition(f"{BY_LENGTH}, L = ")[2]
         if not length:
             return ""
@@ -180,26 +186,31 @@ class Identification(Result):
             "check has no fixed length; then "
         )
 
-    def _next(self) -> str:
-        """How it differs, on which smallest batch."""
-        m = self.matches[0]
+    def _check_command(self) -> str:
+        """Return the command that compares the loss with the first match."""
+        match = self.matches[0]
         hp = [
-            f"{k}={v:.7g}"
-            for k, v in m.hp.items()
-            if v is not None and (k != "beta" or v)
+            f"{name}={value:.7g}"
+            for name, value in match.hp.items()
+            if value is not None and (name != "beta" or value)
         ]
-        agg = "" if m.own or m.agg not in AGGREGATIONS else m.agg
+        agg = "" if match.own or match.agg not in AGGREGATIONS else match.agg
         if ":" in self.loss:
-            said = ["upref check", shlex.quote(self.loss), "--as", shlex.quote(m.name)]
+            words = [
+                "upref check",
+                shlex.quote(self.loss),
+                "--as",
+                shlex.quote(match.name),
+            ]
             if agg:
-                said.append(f"--agg {agg}")
-            return " ".join([*said, *(f"--hp {x}" for x in hp)])
+                words.append(f"--agg {agg}")
+            return " ".join([*words, *(f"--hp {assignment}" for assignment in hp)])
         if agg:
             hp.insert(0, f"agg={agg!r}")
-        return f"upref.check({', '.join([self.loss, repr(m.name), *hp])})"
+        return f"upref.check({', '.join([self.loss, repr(match.name), *hp])})"
 
-    def _head(self) -> str:
-        """The answer in one sentence."""
+    def _answer_line(self) -> str:
+        """Return the answer in one sentence."""
         if self.kind == "none":
             if self.matches:
                 near = f"; the nearest is {self.matches[0]}, {self.distance:.2g} away"
@@ -220,6 +231,7 @@ class Identification(Result):
         return styles.get(self.kind, "bold green")
 
 
-def _first_few(xs: list[str]) -> str:
-    more = f" and {len(xs) - SHOWN} more" if len(xs) > SHOWN else ""
-    return ", ".join(xs[:SHOWN]) + more
+def _first_few(words: list[str]) -> str:
+    """Return the first words of a list, and how many more there are."""
+    more = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
+    return ", ".join(words[:SHOWN]) + more

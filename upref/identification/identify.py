@@ -100,15 +100,15 @@ def identify(loss: Any) -> Identification:
         start = time.perf_counter()
         exchanged = read(loss)
         answer = _identify(exchanged, start)
-        if exchanged.order_unknown and _order_decides(exchanged, answer):
+        if exchanged.order_unknown and _may_fail_for_order(exchanged, answer):
             raise InputError(exchanged.order_unknown)
     notes = [f"it changes {what}: restored afterwards" for what in sorted(changed)]
     return replace(answer, assumptions=[*answer.assumptions, *notes])
 
 
-def _order_decides(loss: Loss, answer: Identification) -> bool:
-    """Whether a loss whose policies were read by position is wrong for their order, or
-    may be so.
+def _may_fail_for_order(loss: Loss, answer: Identification) -> bool:
+    """Tell whether the order of the policies may be why a loss is not identified whose
+    policies were read by position.
     """
     if answer.kind in ("objective", "up"):
         return False
@@ -121,8 +121,8 @@ def _order_decides(loss: Loss, answer: Identification) -> bool:
 
 
 def _identify(loss: Loss, started: float) -> Identification:
-    """The answer for a loss that was read, with the correction of its sampler and its
-    writes into inputs.
+    """Return the answer for a loss that was read, with the correction of its sampler
+    and its writes into inputs.
     """
     measured = measure(loss)
     answer = _identify_weights(measured, started)
@@ -141,155 +141,169 @@ def _identify(loss: Loss, started: float) -> Identification:
     )
 
 
-def _identify_weights(box: BlackBox, start: float) -> Identification:
-    """What the weights of a measured loss are: an objective, one with a fault, or
-    neither.
+def _identify_weights(box: BlackBox, started: float) -> Identification:
+    """Return the answer that the weights of a measured loss give: an objective, one
+    with a fault, or neither.
     """
-    tried = _candidates(box)
-    grids = _grids(box)
-    first_batch, _, first_gradient = grids[0]
+    candidates = _candidates(box)
+    measured = _measure_batches(box)
+    first_batch, _, first_gradient = measured[0]
     again = box.case.gradient(first_batch)
     if box.random or not same_numbers(again, first_gradient):
         why = "two calls on the same batch give different gradients"
-        return _answer(box, start, "none", [_nearest(box, tried, grids)], why)
-    box, matches = _fitting_or_looser(box, tried, grids)
+        return _answer(box, started, "none", [_nearest(box, candidates, measured)], why)
+    box, matches = _fitting_or_looser(box, candidates, measured)
     if matches:
-        return _judge(box, start, matches, grids)
+        return _answer_for_matches(box, started, matches, measured)
     for try_other_box in (_identify_unscaled, _identify_with_other_kl):
-        answer = try_other_box(box, start, tried, grids)
+        answer = try_other_box(box, started, candidates, measured)
         if answer is not None:
             return answer
     if box.batch_coupled:
-        tried = tried + _uncoupled_candidates(box)
-    nearest = _nearest(box, tried, grids)
+        candidates = candidates + _uncoupled_candidates(box)
+    nearest = _nearest(box, candidates, measured)
     for try_nearest in (_identify_partly_float32, _identify_pitfall, _identify_coupled):
-        answer = try_nearest(box, start, nearest, grids)
+        answer = try_nearest(box, started, nearest, measured)
         if answer is not None:
             return answer
     is_near = nearest.distance < FAR and _has_its_bounds(box, nearest)
     why = BOTH_COMPARED if box.loss.returns_live else ""
-    return _answer(box, start, "none", [nearest] if is_near else [], why)
+    return _answer(box, started, "none", [nearest] if is_near else [], why)
 
 
 def _fitting_or_looser(
-    box: BlackBox, tried: list[Candidate], grids: list[Grid]
+    box: BlackBox, candidates: list[Candidate], measured: list[Grid]
 ) -> tuple[BlackBox, list[Match]]:
-    """The candidates that fit, and the box that they fit: it may be compared less
-    closely, where a bound that was computed in float32 needs that.
+    """Return the box and the matches that fit it. Where a bound was computed in
+    float32, the box is one that is compared less closely.
     """
-    matches = _fitting(box, tried, grids)
+    matches = _fitting_matches(box, candidates, measured)
     if box.batch_coupled:
         return box, matches
     if not matches and box.resolution < LOOSE:
         loose = box.loosened(LOOSE)
-        refitted = _refit_loosely(loose, tried)
+        refitted = _refit_loosely(loose, candidates)
         return (loose, refitted) if refitted else (box, [])
     if matches and box.agg and not matches[0].own and box.resolution < BESIDE_BOUND:
         # one of two bounds in float32: they differ by its rounding
         loose = box.loosened(BESIDE_BOUND)
-        refitted = _refit_loosely(loose, tried)
+        refitted = _refit_loosely(loose, candidates)
         if refitted and refitted[0].own:
             return loose, refitted
     return box, matches
 
 
-def _judge(
-    box: BlackBox, start: float, matches: list[Match], grids: list[Grid]
+def _answer_for_matches(
+    box: BlackBox, started: float, matches: list[Match], measured: list[Grid]
 ) -> Identification:
-    """The answer for matches: an objective, or a pitfall where something is wrong."""
+    """Return the answer for matches: an objective, or a pitfall where something is
+    wrong.
+    """
     match = matches[0]
-    wrong = _faults(box, match, grids)
-    if match.own and not wrong:
-        wrong += _stress_words(box, match)
+    deviations = _fault_words(box, match, measured)
+    if match.own and not deviations:
+        deviations += _stress_words(box, match)
     else:
-        wrong += _claimed(box, match)
-    kind = "pitfall" if wrong else _kind_of(match)
-    return _answer(box, start, kind, matches, "; ".join(wrong))
+        deviations += _deviations_of_match(box, match)
+    kind = "pitfall" if deviations else _kind_of(match)
+    return _answer(box, started, kind, matches, "; ".join(deviations))
 
 
 def _identify_unscaled(
-    box: BlackBox, start: float, tried: list[Candidate], grids: list[Grid]
+    box: BlackBox, started: float, candidates: list[Candidate], measured: list[Grid]
 ) -> Identification | None:
-    """The answer for a loss whose weight on policy is not A, as under a cap below 1:
-    what was divided out as a factor belongs to its weights. None where no objective
-    has such weights.
+    """Return the answer for a loss whose weight at r = 1 is not A, as under a cap below
+    1. `measure` divided that weight out as a factor; here it belongs to the weights
+    again. None where no objective has such weights.
     """
     if box.scale == 1 or box.batch_coupled:
         return None
     unscaled = box.unscaled()
-    refitted = [best_candidate(c.objective, unscaled) for c in tried]
-    matches = _fitting(unscaled, refitted, grids)
+    refitted = [best_candidate(c.objective, unscaled) for c in candidates]
+    matches = _fitting_matches(unscaled, refitted, measured)
     if not matches:
         return None
-    return _judge(unscaled, start, matches, grids)
+    return _answer_for_matches(unscaled, started, matches, measured)
 
 
 def _identify_with_other_kl(
-    box: BlackBox, start: float, tried: list[Candidate], grids: list[Grid]
+    box: BlackBox, started: float, candidates: list[Candidate], measured: list[Grid]
 ) -> Identification | None:
-    """A loss with a KL term of an unusual form, which is divided out first."""
+    """Return the answer for a loss with a KL term of an unusual form, which is
+    subtracted first; None where it has none, or no match.
+    """
     with_other_kl = termed(box)
     if not with_other_kl:
         return None
-    matches = _fitting(with_other_kl, _candidates(with_other_kl), grids)
+    matches = _fitting_matches(with_other_kl, _candidates(with_other_kl), measured)
     if not matches:
         return None
     match = matches[0]
-    wrong = _faults(with_other_kl, match, grids) + _claimed(with_other_kl, match)
-    return _answer(with_other_kl, start, "pitfall", matches, "; ".join(wrong))
+    deviations = _fault_words(with_other_kl, match, measured) + _deviations_of_match(
+        with_other_kl, match
+    )
+    return _answer(with_other_kl, started, "pitfall", matches, "; ".join(deviations))
 
 
 def _identify_partly_float32(
-    box: BlackBox, start: float, nearest: Match, grids: list[Grid]
+    box: BlackBox, started: float, nearest: Match, measured: list[Grid]
 ) -> Identification | None:
-    """A loss whose curve has jumps that rounding makes, and whose gradients have none."""
+    """Return the answer for a loss whose curve has jumps from rounding alone; None where
+    the nearest match is farther than rounding explains.
+    """
     if nearest.distance > SINGLE or not nearest.name:
         return None
-    wrong = _faults(box, nearest, grids)
-    kind = "pitfall" if wrong else _kind_of(nearest)
-    answer = _answer(box, start, kind, [nearest], "; ".join(wrong))
+    deviations = _fault_words(box, nearest, measured)
+    kind = "pitfall" if deviations else _kind_of(nearest)
+    answer = _answer(box, started, kind, [nearest], "; ".join(deviations))
     assumed = "a part of it in float32: compared to 2e-5"
     return replace(answer, assumptions=[*answer.assumptions, assumed])
 
 
 def _identify_pitfall(
-    box: BlackBox, start: float, nearest: Match, grids: list[Grid]
+    box: BlackBox, started: float, nearest: Match, measured: list[Grid]
 ) -> Identification | None:
-    """A loss with a known fault on one of the objectives that its jumps suggest."""
-    pitfall = _pitfall(box, get(nearest.name), grids)
+    """Return the answer for a loss with a known fault on an objective that its jumps
+    suggest; None where no fault fits.
+    """
+    pitfall = _find_pitfall(box, get(nearest.name), measured)
     if pitfall is None:
         return None
     match, known_fault, case, factor = pitfall
 
     def weights_with_fault(batch: Rollouts) -> Tensor:
-        """The weights that the fault gives the reference, times the factor."""
+        """Return the weights of the reference with the fault, times the factor."""
         weights = known_fault.change.weights(case.objective, case.hp, batch)
         return factor * (weights + box.kl_weights(batch))
 
-    differences = _limits(box, case, weights_with_fault)
+    differences = _deviations_on_unusual_inputs(box, case, weights_with_fault)
     words = [
         known_fault.words,
-        *_multiplied(factor, match.agg),
-        *_term(box, match),
+        *_factor_words(factor, match.agg),
+        *_kl_term_words(box, match),
         *differences,
     ]
-    return _answer(box, start, "pitfall", [match], "; ".join(words))
+    return _answer(box, started, "pitfall", [match], "; ".join(words))
 
 
 def _identify_coupled(
-    box: BlackBox, start: float, nearest: Match, grids: list[Grid]
+    box: BlackBox, started: float, nearest: Match, measured: list[Grid]
 ) -> Identification | None:
-    """A loss whose weights depend on whole batches or on groups."""
-    coupled = _of_whole_batches(box)
-    if not coupled:
+    """Return the answer for a loss whose weights depend on whole batches or on groups;
+    None where no such objective fits.
+    """
+    matches = _matches_of_whole_batches(box)
+    if not matches:
         return None
-    answer = _answer(box, start, "objective", coupled, "")
-    return replace(answer, not_checked=[*answer.not_checked, *_unread(coupled[0])])
+    answer = _answer(box, started, "objective", matches, "")
+    return replace(
+        answer, not_checked=[*answer.not_checked, *_undetermined_words(matches[0])]
+    )
 
 
 def _has_its_bounds(box: BlackBox, match: Match) -> bool:
-    """Whether the weight of a loss jumps where this objective's does: else it is near
-    by accident.
+    """Tell whether the weight of a loss jumps where this objective's does. If not, it
+    is near by accident.
     """
     objective = get(match.name)
     if objective.reads_mu or objective.batch_coupled or box.batch_coupled:
@@ -308,18 +322,18 @@ def _has_its_bounds(box: BlackBox, match: Match) -> bool:
     return True
 
 
-def _of_whole_batches(box: BlackBox) -> list[Match]:
-    """Objectives whose weights depend on the whole batch or on groups, at the
-    hyperparameters that papers have.
+def _matches_of_whole_batches(box: BlackBox) -> list[Match]:
+    """Return the matches of objectives whose weights depend on the whole batch or on
+    groups, at the hyperparameters of papers.
     """
     batches = [
         box.case.ready(on_policy_batch()),
         *map(box.case.visible_batch, random_batches(0, RANDOM, True)),
     ]
-    asked = []
+    measured = []
     for batch in batches:
         with contextlib.suppress(InputError):
-            asked.append((batch, box.case.gradient(batch)))
+            measured.append((batch, box.case.gradient(batch)))
     matches = []
     for objective in (get(name) for name in names() if get(name).batch_coupled):
         for hp in [
@@ -335,14 +349,18 @@ def _of_whole_batches(box: BlackBox) -> list[Match]:
             )
             errors = [
                 case.weight_error(batch, gradient / case.factors(batch)).max().item()
-                for batch, gradient in asked
+                for batch, gradient in measured
             ]
             if len(errors) > RANDOM / 2 and max(errors) <= 10 * box.tol:
-                told_hp = {k: v for k, v in case.hp.items() if _is_told(case, k, asked)}
+                determined_hp = {
+                    k: v
+                    for k, v in case.hp.items()
+                    if _is_determined(case, k, measured)
+                }
                 matches.append(
                     Match(
                         objective.name,
-                        told_hp,
+                        determined_hp,
                         objective.agg,
                         True,
                         not box.kl,
@@ -354,28 +372,30 @@ def _of_whole_batches(box: BlackBox) -> list[Match]:
     return matches
 
 
-def _is_told(case: LossCase, key: str, asked: list[tuple[Rollouts, Tensor]]) -> bool:
-    """Whether the weights on these batches tell this value of the hyperparameter from
-    a larger and from a smaller one.
+def _is_determined(
+    case: LossCase, key: str, measured: list[tuple[Rollouts, Tensor]]
+) -> bool:
+    """Tell whether the weights on these batches differ at a larger and at a smaller
+    value of the hyperparameter.
     """
     value = case.hp[key]
     if key == "beta" or value is None:
         return False
 
     def is_other(value: float) -> bool:
-        """Whether the weights of some batch are others at this value."""
+        """Tell whether the weights of some batch differ at this value."""
         changed_case = replace(case, hp=case.hp | {key: value})
         return any(
             not torch.equal(changed_case.expected(batch), case.expected(batch))
-            for batch, _ in asked
+            for batch, _ in measured
         )
 
-    others = (value * APART, value / APART) if value else (1,)
-    return all(is_other(other) for other in others)
+    other_values = (value * APART, value / APART) if value else (1,)
+    return all(is_other(other) for other in other_values)
 
 
-def _unread(match: Match) -> list[str]:
-    """Words for the hyperparameters that no batch has told."""
+def _undetermined_words(match: Match) -> list[str]:
+    """Return words for the hyperparameters whose value no batch shows."""
     defaults = get(match.name).hyperparameters
     names = [
         k
@@ -386,11 +406,11 @@ def _unread(match: Match) -> list[str]:
 
 
 def _with_correction(box: BlackBox, answer: Identification) -> Identification:
-    """The answer with the correction of its sampler, where the loss has one that upref
-    knows.
+    """Return the answer with the sampler correction of the loss. It stays as it is where
+    the loss has no correction of CORRECTIONS.
     """
     matched = answer.matches[0]
-    case = _against(box, matched)
+    case = _case_of_match(box, matched)
     for name in CORRECTIONS:
         objective = get(f"{name}({matched.name})")
         uncorrected = replace(
@@ -430,12 +450,16 @@ def _with_correction(box: BlackBox, answer: Identification) -> Identification:
     return answer
 
 
-def _refit_loosely(box: BlackBox, tried: list[Candidate]) -> list[Match]:
-    """Those of the candidates that fit a box that is looked at less closely."""
-    return _fitting(
+def _refit_loosely(box: BlackBox, candidates: list[Candidate]) -> list[Match]:
+    """Return the matches of the candidates with a box that is compared less closely."""
+    return _fitting_matches(
         box,
-        [best_candidate(c.objective, box) for c in tried if c.miss[0] < 0.1],
-        _grids(box),
+        [
+            best_candidate(candidate.objective, box)
+            for candidate in candidates
+            if candidate.miss[0] < 0.1
+        ],
+        _measure_batches(box),
     )
 
 
@@ -444,34 +468,35 @@ def _kind_of(match: Match) -> str:
 
 
 def _answer(
-    box: BlackBox, start: float, kind: str, matches: list[Match], why: str
+    box: BlackBox, started: float, kind: str, matches: list[Match], why: str
 ) -> Identification:
-    """Put an answer together with what the box shows of its bounds, and what was not
-    checked.
-    """
-    of = " (π_old = 0.02)" if box.reads_mu else ""
-    bounds = {f"{s}{of}": box.bounds(A) for s, A in (("A > 0", 1.0), ("A < 0", -1.0))}
+    """Make an answer, with the bounds of the box and with what was not checked."""
+    at_old_probability = " (π_old = 0.02)" if box.reads_mu else ""
+    bounds = {
+        f"{sign_words}{at_old_probability}": box.bounds(A)
+        for sign_words, A in (("A > 0", 1.0), ("A < 0", -1.0))
+    }
     loss = box.loss
-    seconds = time.perf_counter() - start
-    unchecked = []
+    seconds = time.perf_counter() - started
+    not_checked = []
     on_sampler = ignores_sampler(box.case)
     if on_sampler:
-        unchecked.append(sampler_words(matches[0].name if matches else ""))
-    unchecked += unfed_words(loss)
+        not_checked.append(sampler_words(matches[0].name if matches else ""))
+    not_checked += unfed_words(loss)
     if loss.form == "unreduced":
-        unchecked.append("the aggregation, which its caller does")
+        not_checked.append("the aggregation, which its caller does")
     elif not loss.micro_batchable:
-        unchecked.append("micro-batches")
-    rest = loss.read_as, _contract(box), unchecked, on_sampler, seconds
+        not_checked.append("micro-batches")
+    rest = loss.read_as, _assumptions(box), not_checked, on_sampler, seconds
     return Identification(loss.name, kind, matches, why, bounds, *rest)
 
 
-def _nearest(box: BlackBox, tried: list[Candidate], grids: list[Grid]) -> Match:
-    """The match of least distance on the batches, of the candidates that are nearest on
-    the curve.
+def _nearest(box: BlackBox, candidates: list[Candidate], measured: list[Grid]) -> Match:
+    """Return the match that is nearest on the batches, among the TRIED candidates that
+    are nearest on the curve.
     """
-    nearest = sorted(
-        tried,
+    nearest_on_curve = sorted(
+        candidates,
         key=lambda candidate: (
             candidate.is_extreme,
             not in_range(candidate.objective, candidate.hp),
@@ -480,15 +505,29 @@ def _nearest(box: BlackBox, tried: list[Candidate], grids: list[Grid]) -> Match:
         ),
     )[:TRIED]
     return min(
-        (_match(box, candidate, grids) for candidate in nearest),
+        (
+            _compare_on_batches(box, candidate, measured)
+            for candidate in nearest_on_curve
+        ),
         key=lambda matched: (matched.mean, matched.distance),
     )
 
 
-def _fitting(box: BlackBox, tried: list[Candidate], grids: list[Grid]) -> list[Match]:
-    """Those that agree on the curve and on every batch, the simplest first."""
-    matches = (_match(box, c, grids) for c in tried if c.fits)
-    return sorted((m for m in matches if m.distance <= 10 * box.tol), key=_simplest)
+def _fitting_matches(
+    box: BlackBox, candidates: list[Candidate], measured: list[Grid]
+) -> list[Match]:
+    """Return the matches of the candidates that agree on the curve and on every batch,
+    the simplest first.
+    """
+    matches = (
+        _compare_on_batches(box, candidate, measured)
+        for candidate in candidates
+        if candidate.fits
+    )
+    return sorted(
+        (match for match in matches if match.distance <= 10 * box.tol),
+        key=_simplicity_key,
+    )
 
 
 def _candidates(box: BlackBox) -> list[Candidate]:
@@ -498,9 +537,7 @@ def _candidates(box: BlackBox) -> list[Candidate]:
 
 
 def _uncoupled_candidates(box: BlackBox) -> list[Candidate]:
-    """All objectives whose weight depends on the token alone, at their best
-    hyperparameters.
-    """
+    """Return a candidate for each objective whose weight depends on the token alone."""
     return [
         best_candidate(objective, box)
         for objective in all_objectives()
@@ -513,8 +550,10 @@ def _uncoupled_candidates(box: BlackBox) -> list[Candidate]:
 
 
 # ---- batches -------------------------------------------------------------------------
-def _grids(box: BlackBox) -> list[Grid]:
-    """Tokens, responses by mean and by sum, random ones."""
+def _measure_batches(box: BlackBox) -> list[Grid]:
+    """Measure the loss on a batch of tokens, on batches of responses (their log-ratio
+    is a mean, and a sum), and on random ones.
+    """
     rng = np.random.default_rng(0)
     jumps = [p for p, _ in box.jumps if not p.unsure]
     cases = [
@@ -532,7 +571,7 @@ def _grids(box: BlackBox) -> list[Grid]:
                     for mu in ([p.mu] if box.reads_mu else MU)
                     if mu * r < 0.999
                 ]
-    # on a bound of its own, rounding decides; so does torch's clamp, for either sign
+    # leave out points on a bound: there rounding decides, and so does torch's clamp
     bound_points = [p for p in jumps if not box.reads_mu]
     cases = [
         point
@@ -560,8 +599,8 @@ def _weight_error(
     batch: Rollouts,
     gradient: Tensor,
 ) -> Tensor:
-    """Relative difference of the weights on each token, 0 on masked slots; hp without
-    beta.
+    """Return the relative difference of the weights on each token, 0 on masked slots.
+    hp has no beta: the KL term is that of the box.
     """
     expected = unit_weights(objective, batch, hp) + box.kl_weights(batch)
     found = (
@@ -569,26 +608,28 @@ def _weight_error(
         / box.case.factors(batch, box.agg or declared_aggregation(objective))
         / box.scale
     )
-    apart = relative_error(found, expected, batch.adv)
+    errors = relative_error(found, expected, batch.adv)
     if box.case.single:
-        apart = apart.masked_fill(
+        errors = errors.masked_fill(
             is_near_bound(lambda x: unit_weights(objective, x, hp), batch), 0
         )
-    return torch.where(batch.mask, apart, 0)
+    return torch.where(batch.mask, errors, 0)
 
 
 # ---- candidates ----------------------------------------------------------------------
-def _match(box: BlackBox, candidate: Candidate, grids: list[Grid]) -> Match:
-    """Compare a candidate with the loss on all batches."""
+def _compare_on_batches(
+    box: BlackBox, candidate: Candidate, measured: list[Grid]
+) -> Match:
+    """Compare a candidate with the loss on all batches, and return it as a match."""
     errors = []
-    for batch, mixed, gradient in grids:
-        if not (mixed and candidate.objective.one_adv):
+    for batch, advantages_differ, gradient in measured:
+        if not (advantages_differ and candidate.objective.one_adv):
             errors.append(
                 _weight_error(box, candidate.objective, candidate.hp, batch, gradient)
             )
-    distance = max(x.max().item() for x in errors)
-    mean = sum(x.clamp(max=1).sum().item() for x in errors) / sum(
-        int(batch.mask.sum()) for batch, *_ in grids
+    distance = max(error.max().item() for error in errors)
+    mean = sum(error.clamp(max=1).sum().item() for error in errors) / sum(
+        int(batch.mask.sum()) for batch, *_ in measured
     )
     hp = candidate.effective_hp() if in_range(candidate.objective, candidate.hp) else {}
     same_kl = _same_kl(box, candidate.objective)
@@ -597,7 +638,7 @@ def _match(box: BlackBox, candidate: Candidate, grids: list[Grid]) -> Match:
     return Match(
         candidate.objective.name,
         hp,
-        _agg(box),
+        _aggregation_name(box),
         _has_own_aggregation(box, candidate.objective),
         same_kl,
         distance,
@@ -606,13 +647,13 @@ def _match(box: BlackBox, candidate: Candidate, grids: list[Grid]) -> Match:
 
 
 def _same_kl(box: BlackBox, objective: Objective) -> bool:
-    """Whether it has no KL term, or the objective's own."""
+    """Tell whether the loss has no KL term, or the objective's own."""
     return not box.kl or (objective.kl == box.kl and box.beta > 0)
 
 
 def _has_own_aggregation(box: BlackBox, objective: Objective) -> bool:
-    """Whether the aggregation is the objective's; without group ids the batch is one
-    group.
+    """Tell whether the aggregation of the loss is the objective's. A loss that takes no
+    group ids gets a batch of one group, where both token means are equal.
     """
     same = declared_aggregation(objective) == box.agg or (
         "group" not in box.loss.reads
@@ -622,25 +663,27 @@ def _has_own_aggregation(box: BlackBox, objective: Objective) -> bool:
     return same
 
 
-def _agg(box: BlackBox) -> str:
+def _aggregation_name(box: BlackBox) -> str:
     if box.agg == "seq-mean-token-sum" and 0 < box.scale < 1:
         return f"{BY_LENGTH}, L = {1 / box.scale:.7g}"
     return box.agg
 
 
-def _simplest(match: Match) -> Any:
-    """The objective whose own aggregation it is goes first, then the one with fewer
-    hyperparameters.
+def _simplicity_key(match: Match) -> Any:
+    """Return a key for sorting: an objective that has this aggregation itself goes
+    first, then the one with fewer hyperparameters.
     """
-    plain = sum(v is not None and k != "beta" for k, v in match.hp.items())
-    inert = len(get(match.name).hyperparameters) - len(match.hp)
+    hyperparameter_count = sum(
+        v is not None and k != "beta" for k, v in match.hp.items()
+    )
+    without_effect = len(get(match.name).hyperparameters) - len(match.hp)
     return (
         not match.own,
         not match.same_kl,
         not match.same_kl and not get(match.name).kl,
         match.name.startswith("up("),
-        plain,
-        inert,
+        hyperparameter_count,
+        without_effect,
         len(match.hp.keys() - {"beta"}),
         "anchored" in match.name,
         match.name,
@@ -648,30 +691,30 @@ def _simplest(match: Match) -> Any:
 
 
 # ---- faults --------------------------------------------------------------------------
-def _multiplied(k: float, agg: str) -> list[str]:
-    """Words for a factor of every weight, where it is no part of the aggregation."""
-    out = []
-    if k < 0:
-        out.append("the sign is flipped: J is returned where a loss, -J, should be")
-    if abs(k) != 1 and not agg.startswith(BY_LENGTH):
-        out.append(f"every weight is {abs(k):.7g} times what it should be")
-    return out
-
-
-def _faults(box: BlackBox, match: Match, grids: list[Grid]) -> list[str]:
-    """What keeps a loss with the right weights from being right."""
+def _factor_words(factor: float, agg: str) -> list[str]:
+    """Return words for a factor of every weight that the aggregation does not have."""
     words = []
-    twice = _two_gradients(box, match, grids[0][0])
-    # two gradients are the factor
-    factor = math.copysign(1.0, box.scale) if twice else box.scale
-    words += _multiplied(factor, _agg(box))
-    words += [twice] if twice else []
+    if factor < 0:
+        words.append("the sign is flipped: J is returned where a loss, -J, should be")
+    if abs(factor) != 1 and not agg.startswith(BY_LENGTH):
+        words.append(f"every weight is {abs(factor):.7g} times what it should be")
+    return words
+
+
+def _fault_words(box: BlackBox, match: Match, measured: list[Grid]) -> list[str]:
+    """Return in words what is wrong with a loss whose weights are right."""
+    words = []
+    two_gradients_found = _two_gradients_words(box, match, measured[0][0])
+    # where two gradients are added up, they explain the factor
+    factor = math.copysign(1.0, box.scale) if two_gradients_found else box.scale
+    words += _factor_words(factor, _aggregation_name(box))
+    words += [two_gradients_found] if two_gradients_found else []
     if box.agg and box.agg not in AGGREGATIONS:
         words.append(f"aggregated by {box.agg}")
-    words += _term(box, match) + [
-        f.regime for f in in_training.findings(_against(box, match))
+    words += _kl_term_words(box, match) + [
+        f.regime for f in in_training.findings(_case_of_match(box, match))
     ]
-    batch = grids[0][0]
+    batch = measured[0][0]
     if box.loss.micro_batchable and not get(match.name).batch_coupled:
         rows = torch.arange(len(batch.mask) // 8 * 8)  # TRL's micro-batches are equal
         batch = batch.rows(
@@ -689,28 +732,28 @@ def _faults(box: BlackBox, match: Match, grids: list[Grid]) -> list[str]:
     return words
 
 
-def _two_gradients(box: BlackBox, match: Match, batch: Rollouts) -> str:
-    """In words, what its own .backward() leaves beside the gradient of the loss that it
-    returns.
+def _two_gradients_words(box: BlackBox, match: Match, batch: Rollouts) -> str:
+    """Say which second gradient the loss's own .backward() leaves, beside that of the
+    loss that it returns; "" where it leaves none, or none that is known.
     """
     if not box.loss.returns_live:
         return ""
-    case = _against(box, match)
+    case = _case_of_match(box, match)
     known_fault = reproduces(
         two_gradients(case, batch), case, batch, case.weights(batch), batch.mask
     )
     return known_fault.words if known_fault else ""
 
 
-def _term(box: BlackBox, match: Match) -> list[str]:
-    """A KL term that is not the objective's."""
+def _kl_term_words(box: BlackBox, match: Match) -> list[str]:
+    """Return words for a KL term that is not the objective's."""
     if not box.kl or match.same_kl:
         return []
     return [words_for_other_kl(get(match.name), box.beta, box.kl)]
 
 
-def _against(box: BlackBox, match: Match) -> LossCase:
-    """The loss compared with its match."""
+def _case_of_match(box: BlackBox, match: Match) -> LossCase:
+    """Make the case of the loss and its match."""
     objective = get(match.name)
     hp = objective.resolve({k: v for k, v in match.hp.items() if v is not None})
     return replace(
@@ -721,13 +764,13 @@ def _against(box: BlackBox, match: Match) -> LossCase:
     )
 
 
-# of upref.weights.stress.AXES
+# the axes of upref.weights.stress.AXES that are tested
 ASKED = ("ratios", "advantages", "certain tokens", "lengths")
 
 
 def _stress_words(box: BlackBox, match: Match) -> list[str]:
-    """What unusual inputs show of a loss that has the right weights on ordinary ones,
-    as check asks them.
+    """Return in words the first failure on unusual inputs, as `check` finds it, of a
+    loss with the right weights on ordinary ones.
     """
     if (
         box.scale != 1
@@ -736,30 +779,36 @@ def _stress_words(box: BlackBox, match: Match) -> list[str]:
         or box.batch_coupled
     ):
         return []
-    case = _against(box, match)
+    case = _case_of_match(box, match)
     if not case.single and (
-        found := [f for f in clamps(case) if f.severity == "failure"]
+        failures := [
+            finding for finding in clamps(case) if finding.severity == "failure"
+        ]
     ):
-        return [f"{f.regime}: {_cause(f)}" for f in found]
-    # after the clamps: what it forgives as float32 is not asked so nearly any more
+        return [
+            f"{finding.regime}: {_cause_or_difference(finding)}" for finding in failures
+        ]
+    # after the clamps: these may switch the case to float32, which allows more
     for axis in ASKED:
         batch = case.stress_batch(axis)
-        if found := [
-            f for f in stress_findings(case, axis, batch, ()) if f.severity == "failure"
+        if failures := [
+            finding
+            for finding in stress_findings(case, axis, batch, ())
+            if finding.severity == "failure"
         ]:
-            return [f"{found[0].regime}: {found[0].difference}"]
+            return [f"{failures[0].regime}: {failures[0].difference}"]
     return []
 
 
-def _cause(finding: Finding) -> str:
-    """The cause of a finding; the difference that it shows where that is unknown."""
+def _cause_or_difference(finding: Finding) -> str:
+    """Return the cause of a finding; where it is unknown, the difference."""
     return finding.cause if finding.cause != UNKNOWN else finding.difference
 
 
 @dataclass
 class Claim(LossCase):
-    """A LossCase of which the weights are what is said of the loss: an objective with a
-    fault in it.
+    """A LossCase whose expected weights are those of the answer: an objective with a
+    fault or a factor in it.
     """
 
     said: Callable[[Rollouts], Tensor] = lambda batch: batch.logp
@@ -768,11 +817,13 @@ class Claim(LossCase):
         return self.said(batch)
 
 
-def _claimed(box: BlackBox, match: Match) -> list[str]:
-    """Where the match, with its factor and KL term, is not what the loss does."""
-    case = _against(box, match)
+def _deviations_of_match(box: BlackBox, match: Match) -> list[str]:
+    """Return in words where unusual inputs show that the match, with its factor and KL
+    term, is not what the loss does.
+    """
+    case = _case_of_match(box, match)
     plain = {k: v for k, v in case.hp.items() if k != "beta"}
-    return _limits(
+    return _deviations_on_unusual_inputs(
         box,
         case,
         lambda batch: (
@@ -782,35 +833,40 @@ def _claimed(box: BlackBox, match: Match) -> list[str]:
     )
 
 
-def _limits(
-    box: BlackBox, case: LossCase, said: Callable[[Rollouts], Tensor]
+def _deviations_on_unusual_inputs(
+    box: BlackBox, case: LossCase, claimed_weights: Callable[[Rollouts], Tensor]
 ) -> list[str]:
-    """What unusual inputs show of a loss that has these weights on ordinary ones."""
+    """Return in words the first unusual input on which the loss has other weights than
+    these.
+    """
     if box.resolution >= LOOSE or box.batch_coupled:
         return []
-    claim = Claim(**{f.name: getattr(case, f.name) for f in fields(case)}, said=said)
+    claim = Claim(
+        **{item.name: getattr(case, item.name) for item in fields(case)},
+        said=claimed_weights,
+    )
     for axis in (*ASKED, "reference") if box.kl else ASKED:
-        if found := [
-            f
-            for f in stress_findings(claim, axis, case.stress_batch(axis), ())
-            if f.severity == "failure"
+        if failures := [
+            finding
+            for finding in stress_findings(claim, axis, case.stress_batch(axis), ())
+            if finding.severity == "failure"
         ]:
-            expected, measured = describe_pair(found[0].expected, found[0].found)
+            expected, measured = describe_pair(failures[0].expected, failures[0].found)
             return [
-                f"it differs elsewhere: {found[0].regime}: this gives {expected}, {measured} found"
+                f"it differs elsewhere: {failures[0].regime}: this gives {expected}, {measured} found"
             ]
     return []
 
 
-# what a mean over tokens is called where PPO's clip has it
+# aggregation -> the objective that has PPO's clip with it
 OBJECTIVE_OF_MEAN = {"seq-mean-token-mean": "grpo", "seq-mean-token-sum": "dr_grpo"}
 # an objective, and the bounds of its clip
 Base = tuple[Objective, dict[str, float]]
 
 
 def _clip_widths(bounds: list[float]) -> tuple[float, float]:
-    """The widths below and above 1 of a clip with these bounds; one stands for both
-    where the other is absent, 0 where both are.
+    """Return the widths below and above 1 of a clip with these bounds. Where one is
+    absent, it has the width of the other; where both are, 0.
     """
     # nearest to 1: a guard is farther
     low = next((1 - x for x in reversed(bounds) if 0 < x < 1), None)
@@ -819,7 +875,7 @@ def _clip_widths(bounds: list[float]) -> tuple[float, float]:
 
 
 def _bases(box: BlackBox, nearest: Objective, low: float, high: float) -> list[Base]:
-    """The objectives on which a fault is looked for, with a clip of these widths."""
+    """Return the objectives to search for a fault, with a clip of these widths."""
     clip = {"eps_low": low, "eps_high": high} if low else {}
     bases: list[Base] = []
     if not low or abs(low - high) < 1e-6:
@@ -829,7 +885,9 @@ def _bases(box: BlackBox, nearest: Objective, low: float, high: float) -> list[B
 
 
 def _mirrored_bases(box: BlackBox, low: float, high: float) -> list[Base]:
-    """The same where old and new are exchanged: the bounds are those of 1 / r."""
+    """Return the objectives to search where π_θ and π_old may be exchanged: the bounds
+    are then those of 1 / r.
+    """
     if not high or not 0 < low < 1:
         return []
     clip = {"eps_low": 1 - 1 / (1 + high), "eps_high": 1 / (1 - low) - 1}
@@ -840,24 +898,25 @@ def _mirrored_bases(box: BlackBox, low: float, high: float) -> list[Base]:
     return [*bases, (get("dapo"), clip), (get("gspo"), clip)]
 
 
-def _taken(objective: Objective, hp: dict[str, float]) -> dict[str, float]:
-    """Those of the hyperparameters that the objective has."""
+def _only_those_of(objective: Objective, hp: dict[str, float]) -> dict[str, float]:
+    """Return those of the hyperparameters that the objective has."""
     return {key: v for key, v in hp.items() if key in objective.hyperparameters}
 
 
-def _pitfall(
-    box: BlackBox, nearest: Objective, grids: list[Grid]
+def _find_pitfall(
+    box: BlackBox, nearest: Objective, measured: list[Grid]
 ) -> tuple[Match, LossFault, LossCase, float] | None:
-    """A known fault on the clip that the jumps suggest, else on the nearest objective;
-    with the case that has it, and the factor."""
+    """Find a known fault of an objective with the clip that the jumps suggest, else of
+    the nearest one. Return its match, the fault, the case that has it, and the factor.
+    """
     bounds = sorted({round(r, 9) for A in SIGNS for r in box.bounds(A)})
     low, high = _clip_widths(bounds)
     mirrored_bases = _mirrored_bases(box, low, high)
     bases = [*mirrored_bases, *_bases(box, nearest, low, high)]
-    batch, gradient = _stack(grids[:2] + grids[-RANDOM:])
+    batch, gradient = _stack_batches(measured[:2] + measured[-RANDOM:])
     for n, (objective, clip) in enumerate(bases):
         is_mirrored = n < len(mirrored_bases)
-        resolved = objective.resolve(_taken(objective, clip))
+        resolved = objective.resolve(_only_those_of(objective, clip))
         hp = {key: v for key, v in resolved.items() if key != "beta"}
         case = LossCase(
             box.loss,
@@ -869,10 +928,10 @@ def _pitfall(
         )
         # the factor may be the fault's own: an inverted ratio turns the sign of what is
         # on policy
-        plain = gradient(case)
+        weights_with_factor = gradient(case)
         # a fault that needs no factor goes first
         for factor in dict.fromkeys((1.0, box.scale)):
-            found = plain / factor - box.kl_weights(batch)
+            found = weights_with_factor / factor - box.kl_weights(batch)
             candidates = (
                 candidate
                 for candidate in known(
@@ -891,7 +950,7 @@ def _pitfall(
             return None  # right on all of this without any fault: it is wrong elsewhere
         if known_fault.meant:
             objective = get(known_fault.meant)
-            hp = clip = _taken(objective, {"eps_low": low, "eps_high": high})
+            hp = clip = _only_those_of(objective, {"eps_low": low, "eps_high": high})
         match = _match_of_pitfall(box, objective, case, hp, clip)
         return match, known_fault, case, factor
     return None
@@ -904,7 +963,7 @@ def _match_of_pitfall(
     hp: dict[str, Any],
     clip: dict[str, float],
 ) -> Match:
-    """The match that is shown of an objective with a fault: its clip, and its KL term
+    """Return the match of an objective with a fault. It shows its clip, and its KL term
     where that is the objective's own.
     """
     shown = {key: v for key, v in hp.items() if clip.get(key) is not None}
@@ -912,21 +971,25 @@ def _match_of_pitfall(
     if box.kl and same_kl:
         shown["beta"] = box.beta
     own = _has_own_aggregation(box, objective)
-    agg = _agg(box) or case.agg
+    agg = _aggregation_name(box) or case.agg
     return Match(objective.name, shown, agg, own, same_kl, 0.0, 0.0)
 
 
-def _stack(grids: list[Grid]) -> tuple[Rollouts, Callable[[LossCase], Tensor]]:
-    """Batches of other widths below each other, and the weights of the case on them."""
-    T = max(batch.mask.shape[1] for batch, *_ in grids)
+def _stack_batches(
+    measured: list[Grid],
+) -> tuple[Rollouts, Callable[[LossCase], Tensor]]:
+    """Return batches of several widths as one, and the function from a case to the
+    loss's weights on it.
+    """
+    T = max(batch.mask.shape[1] for batch, *_ in measured)
 
     def wide(x: Tensor, fill: Any) -> Tensor:
-        """[B, T] of the widest batch, filled on the right."""
+        """Return the tensor filled on the right to the width of the widest batch."""
         return torch.nn.functional.pad(x, (0, T - x.shape[1]), value=fill)
 
     def stack(name: str, fill: Any) -> Tensor:
-        """That field of all batches, below each other."""
-        return torch.cat([wide(getattr(batch, name), fill) for batch, *_ in grids])
+        """Return one field of all batches, below each other."""
+        return torch.cat([wide(getattr(batch, name), fill) for batch, *_ in measured])
 
     fields: dict[str, Any] = {
         "logp": -1.0,
@@ -938,31 +1001,31 @@ def _stack(grids: list[Grid]) -> tuple[Rollouts, Callable[[LossCase], Tensor]]:
     A = torch.cat(
         [
             wide(batch.adv, 0.0).where(wide(batch.mask, False), batch.adv[:, :1])
-            for batch, *_ in grids
+            for batch, *_ in measured
         ]
     )
     fields = {k: stack(k, v) for k, v in fields.items()}
     return Rollouts(adv=A, **fields), lambda case: torch.cat(
-        [wide(gradient / case.factors(batch), 0.0) for batch, _, gradient in grids]
+        [wide(gradient / case.factors(batch), 0.0) for batch, _, gradient in measured]
     )
 
 
-def _contract(box: BlackBox) -> list[str]:
-    """What the comparison has assumed, in words."""
+def _assumptions(box: BlackBox) -> list[str]:
+    """Return in words what the comparison assumes of the loss."""
     loss = box.loss
-    out = list(box.loss.assumptions)
+    sentences = list(box.loss.assumptions)
     if "group" not in loss.reads and box.agg == "token-mean":
-        out.append(
+        sentences.append(
             "the loss takes no group ids: token-mean and group-token-mean are one"
         )
     if box.resolution >= LOOSE and not box.case.single:
-        out.append(
+        sentences.append(
             "its bounds are the objective's to 0.1 %, not exactly: compared no nearer to them"
         )
     if BESIDE_BOUND <= box.resolution < LOOSE and not box.case.single:
-        out.append("a bound is rounded to float32: compared no nearer to it")
+        sentences.append("a bound is rounded to float32: compared no nearer to it")
     if box.case.single:
-        out.append(
+        sentences.append(
             "it computes in float32: compared to 0.2 %, bounds known to about 1e-6"
         )
-    return out
+    return sentences

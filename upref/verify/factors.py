@@ -32,27 +32,30 @@ def declared_aggregation(objective: Objective) -> str:
     return of_response if objective.agg == "seq-mean" else objective.agg
 
 
-def _rows(agg: str) -> Factor:
-    def f(batch: Rollouts) -> Tensor:
-        w = row_weights(agg, batch.mask, batch.counts)
-        return torch.as_tensor(w, dtype=torch.float64).expand(len(batch.mask))
+def _row_weights_of(agg: str) -> Factor:
+    """Return the function from a batch to the row weights of an aggregation, [B]."""
 
-    return f
+    def factor(batch: Rollouts) -> Tensor:
+        """Return one number for each response, [B]."""
+        weights = row_weights(agg, batch.mask, batch.counts)
+        return torch.as_tensor(weights, dtype=torch.float64).expand(len(batch.mask))
+
+    return factor
 
 
 def _ones(batch: Rollouts) -> Tensor:
-    """The factor of a plain sum: 1 for each response."""
+    """Return the factor of a plain sum: 1 for each response, [B]."""
     return torch.ones(len(batch.mask), dtype=torch.float64)
 
 
 def _lengths(batch: Rollouts) -> Tensor:
-    """The number of trained tokens of each response."""
+    """Return the number of trained tokens of each response, [B]."""
     return batch.mask.sum(-1).double()
 
 
 FACTORS: dict[str, Factor] = {
     **{
-        a: _rows(a)
+        a: _row_weights_of(a)
         for a in (
             "token-mean",
             "group-token-mean",
@@ -68,13 +71,13 @@ FACTORS: dict[str, Factor] = {
         1 / _lengths(batch)
     ),
     "token-mean divided once more by the number of responses": lambda batch: (
-        _rows("token-mean")(batch) / len(batch.mask)
+        _row_weights_of("token-mean")(batch) / len(batch.mask)
     ),
     "the responses' token means, divided by all tokens": lambda batch: (
         1 / (_lengths(batch) * batch.mask.sum())
     ),
     "token-mean of each group, not divided by the number of groups": lambda batch: (
-        _rows("group-token-mean")(batch)
+        _row_weights_of("group-token-mean")(batch)
         * (1 if batch.group is None else len(batch.group.unique()))
     ),
     "the sum over tokens by the longest response": lambda batch: (
@@ -98,7 +101,7 @@ FACTORS: dict[str, Factor] = {
 }
 
 
-# of those whose name is a sentence
+# the ids of the aggregations whose name is a sentence
 IDS = {
     "the mean over the padded width (seq-mean-token-sum-norm by it)": "mean-over-width",
     "a plain sum over all tokens": "sum",
@@ -125,7 +128,7 @@ def aggregation_id(name: str) -> str:
 
 
 def names(first: str) -> list[str]:
-    """All of them, this one before the others.
+    """Return the names of all aggregations, this one before the others.
 
     Args:
         first: a key of FACTORS.

@@ -69,14 +69,14 @@ class ClosedFormWeights:
         """
         objective = self.objective
         if objective.level != "custom":
-            have = {
+            available = {
                 "mu": self.mu,
                 "log_mu": np.log(self.mu),
                 "mask": None,
                 "entropy": None,
             }
             x = np.log(self.r) if objective.reads_log_r else self.r
-            extra = {k: have[k] for k in objective.reads}
+            extra = {k: available[k] for k in objective.reads}
             yield (
                 np.arange(len(self.r)),
                 lambda **hp: objective.closed_form(x, self.A, **extra, **hp),
@@ -89,11 +89,12 @@ class ClosedFormWeights:
             # of a form that reads the whole batch, each point is a batch of its own
             parts = len(indices) if objective.batch_coupled else 1
             for rows in np.split(indices, parts):
-                yield rows, self._free(rows, unsure)
+                yield rows, self._batch_form(rows, unsure)
 
-    def _free(self, rows: np.ndarray, unsure: bool) -> Any:
-        """The weights of these points by a form that reads a batch: each point is a
-        row, with a second token of lower entropy where it is `unsure`.
+    def _batch_form(self, rows: np.ndarray, unsure: bool) -> Any:
+        """Return the function from hyperparameters to the weights of these points, for
+        a closed form that reads a batch. Each point is a row. Where `unsure`, the row
+        has a second token of lower entropy.
         """
         objective = self.objective
         r, A, mu = _column(self.r[rows]), _column(self.A[rows]), _column(self.mu[rows])
@@ -103,14 +104,14 @@ class ClosedFormWeights:
                 torch.cat(x, 1)
                 for x in ((r, torch.ones_like(r)), (A, A), (mu, mu), (2 * H, H))
             )
-        have = {
+        available = {
             "mu": mu,
             "log_mu": mu.log(),
             "mask": torch.ones_like(r, dtype=torch.bool),
             "entropy": H,
         }
         x = r.log() if objective.reads_log_r else r
-        extra = {k: have[k] for k in objective.reads}
+        extra = {k: available[k] for k in objective.reads}
         return lambda **hp: objective.closed_form(x, A, **extra, **hp)[:, 0].numpy()
 
 
@@ -239,37 +240,38 @@ class HyperparameterSearch:
             The candidate, which may not fit.
         """
         hp = self.objective.of_surrogate({})
-        miss, (unexplained, smooth) = self.score(hp), self._reach(hp)
+        miss = self.score(hp)
+        unexplained, continuous_at = self._unexplained_and_continuous(hp)
         if (unexplained == 0 or self.box.tol > 1e-4) and miss[0] > 0:
-            hp, miss = self._from(hp, miss, smooth)
-            clip = self._at_jumps(hp)
+            hp, miss = self._search_from(hp, miss, continuous_at)
+            clip = self._clip_widths_at_jumps(hp)
             if not self.explains(hp, miss) and clip:
-                from_jumps = self._from(
-                    hp | clip, self.score(hp | clip), smooth, clip.keys()
+                from_jumps = self._search_from(
+                    hp | clip, self.score(hp | clip), continuous_at, clip.keys()
                 )
                 hp, miss = min((hp, miss), from_jumps, key=lambda found: found[1])
         return Candidate(self.objective, hp, miss, unexplained, self)
 
-    def _from(
+    def _search_from(
         self,
         hp: dict[str, Any],
         miss: tuple[float, float],
         continuous_at: dict[str, np.ndarray],
-        held: Collection[str] = (),
+        fixed: Collection[str] = (),
     ) -> tuple[dict[str, Any], tuple[float, float]]:
-        """The best that is found from these hyperparameters on. held: those that stay
-        as they are.
+        """Return the best hyperparameters that a search from these finds, and their
+        score. It does not change the fixed ones.
         """
-        hp, miss = self._descend(hp, miss, continuous_at, held)
-        if held:
+        hp, miss = self._descend(hp, miss, continuous_at, fixed)
+        if fixed:
             return hp, miss
         if self.explains(hp, miss):
-            return (hp, miss)
-        return self._jointly(hp, miss, continuous_at)
+            return hp, miss
+        return self._solve_jointly(hp, miss, continuous_at)
 
-    def _at_jumps(self, hp: dict[str, Any]) -> dict[str, float]:
-        """A clip with its bounds where the weight jumps: others may make up for a clip
-        that is elsewhere.
+    def _clip_widths_at_jumps(self, hp: dict[str, Any]) -> dict[str, float]:
+        """Return the clip widths whose bounds are where the weight jumps. Without them a
+        search may end where other hyperparameters make up for a wrong clip.
         """
         if not {"eps_low", "eps_high"} <= hp.keys():
             return {}
@@ -285,7 +287,7 @@ class HyperparameterSearch:
         }
 
     def _trials(self, key: str) -> list[Any]:
-        """Values of one hyperparameter, from one end of its range to the other."""
+        """Return values of a hyperparameter, from one end of its range to the other."""
         lo, hi = SEARCH_RANGE.get(key, DEFAULT_RANGE)
         trials: list[Any] = [
             lo,
@@ -296,23 +298,33 @@ class HyperparameterSearch:
             trials.append(None)
         return trials
 
-    def _reach(self, hp: dict[str, Any]) -> tuple[float, dict[str, np.ndarray]]:
-        """The share of points that disagree whatever the hyperparameters; of each of
-        these, where it is continuous.
+    def _unexplained_and_continuous(
+        self, hp: dict[str, Any]
+    ) -> tuple[float, dict[str, np.ndarray]]:
+        """Return the share of points that disagree whatever the hyperparameters; and for
+        each hyperparameter, the points whose weight is continuous in it.
         """
-        base = self.closed_form(hp)
-        depends = np.zeros(len(base), dtype=bool)
+        weights = self.closed_form(hp)
+        depends = np.zeros(len(weights), dtype=bool)
         continuous_at = {}
         for key in hp:
-            values = np.array(
-                [base, *(self.closed_form(hp | {key: x}) for x in self._trials(key))]
+            tried_weights = np.array(
+                [
+                    weights,
+                    *(
+                        self.closed_form(hp | {key: value})
+                        for value in self._trials(key)
+                    ),
+                ]
             )
-            depends |= (np.abs(values - base) > 1e-12 * np.abs(base)).any(0)
-            # where it takes many values
+            depends |= (np.abs(tried_weights - weights) > 1e-12 * np.abs(weights)).any(
+                0
+            )
+            # a weight that takes many values does not merely jump
             continuous_at[key] = (
-                np.abs(np.diff(np.sort(values, 0), axis=0)) > 1e-9
+                np.abs(np.diff(np.sort(tried_weights, 0), axis=0)) > 1e-9
             ).sum(0) > 2
-        errors = self.relative_errors(base)
+        errors = self.relative_errors(weights)
         if depends.all():
             return 0.0, continuous_at
         unexplained = float((errors[~depends] > self.box.tol).mean())
@@ -323,18 +335,18 @@ class HyperparameterSearch:
         hp: dict[str, Any],
         miss: Any,
         continuous_at: Any,
-        held: Collection[str] = (),
+        fixed: Collection[str] = (),
     ) -> Any:
-        """Each hyperparameter in turn takes the best of its solutions, until none
-        improves.
+        """Set each hyperparameter in turn to the best of its solutions, until none
+        improves. Return them and their score.
         """
         for _ in range(3):
             before = miss
-            for key in (k for k in hp if k not in held):
-                for x in self._solutions(hp, key, continuous_at):
-                    score = self.score(hp | {key: x})
+            for key in (k for k in hp if k not in fixed):
+                for solution in self._solutions(hp, key, continuous_at):
+                    score = self.score(hp | {key: solution})
                     if score < miss:
-                        hp = hp | {key: x}
+                        hp = hp | {key: solution}
                         miss = score
                     if self.explains(hp, miss):
                         return hp, miss
@@ -342,9 +354,11 @@ class HyperparameterSearch:
                 break
         return hp, miss
 
-    def _jointly(self, hp: dict[str, Any], miss: Any, continuous_at: Any) -> Any:
-        """All that are continuous at once, by Gauss and Newton in their logarithms:
-        where two of them shape the same tokens, neither is right alone."""
+    def _solve_jointly(self, hp: dict[str, Any], miss: Any, continuous_at: Any) -> Any:
+        """Solve for all continuous hyperparameters at once, by Gauss-Newton steps in
+        their logarithms. Where two of them shape the same tokens, neither can be solved
+        for alone.
+        """
         keys = [
             k
             for k, v in hp.items()
@@ -353,36 +367,44 @@ class HyperparameterSearch:
         if len(keys) < 2:
             return hp, miss
 
-        def hp_of(x: np.ndarray) -> dict[str, Any]:
-            """The hyperparameters with those that have these logarithms."""
-            return hp | dict(zip(keys, np.exp(x).tolist(), strict=True))
+        def hp_of(logarithms: np.ndarray) -> dict[str, Any]:
+            """Return the hyperparameters, of which `keys` have these logarithms."""
+            return hp | dict(zip(keys, np.exp(logarithms).tolist(), strict=True))
 
-        x = np.log([hp[k] for k in keys])
+        logarithms = np.log([hp[k] for k in keys])
         step_size = 1e-6
         for _ in range(GAUSS_NEWTON):
-            w = self.closed_form(hp_of(x))
+            weights = self.closed_form(hp_of(logarithms))
             with np.errstate(all="ignore"):
                 slopes = [
-                    (self.closed_form(hp_of(x + step_size * e)) - w) / step_size
-                    for e in np.eye(len(keys))
+                    (
+                        self.closed_form(hp_of(logarithms + step_size * direction))
+                        - weights
+                    )
+                    / step_size
+                    for direction in np.eye(len(keys))
                 ]
-            rows = np.isfinite([w, *slopes]).all(0)
-            if not rows.any():
+            is_finite = np.isfinite([weights, *slopes]).all(0)
+            if not is_finite.any():
                 return hp, miss
             step = np.linalg.lstsq(
-                np.array(slopes).T[rows], (self.measured - w)[rows], rcond=None
+                np.array(slopes).T[is_finite],
+                (self.measured - weights)[is_finite],
+                rcond=None,
             )[0]
-            x = x + step.clip(-1, 1)
+            logarithms = logarithms + step.clip(-1, 1)
         return min(
-            (hp, miss), (hp_of(x), self.score(hp_of(x))), key=lambda found: found[1]
+            (hp, miss),
+            (hp_of(logarithms), self.score(hp_of(logarithms))),
+            key=lambda found: found[1],
         )
 
     # ---- the solves ------------------------------------------------------------------
     def _solutions(
         self, hp: dict[str, Any], key: str, continuous_at: dict[str, np.ndarray]
     ) -> Iterator[float | None]:
-        """Values of one hyperparameter at which the objective's weight meets the
-        measured one, at one point each.
+        """Yield values of one hyperparameter at which the objective's weight is the
+        measured one: each at one point.
         """
         if self.objective.hyperparameters[key] is None:
             yield None
@@ -414,7 +436,9 @@ class HyperparameterSearch:
                 yield from self._solve(hp, key, [targets[i]], lo, hi, sign)
 
     def _continuous_points(self, continuous: np.ndarray) -> list[tuple[Point, float]]:
-        """A few points at which the weight is continuous in a hyperparameter."""
+        """Return a few points at which the weight is continuous in a hyperparameter,
+        each with its measured weight.
+        """
         indices = np.flatnonzero(continuous & ~self.closed_form.unsure)
         if not len(indices):
             return []
@@ -422,7 +446,7 @@ class HyperparameterSearch:
         A = self.closed_form.A[indices]
 
         def distance(x: float, sign: int) -> np.ndarray:
-            """How far each point is from this log r and this sign of A."""
+            """Return how far each log r is from x; 100 farther at the other sign."""
             return np.abs(log_r - x) + 100 * (sign != A)
 
         picked = {
@@ -441,7 +465,7 @@ class HyperparameterSearch:
         hi: float,
         sign_at_lo: Any,
     ) -> list[float]:
-        """Bisection in the logarithm."""
+        """Solve for a hyperparameter at each target, by bisection in its logarithm."""
         weights = ClosedFormWeights(self.objective, [p for p, _ in targets])
         target_weights = np.array([weight for _, weight in targets])
         los = np.full(len(targets), lo)
@@ -515,8 +539,8 @@ def _is_clip_width(key: str) -> bool:
 
 
 def candidate_or_none(objective: Objective, box: BlackBox) -> Candidate | None:
-    """None where the objective reads what the loss does not, or the other way round;
-    points have no groups.
+    """Return the best candidate. None where the objective reads what the loss does not,
+    or the other way round, or reads groups: points have none.
 
     Args:
         objective: the objective.
@@ -554,8 +578,8 @@ def all_objectives() -> list[Objective]:
 
 
 def fitting(loss: Loss) -> Iterator[tuple[BlackBox, Objective, dict[str, Any]]]:
-    """Whatever fits the loss as a black box, a KL term of an unusual form divided out
-    too.
+    """Yield all objectives that fit the loss as a black box, also after a KL term of an
+    unusual form is subtracted.
 
     Args:
         loss: as read.
@@ -587,19 +611,20 @@ def recover(case: LossCase) -> list[dict[str, Any]]:
     if found is None or not found.fits:
         return []
     changed = {
-        k: _round(v)
+        k: _rounded(v)
         for k, v in found.effective_hp().items()
         if not _is_close(v, case.hp.get(k))
     }
     return [changed] if changed else []
 
 
-def _round(v: Any) -> Any:
-    """0.28 for what bisection left of it."""
+def _rounded(v: Any) -> Any:
+    """Round a result of bisection to a number of few digits, such as 0.28, if near."""
     if v is None:
         return v
     return next((x for d in (3, 6, 9) if _is_close(x := float(f"{v:.{d}g}"), v)), v)
 
 
 def _is_close(x: Any, y: Any) -> bool:
+    """Tell whether two values are equal up to 1e-9; None equals only None."""
     return x is y if x is None or y is None else abs(x - y) <= 1e-9 * max(1, abs(y))

@@ -296,29 +296,34 @@ class LossCase:
             * rounding_allowance,
             0,
         )
-        shares = torch.zeros_like(rounding)
+        effect_of_shares = torch.zeros_like(rounding)
         shifts = [rounding]
         if "group" in self.objective.reads and batch.group is not None:
             # the weight is a difference of two shares of a group, which shows only what
             # moves a response beside others
-            peers = batch.group[:, None] == batch.group
-            place = peers.tril(-1).sum(1, keepdim=True)
-            shifts += [rounding * (1 - 2 * (place // n % 2)) for n in (1, 2)]
-            shares = (ROUND * peers.sum(1, keepdim=True)).expand_as(rounding)
+            is_same_group = batch.group[:, None] == batch.group
+            index_in_group = is_same_group.tril(-1).sum(1, keepdim=True)
+            # signs that alternate from response to response, and from pair to pair
+            shifts += [rounding * (1 - 2 * (index_in_group // n % 2)) for n in (1, 2)]
+            effect_of_shares = (ROUND * is_same_group.sum(1, keepdim=True)).expand_as(
+                rounding
+            )
 
         def change_of_weights(batch: Rollouts) -> Tensor:
-            """How far the expected weights of this batch are from those of b, [B, T]."""
+            """Return how far the weights of a shifted batch are from the expected ones,
+            [B, T].
+            """
             return (self.expected(batch) - expected).abs().nan_to_num(nan=0.0)
 
         shifted_batches = [
-            x
+            shifted_batch
             for shift in shifts
-            for x in (
+            for shifted_batch in (
                 batch.but(logp=batch.logp - shift),
                 batch.but(logp_old=batch.logp_old - shift),
             )
         ]
-        changes = sum(map(change_of_weights, shifted_batches), shares)
+        changes = sum(map(change_of_weights, shifted_batches), effect_of_shares)
         # where π_old is 1, a bound that depends on it is met from below alone
         return torch.maximum(
             changes, change_of_weights(batch.but(logp=batch.logp + rounding))
@@ -333,12 +338,12 @@ class LossCase:
         Returns:
             [B, T].
         """
-        x = torch.where(batch.mask, batch.logp - batch.logp_old, 0)
+        log_ratio = torch.where(batch.mask, batch.logp - batch.logp_old, 0)
         if reduce := {"sequence_mean": mean_t, "sequence_product": sum_t}.get(
             self.objective.level
         ):
-            x = reduce(x, batch.mask)[:, None].expand_as(x)
-        return x.exp()
+            log_ratio = reduce(log_ratio, batch.mask)[:, None].expand_as(log_ratio)
+        return log_ratio.exp()
 
     @property
     def plain_hp(self) -> dict[str, Any]:
@@ -358,7 +363,7 @@ class LossCase:
 
     @property
     def single(self) -> bool:
-        """Whether the loss computes in float32."""
+        """Whether the loss is compared as one that computes in float32."""
         return self.tol >= SINGLE
 
     # ---- batches ---------------------------------------------------------------------
@@ -379,7 +384,7 @@ class LossCase:
         )
 
     def cached(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` makes, made once for this key by a case and its copies.
+        """Return what `make` makes. A case and its copies make it once for each key.
 
         Args:
             key: what it is kept under.
@@ -391,7 +396,9 @@ class LossCase:
 
     @property
     def per_response(self) -> Objective:
-        """For the grid alone: one advantage per response where no more is asked."""
+        """The objective of which the grid is made. It has one advantage per response
+        where the loss or the objective has no more.
+        """
         if self.one_adv and self.objective.level not in REDUCE:
             return _one_per_response(self.objective)
         return self.objective
@@ -412,33 +419,35 @@ class LossCase:
         return self.objective.one_adv or by_response or self.loss.adv_shape != "BT"
 
     def ready(self, batch: Rollouts) -> Rollouts:
-        """Masked slots hold numbers that could pass for tokens; a reference policy; no
-        groups for who takes none.
+        """Return a batch that the loss can take. Masked slots hold numbers that could
+        pass for tokens; there is a reference policy; there are no groups where the loss
+        takes none.
 
         Args:
             batch: the batch.
 
         Returns:
-            One that the loss can read.
+            The batch.
         """
         return self.visible_batch(fill_padding(batch))
 
     def visible_batch(self, batch: Rollouts) -> Rollouts:
-        """The same of a batch that is ready.
+        """Return a ready batch as the loss gets it. Where the objective corrects for a
+        sampler, the batch has log-probabilities of one.
 
         Args:
             batch: the batch.
 
         Returns:
-            The batch without groups where the loss takes none.
+            The batch, without groups where the loss takes none.
         """
-        engine = batch.logp_sampler
-        if self.objective.sampler is not None and engine is None:
-            engine = sampler_logp(batch)
-        return self.loss.visible_batch(batch.but(logp_sampler=engine))
+        lp_sampler = batch.logp_sampler
+        if self.objective.sampler is not None and lp_sampler is None:
+            lp_sampler = sampler_logp(batch)
+        return self.loss.visible_batch(batch.but(logp_sampler=lp_sampler))
 
     def stress_batch(self, axis: str, ids: tuple[str, ...] = ()) -> Rollouts:
-        """The batch of that axis.
+        """Return the batch of one axis of unusual inputs.
 
         Args:
             axis: a key of upref.weights.stress.AXES.
@@ -449,8 +458,8 @@ class LossCase:
         )
 
     def singly(self, batch: Rollouts) -> tuple["LossCase", Tensor]:
-        """The case as one that computes in float32, and the weights found where the
-        inputs are in that.
+        """Return a copy of the case that is compared as float32, and its weights on the
+        batch in float32.
 
         Args:
             batch: the batch.
@@ -464,7 +473,7 @@ class LossCase:
         return single_case, found / single_case.factors(batch)
 
     def in_float32(self) -> None:
-        """From here on it is compared as what computes in float32."""
+        """Compare the loss as one that computes in float32 from here on."""
         self.tol = SINGLE
         self.edges = SINGLE_EDGES
 
@@ -558,44 +567,46 @@ def make_case(loss: Loss, objective: Objective, hp: dict[str, Any]) -> LossCase:
     """
     case = LossCase(loss, objective, hp, declared_aggregation(objective))
     measured = measure_on_policy(case)
-    # then what is wrong is the other sign's
+    # if it fits one sign of A, the weights of the other sign are wrong
     has_own_aggregation = any(
         is_one(common_value(measured.multiples(case.agg, sign))) for sign in SIGNS
     )
     signs = (0.0,) if has_own_aggregation else (0.0, *SIGNS)
-    answers = (_fitting_aggregation(measured, sign) for sign in signs)
-    answer = next(filter(None, answers), None)
-    case.fits = has_own_aggregation or answer is not None
-    case.agg, case.scale = answer or (case.agg, 1.0)
+    possible_fits = (_fitting_aggregation(measured, sign) for sign in signs)
+    fit = next(filter(None, possible_fits), None)
+    case.fits = has_own_aggregation or fit is not None
+    case.agg, case.scale = fit or (case.agg, 1.0)
     if computes_in_float32(case.gradient, measured.batch):
         case.in_float32()
     return case
 
 
 def _fitting_aggregation(measured: OnPolicy, sign: float) -> tuple[str, float] | None:
-    """The aggregation that explains the gradient on tokens of this sign of A, and the
-    factor beside it: the objective's own, one without a factor, one whose factor is the
-    same on more responses, or the first.
+    """Return the aggregation that explains the gradient on tokens of this sign of A,
+    and the factor beside it; None where none does.
+
+    The objective's own is tried first. One without a factor is returned at once; else
+    one whose factor is the same on more responses; else the first.
     """
     case = measured.case
-    scaled: list[tuple[str, float]] = []
+    fits_with_factor: list[tuple[str, float]] = []
     for name in names(declared_aggregation(case.objective)):
         k = common_value(measured.multiples(name, sign))
         if k is not None and is_one(k):
             return name, k
         if k is not None:
-            scaled.append((name, k))
-    if len(scaled) < 2:
-        return next(iter(scaled), None)
+            fits_with_factor.append((name, k))
+    if len(fits_with_factor) < 2:
+        return next(iter(fits_with_factor), None)
     try:
-        more = measure_on_policy(case, MORE_ROWS)
+        on_more_responses = measure_on_policy(case, MORE_ROWS)
     except InputError:  # it refuses so many
-        return scaled[0]
-    for name, k in scaled:
-        of_more = common_value(more.multiples(name, sign))
-        if of_more is not None and is_one(of_more / k):
+        return fits_with_factor[0]
+    for name, k in fits_with_factor:
+        k_on_more = common_value(on_more_responses.multiples(name, sign))
+        if k_on_more is not None and is_one(k_on_more / k):
             return name, k
-    return scaled[0]
+    return fits_with_factor[0]
 
 
 def ignores_sampler(case: LossCase) -> bool:

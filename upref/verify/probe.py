@@ -50,8 +50,8 @@ MUS = (0.3, 0.9)  # π_old, beside that of a rare token, where the weight depend
 
 
 class Point(NamedTuple):
-    """Where a weight is asked for. unsure: the token has the higher entropy of a
-    response of two, else it is alone.
+    """Where a weight is measured. unsure: the response has two tokens, and this one has
+    the higher entropy; else the token is alone.
     """
 
     A: float
@@ -113,16 +113,17 @@ class BlackBox:
             unsure: whether the second token is there.
         """
 
-        def together(r: Any, A: Any, mu: Any) -> Any:
+        def weights_in_one_batch(r: Any, A: Any, mu: Any) -> Any:
+            """Return the weights of points that are responses of one batch."""
             batch = self.loss.visible_batch(
                 (two_token_batch if unsure else single_token_batch)(A, r, mu)
             )
             return (self.gradient(batch) - self.kl_weights(batch))[:, 0].numpy()
 
         def weight(r: Any, A: Any, mu: Any) -> Any:
-            """The weight at each point, a bounded number of points in one batch."""
+            """Return the weight at each point, with few enough points in one batch."""
             at_once = 1 if self.batch_coupled else AT_ONCE
-            return in_parts(together, at_once, r, A, mu)
+            return in_parts(weights_in_one_batch, at_once, r, A, mu)
 
         curve = Curve(self.loss.name, weight, True, batch_coupled=self.batch_coupled)
         if self.case.single:
@@ -180,7 +181,7 @@ class BlackBox:
         return max(abs(e) for e in self.case.edges)
 
     def beside(self) -> "BlackBox":
-        """With both sides of every jump at the end of the curve.
+        """Return a black box with both sides of every jump at the end of the curve.
 
         Returns:
             A black box with these points behind the others, and their weights.
@@ -197,17 +198,17 @@ class BlackBox:
         )
 
     def unscaled(self) -> "BlackBox":
-        """What is divided out belongs to the weights."""
-        k = self.scale
+        """Return a black box in which the scale is a part of the weights."""
+        scale = self.scale
         return replace(
             self,
             scale=1.0,
-            weights=self.weights * k,
-            jumps=tuple((p, m * k) for p, m in self.jumps),
+            weights=self.weights * scale,
+            jumps=tuple((point, middle * scale) for point, middle in self.jumps),
         )
 
     def loosened(self, near: float) -> "BlackBox":
-        """Looked at no nearer to the bounds than that, relative to r.
+        """Return a black box whose points are no nearer to a bound than that.
 
         Args:
             near: the relative distance.
@@ -224,8 +225,10 @@ class BlackBox:
         Returns:
             Ratios, ascending.
         """
-        told = [p for p, _ in self.jumps if p not in self.faded]
-        ratios = [p.r for p in told if p.A == A and not p.unsure and p.mu not in MUS]
+        lasting_jumps = [p for p, _ in self.jumps if p not in self.faded]
+        ratios = [
+            p.r for p in lasting_jumps if p.A == A and not p.unsure and p.mu not in MUS
+        ]
         return sorted(ratios)
 
 
@@ -268,91 +271,112 @@ def measure(loss: Loss, batch_coupled: bool | None = None) -> BlackBox:
     )
     random = black_box.gives_two_answers(case.gradient, far_batch)
     fewer = measure_on_policy(case, FEWER_ROWS)
-    agg, scale = _aggregation(case, [on_policy, fewer])
+    agg, scale = _measured_aggregation(case, [on_policy, fewer])
     box = BlackBox(case, agg, scale, random=random)
     box = replace(
-        box, **_kl_of(box, batch, kl.ESTIMATORS if "logp_ref" in loss.reads else ["k1"])
+        box,
+        **_find_kl_term(
+            box, batch, kl.ESTIMATORS if "logp_ref" in loss.reads else ["k1"]
+        ),
     )
     coupled = not random and black_box.is_coupled(box.curve(), SIGNS, box.tol)
     box = replace(box, batch_coupled=coupled)
     reads_mu = black_box.reads_old_probability(box.curve(), SIGNS, MUS, box.tol)
     entropy = "entropy" in loss.reads and black_box.reads_entropy(case.gradient)
     box = replace(box, reads_mu=reads_mu, reads_entropy=entropy)
-    return _curve(box) if batch_coupled in (None, coupled) else box
+    return _with_curve(box) if batch_coupled in (None, coupled) else box
 
 
-def _aggregation(case: LossCase, measured: list[OnPolicy]) -> tuple[str, float]:
-    """The aggregation that leaves one number on each sign of A, and that number where
-    both signs share it.
+def _measured_aggregation(
+    case: LossCase, measured: list[OnPolicy]
+) -> tuple[str, float]:
+    """Return the aggregation that leaves one number on each sign of A, and that number
+    where both signs share it; "" and 1 where none does.
     """
-    found: list[tuple[bool, bool, int, str, float]] = []
+    fits: list[tuple[bool, bool, int, str, float]] = []
     for name in sorted(names(""), key=lambda n: n not in AGGREGATIONS):
-        sides = [torch.cat([m.multiples(name, A) for m in measured]) for A in SIGNS]
-        if any(common_value(k) is None and k.abs().max() > 1e-9 for k in sides) or any(
-            not k.isfinite().all() for k in sides
-        ):
+        multiples_by_sign = [
+            torch.cat([measurement.multiples(name, A) for measurement in measured])
+            for A in SIGNS
+        ]
+        if any(
+            common_value(multiples) is None and multiples.abs().max() > 1e-9
+            for multiples in multiples_by_sign
+        ) or any(not multiples.isfinite().all() for multiples in multiples_by_sign):
             continue
-        alive = [k.mean().item() for k in sides if k.any()] or [1.0]
-        same = max(alive) - min(alive) <= SAME * abs(alive[0])
-        unscaled = next((k for k in alive if is_one(k)), None)
-        # a side at 1 is at its own scale; both off by the same factor are a factor
-        scale = alive[0] if same and unscaled is None else unscaled or 1.0
-        found.append((unscaled is None, not same, len(found), name, scale))
-    if not found:
+        factors = [
+            multiples.mean().item()
+            for multiples in multiples_by_sign
+            if multiples.any()
+        ] or [1.0]
+        signs_agree = max(factors) - min(factors) <= SAME * abs(factors[0])
+        unit_factor = next((factor for factor in factors if is_one(factor)), None)
+        # 1 on one sign: the scale is 1, and the other sign's weights are wrong
+        scale = (
+            factors[0] if signs_agree and unit_factor is None else unit_factor or 1.0
+        )
+        # least first: without a factor, one factor for both signs, earlier in the table
+        fits.append((unit_factor is None, not signs_agree, len(fits), name, scale))
+    if not fits:
         return "", 1.0
-    *_, name, scale = min(found)
+    *_, name, scale = min(fits)
     return name, 1.0 if abs(scale - 1) < min(SAME, case.tol) else scale
 
 
 def termed(box: BlackBox) -> BlackBox | None:
-    """With a KL term of an unusual form divided out, where there is one.
+    """Return a black box from which a KL term of an unusual form is subtracted; None
+    where there is none.
 
     Args:
         box: the loss without that.
     """
     if box.kl or box.random:
-        found = {}
+        kl_term = {}
     else:
-        found = _kl_of(
+        kl_term = _find_kl_term(
             box, box.case.ready(on_policy_batch()), terms("", box.loss.reads)
         )
-    return _curve(replace(box, **found)) if found else None
+    return _with_curve(replace(box, **kl_term)) if kl_term else None
 
 
-def _kl_of(box: BlackBox, batch: Rollouts, among: Iterable[str]) -> dict[str, Any]:
-    """The KL term and its coefficient: with A = 0 nothing else is left."""
+def _find_kl_term(
+    box: BlackBox, batch: Rollouts, among: Iterable[str]
+) -> dict[str, Any]:
+    """Return the KL term and its coefficient as fields of BlackBox, {} where there is
+    none. With A = 0 nothing else is left of the gradient.
+    """
     # a term in log r is none
-    uneven = (
+    unevenness = (
         torch.arange(batch.mask.numel(), dtype=batch.logp.dtype)
         .reshape(batch.mask.shape)
         .cos()
     )
-    batch = replace(batch, logp=batch.logp - 0.2 - 0.1 * uneven)
-    rest = gradient_at_zero_advantage(box.gradient, batch)
-    gradient = rest[batch.mask]
-    found: dict[str, Any] = {}
+    batch = replace(batch, logp=batch.logp - 0.2 - 0.1 * unevenness)
+    gradient_without_advantage = gradient_at_zero_advantage(box.gradient, batch)
+    gradient = gradient_without_advantage[batch.mask]
+    kl_term: dict[str, Any] = {}
     if not gradient.abs().max() > 0:
-        return found
+        return kl_term
     for name in among:
-        d = term_slope(name, batch)[batch.mask]
-        beta = term_coefficient(gradient, d)
-        if (gradient + beta * d).abs().max() <= max(
+        slope = term_slope(name, batch)[batch.mask]
+        beta = term_coefficient(gradient, slope)
+        if (gradient + beta * slope).abs().max() <= max(
             1e-6, box.tol
         ) * gradient.abs().max():
-            found = {"kl": name, "beta": beta}
-    return found
+            kl_term = {"kl": name, "beta": beta}
+    return kl_term
 
 
 def _point_at(r: float, A: float, mu: float | None, unsure: bool) -> Point:
-    """A point of a line of `_curve`; mu None: of low probability."""
+    """Return a point at this ratio; mu None: its token has a low probability."""
     if mu is None:
         return low_probability_point(A, r, unsure)
     return Point(A, float(r), mu, unsure)
 
 
-def _curve(box: BlackBox) -> BlackBox:
-    """The weight sampled on a grid, and every jump closed in on."""
-    # one call a point where the batch matters
+def _with_curve(box: BlackBox) -> BlackBox:
+    """Return a black box with the weight on a grid of ratios, and with every jump."""
+    # fewer ratios where the weight depends on the batch: each costs a call
     grid = np.exp(MANY_LOG_R[:: 3 if box.batch_coupled else 1])
     lines: list[tuple[float, float | None, bool]] = [(A, None, False) for A in SIGNS]
     lines += [(A, mu, False) for A in SIGNS for mu in MUS] if box.reads_mu else []
@@ -361,27 +385,35 @@ def _curve(box: BlackBox) -> BlackBox:
     jumps: list[tuple[Point, float]] = []
     faded: set[Point] = set()
     for A, mu, unsure in lines:
-        rs = grid if mu is None else grid[mu * grid < LIKELY]
+        ratios = grid if mu is None else grid[mu * grid < LIKELY]
         point_at = partial(_point_at, A=A, mu=mu, unsure=unsure)
-        points += [point_at(r) for r in rs]
+        points += [point_at(r) for r in ratios]
         if not box.random:
-            found = box.curve(unsure).jumps(A, mu, rs)
-            jumps += [(point_at(j.r), (j.below + j.above) / 2) for j in found]
+            found = box.curve(unsure).jumps(A, mu, ratios)
+            jumps += [
+                (point_at(jump.r), (jump.below + jump.above) / 2) for jump in found
+            ]
             faded |= {
-                point_at(j.r) for j in found if max(abs(j.below), abs(j.above)) < FADED
+                point_at(jump.r)
+                for jump in found
+                if max(abs(jump.below), abs(jump.above)) < FADED
             }
-    on = [p for p, _ in jumps]
+    jump_points = [p for p, _ in jumps]
 
-    def apart(point: Point, q: Point) -> bool:
-        """Whether the point is on another line than q, or not near it."""
+    def is_off_bound(point: Point, jump_point: Point) -> bool:
+        """Tell whether a point is on another line than a jump, or not near it."""
         return (point.A, point.mu in MUS, point.unsure) != (
-            q.A,
-            q.mu in MUS,
-            q.unsure,
-        ) or abs(point.r / q.r - 1) > box.resolution
+            jump_point.A,
+            jump_point.mu in MUS,
+            jump_point.unsure,
+        ) or abs(point.r / jump_point.r - 1) > box.resolution
 
-    # on a bound, rounding decides
-    points = [p for p in points if all(apart(p, q) for q in on)]
+    # leave out points on a bound: rounding decides their side
+    points = [
+        p
+        for p in points
+        if all(is_off_bound(p, jump_point) for jump_point in jump_points)
+    ]
     return replace(
         box,
         points=tuple(points),

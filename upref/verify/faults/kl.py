@@ -80,7 +80,7 @@ BACKWARD = Fault(
 
 
 def known() -> Iterator[KLFault]:
-    """All known faults of a KL term, in the order in which they are tried."""
+    """Yield all known faults of a KL term, in the order in which they are tried."""
     yield from (FLIPPED, INVERTED, PLUS, NEGATIVE, NO_LOG, ABSOLUTE)
     yield Fault("half of k3", lambda lp, ref: k3(lp, ref) / 2, id="k3-halved")
     yield SQUARE
@@ -95,7 +95,7 @@ def known() -> Iterator[KLFault]:
         for by, where in ((1, "late"), (-1, "early")):
             yield Fault(f"{name}, with ref_log_prob one token too {where}",
                         lambda lp, ref, k=k, by=by: k(lp, ref.roll(by, -1)), id=f"{name}-reference-one-token-{where}")  # type: ignore[misc]  # fmt: skip
-    # last: by its gradient alone, one is k2 itself
+    # last: where only the gradient is compared, k2 itself has the same one
     for name, k in {"k3": k3, "k1": k1}.items():
         yield Fault(f"the value of {name} with the gradient of k2 (straight through)",
                     lambda lp, ref, k=k: k2(lp, ref) + (k(lp, ref) - k2(lp, ref)).detach(), id=f"{name}-straight-through")  # type: ignore[misc]  # fmt: skip

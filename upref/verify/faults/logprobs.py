@@ -19,14 +19,21 @@ from torch import Tensor
 from upref.user_code.logprobs import KernelOutcome, Problem
 from upref.verify.faults import Fault
 
+LOG_2 = 0.6931471805599453
+# constants that are added to a probability, or that it is clamped to
 EPS = (1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-12)
+# how many of the largest logits are kept
 TOP = (10, 20, 32, 40, 50, 64, 100, 128, 1000)
+# sizes of tiles, the largest first
 TILES = tuple(2**n for n in range(17, 1, -1))
 
 
 @dataclass(frozen=True)
 class Stages:
-    """A stage that is None is the reference's."""
+    """The stages of a computation of log-probabilities: what a fault replaces.
+
+    None stands for the stage of the reference.
+    """
 
     given: Callable[[Problem], Problem] | None = None
     y: Callable[[Problem], Tensor] | None = None
@@ -40,7 +47,7 @@ class Stages:
     lp: Callable[[Tensor, Problem], Tensor] | None = None
     H: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # of H, x, lp
     up: Callable[[Tensor, Problem], Tensor] | None = None  # of an upstream gradient
-    only: str = ""  # the output whose upstream gradient changes; "": both
+    only: str = ""  # the output whose upstream gradient changes; "": both outputs'
     inner: bool = False  # the first and the last token of a row may have any log-prob
     size: int = 0  # of the tiles, or the number of logits that are kept
 
@@ -50,111 +57,136 @@ RIGHT = Stages()
 
 
 def fault(words: str, *, id: str, **stages: Any) -> LogprobFault:
-    """A fault by the stages that it replaces."""
+    """Make a fault of the stages that it replaces."""
     return Fault(words, Stages(**stages), id=id)
 
 
 def is_same(one: LogprobFault, other: LogprobFault) -> bool:
-    """Whether two problems show the same fault, at the same size of tiles."""
+    """Tell whether two faults are the same, at the same size of tiles."""
     return (one.id, one.change.size) == (other.id, other.change.size)
 
 
 def states(problem: Problem) -> Tensor:
-    """y"""
+    """Return the logits y, before the softcap and the temperature."""
     y = problem.x if problem.weight is None else problem.x @ problem.weight.T
     return problem.logit_scale * (y if problem.bias is None else y + problem.bias)
 
 
 def cap(y: Tensor, problem: Problem) -> Tensor:
+    """Return the logits z, after the softcap."""
     return (
         y if problem.softcap is None else problem.softcap * (y / problem.softcap).tanh()
     )
 
 
 def log_sum(x: Tensor) -> Tensor:
+    """Return log Z of each token."""
     return torch.logsumexp(x, -1)
 
 
 def entropy(x: Tensor) -> Tensor:
+    """Return the entropy H of each token in nats; p = 0 contributes 0."""
     lp = x - log_sum(x)[..., None]
     return -(lp.exp() * lp.masked_fill(lp.isneginf(), 0)).sum(-1)
 
 
 def pick(x: Tensor, tokens: Tensor, t: float = 1.0) -> Tensor:
+    """Return x_o, the logit of each sampled token. Faults alone use t, which is τ."""
     return x.gather(-1, tokens[..., None])[..., 0]
 
 
 def solved(problem: Problem, f: Stages = RIGHT) -> KernelOutcome:
-    """Outputs and gradients by autograd in float64."""
+    """Compute outputs and gradients in float64 by autograd, with the stages of f."""
     problem = problem.to(torch.float64)
     leaves = {k: v.detach().requires_grad_() for k, v in problem.leaves.items()}
-    q = replace(problem, x=next(iter(leaves.values())), weight=leaves.get("weight"))
-    q = f.given(q) if f.given else q
-    z = (f.z or cap)((f.y or states)(q), q)
-    x, x_H = ((stage or torch.div)(z, q.temperature) for stage in (f.x, f.x_H or f.x))
-    lp = (f.picked or pick)(x, q.tokens.long().clamp(min=0), q.temperature) - (
-        f.log_Z or log_sum
-    )(x)
-    lp = f.lp(lp, q) if f.lp else lp
+    differentiable = replace(
+        problem, x=next(iter(leaves.values())), weight=leaves.get("weight")
+    )
+    differentiable = f.given(differentiable) if f.given else differentiable
+    z = (f.z or cap)((f.y or states)(differentiable), differentiable)
+    x, x_H = (
+        (stage or torch.div)(z, differentiable.temperature)
+        for stage in (f.x, f.x_H or f.x)
+    )
+    lp = (f.picked or pick)(
+        x, differentiable.tokens.long().clamp(min=0), differentiable.temperature
+    ) - (f.log_Z or log_sum)(x)
+    lp = f.lp(lp, differentiable) if f.lp else lp
     H = f.H(entropy(x_H), x, lp) if f.H else entropy(x_H)
-    out = {"log-prob": lp, "entropy": H}
-    numbers = {k: v.detach() for k, v in out.items()}
-    ups = {k: u for k, u in (("log-prob", q.g), ("entropy", q.g_H)) if u is not None}
-    if ups:
-        used = {
-            k: f.up(u, q) if f.up and f.only in ("", k) else u for k, u in ups.items()
+    outputs = {"log-prob": lp, "entropy": H}
+    numbers = {k: v.detach() for k, v in outputs.items()}
+    upstream = {
+        k: u
+        for k, u in (("log-prob", differentiable.g), ("entropy", differentiable.g_H))
+        if u is not None
+    }
+    if upstream:
+        passed_on = {
+            k: f.up(u, differentiable) if f.up and f.only in ("", k) else u
+            for k, u in upstream.items()
         }
         total = torch.stack(
-            [(torch.where(u == 0, 0, out[k]) * u).sum() for k, u in used.items()]
+            [
+                (torch.where(u == 0, 0, outputs[k]) * u).sum()
+                for k, u in passed_on.items()
+            ]
         ).sum()
         if total.requires_grad:
-            parts = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+            gradients = torch.autograd.grad(
+                total, list(leaves.values()), allow_unused=True
+            )
         else:
-            parts = ()
-        got = itertools.zip_longest(leaves.items(), parts)
+            gradients = ()
+        gradient_by_leaf = itertools.zip_longest(leaves.items(), gradients)
         numbers |= {
             f"gradient of {k}": torch.zeros_like(v) if gradient is None else gradient
-            for (k, v), gradient in got
+            for (k, v), gradient in gradient_by_leaf
         }
     return KernelOutcome(numbers)
 
 
 # ---- the records ---------------------------------------------------------------------
 def as_if(value: Tensor, gradient: Tensor) -> Tensor:
-    """This value with that gradient."""
+    """Return a tensor that has this value and the gradient of the other tensor."""
     return gradient + (value - gradient).detach()
 
 
 def _p_log_p(H: Tensor, x: Tensor, lp: Tensor) -> Tensor:
-    """The gradient -p log p, where -p (log p + H) is right."""
+    """Return H with the gradient -p log p by the logits; -p (log p + H) is right."""
     log_p = (x - log_sum(x)[..., None]).detach()
     return as_if(H, -(log_p.exp() * log_p * x).sum(-1))
 
 
-def _memory(u: Tensor) -> Tensor:
-    """What lies in memory from its first number on."""
+def _read_as_contiguous(u: Tensor) -> Tensor:
+    """Return the tensor as code reads it that ignores strides: the numbers in memory
+    from its first one on.
+    """
     room = u.untyped_storage().nbytes() // u.element_size() - u.storage_offset()
-    if room < u.numel():
+    if room < u.numel():  # expanded from fewer numbers
         return u.flatten()[0].expand_as(u)
     return u.as_strided(
         u.shape, torch.empty_like(u, memory_format=torch.contiguous_format).stride()
     )
 
 
-def _vocabulary(problem: Problem) -> int:
+def _vocabulary_size(problem: Problem) -> int:
+    """Return V, the number of ids."""
     return problem.x.shape[-1] if problem.weight is None else len(problem.weight)
 
 
-def _frozen(problem: Problem) -> Problem:
+def _with_frozen_weight(problem: Problem) -> Problem:
+    """Return the problem with a weight that gets no gradient."""
     if problem.weight is None:
         return problem
     return replace(problem, weight=problem.weight.detach())
 
 
-def _capped(
+def _softcap_fault(
     words: str, f: Callable[[Tensor, float, float], Tensor], id: str
 ) -> LogprobFault:
-    """A fault of the softcap; none where a problem has no softcap."""
+    """Make a fault of the softcap: f takes y, the softcap and τ. It changes nothing
+    where a problem has no softcap.
+    """
     return fault(
         f"the softcap {words}",
         id=id,
@@ -162,42 +194,43 @@ def _capped(
     )
 
 
-def _upstream(
+def _upstream_faults(
     words: str, up: Callable[[Tensor, Problem], Tensor], id: str
 ) -> Iterator[LogprobFault]:
+    """Yield a fault of both upstream gradients, then of each one alone."""
     yield fault(words, id=id, up=up)
     for only in ("log-prob", "entropy"):
         yield fault(f"{words} ({only})", id=f"{only}-{id}", up=up, only=only)
 
 
 def smoothed(eps: float) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """The stage `picked` with a share eps of all logits' mean."""
+    """Return the stage `picked` that mixes in a share eps of the mean of all logits."""
     return lambda x, ids, t: (1 - eps) * pick(x, ids) + eps * x.mean(-1)
 
 
 def at_least(least: float) -> Callable[[Tensor, Problem], Tensor]:
-    """The stage `lp` with a lower bound of the log-probability."""
+    """Return the stage `lp` with a lower bound on the log-probability."""
     return lambda lp, p: lp.clamp(min=least)
 
 
 def added(eps: float) -> Callable[[Tensor, Problem], Tensor]:
-    """The stage `lp` with eps added to the probability."""
+    """Return the stage `lp` with eps added to the probability."""
     return lambda lp, p: (lp.exp() + eps).log()
 
 
 def clamped(eps: float) -> Callable[[Tensor, Problem], Tensor]:
-    """The stage `lp` with a lower bound of the probability."""
+    """Return the stage `lp` with a lower bound on the probability."""
     return lambda lp, p: lp.exp().clamp(min=eps).log()
 
 
 def largest(k: int) -> Callable[[Tensor], Tensor]:
-    """The k largest of the logits, in the place of all."""
+    """Return a function that keeps the k largest logits alone."""
     return lambda x: x.topk(k).values
 
 
 def shifted(by: int, rows: int) -> Callable[[Problem], Problem]:
-    """The stage `given` with the logits (rows 1) or the tokens (rows 0) moved by `by`
-    places.
+    """Return the stage `given` that moves the logits (rows = 1) or the tokens
+    (rows = 0) by `by` places.
     """
     return lambda p: replace(
         p, tokens=p.tokens.roll(by * (1 - rows), -1), x=p.x.roll(by * rows, -2)
@@ -293,9 +326,7 @@ PLAIN = (
         id="backward-lacks-sampled-token",
         picked=lambda x, ids, t: pick(x, ids).detach(),
     ),
-    fault(
-        "logarithms to base 2", id="base-2", lp=lambda lp, p: lp / 0.6931471805599453
-    ),
+    fault("logarithms to base 2", id="base-2", lp=lambda lp, p: lp / LOG_2),
     fault(
         "the entropy is detached: it has no gradient",
         id="entropy-detached",
@@ -322,7 +353,7 @@ PLAIN = (
     fault(
         "the entropy is in bits",
         id="entropy-in-bits",
-        H=lambda H, x, lp: H / 0.6931471805599453,
+        H=lambda H, x, lp: H / LOG_2,
     ),
     fault(
         "the entropy is divided by log V",
@@ -342,7 +373,7 @@ PLAIN = (
     fault(
         "the log-probs are divided by the size of the vocabulary",
         id="log-prob-over-vocabulary",
-        lp=lambda lp, p: lp / _vocabulary(p),
+        lp=lambda lp, p: lp / _vocabulary_size(p),
     ),
     fault(
         "the largest log-prob is returned, not the token's",
@@ -378,22 +409,24 @@ PLAIN = (
         id="softcap-derivative-missing",
         z=lambda y, p: as_if(cap(y, p), y),
     ),
-    _capped(
+    _softcap_fault(
         "is not divided by inside tanh",
         lambda y, c, t: c * y.tanh(),
         id="softcap-not-divided",
     ),
-    _capped(
+    _softcap_fault(
         "is not multiplied by outside tanh",
         lambda y, c, t: (y / c).tanh(),
         id="softcap-not-multiplied",
     ),
-    _capped(
+    _softcap_fault(
         "is applied after the temperature",
         lambda y, c, t: t * c * (y / t / c).tanh(),
         id="softcap-after-temperature",
     ),
-    _capped("clamps the logits", lambda y, c, t: y.clamp(-c, c), id="softcap-clamps"),
+    _softcap_fault(
+        "clamps the logits", lambda y, c, t: y.clamp(-c, c), id="softcap-clamps"
+    ),
     fault(
         "the logit scale is left out",
         id="logit-scale-missing",
@@ -409,29 +442,29 @@ PLAIN = (
         id="bias-missing",
         y=lambda p: states(replace(p, bias=None)),
     ),
-    *_upstream(
+    *_upstream_faults(
         "the first token's upstream gradient is used for all",
         lambda u, p: u.flatten()[0].expand_as(u),
         id="upstream-of-first-token",
     ),
-    *_upstream(
+    *_upstream_faults(
         "the mean of the upstream gradients is used for all tokens",
         lambda u, p: u.mean().expand_as(u),
         id="upstream-averaged",
     ),
-    *_upstream(
+    *_upstream_faults(
         "the upstream gradient is ignored: all tokens count 1",
         lambda u, p: torch.ones_like(u),
         id="upstream-ignored",
     ),
-    *_upstream(
+    *_upstream_faults(
         "negative upstream gradients are dropped",
         lambda u, p: u.clamp(min=0),
         id="negative-upstream-dropped",
     ),
-    *_upstream(
+    *_upstream_faults(
         "the upstream gradient is read as contiguous: its layout is ignored",
-        lambda u, p: _memory(u),
+        lambda u, p: _read_as_contiguous(u),
         id="upstream-read-as-contiguous",
     ),
     fault(
@@ -443,16 +476,16 @@ PLAIN = (
     fault(
         "the input is read as contiguous: its layout is ignored",
         id="input-read-as-contiguous",
-        given=lambda p: replace(p, x=_memory(p.x)),
+        given=lambda p: replace(p, x=_read_as_contiguous(p.x)),
     ),
     *(
         fault(
-            f"shifted by one: {told} {sign} 1",
+            f"shifted by one: {mix_up} {sign} 1",
             id=f"{id}-{which}",
             given=shifted(by, rows),
             inner=True,
         )
-        for rows, (id, told) in enumerate(
+        for rows, (id, mix_up) in enumerate(
             (
                 ("log-prob-of", "row t has the log-prob of token t"),
                 ("logits-of", "token t is scored by the logits of row t"),
@@ -555,7 +588,7 @@ PLAIN = (
     fault(
         "the weight gets no gradient",
         id="weight-without-gradient",
-        y=lambda p: states(_frozen(p)),
+        y=lambda p: states(_with_frozen_weight(p)),
     ),
     fault(
         "the hidden states get no gradient",
@@ -582,16 +615,16 @@ PLAIN = (
 
 
 def known(problem: Problem) -> Iterator[LogprobFault]:
-    """All of the catalogue; of code that cuts the vocabulary or the tokens into tiles,
-    at the sizes that cut this.
+    """Yield all known faults. Those of code that cuts the vocabulary or the tokens into
+    tiles have the sizes that cut this problem.
     """
     yield from PLAIN
-    V = _vocabulary(problem)
+    V = _vocabulary_size(problem)
     for n in TILES:
-        yield from _columns(V, n)
-        yield from _rows(problem.tokens.shape, n)
+        yield from _column_tile_faults(V, n)
+        yield from _token_tile_faults(problem.tokens.shape, n)
     for k in (k for k in TOP if k < V):
-        yield _normalizer(
+        yield _normalizer_fault(
             f"all but the {k} largest logits are left out of the sums over the vocabulary",
             largest(k),
             id="normalized-over-largest",
@@ -599,10 +632,10 @@ def known(problem: Problem) -> Iterator[LogprobFault]:
         )
 
 
-def _normalizer(
+def _normalizer_fault(
     words: str, change: Callable[[Tensor], Tensor], id: str, size: int
 ) -> LogprobFault:
-    """A fault of the sum over the vocabulary."""
+    """Make a fault of the sums over the vocabulary, in log Z and in H."""
     return fault(
         words,
         id=id,
@@ -612,40 +645,40 @@ def _normalizer(
     )
 
 
-def _columns(V: int, n: int) -> Iterator[LogprobFault]:
-    """Faults of a kernel that has tiles of n columns of the vocabulary, V."""
-    full_blocks = V // n * n
-    padded = -(-V // n) * n
-    last = (V - 1) // n * n
-    if V < padded <= 2 * V + 8 or V < n <= 128:
+def _column_tile_faults(V: int, n: int) -> Iterator[LogprobFault]:
+    """Yield the faults of a kernel with tiles of n columns of V, the vocabulary."""
+    full_columns = V // n * n
+    padded_columns = -(-V // n) * n
+    start_of_last = (V - 1) // n * n
+    if V < padded_columns <= 2 * V + 8 or V < n <= 128:
 
-        def padding(x: Tensor) -> Tensor:
-            """The logits, and a 0 for each column that pads the vocabulary."""
-            return torch.nn.functional.pad(x, (0, padded - V))
+        def with_padding(x: Tensor) -> Tensor:
+            """Return the logits, with a 0 for each column that pads the vocabulary."""
+            return torch.nn.functional.pad(x, (0, padded_columns - V))
 
-        yield _normalizer(
+        yield _normalizer_fault(
             f"the columns that pad the vocabulary to a multiple of {n} are counted",
-            padding,
+            with_padding,
             id="padding-columns-counted",
             size=n,
         )
 
-    def missed(ids: Tensor) -> Tensor:
-        """Whether a token is the last id of a tile, or of the vocabulary."""
+    def is_missed(ids: Tensor) -> Tensor:
+        """Mark tokens that are the last id of a tile, or of the vocabulary."""
         return (ids % n == n - 1) | (ids == V - 1)
 
-    told = f"each tile of {n} columns" if n < V else "the vocabulary"
+    tile_words = f"each tile of {n} columns" if n < V else "the vocabulary"
     yield fault(
-        f"the last id of {told} is missed: its logit counts 0",
+        f"the last id of {tile_words} is missed: its logit counts 0",
         id="last-id-of-tile-missed",
         size=n if n < V else 0,
-        picked=lambda x, ids, t: pick(x, ids).masked_fill(missed(ids), 0),
+        picked=lambda x, ids, t: pick(x, ids).masked_fill(is_missed(ids), 0),
     )
-    if not 0 < full_blocks < V:
+    if not 0 < full_columns < V:
         return
-    yield _normalizer(
+    yield _normalizer_fault(
         f"the last, partial tile of {n} columns is left out",
-        lambda x: x[..., :full_blocks],
+        lambda x: x[..., :full_columns],
         id="last-tile-left-out",
         size=n,
     )
@@ -654,65 +687,78 @@ def _columns(V: int, n: int) -> Iterator[LogprobFault]:
         id="last-tile-without-gradient",
         size=n,
         x=lambda z, t: (
-            torch.cat([z[..., :full_blocks], z[..., full_blocks:].detach()], -1) / t
+            torch.cat([z[..., :full_columns], z[..., full_columns:].detach()], -1) / t
         ),
     )
     yield fault(
         f"the hidden states' gradient has the last tile of {n} columns alone",
         id="gradient-of-last-tile-alone",
         size=n,
-        x=lambda z, t: torch.cat([z[..., :last].detach(), z[..., last:]], -1) / t,
+        x=lambda z, t: (
+            torch.cat([z[..., :start_of_last].detach(), z[..., start_of_last:]], -1) / t
+        ),
     )
     yield fault(
         f"the running sums of tiles of {n} columns are not rescaled",
         id="running-sums-not-rescaled",
         size=n,
-        log_Z=lambda x: _running(x, n),
+        log_Z=lambda x: _sum_without_rescaling(x, n),
         H=lambda H, x, lp: (
-            log_sum(x) - _running(x, n, x) / (log_sum(x) - x.amax(-1)).exp()
+            log_sum(x)
+            - _sum_without_rescaling(x, n, x) / (log_sum(x) - x.amax(-1)).exp()
         ),
     )
 
 
-def _running(x: Tensor, n: int, factor: Tensor | None = None) -> Tensor:
-    """log Z, or the sum of exp(x - max) factor, each tile's exponentials beside the
-    maximum up to it alone.
+def _sum_without_rescaling(x: Tensor, n: int, factor: Tensor | None = None) -> Tensor:
+    """Return log Z of a kernel that does not rescale its running sum when the maximum
+    grows. With a factor, return its sum of exp(x - maximum) factor instead.
     """
-    tops = torch.stack([tile.amax(-1) for tile in x.split(n, -1)], -1).cummax(-1).values
-    e = (x - tops.repeat_interleave(n, -1)[..., : x.shape[-1]]).exp()
-    return tops[..., -1] + e.sum(-1).log() if factor is None else (e * factor).sum(-1)
+    maximum_so_far = (
+        torch.stack([tile.amax(-1) for tile in x.split(n, -1)], -1).cummax(-1).values
+    )
+    exponentials = (
+        x - maximum_so_far.repeat_interleave(n, -1)[..., : x.shape[-1]]
+    ).exp()
+    return (
+        maximum_so_far[..., -1] + exponentials.sum(-1).log()
+        if factor is None
+        else (exponentials * factor).sum(-1)
+    )
 
 
-def _rows(shape: torch.Size, n: int) -> Iterator[LogprobFault]:
-    """Faults of a kernel that has tiles of n tokens."""
+def _token_tile_faults(shape: torch.Size, n: int) -> Iterator[LogprobFault]:
+    """Yield the faults of a kernel with tiles of n tokens."""
     N = shape.numel()
     index = torch.arange(N).reshape(shape)
-    last = index >= N // n * n
-    told = f"the last, partial tile of {n} tokens"
+    is_in_last = index >= N // n * n
+    tile_words = f"the last, partial tile of {n} tokens"
 
-    def without(rows: Tensor) -> Callable[[Problem], Tensor]:
-        """The stage `y` without the weight's gradient from these rows."""
-        return lambda p: torch.where(rows[..., None], states(_frozen(p)), states(p))
+    def without_weight_gradient_of(rows: Tensor) -> Callable[[Problem], Tensor]:
+        """Return the stage `y` in which these rows give the weight no gradient."""
+        return lambda p: torch.where(
+            rows[..., None], states(_with_frozen_weight(p)), states(p)
+        )
 
-    if last.any() and not last.all():
+    if is_in_last.any() and not is_in_last.all():
         yield fault(
-            f"{told} is left out: its results are 0",
+            f"{tile_words} is left out: its results are 0",
             id="last-rows-left-out",
             size=n,
-            lp=lambda lp, p: lp.masked_fill(last, 0),
-            H=lambda H, x, lp: H.masked_fill(last, 0),
+            lp=lambda lp, p: lp.masked_fill(is_in_last, 0),
+            H=lambda H, x, lp: H.masked_fill(is_in_last, 0),
         )
         yield fault(
-            f"{told} gets no gradient",
+            f"{tile_words} gets no gradient",
             id="last-rows-without-gradient",
             size=n,
-            up=lambda u, p: u.masked_fill(last, 0),
+            up=lambda u, p: u.masked_fill(is_in_last, 0),
         )
         yield fault(
-            f"the weight's gradient lacks {told}",
+            f"the weight's gradient lacks {tile_words}",
             id="weight-gradient-lacks-last-rows",
             size=n,
-            y=without(last),
+            y=without_weight_gradient_of(is_in_last),
         )
     for which, rows in (
         (("first", index >= n), ("last", index < (N - 1) // n * n)) if n < N else ()
@@ -721,5 +767,5 @@ def _rows(shape: torch.Size, n: int) -> Iterator[LogprobFault]:
             f"the weight's gradient has the {which} tile of {n} tokens alone",
             id=f"weight-gradient-of-{which}-rows-alone",
             size=n,
-            y=without(rows),
+            y=without_weight_gradient_of(rows),
         )

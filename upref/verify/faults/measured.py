@@ -12,7 +12,7 @@ from upref.verify.finding import Cause
 
 @dataclass(frozen=True)
 class MeasuredFault:
-    """A fault with its words.
+    """A known fault that a check reads off a gradient.
 
     Attributes:
         id: a name that never changes.
@@ -25,7 +25,7 @@ class MeasuredFault:
     of: tuple[str, ...]
 
     def cause(self, **measured: Any) -> Cause:
-        """What a finding says of it.
+        """Return the fault as the cause of a finding, with its words filled in.
 
         Args:
             **measured: numbers and names, for the words.
@@ -257,7 +257,7 @@ CONSTANT_ADDED_TO_ESTIMATOR = MeasuredFault(
 
 
 def every() -> Iterator[MeasuredFault]:
-    """All faults of this file.
+    """Yield all faults of this file.
 
     Yields:
         In the order in which they stand here.

@@ -59,11 +59,8 @@ def check_logprobs(
         ("softcap", 1.0 if softcap is None else softcap),
         ("logit_scale", logit_scale),
     ):
-        if (
-            isinstance(number, bool)
-            or not isinstance(number, int | float)
-            or not 0 < number < 1e300
-        ):
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not is_number or not 0 < number < 1e300:
             raise InputError(
                 f"{name} must be a finite number > 0, got {repr(number)[:60]}."
             )
@@ -73,129 +70,140 @@ def check_logprobs(
         )
     validate_names(ORACLES, skip)
     kernel = read(fn, softcap, logit_scale)
-    case, found = choose_tolerances(kernel, ranks)
-    if (
-        not kernel.flat
-        and not _is_right(case)
-        and (rows := _of_rows(kernel, ranks)) is not None
-    ):
-        kernel, case, found = rows
-    more, ran = run(ORACLES, case, skip)
+    case, notes = choose_tolerances(kernel, ranks)
+    if not kernel.flat and not _is_right_on_plain_problems(case):
+        as_rows = _read_as_rows(kernel, ranks)
+        if as_rows is not None:
+            kernel, case, notes = as_rows
+    oracle_findings, outcomes = run(ORACLES, case, skip)
     hp = {
-        k: v
-        for k, v in (("softcap", softcap), ("logit_scale", logit_scale))
-        if v not in (None, 1.0)
+        name: value
+        for name, value in (("softcap", softcap), ("logit_scale", logit_scale))
+        if value not in (None, 1.0)
     }
-    took = time.perf_counter() - start
-    findings = [*found, *more]
+    seconds = time.perf_counter() - start
+    findings = [*notes, *oracle_findings]
     read_as = str(kernel.reading)
-    unchecked = not_run(ran)
+    unchecked = not_run(outcomes)
     return Report(
         kernel.name,
         "log-probs",
         hp,
         findings,
         read_as,
-        _assumed(kernel),
-        ran,
+        _assumptions(kernel),
+        outcomes,
         case.tol,
-        took,
+        seconds,
         not_checked=unchecked,
     )
 
 
-def _is_right(case: KernelCase) -> bool:
-    """Whether it is right on the plain problems of one number each."""
-    return not any(
-        f.severity == "failure" for f in run(ORACLES[:3], replace(case), ())[0]
-    )
+def _is_right_on_plain_problems(case: KernelCase) -> bool:
+    """Tell whether the first three oracles, of plain problems, find no failure."""
+    findings, _ = run(ORACLES[:3], replace(case), ())
+    return not any(finding.severity == "failure" for finding in findings)
 
 
-def _of_rows(
+def _read_as_rows(
     kernel: Kernel, ranks: int
 ) -> tuple[Kernel, KernelCase, list[Finding]] | None:
-    """The function read as one of tokens [N], where it is right as such: indexing that
-    is meant for rows may accept [B, T] and then answer otherwise."""
+    """Return the function as one of tokens [N], with its case and notes, where it is
+    right as such; else None. Indexing that is meant for rows may accept [B, T] and give
+    other numbers.
+    """
     flat = replace(kernel, flat=True)
     try:
         flat = replace(flat, has_entropy="entropy" in flat(probe(flat)).numbers)
-        case, found = choose_tolerances(flat, ranks)
+        case, notes = choose_tolerances(flat, ranks)
     except InputError:
         return None
-    if not _is_right(case):
+    if not _is_right_on_plain_problems(case):
         return None
-    flatten = "it is a function of rows: flatten the batch before the call, [B, T, ...] to [N, ...]"
+    advice = "it is a function of rows: flatten the batch before the call, [B, T, ...] to [N, ...]"
     differs = note(
         "layout",
         "tokens [B, T] get other numbers than the same tokens as [N]",
-        cause=flatten,
+        cause=advice,
     )
-    return flat, case, [*found, differs]
+    return flat, case, [*notes, differs]
 
 
 def choose_tolerances(
     kernel: Kernel, ranks: int = 1
 ) -> tuple[KernelCase, list[Finding]]:
-    """The case with a tolerance per output, from its error on a plain batch, and the
-    notes on it.
+    """Return a case with a tolerance for each output, and notes. The tolerance follows
+    from the error on a plain problem: float64, float32 or half precision.
     """
-    p = probe(kernel)
-    p = replace(p, g_H=p.g if kernel.has_entropy else None)
-    outcome = kernel(p)
-    want = solved(p)
+    problem = probe(kernel)
+    problem = replace(problem, g_H=problem.g if kernel.has_entropy else None)
+    outcome = kernel(problem)
+    expected = solved(problem)
     exact = KernelCase(kernel, dict.fromkeys(outcome.numbers, 1.0))
     errors = {
-        k: exact.worst_number(p, replace(outcome, numbers={k: v}), want)[0]
-        for k, v in outcome.numbers.items()
+        key: exact.worst_number(
+            problem, replace(outcome, numbers={key: value}), expected
+        )[0]
+        for key, value in outcome.numbers.items()
     }
-    tol = {k: DOUBLE if x <= 1e-9 else SINGLE for k, x in errors.items()}
-    rough = [k for k, x in errors.items() if SINGLE / 5 < x < HALF / 3]
-    if not rough or max(errors.values()) > HALF / 2 or _is_smooth(kernel, p, rough):
+    tol = {key: DOUBLE if error <= 1e-9 else SINGLE for key, error in errors.items()}
+    rough_outputs = [
+        key for key, error in errors.items() if SINGLE / 5 < error < HALF / 3
+    ]
+    is_half_precision = (
+        bool(rough_outputs)
+        and not max(errors.values()) > HALF / 2
+        and not _is_smooth(kernel, problem, rough_outputs)
+    )
+    if not is_half_precision:
         return KernelCase(kernel, tol, ranks), []
-    said = ", ".join(f"{k} off by {errors[k]:.1e}" for k in rough)
+    errors_in_words = ", ".join(
+        f"{key} off by {errors[key]:.1e}" for key in rough_outputs
+    )
     return KernelCase(kernel, dict.fromkeys(tol, HALF), ranks), [
-        note("values", f"half precision: {said}", cause="rounding")
+        note("values", f"half precision: {errors_in_words}", cause="rounding")
     ]
 
 
 def _is_smooth(kernel: Kernel, problem: Problem, names: list[str]) -> bool:
-    """Whether these numbers follow a small step of each input as the right ones do:
-    then what is off is no rounding.
+    """Tell whether these outputs follow a small step of each input as the right ones
+    do: then their error is no rounding.
 
-    What is rounded to half precision, in whole or in part, stands still under such a
-    step or jumps by far more.
+    An output that is rounded to half precision, in whole or in part, does not change
+    under such a step, or jumps by far more.
     """
-    turns = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     for name in ("x", "weight"):
-        value = getattr(problem, name)
-        if value is None:
+        inputs = getattr(problem, name)
+        if inputs is None:
             continue
-        step = STEP * torch.randn(value.shape, generator=turns, dtype=value.dtype)
+        step = STEP * torch.randn(inputs.shape, generator=generator, dtype=inputs.dtype)
         neighbors = [
-            replace(problem, **{name: value + sign * step}) for sign in (1, -1)
+            replace(problem, **{name: inputs + sign * step}) for sign in (1, -1)
         ]
-        found = [kernel(q).numbers for q in neighbors]
-        expected = [solved(q).numbers for q in neighbors]
+        found = [kernel(neighbor).numbers for neighbor in neighbors]
+        expected = [solved(neighbor).numbers for neighbor in neighbors]
         for key in names:
             change = found[0][key] - found[1][key]
-            right = expected[0][key] - expected[1][key]
-            if (change - right).abs().max() > LIKE * right.abs().max():
+            expected_change = expected[0][key] - expected[1][key]
+            if (
+                change - expected_change
+            ).abs().max() > LIKE * expected_change.abs().max():
                 return False
     return True
 
 
-# a step below half precision; how near to the right change its change is, relatively
-STEP = 1e-5
-LIKE = 0.25
+STEP = 1e-5  # of an input: below half precision
+LIKE = 0.25  # a change is like the expected one up to this relative error
 
 
-def _assumed(kernel: Kernel) -> list[str]:
-    """What the comparison has assumed, in words."""
-    out = [
+def _assumptions(kernel: Kernel) -> list[str]:
+    """Return in words what the comparison assumes of the function."""
+    sentences = [
         f"it takes tokens [{'N' if kernel.flat else 'B, T'}], given in {str(kernel.dtype).removeprefix('torch.')}"
     ]
     if not kernel.has_entropy:
-        out.append("it returns no entropy")
+        sentences.append("it returns no entropy")
     if "temperature" not in kernel.settings:
-        out.append("it takes no temperature: tested only at 1")
-    return out
+        sentences.append("it takes no temperature: tested only at 1")
+    return sentences

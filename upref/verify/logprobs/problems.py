@@ -27,8 +27,8 @@ HEIGHTS = (40.0, 80.0)  # of a peak: float32 holds e^-87
 def random_problem(
     kernel: Kernel, N: int = 6, V: int = 5, H: int = 2, seed: int = 0, **settings: Any
 ) -> Problem:
-    """[2, N/2] tokens, or [1, N], with both ends of the vocabulary; upstream gradients
-    of both signs and 0.
+    """Make a problem of [2, N/2] tokens, or [1, N], with both ends of the vocabulary.
+    Its upstream gradients have both signs and a 0.
 
     Args:
         kernel: the function, whose kind of inputs is made.
@@ -74,7 +74,7 @@ def random_problem(
 
 
 def low_temperature(kernel: Kernel) -> float:
-    """A temperature of 0.5, where one can be set.
+    """Return a temperature of 0.5 where the function takes one, else 1.
 
     Args:
         kernel: the function, whose kind of inputs is made.
@@ -83,7 +83,8 @@ def low_temperature(kernel: Kernel) -> float:
 
 
 def masked(problem: Problem, keep: list[list[int]], **changes: Any) -> Problem:
-    """Tokens without upstream gradient, which are not compared.
+    """Return the problem with some tokens masked: their upstream gradient is 0, and
+    they are not compared.
 
     Args:
         problem: the problem.
@@ -92,50 +93,56 @@ def masked(problem: Problem, keep: list[list[int]], **changes: Any) -> Problem:
     """
     is_kept = torch.tensor(keep, dtype=torch.bool)
 
-    def cut(u: Tensor | None) -> Tensor | None:
-        """An upstream gradient, 0 on the other tokens."""
-        return None if u is None else u * is_kept
+    def zero_masked(upstream: Tensor | None) -> Tensor | None:
+        """Return an upstream gradient that is 0 on masked tokens."""
+        return None if upstream is None else upstream * is_kept
 
     return replace(
-        problem, g=cut(problem.g), g_H=cut(problem.g_H), keep=is_kept, **changes
+        problem,
+        g=zero_masked(problem.g),
+        g_H=zero_masked(problem.g_H),
+        keep=is_kept,
+        **changes,
     )
 
 
 def plain(kernel: Kernel) -> dict[str, dict[str, Problem]]:
-    """What every cause is verified on, by the oracle that asks it and in words.
+    """Make the problems on which every cause is confirmed, for each oracle.
 
     Args:
         kernel: the function, whose kind of inputs is made.
 
     Returns:
-        Words -> what is asked.
+        Name of the oracle -> words -> problem.
     """
-    none = dict[str, Any](g=None, g_H=None)
-    used: dict[str, dict[str, Any]] = {"gradient": {"g_H": None}}
-    used |= (
+    no_gradients = dict[str, Any](g=None, g_H=None)
+    unused_gradients: dict[str, dict[str, Any]] = {"gradient": {"g_H": None}}
+    unused_gradients |= (
         {"entropy-gradient": {"g": None}, "gradients": {}} if kernel.has_entropy else {}
     )
-    small = random_problem(kernel, 1, **none)
-    larger = random_problem(kernel, 10, 19, 6, 1, **none)
-    out = {
+    small = random_problem(kernel, 1, **no_gradients)
+    larger = random_problem(kernel, 10, 19, 6, 1, **no_gradients)
+    problems = {
         "values": {
-            "temperature 1": random_problem(kernel, **none),
+            "temperature 1": random_problem(kernel, **no_gradients),
             "one token": small,
             "10 tokens, 19 ids": larger,
         }
     }
     if "temperature" in kernel.settings:
-        out["temperature"] = {
-            f"{t:g}": random_problem(kernel, seed=2, temperature=t, **none)
-            for t in (0.6, 1.7)
-        }
-    for name, left_out in used.items():
-        out[name] = {"temperature 1": random_problem(kernel, **left_out)}
-        if "temperature" in kernel.settings:
-            out[name]["temperature 0.6"] = random_problem(
-                kernel, 10, 7, 3, 3, temperature=0.6, **left_out
+        problems["temperature"] = {
+            f"{temperature:g}": random_problem(
+                kernel, seed=2, temperature=temperature, **no_gradients
             )
-    return out
+            for temperature in (0.6, 1.7)
+        }
+    for name, unused in unused_gradients.items():
+        problems[name] = {"temperature 1": random_problem(kernel, **unused)}
+        if "temperature" in kernel.settings:
+            problems[name]["temperature 0.6"] = random_problem(
+                kernel, 10, 7, 3, 3, temperature=0.6, **unused
+            )
+    return problems
 
 
 def tiles(kernel: Kernel) -> dict[str, Problem]:
@@ -154,13 +161,13 @@ def tiles(kernel: Kernel) -> dict[str, Problem]:
 
 
 def temperatures(kernel: Kernel) -> dict[str, Problem]:
-    """Lower and higher ones than those of the plain problems.
+    """Make problems at a lower and a higher temperature than the plain ones.
 
     Args:
         kernel: the function, whose kind of inputs is made.
 
     Returns:
-        Words -> what is asked.
+        Problems by their words.
     """
     return {
         f"temperature {t:g}": random_problem(kernel, 6, 9, 3, 15, temperature=t)
@@ -169,40 +176,43 @@ def temperatures(kernel: Kernel) -> dict[str, Problem]:
 
 
 def offset(kernel: Kernel) -> dict[str, Problem]:
-    """A constant added to all logits, or by turns to and from a row's: in float32 it
-    rounds little in each factor.
+    """Make problems with a constant added to all logits, or added to one row and
+    subtracted from the next. In float32 it rounds little in each factor.
 
     Args:
         kernel: the function, whose kind of inputs is made.
 
     Returns:
-        Words -> what is asked.
+        Problems by their words.
     """
-    p = random_problem(kernel, 6, 37, 3, 4, temperature=low_temperature(kernel))
-    turns = (-1.0) ** torch.arange(6.0).reshape(2, 3).double()
+    problem = random_problem(kernel, 6, 37, 3, 4, temperature=low_temperature(kernel))
+    alternating_signs = (-1.0) ** torch.arange(6.0).reshape(2, 3).double()
 
-    def added(by: float, sign: Tensor) -> Problem:
-        """The problem with this number added to all logits."""
-        if p.weight is None:
-            return replace(p, x=p.x + by * sign[..., None])
-        x = p.x.clone()
-        W = p.weight.clone()
-        x[..., 0] = 2.0 ** round(math.log2(abs(by)) / 2) * sign
-        W[:, 0] = by / x[..., 0].max()
-        return replace(p, x=x, weight=W)
+    def with_added(amount: float, sign: Tensor) -> Problem:
+        """Return the problem with this amount, times each token's sign, added to all
+        logits of the token.
+        """
+        if problem.weight is None:
+            return replace(problem, x=problem.x + amount * sign[..., None])
+        x = problem.x.clone()
+        W = problem.weight.clone()
+        x[..., 0] = 2.0 ** round(math.log2(abs(amount)) / 2) * sign
+        W[:, 0] = amount / x[..., 0].max()
+        return replace(problem, x=x, weight=W)
 
-    out = {
-        f"{by:+g} added to all logits": added(by, turns**2)
-        for by in (3000.0, -3000.0, 90.0, -90.0)
+    problems = {
+        f"{amount:+g} added to all logits": with_added(amount, alternating_signs**2)
+        for amount in (3000.0, -3000.0, 90.0, -90.0)
     }
-    out["+3000 and -3000 added to the logits of one row and the next"] = added(
-        3000.0, turns
+    problems["+3000 and -3000 added to the logits of one row and the next"] = (
+        with_added(3000.0, alternating_signs)
     )
-    return out if kernel.softcap is None else {}
+    return problems if kernel.softcap is None else {}
 
 
 def peak(kernel: Kernel, V: int, at: int, height: float, N: int = 6) -> Problem:
-    """One logit that far above where the rest is, of its own token in every other row.
+    """Make a problem in which one logit is far above the rest. Every other token is the
+    one of this logit.
 
     Args:
         kernel: the function that will get it.
@@ -211,17 +221,22 @@ def peak(kernel: Kernel, V: int, at: int, height: float, N: int = 6) -> Problem:
         height: of the logit, above a rest of half the usual size.
         N: number of tokens.
     """
-    p = random_problem(kernel, N, V, 3, 5)
-    tokens = torch.where(torch.arange(N).reshape(p.tokens.shape) % 2 == 0, at, p.tokens)
-    if p.weight is None:
-        x = p.x / 2
+    problem = random_problem(kernel, N, V, 3, 5)
+    tokens = torch.where(
+        torch.arange(N).reshape(problem.tokens.shape) % 2 == 0, at, problem.tokens
+    )
+    if problem.weight is None:
+        x = problem.x / 2
         x[..., at] = height
-        return replace(p, x=x, tokens=tokens)
-    x = p.x.clone()
-    W = p.weight / 2
-    x[..., 0], W[:, 0], W[at] = 1, 0, 0
+        return replace(problem, x=x, tokens=tokens)
+    x = problem.x.clone()
+    W = problem.weight / 2
+    # the logit of token `at` is `height`, from the first hidden unit alone
+    x[..., 0] = 1
+    W[:, 0] = 0
+    W[at] = 0
     W[at, 0] = height
-    return replace(p, x=x, weight=W, tokens=tokens)
+    return replace(problem, x=x, weight=W, tokens=tokens)
 
 
 def peaks(kernel: Kernel) -> dict[str, Problem]:
@@ -233,10 +248,17 @@ def peaks(kernel: Kernel) -> dict[str, Problem]:
     Returns:
         Problems by their words.
     """
-    places = [(h, V, i) for h in HEIGHTS for V in (9, 1029) for i in (0, V // 2, V - 1)]
+    places = [
+        (height, V, i)
+        for height in HEIGHTS
+        for V in (9, 1029)
+        for i in (0, V // 2, V - 1)
+    ]
     return {
-        f"the logit of token {i} of {V} is {h:g} above the rest": peak(kernel, V, i, h)
-        for h, V, i in places
+        f"the logit of token {i} of {V} is {height:g} above the rest": peak(
+            kernel, V, i, height
+        )
+        for height, V, i in places
     }
 
 
@@ -252,7 +274,7 @@ def large(kernel: Kernel, V: int = 151_936) -> dict[str, Problem]:
     """
 
     def high(place: int) -> Problem:
-        """A problem whose token `at` has a p near 0.9."""
+        """Make a problem whose token `place` has a probability near 0.9."""
         p = peak(kernel, V, place, math.log(V) + 2.8, 4)
         return replace(p, g=None, g_H=None).to(torch.float32)
 
@@ -272,13 +294,21 @@ def forbidden(kernel: Kernel) -> dict[str, Problem]:
         One problem by its words. None for hidden states without a bias, or with a
             softcap.
     """
-    p = random_problem(kernel, 6, 9, 3, 6)
-    low = torch.where(torch.arange(9) < 7, 0.0, -math.inf).double()
-    p = replace(p, tokens=p.tokens.clamp(max=6))
-    if p.weight is None:
-        return {"two ids have a logit of -inf": replace(p, x=p.x + low)}
-    if p.bias is not None and not p.softcap:
-        return {"two ids have a bias of -inf": replace(p, bias=p.bias + low)}
+    problem = random_problem(kernel, 6, 9, 3, 6)
+    forbidden_logits = torch.where(torch.arange(9) < 7, 0.0, -math.inf).double()
+    problem = replace(problem, tokens=problem.tokens.clamp(max=6))
+    if problem.weight is None:
+        return {
+            "two ids have a logit of -inf": replace(
+                problem, x=problem.x + forbidden_logits
+            )
+        }
+    if problem.bias is not None and not problem.softcap:
+        return {
+            "two ids have a bias of -inf": replace(
+                problem, bias=problem.bias + forbidden_logits
+            )
+        }
     return {}
 
 
@@ -291,41 +321,52 @@ def ignored(kernel: Kernel) -> dict[str, Problem]:
     Returns:
         Problems by their words, of a vocabulary below and above 100.
     """
-    out = {}
+    problems = {}
     for V in (9, 131):  # of the second, -100 is an id for whoever counts from the end
-        p = masked(random_problem(kernel, 6, V, 3, 7), [[0, 1, 1], [1, 1, 0]])
-        assert p.keep is not None
+        problem = masked(random_problem(kernel, 6, V, 3, 7), [[0, 1, 1], [1, 1, 0]])
+        assert problem.keep is not None
         words = f"masked tokens with an id of -100, of {V} ids"
-        out[words] = replace(p, tokens=torch.where(p.keep, p.tokens, -100))
-    return out
+        problems[words] = replace(
+            problem, tokens=torch.where(problem.keep, problem.tokens, -100)
+        )
+    return problems
 
 
 def layout(kernel: Kernel) -> dict[str, Problem]:
-    """Inputs and upstream gradients that are not contiguous."""
-    p = random_problem(kernel, 6, 9, 3, 8)
+    """Make problems whose inputs or upstream gradients are not contiguous."""
+    problem = random_problem(kernel, 6, 9, 3, 8)
 
-    def turned(u: Any) -> Any:
-        """The same numbers, in memory as those of the transpose."""
-        return None if u is None else u.mT.contiguous().mT
+    def transposed_in_memory(tensor: Any) -> Any:
+        """Return the same numbers, stored as the transpose of a contiguous tensor."""
+        return None if tensor is None else tensor.mT.contiguous().mT
 
-    def spread(u: Tensor | None) -> Tensor | None:
-        """The first of each row, expanded to all its tokens."""
-        return None if u is None else u[:, :1].expand_as(u)
+    def expanded_from_first(tensor: Tensor | None) -> Tensor | None:
+        """Return the first number of each row, expanded to all its tokens."""
+        return None if tensor is None else tensor[:, :1].expand_as(tensor)
 
-    def strided(u: Tensor | None) -> Tensor | None:
-        """The same numbers, between others in memory."""
-        return None if u is None else torch.stack([u, 1 + u], -1)[..., 0]
+    def strided(tensor: Tensor | None) -> Tensor | None:
+        """Return the same numbers, stored with another number between any two."""
+        return None if tensor is None else torch.stack([tensor, 1 + tensor], -1)[..., 0]
 
     return {
         "transposed inputs": replace(
-            p, x=turned(p.x), weight=turned(p.weight), tokens=turned(p.tokens)
+            problem,
+            x=transposed_in_memory(problem.x),
+            weight=transposed_in_memory(problem.weight),
+            tokens=transposed_in_memory(problem.tokens),
         ),
-        "transposed upstream gradients": replace(p, g=turned(p.g), g_H=turned(p.g_H)),
+        "transposed upstream gradients": replace(
+            problem,
+            g=transposed_in_memory(problem.g),
+            g_H=transposed_in_memory(problem.g_H),
+        ),
         "upstream gradients with a stride of 2": replace(
-            p, g=strided(p.g), g_H=strided(p.g_H)
+            problem, g=strided(problem.g), g_H=strided(problem.g_H)
         ),
         "expanded upstream gradients (stride 0)": replace(
-            p, g=spread(p.g), g_H=spread(p.g_H)
+            problem,
+            g=expanded_from_first(problem.g),
+            g_H=expanded_from_first(problem.g_H),
         ),
     }
 

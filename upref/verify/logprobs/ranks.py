@@ -25,13 +25,12 @@ from upref.verify.finding import number_pair
 from upref.verify.group import on_loopback
 from upref.verify.report import Finding, fail, note
 
-# that a process may take, and how near is equal
-SECONDS = 60
-SINGLE = 1e-4
+SECONDS = 60  # that a process may take
+SINGLE = 1e-4  # tolerance: the numbers may be computed in float32
 
 
 def shard(problem: Problem, rank: int, ranks: int) -> Problem:
-    """The rank's columns of the vocabulary; tokens stay global ids.
+    """Return the problem with this rank's part of the vocabulary. Tokens stay global.
 
     Args:
         problem: a problem of the whole vocabulary.
@@ -39,84 +38,94 @@ def shard(problem: Problem, rank: int, ranks: int) -> Problem:
         ranks: how many share the vocabulary.
     """
 
-    def cut(v: Tensor, dim: int) -> Tensor:
-        """The rank's part along this dimension."""
-        return v.chunk(ranks, dim)[rank].contiguous()
+    def part_of_rank(tensor: Tensor, dim: int) -> Tensor:
+        """Return the rank's part of a tensor along this dimension."""
+        return tensor.chunk(ranks, dim)[rank].contiguous()
 
     problem = replace(
-        problem, bias=None if problem.bias is None else cut(problem.bias, 0)
+        problem, bias=None if problem.bias is None else part_of_rank(problem.bias, 0)
     )
     if problem.weight is None:
-        return replace(problem, x=cut(problem.x, -1))
-    return replace(problem, weight=cut(problem.weight, 0))
+        return replace(problem, x=part_of_rank(problem.x, -1))
+    return replace(problem, weight=part_of_rank(problem.weight, 0))
 
 
-def _rank(
-    kernel: Kernel, problem: Problem, rank: int, ranks: int, file: str, to: Any
+def _run_rank(
+    kernel: Kernel, problem: Problem, rank: int, ranks: int, store: str, pipe: Any
 ) -> None:
     """One rank: call the kernel on its part of the vocabulary, and send the numbers."""
     torch.set_num_threads(1)
     os.environ.update(on_loopback())
     try:
-        wait = datetime.timedelta(seconds=SECONDS)
+        timeout = datetime.timedelta(seconds=SECONDS)
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{file}",
+            init_method=f"file://{store}",
             rank=rank,
             world_size=ranks,
-            timeout=wait,
+            timeout=timeout,
         )
-        # os._exit, which is replaced in the process of the check alone
+        # the check replaces os._exit for its own process alone: replace it here too
         with state_restored():
             outcome = kernel(shard(problem, rank, ranks))
         dist.barrier()
-        to.send({k: v.tolist() for k, v in outcome.numbers.items()})
+        pipe.send({key: number.tolist() for key, number in outcome.numbers.items()})
     except Gone as e:
-        to.send(e)
+        pipe.send(e)
     except BaseException as e:
-        to.send(f"rank {rank}: {e}")
+        pipe.send(f"rank {rank}: {e}")
 
 
 def outcomes(kernel: Kernel, problem: Problem, ranks: int) -> list[dict[str, Tensor]]:
-    """The numbers of each of so many gloo processes, with the default group; InputError
-    where one fails, Gone where one ends."""
+    """Run the kernel in gloo processes with the default group, and return the numbers of
+    each.
+
+    Raises:
+        InputError: a process fails.
+        Gone: a process ends, or does not answer in time.
+    """
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [fork.Pipe(duplex=False) for _ in range(ranks)]
         store = str(Path(folder) / "store")
         children = [
             fork.Process(
-                target=_rank,
-                args=(kernel, problem, i, ranks, store, pipes[i][1]),
+                target=_run_rank,
+                args=(kernel, problem, rank, ranks, store, pipes[rank][1]),
                 daemon=True,
             )
-            for i in range(ranks)
+            for rank in range(ranks)
         ]
         for child in children:
             child.start()
-        late = Gone(
+        no_answer = Gone(
             f"{kernel.name} on {ranks} ranks: a rank ends without an answer, or takes longer than {SECONDS} s."
         )
-        said = [pipe.recv() if pipe.poll(2 * SECONDS) else late for pipe, _ in pipes]
+        answers = [
+            pipe.recv() if pipe.poll(2 * SECONDS) else no_answer for pipe, _ in pipes
+        ]
         for child in children:
             child.join(5)
             child.kill()
-    if ended := [s for s in said if isinstance(s, Gone)]:
-        raise ended[0]
-    if failed := [s for s in said if isinstance(s, str)]:
-        raise InputError(f"{kernel.name} on {ranks} ranks: {failed[0]}")
+    if ends := [answer for answer in answers if isinstance(answer, Gone)]:
+        raise ends[0]
+    if failures := [answer for answer in answers if isinstance(answer, str)]:
+        raise InputError(f"{kernel.name} on {ranks} ranks: {failures[0]}")
     return [
-        {k: torch.tensor(v, dtype=torch.float64) for k, v in s.items()}
-        for s in said
-        if isinstance(s, dict)
+        {
+            key: torch.tensor(number, dtype=torch.float64)
+            for key, number in answer.items()
+        }
+        for answer in answers
+        if isinstance(answer, dict)
     ]
 
 
 def compared(
     kernel: Kernel, problem: Problem, ranks: int, off: Callable[..., Any]
 ) -> Iterator[Finding]:
-    """Each rank's results against the whole vocabulary's; its gradients against its
-    part.
+    """Compare each rank's results with those of the whole vocabulary, and its gradients
+    with its part of them.
 
     Args:
         kernel: the function.
@@ -129,74 +138,92 @@ def compared(
         of hidden states are added up already.
     """
     all_outcomes = outcomes(kernel, problem, ranks)
-    h = "gradient of hidden"
+    hidden_key = "gradient of hidden"
 
-    def worst(numbers: dict[str, Any], want: dict[str, Tensor]) -> tuple[Any, ...]:
-        """What `off` answers of these numbers of a rank."""
-        return off(problem, KernelOutcome(numbers), KernelOutcome(want), SINGLE)
+    def worst(numbers: dict[str, Any], expected: dict[str, Tensor]) -> tuple[Any, ...]:
+        """Return the largest error of these numbers of a rank, as `off` gives it."""
+        return off(problem, KernelOutcome(numbers), KernelOutcome(expected), SINGLE)
 
     for rank, found in enumerate(all_outcomes):
-        want = solved(problem).numbers
-        want |= {
+        expected = solved(problem).numbers
+        expected |= {
             f"gradient of {k}": solved(problem)
             .numbers[f"gradient of {k}"]
             .chunk(ranks, dim)[rank]
             for k, dim in (("logits", -1), ("weight", 0))
             if k in problem.leaves
         }
-        if h in found:
-            reduced, right = (
-                worst({h: v}, want)[0] <= 1
-                for v in (found[h], sum(q[h] for q in all_outcomes))
-            )
-            how = "is already added up" if reduced else "is this rank's part: add it up"
-            if right and not rank:
-                yield note(
-                    "ranks", f"on each rank the gradient of the hidden states {how}"
+        if hidden_key in found:
+            is_reduced, is_added_up = (
+                worst({hidden_key: v}, expected)[0] <= 1
+                for v in (
+                    found[hidden_key],
+                    sum(
+                        numbers_of_rank[hidden_key] for numbers_of_rank in all_outcomes
+                    ),
                 )
-        times, key, index, x, y = worst(
-            {k: v for k, v in found.items() if k != h or not (reduced or right)}, want
+            )
+            words = (
+                "is already added up"
+                if is_reduced
+                else "is this rank's part: add it up"
+            )
+            if is_added_up and not rank:
+                yield note(
+                    "ranks", f"on each rank the gradient of the hidden states {words}"
+                )
+        error, key, index, x, y = worst(
+            {
+                k: v
+                for k, v in found.items()
+                if k != hidden_key or not (is_reduced or is_added_up)
+            },
+            expected,
         )
-        if times > 1:
-            regime = f"rank {rank} of {ranks}, each with a part of the vocabulary"
-            why = _why(found, want, problem, rank, ranks, worst)
+        if error > 1:
+            about = f"rank {rank} of {ranks}, each with a part of the vocabulary"
+            why = _known_mistake(found, expected, problem, rank, ranks, worst)
             yield fail(
-                "ranks", regime, *number_pair(f"{key}{list(index)}", x, y), cause=why
+                "ranks", about, *number_pair(f"{key}{list(index)}", x, y), cause=why
             )
             return
 
 
-def _why(
+def _known_mistake(
     found: dict[str, Any],
-    want: dict[str, Any],
+    expected: dict[str, Any],
     problem: Problem,
     rank: int,
     ranks: int,
     worst: Callable[..., Any],
 ) -> str:
-    """The known mistake that gives these numbers on this rank, in words; "" for
+    """Return in words the known mistake that gives these numbers on this rank; "" for
     none.
     """
     parts = [states(shard(problem, i, ranks)) for i in range(ranks)]
-    lp = want["log-prob"]
+    lp = expected["log-prob"]
     log_sum_of_all = log_sum(states(problem))
-    of_rank = parts[rank]
-    V = parts[0].shape[-1]
+    x_of_rank = parts[rank]
+    columns = parts[0].shape[-1]
     unshifted = sum(
-        (pick(z, problem.tokens.clamp(max=V - 1)) for z in parts), 0 * lp
-    ).masked_fill(problem.tokens >= V, 0)
+        (pick(x, problem.tokens.clamp(max=columns - 1)) for x in parts), 0 * lp
+    ).masked_fill(problem.tokens >= columns, 0)
     from_own_max = (
-        of_rank.amax(-1)
-        + sum(((z - z.amax(-1, True)).exp().sum(-1) for z in parts), 0 * lp).log()
+        x_of_rank.amax(-1)
+        + sum(((x - x.amax(-1, True)).exp().sum(-1) for x in parts), 0 * lp).log()
     )
-    grads = {k: v for k, v in want.items() if k.startswith("gradient")}
+    gradients = {
+        key: gradient
+        for key, gradient in expected.items()
+        if key.startswith("gradient")
+    }
     for words, change in {
         "log(ranks) is subtracted: every rank's normalizer is counted": {
             "log-prob": lp - math.log(ranks)
         },
         "log(ranks) is added": {"log-prob": lp + math.log(ranks)},
         "the normalizer is that of this rank's part alone": {
-            "log-prob": lp + log_sum_of_all - log_sum(of_rank)
+            "log-prob": lp + log_sum_of_all - log_sum(x_of_rank)
         },
         "each rank subtracts its own maximum": {
             "log-prob": lp + log_sum_of_all - from_own_max
@@ -205,15 +232,21 @@ def _why(
             "log-prob": unshifted - log_sum_of_all
         },
         "the gradient is multiplied by the number of ranks: a sum over ranks is differentiated as a sum": {
-            k: v * ranks for k, v in grads.items()
+            key: gradient * ranks for key, gradient in gradients.items()
         },
         "the gradient is divided by the number of ranks": {
-            k: v / ranks for k, v in grads.items()
+            key: gradient / ranks for key, gradient in gradients.items()
         },
-        "there is no gradient": {k: 0 * v for k, v in grads.items()},
-        "the entropy is that of this rank's part alone": {"entropy": entropy(of_rank)},
+        "there is no gradient": {
+            key: 0 * gradient for key, gradient in gradients.items()
+        },
+        "the entropy is that of this rank's part alone": {
+            "entropy": entropy(x_of_rank)
+        },
     }.items():
         keys = change if "log-prob" in change else found
-        if worst({k: found[k] for k in keys if k in found}, want | change)[0] <= 1:
+        numbers = {key: found[key] for key in keys if key in found}
+        error, *_ = worst(numbers, expected | change)
+        if error <= 1:
             return words
     return ""
