@@ -125,13 +125,16 @@ def judge(exercise: Exercise, folder: Path) -> ExerciseVerdict:
 
 
 def _has_hole(exercise: Exercise, file: Path) -> bool:
-    """Whether the function still answers, or sets something, with `...`."""
+    """Return whether the function still returns or assigns `...`."""
     for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(function, ast.FunctionDef) and function.name == exercise.function:
-            given = [
+            values = [
                 n.value
                 for n in ast.walk(function)
                 if isinstance(n, ast.Return | ast.Assign)
             ]
-            return any(isinstance(v, ast.Constant) and v.value is ... for v in given)
+            return any(
+                isinstance(value, ast.Constant) and value.value is ...
+                for value in values
+            )
     return False

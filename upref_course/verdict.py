@@ -82,9 +82,9 @@ class ExerciseVerdict(Result):
             ]
         if self.expected:
             lines += [f"expected  {self.expected}", f"found     {self.found}", ""]
-        lines += [_filled("mistake   ", self.mistake)] if self.mistake else []
+        lines += [_wrapped("mistake   ", self.mistake)] if self.mistake else []
         lines += (
-            [_filled("notice    " if self.ok else "hint      ", self.hint)]
+            [_wrapped("notice    " if self.ok else "hint      ", self.hint)]
             if self.hint
             else []
         )
@@ -96,7 +96,8 @@ class ExerciseVerdict(Result):
         return "bold green" if self.ok else "bold yellow"
 
 
-def _filled(key: str, text: str) -> str:
+def _wrapped(key: str, text: str) -> str:
+    """Return a key and its text, wrapped and indented under the key."""
     return textwrap.fill(text, 86, initial_indent=key, subsequent_indent=" " * len(key))
 
 
@@ -202,7 +203,8 @@ def _same(x: Any, y: Any) -> bool:
 
 
 # ---- the verdict ---------------------------------------------------------------------
-def _about(exercise: Exercise) -> dict[str, Any]:
+def _fields_of_exercise(exercise: Exercise) -> dict[str, Any]:
+    """Return the fields of a verdict that name the exercise."""
     return {
         "lesson": exercise.number,
         "title": exercise.title,
@@ -218,7 +220,10 @@ def judge_hole(exercise: Exercise) -> ExerciseVerdict:
     """
     hint = f"fill the line with `...`; the lesson is {exercise.lesson}."
     return ExerciseVerdict(
-        **_about(exercise), ok=False, mistake="the hole is still open", hint=hint
+        **_fields_of_exercise(exercise),
+        ok=False,
+        mistake="the hole is still open",
+        hint=hint,
     )
 
 
@@ -236,7 +241,7 @@ def judge_function(exercise: Exercise, fn: Callable[..., Any]) -> ExerciseVerdic
     Raises:
         InputError: the function raises an error, or ends the program.
     """
-    about = _about(exercise)
+    about = _fields_of_exercise(exercise)
     name = about["file"]
     yours = []
     for batch in exercise.batches:
@@ -244,7 +249,7 @@ def judge_function(exercise: Exercise, fn: Callable[..., Any]) -> ExerciseVerdic
             yours.append(call_guarded(name, partial(outcome, exercise, fn, batch))[0])
         except InputError as error:
             raise InputError(
-                f"{error}, on the batch {_python(exercise, batch, '; ')}"
+                f"{error}, on the batch {_call_as_python(exercise, batch, '; ')}"
             ) from error
     right = [outcome(exercise, exercise.right, batch) for batch in exercise.batches]
     at = next(
@@ -258,7 +263,7 @@ def judge_function(exercise: Exercise, fn: Callable[..., Any]) -> ExerciseVerdic
     if at is not None:
         batch = exercise.batches[at]
         want, got = _expected_and_found(exercise, right[at], yours[at])
-        fault, sure = _fault(exercise, yours, at)
+        fault, sure = _known_mistake(exercise, yours, at)
         if fault:
             mistake = fault.words if sure else f"perhaps: {fault.words}"
         else:
@@ -267,12 +272,12 @@ def judge_function(exercise: Exercise, fn: Callable[..., Any]) -> ExerciseVerdic
             fault.hint
             if fault
             else exercise.hint(batch, yours[at].value)
-            or _where(exercise, at, yours[at].amiss)
+            or _hint_of_place(exercise, at, yours[at].amiss)
         )
         return ExerciseVerdict(
             **about,
             ok=False,
-            batch=_python(exercise, batch),
+            batch=_call_as_python(exercise, batch),
             shows=batch.shows,
             expected=want,
             found=got,
@@ -290,12 +295,12 @@ def judge_function(exercise: Exercise, fn: Callable[..., Any]) -> ExerciseVerdic
                 hint="compute the bounds from the function's arguments.",
             )
         mistake = first.cause or f"`upref check` fails: {first.oracle}"
-        if shown := _met(exercise, fn, first):
+        if shown := _finding_as_exercise(exercise, fn, first):
             batch, want, got = shown
             return ExerciseVerdict(
                 **about,
                 ok=False,
-                batch=_python(exercise, batch, digits=8),
+                batch=_call_as_python(exercise, batch, digits=8),
                 shows=batch.shows,
                 expected=want,
                 found=got,
@@ -325,11 +330,11 @@ def judge_function(exercise: Exercise, fn: Callable[..., Any]) -> ExerciseVerdic
     return ExerciseVerdict(**about, ok=True, hint=exercise.notice)
 
 
-def _met(
+def _finding_as_exercise(
     exercise: Exercise, fn: Callable[..., Any], finding: Finding
 ) -> tuple[ExerciseBatch, str, str] | None:
-    """The batch of a finding of `upref check` as arguments of the exercise, expected
-    and found, where they differ.
+    """Return the batch of a finding of `upref check` as arguments of the exercise, with
+    what is expected and found; None where these are equal or the batch does not fit.
     """
     example = finding.example
     if not (exercise.arguments and example and example.rollouts and example.inputs):
@@ -349,33 +354,38 @@ def _met(
     )
 
 
-def _fault(
+def _known_mistake(
     exercise: Exercise, yours: list[ValueAndGradient], at: int
 ) -> tuple[Fault[Callable[..., Any]] | None, bool]:
-    """The known mistake that gives these numbers, on all batches (True) or on most of
-    them and up to the one shown.
+    """Return the known mistake that gives these numbers, and whether it gives them on
+    all batches.
 
-    Gradients that are 0 alone make no function alike.
+    Else it gives them on most batches, among them all up to the one shown. A mistake
+    whose gradients agree only where they are 0 does not count.
     """
-    most = 0
-    found = None
+    most_alike = 0
+    best_fault = None
     for fault in exercise.faults:
         alike = [
             equal(x, outcome(exercise, fault.change, batch))
             for x, batch in zip(yours, exercise.batches, strict=True)
         ]
-        tells = any(
+        is_distinctive = any(
             same and (x.gradient is None or x.gradient.any())
             for same, x in zip(alike, yours, strict=True)
         )
-        if all(alike[: at + 1]) and sum(alike) > most and (tells or all(alike)):
-            most = sum(alike)
-            found = fault
-    return found, most == len(yours)
+        if (
+            all(alike[: at + 1])
+            and sum(alike) > most_alike
+            and (is_distinctive or all(alike))
+        ):
+            most_alike = sum(alike)
+            best_fault = fault
+    return best_fault, most_alike == len(yours)
 
 
-def _where(exercise: Exercise, at: int, amiss: str) -> str:
-    """What can be said of the place alone."""
+def _hint_of_place(exercise: Exercise, at: int, amiss: str) -> str:
+    """Return a hint from the place of the first wrong batch alone."""
     if amiss == NOTHING:
         return "a function that ends without `return` answers None."
     if "reduce them" in amiss:
@@ -436,8 +446,8 @@ def pattern(right: ValueAndGradient, yours: ValueAndGradient) -> str:
 def _expected_and_found(
     exercise: Exercise, right: ValueAndGradient, yours: ValueAndGradient
 ) -> tuple[str, str]:
-    """What is expected and what was found: the first of value and gradient that
-    differs.
+    """Return in words what is expected and what was found: the first of gradient and
+    value that differs.
     """
     if exercise.gradient and (yours.amiss or not _same(right.gradient, yours.gradient)):
         what = f"gradient by {exercise.gradient} "
@@ -448,7 +458,7 @@ def _expected_and_found(
 
 
 def _numbers(*values: Any) -> list[str]:
-    """Each in as few digits as tell them apart."""
+    """Return each value in as few digits as tell them apart."""
     lists = [x.tolist() if isinstance(x, Tensor) else x for x in values]
     texts = [_short(x) for x in lists]
     return [
@@ -460,6 +470,7 @@ def _numbers(*values: Any) -> list[str]:
 
 
 def _short(x: Any, digits: int = 4, depth: int = 9) -> str:
+    """Return Python code of a value, with this many digits and levels of lists."""
     if isinstance(x, list):
         if not depth:
             return "..."  # it may hold itself
@@ -470,9 +481,10 @@ def _short(x: Any, digits: int = 4, depth: int = 9) -> str:
     return repr(x)
 
 
-def _python(
+def _call_as_python(
     exercise: Exercise, batch: ExerciseBatch, between: str = "\n", digits: int = 4
 ) -> str:
+    """Return Python code that calls the exercise's function on a batch."""
     given = [
         f"{k} = {f'torch.tensor({_short(v.tolist(), digits)})' if isinstance(v, Tensor) else repr(v)}"
         for k, v in batch.inputs.items()

@@ -153,7 +153,7 @@ def load(name: str) -> Any:
                 sys.path.insert(0, str(path))
     adapter = load_adapter(target(name))
     if name == "openrlhf":
-        importlib.import_module("upref_frameworks.openrlhf.step")._imported()
+        importlib.import_module("upref_frameworks.openrlhf.step")._import_classes()
     return adapter
 
 

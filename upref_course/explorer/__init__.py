@@ -115,7 +115,7 @@ def data() -> str:
 
 
 def _record(r: dict[str, Any]) -> str:
-    """A record whose functions are functions."""
+    """Return a record as JavaScript, in which the weight and the edges are functions."""
     edges = ", ".join(f"[{as_json(label)}, {f}]" for label, f in r["edges"])
     facts = {k: v for k, v in r.items() if k not in ("w", "edges")}
     return f'{as_json(facts)[:-1]}, "w": {r["w"]}, "edges": [{edges}]}}'
@@ -136,5 +136,6 @@ def as_json(value: object) -> str:
 
 
 def _read(name: str, folder: Path) -> str:
+    """Return the text of a file of the page, without its SPDX line."""
     text = (folder / name).read_text(encoding="utf-8")
     return text.removeprefix("// SPDX-License-Identifier: Apache-2.0\n")

@@ -145,7 +145,7 @@ def record(objective: Objective) -> dict[str, Any]:
         "note": objective.note,
         "hp": {
             k: _hyperparameter(k, v, objective.defaults.get(k, ""))
-            for k, v in _own(objective).items()
+            for k, v in _surrogate_hyperparameters(objective).items()
         },
     }
 
@@ -160,9 +160,11 @@ def weight(objective: Objective) -> Expr:
         dJ/dlp for A of either sign, in r, A, mu and the hyperparameters.
     """
     lp, lp_old = Symbol("lp", real=True), Symbol("lp_old", real=True)
-    hp = {k: Symbol(k, positive=True) for k in _own(objective)}
+    hp = {k: Symbol(k, positive=True) for k in _surrogate_hyperparameters(objective)}
     J = symbolic_J(objective, A, [lp], [lp_old], hp)
-    return _calm(forget_sg(J.diff(lp)).subs({lp: log(MU) + log(R), lp_old: log(MU)}))
+    return _without_overflow(
+        forget_sg(J.diff(lp)).subs({lp: log(MU) + log(R), lp_old: log(MU)})
+    )
 
 
 class Sigmoid(sympy.Function):  # type: ignore[misc]  # sympy has no types
@@ -171,12 +173,13 @@ class Sigmoid(sympy.Function):  # type: ignore[misc]  # sympy has no types
     nargs = 1
 
 
-def _calm(expr: Expr) -> Expr:
-    """e^v / (1 + e^v)² as σ(v) σ(-v), which is finite where numerator and denominator
-    are not.
+def _without_overflow(expr: Expr) -> Expr:
+    """Replace e^v / (1 + e^v)² by σ(v) σ(-v), which is finite where numerator and
+    denominator overflow.
     """
 
-    def calm(product: Any) -> Any:
+    def replace_in(product: Any) -> Any:
+        """Return a product with the replacement, or unchanged."""
         for power in product.args:
             if power.is_Pow and power.exp == -2 and power.base.is_Add:
                 for e in product.args:
@@ -185,11 +188,13 @@ def _calm(expr: Expr) -> Expr:
                         return product / (power * e) * Sigmoid(v) * Sigmoid(-v)
         return product
 
-    return expr.replace(lambda e: e.is_Mul, calm)
+    return expr.replace(lambda e: e.is_Mul, replace_in)
 
 
-def _own(objective: Objective) -> dict[str, Any]:
-    """The hyperparameters of the surrogate; the KL term is no part of a token's weight."""
+def _surrogate_hyperparameters(objective: Objective) -> dict[str, Any]:
+    """Return the hyperparameters of the surrogate. The KL term is no part of a token's
+    weight.
+    """
     own = {k: v for k, v in objective.hyperparameters.items() if k != "beta"}
     assert all(v is not None or k == "c" for k, v in own.items()), (
         "None is printed as infinity: only c means that"
@@ -198,10 +203,14 @@ def _own(objective: Objective) -> dict[str, Any]:
 
 
 def _hyperparameter(name: str, default: float | None, source: str) -> dict[str, Any]:
+    """Return what the page's slider of a hyperparameter needs: its letter, words,
+    default and range.
+    """
     letter, says, low, high = LETTERS.get(
         name, (name, "a hyperparameter of this objective", 0, 1)
     )
-    if default and default < 0.01:  # a sequence's ratio
+    # the bounds of a sequence's ratio are small: the slider must be fine
+    if default and default < 0.01:
         high = round(10 * default, 9)
     elif default and default > high / 2:
         high = 10 * math.ceil(default / 4)
@@ -223,8 +232,8 @@ def _hyperparameter(name: str, default: float | None, source: str) -> dict[str, 
 
 # ---- printers ------------------------------------------------------------------------
 class _Printer(JavascriptCodePrinter):  # type: ignore[misc]
-    """The two words of `upref.symbolic` and an exp that saturates; hyperparameters are
-    fields of h.
+    """A printer of JavaScript with the two words of `upref.symbolic` and an exp that
+    saturates. Hyperparameters are fields of h.
     """
 
     def _print_Where(self, e: Any) -> Any:
@@ -254,6 +263,8 @@ def javascript(expr: Expr) -> str:
 
 
 class _Letters(StrPrinter):  # type: ignore[misc]
+    """A printer of formulas in the letters of the paper."""
+
     def _print_Symbol(self, s: Any) -> Any:
         return (
             "π_old" if s == MU else LETTERS[s.name][0] if s.name in LETTERS else s.name
@@ -283,4 +294,5 @@ class _Letters(StrPrinter):  # type: ignore[misc]
 
 
 def _label(edge: Expr) -> str:
+    """Return the formula of an edge in the letters of the paper."""
     return _Letters().doprint(sympy.expand(edge)).replace("*", " ")

@@ -77,12 +77,13 @@ def _data() -> ModuleType:
 
 
 def _modes() -> list[str]:
-    """The functions that take advantages and are called losses."""
+    """Return the names of the losses: functions with that ending which take advantages."""
     found = [(n, f) for n, f in vars(_functional()).items() if n.endswith("_loss_fn")]
     return [n for n, f in found if "advantages" in inspect.signature(f).parameters]
 
 
 def _defaults(mode: str) -> dict[str, Any]:
+    """Return the defaults of PPOActorConfig that the loss of this mode reads."""
     fields = dataclasses.fields(
         importlib.import_module("areal.api.cli_args").PPOActorConfig
     )
@@ -98,7 +99,7 @@ def _plain(
     mask: Tensor,
     totals: Totals,
 ) -> Tensor:
-    """The loss of AReaL in this mode, as a function of tensors."""
+    """Return the value of AReaL's loss in this mode on tensors."""
     settings = {k.removeprefix("sapo_"): v for k, v in config.items()}
     f = getattr(_functional(), mode)
     proximal = {} if mode == "sapo_loss_fn" else {"proximal_logprobs": old_log_prob}
@@ -158,18 +159,18 @@ COMPARISONS = (
 
 
 def _normalized(**config: Any) -> Callable[..., Tensor]:
-    """AReaL's normalization with this configuration, as a function of rewards and
-    groups.
+    """Return AReaL's normalization with this configuration, as a function of rewards
+    and groups.
     """
 
-    def found(rewards: Tensor, group: Tensor) -> Tensor:
+    def advantages(rewards: Tensor, group: Tensor) -> Tensor:
         size = int(torch.bincount(group)[0])
         made = importlib.import_module("areal.api.cli_args").NormConfig(
             group_size=size, **config
         )
         return _data().Normalization(made)(rewards)
 
-    return found
+    return advantages
 
 
 def _kl(lp: Tensor, ref: Tensor, name: str) -> Tensor:
@@ -178,7 +179,9 @@ def _kl(lp: Tensor, ref: Tensor, name: str) -> Tensor:
 
 
 def _parts() -> tuple[Component, ...]:
-    """The parts of AReaL that are compared by themselves, such as its advantages."""
+    """Return the parts of AReaL that are compared by themselves, such as its
+    advantages.
+    """
     groups = ("uneven", "one")  # groups are of one size
     return (
         Component(
@@ -225,7 +228,7 @@ def _parts() -> tuple[Component, ...]:
 
 
 def _kernels() -> dict[str, Any]:
-    """Functions of AReaL that compute log-probabilities, by name."""
+    """Return the functions of AReaL that compute log-probabilities, by name."""
     # or it wants to be compiled
     vars(importlib.import_module("areal.infra.platforms"))["is_npu_available"] = True
     module = importlib.import_module("areal.utils.functional.vocab_parallel")

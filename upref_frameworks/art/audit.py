@@ -30,13 +30,13 @@ PIN = Pin(
 )
 
 
-def _loss() -> ModuleType:
+def _loss_module() -> ModuleType:
     """Return ART's module of losses, imported where an audit runs."""
     return importlib.import_module("art.loss")
 
 
-class _Asked(dict[str, Any]):
-    """A config that notes what the loss asks it for, and with which default."""
+class _RecordingConfig(dict[str, Any]):
+    """A config that records what the loss looks up in it, and with which default."""
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.setdefault(key, default)
@@ -48,11 +48,13 @@ def _lengthened(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, first: float | bool = 0) -> Tensor:
-    """As its packing lays tokens out: what the loss shifts back by one."""
+    """Return x one place later, as ART's packing lays tokens out: the loss shifts it
+    back.
+    """
     return torch.cat([torch.full_like(x[:, :1], first), x], 1)
 
 
-def _called(
+def _loss_sum(
     log_prob: Tensor,
     old_log_prob: Tensor,
     advantages: Tensor,
@@ -61,6 +63,7 @@ def _called(
     weights: Tensor,
     config: dict[str, Any],
 ) -> Tensor:
+    """Call ART's loss on rows of one response each; return the sum over tokens."""
     rows = torch.arange(1, len(mask) + 1)[:, None].expand_as(mask)
     inputs = {
         "logprobs": _shifted(old_log_prob),
@@ -70,7 +73,7 @@ def _called(
         "group_ids": _shifted(rows),
     }
     return (
-        _loss()
+        _loss_module()
         .loss_fn(
             inputs,
             _lengthened(log_prob),
@@ -84,11 +87,13 @@ def _called(
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    """What the loss asks its config for, on one token: it has these defaults inside."""
-    asked = _Asked(ppo=True) if mode == "ppo" else _Asked()
+    """Return the defaults inside the loss: those with which it looks its config up, on
+    one token.
+    """
+    config = _RecordingConfig(ppo=True) if mode == "ppo" else _RecordingConfig()
     x = torch.full((1, 2), -1.0)
-    _called(x, x, x, torch.ones(1, 2, dtype=torch.bool), x, torch.ones(1, 2), asked)
-    return dict(asked)
+    _loss_sum(x, x, x, torch.ones(1, 2, dtype=torch.bool), x, torch.ones(1, 2), config)
+    return dict(config)
 
 
 def _plain(
@@ -101,16 +106,18 @@ def _plain(
     ref_log_prob: Tensor,
     totals: Totals,
 ) -> Tensor:
-    """The loss of ART in this mode, as a function of tensors."""
-    n = mask.sum(1, keepdim=True)
+    """Return the value of ART's loss in this mode on tensors."""
+    lengths = mask.sum(1, keepdim=True)
     # as pack.py
     weights = (
-        (1 / n * (totals.tokens / totals.sequences))
+        (1 / lengths * (totals.tokens / totals.sequences))
         .expand(mask.shape)
         .to(log_prob.dtype)
     )
     return (
-        _called(log_prob, old_log_prob, advantages, mask, ref_log_prob, weights, config)
+        _loss_sum(
+            log_prob, old_log_prob, advantages, mask, ref_log_prob, weights, config
+        )
         / totals.tokens
     )
 

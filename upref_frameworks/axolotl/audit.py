@@ -53,20 +53,23 @@ READ = (
 
 
 def _module() -> ModuleType:
-    m = importlib.import_module(TRAINER)
-    vars(m).update(nanmax=torch.max, nanmin=torch.min)  # of its metrics
-    return m
+    """Return Axolotl's module of the trainer, imported where an audit runs."""
+    module = importlib.import_module(TRAINER)
+    vars(module).update(nanmax=torch.max, nanmin=torch.min)  # of its metrics
+    return module
 
 
 def _modes() -> list[str]:
-    """The names that self.loss_type is compared with."""
-    said = Path(inspect.getfile(_module())).read_text(encoding="utf-8")
-    asked = re.findall(r"self\.loss_type (?:==|in) (\"\w+\"|\(.*?\))", said)
-    return sorted({*re.findall(r'"(\w+)"', " ".join(asked))})
+    """Return the names with which the trainer's source compares self.loss_type."""
+    source = Path(inspect.getfile(_module())).read_text(encoding="utf-8")
+    compared_with = re.findall(r"self\.loss_type (?:==|in) (\"\w+\"|\(.*?\))", source)
+    return sorted({*re.findall(r'"(\w+)"', " ".join(compared_with))})
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    """Of TRL's GRPOConfig, from which Axolotl's derives and which it leaves as it is."""
+    """Return the defaults of TRL's GRPOConfig, read off its source: Axolotl's derives
+    from it and leaves these as they are.
+    """
     folder = Path(inspect.getfile(_module())).parents[4]
     tree = ast.parse(
         (folder / "trl/trainer/grpo_config.py").read_text(encoding="utf-8")
@@ -79,13 +82,13 @@ def _defaults(mode: str) -> dict[str, Any]:
         for n in config.body
         if isinstance(n, ast.AnnAssign)
     }
-    given = {
+    default_nodes = {
         k: kw.value
         for k in READ
         for kw in getattr(fields[k], "keywords", ())
         if kw.arg == "default"
     }
-    return {k: ast.literal_eval(v) for k, v in given.items()}
+    return {k: ast.literal_eval(v) for k, v in default_nodes.items()}
 
 
 def _plain(
@@ -99,8 +102,8 @@ def _plain(
     totals: Totals,
     num_micro_batches: int,
 ) -> Tensor:
-    """The trainer's own method, on a trainer that was not set up and is given these
-    log-probabilities.
+    """Return the value of the trainer's own method, on a trainer that was not set up
+    and gets these log-probabilities.
     """
     trainer = object.__new__(_module().AsyncGRPOTrainer)
     high = (
@@ -119,7 +122,7 @@ def _plain(
         aux_loss_enabled=False,
         current_gradient_accumulation_steps=num_micro_batches,
         accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x),
-        _metrics={"train": _Any()},
+        _metrics={"train": _DiscardedMetrics()},
         _get_per_token_logps_and_entropies=lambda *_, **__: (
             log_prob,
             log_prob.detach(),
@@ -140,7 +143,9 @@ def _plain(
     return trainer._compute_loss(None, batch)
 
 
-class _Any(dict[str, list[Any]]):
+class _DiscardedMetrics(dict[str, list[Any]]):
+    """The trainer's metrics: a list for every name, which is thrown away."""
+
     def __missing__(self, key: str) -> list[Any]:
         return []
 

@@ -70,6 +70,7 @@ def _algos() -> ModuleType:
 
 
 def _modes() -> list[str]:
+    """Return the names that the annotation of loss_type allows."""
     return list(
         typing.get_args(
             inspect.signature(_algos().compute_policy_loss)
@@ -80,6 +81,7 @@ def _modes() -> list[str]:
 
 
 def _defaults(mode: str) -> dict[str, Any]:
+    """Return the defaults of ActorConfig that the loss reads, and those of its KL term."""
     config = importlib.import_module("verl.workers.actor.config").ActorConfig
     return {
         f.name: f.default for f in dataclasses.fields(config) if f.name in READ
@@ -87,7 +89,9 @@ def _defaults(mode: str) -> dict[str, Any]:
 
 
 def _kl_defaults() -> dict[str, Any]:
-    """Of AlgorithmConfig, read off its source: its module imports the workers."""
+    """Return the defaults of AlgorithmConfig, read off its source: its module imports
+    the workers.
+    """
     return {
         n.target.id: ast.literal_eval(n.value)
         for n in ast.walk(ast.parse(source("verl.trainer.config")))
@@ -108,24 +112,27 @@ def _plain(
     ref_log_prob: Tensor,
     totals: Totals,
 ) -> Tensor:
-    """The loss of EasyR1 in this mode, as a function of tensors."""
+    """Return the value of EasyR1's loss in this mode on tensors."""
     settings = {k: v for k, v in config.items() if k not in KL_READ}
-    a = _algos()
+    algorithms = _algos()
     with np.errstate(divide="ignore"):  # log(1 - clip_ratio_low), where that is 1
-        value, _ = a.compute_policy_loss(
+        value, _ = algorithms.compute_policy_loss(
             old_log_prob, log_prob, advantages, mask, loss_type=mode, **settings
         )
     if config["use_kl_loss"]:
-        kl = a.compute_kl(log_prob, ref_log_prob, config["kl_penalty"])
+        kl = algorithms.compute_kl(log_prob, ref_log_prob, config["kl_penalty"])
         value = (
             value
-            + a.average_loss(kl, mask, config["loss_avg_mode"]) * config["kl_coef"]
+            + algorithms.average_loss(kl, mask, config["loss_avg_mode"])
+            * config["kl_coef"]
         )
     return value * mask.sum() / totals.tokens  # update_policy, of every micro-batch
 
 
-def _by_tokens(batch: Rollouts) -> Tensor:
-    """MICRO times the tokens of the micro-batch a response is in, over all."""
+def _token_share_scale(batch: Rollouts) -> Tensor:
+    """Return a scale [B, 1]: MICRO times the tokens of the micro-batch that has the
+    response, over all tokens.
+    """
     parts = batch.split(MICRO)
     return torch.cat(
         [
@@ -145,7 +152,7 @@ DUAL_S = fault(
 WEIGHED = fault(
     "micro-batches count by their tokens, where loss_avg_mode=seq too",
     "batches",
-    scale=_by_tokens,
+    scale=_token_share_scale,
 )
 DUAL = with_hp(c=3.0)
 CLIP_S = with_hp(eps_low=0.2, eps_high=0.3)
@@ -219,17 +226,19 @@ COMPARISONS = (
 
 
 def _advantages(name: str) -> Callable[..., Tensor]:
-    """The advantages of EasyR1 under this name, as a function of rewards and groups."""
+    """Return EasyR1's advantages of this name, as a function of rewards and groups."""
 
-    def found(R: Tensor, group: Tensor) -> Tensor:
-        """Rewards on the one token of each response."""
-        given = {"index": group.numpy()} if name in ("grpo", "rloo") else {"gamma": 1.0}
+    def advantages(R: Tensor, group: Tensor) -> Tensor:
+        """Return the advantages where each response is one token."""
+        settings = (
+            {"index": group.numpy()} if name in ("grpo", "rloo") else {"gamma": 1.0}
+        )
         ones = torch.ones_like(R)[:, None]
         return _algos().compute_advantage_return(
-            name, token_level_rewards=R[:, None], response_mask=ones, **given
+            name, token_level_rewards=R[:, None], response_mask=ones, **settings
         )[0][:, 0]
 
-    return found
+    return advantages
 
 
 REMARKS = (

@@ -52,14 +52,14 @@ def _grpo() -> ModuleType:
 
 
 def _modes() -> list[str]:
-    """What ppo_loss_fn compares loss_type with, read off its source."""
+    """Return the names with which ppo_loss_fn's source compares loss_type."""
     source = inspect.getsource(_grpo().LigerFusedLinearGRPOFunction.ppo_loss_fn)
     tests = re.findall(r'loss_type (?:==|in) ("\w+"|\([^)]*\))', source)
     return sorted({name for test in tests for name in re.findall(r'"(\w+)"', test)})
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    """The arguments of the module that users construct."""
+    """Return the defaults of the module that users construct."""
     return arguments(_grpo().LigerFusedLinearGRPOLoss.__init__, "loss_type")
 
 
@@ -78,9 +78,9 @@ def _plain(
     totals: Totals,
     num_micro_batches: int,
 ) -> Tensor:
-    """The loss of Liger in this mode, as a function of tensors."""
+    """Return the value of Liger's loss in this mode on tensors."""
     settings = {k: v for k, v in config.items() if k not in ELSEWHERE}
-    counted = {"num_items_in_batch": int(totals.tokens)} if mode in COUNTED else {}
+    token_count = {"num_items_in_batch": int(totals.tokens)} if mode in COUNTED else {}
     value, _ = _grpo().LigerFusedLinearGRPOFunction.ppo_loss_fn(
         log_prob,
         mask,
@@ -90,14 +90,14 @@ def _plain(
         old_per_token_logps=old_log_prob,
         loss_type=mode,
         **settings,
-        **counted,
+        **token_count,
     )
     return value if mode in COUNTED else value / num_micro_batches
 
 
-def _kl(words: str, weight: Callable[[Tensor, Tensor], Tensor]) -> LossFault:
-    """A part of luspo's KL term: k3 of each slot, weighted by its mask and its
-    response's tokens over the width.
+def _kl_fault(words: str, weight: Callable[[Tensor, Tensor], Tensor]) -> LossFault:
+    """Return the fault of a part of luspo's KL term: k3 of each slot times a weight.
+    The weight is a function of the mask and of each response's share of the width.
     """
 
     def term(batch: Rollouts) -> Tensor:
@@ -154,9 +154,9 @@ COMPARISONS = (
         "luspo",
         {},
         (
-            _kl(BETA.words, lambda m, _: m),
-            _kl(WIDTH.words, lambda m, share: m * (share - 1)),
-            _kl(SLOTS.words, lambda m, share: (1 - m) * share),
+            _kl_fault(BETA.words, lambda m, _: m),
+            _kl_fault(WIDTH.words, lambda m, share: m * (share - 1)),
+            _kl_fault(SLOTS.words, lambda m, share: (1 - m) * share),
         ),
     ),
     Comparison("paper", "grpo", {"beta": 0.04}, "grpo", {"beta": 0.04}),
@@ -179,9 +179,9 @@ COMPARISONS = (
 )
 
 
-def _fused(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """The chunked selective log-softmax of hidden states by the identity: logits are
-    the hidden states.
+def _chunked_log_probs(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """Return the chunked log-probabilities of hidden states that are the logits: the
+    head is the identity.
     """
     return _chunk_forward(z, torch.eye(z.shape[-1], dtype=z.dtype), tokens, temperature)
 
@@ -189,6 +189,7 @@ def _fused(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
 def _chunk_forward(
     hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
 ) -> Tensor:
+    """Return Liger's log-probabilities of hidden states, in chunks."""
     base = importlib.import_module(
         "liger_kernel.chunked_loss.fused_linear_ppo"
     ).LigerFusedLinearPPOBase
@@ -196,16 +197,21 @@ def _chunk_forward(
 
 
 def _parts() -> tuple[Component, ...]:
+    """Return the parts of Liger that are compared by themselves: its KL term and its
+    log-probabilities.
+    """
     return (
         Component(
             "kl", "k3_loss_fn", lambda lp, ref: _grpo().k3_loss_fn(ref, lp), "k3"
         ),
-        Component("logprobs", "chunk_forward", _fused, "token_log_probs", tol=1e-4),
+        Component(
+            "logprobs", "chunk_forward", _chunked_log_probs, "token_log_probs", tol=1e-4
+        ),
     )
 
 
 def _kernels() -> dict[str, Callable[..., Any]]:
-    """Functions of Liger that compute log-probabilities, by name."""
+    """Return the functions of Liger that compute log-probabilities, by name."""
     module = importlib.import_module(
         "liger_kernel.ops.fused_linear_scaled_cross_entropy"
     )
@@ -213,7 +219,9 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     def scaled(
         hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """The path of a CPU; it takes rows, and returns -log π."""
+        """Return log-probabilities and entropies by the function that a CPU runs. It
+        takes rows and returns -log π.
+        """
         apply = module.LigerFusedLinearScaledCrossEntropyFunction.apply
         nll, entropy = apply(
             hidden.flatten(0, -2), weight, tokens.flatten(), temperature, -100, 1, True

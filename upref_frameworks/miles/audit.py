@@ -79,15 +79,15 @@ OFF = dict.fromkeys(
 
 
 def _modules() -> tuple[Any, Any, Any]:
-    """losses, math_utils and cp_utils, in one process."""
+    """Return the modules losses, math_utils and cp_utils, set up for one process."""
     alone = SimpleNamespace(cp=SimpleNamespace(size=1, rank=0, group=None))
-    found = [
+    modules = [
         importlib.import_module(UTILS + m)
         for m in ("loss_hub.losses", "loss_hub.math_utils", "cp_utils")
     ]
-    for module in found:
+    for module in modules:
         vars(module)["get_parallel_state"] = lambda: alone
-    return found[0], found[1], found[2]
+    return modules[0], modules[1], modules[2]
 
 
 def _plain(
@@ -100,8 +100,8 @@ def _plain(
     ref_log_prob: Tensor,
     totals: Totals,
 ) -> Tensor:
-    """policy_loss_function of responses without padding; the sum is divided as
-    loss_function and Megatron do.
+    """Return the value of policy_loss_function on responses without padding. The sum is
+    divided as loss_function and Megatron do.
     """
     # as it is validated
     if config["eps_clip_high"] is None:
@@ -115,23 +115,30 @@ def _plain(
         qkv_format="thd",
     )
     losses, _, cp = _modules()
-    n = [int(m.nonzero().max()) + 1 for m in mask]  # up to the last token that counts
+    # up to the last token that counts
+    lengths = [int(m.nonzero().max()) + 1 for m in mask]
 
     def rows(x: Tensor) -> list[Tensor]:
         """Return each row up to its last token that counts."""
-        return [row[:k] for row, k in zip(x, n, strict=True)]
+        return [row[:k] for row, k in zip(x, lengths, strict=True)]
 
     batch: dict[str, Any] = {
         "advantages": rows(advantages),
         "log_probs": rows(old_log_prob),
     }
     batch |= {"ref_log_probs": rows(ref_log_prob), "loss_masks": rows(mask)}
-    batch |= {"response_lengths": n, "total_lengths": n, "unconcat_tokens": None}
+    batch |= {
+        "response_lengths": lengths,
+        "total_lengths": lengths,
+        "unconcat_tokens": None,
+    }
     vars(losses)["get_log_probs_and_entropy"] = lambda *_, **__: {
         "log_probs": rows(log_prob)
     }
     per_token = config["calculate_per_token_loss"]
-    reduced = cp.get_sum_of_sample_mean(n, n, batch["loss_masks"], per_token)
+    reduced = cp.get_sum_of_sample_mean(
+        lengths, lengths, batch["loss_masks"], per_token
+    )
     value, _ = losses.policy_loss_function(args, batch, log_prob, reduced)
     return value / (totals.tokens if per_token else totals.sequences)
 

@@ -56,23 +56,26 @@ RECIPE = "examples/configs/grpo_math_1B.yaml"
 
 
 def _module(name: str) -> ModuleType:
+    """Return this module of NeMo RL, imported where an audit runs."""
     return importlib.import_module(f"nemo_rl.{name}")
 
 
 def _losses() -> ModuleType:
+    """Return NeMo RL's module of losses."""
     return _module("algorithms.loss.loss_functions")
 
 
-def _recipe() -> dict[str, Any]:
+def _recipe_settings() -> dict[str, Any]:
+    """Return NeMo RL's configuration in RECIPE."""
     root = Path(inspect.getfile(_module("algorithms.utils"))).parents[2]
     return importlib.import_module("yaml").safe_load(
         (root / RECIPE).read_text(encoding="utf-8")
     )
 
 
-def _documented() -> dict[str, dict[str, bool]]:
-    """The algorithms that the docstring of the loss lists, each with the fields that it
-    says to set.
+def _documented_algorithms() -> dict[str, dict[str, bool]]:
+    """Return the algorithms that the loss's docstring lists, each with the fields that
+    it tells to set.
     """
     listed = (
         _losses()
@@ -80,25 +83,30 @@ def _documented() -> dict[str, dict[str, bool]]:
         .partition("Formula:")[0]
     )
     named = re.findall(r"- ([^(]+?) (?:\(|- )(.*)", listed)
-    said = {re.sub(r"\W+", "-", name.lower()): words for name, words in named}
+    words_by_name = {re.sub(r"\W+", "-", name.lower()): words for name, words in named}
     return {
         k: {f: v == "True" for f, v in re.findall(r"(\w+) = (True|False)", words)}
-        for k, words in said.items()
+        for k, words in words_by_name.items()
     }
 
 
 def _modes() -> list[str]:
-    """What the docstring lists; the other losses by their classes."""
+    """Return the algorithms that the docstring lists, then the classes of the other
+    losses.
+    """
     others = [
         k for k in vars(_losses()) if k.endswith("LossFn") and k != "ClippedPGLossFn"
     ]
-    return [*_documented(), *others]
+    return [*_documented_algorithms(), *others]
 
 
 def _defaults(mode: str) -> dict[str, Any]:
+    """Return the loss's settings in RECIPE, with the fields that the docstring tells to
+    set.
+    """
     return (
-        _losses().ClippedPGLossConfig(**_recipe()["loss_fn"]).model_dump()
-        | _documented()[mode]
+        _losses().ClippedPGLossConfig(**_recipe_settings()["loss_fn"]).model_dump()
+        | _documented_algorithms()[mode]
     )
 
 
@@ -112,8 +120,8 @@ def _plain(
     ref_log_prob: Tensor,
     totals: Totals,
 ) -> Tensor:
-    """As the worker calls it: position 0 predicts nothing, denominators are those of
-    the global batch.
+    """Return the value of the loss as the worker calls it. Position 0 predicts nothing,
+    and the denominators are those of the whole batch.
     """
     data = {
         "advantages": advantages,
@@ -135,7 +143,7 @@ def _plain(
 
 
 def _sampled_k3(beta: float) -> LossFault:
-    """k3 and its weight e^(lp - sg(lp)), which is 1 and has a gradient."""
+    """Return k3 times e^(lp - sg(lp)), a weight that is 1 and has a gradient."""
     words = "the KL term has the gradient of the sampling too: log π_θ - log π_ref in all, k2's"
     return kl_term(words, lambda lp, ref, old: k3(lp, ref) * exp(lp - sg(lp)), beta)
 
@@ -218,52 +226,63 @@ COMPARISONS = (
 
 
 def _advantages(name: str, **settings: bool) -> Callable[..., Tensor]:
-    """The advantages of NeMo RL under this name, as a function of rewards and
-    groups.
-    """
+    """Return NeMo RL's advantages of this name, as a function of rewards and groups."""
 
-    def found(rewards: Tensor, group: Tensor) -> Tensor:
-        """Its baseline matrix is in float32, and so are the rewards that it takes."""
-        m = _module("algorithms.advantage_estimator")
-        config = m.AdvEstimatorConfig(**settings), _losses().ClippedPGLossConfig()
+    def advantages(rewards: Tensor, group: Tensor) -> Tensor:
+        """Return the advantages. The baselines are in float32, and so are the rewards."""
+        module = _module("algorithms.advantage_estimator")
+        configs = module.AdvEstimatorConfig(**settings), _losses().ClippedPGLossConfig()
         ones = torch.ones(len(rewards), 1)
-        return getattr(m, name)(*config).compute_advantage(
+        return getattr(module, name)(*configs).compute_advantage(
             group[:, None], rewards.float(), ones
         )[:, 0]
 
-    return found
+    return advantages
 
 
-def _over_std(own: bool, single: bool) -> Callable[..., Tensor]:
-    """(R - mean) / (std + 1e-6) of the group, or of the others in it; where std is 0, R
-    - mean. single: in float32.
+def _normalized_by_peers(
+    with_own_reward: bool, in_float32: bool
+) -> Callable[..., Tensor]:
+    """Return an advantage estimator: (R - mean) / (std + 1e-6), or R - mean where std
+    is 0.
+
+    With `with_own_reward`, mean and std are of the whole group; else of the other
+    responses in it. With `in_float32`, it computes in float32, and the variance as mean
+    of squares minus squared mean.
     """
 
-    def f(R: Tensor, group: Tensor) -> Tensor:
+    def advantages(R: Tensor, group: Tensor) -> Tensor:
         A = torch.zeros_like(R)
-        x = R.float() if single else R
+        rewards = R.float() if in_float32 else R
         for i in (torch.bincount(group)[group] > 1).nonzero()[:, 0]:
-            peers = x[(group == group[i]) & (own | (torch.arange(len(R)) != i))]
+            peers = rewards[
+                (group == group[i]) & (with_own_reward | (torch.arange(len(R)) != i))
+            ]
             n = torch.tensor(len(peers))
             moments = (peers**2).mean() - peers.mean() ** 2
             std = (
-                (moments * (n / (n - 1))).sqrt() if single else peers.std()
+                (moments * (n / (n - 1))).sqrt() if in_float32 else peers.std()
             ).nan_to_num(0)
-            A[i] = (x[i] - peers.mean()) / (std + 1e-6 if std > 0 else 1)
+            A[i] = (rewards[i] - peers.mean()) / (std + 1e-6 if std > 0 else 1)
         return A
 
-    return f
+    return advantages
 
 
-def _clamped(
+def _clamped_kl(
     f: Callable[[Tensor, Tensor], Tensor],
 ) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a KL estimator whose log-ratio is clamped to 20 and whose value to 10."""
     return lambda lp, ref: f(lp, lp + (ref - lp).clamp(-20, 20)).clamp(-10, 10)
 
 
 def _log_probs(chunk: int | None) -> Callable[..., Tensor]:
-    def found(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-        """The vocabulary on one rank: the path without ranks calls .cuda()."""
+    """Return NeMo RL's log-probabilities in chunks of this size; None: in one piece."""
+
+    def log_probs(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+        """Return the log-probabilities with the vocabulary on one rank: the path
+        without ranks calls .cuda().
+        """
         dist = torch.distributed
         if not dist.is_initialized():
             dist.init_process_group(
@@ -279,11 +298,13 @@ def _log_probs(chunk: int | None) -> Callable[..., Tensor]:
             chunk_size=chunk,
         )
 
-    return found
+    return log_probs
 
 
 def _parts() -> tuple[Component, ...]:
-    """The parts of NeMo RL that are compared by themselves, such as its advantages."""
+    """Return the parts of NeMo RL that are compared by themselves, such as its
+    advantages.
+    """
     kl = importlib.import_module("upref.kl")
     utils = _module("algorithms.utils")
     return (
@@ -296,9 +317,11 @@ def _parts() -> tuple[Component, ...]:
             reasons=(
                 Fault(
                     "mean and std are of the other responses; where these have one reward, it is not divided",
-                    _over_std(own=False, single=False),
+                    _normalized_by_peers(with_own_reward=False, in_float32=False),
                 ),
-                Fault(SINGLE, _over_std(own=False, single=True)),
+                Fault(
+                    SINGLE, _normalized_by_peers(with_own_reward=False, in_float32=True)
+                ),
             ),
         ),
         Component(
@@ -307,7 +330,11 @@ def _parts() -> tuple[Component, ...]:
             _advantages("GRPOAdvantageEstimator", use_leave_one_out_baseline=False),
             "group_norm",
             tol=1e-5,
-            reasons=(Fault(SINGLE, _over_std(own=True, single=True)),),
+            reasons=(
+                Fault(
+                    SINGLE, _normalized_by_peers(with_own_reward=True, in_float32=True)
+                ),
+            ),
         ),
         Component(
             "advantages",
@@ -333,7 +360,7 @@ def _parts() -> tuple[Component, ...]:
         *kls(
             utils.calculate_kl,
             {k: k for k in kl.ESTIMATORS},
-            {k: (Fault(NARROW, _clamped(f)),) for k, f in kl.ESTIMATORS.items()},
+            {k: (Fault(NARROW, _clamped_kl(f)),) for k, f in kl.ESTIMATORS.items()},
         ),
         Component("aggregation", "masked_mean", utils.masked_mean, "token-mean"),
         Component(

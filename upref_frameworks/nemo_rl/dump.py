@@ -82,7 +82,9 @@ def read(path: Path) -> RecordedBatch:
     rows: list[dict[str, Any]] = []
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file):
-            rows.append(_row(json.loads(line), f"{path}, line {number + 1}"))
+            rows.append(
+                _columns_of_line(json.loads(line), f"{path}, line {number + 1}")
+            )
     if not rows:
         raise InputError(f"{path} is empty: NeMo-RL writes one response a line.")
     shared = set.intersection(*(set(row) for row in rows))
@@ -104,7 +106,8 @@ def read(path: Path) -> RecordedBatch:
     )
 
 
-def _row(line: dict[str, Any], where: str) -> dict[str, Any]:
+def _columns_of_line(line: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the columns of one response; refuse a line that lacks one."""
     if not isinstance(line, dict):
         raise InputError(
             f"{where} is no JSON object: NeMo-RL writes one response a line."
@@ -114,37 +117,39 @@ def _row(line: dict[str, Any], where: str) -> dict[str, Any]:
             raise InputError(
                 f"{where} lacks {key}: NeMo-RL writes it into each line; was the file altered?"
             )
-    ids = np.array(_first(line["token_ids"]), dtype=np.int64)
-    mask = np.array(_first(line["token_loss_mask"])) * np.array(
-        _first(line["sample_loss_mask"])
+    ids = np.array(_without_batch_axis(line["token_ids"]), dtype=np.int64)
+    mask = np.array(_without_batch_axis(line["token_loss_mask"])) * np.array(
+        _without_batch_axis(line["sample_loss_mask"])
     )
-    out: dict[str, Any] = {"ids": ids, "mask": mask != 0}
+    columns: dict[str, Any] = {"ids": ids, "mask": mask != 0}
     for key, name in KEYS.items():
         if key in line and name != "ids":
-            value = np.array(_first(line[key]), dtype=np.float64)
+            value = np.array(_without_batch_axis(line[key]), dtype=np.float64)
             if value.ndim == 0 or len(value) == 1:
-                out[name] = np.broadcast_to(value, ids.shape)
+                columns[name] = np.broadcast_to(value, ids.shape)
             else:
-                out[name] = value
-    for name, value in out.items():
+                columns[name] = value
+    for name, value in columns.items():
         if value.shape != ids.shape:
             raise InputError(
                 f"{where}: {name} has shape {value.shape}, token_ids {ids.shape}; was the file altered?"
             )
-    out["mask"][0] = False
+    columns["mask"][0] = False
     # the second, where it is there, is of the responses that train
     for key in ("rewards", "filtered_rewards"):
         if key in line:
-            out["reward"] = float(np.array(_first(line[key])).reshape(-1)[0])
-    return out
+            columns["reward"] = float(
+                np.array(_without_batch_axis(line[key])).reshape(-1)[0]
+            )
+    return columns
 
 
-def _first(value: Any) -> Any:
-    """The value without its batch axis of one: [x], or [[x, y, ...]]."""
+def _without_batch_axis(value: Any) -> Any:
+    """Return a value without its batch axis of one: [x], or [[x, y, ...]]."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _groups(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """One number for each prompt: the tokens before the first trained one."""
+    """Return a number for each row's prompt: the tokens before the first trained one."""
     start = np.where(mask.any(1), mask.argmax(1), ids.shape[1])
     return np.array([prompt_number(row[:n]) for row, n in zip(ids, start, strict=True)])

@@ -69,6 +69,7 @@ def _utils() -> ModuleType:
 
 
 def _defaults(mode: str) -> dict[str, Any]:
+    """Return the defaults of GRPOExperimentConfig that the loss reads."""
     fields = {
         f.name: f.default for f in dataclasses.fields(_utils().GRPOExperimentConfig)
     }
@@ -85,7 +86,9 @@ def _plain(
     ref_log_prob: Tensor,
     totals: Totals,
 ) -> Tensor:
-    """As grpo_fast.py has it; its denominator is of the whole batch."""
+    """Return the value of the loss as grpo_fast.py computes it. Its denominator is of
+    the whole batch.
+    """
     settings = SimpleNamespace(**config, loss_fn=mode)
     ref = ref_log_prob if config["load_ref_policy"] else None
     ratio = torch.exp(log_prob - old_log_prob)

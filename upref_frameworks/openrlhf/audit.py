@@ -46,7 +46,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _modes() -> list[str]:
-    """What PolicyLoss compares policy_loss_type with, read off its source."""
+    """Return the names with which PolicyLoss's source compares policy_loss_type."""
     return sorted(
         set(
             re.findall(
@@ -58,6 +58,7 @@ def _modes() -> list[str]:
 
 
 def _defaults(mode: str) -> dict[str, Any]:
+    """Return the defaults of PolicyLoss."""
     return arguments(_module("models.loss").PolicyLoss.__init__, "policy_loss_type")
 
 
@@ -70,7 +71,7 @@ def _plain(
     mask: Tensor,
     totals: Totals,
 ) -> Tensor:
-    """The loss of OpenRLHF in this mode, as a function of tensors."""
+    """Return the value of OpenRLHF's loss in this mode on tensors."""
     f = _module("models.loss").PolicyLoss(policy_loss_type=mode, **config)
     counts = {
         "batch_num_tokens": float(totals.tokens),
@@ -104,64 +105,75 @@ COMPARISONS = (
 
 # ---- what else it computes -----------------------------------------------------------
 def _advantages(name: str) -> Callable[..., Tensor]:
-    """compute_advantages_and_returns of its experience maker: every response one token,
-    no KL penalty.
+    """Return the advantages of OpenRLHF's experience maker, as a function of rewards
+    and groups. Every response is one token, and there is no KL penalty.
     """
 
     def advantages(R: Tensor, group: Tensor) -> Tensor:
-        """The advantages that OpenRLHF gives these rewards."""
+        """Return the advantages that OpenRLHF gives these rewards."""
         maker = _module("trainer.ppo_utils.experience_maker").RemoteExperienceMaker
-        n = int((group == group[0]).sum())
-        owner = SimpleNamespace(estimator=name, gamma=1.0, no_std_norm=False)
+        group_size = int((group == group[0]).sum())
+        advantage_settings = SimpleNamespace(
+            estimator=name, gamma=1.0, no_std_norm=False
+        )
         args = SimpleNamespace(
-            algo=SimpleNamespace(advantage=owner),
-            rollout=SimpleNamespace(n_samples_per_prompt=n),
+            algo=SimpleNamespace(advantage=advantage_settings),
+            rollout=SimpleNamespace(n_samples_per_prompt=group_size),
             reward=SimpleNamespace(
                 clip_range=None,
                 stop_properly_penalty_coef=None,
                 overlong_buffer_len=None,
             ),
         )
-        me = SimpleNamespace(
+        maker_settings = SimpleNamespace(
             strategy=SimpleNamespace(args=args),
             advantage_estimator=name,
             kl_ctl=SimpleNamespace(value=0.0),
         )
-        me.get_cumulative_returns = lambda *a: maker.get_cumulative_returns(me, *a)
+        maker_settings.get_cumulative_returns = lambda *a: maker.get_cumulative_returns(
+            maker_settings, *a
+        )
         ones = torch.ones(len(R), 1)
-        x = SimpleNamespace(
+        experience = SimpleNamespace(
             rewards=R.float(),
             index=list(range(len(R))),
             kl=0 * ones,
             action_mask=ones,
             info={},
         )
-        return maker.compute_advantages_and_returns(me, [x])[0].advantages[:, 0]
+        with_advantages, *_ = maker.compute_advantages_and_returns(
+            maker_settings, [experience]
+        )
+        return with_advantages.advantages[:, 0]
 
     return advantages
 
 
 def _kl(name: str, **more: bool) -> Callable[..., Tensor]:
+    """Return OpenRLHF's KL estimate of this name, as a function of log-probabilities."""
     return lambda lp, ref: _module("models.utils").compute_approx_kl(
         lp, ref, kl_estimator=name, **more
     )
 
 
-def _straight(lp: Tensor, ref: Tensor) -> Tensor:
-    """The value of k3, the gradient of k2."""
+def _k3_with_gradient_of_k2(lp: Tensor, ref: Tensor) -> Tensor:
+    """Return the value of k3 with the gradient of k2."""
     return kl.k3(lp, ref).detach() + kl.k2(lp, ref) - kl.k2(lp, ref).detach()
 
 
-def _clipped_value(lp: Tensor, ref: Tensor) -> Tensor:
+def _clamped_k3_with_gradient_of_k2(lp: Tensor, ref: Tensor) -> Tensor:
+    """Return the value of k3 clamped to [-10, 10], with the gradient of k2."""
     return (
-        _straight(lp, ref)
+        _k3_with_gradient_of_k2(lp, ref)
         - kl.k3(lp, ref).detach()
         + kl.k3(lp, ref).detach().clamp(-10, 10)
     )
 
 
 def _parts() -> tuple[Component, ...]:
-    """The parts of OpenRLHF that are compared by themselves, such as its advantages."""
+    """Return the parts of OpenRLHF that are compared by themselves, such as its
+    advantages.
+    """
     # groups are of one size by construction, and of one response only where all are
     square = ("uneven", "one")
     tiny = {"ddof": 0, "eps": 1e-8}
@@ -217,9 +229,14 @@ def _parts() -> tuple[Component, ...]:
             "kl",
             "k3, unbiased_gradient",
             _kl("k3", unbiased_gradient=True),
-            _straight,
+            _k3_with_gradient_of_k2,
             {},
-            (Fault("its value clamped to ±10, the gradient not", _clipped_value),),
+            (
+                Fault(
+                    "its value clamped to ±10, the gradient not",
+                    _clamped_k3_with_gradient_of_k2,
+                ),
+            ),
             tol=1e-4,
             words="the value of k3, the gradient of k2",
         ),

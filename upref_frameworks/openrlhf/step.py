@@ -146,7 +146,7 @@ def record_training(
     Raises:
         InputError: OpenRLHF is not installed, or its trainer fails, or it took no step.
     """
-    imported = _imported()
+    imported = _import_classes()
     reference = TorchModel(model)
     steps = list[Step]()
     n = len(rows)
@@ -224,8 +224,10 @@ def record_training(
 
 
 def _experience(kind: Any, rows: Sequence[Row]) -> Any:
-    """As its samples generator makes it: sequences padded right, masks and arrays one
-    token shorter, shifted.
+    """Return the rows as OpenRLHF's samples generator makes them.
+
+    Sequences are padded right. Masks and arrays are shifted by one, and so one token
+    shorter.
     """
     width = max(len(r.ids) for r in rows)
     batch = Padded.of(rows)
@@ -255,9 +257,9 @@ def _experience(kind: Any, rows: Sequence[Row]) -> Any:
     )
 
 
-def _imported() -> SimpleNamespace:
-    """OpenRLHF's classes; while they are imported, stand-ins for what is not called
-    here.
+def _import_classes() -> SimpleNamespace:
+    """Import and return OpenRLHF's classes. Meanwhile stand-ins replace the modules
+    that are not called here.
     """
     with importing("peft"):
         import peft  # noqa: F401

@@ -59,8 +59,8 @@ def _fields_of_losses() -> dict[str, dict[str, Any]]:
 
 
 def _literal_fields(node: ast.ClassDef) -> dict[str, Any]:
-    """The annotated fields of a class whose default is a literal: plain, or the first
-    argument of a call such as Field(0.2).
+    """Return the annotated fields of a class whose default is a literal: plain, or the
+    first argument of a call such as Field(0.2).
     """
     literals = {}
     for field in node.body:
@@ -85,8 +85,8 @@ def _plain(
     mask: Tensor,
     totals: Totals,
 ) -> Tensor:
-    """As compute_loss has it: packed sequences, each on its own, over the tokens of the
-    batch.
+    """Return the value of the loss as compute_loss has it: each sequence by itself,
+    over the tokens of the batch.
     """
     settings = SimpleNamespace(**config)
     f = getattr(_losses(), f"{mode}_loss_fn")
@@ -108,7 +108,9 @@ def _plain(
     return value
 
 
-def _squared(tau: float) -> LossFault:
+def _penalty_fault(tau: float) -> LossFault:
+    """Return the fault of a penalty tau (log r)² on each token."""
+
     def term(batch: Rollouts) -> Tensor:
         # by the promised aggregation: the fault before it changes the term's, too
         log_r = batch.logp - batch.logp_old
@@ -121,18 +123,19 @@ def _squared(tau: float) -> LossFault:
     )
 
 
-def _ipo(lp: Any, lp_old: Any, A: Any) -> Any:
+def _masked_by_probability(lp: Any, lp_old: Any, A: Any) -> Any:
+    """Return r A where π_θ moved by at most 0.1, else 0."""
     return where(abs(exp(lp) - exp(lp_old)) <= 0.1, exp(lp - lp_old) * A, 0 * lp)
 
 
-PENALTY = _squared(1e-3)
+PENALTY = _penalty_fault(1e-3)
 SYMMETRIC = fault(
     "both signs are masked on both sides, where π_θ moved by more than 0.1",
     "objective",
     objective=replace(
         get("dppo_tv"),
         name="A r where |π_θ - μ| <= 0.1",
-        fn=_ipo,
+        fn=_masked_by_probability,
         defaults={},
         closed_form=lambda r, A, mu: where(abs(r * mu - mu) <= 0.1, A * r, 0 * r),
     ),

@@ -124,7 +124,9 @@ def read(path: Path) -> RecordedBatch:
 
 
 def _micro_batch(fields: Any, where: str) -> dict[str, Any]:
-    """The fields of one micro-batch by their names; those that are missing are None."""
+    """Return the fields of one micro-batch by their names; those that are missing are
+    None.
+    """
     if not isinstance(fields, list) or not NEEDED <= len(fields) <= len(FIELDS):
         raise InputError(
             f"{where} is no micro-batch of prime-rl: this upref reads its {len(FIELDS)} fields."
@@ -146,8 +148,8 @@ def _micro_batch(fields: Any, where: str) -> dict[str, Any]:
 
 
 def _trains(part: dict[str, Any]) -> np.ndarray:
-    """Whether each token of a micro-batch trains: a weight of 0 takes a token out of
-    the loss and of its count.
+    """Return whether each token of a micro-batch trains. A weight of 0 takes a token
+    out of the loss and of its count.
     """
     mask = np.asarray(part["loss_mask"], dtype=bool)
     if part["rl_weights"] is None:
@@ -156,7 +158,9 @@ def _trains(part: dict[str, Any]) -> np.ndarray:
 
 
 def _groups(ids: np.ndarray, mask: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """One number for each prompt: the tokens of a sample before the first that trains."""
+    """Return a number for each sample's prompt: its tokens before the first that
+    trains.
+    """
     out = []
     for start, end in pairwise(offsets):
         trains = mask[start:end]

@@ -64,25 +64,31 @@ READ = (
 
 
 def _utils() -> ModuleType:
-    # which is so
+    """Return SkyRL's module of losses, imported where an audit runs."""
+    # true here: an audit runs without ray
     vars(importlib.import_module("ray"))["is_initialized"] = lambda: False
     return importlib.import_module("skyrl.backends.skyrl_train.utils.ppo_utils")
 
 
 def _settings(mode: str, config: dict[str, Any]) -> Any:
-    """An AlgorithmConfig with these fields."""
-    made = importlib.import_module("skyrl.train.config").AlgorithmConfig(
+    """Return an AlgorithmConfig with these fields."""
+    settings = importlib.import_module("skyrl.train.config").AlgorithmConfig(
         policy_loss_type=mode
     )
     for key, value in config.items():
-        setattr(made if hasattr(made, key) else getattr(made, OWN[mode]), key, value)
-    return made
+        setattr(
+            settings if hasattr(settings, key) else getattr(settings, OWN[mode]),
+            key,
+            value,
+        )
+    return settings
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    made = importlib.import_module("skyrl.train.config").AlgorithmConfig()
-    return {k: getattr(made, k) for k in READ} | (
-        asdict(getattr(made, OWN[mode])) if mode in OWN else {}
+    """Return the defaults of AlgorithmConfig that the loss of this mode reads."""
+    settings = importlib.import_module("skyrl.train.config").AlgorithmConfig()
+    return {k: getattr(settings, k) for k in READ} | (
+        asdict(getattr(settings, OWN[mode])) if mode in OWN else {}
     )
 
 
@@ -97,15 +103,15 @@ def _plain(
     group: Tensor,
     totals: Totals,
 ) -> Tensor:
-    """The loss of SkyRL in this mode, as a function of tensors."""
-    u = _utils()
+    """Return the value of SkyRL's loss in this mode on tensors."""
+    utils = _utils()
     cfg = _settings(mode, config)
     mask = mask.to(log_prob.dtype)
     # the trainer folds the reduction into the advantages of the whole mini-batch, the
     # workers then sum
-    by_prompt, boundaries = _by_prompt(group)
+    by_prompt, boundaries = _order_by_prompt(group)
     scaled = torch.empty_like(advantages)
-    scaled[by_prompt] = u.apply_loss_reduction_to_advantages_minibatch(
+    scaled[by_prompt] = utils.apply_loss_reduction_to_advantages_minibatch(
         advantages[by_prompt],
         mask[by_prompt],
         cfg.loss_reduction,
@@ -113,37 +119,39 @@ def _plain(
         cfg.max_seq_len,
         boundaries,
     )
-    share = _share(cfg.loss_reduction, mask, group, totals)
+    micro_batch_factor = _factor_of_micro_batch(cfg.loss_reduction, mask, group, totals)
     behaviour = {"rollout_logprobs": old_log_prob} if mode == "rollout_is" else {}
-    value, _ = u.PolicyLossRegistry.get(mode)(
-        log_prob, old_log_prob, scaled * share, cfg, mask, **behaviour
+    value, _ = utils.PolicyLossRegistry.get(mode)(
+        log_prob, old_log_prob, scaled * micro_batch_factor, cfg, mask, **behaviour
     )
     if cfg.use_kl_loss:  # as the worker adds it
-        kl = u.compute_approx_kl(log_prob, ref_log_prob, mask, cfg.kl_estimator_type)
+        kl = utils.compute_approx_kl(
+            log_prob, ref_log_prob, mask, cfg.kl_estimator_type
+        )
         value = (
             value
             + cfg.kl_loss_coef
-            * u.masked_mean(kl, mask, dim=-1).mean()
+            * utils.masked_mean(kl, mask, dim=-1).mean()
             * len(mask)
             / totals.sequences
         )
     return value
 
 
-def _by_prompt(group: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
-    """The rows in an order in which each prompt's stand together, as its trainer has
-    them, and where each begins.
+def _order_by_prompt(group: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Return an order of the rows in which those of a prompt stand together, as in
+    SkyRL's trainer; and where each prompt begins and ends.
     """
     order = group.argsort(stable=True)
     ends = group.unique(return_counts=True)[1].cumsum(0).tolist()
     return order, list(zip([0, *ends], ends, strict=False))
 
 
-def _share(
+def _factor_of_micro_batch(
     reduction: str, mask: Tensor, group: Tensor, totals: Totals
 ) -> Tensor | float:
-    """What the reduction of a micro-batch must be multiplied by, so that it is the one
-    of the whole mini-batch.
+    """Return the factor that makes the reduction of a micro-batch that of the whole
+    mini-batch.
     """
     if reduction == "token_mean":
         return mask.sum() / totals.tokens
@@ -157,6 +165,7 @@ def _share(
 
 
 def _near_bound(batch: Rollouts) -> Tensor:
+    """Return the tokens that rounding may move across the bound."""
     return (binary_kl(batch.logp, batch.logp_old) - 0.05).abs() < 1e-5
 
 
@@ -269,28 +278,30 @@ COMPARISONS = (
 )
 
 
-def _advantages(name: str, **more: bool) -> Callable[..., Tensor]:
-    """The advantages of SkyRL under this name, as a function of rewards and groups."""
+def _advantages(name: str, **options: bool) -> Callable[..., Tensor]:
+    """Return SkyRL's advantages of this name, as a function of rewards and groups."""
 
-    def found(rewards: Tensor, group: Tensor) -> Tensor:
-        """Rewards on the one token of each response; the function writes into what it
-        is given.
+    def advantages(rewards: Tensor, group: Tensor) -> Tensor:
+        """Return the advantages where each response is one token. SkyRL's function
+        writes into the rewards, so it gets a copy.
         """
-        f = _utils().AdvantageEstimatorRegistry.get(name)
+        estimator = _utils().AdvantageEstimatorRegistry.get(name)
         ones = torch.ones_like(rewards)[:, None]
-        return f(
+        return estimator(
             token_level_rewards=rewards.clone()[:, None],
             response_mask=ones,
             index=group.numpy(),
             gamma=1.0,
-            **more,
+            **options,
         )[0][:, 0]
 
-    return found
+    return advantages
 
 
 def _parts() -> tuple[Component, ...]:
-    """The parts of SkyRL that are compared by themselves, such as its advantages."""
+    """Return the parts of SkyRL that are compared by themselves, such as its
+    advantages.
+    """
     logprobs = importlib.import_module(
         "skyrl.backends.skyrl_train.utils.torch_utils"
     ).logprobs_from_logits

@@ -70,14 +70,14 @@ def _plain(
     ref_log_prob: Tensor,
     totals: Totals,
 ) -> Tensor:
-    """As policy_loss_function has it: sequences one after the other, each without its
-    padding.
+    """Return the value of policy_loss_function: sequences one after the other, each
+    without its padding.
     """
     eps = config["eps_clip"]
     high = config["eps_clip_high"]
     c = config["eps_clip_c"]
     high = eps if high is None else high  # as its arguments are validated
-    u = _ppo()
+    ppo = _ppo()
     per_token = config["calculate_per_token_loss"]
 
     def rows(x: Tensor) -> list[Tensor]:
@@ -88,35 +88,36 @@ def _plain(
     old = rows(old_log_prob)
     masks = rows(mask)
     if mode == "gspo":
-        kl = u.compute_gspo_kl(lp, old, lp, masks)
+        log_ratio_old_to_new = ppo.compute_gspo_kl(lp, old, lp, masks)
     else:
-        kl = torch.cat(old) - torch.cat(lp)
+        log_ratio_old_to_new = torch.cat(old) - torch.cat(lp)
     A = torch.cat(rows(advantages))
-    x = torch.cat(lp)
+    flat_lp = torch.cat(lp)
     if mode == "cispo":
-        terms = u.compute_cispo_loss(kl, x, A, eps, high)
+        terms = ppo.compute_cispo_loss(log_ratio_old_to_new, flat_lp, A, eps, high)
     else:
-        terms = u.compute_policy_loss(kl, A, eps, high, c)
+        terms = ppo.compute_policy_loss(log_ratio_old_to_new, A, eps, high, c)
     lengths = [len(r) for r in lp]
     reduced = _reducer()(lengths, lengths, masks, calculate_per_token_loss=per_token)
     value = reduced(terms[0])
     if config["use_kl_loss"]:
-        kls = u.compute_approx_kl(
-            x, torch.cat(rows(ref_log_prob)), config["kl_loss_type"]
+        kls = ppo.compute_approx_kl(
+            flat_lp, torch.cat(rows(ref_log_prob)), config["kl_loss_type"]
         )
         value = value + config["kl_loss_coef"] * reduced(kls)
     return value / (totals.tokens if per_token else totals.sequences)
 
 
 def _reducer() -> Any:
+    """Return slime's function that makes a reducer, set up for one process."""
     cp = importlib.import_module("slime.backends.megatron_utils.cp_utils")
-    # which is so: one process
+    # true here: the audit is one process
     vars(cp)["mpu"] = SimpleNamespace(get_context_parallel_world_size=lambda: 1)
     return cp.get_sum_of_sample_mean
 
 
 def _length(mask: Tensor) -> int:
-    """Up to the last token that counts."""
+    """Return the length of a response: up to its last token that counts."""
     return int(mask.nonzero().max()) + 1
 
 
@@ -164,6 +165,7 @@ COMPARISONS = (
 
 
 def _log_probs(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """Return slime's log-probabilities, row by row."""
     f = vars(_ppo())["_calculate_log_probs_and_entropy_chunk"]
     rows = [
         f(x / temperature, t, None, with_entropy=False, log_prob_keep_mask=None)[0]
@@ -173,7 +175,7 @@ def _log_probs(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
 
 
 def _parts() -> tuple[Component, ...]:
-    """The parts of slime that are compared by themselves, such as its advantages."""
+    """Return the parts of slime that are compared by themselves, such as its KL terms."""
     return (
         *kls(
             _ppo().compute_approx_kl,

@@ -60,11 +60,11 @@ def recognizes(path: Path) -> bool:
         return True
     with zipfile.ZipFile(path) as archive:
         pickles = [n for n in archive.namelist() if n.endswith("/data.pkl")]
-        return any(_holds(archive, name, KEY) for name in pickles)
+        return any(_contains(archive, name, KEY) for name in pickles)
 
 
-def _holds(archive: zipfile.ZipFile, name: str, key: bytes) -> bool:
-    """Whether an entry has these bytes in it."""
+def _contains(archive: zipfile.ZipFile, name: str, key: bytes) -> bool:
+    """Return whether an entry of the archive contains these bytes."""
     with archive.open(name) as file:
         end = b""
         while part := file.read(PART):
@@ -107,7 +107,7 @@ def read(path: Path) -> RecordedBatch:
     if "samples" in held:
         samples = held["samples"]
     else:
-        samples = _transposed(held["rollout_data"], path)
+        samples = _samples_of_rank(held["rollout_data"], path)
     if not samples:
         raise InputError(f"{path} holds no sample.")
     framework = "slime" if "samples" in held else "miles"
@@ -146,25 +146,26 @@ def read(path: Path) -> RecordedBatch:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    known = (
-        isinstance(held, dict)
-        and "rollout_id" in held
-        and ("samples" in held or "rollout_data" in held)
+    """Load a file of --save-debug-train-data; refuse any other."""
+    contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    is_dump = (
+        isinstance(contents, dict)
+        and "rollout_id" in contents
+        and ("samples" in contents or "rollout_data" in contents)
     )
-    if not known:
+    if not is_dump:
         raise InputError(
             f"{path} is no file of --save-debug-train-data: it has no rollout_id and samples."
         )
-    if "samples" in held and held.get("format_version") != 2:
+    if "samples" in contents and contents.get("format_version") != 2:
         raise InputError(
-            f"{path} has slime's format_version {held.get('format_version')}; this upref reads 2."
+            f"{path} has slime's format_version {contents.get('format_version')}; this upref reads 2."
         )
-    return dict(held)
+    return dict(contents)
 
 
 def _flat(value: Any) -> Tensor:
-    """A list or tensor of numbers as a tensor [n]."""
+    """Return a list or tensor of numbers as a tensor [n]."""
     out = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
     if out.numel() > MOST:
         raise InputError(
@@ -173,8 +174,8 @@ def _flat(value: Any) -> Tensor:
     return out.reshape(-1)
 
 
-def _transposed(data: dict[str, Any], path: Path) -> list[dict[str, Any]]:
-    """miles' lists of one rank as one dictionary for each sample."""
+def _samples_of_rank(data: dict[str, Any], path: Path) -> list[dict[str, Any]]:
+    """Return miles' lists of one rank as one dictionary for each sample."""
     n = len(data["loss_masks"])
     columns = {
         k: v
@@ -189,7 +190,7 @@ def _transposed(data: dict[str, Any], path: Path) -> list[dict[str, Any]]:
 
 
 def _groups(samples: list[dict[str, Any]], lengths: list[int]) -> Tensor:
-    """One number for each prompt: the tokens before the response."""
+    """Return a number for each sample's prompt: the tokens before the response."""
     out = []
     for sample, n in zip(samples, lengths, strict=True):
         ids = _flat(sample["tokens"])
@@ -197,13 +198,13 @@ def _groups(samples: list[dict[str, Any]], lengths: list[int]) -> Tensor:
     return torch.tensor(out)
 
 
-def _rewards(held: dict[str, Any], samples: list[dict[str, Any]]) -> Tensor | None:
-    """The raw reward of each sample: `rewards` is normalized already."""
+def _rewards(contents: dict[str, Any], samples: list[dict[str, Any]]) -> Tensor | None:
+    """Return the raw reward of each sample, or None: `rewards` is normalized already."""
     if all("local_raw_reward" in s for s in samples):
         return torch.tensor(
             [float(s["local_raw_reward"]) for s in samples], dtype=torch.float64
         )
-    raw = held.get("raw_reward")
+    raw = contents.get("raw_reward")
     if raw is None or not all(s.get("rollout_position") is not None for s in samples):
         return None
     return torch.tensor(
@@ -214,9 +215,7 @@ def _rewards(held: dict[str, Any], samples: list[dict[str, Any]]) -> Tensor | No
 def _layout(
     shards: list[dict[str, Any]], samples: list[dict[str, Any]]
 ) -> dict[str, Tensor]:
-    """Rank and micro-batch of each sample, from the position that it has in the
-    rollout.
-    """
+    """Return rank and micro-batch of each sample, from its position in the rollout."""
     if not all(s.get("rollout_position") is not None for s in samples):
         return {}
     place = {s["rollout_position"]: i for i, s in enumerate(samples)}

@@ -91,8 +91,8 @@ OURS = ("upref", "upref_frameworks")
 
 
 def _raised_by(error: Exception, package: str) -> bool:
-    """Whether the code of that package, not ours, is the last one on the way to the
-    error; what it calls is its own.
+    """Return whether the error comes from this package: of its code and ours, its code
+    is the last on the way to the error. What it calls counts as its own.
     """
     last = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):

@@ -73,7 +73,7 @@ def command(args: Namespace) -> int:
     try:
         with ranks_of_torchrun() as rank, redirect_stdout(sys.stderr):
             try:
-                report = _checked(args)
+                report = _report_on_step(args)
             except InputError:
                 if rank.is_first_to_refuse():
                     raise
@@ -93,7 +93,7 @@ def command(args: Namespace) -> int:
 
 
 def _say(sentence: str) -> None:
-    """Print a line after the report, if anybody still reads."""
+    """Print a line after the report, unless the reader has closed the pipe."""
     try:
         print(sentence)
         if sys.stdout is not None:
@@ -102,15 +102,15 @@ def _say(sentence: str) -> None:
         sys.stdout = None
 
 
-def _checked(args: Namespace) -> StepReport:
-    """The report on the step and the model that the arguments name."""
+def _report_on_step(args: Namespace) -> StepReport:
+    """Return the report on the step and the model that the arguments name."""
     step = load(args.trainer)
     file, _, _ = args.trainer.rpartition(":")
     model: Any = load(args.model if ":" in args.model else f"{file}:{args.model}")
-    made = model if isinstance(model, torch.nn.Module) else model()
+    model_to_check = model if isinstance(model, torch.nn.Module) else model()
     report: StepReport = check_step(
         step,
-        made,
+        model_to_check,
         args.name,
         temperature=args.temperature,
         without=args.without,

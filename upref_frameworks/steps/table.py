@@ -120,30 +120,33 @@ def run(
     out = []
     for setting in select_settings(trainer, only):
         start = time.perf_counter()
-        outcome = _tried(trainer, setting)
+        outcome = _outcome_of(trainer, setting)
         out.append(replace(outcome, seconds=time.perf_counter() - start))
         say(out[-1])
     return out
 
 
-def _tried(trainer: str, setting: Setting) -> StepOutcome:
+def _outcome_of(trainer: str, setting: Setting) -> StepOutcome:
     """Run one setting and turn its report, or the error in its place, into a line."""
-    this = StepOutcome(setting.name, setting.family, None)
+    outcome = StepOutcome(setting.name, setting.family, None)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # of adapters' first weights
-            found = run_setting(trainer, setting)
+            report = run_setting(trainer, setting)
     except (NotInstalled, Refused) as e:
-        return replace(this, cause=str(e), failed=isinstance(e, TrainerFailedError))
+        return replace(outcome, cause=str(e), failed=isinstance(e, TrainerFailedError))
     except Exception as e:
         return replace(
-            this,
+            outcome,
             cause=f"upref itself fails: {type(e).__name__}: {one_line(e)}",
             broken=True,
         )
-    cause = "" if found else found.failures[0].cause
+    cause = "" if report else report.failures[0].cause
     return replace(
-        this, error=found.error, cause=cause, not_exercised=found.numbers_not_reached()
+        outcome,
+        error=report.error,
+        cause=cause,
+        not_exercised=report.numbers_not_reached(),
     )
 
 
@@ -260,7 +263,7 @@ def read_ends(path: Path) -> dict[tuple[str, str], str]:
     try:
         records = json.loads(path.read_text(encoding="utf-8"))
         return {
-            (record["setting"], record["family"]): _end(
+            (record["setting"], record["family"]): _ending(
                 record["error"], record["cause"]
             )
             for record in records
@@ -290,7 +293,7 @@ def changed_ends(
     lines = []
     for outcome in outcomes:
         was = before.get((outcome.setting, outcome.family), "not recorded")
-        now = _end(outcome.error, outcome.cause)
+        now = _ending(outcome.error, outcome.cause)
         if was != now:
             lines.append(
                 f"changed: {outcome.family}, {outcome.setting}: {was}, now {now} {outcome.cause}".rstrip()
@@ -298,13 +301,16 @@ def changed_ends(
     return lines
 
 
-def _end(error: float | None, cause: str) -> str:
+def _ending(error: float | None, cause: str) -> str:
+    """Return in words how a setting ended."""
     if error is None:
         return "does not run"
     return "differs" if cause else "agrees"
 
 
 def _summary(outcomes: list[StepOutcome]) -> str:
+    """Return how many settings agree, differ and could not be run, in one line."""
+
     def count(which: str) -> int:
         """Return in how many outcomes this is true."""
         return sum(getattr(outcome, which) for outcome in outcomes)

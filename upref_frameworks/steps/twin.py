@@ -98,9 +98,9 @@ def twin(model: Any, peft_config: Any = None, **how: Any) -> nn.Module:
 
 
 def _shrunk(config: Any) -> Any:
-    """A copy of the configuration with small sizes; what is not a size stays."""
-    had = config.to_dict()
-    name = had["model_type"].removesuffix("_text")
+    """Return a copy of the configuration with small sizes. What is not a size stays."""
+    original = config.to_dict()
+    name = original["model_type"].removesuffix("_text")
     sizes = {
         k: v
         for k, v in (FAMILIES[name][1] if name in FAMILIES else SIZES).items()
@@ -108,22 +108,26 @@ def _shrunk(config: Any) -> Any:
     }
     always = ("hidden_size", "vocab_size", "head_dim")
     new: dict[str, Any] = {
-        k: v for k, v in sizes.items() if had.get(k) is not None or k in always
+        k: v for k, v in sizes.items() if original.get(k) is not None or k in always
     }
-    heads = had.get("num_attention_heads")
-    shared = had.get("num_key_value_heads")
+    heads = original.get("num_attention_heads")
+    shared = original.get("num_key_value_heads")
     if shared and heads:
         new["num_key_value_heads"] = 4 if shared == heads else 1 if shared == 1 else 2
-    layers = next((had[k] for k in LAYERS if had.get(k)), 0)
-    kinds = had.get("layer_types") or had.get("block_types") or [0, 0]
+    layers = next((original[k] for k in LAYERS if original.get(k)), 0)
+    kinds_of_layers = (
+        original.get("layer_types") or original.get("block_types") or [0, 0]
+    )
     # two kinds of layers, if there are two
-    other = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 1)
-    for k, v in had.items():
+    other = next(
+        (i for i, kind in enumerate(kinds_of_layers) if kind != kinds_of_layers[0]), 1
+    )
+    for k, v in original.items():
         if isinstance(v, list) and (len(v) == layers > 2 or k == "block_types"):
             new[k] = [v[0], v[other]]
         elif ("drop" in k and isinstance(v, float)) or k == "router_aux_loss_coef":
             new[k] = 0.0
-    new |= {k: 2 for k in LAYERS if had.get(k)}
+    new |= {k: 2 for k in LAYERS if original.get(k)}
     dropped = (
         "torch_dtype",
         "dtype",
@@ -132,4 +136,6 @@ def _shrunk(config: Any) -> Any:
         "_name_or_path",
         "transformers_version",
     )
-    return type(config)(**{k: v for k, v in (had | new).items() if k not in dropped})
+    return type(config)(
+        **{k: v for k, v in (original | new).items() if k not in dropped}
+    )

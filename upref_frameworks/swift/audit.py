@@ -83,49 +83,55 @@ FIPO = (
 )
 
 
-def _advantage() -> ModuleType:
+def _advantage_module() -> ModuleType:
     """Return ms-swift's module of advantages, imported where an audit runs."""
     return importlib.import_module("swift.rl_core.advantage")
 
 
 def _module() -> ModuleType:
-    m = importlib.import_module(TRAINERS + "grpo_trainer")
-    vars(m).update(nanmax=torch.max, nanmin=torch.min)  # of its metrics
-    return m
+    """Return ms-swift's module of the trainer, imported where an audit runs."""
+    module = importlib.import_module(TRAINERS + "grpo_trainer")
+    vars(module).update(nanmax=torch.max, nanmin=torch.min)  # of its metrics
+    return module
 
 
 def _source(path: str) -> str:
-    """A file of the package, by its path beside the trainers' folder."""
+    """Return the text of a file of the package, by its path beside the trainers'
+    folder.
+    """
     return source(TRAINERS + "grpo_trainer", path, up=1)
 
 
 def _modes() -> list[str]:
-    """The names that self.loss_type is compared with, and those normalized by the
-    window.
+    """Return the names with which the trainer's source compares self.loss_type, and
+    those normalized by the window.
     """
-    asked = re.findall(
+    compared_with = re.findall(
         r"self\.loss_type (?:==|in) ('\w+'|\[.*?\])",
         _source("rlhf_trainers/grpo_trainer.py"),
     )
     return sorted(
         {
-            *re.findall(r"'(\w+)'", " ".join(asked)),
+            *re.findall(r"'(\w+)'", " ".join(compared_with)),
             *_module().WINDOW_NORMALIZED_LOSS_TYPES,
         }
     )
 
 
 def _arguments() -> dict[str, Any]:
+    """Return the fields of GRPOArgumentsMixin, with their defaults."""
     mixin = importlib.import_module(TRAINERS + "args_mixin").GRPOArgumentsMixin
     return {f.name: f.default for f in fields(mixin)}
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    """Of its arguments, and what their validation puts in place of None."""
-    said = _source("arguments/rlhf_args.py")
-    grpo = said[said.index("def _init_grpo") :]
-    beta = re.search(r"self\.beta = ([\d.]+)", grpo)
-    length = re.search(r"max_completion_length: int = (\d+)", said)
+    """Return the defaults of ms-swift's arguments, with the values that their
+    validation puts in place of None.
+    """
+    source_text = _source("arguments/rlhf_args.py")
+    init_grpo = source_text[source_text.index("def _init_grpo") :]
+    beta = re.search(r"self\.beta = ([\d.]+)", init_grpo)
+    length = re.search(r"max_completion_length: int = (\d+)", source_text)
     assert beta and length
     names_read = (*READ, *FIPO) if mode == "fipo" else READ
     return {k: _arguments()[k] for k in names_read} | {
@@ -135,8 +141,8 @@ def _defaults(mode: str) -> dict[str, Any]:
 
 
 def _trainer(mode: str, config: dict[str, Any], steps: int) -> Any:
-    """A GRPOTrainer that was not set up: its arguments, read by its own method, and no
-    model.
+    """Return a GRPOTrainer that was not set up: it has its arguments, read by its own
+    method, and no model.
     """
     trainer = object.__new__(_module().GRPOTrainer)
     settings = {
@@ -174,7 +180,7 @@ def _plain(
     totals: Totals,
     num_micro_batches: int,
 ) -> Tensor:
-    """The trainer's loss of these log-probabilities; then the division by transformers'
+    """Return the trainer's loss of these log-probabilities, divided as by transformers'
     Trainer.
     """
     trainer = _trainer(mode, config, num_micro_batches)
@@ -183,7 +189,7 @@ def _plain(
         completion_mask=mask,
         truncated_mask=mask.new_zeros(len(mask)),
         ref_per_token_logps=ref_log_prob,
-        advantages=_advantage().expand_advantage_to_per_token(advantages, mask),
+        advantages=_advantage_module().expand_advantage_to_per_token(advantages, mask),
         old_per_token_logps=old_log_prob,
         rollout_per_token_logps=None,
         teacher_per_token_logps=None,
@@ -237,15 +243,22 @@ COMPARISONS = (
 )
 
 
-def _advantages(estimator: str, scale: str, n: int = 4) -> Callable[..., Tensor]:
-    return lambda R, g: _advantage().compute_advantages(
-        R[:, None], torch.ones(1), n, estimator, scale
+def _advantages(
+    estimator: str, scale: str, group_size: int = 4
+) -> Callable[..., Tensor]:
+    """Return ms-swift's advantages for groups of one size, as a function of rewards and
+    groups.
+    """
+    return lambda R, g: _advantage_module().compute_advantages(
+        R[:, None], torch.ones(1), group_size, estimator, scale
     )[0]
 
 
 def _dynamic_advantages(estimator: str, scale: str) -> Callable[..., Tensor]:
-    """For groups of any size; it computes in float32."""
-    return lambda R, g: _advantage().compute_advantages_dynamic_advantages(
+    """Return ms-swift's advantages for groups of any size. They are computed in
+    float32.
+    """
+    return lambda R, g: _advantage_module().compute_advantages_dynamic_advantages(
         R.float()[:, None],
         torch.ones(1),
         [str(i) for i in g.tolist()],
@@ -263,11 +276,15 @@ def _over_rewards(R: Tensor, group: Tensor) -> Tensor:
 
 def _teacher_kl(lp: Tensor, ref: Tensor) -> Tensor:
     """Return ms-swift's KL term of a teacher, in the order of the reference."""
-    return _advantage().compute_teacher_kl_per_token(ref, lp, torch.ones_like(lp))
+    return _advantage_module().compute_teacher_kl_per_token(
+        ref, lp, torch.ones_like(lp)
+    )
 
 
 def _parts() -> tuple[Component, ...]:
-    """The parts of ms-swift that are compared by themselves, such as its advantages."""
+    """Return the parts of ms-swift that are compared by themselves, such as its
+    advantages.
+    """
     equal = ("uneven", "one")
     std = {"ddof": 1, "eps": 1e-4}
     return (

@@ -34,7 +34,7 @@ def _llm() -> ModuleType:
 
 
 def _modes() -> list[str]:
-    """GRPOLoss and the classes that derive from it."""
+    """Return the names of GRPOLoss and of the classes that derive from it."""
     base = _llm().GRPOLoss
     return sorted(
         n
@@ -44,10 +44,14 @@ def _modes() -> list[str]:
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    """The arguments of the class; clip_epsilon as the two bounds that it becomes."""
-    said = arguments(getattr(_llm(), mode).__init__, "actor_network", "kwargs")
-    low, high = _llm()._validate_clip_epsilon(said.pop("clip_epsilon"))  # noqa: SLF001
-    return said | {"clip_epsilon_low": low, "clip_epsilon_high": high}
+    """Return the defaults of the class, with clip_epsilon as the two bounds that it
+    becomes.
+    """
+    class_defaults = arguments(
+        getattr(_llm(), mode).__init__, "actor_network", "kwargs"
+    )
+    low, high = _llm()._validate_clip_epsilon(class_defaults.pop("clip_epsilon"))  # noqa: SLF001
+    return class_defaults | {"clip_epsilon_low": low, "clip_epsilon_high": high}
 
 
 def _full(x: Tensor) -> dict[str, Tensor]:
@@ -65,7 +69,7 @@ def _plain(
     ref_log_prob: Tensor,
     num_micro_batches: int,
 ) -> Tensor:
-    """The loss of TorchRL in this mode, as a function of tensors."""
+    """Return the value of TorchRL's loss in this mode on tensors."""
     bounds = (config["clip_epsilon_low"], config["clip_epsilon_high"])
     settings = {k: v for k, v in config.items() if not k.startswith("clip_epsilon")}
     dist = SimpleNamespace(mask=mask, log_prob=lambda action: log_prob)
@@ -85,19 +89,22 @@ def _plain(
     return sum(t.sum() for t in terms) / num_micro_batches
 
 
-def _clipped(low: float, high: float) -> LossFault:
-    """The fault of a clipped ratio that is differentiated."""
-    form = replace(
+def _clipped_ratio_fault(low: float, high: float) -> LossFault:
+    """Return the fault of a clipped ratio that is differentiated."""
+    objective = replace(
         get("cispo"),
         name=f"clip(r, {low:g}, {high:g}) A, differentiated",
         fn=lambda lp, lp_old, A: clip(exp(lp - lp_old), low, high) * A,
         closed_form=lambda r, A: where(r <= high, where(r >= low, A * r, 0 * r), 0 * r),
     )
-    said = "the clipped ratio itself is multiplied by A, without a stop-gradient: no gradient is left beyond the bounds"
-    return fault(said, "stop-gradient", objective=form)
+    words = "the clipped ratio itself is multiplied by A, without a stop-gradient: no gradient is left beyond the bounds"
+    return fault(words, "stop-gradient", objective=objective)
 
 
 def _padded_kl(batch: Rollouts) -> Tensor:
+    """Return minus the KL term: the sum of k3 over trained tokens, divided by all
+    slots.
+    """
     assert batch.logp_ref is not None
     return (
         -BETA
@@ -117,7 +124,14 @@ SEQ = {"aggregation": "prompt_mean"}
 COMPARISONS = (
     Comparison("default", "GRPOLoss", OFF, "grpo", {}, (aggregated("token-mean"),)),
     Comparison("default", "DAPO", OFF, "dapo", {}, (with_hp(eps_high=0.2), GROUPS)),
-    Comparison("default", "CISPOLoss", OFF, "cispo", {}, (_clipped(0.8, 1.2), GROUPS)),
+    Comparison(
+        "default",
+        "CISPOLoss",
+        OFF,
+        "cispo",
+        {},
+        (_clipped_ratio_fault(0.8, 1.2), GROUPS),
+    ),
     Comparison("default", "GRPOLoss", OFF, "ppo_clip", {}),
     Comparison("paper", "GRPOLoss", OFF | SEQ, "grpo", {}),
     Comparison(
@@ -138,13 +152,13 @@ COMPARISONS = (
         OFF | {"clip_epsilon_high": 4.0},
         "cispo",
         {},
-        (_clipped(0.8, 5.0), GROUPS),
+        (_clipped_ratio_fault(0.8, 5.0), GROUPS),
     ),
 )
 
 
 def _advantages(R: Tensor, group: Tensor) -> Tensor:
-    """MCAdvantage: each response a trajectory of one step."""
+    """Return the advantages of MCAdvantage. Each response is a trajectory of one step."""
     td = importlib.import_module("tensordict")
     n = int((group == group[0]).sum())
     transform = _llm().MCAdvantage(grpo_size=n)
@@ -160,16 +174,16 @@ def _advantages(R: Tensor, group: Tensor) -> Tensor:
     return torch.tensor(A, dtype=R.dtype)
 
 
-def _floored(R: Tensor, group: Tensor) -> Tensor:
-    """Group-normalized rewards with a floor under the deviation."""
+def _normalized_with_floor(R: Tensor, group: Tensor) -> Tensor:
+    """Return group-normalized rewards whose deviation is 1e-6 at least."""
 
-    def std(x: Tensor) -> Tensor:
+    def std_with_floor(x: Tensor) -> Tensor:
         """Return the standard deviation, 1e-6 at least."""
         return x.std().clamp_min(1e-6)
 
     return torch.cat(
         [
-            (x - x.mean()) / std(x)
+            (x - x.mean()) / std_with_floor(x)
             for group_id in group.unique()
             for x in [R[group == group_id]]
         ]
@@ -182,8 +196,14 @@ def _without_eps(R: Tensor, group: Tensor) -> Tensor:
 
 
 def _parts() -> tuple[Component, ...]:
-    """The parts of TorchRL that are compared by themselves, such as its advantages."""
-    floor = (Fault("1e-6 is a floor of the deviation, not added to it", _floored),)
+    """Return the parts of TorchRL that are compared by themselves, such as its
+    advantages.
+    """
+    floor = (
+        Fault(
+            "1e-6 is a floor of the deviation, not added to it", _normalized_with_floor
+        ),
+    )
     left_out = ("uneven", "one")  # it waits for grpo_size responses
     rounds = (*left_out, "equal rewards that do not round alike")
     return (

@@ -41,14 +41,14 @@ PRODUCT = replace(
 UNCLIPPED = 1e30  # RLOOTrainer cannot switch its clip off
 
 
-def _product(eps: float) -> LossFault:
-    """The fault of a clip on the product of ratios."""
+def _product_clip_fault(eps: float) -> LossFault:
+    """Return the fault of a clip on the product of ratios."""
     if eps < 1:
-        said = "PPO's clip on the product of the response's ratios"
+        words = "PPO's clip on the product of the response's ratios"
     else:
-        said = "weighted by the product of the ratios"
+        words = "weighted by the product of the ratios"
     return fault(
-        f"{said}, eps = {eps:g}",
+        f"{words}, eps = {eps:g}",
         "objective",
         objective=PRODUCT,
         hp={"eps_low": eps, "eps_high": eps},
@@ -79,7 +79,9 @@ COMPARISONS = (
     Comparison("default", "vespo", {}, "vespo", {}, (BY_TOKENS,), one_adv=True),
     Comparison("default", "luspo", {}, "luspo", {}, (LUSPO,), one_adv=True),
     Comparison("default", "gmpo", {}, "gmpo", {}),
-    Comparison("default", "rloo", {}, "rloo", {}, (_product(0.2),), one_adv=True),
+    Comparison(
+        "default", "rloo", {}, "rloo", {}, (_product_clip_fault(0.2),), one_adv=True
+    ),
     Comparison(
         "paper", "dapo", {"epsilon": 0.2, "epsilon_high": 0.28}, "dapo", {}, (GROUPS,)
     ),
@@ -122,7 +124,7 @@ COMPARISONS = (
         {"epsilon": UNCLIPPED},
         "rloo",
         {},
-        (_product(UNCLIPPED),),
+        (_product_clip_fault(UNCLIPPED),),
         one_adv=True,
     ),
 )
@@ -132,8 +134,8 @@ OUT_OF_SCOPE = {
 
 
 def _modes() -> list[str]:
-    """Every loss_type, RLOOTrainer, and the packages of trl.experimental that define a
-    trainer of these families.
+    """Return every loss_type, RLOOTrainer, and the packages of trl.experimental that
+    define a trainer of these families.
     """
     root = Path(import_trl().__path__[0]) / "experimental"
     family = re.compile(
@@ -148,7 +150,7 @@ def _modes() -> list[str]:
 
 
 def _kernels() -> dict[str, Callable[..., Any]]:
-    """Functions of TRL that compute log-probabilities, by name."""
+    """Return the functions of TRL that compute log-probabilities, by name."""
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
     from trl.trainer.utils import selective_log_softmax_and_entropy
 
@@ -177,7 +179,9 @@ def _kernels() -> dict[str, Callable[..., Any]]:
         )
 
     def selective(logits: Tensor, tokens: Tensor, temperature: float) -> Any:
-        """As its trainer calls it, with the temperature by name."""
+        """Return log-probabilities as TRL's trainer computes them, with the temperature
+        by name.
+        """
         return selective_log_softmax_and_entropy(
             logits, tokens, temperature=temperature
         )
@@ -189,11 +193,11 @@ def _kernels() -> dict[str, Callable[..., Any]]:
 
 
 def _advantages(trainer: type, **settings: Any) -> Callable[..., Tensor]:
-    """The statements of the trainer's own method that make advantages of rewards, run
-    on ours.
+    """Return the statements of the trainer's own method that make advantages, as a
+    function of rewards and groups.
 
-    They stand in the middle of a method that samples and scores; `settings` are the
-    trainer's attributes they read.
+    They stand in the middle of a method that samples and scores. `settings` are the
+    attributes of the trainer that they read.
     """
     lines = inspect.getsource(
         vars(trainer)["_generate_and_score_completions"]
@@ -216,16 +220,16 @@ def _advantages(trainer: type, **settings: Any) -> Callable[..., Tensor]:
         textwrap.dedent("\n".join(lines[first : last + 1])), trainer.__name__, "exec"
     )
 
-    def found(R: Tensor, group: Tensor) -> Tensor:
-        """The advantages that TRL gives these rewards."""
-        here = SimpleNamespace(
+    def advantages(R: Tensor, group: Tensor) -> Tensor:
+        """Return the advantages that TRL gives these rewards."""
+        trainer_attributes = SimpleNamespace(
             multi_objective_aggregation="sum_then_normalize",
             reward_funcs=[None],
             **settings,
         )
-        here.reward_weights = torch.ones(1, dtype=R.dtype)
+        trainer_attributes.reward_weights = torch.ones(1, dtype=R.dtype)
         names = {
-            "self": here,
+            "self": trainer_attributes,
             "rewards": R.clone(),
             "rewards_per_func": R.clone()[:, None],
             "device": R.device,
@@ -234,11 +238,13 @@ def _advantages(trainer: type, **settings: Any) -> Callable[..., Tensor]:
         exec(code, vars(sys.modules[trainer.__module__]) | names, names)
         return torch.as_tensor(names["advantages"])
 
-    return found
+    return advantages
 
 
 def _over_batch(R: Tensor, group: Tensor) -> Tensor:
-    """As GRPOConfig.scale_rewards has it, after Lite PPO (arXiv 2508.08221)."""
+    """Return GRPOConfig.scale_rewards="batch": group-centred rewards over the deviation
+    of all, after Lite PPO (arXiv 2508.08221).
+    """
     return group_mean(R, group) / (R.std(correction=1) + 1e-4)
 
 
@@ -256,7 +262,7 @@ def _part(mode: str, found: Any, promise: Any, **more: Any) -> Component:
 
 
 def _parts() -> tuple[Component, ...]:
-    """The parts of TRL that are compared by themselves, such as its advantages."""
+    """Return the parts of TRL that are compared by themselves, such as its advantages."""
     grpo = import_trl().GRPOTrainer
     rloo = import_trl().RLOOTrainer
     return (

@@ -153,9 +153,9 @@ def config_of(cls: type) -> type:
     )
 
 
-def _tiny() -> tuple[Any, Any]:
-    """A model and a tokenizer that TRL's constructors accept, made in memory; they are
-    never run.
+def _tiny_model_and_tokenizer() -> tuple[Any, Any]:
+    """Return a model and a tokenizer that TRL's constructors accept. They are made in
+    memory and never run.
     """
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -177,7 +177,9 @@ def _tiny() -> tuple[Any, Any]:
 
 @lru_cache(64)
 def _trainer(cls: type, settings: tuple[tuple[str, Any], ...]) -> Any:
-    """A real trainer, built by its own constructor, with these fields of its config."""
+    """Return a real trainer, built by its own constructor, with these fields of its
+    config.
+    """
     from datasets import Dataset
 
     fields = dict(settings)
@@ -209,7 +211,7 @@ def _trainer(cls: type, settings: tuple[tuple[str, Any], ...]) -> Any:
         "_send_telemetry": lambda self: None,
         "_prepare_inputs": lambda self, inputs: inputs,  # else it would generate
     }
-    model, words = _tiny()
+    model, words = _tiny_model_and_tokenizer()
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -228,7 +230,9 @@ def _trainer(cls: type, settings: tuple[tuple[str, Any], ...]) -> Any:
 
 
 class _StandIn(torch.nn.Module):
-    """Answers every forward pass with the same log-probabilities and entropies, [B, T]."""
+    """A model whose every forward pass returns the same log-probabilities and entropies
+    [B, T].
+    """
 
     def __init__(self, log_probs: Tensor, entropy: Tensor) -> None:
         super().__init__()

@@ -145,20 +145,22 @@ class Hooks:
         self.forward = ()
 
     def _is_recorded(self) -> bool:
-        """Whether the step that is being trained is recorded."""
+        """Return whether the step that is being trained is recorded."""
         return not self.detached and self.schedule.due(self._step())
 
     def _step(self) -> int:
-        """Number of the step that is being trained, as TRL's log counts it."""
+        """Return the number of the step that is being trained, as TRL's log counts it."""
         return int(self.trainer.state.global_step) + 1
 
     # ---- the wrapped methods ---------------------------------------------------------
     def _calculate_rewards(self, *args: Any, **kw: Any) -> Tensor:
+        """Call TRL's method, and keep the rewards."""
         rewards: Tensor = self.wrapped["_calculate_rewards"](*args, **kw)
         self.rewards = rewards
         return rewards
 
     def _generate_and_score_completions(self, *args: Any, **kw: Any) -> dict[str, Any]:
+        """Call TRL's method, and label what it generates."""
         self.rewards = None
         out: dict[str, Any] = self.wrapped["_generate_and_score_completions"](
             *args, **kw
@@ -170,10 +172,12 @@ class Hooks:
     def _get_per_token_logps_and_entropies(
         self, *args: Any, **kw: Any
     ) -> tuple[Any, ...]:
+        """Call TRL's method, and keep the log-probabilities and entropies."""
         self.forward = self.wrapped["_get_per_token_logps_and_entropies"](*args, **kw)
         return self.forward
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+        """Call TRL's method, and keep the micro-batch where the step is recorded."""
         loss: Tensor = self.wrapped["_compute_loss"](model, inputs)
         if self._is_recorded() and self.trainer.model.training:
             self._tried(lambda: self._keep(inputs))
@@ -199,7 +203,7 @@ class Hooks:
         return loss
 
     def _tried(self, work: Callable[[], None]) -> None:
-        """Do it. What it raises is kept until the step ends, where all ranks learn of
+        """Call `work`. An error is kept until the step ends, where all ranks learn of
         it.
         """
         try:
@@ -256,8 +260,8 @@ class Hooks:
         self.items.append(float(inputs["num_items_in_batch"]))
 
     def _scaled_by_deepspeed(self) -> bool:
-        """Whether DeepSpeed multiplies the loss by a scale of its own, unknown here: in
-        float16.
+        """Return whether DeepSpeed multiplies the loss by a scale of its own, which is
+        unknown here: in float16.
         """
         accelerator = self.trainer.accelerator
         by_deepspeed = str(accelerator.distributed_type).endswith("DEEPSPEED")
@@ -272,7 +276,7 @@ class Hooks:
             self.trainer._metrics["train"][name].append(value)
 
     def _batch(self, loss: float) -> RecordedBatch:
-        """The step of this rank, with the loss of all."""
+        """Return the step of this rank, with the loss of all."""
         if self.error is not None:
             raise self.error
         trainer = self.trainer
@@ -299,7 +303,7 @@ class Hooks:
         )
 
     def _counts(self, ranks: int) -> dict[str, float]:
-        """The counts of a step as TRL documents them.
+        """Return the counts of a step as TRL documents them.
 
         Its tokens are the mean over the steps of a generation batch.
         """

@@ -60,12 +60,15 @@ PIN = Pin(
 
 
 def _module(name: str) -> ModuleType:
+    """Return this module of Tunix, imported where an audit runs."""
     return importlib.import_module(f"tunix.rl.{name}")
 
 
 # ---- torch to JAX and back -----------------------------------------------------------
 class _Bridge(torch.autograd.Function):
-    """f(x, *rest), a function of JAX arrays; its gradient in x is JAX's."""
+    """A function f(x, *rest) of JAX arrays as a function of tensors. Its gradient by x
+    is JAX's.
+    """
 
     @staticmethod
     def forward(ctx: Any, f: Any, x: Tensor, *rest: Tensor) -> Tensor:
@@ -88,8 +91,8 @@ _bridge: Callable[..., Tensor] = _Bridge.apply
 
 
 def _padded(x: Tensor) -> Tensor:
-    """[B, T] with empty responses and masked slots added, to few shapes: JAX compiles a
-    function for each it meets.
+    """Return x [B, T] with empty responses and masked slots added. JAX compiles a
+    function for each shape, so the shapes are few.
     """
     padding = [max(8, 2 ** (n - 1).bit_length()) - n for n in x.shape]
     return torch.nn.functional.pad(x, (0, padding[1], 0, padding[0]))
@@ -115,7 +118,9 @@ def _settings_classes() -> dict[str, Any]:
 
 
 def _modes() -> list[str]:
-    """The variants, and the loss_algo that the settings of GRPO allow beside."""
+    """Return the variants, then the other values of loss_algo that GRPO's settings
+    allow.
+    """
     variants = _settings_classes()
     allowed = re.search(
         r"self.loss_algo not in \[(.*?)\]",
@@ -126,32 +131,30 @@ def _modes() -> list[str]:
 
 
 def _settings(mode: str) -> Any:
-    """The settings of a mode: a variant, or GRPO's with another loss_algo."""
+    """Return the settings of a mode: of a variant, or GRPO's with another loss_algo."""
     variants = _settings_classes()
     return variants[mode]() if mode in variants else variants["grpo"](loss_algo=mode)
 
 
 @cache
-def _function(mode: str, fields: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    """The loss with these fields over its defaults, as a function of arrays; compiled
-    once for each shape.
+def _compiled_loss(
+    mode: str, fields: tuple[tuple[str, Any], ...]
+) -> Callable[..., Any]:
+    """Return the loss with these fields over its defaults, as a function of arrays. JAX
+    compiles it once for each shape.
     """
-    common, made, jax = (
-        _module("common"),
-        _settings(mode),
-        importlib.import_module("jax"),
-    )
+    common = _module("common")
+    settings = _settings(mode)
+    jax = importlib.import_module("jax")
     for key, value in fields:
-        setattr(made, key, value)
-    if hasattr(made, "__dict__"):
-        made.temperature = 1.0  # as its learner sets it
-    loss = _module("function_registry").get_policy_loss_fn(made.policy_loss_fn)
-    model, no = (
-        importlib.import_module("flax.nnx").Dict(),
-        dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids")),
-    )
+        setattr(settings, key, value)
+    if hasattr(settings, "__dict__"):
+        settings.temperature = 1.0  # as its learner sets it
+    loss = _module("function_registry").get_policy_loss_fn(settings.policy_loss_fn)
+    model = importlib.import_module("flax.nnx").Dict()
+    absent = dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids"))
 
-    def found(lp: Any, old: Any, A: Any, mask: Tensor, ref: Any) -> Any:
+    def loss_of_arrays(lp: Any, old: Any, A: Any, mask: Tensor, ref: Any) -> Any:
         logits = jax.numpy.zeros((*lp.shape, 2))
         # in place of a model
         vars(common)["compute_per_token_logps"] = lambda *_, **__: (lp, logits)
@@ -161,9 +164,9 @@ def _function(mode: str, fields: tuple[tuple[str, Any], ...]) -> Callable[..., A
             "old_per_token_logps": old,
             "ref_per_token_logps": ref,
         }
-        return loss(model, common.TrainExample(**no, **given), made, 0, 1)[0]
+        return loss(model, common.TrainExample(**absent, **given), settings, 0, 1)[0]
 
-    return jax.jit(found)
+    return jax.jit(loss_of_arrays)
 
 
 def _plain(
@@ -176,18 +179,25 @@ def _plain(
     ref_log_prob: Tensor,
     num_micro_batches: int,
 ) -> Tensor:
-    """optax.MultiSteps takes the mean of the micro-batches."""
+    """Return the value of Tunix's loss in this mode on tensors, divided by the number
+    of micro-batches: optax.MultiSteps takes their mean.
+    """
     default = asdict(_settings(mode))
-    f = _function(mode, tuple((k, v) for k, v in config.items() if v != default[k]))
-    given = [log_prob, old_log_prob, advantages, mask.float(), ref_log_prob]
+    loss = _compiled_loss(
+        mode, tuple((k, v) for k, v in config.items() if v != default[k])
+    )
+    arguments = [log_prob, old_log_prob, advantages, mask.float(), ref_log_prob]
     # which reads the width
     if config.get("loss_agg_mode") != "sequence-mean-token-scale":
-        given = [_padded(x) for x in given]
-    return _bridge(f, *given) / num_micro_batches
+        arguments = [_padded(x) for x in arguments]
+    return _bridge(loss, *arguments) / num_micro_batches
 
 
 # ---- compared with -------------------------------------------------------------------
-def _clamped(batch: Rollouts) -> Rollouts:
+def _clamp_log_ratio_value(batch: Rollouts) -> Rollouts:
+    """Return the batch with the value of log r clamped to [-20, 20], and its gradient
+    kept.
+    """
     d = batch.logp - batch.logp_old
     return replace(batch, logp=batch.logp + sg(d.clamp(-20, 20) - d))
 
@@ -195,6 +205,7 @@ def _clamped(batch: Rollouts) -> Rollouts:
 def _grpo_clamped(
     lp: Any, lp_old: Any, A: Any, *, eps: Any = 0.2, c: Any = None
 ) -> Any:
+    """Return GRPO's J with log r clamped to [-20, 20]."""
     return get("grpo").fn(
         lp_old + (lp - lp_old).clamp(-20, 20), lp_old, A, eps=eps, c=c
     )
@@ -205,7 +216,9 @@ RATIO = replace(get("grpo"), fn=_grpo_clamped)
 CLAMP_KL = fault(CLAMP.words, CLAMP.kind, objective=RATIO, hp={"beta": BETA})
 CLAMP_K1 = fault(CLAMP.words, CLAMP.kind, objective=RATIO)
 BEFORE = fault(
-    "log r of each token clamped to ±20 before the mean", "clip", view=_clamped
+    "log r of each token clamped to ±20 before the mean",
+    "clip",
+    view=_clamp_log_ratio_value,
 )
 WIDTH = fault(
     "divided by the padded width",
@@ -257,19 +270,21 @@ COMPARISONS = (
 
 
 def _advantages(name: str) -> Callable[..., Tensor]:
-    """The advantages of Tunix under this name, as a function of rewards and groups."""
+    """Return Tunix's advantages of this name, as a function of rewards and groups."""
 
-    def found(rewards: Tensor, group: Tensor) -> Tensor:
-        f = _module("function_registry").get_advantage_estimator(name)
+    def advantages(rewards: Tensor, group: Tensor) -> Tensor:
+        estimator = _module("function_registry").get_advantage_estimator(name)
         return torch.from_numpy(
-            np.array(f(rewards.numpy(), int(torch.bincount(group)[0])))
+            np.array(estimator(rewards.numpy(), int(torch.bincount(group)[0])))
         )
 
-    return found
+    return advantages
 
 
 def _parts() -> tuple[Component, ...]:
-    """The parts of Tunix that are compared by themselves, such as its advantages."""
+    """Return the parts of Tunix that are compared by themselves, such as its
+    advantages.
+    """
     common = _module("common")
     alone = ("uneven", "one")
 

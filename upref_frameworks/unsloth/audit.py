@@ -53,25 +53,29 @@ def _zoo() -> ModuleType:
 
 
 def _source() -> str:
+    """Return the source of Unsloth's loss."""
     return inspect.getsource(_zoo().grpo_compute_loss)
 
 
 def _modes() -> list[str]:
-    asked = " ".join(re.findall(r"loss_type (?:==|in) (.*?):", _source()))
-    return sorted(set(re.findall(r'"(\w+)"', asked)))
+    """Return the names with which the loss's source compares loss_type."""
+    compared_with = " ".join(re.findall(r"loss_type (?:==|in) (.*?):", _source()))
+    return sorted(set(re.findall(r'"(\w+)"', compared_with)))
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    """What it falls back to, kwargs.get(NAME, VALUE); beta is an argument without a
-    default, 0 is no KL term.
+    """Return the values that the loss falls back to: kwargs.get(NAME, VALUE). beta is
+    an argument without a default; 0 is no KL term.
     """
-    asked = (
+    arguments_of_calls = (
         n.args
         for n in ast.walk(ast.parse(_source()))
         if isinstance(n, ast.Call) and len(n.args) == 2
     )
-    told = {n.value: v for n, v in asked if isinstance(n, ast.Constant)}
-    return {k: ast.literal_eval(told[k]) for k in READ} | {"beta": 0.0}
+    fallbacks = {
+        n.value: v for n, v in arguments_of_calls if isinstance(n, ast.Constant)
+    }
+    return {k: ast.literal_eval(fallbacks[k]) for k in READ} | {"beta": 0.0}
 
 
 def _plain(
@@ -85,8 +89,8 @@ def _plain(
     totals: Totals,
     num_micro_batches: int,
 ) -> Tensor:
-    """As its trainer calls it: the tokens of the accumulated batch, and how many
-    micro-batches that has.
+    """Return the value of the loss as Unsloth's trainer calls it: with the tokens of
+    the accumulated batch, and how many micro-batches that has.
     """
     settings = {k: v for k, v in config.items() if k != "beta"}
     return _zoo().grpo_compute_loss(
@@ -106,6 +110,7 @@ def _plain(
 
 
 def _weighted_k3(lp: Tensor, ref: Tensor, old: Tensor) -> Tensor:
+    """Return k3 times the ratio, as Unsloth clamps it: log-ratio to 20, value to 10."""
     d = (ref - lp).clamp(-20, 20)
     return (exp(lp - old) * (expm1(d) - d)).clamp(-10, 10)
 
@@ -160,7 +165,9 @@ COMPARISONS = (
 
 
 def _parts() -> tuple[Component, ...]:
-    """The parts of Unsloth that are compared by themselves, such as its advantages."""
+    """Return Unsloth's functions of log-probabilities, which are compared by
+    themselves.
+    """
     zoo = _zoo()
 
     def plain(z: Tensor, tokens: Tensor, t: float) -> Tensor:
@@ -189,7 +196,7 @@ def _parts() -> tuple[Component, ...]:
 
 
 def _kernels() -> dict[str, Callable[..., Any]]:
-    """Functions of Unsloth that compute log-probabilities, by name."""
+    """Return the functions of Unsloth that compute log-probabilities, by name."""
     fused = importlib.import_module(
         "unsloth_zoo.fused_losses.fused_linear"
     ).fused_linear_logprobs

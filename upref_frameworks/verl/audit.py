@@ -31,8 +31,10 @@ from upref_frameworks.audits.shared import (
 from upref_frameworks.verl.losses import NO_DUAL_CLIP, import_verl, verl_loss
 
 
-def _micro_means(batch: Rollouts) -> Tensor:
-    """B over the size of the micro-batch a response is in."""
+def _micro_batch_scale(batch: Rollouts) -> Tensor:
+    """Return a scale [B, 1]: all responses over those of the micro-batch that has the
+    response.
+    """
     return torch.cat(
         [
             torch.full((len(m.mask), 1), len(batch.mask) / len(m.mask))
@@ -45,38 +47,41 @@ E20 = math.exp(20)
 MICRO_MEAN = fault(
     "torch.mean of each micro-batch, global_batch_info unread",
     "batches",
-    scale=_micro_means,
+    scale=_micro_batch_scale,
 )
 
 
-def _dppo(kind: str, delta: float, trunc: float) -> tuple[LossFault, ...]:
-    """Why verl's DPPO differs from the reference: its cut of the ratio."""
+def _dppo_faults(kind: str, delta: float, trunc: float) -> tuple[LossFault, ...]:
+    """Return the faults of verl's DPPO: it cuts the ratio outside of the derivative,
+    and its KL variant adds 1e-8 inside the logarithms.
+    """
     name = f"dppo_{kind}_verl"
-    said = (
+    words = (
         f"delta = {delta:g}, ratio cut at {trunc:.4g} outside the derivative ({name})"
     )
 
-    def near(batch: Rollouts) -> Tensor:
+    def is_near_bound(batch: Rollouts) -> Tensor:
         """Return the tokens that rounding may move across the bound."""
         return (binary_kl(batch.logp, batch.logp_old) - delta).abs() < 1e-5
 
     reason = (
         "1e-8 inside the logarithms moves the bound by < 1e-5 (tokens there left out)"
     )
-    near_kl = fault(reason, "rounding", skip=near)
-    cut = fault(said, "objective", objective=name, hp={"delta": delta, "trunc": trunc})
+    near_kl = fault(reason, "rounding", skip=is_near_bound)
+    cut = fault(words, "objective", objective=name, hp={"delta": delta, "trunc": trunc})
     return (cut, near_kl) if kind == "kl" else (cut,)
 
 
-def _clip(low: float, high: float, c: float | None = None) -> dict[str, float]:
+def _clip_fields(low: float, high: float, c: float | None = None) -> dict[str, float]:
+    """Return verl's fields of a clip, and of a dual clip if c is given."""
     return {"clip_ratio_low": low, "clip_ratio_high": high} | (
         {"clip_ratio_c": c} if c else {}
     )
 
 
-def _tied(batch: Rollouts) -> Tensor:
-    """The tokens whose covariance equals the last that is penalized, where there are
-    several.
+def _is_tied(batch: Rollouts) -> Tensor:
+    """Return the tokens whose covariance equals the last that is penalized, where
+    several tie.
     """
     cov = covariance(batch.logp, batch.adv, batch.mask)
     score = cov.masked_fill(~batch.mask, -math.inf)
@@ -89,7 +94,7 @@ def _tied(batch: Rollouts) -> Tensor:
 TIES = fault(
     "of tokens that tie for the last place as many as there are places (ties left out)",
     "rounding",
-    skip=_tied,
+    skip=_is_tied,
 )
 TOKENS, MEANS, SUMS = (
     {"loss_agg_mode": a}
@@ -114,7 +119,7 @@ COMPARISONS = (
         TOKENS,
         "dppo_tv",
         {},
-        (*_dppo("tv", 0.2, 3.0), aggregated("token-mean")),
+        (*_dppo_faults("tv", 0.2, 3.0), aggregated("token-mean")),
     ),
     Comparison(
         "default",
@@ -122,13 +127,13 @@ COMPARISONS = (
         TOKENS,
         "dppo_kl",
         {},
-        (*_dppo("kl", 0.2, 3.0), aggregated("token-mean")),
+        (*_dppo_faults("kl", 0.2, 3.0), aggregated("token-mean")),
     ),
     Comparison("default", "gpg", TOKENS, "reinforce_off_policy", {}, (GROUPS,)),
     Comparison(
         "paper",
         "vanilla",
-        TOKENS | _clip(0.2, 0.28, NO_DUAL_CLIP),
+        TOKENS | _clip_fields(0.2, 0.28, NO_DUAL_CLIP),
         "dapo",
         {},
         (GROUPS, CLAMP),
@@ -136,41 +141,50 @@ COMPARISONS = (
     Comparison(
         "paper",
         "vanilla",
-        TOKENS | _clip(0.2, 0.28, 10.0),
+        TOKENS | _clip_fields(0.2, 0.28, 10.0),
         "dapo",
         {"c": 10.0},
         (GROUPS,),
     ),
     Comparison(
-        "paper", "vanilla", MEANS | _clip(0.2, 0.2, NO_DUAL_CLIP), "grpo", {}, (CLAMP,)
+        "paper",
+        "vanilla",
+        MEANS | _clip_fields(0.2, 0.2, NO_DUAL_CLIP),
+        "grpo",
+        {},
+        (CLAMP,),
     ),
     Comparison(
         "paper",
         "vanilla",
-        SUMS | _clip(0.2, 0.2, NO_DUAL_CLIP),
+        SUMS | _clip_fields(0.2, 0.2, NO_DUAL_CLIP),
         "dr_grpo",
         {},
         (CLAMP,),
     ),
-    Comparison("paper", "gspo", MEANS | _clip(3e-4, 4e-4), "gspo", {}, (CLAMP_S,)),
-    Comparison("paper", "cispo", TOKENS | _clip(1.0, 4.0), "cispo", {}, (GROUPS,)),
+    Comparison(
+        "paper", "gspo", MEANS | _clip_fields(3e-4, 4e-4), "gspo", {}, (CLAMP_S,)
+    ),
+    Comparison(
+        "paper", "cispo", TOKENS | _clip_fields(1.0, 4.0), "cispo", {}, (GROUPS,)
+    ),
     Comparison("paper", "sapo", MEANS | {"tau_pos": 1.0, "tau_neg": 1.05}, "sapo", {}),
-    Comparison("paper", "geo_mean", TOKENS | _clip(0.4, 0.4), "gmpo", {}),
+    Comparison("paper", "geo_mean", TOKENS | _clip_fields(0.4, 0.4), "gmpo", {}),
     Comparison(
         "paper",
         "dppo_tv",
-        SUMS | _clip(0.15, 0.15, NO_DUAL_CLIP),
+        SUMS | _clip_fields(0.15, 0.15, NO_DUAL_CLIP),
         "dppo_tv",
         {},
-        _dppo("tv", 0.15, E20),
+        _dppo_faults("tv", 0.15, E20),
     ),
     Comparison(
         "paper",
         "dppo_kl",
-        SUMS | _clip(0.05, 0.05, NO_DUAL_CLIP),
+        SUMS | _clip_fields(0.05, 0.05, NO_DUAL_CLIP),
         "dppo_kl",
         {},
-        _dppo("kl", 0.05, E20),
+        _dppo_faults("kl", 0.05, E20),
     ),
     Comparison("paper", "gpg", SUMS, "reinforce", {}),
     Comparison(
@@ -196,6 +210,7 @@ OUT_OF_SCOPE = {
 
 
 def _loss(comparison: Comparison, batch: Rollouts, padding: float | None) -> Tensor:
+    """Return verl's loss of this comparison on a batch."""
     actor = dict(comparison.config)
     return verl_loss(
         comparison.mode, batch, actor.pop("loss_agg_mode"), padding=padding, **actor
@@ -203,7 +218,7 @@ def _loss(comparison: Comparison, batch: Rollouts, padding: float | None) -> Ten
 
 
 def _remarks() -> tuple[str, ...]:
-    """What no row of the table shows, in words."""
+    """Return in words what no row of the table shows."""
     # as agg_loss computes it
     added = (torch.ones(1, dtype=torch.bool).sum() + 1e-8 - 1).item()
     return (
@@ -214,14 +229,16 @@ def _remarks() -> tuple[str, ...]:
 
 
 def _kernels() -> dict[str, Callable[..., Any]]:
-    """Functions of verl that compute log-probabilities, by name."""
+    """Return the functions of verl that compute log-probabilities, by name."""
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
     from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
 
     def from_logits(
         logits: Tensor, tokens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """As its workers call both, on logits divided by the temperature."""
+        """Return log-probabilities and entropies of logits over the temperature, as
+        verl's workers call both.
+        """
         log_probs = logprobs_from_logits(logits / temperature, tokens)
         return log_probs, entropy_from_logits(logits / temperature)
 
@@ -237,33 +254,35 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     }
 
 
-def _advantages(name: str, **more: bool) -> Callable[..., Tensor]:
-    """The advantages of verl under this name, as a function of rewards and groups."""
+def _advantages(name: str, **options: bool) -> Callable[..., Tensor]:
+    """Return verl's advantages of this name, as a function of rewards and groups."""
 
-    def found(R: Tensor, group: Tensor) -> Tensor:
-        """Rewards on the one token of each response; the function writes into what it
-        is given.
+    def advantages(R: Tensor, group: Tensor) -> Tensor:
+        """Return the advantages where each response is one token. verl's function
+        writes into the rewards, so it gets a copy.
         """
-        f = import_verl().core_algos.get_adv_estimator_fn(name)
+        estimator = import_verl().core_algos.get_adv_estimator_fn(name)
         ones = torch.ones_like(R)[:, None]
         grouped = {} if name == "reinforce_plus_plus" else {"index": group.numpy()}
         if name == "reinforce_plus_plus":
             gamma = {"config": SimpleNamespace(gamma=1.0)}
         else:
             gamma = {}
-        return f(
+        return estimator(
             token_level_rewards=R.clone()[:, None],
             response_mask=ones,
             **grouped,
             **gamma,
-            **more,
+            **options,
         )[0][:, 0]
 
-    return found
+    return advantages
 
 
 def _opo(R: Tensor, group: Tensor) -> Tensor:
-    """Responses of 1, 2, 3, 1, ... tokens, whose reward stands on the first."""
+    """Return verl's OPO advantages of responses of 1, 2, 3, 1, ... tokens, whose reward
+    stands on the first.
+    """
     mask = torch.arange(3) < _lengths(R)[:, None]
     rewards = torch.nn.functional.pad(R[:, None], (0, 2))
     f = import_verl().core_algos.get_adv_estimator_fn("opo")
@@ -272,9 +291,9 @@ def _opo(R: Tensor, group: Tensor) -> Tensor:
     )[0][:, 0]
 
 
-def _by_length(R: Tensor, group: Tensor) -> Tensor:
-    """R minus the mean of its group, each reward weighted by the length of its response
-    (OPO).
+def _opo_reference(R: Tensor, group: Tensor) -> Tensor:
+    """Return R minus the mean of its group, where each reward is weighted by the length
+    of its response: the reference of OPO.
     """
     n = _lengths(R)
     same = (group[:, None] == group).to(R.dtype)
@@ -282,8 +301,8 @@ def _by_length(R: Tensor, group: Tensor) -> Tensor:
 
 
 def _remax(R: Tensor, group: Tensor) -> Tensor:
-    """Responses of 1, 2, 3, 1, ... tokens, rewarded on the first; GREEDY is the greedy
-    response's reward.
+    """Return verl's ReMax advantages of responses of 1, 2, 3, 1, ... tokens, rewarded
+    on the first. GREEDY has the reward of each group's greedy response.
     """
     mask = (torch.arange(3) < _lengths(R)[:, None]).to(R.dtype)
     rewards = torch.nn.functional.pad(R[:, None], (0, 2))
@@ -297,10 +316,10 @@ GREEDY = torch.tensor([0.25, -0.5], dtype=torch.float64)
 
 
 def _passk(std: bool) -> Callable[..., Tensor]:
-    """verl's Pass@k advantages, as a function of rewards and groups."""
+    """Return verl's Pass@k advantages, as a function of rewards and groups."""
 
-    def found(R: Tensor, group: Tensor) -> Tensor:
-        """The advantages that verl gives these rewards."""
+    def advantages(R: Tensor, group: Tensor) -> Tensor:
+        """Return the advantages that verl gives these rewards."""
         f = import_verl().core_algos.get_adv_estimator_fn("grpo_passk")
         ones = torch.ones_like(R)[:, None]
         config = {"norm_adv_by_std_in_grpo": std}
@@ -311,15 +330,15 @@ def _passk(std: bool) -> Callable[..., Tensor]:
             config=config,
         )[0][:, 0]
 
-    return found
+    return advantages
 
 
-def _best_alone(std: bool) -> Callable[..., Tensor]:
-    """The reference of Pass@k advantages, as a function of rewards and groups."""
+def _passk_reference(std: bool) -> Callable[..., Tensor]:
+    """Return the reference of Pass@k advantages, as a function of rewards and groups."""
 
     def reference(R: Tensor, group: Tensor) -> Tensor:
-        """The gain of max R by each response: what the maximum loses without it
-        (Pass@k, k the size of the group).
+        """Return what each response adds to the maximum of its group: max R minus the
+        maximum of the others (Pass@k, k the size of the group).
         """
         A = torch.zeros_like(R)
         for group_id in group.unique():
@@ -333,10 +352,14 @@ def _best_alone(std: bool) -> Callable[..., Tensor]:
 
 
 def _lengths(R: Tensor) -> Tensor:
+    """Return the lengths 1, 2, 3, 1, ... of the responses."""
     return (torch.arange(len(R)) % 3 + 1).to(R.dtype)
 
 
-def _gpg(R: Tensor, group: Tensor) -> Tensor:
+def _gpg_reference(R: Tensor, group: Tensor) -> Tensor:
+    """Return the reference of GPG: centred rewards, times N over the number of rewards
+    that are not 0.
+    """
     return (
         keep_singletons(advantages.group_mean)(R, group)
         * len(R)
@@ -349,24 +372,28 @@ VALUES = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64)
 
 
 def _gae(lam: float) -> Callable[..., Tensor]:
-    """verl's GAE on the first of three tokens, as a function of rewards and groups."""
+    """Return verl's GAE on the first of three tokens, as a function of rewards and
+    groups.
+    """
 
-    def found(R: Tensor, group: Tensor) -> Tensor:
-        """The first of three tokens, the reward on the last; then whitened by all."""
+    def advantages(R: Tensor, group: Tensor) -> Tensor:
+        """Return the advantage of the first of three tokens. The reward is on the last,
+        and all advantages are whitened together.
+        """
         rewards = torch.nn.functional.pad(R[:, None], (2, 0))
         ones = torch.ones(len(R), 3, dtype=R.dtype)
         f = import_verl().core_algos.get_adv_estimator_fn("gae")
         return f(rewards, VALUES.expand(len(R), 3), ones, gamma=0.9, lam=lam)[0][:, 0]
 
-    return found
+    return advantages
 
 
-def _sum_of_deltas(lam: float) -> Callable[..., Tensor]:
-    """The reference of GAE, as a function of rewards and groups."""
+def _gae_reference(lam: float) -> Callable[..., Tensor]:
+    """Return the reference of GAE, as a function of rewards and groups."""
 
     def reference(R: Tensor, group: Tensor) -> Tensor:
-        """GAE written as a sum: A_t = Σ_k (γλ)^k δ_(t+k), whitened as masked_whiten
-        does.
+        """Return GAE written as a sum, A_t = Σ_k (γλ)^k δ_(t+k), whitened as by
+        masked_whiten.
         """
         after = torch.cat([VALUES[1:], VALUES.new_zeros(1)])
         deltas = torch.nn.functional.pad(R[:, None], (2, 0)) + 0.9 * after - VALUES
@@ -383,12 +410,12 @@ def _sum_of_deltas(lam: float) -> Callable[..., Tensor]:
 
 
 def _centred(R: Tensor, group: Tensor) -> Tensor:
-    """REINFORCE++-baseline as verl has it."""
+    """Return the advantages of REINFORCE++-baseline as verl computes them."""
     return whiten_by_sample(keep_singletons(advantages.group_mean)(R, group))
 
 
 def _parts() -> tuple[Component, ...]:
-    """The parts of verl that are compared by themselves, such as its advantages."""
+    """Return the parts of verl that are compared by themselves, such as its advantages."""
     kl = import_verl().core_algos.kl_penalty
     agg = import_verl().core_algos.agg_loss
 
@@ -448,9 +475,9 @@ def _parts() -> tuple[Component, ...]:
             "advantages",
             "opo",
             _opo,
-            _by_length,
+            _opo_reference,
             words="R minus the mean by length (OPO)",
-            reasons=(Fault(ALONE, keep_singletons(_by_length)),),
+            reasons=(Fault(ALONE, keep_singletons(_opo_reference)),),
             tol=1e-6,
         ),
         Component(
@@ -460,7 +487,10 @@ def _parts() -> tuple[Component, ...]:
             "group_mean",
             reasons=(
                 Fault(ALONE, keep_singletons(advantages.group_mean)),
-                Fault("times the responses over those whose reward is not 0", _gpg),
+                Fault(
+                    "times the responses over those whose reward is not 0",
+                    _gpg_reference,
+                ),
             ),
             tol=1e-6,
         ),
@@ -476,7 +506,7 @@ def _parts() -> tuple[Component, ...]:
                 "advantages",
                 f"grpo_passk, std={std}",
                 _passk(std),
-                _best_alone(std),
+                _passk_reference(std),
                 leaves_out=("one",),
                 tol=1e-6,
                 words="the maximum minus the maximum without the response"
@@ -489,7 +519,7 @@ def _parts() -> tuple[Component, ...]:
                 "advantages",
                 f"gae, lam={lam:g}",
                 _gae(lam),
-                _sum_of_deltas(lam),
+                _gae_reference(lam),
                 words="GAE, whitened over all tokens",
                 tol=1e-6,
             )

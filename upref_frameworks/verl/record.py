@@ -332,7 +332,9 @@ class Steps:
         out["metrics"] |= {name: [value] for name, value in metrics.items()}
 
     def _recorded(self, engine: Any) -> int:
-        """The last step of this rank in the folder: a resumed run goes on from there."""
+        """Return the last step of this rank in the folder, from which a resumed run
+        goes on; 0 without one.
+        """
         if self.folder is None:
             return 0
         rank = engine.get_data_parallel_rank()
@@ -382,6 +384,7 @@ class KeptStep:
         return loss, metrics
 
     def _keep(self, model_output: Any, data: Any, loss: Tensor) -> None:
+        """Keep a micro-batch: its columns now, its gradient in the backward pass."""
         from verl.workers.utils.padding import no_padding_2_padding
 
         lp = model_output["log_probs"]
@@ -418,7 +421,9 @@ class KeptStep:
         }
 
     def _gradient_is_whole(self) -> bool:
-        """Whether this rank has dL/dlp of whole sequences: with FSDP, without Ulysses."""
+        """Return whether this rank has dL/dlp of whole sequences: with FSDP, without
+        Ulysses.
+        """
         alone = getattr(self.engine, "ulysses_sequence_parallel_size", 1) == 1
         return alone and "FSDP" in type(self.engine).__name__
 
@@ -453,12 +458,14 @@ class KeptStep:
         )
 
     def _length(self) -> dict[str, float]:
+        """Return the length that divides the loss, where the aggregation has one."""
         if self.config is None or self.config.loss_agg_mode != BY_LENGTH:
             return {}
         widest = max(part["mask"].shape[1] for part in self.micro_batches)
         return {"length": float(self.config.loss_scale_factor or widest)}
 
     def _meta(self) -> dict[str, str]:
+        """Return the version and the settings of verl that the record names."""
         import verl
 
         meta = {"framework": f"verl {verl.__version__}"}
@@ -475,19 +482,19 @@ class KeptStep:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """[B, T] on the CPU, from a nested tensor too."""
+    """Return a tensor, nested or not, as [B, T] on the CPU."""
     dense = torch.nested.to_padded_tensor(x, 0) if x.is_nested else x
     return dense.detach().cpu()
 
 
 def _fitted(x: Tensor, width: int) -> Tensor:
-    """[B, T] of another width; what is cut off is padding."""
+    """Return x [B, T] at another width. What is cut off is padding."""
     return torch.nn.functional.pad(x, (0, max(0, width - x.shape[1])))[:, :width]
 
 
 def _one_width(columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Columns at the width of the mask; one number of a response stands at each of its
-    tokens.
+    """Return the columns at the width of the mask. One number of a response is repeated
+    for each of its tokens.
     """
     width = columns["mask"].shape[1]
     out = {}
@@ -497,7 +504,7 @@ def _one_width(columns: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _groups(data: Any) -> dict[str, Tensor]:
-    """The prompt of each response as a number: verl's uid is a text."""
+    """Return the prompt of each response as a number: verl's uid is a text."""
     from verl.utils import tensordict_utils as tu
 
     if "uid" not in data.keys():  # noqa: SIM118

@@ -199,13 +199,15 @@ def check_twin(settings: TwinSettings) -> StepReport:
 
 
 def _kl_estimator(actor: dict[str, Any]) -> str:
-    """The KL estimator of these settings, by upref's name."""
+    """Return the KL estimator of these settings, by upref's name."""
     names = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}
     return names.get(actor["kl_loss_type"], actor["kl_loss_type"])
 
 
 def _actor_of_twin(settings: TwinSettings, objective: Objective) -> dict[str, Any]:
-    """The fields of ActorConfig with which verl trains by the objective of upref."""
+    """Return the fields of ActorConfig with which verl trains by the objective of
+    upref.
+    """
     parity = {"first": 0, "every": 0}  # check_twin compares the step itself
     return settings.actor | dict(
         clip_ratio_c=3.0,
@@ -218,8 +220,9 @@ def _actor_of_twin(settings: TwinSettings, objective: Objective) -> dict[str, An
 
 
 def _micro_batches_of_twin(objective: Objective) -> dict[str, Any]:
-    """The fields of FSDPEngineConfig that divide the eight rows of a check: all in one
-    micro-batch where the objective couples them, else two or so in each.
+    """Return the fields of FSDPEngineConfig that divide the eight rows of a check. All
+    rows are in one micro-batch where the objective couples them; else two or so are in
+    each.
     """
     if objective.batch_coupled:
         return dict(micro_batch_size_per_gpu=8, use_dynamic_bsz=False)
@@ -331,8 +334,10 @@ def stop_unless_twin_agrees(settings: TwinSettings) -> str:
 
 
 def _batch(rows: Sequence[Row], temperature: float, settings: Any) -> Any:
-    """As verl's trainer hands it to its workers: prompts padded left, responses right,
-    then without padding; and what it reads off the actor's configuration.
+    """Return the rows as verl's trainer hands them to its workers, with what it reads
+    off the actor's configuration.
+
+    Prompts are padded left and responses right; then the padding is taken out.
     """
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import left_right_2_no_padding
@@ -382,8 +387,8 @@ def _batch(rows: Sequence[Row], temperature: float, settings: Any) -> Any:
 
 @contextlib.contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """verl replaces forwards on the classes of transformers: set back, or the reference
-    would be patched too.
+    """Undo at the end what verl replaces in the classes and modules of transformers:
+    else the reference would be patched too.
     """
     classes = {
         c
@@ -399,14 +404,14 @@ def _restored(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for c, had in kept.items():
+        for c, before in kept.items():
             for k, v in vars(c).copy().items():
-                if k not in had:
+                if k not in before:
                     delattr(c, k)
-                elif had[k] is not v:
-                    setattr(c, k, had[k])
-        for m, had in names.items():
-            vars(sys.modules[m]).update(had)
+                elif before[k] is not v:
+                    setattr(c, k, before[k])
+        for m, before in names.items():
+            vars(sys.modules[m]).update(before)
 
 
 if __name__ == "__main__":

@@ -214,6 +214,7 @@ def hyperparameters(objective: Objective, config: Any) -> dict[str, Any]:
 
 
 def _section(config: Any) -> dict[str, Any]:
+    """Return the settings `policy_loss.upref` of verl's configuration."""
     return dict((config.get("policy_loss", None) or {}).get("upref", None) or {})
 
 
@@ -238,18 +239,19 @@ def monitor_of(objective: Objective, config: Any) -> Monitor:
 
 
 def _check_twin(objective: Objective, config: Any, hp: dict[str, Any]) -> None:
-    """Before the first step, on the first rank: one step of a two-layer twin of this
-    run, where step_check is set.
+    """Check one step of a two-layer twin of this run, where step_check is set.
+
+    It runs before the first step, on the first rank.
     """
     if not _section(config).get("step_check") or not _first_time(
         "twin", objective.name
     ):
         return
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        said = stop_unless_twin_agrees(
+        report = stop_unless_twin_agrees(
             settings_of_twin(objective.name, hp, config, config.model_config)
         )
-        log.info("step_check: %s", said)
+        log.info("step_check: %s", report)
 
 
 def _refuse_ignored_keys(
@@ -273,7 +275,7 @@ def _log_hyperparameters(
 ) -> None:
     """Log once which hyperparameters are used."""
     if _first_time("hp", objective.name, tuple(hp.items())):
-        said = [
+        values = [
             f"{k}={v} ({'policy_loss.upref' if k in given else 'default'})"
             for k, v in hp.items()
         ]
@@ -284,7 +286,7 @@ def _log_hyperparameters(
         log.info(
             "upref/%s: %s; `upref show %s` tells where defaults come from%s",
             objective.name,
-            ", ".join(said) or "no hyperparameters",
+            ", ".join(values) or "no hyperparameters",
             objective.name,
             coupled,
         )
@@ -307,6 +309,7 @@ def _warn_of_aggregation(objective: Objective, loss_agg_mode: str) -> None:
 
 
 def _first_time(*what: Any) -> bool:
+    """Return whether this is the first call with these arguments in this process."""
     new = what not in _logged
     _logged.add(what)
     return new
