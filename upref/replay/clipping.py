@@ -68,28 +68,29 @@ def clipping(
     A = b.adv.expand_as(mask)
     w = objective.token_weights(b, **hp)
     dead = w == 0
-    pos = mask & (A > 0)
-    neg = mask & (A < 0)
+    is_positive = mask & (A > 0)
+    is_negative = mask & (A < 0)
     r = exp(log_r)
-    most = torch.finfo(w.dtype).max
-    lost = ~w.isfinite() | (
-        (r == torch.finfo(r.dtype).max) & (w.abs() > most**0.5 * A.abs())
+    largest_number = torch.finfo(w.dtype).max
+    # a ratio that overflows has the largest number in its place
+    overflows = ~w.isfinite() | (
+        (r == torch.finfo(r.dtype).max) & (w.abs() > largest_number**0.5 * A.abs())
     )
-    inside = r[mask].double()
-    mass = w.double().abs().masked_fill(lost | ~mask, 0)
+    trained_ratios = r[mask].double()
+    absolute_weights = w.double().abs().masked_fill(overflows | ~mask, 0)
     numbers = {
-        "clip/pos_high": fraction(dead & (log_r >= 0), pos),
-        "clip/pos_low": fraction(dead & (log_r < 0), pos),
-        "clip/neg_high": fraction(dead & (log_r >= 0), neg),
-        "clip/neg_low": fraction(dead & (log_r < 0), neg),
-        "alive": fraction(~dead & ~lost, pos | neg),
-        "overflow": fraction(lost, mask),
-        "above_high": fraction(r > 1.28, pos),
-        "mass_above_high": mass[pos & (r > 1.28)].sum()
-        / mass.sum().clamp(min=torch.finfo(torch.float64).tiny),
-        "ratio/mean": inside.mean(),
-        "ratio/max": inside.max(),
-        "ratio/min": inside.min(),
+        "clip/pos_high": fraction(dead & (log_r >= 0), is_positive),
+        "clip/pos_low": fraction(dead & (log_r < 0), is_positive),
+        "clip/neg_high": fraction(dead & (log_r >= 0), is_negative),
+        "clip/neg_low": fraction(dead & (log_r < 0), is_negative),
+        "alive": fraction(~dead & ~overflows, is_positive | is_negative),
+        "overflow": fraction(overflows, mask),
+        "above_high": fraction(r > 1.28, is_positive),
+        "mass_above_high": absolute_weights[is_positive & (r > 1.28)].sum()
+        / absolute_weights.sum().clamp(min=torch.finfo(torch.float64).tiny),
+        "ratio/mean": trained_ratios.mean(),
+        "ratio/max": trained_ratios.max(),
+        "ratio/min": trained_ratios.min(),
         "kl_old": -(lp - old)[mask].double().mean(),
     }
     return dict(zip(numbers, torch.stack(list(numbers.values())).tolist(), strict=True))

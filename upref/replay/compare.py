@@ -124,35 +124,37 @@ def weights(
     """
     expect_batch(batch, "the table of objectives")
     batch.rollouts()
-    first = [objective_as_run(ran, {})] if ran else []
-    objectives = first + [
+    objective_ran = [objective_as_run(ran, {})] if ran else []
+    objectives = objective_ran + [
         o
         for name in names
-        if (o := objective_as_run(name, {})).name not in {f.name for f in first}
+        if (o := objective_as_run(name, {})).name not in {f.name for f in objective_ran}
     ]
     reference: Tensor | None = None
     rows: list[ObjectiveRow] = []
     skipped: dict[str, str] = {}
     for o in objectives:
-        own = {k: v for k, v in hp.items() if k in o.hyperparameters}
+        own_hp = {k: v for k, v in hp.items() if k in o.hyperparameters}
         try:
-            w = token_gradient(batch, o.aggregated(agg) if agg else o, own)
-            clipped = clipping(o, batch, **own)
+            w = token_gradient(batch, o.aggregated(agg) if agg else o, own_hp)
+            clipped = clipping(o, batch, **own_hp)
         except InputError as e:
             skipped[o.name] = str(e)
             continue
-        if first and o is first[0]:
+        if objective_ran and o is objective_ran[0]:
             reference = w
-        rows.append(_row(batch, o.name, w, clipped, reference))
+        rows.append(_objective_row(batch, o.name, w, clipped, reference))
     return ObjectiveWeights(
-        rows=tuple(rows), skipped=skipped, ran=first[0].name if first else ""
+        rows=tuple(rows),
+        skipped=skipped,
+        ran=objective_ran[0].name if objective_ran else "",
     )
 
 
 def token_gradient(
     batch: RecordedBatch, o: Objective, hp: dict[str, Any]
 ) -> Float[Tensor, "B T"]:
-    """dJ/dlp of every token of the batch, 0 where it does not train.
+    """Compute dJ/dlp of every token of the batch; 0 where a token does not train.
 
     Args:
         batch: with old log-probabilities, advantages and masks.
@@ -163,31 +165,40 @@ def token_gradient(
         [B, T].
     """
     b: Rollouts = batch.rollouts(sampler=o.sampler is not None)
-    out = torch.zeros(batch.mask.shape, dtype=torch.float64)
-    out[batch.mask.any(1)] = o.gradient(b, **hp).double()
-    return out
+    gradient = torch.zeros(batch.mask.shape, dtype=torch.float64)
+    gradient[batch.mask.any(1)] = o.gradient(b, **hp).double()
+    return gradient
 
 
-def _row(
+def _objective_row(
     batch: RecordedBatch,
     name: str,
     w: Tensor,
     clipped: dict[str, float],
     ran: Tensor | None,
 ) -> ObjectiveRow:
+    """Summarize the weights w of one objective.
+
+    Args:
+        batch: the batch.
+        name: of the objective.
+        w: [B, T].
+        clipped: as of `clipping`.
+        ran: the weights of the objective that ran; None where it is not known.
+    """
     mask = batch.mask
     assert batch.adv is not None
-    size = w.abs()
-    total = float(size.sum()) or 1.0
-    inside = size[mask]
+    absolute_weights = w.abs()
+    total = float(absolute_weights.sum()) or 1.0
+    trained_weights = absolute_weights[mask]
     positive = mask & (batch.adv > 0)
     negative = mask & (batch.adv < 0)
-    count = max(1, round(HEAVIEST * len(inside)))
+    number_heaviest = max(1, round(HEAVIEST * len(trained_weights)))
     lengths = mask.sum(1)
-    many = max(1, round(LONGEST * int((lengths > 0).sum())))
-    longest = lengths.argsort(descending=True, stable=True)[:many]
-    share = float(lengths[longest].sum() / lengths.sum())
-    squares = float((inside**2).sum())
+    number_longest = max(1, round(LONGEST * int((lengths > 0).sum())))
+    longest = lengths.argsort(descending=True, stable=True)[:number_longest]
+    token_share_of_longest = float(lengths[longest].sum() / lengths.sum())
+    squares = float((trained_weights**2).sum())
     cosine = None
     if ran is w:
         cosine = 1.0
@@ -199,28 +210,32 @@ def _row(
         dead_positive=float(fraction(w == 0, positive)),
         dead_negative=float(fraction(w == 0, negative)),
         effective=total**2 / squares if squares else 0.0,
-        heaviest=float(inside.topk(count).values.sum()) / total,
-        longest=float(size[longest].sum()) / total / share,
+        heaviest=float(trained_weights.topk(number_heaviest).values.sum()) / total,
+        longest=float(absolute_weights[longest].sum()) / total / token_share_of_longest,
         clipping=clipped,
-        turns=_by_turn(batch, size, total),
+        turns=_share_by_turn(batch, absolute_weights, total),
         cosine=cosine,
         gradient=w,
     )
 
 
-def _by_turn(batch: RecordedBatch, size: Tensor, total: float) -> dict[int, float]:
+def _share_by_turn(
+    batch: RecordedBatch, absolute_weights: Tensor, total: float
+) -> dict[int, float]:
+    """Return turn -> its share of Σ |w|; nothing without the column turn."""
     if batch.turn is None:
         return {}
     turns = batch.turn[batch.mask].unique().tolist()[:MOST_TURNS]
     return {
-        int(t): float(size[batch.mask & (batch.turn == t)].sum()) / total for t in turns
+        int(t): float(absolute_weights[batch.mask & (batch.turn == t)].sum()) / total
+        for t in turns
     }
 
 
 def heaviest_tokens(
     batch: RecordedBatch, row: ObjectiveRow, count: int = 5, tokenizer: Any = None
 ) -> list[HeavyToken]:
-    """The tokens with the largest |w| of an objective.
+    """Return the tokens with the largest |w| of an objective.
 
     Args:
         batch: the batch of the row.
@@ -234,27 +249,27 @@ def heaviest_tokens(
     Raises:
         InputError: the tokenizer has no such token.
     """
-    size = torch.where(batch.mask, row.gradient.abs(), 0.0)
-    total = float(size.sum()) or 1.0
+    absolute_weights = torch.where(batch.mask, row.gradient.abs(), 0.0)
+    total = float(absolute_weights.sum()) or 1.0
     old = batch.trainer()
     now = batch.now if batch.now is not None else batch.trainer()
     assert batch.adv is not None
-    out = []
-    some = min(count, int((size > 0).sum()))
-    for flat in size.flatten().topk(some).indices.tolist():
-        i, t = divmod(flat, size.shape[1])
+    heaviest = []
+    number_shown = min(count, int((absolute_weights > 0).sum()))
+    for position in absolute_weights.flatten().topk(number_shown).indices.tolist():
+        i, t = divmod(position, absolute_weights.shape[1])
         if batch.sampler is None or batch.sampler[i, t].isnan():
             sampler = None
         else:
             sampler = float(batch.sampler[i, t].exp())
         token = int(batch.ids[i, t])
-        out.append(
+        heaviest.append(
             HeavyToken(
                 response=i,
                 token=t,
                 id=token,
                 text="" if tokenizer is None else _text(tokenizer, token),
-                share=float(size[i, t]) / total,
+                share=float(absolute_weights[i, t]) / total,
                 weight=float(row.gradient[i, t]),
                 ratio=float((now[i, t] - old[i, t]).exp()),
                 old=float(old[i, t].exp()),
@@ -262,10 +277,11 @@ def heaviest_tokens(
                 advantage=float(batch.adv[i, t]),
             )
         )
-    return out
+    return heaviest
 
 
 def _text(tokenizer: Any, token: int) -> str:
+    """Return the text of a token id."""
     try:
         return str(tokenizer.decode([token]))
     except Exception as e:  # whatever a tokenizer raises

@@ -19,7 +19,7 @@ NO_ROUNDING = 1.0  # nats, of one token: rounding makes no such difference
 
 
 def report_lines(found: "Replay", verbose: bool) -> Iterator[str]:
-    """The lines of a report. verbose: every step.
+    """Yield the lines of a report.
 
     Args:
         found: the result of a replay.
@@ -34,7 +34,7 @@ def report_lines(found: "Replay", verbose: bool) -> Iterator[str]:
     for s in shown:
         yield s.summary
         yield from _step_lines(s)
-    yield from _earlier(found, shown)
+    yield from _lines_of_hidden_steps(found, shown)
     if found.series is not None:
         yield from _finding_lines("run", found.series.findings)
         sizes = [s.size for s in found.series.steps]
@@ -55,23 +55,25 @@ def report_lines(found: "Replay", verbose: bool) -> Iterator[str]:
         yield from _heavy_lines(found.heaviest, found.table.rows[0].name)
 
 
-def _earlier(found: "Replay", shown: "tuple[StepChecks, ...]") -> Iterator[str]:
+def _lines_of_hidden_steps(
+    found: "Replay", shown: "tuple[StepChecks, ...]"
+) -> Iterator[str]:
     """One line for each cause of a failure in the steps that are not shown."""
     steps: dict[tuple[str, str], list[int]] = {}
-    texts: dict[tuple[str, str], ReplayFinding] = {}
+    first_findings: dict[tuple[str, str], ReplayFinding] = {}
     for s in found.steps:
         for f in s.findings:
             if s not in shown and f.severity == "failure":
                 steps.setdefault((f.check, f.cause), []).append(s.step)
-                texts.setdefault((f.check, f.cause), f)
-    for key, at in steps.items():
+                first_findings.setdefault((f.check, f.cause), f)
+    for key, step_numbers in steps.items():
         yield _fold(
-            f"FAIL  {key[0]}: {texts[key]} At {len(at)} earlier steps, first at {at[0]}."
+            f"FAIL  {key[0]}: {first_findings[key]} At {len(step_numbers)} earlier steps, first at {step_numbers[0]}."
         )
 
 
 def summary_line(batch: RecordedBatch) -> str:
-    """Where the step was read, its size, and its columns.
+    """Say where the step was read, its size, and its columns.
 
     Args:
         batch: a recorded step.
@@ -95,25 +97,28 @@ def summary_line(batch: RecordedBatch) -> str:
 
 
 def _step_lines(s: "StepChecks") -> Iterator[str]:
-    g = s.sampler
-    if g is not None:
-        yield from _finding_lines("sampler", g.findings)
+    """Yield the lines of one step: findings, and of a check without findings its sizes."""
+    gap = s.sampler
+    if gap is not None:
+        yield from _finding_lines("sampler", gap.findings)
         word = "      sampler"
-        if not g.findings:
-            if g.largest > NO_ROUNDING:
+        if not gap.findings:
+            if gap.largest > NO_ROUNDING:
                 word = "      sampler: rounding explains the mean, and not the largest"
             else:
                 word = "ok    sampler: no more than rounding"
         yield (
-            f"{word}; {g.tokens:,} tokens, mean |log ρ| {g.mean_abs:.3g}, largest {g.largest:.3g}, "
-            f"E[ρ] {g.rho_mean:.4f} ± {g.rho_se:.4f}, KL by k3 {g.k3:.2g}, effective {g.effective:.0%}"
+            f"{word}; {gap.tokens:,} tokens, mean |log ρ| {gap.mean_abs:.3g}, largest {gap.largest:.3g}, "
+            f"E[ρ] {gap.rho_mean:.4f} ± {gap.rho_se:.4f}, KL by k3 {gap.k3:.2g}, effective {gap.effective:.0%}"
         )
-    a = s.advantages
-    if a is not None:
-        yield from _finding_lines("advantages", a.findings)
-        if a.estimator and not a.findings:
-            also = f" (so do {', '.join(a.also)})" if a.also else ""
-            yield _fold(f"ok    advantages: {a.estimator} of {a.grouping}{also}")
+    advantages = s.advantages
+    if advantages is not None:
+        yield from _finding_lines("advantages", advantages.findings)
+        if advantages.estimator and not advantages.findings:
+            also = f" (so do {', '.join(advantages.also)})" if advantages.also else ""
+            yield _fold(
+                f"ok    advantages: {advantages.estimator} of {advantages.grouping}{also}"
+            )
     if s.loss is not None:
         yield from _finding_lines("loss", s.loss.findings)
         if s.loss.found == s.loss.expected:
@@ -135,15 +140,17 @@ def _step_lines(s: "StepChecks") -> Iterator[str]:
 
 
 def _terms(found: LoggedLoss) -> str:
+    """Name the sum that a loss was expected to be."""
     return f"{found.expected} of {found.objective}'s terms"
 
 
 def _not_exercised(found: LoggedLoss) -> str:
-    """The hyperparameters of which an agreement says nothing."""
+    """Name the hyperparameters of which an agreement says nothing; "" without any."""
     return f"; not exercised: {', '.join(found.unused)}" if found.unused else ""
 
 
 def _finding_lines(check: str, findings: Iterable[ReplayFinding]) -> Iterator[str]:
+    """Yield a line for each of the first SHOWN findings of a check."""
     for number, f in enumerate(findings):
         if number < SHOWN:
             yield _fold(
@@ -152,12 +159,13 @@ def _finding_lines(check: str, findings: Iterable[ReplayFinding]) -> Iterator[st
 
 
 def _table_lines(table: ObjectiveWeights) -> Iterator[str]:
-    ran = any(row.cosine is not None for row in table.rows) and table.ran
+    """Yield the table of objectives; the column cosine needs the objective that ran."""
+    has_cosine = any(row.cosine is not None for row in table.rows) and table.ran
     if table.ran in table.skipped:
         yield _fold(f"{table.ran} is left out: {table.skipped[table.ran]}")
     yield (
         f"{'what each would do':22} {'dead A>0':>9} {'dead A<0':>9} {'effective':>10} {'top 1 %':>8} {'longest':>8}"
-        + (f" {'cosine':>7}" if ran else "")
+        + (f" {'cosine':>7}" if has_cosine else "")
         + ("  by turn" if table.rows and table.rows[0].turns else "")
     )
     for row in table.rows:
@@ -165,12 +173,13 @@ def _table_lines(table: ObjectiveWeights) -> Iterator[str]:
         yield (
             f"{row.name[:22]:22} {row.dead_positive:>9.1%} {row.dead_negative:>9.1%} {row.effective:>10,.0f} "
             f"{row.heaviest:>8.1%} {row.longest:>8.2f}"
-            + (f" {row.cosine:>7.3f}" if ran and row.cosine is not None else "")
+            + (f" {row.cosine:>7.3f}" if has_cosine and row.cosine is not None else "")
             + (f"  {turns}" if turns else "")
         )
 
 
 def _heavy_lines(heaviest: tuple[HeavyToken, ...], name: str) -> Iterator[str]:
+    """Yield the table of the heaviest tokens of an objective."""
     yield f"heaviest tokens of {name}"
     yield f"{'':22} {'share':>9} {'p_old':>9} {'p_sampler':>10} {'r':>8} {'A':>8}"
     for t in heaviest:
@@ -183,5 +192,5 @@ def _heavy_lines(heaviest: tuple[HeavyToken, ...], name: str) -> Iterator[str]:
 
 
 def _fold(line: str) -> str:
-    """Wrapped, with the rest under the text of the first line."""
+    """Wrap a line; the lines that follow are indented under its text."""
     return textwrap.fill(line, WIDTH, subsequent_indent=" " * 6)

@@ -13,8 +13,8 @@ from upref.replay.undo import FEW, NOTICEABLE, QUARTER, Columns, Undone
 SHIFTS = (1, -1, 2, -2, 3, -3, 4, -4)  # tokens
 # of the responses, beyond which a shift of some of them is reported
 CHANGED_SHARE = 0.02
-# of the responses that are off, at least, that the shift or the exchange brings back:
-# else they are off otherwise
+# The least share of the wrong responses that a shift or an exchange has to bring back.
+# With less, something else is wrong with them.
 EXPLAINED = 1 / 3
 ROW_TOKENS = 8  # a shorter response says too little about its row
 ROWS_COMPARED = 2048
@@ -22,7 +22,8 @@ PREFIX = 64  # tokens of a row that are compared with other rows
 
 
 def find_shift(c: Columns) -> Undone | None:
-    """The sampler's column is some tokens late or early, in all responses or in some.
+    """Find whether the sampler's column is some tokens late or early, in all responses or
+    in some.
 
     Args:
         c: the columns of the trainer and the sampler.
@@ -30,77 +31,81 @@ def find_shift(c: Columns) -> Undone | None:
     Returns:
         The cause, with the shift undone; None where no shift explains their distance.
     """
-    own = c.row_distance()
-    enough = c.mask.sum(1) >= ROW_TOKENS
-    bad = enough & (own > 5 * NOTICEABLE)
-    if int(bad.sum()) < FEW:
+    distances = c.row_distance()
+    is_long_enough = c.mask.sum(1) >= ROW_TOKENS
+    is_wrong = is_long_enough & (distances > 5 * NOTICEABLE)
+    if int(is_wrong.sum()) < FEW:
         return None
     best: tuple[int, int, Columns, Tensor] | None = None
-    for k in SHIFTS:
-        moved = _shift(c, k)
+    for shift in SHIFTS:
+        shifted = _shift(c, shift)
         # A shift leaves out tokens at one end: the others must have been apart as well,
         # in either column.
-        stay, came = (
+        distance_unmoved, distance_of_moved = (
             Columns(c.trainer, c.sampler, tokens).row_distance()
-            for tokens in (moved.mask, _moved(moved.mask, -k))
+            for tokens in (shifted.mask, _move_column(shifted.mask, -shift))
         )
-        apart = (
-            bad
-            & (stay.minimum(came) > 5 * NOTICEABLE)
-            & (moved.mask.sum(1) >= ROW_TOKENS // 2)
+        is_apart = (
+            is_wrong
+            & (distance_unmoved.minimum(distance_of_moved) > 5 * NOTICEABLE)
+            & (shifted.mask.sum(1) >= ROW_TOKENS // 2)
         )
-        fits = apart & (moved.row_distance() < QUARTER * stay.minimum(came))
-        count = int(fits.sum())
+        is_explained = is_apart & (
+            shifted.row_distance()
+            < QUARTER * distance_unmoved.minimum(distance_of_moved)
+        )
+        count = int(is_explained.sum())
         if best is None or count > best[0]:
-            best = (count, k, moved, fits)
+            best = (count, shift, shifted, is_explained)
     if best is None or best[0] < max(
-        FEW, CHANGED_SHARE * len(own), EXPLAINED * int(bad.sum())
+        FEW, CHANGED_SHARE * len(distances), EXPLAINED * int(is_wrong.sum())
     ):
         return None
-    count, k, moved, fits = best
-    # then in the responses too that are too short to be judged
-    if count > 0.5 * int(bad.sum()):
-        fits = fits | (moved.row_distance() < own)
-    pick = fits[:, None]
+    count, shift, shifted, is_explained = best
+    # where most wrong responses are shifted, the short ones are judged too
+    if count > 0.5 * int(is_wrong.sum()):
+        is_explained = is_explained | (shifted.row_distance() < distances)
+    pick = is_explained[:, None]
     undone = Columns(
         c.trainer,
-        torch.where(pick, moved.sampler, c.sampler),
-        torch.where(pick, moved.mask, c.mask),
+        torch.where(pick, shifted.sampler, c.sampler),
+        torch.where(pick, shifted.mask, c.mask),
     )
     return Undone(
         "shift",
         undone,
-        float(own[fits].mean()),
-        float(moved.row_distance()[fits].mean()),
-        {"shift": k, "rows": count, "of": int(enough.sum())},
+        float(distances[is_explained].mean()),
+        float(shifted.row_distance()[is_explained].mean()),
+        {"shift": shift, "rows": count, "of": int(is_long_enough.sum())},
     )
 
 
 def find_alignment(c: Columns) -> Undone | None:
-    """The sampler's numbers are at the left or at the right end of each row, where
-    the tokens of the response do not.
+    """Find whether the sampler's numbers stand at the left or at the right end of each
+    row, and the tokens of the response do not.
 
     The distance between the two places differs from response to response, so a shift
     by one number of slots does not undo it. What stands beside no trained token is not
     recorded, and so some tokens have no number.
     """
-    own = c.row_distance()
-    enough = c.mask.sum(1) >= ROW_TOKENS
-    bad = enough & (own > 5 * NOTICEABLE)
+    distances = c.row_distance()
+    is_long_enough = c.mask.sum(1) >= ROW_TOKENS
+    is_wrong = is_long_enough & (distances > 5 * NOTICEABLE)
     width = c.mask.shape[1]
-    first = c.mask.int().argmax(1)
-    last = width - 1 - c.mask.flip(1).int().argmax(1)
-    for side, offset in (("left", -first), ("right", width - 1 - last)):
-        moved = _each_moved(c, offset)
-        kept = moved.mask.sum(1) >= ROW_TOKENS // 2
-        apart = bad & (offset != 0) & kept
+    first_token = c.mask.int().argmax(1)
+    last_token = width - 1 - c.mask.flip(1).int().argmax(1)
+    for side, offset in (("left", -first_token), ("right", width - 1 - last_token)):
+        moved = _move_each_row(c, offset)
+        keeps_enough = moved.mask.sum(1) >= ROW_TOKENS // 2
+        is_apart = is_wrong & (offset != 0) & keeps_enough
         before = replace(c, mask=moved.mask).row_distance()
-        fits = apart & (before > 5 * NOTICEABLE)
-        fits &= moved.row_distance() < QUARTER * before
-        if int(fits.sum()) < max(FEW, 0.5 * int(apart.sum())):
+        is_explained = is_apart & (before > 5 * NOTICEABLE)
+        is_explained &= moved.row_distance() < QUARTER * before
+        if int(is_explained.sum()) < max(FEW, 0.5 * int(is_apart.sum())):
             continue
-        # the others may be so too, and too short to be told: nothing is read from them
-        pick = fits[:, None]
+        # Other rows may be moved as well, and too short to tell: their tokens are left
+        # out, unless the offset is 0.
+        pick = is_explained[:, None]
         undone = Columns(
             c.trainer,
             torch.where(pick, moved.sampler, c.sampler),
@@ -109,42 +114,54 @@ def find_alignment(c: Columns) -> Undone | None:
         return Undone(
             "aligned",
             undone,
-            float(before[fits].mean()),
-            float(moved.row_distance()[fits].mean()),
-            {"side": side, "rows": int(fits.sum()), "of": int(enough.sum())},
+            float(before[is_explained].mean()),
+            float(moved.row_distance()[is_explained].mean()),
+            {
+                "side": side,
+                "rows": int(is_explained.sum()),
+                "of": int(is_long_enough.sum()),
+            },
         )
     return None
 
 
-def _each_moved(c: Columns, offset: Tensor) -> Columns:
-    """y at t + offset of its row beside x at t, where both are trained tokens."""
+def _move_each_row(c: Columns, offset: Tensor) -> Columns:
+    """Return the columns with the sampler's number of slot t + offset at slot t, each row
+    with its own offset; a token is kept where both slots are trained.
+    """
     width = c.mask.shape[1]
     index = torch.arange(width)[None, :] + offset[:, None]
     inside = (index >= 0) & (index < width)
     index = index.clamp(0, width - 1)
-    came = c.mask.gather(1, index) & inside
-    return Columns(c.trainer, c.sampler.gather(1, index) * inside, c.mask & came)
+    is_trained_there = c.mask.gather(1, index) & inside
+    return Columns(
+        c.trainer, c.sampler.gather(1, index) * inside, c.mask & is_trained_there
+    )
 
 
 def _shift(c: Columns, k: int) -> Columns:
-    """y at t + k beside x at t, where both are trained tokens of the response."""
-    return Columns(c.trainer, _moved(c.sampler, k), c.mask & _moved(c.mask, k))
+    """Return the columns with the sampler's number of slot t + k at slot t; a token is
+    kept where both slots are trained.
+    """
+    return Columns(
+        c.trainer, _move_column(c.sampler, k), c.mask & _move_column(c.mask, k)
+    )
 
 
-def _moved(column: Tensor, k: int) -> Tensor:
-    """The column k slots earlier; 0 where there is nothing."""
-    out = torch.zeros_like(column)
+def _move_column(column: Tensor, k: int) -> Tensor:
+    """Return the column moved k slots to the left; 0 in the slots that become empty."""
+    moved = torch.zeros_like(column)
     if k == 0:
         return column.clone()
     if k > 0:
-        out[:, :-k] = column[:, k:]
+        moved[:, :-k] = column[:, k:]
     else:
-        out[:, -k:] = column[:, :k]
-    return out
+        moved[:, -k:] = column[:, :k]
+    return moved
 
 
 def find_exchanged_rows(c: Columns) -> Undone | None:
-    """The sampler's column of a response stands in another response's row.
+    """Find whether the sampler's column of a response stands in another response's row.
 
     Args:
         c: the columns of the trainer and the sampler.
@@ -153,78 +170,89 @@ def find_exchanged_rows(c: Columns) -> Undone | None:
         The cause, with the rows in place; None where no exchange explains their
             distance.
     """
-    own = c.row_distance()
-    bad = ((c.mask.sum(1) >= ROW_TOKENS) & (own > 5 * NOTICEABLE)).nonzero()[:, 0][
-        :ROWS_COMPARED
-    ]
-    if len(bad) < 2:
+    distances = c.row_distance()
+    wrong_rows = (
+        (c.mask.sum(1) >= ROW_TOKENS) & (distances > 5 * NOTICEABLE)
+    ).nonzero()[:, 0][:ROWS_COMPARED]
+    if len(wrong_rows) < 2:
         return None
-    x, y, mask = _aligned(c, bad)
-    compared = []
+    x, y, mask = _from_first_trained(c, wrong_rows)
+    smallest_distances = []
     matches = []
-    before = []
-    for number in range(len(bad)):
-        # a row of the column is as long as its own response: behind it the file holds
-        # zeros
-        both = mask[number][None, :] & (y != 0)
-        off = ((x[number][None, :] - y).abs().clamp(max=1) * both).sum(1) / both.sum(
+    own_distances = []
+    for number in range(len(wrong_rows)):
+        # a row of the column is as long as its own response, and 0 behind it
+        in_both = mask[number][None, :] & (y != 0)
+        distances_to_rows = ((x[number][None, :] - y).abs().clamp(max=1) * in_both).sum(
             1
-        ).clamp(min=1)
-        off = torch.where(
-            both.sum(1) >= min(ROW_TOKENS, int(mask[number].sum())), off, 1.0
+        ) / in_both.sum(1).clamp(min=1)
+        distances_to_rows = torch.where(
+            in_both.sum(1) >= min(ROW_TOKENS, int(mask[number].sum())),
+            distances_to_rows,
+            1.0,
         )
-        two = off.topk(min(3, len(off)), largest=False)
-        best = int(two.indices[0])
-        same = both[best]
-        if same.any():
-            off_own = float((x[number] - y[number])[same].abs().clamp(max=1).mean())
+        nearest_three = distances_to_rows.topk(
+            min(3, len(distances_to_rows)), largest=False
+        )
+        nearest_row = int(nearest_three.indices[0])
+        in_nearest = in_both[nearest_row]
+        if in_nearest.any():
+            own_distance = float(
+                (x[number] - y[number])[in_nearest].abs().clamp(max=1).mean()
+            )
         else:
-            off_own = 0.0
-        before.append(off_own)  # of the row's own column, on the same tokens
-        compared.append(two.values)
-        matches.append(best)
-    nearest = torch.stack([v[0] for v in compared])
-    # the third nearest: two responses may be equal
-    others = torch.stack([v[-1] for v in compared])
-    elsewhere = torch.tensor(matches) != torch.arange(len(bad))
-    apart = torch.tensor(before)
-    fits = (
-        elsewhere
-        & (apart > 5 * NOTICEABLE)
-        & (nearest < QUARTER * apart)
-        & ((nearest < 0.5 * others) | (len(bad) < 3))
+            own_distance = 0.0
+        own_distances.append(
+            own_distance
+        )  # of the row's own column, on the same tokens
+        smallest_distances.append(nearest_three.values)
+        matches.append(nearest_row)
+    nearest = torch.stack([v[0] for v in smallest_distances])
+    # not the second: two responses may be equal
+    third_nearest = torch.stack([v[-1] for v in smallest_distances])
+    is_elsewhere = torch.tensor(matches) != torch.arange(len(wrong_rows))
+    distance_before = torch.tensor(own_distances)
+    is_exchanged = (
+        is_elsewhere
+        & (distance_before > 5 * NOTICEABLE)
+        & (nearest < QUARTER * distance_before)
+        & ((nearest < 0.5 * third_nearest) | (len(wrong_rows) < 3))
     )
     # where most responses are off otherwise, two of them are alike by chance
-    if int(fits.sum()) < max(2, EXPLAINED * len(bad)):
+    if int(is_exchanged.sum()) < max(2, EXPLAINED * len(wrong_rows)):
         return None
-    rows = bad[fits]
-    source = bad[torch.tensor(matches)[fits]]
+    rows = wrong_rows[is_exchanged]
+    source = wrong_rows[torch.tensor(matches)[is_exchanged]]
     if len(source.unique()) < 0.8 * len(source):
         return None  # an exchange gives every row another one
     columns = c.sampler.clone()
-    columns[rows] = _placed(c, rows, source)
+    columns[rows] = _move_to_start(c, rows, source)
     mask_now = c.mask.clone()
     mask_now[rows] &= columns[rows] != 0
     undone = Columns(c.trainer, columns, mask_now)
     after = float(undone.row_distance()[rows].mean())
     # the others that are off may be exchanged too, and too short or too alike to be
     # told: nothing may be read from them
-    exchanged = torch.zeros(len(own), dtype=torch.bool)
+    exchanged = torch.zeros(len(distances), dtype=torch.bool)
     exchanged[rows] = True
     usual = float(undone.row_distance()[rows].quantile(0.9))
-    unsure = ~exchanged & (own > max(NOTICEABLE, usual))
+    unsure = ~exchanged & (distances > max(NOTICEABLE, usual))
     undone = undone.without(unsure[:, None])
     numbers = {
         "rows": len(rows),
-        "of": len(own),
+        "of": len(distances),
         "first": int(rows[0]),
         "second": int(source[0]),
     }
-    return Undone("rows", undone, float(apart[fits].mean()), after, numbers)
+    return Undone(
+        "rows", undone, float(distance_before[is_exchanged].mean()), after, numbers
+    )
 
 
-def _aligned(c: Columns, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x, y and mask of these rows from their first trained token on, [rows, PREFIX]."""
+def _from_first_trained(c: Columns, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return trainer, sampler and mask of these rows from their first trained token on,
+    [rows, PREFIX].
+    """
     first = c.mask[rows].int().argmax(1)
     width = min(PREFIX, c.mask.shape[1])
     index = first[:, None] + torch.arange(width)[None, :]
@@ -236,9 +264,9 @@ def _aligned(c: Columns, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return x, y * inside, mask & inside
 
 
-def _placed(c: Columns, rows: Tensor, source: Tensor) -> Tensor:
-    """The column of the rows `source`, moved so that it starts where the rows `rows`
-    start.
+def _move_to_start(c: Columns, rows: Tensor, source: Tensor) -> Tensor:
+    """Return the sampler's column of the rows `source`, moved so that it starts where the
+    rows `rows` start.
     """
     width = c.mask.shape[1]
     offset = c.mask[source].int().argmax(1) - c.mask[rows].int().argmax(1)

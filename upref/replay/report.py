@@ -28,7 +28,7 @@ class StepChecks:
 
     @property
     def findings(self) -> list[ReplayFinding]:
-        """Of all its checks."""
+        """The findings of all checks of the step."""
         checks = [
             c for c in (self.sampler, self.advantages, self.loss) if c is not None
         ]
@@ -70,10 +70,10 @@ class Replay(Result):
     @property
     def findings(self) -> list[tuple[int | None, ReplayFinding]]:
         """(step, finding); step None: of the series."""
-        out: list[tuple[int | None, ReplayFinding]] = [
+        findings_of_steps: list[tuple[int | None, ReplayFinding]] = [
             (s.step, f) for s in self.steps for f in s.findings
         ]
-        return out + [
+        return findings_of_steps + [
             (None, f) for f in (self.series.findings if self.series is not None else ())
         ]
 
@@ -121,7 +121,7 @@ class Replay(Result):
         return numbers
 
     def text(self, verbose: bool = False) -> str:
-        """The report. verbose: every step and every finding.
+        """Return the report.
 
         Args:
             verbose: every step and every finding.
@@ -133,4 +133,5 @@ class Replay(Result):
 
 
 def _data(checked: Checked | None) -> dict[str, Any] | None:
+    """Return the numbers of a check; None where it did not run."""
     return None if checked is None else checked.data()

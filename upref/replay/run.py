@@ -63,12 +63,12 @@ def replay(
     o = objective_as_run(objective, settings) if objective else None
     if o is not None:
         o.resolve(settings)
-    compared = list(others)
+    compared_names = list(others)
     steps: list[StepChecks] = []
     gaps: list[StepGap] = []
     last: RecordedBatch | None = None
     for position, batch in enumerate(batches):
-        checks = _check(batch, position, o, settings, logged, digits, chosen)
+        checks = _check_step(batch, position, o, settings, logged, digits, chosen)
         steps.append(checks)
         if checks.sampler is not None:
             gaps.append(measure_step(batch, position))
@@ -79,23 +79,25 @@ def replay(
         raise InputError(
             "one number is the loss of one step: give the files of that step alone."
         )
-    steps = _settled(steps)
-    table, heaviest = _table(last, o, settings, chosen, compared, tokenizer)
-    whole = series(gaps) if len(gaps) > 1 else None
-    return Replay(o.name if o else "", tuple(steps), whole, table, heaviest)
+    steps = _settle_losses(steps)
+    table, heaviest = _make_table(last, o, settings, chosen, compared_names, tokenizer)
+    series_of_gaps = series(gaps) if len(gaps) > 1 else None
+    return Replay(o.name if o else "", tuple(steps), series_of_gaps, table, heaviest)
 
 
-def _settled(steps: list[StepChecks]) -> list[StepChecks]:
-    """The steps, where nothing is called another sum that only some of them are."""
-    at = [n for n, s in enumerate(steps) if s.loss is not None]
+def _settle_losses(steps: list[StepChecks]) -> list[StepChecks]:
+    """Return the steps with the verdicts on their losses settled together: another sum is
+    named only where all steps have it.
+    """
+    steps_with_loss = [n for n, s in enumerate(steps) if s.loss is not None]
     settled = settle([found for s in steps if (found := s.loss) is not None])
-    out = list(steps)
-    for n, found in zip(at, settled, strict=True):
-        out[n] = replace(steps[n], loss=found)
-    return out
+    settled_steps = list(steps)
+    for n, found in zip(steps_with_loss, settled, strict=True):
+        settled_steps[n] = replace(steps[n], loss=found)
+    return settled_steps
 
 
-def _check(
+def _check_step(
     batch: RecordedBatch,
     position: int,
     o: Objective | None,
@@ -104,26 +106,28 @@ def _check(
     digits: float,
     chosen: tuple[str, ...],
 ) -> StepChecks:
+    """Run the chosen checks on one step. A check whose column is missing is listed in
+    `not_run`.
+    """
     expect_batch(batch, "replay")
-    done: dict[str, Any] = dict.fromkeys(CHECKS)
+    results: dict[str, Any] = dict.fromkeys(CHECKS)
     not_run: dict[str, str] = {}
-    wanted = [c for c in chosen if c in ("sampler", "advantages")]
-    if "loss" in chosen and (
-        logged is not None or (o is not None and "loss" in batch.logged)
-    ):
+    to_run = [c for c in chosen if c in ("sampler", "advantages")]
+    has_logged_loss = logged is not None or (o is not None and "loss" in batch.logged)
+    if "loss" in chosen and has_logged_loss:
         if o is None:
             raise InputError(
                 "the check of the loss needs the objective that ran: --as NAME."
             )
-        wanted.append("loss")
-    work = {
+        to_run.append("loss")
+    check_functions = {
         "sampler": lambda: gap(batch),
         "advantages": lambda: advantages(batch),
         "loss": lambda: loss(batch, o or "", logged, digits=digits, **hp),
     }
-    for check in wanted:
+    for check in to_run:
         try:
-            done[check] = work[check]()
+            results[check] = check_functions[check]()
         except InputError as e:
             not_run[check] = str(e)
     if "objectives" in chosen:
@@ -135,15 +139,15 @@ def _check(
     return StepChecks(
         step,
         summary_line(batch),
-        done["sampler"],
-        done["advantages"],
-        done["loss"],
+        results["sampler"],
+        results["advantages"],
+        results["loss"],
         ratio_one(batch),
         not_run,
     )
 
 
-def _table(
+def _make_table(
     batch: RecordedBatch,
     o: Objective | None,
     hp: dict[str, Any],
@@ -151,8 +155,8 @@ def _table(
     others: list[str],
     tokenizer: Any,
 ) -> tuple[ObjectiveWeights | None, tuple[HeavyToken, ...]]:
-    """The objectives on the last step, and its heaviest tokens; nothing where a column
-    is missing.
+    """Return the table of objectives on the last step, and its heaviest tokens; (None, ())
+    where a column is missing.
     """
     if "objectives" not in chosen:
         return None, ()
@@ -168,6 +172,7 @@ def _table(
         table = weights(batch, names, ran=o or "", **hp)
     except InputError:
         return None, ()  # `not_run` says why
-    return table, tuple(
-        heaviest_tokens(batch, table.rows[0], tokenizer=tokenizer)
-    ) if table.rows else ()
+    if not table.rows:
+        return table, ()
+    heaviest = heaviest_tokens(batch, table.rows[0], tokenizer=tokenizer)
+    return table, tuple(heaviest)

@@ -69,7 +69,7 @@ def write_sheet(path: str | Path, found: Replay, batch: RecordedBatch) -> None:
         InputError: the name ends in something else.
     """
     check_suffix(path)
-    svg = _svg(draw(found, batch))
+    svg = _svg_of(draw(found, batch))
     if Path(path).suffix == ".svg":
         write_atomically(path, svg)
         return
@@ -77,13 +77,13 @@ def write_sheet(path: str | Path, found: Replay, batch: RecordedBatch) -> None:
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>upref replay</title>'
         f"<style>{STYLE_SHEET}</style>"
         f"<h1>{html.escape(heading(found))}</h1><pre>{html.escape(found.text())}</pre>"
-        f"{svg[svg.index('<svg') :]}{_words()}</html>"
+        f"{svg[svg.index('<svg') :]}{_words_as_html()}</html>"
     )
     write_atomically(path, body)
 
 
 def heading(found: Replay) -> str:
-    """What the checks of a replay found, in one line.
+    """Say in one line what the checks of a replay found.
 
     Args:
         found: the replay.
@@ -100,8 +100,10 @@ def heading(found: Replay) -> str:
     return line
 
 
-def _words() -> str:
-    """What the report and the panels call things, and whose data the page shows."""
+def _words_as_html() -> str:
+    """Return the list of words of the report and the panels, and a note on whose data the
+    page shows, as HTML.
+    """
     rows = [
         f"<dt>{html.escape(word)}</dt><dd>{html.escape(meaning)}</dd>"
         for word, meaning in WORDS.items()
@@ -113,7 +115,7 @@ def _words() -> str:
 
 
 def draw(found: Replay, batch: RecordedBatch) -> "Figure":
-    """The panels: the two engines, the weight of the heaviest tokens, weight against
+    """Draw the panels: the two engines, the weight of the heaviest tokens, weight against
     log r, the gap over the steps.
 
     Args:
@@ -128,17 +130,18 @@ def draw(found: Replay, batch: RecordedBatch) -> "Figure":
             figsize=(11, 3.4 if found.series is None else 6.4), layout="constrained"
         )
         axes = list(np.ravel(figure.subplots(1 if found.series is None else 2, 3)))
-        _engines(axes[0], batch)
-        _concentration(axes[1], found, batch)
-        _against_ratio(axes[2], found, batch)
+        _draw_engines(axes[0], batch)
+        _draw_concentration(axes[1], found, batch)
+        _draw_against_ratio(axes[2], found, batch)
         for ax in axes[4:]:
             ax.set_axis_off()
         if found.series is not None:
-            _over_steps(axes[3], found)
+            _draw_over_steps(axes[3], found)
     return figure
 
 
-def _engines(ax: Any, batch: RecordedBatch) -> None:
+def _draw_engines(ax: Any, batch: RecordedBatch) -> None:
+    """Draw the probability by the sampler against that by the trainer."""
     ax.set(
         xlabel="probability by the trainer",
         ylabel="probability by the sampler",
@@ -146,34 +149,35 @@ def _engines(ax: Any, batch: RecordedBatch) -> None:
     )
     ax.plot([0, 1], [0, 1], color=GREY, linewidth=0.8)
     if batch.sampler is None or (batch.old is None and batch.now is None):
-        _say(ax, "no sampler's column")
+        _write_words(ax, "no sampler's column")
         return
     inside = batch.mask & batch.sampler.isfinite()
     x = batch.trainer()[inside].exp().numpy()
     y = batch.sampler[inside].exp().clamp(max=1).numpy()
-    some = np.linspace(0, len(x) - 1, min(len(x), MOST_POINTS)).astype(int)
-    size = _size(len(some))
-    ax.scatter(x[some], y[some], s=size, color=DOWN, alpha=0.4, linewidths=0)
+    shown = np.linspace(0, len(x) - 1, min(len(x), MOST_POINTS)).astype(int)
+    area = _point_area(len(shown))
+    ax.scatter(x[shown], y[shown], s=area, color=DOWN, alpha=0.4, linewidths=0)
 
 
-def _say(ax: Any, words: str) -> None:
+def _write_words(ax: Any, words: str) -> None:
     """Write words in a panel that has nothing to draw, or beside what it has."""
     ax.text(0.5, 0.5, words, ha="center", color="#666666", transform=ax.transAxes)
 
 
 def _why_empty(batch: RecordedBatch) -> str:
-    """Why no objective's weights are drawn."""
+    """Return in words why no objective's weights are drawn."""
     if batch.adv is None:
         return "no advantages are recorded"
     return "no objective could be computed"
 
 
-def _size(points: int) -> float:
-    """Area of a point."""
+def _point_area(points: int) -> float:
+    """Return the area of a point, larger where there are few."""
     return 12.0 if points <= FEW_POINTS else 2.0
 
 
-def _concentration(ax: Any, found: Replay, batch: RecordedBatch) -> None:
+def _draw_concentration(ax: Any, found: Replay, batch: RecordedBatch) -> None:
+    """Draw the share of Σ|w| on the heaviest tokens, a curve for each objective."""
     ax.set(
         xlabel="heaviest tokens, share of all that train",
         ylabel="share of Σ|w|",
@@ -181,13 +185,13 @@ def _concentration(ax: Any, found: Replay, batch: RecordedBatch) -> None:
         xscale="log",
     )
     for number, row in enumerate(found.table.rows if found.table is not None else ()):
-        size = np.sort(row.gradient.abs()[row.gradient != 0].numpy())[::-1]
-        if len(size):
-            at = np.unique(np.geomspace(1, len(size), 60).astype(int))
+        sorted_weights = np.sort(row.gradient.abs()[row.gradient != 0].numpy())[::-1]
+        if len(sorted_weights):
+            counts = np.unique(np.geomspace(1, len(sorted_weights), 60).astype(int))
             color = PALETTE[number % len(PALETTE)]
             ax.plot(
-                at / batch.tokens,
-                size.cumsum()[at - 1] / size.sum(),
+                counts / batch.tokens,
+                sorted_weights.cumsum()[counts - 1] / sorted_weights.sum(),
                 label=row.name,
                 color=color,
                 linewidth=1,
@@ -195,26 +199,27 @@ def _concentration(ax: Any, found: Replay, batch: RecordedBatch) -> None:
     if ax.lines:
         ax.legend(fontsize=6, frameon=False)
     else:
-        _say(ax, _why_empty(batch))
+        _write_words(ax, _why_empty(batch))
 
 
-def _against_ratio(ax: Any, found: Replay, batch: RecordedBatch) -> None:
+def _draw_against_ratio(ax: Any, found: Replay, batch: RecordedBatch) -> None:
+    """Draw the weight of each token against its log r."""
     ax.set(xlabel="log r", ylabel="weight dJ/dlp", title="weight against log r")
     if found.table is None or not found.table.rows or batch.adv is None:
-        _say(ax, _why_empty(batch))
+        _write_words(ax, _why_empty(batch))
         return
     row = found.table.rows[0]
     now = batch.now if batch.now is not None else batch.trainer()
     log_r = (now - batch.trainer())[batch.mask].numpy()
     w = row.gradient[batch.mask].numpy()
     A = batch.adv[batch.mask].numpy()
-    some = np.linspace(0, len(w) - 1, min(len(w), MOST_POINTS)).astype(int)
+    shown = np.linspace(0, len(w) - 1, min(len(w), MOST_POINTS)).astype(int)
     for sign, color, label in ((1, UP, "A > 0"), (-1, DOWN, "A < 0")):
-        those = some[np.sign(A[some]) == sign]
+        shown_of_sign = shown[np.sign(A[shown]) == sign]
         ax.scatter(
-            log_r[those],
-            w[those],
-            s=_size(len(some)),
+            log_r[shown_of_sign],
+            w[shown_of_sign],
+            s=_point_area(len(shown)),
             color=color,
             label=label,
             alpha=0.5,
@@ -224,7 +229,8 @@ def _against_ratio(ax: Any, found: Replay, batch: RecordedBatch) -> None:
     ax.set_title(f"weight of {row.name} against log r")
 
 
-def _over_steps(ax: Any, found: Replay) -> None:
+def _draw_over_steps(ax: Any, found: Replay) -> None:
+    """Draw the gap of each step."""
     assert found.series is not None
     steps = found.series.steps
     sizes = [s.size for s in steps]
@@ -238,10 +244,11 @@ def _over_steps(ax: Any, found: Replay) -> None:
     if min(sizes) > 0:
         ax.set_yscale("log")
     if max(sizes) < NOTHING:
-        _say(ax, "rounding: no gap")
+        _write_words(ax, "rounding: no gap")
 
 
-def _svg(figure: "Figure") -> str:
+def _svg_of(figure: "Figure") -> str:
+    """Return the figure as SVG; the same figure gives the same text."""
     import matplotlib
 
     out = io.StringIO()

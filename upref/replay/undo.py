@@ -34,37 +34,41 @@ class Columns:
 
     @property
     def log_rho(self) -> Tensor:
+        """log ρ of each token, [B, T]."""
         return self.trainer - self.sampler
 
     def trained(self, column: Tensor) -> Tensor:
+        """Return the numbers of a column on the tokens that are compared, [n]."""
         return column[self.mask]
 
     def without(self, tokens: Tensor) -> "Columns":
-        """The same without these tokens."""
+        """Return the columns with these tokens left out of the mask."""
         return replace(self, mask=self.mask & ~tokens)
 
     def distance(self) -> float:
         """Mean of min(|x - y|, 1)."""
-        d = self.trained(self.log_rho)
-        return float(d.abs().clamp(max=1).mean()) if len(d) else 0.0
+        differences = self.trained(self.log_rho)
+        return float(differences.abs().clamp(max=1).mean()) if len(differences) else 0.0
 
     def correlation(self) -> float:
-        """Of the two columns, down to LOW nats; 1 where one of them is constant."""
+        """Correlation of the two columns, whose numbers are clamped at LOW nats; 1 where
+        a column is constant, or there are too few tokens.
+        """
         x = self.trained(self.trainer)
         y = self.trained(self.sampler)
-        both = torch.stack([x, y]).clamp(min=LOW)
-        if len(x) < FEW or not bool((both.std(1) > 0).all()):
+        clamped = torch.stack([x, y]).clamp(min=LOW)
+        if len(x) < FEW or not bool((clamped.std(1) > 0).all()):
             return 1.0
-        return float(both.corrcoef()[0, 1])
+        return float(clamped.corrcoef()[0, 1])
 
     def unrelated(self) -> bool:
         """Whether a token's numbers in the columns have little to do with each other."""
         return self.distance() > NOTICEABLE and self.correlation() < UNRELATED
 
     def row_distance(self) -> Tensor:
-        """The same of each response, [B]; 0 for a response without tokens."""
-        off = torch.where(self.mask, self.log_rho.abs().clamp(max=1), 0.0)
-        return off.sum(1) / self.mask.sum(1).clamp(min=1)
+        """Mean of min(|x - y|, 1) of each response, [B]; 0 for one without tokens."""
+        distances = torch.where(self.mask, self.log_rho.abs().clamp(max=1), 0.0)
+        return distances.sum(1) / self.mask.sum(1).clamp(min=1)
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,18 @@ from torch import Tensor
 
 from upref.replay.undo import FEW, NOTICEABLE, QUARTER, Columns, Undone
 
-LEAST_RATIOS = 10  # likely and rare tokens, for the median of a ratio
-ENOUGH = 20  # numbers, to tell that a column holds bfloat16
+LEAST_RATIOS = 10  # likely tokens, and rare tokens, that a median of ratios needs
+ENOUGH = 20  # numbers that show whether a column holds bfloat16
 LONG = 5  # tokens of a response, or responses, that cannot share one number by chance
 FAR_BELOW = -100  # nats: no token that was drawn
-# probability by the trainer of a token that an engine would not report as certain
+# The trainer's probability below which an engine would not report a token as certain.
 UNLIKELY = 0.05
-DOUBTFUL = 0.5  # the same, of a token at the same end of nearly every response
+DOUBTFUL = 0.5  # the same, for tokens at the same end of nearly every response
 
 
 def find_sums(c: Columns) -> Undone | None:
-    """The sampler's column holds the log-probability of the response up to each token.
+    """Find whether the sampler's column holds the log-probability of the response up to
+    each token.
 
     Args:
         c: the columns of the trainer and the sampler.
@@ -37,9 +38,11 @@ def find_sums(c: Columns) -> Undone | None:
         dim=1,
         prepend=torch.zeros(len(c.sampler), 1, dtype=c.sampler.dtype),
     )
-    together = c.mask & torch.nn.functional.pad(c.mask, (1, 0), value=False)[:, :-1]
-    starts = c.mask & (c.mask.cumsum(1) == 1)
-    undone = Columns(c.trainer, steps, together | starts)
+    has_trained_neighbor = (
+        c.mask & torch.nn.functional.pad(c.mask, (1, 0), value=False)[:, :-1]
+    )
+    is_first = c.mask & (c.mask.cumsum(1) == 1)
+    undone = Columns(c.trainer, steps, has_trained_neighbor | is_first)
     after = undone.distance()
     if after < QUARTER * Columns(c.trainer, c.sampler, undone.mask).distance():
         return Undone("sums", undone, before, after)
@@ -64,8 +67,8 @@ def is_one_number_a_row(c: Columns) -> bool:
 
 
 def find_factor(c: Columns) -> Undone | None:
-    """The sampler's column is a multiple of the trainer's, has the other sign, or holds
-    probabilities.
+    """Find whether the sampler's column is a multiple of the trainer's, has the other
+    sign, or holds probabilities.
 
     Args:
         c: the columns of the trainer and the sampler.
@@ -79,38 +82,41 @@ def find_factor(c: Columns) -> Undone | None:
     if before < NOTICEABLE:
         return None
     if bool((y >= 0).all()) and bool((y <= 1).all()):
-        logs = torch.where(c.mask, c.sampler.clamp(min=1e-30).log(), 0.0)
-        undone = replace(c, sampler=logs)
+        logarithms = torch.where(c.mask, c.sampler.clamp(min=1e-30).log(), 0.0)
+        undone = replace(c, sampler=logarithms)
         if (after := undone.distance()) < QUARTER * before:
             return Undone("probabilities", undone, before, after)
-    sure = (x < -0.05) & (y.abs() > 1e-6)
-    if int(sure.sum()) < 10:
+    # a quotient of numbers near 0 tells nothing
+    has_ratio = (x < -0.05) & (y.abs() > 1e-6)
+    if int(has_ratio.sum()) < 10:
         return None
-    factor = float((y[sure] / x[sure]).median())
+    factor = float((y[has_ratio] / x[has_ratio]).median())
     if factor == 0 or abs(factor - 1) < 0.02:
         return None
     undone = replace(c, sampler=c.sampler / factor)
     after = undone.distance()
-    if after < QUARTER * before and _one_factor(x, y):
+    if after < QUARTER * before and _has_one_factor(x, y):
         cause = "sign" if abs(factor + 1) < 0.02 else "factor"
         return Undone(cause, undone, before, after, {"factor": factor})
     return None
 
 
-def _one_factor(x: Tensor, y: Tensor) -> bool:
+def _has_one_factor(x: Tensor, y: Tensor) -> bool:
     """Whether likely and rare tokens have the same factor. At another temperature they
     do not: likely tokens come much nearer to 0 than rare ones."""
     likely = (x > -0.7) & (x < -0.02)
     rare = x < -1.5
     if min(int(likely.sum()), int(rare.sum())) < LEAST_RATIOS:
         return False
-    first, second = (float((y[some] / x[some]).median()) for some in (likely, rare))
-    return abs(first - second) < 0.05 * abs(second)
+    factor_of_likely, factor_of_rare = (
+        float((y[chosen] / x[chosen]).median()) for chosen in (likely, rare)
+    )
+    return abs(factor_of_likely - factor_of_rare) < 0.05 * abs(factor_of_rare)
 
 
 def find_placeholder(c: Columns) -> Undone | None:
-    """One exact number stands on tokens that the trainer finds unlikely: the sampler
-    did not draw them.
+    """Find whether one exact number stands on tokens that the trainer finds unlikely: the
+    sampler did not draw them.
 
     Placeholders are whole numbers: 0, -1, -9999. Other numbers repeat in a healthy
     column, where responses to one prompt begin with the same token. An engine reports 0
@@ -122,44 +128,41 @@ def find_placeholder(c: Columns) -> Undone | None:
         c: the columns of the trainer and the sampler.
 
     Returns:
-        The columns without these tokens; None where there is no placeholder.
-
-    Args:
-        c: the columns of the trainer and the sampler.
-
-    Returns:
         The cause, with the columns without these tokens; None without a placeholder.
     """
     y = c.trained(c.sampler)
-    whole = y[y == y.round()]
+    whole_numbers = y[y == y.round()]
     if is_bfloat16(y):  # whole numbers of its grid repeat
-        whole = whole[(whole == 0) | (whole <= FAR_BELOW)]
-    values, counts = whole.unique(return_counts=True)
-    for at in counts.argsort(descending=True)[:FEW].tolist():
-        value = values[at]
-        tied = c.mask & (c.sampler == value)
-        evidence = tied & (
+        whole_numbers = whole_numbers[
+            (whole_numbers == 0) | (whole_numbers <= FAR_BELOW)
+        ]
+    values, counts = whole_numbers.unique(return_counts=True)
+    for i in counts.argsort(descending=True)[:FEW].tolist():
+        value = values[i]
+        has_value = c.mask & (c.sampler == value)
+        evidence = has_value & (
             (c.trainer < math.log(UNLIKELY))
             if value == 0
             else ((c.trainer - value).abs() > 1)
         )
-        run = _runs_with(tied, evidence, FEW if value == 0 else 1)
-        if run.any():
-            run = run | evidence  # one such number shows what the others are
+        is_placeholder = _runs_with(has_value, evidence, FEW if value == 0 else 1)
+        if is_placeholder.any():
+            # one such number shows what the others are
+            is_placeholder = is_placeholder | evidence
         else:
-            run = _at_an_end(tied, c.mask)
-            evidence = evidence | (run & (c.trainer < math.log(DOUBTFUL)))
-        varied = len(c.trainer[evidence & run].unique())
-        if varied < FEW or _limits(c, tied, value):
+            is_placeholder = _ties_at_an_end(has_value, c.mask)
+            evidence = evidence | (is_placeholder & (c.trainer < math.log(DOUBTFUL)))
+        different_tokens = len(c.trainer[evidence & is_placeholder].unique())
+        if different_tokens < FEW or _is_floor_or_ceiling(c, has_value, value):
             continue
-        rest = c.without(run)
+        rest = c.without(is_placeholder)
         most_are_off = float(rest.row_distance().quantile(0.25)) > NOTICEABLE
         if most_are_off and rest.unrelated():
             continue  # all numbers are in wrong places, and so is what fills the gaps
-        on_run = Columns(c.trainer, c.sampler, run).distance()
+        on_run = Columns(c.trainer, c.sampler, is_placeholder).distance()
         if on_run > 3 * rest.distance():
             numbers = {
-                "tokens": int(run.sum()),
+                "tokens": int(is_placeholder.sum()),
                 "trained": len(y),
                 "value": f"{value.item():g}",
             }
@@ -174,36 +177,43 @@ def is_bfloat16(column: Tensor) -> bool:
     Args:
         column: any shape; zeros and numbers that are not finite do not count.
     """
-    some = column[(column != 0) & column.isfinite()]
-    return len(some) > ENOUGH and bool((some.bfloat16().double() == some).all())
+    numbers = column[(column != 0) & column.isfinite()]
+    return len(numbers) > ENOUGH and bool(
+        (numbers.bfloat16().double() == numbers).all()
+    )
 
 
-def _limits(c: Columns, tied: Tensor, value: Tensor) -> bool:
+def _is_floor_or_ceiling(c: Columns, has_value: Tensor, value: Tensor) -> bool:
     """Whether the number is the floor or the ceiling of its column, beyond which the
     other column goes on.
     """
     y = c.trained(c.sampler)
-    beyond = c.trainer[tied] - value
+    beyond = c.trainer[has_value] - value
     if value == y.min() and value != y.max():
         return bool((beyond < 0).double().mean() > 0.9)
     return bool(value == y.max() and value < 0 and (beyond > 0).double().mean() > 0.9)
 
 
-def _runs_with(tied: Tensor, evidence: Tensor, least: int) -> Tensor:
-    """The runs of neighbouring tied tokens of which at least so many, and a fifth of
-    the run, are evidence.
+def _runs_with(tied: Tensor, evidence: Tensor, least_evidence: int) -> Tensor:
+    """Return the tokens in those runs of neighboring tied tokens that have enough
+    evidence: `least_evidence` tokens, and a fifth of the run.
     """
     starts = tied & ~torch.nn.functional.pad(tied, (1, 0))[:, :-1]
-    number = starts.flatten().cumsum(0).view(tied.shape)
-    runs = int(number.max()) + 1
-    sizes = torch.bincount(number[tied], minlength=runs)
-    hits = torch.bincount(number[evidence], minlength=runs)
-    return tied & ((hits >= least) & (hits >= 0.2 * sizes))[number]
+    run_number = starts.flatten().cumsum(0).view(tied.shape)
+    runs = int(run_number.max()) + 1
+    sizes = torch.bincount(run_number[tied], minlength=runs)
+    evidence_of_runs = torch.bincount(run_number[evidence], minlength=runs)
+    return (
+        tied
+        & ((evidence_of_runs >= least_evidence) & (evidence_of_runs >= 0.2 * sizes))[
+            run_number
+        ]
+    )
 
 
-def _at_an_end(tied: Tensor, mask: Tensor) -> Tensor:
-    """The tied tokens, where they are the first or the last token of nearly every
-    response and hardly any other.
+def _ties_at_an_end(tied: Tensor, mask: Tensor) -> Tensor:
+    """Return the tied tokens at one end of the responses, where nearly every response
+    has one there and hardly any other token is tied; else no token.
     """
     order = mask.cumsum(1)
     for end in (order == 1, order == mask.sum(1, keepdim=True)):
@@ -216,7 +226,8 @@ def _at_an_end(tied: Tensor, mask: Tensor) -> Tensor:
 
 
 def find_floor(c: Columns) -> Undone | None:
-    """One column has a floor (or a ceiling) at which values of the other one go on.
+    """Find whether one column has a floor or a ceiling beyond which values of the other
+    one go on.
 
     Args:
         c: the columns of the trainer and the sampler.
@@ -224,41 +235,41 @@ def find_floor(c: Columns) -> Undone | None:
     Returns:
         The cause, undone; None where there is none.
     """
-    for name, held, other in (
+    for name, limited_column, other in (
         ("sampler", c.sampler, c.trainer),
         ("old", c.trainer, c.sampler),
     ):
-        inside = c.trained(held)
+        numbers_trained = c.trained(limited_column)
         for lowest in (True, False):
-            value = inside.min() if lowest else inside.max()
-            tied = c.mask & (held == value)
-            if int(tied.sum()) < FEW or (not lowest and float(value) > -1e-3):
+            value = numbers_trained.min() if lowest else numbers_trained.max()
+            has_limit = c.mask & (limited_column == value)
+            if int(has_limit.sum()) < FEW or (not lowest and float(value) > -1e-3):
                 continue
-            beyond = (value - other[tied]) * (1 if lowest else -1)
-            rest = (c.trainer - c.sampler)[c.mask & ~tied].abs()
+            beyond = (value - other[has_limit]) * (1 if lowest else -1)
+            rest = (c.trainer - c.sampler)[c.mask & ~has_limit].abs()
             noise = float(rest.quantile(0.95)) if 0 < len(rest) < 10_000_000 else 0.0
             # ties of a coarse grid lie within a grid step of the other column, on both
             # sides
-            far = int((beyond > max(0.1, 4 * noise)).sum())
+            number_far_beyond = int((beyond > max(0.1, 4 * noise)).sum())
             # responses to one prompt begin with the same token
-            varied = len(other[tied].unique()) > FEW
-            one_way = (
+            has_different_tokens = len(other[has_limit].unique()) > FEW
+            is_one_sided = (
                 float((beyond > -noise - 1e-6).double().mean()) > 0.95
                 and float(beyond.median()) > noise
             )
-            if varied and one_way and far >= FEW:
+            if has_different_tokens and is_one_sided and number_far_beyond >= FEW:
                 if lowest:
-                    limited = other.clamp(min=float(value))
+                    other_limited = other.clamp(min=float(value))
                 else:
-                    limited = other.clamp(max=float(value))
+                    other_limited = other.clamp(max=float(value))
                 if name == "sampler":
-                    undone = Columns(limited, held, c.mask)
+                    undone = Columns(other_limited, limited_column, c.mask)
                 else:
-                    undone = Columns(held, limited, c.mask)
+                    undone = Columns(limited_column, other_limited, c.mask)
                 numbers = {
                     "column": name,
                     "value": float(value),
-                    "tokens": int(tied.sum()),
+                    "tokens": int(has_limit.sum()),
                     "side": "floor" if lowest else "ceiling",
                 }
                 return Undone("floor", undone, c.distance(), undone.distance(), numbers)
