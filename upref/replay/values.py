@@ -159,8 +159,10 @@ def find_placeholder(c: Columns) -> Undone | None:
         most_are_off = float(rest.row_distance().quantile(0.25)) > NOTICEABLE
         if most_are_off and rest.unrelated():
             continue  # all numbers are in wrong places, and so is what fills the gaps
-        on_run = Columns(c.trainer, c.sampler, is_placeholder).distance()
-        if on_run > 3 * rest.distance():
+        distance_of_placeholders = Columns(
+            c.trainer, c.sampler, is_placeholder
+        ).distance()
+        if distance_of_placeholders > 3 * rest.distance():
             numbers = {
                 "tokens": int(is_placeholder.sum()),
                 "trained": len(y),
@@ -203,12 +205,9 @@ def _runs_with(tied: Tensor, evidence: Tensor, least_evidence: int) -> Tensor:
     runs = int(run_number.max()) + 1
     sizes = torch.bincount(run_number[tied], minlength=runs)
     evidence_of_runs = torch.bincount(run_number[evidence], minlength=runs)
-    return (
-        tied
-        & ((evidence_of_runs >= least_evidence) & (evidence_of_runs >= 0.2 * sizes))[
-            run_number
-        ]
-    )
+    has_enough = evidence_of_runs >= least_evidence
+    has_enough &= evidence_of_runs >= 0.2 * sizes
+    return tied & has_enough[run_number]
 
 
 def _ties_at_an_end(tied: Tensor, mask: Tensor) -> Tensor:

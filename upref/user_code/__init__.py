@@ -65,20 +65,20 @@ def no_objective() -> Objective:
 def read(
     loss: Any, objective: Objective | None = None, hp: Mapping[str, Any] | None = None
 ) -> Loss:
-    """The Loss, once it is known in which shapes it takes its mask and advantages; see
+    """Read a loss, and find the shapes in which it takes its mask and advantages; see
     the module for what it may be.
-
-    hp: hyperparameters of the objective, which the loss gets where it takes them;
-    others go to the loss's own arguments of that name. Raises InputError where it
-    cannot be read, or does not run on a good batch.
 
     Args:
         loss: a function, a name, an Objective or a framework's object.
         objective: what it is compared with; None: with nothing.
-        hp: hyperparameters.
+        hp: hyperparameters of the objective, which the loss gets where it takes them;
+            others go to the loss's own arguments of that name.
 
     Returns:
         The Loss.
+
+    Raises:
+        InputError: it cannot be read, or does not run on a good batch.
     """
     o = objective or no_objective()
     read_loss = (
@@ -93,7 +93,7 @@ def read(
 
 
 def _runs(loss: Loss) -> bool:
-    """Whether it answers on a good batch."""
+    """Whether the loss runs on a good batch."""
     try:
         infer_shapes(loss)
     except InputError:
@@ -121,7 +121,7 @@ class Target:
 def from_signature(
     loss: Any, objective: Objective, hp: dict[str, Any], alone: bool = False
 ) -> Loss:
-    """The Loss that the signature describes, before its first call.
+    """Make the Loss that a signature describes, before its first call.
 
     Args:
         loss: a function, its name, or an object that a framework's package recognizes.
@@ -138,8 +138,8 @@ def from_signature(
     """
     value = resolve(loss, objective, hp, alone) if isinstance(loss, str) else loss
     target = Target(name_of(loss), value, objective, hp)
-    found = (read_kind(target) for read_kind in READERS)
-    return next(candidate for candidate in found if candidate is not None)
+    losses = (read_kind(target) for read_kind in READERS)
+    return next(candidate for candidate in losses if candidate is not None)
 
 
 def resolve(
@@ -162,12 +162,12 @@ def resolve(
         raise InputError(
             f"{name} is matched to no objective here: name the loss as shipped, and its fields."
         )
-    if known := plugins.provider(framework):
-        if known.needs_process(framework) and not alone:
+    if provider := plugins.provider(framework):
+        if provider.needs_process(framework) and not alone:
             how = f"its losses need a process of their own: `upref check {name} --as NAME`"
             raise InputError(f"{framework} is not imported here, {how}.")
-        return known.find(name, objective, hp)
-    return _loaded(name, framework) if ":" in name else _named(name)
+        return provider.find(name, objective, hp)
+    return _load_function(name, framework) if ":" in name else _get_objective(name)
 
 
 # ---- the kinds of objects: each reader returns None for those of other kinds ---------
@@ -178,11 +178,11 @@ def _read_loss(target: Target) -> Loss | None:
 def _read_objective(target: Target) -> Loss | None:
     if not isinstance(target.value, Objective):
         return None
-    return _objective(target.value, target.o, target.hp)
+    return _loss_of_objective(target.value, target.o, target.hp)
 
 
 def _read_object_of_framework(target: Target) -> Loss | None:
-    """Such as a trainer's class, which an installed package knows."""
+    """Read an object that an installed package recognizes, such as a trainer's class."""
     for known in plugins.frameworks():
         loss = known.recognize(target.name, target.value, target.o, target.hp)
         if loss is not None:
@@ -193,9 +193,9 @@ def _read_object_of_framework(target: Target) -> Loss | None:
 def _refuse_class(target: Target) -> Loss | None:
     if not isinstance(target.value, type):
         return None
-    made = f"`loss = {target.name.rpartition(':')[2]}(...)` with its settings"
+    instance = f"`loss = {target.name.rpartition(':')[2]}(...)` with its settings"
     raise InputError(
-        f"{target.name} is a class: construct an instance, {made}, and check that. {located(WRAP_PAGE)} shows how."
+        f"{target.name} is a class: construct an instance, {instance}, and check that. {located(WRAP_PAGE)} shows how."
     )
 
 
@@ -204,7 +204,7 @@ def _read_function(target: Target) -> Loss:
         raise InputError(
             f"a loss is a function or its name, got {type(target.value).__name__}."
         )
-    return _plain(target.name, target.value, target.o, target.hp)
+    return _read_by_parameters(target.name, target.value, target.o, target.hp)
 
 
 READERS: tuple[Callable[[Target], Loss | None], ...] = (
@@ -216,9 +216,9 @@ READERS: tuple[Callable[[Target], Loss | None], ...] = (
 )
 
 
-def _loaded(name: str, framework: str) -> Any:
-    """What the name of a function stands for; where no package knows frameworks, a
-    sentence says which one would.
+def _load_function(name: str, framework: str) -> Any:
+    """Load the function of a name. Where no installed package knows frameworks, the error
+    names the one that does.
     """
     try:
         return load(name)
@@ -229,17 +229,18 @@ def _loaded(name: str, framework: str) -> Any:
         raise InputError(f"{e} {which}") from e
 
 
-def _named(name: str) -> Objective:
+def _get_objective(name: str) -> Objective:
+    """Return the objective of a name; InputError with the nearest names."""
     try:
         return get(name)
     except InputError as e:
         raise catalog.no_loss(name, e) from e
 
 
-def _plain(
+def _read_by_parameters(
     name: str, fn: Callable[..., Any], objective: Objective, hp: dict[str, Any]
 ) -> Loss:
-    """A function read by its parameters' names, or one that takes the whole batch."""
+    """Read a function by its parameters' names, or as one that takes the whole batch."""
     all_parameters = parameters(fn)
     required = [
         p
@@ -272,7 +273,9 @@ def _plain(
         reads = frozenset({*MAIN, *ROLLOUTS})
         read_as = f"{p.name} -> Rollouts"
         return replace(
-            _bind(name, on_rollouts, reading, objective, hp, reads, read_as),
+            _loss_with_hyperparameters(
+                name, on_rollouts, reading, objective, hp, reads, read_as
+            ),
             takes_batch=True,
         )
     spare = () if _reads_old(objective) else ("logp_old",)
@@ -286,11 +289,15 @@ def _plain(
 
     reads = frozenset(reading.roles.values()) or frozenset(MAIN)
     loss = replace(
-        _bind(name, by_role, reading, objective, hp, reads, str(reading)),
+        _loss_with_hyperparameters(
+            name, by_role, reading, objective, hp, reads, str(reading)
+        ),
         order_unknown=reading.order_unknown,
     )
     if isinstance(how := getattr(fn, "__upref__", None), Shipped):
-        plain = how.plain and _plain(name_of(how.plain), how.plain, objective, hp)
+        plain = how.plain and _read_by_parameters(
+            name_of(how.plain), how.plain, objective, hp
+        )
         loss = replace(loss, fields=how.fields, defaults=how.defaults, shipped=plain)
     return loss
 
@@ -305,7 +312,7 @@ def _reads_old(objective: Objective) -> bool:
     )
 
 
-def _bind(
+def _loss_with_hyperparameters(
     name: str,
     call: Callable[..., Any],
     reading: Reading,
@@ -314,16 +321,18 @@ def _bind(
     reads: Any,
     read_as: str,
 ) -> Loss:
-    """With the hyperparameters that it takes: by the objective's name for each, or by
-    the argument's own.
+    """Return the Loss of a function, bound to the hyperparameters that it takes: by the
+    objective's name for each, or by the argument's own.
     """
     known = set(objective.hyperparameters)
     meaning = {p: names.hyperparameter(p, known) for p in reading.own}
     # two arguments that could mean one hyperparameter are left as they are
-    alone = Counter(meaning.values())
-    argument = {meant: p for p, meant in meaning.items() if meant and alone[meant] == 1}
+    arguments_for = Counter(meaning.values())
+    argument = {
+        meant: p for p, meant in meaning.items() if meant and arguments_for[meant] == 1
+    }
     argument |= {p: p for p in reading.own if p in known}
-    # by its own name for each
+    # what is no hyperparameter of the objective -> the loss's own argument of that name
     others = {k: names.argument(k, reading.own) for k in hp if k not in known}
     if unknown := [
         k
@@ -369,14 +378,16 @@ def _bind(
         f"{p} is left at its default, {reading.own[p].default!r:.40}"
         for p in reading.left
     )
-    given = {*argument.values(), *passed}
+    arguments_given = {*argument.values(), *passed}
     unfed = tuple(
         p
-        for p, parameter_ in reading.own.items()
-        if parameter_.default is None and p not in given and names.is_of_sampler(p)
+        for p, parameter in reading.own.items()
+        if parameter.default is None
+        and p not in arguments_given
+        and names.is_of_sampler(p)
     )
 
-    def spelled(settings: Mapping[str, Any]) -> dict[str, Any]:
+    def by_argument_name(settings: Mapping[str, Any]) -> dict[str, Any]:
         """Hyperparameters by the names of the loss's own arguments."""
         return {argument.get(k, k): v for k, v in settings.items()}
 
@@ -385,13 +396,11 @@ def _bind(
         for k, p in argument.items()
         if p in reading.own and k not in bound and p not in passed
     }
-    parameter_ = [
-        f"{k} = {hp[k]} -> {argument[k]}" for k in hp if argument.get(k, k) != k
-    ]
-    read_as = "; ".join(filter(None, (read_as, *parameter_)))
+    renamed = [f"{k} = {hp[k]} -> {argument[k]}" for k in hp if argument.get(k, k) != k]
+    read_as = "; ".join(filter(None, (read_as, *renamed)))
     return Loss(
         name,
-        lambda full, hp: call(full, passed | spelled(hp)),
+        lambda full, hp: call(full, passed | by_argument_name(hp)),
         objective,
         reads,
         frozenset(argument),
@@ -431,8 +440,8 @@ ROLLOUTS = ("group", "logp_ref", "entropy", "totals", "logp_sampler")
 
 
 def rollouts(full: Mapping[str, Any]) -> Rollouts:
-    """A batch of inputs that upref made: they are looked at again only where Rollouts
-    refuses them, for a mask of numbers or a response without tokens.
+    """Make a batch of inputs that upref made. They are checked only where Rollouts would
+    refuse them: for a mask of numbers, or a response without tokens.
 
     Args:
         full: tensors by the roles of a loss's arguments.
@@ -444,15 +453,17 @@ def rollouts(full: Mapping[str, Any]) -> Rollouts:
     fields = {k: full[k] for k in ("logp", "logp_old", "mask", *ROLLOUTS)}
     fields["adv"] = adv if adv.ndim == 2 else adv[:, None]
     mask = fields["mask"]
-    plain = mask.dtype is torch.bool and bool(mask.any(1).all())
-    return Rollouts.unchecked(**fields) if plain else Rollouts(**fields)
+    is_surely_valid = mask.dtype is torch.bool and bool(mask.any(1).all())
+    return Rollouts.unchecked(**fields) if is_surely_valid else Rollouts(**fields)
 
 
-def _objective(theirs: Objective, objective: Objective, hp: dict[str, Any]) -> Loss:
-    """An Objective of the user, read as a loss."""
+def _loss_of_objective(
+    theirs: Objective, objective: Objective, hp: dict[str, Any]
+) -> Loss:
+    """Return an Objective of the user as a Loss."""
     known = frozenset(theirs.hyperparameters)
 
-    def call(full: Mapping[str, Any], settings: dict[str, Any]) -> Any:
+    def call_objective(full: Mapping[str, Any], settings: dict[str, Any]) -> Any:
         """The loss of the user's objective."""
         return theirs.loss(rollouts(full), **settings)
 
@@ -462,7 +473,7 @@ def _objective(theirs: Objective, objective: Objective, hp: dict[str, Any]) -> L
     read_as = "an Objective"
     return Loss(
         theirs.name,
-        call,
+        call_objective,
         objective,
         reads,
         accepts,

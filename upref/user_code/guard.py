@@ -47,6 +47,7 @@ def one_line(error: BaseException) -> str:
 
 # ---- the state of the process --------------------------------------------------------
 def _working_directory() -> str:
+    """Return the current folder; "" where it was removed."""
     try:
         return os.getcwd()
     except OSError:  # it was removed
@@ -54,6 +55,7 @@ def _working_directory() -> str:
 
 
 def _go_back_to(folder: str) -> None:
+    """Change to the folder, or to the root for ""; stay where it was removed."""
     with contextlib.suppress(OSError):  # it was removed
         os.chdir(folder or os.sep)
 
@@ -62,6 +64,7 @@ State = dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]
 
 
 def _environment() -> dict[str, str]:
+    """Return the environment variables that a check restores."""
     # torch's compiler sets it
     return {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}
 
@@ -142,7 +145,7 @@ RANDOM: State = {
 }
 
 
-# the same of what is read once a check: no later answer depends on it
+# state that is read once in a check, because no later answer depends on it
 AROUND: State = {
     "whether tiny numbers are 0": (
         lambda: (torch.tensor(1e-310, dtype=torch.float64) * 1).item() == 0,
@@ -160,22 +163,24 @@ AROUND: State = {
 }
 
 
-_watching: list[set[str]] = []  # one for each `state_restored` that is open
+# names of what was changed, a set for each `state_restored` that is open
+_changed_in_checks: list[set[str]] = []
 _turn = threading.RLock()  # one thread at a time
 
 
 def _new_turn() -> None:
+    """Replace the lock by one that no thread holds."""
     global _turn
     _turn = threading.RLock()
 
 
-# the thread that held it does not exist in the child
+# the thread that held the lock does not exist in the child
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_new_turn)
 
 
 @contextlib.contextmanager
-def _restored(state: State) -> Iterator[None]:
+def _with_state_restored(state: State) -> Iterator[None]:
     """Restore this state at the end, and note what was changed."""
     before = [read() for read, _ in state.values()]
     try:
@@ -184,16 +189,16 @@ def _restored(state: State) -> Iterator[None]:
         after = [read() for read, _ in state.values()]
         # one comparison for all, where none of them is an array
         if state is not STATE or before != after:
-            _put_back(state, before, after)
+            _restore_changed(state, before, after)
 
 
-def _put_back(state: State, before: list[Any], after: list[Any]) -> None:
-    """Restore what is another value now, and keep its name for the check that runs."""
-    for x, y, (name, (_, put)) in zip(before, after, state.items(), strict=True):
-        if not _equal(x, y):
-            put(x)
-            if _watching:
-                _watching[-1].add(name)
+def _restore_changed(state: State, before: list[Any], after: list[Any]) -> None:
+    """Restore what has another value now, and keep its name for the check that runs."""
+    for old, new, (name, (_, put)) in zip(before, after, state.items(), strict=True):
+        if not _equal(old, new):
+            put(old)
+            if _changed_in_checks:
+                _changed_in_checks[-1].add(name)
 
 
 def _equal(x: Any, y: Any) -> bool:
@@ -215,24 +220,24 @@ def one_thread() -> Iterator[None]:
     other cost ten times the CPU time of the work, and a check has a limit of that.
     """
     threads = torch.get_num_threads()
-    _threads.append(threads)
+    _outer_thread_counts.append(threads)
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        _threads.pop()
+        _outer_thread_counts.pop()
         torch.set_num_threads(threads)
 
 
 # numbers of threads that the checks under way found
-_threads: list[int] = []
+_outer_thread_counts: list[int] = []
 
 
 @contextlib.contextmanager
 def outer_threads() -> Iterator[None]:
     """Compute inside a check in the threads that the process had before it."""
     before = torch.get_num_threads()
-    torch.set_num_threads(_threads[-1] if _threads else before)
+    torch.set_num_threads(_outer_thread_counts[-1] if _outer_thread_counts else before)
     try:
         yield
     finally:
@@ -251,12 +256,14 @@ def state_restored() -> Iterator[set[str]]:
     """
     changed: set[str] = set()
     with _turn:
-        _watching.append(changed)
+        _changed_in_checks.append(changed)
         try:
             # an inner check has nothing around it to restore
             with (
                 one_thread(),
-                _restored(STATE | RANDOM | (AROUND if len(_watching) == 1 else {})),
+                _with_state_restored(
+                    STATE | RANDOM | (AROUND if len(_changed_in_checks) == 1 else {})
+                ),
                 _no_exit(),
             ):
                 yield changed
@@ -264,9 +271,11 @@ def state_restored() -> Iterator[set[str]]:
             if isinstance(e, RuntimeError) and not is_out_of_memory(e):
                 raise
             stop = e if isinstance(e, Gone) else gone("it", e)
-            raise InputError(str(stop)) if len(_watching) == 1 else stop from None
+            raise (
+                InputError(str(stop)) if len(_changed_in_checks) == 1 else stop
+            ) from None
         finally:
-            _watching[:] = [x for x in _watching if x is not changed]
+            _changed_in_checks[:] = [s for s in _changed_in_checks if s is not changed]
 
 
 class Ended(BaseException):
@@ -320,7 +329,7 @@ def is_gpu_lost(error: BaseException) -> bool:
 
 
 def gone(name: str, error: BaseException) -> Gone:
-    """The end of user code that is no verdict about it.
+    """Make the error for user code that ended without a verdict about it.
 
     Args:
         name: of the user's function.
@@ -333,11 +342,11 @@ def gone(name: str, error: BaseException) -> Gone:
         )
     if is_out_of_memory(error):
         if str(error):
-            said = f"{type(error).__name__}: {one_line(error)}"
+            error_words = f"{type(error).__name__}: {one_line(error)}"
         else:
-            said = type(error).__name__
+            error_words = type(error).__name__
         return OutOfMemory(
-            f"{name} asked for more memory than there is ({said}): without it there is no verdict."
+            f"{name} asked for more memory than there is ({error_words}): without it there is no verdict."
         )
     return Gone(
         f"{name} ends the program ({type(error).__name__}): a function returns its value."
@@ -345,30 +354,30 @@ def gone(name: str, error: BaseException) -> Gone:
 
 
 def stopped(error: Gone) -> Gone | InputError:
-    """What to raise: within a check Gone, which no oracle takes for a finding, else
+    """Return what to raise: within a check Gone, which no oracle takes for a finding, else
     InputError.
 
     Args:
         error: the end of user code.
     """
-    return error if _watching else InputError(str(error))
+    return error if _changed_in_checks else InputError(str(error))
 
 
 @contextlib.contextmanager
 def _no_exit() -> Iterator[None]:
     """Raise Ended where the code inside calls os._exit."""
-    leave, process = os._exit, os.getpid()
+    plain_exit, process = os._exit, os.getpid()
 
-    def ended(status: int = 0) -> None:
+    def raise_ended(status: int = 0) -> None:
         if os.getpid() != process:  # a fork's end is its own
-            leave(status)
+            plain_exit(status)
         raise Ended(f"os._exit({status})")
 
-    os._exit = ended  # type: ignore[assignment]
+    os._exit = raise_ended  # type: ignore[assignment]
     try:
         yield
     finally:
-        os._exit = leave
+        os._exit = plain_exit
 
 
 @contextlib.contextmanager
@@ -389,22 +398,28 @@ def refuse_exit(name: str) -> Iterator[None]:
 def call_guarded(
     name: str, call: Callable[[], Any], lines: int = 0
 ) -> tuple[Any, bool]:
-    """(its answer, whether it printed). lines: of Python that it may run before it is
-    stopped, 0 for any number.
+    """Call user code. Restore the state of the process afterwards, and make InputError of
+    what the code raises.
 
     Args:
         name: of the user's function, for messages.
         call: calls it.
+        lines: lines of Python that it may run before it is stopped; 0: any number.
+
+    Returns:
+        Its answer, and whether it printed.
     """
-    out = _Kept(None)
+    output = _SwallowedOutput(None)
     process = os.getpid()
     try:
         with _turn:
-            out.stream = sys.stdout
+            output.stream = sys.stdout
             # in a check, a loss that draws is noted
-            state = _restored(STATE if _watching else STATE | RANDOM)
+            state = _with_state_restored(
+                STATE if _changed_in_checks else STATE | RANDOM
+            )
             with (
-                contextlib.redirect_stdout(out),
+                contextlib.redirect_stdout(output),
                 warnings.catch_warnings(),
                 state,
             ):
@@ -428,11 +443,11 @@ def call_guarded(
         # it forked, and this is the copy: one report is enough
         if os.getpid() != process:
             _exit(0)
-    return answer, out.wrote
+    return answer, output.wrote
 
 
 def asks_for_gpu(error: BaseException) -> str:
-    """What to do about code that asks for a GPU where there is none, in words.
+    """Return in words what to do about code that asks for a GPU where there is none.
 
     Args:
         error: what the code raised.
@@ -440,9 +455,11 @@ def asks_for_gpu(error: BaseException) -> str:
     Returns:
         The end of a sentence; "" for any other error.
     """
-    said = one_line(error)
-    absent = "not compiled with CUDA" in said or "NVIDIA driver" in said
-    return "; make tensors on the device of log_prob, not on cuda" if absent else ""
+    message = one_line(error)
+    is_gpu_absent = "not compiled with CUDA" in message or "NVIDIA driver" in message
+    return (
+        "; make tensors on the device of log_prob, not on cuda" if is_gpu_absent else ""
+    )
 
 
 _INSTALLED = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
@@ -453,22 +470,22 @@ _NOT_USER_CODE = tuple(
 
 
 def _where_raised(error: BaseException) -> str:
-    """Where the user's own code raised it, in words: the innermost frame outside of
-    upref and of what is installed.
+    """Return in words where the user's own code raised an error: the innermost frame
+    outside of upref and of what is installed; "" without one.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    users = [
+    user_frames = [
         f
         for f in frames
         if os.path.isfile(f.filename)
         and not os.path.realpath(f.filename).startswith(_NOT_USER_CODE)
     ]
-    if users:
-        return f" ({os.path.basename(users[-1].filename)}, line {users[-1].lineno}, in {users[-1].name})"
+    if user_frames:
+        return f" ({os.path.basename(user_frames[-1].filename)}, line {user_frames[-1].lineno}, in {user_frames[-1].name})"
     return ""
 
 
-class _Kept(io.StringIO):
+class _SwallowedOutput(io.StringIO):
     """Swallows what this thread prints; other threads still print to the stream that it
     replaces.
     """
@@ -486,7 +503,7 @@ class _Kept(io.StringIO):
         return len(text)
 
     def close(self) -> None:
-        """User code may close its standard output."""
+        """Do nothing: user code may close its standard output."""
 
 
 class _LineLimit(BaseException):

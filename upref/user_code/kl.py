@@ -58,27 +58,30 @@ class Term:
         Raises:
             InputError: the function raises, or returns something else.
         """
-        full = {"logp": lp.to(self.dtype), "logp_ref": ref.to(self.dtype)}
-        before = {role: x.detach().clone() for role, x in full.items()}
+        arguments = {"logp": lp.to(self.dtype), "logp_ref": ref.to(self.dtype)}
+        before = {role: x.detach().clone() for role, x in arguments.items()}
         k, printed = call_guarded(
-            self.name, lambda: self.reading.call(self.fn, full, {})
+            self.name, lambda: self.reading.call(self.fn, arguments, {})
         )
-        if (
-            not isinstance(k, Tensor)
-            or k.shape != lp.shape
-            or not k.is_floating_point()
-            or k.is_meta
-        ):
+        is_one_per_token = (
+            isinstance(k, Tensor)
+            and k.shape == lp.shape
+            and k.is_floating_point()
+            and not k.is_meta
+        )
+        if not is_one_per_token:
             if isinstance(k, Tensor) and k.shape != lp.shape:
                 got = str(list(k.shape))
             else:
                 got = type(k).__name__
-            said = f"{self.name} returns {got} for log-probabilities {list(lp.shape)}"
-            raise InputError(f"{said}: return one per token.")
+            complaint = (
+                f"{self.name} returns {got} for log-probabilities {list(lp.shape)}"
+            )
+            raise InputError(f"{complaint}: return one per token.")
         wrote = frozenset(
             names.CALLED[role]
             for role, x in before.items()
-            if not torch.equal(x, full[role])
+            if not torch.equal(x, arguments[role])
         )
         return TermOutcome(k.double(), k.dtype == torch.float32, wrote, printed)
 
@@ -95,7 +98,7 @@ def read(fn: Any) -> Term:
         raise InputError(
             f"a {type(fn).__name__} is not a KL estimator: pass a function or its name."
         )
-    reading = read_signature(fn, name, _role, ("logp", "logp_ref"))
+    reading = read_signature(fn, name, _role_of_argument, ("logp", "logp_ref"))
     if unread := [
         *reading.needed,
         *(p for p, r in reading.roles.items() if r == "logp_old"),
@@ -103,18 +106,20 @@ def read(fn: Any) -> Term:
         raise InputError(
             f"{name} needs {unread[0]!r}, which upref cannot give: bind it with functools.partial."
         )
-    return _running(Term(name, fn, reading))
+    return _with_dtype(Term(name, fn, reading))
 
 
-def _role(name: str) -> str:
-    """`old` is known, so that it is never taken for the reference."""
+def _role_of_argument(name: str) -> str:
+    """Return the role of an argument of a KL estimator; "" for any other. The role of the
+    old log-probabilities is known, so that they are never taken for the reference.
+    """
     role = names.role(name)
     return role if role in ("logp", "logp_ref", "logp_old") else ""
 
 
-def _running(term: Term) -> Term:
-    """In float64 or else in float32, whichever it takes; compared as what it computes
-    in.
+def _with_dtype(term: Term) -> Term:
+    """Return the term with the dtype that it takes, float64 before float32, and with the
+    tolerance of the dtype in which it computes.
     """
     lp = PROBE
     ref = PROBE.roll(1)
@@ -126,5 +131,6 @@ def _running(term: Term) -> Term:
             outcome = term.outcome(lp, ref)
         except InputError:
             raise first from None
+    # inputs rounded to float32 give the same answer where it rounds them itself
     rounds = torch.equal(outcome.k, term(lp.float().double(), ref.float().double()))
     return replace(term, tol=1e-3) if outcome.single or rounds else term

@@ -22,8 +22,8 @@ from upref.user_code.guard import asks_for_gpu, one_line
 
 
 def load(target: str) -> Callable[..., Any]:
-    """The callable of that name; InputError where there is none, or where its file does
-    not import.
+    """Return the callable of that name; InputError where there is none, or where its file
+    does not import.
 
     Args:
         target: package.module:function or FILE.py:function.
@@ -34,22 +34,24 @@ def load(target: str) -> Callable[..., Any]:
             f"{target!r} is not a function: write package.module:function, path/to/file.py:function, verl:loss_mode or "
             "trl:loss_type."
         )
-    module = _file(Path(where)) if where.endswith(".py") else _module(where)
+    module = (
+        _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
+    )
     found: Any = module
     for part in attr.split("."):
         try:
             found = getattr(found, part)
         except Exception:
-            known = [
+            function_names = [
                 n
                 for n, v in vars(module).items()
                 if callable(v) and not n.startswith("_")
             ]
-            similar = difflib.get_close_matches(part, known, 3, 0.5)
+            similar = difflib.get_close_matches(part, function_names, 3, 0.5)
             if similar:
                 hint = f"did you mean {' or '.join(similar)}?"
             else:
-                hint = f"it has {', '.join(known[:8]) or 'no function'}."
+                hint = f"it has {', '.join(function_names[:8]) or 'no function'}."
             raise InputError(f"{where} has no {part!r}: {hint}") from None
     if not callable(found):
         raise InputError(f"{target} is a {type(found).__name__}, not a function.")
@@ -74,16 +76,16 @@ def name_of(fn: Any) -> str:
     return name if isinstance(name, str) and name else type(fn).__name__
 
 
-def _file(path: Path) -> ModuleType:
-    """A file may import its neighbours, as under `python FILE.py`, and its package's
-    others, as under `python -m`.
+def _import_file(path: Path) -> ModuleType:
+    """Import a file. It may import its neighbors, as under `python FILE.py`, and the
+    other modules of its package, as under `python -m`.
     """
     require_readable(path)
     path = path.resolve()
-    known = sys.modules.get(path.stem)
+    loaded = sys.modules.get(path.stem)
     name = path.stem
     if name in sys.stdlib_module_names or (
-        known is not None and getattr(known, "__file__", None) != str(path)
+        loaded is not None and getattr(loaded, "__file__", None) != str(path)
     ):
         # another module has that name already
         name = f"{path.stem}_{abs(hash(str(path)))}"
@@ -92,7 +94,7 @@ def _file(path: Path) -> ModuleType:
         raise InputError(f"{path} is not a Python file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    _Neighbours.of(path.parent)
+    _NeighborFinder.of(path.parent)
     try:
         with _as_input_error(path.name):
             try:
@@ -104,25 +106,25 @@ def _file(path: Path) -> ModuleType:
                 ):
                     raise
                 del sys.modules[name]
-                module = _member(path)
+                module = _import_as_member_of_package(path)
     except InputError:
         sys.modules.pop(name, None)
         raise
     return module
 
 
-def _member(path: Path) -> ModuleType:
-    """The file as a module of its package."""
+def _import_as_member_of_package(path: Path) -> ModuleType:
+    """Import the file as a module of its package."""
     name = path.stem
     folder = path.parent
     while (folder / "__init__.py").is_file():
         name = f"{folder.name}.{name}"
         folder = folder.parent
-    _Neighbours.of(folder)
+    _NeighborFinder.of(folder)
     return importlib.import_module(name)
 
 
-class _Neighbours:
+class _NeighborFinder:
     """Finds the modules that stand beside a file, but for names of the standard
     library, which others need.
     """
@@ -131,8 +133,8 @@ class _Neighbours:
 
     @classmethod
     def of(cls, folder: Path) -> None:
-        """From now on modules of this folder are found, and those of the same name from
-        files read before are not.
+        """Find modules of this folder from now on, before those of folders read earlier,
+        and forget loaded modules of the same names from there.
         """
         if cls not in sys.meta_path:
             sys.meta_path.insert(0, cls)
@@ -155,15 +157,16 @@ class _Neighbours:
         return importlib.machinery.PathFinder.find_spec(name, folders or cls.folders)
 
 
-def _module(name: str) -> ModuleType:
+def _import_module(name: str) -> ModuleType:
+    """Import a module by its name; one of the current folder is found too."""
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     with _as_input_error(name):
         return importlib.import_module(name)
 
 
-def _imports(error: BaseException) -> str:
-    """What to do about an import that fails, in words."""
+def _import_advice(error: BaseException) -> str:
+    """Return in words what to do about an import that fails; "" where that is unknown."""
     if "attempted relative import" not in str(error):
         return asks_for_gpu(error)
     return (
@@ -174,13 +177,13 @@ def _imports(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _as_input_error(what: str) -> Any:
-    """Whatever an import does becomes one sentence; what it prints goes to stderr:
-    stdout is the report's.
+    """Raise an InputError of one sentence for whatever an import raises. What the import
+    prints goes to stderr, because stdout is the report's.
     """
-    out = io.StringIO()
+    output = io.StringIO()
     process = os.getpid()
     try:
-        with contextlib.redirect_stdout(out):
+        with contextlib.redirect_stdout(output):
             yield
     except InputError as e:
         raise InputError(one_line(e)) from e
@@ -193,10 +196,10 @@ def _as_input_error(what: str) -> Any:
         ) from e
     except BaseException as e:
         raise InputError(
-            f"{what} does not import: {type(e).__name__}: {one_line(e)}{_imports(e)}."
+            f"{what} does not import: {type(e).__name__}: {one_line(e)}{_import_advice(e)}."
         ) from e
     finally:
         if os.getpid() != process:  # it forked, and this is the copy
             os._exit(0)
         with contextlib.suppress(ValueError):  # it closed what it was given
-            print(out.getvalue(), end="", file=sys.stderr)
+            print(output.getvalue(), end="", file=sys.stderr)

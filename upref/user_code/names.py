@@ -163,7 +163,7 @@ EXACT = {
 
 
 def words(name: str) -> list[str]:
-    """`perTokenLogps_2` -> per, token, logps.
+    """Split a name into words: `perTokenLogps_2` -> per, token, logps.
 
     Args:
         name: of an argument.
@@ -183,67 +183,75 @@ def is_of_sampler(name: str) -> bool:
 
 
 def role(name: str) -> str:
-    """The role of an argument of a loss, or of a KL estimator, by its name; "" where
-    the name does not say.
+    """Return the role of an argument of a loss, or of a KL estimator, by its name; ""
+    where the name does not tell.
 
     Args:
         name: of an argument.
     """
-    said = words(name)
-    plain = "_".join(said)
+    words_of_name = words(name)
+    snake_name = "_".join(words_of_name)
     if name == "A":
         return "adv"
-    if plain in EXACT:
-        return EXACT[plain]
-    if not said or said[-1] in NEVER or (set(said) & NEVER and not LOG_P.search(plain)):
+    if snake_name in EXACT:
+        return EXACT[snake_name]
+    if (
+        not words_of_name
+        or words_of_name[-1] in NEVER
+        or (set(words_of_name) & NEVER and not LOG_P.search(snake_name))
+    ):
         return ""  # `model_inputs`, but not `trainer_logprobs`
-    if set(said) & OTHER:
+    if set(words_of_name) & OTHER:
         return ""
-    if any(w.startswith("mask") for w in said):
-        return "" if set(said) & (COUNTS | INVERTED | ELSE) else "mask"
-    if any(w.startswith("adv") for w in said):
-        return "" if set(said) & COUNTS - {"values"} else "adv"
-    if any(w.startswith("entrop") for w in said):
-        return "" if set(said) & COUNTS else "entropy"
-    if said[0] in ("group", "groups", "uid", "uids") or said[:2] in (
+    if any(w.startswith("mask") for w in words_of_name):
+        return "" if set(words_of_name) & (COUNTS | INVERTED | ELSE) else "mask"
+    if any(w.startswith("adv") for w in words_of_name):
+        return "" if set(words_of_name) & COUNTS - {"values"} else "adv"
+    if any(w.startswith("entrop") for w in words_of_name):
+        return "" if set(words_of_name) & COUNTS else "entropy"
+    if words_of_name[0] in ("group", "groups", "uid", "uids") or words_of_name[:2] in (
         ["prompt", "id"],
         ["prompt", "ids"],
     ):
-        return "" if set(said) & COUNTS else "group"
-    glued = [
-        m
-        for m in (
+        return "" if set(words_of_name) & COUNTS else "group"
+    joined_words = [
+        match
+        for match in (
             re.fullmatch(r"(old|ref|new)?(logp(?:rob)?s?|lps?)(old|ref|new)?", w)
-            for w in said
+            for w in words_of_name
         )
-        if m
+        if match
     ]
-    said += [x for m in glued for x in (m[1], m[3]) if x]
-    logs = bool(LOG_P.search(plain) or glued)
-    alone = all(w in (*OLD, *REFERENCE, *NEW) for w in said)  # `old`, `ref_`, `new`
-    if not (logs or alone) or set(said) & COUNTS:
+    words_of_name += [x for match in joined_words for x in (match[1], match[3]) if x]
+    is_log_prob = bool(LOG_P.search(snake_name) or joined_words)
+    is_policy_alone = all(
+        w in (*OLD, *REFERENCE, *NEW) for w in words_of_name
+    )  # `old`, `ref_`, `new`
+    if not (is_log_prob or is_policy_alone) or set(words_of_name) & COUNTS:
         return ""
-    if any(w in REFERENCE for w in said):
+    if any(w in REFERENCE for w in words_of_name):
         return "logp_ref"
-    if any(w.startswith(OLD) for w in said):
-        return "logp_old" if logs or said == ["old"] else ""
+    if any(w.startswith(OLD) for w in words_of_name):
+        return "logp_old" if is_log_prob or words_of_name == ["old"] else ""
     return "logp"
 
 
 def not_given(name: str) -> bool:
-    """Whether the name says that it wants what upref does not give: probabilities, a
-    ratio, lengths, a model.
+    """Tell whether the name is that of something that upref does not give:
+    probabilities, a ratio, lengths, a model.
 
     Args:
         name: of an argument.
     """
-    said = set(words(name))
+    words_of_name = set(words(name))
     if role(name):
         return False
-    if said & (NEVER | OTHER | ELSE) or any(w.startswith("mask") for w in said):
+    if words_of_name & (NEVER | OTHER | ELSE) or any(
+        w.startswith("mask") for w in words_of_name
+    ):
         return True
     return not LOG_P.search("_".join(words(name))) and bool(
-        said
+        words_of_name
         & {
             "prob",
             "probs",
@@ -268,8 +276,8 @@ def may_be_old(name: str) -> bool:
 
 
 def sampler_of(one: str, other: str) -> str:
-    """Which of two names of old log-probabilities is the inference engine's: the
-    proximal policy's are not; or "".
+    """Return which of two names of old log-probabilities is the inference engine's, and
+    not the proximal policy's; "" where the names do not tell.
 
     Args:
         one, other: names of arguments.
@@ -293,8 +301,8 @@ TRAINS = {"pi", "train", *NEW}
 
 
 def older_of(one: str, other: str) -> str:
-    """Which of two names of log-probabilities is of the policy that sampled, where the
-    other one is of the policy that trains: `mu_logps` beside `pi_logps`; or "".
+    """Return which of two names of log-probabilities is of the policy that sampled, where
+    the other one is of the policy that trains: `mu_logps` beside `pi_logps`; else "".
 
     Args:
         one, other: names of arguments.
@@ -340,8 +348,8 @@ HIGH = {
 
 
 def hyperparameter(name: str, known: set[str] | frozenset[str]) -> str:
-    """Which hyperparameter of those known an argument means: `clip_ratio_low` ->
-    eps_low, `kl_coef` -> beta; or "".
+    """Return which of the known hyperparameters an argument means: `clip_ratio_low` ->
+    eps_low, `kl_coef` -> beta; "" where it means none.
 
     Args:
         name: of an argument.
@@ -349,35 +357,43 @@ def hyperparameter(name: str, known: set[str] | frozenset[str]) -> str:
     """
     if name in known:
         return name
-    said = words(name)
-    low = LOW & set(said)
-    high = HIGH & set(said)
+    words_of_name = words(name)
+    low = LOW & set(words_of_name)
+    high = HIGH & set(words_of_name)
     meant = ""
-    if "beta" in said or (
-        "kl" in said
-        and set(said) & {"coef", "coeff", "coefficient", "weight", "penalty"}
+    if "beta" in words_of_name or (
+        "kl" in words_of_name
+        and set(words_of_name) & {"coef", "coeff", "coefficient", "weight", "penalty"}
     ):
         meant = "beta"
-    elif "dual" in said or (said[-1:] == ["c"] and "clip" in said):
+    elif "dual" in words_of_name or (
+        words_of_name[-1:] == ["c"] and "clip" in words_of_name
+    ):
         meant = "c"
-    elif any(w.startswith(("clip", "eps", "epsilon")) for w in said):
+    elif any(w.startswith(("clip", "eps", "epsilon")) for w in words_of_name):
         meant = (
             "eps_low" if low and not high else "eps_high" if high and not low else "eps"
         )
-    elif "tau" in said or "temperature" in said:
-        meant = "tau_pos" if "pos" in said else "tau_neg" if "neg" in said else "tau"
-    elif "lambda" in said and "lam" in known:
+    elif "tau" in words_of_name or "temperature" in words_of_name:
+        meant = (
+            "tau_pos"
+            if "pos" in words_of_name
+            else "tau_neg"
+            if "neg" in words_of_name
+            else "tau"
+        )
+    elif "lambda" in words_of_name and "lam" in known:
         meant = "lam"
-    elif (sign := {"pos", "neg"} & set(said)) and (
-        letter := {"k", "lambda"} & set(said)
+    elif (sign := {"pos", "neg"} & set(words_of_name)) and (
+        letter := {"k", "lambda"} & set(words_of_name)
     ):  # as VESPO's code has them
         meant = f"{'c1' if 'k' in letter else 'c2'}_{sign.pop()}"
     return meant if meant in known else ""
 
 
 def argument(key: str, of: Iterable[str]) -> str:
-    """Which of these arguments is meant by a hyperparameter: the one of its name, or
-    that means it; or "".
+    """Return which of these arguments a hyperparameter goes to: the one of its name, or
+    one that means it; "" where there is none.
 
     Args:
         key: the hyperparameter.
@@ -401,22 +417,23 @@ N = [
 
 
 def reward_role(name: str) -> str:
-    """The role of an argument of an advantage estimator; "" where the name does not
-    say.
+    """Return the role of an argument of an advantage estimator; "" where the name does
+    not tell.
 
     Args:
         name: of an argument.
     """
-    said = words(name)
-    if "_".join(said) in N:
+    words_of_name = words(name)
+    if "_".join(words_of_name) in N:
         return "n"
-    if "mask" in "".join(said):
+    if "mask" in "".join(words_of_name):
         return "mask"
-    if set(said) & REWARDS and not set(said) & COUNTS - {"values"}:
+    if set(words_of_name) & REWARDS and not set(words_of_name) & COUNTS - {"values"}:
         return "rewards"
-    if said and (
-        said[0] in ("group", "groups", "uid", "uids", "index", "indices", "prompt")
-        and "size" not in said
+    if words_of_name and (
+        words_of_name[0]
+        in ("group", "groups", "uid", "uids", "index", "indices", "prompt")
+        and "size" not in words_of_name
     ):
         return "group"
     return ""

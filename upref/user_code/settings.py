@@ -26,23 +26,23 @@ def describe_fields(
     defaults: Mapping[str, Any] = MappingProxyType({}),
     called: str = "shipped",
 ) -> str:
-    """The fields in words, each with its default where that is known and another;
-    called: what a default is called.
+    """Write fields in words, each with its default where that is known and differs.
 
     Args:
         fields: name -> value.
         defaults: of the framework.
+        called: what a default is called.
 
     Returns:
         Words.
     """
-    out = []
+    parts = []
     for key, value in fields.items():
         (pair,) = pairs({key: value})
         if key in defaults and defaults[key] != value:
             pair += f" ({called}: {pairs({key: defaults[key]})[0].partition('=')[2]})"
-        out.append(pair)
-    return ", ".join(out) or "its defaults"
+        parts.append(pair)
+    return ", ".join(parts) or "its defaults"
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ BACKWARD = {
 
 
 def infer_shapes(loss: Loss) -> Loss:
-    """The loss with the plainest shapes of advantages and mask at which it runs and
-    keeps responses separate.
+    """Find the plainest shapes of advantages and mask at which the loss runs and keeps
+    responses separate.
 
     Args:
         loss: whose arguments are known.
@@ -32,43 +32,43 @@ def infer_shapes(loss: Loss) -> Loss:
     Raises:
         InputError: it runs at none.
     """
-    said: dict[str, tuple[str, InputError]] = {}
-    runs: list[tuple[float, int, Loss]] = []
+    errors: dict[str, tuple[str, InputError]] = {}
+    leaky_losses: list[tuple[float, int, Loss]] = []
     for shape in [loss.adv_shape] if loss.framework else list(SHAPES):
         for as_float in (False, True):
             try:
-                outcome, leak = _tried(
+                candidate, leak = _run_on_probe(
                     replace(loss, adv_shape=shape, float_mask=as_float)
                 )
             except InputError as e:
-                said.setdefault(str(e), (SHAPES[shape], e))
+                errors.setdefault(str(e), (SHAPES[shape], e))
                 continue
             if leak <= 1e-6:
-                if shape == "BT" and _reads_first_column(outcome):
-                    return _one_per_response(outcome)
-                return outcome
-            runs.append((leak, len(runs), outcome))
+                if shape == "BT" and _reads_first_column(candidate):
+                    return _with_one_per_response(candidate)
+                return candidate
+            leaky_losses.append((leak, len(leaky_losses), candidate))
             break
-    if not runs:
-        answered = [e for _, e in said.values() if e.__cause__ is None]
-        # its answer is at fault; the other shapes, which only upref tries, tell nothing
-        # of it
-        if answered:
-            raise answered[0]
-        first = next(e for _, e in said.values())
+    if not leaky_losses:
+        errors_of_answers = [e for _, e in errors.values() if e.__cause__ is None]
+        # The loss ran, and its answer is wrong: that error counts, and not those of the
+        # other shapes.
+        if errors_of_answers:
+            raise errors_of_answers[0]
+        first = next(e for _, e in errors.values())
         sentence = "; ".join(
             f"{text.rstrip('.')} (advantages {shape})"
-            for text, (shape, _) in said.items()
+            for text, (shape, _) in errors.items()
         )
         raise InputError(
-            str(first) if len(said) == 1 else sentence
+            str(first) if len(errors) == 1 else sentence
         ) from first.__cause__
-    return min(runs)[2]
+    return min(leaky_losses)[2]
 
 
-def _tried(loss: Loss) -> tuple[Loss, float]:
-    """The loss, its form known, and how far the advantage of one response moves the
-    gradients of others.
+def _run_on_probe(loss: Loss) -> tuple[Loss, float]:
+    """Run the loss on the probe. Return it with its form, and how far the advantage of
+    one response moves the gradients of others, relative to the largest gradient.
     """
     batch = loss.visible_batch(probe())
     outcome, gradient = loss.outcome(batch)
@@ -80,16 +80,16 @@ def _tried(loss: Loss) -> tuple[Loss, float]:
         raise InputError(
             f"{loss.name} is {outcome.value.item()} on a good batch (π_θ = π_old, finite log-probabilities)."
         )
-    read_as = _also(
+    read_as = _join(
         loss.read_as,
         "result -> unreduced, aggregated by upref"
         if outcome.form == "unreduced"
         else "",
     )
     if outcome.calls_backward:
-        read_as = _also(read_as, f"gradient -> {BACKWARD[outcome.own is not None]}")
+        read_as = _join(read_as, f"gradient -> {BACKWARD[outcome.own is not None]}")
     if outcome.wrapped == ALSO_LIVE:
-        read_as = _also(read_as, f"result -> {ALSO_LIVE}")
+        read_as = _join(read_as, f"result -> {ALSO_LIVE}")
     loss = replace(
         loss,
         form=outcome.form,
@@ -119,17 +119,20 @@ def _reads_first_column(loss: Loss) -> bool:
     return torch.equal(with_own, with_others) and not torch.equal(with_others, opposite)
 
 
-def _one_per_response(loss: Loss) -> Loss:
-    said = "advantages -> one per response, of which it reads the first column"
-    return replace(loss, adv_shape=FIRST, read_as=_also(loss.read_as, said))
+def _with_one_per_response(loss: Loss) -> Loss:
+    """Return the loss as one that takes one advantage per response."""
+    note = "advantages -> one per response, of which it reads the first column"
+    return replace(loss, adv_shape=FIRST, read_as=_join(loss.read_as, note))
 
 
-def _also(read_as: str, more: str) -> str:
+def _join(read_as: str, more: str) -> str:
+    """Join two texts by a semicolon; either may be empty."""
     return "; ".join(filter(None, (read_as, more)))
 
 
 def probe() -> Rollouts:
-    """On policy, ragged, more responses than tokens: no shape passes for another.
+    """Make the batch on which shapes are tried: on policy, ragged, and with more
+    responses than tokens, so that no shape passes for another.
 
     Returns:
         Eight responses of one to five tokens, in two groups, in float64.
