@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one subcommand; `upref -h` lists them. argv None: the command line's own;
     user code then runs in a child process with a time limit, and Ctrl-C or SIGTERM ends
     everything with one sentence, status 130 or 143."""
-    if elsewhere := _whose(sys.argv[1:] if argv is None else argv):
+    if elsewhere := _advice_for_absent_verb(sys.argv[1:] if argv is None else argv):
         print(f"upref: {elsewhere}", file=sys.stderr)
         return 2
     return execute(_parser(), argv)
@@ -57,11 +57,13 @@ def execute(parser: argparse.ArgumentParser, argv: list[str] | None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    """Run the verb in this process."""
+
     def work() -> int:
         args.chosen_verb.refuse(args)
         return args.chosen_verb.run(args)
 
-    return _tell(args, *_outcome(args, work))
+    return _print_sentence(args, *_status_and_sentence(args, work))
 
 
 def _run_apart(args: argparse.Namespace) -> int:
@@ -74,26 +76,28 @@ def _run_apart(args: argparse.Namespace) -> int:
         return 0
 
     stdout = sys.stdout
-    if (refused := _outcome(args, prepare))[0]:
-        return _tell(args, *refused)
+    if (refused := _status_and_sentence(args, prepare))[0]:
+        return _print_sentence(args, *refused)
 
     def work() -> Printed:
         page = sys.stdout = None if stdout is None else _Page(stdout)
-        status, sentence = _outcome(args, lambda: args.chosen_verb.run(args))
+        status, sentence = _status_and_sentence(
+            args, lambda: args.chosen_verb.run(args)
+        )
         return Printed(status, "" if page is None else page.text(), sentence)
 
     try:
         printed = supervised(work, args.timeout, args.chosen_verb.user_code)
     except Gone as error:
-        return _tell(args, 2, str(error))
+        return _print_sentence(args, 2, str(error))
 
     def show() -> int:
         if printed.out:
             print(printed.out, end="")
         return printed.status
 
-    status, sentence = _outcome(args, show, printed.status)
-    return _tell(args, status, printed.sentence or sentence)
+    status, sentence = _status_and_sentence(args, show, printed.status)
+    return _print_sentence(args, status, printed.sentence or sentence)
 
 
 class _Page(io.TextIOWrapper):
@@ -113,11 +117,15 @@ class _Page(io.TextIOWrapper):
         return self.buffer.getvalue().decode(self.encoding)  # type: ignore[attr-defined]
 
 
-def _outcome(
+def _status_and_sentence(
     args: argparse.Namespace, work: Callable[[], int], unread: int = 0
 ) -> tuple[int, str]:
-    """The exit status of the work, and a sentence where it is 2. unread: the status
-    where the reader of stdout left.
+    """Do the work, and return its exit status; where that is 2, also a sentence.
+
+    Args:
+        args: the parsed words.
+        work: returns its exit status.
+        unread: the status where whoever reads stdout has closed it.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         # a terminal without unicode still shows the rest
@@ -139,7 +147,7 @@ def _outcome(
 
 
 def _sentence(error: BaseException, user_code: str) -> str:
-    """What is wrong, in one sentence.
+    """Say in one sentence what is wrong.
 
     Args:
         error: what a verb raised.
@@ -163,13 +171,14 @@ def _sentence(error: BaseException, user_code: str) -> str:
     return f"no answer: {type(error).__name__}: {error} ({whose}; --debug shows where)."
 
 
-def _tell(args: argparse.Namespace, status: int, sentence: str) -> int:
+def _print_sentence(args: argparse.Namespace, status: int, sentence: str) -> int:
+    """Print the sentence on stderr, where there is one, and return the status."""
     if sentence:
         print(f"{args.prog}: {' '.join(sentence.split())}", file=sys.stderr)
     return status
 
 
-class _Unflagged(argparse.Action):
+class _RefuseSecondWord(argparse.Action):
     """Refuses a second word behind `upref check`, and says where an objective goes."""
 
     def __call__(
@@ -190,7 +199,9 @@ class _Unflagged(argparse.Action):
 
 
 def _is_a_name(word: str) -> bool:
-    """Whether it names no file, module or framework's loss, as an objective's does."""
+    """Tell whether a word is a name as an objective has it: no file, module or loss of a
+    framework.
+    """
     return not (":" in word or word.endswith(".py"))
 
 
@@ -231,27 +242,31 @@ def command_line(
     return p, add
 
 
-def _own(args: argparse.Namespace) -> int:
-    """What a verb of upref's own does."""
+def _run_own_verb(args: argparse.Namespace) -> int:
+    """Run a verb of upref's own."""
     from upref.cli.commands import RUN
 
     return RUN[args.command](args)
 
 
-def _refuse(args: argparse.Namespace) -> None:
-    """What a verb of upref's own refuses at once."""
+def _refuse_for_own_verb(args: argparse.Namespace) -> None:
+    """Refuse wrong arguments of a verb of upref's own, before anything heavy is imported."""
     from upref.cli.commands import refuse
 
     refuse(args)
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of `upref`, with the verbs of installed packages."""
     p, add = command_line(
         "upref", "Reference and verification of policy-gradient objectives."
     )
 
     def command(name: str, text: str, user_code: str = "") -> argparse.ArgumentParser:
-        return add(name, Verb(text, lambda c: None, _own, user_code, _refuse))
+        return add(
+            name,
+            Verb(text, lambda c: None, _run_own_verb, user_code, _refuse_for_own_verb),
+        )
 
     about = (
         "check a loss (or an advantage, a KL estimator, log-probs) against a reference"
@@ -262,7 +277,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="LOSS",
         help=LOSS + "; verl:loss_mode@matched sets what the objective needs",
     )
-    c.add_argument("unflagged", nargs="?", action=_Unflagged, help=argparse.SUPPRESS)
+    c.add_argument(
+        "unflagged", nargs="?", action=_RefuseSecondWord, help=argparse.SUPPRESS
+    )
     what = c.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--as", dest="name", metavar="NAME", help="the objective (`upref list`)"
@@ -329,7 +346,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     c.add_argument("name", metavar="NAME")
     c = command("cap", "Probability Capacity: a table, or with -o a map", "the loss")
-    _curves(c)
+    _add_curve_arguments(c)
     c.add_argument(
         "--adv", type=float, default=1.0, metavar="+1|-1", help="sign of the advantage"
     )
@@ -338,7 +355,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="draw the map on logarithmic scales, for rare tokens",
     )
-    _curves(
+    _add_curve_arguments(
         command(
             "weights",
             "gradient weight dJ/dlp: a table, or with -o a figure",
@@ -425,9 +442,9 @@ def _parser() -> argparse.ArgumentParser:
     return p
 
 
-def _whose(words: Iterable[str]) -> str:
-    """A sentence about a verb that upref itself lacks and this installation too; empty
-    for any other.
+def _advice_for_absent_verb(words: Iterable[str]) -> str:
+    """Return a sentence about a verb that another package has and this installation
+    lacks; "" for any other verb.
     """
     word = next((w for w in words if not w.startswith("-")), "")
     if word in CHECKOUT:
@@ -437,7 +454,8 @@ def _whose(words: Iterable[str]) -> str:
     return ""
 
 
-def _curves(c: argparse.ArgumentParser) -> None:
+def _add_curve_arguments(c: argparse.ArgumentParser) -> None:
+    """Add the arguments that `cap` and `weights` share."""
     c.add_argument(
         "names",
         nargs="+",

@@ -48,15 +48,11 @@ def refuse(args: argparse.Namespace) -> None:
             Path(args.results),
             f"write one with `pytest ... --upref-results {args.results}`",
         )
-    for word in losses:
-        catalog.require_loss(word)
-    catalog.require(
-        *(
-            name
-            for name in objectives
-            if name and (args.command, name) != ("derive", "all")
-        )
-    )
+    for loss in losses:
+        catalog.require_loss(loss)
+    if args.command == "derive" and args.name == "all":
+        objectives = []  # all is the word for every objective
+    catalog.require(*(name for name in objectives if name))
 
 
 # ---- verdicts ------------------------------------------------------------------------
@@ -117,16 +113,20 @@ def listing(args: argparse.Namespace) -> int:
 
         print(markdown_table())
     else:
-        known = catalog.facts()
+        facts_by_name = catalog.facts()
         trainers = catalog.trainers()
-        shown = list(known) if args.every else catalog.first_tier()
+        shown = list(facts_by_name) if args.every else catalog.first_tier()
         rows = [
-            [name, *known[name].values(), str(len(trainers.get(name, [])) or "")]
+            [
+                name,
+                *facts_by_name[name].values(),
+                str(len(trainers.get(name, [])) or ""),
+            ]
             for name in shown
         ]
         table(["name", "level", "aggregation", "paper", "trainers"], rows)
-        if left := len(known) - len(shown):
-            print(f"{left} more are in papers only: upref list --all")
+        if number_left_out := len(facts_by_name) - len(shown):
+            print(f"{number_left_out} more are in papers only: upref list --all")
     return 0
 
 
@@ -139,34 +139,39 @@ def show(args: argparse.Namespace) -> int:
 
 
 # ---- curves --------------------------------------------------------------------------
-def _losses(given: list[str]) -> list[Any]:
-    """Objectives and losses; those of one framework that needs a process, in whose
-    packages this one then runs.
+def _resolve_losses(given: list[str]) -> list[Any]:
+    """Return what to draw: the names, with the loss in place of a name whose framework
+    needs a process of its own. This process is then that one.
     """
     from upref.user_code import no_objective
     from upref.weights import plots  # noqa: F401  (before the imports are restricted)
 
-    owner = {
-        x: (framework, plugins.provider(framework))
-        for x in given
-        if (framework := x.partition(":")[0])
+    owners = {
+        name: (framework, plugins.provider(framework))
+        for name in given
+        if (framework := name.partition(":")[0])
     }
-    alone = {
-        x: known
-        for x, (framework, known) in owner.items()
-        if known and known.needs_process(framework)
+    of_framework_alone = {
+        name: provider
+        for name, (framework, provider) in owners.items()
+        if provider and provider.needs_process(framework)
     }
-    if len(frameworks := {owner[x][0] for x in alone}) > 1:
+    if len(frameworks := {owners[name][0] for name in of_framework_alone}) > 1:
         raise InputError(
             f"{' and '.join(sorted(frameworks))} need a process each: draw one framework at a time."
         )
-    return [alone[x].find(x, no_objective(), {}) if x in alone else x for x in given]
+    return [
+        of_framework_alone[name].find(name, no_objective(), {})
+        if name in of_framework_alone
+        else name
+        for name in given
+    ]
 
 
 def cap(args: argparse.Namespace) -> int:
     if args.adv == 0 or not math.isfinite(args.adv):
         raise InputError("--adv is a sign: give +1 or -1.")
-    losses = _losses(args.names)
+    losses = _resolve_losses(args.names)
     hp = hyperparameters(args.hp)
     from upref.cli.show import PI_OLD
     from upref.weights.capacity import capacity
@@ -178,13 +183,13 @@ def cap(args: argparse.Namespace) -> int:
 
         return save(lambda: cap_map(*curves, adv=args.adv, log=args.log), args.file)
     rows = [[c.name, *capacity(c, PI_OLD, PI_OLD, args.adv).tolist()] for c in curves]
-    return _numbers(
+    return _print_numbers(
         args, "π_old", PI_OLD, rows, f"Cap at π_θ = π_old, A = {args.adv:+g}"
     )
 
 
 def weights(args: argparse.Namespace) -> int:
-    losses = _losses(args.names)
+    losses = _resolve_losses(args.names)
     hp = hyperparameters(args.hp)
     import numpy as np
 
@@ -200,7 +205,7 @@ def weights(args: argparse.Namespace) -> int:
         for c in curves
         for A in (1, -1)
     ]
-    return _numbers(
+    return _print_numbers(
         args,
         "r",
         RATIOS,
@@ -209,9 +214,10 @@ def weights(args: argparse.Namespace) -> int:
     )
 
 
-def _numbers(
+def _print_numbers(
     args: argparse.Namespace, axis: str, points: Any, rows: Any, title: str
 ) -> int:
+    """Print a table of curves, or with --json its numbers; return the exit status."""
     if args.json:
         print(
             json.dumps(

@@ -28,8 +28,11 @@ TOLERANCE = 1e-12  # relative to the largest weight, float64
 
 
 def examine() -> dict[str, Any]:
-    """Versions (None where absent; nothing is imported to find out), devices, and the
-    self-test. Key ok: all well.
+    """Collect versions, devices, and the result of the self-test.
+
+    Returns:
+        By name; a version is None where the distribution is absent, which is found out
+        without importing it. `ok` is true where nothing is wrong.
     """
     report: dict[str, Any] = {
         "upref-rl": _version("upref-rl"),
@@ -38,7 +41,7 @@ def examine() -> dict[str, Any]:
     report |= {part: _version(part) for part in PARTS}
     for known in plugins.frameworks():
         report |= {
-            part: _tested(report[part], v)
+            part: _compared_with_tested(report[part], v)
             for part, v in known.tested_versions().items()
             if report.get(part)
         }
@@ -47,7 +50,7 @@ def examine() -> dict[str, Any]:
         report["warning"] = (
             "the unrelated distribution `upref` is installed and may shadow this one: pip uninstall upref"
         )
-    wrong = [name for name in names() if _error(name) > TOLERANCE]
+    wrong = [name for name in names() if _gradient_error(name) > TOLERANCE]
     report["gradients"] = (
         f"{len(names()) - len(wrong)} of {len(names())} objectives: autograd = weight x aggregation"
     )
@@ -57,17 +60,22 @@ def examine() -> dict[str, Any]:
 
 
 def _version(distribution: str) -> str | None:
+    """Return the version of a distribution; None where it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _tested(version: str, known: str) -> str:
-    return f"{version} ({'tested' if version == known else f'not tested: upref was tested with {known}'})"
+def _compared_with_tested(version: str, tested: str) -> str:
+    """Return a version, and whether upref was tested with it."""
+    return f"{version} ({'tested' if version == known else f'not tested: upref was tested with {tested}'})"
 
 
-def _error(name: str) -> float:
+def _gradient_error(name: str) -> float:
+    """Return how far autograd is from weight x aggregation, relative to the largest
+    entry.
+    """
     o = get(name)
     b = batch(o, thin=5)
     expected = o.gradient(b)

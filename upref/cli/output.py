@@ -39,6 +39,7 @@ def answer(args: Namespace, verdict: Result) -> int:
 
 
 def _print(args: Namespace, verdict: Result) -> None:
+    """Print a verdict as JSON, as plain text, or with colors on a terminal."""
     if args.json:
         print(verdict.json())
     elif not sys.stdout.isatty() or not verdict.head_style:
@@ -48,6 +49,7 @@ def _print(args: Namespace, verdict: Result) -> None:
 
 
 def _console() -> "Console":
+    """Return rich's console: as wide as the terminal, or 160 columns without one."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 160)
@@ -67,9 +69,9 @@ def table(
     from rich.markup import escape
     from rich.table import Table
 
-    rows_of = Table(
+    rich_table = Table(
         *map(escape, head), box=box.SIMPLE_HEAD, show_header=heads, pad_edge=False
     )
     for row in rows:
-        rows_of.add_row(*map(escape, row))  # a file's name may have brackets
-    _console().print(rows_of)
+        rich_table.add_row(*map(escape, row))  # a file's name may have brackets
+    _console().print(rich_table)

@@ -24,10 +24,11 @@ def markdown_table() -> str:
     """
     tier = catalog.first_tier()
     paper_only = [n for n in catalog.facts() if n not in tier]
-    return f"{_markdown(tier)}\n\n**Paper only**: no audit of a trainer has a loss of these.\n\n{_markdown(paper_only)}"
+    return f"{_markdown_rows(tier)}\n\n**Paper only**: no audit of a trainer has a loss of these.\n\n{_markdown_rows(paper_only)}"
 
 
-def _markdown(shown: list[str]) -> str:
+def _markdown_rows(shown: list[str]) -> str:
+    """Return the table of these objectives."""
     rows = [
         "| name | J | level | aggregation | paper | trainers |",
         "|---|---|---|---|---|---|",
@@ -43,8 +44,8 @@ def _markdown(shown: list[str]) -> str:
 
 
 def described(name: str) -> Description:
-    """What is known of an objective in words; torch is imported only where its file
-    has to be run for that.
+    """Describe an objective in words; torch is imported only where its file has to be run
+    for that.
 
     Args:
         name: such as `dapo` or `up(dapo)`.
@@ -87,7 +88,7 @@ def facts(o: Description) -> dict[str, Any]:
     Returns:
         The keys of `upref show --json`.
     """
-    plain = (
+    keys_shown = (
         "name",
         "paper",
         "eq",
@@ -103,7 +104,7 @@ def facts(o: Description) -> dict[str, Any]:
     facts = {
         f.name: getattr(o, f.name)
         for f in fields(o)
-        if f.name in (*plain, "on_policy_exception", "scale_exception")
+        if f.name in (*keys_shown, "on_policy_exception", "scale_exception")
     }
     more = {
         "trainers": catalog.trainers().get(o.name, []),
@@ -126,7 +127,7 @@ def every() -> list[dict[str, Any]]:
 
 
 def page(o: Description) -> str:
-    """Everything that is known of it.
+    """Write everything that is known of an objective.
 
     Args:
         o: the objective.
@@ -137,11 +138,11 @@ def page(o: Description) -> str:
     parts = [f"{o.name}   {o.source}"]
 
     def add(head: str, text: str) -> None:
-        """One part more: a heading, and its text indented below."""
+        """Add a part: a heading, and its text indented below."""
         parts.append(f"{head}\n" + textwrap.indent(text.strip(), "    "))
 
     add("objective, to be maximized", o.equation)
-    add("facts", "\n".join(f"{k:12} {v}" for k, v in _about(o)))
+    add("facts", "\n".join(f"{k:12} {v}" for k, v in _facts_of_page(o)))
     if o.hyperparameters:
         lines = (
             f"{k} = {v}\n    {o.defaults.get(k, NO_SOURCE)}"
@@ -160,24 +161,26 @@ def page(o: Description) -> str:
     return "\n\n".join(parts)
 
 
-def _about(o: Description) -> Any:
+def _facts_of_page(o: Description) -> Any:
+    """Yield (word, value) for each fact of the page; a fact that is empty is left out."""
     yield "level", f"{o.level}: {LEVELS[o.level]}"
     yield "aggregation", o.agg
     yield "advantage", o.adv
     if o.kl:
         yield "KL", f"- beta * {o.kl}, a term of its own"
-    said = {
+    words_of_keys = {
         "not_symbolic": "not in sympy",
         "batch_coupled": "not split",
         "on_policy_exception": "r = 1",
         "scale_exception": "A times 3",
     }
-    for key in ("note", "known_from", *said):
+    for key in ("note", "known_from", *words_of_keys):
         if value := getattr(o, key):
-            yield said.get(key, key.replace("_", " ")), value
+            yield words_of_keys.get(key, key.replace("_", " ")), value
 
 
 def _source(fn: Any) -> str:
+    """Return the source of a function without its decorator."""
     lines = inspect.getsource(fn).splitlines()
     depth = 0
     for i, line in enumerate(lines):  # the decorator's facts are shown above

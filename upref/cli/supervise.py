@@ -68,65 +68,71 @@ def supervised(
             stream.flush()
     deadline = time.monotonic() + seconds
     parent = os.getpid()
-    before = _children()
+    children_before = _children()
     # what the loss writes into the pipe without knowing it is no report
     token = secrets.token_hex(8)
     _adopt_orphans(True)
-    ours, theirs = os.pipe()
+    reading_end, writing_end = os.pipe()
     # Python swallows what a signal handler raises within fork
-    handled = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
+    signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
     pid = os.fork()
     if not pid:
-        os.close(ours)
-        _child(work, theirs, parent, token)
-    os.close(theirs)
+        os.close(reading_end)
+        _run_in_child(work, writing_end, parent, token)
+    os.close(writing_end)
     try:
-        signal.pthread_sigmask(signal.SIG_SETMASK, handled)
-        return _report(_line(ours, pid, deadline, what, seconds), token, what)
+        signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
+        return _parse_report(
+            _read_line(reading_end, pid, deadline, what, seconds), token, what
+        )
     finally:  # after Ctrl-C and SIGTERM too
-        os.close(ours)
+        os.close(reading_end)
         for kill in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        _end_children(before)
+        _end_children(children_before)
         _adopt_orphans(False)
 
 
 # ---- the parent ----------------------------------------------------------------------
-def _line(pipe: int, pid: int, deadline: float, what: str, seconds: float) -> bytes:
-    """What the child sends, until a part of it has a line break."""
+def _read_line(
+    pipe: int, pid: int, deadline: float, what: str, seconds: float
+) -> bytes:
+    """Read what the child sends, up to the chunk that has a line break."""
     line = bytearray()
     closed = False
-    while (left := deadline - time.monotonic()) > 0:
+    while (seconds_left := deadline - time.monotonic()) > 0:
         # a process that the child has forked may hold the other end open
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        exit_state = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         ready = (
             not closed
-            and select.select([pipe], [], [], 0 if ended else min(left, 0.2))[0]
+            and select.select(
+                [pipe], [], [], 0 if exit_state else min(seconds_left, 0.2)
+            )[0]
         )
         if ready:
-            part = os.read(pipe, 2**16)
-            line += part
-            closed = not part
-            if b"\n" in part:
+            chunk = os.read(pipe, 2**16)
+            line += chunk
+            closed = not chunk
+            if b"\n" in chunk:
                 return bytes(line)
             if len(line) > LONGEST:
                 raise Gone(
                     f"{what} sent more than {LONGEST:,} bytes: a report is shorter."
                 )
-        elif ended:
-            status = ended.si_status
+        elif exit_state:
+            status = exit_state.si_status
             raise Gone(
-                f"{what} {_end(status, ended.si_code)} before there was a report: a function returns its value."
+                f"{what} {_describe_end(status, exit_state.si_code)} before there was a report: a function returns its value."
             )
         elif closed:
             time.sleep(0.01)
     raise Gone(f"{what} timed out after {seconds:g} s; raise --timeout.")
 
 
-def _end(status: int, code: int) -> str:
-    """How a child ended, in words."""
+def _describe_end(status: int, code: int) -> str:
+    """Say in words how a child ended."""
     if code == os.CLD_EXITED:
         return f"ended the process with exit status {status}"
     if status == signal.SIGKILL:
@@ -134,7 +140,10 @@ def _end(status: int, code: int) -> str:
     return f"died of signal {status}"
 
 
-def _report(line: bytes, token: str, what: str) -> Printed:
+def _parse_report(line: bytes, token: str, what: str) -> Printed:
+    """Read the report of a line; Gone where it does not begin with the token, or is no
+    report.
+    """
     report = None
     if line.startswith(token.encode()):
         with contextlib.suppress(ValueError, TypeError, RecursionError):
@@ -152,7 +161,9 @@ def _report(line: bytes, token: str, what: str) -> Printed:
 
 
 # ---- the child -----------------------------------------------------------------------
-def _child(work: Callable[[], Printed], pipe: int, parent: int, token: str) -> NoReturn:
+def _run_in_child(
+    work: Callable[[], Printed], pipe: int, parent: int, token: str
+) -> NoReturn:
     """Do the work and send the report; run nothing that the loss has left for the end
     of the process.
     """
@@ -196,9 +207,7 @@ def _end_with(parent: int) -> None:
 
 # ---- what the loss has started, sessions of their own included (Linux) ---------------
 def _adopt_orphans(on: bool) -> None:
-    """Whether a process whose parent ends becomes a child of this process, if this one
-    has started its parent.
-    """
+    """Set whether this process becomes the parent of a descendant whose own parent ends."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(SUBREAPER, int(on), 0, 0, 0)
@@ -206,28 +215,28 @@ def _adopt_orphans(on: bool) -> None:
 
 def _children() -> set[int]:
     """Process ids of the children of this process; empty where there is no /proc."""
-    found = set()
+    children = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             _, parent = stat.read_text(errors="replace").rpartition(")")[2].split()[:2]
             if int(parent) == os.getpid():
-                found.add(int(stat.parent.name))
-    return found
+                children.add(int(stat.parent.name))
+    return children
 
 
-def _end_children(before: set[int]) -> None:
-    """End the children that were not there before; their own children are then this
-    process's.
+def _end_children(children_before: set[int]) -> None:
+    """End the children that were not there before. Their own children then become those
+    of this process, and end in the next round.
     """
-    others = set(before)
-    while left := _children() - others:
-        for pid in left:
+    children_to_leave = set(children_before)
+    while children_to_end := _children() - children_to_leave:
+        for pid in children_to_end:
             try:
                 os.kill(pid, signal.SIGKILL)
             except PermissionError:  # it runs as another user
-                others.add(pid)
+                children_to_leave.add(pid)
             except ProcessLookupError:
                 pass
-        for pid in left - others:
+        for pid in children_to_end - children_to_leave:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)

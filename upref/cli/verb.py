@@ -60,7 +60,7 @@ def parse_number(text: str) -> int | float | None:
 
 
 def hyperparameters(pairs: list[str]) -> dict[str, Any]:
-    """`--hp NAME=NUMBER` of a command line; InputError where one is not that.
+    """Read the values of `--hp NAME=NUMBER`; InputError where one is not of that form.
 
     Args:
         pairs: each NAME=NUMBER.
@@ -68,16 +68,16 @@ def hyperparameters(pairs: list[str]) -> dict[str, Any]:
     Returns:
         Name -> number.
     """
-    words = {"None": None, "True": True, "False": False}
+    constants = {"None": None, "True": True, "False": False}
     hp: dict[str, Any] = {}
     for pair in pairs:
         key, _, value = pair.partition("=")
         number = parse_number(value)
-        if number is None and value not in words:
+        if number is None and value not in constants:
             raise InputError(f"--hp {pair!r} is not NAME=NUMBER.")
         if number is not None and not math.isfinite(number):
             raise InputError(f"--hp {pair!r} is not NAME=NUMBER: {value} is none.")
-        hp[key] = words[value] if number is None else number
+        hp[key] = constants[value] if number is None else number
     return hp
 
 
@@ -105,6 +105,7 @@ def add_time_limit(c: argparse.ArgumentParser, seconds: float = 600) -> None:
 
 
 def _seconds(text: str) -> float:
+    """Read the value of --timeout."""
     try:
         seconds = float(text)
     except ValueError:

@@ -115,12 +115,12 @@ def _load_file(path: Path) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         raise InputError(
-            f"{path} cannot be imported: {type(error).__name__}: {error}{_here(error)}"
+            f"{path} cannot be imported: {type(error).__name__}: {error}{_advice_for_module_here(error)}"
         ) from error
     return module
 
 
-def _here(error: Exception) -> str:
+def _advice_for_module_here(error: Exception) -> str:
     """Return what to do where the missing module is in the current folder; "" where it
     is not.
     """
@@ -136,6 +136,7 @@ def _here(error: Exception) -> str:
 
 
 def _load_module(name: str) -> Any:
+    """Import a module by its name."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

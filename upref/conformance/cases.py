@@ -94,6 +94,7 @@ class Case:
         return self.id
 
 
+# aggregation -> an objective that has it
 TOKEN_MEAN = {"token-mean": "ppo_clip", "seq-mean": "grpo"}
 
 # What each family is here for is said in upref/step/families.py.
@@ -147,6 +148,7 @@ def _level_2() -> Iterable[Case]:
 
 
 def _level_3() -> Iterable[Case]:
+    """Cases of one model family each, and of a half precision."""
     for family in FAMILY_NAMES:
         yield Case(f"family/{family}", 3, family=family)
     yield Case("precision/bfloat16", 3, dtype="bfloat16")
@@ -154,6 +156,7 @@ def _level_3() -> Iterable[Case]:
 
 
 def _level_4() -> Iterable[Case]:
+    """Cases of two ranks that share the rows."""
     for aggregation, objective in TOKEN_MEAN.items():
         yield Case(f"ranks/dp2/{aggregation}", 4, objective, ranks=2)
     yield Case("ranks/dp2/micro-2", 4, micro_batches=2, ranks=2)
@@ -161,7 +164,9 @@ def _level_4() -> Iterable[Case]:
 
 
 def _level_5() -> Iterable[Case]:
-    """Without layers: what goes wrong here is the scaling of the loss."""
+    """Cases of two ranks that share each row. Their model has no layers, because what
+    goes wrong here is the scaling of the loss.
+    """
 
     def case(name: str, parallel: str, objective: str = "ppo_clip", n: int = 1) -> Case:
         """A case on two ranks."""
@@ -210,7 +215,7 @@ def cases(level: int = SINGLE, suite: str = SUITES[-1]) -> list[Case]:
         raise InputError(f"there is no level {level!r}: {', '.join(map(str, LEVELS))}.")
     if suite not in SUITES:
         raise InputError(f"there is no suite {suite!r}: {', '.join(SUITES)}.")
-    known = SUITES[: SUITES.index(suite) + 1]
+    suites = SUITES[: SUITES.index(suite) + 1]
     return [
-        case for case in CASES.values() if case.level <= level and case.suite in known
+        case for case in CASES.values() if case.level <= level and case.suite in suites
     ]

@@ -74,9 +74,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         config.stash[CASES_TO_RUN] = cases(
             config.getoption("--level"), config.getoption("--suite")
         )
-        listed = config.getoption("--upref-xfails")
+        file_of_failures = config.getoption("--upref-xfails")
         config.stash[EXPECTED_FAILURES] = (
-            read_expected_failures(Path(listed)) if listed else {}
+            read_expected_failures(Path(file_of_failures)) if file_of_failures else {}
         )
     except InputError as error:
         raise pytest.UsageError(f"upref.conformance: {error}") from error
@@ -90,6 +90,7 @@ OUTCOMES: pytest.StashKey[list[Outcome]] = pytest.StashKey()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that takes `case` once for each case of the suite and level."""
     if "case" in metafunc.fixturenames:
         to_run: list[Case] = metafunc.config.stash[CASES_TO_RUN]
         metafunc.parametrize("case", to_run, ids=str)
@@ -105,31 +106,31 @@ def expected_failure(case: Case, request: pytest.FixtureRequest) -> str:
 def outcome(
     case: Case, expected_failure: str, request: pytest.FixtureRequest
 ) -> Outcome:
-    """The outcome of the case. What could not run is an error of the test's setup:
-    neither a pass nor a failure.
+    """The outcome of the case. A case that could not run is an error of the test's
+    setup: neither a pass nor a failure.
     """
     config = request.config
     outcomes = config.stash[OUTCOMES]
-    known = config.stash[EXPECTED_FAILURES]
+    expected_failures = config.stash[EXPECTED_FAILURES]
     unexpected = [
-        each
-        for each in outcomes
-        if each.status is Status.FAILED and each.case.id not in known
+        earlier
+        for earlier in outcomes
+        if earlier.status is Status.FAILED and earlier.case.id not in expected_failures
     ]
     explain = len(unexpected) < EXPLAINED and not expected_failure
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "seed": config.getoption("--upref-seed"),
         "explain": explain,
     }
     run_case = run
     if case.ranks > 1:
         run_case = run_ranks
-        asked["deadline"] = config.getoption("--upref-deadline")
-    found = run_case(config.stash[ADAPTER], case, **asked)
-    outcomes.append(found)
-    if found.status is Status.COULD_NOT_RUN and not expected_failure:
-        pytest.fail(str(found), pytrace=False)
-    return found
+        options["deadline"] = config.getoption("--upref-deadline")
+    result = run_case(config.stash[ADAPTER], case, **options)
+    outcomes.append(result)
+    if result.status is Status.COULD_NOT_RUN and not expected_failure:
+        pytest.fail(str(result), pytrace=False)
+    return result
 
 
 @pytest.fixture
@@ -186,30 +187,32 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     outcomes = config.stash.get(OUTCOMES, [])
     if not outcomes:
         return
-    known = config.stash[EXPECTED_FAILURES]
+    expected_failures = config.stash[EXPECTED_FAILURES]
     terminalreporter.write_line(
-        f"upref {config.getoption('--suite')}: {config.stash[ADAPTER].name}: {_summary(outcomes, known)}"
+        f"upref {config.getoption('--suite')}: {config.stash[ADAPTER].name}: {_summary(outcomes, expected_failures)}"
     )
 
 
-def _summary(outcomes: Sequence[Outcome], known: Mapping[str, str]) -> str:
+def _summary(outcomes: Sequence[Outcome], expected_failures: Mapping[str, str]) -> str:
     """Return how many cases ended in each way. A known failure counts as expected."""
-    listed = [
+    outcomes_listed = [
         outcome
         for outcome in outcomes
-        if outcome.case.id in known and outcome.status is not Status.SKIPPED
+        if outcome.case.id in expected_failures and outcome.status is not Status.SKIPPED
     ]
-    passes = sum(outcome.status is Status.PASSED for outcome in listed)
-    others = [
+    passes = sum(outcome.status is Status.PASSED for outcome in outcomes_listed)
+    statuses_of_others = [
         outcome.status
         for outcome in outcomes
-        if outcome.case.id not in known or outcome.status is Status.SKIPPED
+        if outcome.case.id not in expected_failures or outcome.status is Status.SKIPPED
     ]
     words = [
-        f"{others.count(status)} {status}" for status in Status if status in others
+        f"{statuses_of_others.count(status)} {status}"
+        for status in Status
+        if status in statuses_of_others
     ]
-    if len(listed) > passes:
-        words.append(counted(len(listed) - passes, "expected failure"))
+    if len(outcomes_listed) > passes:
+        words.append(counted(len(outcomes_listed) - passes, "expected failure"))
     if passes:
         words.append(f"{passes} passed that the list of known failures has")
     return ", ".join(words)

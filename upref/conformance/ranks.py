@@ -97,7 +97,7 @@ def run_ranks(
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         task = {
-            "target": _target(adapter),
+            "target": _target_of(adapter),
             "case": case.id,
             "seed": seed,
             "explain": explain,
@@ -105,19 +105,19 @@ def run_ranks(
             "store": f"file://{folder}/group",
         }
         ranks = [
-            stack.enter_context(_started(task, number, case.ranks))
+            stack.enter_context(_rank_process(task, number, case.ranks))
             for number in range(case.ranks)
         ]
-        reason = _wait(ranks, deadline)
-        found = ranks[0].report()
-    if not reason and "outcome" not in found:
+        reason = _wait_for_ranks(ranks, deadline)
+        report_of_first = ranks[0].report()
+    if not reason and "outcome" not in report_of_first:
         reason = "rank 0 ended before there was an outcome"
     if reason:
         return Outcome(case, Status.COULD_NOT_RUN, reason, settings)
-    return _outcome(found["outcome"], case)
+    return _outcome_of_record(report_of_first["outcome"], case)
 
 
-def _outcome(record: dict[str, Any], case: Case) -> Outcome:
+def _outcome_of_record(record: dict[str, Any], case: Case) -> Outcome:
     """Return the outcome of which this is the record, made by `asdict`."""
     report = record["report"]
     if report is not None:
@@ -135,8 +135,8 @@ def _outcome(record: dict[str, Any], case: Case) -> Outcome:
     )
 
 
-def _target(adapter: Adapter) -> str:
-    """Where other processes find the class of this adapter."""
+def _target_of(adapter: Adapter) -> str:
+    """Return `FILE:CLASS` of an adapter, from which other processes make their own."""
     kind = type(adapter)
     try:
         return f"{inspect.getfile(kind)}:{kind.__name__}"
@@ -147,14 +147,16 @@ def _target(adapter: Adapter) -> str:
 
 
 @contextmanager
-def _started(task: dict[str, Any], number: int, world: int) -> Iterator[RankProcess]:
-    """Start the process of a rank, and end it."""
+def _rank_process(
+    task: dict[str, Any], number: int, world_size: int
+) -> Iterator[RankProcess]:
+    """Start the process of a rank, and kill it at the end."""
     environment = os.environ | on_loopback()
     environment |= {
         "RANK": str(number),
-        "WORLD_SIZE": str(world),
+        "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(number),
-        "LOCAL_WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29512",
         "OMP_NUM_THREADS": "1",
@@ -178,14 +180,17 @@ def _started(task: dict[str, Any], number: int, world: int) -> Iterator[RankProc
             process.wait()
 
 
-def _wait(ranks: Sequence[RankProcess], deadline: float) -> str:
+def _wait_for_ranks(ranks: Sequence[RankProcess], deadline: float) -> str:
     """Wait until all processes end, or one fails; return why there is no outcome, or
     "".
     """
-    end = time.monotonic() + deadline
+    time_of_end = time.monotonic() + deadline
     processes = [rank.process for rank in ranks]
     while any(process.poll() is None for process in processes):
-        if any(process.poll() for process in processes) or time.monotonic() > end:
+        if (
+            any(process.poll() for process in processes)
+            or time.monotonic() > time_of_end
+        ):
             break
         time.sleep(PAUSE)
     failed = [rank for rank in ranks if rank.process.poll()]

@@ -32,15 +32,15 @@ def read_expected_failures(path: Path) -> dict[str, str]:
             empty.
     """
     try:
-        listed = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(
             f"there is no file {path}: --upref-xfails takes the list of known failures."
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is no TOML file: {error}.") from error
-    reasons = listed.get(TABLE)
-    if not isinstance(reasons, dict) or set(listed) != {TABLE}:
+    reasons = document.get(TABLE)
+    if not isinstance(reasons, dict) or set(document) != {TABLE}:
         raise InputError(
             f'{path} must hold one table [{TABLE}] with lines such as "family/gpt2" = "the reason".'
         )
@@ -75,7 +75,7 @@ def write_results(
 
 
 def _as_record(outcome: Outcome) -> dict[str, Any]:
-    """An outcome as it is written to the results file."""
+    """Return an outcome as it is written to the results file."""
     record: dict[str, Any] = {
         "status": str(outcome.status),
         "reason": outcome.reason,
@@ -129,8 +129,8 @@ def read_badge(path: Path) -> Badge:
         raise InputError(
             f"{path} has a case with the status {sorted(unknown)[0]!r}, which upref does not write."
         )
-    tried = [status for status in statuses if status != Status.SKIPPED]
-    return Badge(suite, level, tried.count(Status.PASSED), len(tried))
+    statuses_tried = [status for status in statuses if status != Status.SKIPPED]
+    return Badge(suite, level, statuses_tried.count(Status.PASSED), len(statuses_tried))
 
 
 LETTER = 6.6  # pixels of a letter, at 11 px

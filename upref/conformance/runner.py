@@ -86,9 +86,11 @@ def make_rows(case: Case, model: Any, seed: int = 0) -> list[Row]:
         model: a causal language model of transformers.
         seed: of the tokens and ratios.
     """
-    without = (
-        ("lengths", "holes") if case.equal_lengths else () if case.holes else ("holes",)
-    )
+    without: tuple[str, ...] = ()
+    if case.equal_lengths:
+        without = ("lengths", "holes")
+    elif not case.holes:
+        without = ("holes",)
     rows = batch.make_rows(V, seed, without, END)
     if case.ends:
         for row in rows:
@@ -125,19 +127,19 @@ def run(
         InputError: the case has several ranks, and this process is none of them: use
             `run_ranks`.
     """
-    if case.ranks > 1 and _world() != case.ranks:
+    if case.ranks > 1 and _world_size() != case.ranks:
         raise InputError(
             f"{case.id} has {case.ranks} ranks: run it with upref.conformance.run_ranks."
         )
     start = time.process_time()
     settings: dict[str, str] = {}
-    errors: list[Exception] = []
+    errors_of_adapter: list[Exception] = []
 
     def could_not_run(reason: str, error: Exception | None = None) -> Outcome:
-        trace = "" if error is None else _adapters_traceback(error)
+        trace_text = "" if error is None else _traceback_from_adapter(error)
         seconds = time.process_time() - start
         return Outcome(
-            case, Status.COULD_NOT_RUN, reason, settings, None, seconds, trace
+            case, Status.COULD_NOT_RUN, reason, settings, None, seconds, trace_text
         )
 
     try:
@@ -152,11 +154,11 @@ def run(
         try:
             return adapter.step(model, rows, case)
         except Exception as error:
-            errors.append(error)
+            errors_of_adapter.append(error)
             raise
 
     try:
-        report = _compare(step, case, scale, seed, explain)
+        report = _train_and_compare(step, case, scale, seed, explain)
     except UntrainedRowsError as error:
         return Outcome(
             case,
@@ -166,14 +168,20 @@ def run(
             seconds=time.process_time() - start,
         )
     except Exception as error:
-        if errors:
-            return could_not_run(describe_error(errors[0]), errors[0])
+        if errors_of_adapter:
+            return could_not_run(
+                describe_error(errors_of_adapter[0]), errors_of_adapter[0]
+            )
         if not isinstance(error, InputError):
             raise
         return could_not_run(str(error))
     seconds = time.process_time() - start
-    if case.dtype == "float32" and (halved := _half_precision(report)):
-        return Outcome(case, Status.FAILED, halved, settings, report, seconds)
+    if case.dtype == "float32" and (
+        half_precision_words := _half_precision_words(report)
+    ):
+        return Outcome(
+            case, Status.FAILED, half_precision_words, settings, report, seconds
+        )
     if report:
         return Outcome(case, Status.PASSED, "", settings, report, seconds)
     reason = report.failures[0].cause
@@ -188,7 +196,7 @@ def run(
 HALF_PRECISIONS = ("bfloat16", "float16")  # subjects of check_step's note
 
 
-def _half_precision(report: StepReport) -> str:
+def _half_precision_words(report: StepReport) -> str:
     """Return what the report notes on a step that computes in half precision, or ""."""
     halves = (
         finding for finding in report.findings if finding.subject in HALF_PRECISIONS
@@ -210,7 +218,7 @@ def describe_error(error: Exception) -> str:
 UPREF = Path(__file__).parents[1]
 
 
-def _adapters_traceback(error: Exception) -> str:
+def _traceback_from_adapter(error: Exception) -> str:
     """Return the traceback of an error without the calls of upref that lead to the
     adapter.
     """
@@ -222,10 +230,11 @@ def _adapters_traceback(error: Exception) -> str:
 
 
 def _is_of_upref(file: str) -> bool:
+    """Tell whether a file is one of upref's."""
     return Path(file).is_relative_to(UPREF)
 
 
-def _compare(
+def _train_and_compare(
     step: Callable[[Any, list[Row]], Any],
     case: Case,
     scale: float,
@@ -235,7 +244,7 @@ def _compare(
     """Make the model and the rows, let the step train, and compare."""
     model = _make_model(case)
     rows = make_rows(case, model, seed)
-    goal: dict[str, Any] = dict(case.hp) | {
+    check_arguments: dict[str, Any] = dict(case.hp) | {
         "temperature": case.temperature,
         "beta": case.beta,
         "entropy_coef": case.entropy_coef,
@@ -245,24 +254,26 @@ def _compare(
     }
     if case.ranks > 1:
         return check_recorded(
-            _trained_here(step, case, model, rows),
+            _record_on_this_rank(step, case, model, rows),
             [rows],
             case.objective,
             without=CASE_AXES,
-            **goal,
+            **check_arguments,
         )
     if case.updates == 1:
 
         def one_gradient(model: Any, rows: list[Row]) -> Any:
-            """The gradient of the adapter's step, of which there may be one only."""
-            made = step(model, rows)
-            if not isinstance(made, Recorded):
-                return made
-            if len(made.steps) != 1:
+            """Run the adapter's step, and return its one gradient; InputError where it
+            recorded several.
+            """
+            result = step(model, rows)
+            if not isinstance(result, Recorded):
+                return result
+            if len(result.steps) != 1:
                 raise InputError(
-                    f"the adapter's optimizer made {len(made.steps)} steps, and the case has 1."
+                    f"the adapter's optimizer made {len(result.steps)} steps, and the case has 1."
                 )
-            return made.steps[0].gradients
+            return result.steps[0].gradients
 
         return check_step(
             one_gradient,
@@ -271,13 +282,13 @@ def _compare(
             rows=rows,
             without=CASE_AXES,
             perturb_weights=False,
-            **goal,
+            **check_arguments,
         )
     reference = TorchModel(model)
     steps: list[Step] = []
     with watched(model, steps, case.updates + 1, by_pass=True):
-        made = step(model, rows)
-    seen = made if isinstance(made, Recorded) else Recorded(reference, steps)
+        result = step(model, rows)
+    seen = result if isinstance(result, Recorded) else Recorded(reference, steps)
     if len(seen.steps) != case.updates:
         raise InputError(
             f"the adapter's optimizer made {len(seen.steps)} steps, and the case has {case.updates}."
@@ -287,13 +298,13 @@ def _compare(
         _rows_of_updates(seen.steps, rows),
         case.objective,
         without=CASE_AXES,
-        **goal,
+        **check_arguments,
     )
 
 
 def _make_model(case: Case) -> Any:
-    """The tiny model of a case, with perturbed weights."""
-    # Without this, transformers computes Gemma 2's attention by sdpa and drops its
+    """Make the tiny model of a case, with perturbed weights."""
+    # Without "eager", transformers computes Gemma 2's attention by sdpa and drops its
     # softcap, whatever the trainer does.
     changes: dict[str, Any] = {}
     if case.family == "gemma2":
@@ -318,36 +329,43 @@ def train(adapter: Adapter, case: Case, seed: int = 0) -> None:
     def step(model: Any, rows: list[Row]) -> Any:
         return adapter.step(model, rows, case)
 
-    _trained_here(step, case, model, rows)
+    _record_on_this_rank(step, case, model, rows)
 
 
-def _trained_here(
+def _record_on_this_rank(
     step: Callable[[Any, list[Row]], Any], case: Case, model: Any, rows: list[Row]
 ) -> Recorded:
-    """Let the step train on this rank's rows, and record it: of ranks that divide the
-    rows every so many, of others all.
+    """Let the step train on this rank's rows, and record it. Ranks that divide the rows
+    have every n-th one; other ranks have all.
     """
     reference = TorchModel(model)
     steps: list[Step] = []
     if case.parallel == "data":
         rows = rows[dist.get_rank() :: dist.get_world_size()]
     with watched(model, steps, 2):
-        made = step(model, rows)
-    if isinstance(made, Recorded):
-        return made
+        result = step(model, rows)
+    if isinstance(result, Recorded):
+        return result
     if not steps:
-        found = made if isinstance(made, dict) else gradients(model)
-        if not found:
+        gradients_found = result if isinstance(result, dict) else gradients(model)
+        if not gradients_found:
             raise InputError(
                 "the step left no gradient: it must leave .grad, let an optimizer step, or return one."
             )
         steps.append(
-            Step({}, {name: as_float64(gradient) for name, gradient in found.items()})
+            Step(
+                {},
+                {
+                    name: as_float64(gradient)
+                    for name, gradient in gradients_found.items()
+                },
+            )
         )
     return Recorded(reference, steps[:1])
 
 
-def _world() -> int:
+def _world_size() -> int:
+    """Return the number of ranks of the process group; 1 where there is none."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -356,29 +374,38 @@ class UntrainedRowsError(Exception):
 
 
 def _rows_of_updates(steps: list[Step], rows: list[Row]) -> list[list[Row]]:
-    """Return the rows of each optimizer step, as many in each: a trainer may shuffle
-    them.
+    """Return the rows that each optimizer step trained on: a trainer may shuffle them.
 
     Raises:
-        UntrainedRowsError: a row trains in no step, or in two, or the steps have other
-            numbers of rows.
+        UntrainedRowsError: a row trains in no step, or in two, or the steps differ in
+            their numbers of rows.
     """
     size = len(rows) // len(steps)
-    trained = [each.rows(rows) for each in steps]
+    rows_of_steps = [step_rows.rows(rows) for step_rows in steps]
     # the model was not fed token ids: the first step has the first rows
-    if not any(trained):
+    if not any(rows_of_steps):
         return [rows[i * size : (i + 1) * size] for i in range(len(steps))]
-    counts = [sum(row is other for each in trained for other in each) for row in rows]
-    for words, found in (("no optimizer step", 0), ("more than one optimizer step", 2)):
-        which = ", ".join(
-            str(i) for i, count in enumerate(counts) if min(count, 2) == found
+    counts = [
+        sum(
+            row is trained_row
+            for step_rows in rows_of_steps
+            for trained_row in step_rows
         )
-        if which:
+        for row in rows
+    ]
+    for words, count_of_case in (
+        ("no optimizer step", 0),
+        ("more than one optimizer step", 2),
+    ):
+        responses = ", ".join(
+            str(i) for i, count in enumerate(counts) if min(count, 2) == count_of_case
+        )
+        if responses:
             raise UntrainedRowsError(
-                f"{words} of the generation batch trains on responses {which}"
+                f"{words} of the generation batch trains on responses {responses}"
             )
-    if any(len(each) != size for each in trained):
+    if any(len(step_rows) != size for step_rows in rows_of_steps):
         raise UntrainedRowsError(
-            f"the optimizer steps have {[len(each) for each in trained]} responses, not {size} each"
+            f"the optimizer steps have {[len(step_rows) for step_rows in rows_of_steps]} responses, not {size} each"
         )
-    return trained
+    return rows_of_steps

@@ -173,7 +173,7 @@ def words(name: str) -> list[str]:
 
 
 def is_of_sampler(name: str) -> bool:
-    """Whether a name speaks of the engine that sampled, as `sampling_logps` and
+    """Tell whether a name is of the engine that sampled, as `sampling_logps` and
     `rollout_is_weights` do.
 
     Args:
@@ -224,9 +224,8 @@ def role(name: str) -> str:
     ]
     words_of_name += [x for match in joined_words for x in (match[1], match[3]) if x]
     is_log_prob = bool(LOG_P.search(snake_name) or joined_words)
-    is_policy_alone = all(
-        w in (*OLD, *REFERENCE, *NEW) for w in words_of_name
-    )  # `old`, `ref_`, `new`
+    # `old`, `ref_`, `new`
+    is_policy_alone = all(w in (*OLD, *REFERENCE, *NEW) for w in words_of_name)
     if not (is_log_prob or is_policy_alone) or set(words_of_name) & COUNTS:
         return ""
     if any(w in REFERENCE for w in words_of_name):
@@ -266,8 +265,8 @@ def not_given(name: str) -> bool:
 
 
 def may_be_old(name: str) -> bool:
-    """Whether an argument that nothing else is left for may be the old
-    log-probabilities.
+    """Tell whether an argument may be the old log-probabilities, where no other role is
+    left for it.
 
     Args:
         name: of an argument.
@@ -371,17 +370,17 @@ def hyperparameter(name: str, known: set[str] | frozenset[str]) -> str:
     ):
         meant = "c"
     elif any(w.startswith(("clip", "eps", "epsilon")) for w in words_of_name):
-        meant = (
-            "eps_low" if low and not high else "eps_high" if high and not low else "eps"
-        )
+        meant = "eps"
+        if low and not high:
+            meant = "eps_low"
+        elif high and not low:
+            meant = "eps_high"
     elif "tau" in words_of_name or "temperature" in words_of_name:
-        meant = (
-            "tau_pos"
-            if "pos" in words_of_name
-            else "tau_neg"
-            if "neg" in words_of_name
-            else "tau"
-        )
+        meant = "tau"
+        if "pos" in words_of_name:
+            meant = "tau_pos"
+        elif "neg" in words_of_name:
+            meant = "tau_neg"
     elif "lambda" in words_of_name and "lam" in known:
         meant = "lam"
     elif (sign := {"pos", "neg"} & set(words_of_name)) and (
