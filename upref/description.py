@@ -202,10 +202,12 @@ def syntax_tree(path: Path) -> ast.Module:
 
 
 def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+    """Return the functions at the top level of a file."""
     return (node for node in tree.body if isinstance(node, ast.FunctionDef))
 
 
 def _constants(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """Yield (name, value) of the assignments at the top level of a file."""
     for node in tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
@@ -213,18 +215,22 @@ def _constants(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _defaults(objective: Written) -> dict[str, Any]:
-    """The defaults of the arguments that can be passed by name alone."""
+    """Return the defaults of the arguments that can be passed by name alone."""
     arguments = objective.function.args
-    named = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    arguments_and_defaults = zip(
+        arguments.kwonlyargs, arguments.kw_defaults, strict=True
+    )
     return {
         argument.arg: _value(default, objective.constants)
-        for argument, default in named
+        for argument, default in arguments_and_defaults
         if default is not None
     }
 
 
 def _weight(objective: Written) -> ast.FunctionDef:
-    """The function below `@NAME.with_weight`, or that of `NAME.with_weight(FUNCTION)`."""
+    """Return the function of the weight: it stands below `@NAME.with_weight`, or in
+    `NAME.with_weight(FUNCTION)`.
+    """
     tree = syntax_tree(objective.file)
     name = objective.function.name
     functions = {f.name: f for f in _functions(tree)}
@@ -237,16 +243,21 @@ def _weight(objective: Written) -> ast.FunctionDef:
             isinstance(call, ast.Call)
             and ast.unparse(call.func) == f"{name}.with_weight"
         ):
-            given = ast.unparse(call.args[0])
-            other = given.removesuffix(".closed_form")
-            if given != other and other != name and other in written():
-                return _weight(written()[other])
-            if given in functions:
-                return functions[given]
+            function_name = ast.unparse(call.args[0])
+            other_objective = function_name.removesuffix(".closed_form")
+            if (
+                function_name != other_objective
+                and other_objective != name
+                and other_objective in written()
+            ):
+                return _weight(written()[other_objective])
+            if function_name in functions:
+                return functions[function_name]
     raise Unreadable(name)
 
 
 def _text(function: ast.FunctionDef, file: Path) -> str:
+    """Return the source of a function without its decorators."""
     lines = file.read_text(encoding="utf-8").splitlines()
     return textwrap.dedent("\n".join(lines[function.lineno - 1 : function.end_lineno]))
 
@@ -254,8 +265,8 @@ def _text(function: ast.FunctionDef, file: Path) -> str:
 def _arguments(
     call: ast.Call, constants: dict[str, ast.expr]
 ) -> Iterator[tuple[str, ast.expr]]:
-    """The keyword arguments, those of `**NAME` too, where NAME is a dict of the same
-    file.
+    """Yield the keyword arguments of a call, and those of `**NAME` too, where NAME is a
+    dict of the same file.
     """
     for keyword in call.keywords:
         if keyword.arg is None:
@@ -267,7 +278,9 @@ def _arguments(
 def _items(
     shared: ast.expr, constants: dict[str, ast.expr]
 ) -> Iterator[tuple[str, ast.expr]]:
-    """The items of a dict: a literal, `dict(...)`, a union of two, or the name of one."""
+    """Yield the items of a dict, which is written as a literal, as `dict(...)`, as a union
+    of two, or as the name of one.
+    """
     if isinstance(shared, ast.Name):
         yield from _items(constants[shared.id], constants)
     elif isinstance(shared, ast.Call):
@@ -284,7 +297,7 @@ def _items(
 
 
 def _value(node: ast.expr, constants: dict[str, ast.expr]) -> Any:
-    """What an expression of text, numbers and names of these is.
+    """Return the value of an expression of text, numbers and names of these.
 
     Args:
         node: the expression.

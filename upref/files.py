@@ -37,17 +37,17 @@ def write_atomically(path: Path | str, content: bytes | str) -> None:
         if os.path.exists(path) and not os.path.isfile(path):
             Path(path).write_bytes(content)
         else:
-            _replace(Path(os.path.realpath(path)), content)
+            _write_and_rename(Path(os.path.realpath(path)), content)
     except OSError as e:
         raise OSError(e.errno, e.strerror or str(e), str(path)) from e
 
 
-def _replace(path: Path, content: bytes) -> None:
+def _write_and_rename(path: Path, content: bytes) -> None:
     """Write a draft beside the file, put it in its place, and remove drafts that
     others left.
     """
-    start = f".{path.name[:180]}."
-    draft = _held_draft(path, start)
+    prefix = f".{path.name[:180]}."
+    draft = _open_locked_draft(path, prefix)
     try:
         with draft:  # which holds its lock
             draft.write(content)
@@ -57,23 +57,26 @@ def _replace(path: Path, content: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             Path(draft.name).unlink(missing_ok=True)
-            for leftover in path.parent.glob(f"{glob.escape(start)}{'[0-9a-f]' * 16}"):
+            for leftover in path.parent.glob(f"{glob.escape(prefix)}{'[0-9a-f]' * 16}"):
                 if not is_held(leftover):
                     leftover.unlink(missing_ok=True)
 
 
-def _held_draft(path: Path, start: str) -> BinaryIO:
-    """A new file beside the path, whose lock ends with this process."""
+def _open_locked_draft(path: Path, prefix: str) -> BinaryIO:
+    """Open a new file beside the path, with a lock that ends with this process."""
     while True:
-        draft = path.with_name(f"{start}{secrets.token_hex(8)}").open("xb")
+        draft = path.with_name(f"{prefix}{secrets.token_hex(8)}").open("xb")
         _lock(draft.fileno())
-        if os.path.exists(draft.name):  # else another writer took it for a left one
+        # another writer may have removed it before it was locked
+        if os.path.exists(draft.name):
             return draft
         draft.close()
 
 
 def _lock(handle: int, wait: bool = True) -> bool:
-    """Lock an open file; whether that was done. A file system may have no locks."""
+    """Lock an open file, and tell whether that was done: another process may hold the
+    lock, and a file system may have no locks.
+    """
     if sys.platform == "win32":
         return False
     try:

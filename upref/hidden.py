@@ -50,20 +50,20 @@ HAS_WIDE_PRODUCTS = "out_dtype" in (torch.mm.__doc__ or "")
 
 
 def _is_narrow(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether a GPU multiplies these as they are, and adds up in float32."""
+    """Tell whether a GPU multiplies these as they are, and adds up in float32."""
     kinds = {hidden.dtype, weight.dtype}
     return HAS_WIDE_PRODUCTS and hidden.is_cuda and kinds == {torch.bfloat16}
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, in float32 where the factors are bfloat16."""
+    """Return a @ b, in float32 where the factors are bfloat16."""
     if a.dtype != torch.bfloat16:
         return a @ b
     return torch.mm(a, b, out_dtype=torch.float32)
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
-    """out += scale a @ b."""
+    """Add scale · a @ b to `out`, in place."""
     if a.dtype == out.dtype:
         out.addmm_(a, b, alpha=scale)
     else:
@@ -71,7 +71,9 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
 
 
 def _factors(x: Tensor, like: Tensor) -> list[Tensor]:
-    """x as a sum of tensors that can be multiplied with `like`."""
+    """Split x into tensors that can be multiplied with `like`. Their sum is x, to 2^-17
+    where they are bfloat16.
+    """
     if like.dtype != torch.bfloat16:
         return [x]
     large = x.to(torch.bfloat16)
@@ -227,18 +229,20 @@ class _Head:
         return x.tanh() * self.outer if self.softcap else x
 
 
-def _in_tile(tokens: Tensor, at: slice, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Which tokens lie in the tile, and each one's column, clamped to the tile."""
-    column = tokens - at.start
-    return (column >= 0) & (column < x.shape[1]), column.clamp(0, x.shape[1] - 1)[
-        :, None
-    ]
+def _in_tile(tokens: Tensor, columns: slice, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which tokens lie in the tile, [N], and the column of each, [N, 1], clamped to
+    the tile.
+    """
+    column = tokens - columns.start
+    is_inside = (column >= 0) & (column < x.shape[1])
+    return is_inside, column.clamp(0, x.shape[1] - 1)[:, None]
 
 
 def _wants_second_gradient(inputs: tuple[Tensor | None, ...]) -> bool:
-    """Whether the gradient of a backward pass may itself be differentiated. torch.func
+    """Tell whether the gradient of a backward pass may itself be differentiated. torch.func
     enables gradients in every backward pass: there, two transforms have to track the
-    inputs."""
+    inputs.
+    """
     if not torch.is_grad_enabled() or functorch.maybe_current_level() is None:
         return torch.is_grad_enabled()
     levels = set()

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-_came: list[int] = []  # the end of a pipe that has the numbers of the signals
-_words = {"who": "", "then": "run the same command again"}
+# the reading end of a pipe that gets the numbers of the signals; empty before `handled`
+_signal_pipe: list[int] = []
+_parts_of_sentence = {"who": "", "then": "run the same command again"}
 
 
 class Terminated(KeyboardInterrupt):
@@ -26,7 +27,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def handled(who: str = "") -> None:
-    """From here on, an interrupt of this process is one sentence.
+    """Print one sentence for an interrupt of this process, from now on.
 
     Args:
         who: The command. "": `python -m` as it was typed, and nothing where this
@@ -35,33 +36,35 @@ def handled(who: str = "") -> None:
     # Python has "-m" there while it looks for the module, and only then
     if not who and sys.argv[0] != "-m":
         return
-    _words["who"] = who or f"python -m {sys.orig_argv[sys.orig_argv.index('-m') + 1]}"
+    _parts_of_sentence["who"] = (
+        who or f"python -m {sys.orig_argv[sys.orig_argv.index('-m') + 1]}"
+    )
     process = os.getpid()
 
-    def terminated(number: int, frame: Any) -> None:
+    def raise_terminated(number: int, frame: Any) -> None:
         if os.getpid() != process:  # a fork, whose end is its own
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         raise Terminated
 
-    signal.signal(signal.SIGTERM, terminated)
+    signal.signal(signal.SIGTERM, raise_terminated)
     # a shell that starts a command with & has it ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # some extension modules turn an interrupt of their import into an ImportError
-    if not _came:
+    if not _signal_pipe:
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        _came.append(reading)
+        _signal_pipe.append(reading)
     sys.excepthook = _end
-    sys.unraisablehook = _again
+    sys.unraisablehook = _repeat_interrupt
 
 
 @contextmanager
 def handled_within(who: str) -> Iterator[None]:
-    """The same for what is done inside; what an interrupt raises is then SystemExit,
-    and the process is as before.
+    """Print one sentence for an interrupt inside, and raise SystemExit; restore the
+    handlers at the end.
 
     Args:
         who: the command, as messages name it.
@@ -85,18 +88,18 @@ def handled_within(who: str) -> Iterator[None]:
 
 
 def then(sentence: str) -> None:
-    """What an interrupt leaves and how to go on, in place of "run the same command
+    """Set what an interrupt leaves and how to go on, in place of "run the same command
     again".
 
     Args:
         sentence: what is printed.
     """
-    _words["then"] = sentence
+    _parts_of_sentence["then"] = sentence
 
 
-def _again(unraisable: Any) -> None:
-    """An interrupt that came while Python ran a callback, whose exceptions it passes
-    over, comes a moment later.
+def _repeat_interrupt(unraisable: Any) -> None:
+    """Send an interrupt once more, a moment later, where it came while Python ran a
+    callback, whose exceptions Python passes over.
     """
     if not issubclass(unraisable.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(unraisable)
@@ -111,17 +114,23 @@ def _end(kind: Any, error: Any, trace: Any) -> None:
     """End with one line and the status of a shell, where Ctrl-C or a signal ended
     the program.
     """
-    if issubclass(kind, ImportError) and _came:
+    if issubclass(kind, ImportError) and _signal_pipe:
         with suppress(BlockingIOError):
-            numbers = {*os.read(_came[0], 4096)} & {signal.SIGINT, signal.SIGTERM}
+            numbers = {*os.read(_signal_pipe[0], 4096)} & {
+                signal.SIGINT,
+                signal.SIGTERM,
+            }
             if numbers:
                 kind = Terminated if signal.SIGTERM in numbers else KeyboardInterrupt
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return
-    how, status = ("terminated", 143) if kind is Terminated else ("interrupted", 130)
-    start = "\n" if sys.stderr.isatty() else ""  # behind ^C
-    print(f"{start}{_words['who']}: {how}; {_words['then']}.", file=sys.stderr)
+    verb, status = ("terminated", 143) if kind is Terminated else ("interrupted", 130)
+    line_break = "\n" if sys.stderr.isatty() else ""  # behind ^C
+    print(
+        f"{line_break}{_parts_of_sentence['who']}: {verb}; {_parts_of_sentence['then']}.",
+        file=sys.stderr,
+    )
     atexit.register(_end_quietly)  # the last one registered runs first
     raise SystemExit(status)
 
@@ -134,4 +143,4 @@ def _end_quietly() -> None:
 
 
 def _print_nothing(unraisable: Any) -> None:
-    """The hook for an exception that nobody can catch, at the end of the process."""
+    """Ignore an exception that nobody can catch, at the end of the process."""

@@ -76,7 +76,7 @@ def avg_at_k(correct: Any) -> Estimate:
     Returns:
         A mean in [0, 1] with its interval.
     """
-    return Estimate.of(_table(correct).mean(1))
+    return Estimate.of(_checked_table(correct).mean(1))
 
 
 def pass_at_1(correct: Any) -> Estimate:
@@ -110,7 +110,7 @@ def best_at_k(correct: Any, k: int) -> Estimate:
     Returns:
         A mean in [0, 1] with its interval.
     """
-    table = _table(correct)
+    table = _checked_table(correct)
     n = table.shape[1]
     _check_count("k", k, n)
     by_c = np.array([(comb(n, k) - comb(n - c, k)) / comb(n, k) for c in range(n + 1)])
@@ -130,7 +130,7 @@ def best_at_k_replaced(correct: Any, k: int) -> Estimate:
     Returns:
         A mean in [0, 1] with its interval.
     """
-    table = _table(correct)
+    table = _checked_table(correct)
     _check_count("k", k)
     return Estimate.of(1 - (1 - table.mean(1)) ** float(min(k, 10**300)))
 
@@ -154,7 +154,7 @@ def best_at_k_bootstrap(
     Returns:
         A mean in [0, 1] with its interval.
     """
-    table = _table(correct)
+    table = _checked_table(correct)
     _check_count("k", k)
     _check_count("draws", draws)
     if k * draws > 10**9:
@@ -192,11 +192,11 @@ def maj_at_k(answers: Sequence[Sequence[Hashable]], correct: Any) -> Estimate:
     Returns:
         A mean in [0, 1] with its interval.
     """
-    table = _table(correct)
+    table = _checked_table(correct)
     rows: Any = (
-        [_plain(row) for row in answers]
+        [_as_list(row) for row in answers]
         if isinstance(answers, Sequence)
-        else _plain(answers)
+        else _as_list(answers)
     )
     sized = isinstance(rows, list) and all(isinstance(row, Sequence) for row in rows)
     if (
@@ -209,20 +209,22 @@ def maj_at_k(answers: Sequence[Sequence[Hashable]], correct: Any) -> Estimate:
         )
     return Estimate.of(
         [
-            _vote(p, row, verdicts)
+            _score_of_problem(p, row, verdicts)
             for p, (row, verdicts) in enumerate(zip(rows, table, strict=True))
         ]
     )
 
 
-def _plain(x: Any) -> Any:
-    """An array as a list; everything else as it is."""
+def _as_list(x: Any) -> Any:
+    """Return an array as a list, and everything else as it is."""
     return x.tolist() if isinstance(x, np.ndarray) else x
 
 
-def _vote(problem: int, row: Sequence[Hashable], verdicts: np.ndarray) -> float:
-    """The share of the most frequent answers to one problem that is right."""
-    verdict: dict[Hashable, bool] = {None: False}
+def _score_of_problem(
+    problem: int, row: Sequence[Hashable], verdicts: np.ndarray
+) -> float:
+    """Return the share of the most frequent answers to one problem that is right."""
+    verdict: dict[Hashable, bool] = {None: False}  # None is no answer
     for answer, right in zip(row, verdicts.tolist(), strict=True):
         if not isinstance(answer, Hashable):
             raise InputError(
@@ -233,12 +235,12 @@ def _vote(problem: int, row: Sequence[Hashable], verdicts: np.ndarray) -> float:
                 f"problem {problem} has {answer!r} marked both correct and wrong: check how answers are read."
             )
     votes = Counter(answer for answer in row if answer is not None)
-    top = [answer for answer in votes if votes[answer] == max(votes.values())]
-    return sum(verdict[answer] for answer in top) / max(len(top), 1)
+    most_frequent = [answer for answer in votes if votes[answer] == max(votes.values())]
+    return sum(verdict[answer] for answer in most_frequent) / max(len(most_frequent), 1)
 
 
-def _table(correct: Any) -> np.ndarray:
-    """The verdicts as a bool array [P, n]."""
+def _checked_table(correct: Any) -> np.ndarray:
+    """Return the verdicts as a bool array [P, n]; InputError where they are none."""
     try:
         table = np.asarray(correct)
     except (TypeError, ValueError) as e:
@@ -254,6 +256,7 @@ def _table(correct: Any) -> np.ndarray:
 
 
 def _check_count(name: str, k: Any, most: float = float("inf")) -> None:
+    """Raise InputError unless k is a whole number from 1 to `most`."""
     if not isinstance(k, int | np.integer) or isinstance(k, bool) or not 1 <= k <= most:
         if most < float("inf"):
             limit = f"between 1 and the {most} samples of a problem"

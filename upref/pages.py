@@ -8,8 +8,8 @@ from urllib.parse import unquote, urlparse
 
 
 def located(page: str) -> str:
-    """A page of the repository: its file in the checkout that upref was installed from,
-    else its address on the site.
+    """Locate a page of the repository: its file in the checkout that upref was installed
+    from, else its address on the site.
 
     Args:
         page: from the top of the repository, for example "docs/dump.md".

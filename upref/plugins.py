@@ -162,12 +162,12 @@ class Recorder(Protocol):
 
 @cache
 def commands() -> "dict[str, Verb]":
-    """The verbs that installed packages add.
+    """Return the verbs that installed packages add.
 
     Returns:
         Each by the word that is typed.
     """
-    return _loaded("upref.commands")
+    return _load_entry_points("upref.commands")
 
 
 @cache
@@ -177,7 +177,7 @@ def frameworks() -> list[Frameworks]:
     Returns:
         One object for each entry point of the group `upref.frameworks`.
     """
-    return list(_loaded("upref.frameworks").values())
+    return list(_load_entry_points("upref.frameworks").values())
 
 
 @cache
@@ -205,7 +205,7 @@ def recorders() -> "list[Recorder]":
 
 
 def provider(framework: str) -> Frameworks | None:
-    """What knows the losses of this framework.
+    """Return the plug-in that knows the losses of this framework.
 
     Args:
         framework: a word in front of a colon.
@@ -217,7 +217,7 @@ def provider(framework: str) -> Frameworks | None:
 
 
 def absent(package: str) -> str:
-    """Why an installation lacks what a package of this distribution adds, and what to
+    """Say why an installation lacks what a package of this distribution adds, and what to
     do.
 
     Args:
@@ -231,19 +231,20 @@ def absent(package: str) -> str:
     return f"{package} is not in this installation: install upref-rl whole"
 
 
-def _loaded(group: str) -> dict[str, Any]:
-    """What other packages add to this group, by name; a warning for one that does
-    not load.
+def _load_entry_points(group: str) -> dict[str, Any]:
+    """Load what other packages add to this group, by name; warn of one that does not
+    load.
     """
     found = {}
     for entry in entry_points(group=group):
         try:
             found[entry.name] = entry.load()
         except Exception as e:
-            if (
-                not isinstance(e, ModuleNotFoundError)
-                or e.name != entry.module.partition(".")[0]
-            ):
+            is_absent = (
+                isinstance(e, ModuleNotFoundError)
+                and e.name == entry.module.partition(".")[0]
+            )
+            if not is_absent:
                 warnings.warn(
                     f"{entry.value} ({group}) does not load: {type(e).__name__}: {e}",
                     stacklevel=2,

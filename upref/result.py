@@ -50,12 +50,12 @@ class Result:
 
     @property
     def failures(self) -> Sequence[Any]:
-        """What speaks against it; each prints as text."""
+        """What makes the verdict bad; each prints as text."""
         return [] if self else [self.text().partition("\n")[0]]
 
     @property
     def notes(self) -> Sequence[Any]:
-        """What the reader should know and what changes no verdict."""
+        """What the reader should know, and what does not change the verdict."""
         return []
 
     @property

@@ -69,7 +69,9 @@ def _version(distribution: str) -> str | None:
 
 def _compared_with_tested(version: str, tested: str) -> str:
     """Return a version, and whether upref was tested with it."""
-    return f"{version} ({'tested' if version == known else f'not tested: upref was tested with {tested}'})"
+    if version == tested:
+        return f"{version} (tested)"
+    return f"{version} (not tested: upref was tested with {tested})"
 
 
 def _gradient_error(name: str) -> float:

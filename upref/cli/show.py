@@ -24,7 +24,8 @@ def markdown_table() -> str:
     """
     tier = catalog.first_tier()
     paper_only = [n for n in catalog.facts() if n not in tier]
-    return f"{_markdown_rows(tier)}\n\n**Paper only**: no audit of a trainer has a loss of these.\n\n{_markdown_rows(paper_only)}"
+    heading = "**Paper only**: no audit of a trainer has a loss of these."
+    return f"{_markdown_rows(tier)}\n\n{heading}\n\n{_markdown_rows(paper_only)}"
 
 
 def _markdown_rows(shown: list[str]) -> str:

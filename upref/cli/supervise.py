@@ -122,9 +122,9 @@ def _read_line(
                     f"{what} sent more than {LONGEST:,} bytes: a report is shorter."
                 )
         elif exit_state:
-            status = exit_state.si_status
+            how = _describe_end(exit_state.si_status, exit_state.si_code)
             raise Gone(
-                f"{what} {_describe_end(status, exit_state.si_code)} before there was a report: a function returns its value."
+                f"{what} {how} before there was a report: a function returns its value."
             )
         elif closed:
             time.sleep(0.01)

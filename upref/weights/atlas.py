@@ -69,46 +69,46 @@ def atlas() -> "Figure":
     ):
         fig = Figure(figsize=(width, height))
 
-        def inch(x: float, y: float, w: float, h: float) -> "Axes":
-            """Axes at this place and of this size, all in inches."""
+        def axes_in_inches(x: float, y: float, w: float, h: float) -> "Axes":
+            """Add axes at this place and of this size, all in inches."""
             return fig.add_axes((x / width, y / height, w / width, h / height))
 
         for i, group in enumerate(pairs):
             x = 0.52 + i % columns * pair[0]
             y = height - head - (i // columns + 1) * pair[1]
-            left_axes = inch(x, y + 0.42, 1.25, 1.05)
-            right_axes = inch(x + 1.95, y + 0.42, 1.05, 1.05)
+            left_axes = axes_in_inches(x, y + 0.42, 1.25, 1.05)
+            right_axes = axes_in_inches(x + 1.95, y + 0.42, 1.05, 1.05)
             if group[0].name != "dapo" and group[0].level in ("token", "custom"):
-                compare = reference
+                comparison = reference
             else:
-                compare = []
-            _weight(left_axes, group[0], [xy for xy, _ in compare])
-            _cap(right_axes, group[0], [cap for _, cap in compare])
+                comparison = []
+            _draw_weight(left_axes, group[0], [xy for xy, _ in comparison])
+            _draw_cap(right_axes, group[0], [cap for _, cap in comparison])
             if i % columns == 0:
                 left_axes.set_ylabel("weight", labelpad=1)
                 right_axes.set_ylabel("Cap", labelpad=0)
-            _heading(fig, group, x / width, (y + 1.54) / height, 0.17 / height)
+            _write_heading(fig, group, x / width, (y + 1.54) / height, 0.17 / height)
 
-        def text(y: float, words: str, **style: Any) -> None:
-            """Words at the left margin, y inches above the foot of the page."""
+        def write_words(y: float, words: str, **style: Any) -> None:
+            """Write words at the left margin, y inches above the foot of the page."""
             fig.text(0.52 / width, y / height, words, **style)
 
-        text(
+        write_words(
             height - 0.4,
             "What each objective does to a token",
             fontsize=16,
             fontweight="bold",
         )
-        _legend(fig, 0.52 / width, (height - 0.95) / height)
+        _draw_legend(fig, 0.52 / width, (height - 0.95) / height)
         order = "Widest Cap for A > 0 first; objectives of equal weight share a pair. Default hyperparameters."
         ratios = "r is the ratio of a token; s and S are the geometric mean and the product of a response's ratios."
-        for i, said in enumerate([order, ratios, *left_out]):
-            text(foot - 0.2 * (i + 1), said, color="#555555")
+        for i, sentence in enumerate([order, ratios, *left_out]):
+            write_words(foot - 0.2 * (i + 1), sentence, color="#555555")
     return fig
 
 
-def _legend(fig: "Figure", x: float, y: float) -> None:
-    """The legend of both kinds of pictures, in their colors."""
+def _draw_legend(fig: "Figure", x: float, y: float) -> None:
+    """Draw the legend of both kinds of pictures, in their colors."""
     from matplotlib.artist import Artist
     from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea, VPacker
 
@@ -125,7 +125,8 @@ def _legend(fig: "Figure", x: float, y: float) -> None:
         },
     ]
     words: list[list[Artist]] = [
-        [TextArea(word, textprops=_style(c)) for word, c in row.items()] for row in rows
+        [TextArea(word, textprops=_style_of_word(c)) for word, c in row.items()]
+        for row in rows
     ]
     lines: list[Artist] = [
         HPacker(children=row, align="baseline", pad=0, sep=3.2) for row in words
@@ -142,8 +143,8 @@ def _legend(fig: "Figure", x: float, y: float) -> None:
     )
 
 
-def _style(color: str) -> dict[str, Any]:
-    """The style of a word of the legend: bold where its color has a meaning."""
+def _style_of_word(color: str) -> dict[str, Any]:
+    """Return the style of a word of the legend: bold where its color has a meaning."""
     return {
         "color": color,
         "fontsize": 10.5,
@@ -151,30 +152,36 @@ def _style(color: str) -> dict[str, Any]:
     }
 
 
-def _heading(fig: "Figure", group: Any, x: Any, y: Any, line: Any) -> None:
-    """The name of a group of objectives that have one curve, and the other names
-    below it.
+def _write_heading(fig: "Figure", group: Any, x: Any, y: Any, line: Any) -> None:
+    """Write the first name of a group of objectives that have one curve, and the other
+    names below it.
     """
-    called = [c.name for c in group]
-    rest = ""
-    for name in called[1:]:
-        if not rest:
-            rest = name
-        elif len(rest.split("\n")[-1]) + len(name) < 40:
-            rest += f"  {name}"
+    names = [c.name for c in group]
+    other_names = ""
+    for name in names[1:]:
+        if not other_names:
+            other_names = name
+        elif len(other_names.split("\n")[-1]) + len(name) < 40:
+            other_names += f"  {name}"
         else:
-            rest += f"\n{name}"
-    above = y + line * len(rest.split("\n")) if rest else y
-    fig.text(x, above, called[0], fontsize=11.5, fontweight="bold")
-    if rest:
+            other_names += f"\n{name}"
+    y_of_first = y + line * len(other_names.split("\n")) if other_names else y
+    fig.text(x, y_of_first, names[0], fontsize=11.5, fontweight="bold")
+    if other_names:
         fig.text(
-            x, y, rest, fontsize=9.5, color="#555555", va="baseline", linespacing=1.2
+            x,
+            y,
+            other_names,
+            fontsize=9.5,
+            color="#555555",
+            va="baseline",
+            linespacing=1.2,
         )
 
 
 def groups(names: Iterable[str]) -> tuple[list[list[Curve]], dict[str, str]]:
-    """Objectives of equal weight, widest Cap first; and those that have no Cap, with
-    the reason.
+    """Group objectives of equal weight, widest Cap first, and list those that have no
+    Cap, with the reason.
 
     Args:
         names: of objectives.
@@ -183,29 +190,33 @@ def groups(names: Iterable[str]) -> tuple[list[list[Curve]], dict[str, str]]:
         Groups of curves, and name -> reason.
     """
     absent = {n: why for n in names if (why := obstacle(get(n)))}
-    known: dict[tuple[str, bytes], list[Curve]] = {}
+    curves_by_weight: dict[tuple[str, bytes], list[Curve]] = {}
     r = np.exp(np.r_[np.linspace(-2, 2, 201), np.linspace(-1e-3, 1e-3, 201)])
     for curve in (of(n) for n in names if n not in absent):
         probe = [curve(r, A, mu) for A in (1.0, -1.0) for mu in (0.01, 0.1)]
         unit = "token" if curve.level == "custom" else curve.level
-        known.setdefault((unit, np.round(probe, 9).tobytes()), []).append(curve)
-    same = [
+        curves_by_weight.setdefault((unit, np.round(probe, 9).tobytes()), []).append(
+            curve
+        )
+    groups_of_curves = [
         sorted(curves, key=lambda c: (c.name.count("_"), c.name))
-        for curves in known.values()
+        for curves in curves_by_weight.values()
     ]
-    return sorted(same, key=lambda curves: _rank(curves[0])), absent
+    return sorted(groups_of_curves, key=lambda curves: _sort_key(curves[0])), absent
 
 
-def _rank(curve: Curve) -> tuple[float, float, str, str]:
-    """What sorts the widest Cap first: for A > 0, then for A < 0, at mu = 0.01."""
+def _sort_key(curve: Curve) -> tuple[float, float, str, str]:
+    """Return the key that sorts the widest Cap first: for A > 0, then for A < 0, at mu =
+    0.01.
+    """
     up, down = (-round(float(capacity(curve, 0.01, 0.01, A)), 9) for A in (1, -1))
     return up, down, curve.level, curve.name
 
 
-def _weight(ax: "Axes", curve: Curve, grey: Any) -> None:
+def _draw_weight(ax: "Axes", curve: Curve, gray_lines: Any) -> None:
     """Draw the weight against r, for both signs of A."""
     reach = half_width(curve, 0.1)
-    for xy in grey:
+    for xy in gray_lines:
         ax.plot(*xy, color=GREY, lw=0.9, zorder=1)
     for A, color in ((1.0, UP), (-1.0, DOWN)):
         r, w = line(curve, A, 0.1, reach)
@@ -222,9 +233,9 @@ def _weight(ax: "Axes", curve: Curve, grey: Any) -> None:
     ax.set_xlabel(unit if reach == WIDE else f"({unit} − 1) · 10$^4$", labelpad=0.5)
 
 
-def _cap(ax: "Axes", curve: Curve, grey: Any) -> None:
+def _draw_cap(ax: "Axes", curve: Curve, gray_caps: Any) -> None:
     """Draw the Cap against mu, for both signs of A."""
-    for cap in grey:
+    for cap in gray_caps:
         ax.loglog(MU, cap, color=GREY, lw=0.9, zorder=1)
     for A, color in ((1.0, UP), (-1.0, DOWN)):
         cap = capacity(curve, MU, MU, A)
@@ -236,8 +247,8 @@ def _cap(ax: "Axes", curve: Curve, grey: Any) -> None:
     ax.set_yticks([1e-6, 1e-3, 1], ["10⁻⁶", "10⁻³", "1"])
     ax.minorticks_off()
     ax.spines[["top", "right"]].set_visible(False)
-    whose = {
+    labels = {
         "sequence_mean": "mu, geometric mean",
         "sequence_product": "mu of the response",
     }
-    ax.set_xlabel(whose.get(curve.level, "mu"), labelpad=0.5)
+    ax.set_xlabel(labels.get(curve.level, "mu"), labelpad=0.5)

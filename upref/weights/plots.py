@@ -188,7 +188,7 @@ def _cap_square(
         "Dual Clip": down & (p > mu),
     }
     for label, region in regions.items():
-        if place := _room(dead & region):
+        if place := _place_for_label(dead & region):
             box = {
                 "boxstyle": "round,pad=0.25",
                 "facecolor": "white",
@@ -228,22 +228,29 @@ def _cap_square(
     return image
 
 
-def _room(
+def _place_for_label(
     region: Any, width: Any = 0.28, height: Any = 0.09
 ) -> tuple[float, float] | None:
-    """Centre of the largest box, of a label's proportions, inside the region; None if a
-    label does not fit.
+    """Return the center of the largest box inside the region that has a label's
+    proportions; None where a label does not fit.
     """
     n = len(region)
-    area = np.pad(region, ((1, 0), (1, 0))).cumsum(0).cumsum(1)
+    cells_before = np.pad(region, ((1, 0), (1, 0))).cumsum(0).cumsum(1)
     for scale in np.arange(3, 0.999, -0.05):
         h = round(height * scale * n)
         w = round(width * scale * n)
         if h > n or w > n:
             continue
-        full = area[h:, w:] - area[:-h, w:] - area[h:, :-w] + area[:-h, :-w] == h * w
-        if full.any():
-            y, x = np.argwhere(full).mean(0)
+        # the cells of the region in each box of h x w: all of them where it fits
+        is_inside = (
+            cells_before[h:, w:]
+            - cells_before[:-h, w:]
+            - cells_before[h:, :-w]
+            + cells_before[:-h, :-w]
+            == h * w
+        )
+        if is_inside.any():
+            y, x = np.argwhere(is_inside).mean(0)
             return (x + w / 2) / n, (y + h / 2) / n
     return None
 
@@ -326,15 +333,17 @@ def _weight_limits(A: float, weights: list[np.ndarray]) -> tuple[float, float]:
     """
     with_sign = np.concatenate(weights) * A
     with_sign = with_sign[np.isfinite(with_sign)]
-    right = 1.08 * float(np.clip(with_sign.max(initial=0), 1.25, STEEPEST))
-    wrong = 1.08 * float(np.clip(-with_sign.min(initial=0), 0, STEEPEST))
-    wrong = max(wrong, 0.06 * right)
-    return (-wrong, right) if A > 0 else (-right, wrong)
+    limit_with_sign = 1.08 * float(np.clip(with_sign.max(initial=0), 1.25, STEEPEST))
+    limit_against_sign = 1.08 * float(np.clip(-with_sign.min(initial=0), 0, STEEPEST))
+    limit_against_sign = max(limit_against_sign, 0.06 * limit_with_sign)
+    if A > 0:
+        return -limit_against_sign, limit_with_sign
+    return -limit_with_sign, limit_against_sign
 
 
 def _label_ends(ax: "Axes", ends: Any) -> None:
-    """Names to the right of the axes, in their line's colour, moved apart where they
-    would touch.
+    """Write names to the right of the axes, in the colors of their lines, and move names
+    apart where they would touch.
     """
     (low, high), step = ax.get_ylim(), 0.062
     heights = [float(np.clip((y - low) / (high - low), 0, 1)) for y, *_ in ends]
@@ -342,8 +351,8 @@ def _label_ends(ax: "Axes", ends: Any) -> None:
     spread = np.array([heights[i] for i in order])
     for _ in range(200):
         for a in range(len(spread) - 1):
-            if (lack := step - (spread[a + 1] - spread[a])) > 1e-9:
-                spread[a : a + 2] += (-lack / 2, lack / 2)
+            if (overlap := step - (spread[a + 1] - spread[a])) > 1e-9:
+                spread[a : a + 2] += (-overlap / 2, overlap / 2)
         spread -= max(spread[-1] - 1, 0)
         spread += max(-spread[0], 0)
     for i, y in zip(order, spread, strict=True):
@@ -365,8 +374,8 @@ def _label_ends(ax: "Axes", ends: Any) -> None:
 def line(
     curve: Curve, A: float, mu: float, reach: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(r, weight), with both sides of every jump; r - 1 in 1e-4 where the reach is
-    narrow.
+    """Compute the points of a curve, with both sides of every jump. Where the reach is
+    narrow, r - 1 in units of 1e-4 stands for r.
 
     Args:
         curve: the weight.
@@ -375,7 +384,7 @@ def line(
         reach: the half-width in log r.
 
     Returns:
-        Two arrays of one length.
+        r and the weight, two arrays of one length.
     """
     r = np.exp(np.linspace(-reach, reach, 61))
     r = np.sort(
@@ -390,12 +399,14 @@ def line(
     )
     r = r[r * mu <= 1] if curve.reads_mu else r
     w = curve(r, A, mu)
-    flat = np.r_[False, (w[:-2] == w[1:-1]) & (w[1:-1] == w[2:]), False]
-    return (r if reach == WIDE else (r - 1) * 1e4)[~flat], w[~flat]
+    # the points inside a flat part need not be drawn
+    is_flat = np.r_[False, (w[:-2] == w[1:-1]) & (w[1:-1] == w[2:]), False]
+    x = r if reach == WIDE else (r - 1) * 1e4
+    return x[~is_flat], w[~is_flat]
 
 
 def _ratios_within(reach: float) -> np.ndarray:
-    """The ratios of the grid whose |log r| is below the reach."""
+    """Return the ratios of the grid whose |log r| is below the reach."""
     return GRID[abs(np.log(GRID)) < reach]
 
 
@@ -437,6 +448,7 @@ def format_ratio_axis(ax: "Axes", reach: float) -> None:
 
 
 def _format_logarithmic_axis(ax: "Axes", reach: float) -> None:
+    """Show r from exp(-reach) to exp(reach)."""
     ax.set_xscale("log")
     ax.set_xlim(np.exp(-reach), np.exp(reach))
     ax.set_xticks([0.2, 0.5, 1, 2, 5], ["0.2", "0.5", "1", "2", "5"])
@@ -444,7 +456,9 @@ def _format_logarithmic_axis(ax: "Axes", reach: float) -> None:
 
 
 def _format_narrow_axis(ax: "Axes", reach: float) -> None:
-    """One tick of one digit on either side of 0, at three quarters of the axis."""
+    """Show (r - 1) in 1e-4, with one tick of one digit on either side of 0, at three
+    quarters of the axis.
+    """
     end = np.expm1(reach) * 1e4
     tick = float(f"{end * 0.75:.0e}")
     ax.set_xlim(-end, end)
@@ -452,6 +466,9 @@ def _format_narrow_axis(ax: "Axes", reach: float) -> None:
 
 
 def _settings(curve: Curve) -> list[str]:
+    """Return the hyperparameters of a curve as text, without beta and those that are
+    None.
+    """
     return [
         f"{GREEK.get(k, k)} = {v}"
         for k, v in curve.settings.items()
@@ -473,13 +490,13 @@ def save(draw: Callable[[], "Figure"], file: str) -> int:
     need_matplotlib()
     from matplotlib.figure import Figure
 
-    known = Figure().canvas.get_supported_filetypes()
-    if Path(file).suffix.lstrip(".") not in known:
+    formats = Figure().canvas.get_supported_filetypes()
+    if Path(file).suffix.lstrip(".") not in formats:
         raise InputError(
-            f"cannot write a figure as {file!r}: end the name in one of .{', .'.join(sorted(known))}."
+            f"cannot write a figure as {file!r}: end the name in one of .{', .'.join(sorted(formats))}."
         )
-    drawn = io.BytesIO()
-    draw().savefig(drawn, format=Path(file).suffix.lstrip("."))
-    write_atomically(file, drawn.getvalue())
+    content = io.BytesIO()
+    draw().savefig(content, format=Path(file).suffix.lstrip("."))
+    write_atomically(file, content.getvalue())
     print(file)
     return 0
