@@ -20,7 +20,7 @@ from tests.replay.simulator import FAULTS, World, run_of_steps
 from upref.cli import main
 from upref.replay import loss, make_batch, read, write
 from upref.replay.series import StepGap
-from upref.replay.sheet import _over_steps
+from upref.replay.sheet import _draw_over_steps
 
 FILES = Path(__file__).parent / "files"
 WORLD = World("qwen3", 51, responses=32, length=20)
@@ -151,7 +151,7 @@ def test_the_gap_over_the_steps_is_drawn_as_it_is(tmp_path):
     gaps = [StepGap(step=n, size=n * 1e-14, ref_size=None, lags={}) for n in (1, 2)]
     found = SimpleNamespace(series=SimpleNamespace(steps=gaps))
     ax = Figure().subplots()
-    _over_steps(ax, found)
+    _draw_over_steps(ax, found)
     assert ax.lines[0].get_ydata().tolist() == [1e-14, 2e-14]
     assert ax.texts[0].get_text() == "rounding: no gap"
 
