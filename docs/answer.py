@@ -221,8 +221,8 @@ def explanations() -> str:
             "more entropy, by any means",
             f"Over {cells} settings (method, staleness, source of lp_old), the final entropy and Best@32 have the "
             f"correlation {r:.3f}",
-            "open: no finished registered run compares UP with another way to keep entropy; 24 unregistered ones came "
-            "before the registration",
+            "open: the first look at the [registered controls](#another-way-to-the-same-the-controls) leaves it "
+            "undecided",
         ),
     ]
     head = [
