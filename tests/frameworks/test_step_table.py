@@ -260,4 +260,4 @@ def test_a_bound_that_differs_is_named_with_all_values_that_rows_leave_open():
     verdict = trl.report(loops.qwen3(), {}, trl.batch(), "dapo", {}, {}, step=1)
     assert not verdict
     cause = verdict.failures[0].cause
-    assert cause == "eps_high is between 0.0784 and 0.256 (such as 0.1, 0.2), not 0.28"
+    assert cause == "eps_high is between 0.0783 and 0.256 (such as 0.1, 0.2), not 0.28"

@@ -30,7 +30,7 @@ from upref.step.weights import (
     left_out_cause,
 )
 from upref.verify.faults import hyperparameter_id, known, measured
-from upref.verify.faults.batch_reading import between, moved
+from upref.verify.faults.batch_reading import between, bisected, moved
 from upref.verify.faults.losses import (
     KL_MISSING,
     LossFault,
@@ -190,7 +190,7 @@ def _cause_with_range(
 def _farthest_that_fits(
     fits: Callable[[float], bool], value: float, farthest: float
 ) -> float:
-    """Return the value nearest to `farthest` that fits, to 0.1 %.
+    """Return the value nearest to `farthest` that fits.
 
     Args:
         fits: true of `value`, and of every value between two that fit.
@@ -199,15 +199,10 @@ def _farthest_that_fits(
     """
     if fits(farthest):
         return farthest
-    fitting = value
-    unfit = farthest
-    while abs(unfit / fitting - 1) > 1e-3:
-        middle = math.sqrt(fitting * unfit)
-        if fits(middle):
-            fitting = middle
-        else:
-            unfit = middle
-    return fitting
+    log_value = bisected(
+        lambda log_value: fits(math.exp(log_value)), math.log(farthest), math.log(value)
+    )
+    return math.exp(log_value)
 
 
 def _largest_odd_factor(known_fault: LossFault) -> float:

@@ -516,7 +516,7 @@ def _call_within(lines: int, call: Callable[[], Any]) -> Any:
     """Call a function, and stop it after a number of lines of Python. This ends a loop
     over so many numbers that it would take years.
 
-    It ends neither a loop in C, nor a loop that stands on one line, nor code that
+    It ends neither a loop in C, nor a loop that is written on one line, nor code that
     catches BaseException and goes on; the last is refused if it returns. The time limit
     of the command ends all of them.
 

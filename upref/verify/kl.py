@@ -29,7 +29,15 @@ from upref.verify.finding import (
     number_pair,
 )
 from upref.verify.oracle import Oracle, oracle, run, untouched, validate_names
-from upref.verify.report import Finding, Report, fail, not_run, note, restores_state
+from upref.verify.report import (
+    HARMLESS_IF_DETACHED,
+    Finding,
+    Report,
+    fail,
+    not_run,
+    note,
+    restores_state,
+)
 
 # d = log π_ref - log π_θ. Every number is exact in float32. Their sum is not 0: a sum
 # over a row would else not show.
@@ -50,7 +58,6 @@ VALUE, GRADIENT = 0, 1  # the places of a value and of a gradient in a pair
 USUAL_CLAMP = 20  # of d: a clamp there or beyond is a note
 DIFFERENCE = "log π_ref - log π_θ"
 NO_GRADIENT = "no gradient: it is computed under no_grad, or detached"
-HARMLESS_IF_DETACHED = "harmless as long as callers pass them without requires_grad; add .detach() to be safe"
 
 
 # ---- a case --------------------------------------------------------------------------

@@ -26,6 +26,11 @@ UNKNOWN = "no known cause fits"
 SKIPPED = "skipped on request"
 RAN = ("ok", "failure", "note")
 USUAL = ("stop-gradient", "extremes")  # notes on habits of nearly every loss
+# the cause of a note on a gradient that reaches old or reference log-probabilities
+HARMLESS_IF_DETACHED = (
+    "harmless as long as callers pass them without requires_grad; "
+    "add .detach() to be safe"
+)
 # findings of a kind that are printed; characters of a field
 SHOWN = 8
 WIDE = 400

@@ -5,7 +5,7 @@ advantages changed before the loss.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -168,7 +168,8 @@ def shifted(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
 
     def view(
         batch: Rollouts,
-        *fields: str,
+        *,
+        fields: Sequence[str],
         by: int,
         move: Callable[[Tensor, int], Tensor],
         zeros: bool,
@@ -205,13 +206,13 @@ def shifted(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
             f"old_log_prob is one token too {where}",
             "batches",
             id=f"old-log-prob-one-token-{where}",
-            view=lambda batch, view=moved_view: view(batch, "logp_old"),
+            view=partial(moved_view, fields=["logp_old"]),
         )
         yield fault(
             f"the advantages are one token too {where}",
             "batches",
             id=f"advantages-one-token-{where}",
-            view=lambda batch, view=moved_view: view(batch, "adv"),
+            view=partial(moved_view, fields=["adv"]),
         )
         # log_prob too late is all else too early
         opposite_view = partial(view, by=-by, move=move, zeros=zeros)
@@ -219,9 +220,7 @@ def shifted(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
             f"log_prob is one token too {where}",
             "batches",
             id=f"log-prob-one-token-{where}",
-            view=lambda batch, view=opposite_view: view(
-                batch, "logp_old", "adv", "mask"
-            ),
+            view=partial(opposite_view, fields=["logp_old", "adv", "mask"]),
         )
         yield fault(
             f"the mask is one token too {where}",

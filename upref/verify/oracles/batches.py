@@ -84,7 +84,7 @@ def micro_batches(case: LossCase) -> list[Finding]:
 
             small_batch = shrink(
                 batch,
-                lambda c, f=gradient_in_parts: _differs_from_whole(case, c, f(c)),  # type: ignore[misc]
+                partial(_differs_from_whole, case, gradient_in_parts),
             )
             whole_gradient = case.gradient(small_batch)
             gradient_of_parts = gradient_in_parts(small_batch)
@@ -134,14 +134,20 @@ def micro_batches(case: LossCase) -> list[Finding]:
     return []
 
 
-def _differs_from_whole(case: LossCase, batch: Rollouts, gradient: Tensor) -> bool:
-    """Tell whether a gradient differs from that of the whole batch in one call."""
-    return bool(
-        gradient_distance(
-            gradient, case.gradient(batch), batch.mask, tolerance(case)
-        ).max()
-        > 0
+def _differs_from_whole(
+    case: LossCase, gradient_of: Callable[[Rollouts], Tensor], batch: Rollouts
+) -> bool:
+    """Tell whether a gradient differs from that of the whole batch in one call.
+
+    Args:
+        case: the loss and its objective.
+        gradient_of: makes the gradient of a batch in another way, [B, T].
+        batch: the batch.
+    """
+    distances = gradient_distance(
+        gradient_of(batch), case.gradient(batch), batch.mask, tolerance(case)
     )
+    return bool(distances.max() > 0)
 
 
 @oracle(
@@ -435,7 +441,7 @@ def data_parallel(case: LossCase) -> list[Finding]:
 
             small = shrink(
                 batch,
-                lambda c, f=averaged_if_equal: _differs_from_whole(case, c, f(c)),  # type: ignore[misc]
+                partial(_differs_from_whole, case, averaged_if_equal),
             )
             whole_gradient = case.gradient(small)
             averaged = averaged_if_equal(small)

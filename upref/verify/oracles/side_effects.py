@@ -20,7 +20,7 @@ from upref.verify.finding import Number
 from upref.verify.measure import EXACT, LossCase
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import gradient_distance, tolerance
-from upref.verify.report import Finding, fail, note
+from upref.verify.report import HARMLESS_IF_DETACHED, Finding, fail, note
 from upref.verify.shrink import cut, gradient_pair, make_example, shrink, worst
 from upref.weights.batches import OFF_EDGES
 
@@ -32,7 +32,6 @@ OWN_GRADIENT_ADDED = (
     "loss that it returns"
 )
 GRAPH_FREED = "its own .backward() frees the graph of the network: a backward pass of the loss that it returns raises"
-HARMLESS_IF_DETACHED = "harmless as long as callers pass them without requires_grad; add .detach() to be safe"
 
 
 @oracle("in-training", 5)
