@@ -5,6 +5,7 @@ its best-powered evidence.
 
 import re
 
+from docs import controls
 from repro.mini.stale import rule, unregistered
 from repro.mini.stale.rule import Cell, Effect
 from repro.mini.stale.unregistered import (
@@ -221,8 +222,7 @@ def explanations() -> str:
             "more entropy, by any means",
             f"Over {cells} settings (method, staleness, source of lp_old), the final entropy and Best@32 have the "
             f"correlation {r:.3f}",
-            "open: the first look at the [registered controls](#another-way-to-the-same-the-controls) leaves it "
-            "undecided",
+            f"the [registered controls](#the-controls) {controls.bonus_words()}",
         ),
     ]
     head = [

@@ -6,6 +6,7 @@ docs/findings.md.
 from repro.mini.registered import plan, report, rule
 from repro.mini.registered.rule import Effect
 from repro.mini.study import results, suite
+from repro.mini.study.results import Record
 
 FOLDER = suite.ROOT / "repro/mini/controls"
 NAMES = {
@@ -26,11 +27,34 @@ ANSWERS = {
 }
 
 
-def text() -> str:
-    """Return the answer, and the effects that docs/findings.md shows, as tables."""
+BONUS_WORDS = {
+    "not finished": "leave it open: they had no look yet",
+    "undecided": "leave it undecided whether UP gives anything beyond a tuned entropy bonus",
+    "nothing more": "find that UP gives no more than the margins beyond a tuned entropy bonus",
+    "less": "find that UP gives less than a tuned entropy bonus",
+    "more": "find that UP gives more than a tuned entropy bonus",
+    "a trade": "find that UP gains on a tuned entropy bonus at one level of Avg@32 and loses at another",
+}
+
+
+def bonus_words() -> str:
+    """Return what the experiment has found about a tuned entropy bonus, as the end of a
+    sentence.
+    """
+    registered, _, effects = _load()
+    return BONUS_WORDS[rule.against(effects, registered, "dapo_bonus")]
+
+
+def _load() -> tuple[plan.Plan, dict[str, Record], list[Effect]]:
+    """Return the plan, the records of finished runs, and the effects of all families."""
     registered = plan.load(FOLDER / "plan.toml")
     records = results.load(FOLDER / "results")
-    effects = rule.effects(registered, records)
+    return registered, records, rule.effects(registered, records)
+
+
+def text() -> str:
+    """Return the answer, and the effects that docs/findings.md shows, as tables."""
+    registered, records, effects = _load()
     answer = rule.answer(effects, registered)
     progress = report.progress(registered, records)
     first = registered.stopping["first"]["seeds"]
@@ -55,13 +79,13 @@ def text() -> str:
             "|---|---|---|---|",
             *_rows(effects, "equal", "equal_avg/t_1", "equal_avg/top_p_0.9", against),
             "",
-            "The same at the fixed decoding top-p 0.7, where the methods differ in Avg@32 too:",
+            "At the fixed decoding top-p 0.7, in points. Here a method may gain in Best@32 what it loses in Avg@32:",
             "",
             "| control | Best@32 | Avg@32 |",
             "|---|---|---|",
             *_rows(effects, "fixed", "best/top_p_0.7", "avg/top_p_0.7"),
             "",
-            "Which half of UP it is, Best@32 at equal Avg@32:",
+            "Which part of UP's weight makes the difference? Best@32 at equal Avg@32, in points:",
             "",
             "| UP-DAPO minus | at the Avg@32 of T = 1 | at the Avg@32 of top-p 0.9 |",
             "|---|---|---|",
@@ -89,6 +113,6 @@ def _rows(
     for control in dict.fromkeys(other for other, _ in of_metric):
         cells = [NAMES[control], of_metric[control, first], of_metric[control, second]]
         if words is not None:
-            cells.append(words.get(control, "not a control of the answer"))
+            cells.append(words.get(control, "DAPO itself is not a control"))
         rows.append(f"| {' | '.join(cells)} |")
     return rows
