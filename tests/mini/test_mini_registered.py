@@ -542,3 +542,15 @@ def test_no_seed_was_used_before():
         assert not seeds & {
             r["settings"]["seed"] for r in results.load(folder).values()
         }
+
+
+def test_the_legend_of_the_figure_is_inside_of_it():
+    folder = Path(report.__file__).parents[1] / "controls"
+    figure = report.plane(
+        plan.load(folder / "plan.toml"), results.load(folder / "results")
+    )
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
+    assert figure.bbox.y0 <= box.y0

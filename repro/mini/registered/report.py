@@ -198,7 +198,10 @@ def plane(plan: Plan, records: dict[str, Record]) -> Figure | None:
     arms = list(dict.fromkeys(arm for group in plan.groups for arm in group["arms"]))
     colour, dashes = curves.looks(arms)
     with matplotlib.rc_context(STYLE):
-        fig = Figure(figsize=(4.5 * len(groups), 4), layout="constrained")
+        columns = 2 * len(groups)  # of the legend; more do not fit into the width
+        legend_rows = -(-len(arms) // columns)
+        size = (4.5 * len(groups), 3.6 + 0.2 * legend_rows)
+        fig = Figure(figsize=size, layout="constrained")
         for ax, name in zip(
             np.ravel(fig.subplots(1, len(groups), squeeze=False)), groups, strict=True
         ):
@@ -219,7 +222,17 @@ def plane(plan: Plan, records: dict[str, Record]) -> Figure | None:
                     ls=dashes[arm],
                     label=label,
                 )
-            ax.set(title=name, xlabel="Avg@32, %", ylabel="Best@32, %")
+            ax.set(title=_title(plan, name), xlabel="Avg@32, %", ylabel="Best@32, %")
             ax.spines[["top", "right"]].set_visible(False)
-        fig.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+        fig.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
     return fig
+
+
+def _title(plan: Plan, name: str) -> str:
+    """Return what a group trains on, in words, for the title of its panel."""
+    settings = plan.group(name).get("settings", {})
+    if "staleness" not in settings:
+        return name
+    staleness = settings["staleness"]
+    words = f"{staleness} rollouts stale" if staleness else "fresh data"
+    return f"{settings['task']}, {words}" if "task" in settings else words
