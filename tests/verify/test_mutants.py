@@ -12,7 +12,13 @@ import torch
 
 import upref
 from tests.support.mutants import estimators, figure, judge, naming, run, search
-from tests.support.mutants.losses import Subject, judged, of, wrong
+from tests.support.mutants.losses import (
+    Subject,
+    differs_by_overflow_alone,
+    judged,
+    of,
+    wrong,
+)
 from tests.support.mutants.rewritings import rewritings
 from tests.support.mutants.styles import (
     STYLES,
@@ -130,6 +136,22 @@ def test_a_habit_is_accepted_and_nothing_else():
     )
     assert (said("gspo", True), said("gspo", False)) == ("", "alarm")
     assert (said("dapo", True), said("dapo", False)) == ("missed", "")
+
+
+def test_a_loss_that_overflows_alone_tells_apart_is_a_habit():
+    c = configs(upref.get("up_grpo_verl"))[-1]
+    source = write(c, "ratio")
+    overflows = source.replace("torch.where(A > 0, 0.0, lp - old)", "lp - old")
+    also_wrong = overflows.replace("A * torch.exp", "1.001 * A * torch.exp")
+    assert len({source, overflows, also_wrong}) == 3
+
+    def alone(text):
+        subject = Subject(c, "ratio", "dropped", "", text)
+        return differs_by_overflow_alone(compiled(text), subject, 0, 60)
+
+    assert alone(overflows) and not alone(also_wrong)
+    row = {"operator": "dropped", "what": "", "truth": "differs", "overflow": True}
+    assert figure.misjudged(row | {"quick": True}) == ""
 
 
 # ---- what it found -------------------------------------------------------------------

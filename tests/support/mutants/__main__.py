@@ -45,9 +45,9 @@ def main() -> int:
         return 0
     start = time.process_time()
     for n, row in enumerate(run.rows(plan, *map(int, args.part.split("/")))):
-        if run.wrong(row):
+        if figure.misjudged(row):
             print(
-                run.wrong(row),
+                figure.misjudged(row),
                 row["config"],
                 row["style"],
                 row["what"],

@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 SURVIVORS = HERE / "survivors.tsv"
 NAMED = 80  # mutants that identify is asked about, and half as many rewritings
 # a row of docs/what-check-sees.md; the search asks |log s| up to 18
-HABIT = "log s of a response clamped at 10"
+HABIT = "log s of a response clamped at 10, or NaN where exp(log r) overflows float64"
 COLUMNS = ("id", "kind", "config", "style", "operator", "what", "said", "reason")
 
 
@@ -52,6 +52,8 @@ def write(plan: run.Plan, name: str = "figure.md") -> None:
 
 def habit(row: dict[str, Any]) -> bool:
     """Whether it differs only as the table of habits lets pass: it is to be accepted."""
+    if row.get("overflow"):
+        return True
     clamped = row.get("operator") == "clamp" and row["what"].endswith(
         "-> torch.clamp((lp) - (old), -10, 10)"
     )

@@ -3,13 +3,16 @@
 verdict.
 """
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 import upref
 
@@ -78,6 +81,40 @@ def subjects(
                 yield from picked[i][turn::ROUNDS]
 
 
+def differs_by_overflow_alone(
+    loss: Callable[..., Tensor], s: Subject, seed: int, few: int
+) -> bool:
+    """Return whether the loss differs only by NaN where exp(log r) overflows.
+
+    The checker notes such a loss and accepts it: see docs/what-check-sees.md.
+
+    Args:
+        loss: the function that the subject's text defines.
+        s: the subject.
+        seed: of the search's batches.
+        few: how many small batches are compared.
+    """
+    dtype = torch.float32 if s.single else torch.float64
+    overflow = math.log(torch.finfo(dtype).max) - 1
+    for b in batches.small(s.config, "group" in s.names, seed, few):
+        if s.adv == "B" and not b.one_adv:
+            continue
+        if not b.far:
+            if search.apart(loss, s.config, b, s.names, s.adv, s.single) > search.OTHER:
+                return False
+            continue
+        gradient = search.gradient(loss, s.config, b, s.names, s.adv)
+        log_r = torch.where(b.of["mask"], b.of["log_prob"] - b.of["old_log_prob"], 0)
+        largest = torch.maximum(log_r.amax(-1), log_r.sum(-1))
+        overflows = (largest > overflow)[:, None] & gradient.isnan()
+        off = (gradient.double() - b.g).abs() / b.scale.clamp(min=1e-300)
+        differs = off.nan_to_num(nan=math.inf) > search.OTHER
+        compared = ~b.of["mask"] | (b.scale > 0)
+        if bool((differs & compared & ~overflows).any()):
+            return False
+    return True
+
+
 def judged(
     s: Subject, scratch: Path, seed: int, nth: int = 1, *, large: int = search.BULK, few: int = search.SMALL,
     known: bool = False,
@@ -134,15 +171,25 @@ def judged(
     key = digest(s.key, str(full))
     if known:  # whichever was asked for: parts count on their own
         keys = [digest(s.key, x) for x in ("True", "False")]
-        return next(
-            (out | verdicts.known[k] for k in keys if k in verdicts.known), None
-        )
+        known_verdict = next((k for k in keys if k in verdicts.known), None)
+        if known_verdict is None:
+            return None
+        return with_habit(out | verdicts.known[known_verdict], s, seed, few)
     # what was misjudged, or had a false cause, is judged again
     stale = lambda row: (
         bool(wrong(out | row) or row.get("true") == "no")
         and row["library"] != library()
     )
-    return out | verdicts.get(key, said, stale)
+    return with_habit(out | verdicts.get(key, said, stale), s, seed, few)
+
+
+def with_habit(row: dict[str, Any], s: Subject, seed: int, few: int) -> dict[str, Any]:
+    """Return the row; of a loss that was missed, with whether overflow alone tells it
+    from its objective.
+    """
+    if wrong(row) == "missed":
+        row["overflow"] = differs_by_overflow_alone(compiled(s.text), s, seed, few)
+    return row
 
 
 _stores: dict[Path, Store] = {}
