@@ -452,3 +452,18 @@ def test_nan_is_forgiven_only_beyond_what_a_sampler_draws(at, right):
     assert right is not any(
         f.oracle == "extremes" and "A = 0, log r" in f.regime for f in report.failures
     )
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "m2po"])
+def test_a_selection_that_rounding_to_float32_decides_is_not_compared(name):
+    """log π_old + log r rounds to another float32 than log π: two tokens of clip_cov
+    change places in the order of the batch, and another one is drawn.
+    """
+    for c in configs(upref.get(name)):
+        assert judge.verdict(compiled(write(c, "weights")), c).said == ""
+
+
+def test_a_wrong_selection_is_rejected_still():
+    c = configs(upref.get("clip_cov"))[0]
+    text = write(c, "weights").replace("cov < 5.0", "cov < 4.0")
+    assert not judge.verdict(compiled(text), c).accepted

@@ -44,6 +44,12 @@ def infinite_ratio_is_zero(log_prob, old_log_prob, advantages, mask, *, eps_high
     return -(weight * advantages * log_prob)[mask].mean()
 
 
+def inverse_of_the_inverse_ratio(log_prob, old_log_prob, advantages, mask):
+    r = 1 / torch.exp(old_log_prob - log_prob)
+    J = torch.minimum(r * advantages, r.clamp(0.8, 1.28) * advantages)
+    return -torch.where(mask, J, 0).sum() / mask.sum()
+
+
 def quotient_of_probabilities(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
     ratio = log_prob[mask].exp() / old_log_prob[mask].exp()
     A = advantages[mask]
@@ -196,6 +202,9 @@ LOSSES = [
     Habit("exp(log r) overflows in a branch that is not taken, and 0 * inf is NaN", NOTED,
           "it starts at log r = 709 in float64, 88.7 in float32: no sampler draws a token of probability e^-88",
           up_as_most_write_it, "up_dapo", "0 * inf is NaN"),
+    Habit("the ratio as 1 / exp(lp_old - lp), whose derivative squares it", NOTED,
+          "the square overflows at log r = 355 in float64, 44.4 in float32: no sampler draws a token of probability e^-44",
+          inverse_of_the_inverse_ratio, "dapo", "exp(log r)²"),
     Habit("an infinite ratio in float32 gets weight 0, not the cap", NOTED,
           "a ratio of e^88.7 needs a sampled token of probability e^-88",
           infinite_ratio_is_zero, "cispo", "log r = 100"),

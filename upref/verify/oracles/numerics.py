@@ -31,6 +31,9 @@ from upref.weights.batches import (
 FAR = (5.0, 8.0, 9.5, 10.5, 15.0, 19.5, 20.5, 30.0, 50.0)
 # no sampler draws a token of a smaller probability than e^-88
 LARGEST_SAMPLED = math.log(torch.finfo(torch.float32).max) - 1
+# exp(log r)² overflows float32 from here on. The derivative of 1 / exp(-log r) has that
+# square, and no sampler draws a token of a smaller probability than e^-44 either.
+LARGEST_SQUARED = math.log(torch.finfo(torch.float32).max) / 2 - 1
 LARGEST_FLOAT64 = math.log(torch.finfo(torch.float64).max) - 1  # of log r
 LARGE_WEIGHT = 1e30  # an expected weight above this may overflow
 
@@ -188,11 +191,14 @@ def _extremes(case: LossCase, low: Rollouts, gradient: Tensor) -> Extremes:
     log_factor = (
         torch.where(A == 0, 1, (A * case.factors(batch)).abs().clamp(1e-30, 1))
     ).log()
+    is_not_finite = ~found.isfinite()
     is_far = size_of_log_r - log_factor > LARGEST_SAMPLED
+    if dtype is not torch.float64:
+        square_overflows = size_of_log_r - log_factor > LARGEST_SQUARED
+        is_far = is_far | (is_not_finite & square_overflows)
     is_unseen = is_far | (batch.logp_old < -LARGEST_SAMPLED)
     # neither a weight that is nearly 0 nor a ratio that has run away
     is_ordinary = (expected.abs() > 0.1 * A.abs()) & (expected.abs() < 10 * A.abs() + 1)
-    is_not_finite = ~found.isfinite()
     is_lost = is_not_finite
     # at a cut of a coupled batch, rounding decides which tokens tie. Another oracle
     # reports wrong weights.
@@ -312,6 +318,14 @@ def _dtype_that_overflows(
             is_right(log_r, lp - less, token_A / divisor) for divisor, less in VARIANTS
         ]
 
+    def begins_at(end: float, rounding: float) -> bool:
+        """Return whether all tokens below this |log r| are right, and none above it."""
+        below = right_at_ratio(end, -BEYOND_END) + right_at_ratio(end, -rounding)
+        if not all(below):
+            return False
+        above = right_at_ratio(end, BEYOND_END) + right_at_ratio(end, rounding)
+        return not any(above)
+
     def right_at_probability(lp: float) -> list[bool]:
         """Return whether tokens of this log π are right."""
         return [is_right(token_log_r, lp, token_A / divisor) for divisor, _ in VARIANTS]
@@ -323,15 +337,11 @@ def _dtype_that_overflows(
         underflow = -math.log(limits.tiny)  # of a normal number
         last_subnormal = underflow - math.log(limits.eps)
         rounding = 0.02 + 2 * overflow * max(limits.eps, torch.finfo(dtype).eps)
-        if abs(token_log_r) > overflow:
-            below = right_at_ratio(overflow, -BEYOND_END)
-            below += right_at_ratio(overflow, -rounding)
-            if all(below):
-                above = right_at_ratio(overflow, BEYOND_END)
-                above += right_at_ratio(overflow, rounding)
-                if not any(above):
-                    product = ", and 0 * inf is NaN" if is_nan else ""
-                    return f"exp(log r) overflows {name} at |log r| > {overflow:.3g} (float16: 11.1){product}"
+        product = ", and 0 * inf is NaN" if is_nan else ""
+        if abs(token_log_r) > overflow and begins_at(overflow, rounding):
+            return f"exp(log r) overflows {name} at |log r| > {overflow:.3g} (float16: 11.1){product}"
+        if abs(token_log_r) > overflow / 2 and begins_at(overflow / 2, rounding):
+            return f"exp(log r)² overflows {name} at |log r| > {overflow / 2:.3g} (float16: 5.5){product}"
         if abs(token_log_r) < 1:
             above = right_at_probability(-(underflow - 9))
             above += right_at_probability(-(underflow - rounding))
