@@ -15,7 +15,7 @@ from upref import InputError, Rollouts
 from upref.registry import get
 from upref.weights.batches import autograd_gradient, batch
 from upref_frameworks import audits as A
-from upref_frameworks.audits.compare import MICRO, TOL
+from upref_frameworks.audits.case import MICRO, TOL
 
 NEED = "`repro/venv.sh verl` installs what verl's losses need"
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=NEED)

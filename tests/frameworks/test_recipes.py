@@ -17,14 +17,8 @@ from upref.advantages import ADVANTAGES
 from upref.cli import main
 from upref.weights.batches import autograd_gradient, batch
 from upref_frameworks import audits as A, ledger
-from upref_frameworks.audits.compare import (
-    Comparison,
-    _faulty_gradient,
-    difference,
-    explanation,
-    typical_batch,
-    unit,
-)
+from upref_frameworks.audits.case import Comparison, explain, unit
+from upref_frameworks.audits.compare import _gradient, difference, typical_batch
 from upref_frameworks.audits.recipe import (
     SAME_LOSS,
     covered_objectives,
@@ -415,11 +409,12 @@ def test_the_frameworks_own_loss_with_the_typed_settings(name, objective):
     scale = {k: v for k, v in c.config.items() if k == "max_completion_length"}
     b = replace(b, totals=upref.Totals.of(b.mask))
     found = -autograd_gradient(
-        lambda x: f.compute_loss(replace(c, config=typed | scale), x, None), b
+        lambda x: f.compute_loss(c.mode, typed | scale, x, None), b
     )
-    explained = explanation(c, c.reasons)
-    each = unit(explained.promised, b)
-    expected = _faulty_gradient(explained, typical_batch())
+    promised = upref.get(c.objective)
+    explanation = explain(promised, c.hp, c.reasons)
+    each = unit(promised, b)
+    expected = _gradient(explanation.faulty, typical_batch())
     assert difference(found / each, expected / each).max() < 1e-6
 
 

@@ -10,36 +10,19 @@ packages and a process of its own (isolated/).
 
 import datetime
 import importlib
-import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from upref.errors import InputError
-from upref.registry import get
 from upref.result import Result
-from upref.rollouts import Rollouts
-from upref.verify.faults.losses import fault
-from upref.weights.batches import autograd_gradient
 from upref_frameworks import names
 from upref_frameworks.audits import components as parts, isolated
-from upref_frameworks.audits.compare import (
-    MICRO,
-    TOL,
-    Comparison,
-    ComparisonRow,
-    Example,
-    compare,
-    difference,
-    grid,
-    unit,
-)
+from upref_frameworks.audits.case import MICRO, TOL, Comparison, make_case
+from upref_frameworks.audits.compare import ComparisonRow, Example, compare
 from upref_frameworks.audits.framework import Framework
 from upref_frameworks.audits.ledger import as_toml_value, changed_defaults, check_ledger
-from upref_frameworks.ledger import Entry, read, summary
+from upref_frameworks.ledger import Entry, read, read_tables, summary
 
 OWN = ("compare", "ledger")  # every other file of this folder is a framework
 
@@ -269,113 +252,62 @@ def audit(
         isinstance(c, Comparison) for c in _listed(comparisons)
     ):
         raise InputError(
-            "comparisons are a tuple of upref_frameworks.audits.compare.Comparison, or None for all of them."
+            "comparisons are a tuple of upref_frameworks.audits.case.Comparison, or None for all of them."
         )
     if (
         answer := isolated.run_elsewhere("audit", name, f.pin, version, source, loud)
     ) is not None:
         return answer
     inside = f.pin and isolated.INSIDE
-    now = f.modes()
     version = inside["version"] if inside else f.version()
+    modes = f.modes()
     asked = f.comparisons if comparisons is None else comparisons
-    gone = tuple(dict.fromkeys(c.mode for c in asked if f.plain and c.mode not in now))
+    gone = tuple(
+        dict.fromkeys(c.mode for c in asked if f.plain and c.mode not in modes)
+    )
+    compared = [c for c in asked if c.mode not in gone]
+    defaults = {m: f.defaults(m) for m in sorted({c.mode for c in compared} & {*modes})}
     rows = []
-    poisoned = []
-    for c in (c for c in asked if c.mode not in gone):
-        new_rows, has_nan = _compare_in_one_and_split(f, c)
-        rows += new_rows
-        if has_nan:
+    poisoned = set()
+    for c in compared:
+        case = make_case(c, f.split_reasons, f.one_adv, single=f.tol > TOL)
+        measured = f.measure(c, defaults.get(c.mode, {}), case.batch)
+        rows += compare(f.name, case, measured.in_one, measured.split, f.tol)
+        if measured.nan_in_padding:
             words = [v for v in c.config.values() if isinstance(v, str)]
-            poisoned.append(c.mode + (f" ({', '.join(words)})" if words else ""))
+            poisoned.add(c.mode + (f" ({', '.join(words)})" if words else ""))
     if comparisons is None:
         rows += parts.rows(name, f.parts())
     known = {c.mode for c in f.comparisons} | f.out_of_scope.keys()
     entries = read(name)
-    defaults = {
-        m: {k: as_toml_value(v) for k, v in f.defaults(m).items()}
-        for m in sorted({r.mode for r in rows} & {*now})
+    recorded_defaults = read_tables(name).get("defaults", {})
+    plain_defaults = {
+        mode: {k: as_toml_value(v) for k, v in fields.items()}
+        for mode, fields in defaults.items()
     }
-    against = [
-        f"the loss {m} is gone: {name} {version} has {', '.join(sorted(now))}"
-        for m in gone
+    against_ledger = [
+        *(
+            f"the loss {mode} is gone: {name} {version} has {', '.join(sorted(modes))}"
+            for mode in gone
+        ),
+        *changed_defaults(plain_defaults, recorded_defaults, version),
+        *check_ledger(rows, entries, version, comparisons is None, gone),
     ]
-    against += changed_defaults(name, defaults, version) + check_ledger(
-        rows, entries, version, comparisons is None, gone
-    )
     return Audit(
-        name,
-        version,
-        rows,
-        sorted(set(poisoned)),
-        sorted(m for m in now if m not in known),
-        f.out_of_scope,
-        against,
-        [*(inside["remarks"] if inside else []), *f.remarks],
-        entries,
-        defaults,
-        datetime.date.today().isoformat(),
+        framework=name,
+        version=version,
+        rows=rows,
+        nan_in_padding=sorted(poisoned),
+        unaudited=sorted(m for m in modes if m not in known),
+        out_of_scope=f.out_of_scope,
+        against_ledger=against_ledger,
+        remarks=[*(inside["remarks"] if inside else []), *f.remarks],
+        entries=entries,
+        defaults=plain_defaults,
+        date=datetime.date.today().isoformat(),
     )
 
 
 def _listed(x: Any) -> list[Any]:
     """Return the items of a list or tuple; of anything else a list of one None."""
     return [*x] if isinstance(x, list | tuple) else [None]
-
-
-def _compare_in_one_and_split(
-    framework: Framework, comparison: Comparison
-) -> tuple[list[ComparisonRow], bool]:
-    """Return the rows of one comparison, and whether the loss is NaN when a masked slot
-    holds NaN.
-    """
-    comparison = replace(comparison, one_adv=comparison.one_adv or framework.one_adv)
-    batch = grid(comparison, single=framework.tol > TOL)
-
-    def minus_gradient(m: Rollouts) -> Tensor:
-        """Return minus the gradient of the framework's loss of these rows."""
-        return -autograd_gradient(
-            lambda x: framework.compute_loss(comparison, x, None), m
-        )
-
-    of_batch, split = (
-        torch.cat([minus_gradient(m) for m in batch.split(n)]) for n in (1, MICRO)
-    )
-    rows = [
-        compare(
-            framework.name,
-            comparison,
-            batch,
-            of_batch,
-            comparison.reasons,
-            1,
-            framework.tol,
-        )
-    ]
-    objective = get(comparison.objective)
-    unit_weights = unit(objective, batch)
-    # what couples the tokens of a batch is another objective in each micro-batch,
-    # whoever computes it
-    is_compared_split = comparison.setting == "paper" and not objective.batch_coupled
-    if (
-        is_compared_split
-        and difference(split / unit_weights, of_batch / unit_weights).max()
-        > framework.tol
-    ):
-        split_reason = (
-            framework.split_reasons.get(comparison.label)
-            or framework.split_reasons.get(comparison.mode)
-            or fault("no reason known", "term")
-        )
-        rows.append(
-            compare(
-                framework.name,
-                comparison,
-                batch,
-                split,
-                (*comparison.reasons, split_reason),
-                MICRO,
-                framework.tol,
-            )
-        )
-    return rows, bool(framework.compute_loss(comparison, batch, math.nan).isnan())

@@ -126,7 +126,8 @@ def _checked_loss(
     of advantages.
     """
     assert framework.plain is not None
-    inner = functools.partial(framework.plain, mode, framework.configured(mode, fields))
+    config = framework.configured(mode, framework.defaults(mode), fields)
+    inner = functools.partial(framework.plain, mode, config)
 
     @functools.wraps(inner)
     def fn(**given: Any) -> Tensor:

@@ -11,70 +11,32 @@ One file: a row of the table and its numbers are read together.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from upref.advantages import group_norm
 from upref.aggregation import Totals, row_weights
-from upref.registry import REDUCE, Objective, get
+from upref.registry import REDUCE
 from upref.rollouts import Rollouts
-from upref.verify.factors import declared_aggregation
-from upref.verify.faults.losses import LossFault
 from upref.weights.batches import (
-    BOUND_EDGES,
     LOG_R,
-    SINGLE_EDGES,
     autograd_gradient,
-    batch,
     breakpoints,
-    clamped_batch,
-    reference_logp,
     regime_words,
     token_at,
 )
-from upref_frameworks.settings import loss_name
+from upref_frameworks.audits.case import (
+    MICRO,
+    TOL,
+    Case,
+    Explanation,
+    FaultyObjective,
+)
 
-TOL = 1e-7
-MICRO = 8
 MASKED = "a masked slot"  # the regime of a token that does not count
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A loss of a framework, what it is compared with, and why the two differ.
-
-    Attributes:
-        setting: `default` or `paper`: whose hyperparameters the loss has.
-        mode: the framework's name of the loss.
-        config: fields of the framework's config, over its defaults.
-        objective: the name of the objective that the loss promises.
-        hp: hyperparameters of the objective.
-        reasons: the faults that account for the difference.
-        one_adv: whether the loss takes one advantage per response.
-    """
-
-    setting: str
-    mode: str
-    config: dict[str, Any]
-    objective: str
-    hp: dict[str, Any]
-    reasons: tuple[LossFault, ...] = ()
-    one_adv: bool = False
-
-    @property
-    def label(self) -> str:
-        """Return the loss as `upref check FRAMEWORK:LABEL` reads it: MODE,FIELD=VALUE."""
-        return loss_name(self.mode, self.config)
-
-    @property
-    def promise(self) -> str:
-        """Return the objective with its hyperparameters, such as `dapo, eps_high=0.28`."""
-        return self.objective + "".join(f", {k}={v:g}" for k, v in self.hp.items())
 
 
 @dataclass(frozen=True)
@@ -208,104 +170,7 @@ class ComparisonRow:
         return "differs, explained" if self.ok else "differs, UNEXPLAINED"
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """The objective that a comparison promises, and the one that its faults leave.
-
-    promised, promised_hp: what the comparison names. faulty, faulty_hp: the same with
-    the faults put into it.
-    """
-
-    promised: Objective
-    promised_hp: dict[str, Any]
-    faults: tuple[LossFault, ...]
-    faulty: Objective
-    faulty_hp: dict[str, Any]
-
-    def with_faults(self, faults: Sequence[LossFault]) -> "Explanation":
-        """Return the explanation of the same promise by other faults.
-
-        Args:
-            faults: they are put into the promised objective one after the other.
-        """
-        faulty = self.promised
-        hp = self.promised_hp
-        for fault in faults:
-            faulty, hp = fault.change.put_into(faulty, hp)
-        return replace(self, faults=tuple(faults), faulty=faulty, faulty_hp=hp)
-
-    @property
-    def level(self) -> str:
-        """Return the level whose ratio a regime is printed in: the response's, where
-        either objective acts on it.
-        """
-        levels = [self.promised.level, self.faulty.level]
-        return next((level for level in levels if level in REDUCE), levels[0])
-
-
-def explanation(comparison: Comparison, faults: Sequence[LossFault]) -> Explanation:
-    """Look up the objective that a comparison promises, and put faults into it.
-
-    Args:
-        comparison: it names the objective.
-        faults: they are put into it one after the other.
-    """
-    objective = get(comparison.objective)
-    promise = Explanation(objective, comparison.hp, (), objective, comparison.hp)
-    return promise.with_faults(faults)
-
-
 # ---- comparing -----------------------------------------------------------------------
-def grid(comparison: Comparison, single: bool = False) -> Rollouts:
-    """Make the batch on which a framework's loss is compared with its promise.
-
-    Args:
-        comparison: the regimes of its promised objective are in the batch, and those of
-            the objective that its faults leave.
-        single: for a framework that computes in float32; ratios keep a larger distance
-            from the bounds.
-
-    Returns:
-        Rollouts [B, T] in float64; B is a multiple of MICRO. Also in it are responses
-        far from π_old. Masked slots hold numbers that could pass for tokens.
-    """
-    explained = explanation(comparison, comparison.reasons)
-    promised = explained.promised
-    pairs = [
-        (promised, explained.promised_hp),
-        (explained.faulty, explained.faulty_hp),
-    ]
-    # a framework sums a response's ratio in another order: on a bound, rounding would
-    # decide
-    edges = tuple(e for e in BOUND_EDGES if e or promised.level == "token")
-    if single:
-        edges = SINGLE_EDGES
-    if comparison.one_adv or promised.one_adv:
-        pairs = [
-            (
-                objective
-                if objective.level in REDUCE
-                else replace(objective, agg="seq-mean"),
-                hp,
-            )
-            for objective, hp in pairs
-        ]
-    b = _concatenate(
-        *(
-            batch(objective, edges=edges, seed=i, **hp)
-            for i, (objective, hp) in enumerate(pairs)
-        ),
-        clamped_batch(),
-    )
-    # masked slots hold what could pass for tokens, as a tool's answer in a multi-turn
-    # response does
-    junk = {"logp": -1.0, "logp_old": -2.0, "adv": 0.5}
-    b = replace(
-        b, **{k: getattr(b, k).masked_fill(~b.mask, v) for k, v in junk.items()}
-    )
-    return replace(b, logp_ref=reference_logp(b))
-
-
 @cache
 def typical_batch() -> Rollouts:
     """Make a batch such as training meets, from a fixed seed.
@@ -350,88 +215,31 @@ def typical_batch() -> Rollouts:
     return Rollouts(lp, lp_old, adv, mask & ~tool, group, logp_ref=ref)
 
 
-def _concatenate(*batches: Rollouts) -> Rollouts:
-    """Return several batches as one, with groups of their own. Some rows occur twice,
-    so that all micro-batches are of one size.
-    """
-    T = max(batch.mask.shape[1] for batch in batches)
-
-    def padded(name: str) -> Tensor:
-        """Return this array of all batches, padded to the longest response."""
-        return torch.cat(
-            [
-                torch.nn.functional.pad(
-                    getattr(part, name), (0, T - part.mask.shape[1])
-                )
-                for part in batches
-            ]
-        )
-
-    group = []
-    n = 0
-    for part in batches:
-        assert part.group is not None
-        group.append(part.group + n)
-        n = int(group[-1].max()) + 1
-    arrays = [
-        padded("logp"),
-        padded("logp_old"),
-        padded("adv"),
-        padded("mask"),
-        torch.cat(group),
-    ]
-    # some rows twice, so that micro-batches are of one size, as TRL's are
-    logp, old, adv, mask, groups = (
-        torch.cat([v, v[: -len(v) % MICRO]]) for v in arrays
-    )
-    return Rollouts(logp, old, adv, mask, groups)
-
-
-def unit(objective: Objective, batch: Rollouts) -> Tensor:
-    """Return the weight that the promised aggregation gives to each token.
-
-    Args:
-        objective: the promised one.
-        batch: token tensors [B, T].
-
-    Returns:
-        [B, 1]. A gradient of J divided by it is the token's own weight dJ_t/dlp.
-    """
-    rows = row_weights(objective.agg, batch.mask, Totals.of(batch.mask, batch.group))
-    return torch.as_tensor(rows, dtype=batch.logp.dtype).expand(len(batch.mask))[
-        :, None
-    ]
-
-
-def _faulty_gradient(explained: Explanation, batch: Rollouts) -> Tensor:
-    """Return the gradient [B, T] of the promised objective with the faults put into it."""
-    promised_agg = declared_aggregation(explained.promised)
-    faulty_agg = declared_aggregation(explained.faulty)
+def _gradient(faulty: FaultyObjective, batch: Rollouts) -> Tensor:
+    """Return the gradient [B, T] of an objective with faults put into it."""
     factor: Tensor | float = 1.0
-    agg = promised_agg
-    for fault in explained.faults:
+    for fault in faulty.faults:
         factor = factor * fault.change.scale(batch)
-        agg = fault.change.agg or agg
     # as row weights, so that an objective with one term per response can be
     # aggregated in another way
-    if agg != faulty_agg:
+    if faulty.agg != faulty.agg_of_objective:
         seen = batch
-        for fault in explained.faults:
+        for fault in faulty.faults:
             seen = fault.change.view(seen)
         totals = Totals.of(batch.mask, seen.group)
-        new = row_weights(agg, batch.mask, totals)
-        old = row_weights(faulty_agg, batch.mask, totals)
+        new = row_weights(faulty.agg, batch.mask, totals)
+        old = row_weights(faulty.agg_of_objective, batch.mask, totals)
         ratio = torch.as_tensor(new / old, dtype=batch.logp.dtype)
         factor = factor * ratio.reshape(-1, 1)
 
     def J(batch: Rollouts) -> Tensor:
         """Compute the objective with the faults, and the terms that they add."""
-        for fault in explained.faults:
+        for fault in faulty.faults:
             batch = fault.change.view(batch)
         terms = [
-            fault.change.term(batch) for fault in explained.faults if fault.change.term
+            fault.change.term(batch) for fault in faulty.faults if fault.change.term
         ]
-        return sum(terms, explained.faulty(batch, **explained.faulty_hp))
+        return sum(terms, faulty.objective(batch, **faulty.hp))
 
     return autograd_gradient(J, batch) * factor
 
@@ -451,83 +259,102 @@ def difference(found: Tensor, expected: Tensor) -> Tensor:
 
 def compare(
     framework: str,
-    comparison: Comparison,
-    batch: Rollouts,
-    found: Tensor,
-    reasons: Sequence[LossFault],
-    micro: int,
+    case: Case,
+    in_one: Tensor,
+    split: Tensor,
     tol: float = TOL,
-) -> ComparisonRow:
-    """Make the row of a gradient that was found on the grid of a comparison.
+) -> list[ComparisonRow]:
+    """Compare the gradient of a framework's loss with the promised one.
 
     Args:
         framework: its name, for the command that repeats the comparison.
-        comparison: the loss, its config and the promised objective.
-        batch: the grid.
-        found: [B, T], the gradient of -loss with respect to `batch.logp`.
-        reasons: the faults that should explain the difference; not used where there is
-            none.
-        micro: into how many micro-batches the loss was split.
+        case: what is compared with what, on which batch.
+        in_one: [B, T], the gradient of -loss with respect to `case.batch.logp`.
+        split: the same, of MICRO micro-batches.
         tol: the largest difference, as of `difference`, that counts as rounding.
 
     Returns:
-        The difference without any reason, what repairing each one alone changes, and
-        the difference that remains with all of them.
+        A row for the whole batch; a second one for micro-batches, where these are
+        compared and have another gradient.
     """
-    promise = explanation(comparison, ())
-    each = unit(promise.promised, batch)
-    found = found / each
-    paper = _faulty_gradient(promise, batch) / each
-    largest = difference(found, paper).max().item()
-    reasons = reasons if largest > tol else ()
-    explained = promise.with_faults(reasons)
-    explained_weights = _faulty_gradient(explained, batch) / each
-    skip = torch.stack(
-        [why.change.skip(batch) for why in reasons] or [torch.zeros_like(batch.mask)]
-    ).any(0)
-    remains = difference(found, explained_weights).masked_fill(skip, 0).max().item()
-    repaired = [
-        promise.with_faults([x for x in reasons if x is not why]) for why in reasons
-    ]
-    changes = [
+    weights = in_one / case.unit
+    rows = [_row(framework, case, case.explanation, weights, 1, tol)]
+    if case.split_explanation:
+        split_weights = split / case.unit
+        if difference(split_weights, weights).max() > tol:
+            rows.append(
+                _row(framework, case, case.split_explanation, split_weights, MICRO, tol)
+            )
+    return rows
+
+
+def _row(
+    framework: str,
+    case: Case,
+    explanation: Explanation,
+    found: Tensor,
+    micro: int,
+    tol: float,
+) -> ComparisonRow:
+    """Return the difference of these weights without any fault, what repairing each
+    fault alone changes, and the difference that remains with all of them.
+
+    The explanation is not used where there is no difference.
+    """
+    comparison = case.comparison
+    promised = _gradient(case.without_faults.promised, case.batch) / case.unit
+    largest = difference(found, promised).max().item()
+    if largest <= tol:
+        explanation = case.without_faults
+    faults = explanation.faulty.faults
+    explained = _gradient(explanation.faulty, case.batch) / case.unit
+    skip = torch.zeros_like(case.batch.mask)
+    for fault in faults:
+        skip = skip | fault.change.skip(case.batch)
+    remains = difference(found, explained).masked_fill(skip, 0).max().item()
+    reasons = [
         (
-            why.words,
+            fault.words,
             _worst_token(
+                explanation,
+                case.batch,
                 explained,
-                batch,
-                explained_weights,
-                _faulty_gradient(without, batch) / each,
+                _gradient(repaired, case.batch) / case.unit,
             ),
         )
-        for why, without in zip(reasons, repaired, strict=True)
+        for fault, repaired in zip(faults, explanation.repaired, strict=True)
     ]
     hp = "".join(f" --hp {k}={v:g}" for k, v in comparison.hp.items())
-    command = (
-        f"upref check {framework}:{comparison.label} --as {comparison.objective}{hp}"
-    )
-    worst = _worst_token(explained, batch, found, paper)
-    names = (
-        comparison.setting,
-        comparison.mode,
-        comparison.label,
-        comparison.objective,
-        comparison.promise,
-        command,
-    )
-    effects = []
-    if reasons:
-        of_typical = _faulty_gradient(explained, typical_batch())
-        effects = [
-            FaultEffect.between(of_typical, _faulty_gradient(without, typical_batch()))
-            for without in repaired
-        ]
     return ComparisonRow(
-        *names, micro, largest, worst, changes, remains, tol, effects=effects
+        setting=comparison.setting,
+        mode=comparison.mode,
+        label=case.label,
+        objective=comparison.objective,
+        promise=case.promise,
+        command=f"upref check {framework}:{case.label} --as {comparison.objective}{hp}",
+        micro_batches=micro,
+        difference=largest,
+        spot=_worst_token(explanation, case.batch, found, promised),
+        reasons=reasons,
+        remains=remains,
+        tol=tol,
+        effects=_effects_of_faults(explanation),
     )
+
+
+def _effects_of_faults(explanation: Explanation) -> list[FaultEffect]:
+    """Return what each fault does to the gradient of a typical batch."""
+    if not explanation.repaired:
+        return []
+    faulty = _gradient(explanation.faulty, typical_batch())
+    return [
+        FaultEffect.between(faulty, _gradient(repaired, typical_batch()))
+        for repaired in explanation.repaired
+    ]
 
 
 def _worst_token(
-    explained: Explanation,
+    explanation: Explanation,
     batch: Rollouts,
     found: Tensor,
     expected: Tensor,
@@ -540,7 +367,7 @@ def _worst_token(
     """
     differences = difference(found, expected)
     log_r = torch.where(batch.mask, batch.logp - batch.logp_old, 0)
-    if reduce := REDUCE.get(explained.level):
+    if reduce := REDUCE.get(explanation.level):
         log_r = reduce(log_r, batch.mask)[:, None].expand_as(log_r)
     near_differences = differences.masked_fill(log_r.abs() > 5, 0)
     differences = near_differences if near_differences.max() > TOL else differences
@@ -551,7 +378,7 @@ def _worst_token(
         math.inf,
     )
     i, t = divmod(int(rank.argmin()), rank.shape[1])
-    where = _regime_of_token(explained, batch, i, t, log_r[i, t].exp().item())
+    where = _regime_of_token(explanation, batch, i, t, log_r[i, t].exp().item())
     return Example(
         differences[i, t].item(),
         where,
@@ -561,7 +388,7 @@ def _worst_token(
 
 
 def _regime_of_token(
-    explained: Explanation, batch: Rollouts, i: int, t: int, r: float
+    explanation: Explanation, batch: Rollouts, i: int, t: int, r: float
 ) -> str:
     """Name the regime of a token, by the bounds of the promised objective and of the
     one that its faults leave.
@@ -569,13 +396,15 @@ def _regime_of_token(
     if not batch.mask[i, t]:
         return MASKED
     A, _, mu = token_at(batch, i, t)
+    promised = explanation.promised
+    faulty = explanation.faulty
     bounds: list[float] = []
     if A:
-        promised = breakpoints(explained.promised, A, mu, **explained.promised_hp)
-        faulty = breakpoints(explained.faulty, A, mu, **explained.faulty_hp)
-        bounds = sorted({*promised, *faulty})
+        of_promised = breakpoints(promised.objective, A, mu, **promised.hp)
+        of_faulty = breakpoints(faulty.objective, A, mu, **faulty.hp)
+        bounds = sorted({*of_promised, *of_faulty})
     regime = regime_words(A, r, bounds)
-    if explained.promised.reads_mu:
+    if promised.objective.reads_mu:
         regime += f" (mu = {mu:.2g})"
     letters = {"sequence_mean": " s", "sequence_product": " S"}
-    return regime.replace(" r", letters.get(explained.level, " r"))
+    return regime.replace(" r", letters.get(explanation.level, " r"))

@@ -20,8 +20,8 @@ from upref.aggregation import aggregate
 from upref.errors import InputError
 from upref.logprobs import token_log_probs
 from upref.verify.faults import Fault
+from upref_frameworks.audits.case import TOL
 from upref_frameworks.audits.compare import (
-    TOL,
     ComparisonRow,
     Example,
     FaultEffect,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a framework's file says: one such object, and nothing else anywhere."""
+"""What a framework's file holds: one Framework. It alone calls the framework's losses."""
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -14,10 +15,29 @@ from upref.aggregation import Totals
 from upref.errors import InputError
 from upref.rollouts import Rollouts, per_response
 from upref.verify.faults.losses import LossFault
-from upref_frameworks.audits.compare import TOL, Comparison
+from upref.weights.batches import autograd_gradient
+from upref_frameworks.audits.case import MICRO, TOL, Comparison
 from upref_frameworks.audits.components import Component
 from upref_frameworks.audits.isolated.pin import Pin
 from upref_frameworks.settings import Bare
+
+# (mode, fields, batch, padding) -> the scalar
+LossFunction = Callable[[str, dict[str, Any], Rollouts | Bare, float | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a framework computes on the batch of a comparison.
+
+    Attributes:
+        in_one: the gradient of -loss with respect to logp, [B, T].
+        split: the same, of MICRO micro-batches, one below the other.
+        nan_in_padding: whether the loss is NaN when a masked slot holds NaN.
+    """
+
+    in_one: Tensor
+    split: Tensor
+    nan_in_padding: bool
 
 
 @dataclass(frozen=True)
@@ -31,8 +51,9 @@ class Framework:
         out_of_scope: losses that are not compared -> why.
         split_reasons: label or mode -> why the gradient of micro-batches differs.
         version: reads the installed version; a framework with a pin does not need it.
-        loss: (comparison, batch, padding) -> the scalar that is differentiated; masked
-            slots hold the padding, or what the batch has there.
+        loss: (mode, fields, batch, padding) -> the scalar that is differentiated;
+            fields are those of the comparison; masked slots hold the padding, or what
+            the batch has there.
         plain: (mode, config, ...) -> the scalar, in place of `loss`. Its other
             arguments are some of log_prob, old_log_prob, advantages, mask,
             ref_log_prob, entropy, group (the prompt of each response), totals and
@@ -58,7 +79,7 @@ class Framework:
     out_of_scope: dict[str, str] = field(default_factory=dict)
     split_reasons: dict[str, LossFault] = field(default_factory=dict)
     version: Callable[[], str] = lambda: "?"
-    loss: Callable[[Comparison, Rollouts, float | None], Tensor] | None = None
+    loss: LossFunction | None = None
     plain: Callable[..., Tensor] | None = None
     defaults: Callable[[str], dict[str, Any]] = lambda mode: {}
     parts: Callable[[], tuple[Component, ...]] = tuple
@@ -68,13 +89,50 @@ class Framework:
     one_adv: bool = False
     tol: float = TOL
 
+    def measure(
+        self, comparison: Comparison, defaults: dict[str, Any], batch: Rollouts
+    ) -> Measurement:
+        """Compute all numbers of a loss that the audit compares.
+
+        Args:
+            comparison: which of its losses, with which fields of its config.
+            defaults: the fields of that loss with their defaults.
+            batch: token tensors [B, T] in float64.
+
+        Returns:
+            Gradients of the whole batch and of micro-batches; whether NaN spreads.
+
+        Raises:
+            InputError: the framework has no such field.
+        """
+        mode = comparison.mode
+        config = self.configured(mode, defaults, comparison.config)
+
+        def loss(rows: Rollouts) -> Tensor:
+            """Compute the framework's loss of some rows of the batch."""
+            return self.compute_loss(mode, config, rows, None)
+
+        [whole] = batch.split(1)
+        poisoned = self.compute_loss(mode, config, whole, math.nan)
+        split = [-autograd_gradient(loss, rows) for rows in batch.split(MICRO)]
+        return Measurement(
+            in_one=-autograd_gradient(loss, whole),
+            split=torch.cat(split),
+            nan_in_padding=bool(poisoned.isnan()),
+        )
+
     def compute_loss(
-        self, comparison: Comparison, batch: Rollouts | Bare, padding: float | None
+        self,
+        mode: str,
+        config: dict[str, Any],
+        batch: Rollouts | Bare,
+        padding: float | None,
     ) -> Tensor:
         """Compute the framework's loss of a batch.
 
         Args:
-            comparison: which of its losses, with which fields of its config.
+            mode: which of its losses.
+            config: as `configured` returns it.
             batch: token tensors [B, T]; gradients flow into `batch.logp`.
             padding: what masked slots of all token tensors are set to; None leaves in
                 them what the batch holds.
@@ -85,12 +143,8 @@ class Framework:
         """
         if self.plain is None:
             assert self.loss is not None
-            return self.loss(comparison, batch, padding)  # type: ignore[arg-type]
-        f = partial(
-            self.plain,
-            comparison.mode,
-            self.configured(comparison.mode, comparison.config),
-        )
+            return self.loss(mode, config, batch, padding)
+        f = partial(self.plain, mode, config)
 
         def padded(x: Tensor) -> Tensor:
             """Return x with masked slots set to the padding, if one is given."""
@@ -123,22 +177,26 @@ class Framework:
         }
         return f(**{k: given[k] for k in inspect.signature(f).parameters})
 
-    def configured(self, mode: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """Return the defaults of a loss with other values over them.
+    def configured(
+        self, mode: str, defaults: dict[str, Any], fields: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the config that the framework's function takes.
 
         Args:
             mode: a loss of the framework.
-            fields: field -> value; all other fields keep their defaults.
+            defaults: all fields of its config with their defaults.
+            fields: field -> value, where it is another one than the default.
 
         Returns:
-            The whole config, field -> value.
+            For `plain` all fields; for `loss`, which knows its defaults, these alone.
 
         Raises:
             InputError: the framework has no such field.
         """
-        config = self.defaults(mode)
-        if unknown := next((k for k in fields if k not in config), ""):
+        if self.plain is None:
+            return fields
+        if unknown := next((k for k in fields if k not in defaults), ""):
             raise InputError(
-                f"{mode} of {self.name} has no setting {unknown!r}: it has {', '.join(config)}."
+                f"{mode} of {self.name} has no setting {unknown!r}: it has {', '.join(defaults)}."
             )
-        return config | fields
+        return defaults | fields

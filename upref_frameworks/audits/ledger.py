@@ -10,31 +10,35 @@ that are not recorded.
 from typing import Any
 
 from upref_frameworks.audits.compare import ComparisonRow, Example, FaultEffect
-from upref_frameworks.ledger import SEVERITY, Entry, Evidence, read_tables
+from upref_frameworks.ledger import SEVERITY, Entry, Evidence
 
 
 def changed_defaults(
-    name: str, defaults: dict[str, dict[str, Any]], version: str
+    now: dict[str, dict[str, Any]], recorded: dict[str, dict[str, Any]], version: str
 ) -> list[str]:
     """Compare the defaults of a framework's config with the recorded ones.
 
     Args:
-        name: the framework.
-        defaults: loss -> field -> value, as the version has them.
+        now: loss -> field -> value, as the version has them.
+        recorded: the same as the ledger has them; under `every` what holds of all
+            losses. Empty where it records none.
         version: the version, for the sentences.
 
     Returns:
-        A sentence for each default that differs, is new or is gone; empty where the
-        ledger records no defaults.
+        A sentence for each default that differs, is new or is gone; none where nothing
+        is recorded.
     """
-    then = read_tables(name).get("defaults", {})
-    return [
-        f"{mode}: the default of {k} is {now.get(k, 'gone')} in {version}, and was {was.get(k, 'not there')}"
-        for mode, now in defaults.items()
-        for was in ([then.get("every", {}) | then.get(mode, {})] if then else [])
-        for k in sorted({*now, *was})
-        if now.get(k) != was.get(k)
-    ]
+    if not recorded:
+        return []
+    changed = []
+    for mode, fields in now.items():
+        was = recorded.get("every", {}) | recorded.get(mode, {})
+        changed += [
+            f"{mode}: the default of {k} is {fields.get(k, 'gone')} in {version}, and was {was.get(k, 'not there')}"
+            for k in sorted({*fields, *was})
+            if fields.get(k) != was.get(k)
+        ]
+    return changed
 
 
 def as_toml_value(default: Any) -> bool | int | float | str:

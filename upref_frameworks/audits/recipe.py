@@ -26,13 +26,8 @@ from upref.registry import Objective, get, names
 from upref.verify.faults.losses import GROUPS
 from upref.weights.batches import autograd_gradient
 from upref_frameworks.audits import framework, frameworks
-from upref_frameworks.audits.compare import (
-    MICRO,
-    TOL,
-    Comparison,
-    FaultEffect,
-    typical_batch,
-)
+from upref_frameworks.audits.case import MICRO, TOL, Comparison
+from upref_frameworks.audits.compare import FaultEffect, typical_batch
 from upref_frameworks.audits.framework import Framework
 from upref_frameworks.ledger import SEVERITY, Entry, read, read_tables, share
 

@@ -296,7 +296,9 @@ REMARKS = (
 TRL = Framework(
     "trl",
     version=lambda: import_trl().__version__,
-    loss=lambda c, batch, padding: trl_loss(c.mode, batch, padding=padding, **c.config),
+    loss=lambda mode, fields, batch, padding: trl_loss(
+        mode, batch, padding=padding, **fields
+    ),
     modes=_modes,
     comparisons=COMPARISONS,
     parts=_parts,

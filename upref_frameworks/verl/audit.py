@@ -15,7 +15,7 @@ from upref.ops import binary_kl
 from upref.rollouts import Rollouts
 from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, LossFault, aggregated, fault, with_hp
-from upref_frameworks.audits.compare import MICRO
+from upref_frameworks.audits.case import MICRO
 from upref_frameworks.audits.components import kls
 from upref_frameworks.audits.framework import Comparison, Component, Framework
 from upref_frameworks.audits.shared import (
@@ -28,6 +28,7 @@ from upref_frameworks.audits.shared import (
     keep_singletons,
     whiten_by_sample,
 )
+from upref_frameworks.settings import Bare
 from upref_frameworks.verl.losses import NO_DUAL_CLIP, import_verl, verl_loss
 
 
@@ -209,12 +210,12 @@ OUT_OF_SCOPE = {
 }
 
 
-def _loss(comparison: Comparison, batch: Rollouts, padding: float | None) -> Tensor:
-    """Return verl's loss of this comparison on a batch."""
-    actor = dict(comparison.config)
-    return verl_loss(
-        comparison.mode, batch, actor.pop("loss_agg_mode"), padding=padding, **actor
-    )
+def _loss(
+    mode: str, fields: dict[str, Any], batch: Rollouts | Bare, padding: float | None
+) -> Tensor:
+    """Return verl's loss in this mode on a batch."""
+    actor = dict(fields)
+    return verl_loss(mode, batch, actor.pop("loss_agg_mode"), padding=padding, **actor)
 
 
 def _remarks() -> tuple[str, ...]:
