@@ -42,17 +42,17 @@ from upref.tensors import describe, is_materialized
 
 # torch multiplies no float8 with float32
 DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
-# exp of it is 0 in every dtype, and 0 times it is 0: what -inf is replaced by
-ZERO = -1e4
-TOP = 8  # logits per token that are computed again
+# in place of -inf: exp of it is 0 in every dtype, and 0 times it is 0 instead of NaN
+LOG_OF_ZERO = -1e4
+MOST_EXACT = 8  # of the largest logits of a token: these are computed again in float64
 # since torch 2.8, on CUDA alone
 HAS_WIDE_PRODUCTS = "out_dtype" in (torch.mm.__doc__ or "")
 
 
-def _is_narrow(hidden: Tensor, weight: Tensor) -> bool:
+def _multiplies_bfloat16(hidden: Tensor, weight: Tensor) -> bool:
     """Tell whether a GPU multiplies these as they are, and adds up in float32."""
-    kinds = {hidden.dtype, weight.dtype}
-    return HAS_WIDE_PRODUCTS and hidden.is_cuda and kinds == {torch.bfloat16}
+    dtypes = {hidden.dtype, weight.dtype}
+    return HAS_WIDE_PRODUCTS and hidden.is_cuda and dtypes == {torch.bfloat16}
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -70,11 +70,11 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
         out.add_(_product(a, b), alpha=scale)
 
 
-def _factors(x: Tensor, like: Tensor) -> list[Tensor]:
-    """Split x into tensors that can be multiplied with `like`. Their sum is x, to 2^-17
+def _parts_for_product(x: Tensor, other: Tensor) -> list[Tensor]:
+    """Split x into tensors that can be multiplied by `other`. Their sum is x, to 2^-17
     where they are bfloat16.
     """
-    if like.dtype != torch.bfloat16:
+    if other.dtype != torch.bfloat16:
         return [x]
     large = x.to(torch.bfloat16)
     return [large, (x - large).to(torch.bfloat16)]
@@ -127,30 +127,28 @@ def token_log_probs(
         raise InputError(
             f"hidden must be a floating-point tensor [B, T, H] of 16 bits or more, got {describe(hidden)}."
         )
-    for name, x, shape in (
+    for name, tensor, shape in (
         ("weight", weight, (-1, hidden.shape[-1])),
         ("bias", bias, (-1,)),
     ):
-        if x is None and name == "bias":
+        if tensor is None and name == "bias":
             continue
         if (
-            not is_materialized(x)
-            or x.dtype not in DTYPES
-            or x.ndim != len(shape)
-            or x.shape[1:] != shape[1:]
+            not is_materialized(tensor)
+            or tensor.dtype not in DTYPES
+            or tensor.ndim != len(shape)
+            or tensor.shape[1:] != shape[1:]
         ):
-            wanted = f"[V, H] with H = {shape[1]}" if len(shape) == 2 else "[V]"
+            right_shape = f"[V, H] with H = {shape[1]}" if len(shape) == 2 else "[V]"
             raise InputError(
-                f"{name} must be a floating-point tensor {wanted} of 16 bits or more, got {describe(x)}."
+                f"{name} must be a floating-point tensor {right_shape} of 16 bits or more, got {describe(tensor)}."
             )
     if not len(weight) or (bias is not None and len(bias) != len(weight)):
         raise InputError(
             f"weight {describe(weight)} and bias {describe(bias)} must have one row per token, V > 0."
         )
-    if (
-        len({x.device for x in (hidden, weight, tokens, bias) if isinstance(x, Tensor)})
-        > 1
-    ):
+    inputs = (hidden, weight, tokens, bias)
+    if len({x.device for x in inputs if isinstance(x, Tensor)}) > 1:
         raise InputError("hidden, weight, tokens and bias must be on one device.")
     check_temperature(temperature)
     for name, number in (
@@ -176,8 +174,8 @@ def token_log_probs(
 
 @dataclass(frozen=True)
 class _Head:
-    """From states h to x = z/τ: x = h' W^T with h' = inner h, or x = outer tanh(h'
-    W^T).
+    """From states h to x = z/τ: x = h' W^T with h' = inner h, or, with a softcap, x =
+    outer tanh(h' W^T).
     """
 
     temperature: float
@@ -193,17 +191,29 @@ class _Head:
     def outer(self) -> float:
         return (self.softcap or 0.0) / self.temperature
 
-    def states(self, hidden: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
-        """[N, H]: what the tiles multiply, inner times the states; the states alone
-        where they are multiplied as they are.
+    def states(self, hidden: Tensor, weight: Tensor, wide_dtype: torch.dtype) -> Tensor:
+        """Return the states as `tiles` takes them, [N, H]: inner times the states, in
+        the wide dtype. States that a GPU multiplies as bfloat16 stay as they are, and
+        `tiles` multiplies the products by inner.
         """
         flat = hidden.flatten(0, -2)
-        return flat if _is_narrow(hidden, weight) else self.inner * flat.to(wide)
+        if _multiplies_bfloat16(hidden, weight):
+            return flat
+        return self.inner * flat.to(wide_dtype)
 
     def tiles(
         self, h: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """(columns, their rows of W, x [N, columns]); h is of `states`."""
+        """Yield the tiles of the vocabulary.
+
+        Args:
+            h: what `states` returned.
+            weight: of the output layer, [V, H].
+            bias: of the output layer, [V].
+
+        Yields:
+            The columns of the tile, their rows of W, and x, [N, columns].
+        """
         width = max(1, self.chunk // max(1, len(h)))
         for start in range(0, len(weight), width):
             columns = slice(start, start + width)
@@ -218,14 +228,16 @@ class _Head:
                 x.mul_(self.inner)
             yield columns, W, x.tanh_().mul_(self.outer) if self.softcap else x
 
-    def again(
+    def exact_logits(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor
     ) -> Tensor:
-        """x of these ids [N, k], by products in float64."""
-        wide = torch.float32 if hidden.device.type == "mps" else torch.float64
-        h = hidden.to(wide)
-        y = torch.stack([(h * weight[column].to(wide)).sum(1) for column in ids.T], 1)
-        x = self.inner * (y if bias is None else y + bias[ids].to(wide))
+        """Return x of these ids, [N, k], by products in float64; in float32 on a device
+        that lacks float64.
+        """
+        dtype = torch.float32 if hidden.device.type == "mps" else torch.float64
+        h = hidden.to(dtype)
+        y = torch.stack([(h * weight[column].to(dtype)).sum(1) for column in ids.T], 1)
+        x = self.inner * (y if bias is None else y + bias[ids].to(dtype))
         return x.tanh() * self.outer if self.softcap else x
 
 
@@ -238,7 +250,7 @@ def _in_tile(tokens: Tensor, columns: slice, x: Tensor) -> tuple[Tensor, Tensor]
     return is_inside, column.clamp(0, x.shape[1] - 1)[:, None]
 
 
-def _wants_second_gradient(inputs: tuple[Tensor | None, ...]) -> bool:
+def _needs_second_gradient(inputs: tuple[Tensor | None, ...]) -> bool:
     """Tell whether the gradient of a backward pass may itself be differentiated. torch.func
     enables gradients in every backward pass: there, two transforms have to track the
     inputs.
@@ -246,65 +258,70 @@ def _wants_second_gradient(inputs: tuple[Tensor | None, ...]) -> bool:
     if not torch.is_grad_enabled() or functorch.maybe_current_level() is None:
         return torch.is_grad_enabled()
     levels = set()
-    for x in inputs:
-        while x is not None and functorch.is_functorch_wrapped_tensor(x):
-            if functorch.is_gradtrackingtensor(x):
-                levels.add(functorch.maybe_get_level(x))
-            x = functorch.get_unwrapped(x)
+    for tensor in inputs:
+        while tensor is not None and functorch.is_functorch_wrapped_tensor(tensor):
+            if functorch.is_gradtrackingtensor(tensor):
+                levels.add(functorch.maybe_get_level(tensor))
+            tensor = functorch.get_unwrapped(tensor)
     return len(levels) > 1
 
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(hidden: Any, weight: Any, bias: Any, tokens: Any, head: Any) -> Any:
-        """log-probabilities and entropies, one tile of the vocabulary at a time."""
-        # here, where vmap shows values
+        """Compute log-probabilities and entropies, one tile of the vocabulary at a time.
+
+        Returns:
+            log π and H; then log Z and H of the tiles' own logits, for the backward.
+        """
+        # here and not in `token_log_probs`: under vmap only this function has the values
         check_tokens(tokens, hidden.shape[:-1], len(weight), "hidden", "tokens")
         shape = tokens.shape
         tokens = tokens.flatten().long()
         with torch.autocast(hidden.device.type, enabled=False):
-            wide = torch.promote_types(
+            wide_dtype = torch.promote_types(
                 torch.promote_types(hidden.dtype, weight.dtype), torch.float32
             )
-            h = head.states(hidden, weight, wide)
-            m = h.new_full((len(h),), torch.finfo(wide).min, dtype=wide)
-            s = t = torch.zeros_like(m)
-            # the largest logits, and whose they are
-            largest = m.new_zeros(len(h), 0)
-            ids = tokens.new_zeros(len(h), 0)
+            h = head.states(hidden, weight, wide_dtype)
+            # over the tiles so far, for each token: m is the largest logit, s the sum of
+            # exp(x - m), t the sum of exp(x - m)(x - m)
+            m = h.new_full((len(h),), torch.finfo(wide_dtype).min, dtype=wide_dtype)
+            s = torch.zeros_like(m)
+            t = torch.zeros_like(m)
+            largest = m.new_zeros(len(h), 0)  # logits
+            largest_ids = tokens.new_zeros(len(h), 0)
             for columns, _, x in head.tiles(h, weight, bias):
-                best = x.topk(min(TOP, x.shape[1]), 1)
+                best = x.topk(min(MOST_EXACT, x.shape[1]), 1)
                 largest = torch.cat([largest, best.values], 1)
-                ids = torch.cat([ids, best.indices + columns.start], 1)
-                largest, indices = largest.topk(min(TOP, largest.shape[1]), 1)
-                ids = ids.gather(1, indices)
-                top = torch.maximum(m, largest[:, 0])
-                up = (m - top).clamp(min=ZERO)
-                d = x.sub_(top[:, None]).clamp_(min=ZERO)
-                e = d.exp()
-                m, s, t = (
-                    top,
-                    up.exp() * s + e.sum(1),
-                    up.exp() * (t + s * up) + d.mul_(e).sum(1),
-                )
-            # what the products of the backward go with
-            saved = m + s.log(), s.log() - t / s
-            x = (
-                head.again(
-                    hidden.flatten(0, -2),
-                    weight,
-                    bias,
-                    torch.cat([tokens[:, None], ids], 1),
-                )
-                - m[:, None]
-            )
-            for d, sign in ((x[:, 1:], 1), (largest.to(x.dtype) - m[:, None], -1)):
-                d = d.clamp(min=ZERO)
-                s = s + sign * d.exp().sum(1)
-                t = t + sign * (d.exp() * d).sum(1)
-            lp = (x[:, 0] - s.log()).clamp(max=0)
+                largest_ids = torch.cat([largest_ids, best.indices + columns.start], 1)
+                largest, places = largest.topk(min(MOST_EXACT, largest.shape[1]), 1)
+                largest_ids = largest_ids.gather(1, places)
+                new_m = torch.maximum(m, largest[:, 0])
+                log_rescale = (m - new_m).clamp(min=LOG_OF_ZERO)  # of earlier terms
+                rescale = log_rescale.exp()
+                shifted = x.sub_(new_m[:, None]).clamp_(min=LOG_OF_ZERO)
+                exp_shifted = shifted.exp()
+                t = rescale * (t + s * log_rescale)  # of the s before this tile
+                s = rescale * s + exp_shifted.sum(1)
+                t = t + shifted.mul_(exp_shifted).sum(1)
+                m = new_m
+            # The backward computes the tiles' logits again and has no exact ones, so it
+            # gets the log Z and H that belong to them.
+            log_z_of_tiles = m + s.log()
+            H_of_tiles = s.log() - t / s
+            ids = torch.cat([tokens[:, None], largest_ids], 1)
+            exact = head.exact_logits(hidden.flatten(0, -2), weight, bias, ids)
+            exact = exact - m[:, None]
+            of_tiles = largest.to(exact.dtype) - m[:, None]
+            # exchange the largest logits' terms of s and t for exact ones
+            for logits, sign in ((exact[:, 1:], 1), (of_tiles, -1)):
+                clamped = logits.clamp(min=LOG_OF_ZERO)
+                s = s + sign * clamped.exp().sum(1)
+                t = t + sign * (clamped.exp() * clamped).sum(1)
+            lp = (exact[:, 0] - s.log()).clamp(max=0)
             H = (s.log() - t / s).clamp(min=0)
-        return tuple(v.to(wide).reshape(shape) for v in (lp, H, *saved))
+        results = (lp, H, log_z_of_tiles, H_of_tiles)
+        return tuple(result.to(wide_dtype).reshape(shape) for result in results)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -316,9 +333,9 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
         """The gradients of states, weight and bias."""
-        # once: a second look has no values under torch.utils.checkpoint
+        # read once: under torch.utils.checkpoint a second access has no values
         saved = ctx.saved_tensors
-        if _wants_second_gradient((*saved, *upstream)):
+        if _needs_second_gradient((*saved, *upstream)):
             raise InputError(
                 "upref.hidden has no second gradient, as create_graph=True or a gradient penalty needs it: use "
                 "upref.logprobs on the logits there."
@@ -329,12 +346,23 @@ class _LogProbs(torch.autograd.Function):
             )
 
     @staticmethod
-    def _gradients(head: Any, wants: Any, saved: Any, g: Any, g_H: Any, *_: Any) -> Any:
-        """The gradients that are wanted, one tile of the vocabulary at a time."""
-        (hidden, weight, bias, tokens, log_z, H), (want_h, want_W, want_b, *_) = (
-            saved,
-            wants,
-        )
+    def _gradients(
+        head: Any, needs_gradient: Any, saved: Any, g: Any, g_H: Any, *_: Any
+    ) -> Any:
+        """Compute the gradients that are needed, one tile of the vocabulary at a time.
+
+        Args:
+            head: the settings of the output layer.
+            needs_gradient: which inputs of `forward` need a gradient.
+            saved: what `setup_context` saved.
+            g: upstream gradient of log π; None for 0.
+            g_H: upstream gradient of the entropy; None for 0.
+
+        Returns:
+            One gradient for each input of `forward`; None where none is needed.
+        """
+        hidden, weight, bias, tokens, log_z, H = saved
+        needs_dh, needs_dW, needs_db, *_ = needs_gradient
         with torch.autocast(hidden.device.type, enabled=False):
             g = torch.zeros_like(H) if g is None else g
             rows = (
@@ -342,22 +370,22 @@ class _LogProbs(torch.autograd.Function):
                 .flatten()
                 .nonzero()[:, 0]
             )
-            wide = H.dtype
-            h = head.states(hidden.flatten(0, -2)[rows], weight, wide)
+            wide_dtype = H.dtype
+            h = head.states(hidden.flatten(0, -2)[rows], weight, wide_dtype)
             tokens = tokens.flatten()[rows].long()
             H, log_z, g, g_H = (
-                None if x is None else x.flatten()[rows, None]
-                for x in (H, log_z, g, g_H)
+                None if tensor is None else tensor.flatten()[rows, None]
+                for tensor in (H, log_z, g, g_H)
             )
-            dh = torch.zeros_like(h, dtype=wide) if want_h else None
-            dW = torch.empty_like(weight) if want_W else None
-            db = torch.empty_like(bias) if want_b else None
+            dh = torch.zeros_like(h, dtype=wide_dtype) if needs_dh else None
+            dW = torch.empty_like(weight) if needs_dW else None
+            db = torch.empty_like(bias) if needs_db else None
             for columns, W, x in head.tiles(h, weight, bias):
                 if head.softcap:
                     slope = (1 - (x / head.outer) ** 2).mul_(head.outer)
                 else:
                     slope = None
-                log_p = x.sub_(log_z).clamp_(min=ZERO)
+                log_p = x.sub_(log_z).clamp_(min=LOG_OF_ZERO)
                 p = log_p.exp()
                 if g_H is None:
                     dx = p.mul_(-g)
@@ -367,7 +395,7 @@ class _LogProbs(torch.autograd.Function):
                 dx.scatter_add_(1, column, torch.where(inside[:, None], g, 0))
                 if slope is not None:
                     dx.mul_(slope)
-                first, *rest = _factors(dx, h)
+                first, *rest = _parts_for_product(dx, h)
                 if dh is not None:
                     for part in (first, *rest):
                         _add_product(dh, part, W, head.inner)
@@ -375,7 +403,10 @@ class _LogProbs(torch.autograd.Function):
                     summed = _product(first.T, h)
                     for part in rest:
                         summed += _product(part.T, h)
-                    dW[columns] = summed if h.dtype == wide else summed.mul_(head.inner)
+                    # else `states` has multiplied h by inner
+                    if h.dtype != wide_dtype:
+                        summed.mul_(head.inner)
+                    dW[columns] = summed
                 if db is not None:
                     db[columns] = head.inner * dx.sum(0)
             if dh is not None:
@@ -401,12 +432,14 @@ class _LogProbs(torch.autograd.Function):
                 "vmap over weight or bias is not supported: call token_log_probs once for each of them."
             )
 
-        def front(x: Any, dim: int | None) -> Any:
-            """With the batch's dimension in front; expanded where it has none."""
-            if dim is None:
-                return x.expand(info.batch_size, *x.shape)
-            return x.movedim(dim, 0)
+        def with_batch_first(tensor: Any, batch_dim: int | None) -> Any:
+            """Return a tensor with the batch's dimension in front; expanded where it
+            has none.
+            """
+            if batch_dim is None:
+                return tensor.expand(info.batch_size, *tensor.shape)
+            return tensor.movedim(batch_dim, 0)
 
-        states = front(hidden, in_dims[0])
-        ids = front(tokens, in_dims[3])
-        return _LogProbs.apply(states, weight, bias, ids, head), (0, 0, 0, 0)
+        hidden = with_batch_first(hidden, in_dims[0])
+        tokens = with_batch_first(tokens, in_dims[3])
+        return _LogProbs.apply(hidden, weight, bias, tokens, head), (0, 0, 0, 0)

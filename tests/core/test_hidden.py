@@ -405,7 +405,7 @@ def test_products_in_bfloat16_lose_nothing_that_float32_holds(settings, monkeypa
         {"bias": settings["bias"].double()} if "bias" in settings else {}
     )
     want = run(naive, h.double(), W.double(), tokens, wide, [u.double() for u in up])
-    monkeypatch.setattr(fused, "_is_narrow", lambda hidden, weight: True)
+    monkeypatch.setattr(fused, "_multiplies_bfloat16", lambda hidden, weight: True)
     monkeypatch.setattr(fused, "_product", product)
     found = run(token_log_probs, h, W, tokens, settings, up)
     for x, y in zip(found[:2], want[:2], strict=True):
