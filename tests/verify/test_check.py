@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import upref
-from tests.support.cases.bodies import calm
+from tests.support.cases.bodies import calm, clipped
 from tests.support.cases.styles import (
     accepts_kwargs,
     dead,
@@ -30,6 +30,7 @@ from upref.user_code import read
 from upref.verify.check import every
 from upref.verify.faults import known
 from upref.verify.measure import make_case
+from upref.verify.oracles.invariance import gradient_distance
 from upref.weights.batches import random_batch
 
 
@@ -225,6 +226,50 @@ def test_a_nan_under_the_mask_is_a_note_and_a_number_is_not():
     assert any(
         f.oracle == "masked-values" and "hold 0" in f.regime for f in report.failures
     ), str(report)
+
+
+def test_what_padding_holds_has_no_effect_on_the_distance_of_two_gradients():
+    mask = torch.tensor([[True, True, False]])
+    due = torch.tensor([[1.0, 4.0, 0.0]])
+    found = torch.tensor([[1.5, 4.0, 0.0]])
+    for padding in (0.0, 1e6, torch.inf, torch.nan):
+        due[0, 2] = padding
+        distance = gradient_distance(found, due, mask, tol=1e-6)
+        assert distance.tolist() == [[0.125, 0, 0]], padding
+    infinite = torch.tensor([[torch.inf, 4.0, 0.0]])
+    assert gradient_distance(infinite, found, mask, 1e-6).tolist() == [
+        [torch.inf, 0, 0]
+    ]
+    assert gradient_distance(found, infinite, mask, 1e-6).tolist() == [
+        [torch.inf, 0, 0]
+    ]
+    assert gradient_distance(infinite, infinite, mask, 1e-6).tolist() == [[0, 0, 0]]
+
+
+def test_padding_of_a_wrong_loss_hides_no_fault_and_makes_none():
+    """The oracles of padding report a gradient there, such as NaN of 0 times an infinite
+    slope. Other oracles compare the tokens that train.
+    """
+
+    def divided_by_the_mask(log_prob, old_log_prob, advantages, mask):
+        J = clipped(log_prob - old_log_prob, advantages) / mask
+        return -torch.where(mask.bool(), J, 0).sum() / mask.sum()
+
+    def huge_in_padding_and_weighed_by_rank(log_prob, old_log_prob, advantages, mask):
+        J = clipped(log_prob - old_log_prob, advantages)
+        J = J * (1 + torch.arange(len(mask), dtype=J.dtype)[:, None])
+        return -(J * torch.where(mask.bool(), 1.0, 1e12)).sum() / mask.sum()
+
+    skip = ("unusual-inputs", "one-response")
+    report = upref.check(divided_by_the_mask, "dapo", skip=skip)
+    assert {failure.oracle for failure in report.failures} == {
+        "padding",
+        "masked-values",
+        "zero-advantage",
+    }, str(report)
+    report = upref.check(huge_in_padding_and_weighed_by_rank, "dapo", skip=skip)
+    oracles = {failure.oracle for failure in report.failures}
+    assert {"padding", "permutation"} <= oracles, str(report)
 
 
 def test_dead_and_swallowed_hyperparameters():

@@ -46,23 +46,30 @@ SIZE_DIVIDED_OUT = Cause(
 SQUARED = Cause("A enters squared", ("advantage-squared",))
 
 
-def gradient_distance(x: Tensor, y: Tensor, mask: Tensor, tol: float) -> Tensor:
-    """Return how far two gradients are apart, relative to the largest number of the
-    second, on unmasked slots.
+def gradient_distance(found: Tensor, due: Tensor, mask: Tensor, tol: float) -> Tensor:
+    """Return how far each unmasked slot of a gradient is from what it should be,
+    relative to the largest finite number on unmasked slots of the right gradient.
+
+    What the slots of padding hold has no effect: a wrong loss may have huge numbers or
+    NaN there, and would fail, or pass, every oracle by them.
 
     Args:
-        x: [B, T].
-        y: the gradient that x should be.
-        mask: of the tokens that train.
+        found: a gradient, [B, T].
+        due: the gradient that it should be, [B, T].
+        mask: of the tokens that train, [B, T].
         tol: distances up to this are 0.
 
     Returns:
-        [B, T], infinite where one is not finite and the other is.
+        [B, T]: 0 on masked slots, and where neither gradient is finite; infinite where
+        one of them is finite and the other is not.
     """
-    distance = ((x - y).abs() / y.abs().amax().clamp(min=1e-30)).nan_to_num(
-        nan=math.inf
-    )
-    return torch.where(mask & (distance > tol), distance, 0)
+    due_is_finite = due.isfinite()
+    found_is_finite = found.isfinite()
+    scale = torch.where(mask & due_is_finite, due, 0).abs().amax().clamp(min=1e-30)
+    distance = (found - due).abs() / scale
+    distance = torch.where(found_is_finite & due_is_finite, distance, math.inf)
+    is_compared = mask & (found_is_finite | due_is_finite)
+    return torch.where(is_compared & (distance > tol), distance, 0)
 
 
 def tolerance(case: LossCase, least: float = HABIT) -> float:

@@ -72,13 +72,6 @@ def in_training(case: LossCase) -> list[Finding]:
     return []
 
 
-def _finite(x: Tensor) -> Tensor:
-    """Return the numbers, with large ones in place of NaN and infinities, which cannot
-    be compared.
-    """
-    return x.nan_to_num(nan=1e9, posinf=2e9, neginf=-2e9)
-
-
 def _moved_gradient(
     case: LossCase,
     batch: Rollouts,
@@ -96,8 +89,8 @@ def _moved_gradient(
     """
     gradient = case.gradient(batch, wanting=require_gradient)
     distance = gradient_distance(
-        _finite(gradient),
-        _finite(leaf_gradient),
+        gradient,
+        leaf_gradient,
         torch.ones_like(batch.mask),
         tolerance(case, EXACT),
     )
