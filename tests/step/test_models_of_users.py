@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import upref
 from upref.step import check_step
+from upref.step.reference import TorchModel
 
 V, WIDTH = 96, 16
 
@@ -43,6 +44,41 @@ def step(model, rows):
         ).exp()
         J = torch.minimum(ratio * r.adv, ratio.clamp(0.8, 1.28) * r.adv)
         (-(J * torch.tensor(r.trains)).sum() / total).backward()
+
+
+class Narrows(Tiny):
+    """Converts hidden states to float32 in every way that WideOperations widens."""
+
+    def __init__(self):
+        super().__init__()
+        # no buffer: the reference's copy leaves it in float32
+        self.shift = torch.ones(1, dtype=torch.float32)
+
+    def hidden(self, ids):
+        x = super().hidden(ids)
+        for narrowed in (
+            x.float(),
+            x.to(torch.float32),
+            x.to(dtype=torch.float32),
+            x.to(self.shift),
+            x.to(tensor=self.shift),
+            x.type_as(self.shift),
+            x.type(torch.FloatTensor),
+            x.type("torch.BFloat16Tensor"),
+            x.type(dtype=torch.float32),
+            x.softmax(-1, dtype=torch.float32) * 0 + x,
+        ):
+            assert narrowed.dtype == torch.float64
+            assert narrowed.equal(x)
+        assert x.type() == "torch.DoubleTensor"
+        assert x.to("cpu").type(torch.LongTensor).dtype == torch.int64
+        return x
+
+
+def test_the_reference_computes_in_float64_where_a_model_narrows():
+    ids = [3, 4, 5]
+    right = TorchModel(Tiny())
+    assert TorchModel(Narrows()).logits(ids).equal(right.logits(ids))
 
 
 class NeedsMask(Tiny):

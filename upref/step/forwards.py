@@ -86,8 +86,8 @@ class Remembering:
         return self.model.end
 
     @property
-    def masked(self) -> bool:
-        return self.model.masked
+    def takes_mask(self) -> bool:
+        return self.model.takes_mask
 
     def logits(self, ids: Sequence[int], **how: Tensor) -> Tensor:
         """Return the model's logits, which are kept if the model is small.
@@ -210,7 +210,7 @@ def _full_mask(model: Remembering, n: int) -> dict[str, Tensor]:
 
     Without a mask, transformers takes positions that start again for a pack of rows.
     """
-    return {"attention_mask": torch.ones(1, n)} if model.masked else {}
+    return {"attention_mask": torch.ones(1, n)} if model.takes_mask else {}
 
 
 def _value_mask_variants(
@@ -456,7 +456,7 @@ def _attention_variant(
         """The logits of a row under this attention mask."""
         ids, bias, positions = attention_of_row(i, row)
         bias = bias.double()
-        options = {"attention_mask": bias[None, None]} if model.masked else {}
+        options = {"attention_mask": bias[None, None]} if model.takes_mask else {}
         with AttentionBias(bias) as mode:
             try:
                 logits = model.logits(ids, position_ids=positions, **options)

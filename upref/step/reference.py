@@ -23,9 +23,12 @@ from upref.step.model_errors import described
 
 # operations whose factors, weights among them, are rounded too
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-NARROW = (torch.float32, torch.float16, torch.bfloat16)
+NARROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLOAT32_UNIT = 2.0**-24  # the relative error of a number that is rounded to float32
-NARROWING = frozenset((torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16))
+NARROWING_METHODS = frozenset(
+    (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
+)
+NARROW_TENSOR_TYPES = ("FloatTensor", "HalfTensor", "BFloat16Tensor")
 NUMBERS_AT_ONCE = 2_000_000  # numbers of a batch of gradients
 CPU = torch.device("cpu")
 WITHOUT_FLOAT64 = ("mps",)  # kinds of devices; the reference computes on the CPU there
@@ -33,24 +36,67 @@ WITHOUT_FLOAT64 = ("mps",)  # kinds of devices; the reference computes on the CP
 Gradient = dict[str, Tensor]
 
 
-def _widen_dtype(x: Any) -> Any:
-    """float64 for a narrower dtype; everything else as it is."""
-    return torch.float64 if isinstance(x, torch.dtype) and x in NARROW else x
+def _widen_dtype(argument: Any) -> Any:
+    """Return float64 for a narrower dtype; every other argument as it is."""
+    is_narrow = isinstance(argument, torch.dtype) and argument in NARROW_DTYPES
+    return torch.float64 if is_narrow else argument
+
+
+def _widen_tensor(argument: Any) -> Any:
+    """Return an empty tensor of float64 on the same device for a narrower tensor, which
+    only tells `to` and `type_as` a dtype and a device; every other argument as it is.
+    """
+    if not isinstance(argument, Tensor) or argument.dtype not in NARROW_DTYPES:
+        return argument
+    return torch.empty(0, dtype=torch.float64, device=argument.device)
+
+
+def _widen_tensor_type(argument: Any) -> Any:
+    """Return `torch.DoubleTensor`, as a name, for `torch.FloatTensor` or its name, and
+    for other narrow types of tensors; every other argument as it is.
+    """
+    name = argument if isinstance(argument, str) else torch.typename(argument)
+    module, _, kind = name.rpartition(".")
+    return f"{module}.DoubleTensor" if kind in NARROW_TENSOR_TYPES else argument
+
+
+# method that converts a tensor -> what widens its arguments, beside a dtype
+WIDENED_ARGUMENTS = {
+    torch.Tensor.to: _widen_tensor,
+    torch.Tensor.type_as: _widen_tensor,
+    torch.Tensor.type: _widen_tensor_type,
+}
 
 
 class WideOperations(TorchFunctionMode):
-    """float64 wherever a model asks for less inside: RMSNorm, softmax, rotary
-    embeddings.
+    """Computes in float64 where a model converts tensors to a narrower dtype, as in
+    RMSNorm, softmax and rotary embeddings.
+
+    It widens `.float()`, `.half()` and `.bfloat16()`, each dtype that is an argument of
+    a function of torch, the tensor whose dtype `.to()` or `.type_as()` takes, and the
+    tensor type of `.type()`. It leaves out dtypes inside of lists, which no function of
+    torch takes, the constructor `torch.FloatTensor()`, and numpy.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in NARROWING:
+        args = [_widen_dtype(argument) for argument in args]
+        kwargs = {k: _widen_dtype(argument) for k, argument in (kwargs or {}).items()}
+        if func in NARROWING_METHODS:
             func = torch.Tensor.double
-        if kwargs:
-            kwargs = {k: _widen_dtype(v) for k, v in kwargs.items()}
-        return func(*map(_widen_dtype, args), **(kwargs or {}))
+        elif widen := WIDENED_ARGUMENTS.get(func):
+            converted, *others = args
+            args = [converted, *map(widen, others)]
+            kwargs = {k: widen(argument) for k, argument in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _returns_an_input(func: Any) -> bool:
+    """Tell whether an operation works in place, or returns a view. Its result is memory
+    of an input, which cannot be replaced by another tensor.
+    """
+    return any(result.alias_info for result in func._schema.returns)  # noqa: SLF001
 
 
 class RoundedOperations(TorchDispatchMode):
@@ -71,8 +117,7 @@ class RoundedOperations(TorchDispatchMode):
         if func.overloadpacket.__name__ in PRODUCTS:
             args = tree_map(rounded, args)
         out = func(*args, **(kwargs or {}))
-        in_place = any(r.alias_info for r in func._schema.returns)  # noqa: SLF001  or a view
-        return out if in_place else tree_map(rounded, out)
+        return out if _returns_an_input(func) else tree_map(rounded, out)
 
 
 class PerturbedOperations(TorchDispatchMode):
@@ -95,8 +140,7 @@ class PerturbedOperations(TorchDispatchMode):
             return x * (1 + FLOAT32_UNIT * (2 * noise.to(x.device) - 1))
 
         out = func(*args, **(kwargs or {}))
-        in_place = any(r.alias_info for r in func._schema.returns)  # noqa: SLF001  or a view
-        return out if in_place else tree_map(perturbed, out)
+        return out if _returns_an_input(func) else tree_map(perturbed, out)
 
 
 class _NotCheckpointed:
@@ -124,19 +168,19 @@ def in_float64(device: torch.device = CPU) -> Iterator[None]:
     Args:
         device: where the model is.
     """
-    before = torch.get_default_dtype()
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     module: Any = torch.utils.checkpoint
-    plain = {
+    replacements = {
         "CheckpointFunction": _NotCheckpointed,
         "_checkpoint_without_reentrant_generator": _keep_activations,
     }
-    attributes = {
-        name: getattr(module, name) for name in plain if hasattr(module, name)
+    originals = {
+        name: getattr(module, name) for name in replacements if hasattr(module, name)
     }
     try:
-        for name in attributes:
-            setattr(module, name, plain[name])
+        for name in originals:
+            setattr(module, name, replacements[name])
         with ExitStack() as stack:
             stack.enter_context(WideOperations())
             for kind in {"cpu", device.type}:
@@ -146,9 +190,9 @@ def in_float64(device: torch.device = CPU) -> Iterator[None]:
                 stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             yield
     finally:
-        for name, function in attributes.items():
-            setattr(module, name, function)
-        torch.set_default_dtype(before)
+        for name, original in originals.items():
+            setattr(module, name, original)
+        torch.set_default_dtype(default_dtype)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -177,7 +221,7 @@ class Model(ABC):
     vocabulary: int
     end: int | None = None
     shapes: dict[str, torch.Size]
-    masked = False  # whether its forward takes an attention mask
+    takes_mask = False  # whether its forward takes an attention mask
 
     @abstractmethod
     def logits(self, ids: Sequence[int], **how: Any) -> Tensor:
@@ -323,9 +367,11 @@ class TorchModel(Model):
         end = end[0] if isinstance(end, list) else end
         self.end = end if end is not None and 0 <= end < self.vocabulary else None
         self._takes_cache = config is not None and hasattr(config, "use_cache")
-        names = inspect.signature(self.net.forward).parameters
-        self.masked = "attention_mask" in names
-        self._positions = next((n for n in names if n.startswith("pos")), None)
+        arguments = inspect.signature(self.net.forward).parameters
+        self.takes_mask = "attention_mask" in arguments
+        self._position_argument = next(
+            (name for name in arguments if name.startswith("pos")), None
+        )
 
     def run(self, ids: Sequence[int], **how: Any) -> Any:
         """What the module returns for token ids [1, S], on its device.
@@ -357,8 +403,8 @@ class TorchModel(Model):
             InputError: the model returns something else.
         """
         how = ({"use_cache": False} if self._takes_cache else {}) | how
-        if self._positions and "position_ids" in how:
-            how[self._positions] = how.pop("position_ids")
+        if self._position_argument and "position_ids" in how:
+            how[self._position_argument] = how.pop("position_ids")
         with torch.enable_grad():
             out = self.run(ids, **how)
         z = getattr(out, "logits", out)

@@ -178,7 +178,7 @@ def _column_variants(right: Forward) -> Iterator[Variant]:
                 rows, padding_lengths, first_columns, strict=True
             ):
                 mask = {}
-                if model.masked:
+                if model.takes_mask:
                     is_token = [1] * len(row.ids) + [0] * padding
                     mask["attention_mask"] = torch.tensor([is_token])
                 ids = row.ids + [padding_token] * padding
