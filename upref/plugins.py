@@ -3,7 +3,7 @@
 
 upref.commands     A verb of the command. The entry point has the name of the verb and loads a `upref.cli.verb.Verb`.
 upref.frameworks   Losses by names such as `verl:vanilla`, and objects that the package recognizes. The entry point has
-                   the name of the package and loads a `Frameworks`: an object, or a
+                   the name of the package and loads a `FrameworkPlugin`: an object, or a
                    module with these functions.
 
 upref itself imports none of these packages. An entry point that does not load is left
@@ -35,19 +35,19 @@ VERBS = {  # of packages of the same distribution, which an installation may lac
 }
 
 
-class Frameworks(Protocol):
+class FrameworkPlugin(Protocol):
     """Losses of trainers, which upref checks and identifies by their names."""
 
     def names(self) -> Collection[str]:
         """Return the frameworks: `verl`, for names such as `verl:vanilla`.
 
         Returns:
-            Words that may stand in front of a colon.
+            Words such as `verl`, each the part of a loss's name in front of the colon.
         """
 
     def needs_process(self, framework: str) -> bool:
-        """Tell whether a process that has a loss of this framework can import nothing
-        else afterwards.
+        """Tell whether a process that loads a loss of this framework can import no other
+        framework afterwards, so that it needs a process of its own.
 
         Args:
             framework: one of `names()`.
@@ -66,7 +66,7 @@ class Frameworks(Protocol):
             hp: hyperparameters of the objective.
 
         Returns:
-            A Loss, or a callable, which upref reads as any other.
+            A Loss, or a callable, which upref reads as it reads any other callable.
 
         Raises:
             InputError: there is no such loss, or the framework is not installed.
@@ -81,8 +81,8 @@ class Frameworks(Protocol):
         Args:
             name: of the loss, for messages.
             loss: the object.
-            objective: what it is compared with.
-            hp: hyperparameters of that.
+            objective: what the loss is compared with.
+            hp: hyperparameters of the objective.
         """
 
     def tested_versions(self) -> Mapping[str, str]:
@@ -112,7 +112,7 @@ class DumpReader(Protocol):
     SUFFIXES: tuple[str, ...]  # of the names of its files
 
     def recognizes(self, path: "Path") -> bool:
-        """Tell whether a file with such a suffix is of this trainer.
+        """Tell whether a file with one of these suffixes is of this trainer.
 
         Args:
             path: of a file.
@@ -134,14 +134,14 @@ class DumpReader(Protocol):
 
 
 class Recorder(Protocol):
-    """How the steps of one trainer are recorded while it runs (docs/dump.md): a module
-    with these names.
+    """How the steps of one kind of trainer are recorded while it runs (docs/dump.md): a
+    module with these names.
     """
 
-    TRAINER: str  # what it records, for a message
+    TRAINER: str  # the name of that kind of trainer, for a message
 
     def recognizes(self, trainer: Any) -> bool:
-        """Tell whether this is its trainer; imports nothing.
+        """Tell whether the object is a trainer of that kind; imports nothing.
 
         Args:
             trainer: any object.
@@ -150,13 +150,15 @@ class Recorder(Protocol):
     def attach(
         self, trainer: Any, schedule: "Schedule", sink: "Sink"
     ) -> Callable[[], None]:
-        """Hand each step of the schedule to the sink from now on; return what leaves
-        the trainer as it was.
+        """Hand each step of the schedule to the sink from now on.
 
         Args:
-            trainer: as recognized.
+            trainer: an object that `recognizes` accepts.
             schedule: which steps are recorded.
             sink: takes each recorded step.
+
+        Returns:
+            A function that ends the recording and leaves the trainer as it was.
         """
 
 
@@ -171,49 +173,55 @@ def commands() -> "dict[str, Verb]":
 
 
 @cache
-def frameworks() -> list[Frameworks]:
-    """What installed packages know of frameworks.
+def framework_plugins() -> list[FrameworkPlugin]:
+    """Return what installed packages know of frameworks.
 
     Returns:
-        One object for each entry point of the group `upref.frameworks`.
+        One plug-in for each entry point of the group `upref.frameworks`.
     """
     return list(_load_entry_points("upref.frameworks").values())
 
 
 @cache
 def dump_readers() -> "list[DumpReader]":
-    """What installed packages read of trainers' own files.
+    """Return the readers of trainers' own files.
 
     Returns:
-        Those of all packages.
+        Those of all installed packages.
     """
     return [
-        reader for f in frameworks() for reader in getattr(f, "dump_readers", tuple)()
+        reader
+        for plugin in framework_plugins()
+        for reader in getattr(plugin, "dump_readers", tuple)()
     ]
 
 
 @cache
 def recorders() -> "list[Recorder]":
-    """What installed packages record of trainers.
+    """Return the recorders of trainers' steps.
 
     Returns:
-        Those of all packages.
+        Those of all installed packages.
     """
     return [
-        recorder for f in frameworks() for recorder in getattr(f, "recorders", tuple)()
+        recorder
+        for plugin in framework_plugins()
+        for recorder in getattr(plugin, "recorders", tuple)()
     ]
 
 
-def provider(framework: str) -> Frameworks | None:
+def provider(framework: str) -> FrameworkPlugin | None:
     """Return the plug-in that knows the losses of this framework.
 
     Args:
-        framework: a word in front of a colon.
+        framework: `verl`, as in the loss name `verl:vanilla`; or any other word.
 
     Returns:
-        The plug-in, or None.
+        The plug-in; None where no installed package knows the word.
     """
-    return next((f for f in frameworks() if framework in f.names()), None)
+    return next(
+        (plugin for plugin in framework_plugins() if framework in plugin.names()), None
+    )
 
 
 def absent(package: str) -> str:
@@ -232,8 +240,8 @@ def absent(package: str) -> str:
 
 
 def _load_entry_points(group: str) -> dict[str, Any]:
-    """Load what other packages add to this group, by name; warn of one that does not
-    load.
+    """Load the entry points of a group, by name. Warn of one that does not load, unless
+    its package is not installed.
     """
     found = {}
     for entry in entry_points(group=group):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What upref loads by the entry point group `upref.frameworks`: see
-upref.plugins.Frameworks for each function.
+upref.plugins.FrameworkPlugin for each function.
 """
 
 import tomllib
@@ -68,7 +68,7 @@ def needs_process(framework: str) -> bool:
 def find(
     name: str, objective: Objective, hp: Mapping[str, Any]
 ) -> Loss | Callable[..., Any]:
-    """Return a loss by its name, as `upref.plugins.Frameworks.find` describes.
+    """Return a loss by its name, as `upref.plugins.FrameworkPlugin.find` describes.
 
     Args:
         name: `FRAMEWORK:MODE[@matched][,FIELD=VALUE...]`.

@@ -140,30 +140,24 @@ def show(args: argparse.Namespace) -> int:
 
 # ---- curves --------------------------------------------------------------------------
 def _resolve_losses(given: list[str]) -> list[Any]:
-    """Return what to draw: the names, with the loss in place of a name whose framework
-    needs a process of its own. This process is then that one.
+    """Return what to draw: the names as they are, but a loss in place of each name
+    whose framework needs a process of its own. This process becomes that framework's.
     """
     from upref.user_code import no_objective
     from upref.weights import plots  # noqa: F401  (before the imports are restricted)
 
-    owners = {
-        name: (framework, plugins.provider(framework))
-        for name in given
-        if (framework := name.partition(":")[0])
+    framework_of = {name: name.partition(":")[0] for name in given}
+    plugin_of = {
+        name: plugin
+        for name, framework in framework_of.items()
+        if (plugin := plugins.provider(framework)) and plugin.needs_process(framework)
     }
-    of_framework_alone = {
-        name: provider
-        for name, (framework, provider) in owners.items()
-        if provider and provider.needs_process(framework)
-    }
-    if len(frameworks := {owners[name][0] for name in of_framework_alone}) > 1:
+    if len(frameworks := {framework_of[name] for name in plugin_of}) > 1:
         raise InputError(
             f"{' and '.join(sorted(frameworks))} need a process each: draw one framework at a time."
         )
     return [
-        of_framework_alone[name].find(name, no_objective(), {})
-        if name in of_framework_alone
-        else name
+        plugin_of[name].find(name, no_objective(), {}) if name in plugin_of else name
         for name in given
     ]
 

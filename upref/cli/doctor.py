@@ -39,10 +39,10 @@ def examine() -> dict[str, Any]:
         "python": platform.python_version(),
     }
     report |= {part: _version(part) for part in PARTS}
-    for known in plugins.frameworks():
+    for plugin in plugins.framework_plugins():
         report |= {
             part: _compared_with_tested(report[part], v)
-            for part, v in known.tested_versions().items()
+            for part, v in plugin.tested_versions().items()
             if report.get(part)
         }
     report["cuda"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None

@@ -183,8 +183,8 @@ def _read_objective(target: Target) -> Loss | None:
 
 def _read_object_of_framework(target: Target) -> Loss | None:
     """Read an object that an installed package recognizes, such as a trainer's class."""
-    for known in plugins.frameworks():
-        loss = known.recognize(target.name, target.value, target.o, target.hp)
+    for plugin in plugins.framework_plugins():
+        loss = plugin.recognize(target.name, target.value, target.o, target.hp)
         if loss is not None:
             return loss
     return None
@@ -223,7 +223,7 @@ def _load_function(name: str, framework: str) -> Any:
     try:
         return load(name)
     except InputError as e:
-        if not framework.isidentifier() or plugins.frameworks():
+        if not framework.isidentifier() or plugins.framework_plugins():
             raise
         which = f"Names of frameworks' losses need another package: {plugins.absent('upref_frameworks')}."
         raise InputError(f"{e} {which}") from e
