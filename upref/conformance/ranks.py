@@ -26,7 +26,13 @@ from torch import distributed as dist
 
 from upref.conformance.adapter import Adapter, load_adapter
 from upref.conformance.cases import CASES, Case
-from upref.conformance.runner import Outcome, Status, describe_error, run, train
+from upref.conformance.runner import (
+    Outcome,
+    Status,
+    describe_error,
+    run,
+    train_on_other_rank,
+)
 from upref.errors import InputError
 from upref.step.check import StepReport
 from upref.verify.group import on_loopback
@@ -118,7 +124,7 @@ def run_ranks(
 
 
 def _outcome_of_record(record: dict[str, Any], case: Case) -> Outcome:
-    """Return the outcome of which this is the record, made by `asdict`."""
+    """Return the outcome from which `asdict` made this record."""
     report = record["report"]
     if report is not None:
         findings = [read_finding(one) for one in report["findings"]]
@@ -227,7 +233,7 @@ def main(task: dict[str, Any], rank: int) -> dict[str, Any]:
     )
     report = {}
     if rank:
-        train(adapter, case, task["seed"])
+        train_on_other_rank(adapter, case, task["seed"])
     else:
         outcome = run(adapter, case, seed=task["seed"], explain=task["explain"])
         report["outcome"] = asdict(outcome)

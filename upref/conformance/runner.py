@@ -15,7 +15,7 @@ from torch import distributed as dist
 from upref.conformance.adapter import Adapter
 from upref.conformance.cases import Case
 from upref.errors import InputError
-from upref.step import rows as batch
+from upref.step import rows as step_rows
 from upref.step.case import draw_old_policy, make_goal, perturb
 from upref.step.check import StepReport, check_recorded, check_step
 from upref.step.divisors import is_scaled
@@ -91,7 +91,7 @@ def make_rows(case: Case, model: Any, seed: int = 0) -> list[Row]:
         without = ("lengths", "holes")
     elif not case.holes:
         without = ("holes",)
-    rows = batch.make_rows(V, seed, without, END)
+    rows = step_rows.make_rows(V, seed, without, END)
     if case.ends:
         for row in rows:
             row.response[-1] = END
@@ -176,9 +176,8 @@ def run(
             raise
         return could_not_run(str(error))
     seconds = time.process_time() - start
-    if case.dtype == "float32" and (
-        half_precision_words := _half_precision_words(report)
-    ):
+    half_precision_words = _half_precision_words(report)
+    if case.dtype == "float32" and half_precision_words:
         return Outcome(
             case, Status.FAILED, half_precision_words, settings, report, seconds
         )
@@ -288,14 +287,14 @@ def _train_and_compare(
     steps: list[Step] = []
     with watched(model, steps, case.updates + 1, by_pass=True):
         result = step(model, rows)
-    seen = result if isinstance(result, Recorded) else Recorded(reference, steps)
-    if len(seen.steps) != case.updates:
+    recorded = result if isinstance(result, Recorded) else Recorded(reference, steps)
+    if len(recorded.steps) != case.updates:
         raise InputError(
-            f"the adapter's optimizer made {len(seen.steps)} steps, and the case has {case.updates}."
+            f"the adapter's optimizer made {len(recorded.steps)} steps, and the case has {case.updates}."
         )
     return check_recorded(
-        seen,
-        _rows_of_updates(seen.steps, rows),
+        recorded,
+        _rows_of_updates(recorded.steps, rows),
         case.objective,
         without=CASE_AXES,
         **check_arguments,
@@ -314,29 +313,33 @@ def _make_model(case: Case) -> Any:
     return perturb(tiny(case.family, **changes)).to(getattr(torch, case.dtype))
 
 
-def train(adapter: Adapter, case: Case, seed: int = 0) -> None:
-    """Be a rank of the case that compares nothing: let the adapter train on this rank's
-    rows.
+def train_on_other_rank(adapter: Adapter, case: Case, seed: int = 0) -> None:
+    """Do the part of a rank other than the first: train on its rows and report nothing.
 
     Args:
         adapter: of the framework.
-        case: of several ranks.
+        case: a case of several ranks.
         seed: of the rows, the same on all ranks.
     """
     model = _make_model(case)
     rows = make_rows(case, model, seed)
 
     def step(model: Any, rows: list[Row]) -> Any:
+        """Let the adapter train on these rows."""
         return adapter.step(model, rows, case)
 
+    # To record is to gather sharded gradients, in which every rank has to take part. The
+    # first rank alone compares what it recorded, so this rank drops its own recording.
     _record_on_this_rank(step, case, model, rows)
 
 
 def _record_on_this_rank(
     step: Callable[[Any, list[Row]], Any], case: Case, model: Any, rows: list[Row]
 ) -> Recorded:
-    """Let the step train on this rank's rows, and record it. Ranks that divide the rows
-    have every n-th one; other ranks have all.
+    """Let the step train on this rank's rows, and record its first optimizer step.
+
+    Ranks of data parallelism divide the rows: of n ranks, each has every n-th row. Ranks
+    of any other parallelism have all rows.
     """
     reference = TorchModel(model)
     steps: list[Step] = []
@@ -347,6 +350,7 @@ def _record_on_this_rank(
     if isinstance(result, Recorded):
         return result
     if not steps:
+        # no optimizer stepped: the adapter returned the gradients, or left them in .grad
         gradients_found = result if isinstance(result, dict) else gradients(model)
         if not gradients_found:
             raise InputError(
@@ -381,31 +385,25 @@ def _rows_of_updates(steps: list[Step], rows: list[Row]) -> list[list[Row]]:
             their numbers of rows.
     """
     size = len(rows) // len(steps)
-    rows_of_steps = [step_rows.rows(rows) for step_rows in steps]
-    # the model was not fed token ids: the first step has the first rows
+    rows_of_steps = [step.rows(rows) for step in steps]
     if not any(rows_of_steps):
+        # the model was not fed token ids: the first step has the first rows
         return [rows[i * size : (i + 1) * size] for i in range(len(steps))]
-    counts = [
-        sum(
-            row is trained_row
-            for step_rows in rows_of_steps
-            for trained_row in step_rows
-        )
-        for row in rows
-    ]
-    for words, count_of_case in (
-        ("no optimizer step", 0),
-        ("more than one optimizer step", 2),
+    trained_rows = [row for rows_of_step in rows_of_steps for row in rows_of_step]
+    times_trained = [sum(row is other for other in trained_rows) for row in rows]
+    untrained = [i for i, times in enumerate(times_trained) if times == 0]
+    trained_again = [i for i, times in enumerate(times_trained) if times > 1]
+    for words, numbers in (
+        ("no optimizer step", untrained),
+        ("more than one optimizer step", trained_again),
     ):
-        responses = ", ".join(
-            str(i) for i, count in enumerate(counts) if min(count, 2) == count_of_case
-        )
-        if responses:
+        if numbers:
+            responses = ", ".join(map(str, numbers))
             raise UntrainedRowsError(
                 f"{words} of the generation batch trains on responses {responses}"
             )
-    if any(len(step_rows) != size for step_rows in rows_of_steps):
+    if any(len(rows_of_step) != size for rows_of_step in rows_of_steps):
         raise UntrainedRowsError(
-            f"the optimizer steps have {[len(step_rows) for step_rows in rows_of_steps]} responses, not {size} each"
+            f"the optimizer steps have {[len(rows_of_step) for rows_of_step in rows_of_steps]} responses, not {size} each"
         )
     return rows_of_steps
