@@ -23,7 +23,11 @@ from upref.step import (
 from upref.step.case import build_case, make_goal
 from upref.step.families import tiny
 from upref.step.forward import Forward
-from upref.step.forwards import run_variants
+from upref.step.forwards import (
+    _largest_packs,
+    _repeated_id_variants,
+    run_variants,
+)
 from upref.step.rows import make_rows
 from upref.step.scores import log_prob_variants
 
@@ -296,6 +300,25 @@ def test_a_forward_pass_that_a_model_lacks_is_not_tried(family):
     assert ("prompts are run without a gradient" in words) == (
         family == "qwen3"
     ) and len(words) > 5
+
+
+def test_ids_of_rows_that_start_again_are_tried_once_each():
+    """Of 8 rows, ids that start again after 4 rows or more have no second time."""
+    model = TorchModel(tiny("qwen3"))
+    right = Forward(model, make_rows(model.vocabulary), T)
+    (pack,) = _largest_packs(right)
+    variants = [*_repeated_id_variants(model, right, pack)]
+    periods = {}
+    for variant in variants:
+        period = int(variant.words.split(" start again after ")[1].split()[0])
+        periods.setdefault(variant.id, []).append(period)
+    assert periods == {
+        "ids-of-pack-start-again-once": [1, 2, 3, 4, 5, 6, 7],
+        "ids-of-pack-start-again": [2, 3],
+    }
+    passes = [variant.change().statistics()[0].detach() for variant in variants]
+    for number, lp in enumerate(passes):
+        assert not any(torch.allclose(lp, other) for other in passes[:number])
 
 
 def half_softmax(model, rows):

@@ -2,15 +2,15 @@
 """Forward passes with one fault each: what a trainer may do between the rows and their
 log-probabilities.
 
-Each is put into the reference, and named only where the gradient that was found is one
-of *its* log-probabilities.
+Each fault is put into the reference. It is named only where the gradient that was found
+is the gradient of the log-probabilities that the reference then has.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -58,11 +58,11 @@ SMALL_MODEL = 5_000_000  # parameters of a model whose logits are kept
 @dataclass(frozen=True)
 class Remembering:
     """A model that computes the logits of one input once: many faults feed the same
-    tokens to a row.
+    tokens for a row.
     """
 
     model: TorchModel
-    known: dict[Any, Tensor]
+    known: dict[Any, Tensor]  # (tokens, further arguments) -> logits
 
     @classmethod
     def of(cls, model: TorchModel, right: Forward) -> "Remembering":
@@ -96,8 +96,8 @@ class Remembering:
             ids: the tokens.
             how: further tensors that the model takes, such as its attention mask.
         """
-        words = sorted((k, str(v.dtype), str(v.tolist())) for k, v in how.items())
-        key = tuple(ids), tuple(words)
+        arguments = sorted((k, str(v.dtype), str(v.tolist())) for k, v in how.items())
+        key = tuple(ids), tuple(arguments)
         if key not in self.known:
             z = self.model.logits(ids, **how)
             if sum(p.numel() for p in self.model.params.values()) >= SMALL_MODEL:
@@ -107,19 +107,21 @@ class Remembering:
 
 
 # ---- what is fed ---------------------------------------------------------------------
-Front: TypeAlias = list[list[int]]  # of each row: the tokens in front of it
+# of each row: the tokens in front of it in the sequence that is fed to the model
+TokensBefore: TypeAlias = list[list[int]]
 
 
-def _fronts(right: Forward) -> list[Front]:
+def _possible_tokens_before(right: Forward) -> list[TokensBefore]:
     """Return the tokens in front of each row, once for each possibility.
 
-    The first is what was fed to the model. If that is not known, guesses stand for it:
-    padding on the left, or the earlier rows of a pack, for micro-batches of some sizes.
+    Where it is known what was fed to the model, that is the only possibility. Otherwise
+    it is guessed: padding on the left, or the earlier rows of a pack, in micro-batches of
+    several sizes.
     """
     if any(right.before):
         return [right.before]
     rows = right.rows
-    guesses: list[Front] = []
+    guesses: list[TokensBefore] = []
     for size in MICRO_BATCH_SIZES:
         batches = [micro_batch(rows, i, size) for i in range(len(rows))]
         for pad in dict.fromkeys((right.model.end or 0, 0)):
@@ -135,9 +137,9 @@ def _fronts(right: Forward) -> list[Front]:
             packed.append([token for row in earlier for token in row.ids])
         guesses.append(packed)
     return [
-        front
-        for number, front in enumerate(guesses)
-        if any(front) and front not in guesses[:number]
+        guess
+        for number, guess in enumerate(guesses)
+        if any(guess) and guess not in guesses[:number]
     ]
 
 
@@ -167,8 +169,8 @@ def _input_variants(model: Remembering, right: Forward) -> Iterator[Variant]:
 
     yield from _value_mask_variants(model, right, make_variant)
     yield from _prompt_variants(model, rows, make_variant, end_token)
-    for front in _fronts(right):
-        yield from _front_variants(model, right, make_variant, front)
+    for tokens_before in _possible_tokens_before(right):
+        yield from _tokens_before_variants(model, right, make_variant, tokens_before)
 
     def attend_to_trained(i: int, row: Row) -> Tensor:
         """Logits where only tokens that train, and prompts, are attended to."""
@@ -253,72 +255,82 @@ def _value_mask_variants(
             )
 
 
-def _front_variants(
+def _tokens_before_variants(
     model: Remembering,
     right: Forward,
     make_variant: Callable[..., Variant],
-    front: list[list[int]],
+    tokens_before: TokensBefore,
 ) -> Iterator[Variant]:
-    """Make the faults of rows that stand behind other tokens: behind padding, or behind
-    earlier rows of a pack.
+    """Make the faults of rows behind other tokens: behind padding, or behind earlier rows
+    of a pack.
 
     Args:
         model: the reference.
         right: its forward pass.
         make_variant: makes a fault from the logits of each row.
-        front: the tokens in front of each row.
+        tokens_before: the tokens in front of each row.
     """
 
-    def attend_to_front(i: int, row: Row) -> Tensor:
+    def attend_to_tokens_before(i: int, row: Row) -> Tensor:
         """Logits where the tokens in front are attended to and counted."""
-        return model.logits(front[i] + row.ids)
+        return model.logits(tokens_before[i] + row.ids)
 
     def restart_positions(i: int, row: Row) -> Tensor:
-        """Logits where they are attended to, and each row's positions start at 0."""
-        positions = _restarted_positions(front[i], row, right.rows)
-        return model.logits(front[i] + row.ids, position_ids=positions)
+        """Logits where the tokens in front are attended to, and each row's positions start
+        at 0.
+        """
+        positions = _restarted_positions(tokens_before[i], row, right.rows)
+        return model.logits(tokens_before[i] + row.ids, position_ids=positions)
 
-    def count_front(i: int, row: Row) -> Tensor:
-        """Logits where they are counted by positions, and not attended to."""
-        return model.logits(row.ids, position_ids=_positions_from(len(front[i]), row))
+    def count_tokens_before(i: int, row: Row) -> Tensor:
+        """Logits where positions count the tokens in front, which are not attended to."""
+        return model.logits(
+            row.ids, position_ids=_positions_from(len(tokens_before[i]), row)
+        )
 
-    def mask_front(i: int, row: Row) -> Tensor:
-        """Logits where an attention mask excludes them."""
-        mask = torch.tensor([[0] * len(front[i]) + [1] * len(row.ids)])
-        return model.logits(front[i] + row.ids, attention_mask=mask)
+    def mask_tokens_before(i: int, row: Row) -> Tensor:
+        """Logits where an attention mask excludes the tokens in front."""
+        mask = torch.tensor([[0] * len(tokens_before[i]) + [1] * len(row.ids)])
+        return model.logits(tokens_before[i] + row.ids, attention_mask=mask)
 
     def attend_without_counting(i: int, row: Row, padding_position: int) -> Tensor:
-        """Logits where they are attended to, and all have this position."""
-        ids = front[i] + row.ids
+        """Logits where the tokens in front are attended to, and all have this position."""
+        ids = tokens_before[i] + row.ids
         positions = torch.cat(
-            [torch.full((1, len(front[i])), padding_position), _positions_from(0, row)],
+            [
+                torch.full((1, len(tokens_before[i])), padding_position),
+                _positions_from(0, row),
+            ],
             1,
         )
         return model.logits(ids, position_ids=positions, **_full_mask(model, len(ids)))
 
     def attend_to_one_token(i: int, row: Row, first: int) -> Tensor:
-        """Logits where the last of them is attended to, and the row's positions start
-        at `first`.
+        """Logits where only the last of the tokens in front is attended to, and the
+        row's positions start at `first`.
         """
-        last_front_token = front[i][-1:]
-        start = first if last_front_token else 0
+        last_token_before = tokens_before[i][-1:]
+        start = first if last_token_before else 0
         positions = torch.cat(
-            [torch.zeros(1, len(last_front_token)).long(), _positions_from(start, row)],
+            [
+                torch.zeros(1, len(last_token_before)).long(),
+                _positions_from(start, row),
+            ],
             1,
         )
-        ids = last_front_token + row.ids
+        ids = last_token_before + row.ids
         return model.logits(ids, position_ids=positions, **_full_mask(model, len(ids)))
 
-    is_one_token = {*map(tuple, front)} == {tuple(front[0][:1])}
+    is_one_token = {*map(tuple, tokens_before)} == {tuple(tokens_before[0][:1])}
     if is_one_token:
         yield make_variant(
             "1 more token is put before each prompt",
-            attend_to_front,
+            attend_to_tokens_before,
             id="token-before-prompt",
         )
     else:
         words = "what precedes a row is attended to: padding without a mask, or rows of its pack"
-        yield make_variant(words, attend_to_front, id="padding-attended-to")
+        yield make_variant(words, attend_to_tokens_before, id="padding-attended-to")
     state = "they attend to the rows before them"
     if hasattr(model.net, "config"):
         state = "the state of recurrent layers runs on from row to row"
@@ -329,10 +341,10 @@ def _front_variants(
     )
     yield make_variant(
         "positions count what precedes a row: padding, or rows of its pack",
-        count_front,
+        count_tokens_before,
         id="positions-count-padding",
     )
-    if not _has_rows_in_front(front, right):
+    if not _has_rows_before(tokens_before, right):
         for first in (0, 1):
             yield make_variant(
                 "the attention mask stands one place early: a token of padding is attended to",
@@ -340,10 +352,8 @@ def _front_variants(
                 first,
                 id="attention-mask-one-place-early",
             )
-        for padding_position in (
-            0,
-            1,
-        ):  # as loops fill the positions that they do not need
+        # loops fill the positions that they do not need with 0 or 1
+        for padding_position in (0, 1):
             yield make_variant(
                 "padding is attended to, and positions do not count it",
                 attend_without_counting,
@@ -352,7 +362,7 @@ def _front_variants(
             )
     yield make_variant(
         "padding is masked in attention, and the state of recurrent layers runs over it",
-        mask_front,
+        mask_tokens_before,
         id="recurrent-state-over-padding",
     )
 
@@ -507,71 +517,136 @@ def _attention_variants(model: TorchModel, right: Forward) -> Iterator[Variant]:
             partial(attend_to_window, size),
             id="attention-window",
         )
-    for front in _fronts(right):
-        if not _has_rows_in_front(front, right):
 
-            def add_mask_to_scores(
-                i: int, row: Row, front: list[Any] = front
-            ) -> tuple[list[int], Tensor, Tensor]:
-                """A token of the row gets 1 more in the scores, and padding is not
-                excluded.
-                """
-                ids = front[i] + row.ids
-                is_own = (torch.arange(len(ids)) >= len(front[i])).double()
-                positions = (is_own.cumsum(0).long() - 1).clamp(min=0)
-                return ids, _causal_bias(len(ids)) + is_own, positions[None]
+    def add_mask_to_scores(
+        tokens_before: TokensBefore, i: int, row: Row
+    ) -> tuple[list[int], Tensor, Tensor]:
+        """A token of the row gets 1 more in the scores, and padding is not excluded."""
+        ids = tokens_before[i] + row.ids
+        is_own = (torch.arange(len(ids)) >= len(tokens_before[i])).double()
+        positions = (is_own.cumsum(0).long() - 1).clamp(min=0)
+        return ids, _causal_bias(len(ids)) + is_own, positions[None]
 
+    for tokens_before in _possible_tokens_before(right):
+        if not _has_rows_before(tokens_before, right):
             yield make_variant(
                 "the attention mask is added to the scores as 0 and 1",
-                add_mask_to_scores,
+                partial(add_mask_to_scores, tokens_before),
                 id="attention-mask-added",
             )
-    for front, owner in _packs(right):
-        yield _attention_variant(
-            model,
-            right,
+    for pack in _largest_packs(right):
+        yield make_variant(
             "rows of one group attend to each other in a pack: nothing else tells them apart",
-            _attention_by_group(right, front, owner),
+            _attention_by_group(pack, right),
             id="ids-of-pack-by-group",
         )
-        yield from _repeated_id_variants(model, right, front, owner)
+        yield from _repeated_id_variants(model, right, pack)
+
+
+@dataclass(frozen=True)
+class Pack:
+    """The rows of a step as each stands behind other rows in one sequence.
+
+    Attributes:
+        tokens_before: of each row, the tokens in front of it.
+        numbers_before: of each row, for each of these tokens the number of the row to
+            which it belongs. Rows are numbered in their order in the sequence, from 0.
+            -1 is the number of a token that belongs to no row.
+    """
+
+    tokens_before: TokensBefore
+    numbers_before: list[list[int]]
+
+    def number(self, i: int) -> int:
+        """Return the number of row i: it follows all rows in front of it.
+
+        Args:
+            i: the index of the row in the step.
+        """
+        return max(self.numbers_before[i], default=-1) + 1
+
+    @property
+    def last_number(self) -> int:
+        """The largest number of a row."""
+        return max(map(self.number, range(len(self.numbers_before))))
+
+
+def _largest_packs(right: Forward) -> Iterator[Pack]:
+    """Yield the largest packs that the rows may have been in."""
+    possible = _possible_tokens_before(right)
+    most_tokens = max(
+        (len(tokens) for tokens_before in possible for tokens in tokens_before),
+        default=0,
+    )
+    for tokens_before in possible:
+        is_largest = max(map(len, tokens_before)) >= most_tokens
+        if is_largest and _has_rows_before(tokens_before, right):
+            numbers = [_row_numbers(tokens, right.rows) for tokens in tokens_before]
+            yield Pack(tokens_before, numbers)
+
+
+def _has_rows_before(tokens_before: TokensBefore, right: Forward) -> bool:
+    """Tell whether any of the tokens in front of the rows belong to other rows."""
+    return any(
+        number >= 0
+        for tokens in tokens_before
+        for number in _row_numbers(tokens, right.rows)
+    )
+
+
+def _row_numbers(tokens: list[int], rows: Sequence[Row]) -> list[int]:
+    """Return for each token of a sequence which row it belongs to: 0 for a token of the
+    row that comes first, 1 for the second; -1 where it belongs to none.
+    """
+    places = []
+    for row in rows:
+        place = locate([tokens], row)
+        if place:
+            _, start = place
+            places.append((start, len(row.ids)))
+    numbers = [-1] * len(tokens)
+    for number, (start, length) in enumerate(sorted(places)):
+        numbers[start : start + length] = [number] * length
+    return numbers
 
 
 def _repeated_id_variants(
-    model: TorchModel, right: Forward, front: list[list[int]], owner: list[list[int]]
+    model: TorchModel, right: Forward, pack: Pack
 ) -> Iterator[Variant]:
-    """Make the faults of a pack whose row ids start again after some rows, so that two
-    rows have the same id.
+    """Make the faults of a pack whose row ids start at 0 again after some rows, so that
+    two rows have the same id.
+
+    The ids start again once, or each time that so many rows have passed. In a pack that
+    ends before they start again a second time, both are one fault. It is made once, with
+    the id `ids-of-pack-start-again-once`.
     """
 
     def start_again_once(period: int, row_number: int) -> int:
-        """The id of a row, which starts at 0 again after `period` rows."""
+        """Return the id of a row. Ids start at 0 again after `period` rows, and count
+        on from there.
+        """
         return row_number - period if row_number >= period else row_number
 
     def start_again_always(period: int, row_number: int) -> int:
-        """The id of a row, which starts at 0 again after every `period` rows."""
+        """Return the id of a row. Ids start at 0 again after every `period` rows."""
         return row_number % period
 
-    # the largest number of a row in its pack: it follows all rows in front of it
-    last_row = max(max(owners, default=0) for owners in owner) + 1
-    for period in range(1, last_row + 1):
+    numbers = range(pack.last_number + 1)
+    for period in range(1, pack.last_number + 1):
         where = f"the ids of rows start again after {period} rows of a pack"
-        ids = (
-            ("ids-of-pack-start-again-once", f"{where}, once", start_again_once),
-            ("ids-of-pack-start-again", where, start_again_always),
-        )
-        for id, words, document in ids:
-            if not any(
-                document(period, row_number) for row_number in range(last_row + 1)
-            ):
+        schemes = [("ids-of-pack-start-again-once", f"{where}, once", start_again_once)]
+        if 2 * period <= pack.last_number:
+            schemes.append(("ids-of-pack-start-again", where, start_again_always))
+        for fault_id, words, scheme in schemes:
+            id_of_row = partial(scheme, period)
+            if not any(map(id_of_row, numbers)):
                 continue  # all rows have the same id, a fault of `_pack_variants`
-            attention = _attention_by_id(right, front, owner, partial(document, period))
             yield _attention_variant(
                 model,
                 right,
                 f"{words}: rows with one id attend to each other",
-                attention,
-                id=id,
+                _attention_by_id(pack, right, id_of_row),
+                id=fault_id,
             )
 
 
@@ -584,146 +659,101 @@ def _pack_variants(model: TorchModel, right: Forward) -> Iterator[Variant]:
     """
     attention = "the rows of a pack attend to each other: nothing separates them in the attention"
     state = f"{attention}, and the state of recurrent layers runs on from row to row"
-    for front, owner in _packs(right):
 
-        def join_rows(
-            attention_alone: bool,
-            front: list[list[int]] = front,
-            owner: list[list[int]] = owner,
-        ) -> Forward:
-            """The forward pass of rows that attend to each other.
+    def joined_by(pack: Pack, id_of_row: Callable[[int], int]) -> Forward:
+        """Return the forward pass of rows that are apart where their ids differ."""
+        attention_of_row = _attention_by_id(pack, right, id_of_row)
+        return _attention_variant(model, right, "", attention_of_row, id="").change()
 
-            Raises:
-                InputError: the fault is not of the attention alone, or it is, against
-                    `attention_alone`; or joining the rows changes nothing.
-            """
+    def has_same_log_probs(forward: Forward, other: Forward) -> bool:
+        """Tell whether two passes give the same log-probabilities."""
+        lp, *_ = forward.statistics()
+        other_lp, *_ = other.statistics()
+        return torch.allclose(lp, other_lp, rtol=0, atol=LOG_PROB_TOLERANCE)
 
-            def joined_by(document: Callable[[int], int]) -> Forward:
-                """The forward pass of rows that are apart where their ids differ."""
-                ids = _attention_by_id(right, front, owner, document)
-                return _attention_variant(model, right, "", ids, id="").change()
+    def join_rows(pack: Pack, attention_alone: bool) -> Forward:
+        """Return the forward pass of rows that attend to each other.
 
-            def has_same_log_probs(forward: Forward, other: Forward) -> bool:
-                """Whether two passes give the same log-probabilities."""
-                lp, *_ = forward.statistics()
-                other_lp, *_ = other.statistics()
-                return torch.allclose(lp, other_lp, rtol=0, atol=LOG_PROB_TOLERANCE)
+        Raises:
+            InputError: the fault is not of the attention alone, or it is, against
+                `attention_alone`; or joining the rows changes nothing.
+        """
+        separated = joined_by(pack, lambda row_number: row_number)
+        joined = joined_by(pack, lambda row_number: 0)
+        mask_mends_it = has_same_log_probs(separated, right)
+        if attention_alone != mask_mends_it or has_same_log_probs(separated, joined):
+            raise InputError("the attention has another part in it.")
+        return joined
 
-            separated = joined_by(lambda row_number: row_number)
-            joined = joined_by(lambda row_number: 0)
-            mask_mends_it = has_same_log_probs(separated, right)
-            if attention_alone != mask_mends_it or has_same_log_probs(
-                separated, joined
-            ):
-                raise InputError("the attention has another part in it.")
-            return joined
-
+    for pack in _largest_packs(right):
         yield Fault(
-            attention, partial(join_rows, True), id="pack-rows-attend-to-each-other"
+            attention,
+            partial(join_rows, pack, True),
+            id="pack-rows-attend-to-each-other",
         )
         yield Fault(
-            state, partial(join_rows, False), id="pack-rows-attend-and-state-runs-on"
+            state,
+            partial(join_rows, pack, False),
+            id="pack-rows-attend-and-state-runs-on",
         )
-
-
-def _has_rows_in_front(front: list[list[int]], right: Forward) -> bool:
-    """Whether any of the tokens in front of the rows belong to other rows."""
-    return any(
-        row_number >= 0
-        for tokens in front
-        for row_number in _owners(tokens, right.rows)
-    )
-
-
-def _packs(right: Forward) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
-    """Yield the largest packs that the rows may have been in.
-
-    Yields:
-        The tokens in front of each row, and the number in its pack of the row to which
-        each of these tokens belongs.
-    """
-    fronts = _fronts(right)
-    longest = max((len(tokens) for front in fronts for tokens in front), default=0)
-    for front in fronts:
-        if max(map(len, front)) >= longest and _has_rows_in_front(front, right):
-            yield front, [_owners(tokens, right.rows) for tokens in front]
 
 
 def _attention_by_id(
-    right: Forward,
-    front: list[list[int]],
-    owner: list[list[int]],
-    document: Callable[[int], int],
+    pack: Pack, right: Forward, id_of_row: Callable[[int], int]
 ) -> AttentionOfRow:
     """Let the rows of a pack attend to each other where their ids are equal.
 
     Args:
+        pack: the tokens in front of each row, and the rows that they belong to.
         right: the right forward pass.
-        front: the tokens in front of each row.
-        owner: the number of the row to which each of them belongs.
-        document: the number of a row in its pack -> its id.
+        id_of_row: the number of a row in its pack, or -1 -> its id.
     """
 
     def attention_of_row(i: int, row: Row) -> tuple[list[int], Tensor, Tensor]:
-        """The tokens, the bias of the scores and the positions of one row."""
-        ids = front[i] + row.ids
-        row_numbers = owner[i] + [max(owner[i], default=-1) + 1] * len(row.ids)
-        documents = torch.tensor([document(row_number) for row_number in row_numbers])
-        bias = torch.where(documents[:, None] == documents, 0.0, -torch.inf)
-        return (
-            ids,
-            _causal_bias(len(ids)) + bias,
-            _restarted_positions(front[i], row, right.rows),
-        )
+        """Return the tokens, the bias of the scores and the positions of one row."""
+        ids = pack.tokens_before[i] + row.ids
+        row_numbers = pack.numbers_before[i] + [pack.number(i)] * len(row.ids)
+        row_ids = torch.tensor([id_of_row(row_number) for row_number in row_numbers])
+        bias = torch.where(row_ids[:, None] == row_ids, 0.0, -torch.inf)
+        positions = _restarted_positions(pack.tokens_before[i], row, right.rows)
+        return ids, _causal_bias(len(ids)) + bias, positions
 
     return attention_of_row
 
 
-def _attention_by_group(
-    right: Forward, front: list[list[int]], owner: list[list[int]]
-) -> AttentionOfRow:
+def _attention_by_group(pack: Pack, right: Forward) -> AttentionOfRow:
     """Let the rows of a pack attend to each other where they are of one group."""
 
     def attention_of_row(i: int, row: Row) -> tuple[list[int], Tensor, Tensor]:
-        """The tokens, the bias of the scores and the positions of one row."""
-        rows_before = [other for other in right.rows if locate([front[i]], other)]
-        rows_before.sort(key=lambda other: (locate([front[i]], other) or (0, 0))[1])
-        groups = [*(other.group for other in rows_before), row.group]
+        """Return the tokens, the bias of the scores and the positions of one row."""
+        placed = [
+            (place, other.group)
+            for other in right.rows
+            if (place := locate([pack.tokens_before[i]], other))
+        ]
+        placed.sort(key=itemgetter(0))
+        groups = [*(group for _, group in placed), row.group]
 
         def group_of(row_number: int) -> int:
-            """The group of a row; -1 for a token of no row."""
+            """Return the group of a row; -1 for a token of no row."""
             return groups[row_number] if row_number >= 0 else -1
 
-        return _attention_by_id(right, front, owner, group_of)(i, row)
+        return _attention_by_id(pack, right, group_of)(i, row)
 
     return attention_of_row
 
 
-def _owners(tokens_in_front: list[int], rows: Sequence[Row]) -> list[int]:
-    """Return for each token which row it belongs to: 0 for a token of the row that
-    comes first, 1 for the second; -1 where it belongs to none.
+def _restarted_positions(
+    tokens_before: list[int], row: Row, rows: Sequence[Row]
+) -> Tensor:
+    """Return the positions of the tokens in front and of the row, [1, S]. They start at
+    0 with every row. Tokens of no row are counted from the beginning.
     """
-    places = []
-    for row in rows:
-        place = locate([tokens_in_front], row)
-        if place:
-            _, start = place
-            places.append((start, len(row.ids)))
-    owners = [-1] * len(tokens_in_front)
-    for rank, (start, length) in enumerate(sorted(places)):
-        owners[start : start + length] = [rank] * length
-    return owners
-
-
-def _restarted_positions(front: list[int], row: Row, rows: Sequence[Row]) -> Tensor:
-    """[1, S]: positions of the tokens in front and of the row, which start at 0 with
-    every row. Tokens of no row are counted from the beginning.
-    """
-    row_numbers = _owners(front, rows)
+    row_numbers = _row_numbers(tokens_before, rows)
     positions = []
-    for i, row_number in enumerate(row_numbers):
+    for place, row_number in enumerate(row_numbers):
         start = 0 if row_number < 0 else row_numbers.index(row_number)
-        positions.append(i - start)
+        positions.append(place - start)
     return torch.tensor([positions + list(range(len(row.ids)))])
 
 
