@@ -12,6 +12,7 @@ have and objectives have not.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -22,29 +23,30 @@ from upref.errors import InputError
 from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts
 
-FREE_LOG_RATIO = (0.03, 0.7)  # |log r| of a token that no bound asks for
-# in half precision: inside the usual clip bounds and outside, far from both
+FREE_LOG_RATIO = (0.03, 0.7)  # least and largest |log r| of a token that shows no bound
+# the same in half precision: inside the usual clip bounds and outside, far from both
 COARSE_LOG_RATIOS = (0.03, 0.12), (0.4, 0.7)
 # log r of tokens beyond bounds that no number of the objective makes
 FAR_LOG_RATIOS = (1.25, -1.25, 2.6, -2.6)
 LARGEST_LOG_RATIO = 2.8  # |log r| at most: a larger ratio outweighs all other tokens
-# coarse -> multiples of a number between whose bounds ratios are put
+# coarse -> what a number of the objective is multiplied and divided by, in turn. A ratio
+# is put between the bound that the number makes and the bound that the result makes.
 MULTIPLES = {True: (2.0,), False: (1.1, 1.4, 2.0)}
 # the same of a bound on the mean of a response, which rounding moves by some 1e-5
 MULTIPLES_OF_MEAN = (1.44,)
 # coarse -> how far from the bound, in log r, such a ratio is at most
 DISTANCE_FROM_BOUND = {True: 0.15, False: 0.03}
-# |log r| of the grid; 4e-3 of tokens
+# ratios are searched on a grid, whose smallest |log r| depends on the objective's level
 SMALLEST_LOG_RATIO = {"sequence_mean": 2e-5, "sequence_product": 1e-3}
-GRID_STEP = 0.03  # of the grid, relative
-LEAST_EFFECT = (
-    0.02  # of A: a weight that changes by less does not show where a bound is
-)
-KEPT_FREE = 0.3  # of a sign's tokens have a ratio that no bound asks for
+SMALLEST_LOG_RATIO_OF_TOKENS = 4e-3  # at all other levels
+GRID_STEP = 0.03  # of log |log r| from one ratio of the grid to the next
+# relative to A: a weight that changes by less does not show where a bound is
+LEAST_EFFECT = 0.02
+KEPT_FREE = 0.3  # the least part of a sign's tokens whose ratio shows no bound
 LARGEST_LOG_PROB = -1e-3  # of an old log-probability
-MOST_DRAWS = 12  # designs that are tried for an objective whose tokens are coupled
-# of log r over a response, or its sum, of the responses that no bound asks for: where A
-# > 0, and A < 0
+MOST_DRAWS = 12  # ratios are drawn so often where the objective couples its tokens
+# level -> the mean of log r over a response, or its sum, in responses that show no bound:
+# first where A > 0, then where A < 0
 RESPONSE_LOG_RATIOS = {
     "sequence_mean": ((-0.3, 0.05, -0.05, 1e-4), (0.3, -0.05, 0.05, -1e-4)),
     "sequence_product": ((-1.2, 0.5, 0.08, -0.05), (1.2, -0.4, -0.1, 0.4)),
@@ -79,15 +81,20 @@ class WeightInputs:
         )
 
     def repeated(self, n: int) -> "WeightInputs":
-        """Repeat every response n times, its copies next to each other.
+        """Repeat every response n times, so that each copy can have a ratio of its own.
 
         Args:
             n: how often.
+
+        Returns:
+            The copies of the first response, then those of the second, and so on.
         """
-        each = {
-            k: v.repeat_interleave(n, 0) for k, v in vars(self).items() if v is not None
+        repeated_fields = {
+            name: tensor.repeat_interleave(n, 0)
+            for name, tensor in vars(self).items()
+            if tensor is not None
         }
-        return WeightInputs(**each)
+        return WeightInputs(**repeated_fields)
 
 
 def choose_log_ratios(
@@ -104,7 +111,7 @@ def choose_log_ratios(
             reads them.
         objective: the objective.
         hp: its numbers, resolved.
-        rng: of what no bound decides.
+        rng: draws what no bound decides.
         coarse: keep tokens away from bounds, for a step in half precision.
     """
     aims = [*_log_ratios_beside_bounds(batch, objective, hp, coarse)]
@@ -148,9 +155,9 @@ def _weights(
     batch: WeightInputs, objective: Objective, hp: dict[str, Any], log_r: Tensor
 ) -> Tensor:
     """[B, T]: the weight of each token at these log r; nan if it cannot be computed."""
-    plain_hp = {k: v for k, v in hp.items() if k != "beta"}
+    without_kl = {name: value for name, value in hp.items() if name != "beta"}
     try:
-        return objective.token_weights(batch.rollouts(log_r), **plain_hp).double()
+        return objective.token_weights(batch.rollouts(log_r), **without_kl).double()
     except (InputError, RuntimeError):
         return torch.full_like(batch.lp, torch.nan)
 
@@ -160,14 +167,14 @@ def _log_ratios_beside_bounds(
 ) -> Iterator[np.ndarray]:
     """Find the log ratios at which another value of a number changes a token's weight.
 
-    Each number is made smaller and larger by the first multiple that has an effect. A
-    number that has an effect at more than half of all ratios is left out, because any
-    ratio shows it.
+    Each number is multiplied, and divided, by the multiples in turn, until one of them
+    has an effect. A number that has an effect at more than half of all ratios is left
+    out, because any ratio shows it.
 
     Yields:
         log r of each token between the two bounds, [B, T]; nan where there is none.
     """
-    smallest = SMALLEST_LOG_RATIO.get(objective.level, 4e-3)
+    smallest = SMALLEST_LOG_RATIO.get(objective.level, SMALLEST_LOG_RATIO_OF_TOKENS)
     positive = np.exp(np.arange(np.log(smallest), np.log(LARGEST_LOG_RATIO), GRID_STEP))
     grid = torch.from_numpy(np.concatenate([-positive[::-1], positive]))
     count = len(grid)
@@ -345,7 +352,7 @@ def _response_log_ratios(
         batch: [B, T], one advantage for each response.
         objective: an objective whose ratio belongs to the response.
         aims: [B, T] each, log r beside one bound; NaN where a response cannot have it.
-        rng: of what no bound decides.
+        rng: draws what no bound decides.
         coarse: keep tokens away from bounds, for a step in half precision.
 
     Returns:
@@ -357,12 +364,15 @@ def _response_log_ratios(
         batch.adv[:, 0].numpy(), aims, RESPONSE_LOG_RATIOS[objective.level], rng
     )
     log_r = _random_signs(rng.uniform(*FREE_LOG_RATIO, lp.shape), rng)
-    for _ in range(4):  # what a probable token cannot have is moved to the others
+    # A token whose probability is near 1 cannot have every ratio. What it lacks of the
+    # sum is given to the other tokens, some of which then lack a little, so four times.
+    for _ in range(4):
         for i, trained in enumerate(mask):
-            tokens = trained.sum() if objective.level == "sequence_mean" else 1
             is_able = trained & (lp[i] - log_r[i] < LARGEST_LOG_PROB)
             if is_able.any():
-                missing = means[i] * tokens - log_r[i, trained].sum()
+                is_mean = objective.level == "sequence_mean"
+                due_sum = means[i] * trained.sum() if is_mean else means[i]
+                missing = due_sum - log_r[i, trained].sum()
                 log_r[i, is_able] += missing / is_able.sum()
         log_r = np.maximum(log_r, lp - LARGEST_LOG_PROB)
     return log_r
@@ -379,25 +389,26 @@ def _choose_means(
     Args:
         A: one advantage for each response, [B].
         aims: [B, T] each, log r beside one bound. One response per sign gets it.
-        values_of_sign: what the other responses take in turn, where A > 0 and A < 0.
-        rng: which response gets what.
+        values_of_sign: what the other responses take in turn; first where A > 0, then
+            where A < 0.
+        rng: draws which response gets what.
 
     Returns:
         [B].
     """
     means = np.zeros(len(A))
     for sign, values in zip((1, -1), values_of_sign, strict=True):
-        rows = [
+        free_rows = [
             i
             for i in rng.permutation(len(A))
             if A[i] * sign > 0 or (A[i] == 0 and sign > 0)
         ]
         for aim in aims:
-            candidates = [i for i in rows if np.isfinite(aim[i]).any()]
-            if candidates and len(rows) > 2:
+            candidates = [i for i in free_rows if np.isfinite(aim[i]).any()]
+            if candidates and len(free_rows) > 2:
                 means[candidates[0]] = np.nanmean(aim[candidates[0]])
-                rows.remove(candidates[0])
-        for turn, i in enumerate(rows):
+                free_rows.remove(candidates[0])
+        for turn, i in enumerate(free_rows):
             means[i] = values[turn % len(values)]
     return means
 
@@ -427,7 +438,7 @@ def choose_log_rho(
         mask: of the tokens that train.
         objective: an objective with a sampler correction.
         hp: its numbers, resolved.
-        rng: of what no bound decides.
+        rng: draws what no bound decides.
         coarse: keep ρ away from bounds, for a step in half precision.
 
     Returns:
@@ -438,8 +449,8 @@ def choose_log_rho(
         old.numpy() - log_rho <= LARGEST_LOG_PROB, log_rho, np.abs(log_rho)
     )
     free_rows = [*rng.permutation(len(old))]
-    for name, sign in ((name, sign) for name in hp for sign in (1, -1)):
-        changed = _with_number(objective, hp, name, MULTIPLES[coarse][0] ** sign)
+    for name, direction in product(hp, (1, -1)):
+        changed = _with_number(objective, hp, name, MULTIPLES[coarse][0] ** direction)
         aim = (
             None
             if changed is None
@@ -468,16 +479,17 @@ def _log_rho_beside_bound(
     positive = np.exp(np.arange(np.log(1e-4), np.log(LARGEST_LOG_RATIO), GRID_STEP / 3))
     grid = torch.from_numpy(np.array(sorted([*-positive, *positive], key=abs)))
     count = len(grid)
-    repeated = old.repeat(count, 1)
+    # all responses once for each log ρ of the grid
+    repeated_old = old.repeat(count, 1)
     repeated_mask = mask.repeat(count, 1)
-    mu = repeated - grid.repeat_interleave(len(old))[:, None]
+    log_mu = repeated_old - grid.repeat_interleave(len(old))[:, None]
     weights, changed_weights = (
-        objective.sampler_weights(repeated, mu, repeated_mask, **numbers)
+        objective.sampler_weights(repeated_old, log_mu, repeated_mask, **numbers)
         for numbers in (hp, changed)
     )
     assert weights is not None and changed_weights is not None
     differs = ((weights - changed_weights).abs() > LEAST_EFFECT) & repeated_mask
-    possible = ((mu <= LARGEST_LOG_PROB) | ~repeated_mask).all(1)
+    possible = ((log_mu <= LARGEST_LOG_PROB) | ~repeated_mask).all(1)
     acts = (differs.any(1) & possible).view(count, -1)
     # the second one: the first may be the bound itself
     is_second = acts & (acts.cumsum(0) == 2)
