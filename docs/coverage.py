@@ -11,7 +11,7 @@ from typing import Any
 def axes() -> str:
     """The axes of the input, from upref.weights.stress."""
     from upref.verify.oracles.batches import ONE_RESPONSE
-    from upref.weights.batches import LOG_R, MU, MU_READ, OVERFLOW, SIGNS
+    from upref.weights.batches import GRID_ADVANTAGES, LOG_R, MU, MU_READ, OVERFLOW
     from upref.weights.stress import AXES, NAMED, TILED
 
     said = lambda xs: ", ".join(f"{x:g}" for x in xs)
@@ -22,7 +22,7 @@ def axes() -> str:
     rows = [
         (
             "the grid",
-            f"A of {said(SIGNS)}; π_old of {said(MU)} (of {said(MU_READ)} too where bounds depend on it); "
+            f"A of {said(GRID_ADVANTAGES)}; π_old of {said(MU)} (of {said(MU_READ)} too where bounds depend on it); "
             "every bound from below, on it and from above; "
             f"{len(LOG_R)} more ratios with |log r| up to {max(LOG_R):g}; masks with holes, NaN in padding",
         ),

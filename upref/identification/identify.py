@@ -57,9 +57,9 @@ from upref.verify.probe import SIGNS, BlackBox, measure, termed
 from upref.verify.render import describe_pair
 from upref.verify.report import UNKNOWN, Finding
 from upref.weights.batches import (
+    GRID_ADVANTAGES,
     LOG_R,
     MU,
-    SIGNS as ALL_SIGNS,
     breakpoints,
     is_near_bound,
     make_batch,
@@ -558,13 +558,13 @@ def _measure_batches(box: BlackBox) -> list[Grid]:
     jumps = [p for p, _ in box.jumps if not p.unsure]
     cases = [
         (A, mu, float(r))
-        for A in ALL_SIGNS
+        for A in GRID_ADVANTAGES
         for mu in MU
         for r in np.exp(LOG_R)
         if mu * r < 0.999
     ]
     for p in jumps:
-        for A in (A for A in ALL_SIGNS if A * p.A > 0):
+        for A in (A for A in GRID_ADVANTAGES if A * p.A > 0):
             for r in (p.r * (1 - box.resolution), p.r * (1 + box.resolution)):
                 cases += [
                     (A, mu, r)

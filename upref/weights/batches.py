@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Synthetic batches: the regime grid (sign of A x ratio below, at and above every bound
-x π_old x ragged masks), on policy, random, far; and what two weights differ by. One
+x π_old x ragged masks), on policy, random, and with ratios far from 1. They are in one
 file, so that what is covered can be read off in one place.
 
 On policy (r = 1) nearly all objectives have the same gradient, so a test at r = 1
@@ -32,29 +32,39 @@ from upref.weights.curve import of_objective
 from upref.weights.jumps import GRID
 
 MU = (0.02, 0.3, 0.9)  # π_old of a rare, a likely and a nearly certain token
-MU_READ = (1e-4, 0.07, 0.6, 0.97, 0.995)  # and of more, where the bounds depend on it
-SIGNS = (1.0, -1.0, 0.5, -2.0, 0.0)
+# further π_old, where the bounds depend on it
+MU_READ = (1e-4, 0.07, 0.6, 0.97, 0.995)
+GRID_ADVANTAGES = (1.0, -1.0, 0.5, -2.0, 0.0)
+# log r of the grid, whatever the bounds are: far from 1 on a line, near 1 at powers
 LOG_R = np.unique(
     np.r_[
         np.linspace(-4, 4, 33), np.outer((-1, 1), np.geomspace(1e-5, 0.3, 12)).ravel()
     ]
 )
 FAR_RATIOS = GRID[abs(np.log(GRID)) < 8]  # where bounds are looked for
-BOUND_EDGES = (
-    -1e-9,
-    0.0,
-    1e-9,
-)  # just inside, on and just outside a bound, relative to r
-OFF_EDGES = (-1e-3, 1e-3)  # for whoever steps or re-sums
-# for whoever computes in float32: narrower than any bound, GSPO's of 3e-4 too
+# distances of the grid's ratios from a bound, relative to r: just inside, on it, outside
+BOUND_EDGES = (-1e-9, 0.0, 1e-9)
+# the same where sums in another order, or finite differences, must not cross a bound
+OFF_EDGES = (-1e-3, 1e-3)
+# the same for a loss that computes in float32: less than any bound is wide, GSPO's of
+# 3e-4 too
 SINGLE_EDGES = (-3e-5, 3e-5)
-LENGTHS = (1, 5, 2, 7, 3, 4, 6, 2)
-ANCHOR_A = (1.0, -1.0, -0.5, 0.5, 2.0, -2.0, 1.5, -0.75)
-OVERFLOW = (20.0, 60.0, 80.0, 100.0, 800.0)  # log r
-# of |log r|: a clamp from there on is a guard that training does not meet; a response's
-# is a mean over its tokens
+# of the responses of `on_policy_batch`: (tokens, advantage, group)
+ON_POLICY_RESPONSES = (
+    (1, 1.0, 0),
+    (5, -1.0, 0),
+    (2, -0.5, 0),
+    (7, 0.5, 1),
+    (3, 2.0, 1),
+    (4, -2.0, 2),
+    (6, 1.5, 2),
+    (2, -0.75, 2),
+)
+OVERFLOW = (20.0, 60.0, 80.0, 100.0, 800.0)  # |log r| at which exp leaves some dtype
+# level -> |log r| from which on a clamp is only a guard, which training does not meet;
+# for "sequence_mean" it is the mean over a response
 GUARD = {"token": 20.0, "custom": 20.0, "sequence_product": 20.0, "sequence_mean": 10.0}
-# on both sides of where implementations clamp log r
+# |log r| on both sides of 10 and 20, where implementations clamp it
 CLAMPS = (9.5, 10.5, 19.5, 20.5, 25.0)
 
 
@@ -75,7 +85,7 @@ def breakpoints(objective: Objective, A: float, mu: float, **hp: Any) -> list[fl
     if objective.batch_coupled:
         return []
     mus = MU + MU_READ if objective.reads_mu else (None,)
-    grid = tuple((sign, grid_mu) for sign in SIGNS if sign for grid_mu in mus)
+    grid = tuple((sign, grid_mu) for sign in GRID_ADVANTAGES if sign for grid_mu in mus)
     point = (A, mu if objective.reads_mu else None)
     found = _jumps(objective, grid if point in grid else (point,), **hp)
     return [r for r in found[point] if r * mu < 1]
@@ -92,22 +102,21 @@ def _jumps(
     if "entropy" in objective.reads:
         curves += [replace(curves[0], weight=high_entropy_weight(objective, hp))]
     A, mu = zip(*points, strict=True)
-    rows = [
-        curve.all_jumps(
-            A, None if None in mu else mu, FAR_RATIOS
-        )  # at once: that is faster
-        for curve in curves
+    # all points in one call: that is faster
+    jumps_of_curves = [
+        curve.all_jumps(A, None if None in mu else mu, FAR_RATIOS) for curve in curves
     ]
     return {
-        point: sorted({jump.r for jumps in of_point for jump in jumps})
-        for point, *of_point in zip(points, *rows, strict=True)
+        point: sorted({jump.r for jumps in jumps_of_point for jump in jumps})
+        for point, *jumps_of_point in zip(points, *jumps_of_curves, strict=True)
     }
 
 
 def high_entropy_weight(
     objective: Objective, hp: dict[str, Any]
 ) -> Callable[..., np.ndarray]:
-    """The weight of a token beside one of half its entropy.
+    """Make the function of the weight of a token beside one of half its entropy: some
+    objectives give a token of high entropy another weight.
 
     Args:
         objective: one that reads the entropy.
@@ -118,14 +127,16 @@ def high_entropy_weight(
     """
 
     def weight(r: Any, A: Any, mu: Any) -> np.ndarray:
-        """The weight of the first of two tokens, which has the higher entropy."""
+        """Return the weight of the first of two tokens, which has the higher entropy."""
         points = np.broadcast_arrays(r, A, mu)
-        x, A, mu = (
-            torch.tensor(v.reshape(-1, 1)).expand(-1, 2).clone() for v in points
+        # two tokens for each point, [n, 2]: the point itself, and one with r = 1
+        r, A, mu = (
+            torch.tensor(column.reshape(-1, 1)).expand(-1, 2).clone()
+            for column in points
         )
-        x[:, 1] = 1.0
-        H = torch.tensor([2.0, 1.0], dtype=x.dtype).expand_as(x)
-        w = objective.weight(x, A, mu, torch.ones_like(x, dtype=torch.bool), H, **hp)
+        r[:, 1] = 1.0
+        H = torch.tensor([2.0, 1.0], dtype=r.dtype).expand_as(r)
+        w = objective.weight(r, A, mu, torch.ones_like(r, dtype=torch.bool), H, **hp)
         return w[:, 0].numpy().reshape(points[0].shape)
 
     return weight
@@ -152,10 +163,13 @@ def ratios(
         Ratios.
     """
     bounds = breakpoints(objective, A, mu, **hp) if A else []
-    # with a bound that depends on mu, on which side of it "at" falls is a matter of
-    # rounding
+    # A bound that depends on mu is itself rounded: on which side of it a ratio on the
+    # bound falls is chance, so there is none.
     beside_bounds = [
-        k * (1 + e) for k in bounds for e in edges if e or not objective.reads_mu
+        bound * (1 + edge)
+        for bound in bounds
+        for edge in edges
+        if edge or not objective.reads_mu
     ]
     return [r for r in [*beside_bounds, *np.exp(LOG_R)] if mu * r < 0.999]
 
@@ -192,8 +206,8 @@ def regime_words(A: float, r: float, bounds: list[float]) -> str:
         Words.
     """
     sign = "A > 0" if A > 0 else "A < 0" if A < 0 else "A = 0"
-    below = [k for k in bounds if k < r]
-    above = [k for k in bounds if k >= r]
+    below = [bound for bound in bounds if bound < r]
+    above = [bound for bound in bounds if bound >= r]
     if not bounds:
         return f"{sign}, any r"
     return f"{sign}, {interval_words(below[-1] if below else None, above[0] if above else None)}"
@@ -211,9 +225,8 @@ def batch(
     """A float64 batch that visits every regime of the objective, masked slots poisoned
     with NaN, groups interleaved.
 
-    A token-level objective meets one regime per token; one that acts on a response
-    meets one per response, reached by tokens whose ratios differ. thin=k keeps every
-    k-th regime. mus: π_old.
+    A token-level objective meets one regime per token. An objective that acts on whole
+    responses meets one per response, reached by tokens whose ratios differ.
 
     Args:
         objective: whose bounds the grid is around.
@@ -247,11 +260,13 @@ def kept_batch(
     mus = mus[:1] if objective.level in REDUCE else mus
     cases = [
         (A, mu, r)
-        for A, mu in product(SIGNS, mus)
+        for A, mu in product(GRID_ADVANTAGES, mus)
         for r in ratios(objective, A, mu, edges, **hp)
     ]
-    # each beside calmer tokens and beside less calm ones
-    cases *= 3 if "entropy" in objective.reads else 1
+    if "entropy" in objective.reads:
+        # three times, as `_rollouts` draws the entropies: that each case stands beside
+        # tokens of lower entropy, and beside tokens of higher entropy
+        cases *= 3
     if objective.batch_coupled:  # no two tokens tie where the batch is sorted
         cases = [(A, mu, r * (1 - 1e-5 * i)) for i, (A, mu, r) in enumerate(cases)]
     rng = np.random.default_rng(seed)
@@ -289,8 +304,8 @@ def make_batch(
 
 
 def _tokens(cases: list[Any], one_adv: bool, rng: np.random.Generator) -> Any:
-    """Rows of 1 to 9 tokens; the tokens of one row share A where one advantage per
-    response is wanted.
+    """Return rows of 1 to 9 tokens, one token per case. With `one_adv` the tokens of a
+    row have the same A.
     """
     if one_adv:
         cases = sorted(cases, key=lambda c: c[0])
@@ -302,40 +317,49 @@ def _tokens(cases: list[Any], one_adv: bool, rng: np.random.Generator) -> Any:
         cases = cases[n:]
         if one_adv:
             # sorted by A: what is cut off begins the next row
-            same = [c for c in row if c[0] == row[0][0]]
-            row, cases = same, row[len(same) :] + cases
+            same_A = [c for c in row if c[0] == row[0][0]]
+            row, cases = same_A, row[len(same_A) :] + cases
         rows.append([(A, math.log(mu), math.log(r)) for A, mu, r in row])
     return [rows[i] for i in rng.permutation(len(rows))]
 
 
 def _responses(cases: list[Any], level: str, rng: np.random.Generator) -> Any:
-    """One response per case: token log-ratios that differ and have the wanted mean (or
-    sum).
+    """Return one response per case: its tokens' log r differ, and have the mean, or the
+    sum, log r of the case.
     """
     rows = []
     for (A, _, r), n in zip(cases, cycle((3, 1, 5, 2)), strict=False):
         spread = rng.normal(size=n)
-        target = math.log(r) if level == "sequence_mean" else math.log(r) / n
-        rows.append([(A, -6.0 - abs(x), target + x) for x in spread - spread.mean()])
+        mean = math.log(r) if level == "sequence_mean" else math.log(r) / n
+        # log π_old is so low that log π_θ stays below 0
+        rows.append(
+            [
+                (A, -6.0 - abs(deviation), mean + deviation)
+                for deviation in spread - spread.mean()
+            ]
+        )
     return rows
 
 
 def _rollouts(rows: list[Any], rng: np.random.Generator) -> Rollouts:
-    """The batch of these rows of tokens (A, log π_old, log r), padded."""
+    """Return the batch of rows of tokens (A, log π_old, log r), padded."""
     if not rows:
         raise InputError("the regime grid is empty: choose a smaller thin.")
     T = max(map(len, rows)) + 1  # one column of padding at least
 
-    def full(i: int) -> Tensor:
-        """[B, T]: the number at that place of each token, NaN in the padding."""
+    def padded(place: int) -> Tensor:
+        """Return the number at this place of each token, NaN in the padding, [B, T]."""
         return torch.tensor(
-            [[c[i] for c in row] + [math.nan] * (T - len(row)) for row in rows],
+            [
+                [token[place] for token in row] + [math.nan] * (T - len(row))
+                for row in rows
+            ],
             dtype=torch.float64,
         )
 
-    adv = full(0)
-    logp_old = full(1)
-    log_r = full(2)
+    adv = padded(0)
+    logp_old = padded(1)
+    log_r = padded(2)
     group = torch.as_tensor(
         rng.permutation(np.arange(len(rows)) % max(1, len(rows) // 3))
     )
@@ -356,20 +380,14 @@ def on_policy_batch(width: int = 9) -> Rollouts:
     Returns:
         A batch in float64.
     """
-    mask = torch.arange(width) < torch.tensor(LENGTHS)[:, None]
+    lengths, advantages, groups = zip(*ON_POLICY_RESPONSES, strict=True)
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
     lp = (
         -0.5
         - torch.arange(mask.numel(), dtype=torch.float64).reshape(mask.shape).sin() ** 2
     )
-    adv = torch.tensor(ANCHOR_A, dtype=torch.float64)[:, None].expand_as(mask).clone()
-    return Rollouts(
-        lp,
-        lp.clone(),
-        adv,
-        mask,
-        torch.tensor([0, 0, 0, 1, 1, 2, 2, 2]),
-        entropy=1 + lp**2,
-    )
+    adv = torch.tensor(advantages, dtype=torch.float64)[:, None].expand_as(mask).clone()
+    return Rollouts(lp, lp.clone(), adv, mask, torch.tensor(groups), entropy=1 + lp**2)
 
 
 def random_batch(
@@ -377,13 +395,13 @@ def random_batch(
     one_adv: bool = False,
     shape: tuple[int, int] | None = None,
 ) -> Rollouts:
-    """Any batch: ragged masks with holes, ratios near and far, a few zero advantages,
-    groups or none.
+    """Draw a batch: ragged masks with holes, ratios near 1 and far, a few zero
+    advantages, groups or none.
 
     Args:
-        rng: of everything.
+        rng: draws everything.
         one_adv: one advantage for each response.
-        shape: responses and columns; None: any.
+        shape: responses and columns; None: drawn too.
 
     Returns:
         A batch in float64.
@@ -392,36 +410,35 @@ def random_batch(
     mask = rng.random((B, T)) < rng.choice([0.3, 0.8, 1.0])
     mask[:, rng.integers(T)] = True
     old = -rng.exponential(rng.choice([0.2, 2.0, 8.0]), (B, T)) - 1e-3
-    step = rng.normal(size=(B, T)) * rng.choice([1e-4, 0.02, 0.2, 1.0, 3.0])
-    lp = np.minimum(old + step, -1e-6)
+    log_r = rng.normal(size=(B, T)) * rng.choice([1e-4, 0.02, 0.2, 1.0, 3.0])
+    lp = np.minimum(old + log_r, -1e-6)
     A = rng.normal(size=(B, 1 if one_adv else T)) * (rng.random((B, 1)) < 0.9)
     group = (
         rng.permutation(np.arange(B) % max(1, B // 2)) if rng.random() < 0.7 else None
     )
 
-    def wide(x: np.ndarray) -> Tensor:
-        """Broadcast to a tensor [B, T]."""
-        return torch.tensor(np.broadcast_to(x, (B, T)))
+    def tensor(array: np.ndarray) -> Tensor:
+        """Return an array as a tensor [B, T]."""
+        return torch.tensor(np.broadcast_to(array, (B, T)))
 
-    groups = None if group is None else torch.tensor(group)
     return Rollouts(
-        wide(lp),
-        wide(old),
-        wide(A),
-        wide(mask),
-        groups,
-        entropy=wide(rng.uniform(0, 3, (B, T))),
+        tensor(lp),
+        tensor(old),
+        tensor(A),
+        tensor(mask),
+        None if group is None else torch.tensor(group),
+        entropy=tensor(rng.uniform(0, 3, (B, T))),
     )
 
 
 @lru_cache(16)
 def random_batches(seed: int, n: int, one_adv: bool) -> list[Rollouts]:
-    """The first n of that seed, ready, made once in a process: do not write to their
-    tensors.
+    """Return n random batches with filled padding, made once in a process: do not write
+    to their tensors.
 
     Args:
-        seed: of the first one.
-        n: how many.
+        seed: of the numbers.
+        n: how many batches.
         one_adv: one advantage for each response.
 
     Returns:
@@ -432,7 +449,7 @@ def random_batches(seed: int, n: int, one_adv: bool) -> list[Rollouts]:
 
 
 def single_token_responses(A: float, rs: Sequence[float] | np.ndarray) -> Rollouts:
-    """One response of one low-probability token for each ratio.
+    """Return one response of one low-probability token for each ratio.
 
     Args:
         A: the advantage of all.
@@ -446,35 +463,41 @@ def single_token_responses(A: float, rs: Sequence[float] | np.ndarray) -> Rollou
 
 
 def overflowing_batch() -> Rollouts:
-    """Far ratios of both signs, and rare tokens whose ratio is near 1; pairs of equal
-    tokens.
+    """Return ratios far from 1, of both signs of log r, and rare tokens whose ratio is
+    near 1.
+
+    Each response has two equal tokens, so that the mean and the product of its ratios
+    are not those of one token.
     """
-    log_ratios = (*(s * size for size in OVERFLOW for s in (1, -1)), 0.1)
+    log_ratios = (*(sign * size for size in OVERFLOW for sign in (1, -1)), 0.1)
+    # A, log r, and how far below 0 the larger of log π_θ and log π_old is
     cases = [
         (A, log_r, 0.5) for A in (1.0, -1.0, 0.0, 1e-4, -1e-4) for log_r in log_ratios
     ]
-    cases += [(A, 0.0625, lp) for A in (1.0, -1.0) for lp in (50.0, 120.0, 1000.0)]
-    A, log_r, lp = (
-        torch.tensor(c, dtype=torch.float64)[:, None].expand(-1, 2)
-        for c in zip(*cases, strict=True)
+    cases += [
+        (A, 0.0625, depth) for A in (1.0, -1.0) for depth in (50.0, 120.0, 1000.0)
+    ]
+    A, log_r, depth = (
+        torch.tensor(numbers, dtype=torch.float64)[:, None].expand(-1, 2)
+        for numbers in zip(*cases, strict=True)
     )
-    new = torch.where(log_r > 0, -lp, log_r - lp)
+    lp = torch.where(log_r > 0, -depth, log_r - depth)
     ones = torch.ones_like(A)
-    return Rollouts(
-        new, new - log_r, A.clone(), ones.bool(), logp_ref=new, entropy=ones
-    )
+    return Rollouts(lp, lp - log_r, A.clone(), ones.bool(), logp_ref=lp, entropy=ones)
 
 
 def clamped_batch() -> Rollouts:
-    """Two responses of three tokens for each sign of A and log r on both sides of where
-    implementations clamp it.
+    """Return responses whose log r is on both sides of where implementations clamp it,
+    with both signs of A.
+
+    Each pair of A and log r is a group of two equal responses of three tokens.
     """
     cases = [
-        (A, side * x)
+        (A, sign * size)
         for A in (1.0, -1.0)
-        for side in (-1, 1)
-        for x in CLAMPS
-        for _ in "ab"
+        for sign in (-1, 1)
+        for size in CLAMPS
+        for _response_of_group in range(2)
     ]
     adv, log_r = torch.tensor(cases, dtype=torch.float64).T[:, :, None].expand(2, -1, 3)
     old = torch.where(log_r > 0, -30.0, -1.0)
@@ -555,25 +578,23 @@ def sampler_logp(batch: Rollouts) -> Tensor:
 def is_near_bound(
     weights: Callable[[Rollouts], Tensor], batch: Rollouts, step: float = 2e-5
 ) -> Tensor:
-    """Tokens whose weight jumps within that distance of log r (by default the rounding
-    of float32), [B, T].
+    """Find the tokens whose weight jumps within `step` of their log r.
 
     Args:
         weights: the weight of each token of a batch.
         batch: the batch.
-        step: in log r.
+        step: a distance in log r; the default is what rounding to float32 moves it by.
 
     Returns:
-        True near a jump.
+        [B, T], True near a jump.
     """
-    below, above = (
-        weights(batch.but(logp_old=batch.logp_old + d)) for d in (-step, step)
-    )
-    return relative_error(above, below, floor=1e-6) > 1e-3
+    at_larger_r = weights(batch.but(logp_old=batch.logp_old - step))
+    at_smaller_r = weights(batch.but(logp_old=batch.logp_old + step))
+    return relative_error(at_smaller_r, at_larger_r, floor=1e-6) > 1e-3
 
 
 def token_at(batch: Rollouts, i: int, t: int) -> tuple[float, float, float]:
-    """(A, r, mu) of one token of a batch.
+    """Return (A, r, mu) of one token of a batch.
 
     Args:
         batch: the batch.
@@ -592,15 +613,15 @@ def token_at(batch: Rollouts, i: int, t: int) -> tuple[float, float, float]:
 
 
 def autograd_gradient(f: Callable[[Rollouts], Tensor], batch: Rollouts) -> Tensor:
-    """d f(batch) / d logp by autograd, [B, T]; f maps Rollouts to a scalar.
+    """Compute d f(batch) / d logp by autograd.
 
     Args:
-        f: the function.
+        f: maps Rollouts to a scalar.
         batch: the batch.
 
     Returns:
         [B, T].
     """
-    x = batch.logp.detach().clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(f(replace(batch, logp=x)), x)
+    logp = batch.logp.detach().clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(f(replace(batch, logp=logp)), logp)
     return gradient
