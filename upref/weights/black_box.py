@@ -56,7 +56,7 @@ MANY_LOG_R = np.unique(
 # log r of tokens of every probability
 MIDDLE_LOG_R = np.linspace(-3, 3, 41) + 0.0123
 LIKELY = 0.99  # no token that is compared has a larger probability
-ALONE = 5  # one in so many of the few tokens is measured alone too
+ALONE_STEP = 5  # of so many of the few tokens, one is measured alone too
 
 
 # ---- tokens by themselves ------------------------------------------------------------
@@ -82,8 +82,8 @@ def single_token_batch(A: Any, r: Any, mu: Any) -> Rollouts:
         A batch [n, 1] in float64.
     """
     A, r, mu = (
-        torch.tensor(x, dtype=torch.float64)[:, None]
-        for x in np.broadcast_arrays(A, r, mu)
+        torch.tensor(numbers, dtype=torch.float64)[:, None]
+        for numbers in np.broadcast_arrays(A, r, mu)
     )
     lp = (mu.log() + r.log()).clamp(max=0)
     return Rollouts(
@@ -107,14 +107,9 @@ def two_token_batch(A: Any, r: Any, mu: Any) -> Rollouts:
         A batch [n, 2].
     """
     batch = single_token_batch(A, r, mu)
-    lp, old, adv = (
-        torch.cat(x, 1)
-        for x in (
-            (batch.logp, batch.logp_old),
-            (batch.logp_old,) * 2,
-            (batch.adv, batch.adv),
-        )
-    )
+    lp = torch.cat([batch.logp, batch.logp_old], 1)
+    old = torch.cat([batch.logp_old, batch.logp_old], 1)
+    adv = torch.cat([batch.adv, batch.adv], 1)
     mask = torch.ones_like(lp, dtype=torch.bool)
     H = torch.tensor([2.0, 1.0], dtype=lp.dtype)
     return Rollouts(lp, old, adv, mask, logp_ref=lp, entropy=H.expand_as(lp).clone())
@@ -132,10 +127,14 @@ def in_parts(weights: Weights, at_once: int, r: Any, A: Any, mu: Any) -> np.ndar
         The weights, of the shape that the arguments broadcast to.
     """
     points = np.broadcast_arrays(r, A, mu)
-    flat = [x.ravel() for x in points]
-    starts = range(0, len(flat[0]), at_once)
-    parts = [weights(*(x[i : i + at_once] for x in flat)) for i in starts]
-    return np.concatenate(parts or [flat[0]]).reshape(points[0].shape)
+    columns = [column.ravel() for column in points]
+    starts = range(0, len(columns[0]), at_once)
+    parts = [
+        weights(*(column[start : start + at_once] for column in columns))
+        for start in starts
+    ]
+    # no tokens, no part: the empty column has the type of the weights
+    return np.concatenate(parts or [columns[0]]).reshape(points[0].shape)
 
 
 # ---- comparing -----------------------------------------------------------------------
@@ -145,8 +144,8 @@ def relative_error(
     beside: Any = 0.0,
     floor: float | Tensor = 0.1,
 ) -> Tensor:
-    """|found - expected| relative to |expected|, |beside| or the floor, whichever is
-    largest; inf where it is NaN.
+    """Compute |found - expected| relative to |expected|, |beside| or the floor,
+    whichever is largest; inf where the result is NaN.
 
     Args:
         found, expected, beside: tensors or arrays of one shape.
@@ -213,14 +212,17 @@ def part_with_advantage(gradient: Gradient, batch: Rollouts) -> Tensor:
         batch: the batch.
 
     Returns:
-        [B, T]; the whole gradient where the loss has none, or no finite one, at A = 0.
+        [B, T]: the gradient less that at A = 0; the whole gradient where that at A = 0
+        is not finite, or the loss refuses A = 0.
     """
     whole = gradient(batch)
     try:
-        rest = gradient_at_zero_advantage(gradient, batch)
-    except InputError:  # that it refuses A = 0 is an oracle's finding
+        without_advantage = gradient_at_zero_advantage(gradient, batch)
+    except InputError:  # an oracle reports a loss that refuses A = 0
         return whole
-    return whole - rest if rest.isfinite().all() and rest.any() else whole
+    if without_advantage.isfinite().all() and without_advantage.any():
+        return whole - without_advantage
+    return whole
 
 
 def computes_in_float32(gradient: Gradient, batch: Rollouts) -> bool:
@@ -234,11 +236,12 @@ def computes_in_float32(gradient: Gradient, batch: Rollouts) -> bool:
     Returns:
         True if each number of the gradient is one of float32, and not all are 0.
     """
-    i = torch.arange(batch.mask.numel(), dtype=batch.logp.dtype).reshape(
+    slot_numbers = torch.arange(batch.mask.numel(), dtype=batch.logp.dtype).reshape(
         batch.mask.shape
     )
-    A = batch.adv * (1 + 0.1 * i[:, :1].sin())
-    moved = replace(batch, logp=batch.logp - 1e-3 * (1.1 + i.cos()), adv=A)
+    A = batch.adv * (1 + 0.1 * slot_numbers[:, :1].sin())
+    logp = batch.logp - 1e-3 * (1.1 + slot_numbers.cos())
+    moved = replace(batch, logp=logp, adv=A)
     found = gradient(moved)[batch.mask]
     return bool((found != 0).any() and torch.equal(found.float().double(), found))
 
@@ -266,7 +269,8 @@ def reads_entropy(gradient: Gradient) -> bool:
     Returns:
         True if another entropy gives another gradient.
     """
-    r, A = (x.ravel() for x in np.meshgrid(np.exp(np.linspace(-1.5, 1.5, 301)), SIGNS))
+    ratios = np.exp(np.linspace(-1.5, 1.5, 301))
+    r, A = (column.ravel() for column in np.meshgrid(ratios, SIGNS))
     batch = two_token_batch(A, r, low_probability(r))
     with_one_entropy = replace(batch, entropy=torch.ones_like(batch.logp))
     found = gradient(batch)
@@ -279,29 +283,33 @@ def is_coupled(weights: Weights, advantages: Sequence[float], tol: float) -> boo
 
     Args:
         weights: of responses of one token, all in one batch.
-        advantages: those of the tokens. Of one size alone, a loss that divides the
-            advantages by their size is not coupled.
-        tol: the relative error of two weights that are one.
+        advantages: of the tokens, in several sizes: at one size alone, a loss that
+            divides the advantages by their size seems not to be coupled.
+        tol: weights with a smaller relative difference count as equal.
 
     Returns:
-        True if some tokens have other weights among many, or alone.
+        True if some tokens have other weights beside many tokens, or alone, than beside
+        a few.
     """
-    few = _low_probability_tokens(FEW_LOG_R, advantages)
-    many = _low_probability_tokens(MANY_LOG_R, advantages)
-    n = len(few[0])
-    of_few = weights(*few)
-    among_many = weights(*(np.r_[x, y] for x, y in zip(few, many, strict=True)))[:n]
-    if differ(of_few, among_many, tol):
+    few_tokens = _low_probability_tokens(FEW_LOG_R, advantages)
+    many_tokens = _low_probability_tokens(MANY_LOG_R, advantages)
+    all_tokens = [
+        np.r_[few, many] for few, many in zip(few_tokens, many_tokens, strict=True)
+    ]
+    beside_few = weights(*few_tokens)
+    beside_many = weights(*all_tokens)[: len(beside_few)]
+    if differ(beside_few, beside_many, tol):
         return True
-    some = [x[::ALONE] for x in few]
-    return differ(of_few[::ALONE], in_parts(weights, 1, *some), tol)
+    some_tokens = [column[::ALONE_STEP] for column in few_tokens]
+    alone = in_parts(weights, 1, *some_tokens)
+    return differ(beside_few[::ALONE_STEP], alone, tol)
 
 
 def _low_probability_tokens(
     log_r: np.ndarray, advantages: Sequence[float]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """r, A and mu of a token for each log-ratio and advantage; a ratio is inverted where
-    A < 0.
+    """Return r, A and mu of a token for each log-ratio and advantage. Where A < 0 the
+    ratio is inverted: then it is also on the side that the update moves it to.
     """
     A = np.repeat(advantages, len(log_r))
     r = np.exp(np.sign(A) * np.tile(log_r, len(advantages)))
@@ -315,16 +323,16 @@ def reads_old_probability(
 
     Args:
         weights: of responses of one token.
-        advantages: those of the tokens.
+        advantages: of the tokens.
         mus: probabilities under the old policy that are compared with a low one.
-        tol: the relative error of two weights that are one.
+        tol: weights with a smaller relative difference count as equal.
 
     Returns:
-        True if some weight is another.
+        True if some weight is another one at another mu.
     """
     A, mu, r = (
-        x.ravel()
-        for x in np.meshgrid(advantages, mus, np.exp(MIDDLE_LOG_R), indexing="ij")
+        column.ravel()
+        for column in np.meshgrid(advantages, mus, np.exp(MIDDLE_LOG_R), indexing="ij")
     )
     possible = mu * r < LIKELY
     A, mu, r = A[possible], mu[possible], r[possible]

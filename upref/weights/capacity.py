@@ -81,27 +81,29 @@ def capacity(
     pair_of_point = pair_of_point.ravel()
     ends, alive_below_all = curve.ends(pairs[:, 1], pairs[:, 0])
     r = np.maximum(p, TINY) / mu
-    up = A > 0
+    moves_up = A > 0
     r_ahead = np.minimum(
-        np.where(up, r * (1 + curve.rtol_ratio), r * (1 - curve.rtol_ratio)), 1 / mu
+        np.where(moves_up, r * (1 + curve.rtol_ratio), r * (1 - curve.rtol_ratio)),
+        1 / mu,
     )
-    # every end turns the weight from 0 to alive, or back
+    # each end turns the weight from 0 to another number, or back
     ends_passed = (ends[pair_of_point] < r_ahead[:, None]).sum(1)
     even_ends_passed = ends_passed % 2 == 0
     alive_here = alive_below_all[pair_of_point] == even_ends_passed
+    # 0 below all ends and inf above them, so that each point is between two
     ends = np.pad(ends, ((0, 0), (1, 1)), constant_values=((0, 0), (0, np.inf)))
     end_below = ends[pair_of_point, ends_passed]
     end_above = ends[pair_of_point, ends_passed + 1]
-    vanishing_probability = np.minimum(np.where(up, end_above, end_below) * mu, 1)
-    cap = np.where(up, vanishing_probability - p, p - vanishing_probability)
-    # a bound times a probability that TINY stands for
+    vanishing_probability = np.minimum(np.where(moves_up, end_above, end_below) * mu, 1)
+    cap = np.where(moves_up, vanishing_probability - p, p - vanishing_probability)
+    # no more than a bound times TINY, which stands for a probability of 0
     cap = np.where(cap < 1e9 * TINY, 0, cap)
     return np.where(alive_here & (A != 0), cap, 0).reshape(shape)
 
 
 def _toward_the_update(curve: Curve) -> Curve:
-    """Return the curve with weight 0 where its weight has not the sign of A: from where
-    a penalty pulls a token back, it is carried no further.
+    """Return the curve with weight 0 where its weight does not have the sign of A. There
+    a penalty pulls the token back, so the update carries it no further.
     """
 
     def weight(r: Any, A: Any, mu: Any) -> Any:
@@ -117,8 +119,8 @@ def own_token_bound(
     length: Any,
     log_ratio_of_others: Any = 0.0,
 ) -> np.ndarray:
-    """p up to which one token alone (A > 0) keeps its gradient under GSPO: min(1, mu
-    (1+ε_high)^T / Π_{others} r).
+    """Return the p up to which one token that moves alone (A > 0) keeps its gradient
+    under GSPO: min(1, mu (1+ε_high)^T / Π_{others} r).
 
     The sequence bound s <= 1+ε_high solved for one token of length = T;
     log_ratio_of_others = Σ_{others} log r.
@@ -137,30 +139,34 @@ def own_token_bound(
 
 
 def _checked_points(pi: Any, pi_old: Any, adv: Any) -> list[np.ndarray]:
-    """The three arguments as arrays; InputError where they are no such numbers."""
+    """Return the three arguments as arrays that broadcast. Raise InputError where they
+    are no probabilities or no advantages.
+    """
     points = []
-    for name, x in (("pi", pi), ("pi_old", pi_old), ("adv", adv)):
+    for name, given in (("pi", pi), ("pi_old", pi_old), ("adv", adv)):
         try:
-            x = np.asarray(
-                x.detach().cpu().double() if isinstance(x, Tensor) else x, dtype=float
-            )
+            if isinstance(given, Tensor):
+                numbers = np.asarray(given.detach().cpu().double())
+            else:
+                numbers = np.asarray(given, dtype=float)
         except (TypeError, ValueError, OverflowError, RuntimeError):
             # OverflowError: 10**400; RuntimeError: a tensor without data
             raise InputError(
-                f"{name} must be numbers, got {type(x).__name__}."
+                f"{name} must be numbers, got {type(given).__name__}."
             ) from None
-        is_bad = ~np.isfinite(x) if name == "adv" else ~((x >= 0) & (x <= 1))
+        if name == "adv":
+            is_bad = ~np.isfinite(numbers)
+            requirement = "an advantage is finite"
+        else:
+            is_bad = ~((numbers >= 0) & (numbers <= 1))
+            requirement = "a probability is in [0, 1] (is it a logarithm?)"
         if is_bad.any():
-            if name == "adv":
-                requirement = "an advantage is finite"
-            else:
-                requirement = "a probability is in [0, 1] (is it a logarithm?)"
-            raise InputError(f"{name} is {x[is_bad].flat[0]:g}: {requirement}.")
-        points.append(x)
+            raise InputError(f"{name} is {numbers[is_bad].flat[0]:g}: {requirement}.")
+        points.append(numbers)
     try:
         return list(np.broadcast_arrays(*points))
     except ValueError:
-        shapes = ", ".join(str(x.shape) for x in points)
+        shapes = ", ".join(str(numbers.shape) for numbers in points)
         raise InputError(
             f"pi, pi_old and adv have shapes {shapes}, which do not broadcast."
         ) from None

@@ -32,8 +32,8 @@ from upref.weights.black_box import (
 )
 from upref.weights.jumps import GRID, Jump, find_jumps
 
-RTOL_RATIO = 1e-12  # relative; ratios nearer than that are one
-# of a loss that computes in float32: of ratios, and of weights
+RTOL_RATIO = 1e-12  # ratios of a smaller relative distance count as one
+# the same of a loss that computes in float32, for ratios and for weights
 SINGLE_RTOL_RATIO = 1e-5
 SINGLE_FLOOR = 1e-4
 ROWS = 512  # pairs (A, mu) scanned at a time
@@ -50,21 +50,20 @@ class Curve:
     """w(r, A, mu): call it on arrays that broadcast. `of` makes it."""
 
     name: str
-    # broadcasting; mu r <= 1
+    # of (r, A, mu), arrays that broadcast, with mu r <= 1
     weight: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray] = field(
         repr=False
     )
     reads_mu: bool
     level: str = "token"
     settings: dict[str, Any] = field(default_factory=dict)  # the hyperparameters
-    # a token's weight depends on the others of its batch, so they are asked one by one
+    # a token's weight depends on the others of its batch, so each is measured alone
     batch_coupled: bool = False
-    # how far apart, relatively, two ratios are told apart,
-    rtol_ratio: float = RTOL_RATIO
-    floor: float = 1e-6  # and two weights
+    rtol_ratio: float = RTOL_RATIO  # ratios of a smaller relative distance count as one
+    floor: float = 1e-6  # weights of a smaller relative distance count as one
 
     def __call__(self, r: Numbers, A: Numbers, mu: Numbers | None = None) -> np.ndarray:
-        """dJ/dlp in float64. Raises InputError where a loss has no finite gradient."""
+        """Return dJ/dlp in float64. Raise InputError where a loss has no finite gradient."""
         r = np.asarray(r, dtype=float)
         A = np.asarray(A, dtype=float)
         with np.errstate(all="ignore"):
@@ -78,12 +77,12 @@ class Curve:
     def jumps(
         self, A: float, mu: float | None = None, r: np.ndarray = GRID
     ) -> list[Jump]:
-        """All jumps between the first and the last of the ratios r, ascending.
+        """Find all jumps between the first and the last of the ratios r, ascending.
 
-        A jump shows if it is a quarter of what the weight changes by within a 16th of
-        the distance of two r (by default 0.15 % in 1e-3..1e3, less near 1). Two that
-        lie between the same two r may be missed if they undo each other. A weight that
-        fades has no end.
+        The distance of two ratios is cut into 16 parts (by default of 0.15 % of r in
+        1e-3..1e3, less near 1). A jump shows if it is more than a quarter of the whole
+        change of the weight in these parts. Two jumps between the same two ratios may be
+        missed if they undo each other. A weight that fades has no end.
 
         Args:
             A: the advantage.
@@ -96,7 +95,7 @@ class Curve:
         return self.all_jumps([A], None if mu is None else [mu], r)[0]
 
     def all_jumps(self, A: Any, mu: Any, r: np.ndarray) -> list[list[Jump]]:
-        """The jumps of the weight for each of several A and mu.
+        """Find the jumps of the weight for each of several A and mu.
 
         Args:
             A: advantages.
@@ -130,7 +129,7 @@ class Curve:
         """
         A, mu = _columns(A, mu)
         parts = [slice(n, n + ROWS) for n in range(0, max(len(A), 1), ROWS)]
-        found, alive = zip(
+        tables, alive = zip(
             *(
                 self._find_jumps(
                     A[part], None if mu is None else mu[part], GRID, ends=True
@@ -139,12 +138,13 @@ class Curve:
             ),
             strict=True,
         )
+        # of each end: the number of its pair (A, mu), and its place among that pair's
         pair = np.concatenate(
-            [f.row + part.start for f, part in zip(found, parts, strict=True)]
+            [table.row + part.start for table, part in zip(tables, parts, strict=True)]
         )
-        number_in_pair = np.arange(len(pair)) - np.searchsorted(pair, pair)
-        ratios = np.full((len(A), number_in_pair.max(initial=-1) + 1), np.inf)
-        ratios[pair, number_in_pair] = np.concatenate([f.r for f in found])
+        place = np.arange(len(pair)) - np.searchsorted(pair, pair)
+        ratios = np.full((len(A), place.max(initial=-1) + 1), np.inf)
+        ratios[pair, place] = np.concatenate([table.r for table in tables])
         return ratios, np.concatenate(alive)
 
     def in_float32(self) -> "Curve":
@@ -154,17 +154,16 @@ class Curve:
         return replace(self, rtol_ratio=SINGLE_RTOL_RATIO, floor=SINGLE_FLOOR)
 
     def _find_jumps(self, A: Any, mu: Any, r: Any, ends: bool) -> Any:
-        """The jumps of the weight between these ratios."""
+        """Find the jumps of the weight between these ratios; see `find_jumps`."""
+
+        def weight_of_rows(r: np.ndarray, rows: np.ndarray) -> np.ndarray:
+            """Return the weights at r [m, k], with A and mu of these rows."""
+            return self(r, A[rows], None if mu is None else mu[rows])
+
         # mu r is a probability
         largest_r = 1 / mu if self.reads_mu and mu is not None else np.inf
         r = np.broadcast_to(np.minimum(r, largest_r), (len(A), len(r)))
-        return find_jumps(
-            lambda x, i: self(x, A[i], None if mu is None else mu[i]),
-            r,
-            ends,
-            self.rtol_ratio,
-            self.floor,
-        )
+        return find_jumps(weight_of_rows, r, ends, self.rtol_ratio, self.floor)
 
 
 def _columns(A: Numbers, mu: Numbers | None) -> tuple[np.ndarray, np.ndarray | None]:
@@ -172,8 +171,8 @@ def _columns(A: Numbers, mu: Numbers | None) -> tuple[np.ndarray, np.ndarray | N
     A = np.atleast_1d(np.asarray(A, dtype=float))
     if mu is None:
         return A[:, None], None
-    A, mu = (x[:, None] for x in np.broadcast_arrays(A, mu))
-    return A, mu
+    A, mu = np.broadcast_arrays(A, mu)
+    return A[:, None], mu[:, None]
 
 
 # ---- from an objective ---------------------------------------------------------------
@@ -195,8 +194,8 @@ def obstacle(objective: Objective) -> str:
 
 
 def of_objective(objective: Objective, **hp: Any) -> Curve:
-    """Make the curve of an objective from its closed form; one that reads the entropy
-    is asked about a token of entropy 1.
+    """Make the curve of an objective from its closed form. Where it reads the entropy,
+    the curve is that of a token of entropy 1.
 
     Args:
         objective: with a weight of a token by itself.
@@ -223,7 +222,9 @@ def _closed_form_weight(
     A: Any,
     mu: Any,
 ) -> np.ndarray:
-    """Return the weight of an objective, in the shape of the ratios at least."""
+    """Return the weight of an objective, in the shape that it and the ratios broadcast
+    to: the weight of some objectives does not depend on r.
+    """
     return objective.weight(r, A, mu=mu, **hp) + 0 * r
 
 
@@ -238,7 +239,7 @@ def _weight_of_coupled_tokens(
     of one token.
     """
     points = np.broadcast_arrays(r, A, mu)
-    r, A, mu = (torch.tensor(x.reshape(-1, 1)) for x in points)
+    r, A, mu = (torch.tensor(column.reshape(-1, 1)) for column in points)
     mask = torch.ones_like(r, dtype=torch.bool)
     return (
         objective.weight(r, A, mu, mask, torch.ones_like(r), **hp)
@@ -249,11 +250,11 @@ def _weight_of_coupled_tokens(
 
 # ---- from anybody's loss -------------------------------------------------------------
 def of_loss(loss: Any, settings: dict[str, Any] | None = None) -> Curve:
-    """The curve of whatever has a name and a `gradient(Rollouts)`, dJ/dlp as [B, T];
-    measured by autograd.
+    """Make the curve of whatever has a name and a `gradient(Rollouts)`, dJ/dlp as
+    [B, T], measured by autograd.
 
-    A hundred small batches at most tell whether mu and the other tokens matter and
-    whether it computes in float32.
+    A hundred small batches at most tell whether its weight depends on mu and on the
+    other tokens, and whether the loss computes in float32.
 
     Args:
         loss: the object.
@@ -266,7 +267,8 @@ def of_loss(loss: Any, settings: dict[str, Any] | None = None) -> Curve:
         InputError: it has no finite gradient.
     """
     curve = Curve(loss.name, partial(_measured, loss), True, settings=settings or {})
-    r, A = (x.ravel() for x in np.meshgrid(np.exp(MIDDLE_LOG_R), ADVANTAGES))
+    columns = np.meshgrid(np.exp(MIDDLE_LOG_R), ADVANTAGES)
+    r, A = (column.ravel() for column in columns)
     batch = single_token_batch(A, r, low_probability(r))
     if black_box.computes_in_float32(loss.gradient, batch):
         curve = curve.in_float32()
@@ -279,44 +281,50 @@ def of_loss(loss: Any, settings: dict[str, Any] | None = None) -> Curve:
 
 
 def _measured(loss: Any, r: Any, A: Any, mu: Any) -> np.ndarray:
-    """The weight of a loss at each point, many points in one batch."""
+    """Measure the weight of a loss at each point, many points in one batch."""
     weights = in_parts(partial(_in_one_batch, loss), AT_ONCE, r, A, mu)
     _refuse_infinite(loss, weights, r, mu)
     return weights
 
 
 def _one_by_one(loss: Any, r: Any, A: Any, mu: Any) -> np.ndarray:
-    """The weight of a loss at each point, one point in each batch."""
+    """Measure the weight of a loss at each point, one point in each batch."""
     weights = in_parts(partial(_gradient, loss), 1, r, A, mu)
     _refuse_infinite(loss, weights, r, mu)
     return weights
 
 
 def _in_one_batch(loss: Any, r: Any, A: Any, mu: Any) -> np.ndarray:
-    """The weights of tokens in one batch. The strongest by itself tells the denominator
-    of the batch; all are NaN where it has a gradient only beside others.
+    """Measure the weights of tokens in one batch.
+
+    The batch's gradient is divided by a count of its tokens or responses. What that is
+    shows the token with the largest gradient, which is measured alone too: the loss's
+    weight is its gradient in a batch of one. All weights are NaN where that token has a
+    gradient only beside others.
     """
     gradient = _gradient(loss, r, A, mu)
     if len(gradient) == 1:
         return gradient
     _refuse_infinite(loss, gradient, r, mu)
-    i = abs(gradient).argmax()
-    if not gradient[i]:
+    strongest = abs(gradient).argmax()
+    if not gradient[strongest]:
         return gradient
-    token = slice(i, i + 1)
+    token = slice(strongest, strongest + 1)
     alone = _gradient(loss, r[token], A[token], mu[token])
-    return gradient * (alone / gradient[i])
+    return gradient * (alone / gradient[strongest])
 
 
 def _gradient(loss: Any, r: Any, A: Any, mu: Any) -> np.ndarray:
-    """The gradient of a loss at each point of one batch, without its KL term's."""
+    """Measure the gradient of a loss, less that of its KL term, at each point of one
+    batch.
+    """
     gradient = _without_kl_term(loss, single_token_batch(A, r, mu))
     return gradient[:, 0].double().numpy() + 0.0  # not -0
 
 
 def _without_kl_term(loss: Any, batch: Rollouts) -> Tensor:
-    """The gradient of a loss. Of one that reads the reference policy, what is left at
-    A = 0 is its KL term, which is subtracted.
+    """Return the gradient of a loss, less that of its KL term. Of a loss that reads the
+    reference policy, the gradient at A = 0 is that of the KL term.
     """
     gradient: Tensor = loss.gradient(batch)
     if "logp_ref" not in getattr(loss, "reads", ()):
@@ -336,19 +344,20 @@ def _refuse_infinite(loss: Any, weights: np.ndarray, r: Any, mu: Any) -> None:
 
 # ---- from whatever a user names ------------------------------------------------------
 def of(what: "str | Objective | Callable[..., Any] | Curve", **hp: Any) -> Curve:
-    """The curve of a registered name, an Objective, or any loss or its name
-    (path/to/file.py:function, package.module:function, verl:loss_mode, trl:loss_type),
-    at these hyperparameters or keywords of its own.
-
-    Raises InputError for what has no weight of a token by itself (`obstacle`, or a loss
-    whose tokens are coupled, that reads the entropy, or that has no one gradient).
+    """Make the curve of a registered name, an Objective, or any loss or its name
+    (path/to/file.py:function, package.module:function, verl:loss_mode, trl:loss_type).
 
     Args:
         what: the name, Objective, loss or Curve.
-        **hp: hyperparameters.
+        **hp: hyperparameters of the objective, or keywords of the loss's own.
 
     Returns:
         The weight as a function of (r, A, mu).
+
+    Raises:
+        InputError: the weight of a token by itself is no such function: see `obstacle`.
+            Of a loss, the tokens of a batch are coupled, the weight depends on the
+            entropy, or two calls give two gradients.
     """
     if isinstance(what, Curve):
         return what
@@ -369,8 +378,8 @@ def of(what: "str | Objective | Callable[..., Any] | Curve", **hp: Any) -> Curve
 
 
 def _obstacle_of_loss(loss: losses.Loss) -> str:
-    """Why the weight of a token by itself is not a function of (r, A, mu), as
-    `obstacle` says of an objective; "" if it may be one.
+    """Return why the weight of a token by itself is not a function of (r, A, mu), as
+    `obstacle` does for an objective; "" if it may be one.
     """
     r = np.exp(MIDDLE_LOG_R)
     batch = single_token_batch(1.0, r, low_probability(r))
@@ -383,36 +392,42 @@ def _obstacle_of_loss(loss: losses.Loss) -> str:
 
 
 def of_all(whats: Sequence[Any], hp: dict[str, Any]) -> list[Curve]:
-    """The curve of each, with the hyperparameters that it takes; InputError for one
-    that none takes.
+    """Make the curve of each of several objectives and losses.
 
     Args:
         whats: names, Objectives or losses.
-        hp: hyperparameters; each gets those that it has.
+        hp: hyperparameters; each objective or loss gets those that it has.
 
     Returns:
         A curve for each.
+
+    Raises:
+        InputError: a hyperparameter that none of them has.
     """
     if not whats:
         raise InputError("name at least one objective.")
-    takes = [_takes(what) for what in whats]
+    named = [
+        get(what) if isinstance(what, str) and ":" not in what else what
+        for what in whats
+    ]
     for key in hp:
-        if not any(take(key) for take in takes):
+        if not any(_has_hyperparameter(what, key) for what in named):
             if len(whats) == 1:
                 of(whats[0], **{key: hp[key]})  # its error names what there is
-            loss_names = (getattr(w, "name", None) or losses.name_of(w) for w in whats)
+            loss_names = (
+                getattr(what, "name", None) or losses.name_of(what) for what in whats
+            )
             raise InputError(
                 f"none of {', '.join(loss_names)} has a hyperparameter {key!r}."
             )
     return [
-        of(what, **{k: v for k, v in hp.items() if take(k)})
-        for what, take in zip(whats, takes, strict=True)
+        of(what, **{k: v for k, v in hp.items() if _has_hyperparameter(what, k)})
+        for what in named
     ]
 
 
-def _takes(what: Any) -> Callable[[str], bool]:
-    """Return the function that tells whether a loss has a hyperparameter of a name."""
-    what = get(what) if isinstance(what, str) and ":" not in what else what
+def _has_hyperparameter(what: Any, name: str) -> bool:
+    """Tell whether an objective, or a loss, has a hyperparameter of this name."""
     if isinstance(what, Objective):
-        return what.hyperparameters.__contains__
-    return partial(losses.accepts, what)
+        return name in what.hyperparameters
+    return losses.accepts(what, name)

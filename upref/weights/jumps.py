@@ -8,19 +8,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# Where a weight is looked at first: every 26 % of r, every 2 % in [1e-3, 1e3], ever
-# closer towards r = 1.
+# ratios at which a weight is computed first: every 26 % of r, every 2 % in [1e-3, 1e3],
+# ever closer towards r = 1
 _NEAR = np.logspace(-12, -1, 111)
 GRID = np.unique(
     np.r_[np.logspace(-30, 30, 601), np.logspace(-3, 3, 601), 1 - _NEAR, 1, 1 + _NEAR]
 )
-# of the weight near r = 1; where so little turns to 0, rounding did it and not a cut
+# Relative to the weight near r = 1. Where a smaller weight turns to 0, it has been
+# rounded to 0, and no bound cuts it off.
 FAINT_SHARE = 1e-10
 PARTS = 16  # into which an interval is cut
 
 
 class Jump(NamedTuple):
-    """A ratio at which the weight jumps, to the last bit; the last one on the side of
+    """A ratio at which the weight jumps, to the last bit: the last ratio on the side of
     the larger |weight|.
     """
 
@@ -97,7 +98,8 @@ def find_jumps(
             part_jumps = change > np.maximum(least, even_change)
             score = np.where(part_turns, np.inf, np.where(part_jumps, change, 0))
         is_chosen = score > 0
-        # an interval of the scan may hold several jumps, one of its parts holds one
+        # An interval of the first scan may hold several jumps. Each later one is taken to
+        # hold one jump, in the part with the highest score.
         if not is_scan:
             is_chosen &= np.arange(PARTS) == score.argmax(1)[:, None]
         interval, part = is_chosen.nonzero()
@@ -115,7 +117,7 @@ def find_jumps(
     row = row[is_first]
     low = low[is_first]
     high = high[is_last]
-    # on a bound itself a third value may stand
+    # beside the jump, because the weight on a bound itself may be a third number
     beside = np.c_[low * (1 - rtol_ratio), high * (1 + rtol_ratio)]
     below, above = weight(beside, row).T
     is_jump = (below == 0) != (above == 0)
@@ -138,7 +140,9 @@ def _least_change(w: np.ndarray, faint: np.ndarray, floor: float) -> np.ndarray:
 
 
 def _is_faded(w: np.ndarray, faint: np.ndarray) -> np.ndarray:
-    """Which weights are 0 and have a faint weight next to them, [n, G]."""
+    """Find the weights that are 0 only by rounding: the nearest weight other than 0, on
+    either side, is faint, [n, G].
+    """
     is_faint = (w != 0) & (abs(w) < faint)
     if not is_faint.any():
         return is_faint
