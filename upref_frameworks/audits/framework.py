@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a framework's file holds: one Framework. It alone calls the framework's losses."""
+"""The tables of one framework, and what its losses compute on a batch."""
 
 import inspect
 import math

@@ -3,13 +3,8 @@
 code.
 """
 
-import ast
-import importlib.util
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -243,91 +238,3 @@ CAP = fault(
     "objective",
     objective=cap_cispo(0.2),
 )
-
-
-def defaults(module: str, names: tuple[str, ...]) -> dict[str, Any]:
-    """Read the defaults of some options of a command line from its source.
-
-    Args:
-        module: the module that adds the options to a parser.
-        names: options, such as `--eps-clip`.
-
-    Returns:
-        Field -> default, by the names of argparse: `eps_clip`.
-    """
-    return {
-        name.strip("-").replace("-", "_"): options(module)[name]["default"]
-        for name in names
-    }
-
-
-def arguments(function: Callable[..., Any], *but: str) -> dict[str, Any]:
-    """Return the arguments of a function or a constructor with their defaults.
-
-    Args:
-        function: not called.
-        *but: arguments to leave out, beside `self`.
-
-    Returns:
-        Name -> default; inspect's `empty` for an argument without one.
-    """
-    return {
-        k: p.default
-        for k, p in inspect.signature(function).parameters.items()
-        if k not in ("self", *but)
-    }
-
-
-def source(module: str, beside: str = ".", up: int = 0) -> str:
-    """Return the text of a module without importing it, or of a file near it.
-
-    Args:
-        module: its importable name; packages above it are imported.
-        beside: path of another file, relative to the folder that `up` selects; ".": the
-            module itself.
-        up: 0: the module's own folder; 1: the folder above it, and so on.
-
-    Returns:
-        The source.
-    """
-    spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.origin is not None
-    file = Path(spec.origin)
-    return (file if beside == "." else file.parents[up] / beside).read_text(
-        encoding="utf-8"
-    )
-
-
-def options(module: str) -> dict[str, dict[str, Any]]:
-    """Read the options of a command line from the source of the module that adds them.
-
-    Args:
-        module: not imported.
-
-    Returns:
-        Option, with its hyphens -> those keywords of its add_argument that are
-        literals. `default` is always there: False for a flag and None for others where
-        the source gives none.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for node in ast.walk(ast.parse(source(module))):
-        if not isinstance(node, ast.Call):
-            continue
-        for word in node.args:
-            if isinstance(word, ast.Constant) and str(word.value).startswith("--"):
-                literal = {
-                    k.arg or "": ast.literal_eval(k.value)
-                    for k in node.keywords
-                    if _is_literal(k.value)
-                }
-                literal.setdefault(
-                    "default", False if literal.get("action") == "store_true" else None
-                )
-                found.setdefault(str(word.value), literal)
-    return found
-
-
-def _is_literal(node: ast.expr) -> bool:
-    """Return whether an expression consists of constants, signs, lists and tuples only."""
-    kinds = ast.Constant | ast.List | ast.Tuple | ast.Load | ast.UnaryOp | ast.USub
-    return all(isinstance(n, kinds) for n in ast.walk(node))

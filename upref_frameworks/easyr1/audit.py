@@ -32,9 +32,9 @@ from upref_frameworks.audits.shared import (
     K1,
     NARROW_K3,
     SAMPLE,
-    source,
     whiten_by_sample,
 )
+from upref_frameworks.audits.sources import source
 
 PIN = Pin(
     repository="https://github.com/hiyouga/EasyR1",

@@ -29,8 +29,8 @@ from upref_frameworks.audits.shared import (
     SLOTS,
     VESPO,
     WIDTH,
-    arguments,
 )
+from upref_frameworks.audits.sources import arguments
 
 PIN = Pin(
     packages=("liger-kernel==0.8.5",),

@@ -20,9 +20,8 @@ from upref_frameworks.audits.shared import (
     CLAMP_S20,
     K1,
     NARROW_K3,
-    defaults,
-    options,
 )
+from upref_frameworks.audits.sources import defaults, options
 
 UTILS = "miles.backends.training_utils."
 ARGUMENTS = "miles.utils.arguments"

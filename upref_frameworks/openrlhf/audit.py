@@ -18,7 +18,8 @@ from upref.aggregation import Totals
 from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, aggregated, with_hp
 from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
-from upref_frameworks.audits.shared import CLAMP, arguments, clamp_kl
+from upref_frameworks.audits.shared import CLAMP, clamp_kl
+from upref_frameworks.audits.sources import arguments
 
 PIN = Pin(
     packages=("openrlhf==0.11.2",),

@@ -17,7 +17,8 @@ from upref.registry import get
 from upref.rollouts import Rollouts, Totals
 from upref.verify.faults.losses import LossFault, fault, with_hp
 from upref_frameworks.audits.framework import Comparison, Framework, Pin
-from upref_frameworks.audits.shared import ALWAYS, source
+from upref_frameworks.audits.shared import ALWAYS
+from upref_frameworks.audits.sources import source
 
 CONFIGS = "../packages/prime-rl-configs/src/prime_rl/configs/trainer.py"
 PIN = Pin(

@@ -20,13 +20,8 @@ from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
 from upref_frameworks.audits.components import kls
 from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
-from upref_frameworks.audits.shared import (
-    CLAMP_K3,
-    SAMPLE,
-    clamp_kl,
-    source,
-    whiten_by_sample,
-)
+from upref_frameworks.audits.shared import CLAMP_K3, SAMPLE, clamp_kl, whiten_by_sample
+from upref_frameworks.audits.sources import source
 
 PIN = Pin(
     repository="https://github.com/alibaba/ROLL",

@@ -15,15 +15,8 @@ from upref.kl import k3
 from upref.verify.faults.losses import GROUPS, aggregated, with_hp
 from upref_frameworks.audits.components import kls
 from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
-from upref_frameworks.audits.shared import (
-    BETA,
-    CLAMP_K3,
-    FLOOR,
-    K1,
-    clamp_kl,
-    defaults,
-    options,
-)
+from upref_frameworks.audits.shared import BETA, CLAMP_K3, FLOOR, K1, clamp_kl
+from upref_frameworks.audits.sources import defaults, options
 
 ARGUMENTS = "slime.utils.arguments"
 PIN = Pin(

@@ -18,15 +18,8 @@ from upref.kl import k3
 from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, with_hp
 from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
-from upref_frameworks.audits.shared import (
-    BNPO,
-    CAP,
-    CLAMP_K3,
-    LENGTH,
-    NO_KL,
-    kl_term,
-    source,
-)
+from upref_frameworks.audits.shared import BNPO, CAP, CLAMP_K3, LENGTH, NO_KL, kl_term
+from upref_frameworks.audits.sources import source
 
 TRAINERS = "swift.rlhf_trainers."
 PIN = Pin(

@@ -19,7 +19,8 @@ from upref.rollouts import Rollouts
 from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, LossFault, aggregated, fault, with_hp
 from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
-from upref_frameworks.audits.shared import BETA, MICRO_MEAN, NO_KL, arguments
+from upref_frameworks.audits.shared import BETA, MICRO_MEAN, NO_KL
+from upref_frameworks.audits.sources import arguments
 
 PIN = Pin(
     packages=("torchrl==0.14.1", "tensordict==0.14.3", "pyvers==0.2.3", "hoptorch==0.1.4", "packaging==25.0",

@@ -28,9 +28,9 @@ from upref_frameworks.audits.shared import (
     CLAMP,
     NARROW_K3,
     SAMPLE,
-    arguments,
     whiten_by_sample,
 )
+from upref_frameworks.audits.sources import arguments
 
 PIN = Pin(
     packages=("trinity-rft==0.6.0", "safetensors==0.8.0"),
