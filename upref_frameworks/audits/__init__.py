@@ -12,7 +12,7 @@ import datetime
 import importlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from upref.errors import InputError
 from upref.result import Result
@@ -24,7 +24,8 @@ from upref_frameworks.audits.framework import Framework
 from upref_frameworks.audits.ledger import as_toml_value, changed_defaults, check_ledger
 from upref_frameworks.ledger import Entry, read, read_tables, summary
 
-OWN = ("compare", "ledger")  # every other file of this folder is a framework
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -106,14 +107,14 @@ class Audit(Result):
             console.print(*self.lines(), sep="\n")
         return text.get().rstrip("\n")
 
-    def lines(self, verbose: bool = False) -> Iterator[Any]:
+    def lines(self, verbose: bool = False) -> "Iterator[Table | str]":
         """Yield the table and the sentences behind it, for rich.
 
         Args:
             verbose: not read: all is printed.
 
         Yields:
-            Renderables.
+            The table, then sentences.
         """
         from rich.markup import escape
         from rich.table import Table
@@ -248,15 +249,14 @@ def audit(
         InputError: the framework cannot be installed or run.
     """
     f = framework(name)
-    if comparisons is not None and not all(
-        isinstance(c, Comparison) for c in _listed(comparisons)
-    ):
+    if comparisons is not None and not _are_comparisons(comparisons):
         raise InputError(
             "comparisons are a tuple of upref_frameworks.audits.case.Comparison, or None for all of them."
         )
-    if (
-        answer := isolated.run_elsewhere("audit", name, f.pin, version, source, loud)
-    ) is not None:
+    answer: Audit | None = isolated.run_elsewhere(
+        "audit", name, f.pin, version, source, loud
+    )
+    if answer is not None:
         return answer
     inside = f.pin and isolated.INSIDE
     version = inside["version"] if inside else f.version()
@@ -308,6 +308,6 @@ def audit(
     )
 
 
-def _listed(x: Any) -> list[Any]:
-    """Return the items of a list or tuple; of anything else a list of one None."""
-    return [*x] if isinstance(x, list | tuple) else [None]
+def _are_comparisons(x: object) -> bool:
+    """Return whether this is a list or a tuple of Comparisons, or an empty one."""
+    return isinstance(x, list | tuple) and all(isinstance(c, Comparison) for c in x)

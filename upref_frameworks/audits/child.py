@@ -44,7 +44,7 @@ def main(job: str, answer: str) -> int:
         Exit status 0, whether or not the job could be done: `answer` says it.
     """
     work, name, where, arguments = pickle.loads(Path(job).read_bytes())
-    out: tuple[str, Any]
+    out: tuple[str, object]
     try:
         enter(name, where)
         out = "ok", WORK[work](name, **arguments)
@@ -210,7 +210,7 @@ def kernels(name: str) -> "Kernels":
     return check_kernels(name)
 
 
-WORK: dict[str, Callable[..., Any]] = {
+WORK: "dict[str, Callable[..., audits.Audit | Kernels | list[str]]]" = {
     "audit": audits.audit,
     "kernels": kernels,
     "scripts": scripts,

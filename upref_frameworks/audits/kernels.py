@@ -87,9 +87,10 @@ def kernels(
             {"nn.functional.linear_cross_entropy": check_logprobs(_log_probs_by_torch)},
         )
     f = framework(name)
-    if (
-        answer := isolated.run_elsewhere("kernels", name, f.pin, version, source, loud)
-    ) is not None:
+    answer: Kernels | None = isolated.run_elsewhere(
+        "kernels", name, f.pin, version, source, loud
+    )
+    if answer is not None:
         return answer
     inside = isolated.INSIDE["version"] if isolated.INSIDE else f.version()
     return Kernels(

@@ -41,7 +41,7 @@ def changed_defaults(
     return changed
 
 
-def as_toml_value(default: Any) -> bool | int | float | str:
+def as_toml_value(default: object) -> bool | int | float | str:
     """Return a default as TOML and JSON can hold it: what is no scalar becomes text.
 
     Args:

@@ -628,6 +628,8 @@ def no_kl(how: dict[str, Any], mode: str) -> str:
     return line if isinstance(line, str) else line.get(mode, "")
 
 
+# a value as one types it
+Setting = bool | int | float | str | None | tuple[float, ...]
 ASSIGNED = re.compile(
     r"""([A-Za-z_][\w.-]*)(?:\s*=\s*|:\s+)(\([^)]*\)|"[^"]*"|'[^']*'|[^\s,']+)"""
 )
@@ -636,7 +638,7 @@ OPTION = re.compile(
 )
 
 
-def typed_fields(line: str) -> list[tuple[str, Any]]:
+def typed_fields(line: str) -> list[tuple[str, Setting]]:
     """Return the keys that a line of a recipe sets, each with its value.
 
     Args:
@@ -654,9 +656,14 @@ def typed_fields(line: str) -> list[tuple[str, Any]]:
     return [(key, _read_value(text.strip())) for key, text in pairs]
 
 
-def _read_value(text: str) -> Any:
+def _read_value(text: str) -> Setting:
     """Return the Python value of a value as one types it."""
-    words = {"true": True, "false": False, "null": None, "": True}
+    words: dict[str, bool | None] = {
+        "true": True,
+        "false": False,
+        "null": None,
+        "": True,
+    }
     if text in words:
         return words[text]
     try:
@@ -666,7 +673,7 @@ def _read_value(text: str) -> Any:
         return tuple(float(n) for n in numbers) if len(numbers) > 1 else text
 
 
-def value(setting: Any, style: str) -> str:
+def value(setting: object, style: str) -> str:
     """Write a value as one types it in a framework's settings.
 
     Args:

@@ -7,7 +7,6 @@ import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from upref.definition import papers
 from upref.result import Result
@@ -209,7 +208,7 @@ def proofs(
     """
     entries = [e for e in read(framework.name) if e.proof]
     texts = [e.proof for e in entries]
-    said = isolated.run_elsewhere(
+    said: list[str] | None = isolated.run_elsewhere(
         "scripts", framework.name, framework.pin, version, source, loud, texts=texts
     )
     if said is None:
@@ -293,7 +292,7 @@ def draft(audit: Audit) -> str:
     return "\n".join(lines)
 
 
-def _toml(v: Any) -> str:
+def _toml(v: bool | int | float | str) -> str:
     """Return a value as TOML writes it."""
     if isinstance(v, bool):
         return str(v).lower()

@@ -178,7 +178,9 @@ def _kernels() -> dict[str, Callable[..., Any]]:
             for x in ChunkedLogProbFunction.apply(*given, ("entropy",))[:2]
         )
 
-    def selective(logits: Tensor, tokens: Tensor, temperature: float) -> Any:
+    def selective(
+        logits: Tensor, tokens: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities as TRL's trainer computes them, with the temperature
         by name.
         """

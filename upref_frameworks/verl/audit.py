@@ -245,7 +245,7 @@ def _kernels() -> dict[str, Callable[..., Any]]:
 
     def fused(
         hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
-    ) -> Any:
+    ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies of the fused head."""
         return FusedLinearForPPO()(hidden, weight, tokens, temperature)
 
