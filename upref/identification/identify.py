@@ -6,9 +6,8 @@ batches, matches, faults in turn.
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -913,66 +912,75 @@ def _find_pitfall(
     low, high = _clip_widths(bounds)
     mirrored_bases = _mirrored_bases(box, low, high)
     bases = [*mirrored_bases, *_bases(box, nearest, low, high)]
-    batch, gradient = _stack_batches(measured[:2] + measured[-RANDOM:])
+    batch, weights_of = _stack_batches(measured[:2] + measured[-RANDOM:])
     for n, (objective, clip) in enumerate(bases):
         is_mirrored = n < len(mirrored_bases)
-        resolved = objective.resolve(_only_those_of(objective, clip))
-        hp = {key: v for key, v in resolved.items() if key != "beta"}
-        case = LossCase(
-            box.loss,
-            objective,
-            hp,
-            box.agg or declared_aggregation(objective),
-            tol=box.tol,
-            edges=box.case.edges,
-        )
+        case = _case_of_base(box, objective, clip)
         # the factor may be the fault's own: an inverted ratio turns the sign of what is
         # on policy
-        weights_with_factor = gradient(case)
+        weights_with_factor = weights_of(case)
         # a fault that needs no factor goes first
         for factor in dict.fromkeys((1.0, box.scale)):
             found = weights_with_factor / factor - box.kl_weights(batch)
-            candidates = (
-                candidate
-                for candidate in known(
-                    "losses", objective, hp, [] if is_mirrored else bounds
-                )
-                if not is_mirrored or candidate.kind == "ratio"
-            )
-            faults = chain(two_gradients(case, batch), candidates)
-            known_fault = reproduces(faults, case, batch, found, batch.mask)
-            if known_fault:
-                break
-        if not known_fault:
-            continue
-        no_fault = fault("", known_fault.kind)
-        if fits(no_fault, case, batch, found, batch.mask, case.tol):
-            return None  # right on all of this without any fault: it is wrong elsewhere
-        if known_fault.meant:
-            objective = get(known_fault.meant)
-            hp = clip = _only_those_of(objective, {"eps_low": low, "eps_high": high})
-        match = _match_of_pitfall(box, objective, case, hp, clip)
-        return match, known_fault, case, factor
+            candidates = _candidate_faults(case, batch, bounds, is_mirrored)
+            known_fault = reproduces(candidates, case, batch, found, batch.mask)
+            if not known_fault:
+                continue
+            no_fault = fault("", known_fault.kind)
+            if fits(no_fault, case, batch, found, batch.mask, case.tol):
+                return None  # right on all of this without any fault: it is wrong elsewhere
+            if known_fault.meant:
+                objective = get(known_fault.meant)
+                widths = {"eps_low": low, "eps_high": high}
+                shown_hp = _only_those_of(objective, widths)
+            else:
+                shown_hp = {k: v for k, v in case.hp.items() if clip.get(k) is not None}
+            match = _match_of_pitfall(box, objective, shown_hp, case.agg)
+            return match, known_fault, case, factor
     return None
 
 
-def _match_of_pitfall(
-    box: BlackBox,
-    objective: Objective,
-    case: LossCase,
-    hp: dict[str, Any],
-    clip: dict[str, float],
-) -> Match:
-    """Return the match of an objective with a fault. It shows its clip, and its KL term
-    where that is the objective's own.
+def _case_of_base(
+    box: BlackBox, objective: Objective, clip: dict[str, float]
+) -> LossCase:
+    """Return the loss beside an objective with this clip and without its KL term."""
+    resolved = objective.resolve(_only_those_of(objective, clip))
+    hp = {key: v for key, v in resolved.items() if key != "beta"}
+    return LossCase(
+        box.loss,
+        objective,
+        hp,
+        box.agg or declared_aggregation(objective),
+        tol=box.tol,
+        edges=box.case.edges,
+    )
+
+
+def _candidate_faults(
+    case: LossCase, batch: Rollouts, bounds: list[float], is_mirrored: bool
+) -> Iterator[LossFault]:
+    """Yield the faults to try on a base. Its bounds are mirrored by a wrong ratio alone,
+    so a mirrored base is tried with the faults of the ratio.
     """
-    shown = {key: v for key, v in hp.items() if clip.get(key) is not None}
+    yield from two_gradients(case, batch)
+    for known_fault in known(
+        "losses", case.objective, case.hp, [] if is_mirrored else bounds
+    ):
+        if known_fault.kind == "ratio" or not is_mirrored:
+            yield known_fault
+
+
+def _match_of_pitfall(
+    box: BlackBox, objective: Objective, shown_hp: dict[str, Any], default_agg: str
+) -> Match:
+    """Return the match of an objective with a fault. It shows these hyperparameters,
+    and the KL coefficient where the KL term is the objective's own.
+    """
     same_kl = _same_kl(box, objective)
-    if box.kl and same_kl:
-        shown["beta"] = box.beta
-    own = _has_own_aggregation(box, objective)
-    agg = _aggregation_name(box) or case.agg
-    return Match(objective.name, shown, agg, own, same_kl, 0.0, 0.0)
+    shown = shown_hp | ({"beta": box.beta} if box.kl and same_kl else {})
+    has_own_aggregation = _has_own_aggregation(box, objective)
+    agg = _aggregation_name(box) or default_agg
+    return Match(objective.name, shown, agg, has_own_aggregation, same_kl, 0.0, 0.0)
 
 
 def _stack_batches(
