@@ -330,19 +330,20 @@ def _with_plain_ids(batch: Rollouts) -> Rollouts:
 
 
 class Relabeled:
-    """Compare the gradients of a loss on one batch with several sets of group ids."""
+    """Compare the gradient of a loss on one batch with those under other group ids."""
 
-    def __init__(self, case: LossCase) -> None:
+    def __init__(self, case: LossCase, batch: Rollouts) -> None:
         # a loss that loops over all ids up to the largest is stopped
         self.case = replace(case, loss=replace(case.loss, lines=LINES))
         self.tol = tolerance(case, 1e-7)
+        self.gradient = case.gradient(batch)
 
-    def difference(self, batch: Rollouts, gradient: Tensor) -> Tensor:
-        """Return how far the gradient of the batch is from this one, [B, T]; 0 where it
-        is near.
+    def difference(self, renamed: Rollouts) -> Tensor:
+        """Return how far the gradient with other ids is from that of the batch, [B, T];
+        0 where it is near.
         """
         return gradient_distance(
-            self.case.gradient(batch), gradient, batch.mask, self.tol
+            self.case.gradient(renamed), self.gradient, renamed.mask, self.tol
         )
 
     def gradients(self, batch: Rollouts) -> tuple[Tensor, Tensor]:
@@ -369,72 +370,105 @@ def _measure_groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
     limits its lines.
     """
     batch = case.ready(on_policy_batch())
-    relabeled = Relabeled(case)
-    gradient = case.gradient(batch)
-    notes = []
+    relabeled = Relabeled(case, batch)
+    notes: list[Finding] = []
     kinds_taken = []
     for kind, (every_group, all_but_one) in relabel_groups(batch).items():
-        is_taken = True
-        for renamed in (every_group, all_but_one):
-            try:
-                distances = relabeled.difference(renamed, gradient)
-            except TooManyLines as e:
-                if is_taken:
-                    about = f"group ids {kind} were not tested"
-                    notes.append(note("unusual-inputs", about, found=str(e)))
-                is_taken = False
-                continue
-            except (InputError, OutOfMemory) as e:  # a table of 2^40 ids needs memory
-                if kind == GAPS:
-                    about = f"group ids {kind}"
-                    due = "the same gradient"
-                    return [fail("unusual-inputs", about, due, str(e))], ()
-                if is_taken:
-                    about = f"group ids {kind} are refused"
-                    notes.append(note("unusual-inputs", about, found=str(e)))
-                is_taken = False
-                continue
-            if distances.max() > 0:
-                i, t = worst(distances)
-                expected_number, found_number = gradient_pair(
-                    gradient, case.gradient(renamed), (i, t), PLAIN_IDS
-                )
-                if renamed.group is not None:
-                    ids = f"{renamed.group.unique().tolist()}"
-                else:
-                    ids = ""
-                # dropped beside others: who numbers prompts from 0 never has them
-                if kind == NEGATIVE and renamed is all_but_one:
-                    notes.append(
-                        note(
-                            "unusual-inputs",
-                            f"group ids {kind} count otherwise: {ids}",
-                            expected_number,
-                            found_number,
-                        )
-                    )
-                    is_taken = False
-                    continue
-                renamed = shrink(renamed, relabeled.differs)
-                found, expected = relabeled.gradients(renamed)
-                i, t = worst((found - expected).abs())
-                expected_number, found_number = gradient_pair(
-                    expected, found, (i, t), PLAIN_IDS
-                )
-                about = f"group ids {kind}: {renamed.group.unique().tolist()}"  # type: ignore[union-attr]
-                return [
-                    fail(
-                        "unusual-inputs",
-                        about,
-                        expected_number,
-                        found_number,
-                        make_example(renamed, expected, found, case.loss.reads),
-                    )
-                ], ()
-        if is_taken:
+        findings = _findings_of_ids(relabeled, kind, every_group, all_but_one)
+        if any(f.severity == "failure" for f in findings):
+            return findings, ()
+        if not findings:
             kinds_taken.append(kind)
+        notes += findings
     case.covered.append("group ids " + ", ".join(kinds_taken))
     return notes, tuple(kinds_taken)
+
+
+def _findings_of_ids(
+    relabeled: Relabeled, kind: str, every_group: Rollouts, all_but_one: Rollouts
+) -> list[Finding]:
+    """Return one failure, or notes, where the loss refuses group ids of this kind or
+    its gradient changes with them; nothing where it takes them.
+
+    Args:
+        relabeled: compares gradients with that of the plain ids.
+        kind: the ids in words.
+        every_group: the batch with such ids for every group.
+        all_but_one: the batch with such ids for all groups but one.
+    """
+    notes: list[Finding] = []
+    for renamed in (every_group, all_but_one):
+        try:
+            distances = relabeled.difference(renamed)
+        except (InputError, OutOfMemory) as e:  # a table of 2^40 ids needs memory
+            refusal = _finding_of_refused_ids(kind, e)
+            if refusal.severity == "failure":
+                return [refusal]
+            # one note of a refusal is enough
+            if not notes:
+                notes.append(refusal)
+            continue
+        if not distances.max() > 0:
+            continue
+        # dropped beside others: who numbers prompts from 0 never has them
+        if kind == NEGATIVE and renamed is all_but_one:
+            notes.append(_note_of_dropped_group(relabeled, kind, renamed, distances))
+        else:
+            return [_failure_of_ids(relabeled, kind, renamed)]
+    return notes
+
+
+def _finding_of_refused_ids(kind: str, error: Exception) -> Finding:
+    """Return the finding of a loss that raises this error on group ids of this kind."""
+    if isinstance(error, TooManyLines):
+        about = f"group ids {kind} were not tested"
+        return note("unusual-inputs", about, found=str(error))
+    if kind == GAPS:
+        about = f"group ids {kind}"
+        return fail("unusual-inputs", about, "the same gradient", str(error))
+    about = f"group ids {kind} are refused"
+    return note("unusual-inputs", about, found=str(error))
+
+
+def _note_of_dropped_group(
+    relabeled: Relabeled, kind: str, renamed: Rollouts, distances: Tensor
+) -> Finding:
+    """Return the note that the gradient is another one where some groups have ids of
+    this kind; it shows the token that differs most.
+    """
+    expected, found = gradient_pair(
+        relabeled.gradient,
+        relabeled.case.gradient(renamed),
+        worst(distances),
+        PLAIN_IDS,
+    )
+    about = f"group ids {kind} count otherwise: {_distinct_ids(renamed)}"
+    return note("unusual-inputs", about, expected, found)
+
+
+def _failure_of_ids(relabeled: Relabeled, kind: str, renamed: Rollouts) -> Finding:
+    """Return the failure of a loss whose gradient changes with group ids of this kind;
+    it shows a small batch.
+    """
+    small = shrink(renamed, relabeled.differs)
+    found, expected = relabeled.gradients(small)
+    expected_number, found_number = gradient_pair(
+        expected, found, worst((found - expected).abs()), PLAIN_IDS
+    )
+    return fail(
+        "unusual-inputs",
+        f"group ids {kind}: {_distinct_ids(small)}",
+        expected_number,
+        found_number,
+        make_example(small, expected, found, relabeled.case.loss.reads),
+    )
+
+
+def _distinct_ids(batch: Rollouts) -> list[int]:
+    """Return the group ids of a batch, each once."""
+    assert batch.group is not None
+    ids: list[int] = batch.group.unique().tolist()
+    return ids
 
 
 def covered(case: LossCase) -> str:
