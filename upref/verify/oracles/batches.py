@@ -62,11 +62,9 @@ def micro_batches(case: LossCase) -> list[Finding]:
     Returns:
         A failure at the first way to cut the mini-batch that differs.
     """
-    # the batch has eight responses: 3 cuts it into unequal parts
     batch = _near_on_policy_batch(case)
-    micro_batch_counts = (2, 4, 8) if case.loss.equal_cuts else (2, 3, 8)
     value, gradient = case.kept_value_and_gradient(batch)
-    for n in micro_batch_counts:
+    for n in _micro_batch_counts(case):
         answers = [case.value_and_gradient(part) for part in batch.split(n)]
         summed_gradient = torch.cat([part_gradient for _, part_gradient in answers])
         summed_value = sum(part_value for part_value, _ in answers)
@@ -74,56 +72,7 @@ def micro_batches(case: LossCase) -> list[Finding]:
             summed_gradient, gradient, batch.mask, tolerance(case)
         )
         if distances.max() > 0:
-
-            def gradient_in_parts(batch: Rollouts, n: int = n) -> Tensor:
-                """Return the gradients of n micro-batches, below each other."""
-                count = min(n, len(batch.mask))
-                if count < 2 or (case.loss.equal_cuts and len(batch.mask) % count):
-                    raise InputError("it has no equal parts")
-                return torch.cat([case.gradient(part) for part in batch.split(count)])
-
-            small_batch = shrink(
-                batch,
-                partial(_differs_from_whole, case, gradient_in_parts),
-            )
-            whole_gradient = case.gradient(small_batch)
-            gradient_of_parts = gradient_in_parts(small_batch)
-            row, column = worst(
-                gradient_distance(
-                    gradient_of_parts, whole_gradient, small_batch.mask, tolerance(case)
-                )
-            )
-
-            def found_and_by_own_counts(batch: Rollouts) -> tuple[Tensor, Tensor]:
-                """Return the gradients found, and those of parts that divide by their own
-                counts.
-                """
-                cuts = [
-                    part
-                    for n in micro_batch_counts
-                    if len(batch.mask) % n == 0 or not case.loss.equal_cuts
-                    for part in batch.split(n)
-                ]
-                if not cuts:
-                    raise InputError("it has no equal parts")
-                due_parts = [
-                    _due_gradient(case, replace(part, totals=None)) for part in cuts
-                ]
-                return torch.cat(list(map(case.gradient, cuts))), torch.cat(due_parts)
-
-            why = NO_CAUSE
-            if holds_on_other_batches(case, found_and_by_own_counts, batch):
-                why = divides_by_its_own(case, "micro-batch")
-            about = f"{min(n, len(small_batch.mask))} micro-batches of unequal lengths, their losses added up"
-            expected_number, found_number = gradient_pair(
-                whole_gradient, gradient_of_parts, (row, column), "as of the whole"
-            )
-            shown = make_example(
-                small_batch, whole_gradient, gradient_of_parts, case.loss.reads
-            )
-            return [
-                fail("micro-batches", about, expected_number, found_number, shown, why)
-            ]
+            return [_failure_of_micro_batches(case, batch, n)]
         if (summed_value - value).abs() > 1e-6 * value.abs().clamp(min=1e-3):
             return [
                 note(
@@ -132,6 +81,75 @@ def micro_batches(case: LossCase) -> list[Finding]:
                 )
             ]
     return []
+
+
+def _micro_batch_counts(case: LossCase) -> tuple[int, ...]:
+    """Return the numbers of micro-batches that the mini-batch is cut into. It has eight
+    responses: 3 cuts it into unequal parts.
+    """
+    return (2, 4, 8) if case.loss.equal_cuts else (2, 3, 8)
+
+
+def _failure_of_micro_batches(case: LossCase, batch: Rollouts, n: int) -> Finding:
+    """Return the failure of a loss whose gradients of n micro-batches differ from that
+    of the whole batch; it shows a small batch.
+    """
+    gradient_in_parts = partial(_gradient_in_parts, case, n)
+    small_batch = shrink(batch, partial(_differs_from_whole, case, gradient_in_parts))
+    whole_gradient = case.gradient(small_batch)
+    gradient_of_parts = gradient_in_parts(small_batch)
+    place = worst(
+        gradient_distance(
+            gradient_of_parts, whole_gradient, small_batch.mask, tolerance(case)
+        )
+    )
+    expected_number, found_number = gradient_pair(
+        whole_gradient, gradient_of_parts, place, "as of the whole"
+    )
+    if holds_on_other_batches(case, partial(_found_and_by_own_counts, case), batch):
+        why = divides_by_its_own(case, "micro-batch")
+    else:
+        why = NO_CAUSE
+    return fail(
+        "micro-batches",
+        f"{min(n, len(small_batch.mask))} micro-batches of unequal lengths, their losses added up",
+        expected_number,
+        found_number,
+        make_example(small_batch, whole_gradient, gradient_of_parts, case.loss.reads),
+        why,
+    )
+
+
+def _gradient_in_parts(case: LossCase, n: int, batch: Rollouts) -> Tensor:
+    """Return the gradients of n micro-batches, below each other.
+
+    Raises:
+        InputError: the batch has no two parts, or no equal ones where the loss takes
+            only these.
+    """
+    count = min(n, len(batch.mask))
+    if count < 2 or (case.loss.equal_cuts and len(batch.mask) % count):
+        raise InputError("it has no equal parts")
+    return torch.cat([case.gradient(part) for part in batch.split(count)])
+
+
+def _found_and_by_own_counts(case: LossCase, batch: Rollouts) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the micro-batches, of every number of them, and those
+    that are due of parts that divide by their own counts.
+
+    Raises:
+        InputError: the loss takes equal parts only, and the batch has none.
+    """
+    parts = [
+        part
+        for n in _micro_batch_counts(case)
+        if len(batch.mask) % n == 0 or not case.loss.equal_cuts
+        for part in batch.split(n)
+    ]
+    if not parts:
+        raise InputError("it has no equal parts")
+    due_parts = [_due_gradient(case, replace(part, totals=None)) for part in parts]
+    return torch.cat(list(map(case.gradient, parts))), torch.cat(due_parts)
 
 
 def _differs_from_whole(
@@ -262,64 +280,72 @@ def one_response(case: LossCase) -> list[Finding]:
     """
     if case.wrong:
         return []
-
-    def case_and_weights(
-        batch: Rollouts, dtype: torch.dtype | None
-    ) -> tuple[LossCase, Tensor]:
-        """Return the case and its weights on a batch, in float32 where a dtype is
-        given.
-        """
-        return case.singly(batch) if dtype else (case, case.weights(batch))
-
-    def errors_of(batch: Rollouts, dtype: torch.dtype | None) -> Tensor:
-        """Return the error of each weight, [B, T]; 0 where rounding or a clamp may be
-        the reason.
-        """
-        asked_case, found = case_and_weights(batch, dtype)
-        errors = asked_case.weight_error(batch, found)
-        if not errors.max() > 10 * asked_case.tol:
-            return torch.zeros_like(errors)
-        # a clamp of log r, which the oracle `extremes` reports, may change these weights
-        is_extreme = asked_case.ratio(batch).log().abs() > CLAMPS[0]
-        forgiven = (
-            asked_case.rounded(batch)
-            | beyond_range(asked_case, batch, found)
-            | is_extreme
-        )
-        errors = errors.masked_fill(forgiven, 0)
-        return torch.where(errors > 10 * asked_case.tol, errors, 0)
-
-    def is_off(batch: Rollouts, dtype: torch.dtype | None) -> bool:
-        """Tell whether a weight of the batch is wrong."""
-        return bool(errors_of(batch, dtype).max() > 0)
-
     for index, (regime, batch) in enumerate(_single_batches(case)):
         # float32 and float64 in turn
         dtype = None if index % 2 or case.single else torch.float32
         try:
-            errors = errors_of(batch, dtype)
+            errors = _unforgiven_errors(case, dtype, batch)
         except InputError as e:  # one that asks for several responses, or for whole groups, says so itself
             return [note("one-response", f"{regime} is refused", found=str(e))]
         if errors.max() > 0:
-            batch = shrink(batch, partial(is_off, dtype=dtype), worst(errors))
-            i, t = worst(errors_of(batch, dtype))
-            _, weights = case_and_weights(batch, dtype)
-            expected = case.expected(batch)[i, t].item()
-            found = weights[i, t].item()
-            bounded_advantage = clipped(case, LARGE)
-            why = cause_if_confirmed_at(case, bounded_advantage, batch, (i, t), found)
-            return [
-                fail(
-                    "one-response",
-                    regime,
-                    expected,
-                    found,
-                    example(case, batch, dtype),
-                    why,
-                )
-            ]
+            is_wrong = partial(_has_wrong_weight, case, dtype)
+            small_batch = shrink(batch, is_wrong, worst(errors))
+            return [_failure_of_one_response(case, dtype, regime, small_batch)]
     case.covered.append(ONE_RESPONSE)
     return []
+
+
+def _case_and_weights(
+    case: LossCase, dtype: torch.dtype | None, batch: Rollouts
+) -> tuple[LossCase, Tensor]:
+    """Return the case and its weights on a batch, in float32 where a dtype is given."""
+    return case.singly(batch) if dtype else (case, case.weights(batch))
+
+
+def _unforgiven_errors(
+    case: LossCase, dtype: torch.dtype | None, batch: Rollouts
+) -> Tensor:
+    """Return the error of each weight, [B, T]; 0 where rounding or a clamp may be the
+    reason.
+    """
+    compared_case, found = _case_and_weights(case, dtype, batch)
+    errors = compared_case.weight_error(batch, found)
+    if not errors.max() > 10 * compared_case.tol:
+        return torch.zeros_like(errors)
+    # a clamp of log r, which the oracle `extremes` reports, may change these weights
+    is_extreme = compared_case.ratio(batch).log().abs() > CLAMPS[0]
+    forgiven = (
+        compared_case.rounded(batch)
+        | beyond_range(compared_case, batch, found)
+        | is_extreme
+    )
+    errors = errors.masked_fill(forgiven, 0)
+    return torch.where(errors > 10 * compared_case.tol, errors, 0)
+
+
+def _has_wrong_weight(
+    case: LossCase, dtype: torch.dtype | None, batch: Rollouts
+) -> bool:
+    """Tell whether a weight of the batch is wrong."""
+    return bool(_unforgiven_errors(case, dtype, batch).max() > 0)
+
+
+def _failure_of_one_response(
+    case: LossCase, dtype: torch.dtype | None, regime: str, batch: Rollouts
+) -> Finding:
+    """Return the failure of the worst weight of a batch of one response."""
+    i, t = worst(_unforgiven_errors(case, dtype, batch))
+    _, weights = _case_and_weights(case, dtype, batch)
+    found = weights[i, t].item()
+    bounded_advantage = clipped(case, LARGE)
+    return fail(
+        "one-response",
+        regime,
+        case.expected(batch)[i, t].item(),
+        found,
+        example(case, batch, dtype),
+        cause_if_confirmed_at(case, bounded_advantage, batch, (i, t), found),
+    )
 
 
 def _single_batches(case: LossCase) -> Iterator[tuple[str, Rollouts]]:
