@@ -6,7 +6,7 @@
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -76,36 +76,14 @@ def derive(objective: str | Objective, mu: float = 0.25, **hp: Any) -> Derivatio
         raise InputError(f"mu is a probability in (0, 1], got {repr(mu)[:60]}.")
     reference = objective if isinstance(objective, Objective) else get(objective)
     resolved = reference.of_surrogate(hp)
-    doc = (inspect.getdoc(reference.fn) or str(reference.__doc__)).split("\n\n")[0]
-    steps = [
-        f"{reference.name}   ({reference.source})",
-        f"  {doc}",
-        _describe_chain_rule(reference),
-    ]
-    steps += (
-        [
-            f"  times the constant {inspect.getdoc(reference.sampler)}: what follows is without it"
-        ]
-        if reference.sampler
-        else []
-    )
+    steps = _describe_objective(reference)
     if reference.not_symbolic:
         steps.append(
             f"not read by sympy: {reference.not_symbolic}; by autograd on a small batch:"
         )
         numeric_steps, ok = _compare_by_autograd(reference, hp)
         return Derivation(reference.name, steps + numeric_steps, ok)
-    values = {
-        Symbol(name, positive=True): _exact(3 if value is None else value)
-        for name, value in resolved.items()
-        if name not in hp
-    }
-    letters = {s.name: s for s in values} | {
-        name: value if value is None else _exact(value)
-        for name, value in resolved.items()
-        if name in hp
-    }
-    values[Symbol("mu", positive=True)] = _exact(mu)
+    letters, values = _letters_and_values(resolved, hp.keys(), mu)
     ok = True
     notes = dict[Expr, bool]()
     all_rows = list[RegimeRow]()
@@ -114,25 +92,75 @@ def derive(objective: str | Objective, mu: float = 0.25, **hp: Any) -> Derivatio
         (Symbol("A", negative=True), -1),
         (sympy.S.Zero, 0),
     ):
-        rows = list(_regimes(reference, A, letters, values | {A: sign}, notes))
-        all_rows += [RegimeRow(sign, *row) for row in rows]
-        widths = [max(len(str(row[i])) for row in rows) for i in (0, 1)]
-        steps.append("A > 0" if sign > 0 else "A < 0" if sign < 0 else "A = 0")
-        for label, J, gradient, weight in rows:
-            flag = (
-                "" if _are_equal(gradient, weight) else f"   MISMATCH: by hand {weight}"
-            )
-            ok = ok and not flag
-            steps.append(
-                f"  {label:{widths[0]}}   J = {J!s:{widths[1]}}   dJ/dlp = {gradient}{flag}"
-            )
+        regimes = _regimes(reference, A, letters, values | {A: sign}, notes)
+        rows = [RegimeRow(sign, *regime) for regime in regimes]
+        lines, is_equal = _compare_rows(rows)
+        steps += ["A > 0" if sign > 0 else "A < 0" if sign < 0 else "A = 0", *lines]
+        ok = ok and is_equal
+        all_rows += rows
     steps += [f"*  {edge} = 0, for mu = {mu} and the defaults" for edge in notes]
-    return Derivation(
-        reference.name,
-        [*steps, f"equal to the weight written by hand: {'yes' if ok else 'NO'}"],
-        ok,
-        (*all_rows,),
-    )
+    steps.append(f"equal to the weight written by hand: {'yes' if ok else 'NO'}")
+    return Derivation(reference.name, steps, ok, tuple(all_rows))
+
+
+def _letters_and_values(
+    resolved: dict[str, Any], inserted: Collection[str], mu: float
+) -> tuple[dict[str, Any], dict[Symbol, Expr]]:
+    """Return what stands for each hyperparameter in the formulas, and the numbers at
+    which breakpoints are ordered.
+
+    Args:
+        resolved: the hyperparameters with their numbers.
+        inserted: the names of those that are inserted as numbers.
+        mu: π_old(o_t).
+
+    Returns:
+        Name -> a symbol, or the number that is inserted. Symbol -> its number.
+    """
+    letters = dict[str, Any]()
+    values = dict[Symbol, Expr]()
+    for name, number in resolved.items():
+        if name in inserted:
+            letters[name] = number if number is None else _exact(number)
+        else:
+            letters[name] = Symbol(name, positive=True)
+            values[letters[name]] = _exact(3 if number is None else number)
+    values[Symbol("mu", positive=True)] = _exact(mu)
+    return letters, values
+
+
+def _describe_objective(objective: Objective) -> list[str]:
+    """Return the first lines of a derivation: the objective, its equation in words, and
+    the factors of the chain rule.
+    """
+    doc = (inspect.getdoc(objective.fn) or str(objective.__doc__)).split("\n\n")[0]
+    lines = [
+        f"{objective.name}   ({objective.source})",
+        f"  {doc}",
+        _describe_chain_rule(objective),
+    ]
+    if objective.sampler:
+        lines.append(
+            f"  times the constant {inspect.getdoc(objective.sampler)}: what follows is without it"
+        )
+    return lines
+
+
+def _compare_rows(rows: list[RegimeRow]) -> tuple[list[str], bool]:
+    """Return a line for each regime of one sign of A, in columns, and whether every
+    derivative equals the weight written by hand.
+    """
+    place_width = max(len(row.where) for row in rows)
+    J_width = max(len(str(row.J)) for row in rows)
+    lines = []
+    ok = True
+    for row in rows:
+        line = f"  {row.where:{place_width}}   J = {row.J!s:{J_width}}   dJ/dlp = {row.gradient}"
+        if not _are_equal(row.gradient, row.weight):
+            ok = False
+            line += f"   MISMATCH: by hand {row.weight}"
+        lines.append(line)
+    return lines, ok
 
 
 def _are_equal(x: Expr, y: Expr) -> bool:
