@@ -241,93 +241,121 @@ def judge_function(exercise: Exercise, fn: Callable[..., Any]) -> ExerciseVerdic
     Raises:
         InputError: the function raises an error, or ends the program.
     """
-    about = _fields_of_exercise(exercise)
-    name = about["file"]
-    yours = []
+    yours = _outcomes_of_student(exercise, fn)
+    right = [outcome(exercise, exercise.right, batch) for batch in exercise.batches]
+    for at, (expected, found) in enumerate(zip(right, yours, strict=True)):
+        if not equal(found, expected):
+            return _judge_wrong_batch(exercise, at, expected, yours)
+    if exercise.proof and not (report := exercise.proof(fn)):
+        return _judge_failed_check(exercise, fn, report.failures[0])
+    return ExerciseVerdict(
+        **_fields_of_exercise(exercise), ok=True, hint=exercise.notice
+    )
+
+
+def _outcomes_of_student(
+    exercise: Exercise, fn: Callable[..., Any]
+) -> list[ValueAndGradient]:
+    """Return what the student's function does on each batch.
+
+    Raises:
+        InputError: the function raises an error, or ends the program; with the batch.
+    """
+    name = _fields_of_exercise(exercise)["file"]
+    outcomes = []
     for batch in exercise.batches:
+        run = partial(outcome, exercise, fn, batch)
         try:
-            yours.append(call_guarded(name, partial(outcome, exercise, fn, batch))[0])
+            outcomes.append(call_guarded(name, run)[0])
         except InputError as error:
             raise InputError(
                 f"{error}, on the batch {_call_as_python(exercise, batch, '; ')}"
             ) from error
-    right = [outcome(exercise, exercise.right, batch) for batch in exercise.batches]
-    at = next(
-        (
-            i
-            for i, (x, y) in enumerate(zip(yours, right, strict=True))
-            if not equal(x, y)
-        ),
-        None,
+    return outcomes
+
+
+def _judge_wrong_batch(
+    exercise: Exercise, at: int, right: ValueAndGradient, yours: list[ValueAndGradient]
+) -> ExerciseVerdict:
+    """Return the verdict on a function that is wrong on a batch of the exercise.
+
+    Args:
+        exercise: the exercise.
+        at: the number of the first wrong batch.
+        right: the right outcome on it.
+        yours: the outcomes of the student's function on all batches.
+    """
+    batch = exercise.batches[at]
+    expected, found = _expected_and_found(exercise, right, yours[at])
+    fault, is_sure = _known_mistake(exercise, yours, at)
+    if fault:
+        mistake = fault.words if is_sure else f"perhaps: {fault.words}"
+        hint = fault.hint
+    else:
+        mistake = yours[at].amiss or pattern(right, yours[at])
+        hint = exercise.hint(batch, yours[at].value) or _hint_of_place(
+            exercise, at, yours[at].amiss
+        )
+    return ExerciseVerdict(
+        **_fields_of_exercise(exercise),
+        ok=False,
+        batch=_call_as_python(exercise, batch),
+        shows=batch.shows,
+        expected=expected,
+        found=found,
+        mistake=mistake,
+        hint=hint,
+        fault_ids=fault.cause.ids if fault else (),
     )
-    if at is not None:
-        batch = exercise.batches[at]
-        want, got = _expected_and_found(exercise, right[at], yours[at])
-        fault, sure = _known_mistake(exercise, yours, at)
-        if fault:
-            mistake = fault.words if sure else f"perhaps: {fault.words}"
-        else:
-            mistake = yours[at].amiss or pattern(right[at], yours[at])
-        hint = (
-            fault.hint
-            if fault
-            else exercise.hint(batch, yours[at].value)
-            or _hint_of_place(exercise, at, yours[at].amiss)
-        )
+
+
+def _judge_failed_check(
+    exercise: Exercise, fn: Callable[..., Any], failure: Finding
+) -> ExerciseVerdict:
+    """Return the verdict on a function that is right on the batches of the exercise and
+    fails `upref check`.
+
+    Args:
+        exercise: the exercise.
+        fn: the student's function.
+        failure: the first failure of the check.
+    """
+    about = _fields_of_exercise(exercise)
+    if failure.oracle == "dead-hyperparameter":
         return ExerciseVerdict(
             **about,
             ok=False,
-            batch=_call_as_python(exercise, batch),
+            mistake=f"{failure.subject} changes nothing: its value is fixed",
+            hint="compute the bounds from the function's arguments.",
+        )
+    mistake = failure.cause or f"`upref check` fails: {failure.oracle}"
+    if shown := _finding_as_exercise(exercise, fn, failure):
+        batch, expected, found = shown
+        return ExerciseVerdict(
+            **about,
+            ok=False,
+            batch=_call_as_python(exercise, batch, digits=8),
             shows=batch.shows,
-            expected=want,
-            found=got,
-            mistake=mistake,
-            hint=hint,
-            fault_ids=fault.cause.ids if fault else (),
-        )
-    if exercise.proof and not (report := exercise.proof(fn)):
-        first = report.failures[0]
-        if first.oracle == "dead-hyperparameter":
-            return ExerciseVerdict(
-                **about,
-                ok=False,
-                mistake=f"{first.subject} changes nothing: its value is fixed",
-                hint="compute the bounds from the function's arguments.",
-            )
-        mistake = first.cause or f"`upref check` fails: {first.oracle}"
-        if shown := _finding_as_exercise(exercise, fn, first):
-            batch, want, got = shown
-            return ExerciseVerdict(
-                **about,
-                ok=False,
-                batch=_call_as_python(exercise, batch, digits=8),
-                shows=batch.shows,
-                expected=want,
-                found=got,
-                mistake=mistake,
-                fault_ids=first.fault_ids,
-            )
-        of_weight = (
-            isinstance(first.expected, Number) and first.expected.unit == "weight"
-        )
-        hint = (
-            "a weight is minus the gradient of the loss by lp, times N."
-            if of_weight
-            else ""
-        )
-        expected, found = describe_pair(first.expected, first.found)
-        return ExerciseVerdict(
-            **about,
-            ok=False,
-            batch=first.batch,
-            shows=first.regime,
             expected=expected,
             found=found,
             mistake=mistake,
-            hint=hint,
-            fault_ids=first.fault_ids,
+            fault_ids=failure.fault_ids,
         )
-    return ExerciseVerdict(**about, ok=True, hint=exercise.notice)
+    hint = ""
+    if isinstance(failure.expected, Number) and failure.expected.unit == "weight":
+        hint = "a weight is minus the gradient of the loss by lp, times N."
+    expected, found = describe_pair(failure.expected, failure.found)
+    return ExerciseVerdict(
+        **about,
+        ok=False,
+        batch=failure.batch,
+        shows=failure.regime,
+        expected=expected,
+        found=found,
+        mistake=mistake,
+        hint=hint,
+        fault_ids=failure.fault_ids,
+    )
 
 
 def _finding_as_exercise(
