@@ -324,16 +324,87 @@ def _loss_with_hyperparameters(
     """Return the Loss of a function, bound to the hyperparameters that it takes: by the
     objective's name for each, or by the argument's own.
     """
+    argument = _argument_of_each(reading, objective)
+    hp, passed = _separate_settings(name, reading, objective, hp)
+    if twice := [k for k in hp if argument.get(k) in passed]:
+        raise InputError(
+            f"{twice[0]} and {argument[twice[0]]} are one argument of {name}: give {twice[0]} alone."
+        )
+    resolved = objective.resolve(hp)
+    given = {*argument.values(), *passed}
+    _refuse_unbound(name, [p for p in reading.needed if p not in given])
+    bound = {k: v for k, v in hp.items() if k in argument or reading.accepts_kwargs}
+    bound |= {k: resolved[k] for k, p in argument.items() if p in reading.needed}
+    defaults = {
+        k: reading.own[p].default
+        for k, p in argument.items()
+        if p in reading.own and k not in bound and p not in passed
+    }
+    renamed = [f"{k} = {hp[k]} -> {argument[k]}" for k in hp if argument.get(k, k) != k]
+
+    def call_with_settings(full: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+        """What the loss returns with these hyperparameters, each given as the argument
+        that means it, and with what only the loss has.
+        """
+        by_argument = {argument.get(k, k): v for k, v in settings.items()}
+        return call(full, passed | by_argument)
+
+    return Loss(
+        name,
+        call_with_settings,
+        objective,
+        reads,
+        frozenset(argument),
+        reading.accepts_kwargs,
+        bound,
+        read_as="; ".join(filter(None, (read_as, *renamed))),
+        assumptions=_assumptions_on_settings(reading, argument, hp),
+        unfed=_unfed_arguments(reading, given),
+        own_defaults={
+            k: v
+            for k, v in defaults.items()
+            if isinstance(v, int | float) and not isinstance(v, bool)
+        },
+    )
+
+
+def _argument_of_each(reading: Reading, objective: Objective) -> dict[str, str]:
+    """Return hyperparameter -> the argument of the loss that means it. Two arguments
+    that could mean one hyperparameter are left out, unless one has its name.
+    """
     known = set(objective.hyperparameters)
     meaning = {p: names.hyperparameter(p, known) for p in reading.own}
-    # two arguments that could mean one hyperparameter are left as they are
     arguments_for = Counter(meaning.values())
     argument = {
         meant: p for p, meant in meaning.items() if meant and arguments_for[meant] == 1
     }
-    argument |= {p: p for p in reading.own if p in known}
+    return argument | {p: p for p in reading.own if p in known}
+
+
+def _separate_settings(
+    name: str, reading: Reading, objective: Objective, hp: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Separate what the user set into hyperparameters of the objective, and what only
+    the loss has.
+
+    Args:
+        name: the loss in messages.
+        reading: its arguments.
+        objective: the objective.
+        hp: what the user set.
+
+    Returns:
+        The hyperparameters by name; the other settings by the loss's own arguments.
+
+    Raises:
+        InputError: neither has a setting of this name.
+    """
     # what is no hyperparameter of the objective -> the loss's own argument of that name
-    others = {k: names.argument(k, reading.own) for k in hp if k not in known}
+    others = {
+        k: names.argument(k, reading.own)
+        for k in hp
+        if k not in objective.hyperparameters
+    }
     if unknown := [
         k
         for k, p in others.items()
@@ -342,78 +413,51 @@ def _loss_with_hyperparameters(
         raise InputError(
             f"{unknown[0]!r} is not a hyperparameter of {objective.name} or a named argument of {name}."
         )
-    passed = {p or k: hp[k] for k, p in others.items() if p or reading.accepts_kwargs}
-    hp = {
-        k: v
-        for k, v in hp.items()
-        if not (k in others and (others[k] or reading.accepts_kwargs))
-    }
-    if twice := [k for k in hp if argument.get(k) in passed]:
+    of_loss = {k: p for k, p in others.items() if p or reading.accepts_kwargs}
+    passed = {p or k: hp[k] for k, p in of_loss.items()}
+    return {k: v for k, v in hp.items() if k not in of_loss}, passed
+
+
+def _refuse_unbound(name: str, unbound: list[str]) -> None:
+    """Raise InputError where the loss needs arguments that have no value."""
+    if not unbound:
+        return
+    if unbound[0] == "self":
         raise InputError(
-            f"{twice[0]} and {argument[twice[0]]} are one argument of {name}: give {twice[0]} alone."
+            f"{name} is a method: in its file make an object, write `loss = Trainer(...).method` and check that; "
+            f"{located(WRAP_PAGE)} has examples."
         )
-    resolved = objective.resolve(hp)
-    accepts_kwargs = reading.accepts_kwargs
-    needed = {meant for meant, p in argument.items() if p in reading.needed}
-    if unbound := [
-        p for p in reading.needed if p not in argument.values() and p not in passed
-    ]:
-        if unbound[0] == "self":
-            raise InputError(
-                f"{name} is a method: in its file make an object, write `loss = Trainer(...).method` and check that; "
-                f"{located(WRAP_PAGE)} has examples."
-            )
-        raise InputError(
-            f"{name} needs {unbound[0]!r}, which upref does not know: bind it, `--hp {unbound[0]}=VALUE` or "
-            f"functools.partial({name.rpartition(':')[2]}, {unbound[0]}=VALUE); if it changes with the batch, write a "
-            f"wrapper: {located(WRAP_PAGE)} has examples."
-        )
-    bound = {k: v for k, v in hp.items() if k in argument or accepts_kwargs}
-    bound |= {k: resolved[k] for k in needed}
-    assumptions = tuple(
+    raise InputError(
+        f"{name} needs {unbound[0]!r}, which upref does not know: bind it, `--hp {unbound[0]}=VALUE` or "
+        f"functools.partial({name.rpartition(':')[2]}, {unbound[0]}=VALUE); if it changes with the batch, write a "
+        f"wrapper: {located(WRAP_PAGE)} has examples."
+    )
+
+
+def _assumptions_on_settings(
+    reading: Reading, argument: dict[str, str], hp: dict[str, Any]
+) -> tuple[str, ...]:
+    """Return in words the hyperparameters that the loss has no argument for, and its
+    arguments that stay at their defaults.
+    """
+    expected = [
         f"{k} is not an argument of the loss: {k} = {v} is expected of it"
         for k, v in hp.items()
-        if k not in argument and not accepts_kwargs
-    ) + tuple(
+        if k not in argument and not reading.accepts_kwargs
+    ]
+    left = [
         f"{p} is left at its default, {reading.own[p].default!r:.40}"
         for p in reading.left
-    )
-    arguments_given = {*argument.values(), *passed}
-    unfed = tuple(
+    ]
+    return (*expected, *left)
+
+
+def _unfed_arguments(reading: Reading, given: set[str]) -> tuple[str, ...]:
+    """Return the arguments for the sampler's log-probs that are left at None."""
+    return tuple(
         p
         for p, parameter in reading.own.items()
-        if parameter.default is None
-        and p not in arguments_given
-        and names.is_of_sampler(p)
-    )
-
-    def by_argument_name(settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Hyperparameters by the names of the loss's own arguments."""
-        return {argument.get(k, k): v for k, v in settings.items()}
-
-    defaults = {
-        k: reading.own[p].default
-        for k, p in argument.items()
-        if p in reading.own and k not in bound and p not in passed
-    }
-    renamed = [f"{k} = {hp[k]} -> {argument[k]}" for k in hp if argument.get(k, k) != k]
-    read_as = "; ".join(filter(None, (read_as, *renamed)))
-    return Loss(
-        name,
-        lambda full, hp: call(full, passed | by_argument_name(hp)),
-        objective,
-        reads,
-        frozenset(argument),
-        accepts_kwargs,
-        bound,
-        read_as=read_as,
-        assumptions=assumptions,
-        unfed=unfed,
-        own_defaults={
-            k: v
-            for k, v in defaults.items()
-            if isinstance(v, int | float) and not isinstance(v, bool)
-        },
+        if parameter.default is None and p not in given and names.is_of_sampler(p)
     )
 
 
