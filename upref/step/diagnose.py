@@ -136,90 +136,139 @@ def diagnose(
         run_again: runs the step once more.
         only: a cause that was found on other rows; only what it names is tried.
     """
-    goal = comparison.goal
     model = case.forward.model
     found = comparison.found
     want = comparison.want
-    size = float(found.norm())
-    numbers = (
-        Number(float(want.norm()), "norm"),
-        Number(size, "norm", f"off by {comparison.error:.2g} of the expected norm"),
+    cause = (
+        _cause_of_missing_gradient(model, found)
+        or _cause_of_changed_run(model, found, run_again, bound)
+        or _cause_of_other_loss(comparison, case.forward, bound)
+        or _cause_in_clip(comparison, case, bound)
+        or find_change(comparison.goal, model, comparison.rows, want, found, bound)
+    )
+    if cause:
+        return _gradient_findings(comparison, cause)
+    goal, unclipped = _before_clip(comparison)
+    terms = Terms.of(goal, case.forward, case.padded)
+    # before the parameters: a small term is beyond the bound in some of them alone
+    cause = (
+        _find_wrong_term(terms, case.forward, case.padded, unclipped, bound)
+        or _find_term_aggregation(
+            goal, case.forward, case.padded, terms, unclipped, bound
+        )
+        or _cause_of_some_parameters(comparison, model, bound)
+    )
+    if cause:
+        return _gradient_findings(comparison, cause)
+    return _gradient_findings(
+        comparison,
+        *_explain_by_weights(
+            comparison, terms, unclipped, case.forward, case.padded, bound, only
+        ),
     )
 
-    def gradient_finding(cause: Cause, *more: Finding) -> list[Finding]:
-        """The failure of the gradient with this cause, and further findings."""
-        return [fail("gradient", "over all parameters", *numbers, cause=cause), *more]
 
+def _gradient_findings(
+    comparison: GradientComparison, cause: Cause, *more: Finding
+) -> list[Finding]:
+    """Return the failure of the gradient with this cause, and further findings."""
+    expected = Number(float(comparison.want.norm()), "norm")
+    difference = f"off by {comparison.error:.2g} of the expected norm"
+    found = Number(float(comparison.found.norm()), "norm", difference)
+    where = "over all parameters"
+    return [fail("gradient", where, expected, found, cause=cause), *more]
+
+
+def _cause_of_missing_gradient(model: Model, found: Tensor) -> Cause:
+    """Return the cause that the gradient is not finite, or 0; none where it is
+    neither.
+    """
     if not found.isfinite().all():
         not_finite = [
             name
             for name, part in model.split(found).items()
             if not part.isfinite().all()
         ]
-        return gradient_finding(
-            measured.GRADIENT_NOT_FINITE.cause(parameter=not_finite[0])
-        )
-    if size == 0:
-        return gradient_finding(measured.NO_GRADIENT.cause())
-    if run_again is not None and not is_near(
-        model.flat(run_again()), found, 10 * bound
-    ):
-        first = _run_seeded(run_again)
-        second = _run_seeded(run_again)
-        if is_near(model.flat(first), model.flat(second), 10 * bound):
-            return gradient_finding(measured.RANDOM_STEP.cause())
-        return gradient_finding(measured.STEP_KEEPS_STATE.cause())
-    right_parts = model.split(want)
-    found_parts = model.split(found)
+        return measured.GRADIENT_NOT_FINITE.cause(parameter=not_finite[0])
+    if float(found.norm()) == 0:
+        return measured.NO_GRADIENT.cause()
+    return NO_CAUSE
+
+
+def _cause_of_changed_run(
+    model: Model, found: Tensor, run_again: Callable[[], Gradient] | None, bound: float
+) -> Cause:
+    """Return the cause that the same step has another gradient when it runs again, by
+    chance or by state that it keeps; none where it has the same one.
+    """
+    if run_again is None or is_near(model.flat(run_again()), found, 10 * bound):
+        return NO_CAUSE
+    first = _run_seeded(run_again)
+    second = _run_seeded(run_again)
+    if is_near(model.flat(first), model.flat(second), 10 * bound):
+        return measured.RANDOM_STEP.cause()
+    return measured.STEP_KEEPS_STATE.cause()
+
+
+def _cause_of_other_loss(
+    comparison: GradientComparison, forward: Forward, bound: float
+) -> Cause:
+    """Return the cause that parameters without effect on any logit have a gradient;
+    none where there is no such parameter.
+    """
+    least_norm = 10 * bound * float(comparison.found.norm())
+    found_parts = forward.model.split(comparison.found)
     outside_objective = [
         name
-        for name, part in right_parts.items()
-        if not part.any() and float(found_parts[name].norm()) > 10 * bound * size
+        for name, part in forward.model.split(comparison.want).items()
+        if not part.any() and float(found_parts[name].norm()) > least_norm
     ]
-    if outside_objective:
-        of_other_loss = _without_effect_on_logits(case.forward, outside_objective)
-        if of_other_loss:
-            cause = measured.LOSS_OF_OTHER_PARAMETERS.cause(
-                parameters=_first_few(of_other_loss)
-            )
-            return gradient_finding(cause)
-    if goal.clip is not None and is_near(found, comparison.rows.sum(0), bound):
-        return gradient_finding(measured.NORM_NOT_CLIPPED.cause())
-    if goal.clip is not None:
-        counts = {
-            "tokens that train": int(case.padded.mask.sum()),
-            "responses": len(case.rows),
-        }
-        if cause := divided_after(
-            goal.clip, comparison.rows.sum(0), found, counts, bound
-        ):
-            return gradient_finding(cause)
-    if cause := find_change(goal, model, comparison.rows, want, found, bound):
-        return gradient_finding(cause)
-    goal, unclipped = _before_clip(comparison)
-    terms = Terms.of(goal, case.forward, case.padded)
-    # before the parameters: a small term is beyond the bound in some of them alone
-    if cause := _find_wrong_term(terms, case.forward, case.padded, unclipped, bound):
-        return gradient_finding(cause)
-    if cause := _find_term_aggregation(
-        goal, case.forward, case.padded, terms, unclipped, bound
-    ):
-        return gradient_finding(cause)
-    wrong = wrong_parameters(model, found, want, bound)
+    if not outside_objective:
+        return NO_CAUSE
+    of_other_loss = _without_effect_on_logits(forward, outside_objective)
+    if not of_other_loss:
+        return NO_CAUSE
+    return measured.LOSS_OF_OTHER_PARAMETERS.cause(parameters=_first_few(of_other_loss))
+
+
+def _cause_in_clip(
+    comparison: GradientComparison, case: StepCase, bound: float
+) -> Cause:
+    """Return the cause that the norm is not clipped, or clipped before a division; none
+    otherwise, and where the step is not meant to clip.
+    """
+    clip = comparison.goal.clip
+    if clip is None:
+        return NO_CAUSE
+    unclipped = comparison.rows.sum(0)
+    if is_near(comparison.found, unclipped, bound):
+        return measured.NORM_NOT_CLIPPED.cause()
+    counts = {
+        "tokens that train": int(case.padded.mask.sum()),
+        "responses": len(case.rows),
+    }
+    return divided_after(clip, unclipped, comparison.found, counts, bound)
+
+
+def _cause_of_some_parameters(
+    comparison: GradientComparison, model: Model, bound: float
+) -> Cause:
+    """Return the cause that the gradients of some parameters are wrong and those of
+    others right; none where all are wrong, or many in no simple way.
+    """
+    found_parts = model.split(comparison.found)
+    right_parts = model.split(comparison.want)
+    wrong = wrong_parameters(model, comparison.found, comparison.want, bound)
     right = [name for name in model.shapes if name not in wrong]
-    least_norm = NOTICEABLE_NORM * float(want.norm())
+    least_norm = NOTICEABLE_NORM * float(comparison.want.norm())
     has_right_part = any(float(right_parts[name].norm()) > least_norm for name in right)
-    if has_right_part and wrong:
-        if cause := _cause_in_parameters(found_parts, right_parts, wrong, bound):
-            return gradient_finding(cause)
-        if len(wrong) <= len(right_parts) // 4:
-            cause = measured.SOME_PARAMETERS_WRONG.cause(parameters=_first_few(wrong))
-            return gradient_finding(cause)
-    return gradient_finding(
-        *_explain_by_weights(
-            comparison, terms, unclipped, case.forward, case.padded, bound, only
-        )
-    )
+    if not (has_right_part and wrong):
+        return NO_CAUSE
+    if cause := _cause_in_parameters(found_parts, right_parts, wrong, bound):
+        return cause
+    if len(wrong) <= len(right_parts) // 4:
+        return measured.SOME_PARAMETERS_WRONG.cause(parameters=_first_few(wrong))
+    return NO_CAUSE
 
 
 def _run_seeded(run: Callable[[], Gradient]) -> Gradient:

@@ -49,26 +49,59 @@ def find_change(
         bound: the relative error that is allowed.
     """
     total = rows.sum(0)
-    n = len(rows)
+    return (
+        _weight_decay(model, want, g, bound)
+        or _clip_of_entries(total, g, bound)
+        or _clip_of_each_parameter(goal, model, total, g, bound)
+        or _clip_of_accumulated_norm(goal, rows, g, bound)
+        or _clip_that_scales_rows(goal, rows, g, bound)
+    )
+
+
+def _weight_decay(model: Model, want: Tensor, g: Tensor, bound: float) -> Cause:
+    """Return the cause that a multiple of the parameters is added; none otherwise."""
     if isinstance(model, TorchModel):
         theta = model.flat({k: p.detach() for k, p in model.params.items()})
         rate = float((g - want) @ theta / (theta @ theta))
         if is_near(g, want + rate * theta, bound):
             return measured.WEIGHT_DECAY_IN_GRADIENT.cause(rate=rate)
+    return NO_CAUSE
+
+
+def _clip_of_entries(total: Tensor, g: Tensor, bound: float) -> Cause:
+    """Return the cause that each entry is clipped, in place of the norm; none
+    otherwise.
+    """
     top = float(g.abs().max())
     if is_near(g, total.clamp(-top, top), bound):
         return measured.ENTRIES_CLIPPED.cause(largest=top)
+    return NO_CAUSE
+
+
+def _clip_of_each_parameter(
+    goal: Goal, model: Model, total: Tensor, g: Tensor, bound: float
+) -> Cause:
+    """Return the cause that the norm of each parameter's gradient is clipped by itself,
+    at the goal's bound or at the largest of these norms; none otherwise.
+    """
     parts = model.split(total)
-    for c in dict.fromkeys(
-        (goal.clip or 0.0, max(float(v.norm()) for v in model.split(g).values()))
-    ):
-        each = torch.cat([clip_norm(v, c) for v in parts.values()])
-        if sum(float(v.norm()) > c for v in parts.values()) > 1 and is_near(
-            g, each, bound
-        ):
+    largest_norm = max(float(v.norm()) for v in model.split(g).values())
+    for c in dict.fromkeys((goal.clip or 0.0, largest_norm)):
+        clipped = torch.cat([clip_norm(v, c) for v in parts.values()])
+        several_clipped = sum(float(v.norm()) > c for v in parts.values()) > 1
+        if several_clipped and is_near(g, clipped, bound):
             return measured.PARAMETERS_CLIPPED.cause(norm=c)
+    return NO_CAUSE
+
+
+def _clip_of_accumulated_norm(
+    goal: Goal, rows: Tensor, g: Tensor, bound: float
+) -> Cause:
+    """Return the cause that the norm is clipped after each micro-batch, with what was
+    accumulated before it; none otherwise.
+    """
     for c in dict.fromkeys((goal.clip or 0.0, float(g.norm()))):
-        for m in range(1, n):
+        for m in range(1, len(rows)):
             first, *others = rows.split(m)
             inside = first.sum(0)
             acts = 0
@@ -77,24 +110,30 @@ def find_change(
                 inside = clip_norm(inside, c) + other.sum(0)
             if acts and is_near(g, clip_norm(inside, c), bound):
                 return measured.ACCUMULATED_NORM_CLIPPED.cause(norm=c, responses=m)
+    return NO_CAUSE
+
+
+def _clip_that_scales_rows(goal: Goal, rows: Tensor, g: Tensor, bound: float) -> Cause:
+    """Return the cause that the norm of each micro-batch is clipped by itself, or that
+    the norm is clipped where it should not be; none otherwise. Both only make rows
+    smaller.
+    """
     k, residual = best_factors(rows, g)
     if residual > max(MAX_RESIDUAL, 3 * bound) or not (k < 1 + 1e-4).all():
         return NO_CAUSE
-    for m in range(1, n):
+    for m in range(1, len(rows)):
         each_m = [*zip(rows.split(m), k.split(m), strict=True)]
         norms = [float((x @ r).norm()) for r, x in each_m if x.max() < 1 - 1e-3]
-        if len(norms) > 1 and is_near(
-            g,
-            torch.stack([clip_norm(r.sum(0), max(norms)) for r, _ in each_m]).sum(0),
-            bound,
-        ):
-            return measured.MICRO_BATCH_NORMS_CLIPPED.cause(
-                responses=m, norm=max(norms)
-            )
+        if len(norms) < 2:
+            continue
+        c = max(norms)
+        clipped = torch.stack([clip_norm(r.sum(0), c) for r, _ in each_m]).sum(0)
+        if is_near(g, clipped, bound):
+            return measured.MICRO_BATCH_NORMS_CLIPPED.cause(responses=m, norm=c)
     c = float(f"{g.norm():.2g}")
     if (
         goal.clip is None
-        and is_near(g, clip_norm(total, c), bound)
+        and is_near(g, clip_norm(rows.sum(0), c), bound)
         and abs(k[0] - 0.5) > 1e-3
     ):
         return measured.NORM_CLIPPED.cause(norm=c)
