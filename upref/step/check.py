@@ -103,10 +103,10 @@ class StepReport(Report):
 class Attempt:
     """A step on one draw of rows."""
 
-    it: GradientComparison
+    comparison: GradientComparison
     case: StepCase
     bound: float
-    again: Callable[[], Gradient] | None = None
+    run_again: Callable[[], Gradient] | None = None
 
     def findings(self, among: Cause = NO_CAUSE) -> list[Finding]:
         """Diagnose why its gradient differs.
@@ -117,7 +117,7 @@ class Attempt:
         Returns:
             Findings, the cause in the first one.
         """
-        return diagnose(self.it, self.case, self.bound, self.again, among)
+        return diagnose(self.comparison, self.case, self.bound, self.run_again, among)
 
 
 @contextmanager
@@ -291,11 +291,11 @@ def _run_and_report(
         passes,
         bound,
         start,
-        again=repeat_step,
+        run_again=repeat_step,
         half=half_inside,
         explain=explain,
-        second=make_other_attempt,
-        rounding=in_float32,
+        make_other_attempt=make_other_attempt,
+        in_float32=in_float32,
     )
 
 
@@ -358,6 +358,48 @@ def check_recorded(
     goal = make_goal(
         objective, hp, temperature, beta, entropy_coef, z_loss_coef, clip, scale
     )
+    rows_of_steps = _rows_of_steps(seen, rows)
+    reports = []
+    for n, (recorded_step, step_rows) in enumerate(
+        zip(seen.steps, rows_of_steps, strict=False)
+    ):
+        reference = with_weights(seen.model, recorded_step)
+        # the first step shows what the case varies; later ones may leave out any axis
+        step_without = without if n == 0 else CASE_AXES
+        case = build_case(reference, goal, step_rows, step_without, 0)
+        case.forward.locate_rows(recorded_step.fed)
+        step_bound = allowed_error(goal, case, bound)
+        name = f"step {n}"
+        reports.append(
+            report_step(
+                name,
+                goal,
+                case,
+                recorded_step.gradients,
+                recorded_step.backwards,
+                step_bound,
+                start,
+                explain=explain,
+                in_float32=bound is None,
+                doubts=partial(_doubt_of_halves, recorded_step.passes),
+            )
+        )
+    if len(reports) == 1:
+        return reports[0]
+    tokens = [sum(sum(row.trains) for row in step_rows) for step_rows in rows_of_steps]
+    shared = divisor_of_all_steps(reports, [r.error for r in reports], tokens, goal)
+    return _report_all_steps(reports, shared)
+
+
+def _rows_of_steps(
+    seen: Recorded, rows: Sequence[Row] | Sequence[Sequence[Row]]
+) -> list[Sequence[Row]]:
+    """Return the rows of each recorded step. Of one plain list each step has those that
+    it was fed.
+
+    Raises:
+        InputError: the rows are not those of the recorded steps.
+    """
     if not isinstance(seen, Recorded):
         raise InputError(
             f"seen is what `record_step` yielded, not a {type(seen).__name__}."
@@ -387,41 +429,23 @@ def check_recorded(
         raise InputError(
             f"there are rows of {len(rows_of_steps)} steps, and {len(seen.steps)} were recorded."
         )
-    reports = []
-    for n, (recorded_step, step_rows) in enumerate(
-        zip(seen.steps, rows_of_steps, strict=False)
-    ):
-        reference = with_weights(seen.model, recorded_step)
-        # the first step shows what the case varies; later ones may leave out any axis
-        step_without = without if n == 0 else CASE_AXES
-        case = build_case(reference, goal, step_rows, step_without, 0)
-        case.forward.locate_rows(recorded_step.fed)
-        step_bound = allowed_error(goal, case, bound)
-        name = f"step {n}"
-        reports.append(
-            report_step(
-                name,
-                goal,
-                case,
-                recorded_step.gradients,
-                recorded_step.backwards,
-                step_bound,
-                start,
-                explain=explain,
-                rounding=bound is None,
-                doubts=partial(_doubt_of_halves, recorded_step.passes),
-            )
-        )
+    return rows_of_steps
+
+
+def _report_all_steps(reports: list[StepReport], shared_cause: str) -> StepReport:
+    """Return the reports of several steps as one, with the numbers of the worst step.
+
+    Args:
+        reports: of the steps, in order.
+        shared_cause: the cause that all steps show together, in words; it replaces that
+            of each step's first failure. "" where there is none.
+    """
     worst = max(reports, key=lambda r: r.error)
-    if len(reports) == 1:
-        return worst
-    tokens = [sum(sum(row.trains) for row in step_rows) for step_rows in rows_of_steps]
-    shared = divisor_of_all_steps(reports, [r.error for r in reports], tokens, goal)
     findings = [
         replace(
             f,
             about=f"step {n}: {f.about}",
-            cause=shared if shared and f is r.failures[0] else f.cause,
+            cause=shared_cause if shared_cause and f is r.failures[0] else f.cause,
         )
         for n, r in enumerate(reports)
         for f in r.findings
@@ -453,38 +477,118 @@ def report_step(
     passes: int,
     bound: float,
     start: float,
-    again: Callable[[], Gradient] | None = None,
+    run_again: Callable[[], Gradient] | None = None,
     half: torch.dtype | None = None,
     explain: bool = True,
-    second: Callable[[], Attempt] | None = None,
-    rounding: bool = False,
+    make_other_attempt: Callable[[], Attempt] | None = None,
+    in_float32: bool = False,
     doubts: Callable[[Attempt, Cause], str] | None = None,
 ) -> StepReport:
     """Compare a step's gradient to the reference's, and report whether it agrees; if it
     does not, report why.
+
+    Args:
+        name: the step in the report.
+        goal: the objective with its numbers.
+        case: the rows and the reference's forward pass.
+        found: the gradient of the step, by the names of the parameters.
+        passes: the number of its backward passes; 0: unknown.
+        bound: the relative error that is allowed.
+        start: when the check began, by time.perf_counter.
+        run_again: runs the step once more.
+        half: the half precision in which the step computes; None: none.
+        explain: search for the cause of a difference.
+        make_other_attempt: runs the step on other rows, to confirm a cause.
+        in_float32: allow what rounding to float32 moves the gradient by.
+        doubts: from the step and a cause to words that speak against it.
     """
-    it = compare(goal, case, found, bound)
-    goal = it.goal
-    error = it.error
+    comparison = compare(goal, case, found, bound)
+    goal = comparison.goal
     bound_before = bound
-    if rounding:
-        bound = widen_bound(goal, case, bound, error)
+    if in_float32:
+        bound = widen_bound(goal, case, bound, comparison.error)
+    findings = _findings_beside_gradient(case, found, bound, half)
+    is_wrong = not comparison.error <= bound or wrong_parameters(
+        case.forward.model, comparison.found, comparison.want, bound
+    )
+    if is_wrong and not explain:
+        findings.append(_difference_finding(comparison, NOT_SEARCHED))
+    elif is_wrong and not half and bound < comparison.error < CLOSE_TO_BOUND * bound:
+        findings.append(_difference_finding(comparison, TOO_CLOSE))
+    elif is_wrong:
+        attempt = Attempt(comparison, case, bound, run_again)
+        causes = _findings_with_cause(attempt, make_other_attempt, doubts)
+        findings += name_single_passes(causes, goal, passes, len(case.rows))
+    has_failure = any(f.severity == "failure" for f in findings)
+    return StepReport(
+        name,
+        goal.objective.name,
+        _hyperparameters(goal),
+        findings,
+        "",
+        _assumptions(comparison, case, bound, bound_before),
+        {"gradient": "failure" if has_failure else "ok"},
+        {"gradient, relative": bound},
+        time.perf_counter() - start,
+        error=comparison.error,
+        exercised=_exercised(goal, case, passes),
+        unexercised=_unexercised(case, passes),
+        at_bound=comparison.at_bound,
+        other_side=comparison.other_side,
+        reach=reach(goal, case.forward, case.padded),
+        not_reached=_not_reached(goal, case, bound, comparison),
+        computed_in=_dtype_name(half) if half else "",
+    )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without `torch.`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _hyperparameters(goal: Goal) -> dict[str, Any]:
+    """Return the numbers of the objective, with the temperature and the KL coefficient."""
+    hp = goal.hp | {"temperature": goal.temperature}
+    return hp | {"beta": goal.beta} if goal.beta else hp
+
+
+def _assumptions(
+    comparison: GradientComparison, case: StepCase, bound: float, bound_before: float
+) -> list[str]:
+    """Return in words what the comparison assumes.
+
+    Args:
+        comparison: the gradient beside the right one.
+        case: the rows and the reference's forward pass.
+        bound: the relative error that is allowed.
+        bound_before: the same, before rounding to float32 widened it.
+    """
+    goal = comparison.goal
     assumptions = [f"allowed error of the gradient: {bound:.2g} of its norm"]
     if bound > bound_before:
         assumptions[0] += f", {ROUNDINGS} times what rounding to float32 moves it"
     if goal.objective.agg == "group-token-mean":
         where = "per group" if goal.grouped else "over the whole step, not per group"
         assumptions.append(f"tokens are counted {where}")
-    if it.at_bound:
+    if comparison.at_bound:
         what = "responses" if goal.objective.level in REDUCE else "tokens"
         assumptions.append(
             f"{what} within {case.shift:.2g} of a clip bound, which rounding may cross: "
-            f"{it.at_bound}; either side is right, "
-            f"and on another side than float64: {it.other_side}"
+            f"{comparison.at_bound}; either side is right, "
+            f"and on another side than float64: {comparison.other_side}"
         )
+    return assumptions
+
+
+def _findings_beside_gradient(
+    case: StepCase, found: Gradient, bound: float, half: torch.dtype | None
+) -> list[Finding]:
+    """Return the findings that need no reference: half precision, gradients of frozen
+    parameters, ranks that differ.
+    """
     findings: list[Finding] = []
     if half:
-        kind = str(half).removeprefix("torch.")
+        kind = _dtype_name(half)
         text = f"the step computes in {kind}: compared to {bound:.2g} of the norm only"
         findings.append(
             note(
@@ -494,8 +598,7 @@ def report_step(
                 subject=kind,
             )
         )
-    model = case.forward.model
-    if unnamed := sorted(set(found) - set(model.shapes)):
+    if unnamed := sorted(set(found) - set(case.forward.model.shapes)):
         findings.append(
             note(
                 "parameters",
@@ -503,66 +606,36 @@ def report_step(
             )
         )
     if case.apart > bound:
-        numbers = (
-            "one gradient on every rank",
-            f"gradients that are {case.apart:.2g} of their norm apart",
-        )
         findings.append(
             fail(
                 "gradient",
                 "between the ranks",
-                *numbers,
+                "one gradient on every rank",
+                f"gradients that are {case.apart:.2g} of their norm apart",
                 cause="the ranks do not share one gradient",
             )
         )
-    if not error <= bound or wrong_parameters(model, it.found, it.want, bound):
-        attempt = Attempt(it, case, bound, again)
-        if not explain:
-            findings.append(_difference_finding(it, NOT_SEARCHED))
-        elif not half and bound < error < CLOSE_TO_BOUND * bound:
-            findings.append(_difference_finding(it, TOO_CLOSE))
-        else:
-            causes = _findings_with_cause(attempt, second, doubts)
-            findings += name_single_passes(causes, goal, passes, len(case.rows))
+    return findings
+
+
+def _exercised(goal: Goal, case: StepCase, passes: int) -> list[str]:
+    """Return in words what the rows and the step's backward passes exercise."""
+    exercised = batch.describe_rows(case.rows, goal.temperature, case.forward.lp())
+    if passes == 1:
+        exercised.append("one backward pass")
+    elif passes > 1:
+        exercised.append(f"{passes} backward passes")
+    return exercised
+
+
+def _unexercised(case: StepCase, passes: int) -> list[str]:
+    """Return in words what the step was not tested with."""
     unexercised = [f"{k} ({why})" for k, why in case.unvaried.items()]
     if passes == 1:
         unexercised.append("micro-batches")
     if world_size() == 1:
         unexercised.append("several ranks")
-    exercised = batch.describe_rows(case.rows, goal.temperature, case.forward.lp())
-    if passes > 0:
-        exercised.append(
-            f"{passes} backward passes" if passes > 1 else "one backward pass"
-        )
-    hp = (
-        goal.hp
-        | {"temperature": goal.temperature}
-        | ({"beta": goal.beta} if goal.beta else {})
-    )
-    outcomes = {
-        "gradient": "failure"
-        if any(f.severity == "failure" for f in findings)
-        else "ok"
-    }
-    return StepReport(
-        name,
-        goal.objective.name,
-        hp,
-        findings,
-        "",
-        assumptions,
-        outcomes,
-        {"gradient, relative": bound},
-        time.perf_counter() - start,
-        error=error,
-        exercised=exercised,
-        unexercised=unexercised,
-        at_bound=it.at_bound,
-        other_side=it.other_side,
-        reach=reach(goal, case.forward, case.padded),
-        not_reached=_not_reached(goal, case, bound, it),
-        computed_in=str(half).removeprefix("torch.") if half else "",
-    )
+    return unexercised
 
 
 def _findings_with_cause(
@@ -581,7 +654,7 @@ def _findings_with_cause(
     except Exception as e:
         return [
             _difference_finding(
-                attempt.it,
+                attempt.comparison,
                 f"{UNKNOWN}: the search for one ends in {type(e).__name__}: {one_line(e)}",
             )
         ]
@@ -595,7 +668,7 @@ def _findings_with_cause(
         return [replace(findings[0], cause=f"{doubt}{cause}"), *findings[1:]]
     try:
         other_attempt = make_other_attempt()
-        if other_attempt.it.error <= other_attempt.bound:
+        if other_attempt.comparison.error <= other_attempt.bound:
             return findings
         if {*cause.ids} <= {*other_attempt.findings(cause)[0].fault_ids}:
             return findings
@@ -631,29 +704,29 @@ def doubt_of(halves: Halves, first: Attempt, cause: Cause) -> str:
         cause: what was found on all its rows.
     """
     try:
-        fit = fits(halves, first.it, first.case, first.bound, cause)
+        fit = fits(halves, first.comparison, first.case, first.bound, cause)
     except Exception:  # an error in the search is not the verdict
         return NO_HALVES
     return {True: "", False: UNFIT, None: NO_HALVES}[fit]
 
 
 def _not_reached(
-    goal: Goal, case: StepCase, bound: float, it: GradientComparison
+    goal: Goal, case: StepCase, bound: float, comparison: GradientComparison
 ) -> dict[str, str]:
     """Return the numbers that the rows do not exercise.
 
     An error while another value of a number is tried becomes words, and is not raised.
     """
     try:
-        return not_reached(goal, case.forward, case.padded, bound, it.rows)
+        return not_reached(goal, case.forward, case.padded, bound, comparison.rows)
     except Exception as e:
         return {
             "the objective's numbers": f"trying other values ends in {type(e).__name__}"
         }
 
 
-def _difference_finding(it: GradientComparison, cause: str) -> Finding:
+def _difference_finding(comparison: GradientComparison, cause: str) -> Finding:
     """Return the finding that the gradients differ, and nothing beyond that."""
-    right = Number(float(it.want.norm()), "norm")
-    found = Number(it.error, "distance", "of that norm")
+    right = Number(float(comparison.want.norm()), "norm")
+    found = Number(comparison.error, "distance", "of that norm")
     return fail("gradient", "over all parameters", right, found, cause=cause)

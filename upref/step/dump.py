@@ -367,7 +367,7 @@ def check_dump(
         bound,
         start,
         explain=explain,
-        rounding=half_of(model) is None,
+        in_float32=half_of(model) is None,
         doubts=partial(_doubt, batch.meta),
     )
     if not clipped:
