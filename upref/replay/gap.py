@@ -178,27 +178,44 @@ def _find_causes(batch: RecordedBatch, columns: Columns, add_finding: Any) -> Co
     if rows_were_exchanged:
         # rows that are nearly certain are exchanged too, and nothing tells them
         return columns
-    if batch.ref is not None:
-        against_ref = Columns(batch.ref, columns.sampler, columns.mask)
-        before = columns.distance()
-        after = against_ref.distance()
-        if before > 2 * ROUNDING_GAP and after < before / 4:
-            add_finding("note", "reference_weights", before=before, after=after)
-            return columns
-    is_off = _find_responses_off(columns)
-    if is_off is not None:
-        differences = columns.log_rho.abs()
-        add_finding(
-            "note",
-            "some_responses",
-            mean_abs=float(differences[columns.mask & is_off[:, None]].mean()),
-            rest=float(differences[columns.mask & ~is_off[:, None]].mean()),
-            rows=int(is_off.sum()),
-            of=int(columns.mask.any(1).sum()),
-        )
-        columns = columns.without(is_off[:, None])
+    if _report_reference_weights(batch, columns, add_finding):
+        return columns
+    columns = _without_responses_off(columns, add_finding)
     _report_signatures(columns, _first_draws(batch), add_finding)
     return columns
+
+
+def _report_reference_weights(
+    batch: RecordedBatch, columns: Columns, add_finding: Any
+) -> bool:
+    """Add a note where the sampler has the weights of π_ref, and tell whether it has."""
+    if batch.ref is None:
+        return False
+    against_ref = Columns(batch.ref, columns.sampler, columns.mask)
+    before = columns.distance()
+    after = against_ref.distance()
+    is_nearer = before > 2 * ROUNDING_GAP and after < before / 4
+    if not is_nearer:
+        return False
+    add_finding("note", "reference_weights", before=before, after=after)
+    return True
+
+
+def _without_responses_off(columns: Columns, add_finding: Any) -> Columns:
+    """Add a note on responses that alone are off, and leave them out."""
+    is_off = _find_responses_off(columns)
+    if is_off is None:
+        return columns
+    differences = columns.log_rho.abs()
+    add_finding(
+        "note",
+        "some_responses",
+        mean_abs=float(differences[columns.mask & is_off[:, None]].mean()),
+        rest=float(differences[columns.mask & ~is_off[:, None]].mean()),
+        rows=int(is_off.sum()),
+        of=int(columns.mask.any(1).sum()),
+    )
+    return columns.without(is_off[:, None])
 
 
 def _without_unsampled(
@@ -255,104 +272,120 @@ def _report_signatures(columns: Columns, first_draws: Tensor, add_finding: Any) 
         first_draws: the first token drawn from each context, [B, T].
         add_finding: takes a severity, a cause and its numbers.
     """
-    trainer = columns.trained(columns.trainer)
-    sampled = columns.trained(columns.sampler)
-    log_rho = columns.trained(columns.log_rho)
-    is_first = first_draws[columns.mask]
-    is_impossible = log_rho < -FAR_NATS
-    usual_log_rho = log_rho[~is_impossible]
-    typical = float(usual_log_rho.abs().median()) if len(usual_log_rho) else 0.0
-    # Weights that differ everywhere have a wide middle; lone tokens on a clean line
-    # have a narrow one.
-    least_lone = max(LEAST_TOKENS, 0.002 * len(log_rho))
-    are_lone = least_lone <= int(is_impossible.sum()) < 0.5 * len(log_rho)
-    has_lone_tokens = are_lone and typical < ROUNDING_GAP
-    if has_lone_tokens:
+    is_impossible = _find_impossible_tokens(columns)
+    if is_impossible is not None:
         add_finding(
             "note",
             "impossible_tokens",
             tokens=int(is_impossible.sum()),
-            trained=len(log_rho),
+            trained=int(columns.mask.sum()),
             far=FAR_NATS,
         )
-        trainer = trainer[~is_impossible]
-        sampled = sampled[~is_impossible]
-        log_rho = usual_log_rho
-        is_first = is_first[~is_impossible]
-    numbers = _statistics(log_rho)
+        columns = columns.without(is_impossible)
+    trainer = columns.trained(columns.trainer)
+    sampled = columns.trained(columns.sampler)
+    numbers = _statistics(columns.trained(columns.log_rho))
     mean_abs = numbers["mean_abs"]
-    mean = numbers["mean"]
+    has_unexplained_gap = mean_abs > ROUNDING_GAP and is_impossible is None
     policy_numbers = {
         "mean_abs": mean_abs,
         "rho": numbers["rho_mean"],
         "k3": numbers["k3"],
     }
-    if len(log_rho) < LEAST_RARE:  # too few for any signature
-        if mean_abs > ROUNDING_GAP and not has_lone_tokens:
+    if len(trainer) < LEAST_RARE:  # too few for any signature
+        if has_unexplained_gap:
             add_finding("note", "two_policies", **policy_numbers)
         return
+    signature = _find_signature(trainer, sampled)
+    is_first = first_draws[columns.mask]
+    if signature and _find_signature(trainer[is_first], sampled[is_first]) != signature:
+        signature = ""  # only the draws from one context, counted many times, make it
     bfloat16_columns = [
         name
         for name, column in (("sampler", sampled), ("old", trainer))
         if is_bfloat16(column)
     ]
-    signature = _find_signature(trainer, sampled)
-    if signature and _find_signature(trainer[is_first], sampled[is_first]) != signature:
-        signature = ""  # only the draws from one context, counted many times, make it
-    if signature == "stretched":
-        noise = SIGNIFICANT * _standard_error(log_rho)
-        if mean > noise:
-            cause = "raw_temperature"
-        elif abs(mean) > noise:
-            cause = "temperature"
-        elif _has_excess_mass(log_rho):
-            cause = "above_one"
-        else:
-            cause = "some_temperature"
-        numbers_of_temperature = {
-            "mean": mean,
-            "mean_abs": mean_abs,
-            "rho": numbers["rho_mean"],
-            "error": numbers["rho_se"],
-        }
-        add_finding("note", cause, **numbers_of_temperature)
-    elif signature in ("sampler above", "trainer above"):
-        zeros = float(((sampled == 0) & (log_rho < -ROUNDING_GAP / 10)).double().mean())
-        has_side = log_rho < 0 if signature == "sampler above" else log_rho > 0
-        if signature == "sampler above":
-            cause = "cut" if zeros > 0 else "cut_or_divided"
-        else:
-            cause = "trainer_above"
-        add_finding(
-            "note",
-            cause,
-            share=float(has_side.double().mean()),
-            rho=numbers["rho_mean"],
-            zeros=zeros,
-        )
-    elif signature == "impossible mean":
-        add_finding(
-            "note",
-            "not_the_sampler",
-            mean=mean,
-            rho=numbers["rho_mean"],
-            inverse=numbers["inverse_mean"],
-        )
-    elif signature == "above one":
-        add_finding(
-            "note", "above_one", rho=numbers["rho_mean"], error=numbers["rho_se"]
-        )
+    if signature:
+        cause, numbers_of_cause = _cause_of_signature(signature, columns, numbers)
+        add_finding("note", cause, **numbers_of_cause)
     elif len(bfloat16_columns) == 1:
         add_finding(
             "note", "bfloat16_column", column=bfloat16_columns[0], mean_abs=mean_abs
         )
-    elif mean_abs > ROUNDING_GAP and not has_lone_tokens:
-        if columns.unrelated():
-            add_finding(
-                "note", "unrelated", correlation=columns.correlation(), **policy_numbers
-            )
-        else:
-            add_finding("note", "two_policies", **policy_numbers)
+    elif has_unexplained_gap and columns.unrelated():
+        add_finding(
+            "note", "unrelated", correlation=columns.correlation(), **policy_numbers
+        )
+    elif has_unexplained_gap:
+        add_finding("note", "two_policies", **policy_numbers)
+
+
+def _find_impossible_tokens(columns: Columns) -> Tensor | None:
+    """Return the tokens that the trainer holds to be next to impossible, [B, T], where
+    they are lone ones and all others agree; None otherwise.
+    """
+    log_rho = columns.trained(columns.log_rho)
+    is_impossible = log_rho < -FAR_NATS
+    others = log_rho[~is_impossible]
+    # Weights that differ everywhere have a wide middle; lone tokens on a clean line
+    # have a narrow one.
+    typical = float(others.abs().median()) if len(others) else 0.0
+    least_lone = max(LEAST_TOKENS, 0.002 * len(log_rho))
+    are_lone = least_lone <= int(is_impossible.sum()) < 0.5 * len(log_rho)
+    if not (are_lone and typical < ROUNDING_GAP):
+        return None
+    return columns.mask & (columns.log_rho < -FAR_NATS)
+
+
+def _cause_of_signature(
+    signature: str, columns: Columns, numbers: dict[str, float]
+) -> tuple[str, dict[str, Any]]:
+    """Return the cause that a signature points to, and the numbers of its note.
+
+    Args:
+        signature: of `_find_signature`.
+        columns: the log-probabilities of trainer and sampler.
+        numbers: the statistics of log ρ.
+    """
+    log_rho = columns.trained(columns.log_rho)
+    rho = numbers["rho_mean"]
+    if signature == "stretched":
+        return _cause_of_stretch(log_rho, numbers["mean"]), {
+            "mean": numbers["mean"],
+            "mean_abs": numbers["mean_abs"],
+            "rho": rho,
+            "error": numbers["rho_se"],
+        }
+    if signature == "impossible mean":
+        return "not_the_sampler", {
+            "mean": numbers["mean"],
+            "rho": rho,
+            "inverse": numbers["inverse_mean"],
+        }
+    if signature == "above one":
+        return "above_one", {"rho": rho, "error": numbers["rho_se"]}
+    is_certain = columns.trained(columns.sampler) == 0
+    zeros = float((is_certain & (log_rho < -ROUNDING_GAP / 10)).double().mean())
+    if signature == "trainer above":
+        cause = "trainer_above"
+        has_side = log_rho > 0
+    else:
+        cause = "cut" if zeros > 0 else "cut_or_divided"
+        has_side = log_rho < 0
+    share = float(has_side.double().mean())
+    return cause, {"share": share, "rho": rho, "zeros": zeros}
+
+
+def _cause_of_stretch(log_rho: Tensor, mean: float) -> str:
+    """Return the cause of differences that are a multiple of the log-probabilities: a
+    temperature, and which one where the mean tells it.
+    """
+    noise = SIGNIFICANT * _standard_error(log_rho)
+    if mean > noise:
+        return "raw_temperature"
+    if abs(mean) > noise:
+        return "temperature"
+    return "above_one" if _has_excess_mass(log_rho) else "some_temperature"
 
 
 def _find_signature(x: Tensor, y: Tensor) -> str:
