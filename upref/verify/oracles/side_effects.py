@@ -357,35 +357,22 @@ def _effect_of(case: LossCase, key: str) -> list[Finding]:
     """Pass another value of one hyperparameter to the loss, and return a finding where
     its gradient does not become the objective's at that value.
     """
-    loss = case.loss
-    objective = case.objective
+    if not _is_declared(case, key) and not case.loss.accepts_kwargs:
+        return []
+    if key == "beta" and "logp_ref" not in case.loss.reads:
+        return []
     value = case.hp[key]
-    is_declared = key in loss.accepts or (
-        loss.accepts_kwargs and key in loss.bound_args
-    )
-    if not is_declared and not loss.accepts_kwargs:
+    changed_case = _case_at_other_value(case, key)
+    if changed_case is None:
         return []
-    if key == "beta" and "logp_ref" not in loss.reads:
-        return []
-    for new_value in _other_values(key, value):
-        changed_case = replace(case, hp=case.hp | {key: new_value})
-        batch = changed_case.grid()
-        change = case.expected(batch) - changed_case.expected(batch)
-        differ = change.nan_to_num().abs() > 1e-9
-        if differ.any():
-            break
-    else:
-        return []
-    text = f"{key} from {_number_or_absent(value)} to {new_value:g}"
-
-    def gradient_at(batch: Rollouts, argument: float | None) -> Tensor:
-        """Return the gradient at this value, or without the argument."""
-        arguments = {} if argument is None else {key: argument}
-        return case.gradient(batch, 1, **arguments)
-
+    new_value = changed_case.hp[key]
+    batch = changed_case.grid()
+    name = case.objective.name
     try:
-        changed_gradient = gradient_at(batch, new_value)
-        has_no_effect = torch.equal(gradient_at(batch, value), changed_gradient)
+        changed_gradient = _gradient_at(case, key, new_value, batch)
+        has_effect = not torch.equal(
+            _gradient_at(case, key, value, batch), changed_gradient
+        )
     except InputError as e:
         return [
             fail(
@@ -396,42 +383,91 @@ def _effect_of(case: LossCase, key: str) -> list[Finding]:
                 subject=key,
             )
         ]
-    if has_no_effect:
-
-        def effect(batch: Rollouts) -> tuple[Tensor, Tensor]:
-            """Return the change of the gradient, and the change 0 of a dead argument."""
-            change = gradient_at(batch, new_value) - gradient_at(batch, value)
-            return change, torch.zeros_like(batch.logp)
-
-        why = ""
-        if holds_on_other_batches(case, effect, *_parts_that_differ(batch, differ)):
-            if key in loss.accepts:
-                why = "the argument has no effect"
-            else:
-                why = "it goes into **kwargs and has no effect"
-        make = fail if is_declared else note
-        return [
-            make(
-                "dead-hyperparameter",
-                text,
-                "another gradient",
-                "the same gradient, bit for bit",
-                cause=why,
-                subject=key,
-            )
-        ]
+    if not has_effect:
+        return [_finding_of_dead_argument(case, changed_case, key, batch)]
     if _is_right_or_wrong_before(changed_case, batch, changed_gradient):
         return []
     return [
         fail(
             "dead-hyperparameter",
-            text,
-            f"the gradient of {objective.name} at {key} = {new_value:g}",
+            f"{key} from {_number_or_absent(value)} to {new_value:g}",
+            f"the gradient of {name} at {key} = {new_value:g}",
             "another gradient",
-            cause=f"{key} has another effect than in {objective.name}",
+            cause=f"{key} has another effect than in {name}",
             subject=key,
         )
     ]
+
+
+def _is_declared(case: LossCase, key: str) -> bool:
+    """Tell whether the loss is known to take the hyperparameter: by an argument, or
+    through **kwargs as the user set it.
+    """
+    loss = case.loss
+    return key in loss.accepts or (loss.accepts_kwargs and key in loss.bound_args)
+
+
+def _case_at_other_value(case: LossCase, key: str) -> LossCase | None:
+    """Return the case with the first other value of the hyperparameter that changes the
+    objective's weights on its grid; None where no value does.
+    """
+    for value in _other_values(key, case.hp[key]):
+        changed_case = replace(case, hp=case.hp | {key: value})
+        if _differing_tokens(case, changed_case, changed_case.grid()).any():
+            return changed_case
+    return None
+
+
+def _differing_tokens(case: LossCase, other: LossCase, batch: Rollouts) -> Tensor:
+    """Mark the tokens on which the weights of the objective differ in two cases,
+    [B, T].
+    """
+    change = case.expected(batch) - other.expected(batch)
+    return change.nan_to_num().abs() > 1e-9
+
+
+def _gradient_at(
+    case: LossCase, key: str, value: float | None, batch: Rollouts
+) -> Tensor:
+    """Return the loss's gradient at this value of the hyperparameter, [B, T]; at None,
+    without the argument.
+    """
+    arguments = {} if value is None else {key: value}
+    return case.gradient(batch, 1, **arguments)
+
+
+def _finding_of_dead_argument(
+    case: LossCase, changed_case: LossCase, key: str, batch: Rollouts
+) -> Finding:
+    """Return the finding that the loss has the same gradient at two values of a
+    hyperparameter: a failure where it takes the argument, else a note.
+    """
+    value = case.hp[key]
+    new_value = changed_case.hp[key]
+
+    def effect(batch: Rollouts) -> tuple[Tensor, Tensor]:
+        """Return the change of the gradient, and the change 0 of a dead argument."""
+        change = _gradient_at(case, key, new_value, batch) - _gradient_at(
+            case, key, value, batch
+        )
+        return change, torch.zeros_like(batch.logp)
+
+    differ = _differing_tokens(case, changed_case, batch)
+    if not holds_on_other_batches(case, effect, *_parts_that_differ(batch, differ)):
+        why = ""
+    elif key in case.loss.accepts:
+        why = "the argument has no effect"
+    else:
+        why = "it goes into **kwargs and has no effect"
+    make = fail if _is_declared(case, key) else note
+    return make(
+        "dead-hyperparameter",
+        f"{key} from {_number_or_absent(value)} to {new_value:g}",
+        "another gradient",
+        "the same gradient, bit for bit",
+        cause=why,
+        subject=key,
+    )
 
 
 MOST_ROWS = 70  # of a batch of repeated responses
