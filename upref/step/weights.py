@@ -7,7 +7,7 @@ to norm 1, and its SVD gives the weights and the residual.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -287,7 +287,11 @@ def _largest_words(x: Tensor) -> str:
     return f"up to {float(x.nan_to_num(0).abs().max()):.3g}"
 
 
-def observe_weights(tokens: Tokens) -> list[tuple[Cause, str, str]]:
+# what differs, what was expected, and what was found, in words
+Observation = tuple[Cause, str, str]
+
+
+def observe_weights(tokens: Tokens) -> list[Observation]:
     """List what the weights show by themselves, whatever the fault is.
 
     Args:
@@ -296,81 +300,91 @@ def observe_weights(tokens: Tokens) -> list[tuple[Cause, str, str]]:
     Returns:
         What differs, what was expected, and what was found, in words.
     """
-    observations = []
+    return [
+        *_observe_prompts(tokens),
+        *_observe_masked_tokens(tokens),
+        *_observe_lost_tokens(tokens),
+        *_observe_stopped_tokens(tokens),
+        *_observe_factors_of_responses(tokens),
+    ]
+
+
+def _observe_prompts(tokens: Tokens) -> Iterator[Observation]:
+    """Yield that tokens of prompts train, if they do."""
     trained = [~tokens.no_weight(prompt) for prompt in tokens.prompts]
     if count := int(sum(trains.sum() for trains in trained)):
         what = measured.OBSERVED_PROMPTS_TRAIN.cause(tokens=count)
-        largest = _largest_words(torch.cat(tokens.prompts))
-        observations.append((what, "weight 0", largest))
+        yield what, "weight 0", _largest_words(torch.cat(tokens.prompts))
+
+
+def _observe_masked_tokens(tokens: Tokens) -> Iterator[Observation]:
+    """Yield that masked tokens train, if they do."""
     masked = tokens.here & ~tokens.padded.mask
     if count := int((masked & ~tokens.no_weight(tokens.found)).sum()):
-        observations.append(
-            (
-                measured.OBSERVED_MASKED_TOKENS_TRAIN.cause(
-                    tokens=count, masked=int(masked.sum())
-                ),
-                "weight 0",
-                _largest_words(tokens.found[masked]),
-            )
+        what = measured.OBSERVED_MASKED_TOKENS_TRAIN.cause(
+            tokens=count, masked=int(masked.sum())
         )
+        yield what, "weight 0", _largest_words(tokens.found[masked])
+
+
+def _observe_lost_tokens(tokens: Tokens) -> Iterator[Observation]:
+    """Yield that responses do not train, and that further tokens do not, if they
+    should.
+    """
     should_train = tokens.padded.mask & ~tokens.stopped & ~tokens.found.isnan()
     far_below = tokens.found.abs() <= LOST_SHARE * tokens.foretold.abs()
     is_lost = should_train & tokens.no_weight(tokens.found) & far_below
-    if is_lost.any():
+    if not is_lost.any():
+        return
 
-        def is_response_lost(i: int) -> bool:
-            """Whether the whole response is lost. Its factor tells it more sharply than
-            its tokens, where that was measured.
-            """
-            if not should_train[i].any() or not is_lost[i][should_train[i]].all():
-                return False
-            if tokens.row_factors is None:
-                return True
-            least = 1e-7 * tokens.row_factors.abs().max()
-            return bool(abs(tokens.row_factors[i]) <= least)
+    def is_response_lost(i: int) -> bool:
+        """Whether the whole response is lost. Its factor tells it more sharply than its
+        tokens, where that was measured.
+        """
+        if not should_train[i].any() or not is_lost[i][should_train[i]].all():
+            return False
+        if tokens.row_factors is None:
+            return True
+        least = 1e-7 * tokens.row_factors.abs().max()
+        return bool(abs(tokens.row_factors[i]) <= least)
 
-        lost_rows = [i for i in range(len(tokens.rows)) if is_response_lost(i)]
-        if lost_rows:
-            what = measured.OBSERVED_RESPONSES_LEFT_OUT.cause(
-                **_subject_and_verb(lost_rows)
-            )
-            observations.append((what, "weights other than 0", "weight 0"))
-        lost_tokens = int(is_lost.sum()) - int(is_lost[lost_rows].sum())
-        if lost_tokens:
-            observations.append(
-                (
-                    measured.OBSERVED_TOKENS_LEFT_OUT.cause(tokens=lost_tokens),
-                    _largest_words(tokens.expected[is_lost]),
-                    "weight 0",
-                )
-            )
+    lost_rows = [i for i in range(len(tokens.rows)) if is_response_lost(i)]
+    if lost_rows:
+        what = measured.OBSERVED_RESPONSES_LEFT_OUT.cause(
+            **_subject_and_verb(lost_rows)
+        )
+        yield what, "weights other than 0", "weight 0"
+    lost_tokens = int(is_lost.sum()) - int(is_lost[lost_rows].sum())
+    if lost_tokens:
+        what = measured.OBSERVED_TOKENS_LEFT_OUT.cause(tokens=lost_tokens)
+        yield what, _largest_words(tokens.expected[is_lost]), "weight 0"
+
+
+def _observe_stopped_tokens(tokens: Tokens) -> Iterator[Observation]:
+    """Yield that tokens train that the clip should stop, if they do."""
     should_stop = tokens.padded.mask & tokens.stopped
     far_above = tokens.foretold.abs() <= LOST_SHARE * tokens.found.abs()
     trains_though_stopped = should_stop & far_above
     if count := int((trains_though_stopped & ~tokens.no_weight(tokens.found)).sum()):
-        observations.append(
-            (
-                measured.OBSERVED_STOPPED_TOKENS_TRAIN.cause(tokens=count),
-                "weight 0",
-                _largest_words(tokens.found[trains_though_stopped]),
-            )
-        )
+        what = measured.OBSERVED_STOPPED_TOKENS_TRAIN.cause(tokens=count)
+        yield what, "weight 0", _largest_words(tokens.found[trains_though_stopped])
+
+
+def _observe_factors_of_responses(tokens: Tokens) -> Iterator[Observation]:
+    """Yield the factor of each response, if the weights are right up to several such
+    factors.
+    """
     row_factors = factors_of_rows(tokens, tokens.expected)
     found_in_mask = tokens.found.where(tokens.padded.mask, torch.nan)
-    if row_factors is not None and not tokens.same(found_in_mask, tokens.expected):
-        shown = []
-        for factor in row_factors.tolist():
-            rounded = factor if abs(factor) > tokens.tol else 0
-            shown.append("-" if math.isnan(factor) else f"{rounded:.4g}")
-        if len(set(shown) - {"-", "0"}) > 1:
-            observations.append(
-                (
-                    measured.OBSERVED_FACTORS_OF_RESPONSES.cause(),
-                    "1 for every response",
-                    " ".join(shown),
-                )
-            )
-    return observations
+    if row_factors is None or tokens.same(found_in_mask, tokens.expected):
+        return
+    shown = []
+    for factor in row_factors.tolist():
+        rounded = factor if abs(factor) > tokens.tol else 0
+        shown.append("-" if math.isnan(factor) else f"{rounded:.4g}")
+    if len(set(shown) - {"-", "0"}) > 1:
+        what = measured.OBSERVED_FACTORS_OF_RESPONSES.cause()
+        yield what, "1 for every response", " ".join(shown)
 
 
 def is_named(fault: Fault[Any], cause: Cause) -> bool:

@@ -3,6 +3,7 @@
 `(hidden, weight, tokens, temperature)` or `(logits, tokens, temperature)` in,
 log-probabilities and maybe entropies out, with their gradients."""
 
+import inspect
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -102,8 +103,8 @@ class KernelOutcome:
     numbers: dict[str, Tensor]
     wrote: frozenset[str] = frozenset()
     printed: bool = False
-    # of a second backward: "" alike, "other numbers", or what it raised
-    again: str = ""
+    # what differs in a second backward: "" nothing, "other numbers", or what it raised
+    second_backward: str = ""
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ class Kernel:
             numbers |= {f"gradient of {k}": v.double() for k, v in grads.items()}
             printed |= backward_printed
             if twice:
-                second_backward = self._compare_again(go_back, grads)
+                second_backward = self._compare_second_backward(go_back, grads)
         changed = {
             k
             for k, x in before.items()
@@ -200,7 +201,7 @@ class Kernel:
         }
         return KernelOutcome(numbers, frozenset(changed), printed, second_backward)
 
-    def _compare_again(
+    def _compare_second_backward(
         self, go_back: Callable[[], dict[str, Tensor]], grads: dict[str, Tensor]
     ) -> str:
         """Run the backward pass again: "" where it gives the same gradients, else what
@@ -310,23 +311,8 @@ def read(fn: Any, softcap: float | None = None, logit_scale: float = 1.0) -> Ker
         if p.default is p.empty and p.name not in (*roles, *settings.values())
     ]
     temperature_missing = [] if "temperature" in settings else ["temperature"]
-    required = [
-        p
-        for p in all_parameters
-        if p.default is p.empty or _entry_named(p.name, SETTINGS) == "temperature"
-    ]
-    tensors = [
-        p for p in required if _entry_named(p.name, SETTINGS) in ("", "temperature")
-    ]
-    takes_three = len(tensors) < 4  # (logits, tokens, temperature)
-    roles_told = set(roles.values())
-    if "logits" in roles_told or (
-        takes_three and not {"hidden", "weight"} & roles_told
-    ):
-        kind = "logits"
-    else:
-        kind = "hidden"
-    missing = [r for r in MAIN[kind] if r not in roles_told] + temperature_missing
+    kind = _kind_of_inputs(all_parameters, set(roles.values()))
+    missing = [r for r in MAIN[kind] if r not in roles.values()] + temperature_missing
     # what no name says, in order; the last is the temperature
     if len(free) == len(missing):
         settings |= {"temperature": free.pop()} if temperature_missing else {}
@@ -341,6 +327,28 @@ def read(fn: Any, softcap: float | None = None, logit_scale: float = 1.0) -> Ker
             name, fn, reading, kind, settings, softcap=softcap, logit_scale=logit_scale
         )
     )
+
+
+def _kind_of_inputs(
+    all_parameters: list[inspect.Parameter], roles_told: set[str]
+) -> str:
+    """Return which inputs a function takes, `logits` or `hidden`: the ones that its
+    arguments name, else by their number.
+    """
+    if "logits" in roles_told:
+        return "logits"
+    if {"hidden", "weight"} & roles_told:
+        return "hidden"
+    required = [
+        p
+        for p in all_parameters
+        if p.default is p.empty or _entry_named(p.name, SETTINGS) == "temperature"
+    ]
+    tensors = [
+        p for p in required if _entry_named(p.name, SETTINGS) in ("", "temperature")
+    ]
+    takes_three = len(tensors) < 4  # (logits, tokens, temperature)
+    return "logits" if takes_three else "hidden"
 
 
 def _entry_named(name: str, table: Mapping[str, set[str]]) -> str:

@@ -369,10 +369,11 @@ def compared(
 
 
 @oracle("repeated-backward", not_run=wrong)
-def repeated(case: KernelCase) -> Iterator[Finding]:
+def repeated_backward(case: KernelCase) -> Iterator[Finding]:
     """Report a second backward pass that has other gradients, or raises."""
-    again = case.kernel(problems.random_problem(case.kernel), twice=True).again
-    if again == "other numbers":
+    outcome = case.kernel(problems.random_problem(case.kernel), twice=True)
+    difference = outcome.second_backward
+    if difference == "other numbers":
         why = "the backward changes a buffer that it reads"
         yield fail(
             "repeated-backward",
@@ -381,8 +382,9 @@ def repeated(case: KernelCase) -> Iterator[Finding]:
             "other gradients",
             cause=why,
         )
-    elif again:
-        yield note("repeated-backward", f"a second backward is refused ({again[:120]})")
+    elif difference:
+        words = f"a second backward is refused ({difference[:120]})"
+        yield note("repeated-backward", words)
 
 
 @oracle("padding", not_run=wrong)
@@ -654,7 +656,7 @@ ORACLES: tuple[Oracle, ...] = (
         not_run=lambda case: wrong(case) or (LOSES_GPU if case.kernel.on_gpu else ""),
     ),
     compared("layout", problems.layout, refused=""),
-    repeated,
+    repeated_backward,
     compared(
         "frozen",
         problems.frozen,
