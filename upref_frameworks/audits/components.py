@@ -10,6 +10,7 @@ gradients.
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -198,7 +199,7 @@ REFERENCES: dict[str, dict[str, Function]] = {
         )
     },
     "aggregation": {
-        name: lambda x, mask, name=name, **hp: aggregate(x, mask, name, **hp)
+        name: partial(aggregate, agg=name)
         for name in (
             "token-mean",
             "seq-mean-token-mean",

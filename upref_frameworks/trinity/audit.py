@@ -287,6 +287,11 @@ def _parts() -> tuple[Component, ...]:
     norm = {"ddof": 1, "eps": 1e-6}
     agg = _module("utils").aggregate_loss
     default = _module("algorithm").GRPOAlgorithm.default_config()["kl_loss_fn"]
+
+    def aggregation(mode: str) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return Trinity's aggregation of terms and a mask, in this mode."""
+        return lambda x, mask: agg(x, mask, mode)
+
     return (
         Component(
             "advantages",
@@ -353,8 +358,8 @@ def _parts() -> tuple[Component, ...]:
             reasons=(Fault("k2 in place of k3", kl.k2),),
         ),
         *(
-            Component("aggregation", k, lambda x, m, k=k: agg(x, m, k), k)
-            for k in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
+            Component("aggregation", mode, aggregation(mode), mode)
+            for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
         ),
         Component(
             "aggregation",

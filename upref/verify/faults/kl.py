@@ -2,6 +2,7 @@
 """Known faults of per-token KL estimators: what each makes of (log_prob, ref_log_prob)."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeAlias
 
 from torch import Tensor
@@ -90,12 +91,36 @@ def known() -> Iterator[KLFault]:
         for name, f in ESTIMATORS.items()
     )
     for name, k in ESTIMATORS.items():
-        yield Fault(f"the mean of {name} over each row",
-                    lambda lp, ref, k=k: k(lp, ref).mean(-1, keepdim=True).expand_as(lp), id=f"{name}-averaged-over-row")  # type: ignore[misc]  # fmt: skip
-        for by, where in ((1, "late"), (-1, "early")):
-            yield Fault(f"{name}, with ref_log_prob one token too {where}",
-                        lambda lp, ref, k=k, by=by: k(lp, ref.roll(by, -1)), id=f"{name}-reference-one-token-{where}")  # type: ignore[misc]  # fmt: skip
+        yield Fault(
+            f"the mean of {name} over each row",
+            partial(_mean_over_row, k=k),
+            id=f"{name}-averaged-over-row",
+        )
+        for places, where in ((1, "late"), (-1, "early")):
+            yield Fault(
+                f"{name}, with ref_log_prob one token too {where}",
+                partial(_at_moved_reference, k=k, places=places),
+                id=f"{name}-reference-one-token-{where}",
+            )
     # last: where only the gradient is compared, k2 itself has the same one
     for name, k in {"k3": k3, "k1": k1}.items():
-        yield Fault(f"the value of {name} with the gradient of k2 (straight through)",
-                    lambda lp, ref, k=k: k2(lp, ref) + (k(lp, ref) - k2(lp, ref)).detach(), id=f"{name}-straight-through")  # type: ignore[misc]  # fmt: skip
+        yield Fault(
+            f"the value of {name} with the gradient of k2 (straight through)",
+            partial(_with_gradient_of_k2, k=k),
+            id=f"{name}-straight-through",
+        )
+
+
+def _mean_over_row(lp: Tensor, ref: Tensor, k: Formula) -> Tensor:
+    """Return the mean of an estimator over each row, on all its tokens."""
+    return k(lp, ref).mean(-1, keepdim=True).expand_as(lp)
+
+
+def _at_moved_reference(lp: Tensor, ref: Tensor, k: Formula, places: int) -> Tensor:
+    """Return an estimator with log π_ref moved to the left by so many places."""
+    return k(lp, ref.roll(places, -1))
+
+
+def _with_gradient_of_k2(lp: Tensor, ref: Tensor, k: Formula) -> Tensor:
+    """Return the value of an estimator that has the gradient of k2."""
+    return k2(lp, ref) + (k(lp, ref) - k2(lp, ref)).detach()

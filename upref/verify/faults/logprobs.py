@@ -11,6 +11,7 @@ One file: a catalogue is read as one.
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -93,6 +94,16 @@ def entropy(x: Tensor) -> Tensor:
 def pick(x: Tensor, tokens: Tensor, t: float = 1.0) -> Tensor:
     """Return x_o, the logit of each sampled token. Faults alone use t, which is τ."""
     return x.gather(-1, tokens[..., None])[..., 0]
+
+
+def _log_softmax_over(x: Tensor, tokens: Tensor, t: float, dimension: int) -> Tensor:
+    """Return the log-softmax over a dimension of the logits, at each sampled token."""
+    return pick(x.log_softmax(dimension), tokens)
+
+
+def _clamped_logits(y: Tensor, problem: Problem, bound: float) -> Tensor:
+    """Return the logits after the softcap, clamped to ±bound."""
+    return cap(y, problem).clamp(-bound, bound)
 
 
 def solved(problem: Problem, f: Stages = RIGHT) -> KernelOutcome:
@@ -391,7 +402,7 @@ PLAIN = (
             f"the softmax is over dimension {d} of the logits, not over the vocabulary",
             id="softmax-over-other-dimension",
             log_Z=lambda x: 0 * x[..., 0],
-            picked=lambda x, ids, t, d=d: pick(x.log_softmax(d), ids),
+            picked=partial(_log_softmax_over, dimension=d),
         )
         for d in (0, 1)
     ),
@@ -399,9 +410,9 @@ PLAIN = (
         fault(
             "the logits are clamped before the softmax",
             id="logits-clamped",
-            z=lambda y, p, c=c: cap(y, p).clamp(-c, c),
+            z=partial(_clamped_logits, bound=bound),
         )
-        for c in (1, 5, 10, 15, 20, 30, 50, 60, 80, 88, 100, 1000)
+        for bound in (1, 5, 10, 15, 20, 30, 50, 60, 80, 88, 100, 1000)
     ),
     fault("the softcap is left out", id="softcap-missing", z=lambda y, p: y),
     fault(

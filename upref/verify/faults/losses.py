@@ -442,7 +442,7 @@ def known(
             words,
             "ratio",
             id=id,
-            view=lambda batch, f=wrong_log_mu: batch.but(logp_sampler=f(batch)),
+            view=partial(_with_sampler, log_mu=wrong_log_mu),
         )
     yield fault(
         "the ratio is to π_ref, not to π_old",
@@ -476,6 +476,11 @@ def known(
             at_bounds = f" (with bounds {form.lower:g} and {form.upper:g}{not_own})"
         for one in _faults_of_form(form, bounds):
             yield replace(one, words=one.words + at_bounds)
+
+
+def _with_sampler(batch: Rollouts, log_mu: Callable[[Rollouts], Tensor]) -> Rollouts:
+    """Return the batch with log μ from this function of it."""
+    return batch.but(logp_sampler=log_mu(batch))
 
 
 # A KL term that is not k(π_θ, π_ref): the id; words where k is the objective's own
@@ -513,9 +518,16 @@ KL_FORMS: tuple[tuple[str, str, str, Callable[..., Callable[..., Any]]], ...] = 
         lambda k: lambda x, ref, old, mu: k(x, mu),
     ),
 )
-KL_TERMS = {
-    name: lambda x, ref, old, mu, k=k: k(x, ref) for name, k in kl.ESTIMATORS.items()
-}
+
+
+def _term_of_estimator(k: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an estimator of (log π_θ, log π_ref) as a KL term, which has log π_old and
+    log μ too.
+    """
+    return lambda x, ref, old, mu: k(x, ref)
+
+
+KL_TERMS = {name: _term_of_estimator(k) for name, k in kl.ESTIMATORS.items()}
 KL_TERMS |= {
     f"{name} ({form_words})": make(k)
     for name, k in kl.ESTIMATORS.items()
@@ -654,6 +666,19 @@ def kl_faults(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
         kl_weights = beta * kl_slope(objective.kl, batch) * selected
         return weights_without_kl(batch) - kl_weights
 
+    def clamped_term(
+        lp: Tensor, ref: Tensor, old: Tensor, mu: Tensor, limit: float
+    ) -> Tensor:
+        """Return the objective's KL term, clamped to ±limit."""
+        return kl.per_token(objective.kl, lp, ref, old).clamp(-limit, limit)
+
+    def term_of_clamped_log_ratio(
+        lp: Tensor, ref: Tensor, old: Tensor, mu: Tensor, limit: float
+    ) -> Tensor:
+        """Return the objective's KL term at log π_θ / π_ref, clamped to ±limit."""
+        nearer_ref = lp - (lp - ref).clamp(-limit, limit)
+        return kl.per_token(objective.kl, lp, nearer_ref, old)
+
     own_first = sorted(kl.ESTIMATORS.items(), key=lambda item: item[0] != objective.kl)
     for name, k in own_first:
         if name != objective.kl:
@@ -669,22 +694,18 @@ def kl_faults(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
     for kl_fault in known_of("kl"):
         yield other_term(
             f"the KL term: {kl_fault.words}",
-            lambda x, ref, old, mu, f=kl_fault.change: f(x, ref),
+            _term_of_estimator(kl_fault.change),
             id=kl_fault.id,
         )
     for limit in CLAMPED:
         yield other_term(
             f"the KL term is clamped at {limit:g}, or left out beyond it",
-            lambda lp, ref, old, mu, limit=limit: kl.per_token(
-                objective.kl, lp, ref, old
-            ).clamp(-limit, limit),
+            partial(clamped_term, limit=limit),
             id="kl-clamped",
         )
         yield other_term(
             f"the KL term's log-ratio is clamped to ±{limit:g}, or the term is left out beyond it",
-            lambda lp, ref, old, mu, limit=limit: kl.per_token(
-                objective.kl, lp, lp - (lp - ref).clamp(-limit, limit), old
-            ),
+            partial(term_of_clamped_log_ratio, limit=limit),
             id="kl-log-ratio-clamped",
         )
     for condition, selects in (
@@ -1085,23 +1106,36 @@ def _faults_of_form(form: ClippedForm, bounds: list[float]) -> Iterator[LossFaul
 
 def _capped_weight_faults(form: ClippedForm) -> Iterator[LossFault]:
     """Yield the faults of a cap on a constant weight, as CISPO has it."""
+
+    def capped_ratio_times_A(
+        r: Tensor, A: Tensor, lp: Tensor, cap: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Return cap(r) A, with the gradient of the ratio."""
+        return cap(r) * A
+
+    def capped_for_one_sign(
+        r: Tensor,
+        A: Tensor,
+        lp: Tensor,
+        cap: Callable[[Tensor], Tensor],
+        has_sign: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Return A log π_θ with the constant weight r, capped where A has the sign."""
+        return sg(where(has_sign(A), cap(r), r)) * A * lp
+
     for participle, cap in form.caps():
         yield fault(
             f"beyond the cap no gradient is left: the {participle} ratio multiplies A itself, or it masks log π",
             kind="stop-gradient",
             id=f"{participle}-ratio-times-advantage",
-            J=form.term(lambda r, A, lp, cap=cap: cap(r) * A),
+            J=form.term(partial(capped_ratio_times_A, cap=cap)),
         )
         for sign, has_sign in BY_SIGN:
             yield fault(
                 f"the weight is {participle} only where {sign}",
                 kind="clip",
                 id=f"{participle}-only-where-{SIGN_IDS[sign]}",
-                J=form.term(
-                    lambda r, A, lp, cap=cap, has_sign=has_sign: (
-                        sg(where(has_sign(A), cap(r), r)) * A * lp
-                    )
-                ),
+                J=form.term(partial(capped_for_one_sign, cap=cap, has_sign=has_sign)),
             )
 
 
@@ -1146,6 +1180,19 @@ def _other_sign_faults(form: ClippedForm) -> Iterator[LossFault]:
     """
     objective = form.objective
     j = form.own_term()
+
+    def negated_where(
+        lp: Tensor,
+        old: Tensor,
+        A: Tensor,
+        m: Tensor,
+        has_sign: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Return the term of -A with the opposite sign where A has the sign, and the
+        objective's own elsewhere.
+        """
+        return where(has_sign(A), -j(lp, old, -A, m), j(lp, old, A, m))
+
     for A_0, sign, has_sign in (
         (1.0, "A > 0", is_positive),
         (-1.0, "A < 0", is_negative),
@@ -1156,9 +1203,7 @@ def _other_sign_faults(form: ClippedForm) -> Iterator[LossFault]:
                 f"where {sign} there is the term of the other sign of A, though {objective.name} has none there",
                 kind="clip",
                 id=f"term-of-other-sign-where-{SIGN_IDS[sign]}",
-                J=lambda lp, old, A, m, has_sign=has_sign: where(
-                    has_sign(A), -j(lp, old, -A, m), j(lp, old, A, m)
-                ),
+                J=partial(negated_where, has_sign=has_sign),
             )
 
 
@@ -1168,6 +1213,12 @@ def _minimum_faults(form: ClippedForm) -> Iterator[LossFault]:
     def maximum_of_two(r: Tensor, A: Tensor, lp: Tensor) -> Tensor:
         """Return the maximum of the two terms."""
         return maximum(r * A, form.clip(r) * A)
+
+    def maximum_for_one_sign(
+        r: Tensor, A: Tensor, lp: Tensor, has_sign: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Return the maximum where A has the sign, and the minimum elsewhere."""
+        return where(has_sign(A), maximum_of_two(r, A, lp), form.ppo(r, A))
 
     def clipped_detached(r: Tensor, A: Tensor, lp: Tensor) -> Tensor:
         """Return the minimum, where the clipped term has no gradient."""
@@ -1228,11 +1279,7 @@ def _minimum_faults(form: ClippedForm) -> Iterator[LossFault]:
             f"where {sign} the maximum is taken where the minimum belongs",
             kind="clip",
             id=f"maximum-for-minimum-where-{SIGN_IDS[sign]}",
-            J=form.term(
-                lambda r, A, lp, has_sign=has_sign: where(
-                    has_sign(A), maximum_of_two(r, A, lp), form.ppo(r, A)
-                )
-            ),
+            J=form.term(partial(maximum_for_one_sign, has_sign=has_sign)),
         )
     yield fault(
         "A multiplies after the minimum: min(r, clip(r)) A, which bounds the wrong side where A < 0",
@@ -1341,7 +1388,18 @@ def _inverted_ratio_faults(form: ClippedForm) -> Iterator[LossFault]:
 def _advantage_faults(form: ClippedForm) -> Iterator[LossFault]:
     """Yield the faults of what the advantage is replaced by."""
     j = form.own_term()
-    for id, words, changed in (
+
+    def of_other_advantage(
+        lp: Tensor,
+        old: Tensor,
+        A: Tensor,
+        m: Tensor,
+        change: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Return the objective's term of change(A)."""
+        return j(lp, old, change(A), m)
+
+    for id, words, change in (
         ("advantage-absolute", "A enters by its absolute value", torch.abs),
         ("advantage-sign-alone", "A enters by its sign alone", torch.sign),
         ("advantage-exponentiated", "exp(A) replaces A", torch.exp),
@@ -1352,14 +1410,17 @@ def _advantage_faults(form: ClippedForm) -> Iterator[LossFault]:
             words,
             kind="advantage",
             id=id,
-            J=lambda lp, old, A, m, changed=changed: j(lp, old, changed(A), m),
+            J=partial(of_other_advantage, change=change),
         )
-    for sign, limits in (("A < 0", {"min": 0.0}), ("A > 0", {"max": 0.0})):
+    for sign, without_sign in (
+        ("A < 0", partial(torch.clamp, min=0.0)),
+        ("A > 0", partial(torch.clamp, max=0.0)),
+    ):
         yield fault(
             f"no token with {sign} has a gradient: its advantage is dropped, its term is detached, or its term is constant",
             kind="advantage",
             id=DROPPED[sign],
-            J=lambda lp, old, A, m, limits=limits: j(lp, old, A.clamp(**limits), m),
+            J=partial(of_other_advantage, change=without_sign),
         )
     if form.shape.depends_on_sign:
         yield fault(
@@ -1372,9 +1433,18 @@ def _advantage_faults(form: ClippedForm) -> Iterator[LossFault]:
 
 def _missing_side_faults(form: ClippedForm) -> Iterator[LossFault]:
     """Yield the faults that PPO's clip lacks one of its sides, or one sign of A."""
-    for side, sign, stopped, limits in (
-        ("lower", "A < 0", f"above {form.upper:g} where A > 0", {"max": form.upper}),
-        ("upper", "A > 0", f"below {form.lower:g} where A < 0", {"min": form.lower}),
+
+    def without_lower_bound(r: Tensor, A: Tensor, lp: Tensor) -> Tensor:
+        """Return PPO's term with the upper bound alone."""
+        return minimum(r * A, r.clamp(max=form.upper) * A)
+
+    def without_upper_bound(r: Tensor, A: Tensor, lp: Tensor) -> Tensor:
+        """Return PPO's term with the lower bound alone."""
+        return minimum(r * A, r.clamp(min=form.lower) * A)
+
+    for side, sign, stopped, one_sided in (
+        ("lower", "A < 0", f"above {form.upper:g} where A > 0", without_lower_bound),
+        ("upper", "A > 0", f"below {form.lower:g} where A < 0", without_upper_bound),
     ):
         at_1, beyond_bound = _trains_at_ends(form.objective, form.hp, side)
         if not at_1:
@@ -1387,9 +1457,7 @@ def _missing_side_faults(form: ClippedForm) -> Iterator[LossFault]:
             words,
             kind="clip",
             id=f"no-{side}-clip",
-            J=form.term(
-                lambda r, A, lp, limits=limits: minimum(r * A, r.clamp(**limits) * A)
-            ),
+            J=form.term(one_sided),
         )
     if form.shape.is_pessimistic:
         yield fault(
@@ -1583,6 +1651,12 @@ def _ratio_replaced_faults(
         log_r = form.log_ratio(lp, old, m)
         return minimum(log_r * A, log_r.clamp(-form.eps_low, form.eps_high) * A)
 
+    def ratio_twice(
+        lp: Tensor, old: Tensor, A: Tensor, m: Tensor, cap: float
+    ) -> Tensor:
+        """Return the objective's term times min(r, cap), a constant."""
+        return sg(form.ratio(lp, old, m).clamp(max=cap)) * j(lp, old, A, m)
+
     yield fault(
         # a constant beside log r has no gradient
         "log r, or 1 + log r, replaces the ratio: the weight is A itself, up to "
@@ -1597,9 +1671,7 @@ def _ratio_replaced_faults(
             f"the term is multiplied by the ratio once more, as a constant{at_most}",
             kind="ratio",
             id="ratio-twice",
-            J=lambda lp, old, A, m, cap=cap: (
-                sg(form.ratio(lp, old, m).clamp(max=cap)) * j(lp, old, A, m)
-            ),
+            J=partial(ratio_twice, cap=cap),
         )
     yield fault(
         "where A > 0 the ratio to π_old replaces log π_θ",
@@ -1629,6 +1701,13 @@ def _weight_on_log_prob_faults(
         id="weight-clipped",
         J=form.term(lambda r, A, lp: sg(form.clip(r)) * A * lp),
     )
+
+    def capped_ratio_on_log_prob(
+        r: Tensor, A: Tensor, lp: Tensor, cap: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Return cap(r) A log π_θ, with the gradient of the ratio too."""
+        return cap(r) * A * lp
+
     has_lower_bound = any(0 < x < 1 for x in bounds)
     for participle, cap in form.caps():
         yield fault(
@@ -1636,7 +1715,7 @@ def _weight_on_log_prob_faults(
             kind="stop-gradient",
             id=f"{participle}-ratio-not-detached",
             meant="cispo_verl" if has_lower_bound else "cispo",
-            J=form.term(lambda r, A, lp, cap=cap: cap(r) * A * lp),
+            J=form.term(partial(capped_ratio_on_log_prob, cap=cap)),
         )
 
 
@@ -1650,15 +1729,26 @@ def _bound_elsewhere_faults(
     log r, a cap on r, or a dual clip.
     """
     j = form.own_term()
+
+    def guarded(lp: Tensor, old: Tensor, A: Tensor, m: Tensor, guard: float) -> Tensor:
+        """Return the objective's term at log r clamped to ±guard."""
+        return j(old + (lp - old).clamp(-guard, guard), old, A, m)
+
+    def ppo_of_capped_ratio(r: Tensor, A: Tensor, lp: Tensor, bound: float) -> Tensor:
+        """Return PPO's term at a ratio of at most the bound."""
+        return form.ppo(r.clamp(max=bound), A)
+
+    def dual_clip(r: Tensor, A: Tensor, lp: Tensor, bound: float) -> Tensor:
+        """Return PPO's term, with the ratio capped at the bound where A < 0."""
+        return where(A < 0, form.ppo(r.clamp(max=bound), A), form.ppo(r, A))
+
     guards = {round(abs(float(torch.tensor(x).log())), 4) for x in bounds if x > 0}
     for guard in sorted(x for x in guards if x >= LEAST_GUARD):
         yield fault(
             f"no token has a gradient where |log r| > {guard:g}: log r is clamped there, or the term is left out",
             kind="clip",
             id="log-ratio-clamped",
-            J=lambda lp, old, A, m, guard=guard: j(
-                old + (lp - old).clamp(-guard, guard), old, A, m
-            ),
+            J=partial(guarded, guard=guard),
         )
     for bound in bounds:
         is_beyond_upper = bound >= form.upper  # A > 0 has no gradient there anyway
@@ -1668,17 +1758,13 @@ def _bound_elsewhere_faults(
             ),
             kind="clip",
             id="ratio-capped",
-            J=form.term(lambda r, A, lp, x=bound: form.ppo(r.clamp(max=x), A)),
+            J=form.term(partial(ppo_of_capped_ratio, bound=bound)),
         )
         yield fault(
             _words_beyond(bound, f"a dual clip at c = {bound:.6g}", only_negative=True),
             kind="clip",
             id="dual-clip",
-            J=form.term(
-                lambda r, A, lp, x=bound: where(
-                    A < 0, form.ppo(r.clamp(max=x), A), form.ppo(r, A)
-                )
-            ),
+            J=form.term(partial(dual_clip, bound=bound)),
         )
 
 
