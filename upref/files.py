@@ -87,7 +87,7 @@ def _lock(handle: int, wait: bool = True) -> bool:
 
 
 @contextlib.contextmanager
-def held(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Hold the lock of a file or folder, once nobody else does; kill -9 frees it.
 
     Args:

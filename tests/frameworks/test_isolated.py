@@ -20,7 +20,7 @@ import pytest
 from docs.make import put
 from repro import fork
 from upref import InputError
-from upref.files import held
+from upref.files import locked
 from upref_frameworks.audits import isolated
 from upref_frameworks.audits.isolated.pin import Pin, place
 
@@ -301,7 +301,7 @@ def test_what_a_killed_installation_left_is_removed(index):
     left, going = root.parent / ".half-x", root.parent / ".half-y"
     left.mkdir()
     going.mkdir()
-    with held(going):  # on another machine, maybe, whose process ids say nothing here
+    with locked(going):  # on another machine, maybe, whose process ids say nothing here
         place("plain", PIN, "2.0")
     assert not left.exists() and going.exists()
 

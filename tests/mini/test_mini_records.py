@@ -15,7 +15,7 @@ from repro.exact.result import Result, write
 from repro.mini import files
 from repro.mini.study import results, suite
 from upref.errors import InputError
-from upref.files import held, write_atomically
+from upref.files import locked, write_atomically
 
 ROOT = Path(__file__).parents[2]
 RECORDS = {
@@ -352,7 +352,7 @@ def test_what_a_killed_writer_left_goes_with_a_later_write(tmp_path):
     for path in (left, living, other):
         path.touch()
         os.utime(path, (0, 0))
-    with held(living):
+    with locked(living):
         write_atomically(tmp_path / "a[1]", "x")
     assert {p.name for p in tmp_path.iterdir()} == {"a[1]", living.name, other.name}
     write_atomically(tmp_path / "a[1]", "y")

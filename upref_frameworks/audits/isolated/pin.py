@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from upref.errors import InputError
-from upref.files import held, is_held
+from upref.files import is_held, locked
 
 NEWEST = "newest"  # the --version that means whatever is out
 # of a package, or a commit or tag: no path and no option
@@ -249,12 +249,12 @@ def _filled_or_absent(folder: Path) -> Iterator[Path]:
     installing = ExitStack()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with held(folder.parent):
+        with locked(folder.parent):
             for leftover in folder.parent.glob(".half-*"):
                 if not is_held(leftover):  # its installation was killed
                     shutil.rmtree(leftover, ignore_errors=True)
             unfinished = Path(tempfile.mkdtemp(prefix=".half-", dir=folder.parent))
-            installing.enter_context(held(unfinished))
+            installing.enter_context(locked(unfinished))
     except OSError as e:
         raise InputError(
             f"cannot write in {folder.parent} ({e.strerror}): set XDG_CACHE_HOME."
