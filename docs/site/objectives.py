@@ -17,7 +17,7 @@ from upref.derivation import derive
 from upref.errors import InputError
 from upref.registry import LEVELS, Objective, get, names
 from upref.weights import plots
-from upref.weights.curve import of
+from upref.weights.curve import make_curve
 from upref_frameworks.ledger import read
 
 ROOT = Path(__file__).parents[2]
@@ -114,7 +114,7 @@ def _small(o: Objective) -> str:
     no token has a weight by itself.
     """
     try:
-        curve = of(o)
+        curve = make_curve(o)
     except InputError:
         return ""
     lines = []
@@ -220,7 +220,7 @@ def _derived(o: Objective) -> str:
 
 def _pictures(o: Objective, folder: Path) -> str:
     try:
-        curve = of(o)
+        curve = make_curve(o)
     except InputError as error:
         return f"None: {error}"
     panels = [plots.Panel(o.name, o, A, subtitle=SIGNS[A]) for A in (1, -1)]
@@ -385,7 +385,7 @@ def _curves() -> list[tuple[str, str, dict, dict[int, np.ndarray]]]:
     for o in map(get, names()):
         for words, hp in _limits(o):
             try:
-                curve = of(o, **hp)
+                curve = make_curve(o, **hp)
                 out.append(
                     (
                         o.name,

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 import upref
 from tests.support.daily import daily
 from upref.weights.capacity import capacity, own_token_bound
-from upref.weights.curve import obstacle, of
+from upref.weights.curve import make_curve, obstacle
 
 TOL = 1e-9
 MU, P = np.meshgrid(np.linspace(0.005, 1, 97), np.linspace(0, 1, 101))
@@ -177,7 +177,9 @@ def test_gmpo_clips_in_log_space():
 
 
 def test_narrow_windows_are_found():
-    cuts = lambda name, A, **hp: [j.r for j in of(name, **hp).jumps(A, 0.5) if j.end]
+    cuts = lambda name, A, **hp: [
+        j.r for j in make_curve(name, **hp).jumps(A, 0.5) if j.end
+    ]
     assert cuts("gspo", 1.0) == pytest.approx([1 + 4e-4], abs=1e-15)
     assert cuts("gspo", -1.0, eps_low=1e-9) == pytest.approx([1 - 1e-9], abs=1e-15)
     assert cuts("dapo", -1.0, eps_low=1e-8, c=1 + 1e-7) == pytest.approx(

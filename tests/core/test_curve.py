@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 import upref
 from upref.weights.batches import breakpoints
-from upref.weights.curve import Curve, of, of_loss
+from upref.weights.curve import Curve, make_curve, make_curve_of_loss
 from upref.weights.jumps import GRID
 
 
@@ -83,10 +83,10 @@ def test_every_jump_is_found_and_nothing_else(data):
 
 
 def test_the_bound_is_the_inclusive_one():
-    dapo = of("dapo", c=3)
+    dapo = make_curve("dapo", c=3)
     assert [j.r for j in dapo.jumps(1.0)] == [1.28]
     assert [j.r for j in dapo.jumps(-1.0)] == [0.8, 3.0]
-    assert [j.end for j in of("w_reinforce_code").jumps(1.0)] == [True]
+    assert [j.end for j in make_curve("w_reinforce_code").jumps(1.0)] == [True]
 
 
 @pytest.mark.parametrize(
@@ -126,17 +126,17 @@ def test_bounds_that_depend_on_mu(mu):
     for delta in (0.05, 0.15):
         high, low = (mu + delta) / mu, (mu - delta) / mu
         assert [
-            j.r for j in of("dppo_tv", delta=delta).jumps(1.0, mu)
+            j.r for j in make_curve("dppo_tv", delta=delta).jumps(1.0, mu)
         ] == pytest.approx([high] if mu + delta < 1 else [])
         assert [
-            j.r for j in of("dppo_tv", delta=delta).jumps(-1.0, mu)
+            j.r for j in make_curve("dppo_tv", delta=delta).jumps(-1.0, mu)
         ] == pytest.approx([low] if low > 0 else [])
     for name in ("bandpo_kl", "bandpo_chi2", "dppo_kl"):
-        ends, alive = of(name).ends([1.0, -1.0], mu)
+        ends, alive = make_curve(name).ends([1.0, -1.0], mu)
         # a band that reaches down to 0 has no end
         assert alive.tolist() == [True, ends[1, 0] == np.inf]
         for A, row in zip((1.0, -1.0), ends, strict=True):
-            assert [j.r for j in of(name).jumps(A, mu)] == [
+            assert [j.r for j in make_curve(name).jumps(A, mu)] == [
                 e for e in row if e < np.inf
             ]
 
@@ -198,7 +198,7 @@ R = np.exp(np.linspace(-3, 3, 50))
 
 @pytest.mark.parametrize("loss", [ppo, other_order, by_length, one_a_response, with_kl])
 def test_a_losses_curve_is_the_objectives(loss):
-    curve, grpo = of(loss), of("grpo", eps=0.25)
+    curve, grpo = make_curve(loss), make_curve("grpo", eps=0.25)
     for A in (1.0, -0.5):
         np.testing.assert_allclose(curve(R, A), grpo(R, A), rtol=1e-12)
         assert [j.r for j in curve.jumps(A)] == pytest.approx(
@@ -208,7 +208,7 @@ def test_a_losses_curve_is_the_objectives(loss):
 
 
 def test_float32_finds_its_bounds_as_far_as_it_tells():
-    curve = of(single)
+    curve = make_curve(single)
     assert [j.r for j in curve.jumps(1.0)] == pytest.approx([1.25], rel=1e-5)
     assert [j.r for j in curve.jumps(-1.0)] == pytest.approx([0.75], rel=1e-5)
 
@@ -219,7 +219,7 @@ def test_a_bound_on_probabilities_reads_mu():
         keep = torch.where(advantages > 0, p - mu <= 0.15, mu - p <= 0.15)
         return -((log_prob - old_log_prob).exp() * advantages * keep)[mask].mean()
 
-    curve, dppo = of(tv), of("dppo_tv")
+    curve, dppo = make_curve(tv), make_curve("dppo_tv")
     assert curve.reads_mu
     for mu in (0.01, 0.3):
         assert [j.r for j in curve.jumps(1.0, mu)] == pytest.approx(
@@ -232,7 +232,7 @@ def test_coupled_tokens_have_no_weight_by_themselves():
         upref.InputError,
         match=r"whitened has no weight of a single token: .*other tokens",
     ):
-        of(whitened)
+        make_curve(whitened)
 
 
 class Seen:
@@ -248,7 +248,7 @@ class Seen:
 
 
 def test_memory_is_bounded():
-    curve = of_loss(Seen())
+    curve = make_curve_of_loss(Seen())
     tracemalloc.start()
     curve(np.full((400, 400), 1.1), 1.0)
     peak = tracemalloc.get_traced_memory()[1]
@@ -259,4 +259,4 @@ def test_memory_is_bounded():
 def test_a_ratio_of_0_has_a_weight_and_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert of("ppo_clip")(0.0, 1.0) == 0.0
+        assert make_curve("ppo_clip")(0.0, 1.0) == 0.0

@@ -95,7 +95,7 @@ def tries(rng: random.Random):
         "capacity": lambda: upref.capacity(
             name(), number(), number(), number(), **hp()
         ),
-        "curve": lambda: upref.weights.curve.of(name(), **hp())(1.0, 1.0),
+        "curve": lambda: upref.weights.curve.make_curve(name(), **hp())(1.0, 1.0),
         "cap_map": lambda: upref.cap_map(
             *rng.choices(JUNK, k=rng.randint(0, 1)), adv=some(), **hp()
         ),

@@ -86,7 +86,10 @@ def answers(loss) -> list:
         str(upref.identify(loss).matches[0]),
     ]
     out += [upref.capacity(loss, 0.01, 0.01, A).tolist() for A in (1.0, -1.0)]
-    return [*out, [upref.weights.curve.of(loss)(R, A).tolist() for A in (1.0, -1.0)]]
+    return [
+        *out,
+        [upref.weights.curve.make_curve(loss)(R, A).tolist() for A in (1.0, -1.0)],
+    ]
 
 
 @functools.cache
@@ -97,7 +100,7 @@ def usual() -> list:
 def refusals(loss) -> set[str]:
     doors = (
         lambda: upref.check(loss, "dapo"), lambda: upref.identify(loss), lambda: upref.capacity(loss, 0.01, 0.01),
-        lambda: upref.cap_map(loss), lambda: upref.weights.curve.of(loss),
+        lambda: upref.cap_map(loss), lambda: upref.weights.curve.make_curve(loss),
     )  # fmt: skip
     said = set()
     for door in doors:
@@ -120,8 +123,10 @@ def test_whatever_order_and_names_every_door_gives_one_answer(order, called):
 @pytest.mark.parametrize("order", list(itertools.permutations(CALLED)))
 def test_every_order_is_read_by_name(order):
     called = {r: c[0] for r, c in CALLED.items()}
-    assert np.allclose(upref.weights.curve.of(make(called, order))(2.0, 1.0), 0)
-    assert np.allclose(upref.weights.curve.of(make(called, order))(0.5, 1.0), 0.5)
+    assert np.allclose(upref.weights.curve.make_curve(make(called, order))(2.0, 1.0), 0)
+    assert np.allclose(
+        upref.weights.curve.make_curve(make(called, order))(0.5, 1.0), 0.5
+    )
 
 
 @pytest.mark.parametrize(
@@ -225,7 +230,8 @@ def test_shapes_and_masks_are_found_out():
     assert (loss.adv_shape, loss.float_mask) == ("B", True)
     assert upref.check(responses, "gspo")
     assert np.allclose(
-        upref.weights.curve.of(responses)(R, 1.0), get("gspo").weight(R, np.ones(6))
+        upref.weights.curve.make_curve(responses)(R, 1.0),
+        get("gspo").weight(R, np.ones(6)),
     )
 
 
@@ -289,7 +295,9 @@ def test_hyperparameters_by_what_they_mean():
     assert (
         upref.check(clipped, "dapo", cliprange=0.2, eps_high=0.2).hp["eps_high"] == 0.2
     )
-    assert np.allclose(upref.weights.curve.of(clipped, cliprange=0.5)(1.4, 1.0), 1.4)
+    assert np.allclose(
+        upref.weights.curve.make_curve(clipped, cliprange=0.5)(1.4, 1.0), 1.4
+    )
     with pytest.raises(InputError, match="eps and cliprange are one argument"):
         upref.check(clipped, "grpo", eps=0.2, cliprange=0.3)
     with pytest.raises(InputError, match="'cliprange'"):
@@ -497,7 +505,8 @@ def test_by_position_only_and_through_wrappers():
     named = functools.wraps(swapped)(lambda **k: swapped(**k))
     for loss in (only, swapped, stars, first, named):
         assert np.allclose(
-            upref.weights.curve.of(loss)(R, 1.0), upref.weights.curve.of("dapo")(R, 1.0)
+            upref.weights.curve.make_curve(loss)(R, 1.0),
+            upref.weights.curve.make_curve("dapo")(R, 1.0),
         )
 
 
@@ -526,7 +535,8 @@ def test_the_loss_in_an_answer_is_found_or_the_answer_refused(wrap, right):
 
     if right:
         assert np.allclose(
-            upref.weights.curve.of(loss)(R, 1.0), upref.weights.curve.of("dapo")(R, 1.0)
+            upref.weights.curve.make_curve(loss)(R, 1.0),
+            upref.weights.curve.make_curve("dapo")(R, 1.0),
         )
     else:
         assert all(
@@ -581,7 +591,7 @@ def test_files_and_packages_of_one_name(tmp_path):
         )
     for file in ("random", "mine_too"):
         for folder, eps in (("a", 0.1), ("b", 0.5), ("a", 0.1)):
-            w = upref.weights.curve.of(f"{tmp_path}/{folder}/{file}.py:loss")
+            w = upref.weights.curve.make_curve(f"{tmp_path}/{folder}/{file}.py:loss")
             assert w(1 - eps + 0.01, -1.0) != 0 and w(1 - eps - 0.01, -1.0) == 0, (
                 folder,
                 file,
@@ -595,7 +605,9 @@ def test_files_and_packages_of_one_name(tmp_path):
         (at / "__init__.py").write_text("")
     (package / "bounds.py").write_text("EPS = 0.3\n")
     (package / "inner" / "it.py").write_text("from ..bounds import EPS\n" + LOSS)
-    assert upref.weights.curve.of(f"{package}/inner/it.py:loss")(0.69, -1.0) == 0
+    assert (
+        upref.weights.curve.make_curve(f"{package}/inner/it.py:loss")(0.69, -1.0) == 0
+    )
     (tmp_path / "a" / "lonely.py").write_text(
         "from .the_bounds_of_it import EPS\n" + LOSS
     )
@@ -603,7 +615,7 @@ def test_files_and_packages_of_one_name(tmp_path):
         InputError,
         match=r"does not import: ImportError: attempted relative import.*the leading dot",
     ):
-        upref.weights.curve.of(f"{tmp_path}/a/lonely.py:loss")
+        upref.weights.curve.make_curve(f"{tmp_path}/a/lonely.py:loss")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from upref.verify.measure import make_case
 from upref.verify.probe import measure
 from upref.weights.batches import fill_padding, on_policy_batch
 from upref.weights.black_box import gives_two_answers, is_coupled, part_with_advantage
-from upref.weights.curve import SINGLE_FLOOR, of, of_loss
+from upref.weights.curve import SINGLE_FLOOR, make_curve, make_curve_of_loss
 
 
 def clipped_terms(log_prob, old_log_prob, advantages, mask):
@@ -50,7 +50,7 @@ def test_all_measure_the_same_precision(loss, expected):
     objective = upref.get("ppo_clip")
     of_check = make_case(read(loss, objective, {}), objective, objective.resolve({}))
     of_identify = measure(read(loss))
-    of_weights = of_loss(read(loss))
+    of_weights = make_curve_of_loss(read(loss))
     found = (
         of_check.single,
         of_identify.case.single,
@@ -120,7 +120,7 @@ def clipped_where_sure(log_prob, old_log_prob, advantages, mask, entropy):
 )
 def test_what_identify_measures_has_no_weight_of_a_single_token(loss, why):
     with pytest.raises(upref.InputError, match=f"no weight of a single token: {why}"):
-        of(loss)
+        make_curve(loss)
     with pytest.raises(upref.InputError, match=why):
         upref.capacity(loss, 0.1, 0.1)
     assert not upref.identify(loss)

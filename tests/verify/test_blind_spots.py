@@ -13,7 +13,7 @@ from tests.support.zoo import blind_spots, numerics
 from upref.verify.render import describe_example
 from upref.verify.shrink import make_example
 from upref.weights.batches import FAR_RATIOS, breakpoints, fill_padding, interval_words
-from upref.weights.curve import of_objective
+from upref.weights.curve import make_curve_of_objective
 from upref.weights.stress import AXES, LARGE, stress_batch
 
 
@@ -51,7 +51,7 @@ def test_a_batch_of_unusual_inputs_is_one_that_rollouts_takes(name):
 def test_bounds_found_together_are_those_found_one_by_one():
     for name in ("dapo", "bandpo_tv", "aspo_code"):
         o = upref.get(name)
-        curve = of_objective(o)
+        curve = make_curve_of_objective(o)
         found = breakpoints(o, -1.0, 0.3)
         alone = [j.r for j in curve.jumps(-1.0, 0.3, FAR_RATIOS) if j.r * 0.3 < 1]
         assert found and set(alone) <= set(found)

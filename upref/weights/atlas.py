@@ -10,7 +10,7 @@ import numpy as np
 from upref import catalog
 from upref.registry import get
 from upref.weights.capacity import capacity
-from upref.weights.curve import Curve, obstacle, of
+from upref.weights.curve import Curve, make_curve, obstacle
 from upref.weights.plots import (
     DOWN,
     GREY,
@@ -48,7 +48,7 @@ def atlas() -> "Figure":
     from matplotlib.figure import Figure
 
     pairs, absent = groups(catalog.first_tier())
-    dapo = of("dapo")
+    dapo = make_curve("dapo")
     reference = [
         (line(dapo, A, 0.1, WIDE), capacity(dapo, MU, MU, A)) for A in (1.0, -1.0)
     ]
@@ -192,7 +192,7 @@ def groups(names: Iterable[str]) -> tuple[list[list[Curve]], dict[str, str]]:
     absent = {n: why for n in names if (why := obstacle(get(n)))}
     curves_by_weight: dict[tuple[str, bytes], list[Curve]] = {}
     r = np.exp(np.r_[np.linspace(-2, 2, 201), np.linspace(-1e-3, 1e-3, 201)])
-    for curve in (of(n) for n in names if n not in absent):
+    for curve in (make_curve(n) for n in names if n not in absent):
         probe = [curve(r, A, mu) for A in (1.0, -1.0) for mu in (0.01, 0.1)]
         unit = "token" if curve.level == "custom" else curve.level
         curves_by_weight.setdefault((unit, np.round(probe, 9).tobytes()), []).append(

@@ -28,7 +28,7 @@ from upref.weights.black_box import (
     relative_error,
     single_token_batch,
 )
-from upref.weights.curve import of_objective
+from upref.weights.curve import make_curve_of_objective
 from upref.weights.jumps import GRID
 
 MU = (0.02, 0.3, 0.9)  # π_old of a rare, a likely and a nearly certain token
@@ -98,7 +98,7 @@ def _jumps(
     """The ratios at which the weight of a token by itself jumps, ascending, at each of
     these (A, π_old); no π_old where it has no effect.
     """
-    curves = [of_objective(objective, **hp)]
+    curves = [make_curve_of_objective(objective, **hp)]
     if "entropy" in objective.reads:
         curves += [replace(curves[0], weight=high_entropy_weight(objective, hp))]
     A, mu = zip(*points, strict=True)

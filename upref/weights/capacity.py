@@ -26,7 +26,7 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.registry import Objective
-from upref.weights.curve import Curve, of
+from upref.weights.curve import Curve, make_curve
 
 TINY = 1e-30  # stands for probability 0
 
@@ -75,7 +75,7 @@ def capacity(
     p = p.ravel()
     mu = np.maximum(mu.ravel(), TINY)
     A = A.ravel()
-    curve = _toward_the_update(of(objective, **hp))
+    curve = _toward_the_update(make_curve(objective, **hp))
     points = np.stack([mu if curve.reads_mu else np.ones_like(mu), A], 1)
     pairs, pair_of_point = np.unique(points, axis=0, return_inverse=True)
     pair_of_point = pair_of_point.ravel()

@@ -193,7 +193,7 @@ def obstacle(objective: Objective) -> str:
     )
 
 
-def of_objective(objective: Objective, **hp: Any) -> Curve:
+def make_curve_of_objective(objective: Objective, **hp: Any) -> Curve:
     """Make the curve of an objective from its closed form. Where it reads the entropy,
     the curve is that of a token of entropy 1.
 
@@ -249,7 +249,7 @@ def _weight_of_coupled_tokens(
 
 
 # ---- from anybody's loss -------------------------------------------------------------
-def of_loss(loss: Any, settings: dict[str, Any] | None = None) -> Curve:
+def make_curve_of_loss(loss: Any, settings: dict[str, Any] | None = None) -> Curve:
     """Make the curve of whatever has a name and a `gradient(Rollouts)`, dJ/dlp as
     [B, T], measured by autograd.
 
@@ -343,7 +343,9 @@ def _refuse_infinite(loss: Any, weights: np.ndarray, r: Any, mu: Any) -> None:
 
 
 # ---- from whatever a user names ------------------------------------------------------
-def of(what: "str | Objective | Callable[..., Any] | Curve", **hp: Any) -> Curve:
+def make_curve(
+    what: "str | Objective | Callable[..., Any] | Curve", **hp: Any
+) -> Curve:
     """Make the curve of a registered name, an Objective, or any loss or its name
     (path/to/file.py:function, package.module:function, verl:loss_mode, trl:loss_type).
 
@@ -366,10 +368,10 @@ def of(what: "str | Objective | Callable[..., Any] | Curve", **hp: Any) -> Curve
         what.resolve(hp)
         if why := obstacle(what):
             raise InputError(f"{what.name} has no weight of a single token: {why}.")
-        return of_objective(what, **hp)
+        return make_curve_of_objective(what, **hp)
     loss = losses.read(what, None, hp)
     why = _obstacle_of_loss(loss)
-    curve = of_loss(loss, hp)
+    curve = make_curve_of_loss(loss, hp)
     if not why and curve.batch_coupled:
         why = "it depends on the other tokens of a batch"
     if why:
@@ -391,7 +393,7 @@ def _obstacle_of_loss(loss: losses.Loss) -> str:
     return ""
 
 
-def of_all(whats: Sequence[Any], hp: dict[str, Any]) -> list[Curve]:
+def make_curves(whats: Sequence[Any], hp: dict[str, Any]) -> list[Curve]:
     """Make the curve of each of several objectives and losses.
 
     Args:
@@ -413,7 +415,7 @@ def of_all(whats: Sequence[Any], hp: dict[str, Any]) -> list[Curve]:
     for key in hp:
         if not any(_has_hyperparameter(what, key) for what in named):
             if len(whats) == 1:
-                of(whats[0], **{key: hp[key]})  # its error names what there is
+                make_curve(whats[0], **{key: hp[key]})  # its error names what there is
             loss_names = (
                 getattr(what, "name", None) or losses.name_of(what) for what in whats
             )
@@ -421,7 +423,9 @@ def of_all(whats: Sequence[Any], hp: dict[str, Any]) -> list[Curve]:
                 f"none of {', '.join(loss_names)} has a hyperparameter {key!r}."
             )
     return [
-        of(what, **{k: v for k, v in hp.items() if _has_hyperparameter(what, k)})
+        make_curve(
+            what, **{k: v for k, v in hp.items() if _has_hyperparameter(what, k)}
+        )
         for what in named
     ]
 

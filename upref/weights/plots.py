@@ -15,7 +15,7 @@ from upref.errors import InputError
 from upref.files import write_atomically
 from upref.registry import Objective
 from upref.weights.capacity import capacity
-from upref.weights.curve import Curve, of_all
+from upref.weights.curve import Curve, make_curves
 from upref.weights.jumps import GRID
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def cap_map(
     sign = "A > 0" if adv > 0 else "A < 0" if adv < 0 else "A = 0"
     panels = [
         Panel(c.name, c, adv, subtitle=", ".join([sign, *_settings(c)]))
-        for c in of_all(objectives, hp)
+        for c in make_curves(objectives, hp)
     ]
     return cap_panels(panels, log=log)
 
@@ -284,7 +284,7 @@ def weights(
         or not 0 < mu <= 1
     ):
         raise InputError(f"mu is a probability in (0, 1], got {repr(mu)[:60]}.")
-    chosen = of_all(objectives, hp)
+    chosen = make_curves(objectives, hp)
     colors = [PALETTE[i % len(PALETTE)] for i in range(len(chosen))]
     reach = max(half_width(c, mu) for c in chosen)
     with matplotlib.rc_context(STYLE):

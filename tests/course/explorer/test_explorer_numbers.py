@@ -11,7 +11,7 @@ import pytest
 from tests.support.daily import daily
 from upref.registry import get, names
 from upref.weights.capacity import capacity
-from upref.weights.curve import of
+from upref.weights.curve import make_curve
 from upref_course.explorer.formulas import formulas
 
 POINTS, SETTINGS = 10_000, 4  # the default hyperparameters, and three drawn
@@ -55,7 +55,7 @@ def points(name: str, hp: dict, rng, n: int):
     )
     A = rng.choice([1.0, -1.0, 1.7, -0.6, 0.0], n)
     A[::5] = rng.choice([1.0, -1.0], n // 5)  # a bound times 1 is the bound
-    ends, _ = of(name, **hp).ends(A[::5], mu[::5])
+    ends, _ = make_curve(name, **hp).ends(A[::5], mu[::5])
     first = np.c_[ends, np.full(len(ends), np.inf)][:, 0]
     beside, has = rng.choice([0.0, 1e-9, -1e-9], n // 5), first * mu[::5] < 0.999
     p[::5] = np.where(has, np.where(has, first, 1) * mu[::5] * (1 + beside), p[::5])
@@ -77,7 +77,9 @@ def test_weight_and_cap_are_numpys(js, name):
             js(ASK.format(name=json.dumps(name), hp=json.dumps(hp), points=table))
         )
         close = {"rtol": 1e-9, "atol": 1e-12, "err_msg": f"{name} {hp}"}
-        np.testing.assert_allclose(w[~on], of(name, **hp)(p / mu, A, mu)[~on], **close)
+        np.testing.assert_allclose(
+            w[~on], make_curve(name, **hp)(p / mu, A, mu)[~on], **close
+        )
         np.testing.assert_allclose(
             cap,
             capacity(name, p, mu, A, **hp),
@@ -123,8 +125,8 @@ def test_the_curves_are_made_of_the_same_weights(js, name):
         r, w = np.transpose(
             js(f"weightLine({json.dumps(name)}, {{}}, {A}, {mu}, {reach})")
         )
-        np.testing.assert_allclose(w, of(name)(r, A, mu), rtol=1e-9, atol=1e-12)
-        ends = of(name).ends(A, mu)[0][0]
+        np.testing.assert_allclose(w, make_curve(name)(r, A, mu), rtol=1e-9, atol=1e-12)
+        ends = make_curve(name).ends(A, mu)[0][0]
         for end in ends[abs(np.log(ends)) < reach]:
             assert (
                 (w[(r < end * (1 + 1e-10)) & (r > end * (1 - 2e-9))] != 0)

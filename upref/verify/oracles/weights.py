@@ -54,7 +54,7 @@ from upref.weights.black_box import (
     single_token_batch,
     two_token_batch,
 )
-from upref.weights.curve import of_objective
+from upref.weights.curve import make_curve_of_objective
 
 RANDOM_BATCHES = 60  # beside the grid
 ON_BOUND = 1e-11  # relative: a ratio so near to a bound is on it
@@ -127,7 +127,7 @@ def _has_moved_bound(case: LossCase) -> bool:
     objective = case.objective
     if objective.batch_coupled:
         return False
-    weight: Callable[..., Any] = of_objective(objective, **case.plain_hp)
+    weight: Callable[..., Any] = make_curve_of_objective(objective, **case.plain_hp)
     if "entropy" not in objective.reads:
 
         def one_row(tokens: list[Any]) -> Rollouts:
