@@ -50,7 +50,7 @@ def faults() -> Iterator[tuple[str, str, Cause]]:
         for fault in exercise.faults:
             yield "course", exercise.slug, fault.cause
     for one in measured.every():
-        for kind in one.of:
+        for kind in one.applies_to:
             for name in _objectives(one) if kind == "loss" else [""]:
                 yield kind, name, Cause(one.words, (one.id,))
 

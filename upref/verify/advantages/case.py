@@ -195,7 +195,7 @@ class AdvantageCase:
                 return cause
         likely = NO_CAUSE
         for fault in known("advantages"):
-            if fault.of and self.name not in fault.of:
+            if fault.applies_to and self.name not in fault.applies_to:
                 continue
             change = fault.change
             k = change.k(all_expected, all_found) if change.k else 0.0

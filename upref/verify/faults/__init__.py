@@ -27,7 +27,7 @@ class Fault(Generic[C]):
             logprobs.Stages, a KL formula, a forward pass of a training step, or the
             function that an exercise of the course expects.
         kind: what it changes, one of losses.KINDS; "" where nothing depends on it.
-        of: the functions that it is a fault of, by name; () for all.
+        applies_to: the functions that it is a fault of, by name; () for all.
         meant: the objective that its author had in mind, where that is another than the
             one it comes nearest to.
         whole: a few rows of a batch do not show it.
@@ -41,7 +41,7 @@ class Fault(Generic[C]):
     words: str
     change: C
     kind: str = ""
-    of: tuple[str, ...] = ()
+    applies_to: tuple[str, ...] = ()
     meant: str = ""
     whole: bool = False
     hint: str = ""

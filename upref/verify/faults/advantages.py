@@ -103,15 +103,15 @@ def _change_of_each(
 
 
 def _other_estimator(
-    words: str, name: str, ddof: int, of: tuple[str, ...], id: str
+    words: str, name: str, ddof: int, applies_to: tuple[str, ...], id: str
 ) -> AdvantageFault:
-    """Make the fault that another estimator takes the place of one of those in `of`."""
+    """Make the fault that another estimator takes the place of one of those that it applies to."""
     if name not in exact.DIVIDED_BY_STD:
         return Fault(
             words,
             AdvantageChange(lambda batch, right, k: exact.advantage(name, batch)),
             id=id,
-            of=of,
+            applies_to=applies_to,
         )
 
     def numerator(batch: RewardBatch, right: Floats, k: float) -> Rows:
@@ -124,7 +124,9 @@ def _other_estimator(
         _, variances = exact.numerators_and_variances(name, batch, ddof)
         return variances
 
-    return Fault(words, AdvantageChange(numerator, variance), id=id, of=of)
+    return Fault(
+        words, AdvantageChange(numerator, variance), id=id, applies_to=applies_to
+    )
 
 
 def _whitened_over_batch(
@@ -139,7 +141,11 @@ def _changes_of_right_advantages() -> Iterator[AdvantageFault]:
     """Yield the faults that change the right advantages, or take another estimator."""
     itself = "the mean includes the response itself: G/(G-1) is missing"
     yield _other_estimator(
-        itself, "group_mean", 1, id="mean-includes-itself", of=("leave_one_out",)
+        itself,
+        "group_mean",
+        1,
+        id="mean-includes-itself",
+        applies_to=("leave_one_out",),
     )
     yield _change_of_each(
         "the sign is flipped: bad answers are reinforced",
@@ -247,10 +253,14 @@ def _changes_of_right_advantages() -> Iterator[AdvantageFault]:
             name,
             0,
             id="std-of-population",
-            of=(name,),
+            applies_to=(name,),
         )
         yield _other_estimator(
-            "the std divides by G - 1 (Bessel)", name, 1, id="std-of-sample", of=(name,)
+            "the std divides by G - 1 (Bessel)",
+            name,
+            1,
+            id="std-of-sample",
+            applies_to=(name,),
         )
     for name in advantages.ADVANTAGES:
         if name == "signed":

@@ -1017,9 +1017,9 @@ class ClippedForm:
         """Return PPO's term at this ratio: the minimum of r A and clip(r) A."""
         return minimum(r * A, self.clip(r) * A)
 
-    def term(self, of: Callable[..., Any]) -> Term:
+    def term(self, formula: Callable[..., Any]) -> Term:
         """Return the Term of a function of (r, A, log π_θ)."""
-        return lambda lp, old, A, m: of(self.ratio(lp, old, m), A, lp)
+        return lambda lp, old, A, m: formula(self.ratio(lp, old, m), A, lp)
 
 
 def _faults_of_form(form: ClippedForm, bounds: list[float]) -> Iterator[LossFault]:

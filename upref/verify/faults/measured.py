@@ -17,12 +17,12 @@ class MeasuredFault:
     Attributes:
         id: a name that never changes.
         words: a template. What stands in braces is measured.
-        of: what can have it: "loss", "advantages", "KL" or "step".
+        applies_to: what can have it: "loss", "advantages", "KL" or "step".
     """
 
     id: str
     words: str
-    of: tuple[str, ...]
+    applies_to: tuple[str, ...]
 
     def cause(self, **measured: Any) -> Cause:
         """Return the fault as the cause of a finding, with its words filled in.
