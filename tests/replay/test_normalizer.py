@@ -17,7 +17,11 @@ MASK = COLUMNS["mask"]
 def gradient(name="dapo", agg="", **hp):
     """dL/dlp [B, T] of the objective under an aggregation."""
     o = objective_as_run(name, hp)
-    return terms_of(batch(), o.aggregated(agg) if agg else o, hp).own().gradient()
+    return (
+        terms_of(batch(), o.aggregated(agg) if agg else o, hp)
+        .by_recorded_counts()
+        .gradient()
+    )
 
 
 def of_parts(column, scale=1.0):
@@ -54,8 +58,8 @@ def test_a_gradient_that_float32_cannot_hold_is_no_other_sum():
     adv[0] = 1e-60
     columns = COLUMNS | {"adv": adv}
     step = terms_of(make_batch(columns, file="f"), objective_as_run("dapo", {}), {})
-    recorded = step.own().gradient().float().double()
-    assert not recorded[0].any() and step.own().gradient()[0].any()
+    recorded = step.by_recorded_counts().gradient().float().double()
+    assert not recorded[0].any() and step.by_recorded_counts().gradient()[0].any()
     found = normalizer(make_batch(columns | {"grad": recorded}, file="f"), "dapo")
     assert found and not found.findings
 

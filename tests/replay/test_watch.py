@@ -26,7 +26,7 @@ def step(scale=1.0, **columns):
     held = COLUMNS | {"grad": scale * gradient("dapo", **DAPO)} | columns
     value = (
         terms_of(make_batch(COLUMNS, file="f"), objective_as_run("dapo", DAPO), DAPO)
-        .own()
+        .by_recorded_counts()
         .loss()
     )
     return make_batch(held, file="f", step=50, logged={"loss": scale * value})

@@ -421,7 +421,7 @@ def _other_losses(batch: RecordedBatch, step: StepTerms) -> Iterator[tuple[str, 
     hp = step.hp
     for name, counted in step.by_other_counts():
         yield name, counted.loss()
-    own = step.own()
+    own = step.by_recorded_counts()
     beta = objective.resolve(hp).get("beta")
     for agg in AGGREGATIONS:
         if agg in (objective.agg, "seq-mean-token-sum-norm"):

@@ -253,7 +253,7 @@ class _Comparison:
         step = self.step
         for name, counted in step.by_other_counts():
             yield name, counted.gradient()
-        own = step.own()
+        own = step.by_recorded_counts()
         others = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
         if step.rollouts.group is not None:  # else it is the token mean
             others.append("group-token-mean")

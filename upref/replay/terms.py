@@ -136,7 +136,7 @@ class StepTerms:
         return -self.scale * J
 
     # ---- the same terms under other counts -------------------------------------------
-    def own(self) -> "StepTerms":
+    def by_recorded_counts(self) -> "StepTerms":
         """Divide by the counts of the recorded responses."""
         return replace(self, rollouts=self.rollouts.but(totals=None), scale=1.0)
 
@@ -159,7 +159,7 @@ class StepTerms:
             The name of the count, and the terms that are divided by it.
         """
         stated = self._stated()
-        own = self.own()
+        own = self.by_recorded_counts()
         length = self.logged.get("length")
         if length and self.objective.agg == "seq-mean-token-sum":
             counted = own if stated is None else stated

@@ -148,7 +148,7 @@ class Watch:
         self.keep = keep
         self.known = known
         self.failures = 0
-        self.said: set[str] = set()
+        self.causes_reported: set[str] = set()
 
     def __call__(
         self, batch: RecordedBatch | None, group: Any = None
@@ -204,9 +204,9 @@ class Watch:
     def _tell(self, batch: RecordedBatch, findings: tuple[ReplayFinding, ...]) -> None:
         """Log a finding once for each cause."""
         for f in findings:
-            if f.cause not in self.said:
+            if f.cause not in self.causes_reported:
                 log.warning("step %s: %s", batch.step, f)
-            self.said.add(f.cause)
+            self.causes_reported.add(f.cause)
 
 
 def _gap_metrics(found: Gap) -> dict[str, float]:
