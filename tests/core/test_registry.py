@@ -203,12 +203,12 @@ def test_the_catalog_is_the_registry():
 @pytest.mark.parametrize("name", upref.names())
 def test_a_description_is_that_of_the_registered_objective(name):
     """`upref show` reads the file, and `upref.get` runs it."""
-    assert describe(name) == show.of(upref.get(name))
+    assert describe(name) == show.make_description(upref.get(name))
 
 
 def test_an_objective_without_a_file_is_described_too():
     assert describe("up(dapo)") is None and describe("nothing") is None
-    described = show.described("up(dapo)")
+    described = show.find_description("up(dapo)")
     assert described.equation == upref.get("up(dapo)").equation
     assert "def " in described.weight
 

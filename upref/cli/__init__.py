@@ -251,9 +251,9 @@ def _run_own_verb(args: argparse.Namespace) -> int:
 
 def _refuse_for_own_verb(args: argparse.Namespace) -> None:
     """Refuse wrong arguments of a verb of upref's own, before anything heavy is imported."""
-    from upref.cli.commands import refuse
+    from upref.cli.commands import refuse_unknown_names
 
-    refuse(args)
+    refuse_unknown_names(args)
 
 
 def _parser() -> argparse.ArgumentParser:

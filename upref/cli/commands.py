@@ -21,7 +21,7 @@ from upref.files import require_file
 RATIOS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.28, 2.0, 5.0, 50.0)
 
 
-def refuse(args: argparse.Namespace) -> None:
+def refuse_unknown_names(args: argparse.Namespace) -> None:
     """Refuse a name with a typo and a file that is not there, before anything heavy is
     imported.
 
@@ -131,9 +131,9 @@ def listing(args: argparse.Namespace) -> int:
 
 
 def show(args: argparse.Namespace) -> int:
-    from upref.cli.show import described, facts, page
+    from upref.cli.show import facts, find_description, page
 
-    o = described(args.name)
+    o = find_description(args.name)
     print(json.dumps(facts(o), indent=1, ensure_ascii=False) if args.json else page(o))
     return 0
 
@@ -169,9 +169,9 @@ def cap(args: argparse.Namespace) -> int:
     hp = hyperparameters(args.hp)
     from upref.cli.show import PI_OLD
     from upref.weights.capacity import capacity
-    from upref.weights.curve import of_all
+    from upref.weights.curve import make_curves
 
-    curves = of_all(losses, hp)
+    curves = make_curves(losses, hp)
     if args.file:
         from upref.weights.plots import cap_map, save
 
@@ -187,9 +187,9 @@ def weights(args: argparse.Namespace) -> int:
     hp = hyperparameters(args.hp)
     import numpy as np
 
-    from upref.weights.curve import of_all
+    from upref.weights.curve import make_curves
 
-    curves = of_all(losses, hp)
+    curves = make_curves(losses, hp)
     if args.file:
         from upref.weights.plots import save, weights as draw
 

@@ -34,7 +34,7 @@ def _markdown_rows(shown: list[str]) -> str:
         "| name | J | level | aggregation | paper | trainers |",
         "|---|---|---|---|---|---|",
     ]
-    for o in map(described, shown):
+    for o in map(find_description, shown):
         J = o.equation.splitlines()[0].replace("|", "\\|")
         paper = o.paper + (" †" if o.known_from else "")
         trainers = len(catalog.trainers().get(o.name, [])) or ""
@@ -44,7 +44,7 @@ def _markdown_rows(shown: list[str]) -> str:
     return "\n".join(rows)
 
 
-def described(name: str) -> Description:
+def find_description(name: str) -> Description:
     """Describe an objective in words; torch is imported only where its file has to be run
     for that.
 
@@ -62,17 +62,17 @@ def described(name: str) -> Description:
         return known
     from upref.registry import get
 
-    return of(get(name))
+    return make_description(get(name))
 
 
-def of(o: "Objective") -> Description:
+def make_description(o: "Objective") -> Description:
     """The description of an objective that is loaded.
 
     Args:
         o: the objective.
 
     Returns:
-        The same as `described` has by its name.
+        The same as `find_description` has by its name.
     """
     texts = {"function": _source(o.fn), "weight": _source(o.closed_form)}
     names = [f.name for f in fields(Description) if f.name not in texts]
@@ -124,7 +124,7 @@ def facts(o: Description) -> dict[str, Any]:
 
 def every() -> list[dict[str, Any]]:
     """The facts of all objectives."""
-    return [facts(described(name)) for name in catalog.facts()]
+    return [facts(find_description(name)) for name in catalog.facts()]
 
 
 def page(o: Description) -> str:
