@@ -440,7 +440,11 @@ def test_the_temperature_is_named_where_the_ratio_of_the_rows_is_not_used():
 
 def test_a_prompt_that_a_group_shares_has_the_end_token_inside():
     rows = build_case(
-        TorchModel(qwen3()), make_goal("grpo", {}, T), None, (), asked=RowOptions(8)
+        TorchModel(qwen3()),
+        make_goal("grpo", {}, T),
+        None,
+        (),
+        row_options=RowOptions(8),
     ).rows
     assert all(2 in row.prompt for row in rows)
 

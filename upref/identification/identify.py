@@ -76,7 +76,7 @@ LOOSE = 1e-3
 BOTH_COMPARED = "it calls .backward() itself and returns a loss that has a gradient too: their sum is compared"
 FAR = 1.0  # a relative distance of gradients at which the nearest objective is no help
 APART = 1.25  # the factor between two values that batches must tell apart
-TRIED = 6  # candidates of which the distance is taken where none fits
+MOST_CANDIDATES = 6  # whose distance is measured, where none fits
 
 
 def identify(loss: Any) -> Identification:
@@ -491,7 +491,7 @@ def _answer(
 
 
 def _nearest(box: BlackBox, candidates: list[Candidate], measured: list[Grid]) -> Match:
-    """Return the match that is nearest on the batches, among the TRIED candidates that
+    """Return the match that is nearest on the batches, among the MOST_CANDIDATES candidates that
     are nearest on the curve.
     """
     nearest_on_curve = sorted(
@@ -502,7 +502,7 @@ def _nearest(box: BlackBox, candidates: list[Candidate], measured: list[Grid]) -
             candidate.unexplained,
             candidate.miss,
         ),
-    )[:TRIED]
+    )[:MOST_CANDIDATES]
     return min(
         (
             _compare_on_batches(box, candidate, measured)
@@ -764,7 +764,7 @@ def _case_of_match(box: BlackBox, match: Match) -> LossCase:
 
 
 # the axes of upref.weights.stress.AXES that are tested
-ASKED = ("ratios", "advantages", "certain tokens", "lengths")
+AXES_COMPARED = ("ratios", "advantages", "certain tokens", "lengths")
 
 
 def _stress_words(box: BlackBox, match: Match) -> list[str]:
@@ -788,7 +788,7 @@ def _stress_words(box: BlackBox, match: Match) -> list[str]:
             f"{finding.regime}: {_cause_or_difference(finding)}" for finding in failures
         ]
     # after the clamps: these may switch the case to float32, which allows more
-    for axis in ASKED:
+    for axis in AXES_COMPARED:
         batch = case.stress_batch(axis)
         if failures := [
             finding
@@ -810,10 +810,10 @@ class Claim(LossCase):
     fault or a factor in it.
     """
 
-    said: Callable[[Rollouts], Tensor] = lambda batch: batch.logp
+    claimed_weights: Callable[[Rollouts], Tensor] = lambda batch: batch.logp
 
     def expected(self, batch: Rollouts) -> Tensor:
-        return self.said(batch)
+        return self.claimed_weights(batch)
 
 
 def _deviations_of_match(box: BlackBox, match: Match) -> list[str]:
@@ -842,9 +842,9 @@ def _deviations_on_unusual_inputs(
         return []
     claim = Claim(
         **{item.name: getattr(case, item.name) for item in fields(case)},
-        said=claimed_weights,
+        claimed_weights=claimed_weights,
     )
-    for axis in (*ASKED, "reference") if box.kl else ASKED:
+    for axis in (*AXES_COMPARED, "reference") if box.kl else AXES_COMPARED:
         if failures := [
             finding
             for finding in stress_findings(claim, axis, case.stress_batch(axis), ())

@@ -26,7 +26,7 @@ from upref.step.forward import (
     gradients_by_row,
 )
 from upref.step.goal import Goal
-from upref.step.model_errors import described
+from upref.step.model_errors import as_input_error
 from upref.step.ranks import lead, train, world_size
 from upref.step.record import Step
 from upref.step.reference import (
@@ -71,7 +71,7 @@ class RowOptions:
     rewards: Sequence[float] | None = None
     advantages: Sequence[float] | Callable[[Tensor, Tensor], Tensor] | None = None
 
-    def refuse(self, other: str) -> None:
+    def refuse_beside(self, other: str) -> None:
         """Raise InputError if any option is set.
 
         Args:
@@ -155,7 +155,7 @@ def draw_old_policy(
     Raises:
         InputError: the model fails on a row.
     """
-    with described(_longest(rows)):
+    with as_input_error(_longest(rows)):
         if goal.objective.reads_mu and not still:
             batch.make_probable(rows, model.logits, model.end)
         forward = Forward(model, rows, goal.temperature)
@@ -184,7 +184,7 @@ def build_case(
     without: Sequence[str],
     seed: int = 0,
     coarse: bool = False,
-    asked: RowOptions | None = None,
+    row_options: RowOptions | None = None,
 ) -> StepCase:
     """Make or validate the rows, and run the reference on them. Raise InputError where
     they could hide bugs.
@@ -196,7 +196,7 @@ def build_case(
         without: what the rows do not vary, of AXES.
         seed: of the rows that are made.
         coarse: keep ratios away from bounds, for a step in half precision.
-        asked: what the user asks of the rows that are made.
+        row_options: what the user asks of the rows that are made.
 
     Returns:
         The case.
@@ -206,17 +206,17 @@ def build_case(
         raise InputError(
             f"without takes a list of {', '.join(CASE_AXES)}, got {what!r}."
         )
-    asked = asked or RowOptions()
+    row_options = row_options or RowOptions()
     if rows is None:
         case_rows = batch.make_rows(
-            model.vocabulary, seed, without, model.end, asked.group_size
+            model.vocabulary, seed, without, model.end, row_options.group_size
         )
-        asked.reward(case_rows, goal.objective.adv)
+        row_options.reward(case_rows, goal.objective.adv)
         forward = draw_old_policy(
             case_rows, model, goal, seed=seed, still="ratio" in without, coarse=coarse
         )
     else:
-        asked.refuse("rows")
+        row_options.refuse_beside("rows")
         case_rows = batch.validate_rows(rows, model.vocabulary)
         if goal.objective.sampler is not None and any(
             r.sampler is None for r in case_rows
@@ -225,7 +225,7 @@ def build_case(
                 f"{goal.objective.name} needs the log-probabilities of the engine that sampled: "
                 "give every row `sampler`."
             )
-        with described(_longest(case_rows)):
+        with as_input_error(_longest(case_rows)):
             forward = Forward(model, case_rows, goal.temperature)
     unvaried = batch.find_unvaried_axes(case_rows, goal.temperature, forward.lp())
     if bad := [k for k in unvaried if k not in without]:

@@ -303,7 +303,7 @@ def _read_weights_of_draw(
     row_options: RowOptions,
 ) -> Draw:
     """Run the step on rows beside the bounds of the goal, and read its weights."""
-    case = build_case(reference, goal, None, without, seed, asked=row_options)
+    case = build_case(reference, goal, None, without, seed, row_options=row_options)
     gradient, _ = run_step(step, model, case)
     reading = read_weights(case.forward, reference.flat(gradient))
     weights = nn.utils.rnn.pad_sequence(

@@ -18,7 +18,7 @@ LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 
 @contextmanager
-def described(ids: Sequence[int] = ()) -> Iterator[None]:
+def as_input_error(ids: Sequence[int] = ()) -> Iterator[None]:
     """Raise an InputError in place of what the model raises.
 
     Args:

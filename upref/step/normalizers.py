@@ -19,14 +19,14 @@ from upref.verify.faults import measured
 from upref.verify.finding import NO_CAUSE, Cause, join_causes
 
 
-def longest(rows: Sequence[Any], of: Callable[[Any], Sequence[int]]) -> int:
-    """The largest number of tokens that a row has in the part that `of` returns.
+def longest(rows: Sequence[Any], part: Callable[[Any], Sequence[int]]) -> int:
+    """The largest number of tokens that a row has in this part.
 
     Args:
         rows: one or more.
-        of: the part of a row.
+        part: from a row to the part of it.
     """
-    return max(len(of(r)) for r in rows)
+    return max(len(part(r)) for r in rows)
 
 
 # what a micro-batch may be weighted or divided by: an id, words, and its number
@@ -308,7 +308,7 @@ class _Lengths(NamedTuple):
 class _Step(NamedTuple):
     """What decides which aggregations a step may have, as a key of a cache."""
 
-    own: str  # the aggregation of the goal
+    goal_agg: str  # the aggregation of the goal
     rows: tuple[_Lengths, ...]
     mask: tuple[tuple[bool, ...], ...]
     here: tuple[tuple[bool, ...], ...]
@@ -334,10 +334,10 @@ def _mean_aggregations(step: _Step) -> list[Factors]:
     parts = _means_over(step, [*_partitions(step.rows)])
     for (counted, mask), of_parts in zip(_counted_tokens(step), parts, strict=True):
         means = []
-        for agg in names(step.own):
+        for agg in names(step.goal_agg):
             other = NO_CAUSE
-            if agg != step.own:
-                words = f"aggregated by {agg}, not by {step.own}"
+            if agg != step.goal_agg:
+                words = f"aggregated by {agg}, not by {step.goal_agg}"
                 other = Cause(words, (aggregation_id(agg),))
             means.append((join_causes(counted, other), _factors(agg, mask, group)))
         out.append([*means, *of_parts])
@@ -353,7 +353,7 @@ def _counted_tokens(step: _Step) -> list[tuple[Cause, Tensor]]:
     masked = int((is_here & ~mask).sum())
     count = len(step.rows)
     # the same number may be the masked tokens, or so many more for each response
-    is_ambiguous = step.own == "token-mean" and masked and masked % count == 0
+    is_ambiguous = step.goal_agg == "token-mean" and masked and masked % count == 0
     as_many = f", or {masked // count} more a response" if is_ambiguous else ""
     words = f"the normalizer counts masked tokens too{as_many}"
     with_masked = Cause(words, ("normalizer-counts-masked-tokens",))
@@ -366,7 +366,7 @@ def _means_over(step: _Step, parts: Sequence[Part]) -> list[Factors]:
     """
     count = len(step.rows)
     out = []
-    aggs = (step.own, "token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
+    aggs = (step.goal_agg, "token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
     for counted, mask in _counted_tokens(step):
         aggregations = []
         for id, words_of_parts, partition in parts:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from upref.errors import InputError
-from upref.step.model_errors import described
+from upref.step.model_errors import as_input_error
 
 # operations whose factors, weights among them, are rounded too
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
@@ -433,7 +433,7 @@ class TorchModel(Model):
         Returns:
             [P], in the order of the parameters.
         """
-        with described(ids), in_float64(self.device):
+        with as_input_error(ids), in_float64(self.device):
             gradients = torch.autograd.grad(
                 z, [*self.params.values()], dz, retain_graph=True, allow_unused=True
             )

@@ -48,7 +48,7 @@ class LossOutcome:
     calls_backward: bool = False  # it called .backward() itself
     # dJ/dlp that this left, where the loss that it returned has a gradient of its own
     # too
-    own: Tensor | None = None
+    own_gradient: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -390,15 +390,19 @@ def hyperparameter(name: str, known: set[str] | frozenset[str]) -> str:
     return meant if meant in known else ""
 
 
-def argument(key: str, of: Iterable[str]) -> str:
+def argument(key: str, arguments: Iterable[str]) -> str:
     """Return which of these arguments a hyperparameter goes to: the one of its name, or
     one that means it; "" where there is none.
 
     Args:
         key: the hyperparameter.
-        of: names of arguments.
+        arguments: their names.
     """
-    return key if key in of else next((p for p in of if hyperparameter(p, {key})), "")
+    return (
+        key
+        if key in arguments
+        else next((p for p in arguments if hyperparameter(p, {key})), "")
+    )
 
 
 REWARDS = {"reward", "rewards", "score", "scores", "return", "returns", "r"}

@@ -87,7 +87,9 @@ def _run_on_probe(loss: Loss) -> tuple[Loss, float]:
         else "",
     )
     if outcome.calls_backward:
-        read_as = _join(read_as, f"gradient -> {BACKWARD[outcome.own is not None]}")
+        read_as = _join(
+            read_as, f"gradient -> {BACKWARD[outcome.own_gradient is not None]}"
+        )
     if outcome.wrapped == ALSO_LIVE:
         read_as = _join(read_as, f"result -> {ALSO_LIVE}")
     loss = replace(
@@ -95,7 +97,7 @@ def _run_on_probe(loss: Loss) -> tuple[Loss, float]:
         form=outcome.form,
         wrapped=outcome.wrapped,
         calls_backward=outcome.calls_backward,
-        returns_live=outcome.own is not None,
+        returns_live=outcome.own_gradient is not None,
         read_as=read_as,
     )
     A = batch.adv.clone()

@@ -153,7 +153,7 @@ def two_gradients(case: LossCase, batch: Rollouts) -> Iterator[LossFault]:
 
     def own_gradient(batch: Rollouts) -> Tensor | None:
         """Return the gradient that the loss's own .backward() leaves, or None."""
-        return case.loss.ask("measured", batch, 1, None, {})[0].own
+        return case.loss.ask("measured", batch, 1, None, {})[0].own_gradient
 
     def own_weights(batch: Rollouts) -> Tensor:
         """Return the weights of that gradient; 0 where there is none."""

@@ -115,7 +115,7 @@ def regions(
 
 
 MOST_INTERVALS = 3  # of one sign of A that are named
-ASKED_ALONE = 8  # failing tokens that are measured by themselves
+MOST_SINGLE_TOKENS = 8  # failing tokens that are measured by themselves
 
 
 def _is_wrong_at(case: LossCase, sign: float, ratio: float) -> bool:
@@ -126,10 +126,10 @@ def _is_wrong_at(case: LossCase, sign: float, ratio: float) -> bool:
 
 def _are_right_alone(case: LossCase, batch: Rollouts, failing: Tensor) -> bool:
     """Tell whether failing tokens, [B, T], are right in a batch of one token with the
-    same ratio. At most ASKED_ALONE of them are measured.
+    same ratio. At most MOST_SINGLE_TOKENS of them are measured.
     """
     tokens = failing.nonzero().tolist()
-    every_nth = math.ceil(len(tokens) / ASKED_ALONE)
+    every_nth = math.ceil(len(tokens) / MOST_SINGLE_TOKENS)
     for i, t in tokens[::every_nth]:
         alone = cut(replace(batch, group=None), [i], [t])
         try:

@@ -133,7 +133,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]  # TRL is untyped here
         self.hyperparameters = hyperparameters(self.objective, hp or {})
         self.monitor = Monitor.of(self.objective, parity or {})
         if args is not None:
-            refuse(self.objective, args)
+            refuse_settings(self.objective, args)
         if step_check:
             self._check_twin(model, args, kw.get("peft_config"))
         super().__init__(model, reward_funcs, args, *more, **kw)
@@ -311,7 +311,7 @@ def hyperparameters(objective: Objective, hp: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in objective.resolve(hp).items() if k != "beta"}
 
 
-def refuse(objective: Objective, args: Any) -> None:
+def refuse_settings(objective: Objective, args: Any) -> None:
     """Refuse settings of GRPOConfig that the objective, or this trainer, would ignore.
 
     Args:

@@ -319,7 +319,7 @@ def plain(name: str, why: str = "it returns no entropy") -> Oracle:
 
 def compared(
     name: str,
-    asked: Callable[[Kernel], dict[str, Problem]],
+    make_problems: Callable[[Kernel], dict[str, Problem]],
     least: Callable[[KernelCase], float] = lambda case: 0.0,
     also: Callable[[Kernel], Iterable[Problem]] = lambda k: (),
     not_run: Callable[[KernelCase], str] = wrong,
@@ -330,7 +330,7 @@ def compared(
 
     Args:
         name: the name of the oracle.
-        asked: from a function to its problems, by the words for each.
+        make_problems: from a function to its problems, by the words for each.
         least: the tolerance of a number is at least this.
         also: further problems that a cause must reproduce.
         not_run: why the oracle does not run; "" where it does.
@@ -341,7 +341,7 @@ def compared(
     def find(case: KernelCase) -> Iterator[Finding]:
         """Yield a note for the first refusal, notes for NaN, and the first failure."""
         has_refused = False
-        for words, problem in asked(case.kernel).items():
+        for words, problem in make_problems(case.kernel).items():
             try:
                 outcome = case.kernel(problem)
             except InputError as e:

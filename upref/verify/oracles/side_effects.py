@@ -165,9 +165,11 @@ def _cause_of_own_backward(
     """Return the cause of a loss that calls .backward() for one kind of log_prob alone,
     a leaf or the output of a network; "" for another loss.
     """
-    calls_backward_on_leaf = case.loss.outcome(batch, wanting=None)[0].own is not None
+    calls_backward_on_leaf = (
+        case.loss.outcome(batch, wanting=None)[0].own_gradient is not None
+    )
     calls_backward_on_network = (
-        case.loss.outcome(batch, wanting=require_gradient)[0].own is not None
+        case.loss.outcome(batch, wanting=require_gradient)[0].own_gradient is not None
     )
     if calls_backward_on_leaf and not calls_backward_on_network:
         return GRAPH_FREED
