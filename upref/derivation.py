@@ -209,7 +209,11 @@ def _describe_chain_rule(objective: Objective) -> str:
 
 
 def _regimes(
-    objective: Objective, A: Expr, letters: Any, values: Any, notes: Any
+    objective: Objective,
+    A: Expr,
+    letters: dict[str, Any],
+    values: dict[Symbol, Expr],
+    notes: dict[Expr, bool],
 ) -> Iterator[tuple[str, Expr, Expr, Expr]]:
     """Yield (where, J, dJ/dlp, weight) of each regime. Neighbors with equal expressions
     are one regime.
@@ -450,7 +454,7 @@ def _derivative(
     these responses' share of J by each lp.
     """
 
-    def symbols(name: str, *shape: int) -> Any:
+    def symbols(name: str, *shape: int) -> np.ndarray:
         """Return an array of symbols of this shape."""
         return SymbolArray(
             [Symbol(f"{name}_{i}", real=True) for i in range(math.prod(shape))]

@@ -9,10 +9,15 @@ pytest run.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
+if TYPE_CHECKING:
+    from upref.step.check import StepReport
+    from upref.verify.report import Report
+
+AnyReport = TypeVar("AnyReport", bound="Report")
 CONFORMANCE = "upref.conformance"
 
 
@@ -32,7 +37,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
         early_config.pluginmanager.register(pytest_options, pytest_options.__name__)
 
 
-def assert_policy_loss(loss: Any, objective: Any, **hp: Any) -> Any:
+def assert_policy_loss(loss: Any, objective: Any, **hp: Any) -> "Report":
     """Run `upref.check` and return its Report; fail the test if the loss is not the
     objective.
 
@@ -50,7 +55,7 @@ def assert_policy_loss(loss: Any, objective: Any, **hp: Any) -> Any:
     return _passed(check(loss, objective, **hp))
 
 
-def assert_advantages(fn: Any, estimator: str, **hp: Any) -> Any:
+def assert_advantages(fn: Any, estimator: str, **hp: Any) -> "Report":
     """Run `upref.check_advantages` and return its Report; fail the test if fn is not
     the estimator.
 
@@ -68,7 +73,7 @@ def assert_advantages(fn: Any, estimator: str, **hp: Any) -> Any:
     return _passed(check_advantages(fn, estimator, **hp))
 
 
-def assert_kl(fn: Any, estimator: str, *, skip: Sequence[str] = ()) -> Any:
+def assert_kl(fn: Any, estimator: str, *, skip: Sequence[str] = ()) -> "Report":
     """Run `upref.check_kl` and return its Report; fail the test if fn is not the
     estimator.
 
@@ -86,7 +91,7 @@ def assert_kl(fn: Any, estimator: str, *, skip: Sequence[str] = ()) -> Any:
     return _passed(check_kl(fn, estimator, skip=skip))
 
 
-def assert_logprobs(fn: Any, **settings: Any) -> Any:
+def assert_logprobs(fn: Any, **settings: Any) -> "Report":
     """Run `upref.check_logprobs` and return its Report; fail the test if values or
     gradients differ.
 
@@ -110,7 +115,7 @@ def assert_step(
     *,
     half_precision: bool = False,
     **settings: Any,
-) -> Any:
+) -> "StepReport":
     """Run `upref.check_step` and return its Report; fail the test if the gradient of
     the step differs.
 
@@ -136,7 +141,8 @@ def assert_step(
     return report
 
 
-def _passed(report: Any) -> Any:
+def _passed(report: "AnyReport") -> "AnyReport":
+    """Return the report; fail the test where it has failures."""
     __tracebackhide__ = True
     if not report:
         pytest.fail(str(report), pytrace=False)  # its first line is in the summary

@@ -3,6 +3,7 @@
 
 import inspect
 import textwrap
+from collections.abc import Iterator
 from dataclasses import fields
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -162,7 +163,7 @@ def page(o: Description) -> str:
     return "\n\n".join(parts)
 
 
-def _facts_of_page(o: Description) -> Any:
+def _facts_of_page(o: Description) -> Iterator[tuple[str, Any]]:
     """Yield (word, value) for each fact of the page; a fact that is empty is left out."""
     yield "level", f"{o.level}: {LEVELS[o.level]}"
     yield "aggregation", o.agg

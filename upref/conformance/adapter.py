@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 from upref.conformance.cases import Case
@@ -102,7 +103,7 @@ def load_adapter(target: str) -> Adapter:
     return adapter
 
 
-def _load_file(path: Path) -> Any:
+def _load_file(path: Path) -> ModuleType:
     """Import a file as a module of its own."""
     if not path.is_file():
         raise InputError(f"there is no file {path}: --adapter takes FILE.py:CLASS.")
@@ -135,7 +136,7 @@ def _advice_for_module_here(error: Exception) -> str:
     )
 
 
-def _load_module(name: str) -> Any:
+def _load_module(name: str) -> ModuleType:
     """Import a module by its name."""
     try:
         return importlib.import_module(name)

@@ -668,7 +668,7 @@ def _aggregation_name(box: BlackBox) -> str:
     return box.agg
 
 
-def _simplicity_key(match: Match) -> Any:
+def _simplicity_key(match: Match) -> tuple[bool | int | str, ...]:
     """Return a key for sorting: an objective that has this aggregation itself goes
     first, then the one with fewer hyperparameters.
     """

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -173,7 +173,10 @@ def _suffixes() -> list[str]:
     )
 
 
-def _call_parser(work: Callable[[Path], Any], path: Path) -> Any:
+Parsed = TypeVar("Parsed")
+
+
+def _call_parser(work: Callable[[Path], Parsed], path: Path) -> Parsed:
     """What `work` makes of the file; whatever a parser raises becomes one sentence."""
     try:
         return work(path)
@@ -362,7 +365,7 @@ def write(path: str | Path, batch: RecordedBatch) -> None:
     write_atomically(path, content.getvalue())
 
 
-def _lengths(batch: RecordedBatch) -> Any:
+def _lengths(batch: RecordedBatch) -> np.ndarray:
     """The number of slots of each response up to its last token that is not padding: a
     trained one, or an id other than 0."""
     used = (batch.mask | (batch.ids != 0)).numpy()

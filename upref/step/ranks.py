@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed as dist, nn
@@ -181,7 +181,10 @@ def follow(step: UserStep, model: nn.Module, call: Caller) -> Any:
         _train_share(step, model, rows, call)
 
 
-def conclude(check: Callable[[], Any]) -> Any:
+Answer = TypeVar("Answer")
+
+
+def conclude(check: Callable[[], Answer]) -> Answer:
     """Check as rank 0, and hand the report, or the reason why there is none, to the
     other ranks.
 

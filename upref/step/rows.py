@@ -88,7 +88,7 @@ class Padded:
             [B, T] each; a column that some row lacks is None.
         """
 
-        def pad(lists: Any, dtype: Any = torch.float64) -> Any:
+        def pad(lists: Any, dtype: torch.dtype = torch.float64) -> Tensor:
             return nn.utils.rnn.pad_sequence(
                 [torch.tensor(x, dtype=dtype) for x in lists], batch_first=True
             )

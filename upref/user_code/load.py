@@ -10,7 +10,7 @@ import importlib.util
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -151,7 +151,7 @@ class _NeighborFinder:
     @classmethod
     def find_spec(
         cls, name: Any, path: Any = None, target: Any = None, folders: Any = None
-    ) -> Any:
+    ) -> importlib.machinery.ModuleSpec | None:
         if path is not None or name in sys.stdlib_module_names:
             return None
         return importlib.machinery.PathFinder.find_spec(name, folders or cls.folders)
@@ -176,7 +176,7 @@ def _import_advice(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _as_input_error(what: str) -> Any:
+def _as_input_error(what: str) -> Iterator[None]:
     """Raise an InputError of one sentence for whatever an import raises. What the import
     prints goes to stderr, because stdout is the report's.
     """

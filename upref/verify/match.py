@@ -91,7 +91,7 @@ class ClosedFormWeights:
             for rows in np.split(indices, parts):
                 yield rows, self._batch_form(rows, unsure)
 
-    def _batch_form(self, rows: np.ndarray, unsure: bool) -> Any:
+    def _batch_form(self, rows: np.ndarray, unsure: bool) -> Callable[..., np.ndarray]:
         """Return the function from hyperparameters to the weights of these points, for
         a closed form that reads a batch. Each point is a row. Where `unsure`, the row
         has a second token of lower entropy.
@@ -618,7 +618,7 @@ def recover(case: LossCase) -> list[dict[str, Any]]:
     return [changed] if changed else []
 
 
-def _rounded(v: Any) -> Any:
+def _rounded(v: float | None) -> float | None:
     """Round a result of bisection to a number of few digits, such as 0.28, if near."""
     if v is None:
         return v

@@ -8,10 +8,10 @@ be compared regime by regime.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -58,6 +58,9 @@ FAR_SAMPLER = 6
 ROUND = 2e-7  # of a log-probability in float32, relative
 # of the on-policy batch: more tokens than a least divisor, and longer responses
 MORE_ROWS = (1, 3, 5, 6) * 8
+
+
+Made = TypeVar("Made")  # what a cache keeps
 
 
 def unit_weights(objective: Objective, batch: Rollouts, hp: dict[str, Any]) -> Tensor:
@@ -185,9 +188,10 @@ class LossCase:
         Returns:
             The value and dJ/dlp, to which nobody may write.
         """
-        answer: tuple[Tensor, Tensor] = self.cached(
+        # the batch is kept with its answer, so that no other one gets its id
+        _, answer = self.cached(
             ("answer", id(batch)), lambda: (batch, self.value_and_gradient(batch))
-        )[1]
+        )
         return answer
 
     def gradient(self, batch: Rollouts, ranks: int = 1, **overrides: Any) -> Tensor:
@@ -383,7 +387,7 @@ class LossCase:
             lambda: self.ready(kept_batch(self.per_response, **options)),
         )
 
-    def cached(self, key: Any, make: Callable[[], Any]) -> Any:
+    def cached(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """Return what `make` makes. A case and its copies make it once for each key.
 
         Args:
@@ -392,7 +396,8 @@ class LossCase:
         """
         if key not in self.cache:
             self.cache[key] = make()
-        return self.cache[key]
+        made: Made = self.cache[key]
+        return made
 
     @property
     def per_response(self) -> Objective:

@@ -113,14 +113,14 @@ class BlackBox:
             unsure: whether the second token is there.
         """
 
-        def weights_in_one_batch(r: Any, A: Any, mu: Any) -> Any:
+        def weights_in_one_batch(r: Any, A: Any, mu: Any) -> np.ndarray:
             """Return the weights of points that are responses of one batch."""
             batch = self.loss.visible_batch(
                 (two_token_batch if unsure else single_token_batch)(A, r, mu)
             )
             return (self.gradient(batch) - self.kl_weights(batch))[:, 0].numpy()
 
-        def weight(r: Any, A: Any, mu: Any) -> Any:
+        def weight(r: Any, A: Any, mu: Any) -> np.ndarray:
             """Return the weight at each point, with few enough points in one batch."""
             at_once = 1 if self.batch_coupled else AT_ONCE
             return in_parts(weights_in_one_batch, at_once, r, A, mu)

@@ -277,6 +277,10 @@ def kept_batch(
     return replace(batch, logp_sampler=sampler_logp(batch))
 
 
+# (A, log π_old, log r) of each token of a response
+RowOfTokens = list[tuple[float, float, float]]
+
+
 def make_batch(
     cases: list[tuple[float, float, float]],
     level: str,
@@ -303,7 +307,9 @@ def make_batch(
     )
 
 
-def _tokens(cases: list[Any], one_adv: bool, rng: np.random.Generator) -> Any:
+def _tokens(
+    cases: list[Any], one_adv: bool, rng: np.random.Generator
+) -> list[RowOfTokens]:
     """Return rows of 1 to 9 tokens, one token per case. With `one_adv` the tokens of a
     row have the same A.
     """
@@ -323,7 +329,9 @@ def _tokens(cases: list[Any], one_adv: bool, rng: np.random.Generator) -> Any:
     return [rows[i] for i in rng.permutation(len(rows))]
 
 
-def _responses(cases: list[Any], level: str, rng: np.random.Generator) -> Any:
+def _responses(
+    cases: list[Any], level: str, rng: np.random.Generator
+) -> list[RowOfTokens]:
     """Return one response per case: its tokens' log r differ, and have the mean, or the
     sum, log r of the case.
     """
@@ -341,7 +349,7 @@ def _responses(cases: list[Any], level: str, rng: np.random.Generator) -> Any:
     return rows
 
 
-def _rollouts(rows: list[Any], rng: np.random.Generator) -> Rollouts:
+def _rollouts(rows: list[RowOfTokens], rng: np.random.Generator) -> Rollouts:
     """Return the batch of rows of tokens (A, log π_old, log r), padded."""
     if not rows:
         raise InputError("the regime grid is empty: choose a smaller thin.")

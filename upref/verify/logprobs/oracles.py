@@ -8,7 +8,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +85,7 @@ class KernelCase:
         done: KernelOutcome,
         want: KernelOutcome,
         least: float = 0.0,
-    ) -> Any:
+    ) -> tuple[float, str, tuple[int, ...], float, float]:
         """Return the number that differs most, in tolerances.
 
         Args:

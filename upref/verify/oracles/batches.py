@@ -34,8 +34,7 @@ def _near_on_policy_batch(case: LossCase) -> Rollouts:
         batch = case.ready(on_policy_batch())
         return replace(batch, logp=batch.logp - 0.05 * batch.logp.cos().abs())
 
-    batch: Rollouts = case.cached("near on policy", make)
-    return batch
+    return case.cached("near on policy", make)
 
 
 def not_split(case: LossCase) -> str:

@@ -354,7 +354,9 @@ def _smallest_of(
         wrong_tokens = visible
         shows = _visibly_wrong_at
 
-    def smallest_with(shows: Callable[..., Tensor], wrong_tokens: Tensor) -> Any:
+    def smallest_with(
+        shows: Callable[..., Tensor], wrong_tokens: Tensor
+    ) -> tuple[Rollouts, tuple[int, int]]:
         """Return the smallest batch with such a token, and the token that differs most
         in it.
         """
@@ -426,11 +428,10 @@ def _random_batches(case: LossCase) -> list[Rollouts]:
     An objective whose bounds must be solved for is slow: it gets fewer.
     """
     count = RANDOM_BATCHES // 4 if case.objective.reads_mu else RANDOM_BATCHES
-    batches: list[Rollouts] = case.cached(
+    return case.cached(
         ("random", count),
         lambda: list(map(case.visible_batch, random_batches(0, count, case.one_adv))),
     )
-    return batches
 
 
 def _random(case: LossCase) -> list[Finding]:
