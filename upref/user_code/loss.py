@@ -244,40 +244,40 @@ class Loss:
             for role, x in originals.items()
             if isinstance(x, Tensor) and not _same(x, inputs[role])
         )
-        left_gradients = [x.grad for x in leaves]
-        if all(gradient is None for gradient in left_gradients):
-            return LossOutcome(
-                value, form, wrapped, value.requires_grad, wrote, printed
-            )
+        outcome = LossOutcome(value, form, wrapped, value.requires_grad, wrote, printed)
+        if all(x.grad is None for x in leaves):
+            return outcome
         if form != "scalar":
             raise InputError(
                 f"{self.name} calls .backward() itself and returns {form} numbers: return the loss."
             )
-        # a training step: the gradient that it left trains, and that of the loss that
-        # it returns
-        returned_gradients = self._gradients(
-            value, leaves, freed=left_gradients[0] is not None
-        )
-        summed_gradients = [
-            _plus(x, gradient, h).detach()
-            for x, gradient, h in zip(
-                leaves, left_gradients, returned_gradients, strict=True
+        return self._with_left_gradients(outcome, leaves)
+
+    def _with_left_gradients(
+        self, outcome: LossOutcome, leaves: tuple[Tensor, ...]
+    ) -> LossOutcome:
+        """Return the outcome of a training step, which called .backward() itself. The
+        gradient of its value is the sum of the gradient that it left and that of the
+        loss that it returned: both train.
+        """
+        left = [x.grad for x in leaves]
+        returned = self._gradients(outcome.value, leaves, freed=left[0] is not None)
+        summed = [
+            _plus(x, left_gradient, returned_gradient).detach()
+            for x, left_gradient, returned_gradient in zip(
+                leaves, left, returned, strict=True
             )
         ]
-        value = _Stepped.apply(value.detach(), len(leaves), *leaves, *summed_gradients)
-        if all(gradient is None for gradient in returned_gradients):
-            left_gradient = None
-        else:
-            left_gradient = 0 - _plus(leaves[0], left_gradients[0], None).detach()
-        return LossOutcome(
-            value,
-            form,
-            wrapped,
-            value.requires_grad,
-            wrote,
-            printed,
-            True,
-            left_gradient,
+        value = _Stepped.apply(outcome.value.detach(), len(leaves), *leaves, *summed)
+        own_gradient = None
+        if any(gradient is not None for gradient in returned):
+            own_gradient = 0 - _plus(leaves[0], left[0], None).detach()
+        return replace(
+            outcome,
+            value=value,
+            attached=value.requires_grad,
+            calls_backward=True,
+            own_gradient=own_gradient,
         )
 
     def _gradients(
