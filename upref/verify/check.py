@@ -23,7 +23,7 @@ from upref.verify.measure import (
 )
 from upref.verify.oracle import Oracle, by_rank, discover, run, validate_names
 from upref.verify.oracles.state import state
-from upref.verify.report import SKIPPED, Report, not_run, restores_state
+from upref.verify.report import SKIPPED, Finding, Report, not_run, restores_state
 
 INVERTED = "ratio-inverted"  # what exchanged policies look like
 
@@ -139,29 +139,9 @@ def _report_of(
 ) -> Report:
     """Run all oracles on a loss that was read, and return the report."""
     start = time.perf_counter()
-    case = make_case(
-        loss,
-        objective,
-        objective.resolve(
-            {k: v for k, v in hp.items() if k in objective.hyperparameters}
-        ),
-    )
-    # the first oracle calls the loss twice: if the answers differ, no other can compare
-    first, *rest = every()
-    findings, outcomes = run([first], case, skip)
-    if not case.failed:
-        other_findings, other_outcomes = run(rest, case, skip)
-        findings = findings + other_findings
-        outcomes = outcomes | other_outcomes
-        if first.name not in skip and (late_findings := state(case)):
-            case.failed.add("determinism")
-            findings = late_findings
-            outcomes = {first.name: "failure"}
-    if "determinism" in case.failed:
-        outcomes = {
-            oracle.name: outcomes.get(oracle.name, "the same batch has other answers")
-            for oracle in every()
-        }
+    own_hp = {k: v for k, v in hp.items() if k in objective.hyperparameters}
+    case = make_case(loss, objective, objective.resolve(own_hp))
+    findings, outcomes = _run_every_oracle(case, skip)
     tolerances = {
         "weight, relative": case.tol,
         "silent below": EXACT if case.tol == HABIT else case.tol,
@@ -190,6 +170,31 @@ def _report_of(
         settings,
         unchecked,
     )
+
+
+def _run_every_oracle(
+    case: LossCase, skip: Sequence[str]
+) -> tuple[list[Finding], dict[str, str]]:
+    """Return the findings of all oracles, and what became of each. Where the same batch
+    has several answers, this alone is found, and no oracle can compare.
+    """
+    # the first oracle calls the loss twice
+    first, *rest = every()
+    findings, outcomes = run([first], case, skip)
+    if not case.failed:
+        other_findings, other_outcomes = run(rest, case, skip)
+        findings = findings + other_findings
+        outcomes = outcomes | other_outcomes
+        if first.name not in skip and (late_findings := state(case)):
+            case.failed.add("determinism")
+            findings = late_findings
+            outcomes = {first.name: "failure"}
+    if "determinism" in case.failed:
+        outcomes = {
+            oracle.name: outcomes.get(oracle.name, "the same batch has other answers")
+            for oracle in every()
+        }
+    return findings, outcomes
 
 
 def as_shipped(loss: Loss, case: LossCase) -> str:

@@ -94,18 +94,17 @@ def regions(
         yield Region(TokenPlace(sign, decided_by="scattered"), sign, tokens_of_sign)
         return
     for first, last in runs:
+        low_bound = high_bound = None
         if first:
+            right_below = groups[first - 1][1]
             low_bound = _bound_between(
-                case, sign, bounds, groups[first - 1][1], groups[first][0]
+                case, sign, bounds, right_below, groups[first][0]
             )
-        else:
-            low_bound = None
         if last + 1 < len(groups):
+            right_above = groups[last + 1][0]
             high_bound = _bound_between(
-                case, sign, bounds, groups[last + 1][0], groups[last][1]
+                case, sign, bounds, right_above, groups[last][1]
             )
-        else:
-            high_bound = None
         tokens = (
             tokens_of_sign
             & (r >= groups[first][0] * (1 - 1e-12))

@@ -579,6 +579,14 @@ def aggregation(case: LossCase) -> list[Finding]:
     )
     found = Number(found_factors[row].item(), "factor", f"by {case.agg}")
 
+    why = _cause_of_factors(case, batch)
+    return [fail("aggregation", text, expected, found, example(case, small), why)]
+
+
+def _cause_of_factors(case: LossCase, batch: Rollouts) -> Cause:
+    """Return the cause that the loss has the aggregation that was recognized, if it
+    explains other batches too.
+    """
     roles_at_old_policy = ["logp", "logp_ref"]
     if case.objective.sampler:
         roles_at_old_policy.append("logp_sampler")
@@ -595,12 +603,9 @@ def aggregation(case: LossCase) -> list[Finding]:
 
     # a wrong power of the response's ratio looks like a factor at r = 1
     may_be_power = case.objective.one_adv and "gradient" in case.failed
-    why = NO_CAUSE
-    if not may_be_power and holds_on_other_batches(
-        case, gradients_at_old_policy, batch
-    ):
-        why = Cause(case.agg, (aggregation_id(case.agg),))
-    return [fail("aggregation", text, expected, found, example(case, small), why)]
+    if may_be_power or not holds_on_other_batches(case, gradients_at_old_policy, batch):
+        return NO_CAUSE
+    return Cause(case.agg, (aggregation_id(case.agg),))
 
 
 VALUES = 10  # random batches on which the value is compared
