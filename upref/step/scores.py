@@ -350,6 +350,10 @@ def head_variants(model: TorchModel, right: Forward) -> Iterator[Variant]:
         finally:
             handle.remove()
 
+    def use_embedding(weight: Tensor) -> Forward:
+        """Make the forward pass with this table of embeddings as the head."""
+        return replace_output(lambda module, hidden, output: hidden @ weight.T)
+
     raw_outputs: list[Tensor] = []
     replace_output(lambda module, hidden, output: raw_outputs.append(output[0].cpu()))
     if all(
@@ -389,12 +393,8 @@ def head_variants(model: TorchModel, right: Forward) -> Iterator[Variant]:
         for table in embeddings
         if table.weight is not head.weight and table.weight.shape == head.weight.shape
     ):
-        use_embedding = partial(
-            replace_output,
-            partial(lambda weight, module, hidden, output: hidden @ weight.T, weight),
-        )
         yield Fault(
             "the input embedding stands for the head",
-            use_embedding,
+            partial(use_embedding, weight),
             id="input-embedding-for-head",
         )

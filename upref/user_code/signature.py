@@ -161,15 +161,8 @@ def read(
     ]
     placed: list[tuple[str, str]] = []
     if missing and (free or not set(missing) <= set(spare)):
-        if without_value := [p.name for p in free if not_given(p.name)]:
-            raise refusal(f"upref has no value for the argument {without_value[0]!r}")
-        one_is_left = len(missing) == len(free) == 1 and (
-            missing[0] != "logp_old" or may_be_old(free[0].name)
-        )
-        none_is_named = len(missing) == len(main) and len(free) >= len(main)
-        if not one_is_left and not none_is_named:
-            which = " and which ".join(CALLED[r] for r in missing)
-            raise refusal(f"upref cannot tell which argument is {which}")
+        if why_not := _why_not_by_position(free, missing, main):
+            raise refusal(why_not)
         placed = list(zip((p.name for p in free), missing, strict=False))
     order_unknown = ""
     if len(placed) > 1:
@@ -185,6 +178,29 @@ def read(
         left=unread,
         order_unknown=order_unknown,
     )
+
+
+def _why_not_by_position(
+    free: list[inspect.Parameter], missing: list[str], main: Sequence[str]
+) -> str:
+    """Return why arguments without a role cannot get the missing roles in their order;
+    "" where they can: one argument and one role are left, or no argument has a role.
+
+    Args:
+        free: the arguments without a role.
+        missing: the roles that no argument has.
+        main: all roles that the function must have.
+    """
+    if without_value := [p.name for p in free if not_given(p.name)]:
+        return f"upref has no value for the argument {without_value[0]!r}"
+    one_is_left = len(missing) == len(free) == 1 and (
+        missing[0] != "logp_old" or may_be_old(free[0].name)
+    )
+    none_is_named = len(missing) == len(main) and len(free) >= len(main)
+    if one_is_left or none_is_named:
+        return ""
+    which = " and which ".join(CALLED[r] for r in missing)
+    return f"upref cannot tell which argument is {which}"
 
 
 def _read_without_names(
