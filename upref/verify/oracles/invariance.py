@@ -253,16 +253,8 @@ def _empty_row(case: LossCase, batch: Rollouts, gradient: Tensor) -> list[Findin
     """
     if case.loss.form == "unreduced":
         return []
-
-    def longer(batch: Rollouts) -> tuple[Tensor, Tensor]:
-        """Return the value and the gradient with the masked row behind the others."""
-        rows = {name: torch.cat([x, x[:1]]) for name, x in batch.tensors().items()}
-        rows["mask"][-1] = False
-        # Rollouts itself refuses such a row
-        return case.value_and_gradient(Rollouts.unchecked(**rows))
-
     try:
-        value, longer_gradient = longer(batch)
+        value, longer_gradient = _value_and_gradient_with_masked_row(case, batch)
     except InputError:
         return []
     text = "with a row that is masked throughout"
@@ -274,46 +266,65 @@ def _empty_row(case: LossCase, batch: Rollouts, gradient: Tensor) -> list[Findin
     distances = gradient_distance(
         longer_gradient[:-1], gradient, batch.mask, tolerance(case)
     )
-    if distances.max() == 0 and (longer_gradient[-1] == 0).all():
+    if distances.max() != 0:
+        expected_number, found_number = gradient_pair(
+            gradient, longer_gradient, worst(distances), "as without"
+        )
+        why = _cause_of_counted_row(case)
+        return [fail("padding", text, expected_number, found_number, cause=why)]
+    own_gradient = longer_gradient[-1]
+    if (own_gradient == 0).all():
         return []
-    if distances.max() == 0:
-        own_gradient = longer_gradient[-1]
-        _, t = worst(own_gradient.abs().nan_to_num(nan=math.inf)[None])
-        return [
-            fail(
-                "padding",
-                text,
-                Number(0, "dJ/dlp"),
-                Number(own_gradient[t].item(), "dJ/dlp"),
-                cause="the masked row has a gradient of its own",
-            )
-        ]
-    i, t = worst(distances)
-    expected_number, found_number = gradient_pair(
-        gradient, longer_gradient, (i, t), "as without"
-    )
+    _, t = worst(own_gradient.abs().nan_to_num(nan=math.inf)[None])
+    return [
+        fail(
+            "padding",
+            text,
+            Number(0, "dJ/dlp"),
+            Number(own_gradient[t].item(), "dJ/dlp"),
+            cause="the masked row has a gradient of its own",
+        )
+    ]
+
+
+def _value_and_gradient_with_masked_row(
+    case: LossCase, batch: Rollouts
+) -> tuple[Tensor, Tensor]:
+    """Return the value and the gradient with a masked row behind the others, [B + 1,
+    T].
+    """
+    rows = {name: torch.cat([x, x[:1]]) for name, x in batch.tensors().items()}
+    rows["mask"][-1] = False
+    # Rollouts itself refuses such a row
+    return case.value_and_gradient(Rollouts.unchecked(**rows))
+
+
+def _cause_of_counted_row(case: LossCase) -> str:
+    """Return in words what a masked row counts as, in its slots or as a row; "" where
+    neither explains the gradients of other batches.
+    """
 
     def by_rows(batch: Rollouts) -> tuple[Tensor, Tensor]:
         """Return the gradients with and without that row, each times its number of
         rows.
         """
-        found = longer(batch)[1][:-1] * (len(batch.mask) + 1)
+        _, longer_gradient = _value_and_gradient_with_masked_row(case, batch)
+        found = longer_gradient[:-1] * (len(batch.mask) + 1)
         return found, case.gradient(batch) * len(batch.mask)
 
     def by_slots(batch: Rollouts) -> tuple[Tensor, Tensor]:
         """Return the gradients with that row and one more column, and without them, each
         times its number of slots.
         """
-        found = longer(_widened(batch, 0, 1))[1][:-1, :-1]
+        wider = _widened(batch, 0, 1)
+        _, longer_gradient = _value_and_gradient_with_masked_row(case, wider)
         slots = batch.mask.numel() + sum(batch.mask.shape) + 1
-        return found * slots, case.gradient(batch) * batch.mask.numel()
+        found = longer_gradient[:-1, :-1] * slots
+        return found, case.gradient(batch) * batch.mask.numel()
 
-    why = ""
     if holds_on_other_batches(case, by_slots):
-        why = OVER_SLOTS
-    elif holds_on_other_batches(case, by_rows):
-        why = OVER_ROWS
-    return [fail("padding", text, expected_number, found_number, cause=why)]
+        return OVER_SLOTS
+    return OVER_ROWS if holds_on_other_batches(case, by_rows) else ""
 
 
 # the numbers that padding may hold
