@@ -21,6 +21,7 @@ from upref_frameworks.ledger import (
     STATUS,
     WARNED,
     Entry,
+    Evidence,
     entry,
     read,
     read_tables,
@@ -228,60 +229,62 @@ def draft(audit: Audit) -> str:
         and a [[deviation]] for each reason that is not recorded. `?` is what a person
         must fill in.
     """
+    tables = read_tables(audit.framework)
     lines = []
-    if not read_tables(audit.framework).get("defaults"):
-        each = list(audit.defaults.values())
-        if each:
-            shared = {
-                k: v for k, v in each[0].items() if all(d.get(k) == v for d in each)
-            }
-        else:
-            shared = {}
-        unshared = {
-            m: {k: v for k, v in d.items() if k not in shared}
-            for m, d in audit.defaults.items()
-        }
-        for mode, fields in ({"every": shared} | unshared).items():
-            if fields:
-                lines += [
-                    f"[defaults.{mode}]",
-                    *(f"{k} = {_toml(v)}" for k, v in fields.items()),
-                    "",
-                ]
+    if not tables.get("ledger"):
+        lines += ["[ledger]", f'version = "{audit.version}"']
+        lines += ['source = "?"', 'searched = "?"', 'prelude = """', '"""', ""]
+    if not tables.get("defaults"):
+        lines += _tables_of_defaults(audit.defaults)
+    return "\n".join([*lines, *_tables_of_deviations(audit)])
+
+
+def _tables_of_defaults(defaults: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the lines of the tables [defaults.MODE]. What all modes share stands in
+    [defaults.every].
+    """
+    each = list(defaults.values())
+    shared = {}
+    if each:
+        shared = {k: v for k, v in each[0].items() if all(d.get(k) == v for d in each)}
+    unshared = {
+        mode: {k: v for k, v in fields.items() if k not in shared}
+        for mode, fields in defaults.items()
+    }
+    lines = []
+    for mode, fields in ({"every": shared} | unshared).items():
+        if fields:
+            values = [f"{k} = {_toml(v)}" for k, v in fields.items()]
+            lines += [f"[defaults.{mode}]", *values, ""]
+    return lines
+
+
+def _tables_of_deviations(audit: Audit) -> list[str]:
+    """Return the lines of a table [[deviation]] for each reason of the audit that has
+    evidence which is not recorded.
+    """
     known = {(e.reason, x) for e in audit.entries for x in e.evidence}
-    if not read_tables(audit.framework).get("ledger"):
-        table = [f'version = "{audit.version}"', 'source = "?"', 'searched = "?"']
-        lines = ["[ledger]", *table, 'prelude = """', '"""', "", *lines]
     new: dict[str, list[str]] = {}
     sizes: dict[str, list[FaultEffect]] = {}
-    for r in audit.rows:
-        for (words, spot), effect in zip(r.reasons, r.effects, strict=True):
+    for row in audit.rows:
+        for (words, spot), effect in zip(row.reasons, row.effects, strict=True):
             sizes.setdefault(words, []).append(effect)
-            if (words, x := as_evidence(r, spot)) not in known:
-                pairs = {
-                    "loss": x.loss,
-                    "held_against": x.held_against,
-                    "where": x.where,
-                }
-                pairs |= {"expected": x.expected, "found": x.found}
-                if x.micro_batches > 1:
-                    micro_batches_words = f", micro_batches = {x.micro_batches}"
-                else:
-                    micro_batches_words = ""
-                said = ", ".join(f"{k} = {_toml(v)}" for k, v in pairs.items() if v)
-                new.setdefault(words, []).append(
-                    f"    {{ {said}{micro_batches_words} }},"
-                )
+            if (words, x := as_evidence(row, spot)) not in known:
+                new.setdefault(words, []).append(f"    {{ {_line_of_evidence(x)} }},")
+    lines = []
     for words, evidence in new.items():
         size = most_severe(sizes[words])
-        lines += ["[[deviation]]", f'key = "{audit.framework}-?"', 'status = "?"']
         lines += [
+            "[[deviation]]",
+            f'key = "{audit.framework}-?"',
+            'status = "?"',
             f'effect = ["{size.severity}", {float(f"{size.change:.2g}")}]',
             f"reason = {_toml(words)}",
-        ]
-        lines += ['bib = "?"', 'paper = "?"']
-        lines += ['code = "?"', 'line = "?"', 'fix = "?"']
-        lines += [
+            'bib = "?"',
+            'paper = "?"',
+            'code = "?"',
+            'line = "?"',
+            'fix = "?"',
             "evidence = [",
             *evidence,
             "]",
@@ -289,7 +292,20 @@ def draft(audit: Audit) -> str:
             'prints = "expected ?\\nfound ?"',
             "",
         ]
-    return "\n".join(lines)
+    return lines
+
+
+def _line_of_evidence(x: Evidence) -> str:
+    """Return the fields of one piece of evidence as TOML; empty ones are left out."""
+    fields = {
+        "loss": x.loss,
+        "held_against": x.held_against,
+        "where": x.where,
+        "expected": x.expected,
+        "found": x.found,
+    }
+    line = ", ".join(f"{k} = {_toml(v)}" for k, v in fields.items() if v)
+    return f"{line}, micro_batches = {x.micro_batches}" if x.micro_batches > 1 else line
 
 
 def _toml(v: bool | int | float | str) -> str:
