@@ -14,6 +14,7 @@ it leaves, and by that of the loss that it returns where this has one: a trainer
 calls backward on it trains with the sum.
 """
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -241,43 +242,13 @@ def _read_by_parameters(
     name: str, fn: Callable[..., Any], objective: Objective, hp: dict[str, Any]
 ) -> Loss:
     """Read a function by its parameters' names, or as one that takes the whole batch."""
-    all_parameters = parameters(fn)
     required = [
         p
-        for p in all_parameters
+        for p in parameters(fn)
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     if len(required) == 1 and not names.role(required[0].name):
-        p = required[0]
-        if (
-            p.annotation is not Rollouts
-            and p.annotation != "Rollouts"
-            and p.name not in ("b", "rollouts")
-        ):
-            raise InputError(
-                f"{name}({p.name}) takes everything in one argument. {wrapper(name, MAIN)}"
-            )
-        optional = {
-            q.name: q
-            for q in all_parameters
-            if q is not p and q.kind is not q.VAR_KEYWORD
-        }
-        reading = Reading(
-            {}, frozenset(), optional, (), len(optional) < len(all_parameters) - 1
-        )
-
-        def on_rollouts(full: Mapping[str, Any], settings: dict[str, Any]) -> Any:
-            """What the loss returns when it gets everything in one argument."""
-            return fn(rollouts(full), **settings)
-
-        reads = frozenset({*MAIN, *ROLLOUTS})
-        read_as = f"{p.name} -> Rollouts"
-        return replace(
-            _loss_with_hyperparameters(
-                name, on_rollouts, reading, objective, hp, reads, read_as
-            ),
-            takes_batch=True,
-        )
+        return _read_by_batch(name, fn, required[0], objective, hp)
     spare = () if _reads_old(objective) else ("logp_old",)
     reading = read_signature(
         fn, name, names.role, MAIN, objective.sampler is not None, spare
@@ -300,6 +271,49 @@ def _read_by_parameters(
         )
         loss = replace(loss, fields=how.fields, defaults=how.defaults, shipped=plain)
     return loss
+
+
+def _read_by_batch(
+    name: str,
+    fn: Callable[..., Any],
+    batch: inspect.Parameter,
+    objective: Objective,
+    hp: dict[str, Any],
+) -> Loss:
+    """Read a function that takes everything in one argument, as Rollouts.
+
+    Args:
+        name: of the function, for messages.
+        fn: the function.
+        batch: this argument.
+        objective: what the function is compared with.
+        hp: its hyperparameters.
+
+    Raises:
+        InputError: neither the argument's type nor its name is of Rollouts.
+    """
+    is_annotated = batch.annotation is Rollouts or batch.annotation == "Rollouts"
+    if not is_annotated and batch.name not in ("b", "rollouts"):
+        raise InputError(
+            f"{name}({batch.name}) takes everything in one argument. {wrapper(name, MAIN)}"
+        )
+    others = [p for p in parameters(fn) if p.name != batch.name]
+    settings = {p.name: p for p in others if p.kind is not p.VAR_KEYWORD}
+    accepts_kwargs = len(settings) < len(others)
+    reading = Reading({}, frozenset(), settings, (), accepts_kwargs)
+
+    def on_rollouts(full: Mapping[str, Any], settings: dict[str, Any]) -> Any:
+        """What the loss returns when it gets everything in one argument."""
+        return fn(rollouts(full), **settings)
+
+    reads = frozenset({*MAIN, *ROLLOUTS})
+    read_as = f"{batch.name} -> Rollouts"
+    return replace(
+        _loss_with_hyperparameters(
+            name, on_rollouts, reading, objective, hp, reads, read_as
+        ),
+        takes_batch=True,
+    )
 
 
 def _reads_old(objective: Objective) -> bool:
