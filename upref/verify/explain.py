@@ -90,14 +90,14 @@ def explain(
     Returns:
         The fault, or None.
     """
-    use = batch.mask & ~ignore
+    compared = batch.mask & ~ignore
     confirmation = _measure_confirmation(case)
     single_faults = chain(
         [] if _has_gradient(case) else [NO_GRADIENT],
         two_gradients(case, batch),
         by_fixed_length(case),
         _other_hyperparameters(case, bounds),
-        _other_kl(case, batch, found, use),
+        _other_kl(case, batch, found, compared),
         _kl_aggregated(case),
         known("losses", case.objective, case.hp, bounds),
         group_order_faults(case),
@@ -111,22 +111,24 @@ def explain(
         corrected(case),
     )
 
-    def holds_elsewhere(one: LossFault) -> bool:
+    def holds_elsewhere(candidate: LossFault) -> bool:
         """Return whether the fault fits other batches too; a fault of lengths must also
         fit long responses.
         """
-        if not confirmation.fits(one, case):
+        if not confirmation.fits(candidate, case):
             return False
-        long_batches = [case.stress_batch("lengths")] if one.id in OF_LENGTHS else []
-        return _measure_on(case, long_batches).fits(one, case)
+        long_batches = (
+            [case.stress_batch("lengths")] if candidate.id in OF_LENGTHS else []
+        )
+        return _measure_on(case, long_batches).fits(candidate, case)
 
     def first(faults: Iterable[LossFault]) -> LossFault | None:
         """Return the first fault that fits this batch and others."""
-        return reproduces(filter(holds_elsewhere, faults), case, batch, found, use)
+        return reproduces(filter(holds_elsewhere, faults), case, batch, found, compared)
 
     return (
         first(single_faults)
-        or _two_faults(case, batch, found, use, bounds, confirmation)
+        or _two_faults(case, batch, found, compared, bounds, confirmation)
         or first(_other_objectives_as_recovered(case))
     )
 
@@ -247,7 +249,10 @@ class ConfirmationBatches:
             The same batches with the rest.
         """
         return ConfirmationBatches(
-            [(batch, found - part(batch), use) for batch, found, use in self.batches]
+            [
+                (batch, found - part(batch), compared)
+                for batch, found, compared in self.batches
+            ]
         )
 
 
@@ -262,8 +267,8 @@ def _measure_on(case: LossCase, batches: list[Rollouts]) -> ConfirmationBatches:
     for batch in batches:
         with contextlib.suppress(InputError):  # a refusal is another oracle's finding
             found = case.weights(batch)
-            use = batch.mask & found.isfinite() & ~case.rounded(batch)
-            measured.append((batch, found, use))
+            compared = batch.mask & found.isfinite() & ~case.rounded(batch)
+            measured.append((batch, found, compared))
     return ConfirmationBatches(measured)
 
 
@@ -394,7 +399,7 @@ def _two_faults(
     case: LossCase,
     batch: Rollouts,
     found: Tensor,
-    use: Tensor,
+    compared: Tensor,
     bounds: list[float],
     confirmation: ConfirmationBatches,
 ) -> LossFault | None:
@@ -405,11 +410,11 @@ def _two_faults(
         case: the loss and its objective.
         batch: a batch on which weights differ.
         found: the loss's weights on it, [B, T].
-        use: the tokens that are compared, [B, T].
+        compared: the tokens that are compared, [B, T].
         bounds: ratios at which the loss was seen to change.
         confirmation: other batches with the weights found there.
     """
-    without_advantage = use & (batch.adv.expand_as(use) == 0)
+    without_advantage = compared & (batch.adv.expand_as(compared) == 0)
     if not without_advantage.any():
         return None
     objective = case.objective
@@ -426,7 +431,7 @@ def _two_faults(
         other_weights = other_fault.change.weights(objective, hp_without_kl, batch)
         return other_weights + kl_part(kl_fault, batch)
 
-    kl_candidates = [*_other_kl(case, batch, found, use)]
+    kl_candidates = [*_other_kl(case, batch, found, compared)]
     if case.hp.get("beta"):
         kl_candidates += [
             KL_MISSING,
@@ -451,7 +456,7 @@ def _two_faults(
             if rest_elsewhere.fits(candidate, case_without_kl)
         )
         rest = found - kl_part(kl_fault, batch)
-        other_fault = reproduces(confirmed, case_without_kl, batch, rest, use)
+        other_fault = reproduces(confirmed, case_without_kl, batch, rest, compared)
         if other_fault is not None:
             return fault(
                 f"two faults together: {other_fault.words}; and {kl_fault.words}",
@@ -492,7 +497,7 @@ def reproduces(
     case: LossCase,
     batch: Rollouts,
     found: Tensor,
-    use: Tensor,
+    compared: Tensor,
 ) -> LossFault | None:
     """Return the first fault that has the weights found on all compared tokens.
 
@@ -501,54 +506,56 @@ def reproduces(
         case: the loss and its objective.
         batch: the batch.
         found: the loss's weights on it, [B, T].
-        use: the tokens that are compared, [B, T].
+        compared: the tokens that are compared, [B, T].
 
     Returns:
         The fault, or None.
     """
     first_rows = batch.but(group=None).take(slice(FEW))
-    use = use & ~case.rounded(batch)
+    compared = compared & ~case.rounded(batch)
 
-    def fits_first_rows(one: LossFault) -> bool:
+    def fits_first_rows(candidate: LossFault) -> bool:
         """Return whether the fault fits the first rows, where most faults fail already;
         or whether it cannot be compared on a part of the batch.
         """
-        return one.whole or fits(
-            one, case, first_rows, found[:FEW], use[:FEW], case.tol
+        return candidate.whole or fits(
+            candidate, case, first_rows, found[:FEW], compared[:FEW], case.tol
         )
 
-    for one in faults:
-        if fits_first_rows(one) and fits(one, case, batch, found, use, case.tol):
-            return one
+    for candidate in faults:
+        if fits_first_rows(candidate) and fits(
+            candidate, case, batch, found, compared, case.tol
+        ):
+            return candidate
     return None
 
 
 def fits(
-    one: LossFault,
+    candidate: LossFault,
     case: LossCase,
     batch: Rollouts,
     found: Tensor,
-    use: Tensor,
+    compared: Tensor,
     tol: float,
 ) -> bool:
     """Return whether the objective with this fault has the weights found on the
     compared tokens.
 
     Args:
-        one: the fault.
+        candidate: the fault.
         case: the loss and its objective.
         batch: the batch.
         found: the loss's weights on it, [B, T].
-        use: the tokens that are compared, [B, T].
+        compared: the tokens that are compared, [B, T].
         tol: the relative error that is allowed.
     """
     try:
-        weights = one.change.weights(case.objective, case.hp, batch)
+        weights = candidate.change.weights(case.objective, case.hp, batch)
         errors = relative_error(found, weights, batch.adv)
     # the fault needs a form that this objective does not have
     except (InputError, RuntimeError, TypeError):
         return False
-    return bool((errors[use] < tol).all())
+    return bool((errors[compared] < tol).all())
 
 
 def _other_hyperparameters(case: LossCase, bounds: list[float]) -> Iterator[LossFault]:
@@ -579,7 +586,7 @@ def _other_hyperparameters(case: LossCase, bounds: list[float]) -> Iterator[Loss
 
 
 def _other_kl(
-    case: LossCase, batch: Rollouts, found: Tensor, use: Tensor
+    case: LossCase, batch: Rollouts, found: Tensor, compared: Tensor
 ) -> Iterator[LossFault]:
     """Yield the faults that the KL term has another coefficient or another form, or
     that there is one where the objective has none. Both are read off the tokens with
@@ -589,9 +596,9 @@ def _other_kl(
         case: the loss and its objective.
         batch: a batch on which weights differ.
         found: the loss's weights on it, [B, T].
-        use: the tokens that are compared, [B, T].
+        compared: the tokens that are compared, [B, T].
     """
-    without_advantage = use & (batch.adv.expand_as(use) == 0)
+    without_advantage = compared & (batch.adv.expand_as(compared) == 0)
     if not without_advantage.any():
         return
     objective = case.objective

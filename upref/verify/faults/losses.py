@@ -474,8 +474,8 @@ def known(
         at_bounds = ""
         if number:  # the first pair is the objective's own
             at_bounds = f" (with bounds {form.lower:g} and {form.upper:g}{not_own})"
-        for one in _faults_of_form(form, bounds):
-            yield replace(one, words=one.words + at_bounds)
+        for fault_of_form in _faults_of_form(form, bounds):
+            yield replace(fault_of_form, words=fault_of_form.words + at_bounds)
 
 
 def _with_sampler(batch: Rollouts, log_mu: Callable[[Rollouts], Tensor]) -> Rollouts:
