@@ -194,8 +194,8 @@ def fits(
         times = 1.0  # the clip of the norm
     if times is None:
         return None
-    again = accumulated if times == 1 else beside(times)
-    ids = {*diagnose(again, halved, bound, None, cause)[0].fault_ids}
+    scaled = accumulated if times == 1 else beside(times)
+    ids = {*diagnose(scaled, halved, bound, None, cause)[0].fault_ids}
     return {*cause.ids} <= ids
 
 

@@ -350,9 +350,9 @@ def _loss_with_hyperparameters(
     bound = {k: v for k, v in hp.items() if k in argument or reading.accepts_kwargs}
     bound |= {k: resolved[k] for k, p in argument.items() if p in reading.needed}
     defaults = {
-        k: reading.own[p].default
+        k: reading.settings[p].default
         for k, p in argument.items()
-        if p in reading.own and k not in bound and p not in passed
+        if p in reading.settings and k not in bound and p not in passed
     }
     renamed = [f"{k} = {hp[k]} -> {argument[k]}" for k in hp if argument.get(k, k) != k]
 
@@ -387,12 +387,12 @@ def _argument_of_each(reading: Reading, objective: Objective) -> dict[str, str]:
     that could mean one hyperparameter are left out, unless one has its name.
     """
     known = set(objective.hyperparameters)
-    meaning = {p: names.hyperparameter(p, known) for p in reading.own}
+    meaning = {p: names.hyperparameter(p, known) for p in reading.settings}
     arguments_for = Counter(meaning.values())
     argument = {
         meant: p for p, meant in meaning.items() if meant and arguments_for[meant] == 1
     }
-    return argument | {p: p for p in reading.own if p in known}
+    return argument | {p: p for p in reading.settings if p in known}
 
 
 def _separate_settings(
@@ -415,7 +415,7 @@ def _separate_settings(
     """
     # what is no hyperparameter of the objective -> the loss's own argument of that name
     others = {
-        k: names.argument(k, reading.own)
+        k: names.argument(k, reading.settings)
         for k in hp
         if k not in objective.hyperparameters
     }
@@ -460,8 +460,8 @@ def _assumptions_on_settings(
         if k not in argument and not reading.accepts_kwargs
     ]
     left = [
-        f"{p} is left at its default, {reading.own[p].default!r:.40}"
-        for p in reading.left
+        f"{p} is left at its default, {reading.settings[p].default!r:.40}"
+        for p in reading.left_at_default
     ]
     return (*expected, *left)
 
@@ -470,7 +470,7 @@ def _unfed_arguments(reading: Reading, given: set[str]) -> tuple[str, ...]:
     """Return the arguments for the sampler's log-probs that are left at None."""
     return tuple(
         p
-        for p, parameter in reading.own.items()
+        for p, parameter in reading.settings.items()
         if parameter.default is None and p not in given and names.is_of_sampler(p)
     )
 

@@ -26,13 +26,13 @@ class Reading:
 
     roles: dict[str, str]  # argument -> role
     placed: frozenset[str]  # of these, the arguments read by position
-    own: dict[str, inspect.Parameter]  # the other arguments: its settings
+    settings: dict[str, inspect.Parameter]  # the other arguments
     # arguments that can only be passed by position, in order
     positional: tuple[str, ...]
     accepts_kwargs: bool  # it has **kwargs
     star: tuple[str, ...] = ()  # roles that go into *args, in order
     # arguments with a default, of a role that another must be given
-    left: tuple[str, ...] = ()
+    left_at_default: tuple[str, ...] = ()
     # the error where the order of the policies decides and nothing but their position
     # tells it; empty where their names do
     order_unknown: str = ""
@@ -69,7 +69,7 @@ class Reading:
     @property
     def needed(self) -> list[str]:
         """Settings without a default."""
-        return [p.name for p in self.own.values() if p.default is p.empty]
+        return [p.name for p in self.settings.values() if p.default is p.empty]
 
 
 def parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -175,7 +175,7 @@ def read(
         {p.name: p for p in named if p.name not in roles},
         _passed_by_position(fn, named, ordered),
         any(p.kind is p.VAR_KEYWORD for p in all_parameters),
-        left=unread,
+        left_at_default=unread,
         order_unknown=order_unknown,
     )
 

@@ -273,7 +273,7 @@ def read(fn: Any, estimator: str, hp: Mapping[str, Any]) -> Function:
         fn, name, names.reward_role, _required_roles(all_parameters)
     )
     settings = {
-        p: hp[k] for p in reading.own if (k := names.hyperparameter(p, set(hp)))
+        p: hp[k] for p in reading.settings if (k := names.hyperparameter(p, set(hp)))
     }
     if missing := [p for p in reading.needed if p not in settings]:
         raise InputError(
