@@ -195,13 +195,7 @@ def role(name: str) -> str:
         return "adv"
     if snake_name in EXACT:
         return EXACT[snake_name]
-    if (
-        not words_of_name
-        or words_of_name[-1] in NEVER
-        or (set(words_of_name) & NEVER and not LOG_P.search(snake_name))
-    ):
-        return ""  # `model_inputs`, but not `trainer_logprobs`
-    if set(words_of_name) & OTHER:
+    if _is_of_something_else(words_of_name):
         return ""
     if any(w.startswith("mask") for w in words_of_name):
         return "" if set(words_of_name) & (COUNTS | INVERTED | ELSE) else "mask"
@@ -214,6 +208,24 @@ def role(name: str) -> str:
         ["prompt", "ids"],
     ):
         return "" if set(words_of_name) & COUNTS else "group"
+    return _role_of_log_prob(words_of_name)
+
+
+def _is_of_something_else(words_of_name: list[str]) -> bool:
+    """Tell whether a word of a name excludes every role, as in `model_inputs`, but not
+    in `trainer_logprobs`.
+    """
+    if not words_of_name or words_of_name[-1] in NEVER:
+        return True
+    is_log_prob = bool(LOG_P.search("_".join(words_of_name)))
+    has_excluded_word = bool(set(words_of_name) & NEVER) and not is_log_prob
+    return has_excluded_word or bool(set(words_of_name) & OTHER)
+
+
+def _role_of_log_prob(words_of_name: list[str]) -> str:
+    """Return which policy's log-probabilities a name means, by its words; "" where it
+    means none.
+    """
     joined_words = [
         match
         for match in (
@@ -222,16 +234,19 @@ def role(name: str) -> str:
         )
         if match
     ]
-    words_of_name += [x for match in joined_words for x in (match[1], match[3]) if x]
-    is_log_prob = bool(LOG_P.search(snake_name) or joined_words)
+    is_log_prob = bool(LOG_P.search("_".join(words_of_name)) or joined_words)
+    all_words = [
+        *words_of_name,
+        *(x for match in joined_words for x in (match[1], match[3]) if x),
+    ]
     # `old`, `ref_`, `new`
-    is_policy_alone = all(w in (*OLD, *REFERENCE, *NEW) for w in words_of_name)
-    if not (is_log_prob or is_policy_alone) or set(words_of_name) & COUNTS:
+    is_policy_alone = all(w in (*OLD, *REFERENCE, *NEW) for w in all_words)
+    if not (is_log_prob or is_policy_alone) or set(all_words) & COUNTS:
         return ""
-    if any(w in REFERENCE for w in words_of_name):
+    if any(w in REFERENCE for w in all_words):
         return "logp_ref"
-    if any(w.startswith(OLD) for w in words_of_name):
-        return "logp_old" if is_log_prob or words_of_name == ["old"] else ""
+    if any(w.startswith(OLD) for w in all_words):
+        return "logp_old" if is_log_prob or all_words == ["old"] else ""
     return "logp"
 
 
