@@ -73,46 +73,68 @@ class Rollouts:
     def __post_init__(self) -> None:
         self._check_types()
         self._check_devices()
-        B = len(self.mask)
-        if self.totals is not None:
-            per_row = getattr(self.totals, "group_tokens", None)
-            if not isinstance(self.totals, Totals) or (
-                isinstance(per_row, Tensor) and per_row.shape not in ((), (B,))
-            ):
-                raise InputError(
-                    f"totals must be the mini-batch's Totals, cut to these {B} rows by Totals.rows."
-                )
+        self._check_totals()
         for name in ("logp", "logp_old", "logp_ref", "logp_sampler"):
             x = getattr(self, name)
             if x is not None:
                 self._check_logp(name, x)
+        self._check_mask()
+        self._check_entropy()
+        self._check_adv()
+        self._check_group()
+
+    def _check_totals(self) -> None:
+        """Raise InputError where the totals are not those of these rows."""
+        if self.totals is None:
+            return
+        B = len(self.mask)
+        per_row = getattr(self.totals, "group_tokens", None)
+        if not isinstance(self.totals, Totals) or (
+            isinstance(per_row, Tensor) and per_row.shape not in ((), (B,))
+        ):
+            raise InputError(
+                f"totals must be the mini-batch's Totals, cut to these {B} rows by Totals.rows."
+            )
+
+    def _check_mask(self) -> None:
+        """Raise InputError for a response without a token."""
         empty = self.mask.view(torch.uint8).amax(1) == 0
         if empty.any():
             raise InputError(
                 f"response {_first(empty)[0]} has no unmasked token: drop that row before the loss."
             )
+
+    def _check_entropy(self) -> None:
+        """Raise InputError for an entropy that is negative or NaN."""
         if self.entropy is not None and (bad := ~(self.entropy >= 0) & self.mask).any():
             raise InputError(
                 f"entropy is {self.entropy[_first(bad)].item()} at {_first(bad)}: give nats, 0 or more."
             )
+
+    def _check_adv(self) -> None:
+        """Raise InputError for an advantage that is not finite."""
         least, most = _ends(self.adv)
-        if not -math.inf < least <= most < math.inf:
-            if self.adv.shape[1] > 1:
-                bad = ~self.adv.isfinite() & self.mask
-            else:
-                bad = ~self.adv.isfinite()
-            if bad.any():
-                raise InputError(
-                    f"adv is not finite at {_first(bad)}: check the rewards and the group's standard deviation."
-                )
-        if self.group is not None and self.totals is None:
-            ids, counts = self.group.unique(return_counts=True)
-            if (counts == 1).any():
-                only = ids[counts == 1][0].item()
-                raise InputError(
-                    f"group {only} has one response, so it has no group-relative advantage: sample at least two, "
-                    "drop it, or pass group=None if the advantages do not come from groups."
-                )
+        if -math.inf < least <= most < math.inf:
+            return
+        bad = ~self.adv.isfinite()
+        if self.adv.shape[1] > 1:
+            bad = bad & self.mask
+        if bad.any():
+            raise InputError(
+                f"adv is not finite at {_first(bad)}: check the rewards and the group's standard deviation."
+            )
+
+    def _check_group(self) -> None:
+        """Raise InputError for a group of one response, in a whole mini-batch."""
+        if self.group is None or self.totals is not None:
+            return
+        ids, counts = self.group.unique(return_counts=True)
+        if (counts == 1).any():
+            only = ids[counts == 1][0].item()
+            raise InputError(
+                f"group {only} has one response, so it has no group-relative advantage: sample at least two, "
+                "drop it, or pass group=None if the advantages do not come from groups."
+            )
 
     def _plain(self) -> bool:
         """Whether every field has the commonest types and the right shape: no need to
