@@ -72,34 +72,17 @@ def report(name: str, key: str) -> str:
         InputError: the ledger has no such entry.
     """
     e = entry(name, key)
-    where = e.code.partition(":")[0]
     pin = framework(name).pin
-    if e.get:
-        title = f"{e.ask}: {e.get}"
-    else:
-        title = f"{e.evidence[0].held_against.partition(',')[0] if ' ' in where else where}: {e.reason}"
-    of = f" of {pin.date}" if pin and pin.date else ""
-    lines = [f"# {title}", "", f"**Version**: {name} {e.version}{of}.  "]
+    date_words = f" of {pin.date}" if pin and pin.date else ""
+    lines = [f"# {_title(e)}", ""]
+    lines.append(f"**Version**: {name} {e.version}{date_words}.  ")
     lines += [f"**Paper**: {', '.join(papers().get(e.bib, (e.bib,)))}: {e.paper}.  "]
     lines.append(f"**Code**: {e.code}.  ")
     if e.line:
         lines.append(f"**Line**: {e.at}  ")
     lines += [*_quoted_code(e), ""]
     if e.proof:
-        expected, _, found = e.prints.partition(" found ")
-        lines += [
-            f"**Reproduce** (needs {name} and torch alone):",
-            "",
-            "```python",
-            e.proof.strip(),
-            "```",
-            "",
-        ]
-        lines += [
-            f"**Expected**: `{expected.removeprefix('expected ')}`  ",
-            f"**Found**: `{found}`",
-            "",
-        ]
+        lines += _reproduction(name, e)
     if e.severity:
         lines += [
             f"**Size**: {SEVERITY[e.severity]}; {e.size} (`upref audit {name}` says which batch is typical).",
@@ -120,6 +103,32 @@ def report(name: str, key: str) -> str:
     lines += ["| loss | compared with | where: repaired -> found |", "|---|---|---|"]
     lines += [f"| `{x.loss}` | `{x.held_against}` | {x} |" for x in e.evidence]
     return "\n".join(lines)
+
+
+def _title(e: Entry) -> str:
+    """Return the title of an issue: what is asked for, else where and why it deviates."""
+    if e.get:
+        return f"{e.ask}: {e.get}"
+    where = e.code.partition(":")[0]
+    if " " in where:  # no place in the code
+        where = e.evidence[0].held_against.partition(",")[0]
+    return f"{where}: {e.reason}"
+
+
+def _reproduction(name: str, e: Entry) -> list[str]:
+    """Return the lines of an issue with the script that reproduces it, and its output."""
+    expected, _, found = e.prints.partition(" found ")
+    return [
+        f"**Reproduce** (needs {name} and torch alone):",
+        "",
+        "```python",
+        e.proof.strip(),
+        "```",
+        "",
+        f"**Expected**: `{expected.removeprefix('expected ')}`  ",
+        f"**Found**: `{found}`",
+        "",
+    ]
 
 
 def _quoted_code(entry: Entry) -> list[str]:
