@@ -160,26 +160,26 @@ def _said(values: set[float]) -> str:
 def tolerances() -> str:
     """Every tolerance of a verdict, from where it is used."""
     from upref.verify.advantages.case import SINGLE_TOL
-    from upref.verify.measure import EXACT, HABIT, ROUND, SINGLE
+    from upref.verify.measure import EXACT_TOL, FLOAT32_ROUNDING, FLOAT32_TOL, HABIT_TOL
     from upref.verify.oracles.unusual import TOO_LONG
     from upref.weights.batches import BOUND_EDGES, GUARD, SINGLE_EDGES
 
     rows = [
         (
-            f"{EXACT:g}",
+            f"{EXACT_TOL:g}",
             "a weight in float64, without a note",
             "rounding over a few hundred terms is smaller",
         ),
         (
-            f"{HABIT:g}",
+            f"{HABIT_TOL:g}",
             "a weight in float64, with a note",
             "the largest accepted habit is 1e-6 on a length of one",
         ),
         (
-            f"{SINGLE:g}",
+            f"{FLOAT32_TOL:g}",
             "a weight of a float32 loss",
             "float32 also rounds the log-probabilities, by a relative "
-            f"{ROUND:g}; what that changes is allowed besides",
+            f"{FLOAT32_ROUNDING:g}; what that changes is allowed besides",
         ),
         (
             f"{max(BOUND_EDGES):g}",

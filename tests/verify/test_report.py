@@ -16,9 +16,9 @@ from upref.verify.finding import Example
 from upref.verify.render import LONGEST, describe_example
 from upref.verify.report import (
     COLUMNS,
-    SCREEN,
-    SHOWN,
-    WIDE,
+    LINES_OF_SCREEN,
+    MOST_CHARACTERS,
+    MOST_FINDINGS,
     fail,
     first_few,
     note,
@@ -126,7 +126,9 @@ def test_a_report_fits_on_a_screen():
     lines = report.text().splitlines()
     assert sum(line.startswith("      b = ") for line in lines) <= 1
     assert sum(-(-max(len(line), 1) // COLUMNS) for line in lines) <= 50
-    wide = fail("gradient", "here", example=Example(code="\n".join(["xxx"] * SCREEN)))
+    wide = fail(
+        "gradient", "here", example=Example(code="\n".join(["xxx"] * LINES_OF_SCREEN))
+    )
     many = [
         wide,
         *[fail("padding", f"there {i}", cause="a known one") for i in range(3)],
@@ -179,20 +181,21 @@ def test_a_long_name_is_cut():
 
 def test_what_is_left_out_is_counted():
     assert (
-        short("x" * (WIDE + 7)).endswith("... and 7 characters more")
-        and short("x" * WIDE) == "x" * WIDE
+        short("x" * (MOST_CHARACTERS + 7)).endswith("... and 7 characters more")
+        and short("x" * MOST_CHARACTERS) == "x" * MOST_CHARACTERS
     )
-    assert first_few(["x"] * (SHOWN + 3), "note")[-1] == "... and 3 notes more"
-    assert first_few(["x"] * (SHOWN + 1), "note")[-1] == "... and 1 note more"
+    assert first_few(["x"] * (MOST_FINDINGS + 3), "note")[-1] == "... and 3 notes more"
+    assert first_few(["x"] * (MOST_FINDINGS + 1), "note")[-1] == "... and 1 note more"
     report = upref.check(upref.get("dapo"), "dapo")
     many = [
         fail("gradient", f"here {i}", example=Example(code="b"))
-        for i in range(SHOWN + 5)
+        for i in range(MOST_FINDINGS + 5)
     ]
     many += [note("value", "there")] * 99
     text = str(upref.verify.report.replace(report, findings=many))
     assert (
-        "... and 5 failures more" in text and f"... and {99 - SHOWN} notes more" in text
+        "... and 5 failures more" in text
+        and f"... and {99 - MOST_FINDINGS} notes more" in text
     )
     assert fail(
         "gradient", "", example=Example(code="x" * (LONGEST + 1))

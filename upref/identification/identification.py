@@ -11,7 +11,7 @@ from upref.aggregation import AGGREGATIONS, BY_LENGTH
 from upref.result import Result
 from upref.verify.report import describe_assumptions, describe_basis, row, short
 
-SHOWN = 8  # of a longer list
+MOST_SHOWN = 8  # of a longer list
 
 
 @dataclass(frozen=True)
@@ -233,5 +233,5 @@ class Identification(Result):
 
 def _first_few(words: list[str]) -> str:
     """Return the first words of a list, and how many more there are."""
-    more = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
-    return ", ".join(words[:SHOWN]) + more
+    more = f" and {len(words) - MOST_SHOWN} more" if len(words) > MOST_SHOWN else ""
+    return ", ".join(words[:MOST_SHOWN]) + more

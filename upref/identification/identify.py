@@ -41,7 +41,7 @@ from upref.verify.match import (
     in_range,
 )
 from upref.verify.measure import (
-    SINGLE,
+    FLOAT32_TOL,
     LossCase,
     ignores_sampler,
     sampler_words,
@@ -70,12 +70,13 @@ from upref.weights.black_box import relative_error, same_numbers
 
 # a batch, whether its advantages differ within a response, the loss's gradient
 Grid = tuple[Rollouts, bool, Tensor]
-RANDOM = 12  # random batches beside the grid
+RANDOM_BATCHES = 12  # random batches beside the grid
 # bounds that agree so far are the same bound, moved by a constant in a logarithm
-LOOSE = 1e-3
+LOOSE_BOUND = 1e-3
 BOTH_COMPARED = "it calls .backward() itself and returns a loss that has a gradient too: their sum is compared"
-FAR = 1.0  # a relative distance of gradients at which the nearest objective is no help
-APART = 1.25  # the factor between two values that batches must tell apart
+# a relative distance of gradients at which the nearest objective is no help
+FAR_DISTANCE = 1.0
+LEAST_FACTOR_APART = 1.25  # the factor between two values that batches must tell apart
 MOST_CANDIDATES = 6  # whose distance is measured, where none fits
 
 
@@ -165,7 +166,7 @@ def _identify_weights(box: BlackBox, started: float) -> Identification:
         answer = try_nearest(box, started, nearest, measured)
         if answer is not None:
             return answer
-    is_near = nearest.distance < FAR and _has_its_bounds(box, nearest)
+    is_near = nearest.distance < FAR_DISTANCE and _has_its_bounds(box, nearest)
     why = BOTH_COMPARED if box.loss.returns_live else ""
     return _answer(box, started, "none", [nearest] if is_near else [], why)
 
@@ -179,8 +180,8 @@ def _fitting_or_looser(
     matches = _fitting_matches(box, candidates, measured)
     if box.batch_coupled:
         return box, matches
-    if not matches and box.resolution < LOOSE:
-        loose = box.loosened(LOOSE)
+    if not matches and box.resolution < LOOSE_BOUND:
+        loose = box.loosened(LOOSE_BOUND)
         refitted = _refit_loosely(loose, candidates)
         return (loose, refitted) if refitted else (box, [])
     if matches and box.agg and not matches[0].own and box.resolution < BESIDE_BOUND:
@@ -250,7 +251,7 @@ def _identify_partly_float32(
     """Return the answer for a loss whose curve has jumps from rounding alone; None where
     the nearest match is farther than rounding explains.
     """
-    if nearest.distance > SINGLE or not nearest.name:
+    if nearest.distance > FLOAT32_TOL or not nearest.name:
         return None
     deviations = _fault_words(box, nearest, measured)
     kind = "pitfall" if deviations else _kind_of(nearest)
@@ -314,7 +315,7 @@ def _has_its_bounds(box: BlackBox, match: Match) -> bool:
         due_bounds = breakpoints(objective, A, 0.02, **hp)
         found_bounds = box.bounds(A)
         if len(due_bounds) != len(found_bounds) or any(
-            abs(x / y - 1) > LOOSE
+            abs(x / y - 1) > LOOSE_BOUND
             for x, y in zip(due_bounds, found_bounds, strict=True)
         ):
             return False
@@ -327,7 +328,7 @@ def _matches_of_whole_batches(box: BlackBox) -> list[Match]:
     """
     batches = [
         box.case.ready(on_policy_batch()),
-        *map(box.case.visible_batch, random_batches(0, RANDOM, True)),
+        *map(box.case.visible_batch, random_batches(0, RANDOM_BATCHES, True)),
     ]
     measured = []
     for batch in batches:
@@ -350,7 +351,7 @@ def _matches_of_whole_batches(box: BlackBox) -> list[Match]:
                 case.weight_error(batch, gradient / case.factors(batch)).max().item()
                 for batch, gradient in measured
             ]
-            if len(errors) > RANDOM / 2 and max(errors) <= 10 * box.tol:
+            if len(errors) > RANDOM_BATCHES / 2 and max(errors) <= 10 * box.tol:
                 determined_hp = {
                     k: v
                     for k, v in case.hp.items()
@@ -389,7 +390,9 @@ def _is_determined(
             for batch, _ in measured
         )
 
-    other_values = (value * APART, value / APART) if value else (1,)
+    other_values = (
+        (value * LEAST_FACTOR_APART, value / LEAST_FACTOR_APART) if value else (1,)
+    )
     return all(is_other(other) for other in other_values)
 
 
@@ -586,7 +589,7 @@ def _measure_batches(box: BlackBox) -> list[Grid]:
     ]
     mixed = make_batch(cases, "token", False, rng)
     grids += [(mixed, True)] if box.accepts(mixed) else []
-    grids += [(random_batch(rng, one_adv=True), False) for _ in range(RANDOM)]
+    grids += [(random_batch(rng, one_adv=True), False) for _ in range(RANDOM_BATCHES)]
     ready = [(box.case.ready(batch), mixed) for batch, mixed in grids]
     return [(batch, mixed, box.case.gradient(batch)) for batch, mixed in ready]
 
@@ -774,7 +777,7 @@ def _stress_words(box: BlackBox, match: Match) -> list[str]:
     if (
         box.scale != 1
         or not (match.own and match.same_kl)
-        or box.resolution >= LOOSE
+        or box.resolution >= LOOSE_BOUND
         or box.batch_coupled
     ):
         return []
@@ -838,7 +841,7 @@ def _deviations_on_unusual_inputs(
     """Return in words the first unusual input on which the loss has other weights than
     these.
     """
-    if box.resolution >= LOOSE or box.batch_coupled:
+    if box.resolution >= LOOSE_BOUND or box.batch_coupled:
         return []
     claim = Claim(
         **{item.name: getattr(case, item.name) for item in fields(case)},
@@ -912,7 +915,7 @@ def _find_pitfall(
     low, high = _clip_widths(bounds)
     mirrored_bases = _mirrored_bases(box, low, high)
     bases = [*mirrored_bases, *_bases(box, nearest, low, high)]
-    batch, weights_of = _stack_batches(measured[:2] + measured[-RANDOM:])
+    batch, weights_of = _stack_batches(measured[:2] + measured[-RANDOM_BATCHES:])
     for n, (objective, clip) in enumerate(bases):
         is_mirrored = n < len(mirrored_bases)
         case = _case_of_base(box, objective, clip)
@@ -1026,11 +1029,11 @@ def _assumptions(box: BlackBox) -> list[str]:
         sentences.append(
             "the loss takes no group ids: token-mean and group-token-mean are one"
         )
-    if box.resolution >= LOOSE and not box.case.single:
+    if box.resolution >= LOOSE_BOUND and not box.case.single:
         sentences.append(
             "its bounds are the objective's to 0.1 %, not exactly: compared no nearer to them"
         )
-    if BESIDE_BOUND <= box.resolution < LOOSE and not box.case.single:
+    if BESIDE_BOUND <= box.resolution < LOOSE_BOUND and not box.case.single:
         sentences.append("a bound is rounded to float32: compared no nearer to it")
     if box.case.single:
         sentences.append(

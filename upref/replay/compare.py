@@ -19,8 +19,8 @@ from upref.replay.schema import RecordedBatch, expect_batch
 from upref.replay.terms import objective_as_run
 from upref.rollouts import Rollouts
 
-HEAVIEST = 0.01  # of the tokens
-LONGEST = 0.25  # of the responses
+HEAVIEST_SHARE = 0.01  # of the tokens
+LONGEST_SHARE = 0.25  # of the responses
 MOST_TURNS = 20
 
 
@@ -193,9 +193,9 @@ def _objective_row(
     trained_weights = absolute_weights[mask]
     positive = mask & (batch.adv > 0)
     negative = mask & (batch.adv < 0)
-    number_heaviest = max(1, round(HEAVIEST * len(trained_weights)))
+    number_heaviest = max(1, round(HEAVIEST_SHARE * len(trained_weights)))
     lengths = mask.sum(1)
-    number_longest = max(1, round(LONGEST * int((lengths > 0).sum())))
+    number_longest = max(1, round(LONGEST_SHARE * int((lengths > 0).sum())))
     longest = lengths.argsort(descending=True, stable=True)[:number_longest]
     token_share_of_longest = float(lengths[longest].sum() / lengths.sum())
     squares = float((trained_weights**2).sum())

@@ -8,7 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from upref.replay.undo import FEW, NOTICEABLE, QUARTER, Columns, Undone
+from upref.replay.undo import (
+    FEW,
+    MOST_LEFT,
+    NOTICEABLE_DISTANCE,
+    Columns,
+    Undone,
+)
 
 SHIFTS = (1, -1, 2, -2, 3, -3, 4, -4)  # tokens
 # of the responses, beyond which a shift of some of them is reported
@@ -33,7 +39,7 @@ def find_shift(c: Columns) -> Undone | None:
     """
     distances = c.row_distance()
     is_long_enough = c.mask.sum(1) >= ROW_TOKENS
-    is_wrong = is_long_enough & (distances > 5 * NOTICEABLE)
+    is_wrong = is_long_enough & (distances > 5 * NOTICEABLE_DISTANCE)
     if int(is_wrong.sum()) < FEW:
         return None
     best: tuple[int, int, Columns, Tensor] | None = None
@@ -47,12 +53,12 @@ def find_shift(c: Columns) -> Undone | None:
         )
         is_apart = (
             is_wrong
-            & (distance_unmoved.minimum(distance_of_moved) > 5 * NOTICEABLE)
+            & (distance_unmoved.minimum(distance_of_moved) > 5 * NOTICEABLE_DISTANCE)
             & (shifted.mask.sum(1) >= ROW_TOKENS // 2)
         )
         is_explained = is_apart & (
             shifted.row_distance()
-            < QUARTER * distance_unmoved.minimum(distance_of_moved)
+            < MOST_LEFT * distance_unmoved.minimum(distance_of_moved)
         )
         count = int(is_explained.sum())
         if best is None or count > best[0]:
@@ -90,7 +96,7 @@ def find_alignment(c: Columns) -> Undone | None:
     """
     distances = c.row_distance()
     is_long_enough = c.mask.sum(1) >= ROW_TOKENS
-    is_wrong = is_long_enough & (distances > 5 * NOTICEABLE)
+    is_wrong = is_long_enough & (distances > 5 * NOTICEABLE_DISTANCE)
     width = c.mask.shape[1]
     first_token = c.mask.int().argmax(1)
     last_token = width - 1 - c.mask.flip(1).int().argmax(1)
@@ -99,8 +105,8 @@ def find_alignment(c: Columns) -> Undone | None:
         keeps_enough = moved.mask.sum(1) >= ROW_TOKENS // 2
         is_apart = is_wrong & (offset != 0) & keeps_enough
         before = replace(c, mask=moved.mask).row_distance()
-        is_explained = is_apart & (before > 5 * NOTICEABLE)
-        is_explained &= moved.row_distance() < QUARTER * before
+        is_explained = is_apart & (before > 5 * NOTICEABLE_DISTANCE)
+        is_explained &= moved.row_distance() < MOST_LEFT * before
         if int(is_explained.sum()) < max(FEW, 0.5 * int(is_apart.sum())):
             continue
         # Other rows may be moved as well, and too short to tell: their tokens are left
@@ -172,7 +178,7 @@ def find_exchanged_rows(c: Columns) -> Undone | None:
     """
     distances = c.row_distance()
     wrong_rows = (
-        (c.mask.sum(1) >= ROW_TOKENS) & (distances > 5 * NOTICEABLE)
+        (c.mask.sum(1) >= ROW_TOKENS) & (distances > 5 * NOTICEABLE_DISTANCE)
     ).nonzero()[:, 0][:ROWS_COMPARED]
     if len(wrong_rows) < 2:
         return None
@@ -214,8 +220,8 @@ def find_exchanged_rows(c: Columns) -> Undone | None:
     distance_before = torch.tensor(own_distances)
     is_exchanged = (
         is_elsewhere
-        & (distance_before > 5 * NOTICEABLE)
-        & (nearest < QUARTER * distance_before)
+        & (distance_before > 5 * NOTICEABLE_DISTANCE)
+        & (nearest < MOST_LEFT * distance_before)
         & ((nearest < 0.5 * third_nearest) | (len(wrong_rows) < 3))
     )
     # where most responses are off otherwise, two of them are alike by chance
@@ -236,7 +242,7 @@ def find_exchanged_rows(c: Columns) -> Undone | None:
     exchanged = torch.zeros(len(distances), dtype=torch.bool)
     exchanged[rows] = True
     usual = float(undone.row_distance()[rows].quantile(0.9))
-    unsure = ~exchanged & (distances > max(NOTICEABLE, usual))
+    unsure = ~exchanged & (distances > max(NOTICEABLE_DISTANCE, usual))
     undone = undone.without(unsure[:, None])
     numbers = {
         "rows": len(rows),

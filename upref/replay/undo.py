@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-QUARTER = 0.25  # of the distance may be left
-NOTICEABLE = 0.02  # distance below which there is nothing to explain
-UNRELATED = 0.5  # correlation of two columns below which neither is news of the other
-LOW = -4.0  # nats, below which one number is as good as another in a correlation
+MOST_LEFT = 0.25  # of the distance may be left
+NOTICEABLE_DISTANCE = 0.02  # distance below which there is nothing to explain
+# of two columns, below which neither is news of the other
+UNRELATED_CORRELATION = 0.5
+# nats, below which one number is as good as another in a correlation
+LOW_LOG_PROB = -4.0
 FEW = 3  # tokens or responses: fewer are no pattern
 
 
@@ -51,19 +53,22 @@ class Columns:
         return float(differences.abs().clamp(max=1).mean()) if len(differences) else 0.0
 
     def correlation(self) -> float:
-        """Correlation of the two columns, whose numbers are clamped at LOW nats; 1 where
+        """Correlation of the two columns, clamped at LOW_LOG_PROB from below; 1 where
         a column is constant, or there are too few tokens.
         """
         x = self.trained(self.trainer)
         y = self.trained(self.sampler)
-        clamped = torch.stack([x, y]).clamp(min=LOW)
+        clamped = torch.stack([x, y]).clamp(min=LOW_LOG_PROB)
         if len(x) < FEW or not bool((clamped.std(1) > 0).all()):
             return 1.0
         return float(clamped.corrcoef()[0, 1])
 
     def unrelated(self) -> bool:
         """Whether a token's numbers in the columns have little to do with each other."""
-        return self.distance() > NOTICEABLE and self.correlation() < UNRELATED
+        return (
+            self.distance() > NOTICEABLE_DISTANCE
+            and self.correlation() < UNRELATED_CORRELATION
+        )
 
     def row_distance(self) -> Tensor:
         """Mean of min(|x - y|, 1) of each response, [B]; 0 for one without tokens."""

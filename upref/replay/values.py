@@ -9,15 +9,22 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from upref.replay.undo import FEW, NOTICEABLE, QUARTER, Columns, Undone
+from upref.replay.undo import (
+    FEW,
+    MOST_LEFT,
+    NOTICEABLE_DISTANCE,
+    Columns,
+    Undone,
+)
 
 LEAST_RATIOS = 10  # likely tokens, and rare tokens, that a median of ratios needs
-ENOUGH = 20  # numbers that show whether a column holds bfloat16
-LONG = 5  # tokens of a response, or responses, that cannot share one number by chance
+LEAST_BFLOAT16 = 20  # numbers that show whether a column holds bfloat16
+# tokens of a response, or responses, that cannot share one number by chance
+LEAST_EQUAL = 5
 FAR_BELOW = -100  # nats: no token that was drawn
 # The trainer's probability below which an engine would not report a token as certain.
-UNLIKELY = 0.05
-DOUBTFUL = 0.5  # the same, for tokens at the same end of nearly every response
+UNLIKELY_TOKEN = 0.05
+DOUBTFUL_TOKEN = 0.5  # the same, for tokens at the same end of nearly every response
 
 
 def find_sums(c: Columns) -> Undone | None:
@@ -31,7 +38,7 @@ def find_sums(c: Columns) -> Undone | None:
         The cause, with the sums undone; None where they do not explain the distance.
     """
     before = c.distance()
-    if before < NOTICEABLE:
+    if before < NOTICEABLE_DISTANCE:
         return None
     steps = torch.diff(
         torch.where(c.mask, c.sampler, 0.0),
@@ -44,7 +51,7 @@ def find_sums(c: Columns) -> Undone | None:
     is_first = c.mask & (c.mask.cumsum(1) == 1)
     undone = Columns(c.trainer, steps, has_trained_neighbor | is_first)
     after = undone.distance()
-    if after < QUARTER * Columns(c.trainer, c.sampler, undone.mask).distance():
+    if after < MOST_LEFT * Columns(c.trainer, c.sampler, undone.mask).distance():
         return Undone("sums", undone, before, after)
     return None
 
@@ -56,12 +63,12 @@ def is_one_number_a_row(c: Columns) -> bool:
     Args:
         c: the columns of the trainer and the sampler.
     """
-    if c.distance() < NOTICEABLE:
+    if c.distance() < NOTICEABLE_DISTANCE:
         return False  # of uniform policies, whose numbers are right
-    long = c.mask.sum(1) >= LONG
+    long = c.mask.sum(1) >= LEAST_EQUAL
     highest = torch.where(c.mask, c.sampler, -torch.inf).amax(1)[long]
     lowest = torch.where(c.mask, c.sampler, torch.inf).amin(1)[long]
-    return len(highest.unique()) >= LONG and bool(
+    return len(highest.unique()) >= LEAST_EQUAL and bool(
         (highest - lowest <= 1e-6 * highest.abs()).all()
     )
 
@@ -79,12 +86,12 @@ def find_factor(c: Columns) -> Undone | None:
     x = c.trained(c.trainer)
     y = c.trained(c.sampler)
     before = c.distance()
-    if before < NOTICEABLE:
+    if before < NOTICEABLE_DISTANCE:
         return None
     if bool((y >= 0).all()) and bool((y <= 1).all()):
         logarithms = torch.where(c.mask, c.sampler.clamp(min=1e-30).log(), 0.0)
         undone = replace(c, sampler=logarithms)
-        if (after := undone.distance()) < QUARTER * before:
+        if (after := undone.distance()) < MOST_LEFT * before:
             return Undone("probabilities", undone, before, after)
     # a quotient of numbers near 0 tells nothing
     has_ratio = (x < -0.05) & (y.abs() > 1e-6)
@@ -95,7 +102,7 @@ def find_factor(c: Columns) -> Undone | None:
         return None
     undone = replace(c, sampler=c.sampler / factor)
     after = undone.distance()
-    if after < QUARTER * before and _has_one_factor(x, y):
+    if after < MOST_LEFT * before and _has_one_factor(x, y):
         cause = "sign" if abs(factor + 1) < 0.02 else "factor"
         return Undone(cause, undone, before, after, {"factor": factor})
     return None
@@ -141,7 +148,7 @@ def find_placeholder(c: Columns) -> Undone | None:
         value = values[i]
         has_value = c.mask & (c.sampler == value)
         evidence = has_value & (
-            (c.trainer < math.log(UNLIKELY))
+            (c.trainer < math.log(UNLIKELY_TOKEN))
             if value == 0
             else ((c.trainer - value).abs() > 1)
         )
@@ -151,12 +158,14 @@ def find_placeholder(c: Columns) -> Undone | None:
             is_placeholder = is_placeholder | evidence
         else:
             is_placeholder = _ties_at_an_end(has_value, c.mask)
-            evidence = evidence | (is_placeholder & (c.trainer < math.log(DOUBTFUL)))
+            evidence = evidence | (
+                is_placeholder & (c.trainer < math.log(DOUBTFUL_TOKEN))
+            )
         different_tokens = len(c.trainer[evidence & is_placeholder].unique())
         if different_tokens < FEW or _is_floor_or_ceiling(c, has_value, value):
             continue
         rest = c.without(is_placeholder)
-        most_are_off = float(rest.row_distance().quantile(0.25)) > NOTICEABLE
+        most_are_off = float(rest.row_distance().quantile(0.25)) > NOTICEABLE_DISTANCE
         if most_are_off and rest.unrelated():
             continue  # all numbers are in wrong places, and so is what fills the gaps
         distance_of_placeholders = Columns(
@@ -180,7 +189,7 @@ def is_bfloat16(column: Tensor) -> bool:
         column: any shape; zeros and numbers that are not finite do not count.
     """
     numbers = column[(column != 0) & column.isfinite()]
-    return len(numbers) > ENOUGH and bool(
+    return len(numbers) > LEAST_BFLOAT16 and bool(
         (numbers.bfloat16().double() == numbers).all()
     )
 

@@ -59,7 +59,8 @@ USUAL_VALUES: dict[str, tuple[float, ...]] = {
     **dict.fromkeys(("eps", "eps_low", "eps_high", "c"), USUAL_BOUNDS),
     **dict.fromkeys(("is_min", "is_max"), USUAL_CORRECTION_BOUNDS),
 }
-FARTHEST = 100.0  # a bound is searched for from 1/100 to 100 times its usual value
+# a bound is searched for from 1/100 to 100 times its usual value
+FARTHEST_FACTOR = 100.0
 
 
 # A fault of these kinds moves which tokens have a gradient. Beside it, a response
@@ -171,13 +172,13 @@ def _cause_with_range(
         other_weights, _ = _weights_of_fault(tokens, other_fault, hp)
         return bool((other_weights - weights).abs().max() <= allowed)
 
-    low = _farthest_that_fits(fits, value, value / FARTHEST)
-    high = _farthest_that_fits(fits, value, value * FARTHEST)
+    low = _farthest_that_fits(fits, value, value / FARTHEST_FACTOR)
+    high = _farthest_that_fits(fits, value, value * FARTHEST_FACTOR)
     if low > value * 0.99 and high < value * 1.01:
         return known_fault.cause
-    if high >= value * FARTHEST:
+    if high >= value * FARTHEST_FACTOR:
         range_words = f"{low:.3g} or more"
-    elif low <= value / FARTHEST:
+    elif low <= value / FARTHEST_FACTOR:
         range_words = f"{high:.3g} or less"
     else:
         range_words = f"between {low:.3g} and {high:.3g}"

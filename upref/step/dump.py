@@ -57,8 +57,9 @@ COLUMNS = ("old", "ref", "sampler")
 # The first half is sketched where its share of the tokens first reaches each level. These
 # are few, because each sketch of a large model takes seconds.
 LEVELS = (1e-9, 0.25, 0.45)
-LARGEST = 1 - 1e-9  # share of the first half
-WHEN = ("after the first half", "after both halves")  # keys of accumulated gradients
+LARGEST_HALF = 1 - 1e-9  # share of the first half
+# keys of accumulated gradients
+HALF_KEYS = ("after the first half", "after both halves")
 
 
 class SketchedModel(TorchModel):
@@ -160,7 +161,7 @@ class _TwoHalves:
         share_done = sum(tokens[i] for i in self.half_of_row) / max(sum(tokens), 1)
         if self.sketches and share_done == 1:
             self.sketches.append(sketched(self.net))
-        elif self.levels and self.levels[0] <= share_done < LARGEST:
+        elif self.levels and self.levels[0] <= share_done < LARGEST_HALF:
             # the number of passes is not known: each is the last chance
             self.levels = [level for level in self.levels if level > share_done]
             self.half_of_row = dict.fromkeys(self.half_of_row, 0)
@@ -179,7 +180,7 @@ class _TwoHalves:
             return entries
         halves = [self.half_of_row[i] for i in range(len(self.rows))]
         entries["half of each row"] = json.dumps(halves)
-        for when, sketches in zip(WHEN, self.sketches, strict=True):
+        for when, sketches in zip(HALF_KEYS, self.sketches, strict=True):
             entries |= {f"{when}: {name}": _encoded(x) for name, x in sketches.items()}
         return entries
 
@@ -384,7 +385,7 @@ def _doubt(meta: Mapping[str, str], first: Attempt, cause: Cause) -> str:
         return ONE_PASS
     if "half of each row" not in meta:
         return NO_HALVES
-    first_half, both_halves = (_decoded(meta, when) for when in WHEN)
+    first_half, both_halves = (_decoded(meta, when) for when in HALF_KEYS)
     second_half = {
         name: x - first_half.get(name, 0 * x) for name, x in both_halves.items()
     }

@@ -30,8 +30,8 @@ ONE_PASS = (
 NO_HALVES = "possible, and not tested on halves of the rows: "
 UNFIT = "possible, though it does not fit two halves of the rows, each by itself: "
 # a sketch keeps a norm to some percent, and a half is less than the whole
-WIDER = 2.0
-PROPORTIONAL = 1e-4  # how near two sketches of one direction are
+WIDER_BOUND = 2.0
+PROPORTIONAL_TOL = 1e-4  # how near two sketches of one direction are
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def fits(
     forward = replace(case.forward, model=model)
     halved = replace(case, forward=forward)
     goal = replace(it.goal, clip=None)
-    bound = WIDER * bound
+    bound = WIDER_BOUND * bound
 
     def beside(times: float) -> GradientComparison:
         """The halves, multiplied, beside those that they should be."""
@@ -223,4 +223,6 @@ def _times(halves: Halves, model: HalvedModel, found: Gradient) -> float | None:
     x = torch.cat(expected)
     y = torch.cat(got)
     times = float(x @ y / (x @ x).clamp(min=1e-300))
-    return times if float((y - times * x).norm()) <= PROPORTIONAL * y.norm() else None
+    return (
+        times if float((y - times * x).norm()) <= PROPORTIONAL_TOL * y.norm() else None
+    )

@@ -38,12 +38,12 @@ from upref.step.rows import Row
 from upref.step.weights import read_weights
 from upref.user_code.guard import state_restored
 
-FIRST = ("dapo", "grpo", "dr_grpo", "ppo_clip", "gspo", "cispo", "reinforce")
-ROWS = ("dapo", "gspo")  # objectives beside whose bounds the rows are
+TRIED_FIRST = ("dapo", "grpo", "dr_grpo", "ppo_clip", "gspo", "cispo", "reinforce")
+OBJECTIVES_OF_ROWS = ("dapo", "gspo")  # objectives beside whose bounds the rows are
 TOLERANCE = 1e-3  # of a weight, relative to the largest
 NORMS_EQUAL = 1e-4  # relative; a clip adds 1e-6 to the norm by which it divides
-CONFIRMED = 6  # matches that check_step is asked about
-DUAL = (3.0, 10.0)  # bounds of the ratio where A < 0
+MOST_CONFIRMED = 6  # matches that check_step is asked about
+USUAL_DUAL_BOUNDS = (3.0, 10.0)  # bounds of the ratio where A < 0
 
 
 @dataclass(frozen=True)
@@ -237,10 +237,10 @@ def identify_step(
                 step, model, reference, goal, without, seed, row_options
             )
 
-        draws = [draw(objective, seed) for objective in ROWS]
+        draws = [draw(objective, seed) for objective in OBJECTIVES_OF_ROWS]
         if _clip_bound(draws) is not None:
             # without ratios the two have the same rows
-            draws.append(draw(ROWS[0], seed + 1))
+            draws.append(draw(OBJECTIVES_OF_ROWS[0], seed + 1))
     residual = max(draw.residual for draw in draws)
     if residual > MAX_RESIDUAL:
         why = (
@@ -252,7 +252,7 @@ def identify_step(
     clip = _clip_bound(draws)
     candidates = list(_candidates(draws, temperature, "ratio" in without, clip))
     confirmed = []
-    for match in candidates[:CONFIRMED]:
+    for match in candidates[:MOST_CONFIRMED]:
         without_ratio = [*{*without, *(["ratio"] if match.on_policy else [])}]
         report = check_step(
             step,
@@ -341,7 +341,10 @@ def _candidates(
             draw to draw, and no more than 1.
     """
     first, *others = draws
-    order = sorted(names(), key=lambda n: FIRST.index(n) if n in FIRST else len(FIRST))
+    order = sorted(
+        names(),
+        key=lambda n: TRIED_FIRST.index(n) if n in TRIED_FIRST else len(TRIED_FIRST),
+    )
     for on_policy, name in product([True] if all_on_policy else [False, True], order):
         with suppress(InputError, RuntimeError, ArithmeticError):
             for hp in _hyperparameters_to_try(
@@ -374,7 +377,7 @@ def _hyperparameters_to_try(
     values: list[Sequence[float]] = [(defaults[k], *USUAL_BOUNDS) for k in keys]
     if "c" in defaults:
         keys.append("c")
-        values.append((defaults["c"], *DUAL))
+        values.append((defaults["c"], *USUAL_DUAL_BOUNDS))
     for values_of_keys in product(*values):
         hp = dict(zip(keys, values_of_keys, strict=True))
         changed = {k: v for k, v in hp.items() if v != defaults[k] and v is not None}

@@ -22,9 +22,10 @@ from upref.step.goal import Goal
 from upref.step.rows import Padded
 
 # multiples of a number that are tried, outwards
-BELOW = (1 / 2, 1 / 10)
-ABOVE = (2.0, 10.0, 100.0)
-NEARER = (3 / 4,)  # in place of BELOW, where a number cannot have half of its value
+FACTORS_BELOW = (1 / 2, 1 / 10)
+FACTORS_ABOVE = (2.0, 10.0, 100.0)
+# in place of FACTORS_BELOW, where a number cannot have half of its value
+NEARER_FACTORS = (3 / 4,)
 # values that are tried for a number that is 0; a count takes the second pair alone
 FOR_ZERO = [0.1, 0.2], [1.0, 2.0]
 
@@ -174,7 +175,7 @@ def _other_values(value: float) -> list[tuple[list[float], list[float]]]:
         """The value multiplied by each factor."""
         return [value * k for k in factors]
 
-    return [(times(BELOW), times(NEARER)), (times(ABOVE), [])]
+    return [(times(FACTORS_BELOW), times(NEARER_FACTORS)), (times(FACTORS_ABOVE), [])]
 
 
 def _possible_goals(

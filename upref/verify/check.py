@@ -13,8 +13,8 @@ from upref.registry import Objective, get
 from upref.user_code import FIRST, SHAPES, Loss, infer_shapes, read
 from upref.verify import oracles
 from upref.verify.measure import (
-    EXACT,
-    HABIT,
+    EXACT_TOL,
+    HABIT_TOL,
     LossCase,
     ignores_sampler,
     make_case,
@@ -144,7 +144,7 @@ def _report_of(
     findings, outcomes = _run_every_oracle(case, skip)
     tolerances = {
         "weight, relative": case.tol,
-        "silent below": EXACT if case.tol == HABIT else case.tol,
+        "silent below": EXACT_TOL if case.tol == HABIT_TOL else case.tol,
     }
     seconds = time.perf_counter() - start
     settings = "; ".join(filter(None, [loss.settings, as_shipped(loss, case)]))

@@ -13,7 +13,7 @@ from upref.registry import Objective
 from upref.rollouts import Rollouts
 
 Factor = Callable[[Rollouts], Tensor]
-SAME = 1e-5  # relative: factors that are one number
+SAME_FACTOR = 1e-5  # relative: factors that are one number
 
 
 def declared_aggregation(objective: Objective) -> str:
@@ -137,7 +137,7 @@ def names(first: str) -> list[str]:
 
 
 def common_value(x: Tensor) -> float | None:
-    """Find the number that all elements equal, to SAME.
+    """Find the number that all elements equal, to SAME_FACTOR.
 
     Args:
         x: of any shape.
@@ -148,13 +148,13 @@ def common_value(x: Tensor) -> float | None:
     if x.numel() == 0 or not x.isfinite().all():
         return None
     k = x.mean()
-    if k.abs() > 1e-9 and (x - k).abs().max() <= SAME * k.abs():
+    if k.abs() > 1e-9 and (x - k).abs().max() <= SAME_FACTOR * k.abs():
         return k.item()
     return None
 
 
 def is_one(factor: float | None) -> bool:
-    """Tell whether a factor is 1, to SAME.
+    """Tell whether a factor is 1, to SAME_FACTOR.
 
     Args:
         factor: a number, or None where there is none.
@@ -162,4 +162,4 @@ def is_one(factor: float | None) -> bool:
     Returns:
         False for None.
     """
-    return factor is not None and abs(factor - 1) < SAME
+    return factor is not None and abs(factor - 1) < SAME_FACTOR

@@ -27,9 +27,9 @@ from upref.verify.probe import BlackBox, Point, measure, termed
 # where a hyperparameter is looked for; c <= 1 is no dual clip
 SEARCH_RANGE = {"c": (1 + 1e-9, 1e4)}
 DEFAULT_RANGE = (1e-9, 1e4)
-STEPS = 52  # halvings of the logarithm of the range: to 1e-14
+HALVINGS = 52  # halvings of the logarithm of the range: to 1e-14
 # a share of points that disagree, after every hyperparameter was solved for once
-HOPELESS = 0.2
+HOPELESS_MISS = 0.2
 GAUSS_NEWTON = 20  # steps
 # Closed forms are elementwise, in their hyperparameters too, but for those with
 # `c or inf`, and those that take the mask: these raise one of the three.
@@ -350,7 +350,7 @@ class HyperparameterSearch:
                         miss = score
                     if self.explains(hp, miss):
                         return hp, miss
-            if miss == before or miss[0] > HOPELESS:
+            if miss == before or miss[0] > HOPELESS_MISS:
                 break
         return hp, miss
 
@@ -470,7 +470,7 @@ class HyperparameterSearch:
         target_weights = np.array([weight for _, weight in targets])
         los = np.full(len(targets), lo)
         his = np.full(len(targets), hi)
-        for _ in range(STEPS):
+        for _ in range(HALVINGS):
             middle = np.sqrt(los * his)
             is_below = (
                 np.sign(

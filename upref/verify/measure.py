@@ -50,12 +50,12 @@ from upref.weights.black_box import (
 from upref.weights.stress import stress_batch
 
 # float64; 1e-6 in a denominator; float32, beside the rounding of its inputs
-EXACT = 1e-9
-HABIT = 2e-6
-SINGLE = 2e-5
+EXACT_TOL = 1e-9
+HABIT_TOL = 2e-6
+FLOAT32_TOL = 2e-5
 # times the log-ratio of the batch's sampler: beyond usual caps and vetoes
 FAR_SAMPLER = 6
-ROUND = 2e-7  # of a log-probability in float32, relative
+FLOAT32_ROUNDING = 2e-7  # of a log-probability in float32, relative
 # of the on-policy batch: more tokens than a least divisor, and longer responses
 MORE_ROWS = (1, 3, 5, 6) * 8
 
@@ -150,7 +150,7 @@ class LossCase:
     # what the gradient is multiplied by on policy, beside the aggregation
     scale: float = 1.0
     fits: bool = True  # some aggregation explains the on-policy gradient
-    tol: float = HABIT
+    tol: float = HABIT_TOL
     edges: tuple[float, ...] = BOUND_EDGES
     failed: set[str] = field(default_factory=set)  # oracles
     # of wrong weights, in words, where a known fault gives them on policy too
@@ -296,7 +296,7 @@ class LossCase:
         rounding = torch.where(
             batch.mask,
             torch.maximum(batch.logp.abs(), batch.logp_old.abs()).clamp(min=1)
-            * ROUND
+            * FLOAT32_ROUNDING
             * rounding_allowance,
             0,
         )
@@ -309,9 +309,9 @@ class LossCase:
             index_in_group = is_same_group.tril(-1).sum(1, keepdim=True)
             # signs that alternate from response to response, and from pair to pair
             shifts += [rounding * (1 - 2 * (index_in_group // n % 2)) for n in (1, 2)]
-            effect_of_shares = (ROUND * is_same_group.sum(1, keepdim=True)).expand_as(
-                rounding
-            )
+            effect_of_shares = (
+                FLOAT32_ROUNDING * is_same_group.sum(1, keepdim=True)
+            ).expand_as(rounding)
 
         def change_of_weights(batch: Rollouts) -> Tensor:
             """Return how far the weights of a shifted batch are from the expected ones,
@@ -368,7 +368,7 @@ class LossCase:
     @property
     def single(self) -> bool:
         """Whether the loss is compared as one that computes in float32."""
-        return self.tol >= SINGLE
+        return self.tol >= FLOAT32_TOL
 
     # ---- batches ---------------------------------------------------------------------
     def grid(self, **options: Any) -> Rollouts:
@@ -479,7 +479,7 @@ class LossCase:
 
     def in_float32(self) -> None:
         """Compare the loss as one that computes in float32 from here on."""
-        self.tol = SINGLE
+        self.tol = FLOAT32_TOL
         self.edges = SINGLE_EDGES
 
     def rounded(self, batch: Rollouts) -> Tensor:

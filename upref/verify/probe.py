@@ -20,7 +20,7 @@ from upref.aggregation import AGGREGATIONS
 from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.user_code import Loss, no_objective
-from upref.verify.factors import SAME, common_value, is_one, names
+from upref.verify.factors import SAME_FACTOR, common_value, is_one, names
 from upref.verify.faults.losses import term_slope, terms
 from upref.verify.measure import (
     LossCase,
@@ -33,8 +33,8 @@ from upref.weights import black_box
 from upref.weights.batches import on_policy_batch
 from upref.weights.black_box import (
     AT_ONCE,
-    LIKELY,
     MANY_LOG_R,
+    MOST_LIKELY,
     SIGNS,
     gradient_at_zero_advantage,
     in_parts,
@@ -45,7 +45,7 @@ from upref.weights.black_box import (
 from upref.weights.curve import Curve
 
 FEWER_ROWS = (0, 1, 2, 3, 4)  # of the on-policy batch
-FADED = 1e-9  # a weight per advantage below which a jump to 0 is one of rounding
+FADED_WEIGHT = 1e-9  # a weight per advantage below which a jump to 0 is one of rounding
 MUS = (0.3, 0.9)  # π_old, beside that of a rare token, where the weight depends on it
 
 
@@ -309,7 +309,7 @@ def _measured_aggregation(
             for multiples in multiples_by_sign
             if multiples.any()
         ] or [1.0]
-        signs_agree = max(factors) - min(factors) <= SAME * abs(factors[0])
+        signs_agree = max(factors) - min(factors) <= SAME_FACTOR * abs(factors[0])
         unit_factor = next((factor for factor in factors if is_one(factor)), None)
         # 1 on one sign: the scale is 1, and the other sign's weights are wrong
         scale = (
@@ -320,7 +320,7 @@ def _measured_aggregation(
     if not fits:
         return "", 1.0
     *_, name, scale = min(fits)
-    return name, 1.0 if abs(scale - 1) < min(SAME, case.tol) else scale
+    return name, 1.0 if abs(scale - 1) < min(SAME_FACTOR, case.tol) else scale
 
 
 def termed(box: BlackBox) -> BlackBox | None:
@@ -385,7 +385,7 @@ def _with_curve(box: BlackBox) -> BlackBox:
     jumps: list[tuple[Point, float]] = []
     faded: set[Point] = set()
     for A, mu, unsure in lines:
-        ratios = grid if mu is None else grid[mu * grid < LIKELY]
+        ratios = grid if mu is None else grid[mu * grid < MOST_LIKELY]
         point_at = partial(_point_at, A=A, mu=mu, unsure=unsure)
         points += [point_at(r) for r in ratios]
         if not box.random:
@@ -396,7 +396,7 @@ def _with_curve(box: BlackBox) -> BlackBox:
             faded |= {
                 point_at(jump.r)
                 for jump in found
-                if max(abs(jump.below), abs(jump.above)) < FADED
+                if max(abs(jump.below), abs(jump.above)) < FADED_WEIGHT
             }
     jump_points = [p for p, _ in jumps]
 

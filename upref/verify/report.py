@@ -24,25 +24,25 @@ from upref.verify.render import describe_example, describe_pair, describe_places
 
 UNKNOWN = "no known cause fits"
 SKIPPED = "skipped on request"
-RAN = ("ok", "failure", "note")
-USUAL = ("stop-gradient", "extremes")  # notes on habits of nearly every loss
+RAN_OUTCOMES = ("ok", "failure", "note")
+USUAL_NOTES = ("stop-gradient", "extremes")  # notes on habits of nearly every loss
 # the cause of a note on a gradient that reaches old or reference log-probabilities
 HARMLESS_IF_DETACHED = (
     "harmless as long as callers pass them without requires_grad; "
     "add .detach() to be safe"
 )
 # findings of a kind that are printed; characters of a field
-SHOWN = 8
-WIDE = 400
+MOST_FINDINGS = 8
+MOST_CHARACTERS = 400
 # lines of failures on one screen, and its width
-SCREEN = 28
+LINES_OF_SCREEN = 28
 COLUMNS = 118
 BATCH_LEFT_OUT = (
     "      (-v prints the smallest batch that shows it: it takes more than a screen)"
 )
 
 
-def short(text: str, most: int = WIDE) -> str:
+def short(text: str, most: int = MOST_CHARACTERS) -> str:
     """Return the beginning of a text, and how many characters more there are.
 
     Args:
@@ -70,7 +70,7 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def first_few(lines: list[str], what: str, most: int = SHOWN) -> list[str]:
+def first_few(lines: list[str], what: str, most: int = MOST_FINDINGS) -> list[str]:
     """Return the first of the lines, and how many more there are.
 
     Args:
@@ -190,7 +190,9 @@ def not_run(oracles: dict[str, str]) -> list[str]:
     Returns:
         One item, or none.
     """
-    left_out = ", ".join(name for name, became in oracles.items() if became not in RAN)
+    left_out = ", ".join(
+        name for name, became in oracles.items() if became not in RAN_OUTCOMES
+    )
     return [left_out] if left_out else []
 
 
@@ -320,7 +322,7 @@ class Report(Result):
         if self.failures and not any(f.cause for f in self.failures):
             lines.append(f"      likely    {UNKNOWN}; the numbers are what was found")
         usual_oracles = (
-            [] if verbose else [f.oracle for f in self.notes if f.oracle in USUAL]
+            [] if verbose else [f.oracle for f in self.notes if f.oracle in USUAL_NOTES]
         )
         lines += first_few(
             [f.text(verbose) for f in self.notes if f.oracle not in usual_oracles],
@@ -333,13 +335,13 @@ class Report(Result):
         lines += describe_basis(self.read_as, self.not_checked)
         if verbose:
             ran = ", ".join(
-                name for name, became in self.oracles.items() if became in RAN
+                name for name, became in self.oracles.items() if became in RAN_OUTCOMES
             )
-            lines += describe_assumptions(self.assumptions, 2 * SHOWN)
+            lines += describe_assumptions(self.assumptions, 2 * MOST_FINDINGS)
             lines += [
                 f"not run: {name} ({became})"
                 for name, became in self.oracles.items()
-                if became not in RAN
+                if became not in RAN_OUTCOMES
             ]
             lines += [f"oracles: {ran} ({self.seconds:.1f} s)"]
         elif self.assumptions:
@@ -367,12 +369,12 @@ class Report(Result):
             verbose: more of them, several with a batch. Otherwise they fit on a screen,
                 and only the first one has its batch.
         """
-        shown_batches = SHOWN // 2 if verbose else 1
-        screen_height = math.inf if verbose else SCREEN
+        shown_batches = MOST_FINDINGS // 2 if verbose else 1
+        screen_height = math.inf if verbose else LINES_OF_SCREEN
         faults = self._faults_in_printed_order()
         paragraphs: list[str] = []
         height = 0
-        for index, (first, *same) in enumerate(faults[:SHOWN]):
+        for index, (first, *same) in enumerate(faults[:MOST_FINDINGS]):
             without_batch = replace(first, example=None)
             text = (first if index < shown_batches else without_batch).text(same=same)
             if index == 0 and first.example and _height(text) > screen_height:
@@ -435,7 +437,9 @@ def describe_basis(read_as: str, not_checked: Sequence[str]) -> list[str]:
     return lines
 
 
-def describe_assumptions(assumptions: Sequence[str], most: int = SHOWN) -> list[str]:
+def describe_assumptions(
+    assumptions: Sequence[str], most: int = MOST_FINDINGS
+) -> list[str]:
     """Say what was assumed of a function.
 
     Args:

@@ -55,7 +55,7 @@ MANY_LOG_R = np.unique(
 )
 # log r of tokens of every probability
 MIDDLE_LOG_R = np.linspace(-3, 3, 41) + 0.0123
-LIKELY = 0.99  # no token that is compared has a larger probability
+MOST_LIKELY = 0.99  # no token that is compared has a larger probability
 ALONE_STEP = 5  # of so many of the few tokens, one is measured alone too
 
 
@@ -334,6 +334,6 @@ def reads_old_probability(
         column.ravel()
         for column in np.meshgrid(advantages, mus, np.exp(MIDDLE_LOG_R), indexing="ij")
     )
-    possible = mu * r < LIKELY
+    possible = mu * r < MOST_LIKELY
     A, mu, r = A[possible], mu[possible], r[possible]
     return differ(weights(r, A, mu), weights(r, A, low_probability(r)), tol)

@@ -12,7 +12,13 @@ import torch
 from upref.errors import InputError
 from upref.user_code.logprobs import Kernel, Problem, probe, read
 from upref.verify.faults.logprobs import solved
-from upref.verify.logprobs.oracles import DOUBLE, HALF, ORACLES, SINGLE, KernelCase
+from upref.verify.logprobs.oracles import (
+    DOUBLE_TOL,
+    HALF_TOL,
+    ORACLES,
+    SINGLE_TOL,
+    KernelCase,
+)
 from upref.verify.oracle import run, validate_names
 from upref.verify.report import Finding, Report, not_run, note, restores_state
 
@@ -146,13 +152,16 @@ def choose_tolerances(
         )[0]
         for key, value in outcome.numbers.items()
     }
-    tol = {key: DOUBLE if error <= 1e-9 else SINGLE for key, error in errors.items()}
+    tol = {
+        key: DOUBLE_TOL if error <= 1e-9 else SINGLE_TOL
+        for key, error in errors.items()
+    }
     rough_outputs = [
-        key for key, error in errors.items() if SINGLE / 5 < error < HALF / 3
+        key for key, error in errors.items() if SINGLE_TOL / 5 < error < HALF_TOL / 3
     ]
     is_half_precision = (
         bool(rough_outputs)
-        and not max(errors.values()) > HALF / 2
+        and not max(errors.values()) > HALF_TOL / 2
         and not _is_smooth(kernel, problem, rough_outputs)
     )
     if not is_half_precision:
@@ -160,7 +169,7 @@ def choose_tolerances(
     errors_in_words = ", ".join(
         f"{key} off by {errors[key]:.1e}" for key in rough_outputs
     )
-    return KernelCase(kernel, dict.fromkeys(tol, HALF), ranks), [
+    return KernelCase(kernel, dict.fromkeys(tol, HALF_TOL), ranks), [
         note("values", f"half precision: {errors_in_words}", cause="rounding")
     ]
 

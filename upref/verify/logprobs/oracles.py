@@ -30,9 +30,9 @@ from upref.verify.oracle import Oracle, oracle, untouched
 from upref.verify.report import Finding, fail, note
 
 # the tolerances of functions that compute in float64, float32 and half precision
-DOUBLE = 1e-8
-SINGLE = 1e-4
-HALF = 0.06
+DOUBLE_TOL = 1e-8
+SINGLE_TOL = 1e-4
+HALF_TOL = 0.06
 # errors of dW in bfloat16, in errors of rounding the exact dW once: a larger one is a
 # note, and then a failure
 ONE_ROUNDING = 2.0
@@ -40,7 +40,7 @@ MANY = 5.0
 VALUES = {"log-prob", "entropy"}  # the numbers that are no gradients
 # how far a factor that all numbers share may be from 1: a temperature that is rounded
 # to bfloat16 is off by up to 0.002
-FACTOR = 3e-3
+FACTOR_TOL = 3e-3
 # of which numbers: one of dW is a sum, which rounding may shrink
 SCALED = {"log-prob", "gradient of hidden", "gradient of logits"}
 
@@ -515,11 +515,11 @@ def bfloat16(case: KernelCase) -> Iterator[Finding]:
     differences = gaps(outcome, right)
     size = right.numbers["log-prob"].abs().max().item()
     of_values = max(differences["log-prob"], differences.get("entropy", 0.0))
-    if of_values / size <= HALF:
+    if of_values / size <= HALF_TOL:
         yield from rounded("bfloat16", differences, 1e-4, "for bfloat16 inputs")
     else:
         words = "hidden states and weight in bfloat16"
-        yield from case.compare("bfloat16", words, problem, outcome, least=HALF)
+        yield from case.compare("bfloat16", words, problem, outcome, least=HALF_TOL)
     yield from _shared_factor(outcome, right)
     if "gradient of weight" in differences:
         exact = right.numbers["gradient of weight"]
@@ -554,7 +554,7 @@ def _shared_factor(done: KernelOutcome, want: KernelOutcome) -> Iterator[Finding
         factor = (found * right).sum() / size
         rest = found - factor * right
         standard_error = (rest * right).square().sum().sqrt() / size
-        if (factor - 1).abs() <= FACTOR + 4 * standard_error:
+        if (factor - 1).abs() <= FACTOR_TOL + 4 * standard_error:
             continue
         regime = f"8,191 tokens in bfloat16: the factor that every {name} has in common"
         yield fail(
@@ -614,7 +614,7 @@ ORACLES: tuple[Oracle, ...] = (
     compared(
         "tiles",
         problems.tiles,
-        lambda case: 0.0 if case.largest_tolerance == DOUBLE else 20 * SINGLE,
+        lambda case: 0.0 if case.largest_tolerance == DOUBLE_TOL else 20 * SINGLE_TOL,
         lambda k: [problems.random_problem(k, 4099, 4, 2, 10)],
     ),
     compared(
@@ -629,13 +629,13 @@ ORACLES: tuple[Oracle, ...] = (
     compared(
         "offset",
         problems.offset,
-        lambda case: 0.05 if case.largest_tolerance > DOUBLE else 1e-6,
+        lambda case: 0.05 if case.largest_tolerance > DOUBLE_TOL else 1e-6,
         lambda k: problems.offset(k).values(),
         not_run=lambda case: (
             wrong(case)
             or (
                 "it computes in half precision"
-                if case.largest_tolerance >= HALF
+                if case.largest_tolerance >= HALF_TOL
                 else ""
             )
         ),

@@ -25,8 +25,8 @@ from upref.verify.finding import number_pair
 from upref.verify.group import on_loopback
 from upref.verify.report import Finding, fail, note
 
-SECONDS = 60  # that a process may take
-SINGLE = 1e-4  # tolerance: the numbers may be computed in float32
+MOST_SECONDS = 60  # that a process may take
+SINGLE_TOL = 1e-4  # tolerance: the numbers may be computed in float32
 
 
 def shard(problem: Problem, rank: int, ranks: int) -> Problem:
@@ -57,7 +57,7 @@ def _run_rank(
     torch.set_num_threads(1)
     os.environ.update(on_loopback())
     try:
-        timeout = datetime.timedelta(seconds=SECONDS)
+        timeout = datetime.timedelta(seconds=MOST_SECONDS)
         dist.init_process_group(
             "gloo",
             init_method=f"file://{store}",
@@ -99,10 +99,11 @@ def outcomes(kernel: Kernel, problem: Problem, ranks: int) -> list[dict[str, Ten
         for child in children:
             child.start()
         no_answer = Gone(
-            f"{kernel.name} on {ranks} ranks: a rank ends without an answer, or takes longer than {SECONDS} s."
+            f"{kernel.name} on {ranks} ranks: a rank ends without an answer, or takes longer than {MOST_SECONDS} s."
         )
         answers = [
-            pipe.recv() if pipe.poll(2 * SECONDS) else no_answer for pipe, _ in pipes
+            pipe.recv() if pipe.poll(2 * MOST_SECONDS) else no_answer
+            for pipe, _ in pipes
         ]
         for child in children:
             child.join(5)
@@ -142,7 +143,7 @@ def compared(
 
     def worst(numbers: dict[str, Any], expected: dict[str, Tensor]) -> tuple[Any, ...]:
         """Return the largest error of these numbers of a rank, as `off` gives it."""
-        return off(problem, KernelOutcome(numbers), KernelOutcome(expected), SINGLE)
+        return off(problem, KernelOutcome(numbers), KernelOutcome(expected), SINGLE_TOL)
 
     for rank, found in enumerate(all_outcomes):
         expected = solved(problem).numbers

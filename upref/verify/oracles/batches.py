@@ -224,15 +224,18 @@ def _finding_of_scale(
         )
 
     def found_and_due(batch: Rollouts) -> tuple[Tensor, Tensor]:
-        """Return the gradients found for all TIMES, and those of a backward pass that
-        leaves the factor out.
+        """Return the gradients found for all CONFIRMING_FACTORS, and those of a backward
+        pass that leaves the factor out.
         """
         gradients = [
-            loss.ask("gradient_by_input", batch, "logp", times) for times in TIMES
+            loss.ask("gradient_by_input", batch, "logp", times)
+            for times in CONFIRMING_FACTORS
         ]
         if any(one_gradient is None for one_gradient in gradients):
             raise InputError("no gradient")
-        return -torch.cat(gradients), torch.cat([case.gradient(batch)] * len(TIMES))
+        return -torch.cat(gradients), torch.cat(
+            [case.gradient(batch)] * len(CONFIRMING_FACTORS)
+        )
 
     small = shrink(batch, lambda c: bool(errors_of(c).max() > 0))
     due_gradient = factor * case.gradient(small)
@@ -263,7 +266,7 @@ SCALES = {
     65536.0: ("65,536", "by a gradient scaler"),
 }
 # the factors of the loss at which the cause, a missing grad_output, is confirmed
-TIMES = (0.5, 2.0, 100.0, -1.0)
+CONFIRMING_FACTORS = (0.5, 2.0, 100.0, -1.0)
 
 
 @oracle("one-response", 45)
@@ -361,7 +364,7 @@ def _single_batches(case: LossCase) -> Iterator[tuple[str, Rollouts]]:
     if case.objective.batch_coupled:
         return
     id_kinds = groups(case)[1] if "group" in case.loss.reads else ()
-    for axis, count in SOME.items():
+    for axis, count in RESPONSES_OF_AXIS.items():
         all_responses = case.stress_batch(axis, id_kinds)
         for position in range(0, 7 * count, 7):
             # every seventh response, from the beginning again after the last one
@@ -381,10 +384,11 @@ def _single_batches(case: LossCase) -> Iterator[tuple[str, Rollouts]]:
 
 
 # responses of the batches of AXES, each alone
-SOME = {"every two": 20, "64 x 64, clipped": 8}
+RESPONSES_OF_AXIS = {"every two": 20, "64 x 64, clipped": 8}
 ONE_RESPONSE = (
-    f"batches of one token; {sum(SOME.values())} responses of the batches below, each as a batch of its own: they "
-    "have every level of every axis, and most of their tokens are clipped or have A = 0; float64 and float32 in turn"
+    f"batches of one token; {sum(RESPONSES_OF_AXIS.values())} responses of the batches below, "
+    "each as a batch of its own: they have every level of every axis, and most of their tokens "
+    "are clipped or have A = 0; float64 and float32 in turn"
 )
 
 
@@ -453,7 +457,7 @@ def data_parallel(case: LossCase) -> list[Finding]:
     """
     batch = _near_on_policy_batch(case)
     _, gradient = case.kept_value_and_gradient(batch)
-    for ranks in RANKS:
+    for ranks in RANK_COUNTS:
         averaged = _averaged_gradient(case, batch, ranks)
         distances = gradient_distance(averaged, gradient, batch.mask, tolerance(case))
         if distances.max() > 0:
@@ -499,7 +503,7 @@ def data_parallel(case: LossCase) -> list[Finding]:
     return []
 
 
-RANKS = (2, 4)
+RANK_COUNTS = (2, 4)
 
 
 def _rows_of_ranks(batch: Rollouts, ranks: int) -> list[Tensor]:
@@ -562,7 +566,9 @@ def _cause_of_average(case: LossCase, batch: Rollouts) -> str | Cause:
             those that the change gives.
             """
             # numbers of ranks that have equally many responses each
-            equal_ranks = [ranks for ranks in RANKS if len(batch.mask) % ranks == 0]
+            equal_ranks = [
+                ranks for ranks in RANK_COUNTS if len(batch.mask) % ranks == 0
+            ]
             if not equal_ranks:
                 raise InputError("it has no equal parts")
             pairs = [

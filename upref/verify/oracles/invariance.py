@@ -24,7 +24,7 @@ from upref.verify.faults import measured
 from upref.verify.faults.batch_reading import LARGE, clipped
 from upref.verify.faults.denominators import group_order_faults
 from upref.verify.finding import NO_CAUSE, Cause, Number, number_pair
-from upref.verify.measure import HABIT, LossCase
+from upref.verify.measure import HABIT_TOL, LossCase
 from upref.verify.oracle import oracle
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import example, gradient_pair, make_example, shrink, worst
@@ -72,7 +72,7 @@ def gradient_distance(found: Tensor, due: Tensor, mask: Tensor, tol: float) -> T
     return torch.where(is_compared & (distance > tol), distance, 0)
 
 
-def tolerance(case: LossCase, least: float = HABIT) -> float:
+def tolerance(case: LossCase, least: float = HABIT_TOL) -> float:
     """Return the relative error that is allowed. The default allows 1e-6 in a
     denominator, which has another effect in a batch with other rows or columns.
 

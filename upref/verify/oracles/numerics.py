@@ -14,7 +14,7 @@ from upref.rollouts import Rollouts
 from upref.verify.explain import cause_if_confirmed
 from upref.verify.faults.losses import clamp_faults
 from upref.verify.finding import NO_CAUSE, Cause, TokenPlace
-from upref.verify.measure import HABIT, LossCase
+from upref.verify.measure import HABIT_TOL, LossCase
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import grid_off_bounds
 from upref.verify.oracles.weights import bounds_of
@@ -392,7 +392,7 @@ def clamps(case: LossCase) -> list[Finding]:
         hits += [
             Hit(A, sign * log_r, expected[n].item(), found[n].item())
             for n, (log_r, sign) in enumerate(product(FAR, (1, -1)))
-            if errors[n] > HABIT
+            if errors[n] > HABIT_TOL
         ]
     if not hits:
         return []
@@ -506,7 +506,7 @@ def _where_it_acts(case: LossCase, A: float, side: int, log_r: float) -> float:
     for _ in range(30):
         middle = (right_at + wrong_at) / 2
         token = case.ready(single_token_responses(A, [math.exp(side * middle)]))
-        if case.weight_error(token).max() > HABIT:
+        if case.weight_error(token).max() > HABIT_TOL:
             wrong_at = middle
         else:
             right_at = middle

@@ -17,7 +17,7 @@ from upref.user_code.names import CALLED
 from upref.verify.explain import holds_on_other_batches
 from upref.verify.factors import common_value
 from upref.verify.finding import Number
-from upref.verify.measure import EXACT, LossCase
+from upref.verify.measure import EXACT_TOL, LossCase
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import gradient_distance, tolerance
 from upref.verify.report import HARMLESS_IF_DETACHED, Finding, fail, note
@@ -92,7 +92,7 @@ def _moved_gradient(
         gradient,
         leaf_gradient,
         torch.ones_like(batch.mask),
-        tolerance(case, EXACT),
+        tolerance(case, EXACT_TOL),
     )
     return gradient if distance.max() > 0 else None
 

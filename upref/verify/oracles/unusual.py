@@ -20,7 +20,7 @@ from upref.verify.faults.batch_reading import LARGE, clipped, left_out
 from upref.verify.faults.corrections import corrected
 from upref.verify.faults.losses import LossFault
 from upref.verify.finding import NO_CAUSE, Cause, Example, TokenPlace
-from upref.verify.measure import ROUND, LossCase
+from upref.verify.measure import FLOAT32_ROUNDING, LossCase
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import gradient_distance, tolerance
 from upref.verify.report import Finding, fail, note
@@ -38,7 +38,8 @@ from upref.weights.stress import AXES, GAPS, NEGATIVE, relabel_groups
 
 TOO_LONG = 0.8  # seconds: a loss that would take longer for a batch is not asked for it
 MOST_TOKENS = 100_000  # more than any batch has
-LINES = 100_000  # of Python, for a loss that goes through all ids up to the largest
+# of Python, for a loss that goes through all ids up to the largest
+MOST_LINES = 100_000
 
 
 @oracle(
@@ -160,7 +161,9 @@ def _rounding_selects_other_tokens(case: LossCase, batch: Rollouts) -> bool:
     size = torch.maximum(batch.logp.abs(), batch.logp_old.abs()).clamp(min=1)
     rng = np.random.default_rng(0)
     for _ in range(3):
-        noise = torch.from_numpy(rng.uniform(-1, 1, size.shape)) * size * ROUND
+        noise = (
+            torch.from_numpy(rng.uniform(-1, 1, size.shape)) * size * FLOAT32_ROUNDING
+        )
         logp = (batch.logp + noise).clamp(max=0)
         change = (case.expected(batch.but(logp=logp)) - expected).abs()
         if bool((change > 1e-3 * batch.adv.abs()).any()):
@@ -334,7 +337,7 @@ class Relabeled:
 
     def __init__(self, case: LossCase, batch: Rollouts) -> None:
         # a loss that loops over all ids up to the largest is stopped
-        self.case = replace(case, loss=replace(case.loss, lines=LINES))
+        self.case = replace(case, loss=replace(case.loss, lines=MOST_LINES))
         self.tol = tolerance(case, 1e-7)
         self.gradient = case.gradient(batch)
 

@@ -26,7 +26,7 @@ from upref.verify.explain import (
 from upref.verify.factors import aggregation_id, declared_aggregation
 from upref.verify.faults.losses import USUAL_MU, LossFault, fault
 from upref.verify.finding import NO_CAUSE, Cause, Number, TokenPlace, number_pair
-from upref.verify.measure import EXACT, HABIT, LossCase
+from upref.verify.measure import EXACT_TOL, HABIT_TOL, LossCase
 from upref.verify.oracle import oracle
 from upref.verify.pattern import MeasuredWeights, pattern
 from upref.verify.regions import Region, regions
@@ -58,7 +58,7 @@ from upref.weights.curve import make_curve_of_objective
 
 RANDOM_BATCHES = 60  # beside the grid
 ON_BOUND = 1e-11  # relative: a ratio so near to a bound is on it
-BELOW_LIMIT = f"below the limit of {HABIT:g}, as 1e-6 in a denominator is"
+BELOW_LIMIT = f"below the limit of {HABIT_TOL:g}, as 1e-6 in a denominator is"
 ONLY_IN_FLOAT32 = (
     "weights are right up to what rounding its inputs to float32 makes of them"
 )
@@ -91,7 +91,7 @@ def gradient(case: LossCase) -> list[Finding]:
     if failing.any():
         return findings + _regimes(case, batch, failing, r, A, found, ties)
     largest_error = errors.masked_fill(ties, 0).max()
-    if not case.single and largest_error > EXACT:
+    if not case.single and largest_error > EXACT_TOL:
         text = f"weights differ by {largest_error:.1e} relative"
         findings.append(note("gradient", text, cause=BELOW_LIMIT))
     return findings or _random(case)
@@ -545,7 +545,7 @@ def aggregation(case: LossCase) -> list[Finding]:
     batch = case.ready(on_policy_batch())
     declared = declared_aggregation(case.objective)
     declared_words = case.objective.agg if declared != case.agg else declared
-    if case.agg == declared and HABIT < abs(case.scale - 1) < 1e-5:
+    if case.agg == declared and HABIT_TOL < abs(case.scale - 1) < 1e-5:
         return [
             note(
                 "aggregation", f"a factor of 1 {case.scale - 1:+.1e}", cause=BELOW_LIMIT
@@ -608,7 +608,7 @@ def _cause_of_factors(case: LossCase, batch: Rollouts) -> Cause:
     return Cause(case.agg, (aggregation_id(case.agg),))
 
 
-VALUES = 10  # random batches on which the value is compared
+VALUE_BATCHES = 10  # random batches on which the value is compared
 
 
 @oracle(
@@ -618,7 +618,7 @@ def value(case: LossCase) -> list[Finding]:
     """Compare the value of the loss. A difference without effect on the gradient is a
     note.
     """
-    for n, batch in enumerate(_random_batches(case)[:VALUES]):
+    for n, batch in enumerate(_random_batches(case)[:VALUE_BATCHES]):
         found_value, _ = case.kept_value_and_gradient(batch)
         found = found_value.item()
         expected = case.objective.loss(batch, **case.hp).item()
