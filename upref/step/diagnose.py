@@ -1065,18 +1065,9 @@ def _explain_reading(
         missing = batch.mask.shape[1] - values.shape[-1]
         return torch.nn.functional.pad(values, (0, missing))
 
-    responses = []
-    prompts = []
-    behind = []
-    for row, weights in zip(forward.rows, reading.weights, strict=True):
-        # weights begin with that of the row's second token
-        start = len(row.prompt) - 1
-        stop = len(row.ids) - 1
-        prompts.append(weights[:start])
-        responses.append(widen(weights[start:stop]))
-        behind.append(weights[stop:])
+    prompts, responses, behind = _split_weights(forward.rows, reading.weights)
     expected = widen(terms.slope)
-    found = torch.stack(responses)
+    found = torch.stack([widen(weights) for weights in responses])
     # what the norm was before its clip is not known, so a constant factor is not either
     times = 1.0 if terms.goal.clip is None else constant_between(found, expected)
     noise = max(WEIGHT_TOLERANCE, 30 * reading.residual, 20 * bound)
@@ -1122,6 +1113,25 @@ def _explain_reading(
     elif cause:
         causes.append(OTHER_WEIGHTS)
     return [join_causes(*causes) or Cause(UNKNOWN), *findings_of_weights]
+
+
+def _split_weights(
+    rows: Sequence[Row], weights: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Return the weights of each row's prompt, of its response, and of what was fed
+    behind it.
+    """
+    prompts = []
+    responses = []
+    behind = []
+    for row, row_weights in zip(rows, weights, strict=True):
+        # weights begin with that of the row's second token
+        start = len(row.prompt) - 1
+        stop = len(row.ids) - 1
+        prompts.append(row_weights[:start])
+        responses.append(row_weights[start:stop])
+        behind.append(row_weights[stop:])
+    return prompts, responses, behind
 
 
 def _join_weights(
