@@ -248,7 +248,9 @@ def draft(audit: Audit) -> str:
     return "\n".join([*lines, *_tables_of_deviations(audit)])
 
 
-def _tables_of_defaults(defaults: dict[str, dict[str, Any]]) -> list[str]:
+def _tables_of_defaults(
+    defaults: dict[str, dict[str, bool | int | float | str]],
+) -> list[str]:
     """Return the lines of the tables [defaults.MODE]. What all modes share stands in
     [defaults.every].
     """
