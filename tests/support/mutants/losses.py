@@ -188,7 +188,10 @@ def with_habit(row: dict[str, Any], s: Subject, seed: int, few: int) -> dict[str
     from its objective.
     """
     if wrong(row) == "missed":
-        row["overflow"] = differs_by_overflow_alone(compiled(s.text), s, seed, few)
+        try:
+            row["overflow"] = differs_by_overflow_alone(compiled(s.text), s, seed, few)
+        except Exception:  # whatever a mutant raises tells it from its objective too
+            row["overflow"] = False
     return row
 
 
