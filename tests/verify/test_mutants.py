@@ -11,7 +11,15 @@ import pytest
 import torch
 
 import upref
-from tests.support.mutants import estimators, figure, judge, naming, run, search
+from tests.support.mutants import (
+    batches,
+    estimators,
+    figure,
+    judge,
+    naming,
+    run,
+    search,
+)
 from tests.support.mutants.losses import (
     Subject,
     differs_by_overflow_alone,
@@ -84,6 +92,17 @@ def test_the_short_verdict_is_the_reports():
                 judge.verdict(loss, c).accepted
                 == judge.whole(loss, c, [], s.names).accepted
             )
+
+
+def test_a_cause_that_is_printed_is_put_into_the_objective():
+    """Else the share of true causes on the page is one of no causes at all."""
+    c = configs(upref.get("dapo"))[0]
+    text = write(c, "ratio").replace("torch.exp(lp - old)", "torch.exp(old - lp)")
+    drawn = batches.small(c, False, 5, 8)[:8]
+    some = [b for b in drawn if b.of["mask"].any(1).all()]
+    judged_whole = judge.whole(compiled(text), c, some, arguments(c, "ratio"))
+    assert judged_whole.cause == "the ratio is inverted: exp(old - new)"
+    assert judged_whole.true == "yes"
 
 
 def test_the_search_sees_what_is_rare():

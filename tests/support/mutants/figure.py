@@ -65,6 +65,9 @@ def habit(row: dict[str, Any]) -> bool:
 
 
 def misjudged(row: dict[str, Any]) -> str:
+    """missed, or alarm; "" where it is right, or a rewriting that changed the meaning."""
+    if row.get("operator") == "rewriting" and row["truth"] == "differs":
+        return ""
     return ("" if row["quick"] else "alarm") if habit(row) else wrong(row)
 
 

@@ -39,8 +39,7 @@ class Verdict:
     said: str
     seconds: float = 0.0  # of CPU
     cause: str = ""
-    # of a cause that is a record: yes, no; "" where there is none, or it is a fixed
-    # sentence
+    # of a cause that is a change of the objective: yes, no; "" where it is none
     true: str = ""
 
 
@@ -78,7 +77,7 @@ def verdict(loss: Callable, c: Config) -> Verdict:
 class Watch:
     """What explain answered inside."""
 
-    slips: list = field(default_factory=list)
+    faults: list = field(default_factory=list)
 
 
 def whole(
@@ -93,9 +92,9 @@ def whole(
             if inner := getattr(module, "explain", None):
 
                 def seen(case, *a, inner=inner):
-                    slip = inner(case, *a)
-                    watch.slips.append((slip, case))
-                    return slip
+                    fault = inner(case, *a)
+                    watch.faults.append((fault, case))
+                    return fault
 
                 stack.enter_context(mock.patch.object(module, "explain", seen))
         start = time.process_time()
@@ -107,15 +106,15 @@ def whole(
     first = next(iter(report.failures), None)
     cause = next((f.cause for f in report.failures if f.cause), "")
     true = ""
-    for slip, case in watch.slips:
-        if slip is not None and hasattr(slip, "weights"):
-            cause, true = slip.words, _holds(slip, case, c, held_against)
+    for fault, case in watch.faults:
+        if fault is not None:
+            cause, true = fault.words, _holds(fault, case, c, held_against)
     said = f"{first.oracle}: {first.regime}" if first else ""
     return Verdict(bool(report), said[:300], seconds, cause, true)
 
 
-def _holds(slip, case, c: Config, held_against: list[Batch]) -> str:
-    """Whether the reference with this slip in it has the loss's gradient, where a bound
+def _holds(fault, case, c: Config, held_against: list[Batch]) -> str:
+    """Whether the reference with this fault in it has the loss's gradient, where a bound
     does not decide.
     """
     for b in held_against:
@@ -126,7 +125,7 @@ def _holds(slip, case, c: Config, held_against: list[Batch]) -> str:
             logp=x["log_prob"], logp_old=x["old_log_prob"], adv=x["advantages"], mask=x["mask"], group=x["group"],
             logp_ref=x["ref_log_prob"], entropy=x["entropy"]))  # fmt: skip
         f = case.factors(rollouts)
-        near = lambda s, r=rollouts: slip.weights(
+        near = lambda s, r=rollouts: fault.change.weights(
             c.o, case.hp, replace(r, logp_old=r.logp_old + s)
         )
         try:

@@ -187,7 +187,8 @@ def with_habit(row: dict[str, Any], s: Subject, seed: int, few: int) -> dict[str
     """Return the row; of a loss that was missed, with whether overflow alone tells it
     from its objective.
     """
-    if wrong(row) == "missed":
+    # the search stops at the first batch that differs: there it is NaN, or the answer is no
+    if wrong(row) == "missed" and row["apart"] == math.inf:
         try:
             row["overflow"] = differs_by_overflow_alone(compiled(s.text), s, seed, few)
         except Exception:  # whatever a mutant raises tells it from its objective too
