@@ -101,6 +101,14 @@ def page(plan: run.Plan, rows: list[dict[str, Any]], name: str = "figure.md") ->
         f"| {k} | {n([r for r in differ if r['operator'] == k], False)} of {c} |"
         for k, c in sorted(kinds.items())
     ]
+    ran = {r["objective"] for r in old if r["truth"] not in ("stillborn", "unsearched")}
+    named = {r["objective"] for r in old if "objective" in r}
+    silent = ", ".join(sorted(named - ran))
+    unwritten = (
+        f" No mutant of {silent} ran: no style writes a weight that depends on a group."
+        if silent
+        else ""
+    )
     by = collections.Counter(r["library"] for r in rows if "library" in r)
     judges = ", ".join(f"{k} ({v:,} verdicts)" for k, v in by.most_common())
     tokens = max((r.get("tokens", 0) for r in equal), default=0)
@@ -139,7 +147,7 @@ def page(plan: run.Plan, rows: list[dict[str, Any]], name: str = "figure.md") ->
         "",
         f"Not judged: {len(of(old, 'stillborn'))} mutants that run on no batch, {len(of(rows, 'unclear'))} between the two",
         f"tolerances (2e-6 and 2e-5), {len(of(old, 'unsearched'))} that {run.FIRST} small batches do not tell apart and that were",
-        f"not drawn for the whole search. {searched}",
+        f"not drawn for the whole search. {searched}{unwritten}",
         f"{len(of(new, 'differs')) + len(of(new, 'stillborn'))} rewritings were dropped because they do not keep the meaning.",
         f"Of those accepted or not, {sum('compiled' in r['what'] for r in same)} run under torch.compile: {sum('inductor' in r['what'] for r in same)} by inductor, which takes half a minute of CPU for one, the others by aot_eager.",
         "The other words that are printed, as that every weight is twice what it should be, say what the numbers are, of the batch shown.",
