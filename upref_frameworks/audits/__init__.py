@@ -267,15 +267,7 @@ def audit(
     )
     compared = [c for c in asked if c.mode not in gone]
     defaults = {m: f.defaults(m) for m in sorted({c.mode for c in compared} & {*modes})}
-    rows = []
-    poisoned = set()
-    for c in compared:
-        case = make_case(c, f.split_reasons, f.one_adv, single=f.tol > TOL)
-        measured = f.measure(c, defaults.get(c.mode, {}), case.batch)
-        rows += compare(f.name, case, measured.in_one, measured.split, f.tol)
-        if measured.nan_in_padding:
-            words = [v for v in c.config.values() if isinstance(v, str)]
-            poisoned.add(c.mode + (f" ({', '.join(words)})" if words else ""))
+    rows, nan_in_padding = _compare_losses(f, compared, defaults)
     if comparisons is None:
         rows += parts.rows(name, f.parts())
     known = {c.mode for c in f.comparisons} | f.out_of_scope.keys()
@@ -297,7 +289,7 @@ def audit(
         framework=name,
         version=version,
         rows=rows,
-        nan_in_padding=sorted(poisoned),
+        nan_in_padding=nan_in_padding,
         unaudited=sorted(m for m in modes if m not in known),
         out_of_scope=f.out_of_scope,
         against_ledger=against_ledger,
@@ -306,6 +298,34 @@ def audit(
         defaults=plain_defaults,
         date=datetime.date.today().isoformat(),
     )
+
+
+def _compare_losses(
+    framework: Framework,
+    comparisons: list[Comparison],
+    defaults: dict[str, dict[str, Any]],
+) -> tuple[list[ComparisonRow], list[str]]:
+    """Return the rows of these comparisons, and the losses that are NaN when a masked
+    slot holds NaN.
+    """
+    rows = []
+    nan_in_padding = set()
+    for comparison in comparisons:
+        mode = comparison.mode
+        case = make_case(
+            comparison,
+            framework.split_reasons,
+            one_adv=framework.one_adv,
+            single=framework.tol > TOL,
+        )
+        measured = framework.measure(comparison, defaults.get(mode, {}), case.batch)
+        rows += compare(
+            framework.name, case, measured.in_one, measured.split, framework.tol
+        )
+        if measured.nan_in_padding:
+            words = [v for v in comparison.config.values() if isinstance(v, str)]
+            nan_in_padding.add(f"{mode} ({', '.join(words)})" if words else mode)
+    return rows, sorted(nan_in_padding)
 
 
 def _are_comparisons(x: object) -> bool:

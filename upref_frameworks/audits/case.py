@@ -226,36 +226,37 @@ def grid(
     """
     promised = explanation.promised
     faulty = explanation.faulty
-    pairs = [(promised.objective, promised.hp), (faulty.objective, faulty.hp)]
-    # a framework sums a response's ratio in another order: on a bound, rounding would
-    # decide
-    edges = tuple(e for e in BOUND_EDGES if e or promised.objective.level == "token")
+    objectives = [promised.objective, faulty.objective]
+    if one_adv:
+        objectives = [_with_one_adv(objective) for objective in objectives]
+    edges: tuple[float, ...] = BOUND_EDGES
     if single:
         edges = SINGLE_EDGES
-    if one_adv:
-        pairs = [
-            (
-                objective
-                if objective.level in REDUCE
-                else replace(objective, agg="seq-mean"),
-                hp,
-            )
-            for objective, hp in pairs
-        ]
-    b = _concatenate(
-        *(
-            batch(objective, edges=edges, seed=i, **hp)
-            for i, (objective, hp) in enumerate(pairs)
-        ),
-        clamped_batch(),
-    )
+    elif promised.objective.level != "token":
+        # a framework sums a response's ratio in another order: on a bound, rounding
+        # would decide
+        edges = tuple(edge for edge in BOUND_EDGES if edge)
+    of_promised = batch(objectives[0], edges=edges, seed=0, **promised.hp)
+    of_faulty = batch(objectives[1], edges=edges, seed=1, **faulty.hp)
+    rows = _concatenate(of_promised, of_faulty, clamped_batch())
     # masked slots hold what could pass for tokens, as a tool's answer in a multi-turn
     # response does
-    junk = {"logp": -1.0, "logp_old": -2.0, "adv": 0.5}
-    b = replace(
-        b, **{k: getattr(b, k).masked_fill(~b.mask, v) for k, v in junk.items()}
+    rows = replace(
+        rows,
+        logp=rows.logp.masked_fill(~rows.mask, -1.0),
+        logp_old=rows.logp_old.masked_fill(~rows.mask, -2.0),
+        adv=rows.adv.masked_fill(~rows.mask, 0.5),
     )
-    return replace(b, logp_ref=reference_logp(b))
+    return replace(rows, logp_ref=reference_logp(rows))
+
+
+def _with_one_adv(objective: Objective) -> Objective:
+    """Return an objective whose batch has one advantage per response: this one, or it
+    with another aggregation.
+    """
+    if objective.level in REDUCE:
+        return objective
+    return replace(objective, agg="seq-mean")
 
 
 def _concatenate(*batches: Rollouts) -> Rollouts:

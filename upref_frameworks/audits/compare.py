@@ -296,10 +296,11 @@ def _row(
     micro: int,
     tol: float,
 ) -> ComparisonRow:
-    """Return the difference of these weights without any fault, what repairing each
-    fault alone changes, and the difference that remains with all of them.
+    """Return the row of the weights that were found.
 
-    The explanation is not used where there is no difference.
+    It has their difference from the promise, what repairing each fault alone changes,
+    and the difference that remains with all faults. Where there is no difference, no
+    fault is used.
     """
     comparison = case.comparison
     promised = _gradient(case.without_faults.promised, case.batch) / case.unit

@@ -150,26 +150,26 @@ class Framework:
             """Return x with masked slots set to the padding, if one is given."""
             return x if padding is None else torch.where(batch.mask, x, padding)
 
+        if self.one_adv:
+            advantages = per_response(batch.adv, batch.mask)
+        else:
+            advantages = padded(batch.adv.expand_as(batch.mask))
+        logp_ref = batch.logp_old if batch.logp_ref is None else batch.logp_ref
+        if batch.entropy is None:
+            entropy = torch.ones_like(batch.logp_old)
+        else:
+            entropy = batch.entropy
         group = getattr(batch, "group", None)
+        one_group = torch.zeros(len(batch.mask), dtype=torch.int64)
         totals = batch.totals or Totals.of(batch.mask, group)
         given = {
             "log_prob": padded(batch.logp),
             "old_log_prob": padded(batch.logp_old),
-            "advantages": per_response(batch.adv, batch.mask)
-            if self.one_adv
-            else padded(batch.adv.expand_as(batch.mask)),
+            "advantages": advantages,
             "mask": batch.mask,
-            "ref_log_prob": padded(
-                batch.logp_old if batch.logp_ref is None else batch.logp_ref
-            ),
-            "entropy": padded(
-                torch.ones_like(batch.logp_old)
-                if batch.entropy is None
-                else batch.entropy
-            ),
-            "group": torch.zeros(len(batch.mask), dtype=torch.int64)
-            if group is None
-            else group,
+            "ref_log_prob": padded(logp_ref),
+            "entropy": padded(entropy),
+            "group": one_group if group is None else group,
             "totals": totals,
             "num_micro_batches": max(
                 1, round(float(totals.sequences) / len(batch.mask))
