@@ -29,7 +29,7 @@ is the sum of two bfloat16 parts there, exact to 2^-17.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -123,6 +123,26 @@ def token_log_probs(
     Works under `torch.func.vmap` over hidden and tokens. `torch.compile` runs it
     eagerly, between two graphs.
     """
+    _check_tensors(hidden, weight, tokens, bias)
+    check_temperature(temperature)
+    _check_positive("logit_scale", logit_scale)
+    if softcap is not None:
+        _check_positive("softcap", softcap)
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise InputError(
+            f"chunk must be a whole number of logits > 0, got {repr(chunk)[:60]}."
+        )
+    return _LogProbs.apply(
+        hidden, weight, bias, tokens, _Head(temperature, logit_scale, softcap, chunk)
+    )[:2]
+
+
+def _check_tensors(
+    hidden: Tensor, weight: Tensor, tokens: Tensor, bias: Tensor | None
+) -> None:
+    """Raise InputError where the states, the weight or the bias have a wrong dtype or
+    shape, or tensors are on several devices.
+    """
     if not is_materialized(hidden) or hidden.dtype not in DTYPES or hidden.ndim < 2:
         raise InputError(
             f"hidden must be a floating-point tensor [B, T, H] of 16 bits or more, got {describe(hidden)}."
@@ -150,26 +170,15 @@ def token_log_probs(
     inputs = (hidden, weight, tokens, bias)
     if len({x.device for x in inputs if isinstance(x, Tensor)}) > 1:
         raise InputError("hidden, weight, tokens and bias must be on one device.")
-    check_temperature(temperature)
-    for name, number in (
-        ("logit_scale", logit_scale),
-        ("softcap", 1.0 if softcap is None else softcap),
-    ):
-        if (
-            isinstance(number, bool)
-            or not isinstance(number, int | float)
-            or not 0 < number < 1e300
-        ):
-            raise InputError(
-                f"{name} must be a finite number > 0, got {repr(number)[:60]}."
-            )
-    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+
+
+def _check_positive(name: str, number: float) -> None:
+    """Raise InputError where a setting is no finite number above 0."""
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if not is_number or not 0 < number < 1e300:
         raise InputError(
-            f"chunk must be a whole number of logits > 0, got {repr(chunk)[:60]}."
+            f"{name} must be a finite number > 0, got {repr(number)[:60]}."
         )
-    return _LogProbs.apply(
-        hidden, weight, bias, tokens, _Head(temperature, logit_scale, softcap, chunk)
-    )[:2]
 
 
 @dataclass(frozen=True)
@@ -266,6 +275,80 @@ def _needs_second_gradient(inputs: tuple[Tensor | None, ...]) -> bool:
     return len(levels) > 1
 
 
+class _SumsOfTiles(NamedTuple):
+    """What the tiles of the vocabulary add up to, for each of N tokens."""
+
+    m: Tensor  # the largest logit, [N]
+    s: Tensor  # the sum of exp(x - m), [N]
+    t: Tensor  # the sum of exp(x - m)(x - m), [N]
+    largest: Tensor  # the MOST_EXACT largest logits, [N, k]
+    largest_ids: Tensor  # their tokens, [N, k]
+
+
+def _sum_tiles(
+    tiles: Iterator[tuple[slice, Tensor, Tensor]], least: Tensor
+) -> _SumsOfTiles:
+    """Add up the tiles of the vocabulary. It writes to their logits.
+
+    Args:
+        tiles: of `_Head.tiles`.
+        least: the least number of the dtype, [N]: the largest logit of no tile.
+    """
+    m = least
+    s = torch.zeros_like(m)
+    t = torch.zeros_like(m)
+    largest = m.new_zeros(len(m), 0)
+    largest_ids = m.new_zeros(len(m), 0, dtype=torch.long)
+    for columns, _, x in tiles:
+        best = x.topk(min(MOST_EXACT, x.shape[1]), 1)
+        largest = torch.cat([largest, best.values], 1)
+        largest_ids = torch.cat([largest_ids, best.indices + columns.start], 1)
+        largest, places = largest.topk(min(MOST_EXACT, largest.shape[1]), 1)
+        largest_ids = largest_ids.gather(1, places)
+        new_m = torch.maximum(m, largest[:, 0])
+        log_rescale = (m - new_m).clamp(min=LOG_OF_ZERO)  # of earlier terms
+        rescale = log_rescale.exp()
+        shifted = x.sub_(new_m[:, None]).clamp_(min=LOG_OF_ZERO)
+        exp_shifted = shifted.exp()
+        t = rescale * (t + s * log_rescale)  # of the s before this tile
+        s = rescale * s + exp_shifted.sum(1)
+        t = t + shifted.mul_(exp_shifted).sum(1)
+        m = new_m
+    return _SumsOfTiles(m, s, t, largest, largest_ids)
+
+
+class _TokensWithGradient(NamedTuple):
+    """The n tokens that have an upstream gradient, and numbers of each, [n, 1]."""
+
+    ids: Tensor  # [n]
+    log_z: Tensor
+    H: Tensor
+    g: Tensor  # upstream gradient of log π
+    g_H: Tensor | None  # upstream gradient of the entropy; None for 0
+
+    def gradient_of_tile(self, head: "_Head", columns: slice, x: Tensor) -> Tensor:
+        """Return the gradient by the products h' W^T of a tile, [n, columns]. It writes
+        to x.
+
+        Args:
+            head: the settings of the output layer.
+            columns: of the tile.
+            x: its logits, [n, columns].
+        """
+        slope = None
+        if head.softcap:
+            slope = (1 - (x / head.outer) ** 2).mul_(head.outer)
+        log_p = x.sub_(self.log_z).clamp_(min=LOG_OF_ZERO)
+        p = log_p.exp()
+        if self.g_H is None:
+            dx = p.mul_(-self.g)
+        else:
+            dx = p.mul_(log_p.add_(self.H).mul_(-self.g_H).sub_(self.g))
+        is_inside, column = _in_tile(self.ids, columns, x)
+        dx.scatter_add_(1, column, torch.where(is_inside[:, None], self.g, 0))
+        return dx if slope is None else dx.mul_(slope)
+
+
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(hidden: Any, weight: Any, bias: Any, tokens: Any, head: Any) -> Any:
@@ -283,28 +366,11 @@ class _LogProbs(torch.autograd.Function):
                 torch.promote_types(hidden.dtype, weight.dtype), torch.float32
             )
             h = head.states(hidden, weight, wide_dtype)
-            # over the tiles so far, for each token: m is the largest logit, s the sum of
-            # exp(x - m), t the sum of exp(x - m)(x - m)
-            m = h.new_full((len(h),), torch.finfo(wide_dtype).min, dtype=wide_dtype)
-            s = torch.zeros_like(m)
-            t = torch.zeros_like(m)
-            largest = m.new_zeros(len(h), 0)  # logits
-            largest_ids = tokens.new_zeros(len(h), 0)
-            for columns, _, x in head.tiles(h, weight, bias):
-                best = x.topk(min(MOST_EXACT, x.shape[1]), 1)
-                largest = torch.cat([largest, best.values], 1)
-                largest_ids = torch.cat([largest_ids, best.indices + columns.start], 1)
-                largest, places = largest.topk(min(MOST_EXACT, largest.shape[1]), 1)
-                largest_ids = largest_ids.gather(1, places)
-                new_m = torch.maximum(m, largest[:, 0])
-                log_rescale = (m - new_m).clamp(min=LOG_OF_ZERO)  # of earlier terms
-                rescale = log_rescale.exp()
-                shifted = x.sub_(new_m[:, None]).clamp_(min=LOG_OF_ZERO)
-                exp_shifted = shifted.exp()
-                t = rescale * (t + s * log_rescale)  # of the s before this tile
-                s = rescale * s + exp_shifted.sum(1)
-                t = t + shifted.mul_(exp_shifted).sum(1)
-                m = new_m
+            least = torch.finfo(wide_dtype).min
+            no_tile = h.new_full((len(h),), least, dtype=wide_dtype)
+            m, s, t, largest, largest_ids = _sum_tiles(
+                head.tiles(h, weight, bias), no_tile
+            )
             # The backward computes the tiles' logits again and has no exact ones, so it
             # gets the log Z and H that belong to them.
             log_z_of_tiles = m + s.log()
@@ -365,36 +431,27 @@ class _LogProbs(torch.autograd.Function):
         needs_dh, needs_dW, needs_db, *_ = needs_gradient
         with torch.autocast(hidden.device.type, enabled=False):
             g = torch.zeros_like(H) if g is None else g
-            rows = (
-                (g != 0 if g_H is None else (g != 0) | (g_H != 0))
-                .flatten()
-                .nonzero()[:, 0]
-            )
+            has_gradient = g != 0 if g_H is None else (g != 0) | (g_H != 0)
+            rows = has_gradient.flatten().nonzero()[:, 0]
             wide_dtype = H.dtype
             h = head.states(hidden.flatten(0, -2)[rows], weight, wide_dtype)
-            tokens = tokens.flatten()[rows].long()
-            H, log_z, g, g_H = (
-                None if tensor is None else tensor.flatten()[rows, None]
-                for tensor in (H, log_z, g, g_H)
+
+            def of_rows(tensor: Tensor) -> Tensor:
+                """Return the numbers of these tokens, [n, 1]."""
+                return tensor.flatten()[rows, None]
+
+            trained = _TokensWithGradient(
+                ids=tokens.flatten()[rows].long(),
+                log_z=of_rows(log_z),
+                H=of_rows(H),
+                g=of_rows(g),
+                g_H=None if g_H is None else of_rows(g_H),
             )
             dh = torch.zeros_like(h, dtype=wide_dtype) if needs_dh else None
             dW = torch.empty_like(weight) if needs_dW else None
             db = torch.empty_like(bias) if needs_db else None
             for columns, W, x in head.tiles(h, weight, bias):
-                if head.softcap:
-                    slope = (1 - (x / head.outer) ** 2).mul_(head.outer)
-                else:
-                    slope = None
-                log_p = x.sub_(log_z).clamp_(min=LOG_OF_ZERO)
-                p = log_p.exp()
-                if g_H is None:
-                    dx = p.mul_(-g)
-                else:
-                    dx = p.mul_(log_p.add_(H).mul_(-g_H).sub_(g))
-                inside, column = _in_tile(tokens, columns, x)
-                dx.scatter_add_(1, column, torch.where(inside[:, None], g, 0))
-                if slope is not None:
-                    dx.mul_(slope)
+                dx = trained.gradient_of_tile(head, columns, x)
                 first, *rest = _parts_for_product(dx, h)
                 if dh is not None:
                     for part in (first, *rest):
