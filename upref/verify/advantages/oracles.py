@@ -323,60 +323,91 @@ def missing_reward(case: AdvantageCase) -> Iterator[Finding]:
     batch = case.batch(EVEN_GROUPS)
     function = case.function
     complete = function(batch)
-    other_rows = range(1, len(batch.R))  # the reward of row 0 is missing
-    other_prompts = [i for i in other_rows if batch.group[i] != batch.group[0]]
-    peers = batch.rows_of(batch.group[0])[1:]
-    # the rows whose baseline the missing reward enters
-    if case.name in ("whiten", "group_mean_whiten"):
-        coupled = list(other_rows)
-    else:
-        coupled = peers
     for missing in (math.nan, None) if function.kind == "list" else (math.nan,):
         try:
             A = function.outcome([missing, *batch.R[1:]], batch.group).A
         except InputError:
             continue
-        response_left_out = nearly_equal(
-            A[1:], case.expected(batch.take(other_rows)), MISSING_TOL
-        )
-        prompt_left_out = all(not A[i] or math.isnan(A[i]) for i in peers)
-        prompt_left_out = prompt_left_out and nearly_equal(
-            [A[i] for i in other_prompts],
-            case.expected(batch.take(other_prompts)),
-            MISSING_TOL,
-        )
-        if response_left_out or prompt_left_out or case.wrong:
+        if case.wrong or _is_left_out(case, batch, A):
             continue
-        changed = [
-            i
-            for i in other_rows
-            if not nearly_equal([A[i]], [complete[i]], function.tol)
-        ]
-        if set(changed) - set(coupled):
-            if all(math.isnan(A[i]) for i in changed):
-                text = f"one reward is {missing}: all prompts' advantages become NaN"
-                yield note("missing-reward", text)
-                return
-            what = "other prompts' advantages change"
-        elif all(math.isnan(A[i]) for i in coupled) or case.name in UNCOUPLED:
-            continue
-        else:
-            with_zero = function.outcome([0, *batch.R[1:]], batch.group).A
-            counts_as_zero = nearly_equal(
-                [A[i] for i in coupled], [with_zero[i] for i in coupled], function.tol
+        words = f"one reward is {missing}"
+        finding = _finding_of_missing_reward(case, batch, complete, A, words)
+        if finding is not None:
+            yield finding
+            return
+
+
+def _is_left_out(case: AdvantageCase, batch: RewardBatch, A: list[float]) -> bool:
+    """Tell whether the advantages are those of the batch without its first response, or
+    without the prompt of it.
+
+    Args:
+        case: the function and its estimator.
+        batch: the batch with all rewards.
+        A: the advantages found where the first reward is missing.
+    """
+    others = range(1, len(batch.R))
+    other_prompts = [i for i in others if batch.group[i] != batch.group[0]]
+    peers = batch.rows_of(batch.group[0])[1:]
+    if nearly_equal(A[1:], case.expected(batch.take(others)), MISSING_TOL):
+        return True
+    return all(not A[i] or math.isnan(A[i]) for i in peers) and nearly_equal(
+        [A[i] for i in other_prompts],
+        case.expected(batch.take(other_prompts)),
+        MISSING_TOL,
+    )
+
+
+def _finding_of_missing_reward(
+    case: AdvantageCase,
+    batch: RewardBatch,
+    complete: list[float],
+    A: list[float],
+    words: str,
+) -> Finding | None:
+    """Return what a missing reward does to the advantages of other responses; None where
+    it does nothing, or makes those NaN whose baseline it enters.
+
+    Args:
+        case: the function and its estimator.
+        batch: the batch with all rewards.
+        complete: the advantages of that batch.
+        A: the advantages found where the first reward is missing.
+        words: which reward is missing.
+    """
+    function = case.function
+    others = range(1, len(batch.R))
+    # the rows whose baseline the missing reward enters
+    if case.name in ("whiten", "group_mean_whiten"):
+        coupled = list(others)
+    else:
+        coupled = batch.rows_of(batch.group[0])[1:]
+    changed = [
+        i for i in others if not nearly_equal([A[i]], [complete[i]], function.tol)
+    ]
+    if set(changed) - set(coupled):
+        if all(math.isnan(A[i]) for i in changed):
+            return note(
+                "missing-reward", f"{words}: all prompts' advantages become NaN"
             )
-            if counts_as_zero:
-                what = "it counts as 0, also in its peers' baselines"
-            else:
-                what = "its peers' advantages change"
-        yield fail(
-            "missing-reward",
-            f"one reward is {missing}",
-            "an error, NaN, or the row left out",
-            what,
-            cause="drop or refuse responses without a reward before the baseline",
+        what = "other prompts' advantages change"
+    elif all(math.isnan(A[i]) for i in coupled) or case.name in UNCOUPLED:
+        return None
+    else:
+        with_zero = function.outcome([0, *batch.R[1:]], batch.group).A
+        counts_as_zero = nearly_equal(
+            [A[i] for i in coupled], [with_zero[i] for i in coupled], function.tol
         )
-        return
+        what = "its peers' advantages change"
+        if counts_as_zero:
+            what = "it counts as 0, also in its peers' baselines"
+    return fail(
+        "missing-reward",
+        words,
+        "an error, NaN, or the row left out",
+        what,
+        cause="drop or refuse responses without a reward before the baseline",
+    )
 
 
 @oracle("permutation", not_run=no_ids)
