@@ -176,20 +176,32 @@ def run(
             raise
         return could_not_run(str(error))
     seconds = time.process_time() - start
+    status, reason = _status_and_reason(case, report, scale)
+    return Outcome(case, status, reason, settings, report, seconds)
+
+
+def _status_and_reason(
+    case: Case, report: StepReport, scale: float
+) -> tuple[Status, str]:
+    """Return whether a case that ran passed, and why it did not, in words.
+
+    Args:
+        case: the case.
+        report: the comparison of its gradient.
+        scale: the factor of the loss that the adapter states.
+    """
     half_precision_words = _half_precision_words(report)
     if case.dtype == "float32" and half_precision_words:
-        return Outcome(
-            case, Status.FAILED, half_precision_words, settings, report, seconds
-        )
+        return Status.FAILED, half_precision_words
     if report:
-        return Outcome(case, Status.PASSED, "", settings, report, seconds)
+        return Status.PASSED, ""
     reason = report.failures[0].cause
     if case.updates == 1 and is_scaled(report.failures[0]):
         reason += (
             f"; if your documentation says so, multiply scale(case), which is {scale:g}, "
             "by this factor"
         )
-    return Outcome(case, Status.FAILED, reason, settings, report, seconds)
+    return Status.FAILED, reason
 
 
 HALF_PRECISIONS = ("bfloat16", "float16")  # subjects of check_step's note
