@@ -160,25 +160,9 @@ def compare(
     w_is = (
         torch.ones_like(lp) if is_weights is None else clean(is_weights, torch.float64)
     )
-    if objective.agg == "seq-mean":  # one term a response: their mean
-        w_is = mean_t(w_is, mask)[:, None].expand_as(lp)
-    n = mask.sum(1, keepdim=True).clamp(min=1)
-    rows = torch.as_tensor(
-        row_weights(objective.agg, mask, totals), dtype=torch.float64
-    )
-    rows = (rows[:, None] if rows.ndim else rows) * w_is
-
-    log_r = (lp - old).abs()
-    if objective.level in REDUCE:
-        log_r = REDUCE[objective.level](lp - old, mask).abs()[:, None].expand_as(lp)
-    delta = u * (log_r + 8)
-    if objective.level in REDUCE or objective.level == "custom":
-        delta = (
-            delta
-            + u
-            * (n.double().log2().ceil() + 16)
-            * mean_t(lp.abs() + old.abs(), mask)[:, None]
-        )
+    rows = _row_factors(objective.agg, mask, totals, w_is)
+    log_r = _size_of_log_ratio(objective, lp, old, mask)
+    delta = _rounding_of_log_prob(objective, lp, old, mask, u)
 
     def reference(
         x: Tensor, dtype: torch.dtype = torch.float64
@@ -255,6 +239,48 @@ def compare(
         worst,
         float(either.sum() / mask.sum().clamp(min=1)),
     )
+
+
+def _row_factors(agg: str, mask: Tensor, totals: Totals, w_is: Tensor) -> Tensor:
+    """Return the factor of each term, [B, T]: the aggregation's of its response, times
+    its own.
+    """
+    if agg == "seq-mean":  # one term a response: their mean
+        w_is = mean_t(w_is, mask)[:, None].expand_as(mask)
+    rows = torch.as_tensor(row_weights(agg, mask, totals), dtype=torch.float64)
+    return (rows[:, None] if rows.ndim else rows) * w_is
+
+
+def _size_of_log_ratio(
+    objective: Objective, lp: Tensor, old: Tensor, mask: Tensor
+) -> Tensor:
+    """Return |log r| of each token, [B, T]; that of its response where the objective
+    acts on responses.
+    """
+    if objective.level in REDUCE:
+        log_r = REDUCE[objective.level](lp - old, mask)
+        return log_r.abs()[:, None].expand_as(lp)
+    return (lp - old).abs()
+
+
+def _rounding_of_log_prob(
+    objective: Objective, lp: Tensor, old: Tensor, mask: Tensor, u: float
+) -> Tensor:
+    """Return by how much log π must move to have the effect of all rounding of the
+    ratio, [B, T].
+
+    Args:
+        objective: whose level decides what is rounded.
+        lp, old: log-probabilities, [B, T].
+        mask: the tokens that train.
+        u: the unit roundoff of the dtype that trains.
+    """
+    delta = u * (_size_of_log_ratio(objective, lp, old, mask) + 8)
+    if objective.level not in REDUCE and objective.level != "custom":
+        return delta
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)
+    additions = lengths.double().log2().ceil() + 16
+    return delta + u * additions * mean_t(lp.abs() + old.abs(), mask)[:, None]
 
 
 def ratio(part: Tensor, whole: Tensor) -> float:
