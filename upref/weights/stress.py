@@ -448,26 +448,12 @@ def _draw_numbers(
         numbers |= {"log_rho": log_rho, "is_sampled_surely": is_sampled_surely}
     numbers["ref"] = draw(stress.ref)
     entropy = rng.uniform(0, stress.entropy, size=(B, T))
-    # below the 80 % quantile of a response, at which objectives tell tokens apart
     if stress.zero_entropy:
-        rank = np.where(mask, entropy, np.inf).argsort(1).argsort(1)
-        entropy = np.where(
-            (rank < lengths[:, None] // 2) & (lengths[:, None] >= 4), 0, entropy
-        )
-    kind_count = len(ids) + 1
-    # every group has several rows
-    number_in_kind = (np.cumsum(id_kind[:, None] == np.arange(kind_count), 0) - 1)[
-        np.arange(B), id_kind
-    ]
-    plain_ids = group = torch.as_tensor(
-        id_kind + kind_count * (number_in_kind % 3)
-        if ids
-        else rng.permutation(B) % max(1, B // 4)
-    )
-    for position, id_name in enumerate(ids):
-        group = torch.where(
-            plain_ids % kind_count == position + 1, NAMED[id_name](plain_ids), group
-        )
+        entropy = _with_zero_entropies(entropy, mask, lengths)
+    if ids:
+        group = _ids_of_kinds(id_kind, ids)
+    else:
+        group = torch.as_tensor(rng.permutation(B) % max(1, B // 4))
     by_token = _shares_of_tokens(mask) if stress.by_token else np.ones((B, T))
     batch = Rollouts.unchecked(
         adv=torch.tensor(stress.exact(A[:, None] * by_token)),
@@ -476,6 +462,35 @@ def _draw_numbers(
         entropy=torch.as_tensor(np.where(mask, stress.exact(entropy), 1.0)),
     )
     return RandomNumbers(batch, **numbers)
+
+
+def _with_zero_entropies(
+    entropy: np.ndarray, mask: np.ndarray, lengths: np.ndarray
+) -> np.ndarray:
+    """Return the entropies, 0 for the lower half of each response of at least four
+    tokens: below its 80 % quantile, at which objectives tell tokens apart.
+    """
+    rank = np.where(mask, entropy, np.inf).argsort(1).argsort(1)
+    is_zero = (rank < lengths[:, None] // 2) & (lengths[:, None] >= 4)
+    return np.where(is_zero, 0, entropy)
+
+
+def _ids_of_kinds(id_kind: np.ndarray, ids: tuple[str, ...]) -> Tensor:
+    """Return group ids, [B], of which every one is of several responses.
+
+    Args:
+        id_kind: of each response: 0 for a plain id, k for the k-th of `ids`.
+        ids: kinds of ids, names of NAMED.
+    """
+    kind_count = len(ids) + 1
+    is_of_kind = id_kind[:, None] == np.arange(kind_count)
+    number_in_kind = (np.cumsum(is_of_kind, 0) - 1)[np.arange(len(id_kind)), id_kind]
+    plain_ids = torch.as_tensor(id_kind + kind_count * (number_in_kind % 3))
+    group = plain_ids
+    for position, id_name in enumerate(ids):
+        is_of_this_kind = plain_ids % kind_count == position + 1
+        group = torch.where(is_of_this_kind, NAMED[id_name](plain_ids), group)
+    return group
 
 
 def _shares_of_tokens(mask: np.ndarray) -> np.ndarray:
