@@ -285,27 +285,18 @@ def weights(
     ):
         raise InputError(f"mu is a probability in (0, 1], got {repr(mu)[:60]}.")
     chosen = make_curves(objectives, hp)
-    colors = [PALETTE[i % len(PALETTE)] for i in range(len(chosen))]
     reach = max(half_width(c, mu) for c in chosen)
+    unit = "s" if all(c.level == "sequence_mean" for c in chosen) else "r"
+    note = f"  (mu = {mu:g})" if any(c.reads_mu for c in chosen) else ""
+    x_words = f"ratio {unit}" if reach == WIDE else f"({unit} − 1) · 10$^4$"
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(9.6, 3.5))
         for i, A in enumerate((1.0, -1.0)):
             ax = fig.add_axes((0.075 + 0.485 * i, 0.15, 0.295, 0.73))
             lines = [line(c, A, mu, reach) for c in chosen]
-            same = [
-                [j for j, (_, v) in enumerate(lines) if np.array_equal(v, w)]
-                for _, w in lines
-            ]
-            ends = []
-            for j, (c, color, (r, w)) in enumerate(
-                zip(chosen, colors, lines, strict=True)
-            ):
-                # equal curves take turns in dashes
-                turn = same[j].index(j)
-                n = len(same[j])
-                dash = "-" if n == 1 else (6 * turn, (6, 6 * (n - 1)))
+            colors = [PALETTE[j % len(PALETTE)] for j in range(len(chosen))]
+            for (r, w), color, dash in zip(lines, colors, _dashes(lines), strict=True):
                 ax.plot(r, w, color=color, lw=1.8, ls=dash, dash_capstyle="butt")
-                ends.append((w[-1], c.name, color))
             format_ratio_axis(ax, reach)
             ax.set_ylim(*_weight_limits(A, [w for _, w in lines]))
             ax.axhline(0, color="#666666", lw=0.6, zorder=0)
@@ -316,14 +307,27 @@ def weights(
                 fontweight="bold",
                 color=INK,
             )
-            unit = "s" if all(c.level == "sequence_mean" for c in chosen) else "r"
-            note = f"  (mu = {mu:g})" if any(c.reads_mu for c in chosen) else ""
-            ax.set_xlabel(
-                (f"ratio {unit}" if reach == WIDE else f"({unit} − 1) · 10$^4$") + note
-            )
+            ax.set_xlabel(x_words + note)
+            ends = [
+                (w[-1], c.name, color)
+                for c, color, (_, w) in zip(chosen, colors, lines, strict=True)
+            ]
             _label_ends(ax, ends)
         fig.axes[0].set_ylabel("gradient weight  dJ/dlp")
     return fig
+
+
+def _dashes(lines: list[tuple[np.ndarray, np.ndarray]]) -> list[Any]:
+    """Return the style of each line for matplotlib: solid, or dashes in turn where
+    several lines have the same weights.
+    """
+    styles: list[Any] = []
+    for number, (_, w) in enumerate(lines):
+        same = [j for j, (_, v) in enumerate(lines) if np.array_equal(v, w)]
+        n = len(same)
+        turn = same.index(number)
+        styles.append("-" if n == 1 else (6 * turn, (6, 6 * (n - 1))))
+    return styles
 
 
 def _weight_limits(A: float, weights: list[np.ndarray]) -> tuple[float, float]:
