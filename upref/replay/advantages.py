@@ -62,53 +62,75 @@ def advantages(batch: RecordedBatch) -> Advantages:
     assert batch.adv is not None and batch.reward is not None
     trains = batch.mask.any(1)
     if not one_per_response(batch.adv[trains], batch.mask[trains]):
-        is_constant = (
-            (batch.adv == per_response(batch.adv, batch.mask)[:, None]) | ~batch.mask
-        ).all(1)
-        finding = note(
-            "advantages",
-            "per_token",
-            rows=int((~is_constant & trains).sum()),
-            of=int(trains.sum()),
-        )
-        return Advantages(estimator="", grouping="", error=1.0, findings=(finding,))
+        return _without_estimator(1.0, _finding_per_token(batch, batch.adv))
     A = per_response(batch.adv, batch.mask)[trains]
     informative = int((A != 0).sum())
+    if not informative:
+        return _without_estimator(0.0, note("advantages", "no_signal"))
     if informative < LEAST_RESPONSES:
-        finding_of_few = note("advantages", "no_signal")
-        if informative:
-            finding_of_few = note("advantages", "too_few", responses=informative)
-        return Advantages(
-            estimator="", grouping="", error=0.0, findings=(finding_of_few,)
-        )
-    tolerance = _tolerance(A)
+        too_few = note("advantages", "too_few", responses=informative)
+        return _without_estimator(0.0, too_few)
     for grouping, transform in product(
         _possible_groupings(batch), (_leave_unchanged, _whiten)
     ):
-        fits: list[tuple[str, float]] = []
-        for name, estimate in grouping.estimators():
-            estimated = _estimate_or_none(estimate, batch.reward, grouping.ids)
-            if estimated is not None:
-                suffix, estimated = transform(estimated, batch.mask)
-                error = float((estimated[trains] - A).abs().max() / A.abs().max())
-                if error < tolerance:
-                    fits.append((name + suffix, error))
+        fits = _fitting_estimators(batch, A, grouping, transform)
         if fits:
-            break
-    else:
-        return Advantages(
-            estimator="", grouping="", error=1.0, findings=(_no_estimator(batch),)
-        )
-    (name, error), *others = fits
-    also = tuple(other for other, _ in others[:3])
-    findings = _grouping_findings(batch, name, grouping)
-    return Advantages(
-        estimator=name,
-        grouping=grouping.name,
-        error=error,
-        also=also,
-        findings=findings,
+            (name, error), *others = fits
+            return Advantages(
+                estimator=name,
+                grouping=grouping.name,
+                error=error,
+                also=tuple(other for other, _ in others[:3]),
+                findings=_grouping_findings(batch, name, grouping),
+            )
+    return _without_estimator(1.0, _no_estimator(batch))
+
+
+def _without_estimator(error: float, finding: ReplayFinding) -> Advantages:
+    """Return the answer that no estimator is named, and why."""
+    return Advantages(estimator="", grouping="", error=error, findings=(finding,))
+
+
+def _finding_per_token(batch: RecordedBatch, adv: Tensor) -> ReplayFinding:
+    """Return the note on responses whose tokens have several advantages."""
+    trains = batch.mask.any(1)
+    is_constant = ((adv == per_response(adv, batch.mask)[:, None]) | ~batch.mask).all(1)
+    return note(
+        "advantages",
+        "per_token",
+        rows=int((~is_constant & trains).sum()),
+        of=int(trains.sum()),
     )
+
+
+def _fitting_estimators(
+    batch: RecordedBatch,
+    A: Tensor,
+    grouping: "Grouping",
+    transform: Callable[[Tensor, Tensor], tuple[str, Tensor]],
+) -> list[tuple[str, float]]:
+    """Return the estimators that reproduce the recorded advantages, by name, and their
+    errors in units of the largest advantage.
+
+    Args:
+        batch: the recorded step.
+        A: the advantages of the responses that train.
+        grouping: over which responses the estimators are taken.
+        transform: what is done to the estimates, and the words for it.
+    """
+    assert batch.reward is not None
+    trains = batch.mask.any(1)
+    tolerance = _tolerance(A)
+    fits = []
+    for name, estimate in grouping.estimators():
+        estimated = _estimate_or_none(estimate, batch.reward, grouping.ids)
+        if estimated is None:
+            continue
+        suffix, estimated = transform(estimated, batch.mask)
+        error = float((estimated[trains] - A).abs().max() / A.abs().max())
+        if error < tolerance:
+            fits.append((name + suffix, error))
+    return fits
 
 
 def _grouping_findings(
