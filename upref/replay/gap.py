@@ -18,6 +18,7 @@ cause, and a healthy sampler must never fail.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +90,10 @@ class Gap(Checked):
     cause: str
 
 
+# takes a severity, a cause and, by name, its numbers
+AddFinding = Callable[..., None]
+
+
 def gap(batch: RecordedBatch) -> Gap:
     """Compare the sampler's column with the trainer's, and name the cause of a
     difference.
@@ -119,7 +124,9 @@ def gap(batch: RecordedBatch) -> Gap:
     return _make_gap(columns, findings)
 
 
-def _find_causes(batch: RecordedBatch, columns: Columns, add_finding: Any) -> Columns:
+def _find_causes(
+    batch: RecordedBatch, columns: Columns, add_finding: AddFinding
+) -> Columns:
     """Report the causes of the gap, those that can be undone first.
 
     Args:
@@ -186,7 +193,7 @@ def _find_causes(batch: RecordedBatch, columns: Columns, add_finding: Any) -> Co
 
 
 def _report_reference_weights(
-    batch: RecordedBatch, columns: Columns, add_finding: Any
+    batch: RecordedBatch, columns: Columns, add_finding: AddFinding
 ) -> bool:
     """Add a note where the sampler has the weights of π_ref, and tell whether it has."""
     if batch.ref is None:
@@ -201,7 +208,7 @@ def _report_reference_weights(
     return True
 
 
-def _without_responses_off(columns: Columns, add_finding: Any) -> Columns:
+def _without_responses_off(columns: Columns, add_finding: AddFinding) -> Columns:
     """Add a note on responses that alone are off, and leave them out."""
     is_off = _find_responses_off(columns)
     if is_off is None:
@@ -219,7 +226,7 @@ def _without_responses_off(columns: Columns, add_finding: Any) -> Columns:
 
 
 def _without_unsampled(
-    batch: RecordedBatch, columns: Columns, add_finding: Any
+    batch: RecordedBatch, columns: Columns, add_finding: AddFinding
 ) -> Columns:
     """Report and leave out the tokens that train and that the sampler did not draw."""
     if batch.sampler_ids is not None:
@@ -264,7 +271,9 @@ def _find_responses_off(columns: Columns) -> Tensor | None:
     return is_off if is_separated and others.distance() < ROUNDING_GAP / 3 else None
 
 
-def _report_signatures(columns: Columns, first_draws: Tensor, add_finding: Any) -> None:
+def _report_signatures(
+    columns: Columns, first_draws: Tensor, add_finding: AddFinding
+) -> None:
     """Add notes on a gap that cannot be undone, but has the signature of a cause.
 
     Args:
