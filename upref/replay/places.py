@@ -4,6 +4,7 @@ exchanged responses.
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -182,60 +183,22 @@ def find_exchanged_rows(c: Columns) -> Undone | None:
     ).nonzero()[:, 0][:ROWS_COMPARED]
     if len(wrong_rows) < 2:
         return None
-    x, y, mask = _from_first_trained(c, wrong_rows)
-    smallest_distances = []
-    matches = []
-    own_distances = []
-    for number in range(len(wrong_rows)):
-        # a row of the column is as long as its own response, and 0 behind it
-        in_both = mask[number][None, :] & (y != 0)
-        distances_to_rows = ((x[number][None, :] - y).abs().clamp(max=1) * in_both).sum(
-            1
-        ) / in_both.sum(1).clamp(min=1)
-        distances_to_rows = torch.where(
-            in_both.sum(1) >= min(ROW_TOKENS, int(mask[number].sum())),
-            distances_to_rows,
-            1.0,
-        )
-        nearest_three = distances_to_rows.topk(
-            min(3, len(distances_to_rows)), largest=False
-        )
-        nearest_row = int(nearest_three.indices[0])
-        in_nearest = in_both[nearest_row]
-        if in_nearest.any():
-            own_distance = float(
-                (x[number] - y[number])[in_nearest].abs().clamp(max=1).mean()
-            )
-        else:
-            own_distance = 0.0
-        own_distances.append(
-            own_distance
-        )  # of the row's own column, on the same tokens
-        smallest_distances.append(nearest_three.values)
-        matches.append(nearest_row)
-    nearest = torch.stack([v[0] for v in smallest_distances])
-    # not the second: two responses may be equal
-    third_nearest = torch.stack([v[-1] for v in smallest_distances])
-    is_elsewhere = torch.tensor(matches) != torch.arange(len(wrong_rows))
-    distance_before = torch.tensor(own_distances)
+    nearest = _find_nearest_columns(*_from_first_trained(c, wrong_rows))
+    is_elsewhere = nearest.row != torch.arange(len(wrong_rows))
     is_exchanged = (
         is_elsewhere
-        & (distance_before > 5 * NOTICEABLE_DISTANCE)
-        & (nearest < MOST_LEFT * distance_before)
-        & ((nearest < 0.5 * third_nearest) | (len(wrong_rows) < 3))
+        & (nearest.own_distance > 5 * NOTICEABLE_DISTANCE)
+        & (nearest.distance < MOST_LEFT * nearest.own_distance)
+        & ((nearest.distance < 0.5 * nearest.third_distance) | (len(wrong_rows) < 3))
     )
     # where most responses are off otherwise, two of them are alike by chance
     if int(is_exchanged.sum()) < max(2, EXPLAINED * len(wrong_rows)):
         return None
     rows = wrong_rows[is_exchanged]
-    source = wrong_rows[torch.tensor(matches)[is_exchanged]]
+    source = wrong_rows[nearest.row[is_exchanged]]
     if len(source.unique()) < 0.8 * len(source):
         return None  # an exchange gives every row another one
-    columns = c.sampler.clone()
-    columns[rows] = _move_to_start(c, rows, source)
-    mask_now = c.mask.clone()
-    mask_now[rows] &= columns[rows] != 0
-    undone = Columns(c.trainer, columns, mask_now)
+    undone = _with_columns_of(c, rows, source)
     after = float(undone.row_distance()[rows].mean())
     # the others that are off may be exchanged too, and too short or too alike to be
     # told: nothing may be read from them
@@ -250,9 +213,64 @@ def find_exchanged_rows(c: Columns) -> Undone | None:
         "first": int(rows[0]),
         "second": int(source[0]),
     }
-    return Undone(
-        "rows", undone, float(distance_before[is_exchanged].mean()), after, numbers
+    before = float(nearest.own_distance[is_exchanged].mean())
+    return Undone("rows", undone, before, after, numbers)
+
+
+class _NearestColumns(NamedTuple):
+    """The sampler's column that is nearest to each row of the trainer's, [n]."""
+
+    row: Tensor  # the number of the row in which the column stands
+    distance: Tensor
+    # of the third nearest one, not of the second: two responses may be equal
+    third_distance: Tensor
+    own_distance: Tensor  # of the row's own column, on the same tokens
+
+
+def _find_nearest_columns(x: Tensor, y: Tensor, mask: Tensor) -> _NearestColumns:
+    """Compare each row of the trainer with each row of the sampler.
+
+    Args:
+        x, y: log-probabilities of the trainer and of the sampler, [n, T].
+        mask: the tokens that train, [n, T].
+    """
+    rows = []
+    smallest_distances = []
+    own_distances = []
+    for number in range(len(x)):
+        # a row of the column is as long as its own response, and 0 behind it
+        in_both = mask[number][None, :] & (y != 0)
+        differences = (x[number][None, :] - y).abs().clamp(max=1) * in_both
+        token_counts = in_both.sum(1)
+        is_long_enough = token_counts >= min(ROW_TOKENS, int(mask[number].sum()))
+        distances = torch.where(
+            is_long_enough, differences.sum(1) / token_counts.clamp(min=1), 1.0
+        )
+        nearest_three = distances.topk(min(3, len(distances)), largest=False)
+        nearest_row = int(nearest_three.indices[0])
+        in_nearest = in_both[nearest_row]
+        own_distance = 0.0
+        if in_nearest.any():
+            own_differences = (x[number] - y[number])[in_nearest].abs()
+            own_distance = float(own_differences.clamp(max=1).mean())
+        rows.append(nearest_row)
+        smallest_distances.append(nearest_three.values)
+        own_distances.append(own_distance)
+    return _NearestColumns(
+        torch.tensor(rows),
+        torch.stack([values[0] for values in smallest_distances]),
+        torch.stack([values[-1] for values in smallest_distances]),
+        torch.tensor(own_distances),
     )
+
+
+def _with_columns_of(c: Columns, rows: Tensor, source: Tensor) -> Columns:
+    """Return the columns with the sampler's columns of the rows `source` in `rows`."""
+    columns = c.sampler.clone()
+    columns[rows] = _move_to_start(c, rows, source)
+    mask = c.mask.clone()
+    mask[rows] &= columns[rows] != 0
+    return Columns(c.trainer, columns, mask)
 
 
 def _from_first_trained(c: Columns, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
