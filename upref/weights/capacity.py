@@ -106,7 +106,8 @@ def _toward_the_update(curve: Curve) -> Curve:
     a penalty pulls the token back, so the update carries it no further.
     """
 
-    def weight(r: Any, A: Any, mu: Any) -> Any:
+    def weight(r: Any, A: Any, mu: Any) -> np.ndarray:
+        """Return the curve's weight where it has the sign of A, else 0."""
         w = curve.weight(r, A, mu)
         return np.where(w * A > 0, w, 0)
 

@@ -30,7 +30,7 @@ from upref.weights.black_box import (
     low_probability,
     single_token_batch,
 )
-from upref.weights.jumps import GRID, Jump, find_jumps
+from upref.weights.jumps import GRID, Jump, JumpTable, find_jumps
 
 RTOL_RATIO = 1e-12  # ratios of a smaller relative distance count as one
 # the same of a loss that computes in float32, for ratios and for weights
@@ -153,7 +153,9 @@ class Curve:
         """
         return replace(self, rtol_ratio=SINGLE_RTOL_RATIO, floor=SINGLE_FLOOR)
 
-    def _find_jumps(self, A: Any, mu: Any, r: Any, ends: bool) -> Any:
+    def _find_jumps(
+        self, A: np.ndarray, mu: np.ndarray | None, r: np.ndarray, ends: bool
+    ) -> tuple[JumpTable, np.ndarray]:
         """Find the jumps of the weight between these ratios; see `find_jumps`."""
 
         def weight_of_rows(r: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -229,7 +229,7 @@ def _cap_square(
 
 
 def _place_for_label(
-    region: Any, width: Any = 0.28, height: Any = 0.09
+    region: np.ndarray, width: float = 0.28, height: float = 0.09
 ) -> tuple[float, float] | None:
     """Return the center of the largest box inside the region that has a label's
     proportions; None where a label does not fit.
