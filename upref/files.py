@@ -58,7 +58,7 @@ def _write_and_rename(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             Path(draft.name).unlink(missing_ok=True)
             for leftover in path.parent.glob(f"{glob.escape(prefix)}{'[0-9a-f]' * 16}"):
-                if not is_held(leftover):
+                if not is_locked(leftover):
                     leftover.unlink(missing_ok=True)
 
 
@@ -101,7 +101,7 @@ def locked(path: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def is_held(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Whether a process holds its lock, in a container or on a machine with the same
     file system too; where the system cannot tell, yes.
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from upref.errors import InputError
-from upref.files import is_held, locked
+from upref.files import is_locked, locked
 
 NEWEST = "newest"  # the --version that means whatever is out
 # of a package, or a commit or tag: no path and no option
@@ -251,7 +251,7 @@ def _filled_or_absent(folder: Path) -> Iterator[Path]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder.parent):
             for leftover in folder.parent.glob(".half-*"):
-                if not is_held(leftover):  # its installation was killed
+                if not is_locked(leftover):  # its installation was killed
                     shutil.rmtree(leftover, ignore_errors=True)
             unfinished = Path(tempfile.mkdtemp(prefix=".half-", dir=folder.parent))
             installing.enter_context(locked(unfinished))
