@@ -17,7 +17,7 @@ from upref.advantages import ADVANTAGES
 from upref.cli import main
 from upref.weights.batches import autograd_gradient, batch
 from upref_frameworks import audits as A, ledger
-from upref_frameworks.audits.case import Comparison, explain, unit
+from upref_frameworks.audits.case import Comparison, make_explanation, unit
 from upref_frameworks.audits.compare import _gradient, difference, typical_batch
 from upref_frameworks.audits.recipe import (
     SAME_LOSS,
@@ -412,7 +412,7 @@ def test_the_frameworks_own_loss_with_the_typed_settings(name, objective):
         lambda x: f.compute_loss(c.mode, typed | scale, x, None), b
     )
     promised = upref.get(c.objective)
-    explanation = explain(promised, c.hp, c.reasons)
+    explanation = make_explanation(promised, c.hp, c.reasons)
     each = unit(promised, b)
     expected = _gradient(explanation.faulty, typical_batch())
     assert difference(found / each, expected / each).max() < 1e-6

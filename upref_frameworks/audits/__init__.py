@@ -18,7 +18,7 @@ from upref.errors import InputError
 from upref.result import Result
 from upref_frameworks import names
 from upref_frameworks.audits import components as parts, isolated
-from upref_frameworks.audits.case import MICRO, TOL, Comparison, make_case
+from upref_frameworks.audits.case import MICRO, TOL, Comparison, make_comparison_case
 from upref_frameworks.audits.compare import ComparisonRow, Example, compare
 from upref_frameworks.audits.framework import Framework
 from upref_frameworks.audits.ledger import as_toml_value, changed_defaults, check_ledger
@@ -312,7 +312,7 @@ def _compare_losses(
     nan_in_padding = set()
     for comparison in comparisons:
         mode = comparison.mode
-        case = make_case(
+        case = make_comparison_case(
             comparison,
             framework.split_reasons,
             one_adv=framework.one_adv,

@@ -101,7 +101,7 @@ class Explanation:
 
 
 @dataclass(frozen=True)
-class Case:
+class ComparisonCase:
     """All that a comparison needs beside the numbers of the framework.
 
     Attributes:
@@ -126,12 +126,12 @@ class Case:
     unit: Tensor
 
 
-def make_case(
+def make_comparison_case(
     comparison: Comparison,
     split_reasons: Mapping[str, LossFault],
     one_adv: bool = False,
     single: bool = False,
-) -> Case:
+) -> ComparisonCase:
     """Look up what a comparison names, once, and make its batch.
 
     Args:
@@ -147,7 +147,7 @@ def make_case(
     objective = get(comparison.objective)
     label = comparison.label
     faults = comparison.reasons
-    explanation = explain(objective, comparison.hp, faults)
+    explanation = make_explanation(objective, comparison.hp, faults)
     split_explanation = None
     # what couples the tokens of a batch is another objective in each micro-batch,
     # whoever computes it
@@ -155,14 +155,16 @@ def make_case(
         by_label = split_reasons.get(label)
         by_mode = split_reasons.get(comparison.mode)
         split_reason = by_label or by_mode or NO_REASON_KNOWN
-        split_explanation = explain(objective, comparison.hp, (*faults, split_reason))
+        split_explanation = make_explanation(
+            objective, comparison.hp, (*faults, split_reason)
+        )
     needs_one_adv = one_adv or comparison.one_adv or objective.one_adv
     compared_batch = grid(explanation, one_adv=needs_one_adv, single=single)
-    return Case(
+    return ComparisonCase(
         comparison=comparison,
         label=label,
         promise=comparison.promise,
-        without_faults=explain(objective, comparison.hp, ()),
+        without_faults=make_explanation(objective, comparison.hp, ()),
         explanation=explanation,
         split_explanation=split_explanation,
         batch=compared_batch,
@@ -170,7 +172,7 @@ def make_case(
     )
 
 
-def explain(
+def make_explanation(
     objective: Objective, hp: dict[str, Any], faults: Sequence[LossFault]
 ) -> Explanation:
     """Put faults into a promised objective: all of them, and all but each one.

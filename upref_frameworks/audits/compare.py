@@ -31,7 +31,7 @@ from upref.weights.batches import (
 from upref_frameworks.audits.case import (
     MICRO,
     TOL,
-    Case,
+    ComparisonCase,
     Explanation,
     FaultyObjective,
 )
@@ -259,7 +259,7 @@ def difference(found: Tensor, expected: Tensor) -> Tensor:
 
 def compare(
     framework: str,
-    case: Case,
+    case: ComparisonCase,
     in_one: Tensor,
     split: Tensor,
     tol: float = TOL,
@@ -290,7 +290,7 @@ def compare(
 
 def _row(
     framework: str,
-    case: Case,
+    case: ComparisonCase,
     explanation: Explanation,
     found: Tensor,
     micro: int,
