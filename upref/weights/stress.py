@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,28 +20,27 @@ from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts
 from upref.weights.batches import GUARD, MU, breakpoints
 
-SIZES = (1.0, -1.0)
-LONG = (1, 15, 17, 65, 129, 256, 257, 300, 512, 520)  # tokens
+UNIT_ADVANTAGES = (1.0, -1.0)
+LONG = (1, 15, 17, 65, 129, 256, 257, 300, 512, 520)  # tokens of a response
 TILES = (256, 512)  # columns of a batch, all of which some of its responses fill
 LONGEST = (1025, 2049)  # tokens: a little more than limits of real runs
 FULL_WIDTH = 48  # columns of a batch without padding
 WIDE_SIZES = (63, 64, 65, 128)  # responses of a batch, and columns
-# tokens, parts of a response, columns before it
-HOLES = (16, 40, 100, 300)
-TURNS = (5, 12, 20)
-LATE = (33, 100)
+HOLES = (16, 40, 100, 300)  # masked tokens inside of a response
+TURNS = (5, 12, 20)  # parts of a response, with masked tokens between them
+LATE = (33, 100)  # masked columns in front of a response
 MASKS = ("plain", "a hole", "turns", "left padding", "late")
 MOSTLY = ("A = 0", "A > 0", "A < 0", "clipped")
 MOST_LOG_PRODUCT = 80.0  # |log| of a product of ratios that float32 holds
-# log π_old/μ of a token; most of it over a response
-RHO = (3.0, -3.0, 6.0, -6.0, 12.0, -12.0)
-RHO_PRODUCT = 19.0
-# log π_ref / π_θ, beside what is unusual otherwise
+RHO = (3.0, -3.0, 6.0, -6.0, 12.0, -12.0)  # log π_old/μ of a token
+RHO_PRODUCT = 19.0  # the largest |sum| of it over a response
+# log π_ref / π_θ in batches that are unusual in other ways too
 CROSSED_REF = (1.0, -1.0, 3.0, -3.0, 6.0, -6.0, 9.0, -9.0)
 # estimators whose advantages are as large as the rewards
 ANY_SIZE = ("group_mean", "reward", "leave_one_out")
 MOST_ENTROPY = 12.5  # nats: ln of 268,000 tokens
-EXCEPTIONS = 6  # responses of a batch that is mostly something which are otherwise
+# responses that are otherwise, in a batch of which most responses are of one kind
+EXCEPTIONS = 6
 
 
 @dataclass(frozen=True)
@@ -49,32 +48,35 @@ class Axis:
     """One way in which an input can be unusual; the rest of it is ordinary."""
 
     words: str
-    A: tuple[float, ...] = SIZES
+    A: tuple[float, ...] = UNIT_ADVANTAGES
     mu: tuple[float, ...] = MU
     lengths: tuple[int, ...] = (1, 4, 2, 6)
     rows: int = 48
     ref: tuple[float, ...] = (0.1, -0.2)  # log π_ref / π_θ
-    far: tuple[float, ...] = ()  # log r of a part of the tokens
-    share: float = 0.25  # how large a part
-    sure: bool = False  # another part: 1 - π_old and 1 - π_θ from 0.1 to 1e-6
-    # its numbers are the same in float32, and it is asked in that "too", or in that
-    # "alone"
-    single: str = ""
+    far: tuple[float, ...] = ()  # log r of some of the tokens
+    share: float = 0.25  # the part of the tokens that have it
+    # whether other tokens are certain: 1 - π_old and 1 - π_θ from 0.1 to 1e-6
+    has_certain: bool = False
+    # "too": a loss is measured in float32 too; "alone": in float32 alone; else in
+    # float64. For float32 all numbers are numbers of float32.
+    in_float32: str = ""
     masks: tuple[str, ...] = MASKS[:1]
-    mostly: str = ""  # what most of its responses, or of its tokens, are
-    width: int = 0  # columns, where not as many as its responses need
-    more_A: tuple[float, ...] = ()  # where the objective's advantages have any size
+    mostly: str = ""  # one of MOSTLY: what most responses, or tokens, are
+    width: int = 0  # columns; 0: as many as the responses need
+    # further A, where the objective's estimator gives advantages of any size
+    more_A: tuple[float, ...] = ()
     # log π_old/μ, where the objective corrects for its sampler
     rho: tuple[float, ...] = ()
     entropy: float = 3.0  # the largest one, in nats
-    # whether it is 0 for the lower half of a response's tokens
-    zero_entropy: bool = False
+    zero_entropy: bool = False  # whether it is 0 for half of a response's tokens
     is_on_policy: bool = False  # every ratio is 1
     by_token: bool = False  # each token has an advantage of its own, of either sign
 
-    def exact(self, x: np.ndarray) -> np.ndarray:
-        """Rounded to float32 where the axis has only such numbers."""
-        return x.astype(np.float32).astype(float) if self.single else x
+    def rounded(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the numbers, rounded to float32 where a loss is measured in it."""
+        if not self.in_float32:
+            return numbers
+        return numbers.astype(np.float32).astype(float)
 
 
 LARGE = "more than 65,504 tokens"
@@ -96,18 +98,18 @@ AXES = {
         "π_old from 0.95 to exactly 1; π_old and π_θ both from 0.9 to 1 - 1e-6",
         mu=(0.95, 0.97, 0.99, 0.999, 0.99999, 1.0),
         lengths=(1, 4, 17, 40),
-        sure=True,
+        has_certain=True,
     ),
     "lengths": Axis(
         f"responses of up to 520 tokens, of {TILES[0]} and {TILES[1]} too",
         lengths=LONG,
-        rows=WIDE_SIZES[2],
+        rows=65,
     ),
     "masks": Axis(
         f"holes of {HOLES[0]} to {HOLES[-1]} tokens, {TURNS[0]} to {TURNS[-1]} turns, left padding, responses that "
         f"begin {LATE[0]} to {LATE[-1]} columns late",
         lengths=(1, 6, 40, 300),
-        rows=WIDE_SIZES[0],
+        rows=63,
         masks=MASKS,
     ),
     "reference": Axis(
@@ -121,7 +123,7 @@ AXES["sampler"] = Axis(
     f"beside a sampler's correction: |log π_old/μ| up to {max(RHO):g} for a token, and up to {RHO_PRODUCT:g} added up "
     "over a response, in responses of 1 to 300 tokens; μ of exactly 1 for some tokens, and for all of some responses",
     lengths=(1, 4, 17, 65, 300),
-    rows=WIDE_SIZES[2],
+    rows=65,
     rho=RHO,
 )
 AXES["entropies"] = Axis(
@@ -160,13 +162,13 @@ AXES["first step"] = Axis(
     "64 responses of a first step, where π_θ, π_old and π_ref are equal; none of them has a token in the first "
     f"{LATE[0]} columns, as behind prompts",
     lengths=(1, 17, 65),
-    rows=WIDE_SIZES[1],
+    rows=64,
     ref=(0.0,),
     masks=("late",),
     width=LATE[-1] + 66,
     is_on_policy=True,
 )
-_TWO = replace(
+_EVERY_TWO = replace(
     AXES["masks"],
     A=(1.0, -1.0, 1e-6, -1e-6, 7.0, -7.0, 40.0, -40.0),
     mu=(1e-4, 0.02, 0.3, 0.9, 0.95, 0.99, 0.999, 0.99999, 1.0),
@@ -174,48 +176,48 @@ _TWO = replace(
     far=(6.0, -6.0, 15.0, -15.0),
 )
 AXES["every two"] = replace(
-    _TWO,
+    _EVERY_TWO,
     words="every two of these together, in float64 and in float32",
     lengths=(1, 17, 129, 257, 520),
-    rows=WIDE_SIZES[1],  # 8 x 5 of them have each A with each length
-    single="too",
+    rows=64,  # 8 x 5 of them have each A with each length
+    in_float32="too",
 )
 CROSSED = "every two of these, batches of {0} responses and {0} columns, and batches of which most or all is {1}".format(
     ", ".join(map(str, WIDE_SIZES)), ", ".join(MOSTLY)
 )
-# each with each B and each T, and in both dtypes
+# each kind of MOSTLY, and none, with each B and each T, and in both dtypes
 for _i, _kind in enumerate(("", *MOSTLY)):
     for _j, _B in enumerate(WIDE_SIZES):
         _T = WIDE_SIZES[(_i + _j) % len(WIDE_SIZES)]
         AXES[f"{_B} x {_T}{_kind and f', {_kind}'}"] = replace(
-            _TWO,
+            _EVERY_TWO,
             words=CROSSED,
             lengths=(1, _T // 3, _T),
             rows=_B,
             mostly=_kind,
             width=_T,
-            single="alone" if (_i + _j // 2) % 2 else "",
+            in_float32="alone" if (_i + _j // 2) % 2 else "",
         )
 _ALL = replace(
-    _TWO,
-    words=f"all at once, in {WIDE_SIZES[3]} responses of up to 640 tokens, {LARGE}, in float64 and in float32",
-    A=tuple(x for a in _ORDINARY for x in a.A),
+    _EVERY_TWO,
+    words=f"all at once, in 128 responses of up to 640 tokens, {LARGE}, in float64 and in float32",
+    A=tuple(A for axis in _ORDINARY for A in axis.A),
     mu=tuple(
-        x
-        for name, a in AXES.items()
-        for x in (MU if name in ("ratios", "advantages") else a.mu)
+        mu
+        for name, axis in AXES.items()
+        for mu in (MU if name in ("ratios", "advantages") else axis.mu)
     ),
     lengths=(640,) * 30 + LONG,
-    rows=WIDE_SIZES[3],
+    rows=128,
     ref=CROSSED_REF,
 )
-AXES["all at once"] = replace(_ALL, single="too")
+AXES["all at once"] = replace(_ALL, in_float32="too")
 for _i, _kind in enumerate(MOSTLY):
     AXES[f"all at once, {_kind}"] = replace(
         _ALL,
         words="the same where most is " + ", ".join(MOSTLY),
         mostly=_kind,
-        single="alone" if _i % 2 else "",
+        in_float32="alone" if _i % 2 else "",
     )
 GAPS = "with gaps"  # every loss must take these
 NEGATIVE = "that are negative"
@@ -242,7 +244,7 @@ def stress_batch(
     Args:
         axis: the way, a key of AXES.
         objective: whose bounds the ratios are around.
-        seed: of everything.
+        seed: of all numbers.
         ids: keys of NAMED, by which groups are renamed, each in some rows of every A
             and of every length.
         **hp: hyperparameters.
@@ -273,7 +275,7 @@ def _stress_batch(
 
     Args:
         axis: a key of AXES.
-        level: of what the ratio is, as in Objective.
+        level: of the objective: what has a ratio, a token or a response.
         bounds: the ratios at which the weight jumps, by the sign of A.
         any_size: whether the estimator gives advantages of any size.
         corrects: whether there is a correction of the sampler.
@@ -320,8 +322,8 @@ def _stress_batch(
         log_r = np.zeros_like(log_r)
     old = np.minimum(numbers.old, np.where(log_r > 0, -log_r - 1e-3, 0))
     lp = np.minimum(old + log_r, 0)
-    if stress.sure and not by_response:
-        old, lp = np.where(numbers.is_sure, numbers.certain_log_probs, (old, lp))
+    if stress.has_certain and not by_response:
+        old, lp = np.where(numbers.is_certain, numbers.certain_log_probs, (old, lp))
     has_sampler = stress.rho and corrects
     if has_sampler:
         old = np.minimum(old, numbers.log_rho - 1e-3)  # μ is a probability too
@@ -330,8 +332,8 @@ def _stress_batch(
     ref = np.minimum(lp + numbers.ref, -1e-3)
 
     def fill(values: np.ndarray, padding: float) -> Tensor:
-        """[B, T]: the values of tokens, and plausible ones in the padding."""
-        return torch.from_numpy(np.where(mask, stress.exact(values), padding))
+        """Return the values of tokens, and this number in the padding, [B, T]."""
+        return torch.from_numpy(np.where(mask, stress.rounded(values), padding))
 
     # a test checks that these are valid, so they are not checked for each objective
     return numbers.batch.but(
@@ -351,30 +353,30 @@ class RandomNumbers:
     batch: Rollouts  # without log-probabilities
     A: np.ndarray  # the advantage of each response, [B]
     lengths: np.ndarray  # the number of tokens of each response, [B]
-    # which bound of a response's side is near, from 0 to 1, [B]
+    # from 0 to 1: which of the bounds for its sign of A a response is near, [B]
     bound_share: np.ndarray
-    near_bound: np.ndarray  # log r near a bound, as a multiple of it
+    near_bound: np.ndarray  # log r near a bound, as a multiple of the bound's
     is_near: np.ndarray
     far_from_bound: np.ndarray  # log r elsewhere
-    beyond_last_bound: (
-        np.ndarray
-    )  # log r of a clipped token, as a multiple of the last bound
+    # log r of a clipped token, as a multiple of the last bound's
+    beyond_last_bound: np.ndarray
     is_clipped: np.ndarray
     far_log_ratio: np.ndarray  # a far log r
     is_far: np.ndarray
     old: np.ndarray  # log π_old
     ref: np.ndarray  # log π_ref / π_θ
-    is_sure: np.ndarray
+    is_certain: np.ndarray
     certain_log_probs: np.ndarray  # log π_old and log π_θ of certain tokens, [2, B, T]
     log_rho: np.ndarray
     is_sampled_surely: np.ndarray  # μ is 1
     # where the ratio belongs to a response: what its tokens differ by
     noise: np.ndarray
-    # where ratios may be multiplied: an order of the columns, [T], factors that keep two
-    # tokens from having one ratio, and log r of the tokens that are left out
-    order: np.ndarray
-    distinct: np.ndarray
-    tiny_log_ratio: np.ndarray
+    # Where an objective may multiply the ratios of a response:
+    order: (
+        np.ndarray
+    )  # of the columns, in which ratios are multiplied up to a limit, [T]
+    distinct: np.ndarray  # factors of log r, so that no two tokens have one ratio
+    tiny_log_ratio: np.ndarray  # log r of tokens beyond the limit
 
 
 NOT_DRAWN = np.zeros((1, 1))  # what an axis or a level does not draw
@@ -392,26 +394,31 @@ def _draw_numbers(
     stress = AXES[axis]
     by_response = level in REDUCE
     B = AXES[axis].rows
-    is_few, A, lengths, id_kind, side, mask, generator_state = _compose(
-        axis, any_size, seed, len(ids)
-    )
+    responses = _compose_responses(axis, any_size, seed, len(ids))
+    A = responses.A
+    lengths = responses.lengths
+    mask = responses.mask
     T = mask.shape[1]
     rng = np.random.default_rng()
-    rng.bit_generator.state = generator_state
+    rng.bit_generator.state = responses.generator_state
 
     def draw(among: tuple[float, ...]) -> np.ndarray:
-        """Independent draws from these numbers, each equally probable."""
+        """Draw one of these numbers for each token."""
         return np.array(among)[rng.integers(len(among), size=(B, T))]
 
+    # all fields but the batch
     numbers: dict[str, np.ndarray] = dict.fromkeys(
         (field.name for field in fields(RandomNumbers)[1:]), NOT_DRAWN
-    )  # all but the batch
+    )
     numbers |= {"A": A, "lengths": lengths, "bound_share": rng.random(B)}
     numbers["near_bound"] = rng.uniform(0.2, 1.8, (B, T))
     numbers["is_near"] = rng.random((B, T)) < 0.5
     numbers["far_from_bound"] = rng.normal(size=(B, T)) * draw((1e-4, 0.02, 0.3))
     if stress.mostly == "clipped":
-        is_clipped = ~is_few[:, None] if by_response else rng.random((B, T)) >= 0.1
+        if by_response:
+            is_clipped = ~responses.is_exception[:, None]
+        else:
+            is_clipped = rng.random((B, T)) >= 0.1
         numbers |= {
             "is_clipped": is_clipped,
             "beyond_last_bound": rng.uniform(1.1, 2, (B, T)),
@@ -421,8 +428,9 @@ def _draw_numbers(
         share = stress.share / (4 if stress.mostly == "clipped" else 1)
         is_far = rng.random((B, T)) < share
         if by_response:
-            far_log_ratio = np.abs(far_log_ratio) * np.where(side == 1, 1, -1)[:, None]
-            is_far = side[:, None] > 0
+            side = responses.side[:, None]
+            far_log_ratio = np.abs(far_log_ratio) * np.where(side == ABOVE, 1, -1)
+            is_far = side != NEAR
         guard = GUARD[level] - 1
         numbers |= {
             "is_far": is_far,
@@ -436,30 +444,32 @@ def _draw_numbers(
         numbers["noise"] = np.where(mask, rng.normal(size=(B, T)) * 0.1, 0)
     with np.errstate(divide="ignore"):
         numbers["old"] = np.log(draw(stress.mu))
-    if stress.sure and not by_response:
-        numbers["is_sure"] = rng.random((B, T)) < 0.6
+    if stress.has_certain and not by_response:
+        numbers["is_certain"] = rng.random((B, T)) < 0.6
         numbers["certain_log_probs"] = np.log1p(-(10 ** rng.uniform(-6, -1, (2, B, T))))
     if stress.rho:
         log_rho = _sampler_ratios(stress.rho, mask, rng)
-        # of the responses whose ratios are near 1
-        is_whole = (np.arange(B) % 6 == 5)[:, None]
-        log_rho = np.where(is_whole, -np.abs(log_rho), log_rho)
-        is_sampled_surely = (log_rho <= 0) & (is_whole | (rng.random((B, T)) < 0.1))
+        # half of the responses whose log ρ is near 0 have μ = 1 at all tokens
+        is_sure_throughout = (np.arange(B) % 6 == 5)[:, None]
+        log_rho = np.where(is_sure_throughout, -np.abs(log_rho), log_rho)
+        is_sampled_surely = (log_rho <= 0) & (
+            is_sure_throughout | (rng.random((B, T)) < 0.1)
+        )
         numbers |= {"log_rho": log_rho, "is_sampled_surely": is_sampled_surely}
     numbers["ref"] = draw(stress.ref)
     entropy = rng.uniform(0, stress.entropy, size=(B, T))
     if stress.zero_entropy:
         entropy = _with_zero_entropies(entropy, mask, lengths)
     if ids:
-        group = _ids_of_kinds(id_kind, ids)
+        group = _ids_of_kinds(responses.id_kind, ids)
     else:
         group = torch.as_tensor(rng.permutation(B) % max(1, B // 4))
-    by_token = _shares_of_tokens(mask) if stress.by_token else np.ones((B, T))
+    share_of_A = _shares_of_tokens(mask) if stress.by_token else np.ones((B, T))
     batch = Rollouts.unchecked(
-        adv=torch.tensor(stress.exact(A[:, None] * by_token)),
+        adv=torch.tensor(stress.rounded(A[:, None] * share_of_A)),
         mask=torch.tensor(mask),
         group=group,
-        entropy=torch.as_tensor(np.where(mask, stress.exact(entropy), 1.0)),
+        entropy=torch.as_tensor(np.where(mask, stress.rounded(entropy), 1.0)),
     )
     return RandomNumbers(batch, **numbers)
 
@@ -494,8 +504,8 @@ def _ids_of_kinds(id_kind: np.ndarray, ids: tuple[str, ...]) -> Tensor:
 
 
 def _shares_of_tokens(mask: np.ndarray) -> np.ndarray:
-    """[B, T]: factors that give the tokens of a response advantages of their own. They
-    have five sizes and, at every third token, the other sign; the padding has the
+    """Return factors that give the tokens of a response advantages of their own, [B, T].
+    They have five sizes and, at every third token, the other sign. The padding has the
     factor of the first token.
     """
     B, T = mask.shape
@@ -505,46 +515,68 @@ def _shares_of_tokens(mask: np.ndarray) -> np.ndarray:
     return np.where(mask, share, first)
 
 
-@lru_cache(512)
-def _compose(axis: str, any_size: bool, seed: int, ids: int) -> tuple[Any, ...]:
-    """Decide what does not depend on an objective.
+NEAR, ABOVE, BELOW = range(3)  # where the ratio of a response is, beside 1
 
-    Returns:
-        Of each response whether it is an exception to what most are, its A, its length,
-        the kind of its id and the side of its ratio, [B]; the mask, [B, T]; and the
-        state of the generator after these draws.
+
+class Responses(NamedTuple):
+    """What is drawn of the responses of a batch before their tokens. Arrays are [B]."""
+
+    is_exception: np.ndarray  # from what most are; True where they are of no one kind
+    A: np.ndarray
+    lengths: np.ndarray
+    id_kind: np.ndarray  # 0: its group keeps its id; else the kind that it gets, from 1
+    side: np.ndarray  # NEAR, ABOVE or BELOW
+    mask: np.ndarray  # [B, T]
+    generator_state: Any  # after these draws
+
+
+@lru_cache(512)
+def _compose_responses(
+    axis: str, any_size: bool, seed: int, id_kinds: int
+) -> Responses:
+    """Draw what does not depend on an objective.
+
+    Args:
+        axis, any_size, seed: those of `_stress_batch`.
+        id_kinds: the number of kinds of ids that groups get.
     """
     stress = AXES[axis]
     rng = np.random.default_rng(seed)
     stress = replace(stress, A=stress.A + stress.more_A) if any_size else stress
     B = stress.rows
-    is_few = (
+    is_exception = (
         np.arange(B) % max(1, B // EXCEPTIONS) == 0
         if stress.mostly
         else np.ones(B, dtype=bool)
     )
-    A, lengths, kind, id_kind, side = _assign_levels(stress, ids + 1, is_few, rng)
-    A = np.where(is_few, A, 0.0) if stress.mostly == "A = 0" else A
-    if stress.mostly in MOSTLY[1:3]:  # in every second of these batches all
-        A = (
-            (1 if ">" in stress.mostly else -1)
-            * np.abs(A)
-            * np.where(is_few & (B != 64) & (B != 128), -1, 1)
-        )
+    A, lengths, mask_kind, id_kind, side = _assign_levels(
+        stress, id_kinds + 1, is_exception, rng
+    )
+    if stress.mostly == "A = 0":
+        A = np.where(is_exception, A, 0.0)
+    if stress.mostly in ("A > 0", "A < 0"):
+        sign = 1 if stress.mostly == "A > 0" else -1
+        # in half of these batches all responses have this sign
+        has_exceptions = B not in (64, 128)
+        A = sign * np.abs(A) * np.where(is_exception & has_exceptions, -1, 1)
     T = stress.width or max(stress.lengths) + 1 + (
         max(HOLES) if len(stress.masks) > 1 else 0
     )
     mask = np.zeros((B, T), dtype=bool)
     for i in range(B):
-        mask[i, _columns_of_response(lengths[i], stress.masks[kind[i]], T, rng)] = True
-    return is_few, A, lengths, id_kind, side, mask, rng.bit_generator.state
+        columns = _columns_of_response(lengths[i], stress.masks[mask_kind[i]], T, rng)
+        mask[i, columns] = True
+    return Responses(
+        is_exception, A, lengths, id_kind, side, mask, rng.bit_generator.state
+    )
 
 
 def _sampler_ratios(
     rho: tuple[float, ...], mask: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
-    """[B, T]: log π_old/μ of each token. One response in three is far off at some
-    tokens, one is off by a little at all of them, and one is near 0.
+    """Return log ρ = log π_old/μ of each token, [B, T]. Of three responses, one has a
+    large log ρ at some tokens, one has a large sum of log ρ, spread over all tokens, and
+    one has log ρ near 0.
     """
     B, T = mask.shape
     row_kind = (np.arange(B) % 3)[:, None]
@@ -571,30 +603,35 @@ def _sampler_ratios(
 
 
 def _assign_levels(
-    stress: Axis, kinds: int, is_few: np.ndarray, rng: np.random.Generator
+    stress: Axis, id_kinds: int, is_exception: np.ndarray, rng: np.random.Generator
 ) -> Iterator[np.ndarray]:
-    """Choose the numbers of each response: A, the length, the kind of its mask, the kind
+    """Choose five numbers of each response: A, the length, the kind of its mask, the kind
     of its id, and the side of its ratio.
 
-    Where there are rows enough, every two levels of two of them meet in a row; else
-    each level is in as many rows as any other.
+    Where there are rows enough, every level of one number meets every level of another
+    in a row. Otherwise each level of a number is in as many rows as any other.
     """
-    levels = (len(stress.A), len(stress.lengths), len(stress.masks), kinds, 3)
+    levels = (len(stress.A), len(stress.lengths), len(stress.masks), id_kinds, 3)
 
     def spread_evenly(count: int, size: int) -> np.ndarray:
-        """The numbers below m in random order, as evenly as the size allows."""
+        """Return `size` numbers below `count` in random order, each as often as any
+        other, as far as the size allows.
+        """
         return rng.permutation(np.resize(rng.permutation(count), size))
 
     table = np.zeros((0, len(levels)), dtype=int)
-    if np.prod(sorted(levels)[-2:]) <= stress.rows and is_few.all():
+    if np.prod(sorted(levels)[-2:]) <= stress.rows and is_exception.all():
         table = _covering_table(stress, levels)
-    if not len(table):  # in the few that are not as most are, and in the rest
-        order = np.r_[np.flatnonzero(is_few), np.flatnonzero(~is_few)].argsort()
+    if not len(table):
+        # evenly among the exceptions, and evenly among the other responses
+        order = np.r_[
+            np.flatnonzero(is_exception), np.flatnonzero(~is_exception)
+        ].argsort()
         table = np.stack(
             [
                 np.r_[
-                    spread_evenly(count, is_few.sum()),
-                    spread_evenly(count, (~is_few).sum()),
+                    spread_evenly(count, is_exception.sum()),
+                    spread_evenly(count, (~is_exception).sum()),
                 ][order]
                 for count in levels
             ],
@@ -603,10 +640,10 @@ def _assign_levels(
     other_rows = np.stack(
         [spread_evenly(count, stress.rows - len(table)) for count in levels], 1
     )
-    A, lengths_chosen, *others = np.concatenate([table, other_rows]).T
-    return iter(
-        (np.array(stress.A)[A], np.array(stress.lengths)[lengths_chosen], *others)
-    )
+    A_level, length_level, *others = np.concatenate([table, other_rows]).T
+    A = np.array(stress.A)[A_level]
+    lengths = np.array(stress.lengths)[length_level]
+    return iter((A, lengths, *others))
 
 
 def _covering_table(stress: Axis, levels: tuple[int, ...]) -> np.ndarray:
@@ -664,7 +701,7 @@ def pairwise(levels: tuple[int, ...]) -> np.ndarray:
 def _columns_of_response(
     count: int, mask: str, T: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Which of T columns hold the n tokens of a response."""
+    """Return which of T columns hold the tokens of a response, [count]."""
     positions = np.arange(count)
     free_columns = T - count
     turns = min(count, int(rng.choice(TURNS)))

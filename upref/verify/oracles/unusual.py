@@ -114,7 +114,7 @@ def stress_findings(
     whether they are compared in float32 too, or in float32 alone.
     """
     notes: list[Finding] = []
-    if AXES[name].single != "alone":
+    if AXES[name].in_float32 != "alone":
         try:
             if (errors := _unforgiven_errors(case, batch)).max() > 10 * case.tol:
                 if case.single or not _switch_to_float32_if_that_explains(case, batch):
@@ -126,7 +126,7 @@ def stress_findings(
                 notes = [note("unusual-inputs", f"{AXES[name].words}: {PARTLY}")]
         except InputError as e:
             return [fail("unusual-inputs", AXES[name].words, "a finite loss", str(e))]
-    if not AXES[name].single:
+    if not AXES[name].in_float32:
         return notes
     try:
         single_case, found = case.singly(batch)
