@@ -12,7 +12,7 @@ from loops import T, policy_step, qwen3, right
 import upref
 from upref.advantages import group_norm
 from upref.step import check_step
-from upref.step.rows import LENGTHS, make_rows
+from upref.step.rows import DESIGNS, make_rows
 
 
 @pytest.mark.parametrize("vocabulary", [60, 96, 196])
@@ -20,9 +20,10 @@ from upref.step.rows import LENGTHS, make_rows
 @pytest.mark.parametrize("seed", range(3))
 def test_an_end_token_ends_each_response_but_one_of_full_length(vocabulary, end, seed):
     end %= vocabulary
+    longest = max(design.response_length for design in DESIGNS)
     for row in make_rows(vocabulary, seed, end=end):
         assert end not in row.response[:-1] and row.trains[-1]
-        assert (row.response[-1] == end) == (len(row.response) < max(LENGTHS))
+        assert (row.response[-1] == end) == (len(row.response) < longest)
 
 
 def masked_behind_the_end(model, rows):

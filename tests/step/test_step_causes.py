@@ -18,7 +18,7 @@ from upref.errors import InputError
 from upref.step import TorchModel, check_step
 from upref.step.case import RowOptions, build_case, make_goal
 from upref.step.families import tiny
-from upref.step.rows import HOLES, LENGTHS
+from upref.step.rows import DESIGNS
 from upref.verify.faults.batch_reading import shifted
 from upref.weights.batches import random_batch
 
@@ -46,7 +46,7 @@ def tokens(rows):
 
 
 def test_the_rows_tell_a_hole_from_one_more_token_a_response():
-    assert sum(map(len, HOLES.values())) % len(LENGTHS)
+    assert sum(len(design.holes) for design in DESIGNS) % len(DESIGNS)
     assert "masked tokens" in cause(
         divided(lambda rows: sum(len(r.response) for r in rows))
     )

@@ -17,7 +17,7 @@ from upref import advantages
 from upref.errors import InputError
 from upref.interrupt import Terminated
 from upref.registry import REDUCE, Objective, get
-from upref.step import rows as batch
+from upref.step import rows as step_rows
 from upref.step.forward import (
     Forward,
     assign_sides,
@@ -42,28 +42,28 @@ from upref.step.rows import CASE_AXES, Padded, Row
 from upref.user_code.guard import one_line, refuse_exit
 
 FLOAT32_BOUND = 2e-5  # of |g - g*| / |g*| in float32
-LARGEST_WIDENED = 1e-3  # an error of which float32's rounding is not asked
-ROUNDING_DRAWS = 6  # of rounding errors
-ROUNDINGS = 6  # times their root mean square is allowed
+LARGEST_WIDENED = 1e-3  # rounding to float32 is not tried as the cause of more
+ROUNDING_DRAWS = 6  # draws of the rounding errors of all operations
+ALLOWED_ROUNDINGS = 6  # the allowed error, as a multiple of the draws' root mean square
 HALF_PRECISIONS = (torch.bfloat16, torch.float16)
 
 
 @dataclass
 class StepCase:
-    """Rows, the reference's forward pass over them, and what it does not vary."""
+    """Rows, the reference's forward pass over them, and what the rows do not vary."""
 
     rows: list[Row]
     padded: Padded
     forward: Forward
     unvaried: dict[str, str]
-    shift: float = 2e-5  # of log r by rounding, in float32
-    # how far the gradients of two ranks are from each other, relative to their norm
+    shift: float = 2e-5  # how far rounding moves log r; the default is float32's
+    # the distance of the gradients of two ranks, relative to their norm
     apart: float = 0.0
 
 
 @dataclass(frozen=True)
 class RowOptions:
-    """What a user asks of the rows that upref makes: groups that share a prompt,
+    """What a user sets of the rows that upref makes: groups that share a prompt,
     rewards, advantages.
     """
 
@@ -99,23 +99,22 @@ class RowOptions:
                 _one_number_per_row("rewards", self.rewards, len(rows)),
                 dtype=torch.float64,
             )
-            for row, x in zip(rows, R.tolist(), strict=True):
-                row.reward = x
+            for row, reward in zip(rows, R.tolist(), strict=True):
+                row.reward = reward
             if A is None or callable(A):
                 A = (A or advantages.get(estimator))(R, group).tolist()
         elif callable(A):
             raise InputError(
                 "advantages is a function of rewards and groups: pass rewards= as well."
             )
-        for row, a in zip(
-            rows, _one_number_per_row("advantages", A, len(rows)), strict=True
-        ):
-            row.adv = a
+        row_advantages = _one_number_per_row("advantages", A, len(rows))
+        for row, adv in zip(rows, row_advantages, strict=True):
+            row.adv = adv
 
 
 def _one_number_per_row(name: str, values: Any, n: int) -> list[float]:
-    """The values as floats; InputError where they are not one finite number for each
-    row.
+    """Return the values as floats; raise InputError where they are not one finite number
+    for each row.
     """
     try:
         numbers = [float(v) for v in values]
@@ -134,7 +133,7 @@ def draw_old_policy(
     goal: Goal,
     *,
     seed: int = 0,
-    still: bool = False,
+    on_policy: bool = False,
     coarse: bool = False,
 ) -> Forward:
     """Give made rows the log-probabilities of an older policy, so that each number of
@@ -146,7 +145,7 @@ def draw_old_policy(
         model: the policy that is trained.
         goal: its objective with its numbers, and the temperature of the sampler.
         seed: of the ratios.
-        still: r = 1.
+        on_policy: r = 1 everywhere.
         coarse: no token is beside a bound, for a step in half precision.
 
     Returns:
@@ -156,21 +155,21 @@ def draw_old_policy(
         InputError: the model fails on a row.
     """
     with as_input_error(_longest(rows)):
-        if goal.objective.reads_mu and not still:
-            batch.make_probable(rows, model.logits, model.end)
+        if goal.objective.reads_mu and not on_policy:
+            step_rows.make_probable(rows, model.logits, model.end)
         forward = Forward(model, rows, goal.temperature)
     entropy = (
         [*forward.statistics()[1].detach()]
         if "entropy" in goal.objective.reads
         else None
     )
-    batch.add_log_probs(
+    step_rows.add_log_probs(
         rows,
         forward.lp(),
         goal.objective,
         goal.hp,
         seed=seed,
-        still=still,
+        on_policy=on_policy,
         coarse=coarse,
         entropy=entropy,
     )
@@ -196,7 +195,7 @@ def build_case(
         without: what the rows do not vary, of AXES.
         seed: of the rows that are made.
         coarse: keep ratios away from bounds, for a step in half precision.
-        row_options: what the user asks of the rows that are made.
+        row_options: what the user sets of the rows that are made.
 
     Returns:
         The case.
@@ -208,16 +207,21 @@ def build_case(
         )
     row_options = row_options or RowOptions()
     if rows is None:
-        case_rows = batch.make_rows(
+        case_rows = step_rows.make_rows(
             model.vocabulary, seed, without, model.end, row_options.group_size
         )
         row_options.reward(case_rows, goal.objective.adv)
         forward = draw_old_policy(
-            case_rows, model, goal, seed=seed, still="ratio" in without, coarse=coarse
+            case_rows,
+            model,
+            goal,
+            seed=seed,
+            on_policy="ratio" in without,
+            coarse=coarse,
         )
     else:
         row_options.refuse_beside("rows")
-        case_rows = batch.validate_rows(rows, model.vocabulary)
+        case_rows = step_rows.validate_rows(rows, model.vocabulary)
         if goal.objective.sampler is not None and any(
             r.sampler is None for r in case_rows
         ):
@@ -227,7 +231,7 @@ def build_case(
             )
         with as_input_error(_longest(case_rows)):
             forward = Forward(model, case_rows, goal.temperature)
-    unvaried = batch.find_unvaried_axes(case_rows, goal.temperature, forward.lp())
+    unvaried = step_rows.find_unvaried_axes(case_rows, goal.temperature, forward.lp())
     if bad := [k for k in unvaried if k not in without]:
         raise InputError(
             f"this case could hide bugs: {unvaried[bad[0]]}. Vary it, or pass without={bad!r} and read what is left "
@@ -237,8 +241,8 @@ def build_case(
 
 
 def _longest(rows: Sequence[Row]) -> list[int]:
-    """The token ids of the longest row: what a model that runs out of positions fails
-    on.
+    """Return the token ids of the longest row: a model that has too few positions fails
+    on it.
     """
     return max((row.ids for row in rows), key=len)
 
@@ -253,7 +257,7 @@ def make_goal(
     clip: float | None = None,
     scale: float = 1.0,
 ) -> Goal:
-    """The goal, its numbers checked.
+    """Make the goal, and check its numbers.
 
     Args:
         objective: its name, or an Objective.
@@ -317,7 +321,7 @@ def with_weights(model: TorchModel, step: Step) -> TorchModel:
 
 
 def half_of(model: Any) -> torch.dtype | None:
-    """The half precision of a model's trained parameters, if they have one.
+    """Return the half precision of a model's trained parameters, if they have one.
 
     Args:
         model: a module, or anything else, which has none.
@@ -326,22 +330,22 @@ def half_of(model: Any) -> torch.dtype | None:
         bfloat16, float16 or None.
     """
     if isinstance(model, nn.Module):
-        kinds = {p.dtype for p in model.parameters() if p.requires_grad}
+        dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
     else:
-        kinds = set()
-    return next((k for k in HALF_PRECISIONS if k in kinds), None)
+        dtypes = set()
+    return next((dtype for dtype in HALF_PRECISIONS if dtype in dtypes), None)
 
 
 def allowed_error(
     goal: Goal, case: StepCase, bound: torch.dtype | float | None
 ) -> float:
-    """The error of the gradient that rounding may make: 2e-5 in float32; in half
-    precision twice what the reference moves if the result of each of its operations is
-    rounded. A trainer keeps some of them in float32.
+    """Return the error of the gradient that rounding may make: 2e-5 in float32. In half
+    precision it is twice the change of the reference's gradient where the result of each
+    of its operations is rounded, although a trainer keeps some results in float32.
 
-    Tokens that rounding moves over a clip bound do not count: `case.shift`, in half
-    precision three standard deviations of what rounding adds to log r, says how near
-    they are, and `sides` allows either side.
+    Tokens that rounding may move over a clip bound do not count: `assign_sides` allows
+    either side for tokens within `case.shift` of the bound. In half precision that is
+    three standard deviations of what rounding adds to log r.
 
     Args:
         goal: the objective with its numbers.
@@ -386,10 +390,10 @@ def allowed_error(
 
 
 def widen_bound(goal: Goal, case: StepCase, bound: float, error: float) -> float:
-    """The bound for a model in float32 whose own gradient moves by more than that where
-    the result of each operation is rounded: where a norm divides by a vector near 0, as
-    in linear attention, rounding grows. It is measured only if the error is above the
-    bound and near it.
+    """Return a larger bound for a model in float32 whose gradient moves by more than the
+    bound where the result of each operation is rounded. Rounding grows where a norm
+    divides by a vector near 0, as in linear attention. It is measured only if the error
+    is above the bound and near it.
 
     Args:
         goal: what the step is meant to maximize.
@@ -414,7 +418,7 @@ def widen_bound(goal: Goal, case: StepCase, bound: float, error: float) -> float
         exact = assign_sides(want, alternatives, perturbed_gradient)[0].sum(0)
         distance = (perturbed_gradient - exact).norm() / exact.norm().clamp(min=1e-300)
         squares.append(float(distance) ** 2)
-    return max(bound, ROUNDINGS * math.sqrt(sum(squares) / ROUNDING_DRAWS))
+    return max(bound, ALLOWED_ROUNDINGS * math.sqrt(sum(squares) / ROUNDING_DRAWS))
 
 
 @dataclass(frozen=True)
@@ -505,13 +509,14 @@ def perturb(net: nn.Module) -> nn.Module:
     for p in net.parameters():
         if p.is_floating_point() and not p.is_meta:
             noise = torch.randn(p.shape, generator=generator, dtype=torch.float32)
-            vector = p.ndim < 2 or p.numel() < 2  # one number has no standard deviation
+            # a single number counts as a vector: it has no standard deviation
+            is_vector = p.ndim < 2 or p.numel() < 2
             # of a matrix, so that its output has 1.4 times the size of its input
-            std_meant = 0.1 if vector else 1.4 / p.shape[-1] ** 0.5
-            std_now = 0.0 if vector else float(p.float().std())
-            smallest_size = 0.1 * std_meant
-            size = max(std_meant**2 - std_now**2, smallest_size**2) ** 0.5
-            p.add_((size * noise).to(p))
+            target_std = 0.1 if is_vector else 1.4 / p.shape[-1] ** 0.5
+            std = 0.0 if is_vector else float(p.float().std())
+            least_noise_std = 0.1 * target_std
+            noise_std = max(target_std**2 - std**2, least_noise_std**2) ** 0.5
+            p.add_((noise_std * noise).to(p))
     return net
 
 
@@ -551,7 +556,7 @@ def _restore(net: nn.Module, weights: dict[str, Tensor]) -> None:
 def run_step(
     step: Callable[..., Any], model: Any, case: StepCase
 ) -> tuple[Gradient, int]:
-    """The gradient that the step makes on copies of the rows, and its number of
+    """Run the step on copies of the rows, and return its gradient and its number of
     backward passes.
 
     Args:
@@ -584,13 +589,13 @@ def run_step(
     is_dict_of_arrays = (
         isinstance(out, dict)
         and bool(out)
-        and all(hasattr(v, "shape") for v in out.values())
+        and all(hasattr(array, "shape") for array in out.values())
     )
     if is_dict_of_arrays and not found:
         found = _as_gradient(
             {
-                k.removeprefix("_orig_mod.").removeprefix("module."): v
-                for k, v in out.items()
+                name.removeprefix("_orig_mod.").removeprefix("module."): array
+                for name, array in out.items()
             }
         )
     _restore(net, weights)
@@ -629,4 +634,4 @@ def _as_gradient(out: Any) -> Gradient:
         raise InputError(
             "a step whose model is not torch's must return {name of a parameter: its gradient}."
         )
-    return {k: as_float64(v) for k, v in out.items()}
+    return {name: as_float64(array) for name, array in out.items()}

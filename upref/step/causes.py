@@ -94,7 +94,7 @@ def find_fault(tokens: Tokens, only: Cause = NO_CAUSE) -> tuple[Cause, Tensor] |
         cause, _ = equal_weights
         if not only or set(cause.ids) <= set(only.ids):
             return equal_weights
-    is_silent = tokens.no_weight(tokens.found).all(1)
+    is_silent = tokens.has_no_weight(tokens.found).all(1)
     right_multiples = right_factors(tokens.goal, tokens.padded)[:, None]
     for fault_tried in token_faults(tokens, hp):
         if not is_named(fault_tried, only):
@@ -294,20 +294,20 @@ def token_faults(tokens: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
 
 def _mask_and_ratio_faults(tokens: Tokens, batch: Rollouts) -> Iterator[LossFault]:
     """Yield faults of the loss mask, of the old log-probabilities, and both at once."""
-    positions = torch.arange(tokens.here.shape[1])
-    untrained = tokens.here & ~tokens.padded.mask
+    positions = torch.arange(tokens.is_token.shape[1])
+    untrained = tokens.is_token & ~tokens.padded.mask
     last_position = torch.tensor([[len(row.response) - 1] for row in tokens.rows])
     masks: tuple[tuple[str, str, Tensor], ...] = (
-        ("masked-tokens-train", "masked tokens train", tokens.here),
+        ("masked-tokens-train", "masked tokens train", tokens.is_token),
         (
             "mask-one-token-late",
             "the mask is one token late",
-            moved(tokens.padded.mask, 1) & tokens.here,
+            moved(tokens.padded.mask, 1) & tokens.is_token,
         ),
         (
             "mask-one-token-early",
             "the mask is one token early",
-            moved(tokens.padded.mask, -1) & tokens.here,
+            moved(tokens.padded.mask, -1) & tokens.is_token,
         ),
         (
             "last-token-left-out",
@@ -413,7 +413,7 @@ def _exchanged_row_faults(tokens: Tokens, batch: Rollouts) -> Iterator[LossFault
     yield _batch_fault(
         words,
         id="advantages-laid-over",
-        adv=_laid_over(batch.adv, tokens.padded.mask, tokens.here),
+        adv=_laid_over(batch.adv, tokens.padded.mask, tokens.is_token),
     )
     yield _batch_fault(
         "the sign of the advantages is lost",
@@ -709,9 +709,9 @@ def _advantage_faults(tokens: Tokens, rollouts: Rollouts) -> Iterator[LossFault]
     """
     live = (
         tokens.padded.mask
-        & ~tokens.stopped
+        & ~tokens.is_stopped
         & ~tokens.found.isnan()
-        & ~tokens.no_weight(tokens.found)
+        & ~tokens.has_no_weight(tokens.found)
     )
     multiples = torch.where(
         live, tokens.found / torch.where(live, tokens.expected, 1), torch.nan
@@ -763,12 +763,12 @@ def _centered_by_row(x: Tensor, live: Tensor) -> Tensor:
     return torch.where(live, x - mean, 0)
 
 
-def _laid_over(x: Tensor, mask: Tensor, here: Tensor) -> Tensor:
-    """[B, T]: the numbers of the tokens that train, written without gaps to the first
-    response tokens of the batch, whether those train or not.
+def _laid_over(x: Tensor, mask: Tensor, is_token: Tensor) -> Tensor:
+    """Return the numbers of the tokens that train, written without gaps to the first
+    response tokens of the batch, whether those train or not, [B, T].
     """
     out = torch.zeros_like(x.expand_as(mask))
-    places = here.nonzero()[: int(mask.sum())]
+    places = is_token.nonzero()[: int(mask.sum())]
     out[places[:, 0], places[:, 1]] = x.expand_as(mask)[mask]
     return out
 
@@ -827,8 +827,8 @@ def _features_of_lost_tokens(
     Yields:
         The id of the feature, the tokens with it in words, and which they are, [B, T].
     """
-    should_train = tokens.padded.mask & ~tokens.stopped & ~tokens.found.isnan()
-    has_no_weight = tokens.no_weight(tokens.found)
+    should_train = tokens.padded.mask & ~tokens.is_stopped & ~tokens.found.isnan()
+    has_no_weight = tokens.has_no_weight(tokens.found)
     is_lost = should_train & has_no_weight
     is_kept = should_train & ~has_no_weight
     if is_lost.sum() < 2 or not is_kept.any():

@@ -17,8 +17,8 @@ from upref.errors import InputError
 from upref.registry import REDUCE, Objective
 from upref.step import rows as batch
 from upref.step.case import (
+    ALLOWED_ROUNDINGS,
     HALF_PRECISIONS,
-    ROUNDINGS,
     GradientComparison,
     RowOptions,
     StepCase,
@@ -566,7 +566,9 @@ def _assumptions(
     goal = comparison.goal
     assumptions = [f"allowed error of the gradient: {bound:.2g} of its norm"]
     if bound > bound_before:
-        assumptions[0] += f", {ROUNDINGS} times what rounding to float32 moves it"
+        assumptions[0] += (
+            f", {ALLOWED_ROUNDINGS} times what rounding to float32 moves it"
+        )
     if goal.objective.agg == "group-token-mean":
         where = "per group" if goal.grouped else "over the whole step, not per group"
         assumptions.append(f"tokens are counted {where}")

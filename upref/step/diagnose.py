@@ -1090,15 +1090,15 @@ def _explain_reading(
         fail("weights", what.words, want, got) for what, want, got in observations
     ]
     causes = [cause]
-    trained_behind = [~tokens.no_weight(times * weights) for weights in behind]
+    trained_behind = [~tokens.has_no_weight(times * weights) for weights in behind]
     if count := int(sum(trained.sum() for trained in trained_behind)):
         causes.append(measured.TOKENS_BEHIND_RESPONSES_TRAIN.cause(tokens=count))
     prompts_train = any(
-        bool((~tokens.no_weight(weights)).any()) for weights in tokens.prompts
+        bool((~tokens.has_no_weight(weights)).any()) for weights in tokens.prompts
     )
     prompt_cause = PROMPTS if prompts_train else NO_CAUSE
     weights_are_right = tokens.same(
-        torch.where(tokens.here, tokens.found, torch.nan),
+        torch.where(tokens.is_token, tokens.found, torch.nan),
         torch.where(batch.mask, tokens.expected, 0),
     )
     fault = None if weights_are_right else find_fault(tokens, only)

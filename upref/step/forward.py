@@ -63,8 +63,8 @@ class Forward:
         self.leaves = [z.detach().clone().requires_grad_() for z in self.z]
 
     def locate_rows(self, fed: Sequence[list[int]]) -> None:
-        """Note what stands around the rows in the sequences that a trainer fed to its
-        model.
+        """Set `before` and `after`: what stands around the rows in the sequences that a
+        trainer fed to its model.
 
         Args:
             fed: token ids of each sequence.
@@ -90,7 +90,7 @@ class Forward:
         return self.leaves[i][positions.clamp(min=0)]
 
     def scored(self, i: int, first: int) -> Tensor:
-        """Log-probabilities of row i's tokens from `first` on.
+        """Compute the log-probabilities of row i's tokens from `first` on.
 
         Args:
             i: the row.
@@ -103,38 +103,41 @@ class Forward:
         return (self.score or log_prob)(self.logits(i, first), y, self.temperature)
 
     def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
-        """lp, entropy and squared log-normalizer of every response token, [B, T],
-        functions of the leaves.
+        """Compute lp, entropy and squared log-normalizer of every response token, [B, T],
+        as functions of the leaves.
 
         Returns:
             (lp, H, Z), padded with 0; Z is (log Σ exp z)².
         """
         with torch.enable_grad():
-            found: list[tuple[Tensor, ...]] = []
+            statistics_of_rows: list[tuple[Tensor, ...]] = []
             for i, r in enumerate(self.rows):
-                x = self.logits(i, len(r.prompt)) / self.temperature
+                z = self.logits(i, len(r.prompt)) / self.temperature
                 lp = self.scored(i, len(r.prompt))
-                logp = x.log_softmax(-1)
-                p = logp.exp()
-                H = -(p * torch.where(p > 0, logp, 0)).sum(-1)
-                found.append((lp, H, x.logsumexp(-1) ** 2))
+                log_p = z.log_softmax(-1)
+                p = log_p.exp()
+                H = -(p * torch.where(p > 0, log_p, 0)).sum(-1)
+                statistics_of_rows.append((lp, H, z.logsumexp(-1) ** 2))
             lp, H, Z = (
-                nn.utils.rnn.pad_sequence([*each], batch_first=True)
-                for each in zip(*found, strict=True)
+                nn.utils.rnn.pad_sequence([*column], batch_first=True)
+                for column in zip(*statistics_of_rows, strict=True)
             )
             return lp, H, Z
 
     def lp(self) -> list[Tensor]:
-        """Log-probabilities of each response's tokens.
+        """Return the log-probabilities of each response's tokens.
 
         Returns:
             [T] of each response, detached.
         """
         lp = self.statistics()[0].detach()
-        return [x[: len(r.response)] for x, r in zip(lp, self.rows, strict=True)]
+        return [
+            lp_of_row[: len(r.response)]
+            for lp_of_row, r in zip(lp, self.rows, strict=True)
+        ]
 
     def _by_logits(self, loss: Tensor) -> tuple[Tensor, ...]:
-        """The gradient of the loss by each row's logits."""
+        """Return the gradient of the loss by each row's logits."""
         with torch.enable_grad():
             return torch.autograd.grad(
                 loss,
@@ -145,8 +148,8 @@ class Forward:
             )
 
     def of_head(self, loss: Tensor) -> Tensor | None:
-        """[B, H]: the entries of `by_row` that are the head's; None where the model has
-        no head of its own.
+        """Return the entries of `by_row` that are the head's, [B, H]; None where the
+        model has no head of its own.
 
         Args:
             loss: a function of the leaves.
@@ -154,29 +157,30 @@ class Forward:
         model = self.model
         if not isinstance(model, TorchModel) or not model.head:
             return None
-        each = zip(self.z, self._by_logits(loss), strict=True)
+        rows = zip(self.z, self._by_logits(loss), strict=True)
         try:
-            return torch.stack([model.pull_head(z, d) for z, d in each])
+            return torch.stack([model.pull_head(z, dz) for z, dz in rows])
         except RuntimeError:  # the logits are made without the head's parameters
             return None
 
     def by_row(self, loss: Tensor) -> Tensor:
-        """[B, P]: the part of the loss's gradient that each row brings.
+        """Return the part of the loss's gradient that each row brings, [B, P].
 
         Args:
             loss: a function of the leaves.
         """
-        dz = self._by_logits(loss)
+        dz_of_rows = self._by_logits(loss)
         size = sum(s.numel() for s in self.model.shapes.values())
 
-        def pull(i: int, z: Tensor, d: Tensor, ids: list[int]) -> Tensor:
-            """[P]: one row's part, without a backward pass where it is 0."""
-            if d.any() or not size:
-                return self.model.of_row(i).pull(z, d, ids)
-            return d.new_zeros(size)
+        def pull(i: int, z: Tensor, dz: Tensor, ids: list[int]) -> Tensor:
+            """Return one row's part, [P], without a backward pass where it is 0."""
+            # `Functions` have no shapes, and so no size, before the first `pull`
+            if dz.any() or not size:
+                return self.model.of_row(i).pull(z, dz, ids)
+            return dz.new_zeros(size)
 
-        each = enumerate(zip(self.z, dz, self.ids, strict=True))
-        return torch.stack([pull(i, *row) for i, row in each])
+        rows = enumerate(zip(self.z, dz_of_rows, self.ids, strict=True))
+        return torch.stack([pull(i, *row) for i, row in rows])
 
 
 def is_near(found: Tensor, want: Tensor, bound: float) -> bool:
@@ -191,8 +195,8 @@ def is_near(found: Tensor, want: Tensor, bound: float) -> bool:
 
 
 def reproduces(found: Tensor, want: Tensor, bound: float) -> bool:
-    """Whether it is the other gradient up to one constant near 1, which was read off to
-    1e-3.
+    """Tell whether a gradient is the other one up to a constant near 1: a cause's
+    constant is known to 1e-3 only.
 
     Args:
         found, want: gradients, [P].
@@ -203,7 +207,7 @@ def reproduces(found: Tensor, want: Tensor, bound: float) -> bool:
 
 
 def best_factors(rows: Tensor, g: Tensor) -> tuple[Tensor, float]:
-    """The factor per row that fits g best, and the relative residual.
+    """Find the factor per row that fits g best, and the relative residual.
 
     Args:
         rows: the gradient of each row, [B, P].
@@ -212,19 +216,19 @@ def best_factors(rows: Tensor, g: Tensor) -> tuple[Tensor, float]:
     Returns:
         [B], and a number.
     """
-    G = rows @ rows.T
-    y = rows @ g
-    scale = G.diagonal().clamp(min=1e-300).sqrt()
+    # the normal equations, rows @ rows.T @ k = rows @ g, with rows scaled to norm 1
+    gram = rows @ rows.T
+    norms = gram.diagonal().clamp(min=1e-300).sqrt()
     k = (
-        torch.linalg.pinv(G / scale / scale[:, None], hermitian=True, rtol=1e-12)
-        @ (y / scale)
-        / scale
+        torch.linalg.pinv(gram / norms / norms[:, None], hermitian=True, rtol=1e-12)
+        @ (rows @ g / norms)
+        / norms
     )
     return k, float((g - k @ rows).norm() / g.norm())
 
 
 def clip_norm(g: Tensor, bound: float | None) -> Tensor:
-    """As torch.nn.utils.clip_grad_norm_ leaves it.
+    """Clip a gradient as torch.nn.utils.clip_grad_norm_ does.
 
     Args:
         g: a gradient, [P].
@@ -234,7 +238,7 @@ def clip_norm(g: Tensor, bound: float | None) -> Tensor:
 
 
 def gradients_by_row(goal: Goal, forward: Forward, b: Padded) -> Tensor:
-    """The gradient by row, before any clip of its norm.
+    """Compute the gradient by row, before any clip of its norm.
 
     Args:
         goal: the objective with its terms.
@@ -250,11 +254,11 @@ def gradients_by_row(goal: Goal, forward: Forward, b: Padded) -> Tensor:
 def changes_across_bounds(
     goal: Goal, forward: Forward, b: Padded, shift: float
 ) -> list[tuple[int, Tensor]]:
-    """What each token within `shift` of a clip bound, in log r, adds to the gradient on
-    the bound's other side.
+    """Find the tokens whose log r is within `shift` of a clip bound, and what each adds
+    to the gradient if it is on the other side of that bound.
 
-    A bound is where dL/dlp more than halves: within a shift of a few hundredths no
-    smooth weight does.
+    A bound is where dL/dlp falls below its half, or doubles. No smooth weight changes by
+    so much within a shift of a few hundredths.
 
     Args:
         goal: the objective with its numbers.
@@ -268,49 +272,53 @@ def changes_across_bounds(
     """
     lp, H, Z = forward.statistics()
 
-    def slope(by: float) -> Tensor:
-        x = (lp.detach() + by).requires_grad_()
-        loss = goal.loss(goal.parts(x, H, Z, b))
-        (g,) = torch.autograd.grad(
-            loss, x, retain_graph=True, allow_unused=True, materialize_grads=True
+    def slope(distance: float) -> Tensor:
+        """Return dL/dlp of each token, where all lp are moved by this distance."""
+        moved_lp = (lp.detach() + distance).requires_grad_()
+        loss = goal.loss(goal.parts(moved_lp, H, Z, b))
+        (dL,) = torch.autograd.grad(
+            loss, moved_lp, retain_graph=True, allow_unused=True, materialize_grads=True
         )
-        return g
+        return dL
 
-    slope_at_0 = slope(0.0)
-    change = torch.zeros_like(slope_at_0)
-    # the last one that jumps is nearest to the bound
-    for by in (shift, shift / 2, shift / 4, shift / 8):
-        for to in (slope(-by), slope(by)):
-            change = torch.where(
-                (to - slope_at_0).abs() > torch.maximum(to.abs(), slope_at_0.abs()) / 2,
-                to - slope_at_0,
-                change,
-            )
+    slope_here = slope(0.0)
+    change = torch.zeros_like(slope_here)
+    # of several distances at which a slope jumps, the last one is nearest to the bound
+    for distance in (shift, shift / 2, shift / 4, shift / 8):
+        for slope_there in (slope(-distance), slope(distance)):
+            largest = torch.maximum(slope_there.abs(), slope_here.abs())
+            jumps = (slope_there - slope_here).abs() > largest / 2
+            change = torch.where(jumps, slope_there - slope_here, change)
     by_response = goal.objective.level in REDUCE
     places = change.any(1).nonzero() if by_response else change.nonzero()
-    out = []
+    alternatives = []
     for place in map(tuple, places.tolist()):
+        row = place[0]
         single_change = torch.zeros_like(change)
         single_change[place] = change[place]
-        out.append((place[0], forward.by_row((single_change * lp).sum())[place[0]]))
-    return out
+        alternatives.append((row, forward.by_row((single_change * lp).sum())[row]))
+    return alternatives
 
 
 def assign_sides(
     rows: Tensor, alternatives: list[tuple[int, Tensor]], found: Tensor
 ) -> tuple[Tensor, int]:
-    """The rows' gradients with each of `near` on the side that fits found better, and
-    how many change sides.
+    """Put each token that is near a clip bound on the side of the bound that fits the
+    step's gradient better.
 
     Args:
         rows: the gradient of each row, [B, P].
-        near: as of `sides`.
+        alternatives: as from `changes_across_bounds`.
         found: the step's gradient, [P].
+
+    Returns:
+        The gradient of each row with these sides, and how many tokens change sides.
     """
     if not alternatives or not found.isfinite().all():
         return rows, 0
     columns = torch.stack([rows.sum(0), *(change for _, change in alternatives)], 1)
-    # x_0: a clip of the norm
+    # The first coefficient is that of the rows as they are: not 1 after a clip of the
+    # norm. A token on the other side has the same coefficient, one on its own side 0.
     coefficients = torch.linalg.lstsq(columns, found[:, None], driver="gelsd").solution[
         :, 0
     ]

@@ -48,23 +48,17 @@ class Goal:
         agg = agg or declared_aggregation(self.objective)
         group = padded.group if self.grouped else None
         totals = Totals.of(padded.mask, group)
-        live = padded.mask.any(1)  # a response without a token counts, and adds nothing
-        totals_of_live = totals.rows(live.nonzero()[:, 0])
-
-        def of_live(x: Tensor) -> Tensor:
-            """Leave out the responses that have no token."""
-            return x[live]
-
+        # a response without a token that trains counts in the totals, and adds nothing
+        trains = padded.mask.any(1)
         old = lp.detach() if padded.old is None else padded.old
-        entropy = of_live(H.detach())
         J = self.objective.J(
-            of_live(lp),
-            of_live(old),
-            of_live(padded.adv),
-            of_live(padded.mask),
-            entropy=entropy,
-            totals=totals_of_live,
-            lp_sampler=None if padded.sampler is None else of_live(padded.sampler),
+            lp[trains],
+            old[trains],
+            padded.adv[trains],
+            padded.mask[trains],
+            entropy=H.detach()[trains],
+            totals=totals.rows(trains.nonzero()[:, 0]),
+            lp_sampler=None if padded.sampler is None else padded.sampler[trains],
             **self.hp,
         )
         terms = {"J": J}
@@ -75,7 +69,10 @@ class Goal:
         if padded.ref is not None:
             kl = per_token(
                 self.objective.kl or "k3",
-                *(torch.where(padded.mask, x, 0) for x in (lp, padded.ref, old)),
+                *(
+                    torch.where(padded.mask, log_probs, 0)
+                    for log_probs in (lp, padded.ref, old)
+                ),
             )
             terms["KL"] = aggregate(kl, padded.mask, agg, totals=totals)
         terms["H"] = aggregate(H, padded.mask, agg, totals=totals)
@@ -109,6 +106,6 @@ class Goal:
         """
         coefficients = self.coefficients
         return -self.scale * sum(
-            (coefficients[k] * v for k, v in parts.items() if coefficients[k]),
+            (coefficients[k] * term for k, term in parts.items() if coefficients[k]),
             torch.zeros((), dtype=torch.float64),
         )

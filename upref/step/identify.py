@@ -179,7 +179,7 @@ class Draw:
         lp = self.statistics[0].clone().requires_grad_()
         loss = goal.loss(goal.parts(lp, *self.statistics[1:], batch))
         (slope,) = torch.autograd.grad(loss, lp, materialize_grads=True)
-        is_known = batch.here & ~self.found.isnan()
+        is_known = batch.is_token & ~self.found.isnan()
         expected = slope[is_known]
         found = self.found[is_known]
         # least squares: found = k · expected

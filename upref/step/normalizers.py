@@ -280,7 +280,7 @@ def aggregations(
         agg_of_goal,
         tuple(_Lengths(range(len(row.ids)), range(len(row.response))) for row in rows),
         _as_tuples(padded.mask),
-        _as_tuples(padded.here),
+        _as_tuples(padded.is_token),
         None if group is None else tuple(group.tolist()),
     )
     parts_alike = [*_parts_alike(goal, padded, row_factors)]
@@ -297,8 +297,8 @@ def aggregations(
 
 
 class _Lengths(NamedTuple):
-    """As many tokens as a row has in all, and in its response: a `Row` for the
-    functions that count, which can be a key of a cache.
+    """Ranges as long as a row, and as its response. Functions that count the tokens of a
+    `Row` take it too, and it can be a key of a cache.
     """
 
     ids: range
@@ -311,7 +311,7 @@ class _Step(NamedTuple):
     goal_agg: str  # the aggregation of the goal
     rows: tuple[_Lengths, ...]
     mask: tuple[tuple[bool, ...], ...]
-    here: tuple[tuple[bool, ...], ...]
+    is_token: tuple[tuple[bool, ...], ...]
     group: tuple[int, ...] | None
 
 
@@ -349,15 +349,15 @@ def _counted_tokens(step: _Step) -> list[tuple[Cause, Tensor]]:
     counts them; the right ones have none.
     """
     mask = torch.tensor(step.mask)
-    is_here = torch.tensor(step.here)
-    masked = int((is_here & ~mask).sum())
+    is_token = torch.tensor(step.is_token)
+    masked = int((is_token & ~mask).sum())
     count = len(step.rows)
     # the same number may be the masked tokens, or so many more for each response
     is_ambiguous = step.goal_agg == "token-mean" and masked and masked % count == 0
     as_many = f", or {masked // count} more a response" if is_ambiguous else ""
     words = f"the normalizer counts masked tokens too{as_many}"
     with_masked = Cause(words, ("normalizer-counts-masked-tokens",))
-    return [(NO_CAUSE, mask), (with_masked, is_here)]
+    return [(NO_CAUSE, mask), (with_masked, is_token)]
 
 
 def _means_over(step: _Step, parts: Sequence[Part]) -> list[Factors]:

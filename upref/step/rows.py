@@ -6,7 +6,7 @@ those.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,32 +22,47 @@ from upref.step.ratios import (
 )
 
 CASE_AXES = ("lengths", "temperature", "ratio", "holes")  # what a case must vary
-# tokens of the eight responses
-PROMPTS = (3, 7, 4, 6, 2, 5, 3, 8)
-LENGTHS = (9, 4, 7, 5, 8, 6, 11, 3)
-# two beyond the bounds by which loops clamp advantages
-ADVANTAGES = (1.3, -0.7, 5.5, -5.2, 0.9, -1.1, 2.0, -0.5)
-GROUPS = (0, 0, 0, 1, 1, 2, 2, 2)
 GROUP_SIZES = (2, 4, 8)  # of groups that share a prompt
-# response -> tokens that do not train. There are eight responses, 10 holes and 43
-# tokens that train, a prime: a count that a loop divides by in error is another number.
-# Halves, ranks and groups have distinct counts of tokens. No hole is the last token of
-# a response: what ends it trains.
-HOLES = {0: (3, 4), 2: (4,), 3: (2,), 4: (0, 4), 6: (5, 6, 7), 7: (1,)}
-# response -> tokens that are among the model's most probable
-PROBABLE = {0: (1, 5), 2: (1, 3), 4: (2, 6), 6: (1, 8)}
+
+
+class Design(NamedTuple):
+    """What a row that `make_rows` makes is like."""
+
+    prompt_length: int
+    response_length: int
+    adv: float
+    group: int
+    holes: tuple[int, ...] = ()  # tokens of the response that do not train
+    # tokens of the response that `make_probable` replaces by probable ones
+    probable: tuple[int, ...] = ()
+
+
+# There are eight responses, 10 holes and 43 tokens that train, a prime: a count that a
+# loop divides by in error is another number. Halves, ranks and groups have distinct
+# counts of tokens. No hole is the last token of a response: what ends it trains. Two
+# advantages are beyond the bounds by which loops clamp them.
+DESIGNS = (
+    Design(3, 9, adv=1.3, group=0, holes=(3, 4), probable=(1, 5)),
+    Design(7, 4, adv=-0.7, group=0),
+    Design(4, 7, adv=5.5, group=0, holes=(4,), probable=(1, 3)),
+    Design(6, 5, adv=-5.2, group=1, holes=(2,)),
+    Design(2, 8, adv=0.9, group=1, holes=(0, 4), probable=(2, 6)),
+    Design(5, 6, adv=-1.1, group=2),
+    Design(3, 11, adv=2.0, group=2, holes=(5, 6, 7), probable=(1, 8)),
+    Design(8, 3, adv=-0.5, group=2, holes=(1,)),
+)
 
 
 @dataclass
 class Row:
     """One response with its prompt.
 
-    Token ids; `trains`, `old`, `ref` and `sampler` have one entry per response token,
-    log-probabilities in nats. `adv` is one number, or one per token. `old` None: the
-    response is on policy, r = 1. `ref` is needed by a KL term only. `sampler` is log μ
-    of the engine that sampled, which an objective with a correction needs. `reward` is
-    what a loop that makes the advantages itself starts from; `adv` is what it should
-    make of it.
+    `prompt` and `response` are token ids. `trains`, `old`, `ref` and `sampler` have one
+    entry per response token; the last three are log-probabilities in nats. `adv` is one
+    number, or one per token. Where `old` is None, the response is on policy, r = 1. Only
+    a KL term needs `ref`. `sampler` is log μ of the engine that sampled, which an
+    objective with a correction needs. A loop that computes advantages itself starts from
+    `reward`, and should arrive at `adv`.
     """
 
     prompt: list[int]
@@ -74,7 +89,7 @@ class Padded:
     mask: Tensor
     group: Tensor
     ref: Tensor | None
-    here: Tensor  # slots that hold a token
+    is_token: Tensor  # slots that hold a token, masked or not
     sampler: Tensor | None = None
 
     @classmethod
@@ -89,8 +104,10 @@ class Padded:
         """
 
         def pad(lists: Any, dtype: torch.dtype = torch.float64) -> Tensor:
+            """Return lists of numbers, one per row, as a padded tensor."""
             return nn.utils.rnn.pad_sequence(
-                [torch.tensor(x, dtype=dtype) for x in lists], batch_first=True
+                [torch.tensor(numbers, dtype=dtype) for numbers in lists],
+                batch_first=True,
             )
 
         adv = [
@@ -99,7 +116,7 @@ class Padded:
         ]
 
         def has(name: str) -> bool:
-            """Whether every row has that field."""
+            """Tell whether every row has that field."""
             return all(getattr(r, name) is not None for r in rows)
 
         return cls(
@@ -140,10 +157,10 @@ def validate_rows(rows: Sequence[Row], vocabulary: int) -> list[Row]:
                 f"row {i} has no {'response' if r.prompt else 'prompt'} token: leave it out."
             )
         for name in ("trains", "old", "ref", "sampler"):
-            x = getattr(r, name)
-            if x is not None and len(x) != n:
+            entries = getattr(r, name)
+            if entries is not None and len(entries) != n:
                 raise InputError(
-                    f"row {i}: {name} has {len(x)} entries, and the response has {n} tokens."
+                    f"row {i}: {name} has {len(entries)} entries, and the response has {n} tokens."
                 )
         if isinstance(r.adv, list) and len(r.adv) != n:
             raise InputError(
@@ -158,8 +175,9 @@ def validate_rows(rows: Sequence[Row], vocabulary: int) -> list[Row]:
                 f"row {i} has a token id outside the vocabulary of {vocabulary}."
             )
         for name in ("old", "ref", "sampler"):
-            x = np.asarray(getattr(r, name) or [0.0], dtype=float)
-            if not (np.isfinite(x) & (x <= 1e-3)).all():
+            lp = np.asarray(getattr(r, name) or [0.0], dtype=float)
+            # rounding may leave a log-probability a little above 0
+            if not (np.isfinite(lp) & (lp <= 1e-3)).all():
                 raise InputError(
                     f"row {i}: {name} must be log-probabilities: finite, and never above 0."
                 )
@@ -176,7 +194,7 @@ def micro_batch(rows: Sequence[Row], i: int, size: int) -> Sequence[Row]:
     """Return the rows of the micro-batch in which row i is.
 
     Args:
-        rows: of the step, dealt out in their order.
+        rows: of the step. Micro-batches take them in their order.
         i: the number of a row.
         size: rows of each micro-batch; the last one may have fewer.
     """
@@ -221,7 +239,8 @@ def make_rows(
     Args:
         vocabulary: its number of tokens.
         seed: of the tokens.
-        without: of `lengths` and `holes`, what all responses have alike.
+        without: `lengths` for responses of one length, `holes` for responses without
+            holes; other words have no effect.
         end: the id that ends a sequence. As in samples it stands at the end of a
             response and nowhere else in it; only a response of the largest length lacks
             it. It stands inside most prompts, and in those that groups share.
@@ -239,44 +258,46 @@ def make_rows(
             f"group_size is {', '.join(map(str, GROUP_SIZES))} or None, got {repr(group_size)[:60]}."
         )
     rng = np.random.default_rng(seed)
-    lengths = (6,) * 8 if "lengths" in without else LENGTHS
-    prompts = (4,) * 8 if "lengths" in without else PROMPTS
-    total = sum(lengths) + sum(prompts)
+    designs = [*DESIGNS]
+    if "lengths" in without:
+        designs = [
+            design._replace(prompt_length=4, response_length=6) for design in designs
+        ]
+    longest_response = max(design.response_length for design in designs)
+    total = sum(design.prompt_length + design.response_length for design in designs)
     # 0 is left out: many loops pad by it
-    others = [t for t in range(1, vocabulary) if t != end]
+    ordinary_ids = [t for t in range(1, vocabulary) if t != end]
     ids = np.concatenate(
-        [rng.permutation(others) for _ in range(1 + total // len(others))]
+        [rng.permutation(ordinary_ids) for _ in range(1 + total // len(ordinary_ids))]
     )
     rows: list[Row] = []
     offset = 0
-    for i, (prompt_length, response_length) in enumerate(
-        zip(prompts, lengths, strict=True)
-    ):
-        tokens = ids[offset : offset + prompt_length + response_length].tolist()
-        offset += prompt_length + response_length
-        prompt = tokens[:prompt_length]
-        response = tokens[prompt_length:]
-        holes = () if "holes" in without else HOLES.get(i, ())
+    for i, design in enumerate(designs):
+        stop = offset + design.prompt_length + design.response_length
+        tokens = ids[offset:stop].tolist()
+        offset = stop
+        prompt = tokens[: design.prompt_length]
+        response = tokens[design.prompt_length :]
+        holes = () if "holes" in without else design.holes
         if end is not None:
             # the longest response is cut off before its end; of equally long ones,
             # every fourth is
-            if response_length < max(lengths) or (
-                min(lengths) == max(lengths) and i % 4
-            ):
+            is_shorter = design.response_length < longest_response
+            if is_shorter or ("lengths" in without and i % 4):
                 response[-1] = end
-            if (i % 4 or group_size is not None) and prompt_length > 2:
+            if (i % 4 or group_size is not None) and design.prompt_length > 2:
                 # as in a chat template: an attention mask made of token values cuts it
                 # out
                 prompt[1] = end
-        group = GROUPS[i] if group_size is None else i // group_size
+        group = design.group if group_size is None else i // group_size
         if group_size is not None and i % group_size:
             prompt = list(rows[-1].prompt)
         rows.append(
             Row(
                 prompt,
                 response,
-                [t not in holes for t in range(response_length)],
-                ADVANTAGES[i],
+                [t not in holes for t in range(design.response_length)],
+                design.adv,
                 group=group,
             )
         )
@@ -297,15 +318,15 @@ def make_probable(
         end: the id that ends a sequence.
     """
     used = {t for r in rows for t in r.ids} | {0, *(() if end is None else (end,))}
-    for i, places in PROBABLE.items():
-        for t in places:
-            if t >= len(rows[i].response) - 1:
+    for row, design in zip(rows, DESIGNS, strict=False):
+        for t in design.probable:
+            if t >= len(row.response) - 1:
                 continue  # the last token ends the response
-            z = logits(rows[i].prompt + rows[i].response[:t])[-1].detach().clone()
-            z[[*used - {rows[i].response[t]}]] = -torch.inf
-            used -= {rows[i].response[t]}
-            rows[i].response[t] = int(z.argmax())
-            used |= {rows[i].response[t]}
+            z = logits(row.prompt + row.response[:t])[-1].detach().clone()
+            used -= {row.response[t]}  # the token itself may be the most probable one
+            z[[*used]] = -torch.inf
+            row.response[t] = int(z.argmax())
+            used |= {row.response[t]}
     return rows
 
 
@@ -316,7 +337,7 @@ def add_log_probs(
     hp: dict[str, Any],
     *,
     seed: int = 0,
-    still: bool = False,
+    on_policy: bool = False,
     coarse: bool = False,
     entropy: list[Tensor] | None = None,
 ) -> list[Row]:
@@ -329,7 +350,7 @@ def add_log_probs(
         o: the objective.
         hp: its numbers, resolved.
         seed: of the ratios.
-        still: r = 1.
+        on_policy: r = 1 everywhere.
         coarse: no token is beside a bound, for a step in half precision.
         entropy: of each response token, where the objective reads it.
     """
@@ -342,24 +363,20 @@ def add_log_probs(
         None if entropy is None else _padded(entropy),
     )
     log_ratios = choose_log_ratios(batch, o, hp, rng, coarse)
-    for row, x, log_ratios_of_row in zip(rows, lp, log_ratios, strict=True):
+    for row, lp_of_row, log_ratios_of_row in zip(rows, lp, log_ratios, strict=True):
         n = len(row.response)
-        row.old = np.minimum(
-            x.numpy() - (0 if still else log_ratios_of_row[:n]), LARGEST_LOG_PROB
-        ).tolist()
-        row.ref = np.minimum(
-            x.numpy() + rng.normal(0, 0.3, n), LARGEST_LOG_PROB
-        ).tolist()
+        current = lp_of_row.numpy()
+        old = current - (0 if on_policy else log_ratios_of_row[:n])
+        row.old = np.minimum(old, LARGEST_LOG_PROB).tolist()
+        ref = current + rng.normal(0, 0.3, n)
+        row.ref = np.minimum(ref, LARGEST_LOG_PROB).tolist()
     if o.sampler is not None:
-        old = Padded.of(rows).old
-        assert old is not None
-        for row, log_ratios_of_row in zip(
-            rows, choose_log_rho(old, padded.mask, o, hp, rng, coarse), strict=True
-        ):
-            n = len(row.response)
-            row.sampler = np.minimum(
-                np.array(row.old) - log_ratios_of_row[:n], LARGEST_LOG_PROB
-            ).tolist()
+        padded_old = Padded.of(rows).old
+        assert padded_old is not None
+        log_rho = choose_log_rho(padded_old, padded.mask, o, hp, rng, coarse)
+        for row, log_rho_of_row in zip(rows, log_rho, strict=True):
+            sampler = np.array(row.old) - log_rho_of_row[: len(row.response)]
+            row.sampler = np.minimum(sampler, LARGEST_LOG_PROB).tolist()
     return rows
 
 
@@ -392,8 +409,8 @@ def find_unvaried_axes(
     if temperature == 1:
         unvaried["temperature"] = "the temperature is 1"
     if all(
-        r.old is None or np.allclose(r.old, x, atol=1e-6)
-        for r, x in zip(rows, lp, strict=True)
+        r.old is None or np.allclose(r.old, lp_of_row, atol=1e-6)
+        for r, lp_of_row in zip(rows, lp, strict=True)
     ):
         unvaried["ratio"] = "r = 1 everywhere"
     if all(all(r.trains) for r in rows):
@@ -404,7 +421,7 @@ def find_unvaried_axes(
 def describe_rows(
     rows: Sequence[Row], temperature: float, lp: list[Tensor]
 ) -> list[str]:
-    """What the case varies, in words.
+    """Return what the case varies, in words.
 
     Args:
         rows: of the step.
@@ -415,8 +432,8 @@ def describe_rows(
     response_lengths = [len(r.response) for r in rows]
     is_off_policy = [
         abs(old - current) > 1e-3
-        for r, x in zip(rows, lp, strict=True)
-        for old, current in zip(r.old or x, x, strict=True)
+        for r, lp_of_row in zip(rows, lp, strict=True)
+        for old, current in zip(r.old or lp_of_row, lp_of_row, strict=True)
     ]
     holes = sum(not t for r in rows for t in r.trains)
     prompts = (
@@ -439,8 +456,10 @@ def _sampler_words(rows: Sequence[Row], lp: list[Tensor]) -> list[str]:
     has the sampler's log-probabilities.
     """
     rho = [
-        math.exp(o - s)
-        for r, x in zip(rows, lp, strict=True)
-        for o, s in zip(r.old or x.tolist(), r.sampler or (), strict=False)
+        math.exp(old - sampler)
+        for r, lp_of_row in zip(rows, lp, strict=True)
+        for old, sampler in zip(
+            r.old or lp_of_row.tolist(), r.sampler or (), strict=False
+        )
     ]
     return [f"rho from {min(rho):.3g} to {max(rho):.3g}"] if rho else []

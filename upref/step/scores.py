@@ -40,7 +40,7 @@ def log_prob_variants(right: Forward) -> Iterator[Variant]:
             right.model, rows, temperature, right.z, ids=right.ids, **options
         )
 
-    for id, words, temperature in (
+    for fault_id, words, temperature in (
         ("temperature-missing", "the temperature is left out (it is 1)", 1.0),
         ("temperature-twice", "the temperature is applied twice", T * T),
         (
@@ -50,7 +50,7 @@ def log_prob_variants(right: Forward) -> Iterator[Variant]:
         ),
     ):
         if temperature != T:
-            yield Fault(words, make_pass(temperature), id=id)
+            yield Fault(words, make_pass(temperature), id=fault_id)
     yield Fault(
         "labels are not shifted: logits are read at the token that they should predict",
         make_pass(shift=0),
@@ -80,8 +80,8 @@ def log_prob_variants(right: Forward) -> Iterator[Variant]:
             make_pass(rows=[_labels_earlier(row, places) for row in rows]),
             id="labels-early",
         )
-    for id, words, score in wrong_scores(right.model.vocabulary, right.model.end):
-        yield Fault(words, make_pass(score=score), id=id)
+    for fault_id, words, score in wrong_scores(right.model.vocabulary, right.model.end):
+        yield Fault(words, make_pass(score=score), id=fault_id)
     if isinstance(model := right.model, TorchModel):
 
         def run_with_cache() -> Forward:
@@ -97,9 +97,9 @@ def log_prob_variants(right: Forward) -> Iterator[Variant]:
     yield from _column_variants(right)
 
 
-def _labels_earlier(row: Row, by: int) -> Row:
-    """The row with other labels: those that stand so many places before its response."""
-    start = len(row.prompt) - by
+def _labels_earlier(row: Row, places: int) -> Row:
+    """Return the row with other labels: the tokens so many places before its response's."""
+    start = len(row.prompt) - places
     return replace(row, response=row.ids[start : start + len(row.response)])
 
 
@@ -131,8 +131,10 @@ def repeat_first_logits(z: Tensor, n: int) -> Tensor:
 
 
 def _logits_with_cache(model: TorchModel, row: Row) -> Tensor:
-    """[S, V]: the logits with a prefix cache that has no gradient. All prompt tokens
-    but the last are in the cache, and have the logits of the last one.
+    """Compute the logits with a prefix cache that has no gradient, [S, V].
+
+    All prompt tokens but the last are in the cache. They have no logits of their own, and
+    get those of the last prompt token: no label of a response is predicted there.
     """
     *first, last = row.prompt
     if not first:
@@ -196,12 +198,12 @@ def _column_variants(right: Forward) -> Iterator[Variant]:
         )
 
 
-def _at_labels(x: Tensor, y: Tensor) -> Tensor:
-    """[N]: the entry of each row of x [N, V] at its label y [N]."""
-    return x.gather(1, y[:, None])[:, 0]
+def _at_labels(z: Tensor, y: Tensor) -> Tensor:
+    """Return the entry of each row of z [N, V] at its label y [N], [N]."""
+    return z.gather(1, y[:, None])[:, 0]
 
 
-# what a vocabulary may be padded to a multiple of
+# a vocabulary may be padded to a multiple of one of these
 MULTIPLES = (8, 16, 32, 64, 128, 256, 512)
 
 
@@ -242,9 +244,9 @@ def wrong_scores(
 
     def score_padded(z: Tensor, y: Tensor, temperature: float, padding: int) -> Tensor:
         """The softmax has further logits of 0."""
-        x = z / temperature
-        log_sum = torch.nn.functional.pad(x, (0, padding)).logsumexp(-1)
-        return _at_labels(x, y) - log_sum
+        scaled = z / temperature
+        log_sum = torch.nn.functional.pad(scaled, (0, padding)).logsumexp(-1)
+        return _at_labels(scaled, y) - log_sum
 
     def score_without_end(z: Tensor, y: Tensor, temperature: float, end: int) -> Tensor:
         """The softmax has no end token where that is not the label."""

@@ -23,13 +23,15 @@ from upref.step.rows import Padded, Row
 from upref.verify.faults import Fault, measured
 from upref.verify.finding import Cause
 
-# of the gradient that are read; chosen at random where there are more
+# entries of the gradient that are read; chosen at random where there are more
 COORDINATES = 30_000
-# of the head's part, where only that is looked at
+# the same where only the head's part of the gradient is read
 HEAD_COORDINATES = 2_000
-# how near weights read off a float32 gradient must come, relative to the largest
+# Two weights that were read off a float32 gradient are the same if they differ by less,
+# relative to the largest weight.
 WEIGHT_TOLERANCE = 1e-4
-# a weight below this part of what the others foretell is another one
+# A token is lost if its weight is below this part of the expected one, and trains though
+# it should not if the expected one is below this part of its weight.
 LOST_SHARE = 0.1
 SINGULAR_TOLERANCE = 1e-10  # singular values below this part of the largest are zero
 
@@ -179,8 +181,8 @@ def gradient_of_weights(forward: Forward, weights: Sequence[Tensor]) -> Tensor:
 def constant_between(found: Tensor, expected: Tensor) -> float:
     """Return the median of expected over found weights; 1 where no token has both.
 
-    If one factor brings half of the weights or more to the expected ones, it is that
-    factor.
+    Where one factor brings at least half of the weights to the expected ones, the median
+    is that factor.
 
     Args:
         found: weights, nan where they are not known, [B, T].
@@ -211,16 +213,18 @@ class Tokens:
     lp_at_temperature_1: Tensor
     largest: float  # of all weights that were read, prompts included
     tol: float = WEIGHT_TOLERANCE
-    # factor of each response, where the gradient is one of each; sharper than `found`
+    # The factor of each response, where the gradient is that of responses with factors:
+    # it is known more exactly than the weights of tokens in `found`.
     row_factors: Tensor | None = None
 
     @property
-    def here(self) -> Tensor:
-        return self.padded.here
+    def is_token(self) -> Tensor:
+        """Which slots hold a token, [B, T]."""
+        return self.padded.is_token
 
-    def no_weight(self, found: Tensor) -> Tensor:
-        """Which of the weights that were read are 0, for the precision at which the
-        largest of them is known.
+    def has_no_weight(self, found: Tensor) -> Tensor:
+        """Tell which weights that were read are 0, to the precision at which the largest
+        of them is known.
 
         Args:
             found: weights of any tokens; nan counts as 0.
@@ -228,22 +232,23 @@ class Tokens:
         return found.isnan() | (found.abs() <= self.tol * self.largest)
 
     @property
-    def stopped(self) -> Tensor:
+    def is_stopped(self) -> Tensor:
         """Which tokens have no weight in the objective, [B, T]."""
         return self.expected.abs() <= self.tol * self.expected.abs().max()
 
     @property
-    def foretold(self) -> Tensor:
-        """The expected weights in the size of those that were read, [B, T]: a constant
-        factor makes no token another one.
+    def rescaled_expected(self) -> Tensor:
+        """The expected weights, multiplied so that the largest is as large as the
+        largest that was read, [B, T]: a constant factor of all weights is no fault of
+        single tokens.
         """
         largest = self.found.nan_to_num(0).abs().max()
-        if self.no_weight(largest):  # none of the responses' tokens trains
+        if self.has_no_weight(largest):  # none of the responses' tokens trains
             largest = torch.tensor(self.largest)
         return self.expected * largest / self.expected.abs().max().clamp(min=1e-300)
 
     def near(self, x: Tensor, y: Tensor) -> Tensor:
-        """Which weights are the same, relative to the largest that was read or is
+        """Tell which weights are the same, relative to the largest that was read or is
         expected.
 
         Args:
@@ -253,7 +258,7 @@ class Tokens:
         return x.isnan() | y.isnan() | ((x - y).abs() <= self.tol * largest)
 
     def same(self, x: Tensor, y: Tensor) -> bool:
-        """Whether all of these weights are the same.
+        """Tell whether all of these weights are the same.
 
         Args:
             x, y: as for `near`.
@@ -282,9 +287,9 @@ class Tokens:
         )
 
 
-def _largest_words(x: Tensor) -> str:
-    """The largest absolute value, in words; NaN counts as 0."""
-    return f"up to {float(x.nan_to_num(0).abs().max()):.3g}"
+def _largest_words(weights: Tensor) -> str:
+    """Return the largest absolute value, in words; NaN counts as 0."""
+    return f"up to {float(weights.nan_to_num(0).abs().max()):.3g}"
 
 
 # what differs, what was expected, and what was found, in words
@@ -311,7 +316,7 @@ def observe_weights(tokens: Tokens) -> list[Observation]:
 
 def _observe_prompts(tokens: Tokens) -> Iterator[Observation]:
     """Yield that tokens of prompts train, if they do."""
-    trained = [~tokens.no_weight(prompt) for prompt in tokens.prompts]
+    trained = [~tokens.has_no_weight(prompt) for prompt in tokens.prompts]
     if count := int(sum(trains.sum() for trains in trained)):
         what = measured.OBSERVED_PROMPTS_TRAIN.cause(tokens=count)
         yield what, "weight 0", _largest_words(torch.cat(tokens.prompts))
@@ -319,8 +324,8 @@ def _observe_prompts(tokens: Tokens) -> Iterator[Observation]:
 
 def _observe_masked_tokens(tokens: Tokens) -> Iterator[Observation]:
     """Yield that masked tokens train, if they do."""
-    masked = tokens.here & ~tokens.padded.mask
-    if count := int((masked & ~tokens.no_weight(tokens.found)).sum()):
+    masked = tokens.is_token & ~tokens.padded.mask
+    if count := int((masked & ~tokens.has_no_weight(tokens.found)).sum()):
         what = measured.OBSERVED_MASKED_TOKENS_TRAIN.cause(
             tokens=count, masked=int(masked.sum())
         )
@@ -331,15 +336,15 @@ def _observe_lost_tokens(tokens: Tokens) -> Iterator[Observation]:
     """Yield that responses do not train, and that further tokens do not, if they
     should.
     """
-    should_train = tokens.padded.mask & ~tokens.stopped & ~tokens.found.isnan()
-    far_below = tokens.found.abs() <= LOST_SHARE * tokens.foretold.abs()
-    is_lost = should_train & tokens.no_weight(tokens.found) & far_below
+    should_train = tokens.padded.mask & ~tokens.is_stopped & ~tokens.found.isnan()
+    far_below = tokens.found.abs() <= LOST_SHARE * tokens.rescaled_expected.abs()
+    is_lost = should_train & tokens.has_no_weight(tokens.found) & far_below
     if not is_lost.any():
         return
 
     def is_response_lost(i: int) -> bool:
-        """Whether the whole response is lost. Its factor tells it more sharply than its
-        tokens, where that was measured.
+        """Tell whether the whole response is lost. Where the factor of the response was
+        measured, it decides: it is known more exactly than the tokens' weights.
         """
         if not should_train[i].any() or not is_lost[i][should_train[i]].all():
             return False
@@ -362,10 +367,12 @@ def _observe_lost_tokens(tokens: Tokens) -> Iterator[Observation]:
 
 def _observe_stopped_tokens(tokens: Tokens) -> Iterator[Observation]:
     """Yield that tokens train that the clip should stop, if they do."""
-    should_stop = tokens.padded.mask & tokens.stopped
-    far_above = tokens.foretold.abs() <= LOST_SHARE * tokens.found.abs()
+    should_stop = tokens.padded.mask & tokens.is_stopped
+    far_above = tokens.rescaled_expected.abs() <= LOST_SHARE * tokens.found.abs()
     trains_though_stopped = should_stop & far_above
-    if count := int((trains_though_stopped & ~tokens.no_weight(tokens.found)).sum()):
+    if count := int(
+        (trains_though_stopped & ~tokens.has_no_weight(tokens.found)).sum()
+    ):
         what = measured.OBSERVED_STOPPED_TOKENS_TRAIN.cause(tokens=count)
         yield what, "weight 0", _largest_words(tokens.found[trains_though_stopped])
 
@@ -388,15 +395,15 @@ def _observe_factors_of_responses(tokens: Tokens) -> Iterator[Observation]:
 
 
 def is_named(fault: Fault[Any], cause: Cause) -> bool:
-    """Tell whether a fault is to be tried on a second draw of rows: the cause found on
-    the first names it.
+    """Tell whether a fault is to be tried on a second draw of rows: the cause that was
+    found on the first draw names it.
 
     It saves time and decides nothing: a fault that is tried must make the gradient of
     the second draw itself.
 
     Args:
         fault: the fault.
-        cause: what was found on the first draw. It is empty where this is the first,
+        cause: what was found on the first draw. On the first draw itself it is empty,
             and every fault is tried.
     """
     return not cause or not fault.id or fault.id in cause.ids
@@ -433,16 +440,16 @@ def factors_of_rows(tokens: Tokens, weights: Tensor) -> Tensor | None:
     for i in range(len(tokens.rows)):
         found = tokens.found[i]
         expected = weights[i]
-        is_known = tokens.here[i] & ~found.isnan() & ~expected.isnan()
+        is_known = tokens.is_token[i] & ~found.isnan() & ~expected.isnan()
         found = found[is_known]
         expected = expected[is_known]
         if not expected.any():
-            if not tokens.no_weight(found).all():
+            if not tokens.has_no_weight(found).all():
                 return None
             continue
         factor = (found @ expected) / (expected @ expected)
-        size = max(tokens.largest, float((factor * expected).abs().max()))
-        if not ((found - factor * expected).abs() <= tokens.tol * size).all():
+        largest = max(tokens.largest, float((factor * expected).abs().max()))
+        if not ((found - factor * expected).abs() <= tokens.tol * largest).all():
             return None
         factors[i] = factor
     return factors

@@ -352,7 +352,7 @@ def _batch(rows: Sequence[Row], temperature: float, settings: Any) -> Any:
     before = torch.tensor(
         [[0] * (P - len(r.prompt)) + [1] * len(r.prompt) for r in rows]
     )
-    attention = torch.cat([before, batch.here.long()], 1)
+    attention = torch.cat([before, batch.is_token.long()], 1)
     tensors = {
         "prompts": prompts,
         "responses": responses,
