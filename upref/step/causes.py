@@ -63,9 +63,8 @@ USUAL_VALUES: dict[str, tuple[float, ...]] = {
 FARTHEST_FACTOR = 100.0
 
 
-# A fault of these kinds moves which tokens have a gradient. Beside it, a response
-# without one is no second fault: if it is not explained by the first, the first is the
-# wrong one.
+# A fault of these kinds changes which tokens have a gradient. A response that has none,
+# although this fault gives it one, is then no second fault: this fault is the wrong one.
 STOPPING_KINDS = (
     "hyperparameter",
     "objective",
@@ -103,12 +102,14 @@ def find_fault(tokens: Tokens, only: Cause = NO_CAUSE) -> tuple[Cause, Tensor] |
         row_factors = factors_of_rows(tokens, weights)
         if row_factors is None:
             continue
-        # a response whose weights are within the noise, and should be, does not tell its
-        # factor
+        # the factor of a response whose weights are within the noise, and should be, is not
+        # known
         should_be_silent = tokens.near(weights * right_multiples, 0 * weights).all(1)
         row_factors[is_silent & should_be_silent] = torch.nan
         least = WEIGHT_TOLERANCE * row_factors.nan_to_num(0).abs().max()
-        without_weight = [i for i, k in enumerate(row_factors) if abs(k) <= least]
+        without_weight = [
+            i for i, factor in enumerate(row_factors) if abs(factor) <= least
+        ]
         known_factors = len(row_factors) - int(row_factors.isnan().sum())
         if known_factors == 0 or len(without_weight) == known_factors:
             continue
@@ -150,7 +151,7 @@ def _cause_with_range(
     """Return the cause of a fault that fits. If the fault is another value of one
     bound, the cause names the range of values that fit.
 
-    One value would be a guess where no token has a ratio between it and the trainer's.
+    Where no token has a ratio between two values, both fit: to name one is to guess.
 
     Args:
         tokens: the tokens of the step.
@@ -182,7 +183,11 @@ def _cause_with_range(
         range_words = f"{high:.3g} or less"
     else:
         range_words = f"between {low:.3g} and {high:.3g}"
-    usual = ", ".join(f"{v:g}" for v in USUAL_VALUES[key] if low <= v <= high)
+    usual = ", ".join(
+        f"{usual_value:g}"
+        for usual_value in USUAL_VALUES[key]
+        if low <= usual_value <= high
+    )
     right_value = "absent" if hp[key] is None else f"{hp[key]:g}"
     words = f"{key} is {range_words} (such as {usual}), not {right_value}"
     return replace(known_fault.cause, words=words)
@@ -207,10 +212,10 @@ def _farthest_that_fits(
 
 
 def _largest_odd_factor(known_fault: LossFault) -> float:
-    """Return how large a constant factor beside this fault may be that no loop is known
-    to have. The inverse of the factor has the same bound.
+    """Return the largest constant factor, of those that no loop is known to have, that
+    is accepted beside this fault. The inverse of a factor has the same bound.
 
-    A free factor lets a wrong fault fit, so beside another objective none is allowed.
+    A free factor lets a wrong fault fit. Beside another objective none is accepted.
     """
     if known_fault.kind == "objective":
         return 1.0
@@ -340,16 +345,15 @@ def _mask_and_ratio_faults(tokens: Tokens, batch: Rollouts) -> Iterator[LossFaul
             tokens.padded.mask & (_has_end_token(tokens.rows) | (positions == 0)),
         ),
     )
-    for id, words, mask in masks:
-        yield _batch_fault(words, id=id, mask=mask)
-    now = "the old log-probabilities are the current ones"
-    yield _batch_fault(
-        f"{now}, or have no effect: r = 1", id="ratio-always-one", logp_old=tokens.lp
-    )
-    for id, words, mask in masks:
+    for fault_id, words, mask in masks:
+        yield _batch_fault(words, id=fault_id, mask=mask)
+    old_is_current = "the old log-probabilities are the current ones"
+    ratio_is_1 = f"{old_is_current}, or have no effect: r = 1"
+    yield _batch_fault(ratio_is_1, id="ratio-always-one", logp_old=tokens.lp)
+    for fault_id, words, mask in masks:
         yield _batch_fault(
-            f"{words}; {now}, or have no effect: r = 1",
-            id=id,
+            f"{words}; {ratio_is_1}",
+            id=fault_id,
             beside="ratio-always-one",
             mask=mask,
             logp_old=tokens.lp,
@@ -357,18 +361,18 @@ def _mask_and_ratio_faults(tokens: Tokens, batch: Rollouts) -> Iterator[LossFaul
     yield _batch_fault(
         "the old and the current log-probabilities are exchanged in the ratio",
         id="old-and-new-log-probs-exchanged",
-        logp_old=2 * tokens.lp - batch.logp_old,
+        logp_old=2 * tokens.lp - batch.logp_old,  # 1 / r in place of r
     )
     yield _batch_fault(
-        f"{now} at temperature 1",
+        f"{old_is_current} at temperature 1",
         id="old-log-probs-at-temperature-1",
         logp_old=tokens.lp_at_temperature_1,
     )
-    for by, where in {1: "late", -1: "early"}.items():
+    for places, where in {1: "late", -1: "early"}.items():
         yield _batch_fault(
             f"the old log-probabilities are one token too {where}",
             id=f"old-log-prob-one-token-{where}",
-            logp_old=moved(batch.logp_old, by),
+            logp_old=moved(batch.logp_old, places),
         )
     yield _batch_fault(
         "the old log-probabilities are counted without the holes",
@@ -381,7 +385,7 @@ def _exchanged_row_faults(tokens: Tokens, batch: Rollouts) -> Iterator[LossFault
     """Yield faults that give rows the numbers of other rows, or another sign."""
     orders = [*_row_orders(tokens.rows)]
     advantages = batch.adv[:, :1]
-    # with advantages of d and -d in turn, the sign and an exchange make the same ones
+    # where an exchange of rows negates all advantages, so does the opposite sign
     opposite = [
         words
         for _, words, order in orders
@@ -433,9 +437,9 @@ def _normalized_advantage_faults(
         ("batch", "", torch.zeros(count)),
         ("group", " in each group", tokens.padded.group),
     ]
-    for m in range(2, count):
-        where = f" in each micro-batch of {m}"
-        parts.append(("micro-batch", where, torch.arange(count) // m))
+    for size in range(2, count):
+        where = f" in each micro-batch of {size}"
+        parts.append(("micro-batch", where, torch.arange(count) // size))
     for sample, where, part_of_row in parts:
         is_same_part = torch.eq(part_of_row[:, None], part_of_row).double()
         mean = partial(_means_of_parts, is_same_part)
@@ -477,11 +481,11 @@ def _reference_faults(
     tokens: Tokens, batch: Rollouts, logp_ref: Tensor
 ) -> Iterator[LossFault]:
     """Yield faults of the reference model's log-probabilities."""
-    for by, where in {1: "late", -1: "early"}.items():
+    for places, where in {1: "late", -1: "early"}.items():
         yield _batch_fault(
             f"the reference model's log-probabilities are one token too {where}",
             id=f"reference-one-token-{where}",
-            logp_ref=moved(logp_ref, by),
+            logp_ref=moved(logp_ref, places),
         )
     yield _batch_fault(
         "the reference model's log-probabilities are used as the old ones",
@@ -504,13 +508,14 @@ def _kl_faults(tokens: Tokens, batch: Rollouts) -> Iterator[LossFault]:
     """Yield faults of the KL term."""
     yield KL_MISSING
     yield kl_added(tokens.goal.beta)
-    for name, kl in ESTIMATORS.items():
+    for name, estimator in ESTIMATORS.items():
         words = f"the KL term ({name}) of the old policy is folded into the advantage"
         yield _batch_fault(
             words,
             {"beta": 0.0},
             id="kl-of-old-policy-in-advantage",
-            adv=batch.adv - tokens.goal.beta * kl(batch.logp_old, tokens.padded.ref),
+            adv=batch.adv
+            - tokens.goal.beta * estimator(batch.logp_old, tokens.padded.ref),
         )
 
 
@@ -554,7 +559,9 @@ def _other_objective_faults(
         if name == objective.name or other.batch_coupled:
             continue
         shared_hp = {
-            k: v for k, v in hp.items() if k in other.hyperparameters and v is not None
+            key: value
+            for key, value in hp.items()
+            if key in other.hyperparameters and value is not None
         }
         yield fault(
             f"the objective is {other.name}",
@@ -572,7 +579,8 @@ def _other_response_faults(
     that the weights show.
     """
     count = len(tokens.rows)
-    for id, numbers, name, each in (
+    # id, words, field of the batch; and for each response j, its numbers given to all
+    for fault_id, numbers, name, given_to_all in (
         (
             "advantages-of-other-responses",
             "advantages",
@@ -586,7 +594,7 @@ def _other_response_faults(
             [batch.logp_old[j].expand_as(batch.logp_old) for j in range(count)],
         ),
     ):
-        found = _find_sources(tokens, name, each, hp)
+        found = _find_sources(tokens, name, given_to_all, hp)
         if found is None:
             continue
         source, is_certain = found
@@ -596,19 +604,21 @@ def _other_response_faults(
             continue
         sources = zip(source.tolist(), is_certain.tolist(), strict=True)
         words = " ".join(str(j) if certain else "?" for j, certain in sources)
-        exchanged = torch.stack([each[j][i] for i, j in enumerate(source)])
+        exchanged = torch.stack([given_to_all[j][i] for i, j in enumerate(source)])
         change: Any = {name: exchanged}
         of_others = f"the {numbers} are those of other responses: of {words}"
-        yield _batch_fault(of_others, id=id, **change)
+        yield _batch_fault(of_others, id=fault_id, **change)
 
 
-def _means_of_parts(same: Tensor, x: Tensor) -> Tensor:
-    """[B]: the mean of x over each response's part; same: [B, B], 1 within a part."""
-    return same @ x / same.sum(1)
+def _means_of_parts(is_same_part: Tensor, numbers: Tensor) -> Tensor:
+    """Return the mean of the numbers [B] over each response's part, [B]. The matrix
+    [B, B] is 1 where two responses are in one part, else 0.
+    """
+    return is_same_part @ numbers / is_same_part.sum(1)
 
 
 def _has_end_token(rows: Sequence[Row]) -> Tensor:
-    """[B, 1]: whether the response ends in the end token.
+    """Tell which responses end in the end token, [B, 1].
 
     The end token is the one in which most responses end. If all end differently, it is
     not known, and every response counts as ended.
@@ -619,7 +629,7 @@ def _has_end_token(rows: Sequence[Row]) -> Tensor:
 
 
 def _find_sources(
-    tokens: Tokens, name: str, each: Sequence[Tensor], hp: dict[str, Any]
+    tokens: Tokens, name: str, given_to_all: Sequence[Tensor], hp: dict[str, Any]
 ) -> tuple[Tensor, Tensor] | None:
     """Find the response from which each response took its advantages or its old
     log-probabilities.
@@ -627,7 +637,8 @@ def _find_sources(
     Args:
         tokens: the weights that were read.
         name: the field of `Rollouts` that holds these numbers.
-        each: the numbers of response j, given to all responses, [B, T], for each j.
+        given_to_all: the numbers of response j, given to all responses, [B, T], for
+            each j.
         hp: the objective's hyperparameters.
 
     Returns:
@@ -641,7 +652,7 @@ def _find_sources(
     # response i has the weights that the numbers of response j make
     has_numbers_of = torch.zeros(count, count, dtype=torch.bool)
     for j in range(count):
-        change: Any = {name: each[j]}
+        change: Any = {name: given_to_all[j]}
         weights, mask = _weights_of_fault(tokens, _batch_fault("", id="", **change), hp)
         is_same = tokens.near(tokens.found, weights * right_multiples)
         has_numbers_of[:, j] = (is_same | ~mask).all(1)
@@ -707,15 +718,15 @@ def _advantage_faults(tokens: Tokens, rollouts: Rollouts) -> Iterator[LossFault]
     """Yield the faults that advantages are clipped or discounted, by the bound or the
     factor that the weights show.
     """
-    live = (
+    has_weight = (
         tokens.padded.mask
         & ~tokens.is_stopped
         & ~tokens.found.isnan()
         & ~tokens.has_no_weight(tokens.found)
     )
-    multiples = torch.where(
-        live, tokens.found / torch.where(live, tokens.expected, 1), torch.nan
-    )
+    # 1 where there is no weight, so that nothing is divided by 0
+    expected = torch.where(has_weight, tokens.expected, 1)
+    multiples = torch.where(has_weight, tokens.found / expected, torch.nan)
     row_multiples = multiples.nanmedian(1).values
     is_smaller = row_multiples < 1 - 1e-3
     A = rollouts.adv[:, 0].abs()
@@ -727,9 +738,11 @@ def _advantage_faults(tokens: Tokens, rollouts: Rollouts) -> Iterator[LossFault]
             id="advantages-clipped",
             adv=rollouts.adv.clamp(-limit, limit),
         )
-    if not live.any() or not bool((multiples[live] > 0).all()):
+    if not has_weight.any() or not bool((multiples[has_weight] > 0).all()):
         return
-    positions = torch.arange(live.shape[1], dtype=torch.float64).expand(live.shape)
+    positions = torch.arange(has_weight.shape[1], dtype=torch.float64).expand(
+        has_weight.shape
+    )
     length = torch.tensor([[len(row.response)] for row in tokens.rows])
     trained_position = tokens.padded.mask.double().cumsum(1) - 1
     for where, discounted_tokens in (
@@ -740,8 +753,9 @@ def _advantage_faults(tokens: Tokens, rollouts: Rollouts) -> Iterator[LossFault]
             trained_position.amax(1, keepdim=True) - trained_position,
         ),
     ):
-        distance = _centered_by_row(discounted_tokens, live)
-        log_multiple = _centered_by_row(multiples.clamp(min=1e-300).log(), live)
+        # log multiple = distance x log gamma + a constant of the row
+        distance = _centered_by_row(discounted_tokens, has_weight)
+        log_multiple = _centered_by_row(multiples.clamp(min=1e-300).log(), has_weight)
         if not bool(distance.any()):
             continue
         gamma = float(
@@ -756,21 +770,25 @@ def _advantage_faults(tokens: Tokens, rollouts: Rollouts) -> Iterator[LossFault]
             )
 
 
-def _centered_by_row(x: Tensor, live: Tensor) -> Tensor:
-    """[B, T]: x minus its mean over the live tokens of each row; 0 on other tokens."""
-    x = torch.where(live, x, 0)
-    mean = x.sum(1, keepdim=True) / live.sum(1, keepdim=True).clamp(min=1)
-    return torch.where(live, x - mean, 0)
+def _centered_by_row(numbers: Tensor, is_counted: Tensor) -> Tensor:
+    """Return the numbers less their mean over the counted tokens of each row, [B, T]; 0
+    on other tokens.
+    """
+    counted = torch.where(is_counted, numbers, 0)
+    sums = counted.sum(1, keepdim=True)
+    mean = sums / is_counted.sum(1, keepdim=True).clamp(min=1)
+    return torch.where(is_counted, counted - mean, 0)
 
 
-def _laid_over(x: Tensor, mask: Tensor, is_token: Tensor) -> Tensor:
+def _laid_over(numbers: Tensor, mask: Tensor, is_token: Tensor) -> Tensor:
     """Return the numbers of the tokens that train, written without gaps to the first
     response tokens of the batch, whether those train or not, [B, T].
     """
-    out = torch.zeros_like(x.expand_as(mask))
+    numbers = numbers.expand_as(mask)
+    laid_over = torch.zeros_like(numbers)
     places = is_token.nonzero()[: int(mask.sum())]
-    out[places[:, 0], places[:, 1]] = x.expand_as(mask)[mask]
-    return out
+    laid_over[places[:, 0], places[:, 1]] = numbers[mask]
+    return laid_over
 
 
 def _wrong_length_faults(tokens: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
@@ -782,10 +800,10 @@ def _wrong_length_faults(tokens: Tokens, hp: dict[str, Any]) -> Iterator[LossFau
     def divided_by(
         width: int | Tensor, lp: Tensor, old: Tensor, A: Tensor, mask: Tensor
     ) -> Tensor:
-        """J with the sum of log r divided by this width."""
+        """Return J with the sum of log r divided by this width."""
         return term(old + (lp - old) * mask.sum(1, keepdim=True) / width, old, A, mask)
 
-    for id, words, part_of_row in (
+    for length_id, words, part_of_row in (
         ("whole-row", "prompt and response", lambda row: row.ids),
         ("response", "the response, masked tokens included", lambda row: row.response),
     ):
@@ -795,7 +813,7 @@ def _wrong_length_faults(tokens: Tokens, hp: dict[str, Any]) -> Iterator[LossFau
         yield fault(
             f"the response's log-ratio is divided by the length of {words}",
             "ratio",
-            id=f"log-ratio-over-{id}",
+            id=f"log-ratio-over-{length_id}",
             J=partial(divided_by, lengths),
         )
     longest_row = max(len(row.ids) for row in tokens.rows)
@@ -810,7 +828,7 @@ def _wrong_length_faults(tokens: Tokens, hp: dict[str, Any]) -> Iterator[LossFau
 
 
 def _is_accepted(objective: Objective, key: str, value: float) -> bool:
-    """Whether the hyperparameter can have this value."""
+    """Tell whether the hyperparameter can have this value."""
     try:
         objective.resolve({key: value})
     except InputError:
@@ -821,8 +839,8 @@ def _is_accepted(objective: Objective, key: str, value: float) -> bool:
 def _features_of_lost_tokens(
     tokens: Tokens, rollouts: Rollouts
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield features that all tokens share that should train and do not, and that no
-    token that trains has.
+    """Yield the features of lost tokens: all tokens that should train and do not have
+    the feature, and no token that trains has it.
 
     Yields:
         The id of the feature, the tokens with it in words, and which they are, [B, T].
@@ -839,13 +857,13 @@ def _features_of_lost_tokens(
     ids = torch.zeros_like(positions)
     for i, row in enumerate(tokens.rows):
         ids[i, : len(row.response)] = torch.tensor(row.response)
-    for id, words, feature in (
+    for feature_id, words, feature in (
         ("tokens-of-one-id", "tokens that equal {:g}", ids),
         ("tokens-at-one-place", "the tokens at place {:g} of each row", place),
     ):
         values = feature[is_lost].unique()
         if len(values) == 1 and not (feature[is_kept] == values).any():
-            yield id, words.format(float(values)), feature == values
+            yield feature_id, words.format(float(values)), feature == values
     features = (
         ("late-tokens-of-row", "tokens behind the first {:g} of a row", place),
         ("late-tokens", "tokens behind the first {:g} of a response", positions),
@@ -856,11 +874,11 @@ def _features_of_lost_tokens(
         ("large-advantages", "tokens with an advantage above {:g}", rollouts.adv),
         ("small-advantages", "tokens with an advantage below -{:g}", -rollouts.adv),
     )
-    for id, words, feature in features:
+    for feature_id, words, feature in features:
         largest_kept = float(feature[is_kept].max())
         smallest_lost = float(feature[is_lost].min())
         if (limit := between(largest_kept, smallest_lost)) is not None:
-            yield id, words.format(abs(limit), abs(limit)), feature > limit
+            yield feature_id, words.format(abs(limit), abs(limit)), feature > limit
 
 
 def _row_orders(rows: Sequence[Row]) -> list[tuple[str, str, Tensor]]:
@@ -874,24 +892,24 @@ def _row_orders(rows: Sequence[Row]) -> list[tuple[str, str, Tensor]]:
     smaller_parts = [size for size in (4, 2) if size < count]
     for part_size in dict.fromkeys((count, *smaller_parts)):
         for shift in range(1, part_size):
-            id = "later-rows"
+            order_id = "later-rows"
             words = f"row i + {shift}"
             if shift > part_size // 2:
-                id = "earlier-rows"
+                order_id = "earlier-rows"
                 words = f"row i - {part_size - shift}"
             if part_size < count:
-                id = f"{id}-of-part"
+                order_id = f"{order_id}-of-part"
                 words = f"{words} of micro-batches of {part_size}"
             parts = torch.arange(count).split(part_size)
             order = torch.cat([part.roll(-shift) for part in parts])
-            orders.append((id, words, order))
+            orders.append((order_id, words, order))
     lengths = torch.tensor([len(row.response) for row in rows])
     for longest_first in (False, True):
         order = lengths.argsort(descending=longest_first, stable=True)
         how = "by length, longest first" if longest_first else "by length"
         words = f"another row: responses are sorted {how}, and these are not"
-        id = "rows-by-length-down" if longest_first else "rows-by-length"
-        orders.append((id, words, order.argsort()))
+        order_id = "rows-by-length-down" if longest_first else "rows-by-length"
+        orders.append((order_id, words, order.argsort()))
     return orders
 
 
@@ -907,17 +925,15 @@ def _reordered(rows: Sequence[Row], values: Tensor, order: Tensor) -> Iterator[T
     padded_right = [len(row.prompt) for row in rows]
     width = max(len(row.ids) for row in rows)
     padded_left = [width - length for length in lengths]
-    for start in (responses_only, padded_right, padded_left):
-        columns = values.new_zeros(len(lengths), width + values.shape[1])
-        for i, first_column in enumerate(start):
-            columns[i, first_column : first_column + lengths[i]] = values[
-                i, : lengths[i]
-            ]
-        columns = columns[order]
+    for first_columns in (responses_only, padded_right, padded_left):
+        whole_rows = values.new_zeros(len(lengths), width + values.shape[1])
+        for i, first in enumerate(first_columns):
+            whole_rows[i, first : first + lengths[i]] = values[i, : lengths[i]]
+        exchanged = whole_rows[order]
         yield torch.stack(
             [
-                columns[i, first_column : first_column + values.shape[1]]
-                for i, first_column in enumerate(start)
+                exchanged[i, first : first + values.shape[1]]
+                for i, first in enumerate(first_columns)
             ]
         )
 
@@ -936,22 +952,23 @@ def _weights_of_fault(
     weights = torch.zeros_like(batch.logp)
     try:
         batch = known_fault.change.view(batch)
-        has_token = batch.mask.any(1)
-        of_live_rows = {name: x[has_token] for name, x in batch.tensors().items()}
+        # a batch has no response without a token that trains
+        trains = batch.mask.any(1)
+        trained_rows = {name: x[trains] for name, x in batch.tensors().items()}
         # the batch has the fault's view already
         change = replace(known_fault.change, view=lambda batch: batch)
-        unscaled = change.weights(tokens.goal.objective, hp, batch.but(**of_live_rows))
-        weights[has_token] = unscaled * tokens.goal.scale
+        unscaled = change.weights(tokens.goal.objective, hp, batch.but(**trained_rows))
+        weights[trains] = unscaled * tokens.goal.scale
     except (InputError, RuntimeError, TypeError, AttributeError, AssertionError):
         weights += 1e9
     return weights, batch.mask
 
 
-def _without_holes(x: Tensor, mask: Tensor) -> Tensor:
-    """[B, T]: the numbers of the tokens that train, moved together to the start of each
-    row; 0 behind them.
+def _without_holes(numbers: Tensor, mask: Tensor) -> Tensor:
+    """Return the numbers of the tokens that train, moved together to the start of each
+    row, [B, T]; 0 behind them.
     """
-    out = torch.zeros_like(x)
+    moved_together = torch.zeros_like(numbers)
     for i, trains in enumerate(mask):
-        out[i, : trains.sum()] = x[i, trains]
-    return out
+        moved_together[i, : trains.sum()] = numbers[i, trains]
+    return moved_together

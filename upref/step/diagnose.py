@@ -66,12 +66,12 @@ class _Dtypes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kinds: set[torch.dtype] = set()
+        self.dtypes: set[torch.dtype] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        self.kinds |= {x.dtype for x in args if isinstance(x, Tensor)}
+        self.dtypes |= {x.dtype for x in args if isinstance(x, Tensor)}
         return func(*args, **(kwargs or {}))
 
 
@@ -81,9 +81,9 @@ def half_precision(run: Callable[[], object]) -> torch.dtype | None:
     Args:
         run: the step.
     """
-    with _Dtypes() as dtypes:
+    with _Dtypes() as mode:
         run()
-    return next((k for k in HALF_PRECISIONS if k in dtypes.kinds), None)
+    return next((dtype for dtype in HALF_PRECISIONS if dtype in mode.dtypes), None)
 
 
 def wrong_parameters(
@@ -103,8 +103,8 @@ def wrong_parameters(
     found_parts = model.split(found)
 
     def tolerance(part: Tensor) -> float:
-        """The error that is allowed of one parameter's gradient. In half precision, any
-        error is.
+        """Return the error that is allowed of one parameter's gradient. In half
+        precision every error is allowed.
         """
         least = max(50 * bound * float(part.norm()), 0.25 * bound * size)
         is_half_precision = bound >= 1e-2
@@ -599,10 +599,10 @@ class _Search:
             if wrong_term:
                 return [join_causes(candidate.cause, wrong_term)]
 
-        def make_the_gradient(weights: list[Tensor]) -> bool:
-            """Whether these weights of all tokens give the policy term's gradient."""
-            made = gradient_of_weights(candidate.forward, weights)
-            return reproduces(made, policy, 2 * self.max_residual)
+        def give_the_gradient(weights: list[Tensor]) -> bool:
+            """Tell whether these weights of all tokens give the policy term's gradient."""
+            gradient = gradient_of_weights(candidate.forward, weights)
+            return reproduces(gradient, policy, 2 * self.max_residual)
 
         return _explain_reading(
             scored,
@@ -611,7 +611,7 @@ class _Search:
             terms,
             self.bound,
             candidate.cause,
-            make_the_gradient,
+            give_the_gradient,
             row_factors,
             self.only,
         )
@@ -632,12 +632,12 @@ class _Search:
 
     def _explain_bonus(self) -> list[Any]:
         """Try an entropy bonus and a z-loss of any coefficients."""
-        bonus_gradients = [self.terms.each["H"], self.terms.each["Z"]]
+        bonus_gradients = [self.terms.gradients["H"], self.terms.gradients["Z"]]
         reading = read_weights(self.forward, self.gradient, bonus_gradients)
         fits = reading.residual <= self.max_residual
         if not fits:
             return []
-        coefficients = ", ".join(f"{-x:.4g}" for x in reading.extra)
+        coefficients = ", ".join(f"{-number:.4g}" for number in reading.extra)
         return [measured.ENTROPY_BONUS_OR_Z_LOSS.cause(coefficients=coefficients)]
 
     def _unknown(self) -> Cause:
@@ -656,8 +656,9 @@ class _Search:
 def _least_residual(
     goal: Goal, forward: Forward, padded: Padded, gradient: Tensor
 ) -> float:
-    """At least so much of the gradient is left by any factors of the rows: what is left
-    of its entries that are the head's. 0 where the model has no head of its own.
+    """Return a lower bound of what any factors of the rows leave of the gradient,
+    relative to its norm: what they leave of the head's part. 0 where the model has no head
+    of its own.
     """
     try:
         head_rows = forward.of_head(
@@ -709,7 +710,8 @@ class Terms:
     """The gradient of each term of the goal by itself, negative as a loss has it."""
 
     goal: Goal
-    each: dict[str, Tensor]  # J, KL, H and Z -> [P], without its coefficient
+    # J, KL, H and Z -> the gradient without its coefficient, [P]
+    gradients: dict[str, Tensor]
     slope: Tensor  # d(J - β KL)/dlp
     lp: Tensor
 
@@ -728,10 +730,10 @@ class Terms:
         lp, H, Z = forward.statistics()
         parts = goal.parts(lp, H, Z, padded)
         c = goal.coefficients
-        each = {k: forward.by_row(-v).sum(0) for k, v in parts.items()}
+        gradients = {k: forward.by_row(-part).sum(0) for k, part in parts.items()}
         policy = parts["J"] + (c["KL"] * parts["KL"] if "KL" in parts else 0)
         (slope,) = torch.autograd.grad(goal.scale * policy, lp, retain_graph=True)
-        return cls(goal, each, slope.detach(), lp.detach())
+        return cls(goal, gradients, slope.detach(), lp.detach())
 
     def without(self, gradient: Tensor, *names: str) -> Tensor:
         """Return the gradient less these terms with the goal's coefficients.
@@ -742,12 +744,12 @@ class Terms:
         """
         c = self.goal.coefficients
         return gradient - self.goal.scale * sum(
-            c[k] * self.each[k] for k in names if k in self.each
+            c[k] * self.gradients[k] for k in names if k in self.gradients
         )
 
     def _constant(self, fitted: float) -> float:
-        """The constant factor of a gradient: the one that fits where an acting clip of
-        the norm hides it, and 1 elsewhere.
+        """Return the constant factor of a gradient. It is 1, but after a clip of the norm
+        it is not known, and the fitted one stands for it.
         """
         return fitted if self.goal.clip is not None and fitted > 0 else 1.0
 
@@ -755,7 +757,8 @@ class Terms:
         """The gradient of the goal, all terms together, before a clip, [P]."""
         c = self.goal.coefficients
         return self.goal.scale * sum(
-            (c[k] * each for k, each in self.each.items()), torch.zeros(())
+            (c[k] * gradient for k, gradient in self.gradients.items()),
+            torch.zeros(()),
         )
 
     def in_its_units(self, gradient: Tensor, added: Tensor) -> Tensor:
@@ -778,19 +781,22 @@ class Terms:
             gradient: the gradient that was found, [P].
             bound: the relative error that is allowed.
         """
-        terms = [*self.each]
-        G = torch.stack([self.each[term] for term in terms], 1)
-        y = gradient / self.goal.scale
-        size = G.norm(dim=0).clamp(min=1e-300)
-        scaled = torch.linalg.lstsq(G / size, y[:, None], driver="gelsd").solution
-        fitted = scaled[:, 0] / size
-        rest = (G @ fitted - y).norm() / y.norm()
+        terms = [*self.gradients]
+        columns = torch.stack([self.gradients[term] for term in terms], 1)
+        unscaled = gradient / self.goal.scale
+        norms = columns.norm(dim=0).clamp(min=1e-300)
+        solution = torch.linalg.lstsq(
+            columns / norms, unscaled[:, None], driver="gelsd"
+        ).solution
+        fitted = solution[:, 0] / norms
+        residual = (columns @ fitted - unscaled).norm() / unscaled.norm()
         times = self._constant(float(fitted[0]))
-        if rest > bound or abs(fitted[0] / times - 1) > 1e-3:
+        # J is the first term, and its coefficient is 1
+        if residual > bound or abs(fitted[0] / times - 1) > 1e-3:
             return NO_CAUSE
         fitted = fitted / times
         # of each term with the coefficient 1, relative to the gradient
-        sizes = size * times / y.norm()
+        sizes = norms * times / unscaled.norm()
         causes = []
         for term, found, term_size in zip(terms, fitted.tolist(), sizes, strict=True):
             right = self.goal.coefficients[term]
@@ -811,7 +817,7 @@ class Terms:
 
 
 def _smaller_fault(left: float) -> Cause:
-    """The cause of what one fault leaves of a gradient."""
+    """Return the cause that names how much of a gradient one fault leaves."""
     return Cause(f"{left:.2g} of the gradient is left, by another and smaller fault")
 
 
@@ -838,7 +844,8 @@ def _find_kl_term(
     """Return the cause that the loss has a KL term that the goal lacks, if that makes
     the difference.
 
-    The term is of the old policy. That of k1 has the same gradient for any policy.
+    The term that is tried is that of the old policy. The term of k1 has the same gradient
+    whatever the other policy is.
     """
     if batch.old is None:
         return NO_CAUSE
@@ -863,9 +870,9 @@ def _find_kl_term(
 
 
 def _relative_bound(bound: float, gradient: Tensor, rest: Tensor) -> float:
-    """The error that is allowed of a part of the gradient, relative to that part.
+    """Return the error that is allowed of a part of the gradient, relative to the part.
 
-    At most a tenth: a part hardly larger than the bound would fit any term.
+    It is at most a tenth: otherwise a part hardly larger than the bound fits any term.
     """
     return min(0.1, bound * float(gradient.norm() / rest.norm()))
 
@@ -931,7 +938,7 @@ def _find_bonus_over_prompts(
     gradient: Tensor,
     bound: float,
 ) -> Cause:
-    """Return the cause that the entropy bonus counts tokens of prompts and masked ones
+    """Return the cause that the entropy bonus counts tokens of prompts and masked tokens
     too, if that gives the rest of the gradient.
     """
     with torch.enable_grad():
@@ -997,8 +1004,8 @@ def _find_shared_aggregation(
 
 
 def _without_other_responses(forward: Forward) -> list[list[int]]:
-    """Return the tokens that were fed behind each row, up to the next row's response:
-    the tokens of that response train as its own.
+    """Return the tokens that were fed behind each row, up to the response of the next
+    row in the same sequence: tokens of that response train as tokens of the next row.
     """
     tails = []
     for tokens in forward.after:
@@ -1035,7 +1042,7 @@ def _explain_reading(
     terms: Terms,
     bound: float,
     cause: Cause,
-    make_the_gradient: Callable[[list[Tensor]], bool],
+    give_the_gradient: Callable[[list[Tensor]], bool],
     row_factors: Tensor | None = None,
     only: Cause = NO_CAUSE,
 ) -> list[Any]:
@@ -1048,8 +1055,8 @@ def _explain_reading(
         terms: of the objective, with that forward pass.
         bound: the relative error that is allowed.
         cause: the fault of the forward pass; empty where it has none.
-        make_the_gradient: whether weights of all tokens give the gradient; where not,
-            the fault that has them is not named.
+        give_the_gradient: tells whether weights of all tokens give the gradient. A fault
+            whose weights do not is not named.
         row_factors: the factor of each response, where these alone give the gradient.
         only: a cause that was found on other rows; only what it names is tried.
 
@@ -1068,7 +1075,7 @@ def _explain_reading(
     prompts, responses, behind = _split_weights(forward.rows, reading.weights)
     expected = widen(terms.slope)
     found = torch.stack([widen(weights) for weights in responses])
-    # what the norm was before its clip is not known, so a constant factor is not either
+    # after a clip of the norm, no constant factor of the weights is known
     times = 1.0 if terms.goal.clip is None else constant_between(found, expected)
     noise = max(WEIGHT_TOLERANCE, 30 * reading.residual, 20 * bound)
     at_temperature_1 = Forward(forward.model, forward.rows, 1.0, forward.z)
@@ -1104,7 +1111,7 @@ def _explain_reading(
     fault = None if weights_are_right else find_fault(tokens, only)
     if weights_are_right:
         causes.append(prompt_cause)
-    elif fault is not None and make_the_gradient(
+    elif fault is not None and give_the_gradient(
         _join_weights(prompts, fault[1] / times, behind, forward.rows)
     ):
         causes += [prompt_cause, fault[0]]
@@ -1137,8 +1144,8 @@ def _split_weights(
 def _join_weights(
     prompts: list[Tensor], responses: Tensor, beyond: list[Tensor], rows: Sequence[Row]
 ) -> list[Tensor]:
-    """The weights of each row's tokens in one tensor: prompt, response, and what was fed
-    behind it.
+    """Return the weights of each row's tokens in one tensor: of the prompt, the response
+    and the tokens that were fed behind the response.
     """
     joined = []
     for prompt, response, behind, row in zip(
