@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -308,15 +309,13 @@ def _has_its_bounds(box: BlackBox, match: Match) -> bool:
     objective = get(match.name)
     if objective.reads_mu or objective.batch_coupled or box.batch_coupled:
         return True
-    hp = objective.of_surrogate(
-        {k: v for k, v in match.hp.items() if k in objective.hyperparameters}
-    )
+    hp = objective.of_surrogate(_only_those_of(objective, match.hp))
     for A in SIGNS:
         due_bounds = breakpoints(objective, A, 0.02, **hp)
         found_bounds = box.bounds(A)
         if len(due_bounds) != len(found_bounds) or any(
-            abs(x / y - 1) > LOOSE_BOUND
-            for x, y in zip(due_bounds, found_bounds, strict=True)
+            abs(due / found - 1) > LOOSE_BOUND
+            for due, found in zip(due_bounds, found_bounds, strict=True)
         ):
             return False
     return True
@@ -400,9 +399,9 @@ def _undetermined_words(match: Match) -> list[str]:
     """Return words for the hyperparameters whose value no batch shows."""
     defaults = get(match.name).hyperparameters
     names = [
-        k
-        for k, v in defaults.items()
-        if k not in match.hp and k != "beta" and v is not None
+        name
+        for name, default in defaults.items()
+        if name not in match.hp and name != "beta" and default is not None
     ]
     return [f"{', '.join(names)}: these batches do not tell the value"] if names else []
 
@@ -424,7 +423,7 @@ def _with_correction(box: BlackBox, answer: Identification) -> Identification:
         )
         for hp in (
             {},
-            *(corrected_case.change.hp for corrected_case in retuned(uncorrected)),
+            *(known_fault.change.hp for known_fault in retuned(uncorrected)),
         ):
             corrected_case = replace(uncorrected, hp=uncorrected.hp | hp)
             batches = [
@@ -443,7 +442,9 @@ def _with_correction(box: BlackBox, answer: Identification) -> Identification:
                     if k in ("is_min", "is_max")
                 }
                 unchecked = [
-                    x for x in answer.not_checked if x != sampler_words(matched.name)
+                    words
+                    for words in answer.not_checked
+                    if words != sampler_words(matched.name)
                 ]
                 found = replace(matched, name=objective.name, hp=corrected_hp)
                 return replace(
@@ -489,8 +490,18 @@ def _answer(
         not_checked.append("the aggregation, which its caller does")
     elif not loss.micro_batchable:
         not_checked.append("micro-batches")
-    rest = loss.read_as, _assumptions(box), not_checked, on_sampler, seconds
-    return Identification(loss.name, kind, matches, why, bounds, *rest)
+    return Identification(
+        loss.name,
+        kind,
+        matches,
+        why,
+        bounds,
+        loss.read_as,
+        _assumptions(box),
+        not_checked,
+        on_sampler,
+        seconds,
+    )
 
 
 def _nearest(box: BlackBox, candidates: list[Candidate], measured: list[Grid]) -> Match:
@@ -557,7 +568,7 @@ def _measure_batches(box: BlackBox) -> list[Grid]:
     is a mean, and a sum), and on random ones.
     """
     rng = np.random.default_rng(0)
-    jumps = [p for p, _ in box.jumps if not p.unsure]
+    jump_points = [point for point, _ in box.jumps if not point.unsure]
     cases = [
         (A, mu, float(r))
         for A in GRID_ADVANTAGES
@@ -565,33 +576,35 @@ def _measure_batches(box: BlackBox) -> list[Grid]:
         for r in np.exp(LOG_R)
         if mu * r < 0.999
     ]
-    for p in jumps:
-        for A in (A for A in GRID_ADVANTAGES if A * p.A > 0):
-            for r in (p.r * (1 - box.resolution), p.r * (1 + box.resolution)):
+    for jump in jump_points:
+        for A in (A for A in GRID_ADVANTAGES if A * jump.A > 0):
+            for r in (jump.r * (1 - box.resolution), jump.r * (1 + box.resolution)):
                 cases += [
                     (A, mu, r)
-                    for mu in ([p.mu] if box.reads_mu else MU)
+                    for mu in ([jump.mu] if box.reads_mu else MU)
                     if mu * r < 0.999
                 ]
-    # leave out points on a bound: there rounding decides, and so does torch's clamp
-    bound_points = [p for p in jumps if not box.reads_mu]
+    # leave out ratios on a bound: there rounding decides, and so does torch's clamp
+    bounds = [] if box.reads_mu else [jump.r for jump in jump_points]
     cases = [
-        point
-        for point in cases
-        if not any(abs(point[2] / p.r - 1) < 0.9 * box.resolution for p in bound_points)
+        (A, mu, r)
+        for A, mu, r in cases
+        if not any(abs(r / bound - 1) < 0.9 * box.resolution for bound in bounds)
     ]
     cases = [cases[i] for i in rng.permutation(len(cases))]
     # the bounds of a response's ratio do not depend on mu
-    few_cases = [point for point in cases if point[1] not in MU[1:] and point[2] < 60]
-    grids = [
+    few_cases = [(A, mu, r) for A, mu, r in cases if mu not in MU[1:] and r < 60]
+    # each with whether the tokens of a response have advantages of their own
+    batches = [
         (make_batch(cases, "token", True, rng), False),
         *((make_batch(few_cases, level, True, rng), False) for level in REDUCE),
     ]
-    mixed = make_batch(cases, "token", False, rng)
-    grids += [(mixed, True)] if box.accepts(mixed) else []
-    grids += [(random_batch(rng, one_adv=True), False) for _ in range(RANDOM_BATCHES)]
-    ready = [(box.case.ready(batch), mixed) for batch, mixed in grids]
-    return [(batch, mixed, box.case.gradient(batch)) for batch, mixed in ready]
+    with_own_advantages = make_batch(cases, "token", False, rng)
+    if box.accepts(with_own_advantages):
+        batches.append((with_own_advantages, True))
+    batches += [(random_batch(rng, one_adv=True), False) for _ in range(RANDOM_BATCHES)]
+    ready = [(box.case.ready(batch), differ) for batch, differ in batches]
+    return [(batch, differ, box.case.gradient(batch)) for batch, differ in ready]
 
 
 def _weight_error(
@@ -602,7 +615,7 @@ def _weight_error(
     gradient: Tensor,
 ) -> Tensor:
     """Return the relative difference of the weights on each token, 0 on masked slots.
-    hp has no beta: the KL term is that of the box.
+    The hyperparameters have no beta: the KL term is the one measured of the loss.
     """
     expected = unit_weights(objective, batch, hp) + box.kl_weights(batch)
     found = (
@@ -612,9 +625,8 @@ def _weight_error(
     )
     errors = relative_error(found, expected, batch.adv)
     if box.case.single:
-        errors = errors.masked_fill(
-            is_near_bound(lambda x: unit_weights(objective, x, hp), batch), 0
-        )
+        weights = partial(unit_weights, objective, hp=hp)
+        errors = errors.masked_fill(is_near_bound(weights, batch), 0)
     return torch.where(batch.mask, errors, 0)
 
 
@@ -657,12 +669,11 @@ def _has_own_aggregation(box: BlackBox, objective: Objective) -> bool:
     """Tell whether the aggregation of the loss is the objective's. A loss that takes no
     group ids gets a batch of one group, where both token means are equal.
     """
-    same = declared_aggregation(objective) == box.agg or (
+    aggregations = {declared_aggregation(objective), box.agg}
+    return len(aggregations) == 1 or (
         "group" not in box.loss.reads
-        and {declared_aggregation(objective), box.agg}
-        == {"token-mean", "group-token-mean"}
+        and aggregations == {"token-mean", "group-token-mean"}
     )
-    return same
 
 
 def _aggregation_name(box: BlackBox) -> str:
@@ -676,7 +687,7 @@ def _simplicity_key(match: Match) -> tuple[bool | int | str, ...]:
     first, then the one with fewer hyperparameters.
     """
     hyperparameter_count = sum(
-        v is not None and k != "beta" for k, v in match.hp.items()
+        value is not None and name != "beta" for name, value in match.hp.items()
     )
     without_effect = len(get(match.name).hyperparameters) - len(match.hp)
     return (
@@ -735,8 +746,8 @@ def _fault_words(box: BlackBox, match: Match, measured: list[Grid]) -> list[str]
 
 
 def _two_gradients_words(box: BlackBox, match: Match, batch: Rollouts) -> str:
-    """Say which second gradient the loss's own .backward() leaves, beside that of the
-    loss that it returns; "" where it leaves none, or none that is known.
+    """Return in words which second gradient the loss's own .backward() leaves, beside
+    that of the loss that it returns; "" where it leaves none, or none that is known.
     """
     if not box.loss.returns_live:
         return ""
@@ -766,7 +777,7 @@ def _case_of_match(box: BlackBox, match: Match) -> LossCase:
     )
 
 
-# the axes of upref.weights.stress.AXES that are tested
+# the keys of upref.weights.stress.AXES on which a loss is tested
 AXES_COMPARED = ("ratios", "advantages", "certain tokens", "lengths")
 
 
@@ -824,13 +835,14 @@ def _deviations_of_match(box: BlackBox, match: Match) -> list[str]:
     term, is not what the loss does.
     """
     case = _case_of_match(box, match)
-    plain = {k: v for k, v in case.hp.items() if k != "beta"}
+    # `kl_weights` has the KL term
+    without_kl = {name: value for name, value in case.hp.items() if name != "beta"}
     return _deviations_on_unusual_inputs(
         box,
         case,
         lambda batch: (
             box.scale
-            * (unit_weights(case.objective, batch, plain) + box.kl_weights(batch))
+            * (unit_weights(case.objective, batch, without_kl) + box.kl_weights(batch))
         ),
     )
 
@@ -867,12 +879,12 @@ Base = tuple[Objective, dict[str, float]]
 
 
 def _clip_widths(bounds: list[float]) -> tuple[float, float]:
-    """Return the widths below and above 1 of a clip with these bounds. Where one is
-    absent, it has the width of the other; where both are, 0.
+    """Return the widths below and above 1 of a clip with these bounds, ascending. Where
+    one bound is absent, its width is that of the other; where both are absent, 0.
     """
-    # nearest to 1: a guard is farther
-    low = next((1 - x for x in reversed(bounds) if 0 < x < 1), None)
-    high = next((x - 1 for x in bounds if 1 < x < 10), None)
+    # the bounds nearest to 1: a guard against overflow is farther from it
+    low = next((1 - bound for bound in reversed(bounds) if 0 < bound < 1), None)
+    high = next((bound - 1 for bound in bounds if 1 < bound < 10), None)
     return low or high or 0.0, high or low or 0.0
 
 
@@ -902,7 +914,9 @@ def _mirrored_bases(box: BlackBox, low: float, high: float) -> list[Base]:
 
 def _only_those_of(objective: Objective, hp: dict[str, float]) -> dict[str, float]:
     """Return those of the hyperparameters that the objective has."""
-    return {key: v for key, v in hp.items() if key in objective.hyperparameters}
+    return {
+        name: value for name, value in hp.items() if name in objective.hyperparameters
+    }
 
 
 def _find_pitfall(
@@ -916,13 +930,12 @@ def _find_pitfall(
     mirrored_bases = _mirrored_bases(box, low, high)
     bases = [*mirrored_bases, *_bases(box, nearest, low, high)]
     batch, weights_of = _stack_batches(measured[:2] + measured[-RANDOM_BATCHES:])
-    for n, (objective, clip) in enumerate(bases):
-        is_mirrored = n < len(mirrored_bases)
+    for number, (objective, clip) in enumerate(bases):
+        is_mirrored = number < len(mirrored_bases)
         case = _case_of_base(box, objective, clip)
-        # the factor may be the fault's own: an inverted ratio turns the sign of what is
-        # on policy
+        # The factor that was measured on policy may be the fault's own: an inverted ratio
+        # changes the sign there. So a fault that needs no factor goes first.
         weights_with_factor = weights_of(case)
-        # a fault that needs no factor goes first
         for factor in dict.fromkeys((1.0, box.scale)):
             found = weights_with_factor / factor - box.kl_weights(batch)
             candidates = _candidate_faults(case, batch, bounds, is_mirrored)
@@ -994,31 +1007,41 @@ def _stack_batches(
     """
     T = max(batch.mask.shape[1] for batch, *_ in measured)
 
-    def wide(x: Tensor, fill: Any) -> Tensor:
-        """Return the tensor filled on the right to the width of the widest batch."""
-        return torch.nn.functional.pad(x, (0, T - x.shape[1]), value=fill)
+    def widened(x: Tensor, padding: Any) -> Tensor:
+        """Return the tensor padded on the right to the width of the widest batch."""
+        return torch.nn.functional.pad(x, (0, T - x.shape[1]), value=padding)
 
-    def stack(name: str, fill: Any) -> Tensor:
-        """Return one field of all batches, below each other."""
-        return torch.cat([wide(getattr(batch, name), fill) for batch, *_ in measured])
-
-    fields: dict[str, Any] = {
+    padding_of_fields: dict[str, Any] = {
         "logp": -1.0,
         "logp_old": -1.1,
         "logp_ref": -1.2,
         "entropy": 1.0,
         "mask": False,
     }
+    stacked: dict[str, Any] = {
+        name: torch.cat(
+            [widened(getattr(batch, name), padding) for batch, *_ in measured]
+        )
+        for name, padding in padding_of_fields.items()
+    }
+    # the padding of a response has its advantage
     A = torch.cat(
         [
-            wide(batch.adv, 0.0).where(wide(batch.mask, False), batch.adv[:, :1])
+            widened(batch.adv, 0.0).where(widened(batch.mask, False), batch.adv[:, :1])
             for batch, *_ in measured
         ]
     )
-    fields = {k: stack(k, v) for k, v in fields.items()}
-    return Rollouts(adv=A, **fields), lambda case: torch.cat(
-        [wide(gradient / case.factors(batch), 0.0) for batch, _, gradient in measured]
-    )
+
+    def weights_of(case: LossCase) -> Tensor:
+        """Return the gradients that were measured, without the aggregation of a case."""
+        return torch.cat(
+            [
+                widened(gradient / case.factors(batch), 0.0)
+                for batch, _, gradient in measured
+            ]
+        )
+
+    return Rollouts(adv=A, **stacked), weights_of
 
 
 def _assumptions(box: BlackBox) -> list[str]:

@@ -38,7 +38,7 @@ def divided_after(
 def find_change(
     goal: Goal, model: Model, rows: Tensor, want: Tensor, g: Tensor, bound: float
 ) -> Cause:
-    """The change that makes the gradient that was found; or nothing.
+    """Find the change of the right gradient that makes the one that was found.
 
     Args:
         goal: the objective with its terms.
@@ -47,6 +47,9 @@ def find_change(
         want: the right gradient, [P].
         g: the gradient that was found, [P].
         bound: the relative error that is allowed.
+
+    Returns:
+        The cause; none where no change makes it.
     """
     total = rows.sum(0)
     return (
@@ -61,7 +64,7 @@ def find_change(
 def _weight_decay(model: Model, want: Tensor, g: Tensor, bound: float) -> Cause:
     """Return the cause that a multiple of the parameters is added; none otherwise."""
     if isinstance(model, TorchModel):
-        theta = model.flat({k: p.detach() for k, p in model.params.items()})
+        theta = model.flat({name: p.detach() for name, p in model.params.items()})
         rate = float((g - want) @ theta / (theta @ theta))
         if is_near(g, want + rate * theta, bound):
             return measured.WEIGHT_DECAY_IN_GRADIENT.cause(rate=rate)
@@ -72,9 +75,10 @@ def _clip_of_entries(total: Tensor, g: Tensor, bound: float) -> Cause:
     """Return the cause that each entry is clipped, in place of the norm; none
     otherwise.
     """
-    top = float(g.abs().max())
-    if is_near(g, total.clamp(-top, top), bound):
-        return measured.ENTRIES_CLIPPED.cause(largest=top)
+    # the bound shows: what was clipped is now the largest entry
+    largest = float(g.abs().max())
+    if is_near(g, total.clamp(-largest, largest), bound):
+        return measured.ENTRIES_CLIPPED.cause(largest=largest)
     return NO_CAUSE
 
 
@@ -84,32 +88,34 @@ def _clip_of_each_parameter(
     """Return the cause that the norm of each parameter's gradient is clipped by itself,
     at the goal's bound or at the largest of these norms; none otherwise.
     """
-    parts = model.split(total)
-    largest_norm = max(float(v.norm()) for v in model.split(g).values())
-    for c in dict.fromkeys((goal.clip or 0.0, largest_norm)):
-        clipped = torch.cat([clip_norm(v, c) for v in parts.values()])
-        several_clipped = sum(float(v.norm()) > c for v in parts.values()) > 1
+    parts = model.split(total).values()
+    largest_norm = max(float(part.norm()) for part in model.split(g).values())
+    for clip in dict.fromkeys((goal.clip or 0.0, largest_norm)):
+        clipped = torch.cat([clip_norm(part, clip) for part in parts])
+        several_clipped = sum(float(part.norm()) > clip for part in parts) > 1
         if several_clipped and is_near(g, clipped, bound):
-            return measured.PARAMETERS_CLIPPED.cause(norm=c)
+            return measured.PARAMETERS_CLIPPED.cause(norm=clip)
     return NO_CAUSE
 
 
 def _clip_of_accumulated_norm(
     goal: Goal, rows: Tensor, g: Tensor, bound: float
 ) -> Cause:
-    """Return the cause that the norm is clipped after each micro-batch, with what was
-    accumulated before it; none otherwise.
+    """Return the cause that the norm of what has accumulated is clipped after each
+    micro-batch; none otherwise.
     """
-    for c in dict.fromkeys((goal.clip or 0.0, float(g.norm()))):
-        for m in range(1, len(rows)):
-            first, *others = rows.split(m)
-            inside = first.sum(0)
-            acts = 0
+    for clip in dict.fromkeys((goal.clip or 0.0, float(g.norm()))):
+        for size in range(1, len(rows)):
+            first, *others = rows.split(size)
+            accumulated = first.sum(0)
+            acts = False  # before the last micro-batch: there it is the usual clip
             for other in others:
-                acts += float(inside.norm()) > c
-                inside = clip_norm(inside, c) + other.sum(0)
-            if acts and is_near(g, clip_norm(inside, c), bound):
-                return measured.ACCUMULATED_NORM_CLIPPED.cause(norm=c, responses=m)
+                acts = acts or float(accumulated.norm()) > clip
+                accumulated = clip_norm(accumulated, clip) + other.sum(0)
+            if acts and is_near(g, clip_norm(accumulated, clip), bound):
+                return measured.ACCUMULATED_NORM_CLIPPED.cause(
+                    norm=clip, responses=size
+                )
     return NO_CAUSE
 
 
@@ -118,23 +124,28 @@ def _clip_that_scales_rows(goal: Goal, rows: Tensor, g: Tensor, bound: float) ->
     the norm is clipped where it should not be; none otherwise. Both only make rows
     smaller.
     """
-    k, residual = best_factors(rows, g)
-    if residual > max(MAX_RESIDUAL, 3 * bound) or not (k < 1 + 1e-4).all():
+    factors, residual = best_factors(rows, g)
+    if residual > max(MAX_RESIDUAL, 3 * bound) or not (factors < 1 + 1e-4).all():
         return NO_CAUSE
-    for m in range(1, len(rows)):
-        each_m = [*zip(rows.split(m), k.split(m), strict=True)]
-        norms = [float((x @ r).norm()) for r, x in each_m if x.max() < 1 - 1e-3]
-        if len(norms) < 2:
+    for size in range(1, len(rows)):
+        parts = rows.split(size)
+        norms_of_clipped = [
+            float((part_factors @ part).norm())
+            for part, part_factors in zip(parts, factors.split(size), strict=True)
+            if part_factors.max() < 1 - 1e-3
+        ]
+        if len(norms_of_clipped) < 2:
             continue
-        c = max(norms)
-        clipped = torch.stack([clip_norm(r.sum(0), c) for r, _ in each_m]).sum(0)
+        clip = max(norms_of_clipped)
+        clipped = torch.stack([clip_norm(part.sum(0), clip) for part in parts]).sum(0)
         if is_near(g, clipped, bound):
-            return measured.MICRO_BATCH_NORMS_CLIPPED.cause(responses=m, norm=c)
-    c = float(f"{g.norm():.2g}")
+            return measured.MICRO_BATCH_NORMS_CLIPPED.cause(responses=size, norm=clip)
+    # a bound is a round number, and a factor of 1/2 is another fault
+    clip = float(f"{g.norm():.2g}")
     if (
         goal.clip is None
-        and is_near(g, clip_norm(rows.sum(0), c), bound)
-        and abs(k[0] - 0.5) > 1e-3
+        and is_near(g, clip_norm(rows.sum(0), clip), bound)
+        and abs(factors[0] - 0.5) > 1e-3
     ):
-        return measured.NORM_CLIPPED.cause(norm=c)
+        return measured.NORM_CLIPPED.cause(norm=clip)
     return NO_CAUSE

@@ -197,18 +197,18 @@ def _familiar_constant(constant: float, temperature: float) -> tuple[str, str]:
     for number in (*range(2, 65), *(2**k for k in range(7, 17))):
         if abs(abs(constant) * number - 1) < 1e-3:
             return "-by-fraction", f"{'-' if constant < 0 else ''}1/{number}"
-    for id, words, value in (
+    for end_of_id, words, value in (
         ("-by-temperature", "T", temperature),
         ("-by-inverse-temperature", "1/T", 1 / temperature),
         ("-by-inverse-temperature-squared", "1/T²", temperature**-2),
     ):
         if temperature != 1 and abs(constant / value - 1) < 1e-3:
-            return id, f"{constant:.4g} (= {words})"
+            return end_of_id, f"{constant:.4g} (= {words})"
     return "", ""
 
 
 def right_factors(goal: Goal, padded: Padded) -> Tensor:
-    """[B]: the factor by which the aggregation multiplies each response's weights.
+    """Return the factor by which the aggregation multiplies each response's weights, [B].
 
     Args:
         goal: the objective with its terms.
@@ -219,7 +219,7 @@ def right_factors(goal: Goal, padded: Padded) -> Tensor:
 
 
 def _goal_aggregation(goal: Goal, padded: Padded) -> tuple[str, Tensor | None]:
-    """The aggregation of the goal, and the groups that it is over."""
+    """Return the aggregation of the goal, and the groups over which it averages."""
     agg = declared_aggregation(goal.objective)
     group = padded.group if goal.grouped else None
     if agg == "group-token-mean" and group is None:
@@ -320,7 +320,8 @@ def _as_tuples(x: Tensor) -> tuple[tuple[bool, ...], ...]:
     return tuple(map(tuple, x.tolist()))
 
 
-Part: TypeAlias = tuple[str, str, list[Tensor]]  # an id, words, and the responses
+# a division of the responses into parts: an id, words, and the responses of each part
+Partition: TypeAlias = tuple[str, str, list[Tensor]]
 Factors: TypeAlias = list[tuple[Cause, Tensor]]
 
 
@@ -360,7 +361,7 @@ def _counted_tokens(step: _Step) -> list[tuple[Cause, Tensor]]:
     return [(NO_CAUSE, mask), (with_masked, is_token)]
 
 
-def _means_over(step: _Step, parts: Sequence[Part]) -> list[Factors]:
+def _means_over(step: _Step, parts: Sequence[Partition]) -> list[Factors]:
     """List averages of means over the parts of each partition, a list for each choice of
     the tokens that are counted.
     """
@@ -369,13 +370,13 @@ def _means_over(step: _Step, parts: Sequence[Part]) -> list[Factors]:
     aggs = (step.goal_agg, "token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
     for counted, mask in _counted_tokens(step):
         aggregations = []
-        for id, words_of_parts, partition in parts:
+        for parts_id, words_of_parts, partition in parts:
             for agg in dict.fromkeys(aggs):
                 factors = torch.zeros(count, dtype=torch.float64)
                 for rows in partition:
                     factors[rows] = _factors(agg, mask[rows])
                 words = f"{agg} is taken over {words_of_parts}, and the results are averaged"
-                other = Cause(words, (f"{agg}-over-{id}",))
+                other = Cause(words, (f"{agg}-over-{parts_id}",))
                 cause = join_causes(counted, other)
                 aggregations.append((cause, factors / len(partition)))
         out.append(aggregations)
@@ -391,7 +392,7 @@ def _sum_aggregations(step: _Step) -> list[Factors]:
     return _sums_over(step, [everything, *_partitions(step.rows)])
 
 
-def _sums_over(step: _Step, parts: Sequence[Part]) -> list[Factors]:
+def _sums_over(step: _Step, parts: Sequence[Partition]) -> list[Factors]:
     """List sums over the parts of each partition, a list for each size by which they are
     divided.
     """
@@ -401,7 +402,7 @@ def _sums_over(step: _Step, parts: Sequence[Part]) -> list[Factors]:
     out = []
     for size_id, size_words, size_of in SIZES:
         aggregations = []
-        for id, words_of_parts, partition in parts:
+        for parts_id, words_of_parts, partition in parts:
             sizes = [
                 size_of([rows[i] for i in part_rows.tolist()])
                 for part_rows in partition
@@ -414,10 +415,10 @@ def _sums_over(step: _Step, parts: Sequence[Part]) -> list[Factors]:
                 sum_factors[part_rows] = 1 / size_of_part
             if len(partition) > 1:
                 words = f"token-mean is taken over {words_of_parts}, and each result is weighted by its {size_words}"
-                ids = (f"mean-over-{id}-weighted-by-{size_id}",)
+                ids = (f"mean-over-{parts_id}-weighted-by-{size_id}",)
                 aggregations.append((Cause(words, ids), weighted_means))
             words = f"the sum over {words_of_parts} is divided by the {size_words}"
-            ids = (f"sum-over-{id}-divided-by-{size_id}",)
+            ids = (f"sum-over-{parts_id}-divided-by-{size_id}",)
             aggregations.append((Cause(words, ids), sum_factors / len(partition)))
             parts_differ = len({len(part_rows) for part_rows in partition}) > 1
             if parts_differ and size_id != "responses":
@@ -432,13 +433,13 @@ def _sums_over(step: _Step, parts: Sequence[Part]) -> list[Factors]:
 
 
 def _factors(agg: str, mask: Tensor, group: Tensor | None = None) -> Tensor:
-    """[B]: the factor that an aggregation gives each response, if it counts the tokens
-    in the mask.
+    """Return the factor that an aggregation gives each response, if it counts the tokens
+    in the mask, [B].
     """
     return FACTORS[agg](Rollouts.unchecked(mask=mask, group=group))
 
 
-def _partitions(rows: Sequence[_Lengths]) -> Iterator[Part]:
+def _partitions(rows: Sequence[_Lengths]) -> Iterator[Partition]:
     """Yield the ways in which a loop may divide the responses into parts that it
     averages apart.
     """
@@ -461,7 +462,9 @@ def _partitions(rows: Sequence[_Lengths]) -> Iterator[Part]:
         yield "sorted-micro-batches", words, [*lengths.argsort().split(size)]
 
 
-def _parts_alike(goal: Goal, padded: Padded, row_factors: Tensor) -> Iterator[Part]:
+def _parts_alike(
+    goal: Goal, padded: Padded, row_factors: Tensor
+) -> Iterator[Partition]:
     """Yield the division of the responses into parts with the same multiple of the
     right factor, if there are several parts and some has several responses.
     """
