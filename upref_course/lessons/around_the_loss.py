@@ -148,7 +148,7 @@ def own_tokens(trains: Tensor, tokens: int) -> Tensor:
 
     Args:
         trains: [n], whether each response token trains.
-        tokens: not read: those of the step.
+        tokens: of the step; part of the exercise's signature; not read.
     """
     return trains.sum()
 

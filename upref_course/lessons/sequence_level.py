@@ -55,8 +55,8 @@ def loss(
         lp_old: log π_old, [B, T].
         A: one advantage for each response, [B].
         mask: [B, T], False on padding.
-        eps_low: not read: the bounds are the default ones.
-        eps_high: not read.
+        eps_low: part of the exercise's signature; not read: the bounds are the defaults.
+        eps_high: as eps_low.
 
     Returns:
         A scalar, to be minimized.

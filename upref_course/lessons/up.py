@@ -8,7 +8,7 @@ from upref.verify.faults import Fault
 from upref_course.exercise import Exercise, ExerciseBatch
 from upref_course.samples import arguments, batch, check_samples, numbers
 
-LOW = 0.8
+LOW = 0.8  # the lower bound of DAPO's clip, 1 - eps_low at its default
 
 
 def ratio(lp: Tensor, lp_old: Tensor, A: Tensor | None = None) -> Tensor:
@@ -51,7 +51,7 @@ def loss(lp: Tensor, lp_old: Tensor, A: Tensor, eps_low: float = 0.2) -> Tensor:
         lp: log π_θ, [N].
         lp_old: log π_old, [N].
         A: advantages, [N].
-        eps_low: not read: the bound is the default one.
+        eps_low: part of the exercise's signature; not read: the bound is LOW.
 
     Returns:
         A scalar, to be minimized.
@@ -81,7 +81,7 @@ def log_term(lp: Tensor, old: Tensor, A: Tensor) -> Tensor:
 
     Args:
         lp: log π_θ, [N].
-        old: not read.
+        old: part of the signature that `by_sign` calls; not read.
         A: advantages, [N].
 
     Returns:

@@ -55,7 +55,7 @@ PIN = Pin(
 )
 PG = "roll.pipeline.rlvr.actor_pg_worker"
 # the worker unless the user names ActorPGWorker; that one's losses go by its pg_variant
-PLAIN = "actor_worker"
+DEFAULT_WORKER = "actor_worker"
 READ = (
     "pg_clip",
     "use_pg_clip_range",
@@ -76,22 +76,27 @@ def _functions() -> ModuleType:
 
 
 def _modes() -> list[str]:
-    """Return PLAIN, and the values of pg_variant with which the worker's source
+    """Return DEFAULT_WORKER, and the values of pg_variant with which the worker's source
     compares.
     """
-    return [PLAIN, *dict.fromkeys(re.findall(r"pg_variant == '(\w+)'", source(PG)))]
+    return [
+        DEFAULT_WORKER,
+        *dict.fromkeys(re.findall(r"pg_variant == '(\w+)'", source(PG))),
+    ]
 
 
 def _pipeline_defaults() -> dict[str, Any]:
-    """Return the defaults of RLVRConfig that are plain values, and a default
+    """Return the defaults of RLVRConfig that are values, not factories, and a default
     TrainInferCorrectionConfig.
     """
     base = importlib.import_module("roll.configs.base_config")
     rlvr = importlib.import_module("roll.pipeline.rlvr.rlvr_config")
-    plain = {
+    simple_defaults = {
         f.name: f.default for f in fields(rlvr.RLVRConfig) if f.default is not MISSING
     }
-    return plain | {"train_infer_correction": base.TrainInferCorrectionConfig()}
+    return simple_defaults | {
+        "train_infer_correction": base.TrainInferCorrectionConfig()
+    }
 
 
 def _defaults(mode: str) -> dict[str, Any]:
@@ -99,7 +104,7 @@ def _defaults(mode: str) -> dict[str, Any]:
     what its loss reads from actor_train, by name and default.
     """
     pipeline = {k: v for k, v in _pipeline_defaults().items() if k in READ}
-    if mode == PLAIN:
+    if mode == DEFAULT_WORKER:
         return pipeline | {
             k: v
             for k, v in _pipeline_defaults().items()
@@ -120,7 +125,7 @@ def _worker(
     """Return a worker that was not set up: it has settings, and a strategy that returns
     these log-probabilities.
     """
-    if mode != PLAIN:
+    if mode != DEFAULT_WORKER:
         cls = _variant_worker_class()
     else:
         cls = importlib.import_module("roll.pipeline.rlvr.actor_worker").ActorWorker
@@ -232,14 +237,19 @@ UNIFIED = fault(
     ),
 )
 COMPARISONS = (
-    Comparison("default", PLAIN, {}, "grpo", {}),
-    Comparison("default", PLAIN, KL, "grpo", {"beta": 0.04}, (CLAMP_K3,)),
+    Comparison("default", DEFAULT_WORKER, {}, "grpo", {}),
+    Comparison("default", DEFAULT_WORKER, KL, "grpo", {"beta": 0.04}, (CLAMP_K3,)),
     Comparison(
-        "default", PLAIN, GSPO, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2),)
+        "default",
+        DEFAULT_WORKER,
+        GSPO,
+        "gspo",
+        {},
+        (with_hp(eps_low=0.2, eps_high=0.2),),
     ),
     Comparison(
         "default",
-        PLAIN,
+        DEFAULT_WORKER,
         TOKENS | {"dual_clip_loss": True},
         "ppo_clip",
         {"c": 3.0},
@@ -247,7 +257,7 @@ COMPARISONS = (
     ),
     Comparison(
         "default",
-        PLAIN,
+        DEFAULT_WORKER,
         SUMS | {"rl_loss_coef": 0.0} | dict.fromkeys(GUIDE, 1.0),
         "topr",
         {},
@@ -274,20 +284,20 @@ COMPARISONS = (
         {"eps": 0.1},
         (UNIFIED,),
     ),
-    Comparison("paper", PLAIN, TOKENS, "ppo_clip", {}),
-    Comparison("paper", PLAIN, TOKENS | HIGHER, "dapo", {}, (GROUPS,)),
+    Comparison("paper", DEFAULT_WORKER, TOKENS, "ppo_clip", {}),
+    Comparison("paper", DEFAULT_WORKER, TOKENS | HIGHER, "dapo", {}, (GROUPS,)),
     Comparison(
         "paper",
-        PLAIN,
+        DEFAULT_WORKER,
         TOKENS | HIGHER | {"dual_clip_loss": True, "pg_clip": 4.5},
         "dapo",
         {"c": 10.0},
         (GROUPS,),
     ),
-    Comparison("paper", PLAIN, SUMS, "dr_grpo", {}),
+    Comparison("paper", DEFAULT_WORKER, SUMS, "dr_grpo", {}),
     Comparison(
         "paper",
-        PLAIN,
+        DEFAULT_WORKER,
         GSPO | {"use_pg_clip_range": True, "pg_clip_low": 3e-4, "pg_clip_high": 4e-4},
         "gspo",
         {},
@@ -450,7 +460,7 @@ def _parts() -> tuple[Component, ...]:
 
 REMARKS = (
     "loss_func of the RLVR workers themselves, called on a worker that was not set up (no ray, no model); "
-    f"{PLAIN} is the one that a pipeline has unless it names ActorPGWorker, whose losses are the other rows.",
+    f"{DEFAULT_WORKER} is the one that a pipeline has unless it names ActorPGWorker, whose losses are the other rows.",
     "Its strategies multiply by the number of micro-batches and divide by the accumulation steps, so that "
     "micro-batches add up; log-probabilities and advantages arrive masked. TOPR's sign is the score's, here A's.",
     "Not covered: the agentic workers, train-infer weights and filters, difficulty and length weights, several ranks.",
