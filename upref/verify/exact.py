@@ -327,20 +327,31 @@ def fit_denominator(
     None where there is none.
 
     Args:
-        c: numerators.
-        var: variances.
+        c: numerators, one for each advantage.
+        var: variances, one for each advantage.
         found: the advantages that the function returned.
         tol: the relative error that is allowed.
         ddof: of the variances.
         eps: the eps, where it is known; None measures it.
     """
-    informative = [(x, v, a) for x, v, a in zip(c, var, found, strict=True) if x and v]
+    # an advantage of 0, or one that is divided by eps alone, shows no denominator
+    informative = [
+        (numerator, row_variance, found_advantage)
+        for numerator, row_variance, found_advantage in zip(c, var, found, strict=True)
+        if numerator and row_variance
+    ]
     if not informative:
         return None
-    if any(not a or not math.isfinite(a) for *_, a in informative):
+    if any(
+        not found_advantage or not math.isfinite(found_advantage)
+        for *_, found_advantage in informative
+    ):
         return None
     # the denominator of each advantage, beside its variance
-    measured = sorted((float(v), float(x) / a) for x, v, a in informative)
+    measured = sorted(
+        (float(row_variance), float(numerator) / found_advantage)
+        for numerator, row_variance, found_advantage in informative
+    )
     smallest_variance, denominator_there = measured[0]  # it shows eps best
     slack = 10 * tol
     for name, form in FORMS.items():
@@ -354,7 +365,10 @@ def fit_denominator(
         else:
             form_eps = form.eps(denominator_there, smallest_variance)
         if form_eps >= 0 and all(
-            y > 0 and abs(form.value(v, form_eps) - y) <= slack * y for v, y in measured
+            denominator > 0
+            and abs(form.value(row_variance, form_eps) - denominator)
+            <= slack * denominator
+            for row_variance, denominator in measured
         ):
             return Denominator(ddof, form_eps, name)
     return None
@@ -385,9 +399,10 @@ def advantage(
             return [float(x) for x in batch.R]
         case "signed":
             return [1.0 if x > 0 else -1.0 for x in batch.R]
-    c, var = numerators_and_variances(name, batch, denominator.ddof)
+    numerators, variances = numerators_and_variances(name, batch, denominator.ddof)
     return [
-        float(x) / denominator.of(v) if x else 0.0 for x, v in zip(c, var, strict=True)
+        float(numerator) / denominator.of(row_variance) if numerator else 0.0
+        for numerator, row_variance in zip(numerators, variances, strict=True)
     ]
 
 

@@ -12,6 +12,7 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -24,23 +25,25 @@ from upref.user_code import Loss
 from upref.verify.measure import LossCase
 from upref.verify.probe import BlackBox, Point, measure, termed
 
-# where a hyperparameter is looked for; c <= 1 is no dual clip
+# hyperparameter -> its smallest and largest value in a search; c <= 1 is no dual clip
 SEARCH_RANGE = {"c": (1 + 1e-9, 1e4)}
 DEFAULT_RANGE = (1e-9, 1e4)
 HALVINGS = 52  # halvings of the logarithm of the range: to 1e-14
-# a share of points that disagree, after every hyperparameter was solved for once
+# A search ends if a larger share of the points disagrees after each hyperparameter was
+# solved for once.
 HOPELESS_MISS = 0.2
 GAUSS_NEWTON = 20  # steps
-# Closed forms are elementwise, in their hyperparameters too, but for those with
-# `c or inf`, and those that take the mask: these raise one of the three.
+# Most closed forms are elementwise, in their hyperparameters too. Those with `c or inf`,
+# and those that take the mask, are not: with an array they raise one of these.
 NOT_ELEMENTWISE = (ValueError, TypeError, RuntimeError)
-# where a continuous hyperparameter is read off
+# log r of the points at which a hyperparameter is solved for where the weight is
+# continuous in it
 SMOOTH_LOG_R = (-5.0, -2.0, -0.6, 0.6, 2.0, 5.0)
 
 
-def _column(x: np.ndarray) -> torch.Tensor:
-    """The numbers as a batch of one token in each row."""
-    return torch.as_tensor(x)[:, None]
+def _column(numbers: np.ndarray) -> torch.Tensor:
+    """Return the numbers as a batch of one token in each row."""
+    return torch.as_tensor(numbers)[:, None]
 
 
 class ClosedFormWeights:
@@ -51,7 +54,8 @@ class ClosedFormWeights:
     def __init__(self, objective: Objective, points: list[Point]):
         self.objective = objective
         self.A, self.r, self.mu = (
-            np.array([getattr(p, k) for p in points]) for k in ("A", "r", "mu")
+            np.array([getattr(point, name) for point in points])
+            for name in ("A", "r", "mu")
         )
         self.unsure = np.array([p.unsure for p in points], dtype=bool)
         self.calls: list[tuple[np.ndarray, Callable[..., Any]]] = list(self._calls())
@@ -75,11 +79,11 @@ class ClosedFormWeights:
                 "mask": None,
                 "entropy": None,
             }
-            x = np.log(self.r) if objective.reads_log_r else self.r
-            extra = {k: available[k] for k in objective.reads}
+            ratio = np.log(self.r) if objective.reads_log_r else self.r
+            inputs = {name: available[name] for name in objective.reads}
             yield (
                 np.arange(len(self.r)),
-                lambda **hp: objective.closed_form(x, self.A, **extra, **hp),
+                partial(objective.closed_form, ratio, self.A, **inputs),
             )
             return
         for unsure in (False, True):
@@ -100,68 +104,72 @@ class ClosedFormWeights:
         r, A, mu = _column(self.r[rows]), _column(self.A[rows]), _column(self.mu[rows])
         H = torch.ones_like(r)
         if unsure:
-            r, A, mu, H = (
-                torch.cat(x, 1)
-                for x in ((r, torch.ones_like(r)), (A, A), (mu, mu), (2 * H, H))
-            )
+            r = torch.cat([r, torch.ones_like(r)], 1)
+            A = torch.cat([A, A], 1)
+            mu = torch.cat([mu, mu], 1)
+            H = torch.cat([2 * H, H], 1)
         available = {
             "mu": mu,
             "log_mu": mu.log(),
             "mask": torch.ones_like(r, dtype=torch.bool),
             "entropy": H,
         }
-        x = r.log() if objective.reads_log_r else r
-        extra = {k: available[k] for k in objective.reads}
-        return lambda **hp: objective.closed_form(x, A, **extra, **hp)[:, 0].numpy()
+        ratio = r.log() if objective.reads_log_r else r
+        inputs = {name: available[name] for name in objective.reads}
+
+        def weights_at(**hp: Any) -> np.ndarray:
+            """Return the weights of the points with these hyperparameters."""
+            weights = objective.closed_form(ratio, A, **inputs, **hp)
+            return np.asarray(weights[:, 0].numpy())
+
+        return weights_at
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An objective compared with the curve of a black box; `hp` is the best found,
-    `miss` the share that disagrees.
-    """
+    """An objective compared with the curve of a black box."""
 
     objective: Objective
-    hp: dict[str, Any]
-    miss: tuple[float, float]
-    # the share of the points that depend on no hyperparameter and disagree
+    hp: dict[str, Any]  # the best that were found
+    miss: tuple[float, float]  # their score: see HyperparameterSearch.score
+    # the share that disagrees of the points that depend on no hyperparameter
     unexplained: float
     curve: "HyperparameterSearch" = field(repr=False)
 
     @property
     def fits(self) -> bool:
-        """Whether it agrees, and not in a limit: sapo at tau -> 0 is another
-        objective's weight.
+        """Whether it agrees, and no hyperparameter is at a limit: sapo at tau -> 0 has
+        the weight of another objective.
         """
         return self.curve.explains(self.hp, self.miss)
 
     @property
     def is_extreme(self) -> bool:
-        """Whether it is where nobody sets a hyperparameter: the end of the search, not
-        an answer.
+        """Whether a hyperparameter has a value that nobody sets: there the search ended
+        without an answer.
         """
         return any(
-            v is not None and not (1e-5 < v < 100 or v == 0) for v in self.hp.values()
+            value is not None and not (1e-5 < value < 100 or value == 0)
+            for value in self.hp.values()
         )
 
     def effective_hp(self) -> dict[str, Any]:
-        """The hyperparameters without which the weights would be others; the rest have
-        no effect here.
+        """Return the hyperparameters that have an effect on the weights here.
 
         Returns:
             Their values by name.
         """
         return {
-            k: v
-            for k, v in self.hp.items()
-            if v is None or self.curve.matters(self.hp, k, v)
+            name: value
+            for name, value in self.hp.items()
+            if value is None or self.curve.matters(self.hp, name, value)
         }
 
 
 @dataclass(frozen=True)
 class HyperparameterSearch:
-    """The closed form of an objective at the points of a measured curve, and the
-    solves.
+    """The search for the hyperparameters with which the closed form of an objective
+    gives a measured curve.
     """
 
     objective: Objective
@@ -178,7 +186,8 @@ class HyperparameterSearch:
             w: of the objective, one for each point.
 
         Returns:
-            |w - v| over max(|w|, |A|), one for each point; infinity where w is NaN.
+            |w - measured| over max(|w|, |A|), one for each point; infinity where w is
+            NaN.
         """
         scale = np.maximum(np.abs(w), np.abs(self.closed_form.A))
         with np.errstate(all="ignore"):
@@ -205,29 +214,31 @@ class HyperparameterSearch:
             miss: their score.
         """
         changed = (
-            (k, v)
-            for k, v in hp.items()
-            if v is not None and v != self.objective.hyperparameters[k]
+            (name, value)
+            for name, value in hp.items()
+            if value is not None and value != self.objective.hyperparameters[name]
         )
         at_limit = any(
-            not 1e-7 < v < 9e3 and not (v == 0 and _is_clip_width(k))
-            for k, v in changed
+            not 1e-7 < value < 9e3 and not (value == 0 and _is_clip_width(name))
+            for name, value in changed
         )
         return miss[0] == 0 and not at_limit and in_range(self.objective, hp)
 
-    def matters(self, hp: dict[str, Any], key: str, v: float) -> bool:
+    def matters(self, hp: dict[str, Any], key: str, value: float) -> bool:
         """Tell whether another value of one hyperparameter would change the weights.
 
         Args:
             hp: of the objective.
             key: the name of the hyperparameter.
-            v: its value.
+            value: its value.
         """
-        lo = SEARCH_RANGE.get(key, DEFAULT_RANGE)[0]
-        others = [v * 0.5, v * 1.5, v * 1e-3]
-        if v == 0:
-            others.append(0.1)
-        changed_weights = [self.closed_form(hp | {key: max(lo, x)}) for x in others]
+        lowest, _ = SEARCH_RANGE.get(key, DEFAULT_RANGE)
+        other_values = [value * 0.5, value * 1.5, value * 1e-3]
+        if value == 0:
+            other_values.append(0.1)
+        changed_weights = [
+            self.closed_form(hp | {key: max(lowest, other)}) for other in other_values
+        ]
         return any(
             self.relative_errors(w).max() > 10 * self.box.tol for w in changed_weights
         )
@@ -275,25 +286,23 @@ class HyperparameterSearch:
         """
         if not {"eps_low", "eps_high"} <= hp.keys():
             return {}
-        rs = [p.r for p, _ in self.box.jumps if not p.unsure]
-        low = min((r for r in rs if r < 1 - 1e-6), key=lambda r: 1 - r, default=None)
-        high = min(
-            (r for r in rs if 1 + 1e-6 < r < 10), key=lambda r: r - 1, default=None
-        )
-        return {
-            k: v
-            for k, v in (("eps_low", low and 1 - low), ("eps_high", high and high - 1))
-            if v
-        }
+        jump_ratios = [point.r for point, _ in self.box.jumps if not point.unsure]
+        low = max((r for r in jump_ratios if r < 1 - 1e-6), default=None)
+        high = min((r for r in jump_ratios if 1 + 1e-6 < r < 10), default=None)
+        widths = {}
+        if low is not None:
+            widths["eps_low"] = 1 - low
+        if high is not None:
+            widths["eps_high"] = high - 1
+        return widths
 
     def _trials(self, key: str) -> list[Any]:
         """Return values of a hyperparameter, from one end of its range to the other."""
-        lo, hi = SEARCH_RANGE.get(key, DEFAULT_RANGE)
-        trials: list[Any] = [
-            lo,
-            *np.geomspace(max(lo, 0.01), hi, 9)[:-1] + (lo if lo > 1 else 0),
-            hi,
-        ]
+        lowest, highest = SEARCH_RANGE.get(key, DEFAULT_RANGE)
+        # the range of c begins at 1: its values are that much larger
+        offset = lowest if lowest > 1 else 0
+        between = np.geomspace(max(lowest, 0.01), highest, 9)[:-1] + offset
+        trials: list[Any] = [lowest, *between, highest]
         if self.objective.hyperparameters[key] is None:
             trials.append(None)
         return trials
@@ -320,7 +329,7 @@ class HyperparameterSearch:
             depends |= (np.abs(tried_weights - weights) > 1e-12 * np.abs(weights)).any(
                 0
             )
-            # a weight that takes many values does not merely jump
+            # a weight that takes more than three values does not merely jump
             continuous_at[key] = (
                 np.abs(np.diff(np.sort(tried_weights, 0), axis=0)) > 1e-9
             ).sum(0) > 2
@@ -342,7 +351,7 @@ class HyperparameterSearch:
         """
         for _ in range(3):
             before = miss
-            for key in (k for k in hp if k not in fixed):
+            for key in (name for name in hp if name not in fixed):
                 for solution in self._solutions(hp, key, continuous_at):
                     score = self.score(hp | {key: solution})
                     if score < miss:
@@ -360,9 +369,9 @@ class HyperparameterSearch:
         for alone.
         """
         keys = [
-            k
-            for k, v in hp.items()
-            if v and (continuous_at[k] & ~self.closed_form.unsure).any()
+            name
+            for name, value in hp.items()
+            if value and (continuous_at[name] & ~self.closed_form.unsure).any()
         ]
         if len(keys) < 2:
             return hp, miss
@@ -371,7 +380,7 @@ class HyperparameterSearch:
             """Return the hyperparameters, of which `keys` have these logarithms."""
             return hp | dict(zip(keys, np.exp(logarithms).tolist(), strict=True))
 
-        logarithms = np.log([hp[k] for k in keys])
+        logarithms = np.log([hp[key] for key in keys])
         step_size = 1e-6
         for _ in range(GAUSS_NEWTON):
             weights = self.closed_form(hp_of(logarithms))
@@ -403,8 +412,8 @@ class HyperparameterSearch:
     def _solutions(
         self, hp: dict[str, Any], key: str, continuous_at: dict[str, np.ndarray]
     ) -> Iterator[float | None]:
-        """Yield values of one hyperparameter at which the objective's weight is the
-        measured one: each at one point.
+        """Yield values of one hyperparameter, each of which gives the objective the
+        measured weight at one point.
         """
         if self.objective.hyperparameters[key] is None:
             yield None
@@ -418,22 +427,22 @@ class HyperparameterSearch:
         targets = [*jumps, *self._continuous_points(continuous_at[key])]
         if not targets:
             return
-        lo, hi = SEARCH_RANGE.get(key, DEFAULT_RANGE)
+        lowest, highest = SEARCH_RANGE.get(key, DEFAULT_RANGE)
         weights = ClosedFormWeights(self.objective, [point for point, _ in targets])
         target_weights = np.array([weight for _, weight in targets])
-        signs_at_lo = np.sign(weights(hp | {key: lo}) - target_weights)
-        signs_at_hi = np.sign(weights(hp | {key: hi}) - target_weights)
-        bracketed = np.flatnonzero(signs_at_lo != signs_at_hi).tolist()
+        signs_at_lowest = np.sign(weights(hp | {key: lowest}) - target_weights)
+        signs_at_highest = np.sign(weights(hp | {key: highest}) - target_weights)
+        bracketed = np.flatnonzero(signs_at_lowest != signs_at_highest).tolist()
         if not bracketed:
             return
-        signs = signs_at_lo[bracketed]
+        signs = signs_at_lowest[bracketed]
         try:
             yield from self._solve(
-                hp, key, [targets[i] for i in bracketed], lo, hi, signs
+                hp, key, [targets[i] for i in bracketed], lowest, highest, signs
             )
         except NOT_ELEMENTWISE:
             for i, sign in zip(bracketed, signs, strict=True):
-                yield from self._solve(hp, key, [targets[i]], lo, hi, sign)
+                yield from self._solve(hp, key, [targets[i]], lowest, highest, sign)
 
     def _continuous_points(self, continuous: np.ndarray) -> list[tuple[Point, float]]:
         """Return a few points at which the weight is continuous in a hyperparameter,
@@ -445,13 +454,15 @@ class HyperparameterSearch:
         log_r = np.log(self.closed_form.r[indices])
         A = self.closed_form.A[indices]
 
-        def distance(x: float, sign: int) -> np.ndarray:
-            """Return how far each log r is from x; 100 farther at the other sign."""
-            return np.abs(log_r - x) + 100 * (sign != A)
+        def distance(target: float, sign: int) -> np.ndarray:
+            """Return how far each log r is from the target; 100 farther where A has
+            another sign.
+            """
+            return np.abs(log_r - target) + 100 * (sign != A)
 
         picked = {
-            int(indices[distance(x, sign).argmin()])
-            for x in SMOOTH_LOG_R
+            int(indices[distance(target, sign).argmin()])
+            for target in SMOOTH_LOG_R
             for sign in (1, -1)
         }
         return [(self.points[i], float(self.measured[i])) for i in sorted(picked)]
@@ -461,80 +472,74 @@ class HyperparameterSearch:
         hp: dict[str, Any],
         key: str,
         targets: list[tuple[Point, float]],
-        lo: float,
-        hi: float,
-        sign_at_lo: Any,
+        lowest: float,
+        highest: float,
+        sign_at_lowest: Any,
     ) -> list[float]:
         """Solve for a hyperparameter at each target, by bisection in its logarithm."""
-        weights = ClosedFormWeights(self.objective, [p for p, _ in targets])
+        weights = ClosedFormWeights(self.objective, [point for point, _ in targets])
         target_weights = np.array([weight for _, weight in targets])
-        los = np.full(len(targets), lo)
-        his = np.full(len(targets), hi)
+        low = np.full(len(targets), lowest)
+        high = np.full(len(targets), highest)
         for _ in range(HALVINGS):
-            middle = np.sqrt(los * his)
-            is_below = (
-                np.sign(
-                    weights(
-                        hp | {key: middle if len(targets) > 1 else float(middle[0])}
-                    )
-                    - target_weights
-                )
-                == sign_at_lo
-            )
-            los = np.where(is_below, middle, los)
-            his = np.where(is_below, his, middle)
-        return np.sqrt(los * his).tolist()
+            middle = np.sqrt(low * high)
+            # a number where there is one target: some closed forms take no arrays
+            value = middle if len(targets) > 1 else float(middle[0])
+            signs = np.sign(weights(hp | {key: value}) - target_weights)
+            is_below = signs == sign_at_lowest
+            low = np.where(is_below, middle, low)
+            high = np.where(is_below, high, middle)
+        return np.sqrt(low * high).tolist()
 
 
 def best_candidate(objective: Objective, box: BlackBox) -> Candidate:
-    """The objective with the hyperparameters that fit the box best.
+    """Return the objective with the hyperparameters that fit the box best.
 
     Args:
         objective: the objective.
         box: the loss, measured.
     """
-    keep = [
+    # the weight at an unsure point depends on the entropy
+    kept = [
         i
-        for i, p in enumerate(box.points)
-        if not p.unsure or "entropy" in objective.reads
+        for i, point in enumerate(box.points)
+        if not point.unsure or "entropy" in objective.reads
     ]
-    points = [box.points[i] for i in keep]
+    points = [box.points[i] for i in kept]
     return HyperparameterSearch(
-        objective, box, points, box.weights[keep], ClosedFormWeights(objective, points)
+        objective, box, points, box.weights[kept], ClosedFormWeights(objective, points)
     ).best()
 
 
 def in_range(objective: Objective, hp: dict[str, Any]) -> bool:
-    """Whether the objective takes these hyperparameters, and somebody could have set
-    them.
+    """Tell whether the objective takes these hyperparameters, and somebody could have
+    set them.
 
     Args:
         objective: the objective.
         hp: hyperparameters.
     """
-    most = {"eps": 1.0, "eps_low": 1.0, "eps_high": 100.0}
-    # WAPO's eps is 9
-    defaults = {k: v for k, v in objective.hyperparameters.items() if v is not None}
-    if any(
-        v is not None
-        and v > (1 + 1e-6) * max(most.get(k, math.inf), 2 * defaults.get(k, 0))
-        for k, v in hp.items()
-    ):
-        return False
+    largest = {"eps": 1.0, "eps_low": 1.0, "eps_high": 100.0}
+    set_hp = {name: value for name, value in hp.items() if value is not None}
+    for name, value in set_hp.items():
+        # twice the default is possible too: WAPO's eps is 9
+        default = objective.hyperparameters.get(name) or 0
+        if value > (1 + 1e-6) * max(largest.get(name, math.inf), 2 * default):
+            return False
     try:
-        objective.resolve({k: v for k, v in hp.items() if v is not None})
+        objective.resolve(set_hp)
     except InputError:
         return False
     return True
 
 
 def _is_at_1(point: Point) -> bool:
-    """Whether the ratio of this point is 1."""
+    """Tell whether the ratio of this point is 1."""
     return abs(point.r - 1) < 1e-9
 
 
 def _is_clip_width(key: str) -> bool:
-    """Whether this names a width of the clip, of which 0 puts the bound at r = 1."""
+    """Tell whether this names a width of the clip: a width of 0 puts the bound at r = 1."""
     return key.startswith("eps")
 
 
@@ -596,8 +601,8 @@ def fitting(loss: Loss) -> Iterator[tuple[BlackBox, Objective, dict[str, Any]]]:
 
 
 def recover(case: LossCase) -> list[dict[str, Any]]:
-    """Other hyperparameters at which the objective of a case has the weights that its
-    loss shows; [] where none has.
+    """Find other hyperparameters at which the objective of a case has the weights that
+    its loss shows; [] where there are none.
 
     Args:
         case: the loss and its objective.
@@ -611,18 +616,22 @@ def recover(case: LossCase) -> list[dict[str, Any]]:
     if found is None or not found.fits:
         return []
     changed = {
-        k: _rounded(v)
-        for k, v in found.effective_hp().items()
-        if not _is_close(v, case.hp.get(k))
+        name: _rounded(value)
+        for name, value in found.effective_hp().items()
+        if not _is_close(value, case.hp.get(name))
     }
     return [changed] if changed else []
 
 
-def _rounded(v: float | None) -> float | None:
+def _rounded(value: float | None) -> float | None:
     """Round a result of bisection to a number of few digits, such as 0.28, if near."""
-    if v is None:
-        return v
-    return next((x for d in (3, 6, 9) if _is_close(x := float(f"{v:.{d}g}"), v)), v)
+    if value is None:
+        return value
+    for digits in (3, 6, 9):
+        rounded = float(f"{value:.{digits}g}")
+        if _is_close(rounded, value):
+            return rounded
+    return value
 
 
 def _is_close(x: Any, y: Any) -> bool:

@@ -113,10 +113,10 @@ class AdvantageCase:
         # an advantage near 0 is compared on the scale of the largest
         least_scale = 1e-3 * (max(map(abs, expected)) or 1.0)
         errors = [
-            abs(x - y) / max(abs(x), abs(y), least_scale)
-            if math.isfinite(y)
+            abs(right - a) / max(abs(right), abs(a), least_scale)
+            if math.isfinite(a)
             else math.inf
-            for x, y in zip(expected, found, strict=True)
+            for right, a in zip(expected, found, strict=True)
         ]
         row = max(range(len(errors)), key=errors.__getitem__)
         return row if errors[row] > self.function.tol else None
@@ -242,7 +242,7 @@ class AdvantageCase:
         return batch.take(rows)
 
     def example(self, batch: RewardBatch) -> Example:
-        """The batch with the advantages of the estimator and those of the function.
+        """Make the batch with the advantages of the estimator and those of the function.
 
         Args:
             batch: the rewards and their groups.
@@ -434,28 +434,33 @@ def _fitting_eps(
     Returns:
         eps; 0 where the change divides by nothing; None where no eps up to 1 fits.
     """
-    changed = [change.numbers(b, x, k) for b, x in zip(batches, expected, strict=False)]
-    numerators = [x for numbers in changed for x in numbers]
+    changed = [
+        change.numbers(b, right, k) for b, right in zip(batches, expected, strict=False)
+    ]
+    numerators = [numerator for numbers in changed for numerator in numbers]
     all_found = [a for numbers in found for a in numbers]
     if change.variance is None:
-        is_same = nearly_equal([float(x) for x in numerators], all_found, tol)
+        is_same = nearly_equal(list(map(float, numerators)), all_found, tol)
         return 0.0 if is_same else None
-    if any(x * a < 0 for x, a in zip(numerators, all_found, strict=True)):
+    if any(
+        numerator * a < 0 for numerator, a in zip(numerators, all_found, strict=True)
+    ):
         return None  # no denominator changes a sign
     variances = [
-        v
+        variance
         for b, numbers in zip(batches, changed, strict=True)
-        for v in change.variance(b, numbers)  # type: ignore[arg-type]
+        for variance in change.variance(b, numbers)  # type: ignore[arg-type]
     ]
-    for x, v, a in zip(numerators, variances, all_found, strict=True):
+    for numerator, variance, a in zip(numerators, variances, all_found, strict=True):
         # where the variance alone is 0, the advantage may be of any size
-        has_one_answer = v or not x
-        if has_one_answer and bool(x) != (abs(a) > tol):
+        has_one_answer = variance or not numerator
+        if has_one_answer and bool(numerator) != (abs(a) > tol):
             return None
     denominator = fit_denominator(numerators, variances, all_found, tol)  # type: ignore[arg-type]
     if denominator is None:
         return None
-    # one variance fits with any eps: a large one then shows nothing
-    has_several_variances = len({v for v in variances if v}) > 1
+    # One variance fits with some eps whatever the function does: a large eps shows
+    # nothing then.
+    has_several_variances = len({variance for variance in variances if variance}) > 1
     largest_eps = 1.0 if has_several_variances else SMALL_EPS
     return denominator.eps if denominator.eps <= largest_eps else None
