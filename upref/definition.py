@@ -348,11 +348,11 @@ class Objective:
         Returns:
             Terms, whose masked slots are not 0.
         """
-        plain_hp = {k: v for k, v in hp.items() if k not in self._of_sampler}
+        hp_of_surrogate = {k: v for k, v in hp.items() if k not in self._of_sampler}
         terms = self.fn(
             *self._at_level(lp, lp_old, A, mask),
             **self._extras(mask, entropy, group),
-            **plain_hp,
+            **hp_of_surrogate,
         )
         if terms.ndim == 1 and self.agg != "seq-mean":
             terms = terms[:, None].expand_as(mask)

@@ -568,7 +568,7 @@ def _measure_batches(box: BlackBox) -> list[Grid]:
     is a mean, and a sum), and on random ones.
     """
     rng = np.random.default_rng(0)
-    jump_points = [point for point, _ in box.jumps if not point.unsure]
+    jump_points = [point for point, _ in box.jumps if not point.high_entropy]
     cases = [
         (A, mu, float(r))
         for A in GRID_ADVANTAGES

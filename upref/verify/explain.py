@@ -418,8 +418,8 @@ def _two_faults(
     if not without_advantage.any():
         return None
     objective = case.objective
-    hp_without_kl = case.plain_hp | ({"beta": 0.0} if objective.kl else {})
-    case_without_kl = replace(case, hp=hp_without_kl)
+    hp_at_beta_0 = case.hp_without_kl | ({"beta": 0.0} if objective.kl else {})
+    case_without_kl = replace(case, hp=hp_at_beta_0)
 
     def kl_part(kl_fault: LossFault, batch: Rollouts) -> Tensor:
         """Return what this fault of the KL term adds to the weights of the rest."""
@@ -477,7 +477,7 @@ def _kl_aggregated(case: LossCase) -> Iterator[LossFault]:
 
     def weights(batch: Rollouts, name: str) -> Tensor:
         """Return the weights whose KL term has the aggregation of this name."""
-        rest = unit_weights(objective, batch, case.plain_hp | {"beta": 0.0})
+        rest = unit_weights(objective, batch, case.hp_without_kl | {"beta": 0.0})
         ratio_of_factors = case.factors(batch, name) / case.factors(batch)
         return rest - beta * kl_slope(objective.kl, batch) * ratio_of_factors
 

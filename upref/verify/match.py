@@ -57,7 +57,7 @@ class ClosedFormWeights:
             np.array([getattr(point, name) for point in points])
             for name in ("A", "r", "mu")
         )
-        self.unsure = np.array([p.unsure for p in points], dtype=bool)
+        self.high_entropy = np.array([p.high_entropy for p in points], dtype=bool)
         self.calls: list[tuple[np.ndarray, Callable[..., Any]]] = list(self._calls())
 
     def __call__(self, hp: dict[str, Any]) -> np.ndarray:
@@ -86,24 +86,26 @@ class ClosedFormWeights:
                 partial(objective.closed_form, ratio, self.A, **inputs),
             )
             return
-        for unsure in (False, True):
-            indices = np.flatnonzero(self.unsure == unsure)
+        for high_entropy in (False, True):
+            indices = np.flatnonzero(self.high_entropy == high_entropy)
             if not len(indices):
                 continue
             # of a form that reads the whole batch, each point is a batch of its own
             parts = len(indices) if objective.batch_coupled else 1
             for rows in np.split(indices, parts):
-                yield rows, self._batch_form(rows, unsure)
+                yield rows, self._batch_form(rows, high_entropy)
 
-    def _batch_form(self, rows: np.ndarray, unsure: bool) -> Callable[..., np.ndarray]:
+    def _batch_form(
+        self, rows: np.ndarray, high_entropy: bool
+    ) -> Callable[..., np.ndarray]:
         """Return the function from hyperparameters to the weights of these points, for
-        a closed form that reads a batch. Each point is a row. Where `unsure`, the row
-        has a second token of lower entropy.
+        a closed form that reads a batch. Each point is a row. With `high_entropy` the row
+        has a second token of half the entropy.
         """
         objective = self.objective
         r, A, mu = _column(self.r[rows]), _column(self.A[rows]), _column(self.mu[rows])
         H = torch.ones_like(r)
-        if unsure:
+        if high_entropy:
             r = torch.cat([r, torch.ones_like(r)], 1)
             A = torch.cat([A, A], 1)
             mu = torch.cat([mu, mu], 1)
@@ -286,7 +288,7 @@ class HyperparameterSearch:
         """
         if not {"eps_low", "eps_high"} <= hp.keys():
             return {}
-        jump_ratios = [point.r for point, _ in self.box.jumps if not point.unsure]
+        jump_ratios = [point.r for point, _ in self.box.jumps if not point.high_entropy]
         low = max((r for r in jump_ratios if r < 1 - 1e-6), default=None)
         high = min((r for r in jump_ratios if 1 + 1e-6 < r < 10), default=None)
         widths = {}
@@ -371,7 +373,7 @@ class HyperparameterSearch:
         keys = [
             name
             for name, value in hp.items()
-            if value and (continuous_at[name] & ~self.closed_form.unsure).any()
+            if value and (continuous_at[name] & ~self.closed_form.high_entropy).any()
         ]
         if len(keys) < 2:
             return hp, miss
@@ -422,7 +424,7 @@ class HyperparameterSearch:
         jumps = [
             (point, middle)
             for point, middle in self.box.jumps
-            if not point.unsure or "entropy" in self.objective.reads
+            if not point.high_entropy or "entropy" in self.objective.reads
         ]
         targets = [*jumps, *self._continuous_points(continuous_at[key])]
         if not targets:
@@ -448,7 +450,7 @@ class HyperparameterSearch:
         """Return a few points at which the weight is continuous in a hyperparameter,
         each with its measured weight.
         """
-        indices = np.flatnonzero(continuous & ~self.closed_form.unsure)
+        indices = np.flatnonzero(continuous & ~self.closed_form.high_entropy)
         if not len(indices):
             return []
         log_r = np.log(self.closed_form.r[indices])
@@ -499,11 +501,11 @@ def best_candidate(objective: Objective, box: BlackBox) -> Candidate:
         objective: the objective.
         box: the loss, measured.
     """
-    # the weight at an unsure point depends on the entropy
+    # such a point is for objectives whose weight depends on the entropy
     kept = [
         i
         for i, point in enumerate(box.points)
-        if not point.unsure or "entropy" in objective.reads
+        if not point.high_entropy or "entropy" in objective.reads
     ]
     points = [box.points[i] for i in kept]
     return HyperparameterSearch(

@@ -350,7 +350,7 @@ class LossCase:
         return log_ratio.exp()
 
     @property
-    def plain_hp(self) -> dict[str, Any]:
+    def hp_without_kl(self) -> dict[str, Any]:
         """The hyperparameters without the coefficient of the KL term.
 
         Returns:
@@ -381,7 +381,7 @@ class LossCase:
             The batch, in the shapes that the loss takes. Do not write to it.
         """
         mus = MU + MU_READ if self.objective.reads_mu else MU
-        options = self.plain_hp | {"edges": self.edges, "mus": mus} | options
+        options = self.hp_without_kl | {"edges": self.edges, "mus": mus} | options
         return self.cached(
             ("grid", *options.items()),
             lambda: self.ready(kept_batch(self.per_response, **options)),
@@ -459,7 +459,7 @@ class LossCase:
             ids: how its groups are named.
         """
         return self.visible_batch(
-            stress_batch(axis, self.objective, ids=ids, **self.plain_hp)
+            stress_batch(axis, self.objective, ids=ids, **self.hp_without_kl)
         )
 
     def singly(self, batch: Rollouts) -> tuple["LossCase", Tensor]:

@@ -50,35 +50,34 @@ MUS = (0.3, 0.9)  # π_old, beside that of a rare token, where the weight depend
 
 
 class Point(NamedTuple):
-    """Where a weight is measured. unsure: the response has two tokens, and this one has
-    the higher entropy; else the token is alone.
-    """
+    """Where a weight is measured: a token by itself, or beside another one."""
 
     A: float
     r: float
     mu: float
-    unsure: bool = False
+    # the response has a second token, of ratio 1 and half the entropy
+    high_entropy: bool = False
 
 
 @dataclass(frozen=True)
 class BlackBox:
-    """What the gradients of one loss say about it before any objective is tried."""
+    """What is measured of a loss before any objective is tried."""
 
     case: LossCase
     agg: str = ""  # a key of FACTORS, "" where none explains the on-policy gradient
-    scale: float = 1.0  # what every weight is multiplied by beside it
-    kl: str = ""
-    beta: float = 0.0
+    scale: float = 1.0  # a factor of every weight that the aggregation does not have
+    kl: str = ""  # the estimator of its KL term; "" where it has none
+    beta: float = 0.0  # the coefficient of its KL term
     reads_mu: bool = False
     reads_entropy: bool = False
     batch_coupled: bool = False  # the weight of a token depends on other responses
-    random: bool = False
+    random: bool = False  # two calls give two gradients
     points: tuple[Point, ...] = ()
-    weights: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    sides: int = 0  # how many of the last points stand beside a jump
-    # with the weight halfway through the jump
+    weights: np.ndarray = field(default_factory=lambda: np.zeros(0))  # at the points
+    sides: int = 0  # so many of the last points are beside a jump
+    # where the weight jumps, and the weight halfway through the jump
     jumps: tuple[tuple[Point, float], ...] = ()
-    # of the jumps, those where a weight fades, and rounding makes the last of it 0
+    # jumps at which a weight fades, so that rounding makes the last of it 0
     faded: frozenset[Point] = frozenset()
 
     @property
@@ -86,37 +85,42 @@ class BlackBox:
         return self.case.loss
 
     def ask(self, points: list[Point]) -> np.ndarray:
-        """w = dJ_t/dlp_t at each point, aggregation, scale and KL divided out (π_ref =
-        π_θ).
+        """Measure w = dJ_t/dlp_t at each point (π_ref = π_θ). The aggregation and the
+        scale are divided out, and the KL term is subtracted.
 
         Args:
-            points: (A, r, mu) each, and whether a second token stands beside it.
+            points: the points.
 
         Returns:
             A weight for each point.
         """
-        out = np.zeros(len(points))
-        for unsure in (False, True):
-            if indices := [i for i, p in enumerate(points) if p.unsure is unsure]:
+        weights = np.zeros(len(points))
+        for high_entropy in (False, True):
+            indices = [
+                i
+                for i, point in enumerate(points)
+                if point.high_entropy is high_entropy
+            ]
+            if indices:
                 r, A, mu = (
-                    np.array([getattr(points[i], k) for i in indices])
-                    for k in ("r", "A", "mu")
+                    np.array([getattr(points[i], name) for i in indices])
+                    for name in ("r", "A", "mu")
                 )
-                out[indices] = self.curve(unsure)(r, A, mu)
-        return out
+                weights[indices] = self.curve(high_entropy)(r, A, mu)
+        return weights
 
-    def curve(self, unsure: bool = False) -> Curve:
-        """The weight of one token, alone, or (unsure) before one of lower entropy whose
-        ratio is 1.
+    def curve(self, high_entropy: bool = False) -> Curve:
+        """Return the weight of one token as a curve.
 
         Args:
-            unsure: whether the second token is there.
+            high_entropy: the token is before another one, of ratio 1 and half the
+                entropy; else it is alone.
         """
 
         def weights_in_one_batch(r: Any, A: Any, mu: Any) -> np.ndarray:
             """Return the weights of points that are responses of one batch."""
             batch = self.loss.visible_batch(
-                (two_token_batch if unsure else single_token_batch)(A, r, mu)
+                (two_token_batch if high_entropy else single_token_batch)(A, r, mu)
             )
             return (self.gradient(batch) - self.kl_weights(batch))[:, 0].numpy()
 
@@ -131,7 +135,7 @@ class BlackBox:
         return replace(curve, floor=100 * self.case.tol)
 
     def gradient(self, batch: Rollouts) -> Tensor:
-        """The weights on any batch.
+        """Measure the weights on any batch.
 
         Args:
             batch: the batch.
@@ -146,7 +150,7 @@ class BlackBox:
         )
 
     def accepts(self, batch: Rollouts) -> bool:
-        """Whether the loss runs on advantages that differ within a response.
+        """Tell whether the loss runs on advantages that differ within a response.
 
         Args:
             batch: a batch.
@@ -159,7 +163,7 @@ class BlackBox:
             return False
 
     def kl_weights(self, batch: Rollouts) -> Tensor:
-        """dKL/dlp of each token, times -beta.
+        """Compute dKL/dlp of each token, times -beta.
 
         Args:
             batch: the batch.
@@ -188,9 +192,9 @@ class BlackBox:
         """
         n = len(self.points) - self.sides
         sides = [
-            p._replace(r=p.r * (1 + s * self.resolution))
-            for p, _ in self.jumps
-            for s in (-1, 1)
+            jump._replace(r=jump.r * (1 + sign * self.resolution))
+            for jump, _ in self.jumps
+            for sign in (-1, 1)
         ]
         weights = np.r_[self.weights[:n], self.ask(sides)]
         return replace(
@@ -208,7 +212,7 @@ class BlackBox:
         )
 
     def loosened(self, near: float) -> "BlackBox":
-        """Return a black box whose points are no nearer to a bound than that.
+        """Return a black box whose points are no nearer to a bound than a distance.
 
         Args:
             near: the relative distance.
@@ -216,8 +220,8 @@ class BlackBox:
         return replace(self, case=replace(self.case, edges=(-near, near))).beside()
 
     def bounds(self, A: float) -> list[float]:
-        """The ratios at which the weight jumps for this sign of A, for a rare token, but
-        for those where it fades.
+        """Return the ratios at which the weight of a rare token jumps at this A, without
+        those where it fades.
 
         Args:
             A: the advantage.
@@ -225,32 +229,38 @@ class BlackBox:
         Returns:
             Ratios, ascending.
         """
-        lasting_jumps = [p for p, _ in self.jumps if p not in self.faded]
-        ratios = [
-            p.r for p in lasting_jumps if p.A == A and not p.unsure and p.mu not in MUS
-        ]
-        return sorted(ratios)
+        return sorted(
+            jump.r
+            for jump, _ in self.jumps
+            if jump not in self.faded
+            and jump.A == A
+            and not jump.high_entropy
+            and jump.mu not in MUS
+        )
 
 
-def low_probability_point(A: float, r: float, unsure: bool = False) -> Point:
+def low_probability_point(A: float, r: float, high_entropy: bool = False) -> Point:
     """Return a token of the ratio r whose probabilities are low enough for it.
 
     Args:
         A: the advantage.
         r: the ratio.
-        unsure: the point is so near to a bound that rounding decides its side.
+        high_entropy: whether a second token of half its entropy is beside it.
     """
-    return Point(A, float(r), float(mu_of(r)), unsure)
+    return Point(A, float(r), float(mu_of(r)), high_entropy)
 
 
 def measure(loss: Loss, batch_coupled: bool | None = None) -> BlackBox:
-    """Everything of BlackBox, by a few hundred small batches; where `batch_coupled` is
-    given, no curve of a loss that is otherwise. Raises InputError where the loss cannot
-    be run.
+    """Measure everything that BlackBox has, by a few hundred small batches.
 
     Args:
         loss: as read.
-        batch_coupled: whether its tokens are coupled, where that is known.
+        batch_coupled: whether the caller needs a loss whose tokens are coupled, or one
+            whose tokens are not: a loss of the other kind gets no curve. None: every
+            loss gets one.
+
+    Raises:
+        InputError: the loss cannot be run, or has no finite gradient on policy.
     """
     case = make_case(loss, no_objective(), {})
     on_policy = measure_on_policy(case)
@@ -367,11 +377,11 @@ def _find_kl_term(
     return kl_term
 
 
-def _point_at(r: float, A: float, mu: float | None, unsure: bool) -> Point:
+def _point_at(r: float, A: float, mu: float | None, high_entropy: bool) -> Point:
     """Return a point at this ratio; mu None: its token has a low probability."""
     if mu is None:
-        return low_probability_point(A, r, unsure)
-    return Point(A, float(r), mu, unsure)
+        return low_probability_point(A, r, high_entropy)
+    return Point(A, float(r), mu, high_entropy)
 
 
 def _with_curve(box: BlackBox) -> BlackBox:
@@ -384,12 +394,12 @@ def _with_curve(box: BlackBox) -> BlackBox:
     points: list[Point] = []
     jumps: list[tuple[Point, float]] = []
     faded: set[Point] = set()
-    for A, mu, unsure in lines:
+    for A, mu, high_entropy in lines:
         ratios = grid if mu is None else grid[mu * grid < MOST_LIKELY]
-        point_at = partial(_point_at, A=A, mu=mu, unsure=unsure)
+        point_at = partial(_point_at, A=A, mu=mu, high_entropy=high_entropy)
         points += [point_at(r) for r in ratios]
         if not box.random:
-            found = box.curve(unsure).jumps(A, mu, ratios)
+            found = box.curve(high_entropy).jumps(A, mu, ratios)
             jumps += [
                 (point_at(jump.r), (jump.below + jump.above) / 2) for jump in found
             ]
@@ -402,10 +412,10 @@ def _with_curve(box: BlackBox) -> BlackBox:
 
     def is_off_bound(point: Point, jump_point: Point) -> bool:
         """Tell whether a point is on another line than a jump, or not near it."""
-        return (point.A, point.mu in MUS, point.unsure) != (
+        return (point.A, point.mu in MUS, point.high_entropy) != (
             jump_point.A,
             jump_point.mu in MUS,
-            jump_point.unsure,
+            jump_point.high_entropy,
         ) or abs(point.r / jump_point.r - 1) > box.resolution
 
     # leave out points on a bound: rounding decides their side

@@ -248,7 +248,7 @@ def _uncorrected(case: LossCase) -> dict[str, Any]:
     """
     return {
         k: v
-        for k, v in case.plain_hp.items()
+        for k, v in case.hp_without_kl.items()
         if k in case.objective.hyperparameters and k not in BOUNDS
     }
 

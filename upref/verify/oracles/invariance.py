@@ -93,7 +93,7 @@ def grid_off_bounds(case: LossCase) -> Rollouts:
         The batch, made once: do not write to it.
     """
     return case.cached(
-        ("off bounds", *case.plain_hp.items()),
+        ("off bounds", *case.hp_without_kl.items()),
         lambda: case.grid(thin=3, edges=OFF_EDGES).but(totals=None),
     )
 

@@ -197,7 +197,7 @@ def _failure_on_axis(
         shown = example(case, batch)
     else:
         hp_words = "".join(
-            f", {k}={v!r}" for k, v in case.plain_hp.items() if v is not None
+            f", {k}={v!r}" for k, v in case.hp_without_kl.items() if v is not None
         )
         arguments = (
             f"{axis!r}, upref.get({case.objective.name!r})"

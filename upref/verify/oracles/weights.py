@@ -127,7 +127,9 @@ def _has_moved_bound(case: LossCase) -> bool:
     objective = case.objective
     if objective.batch_coupled:
         return False
-    weight: Callable[..., Any] = make_curve_of_objective(objective, **case.plain_hp)
+    weight: Callable[..., Any] = make_curve_of_objective(
+        objective, **case.hp_without_kl
+    )
     if "entropy" not in objective.reads:
 
         def one_row(tokens: list[Any]) -> Rollouts:
@@ -137,7 +139,7 @@ def _has_moved_bound(case: LossCase) -> bool:
         return _moves_a_bound(case, weight, one_row)
     if _moves_a_bound(case, weight, _from_tokens(single_token_batch)):
         return True
-    weight = high_entropy_weight(objective, case.plain_hp)
+    weight = high_entropy_weight(objective, case.hp_without_kl)
     return _moves_a_bound(case, weight, _from_tokens(two_token_batch))
 
 
@@ -188,7 +190,7 @@ def _tokens_beside_bounds(
     for mu in np.geomspace(0.02, 0.6, 8 if reads_mu else 24).tolist():
         bounds_like_it: Counter[tuple[bool, ...]] = Counter()
         mu_of_bounds = mu if reads_mu else USUAL_MU
-        for bound in breakpoints(case.objective, A, mu_of_bounds, **case.plain_hp):
+        for bound in breakpoints(case.objective, A, mu_of_bounds, **case.hp_without_kl):
             ratios = bound * (1 - BESIDE_BOUND), bound * (1 + BESIDE_BOUND)
             has_weight = tuple((weight(ratios, A, mu) != 0).tolist())
             bounds_like_it[has_weight] += 1
@@ -211,7 +213,7 @@ def bounds_of(case: LossCase, A: float) -> list[float]:
     """
     if case.objective.batch_coupled or case.objective.reads_mu or not A:
         return []
-    return breakpoints(case.objective, A, USUAL_MU, **case.plain_hp)
+    return breakpoints(case.objective, A, USUAL_MU, **case.hp_without_kl)
 
 
 def _ties(
