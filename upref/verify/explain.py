@@ -168,15 +168,15 @@ def two_gradients(case: LossCase, batch: Rollouts) -> Iterator[LossFault]:
         return
     expected = case.expected(batch)
     if alike(own_weights(batch), expected):
-        id = "gradient-twice"
+        fault_id = "gradient-twice"
         words = GRADIENT_TWICE
     else:
-        id = "gradient-left-behind"
+        fault_id = "gradient-left-behind"
         words = GRADIENT_LEFT
     yield fault(
         words,
         "batches",
-        id=id,
+        id=fault_id,
         weigh=lambda batch: case.expected(batch) + own_weights(batch),
         whole=True,
     )
@@ -423,12 +423,12 @@ def _two_faults(
 
     def kl_part(kl_fault: LossFault, batch: Rollouts) -> Tensor:
         """Return what this fault of the KL term adds to the weights of the rest."""
-        rest = unit_weights(objective, batch, hp_without_kl)
+        rest = unit_weights(objective, batch, hp_at_beta_0)
         return kl_fault.change.weights(objective, case.hp, batch) - rest
 
     def both(batch: Rollouts, kl_fault: LossFault, other_fault: LossFault) -> Tensor:
         """Return the weights with the two faults."""
-        other_weights = other_fault.change.weights(objective, hp_without_kl, batch)
+        other_weights = other_fault.change.weights(objective, hp_at_beta_0, batch)
         return other_weights + kl_part(kl_fault, batch)
 
     kl_candidates = [*_other_kl(case, batch, found, compared)]
@@ -447,7 +447,7 @@ def _two_faults(
         rest_elsewhere = confirmation.without(partial(kl_part, kl_fault))
         candidates = chain(
             _other_hyperparameters(case_without_kl, bounds),
-            known("losses", objective, hp_without_kl, bounds),
+            known("losses", objective, hp_at_beta_0, bounds),
             _other_objectives(case_without_kl),
         )
         confirmed = (

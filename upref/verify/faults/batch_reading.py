@@ -246,12 +246,12 @@ def untrained(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
         """Return the mask without these tokens."""
         return batch.mask & ~tokens(batch.mask)
 
-    for (id, tokens_in_words, tokens), counted in product(LACKING, (True, False)):
+    for (fault_id, tokens_in_words, tokens), counted in product(LACKING, (True, False)):
         though = "though" if counted else "and not"
         yield fault(
             f"{tokens_in_words} is not trained, {though} counted in the denominator",
             "batches",
-            id=left_out_id(id, counted),
+            id=left_out_id(fault_id, counted),
             weigh=_weights_under_mask(
                 objective, hp, partial(mask_without, tokens=tokens), counted
             ),
@@ -276,7 +276,7 @@ def uncounted(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
         """Return the mask of these tokens alone."""
         return batch.mask & tokens(batch)
 
-    for id, words, tokens in (
+    for fault_id, words, tokens in (
         (
             "zero-advantages-not-counted",
             "tokens with A = 0 are not counted",
@@ -301,7 +301,7 @@ def uncounted(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
         yield fault(
             f"{words} in the denominator",
             "batches",
-            id=id,
+            id=fault_id,
             weigh=_weights_under_mask(objective, hp, partial(mask_of, tokens=tokens)),
             whole=True,
         )
@@ -660,7 +660,7 @@ def left_out(case: LossCase) -> Iterator[LossFault]:
         """Return the mask of the tokens whose number is at most the limit."""
         return batch.mask & (number(batch) <= limit)
 
-    for id, words, number, limit_in_words in LEFT_OUT:
+    for fault_id, words, number, limit_in_words in LEFT_OUT:
         numbers = number(batch)
         of_left_out = numbers[should_train & (found == 0)]
         of_trained = numbers[should_train & (found != 0)]
@@ -676,7 +676,7 @@ def left_out(case: LossCase) -> Iterator[LossFault]:
             yield fault(
                 f"{tokens} are not trained, {though} counted in the denominator",
                 "batches",
-                id=left_out_id(id, counted),
+                id=left_out_id(fault_id, counted),
                 weigh=_weights_under_mask(case.objective, case.hp, mask, counted),
                 whole=True,
             )
@@ -761,7 +761,7 @@ def _floor_faults(case: LossCase, low: float) -> Iterator[LossFault]:
             f"tokens with a log_prob below {low:g} have no gradient: they are left out, "
             "or log_prob is set to it"
         )
-    for id, words, J in (
+    for fault_id, words, J in (
         (
             "log-probs-floored",
             f"log-probabilities below {low:g} are set to it",
@@ -769,7 +769,7 @@ def _floor_faults(case: LossCase, low: float) -> Iterator[LossFault]:
         ),
         ("log-prob-floored", words_for_current, of_current),
     ):
-        floor_fault = fault(words, "rounding", id=id, J=J)
+        floor_fault = fault(words, "rounding", id=fault_id, J=J)
         if _fits_across_floor(case, floor_fault, low):
             yield floor_fault
 

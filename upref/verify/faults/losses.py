@@ -437,11 +437,11 @@ def known(
     )
     if hp.get("beta"):
         yield from kl_faults(objective, hp)
-    for id, words, wrong_log_mu in SAMPLER_FAULTS if objective.sampler else ():
+    for fault_id, words, wrong_log_mu in SAMPLER_FAULTS if objective.sampler else ():
         yield fault(
             words,
             "ratio",
-            id=id,
+            id=fault_id,
             view=partial(_with_sampler, log_mu=wrong_log_mu),
         )
     yield fault(
@@ -652,7 +652,7 @@ def kl_faults(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
         return fault(
             words,
             "term",
-            id=id,
+            id=fault_id,
             weigh=lambda batch: weights_without_kl(batch) - beta * term_slope(f, batch),
         )
 
@@ -687,8 +687,8 @@ def kl_faults(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
                 name,
                 id=f"kl-gradient-of-{name}",
             )
-        for id, words, _, make in KL_FORMS:
-            yield other_term(words.format(name), make(k), id=id)
+        for fault_id, words, _, make in KL_FORMS:
+            yield other_term(words.format(name), make(k), id=fault_id)
         if objective.level == "token":
             yield from _kl_in_advantage_faults(objective, hp, name)
     for kl_fault in known_of("kl"):
@@ -743,14 +743,14 @@ def _kl_in_advantage_faults(
         )
         return _with_sampler_and_kl(objective, hp_without_kl, w, batch)
 
-    for id, whose, of_old_policy in (
+    for fault_id, whose, of_old_policy in (
         ("kl-in-advantage", "", False),
         ("kl-of-old-policy-in-advantage", " of the old policy", True),
     ):
         yield fault(
             f"the KL term ({name}){whose} is folded into the advantage, without a gradient of its own",
             "term",
-            id=id,
+            id=fault_id,
             weigh=partial(weights_with_penalty, of_old_policy=of_old_policy),
         )
 
@@ -840,19 +840,19 @@ def clamp_faults(
         clamps.insert(
             0, ("response-log-ratio-clamped", "the response's log r", clamp_response)
         )
-    for id, what, clamp in clamps:
+    for fault_id, what, clamp in clamps:
         words = f"{what} is clamped {interval}"
-        yield fault(words, kind="clip", id=id, J=partial(J_clamped, clamp=clamp))
+        yield fault(words, kind="clip", id=fault_id, J=partial(J_clamped, clamp=clamp))
         yield fault(
             f"{words} where A <= 0",
             kind="clip",
-            id=f"{id}-where-a-negative",
+            id=f"{fault_id}-where-a-negative",
             J=partial(J_clamped_where_not_positive, clamp=clamp),
         )
         yield fault(
             f"{words} in a constant weight",
             kind="clip",
-            id=f"{id}-in-constant",
+            id=f"{fault_id}-in-constant",
             view=partial(with_clamped_ratio, clamp=clamp),
         )
 
@@ -1156,20 +1156,20 @@ def _lone_term_faults(form: ClippedForm) -> Iterator[LossFault]:
             replace(objective, sampler=None), hp, 2 * of_term - of_objective, batch
         )
 
-    for id, term, J in (
+    for fault_id, term, J in (
         ("ratio-term-alone", "r A", form.term(lambda r, A, lp: r * A)),
         ("log-prob-term-alone", "A log π_θ", form.term(lambda r, A, lp: A * lp)),
     ):
         yield fault(
             f"the term is {term} alone: what else {objective.name} has is missing",
             kind="objective",
-            id=id,
+            id=fault_id,
             J=J,
         )
         yield fault(
             f"what {objective.name} has beside {term} has the opposite sign",
             kind="objective",
-            id=f"all-but-{id}-negated",
+            id=f"all-but-{fault_id}-negated",
             weigh=partial(weights_with_rest_negated, J=J),
         )
 
@@ -1301,15 +1301,15 @@ def _unbounded_positive_faults(form: ClippedForm) -> Iterator[LossFault]:
     bounded = form.shape.bounded
     if bounded[-1.0, "below"] or bounded[-1.0, "above"]:
         if bounded[-1.0, "below"]:
-            id = "no-lower-clip"
+            fault_id = "no-lower-clip"
             what = "the clip has no lower side"
         else:
-            id = "no-upper-bound-where-a-negative"
+            fault_id = "no-upper-bound-where-a-negative"
             what = "the ratio has no upper bound"
         yield fault(
             f"{what} where A <= 0",
             kind="clip",
-            id=id,
+            id=fault_id,
             J=form.term(lambda r, A, lp: where(A > 0, A * lp, r * A)),
         )
     yield fault(
@@ -1399,7 +1399,7 @@ def _advantage_faults(form: ClippedForm) -> Iterator[LossFault]:
         """Return the objective's term of change(A)."""
         return j(lp, old, change(A), m)
 
-    for id, words, change in (
+    for fault_id, words, change in (
         ("advantage-absolute", "A enters by its absolute value", torch.abs),
         ("advantage-sign-alone", "A enters by its sign alone", torch.sign),
         ("advantage-exponentiated", "exp(A) replaces A", torch.exp),
@@ -1409,7 +1409,7 @@ def _advantage_faults(form: ClippedForm) -> Iterator[LossFault]:
         yield fault(
             words,
             kind="advantage",
-            id=id,
+            id=fault_id,
             J=partial(of_other_advantage, change=change),
         )
     for sign, without_sign in (
@@ -1534,13 +1534,13 @@ def _response_ratio_faults(form: ClippedForm) -> Iterator[LossFault]:
         """
         return form.ppo(exp(by_token(log_ratio(lp - old, m).expand_as(lp), lp)), A)
 
-    for id, words, log_ratio in OTHER_LOG_RATIOS:
+    for fault_id, words, log_ratio in OTHER_LOG_RATIOS:
         # a few rows of a batch have another longest response
-        whole = id == LONGEST
+        whole = fault_id == LONGEST
         yield fault(
             words,
             kind="ratio",
-            id=id,
+            id=fault_id,
             whole=whole,
             J=partial(ppo_at, log_ratio=log_ratio),
         )
@@ -1548,7 +1548,7 @@ def _response_ratio_faults(form: ClippedForm) -> Iterator[LossFault]:
             yield fault(
                 words,
                 kind="ratio",
-                id=id,
+                id=fault_id,
                 whole=whole,
                 J=partial(ppo_at_by_token, log_ratio=log_ratio),
             )

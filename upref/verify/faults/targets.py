@@ -36,13 +36,17 @@ def faults(
                 hp={"eta": eta},
                 whole=True,
             )
-    for id, words, weigh in SHARES:
+    for fault_id, words, weigh in SHARES:
         yield fault(
-            words, "objective", id=id, weigh=partial(weigh, eta=hp["eta"]), whole=True
+            words,
+            "objective",
+            id=fault_id,
+            weigh=partial(weigh, eta=hp["eta"]),
+            whole=True,
         )
-    for id, words, kind, change in GROUPS:
+    for fault_id, words, kind, change in GROUPS:
         yield fault(
-            words, kind, id=id, weigh=partial(change, objective, hp), whole=True
+            words, kind, id=fault_id, weigh=partial(change, objective, hp), whole=True
         )
 
 
