@@ -12,7 +12,10 @@ from dataclasses import replace
 
 import pytest
 
+from upref.errors import InputError
+from upref.weights.batches import on_policy_batch
 from upref_frameworks import audits
+from upref_frameworks.audits.framework import Framework
 from upref_frameworks.audits.isolated import pin as pins
 from upref_frameworks.audits.report import Proofs, proofs, report
 from upref_frameworks.ledger import FRAMEWORKS, read
@@ -171,3 +174,15 @@ def test_a_number_that_json_has_no_word_for_is_a_string():
         "clip": "nan",
         "high": ["inf"],
     }
+
+
+def test_an_argument_that_an_audit_lacks_is_one_sentence():
+    def loss(mode, config, log_prob, logits):
+        return log_prob.sum()
+
+    framework = Framework("x", modes=list, comparisons=(), loss_by_names=loss)
+    words = (
+        "the loss of x takes 'logits', which an audit does not have: it has log_prob, "
+    )
+    with pytest.raises(InputError, match=words):
+        framework.compute_loss("m", {}, on_policy_batch(), None)

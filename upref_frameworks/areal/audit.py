@@ -90,7 +90,7 @@ def _defaults(mode: str) -> dict[str, Any]:
     return {f.name: f.default for f in fields if f.name in READ[mode]}
 
 
-def _plain(
+def _loss(
     mode: str,
     config: dict[str, Any],
     log_prob: Tensor,
@@ -249,7 +249,7 @@ AREAL = Framework(
     pin=PIN,
     modes=_modes,
     defaults=_defaults,
-    plain=_plain,
+    loss_by_names=_loss,
     comparisons=COMPARISONS,
     parts=_parts,
     kernels=_kernels,

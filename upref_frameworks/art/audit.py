@@ -96,7 +96,7 @@ def _defaults(mode: str) -> dict[str, Any]:
     return dict(config)
 
 
-def _plain(
+def _loss(
     mode: str,
     config: dict[str, Any],
     log_prob: Tensor,
@@ -169,7 +169,7 @@ ART = Framework(
     pin=PIN,
     modes=lambda: ["cispo", "ppo"],
     defaults=_defaults,
-    plain=_plain,
+    loss_by_names=_loss,
     comparisons=COMPARISONS,
     remarks=REMARKS,
     tol=1e-6,  # 1e-8 in the count of a response's tokens

@@ -263,7 +263,7 @@ def audit(
     modes = f.modes()
     asked = f.comparisons if comparisons is None else comparisons
     gone = tuple(
-        dict.fromkeys(c.mode for c in asked if f.plain and c.mode not in modes)
+        dict.fromkeys(c.mode for c in asked if f.loss_by_names and c.mode not in modes)
     )
     compared = [c for c in asked if c.mode not in gone]
     defaults = {m: f.defaults(m) for m in sorted({c.mode for c in compared} & {*modes})}

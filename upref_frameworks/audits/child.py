@@ -92,7 +92,7 @@ def load_loss(loss: str, objective: str, hp: dict[str, Any]) -> Callable[..., Te
         hp: for @matched: its hyperparameters.
 
     Returns:
-        A function of keyword arguments, those of Framework.plain; its attribute
+        A function of keyword arguments, those of Framework.loss_by_names; its attribute
         `__upref__` holds its settings.
 
     Raises:
@@ -101,7 +101,7 @@ def load_loss(loss: str, objective: str, hp: dict[str, Any]) -> Callable[..., Te
     """
     name, _, mode = loss.partition(":")
     f = audits.framework(name)
-    if not mode or not f.pin or not f.plain:
+    if not mode or not f.pin or not f.loss_by_names:
         raise InputError(
             f"{loss} is no loss: `upref audit {name}` compares those of {name} with the reference."
         )
@@ -114,8 +114,8 @@ def load_loss(loss: str, objective: str, hp: dict[str, Any]) -> Callable[..., Te
     if matched:
         fields = _fields_of_comparison(f, mode, objective, hp) | fields
     fn = _checked_loss(f, loss, mode, fields)
-    plain = _checked_loss(f, f"{name}:{mode}", mode, {}) if matched else None
-    vars(fn)["__upref__"] = Shipped(fields, f.defaults(mode), plain)
+    shipped = _checked_loss(f, f"{name}:{mode}", mode, {}) if matched else None
+    vars(fn)["__upref__"] = Shipped(fields, f.defaults(mode), shipped)
     return fn
 
 
@@ -125,9 +125,9 @@ def _checked_loss(
     """Return the framework's loss in this mode as a function that refuses other shapes
     of advantages.
     """
-    assert framework.plain is not None
+    assert framework.loss_by_names is not None
     config = framework.configured(mode, framework.defaults(mode), fields)
-    inner = functools.partial(framework.plain, mode, config)
+    inner = functools.partial(framework.loss_by_names, mode, config)
 
     @functools.wraps(inner)
     def fn(**given: Any) -> Tensor:

@@ -54,11 +54,11 @@ class Framework:
         loss: (mode, fields, batch, padding) -> the scalar that is differentiated;
             fields are those of the comparison; masked slots hold the padding, or what
             the batch has there.
-        plain: (mode, config, ...) -> the scalar, in place of `loss`. Its other
-            arguments are some of log_prob, old_log_prob, advantages, mask,
-            ref_log_prob, entropy, group (the prompt of each response), totals and
-            num_micro_batches, by these names; config is defaults(mode) with the
-            comparison's fields over it.
+        loss_by_names: (mode, config, ...) -> the scalar, in place of `loss`. It is
+            called with those arguments that its signature names, of log_prob,
+            old_log_prob, advantages, mask, ref_log_prob, entropy, group (the prompt of
+            each response), totals and num_micro_batches. config is defaults(mode) with
+            the comparison's fields over it.
         defaults: mode -> the fields of the framework's own config class.
         parts: makes the table of what the framework computes beside its losses.
         kernels: makes the table of functions that check_logprobs takes and that are no
@@ -80,7 +80,7 @@ class Framework:
     split_reasons: dict[str, LossFault] = field(default_factory=dict)
     version: Callable[[], str] = lambda: "?"
     loss: LossFunction | None = None
-    plain: Callable[..., Tensor] | None = None
+    loss_by_names: Callable[..., Tensor] | None = None
     defaults: Callable[[str], dict[str, Any]] = lambda mode: {}
     parts: Callable[[], tuple[Component, ...]] = tuple
     kernels: Callable[[], dict[str, Callable[..., Any]]] = dict
@@ -138,44 +138,64 @@ class Framework:
                 them what the batch holds.
 
         Returns:
-            The scalar that the framework minimizes. With `plain` it is called with
-            those of the arguments that its signature names.
+            The scalar that the framework minimizes.
+
+        Raises:
+            InputError: `loss_by_names` takes an argument that an audit does not have.
         """
-        if self.plain is None:
+        if self.loss_by_names is None:
             assert self.loss is not None
             return self.loss(mode, config, batch, padding)
-        f = partial(self.plain, mode, config)
+        loss = partial(self.loss_by_names, mode, config)
+        arguments = self._arguments(batch, padding)
+        parameters = inspect.signature(loss).parameters
+        if unknown := next((name for name in parameters if name not in arguments), ""):
+            raise InputError(
+                f"the loss of {self.name} takes {unknown!r}, which an audit does not have: it has "
+                f"{', '.join(arguments)}."
+            )
+        return loss(**{name: arguments[name] for name in parameters})
 
-        def padded(x: Tensor) -> Tensor:
-            """Return x with masked slots set to the padding, if one is given."""
-            return x if padding is None else torch.where(batch.mask, x, padding)
+    def _arguments(
+        self, batch: Rollouts | Bare, padding: float | None
+    ) -> dict[str, Any]:
+        """Return all arguments that `loss_by_names` may take, by name."""
 
+        def padded(tensor: Tensor) -> Tensor:
+            """Return a tensor with masked slots set to the padding, if one is given."""
+            return (
+                tensor if padding is None else torch.where(batch.mask, tensor, padding)
+            )
+
+        # Some losses take the reference policy, the entropy and the groups in every
+        # setting. A batch lacks them where the coefficient of their term is 0, or where
+        # they are not read: then any finite numbers have the same effect, none.
+        logp_ref = batch.logp_old if batch.logp_ref is None else batch.logp_ref
+        entropy = batch.entropy
+        if entropy is None:
+            entropy = torch.ones_like(batch.logp_old)
+        group = getattr(batch, "group", None)
+        totals = batch.totals or Totals.of(batch.mask, group)
+        if group is None:
+            group = torch.zeros(len(batch.mask), dtype=torch.int64)
         if self.one_adv:
             advantages = per_response(batch.adv, batch.mask)
         else:
             advantages = padded(batch.adv.expand_as(batch.mask))
-        logp_ref = batch.logp_old if batch.logp_ref is None else batch.logp_ref
-        if batch.entropy is None:
-            entropy = torch.ones_like(batch.logp_old)
-        else:
-            entropy = batch.entropy
-        group = getattr(batch, "group", None)
-        one_group = torch.zeros(len(batch.mask), dtype=torch.int64)
-        totals = batch.totals or Totals.of(batch.mask, group)
-        given = {
+        # the batch may be a micro-batch, with the totals of its mini-batch
+        sequences_in_minibatch = float(totals.sequences)
+        num_micro_batches = max(1, round(sequences_in_minibatch / len(batch.mask)))
+        return {
             "log_prob": padded(batch.logp),
             "old_log_prob": padded(batch.logp_old),
             "advantages": advantages,
             "mask": batch.mask,
             "ref_log_prob": padded(logp_ref),
             "entropy": padded(entropy),
-            "group": one_group if group is None else group,
+            "group": group,
             "totals": totals,
-            "num_micro_batches": max(
-                1, round(float(totals.sequences) / len(batch.mask))
-            ),
+            "num_micro_batches": num_micro_batches,
         }
-        return f(**{k: given[k] for k in inspect.signature(f).parameters})
 
     def configured(
         self, mode: str, defaults: dict[str, Any], fields: dict[str, Any]
@@ -188,12 +208,13 @@ class Framework:
             fields: field -> value, where it is another one than the default.
 
         Returns:
-            For `plain` all fields; for `loss`, which knows its defaults, these alone.
+            For `loss_by_names` all fields; for `loss`, which knows its defaults, these
+            alone.
 
         Raises:
             InputError: the framework has no such field.
         """
-        if self.plain is None:
+        if self.loss_by_names is None:
             return fields
         if unknown := next((k for k in fields if k not in defaults), ""):
             raise InputError(

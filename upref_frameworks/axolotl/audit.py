@@ -91,7 +91,7 @@ def _defaults(mode: str) -> dict[str, Any]:
     return {k: ast.literal_eval(v) for k, v in default_nodes.items()}
 
 
-def _plain(
+def _loss(
     mode: str,
     config: dict[str, Any],
     log_prob: Tensor,
@@ -193,7 +193,7 @@ AXOLOTL = Framework(
     pin=PIN,
     modes=_modes,
     defaults=_defaults,
-    plain=_plain,
+    loss_by_names=_loss,
     comparisons=COMPARISONS,
     split_reasons={"bnpo": BNPO},
     remarks=REMARKS,

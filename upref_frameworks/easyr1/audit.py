@@ -102,7 +102,7 @@ def _kl_defaults() -> dict[str, Any]:
     }
 
 
-def _plain(
+def _loss(
     mode: str,
     config: dict[str, Any],
     log_prob: Tensor,
@@ -251,7 +251,7 @@ EASYR1 = Framework(
     pin=PIN,
     modes=_modes,
     defaults=_defaults,
-    plain=_plain,
+    loss_by_names=_loss,
     comparisons=COMPARISONS,
     split_reasons=dict.fromkeys(("default", "gspo", "gspo_token", "sapo"), WEIGHED),
     remarks=REMARKS,

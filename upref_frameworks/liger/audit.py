@@ -67,7 +67,7 @@ def _defaults(mode: str) -> dict[str, Any]:
 ELSEWHERE = ("compiled", "use_ref_model", "chunk_size", "temperature")
 
 
-def _plain(
+def _loss(
     mode: str,
     config: dict[str, Any],
     log_prob: Tensor,
@@ -245,7 +245,7 @@ LIGER = Framework(
     pin=PIN,
     modes=_modes,
     defaults=_defaults,
-    plain=_plain,
+    loss_by_names=_loss,
     one_adv=True,
     comparisons=COMPARISONS,
     parts=_parts,

@@ -89,7 +89,7 @@ def _modules() -> tuple[Any, Any, Any]:
     return modules[0], modules[1], modules[2]
 
 
-def _plain(
+def _loss(
     mode: str,
     config: dict[str, Any],
     log_prob: Tensor,
@@ -191,7 +191,7 @@ MILES = Framework(
     pin=PIN,
     modes=lambda: list(options(ARGUMENTS)["--advantage-estimator"]["choices"]),
     defaults=lambda mode: defaults(ARGUMENTS, READ),
-    plain=_plain,
+    loss_by_names=_loss,
     comparisons=COMPARISONS,
     remarks=REMARKS,
     tol=3e-6,

@@ -110,7 +110,7 @@ def _defaults(mode: str) -> dict[str, Any]:
     )
 
 
-def _plain(
+def _loss(
     mode: str,
     config: dict[str, Any],
     log_prob: Tensor,
@@ -394,7 +394,7 @@ NEMO_RL = Framework(
     pin=PIN,
     modes=_modes,
     defaults=_defaults,
-    plain=_plain,
+    loss_by_names=_loss,
     comparisons=COMPARISONS,
     parts=_parts,
     remarks=REMARKS,

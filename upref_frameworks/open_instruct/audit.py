@@ -76,7 +76,7 @@ def _defaults(mode: str) -> dict[str, Any]:
     return {k: fields[k] for k in READ if k != "loss_fn"}
 
 
-def _plain(
+def _loss(
     mode: str,
     config: dict[str, Any],
     log_prob: Tensor,
@@ -134,7 +134,7 @@ OPEN_INSTRUCT = Framework(
     pin=PIN,
     modes=lambda: [str(m) for m in _utils().GRPOLossType],
     defaults=_defaults,
-    plain=_plain,
+    loss_by_names=_loss,
     comparisons=COMPARISONS,
     remarks=REMARKS,
     parts=lambda: (

@@ -63,7 +63,7 @@ def _defaults(mode: str) -> dict[str, Any]:
     return arguments(_module("models.loss").PolicyLoss.__init__, "policy_loss_type")
 
 
-def _plain(
+def _loss(
     mode: str,
     config: dict[str, Any],
     log_prob: Tensor,
@@ -277,7 +277,7 @@ OPENRLHF = Framework(
     pin=PIN,
     modes=_modes,
     defaults=_defaults,
-    plain=_plain,
+    loss_by_names=_loss,
     comparisons=COMPARISONS,
     parts=_parts,
     remarks=REMARKS,

@@ -77,7 +77,7 @@ def _literal_fields(node: ast.ClassDef) -> dict[str, Any]:
     return literals
 
 
-def _plain(
+def _loss(
     mode: str,
     config: dict[str, Any],
     log_prob: Tensor,
@@ -170,7 +170,7 @@ PRIME_RL = Framework(
     pin=PIN,
     modes=lambda: list(_fields_of_losses()),
     defaults=lambda mode: _fields_of_losses()[mode],
-    plain=_plain,
+    loss_by_names=_loss,
     comparisons=COMPARISONS,
     out_of_scope={"custom": "the user's own function"},
     remarks=REMARKS,

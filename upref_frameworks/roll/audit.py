@@ -155,7 +155,7 @@ def _variant_worker_class() -> Any:
     return importlib.import_module(PG).ActorPGWorker
 
 
-def _plain(
+def _loss(
     mode: str,
     config: dict[str, Any],
     log_prob: Tensor,
@@ -470,7 +470,7 @@ ROLL = Framework(
     pin=PIN,
     modes=_modes,
     defaults=_defaults,
-    plain=_plain,
+    loss_by_names=_loss,
     comparisons=COMPARISONS,
     parts=_parts,
     out_of_scope={

@@ -92,7 +92,7 @@ def _defaults(mode: str) -> dict[str, Any]:
     )
 
 
-def _plain(
+def _loss(
     mode: str,
     config: dict[str, Any],
     log_prob: Tensor,
@@ -354,7 +354,7 @@ SKYRL = Framework(
     pin=PIN,
     modes=lambda: [str(m) for m in _utils().PolicyLossRegistry.list_available()],
     defaults=_defaults,
-    plain=_plain,
+    loss_by_names=_loss,
     comparisons=COMPARISONS,
     parts=_parts,
     remarks=REMARKS,

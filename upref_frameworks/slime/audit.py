@@ -53,7 +53,7 @@ def _ppo() -> ModuleType:
     return importlib.import_module("slime.utils.ppo_utils")
 
 
-def _plain(
+def _loss(
     mode: str,
     config: dict[str, Any],
     log_prob: Tensor,
@@ -197,7 +197,7 @@ SLIME = Framework(
     pin=PIN,
     modes=lambda: list(options(ARGUMENTS)["--advantage-estimator"]["choices"]),
     defaults=lambda mode: defaults(ARGUMENTS, READ),
-    plain=_plain,
+    loss_by_names=_loss,
     comparisons=COMPARISONS,
     parts=_parts,
     remarks=REMARKS,

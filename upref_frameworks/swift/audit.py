@@ -162,7 +162,7 @@ def _trainer(mode: str, config: dict[str, Any], steps: int) -> Any:
     return trainer
 
 
-def _plain(
+def _loss(
     mode: str,
     config: dict[str, Any],
     log_prob: Tensor,
@@ -357,7 +357,7 @@ SWIFT = Framework(
     pin=PIN,
     modes=_modes,
     defaults=_defaults,
-    plain=_plain,
+    loss_by_names=_loss,
     comparisons=COMPARISONS,
     parts=_parts,
     split_reasons={"bnpo": BNPO},

@@ -60,7 +60,7 @@ def _full(x: Tensor) -> dict[str, Tensor]:
     return {"full": x}
 
 
-def _plain(
+def _loss(
     mode: str,
     config: dict[str, Any],
     log_prob: Tensor,
@@ -221,6 +221,6 @@ REMARKS = (
     "Not covered: the entropy bonus, which is on by default with 0.01; kl_mask_threshold; trajectory returns.",
 )
 TORCHRL = Framework(
-    "torchrl", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts,
+    "torchrl", pin=PIN, modes=_modes, defaults=_defaults, loss_by_names=_loss, comparisons=COMPARISONS, parts=_parts,
     split_reasons={"GRPOLoss": MICRO_MEAN, "DAPO": MICRO_MEAN, "CISPOLoss": MICRO_MEAN}, tol=1e-4, remarks=REMARKS,
 )  # fmt: skip

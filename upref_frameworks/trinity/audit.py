@@ -69,7 +69,7 @@ def _defaults(mode: str) -> dict[str, Any]:
     return arguments(cls.__init__, "backend") | cls.default_args()
 
 
-def _plain(
+def _loss(
     mode: str,
     config: dict[str, Any],
     log_prob: Tensor,
@@ -389,7 +389,7 @@ TRINITY = Framework(
     "trinity",
     pin=PIN,
     defaults=_defaults,
-    plain=_plain,
+    loss_by_names=_loss,
     comparisons=COMPARISONS,
     parts=_parts,
     split_reasons=SPLIT,

@@ -169,7 +169,7 @@ def _compiled_loss(
     return jax.jit(loss_of_arrays)
 
 
-def _plain(
+def _loss(
     mode: str,
     config: dict[str, Any],
     log_prob: Tensor,
@@ -362,7 +362,7 @@ TUNIX = Framework(
     pin=PIN,
     modes=_modes,
     defaults=lambda mode: asdict(_settings(mode)),
-    plain=_plain,
+    loss_by_names=_loss,
     comparisons=COMPARISONS,
     parts=_parts,
     split_reasons={"dapo": MICRO_MEAN, "ppo": MICRO_MEAN},

@@ -78,7 +78,7 @@ def _defaults(mode: str) -> dict[str, Any]:
     return {k: ast.literal_eval(fallbacks[k]) for k in READ} | {"beta": 0.0}
 
 
-def _plain(
+def _loss(
     mode: str,
     config: dict[str, Any],
     log_prob: Tensor,
@@ -242,7 +242,7 @@ UNSLOTH = Framework(
     pin=PIN,
     modes=_modes,
     defaults=_defaults,
-    plain=_plain,
+    loss_by_names=_loss,
     comparisons=COMPARISONS,
     parts=_parts,
     split_reasons={"bnpo": BNPO},
