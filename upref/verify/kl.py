@@ -39,21 +39,22 @@ from upref.verify.report import (
     restores_state,
 )
 
-# d = log π_ref - log π_θ. Every number is exact in float32. Their sum is not 0: a sum
-# over a row would else not show.
+# d = log π_ref - log π_θ near 0 and far from it. Every number is exact in float32. The sum
+# of NEAR is not 0: else a function that sums over a row would not show.
 NEAR = torch.arange(-24, 33, dtype=torch.float64) / 16
 FAR = torch.tensor(
-    [sign * x for x in (2.5, 3, 4, 6, 9, 12, 15, 19, 21, 40) for sign in (1, -1)],
+    [sign * size for size in (2.5, 3, 4, 6, 9, 12, 15, 19, 21, 40) for sign in (1, -1)],
     dtype=torch.float64,
 )
-# log-probabilities of the likelier policy, a row each; those of a nearly certain token
-# lie between 0 and -1
+# log-probability of the likelier of the two policies, one for each row; the first three
+# are those of nearly certain tokens
 LEVELS = (0.0, -(2.0**-20), -(2.0**-10), -1.0, -8.0, -30.0)
-# more columns, and more rows
+# the same for a batch of more columns, and of more rows
 WIDE = NEAR.repeat(3)[:130]
 MANY = (*LEVELS, *LEVELS[:3])
 PASTE = "from upref.verify.kl import {}, pair\nlog_prob, ref_log_prob = pair({})"
-SHIFT = 7  # each row begins so many places later in d: else a mean over rows is hidden
+# each row begins so many places later in d: else a mean over rows would not show
+SHIFT = 7
 VALUE, GRADIENT = 0, 1  # the places of a value and of a gradient in a pair
 USUAL_CLAMP = 20  # of d: a clamp there or beyond is a note
 DIFFERENCE = "log π_ref - log π_θ"
@@ -148,7 +149,7 @@ def pair(d: Tensor, levels: tuple[float, ...] = (-1.0,)) -> tuple[Tensor, Tensor
     """
     rows = [d.roll(SHIFT * i) for i in range(len(levels))]
     lp = torch.stack(
-        [level - x.clamp(min=0) for level, x in zip(levels, rows, strict=True)]
+        [level - row.clamp(min=0) for level, row in zip(levels, rows, strict=True)]
     )
     return lp, lp + torch.stack(rows)
 
@@ -173,18 +174,21 @@ def value_and_slope(
     if k.requires_grad:
         (gradient,) = torch.autograd.grad(k.sum(), lp, allow_unused=True)
 
-    def in_order_of_d(x: Tensor) -> Tensor:
+    def in_order_of_d(rows: Tensor) -> Tensor:
         """Undo the shifts of the rows, and join them."""
-        return torch.cat([row.roll(-SHIFT * i) for i, row in enumerate(x)])
+        return torch.cat([row.roll(-SHIFT * i) for i, row in enumerate(rows)])
 
     if gradient is None:
         return in_order_of_d(k.detach()), torch.zeros_like(d.repeat(len(levels)))
     return in_order_of_d(k.detach()), in_order_of_d(gradient)
 
 
-def _relative_error(x: Tensor, y: Tensor) -> Tensor:
-    """Return the errors of x relative to y; infinite where x is not a number."""
-    return ((x - y).abs() / y.abs().clamp(min=1e-2)).nan_to_num(nan=math.inf)
+def _relative_error(found: Tensor, expected: Tensor) -> Tensor:
+    """Return the errors of numbers relative to the expected ones; infinite where a
+    number is NaN.
+    """
+    scale = expected.abs().clamp(min=1e-2)
+    return ((found - expected).abs() / scale).nan_to_num(nan=math.inf)
 
 
 def same(
@@ -248,14 +252,16 @@ def divergences() -> dict[str, tuple[float, Tensor]]:
         (value in nats, gradient by the logits [V]) by "reverse", KL(π_θ ‖ π_ref);
         "forward", KL(π_ref ‖ π_θ); and "zero".
     """
-    out = {"zero": (0.0, torch.zeros_like(LOGITS))}
+    by_name = {"zero": (0.0, torch.zeros_like(LOGITS))}
     theta = LOGITS.clone().requires_grad_()
     lp = theta.log_softmax(0)
     ref = REF_LOGITS.log_softmax(0)
+    # p, q: log-probabilities of the two policies of KL(p ‖ q)
     for name, p, q in (("reverse", lp, ref), ("forward", ref, lp)):
-        d = (p.exp() * (p - q)).sum()
-        out[name] = d.item(), torch.autograd.grad(d, theta, retain_graph=True)[0]
-    return out
+        divergence = (p.exp() * (p - q)).sum()
+        (gradient,) = torch.autograd.grad(divergence, theta, retain_graph=True)
+        by_name[name] = divergence.item(), gradient
+    return by_name
 
 
 def divergence_of(term: Formula, off_policy: bool = False, tol: float = 1e-5) -> str:
