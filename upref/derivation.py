@@ -215,8 +215,8 @@ def _regimes(
     values: dict[Symbol, Expr],
     notes: dict[Expr, bool],
 ) -> Iterator[tuple[str, Expr, Expr, Expr]]:
-    """Yield (where, J, dJ/dlp, weight) of each regime. Neighbors with equal expressions
-    are one regime.
+    """Yield the regimes: where each is, J, dJ/dlp and the weight. Neighbors with equal
+    expressions are one regime.
     """
     token_count = FREE_TOKENS if objective.level == "custom" else 1
     tags = [f"_{i + 1}" for i in range(token_count)] if token_count > 1 else [""]
@@ -225,49 +225,62 @@ def _regimes(
     )
     r = [Symbol(f"{RATIO[objective.level]}{tag}", positive=True) for tag in tags]
     mu = Symbol("mu", positive=True)
-    in_r = {x: log(mu) + log(y) for x, y in zip(lp, r, strict=True)} | dict.fromkeys(
-        lp_old, log(mu)
-    )
+    # log-probability -> what it is in terms of r and mu
+    in_r = {
+        token_lp: log(mu) + log(ratio) for token_lp, ratio in zip(lp, r, strict=True)
+    } | dict.fromkeys(lp_old, log(mu))
     J = symbolic_J(objective, A, lp, lp_old, letters)
     weights = _weights(objective, A, r, mu, letters)
     J_in_r = symbolic_J(
-        objective, A, [in_r[x] for x in lp], [in_r[x] for x in lp_old], letters
+        objective,
+        A,
+        [in_r[token_lp] for token_lp in lp],
+        [in_r[token_lp_old] for token_lp_old in lp_old],
+        letters,
     )
-    edges = {k for expr in (J_in_r, *weights) for k in breakpoints(expr, r[0])}
+    edges = {edge for expr in (J_in_r, *weights) for edge in breakpoints(expr, r[0])}
     intervals = _intervals_between(
         edges, r[0], values, 1 / mu if objective.reads_mu else oo, notes
     )
     rows = []
     for combination in itertools.combinations_with_replacement(intervals, token_count):
         point = values | {
-            x: interval.point for x, interval in zip(r, combination, strict=True)
+            ratio: interval.point
+            for ratio, interval in zip(r, combination, strict=True)
         }
-        J_here = in_regime(J, point | {x: y.subs(point) for x, y in in_r.items()})
-        gradients = [sympy.simplify(forget_sg(J_here.diff(x)).subs(in_r)) for x in lp]
+        log_probs = {token_lp: expr.subs(point) for token_lp, expr in in_r.items()}
+        J_here = in_regime(J, point | log_probs)
+        gradients = [
+            sympy.simplify(forget_sg(J_here.diff(token_lp)).subs(in_r))
+            for token_lp in lp
+        ]
+        # the gradient and the weight of each token
         pairs = list(
             zip(gradients, (in_regime(w, point) for w in weights), strict=True)
         )
         wrong = [pair for pair in pairs if not _are_equal(*pair)]
-        rows.append((combination, J_here, *(wrong or pairs)[0]))
+        shown = wrong[0] if wrong else pairs[0]
+        rows.append((combination, J_here, *shown))
     for _, run in itertools.groupby(
         rows, key=lambda row: row[1:] if token_count == 1 else row
     ):
-        first, *rest = run
-        bounds_of_tokens = zip(first[0], r, (rest or [first])[-1][0], strict=True)
-        yield (
-            ", ".join(
-                _describe_interval(a.low, x.name, b.high)
-                for a, x, b in bounds_of_tokens
-            ),
-            *first[1:],
+        neighbors = list(run)
+        first_intervals, *expressions = neighbors[0]
+        last_intervals = neighbors[-1][0]
+        place = ", ".join(
+            _describe_interval(first.low, ratio.name, last.high)
+            for first, ratio, last in zip(
+                first_intervals, r, last_intervals, strict=True
+            )
         )
+        yield (place, *expressions)
 
 
 def symbolic_J(
     objective: Objective, A: Expr, lp: list[Any], lp_old: list[Any], hp: dict[Any, Any]
 ) -> Expr:
-    """The unreduced J from the function itself, of scalars, or of one response at level
-    custom.
+    """Return the unreduced J from the function itself, of scalars, or of one response at
+    level custom.
 
     Args:
         objective: the objective.
@@ -288,19 +301,21 @@ def _weights(
     objective: Objective, A: Expr, r: list[Any], mu: Expr, hp: dict[Any, Any]
 ) -> list[Expr]:
     """Return the closed form of the weight of each token, as sympy expressions."""
-    ratios = [log(x) for x in r] if objective.reads_log_r else r
+    ratios = [log(ratio) for ratio in r] if objective.reads_log_r else r
     available = {"mu": mu, "log_mu": log(mu), "mask": np.ones((1, len(r)), dtype=bool)}
     if objective.level == "custom":
         arguments = (SymbolArray([ratios]), SymbolArray([[A] * len(r)]))
     else:
         arguments = (ratios[0], A)
-    w = objective.closed_form(
-        *arguments, **{k: available[k] for k in objective.reads}, **hp
+    weights = objective.closed_form(
+        *arguments, **{name: available[name] for name in objective.reads}, **hp
     )
-    return [sympy.sympify(x) for x in np.ravel(w)]
+    return [sympy.sympify(weight) for weight in np.ravel(weights)]
 
 
 class RatioInterval(NamedTuple):
+    """An open interval of the ratio: its ends in words, and a point inside."""
+
     low: str
     high: str
     point: Expr
@@ -321,8 +336,8 @@ def _intervals_between(
     places = {sympy.S.Zero: "0", upper_end: str(top)}
     for edge in sorted(edges, key=sympy.default_sort_key):
         if r in edge.free_symbols:
-            for x in _roots(edge.subs(values), r, upper_end):
-                places[x] = f"{float(x):.4g}*"
+            for root in _roots(edge.subs(values), r, upper_end):
+                places[root] = f"{float(root):.4g}*"
                 notes[edge] = True
         elif 0 < edge.subs(values) < upper_end:
             places.setdefault(edge.subs(values), sympy.sstr(edge, order="none"))
@@ -330,8 +345,8 @@ def _intervals_between(
         sorted(places.items(), key=lambda place: float(place[0]))
     )
     return [
-        RatioInterval(low, high, _exact(float(_point_between(a, b))))
-        for (a, low), (b, high) in pairs
+        RatioInterval(low_words, high_words, _exact(float(_point_between(low, high))))
+        for (low, low_words), (high, high_words) in pairs
     ]
 
 
@@ -399,11 +414,10 @@ def _compare_by_autograd(
 def sympy_gradient(
     objective: str | Objective, batch: Rollouts, **hp: Any
 ) -> np.ndarray:
-    """dJ/dlp [B, T] of a small batch, the whole pipeline in sympy: level, mask,
+    """Compute dJ/dlp of a small batch, the whole pipeline in sympy: level, mask,
     aggregation, KL. Computed at 30 digits.
 
-    Responses with equal masks share one symbolic derivative. Raises InputError if sympy
-    cannot read the objective.
+    Responses with equal masks share one symbolic derivative.
 
     Args:
         objective: a name or an Objective.
@@ -412,6 +426,9 @@ def sympy_gradient(
 
     Returns:
         float64 [B, T].
+
+    Raises:
+        InputError: sympy cannot read the objective.
     """
     o = objective if isinstance(objective, Objective) else get(objective)
     if o.not_symbolic:
@@ -424,25 +441,29 @@ def sympy_gradient(
     w = o.factors(batch, **hp)
     ref = batch.logp if batch.logp_ref is None else batch.logp_ref
     tokens = [
-        where(batch.mask, x.detach(), 0).numpy()
-        for x in (batch.logp, batch.logp_old, batch.adv.expand(batch.mask.shape), ref)
+        where(batch.mask, tensor.detach(), 0).numpy()
+        for tensor in (
+            batch.logp,
+            batch.logp_old,
+            batch.adv.expand(batch.mask.shape),
+            ref,
+        )
     ]
     rows = torch.as_tensor(weights, dtype=torch.float64).expand(len(mask)).numpy()
     gradient = np.zeros(mask.shape)
-    for alike in [mask] if o.batch_coupled else np.unique(mask, axis=0)[:, None]:
-        derivative = _derivative(o, alike, hp)
+    # the batch at once where its tokens are coupled, else each response by itself
+    for shared_mask in [mask] if o.batch_coupled else np.unique(mask, axis=0)[:, None]:
+        derivative = _derivative(o, shared_mask, hp)
         for i in (
             [np.arange(len(mask))]
             if o.batch_coupled
-            else np.flatnonzero((mask == alike).all(1))[:, None]
+            else np.flatnonzero((mask == shared_mask).all(1))[:, None]
         ):
             with mpmath.workdps(30):
-                numbers = map(
-                    mpmath.mpf,
-                    np.concatenate([*(x[i].ravel() for x in tokens), rows[i]]).tolist(),
-                )
+                of_responses = [*(array[i].ravel() for array in tokens), rows[i]]
+                numbers = map(mpmath.mpf, np.concatenate(of_responses).tolist())
                 gradient[i] = np.reshape(
-                    [float(x) for x in derivative(*numbers)], alike.shape
+                    list(map(float, derivative(*numbers))), shared_mask.shape
                 )
     return gradient * o.per_term(w, batch.mask).numpy() if w is not None else gradient
 

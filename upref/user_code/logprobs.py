@@ -109,10 +109,7 @@ class KernelOutcome:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A log-probability function, to be called on a Problem.
-
-    dtype: what it is given. flat: its tokens are [N], not [B, T].
-    """
+    """A log-probability function, to be called on a Problem."""
 
     name: str
     fn: Callable[..., Any]
@@ -120,12 +117,12 @@ class Kernel:
     kind: str  # hidden | logits
     # temperature, bias, softcap, logit_scale -> its argument
     settings: Mapping[str, str]
-    dtype: torch.dtype = torch.float64
-    flat: bool = False
-    has_entropy: bool = True
+    dtype: torch.dtype = torch.float64  # of its inputs
+    flat: bool = False  # its tokens are [N], not [B, T]
+    has_entropy: bool = True  # whether it may return the entropy too
     softcap: float | None = None  # what it is expected to apply
-    logit_scale: float = 1.0
-    on_gpu: bool = False  # whether it computes there
+    logit_scale: float = 1.0  # what it is expected to multiply logits by
+    on_gpu: bool = False  # whether it computes on a GPU
 
     def __call__(self, problem: Problem, twice: bool = False) -> KernelOutcome:
         """Call the function, and differentiate what it returns.
@@ -140,42 +137,48 @@ class Kernel:
         if problem.x.dtype == torch.float64:
             problem = problem.to(self.dtype)
         leaves = {
-            k: v.detach().requires_grad_(k != problem.frozen)
-            for k, v in problem.leaves.items()
+            name: tensor.detach().requires_grad_(name != problem.frozen)
+            for name, tensor in problem.leaves.items()
         }
         shape = problem.tokens.shape
 
-        def flatten(x: Tensor) -> Tensor:
-            """[N, ...] for [B, T, ...], where the function takes its tokens so."""
-            return x.flatten(0, len(shape) - 1) if self.flat else x
+        def flatten(tensor: Tensor) -> Tensor:
+            """Return [N, ...] for [B, T, ...], where the function takes flat tokens."""
+            return tensor.flatten(0, len(shape) - 1) if self.flat else tensor
 
         inputs = {
-            k: v if k == "weight" else flatten(v.clone()) for k, v in leaves.items()
+            name: leaf if name == "weight" else flatten(leaf.clone())
+            for name, leaf in leaves.items()
         }
         inputs["tokens"] = flatten(problem.tokens)
         settings = {
-            arg: getattr(problem, k)
-            for k, arg in self.settings.items()
-            if getattr(problem, k) is not None
+            argument: getattr(problem, setting)
+            for setting, argument in self.settings.items()
+            if getattr(problem, setting) is not None
         }
-        before = {k: v.detach().clone() for k, v in inputs.items()}
+        inputs_before = {k: tensor.detach().clone() for k, tensor in inputs.items()}
         answer, printed = call_guarded(
             self.name, lambda: self.reading.call(self.fn, inputs, settings)
         )
         outputs = self._outputs(answer, inputs["tokens"].shape)
-        numbers = {k: v.detach().double().reshape(shape) for k, v in outputs.items()}
-        upstream = {
-            k: flatten(g).to(outputs[k].dtype)
-            for k, g in (("log-prob", problem.g), ("entropy", problem.g_H))
-            if k in outputs and g is not None
+        numbers = {
+            name: output.detach().double().reshape(shape)
+            for name, output in outputs.items()
         }
-        for k, g in upstream.items():
-            inputs[f"the upstream gradient of the {k}"] = g
-            before[f"the upstream gradient of the {k}"] = g.clone()
+        upstream = {
+            name: flatten(g).to(outputs[name].dtype)
+            for name, g in (("log-prob", problem.g), ("entropy", problem.g_H))
+            if name in outputs and g is not None
+        }
+        for name, g in upstream.items():
+            inputs[f"the upstream gradient of the {name}"] = g
+            inputs_before[f"the upstream gradient of the {name}"] = g.clone()
         second_backward = ""
         if upstream:
-            differentiated = {k: v for k, v in leaves.items() if k != problem.frozen}
-            values = [outputs[k] for k in upstream]
+            differentiated = {
+                name: leaf for name, leaf in leaves.items() if name != problem.frozen
+            }
+            values = [outputs[name] for name in upstream]
 
             def go_back() -> dict[str, Tensor]:
                 """The gradients, by a backward pass that may be run again."""
@@ -190,32 +193,35 @@ class Kernel:
                     raise
                 # a compiled backward may refuse to keep what a second one needs
                 return KernelOutcome(numbers, frozenset(), printed, str(e))
-            numbers |= {f"gradient of {k}": v.double() for k, v in grads.items()}
+            numbers |= {
+                f"gradient of {name}": gradient.double()
+                for name, gradient in grads.items()
+            }
             printed |= backward_printed
             if twice:
                 second_backward = self._compare_second_backward(go_back, grads)
         changed = {
-            k
-            for k, x in before.items()
-            if not torch.equal(x.nan_to_num(), inputs[k].detach().nan_to_num())
+            name
+            for name, before in inputs_before.items()
+            if not torch.equal(before.nan_to_num(), inputs[name].detach().nan_to_num())
         }
         return KernelOutcome(numbers, frozenset(changed), printed, second_backward)
 
     def _compare_second_backward(
         self, go_back: Callable[[], dict[str, Tensor]], grads: dict[str, Tensor]
     ) -> str:
-        """Run the backward pass again: "" where it gives the same gradients, else what
-        it does.
+        """Run the backward pass again, and return what differs: "" where it gives the
+        same gradients, "other numbers", or what it raises.
         """
         try:
             second, _ = call_guarded(f"the second backward of {self.name}", go_back)
         except InputError as e:
             return str(e)
-        is_same = all(torch.equal(second[k], x) for k, x in grads.items())
+        is_same = all(torch.equal(second[name], first) for name, first in grads.items())
         return "" if is_same else "other numbers"
 
     def _outputs(self, answer: Any, shape: torch.Size) -> dict[str, Tensor]:
-        """The tensors of an answer by name, checked for shape and type."""
+        """Return the tensors of an answer by name, checked for shape and type."""
         if isinstance(answer, Mapping):
             answer = (_entry(answer, "logp", "log_p"), _entry(answer, "entrop"))
         values = list(answer) if isinstance(answer, tuple | list) else [answer]
@@ -224,27 +230,31 @@ class Kernel:
         )
         if outputs.get("entropy", 0) is None:
             del outputs["entropy"]
-        for k, v in outputs.items():
+        for name, output in outputs.items():
             if (
-                not isinstance(v, Tensor)
-                or v.shape != shape
-                or not v.is_floating_point()
-                or v.is_meta
+                not isinstance(output, Tensor)
+                or output.shape != shape
+                or not output.is_floating_point()
+                or output.is_meta
             ):
-                if isinstance(v, Tensor) and v.shape != shape:
-                    got = str(list(v.shape))
+                if isinstance(output, Tensor) and output.shape != shape:
+                    got = str(list(output.shape))
                 else:
-                    got = type(v).__name__
-                words = f"{self.name} returns {got} for the {k} of tokens {list(shape)}"
+                    got = type(output).__name__
+                words = (
+                    f"{self.name} returns {got} for the {name} of tokens {list(shape)}"
+                )
                 raise InputError(f"{words}: return one each.")
         return outputs
 
 
 def _entry(answer: Mapping[Any, Any], *parts: str) -> Any:
-    """The value whose key has one of these parts, the first part first; or None."""
-    return next(
-        (v for s in parts for k, v in answer.items() if s in str(k).lower()), None
-    )
+    """Return the value whose key has one of these parts, the first part first; or None."""
+    for part in parts:
+        for key, value in answer.items():
+            if part in str(key).lower():
+                return value
+    return None
 
 
 def _backward(
@@ -253,14 +263,16 @@ def _backward(
     leaves: dict[str, Tensor],
     keep_graph: bool,
 ) -> dict[str, Tensor]:
-    """Gradients by leaf; upstream gradients are handed over as they are, so that their
-    layout reaches the function.
+    """Return gradients by leaf. Upstream gradients are handed over as they are, so that
+    their layout reaches the function.
     """
     attached = [
-        (y, u) for y, u in zip(values, upstream, strict=True) if y.requires_grad
+        (value, g)
+        for value, g in zip(values, upstream, strict=True)
+        if value.requires_grad
     ]
     if not attached:
-        return {k: torch.zeros_like(v) for k, v in leaves.items()}
+        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
     values, upstream = map(list, zip(*attached, strict=True))
     grads = torch.autograd.grad(
         values,
@@ -270,8 +282,8 @@ def _backward(
         allow_unused=True,
     )
     return {
-        k: torch.zeros_like(v) if gradient is None else gradient
-        for (k, v), gradient in zip(leaves.items(), grads, strict=True)
+        name: torch.zeros_like(leaf) if gradient is None else gradient
+        for (name, leaf), gradient in zip(leaves.items(), grads, strict=True)
     }
 
 
