@@ -43,7 +43,7 @@ def twin(model: Any, peft_config: Any = None, **how: Any) -> nn.Module:
         InputError: no twin of this kind of model can be made.
     """
     with importing("transformers"):
-        from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+        from transformers import AutoModelForCausalLM
     torch.manual_seed(1)  # a run that starts today starts tomorrow
     net: Any = unwrapped(model) if isinstance(model, nn.Module) else None
     if net is not None and hasattr(net, "get_base_model"):
@@ -51,14 +51,7 @@ def twin(model: Any, peft_config: Any = None, **how: Any) -> nn.Module:
         net = net.get_base_model()
     try:
         attention = how.pop("attn_implementation", None)
-        if isinstance(model, str):
-            config = AutoConfig.from_pretrained(model, **how)
-        else:
-            config = getattr(net, "config", model)
-        if not isinstance(config, PreTrainedConfig):
-            raise TypeError(
-                f"{type(model).__name__} has no configuration of transformers"
-            )
+        config = _configuration(model, net, how)
         attention = attention or config._attn_implementation  # noqa: SLF001  its public name is of models
         attention = attention if attention in (None, "eager", "sdpa") else "eager"
         small = _shrunk(config)
@@ -69,17 +62,7 @@ def twin(model: Any, peft_config: Any = None, **how: Any) -> nn.Module:
                 small, attn_implementation=attention
             )
         if peft_config is not None:
-            from peft import get_peft_model
-
-            kept = copy.deepcopy(peft_config)
-            for name, value in {
-                "r": 4,
-                "lora_dropout": 0.0,
-                "init_lora_weights": False,
-            }.items():
-                if hasattr(kept, name):
-                    setattr(kept, name, value)
-            tiny = get_peft_model(tiny, kept)
+            tiny = _with_small_adapters(tiny, peft_config)
         tiny(input_ids=torch.tensor([[3, 4, 5]]), use_cache=False)
     except (
         TypeError,
@@ -95,6 +78,40 @@ def twin(model: Any, peft_config: Any = None, **how: Any) -> nn.Module:
             f"no two-layer twin of {what} can be made ({one_line(e)}): leave step_check out."
         ) from e
     return perturb(tiny.float())
+
+
+def _configuration(model: Any, net: Any, how: dict[str, Any]) -> Any:
+    """Return the configuration of transformers of a model.
+
+    Args:
+        model: the model, its configuration, or its name.
+        net: the module without adapters; None where the model is no module.
+        how: of AutoConfig.from_pretrained, where the model is a name.
+
+    Raises:
+        TypeError: it has none.
+    """
+    from transformers import AutoConfig, PreTrainedConfig
+
+    if isinstance(model, str):
+        config = AutoConfig.from_pretrained(model, **how)
+    else:
+        config = getattr(net, "config", model)
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"{type(model).__name__} has no configuration of transformers")
+    return config
+
+
+def _with_small_adapters(tiny: nn.Module, peft_config: Any) -> nn.Module:
+    """Return the model with PEFT's adapters of a small rank, without dropout."""
+    from peft import get_peft_model
+
+    small = copy.deepcopy(peft_config)
+    small_values = {"r": 4, "lora_dropout": 0.0, "init_lora_weights": False}
+    for name, value in small_values.items():
+        if hasattr(small, name):
+            setattr(small, name, value)
+    return get_peft_model(tiny, small)
 
 
 def _shrunk(config: Any) -> Any:
