@@ -119,9 +119,17 @@ def process_group(trainer: str, package: str) -> Iterator[None]:
     else:
         rank = str(dist.get_rank())
         world = str(dist.get_world_size())
-    where = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world,
-             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "VERL_PLATFORM": "cpu",
-             "VERL_ENGINE_DEVICE": "cuda"}  # fmt: skip  # verl's FSDP engine is registered for cuda and npu
+    where = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29511",
+        "VERL_PLATFORM": "cpu",
+        # verl's FSDP engine is registered for cuda and npu
+        "VERL_ENGINE_DEVICE": "cuda",
+    }
     if is_own_group:  # another's group may span machines
         where |= on_loopback()
     with (

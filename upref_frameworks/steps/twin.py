@@ -20,8 +20,18 @@ from upref.step.families import FAMILIES, GATED, HEADS
 from upref.step.reference import unwrapped
 from upref.user_code.guard import one_line
 
-SIZES = GATED | HEADS | dict(sliding_window=6, moe_intermediate_size=24, num_experts=4, num_local_experts=4,
-                             num_experts_per_tok=2, shared_expert_intermediate_size=24)  # fmt: skip
+SIZES = (
+    GATED
+    | HEADS
+    | dict(
+        sliding_window=6,
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_expert_intermediate_size=24,
+    )
+)
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 

@@ -23,10 +23,16 @@ from upref_frameworks.audits.shared import BETA, MICRO_MEAN, NO_KL
 from upref_frameworks.audits.sources import arguments
 
 PIN = Pin(
-    packages=("torchrl==0.14.1", "tensordict==0.14.3", "pyvers==0.2.3", "hoptorch==0.1.4", "packaging==25.0",
-              "cloudpickle==3.1.2"),
+    packages=(
+        "torchrl==0.14.1",
+        "tensordict==0.14.3",
+        "pyvers==0.2.3",
+        "hoptorch==0.1.4",
+        "packaging==25.0",
+        "cloudpickle==3.1.2",
+    ),
     files={"torchrl/objectives/llm/grpo.py": "911dd854d601aa88afe6e57340898012"},
-)  # fmt: skip
+)
 
 
 def _llm() -> ModuleType:
@@ -169,8 +175,11 @@ def _advantages(R: Tensor, group: Tensor) -> Tensor:
             "reward": torch.tensor([[[r]]], dtype=R.dtype),
             "done": torch.ones(1, 1, dtype=torch.bool),
         }
-        out = transform._inv_call(td.TensorDict(  # noqa: SLF001
-            {"query": torch.tensor([group_id]), "next": td.TensorDict(step, [1])}, [1]))  # fmt: skip
+        queries = {
+            "query": torch.tensor([group_id]),
+            "next": td.TensorDict(step, [1]),
+        }
+        out = transform._inv_call(td.TensorDict(queries, [1]))  # noqa: SLF001
         A += [] if out is None else out.get("advantage").reshape(-1).tolist()
     return torch.tensor(A, dtype=R.dtype)
 
@@ -208,10 +217,24 @@ def _parts() -> tuple[Component, ...]:
     left_out = ("uneven", "one")  # it waits for grpo_size responses
     rounds = (*left_out, "equal rewards that do not round alike")
     return (
-        Component("advantages", "MCAdvantage", _advantages, "group_norm", {"ddof": 1, "eps": 1e-6}, floor, left_out),
-        Component("advantages", "MCAdvantage, no eps", _advantages, _without_eps, leaves_out=rounds,
-                  words="group_norm, ddof=1, eps=0"),
-    )  # fmt: skip
+        Component(
+            "advantages",
+            "MCAdvantage",
+            _advantages,
+            "group_norm",
+            {"ddof": 1, "eps": 1e-6},
+            floor,
+            left_out,
+        ),
+        Component(
+            "advantages",
+            "MCAdvantage, no eps",
+            _advantages,
+            _without_eps,
+            leaves_out=rounds,
+            words="group_norm, ddof=1, eps=0",
+        ),
+    )
 
 
 REMARKS = (
@@ -221,6 +244,14 @@ REMARKS = (
     "Not covered: the entropy bonus, which is on by default with 0.01; kl_mask_threshold; trajectory returns.",
 )
 TORCHRL = Framework(
-    "torchrl", pin=PIN, modes=_modes, defaults=_defaults, loss_by_names=_loss, comparisons=COMPARISONS, parts=_parts,
-    split_reasons={"GRPOLoss": MICRO_MEAN, "DAPO": MICRO_MEAN, "CISPOLoss": MICRO_MEAN}, tol=1e-4, remarks=REMARKS,
-)  # fmt: skip
+    "torchrl",
+    pin=PIN,
+    modes=_modes,
+    defaults=_defaults,
+    loss_by_names=_loss,
+    comparisons=COMPARISONS,
+    parts=_parts,
+    split_reasons={"GRPOLoss": MICRO_MEAN, "DAPO": MICRO_MEAN, "CISPOLoss": MICRO_MEAN},
+    tol=1e-4,
+    remarks=REMARKS,
+)
