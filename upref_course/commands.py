@@ -35,42 +35,45 @@ def _learn(args: argparse.Namespace) -> int:
     ):
         # before torch is imported
         print(f"checking lesson{args.lesson:02d}.py ...", file=sys.stderr)
-    from upref.cli.output import answer, table
+    if args.lesson is None:
+        return _list_exercises(args, here)
+    from upref.cli.output import answer
     from upref_course import grader
 
-    if args.lesson is None:
-        rows = [
-            e.facts() | {"here": (here / e.file).exists()} for e in grader.exercises()
-        ]
-        if args.json:
-            print(json.dumps(rows, indent=1, ensure_ascii=False))
-            return 0
-        begun = {r["title"]: r["file"] for r in rows if r["here"]}
-        words = [
-            [
-                page.mark if isinstance(page, grader.Reading) else str(page.number),
-                page.title,
-                "nothing to write"
-                if isinstance(page, grader.Reading)
-                else begun.get(page.title, ""),
-            ]
-            for page in grader.course_pages()
-        ]
-        table(["", "lesson", "your file"], words)
-        print(f"The lessons: {grader.located('docs/course/README.md')}")
-        print(
-            "`upref learn 1` writes the exercise of lesson 1 into this folder; once it is there, judges it.\n"
-            "This list has the files that are here. It does not say whether they are right."
-        )
-        return 0
     e = grader.exercise(args.lesson)
     if not grader.write(e, here):
         return answer(args, grader.judge(e, here))
-    said = f"{e.file}: written. Fill the hole, the line with `...`; then `upref learn {e.number}` judges it."
+    if args.json:
+        print(json.dumps(e.facts(), ensure_ascii=False))
+    else:
+        print(
+            f"{e.file}: written. Fill the hole, the line with `...`; then `upref learn {e.number}` judges it. "
+            f"The lesson: {e.lesson}"
+        )
+    return 0
+
+
+def _list_exercises(args: argparse.Namespace, here: Path) -> int:
+    """Print the pages of the course and which exercises are in this folder."""
+    from upref.cli.output import table
+    from upref_course import grader
+
+    rows = [e.facts() | {"here": (here / e.file).exists()} for e in grader.exercises()]
+    if args.json:
+        print(json.dumps(rows, indent=1, ensure_ascii=False))
+        return 0
+    begun = {r["title"]: r["file"] for r in rows if r["here"]}
+    lines = []
+    for page in grader.course_pages():
+        if isinstance(page, grader.Reading):
+            lines.append([page.mark, page.title, "nothing to write"])
+        else:
+            lines.append([str(page.number), page.title, begun.get(page.title, "")])
+    table(["", "lesson", "your file"], lines)
+    print(f"The lessons: {grader.located('docs/course/README.md')}")
     print(
-        json.dumps(e.facts(), ensure_ascii=False)
-        if args.json
-        else f"{said} The lesson: {e.lesson}"
+        "`upref learn 1` writes the exercise of lesson 1 into this folder; once it is there, judges it.\n"
+        "This list has the files that are here. It does not say whether they are right."
     )
     return 0
 
