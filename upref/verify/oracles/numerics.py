@@ -318,6 +318,11 @@ def _dtype_that_overflows(
             is_right(log_r, lp - less, token_A / divisor) for divisor, less in VARIANTS
         ]
 
+    def rounding_of(end_dtype: torch.dtype) -> float:
+        """Return how far rounding moves a log r at which exp overflows this dtype."""
+        eps = max(torch.finfo(end_dtype).eps, torch.finfo(dtype).eps)
+        return 0.02 + 2 * math.log(torch.finfo(end_dtype).max) * eps
+
     def begins_at(end: float, rounding: float) -> bool:
         """Return whether all tokens below this |log r| are right, and none above it."""
         below = right_at_ratio(end, -BEYOND_END) + right_at_ratio(end, -rounding)
@@ -330,29 +335,33 @@ def _dtype_that_overflows(
         """Return whether tokens of this log π are right."""
         return [is_right(token_log_r, lp, token_A / divisor) for divisor, _ in VARIANTS]
 
-    for end_dtype in (torch.float32, dtype):
+    end_dtypes = (torch.float32, dtype)
+    powers = ((1, "exp(log r)"), (2, "exp(log r)²")) if is_nan else ((1, "exp(log r)"),)
+    for (power, words), end_dtype in product(powers, end_dtypes):
+        end = math.log(torch.finfo(end_dtype).max) / power
+        if abs(token_log_r) > end and begins_at(end, rounding_of(end_dtype)):
+            name = str(end_dtype).removeprefix("torch.")
+            half_end = math.log(torch.finfo(torch.float16).max) / power
+            text = f"{words} overflows {name} at |log r| > {end:.3g} (float16: {half_end:.3g})"
+            return text + (", and 0 * inf is NaN" if is_nan else "")
+    if abs(token_log_r) >= 1:
+        return ""
+    for end_dtype in end_dtypes:
         limits = torch.finfo(end_dtype)
-        name = str(end_dtype).removeprefix("torch.")
-        overflow = math.log(limits.max)
         underflow = -math.log(limits.tiny)  # of a normal number
         last_subnormal = underflow - math.log(limits.eps)
-        rounding = 0.02 + 2 * overflow * max(limits.eps, torch.finfo(dtype).eps)
-        product = ", and 0 * inf is NaN" if is_nan else ""
-        if abs(token_log_r) > overflow and begins_at(overflow, rounding):
-            return f"exp(log r) overflows {name} at |log r| > {overflow:.3g} (float16: 11.1){product}"
-        if abs(token_log_r) > overflow / 2 and begins_at(overflow / 2, rounding):
-            return f"exp(log r)² overflows {name} at |log r| > {overflow / 2:.3g} (float16: 5.5){product}"
-        if abs(token_log_r) < 1:
-            above = right_at_probability(-(underflow - 9))
-            above += right_at_probability(-(underflow - rounding))
-            if all(above):
-                below = right_at_probability(-(last_subnormal + rounding))
-                below += right_at_probability(-(last_subnormal + 60))
-                if not any(below):
-                    return (
-                        f"exp(log_prob) underflows {name}, though the ratio is near 1: "
-                        "use differences of log-probabilities"
-                    )
+        rounding = rounding_of(end_dtype)
+        above = right_at_probability(-(underflow - 9))
+        above += right_at_probability(-(underflow - rounding))
+        if all(above):
+            below = right_at_probability(-(last_subnormal + rounding))
+            below += right_at_probability(-(last_subnormal + 60))
+            if not any(below):
+                name = str(end_dtype).removeprefix("torch.")
+                return (
+                    f"exp(log_prob) underflows {name}, though the ratio is near 1: "
+                    "use differences of log-probabilities"
+                )
     return ""
 
 
