@@ -89,18 +89,19 @@ def roundings(loss: Tensor, lp: Tensor) -> int:
         loss; 4 where there is no graph.
     """
     end = lp.grad_fn
+    # operation -> the number of operations on the longest chain that ends with it
     depth: dict[Any, int] = {}
     stack = [loss.grad_fn] if loss.grad_fn is not None else []
     while stack:
         node = stack[-1]
-        before = (
+        inputs = (
             [] if node is end else [n for n, _ in node.next_functions if n is not None]
         )
-        todo = [n for n in before if n not in depth]
-        if todo:
-            stack += todo
+        unknown = [n for n in inputs if n not in depth]
+        if unknown:
+            stack += unknown
         else:
-            depth[stack.pop()] = 1 + max((depth[n] for n in before), default=0)
+            depth[stack.pop()] = 1 + max((depth[n] for n in inputs), default=0)
     return 4 * max(1, *depth.values()) if depth else 4
 
 
@@ -145,37 +146,36 @@ def compare(
     Returns:
         The largest differences, also in units of what rounding allows.
     """
-    u = torch.finfo(logp.dtype).eps / 2
-    low = logp.dtype
+    trained_dtype = logp.dtype
+    u = torch.finfo(trained_dtype).eps / 2
 
-    def clean(x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return x as [B, T] in this dtype, 0 in masked slots."""
-        return torch.where(mask, x.expand_as(mask), 0).to(dtype)
+    def wide(x: Tensor) -> Tensor:
+        """Return x as [B, T] in float64, 0 in masked slots."""
+        return torch.where(mask, x.expand_as(mask), 0).double()
 
-    lp, old = (clean(x, torch.float64).clamp(max=0) for x in (logp, logp_old))
-    A = clean(adv, torch.float64)
-    H, engine = (
-        None if x is None else clean(x, torch.float64) for x in (entropy, logp_sampler)
-    )
-    w_is = (
-        torch.ones_like(lp) if is_weights is None else clean(is_weights, torch.float64)
-    )
-    rows = _row_factors(objective.agg, mask, totals, w_is)
+    lp = wide(logp).clamp(max=0)
+    old = wide(logp_old).clamp(max=0)
+    A = wide(adv)
+    H = None if entropy is None else wide(entropy)
+    lp_sampler = None if logp_sampler is None else wide(logp_sampler)
+    own_factors = torch.ones_like(lp) if is_weights is None else wide(is_weights)
+    factors = _factors_of_terms(objective.agg, mask, totals, own_factors)
     log_r = _size_of_log_ratio(objective, lp, old, mask)
     delta = _rounding_of_log_prob(objective, lp, old, mask, u)
 
     def reference(
-        x: Tensor, dtype: torch.dtype = torch.float64
+        moved_lp: Tensor, dtype: torch.dtype = torch.float64
     ) -> tuple[Tensor, Tensor]:
-        """(weights, terms) at these log-probabilities; a term of a whole response
-        stands in its first column.
+        """Return weights and terms at these log-probabilities, each times its factor. A
+        term of a whole response stands in its first column.
         """
-        args = dict(
-            logp=x.to(dtype), logp_old=old.to(dtype), adv=A.to(dtype), mask=mask
+        tensors = dict(
+            logp=moved_lp.to(dtype), logp_old=old.to(dtype), adv=A.to(dtype), mask=mask
         )
-        args |= {} if engine is None else {"logp_sampler": engine.to(dtype)}
-        # it is what was trained on
-        batch = Rollouts.unchecked(**args, totals=totals, entropy=H)
+        if lp_sampler is not None:
+            tensors["logp_sampler"] = lp_sampler.to(dtype)
+        # unchecked: this is what was trained on, whatever it holds
+        batch = Rollouts.unchecked(**tensors, totals=totals, entropy=H)
         terms = objective.unreduced(
             batch.logp, batch.logp_old, batch.adv, mask, H, batch.logp_sampler, **hp
         )
@@ -185,70 +185,73 @@ def compare(
             )
         else:
             terms = torch.where(mask, terms, 0)
-        return objective.token_weights(
-            batch, **hp
-        ).double() * rows, terms.double() * rows
+        weights = objective.token_weights(batch, **hp)
+        return weights.double() * factors, terms.double() * factors
 
-    found = [
+    evaluations = [
         reference(lp),
         reference(lp + delta),
         reference(lp - delta),
-        reference(lp, low),
+        reference(lp, trained_dtype),
     ]
-    W, terms = (torch.stack(x) for x in zip(*found, strict=True))
-    overflows = log_r > math.log(torch.finfo(low).max) - 1
-    alive = torch.ne(W, 0)
-    either = mask & ((alive.any(0) != alive.all(0)) | overflows)
+    # [4, B, T] each, in the order of the evaluations
+    W, terms = (torch.stack(column) for column in zip(*evaluations, strict=True))
+    overflows = log_r > math.log(torch.finfo(trained_dtype).max) - 1
+    is_alive = torch.ne(W, 0)
+    is_at_bound = mask & ((is_alive.any(0) != is_alive.all(0)) | overflows)
 
     # the loss
     slack = (terms[1:3] - terms[0]).abs().amax(0) + torch.where(
-        either, (terms[3] - terms[0]).abs(), 0
+        is_at_bound, (terms[3] - terms[0]).abs(), 0
     )
     size = terms[0].abs().sum()
     value_gap = (loss.detach().double() / dp_size + terms[0].sum()).abs()
-    allowed = slack.sum() + u * (count + math.log2(max(2, mask.numel())) + 16) * size
+    additions = math.log2(max(2, mask.numel())) + 16
+    allowed_value_gap = slack.sum() + u * (count + additions) * size
     max_abs = ratio(value_gap, size)
-    of_bound = ratio(value_gap, allowed)
+    of_bound = ratio(value_gap, allowed_value_gap)
     worst = (-1, -1)
 
     if gradient is not None:
-        g = -clean(gradient, torch.float64) / dp_size
-        value_gap = (g - W[0]).abs()
+        g = -wide(gradient) / dp_size
+        gap = (g - W[0]).abs()
         largest, second = (W[1:3] - W[0]).abs().sort(0, descending=True).values
-        allowed = largest + u * count * W[:3].abs().amax(0) + torch.finfo(low).tiny
+        allowed = largest + u * count * W[:3].abs().amax(0)
+        allowed += torch.finfo(trained_dtype).tiny
         if objective.level == "custom":
             # The weight of a token may sum over its response. Where it jumps, every
             # other token's rounding still moves it, and the other side may jump too.
             smooth = delta.sum(1, keepdim=True) * W[:3].abs().amax(0)
             allowed += torch.where(largest > smooth, second + smooth, 0)
-        value_gap = torch.where(
-            either & ((g - W).abs() <= allowed + u * count * W.abs()).any(0)
-            | overflows,
-            0,
-            value_gap,
-        )
-        of = (value_gap / allowed).nan_to_num(nan=float("inf"))
-        max_abs = max(max_abs, ratio(value_gap.max(), W[0].abs().max()))
-        if (top := of.max().item()) > of_bound:
-            of_bound = top
-            worst = divmod(int(of.argmax()), mask.shape[1])
+        # a token at a bound may have the weight of any of the evaluations
+        fits_one = ((g - W).abs() <= allowed + u * count * W.abs()).any(0)
+        gap = torch.where(is_at_bound & fits_one | overflows, 0, gap)
+        of_allowed = (gap / allowed).nan_to_num(nan=float("inf"))
+        max_abs = max(max_abs, ratio(gap.max(), W[0].abs().max()))
+        if (largest_of_allowed := of_allowed.max().item()) > of_bound:
+            of_bound = largest_of_allowed
+            worst = divmod(int(of_allowed.argmax()), mask.shape[1])
     return Parity(
         max_abs,
         of_bound,
-        int(either.sum()),
+        int(is_at_bound.sum()),
         worst,
-        float(either.sum() / mask.sum().clamp(min=1)),
+        float(is_at_bound.sum() / mask.sum().clamp(min=1)),
     )
 
 
-def _row_factors(agg: str, mask: Tensor, totals: Totals, w_is: Tensor) -> Tensor:
-    """Return the factor of each term, [B, T]: the aggregation's of its response, times
-    its own.
+def _factors_of_terms(
+    agg: str, mask: Tensor, totals: Totals, own_factors: Tensor
+) -> Tensor:
+    """Return the factor of each term, [B, T]: that of the aggregation for its response,
+    times its own. One term of a whole response has the mean of its tokens' own factors.
     """
-    if agg == "seq-mean":  # one term a response: their mean
-        w_is = mean_t(w_is, mask)[:, None].expand_as(mask)
-    rows = torch.as_tensor(row_weights(agg, mask, totals), dtype=torch.float64)
-    return (rows[:, None] if rows.ndim else rows) * w_is
+    if agg == "seq-mean":
+        own_factors = mean_t(own_factors, mask)[:, None].expand_as(mask)
+    agg_factors = torch.as_tensor(row_weights(agg, mask, totals), dtype=torch.float64)
+    if agg_factors.ndim:
+        agg_factors = agg_factors[:, None]
+    return agg_factors * own_factors
 
 
 def _size_of_log_ratio(
@@ -376,8 +379,13 @@ class Monitor:
     def __call__(
         self, loss: Tensor, batch: dict[str, Any], hp: dict[str, Any]
     ) -> dict[str, float]:
-        """Metrics; raises ParityError where rounding cannot explain the difference.
-        `batch`: keywords of `compare`.
+        """Compare the micro-batch if its turn has come, and return metrics. Raise
+        ParityError where rounding cannot explain the difference.
+
+        Args:
+            loss: the scalar that trains; its graph is kept.
+            batch: keywords of `compare`.
+            hp: hyperparameters of the objective.
         """
         if self.due():
             self.check(loss, batch, hp)

@@ -41,7 +41,7 @@ class Draft(Result):
         """Return the text itself.
 
         Args:
-            verbose: not read.
+            verbose: not read: all is printed.
 
         Returns:
             Lines.
@@ -184,7 +184,7 @@ class Proofs(Result):
         """Return a line for each script, and a second one where its output has changed.
 
         Args:
-            verbose: not read.
+            verbose: not read: all is printed.
 
         Returns:
             Lines, without a line break at the end.
