@@ -258,32 +258,44 @@ def entry(name: str, key: str) -> Entry:
 
 
 def _script(prelude: str, proof: str) -> str:
-    """The proof after those statements of the prelude whose names it uses."""
+    """Return the proof after those statements of the prelude whose names it uses, by
+    itself or by such a statement.
+    """
     lines = prelude.splitlines()
-    statements = ast.parse(proof).body
-    out: list[str] = []
-    for node in reversed(ast.parse(prelude).body):
+    kept = ast.parse(proof).body
+    kept_lines: list[str] = []
+    for statement in reversed(ast.parse(prelude).body):
         used = {
-            x.id for n in statements for x in ast.walk(n) if isinstance(x, ast.Name)
+            node.id
+            for later_statement in kept
+            for node in ast.walk(later_statement)
+            if isinstance(node, ast.Name)
         }
-        names = {
-            a.asname or a.name.partition(".")[0] for a in getattr(node, "names", [])
+        imported = {
+            alias.asname or alias.name.partition(".")[0]
+            for alias in getattr(statement, "names", [])
         }
-        names |= {
-            x.id
-            for x in ast.walk(node)
-            if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)
+        assigned = {
+            node.id
+            for node in ast.walk(statement)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
         }
-        patches = isinstance(node, ast.Assign) and isinstance(
-            node.targets[0], ast.Attribute
+        defined = imported | assigned | {getattr(statement, "name", "")}
+        # what replaces a part of a module acts without being named again
+        is_patch = isinstance(statement, ast.Assign) and isinstance(
+            statement.targets[0], ast.Attribute
         )
-        if patches or used & (names | {getattr(node, "name", "")}):
-            statements.append(node)
-            out[:0] = lines[node.lineno - 1 : node.end_lineno]
-    plain = [x.removeprefix("import ") for x in out if x.startswith("import ")]
-    rest = [x for x in out if not x.startswith("import ")]
-    imports = [f"import {', '.join(plain)}"] if plain else []
-    return "\n".join([*imports, *rest, proof])
+        if is_patch or used & defined:
+            kept.append(statement)
+            kept_lines[:0] = lines[statement.lineno - 1 : statement.end_lineno]
+    modules = [
+        line.removeprefix("import ")
+        for line in kept_lines
+        if line.startswith("import ")
+    ]
+    other_lines = [line for line in kept_lines if not line.startswith("import ")]
+    imports = [f"import {', '.join(modules)}"] if modules else []
+    return "\n".join([*imports, *other_lines, proof])
 
 
 def sort_by_severity(entries: list[Entry]) -> list[Entry]:
