@@ -128,33 +128,43 @@ def _shrunk(config: Any) -> Any:
     """Return a copy of the configuration with small sizes. What is not a size stays."""
     original = config.to_dict()
     name = original["model_type"].removesuffix("_text")
+    fields_of_family = FAMILIES[name][1] if name in FAMILIES else SIZES
     sizes = {
-        k: v
-        for k, v in (FAMILIES[name][1] if name in FAMILIES else SIZES).items()
-        if type(v) is int
+        field: size for field, size in fields_of_family.items() if type(size) is int
     }
     always = ("hidden_size", "vocab_size", "head_dim")
-    new: dict[str, Any] = {
-        k: v for k, v in sizes.items() if original.get(k) is not None or k in always
+    changed: dict[str, Any] = {
+        field: size
+        for field, size in sizes.items()
+        if original.get(field) is not None or field in always
     }
     heads = original.get("num_attention_heads")
-    shared = original.get("num_key_value_heads")
-    if shared and heads:
-        new["num_key_value_heads"] = 4 if shared == heads else 1 if shared == 1 else 2
-    layers = next((original[k] for k in LAYERS if original.get(k)), 0)
+    key_value_heads = original.get("num_key_value_heads")
+    if key_value_heads and heads:
+        # as many as heads, one for all heads, or between
+        if key_value_heads == heads:
+            changed["num_key_value_heads"] = 4
+        else:
+            changed["num_key_value_heads"] = 1 if key_value_heads == 1 else 2
+    layers = next((original[field] for field in LAYERS if original.get(field)), 0)
     kinds_of_layers = (
         original.get("layer_types") or original.get("block_types") or [0, 0]
     )
-    # two kinds of layers, if there are two
-    other = next(
+    # the first layer, and the first of another kind, if there is one
+    second_layer = next(
         (i for i, kind in enumerate(kinds_of_layers) if kind != kinds_of_layers[0]), 1
     )
-    for k, v in original.items():
-        if isinstance(v, list) and (len(v) == layers > 2 or k == "block_types"):
-            new[k] = [v[0], v[other]]
-        elif ("drop" in k and isinstance(v, float)) or k == "router_aux_loss_coef":
-            new[k] = 0.0
-    new |= {k: 2 for k in LAYERS if original.get(k)}
+    for field, value in original.items():
+        is_list_of_layers = isinstance(value, list) and (
+            len(value) == layers > 2 or field == "block_types"
+        )
+        if is_list_of_layers:
+            changed[field] = [value[0], value[second_layer]]
+        elif ("drop" in field and isinstance(value, float)) or (
+            field == "router_aux_loss_coef"
+        ):
+            changed[field] = 0.0
+    changed |= {field: 2 for field in LAYERS if original.get(field)}
     dropped = (
         "torch_dtype",
         "dtype",
@@ -164,5 +174,9 @@ def _shrunk(config: Any) -> Any:
         "transformers_version",
     )
     return type(config)(
-        **{k: v for k, v in (original | new).items() if k not in dropped}
+        **{
+            field: value
+            for field, value in (original | changed).items()
+            if field not in dropped
+        }
     )

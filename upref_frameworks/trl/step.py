@@ -165,37 +165,41 @@ def expected_rows(
     """
     settings: dict[str, Any] = FIELDS | fields
     T: float = settings["temperature"]
+    # `adv` of a row is its reward; a group of GENERATIONS rows has one prompt
     R = torch.tensor([r.adv for r in rows], dtype=torch.float64).view(-1, GENERATIONS)
     A = R - R.mean(1, keepdim=True)
     if settings["scale_rewards"] == "group":
         A = A / (R.std(1, keepdim=True) + 1e-4)
     if settings["scale_rewards"] == "batch":
         A = A / (R.std() + 1e-4)
-    made_of = settings["steps_per_generation"] * settings.get("num_iterations", 1)
-    steps_per_batch = made_of // settings["gradient_accumulation_steps"]
-    first = _log_probs(seen, 0, rows, T)
-    out = []
-    for n, step in enumerate(seen.steps):
-        if n % max(steps_per_batch, 1) == 0:
-            old = _log_probs(seen, n, rows, T)
-        now = [
+    passes = settings["steps_per_generation"] * settings.get("num_iterations", 1)
+    steps_per_batch = passes // settings["gradient_accumulation_steps"]
+    # the reference policy has the weights before the first step
+    ref_of_rows = _log_probs(seen, 0, rows, T)
+    rows_of_steps = []
+    for number, step in enumerate(seen.steps):
+        if number % max(steps_per_batch, 1) == 0:
+            old_of_rows = _log_probs(seen, number, rows, T)
+        complete_rows = [
             replace(
-                r,
-                adv=float(a),
-                old=None if steps_per_batch <= 1 else o.tolist(),
-                ref=f.tolist(),
+                row,
+                adv=float(advantage),
+                old=None if steps_per_batch <= 1 else old.tolist(),
+                ref=ref.tolist(),
             )
-            for r, a, o, f in zip(rows, A.flatten(), old, first, strict=True)
+            for row, advantage, old, ref in zip(
+                rows, A.flatten(), old_of_rows, ref_of_rows, strict=True
+            )
         ]
         if settings.get("mask_truncated_completions"):
-            now = [
-                r
-                if r.response[-1] == END
-                else replace(r, trains=[False] * len(r.response))
-                for r in now
+            complete_rows = [
+                row
+                if row.response[-1] == END
+                else replace(row, trains=[False] * len(row.response))
+                for row in complete_rows
             ]
-        out.append(step.rows(now))
-    return out
+        rows_of_steps.append(step.rows(complete_rows))
+    return rows_of_steps
 
 
 def _unfed(rows: Sequence[Row], steps: Sequence[Sequence[Row]]) -> list[int]:
