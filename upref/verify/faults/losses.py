@@ -652,7 +652,7 @@ def kl_faults(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
         return fault(
             words,
             "term",
-            id=fault_id,
+            id=id,
             weigh=lambda batch: weights_without_kl(batch) - beta * term_slope(f, batch),
         )
 
