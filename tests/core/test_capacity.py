@@ -328,7 +328,7 @@ def test_user_loss_takes_its_hyperparameters():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", daily(MAPPABLE, 2))
+@pytest.mark.parametrize("name", daily(MAPPABLE, 4))
 def test_registered_surrogate_taken_as_a_user_loss(name):
     """The weight by autograd through the code that trains, against the weight written
     by hand.

@@ -343,14 +343,18 @@ def test_a_large_model_is_checked_in_the_threads_of_the_process(monkeypatch, lar
     monkeypatch.setattr("upref.step.check.LARGE", 0 if large else 10**9)
     seen = set()
 
+    class FirstCall(Exception):
+        """Ends the check: one call shows the threads."""
+
     def step(model, rows):
         seen.add(torch.get_num_threads())
-        policy_step(model, rows)
+        raise FirstCall
 
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert check_step(step, qwen3(), "dapo", temperature=T)
+        with pytest.raises(upref.InputError, match="FirstCall"):
+            check_step(step, qwen3(), "dapo", temperature=T)
         assert seen == ({2} if large else {1})
         assert torch.get_num_threads() == 2
     finally:

@@ -34,7 +34,7 @@ def test_a_note_in_float64_hides_no_failure_in_another_dtype(low):
     assert [f.oracle for f in report.failures] == ["extremes"]
 
 
-@pytest.mark.parametrize("name", daily(upref.names(), 2))
+@pytest.mark.parametrize("name", daily(upref.names(), 4))
 def test_what_no_sampler_draws_is_a_note_for_every_objective(name):
     """Its own function, with an exp that overflows, and with every branch multiplied by
     0 or 1: 0 * inf is NaN.

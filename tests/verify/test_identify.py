@@ -52,7 +52,7 @@ UNNAMED = ("ce_gppo", "clip_cov", "cppo", "fipo", "kl_cov", "tpo")
 
 
 @pytest.mark.parametrize(
-    "name", daily((n for n in upref.names() if n not in UNNAMED), 2)
+    "name", daily((n for n in upref.names() if n not in UNNAMED), 4)
 )
 def test_hyperparameters_and_aggregation_are_recovered(name):
     o, hp = upref.get(name), draw(name)

@@ -166,7 +166,7 @@ def test_every_two_levels_meet_where_the_gradient_shows_it(asked, name):
     assert any((p(*b) & q(*b) & live).any() for b, live in asked)
 
 
-@pytest.mark.parametrize(("a", "b"), daily(combinations(UNUSUAL, 2), 8))
+@pytest.mark.parametrize(("a", "b"), daily(combinations(UNUSUAL, 2), 12))
 def test_wrong_where_two_axes_meet(a, b):
     levels = [
         (x, y)
