@@ -320,7 +320,7 @@ WRONG = [
     ("H in bits", "in bits", entropy_is(lambda H, x, lp: H / torch.tensor(2.0).double().log())),
     ("detached log Z", "the normalizer is detached", normalized(lambda x: x.logsumexp(-1).detach())),
     ("no log Z", "the normalizer is left out", normalized(lambda x: 0 * x[..., 0])),
-    ("log of the sum of exp", "exp is taken before the maximum", normalized(lambda x: x.exp().sum(-1).log())),
+    ("log of the sum of exp", "exp is taken without subtracting the maximum", normalized(lambda x: x.exp().sum(-1).log())),
     ("maximum of at least 0", "the running maximum starts at 0",
      normalized(lambda x: (m := x.detach().amax(-1).clamp(min=0)) + (x - m[..., None]).exp().sum(-1).log())),
     ("p + 1e-8", "is added to the probability",
