@@ -28,7 +28,7 @@ from upref.aggregation import (
     aggregate,
     row_weights,
 )
-from upref.description import ERRORS, LEVELS, place
+from upref.description import ERRORS, LEVELS, citation
 from upref.errors import InputError
 from upref.ops import exp, log, mean_t, sum_t, where
 from upref.rollouts import Rollouts, per_response
@@ -170,7 +170,7 @@ class Objective:
         """The key of its paper and the place there; an objective of your own may have
         neither.
         """
-        return place(self.paper, self.eq)
+        return citation(self.paper, self.eq)
 
     # ---- hyperparameters -------------------------------------------------------------
     @property
@@ -446,10 +446,10 @@ class Objective:
         Returns:
             J of it, before aggregation.
         """
-        return self.fn(lp, lp_old, A, **self.of_surrogate(hp))
+        return self.fn(lp, lp_old, A, **self.surrogate_hyperparameters(hp))
 
-    def of_surrogate(self, hp: dict[str, Any]) -> dict[str, Any]:
-        """The resolved hyperparameters without those of the KL term and of the
+    def surrogate_hyperparameters(self, hp: dict[str, Any]) -> dict[str, Any]:
+        """Return the resolved hyperparameters without those of the KL term and of the
         sampler's correction.
 
         Args:
@@ -533,20 +533,26 @@ class Objective:
         return bool({"mu", "log_mu"} & set(self.reads))
 
     def _evaluate_closed_form(
-        self, r: Any, A: Any, available: dict[str, Any], hp: Any
+        self, r_or_log_r: Any, A: Any, available: dict[str, Any], hp: Any
     ) -> Any:
-        """Evaluate the closed form at these ratios.
+        """Evaluate the closed form at these ratios, or at their logarithms where it
+        reads those (`reads_log_r`).
 
         Raises:
             InputError: it reads what is not available.
         """
+        # a caller passes mu, of which log_mu is computed
         missing = [k.removeprefix("log_") for k in self.reads if available[k] is None]
         if missing:
+            arguments = " and ".join(f"{k}=" for k in missing)
             raise InputError(
-                f"the weight of {self.name} depends on {' and '.join(missing)}: pass {missing[0]}=."
+                f"the weight of {self.name} depends on {' and '.join(missing)}: pass {arguments}."
             )
         return self.closed_form(
-            r, A, **{k: available[k] for k in self.reads}, **self.of_surrogate(hp)
+            r_or_log_r,
+            A,
+            **{k: available[k] for k in self.reads},
+            **self.surrogate_hyperparameters(hp),
         )
 
     def token_weights(self, b: Rollouts, **hp: Any) -> Float[Tensor, "B T"]:

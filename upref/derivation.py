@@ -75,7 +75,7 @@ def derive(objective: str | Objective, mu: float = 0.25, **hp: Any) -> Derivatio
     if isinstance(mu, bool) or not isinstance(mu, int | float) or not 0 < mu <= 1:
         raise InputError(f"mu is a probability in (0, 1], got {repr(mu)[:60]}.")
     reference = objective if isinstance(objective, Objective) else get(objective)
-    resolved = reference.of_surrogate(hp)
+    resolved = reference.surrogate_hyperparameters(hp)
     steps = _describe_objective(reference)
     if reference.not_symbolic:
         steps.append(
@@ -502,7 +502,7 @@ def _derivative(
     terms = objective.fn(
         *arguments,
         *([mask] if objective.level == "custom" else []),
-        **objective.of_surrogate(hp),
+        **objective.surrogate_hyperparameters(hp),
     )
     copies = 1 if objective.agg == "seq-mean" else mask.sum(-1)  # of a response's term
     J = np.dot(rows, terms * copies if terms.ndim == 1 else sum_t(terms, mask))

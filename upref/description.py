@@ -66,10 +66,10 @@ class Description:
     @property
     def source(self) -> str:
         """The key of its paper and the place there."""
-        return place(self.paper, self.eq)
+        return citation(self.paper, self.eq)
 
 
-def place(paper: str, eq: str) -> str:
+def citation(paper: str, eq: str) -> str:
     """Return the key of a paper and a place in it, or that it is unpublished.
 
     Args:

@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 
-def located(page: str) -> str:
+def locate_page(page: str) -> str:
     """Locate a page of the repository: its file in the checkout that upref was installed
     from, else its address on the site.
 
@@ -28,10 +28,11 @@ def located(page: str) -> str:
         source = json.loads(installed.read_text("direct_url.json") or "{}").get(
             "url", ""
         )
-    for checkout in (
-        Path(__file__).parents[1],
-        Path(unquote(urlparse(source).path) or "/"),
-    ):
+    checkouts = [Path(__file__).parents[1]]
+    source_path = unquote(urlparse(source).path)
+    if source_path:
+        checkouts.append(Path(source_path))
+    for checkout in checkouts:
         if (checkout / page).exists():
             return str(checkout / page)
     site = links.get("Documentation", "")

@@ -78,9 +78,10 @@ def assert_kl(fn: Any, estimator: str, *, skip: Sequence[str] = ()) -> "Report":
     estimator.
 
     Args:
-        fn: a function of (log_prob, ref_log_prob) that answers per token.
+        fn: a function of (log_prob, ref_log_prob) that returns one value per token.
         estimator: k1, k2, k3 or abs_log_ratio.
-        skip: names of oracles that are not run.
+        skip: names of checks that are not run, as the report prints them; for example
+            ("clamp",).
 
     Returns:
         The Report, without failures.

@@ -70,7 +70,7 @@ def _list_exercises(args: argparse.Namespace, here: Path) -> int:
         else:
             lines.append([str(page.number), page.title, begun.get(page.title, "")])
     table(["", "lesson", "your file"], lines)
-    print(f"The lessons: {grader.located('docs/course/README.md')}")
+    print(f"The lessons: {grader.locate_page('docs/course/README.md')}")
     print(
         "`upref learn 1` writes the exercise of lesson 1 into this folder; once it is there, judges it.\n"
         "This list has the files that are here. It does not say whether they are right."

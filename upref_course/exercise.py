@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from upref.pages import located
+from upref.pages import locate_page
 from upref.rollouts import Rollouts
 from upref.verify.faults import Fault
 
@@ -64,7 +64,7 @@ class Exercise:
     @property
     def lesson(self) -> str:
         """Return where the lesson is: a file of this checkout, an address, or a path."""
-        return located(self.page)
+        return locate_page(self.page)
 
     def facts(self) -> dict[str, Any]:
         """Return what `upref learn --json` prints of the exercise.

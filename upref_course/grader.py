@@ -15,7 +15,7 @@ from upref.files import write_atomically
 from upref.user_code.load import load
 from upref.verify.oracle import discover
 from upref_course import lessons, require_exercise
-from upref_course.exercise import Exercise, located
+from upref_course.exercise import Exercise, locate_page
 from upref_course.verdict import ExerciseVerdict, judge_function, judge_hole
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
     "judge",
     "judge_function",
     "judge_hole",
-    "located",
+    "locate_page",
     "write",
 ]
 
@@ -82,7 +82,7 @@ def exercise(number: int) -> Exercise:
         InputError: the lesson has no exercise, or there is no such lesson.
     """
     if number == 0:
-        page = located(READINGS[0].page)
+        page = locate_page(READINGS[0].page)
         raise InputError(f"lesson 0, the loop, has no exercise. Read it: {page}")
     require_exercise(number)
     return next(e for e in exercises() if e.number == number)

@@ -392,3 +392,8 @@ def test_unknown_or_impossible_hyperparameters():
         capacity("dapo", 0.5, 0.5, eps=0.2)
     with pytest.raises(upref.InputError, match="eps_low must be a number >= 0"):
         capacity("dapo", 0.5, 0.5, eps_low=-2)
+
+
+def test_each_missing_input_of_a_weight_is_named():
+    with pytest.raises(upref.errors.InputError, match="pass mu= and mask= and group="):
+        upref.get("tpo").weight(torch.ones(2, 3), torch.ones(2, 1))

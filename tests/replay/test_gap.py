@@ -26,6 +26,8 @@ from tests.replay.simulator import (
 from tests.support.daily import daily
 from upref.errors import InputError
 from upref.replay import gap, make_batch
+from upref.replay.places import _move_each_row
+from upref.replay.undo import Columns
 
 SMALL = World("qwen3", 41, responses=32, length=24)
 HEALTHY = (
@@ -285,3 +287,11 @@ def test_a_cut_sampler_with_a_column_of_before_the_cut_has_no_gap():
     drawn = sample(SMALL, replace(trainer, keep=nucleus(0.8)), record_raw=True)
     found = gap(make_batch(columns(SMALL, drawn, score(trainer, drawn.ids)), file="f"))
     assert found.cause in ("agree", "copied")
+
+
+def test_a_moved_row_has_no_nan_where_the_sampler_is_minus_infinity():
+    sampler = torch.tensor([[-1.0, -torch.inf]])
+    columns = Columns(torch.zeros(1, 2), sampler, torch.ones(1, 2, dtype=torch.bool))
+    moved = _move_each_row(columns, torch.tensor([1]))
+    assert moved.sampler.tolist() == [[-torch.inf, 0.0]]
+    assert moved.mask.tolist() == [[True, False]]

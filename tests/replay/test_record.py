@@ -300,7 +300,7 @@ def test_every_is_a_whole_number(every, said, tmp_path, run):
 def test_what_cannot_be_recorded_is_one_sentence(tmp_path, run):
     with pytest.raises(
         InputError,
-        match="a int cannot be recorded: the trainers that can are TRL's GRPOTrainer",
+        match="an object of class int cannot be recorded: the trainers that can are TRL's GRPOTrainer",
     ):
         record(3, tmp_path)
     (tmp_path / "file").write_text("")

@@ -70,7 +70,7 @@ UNCHECKED = {
     "Objective.token_weights",
     "Objective.gradient",
     "Objective.with_weight",
-    "Objective.of_surrogate",
+    "Objective.surrogate_hyperparameters",
     "Objective.per_term",
     "Objective.sampler_weights",
     "Rollouts.unchecked",

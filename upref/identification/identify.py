@@ -309,7 +309,7 @@ def _has_its_bounds(box: BlackBox, match: Match) -> bool:
     objective = get(match.name)
     if objective.reads_mu or objective.batch_coupled or box.batch_coupled:
         return True
-    hp = objective.of_surrogate(_only_those_of(objective, match.hp))
+    hp = objective.surrogate_hyperparameters(_only_those_of(objective, match.hp))
     for A in SIGNS:
         due_bounds = breakpoints(objective, A, 0.02, **hp)
         found_bounds = box.bounds(A)

@@ -22,7 +22,7 @@ import numpy as np
 from upref import plugins
 from upref.errors import InputError
 from upref.files import require_file, write_atomically
-from upref.pages import located
+from upref.pages import locate_page
 from upref.replay.batch import make_batch, merge
 from upref.replay.schema import (
     COLUMNS,
@@ -108,7 +108,7 @@ def _by_step(files: list[str | Path]) -> list[list[Source]]:
         raise InputError(
             f"these are {len(paths):,} files: give at most {MOST_FILES:,}."
         )
-    sources = [_find_source(path) for path in paths]
+    sources = [_identify_format(path) for path in paths]
     numbered = sorted(
         (s for s in sources if s.step is not None), key=lambda s: s.step or 0
     )
@@ -140,28 +140,29 @@ def _is_recorded(path: Path) -> bool:
         return bool(_call_parser(_npz_has_schema, path))
     if path.suffix == ".safetensors":
         return "schema" in _call_parser(_safetensors_metadata, path)
-    return _reader(path) is not None
+    return _find_reader(path) is not None
 
 
-def _reader(path: Path) -> plugins.DumpReader | None:
-    """What reads a trainer's own file."""
+def _find_reader(path: Path) -> plugins.DumpReader | None:
+    """Return the plugin that reads a trainer's own file; None where none does."""
     for reader in plugins.dump_readers():
         if path.suffix in reader.SUFFIXES and _call_parser(reader.recognizes, path):
             return reader
     return None
 
 
-def _find_source(path: Path) -> Source:
+def _identify_format(path: Path) -> Source:
+    """Return the file with its step and the function that reads its format."""
     require_file(path)
     if path.suffix == ".npz":
         return Source(path, _call_parser(_npz_step, path), _read_npz)
     if path.suffix == ".safetensors":
         return Source(path, _call_parser(_safetensors_step, path), _read_safetensors)
-    reader = _reader(path)
+    reader = _find_reader(path)
     if reader is not None:
         return Source(path, _call_parser(reader.step_of, path), reader.read)
     raise InputError(
-        f"{path} is no recorded batch: give {', '.join(_suffixes())} as {located(PAGE)} describes."
+        f"{path} is no recorded batch: give {', '.join(_suffixes())} as {locate_page(PAGE)} describes."
     )
 
 

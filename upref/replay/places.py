@@ -133,17 +133,18 @@ def find_alignment(c: Columns) -> Undone | None:
 
 
 def _move_each_row(c: Columns, offset: Tensor) -> Columns:
-    """Return the columns with the sampler's number of slot t + offset at slot t, each row
-    with its own offset; a token is kept where both slots are trained.
+    """Return the columns with the sampler's row i moved left by offset[i]: slot t takes
+    the log-probability of slot t + offset[i]. A token stays in the mask where both slots
+    are trained.
     """
     width = c.mask.shape[1]
     index = torch.arange(width)[None, :] + offset[:, None]
     inside = (index >= 0) & (index < width)
     index = index.clamp(0, width - 1)
     is_trained_there = c.mask.gather(1, index) & inside
-    return Columns(
-        c.trainer, c.sampler.gather(1, index) * inside, c.mask & is_trained_there
-    )
+    # not a product with `inside`: -inf * 0 is NaN
+    moved = torch.where(inside, c.sampler.gather(1, index), 0.0)
+    return Columns(c.trainer, moved, c.mask & is_trained_there)
 
 
 def _shift(c: Columns, k: int) -> Columns:

@@ -129,7 +129,7 @@ def recorder_of(trainer: Any) -> "plugins.Recorder":
     if found is None:
         known = ", ".join(r.TRAINER for r in plugins.recorders()) or "none"
         raise InputError(
-            f"a {type(trainer).__name__} cannot be recorded: the trainers that can are {known}. "
+            f"an object of class {type(trainer).__name__} cannot be recorded: the trainers that can are {known}. "
             "docs/dump.md says what another trainer has to write."
         )
     return found

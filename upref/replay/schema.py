@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from upref.errors import InputError
-from upref.pages import located
+from upref.pages import locate_page
 from upref.rollouts import Rollouts
 
 SCHEMA = 1  # version of docs/dump.md
@@ -159,7 +159,7 @@ class RecordedBatch:
         if missing:
             first = missing[0]
             written = self.meta.get(
-                HINT + first, f"record it as {located(PAGE)} describes."
+                HINT + first, f"record it as {locate_page(PAGE)} describes."
             )
             hint = self.hints.get(first, written)
             raise InputError(

@@ -72,10 +72,10 @@ def watch(
             judged too.
         folder: where these steps are recorded too; "": nowhere. The files hold users'
             texts.
-        on_fail: "stop" ends a run whose loss or gradient is another sum; "warn" logs
-            it.
+        on_fail: "stop" ends a run whose loss or gradient differs from the
+            objective's; "warn" logs it.
         keep: which of the judged steps are recorded in the folder: "all", or "failed",
-            those of them whose loss or gradient is another sum.
+            those of them whose loss or gradient differs from the objective's.
         known: whether the objective and its hyperparameters are certain, as with
             upref's own trainer. Then each multiple of the gradient is a failure,
             whatever the factor.
@@ -90,13 +90,19 @@ def watch(
         Stopped: from the training, where a step is not the objective's.
     """
     recorder = recorder_of(trainer)
-    then = sink_of(folder, keep)
-    judge = Watch(objective, hp, on_fail, then, keep, known)
-    return Recording(recorder.attach(trainer, Schedule(every), judge))
+    step_watch = Watch(
+        objective,
+        hp=hp,
+        on_fail=on_fail,
+        sink=sink_of(folder, keep),
+        keep=keep,
+        known=known,
+    )
+    return Recording(recorder.attach(trainer, Schedule(every), step_watch))
 
 
 def sink_of(folder: str | Path, keep: str) -> Sink | None:
-    """What records judged steps in the folder; None for no folder.
+    """Return what records judged steps in the folder; None for no folder.
 
     A folder for failed steps alone is made when there is one.
 
@@ -109,22 +115,22 @@ def sink_of(folder: str | Path, keep: str) -> Sink | None:
     if keep == "all":
         return file_sink(open_folder(folder))
 
-    def late(batch: RecordedBatch | None, group: Any = None) -> None:
+    def make_folder_and_write(batch: RecordedBatch | None, group: Any = None) -> None:
         if batch is not None:
             file_sink(open_folder(folder))(batch, group)
 
-    return late
+    return make_folder_and_write
 
 
 class Watch:
-    """What judges the recorded steps.
+    """Judge each recorded step: an object that a recorder calls with it.
 
     Args:
         objective: what the loss should be, as `upref.replay.loss` takes it.
         hp: its hyperparameters.
         on_fail: "stop" or "warn".
-        then: what else is done with a step, before the run is stopped.
-        keep: with which steps: "all", or "failed".
+        sink: what records a step, before the run is stopped.
+        keep: which steps it records: "all", or "failed".
         known: whether the objective and its hyperparameters are those that the trainer
             was given, not what a user says of them. Then each multiple of the gradient
             is a failure, whatever the factor.
@@ -135,7 +141,7 @@ class Watch:
         objective: str | Objective,
         hp: dict[str, Any],
         on_fail: str,
-        then: Sink | None,
+        sink: Sink | None,
         keep: str = "all",
         known: bool = False,
     ) -> None:
@@ -144,7 +150,7 @@ class Watch:
         self.objective.resolve(hp)
         self.hp = hp
         self.on_fail = on_fail
-        self.then = then
+        self.sink = sink
         self.keep = keep
         self.known = known
         self.failures = 0
@@ -168,8 +174,8 @@ class Watch:
                 "stop".
         """
         whole = join_ranks(batch, group)
-        if self.then is not None and self.keep == "all":
-            self.then(batch, group)
+        if self.sink is not None and self.keep == "all":
+            self.sink(batch, group)
         found = loss(whole, self.objective, **self.hp)
         metrics = {"loss_off": abs(found.value - found.logged)}
         if found.gradient_factor is not None:
@@ -187,8 +193,8 @@ class Watch:
                 if f.cause in MULTIPLES
             ]
         self.failures += bool(failures)
-        if self.then is not None and self.keep == "failed" and failures:
-            self.then(batch, group)
+        if self.sink is not None and self.keep == "failed" and failures:
+            self.sink(batch, group)
         self._judge(whole, failures)
         metrics["failures"] = float(self.failures)
         return {f"upref/{name}": value for name, value in metrics.items()}

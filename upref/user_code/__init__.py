@@ -24,7 +24,7 @@ import torch
 
 from upref import catalog, plugins
 from upref.errors import InputError
-from upref.pages import located
+from upref.pages import locate_page
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
 from upref.user_code import names
@@ -196,7 +196,7 @@ def _refuse_class(target: Target) -> Loss | None:
         return None
     instance = f"`loss = {target.name.rpartition(':')[2]}(...)` with its settings"
     raise InputError(
-        f"{target.name} is a class: construct an instance, {instance}, and check that. {located(WRAP_PAGE)} shows how."
+        f"{target.name} is a class: construct an instance, {instance}, and check that. {locate_page(WRAP_PAGE)} shows how."
     )
 
 
@@ -439,12 +439,12 @@ def _refuse_unbound(name: str, unbound: list[str]) -> None:
     if unbound[0] == "self":
         raise InputError(
             f"{name} is a method: in its file make an object, write `loss = Trainer(...).method` and check that; "
-            f"{located(WRAP_PAGE)} has examples."
+            f"{locate_page(WRAP_PAGE)} has examples."
         )
     raise InputError(
         f"{name} needs {unbound[0]!r}, which upref does not know: bind it, `--hp {unbound[0]}=VALUE` or "
         f"functools.partial({name.rpartition(':')[2]}, {unbound[0]}=VALUE); if it changes with the batch, write a "
-        f"wrapper: {located(WRAP_PAGE)} has examples."
+        f"wrapper: {locate_page(WRAP_PAGE)} has examples."
     )
 
 

@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import Any
 
 from upref.errors import InputError
-from upref.pages import located
+from upref.pages import locate_page
 from upref.user_code.guard import one_line
 from upref.user_code.names import CALLED, may_be_old, not_given, older_of, sampler_of
 
@@ -366,7 +366,7 @@ def wrapper(
     takes = ", ".join([called, *unfilled])
     code = f"`def {inner_name}({takes}): return {inner}({given})`"
     how = f"Use the names {called}, or check a wrapper: {code}{remark}."
-    return f"{how} {located(WRAP_PAGE)} has examples."
+    return f"{how} {locate_page(WRAP_PAGE)} has examples."
 
 
 def _handed_over(

@@ -252,7 +252,7 @@ class HyperparameterSearch:
         Returns:
             The candidate, which may not fit.
         """
-        hp = self.objective.of_surrogate({})
+        hp = self.objective.surrogate_hyperparameters({})
         miss = self.score(hp)
         unexplained, continuous_at = self._unexplained_and_continuous(hp)
         if (unexplained == 0 or self.box.tol > 1e-4) and miss[0] > 0:

@@ -104,16 +104,18 @@ def _say(sentence: str) -> None:
 
 def _report_on_step(args: Namespace) -> StepReport:
     """Return the report on the step and the model that the arguments name."""
-    step = load(args.trainer)
+    step = load(args.trainer)  # FILE.py:step
+    objective = args.name
+    axes_left_out = args.without
     file, _, _ = args.trainer.rpartition(":")
     model: Any = load(args.model if ":" in args.model else f"{file}:{args.model}")
     model_to_check = model if isinstance(model, torch.nn.Module) else model()
     report: StepReport = check_step(
         step,
         model_to_check,
-        args.name,
+        objective,
         temperature=args.temperature,
-        without=args.without,
+        without=axes_left_out,
         **hyperparameters(args.hp),
     )
     return report

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An adapter for TRL: GRPOTrainer's own `training_step` on given rows. It needs no
-import of upref.
+"""An adapter for TRL: GRPOTrainer's own `training_step` on given rows. It imports upref
+for a type alone, not when it runs.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
@@ -17,6 +17,9 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
+
+if TYPE_CHECKING:
+    from upref.conformance import Case
 
 VOCABULARY = 96
 END = 2  # ends a response, and pads it
@@ -50,11 +53,11 @@ class TRL:
 
     name = f"trl {trl.__version__}"
 
-    def supports(self, case: Any) -> str:
+    def supports(self, case: "Case") -> str:
         """Return why TRL lacks what the case sets; "" where it lacks nothing.
 
         Args:
-            case: one of the suite.
+            case: of `upref.conformance`.
         """
         if case.objective not in FIELDS:
             return f"TRL has no loss_type of {case.objective}"
@@ -62,12 +65,11 @@ class TRL:
             return "one row is on one rank: the trainer has no such parallelism here"
         return ""
 
-    def scale(self, case: Any) -> float:
-        # dr_grpo divides by max_completion_length, as its documentation says.
-        """Return the factor by which TRL documents that it multiplies the loss.
+    def scale(self, case: "Case") -> float:
+        """Return the factor by which TRL multiplies the loss, as it documents.
 
         Args:
-            case: one of the suite.
+            case: of `upref.conformance`.
 
         Returns:
             1 / LONGEST for Dr. GRPO, whose sum TRL divides by max_completion_length;
@@ -75,7 +77,7 @@ class TRL:
         """
         return 1 / LONGEST if case.objective == "dr_grpo" else 1.0
 
-    def config(self, case: Any) -> dict[str, Any]:
+    def config(self, case: "Case") -> dict[str, Any]:
         """Return the fields of GRPOConfig for a case.
 
         Args:
@@ -101,7 +103,7 @@ class TRL:
             scale_rewards="none",
         )
 
-    def settings(self, case: Any) -> dict[str, str]:
+    def settings(self, case: "Case") -> dict[str, str]:
         """Return TRL's own configuration of a case, as it is written to the results.
 
         Args:
@@ -112,7 +114,7 @@ class TRL:
         """
         return {key: repr(value) for key, value in self.config(case).items()}
 
-    def step(self, model: Any, rows: list[Any], case: Any) -> None:
+    def step(self, model: Any, rows: list[Any], case: "Case") -> None:
         """Let TRL's `training_step` train a model on the rows of a case.
 
         Args:

@@ -26,12 +26,12 @@ def do_nothing(*_: Any, **__: Any) -> None:
     """Do nothing, where a CPU has nothing to do."""
 
 
-def _resident(*_: Any) -> int:
+def _resident(*_: Any, **__: Any) -> int:
     """Return the bytes of memory that this process holds."""
     return psutil.Process().memory_info().rss
 
 
-def _memory(*_: Any) -> tuple[int, int]:
+def _memory(*_: Any, **__: Any) -> tuple[int, int]:
     """Return the host's bytes of memory, available and in all."""
     return (
         psutil.virtual_memory().available,
@@ -43,29 +43,29 @@ def device_module() -> ModuleType:
     """Make the module that verl uses in place of torch.cuda on a CPU.
 
     Returns:
-        torch.cpu with the host's generator and the host's memory, and one device.
+        torch.cpu, with the host's random state and memory, and one device.
     """
     module = ModuleType("torch.cpu")
     module.__dict__.update(
         {k: v for k, v in vars(torch.cpu).items() if not k.startswith("__")}
     )
     module.__dict__.update(
-        set_device=do_nothing,  # torch.cpu's own refuses an index
+        set_device=do_nothing,
         current_device=lambda: torch.device("cpu"),
         device_count=lambda: 1,
-        get_device_name=lambda *_: "CPU",
+        get_device_name=lambda *_, **__: "CPU",
         manual_seed=torch.manual_seed,
         manual_seed_all=torch.manual_seed,
-        get_rng_state=lambda *_: torch.get_rng_state(),
-        set_rng_state=lambda state, *_: torch.set_rng_state(state),
+        get_rng_state=lambda *_, **__: torch.get_rng_state(),
+        set_rng_state=lambda new_state, *_, **__: torch.set_rng_state(new_state),
         mem_get_info=_memory,
         empty_cache=do_nothing,
         ipc_collect=do_nothing,
         set_per_process_memory_fraction=do_nothing,
         reset_peak_memory_stats=do_nothing,
         **{
-            f"{most}memory_{kind}": _resident
-            for most in ("", "max_")
+            f"{prefix}memory_{kind}": _resident
+            for prefix in ("", "max_")
             for kind in ("allocated", "reserved")
         },
     )

@@ -143,13 +143,13 @@ def make_watch(words: str, folder: str | Path = "") -> Sink:
     on_fail = given.pop("on_fail", "stop")
     keep = given.pop("keep", "all")
     expect_choices(on_fail, keep)
-    then = sink_of(folder, keep)
+    sink = sink_of(folder, keep)
     if name == "own":
         if given:
             raise InputError(
                 f"{WATCHED}=own takes on_fail and keep, not {sorted(given)[0]!r}: the rest is verl's configuration."
             )
-        return OwnWatch(on_fail, keep, then)
+        return OwnWatch(on_fail, keep, sink)
     agg = given.pop("agg", "")
     try:
         hp = {key: float(value) for key, value in given.items()}
@@ -157,7 +157,7 @@ def make_watch(words: str, folder: str | Path = "") -> Sink:
         wanted = "an objective and KEY=NUMBER after it"
         raise InputError(f"{WATCHED} is {wanted}, not {words!r}.") from None
     objective = get(name).aggregated(agg) if agg else name
-    return Watch(objective, hp, on_fail, then, keep)
+    return Watch(objective, hp, on_fail, sink, keep)
 
 
 class OwnWatch:
@@ -165,13 +165,13 @@ class OwnWatch:
     that verl's configuration names.
 
     Args:
-        on_fail, keep, then: of the Watch.
+        on_fail, keep, sink: of the Watch.
     """
 
-    def __init__(self, on_fail: str, keep: str, then: Sink | None) -> None:
+    def __init__(self, on_fail: str, keep: str, sink: Sink | None) -> None:
         self.on_fail = on_fail
         self.keep = keep
-        self.then = then
+        self.sink = sink
         self.watch: Watch | None = None
 
     def __call__(
@@ -181,7 +181,7 @@ class OwnWatch:
         if self.watch is None and batch is not None:
             objective, hp = configured_objective(batch.meta)
             self.watch = Watch(
-                objective, hp, self.on_fail, self.then, self.keep, known=True
+                objective, hp, self.on_fail, self.sink, self.keep, known=True
             )
         # without a step of its own, this rank has only to tell the others
         watch = self.watch or Watch("dapo", {}, "warn", None)
