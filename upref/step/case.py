@@ -337,7 +337,7 @@ def half_of(model: Any) -> torch.dtype | None:
 
 
 def allowed_error(
-    goal: Goal, case: StepCase, bound: torch.dtype | float | None
+    goal: Goal, case: StepCase, requested: torch.dtype | float | None
 ) -> float:
     """Return the error of the gradient that rounding may make: 2e-5 in float32. In half
     precision it is twice the change of the reference's gradient where the result of each
@@ -349,31 +349,38 @@ def allowed_error(
 
     Args:
         goal: the objective with its numbers.
-        case: the rows and the reference's forward pass; its `shift` is set.
-        bound: an error that the user allows, or the half precision of the step; None:
+        case: the rows and the reference's forward pass, changed in place: in half
+            precision this function sets its `shift`.
+        requested: an error that the user allows, or the half precision of the step; None:
             the step computes in float32.
 
     Returns:
         The bound, relative to the gradient's norm.
 
     Raises:
-        InputError: the bound is neither.
+        InputError: the request is none of these.
     """
-    if bound is None:
+    if requested is None:
         return FLOAT32_BOUND
-    if isinstance(bound, int | float) and not isinstance(bound, bool) and bound > 0:
-        return float(bound)
-    if not isinstance(bound, torch.dtype) or bound not in HALF_PRECISIONS:
+    if (
+        isinstance(requested, int | float)
+        and not isinstance(requested, bool)
+        and requested > 0
+    ):
+        return float(requested)
+    if not isinstance(requested, torch.dtype) or requested not in HALF_PRECISIONS:
         raise InputError(
-            f"bound is a number above 0, torch.bfloat16 or torch.float16, got {str(bound)[:60]!r}."
+            f"bound is a number above 0, torch.bfloat16 or torch.float16, got {str(requested)[:60]!r}."
         )
-    with RoundedOperations(bound):
+    with RoundedOperations(requested):
         rounded_forward = Forward(case.forward.model, case.rows, goal.temperature)
         rounded_gradient = gradients_by_row(goal, rounded_forward, case.padded).sum(0)
-        lp, *_ = rounded_forward.statistics()
-    log_ratio_error = (lp - case.forward.statistics()[0]).detach()
+        rounded_lp, _entropy, _squared_log_z = rounded_forward.statistics()
+    exact_lp, _entropy, _squared_log_z = case.forward.statistics()
+    log_ratio_error = (rounded_lp - exact_lp).detach()
     mask = case.padded.mask
     if goal.objective.level in REDUCE:
+        # a clip of a sequence-level objective acts on one ratio per response
         log_ratio_error = REDUCE[goal.objective.level](log_ratio_error, mask)[
             mask.any(1)
         ]
@@ -381,12 +388,13 @@ def allowed_error(
         log_ratio_error = log_ratio_error[mask]
     case.shift = 3 * float(log_ratio_error.pow(2).mean().sqrt())
     alternatives = changes_across_bounds(goal, case.forward, case.padded, case.shift)
-    want = assign_sides(
+    exact_rows, _crossed = assign_sides(
         gradients_by_row(goal, case.forward, case.padded),
         alternatives,
         rounded_gradient,
-    )[0].sum(0)
-    return 2 * float((rounded_gradient - want).norm() / want.norm().clamp(min=1e-300))
+    )
+    exact = exact_rows.sum(0)
+    return 2 * float((rounded_gradient - exact).norm() / exact.norm().clamp(min=1e-300))
 
 
 def widen_bound(goal: Goal, case: StepCase, bound: float, error: float) -> float:
@@ -406,7 +414,7 @@ def widen_bound(goal: Goal, case: StepCase, bound: float, error: float) -> float
     """
     if not bound < error <= LARGEST_WIDENED:
         return bound
-    want = gradients_by_row(goal, case.forward, case.padded)
+    rows = gradients_by_row(goal, case.forward, case.padded)
     alternatives = changes_across_bounds(goal, case.forward, case.padded, case.shift)
     squares = []
     for seed in range(ROUNDING_DRAWS):
@@ -415,7 +423,8 @@ def widen_bound(goal: Goal, case: StepCase, bound: float, error: float) -> float
             perturbed_gradient = gradients_by_row(
                 goal, perturbed_forward, case.padded
             ).sum(0)
-        exact = assign_sides(want, alternatives, perturbed_gradient)[0].sum(0)
+        exact_rows, _crossed = assign_sides(rows, alternatives, perturbed_gradient)
+        exact = exact_rows.sum(0)
         distance = (perturbed_gradient - exact).norm() / exact.norm().clamp(min=1e-300)
         squares.append(float(distance) ** 2)
     return max(bound, ALLOWED_ROUNDINGS * math.sqrt(sum(squares) / ROUNDING_DRAWS))
