@@ -85,17 +85,20 @@ def roundings(loss: Tensor, lp: Tensor) -> int:
         lp: the log-probabilities [B, T] that it was computed from.
 
     Returns:
-        4 for each operation on the longest chain of autograd's graph from `lp` to the
-        loss; 4 where there is no graph.
+        4 for each operation on the longest chain of autograd's graph that ends with the
+        loss; 4 where there is no graph. A chain through `lp` begins with the operation
+        that made it. Chains beside `lp` count whole, so this is an upper bound.
     """
-    end = lp.grad_fn
+    lp_node = lp.grad_fn
     # operation -> the number of operations on the longest chain that ends with it
     depth: dict[Any, int] = {}
     stack = [loss.grad_fn] if loss.grad_fn is not None else []
     while stack:
         node = stack[-1]
         inputs = (
-            [] if node is end else [n for n, _ in node.next_functions if n is not None]
+            []
+            if node is lp_node
+            else [n for n, _ in node.next_functions if n is not None]
         )
         unknown = [n for n in inputs if n not in depth]
         if unknown:

@@ -162,6 +162,16 @@ def test_arguments_that_do_not_fit_are_refused(capsys, words, sentence):
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["temperature", "model", "without"])
+def test_an_argument_of_the_check_is_no_hyperparameter(tmp_path, capsys, name):
+    file = tmp_path / "own.py"
+    file.write_text(STEP)
+    words = ["step", f"{file}:step", "--as", "dapo", "--model", "Model"]
+    assert main([*words, "--hp", f"{name}=1"]) == 2
+    sentence = f"--hp {name}: {name} is not a hyperparameter."
+    assert sentence in capsys.readouterr().err
+
+
 def test_a_plain_list_of_rows_is_refused_on_several_ranks(monkeypatch):
     """Each rank records what it was fed: the rest of the list is not left out, but on
     another rank.

@@ -69,10 +69,14 @@ class Forward:
         Args:
             fed: token ids of each sequence.
         """
-        placed = [(p, r) for r in self.rows if (p := locate(fed, r))]
-        if len(placed) == len(self.rows):
-            self.before = [fed[n][:start] for (n, start), _ in placed]
-            self.after = [fed[n][start + len(r.ids) :] for (n, start), r in placed]
+        places = [place for row in self.rows if (place := locate(fed, row))]
+        if len(places) < len(self.rows):
+            return
+        self.before = [fed[n][:start] for n, start in places]
+        self.after = [
+            fed[n][start + len(row.ids) :]
+            for (n, start), row in zip(places, self.rows, strict=True)
+        ]
 
     def logits(self, i: int, first: int) -> Tensor:
         """Return the logits that predict row i's tokens from `first` on.

@@ -270,16 +270,17 @@ def divergence_of(term: Formula, off_policy: bool = False, tol: float = 1e-5) ->
     Args:
         term: the estimator.
         off_policy: whether samples are from π_old.
-        tol: the relative error that is allowed.
+        tol: the relative error that is allowed in the estimator's values. Gradients
+            must agree to a tenth of it.
 
     Returns:
         A key of DIVERGENCES; with a "-" in front for the negative of one; "" for none.
     """
-    _, gradient = expectation(term, off_policy)
-    for name, (_, of_divergence) in divergences().items():
-        if _same_gradient(gradient, of_divergence, tol):
+    _, estimator_gradient = expectation(term, off_policy)
+    for name, (_, divergence_gradient) in divergences().items():
+        if _same_gradient(estimator_gradient, divergence_gradient, tol):
             return name
-        if _same_gradient(gradient, -of_divergence, tol):
+        if _same_gradient(estimator_gradient, -divergence_gradient, tol):
             return f"-{name}"
     return ""
 

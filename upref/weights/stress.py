@@ -477,8 +477,14 @@ def _draw_numbers(
 def _with_zero_entropies(
     entropy: np.ndarray, mask: np.ndarray, lengths: np.ndarray
 ) -> np.ndarray:
-    """Return the entropies, 0 for the lower half of each response of at least four
-    tokens: below its 80 % quantile, at which objectives tell tokens apart.
+    """Return the entropies, with the lower half of each response set to 0 where it has
+    at least four tokens. The objectives that select tokens by entropy do so at a
+    response's 80 % quantile, which lies above that half.
+
+    Args:
+        entropy: [B, T].
+        mask: the tokens, [B, T].
+        lengths: the number of tokens of each response, [B].
     """
     rank = np.where(mask, entropy, np.inf).argsort(1).argsort(1)
     is_zero = (rank < lengths[:, None] // 2) & (lengths[:, None] >= 4)

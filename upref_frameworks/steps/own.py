@@ -104,9 +104,12 @@ def _say(sentence: str) -> None:
 
 def _report_on_step(args: Namespace) -> StepReport:
     """Return the report on the step and the model that the arguments name."""
-    step = load(args.trainer)  # FILE.py:step
+    hp = hyperparameters(args.hp)
+    for name in ("step", "model", "objective", "temperature", "without"):
+        if name in hp:
+            raise InputError(f"--hp {name}: {name} is not a hyperparameter.")
+    step = load(args.trainer)  # a step of one's own is given in the trainer's place
     objective = args.name
-    axes_left_out = args.without
     file, _, _ = args.trainer.rpartition(":")
     model: Any = load(args.model if ":" in args.model else f"{file}:{args.model}")
     model_to_check = model if isinstance(model, torch.nn.Module) else model()
@@ -115,8 +118,8 @@ def _report_on_step(args: Namespace) -> StepReport:
         model_to_check,
         objective,
         temperature=args.temperature,
-        without=axes_left_out,
-        **hyperparameters(args.hp),
+        without=args.without,
+        **hp,
     )
     return report
 

@@ -187,12 +187,13 @@ def _measured(case: LossCase, A: float) -> Correction | None:
     factors = factor(LOG_RHO)
     rho = np.exp(LOG_RHO)
     at_1 = len(LOG_RHO) // 2
+    # at ρ = 1 both forms are 1, and a bound may lie on one side of it: ask both sides
     is_ratio = any(np.isclose(factors[n], rho[n], 1e-6) for n in (at_1 + 1, at_1 - 1))
-    is_unbounded = np.isclose(factors, rho if is_ratio else 1.0, 1e-6)
-    if not is_unbounded.any() or not np.isfinite(factors).all():
+    is_between_bounds = np.isclose(factors, rho if is_ratio else 1.0, 1e-6)
+    if not is_between_bounds.any() or not np.isfinite(factors).all():
         return None
-    first = int(is_unbounded.argmax())
-    last = len(is_unbounded) - 1 - int(is_unbounded[::-1].argmax())
+    first = int(is_between_bounds.argmax())
+    last = len(is_between_bounds) - 1 - int(is_between_bounds[::-1].argmax())
     low, cut_low = _bound(factor, factors, first, first - 1) or (0.0, False)
     high, cut_high = _bound(factor, factors, last, last + 1) or (math.inf, False)
     return Correction(is_ratio, low, high, cut_low, cut_high)

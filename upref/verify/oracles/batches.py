@@ -109,9 +109,12 @@ def _failure_of_micro_batches(case: LossCase, batch: Rollouts, n: int) -> Findin
         why = divides_by_its_own(case, "micro-batch")
     else:
         why = NO_CAUSE
+    count = min(n, len(small_batch.mask))
+    token_counts = {int(part.mask.sum()) for part in small_batch.split(count)}
+    sizes = " of unequal lengths" if len(token_counts) > 1 else ""
     return fail(
         "micro-batches",
-        f"{min(n, len(small_batch.mask))} micro-batches of unequal lengths, their losses added up",
+        f"{count} micro-batches{sizes}, their losses added up",
         expected_number,
         found_number,
         make_example(small_batch, whole_gradient, gradient_of_parts, case.loss.reads),
