@@ -205,10 +205,12 @@ def plane(plan: Plan, records: dict[str, Record]) -> Figure | None:
         for ax, name in zip(
             np.ravel(fig.subplots(1, len(groups), squeeze=False)), groups, strict=True
         ):
+            seeds = set()
             for arm in plan.group(name)["arms"]:
                 runs = [
                     r for (cell, _, _), r in values.items() if cell == Cell(arm, name)
                 ]
+                seeds |= {r["settings"]["seed"] for r in runs}
                 if not runs:
                     continue
                 avg, best = np.mean([rule.curve(r)[-1] for r in runs], axis=0).T
@@ -222,7 +224,8 @@ def plane(plan: Plan, records: dict[str, Record]) -> Figure | None:
                     ls=dashes[arm],
                     label=label,
                 )
-            ax.set(title=_title(plan, name), xlabel="Avg@32, %", ylabel="Best@32, %")
+            title = f"{_title(plan, name)}, {len(seeds)} seeds"
+            ax.set(title=title, xlabel="Avg@32, %", ylabel="Best@32, %")
             ax.spines[["top", "right"]].set_visible(False)
         fig.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
     return fig
