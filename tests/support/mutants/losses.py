@@ -184,10 +184,10 @@ def judged(
 
 
 def with_habit(row: dict[str, Any], s: Subject, seed: int, few: int) -> dict[str, Any]:
-    """Return the row; of a loss that was missed, with whether overflow alone tells it
-    from its objective.
+    """Return the row. Where the loss was missed, it gains `overflow`: whether the loss
+    differs from its objective only where exp(log r) overflows.
     """
-    # the search stops at the first batch that differs: there it is NaN, or the answer is no
+    # the search stops at the first batch that differs: a finite difference is no overflow
     if wrong(row) == "missed" and row["apart"] == math.inf:
         try:
             row["overflow"] = differs_by_overflow_alone(compiled(s.text), s, seed, few)
