@@ -292,7 +292,8 @@ def _sum_tiles(
 
     Args:
         tiles: of `_Head.tiles`.
-        least: the least number of the dtype, [N]: the largest logit of no tile.
+        least: the least number of the dtype for each token, [N]: where the search for
+            the largest logit starts.
     """
     m = least
     s = torch.zeros_like(m)
@@ -366,10 +367,10 @@ class _LogProbs(torch.autograd.Function):
                 torch.promote_types(hidden.dtype, weight.dtype), torch.float32
             )
             h = head.states(hidden, weight, wide_dtype)
-            least = torch.finfo(wide_dtype).min
-            no_tile = h.new_full((len(h),), least, dtype=wide_dtype)
+            minimum = torch.finfo(wide_dtype).min
+            least = h.new_full((len(h),), minimum, dtype=wide_dtype)
             m, s, t, largest, largest_ids = _sum_tiles(
-                head.tiles(h, weight, bias), no_tile
+                head.tiles(h, weight, bias), least
             )
             # The backward computes the tiles' logits again and has no exact ones, so it
             # gets the log Z and H that belong to them.

@@ -62,7 +62,7 @@ def advantages(batch: RecordedBatch) -> Advantages:
     assert batch.adv is not None and batch.reward is not None
     trains = batch.mask.any(1)
     if not one_per_response(batch.adv[trains], batch.mask[trains]):
-        return _without_estimator(1.0, _finding_per_token(batch, batch.adv))
+        return _without_estimator(1.0, _finding_per_token(batch))
     A = per_response(batch.adv, batch.mask)[trains]
     informative = int((A != 0).sum())
     if not informative:
@@ -91,10 +91,12 @@ def _without_estimator(error: float, finding: ReplayFinding) -> Advantages:
     return Advantages(estimator="", grouping="", error=error, findings=(finding,))
 
 
-def _finding_per_token(batch: RecordedBatch, adv: Tensor) -> ReplayFinding:
+def _finding_per_token(batch: RecordedBatch) -> ReplayFinding:
     """Return the note on responses whose tokens have several advantages."""
+    assert batch.adv is not None
     trains = batch.mask.any(1)
-    is_constant = ((adv == per_response(adv, batch.mask)[:, None]) | ~batch.mask).all(1)
+    equals_first = batch.adv == per_response(batch.adv, batch.mask)[:, None]
+    is_constant = (equals_first | ~batch.mask).all(1)
     return note(
         "advantages",
         "per_token",

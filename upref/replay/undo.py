@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST_LEFT = 0.25  # of the distance may be left
+# share of the distance that may be left where a cause explains it
+MOST_LEFT = 0.25
 NOTICEABLE_DISTANCE = 0.02  # distance below which there is nothing to explain
-# of two columns, below which neither is news of the other
+# below this correlation, one column tells nothing about the other
 UNRELATED_CORRELATION = 0.5
-# nats, below which one number is as good as another in a correlation
+# nats: in a correlation, lower log-probabilities count as this one
 LOW_LOG_PROB = -4.0
 FEW = 3  # tokens or responses: fewer are no pattern
 

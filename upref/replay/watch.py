@@ -104,7 +104,7 @@ def watch(
 def sink_of(folder: str | Path, keep: str) -> Sink | None:
     """Return what records judged steps in the folder; None for no folder.
 
-    A folder for failed steps alone is made when there is one.
+    A folder for failed steps alone is made at the first failed step.
 
     Args:
         folder: its path; "": nowhere.
@@ -123,7 +123,7 @@ def sink_of(folder: str | Path, keep: str) -> Sink | None:
 
 
 class Watch:
-    """Judge each recorded step: an object that a recorder calls with it.
+    """Judge each recorded step. A recorder calls this object with the step.
 
     Args:
         objective: what the loss should be, as `upref.replay.loss` takes it.
