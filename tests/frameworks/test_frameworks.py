@@ -11,10 +11,14 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from upref.errors import InputError
+from upref.verify.faults.losses import fault
 from upref.weights.batches import on_policy_batch
 from upref_frameworks import audits
+from upref_frameworks.audits.case import Comparison, make_comparison_case
+from upref_frameworks.audits.compare import compare
 from upref_frameworks.audits.framework import Framework
 from upref_frameworks.audits.isolated import pin as pins
 from upref_frameworks.audits.report import Proofs, proofs, report
@@ -186,3 +190,13 @@ def test_an_argument_that_an_audit_lacks_is_one_sentence():
     )
     with pytest.raises(InputError, match=words):
         framework.compute_loss("m", {}, on_policy_batch(), None)
+
+
+def test_a_gradient_of_nan_has_no_reason():
+    reasons = (fault("another aggregation", "term"),)
+    comparison = Comparison("default", "ppo", {}, "ppo_clip", {}, reasons)
+    case = make_comparison_case(comparison, {})
+    nan = torch.full_like(case.batch.logp, math.nan)
+    [row] = compare("x", case, nan, nan)
+    assert not row.ok
+    assert row.reasons == []

@@ -305,7 +305,8 @@ def _row(
     comparison = case.comparison
     promised = _gradient(case.without_faults.promised, case.batch) / case.unit
     largest = difference(found, promised).max().item()
-    if largest <= tol:
+    differs = largest > tol  # False where a number is NaN
+    if not differs:
         explanation = case.without_faults
     faults = explanation.faulty.faults
     explained = _gradient(explanation.faulty, case.batch) / case.unit
