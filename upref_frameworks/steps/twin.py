@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from upref.errors import InputError, importing
+from upref.errors import InputError, NotInstalled, importing
 from upref.step.case import perturb
 from upref.step.families import FAMILIES, GATED, HEADS
 from upref.step.reference import unwrapped
@@ -74,6 +74,8 @@ def twin(model: Any, peft_config: Any = None, **how: Any) -> nn.Module:
         if peft_config is not None:
             tiny = _with_small_adapters(tiny, peft_config)
         tiny(input_ids=torch.tensor([[3, 4, 5]]), use_cache=False)
+    except NotInstalled:
+        raise
     except (
         TypeError,
         ValueError,
@@ -100,9 +102,10 @@ def _configuration(model: Any, net: Any, how: dict[str, Any]) -> Any:
 
     Raises:
         TypeError: it has none.
+        NotInstalled: transformers, or the class of configurations, is not there.
     """
-    from transformers import AutoConfig, PreTrainedConfig
-
+    with importing("transformers"):
+        from transformers import AutoConfig, PreTrainedConfig
     if isinstance(model, str):
         config = AutoConfig.from_pretrained(model, **how)
     else:
