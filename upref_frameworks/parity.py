@@ -164,7 +164,7 @@ def compare(
     own_factors = torch.ones_like(lp) if is_weights is None else wide(is_weights)
     factors = _factors_of_terms(objective.agg, mask, totals, own_factors)
     log_r = _size_of_log_ratio(objective, lp, old, mask)
-    delta = _rounding_of_log_prob(objective, lp, old, mask, u)
+    delta = _rounding_of_log_prob(objective, log_r, lp, old, mask, u)
 
     def reference(
         moved_lp: Tensor, dtype: torch.dtype = torch.float64
@@ -270,18 +270,24 @@ def _size_of_log_ratio(
 
 
 def _rounding_of_log_prob(
-    objective: Objective, lp: Tensor, old: Tensor, mask: Tensor, u: float
+    objective: Objective,
+    log_r: Tensor,
+    lp: Tensor,
+    old: Tensor,
+    mask: Tensor,
+    u: float,
 ) -> Tensor:
     """Return by how much log π must move to have the effect of all rounding of the
     ratio, [B, T].
 
     Args:
         objective: whose level decides what is rounded.
+        log_r: |log r|, as `_size_of_log_ratio` returns it.
         lp, old: log-probabilities, [B, T].
         mask: the tokens that train.
         u: the unit roundoff of the dtype that trains.
     """
-    delta = u * (_size_of_log_ratio(objective, lp, old, mask) + 8)
+    delta = u * (log_r + 8)
     if objective.level not in REDUCE and objective.level != "custom":
         return delta
     lengths = mask.sum(1, keepdim=True).clamp(min=1)
