@@ -212,8 +212,8 @@ def _farthest_that_fits(
 
 
 def _largest_odd_factor(known_fault: LossFault) -> float:
-    """Return the largest constant factor, of those that no loop is known to have, that
-    is accepted beside this fault. The inverse of a factor has the same bound.
+    """Return the largest constant factor that is accepted beside this fault, where no
+    loop is known to have the factor. The inverse of a factor has the same bound.
 
     A free factor lets a wrong fault fit. Beside another objective none is accepted.
     """
@@ -839,8 +839,8 @@ def _is_accepted(objective: Objective, key: str, value: float) -> bool:
 def _features_of_lost_tokens(
     tokens: Tokens, rollouts: Rollouts
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield the features of lost tokens: all tokens that should train and do not have
-    the feature, and no token that trains has it.
+    """Yield the features by which tokens are lost. Each token that should train and does
+    not train has the feature, and no token that trains has it.
 
     Yields:
         The id of the feature, the tokens with it in words, and which they are, [B, T].

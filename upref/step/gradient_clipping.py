@@ -108,11 +108,11 @@ def _clip_of_accumulated_norm(
         for size in range(1, len(rows)):
             first, *others = rows.split(size)
             accumulated = first.sum(0)
-            acts = False  # before the last micro-batch: there it is the usual clip
+            acts_early = False  # after the last micro-batch it is the usual clip
             for other in others:
-                acts = acts or float(accumulated.norm()) > clip
+                acts_early = acts_early or float(accumulated.norm()) > clip
                 accumulated = clip_norm(accumulated, clip) + other.sum(0)
-            if acts and is_near(g, clip_norm(accumulated, clip), bound):
+            if acts_early and is_near(g, clip_norm(accumulated, clip), bound):
                 return measured.ACCUMULATED_NORM_CLIPPED.cause(
                     norm=clip, responses=size
                 )

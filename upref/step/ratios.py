@@ -44,7 +44,7 @@ GRID_STEP = 0.03  # of log |log r| from one ratio of the grid to the next
 LEAST_EFFECT = 0.02
 KEPT_FREE = 0.3  # the least part of a sign's tokens whose ratio shows no bound
 LARGEST_LOG_PROB = -1e-3  # of an old log-probability
-MOST_DRAWS = 12  # ratios are drawn so often where the objective couples its tokens
+MOST_DRAWS = 12  # of ratios, at most, where the objective couples its tokens
 # level -> the mean of log r over a response, or its sum, in responses that show no bound:
 # first where A > 0, then where A < 0
 RESPONSE_LOG_RATIOS = {

@@ -43,8 +43,8 @@ def _widen_dtype(argument: Any) -> Any:
 
 
 def _widen_tensor(argument: Any) -> Any:
-    """Return an empty tensor of float64 on the same device for a narrower tensor, which
-    only tells `to` and `type_as` a dtype and a device; every other argument as it is.
+    """Return an empty tensor of float64 in place of a narrower tensor, on its device; every
+    other argument as it is. `to` and `type_as` take a dtype and a device from it alone.
     """
     if not isinstance(argument, Tensor) or argument.dtype not in NARROW_DTYPES:
         return argument

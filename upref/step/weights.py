@@ -30,8 +30,8 @@ HEAD_COORDINATES = 2_000
 # Two weights that were read off a float32 gradient are the same if they differ by less,
 # relative to the largest weight.
 WEIGHT_TOLERANCE = 1e-4
-# A token is lost if its weight is below this part of the expected one, and trains though
-# it should not if the expected one is below this part of its weight.
+# A token is lost if its weight is below this part of the expected one. It trains though
+# it should not if the expected weight is below this part of its own.
 LOST_SHARE = 0.1
 SINGULAR_TOLERANCE = 1e-10  # singular values below this part of the largest are zero
 
