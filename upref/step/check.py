@@ -394,11 +394,11 @@ def check_recorded(
 def _rows_of_steps(
     seen: Recorded, rows: Sequence[Row] | Sequence[Sequence[Row]]
 ) -> list[Sequence[Row]]:
-    """Return the rows of each recorded step. Of one plain list each step has those that
-    it was fed.
+    """Return the rows of each recorded step. Where the rows are one plain list, a step has
+    those of them that it was fed.
 
     Raises:
-        InputError: the rows are not those of the recorded steps.
+        InputError: nothing was recorded, or the rows are not those of the recorded steps.
     """
     if not isinstance(seen, Recorded):
         raise InputError(

@@ -3,11 +3,12 @@
 faults that account for them.
 
 Where gradients differ, the faults declared are put into the reference, and the
-difference that remains is the proof: at
-most TOL, or the row is unexplained. Each fault is then shown by itself: on the token,
-and on the share of a typical batch's gradient, that repairing it alone would change. No
-number is of a step between the paper and the framework.
-One file: a row of the table and its numbers are read together.
+difference that remains is the proof: at most TOL, or the row is unexplained. Each fault
+is then shown by itself: on the token, and on the share of a typical batch's gradient,
+that repairing it alone would change. No number is of a step between the paper and the
+framework.
+case.py makes what is compared. A row of the table and its numbers are here, in one file,
+because they are read together.
 """
 
 import math
