@@ -493,3 +493,34 @@ def test_a_wrong_selection_is_rejected_still():
     c = configs(upref.get("clip_cov"))[0]
     text = write(c, "weights").replace("cov < 5.0", "cov < 4.0")
     assert not judge.verdict(compiled(text), c).accepted
+
+
+@pytest.mark.parametrize("wrong_factor", [2.0, math.nan])
+def test_rounding_does_not_explain_that_every_weight_is_wrong_in_float32(wrong_factor):
+    right_loss = compiled(write(configs(upref.get("kl_cov"))[0], "weights"))
+
+    def kl_cov(log_prob, old_log_prob, advantages, mask):
+        loss = right_loss(log_prob, old_log_prob, advantages, mask)
+        is_large = len(mask) > 40 and mask.shape[1] > 2
+        return (
+            loss * wrong_factor
+            if is_large and log_prob.dtype == torch.float32
+            else loss
+        )
+
+    report = upref.check(kl_cov, "kl_cov")
+    assert [f.oracle for f in report.failures] == ["unusual-inputs"]
+
+
+def test_nan_in_float32_at_a_small_ratio_is_a_failure():
+    """Where log r is -60, π_old is 0.6: exp(-2 log r) overflows on an ordinary token."""
+
+    def dapo(log_prob, old_log_prob, advantages, mask):
+        log_r = log_prob - old_log_prob
+        r = log_r.exp()
+        J = torch.minimum(r * advantages, r.clamp(0.8, 1.28) * advantages)
+        J = torch.where(log_r < 1e9, J, torch.exp(-2 * log_r))
+        return -torch.where(mask, J, 0).sum() / mask.sum()
+
+    report = upref.check(dapo, "dapo")
+    assert [f.oracle for f in report.failures] == ["extremes"]

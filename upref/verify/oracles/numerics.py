@@ -195,7 +195,8 @@ def _extremes(case: LossCase, low: Rollouts, gradient: Tensor) -> Extremes:
     is_far = size_of_log_r - log_factor > LARGEST_SAMPLED
     if dtype is not torch.float64:
         square_overflows = size_of_log_r - log_factor > LARGEST_SQUARED
-        is_far = is_far | (is_not_finite & square_overflows)
+        # where log r < 0, the sampler's probability may be an ordinary one
+        is_far = is_far | (is_not_finite & square_overflows & (log_r > 0))
     is_unseen = is_far | (batch.logp_old < -LARGEST_SAMPLED)
     # neither a weight that is nearly 0 nor a ratio that has run away
     is_ordinary = (expected.abs() > 0.1 * A.abs()) & (expected.abs() < 10 * A.abs() + 1)
@@ -323,7 +324,7 @@ def _dtype_that_overflows(
         eps = max(torch.finfo(end_dtype).eps, torch.finfo(dtype).eps)
         return 0.02 + 2 * math.log(torch.finfo(end_dtype).max) * eps
 
-    def begins_at(end: float, rounding: float) -> bool:
+    def overflow_begins_at(end: float, rounding: float) -> bool:
         """Return whether all tokens below this |log r| are right, and none above it."""
         below = right_at_ratio(end, -BEYOND_END) + right_at_ratio(end, -rounding)
         if not all(below):
@@ -339,7 +340,7 @@ def _dtype_that_overflows(
     powers = ((1, "exp(log r)"), (2, "exp(log r)²")) if is_nan else ((1, "exp(log r)"),)
     for (power, words), end_dtype in product(powers, end_dtypes):
         end = math.log(torch.finfo(end_dtype).max) / power
-        if abs(token_log_r) > end and begins_at(end, rounding_of(end_dtype)):
+        if abs(token_log_r) > end and overflow_begins_at(end, rounding_of(end_dtype)):
             name = str(end_dtype).removeprefix("torch.")
             half_end = math.log(torch.finfo(torch.float16).max) / power
             text = f"{words} overflows {name} at |log r| > {end:.3g} (float16: {half_end:.3g})"
