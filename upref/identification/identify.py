@@ -505,8 +505,8 @@ def _answer(
 
 
 def _nearest(box: BlackBox, candidates: list[Candidate], measured: list[Grid]) -> Match:
-    """Return the match that is nearest on the batches, among the MOST_CANDIDATES candidates that
-    are nearest on the curve.
+    """Return the match that is nearest on the batches, among the MOST_CANDIDATES that are
+    nearest on the curve.
     """
     nearest_on_curve = sorted(
         candidates,

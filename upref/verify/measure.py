@@ -179,8 +179,8 @@ class LossCase:
         return outcome.value, gradient
 
     def kept_value_and_gradient(self, batch: Rollouts) -> tuple[Tensor, Tensor]:
-        """`value_and_gradient`, asked once by a case and its copies: for a batch that several oracles
-        compare with another one.
+        """Return `value_and_gradient`, measured once by a case and its copies: for a batch
+        that several oracles compare with another one.
 
         Args:
             batch: the batch; another object with its numbers is asked again.

@@ -469,7 +469,9 @@ def _changes(
 def _depends_on_order(
     case: LossCase, batch: Rollouts, gradient: Tensor, order: Tensor
 ) -> bool:
-    """Return whether the gradient of these rows in this order is not this gradient in that order."""
+    """Return whether the gradient of the rows in this order differs from the gradient
+    of the batch, its rows put in the same order.
+    """
     reordered = case.gradient(batch.take(order))
     return bool(
         gradient_distance(
