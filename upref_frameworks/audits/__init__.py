@@ -10,7 +10,7 @@ packages and a process of its own (isolated/).
 
 import datetime
 import importlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -267,7 +267,7 @@ def audit(
     )
     compared = [c for c in asked if c.mode not in gone]
     defaults = {m: f.defaults(m) for m in sorted({c.mode for c in compared} & {*modes})}
-    rows, nan_in_padding = _compare_losses(f, compared, defaults)
+    rows, nan_in_padding = _compare_losses(f, compared, defaults.keys())
     if comparisons is None:
         rows += parts.rows(name, f.parts())
     known = {c.mode for c in f.comparisons} | f.out_of_scope.keys()
@@ -303,10 +303,15 @@ def audit(
 def _compare_losses(
     framework: Framework,
     comparisons: list[Comparison],
-    defaults: dict[str, dict[str, Any]],
+    with_defaults: Collection[str],
 ) -> tuple[list[ComparisonRow], list[str]]:
     """Return the rows of these comparisons, and the losses that are NaN when a masked
     slot holds NaN.
+
+    Args:
+        framework: the tables.
+        comparisons: the rows.
+        with_defaults: the modes that have defaults.
     """
     rows = []
     nan_in_padding = set()
@@ -318,7 +323,9 @@ def _compare_losses(
             one_adv=framework.one_adv,
             single=framework.tol > TOL,
         )
-        measured = framework.measure(comparison, defaults.get(mode, {}), case.batch)
+        # read again for each loss: a framework may write to the objects in its config
+        defaults = framework.defaults(mode) if mode in with_defaults else {}
+        measured = framework.measure(comparison, defaults, case.batch)
         rows += compare(
             framework.name, case, measured.in_one, measured.split, framework.tol
         )
