@@ -9,8 +9,8 @@ All run in one process on the same tensors, and all take their turn in each roun
 figure is the median over rounds of the CPU time beside that of a copy of one tensor in
 the same round. Peak memory is what torch's allocator held at most, in tensors of that
 shape. `upref` is Objective.J; `batch` is Objective.loss of a Rollouts, which is
-validated in every call; `check` is that validation alone. What is compiled is the whole function; verl's and TRL's have
-graph breaks where they log a number.
+validated in every call; `check` is that validation alone. What is compiled is the whole
+function; verl's and TRL's have graph breaks where they log a number.
 """
 
 import argparse

@@ -224,7 +224,8 @@ def plane(plan: Plan, records: dict[str, Record]) -> Figure | None:
                     ls=dashes[arm],
                     label=label,
                 )
-            title = f"{_title(plan, name)}, {len(seeds)} seeds"
+            word = "seed" if len(seeds) == 1 else "seeds"
+            title = f"{_title(plan, name)}, {len(seeds)} {word}"
             ax.set(title=title, xlabel="Avg@32, %", ylabel="Best@32, %")
             ax.spines[["top", "right"]].set_visible(False)
         fig.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
