@@ -63,14 +63,15 @@ def test_exp_writes_nothing_in_place():
     ("name", "hp", "backend"),
     [
         ("up_dapo", {}, "aot_eager"),
-        ("dapo", {"c": 3.0}, "inductor"),
+        ("dapo", {"c": 3.0}, "aot_eager"),
+        pytest.param("dapo", {"c": 3.0}, "inductor", marks=pytest.mark.nightly),
         ("gspo", {}, "aot_eager"),
         ("cispo", {}, "aot_eager"),
     ],
 )
 def test_one_graph_and_the_eager_gradient(name, hp, backend):
-    """One of them by inductor, whose C++ takes most of the time; one graph is what all
-    need.
+    """By night one of them by inductor, whose C++ takes most of the time; one graph is
+    what all need.
     """
     o = upref.get(name)
     # the compiler's exp may differ in the last bit, which decides on a bound

@@ -35,11 +35,11 @@ from upref.verify.measure import make_case
 from upref.verify.oracles.batches import SCALES
 from upref.verify.shrink import cut
 
-EVERY = 10  # one case in so many runs by day
+EVERY = 20  # one case in so many runs by day
 
 
 def by_day(cases):
-    """The cases of a sample: one in ten, and the first of each file, kind, verdict
+    """The cases of a sample: one in twenty, and the first of each file, kind, verdict
     and set of oracles. The others run by night."""
     kept, classes = [], set()
     for n, case in enumerate(cases):
