@@ -244,7 +244,7 @@ def ends() -> str:
         for words, status, says, report in COMMAND.values()
     ]
     table = _rows("the loss | exit status | what is printed", rows)
-    return f"{table}\n\nRestored after a check, and noted in its report: {', '.join(STATE | RANDOM | AROUND)}."
+    return f"{table}\n\nThese are restored after a check, and noted in its report: {', '.join(STATE | RANDOM | AROUND)}."
 
 
 def fuzzed() -> str:
