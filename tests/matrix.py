@@ -3,7 +3,7 @@
 `python tests/matrix.py PYTHON [WHAT]`.
 
     checkout   a copy of this checkout in a folder whose name has a space and a letter that is not ASCII, with LC_ALL=C:
-               `tests/run.sh quick`; the first command of README.md, tiny; every
+               `tests/run.sh quick`; `repro/run.sh up_dapo mini`, of two steps; every
                requirement list, resolved
     lowest     the wheel in an empty folder, with the lowest versions that pyproject.toml allows and PYTHON has
     newest     the wheel with the newest of everything, then the sdist
