@@ -32,9 +32,9 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,13 +109,34 @@ def row(
     times: int = 1,
     lost: str = "nothing",
 ) -> Row:
+    """Return one row of the record.
+
+    Args:
+        who: the command.
+        fault: what was done to it.
+        happened: its last sentence, or what it left.
+        status: its exit status, or the statuses in words.
+        times: how often the fault was injected.
+        lost: what was lost.
+    """
     return who, fault, times, happened, str(status), lost
 
 
 # ---- processes -----------------------------------------------------------------------
-def start(work: Work, log: Path, before: Work = lambda: None) -> int:
-    """A process group of its own, forked, so that nothing is imported again; its output
-    goes to the log.
+def nothing() -> None:
+    """Prepare a process that needs no preparation."""
+
+
+def start(work: Work, log: Path, before: Work = nothing) -> int:
+    """Fork a process with a group of its own, so that nothing is imported again.
+
+    Args:
+        work: what the process does; its exit status is what this returns, or 0.
+        log: file for its output.
+        before: what the process does before the work.
+
+    Returns:
+        The id of the process.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -124,13 +145,11 @@ def start(work: Work, log: Path, before: Work = lambda: None) -> int:
     status = 99
     try:
         os.setsid()
-        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        for number in (1, 2):
-            os.dup2(out, number)
-        sys.stdout, sys.stderr = (
-            open(1, "w", closefd=False),  # noqa: SIM115
-            open(2, "w", closefd=False),  # noqa: SIM115
-        )
+        log_number = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(log_number, 1)
+        os.dup2(log_number, 2)
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
         before()
         status = int(work() or 0)
     except SystemExit as e:
@@ -147,45 +166,54 @@ def start(work: Work, log: Path, before: Work = lambda: None) -> int:
         os._exit(status)
 
 
-def wait(process: int, after: float = 0, sign: int = 0) -> int:
-    """Its exit status; negative, the signal that ended it. sign: sent to its group
-    after so many seconds.
+def wait(process: int, seconds: float = 0, signal_number: int = 0) -> int:
+    """Wait for the end of a process.
+
+    Args:
+        process: the id of the process.
+        seconds: time after which the signal is sent to the group of the process.
+        signal_number: the signal, or 0 for none.
+
+    Returns:
+        The exit status; negative, the signal that ended the process.
     """
-    if sign:
-        time.sleep(after)
+    if signal_number:
+        time.sleep(seconds)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process, sign)
+            os.killpg(process, signal_number)
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
-def run(work: Work, log: Path, before: Work = lambda: None) -> tuple[int, str]:
-    """(exit status, output)"""
+def run(work: Work, log: Path, before: Work = nothing) -> tuple[int, str]:
+    """Do the work in a process; return its exit status and its output."""
     status = wait(start(work, log, before))
     return status, log.read_text(errors="replace").strip()
 
 
 def done(work: Work, log: Path) -> float:
-    """Seconds that it took to end well."""
+    """Do work that must succeed in a process; return the seconds that it took."""
     begun = time.monotonic()
-    status, said = run(work, log)
-    assert status == 0, said[-3000:]
+    status, output = run(work, log)
+    assert status == 0, output[-3000:]
     return time.monotonic() - begun
 
 
 def digest(folder: Path, *patterns: str) -> dict[str, str]:
-    found = sorted(
-        p for pattern in patterns for p in folder.rglob(pattern) if p.is_file()
-    )
-    return {str(p.relative_to(folder)): files.sha256(p) for p in found}
+    """Return the sha256 of every file in the folder that a pattern matches."""
+    paths = [p for pattern in patterns for p in folder.rglob(pattern) if p.is_file()]
+    return {str(p.relative_to(folder)): files.sha256(p) for p in sorted(paths)}
 
 
-def sentence(said: str, folder: Path) -> str:
-    """The last line of what a command says, without names of this machine."""
-    return (
-        said.splitlines()[-1].replace(f"{folder}/", "").replace(f"{ROOT}/", "")
-        if said
-        else ""
-    )
+def sentence(output: str, folder: Path) -> str:
+    """Return the last line of an output, without names of this machine."""
+    if not output:
+        return ""
+    return output.splitlines()[-1].replace(f"{folder}/", "").replace(f"{ROOT}/", "")
+
+
+def joined(values: Iterable[object]) -> str:
+    """Return the distinct values in ascending order, as `0 or 2`."""
+    return " or ".join(str(x) for x in sorted(set(values)))
 
 
 # ---- kill -9 -------------------------------------------------------------------------
@@ -197,28 +225,40 @@ def killed(
     seconds: float,
     stays: bool = False,
 ) -> int:
-    """kill -9 so often, at random moments; what is killed is started again, up to its
-    end, which must be the same.
+    """Kill a process with kill -9 at random moments, and start it again up to its end.
 
-    Returns how often it ended. stays: the result of before must be there after every
-    kill.
+    Args:
+        work: what the process does; it writes into `out`.
+        out: the folder of the result.
+        same: whether `out` holds the right result.
+        times: how often to kill.
+        seconds: a kill comes at most so long after the start.
+        stays: whether `out` holds an earlier result, which must stay after every kill.
+
+    Returns:
+        How often the process reached its end.
     """
-    log, hits, ends, status = out.with_name("log"), 0, 0, 0
+    log = out.with_name("log")
+    hits = 0
+    ends = 0
+    status = 0
     while hits < times or status:
         process = start(work, log)
-        status = (
-            wait(process, rng.uniform(0, seconds), signal.SIGKILL)
-            if hits < times
-            else wait(process)
-        )
-        hits += status == -signal.SIGKILL
-        assert status in (0, -signal.SIGKILL) or "in use by" in log.read_text(), (
-            log.read_text()[-2000:]
-        )
-        assert same() if stays or status == 0 else True, "another result"
-        ends += status == 0
-        if status == 0 and not stays:
-            shutil.rmtree(out)
+        if hits < times:
+            status = wait(process, rng.uniform(0, seconds), signal.SIGKILL)
+        else:
+            status = wait(process)
+        if status == -signal.SIGKILL:
+            hits += 1
+        elif status:
+            output = log.read_text()
+            assert "in use by" in output, output[-2000:]
+        if stays or status == 0:
+            assert same(), "another result"
+        if status == 0:
+            ends += 1
+            if not stays:
+                shutil.rmtree(out)
     return ends
 
 
@@ -231,22 +271,28 @@ def kill(
     times: int = 8,
     stays: bool = False,
 ) -> Row:
-    """work: writes into the folder that it is given; patterns: of the files there that
-    must be the same.
+    """Kill a command with kill -9, and return the row of it.
+
+    Args:
+        folder: where the command writes.
+        who: the command.
+        what: the files that are compared, in words.
+        work: the command; it writes into the folder that it receives.
+        patterns: of the files that must be the same as after an undisturbed run.
+        times: how often to kill.
+        stays: whether the result of an earlier run must stay after every kill.
     """
     out, whole = folder / "killed", folder / ("killed" if stays else "whole")
     seconds = done(lambda: work(whole), folder / "log")
     wanted = digest(whole, *patterns)
 
     def same() -> bool:
-        found = digest(out, *patterns)
-        print(
-            [k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k)][
-                :20
-            ],
-            end="",
-        )
-        return found == wanted and len(wanted) > 0
+        """Compare the result with the undisturbed one; print which files differ."""
+        result = digest(out, *patterns)
+        names = wanted.keys() | result.keys()
+        different = [name for name in names if wanted.get(name) != result.get(name)]
+        print(different[:20], end="")
+        return result == wanted and len(wanted) > 0
 
     ends = killed(lambda: work(out), out, same, times, seconds, stays)
     happened = f"started again, it ended {ends} times with {what} of an undisturbed run"
@@ -270,13 +316,11 @@ def exactly(out: Path) -> int:
 
 
 def suite_(out: Path) -> int:
-    wanted = {
-        s.key: s
-        for s in (
-            replace(S, objective=name, steps=2, eval_every=2)
-            for name in ("dapo", "up_dapo")
-        )
-    }
+    """Run a suite of two objectives in the folder; 1 if one of its runs failed."""
+    wanted = {}
+    for name in ("dapo", "up_dapo"):
+        settings = replace(S, objective=name, steps=2, eval_every=2)
+        wanted[settings.key] = settings
     with suite.alone(out) as lock:
         failures = suite.run_all(wanted, out, 2, lock)
         results.collect(out, set(wanted), out / "results")
@@ -291,10 +335,8 @@ def mini(folder: Path) -> Iterator[Row]:
 
 
 def study(folder: Path) -> Iterator[Row]:
-    what, patterns = (
-        "the records, logs and weights",
-        (*MINI[:3], "step-2/model.safetensors"),
-    )
+    what = "the records, logs and weights"
+    patterns = (*MINI[:3], "step-2/model.safetensors")
     yield kill(folder, "repro.mini.study.suite", what, suite_, *patterns)
 
 
@@ -303,22 +345,22 @@ def exact(folder: Path) -> Iterator[Row]:
 
 
 def audited(cache: Path) -> None:
+    """Audit the framework, with its package and the report in the cache."""
     os.environ["XDG_CACHE_HOME"] = str(cache)
-    files.write_atomically(
-        cache / "answer",
-        str(isolated.run("audit", AUDITED, audits.framework(AUDITED).pin)),
-    )
+    text = str(isolated.run("audit", AUDITED, audits.framework(AUDITED).pin))
+    files.write_atomically(cache / "answer", text)
 
 
 def audit(folder: Path) -> Iterator[Row]:
+    """Kill an audit; then audit a package of which one file was changed."""
     who = f"upref audit {AUDITED}"
     yield kill(folder, who, "the report and the package", audited, "answer", "*.py")
     os.environ["XDG_CACHE_HOME"] = str(folder / "whole")
-    next(folder.glob("whole/**/models/loss.py")).open("a").write("# one line more\n")
-    status, said = run(lambda: cli.main(["audit", AUDITED]), folder / "log")
-    yield row(
-        who, "a line added to the installed package", sentence(said, folder), status
-    )
+    with next(folder.glob("whole/**/models/loss.py")).open("a") as file:
+        file.write("# one line more\n")
+    status, output = run(lambda: cli.main(["audit", AUDITED]), folder / "log")
+    fault = "a line added to the installed package"
+    yield row(who, fault, sentence(output, folder), status)
 
 
 def site(folder: Path) -> Iterator[Row]:
@@ -376,20 +418,21 @@ def checkout(place: Path) -> Path:
         ):
             shutil.copy(ROOT / name, new / name)
         for part, names in ENVIRONMENT.items():
-            lines = (
-                (ROOT / f"repro/requirements/{part.replace('torch-cpu', 'base')}.txt")
-                .read_text()
-                .splitlines(True)
-            )
-            (lists / f"{part}.txt").write_text(
-                "".join(x for x in lines if re.split("[=;]", x)[0] in names)
-            )
+            list_name = "base" if part == "torch-cpu" else part
+            whole_list = (ROOT / f"repro/requirements/{list_name}.txt").read_text()
+            lines = [
+                line
+                for line in whole_list.splitlines(keepends=True)
+                if re.split("[=;]", line)[0] in names
+            ]
+            (lists / f"{part}.txt").write_text("".join(lines))
         (lists / "torch.txt").touch()
         new.rename(place)
     return place
 
 
 def installed(place: Path, *parts: str) -> int:
+    """Make the environment of a checkout with these parts; return the exit status."""
     return subprocess.run(
         ["bash", "repro/venv.sh", *parts], cwd=checkout(place)
     ).returncode
@@ -399,61 +442,66 @@ THEN_OFFLINE = "kill -9, Ctrl-C or SIGTERM, then no network"
 PACKAGES = ("*.py", "*.so", "METADATA", "entry_points.txt")
 
 
+def install_docs(place: Path) -> int:
+    """Make the environment of a checkout with the part `docs`."""
+    return installed(place, "docs")
+
+
 def venv(folder: Path) -> Iterator[Row]:
+    """Kill repro/venv.sh; interrupt it and go on without a network; let it install from
+    a list that the package index does not match.
+    """
     who, log, place = "repro/venv.sh docs", folder / "log", folder / "place"
-    yield kill(
-        folder,
-        who,
-        "every file",
-        lambda out: installed(out, "docs"),
-        *PACKAGES,
-        times=10,
-    )
-
-    def offline() -> None:
-        os.environ.update(
-            PIP_INDEX_URL=CLOSED,
-            PIP_EXTRA_INDEX_URL=CLOSED,
-            PIP_RETRIES="1",
-            PIP_CONFIG_FILE=os.devnull,
-        )
-        os.environ.pop("PIP_FIND_LINKS", None)
-
-    base = partial(installed, place)
-    docs = partial(installed, place, "docs")
-    said: list[str] = []
-    done(base, log)
-    good = digest(place, *PACKAGES)
+    yield kill(folder, who, "every file", install_docs, *PACKAGES, times=10)
+    done(partial(installed, place), log)
     shutil.copytree(place, folder / "base", symlinks=True)
-    while len(said) < 6:
-        wait(
-            start(docs, log),
-            rng.uniform(2, 9),
-            [signal.SIGKILL, signal.SIGINT, signal.SIGTERM][len(said) % 3],
-        )
-        status, last = run(docs, log, offline)
-        assert (
-            status in (0, 2)
-            and good.items() <= digest(place, *PACKAGES).items()
-            and run(base, log)[0] == 0
-        ), last
+    yield interrupted_then_offline(folder, who, place)
+    docs_list = place / "repro/requirements/docs.txt"
+    pins = re.sub("sha256:[0-9a-f]{8}", "sha256:00000000", docs_list.read_text())
+    docs_list.write_text(pins)
+    status, output = run(partial(install_docs, place), log)
+    yield row(who, "the index has other files", sentence(output, folder), status)
+
+
+def interrupted_then_offline(folder: Path, who: str, place: Path) -> Row:
+    """Interrupt repro/venv.sh six times, and go on without a package index.
+
+    Args:
+        folder: has a copy of the checkout in `base`.
+        who: the command.
+        place: the checkout, with its environment. It ends as it begins.
+    """
+    log = folder / "log"
+    base = partial(installed, place)
+    docs = partial(install_docs, place)
+    good = digest(place, *PACKAGES)
+    signals = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
+    sentences: list[str] = []
+    while len(sentences) < 6:
+        signal_number = signals[len(sentences) % 3]
+        wait(start(docs, log), rng.uniform(2, 9), signal_number)
+        status, output = run(docs, log, close_index)
+        assert status in (0, 2), output
+        assert good.items() <= digest(place, *PACKAGES).items(), output
+        assert run(base, log)[0] == 0, output
         if status == 2:
-            said.append(sentence(last, folder))
+            sentences.append(sentence(output, folder))
         shutil.rmtree(place)
         shutil.copytree(folder / "base", place, symlinks=True)
-    (words,) = set(said)
-    yield row(
-        who,
-        THEN_OFFLINE,
-        words,
-        2,
-        len(said),
-        "nothing: every file of the environment of before is whole",
+    (happened,) = set(sentences)
+    lost = "nothing: every file of the environment of before is whole"
+    return row(who, THEN_OFFLINE, happened, 2, len(sentences), lost)
+
+
+def close_index() -> None:
+    """Let pip find no package index in this process."""
+    os.environ.update(
+        PIP_INDEX_URL=CLOSED,
+        PIP_EXTRA_INDEX_URL=CLOSED,
+        PIP_RETRIES="1",
+        PIP_CONFIG_FILE=os.devnull,
     )
-    list_ = place / "repro/requirements/docs.txt"
-    list_.write_text(re.sub("sha256:[0-9a-f]{8}", "sha256:00000000", list_.read_text()))
-    status, last = run(docs, log)
-    yield row(who, "the index has other files", sentence(last, folder), status)
+    os.environ.pop("PIP_FIND_LINKS", None)
 
 
 # ---- files that are not what they were -----------------------------------------------
@@ -471,108 +519,150 @@ def damaged(content: bytes) -> Iterator[bytes]:
     yield b"garbage"
 
 
-def told(who: str, fault: str, ends: list[tuple[int, str]], folder: Path) -> Row:
-    """A row for many ends, each 0 with the same result or 2 with one sentence."""
-    assert {status for status, _ in ends} <= {0, 2} and not any(
-        "Traceback" in said for _, said in ends
-    ), ends
-    said = [sentence(said, folder) for status, said in ends if status == 2]
-    happened = " or ".join(
-        (["the same result"] if len(said) < len(ends) else []) + said[:1]
-    )
-    return row(
-        who,
-        fault,
-        happened,
-        " or ".join(str(x) for x in sorted({x for x, _ in ends})),
-        len(ends),
-    )
+def row_of_ends(who: str, fault: str, ends: list[tuple[int, str]], folder: Path) -> Row:
+    """Return one row for many runs of a command.
 
-
-def asked(folder: Path) -> tuple[Callable[[], int], Path, Path, dict[str, str]]:
-    """The command that trains, its folder, the file for its output, and what an
-    undisturbed run gives.
+    Args:
+        who: the command.
+        fault: what was done to it.
+        ends: exit status and output of each run: 0 with the same result, or 2 with one
+            sentence.
+        folder: is left out of the sentences.
     """
-    S.write(folder / "s.json")
-    train(folder / "whole")
-    out = folder / "run"
-    typed = ["--settings", str(folder / "s.json"), "--out", str(out)]
-    ask = partial(command.main, typed)
-    return ask, out, folder / "log", digest(folder / "whole", *MINI)
+    statuses = [status for status, _ in ends]
+    assert set(statuses) <= {0, 2}, ends
+    assert not any("Traceback" in output for _, output in ends), ends
+    sentences = [sentence(output, folder) for status, output in ends if status == 2]
+    happened = sentences[:1]
+    if 0 in statuses:
+        happened.insert(0, "the same result")
+    return row(who, fault, " or ".join(happened), joined(statuses), len(ends))
+
+
+@dataclass(frozen=True)
+class Training:
+    """A command that trains, and the result of an undisturbed run of it.
+
+    Args:
+        train: the command.
+        out: the folder into which it writes.
+        log: the file for its output.
+        undisturbed: sha256 of the files of the undisturbed run.
+    """
+
+    train: Callable[[], int]
+    out: Path
+    log: Path
+    undisturbed: dict[str, str]
+
+    def is_right(self) -> bool:
+        """Whether the folder has the files of the undisturbed run."""
+        return digest(self.out, *MINI) == self.undisturbed
+
+
+def make_training(folder: Path) -> Training:
+    """Train undisturbed into `whole` of the folder; return the command for `run`."""
+    settings, out, whole = folder / "s.json", folder / "run", folder / "whole"
+    S.write(settings)
+    train(whole)
+    command_again = partial(
+        command.main, ["--settings", str(settings), "--out", str(out)]
+    )
+    return Training(command_again, out, folder / "log", digest(whole, *MINI))
 
 
 def files_(folder: Path) -> Iterator[Row]:
-    ask, out, log, whole = asked(folder)
-    kept = folder / "results"
-    shutil.copytree(results.folder_of(2), kept)
-    records = results.load(kept)
+    """Damage the files that commands read."""
+    training = make_training(folder)
+    yield from damaged_results(folder)
+    yield from damaged_checkpoint(folder, training)
+    shutil.rmtree(training.out)
+    shutil.copytree(folder / "whole", training.out)
+    yield altered_log(folder, training)
+    yield file_with_code(folder)
+
+
+def damaged_results(folder: Path) -> Iterator[Row]:
+    """Damage recorded results, and list them."""
+    copy = folder / "results"
+    shutil.copytree(results.folder_of(2), copy)
+    records = results.load(copy)
 
     def show() -> int:
-        status = suite.main(["--list", "--results", str(kept)])
-        assert status or results.load(kept) == records, "silently wrong"
+        status = suite.main(["--list", "--results", str(copy)])
+        assert status or results.load(copy) == records, "silently wrong"
         return status
 
-    for path in ("runs.jsonl", "manifest.json"):
-        before, ends = (kept / path).read_bytes(), []
-        for now in damaged(before):
-            (kept / path).write_bytes(now)
-            ends.append(run(show, log))
-        (kept / path).write_bytes(before)
-        yield told("repro.mini.study.suite", f"`{path}` cut or altered", ends, folder)
+    for name in ("runs.jsonl", "manifest.json"):
+        path = copy / name
+        before = path.read_bytes()
+        ends = []
+        for content in damaged(before):
+            path.write_bytes(content)
+            ends.append(run(show, folder / "log"))
+        path.write_bytes(before)
+        fault = f"`{name}` cut or altered"
+        yield row_of_ends("repro.mini.study.suite", fault, ends, folder)
 
-    def interrupted() -> None:
+
+def damaged_checkpoint(folder: Path, training: Training) -> Iterator[Row]:
+    """Damage a file of an interrupted run, and continue the run."""
+    out = training.out
+
+    def interrupt_run() -> None:
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(folder / "whole", out)
         (out / "done.json").unlink()
         shutil.rmtree(out / "checkpoints/step-4")
 
-    for path in (
-        "steps.jsonl",
-        *(f"checkpoints/step-3/{x}" for x in (*INSIDE, files.PROVENANCE)),
-    ):
+    inside = [f"checkpoints/step-3/{name}" for name in (*INSIDE, files.PROVENANCE)]
+    for name in ("steps.jsonl", *inside):
+        path = out / name
         ends = []
-        interrupted()
-        for now in rng.sample([*damaged((out / path).read_bytes())], 4):
-            interrupted()
-            (out / path).write_bytes(now)
-            ends.append(run(ask, log))
-            assert ends[-1][0] or digest(out, *MINI) == whole, "silently wrong"
-        yield told(
-            "repro.mini.train",
-            f"`{Path(path).name}` of an interrupted run cut or altered",
-            ends,
-            folder,
-        )
-    shutil.rmtree(out)
-    shutil.copytree(folder / "whole", out)
-    with (out / "steps.jsonl").open("r+") as f:
-        f.write("[")
-    status, said = run(
-        lambda: bool(results.collect(folder, {"run"}, folder / "new")), log
-    )
-    yield row(
-        "repro.mini.study.suite",
-        "a log altered after its run ended",
-        sentence(said, folder),
-        status,
-    )
+        interrupt_run()
+        for content in rng.sample([*damaged(path.read_bytes())], 4):
+            interrupt_run()
+            path.write_bytes(content)
+            status, output = run(training.train, training.log)
+            assert status or training.is_right(), "silently wrong"
+            ends.append((status, output))
+        fault = f"`{path.name}` of an interrupted run cut or altered"
+        yield row_of_ends("repro.mini.train", fault, ends, folder)
+
+
+def altered_log(folder: Path, training: Training) -> Row:
+    """Alter the log of a run that has ended, and collect its result."""
+    with (training.out / "steps.jsonl").open("r+") as file:
+        file.write("[")
+
+    def collect() -> bool:
+        return bool(results.collect(folder, {"run"}, folder / "new"))
+
+    status, output = run(collect, training.log)
+    fault = "a log altered after its run ended"
+    return row("repro.mini.study.suite", fault, sentence(output, folder), status)
+
+
+def file_with_code(folder: Path) -> Row:
+    """Give a command that reads tensors a file that runs code when it is unpickled."""
 
     class Payload:
         def __reduce__(self):
             return Path.touch, (folder / "ran",)
 
-    torch.save({"settings": {}, "batch": Payload()}, folder / "minibatch.safetensors")
-    status, said = run(
-        lambda: command.main(["--minibatch", str(folder / "minibatch.safetensors")]),
-        log,
+    path = folder / "minibatch.safetensors"
+    torch.save({"settings": {}, "batch": Payload()}, path)
+    status, output = run(
+        lambda: command.main(["--minibatch", str(path)]), folder / "log"
     )
     assert not (folder / "ran").exists()
-    who, fault, lost = (
+    return row(
         "repro.mini.train --minibatch",
         "a file that holds code",
-        "nothing: it did not run",
+        sentence(output, folder),
+        status,
+        lost="nothing: it did not run",
     )
-    yield row(who, fault, sentence(said, folder), status, lost=lost)
 
 
 # ---- full disks, no network ----------------------------------------------------------
@@ -581,6 +671,7 @@ NAMESPACE = {"mount": 0x20000, "network": 0x40000000}
 
 
 def alone_with(what: str) -> None:
+    """Give this process a namespace of its own, of mounts or of the network."""
     if libc.unshare(NAMESPACE[what]):
         raise OSError(ctypes.get_errno(), f"this needs root: no {what} namespace")
 
@@ -594,8 +685,15 @@ def small_disk(folder: Path, size: str) -> None:
 
 
 def full(place: Path, name: str, make: Callable[[Path], int]) -> int:
-    """On a disk that holds this file and is full: the status, if the file is as it was
-    and alone.
+    """Run a command on a full disk that has the file that the command writes.
+
+    Args:
+        place: the disk.
+        name: the file.
+        make: the command; it writes the file into the folder that it receives.
+
+    Returns:
+        The status of the command, or 98 if the file has changed or is not alone.
     """
     (place / name).write_text("as it was")
     with contextlib.suppress(OSError), (place / "full").open("wb") as f:
@@ -604,72 +702,91 @@ def full(place: Path, name: str, make: Callable[[Path], int]) -> int:
     (place / "full").open("r+b").truncate(8192)
     status = make(place)
     left = {p.name for p in place.iterdir()} - {"full"}
-    return (
-        status if left == {name} and (place / name).read_text() == "as it was" else 98
-    )
+    unchanged = left == {name} and (place / name).read_text() == "as it was"
+    return status if unchanged else 98
 
 
-WRITES = {  # command -> its file on the disk, how it is made there
-    "upref cap -o": (
-        "cap.svg",
-        lambda at: cli.main(["cap", "dapo", "-o", str(at / "cap.svg")]),
-    ),
-    "upref explorer": ("x.html", lambda at: cli.main(["explorer", str(at / "x.html")])),
+def draw_cap(folder: Path) -> int:
+    """Draw a Cap map into the folder."""
+    return cli.main(["cap", "dapo", "-o", str(folder / "cap.svg")])
+
+
+def write_explorer(folder: Path) -> int:
+    """Write the explorer into the folder."""
+    return cli.main(["explorer", str(folder / "x.html")])
+
+
+def write_report(folder: Path) -> int:
+    """Write the report of the recorded results into the folder."""
+
+    def write() -> int:
+        return int(bool(report.write(results.load(results.folder_of(2)), folder)))
+
+    return suite.said(write, "report")
+
+
+# command -> the file that it writes, and a function that writes it into a folder
+WRITES = {
+    "upref cap -o": ("cap.svg", draw_cap),
+    "upref explorer": ("x.html", write_explorer),
     "repro.exact": ("rise.svg", exactly),
-    "repro.mini.round2.report": (
-        "report.md",
-        lambda at: suite.said(
-            lambda: int(bool(report.write(results.load(results.folder_of(2)), at))),
-            "report",
-        ),
-    ),
+    "repro.mini.round2.report": ("report.md", write_report),
 }
 
 
 def disk(folder: Path) -> Iterator[Row]:
-    ask, out, log, whole = asked(folder)
-    place, said = folder / "disk", []
+    """Train with a limit on the size of a file, and run commands on a full disk."""
+    yield limited_files(folder, make_training(folder))
+    place = folder / "disk"
     place.mkdir()
 
-    def limited() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(
-            resource.RLIMIT_FSIZE, (random.choice([100, 2500, 100_000, 600_000]),) * 2
-        )
+    def mount() -> None:
+        small_disk(place, "64k")
 
+    for who, (name, make) in WRITES.items():
+        status, output = run(partial(full, place, name, make), folder / "log", mount)
+        assert status == 2, (who, status, output)
+        happened = sentence(output, folder)
+        lost = "nothing: the old file stayed"
+        yield row(who, "a full disk (tmpfs)", happened, lost=lost)
+
+
+def limited_files(folder: Path, training: Training) -> Row:
+    """Train four times with a limit on the size of a file, then without a limit."""
+
+    def limit() -> None:
+        size = random.choice([100, 2500, 100_000, 600_000])
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+    sentences = []
     for _ in range(4):
         random.seed()
-        status, last = run(ask, log, limited)
-        assert status == 2 and "Traceback" not in last, last
-        said.append(sentence(last, folder))
-    assert run(ask, log)[0] == 0 and digest(out, *MINI) == whole
-    fault, lost = (
+        status, output = run(training.train, training.log, limit)
+        assert status == 2 and "Traceback" not in output, output
+        sentences.append(sentence(output, folder))
+    assert run(training.train, training.log)[0] == 0 and training.is_right()
+    return row(
+        "repro.mini.train",
         "files limited to 100 B to 600 kB (`ulimit -f`)",
+        max(sentences, key=len),
+        2,
+        len(sentences),
         "nothing: with space it ended with the same bits",
     )
-    yield row("repro.mini.train", fault, max(said, key=len), 2, len(said), lost)
-    for who, (name, make) in WRITES.items():
-        status, last = run(
-            partial(full, place, name, make), log, lambda: small_disk(place, "64k")
-        )
-        assert status == 2, (who, status, last)
-        yield row(
-            who,
-            "a full disk (tmpfs)",
-            sentence(last, folder),
-            lost="nothing: the old file stayed",
-        )
 
 
 def network(folder: Path) -> Iterator[Row]:
+    """Check a loss without a network, and audit a package that is not cached."""
+    log = folder / "log"
     (folder / "my.py").write_text("import upref\ndapo = upref.get('dapo').loss\n")
-    ask = partial(cli.main, ["check", f"{folder}/my.py:dapo", "--as", "dapo"])
-    online = run(ask, folder / "log")
-    offline = run(ask, folder / "log", partial(alone_with, "network"))
+    check = partial(cli.main, ["check", f"{folder}/my.py:dapo", "--as", "dapo"])
+    online = run(check, log)
+    offline = run(check, log, partial(alone_with, "network"))
     assert online == offline and online[0] == 0, (online, offline)
     yield row("upref check", "no network", "the same report, to the letter", 0)
 
-    def nowhere() -> None:
+    def go_offline() -> None:
         alone_with("network")
         os.environ.update(
             XDG_CACHE_HOME=str(folder / "cache"),
@@ -678,31 +795,29 @@ def network(folder: Path) -> Iterator[Row]:
         )
         os.environ.pop("PIP_FIND_LINKS", None)
 
-    status, said = run(lambda: cli.main(["audit", AUDITED]), folder / "log", nowhere)
-    assert (
-        status == 2
-        and said.count("\n") == 0
-        and not list((folder / "cache").rglob("*.py"))
-    ), said
-    yield row(
-        f"upref audit {AUDITED}", "no network, nothing cached", sentence(said, folder)
-    )
+    status, output = run(lambda: cli.main(["audit", AUDITED]), log, go_offline)
+    assert status == 2 and output.count("\n") == 0, output
+    assert not list((folder / "cache").rglob("*.py")), output
+    happened = sentence(output, folder)
+    yield row(f"upref audit {AUDITED}", "no network, nothing cached", happened)
 
 
 # ---- two at once, interrupts, threads ------------------------------------------------
 def two(folder: Path) -> Iterator[Row]:
-    ask, out, _, whole = asked(folder)
+    """Start a command twice at the same time, with one folder for both."""
+    training = make_training(folder)
     logs, fault = [folder / "a", folder / "b"], "two in one folder"
 
-    def both(work: Work) -> list[int]:
+    def run_twice(work: Work) -> list[int]:
         """Start the work twice, and return the statuses, the lower one first."""
         return sorted(map(wait, [start(work, log) for log in logs]))
 
-    assert both(ask) == [0, 2] and digest(out, *MINI) == whole
-    said = next(x for log in logs if "in use" in (x := log.read_text()))
-    yield row("repro.mini.train", fault, sentence(said, folder), "0 and 2")
+    assert run_twice(training.train) == [0, 2] and training.is_right()
+    outputs = [log.read_text() for log in logs]
+    refusal = next(output for output in outputs if "in use" in output)
+    yield row("repro.mini.train", fault, sentence(refusal, folder), "0 and 2")
     done(lambda: exactly(folder / "one"), logs[0])
-    assert both(lambda: exactly(folder / "two")) == [0, 0]
+    assert run_twice(lambda: exactly(folder / "two")) == [0, 0]
     assert digest(folder / "two", "*") == digest(folder / "one", "*")
     yield row("repro.exact", fault, "both wrote the same, whole files", "0 and 0")
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
@@ -710,14 +825,11 @@ def two(folder: Path) -> Iterator[Row]:
     def install() -> None:
         print(isolated.place(AUDITED, audits.framework(AUDITED).pin).version)
 
-    assert both(install) == [0, 0] and not list(folder.glob("cache/**/.half-*"))
+    assert run_twice(install) == [0, 0]
+    assert not list(folder.glob("cache/**/.half-*"))
     done(install, logs[0])
-    yield row(
-        f"upref audit {AUDITED}",
-        "two install the package",
-        "one whole folder",
-        "0 and 0",
-    )
+    fault = "two install the package"
+    yield row(f"upref audit {AUDITED}", fault, "one whole folder", "0 and 0")
 
 
 INTERRUPTED = [  # as they are typed; {} is a folder
@@ -750,58 +862,69 @@ def long_commands(folder: Path) -> dict[str, list[str]]:
     (folder / "slow.py").write_text(
         "import time\ndef loss(log_prob, old_log_prob, advantages, mask): time.sleep(60)\n"
     )
-    commands = {
-        x.removeprefix("-m ").replace("{}/", "").removesuffix(" {}"): [
-            sys.executable,
-            *x.format(*[folder] * 9).split(),
-        ]
-        for x in INTERRUPTED
-    }
-    commands["repro/venv.sh docs"] = [
-        "bash",
-        str(checkout(folder / "place") / "repro/venv.sh"),
-        "docs",
-    ]
+    commands = {}
+    for typed in INTERRUPTED:
+        name = typed.removeprefix("-m ").replace("{}/", "").removesuffix(" {}")
+        arguments = typed.replace("{}", str(folder)).split()
+        commands[name] = [sys.executable, *arguments]
+    script = checkout(folder / "place") / "repro/venv.sh"
+    commands["repro/venv.sh docs"] = ["bash", str(script), "docs"]
     return commands
 
 
 def interrupt(folder: Path) -> Iterator[Row]:
+    """End every long command with kill -9, Ctrl-C and SIGTERM."""
     commands = long_commands(folder)
     yield from killed_anywhere(folder, commands)
     for name, argv in commands.items():
-        said, ends = "", []
-        for number in (signal.SIGINT, signal.SIGTERM) * 2:
-            p = subprocess.Popen(
-                argv,
-                cwd=ROOT,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            while p.poll() is None and not caught(p.pid, signal.SIGTERM):
-                time.sleep(0.01)
-            time.sleep(rng.uniform(0, 4))
-            p.send_signal(number)
-            # its children have the pipe too: they have ended
-            last = p.communicate(timeout=120)[1].strip()
-            # at the very end: as in a shell
-            status = 128 - p.returncode if p.returncode < 0 else p.returncode
-            assert status in (0, 2, 128 + number) and "Traceback" not in last, (
-                name,
-                p.returncode,
-                last,
-            )
-            if status > 2:  # else it had ended
-                ends.append(status)
-                said = (
-                    sentence(last, folder)
-                    if status == 130 and "interrupted" in last
-                    else said
-                )
-        happened = said.replace(f"{sys.executable} ", "") or "it had ended"
-        both = " or ".join(str(x) for x in sorted(set(ends)))
-        if ends:
-            yield row(name, "Ctrl-C or SIGTERM", happened, both, len(ends))
+        happened = ""
+        statuses = []
+        for signal_number in (signal.SIGINT, signal.SIGTERM) * 2:
+            status, output = interrupted(name, argv, signal_number)
+            if status <= 2:  # it had ended before the signal came
+                continue
+            statuses.append(status)
+            if status == 130 and "interrupted" in output:
+                happened = sentence(output, folder)
+        happened = happened.replace(f"{sys.executable} ", "") or "it had ended"
+        if statuses:
+            fault = "Ctrl-C or SIGTERM"
+            yield row(name, fault, happened, joined(statuses), len(statuses))
+
+
+def interrupted(name: str, argv: list[str], signal_number: int) -> tuple[int, str]:
+    """Start a command, and send it a signal at a random moment after it has a handler.
+
+    Args:
+        name: the command, for messages.
+        argv: the command with its arguments.
+        signal_number: the signal.
+
+    Returns:
+        The exit status as a shell gives it, and what is on stderr.
+    """
+    process = subprocess.Popen(
+        argv,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while process.poll() is None and not caught(process.pid, signal.SIGTERM):
+        time.sleep(0.01)
+    time.sleep(rng.uniform(0, 4))
+    process.send_signal(signal_number)
+    # its children have the pipe too: they have ended
+    output = process.communicate(timeout=120)[1].strip()
+    status = shell_status(process.returncode)
+    right = status in (0, 2, 128 + signal_number) and "Traceback" not in output
+    assert right, (name, process.returncode, output)
+    return status, output
+
+
+def shell_status(returncode: int) -> int:
+    """Return the exit status as a shell gives it: for a signal, 128 + its number."""
+    return 128 - returncode if returncode < 0 else returncode
 
 
 KILLS = 2  # of each long command
@@ -833,9 +956,10 @@ def killed_anywhere(folder: Path, commands: dict[str, list[str]]) -> Iterator[Ro
         )
         time.sleep(rng.uniform(3, LASTS))
         os.killpg(again.pid, signal.SIGTERM)
-        said = again.communicate(timeout=120)[1]
-        status = 128 - again.returncode if again.returncode < 0 else again.returncode
-        assert status in (0, 2, 143) and "Traceback" not in said, (name, status, said)
+        output = again.communicate(timeout=120)[1]
+        status = shell_status(again.returncode)
+        right = status in (0, 2, 143) and "Traceback" not in output
+        assert right, (name, status, output)
         assert ended_within(again.pid, GRACE), (name, of_session(again.pid))
         happened = "no process stayed, and it started again"
         yield row(name, "kill -9", happened, f"killed, then {status}", KILLS)
@@ -860,14 +984,14 @@ def wait_for_kill(process: "subprocess.Popen[Any]") -> None:
 
 def of_session(session: int) -> list[str]:
     """The processes of a session that have not ended, by name."""
-    found = []
+    names = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            who, _, facts = stat.read_text(errors="replace").rpartition(")")
-            state, _, _, its_session = facts.split()[:4]
-            if int(its_session) == session and state != "Z":
-                found.append(who)
-    return found
+            name, _, fields = stat.read_text(errors="replace").rpartition(")")
+            state, _parent, _group, session_of_process = fields.split()[:4]
+            if int(session_of_process) == session and state != "Z":
+                names.append(name)
+    return names
 
 
 def ended_within(session: int, seconds: float) -> bool:
@@ -919,61 +1043,61 @@ def shared_state() -> tuple[list, ...]:
     )
 
 
+def make_noise() -> None:
+    """Change what the threads of a process share: print, warn, draw, set a dtype."""
+    print("swallowed")
+    warnings.warn("ignored", stacklevel=2)
+    torch.set_default_dtype(torch.float64)
+    torch.rand(1)
+    np.random.rand()
+    random.random()
+
+
+def noisy_loss(sign: int) -> Callable:
+    """Return DAPO's loss that makes noise; with -1 for the sign, it is wrong."""
+
+    def dapo(log_prob, old_log_prob, advantages, mask):
+        make_noise()
+        r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+        surrogate = torch.minimum(r * advantages, r.clamp(0.8, 1.28) * advantages)
+        return -sign * (surrogate * mask).sum() / mask.sum()
+
+    return dapo
+
+
+def noisy_kl(sign: int) -> Callable:
+    """Return the estimator k1 that makes noise; with -1 for the sign, it is wrong."""
+
+    def k1(log_prob, ref_log_prob):
+        make_noise()
+        return sign * (log_prob - ref_log_prob)
+
+    return k1
+
+
+def is_verdict_right(i: int) -> bool:
+    """Check a noisy function: one in three is wrong, one in twenty is a loss."""
+    sign = 1 if i % 3 else -1
+    if i % 20:
+        result = upref.check_kl(noisy_kl(sign), "k1")
+    else:
+        result = upref.check(noisy_loss(sign), "dapo")
+    return bool(result) == (sign == 1)
+
+
 def threads(folder: Path, checks: int = 1000, workers: int = 8) -> Iterator[Row]:
-    """Losses and KL estimators, right and wrong, that print, warn, draw, and change a
-    dtype.
-    """
-
-    def noise() -> None:
-        print("swallowed")
-        warnings.warn("ignored", stacklevel=2)
-        torch.set_default_dtype(torch.float64)
-        torch.rand(1), np.random.rand(), random.random()
-
-    def loss(sign: int) -> Callable:
-        def dapo(log_prob, old_log_prob, advantages, mask):
-            noise()
-            r = torch.where(mask, log_prob - old_log_prob, 0).exp()
-            return (
-                -sign
-                * (
-                    torch.minimum(r * advantages, r.clamp(0.8, 1.28) * advantages)
-                    * mask
-                ).sum()
-                / mask.sum()
-            )
-
-        return dapo
-
-    def kl(sign: int) -> Callable:
-        def k1(log_prob, ref_log_prob):
-            noise()
-            return sign * (log_prob - ref_log_prob)
-
-        return k1
-
+    """Check noisy losses and KL estimators, right and wrong, in several threads."""
     before = shared_state()
-
-    def check(i: int) -> bool:
-        right = 1 if i % 3 else -1
-        report = (
-            upref.check_kl(kl(right), "k1")
-            if i % 20
-            else upref.check(loss(right), "dapo")
-        )
-        return bool(report) == (right == 1)
-
     with ThreadPoolExecutor(workers) as pool:
-        verdicts = list(pool.map(check, range(checks)))
-    assert all(verdicts) and shared_state() == before, Counter(verdicts)
-    who, fault = (
+        right = list(pool.map(is_verdict_right, range(checks)))
+    assert all(right) and shared_state() == before, Counter(right)
+    yield row(
         f"upref.check, check_kl in {workers} threads",
         "losses that print, warn, draw, change a dtype",
+        "every verdict right; stdout, warnings, hooks, dtype, generators as before",
+        "",
+        checks,
     )
-    happened = (
-        "every verdict right; stdout, warnings, hooks, dtype, generators as before"
-    )
-    yield row(who, fault, happened, "", checks)
 
 
 # ---- the command ---------------------------------------------------------------------
