@@ -38,53 +38,72 @@ V, H = 151_936, 896  # of Qwen2.5-0.5B
 TAU = 0.8
 
 
-# ---- who is compared: (hidden [N, H], weight [V, H], tokens [N]) -> (log-probs, entropy or None) --------------------
+# ---- what is compared ----------------------------------------------------------------
+# Each returns a function: (hidden [N, H], weight [V, H], tokens [N]) -> (log-probs [N],
+# entropy [N] or None).
 def upref_hidden():
-    return lambda h, W, tokens: upref.hidden.token_log_probs(
-        h, W, tokens, temperature=TAU
-    )
+    """Return upref's function, which makes no logits of all tokens at once."""
+
+    def log_probs(h, W, tokens):
+        return upref.hidden.token_log_probs(h, W, tokens, temperature=TAU)
+
+    return log_probs
 
 
 def naive():
-    def f(h, W, tokens):
+    """Return float32 logits and torch's log_softmax."""
+
+    def log_probs(h, W, tokens):
         lp = ((h @ W.T).float() / TAU).log_softmax(-1)
         return lp.gather(1, tokens[:, None])[:, 0], -(lp.exp() * lp).sum(1)
 
-    return f
+    return log_probs
 
 
 def trl_chunked():
+    """Return TRL's function, in chunks of the vocabulary."""
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
-    return lambda h, W, tokens: ChunkedLogProbFunction.apply(
-        h, W, None, tokens, TAU, 32768, None, 1.0, ("entropy",)
-    )[:2]
+    def log_probs(h, W, tokens):
+        return ChunkedLogProbFunction.apply(
+            h, W, None, tokens, TAU, 32768, None, 1.0, ("entropy",)
+        )[:2]
+
+    return log_probs
 
 
 def verl_fused():
+    """Return verl's function, in chunks of tokens."""
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
-    return lambda h, W, tokens: FusedLinearForPPO()(h, W, tokens, TAU)
+    def log_probs(h, W, tokens):
+        return FusedLinearForPPO()(h, W, tokens, TAU)
+
+    return log_probs
 
 
 def liger_scaled():
-    """The one file: the package wants triton, and this function does not on a CPU."""
+    """Return Liger's function from its file: the package needs triton, and this
+    function does not on a CPU.
+    """
     path = placed("liger") / "liger_kernel/ops/fused_linear_scaled_cross_entropy.py"
     spec = importlib.util.spec_from_file_location("liger_scaled", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
-    def f(h, W, tokens):
+    def log_probs(h, W, tokens):
         nll, entropy = module.LigerFusedLinearScaledCrossEntropyFunction.apply(
             h, W, tokens, TAU, -100, 1, True
         )
         return -nll, entropy
 
-    return f
+    return log_probs
 
 
 def unsloth_fused():
-    """The one file, uncompiled: the package wants a GPU, and this function does not."""
+    """Return Unsloth's function from its file, uncompiled: the package needs a GPU, and
+    this function does not.
+    """
     os.environ["UNSLOTH_COMPILE_DISABLE"] = "1"
     root = placed("unsloth") / "unsloth_zoo"
     for name in (
@@ -98,28 +117,37 @@ def unsloth_fused():
     fused = importlib.import_module(
         "unsloth_zoo.fused_losses.fused_linear"
     ).fused_linear_logprobs
-    return lambda h, W, tokens: fused(
-        h, W, tokens, temperature=TAU, return_entropy=True
-    )
+
+    def log_probs(h, W, tokens):
+        return fused(h, W, tokens, temperature=TAU, return_entropy=True)
+
+    return log_probs
 
 
 def torch_linear_ce():
-    F, options = torch.nn.functional, torch.nn.LinearCrossEntropyOptions()
-    f = lambda h, W, tokens: (
-        -F.linear_cross_entropy(h / TAU, W, tokens, reduction="none", options=options)
-    )
-    return lambda h, W, tokens: (f(h, W, tokens), None)
+    """Return torch's linear_cross_entropy, which has no entropy."""
+    options = torch.nn.LinearCrossEntropyOptions()
+
+    def log_probs(h, W, tokens):
+        loss = torch.nn.functional.linear_cross_entropy(
+            h / TAU, W, tokens, reduction="none", options=options
+        )
+        return -loss, None
+
+    return log_probs
 
 
 def placed(name):
+    """Return the folder of a framework's package, which is fetched if it is absent."""
     from upref_frameworks.audits import framework
     from upref_frameworks.audits.isolated.pin import place
 
     return Path(place(name, framework(name).pin).paths[0])
 
 
-def log_probs_of(f):
-    return lambda h, W, tokens: (f(h, W, tokens)[0], None)
+def without_entropy(function):
+    """Return a function that gives the log-probs of another one, without entropy."""
+    return lambda h, W, tokens: (function(h, W, tokens)[0], None)
 
 
 WHO = {
@@ -130,15 +158,25 @@ WHO = {
     "Liger scaled": liger_scaled,
     "Unsloth fused": unsloth_fused,
 }
-CE, ONLY = "torch linear_ce", "log-probs of "
-ALONE = {name: lambda make=make: log_probs_of(make()) for name, make in WHO.items()} | {
-    CE: torch_linear_ce
-}
+CE = "torch linear_ce"
+ONLY = "log-probs of "  # before a name: its log-probs alone
+
+
+def make_function(name):
+    """Return the function of a name: of WHO, or of CE or WHO after the words ONLY."""
+    if not name.startswith(ONLY):
+        return WHO[name]()
+    name = name.removeprefix(ONLY)
+    if name == CE:
+        return torch_linear_ce()
+    return without_entropy(WHO[name]())
 
 
 # ---- one run -------------------------------------------------------------------------
 def inputs(N, V, H=H, dtype=torch.float32, seed=0):
-    """Rows 0, 2, ... have a token with p near 0.9 at temperature TAU; it is the sampled
+    """Return hidden states [N, H], a weight [V, H] and tokens [N] at random.
+
+    Rows 0, 2, ... have a token with p near 0.9 at temperature TAU; it is the sampled
     one in rows 0, 4, ...
     """
     g = torch.Generator().manual_seed(seed)
@@ -150,49 +188,42 @@ def inputs(N, V, H=H, dtype=torch.float32, seed=0):
     return h.to(dtype).requires_grad_(), W.to(dtype).requires_grad_(), tokens
 
 
-def step(f, h, W, tokens):
-    lp, entropy = f(h, W, tokens)
+def step(function, h, W, tokens):
+    """Run the forward and backward pass of a function.
+
+    Returns:
+        Log-probs [N], entropy [N] or None, and the gradient of the weight [V, H].
+    """
+    lp, entropy = function(h, W, tokens)
     (lp.sum() + 0.1 * (0 if entropy is None else entropy.sum())).backward()
-    h.grad = W.grad = None
+    dW, h.grad, W.grad = W.grad, None, None
+    return lp.detach(), None if entropy is None else entropy.detach(), dW
 
 
 def status(key):
-    return (
-        int(re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
-        / 1024
-    )
+    """Return a size of this process in MB, from /proc."""
+    text = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{key}:\s+(\d+) kB", text)[1]) / 1024
 
 
 def one(who, N, V, dtype="float32"):
-    """[peak beyond the inputs in MB, CPU seconds], in this process, which must be
-    fresh.
+    """Print the peak beyond the inputs in MB, and CPU seconds, of this process, which
+    must be fresh.
     """
-    makers, who = (
-        (ALONE, who.removeprefix(ONLY)) if who.startswith(ONLY) else (WHO, who)
-    )
-    f, (h, W, tokens) = makers[who](), inputs(N, V, dtype=getattr(torch, dtype))
-    step(f, *inputs(4, 1000))  # what is imported and compiled at the first call
+    function = make_function(who)
+    h, W, tokens = inputs(N, V, dtype=getattr(torch, dtype))
+    step(function, *inputs(4, 1000))  # what is imported and compiled at the first call
     before, start = status("VmRSS"), time.process_time()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
-    step(f, h, W, tokens)
+    step(function, h, W, tokens)
     print(json.dumps([status("VmHWM") - before, time.process_time() - start]))
 
 
 def fresh(who, N, V, dtype="float32"):
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "benchmarks.hidden",
-        "--one",
-        who,
-        str(N),
-        str(V),
-        dtype,
-    ]
+    """Return what `one` prints in a fresh process, or None if it fails."""
+    module = [sys.executable, "-W", "ignore", "-m", "benchmarks.hidden"]
     done = subprocess.run(
-        command,
+        [*module, "--one", who, str(N), str(V), dtype],
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -205,45 +236,56 @@ def fresh(who, N, V, dtype="float32"):
 
 # ---- the tables ----------------------------------------------------------------------
 def memory(cases, who, only=""):
-    of = "; log-probs alone" if only else ""
+    """Print the peak memory and the CPU seconds of one step of each function.
+
+    Args:
+        cases: numbers of tokens N and of ids V.
+        who: names of the functions.
+        only: ONLY for the log-probs alone, or nothing.
+    """
+    alone = "; log-probs alone" if only else ""
     print(
-        f"\nPeak memory of forward and backward, MB: beyond the inputs, and of that beyond dh and dW; CPU seconds{of}"
+        f"\nPeak memory of forward and backward, MB: beyond the inputs, and of that beyond dh and dW; CPU seconds{alone}"
     )
     print(
         f"{'':16} {'N':>5} {'V':>7} {'MB':>7} {'beyond dh, dW':>14} {'of naive':>9} {'seconds':>8} {'of naive':>9}"
     )
-    base = {}
+    naive_rest = naive_seconds = None
     for N, V in cases:
         for name in who:
-            if (found := fresh(only + name, N, V)) is None:
+            measured = fresh(only + name, N, V)
+            if measured is None:
                 print(f"{name:16} {N:5} {V:7}  does not run", flush=True)
                 continue
-            rest, seconds = found[0] - 4 * H * (N + V) / 2**20, found[1]
-            base |= {"naive": (rest, seconds)} if name == "naive" else {}
-            share = [
-                f"{x / y:9.3f}"
-                for x, y in zip((rest, seconds), base.get("naive", ()), strict=False)
-            ] or ["", ""]
+            peak, seconds = measured
+            rest = peak - 4 * H * (N + V) / 2**20
+            if name == "naive":
+                naive_rest, naive_seconds = rest, seconds
+            rest_share = seconds_share = ""
+            if naive_rest is not None:
+                rest_share = f"{rest / naive_rest:9.3f}"
+                seconds_share = f"{seconds / naive_seconds:9.3f}"
             print(
-                f"{name:16} {N:5} {V:7} {found[0]:7.0f} {rest:14.0f} {share[0]:>9} {seconds:8.1f} {share[1]:>9}",
+                f"{name:16} {N:5} {V:7} {peak:7.0f} {rest:14.0f} {rest_share:>9} {seconds:8.1f} {seconds_share:>9}",
                 flush=True,
             )
 
 
 def times(N, V, who, rounds, H=H):
-    runs = {name: WHO[name]() for name in who}
+    """Print CPU times of forward and backward pass, as ratios to naive's."""
+    functions = {name: WHO[name]() for name in who}
     h, W, tokens = inputs(N, V, H)
-    ratios = {name: [] for name in runs}
+    ratios = {name: [] for name in functions}
     small = inputs(4, 1000)
-    for f in runs.values():
-        step(f, *small)  # what is imported and compiled at the first call
+    for function in functions.values():
+        step(function, *small)  # what is imported and compiled at the first call
     for _ in range(rounds):
         seconds = {}
-        for name, f in runs.items():
+        for name, function in functions.items():
             start = time.process_time()
-            step(f, h, W, tokens)
+            step(function, h, W, tokens)
             seconds[name] = time.process_time() - start
-        for name in runs:
+        for name in functions:
             ratios[name].append(seconds[name] / seconds["naive"])
     load = os.getloadavg()[0]
     print(
@@ -256,65 +298,83 @@ def times(N, V, who, rounds, H=H):
         )
 
 
+def exact_step(h, W, tokens):
+    """Return what `step` returns of upref's function in float64."""
+    h, W = (x.detach().double().requires_grad_() for x in (h, W))
+    return step(upref_hidden(), h, W, tokens)
+
+
+def largest_difference(x, y):
+    """Return the largest absolute difference of two tensors."""
+    return (x - y).abs().max()
+
+
 def errors(N, V, who):
+    """Print the largest errors of log-probs, entropy and dW against float64."""
     print(
         f"\nLargest error against float64; N = {N}, V = {V}, float32; dW relative to its largest element"
     )
     h, W, tokens = inputs(N, V)
-    double = [x.detach().double().requires_grad_() for x in (h, W)]
-    want = gradients(
-        lambda h, W, t: upref.hidden.token_log_probs(h, W, t, temperature=TAU),
-        *double,
-        tokens,
-    )
+    exact_lp, exact_entropy, exact_dW = exact_step(h, W, tokens)
     for name in who:
-        found = gradients(WHO[name](), h, W, tokens)
-        off = [
-            "-" if x is None else f"{(x - y).abs().max():.1e}"
-            for x, y in zip(found[:2], want[:2], strict=True)
-        ]
-        dW = (
-            (found[2] - want[2]).abs().max() / want[2].abs().max()
-            if found[1] is not None
-            else None
-        )
+        lp, entropy, dW = step(WHO[name](), h, W, tokens)
+        lp_error = f"{largest_difference(lp, exact_lp):.1e}"
+        entropy_error = dW_error = "-"
+        if entropy is not None:
+            relative = largest_difference(dW, exact_dW) / exact_dW.abs().max()
+            entropy_error = f"{largest_difference(entropy, exact_entropy):.1e}"
+            dW_error = f"{relative:.1e}"
         print(
-            f"{name:16} log-prob {off[0]:8} entropy {off[1]:8} dW {'-' if dW is None else f'{dW:.1e}'}",
+            f"{name:16} log-prob {lp_error:8} entropy {entropy_error:8} dW {dW_error}",
             flush=True,
         )
 
 
-def gradients(f, h, W, tokens):
-    lp, entropy = f(h, W, tokens)
-    (lp.sum() + 0.1 * (0 if entropy is None else entropy.sum())).backward()
-    dW, h.grad, W.grad = W.grad, None, None
-    return lp.detach(), None if entropy is None else entropy.detach(), dW
-
-
 def bf16(N, V, who):
+    """Print the largest error of dW of bfloat16 weights, in roundings to bfloat16."""
     print(
         f"\ndW for bfloat16 weights, N = {N}, V = {V}: largest error, in those of rounding the exact one once"
     )
     h, W, tokens = inputs(N, V, dtype=torch.bfloat16)
-    double = [x.detach().double().requires_grad_() for x in (h, W)]
-    want = gradients(
-        lambda h, W, t: upref.hidden.token_log_probs(h, W, t, temperature=TAU),
-        *double,
-        tokens,
-    )[2]
-    once = (want.bfloat16() - want).abs().max()
+    _, _, exact_dW = exact_step(h, W, tokens)
+    rounding = largest_difference(exact_dW.bfloat16(), exact_dW)
     for name in who:
         try:
-            found = gradients(WHO[name](), h, W, tokens)
+            _, entropy, dW = step(WHO[name](), h, W, tokens)
         except Exception as e:
             print(f"{name:16} {type(e).__name__}")
             continue
-        if found[1] is not None:
-            print(f"{name:16} {(found[2] - want).abs().max() / once:6.2f}", flush=True)
+        if entropy is not None:
+            error = largest_difference(dW, exact_dW)
+            print(f"{name:16} {error / rounding:6.2f}", flush=True)
+
+
+def logits_of(kind, V):
+    """Return random logits [32, V] and tokens [32].
+
+    Args:
+        kind: `flat`, `mixed`, or `peaked` or `peak first` for logits with a token of
+            p = 0.9, which is the sampled one in rows 0, 2, ...
+        V: how many ids there are; seed of the draw.
+    """
+    g = torch.Generator().manual_seed(V)
+    logits = torch.randn(32, V, generator=g) * {"flat": 0.1, "mixed": 3.0}.get(kind, 1)
+    tokens = torch.randint(V, (32,), generator=g)
+    if kind in ("flat", "mixed"):
+        return logits, tokens
+    if kind == "peak first":
+        peak = torch.zeros(32, 1, dtype=torch.int64)
+    else:
+        peak = torch.randint(V, (32, 1), generator=g)
+    logits.scatter_(1, peak, logits.logsumexp(1, keepdim=True) + 2.2)  # p = 0.9
+    tokens[::2] = peak[::2, 0]
+    return logits, tokens
 
 
 def by_kind(sizes):
-    """upref.logprobs from logits, and torch.log_softmax, which it used before."""
+    """Print errors of upref.logprobs from logits, and of torch.log_softmax, which it
+    used before.
+    """
     print(
         "\nupref.logprobs in float32: largest error against float64 over 32 rows; before: by torch.log_softmax"
     )
@@ -323,48 +383,38 @@ def by_kind(sizes):
     )
     for V in sizes:
         for kind in ("flat", "mixed", "peaked", "peak first"):
-            g = torch.Generator().manual_seed(V)
-            z = torch.randn(32, V, generator=g) * {"flat": 0.1, "mixed": 3.0}.get(
-                kind, 1.0
-            )
-            tokens = torch.randint(V, (32,), generator=g)
-            if kind.startswith("peak"):
-                at = (
-                    torch.zeros(32, 1, dtype=torch.int64)
-                    if kind == "peak first"
-                    else torch.randint(V, (32, 1), generator=g)
-                )
-                z.scatter_(1, at, z.logsumexp(1, keepdim=True) + 2.2)  # p = 0.9
-                tokens[::2] = at[::2, 0]
-            want = [
-                upref.logprobs.token_log_probs(z.double(), tokens),
-                upref.logprobs.entropy(z.double()),
+            logits, tokens = logits_of(kind, V)
+            double = logits.double()
+            exact_lp = upref.logprobs.token_log_probs(double, tokens)
+            exact_entropy = upref.logprobs.entropy(double)
+            lp = upref.logprobs.token_log_probs(logits, tokens)
+            entropy = upref.logprobs.entropy(logits)
+            lp_of_all = logits.log_softmax(-1)
+            lp_before = lp_of_all.gather(1, tokens[:, None])[:, 0]
+            entropy_before = -(lp_of_all.exp() * lp_of_all).sum(-1)
+            errors_of_lp = [largest_difference(x, exact_lp) for x in (lp_before, lp)]
+            errors_of_entropy = [
+                largest_difference(x, exact_entropy) for x in (entropy_before, entropy)
             ]
-            now = [upref.logprobs.token_log_probs(z, tokens), upref.logprobs.entropy(z)]
-            lp = z.log_softmax(-1)
-            before = [lp.gather(1, tokens[:, None])[:, 0], -(lp.exp() * lp).sum(-1)]
-            a, b, c, d = (
-                (x - y).abs().max().item()
-                for i in (0, 1)
-                for x, y in ((before[i], want[i]), (now[i], want[i]))
-            )
+            a, b, c, d = (x.item() for x in errors_of_lp + errors_of_entropy)
             print(f"{V:7} {kind:12} {a:16.1e} {b:8.1e} {c:15.1e} {d:8.1e}", flush=True)
 
 
 def main():
-    p = argparse.ArgumentParser(
+    """Print the sections that are named, or all of them."""
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("--quick", action="store_true")
-    p.add_argument(
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument(
         "sections",
         nargs="*",
         help="accuracy, time, memory, growth, alone; all of them unless given",
     )
-    p.add_argument(
+    parser.add_argument(
         "--one", nargs=4, metavar=("WHO", "N", "V", "DTYPE"), help=argparse.SUPPRESS
     )
-    args = p.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     if args.one:
         return one(args.one[0], int(args.one[1]), int(args.one[2]), args.one[3])
@@ -374,19 +424,19 @@ def main():
         f"H = {H}, 1 thread, {platform.machine()}, "
         + ", ".join(f"{k} {x}" for k, x in versions.items())
     )
-    asked = args.sections or ["accuracy", "time", "memory", "growth", "alone"]
-    if "accuracy" in asked:
+    sections = args.sections or ["accuracy", "time", "memory", "growth", "alone"]
+    if "accuracy" in sections:
         by_kind([1000, 32_000, v, 262_144])
         errors(n // 16, v, WHO)
         bf16(n, v // 32, WHO)
-    if "time" in asked:
+    if "time" in sections:
         # a minibatch of the miniature
         times(832, 107, ["naive", "upref.hidden"], 30, 64)
-    if "memory" in asked:
+    if "memory" in sections:
         memory([(n, v)], ["naive", *(k for k in WHO if k != "naive")])
-    if "growth" in asked:
+    if "growth" in sections:
         memory([(n * k // 4, v // 8) for k in (1, 4, 8)], ["naive", "upref.hidden"])
-    if "alone" in asked:
+    if "alone" in sections:
         memory([(n, v)], ["naive", "upref.hidden", CE], ONLY)
 
 
