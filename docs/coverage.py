@@ -4,6 +4,7 @@ the code that defines them.
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +15,33 @@ def axes() -> str:
     from upref.weights.batches import GRID_ADVANTAGES, LOG_R, MU, MU_READ, OVERFLOW
     from upref.weights.stress import AXES, NAMED, TILED
 
-    said = lambda xs: ", ".join(f"{x:g}" for x in xs)
-    first: dict[str, str] = {}
+    grid = (
+        f"A of {_listed(GRID_ADVANTAGES)}; π_old of {_listed(MU)} (of {_listed(MU_READ)} too where bounds depend on it); "
+        "every bound from below, on it and from above; "
+        f"{len(LOG_R)} more ratios with |log r| up to {max(LOG_R):g}; masks with holes, NaN in padding"
+    )
+    far_ratios = f"|log r| of {_listed(OVERFLOW)} in float64, float32 and bfloat16"
+    name_of: dict[str, str] = {}  # the words of an axis -> the name of its first level
     for name, axis in AXES.items():
-        sizes = "whole tiles" if axis.words == TILED else "sizes and compositions"
-        first.setdefault(axis.words, sizes if name[0].isdigit() else name)
+        if name[0].isdigit():
+            name = "whole tiles" if axis.words == TILED else "sizes and compositions"
+        name_of.setdefault(axis.words, name)
+    group_ids = (
+        f"{', '.join(NAMED)}; "
+        "the batches from `every two` on have each of these beside each level of the other axes"
+    )
     rows = [
-        (
-            "the grid",
-            f"A of {said(GRID_ADVANTAGES)}; π_old of {said(MU)} (of {said(MU_READ)} too where bounds depend on it); "
-            "every bound from below, on it and from above; "
-            f"{len(LOG_R)} more ratios with |log r| up to {max(LOG_R):g}; masks with holes, NaN in padding",
-        ),
+        ("the grid", grid),
         ("one response", ONE_RESPONSE),
-        ("far ratios", f"|log r| of {said(OVERFLOW)} in float64, float32 and bfloat16"),
-        *((name, words) for words, name in first.items()),
-        (
-            "group ids",
-            f"{', '.join(NAMED)}; the batches from `every two` on have each of these beside each level of the other axes",
-        ),
+        ("far ratios", far_ratios),
+        *((name, words) for words, name in name_of.items()),
+        ("group ids", group_ids),
     ]
     return _rows("axis | inputs", rows)
+
+
+def _listed(numbers: Iterable[float]) -> str:
+    return ", ".join(f"{x:g}" for x in numbers)
 
 
 # objectives that read, together, everything that a batch may hold; their settings
@@ -51,17 +58,17 @@ READERS = {
 
 def quantities() -> str:
     """Every quantity of a batch, with the values that it takes in all calls of checks."""
-    seen: dict[str, set[float]] = {}
+    values_of: dict[str, set[float]] = {}
     for name, settings in READERS.items():
-        for batch in _asked(name, settings):
+        for batch in _inputs_of_check(name, settings):
             for quantity, values in _measured(batch).items():
-                seen.setdefault(quantity, set()).update(values)
-    rows = [(name, _said(values)) for name, values in seen.items()]
+                values_of.setdefault(quantity, set()).update(values)
+    rows = [(quantity, _range(values)) for quantity, values in values_of.items()]
     return _rows("quantity | values", rows)
 
 
-def _asked(name: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """The inputs of every call that a check of this objective makes."""
+def _inputs_of_check(name: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the inputs of every call that a check of this objective makes."""
     import upref
 
     objective = upref.get(name)
@@ -77,7 +84,7 @@ def _asked(name: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
         entropy: Any,
         rollout_log_probs: Any,
     ) -> Any:
-        """The objective itself, which keeps what it is given."""
+        """The objective itself, which keeps its inputs."""
         fields = {
             "logp": log_prob,
             "logp_old": old_log_prob,
@@ -143,18 +150,19 @@ def _ends(x: Any) -> list[float]:
     return [x.min().item(), x.max().item()] if x.numel() else []
 
 
-MANY = 24  # different values: more are said by their ends
+MANY = 24  # different values: of more, the page has the least and the largest
 
 
-def _said(values: set[float]) -> str:
-    """All values where they are few and whole, else the least and the largest."""
-    every = sorted(values)
-    if len(every) <= MANY and all(float(x).is_integer() for x in every):
-        return ", ".join(f"{x:,.0f}" for x in every)
-    whole = all(float(x).is_integer() for x in every) and isinstance(every[0], int)
-    ends = (f"{x:,}" if whole else f"{x:.4g}" for x in (every[0], every[-1]))
-    count = f", {len(every)} different ones" if whole else ""
-    return f"{' to '.join(ends)}{count}"
+def _range(values: set[float]) -> str:
+    """Return all values where they are few and whole, else the least and the largest."""
+    ordered = sorted(values)
+    least, largest = ordered[0], ordered[-1]
+    whole = all(float(x).is_integer() for x in ordered)
+    if whole and len(ordered) <= MANY:
+        return ", ".join(f"{x:,.0f}" for x in ordered)
+    if whole and isinstance(least, int):
+        return f"{least:,} to {largest:,}, {len(ordered)} different ones"
+    return f"{least:.4g} to {largest:.4g}"
 
 
 def tolerances() -> str:
@@ -221,10 +229,17 @@ def tolerances() -> str:
 
 
 def _rows(head: str, rows: list[tuple[str, ...]]) -> str:
-    cells = (" | ".join(x.replace("|", "\\|") for x in row) for row in rows)
-    return "\n".join(
-        [f"| {head} |", "|---" * len(rows[0]) + "|", *(f"| {row} |" for row in cells)]
-    )
+    """Return a table in Markdown.
+
+    Args:
+        head: the names of the columns, with `|` between them.
+        rows: the cells; a `|` in a cell is escaped.
+    """
+    lines = [f"| {head} |", "|---" * len(rows[0]) + "|"]
+    for row in rows:
+        cells = [cell.replace("|", "\\|") for cell in row]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def habits() -> str:
@@ -240,8 +255,8 @@ def ends() -> str:
     from upref.user_code.guard import AROUND, RANDOM, STATE
 
     rows = [
-        (words, f"{status}", "a report" if report else says)
-        for words, status, says, report in COMMAND.values()
+        (words, f"{status}", "a report" if report else printed)
+        for words, status, printed, report in COMMAND.values()
     ]
     table = _rows("the loss | exit status | what is printed", rows)
     return f"{table}\n\nThese are restored after a check, and noted in its report: {', '.join(STATE | RANDOM | AROUND)}."
@@ -256,7 +271,9 @@ def fuzzed() -> str:
 
 
 def _run(run: dict) -> str:
-    counts, broke = run["counts"], sum(map(len, run["found"].values()))
+    """Return the line of one run of the fuzzer."""
+    counts = run["counts"]
+    broke = sum(len(inputs) for inputs in run["found"].values())
     verbs = {
         kind.split()[1]
         for kind in counts

@@ -17,7 +17,7 @@ from upref.registry import get, names
 from upref.verify.faults.losses import GROUPS
 from upref_frameworks.audits import framework, frameworks
 from upref_frameworks.audits.compare import FaultEffect
-from upref_frameworks.audits.recipe import covered_objectives, no_kl, recipe
+from upref_frameworks.audits.recipe import Recipe, covered_objectives, no_kl, recipe
 from upref_frameworks.ledger import (
     SEVERITY,
     STATUS,
@@ -33,73 +33,43 @@ TRAINERS_HEAD = (
     "# SPDX-License-Identifier: Apache-2.0",
     "# Objective -> the frameworks whose audits compare a loss with it: `python -m docs.framework_pages` writes this.",
 )
-AT = {"default": "its defaults", "paper": "the paper's settings"}
 
 
 def audits() -> list[dict[str, Any]]:
-    """All that was committed, by name."""
+    """Return the committed audits, sorted by the name of the framework."""
     return [
         json.loads(f.read_text(encoding="utf-8")) for f in sorted(FOLDER.glob("*.json"))
     ]
 
 
-def snapshot(a: dict[str, Any]) -> str:
-    """The version; of a commit its date too."""
-    pin = framework(a["framework"]).pin
-    return (
-        f"{a['version']} of {pin.date}"
-        if pin and pin.date and pin.version == a["version"]
-        else a["version"]
-    )
+def snapshot(audit: dict[str, Any]) -> str:
+    """Return the version that was audited; of a commit its date too."""
+    pin = framework(audit["framework"]).pin
+    version = audit["version"]
+    if pin and pin.date and pin.version == version:
+        return f"{version} of {pin.date}"
+    return version
 
 
 # ---- a page a framework --------------------------------------------------------------
 def pages() -> dict[str, str]:
-    """The page of each framework, by its name in the site."""
+    """Return the page of each framework, by its name in the site."""
     return {
-        f"frameworks/{a['framework']}": page(a, read(a["framework"])) for a in audits()
+        f"frameworks/{audit['framework']}": page(audit, read(audit["framework"]))
+        for audit in audits()
     }
 
 
-def page(a: dict[str, Any], entries: list[Entry]) -> str:
-    name = a["framework"]
-    out = [
-        f"# {name} {snapshot(a)}",
-        "",
-        f"`upref audit {name}` called the losses of {name}, unmodified, with each setting in the",
-        "first column, and compared their gradients with an objective's. The last column has the",
-        "causes of a difference, and in brackets where it is largest: the sign of the advantage A,",
-        "the ratio r or s, and the expected and the found weight.",
-        f"On {a['date']} it ended with exit status {int(not a['ok'])}"
-        f"{': each difference has a known cause' if a['ok'] else ''}.",
-        "[What to set](../recipes.md), and [what the words mean](../frameworks.md#all-of-them).",
-        "",
-    ]
-    out += [
-        "| what | compared with | verdict | what differs [where: weight expected -> found] |",
-        "|---|---|---|---|",
-    ]
-    for r in a["rows"]:
-        why = "; ".join(
-            _because(r, words, spot, entries) for words, spot in r["reasons"]
-        )
-        parts = (
-            f", in {r['micro_batches']} micro-batches" if r["micro_batches"] > 1 else ""
-        )
-        out.append(
-            f"| {_code(r['label'])}{parts} | {r['promise']} | {r['verdict']} | {why} |"
-        )
-    out += [""]
-    out += [f"* {line}" for line in a["remarks"]]
-    out += [
-        f"* Not audited: `{mode}`: {why}." for mode, why in a["out_of_scope"].items()
-    ]
-    if a["unaudited"]:
-        out.append(f"* Unknown to this audit: {', '.join(a['unaudited'])}.")
-    nan = ", ".join(map(_code, a["nan_in_padding"]))
-    if nan:
-        out.append(f"* The loss is NaN where a masked slot holds NaN: {nan}.")
-    if name in logprobs.found():
+def page(audit: dict[str, Any], entries: list[Entry]) -> str:
+    """Return the page of a framework, in Markdown.
+
+    Args:
+        audit: the committed audit.
+        entries: the ledger of the framework.
+    """
+    name = audit["framework"]
+    out = [*_introduction(audit), *_rows(audit, entries), "", *_remarks(audit)]
+    if name in logprobs.recorded():
         out += [
             "",
             "## Log-probabilities",
@@ -108,48 +78,95 @@ def page(a: dict[str, Any], entries: list[Entry]) -> str:
             "",
             logprobs.field_logprobs(name),
         ]
-    out += ["", "## What differs", ""] if entries else ["", "Nothing differs.", ""]
-    out += (
-        [f"Searched before anything was called a bug: {entries[0].searched}.", ""]
-        if entries
-        else []
-    )
+    if not entries:
+        return "\n".join([*out, "", "Nothing differs."]) + "\n"
+    searched = f"Searched before anything was called a bug: {entries[0].searched}."
+    out += ["", "## What differs", "", searched, ""]
     for e in sort_by_severity(entries):
         out += _entry(name, e)
     return "\n".join(out).rstrip() + "\n"
 
 
-def _because(
-    r: dict[str, Any], words: str, spot: dict[str, Any], entries: list[Entry]
-) -> str:
-    seen = f" [{_moved(spot)}]" if spot["difference"] else ""
-    e = entry(r, words, entries)
-    return (
-        f"{words}{seen} ({f'[{e.status}](#{e.key})' if e else 'not recorded'})".replace(
-            "|", "\\|"
+def _introduction(audit: dict[str, Any]) -> list[str]:
+    """Return the heading, and what was done."""
+    name = audit["framework"]
+    known = ": each difference has a known cause" if audit["ok"] else ""
+    return [
+        f"# {name} {snapshot(audit)}",
+        "",
+        f"`upref audit {name}` called the losses of {name}, unmodified, with each setting in the",
+        "first column, and compared their gradients with an objective's. The last column has the",
+        "causes of a difference, and in brackets where it is largest: the sign of the advantage A,",
+        "the ratio r or s, and the expected and the found weight.",
+        f"On {audit['date']} it ended with exit status {int(not audit['ok'])}{known}.",
+        "[What to set](../recipes.md), and [what the words mean](../frameworks.md#all-of-them).",
+        "",
+    ]
+
+
+def _rows(audit: dict[str, Any], entries: list[Entry]) -> list[str]:
+    """Return the table of the losses, with the reasons of each difference."""
+    out = [
+        "| what | compared with | verdict | what differs [where: weight expected -> found] |",
+        "|---|---|---|---|",
+    ]
+    for row in audit["rows"]:
+        reasons = "; ".join(
+            _reason(row, words, spot, entries) for words, spot in row["reasons"]
         )
-    )
+        what = _code(row["label"])
+        if row["micro_batches"] > 1:
+            what += f", in {row['micro_batches']} micro-batches"
+        out.append(f"| {what} | {row['promise']} | {row['verdict']} | {reasons} |")
+    return out
 
 
-def entry(r: dict[str, Any], words: str, entries: list[Entry]) -> Entry | None:
-    """The entry that records this reason of this row."""
-    at = (r["label"], r["promise"], r["micro_batches"])
-    mine = (e for e in entries if e.reason == words)
-    return next(
-        (
-            e
-            for e in mine
-            if at in {(x.loss, x.held_against, x.micro_batches) for x in e.evidence}
-        ),
-        None,
-    )
+def _remarks(audit: dict[str, Any]) -> list[str]:
+    """Return what the audit says beside the rows."""
+    out = [f"* {line}" for line in audit["remarks"]]
+    for mode, why in audit["out_of_scope"].items():
+        out.append(f"* Not audited: `{mode}`: {why}.")
+    if audit["unaudited"]:
+        out.append(f"* Unknown to this audit: {', '.join(audit['unaudited'])}.")
+    if audit["nan_in_padding"]:
+        labels = ", ".join(map(_code, audit["nan_in_padding"]))
+        out.append(f"* The loss is NaN where a masked slot holds NaN: {labels}.")
+    return out
 
 
-def _moved(spot: dict[str, Any]) -> str:
+def _reason(
+    row: dict[str, Any], words: str, spot: dict[str, Any], entries: list[Entry]
+) -> str:
+    """Return one reason of a row: where its difference is largest, and its entry.
+
+    Args:
+        row: the row of the audit.
+        words: the reason.
+        spot: the token with the largest difference of this reason.
+        entries: the ledger of the framework.
+    """
+    text = words
+    if spot["difference"]:
+        text += f" [{_largest_difference(spot)}]"
+    e = entry(row, words, entries)
+    text += f" ([{e.status}](#{e.key}))" if e else " (not recorded)"
+    return text.replace("|", "\\|")
+
+
+def entry(row: dict[str, Any], words: str, entries: list[Entry]) -> Entry | None:
+    """Return the entry that records this reason of this row, if there is one."""
+    key = (row["label"], row["promise"], row["micro_batches"])
+    for e in entries:
+        keys = {(x.loss, x.held_against, x.micro_batches) for x in e.evidence}
+        if e.reason == words and key in keys:
+            return e
+    return None
+
+
+def _largest_difference(spot: dict[str, Any]) -> str:
     # "nan" is a string
-    return (
-        f"{spot['where']}: {float(spot['expected']):.4g} -> {float(spot['found']):.4g}"
-    )
+    expected, measured = float(spot["expected"]), float(spot["found"])
+    return f"{spot['where']}: {expected:.4g} -> {measured:.4g}"
 
 
 def _code(label: str) -> str:
@@ -157,16 +174,22 @@ def _code(label: str) -> str:
 
 
 def _entry(name: str, e: Entry) -> list[str]:
+    """Return the lines of one entry of the ledger.
+
+    Args:
+        name: the framework.
+        e: the entry.
+    """
     out = [
         f"### {e.key}",
         "",
         f"*{e.status}*, {e.severity} ({e.size}): {e.reason}.",
         "",
     ]
-    found = f"* Found: {e.code}."
+    code = f"* Found: {e.code}."
     if e.line:
-        found += f" [The line]({e.at})"
-    out += [f"* Promised ({e.bib}): {e.paper}.", found]
+        code += f" [The line]({e.at})"
+    out += [f"* Promised ({e.bib}): {e.paper}.", code]
     if e.words:
         out.append(f'* Told: "{e.words}" ([here]({e.link})).')
     if e.thread:
@@ -198,18 +221,18 @@ def first() -> str:
     ]
     for e in sort_by_severity([e for e in every if e.ask]):
         same = of_row(e, every)
+        # of several entries with one thread or one repair, the first
         threads = dict.fromkeys(x.thread for x in same if x.thread)
-        reported = ", ".join(f"[{_short(thread)}]({thread})" for thread in threads)
-        fixed = "; ".join(
-            dict.fromkeys(f"{x.framework}: {x.fixed}" for x in same if x.fixed)
-        )
+        repairs = dict.fromkeys(f"{x.framework}: {x.fixed}" for x in same if x.fixed)
+        links = ", ".join(f"[{_short(thread)}]({thread})" for thread in threads)
         cells = [
             ", ".join(link(x.framework) for x in same),
             e.ask,
             f"{e.get} ({_status(same)})",
             e.do,
+            links or "no thread known",
+            "; ".join(repairs) or "no repair known",
         ]
-        cells += [reported or "no thread known", fixed or "no repair known"]
         out.append("| " + " | ".join(cells).replace("\n", " ") + " |")
     return "\n".join(out)
 
@@ -226,17 +249,16 @@ def _status(same: list[Entry]) -> str:
     """The severity and the status of a row, and which frameworks document it where not
     all do.
     """
-    words = f"**{same[0].severity}**, {same[0].status}"
-    told = [x.framework for x in same if x.words]
-    return (
-        f"{words}; documented by {', '.join(told)}"
-        if told and len(told) < len(same)
-        else words
-    )
+    status = f"**{same[0].severity}**, {same[0].status}"
+    documented = [x.framework for x in same if x.words]
+    if 0 < len(documented) < len(same):
+        status += f"; documented by {', '.join(documented)}"
+    return status
 
 
 def link(name: str) -> str:
-    return f"[{name}](frameworks/{name}.json)"  # in the site, its page
+    """Return a link to the audit of a framework; in the site, to its page."""
+    return f"[{name}](frameworks/{name}.json)"
 
 
 def _short(thread: str) -> str:
@@ -245,114 +267,139 @@ def _short(thread: str) -> str:
 
 
 def summary() -> str:
-    """A row a framework."""
+    """Return a table with one row per framework: how many entries of each status."""
     out = [
         "| framework | version | audited | losses | bugs | surprising defaults | documented choices | numerical |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for a in audits():
-        modes = len({r["mode"] for r in a["rows"] if r["kind"] == "loss"})
-        entries = read(a["framework"])
-        many = {s: str(sum(e.status == s for e in entries)) for s in STATUS}
-        if told := count_documented(entries):
-            many["surprising default"] += f" ({told} told)"
-        count = " | ".join(many.values())
-        out.append(
-            f"| {link(a['framework'])} | {snapshot(a)} | {a['date']} | {modes} | {count} |"
-        )
+    for audit in audits():
+        modes = {row["mode"] for row in loss_rows(audit)}
+        entries = read(audit["framework"])
+        counts = {
+            status: str(sum(e.status == status for e in entries)) for status in STATUS
+        }
+        if documented := count_documented(entries):
+            counts["surprising default"] += f" ({documented} told)"
+        cells = [
+            link(audit["framework"]),
+            snapshot(audit),
+            audit["date"],
+            str(len(modes)),
+            *counts.values(),
+        ]
+        out.append(f"| {' | '.join(cells)} |")
     return "\n".join(out)
 
 
+def loss_rows(audit: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of an audit that are of a loss."""
+    return [row for row in audit["rows"] if row["kind"] == "loss"]
+
+
 def objectives() -> str:
-    """Objective x framework."""
+    """Return a table with one row per objective and one column per framework."""
     every = audits()
-    known = {r["objective"] for a in every for r in a["rows"] if r["kind"] == "loss"}
+    audited = {row["objective"] for audit in every for row in loss_rows(audit)}
     out = [
-        "| | " + " | ".join(link(a["framework"]) for a in every) + " |",
+        "| | " + " | ".join(link(audit["framework"]) for audit in every) + " |",
         "|---" * (len(every) + 1) + "|",
     ]
-    for o in (n for n in names() if n in known):
-        out.append(f"| `{o}` | " + " | ".join(sign(a, o) for a in every) + " |")
+    for objective in names():
+        if objective in audited:
+            signs = " | ".join(sign(audit, objective) for audit in every)
+            out.append(f"| `{objective}` | {signs} |")
     return "\n".join(out)
 
 
 SPLIT = "†"  # in micro-batches more differs
 
 
-def sign(a: dict[str, Any], objective: str) -> str:
-    """ok, set, near, no; empty where it is absent; with SPLIT where micro-batches leave
-    more.
+def sign(audit: dict[str, Any], objective: str) -> str:
+    """Return how close a framework comes to an objective.
+
+    Returns:
+        `ok` with the defaults, `set` with settings, `near`, `no`, or nothing where the
+        framework has no such loss; with SPLIT where micro-batches leave more.
     """
     rows = [
-        r
-        for r in a["rows"]
-        if r["objective"] == objective and r["kind"] == "loss" and r["ok"]
+        row for row in loss_rows(audit) if row["objective"] == objective and row["ok"]
     ]
-    whole = [r for r in rows if r["micro_batches"] == 1]
+    whole = [row for row in rows if row["micro_batches"] == 1]
     if not whole:
         return ""
-    entries, how = read(a["framework"]), read_tables(a["framework"])["recipe"]
+    entries = read(audit["framework"])
+    settings = read_tables(audit["framework"])["recipe"]
     # where a KL term is on by default beside the loss, the recipe switches it off
     shipped = [
-        r for r in whole if r["setting"] == "default" and not no_kl(how, r["mode"])
+        row
+        for row in whole
+        if row["setting"] == "default" and not no_kl(settings, row["mode"])
     ]
-    least = min(left(r, entries) for r in whole)
-    mark = (
-        "ok"
-        if any(left(r, entries) == 0 for r in shipped)
-        else {0: "set", 1: "near", 2: "no"}[least]
+    if any(remaining(row, entries) == 0 for row in shipped):
+        mark = "ok"
+    else:
+        least = min(remaining(row, entries) for row in whole)
+        mark = {0: "set", 1: "near", 2: "no"}[least]
+    split = any(
+        row["micro_batches"] > 1 and row["promise"] == objective for row in rows
     )
-    split = any(r["micro_batches"] > 1 and r["promise"] == objective for r in rows)
     return mark + SPLIT if split else mark
 
 
-def left(r: dict[str, Any], entries: list[Entry]) -> int:
-    """What a row leaves: 0 nothing but what is numerical or the batch's denominator, 1
-    little or a factor, 2 more.
+def remaining(row: dict[str, Any], entries: list[Entry]) -> int:
+    """Return how much a row differs from its objective.
+
+    Returns:
+        0: by nothing but what is numerical or the batch's denominator; 1: by little or
+        by a factor; 2: by more.
     """
     most = 0
-    for (words, _), effect in zip(r["reasons"], r["effects"], strict=True):
-        e = entry(r, words, entries)
+    for (words, _), effect in zip(row["reasons"], row["effects"], strict=True):
+        e = entry(row, words, entries)
         if words == GROUPS.words or (e and e.status == "numerical"):
             continue
-        size = FaultEffect(
-            *(float(effect[k]) for k in ("change", "cosine", "factor"))
-        ).severity
-        most = max(most, 1 if size in ("cosmetic", "rescales") else 2)
+        numbers = (float(effect[key]) for key in ("change", "cosine", "factor"))
+        severity = FaultEffect(*numbers).severity
+        most = max(most, 1 if severity in ("cosmetic", "rescales") else 2)
     return most
 
 
 def recipes() -> str:
     """For each objective that a framework has, what to set in each framework."""
     out = []
-    for o in names():
-        each = [recipe(o, n) for n in frameworks() if o in covered_objectives(n, {})]
+    for objective in names():
+        each = [
+            recipe(objective, name)
+            for name in frameworks()
+            if objective in covered_objectives(name, {})
+        ]
         if each:
-            kind, formula = get(o).adv, each[0].advantages.partition(":")[0]
-            out += [
-                f"### {o}",
-                "",
-                f"Advantages: `{kind}`{formula.removeprefix(kind)}.",
-                "",
-            ]
-            out += [
-                "| framework | set | advantages | what still differs, and notes |",
-                "|---|---|---|---|",
-            ]
-            for r in each:
-                set_ = (
-                    "<br>".join(f"`{line}`" for line in r.settings)
-                    or "nothing: the defaults"
-                )
-                advantages = r.advantages.removeprefix(f"{formula}: ")
-                differs = "<br>".join(
-                    [*(r.differs or ["nothing"]), *(f"*{note}*" for note in r.notes)]
-                )
-                out.append(
-                    f"| {link(r.framework)} {r.version} | {set_} | {advantages} | {differs} |"
-                )
-            out.append("")
+            out += [*_recipes_of(objective, each), ""]
     return "\n".join(out)
+
+
+def _recipes_of(objective: str, each: list[Recipe]) -> list[str]:
+    """Return the section of an objective, with a row for the recipe of each framework."""
+    kind, formula = get(objective).adv, each[0].advantages.partition(":")[0]
+    out = [
+        f"### {objective}",
+        "",
+        f"Advantages: `{kind}`{formula.removeprefix(kind)}.",
+        "",
+        "| framework | set | advantages | what still differs, and notes |",
+        "|---|---|---|---|",
+    ]
+    for r in each:
+        settings = "<br>".join(f"`{line}`" for line in r.settings)
+        notes = [f"*{note}*" for note in r.notes]
+        cells = (
+            f"{link(r.framework)} {r.version}",
+            settings or "nothing: the defaults",
+            r.advantages.removeprefix(f"{formula}: "),
+            "<br>".join([*(r.differs or ["nothing"]), *notes]),
+        )
+        out.append(f"| {' | '.join(cells)} |")
+    return out
 
 
 def surfaces() -> str:
@@ -363,45 +410,41 @@ def surfaces() -> str:
         "| framework | where to put the lines | the lines | dynamic sampling | overlong shaping |",
         "|---|---|---|---|---|",
     ]
-    for n in frameworks():
-        how, started = (
-            read_tables(n)["recipe"],
-            recipe(covered_objectives(n, {})[0], n).started,
-        )
-        out.append(
-            "| "
-            + " | ".join([link(n), how["surface"], started, *how["beside"].values()])
-            + " |"
-        )
+    for name in frameworks():
+        table = read_tables(name)["recipe"]
+        started = recipe(covered_objectives(name, {})[0], name).started
+        cells = [link(name), table["surface"], started, *table["beside"].values()]
+        out.append(f"| {' | '.join(cells)} |")
     return "\n".join(out)
 
 
 def statuses() -> str:
-    out = [f"* *{status}*: {says}." for status, says in STATUS.items()]
-    return "\n".join(
-        [*out, "", *(f"* *{severity}*: {says}." for severity, says in SEVERITY.items())]
-    )
+    """Return what each status and each severity means."""
+    statuses = [f"* *{status}*: {words}." for status, words in STATUS.items()]
+    severities = [f"* *{severity}*: {words}." for severity, words in SEVERITY.items()]
+    return "\n".join([*statuses, "", *severities])
 
 
 def trainers() -> str:
     """upref/trainers.toml: for each objective the frameworks whose audits compare a
     loss with it.
     """
-    found: dict[str, list[str]] = {}
-    for a in audits():
-        for objective in {r["objective"] for r in a["rows"] if r["kind"] == "loss"}:
-            found.setdefault(objective, []).append(a["framework"])
+    trainers_of: dict[str, list[str]] = {}
+    for audit in audits():
+        for objective in {row["objective"] for row in loss_rows(audit)}:
+            trainers_of.setdefault(objective, []).append(audit["framework"])
     rows = [
-        f"{objective} = {json.dumps(sorted(found[objective]))}"
-        for objective in sorted(found)
+        f"{objective} = {json.dumps(sorted(trainers_of[objective]))}"
+        for objective in sorted(trainers_of)
     ]
     return "\n".join([*TRAINERS_HEAD, *rows]) + "\n"
 
 
-def main(*asked: str):
+def main(*frameworks: str):
+    """Audit the frameworks; write the audits, and which objectives they compare with."""
     from upref_frameworks.audits import audit
 
-    for name in asked:
+    for name in frameworks:
         file = FOLDER / f"{name}.json"
         write_atomically(file, audit(name).json() + "\n")
         print(file)

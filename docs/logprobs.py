@@ -16,8 +16,8 @@ FULL = "2048 +151936"  # tokens, ids
 MEASURED = Path(__file__).parents[1] / "benchmarks/hidden.txt"
 
 
-def found() -> dict[str, Any]:
-    """What was committed, by framework."""
+def recorded() -> dict[str, Any]:
+    """Return the committed results by framework."""
     return json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
 
 
@@ -27,20 +27,24 @@ def field_logprobs(*names: str) -> str:
         "| framework | function | verdict | notes: what rounds, and what is NaN or refused |",
         "|---|---|---|---|",
     ]
-    for name, f in found().items():
-        for k, r in f["functions"].items() if not names or name in names else ():
-            out.append(
-                f"| {name} {f['version']} | {k} | {r['verdict']} | {'; '.join(r['notes']) or 'none'} |"
+    for name, framework in recorded().items():
+        if names and name not in names:
+            continue
+        for function, result in framework["functions"].items():
+            notes = "; ".join(result["notes"]) or "none"
+            cells = (
+                f"{name} {framework['version']}",
+                function,
+                result["verdict"],
+                notes,
             )
+            out.append(f"| {' | '.join(cells)} |")
     return "\n".join(out)
 
 
 def peers() -> str:
     """upref.hidden beside what it can stand for."""
     text = MEASURED.read_text(encoding="utf-8")
-    said = lambda name, line: (
-        m[1] if (m := re.search(rf"^{name} +{line}", text, re.M)) else "-"
-    )
     columns = {
         "CPU time, of naive's": FULL + r" +\d+ +\d+ +[\d.]+ +[\d.]+ +([\d.]+)",
         "memory beyond dh and dW, MB": FULL + r" +\d+ +(\d+)",
@@ -49,11 +53,11 @@ def peers() -> str:
     }
     out = ["| | " + " | ".join(columns) + " |", "|---" * 5 + "|"]
     for name in ("naive", "TRL chunked", "verl fused", "upref.hidden"):
-        out.append(
-            f"| {name} | "
-            + " | ".join(said(name, line) for line in columns.values())
-            + " |"
-        )
+        cells = [name]
+        for line in columns.values():
+            match = re.search(rf"^{name} +{line}", text, re.M)
+            cells.append(match[1] if match else "-")
+        out.append(f"| {' | '.join(cells)} |")
     return "\n".join(out)
 
 
@@ -73,40 +77,47 @@ def where_it_helps() -> str:
 
 
 def brief(report: Any) -> dict[str, Any]:
+    """Return verdict and notes of a report, or of a function that could not run.
+
+    Args:
+        report: the report, or the reason why there is none.
+    """
     if isinstance(report, str):
         return {"verdict": f"not run: {report}", "notes": []}
-    wrong = [
-        f"{f.oracle}: {f.regime}" + (f" ({f.cause})" if f.cause else "")
-        for f in report.failures
-    ]
-    short = lambda n: n.regime.partition(" (")[0] if "refused" in n.regime else n.regime
-    notes = [
-        short(n) + (f" ({n.cause})" if n.cause not in ("", "rounding") else "")
-        for n in report.notes
-    ]
-    entropy = (
-        "" if any("no entropy" in c for c in report.assumptions) else ", with entropy"
-    )
-    return {
-        "verdict": "differs: " + "; ".join(wrong) if wrong else f"agrees{entropy}",
-        "notes": notes,
-    }
+    if report.failures:
+        failures = [
+            f"{f.oracle}: {f.regime}" + (f" ({f.cause})" if f.cause else "")
+            for f in report.failures
+        ]
+        verdict = "differs: " + "; ".join(failures)
+    elif any("no entropy" in x for x in report.assumptions):
+        verdict = "agrees"
+    else:
+        verdict = "agrees, with entropy"
+    return {"verdict": verdict, "notes": [note_text(note) for note in report.notes]}
+
+
+def note_text(note: Any) -> str:
+    """Return a note with its cause, and without the message of a refusal."""
+    text = note.regime
+    if "refused" in text:
+        text = text.partition(" (")[0]
+    if note.cause in ("", "rounding"):
+        return text
+    return f"{text} ({note.cause})"
 
 
 def main(*names: str):
+    """Audit the log-probability functions of the frameworks, and record the results."""
     from upref_frameworks.audits.kernels import kernels
 
     for name in names:
-        k = kernels(name)
-        functions = {f: brief(r) for f, r in k.reports.items()}
-        every = dict(
-            sorted(
-                (
-                    found() | {name: {"version": k.version, "functions": functions}}
-                ).items()
-            )
-        )
-        write_atomically(FILE, json.dumps(every, indent=1, ensure_ascii=False) + "\n")
+        audited = kernels(name)
+        functions = {key: brief(report) for key, report in audited.reports.items()}
+        results = recorded()
+        results[name] = {"version": audited.version, "functions": functions}
+        text = json.dumps(dict(sorted(results.items())), indent=1, ensure_ascii=False)
+        write_atomically(FILE, text + "\n")
         print(name, functions, flush=True)
 
 
