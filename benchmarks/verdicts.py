@@ -17,6 +17,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,63 +36,74 @@ sys.path.insert(0, str(ROOT))
 Subjects = Iterator[tuple[str, Callable[[], Any]]]  # a name, and what makes its verdict
 
 
-def said(x: Any) -> Any:
-    """Of a report: whether it agrees, and by which oracle and for which cause not; of
-    an identity, its answer.
+def as_data(result: Any) -> Any:
+    """Return the verdict that a result has, as data for a JSON file.
+
+    Of a report: whether it agrees, which oracles failed, and for which cause. Of an
+    identification: its answer. Anything else is data already.
     """
-    if isinstance(x, Report):
+    if isinstance(result, Report):
         return {
-            "ok": bool(x),
-            "failures": sorted({f"{f.oracle}: {f.cause}" for f in x.failures}),
-            "notes": sorted({f.oracle for f in x.notes}),
+            "ok": bool(result),
+            "failures": sorted({f"{f.oracle}: {f.cause}" for f in result.failures}),
+            "notes": sorted({f.oracle for f in result.notes}),
         }
-    if isinstance(x, Identification):
+    if isinstance(result, Identification):
         return {
-            "ok": bool(x),
-            "says": str(x).partition("\n")[0],
-            "names": sorted(m.name for m in x.matches),
+            "ok": bool(result),
+            "says": str(result).partition("\n")[0],
+            "names": sorted(match.name for match in result.matches),
         }
-    return x
+    return result
+
+
+def constant(verdict: Any) -> Callable[[], Any]:
+    """Return a function that returns a verdict which is there already."""
+    return lambda: verdict
 
 
 def cases(*kinds: str) -> Subjects:
     """The rows of the table of tests of these kinds."""
-    for c in importlib.import_module("tests.support.cases.table").ALL:
-        if c.kind in kinds:
-            yield f"{c.file}: {c.name} {c.objective} {c.hp}", c.judged
+    for case in importlib.import_module("tests.support.cases.table").ALL:
+        if case.kind in kinds:
+            yield f"{case.file}: {case.name} {case.objective} {case.hp}", case.judged
 
 
 def objectives() -> Subjects:
     """Every objective against itself."""
     for name in upref.names():
-        yield name, lambda name=name: upref.check(upref.get(name), name)
+        yield name, partial(upref.check, upref.get(name), name)
 
 
 def losses() -> Subjects:
+    """The losses of the table of tests."""
     return cases("loss")
 
 
 def estimators() -> Subjects:
+    """Estimators of advantages and KL; every KL estimator as each of them."""
     yield from cases("advantages", "kl")
-    for fn, name in (
-        (f, k) for k, f in kl.ESTIMATORS.items() for f in kl.ESTIMATORS.values()
-    ):
-        yield (
-            f"{fn.__name__} as {name}",
-            lambda fn=fn, name=name: upref.check_kl(fn, name),
-        )
+    for name in kl.ESTIMATORS:
+        for estimator in kl.ESTIMATORS.values():
+            subject = f"{estimator.__name__} as {name}"
+            yield subject, partial(upref.check_kl, estimator, name)
 
 
 def logprobs() -> Subjects:
+    """The log-probability functions of the table of tests."""
     return cases("logprobs")
 
 
 def identify() -> Subjects:
+    """Which objective a loss is: of the table of tests, of every objective, and of the
+    right losses that checks once judged wrong.
+    """
     yield from cases("box")
     for name in upref.names():
-        yield name, lambda name=name: upref.identify(upref.get(name))
-    for s in importlib.import_module("tests.support.zoo.blind_spots").RIGHT:
-        yield f"{s} {s.objective} {s.hp}", lambda s=s: upref.identify(s.function)
+        yield name, partial(upref.identify, upref.get(name))
+    for loss in importlib.import_module("tests.support.zoo.blind_spots").RIGHT:
+        subject = f"{loss} {loss.objective} {loss.hp}"
+        yield subject, partial(upref.identify, loss.function)
 
 
 class Outcomes:
@@ -107,80 +119,75 @@ class Outcomes:
 
 def laws() -> Subjects:
     """Each law of tests/support/laws.py on each objective."""
-    kept = Outcomes()
-    pytest.main(
-        [
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            str(ROOT / "tests/core/test_objectives.py"),
-        ],
-        plugins=[kept],
-    )
-    yield from ((k, lambda v=v: v) for k, v in kept.of.items())
+    outcomes = Outcomes()
+    file = str(ROOT / "tests/core/test_objectives.py")
+    pytest.main(["-q", "-x", "-p", "no:cacheprovider", file], plugins=[outcomes])
+    for test, outcome in outcomes.of.items():
+        yield test, constant(outcome)
 
 
 def oracles() -> Subjects:
     """Every oracle of every check, by its name."""
-    report = upref.check(upref.get("dapo"), "dapo")
-    yield from ((f"check: {k}", lambda v=v: v) for k, v in report.oracles.items())
-    ran = {
-        "advantages": upref.check_advantages(
-            advantages.get("group_norm"), "group_norm"
-        ),
+    group_norm = advantages.get("group_norm")
+    reports = {
+        "check": upref.check(upref.get("dapo"), "dapo"),
+        "advantages": upref.check_advantages(group_norm, "group_norm"),
         "kl": upref.check_kl(kl.k3, "k3"),
         "logprobs": upref.check_logprobs(hidden.token_log_probs),
     }
-    yield from (
-        (f"{part}: {k}", lambda v=v: v)
-        for part, r in ran.items()
-        for k, v in r.oracles.items()
-    )
+    for part, report in reports.items():
+        for oracle, outcome in report.oracles.items():
+            yield f"{part}: {oracle}", constant(outcome)
 
 
 def ledgers() -> Subjects:
+    """Every entry of the ledger of every framework."""
     for name in audits.frameworks():
-        for e in audits.read(name):
-            yield (
-                f"{name}: {e.key}",
-                lambda e=e: [
-                    e.status,
-                    e.severity,
-                    e.change,
-                    e.reason,
-                    [str(x) for x in e.evidence],
-                ],
-            )
+        for entry in audits.read(name):
+            evidence = [str(x) for x in entry.evidence]
+            facts = [entry.status, entry.severity, entry.change, entry.reason, evidence]
+            yield f"{name}: {entry.key}", constant(facts)
 
 
 def frameworks() -> Subjects:
     """The audit of every framework that is here or can be fetched."""
+    for name in audits.frameworks():
+        yield name, partial(audit_as_data, name)
 
-    whole = ("ok", "unaudited", "against_ledger", "out_of_scope", "defaults", "remarks")
-    own = ("label", "promise", "setting", "micro_batches", "verdict")
 
-    def rows(name: str) -> Any:
-        a = json.loads(audits.audit(name).json())
-        each = [
-            [*(r[k] for k in own), [words for words, _ in r["reasons"]]]
-            for r in a["rows"]
-        ]
-        return {"rows": each, **{k: a[k] for k in whole}}
+OF_AN_AUDIT = (
+    "ok",
+    "unaudited",
+    "against_ledger",
+    "out_of_scope",
+    "defaults",
+    "remarks",
+)
+OF_A_ROW = ("label", "promise", "setting", "micro_batches", "verdict")
 
-    yield from ((name, lambda name=name: rows(name)) for name in audits.frameworks())
+
+def audit_as_data(name: str) -> dict[str, Any]:
+    """Audit a framework; return its verdicts and reasons without numbers."""
+    audit = json.loads(audits.audit(name).json())
+    rows = []
+    for row in audit["rows"]:
+        reasons = [words for words, _ in row["reasons"]]
+        rows.append([*(row[key] for key in OF_A_ROW), reasons])
+    return {"rows": rows} | {key: audit[key] for key in OF_AN_AUDIT}
 
 
 def mutants() -> Subjects:
     """The first of the mutants of every configuration, truth and verdict."""
-    run = importlib.import_module("tests.support.mutants.losses")
+    losses_module = importlib.import_module("tests.support.mutants.losses")
     scratch = Path(tempfile.mkdtemp())  # nothing is kept from one version to the next
-    for s in run.subjects(300, 0):
-        name = f"{s.config} {s.style} {s.what} {s.key}"
-        yield (
-            name,
-            lambda s=s: (run.judged(s, scratch, 0, large=0, few=20) or {}).get("quick"),
-        )
+
+    def judge(mutant: Any) -> Any:
+        judged = losses_module.judged(mutant, scratch, 0, large=0, few=20)
+        return judged.get("quick") if judged else None
+
+    for mutant in losses_module.subjects(300, 0):
+        name = f"{mutant.config} {mutant.style} {mutant.what} {mutant.key}"
+        yield name, partial(judge, mutant)
 
 
 PARTS = {
@@ -201,9 +208,9 @@ PARTS = {
 
 
 def verdict(make: Callable[[], Any]) -> Any:
-    """What it makes, or which error it raises."""
+    """Return the verdict that the function makes, or which error it raises."""
     try:
-        return said(make())
+        return as_data(make())
     except Exception as e:
         return f"{type(e).__name__}: {e}"
 
@@ -214,80 +221,99 @@ def drawn(name: str, one_in: int) -> bool:
 
 
 def record(file: str, *parts: str, one_in: int = 1) -> int:
+    """Add the verdicts of the parts to a JSON file; return the exit status, 0.
+
+    Args:
+        file: the file. A part that it has is not run again.
+        parts: of PARTS; all of them unless given.
+        one_in: which share of the subjects is run.
+    """
     path = Path(file)
-    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    recorded = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     torch.set_num_threads(1)
     for part in parts or PARTS:
-        if part not in known:
-            known[part] = {
-                name: verdict(make)
-                for name, make in PARTS[part]()
-                if drawn(name, one_in)
-            }
-            write_atomically(
-                path, json.dumps(known, indent=1, ensure_ascii=False, default=str)
-            )
-            print(f"{part}: {len(known[part])} verdicts", flush=True)
+        if part in recorded:
+            continue
+        recorded[part] = {
+            name: verdict(make) for name, make in PARTS[part]() if drawn(name, one_in)
+        }
+        text = json.dumps(recorded, indent=1, ensure_ascii=False, default=str)
+        write_atomically(path, text)
+        print(f"{part}: {len(recorded[part])} verdicts", flush=True)
     return 0
 
 
-def compare(old: str, new: str) -> int:
-    a, b = (json.loads(Path(x).read_text(encoding="utf-8")) for x in (old, new))
+def compare(old_file: str, new_file: str) -> int:
+    """Print what differs between two files of verdicts.
+
+    Returns:
+        1 if a verdict was lost or changed, else 0.
+    """
+    old = json.loads(Path(old_file).read_text(encoding="utf-8"))
+    new = json.loads(Path(new_file).read_text(encoding="utf-8"))
     lost = 0
-    for part in a.keys() & b.keys():
-        x, y = a[part], b[part]
-        changed = [k for k in x if k in y and x[k] != y[k]]
-        gone, added = [k for k in x if k not in y], [k for k in y if k not in x]
+    for part in old.keys() & new.keys():
+        before, after = old[part], new[part]
+        gone = [name for name in before if name not in after]
+        added = [name for name in after if name not in before]
+        changed = [
+            name for name in before if name in after and before[name] != after[name]
+        ]
         lost += len(changed) + len(gone)
         print(
-            f"{part}: {len(x)} verdicts, {len(changed)} changed, {len(gone)} gone, {len(added)} new"
+            f"{part}: {len(before)} verdicts, {len(changed)} changed, {len(gone)} gone, {len(added)} new"
         )
-        for k in gone:
-            print(f"  gone: {k}")
-        for k in changed:
-            print(f"  {k}\n    before {x[k]}\n    after  {y[k]}")
-    for part in a.keys() ^ b.keys():
+        for name in gone:
+            print(f"  gone: {name}")
+        for name in changed:
+            print(f"  {name}\n    before {before[name]}\n    after  {after[name]}")
+    for part in old.keys() ^ new.keys():
         print(f"{part}: in one file only, not compared")
     return int(lost > 0)
 
 
-def main() -> int:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the two verbs."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.verdicts", description=__doc__.split("\n\n")[0]
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
-    one = verbs.add_parser(
+    dump = verbs.add_parser(
         "dump",
         help="add the verdicts of the parts to a JSON file; a part that it has is kept",
     )
-    one.add_argument("file")
-    one.add_argument(
+    dump.add_argument("file")
+    dump.add_argument(
         "parts",
         nargs="*",
         metavar="part",
         help=f"of {', '.join(PARTS)}; all by default",
     )
-    one.add_argument(
+    dump.add_argument(
         "--one-in",
         type=int,
         default=1,
         metavar="N",
         help="run about one subject in so many, the same ones in every version",
     )
-    two = verbs.add_parser(
+    comparison = verbs.add_parser(
         "compare",
         help="print what is missing, new or judged otherwise; status 1 where one was lost or changed",
     )
-    two.add_argument("old")
-    two.add_argument("new")
+    comparison.add_argument("old")
+    comparison.add_argument("new")
+    return parser
+
+
+def main() -> int:
+    """Run the verb; return the exit status."""
+    parser = make_parser()
     args = parser.parse_args()
-    if unknown := sorted(set(getattr(args, "parts", ())) - PARTS.keys()):
+    if args.verb == "compare":
+        return compare(args.old, args.new)
+    if unknown := sorted(set(args.parts) - PARTS.keys()):
         parser.error(f"there is no part {unknown[0]}: choose of {', '.join(PARTS)}")
-    return (
-        record(args.file, *args.parts, one_in=args.one_in)
-        if args.verb == "dump"
-        else compare(args.old, args.new)
-    )
+    return record(args.file, *args.parts, one_in=args.one_in)
 
 
 if __name__ == "__main__":
