@@ -15,8 +15,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -59,12 +58,10 @@ class Cell:
     suite: str = field(default="", kw_only=True)  # cases of the suite that pass
 
     def __str__(self) -> str:
-        said = f"[{self.status}]({self.link})" if self.link else self.status
-        lines = [
-            said + self.more,
-            self.suite,
-            f"*{self.version}, {self.date}*" if self.date else "",
-        ]
+        """Return the cell in Markdown: up to three lines."""
+        status = f"[{self.status}]({self.link})" if self.link else self.status
+        date = f"*{self.version}, {self.date}*" if self.date else ""
+        lines = [status + self.more, self.suite, date]
         return "<br>".join(line for line in lines if line)
 
 
@@ -79,28 +76,33 @@ def dates() -> dict[str, str]:
 
 
 # ---- of the audits and their ledgers -------------------------------------------------
-def worst(entries: list[Entry]) -> tuple[str, str, str]:
-    """Return the status of these entries together, how severe with how many others, and
-    the key of the entry shown.
+ORDER = list(STATUS)  # the worst first
+
+
+def status_of(e: Entry) -> str:
+    """Return the status of an entry in the table.
 
     What a framework documents itself is a documented choice, whatever others with the
     same fact do.
     """
-    status = lambda e: (
-        "documented choice"
-        if e.words and e.status == "surprising default"
-        else e.status
-    )
+    if e.words and e.status == "surprising default":
+        return "documented choice"
+    return e.status
+
+
+def worst(entries: list[Entry]) -> tuple[str, str, str]:
+    """Return the status of these entries together, how severe with how many others, and
+    the key of the entry shown.
+    """
     blamed = [e for e in entries if e.status != "numerical"]
     if not blamed:
         return "agrees", "", ""
-    order = list(STATUS)
     first = min(
         sort_by_severity(blamed),
-        key=lambda e: (e.severity == "cosmetic", order.index(status(e))),
+        key=lambda e: (e.severity == "cosmetic", ORDER.index(status_of(e))),
     )
     others = f", {len(blamed) - 1} more" if len(blamed) > 1 else ""
-    return status(first), f" ({first.severity}){others}", first.key
+    return status_of(first), f" ({first.severity}){others}", first.key
 
 
 def column_of(e: Entry) -> str:
@@ -117,64 +119,57 @@ def column_of(e: Entry) -> str:
     return "micro-batches" if all(x.micro_batches > 1 for x in e.evidence) else "loss"
 
 
+def shows(row: dict[str, Any], column: str) -> bool:
+    """Whether a row of an audit tests what a column is of."""
+    kind = row["kind"]
+    if column == "KL":
+        return kind == "kl" or "beta=" in row["promise"]
+    if column == "advantages":
+        return kind == "advantages"
+    # the audit splits its batch at the papers' settings alone
+    if column == "micro-batches":
+        return kind == "loss" and row["setting"] == "paper"
+    return kind == "loss"
+
+
 def audited(a: dict[str, Any], column: str) -> Cell:
     """Return the cell of an audit: agrees, or the worst entry; not tested where the
     audit has no such row.
     """
-    name, kinds = (
-        a["framework"],
-        {
-            "loss": "loss",
-            "micro-batches": "loss",
-            "masks": "loss",
-            "advantages": "advantages",
-        },
-    )
-    rows = [
-        r
-        for r in a["rows"]
-        if r["kind"] == kinds.get(column, "kl")
-        or (column == "KL" and "beta=" in r["promise"])
-    ]
-    # the audit splits its batch at the papers' settings alone
-    if column == "micro-batches":
-        rows = [r for r in rows if r["setting"] == "paper"]
-    if not rows:
+    if not any(shows(row, column) for row in a["rows"]):
         return Cell()
+    name = a["framework"]
     status, more, key = worst([e for e in read(name) if column_of(e) == column])
     link = f"frameworks/{name}.json" + (f"#{key}" if key else "")
     return Cell(status, more, link, a["version"], a["date"])
 
 
 # ---- of other records ----------------------------------------------------------------
-def stepped(name: str, chosen: Callable[[str], bool]) -> Cell:
-    """Return the cell of a trainer's whole step, over the settings whose names are
-    chosen.
-    """
+def recorded_steps(name: str) -> list[dict[str, Any]]:
+    """Return the recorded steps of a trainer, one for each setting."""
     file = steps.HERE / f"{name}.json"
-    rows = (
-        [
-            r
-            for r in json.loads(file.read_text(encoding="utf-8"))
-            if chosen(r["setting"])
-        ]
-        if file.exists()
-        else []
-    )
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+
+
+def stepped(name: str, rows: list[dict[str, Any]]) -> Cell:
+    """Return the cell of a trainer's whole step.
+
+    Args:
+        name: the trainer.
+        rows: its recorded steps that are of the column.
+    """
     if not rows:
         return Cell()
-    agree = [r for r in rows if r["error"] is not None and not r["cause"]]
-    differ = [r for r in rows if r["error"] is not None and r["cause"]]
-    notes = [n for r in differ if (n := steps.note_of(name, r))]
-    status = (
-        min((n["status"] for n in notes), key=list(STATUS).index)
-        if differ
-        else "agrees"
-    )
-    more = f": {len(agree)} of {len(rows)} settings agree"
+    compared = [row for row in rows if row["error"] is not None]
+    differ = [row for row in compared if row["cause"]]
+    status = "agrees"
+    if differ:
+        notes = [note for row in differ if (note := steps.note_of(name, row))]
+        status = min((note["status"] for note in notes), key=ORDER.index)
+    agree = len(compared) - len(differ)
     return Cell(
         status,
-        more,
+        f": {agree} of {len(rows)} settings agree",
         "steps.md",
         read_tables(name)["ledger"]["version"],
         dates()[f"docs/steps/{name}.json"],
@@ -183,49 +178,58 @@ def stepped(name: str, chosen: Callable[[str], bool]) -> Cell:
 
 def several_ranks(name: str) -> Cell:
     """Return the cell of a trainer's step on several ranks."""
-    every = getattr(settings, name, None)
-    many = {s.name for s in every() if s.fields.get("ranks", 1) > 1} if every else set()
-    return stepped(name, many.__contains__)
+    make_settings = getattr(settings, name, None)
+    if make_settings is None:
+        return Cell()
+    names = {s.name for s in make_settings() if s.fields.get("ranks", 1) > 1}
+    rows = [row for row in recorded_steps(name) if row["setting"] in names]
+    return stepped(name, rows)
 
 
 @cache
 def _differences() -> dict[str, list[str]]:
     """By repository, the last cells of the table of docs/sampler-corrections.md."""
-    found: dict[str, list[str]] = {}
+    cells: dict[str, list[str]] = {}
     row = r"^\| \[[^\]]+\]\(https://github\.com/([^/]+/[^/]+)/.* \| ([^|]+) \|$"
     for repo, last in re.findall(row, samplers.PAGE.read_text(encoding="utf-8"), re.M):
-        found.setdefault(repo, []).append(last)
-    return found
+        cells.setdefault(repo, []).append(last)
+    return cells
+
+
+def _repository(name: str) -> str:
+    """Return the repository of a framework that docs.samplers compares, or ""."""
+    source = read_tables(name)["ledger"]["source"].lower().split("/")
+    for repo in samplers.COMMITS:
+        if repo.partition("/")[2].lower() in source:
+            return repo
+    return ""
 
 
 def sampler(name: str) -> Cell:
     """Return the cell of a framework's sampler corrections, which that page compares."""
-    source = read_tables(name)["ledger"]["source"].lower()
-    repo = next(
-        (
-            r
-            for r in samplers.COMMITS
-            if r.partition("/")[2].lower() in source.split("/")
-        ),
-        "",
-    )
+    repo = _repository(name)
     if not repo:
         return Cell()
-    mine = [r for r in samplers.ROWS if r.repo == repo]
-    run = [float(x) for x in _differences()[repo] if x != "read"]
-    status = (
-        "agrees" if run and max(run) < SINGLE else "differs" if run else "read, not run"
+    differences = [float(x) for x in _differences()[repo] if x != "read"]
+    if not differences:
+        status = "read, not run"
+    elif max(differences) < SINGLE:
+        status = "agrees"
+    else:
+        status = "differs"
+    on = any(
+        row.transform
+        for row in samplers.ROWS
+        if row.repo == repo and row.default == samplers.DEFAULT
     )
-    on = any(r.ours for r in mine if r.default == samplers.DEFAULT)
     by_default = "on by default" if on else "none by default"
-    where = "docs/sampler-corrections.md"
-    many = f"{len(run)} setting" + ("" if len(run) == 1 else "s")
+    settings_word = "setting" if len(differences) == 1 else "settings"
     return Cell(
         status,
-        f": {many}; {by_default}",
+        f": {len(differences)} {settings_word}; {by_default}",
         "sampler-corrections.md",
         samplers.COMMITS[repo][:9],
-        dates()[where],
+        dates()["docs/sampler-corrections.md"],
     )
 
 
@@ -236,18 +240,20 @@ def tried(name: str, column: str) -> list[str]:
     skipped = _record()["skipped"].get(name)
     if skipped is None or column not in GROUPS:
         return []
-    mine = [case.id for case in cases() if case.id.partition("/")[0] in GROUPS[column]]
-    return [case for case in mine if case not in skipped]
+    prefixes = GROUPS[column]
+    ids = [case.id for case in cases() if case.id.partition("/")[0] in prefixes]
+    return [case_id for case_id in ids if case_id not in skipped]
 
 
 def suite(name: str, column: str) -> str:
     """Return how many of these cases pass, where the framework has an adapter."""
-    mine = tried(name, column)
-    if not mine:
+    ids = tried(name, column)
+    if not ids:
         return ""
     file = SUITE.format(name)
-    passing = len(mine) - len(read_expected_failures(ROOT / file).keys() & set(mine))
-    return f"[suite](../{file}): {passing} of {len(mine)} cases, {dates()[file]}"
+    failing = read_expected_failures(ROOT / file).keys() & set(ids)
+    passing = len(ids) - len(failing)
+    return f"[suite](../{file}): {passing} of {len(ids)} cases, {dates()[file]}"
 
 
 # ---- the table -----------------------------------------------------------------------
@@ -272,21 +278,14 @@ def cell(a: dict[str, Any], column: str) -> Cell:
     """
     name = a["framework"]
     if column == "ranks":
-        found = several_ranks(name)
+        recorded = several_ranks(name)
     elif column == "sampler correction":
-        found = sampler(name)
+        recorded = sampler(name)
     elif column == "step":
-        found = stepped(name, lambda setting: True)
+        recorded = stepped(name, recorded_steps(name))
     else:
-        found = audited(a, column)
-    return Cell(
-        found.status,
-        found.more,
-        found.link,
-        found.version,
-        found.date,
-        suite=suite(name, column),
-    )
+        recorded = audited(a, column)
+    return replace(recorded, suite=suite(name, column))
 
 
 def table() -> str:
@@ -296,10 +295,9 @@ def table() -> str:
         "|---" * (len(COLUMNS) + 1) + "|",
     ]
     for a in framework_pages.audits():
-        cells = [str(cell(a, column)) for column in COLUMNS]
-        out.append(
-            f"| {framework_pages.link(a['framework'])} | " + " | ".join(cells) + " |"
-        )
+        link = framework_pages.link(a["framework"])
+        cells = [link, *(str(cell(a, column)) for column in COLUMNS)]
+        out.append(f"| {' | '.join(cells)} |")
     return "\n".join(out)
 
 
@@ -316,15 +314,15 @@ def _skipped(name: str) -> list[str]:
 def main() -> None:
     """Write docs/field.json from the history of the records and from the adapters."""
     suites = [ROOT / SUITE.format(name) for name in ADAPTERS]
-    named = [steps.HERE / f"{n}.json" for n in ADAPTERS]
-    found = {}
-    for file in [*named, samplers.PAGE, *suites]:
+    recorded = [steps.HERE / f"{name}.json" for name in ADAPTERS]
+    days = {}
+    for file in [*recorded, samplers.PAGE, *suites]:
         path = file.relative_to(ROOT).as_posix()
         git = ["git", "log", "-1", "--format=%cs", "--", path]
-        found[path] = subprocess.run(
+        days[path] = subprocess.run(
             git, cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout.strip()
-    record = {"dates": found, "skipped": {name: _skipped(name) for name in ADAPTERS}}
+    record = {"dates": days, "skipped": {name: _skipped(name) for name in ADAPTERS}}
     write_atomically(RECORD, json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 

@@ -33,95 +33,133 @@ COMMITS = {
 }
 
 
+Batch = dict[str, torch.Tensor]
+# a repository and a batch -> the factor of each token
+Factors = Callable[[Fetched, Batch], torch.Tensor]
+
+
 class Row(NamedTuple):
-    """A setting: what it is called there, whether it is the default, what it is here,
-    the file that says so.
+    """A setting of a framework, and what it is in upref.
+
+    Args:
+        repo: the repository.
+        setting: as the framework writes it.
+        default: whether it is the default.
+        transform: the transform of upref, or "" where upref has none.
+        hp: the hyperparameters of the transform.
+        file: the file of the repository that has the setting.
+        factors: the framework's own function, if there is one to run.
     """
 
     repo: str
     setting: str
     default: str
-    ours: str  # a transform, or "" where upref has none
+    transform: str
     hp: dict[str, float]
     file: str
-    run: Callable[[Fetched, dict[str, torch.Tensor]], torch.Tensor] | None = None
+    factors: Factors | None = None
 
 
 # ---- the frameworks' own functions ---------------------------------------------------
-def verl(file: str, **settings: Any):
-    masked_sum = lambda x, m, axis=None: (x * m).sum(axis)
-    masked_mean = lambda x, m, axis=None: (x * m).sum(axis) / m.sum(axis)
-    given = dict(
+def masked_sum(x: torch.Tensor, mask: torch.Tensor, axis=None) -> torch.Tensor:
+    """Stand in for verl's function of this name."""
+    return (x * mask).sum(axis)
+
+
+def masked_mean(x: torch.Tensor, mask: torch.Tensor, axis=None) -> torch.Tensor:
+    """Stand in for verl's function of this name."""
+    return masked_sum(x, mask, axis) / mask.sum(axis)
+
+
+def no_metrics(**tensors: Any) -> dict:
+    """Stand in for a function that computes metrics."""
+    return {}
+
+
+def record(**fields: Any) -> SimpleNamespace:
+    """Stand in for a dataclass."""
+    return SimpleNamespace(**fields)
+
+
+def verl(file: str, **settings: Any) -> Factors:
+    """Return verl's factors: of rejection where `rollout_rs` is set, else of weights."""
+    functions = (
+        "_parse_rollout_is_threshold",
+        "_parse_rollout_rs_thresholds",
+        "compute_rollout_rejection_mask",
+        "compute_rollout_correction_weights",
+    )
+    names = dict(
         SAFETY_BOUND=20.0,
         verl_F=SimpleNamespace(masked_sum=masked_sum, masked_mean=masked_mean),
         Optional=None,
-        compute_is_metrics=lambda **k: {},
-        compute_rs_metrics=lambda **k: {},
+        compute_is_metrics=no_metrics,
+        compute_rs_metrics=no_metrics,
         TOKEN_LEVEL_ROLLOUT_RS_OPTIONS={"token_k1", "token_k2", "token_k3"},
         SUPPORTED_ROLLOUT_RS_OPTIONS={"token_k1", "seq_mean_k1", "seq_sum_k1"},
     )
 
-    def run(repo: Fetched, b):
+    def factors(repo: Fetched, b: Batch) -> torch.Tensor:
         log_rho, mask = b["old"] - b["engine"], b["mask"].double()
-        names = (
-            "_parse_rollout_is_threshold",
-            "_parse_rollout_rs_thresholds",
-            "compute_rollout_rejection_mask",
-            "compute_rollout_correction_weights",
-        )
-        theirs = repo.take(file, *names, **given)
+        module = repo.take(file, *functions, **names)
         if "rollout_rs" in settings:
-            return theirs.compute_rollout_rejection_mask(log_rho, mask, **settings)[0]
-        return theirs.compute_rollout_correction_weights(log_rho, mask, **settings)[0]
+            return module.compute_rollout_rejection_mask(log_rho, mask, **settings)[0]
+        return module.compute_rollout_correction_weights(log_rho, mask, **settings)[0]
 
-    return run
+    return factors
 
 
-def trl(file: str, mode: str, low: float | None = None, high: float | None = 3.0):
-    def run(repo: Fetched, b):
-        text = (repo.folder / file).read_text(encoding="utf-8").splitlines()
-        first = next(i for i, x in enumerate(text) if "per_token_logps_diff = (" in x)
-        last = (
-            next(
-                i
-                for i, x in enumerate(text)
-                if i > first and "Unknown vLLM importance sampling" in x
-            )
-            + 1
-        )
-        settings = {"mode": mode, "clip_min": low, "clip_max": high}
-        me = SimpleNamespace(
-            **{f"vllm_importance_sampling_{k}": v for k, v in settings.items()}
-        )
-        given = dict(
-            self=me,
+def trl(
+    file: str, mode: str, low: float | None = None, high: float | None = 3.0
+) -> Factors:
+    """Return TRL's factors, from lines in the middle of its trainer."""
+    trainer = SimpleNamespace(
+        vllm_importance_sampling_mode=mode,
+        vllm_importance_sampling_clip_min=low,
+        vllm_importance_sampling_clip_max=high,
+    )
+
+    def factors(repo: Fetched, b: Batch) -> torch.Tensor:
+        names = dict(
+            self=trainer,
             old_per_token_logps=b["old"],
             sampling_per_token_logps=b["engine"],
             mask=b["mask"],
         )
-        return repo.lines(
-            file, first + 1, last + 1, **given
-        ).vllm_importance_sampling_ratio
+        text = (repo.folder / file).read_text(encoding="utf-8").splitlines()
+        first = next(i for i, x in enumerate(text) if "per_token_logps_diff = (" in x)
+        error = next(
+            i
+            for i, x in enumerate(text)
+            if i > first and "Unknown vLLM importance sampling" in x
+        )
+        # counted from 1, with the line that closes the raise of the error
+        made = repo.lines(file, first + 1, error + 2, **names)
+        return made.vllm_importance_sampling_ratio
 
-    return run
+    return factors
 
 
-def slime(file: str, name: str, **settings: Any):
-    def run(repo: Fetched, b):
-        theirs = getattr(repo.take(file, name, Namespace=None, Any=None), name)
-        lists = dict(
+def slime(file: str, name: str, **settings: Any) -> Factors:
+    """Return slime's factors, by its function of this name."""
+
+    def factors(repo: Fetched, b: Batch) -> torch.Tensor:
+        function = getattr(repo.take(file, name, Namespace=None, Any=None), name)
+        loss, *_ = function(
+            SimpleNamespace(**settings),
+            pg_loss=torch.ones_like(b["old"]),
             train_log_probs=[b["old"]],
             rollout_log_probs=[b["engine"]],
             loss_masks=[b["mask"]],
         )
-        return theirs(
-            SimpleNamespace(**settings), pg_loss=torch.ones_like(b["old"]), **lists
-        )[0]
+        return loss
 
-    return run
+    return factors
 
 
-def open_instruct(file: str, **settings: Any):
+def open_instruct(file: str, **settings: Any) -> Factors:
+    """Return open-instruct's factors, with its defaults for other settings."""
+    functions = ("_rho_drop_masks", "_sequence_level_mean", "compute_rho_correction")
     defaults = dict(
         use_rho_correction=True,
         rho_clamp_lower_bound=0.0,
@@ -132,54 +170,49 @@ def open_instruct(file: str, **settings: Any):
         rho_mask_tv_divergence=False,
     )
 
-    def run(repo: Fetched, b):
-        names = ("_rho_drop_masks", "_sequence_level_mean", "compute_rho_correction")
-        theirs = repo.take(file, *names, RhoCorrection=lambda **k: SimpleNamespace(**k))
+    def factors(repo: Fetched, b: Batch) -> torch.Tensor:
+        module = repo.take(file, *functions, RhoCorrection=record)
         config = SimpleNamespace(**defaults | settings)
-        return theirs.compute_rho_correction(
+        correction = module.compute_rho_correction(
             b["old"], b["engine"], b["mask"], torch.ones_like(b["old"]), config
-        ).weights
+        )
+        return correction.weights
 
-    return run
+    return factors
 
 
-def areal(file: str, **settings: Any):
+def areal(file: str, **settings: Any) -> Factors:
+    """Return AReaL's factors, with its defaults for other settings."""
+    functions = ("_check_bounds", "apply_rejection_sampling")
+    names = dict(RejectionSamplingResult=record, logger=logging.getLogger("areal"))
     defaults = dict(
         level="token", action="mask", metric="ratio", agg="mean", upper=5.0, lower=None
     )
 
-    def run(repo: Fetched, b):
-        given = dict(
-            RejectionSamplingResult=lambda **k: SimpleNamespace(**k),
-            logger=logging.getLogger("areal"),
-        )
-        theirs = repo.take(file, "_check_bounds", "apply_rejection_sampling", **given)
+    def factors(repo: Fetched, b: Batch) -> torch.Tensor:
+        module = repo.take(file, *functions, **names)
         config = SimpleNamespace(**defaults | settings)
-        return theirs.apply_rejection_sampling(
+        result = module.apply_rejection_sampling(
             b["old"], b["engine"], b["mask"].int(), None, config
-        ).behave_imp_weight
+        )
+        return result.behave_imp_weight
 
-    return run
+    return factors
 
 
-VERL, TRL = "verl/trainer/ppo/rollout_corr_helper.py", "trl/trainer/grpo_trainer.py"
-SLIME, OPEN = "slime/backends/megatron_utils/loss.py", "open_instruct/grpo_utils.py"
-AREAL, PRIME = "areal/utils/functional/functional.py", "src/prime_rl/trainer/rl/loss.py"
-_v, _t, _s, _o, _a = (
-    "verl-project/verl",
-    "huggingface/trl",
-    "THUDM/slime",
-    "allenai/open-instruct",
-    "inclusionAI/AReaL",
-)
+# repositories, and in each the file of the function
+VERL, VERL_FILE = "verl-project/verl", "verl/trainer/ppo/rollout_corr_helper.py"
+TRL, TRL_FILE = "huggingface/trl", "trl/trainer/grpo_trainer.py"
+SLIME, SLIME_FILE = "THUDM/slime", "slime/backends/megatron_utils/loss.py"
+OPEN, OPEN_FILE = "allenai/open-instruct", "open_instruct/grpo_utils.py"
+AREAL, AREAL_FILE = "inclusionAI/AReaL", "areal/utils/functional/functional.py"
+PRIME, PRIME_FILE = "PrimeIntellect-ai/prime-rl", "src/prime_rl/trainer/rl/loss.py"
 DEFAULT, NO_CORRECTION = "default", "default: no correction"
-SEQ, MODE = (
-    "vllm_importance_sampling_mode=sequence_",
-    "vllm_importance_sampling_mode=token_",
-)
+SEQUENCE_MODE = "vllm_importance_sampling_mode=sequence_"
+TOKEN_MODE = "vllm_importance_sampling_mode=token_"
 ROWS = [
     Row(
-        _v,
+        VERL,
         "rollout_correction.rollout_is=null, rollout_rs=null",
         NO_CORRECTION,
         "",
@@ -187,123 +220,138 @@ ROWS = [
         "verl/trainer/config/algorithm/rollout_correction.yaml",
     ),
     Row(
-        _v,
+        VERL,
         "rollout_is=token, rollout_is_threshold=2.0",
         "threshold: 2.0",
         "tis",
         {"is_max": 2.0},
-        VERL,
-        verl(VERL, rollout_is="token", rollout_is_threshold=2.0),
+        VERL_FILE,
+        verl(VERL_FILE, rollout_is="token", rollout_is_threshold=2.0),
     ),
     Row(
-        _v,
+        VERL,
         "rollout_is=sequence",
         "",
         "tis_seq",
         {"is_max": 2.0},
-        VERL,
-        verl(VERL, rollout_is="sequence", rollout_is_threshold=2.0),
+        VERL_FILE,
+        verl(VERL_FILE, rollout_is="sequence", rollout_is_threshold=2.0),
     ),
     Row(
-        _v,
+        VERL,
         "rollout_is=token, rollout_is_threshold=0.5_5.0",
         "",
         "icepop",
         {"is_min": 0.5, "is_max": 5.0},
-        VERL,
-        verl(VERL, rollout_is="token", rollout_is_threshold="0.5_5.0"),
+        VERL_FILE,
+        verl(VERL_FILE, rollout_is="token", rollout_is_threshold="0.5_5.0"),
     ),
     Row(
-        _v,
+        VERL,
         "rollout_rs=seq_mean_k1, rollout_rs_threshold=0.9_1.2 (bounds of 1/s)",
         "",
         "seq_mask",
         {"is_min": 1 / 1.2, "is_max": 1 / 0.9},
-        VERL,
-        verl(VERL, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.9_1.2"),
+        VERL_FILE,
+        verl(VERL_FILE, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.9_1.2"),
     ),
     Row(
-        _t,
-        SEQ + "mask, clip_max=3.0",
+        TRL,
+        SEQUENCE_MODE + "mask, clip_max=3.0",
         DEFAULT,
         "mis_seq",
         {"is_max": 3.0},
         "trl/trainer/grpo_config.py",
-        trl(TRL, "sequence_mask"),
+        trl(TRL_FILE, "sequence_mask"),
     ),
     Row(
-        _t,
-        SEQ + "truncate",
+        TRL,
+        SEQUENCE_MODE + "truncate",
         "",
         "tis_seq",
         {"is_max": 3.0},
-        TRL,
-        trl(TRL, "sequence_truncate"),
+        TRL_FILE,
+        trl(TRL_FILE, "sequence_truncate"),
     ),
     Row(
-        _t,
-        MODE + "truncate",
+        TRL,
+        TOKEN_MODE + "truncate",
         "",
         "tis",
         {"is_max": 3.0},
-        TRL,
-        trl(TRL, "token_truncate"),
+        TRL_FILE,
+        trl(TRL_FILE, "token_truncate"),
     ),
-    Row(_t, MODE + "mask", "", "mis", {"is_max": 3.0}, TRL, trl(TRL, "token_mask")),
     Row(
-        _t,
-        MODE + "mask, clip_min=0.5, clip_max=5.0",
+        TRL,
+        TOKEN_MODE + "mask",
+        "",
+        "mis",
+        {"is_max": 3.0},
+        TRL_FILE,
+        trl(TRL_FILE, "token_mask"),
+    ),
+    Row(
+        TRL,
+        TOKEN_MODE + "mask, clip_min=0.5, clip_max=5.0",
         "",
         "icepop",
         {"is_min": 0.5, "is_max": 5.0},
-        TRL,
-        trl(TRL, "token_mask", 0.5, 5.0),
+        TRL_FILE,
+        trl(TRL_FILE, "token_mask", 0.5, 5.0),
     ),
-    Row(_s, "use_tis off", NO_CORRECTION, "", {}, "slime/utils/arguments.py"),
+    Row(SLIME, "use_tis off", NO_CORRECTION, "", {}, "slime/utils/arguments.py"),
     Row(
-        _s,
+        SLIME,
         "--use-tis, tis_clip=2.0, tis_clip_low=0",
         "bounds: 0, 2.0",
         "tis",
         {"is_max": 2.0},
-        SLIME,
-        slime(SLIME, "vanilla_tis_function", tis_clip=2.0, tis_clip_low=0),
+        SLIME_FILE,
+        slime(SLIME_FILE, "vanilla_tis_function", tis_clip=2.0, tis_clip_low=0),
     ),
     Row(
-        _s,
+        SLIME,
         "icepop_function, tis_clip_low=0.5, tis_clip=5.0",
         "",
         "icepop",
         {"is_min": 0.5, "is_max": 5.0},
-        SLIME,
-        slime(SLIME, "icepop_function", tis_clip=5.0, tis_clip_low=0.5),
+        SLIME_FILE,
+        slime(SLIME_FILE, "icepop_function", tis_clip=5.0, tis_clip_low=0.5),
     ),
     Row(
-        _o,
+        OPEN,
         "use_rho_correction=True, rho_clamp_upper_bound=2.0",
         DEFAULT,
         "tis",
         {"is_max": 2.0},
-        OPEN,
-        open_instruct(OPEN),
+        OPEN_FILE,
+        open_instruct(OPEN_FILE),
     ),
     Row(
-        _o,
+        OPEN,
         "rho_mask_lower_bound=0.5, rho_mask_upper_bound=5.0, no clamp",
         "",
         "icepop",
         {"is_min": 0.5, "is_max": 5.0},
-        OPEN,
+        OPEN_FILE,
         open_instruct(
-            OPEN,
+            OPEN_FILE,
             rho_clamp_upper_bound=0.0,
             rho_mask_lower_bound=0.5,
             rho_mask_upper_bound=5.0,
         ),
     ),
-    Row(_a, "use_decoupled_loss=False", NO_CORRECTION, "", {}, "areal/api/cli_args.py"),
     Row(
-        _a,
+        AREAL,
+        "use_decoupled_loss=False",
+        NO_CORRECTION,
+        "",
+        {},
+        "areal/api/cli_args.py",
+    ),
+    Row(
+        AREAL,
         "use_decoupled_loss=True, rejection_sampling=null",
         "then the default",
         "decoupled",
@@ -311,90 +359,98 @@ ROWS = [
         "areal/api/cli_args.py",
     ),
     Row(
-        _a,
+        AREAL,
         "use_decoupled_loss=True, rejection_sampling: {}",
         "its upper: 5.0",
         "mis",
         {"is_max": 5.0},
-        AREAL,
-        areal(AREAL),
+        AREAL_FILE,
+        areal(AREAL_FILE),
     ),
     Row(
-        "PrimeIntellect-ai/prime-rl",
+        PRIME,
         "type=default: π_old is μ, DPPO bounds π_θ-μ",
         DEFAULT,
         "",
         {},
-        PRIME,
+        PRIME_FILE,
     ),
 ]
 
 
 # ---- the comparison ------------------------------------------------------------------
-def batch(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Log-probabilities of 64 responses of up to 9 tokens; ρ near 1 in a third of them,
-    up to e^±2 in another.
+def batch(seed: int = 0) -> Batch:
+    """Return log-probabilities of 64 responses of up to 9 tokens; ρ near 1 in a third
+    of them, up to e^±2 in another.
     """
     g = torch.Generator().manual_seed(seed)
     old = -torch.rand(64, 9, generator=g, dtype=torch.float64) * 4 - 2.5
-    spread = torch.tensor([0.01, 0.2, 1.0], dtype=torch.float64)[
-        torch.arange(64) % 3, None
-    ]
-    engine = (
-        old - spread * torch.randn(64, 9, generator=g, dtype=torch.float64)
-    ).clamp(max=-1e-3)
+    spreads = torch.tensor([0.01, 0.2, 1.0], dtype=torch.float64)
+    log_rho = spreads[torch.arange(64) % 3, None] * torch.randn(
+        64, 9, generator=g, dtype=torch.float64
+    )
     return {
         "old": old,
-        "engine": engine,
+        "engine": (old - log_rho).clamp(max=-1e-3),
         "mask": torch.arange(9) < torch.randint(1, 10, (64, 1), generator=g),
     }
 
 
-def apart(row: Row, folder: Path) -> float:
-    """The largest difference of a factor, on tokens of the mask."""
+def largest_difference(row: Row, folder: Path) -> float:
+    """Return the largest difference of a framework's factors from upref's, on tokens of
+    the mask.
+
+    Args:
+        row: the setting; it has factors.
+        folder: holds the repositories.
+    """
     b = batch()
-    ours = upref.get(f"{row.ours}(reinforce)").sampler_weights(
+    expected = upref.get(f"{row.transform}(reinforce)").sampler_weights(
         b["old"], b["engine"], b["mask"], **row.hp
     )
-    theirs = row.run(Fetched(folder / row.repo.replace("/", "+")), b).expand_as(ours)
-    return (theirs.double() - ours)[b["mask"]].abs().max().item()
+    repo = Fetched(folder / row.repo.replace("/", "+"))
+    factors = row.factors(repo, b).expand_as(expected)
+    return (factors.double() - expected)[b["mask"]].abs().max().item()
 
 
 def page(folder: Path) -> str:
-    lines = []
+    """Return the table of all settings; the folder holds the repositories."""
+    lines = [
+        "| framework | setting | default | in upref | difference |",
+        "|---|---|---|---|---|",
+    ]
     for row in ROWS:
-        link = f"https://github.com/{row.repo}/blob/{COMMITS[row.repo]}/{row.file}"
-        far = f"{apart(row, folder):.0e}" if row.run else "read"
-        hp = ", ".join(f"{k}={v:.4g}" for k, v in row.hp.items())
-        ours = f"`{row.ours}(X)`" + (f", {hp}" if hp else "") if row.ours else "none"
         name = row.repo.partition("/")[2]
-        lines.append(
-            f"| [{name}]({link}) | `{row.setting}` | {row.default} | {ours} | {far} |"
+        link = f"https://github.com/{row.repo}/blob/{COMMITS[row.repo]}/{row.file}"
+        in_upref = f"`{row.transform}(X)`" if row.transform else "none"
+        for hyperparameter, value in row.hp.items():
+            in_upref += f", {hyperparameter}={value:.4g}"
+        difference = "read"
+        if row.factors:
+            difference = f"{largest_difference(row, folder):.0e}"
+        cells = (
+            f"[{name}]({link})",
+            f"`{row.setting}`",
+            row.default,
+            in_upref,
+            difference,
         )
-    return "\n".join(
-        [
-            "| framework | setting | default | in upref | difference |",
-            "|---|---|---|---|---|",
-            *lines,
-        ]
-    )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main():
+    """Write the table into its page."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "folder", type=Path, help="where owner+name/ of each repository is"
     )
-    text, start, end = (
-        PAGE.read_text(encoding="utf-8"),
-        "<!-- the table of python -m docs.samplers -->\n",
-        "\n<!-- end -->",
-    )
-    before, _, rest = text.partition(start)
+    folder = parser.parse_args().folder
+    start = "<!-- the table of python -m docs.samplers -->\n"
+    end = "\n<!-- end -->"
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(start)
     after = rest.partition(end)[2]
-    write_atomically(
-        PAGE, before + start + page(parser.parse_args().folder) + end + after
-    )
+    write_atomically(PAGE, before + start + page(folder) + end + after)
 
 
 if __name__ == "__main__":
