@@ -4,8 +4,10 @@
 import functools
 import re
 import tomllib
+from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,7 +33,9 @@ ABOUT = tomllib.loads(
 
 
 def pages(source: Path) -> dict[str, str]:
-    """docname -> markdown; the pictures stand beside the pages."""
+    """Write the pictures of all objectives beside their pages, and return the pages:
+    docname -> Markdown.
+    """
     (source / "objectives").mkdir(parents=True)
     return {
         f"objectives/{name}": page(get(name), source / "objectives") for name in names()
@@ -39,14 +43,13 @@ def pages(source: Path) -> dict[str, str]:
 
 
 def page(o: Objective, folder: Path) -> str:
-    called, about = ABOUT[o.name]
+    """Write the pictures of an objective into the folder, and return its page."""
+    title, about = ABOUT[o.name]
     parts = [
-        f"# {called}\n\n{_thumb(o, folder)}{about} Its name in upref is `{o.name}`.\n\n{_paper(o)}",
+        f"# {title}\n\n{_thumb(o, folder)}{about} Its name in upref is `{o.name}`.\n\n{_paper(o)}",
         tex.block(tex.equation(o.equation)),
         _facts(o),
         _commands(o),
-    ]
-    parts += [
         "## The gradient, three times",
         _gradients(o),
         "## Pictures",
@@ -56,12 +59,8 @@ def page(o: Objective, folder: Path) -> str:
         parts += ["## Training curves", runs]
     if o.hyperparameters:
         parts += ["## Hyperparameters", _hyperparameters(o)]
-    parts += [
-        "## Where frameworks differ",
-        _frameworks(o),
-        "## Relatives",
-        _relatives(o),
-    ]
+    parts += ["## Where frameworks differ", _frameworks(o)]
+    parts += ["## Relatives", _relatives(o)]
     if o.paper:
         parts += ["## Reference", f"```bibtex\n{bib_entry(o.paper)}\n```"]
     return "\n\n".join(parts) + "\n"
@@ -92,14 +91,14 @@ def listed(text: str) -> str:
 
 
 def _entry(name: str, paper: str, trainers: str) -> str:
-    """Its row: what people call it, its formula, its weight, its paper."""
+    """Return the row of an objective: its title, formula, weight, paper and trainers."""
     o = get(name)
-    called = ABOUT[name][0]
+    title = ABOUT[name][0]
     formula = tex.equation(o.equation).replace("|", r"\vert ")
     math = rf"$\begin{{array}}{{l}} {formula} \end{{array}}$"
     key, _, mark = paper.partition(" ")
     thumb = _thumb(o, Path(), "objectives/")
-    link = f"[{called}](objectives/{name}.md) `{name}`"
+    link = f"[{title}](objectives/{name}.md) `{name}`"
     row = [link, math, thumb.strip(), f"`{key}` {mark}".strip(), trainers]
     return f"| {' | '.join(row)} |"
 
@@ -146,31 +145,31 @@ def _thumb(o: Objective, folder: Path, before: str = "") -> str:
 
 # ---- its parts -----------------------------------------------------------------------
 def _paper(o: Objective) -> str:
+    """Return the paper of an objective, and where in it the objective is."""
     if not o.paper:
         return "Unpublished."
     paper = papers().get(o.paper)
-    title = o.paper if paper is None else paper.title
-    shown = f"[{title}]({paper.url})" if paper and paper.url else title
+    title = paper.title if paper else o.paper
+    if paper and paper.url:
+        title = f"[{title}]({paper.url})"
     place = f"Eq. {o.eq}" if re.match(r"A?\d", o.eq) else o.eq
-    return f"{shown}, {place}."
+    return f"{title}, {place}."
 
 
 def _facts(o: Objective) -> str:
-    rows = [
-        ("level", f"{o.level}: {LEVELS[o.level]}"),
-        ("aggregation", f"`{o.agg}`"),
-        ("advantage", f"`{o.adv}`"),
-    ]
-    rows += [("KL", f"− β · `{o.kl}`, a term of its own")] if o.kl else []
-    said = {
+    """Return a table of what the registry records of an objective."""
+    facts = {
+        "level": f"{o.level}: {LEVELS[o.level]}",
+        "aggregation": f"`{o.agg}`",
+        "advantage": f"`{o.adv}`",
+        "KL": f"− β · `{o.kl}`, a term of its own" if o.kl else "",
         "note": o.note,
         "not in sympy": o.not_symbolic,
         "not split": o.batch_coupled,
         "at r = 1": o.on_policy_exception,
     }
-    return _table(
-        ["what", "of this objective"], [*rows, *((k, v) for k, v in said.items() if v)]
-    )
+    rows = [(name, fact) for name, fact in facts.items() if fact]
+    return _table(["what", "of this objective"], rows)
 
 
 def _commands(o: Objective) -> str:
@@ -189,6 +188,7 @@ def _commands(o: Objective) -> str:
 
 
 def _gradients(o: Objective) -> str:
+    """Return the code of an objective, of its weight, and sympy's derivative."""
     code = "**{}**\n\n```python\n{}\n```\n\n"
     function = code.format("The function that trains", _source(o.fn).rstrip())
     weight = code.format(
@@ -199,26 +199,34 @@ def _gradients(o: Objective) -> str:
 
 
 def _derived(o: Objective) -> str:
-    d = derive(o)
-    assert d.ok, f"{o.name}: {d}"
-    if not d.rows:
-        return (
-            "**By autograd**, on a small batch:\n\n```text\n"
-            + "\n".join(d.steps[3:])
-            + "\n```"
+    """Return the derivative in each regime, or the proof by autograd where sympy has
+    none.
+    """
+    derivation = derive(o)
+    assert derivation.ok, f"{o.name}: {derivation}"
+    if not derivation.rows:
+        steps = "\n".join(derivation.steps[3:])
+        return f"**By autograd**, on a small batch:\n\n```text\n{steps}\n```"
+    rows = []
+    for regime in derivation.rows:
+        J, gradient = (
+            f"${tex.expression(e)}$".replace("|", r"\vert ")
+            for e in (regime.J, regime.gradient)
         )
-    math = lambda e: f"${tex.expression(e)}$".replace("|", r"\vert ")
-    rows = [
-        (f"${SIGNS[x.sign]}$", f"${tex.where(x.where)}$", math(x.J), math(x.gradient))
-        for x in d.rows
-    ]
+        rows.append(
+            (f"${SIGNS[regime.sign]}$", f"${tex.where(regime.where)}$", J, gradient)
+        )
     head = "**sympy's derivative of the function**, regime by regime. Its difference from the weight simplifies to 0."
     if "c" in o.hyperparameters and o.hyperparameters["c"] is None:
         head += " The dual clip c is off by default: read c as ∞."
     return f"{head}\n\n" + _table(["advantage", "ratio", "J", "dJ/dlp"], rows)
 
 
+RATIOS_IN_WORDS = (0.5, 0.9, 1.1, 2.0)  # at which the text has the weight
+
+
 def _pictures(o: Objective, folder: Path) -> str:
+    """Draw the Cap map and the weight into the folder; return them with their text."""
     try:
         curve = make_curve(o)
     except InputError as error:
@@ -230,20 +238,21 @@ def _pictures(o: Objective, folder: Path) -> str:
 
     x = (np.arange(100) + 0.5) / 100
     mu, p = np.meshgrid(x, x)
-    alive = [
-        f"for {SIGNS[A]} {100 * np.mean(capacity(o, p, mu, A) > 0):.0f} %"
-        for A in (1, -1)
-    ]
-    at = (0.5, 0.9, 1.1, 2.0)
-    said = [
-        ", ".join(f"{float(curve(r, A, 0.1)):.3g} at r = {r:g}" for r in at)
-        for A in (1, -1)
-    ]
+    shares = []
+    weights = []
+    for A in (1, -1):
+        share = np.mean(capacity(o, p, mu, A) > 0)
+        shares.append(f"for {SIGNS[A]} {100 * share:.0f} %")
+        weights.append(
+            ", ".join(
+                f"{float(curve(r, A, 0.1)):.3g} at r = {r:g}" for r in RATIOS_IN_WORDS
+            )
+        )
     return (
         f"![Cap map of {o.name} over π_old and π_θ, described below.]({o.name}-cap.svg)\n\n"
-        f"Cap is above 0 in this part of the square: {', '.join(alive)}. In hatched regions there is no gradient.\n\n"
+        f"Cap is above 0 in this part of the square: {', '.join(shares)}. In hatched regions there is no gradient.\n\n"
         f"![Gradient weight of {o.name} against the ratio, described below.]({o.name}-weight.svg)\n\n"
-        f"The weight where A = 1: {said[0]}; where A = −1: {said[1]}."
+        f"The weight where A = 1: {weights[0]}; where A = −1: {weights[1]}."
     )
 
 
@@ -254,70 +263,90 @@ PANELS = [
 ]
 
 
+Arms = dict[str, list[dict]]  # objective -> its recorded runs
+
+
 @functools.cache
-def _recorded() -> dict[tuple, dict[str, list[dict]]]:
-    """All that is set of a recorded run but objective and seed -> objective at its
-    defaults -> runs.
+def _recorded() -> dict[tuple, Arms]:
+    """Return the runs of objectives at their defaults, by all settings but objective
+    and seed.
     """
-    found: dict[tuple, dict[str, list[dict]]] = {}
-    for r in (r for n in (1, 2) for r in results.load(results.folder_of(n)).values()):
-        same = tuple(
-            (k, str(v))
-            for k, v in r["settings"].items()
-            if k not in ("objective", "seed")
+    recorded: dict[tuple, Arms] = {}
+    runs = [run for n in (1, 2) for run in results.load(results.folder_of(n)).values()]
+    for run in runs:
+        settings = run["settings"]
+        if run["status"] != "done" or settings["hp"]:
+            continue
+        others = tuple(
+            (name, str(value))
+            for name, value in settings.items()
+            if name not in ("objective", "seed")
         )
-        if r["status"] == "done" and not r["settings"]["hp"]:
-            found.setdefault(same, {}).setdefault(
-                r["settings"]["objective"], []
-            ).append(r)
-    return found
+        arms = recorded.setdefault(others, {})
+        arms.setdefault(settings["objective"], []).append(run)
+    return recorded
 
 
 def _runs(o: Objective, folder: Path) -> str:
-    """Curves of the setting in which most seeds of it are recorded, with DAPO's there;
-    "" if there is no run.
+    """Draw the runs of an objective into the folder, with DAPO's of the same setting.
+
+    The setting is the one in which most seeds of the objective are recorded.
+
+    Returns:
+        The figure with its text; "" if there is no run.
     """
-    among = [arms for arms in _recorded().values() if o.name in arms]
-    if not among:
+    settings_with_it = [arms for arms in _recorded().values() if o.name in arms]
+    if not settings_with_it:
         return ""
-    arms = max(
-        among,
-        key=lambda arms: (
-            len(arms[o.name]),
-            "dapo" in arms,
-            arms[o.name][0]["settings"]["steps"],
-        ),
-    )
-    shown = {
-        name: arms[name] for name in dict.fromkeys((o.name, "dapo")) if name in arms
-    }
-    found = [
-        {name: [curves.curve(r, panel) for r in runs] for name, runs in shown.items()}
+
+    def rank(arms: Arms) -> tuple[int, bool, int]:
+        runs = arms[o.name]
+        return len(runs), "dapo" in arms, runs[0]["settings"]["steps"]
+
+    arms = max(settings_with_it, key=rank)
+    drawn = {o.name: arms[o.name]}
+    if "dapo" in arms:
+        drawn["dapo"] = arms["dapo"]
+    panels = [
+        {
+            name: [curves.curve(run, panel) for run in runs]
+            for name, runs in drawn.items()
+        }
         for panel in PANELS
     ]
-    curves.draw(PANELS, found, "", o.name).savefig(folder / f"{o.name}-runs.svg")
-    s = arms[o.name][0]["settings"]
-    times = f"{s['minibatches']} mini-batches a step" + (
-        f", {s['epochs']} epochs" if s["epochs"] > 1 else ""
-    )
-    kl = f", KL coefficient {s['beta']:g}" if s["beta"] else ""
+    curves.draw(PANELS, panels, "", o.name).savefig(folder / f"{o.name}-runs.svg")
     seeds = "; ".join(
-        f"{name}: seeds {_ranges(r['settings']['seed'] for r in runs)}"
-        for name, runs in shown.items()
+        f"{name}: seeds {_ranges(run['settings']['seed'] for run in runs)}"
+        for name, runs in drawn.items()
     )
-    own = {k: s[k] for k in ("advantages", "aggregation") if s[k]}
-    kl += "".join(f", {k} `{v}`" for k, v in own.items())
     return (
         f"![Reward, Avg@32 and Best@32 of {o.name} in recorded runs, described below.]({o.name}-runs.svg)\n\n"
-        f"Recorded runs of the [miniature](../repro/mini/README.md): task `{s['task']}`, base `{s['base']}`, "
-        f"{s['steps']} steps, learning rate {s['lr']:g}, {times}{kl} ({seeds}). Bold: {o.name}'s mean over its seeds. "
+        "Recorded runs of the [miniature](../repro/mini/README.md): "
+        f"{_settings_text(arms[o.name][0]['settings'])} ({seeds}). Bold: {o.name}'s mean over its seeds. "
         "Thin: one seed. The learning rate is the same for every objective and may suit some of them better than "
         "others, so the figure does not rank them."
     )
 
 
-def _ranges(numbers) -> str:
-    """0 to 4, 1000 to 1012."""
+def _settings_text(s: dict) -> str:
+    """Return the settings of a recorded run in words."""
+    parts = [
+        f"task `{s['task']}`",
+        f"base `{s['base']}`",
+        f"{s['steps']} steps",
+        f"learning rate {s['lr']:g}",
+        f"{s['minibatches']} mini-batches a step",
+    ]
+    if s["epochs"] > 1:
+        parts.append(f"{s['epochs']} epochs")
+    if s["beta"]:
+        parts.append(f"KL coefficient {s['beta']:g}")
+    parts += [f"{k} `{s[k]}`" for k in ("advantages", "aggregation") if s[k]]
+    return ", ".join(parts)
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as ranges: 0 to 4, 1000 to 1012."""
     out: list[list[int]] = []
     for n in sorted({*numbers}):
         if out and n == out[-1][1] + 1:
@@ -336,26 +365,27 @@ def _hyperparameters(o: Objective) -> str:
 
 
 def _frameworks(o: Objective) -> str:
-    found = [
-        (e, x)
-        for e in read()
-        for x in e.evidence
-        if x.held_against.split(",")[0] == o.name
-    ]
-    if not found:
+    """Return a table of the entries of the ledgers about losses that are compared with
+    an objective.
+    """
+    rows = []
+    for e in read():
+        status = f"[{e.status}]({e.link})" if e.link else e.status
+        for evidence in e.evidence:
+            if evidence.held_against.split(",")[0] == o.name:
+                loss = f"{e.framework} {e.version} `{evidence.loss}`"
+                rows.append((loss, e.reason, str(evidence), status))
+    if not rows:
         return "No difference is on record. [What is compared with what](../frameworks.md)."
-    status = lambda e: f"[{e.status}]({e.link})" if e.link else e.status
-    rows = [
-        (f"{e.framework} {e.version} `{x.loss}`", e.reason, str(x), status(e))
-        for e, x in found
-    ]
     head = ["framework, loss", "what differs", "weight expected -> found", "status"]
     return f"{_table(head, rows)}\n\nFrom [the ledgers](../frameworks.md), which the audits test."
 
 
 # ---- relatives -----------------------------------------------------------------------
-def _limits(o: Objective):
-    """Settings at which an objective may become another: (in words, hyperparameters)."""
+def _limits(o: Objective) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield settings at which an objective may become another: in words, and as
+    hyperparameters.
+    """
     own = {k: v for k, v in o.hyperparameters.items() if k != "beta"}
     yield "", {}
     for k in own:
@@ -376,61 +406,81 @@ def _limits(o: Objective):
         yield "eps_low = 0.2, eps_high = 0.28", {"eps_low": 0.2, "eps_high": 0.28}
 
 
-@functools.cache
-def _curves() -> list[tuple[str, str, dict, dict[int, np.ndarray]]]:
-    """(name, setting in words, setting, the weights for each sign) of whatever has a
-    weight of a token by itself.
+class Sampled(NamedTuple):
+    """The weight of an objective at one setting.
+
+    Args:
+        name: the objective.
+        setting: in words; "" for the defaults.
+        weights: sign of the advantage -> weights at MUS and RATIOS.
     """
-    out = []
+
+    name: str
+    setting: str
+    weights: dict[int, np.ndarray]
+
+
+@functools.cache
+def _sampled() -> list[Sampled]:
+    """Return the weights of all objectives that give a token a weight by itself, at
+    their defaults and limits.
+    """
+    sampled = []
     for o in map(get, names()):
-        for words, hp in _limits(o):
+        for setting, hp in _limits(o):
             try:
                 curve = make_curve(o, **hp)
-                out.append(
-                    (
-                        o.name,
-                        words,
-                        hp,
-                        {
-                            A: np.array([curve(RATIOS, A, mu) for mu in MUS])
-                            for A in (1, -1)
-                        },
-                    )
-                )
+                weights = {
+                    A: np.array([curve(RATIOS, A, mu) for mu in MUS]) for A in (1, -1)
+                }
             except InputError:
                 break
-    return out
+            sampled.append(Sampled(o.name, setting, weights))
+    return sampled
+
+
+EVERYWHERE = "everywhere"
+DEFAULTS = "at its defaults"
+
+
+def _where_equal(one: Sampled, other: Sampled) -> str:
+    """Return where two weights are equal; "" for nowhere, and for one sign in a limit."""
+    signs = [
+        A
+        for A in (1, -1)
+        if np.allclose(one.weights[A], other.weights[A], rtol=1e-5, atol=1e-9)
+    ]
+    if len(signs) == 2:
+        return EVERYWHERE
+    if signs and not one.setting and not other.setting:
+        return f"{SIGNS[signs[0]]} only"
+    return ""
 
 
 def _relatives(o: Objective) -> str:
-    """Those whose weight is the same number at 162 points for each sign, computed now."""
-    mine = [c for c in _curves() if c[0] == o.name]
+    """Return a table of the objectives whose weight is the same number at 162 points
+    for each sign, computed now.
+    """
+    own = [sampled for sampled in _sampled() if sampled.name == o.name]
+    others = [sampled for sampled in _sampled() if sampled.name != o.name]
     rows = []
-    for (_, here, _, a), (name, there, _, b) in product(
-        mine, (c for c in _curves() if c[0] != o.name)
-    ):
-        if here and there:
+    for one, other in product(own, others):
+        if one.setting and other.setting:
             continue
-        same = [A for A in (1, -1) if np.allclose(a[A], b[A], rtol=1e-5, atol=1e-9)]
-        if len(same) == 2 or (same and not here and not there):
-            other = get(name)
-            sign = "everywhere" if len(same) == 2 else f"{SIGNS[same[0]]} only"
-            link = f"[{name}]({name}.md)"
-            rows.append(
-                (
-                    link,
-                    sign,
-                    here or "at its defaults",
-                    there or "at its defaults",
-                    other.level,
-                    f"`{other.agg}`",
-                )
+        if where := _where_equal(one, other):
+            relative = get(other.name)
+            cells = (
+                f"[{other.name}]({other.name}.md)",
+                where,
+                one.setting or DEFAULTS,
+                other.setting or DEFAULTS,
+                relative.level,
+                f"`{relative.agg}`",
             )
+            rows.append(cells)
     if not rows:
         return "No other has its weight, at the defaults or in a limit."
-    rows.sort(
-        key=lambda row: (row[1] != "everywhere", row[2] != "at its defaults", row[0])
-    )
+    rows.sort(key=lambda row: (row[1] != EVERYWHERE, row[2] != DEFAULTS, row[0]))
     head = [
         "the weight is that of",
         "where",
@@ -444,9 +494,10 @@ def _relatives(o: Objective) -> str:
     return f"{text}\n\n{_table(head, rows)}"
 
 
-def _table(head: list[str], rows) -> str:
-    cell = lambda x: " ".join(str(x).split()).replace("|", r"\|")
-    return "\n".join(
-        f"| {' | '.join(map(cell, row))} |"
-        for row in [head, ["---"] * len(head), *rows]
-    )
+def _table(head: list[str], rows: Iterable[Iterable[object]]) -> str:
+    """Return a table in Markdown; a `|` in a cell is escaped."""
+    lines = []
+    for row in [head, ["---"] * len(head), *rows]:
+        cells = [" ".join(str(x).split()).replace("|", r"\|") for x in row]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
