@@ -73,8 +73,8 @@ class Entry:
 @cache
 def entries() -> tuple[Entry, ...]:
     """The entries of gallery.toml, in their order."""
-    held = tomllib.loads((HERE / "gallery.toml").read_text(encoding="utf-8"))
-    return tuple(Entry(fault=name, **fields) for name, fields in held.items())
+    tables = tomllib.loads((HERE / "gallery.toml").read_text(encoding="utf-8"))
+    return tuple(Entry(fault=name, **fields) for name, fields in tables.items())
 
 
 # ---- the pictures --------------------------------------------------------------------
@@ -101,14 +101,14 @@ def empty(title: str) -> tuple["Figure", Any]:
     return figure, ax
 
 
-def scatter(title: str, held: dict[str, torch.Tensor]) -> "Figure":
+def scatter(title: str, step: dict[str, torch.Tensor]) -> "Figure":
     """Probability by the sampler against probability by the trainer, a point for each
     token.
     """
     figure, ax = empty(title)
-    trained = held["mask"] & held["sampler"].isfinite()
-    x = held["old"][trained].exp()
-    y = held["sampler"][trained].exp()
+    trained = step["mask"] & step["sampler"].isfinite()
+    x = step["old"][trained].exp()
+    y = step["sampler"][trained].exp()
     some = torch.linspace(0, len(x) - 1, min(len(x), POINTS)).long()
     top = max(1.0, float(y.max()))
     ax.plot([0, 1], [0, 1], color=GREY, linewidth=0.8)
@@ -120,14 +120,14 @@ def scatter(title: str, held: dict[str, torch.Tensor]) -> "Figure":
     return figure
 
 
-def over_steps(title: str, held: dict[str, list[dict[str, torch.Tensor]]]) -> "Figure":
+def over_steps(title: str, runs: dict[str, list[dict[str, torch.Tensor]]]) -> "Figure":
     """The gap of each step: weights that never arrive, beside weights one step late."""
     figure, ax = empty(title)
     for when, color, words in (
         ("never", UP, "never delivered"),
         ("late", DOWN, "one step late"),
     ):
-        sizes = [gap_of(step, n).size for n, step in enumerate(held[when])]
+        sizes = [gap_of(step, n).size for n, step in enumerate(runs[when])]
         ax.plot(
             range(len(sizes)), sizes, color=color, marker="o", markersize=3, label=words
         )
@@ -141,22 +141,22 @@ def gap_of(step: dict[str, torch.Tensor], number: int) -> StepGap:
     return measure_step(make_batch(step, file="run", step=number), number)
 
 
-def said(held: dict[str, torch.Tensor]) -> dict[str, str]:
+def finding_of_step(step: dict[str, torch.Tensor]) -> dict[str, str]:
     """What replay finds first in a step: severity, cause, text."""
-    found = gap(make_batch(held, file="gallery"))
-    if not found.findings:
+    result = gap(make_batch(step, file="gallery"))
+    if not result.findings:
         return {
             "severity": "ok",
-            "cause": found.cause,
+            "cause": result.cause,
             "text": "no more than rounding.",
         }
-    return facts_of(found.findings[0])
+    return facts_of(result.findings[0])
 
 
-def said_of_run(held: list[dict[str, torch.Tensor]]) -> dict[str, str]:
-    """What replay finds first over the steps of a run."""
-    found = series([gap_of(step, n) for n, step in enumerate(held)])
-    return facts_of(found.findings[0])
+def finding_of_run(steps: list[dict[str, torch.Tensor]]) -> dict[str, str]:
+    """What replay finds first over the steps of a run: severity, cause, text."""
+    result = series([gap_of(step, n) for n, step in enumerate(steps)])
+    return facts_of(result.findings[0])
 
 
 def facts_of(finding: ReplayFinding) -> dict[str, str]:
@@ -178,13 +178,13 @@ def main(folder: Path = PICTURES, record: Path = HERE / "gallery.json") -> None:
     with matplotlib.rc_context(STYLE | {"savefig.dpi": SHARP}):
         for entry in entries():
             if entry.fault == OVER_STEPS:
-                held = runs()
-                figure = over_steps(entry.title, held)
-                out[entry.fault] = said_of_run(held["never"])
+                both_runs = runs()
+                figure = over_steps(entry.title, both_runs)
+                out[entry.fault] = finding_of_run(both_runs["never"])
             else:
                 step = columns(entry.fault)
                 figure = scatter(entry.title, step)
-                out[entry.fault] = said(step)
+                out[entry.fault] = finding_of_step(step)
             save(figure, folder / entry.file)
     write_atomically(record, json.dumps(out, indent=1, ensure_ascii=False) + "\n")
 
@@ -195,8 +195,8 @@ WORD = {"failure": "FAIL", "note": "note", "ok": "ok"}
 
 def anchor(title: str) -> str:
     """The address of a heading, as GitHub and the site make it."""
-    kept = "".join(c for c in title.lower() if c.isalnum() or c in " -")
-    return kept.replace(" ", "-")
+    text = "".join(c for c in title.lower() if c.isalnum() or c in " -")
+    return text.replace(" ", "-")
 
 
 def plate() -> str:
@@ -213,7 +213,7 @@ def sections() -> str:
     return "\n\n".join(section(entry, record[entry.fault]) for entry in entries())
 
 
-def section(entry: Entry, found: dict[str, str]) -> str:
+def section(entry: Entry, finding: dict[str, str]) -> str:
     """What one looks at, what it means, what it cost, what to change, what replay says."""
     lines = [
         f"### {entry.title}",
@@ -227,7 +227,8 @@ def section(entry: Entry, found: dict[str, str]) -> str:
     if entry.cost:
         lines.append(f"* **What it cost.** {entry.cost}")
     lines.append(f"* **What to change.** {entry.change}")
-    lines.append(f"* **`upref replay`:** `{WORD[found['severity']]}` {found['text']}")
+    word = WORD[finding["severity"]]
+    lines.append(f"* **`upref replay`:** `{word}` {finding['text']}")
     return "\n".join(lines)
 
 

@@ -40,9 +40,9 @@ def test_titles_are_told_apart():
 @pytest.mark.parametrize("fault", daily(FAULTS_DRAWN, every=5))
 def test_replay_names_what_the_page_shows(fault):
     if fault == gallery.OVER_STEPS:
-        found = gallery.said_of_run(gallery.runs()["never"])
+        found = gallery.finding_of_run(gallery.runs()["never"])
     else:
-        found = gallery.said(gallery.columns(fault))
+        found = gallery.finding_of_step(gallery.columns(fault))
     kept = record()[fault]
     assert (found["severity"], found["cause"]) == (kept["severity"], kept["cause"])
 
