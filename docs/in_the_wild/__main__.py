@@ -31,43 +31,46 @@ BATCHES = 40
 def batches():
     """Ragged, two groups, log r from 0 (on policy) to ±3, advantages one a response."""
     rng = torch.Generator().manual_seed(0)
-    normal = lambda *shape: torch.randn(*shape, generator=rng, dtype=torch.float64)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=rng, dtype=torch.float64)
+
     for n in range(BATCHES):
         B, T = 6, 9
         length = torch.randint(1, T + 1, (B, 1), generator=rng)
         length[n % B] = T
         old = -normal(B, T).abs() - 0.1
-        apart = (0.0, 0.05, 0.4, 1.5)[n % 4]
-        lp = (old + (apart * normal(B, T)).clamp(-3, 3)).clamp(max=-1e-3)
-        A, ref = (
-            normal(B, 1).expand(B, T).clone(),
-            (lp + 0.3 * normal(B, T)).clamp(max=-1e-3),
-        )
+        spread = (0.0, 0.05, 0.4, 1.5)[n % 4]
+        lp = (old + (spread * normal(B, T)).clamp(-3, 3)).clamp(max=-1e-3)
+        A = normal(B, 1).expand(B, T).clone()
+        ref = (lp + 0.3 * normal(B, T)).clamp(max=-1e-3)
         yield lp, old, A, torch.arange(T) < length, ref
 
 
-def slope(f, lp, *more) -> torch.Tensor:
+def slope(loss, lp, *more) -> torch.Tensor:
+    """The gradient of a loss; of one that runs the backward pass itself, too."""
     x = lp.clone().requires_grad_()
-    y = f(x, *more)
+    y = loss(x, *more)
     return x.grad if x.grad is not None else torch.autograd.grad(y, x)[0]
 
 
-def apart(one, other) -> float:
+def apart(loss, other) -> float:
     """The largest difference of the gradients of two losses, over the largest gradient of the other."""
     worst = 0.0
     for lp, *more in batches():
-        g, h = slope(one, lp, *more), slope(other, lp, *more)
+        g, h = slope(loss, lp, *more), slope(other, lp, *more)
         worst = max(worst, ((g - h).abs().max() / h.abs().max()).item())
     return worst
 
 
 def raises(loss) -> bool:
     """Whether it stops by itself on one of the batches, with one advantage per response and with one a token."""
-    needs = inspect.signature(loss).parameters
-    for A_of in (lambda A: A[:, 0], lambda A: A):
+    needs_ref = "ref_log_prob" in inspect.signature(loss).parameters
+    for one_per_response in (True, False):
         try:
             for lp, old, A, m, ref in batches():
-                loss(lp, old, A_of(A), m, *([ref] if "ref_log_prob" in needs else []))
+                inputs = [lp, old, A[:, 0] if one_per_response else A, m]
+                loss(*inputs, ref) if needs_ref else loss(*inputs)
             return False
         except (RuntimeError, ValueError, AssertionError):
             continue
@@ -78,7 +81,7 @@ def called(loss):
     """A loss as upref reads it, on (lp, old, A, m, ref)."""
     read = upref.user_code.read(loss)
 
-    def f(lp, old, A, m, ref):
+    def value(lp, old, A, m, ref):
         b = upref.Rollouts(
             logp=lp.detach(),
             logp_old=old,
@@ -89,30 +92,36 @@ def called(loss):
         )
         return read.run(read.inputs(b, lp), b).value
 
-    return f
+    return value
 
 
 def reference(name: str, hp: dict[str, float]):
-    """The objective itself."""
+    """The objective itself, on (lp, old, A, m, ref)."""
     o = upref.get(name)
 
-    def f(lp, old, A, m, ref):
-        return o.loss(
-            upref.Rollouts(logp=lp, logp_old=old, adv=A, mask=m, logp_ref=ref), **hp
-        )
+    def loss(lp, old, A, m, ref):
+        b = upref.Rollouts(logp=lp, logp_old=old, adv=A, mask=m, logp_ref=ref)
+        return o.loss(b, **hp)
 
-    return f
+    return loss
 
 
 # ---- one loss ------------------------------------------------------------------------
-def judged(name: str, says: dict[str, Any], folder: Path) -> dict[str, Any]:
-    wrap, hand = getattr(wrappers, name), getattr(by_hand, says["by_hand"])
-    loss = wrap(Fetched(folder / says["repo"].replace("/", "+")))
+def judged(name: str, listed: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What check, identify and the formula by hand say of a loss.
+
+    Args:
+        name: of its wrapper.
+        listed: its table in losses.toml.
+        folder: where the repositories are.
+    """
+    wrap, hand = getattr(wrappers, name), getattr(by_hand, listed["by_hand"])
+    loss = wrap(Fetched(folder / listed["repo"].replace("/", "+")))
     start = time.process_time()
     out: dict[str, Any] = {"lines": lines(wrap), "by_hand": inspect.getdoc(hand)}
-    hp = {k: v for k, v in says["hp"].items() if v}
+    hp = {k: v for k, v in listed["hp"].items() if v}
     try:
-        report = upref.check(loss, says["held"], **hp)
+        report = upref.check(loss, listed["held"], **hp)
         out["check"] = bool(report)
         out["failures"] = [
             {"oracle": f.oracle, "where": f.regime, "cause": f.cause}
@@ -123,14 +132,14 @@ def judged(name: str, says: dict[str, Any], folder: Path) -> dict[str, Any]:
         out["refused"] = str(e)
         out["raises"] = raises(loss)
     try:
-        one = upref.identify(loss)
-        out["identify"] = str(one).partition("\n")[0].partition(" is ")[2]
-        out["kind"] = one.kind
+        answer = upref.identify(loss)
+        out["identify"] = str(answer).partition("\n")[0].partition(" is ")[2]
+        out["kind"] = answer.kind
     except InputError:
         out["identify"] = ""
     try:
         out["off_formula"] = apart(called(loss), hand)
-        out["off_objective"] = apart(hand, reference(says["held"], hp))
+        out["off_objective"] = apart(hand, reference(listed["held"], hp))
     except (InputError, RuntimeError):
         out["off_formula"] = out["off_objective"] = None
     out["cpu"] = round(time.process_time() - start, 1)
@@ -139,55 +148,58 @@ def judged(name: str, says: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def lines(wrap) -> int:
     """Of the wrapper and of what it uses of its file, without the first of each and without blank ones."""
-    used, todo = {}, [wrap]
+    counts: dict[str, int] = {}
+    todo = [wrap]
     while todo:
-        f = todo.pop()
-        used[f.__name__] = (
-            sum(bool(x.strip()) for x in inspect.getsource(f).splitlines()) - 1
-        )
+        function = todo.pop()
+        source = inspect.getsource(function).splitlines()
+        counts[function.__name__] = sum(bool(line.strip()) for line in source) - 1
+        called_names = _names(function.__code__)
         todo += [
-            g
-            for name, g in vars(wrappers).items()
-            if name in _names(f.__code__) and inspect.isfunction(g) and name not in used
+            other
+            for name, other in vars(wrappers).items()
+            if name in called_names and inspect.isfunction(other) and name not in counts
         ]
-    return sum(used.values())
+    return sum(counts.values())
 
 
 def _names(code) -> set[str]:
-    return set(code.co_names).union(
-        *(_names(c) for c in code.co_consts if inspect.iscode(c))
-    )
+    """The names that a function reads, and those that the functions in it read."""
+    inner = [_names(c) for c in code.co_consts if inspect.iscode(c)]
+    return set(code.co_names).union(*inner)
 
 
 def machine() -> str:
     return f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
-def write(found: dict, table: dict):
-    kept = {
-        name: found[name] for name in ["machine", *table, "estimators"] if name in found
+def write(results: dict, table: dict):
+    """Write the results in the order of losses.toml, without losses that it no longer has."""
+    ordered = {
+        name: results[name]
+        for name in ["machine", *table, "estimators"]
+        if name in results
     }
     write_atomically(
-        HERE / "found.json", json.dumps(kept, indent=1, ensure_ascii=False) + "\n"
+        HERE / "found.json", json.dumps(ordered, indent=1, ensure_ascii=False) + "\n"
     )
 
 
 def main(folder: str, *names: str):
+    """Judge the losses that are named, or all, and the estimators; write each result."""
     table = tomllib.loads((HERE / "losses.toml").read_text(encoding="utf-8"))
     file = HERE / "found.json"
-    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     if "estimators" in names or not names:
-        found["estimators"] = estimators.judged(Path(folder))
-    for name in [n for n in names if n in table] or ([] if names else table):
-        found[name] = judged(name, table[name], Path(folder))
-        found |= {"machine": machine()}
-        write(found, table)
-        print(
-            name,
-            {k: found[name].get(k) for k in ("check", "refused", "identify")},
-            flush=True,
-        )
-    write(found, table)
+        results["estimators"] = estimators.judged(Path(folder))
+    losses = [name for name in names if name in table] if names else table
+    for name in losses:
+        result = judged(name, table[name], Path(folder))
+        results |= {name: result, "machine": machine()}
+        write(results, table)
+        shown = {key: result.get(key) for key in ("check", "refused", "identify")}
+        print(name, shown, flush=True)
+    write(results, table)
 
 
 if __name__ == "__main__":

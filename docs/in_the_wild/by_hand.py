@@ -8,22 +8,27 @@ import torch
 
 
 def tokens(x, m):
+    """The mean over all tokens."""
     return x[m].sum() / m.sum()
 
 
-def responses(x, m):
-    return torch.stack([row[i].mean() for row, i in zip(x, m, strict=True)]).mean()
-
-
 def means(x, m):
+    """The mean of each response."""
     return torch.stack([row[i].mean() for row, i in zip(x, m, strict=True)])
 
 
+def responses(x, m):
+    """The mean over responses of the mean of each."""
+    return means(x, m).mean()
+
+
 def sums(x, m):
+    """The sum of each response."""
     return torch.stack([row[i].sum() for row, i in zip(x, m, strict=True)])
 
 
 def clip(lp, old, A, low=0.2, high=0.2):
+    """min(r A, clip(r, 1 - low, 1 + high) A)"""
     r = (lp - old).exp()
     return torch.where(A > 0, A * r.clamp(max=1 + high), A * r.clamp(min=1 - low))
 
@@ -129,10 +134,9 @@ def robotsail(lp, old, A, m, ref):
 
 def tianyi(lp, old, A, m, ref):
     """−mean_i mean_t [min(r A, clip(r, 1 ± 0.2) A) − 0.04 k3], log r and log π_ref/π clamped to ±20"""
-    cut = lambda x: x.clamp(-20, 20)
-    return -responses(
-        clip(cut(lp - old), 0 * old, A) - 0.04 * k3(cut(lp - ref), 0 * ref), m
-    )
+    log_r = (lp - old).clamp(-20, 20)
+    log_r_ref = (lp - ref).clamp(-20, 20)
+    return -responses(clip(log_r, 0 * old, A) - 0.04 * k3(log_r_ref, 0 * ref), m)
 
 
 def asimkadav(lp, old, A, m, ref):

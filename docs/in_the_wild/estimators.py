@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace as Of
+from typing import Any
 
 import torch
 
@@ -21,20 +22,37 @@ from upref.verify.render import describe_pair
 
 @dataclass(frozen=True)
 class Estimator:
+    """An estimator of advantages or KL in somebody's code.
+
+    Args:
+        repo: the repository.
+        file: the file in it.
+        says: what its name or text says that it is.
+        held: the estimator of upref that it is compared with.
+        formula: what it computes, in words, written by hand.
+        hand: the same as a function.
+        same: whether that is what it is compared with.
+        wrap: the wrapper: (the repository's folder) -> what upref can call.
+    """
+
     repo: str
     file: str
     says: str
     held: str
     formula: str
     hand: Callable
-    same: bool  # the formula is what it is compared with
+    same: bool
     wrap: Callable
+
+    @property
+    def is_kl(self) -> bool:
+        return self.wrap.__name__.endswith("_kl")
 
 
 EVERY: dict[str, Estimator] = {}
 
 
-def found(
+def listed(
     repo: str,
     file: str,
     says: str,
@@ -43,33 +61,40 @@ def found(
     hand: Callable,
     same: bool = True,
 ):
-    def keep(wrap):
+    """A decorator that lists a wrapper in EVERY; the arguments are those of Estimator."""
+
+    def add(wrap):
         EVERY[wrap.__name__] = Estimator(
             repo, file, says, held, formula, hand, same, wrap
         )
         return wrap
 
-    return keep
+    return add
 
 
 # ---- by hand: of one group's rewards, and of two log-probabilities -------------------
 def deviation(R, ddof: int):
+    """The standard deviation over a group."""
     return (((R - R.mean()) ** 2).sum() / (len(R) - ddof)).sqrt()
 
 
 def plus(ddof: int, eps: float):
-    return lambda R: (R - R.mean()) / (deviation(R, ddof) + eps)
+    """(R − mean) / (std + eps)"""
+    return lambda R: centered(R) / (deviation(R, ddof) + eps)
 
 
 def floor(ddof: int, eps: float):
-    return lambda R: (R - R.mean()) / deviation(R, ddof).clamp(min=eps)
+    """(R − mean) / max(std, eps)"""
+    return lambda R: centered(R) / deviation(R, ddof).clamp(min=eps)
 
 
-def centred(R):
+def centered(R):
+    """R − mean"""
     return R - R.mean()
 
 
 def others(R):
+    """R − the mean of the others"""
     return R - (R.sum() - R) / (len(R) - 1)
 
 
@@ -78,11 +103,9 @@ def k3(lp, ref):
 
 
 GRPO = "group_norm"
-FELD, R2, LIN = (
-    "Feld-maxiu/PPO-GRPO-from-Scratch",
-    "r20213/Tiny-GRPO",
-    "Linxinrong8023/grpo-gspo-dapo_reproduce",
-)
+FELD = "Feld-maxiu/PPO-GRPO-from-Scratch"
+R20213 = "r20213/Tiny-GRPO"
+LINXINRONG = "Linxinrong8023/grpo-gspo-dapo_reproduce"
 CORE = "src/post_training_contrast/algorithms/base.py"
 
 
@@ -91,16 +114,18 @@ def over(what: str) -> str:
 
 
 # ---- advantages ----------------------------------------------------------------------
-@found(FELD, "src/losses.py", "GRPO", GRPO, over("(std + 1e-8)"), plus(1, 1e-8))
+@listed(FELD, "src/losses.py", "GRPO", GRPO, over("(std + 1e-8)"), plus(1, 1e-8))
 def feld(code: Fetched):
-    one = code.take("src/losses.py", "compute_grpo_advantages").compute_grpo_advantages
+    compute = code.take(
+        "src/losses.py", "compute_grpo_advantages"
+    ).compute_grpo_advantages
     return lambda rewards, n: torch.tensor(
-        [A for group in rewards.view(-1, n) for A in one(group.tolist())]
+        [A for group in rewards.view(-1, n) for A in compute(group.tolist())]
     )
 
 
 def scored(step, **settings):
-    """Of a step that scores texts itself: the rewards are its texts."""
+    """The advantages of a step that scores texts itself: the rewards are its texts."""
 
     def advantages(rewards, n):
         texts = rewards.tolist()
@@ -109,7 +134,7 @@ def scored(step, **settings):
     return advantages
 
 
-@found(
+@listed(
     "KaiP-598/grpo-from-scratch",
     "grpo/rewards.py",
     "GRPO",
@@ -121,19 +146,19 @@ def kaip(code: Fetched):
     return scored(code.take("grpo/rewards.py", "compute_advantages").compute_advantages)
 
 
-@found(R2, "grpo.py", "GRPO", GRPO, over("(std + 1e-8)"), plus(1, 1e-8))
+@listed(R20213, "grpo.py", "GRPO", GRPO, over("(std + 1e-8)"), plus(1, 1e-8))
 def r20213(code: Fetched):
     compute = code.take("grpo.py", "compute_advantages").compute_advantages
     return lambda rewards, n: compute(rewards, Of(group_size=n))
 
 
-@found(
+@listed(
     "gamendez98/simple-grpo",
     "grpo/GRPO.py",
     "Dr. GRPO",
     "group_mean",
     "R − mean",
-    centred,
+    centered,
 )
 def gamendez(code: Fetched):
     compute = code.take(
@@ -144,7 +169,7 @@ def gamendez(code: Fetched):
     ).view(-1)
 
 
-@found(
+@listed(
     "RobotSail/mini-grpo",
     "cli.py",
     "GRPO",
@@ -153,30 +178,26 @@ def gamendez(code: Fetched):
     plus(0, 1e-8),
 )
 def robotsail(code: Fetched):
-    one = code.take("cli.py", "calculate_advantage").calculate_advantage
+    calculate = code.take("cli.py", "calculate_advantage").calculate_advantage
 
     def advantages(rewards, n):
-        groups = [
-            Of(rollouts=[Of(reward=r.item(), advantage=None) for r in rs])
-            for rs in rewards.view(-1, n)
-        ]
-        for group in groups:
-            one(group)
-        return torch.tensor(
-            [x.advantage for group in groups for x in group.rollouts],
-            dtype=rewards.dtype,
-        )
+        values = []
+        for group in rewards.view(-1, n):
+            rollouts = [Of(reward=r.item(), advantage=None) for r in group]
+            calculate(Of(rollouts=rollouts))
+            values += [rollout.advantage for rollout in rollouts]
+        return torch.tensor(values, dtype=rewards.dtype)
 
     return advantages
 
 
-@found(
+@listed(
     "sandeshjung/nanoGRPO",
     "src/grpo_trainer.py",
     "GRPO, group-wise",
     GRPO,
     "R − mean",
-    centred,
+    centered,
     same=False,
 )
 def sandesh(code: Fetched):
@@ -189,7 +210,7 @@ def sandesh(code: Fetched):
     )
 
 
-@found(
+@listed(
     "JeevanBhoot/nanoRL",
     "nano_rl/rloo.py",
     "RLOO",
@@ -199,20 +220,27 @@ def sandesh(code: Fetched):
 )
 def jeevan(code: Fetched):
     def advantages(rewards, n):
-        had = {"rewards": rewards.view(-1, n), "args": Of(group_size=n)}
-        return code.lines("nano_rl/rloo.py", 92, 94, **had).advantages.view(-1)
+        names = {"rewards": rewards.view(-1, n), "args": Of(group_size=n)}
+        return code.lines("nano_rl/rloo.py", 92, 94, **names).advantages.view(-1)
 
     return advantages
 
 
-@found(LIN, CORE, "GRPO, GSPO and DAPO", GRPO, over("max(std_0, 1e-8)"), floor(0, 1e-8))
+@listed(
+    LINXINRONG,
+    CORE,
+    "GRPO, GSPO and DAPO",
+    GRPO,
+    over("max(std_0, 1e-8)"),
+    floor(0, 1e-8),
+)
 def linxinrong(code: Fetched):
     return code.take(
         CORE, "compute_group_relative_advantages"
     ).compute_group_relative_advantages
 
 
-@found(
+@listed(
     "InfiniteMalice/gepa-dapo-grn",
     "src/gepa_dapo_grn/dapo_core.py",
     "DAPO",
@@ -227,7 +255,7 @@ def malice(code: Fetched):
     return lambda rewards, n: normalize(rewards, n)
 
 
-@found(
+@listed(
     "JimyMa/NanoRL",
     "nanorl/rl/advantages.py",
     "GRPO",
@@ -251,7 +279,7 @@ def course(code: Fetched):
 FILE = "cs336_alignment/grpo.py"
 
 
-@found(
+@listed(
     "ymzhang0303/assignment5-alignment",
     FILE,
     "GRPO",
@@ -263,7 +291,7 @@ def ymzhang(code: Fetched):
     return course(code)
 
 
-@found(
+@listed(
     "damek/assignment5-alignment",
     FILE,
     "GRPO",
@@ -275,7 +303,7 @@ def damek(code: Fetched):
     return course(code)
 
 
-@found(
+@listed(
     "LibAssignment/cs336-assignment5-alignment",
     "cs336_alignment/rl/utils.py",
     "GRPO",
@@ -292,7 +320,7 @@ def libassignment(code: Fetched):
 
 
 # ---- KL terms ------------------------------------------------------------------------
-@found(
+@listed(
     FELD,
     "src/losses.py",
     "an approximate KL",
@@ -305,7 +333,7 @@ def feld_kl(code: Fetched):
     return code.take("src/losses.py", "compute_kl_divergence").compute_kl_divergence
 
 
-@found(
+@listed(
     "Nick-2908/grpo-from-scratch",
     "3_grpo/08_grpo_modular.py",
     "cal_k1",
@@ -318,8 +346,8 @@ def nick_kl(code: Fetched):
     return code.take("3_grpo/08_grpo_modular.py", "cal_k1").cal_k1
 
 
-@found(
-    R2,
+@listed(
+    R20213,
     "grpo.py",
     "K3 of DeepSeek's GRPO",
     "k3",
@@ -331,7 +359,7 @@ def r20213_kl(code: Fetched):
     return code.take("grpo.py", "compute_kl_k3").compute_kl_k3
 
 
-@found(
+@listed(
     "manuhalapeth/rlhf-from-scratch-on-distilgpt2",
     "rlhf/ppo.py",
     "per token KL",
@@ -343,7 +371,7 @@ def manuhalapeth_kl(code: Fetched):
     return code.take("rlhf/ppo.py", "per_token_kl").per_token_kl
 
 
-@found(
+@listed(
     "gamendez98/simple-grpo",
     "grpo/GRPO.py",
     "a KL divergence",
@@ -363,6 +391,7 @@ def gamendez_kl(code: Fetched):
 
 # ---- judged --------------------------------------------------------------------------
 def apart(x, y) -> float:
+    """The largest difference, over the largest value of y."""
     return ((x - y).abs().max() / y.abs().max()).item()
 
 
@@ -373,16 +402,13 @@ def off_advantages(fn, hand) -> float:
     for n in range(2, 9):
         R = torch.rand(2 * n, generator=rng, dtype=torch.float64)
         A = fn(R.numpy(), (torch.arange(2 * n) // n).numpy()) if by_ids else fn(R, n)
-        worst = max(
-            worst,
-            apart(
-                torch.as_tensor(A).double(), torch.cat([hand(g) for g in R.view(2, n)])
-            ),
-        )
+        expected = torch.cat([hand(group) for group in R.view(2, n)])
+        worst = max(worst, apart(torch.as_tensor(A).double(), expected))
     return worst
 
 
 def off_kl(fn, hand) -> float:
+    """Largest difference over 500 random pairs of log-probabilities."""
     rng = torch.Generator().manual_seed(0)
     lp, ref = (
         -torch.rand(500, generator=rng, dtype=torch.float64) * 4 - 0.1 for _ in range(2)
@@ -392,49 +418,46 @@ def off_kl(fn, hand) -> float:
 
 def judged(folder: Path) -> dict[str, dict]:
     """Each: what it says it is, the verdict, and how far it is from the formula by hand."""
-    commits = {
-        x["repo"]: x["commit"]
-        for x in tomllib.loads(LOSSES.read_text(encoding="utf-8")).values()
-    }
+    losses = tomllib.loads(LOSSES.read_text(encoding="utf-8")).values()
+    commits = {loss["repo"]: loss["commit"] for loss in losses}
     out = {}
     for name, e in EVERY.items():
         fn = e.wrap(Fetched(folder / e.repo.replace("/", "+")))
-        kl = name.endswith("_kl")
-        one = {
+        off_formula = off_kl if e.is_kl else off_advantages
+        out[name] = {
             "repo": e.repo,
             "commit": commits[e.repo],
             "file": e.file,
             "says": e.says,
             "held": e.held,
-        }
-        try:
-            report = (upref.check_kl if kl else upref.check_advantages)(fn, e.held)
-            one |= {
-                "check": bool(report),
-                "hp": {k: v for k, v in report.hp.items() if v is not None},
-            }
-            whys = [
-                f.cause or describe_pair(f.expected, f.found)[1]
-                for f in report.failures
-            ]
-            one["failures"] = [
-                f"{f.oracle}: {why}"
-                for f, why in zip(report.failures, whys, strict=True)
-            ]
-            one["read"] = [
-                c
-                for c in report.assumptions
-                if "ddof" in c or "eps" in c or "divides" in c
-            ]
-        except InputError as err:
-            one["refused"] = str(err)
-        one |= {
+            **checked(e, fn),
             "by_hand": e.formula,
             "same": e.same,
-            "off_formula": (off_kl if kl else off_advantages)(fn, e.hand),
+            "off_formula": off_formula(fn, e.hand),
         }
-        out[name] = one
     return out
+
+
+READ_OFF = ("ddof", "eps", "divides")  # words of the assumptions that the table has
+
+
+def checked(e: Estimator, fn: Callable) -> dict[str, Any]:
+    """What check_kl or check_advantages says of a function."""
+    check = upref.check_kl if e.is_kl else upref.check_advantages
+    try:
+        report = check(fn, e.held)
+    except InputError as error:
+        return {"refused": str(error)}
+    failures = []
+    for f in report.failures:
+        why = f.cause or describe_pair(f.expected, f.found)[1]
+        failures.append(f"{f.oracle}: {why}")
+    return {
+        "check": bool(report),
+        "hp": {k: v for k, v in report.hp.items() if v is not None},
+        "failures": failures,
+        "read": [x for x in report.assumptions if any(word in x for word in READ_OFF)],
+    }
 
 
 LOSSES = Path(__file__).parent / "losses.toml"

@@ -11,6 +11,7 @@ SAME = 1e-5
 
 
 def read() -> tuple[dict, dict]:
+    """The losses that are listed, and the results of each, by name."""
     table = tomllib.loads((HERE / "losses.toml").read_text(encoding="utf-8"))
     return table, json.loads((HERE / "found.json").read_text(encoding="utf-8"))
 
@@ -30,95 +31,118 @@ def meant(found: dict) -> bool:
     }
 
 
+WRONG = " **(the verdict is wrong)**"
+
+
+def line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
 def table() -> str:
-    losses, every = read()
+    """The losses, in a table for each list of losses.toml."""
+    losses, results = read()
     out, last = [], ""
-    for name, x in losses.items():
-        if x["list"] != last:
+    for name, loss in losses.items():
+        if loss["list"] != last:
             head = "| code | its name or text says | wrapper | `upref.check` | `upref.identify` | by hand |"
-            out += ["", f"## {x['list']}", "", head, "|---|---|---|---|---|---|"]
-            last = x["list"]
-        out.append(
-            f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row(x, every[name]))} |"
-        )
+            out += ["", f"## {loss['list']}", "", head, "|---|---|---|---|---|---|"]
+            last = loss["list"]
+        cells = row(loss, results[name])
+        out.append(line([cell.replace("|", "\\|") for cell in cells]))
     return "\n".join(out)
 
 
-def row(x: dict, found: dict) -> list[str]:
-    where = f"[{x['repo']}](https://github.com/{x['repo']}/blob/{x['commit']}/{x['file'].replace('+', '%2B')})"
-    lines = f"{found['lines']} line{'s' if found['lines'] != 1 else ''}: {x['needs']}"
-    hand = found["by_hand"] + ("" if right(found) else " **(the verdict is wrong)**")
-    says = x["says"] + (f"; it says so itself: {x['said']}" if "said" in x else "")
+def row(loss: dict, found: dict) -> list[str]:
+    """The cells of a loss.
+
+    Args:
+        loss: its table in losses.toml.
+        found: its results in found.json.
+    """
+    text = loss["says"]
+    if "said" in loss:
+        text += f"; it says so itself: {loss['said']}"
+    lines = "1 line" if found["lines"] == 1 else f"{found['lines']} lines"
     return [
-        f"{where}<br>{x['file'].rpartition('/')[2]}",
-        says,
-        lines,
-        verdict(x, found),
-        named(found),
-        hand,
+        code_link(loss),
+        text,
+        f"{lines}: {loss['needs']}",
+        verdict(loss, found),
+        found["identify"] or "refused",
+        found["by_hand"] + ("" if right(found) else WRONG),
     ]
 
 
+def code_link(listed: dict) -> str:
+    """The repository, with a link to the file at the commit, and the name of the file."""
+    repo, file = listed["repo"], listed["file"]
+    path = file.replace("+", "%2B")
+    url = f"https://github.com/{repo}/blob/{listed['commit']}/{path}"
+    return f"[{repo}]({url})<br>{file.rpartition('/')[2]}"
+
+
 def estimators() -> str:
-    _, every = read()
+    """The table of the estimators of advantages and KL."""
+    _, results = read()
     head = "| code | its name or text says | `check_advantages`, `check_kl` | by hand |"
     out = [head, "|---|---|---|---|"]
-    for x in every["estimators"].values():
-        where = f"[{x['repo']}](https://github.com/{x['repo']}/blob/{x['commit']}/{x['file']})"
+    for found in results["estimators"].values():
         # rounding, which a formula has not
-        meant = all(f.startswith("equal-rewards") for f in x["failures"])
-        says = f"**is {x['held']}**" if meant else f"**is not {x['held']}**"
-        if not meant:
-            says += "; "
-        elif not x["check"]:
-            says += ", but not at "
-        says += "; ".join(x["failures"])
-        says += "".join(f"; {c}" for c in x["read"])
-        wrong = x["off_formula"] > 1e-6 or meant != x["same"]
-        hand = x["by_hand"] + (" **(the verdict is wrong)**" if wrong else "")
-        out.append(
-            f"| {' | '.join([f'{where}<br>' + x['file'].rpartition('/')[2], x['says'], says, hand])} |"
-        )
+        agrees = all(f.startswith("equal-rewards") for f in found["failures"])
+        failures = "; ".join(found["failures"])
+        if not agrees:
+            text = f"**is not {found['held']}**; {failures}"
+        elif not found["check"]:
+            text = f"**is {found['held']}**, but not at {failures}"
+        else:
+            text = f"**is {found['held']}**{failures}"
+        text += "".join(f"; {assumption}" for assumption in found["read"])
+        wrong = found["off_formula"] > 1e-6 or agrees != found["same"]
+        by_hand = found["by_hand"] + (WRONG if wrong else "")
+        out.append(line([code_link(found), found["says"], text, by_hand]))
     return "\n".join(out)
 
 
-def verdict(x: dict, found: dict) -> str:
+def verdict(loss: dict, found: dict) -> str:
+    """What check says of a loss: which objective it is or is not, and why."""
     if "refused" in found:
         return f"refused: {found['refused']}"
-    hp = ", ".join(f"{k}={v:g}" for k, v in x["hp"].items())
-    name = f"{x['held']}({hp})" if hp else x["held"]
+    hp = ", ".join(f"{k}={v:g}" for k, v in loss["hp"].items())
+    name = f"{loss['held']}({hp})" if hp else loss["held"]
     if found["check"]:
         return f"**is {name}**"
-    whys: dict[str, str] = {}
-    for f in found["failures"]:
-        whys[f["oracle"]] = whys.get(f["oracle"]) or f["cause"]
-    says = "; ".join(f"{k}: {v}" if v else k for k, v in whys.items())
+    causes: dict[str, str] = {}
+    for failure in found["failures"]:
+        oracle = failure["oracle"]
+        causes[oracle] = causes.get(oracle) or failure["cause"]
+    why = "; ".join(
+        f"{oracle}: {cause}" if cause else oracle for oracle, cause in causes.items()
+    )
     if meant(found):
-        return f"**is {name}**, but not at {says} ({found['failures'][0]['where']})"
-    return f"**is not {name}**; {says}"
-
-
-def named(found: dict) -> str:
-    return found["identify"] or "refused"
+        return f"**is {name}**, but not at {why} ({found['failures'][0]['where']})"
+    return f"**is not {name}**; {why}"
 
 
 def tally() -> str:
+    """The results in numbers."""
     losses, every = read()
-    rows = [every[k] for k in losses]
+    rows = [every[name] for name in losses]
     agree, refused = sum(map(meant, rows)), sum("refused" in r for r in rows)
     beyond = sum(meant(r) and not r["check"] for r in rows)
     lines = sorted(r["lines"] for r in rows)
-    told = sum(right(r) for r in rows)
-    repos = len({x["repo"] for x in losses.values()})
+    borne_out = sum(right(r) for r in rows)
+    repos = len({loss["repo"] for loss in losses.values()})
     cpu = sorted(r["cpu"] for r in rows)
-    late = [k for k, x in losses.items() if x["list"].startswith("2026: ")]
+    late = [k for k, loss in losses.items() if loss["list"].startswith("2026: ")]
     other = [k for k in losses if not meant(every[k]) and "refused" not in every[k]]
-    new, old = [k for k in other if k in late], [k for k in other if k not in late]
+    new = [name for name in other if name in late]
+    old = [name for name in other if name not in late]
     return (
         f"There are {len(rows)} losses from {repos} repositories: {agree} are the objective that they name ({beyond} "
         f"of these not at ratios or tokens that the row names), {len(rows) - agree - refused} are not, and {refused} "
-        f"were refused. The check by hand agrees with {told} of {len(rows)} verdicts. This is in-sample: the wrappers, "
-        "the checks by hand and the tool have the same authors, who had these losses at hand when they changed it. "
+        f"were refused. The check by hand agrees with {borne_out} of {len(rows)} verdicts. This is in-sample: the "
+        "wrappers, the checks by hand and the tool have the same authors, who had these losses at hand when they "
+        "changed it. "
         f"A wrapper takes {lines[len(lines) // 2]} lines (median), at most {lines[-1]}. `check`, "
         f"`identify` and the check by hand take {cpu[len(cpu) // 2]:g} CPU seconds per loss (median), at most "
         f"{cpu[-1]:g}, on a shared machine with {every['machine']}. {len(late)} of the losses are from repositories "

@@ -3,6 +3,9 @@
 
 A function that stands alone is taken as it is, or with its own settings bound. One that asks for a model, or that
 stands in the middle of a training loop, is run from the line where its log-probabilities are known.
+
+A wrapper has the name that its loss has in losses.toml, where the repository, the file and the reason for the wrapper
+are. Its two or three parts are always the same: what is taken from the code, the names that the lines read, the call.
 """
 
 from dataclasses import dataclass
@@ -17,16 +20,18 @@ PAD = Of(pad_token_id=0)
 CPU = Of(device="cpu")
 
 
-def given(logp, mask, **more):
+def simple_grpo_names(logp, mask, **more):
     """The names that a step in the style of simple_GRPO has at hand once its log-probabilities are known."""
-    made = {
+    names = {
         "inputs": mask.int(),
         "prompt_length": 0,
         "tokenizer": PAD,
         "engine": CPU,
         "per_token_logps": logp,
+        "clip_param": 0.2,
+        "beta": 0.04,
     }
-    return made | {"clip_param": 0.2, "beta": 0.04} | more
+    return names | more
 
 
 def flat(advantages):
@@ -36,12 +41,13 @@ def flat(advantages):
     return advantages
 
 
-def rows(one, mask, *tensors):
-    """The mean of one(...) on the unmasked tokens of each response."""
-    return (
-        sum(one(*(x[i][m] for x in tensors)) for i, m in enumerate(mask) if m.any())
-        / mask.any(1).sum()
-    )
+def mean_of_rows(row_loss, mask, *tensors):
+    """The mean over responses of row_loss(...) of their unmasked tokens."""
+    total = 0
+    for i, m in enumerate(mask):
+        if m.any():
+            total += row_loss(*(x[i][m] for x in tensors))
+    return total / mask.any(1).sum()
 
 
 # ---- grpo-from-scratch ---------------------------------------------------------------
@@ -49,7 +55,7 @@ def feld_ppo(code: Fetched):
     ppo_loss = code.take("src/losses.py", "ppo_loss").ppo_loss
 
     def loss(log_prob, old_log_prob, advantages, mask):
-        return rows(ppo_loss, mask, old_log_prob, log_prob, advantages)
+        return mean_of_rows(ppo_loss, mask, old_log_prob, log_prob, advantages)
 
     return loss
 
@@ -59,9 +65,12 @@ def feld_grpo(code: Fetched):
         "src/losses.py", "compute_kl_divergence", "grpo_loss"
     ).grpo_loss
 
+    def row_loss(*tensors):
+        return grpo_loss(*tensors, epsilon=0.2, beta=0.01)[0]
+
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
-        one = lambda *x: grpo_loss(*x, epsilon=0.2, beta=0.01)[0]
-        return rows(one, mask, old_log_prob, log_prob, ref_log_prob, advantages)
+        tensors = old_log_prob, log_prob, ref_log_prob, advantages
+        return mean_of_rows(row_loss, mask, *tensors)
 
     return loss
 
@@ -71,18 +80,17 @@ def nick(code: Fetched):
     cal_k1 = code.take(file, "cal_k1").cal_k1
 
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
-        old = (mask * old_log_prob).sum(-1)
-        had = {
+        names = {
             "new_logp": log_prob,
             "ref_logp": ref_log_prob,
-            "old_seq_logp": old,
+            "old_seq_logp": (mask * old_log_prob).sum(-1),
             "advantages": advantages,
         }
         return code.lines(
             file,
             89,
             97,
-            **had,
+            **names,
             completion_mask=mask.long(),
             cal_k1=cal_k1,
             E=0.25,
@@ -122,12 +130,10 @@ def yuanxuns(code: Fetched):
         eps_high=0.3,
         beta=0.01,
     ):
-        had = {
+        names = {
             "per_token_logps": log_prob,
             "batch_old_per_token_log_probs": old_log_prob,
             "target_masks": mask,
-        }
-        had |= {
             "batch_ref_per_token_log_probs": ref_log_prob,
             "batch_advantages": advantages,
         }
@@ -136,7 +142,7 @@ def yuanxuns(code: Fetched):
             "src/models/grpo/grpo.py",
             464,
             489,
-            **had,
+            **names,
             config=config,
             entropy_mask=torch.ones(()),
             num_target_tokens=mask.sum(),
@@ -161,7 +167,7 @@ def nikhil(code: Fetched):
         pg = code.lines(
             "grpo.py", 344, 344, advantages=advantages, policy_sequence_logprobs=policy
         ).policy_loss
-        had = {
+        names = {
             "policy_token_logprobs": log_prob,
             "reference_token_logprobs": ref_log_prob,
             "completion_mask": mask,
@@ -173,7 +179,7 @@ def nikhil(code: Fetched):
             policy_loss=pg,
             masked_mean=masked_mean,
             GRPO=Of(kl_beta=beta),
-            **had,
+            **names,
         ).total_loss
 
     return loss
@@ -192,12 +198,12 @@ def ratio_then_loss(
     def in_two_parts(
         log_prob, old_log_prob, advantages, mask, ref_log_prob, epsilon=0.2, beta=beta
     ):
-        had = {policy: log_prob}
-        first = code.lines(file, *ratio, **had, old_log_probs=old_log_prob)
+        names = {policy: log_prob}
+        first = code.lines(file, *ratio, **names, old_log_probs=old_log_prob)
         return code.lines(
             file,
             *loss,
-            **had,
+            **names,
             ref_log_probs=ref_log_prob,
             completion_mask=mask,
             ratio=first.ratio,
@@ -230,15 +236,15 @@ def r20213(code: Fetched):
 def kalinplus(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
         batch = {"refs": ref_log_prob, "gen_logps": old_log_prob}
-        had = given(log_prob, mask, advantages=advantages, batch=batch)
-        return code.lines("grpo_vllm_one.py", 159, 174, **had).loss
+        names = simple_grpo_names(log_prob, mask, advantages=advantages, batch=batch)
+        return code.lines("grpo_vllm_one.py", 159, 174, **names).loss
 
     return loss
 
 
 def kalinplus_rf(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask):
-        had = given(
+        names = simple_grpo_names(
             log_prob,
             mask,
             gen_per_token_logps=old_log_prob,
@@ -248,7 +254,7 @@ def kalinplus_rf(code: Fetched):
             "simple-reinforce++/rf++_vllm_one.py",
             65,
             71,
-            **had,
+            **names,
             num_items_in_batch=mask.sum(),
         ).loss
 
@@ -257,10 +263,10 @@ def kalinplus_rf(code: Fetched):
 
 def tcapelle(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask):
-        had = given(
+        names = simple_grpo_names(
             log_prob, mask, advantages=advantages, gen_logps=old_log_prob, beta=0.0
         )
-        return code.lines("grpo_vllm_dr.py", 155, 173, **had).loss
+        return code.lines("grpo_vllm_dr.py", 155, 173, **names).loss
 
     return loss
 
@@ -268,7 +274,7 @@ def tcapelle(code: Fetched):
 def anglee_grpo(code: Fetched, kind="grpo"):
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
         batch = {"refs": ref_log_prob, "gen_logps": old_log_prob}
-        had = given(
+        names = simple_grpo_names(
             log_prob,
             mask,
             advantages=advantages,
@@ -276,7 +282,7 @@ def anglee_grpo(code: Fetched, kind="grpo"):
             loss_type=kind,
             compute_gen_logps=True,
         )
-        return code.lines("grpo.py", 262, 292, **had).loss
+        return code.lines("grpo.py", 262, 292, **names).loss
 
     return loss
 
@@ -287,8 +293,10 @@ def anglee_gspo(code: Fetched):
 
 def lsdefine(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
-        had = given(log_prob, mask, advantages=advantages, batch={"refs": ref_log_prob})
-        return code.lines("regroup_ver/grpo_regroup.py", 169, 176, **had).loss
+        names = simple_grpo_names(
+            log_prob, mask, advantages=advantages, batch={"refs": ref_log_prob}
+        )
+        return code.lines("regroup_ver/grpo_regroup.py", 169, 176, **names).loss
 
     return loss
 
@@ -313,7 +321,7 @@ def heineman(code: Fetched):
             beta=beta,
             masked_mean_axis=None,
         )
-        had = {
+        names = {
             "mb_new_logprobs": log_prob,
             "mb_old_logprobs": old_log_prob,
             "mb_ref_logprob": ref_log_prob,
@@ -323,7 +331,7 @@ def heineman(code: Fetched):
             "simple_grpo/simple_trainer.py",
             401,
             421,
-            **had,
+            **names,
             mb_advantages=A,
             masked_mean=masked_mean,
             mb_response_masks_bool=mask,
@@ -339,28 +347,28 @@ def gamendez(code: Fetched):
 
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
         config = Of(objective_clip_band=0.2, dkl_weight=0.01, drgrpo=True)
-        had = {
+        names = {
             "log_probs": log_prob,
             "old_log_probs": old_log_prob,
             "advantages": advantages,
         }
-        one = code.lines(
-            "grpo/GRPO.py", 315, 323, **had, self=Of(config=config)
+        unaggregated = code.lines(
+            "grpo/GRPO.py", 315, 323, **names, self=Of(config=config)
         ).unaggregated_objective
-        both = code.lines(
+        with_kl = code.lines(
             "grpo/GRPO.py",
             333,
             336,
             log_probs=log_prob,
             ref_log_probs=ref_log_prob,
-            unaggregated_objective=one,
+            unaggregated_objective=unaggregated,
             self=Of(config=config),
         )
         return code.lines(
             "grpo/GRPO.py",
             338,
             345,
-            unaggregated_objective=both.unaggregated_objective,
+            unaggregated_objective=with_kl.unaggregated_objective,
             reduce=reduce,
             batch_group_generation_mask=mask,
             self=Of(config=config),
@@ -371,7 +379,7 @@ def gamendez(code: Fetched):
 
 def anderson(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.04):
-        had = {
+        names = {
             "per_token_logps": log_prob,
             "ref_per_token_logps": ref_log_prob,
             "completion_mask": mask,
@@ -380,7 +388,7 @@ def anderson(code: Fetched):
             "main.py",
             312,
             317,
-            **had,
+            **names,
             advantages=advantages,
             args=Of(kl_weight_beta=beta),
         ).loss
@@ -391,14 +399,14 @@ def anderson(code: Fetched):
 def wangitu(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
         batch = {"ref_logps": ref_log_prob, "gen_logps": old_log_prob}
-        had = given(
+        names = simple_grpo_names(
             log_prob,
             mask,
             advantages=advantages,
             batch=batch,
             args=Of(clip_param=0.2, beta=0.04),
         )
-        return code.lines("train_grpo.py", 91, 101, **had).loss
+        return code.lines("train_grpo.py", 91, 101, **names).loss
 
     return loss
 
@@ -406,7 +414,7 @@ def wangitu(code: Fetched):
 # ---- mini-grpo, nanogrpo -------------------------------------------------------------
 def robotsail(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, eps=0.1, beta=1.0):
-        had = {
+        names = {
             "new_logprobs": log_prob,
             "old_logprobs": old_log_prob,
             "ref_logprobs": ref_log_prob,
@@ -416,7 +424,7 @@ def robotsail(code: Fetched):
             "cli.py",
             546,
             577,
-            **had,
+            **names,
             advantages=advantages,
             comps=comps,
             grpo_logit_mask=mask,
@@ -428,11 +436,11 @@ def robotsail(code: Fetched):
 
 def tianyi(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
-        had = given(
+        names = simple_grpo_names(
             log_prob, mask, advantages=advantages, ref_per_token_logps=ref_log_prob
         )
         return code.lines(
-            "minigrpo.py", 296, 340, **had, batch={"gen_logps": old_log_prob}
+            "minigrpo.py", 296, 340, **names, batch={"gen_logps": old_log_prob}
         ).loss
 
     return loss
@@ -440,12 +448,12 @@ def tianyi(code: Fetched):
 
 def asimkadav(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
-        had = {
+        names = {
             "logp_tokens": log_prob,
             "logp_ref": ref_log_prob.sum(-1),
             "adv": advantages,
         }
-        return code.lines("grpo.py", 22, 24, **had, self=Of(kl_coef=0.02)).loss
+        return code.lines("grpo.py", 22, 24, **names, self=Of(kl_coef=0.02)).loss
 
     return loss
 
@@ -473,8 +481,8 @@ def ojus(code: Fetched):
 
 def sandesh(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask):
-        had = {"token_log_probs": log_prob, "completion_mask": mask}
-        sums = code.lines("src/grpo_trainer.py", 257, 257, **had).sequence_log_probs
+        names = {"token_log_probs": log_prob, "completion_mask": mask}
+        sums = code.lines("src/grpo_trainer.py", 257, 257, **names).sequence_log_probs
         return code.lines(
             "src/grpo_trainer.py", 279, 279, log_probs=sums, flat_advantages=advantages
         ).pg_loss
@@ -484,12 +492,14 @@ def sandesh(code: Fetched):
 
 def zhili(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask):
-        had = {
+        names = {
             "log_probs": log_prob,
             "batch_advantages": flat(advantages),
             "target_masks": mask,
         }
-        return code.lines("grpo.py", 282, 284, **had, num_target_tokens=mask.sum()).loss
+        return code.lines(
+            "grpo.py", 282, 284, **names, num_target_tokens=mask.sum()
+        ).loss
 
     return loss
 
@@ -498,11 +508,11 @@ def zhili(code: Fetched):
 def manuhalapeth(code: Fetched):
     ppo = code.take("rlhf/ppo.py", "policy_ratio", "clipped_surrogate")
 
+    def row_loss(new, old, A):
+        return ppo.clipped_surrogate(ppo.policy_ratio(new, old), A, clip_eps=0.2)
+
     def loss(log_prob, old_log_prob, advantages, mask):
-        one = lambda new, old, A: ppo.clipped_surrogate(
-            ppo.policy_ratio(new, old), A, clip_eps=0.2
-        )
-        return rows(one, mask, log_prob, old_log_prob, advantages)
+        return mean_of_rows(row_loss, mask, log_prob, old_log_prob, advantages)
 
     return loss
 
@@ -516,13 +526,13 @@ def zyl_ppo(code: Fetched):
 
 def zyl_grpo(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask):
-        had = {
+        names = {
             "log_probs": log_prob,
             "batch_advantages": advantages,
             "target_masks": mask,
         }
         return code.lines(
-            "grpo/grpo.py", 294, 297, **had, num_target_tokens=mask.sum()
+            "grpo/grpo.py", 294, 297, **names, num_target_tokens=mask.sum()
         ).loss
 
     return loss
@@ -532,18 +542,17 @@ def zyl_grpo(code: Fetched):
 def linxinrong(code: Fetched, name, **hp):
     folder = "src/post_training_contrast/algorithms/"
     classes = code.take(folder + "base.py", "PolicyLossBatch", dataclass=dataclass)
-    every = (
+    functions = (
         "validate_policy_loss_batch",
         "masked_mean",
         "compute_sequence_ratio",
         "compute_clip_fraction",
+        "compute_reference_kl",
     )
-    base = code.take(folder + "base.py", *every, "compute_reference_kl")
-    had = vars(base) | {"build_loss_output": lambda batch, loss, **more: loss}
-    compute = getattr(
-        code.take(f"{folder}{name}.py", f"compute_{name}_loss", **had),
-        f"compute_{name}_loss",
-    )
+    helpers = vars(code.take(folder + "base.py", *functions))
+    helpers |= {"build_loss_output": lambda batch, loss, **more: loss}
+    function = f"compute_{name}_loss"
+    compute = vars(code.take(f"{folder}{name}.py", function, **helpers))[function]
 
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
         return compute(
@@ -594,7 +603,7 @@ def malice_soft(code: Fetched):
 
 def gmongaras(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask):
-        had = {
+        names = {
             "new_probs": log_prob.exp(),
             "old_probs": old_log_prob.exp(),
             "adv": advantages,
@@ -604,7 +613,7 @@ def gmongaras(code: Fetched):
             "script.py",
             283,
             293,
-            **had,
+            **names,
             loss_masks=masks,
             loss_weight=1 / mask.sum(),
             eps_low=0.2,
@@ -631,10 +640,15 @@ def jimyma(code: Fetched):
     return loss
 
 
+def as_logits(logits, labels, args):
+    """Log-probabilities where the function asks for logits and makes them itself."""
+    return logits
+
+
 def vegaction(code: Fetched):
-    file, as_given = "nanorllm/trainer/loss.py", lambda logits, labels, args: logits
+    file = "nanorllm/trainer/loss.py"
     compute = code.take(
-        file, "loss_agg", "compute_policy_loss", compute_token_logprobs=as_given
+        file, "loss_agg", "compute_policy_loss", compute_token_logprobs=as_logits
     ).compute_policy_loss
 
     def loss(log_prob, old_log_prob, advantages, mask):
@@ -652,9 +666,9 @@ def vegaction(code: Fetched):
 
 
 def briefgpt(code: Fetched):
-    file, as_given = "nanorllm/trainer/loss.py", lambda logits, labels, args: logits
+    file = "nanorllm/trainer/loss.py"
     compute = code.take(
-        file, "compute_policy_loss", compute_token_logprobs=as_given
+        file, "compute_policy_loss", compute_token_logprobs=as_logits
     ).compute_policy_loss
 
     def loss(log_prob, old_log_prob, advantages, mask):
@@ -683,8 +697,8 @@ def jeevan_rloo(code: Fetched):
 
 def jeevan_actor(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask):
-        had = {"token_log_probs": log_prob, "advantages": advantages, "mask": mask}
-        return code.lines("nano_rl/actorcritic.py", 119, 120, **had).actor_loss
+        names = {"token_log_probs": log_prob, "advantages": advantages, "mask": mask}
+        return code.lines("nano_rl/actorcritic.py", 119, 120, **names).actor_loss
 
     return loss
 
@@ -719,7 +733,7 @@ def joecummings_simple(code: Fetched):
 
 def skandml(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
-        had = {
+        names = {
             "per_token_logps": log_prob,
             "ref_per_token_logps": ref_log_prob,
             "completion_mask": mask,
@@ -728,7 +742,7 @@ def skandml(code: Fetched):
             "llama_r1_zero/grpo.py",
             129,
             133,
-            **had,
+            **names,
             advantages=advantages,
             self=Of(beta=0.01),
         ).loss
@@ -738,14 +752,14 @@ def skandml(code: Fetched):
 
 def bary(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask):
-        had = {
+        names = {
             "old_log_probs": old_log_prob,
             "new_log_probs": log_prob,
             "advantage": flat(advantages),
         }
         self = Of(epsilon=0.2, beta=0.01)
-        loss = code.lines("nano_r1.py", 64, 66, **had, self=self).loss
-        kl_div = code.lines("nano_r1.py", 68, 68, **had).kl_div
+        loss = code.lines("nano_r1.py", 64, 66, **names, self=self).loss
+        kl_div = code.lines("nano_r1.py", 68, 68, **names).kl_div
         return loss + self.beta * kl_div
 
     return loss
@@ -753,13 +767,13 @@ def bary(code: Fetched):
 
 # ---- assignment5-alignment -----------------------------------------------------------
 def ymzhang(code: Fetched):
-    file, pg = (
-        "cs336_alignment/grpo.py",
-        ("compute_grpo_clip_loss", "compute_policy_gradient_loss"),
+    functions = (
+        "compute_grpo_clip_loss",
+        "compute_policy_gradient_loss",
+        "masked_mean",
+        "grpo_microbatch_train_step",
     )
-    step = code.take(
-        file, *pg, "masked_mean", "grpo_microbatch_train_step"
-    ).grpo_microbatch_train_step
+    step = code.take("cs336_alignment/grpo.py", *functions).grpo_microbatch_train_step
     return partial(
         step,
         gradient_accumulation_steps=1,
@@ -770,13 +784,14 @@ def ymzhang(code: Fetched):
 
 
 def damek(code: Fetched):
-    file, pg = (
-        "cs336_alignment/grpo.py",
-        ("assert_finite", "compute_grpo_clip_loss", "compute_policy_gradient_loss"),
+    functions = (
+        "assert_finite",
+        "compute_grpo_clip_loss",
+        "compute_policy_gradient_loss",
+        "masked_mean",
+        "grpo_microbatch_train_step",
     )
-    step = code.take(
-        file, *pg, "masked_mean", "grpo_microbatch_train_step"
-    ).grpo_microbatch_train_step
+    step = code.take("cs336_alignment/grpo.py", *functions).grpo_microbatch_train_step
     return partial(
         step,
         gradient_accumulation_steps=1,
@@ -790,16 +805,17 @@ def gzsiceberg(code: Fetched, kind="grpo_clip"):
     def rearrange(x, how):
         return x[:, None]
 
-    file, pg = (
-        "cs336_alignment/grpo.py",
-        ("compute_gspo_clip_loss", "compute_grpo_clip_loss"),
+    functions = (
+        "compute_gspo_clip_loss",
+        "compute_grpo_clip_loss",
+        "compute_policy_gradient_loss",
+        "grpo_microbatch_train_step",
     )
-    mean = vars(
+    means = vars(
         code.take("cs336_alignment/sft_helper.py", "masked_normalize", "masked_mean")
     )
-    names = *pg, "compute_policy_gradient_loss", "grpo_microbatch_train_step"
     step = code.take(
-        file, *names, **mean, rearrange=rearrange
+        "cs336_alignment/grpo.py", *functions, **means, rearrange=rearrange
     ).grpo_microbatch_train_step
     return partial(
         step,
@@ -825,25 +841,24 @@ def libassignment(code: Fetched):
     )
 
     def loss(log_prob, old_log_prob, advantages, mask):
-        one = compute.compute_policy_gradient_loss(
+        result = compute.compute_policy_gradient_loss(
             advantages, log_prob, response_mask=mask
         )
         return compute.aggregate_loss_across_microbatch(
-            one.per_token_policy_gradient_loss, mask
+            result.per_token_policy_gradient_loss, mask
         )
 
     return loss
 
 
 def guochen(code: Fetched):
-    pg = (
+    functions = (
         "run_compute_grpo_clip_loss",
         "run_compute_policy_gradient_loss",
         "run_masked_normalize",
+        "run_grpo_microbatch_train_step",
     )
-    step = code.take(
-        "tests/adapters.py", *pg, "run_grpo_microbatch_train_step"
-    ).run_grpo_microbatch_train_step
+    step = code.take("tests/adapters.py", *functions).run_grpo_microbatch_train_step
     return partial(
         step,
         gradient_accumulation_steps=1,
@@ -854,20 +869,19 @@ def guochen(code: Fetched):
 
 
 # ---- UP, and objectives of 2026 by their authors -------------------------------------
-def between(code: Fetched, file: str, first: str, last: str, **given):
-    """What the lines from the one with `first` to the next one with `last` make of the names given."""
+def between(code: Fetched, file: str, first: str, last: str, **names):
+    """What the lines from the one with `first` to the next one with `last` make of these names."""
     text = (code.folder / file).read_text(encoding="utf-8").splitlines()
     start = next(i for i, line in enumerate(text) if first in line)
     end = next(i for i, line in enumerate(text) if i > start and last in line)
-    return code.lines(file, start + 1, end + 1, **given)
+    return code.lines(file, start + 1, end + 1, **names)
 
 
 def up_trl(code: Fetched):
-    args = Of(delta=None, steps_per_generation=1)
-    me = Of(
+    trainer = Of(
         importance_sampling_level="token",
         beta=0.0,
-        args=args,
+        args=Of(delta=None, steps_per_generation=1),
         epsilon_low=0.2,
         epsilon_high=0.2,
         use_vllm=False,
@@ -877,41 +891,40 @@ def up_trl(code: Fetched):
     )
 
     def loss(log_prob, old_log_prob, advantages, mask):
-        A = flat(advantages)[:, None]
-        given = {
+        names = {
             "per_token_logps": log_prob,
             "old_per_token_logps": old_log_prob,
-            "advantages": A,
+            "advantages": flat(advantages)[:, None],
             "mask": mask.int(),
-        }
-        given |= {
-            "self": me,
+            "self": trainer,
             "entropy_mask": None,
             "inputs": {"num_items_in_batch": mask.sum()},
         }
-        file = "trl/experimental/up/up_trainer.py"
         return between(
             code,
-            file,
+            "trl/experimental/up/up_trainer.py",
             "log_ratio = per_token_logps - old",
             "loss = (per_token_loss * mask)",
-            **given,
+            **names,
         ).loss
 
     return loss
 
 
 def up_blog(code: Fetched):
-    mean = lambda x, mask: (x * mask).sum() / (mask.sum() + 1e-8)
-    agg_loss = lambda loss_mat, loss_mask, loss_agg_mode: mean(loss_mat, loss_mask)
-    file = "_posts/2026-02-26-UP-GRPO.md"
+    def masked_mean(x, mask):
+        return (x * mask).sum() / (mask.sum() + 1e-8)
+
+    def agg_loss(loss_mat, loss_mask, loss_agg_mode):
+        return masked_mean(loss_mat, loss_mask)
+
     made = between(
         code,
-        file,
+        "_posts/2026-02-26-UP-GRPO.md",
         "def compute_policy_loss(",
         "return pg_loss, pg_clipfrac",
         agg_loss=agg_loss,
-        verl_F=Of(masked_mean=mean),
+        verl_F=Of(masked_mean=masked_mean),
     )
 
     def loss(log_prob, old_log_prob, advantages, response_mask):
@@ -923,7 +936,7 @@ def up_blog(code: Fetched):
 
 
 def drpo(code: Fetched):
-    theirs = vars(code.take("unirl/algorithms/drpo.py", "_drpo_loss"))["_drpo_loss"]
+    drpo_loss = vars(code.take("unirl/algorithms/drpo.py", "_drpo_loss"))["_drpo_loss"]
 
     def loss(log_prob, old_log_prob, advantages, mask):
         packed = {
@@ -931,7 +944,7 @@ def drpo(code: Fetched):
             "old_logp": old_log_prob[mask],
             "advantages": advantages[mask],
         }
-        return theirs(epsilon=12.5, **packed)[0].mean()
+        return drpo_loss(epsilon=12.5, **packed)[0].mean()
 
     return loss
 
@@ -943,7 +956,7 @@ def wapo_repo(kind: str, share, **settings):
     """One loss_type of their trainer; share: what their orchestrator hands over as seq_loss_weights, by the mask."""
 
     def wrap(code: Fetched):
-        me = Of(
+        trainer = Of(
             loss_type=kind,
             use_importance_sampling=True,
             clip_eps=0.2,
@@ -952,15 +965,14 @@ def wapo_repo(kind: str, share, **settings):
             token_bin_counting=False,
             normalize_by_kept_tokens=False,
         )
-        vars(me).update(settings)
+        vars(trainer).update(settings)
 
         def loss(log_prob, old_log_prob, advantages, mask):
-            A = flat(advantages)[:, None].expand(mask.shape)
             inputs = {
                 "loss_mask": mask.int(),
                 "entropies": None,
                 "trainer_logprobs": log_prob,
-                "advantages": A,
+                "advantages": flat(advantages)[:, None].expand(mask.shape),
                 "inference_logprobs": old_log_prob,
                 "seq_loss_weights": share(mask),
             }
@@ -973,34 +985,51 @@ def wapo_repo(kind: str, share, **settings):
             last = next(
                 i for i, line in enumerate(text) if "# Count clipped tokens" in line
             )
-            return code.lines(WAPO, first + 1, last, self=me, inputs=inputs).loss
+            return code.lines(WAPO, first + 1, last, self=trainer, inputs=inputs).loss
 
         return loss
 
     return wrap
 
 
-each = lambda mask: 1 / (mask.sum(1) * len(mask))
-together = lambda mask: (1 / mask.sum()).expand(len(mask))
-wapo = wapo_repo("wapo", lambda mask: torch.ones(len(mask)) / len(mask), clip_eps=9.0)
-wapo_grpo = wapo_repo("grpo", each)
-wapo_gspo = wapo_repo("gspo", each, clip_eps=3e-4)
-wapo_dr_dapo = wapo_repo("dr_dapo", together, mask_ratio_low=0.8, mask_ratio_high=1.28)
-wapo_dr_grpo = wapo_repo(
-    "dr_grpo", lambda mask: (1 / (mask.sum(1).max() * len(mask))).expand(len(mask))
+def one_over_responses(mask):
+    """Each response has the same weight, and its tokens are summed."""
+    return torch.ones(len(mask)) / len(mask)
+
+
+def one_over_own_length(mask):
+    """Each response has the same weight, and its tokens are averaged."""
+    return 1 / (mask.sum(1) * len(mask))
+
+
+def one_over_tokens(mask):
+    """Each token has the same weight."""
+    return (1 / mask.sum()).expand(len(mask))
+
+
+def one_over_longest(mask):
+    """Each token has the same weight; the sum is divided as if all responses were as long as the longest."""
+    return (1 / (mask.sum(1).max() * len(mask))).expand(len(mask))
+
+
+wapo = wapo_repo("wapo", one_over_responses, clip_eps=9.0)
+wapo_grpo = wapo_repo("grpo", one_over_own_length)
+wapo_gspo = wapo_repo("gspo", one_over_own_length, clip_eps=3e-4)
+wapo_dr_dapo = wapo_repo(
+    "dr_dapo", one_over_tokens, mask_ratio_low=0.8, mask_ratio_high=1.28
 )
+wapo_dr_grpo = wapo_repo("dr_grpo", one_over_longest)
 
 
 # ---- rlvr ----------------------------------------------------------------------------
 def laguna(mode):
     def wrap(code: Fetched):
-        theirs = vars(code.take("src/laguna_rlvr/visual/gspo.py", "_surrogate_loss"))[
-            "_surrogate_loss"
-        ]
+        file, name = "src/laguna_rlvr/visual/gspo.py", "_surrogate_loss"
+        surrogate_loss = vars(code.take(file, name))[name]
 
         def loss(log_prob, old_log_prob, advantages, mask):
             A, m = flat(advantages), mask.to(log_prob.dtype)
-            return theirs(
+            return surrogate_loss(
                 log_prob, old_log_prob, m, A, mode=mode, clip=0.2, max_logratio=10.0
             )
 
@@ -1014,19 +1043,21 @@ laguna_gspo, laguna_grpo = laguna("gspo"), laguna("grpo")
 
 def laguna_tool(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask):
-        lps = iter([row[m] for row, m in zip(log_prob, mask, strict=True)])
-        me = Of(_cur_logp=lambda *_: next(lps), max_logratio=10.0, clip=0.2)
-        old = [row[m] for row, m in zip(old_log_prob, mask, strict=True)]
-        had = {
-            "self": me,
+        lps, old = listed(mask, log_prob, old_log_prob)
+        next_lp = iter(lps)
+        trainer = Of(_cur_logp=lambda *_: next(next_lp), max_logratio=10.0, clip=0.2)
+        names = {
+            "self": trainer,
             "turns_list": old,
             "old_logps": old,
             "adv": flat(advantages),
             "items": [0],
+            "image": None,
+            "image_id": None,
+            "question": None,
         }
-        had |= dict.fromkeys(("image", "image_id", "question"))
         return code.lines(
-            "src/laguna_rlvr/visual/vision_tool_gspo.py", 200, 206, **had
+            "src/laguna_rlvr/visual/vision_tool_gspo.py", 200, 206, **names
         ).loss
 
     return loss
@@ -1038,15 +1069,17 @@ def influence(code: Fetched):
             x[None]
             for x in (flat(advantages), log_prob, old_log_prob, ref_log_prob, mask)
         )
-        had = {
+        names = {
             "per_token_logps": lp,
             "old_per_token_logps": old,
             "ref_per_token_logps": ref,
             "response_mask": m,
+            "advantages": A,
+            "epsilon": 0.2,
+            "beta": 0.01,
         }
-        had |= {"advantages": A, "epsilon": 0.2, "beta": 0.01}
         return code.lines(
-            "influence_rlvr/gradients.py", 204, 227, **had
+            "influence_rlvr/gradients.py", 204, 227, **names
         ).policy_loss_vector[0]
 
     return loss
@@ -1082,17 +1115,14 @@ def meta_tokens(code: Fetched):
 
 def history(name, **settings):
     def wrap(code: Fetched):
-        file, function = (
-            f"src/history_of_rlvr/rl/algorithms/{name}/{name}.py",
-            f"{name}_loss",
-        )
-        names = (
-            (function,) if name in ("dr_grpo", "gspo") else ("_reduce_loss", function)
-        )
-        theirs = vars(code.take(file, *names))[function]
+        file = f"src/history_of_rlvr/rl/algorithms/{name}/{name}.py"
+        function_name = f"{name}_loss"
+        helpers = () if name in ("dr_grpo", "gspo") else ("_reduce_loss",)
+        function = vars(code.take(file, *helpers, function_name))[function_name]
 
         def loss(log_prob, old_log_prob, advantages, mask):
-            return theirs(log_prob, old_log_prob, flat(advantages), mask, **settings)[0]
+            A = flat(advantages)
+            return function(log_prob, old_log_prob, A, mask, **settings)[0]
 
         return loss
 
@@ -1109,36 +1139,34 @@ history_dr_grpo = history("dr_grpo", max_tokens=1)
 RANGO = "src/tactic_gen/grpo.py"
 
 
-def rango(function):
+def rango(name):
     def wrap(code: Fetched):
-        theirs = vars(code.take(RANGO, "kl_unbiased", function))[function]
+        function = vars(code.take(RANGO, "kl_unbiased", name))[name]
 
         def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
-            return theirs(log_prob, old_log_prob, ref_log_prob, advantages, mask)[0]
+            return function(log_prob, old_log_prob, ref_log_prob, advantages, mask)[0]
 
         return loss
 
     return wrap
 
 
-def per_row(one):
+def per_row(wrapper):
     """Where it takes one advantage per response."""
 
     def wrap(code: Fetched):
-        theirs = one(code)
+        wrapped = wrapper(code)
 
         def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
-            return theirs(log_prob, old_log_prob, flat(advantages), mask, ref_log_prob)
+            return wrapped(log_prob, old_log_prob, flat(advantages), mask, ref_log_prob)
 
         return loss
 
     return wrap
 
 
-rango_grpo, rango_dapo = (
-    per_row(rango("grpo_batch_loss")),
-    per_row(rango("dapo_batch_loss")),
-)
+rango_grpo = per_row(rango("grpo_batch_loss"))
+rango_dapo = per_row(rango("dapo_batch_loss"))
 rango_steps = rango("grpo_batch_loss_perstep")
 
 
@@ -1155,22 +1183,20 @@ def rango_ppo(code: Fetched):
 def eblanca(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask):
         B, T = mask.shape
-        me = Of(
+        trainer = Of(
             delta=1.5, clip_epsilon=0.2, epsilon_high=0.3, use_kl=False, group_size=B
         )
-        had = {
+        names = {
             "log_probs_target": log_prob,
             "old_log_probs_target": old_log_prob,
             "advantages": flat(advantages),
-        }
-        had |= {
-            "self": me,
+            "self": trainer,
             "seq_len": T,
             "entropy_mask": None,
             "attention_mask": mask,
             "reference_logits": None,
         }
-        return code.lines("src/grpo/algorithm.py", 189, 235, **had).loss
+        return code.lines("src/grpo/algorithm.py", 189, 235, **names).loss
 
     return loss
 
@@ -1180,62 +1206,63 @@ YUYU = "scripts/grpo/grpo_update.py"
 
 
 def yuyu(code: Fetched):
-    def one(lp, A):
-        had = {
+    def row_loss(lp, A):
+        names = {
             "logp": lp,
             "mshift": torch.ones_like(lp),
             "n_asst": len(lp),
             "advantage": A[0],
             "lata": False,
         }
-        made = code.lines(YUYU, 264, 265, **had)
+        made = code.lines(YUYU, 264, 265, **names)
         return -made.sum_logp * A[0] / made.norm
 
-    return lambda log_prob, old_log_prob, advantages, mask: rows(
-        one, mask, log_prob, advantages
+    return lambda log_prob, old_log_prob, advantages, mask: mean_of_rows(
+        row_loss, mask, log_prob, advantages
     )
 
 
 def yuyu_batch(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask):
-        had = {
+        names = {
             "nll": -log_prob,
             "mshift": mask,
             "advs": flat(advantages),
             "lata": False,
             "device": "cpu",
         }
-        return code.lines(YUYU, 300, 304, **had).loss
+        return code.lines(YUYU, 300, 304, **names).loss
 
     return loss
 
 
 def bird(code: Fetched):
-    theirs = code.take(
+    compute = code.take(
         "mini_agent_lighting/algorithm/mini_grpo.py", "MiniGRPO.compute_grpo_loss"
     ).compute_grpo_loss
 
     def loss(log_prob, old_log_prob, advantages, mask):
-        return theirs(Of(beta=0.1), log_prob, old_log_prob, flat(advantages))
+        return compute(Of(beta=0.1), log_prob, old_log_prob, flat(advantages))
 
     return loss
 
 
 def liuls(code: Fetched):
-    given = {
+    helpers = {
         "create_shifted_targets": lambda *_: None,
         "selected_logprobs": lambda logits, targets: logits,
+        "GRPOLossOutput": Of,
     }
-    theirs = code.take("rl/loss.py", "grpo_loss", GRPOLossOutput=Of, **given).grpo_loss
+    grpo_loss = code.take("rl/loss.py", "grpo_loss", **helpers).grpo_loss
 
     def loss(log_prob, old_log_prob, advantages, mask):
-        had = {
+        names = {
             "logits": log_prob,
             "tokens": None,
             "generator_logprobs": old_log_prob,
             "loss_mask": mask,
         }
-        return theirs(**had, advantages=advantages).loss
+        return grpo_loss(**names, advantages=advantages).loss
 
     return loss
 
@@ -1250,9 +1277,8 @@ def kmno_cispo(code: Fetched):
 
     def loss(log_prob, old_log_prob, advantages, mask):
         lp, old, A = listed(mask, log_prob, old_log_prob, advantages)
-        return make([x.tolist() for x in old], [x.tolist() for x in A], 0.0, 4.0)(
-            lp, lp
-        )[0]
+        loss_fn = make([x.tolist() for x in old], [x.tolist() for x in A], 0.0, 4.0)
+        return loss_fn(lp, lp)[0]
 
     return loss
 
@@ -1269,7 +1295,7 @@ def kmno(high, reduction):
                 {"logprobs": Of(data=x), "advantages": Of(data=a)}
                 for x, a in zip(old, A, strict=True)
             ]
-            every = [
+            responses = [
                 Of(
                     datum=Of(loss_fn_inputs=f),
                     completion_mask=[True] * len(x),
@@ -1277,9 +1303,8 @@ def kmno(high, reduction):
                 )
                 for f, x in zip(fields, old, strict=True)
             ]
-            return make(every, Of(clip_low=0.8, clip_high=high, reduction=reduction))(
-                every, lp
-            )[0]
+            config = Of(clip_low=0.8, clip_high=high, reduction=reduction)
+            return make(responses, config)(responses, lp)[0]
 
         return loss
 
@@ -1311,13 +1336,14 @@ def kmno_gspo(code: Fetched):
 def uygarkurt(file, first, last, **settings):
     def wrap(code: Fetched):
         def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
-            had = {
+            names = {
                 "new_logprobs": log_prob,
                 "old_logprobs": old_log_prob,
                 "advantage": flat(advantages)[:, None],
+                "reference_logprobs": ref_log_prob,
+                "rollout_masks": mask,
             }
-            had |= {"reference_logprobs": ref_log_prob, "rollout_masks": mask}
-            return code.lines(file, first, last, **had, **settings).grpo_loss
+            return code.lines(file, first, last, **names, **settings).grpo_loss
 
         return loss
 
@@ -1336,13 +1362,12 @@ def summed(file, name):
     """A loss on the log-probability of whole responses."""
 
     def wrap(code: Fetched):
-        theirs = vars(code.take(file, name))[name]
-        total = lambda x, mask: torch.where(mask, x, 0).sum(-1)
+        function = vars(code.take(file, name))[name]
 
         def loss(log_prob, old_log_prob, advantages, mask):
-            return theirs(
-                total(log_prob, mask), total(old_log_prob, mask), flat(advantages)
-            )
+            lp = torch.where(mask, log_prob, 0).sum(-1)
+            old = torch.where(mask, old_log_prob, 0).sum(-1)
+            return function(lp, old, flat(advantages))
 
         return loss
 
