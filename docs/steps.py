@@ -16,7 +16,7 @@ from upref.conformance.cases import SINGLE
 from upref.conformance.results import read_expected_failures
 from upref.errors import InputError
 from upref.files import write_atomically
-from upref.registry import get, names
+from upref.registry import Objective, get, names
 from upref.step import StepReport
 
 HERE = Path(__file__).parent / "steps"
@@ -32,47 +32,48 @@ def _notes() -> list[dict]:
     return tomllib.loads((HERE / "notes.toml").read_text(encoding="utf-8"))["note"]
 
 
-def note_of(trainer: str, one: dict) -> dict | None:
-    """The note on a difference: of its trainer, with one of its causes in what was
-    found.
-    """
-    fits = (
-        n
-        for n in _notes()
-        if n["trainer"] == trainer and any(c in one["cause"] for c in n["causes"])
-    )
-    return next(fits, None)
-
-
-def _differs(one: dict) -> bool:
-    return one["error"] is not None and bool(one["cause"])
+def note_of(trainer: str, record: dict) -> dict | None:
+    """The note on a difference: of its trainer, with one of its causes in the record."""
+    for note in _notes():
+        causes = note["causes"]
+        if note["trainer"] == trainer and any(c in record["cause"] for c in causes):
+            return note
+    return None
 
 
 def table(trainer: str) -> str:
+    """The recorded steps of a trainer: how many agree, and a row for each."""
+    records = _records(trainer)
+    ran = [record for record in records if record["error"] is not None]
+    agree = [record["error"] for record in ran if not record["cause"]]
+    single = max(error for error in agree if error < 1e-4)
+    head = (
+        f"{len(records)} settings: {len(agree)} agree, in float32 to {single:.1e}; "
+        f"{len(ran) - len(agree)} differ; {len(records) - len(ran)} do not run."
+    )
     rows = ["| setting | model | error | | not exercised |", "|---|---|---|---|---|"]
-    for one in _records(trainer):
-        if one["error"] is None:
-            word = f"does not run: {one['cause'].split(': ', 2)[-1][:90]}"
-        elif one["cause"]:
-            note = note_of(trainer, one)
-            word = f"**differs**: {one['cause']}" + (
-                f" ({note['status']}, {note['severity']})" if note else ""
-            )
-        else:
-            word = "agrees"
-        error = "" if one["error"] is None else f"{one['error']:.1e}"
-        missing = one["not_exercised"].replace("|", "\\|")
-        rows.append(
-            f"| {one['setting']} | {one['family']} | {error} | {word} | {missing} |"
+    for record in records:
+        cells = (
+            record["setting"],
+            record["family"],
+            "" if record["error"] is None else f"{record['error']:.1e}",
+            _verdict(trainer, record),
+            record["not_exercised"].replace("|", "\\|"),
         )
-    every = _records(trainer)
-    agree = [
-        one["error"] for one in every if one["error"] is not None and not one["cause"]
-    ]
-    wrong, lost = sum(map(_differs, every)), sum(one["error"] is None for one in every)
-    single = max(e for e in agree if e < 1e-4)
-    head = f"{len(every)} settings: {len(agree)} agree, in float32 to {single:.1e}; {wrong} differ; {lost} do not run."
+        rows.append(f"| {' | '.join(cells)} |")
     return head + "\n\n" + "\n".join(rows)
+
+
+def _verdict(trainer: str, record: dict) -> str:
+    """Whether a step agrees; if not, why, with the status of the note on it."""
+    cause = record["cause"]
+    if record["error"] is None:
+        return f"does not run: {cause.split(': ', 2)[-1][:90]}"
+    if not cause:
+        return "agrees"
+    note = note_of(trainer, record)
+    status = f" ({note['status']}, {note['severity']})" if note else ""
+    return f"**differs**: {cause}{status}"
 
 
 AVERAGES = {
@@ -133,8 +134,8 @@ def suite() -> str:
     ):
         cells = [_suite_cell(one["cases"].get(case)) for one in trainers.values()]
         rows.append(f"| {case} | {' | '.join(cells)} |")
-    said = [_suite_reasons(name, one) for name, one in trainers.items()]
-    return "\n".join([*rows, "", *said])
+    reasons = [_suite_reasons(name, one) for name, one in trainers.items()]
+    return "\n".join([*rows, "", *reasons])
 
 
 def _suite_results() -> dict[str, dict]:
@@ -260,40 +261,39 @@ def rounding() -> str:
         "|---" * (len(seeds) + 1) + "|",
     ]
     for family, one in _runs()["plain"].items():
-        cells = [
-            f"{found['error']:.1e} of {found['allowed']:.1e}"
-            + ("" if found["status"] == "passed" else f": {found['status']}")
-            for found in one["seeds"].values()
-        ]
+        cells = []
+        for run in one["seeds"].values():
+            cell = f"{run['error']:.1e} of {run['allowed']:.1e}"
+            if run["status"] != "passed":
+                cell += f": {run['status']}"
+            cells.append(cell)
         rows.append(f"| {family} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
 def bugs() -> str:
     """How many of the recorded bugs the suite kills, and those that survive."""
-    every = tomllib.loads((ADAPTERS / "known_bugs.toml").read_text(encoding="utf-8"))
-    alive = [bug for bug in every["bug"] if bug.get("survives")]
+    text = (ADAPTERS / "known_bugs.toml").read_text(encoding="utf-8")
+    every = tomllib.loads(text)["bug"]
+    alive = [bug for bug in every if bug.get("survives")]
+    killed = len(every) - len(alive)
     lines = [
-        f"Of {len(every['bug'])} bugs {len(every['bug']) - len(alive)} are killed. "
-        "The others survive:",
+        f"Of {len(every)} bugs {killed} are killed. The others survive:",
         "",
-        *(
-            f"* {bug['source']}: {bug['what']}. {bug['survives'][0].upper()}{bug['survives'][1:]}."
-            for bug in alive
-        ),
     ]
+    for bug in alive:
+        why = bug["survives"]
+        lines.append(f"* {bug['source']}: {bug['what']}. {why[0].upper()}{why[1:]}.")
     return "\n".join(lines)
 
 
 def notes() -> str:
     """Each difference: what it is, its status and severity, what was searched."""
     out = []
-    for n in _notes():
-        out += [
-            f"**{n['trainer']}: {n['title']}** ({n['status']}, {n['severity']}). {n['text']}",
-            "",
-        ]
-        out += ["    " + n["command"], ""]
+    for note in _notes():
+        title = f"**{note['trainer']}: {note['title']}**"
+        status = f"({note['status']}, {note['severity']})"
+        out += [f"{title} {status}. {note['text']}", "", f"    {note['command']}", ""]
     return "\n".join(out)
 
 
@@ -309,7 +309,7 @@ def by_trl(name: str) -> StepReport:
     from upref_frameworks.trl.training import GRPOTrainer
     from upref_frameworks.trl.twin import trl_twin
 
-    o, hp, beta = _asked(name)
+    o, hp, beta = _settings(name)
     # r off 1
     twice = dict(
         gradient_accumulation_steps=2,
@@ -317,9 +317,8 @@ def by_trl(name: str) -> StepReport:
         generation_batch_size=None,
     )
     fields = default_config().to_dict() | twice | dict(beta=beta, report_to="none")
-    return _agreeing(
-        trl_twin(GRPOTrainer, o, hp, tiny("qwen3"), trl.GRPOConfig(**fields))
-    )
+    config = trl.GRPOConfig(**fields)
+    return _agreeing(trl_twin(GRPOTrainer, o, hp, tiny("qwen3"), config))
 
 
 def by_verl(name: str) -> StepReport:
@@ -328,7 +327,7 @@ def by_verl(name: str) -> StepReport:
 
     from upref_frameworks.verl.step import check_twin, settings_of_twin
 
-    o, hp, beta = _asked(name)
+    o, hp, beta = _settings(name)
     kl = dict(use_kl_loss=beta > 0, kl_loss_coef=beta, kl_loss_type=o.kl or "k3")
     actor = dict(strategy="fsdp", entropy_coeff=0.0, use_dynamic_bsz=False) | kl
     model = dict(hf_config=transformers.Qwen3Config(), use_remove_padding=True)
@@ -338,7 +337,7 @@ def by_verl(name: str) -> StepReport:
 PLUGINS = {"upref.trl": by_trl, "verl's plug-in": by_verl}
 
 
-def _asked(name: str) -> tuple:
+def _settings(name: str) -> tuple[Objective, dict, float]:
     """The objective, its hyperparameters, and the coefficient of its KL term, which is
     the trainer's to set.
     """
@@ -348,6 +347,7 @@ def _asked(name: str) -> tuple:
 
 
 def _agreeing(report: StepReport) -> StepReport:
+    """The report; an error if the step differs."""
     if not report:
         raise RuntimeError(str(report))
     return report
@@ -357,41 +357,40 @@ def plugins() -> str:
     """One row for each objective: the error through each plug-in, or why it does not
     run there.
     """
-    found = json.loads((HERE / "plugins.json").read_text(encoding="utf-8"))
-    rows = [
-        f"| {name} | " + " | ".join(_cell(one[k]) for k in PLUGINS) + " |"
-        for name, one in found.items()
-    ]
-    return "\n".join([f"| objective | {' | '.join(PLUGINS)} |", "|---|---|---|", *rows])
+    results = json.loads((HERE / "plugins.json").read_text(encoding="utf-8"))
+    rows = [f"| objective | {' | '.join(PLUGINS)} |", "|---|---|---|"]
+    for name, by_plugin in results.items():
+        cells = [name, *(_plugin_cell(by_plugin[plugin]) for plugin in PLUGINS)]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
-def _cell(found: dict | str) -> str:
-    if isinstance(found, str):
-        return found
-    missing = (
-        f"; not exercised: {', '.join(found['not_exercised'])}"
-        if found["not_exercised"]
-        else ""
-    )
-    return f"{found['error']:.1e}{missing}"
+def _plugin_cell(result: dict | str) -> str:
+    """The error of a step and what it did not exercise, or why it does not run."""
+    if isinstance(result, str):
+        return result
+    cell = f"{result['error']:.1e}"
+    if result["not_exercised"]:
+        cell += f"; not exercised: {', '.join(result['not_exercised'])}"
+    return cell
 
 
 def main() -> None:
-    found: dict[str, dict[str, dict | str]] = {}
+    """Write docs/steps/plugins.json: a step of each objective through each plug-in."""
+    results: dict[str, dict[str, dict | str]] = {}
     for name in names():
-        found[name] = {}
+        results[name] = {}
         for plugin, step in PLUGINS.items():
             try:
                 report = step(name)
-                found[name][plugin] = {
+                results[name][plugin] = {
                     "error": report.error,
                     "not_exercised": report.not_reached,
                 }
             except InputError as e:
-                found[name][plugin] = str(e)
-    write_atomically(
-        HERE / "plugins.json", json.dumps(found, indent=1, ensure_ascii=False) + "\n"
-    )
+                results[name][plugin] = str(e)
+    text = json.dumps(results, indent=1, ensure_ascii=False) + "\n"
+    write_atomically(HERE / "plugins.json", text)
 
 
 if __name__ == "__main__":
