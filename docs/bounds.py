@@ -61,6 +61,7 @@ def judged() -> list[str]:
 
 
 def other_values(name: str, value: float) -> tuple[float, float]:
+    """The two other values of a number."""
     if name == "seed":
         return 1, 2
     return (0.1, 0.2) if value == 0 else (value / 2, value * 2)
@@ -69,9 +70,8 @@ def other_values(name: str, value: float) -> tuple[float, float]:
 def default_goal(name: str) -> Goal:
     """The objective at its defaults, with a dual clip where it takes one."""
     o = get(name)
-    return make_goal(
-        o, {"c": DUAL_CLIP} if "c" in o.hyperparameters else {}, TEMPERATURE
-    )
+    hp = {"c": DUAL_CLIP} if "c" in o.hyperparameters else {}
+    return make_goal(o, hp, TEMPERATURE)
 
 
 def changed(goal: Goal, name: str, value: float) -> Goal:
@@ -93,9 +93,10 @@ def numbers(model: TorchModel, name: str, seed: int = 0) -> Iterator[Number]:
         FLOAT32_BOUND,
         gradients_by_row(goal, case.forward, case.padded),
     )
-    for number, value in (
-        goal.hp | ({"beta": 0.0} if "beta" in goal.objective.hyperparameters else {})
-    ).items():
+    values = dict(goal.hp)
+    if "beta" in goal.objective.hyperparameters:
+        values["beta"] = 0.0
+    for number, value in values.items():
         noticed = {}
         for other in other_values(number, value):
             try:
@@ -120,30 +121,34 @@ def compute() -> list[Number]:
 def recorded() -> list[Number]:
     """What `python -m docs.bounds` computed last."""
     records = json.loads(RECORD.read_text(encoding="utf-8"))
-    return [
-        Number(
-            **one | {"noticed": {float(v): seen for v, seen in one["noticed"].items()}}
-        )
-        for one in records
-    ]
+    numbers = []
+    for record in records:
+        # the keys of JSON are text
+        noticed = {float(value): x for value, x in record["noticed"].items()}
+        numbers.append(Number(**record | {"noticed": noticed}))
+    return numbers
 
 
 def table() -> str:
     """The recorded table, in markdown."""
     every, reasons = recorded(), exceptions()
     rows = ["| objective | number | value | others | |", "|---|---|---|---|---|"]
-    for one in every:
-        others = ", ".join(f"{v:g}" for v in one.noticed)
-        missed = ", ".join(f"{v:g}" for v, seen in one.noticed.items() if not seen)
-        said = (
-            f"{missed} not noticed: {reasons[one.objective, one.name]}"
-            if missed
-            else "noticed"
+    for number in every:
+        others = ", ".join(f"{value:g}" for value in number.noticed)
+        missed = [f"{value:g}" for value, x in number.noticed.items() if not x]
+        result = "noticed"
+        if missed:
+            reason = reasons[number.objective, number.name]
+            result = f"{', '.join(missed)} not noticed: {reason}"
+        cells = (
+            f"`{number.objective}`",
+            number.name,
+            f"{number.value:g}",
+            others,
+            result,
         )
-        rows.append(
-            f"| `{one.objective}` | {one.name} | {one.value:g} | {others} | {said} |"
-        )
-    count = sum(one.reached for one in every)
+        rows.append(f"| {' | '.join(cells)} |")
+    count = sum(number.reached for number in every)
     head = f"{len(every)} numbers of {len(judged())} objectives: {count} are noticed at both other values."
     return head + "\n\n" + "\n".join(rows)
 

@@ -68,30 +68,28 @@ def views(entries: list[Entry]) -> dict[str, str]:
     DRAFT or NONE.
     """
     drafted = {key for issue in texts()["issue"] for key in issue["entries"]}
-    found = {}
+    kinds = {}
     for entry in entries:
         if entry.thread:
-            found[entry.key] = THREAD
+            kinds[entry.key] = THREAD
         elif entry.words:
-            found[entry.key] = WORDS
+            kinds[entry.key] = WORDS
         else:
-            found[entry.key] = DRAFT if entry.key in drafted else NONE
-    return found
+            kinds[entry.key] = DRAFT if entry.key in drafted else NONE
+    return kinds
 
 
 def summary(entries: list[Entry]) -> str:
     """Return how many entries have each kind of view, and the entries that have none, a
     line each.
     """
-    found = views(entries)
-    count = Counter(found.values())
-    kinds = ", ".join(f"{count[kind]} {kind}" for kind in (THREAD, WORDS, DRAFT, NONE))
-    lines = [f"{len(found)} entries blame a framework; beside them: {kinds}."]
-    lines += [
-        f"none: {entry.key}: {entry.reason}"
-        for entry in entries
-        if found[entry.key] == NONE
-    ]
+    kind_of = views(entries)
+    count = Counter(kind_of.values())
+    counts = ", ".join(f"{count[kind]} {kind}" for kind in (THREAD, WORDS, DRAFT, NONE))
+    lines = [f"{len(kind_of)} entries blame a framework; beside them: {counts}."]
+    for entry in entries:
+        if kind_of[entry.key] == NONE:
+            lines.append(f"none: {entry.key}: {entry.reason}")
     return "\n".join(lines)
 
 
@@ -99,20 +97,17 @@ def pages() -> dict[Path, str]:
     """Return the page of drafts of each framework that has any, by its file."""
     record = texts()
     known = {entry.key: entry for entry in read()}
-    parts: dict[str, list[str]] = {}
+    drafts_of: dict[str, list[str]] = {}
     for issue in record["issue"]:
         for key in issue["entries"]:
             name = known[key].framework
-            parts.setdefault(name, []).append(
-                _draft(known[key], issue, record["names"][name])
-            )
-    heads = {
-        name: HEAD.format(name=record["names"][name], framework=name) for name in parts
-    }
-    return {
-        FOLDER / name / "ISSUES.md": "\n".join([heads[name], *drafts])
-        for name, drafts in parts.items()
-    }
+            draft = _draft(known[key], issue, record["names"][name])
+            drafts_of.setdefault(name, []).append(draft)
+    pages = {}
+    for name, drafts in drafts_of.items():
+        head = HEAD.format(name=record["names"][name], framework=name)
+        pages[FOLDER / name / "ISSUES.md"] = "\n".join([head, *drafts])
+    return pages
 
 
 def _draft(entry: Entry, issue: dict[str, Any], name: str) -> str:

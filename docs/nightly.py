@@ -21,23 +21,29 @@ def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     out = []
     if then["version"] != now["version"]:
         out.append(f"{then['version']} -> {now['version']}")
-    key = lambda r: (r["label"], r["promise"], r["micro_batches"])
-    rows = {key(r): verdict(r) for r in then["rows"]}
-    for r in now["rows"]:
-        if rows.get(key(r)) != verdict(r):
-            out.append(
-                f"{r['label']} against {r['promise']}: {rows.get(key(r), 'not there')} -> {verdict(r)}"
-            )
+    before = {key(row): verdict(row) for row in then["rows"]}
+    for row in now["rows"]:
+        old, new = before.get(key(row), "not there"), verdict(row)
+        if old != new:
+            out.append(f"{row['label']} against {row['promise']}: {old} -> {new}")
     out += [f"new loss: {m}" for m in now["unaudited"] if m not in then["unaudited"]]
     return out + now["against_ledger"]
 
 
-def verdict(r: dict[str, Any]) -> str:
+def key(row: dict[str, Any]) -> tuple[str, str, int]:
+    """What a row of an audit is of."""
+    return row["label"], row["promise"], row["micro_batches"]
+
+
+def verdict(row: dict[str, Any]) -> str:
     """Without numbers that differ from machine to machine."""
-    return "agrees" if r["difference"] <= r["tol"] else r["verdict"]
+    return "agrees" if row["difference"] <= row["tol"] else row["verdict"]
 
 
 def main(names: list[str]) -> int:
+    """Audit the frameworks; return 1 where one has changed, 2 where one cannot be
+    audited, else 0.
+    """
     worst = 0
     for name in names or frameworks():
         newest = ["--version", NEWEST] if framework(name).pin else []
@@ -48,11 +54,10 @@ def main(names: list[str]) -> int:
             worst = 2
             continue
         then = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
-        said = changes(then, json.loads(done.stdout))
-        print(
-            "\n".join(f"{name}: {line}" for line in said or ["as it was"]), flush=True
-        )
-        worst = max(worst, int(bool(said)))
+        lines = changes(then, json.loads(done.stdout))
+        for line in lines or ["as it was"]:
+            print(f"{name}: {line}", flush=True)
+        worst = max(worst, int(bool(lines)))
     return worst
 
 

@@ -52,46 +52,43 @@ def table(name: str) -> str:
     those that do not change the gradient.
     """
     measured = results(name)["options"]
-    seen = [option for option in options(name) if _noticed(option)]
-    unseen = [option for option in options(name) if not _noticed(option)]
+    noticed = [option for option in options(name) if _noticed(option)]
+    unnoticed = [option for option in options(name) if not _noticed(option)]
+    keeping = {
+        f"{_short(section)}{option}": reason
+        for section, reason_of in reasons(name).items()
+        for option, reason in reason_of.items()
+    }
     rows = [
         "| option | other value | case that notices | error of the gradient |",
         "|---|---|---|---|",
     ]
-    for option in seen:
-        rows += [_row(option, one) for one in measured[option.key]]
-    return "\n".join(
-        [
-            *rows,
-            "",
-            f"No case notices {len(unseen)} options:",
-            "",
-            *_by_reason({_name(option): option.why for option in unseen}),
-            "",
-            "These do not change the gradient:",
-            "",
-            *_by_reason(
-                {
-                    f"{_short(section)}{option}": reason
-                    for section, those in reasons(name).items()
-                    for option, reason in those.items()
-                }
-            ),
-        ]
-    )
+    for option in noticed:
+        rows += [_row(option, result) for result in measured[option.key]]
+    lines = [
+        *rows,
+        "",
+        f"No case notices {len(unnoticed)} options:",
+        "",
+        *_by_reason({_name(option): option.why for option in unnoticed}),
+        "",
+        "These do not change the gradient:",
+        "",
+        *_by_reason(keeping),
+    ]
+    return "\n".join(lines)
 
 
-def _row(option: Option, one: Mapping[str, Any]) -> str:
-    value = ", ".join(
-        f"{key} = {given!r}"
-        for key, given in ({option.name: one["to"]} | dict(option.beside)).items()
-    )
+def _row(option: Option, result: Mapping[str, Any]) -> str:
+    """Return the row of another value of an option: which case notices it."""
+    values = {option.name: result["to"]} | dict(option.beside)
+    value = ", ".join(f"{name} = {value!r}" for name, value in values.items())
     value = value.removeprefix(f"{option.name} = ").replace("|", "\\|")
-    error = f"{one['error']:.1e}" if "error" in one else ""
-    found = _code(one["case"] or "")
-    if "said" in one:
-        found += f" cannot run: {one['said'].replace('|', '&#124;')[:110]}"
-    return f"| {_code(_name(option))} | {_code(value)} | {found} | {error} |"
+    error = f"{result['error']:.1e}" if "error" in result else ""
+    case = _code(result["case"] or "")
+    if "said" in result:
+        case += f" cannot run: {result['said'].replace('|', '&#124;')[:110]}"
+    return f"| {_code(_name(option))} | {_code(value)} | {case} | {error} |"
 
 
 def _name(option: Option) -> str:
@@ -106,8 +103,9 @@ def _short(section: str) -> str:
     return "" if shown in ("", "GRPOConfig", "train_ppo_ray") else f"{shown}."
 
 
-def _by_reason(given: Mapping[str, str]) -> list[str]:
-    groups: dict[str, list[str]] = defaultdict(list)
-    for option, reason in given.items():
-        groups[reason].append(_code(option))
-    return [f"* {', '.join(those)}: {reason}." for reason, those in groups.items()]
+def _by_reason(reason_of: Mapping[str, str]) -> list[str]:
+    """Return a line for each reason, with the options that have it."""
+    options_of: dict[str, list[str]] = defaultdict(list)
+    for option, reason in reason_of.items():
+        options_of[reason].append(_code(option))
+    return [f"* {', '.join(group)}: {reason}." for reason, group in options_of.items()]

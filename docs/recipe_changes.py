@@ -22,11 +22,10 @@ BEFORE = Path(__file__).parent / "recipes_before.json"
 ADVANTAGES = (
     "the standard deviation of the group, where the objective has another estimator"
 )
-SPLIT, OF_ADVANTAGES = (
-    "a recorded fault of micro-batches left out",
-    "a recorded difference of the advantages left out",
-)
-MISSING, REFUSED = "a setting left out", "it cannot run, and is refused now"
+SPLIT = "a recorded fault of micro-batches left out"
+OF_ADVANTAGES = "a recorded difference of the advantages left out"
+MISSING = "a setting left out"
+REFUSED = "it cannot run, and is refused now"
 SILENT = "nothing differs, it said, where something does"
 KINDS = (ADVANTAGES, SPLIT, OF_ADVANTAGES, MISSING, SILENT, REFUSED)
 
@@ -51,62 +50,56 @@ def faults(name: str, old: dict[str, Any]) -> dict[str, list[str]]:
         now = recipe(objective, framework)
     except InputError as error:
         return {REFUSED: [str(error)]}
-    found: dict[str, list[str]] = {}
+    kinds: dict[str, list[str]] = {}
     if _group_norm_for_another(get(objective).adv, framework, old["advantages"]):
-        found[ADVANTAGES] = [f"`{old['advantages']}`, for {get(objective).adv}"]
-    hidden = [
-        line
-        for line in now.differs
-        if line.startswith("in ") and "not measured" not in line
-    ]
+        kinds[ADVANTAGES] = [f"`{old['advantages']}`, for {get(objective).adv}"]
+    measured = [line for line in now.differs if "not measured" not in line]
     for kind, begin in (
         (SPLIT, "in micro-batches: "),
         (OF_ADVANTAGES, "in the advantages: "),
     ):
-        if mine := [
-            line.removeprefix(begin) for line in hidden if line.startswith(begin)
-        ]:
-            found[kind] = mine
+        lines = [line for line in measured if line.startswith(begin)]
+        if lines:
+            kinds[kind] = [line.removeprefix(begin) for line in lines]
     keys = sorted({key for line in now.settings for key, _ in typed_fields(line)})
     then = "\n".join(old["settings"])
-    if (missing := [key for key in keys if key not in then]) and "upref" not in then:
-        found[MISSING] = missing
-    measured = [
-        line
-        for line in now.differs
-        if "not measured" not in line and line not in hidden
-    ]
-    if not old["differs"] and measured:
-        found[SILENT] = measured
-    return found
+    missing = [key for key in keys if key not in then]
+    if missing and "upref" not in then:
+        kinds[MISSING] = missing
+    of_the_loss = [line for line in measured if not line.startswith("in ")]
+    if not old["differs"] and of_the_loss:
+        kinds[SILENT] = of_the_loss
+    return kinds
 
 
 def _group_norm_for_another(kind: str, framework: str, old: str) -> bool:
     """Whether that line sets group_norm, and the objective's kind of advantage is
     another.
     """
-    known = read_tables(framework)["recipe"]["advantages"]
-    said, of_group = (
-        set(typed_fields(old)),
-        set(typed_fields(known.get("group_norm", {}).get("set", ""))),
-    )
-    own = set(typed_fields(known.get(kind, {}).get("set", "")))
-    return bool(said) and said <= of_group and said != own and kind != "group_norm"
+    if kind == "group_norm":
+        return False
+    tables = read_tables(framework)["recipe"]["advantages"]
+    printed = set(typed_fields(old))
+    of_group_norm = set(typed_fields(tables.get("group_norm", {}).get("set", "")))
+    own = set(typed_fields(tables.get(kind, {}).get("set", "")))
+    return bool(printed) and printed <= of_group_norm and printed != own
 
 
 def table() -> str:
     """Return a count by kind, a row for each recipe with a fault, and the names of
     those that are new.
     """
-    old, rows, count = before(), ["| recipe | what was wrong |", "|---|---|"], Counter()
+    old = before()
+    rows = ["| recipe | what was wrong |", "|---|---|"]
+    count: Counter[str] = Counter()
     for name in sorted(old):
-        found = faults(name, old[name])
-        count.update(found.keys())
-        said = "<br>".join(
-            f"*{kind}*: {'; '.join(lines)}" for kind, lines in found.items()
-        )
-        if said:
-            rows.append(f"| {name} | {said} |".replace("\n", " "))
+        kinds = faults(name, old[name])
+        count.update(kinds.keys())
+        if kinds:
+            cell = "<br>".join(
+                f"*{kind}*: {'; '.join(lines)}" for kind, lines in kinds.items()
+            )
+            rows.append(f"| {name} | {cell} |".replace("\n", " "))
     every = [f"{o} in {n}" for n in frameworks() for o in covered_objectives(n, {})]
     new = sorted(set(every) - set(old))
     counted = ", ".join(f"{kind}: {count[kind]}" for kind in KINDS)

@@ -55,12 +55,12 @@ def text() -> str:
     out = []
     for head, judgments in parts:
         count = Counter(word for word, _ in judgments.values())
-        told = ", ".join(
+        counts = ", ".join(
             f"{count[word]} {word} ({meaning})"
             for word, meaning in JUDGMENTS.items()
             if count[word]
         )
-        out += [f"{len(judgments)} {head}: {told}.", ""]
+        out += [f"{len(judgments)} {head}: {counts}.", ""]
         out += [f"  {key}: {word}. {why}." for key, (word, why) in judgments.items()]
         out.append("")
     return "\n".join(out).rstrip()

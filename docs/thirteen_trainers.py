@@ -15,17 +15,17 @@ NUMBER = re.compile(r"-?\d+(\.\d+)?(e[-+]?\d+)?")
 
 
 def cases() -> list[dict[str, Any]]:
-    """What was found of each loop."""
-    found: list[dict[str, Any]] = json.loads(VERDICTS.read_text(encoding="utf-8"))
-    return found
+    """What was measured of each loop."""
+    measured: list[dict[str, Any]] = json.loads(VERDICTS.read_text(encoding="utf-8"))
+    return measured
 
 
 def readings() -> list[dict[str, Any]]:
     """What was read in each repository."""
-    read: list[dict[str, Any]] = tomllib.loads(READ.read_text(encoding="utf-8"))[
+    trainers: list[dict[str, Any]] = tomllib.loads(READ.read_text(encoding="utf-8"))[
         "trainer"
     ]
-    return read
+    return trainers
 
 
 def verdict(case: dict[str, Any]) -> str:
@@ -35,8 +35,8 @@ def verdict(case: dict[str, Any]) -> str:
     if len(agreed) == len(each):
         return f"agrees, {max(x['error'] for x in each):.1e} at most"
     # on other rows a cause may have other numbers: those of the first draw stand
-    said = {NUMBER.sub("#", x["causes"][0]): x["causes"][0] for x in reversed(each)}
-    return f"differs: {'; or: '.join(said.values())}"
+    causes = {NUMBER.sub("#", x["causes"][0]): x["causes"][0] for x in reversed(each)}
+    return f"differs: {'; or: '.join(causes.values())}"
 
 
 def thirteen_trainers() -> str:
@@ -45,21 +45,27 @@ def thirteen_trainers() -> str:
         "| repository | glue | loop, objective: verdict | what differs | it says |",
         "|---" * 5 + "|",
     ]
-    for read in readings():
-        its = [c for c in cases() if c["repository"] == read["repository"]]
-        home = f"https://github.com/{read['repository']}"
-        commit = its[0]["commit"]
-        name = f"[{read['repository']}]({home}/tree/{commit}) {commit[:7]}"
-        rows = [f"{c['variant']}, as {c['objective']}: **{verdict(c)}**" for c in its]
-        quoted = [
-            f"[{Path(file).name}:{line}]({home}/blob/{commit}/{file}#L{line}) `{text}`"
-            for file, line, text in read["quotes"]
+    for reading in readings():
+        repository = reading["repository"]
+        loops = [case for case in cases() if case["repository"] == repository]
+        home = f"https://github.com/{repository}"
+        commit = loops[0]["commit"]
+        verdicts = [
+            f"{loop['variant']}, as {loop['objective']}: **{verdict(loop)}**"
+            for loop in loops
         ]
-        why = "<br>".join(filter(None, [read["differs"], *quoted]))
-        out.append(
-            f"| {name} | {its[0]['glue']} lines | {'<br>'.join(rows)} | {why or '-'} "
-            f"| {read['says'] or '-'} |"
+        quotes = [
+            f"[{Path(file).name}:{line}]({home}/blob/{commit}/{file}#L{line}) `{text}`"
+            for file, line, text in reading["quotes"]
+        ]
+        cells = (
+            f"[{repository}]({home}/tree/{commit}) {commit[:7]}",
+            f"{loops[0]['glue']} lines",
+            "<br>".join(verdicts),
+            "<br>".join(filter(None, [reading["differs"], *quotes])) or "-",
+            reading["says"] or "-",
         )
+        out.append(f"| {' | '.join(cells)} |")
     return "\n".join(out)
 
 
