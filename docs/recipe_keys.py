@@ -11,7 +11,7 @@ command line. Nothing of a framework is run.
 import ast
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,12 @@ def lines_of(name: str) -> list[str]:
     Args:
         name: a framework with an audit.
     """
-    advantages = [
-        how["set"] for how in read_tables(name)["recipe"]["advantages"].values()
-    ]
-    return [
-        line for o in covered_objectives(name, {}) for line in recipe(o, name).settings
-    ] + advantages
+    lines = []
+    for objective in covered_objectives(name, {}):
+        lines += recipe(objective, name).settings
+    for estimator in read_tables(name)["recipe"]["advantages"].values():
+        lines.append(estimator["set"])
+    return lines
 
 
 def keys_of(name: str) -> dict[str, dict[str, str]]:
@@ -63,41 +63,36 @@ def keys_of(name: str) -> dict[str, dict[str, str]]:
     """
     pin = framework(name).pin
     assert pin is not None
-    root, schema = (
-        Path(place(name, pin).paths[0]),
-        read_tables(name)["recipe"]["schema"],
-    )
+    root = Path(place(name, pin).paths[0])
     if pin.repository and pin.root:  # paths are those of the repository
         root = root.parents[pin.root.count("/")]
-    found = {}
-    for key in sorted({k for line in lines_of(name) for k, _ in typed_fields(line)}):
+    schema = read_tables(name)["recipe"]["schema"]
+    keys = {key for line in lines_of(name) for key, _ in typed_fields(line)}
+    declarations = {}
+    for key in sorted(keys):
         begin = max((b for b in schema if key.startswith(b)), key=len, default=None)
         if begin is None:
             raise InputError(f"{name}: `schema` of [recipe] says nothing of {key!r}.")
         owners = [schema[begin]] if isinstance(schema[begin], str) else schema[begin]
-        declared = [
-            d
-            for owner in owners
-            for d in _declared(root, owner, key.removeprefix(begin))
-        ]
+        declared: list[dict[str, str]] = []
+        for owner in owners:
+            declared += _declared(root, owner, key.removeprefix(begin))
         if not declared:
             raise InputError(
                 f"{name}: {key!r} is declared in none of {', '.join(owners)}."
             )
-        found[key] = declared[0] | {"type": _type_of_union(declared)}
-    return found
+        declarations[key] = declared[0] | {"type": _type_of_union(declared)}
+    return declarations
 
 
 def _type_of_union(declared: list[dict[str, str]]) -> str:
     """The first declaration's type; of a key that tells the members of a union apart,
     every literal.
     """
-    kinds = list(dict.fromkeys(d["type"] for d in declared))
-    return (
-        " | ".join(kinds)
-        if all(kind.startswith("Literal[") for kind in kinds)
-        else kinds[0]
-    )
+    types = list(dict.fromkeys(declaration["type"] for declaration in declared))
+    if all(type_.startswith("Literal[") for type_ in types):
+        return " | ".join(types)
+    return types[0]
 
 
 def _declared(root: Path, where: str, key: str) -> Iterator[dict[str, str]]:
@@ -106,51 +101,66 @@ def _declared(root: Path, where: str, key: str) -> Iterator[dict[str, str]]:
     """
     path, _, owner = where.partition(" ")
     tree = ast.parse((root / path).read_text(encoding="utf-8"))
-    for line, kind, default in (
-        _options(tree, key) if owner == "options" else _fields(tree, owner, key)
-    ):
-        yield {"at": f"{path}#L{line}", "type": kind, "default": default}
+    if owner == "options":
+        declarations = _options(tree, key)
+    else:
+        declarations = _fields(tree, owner, key)
+    for line, type_, default in declarations:
+        yield {"at": f"{path}#L{line}", "type": type_, "default": default}
 
 
-def _options(tree: ast.Module, key: str) -> Iterator[tuple[int, str, str]]:
+Declaration = tuple[int, str, str]  # line, type and default
+
+
+def _options(tree: ast.Module, key: str) -> Iterator[Declaration]:
+    """The calls that declare an option of a command line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and any(
             isinstance(a, ast.Constant) and a.value == f"--{key}" for a in node.args
         ):
-            given = {k.arg: ast.unparse(k.value) for k in node.keywords}
-            choices = f"Literal{given['choices']}" if "choices" in given else ""
-            kind = choices or given.get(
-                "type", "bool" if "store_" in given.get("action", "") else "str"
-            )
-            yield node.lineno, kind, given.get("default", "")
+            keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
+            yield node.lineno, _type_of_option(keywords), keywords.get("default", "")
 
 
-def _fields(tree: ast.Module, owner: str, key: str) -> Iterator[tuple[int, str, str]]:
+def _type_of_option(keywords: dict[str | None, str]) -> str:
+    """The type of an option, from the keywords of the call that declares it."""
+    if "choices" in keywords:
+        return f"Literal{keywords['choices']}"
+    if "type" in keywords:
+        return keywords["type"]
+    return "bool" if "store_" in keywords.get("action", "") else "str"
+
+
+def _fields(tree: ast.Module, owner: str, key: str) -> Iterator[Declaration]:
     """Fields of a class, and arguments of a function or a constructor."""
     outer, _, inner = owner.partition(".")
-    kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    for top in (n for n in ast.walk(tree) if isinstance(n, kinds) and n.name == outer):
-        nodes = (
-            [n for n in top.body if isinstance(n, kinds) and n.name == inner]
-            if inner
-            else [top]
-        )
-        for node in nodes:
-            yield from (
-                _of_class(node, key)
-                if isinstance(node, ast.ClassDef)
-                else _of_function(node, key)
-            )
+    for node in _definitions(ast.walk(tree), outer):
+        for definition in _definitions(node.body, inner) if inner else [node]:
+            if isinstance(definition, ast.ClassDef):
+                yield from _of_class(definition, key)
+            else:
+                yield from _of_function(definition, key)
 
 
-def _of_class(node: ast.ClassDef, key: str) -> Iterator[tuple[int, str, str]]:
-    for x in node.body:
-        if (
-            isinstance(x, ast.AnnAssign)
-            and isinstance(x.target, ast.Name)
-            and x.target.id == key
-        ):
-            yield x.lineno, ast.unparse(x.annotation), _default(x.value)
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _definitions(nodes: Iterable[ast.AST], name: str) -> Iterator[Definition]:
+    """The classes and functions of this name."""
+    for node in nodes:
+        if isinstance(node, Definition) and node.name == name:
+            yield node
+
+
+def _of_class(node: ast.ClassDef, key: str) -> Iterator[Declaration]:
+    """The field of a class."""
+    for statement in node.body:
+        if not isinstance(statement, ast.AnnAssign):
+            continue
+        target = statement.target
+        if isinstance(target, ast.Name) and target.id == key:
+            type_ = ast.unparse(statement.annotation)
+            yield statement.lineno, type_, _default(statement.value)
 
 
 def _default(value: ast.expr | None) -> str:
@@ -163,36 +173,31 @@ def _default(value: ast.expr | None) -> str:
 
 def _of_function(
     node: ast.FunctionDef | ast.AsyncFunctionDef, key: str
-) -> Iterator[tuple[int, str, str]]:
+) -> Iterator[Declaration]:
+    """The argument of a function."""
     positional, named = node.args.args, node.args.kwonlyargs
-    defaults = [None] * (len(positional) - len(node.args.defaults)) + node.args.defaults
-    for arg, default in [
-        *zip(positional, defaults, strict=True),
-        *zip(named, node.args.kw_defaults, strict=True),
-    ]:
-        if arg.arg == key:
-            yield (
-                arg.lineno,
-                ast.unparse(arg.annotation) if arg.annotation else "",
-                _default(default),
-            )
+    required = len(positional) - len(node.args.defaults)
+    defaults = [None] * required + node.args.defaults + node.args.kw_defaults
+    for argument, default in zip([*positional, *named], defaults, strict=True):
+        if argument.arg == key:
+            annotation = argument.annotation
+            type_ = ast.unparse(annotation) if annotation else ""
+            yield argument.lineno, type_, _default(default)
 
 
-def main(*asked: str) -> None:
+def main(*names: str) -> None:
     """Read the sources of these frameworks, or of all that have a schema, and write
-    what was found.
+    their keys.
     """
-    every = recorded_keys()
-    for name in asked or [
-        n for n in frameworks() if "schema" in read_tables(n)["recipe"]
-    ]:
+    records = recorded_keys()
+    with_schema = [n for n in frameworks() if "schema" in read_tables(n)["recipe"]]
+    for name in names or with_schema:
         pin = framework(name).pin
         assert pin is not None
-        every[name] = {"version": pin.version, "keys": keys_of(name)}
-        print(name, len(every[name]["keys"]))
-    write_atomically(
-        FILE, json.dumps(every, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
-    )
+        records[name] = {"version": pin.version, "keys": keys_of(name)}
+        print(name, len(records[name]["keys"]))
+    text = json.dumps(records, indent=1, ensure_ascii=False, sort_keys=True)
+    write_atomically(FILE, text + "\n")
 
 
 if __name__ == "__main__":
