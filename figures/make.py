@@ -26,10 +26,8 @@ def cap(eps_low=0.2, eps_high=0.28, c=3.0):
     """The paper's Fig. 1, with its bounds of Table A1 and verl's default c, which the
     paper leaves open.
     """
-    low, high = (
-        rf"ε$_\mathrm{{low}}$ = {eps_low:g}",
-        rf"ε$_\mathrm{{high}}$ = {eps_high:g}",
-    )
+    low = rf"ε$_\mathrm{{low}}$ = {eps_low:g}"
+    high = rf"ε$_\mathrm{{high}}$ = {eps_high:g}"
     bounds = {"eps_low": eps_low, "c": c}
     return cap_panels(
         [
@@ -87,7 +85,7 @@ def rare_lines():
     """Cap of a token at π_θ = π_old against π_old, A > 0: the slope says how a bound
     treats rare tokens.
     """
-    drawn = (
+    objectives = (
         "dapo",
         "cfpo",
         "wapo",
@@ -101,7 +99,7 @@ def rare_lines():
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(6.4, 3.8), layout="constrained")
         ax = fig.add_subplot()
-        for name, color in zip(drawn, PALETTE, strict=True):
+        for name, color in zip(objectives, PALETTE, strict=True):
             ax.loglog(
                 mu,
                 capacity(name, mu, mu),
@@ -121,17 +119,23 @@ def save(fig, path):
     text = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "upref", "svg.fonttype": "path"}):
         fig.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    short = lambda m: f"{float(m[0]):.2f}"
-    number = re.compile(r"-?\d+\.\d{3,}")
     svg = re.sub(r'<!--.*?-->|(?<=<g) id="[^"]*"', "", text.getvalue())
     # not in scale(...)
-    svg = re.sub(r'\b[xyd]="[^"]*"', lambda m: number.sub(short, m[0]), svg)
-    write_atomically(
-        path, "\n".join(s.strip() for s in svg.splitlines() if s.strip()) + "\n"
-    )
+    svg = re.sub(r'\b[xyd]="[^"]*"', with_short_numbers, svg)
+    lines = [line.strip() for line in svg.splitlines()]
+    write_atomically(path, "\n".join(line for line in lines if line) + "\n")
+
+
+LONG_NUMBER = re.compile(r"-?\d+\.\d{3,}")
+
+
+def with_short_numbers(match):
+    """The text of a match, with two digits after the point of each number."""
+    return LONG_NUMBER.sub(lambda number: f"{float(number[0]):.2f}", match[0])
 
 
 def main(folder=Path(__file__).parent):
+    """Write the four figures into the folder."""
     save(cap(), Path(folder) / "cap.svg")
     save(atlas(), Path(folder) / "atlas.svg")
     save(rare(), Path(folder) / "rare.svg")

@@ -39,15 +39,15 @@ FOLDER = Path(__file__).parent / "pictures"
 
 
 def axes(n: int, width=3.2, height=2.6):
-    """(figure, n axes side by side)."""
+    """A figure, and its n axes side by side."""
     from matplotlib.figure import Figure
 
     fig = Figure(figsize=(width * n, height), layout="constrained")
     fig.get_layout_engine().set(wspace=0.08)
-    found = list(fig.subplots(1, n, squeeze=False)[0])
-    for ax in found:
+    panels = list(fig.subplots(1, n, squeeze=False)[0])
+    for ax in panels:
         ax.spines[["top", "right"]].set_visible(False)
-    return fig, found
+    return fig, panels
 
 
 def title(ax, text):
@@ -368,53 +368,61 @@ def _alone():
 def l06_up():
     """The three weights of a good token, and where each of them leads."""
     fig, (left, right) = axes(2, 3.8, 2.9)
+    _three_weights(left)
+    _where_weights_lead(right)
+    return fig
+
+
+THREE = (  # objective, its name in the picture, color
+    ("dapo_no_upper_clip", "no clip", GREY),
+    ("dapo", "DAPO", PALETTE[0]),
+    ("up_dapo", "UP-DAPO", UP),
+)
+
+
+def _three_weights(ax):
+    """The weights against the ratio."""
     r = np.linspace(0.01, 2.5, 500)
-    looks = (
-        ("dapo_no_upper_clip", "no clip", GREY),
-        ("dapo", "DAPO", PALETTE[0]),
-        ("up_dapo", "UP-DAPO", UP),
-    )
-    for name, text, c in looks:
+    for name, text, c in THREE:
         w = upref.get(name).weight(r, np.ones_like(r))
+        line = {"lw": 2.6}
+        if text == "no clip":
+            line = {"ls": (0, (2, 2)), "zorder": 3, "lw": 1.6}
         for part in (r < 1.28, r > 1.28):
-            dashes = (
-                {"ls": (0, (2, 2)), "zorder": 3, "lw": 1.6}
-                if text == "no clip"
-                else {"lw": 2.6}
-            )
-            left.plot(
-                r[part], w[part], color=c, label=text if part[0] else None, **dashes
-            )
-    left.set(
+            label = text if part[0] else None
+            ax.plot(r[part], w[part], color=c, label=label, **line)
+    ax.set(
         xlim=(0, 2.5),
         xticks=[0, 1, 1.28, 2],
         ylim=(-0.1, 2.6),
         xlabel="ratio r",
         ylabel="weight, A = +1",
     )
-    left.set_xticklabels(["0", "1", "1.28", "2"])
-    left.legend(frameon=False, fontsize=8.5, loc="upper left")
-    title(left, "the push on a good token")
+    ax.set_xticklabels(["0", "1", "1.28", "2"])
+    ax.legend(frameon=False, fontsize=8.5, loc="upper left")
+    title(ax, "the push on a good token")
+
+
+def _where_weights_lead(ax):
+    """The probabilities of three answers after 300 updates by each weight."""
     task, start = bandit([1.0, 2.0, 4.0]), [[0.5, 0.3, 0.2]]
-    for i, (name, _, c) in enumerate(looks):
-        states = islice(
-            path(
-                task,
-                upref.get(name),
-                task.start(start),
-                lr=0.5,
-                k=0,
-                G=None,
-                adv="reward",
-            ),
-            301,
+    for i, (name, _, c) in enumerate(THREE):
+        updates = path(
+            task,
+            upref.get(name),
+            task.start(start),
+            lr=0.5,
+            k=0,
+            G=None,
+            adv="reward",
         )
-        *_, last = (s.pi[0] for s in states)
-        right.bar(np.arange(3) + 0.2 * i - 0.1, last, 0.18, color=c)
-        for a, p in enumerate(last):
+        *_, last = (state.pi[0] for state in islice(updates, 301))
+        x = np.arange(3) + 0.2 * i - 0.1
+        ax.bar(x, last, 0.18, color=c)
+        for answer, p in enumerate(last):
             if p < 0.02:  # too low for a bar
-                right.text(
-                    a + 0.2 * i - 0.1,
+                ax.text(
+                    x[answer],
                     0.015,
                     f"{p:.3f}",
                     color="#666666",
@@ -422,7 +430,7 @@ def l06_up():
                     rotation=90,
                     ha="center",
                 )
-    right.bar(
+    ax.bar(
         np.arange(3) - 0.3,
         start[0],
         0.18,
@@ -431,11 +439,10 @@ def l06_up():
         lw=0.8,
         label=r"$\pi_\mathrm{old}$",
     )
-    right.set(xticks=range(3), ylim=(0, 1.08), ylabel="probability")
-    right.set_xticklabels(["A = 1", "A = 2", "A = 4"])
-    right.legend(frameon=False, fontsize=8.5, loc="upper left")
-    title(right, "after 300 updates from one batch")
-    return fig
+    ax.set(xticks=range(3), ylim=(0, 1.08), ylabel="probability")
+    ax.set_xticklabels(["A = 1", "A = 2", "A = 4"])
+    ax.legend(frameon=False, fontsize=8.5, loc="upper left")
+    title(ax, "after 300 updates from one batch")
 
 
 def l07_sequence():
@@ -443,54 +450,66 @@ def l07_sequence():
     pushes on its response.
     """
     fig, (left, right) = axes(2, 3.8, 2.9)
+    _spread_of_ratios(left)
+    _pushes_on_a_response(right)
+    return fig
+
+
+def _spread_of_ratios(ax):
+    """Where 90 % of three ratios are, by the length of the response."""
     generator = torch.Generator().manual_seed(0)
     log_r = 0.1 * torch.randn(4000, 1024, generator=generator, dtype=torch.float64)
-    T = 2 ** np.arange(11)
-    for c, text, of in (
-        (GREY, "S, the product", lambda t: log_r[:, :t].sum(1)),
-        (PALETTE[0], "r, one token", lambda t: log_r[:, 0]),
-        (PALETTE[3], "s, the geometric mean", lambda t: log_r[:, :t].mean(1)),
+    lengths = 2 ** np.arange(11)
+    one_token = [log_r[:, 0] for _ in lengths]
+    sums = [log_r[:, :length].sum(1) for length in lengths]
+    means = [log_r[:, :length].mean(1) for length in lengths]
+    for c, text, logs in (
+        (GREY, "S, the product", sums),
+        (PALETTE[0], "r, one token", one_token),
+        (PALETTE[3], "s, the geometric mean", means),
     ):
-        low, high = np.array([np.quantile(of(int(t)).exp(), (0.05, 0.95)) for t in T]).T
-        left.fill_between(T, low, high, color=c, alpha=0.3, lw=0)
-        left.plot(T, high, color=c, lw=1.6, label=text)
-        left.plot(T, low, color=c, lw=1.6)
-    left.set(
+        low, high = np.array([np.quantile(x.exp(), (0.05, 0.95)) for x in logs]).T
+        ax.fill_between(lengths, low, high, color=c, alpha=0.3, lw=0)
+        ax.plot(lengths, high, color=c, lw=1.6, label=text)
+        ax.plot(lengths, low, color=c, lw=1.6)
+    ax.set(
         xscale="log",
         yscale="log",
         xlabel="tokens in the response",
         ylabel="ratio, 90 % of responses",
         yticks=[0.01, 0.1, 1, 10, 100],
     )
-    left.set_yticklabels(["0.01", "0.1", "1", "10", "100"])
-    left.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
-    left.legend(frameon=False, fontsize=8.5, loc="upper left")
-    title(left, "which ratio spreads")
-    lr = torch.tensor(
+    ax.set_yticklabels(["0.01", "0.1", "1", "10", "100"])
+    ax.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
+    ax.legend(frameon=False, fontsize=8.5, loc="upper left")
+    title(ax, "which ratio spreads")
+
+
+def _pushes_on_a_response(ax):
+    """The weights of eight tokens, two of which are far, under DAPO and GSPO."""
+    log_r = torch.tensor(
         [[0.1, -0.2, 0.05, float(np.log(3)), -0.1, -0.1, 0.05, -0.9]],
         dtype=torch.float64,
     )
-    lp = torch.full_like(lr, -1.2)
+    lp = torch.full_like(log_r, -1.2)
     b = upref.Rollouts(
         lp,
-        lp - lr,
+        lp - log_r,
         torch.ones(1, 1, dtype=torch.float64),
         torch.ones(1, 8, dtype=torch.bool),
     )
-    for i, (name, c, scale) in enumerate(
-        (("dapo", PALETTE[0], 1), ("gspo", PALETTE[3], 8))
+    for i, (name, text, c, scale) in enumerate(
+        (
+            ("dapo", "DAPO: each token its own r", PALETTE[0], 1),
+            ("gspo", "GSPO: one s for all", PALETTE[3], 8),
+        )
     ):
         w = upref.get(name).token_weights(b)[0] * scale
-        right.bar(
-            np.arange(8) + 0.36 * i - 0.18,
-            w,
-            0.34,
-            color=c,
-            label=("DAPO: each token its own r", "GSPO: one s for all")[i],
-        )
+        x = np.arange(8) + 0.36 * i - 0.18
+        ax.bar(x, w, 0.34, color=c, label=text)
         for t in (w == 0).nonzero()[:, 0].tolist():
-            right.text(
-                t + 0.36 * i - 0.18,
+            ax.text(
+                x[t],
                 0.03,
                 "0: clipped",
                 color=c,
@@ -498,17 +517,15 @@ def l07_sequence():
                 rotation=90,
                 ha="center",
             )
-    right.set(
+    ax.set(
         xticks=range(8),
         ylim=(0, 1.75),
-        xlabel="token of the response",
+        xlabel="r of the eight tokens",
         ylabel="weight, A = +1",
     )
-    right.set_xticklabels([f"{x:.2f}" for x in lr[0].exp()], fontsize=8)
-    right.set_xlabel("r of the eight tokens")
-    right.legend(frameon=False, fontsize=8.5, loc="upper left")
-    title(right, "which tokens are pushed")
-    return fig
+    ax.set_xticklabels([f"{x:.2f}" for x in log_r[0].exp()], fontsize=8)
+    ax.legend(frameon=False, fontsize=8.5, loc="upper left")
+    title(ax, "which tokens are pushed")
 
 
 def l08_aggregation():
@@ -562,8 +579,8 @@ def l09_kl():
     """The three estimators, and whose gradient each has as a loss."""
     fig, (left, right) = axes(2, 3.8, 2.9)
     d = torch.linspace(-2.5, 2, 200, dtype=torch.float64)
-    colours = {"k1": PALETTE[4], "k2": PALETTE[2], "k3": PALETTE[0]}
-    for name, c in colours.items():
+    colors = {"k1": PALETTE[4], "k2": PALETTE[2], "k3": PALETTE[0]}
+    for name, c in colors.items():
         left.plot(
             d, kl.ESTIMATORS[name](-d, torch.zeros_like(d)), color=c, lw=2, label=name
         )
@@ -577,9 +594,9 @@ def l09_kl():
     title(left, "one token's estimate")
     goals = verify_kl.divergences()
     bars = (
-        ("k1, as a loss: 0", colours["k1"], verify_kl.expectation(kl.k1)[1]),
-        ("k2", colours["k2"], verify_kl.expectation(kl.k2)[1]),
-        ("k3", colours["k3"], verify_kl.expectation(kl.k3)[1]),
+        ("k1, as a loss: 0", colors["k1"], verify_kl.expectation(kl.k1)[1]),
+        ("k2", colors["k2"], verify_kl.expectation(kl.k2)[1]),
+        ("k3", colors["k3"], verify_kl.expectation(kl.k3)[1]),
     )
     x = np.arange(5)
     for i, (text, c, g) in enumerate(bars):
@@ -644,67 +661,78 @@ def l11_around():
     """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(48, 16), torch.nn.Linear(16, 48))
-    bugs = {
-        "temperature left out": dict(heat=lambda x, T: x),
-        "labels not shifted": dict(shift=0),
-        "divided by its own tokens": dict(over=lambda trains, tokens: trains.sum() * 8),
-        "tool tokens train": dict(mask=torch.ones_like),
-        "old log-probs = current ones": dict(before=lambda old, lp: lp.detach()),
-        "no bug": {},
-    }
     fig, panels = axes(2, 4.4, 2.8)
     lazy = ["lengths", "ratio", "holes", "temperature"]
     for ax, without, T, text in (
         (panels[0], lazy, 1.0, "one length, T = 1, r = 1, all tokens train"),
         (panels[1], [], 0.7, "lengths differ, T = 0.7, r ≠ 1, tool tokens"),
     ):
-        errors = []
         with perturbed(model, True):
-            for switches in bugs.values():
-                goal = make_goal("dapo", {}, T)
-                case = build_case(TorchModel(model), goal, None, without)
-                loss = step(**switches)
-
-                def one(model, rows, T=T, loss=loss):
-                    tokens = sum(sum(r.trains) for r in rows)
-                    for r in rows:
-                        ids = torch.tensor(r.ids)
-                        loss(
-                            model(ids[None])[0],
-                            ids,
-                            len(r.prompt),
-                            torch.tensor(r.trains),
-                            torch.tensor(r.old),
-                            r.adv,
-                            tokens,
-                            T,
-                        ).backward()
-
-                errors.append(
-                    compare(
-                        goal, case, run_step(one, model, case)[0], FLOAT32_BOUND
-                    ).error
-                )
-        seen = [UP if e > FLOAT32_BOUND else GREY for e in errors]
-        ax.barh(range(len(bugs)), errors, color=seen)
+            errors = [
+                _error_of_step(model, step(**parts), without, T)
+                for parts in BUGS.values()
+            ]
+        colors = [UP if error > FLOAT32_BOUND else GREY for error in errors]
+        ax.barh(range(len(BUGS)), errors, color=colors)
         ax.set(
             xscale="log",
             xlim=(1e-8, 10),
-            yticks=range(len(bugs)),
+            yticks=range(len(BUGS)),
             xlabel="error of the gradient, relative to its norm",
         )
-        ax.set_yticklabels(list(bugs) if ax is panels[0] else [])
+        ax.set_yticklabels(list(BUGS) if ax is panels[0] else [])
         ax.invert_yaxis()
         ax.axvline(FLOAT32_BOUND, color=INK, lw=0.8, ls=":")
         ax.text(
             FLOAT32_BOUND,
-            len(bugs) - 0.6,
+            len(BUGS) - 0.6,
             f" bound {FLOAT32_BOUND:g}",
             fontsize=8.5,
             va="center",
         )
         title(ax, text)
     return fig
+
+
+BUGS = {  # name -> the parts of the lesson's step that have it
+    "temperature left out": dict(heat=lambda x, T: x),
+    "labels not shifted": dict(shift=0),
+    "divided by its own tokens": dict(over=lambda trains, tokens: trains.sum() * 8),
+    "tool tokens train": dict(mask=torch.ones_like),
+    "old log-probs = current ones": dict(before=lambda old, lp: lp.detach()),
+    "no bug": {},
+}
+
+
+def _error_of_step(model, loss, without: list[str], T: float) -> float:
+    """The error of the gradient of a step.
+
+    Args:
+        model: what is trained.
+        loss: the lesson's loss of one response.
+        without: what does not vary in the rows.
+        T: the temperature.
+    """
+    goal = make_goal("dapo", {}, T)
+    case = build_case(TorchModel(model), goal, None, without)
+
+    def train_step(model, rows):
+        tokens = sum(sum(row.trains) for row in rows)
+        for row in rows:
+            ids = torch.tensor(row.ids)
+            loss(
+                model(ids[None])[0],
+                ids,
+                len(row.prompt),
+                torch.tensor(row.trains),
+                torch.tensor(row.old),
+                row.adv,
+                tokens,
+                T,
+            ).backward()
+
+    gradient = run_step(train_step, model, case)[0]
+    return compare(goal, case, gradient, FLOAT32_BOUND).error
 
 
 PICTURES = {
@@ -715,6 +743,7 @@ PICTURES = {
 
 
 def main(*names: str, folder: Path = FOLDER):
+    """Draw the pictures that are named, or all of them, into the folder."""
     import matplotlib
 
     torch.set_num_threads(1)

@@ -45,8 +45,11 @@ WRONG: dict[str, dict] = {
 
 @cache
 def run(name: str) -> list[dict[str, float]]:
-    """What it logged at each batch."""
+    """What a run of the exercise logged at each batch, by its letter."""
     return train(**WRONG[KEY[name]])
+
+
+REWARD = (torch.arange(ANSWERS) < 2).to(F64)  # of each answer
 
 
 def train(
@@ -56,53 +59,68 @@ def train(
     hard=False,
     lr=4.0,
     seed=0,
-) -> list[dict]:
-    """temperature: the trainer's; the sampler's is 1. recompute: lp_old anew before
-    every update. hard: hardly any answer is right."""
+) -> list[dict[str, float]]:
+    """Train a table of logits, and return what is logged at each batch.
+
+    Args:
+        advantage: the estimator, of rewards and groups.
+        temperature: the trainer's; the sampler's is 1.
+        recompute: compute lp_old anew before every update.
+        hard: start where hardly any answer is right.
+        lr: the learning rate.
+        seed: of the start and of the samples.
+    """
     generator = torch.Generator().manual_seed(seed)
     z = 1.5 * torch.randn(PROMPTS, ANSWERS, generator=generator, dtype=F64)
-    reward = (torch.arange(ANSWERS) < 2).to(F64)
-    z = z - (9.0 if hard else 1.0) * reward
-    rows = torch.arange(PROMPTS).repeat_interleave(G)
+    z = z - (9.0 if hard else 1.0) * REWARD
+    prompt = torch.arange(PROMPTS).repeat_interleave(G)
+    mask = torch.ones(len(prompt), 1, dtype=torch.bool)
     log = []
     for _ in range(BATCHES):
         pi = z.softmax(-1)
-        drawn = torch.multinomial(pi, G, replacement=True, generator=generator).reshape(
-            -1
-        )
-        R = reward[drawn]
-        per_prompt = R.reshape(PROMPTS, G).mean(1)
-        p = (pi * reward).sum(1)
-        seen = {
-            "reward": float(p.mean()),
-            "entropy": float(-(pi * pi.log()).sum(1).mean()),
-            "pass@8": float((1 - (1 - p) ** 8).mean()),
-            "signal": float(((per_prompt > 0) & (per_prompt < 1)).double().mean()),
-        }
-        lp_sampler = z.log_softmax(-1)[rows, drawn]
-        A, mask = advantage(R, rows), torch.ones(len(rows), 1, dtype=torch.bool)
+        drawn = torch.multinomial(pi, G, replacement=True, generator=generator)
+        answer = drawn.reshape(-1)
+        metrics = metrics_of_batch(pi, REWARD[drawn])
+        lp_sampler = z.log_softmax(-1)[prompt, answer]
+        A = advantage(REWARD[answer], prompt)
         clipped, norms, ratios = [], [], []
         for _ in range(UPDATES):
             theta = z.clone().requires_grad_()
-            lp = (theta / temperature).log_softmax(-1)[rows, drawn]
+            lp = (theta / temperature).log_softmax(-1)[prompt, answer]
             lp_old = lp.detach() if recompute else lp_sampler
-            (g,) = torch.autograd.grad(
-                DAPO.J(lp[:, None], lp_old[:, None], A[:, None], mask), theta
-            )
+            J = DAPO.J(lp[:, None], lp_old[:, None], A[:, None], mask)
+            (g,) = torch.autograd.grad(J, theta)
             r = (lp.detach() - lp_old).exp()
             dead = DAPO.weight(r, A) == 0
             clipped.append(float((dead & (A != 0)).sum() / (A != 0).sum().clamp(min=1)))
             norms.append(float(g.norm()))
             ratios.append(float(r.max()))
             z = z + lr * g
-        seen |= {
+        metrics |= {
             "first": ratios[0],
             "last": ratios[-1],
             "clipped": sum(clipped) / UPDATES,
             "norm": sum(norms) / UPDATES,
         }
-        log.append(seen)
+        log.append(metrics)
     return log
+
+
+def metrics_of_batch(pi: Tensor, R: Tensor) -> dict[str, float]:
+    """Return what is logged of a batch before its updates.
+
+    Args:
+        pi: probabilities of the answers [PROMPTS, ANSWERS].
+        R: rewards of the samples [PROMPTS, G].
+    """
+    p = (pi * REWARD).sum(1)
+    share = R.mean(1)
+    return {
+        "reward": float(p.mean()),
+        "entropy": float(-(pi * pi.log()).sum(1).mean()),
+        "pass@8": float((1 - (1 - p) ** 8).mean()),
+        "signal": float(((share > 0) & (share < 1)).double().mean()),
+    }
 
 
 def table(every: int = 8) -> str:
@@ -125,6 +143,7 @@ def written(text: str) -> str:
 
 
 def main():
+    """Write the runs into the exercise, and print them."""
     torch.set_num_threads(1)
     write_atomically(FILE, written(FILE.read_text(encoding="utf-8")))
     print(table())
