@@ -48,6 +48,7 @@ def build(folder: Path) -> list[str]:
 
 
 def main(folder: str = str(ROOT / "build" / "site")) -> int:
+    """Build the site in a folder, and print what is wrong; 1 if anything is."""
     if folder.startswith("-"):
         print(__doc__, file=sys.stdout if folder in ("-h", "--help") else sys.stderr)
         return 0 if folder in ("-h", "--help") else 2

@@ -104,35 +104,41 @@ def pages() -> dict[str, str]:
 
 
 def _module(name: str, head: str) -> str:
+    """The page of a module: what it defines; "" where it cannot be imported."""
     try:
         module = import_module(name)
     except ImportError:  # TRL or verl is not installed
         return ""
-    here = lambda x: (
-        getattr(x, "__module__", "") == module.__name__
-        and (inspect.isroutine(x) or inspect.isclass(x))
-    )
-    entries = "".join(
-        _entry(module.__name__, k)
-        for k, v in vars(module).items()
-        if k[0] != "_" and here(v)
-    )
-    body = "\n".join(_restructured((module.__doc__ or "").splitlines()))
     assert module.__doc__, f"{name} has no docstring"
+    body = "\n".join(_restructured(module.__doc__.splitlines()))
+    entries = "".join(
+        _entry(name, public)
+        for public, value in vars(module).items()
+        if public[0] != "_" and _defined_in(value, name)
+    )
     return f"# {head}: `{name}`\n\n```{{eval-rst}}\n{body}\n```\n\n{entries}"
 
 
+def _defined_in(value: object, module: str) -> bool:
+    """Whether a value is a function or a class of this module, not an imported one."""
+    if not inspect.isroutine(value) and not inspect.isclass(value):
+        return False
+    return getattr(value, "__module__", "") == module
+
+
 def _entry(module: str, name: str) -> str:
-    thing = getattr(import_module(module), name)
-    assert inspect.getdoc(thing), f"{module}.{name} has no docstring"
-    kind = "class" if inspect.isclass(thing) else "function"
-    options = (
-        "   :members:\n   :show-inheritance:\n"
-        if kind == "class" and thing.__bases__ == (Exception,)
-        else ""
-    )
-    options = options or ("   :members:\n" if kind == "class" else "")
-    options += "   :no-index:\n" if module != "upref" and name in upref.__all__ else ""
+    """The directive by which autodoc writes the entry of a name."""
+    value = getattr(import_module(module), name)
+    assert inspect.getdoc(value), f"{module}.{name} has no docstring"
+    kind = "function"
+    options = ""
+    if inspect.isclass(value):
+        kind = "class"
+        options += "   :members:\n"
+        if value.__bases__ == (Exception,):
+            options += "   :show-inheritance:\n"
+    if module != "upref" and name in upref.__all__:
+        options += "   :no-index:\n"
     return f"```{{eval-rst}}\n.. auto{kind}:: {module}.{name}\n{options}```\n\n"
 
 
@@ -186,11 +192,14 @@ def _fields(field: str, rows: list[str]) -> Iterator[str]:
 
 def _escaped(row: str) -> str:
     """`x` is code; nothing else means anything."""
-    parts = re.split(r"`([^`]+)`", row)
-    plain = lambda text: re.sub(r"([\\*_|`<>\[\]])", r"\\\1", text)
-    return "".join(
-        f"``{part}``" if i % 2 else plain(part) for i, part in enumerate(parts)
-    ).lstrip(" ")
+    out = ""
+    for i, part in enumerate(re.split(r"`([^`]+)`", row)):
+        is_code = i % 2 == 1
+        out += f"``{part}``" if is_code else re.sub(SPECIAL, r"\\\1", part)
+    return out.lstrip(" ")
+
+
+SPECIAL = r"([\\*_|`<>\[\]])"  # what means something in reStructuredText
 
 
 def process(app, what, name, obj, options, lines):

@@ -168,19 +168,29 @@ class Gathering:
         return outside_code(text, lambda part: self._links(part, folder, name))
 
     def _links(self, text: str, folder: Path, name: str) -> str:
+        """A text without code, with its links turned.
+
+        Args:
+            text: Markdown.
+            folder: of its file in the repository.
+            name: its docname.
+        """
+
         def turn(m: re.Match) -> str:
-            target, _, heading = m[2].partition("#")
+            """The link as it is in the site."""
+            target, hash_sign, heading = m[2].partition("#")
             if not target or re.match(r"[a-z]+:", m[2]):
                 return m[0]
             path = os.path.normpath(folder / target)
-            # which its page says in words
             if re.fullmatch(r"docs/frameworks/\w+\.json", path):
-                said = os.path.relpath(path[5:-5] + ".md", Path(name).parent)
-                return m[1] + said + (f"#{heading}" if heading else "") + m[3]
-            if not (ROOT / path).exists():
+                place = path[5:-5] + ".md"  # the page that says in words what it holds
+            elif (ROOT / path).exists():
+                place = self.put(path)
+            else:
                 return m[0]  # a page that is generated, or Sphinx will complain
-            leads = os.path.relpath(self.put(path), Path(name).parent)
-            return m[1] + leads + (f"#{heading}" if heading else "") + m[3]
+            relative = os.path.relpath(place, Path(name).parent)
+            anchor = hash_sign + heading if heading else ""
+            return m[1] + relative + anchor + m[3]
 
         return LINK.sub(turn, text)
 
@@ -204,28 +214,24 @@ class Gathering:
         return f"{name}.md"
 
     def shown(self, path: str) -> str:
+        """The page of a file: its text."""
         text = (ROOT / path).read_text(encoding="utf-8").rstrip("\n")
         language = LANGUAGES.get(Path(path).suffix, "text")
         return f"``````{{code-block}} {language}\n:class: file\n\n{text}\n``````"
 
     def listing(self, path: str) -> str:
-        files = sorted(
-            f
-            for f in (ROOT / path).iterdir()
-            if f.is_file() and f.suffix in {*LANGUAGES, ".md", ".txt"}
-        )
-        rows = [
-            (
-                f.name,
-                os.path.relpath(
-                    self.put(str(f.relative_to(ROOT))), Path("files", path).parent
-                ),
-            )
-            for f in files
-        ]
-        return "\n".join(f"* [{name}]({leads})" for name, leads in rows)
+        """The page of a folder: a link to each of its files, which are put there."""
+        suffixes = {*LANGUAGES, ".md", ".txt"}
+        rows = []
+        for file in sorted((ROOT / path).iterdir()):
+            if file.is_file() and file.suffix in suffixes:
+                place = self.put(str(file.relative_to(ROOT)))
+                relative = os.path.relpath(place, Path("files", path).parent)
+                rows.append(f"* [{file.name}]({relative})")
+        return "\n".join(rows)
 
     def write(self):
+        """Write the pages under `source`."""
         for name, text in self.texts.items():
             if not name.startswith("files/"):
                 text = outside_code(text, prose.typeset)
@@ -251,29 +257,25 @@ def sections(texts: dict[str, str]):
     """Every page into one section; the first page of a section gets the list of the
     others.
     """
+    heads_of_sections = {section.head for section in SECTIONS}
     left = [
         name
         for name in texts
-        if not name.startswith("files/") and name not in {s.head for s in SECTIONS}
+        if not name.startswith("files/") and name not in heads_of_sections
     ]
     cards, heads = [], []
     for section in SECTIONS:
-        given = (fnmatch.filter(left, p) for p in section.pages)
-        found = [
-            n
-            for some in given
-            for n in (some if section.head == "derivations" else sorted(some))
-        ]
-        found = list(dict.fromkeys(found))
-        left = [n for n in left if n not in found]
-        if section.head not in texts and not found:
+        names = pages_of(section, left)
+        left = [name for name in left if name not in names]
+        generated = section.head not in texts
+        if generated and not names:
             continue
-        listed = "\n".join(entries(found, section.head, texts))
-        visible = "" if section.head in texts else ":maxdepth: 1\n"
-        texts.setdefault(section.head, f"# {section.title}\n\n{section.text}\n")
-        if found:
-            hidden = visible or ":hidden:\n"
-            texts[section.head] += f"\n```{{toctree}}\n{hidden}\n{listed}\n```\n"
+        if generated:
+            texts[section.head] = f"# {section.title}\n\n{section.text}\n"
+        if names:
+            lines = "\n".join(entries(names, section.head, texts))
+            option = ":maxdepth: 1\n" if generated else ":hidden:\n"
+            texts[section.head] += f"\n```{{toctree}}\n{option}\n{lines}\n```\n"
         heads.append(f"{section.title} <{section.head}>")
         # nine cards fill three rows; the tab is on every page
         if section.title != "More":
@@ -281,25 +283,48 @@ def sections(texts: dict[str, str]):
             cards.append(
                 f"\n:::{{grid-item-card}} {section.title}\n{link}\n{section.text}\n:::\n"
             )
-    index = (
-        (Path(__file__).parent / "index.md")
-        .read_text(encoding="utf-8")
-        .replace("CARDS\n", "".join(cards))
-    )
+    texts["index"] = first_page(cards, heads, texts["start"])
+
+
+def pages_of(section: Section, left: list[str]) -> list[str]:
+    """The pages of a section, in the order of its patterns.
+
+    Args:
+        section: the section.
+        left: docnames of the pages that no earlier section has.
+    """
+    names: dict[str, None] = {}
+    for pattern in section.pages:
+        matches = fnmatch.filter(left, pattern)
+        # the chapters of the derivations have an order of their own
+        if section.head != "derivations":
+            matches.sort()
+        names |= dict.fromkeys(matches)
+    return list(names)
+
+
+def first_page(cards: list[str], heads: list[str], start: str) -> str:
+    """The first page of the site: index.md with a card for each section and an example.
+
+    Args:
+        cards: of the sections.
+        heads: a line for each section, for the tabs.
+        start: the page that has the example.
+    """
+    text = (Path(__file__).parent / "index.md").read_text(encoding="utf-8")
     example = re.search(
-        r"```python\n# my.py\n.*?```\n\n```console\n.*?```\n", texts["start"], re.S
+        r"```python\n# my.py\n.*?```\n\n```console\n.*?```\n", start, re.S
     )
-    index = index.replace("EXAMPLE\n", example[0] if example else "")
-    texts["index"] = (
-        index + "\n```{toctree}\n:hidden:\n\n" + "\n".join(heads) + "\n```\n"
-    )
+    text = text.replace("CARDS\n", "".join(cards))
+    text = text.replace("EXAMPLE\n", example[0] if example else "")
+    return text + "\n```{toctree}\n:hidden:\n\n" + "\n".join(heads) + "\n```\n"
 
 
-def entries(found: list[str], head: str, texts: dict[str, str]) -> Iterator[str]:
+def entries(names: list[str], head: str, texts: dict[str, str]) -> Iterator[str]:
     """Yield a line of a list of pages for each; a framework stands without its version,
     and two pages of one title are told apart by their folders.
     """
-    titles = {name: re.search(r"^# (.*)", texts[name], re.M)[1] for name in found}
+    titles = {name: re.search(r"^# (.*)", texts[name], re.M)[1] for name in names}
     for name, title in titles.items():
         page = os.path.relpath(name, Path(head).parent)
         path = Path(name)
@@ -322,33 +347,34 @@ def settings(source: Path):
     file = Path(
         str(wheel.locate_file("sphinx-mathjax-offline/static/mathjax/tex-svg.js"))
     )
-    found = hashlib.sha256(file.read_bytes()).hexdigest()
-    assert found.startswith(MATHJAX), f"{file} is another MathJax: {found}"
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert sha256.startswith(MATHJAX), f"{file} is another MathJax: {sha256}"
     (source / "_static/mathjax").mkdir()
     shutil.copy(file, source / "_static/mathjax")
 
 
+WITHOUT_HEADINGS = "---\nhtml_theme.sidebar_secondary.remove: true\n---\n\n"
+
+
 def gather(source: Path):
+    """Write the sources of the whole site into a folder."""
     g = Gathering(source)
-    for page in [
-        "README.md",
-        *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")),
-    ]:
+    g.page("README.md")
+    for page in sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")):
         if not page.startswith("docs/site/"):
             g.page(page)
     for page in ("CHANGELOG.md", "CONTRIBUTING.md", "docs/site/explorer.md"):
         if (ROOT / page).exists():
             g.page(page)
-    g.texts |= frameworks.pages()
-    own = objectives.pages(source)
-    g.texts["objectives"] = objectives.listed(g.texts["objectives"])
-    g.texts |= own | api.pages() | derivations.pages(g.texts["derivations"])
-    g.texts["start"] = re.sub(r"\A# upref\n", "# Start here\n", g.texts["start"])
+    texts = g.texts
+    texts |= frameworks.pages()
     # its table has the width of the list of its headings, of which there is one
-    g.texts["objectives"] = (
-        "---\nhtml_theme.sidebar_secondary.remove: true\n---\n\n"
-        + g.texts["objectives"]
-    )
-    sections(g.texts)
+    listed = objectives.listed(texts["objectives"])
+    texts["objectives"] = WITHOUT_HEADINGS + listed
+    texts |= objectives.pages(source)
+    texts |= api.pages()
+    texts |= derivations.pages(texts["derivations"])
+    texts["start"] = re.sub(r"\A# upref\n", "# Start here\n", texts["start"])
+    sections(texts)
     g.write()
     settings(source)

@@ -21,6 +21,9 @@ FETCHED = {
 }
 
 
+NOT_FETCHED = {"canonical", "search", "next", "prev"}  # by `rel` of a link
+
+
 class Page(HTMLParser):
     """The ids, links and fetched files of a page."""
 
@@ -32,17 +35,14 @@ class Page(HTMLParser):
         self.feed(file.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag, attrs):
-        said = {k: v for k, v in attrs if v is not None}
-        self.ids |= {said[k] for k in ("id", "name") if k in said}
-        if tag == "a" and "href" in said:
-            self.links.append(said["href"])
-        if (where := said.get(FETCHED.get(tag, ""))) and said.get("rel") not in {
-            "canonical",
-            "search",
-            "next",
-            "prev",
-        }:
-            self.fetched.append(where)
+        """Note the ids, the link and the fetched file of a tag."""
+        values = {name: value for name, value in attrs if value is not None}
+        self.ids |= {values[name] for name in ("id", "name") if name in values}
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+        file = values.get(FETCHED.get(tag, ""))
+        if file and values.get("rel") not in NOT_FETCHED:
+            self.fetched.append(file)
 
 
 def dead(html: Path) -> list[str]:
@@ -59,21 +59,20 @@ def dead(html: Path) -> list[str]:
     for file, page in pages.items():
         for link in dict.fromkeys([*page.links, *page.fetched]):
             parts = urlsplit(link)
-            if parts.scheme == "data" or (
-                parts.scheme and link in page.links and link not in page.fetched
-            ):
+            only_linked = link in page.links and link not in page.fetched
+            if parts.scheme == "data" or (parts.scheme and only_linked):
                 continue
-            why = (
-                "is fetched from a network"
-                if parts.scheme or parts.netloc
-                else _leads(file, parts, pages)
-            )
+            if parts.scheme or parts.netloc:
+                why = "is fetched from a network"
+            else:
+                why = _leads(file, parts, pages)
             if why:
                 wrong[f"{link} {why}"].append(str(file.relative_to(html.resolve())))
-    return [
-        f"{what}: {', '.join(where[:3])}{' ...' if len(where) > 3 else ''}"
-        for what, where in wrong.items()
-    ]
+    lines = []
+    for what, where in wrong.items():
+        more = " ..." if len(where) > 3 else ""
+        lines.append(f"{what}: {', '.join(where[:3])}{more}")
+    return lines
 
 
 def _leads(file: Path, parts, pages: dict[Path, Page]) -> str:

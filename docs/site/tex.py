@@ -84,40 +84,49 @@ def equation(text: str) -> str:
 
 
 def _converted(text: str) -> str:
+    """A line of an equation, token by token."""
     out, at = [], 0
     while at < len(text):
         m = TOKEN.match(text, at)
         assert m
         at = m.end()
-        kind, found = m.lastgroup, m[m.lastgroup or 0]
-        if kind in ("power", "sub") and found in "({":
+        kind, token = m.lastgroup, m[m.lastgroup or 0]
+        if kind in ("power", "sub") and token in "({":
             end = _closing(text, at - 1)
             inside, at = _converted(text[at:end]), end + 1
             out.append(f"^{{({inside})}}" if kind == "power" else f"_{{{inside}}}")
-        elif kind == "power":
-            out.append(f"^{{{_index(found)}}}")
-        elif kind == "sub":
-            out.append(f"_{{{','.join(map(_index, found.split('_')))}}}")
-        elif kind == "numbered":
-            out.append(_index(found))
-        elif kind == "over":
-            out.append(rf"\frac{{1}}{{{_converted(found)}}} ")
-        elif kind == "name":
-            out.append(rf"\text{{{found}}}")
-        elif kind == "word":
-            plain = (
-                rf"\operatorname{{{found}}}"
-                if re.search(rf"\b{found}\b", WORDS)
-                else rf"\text{{ {found} }}"
-            )
-            out.append(r"\mu " if found == "mu" else plain)
-        elif kind == "gap":
-            out.append(rf"{found[0]}\\ ")
         else:
-            out.append(
-                SIGNS.get(found) or (GREEK[found] + " " if found in GREEK else found)
-            )
+            out.append(_token(kind, token))
     return "".join(out)
+
+
+def _token(kind: str | None, token: str) -> str:
+    """A token without brackets.
+
+    Args:
+        kind: its group in TOKEN.
+        token: its text.
+    """
+    if kind == "power":
+        return f"^{{{_index(token)}}}"
+    if kind == "sub":
+        return f"_{{{','.join(map(_index, token.split('_')))}}}"
+    if kind == "numbered":
+        return _index(token)
+    if kind == "over":
+        return rf"\frac{{1}}{{{_converted(token)}}} "
+    if kind == "name":
+        return rf"\text{{{token}}}"
+    if kind == "gap":
+        return rf"{token[0]}\\ "
+    if kind == "word":
+        if token == "mu":
+            return r"\mu "
+        known = re.search(rf"\b{token}\b", WORDS)
+        return rf"\operatorname{{{token}}}" if known else rf"\text{{ {token} }}"
+    if token in SIGNS:
+        return SIGNS[token]
+    return f"{GREEK[token]} " if token in GREEK else token
 
 
 def _index(text: str) -> str:
@@ -158,8 +167,8 @@ def _symbols(e):
 
 def where(label: str) -> str:
     """A regime, "1 - eps_low < r < c", as TeX."""
-    for name in sorted(SYMBOLS, key=len, reverse=True):
-        label = re.sub(rf"\b{name}\b", lambda _, n=name: SYMBOLS[n], label)
+    longest_first = "|".join(sorted(SYMBOLS, key=len, reverse=True))
+    label = re.sub(rf"\b({longest_first})\b", lambda m: SYMBOLS[m[0]], label)
     for name, meant in (
         ("*", r"\cdot "),
         ("every ", r"\text{every } "),
