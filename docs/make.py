@@ -49,22 +49,31 @@ SHELL = f'python() {{ {shlex.join(fork.executable())} "$@"; }}; upref() {{ pytho
 # ---- pages ---------------------------------------------------------------------------
 def written(text: str) -> str:
     """The page as it should be."""
-    text = MARKED.sub(
-        lambda m: f"<!-- {m[1]} -->\n{GENERATED[m[1]]().rstrip()}\n<!-- end -->\n", text
-    )
+    text = MARKED.sub(_marked, text)
     with tempfile.TemporaryDirectory() as folder:
         program: dict = {"__name__": "page"}
         return BLOCK.sub(lambda m: _block(m, program, Path(folder)), text)
 
 
+def _marked(m: re.Match) -> str:
+    """A generated part, written anew."""
+    text = GENERATED[m[1]]().rstrip()
+    return f"<!-- {m[1]} -->\n{text}\n<!-- end -->\n"
+
+
 def _block(m: re.Match, program: dict, folder: Path) -> str:
+    """A block of code with what it prints, written anew.
+
+    Args:
+        m: the match of BLOCK.
+        program: the names that the blocks before it have defined.
+        folder: where it runs.
+    """
     kind, code, gap = m.groups()
     if kind == "console":
-        said = [
-            f"$ {command}\n{run(command, folder)}"
-            for command in re.findall(r"^\$ (.*)\n", code, re.M)
-        ]
-        return f"```console\n{''.join(said)}```\n"
+        commands = re.findall(r"^\$ (.*)\n", code, re.M)
+        outputs = [f"$ {command}\n{run(command, folder)}" for command in commands]
+        return f"```console\n{''.join(outputs)}```\n"
     if file := FILE.match(code):
         put(file[1], code, folder)
         return m[0]
@@ -72,16 +81,15 @@ def _block(m: re.Match, program: dict, folder: Path) -> str:
     # a block may write a file
     with contextlib.redirect_stdout(out), contextlib.chdir(folder):
         exec(compile(code, "page", "exec"), program)
-    return (
-        f"```python\n{code}```\n"
-        if gap is None
-        else f"```python\n{code}```\n{gap}```text\n{out.getvalue()}```\n"
-    )
+    block = f"```python\n{code}```\n"
+    if gap is None:
+        return block
+    return f"{block}{gap}```text\n{out.getvalue()}```\n"
 
 
 def put(name: str, code: str, folder: Path):
-    """That file in the folder; beside a copy of its package where it is part of the
-    library.
+    """Write that file into the folder; beside a copy of its package where it is part of
+    the library.
     """
     package = name.partition("/")[0]
     if package in PACKAGES and not (folder / package).exists():
@@ -92,37 +100,29 @@ def put(name: str, code: str, folder: Path):
         )
     assert not (folder / name).exists(), f"{name} is there already"
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(
-        code.partition("\n")[2].lstrip("\n") if "/" not in name else code,
-        encoding="utf-8",
-    )
+    if "/" not in name:  # without the line that has its name
+        code = code.partition("\n")[2].lstrip("\n")
+    (folder / name).write_text(code, encoding="utf-8")
 
 
 def run(command: str, folder: Path) -> str:
     """What it prints, in that folder; files of the checkout are named from its top."""
-    library = os.pathsep.join(
-        map(
-            str,
-            [folder, ROOT] if any((folder / p).exists() for p in PACKAGES) else [ROOT],
-        )
-    )
-    env = (
-        os.environ
-        | fork.environment()
-        | {"PYTHONPATH": library, "PYTHONDONTWRITEBYTECODE": "1"}
-    )
-    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    path = [str(ROOT)]
+    if any((folder / package).exists() for package in PACKAGES):
+        path.insert(0, str(folder))
+    own = {"PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         ["bash", "-c", SHELL + command],
         cwd=folder,
-        env=env,
+        env=os.environ | fork.environment() | own,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         check=False,
-        **both,
     )
     assert "Traceback" not in done.stdout, done.stdout
-    said = done.stdout.replace(f"{ROOT}/", "")
-    return "".join(line.rstrip() + "\n" for line in said.rstrip().splitlines())
+    output = done.stdout.replace(f"{ROOT}/", "")
+    return "".join(line.rstrip() + "\n" for line in output.rstrip().splitlines())
 
 
 # ---- what is generated ---------------------------------------------------------------
@@ -132,14 +132,11 @@ def letters() -> str:
 
     mu, p = 0.01, 0.0128
     r = p / mu
+    logarithms = f"{log(mu):.3f}, {log(p):.3f}"
     rows = [
         ("`mu`", "π_old(o_t): its probability when it was sampled", f"{mu:g}"),
         ("`p`", "π_θ(o_t): its probability now", f"{p:g}"),
-        (
-            "`lp_old`, `lp`",
-            "their logarithms, which a loss is given",
-            f"{log(mu):.3f}, {log(p):.3f}",
-        ),
+        ("`lp_old`, `lp`", "their logarithms, which a loss is given", logarithms),
         ("`r`", "the ratio p / mu = exp(lp − lp_old)", f"{r:g}"),
         (
             "`s`",
@@ -172,37 +169,40 @@ def _verdicts() -> tuple[str, list[list[str]]]:
     tiny model.
     """
     text = (ROOT / "repro/mini/results/verdicts.md").read_text(encoding="utf-8")
-    table = [
-        x
-        for x in text.partition("## Controls")[0].splitlines()
-        if x.startswith("| ") and "[`--only" in x
-    ]
-    return text, [
-        x.strip("|").strip().split(" | ") for x in table if "**not testable**" not in x
-    ]
+    rows = []
+    for line in text.partition("## Controls")[0].splitlines():
+        is_of_claim = line.startswith("| ") and "[`--only" in line
+        if is_of_claim and "**not testable**" not in line:
+            rows.append(line.strip("|").strip().split(" | "))
+    return text, rows
 
 
 def tally() -> str:
+    """How many experiments and runs there are, and how many claims have each verdict."""
     text, rows = _verdicts()
-    words = ("reproduced", "undecided", "contradicted")
-    count = lambda verdict: sum(row[2].startswith(f"**{verdict}**") for row in rows)
-    said = ", ".join(f"{count(v)} {v}" for v in words)
-    assert sum(map(count, words)) == len(rows)
+    counts = {
+        verdict: sum(row[2].startswith(f"**{verdict}**") for row in rows)
+        for verdict in ("reproduced", "undecided", "contradicted")
+    }
+    assert sum(counts.values()) == len(rows)
+    verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     experiments = len(list((ROOT / "repro/mini/experiments").glob("*.toml")))
     runs = re.search(r"^\d+ runs", text, re.M)
     assert runs
-    return f"{experiments} experiments, {runs[0]}; of {len(rows)} claims: {said}."
+    return f"{experiments} experiments, {runs[0]}; of {len(rows)} claims: {verdicts}."
 
 
 def verdicts() -> str:
+    """The claims that can be asked of a tiny model, with their verdicts."""
     _, rows = _verdicts()
-    head = [
+    lines = [
         "| | claim | verdict | effect [interval that decides] | seeds |",
         "|---|---|---|---|---|",
     ]
-    return "\n".join(
-        [*head, *(f"| {' | '.join([*row[:4], row[5]])} |" for row in rows)]
-    )
+    for row in rows:
+        cells = [*row[:4], row[5]]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def does_up_help() -> str:
@@ -246,17 +246,16 @@ def reliability() -> str:
     record = json.loads(
         (ROOT / "benchmarks/reliability.json").read_text(encoding="utf-8")
     )
-    cell = lambda x: str(x).replace("|", "\\|").replace("<", "&lt;")
-    head = [
+    lines = [
         "| command | fault | times | what happened | status | lost | day, commit |",
         "|---|---|---|---|---|---|---|",
     ]
-    rows = [
-        f"| {' | '.join(map(cell, row))} | {group['day']}, {group['commit']} |"
-        for group in record.values()
-        for row in group["rows"]
-    ]
-    return "\n".join(head + rows)
+    for group in record.values():
+        made = f"{group['day']}, {group['commit']}"
+        for row in group["rows"]:
+            cells = [str(x).replace("|", "\\|").replace("<", "&lt;") for x in row]
+            lines.append(f"| {' | '.join([*cells, made])} |")
+    return "\n".join(lines)
 
 
 def on_gpu(name: str) -> str:
@@ -342,25 +341,21 @@ def trl_memory() -> str:
 
     shape, longest = shape_of(train.MODEL), train.LONGEST
     rows = [
-        "| GPU | micro-batch | GB to train | responses generated together | GB to generate | of them keys and values |"
+        "| GPU | micro-batch | GB to train | responses generated together | GB to generate | of them keys and values |",
+        "|---" * 6 + "|",
     ]
-    rows.append("|---" * 6 + "|")
     for gib in (12, 16, 24):
-        held = gib * 2**30
-        micro = train.micro_batch(held)
-        count = memory.together(shape, held, micro, longest)
-        sizes = (
-            memory.training(shape, micro, longest),
-            memory.generating(shape, count, longest),
-        )
+        size = gib * 2**30
+        micro_batch = train.micro_batch(size)
+        responses = memory.together(shape, size, micro_batch, longest)
         cells = [
             f"{gib} GB",
-            micro,
-            f"{sizes[0] / 1e9:.1f}",
-            count,
-            f"{sizes[1] / 1e9:.1f}",
+            micro_batch,
+            f"{memory.training(shape, micro_batch, longest) / 1e9:.1f}",
+            responses,
+            f"{memory.generating(shape, responses, longest) / 1e9:.1f}",
+            f"{memory.cache(shape, responses, longest) / 1e9:.1f}",
         ]
-        cells.append(f"{memory.cache(shape, count, longest) / 1e9:.1f}")
         rows.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(rows)
 
@@ -426,22 +421,18 @@ def wild_tally() -> str:
 
 
 def benchmarks() -> str:
+    """What each benchmark measures, and what it printed."""
     out = []
     for file in sorted((ROOT / "benchmarks").glob("*.txt")):
-        says = (
-            file.with_suffix(".py")
-            .read_text(encoding="utf-8")
-            .split('"""')[1]
-            .partition("\n\n")[0]
-        )
-        text = file.read_text(encoding="utf-8").strip()
+        source = file.with_suffix(".py").read_text(encoding="utf-8")
+        docstring = source.split('"""')[1]
         out += [
             f"## `python -m benchmarks.{file.stem}`",
             "",
-            says,
+            docstring.partition("\n\n")[0],
             "",
             "```text",
-            text,
+            file.read_text(encoding="utf-8").strip(),
             "```",
             "",
         ]
@@ -690,6 +681,7 @@ GENERATED |= {f"options_{name}": partial(options_of, name) for name in WITH_ADAP
 
 
 def main(*pages: str):
+    """Write the pages that are named, or all; print which of them changed."""
     for page in [Path(p) for p in pages] or PAGES:
         old = (ROOT / page).read_text(encoding="utf-8")
         new = written(old)
