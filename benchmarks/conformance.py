@@ -32,7 +32,8 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +93,12 @@ def run_suite(
     expected = SUITE / f"{name}_xfails.toml"
     known = read_expected_failures(expected) if expected.exists() and listed else {}
     with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results.json"
+        file = Path(folder) / "results.json"
         command = [
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
             *("--pyargs", "upref.conformance", "--adapter", adapter),
             *("--level", str(level), "--upref-seed", str(seed)),
-            *("--upref-results", str(results), "--upref-deadline", str(DEADLINE)),
+            *("--upref-results", str(file), "--upref-deadline", str(DEADLINE)),
             *(("--upref-xfails", str(expected)) if known else ()),
             *(("-k", chosen) if chosen else ()),
         ]
@@ -106,44 +107,53 @@ def run_suite(
             command, capture_output=True, text=True, env=_environment(name), check=False
         )
         seconds = _cpu_seconds() - before
-        if not results.exists():
+        if not file.exists():
             raise RuntimeError(f"{adapter}: {(done.stdout + done.stderr)[-2000:]}")
-        found = json.loads(results.read_text(encoding="utf-8"))
-        if (
-            level == GREEN
-            and seed == 0
-            and listed
-            and (SHOWN / f"{name}.json").exists()
-        ):
-            write_atomically(SHOWN / f"{name}.json", results.read_bytes())
-    ends = {case: one["status"] for case, one in found["cases"].items()}
-    bad = ("failed", "could not run")
-    errors = {
-        case: one["error"] for case, one in found["cases"].items() if "error" in one
-    }
+        results = json.loads(file.read_text(encoding="utf-8"))
+        shown = SHOWN / f"{name}.json"
+        if level == GREEN and seed == 0 and listed and shown.exists():
+            write_atomically(shown, file.read_bytes())
     return {
-        "adapter": found["adapter"],
-        "suite": found["suite"],
+        "adapter": results["adapter"],
+        "suite": results["suite"],
         "level": level,
         "seed": seed,
-        "counts": {
-            end: [*ends.values()].count(end) for end in sorted({*ends.values()})
-        },
-        "known failures": sorted(
-            case for case, end in ends.items() if end in bad and case in known
-        ),
-        "unexpected": sorted(
-            case
-            for case, end in ends.items()
-            if end != "skipped" and (end in bad) != (case in known)
-        ),
-        "could not run": {
-            case: one["reason"]
-            for case, one in found["cases"].items()
-            if one["status"] == "could not run"
-        },
-        "errors": {case: float(f"{error:.2g}") for case, error in errors.items()},
+        **_ends_of_cases(results["cases"], known.keys()),
         "cpu seconds": round(seconds, 1),
+    }
+
+
+def _ends_of_cases(
+    cases: dict[str, dict[str, Any]], known: Collection[str]
+) -> dict[str, Any]:
+    """Return how the cases of a run ended.
+
+    Args:
+        cases: the results of the suite, by the id of the case.
+        known: ids of the cases that are on the list of known failures.
+    """
+    counts = Counter(result["status"] for result in cases.values())
+    known_failures, unexpected = [], []
+    for case, result in cases.items():
+        bad = result["status"] in ("failed", "could not run")
+        if bad and case in known:
+            known_failures.append(case)
+        if result["status"] != "skipped" and bad != (case in known):
+            unexpected.append(case)
+    return {
+        "counts": dict(sorted(counts.items())),
+        "known failures": sorted(known_failures),
+        "unexpected": sorted(unexpected),
+        "could not run": {
+            case: result["reason"]
+            for case, result in cases.items()
+            if result["status"] == "could not run"
+        },
+        "errors": {
+            case: float(f"{result['error']:.2g}")
+            for case, result in cases.items()
+            if "error" in result
+        },
     }
 
 
@@ -194,16 +204,17 @@ def keep(kind: str, key: str, record: dict[str, Any], file: Path | None = None) 
         file: the file; None: the committed one.
     """
     file = file or FILE
-    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    kept.setdefault(kind, {})[key] = record | {
+    runs = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    runs.setdefault(kind, {})[key] = record | {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
     }
-    kept = {one: dict(sorted(kept[one].items())) for one in sorted(kept)}
-    write_atomically(file, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    runs = {part: dict(sorted(runs[part].items())) for part in sorted(runs)}
+    write_atomically(file, json.dumps(runs, indent=1, ensure_ascii=False) + "\n")
 
 
-def _said(key: str, record: dict[str, Any]) -> None:
+def _print(key: str, record: dict[str, Any]) -> None:
+    """Print how the cases of a run ended, and those that ended otherwise than listed."""
     counts = ", ".join(f"{count} {end}" for end, count in record["counts"].items())
     print(f"{key}: {counts}; {record['cpu seconds']} CPU seconds", flush=True)
     if key.startswith("green"):
@@ -212,6 +223,9 @@ def _said(key: str, record: dict[str, Any]) -> None:
 
 
 def main() -> int:
+    """Run the suite, and record each run; 1 where an unmodified trainer has a case that
+    ends otherwise than listed.
+    """
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "names", nargs="*", choices=[*ADAPTERS, "megatron", "plain"], metavar="NAME"
@@ -223,22 +237,22 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=FILE, metavar="FILE", help="where the runs are kept"
     )
-    asked = parser.parse_args()
+    options = parser.parse_args()
     wrong = False
-    for name in asked.names or RELEASED:
+    for name in options.names or RELEASED:
         if name == "plain":
-            wrong |= _plain(asked.out)
+            wrong |= _plain(options.out)
             continue
-        for part, key, arguments in _runs(name, asked):
+        for part, key, arguments in _runs(name, options):
             record = run_suite(name, *arguments)
-            keep(part, key, record, asked.out)
-            _said(f"{part}: {key}", record)
+            keep(part, key, record, options.out)
+            _print(f"{part}: {key}", record)
             wrong |= part == "green" and bool(record["unexpected"])
-        if name == "megatron" and asked.ranks and not asked.only:
+        if name == "megatron" and options.ranks and not options.only:
             os.environ |= on_loopback()
-            found = {way: float(f"{e:.2g}") for way, e in measure(rank_errors).items()}
-            print(f"ranks: GPTModel: {found}")
-            keep("layers", "GPTModel", {"errors": found}, asked.out)
+            errors = {way: float(f"{e:.2g}") for way, e in measure(rank_errors).items()}
+            print(f"ranks: GPTModel: {errors}")
+            keep("layers", "GPTModel", {"errors": errors}, options.out)
     return int(wrong)
 
 
@@ -248,26 +262,26 @@ def _plain(file: Path) -> bool:
     with one_thread():
         for family in RECURRENT:
             case = CASES[f"family/{family}"]
-            found = {str(seed): run_plain(case, seed) for seed in PLAIN_SEEDS}
-            worst = max(found.values(), key=lambda one: one["error"])
+            runs = {str(seed): run_plain(case, seed) for seed in PLAIN_SEEDS}
+            worst = max(runs.values(), key=lambda run: run["error"])
             print(f"{case.id}: {worst}", flush=True)
-            keep("plain", family, {"seeds": found}, file)
-            wrong |= any(one["status"] != "passed" for one in found.values())
+            keep("plain", family, {"seeds": runs}, file)
+            wrong |= any(run["status"] != "passed" for run in runs.values())
     return wrong
 
 
-def _runs(name: str, asked: argparse.Namespace) -> Iterator[tuple[str, str, tuple]]:
+def _runs(name: str, options: argparse.Namespace) -> Iterator[tuple[str, str, tuple]]:
     """The part of the record, the name of the run there, and what `run_suite` takes."""
     for kind in MEGATRON if name == "megatron" else (ADAPTERS[name],):
         adapter = target(name, kind)
-        if asked.red:
+        if options.red:
             broken = f"{SUITE}/broken_adapters.py:Broken{kind}"
             yield "red", kind, (broken, 0, GREEN, "", False)
-        elif asked.ranks:
-            key = f"{kind}, {asked.only}" if asked.only else kind
-            yield "ranks", key, (adapter, 0, RANKS, asked.only or "ranks")
+        elif options.ranks:
+            key = f"{kind}, {options.only}" if options.only else kind
+            yield "ranks", key, (adapter, 0, RANKS, options.only or "ranks")
         else:
-            for seed in asked.seeds:
+            for seed in options.seeds:
                 yield "green", f"{kind}, seed {seed}", (adapter, seed, GREEN)
 
 

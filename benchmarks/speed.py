@@ -61,18 +61,16 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def batch(rows: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random log π_θ, log π_old, advantages and mask, each [rows, tokens]; at least half
+    of a row trains.
+    """
     g = torch.Generator().manual_seed(0)
     old = -torch.rand(rows, tokens, generator=g) * 3
-    lp = (
-        (old + 0.3 * torch.randn(rows, tokens, generator=g))
-        .clamp(max=0)
-        .requires_grad_()
-    )
+    lp = (old + 0.3 * torch.randn(rows, tokens, generator=g)).clamp(max=0)
     A = torch.randn(rows, 1, generator=g).expand(rows, tokens).contiguous()
-    mask = torch.arange(tokens)[None] < torch.randint(
-        tokens // 2, tokens + 1, (rows, 1), generator=g
-    )
-    return lp, old, A, mask
+    lengths = torch.randint(tokens // 2, tokens + 1, (rows, 1), generator=g)
+    mask = torch.arange(tokens)[None] < lengths
+    return lp.requires_grad_(), old, A, mask
 
 
 # ---- the losses ----------------------------------------------------------------------
@@ -84,15 +82,20 @@ def plain(lp: Tensor, old: Tensor, A: Tensor, mask: Tensor) -> Tensor:
     return -(J * mask).sum() / mask.sum()
 
 
-def of_verl(mode: str, config: dict[str, Any]) -> Loss:
+def of_verl(mode: str, settings: dict[str, Any]) -> Loss:
+    """verl's loss of this loss_mode, with these settings of its actor."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.workers.config import ActorConfig
 
-    f = get_policy_loss_fn(mode)
-    cfg = ActorConfig(
-        strategy="fsdp", rollout_n=8, ppo_micro_batch_size_per_gpu=1, **config
+    function = get_policy_loss_fn(mode)
+    config = ActorConfig(
+        strategy="fsdp", rollout_n=8, ppo_micro_batch_size_per_gpu=1, **settings
     )
-    return lambda lp, old, A, mask: f(old, lp, A, mask, cfg.loss_agg_mode, cfg)[0]
+
+    def loss(lp: Tensor, old: Tensor, A: Tensor, mask: Tensor) -> Tensor:
+        return function(old, lp, A, mask, config.loss_agg_mode, config)[0]
+
+    return loss
 
 
 def of_trl(mode: str, o: Any, hp: dict[str, Any], mask: Tensor) -> Loss:
@@ -105,42 +108,48 @@ def of_trl(mode: str, o: Any, hp: dict[str, Any], mask: Tensor) -> Loss:
     )
     trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation = 1
     prompt, tokens = torch.zeros(len(mask), 1, dtype=torch.int64), mask.long()
-    entropy, count = torch.ones(mask.shape), tokens.sum()
-    same = {
+    entropy = torch.ones(mask.shape)
+    constant = {
         "prompt_ids": prompt,
         "prompt_mask": prompt + 1,
         "completion_ids": 0 * tokens,
         "completion_mask": tokens,
+        "num_items_in_batch": tokens.sum(),
     }
 
     def loss(lp: Tensor, old: Tensor, A: Tensor, mask: Tensor) -> Tensor:
-        given = {
-            "advantages": A[:, 0],
-            "old_per_token_logps": old,
-            "num_items_in_batch": count,
-        }
-        found = trainer._compute_loss(trl._StandIn(lp, entropy), same | given)  # noqa: SLF001
+        inputs = constant | {"advantages": A[:, 0], "old_per_token_logps": old}
+        value = trainer._compute_loss(trl._StandIn(lp, entropy), inputs)  # noqa: SLF001
         trainer._metrics["train"].clear()  # noqa: SLF001
-        return found
+        return value
 
     return loss
 
 
 def losses(pair: tuple, mask: Tensor) -> dict[str, Loss]:
-    verl, trl, name, hp, config = pair
+    """The losses of one formula, by contestant.
+
+    Args:
+        pair: of PAIRS.
+        mask: of the batch, which TRL's trainer counts once.
+    """
+    verl, trl, name, hp, settings = pair
     o = upref.get(name)
-    found: dict[str, Loss] = {}
+
+    def of_upref(lp: Tensor, old: Tensor, A: Tensor, mask: Tensor) -> Tensor:
+        return -o.J(lp, old, A, mask, **hp)
+
+    def of_batch(lp: Tensor, old: Tensor, A: Tensor, mask: Tensor) -> Tensor:
+        return o.loss(upref.Rollouts(lp, old, A, mask), **hp)
+
+    by_contestant: dict[str, Loss] = {}
     if verl:
-        found["verl"] = of_verl(verl, config)
+        by_contestant["verl"] = of_verl(verl, settings)
     if trl:
-        found["TRL"] = of_trl(trl, o, hp, mask)
+        by_contestant["TRL"] = of_trl(trl, o, hp, mask)
     if name == "dapo" and hp:
-        found["torch"] = plain
-    found["upref"] = lambda lp, old, A, mask: -o.J(lp, old, A, mask, **hp)
-    found["batch"] = lambda lp, old, A, mask: o.loss(
-        upref.Rollouts(lp, old, A, mask), **hp
-    )
-    return found
+        by_contestant["torch"] = plain
+    return by_contestant | {"upref": of_upref, "batch": of_batch}
 
 
 def check_of_batch(o: upref.Objective, *tensors: Tensor) -> bool:
@@ -151,6 +160,7 @@ def check_of_batch(o: upref.Objective, *tensors: Tensor) -> bool:
 
 # ---- what they take ------------------------------------------------------------------
 def step(loss: Loss, lp: Tensor, *rest: Tensor) -> None:
+    """Forward and backward of a loss."""
     loss(lp, *rest).backward()
     lp.grad = None
 
@@ -172,6 +182,7 @@ def measured(
 
 
 def clock(f: Callable[[], object], n: int) -> float:
+    """Mean CPU seconds of n calls, after one that warms up."""
     f()
     start = time.process_time()
     for _ in range(n):
@@ -203,29 +214,60 @@ def table(title: str, rows: list[tuple[str, dict[str, float]]]) -> None:
     because it reads numbers.
     """
     print(f"\n{title}")
-    heads = [
-        head for who in WHO for head in ((who,) if who in EAGER else (who, "compiled"))
-    ]
+    heads, keys = [], []
+    for who in WHO:
+        heads.append(who)
+        keys.append(who)
+        if who not in EAGER:
+            heads.append("compiled")
+            keys.append(f"{who} compiled")
     print(f"{'':14}" + "".join(f"{head:>10}" for head in heads))
-    keys = [
-        key
-        for who in WHO
-        for key in ((who,) if who in EAGER else (who, f"{who} compiled"))
-    ]
-    for name, found in rows:
-        cells = (f"{found[key]:.1f}" if key in found else "-" for key in keys)
+    for name, numbers in rows:
+        cells = (f"{numbers[key]:.1f}" if key in numbers else "-" for key in keys)
         print(f"{name:14}" + "".join(f"{cell:>10}" for cell in cells))
 
 
+def runs_of(pair: tuple, tensors: tuple[Tensor, ...]) -> dict[str, Callable]:
+    """What is timed of one formula: each loss, eager and compiled, and the validation
+    of the batch.
+    """
+    eager = losses(pair, tensors[3])
+    compiled = {
+        f"{who} compiled": torch.compile(loss, fullgraph=who == "upref")
+        for who, loss in eager.items()
+        if who != "batch"
+    }
+    runs: dict[str, Callable] = {
+        who: partial(step, loss, *tensors) for who, loss in (eager | compiled).items()
+    }
+    runs["check"] = partial(check_of_batch, upref.get(pair[2]), *tensors)
+    return runs
+
+
+def print_compiled(times: list[tuple[str, dict[str, float]]]) -> None:
+    """How many times as long as the compiled others the compiled upref takes."""
+    print("\ncompiled upref beside the compiled other, times")
+    for name, seconds in times:
+        upref_seconds = seconds["upref compiled"]
+        others = [who for who in WHO[:3] if who in seconds]
+        if others:
+            ratios = [
+                f"{who} {upref_seconds / seconds[f'{who} compiled']:.2f}"
+                for who in others
+            ]
+            print(f"{name:14} {', '.join(ratios)}")
+
+
 def main() -> None:
-    p = argparse.ArgumentParser(
+    """Time every formula, and print the tables."""
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("--rows", type=int, default=64)
-    p.add_argument("--tokens", type=int, default=4096)
-    p.add_argument("--rounds", type=int, default=7)
-    p.add_argument("--threads", type=int, default=1)
-    args = p.parse_args()
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
     torch.set_num_threads(args.threads)
     tensors = batch(args.rows, args.tokens)
     size = tensors[0].numel() * tensors[0].element_size()
@@ -236,32 +278,15 @@ def main() -> None:
         f"{versions()}; {args.rounds} rounds; load {os.getloadavg()[0]:.1f} at the start",
         flush=True,
     )
-    times, memory, beside = [], [], []
+    times, memory = [], []
     for pair in PAIRS:
         torch.compiler.reset()
-        found = losses(pair, tensors[3])
-        fast = {
-            f"{k} compiled": torch.compile(f, fullgraph=k == "upref")
-            for k, f in found.items()
-            if k != "batch"
-        }
-        runs = {k: partial(step, f, *tensors) for k, f in (found | fast).items()}
-        runs["check"] = partial(check_of_batch, upref.get(pair[2]), *tensors)
-        took = measured(runs, tensors[0].detach(), args.rounds)
-        times.append((pair[2], took))
-        memory.append((pair[2], {k: peak(f, size) for k, f in runs.items()}))
-        beside.append((pair[2], took))
+        name, runs = pair[2], runs_of(pair, tensors)
+        times.append((name, measured(runs, tensors[0].detach(), args.rounds)))
+        memory.append((name, {k: peak(f, size) for k, f in runs.items()}))
     table("CPU time, in copies of one tensor", times)
     table("peak memory, in tensors", memory)
-    print("\ncompiled upref beside the compiled other, times")
-    for name, took in beside:
-        others = [who for who in WHO[:3] if who in took]
-        said = [
-            f"{who} {took['upref compiled'] / took[f'{who} compiled']:.2f}"
-            for who in others
-        ]
-        if said:
-            print(f"{name:14} {', '.join(said)}")
+    print_compiled(times)
     print(f"\nload {os.getloadavg()[0]:.1f} at the end")
 
 
