@@ -260,8 +260,11 @@ def exempt_modules(package: str) -> int:
     equations = {
         f"{package}.{path.removesuffix('/').removesuffix('.py')}" for path in EQUATIONS
     }
-    ours = {m for m in exempt if m == package or m.startswith(f"{package}.")}
-    return len({m for m in ours if m.removesuffix(".*") not in equations})
+    return sum(
+        (module == package or module.startswith(f"{package}."))
+        and module.removesuffix(".*") not in equations
+        for module in exempt
+    )
 
 
 def table_row(name: str, counts: Counts, exempt: str) -> str:
@@ -289,15 +292,15 @@ def draw_functions(seed: int, number: int = 12) -> list[str]:
         `path:line name` of each, in the order of the draw. Functions of fewer than
         DRAWN_LINES lines, and those inside other functions, are not drawn.
     """
-    found = []
+    places = []
     for package in OURS:
         for path, text in files_of_checkout(ROOT / package).items():
             if path.startswith((*EQUATIONS, "exercises/")):
                 continue
             for node in top_functions(ast.parse(text)):
                 if (node.end_lineno or 0) - node.lineno + 1 >= DRAWN_LINES:
-                    found.append(f"{package}/{path}:{node.lineno} {node.name}")
-    return random.Random(seed).sample(sorted(found), number)
+                    places.append(f"{package}/{path}:{node.lineno} {node.name}")
+    return random.Random(seed).sample(sorted(places), number)
 
 
 def top_functions(node: ast.AST) -> Iterator[ast.FunctionDef]:
@@ -310,6 +313,7 @@ def top_functions(node: ast.AST) -> Iterator[ast.FunctionDef]:
 
 
 def main() -> int:
+    """Print the table, or the functions that are drawn."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.readability",
         description="Measure how dense upref's packages are, beside others.",
@@ -333,13 +337,8 @@ def main() -> int:
     for package in OURS:
         folder = ROOT / package
         if folder.is_dir():
-            print(
-                table_row(
-                    package,
-                    count_package(files_of_checkout(folder)),
-                    str(exempt_modules(package)),
-                )
-            )
+            counts = count_package(files_of_checkout(folder))
+            print(table_row(package, counts, str(exempt_modules(package))))
     for requirement in args.others:
         name, files = files_of_index(requirement)
         print(table_row(name, count_package(files), ""))

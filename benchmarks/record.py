@@ -106,21 +106,21 @@ def measure(every: int) -> tuple[float, float, int]:
 
 
 def main() -> None:
+    """Print what recording costs a step, and the disk."""
     os.environ["CI"] = "1"  # TRL's telemetry is silent there
     logging.getLogger("upref").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    whole, kept, size = measure(1)
+    seconds, of_hooks, size = measure(1)
     tokens = RESPONSES * LENGTH // 2
     width, layers = SIZE["hidden_size"], SIZE["num_hidden_layers"]
     print(f"a step of {tokens:,} tokens, {width} wide, {layers} layers, one thread")
-    print(f"{'a step':34} {whole:8.3f} s")
+    print(f"{'a step':34} {seconds:8.3f} s")
     print(
-        f"{'of which recording it':34} {kept:8.3f} s, {size / 2**20:.2f} MiB on the disk"
+        f"{'of which recording it':34} {of_hooks:8.3f} s, {size / 2**20:.2f} MiB on the disk"
     )
-    print(
-        f"{f'recorded each {EVERY}th step':34} {kept / EVERY / (whole - kept):8.3%} of a step"
-    )
-    print(f"{'1 % where a step takes':34} {100 * kept / EVERY:8.3f} s")
+    share = of_hooks / EVERY / (seconds - of_hooks)
+    print(f"{f'recorded each {EVERY}th step':34} {share:8.3%} of a step")
+    print(f"{'1 % where a step takes':34} {100 * of_hooks / EVERY:8.3f} s")
 
 
 if __name__ == "__main__":

@@ -51,13 +51,12 @@ def timed(name: str, work: Callable[[], Any]) -> Any:
 
 
 def main() -> None:
+    """Print the seconds of each part of the replay, and the memory of the process."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "step.npz"
-        replay.write(
-            file,
-            replay.make_batch(columns(), file="made", step=1, logged={"loss": 0.01}),
-        )
+        made = replay.make_batch(columns(), file="made", step=1, logged={"loss": 0.01})
+        replay.write(file, made)
         batch = timed("read", lambda: replay.read(file))
         print(
             f"{batch.tokens:,} trained tokens, {file.stat().st_size / 2**20:.0f} MiB on the disk, one thread"

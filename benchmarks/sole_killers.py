@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,11 @@ def slow_tests(most: int) -> dict[str, list[str]]:
         most: how many.
     """
     lines = (ROOT / "tests/seconds.tsv").read_text(encoding="utf-8").splitlines()
-    found: dict[str, list[str]] = {}
+    names_of: dict[str, list[str]] = {}
     for line in lines[:most]:
         name = line.partition("\t")[2]
-        found.setdefault(name.partition("::")[0], []).append(name)
-    return found
+        names_of.setdefault(name.partition("::")[0], []).append(name)
+    return names_of
 
 
 def imported(file: Path) -> set[str]:
@@ -92,14 +93,16 @@ def imported(file: Path) -> set[str]:
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "upref":
             words.add(homes.get(node.attr, ""))
     words -= {"", "upref"}  # upref itself holds names alone
-    found = set()
+    files = set()
     for word in words:
         path = Path(*word.split("."))
-        if path.parts[0] in PACKAGES and (ROOT / path).with_suffix(".py").is_file():
-            found.add(str(path.with_suffix(".py")))
-        elif path.parts[0] in PACKAGES and (ROOT / path / "__init__.py").is_file():
-            found.add(str(path / "__init__.py"))
-    return found
+        if path.parts[0] not in PACKAGES:
+            continue
+        for candidate in (path.with_suffix(".py"), path / "__init__.py"):
+            if (ROOT / candidate).is_file():
+                files.add(str(candidate))
+                break
+    return files
 
 
 def mistakes(text: str) -> Iterator[tuple[ast.expr, ast.expr]]:
@@ -158,16 +161,17 @@ def draw(tests: str, slow: list[str], many: int, seed: int) -> Iterator[Mutant]:
         seed: of the draw.
     """
     rng = random.Random(f"{seed} {tests}")
-    found = []
+    mutants = []
     for file in sorted(imported(ROOT / tests)):
         text = (ROOT / file).read_text(encoding="utf-8")
         for node, wrong in mistakes(text):
             before = ast.get_source_segment(text, node)
             if before and "\n" not in before:
-                where = (file, node.lineno, node.col_offset)
-                found.append((*where, before, f"({ast.unparse(wrong)})"))
-    for mistake in rng.sample(found, min(len(found), many * len(slow))):
-        yield Mutant(*mistake, tests)
+                after = f"({ast.unparse(wrong)})"
+                mutants.append(
+                    Mutant(file, node.lineno, node.col_offset, before, after, tests)
+                )
+    yield from rng.sample(mutants, min(len(mutants), many * len(slow)))
 
 
 class Copy:
@@ -228,10 +232,11 @@ class Copy:
             )
         except subprocess.TimeoutExpired:
             return [NO_END]
-        said = [
-            x for x in done.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))
+        failed = [
+            line.split(" ", 1)[1].partition(" - ")[0]
+            for line in done.stdout.splitlines()
+            if line.startswith(("FAILED", "ERROR"))
         ]
-        failed = [line.split(" ", 1)[1].partition(" - ")[0] for line in said]
         if not failed and done.returncode not in (0, NO_TESTS):
             return [tests[0]]  # pytest itself ended
         return failed
@@ -314,10 +319,10 @@ def table(mutants: list[dict[str, Any]], slow: dict[str, list[str]]) -> str:
         of = [m for m in mutants if m["tests"] == file and m["killed_by"] != NO_END]
         fast = sum(bool(m["killed_by"]) for m in of)
         for name in names:
-            mine = [m for m in of if m["slow"].get(name)]
-            alone = sum(sum(m["slow"].values()) == 1 for m in mine)
+            noticed = [m for m in of if m["slow"].get(name)]
+            alone = sum(sum(m["slow"].values()) == 1 for m in noticed)
             none = sum(not m["killed_by"] and not any(m["slow"].values()) for m in of)
-            counts = (len(of), fast, alone, len(mine) - alone, none)
+            counts = (len(of), fast, alone, len(noticed) - alone, none)
             widths = (7, 15, 13, 18, 9)
             cells = (f"{n:{w}d}" for n, w in zip(counts, widths, strict=True))
             rows.append(f"{''.join(cells)}  {name}")
@@ -344,43 +349,38 @@ def main() -> int:
     parser.add_argument(
         "--print", action="store_true", help="what is recorded; run nothing"
     )
-    asked = parser.parse_args()
-    slow = slow_tests(asked.tests)
-    record: dict[str, Any] = {"seed": asked.seed, "mutants": []}
-    if asked.out.exists():
-        record = json.loads(asked.out.read_text(encoding="utf-8"))
-    if not asked.print:
-        fill(record, slow, asked)
+    options = parser.parse_args()
+    slow = slow_tests(options.tests)
+    record: dict[str, Any] = {"seed": options.seed, "mutants": []}
+    if options.out.exists():
+        record = json.loads(options.out.read_text(encoding="utf-8"))
+    if not options.print:
+        fill(record, slow, options)
     print(table(record["mutants"], slow))
     return 0
 
 
-def fill(record: dict[str, Any], slow: dict[str, list[str]], asked: Any) -> None:
+def fill(record: dict[str, Any], slow: dict[str, list[str]], options: Any) -> None:
     """Judge the mutants that are not recorded yet, while there is time.
 
     Args:
         record: of the file that is written after each mutant.
         slow: names of slow tests by their file.
-        asked: the options.
+        options: of the command line.
     """
     known = {
         (m["file"], m["before"], m["after"], m["tests"]) for m in record["mutants"]
     }
     drawn = [
-        [*draw(file, names, asked.mutants, asked.seed)]
+        [*draw(file, names, options.mutants, options.seed)]
         for file, names in slow.items()
-        if asked.only in file
+        if options.only in file
     ]
     # one of each file before the second of any
-    queue = [
-        of[n]
-        for n in range(max(map(len, drawn), default=0))
-        for of in drawn
-        if n < len(of)
-    ]
-    ask = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    queue = [mutant for nth in zip_longest(*drawn) for mutant in nth if mutant]
+    head = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     record["commit"] = subprocess.run(
-        ask, capture_output=True, text=True
+        head, capture_output=True, text=True
     ).stdout.strip()
     record["date"] = time.strftime("%Y-%m-%d")
     with tempfile.TemporaryDirectory(prefix="upref-") as folder:
@@ -392,9 +392,9 @@ def fill(record: dict[str, Any], slow: dict[str, list[str]], asked: Any) -> None
             judge(mutant, place, slow)
             mutant.seconds = round(used() - before, 1)
             record["mutants"].append(asdict(mutant))
-            write_atomically(asked.out, json.dumps(record, indent=1) + "\n")
+            write_atomically(options.out, json.dumps(record, indent=1) + "\n")
             print(mutant, flush=True)
-            if used() > 60 * asked.minutes:
+            if used() > 60 * options.minutes:
                 break
 
 

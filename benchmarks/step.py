@@ -33,10 +33,11 @@ def table(what: str, times: dict[str, float], limit: float) -> bool:
     print(f"{what}, {len(rows)}")
     for name, t in rows[:5]:
         print(f"  {t:6.2f}  {name}")
-    ok = rows[0][1] <= limit
+    slowest = rows[0][1]
+    ok = slowest <= limit
     median = statistics.median(times.values())
-    said = "yes" if ok else "NO"
-    print(f"  median {median:.2f}; slowest {rows[0][1]:.2f}, at most {limit}: {said}\n")
+    word = "yes" if ok else "NO"
+    print(f"  median {median:.2f}; slowest {slowest:.2f}, at most {limit}: {word}\n")
     return ok
 
 
@@ -55,18 +56,20 @@ def planted(only: list[str]) -> tuple[dict[str, float], dict[str, float]]:
 def trainers(folder: Path) -> tuple[dict[str, float], dict[str, float]]:
     """CPU seconds of the loops that agree, and of those that differ, on one draw."""
     times: tuple[dict[str, float], dict[str, float]] = ({}, {})
-    for one in LOOPS:
-        name = one.repository.split("/")[1]
-        if (folder / name).is_dir():
+    for loop in LOOPS:
+        name = loop.repository.split("/")[1]
+        checkout = (folder / name).resolve()
+        if checkout.is_dir():
             with contextlib.redirect_stdout(io.StringIO()):  # some print
-                found(one, (folder / name).resolve(), 0)  # which imports
-                its = found(one, (folder / name).resolve(), 1)
-            agrees = its.get("agrees", False)
-            times[not agrees][f"{name}, {one.variant}"] = its["seconds"]
+                found(loop, checkout, 0)  # which imports
+                result = found(loop, checkout, 1)
+            agrees = result.get("agrees", False)
+            times[not agrees][f"{name}, {loop.variant}"] = result["seconds"]
     return times
 
 
 def main() -> int:
+    """Print the times; 1 if a step takes longer than its limit."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step")
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--only", nargs="*", default=[], help="steps of the set")

@@ -49,14 +49,14 @@ def record(tests: list[tuple[float, str]]) -> None:
     """
     ran = {name for _, name in tests}
     before = RECORD.read_text(encoding="utf-8") if RECORD.exists() else ""
-    kept = [
-        (float(seconds), name)
-        for line in before.splitlines()
-        for seconds, _, name in [line.partition("\t")]
-        if name not in ran and (RECORD.parents[1] / name.split("::")[0]).exists()
-    ]
     slow = [test for test in tests if test[0] >= SLOW]
-    lines = (f"{seconds:.1f}\t{name}\n" for seconds, name in sorted(slow + kept)[::-1])
+    for line in before.splitlines():
+        seconds, _, name = line.partition("\t")
+        file = RECORD.parents[1] / name.split("::")[0]
+        if name not in ran and file.exists():
+            slow.append((float(seconds), name))
+    slow.sort(reverse=True)
+    lines = [f"{seconds:.1f}\t{name}\n" for seconds, name in slow]
     write_atomically(RECORD, "".join(lines))
 
 
