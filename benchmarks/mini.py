@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -81,27 +82,37 @@ def rounds(works: dict[str, Work], times: int) -> dict[str, list[float]]:
     return rates
 
 
-def ratio(mine: list[float], theirs: list[float]) -> str:
-    r = [a / b for a, b in zip(mine, theirs, strict=True)]
+def ratio(rates: list[float], others: list[float]) -> str:
+    """The median of the rounds' ratios, with the lowest and the highest."""
+    r = [rate / other for rate, other in zip(rates, others, strict=True)]
     return f"{statistics.median(r):6.2f} ({min(r):.2f} .. {max(r):.2f})"
 
 
 def sampler(model, prompts, length: int, responses: int = RESPONSES) -> Work:
-    g = tasks.generator("benchmark")
-    return lambda: int(sample(model, prompts, responses, length, g).mask.sum())
+    """The sampler of the miniature."""
+    generator = tasks.generator("benchmark")
+
+    def work() -> int:
+        return int(sample(model, prompts, responses, length, generator).mask.sum())
+
+    return work
 
 
 def generate(model, prompts, length: int, responses: int = RESPONSES) -> Work:
+    """The same responses by transformers' `generate`."""
     ids = prompts["input_ids"]
-    how = {
+    settings = {
         "do_sample": True,
         "top_k": 0,
         "max_new_tokens": length,
         "num_return_sequences": responses,
     }
-    return lambda: int(
-        response_mask(model.generate(ids, **how)[:, ids.shape[1] :]).sum()
-    )
+
+    def work() -> int:
+        generated = model.generate(ids, **settings)
+        return int(response_mask(generated[:, ids.shape[1] :]).sum())
+
+    return work
 
 
 def vllm(base: str, prompts, length: int) -> dict[str, Work]:
@@ -111,7 +122,7 @@ def vllm(base: str, prompts, length: int) -> dict[str, Work]:
     engines.vllm_in_this_process()
     from vllm import LLM, SamplingParams
 
-    asked = [{"prompt_token_ids": ids} for ids in prompts["input_ids"].tolist()]
+    inputs = [{"prompt_token_ids": ids} for ids in prompts["input_ids"].tolist()]
     room = prompts["input_ids"].shape[1] + length
     rows = PROMPTS * RESPONSES
     llm = LLM(
@@ -124,25 +135,21 @@ def vllm(base: str, prompts, length: int) -> dict[str, Work]:
     )
     models.deterministic()  # vLLM has its own mind of threads
 
-    def run(more: list[dict]) -> int:
+    def work(settings: list[dict]) -> int:
         rules = [
-            SamplingParams(n=RESPONSES, max_tokens=length, detokenize=False, **m)
-            for m in more
+            SamplingParams(n=RESPONSES, max_tokens=length, detokenize=False, **own)
+            for own in settings
         ]
-        return sum(
-            len(o.token_ids)
-            for r in llm.generate(asked, rules, use_tqdm=False)
-            for o in r.outputs
-        )
+        results = llm.generate(inputs, rules, use_tqdm=False)
+        return sum(len(o.token_ids) for result in results for o in result.outputs)
 
-    bare, full = (
-        [{}] * PROMPTS,
-        [{"seed": RESPONSES * p, "logprobs": 0} for p in range(PROMPTS)],
-    )
-    return {"vLLM": lambda: run(bare), "vLLM+": lambda: run(full)}
+    bare = [{}] * PROMPTS
+    full = [{"seed": RESPONSES * p, "logprobs": 0} for p in range(PROMPTS)]
+    return {"vLLM": partial(work, bare), "vLLM+": partial(work, full)}
 
 
 def rollouts(times: int) -> None:
+    """Print how fast the samplers make a rollout, for each base."""
     print(
         f"Rollout of {PROMPTS} x {RESPONSES} responses, tokens per second, and how many times faster `sample` is"
     )
@@ -152,10 +159,8 @@ def rollouts(times: int) -> None:
     )
     for base, task_name in BASES[:3]:
         task, model = tasks.get(task_name), bases.load(base, task_name)
-        prompts, length = (
-            models.inputs(task, task.problems("train", PROMPTS, 0)),
-            task.response_length,
-        )
+        prompts = models.inputs(task, task.problems("train", PROMPTS, 0))
+        length = task.response_length
         works = {
             "sample": sampler(model, prompts, length),
             "generate": generate(model, prompts, length),
@@ -183,6 +188,7 @@ def rollouts(times: int) -> None:
 
 
 def steps(times: int) -> None:
+    """Print how long a step takes, and the share of each part, for each base."""
     print(f"One RL step of {PROMPTS} x {RESPONSES} responses, up_dapo, 16 minibatches")
     print(
         f"{'base':8}{'seconds':>8}{'sample':>8}{'score':>8}{'update':>8}   responses with an advantage"
@@ -199,59 +205,66 @@ def steps(times: int) -> None:
 
 
 def hours(times: int) -> None:
-    """Whole runs, a process each: the first round's, before the miniature was made fast
-    and now, and the second's.
+    """Print how long whole runs take: the first round's, before the miniature was made
+    fast and now, and the second's.
     """
     # as registered
-    first, second = (
-        {"steps": 150},
-        {"steps": 100, "lean_eval": True, "checkpoint_every": 50},
-    )
+    first = {"steps": 150}
+    second = {"steps": 100, "lean_eval": True, "checkpoint_every": 50}
     with tempfile.TemporaryDirectory() as folder:
-        old = Path(folder) / "before"
-        old.mkdir()
-        tree = subprocess.run(
-            ["git", "archive", BEFORE], cwd=ROOT, stdout=subprocess.PIPE, check=True
-        ).stdout
-        subprocess.run(["tar", "x", "-C", old], input=tree, check=True)
-        for package in ("repro", "repro/mini"):
-            # without them an installed checkout would be taken for it
-            (old / package / "__init__.py").touch()
+        old = checkout_before(Path(folder) / "before")
         runs = {
             f"first round, at {BEFORE}": (old, first),
             "first round, now": (ROOT, first),
             "second round, low dose, now": (ROOT, second),
         }
-        spent: dict[str, list[float]] = {name: [] for name in runs}
-        for i in range(times):
+        seconds_of: dict[str, list[float]] = {name: [] for name in runs}
+        for seed in range(times):
             for j, (name, (checkout, settings)) in enumerate(runs.items()):
-                asked = json.dumps(settings | {"objective": "up_dapo", "seed": i})
-                env = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-                command = [
-                    sys.executable,
-                    "-c",
-                    WHOLE,
-                    str(checkout),
-                    f"{folder}/{i}-{j}",
-                    asked,
-                ]
-                done = subprocess.run(
-                    command,
-                    cwd=checkout,
-                    env=env,
-                    capture_output=True,
-                    text=True,
-                    check=True,
-                )
-                spent[name].append(float(done.stdout.splitlines()[-1]))
+                own = settings | {"objective": "up_dapo", "seed": seed}
+                out = f"{folder}/{seed}-{j}"
+                seconds_of[name].append(seconds_of_run(checkout, out, own))
     print(
         "Whole runs of up_dapo, another seed each round: seconds, runs an hour of one core"
     )
-    for name, seconds in spent.items():
-        at = statistics.median(seconds)
-        print(f"{name:28}{at:6.0f}{3600 / at:6.0f}")
-    before, now, _ = ([1 / x for x in seconds] for seconds in spent.values())
+    for name, seconds in seconds_of.items():
+        median = statistics.median(seconds)
+        print(f"{name:28}{median:6.0f}{3600 / median:6.0f}")
+    before, now, _ = ([1 / x for x in seconds] for seconds in seconds_of.values())
     print(f"now, of the first round's, times as many: {ratio(now, before).strip()}")
+
+
+def checkout_before(folder: Path) -> Path:
+    """Make a checkout of BEFORE in a folder, and return the folder."""
+    folder.mkdir()
+    tree = subprocess.run(
+        ["git", "archive", BEFORE], cwd=ROOT, stdout=subprocess.PIPE, check=True
+    ).stdout
+    subprocess.run(["tar", "x", "-C", folder], input=tree, check=True)
+    for package in ("repro", "repro/mini"):
+        # without them an installed checkout would be taken for it
+        (folder / package / "__init__.py").touch()
+    return folder
+
+
+def seconds_of_run(checkout: Path, out: str, settings: dict) -> float:
+    """CPU seconds of a whole run, in a process of its own.
+
+    Args:
+        checkout: whose code runs.
+        out: the folder of the run.
+        settings: those that are not the default.
+    """
+    arguments = [str(checkout), out, json.dumps(settings)]
+    done = subprocess.run(
+        [sys.executable, "-c", WHOLE, *arguments],
+        cwd=checkout,
+        env=os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return float(done.stdout.splitlines()[-1])
 
 
 def step(s: Settings) -> tuple[dict[str, Work], float]:
@@ -269,9 +282,9 @@ def step(s: Settings) -> tuple[dict[str, Work], float]:
     def score() -> None:
         quarter = rows[: len(rows) // 4]
         with torch.no_grad():
-            asked = batch.prompts_of(quarter)
+            prompts = batch.prompts_of(quarter)
             models.response_logits(
-                run.base, *asked, batch.tokens[quarter], batch.mask[quarter]
+                run.base, *prompts, batch.tokens[quarter], batch.mask[quarter]
             )
 
     def update() -> None:
@@ -280,9 +293,8 @@ def step(s: Settings) -> tuple[dict[str, Work], float]:
             loop.update(run, batch, None, part, tally)
         tally.numbers(run.objective, {})
 
-    return {"sample": again, "score": score, "update": update}, (
-        batch.adv != 0
-    ).double().mean().item()
+    share = (batch.adv != 0).double().mean().item()
+    return {"sample": again, "score": score, "update": update}, share
 
 
 def scaling(times: int) -> None:
@@ -312,26 +324,26 @@ def scaling(times: int) -> None:
         works = {
             "sample": sampler(model, prompts, length),
             "generate": generate(model, prompts, length),
+            "learn": learn(model, prompts, length),
         }
-        works["learn"] = learn(model, prompts, length)
         rates = rounds(works, times)
-        speed = [statistics.median(rates[name]) for name in ("sample", "learn")]
+        sample_speed = statistics.median(rates["sample"])
+        learn_speed = statistics.median(rates["learn"])
         weights = f"{sum(p.numel() for p in model.parameters()) / 1000:.0f}k"
         print(
-            f"{n:9}{length:7}{hidden:7}{layers:7}{weights:>9}{speed[0]:9.0f}{speed[1]:9.0f}",
+            f"{n:9}{length:7}{hidden:7}{layers:7}{weights:>9}{sample_speed:9.0f}{learn_speed:9.0f}",
             end="",
         )
         print(f" {ratio(rates['sample'], rates['generate'])}", flush=True)
 
 
 def qwen3(hidden: int, layers: int):
+    """An untrained Qwen3 of this width and depth, with the words of countdown."""
     torch.manual_seed(0)
     size = {
         "hidden_size": hidden,
         "intermediate_size": 3 * hidden,
         "num_attention_heads": hidden // 32,
-    }
-    size |= {
         "num_key_value_heads": hidden // 64,
         "num_hidden_layers": layers,
         "max_position_embeddings": 256,
@@ -341,30 +353,27 @@ def qwen3(hidden: int, layers: int):
         "tie_word_embeddings": True,
         **models.TOKENS,
     }
-    return models.ready(
-        transformers.Qwen3ForCausalLM(
-            transformers.Qwen3Config(**models.SIZE | size, **words)
-        )
-    )
+    config = transformers.Qwen3Config(**models.SIZE | size, **words)
+    return models.ready(transformers.Qwen3ForCausalLM(config))
 
 
 def learn(model, prompts, length: int) -> Work:
-    tokens, mask, _, _ = sample(
-        model, prompts, RESPONSES, length, tasks.generator("benchmark")
-    )
-    of = torch.arange(len(tokens) // RESPONSES).repeat_interleave(RESPONSES)
+    """Forward and backward of sampled responses."""
+    generator = tasks.generator("benchmark")
+    tokens, mask, _, _ = sample(model, prompts, RESPONSES, length, generator)
+    prompt = torch.arange(len(tokens) // RESPONSES).repeat_interleave(RESPONSES)
 
     def work() -> int:
         model.zero_grad()
-        models.response_logits(model, prompts, of, tokens, mask).log_softmax(
-            -1
-        ).mean().backward()
+        logits = models.response_logits(model, prompts, prompt, tokens, mask)
+        logits.log_softmax(-1).mean().backward()
         return int(mask.sum())
 
     return work
 
 
 def main() -> None:
+    """Print the parts that are named, or all of them."""
     parts = {
         "rollout": (rollouts, 15),
         "step": (steps, 5),
