@@ -90,19 +90,29 @@ def text() -> str:
     the first finding.
     """
     cases = {str(c): c for c in importlib.import_module("tests.support.zoo").WRONG}
-    return "\n\n".join(
-        section(n, *of, cases[name]) for n, (name, of) in enumerate(ENTRIES.items(), 1)
-    )
+    parts = []
+    for number, (name, (title, why)) in enumerate(ENTRIES.items(), 1):
+        parts.append(section(number, title, why, cases[name]))
+    return "\n\n".join(parts)
 
 
-def section(n: int, title: str, why: str, case) -> str:
+def section(number: int, title: str, why: str, case) -> str:
+    """The section of a wrong loss.
+
+    Args:
+        number: of the section.
+        title: what is wrong.
+        why: what follows from it.
+        case: the loss in the zoo.
+    """
     report = upref.check(case.function, case.objective, **case.hp)
     assert not report, case
-    where, number = case.source.split("#")
-    met = f"Discussed in [{case.source}](https://github.com/{where}/issues/{number})."
-    lines = [f"## {n}. {title}", f"{why} Meant as `{case.objective}`. {met}"]
-    lines += [
+    repo, issue = case.source.split("#")
+    thread = f"[{case.source}](https://github.com/{repo}/issues/{issue})"
+    parts = [
+        f"## {number}. {title}",
+        f"{why} Meant as `{case.objective}`. Discussed in {thread}.",
         f"```py\n{inspect.getsource(case.function).rstrip()}\n```",
         f"```text\n{report.failures[0].text()}\n```",
     ]
-    return "\n\n".join(lines)
+    return "\n\n".join(parts)

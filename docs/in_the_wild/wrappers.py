@@ -272,6 +272,8 @@ def tcapelle(code: Fetched):
 
 
 def anglee_grpo(code: Fetched, kind="grpo"):
+    """One loss_type of its training loop."""
+
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
         batch = {"refs": ref_log_prob, "gen_logps": old_log_prob}
         names = simple_grpo_names(
@@ -540,6 +542,7 @@ def zyl_grpo(code: Fetched):
 
 # ---- -gspo, -dapo --------------------------------------------------------------------
 def linxinrong(code: Fetched, name, **hp):
+    """The loss of the algorithm of this name, with these hyperparameters."""
     folder = "src/post_training_contrast/algorithms/"
     classes = code.take(folder + "base.py", "PolicyLossBatch", dataclass=dataclass)
     functions = (
@@ -578,6 +581,7 @@ def linxinrong_dapo(code: Fetched):
 
 
 def malice(code: Fetched, **config):
+    """The loss of its trainer, with its defaults for other settings."""
     file = "src/gepa_dapo_grn/dapo_core.py"
     names = (
         "_clip_advantages",
@@ -705,6 +709,7 @@ def jeevan_actor(code: Fetched):
 
 # ---- r1-zero, nano-r1 ----------------------------------------------------------------
 def torchtune(code: Fetched, name):
+    """The module of this name in torchtune's losses."""
     means = vars(code.take("torchtune/rlhf/rewards.py", "masked_mean", "masked_sum"))
     taken = code.take("torchtune/dev/rl/loss.py", name, rlhf=Of(**means), **means)
     return getattr(taken, name)(epsilon=0.1, kl_coeff=0.1)
@@ -802,6 +807,8 @@ def damek(code: Fetched):
 
 
 def gzsiceberg(code: Fetched, kind="grpo_clip"):
+    """One loss_type of its training step."""
+
     def rearrange(x, how):
         return x[:, None]
 
@@ -1023,6 +1030,8 @@ wapo_dr_grpo = wapo_repo("dr_grpo", one_over_longest)
 
 # ---- rlvr ----------------------------------------------------------------------------
 def laguna(mode):
+    """One mode of its surrogate loss."""
+
     def wrap(code: Fetched):
         file, name = "src/laguna_rlvr/visual/gspo.py", "_surrogate_loss"
         surrogate_loss = vars(code.take(file, name))[name]
@@ -1114,6 +1123,8 @@ def meta_tokens(code: Fetched):
 
 
 def history(name, **settings):
+    """The loss of the algorithm of this name, with these settings."""
+
     def wrap(code: Fetched):
         file = f"src/history_of_rlvr/rl/algorithms/{name}/{name}.py"
         function_name = f"{name}_loss"
@@ -1140,6 +1151,8 @@ RANGO = "src/tactic_gen/grpo.py"
 
 
 def rango(name):
+    """The loss by the function of this name."""
+
     def wrap(code: Fetched):
         function = vars(code.take(RANGO, "kl_unbiased", name))[name]
 
@@ -1284,6 +1297,8 @@ def kmno_cispo(code: Fetched):
 
 
 def kmno(high, reduction):
+    """Its PPO loss, with this upper bound of the ratio and this reduction."""
+
     def wrap(code: Fetched):
         make = code.take(
             "06-dapo/train.py", "_tensor_values", "make_ppo_loss_fn"
@@ -1334,6 +1349,8 @@ def kmno_gspo(code: Fetched):
 
 # ---- post-training -------------------------------------------------------------------
 def uygarkurt(file, first, last, **settings):
+    """The loss in these lines of a file, with these settings."""
+
     def wrap(code: Fetched):
         def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
             names = {

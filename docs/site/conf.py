@@ -109,11 +109,10 @@ def describe(app, pagename, templatename, context, doctree):
         "og:description": ABOUT,
         "og:type": "website",
     }
-    kind = {False: "name", True: "property"}
-    lines = [
-        f'<meta {kind[k.startswith("og:")]}="{k}" content="{escape(v)}">'
-        for k, v in tags.items()
-    ]
+    lines = []
+    for name, content in tags.items():
+        attribute = "property" if name.startswith("og:") else "name"
+        lines.append(f'<meta {attribute}="{name}" content="{escape(content)}">')
     context["metatags"] = "\n".join([context.get("metatags", ""), *lines])
 
 

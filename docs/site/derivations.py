@@ -30,31 +30,37 @@ derivation is explained where it stands.
 def pages(text: str) -> dict[str, str]:
     """docname -> markdown, with the first page, from the text of derivations/README.md."""
     head, *sections = re.split(r"^## ", text, flags=re.M)
-    out, rows, more = {}, [], ""
+    chapters = {}
+    reading_order = ""
+    about_all = ""  # sections on all scripts together
     for section in sections:
-        name = re.search(r"^\[(\w+)\.py\]", section, re.M)
-        if not name:  # of all scripts together
-            more += f"\n## {section.rstrip()}\n"
+        script = re.search(r"^\[(\w+)\.py\]", section, re.M)
+        if not script:
+            about_all += f"\n## {section.rstrip()}\n"
             continue
+        name = script[1]
         title, _, body = section.partition("\n")
-        first, _, rest = body.lstrip().partition("\n")
-        source = first.replace("(", "(../") if "(../" not in first else first
-        out[f"derivations/{name[1]}"] = (
-            f"# {title}\n\n{_equations(name[1])}\n{rest.strip()}\n\nThe script: {source}\n"
-        )
-        rows.append(f"{len(rows) + 1}. [{title.rstrip('.')}](derivations/{name[1]}.md)")
-    missing = {*EQUATIONS} - {page.partition("/")[2] for page in out}
+        chapters[f"derivations/{name}"] = _chapter(name, title, body)
+        link = f"[{title.rstrip('.')}](derivations/{name}.md)"
+        reading_order += f"{len(chapters)}. {link}\n"
+    missing = {*EQUATIONS} - {page.partition("/")[2] for page in chapters}
     assert not missing, f"equations of no derivation: {missing}"
-    return {
-        "derivations": head.rstrip()
-        + "\n"
-        + READING
-        + "\n".join(rows)
-        + "\n"
-        + LETTERS
-        + more,
-        **out,
-    }
+    first_page = f"{head.rstrip()}\n{READING}{reading_order}{LETTERS}{about_all}"
+    return {"derivations": first_page, **chapters}
+
+
+def _chapter(name: str, title: str, body: str) -> str:
+    """The page of a derivation.
+
+    Args:
+        name: of its script.
+        title: the heading of its section.
+        body: the rest of the section; its first line links to the script.
+    """
+    link, _, text = body.lstrip().partition("\n")
+    if "(../" not in link:
+        link = link.replace("(", "(../")
+    return f"# {title}\n\n{_equations(name)}\n{text.strip()}\n\nThe script: {link}\n"
 
 
 def _equations(name: str) -> str:

@@ -39,7 +39,7 @@ class Paper:
 def papers() -> dict[str, Paper]:
     """Key -> paper, of papers.bib."""
     text = resources.files("upref").joinpath("papers.bib").read_text(encoding="utf-8")
-    found = {}
+    by_key = {}
     for entry in text.split("\n@")[1:]:
         key = entry.partition("{")[2].partition(",")[0]
         fields = dict(FIELD.findall(entry))
@@ -47,13 +47,13 @@ def papers() -> dict[str, Paper]:
             name: " ".join(re.sub(r"[{}]", "", value).split())
             for name, value in fields.items()
         }
-        found[key] = Paper(
+        by_key[key] = Paper(
             _short(plain.get("author", key)),
             plain.get("year", ""),
             plain.get("title", key),
             plain.get("url", ""),
         )
-    return found
+    return by_key
 
 
 def _short(authors: str) -> str:
@@ -67,10 +67,10 @@ def _short(authors: str) -> str:
 def typeset(text: str) -> str:
     """Set indices low and name papers, outside of code, mathematics and headings."""
 
-    def turn(found: re.Match[str]) -> str:
-        if found["kept"] is None:
-            return f"{found['letter']}<sub>{found['index']}</sub>"
-        paper = papers().get(found["kept"].strip("`"))
-        return paper.link if paper else found["kept"]
+    def turn(m: re.Match[str]) -> str:
+        if m["kept"] is None:
+            return f"{m['letter']}<sub>{m['index']}</sub>"
+        paper = papers().get(m["kept"].strip("`"))
+        return paper.link if paper else m["kept"]
 
     return PATTERN.sub(turn, text)
