@@ -4,7 +4,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +19,20 @@ Steps = list[tuple[str, bool, Callable[[nn.Module, list], None]]]
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer, which cuDNN computes in TF32 unless it is told otherwise."""
+    """A recurrent layer, which cuDNN computes in TF32 unless this is switched off."""
 
     def __init__(self, V: int = 64, H: int = 32):
         super().__init__()
-        self.embed, self.rnn, self.head = (
-            nn.Embedding(V, H),
-            nn.GRU(H, H, batch_first=True),
-            nn.Linear(H, V),
-        )
+        self.embed = nn.Embedding(V, H)
+        self.rnn = nn.GRU(H, H, batch_first=True)
+        self.head = nn.Linear(H, V)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.rnn(self.embed(ids))[0])
 
 
 def qwen3(place: PartSetup, attention: str = "sdpa", **changes: Any) -> nn.Module:
+    """A tiny Qwen3 with random weights; `changes` are settings of its configuration."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(SEED)
@@ -70,37 +69,59 @@ def dapo(
     total = sum(sum(r.trains) for r in rows)
     parts = [rows[:3], rows[3:]]
     for part in parts:
-        width = max(len(r.ids) for r in part)
-
-        def aligned(values: list, r: Any, width: int = width) -> Tensor:
-            """One number for each token of the padded row, 0 outside of the response."""
-            behind = [0.0] * (width - len(r.ids))
-            return torch.tensor(
-                [0.0] * len(r.prompt) + list(map(float, values)) + behind
-            )
-
-        def batch(of: Callable[[Any], Tensor], part: list = part) -> Tensor:
-            return torch.stack([of(r) for r in part]).to(device)
-
-        ids = batch(lambda r, w=width: torch.tensor(r.ids + [2] * (w - len(r.ids))))
-        seen = batch(lambda r, w=width: (torch.arange(w) < len(r.ids)).long())
-        mask = batch(lambda r: aligned(r.trains, r))[:, 1:]
-        old = batch(lambda r: aligned(r.old, r))[:, 1:]
-        A = torch.tensor([[r.adv] for r in part], device=device)
-        mask = torch.nn.functional.pad(mask, (late, 0))[:, : width - 1]
+        b = padded(part, device)
+        mask = torch.nn.functional.pad(b.mask, (late, 0))[:, : b.mask.shape[1]]
         cast = torch.autocast(device.type, half) if half else nullcontext()
         with cast:
-            z = model(ids) if bare else model(ids, attention_mask=seen).logits
+            z = (
+                model(b.ids)
+                if bare
+                else model(b.ids, attention_mask=b.attention).logits
+            )
         lp = (z[:, :-1].float() / temperature).log_softmax(-1)
-        r = (lp.gather(-1, ids[:, 1:, None])[..., 0] - old).exp()
-        J = torch.minimum(r * A, r.clamp(0.8, 1.28) * A)
+        r = (lp.gather(-1, b.ids[:, 1:, None])[..., 0] - b.old).exp()
+        J = torch.minimum(r * b.A, r.clamp(0.8, 1.28) * b.A)
         n = mask.sum() * len(parts) if by_micro_batch else total
         (-(J * mask).sum() / n).backward()
 
 
-def compiled(model: nn.Module, rows: list, **how: Any) -> None:
+class Padded(NamedTuple):
+    """Rows as tensors of one width T: [B, T], [B, T], [B, T - 1] twice, [B, 1]."""
+
+    ids: Tensor
+    attention: Tensor
+    mask: Tensor
+    old: Tensor
+    A: Tensor
+
+
+def padded(rows: list, device: torch.device) -> Padded:
+    """Pad the rows on the right with token 2.
+
+    Args:
+        rows: of upref.
+        device: for the tensors.
+    """
+    width = max(len(r.ids) for r in rows)
+    ids, attention, mask, old = [], [], [], []
+    for r in rows:
+        before, behind = len(r.prompt), width - len(r.ids)
+        ids.append(r.ids + [2] * behind)
+        attention.append([1] * len(r.ids) + [0] * behind)
+        mask.append([0.0] * before + [float(x) for x in r.trains] + [0.0] * behind)
+        old.append([0.0] * before + [float(x) for x in r.old] + [0.0] * behind)
+    return Padded(
+        ids=torch.tensor(ids).to(device),
+        attention=torch.tensor(attention).to(device),
+        mask=torch.tensor(mask)[:, 1:].to(device),
+        old=torch.tensor(old)[:, 1:].to(device),
+        A=torch.tensor([[r.adv] for r in rows], device=device),
+    )
+
+
+def compiled(model: nn.Module, rows: list, **faults: Any) -> None:
     """The same step with the model compiled."""
-    dapo(torch.compile(model, dynamic=True), rows, **how)
+    dapo(torch.compile(model, dynamic=True), rows, **faults)
 
 
 def rows_of(device: str) -> dict[str, tuple[Callable[[PartSetup], nn.Module], Steps]]:
@@ -135,12 +156,14 @@ def rows_of(device: str) -> dict[str, tuple[Callable[[PartSetup], nn.Module], St
 
 
 def checkpointed(place: PartSetup) -> nn.Module:
+    """A tiny Qwen3 that computes its activations again in the backward pass."""
     model: Any = qwen3(place)
     model.gradient_checkpointing_enable()
     return model.train()
 
 
 def wide(place: PartSetup) -> nn.Module:
+    """A Qwen3 of four layers; in a trial the tiny one."""
     if place.small:
         return qwen3(place)
     return qwen3(
@@ -174,8 +197,8 @@ def main(place: PartSetup, which: str) -> None:
         row |= {"error": tf32_error(place)}
     recorded(place)
     with place.row(part="identify_step", model="Qwen3, float32", step="right") as row:
-        found = upref.identify_step(dapo, qwen3(place), temperature=T)
-        row |= {"right": True, "agrees": "dapo" in str(found), "text": str(found)}
+        text = str(upref.identify_step(dapo, qwen3(place), temperature=T))
+        row |= {"right": True, "agrees": "dapo" in text, "text": text}
 
 
 def checked(
@@ -195,10 +218,10 @@ def checked(
                 report = upref.check_step(step, make(place), "dapo", temperature=T)
             finally:
                 torch.set_float32_matmul_precision(before)
-            row |= told(report)
+            row |= facts_of(report)
 
 
-def told(report: Any) -> dict[str, Any]:
+def facts_of(report: Any) -> dict[str, Any]:
     """What a report of a step says, as a row."""
     return {
         "agrees": bool(report),
@@ -227,23 +250,23 @@ def tf32_error(place: PartSetup) -> float:
 
 def recorded(place: PartSetup) -> None:
     """Two optimizer steps of AdamW on the GPU, by record_step."""
-    for name, right, how in (
+    for name, right, fault in (
         ("right", True, {}),
         ("temperature left out", False, {"temperature": 1.0}),
     ):
         with place.row(part="record_step", model="Qwen3, float32", step=name) as row:
             model = qwen3(place)
             rows = [make_rows(96, seed, (), 2, None) for seed in (1, 2)]
-            with record_step(model) as seen:
+            with record_step(model) as recording:
                 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-                for some in rows:
+                for rows_of_step in rows:
                     with torch.no_grad():
-                        sample(model, some)
-                    dapo(model, some, **how)
+                        sample(model, rows_of_step)
+                    dapo(model, rows_of_step, **fault)
                     optimizer.step()
                     optimizer.zero_grad()
-            report = check_recorded(seen, rows, "dapo", temperature=T)
-            row |= {"right": right} | told(report)
+            report = check_recorded(recording, rows, "dapo", temperature=T)
+            row |= {"right": right} | facts_of(report)
 
 
 def sample(model: nn.Module, rows: list) -> None:
@@ -252,9 +275,9 @@ def sample(model: nn.Module, rows: list) -> None:
     noise = torch.Generator().manual_seed(SEED)
     for r in rows:
         ids = torch.tensor([r.ids], device=device)
-        lp = (model(ids).logits[0, :-1].double() / T).log_softmax(-1)
-        each = lp.gather(1, ids[0, 1:, None])[:, 0]
-        now = each[len(r.prompt) - 1 :].cpu()
-        moved = now + 0.3 * torch.randn(len(now), generator=noise, dtype=now.dtype)
-        r.old = moved.clamp(max=-1e-6).tolist()
+        lp_of_all = (model(ids).logits[0, :-1].double() / T).log_softmax(-1)
+        lp_of_row = lp_of_all.gather(1, ids[0, 1:, None])[:, 0]
+        lp = lp_of_row[len(r.prompt) - 1 :].cpu()
+        old = lp + 0.3 * torch.randn(len(lp), generator=noise, dtype=lp.dtype)
+        r.old = old.clamp(max=-1e-6).tolist()
         r.ref = list(r.old)
