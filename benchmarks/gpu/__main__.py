@@ -46,20 +46,20 @@ class Part:
 
 def parts() -> dict[str, Part]:
     """All parts by name, in the order in which they start."""
-    found = {
+    by_name = {
         "tests": Part("tests", (), TOGETHER),
         "facts": Part("facts", (), TOGETHER),
     }
     for i in range(steps.PARTS):
-        found[f"steps-{i}"] = Part("steps", (str(i),), TOGETHER)
+        by_name[f"steps-{i}"] = Part("steps", (str(i),), TOGETHER)
     for i in range(len(kernels.MAKERS)):
-        found[f"kernels-{i}"] = Part("kernels", (str(i),), TOGETHER)
-    found["losses-liger"] = Part("losses", ("liger",), TOGETHER)
+        by_name[f"kernels-{i}"] = Part("kernels", (str(i),), TOGETHER)
+    by_name["losses-liger"] = Part("losses", ("liger",), TOGETHER)
     for i in range(losses.SHARDS):
-        found[f"losses-{i}"] = Part("losses", (str(i),), TOGETHER)
-    found["training"] = Part("training", (), 230)
-    found["sizes"] = Part("sizes", (), 100)
-    return found
+        by_name[f"losses-{i}"] = Part("losses", (str(i),), TOGETHER)
+    by_name["training"] = Part("training", (), 230)
+    by_name["sizes"] = Part("sizes", (), 100)
+    return by_name
 
 
 ALONE = ("training", "sizes")
@@ -67,21 +67,24 @@ TOGETHER = 170  # seconds, of each part that measures no time
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the parts that are named, or all; 1 if one of them failed or was ended."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["--child"]:
         from benchmarks.gpu import training
 
         return training.child(argv[1:])
-    p = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument("asked", nargs="*", help="parts, by the beginning of their names")
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--trial", action="store_true", help="small, on the CPU")
-    p.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
-    args = p.parse_args(argv)
+    parser.add_argument(
+        "asked", nargs="*", help="parts, by the beginning of their names"
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--trial", action="store_true", help="small, on the CPU")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
     device = "cpu" if args.trial else "cuda"
     if args.one:
         return one(args.one, device, args.trial)
@@ -180,9 +183,11 @@ def start(name: str, args: argparse.Namespace, work: Path) -> subprocess.Popen[b
         )
 
 
-def one(asked: list[str], device: str, small: bool) -> int:
-    """Run one part in this process."""
-    name, rows, folder = asked
+def one(arguments: list[str], device: str, small: bool) -> int:
+    """Run one part in this process. arguments: its name, the file for its rows, and a
+    folder.
+    """
+    name, rows, folder = arguments
     part = parts()[name]
     module = importlib.import_module(f"benchmarks.gpu.{part.module}")
     module.main(PartSetup(device, small, Path(rows), Path(folder)), *part.given)
@@ -191,10 +196,8 @@ def one(asked: list[str], device: str, small: bool) -> int:
 
 def collect(out: Path, work: Path, states: dict[str, Any]) -> None:
     """Write gpu.json and gpu.log of what is there."""
-    found: dict[str, Any] = {"parts": states, "rows": {}}
-    for path in sorted(work.glob("*.jsonl")):
-        found["rows"][path.stem] = lines(path)
-    text = json.dumps(found, indent=1) + "\n"
+    rows = {path.stem: lines(path) for path in sorted(work.glob("*.jsonl"))}
+    text = json.dumps({"parts": states, "rows": rows}, indent=1) + "\n"
     write_atomically(out / "gpu.json", text)
     log = [
         f"==== {path.stem}\n{path.read_text(encoding='utf-8', errors='replace')[-60_000:]}"

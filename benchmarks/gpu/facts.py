@@ -37,21 +37,23 @@ COMMANDS = {
 
 
 def main(place: PartSetup) -> None:
+    """Write a row of the machine, and one of each command."""
     versions = {}
     for name in PACKAGES:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = ""
+    gpu, size, capability = "", 0, []
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_name()
+        size = torch.cuda.get_device_properties(0).total_memory
+        capability = list(torch.cuda.get_device_capability())
     place.write(
         fact="machine",
-        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "",
-        bytes=torch.cuda.get_device_properties(0).total_memory
-        if torch.cuda.is_available()
-        else 0,
-        capability=list(torch.cuda.get_device_capability())
-        if torch.cuda.is_available()
-        else [],
+        gpu=gpu,
+        bytes=size,
+        capability=capability,
         cuda=torch.version.cuda,
         python=platform.python_version(),
         machine=platform.machine(),

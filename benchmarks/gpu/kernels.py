@@ -33,7 +33,7 @@ def carried(f: Function, kind: str, device: str, dtype: torch.dtype) -> Function
         The function, which check_logprobs takes.
     """
 
-    def there(*inputs: Any) -> Any:
+    def on_device(*inputs: Any) -> Any:
         out = f(*(moved(x, device, dtype) for x in inputs))
         if not isinstance(out, tuple):
             return out.cpu()
@@ -42,14 +42,14 @@ def carried(f: Function, kind: str, device: str, dtype: torch.dtype) -> Function
     if kind == "logits":
 
         def of_logits(logits: Tensor, tokens: Tensor, temperature: float) -> Any:
-            return there(logits, tokens, temperature)
+            return on_device(logits, tokens, temperature)
 
         return of_logits
 
     def of_hidden(
         hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
     ) -> Any:
-        return there(hidden, weight, tokens, temperature)
+        return on_device(hidden, weight, tokens, temperature)
 
     return of_hidden
 

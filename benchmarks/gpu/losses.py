@@ -40,32 +40,34 @@ def one(name: str, device: str) -> dict[str, Any]:
         "entropy": b.entropy,
         "lp_sampler": b.logp_sampler,
     }
-    fixed = {k: v for k, v in optional.items() if v is not None}
-    given = (b.logp_old, b.adv, b.mask, b.group)
+    keywords = {k: v for k, v in optional.items() if v is not None}
+    inputs = (b.logp_old, b.adv, b.mask, b.group)
 
-    def of(dtype: torch.dtype, where: str, J: Callable[..., Tensor]) -> list[Tensor]:
-        """Loss and gradient."""
-        lp = moved(b.logp, where, dtype).detach().requires_grad_()
-        more = {k: moved(v, where, dtype) for k, v in fixed.items()}
-        loss = -J(lp, *(moved(x, where, dtype) for x in given), **more)
+    def loss_and_gradient(
+        J: Callable[..., Tensor], dtype: torch.dtype, device: str
+    ) -> list[Tensor]:
+        lp = moved(b.logp, device, dtype).detach().requires_grad_()
+        here = {k: moved(v, device, dtype) for k, v in keywords.items()}
+        loss = -J(lp, *(moved(x, device, dtype) for x in inputs), **here)
         loss.backward()
         return [loss.detach().double().cpu(), lp.grad.double().cpu()]
 
-    def far(found: list[Tensor], want: list[Tensor]) -> list[float]:
+    exact = loss_and_gradient(o.J, torch.float64, "cpu")
+
+    def errors(J: Callable[..., Tensor], dtype: torch.dtype) -> list[float]:
         return [
             float((x - y).abs().max() / y.abs().max().clamp(min=1e-12))
-            for x, y in zip(found, want, strict=True)
+            for x, y in zip(loss_and_gradient(J, dtype, device), exact, strict=True)
         ]
 
-    want = of(torch.float64, "cpu", o.J)
     torch.compiler.reset()
     compiled = torch.compile(o.J, fullgraph=True)
     traced = torch.compile(o.J, fullgraph=True, backend="aot_eager")
     return {
-        "traced": far(of(torch.float64, device, traced), want),
-        "float64": far(of(torch.float64, device, o.J), want),
-        "float32": far(of(torch.float32, device, o.J), want),
-        "compiled": far(of(torch.float32, device, compiled), want),
+        "traced": errors(traced, torch.float64),
+        "float64": errors(o.J, torch.float64),
+        "float32": errors(o.J, torch.float32),
+        "compiled": errors(compiled, torch.float32),
     }
 
 
@@ -122,11 +124,12 @@ LIGER: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
 
 
 def liger(place: PartSetup) -> None:
+    """Check and identify each loss_type of Liger."""
     torch.manual_seed(SEED)
-    for loss_type, name, theirs, ours in LIGER:
-        with place.row(liger=loss_type, objective=name, settings=theirs) as row:
-            loss = through_logits(loss_type, place.device, **theirs)
-            report = upref.check(loss, name, **ours)
+    for loss_type, name, settings, hp in LIGER:
+        with place.row(liger=loss_type, objective=name, settings=settings) as row:
+            loss = through_logits(loss_type, place.device, **settings)
+            report = upref.check(loss, name, **hp)
             row |= {"agrees": bool(report), "text": str(report)}
-        with place.row(liger=loss_type, objective="identify", settings=theirs) as row:
+        with place.row(liger=loss_type, objective="identify", settings=settings) as row:
             row |= {"text": str(upref.identify(loss))}

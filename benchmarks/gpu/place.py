@@ -53,19 +53,19 @@ class PartSetup:
             f.write(without_folders(json.dumps(row, default=str)) + "\n")
 
     @contextlib.contextmanager
-    def row(self, **named: Any) -> Iterator[dict[str, Any]]:
+    def row(self, **name: Any) -> Iterator[dict[str, Any]]:
         """Collect one row, with its seconds; an exception becomes its `failed`."""
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         start = time.perf_counter()
         try:
-            yield found
+            yield fields
         except Exception as e:
-            found["failed"] = f"{type(e).__name__}: {str(e)[:600]}"
+            fields["failed"] = f"{type(e).__name__}: {str(e)[:600]}"
             traceback.print_exc()
         finally:
             seconds = round(time.perf_counter() - start, 3)
-            self.write(**named, **{"seconds": seconds} | found)
-            print(named, f"{seconds} s", found.get("failed", ""), flush=True)
+            self.write(**name, **{"seconds": seconds} | fields)
+            print(name, f"{seconds} s", fields.get("failed", ""), flush=True)
 
     def wait(self) -> None:
         """Wait until the GPU has done what it was given."""
@@ -80,6 +80,7 @@ class PartSetup:
         return statistics.median(self._once(run) for _ in range(rounds))
 
     def _once(self, run: Callable[[], object]) -> float:
+        """Milliseconds of one call."""
         if self.device != "cuda":
             start = time.perf_counter()
             run()
@@ -115,8 +116,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a file of JSON lines."""
     if not path.exists():
         return []
-    found = []
+    rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return found
+            rows.append(json.loads(line))
+    return rows

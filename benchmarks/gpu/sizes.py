@@ -28,6 +28,7 @@ def naive(h: Tensor, W: Tensor, tokens: Tensor, T: float) -> tuple[Tensor, Tenso
 
 
 def hidden_at(chunk: int) -> Callable[[], Function]:
+    """upref.hidden with chunks of so many numbers."""
     return lambda: (
         lambda h, W, tokens, T: upref.hidden.token_log_probs(
             h, W, tokens, temperature=T, chunk=chunk
@@ -95,6 +96,7 @@ def train(f: Function, h: Tensor, W: Tensor, tokens: Tensor) -> list[Tensor]:
 
 
 def main(place: PartSetup) -> None:
+    """Measure every function at every size."""
     words = 1000 if place.small else V
     for dtype, H, N in TRIAL if place.small else CASES:
         h, W, tokens = inputs(getattr(torch, dtype), H, N, words, place.device)
@@ -112,20 +114,28 @@ def main(place: PartSetup) -> None:
 def measure(
     place: PartSetup,
     f: Function,
-    given: tuple[Tensor, Tensor, Tensor],
+    tensors: tuple[Tensor, Tensor, Tensor],
     want: list[Tensor] | None,
     row: dict[str, Any],
 ) -> None:
-    """Fill a row with the errors, then the memory, then the time."""
-    found = train(f, *given)  # what is compiled at the first call
+    """Fill a row with the errors, then the memory, then the time.
+
+    Args:
+        place: where.
+        f: the function.
+        tensors: hidden states, weight and tokens.
+        want: what `train` returns of them in float64; None leaves the errors out.
+        row: is changed in place.
+    """
+    results = train(f, *tensors)  # what is compiled at the first call
     if want is not None:
         names = ("log-prob", "entropy", "dh", "dW")
-        for name, x, y in zip(names, found, want, strict=True):
+        for name, x, y in zip(names, results, want, strict=True):
             size = 1.0 if name in names[:2] else float(y.abs().max())
             row[f"error of {name}"] = float((x.double() - y).abs().max()) / size
-    del found
-    row["peak_bytes"] = place.peak_bytes(lambda: train(f, *given))
-    row["milliseconds"] = place.milliseconds(lambda: train(f, *given))
+    del results
+    row["peak_bytes"] = place.peak_bytes(lambda: train(f, *tensors))
+    row["milliseconds"] = place.milliseconds(lambda: train(f, *tensors))
 
 
 def exact(h: Tensor, W: Tensor, tokens: Tensor) -> list[Tensor]:

@@ -95,11 +95,11 @@ def child(argv: list[str]) -> int:
     train.BATCH["save_steps"] = SAVE
     settings = train.settings
 
-    def without_validation(*given: Any) -> Any:
+    def without_validation(*arguments: Any) -> Any:
         """TRL's configuration; a validation at the last step is not what is measured."""
-        found = settings(*given)
-        found.eval_strategy = IntervalStrategy.NO
-        return found
+        config = settings(*arguments)
+        config.eval_strategy = IntervalStrategy.NO
+        return config
 
     train.settings = without_validation
     # of a Qwen2 model it would make Qwen2's own, which splits otherwise
@@ -117,9 +117,9 @@ def child(argv: list[str]) -> int:
         class Watched(in_parts(trainer, count)):  # type: ignore[misc]
             """Its base is known when it runs."""
 
-            def _generate_single_turn(self, *given: Any, **more: Any) -> Any:
+            def _generate_single_turn(self, *args: Any, **kw: Any) -> Any:
                 with generation(Path(phases)):
-                    return super()._generate_single_turn(*given, **more)
+                    return super()._generate_single_turn(*args, **kw)
 
         return Watched
 
@@ -142,23 +142,24 @@ def note(phases: Path, phase: str, seconds: float | None = None) -> None:
     """Append the most that was allocated since the last note, and begin again."""
     import torch
 
-    here = torch.cuda.is_available()
-    if here:
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
         torch.cuda.synchronize()
     row = {
         "phase": phase,
         "seconds": seconds,
-        "allocated": torch.cuda.max_memory_allocated() if here else 0,
-        "reserved": torch.cuda.max_memory_reserved() if here else 0,
+        "allocated": torch.cuda.max_memory_allocated() if has_gpu else 0,
+        "reserved": torch.cuda.max_memory_reserved() if has_gpu else 0,
     }
     with open(phases, "a", encoding="utf-8") as f:
         f.write(json.dumps(row) + "\n")
-    if here:
+    if has_gpu:
         torch.cuda.reset_peak_memory_stats()
 
 
 # ---- what is done with it ------------------------------------------------------------
 def main(place: PartSetup) -> None:
+    """Make the model and the data; train, be killed, train on; and train DAPO."""
     folder = place.folder / "trl"
     folder.mkdir(parents=True, exist_ok=True)
     with place.row(run="model and data"):
@@ -177,21 +178,20 @@ def estimate(place: PartSetup, folder: Path) -> None:
     """What memory.py says of this GPU."""
     import torch
 
-    held = (
-        float(torch.cuda.get_device_properties(0).total_memory)
-        if place.device == "cuda"
-        else 80e9
-    )
-    shape, micro = shape_of(str(folder / "model")), train.micro_batch(held)
-    count = memory.together(shape, held, micro, train.LONGEST)
+    size = 80e9
+    if place.device == "cuda":
+        size = float(torch.cuda.get_device_properties(0).total_memory)
+    shape = shape_of(str(folder / "model"))
+    micro_batch = train.micro_batch(size)
+    together = memory.together(shape, size, micro_batch, train.LONGEST)
     place.write(
         estimate="memory.py",
-        micro_batch=micro,
-        together=count,
-        training=memory.training(shape, micro, train.LONGEST),
-        generating=memory.generating(shape, count, train.LONGEST),
-        cache=memory.cache(shape, count, train.LONGEST),
-        words=memory.words(shape, held, micro, train.LONGEST, count),
+        micro_batch=micro_batch,
+        together=together,
+        training=memory.training(shape, micro_batch, train.LONGEST),
+        generating=memory.generating(shape, together, train.LONGEST),
+        cache=memory.cache(shape, together, train.LONGEST),
+        words=memory.words(shape, size, micro_batch, train.LONGEST, together),
     )
 
 
@@ -200,32 +200,33 @@ def go(
     folder: Path,
     objective: str,
     steps: int,
-    called: str,
+    log_name: str,
     ends_at: int = 0,
 ) -> dict[str, Any]:
     """Start the run, kill it after its checkpoint `ends_at` if that is above 0, and read
     what it left.
     """
-    phases = folder / f"phases-{called}.jsonl"
+    phases = folder / f"phases-{log_name}.jsonl"
     command = [
         sys.executable, "-m", "benchmarks.gpu", "--child", str(phases), place.device,
         objective, "--against", "none", "--steps", str(steps), "--model", str(folder / "model"),
         "--data", str(folder), "--out", str(folder / "runs"),
     ]  # fmt: skip
     run = folder / "runs" / f"{objective}-seed1-{steps}"
-    with open(folder / f"{called}.log", "a", encoding="utf-8") as log:
+    log_file = folder / f"{log_name}.log"
+    with open(log_file, "a", encoding="utf-8") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None:
-                whole = run / f"checkpoint-{ends_at}" / "trainer_state.json"
-                if ends_at and whole.exists():
+                checkpoint = run / f"checkpoint-{ends_at}" / "trainer_state.json"
+                if ends_at and checkpoint.exists():
                     time.sleep(2)  # it generates the next batch
                     process.kill()
                 time.sleep(0.2)
         finally:
             if process.poll() is None:
                 process.kill()
-    text = (folder / f"{called}.log").read_text(encoding="utf-8")
+    text = log_file.read_text(encoding="utf-8")
     print(text[-8000:], flush=True)
     return {
         "status": process.returncode,
