@@ -8,13 +8,14 @@ What is written anew; all else in a page is left alone:
 
     ```text after ```python         what the Python prints; the blocks of a page are one program
     what follows `$ ` in ```console what the command prints
-    <!-- NAME --> ... <!-- end -->  what the function of that name below returns
+    <!-- NAME --> ... <!-- end -->  what the part of that name in GENERATED is
 
 A ```python block that begins with `# FILE.py` is that file. It stands in the folder where the page's commands run; a
 file under upref/ or upref_frameworks/ stands in a copy of that package there.
 """
 
 import contextlib
+import importlib
 import io
 import json
 import math
@@ -158,12 +159,6 @@ def letters() -> str:
     )
 
 
-def objectives() -> str:
-    from upref.cli.show import markdown_table
-
-    return markdown_table()
-
-
 def _verdicts() -> tuple[str, list[list[str]]]:
     """The committed page, and its rows about the paper's claims that can be asked of a
     tiny model.
@@ -205,42 +200,6 @@ def verdicts() -> str:
     return "\n".join(lines)
 
 
-def does_up_help() -> str:
-    from docs import answer
-
-    return answer.text()
-
-
-def up_in_numbers() -> str:
-    from docs import answer
-
-    return answer.numbers()
-
-
-def up_paths() -> str:
-    from docs import answer
-
-    return answer.paths()
-
-
-def up_explanations() -> str:
-    from docs import answer
-
-    return answer.explanations()
-
-
-def up_controls() -> str:
-    from docs import controls
-
-    return controls.text()
-
-
-def sharp_bits() -> str:
-    from docs import sharp
-
-    return sharp.text()
-
-
 def reliability() -> str:
     """The recorded faults, with the day and the commit of each group."""
     record = json.loads(
@@ -258,80 +217,13 @@ def reliability() -> str:
     return "\n".join(lines)
 
 
-def on_gpu(name: str) -> str:
-    """A table of docs/gpu.md."""
-    from docs import gpu
-
-    return getattr(gpu, name)()
-
-
 def environments() -> str:
     # other packages install a `tests` too
     return runpy.run_path(str(ROOT / "tests" / "matrix.py"))["table"]()
 
 
-def gallery_plate() -> str:
-    from docs import gallery
-
-    return gallery.plate()
-
-
-def gallery_sections() -> str:
-    from docs import gallery
-
-    return gallery.sections()
-
-
 def places() -> str:
     return runpy.run_path(str(ROOT / "tests" / "matrix.py"))["awkward"]()
-
-
-def frameworks() -> str:
-    from docs import framework_pages
-
-    return framework_pages.summary()
-
-
-def field_objectives() -> str:
-    from docs import framework_pages
-
-    return framework_pages.objectives()
-
-
-def state_of_the_field() -> str:
-    from docs import field
-
-    return field.table()
-
-
-def field_first() -> str:
-    from docs import framework_pages
-
-    return framework_pages.first()
-
-
-def recipes() -> str:
-    from docs import framework_pages
-
-    return framework_pages.recipes()
-
-
-def surfaces() -> str:
-    from docs import framework_pages
-
-    return framework_pages.surfaces()
-
-
-def field_logprobs() -> str:
-    from docs import logprobs
-
-    return logprobs.field_logprobs()
-
-
-def peers() -> str:
-    from docs import logprobs
-
-    return logprobs.peers()
 
 
 def trl_memory() -> str:
@@ -358,66 +250,6 @@ def trl_memory() -> str:
         ]
         rows.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(rows)
-
-
-def thirteen_trainers() -> str:
-    from docs import thirteen_trainers as page
-
-    return page.thirteen_trainers()
-
-
-def planted() -> str:
-    from tests.step.planted.__main__ import first_sight_and_today
-
-    return first_sight_and_today()
-
-
-def thirteen_counts() -> str:
-    from docs import thirteen_trainers as page
-
-    return page.thirteen_counts()
-
-
-def where_it_helps() -> str:
-    from docs import logprobs
-
-    return logprobs.where_it_helps()
-
-
-def statuses() -> str:
-    from docs import framework_pages
-
-    return framework_pages.statuses()
-
-
-def claims() -> str:
-    from paper.claims.page import markdown
-
-    return markdown()
-
-
-def claims_words() -> str:
-    from paper.claims.page import meanings
-
-    return meanings()
-
-
-def claims_tally() -> str:
-    from paper.claims.page import summary
-
-    return summary()
-
-
-def wild() -> str:
-    from docs.in_the_wild import page
-
-    return page.table()
-
-
-def wild_tally() -> str:
-    from docs.in_the_wild import page
-
-    return page.tally()
 
 
 def benchmarks() -> str:
@@ -463,191 +295,6 @@ def reading(page: str) -> list[str]:
     return re.sub(r"^```.*?^```", "", text, flags=re.S | re.M).split()
 
 
-def wild_estimators() -> str:
-    from docs.in_the_wild import page
-
-    return page.estimators()
-
-
-def covered(part: str) -> str:
-    from docs import coverage
-
-    return getattr(coverage, part)()
-
-
-def axes() -> str:
-    return covered("axes")
-
-
-def quantities() -> str:
-    return covered("quantities")
-
-
-def tolerances() -> str:
-    return covered("tolerances")
-
-
-def habits() -> str:
-    return covered("habits")
-
-
-def fuzzed() -> str:
-    return covered("fuzzed")
-
-
-def known_faults() -> str:
-    from docs import faults
-
-    return faults.table()
-
-
-def ends() -> str:
-    return covered("ends")
-
-
-def steps_trl() -> str:
-    from docs import steps
-
-    return steps.table("trl")
-
-
-def steps_verl() -> str:
-    from docs import steps
-
-    return steps.table("verl")
-
-
-def steps_openrlhf() -> str:
-    from docs import steps
-
-    return steps.table("openrlhf")
-
-
-def steps_suite() -> str:
-    from docs import steps
-
-    return steps.suite()
-
-
-def suite_green() -> str:
-    from docs import steps
-
-    return steps.green()
-
-
-def suite_red() -> str:
-    from docs import steps
-
-    return steps.red()
-
-
-def suite_ranks() -> str:
-    from docs import steps
-
-    return steps.ranks()
-
-
-def suite_rounding() -> str:
-    from docs import steps
-
-    return steps.rounding()
-
-
-def suite_objectives() -> str:
-    from docs import steps
-
-    return steps.suite_objectives()
-
-
-def suite_dates() -> str:
-    from docs import steps
-
-    return steps.suite_dates()
-
-
-def suite_bugs() -> str:
-    from docs import steps
-
-    return steps.bugs()
-
-
-def steps_bounds() -> str:
-    from docs import bounds
-
-    return bounds.table()
-
-
-def steps_notes() -> str:
-    from docs import steps
-
-    return steps.notes()
-
-
-def steps_plugins() -> str:
-    from docs import steps
-
-    return steps.plugins()
-
-
-STEPS = (
-    steps_trl,
-    steps_verl,
-    steps_openrlhf,
-    steps_notes,
-    steps_plugins,
-    steps_suite,
-    suite_green,
-    suite_red,
-    suite_ranks,
-    suite_rounding,
-    suite_bugs,
-    suite_objectives,
-    suite_dates,
-    steps_bounds,
-)
-COVERAGE = (axes, quantities, tolerances, habits, fuzzed, ends, known_faults, planted)
-FRAMEWORKS = (
-    frameworks,
-    state_of_the_field,
-    field_first,
-    field_objectives,
-    field_logprobs,
-    recipes,
-    surfaces,
-    statuses,
-    wild,
-    wild_tally,
-)
-FRAMEWORKS += (wild_estimators, peers, where_it_helps, trl_memory)
-FRAMEWORKS += (thirteen_trainers, thirteen_counts)
-GENERATED = {f.__name__: f for f in STEPS} | {
-    f.__name__: f
-    for f in (
-        letters,
-        environments,
-        reliability,
-        places,
-        gallery_plate,
-        gallery_sections,
-        objectives,
-        tally,
-        verdicts,
-        does_up_help,
-        up_in_numbers,
-        up_paths,
-        up_explanations,
-        up_controls,
-        sharp_bits,
-        *FRAMEWORKS,
-        claims,
-        claims_words,
-        claims_tally,
-        benchmarks,
-        lessons,
-        *COVERAGE,
-    )
-}
-
 ON_GPU = (
     "machine",
     "tests",
@@ -659,25 +306,85 @@ ON_GPU = (
     "training",
     "launchers",
 )
-GENERATED |= {f"gpu_{name}": partial(on_gpu, name) for name in ON_GPU}
-
-
-def options_tally() -> str:
-    from docs import options
-
-    return options.tally()
-
-
-def options_of(trainer: str) -> str:
-    """The options of a trainer, with the case that notices each."""
-    from docs import options
-
-    return options.table(trainer)
-
-
-GENERATED["options_tally"] = options_tally
 WITH_ADAPTER = ("trl", "verl", "openrlhf", "skyrl")
-GENERATED |= {f"options_{name}": partial(options_of, name) for name in WITH_ADAPTER}
+# The parts that other modules make: the name in a page -> the module, its function, and
+# arguments. A module is imported when a page needs it.
+PARTS: dict[str, tuple[str, ...]] = {
+    "objectives": ("upref.cli.show", "markdown_table"),
+    "does_up_help": ("docs.answer", "text"),
+    "up_in_numbers": ("docs.answer", "numbers"),
+    "up_paths": ("docs.answer", "paths"),
+    "up_explanations": ("docs.answer", "explanations"),
+    "up_controls": ("docs.controls", "text"),
+    "sharp_bits": ("docs.sharp", "text"),
+    "gallery_plate": ("docs.gallery", "plate"),
+    "gallery_sections": ("docs.gallery", "sections"),
+    "frameworks": ("docs.framework_pages", "summary"),
+    "field_objectives": ("docs.framework_pages", "objectives"),
+    "field_first": ("docs.framework_pages", "first"),
+    "recipes": ("docs.framework_pages", "recipes"),
+    "surfaces": ("docs.framework_pages", "surfaces"),
+    "statuses": ("docs.framework_pages", "statuses"),
+    "state_of_the_field": ("docs.field", "table"),
+    "field_logprobs": ("docs.logprobs", "field_logprobs"),
+    "peers": ("docs.logprobs", "peers"),
+    "where_it_helps": ("docs.logprobs", "where_it_helps"),
+    "thirteen_trainers": ("docs.thirteen_trainers", "thirteen_trainers"),
+    "thirteen_counts": ("docs.thirteen_trainers", "thirteen_counts"),
+    "planted": ("tests.step.planted.__main__", "first_sight_and_today"),
+    "claims": ("paper.claims.page", "markdown"),
+    "claims_words": ("paper.claims.page", "meanings"),
+    "claims_tally": ("paper.claims.page", "summary"),
+    "wild": ("docs.in_the_wild.page", "table"),
+    "wild_tally": ("docs.in_the_wild.page", "tally"),
+    "wild_estimators": ("docs.in_the_wild.page", "estimators"),
+    "axes": ("docs.coverage", "axes"),
+    "quantities": ("docs.coverage", "quantities"),
+    "tolerances": ("docs.coverage", "tolerances"),
+    "habits": ("docs.coverage", "habits"),
+    "fuzzed": ("docs.coverage", "fuzzed"),
+    "ends": ("docs.coverage", "ends"),
+    "known_faults": ("docs.faults", "table"),
+    "steps_trl": ("docs.steps", "table", "trl"),
+    "steps_verl": ("docs.steps", "table", "verl"),
+    "steps_openrlhf": ("docs.steps", "table", "openrlhf"),
+    "steps_suite": ("docs.steps", "suite"),
+    "suite_green": ("docs.steps", "green"),
+    "suite_red": ("docs.steps", "red"),
+    "suite_ranks": ("docs.steps", "ranks"),
+    "suite_rounding": ("docs.steps", "rounding"),
+    "suite_objectives": ("docs.steps", "suite_objectives"),
+    "suite_dates": ("docs.steps", "suite_dates"),
+    "suite_bugs": ("docs.steps", "bugs"),
+    "steps_notes": ("docs.steps", "notes"),
+    "steps_plugins": ("docs.steps", "plugins"),
+    "steps_bounds": ("docs.bounds", "table"),
+    "options_tally": ("docs.options", "tally"),
+    **{f"gpu_{name}": ("docs.gpu", name) for name in ON_GPU},
+    **{f"options_{name}": ("docs.options", "table", name) for name in WITH_ADAPTER},
+}
+
+
+def part(name: str) -> str:
+    """Return a part of PARTS by its name."""
+    module, function, *arguments = PARTS[name]
+    return getattr(importlib.import_module(module), function)(*arguments)
+
+
+OWN = (
+    letters,
+    tally,
+    verdicts,
+    reliability,
+    environments,
+    places,
+    trl_memory,
+    benchmarks,
+    lessons,
+)
+GENERATED = {function.__name__: function for function in OWN} | {
+    name: partial(part, name) for name in PARTS
+}
 
 
 def main(*pages: str):
