@@ -93,18 +93,19 @@ def suite_objectives() -> str:
     rows = ["| objective | what it averages | its numbers |", "|---|---|---|"]
     for name in dict.fromkeys(case.objective for case in CASES.values()):
         o = get(name)
-        numbers = o.resolve({}).items()
-        shown = [
+        numbers = ", ".join(
             f"{key} = {value}"
-            for key, value in numbers
+            for key, value in o.resolve({}).items()
             if value is not None and key != "beta"
-        ]
-        rows.append(f"| `{name}` | {AVERAGES[o.agg]} | {', '.join(shown) or 'none'} |")
-    others = [
-        f"`{case.id}` has an `hp`: {', '.join(f'`{key}` = {value:g}' for key, value in case.hp.items())}"
-        for case in CASES.values()
-        if case.hp
-    ]
+        )
+        rows.append(f"| `{name}` | {AVERAGES[o.agg]} | {numbers or 'none'} |")
+    others = []
+    for case in CASES.values():
+        if case.hp:
+            numbers = ", ".join(
+                f"`{key}` = {value:g}" for key, value in case.hp.items()
+            )
+            others.append(f"`{case.id}` has an `hp`: {numbers}")
     return "\n".join([*rows, "", f"Only {'; '.join(others)}."])
 
 
@@ -126,15 +127,18 @@ def suite() -> str:
     """Trainers whose step the conformance suite ran: what each case gave, from the
     results files and the known failures of their adapters.
     """
-    trainers = _suite_results()
-    names = [one["adapter"] for one in trainers.values()]
-    rows = [f"| case | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for case in dict.fromkeys(
-        case for one in trainers.values() for case in one["cases"]
-    ):
-        cells = [_suite_cell(one["cases"].get(case)) for one in trainers.values()]
+    results_of = _suite_results()
+    adapters = [results["adapter"] for results in results_of.values()]
+    rows = [f"| case | {' | '.join(adapters)} |", "|---" * (len(adapters) + 1) + "|"]
+    cases: dict[str, None] = {}  # each once, in the order of the files
+    for results in results_of.values():
+        cases |= dict.fromkeys(results["cases"])
+    for case in cases:
+        cells = [
+            _suite_cell(results["cases"].get(case)) for results in results_of.values()
+        ]
         rows.append(f"| {case} | {' | '.join(cells)} |")
-    reasons = [_suite_reasons(name, one) for name, one in trainers.items()]
+    reasons = [_suite_reasons(name, results) for name, results in results_of.items()]
     return "\n".join([*rows, "", *reasons])
 
 
@@ -146,21 +150,21 @@ def _suite_results() -> dict[str, dict]:
     }
 
 
-def _suite_cell(one: dict | None) -> str:
+def _suite_cell(result: dict | None) -> str:
     """Return a case of a trainer in one word, or the error of its gradient."""
-    if one is None or one["status"] == "skipped":
+    if result is None or result["status"] == "skipped":
         return ""
-    if one["status"] == "could not run":
+    if result["status"] == "could not run":
         return "does not run"
-    error = f"{one['error']:.1e}" if "error" in one else ""
-    return error if one["status"] == "passed" else f"**differs** {error}".rstrip()
+    error = f"{result['error']:.1e}" if "error" in result else ""
+    return error if result["status"] == "passed" else f"**differs** {error}".rstrip()
 
 
 def _suite_reasons(name: str, results: dict) -> str:
     """Return how the cases of a trainer ended, and why those that did not pass."""
     file = ADAPTERS / f"{name}_xfails.toml"
     listed = read_expected_failures(file) if file.exists() else {}
-    ends = [one["status"] for one in results["cases"].values()]
+    ends = [result["status"] for result in results["cases"].values()]
     counts = [
         f"{ends.count('passed')} pass",
         f"{ends.count('failed')} differ",
@@ -172,16 +176,14 @@ def _suite_reasons(name: str, results: dict) -> str:
         f"{', '.join(counts)}.",
         "",
     ]
-    reasons: dict[str, list[str]] = {}
-    for case, one in results["cases"].items():
-        if one["status"] == "skipped":
-            reasons.setdefault(f"skipped: {one['reason']}", []).append(case)
-        elif one["status"] != "passed":
-            reasons.setdefault(listed[case], []).append(case)
-    lines += [
-        f"* {', '.join(f'`{case}`' for case in cases)}: {reason}."
-        for reason, cases in reasons.items()
-    ]
+    cases_of: dict[str, list[str]] = {}  # reason -> cases
+    for case, result in results["cases"].items():
+        if result["status"] == "skipped":
+            cases_of.setdefault(f"skipped: {result['reason']}", []).append(f"`{case}`")
+        elif result["status"] != "passed":
+            cases_of.setdefault(listed[case], []).append(f"`{case}`")
+    for reason, cases in cases_of.items():
+        lines.append(f"* {', '.join(cases)}: {reason}.")
     return "\n".join([*lines, ""])
 
 
@@ -197,22 +199,22 @@ def green() -> str:
         "| largest error in float32 | CPU seconds |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for one in _runs()["green"].values():
+    for run in _runs()["green"].values():
         errors = {
             case: error
-            for case, error in one["errors"].items()
-            if case not in one["known failures"] and not case.startswith("precision/")
+            for case, error in run["errors"].items()
+            if case not in run["known failures"] and not case.startswith("precision/")
         }
         worst = max(errors, key=errors.__getitem__)
         cells = (
-            one["adapter"],
-            one["seed"],
-            one["counts"].get("passed", 0),
-            len(one["known failures"]),
-            ", ".join(one["unexpected"]) or "none",
-            one["counts"].get("skipped", 0),
+            run["adapter"],
+            run["seed"],
+            run["counts"].get("passed", 0),
+            len(run["known failures"]),
+            ", ".join(run["unexpected"]) or "none",
+            run["counts"].get("skipped", 0),
             f"{errors[worst]:.1e} ({worst})",
-            f"{one['cpu seconds']:.0f}",
+            f"{run['cpu seconds']:.0f}",
         )
         rows.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(rows)
@@ -223,28 +225,31 @@ def red() -> str:
     from tests.conformance import broken_adapters
 
     rows = ["| trainer | bug | fail | of | CPU seconds |", "|---|---|---|---|---|"]
-    for kind, one in _runs()["red"].items():
+    for kind, run in _runs()["red"].items():
         bug = getattr(broken_adapters, f"Broken{kind}").bug
-        tried = sum(n for end, n in one["counts"].items() if end != "skipped")
-        failed = one["counts"].get("failed", 0)
-        rows.append(
-            f"| {one['adapter'].removesuffix(' with a bug')} | {bug.what} ({bug.source}) "
-            f"| {failed} | {tried} | {one['cpu seconds']:.0f} |"
+        tried = sum(n for end, n in run["counts"].items() if end != "skipped")
+        cells = (
+            run["adapter"].removesuffix(" with a bug"),
+            f"{bug.what} ({bug.source})",
+            run["counts"].get("failed", 0),
+            tried,
+            f"{run['cpu seconds']:.0f}",
         )
+        rows.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(rows)
 
 
 def ranks() -> str:
     """Two ranks beside one process: the error of the gradient in each case."""
     rows = {}  # a case may stand in two runs of one adapter
-    for key, one in _runs().get("ranks", {}).items():
-        adapter = f"`{key.partition(',')[0]}`, {one['adapter']}"
-        for case, error in one["errors"].items():
-            bad = case in one["unexpected"] or case in one["known failures"]
+    for key, run in _runs().get("ranks", {}).items():
+        adapter = f"`{key.partition(',')[0]}`, {run['adapter']}"
+        for case, error in run["errors"].items():
+            bad = case in run["unexpected"] or case in run["known failures"]
             word = "**differs**" if bad else "agrees"
             rows[adapter, case] = f"| {adapter} | {case} | {error:.1e} | {word} |"
-    for key, one in _runs().get("layers", {}).items():
-        for way, error in one["errors"].items():
+    for key, run in _runs().get("layers", {}).items():
+        for way, error in run["errors"].items():
             rows[key, way] = f"| {key} of megatron-core | {way} | {error:.1e} | |"
     return "\n".join(
         ["| adapter | case | error | |", "|---|---|---|---|", *rows.values()]
@@ -260,9 +265,9 @@ def rounding() -> str:
         f"| family | {' | '.join(f'seed {seed}' for seed in seeds)} |",
         "|---" * (len(seeds) + 1) + "|",
     ]
-    for family, one in _runs()["plain"].items():
+    for family, record in _runs()["plain"].items():
         cells = []
-        for run in one["seeds"].values():
+        for run in record["seeds"].values():
             cell = f"{run['error']:.1e} of {run['allowed']:.1e}"
             if run["status"] != "passed":
                 cell += f": {run['status']}"

@@ -73,11 +73,10 @@ def dapo(
         mask = torch.nn.functional.pad(b.mask, (late, 0))[:, : b.mask.shape[1]]
         cast = torch.autocast(device.type, half) if half else nullcontext()
         with cast:
-            z = (
-                model(b.ids)
-                if bare
-                else model(b.ids, attention_mask=b.attention).logits
-            )
+            if bare:
+                z = model(b.ids)
+            else:
+                z = model(b.ids, attention_mask=b.attention).logits
         lp = (z[:, :-1].float() / temperature).log_softmax(-1)
         r = (lp.gather(-1, b.ids[:, 1:, None])[..., 0] - b.old).exp()
         J = torch.minimum(r * b.A, r.clamp(0.8, 1.28) * b.A)

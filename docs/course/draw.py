@@ -10,6 +10,7 @@ import re
 import sys
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -120,27 +121,26 @@ def l00_memory():
         encoding="utf-8"
     )
     text = text.split("; log-probs alone")[0]
-    rows = [
-        (name, *map(int, n))
-        for name, *n in re.findall(r"^(\S.*?) +(\d+) +(\d+) +(\d+) +(\d+) ", text, re.M)
-    ]
-    # name, N, V, MB, MB beyond dh and dW
-    full = [r for r in rows if r[2] == max(r[2] for r in rows)]
+    lines = re.findall(r"^(\S.*?) +(\d+) +(\d+) +\d+ +(\d+) ", text, re.M)
+    rows = [Measured(name, int(N), int(V), int(MB)) for name, N, V, MB in lines]
+    largest = max(row.V for row in rows)
+    full = [row for row in rows if row.V == largest]
+    grown = [row for row in rows if row.V != largest]
     fig, (left, right) = axes(2, 4.2, 2.6)
-    for i, (name, _, _, _, rest) in enumerate(full):
-        left.barh(i, rest, color=UP if name.startswith("upref") else DOWN)
-        left.text(rest, i, f" {rest:,} MB", va="center", fontsize=8.5)
+    for i, row in enumerate(full):
+        left.barh(i, row.MB, color=UP if row.name.startswith("upref") else DOWN)
+        left.text(row.MB, i, f" {row.MB:,} MB", va="center", fontsize=8.5)
     left.set(
         yticks=range(len(full)),
-        yticklabels=[r[0] for r in full],
-        xlim=(0, 1.25 * max(r[4] for r in full)),
+        yticklabels=[row.name for row in full],
+        xlim=(0, 1.25 * max(row.MB for row in full)),
     )
     left.set(xlabel="MB beyond the inputs, dh and dW")
     left.invert_yaxis()
-    title(left, f"{full[0][1]:,} tokens, vocabulary {full[0][2]:,}")
-    grown = [r for r in rows if r not in full]
+    title(left, f"{full[0].N:,} tokens, vocabulary {largest:,}")
     for name, c in (("naive", DOWN), ("upref.hidden", UP)):
-        N, MB = zip(*((r[1], r[4]) for r in grown if r[0] == name), strict=True)
+        N = [row.N for row in grown if row.name == name]
+        MB = [row.MB for row in grown if row.name == name]
         right.plot(N, MB, "o-", color=c, lw=2)
         right.annotate(
             f"{name}  ",
@@ -153,8 +153,17 @@ def l00_memory():
             va="bottom",
         )
     right.set(xlabel="tokens", ylabel="MB beyond the inputs, dh and dW", ylim=(0, None))
-    title(right, f"vocabulary {grown[0][2]:,}")
+    title(right, f"vocabulary {grown[0].V:,}")
     return fig
+
+
+class Measured(NamedTuple):
+    """A line of benchmarks/hidden.txt: N tokens, V ids, and MB beyond dh and dW."""
+
+    name: str
+    N: int
+    V: int
+    MB: int
 
 
 def l01_push():
@@ -267,42 +276,40 @@ def l03_ratio():
 
 def l04_clip():
     """DAPO's weight against r, for a good and a bad token."""
-    fig, panels = axes(2, 3.7, 2.8)
-    dapo, r = upref.get("dapo"), np.linspace(0.01, 2.5, 500)
-    for ax, A, text in zip(
-        panels,
-        (1.0, -1.0),
-        ("A = +1, a good token", "A = −1, a bad token"),
-        strict=True,
-    ):
-        w = dapo.weight(r, np.full_like(r, A))
-        bound = 1.28 if A > 0 else 0.8
-        ax.plot(r, A * r, color=GREY, lw=1.2, ls=(0, (4, 3)))
-        for part in (r < bound, r > bound):
-            ax.plot(r[part], w[part], color=PALETTE[0], lw=2.4)
-        ax.axvspan(*((bound, 2.5) if A > 0 else (0, bound)), color="#EDEDED", zorder=0)
-        ax.axvline(1, color="#888888", lw=0.7, ls=":")
-        ax.text(*((1.9, 0.12) if A > 0 else (0.4, -1.3)), "clipped:\nno push", ha="center", fontsize=8.5,
-                va="bottom" if A > 0 else "top")  # fmt: skip
-        ax.text(
-            *((0.15, 1.6) if A > 0 else (1.95, -0.6)),
-            "not clipped\non this side",
-            color="#777777",
-            fontsize=8.5,
-            ha="left" if A > 0 else "center",
-            va="center",
-        )
-        ax.axhline(0, color="#666666", lw=0.6)
-        ax.set(
-            xlim=(0, 2.5),
-            xticks=[0, 0.8, 1, 1.28, 2],
-            xlabel="ratio r",
-            ylim=(-0.15, 2.5) if A > 0 else (-2.5, 0.15),
-        )
-        ax.set_xticklabels(["0", "0.8", "1", "1.28", "2"])
-        title(ax, text)
-    panels[0].set_ylabel("weight of ∇log π")
+    fig, (left, right) = axes(2, 3.7, 2.8)
+    _weight_of_dapo(left, A=1.0, bound=1.28, dead=(1.28, 2.5))
+    left.text(1.9, 0.12, "clipped:\nno push", ha="center", fontsize=8.5, va="bottom")
+    note = {"color": "#777777", "fontsize": 8.5, "va": "center"}
+    left.text(0.15, 1.6, "not clipped\non this side", ha="left", **note)
+    left.set(ylim=(-0.15, 2.5), ylabel="weight of ∇log π")
+    title(left, "A = +1, a good token")
+    _weight_of_dapo(right, A=-1.0, bound=0.8, dead=(0, 0.8))
+    right.text(0.4, -1.3, "clipped:\nno push", ha="center", fontsize=8.5, va="top")
+    right.text(1.95, -0.6, "not clipped\non this side", ha="center", **note)
+    right.set(ylim=(-2.5, 0.15))
+    title(right, "A = −1, a bad token")
     return fig
+
+
+def _weight_of_dapo(ax, A: float, bound: float, dead: tuple[float, float]):
+    """DAPO's weight against r, and the weight without a clip.
+
+    Args:
+        ax: the panel.
+        A: the advantage.
+        bound: at which the weight jumps to 0.
+        dead: where it is 0.
+    """
+    r = np.linspace(0.01, 2.5, 500)
+    w = upref.get("dapo").weight(r, np.full_like(r, A))
+    ax.plot(r, A * r, color=GREY, lw=1.2, ls=(0, (4, 3)))
+    for part in (r < bound, r > bound):
+        ax.plot(r[part], w[part], color=PALETTE[0], lw=2.4)
+    ax.axvspan(*dead, color="#EDEDED", zorder=0)
+    ax.axvline(1, color="#888888", lw=0.7, ls=":")
+    ax.axhline(0, color="#666666", lw=0.6)
+    ax.set(xlim=(0, 2.5), xticks=[0, 0.8, 1, 1.28, 2], xlabel="ratio r")
+    ax.set_xticklabels(["0", "0.8", "1", "1.28", "2"])
 
 
 def l05_cap():

@@ -34,37 +34,41 @@ class Fetched:
         self.folder = folder
 
     def take(self, file: str, /, *names: str, **given: Any) -> SimpleNamespace:
-        """These functions, classes and methods (`Class.method`, then without its class), in one namespace."""
-        tree, space = (
-            ast.parse((self.folder / file).read_text(encoding="utf-8")),
-            GIVEN | given,
-        )
+        """These functions, classes and methods (`Class.method`, then without its class), in one namespace.
+
+        Args:
+            file: in the folder.
+            names: of the functions, classes and methods.
+            given: values for names that their code reads, beside those of GIVEN; a decorator that is not among them is
+                dropped.
+        """
+        tree = ast.parse((self.folder / file).read_text(encoding="utf-8"))
+        space = GIVEN | given
         for name in names:
-            nodes = tree.body
+            node: Any = tree
             for part in name.split("."):
-                node = next(n for n in nodes if getattr(n, "name", "") == part)
-                nodes = getattr(node, "body", [])
+                node = next(n for n in node.body if getattr(n, "name", "") == part)
             node.decorator_list = [
-                d
-                for d in getattr(node, "decorator_list", [])
-                if ast.unparse(d) in given
+                d for d in node.decorator_list if ast.unparse(d) in given
             ]
             exec(compile(ast.Module([node], []), file, "exec", FLAGS), space)
-        return SimpleNamespace(
-            **{n.rpartition(".")[2]: space[n.rpartition(".")[2]] for n in names}
-        )
+        short_names = [name.rpartition(".")[2] for name in names]
+        return SimpleNamespace(**{name: space[name] for name in short_names})
 
     def lines(
         self, file: str, first: int, last: int, /, **given: Any
     ) -> SimpleNamespace:
-        """What these lines, counted from 1, make of the names given."""
-        text = (
-            (self.folder / file)
-            .read_text(encoding="utf-8")
-            .splitlines()[first - 1 : last]
-        )
+        """What these lines, counted from 1, make of the names given.
+
+        Args:
+            file: in the folder.
+            first: the first line.
+            last: the last line.
+            given: values for names that the lines read, beside those of GIVEN.
+        """
+        text = (self.folder / file).read_text(encoding="utf-8")
+        code = textwrap.dedent("\n".join(text.splitlines()[first - 1 : last]))
         space = GIVEN | given
-        exec(compile(textwrap.dedent("\n".join(text)), file, "exec", FLAGS), space)
-        return SimpleNamespace(
-            **{k: v for k, v in space.items() if not k.startswith("__")}
-        )
+        exec(compile(code, file, "exec", FLAGS), space)
+        names = {k: v for k, v in space.items() if not k.startswith("__")}
+        return SimpleNamespace(**names)

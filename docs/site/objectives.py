@@ -307,22 +307,22 @@ def _runs(o: Objective, folder: Path) -> str:
     drawn = {o.name: arms[o.name]}
     if "dapo" in arms:
         drawn["dapo"] = arms["dapo"]
-    panels = [
-        {
+    panels = []
+    for panel in PANELS:
+        curves_of = {
             name: [curves.curve(run, panel) for run in runs]
             for name, runs in drawn.items()
         }
-        for panel in PANELS
-    ]
+        panels.append(curves_of)
     curves.draw(PANELS, panels, "", o.name).savefig(folder / f"{o.name}-runs.svg")
-    seeds = "; ".join(
-        f"{name}: seeds {_ranges(run['settings']['seed'] for run in runs)}"
-        for name, runs in drawn.items()
-    )
+    seeds = []
+    for name, runs in drawn.items():
+        numbers = _ranges(run["settings"]["seed"] for run in runs)
+        seeds.append(f"{name}: seeds {numbers}")
     return (
         f"![Reward, Avg@32 and Best@32 of {o.name} in recorded runs, described below.]({o.name}-runs.svg)\n\n"
         "Recorded runs of the [miniature](../repro/mini/README.md): "
-        f"{_settings_text(arms[o.name][0]['settings'])} ({seeds}). Bold: {o.name}'s mean over its seeds. "
+        f"{_settings_text(arms[o.name][0]['settings'])} ({'; '.join(seeds)}). Bold: {o.name}'s mean over its seeds. "
         "Thin: one seed. The learning rate is the same for every objective and may suit some of them better than "
         "others, so the figure does not rank them."
     )
