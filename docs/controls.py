@@ -20,6 +20,10 @@ NAMES = {
     "up_below_one": "DAPO with UP's weight where r < 1",
     "up_both_sides": "DAPO with UP's weight in both regions",
 }
+ELSEWHERE = {
+    "s0": "fresh data",
+    "chain_s16": "chain, 16 rollouts stale",
+}
 ANSWERS = {
     "yes": "UP-DAPO gives more than each control",
     "no": "UP-DAPO gives nothing more than one control at least, or less",
@@ -90,7 +94,55 @@ def text() -> str:
             "| UP-DAPO minus | at the Avg@32 of T = 1 | at the Avg@32 of top-p 0.9 |",
             "|---|---|---|",
             *_rows(effects, "halves", "equal_avg/t_1", "equal_avg/top_p_0.9"),
+            "",
+            "On fresh data, and on a second task (*chain*). Best@32 at equal Avg@32, in points:",
+            "",
+            "| where | UP-DAPO minus | at the Avg@32 of T = 1 | at the Avg@32 of top-p 0.9 |",
+            "|---|---|---|---|",
+            *_rows_elsewhere(effects),
+            "",
+            _choices(registered, records),
         ]
+    )
+
+
+def _rows_elsewhere(effects: list[Effect]) -> list[str]:
+    """Return one row per group and control of the family on other data."""
+    rows = []
+    for group, words in ELSEWHERE.items():
+        of_group = [e for e in effects if e.group == group]
+        levels = "equal_avg/t_1", "equal_avg/top_p_0.9"
+        for row in _rows(of_group, "elsewhere", *levels):
+            rows.append(f"| {words} {row}")
+    return rows
+
+
+def _choices(registered: plan.Plan, records: dict[str, Record]) -> str:
+    """Return the rates and coefficients that the search chose 16 rollouts stale, and
+    the coefficients elsewhere, as sentences.
+    """
+    rates: dict[float, list[str]] = {}
+    coefficients = {}
+    for cell in registered.cells():
+        choice = registered.choice(cell, records)
+        if choice is None:
+            continue
+        if cell.group == "s16":
+            name = NAMES.get(cell.arm, "UP-DAPO")
+            rates.setdefault(choice.rate, []).append(name)
+        if choice.coefficient is not None:
+            words = ELSEWHERE.get(cell.group, "16 rollouts stale")
+            coefficients[words] = choice.coefficient
+    most_chosen = max(rates, key=lambda rate: len(rates[rate]))
+    others = [
+        f"{rate:g} for {' and '.join(names)}"
+        for rate, names in sorted(rates.items())
+        if rate != most_chosen
+    ]
+    bonus = ", ".join(f"{c:g} ({words})" for words, c in coefficients.items())
+    return (
+        f"The search chose the learning rate {most_chosen:g} for most methods, 16 rollouts stale; "
+        f"{', '.join(others)}. It chose these coefficients of the bonus: {bonus}."
     )
 
 

@@ -3,23 +3,26 @@
 `python -m repro.mini.standing`. Runs nothing. The first round is closed: what its rule
 said is results/standing.json. Of the experiment on stale data these are the effects
 that bear on a statement of the paper: stale/METRIC_OTHER_STALENESS, UP-DAPO above that
-other method.
+other method. Of the experiment on UP's controls these are the effects that have
+a margin, on Best@32 at equal Avg@32: controls/LEVEL_OTHER_GROUP, UP-DAPO above that
+control.
 
 EXPERIMENT/CLAIM -> word and why of the round's own rule; refuted: whether that says
 that the opposite is shown; shown: effects with intervals; bounds_alone: as the function
 below; seeds, of; needed: the seeds it would take for power 0.8 at 0.05 / claims of the
 experiment. Of the second round these are for the registered effect: those that it
 registered (power.py), or, where all have run and it is still open, at the spread that
-was seen; of the first and of the stale data for the effect that was seen. null: more
-than 200, or the effect that was seen is on the other side. decides: true where
+was seen; of the other experiments for the effect that was seen. null: more than 200, or the effect that was seen is on the other side. decides: true where
 a learning rate was searched for each method, and the size of the effect registered.
 """
 
 import json
 import sys
 from collections import Counter
+from pathlib import Path
 
 from paper.claims import words
+from repro.mini.registered import plan as plan_4, report as report_4, rule as rule_4
 from repro.mini.round2 import power, report as report_2, rule, tables
 from repro.mini.stale import design, report as report_3, rule as rule_3
 from repro.mini.study import plan, results
@@ -40,7 +43,7 @@ def bounds_alone(key: str) -> bool:
         key: EXPERIMENT/CLAIM, as in the table.
     """
     experiment, _, claim = key.partition("/")
-    if experiment == "stale":
+    if experiment in ("stale", "controls"):
         return False
     (mine,) = (c for c in plan.load(experiment).claims if c.id == claim)
     return all(
@@ -126,7 +129,62 @@ def stale(records: dict[str, results.Record]) -> dict[str, dict]:
     return found
 
 
-def seeds_for(e: rule_3.Effect, level: float, wanted: float) -> int | None:
+CONTROLS = Path(__file__).parent / "controls"
+CONTROLS_WORDS = {
+    "gains": words.REPRODUCED,
+    "loses": words.CONTRADICTED,
+    "no difference": words.EXCLUDED,
+    "undecided": words.UNDECIDED,
+    "not finished": words.UNDECIDED,
+    "out of reach": words.UNDECIDED,
+}
+
+
+def controls(records: dict[str, results.Record]) -> dict[str, dict]:
+    """Of the reading that UP-DAPO's Best@32 is above a control's at equal Avg@32, by
+    the rule of the experiment on UP's controls.
+
+    An undecided effect whose interval ends below the margin is excluded, as in
+    `rule.against`: UP-DAPO then gives nothing more.
+    """
+    registered = plan_4.load(CONTROLS / "plan.toml")
+    found = {}
+    effects = rule_4.effects(registered, records)
+    sizes = Counter(e.family for e in effects)
+    for e in effects:
+        if e.family not in ("equal", "elsewhere"):
+            continue
+        word = e.word.partition(" by less than ")[0]
+        verdict = CONTROLS_WORDS[word]
+        if word == "undecided" and e.high < e.margin:
+            verdict = words.EXCLUDED
+        level = report_4.level(e)
+        key = f"controls/{e.metric.partition('/')[2]}_{e.other}_{e.group}"
+        found[key] = {
+            "says": f"At the Avg@32 of {level}, UP-DAPO's Best@32 is above that of {e.other}, group {e.group}.",
+            "word": e.word,
+            "why": "",
+            "refuted": word == "loses",
+            "shown": f"{report_4.shown(e)} points: best up_dapo − {e.other} > 0 at the avg of {level}, {e.group}",
+            "verdict": verdict,
+            "limit": f"{words.EXCLUDED} above {report_4.rounded(e, e.high)}"
+            if verdict == words.EXCLUDED
+            else "",
+            "seeds": e.n,
+            "of": rule_4.seeds_due(registered, records),
+            "decides": e.margin > 0,
+            "needed": seeds_for(
+                e,
+                registered.stopping["final"]["level"] / sizes[e.family],
+                registered.stopping["power"],
+            ),
+        }
+    return found
+
+
+def seeds_for(
+    e: rule_3.Effect | rule_4.Effect, level: float, wanted: float
+) -> int | None:
     """For that power, if the effect and the spread that were seen are the true ones."""
     if not e.mean > 0:
         return None
@@ -146,10 +204,11 @@ def worst(needed: list[int]) -> int | None:
 
 def main() -> int:
     try:
-        one, two, three = (
+        one, two, three, four = (
             results.load(),
             results.load(results.folder_of(2)),
             results.load(design.RESULTS),
+            results.load(CONTROLS / "results"),
         )
         frozen = json.loads(
             (results.FOLDER / "standing.json").read_text(encoding="utf-8")
@@ -157,7 +216,7 @@ def main() -> int:
     except InputError as e:
         print(f"standing: {e}", file=sys.stderr)
         return 2
-    every = frozen | second(two, one) | stale(three)
+    every = frozen | second(two, one) | stale(three) | controls(four)
     told = {key: s | {"bounds_alone": bounds_alone(key)} for key, s in every.items()}
     # the last line: libraries print where they load
     print(json.dumps(told, ensure_ascii=False))
