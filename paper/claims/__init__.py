@@ -17,8 +17,8 @@ one word of it, of words.py. computed.json is what the last run said.
     derivations       derivations/NAME.py, which passes: finds a proof
     tests             tests/FILE.py::NAME, which passes: finds what it says, a counterexample, an identity or that the
                       matter is undecided; an identity if it says nothing
-    mini              EXPERIMENT/CLAIM of repro/mini, of either round or on stale data (repro/mini/standing.py names
-                      those): what its registered rule finds. `deciding` says which of them decides
+    mini              EXPERIMENT/CLAIM of repro/mini, of either round, on stale data or on UP's controls
+                      (repro/mini/standing.py names those): what its registered rule finds. `deciding` says which of them decides
     exact             EXPERIMENT/first words of a finding of repro/exact, where nothing is sampled
     absent            patterns that the paper's printed text does not contain: finds that it is unspecified
 
@@ -130,8 +130,8 @@ class Judged:
 def deciding(outcomes: list[Outcome]) -> list[Outcome]:
     """Return the evidence that decides, where training runs speak of a statement.
 
-    Two experiments searched a learning rate for each method: the one on stale data and
-    family_tuned. Where one of them registered the size of an effect, it decides: at one
+    Three experiments searched a learning rate for each method: the one on stale data,
+    the one on UP's controls, and family_tuned. Where one of them registered the size of an effect, it decides: at one
     rate for all, a difference may be one of tuning. What else was seen in training runs
     stands beside it: other experiments, and effects that nobody registered. The rule
     was made after the results.
