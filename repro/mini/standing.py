@@ -12,8 +12,9 @@ that the opposite is shown; shown: effects with intervals; bounds_alone: as the 
 below; seeds, of; needed: the seeds it would take for power 0.8 at 0.05 / claims of the
 experiment. Of the second round these are for the registered effect: those that it
 registered (power.py), or, where all have run and it is still open, at the spread that
-was seen; of the other experiments for the effect that was seen. null: more than 200, or the effect that was seen is on the other side. decides: true where
-a learning rate was searched for each method, and the size of the effect registered.
+was seen; of the other experiments for the effect that was seen. null: more than 200, or
+the effect that was seen is on the other side. decides: true where a learning rate was
+searched for each method, and the size of the effect registered.
 """
 
 import json
