@@ -118,7 +118,7 @@ def judged(name: str, listed: dict[str, Any], folder: Path) -> dict[str, Any]:
     wrap, hand = getattr(wrappers, name), getattr(by_hand, listed["by_hand"])
     loss = wrap(Fetched(folder / listed["repo"].replace("/", "+")))
     start = time.process_time()
-    out: dict[str, Any] = {"lines": lines(wrap), "by_hand": inspect.getdoc(hand)}
+    out: dict[str, Any] = {"by_hand": inspect.getdoc(hand)}
     hp = {k: v for k, v in listed["hp"].items() if v}
     try:
         report = upref.check(loss, listed["held"], **hp)
@@ -144,29 +144,6 @@ def judged(name: str, listed: dict[str, Any], folder: Path) -> dict[str, Any]:
         out["off_formula"] = out["off_objective"] = None
     out["cpu"] = round(time.process_time() - start, 1)
     return out
-
-
-def lines(wrap) -> int:
-    """Of the wrapper and of what it uses of its file, without the first of each and without blank ones."""
-    counts: dict[str, int] = {}
-    todo = [wrap]
-    while todo:
-        function = todo.pop()
-        source = inspect.getsource(function).splitlines()
-        counts[function.__name__] = sum(bool(line.strip()) for line in source) - 1
-        called_names = _names(function.__code__)
-        todo += [
-            other
-            for name, other in vars(wrappers).items()
-            if name in called_names and inspect.isfunction(other) and name not in counts
-        ]
-    return sum(counts.values())
-
-
-def _names(code) -> set[str]:
-    """The names that a function reads, and those that the functions in it read."""
-    inner = [_names(c) for c in code.co_consts if inspect.iscode(c)]
-    return set(code.co_names).union(*inner)
 
 
 def machine() -> str:

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of docs/in-the-wild.md, from losses.toml and found.json."""
 
+import inspect
 import json
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from types import CodeType
+
+from docs.in_the_wild import wrappers
 
 HERE = Path(__file__).parent
 # gradients that differ by less are the same, with room for a 1e-6 in a denominator
@@ -47,22 +52,24 @@ def table() -> str:
             head = "| code | its name or text says | wrapper | `upref.check` | `upref.identify` | by hand |"
             out += ["", f"## {loss['list']}", "", head, "|---|---|---|---|---|---|"]
             last = loss["list"]
-        cells = row(loss, results[name])
+        cells = row(name, loss, results[name])
         out.append(line([cell.replace("|", "\\|") for cell in cells]))
     return "\n".join(out)
 
 
-def row(loss: dict, found: dict) -> list[str]:
+def row(name: str, loss: dict, found: dict) -> list[str]:
     """The cells of a loss.
 
     Args:
+        name: of its wrapper.
         loss: its table in losses.toml.
         found: its results in found.json.
     """
     text = loss["says"]
     if "said" in loss:
         text += f"; it says so itself: {loss['said']}"
-    lines = "1 line" if found["lines"] == 1 else f"{found['lines']} lines"
+    count = count_lines(getattr(wrappers, name))
+    lines = "1 line" if count == 1 else f"{count} lines"
     return [
         code_link(loss),
         text,
@@ -71,6 +78,32 @@ def row(loss: dict, found: dict) -> list[str]:
         found["identify"] or "refused",
         found["by_hand"] + ("" if right(found) else WRONG),
     ]
+
+
+def count_lines(wrapper: Callable) -> int:
+    """Count the lines of a wrapper and of the functions of its file that it uses.
+
+    Blank lines, and the first line of each function, do not count.
+    """
+    counts: dict[str, int] = {}
+    todo = [wrapper]
+    while todo:
+        function = todo.pop()
+        source = inspect.getsource(function).splitlines()
+        counts[function.__name__] = sum(bool(line.strip()) for line in source) - 1
+        names_read = _names_read(function.__code__)
+        todo += [
+            other
+            for name, other in vars(wrappers).items()
+            if name in names_read and inspect.isfunction(other) and name not in counts
+        ]
+    return sum(counts.values())
+
+
+def _names_read(code: CodeType) -> set[str]:
+    """Return the names that a function reads, and those that the functions in it read."""
+    inner = [_names_read(c) for c in code.co_consts if inspect.iscode(c)]
+    return set(code.co_names).union(*inner)
 
 
 def code_link(listed: dict) -> str:
@@ -129,7 +162,7 @@ def tally() -> str:
     rows = [every[name] for name in losses]
     agree, refused = sum(map(meant, rows)), sum("refused" in r for r in rows)
     beyond = sum(meant(r) and not r["check"] for r in rows)
-    lines = sorted(r["lines"] for r in rows)
+    lines = sorted(count_lines(getattr(wrappers, name)) for name in losses)
     borne_out = sum(right(r) for r in rows)
     repos = len({loss["repo"] for loss in losses.values()})
     cpu = sorted(r["cpu"] for r in rows)
