@@ -26,7 +26,7 @@ ELSEWHERE = {
 }
 ANSWERS = {
     "yes": "UP-DAPO gives more than each control",
-    "no": "UP-DAPO gives nothing more than one control at least, or less",
+    "no": "no, at least one control has all that UP-DAPO gives, up to the margins",
     "undecided": "undecided, the intervals allow both answers",
 }
 
@@ -47,6 +47,47 @@ def bonus_words() -> str:
     """
     registered, _, effects = _load()
     return BONUS_WORDS[rule.against(effects, registered, "dapo_bonus")]
+
+
+def at_equal_average() -> str:
+    """Return README's sentence on UP-DAPO at equal Avg@32."""
+    registered, _, effects = _load()
+    at_t_1 = {
+        e.other: report.shown(e)
+        for e in effects
+        if e.family == "equal" and e.metric == "equal_avg/t_1"
+    }
+    without_clip = "dapo_no_upper_clip"
+    assert rule.against(effects, registered, without_clip) == "nothing more"
+    return (
+        f"At T = 1 and [equal average](repro/mini/controls/README.md) UP gains {at_t_1['dapo']} on DAPO, "
+        f"{at_t_1['dapo_bonus']} on DAPO with a tuned entropy bonus, "
+        f"{at_t_1[without_clip]} on DAPO without the clip."
+    )
+
+
+def share_of_the_clip() -> float:
+    """Return the share of UP's gain over DAPO, at top-p 0.7, that DAPO has by dropping
+    its upper clip.
+    """
+    _, _, effects = _load()
+    gain = {
+        e.other: e.mean
+        for e in effects
+        if e.family == "fixed" and e.metric == "best/top_p_0.7"
+    }
+    return 1 - gain["dapo_no_upper_clip"] / gain["dapo"]
+
+
+def beyond_no_clip() -> str:
+    """Return the effects beyond DAPO without its upper clip, at both levels, as words."""
+    _, _, effects = _load()
+    t_1, top_p = (
+        report.shown(e)
+        for e in effects
+        if e.family == "equal" and e.other == "dapo_no_upper_clip"
+    )
+    return f"{t_1} at the Avg@32 of T = 1 and {top_p} at that of top-p 0.9"
 
 
 def _load() -> tuple[plan.Plan, dict[str, Record], list[Effect]]:

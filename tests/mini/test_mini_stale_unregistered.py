@@ -252,11 +252,11 @@ def test_the_numbers_of_readme(runs):
         f"right at least once in 32 | {gain[16]} | {plain(sampled['best'])} |",
         f"right on average | {average} | {plain(sampled['avg'])}; {below} |",
         f"the most frequent is right | {majority}, not registered | {plain(sampled['maj'])} |",
-        f"UP gains {gain[16]} points, half by dropping the upper clip. From a base at {ends[walk, 'dapo', 0]} %, UP ends "
-        f"at {ends[walk, 'up_dapo', -1]} % and DAPO at {ends[walk, 'dapo', -1]} %; from {ends[biased, 'dapo', 0]} %, at "
-        f"{ends[biased, 'up_dapo', -1]} and {ends[biased, 'dapo', -1]} %. The average changes by {average}.",
-        f"{sampled['best'].mean():+.1f} and {sampled['avg'].mean():+.1f}. At 4 rollouts: {gain[4]}, fresh: "
-        f"{gain[0]}, with lp_old [recomputed](docs/findings.md#the-words): {again}.",
+        f"UP gains {gain[16]} points, half to two thirds by dropping the upper clip; the average changes by {average}.",
+        f"At 4 rollouts: {gain[4].partition(' ')[0]}; fresh, or with lp_old",
+        f"at 16 rollouts, from the base at {ends[walk, 'dapo', 0]} % Best@32 falls to {ends[walk, 'up_dapo', -1]} % under "
+        f"UP and to {ends[walk, 'dapo', -1]} % under DAPO; from the base at {ends[biased, 'dapo', 0]} % it rises to "
+        f"{ends[biased, 'up_dapo', -1]} % and to {ends[biased, 'dapo', -1]} %.",
         f"Avg@32 is {stale} points (not registered) from that of DAPO on fresh data",
         f"UP gains {again} of Best@32: both methods end at {others[0]:.0f} to {others[1]:.0f} %. Their "
         f"Avg@32 is then {-np.mean(lost):.0f} points lower than with the sampler's lp_old",
