@@ -60,21 +60,23 @@ def at_equal_average() -> str:
     without_clip = "dapo_no_upper_clip"
     assert rule.against(effects, registered, without_clip) == "nothing more"
     return (
-        f"At T = 1 and [equal average](repro/mini/controls/README.md) UP gains {at_t_1['dapo']} on DAPO, "
-        f"{at_t_1['dapo_bonus']} on DAPO with a tuned entropy bonus, "
-        f"{at_t_1[without_clip]} on DAPO without the clip."
+        "16 rollouts stale, at T = 1 and [equal average](repro/mini/controls/README.md), UP's Best@32 exceeds DAPO's "
+        f"by {at_t_1['dapo']}, DAPO's with a tuned entropy bonus by {at_t_1['dapo_bonus']}, DAPO's without the "
+        f"upper clip by {at_t_1[without_clip]}."
     )
 
 
-def share_of_the_clip() -> float:
-    """Return the share of UP's gain over DAPO, at top-p 0.7, that DAPO has by dropping
-    its upper clip.
+def share_of_the_clip(metric: str) -> float:
+    """Return the share of UP's gain over DAPO that DAPO has by dropping its upper clip.
+
+    Args:
+        metric: of Best@32, as in the plan of the experiment.
     """
     _, _, effects = _load()
     gain = {
         e.other: e.mean
         for e in effects
-        if e.family == "fixed" and e.metric == "best/top_p_0.7"
+        if e.metric == metric and (e.first, e.group) == ("up_dapo", "s16")
     }
     return 1 - gain["dapo_no_upper_clip"] / gain["dapo"]
 
