@@ -3,6 +3,8 @@
 docs/findings.md.
 """
 
+import numpy as np
+
 from repro.mini.registered import plan, report, rule
 from repro.mini.registered.rule import Effect
 from repro.mini.study import results, suite
@@ -31,12 +33,13 @@ ANSWERS = {
 }
 
 
+ARMS = 10  # methods, 16 rollouts stale
 BONUS_WORDS = {
     "not finished": "leave it open: they had no look yet",
     "undecided": "leave it undecided whether UP gives anything beyond a tuned entropy bonus",
     "nothing more": "find that UP gives no more than the margins beyond a tuned entropy bonus",
     "less": "find that UP gives less than a tuned entropy bonus",
-    "more": "find that UP gives more than a tuned entropy bonus",
+    "more": "find that UP gives more than the entropy bonus that the search chose",
     "a trade": "find that UP gains on a tuned entropy bonus at one level of Avg@32 and loses at another",
 }
 
@@ -58,10 +61,11 @@ def at_equal_average() -> str:
         if e.family == "equal" and e.metric == "equal_avg/t_1"
     }
     without_clip = "dapo_no_upper_clip"
+    assert _main_runs()["dapo_bonus"][0]["settings"]["entropy_bonus"] == 0.03
     assert rule.against(effects, registered, without_clip) == "nothing more"
     return (
-        "16 rollouts stale, at T = 1 and [equal average](repro/mini/controls/README.md), UP's Best@32 exceeds DAPO's "
-        f"by {at_t_1['dapo']}, DAPO's with a tuned entropy bonus by {at_t_1['dapo_bonus']}, DAPO's without the "
+        "16 rollouts stale, at [equal average](repro/mini/controls/README.md), that of T = 1, UP's Best@32 exceeds DAPO's "
+        f"by {at_t_1['dapo']}, DAPO's with an entropy bonus (0.03) by {at_t_1['dapo_bonus']}, DAPO's without the "
         f"upper clip by {at_t_1[without_clip]}."
     )
 
@@ -79,6 +83,38 @@ def share_of_the_clip(metric: str) -> float:
         if e.metric == metric and (e.first, e.group) == ("up_dapo", "s16")
     }
     return 1 - gain["dapo_no_upper_clip"] / gain["dapo"]
+
+
+def over_dapo() -> str:
+    """Return UP-DAPO minus DAPO at the level of T = 1, as words."""
+    _, _, effects = _load()
+    (at_t_1,) = (
+        e
+        for e in effects
+        if e.family == "equal" and (e.metric, e.other) == ("equal_avg/t_1", "dapo")
+    )
+    return f"{report.shown(at_t_1)} at the Avg@32 of T = 1"
+
+
+def _main_runs() -> dict[str, list[Record]]:
+    """Return the runs of each method in the experiment proper, 16 rollouts stale."""
+    registered, records, _ = _load()
+    runs: dict[str, list[Record]] = {}
+    for (cell, _, _), record in rule.values_of(registered, records).items():
+        if cell.group == "s16" and record:
+            runs.setdefault(cell.arm, []).append(record)
+    return runs
+
+
+def entropy_and_best() -> float:
+    """Return the correlation of final entropy and Best@32 at top-p 0.7 over methods."""
+    runs = _main_runs()
+    assert len(runs) == ARMS
+    means = [
+        [np.mean([rule.number(r, metric) for r in of_arm]) for of_arm in runs.values()]
+        for metric in ("entropy", "best/top_p_0.7")
+    ]
+    return float(np.corrcoef(means)[0, 1])
 
 
 def beyond_no_clip() -> str:
@@ -122,9 +158,12 @@ def text() -> str:
             "",
             "UP-DAPO minus each control, Best@32 at equal Avg@32, 16 rollouts stale, in points. The margins are 2 and 4:",
             "",
-            "| control | at the Avg@32 of T = 1 | at the Avg@32 of top-p 0.9 | so UP-DAPO gives |",
-            "|---|---|---|---|",
+            "| control | at the Avg@32 of T = 1 | at the Avg@32 of top-p 0.9 | on each base, T = 1; top-p 0.9 | so UP-DAPO "
+            "gives |",
+            "|---|---|---|---|---|",
             *_rows(effects, "equal", "equal_avg/t_1", "equal_avg/top_p_0.9", against),
+            "",
+            _caveats(registered, effects),
             "",
             "At the fixed decoding top-p 0.7, in points. Here a method may gain in Best@32 what it loses in Avg@32:",
             "",
@@ -146,6 +185,35 @@ def text() -> str:
             "",
             _choices(registered, records),
         ]
+    )
+
+
+def _caveats(registered: plan.Plan, effects: list[Effect]) -> str:
+    """Return what a reader of the table of controls must know, as sentences."""
+    runs = _main_runs()
+    equal = {(e.other, e.metric): e for e in effects if e.family == "equal"}
+    highest = [
+        report.rounded(
+            equal["dapo_no_upper_clip", metric],
+            equal["dapo_no_upper_clip", metric].high,
+        )
+        for metric in ("equal_avg/t_1", "equal_avg/top_p_0.9")
+    ]
+    clipped = np.mean([r["steps"]["clip_pos_high"] for r in runs["dapo_clip_3"]])
+    bonus, plain = (
+        rule.score(runs[arm], registered.search) for arm in ("dapo_bonus", "dapo")
+    )
+    coefficient = runs["dapo_bonus"][0]["settings"]["entropy_bonus"]
+    assert clipped < 1e-5 and bonus < plain
+    return (
+        f"*Nothing more* means nothing beyond the margins, which are about as large as UP-DAPO's whole gain on DAPO. "
+        "Beyond DAPO "
+        f"without its upper clip the intervals leave at most {highest[0]} and {highest[1]} points. DAPO with ε_high = 3 "
+        "is nearly the same control: it clips fewer than 1 in 100,000 tokens. Against ε_high = 1 *more* rests on one "
+        f"level, and on an interval that begins at {equal['dapo_clip_1', 'equal_avg/t_1'].low:+.2f}. The entropy bonus of "
+        f"{coefficient:g} is the best of four coefficients in the runs of the search, which have half the length. In the "
+        f"full runs its score of the search is below that of DAPO ({bonus:.1f} and {plain:.1f}); a smaller bonus was not "
+        "run in full."
     )
 
 
@@ -204,10 +272,18 @@ def _rows(
         for e in effects
         if e.family == family
     }
+    bases = {
+        (e.other, e.metric): ", ".join(report.rounded(e, x) for x in e.by_base)
+        for e in effects
+        if e.family == family
+    }
     rows = []
     for control in dict.fromkeys(other for other, _ in of_metric):
         cells = [NAMES[control], of_metric[control, first], of_metric[control, second]]
         if words is not None:
+            cells.append(
+                "; ".join(bases[control, metric] for metric in (first, second))
+            )
             cells.append(words.get(control, "DAPO itself is not a control"))
         rows.append(f"| {' | '.join(cells)} |")
     return rows
