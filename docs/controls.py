@@ -199,6 +199,7 @@ def _caveats(registered: plan.Plan, effects: list[Effect]) -> str:
         )
         for metric in ("equal_avg/t_1", "equal_avg/top_p_0.9")
     ]
+    barely = equal["dapo_clip_1", "equal_avg/t_1"]
     clipped = np.mean([r["steps"]["clip_pos_high"] for r in runs["dapo_clip_3"]])
     bonus, plain = (
         rule.score(runs[arm], registered.search) for arm in ("dapo_bonus", "dapo")
@@ -206,14 +207,13 @@ def _caveats(registered: plan.Plan, effects: list[Effect]) -> str:
     coefficient = runs["dapo_bonus"][0]["settings"]["entropy_bonus"]
     assert clipped < 1e-5 and bonus < plain
     return (
-        f"*Nothing more* means nothing beyond the margins, which are about as large as UP-DAPO's whole gain on DAPO. "
-        "Beyond DAPO "
-        f"without its upper clip the intervals leave at most {highest[0]} and {highest[1]} points. DAPO with ε_high = 3 "
-        "is nearly the same control: it clips fewer than 1 in 100,000 tokens. Against ε_high = 1 *more* rests on one "
-        f"level, and on an interval that begins at {equal['dapo_clip_1', 'equal_avg/t_1'].low:+.2f}. The entropy bonus of "
-        f"{coefficient:g} is the best of four coefficients in the runs of the search, which have half the length. In the "
-        f"full runs its score of the search is below that of DAPO ({bonus:.1f} and {plain:.1f}); a smaller bonus was not "
-        "run in full."
+        "*Nothing more* means nothing beyond the margins, which are about as large as UP-DAPO's whole gain on DAPO. "
+        "Beyond DAPO without its upper clip the intervals leave at most "
+        f"{highest[0]} and {highest[1]} points. DAPO with ε_high = 3 is nearly the same control: it clips fewer than "
+        "1 in 100,000 tokens. Against ε_high = 1 *more* rests on one level, and on an interval that begins at "
+        f"{barely.low:+.2f}. The entropy bonus of {coefficient:g} is the best of four coefficients in the runs of the "
+        "search, which have half the length. In the full runs its score of the search is below that of DAPO "
+        f"({bonus:.1f} and {plain:.1f}); a smaller bonus was not run in full."
     )
 
 
