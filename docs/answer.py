@@ -77,7 +77,7 @@ def text() -> str:
         f"[preregistered]({RESULTS}/report.md), 95 % intervals); no language model was trained. "
         "At [top-p 0.7](docs/findings.md#the-words), data 16 [rollouts](docs/glossary.md#a-token-and-its-gradient) "
         f"stale: Best@32 {shown(gains[0])} points, average {shown(average)}. 4 rollouts stale: "
-        f"{signed(gains[1].mean)}. On fresh data, on a second task, or with lp_old "
+        f"{signed(gains[1].mean)}, a second task: {controls.second_task()}. On fresh data, or with lp_old "
         f"[recomputed](docs/findings.md#the-words): no gain shown. {controls.at_equal_average()} "
         "[All evidence](docs/findings.md)."
     )

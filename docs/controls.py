@@ -96,6 +96,18 @@ def over_dapo() -> str:
     return f"{report.shown(at_t_1)} at the Avg@32 of T = 1"
 
 
+def second_task() -> str:
+    """Return UP-DAPO minus DAPO in Best@32 at top-p 0.7 on the task chain."""
+    _, _, effects = _load()
+    (gain,) = (
+        e
+        for e in effects
+        if (e.metric, e.other, e.group) == ("best/top_p_0.7", "dapo", "chain_s16")
+    )
+    assert gain.word == "gains by less than 4"
+    return report.rounded(gain, gain.mean)
+
+
 def _main_runs() -> dict[str, list[Record]]:
     """Return the runs of each method in the experiment proper, 16 rollouts stale."""
     registered, records, _ = _load()
