@@ -253,7 +253,7 @@ def test_the_numbers_of_readme(runs):
         f"right on average | {average} | {plain(sampled['avg'])}; {below} |",
         f"the most frequent is right | {majority}, not registered | {plain(sampled['maj'])} |",
         f"stale: Best@32 {gain[16]} points, average {average}.",
-        f"4 rollouts stale: {gain[4].partition(' ')[0]}.",
+        f"4 rollouts stale: {gain[4].partition(' ')[0]}, a second task: ",
         f"from the base at {ends[walk, 'dapo', 0]} % Best@32 falls to {ends[walk, 'up_dapo', -1]} % under "
         f"UP and to {ends[walk, 'dapo', -1]} % under DAPO; from the base at {ends[biased, 'dapo', 0]} % it rises to "
         f"{ends[biased, 'up_dapo', -1]} % and to {ends[biased, 'dapo', -1]} %.",
