@@ -29,6 +29,7 @@ FILES = {
     1: "repro/mini/results/verdicts.md#{0}",
     2: "repro/mini/round2/results/report.md#{0}",
     "stale": "repro/mini/stale/results/report.md",
+    "controls": "repro/mini/controls/results/report.md",
 }
 ROUND_2 = (
     "dose_low",
