@@ -72,7 +72,7 @@ def text() -> str:
     assert 0.45 < shares[0] < 0.55 and 0.62 < shares[1] < 0.72 and 0.85 < shares[2] < 1
     words = (
         "**On stale data UP beats DAPO at Best@32 (right at least once in 32 tries), not on average. Dropping DAPO's "
-        "upper clip alone gives half or more of that gain.** "
+        "upper clip gives half or more of that gain.** "
         f"Tiny transformers learned number puzzles ({n} [seeds](docs/glossary.md#results), "
         f"[preregistered]({RESULTS}/report.md), 95 % intervals); no language model was trained. "
         "At [top-p 0.7](docs/findings.md#the-words), data 16 [rollouts](docs/glossary.md#a-token-and-its-gradient) "

@@ -64,9 +64,9 @@ def at_equal_average() -> str:
     assert _main_runs()["dapo_bonus"][0]["settings"]["entropy_bonus"] == 0.03
     assert rule.against(effects, registered, without_clip) == "nothing more"
     return (
-        "16 rollouts stale, at [equal average](repro/mini/controls/README.md), that of T = 1, UP's Best@32 exceeds DAPO's "
-        f"by {at_t_1['dapo']}, DAPO's with an entropy bonus (0.03) by {at_t_1['dapo_bonus']}, DAPO's without the "
-        f"upper clip by {at_t_1[without_clip]}."
+        "16 rollouts stale, at [equal average](repro/mini/controls/README.md), that of T = 1, UP leads DAPO in Best@32 "
+        f"by {at_t_1['dapo']}, DAPO with an entropy bonus (0.03) by {at_t_1['dapo_bonus']}, DAPO without its upper "
+        f"clip by {at_t_1[without_clip]}."
     )
 
 
