@@ -176,6 +176,7 @@ def explanations() -> str:
     at_t_1 = runs.difference(up, dapo, at_end("best", T_1))
     equal = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*runs.at_equal_average(16))
     r, cells = runs.entropy_and_best()
+    r_of_controls, methods = controls.entropy_and_best()
     peak = runs.difference(up, dapo, at_peak("best"))
     assert worth(runs, 16, T_1).low < 0 < worth(runs, 16, unregistered.TOP_P).low
     assert 0 < peak.mean < gain.mean / 2
@@ -212,7 +213,7 @@ def explanations() -> str:
             "stopping at the best moment",
             f"The highest of a run's evaluations, UP-DAPO minus DAPO (not registered): {peak}",
             f"most of the gain; but from the base at {base:.0f} % the best moment is before training in "
-            f"{untrained} of {n} runs of UP-DAPO, so nothing is learned there",
+            f"{untrained} of {n} runs of UP-DAPO, so this tells nothing of training there",
         ),
         (
             "less learning: Best@32 falls late in training",
@@ -228,8 +229,8 @@ def explanations() -> str:
         (
             "more entropy, by any means",
             f"Over {cells} settings (method, staleness, source of lp_old), the final entropy and Best@32 have the "
-            f"correlation {r:.3f}. Over the {controls.ARMS} methods of the controls it is "
-            f"{controls.entropy_and_best():.2f}",
+            f"correlation {r:.3f}. Over the {methods} methods of the controls it is "
+            f"{r_of_controls:.2f}",
             f"the [registered controls](#the-controls) {controls.bonus_words()}",
         ),
     ]

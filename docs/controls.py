@@ -3,6 +3,8 @@
 docs/findings.md.
 """
 
+from functools import cache
+
 import numpy as np
 
 from repro.mini.registered import plan, report, rule
@@ -33,7 +35,6 @@ ANSWERS = {
 }
 
 
-ARMS = 10  # methods, 16 rollouts stale
 BONUS_WORDS = {
     "not finished": "leave it open: they had no look yet",
     "undecided": "leave it undecided whether UP gives anything beyond a tuned entropy bonus",
@@ -55,18 +56,16 @@ def bonus_words() -> str:
 def at_equal_average() -> str:
     """Return README's sentence on UP-DAPO at equal Avg@32."""
     registered, _, effects = _load()
-    at_t_1 = {
-        e.other: report.shown(e)
-        for e in effects
-        if e.family == "equal" and e.metric == "equal_avg/t_1"
-    }
-    without_clip = "dapo_no_upper_clip"
-    assert _main_runs()["dapo_bonus"][0]["settings"]["entropy_bonus"] == 0.03
-    assert rule.against(effects, registered, without_clip) == "nothing more"
+    assert rule.against(effects, registered, "dapo_no_upper_clip") == "nothing more"
+    bonus = _main_runs()["dapo_bonus"][0]["settings"]["entropy_bonus"]
+    dapo, with_bonus, without_clip = (
+        report.shown(_effect("equal_avg/t_1", other))
+        for other in ("dapo", "dapo_bonus", "dapo_no_upper_clip")
+    )
     return (
         "16 rollouts stale, at [equal average](repro/mini/controls/README.md), that of T = 1, UP leads DAPO in Best@32 "
-        f"by {at_t_1['dapo']}, DAPO with an entropy bonus (0.03) by {at_t_1['dapo_bonus']}, DAPO without its upper "
-        f"clip by {at_t_1[without_clip]}."
+        f"by {dapo}, DAPO with an entropy bonus ({bonus:g}) by {with_bonus}, DAPO without its upper clip by "
+        f"{without_clip}."
     )
 
 
@@ -76,36 +75,52 @@ def share_of_the_clip(metric: str) -> float:
     Args:
         metric: of Best@32, as in the plan of the experiment.
     """
-    _, _, effects = _load()
-    gain = {
-        e.other: e.mean
-        for e in effects
-        if e.metric == metric and (e.first, e.group) == ("up_dapo", "s16")
-    }
-    return 1 - gain["dapo_no_upper_clip"] / gain["dapo"]
+    beyond_no_clip = _effect(metric, "dapo_no_upper_clip").mean
+    return 1 - beyond_no_clip / _effect(metric, "dapo").mean
 
 
 def over_dapo() -> str:
     """Return UP-DAPO minus DAPO at the level of T = 1, as words."""
-    _, _, effects = _load()
-    (at_t_1,) = (
-        e
-        for e in effects
-        if e.family == "equal" and (e.metric, e.other) == ("equal_avg/t_1", "dapo")
+    return f"{report.shown(_effect('equal_avg/t_1', 'dapo'))} at the Avg@32 of T = 1"
+
+
+def beyond_no_clip() -> str:
+    """Return the effects beyond DAPO without its upper clip, at both levels, as words."""
+    t_1, top_p = (
+        report.shown(_effect(metric, "dapo_no_upper_clip"))
+        for metric in ("equal_avg/t_1", "equal_avg/top_p_0.9")
     )
-    return f"{report.shown(at_t_1)} at the Avg@32 of T = 1"
+    return f"{t_1} at the Avg@32 of T = 1 and {top_p} at that of top-p 0.9"
 
 
 def second_task() -> str:
     """Return UP-DAPO minus DAPO in Best@32 at top-p 0.7 on the task chain."""
-    _, _, effects = _load()
-    (gain,) = (
-        e
-        for e in effects
-        if (e.metric, e.other, e.group) == ("best/top_p_0.7", "dapo", "chain_s16")
-    )
+    gain = _effect("best/top_p_0.7", "dapo", "chain_s16")
     assert gain.word == "gains by less than 4"
     return report.rounded(gain, gain.mean)
+
+
+def entropy_and_best() -> tuple[float, int]:
+    """Return the correlation of final entropy and Best@32 at top-p 0.7 over the
+    methods, and how many methods there are.
+    """
+    runs = _main_runs()
+    means = [
+        [np.mean([rule.number(r, metric) for r in of_arm]) for of_arm in runs.values()]
+        for metric in ("entropy", "best/top_p_0.7")
+    ]
+    return float(np.corrcoef(means)[0, 1]), len(runs)
+
+
+def _effect(metric: str, other: str, group: str = "s16") -> Effect:
+    """Return UP-DAPO minus another method, by its registered family."""
+    _, _, effects = _load()
+    (found,) = (
+        e
+        for e in effects
+        if (e.first, e.metric, e.other, e.group) == ("up_dapo", metric, other, group)
+    )
+    return found
 
 
 def _main_runs() -> dict[str, list[Record]]:
@@ -118,28 +133,7 @@ def _main_runs() -> dict[str, list[Record]]:
     return runs
 
 
-def entropy_and_best() -> float:
-    """Return the correlation of final entropy and Best@32 at top-p 0.7 over methods."""
-    runs = _main_runs()
-    assert len(runs) == ARMS
-    means = [
-        [np.mean([rule.number(r, metric) for r in of_arm]) for of_arm in runs.values()]
-        for metric in ("entropy", "best/top_p_0.7")
-    ]
-    return float(np.corrcoef(means)[0, 1])
-
-
-def beyond_no_clip() -> str:
-    """Return the effects beyond DAPO without its upper clip, at both levels, as words."""
-    _, _, effects = _load()
-    t_1, top_p = (
-        report.shown(e)
-        for e in effects
-        if e.family == "equal" and e.other == "dapo_no_upper_clip"
-    )
-    return f"{t_1} at the Avg@32 of T = 1 and {top_p} at that of top-p 0.9"
-
-
+@cache
 def _load() -> tuple[plan.Plan, dict[str, Record], list[Effect]]:
     """Return the plan, the records of finished runs, and the effects of all families."""
     registered = plan.load(FOLDER / "plan.toml")
@@ -175,7 +169,7 @@ def text() -> str:
             "|---|---|---|---|---|",
             *_rows(effects, "equal", "equal_avg/t_1", "equal_avg/top_p_0.9", against),
             "",
-            _caveats(registered, effects),
+            _caveats(registered),
             "",
             "At the fixed decoding top-p 0.7, in points. Here a method may gain in Best@32 what it loses in Avg@32:",
             "",
@@ -200,18 +194,14 @@ def text() -> str:
     )
 
 
-def _caveats(registered: plan.Plan, effects: list[Effect]) -> str:
+def _caveats(registered: plan.Plan) -> str:
     """Return what a reader of the table of controls must know, as sentences."""
     runs = _main_runs()
-    equal = {(e.other, e.metric): e for e in effects if e.family == "equal"}
-    highest = [
-        report.rounded(
-            equal["dapo_no_upper_clip", metric],
-            equal["dapo_no_upper_clip", metric].high,
-        )
-        for metric in ("equal_avg/t_1", "equal_avg/top_p_0.9")
-    ]
-    barely = equal["dapo_clip_1", "equal_avg/t_1"]
+    highest = []
+    for metric in ("equal_avg/t_1", "equal_avg/top_p_0.9"):
+        effect = _effect(metric, "dapo_no_upper_clip")
+        highest.append(report.rounded(effect, effect.high))
+    barely = _effect("equal_avg/t_1", "dapo_clip_1")
     clipped = np.mean([r["steps"]["clip_pos_high"] for r in runs["dapo_clip_3"]])
     bonus, plain = (
         rule.score(runs[arm], registered.search) for arm in ("dapo_bonus", "dapo")
