@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import kernels, losses, steps
+from benchmarks.gpu import kernels, losses, steps, suite
 from benchmarks.gpu.place import PartSetup, lines
 from upref.files import write_atomically
 
@@ -52,13 +52,16 @@ def parts() -> dict[str, Part]:
     }
     for i in range(steps.PARTS):
         by_name[f"steps-{i}"] = Part("steps", (str(i),), TOGETHER)
+    for i in range(suite.SHARDS):
+        by_name[f"suite-{i}"] = Part("suite", (str(i),), TOGETHER)
     for i in range(len(kernels.MAKERS)):
         by_name[f"kernels-{i}"] = Part("kernels", (str(i),), TOGETHER)
     by_name["losses-liger"] = Part("losses", ("liger",), TOGETHER)
     for i in range(losses.SHARDS):
         by_name[f"losses-{i}"] = Part("losses", (str(i),), TOGETHER)
+    by_name["samplers"] = Part("samplers", (), TOGETHER)
     by_name["training"] = Part("training", (), 230)
-    by_name["sizes"] = Part("sizes", (), 100)
+    by_name["sizes"] = Part("sizes", (), 150)
     return by_name
 
 

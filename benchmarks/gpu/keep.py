@@ -21,7 +21,7 @@ RESULTS = Path(__file__).with_name("results.json")
 # what tells one row from another
 NAMES = (
     "fact", "test", "part", "model", "step", "function", "dtype", "objective", "liger", "settings", "who", "H", "N",
-    "run", "estimate",
+    "run", "estimate", "case", "sampler",
 )  # fmt: skip
 LONGEST = 4000  # characters of a text that are kept
 

@@ -156,7 +156,8 @@ def make_trainer(
     prompts: int = 8,
     **more: Any,
 ) -> Any:
-    """Make TRL's trainer on a CPU, with a tokenizer of single words.
+    """Make TRL's trainer, with a tokenizer of single words; on a CPU where the fields
+    do not say otherwise.
 
     Args:
         model: a small causal language model of transformers.
@@ -173,11 +174,9 @@ def make_trainer(
     if fields.get("beta"):  # the trainer loads its reference model by this name
         model.save_pretrained(f"{folder}/model")
         model.config._name_or_path = f"{folder}/model"  # noqa: SLF001
+    defaults = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
     arguments = trl.GRPOConfig(
-        output_dir=folder,
-        use_cpu=True,
-        report_to="none",
-        **{"bf16": False, "gradient_checkpointing": False} | dict(fields),
+        output_dir=folder, report_to="none", **defaults | dict(fields)
     )
     return (cls or trl.GRPOTrainer)(
         model,
@@ -224,7 +223,8 @@ def batch(rows: list[Any], accelerator: Any) -> dict[str, Any]:
 
     Args:
         rows: with prompt, response, trains, adv, old and ref.
-        accelerator: of the trainer, which counts tokens over the ranks.
+        accelerator: of the trainer; it names the device, and counts tokens over the
+            ranks.
 
     Returns:
         The inputs of the loss: prompts [B, P], padded on the left; what belongs to
@@ -233,7 +233,7 @@ def batch(rows: list[Any], accelerator: Any) -> dict[str, Any]:
     prompts = pad([row.prompt for row in rows], END, "left")
     completions = pad([row.response for row in rows], END)
     trains = pad([[int(t) for t in row.trains] for row in rows], 0)
-    return {
+    inputs = {
         "prompt_ids": prompts,
         "prompt_mask": pad([[1] * len(row.prompt) for row in rows], 0, "left"),
         "completion_ids": completions,
@@ -242,8 +242,10 @@ def batch(rows: list[Any], accelerator: Any) -> dict[str, Any]:
         "advantages": torch.tensor([row.adv for row in rows]),
         "old_per_token_logps": pad([row.old for row in rows], 0.0),
         "ref_per_token_logps": pad([row.ref for row in rows], 0.0),
-        "num_items_in_batch": accelerator.gather(trains.sum()).sum(),
     }
+    inputs = {name: value.to(accelerator.device) for name, value in inputs.items()}
+    trained_tokens = accelerator.gather(inputs["tool_mask"].sum()).sum()
+    return inputs | {"num_items_in_batch": trained_tokens}
 
 
 def pad(lists: list[Any], value: float, side: str = "right") -> torch.Tensor:
