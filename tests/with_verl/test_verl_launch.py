@@ -254,6 +254,15 @@ def test_what_is_accepted_says_who_reads_it(capsys):
         assert f"  {line}    # given on the command line, read by {who}\n" in out
 
 
+def test_what_verl_itself_lacks_is_named(capsys, monkeypatch):
+    """As where UPREF_PYTHON has verl, and verl's own packages are missing."""
+    monkeypatch.setitem(sys.modules, "verl.trainer.config", None)
+    assert launch.main(["up_dapo", "gpu1", "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "cannot be read (import of verl.trainer.config halted" in said
+    assert "repro/venv.sh verl installs what it needs" in said
+
+
 @pytest.mark.parametrize("words", daily(REFUSED, 3))
 def test_one_sentence_and_status_2(words, capsys):
     assert launch.main([*shlex.split(words), "--dry-run"]) == 2

@@ -210,6 +210,8 @@ def train(
 ) -> int:
     """One run; its exit status. seeds: how many runs of the same cost are asked for."""
     try:
+        # hydra does not say which package is missing
+        importlib.import_module("verl.trainer.config")
         from repro.with_verl.config.validate import validate
     except ImportError as e:
         raise InputError(
