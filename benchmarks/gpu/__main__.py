@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +201,9 @@ def one(arguments: list[str], device: str, small: bool) -> int:
 def collect(out: Path, work: Path, states: dict[str, Any]) -> None:
     """Write gpu.json and gpu.log of what is there."""
     rows = {path.stem: lines(path) for path in sorted(work.glob("*.jsonl"))}
-    text = json.dumps({"parts": states, "rows": rows}, indent=1) + "\n"
+    date = datetime.now(UTC).date().isoformat()
+    found = {"date": date, "parts": states, "rows": rows}
+    text = json.dumps(found, indent=1) + "\n"
     write_atomically(out / "gpu.json", text)
     log = [
         f"==== {path.stem}\n{path.read_text(encoding='utf-8', errors='replace')[-60_000:]}"

@@ -4,8 +4,9 @@
     python -m benchmarks.gpu.keep FOLDER/gpu.json COMMIT
     python -m benchmarks.gpu.keep FOLDER/gpu.json COMMIT --without training "REASON"
 
-A row takes the place of the row of the same name; each says which run it is of. The
-second form keeps a part's status, but not its rows, and writes down why.
+A row takes the place of the row of the same name; each says which run it is of. A row
+that lacks a package takes the place of none. The second form keeps a part's status, but
+not its rows, and writes down why.
 """
 
 import json
@@ -55,13 +56,20 @@ def added(
             continue
         kind = part.partition("-")[0]
         for row in found:
+            name = name_of(kind, row)
+            if name in rows and lacks_package(row):
+                continue
             row = {k: shortened(v) for k, v in row.items()}
-            rows[name_of(kind, row)] = {"kind": kind, "of": len(runs)} | row
-    machine = next((r for r in new["rows"].get("facts", []) if "gpu" in r), {})
-    run = {"commit": commit, "date": machine.get("date"), "parts": new["parts"]}
+            rows[name] = {"kind": kind, "of": len(runs)} | row
+    run = {"commit": commit, "date": new["date"], "parts": new["parts"]}
     if without:
         run["without"] = without
     return {"runs": [*runs, run], "rows": list(rows.values())}
+
+
+def lacks_package(row: dict[str, Any]) -> bool:
+    """Tell whether it failed because a package is not installed there."""
+    return str(row.get("failed", "")).startswith("ModuleNotFoundError")
 
 
 def shortened(value: Any) -> Any:

@@ -190,8 +190,7 @@ def test_every_benchmark_has_a_command_that_is_run():
 def test_a_row_of_a_new_gpu_run_takes_the_place_of_its_name():
     def run(seconds, objective):
         row = {"objective": objective, "seconds": seconds}
-        facts = {"gpu": "H100", "fact": "machine", "date": "2026-11-26"}
-        return {"parts": {}, "rows": {"losses-0": [row], "facts": [facts]}}
+        return {"date": "2026-11-26", "parts": {}, "rows": {"losses-0": [row]}}
 
     first = keep.added({}, run(1.0, "dapo"), "a")
     both = keep.added(first, run(2.0, "grpo"), "b")
@@ -203,6 +202,18 @@ def test_a_row_of_a_new_gpu_run_takes_the_place_of_its_name():
         if "objective" in r
     ]
     assert found == [("dapo", 3.0, 2), ("grpo", 2.0, 1)]
+
+
+def test_a_gpu_row_that_lacks_a_package_takes_no_place():
+    def run(**more):
+        row = {"who": "verl", "N": 512} | more
+        return {"date": "2026-11-26", "parts": {}, "rows": {"sizes": [row]}}
+
+    first = keep.added({}, run(milliseconds=8.6), "a")
+    lacks = keep.added(first, run(failed="ModuleNotFoundError: ray"), "b")
+    assert [r["milliseconds"] for r in lacks["rows"]] == [8.6]
+    broken = keep.added(first, run(failed="RuntimeError: no kernel"), "b")
+    assert [r["failed"] for r in broken["rows"]] == ["RuntimeError: no kernel"]
 
 
 def test_the_tests_that_took_longest_begin(tmp_path, monkeypatch):
