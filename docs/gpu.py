@@ -91,6 +91,52 @@ def steps() -> str:
     return f"{table(head, body)}\n\nIn TF32 the gradient of the recurrent model is off by {size(tf32)}."
 
 
+def suite() -> str:
+    """How the cases of the conformance suite ended with TRL's trainer on the GPU."""
+    by_status: dict[str, Rows] = {}
+    for row in rows("suite"):
+        by_status.setdefault(row["status"], []).append(row)
+    counts = ", ".join(f"{len(found)} {status}" for status, found in by_status.items())
+    failed = [
+        row
+        for status in ("failed", "could not run")
+        for row in by_status.get(status, [])
+    ]
+    on_both = [f"`{row['case']}`" for row in failed if row["fails_on_cpu"]]
+    here_alone = [f"`{row['case']}`" for row in failed if not row["fails_on_cpu"]]
+    passed = by_status["passed"]
+    passes_here = [f"`{row['case']}`" for row in passed if row["fails_on_cpu"]]
+    lines = [
+        f"Of {len(rows('suite'))} cases: {counts}.",
+        f"These do not pass on a CPU either: {', '.join(on_both) or 'none'}.",
+        f"These pass on a CPU: {', '.join(here_alone) or 'none'}.",
+        f"These pass on the GPU alone: {', '.join(passes_here) or 'none'}.",
+        f"The largest error of a case that passed is {size(max(row['error'] for row in passed))}.",
+    ]
+    return "\n".join(lines)
+
+
+def samplers() -> str:
+    """What replay's gap says of samplers and trainers on the GPU."""
+    body = []
+    sentences: dict[str, str] = {}
+    for row in rows("samplers"):
+        if row["said"]:
+            sentences.setdefault(row["cause"], row["said"][0])
+        cells = [
+            row["sampler"],
+            f"{row['mean_abs']:.2g}",
+            f"{row['largest']:.2g}",
+            f"{row['rho_mean']:.3f} ± {row['rho_se']:.3f}",
+            "none" if row["healthy"] else "fails",
+            "" if row["cause"] == "agree" else f"`{row['cause']}`",
+        ]
+        body.append(cells)
+    head = ["sampler, trainer", "mean abs(d)", "largest", "E[ρ]", "failure", "cause"]
+    lines = [f"* `{cause}`: {cell(text)}" for cause, text in sentences.items()]
+    return "\n".join([table(head, body), "", *lines])
+
+
 def kernels() -> str:
     """Verdicts of check_logprobs on functions that compute on the GPU."""
     body = []

@@ -299,6 +299,8 @@ ON_GPU = (
     "machine",
     "tests",
     "steps",
+    "suite",
+    "samplers",
     "kernels",
     "losses",
     "liger",
