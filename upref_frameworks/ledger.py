@@ -12,6 +12,7 @@ computes both. audits/ledger.py holds the entries against an audit.
 """
 
 import ast
+import functools
 import math
 import tomllib
 from dataclasses import asdict, dataclass
@@ -257,20 +258,15 @@ def entry(name: str, key: str) -> Entry:
     return entries[key]
 
 
+@functools.cache
 def _script(prelude: str, proof: str) -> str:
     """Return the proof after those statements of the prelude whose names it uses, by
     itself or by such a statement.
     """
     lines = prelude.splitlines()
-    kept = ast.parse(proof).body
+    used = _names_in(ast.parse(proof))
     kept_lines: list[str] = []
     for statement in reversed(ast.parse(prelude).body):
-        used = {
-            node.id
-            for later_statement in kept
-            for node in ast.walk(later_statement)
-            if isinstance(node, ast.Name)
-        }
         imported = {
             alias.asname or alias.name.partition(".")[0]
             for alias in getattr(statement, "names", [])
@@ -286,7 +282,7 @@ def _script(prelude: str, proof: str) -> str:
             statement.targets[0], ast.Attribute
         )
         if is_patch or used & defined:
-            kept.append(statement)
+            used |= _names_in(statement)
             kept_lines[:0] = lines[statement.lineno - 1 : statement.end_lineno]
     modules = [
         line.removeprefix("import ")
@@ -296,6 +292,11 @@ def _script(prelude: str, proof: str) -> str:
     other_lines = [line for line in kept_lines if not line.startswith("import ")]
     imports = [f"import {', '.join(modules)}"] if modules else []
     return "\n".join([*imports, *other_lines, proof])
+
+
+def _names_in(tree: ast.AST) -> set[str]:
+    """Return the names that a piece of code reads or sets."""
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 def sort_by_severity(entries: list[Entry]) -> list[Entry]:
