@@ -59,8 +59,9 @@ HELD_OUT = (
 )
 POLICIES = ("agree", "two_policies")
 # whose sentence names other experts and other weights
-OTHER_POLICIES = (*POLICIES, "impossible_tokens")
-CUTS = ("cut", "cut_or_divided", "all_zero")  # all_zero: one token is left everywhere
+OTHER_POLICIES = (*POLICIES, "impossible_tokens", "missing_mass")
+# all_zero: one token is left everywhere
+CUTS = ("cut", "cut_or_divided", "missing_mass", "all_zero")
 
 # What may be named. What one column cannot tell apart has one cause, whose sentence
 # names all that fit.

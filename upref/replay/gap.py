@@ -325,6 +325,12 @@ def _report_signatures(
         add_finding(
             "note", "unrelated", correlation=columns.correlation(), **policy_numbers
         )
+    elif (
+        has_unexplained_gap
+        and _lacks_much_mass(trainer - sampled)
+        and _lacks_much_mass((trainer - sampled)[is_first])
+    ):
+        add_finding("note", "missing_mass", error=numbers["rho_se"], **policy_numbers)
     elif has_unexplained_gap:
         add_finding("note", "two_policies", **policy_numbers)
 
@@ -483,6 +489,12 @@ def _lacks_mass(d: Tensor) -> bool:
     excess = ratio - 1
     is_missing = float(excess.sum()) < -SIGNIFICANT * float((excess**2).sum().sqrt())
     return is_missing and float(ratio.mean()) < 1.5 * math.exp(float(d.mean()))
+
+
+def _lacks_much_mass(d: Tensor) -> bool:
+    """Whether more mass is missing than a few tokens of a mixture of experts explain."""
+    mass = float(d.clamp(max=LARGE_EXPONENT).exp().mean())
+    return mass < 1 - 2 * LEAST_KL and _lacks_mass(d)
 
 
 def _is_rarely_above(d: Tensor) -> bool:

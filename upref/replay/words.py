@@ -176,6 +176,18 @@ SAMPLER = {
         "the row, and the tokens are not: one column is padded on the left and the "
         "other on the right, or a prompt is missing in one. Moved back, " + UNDONE + "."
     ),
+    "missing_mass": (
+        "E[ρ] = {rho:.3f} ± {error:.3f} is below 1, mean gap {mean_abs:.3f} nats: the "
+        "trainer gives mass to tokens that the sampler did not draw. The sampler was "
+        "cut and renormalized (top_p, min_p, top_k, a grammar, banned tokens), or the "
+        "trainer's softmax has tokens that the sampler's lacks (a padded vocabulary), "
+        "and rounding or other weights move the rest; or some tokens differ much: "
+        "other experts, other weights, penalties, a logit bias, "
+        + CONTEXT
+        + ", or "
+        + LIKELIEST
+        + "."
+    ),
 }
 
 # ---- several steps -------------------------------------------------------------------
