@@ -31,9 +31,9 @@ def longest_first(items):
 def pytest_collection_modifyitems(config, items):
     """What is nightly runs only where it is asked for: -m nightly."""
     if "nightly" not in config.option.markexpr:
-        left = [item for item in items if item.get_closest_marker("nightly")]
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in left]
+        nightly = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=nightly)
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
     items[:] = longest_first(items)
 
 

@@ -50,20 +50,32 @@ if repro/venv.sh docs; then
 else
     left_out "the tests of the documentation site: its tools could not be installed (see above)."
 fi
+take_real_steps() { timeout 900 "$bin"/python -m pytest -q -m smoke -k three_real_steps tests/with_verl/test_smoke.py; }
 
-# Beside the tests: what is judged without them, and the site.
+# Beside the tests: what is judged without them, the site, and the real steps where an earlier run installed what they
+# need. An installation waits until the tests have ended.
 judge upref upref_frameworks upref_course paper repro >.venv/judge.log 2>&1 &
-judging=$! building= status=0
+judging=$! building= stepping= status=0
 if [[ $built ]]; then
-    "$bin"/python -m pytest -q -m site >.venv/site.log 2>&1 &
+    "$bin"/python -m pytest -q -m site tests/pages/test_site.py >.venv/site.log 2>&1 &
     building=$!
 fi
-"$bin"/python -m pytest -n 2 --dist worksteal -q -m "not (smoke or site or nightly)" || status=$?
+if [[ -e .venv/stamp-smoke ]] && repro/venv.sh smoke; then
+    take_real_steps >.venv/smoke.log 2>&1 &
+    stepping=$!
+fi
+# three workers on two CPUs: what some tests wait for takes none
+"$bin"/python -m pytest -n 3 --dist worksteal -q -m "not (smoke or site or nightly)" || status=$?
 wait $judging || status=$?
 cat .venv/judge.log
 if [[ $building ]]; then
     wait $building || status=$?
     cat .venv/site.log
+fi
+if [[ $stepping ]]; then
+    wait $stepping || status=$?
+    cat .venv/smoke.log
+    exit $status
 fi
 [[ $status -eq 0 ]] || exit $status
 
@@ -72,7 +84,7 @@ free=$(df -Pk . | awk 'NR == 2 { print int($4 / 1024 / 1024) }')
 if [[ ! -e .venv/stamp-smoke && $free -lt 8 ]]; then
     left_out "the three steps of verl and vLLM: they need 8 GB of disk for packages, and $free are free."
 elif repro/venv.sh smoke; then
-    timeout 900 "$bin"/python -m pytest -q -m smoke -k three_real_steps
+    take_real_steps
 else
     left_out "the three steps of verl and vLLM: they could not be installed (see above)."
 fi

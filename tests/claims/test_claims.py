@@ -3,6 +3,7 @@
 claim red.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -40,9 +41,15 @@ from upref.errors import InputError
 ROOT = Path(__file__).parents[2]
 CLAIMS = read()
 TEX = evidence.paper()
-ON_STALE_DATA = standing.stale(results.load(design.RESULTS))
-ON_CONTROLS = standing.controls(results.load(standing.CONTROLS / "results"))
 FAKE = Claim("fake", "Sec. 3.1", "w", "s")
+
+
+@functools.cache
+def experiments():
+    """The names of what the records of both experiments answer."""
+    on_stale_data = standing.stale(results.load(design.RESULTS))
+    on_controls = standing.controls(results.load(standing.CONTROLS / "results"))
+    return {*on_stale_data, *on_controls}
 
 
 # ---- the records ---------------------------------------------------------------------
@@ -64,7 +71,7 @@ def test_every_pointer_leads_to_something():
                 pointer in derivations if kind == "derivations"
                 else evidence.has_test(ROOT, pointer) if kind == "tests"
                 else [f["claim"].startswith(more) for f in exact[name]["findings"]].count(True) == 1 if kind == "exact"
-                else pointer in ON_STALE_DATA | ON_CONTROLS or f'id = "{more}"' in registered if kind == "mini"
+                else pointer in experiments() or f'id = "{more}"' in registered if kind == "mini"
                 else re.compile(pointer)
             ), (c.id, pointer)  # fmt: skip
 
@@ -77,7 +84,7 @@ def test_every_registered_claim_is_evidence_or_says_why_not():
         for e in map(plan.load, plan.names(round=n))
         for c in e.claims
     }
-    registered |= set(ON_STALE_DATA) | set(ON_CONTROLS)
+    registered |= experiments()
     used, exceptions = {x for c in CLAIMS for x in c.mini}, raw()["exceptions"]
     excused = {
         x

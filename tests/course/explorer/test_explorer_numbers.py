@@ -15,7 +15,8 @@ from upref.weights.curve import make_curve
 from upref_course.explorer.formulas import formulas
 
 POINTS, SETTINGS = 10_000, 4  # the default hyperparameters, and three drawn
-FORMULAS = formulas()
+READ = [n for n in names() if not get(n).not_symbolic]
+DRAWN = [*READ, *(f"up({n})" for n in READ if not n.startswith("up_"))]
 ASK = """(() => {{ const w = weigher({name}, {hp}), known = new Map(), reads = OBJECTIVES[{name}].readsMu;
 return {points}.map(([p, m, A, r]) => {{
   const key = `${{A}},${{reads ? m : 0}}`;
@@ -33,7 +34,7 @@ def settings(name: str, rng) -> list[dict]:
     return [
         {},
         *(
-            {k: draw(k, of) for k, of in FORMULAS[name]["hp"].items()}
+            {k: draw(k, of) for k, of in formulas()[name]["hp"].items()}
             for _ in range(SETTINGS - 1)
         ),
     ]
@@ -64,12 +65,12 @@ def points(name: str, hp: dict, rng, n: int):
     return p, mu, A, on
 
 
-@pytest.mark.parametrize("name", daily(FORMULAS, 3))
+@pytest.mark.parametrize("name", daily(DRAWN, 3))
 def test_weight_and_cap_are_numpys(js, name):
     """On a bound itself only Cap is held: there rounding decides what the weight of r =
     p/mu is.
     """
-    rng = np.random.default_rng(list(FORMULAS).index(name))
+    rng = np.random.default_rng(DRAWN.index(name))
     for hp in settings(name, rng):
         p, mu, A, on = points(name, hp, rng, POINTS // SETTINGS)
         table = json.dumps(np.transpose([p, mu, A, p / mu]).tolist())
@@ -136,14 +137,7 @@ def test_the_curves_are_made_of_the_same_weights(js, name):
 
 
 def test_every_objective_that_sympy_reads_is_there(js):
-    there, left = set(FORMULAS), set(js("LEFT_OUT"))
-    assert set(js("Object.keys(OBJECTIVES)")) == there
-    assert {n for n in there if not n.startswith("up(")} == {
-        n for n in names() if not get(n).not_symbolic
-    }
-    assert left == {n for n in names() if get(n).not_symbolic} and all(
-        js("LEFT_OUT").values()
-    )
-    assert {n for n in there if n.startswith("up(")} == {
-        f"up({n})" for n in there if not n.startswith("up")
-    }
+    left_out = js("LEFT_OUT")
+    assert js("Object.keys(OBJECTIVES)") == list(formulas()) == DRAWN
+    assert set(left_out) == {n for n in names() if get(n).not_symbolic}
+    assert all(left_out.values())
