@@ -296,6 +296,7 @@ class OnePartInThousand(OnePartIn):
     n = 1_100
 
 
+@pytest.mark.nightly
 def test_linear_attention_is_allowed_what_its_own_rounding_makes():
     """At these rows a norm divides by a vector near 0, so float32 moves the gradient by
     more than the usual bound.

@@ -14,6 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
 import upref
+from tests.support.daily import daily
 from upref import catalog
 
 FIGURES = Path(__file__).parents[2] / "figures"
@@ -78,7 +79,8 @@ def test_same_code_same_bytes(fresh, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"eps_high": 0.4}, {"eps_high": 0.2}, {"eps_low": 0.3}, {"c": 5}]
+    "changed",
+    daily([{"eps_high": 0.4}, {"eps_high": 0.2}, {"c": 5}, {"eps_low": 0.3}], 2),
 )
 def test_a_changed_figure_is_noticed(tmp_path, changed):
     make.save(make.cap(**changed), tmp_path / "cap.svg")

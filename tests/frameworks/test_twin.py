@@ -132,9 +132,8 @@ def spec(config, **model):
 
 
 @pytest.mark.verl
-@pytest.mark.parametrize(
-    "fused", [True, pytest.param(False, marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("fused", [True, False])
 def test_a_family_for_which_verl_is_wrong_does_not_start(fused):
     """verl's fused head drops Cohere's logit scale (docs/steps.md); the same run
     without it agrees.

@@ -160,6 +160,7 @@ def python(code, **env):
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_a_fresh_verl_finds_it_by_VERL_USE_EXTERNAL_MODULES():
     done = python(
         CONFIG + RUN, VERL_USE_EXTERNAL_MODULES="upref_frameworks.verl.training"

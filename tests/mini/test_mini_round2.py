@@ -30,6 +30,7 @@ from repro.mini.round2 import (
 )
 from repro.mini.study import curves, plan, registration, results, suite
 from repro.mini.study.plan import Claim, Contrast, Experiment
+from tests.support.daily import daily
 from upref.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -398,9 +399,7 @@ def whole(kind: str) -> dict:
     return found
 
 
-@pytest.mark.parametrize(
-    "kind", ["plain", "zero", "nan", pytest.param("stopped", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("kind", daily(["nan", "zero", "plain", "stopped"], 4))
 def test_the_report_of_all_runs_however_odd(kind, tmp_path, monkeypatch, undrawn):
     """When the last run is in there is a verdict on everything, and no number that is
     none; what is odd is named.

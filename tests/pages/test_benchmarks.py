@@ -55,6 +55,7 @@ def test_all_that_stand_in_one_row_have_one_gradient(pair):
         )
 
 
+@pytest.mark.nightly
 def test_a_run_of_the_suite_is_recorded_with_what_is_otherwise_than_listed(
     tmp_path, monkeypatch
 ):

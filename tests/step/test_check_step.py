@@ -12,6 +12,7 @@ import torch
 from loops import BUGS, RIGHT, T, collated, policy_step, qwen3, right, surrogate
 
 import upref
+from tests.support.daily import daily
 from upref.step import (
     Functions,
     Row,
@@ -43,7 +44,7 @@ def test_a_right_step_agrees(name, step, model):
     assert report and report.error < 5e-6, report
 
 
-@pytest.mark.parametrize("name, cause, step", BUGS)
+@pytest.mark.parametrize("name, cause, step", daily(BUGS, 2))
 def test_a_bug_is_rejected_and_named(name, cause, step, model):
     report = check_step(step, model, "dapo", temperature=T)
     assert not report
@@ -129,7 +130,7 @@ def test_a_trainer_that_cannot_be_handed_rows_is_recorded(model):
         check_recorded(seen, rows, "dapo", temperature=T, bound="bf16")
 
 
-@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize("clip", daily([0.3, None], 2))
 @pytest.mark.parametrize(
     ("above", "moved", "others"),
     # how far log r is above the bound log 0.8, how far a bfloat16 step may move it, and

@@ -83,6 +83,7 @@ def test_so_is_one_of_rows_that_are_lost_or_padded(name):
     assert cause in said and "possible" not in said, said
 
 
+@pytest.mark.nightly
 def test_a_coincidence_is_called_possible(tmp_path):
     for report in (recorded(coincidence), dumped(tmp_path, coincidence)):
         first = report.failures[0]
@@ -118,6 +119,7 @@ def test_a_clip_behind_the_last_pass_is_named_and_hides_no_cause():
     assert recorded(policy_step, clip=0.1, bound=0.1)
 
 
+@pytest.mark.nightly
 def test_of_large_parameters_some_entries_tell(tmp_path, monkeypatch):
     for module in ("sketch", "halves"):
         monkeypatch.setattr(f"upref.step.{module}.KEPT", 200)

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tests.support.daily import daily
+
 SETTINGS = {
     "nothing": "",
     "the one name": "torch.set_float32_matmul_precision('high')",
@@ -41,7 +43,7 @@ assert now() == before, now()
 """
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", daily(reversed(SETTINGS), 3))
 def test_the_precision_of_products_is_restored(setting):
     code = PROGRAM.format(SETTINGS[setting])
     done = subprocess.run(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import distributed as dist, nn
 
+from tests.support.daily import daily
 from upref.step import record_step
 from upref.step.case import perturb
 from upref.step.families import tiny
@@ -116,7 +117,7 @@ class SlowLastRank:
         (self.folder / str(rank)).touch()
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", daily([True, False], 2))
 def test_three_ranks_wait_for_the_slowest_and_pass_on_its_error(tmp_path, fails):
     step = SlowLastRank(tmp_path, fails)
     expected = (

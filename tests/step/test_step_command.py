@@ -42,6 +42,7 @@ def on_two_ranks(step, *more):
     return run.returncode, run.stdout, run.stderr
 
 
+@pytest.mark.nightly
 def test_a_divisor_of_one_rank_is_named():
     status, out, _ = on_two_ranks("own_tokens")
     assert (

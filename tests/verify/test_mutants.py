@@ -440,6 +440,7 @@ def test_a_cap_is_asked_far_out_as_closely_as_near(by, right):
     assert bool(upref.check(cispo, "cispo", eps_high=4.4)) is right
 
 
+@pytest.mark.nightly
 def test_a_bound_that_depends_on_a_rare_token_is_asked_too():
     """Newton's method with a step clamped: only below π_old = 6e-4 it does not arrive."""
     c = configs(upref.get("bandpo_kl"))[-1]

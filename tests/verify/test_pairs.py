@@ -189,7 +189,7 @@ def test_wrong_where_two_axes_meet(a, b):
     }, f"{x}, {y}\n{report}"
 
 
-@pytest.mark.parametrize("axis", daily(UNUSUAL, 2))
+@pytest.mark.parametrize("axis", daily(UNUSUAL, 3))
 def test_wrong_along_one_axis(axis):
     for p in UNUSUAL[axis].values():
         assert not upref.check(

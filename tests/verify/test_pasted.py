@@ -47,7 +47,7 @@ def test_every_import_that_is_printed_is_there():
 
 
 @pytest.mark.parametrize(
-    "case", daily([c for c in ALL if c.verdict == REJECTED], 30), ids=lambda c: c.name
+    "case", daily([c for c in ALL if c.verdict == REJECTED], 60), ids=lambda c: c.name
 )
 def test_a_printed_batch_runs(case):
     printed = [f.batch for f in case.judged().findings if f.batch]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import upref
+from tests.support.daily import daily
 from upref.identification.identification import Identification
 from upref.step.identify import StepIdentification
 from upref.verify.finding import Example
@@ -73,7 +74,7 @@ def wrong_here_and_there(log_prob, old_log_prob, advantages, mask):
 LOSSES = [everything_wrong, long_words, huge_numbers, wrong_here_and_there]
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", daily(LOSSES, 2))
 @pytest.mark.parametrize("name", ["dapo", "gspo", "up_grpo"])
 def test_a_report_is_short(loss, name):
     report = upref.check(loss, name)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import upref
+from tests.support.daily import daily
 from upref.errors import InputError
 from upref.verify.explain import GRADIENT_LEFT, GRADIENT_RETURNED, GRADIENT_TWICE
 from upref.verify.oracles.side_effects import OWN_GRADIENT_ADDED
@@ -143,7 +144,7 @@ DOUBLED = [
 ]
 
 
-@pytest.mark.parametrize(("loss", "cause"), DOUBLED)
+@pytest.mark.parametrize(("loss", "cause"), daily(DOUBLED, 2))
 def test_a_gradient_that_is_left_adds_to_the_returned_one(loss, cause):
     """Only what it left was compared, and each of these agreed."""
     report = upref.check(loss, "grpo", eps=0.2)

@@ -92,8 +92,8 @@ from repro.with_verl.config import compose as c, scales
 from repro.with_verl.config.validate import validate
 from repro.with_verl.run import launch
 names = [name for name in upref.names() if not upref.get(name).needs]
-for n, scale in enumerate(SCALES):
-    for name in names if WHOLE else names[n :: len(SCALES)]:
+for scale in SCALES:
+    for name in names:
         cfg = validate(c.compose(name, scale))
         loss = cfg.actor_rollout_ref.actor.policy_loss
         assert loss.loss_mode == f"upref/{scales.load_scale(scale).loss.get(name, (name,))[0]}"
@@ -132,21 +132,13 @@ def absent_in_the_smallest():
     )
 
 
-@pytest.mark.parametrize(
-    "whole", [False, pytest.param(True, marks=pytest.mark.nightly)]
-)
-def test_every_method_at_every_scale_in_the_smallest_environment(whole):
-    """A fresh machine without a GPU has neither vLLM nor what verl's trainer needs. By
-    day each method at one scale.
-    """
+@pytest.mark.nightly
+def test_every_method_at_every_scale_in_the_smallest_environment():
+    """A fresh machine without a GPU has neither vLLM nor what verl's trainer needs."""
     absent = absent_in_the_smallest()
     assert not {"verl", "torch", "ray"} & set(absent)
     every = scales.scale_names()
-    code = (
-        SMALLEST.replace("ABSENT", repr(absent))
-        .replace("SCALES", repr(every))
-        .replace("WHOLE", repr(whole))
-    )
+    code = SMALLEST.replace("ABSENT", repr(absent)).replace("SCALES", repr(every))
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
@@ -155,7 +147,7 @@ def test_every_method_at_every_scale_in_the_smallest_environment(whole):
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("ok ") == len(RUNS) * (len(every) if whole else 1)
+    assert done.stdout.count("ok ") == len(RUNS) * len(every)
     assert done.stdout.count("checked: every key") == len(every)
 
 
@@ -263,7 +255,7 @@ def test_what_verl_itself_lacks_is_named(capsys, monkeypatch):
     assert "repro/venv.sh verl installs what it needs" in said
 
 
-@pytest.mark.parametrize("words", daily(REFUSED, 3))
+@pytest.mark.parametrize("words", daily(REFUSED, 6))
 def test_one_sentence_and_status_2(words, capsys):
     assert launch.main([*shlex.split(words), "--dry-run"]) == 2
     err = [x for x in capsys.readouterr().err.splitlines() if x.startswith("launch: ")]
@@ -376,10 +368,13 @@ def module_that_fails(folder, name):
 
 @pytest.mark.parametrize(
     ("objective", "scale", "name", "cure"),
-    [
-        ("up_gspo", "paper", "megatron.bridge", "venv.sh gpu megatron"),
-        ("up_dapo", "gpu8", "transfer_queue", "venv.sh gpu flash"),
-    ],
+    daily(
+        [
+            ("up_dapo", "gpu8", "transfer_queue", "venv.sh gpu flash"),
+            ("up_gspo", "paper", "megatron.bridge", "venv.sh gpu megatron"),
+        ],
+        2,
+    ),
 )
 def test_the_preflight_imports_what_the_scale_needs(
     objective, scale, name, cure, tmp_path
