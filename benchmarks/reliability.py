@@ -880,6 +880,8 @@ def interrupt(folder: Path) -> Iterator[Row]:
         happened = ""
         statuses = []
         for signal_number in (signal.SIGINT, signal.SIGTERM) * 2:
+            # where the environment is complete there is nothing to interrupt
+            shutil.rmtree(folder / "place/.venv", ignore_errors=True)
             status, output = interrupted(name, argv, signal_number)
             if status <= 2:  # it had ended before the signal came
                 continue
