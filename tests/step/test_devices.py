@@ -80,7 +80,7 @@ def marked(case):
     return pytest.param(case, marks=marks)
 
 
-@pytest.mark.parametrize("case", map(marked, CASES))
+@pytest.mark.parametrize("case", [marked(case) for case in CASES])
 def test_a_model_on_a_device_has_the_verdict_of_the_cpu(case):
     make, step = CASES[case]
     torch.manual_seed(0)
