@@ -457,7 +457,7 @@ TWO_RANKS = """import sys
 from pathlib import Path
 import torch, trl
 from transformers import AutoTokenizer
-from test_trl_training import TWINS, bound, run
+from tests.frameworks.test_trl_training import TWINS, bound, run
 
 torch.set_num_threads(1)
 policy, out = Path(sys.argv[1]), Path(sys.argv[2])
@@ -478,7 +478,7 @@ for name in ("grpo", "dapo"):
 def test_a_run_on_two_ranks_is_trls(policy, tmp_path):
     root = Path(__file__).parents[2]
     (tmp_path / "two.py").write_text(TWO_RANKS)
-    places = (root, root / "tests" / "verify")
+    places = (root,)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "two.py",
          str(policy[0]), str(tmp_path / "out")],

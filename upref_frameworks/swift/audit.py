@@ -251,7 +251,7 @@ def _dynamic_advantages(estimator: str, scale: str) -> Callable[..., Tensor]:
     """Return ms-swift's advantages for groups of any size. They are computed in
     float32.
     """
-    return lambda R, g: _advantage_module().compute_advantages_dynamic_advantages(
+    return lambda R, g: _advantage_module().compute_advantages_dynamic(
         R.float()[:, None],
         torch.ones(1),
         [str(i) for i in g.tolist()],
