@@ -216,7 +216,8 @@ def record_training(
         )
         trainer.replay_buffer.append(_experience(imported.Experience, rows))
         stack.enter_context(patch("torch.cuda.current_device", return_value="cpu"))
-        with watched(actor_model.model, steps, updates):
+        # one more than it should take, so that an extra step is noticed
+        with watched(actor_model.model, steps, updates + 1):
             trainer.ppo_train(beta)
     if not steps:
         raise InputError("OpenRLHF took no optimizer step on these rows.")
