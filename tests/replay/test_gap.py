@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import upref
-from tests.replay import second
+from tests.replay import second, test_healthy as healthy
 from tests.replay.grade import EXPECTED, UNDONE, cell, worlds
 from tests.replay.simulator import (
     FAULTS,
@@ -298,19 +298,15 @@ def test_a_moved_row_has_no_nan_where_the_sampler_is_minus_infinity():
 
 
 def cut_and_noisy(noise, top_p=0.9):
-    """Tokens of a sampler that is cut, and a trainer that is not and is off besides."""
+    """The gap of a sampler that is cut and a trainer that is not, whose logits are off
+    by some noise besides.
+    """
     generator = torch.Generator().manual_seed(3)
-    z = 2 * torch.randn(64, 64, 50, generator=generator)
-    kept, places = z.softmax(-1).sort(-1, descending=True)
-    is_kept = torch.empty(z.shape, dtype=torch.bool)
-    is_kept.scatter_(-1, places, kept.cumsum(-1) - kept < top_p)
-    mu = z.masked_fill(~is_kept, -torch.inf).log_softmax(-1)
-    drawn = torch.multinomial(mu.exp().flatten(0, 1), 1, generator=generator)
-    ids = drawn.view(64, 64, 1)
-    pi = (z + noise * torch.randn(z.shape, generator=generator)).log_softmax(-1)
-    columns = {"sampler": mu.gather(-1, ids)[..., 0], "old": pi.gather(-1, ids)[..., 0]}
-    columns |= {"ids": ids[..., 0], "mask": torch.ones(64, 64)}
-    return gap(make_batch(columns, file="f"))
+    z = 2 * torch.randn(64, healthy.LENGTH, healthy.VOCABULARY, generator=generator)
+    is_kept = nucleus(top_p)(z.log_softmax(-1))
+    mu = torch.where(is_kept, z, -torch.inf)
+    pi = z + noise * torch.randn(z.shape, generator=generator)
+    return gap(healthy.batch(mu, pi, generator))
 
 
 def test_mass_that_is_missing_is_said_where_rounding_hides_the_cut():
