@@ -3,6 +3,8 @@
 
 import json
 import re
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -93,27 +95,27 @@ def steps() -> str:
 
 def suite() -> str:
     """How the cases of the conformance suite ended with TRL's trainer on the GPU."""
-    by_status: dict[str, Rows] = {}
-    for row in rows("suite"):
-        by_status.setdefault(row["status"], []).append(row)
-    counts = ", ".join(f"{len(found)} {status}" for status, found in by_status.items())
-    failed = [
-        row
-        for status in ("failed", "could not run")
-        for row in by_status.get(status, [])
-    ]
-    on_both = [f"`{row['case']}`" for row in failed if row["fails_on_cpu"]]
-    here_alone = [f"`{row['case']}`" for row in failed if not row["fails_on_cpu"]]
-    passed = by_status["passed"]
-    passes_here = [f"`{row['case']}`" for row in passed if row["fails_on_cpu"]]
-    lines = [
-        f"Of {len(rows('suite'))} cases: {counts}.",
-        f"These do not pass on a CPU either: {', '.join(on_both) or 'none'}.",
-        f"These pass on a CPU: {', '.join(here_alone) or 'none'}.",
-        f"These pass on the GPU alone: {', '.join(passes_here) or 'none'}.",
-        f"The largest error of a case that passed is {size(max(row['error'] for row in passed))}.",
-    ]
-    return "\n".join(lines)
+    every = rows("suite")
+    counts = Counter(row["status"] for row in every)
+    passed = [row for row in every if row["status"] == "passed"]
+    failed = [row for row in every if row["status"] in ("failed", "could not run")]
+    largest = max(passed, key=lambda row: row["error"])
+    ends = ", ".join(f"{count} {status}" for status, count in counts.items())
+    return "\n".join(
+        [
+            f"* Of {len(every)} cases: {ends}.",
+            f"* Failed here and on a CPU: {case_ids(r for r in failed if r['fails_on_cpu'])}.",
+            f"* Failed here alone: {case_ids(r for r in failed if not r['fails_on_cpu'])}.",
+            f"* Passed here alone: {case_ids(r for r in passed if r['fails_on_cpu'])}.",
+            f"* The largest error of a case that passed is {size(largest['error'])}, of "
+            f"`{largest['case']}`.",
+        ]
+    )
+
+
+def case_ids(cases: Iterable[dict[str, Any]]) -> str:
+    """The ids of cases as code, or "none"."""
+    return ", ".join(f"`{row['case']}`" for row in cases) or "none"
 
 
 def samplers() -> str:

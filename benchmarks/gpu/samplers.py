@@ -16,6 +16,7 @@ from torch import Tensor
 
 from benchmarks.gpu.place import SEED, PartSetup
 from benchmarks.gpu.training import CONFIG, TRIAL
+from repro.mini.policy.sample import nucleus
 from upref.replay import gap, make_batch
 
 TAU, TOP_P = 0.7, 0.9
@@ -51,16 +52,6 @@ def make_model(place: PartSetup) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def cut(lp: Tensor, top_p: float) -> Tensor:
-    """Return the log-probabilities [B, V] of the likeliest tokens, renormalized: as many
-    as have the mass top_p.
-    """
-    ordered, places = lp.sort(-1, descending=True)
-    mass_before = ordered.exp().cumsum(-1) - ordered.exp()
-    ordered = ordered.masked_fill(mass_before >= top_p, -torch.inf)
-    return torch.empty_like(lp).scatter_(-1, places, ordered).log_softmax(-1)
-
-
 def draw(
     model: Any, prompts: Tensor, length: int, temperature: float, top_p: float
 ) -> Drawn:
@@ -82,9 +73,8 @@ def draw(
         out = model(given, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         logits = out.logits[:, -1].float()
-        lp = (logits / temperature).log_softmax(-1)
-        if top_p < 1:
-            lp = cut(lp, top_p)
+        p = (logits / temperature).softmax(-1)
+        lp = nucleus(p, top_p).log().log_softmax(-1)
         token = torch.multinomial(lp.exp(), 1, generator=generator)
         ids.append(token)
         raw.append(logits.log_softmax(-1).gather(1, token))
@@ -125,8 +115,26 @@ def other_update(model: Any) -> Any:
     return changed
 
 
-def main(place: PartSetup) -> None:
-    """Draw, score and compare: healthy pairs first, then the faults."""
+@dataclass(frozen=True)
+class Pair:
+    """The columns of a sampler and a trainer for the same tokens.
+
+    Args:
+        name: of the pair, in the table of docs/gpu.md.
+        ids: [B, T] tokens of prompt and response.
+        sampler: [B, T] log-probabilities that the sampler reports.
+        trainer: [B, T] those that the trainer computes.
+    """
+
+    name: str
+    ids: Tensor
+    sampler: Tensor
+    trainer: Tensor
+
+
+@torch.no_grad()
+def make_pairs(place: PartSetup) -> list[Pair]:
+    """Draw and score: healthy pairs first, then an older update, then the faults."""
     responses, length = (8, 24) if place.small else (64, 256)
     trainer = make_model(place)
     engine = copy.deepcopy(trainer).bfloat16()
@@ -134,42 +142,50 @@ def main(place: PartSetup) -> None:
     generator = torch.Generator(place.device).manual_seed(SEED)
     shape = (responses, PROMPT)
     prompts = torch.randint(words, shape, generator=generator, device=place.device)
-    with torch.no_grad():
-        plain = draw(engine, prompts, length, TAU, 1.0)
-        exact = draw(trainer, prompts, length, TAU, 1.0)
-        short = draw(engine, prompts, length, TAU, TOP_P)
-        old = score(trainer, plain.ids)
-        with torch.autocast(place.device, torch.bfloat16):
-            old_half = score(trainer, plain.ids)
-        half = score(engine, plain.ids)
-        pairs = {
-            # sampler, trainer -> (ids, sampler's column, trainer's column, fault)
-            "float32 | float32": (exact, exact.sampled, score(trainer, exact.ids), ""),
-            "bfloat16 | float32": (plain, plain.sampled, old, ""),
-            "bfloat16 | autocast": (plain, plain.sampled, old_half, ""),
-            "bfloat16 | bfloat16": (plain, plain.sampled, half, ""),
-            "bfloat16 | float32, padded": (
-                plain, plain.sampled, score(trainer, plain.ids, 40), "",
-            ),
-            "an older update": (
-                plain, plain.sampled, score(other_update(trainer), plain.ids), "",
-            ),
-            "before the temperature": (plain, plain.raw, old_half, "column"),
-            "top_p 0.9, renormalized": (short, short.sampled, score(trainer, short.ids), "cut"),
-            "top_p 0.9, before the cut": (short, short.raw, score(trainer, short.ids), "column"),
-            "one slot late": (plain, plain.sampled.roll(1, 1), old_half, "shift"),
-            "negated": (plain, -plain.sampled, old_half, "sign"),
-        }  # fmt: skip
-    for name, (drawn, sampler, of_trainer, fault) in pairs.items():
-        with place.row(sampler=name, fault=fault) as row:
-            row |= judge(drawn.ids, sampler, of_trainer)
+
+    exact = draw(trainer, prompts, length, TAU, 1.0)
+    whole = draw(engine, prompts, length, TAU, 1.0)
+    short = draw(engine, prompts, length, TAU, TOP_P)
+    in_float32 = score(trainer, whole.ids)
+    padded = score(trainer, whole.ids, padding=40)
+    in_bfloat16 = score(engine, whole.ids)
+    updated = score(other_update(trainer), whole.ids)
+    of_short = score(trainer, short.ids)
+    with torch.autocast(place.device, torch.bfloat16):
+        in_autocast = score(trainer, whole.ids)
+    late = whole.sampled.roll(1, 1)
+    return [
+        Pair("float32 | float32", exact.ids, exact.sampled, score(trainer, exact.ids)),
+        Pair("bfloat16 | float32", whole.ids, whole.sampled, in_float32),
+        Pair("bfloat16 | autocast", whole.ids, whole.sampled, in_autocast),
+        Pair("bfloat16 | bfloat16", whole.ids, whole.sampled, in_bfloat16),
+        Pair("bfloat16 | float32, padded", whole.ids, whole.sampled, padded),
+        Pair("an older update", whole.ids, whole.sampled, updated),
+        Pair("before the temperature", whole.ids, whole.raw, in_autocast),
+        Pair("top_p 0.9, renormalized", short.ids, short.sampled, of_short),
+        Pair("top_p 0.9, before the cut", short.ids, short.raw, of_short),
+        Pair("one slot late", whole.ids, late, in_autocast),
+        Pair("negated", whole.ids, -whole.sampled, in_autocast),
+    ]
 
 
-def judge(ids: Tensor, sampler: Tensor, of_trainer: Tensor) -> dict[str, Any]:
-    """Return what the report of one pair of columns says."""
-    mask = torch.ones_like(ids, dtype=torch.bool)
+def main(place: PartSetup) -> None:
+    """Write a row of what the report says of each pair."""
+    for pair in make_pairs(place):
+        with place.row(sampler=pair.name) as row:
+            row |= judge(pair)
+
+
+def judge(pair: Pair) -> dict[str, Any]:
+    """Return what the report of one pair says."""
+    mask = torch.ones_like(pair.ids, dtype=torch.bool)
     mask[:, :PROMPT] = False
-    columns = {"ids": ids, "mask": mask, "sampler": sampler, "old": of_trainer}
+    columns = {
+        "ids": pair.ids,
+        "mask": mask,
+        "sampler": pair.sampler,
+        "old": pair.trainer,
+    }
     found = gap(make_batch(columns, file="the recorded step"))
     return {
         "tokens": found.tokens,

@@ -11,13 +11,15 @@ import torch
 
 import upref
 from tests.conformance.test_suite import Plain
-from tests.gpu.test_on_gpu import DEVICE, pytestmark  # noqa: F401
+from tests.gpu import test_on_gpu
 from upref.conformance import CASES, Status, run
 from upref.replay import read_steps
 from upref.replay.files import write
 from upref.replay.record import keep_gradient, step_batch
 from upref.weights.batches import batch
 
+DEVICE = test_on_gpu.DEVICE
+pytestmark = test_on_gpu.pytestmark  # skips without a GPU
 SAMPLE = (
     "objective/dapo",
     "kl/seq-mean",
