@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.known_bugs import target
+from tests.conformance.options import alter_openrlhf
 from upref.conformance import CASES, Status, cases, load_adapter, run, run_ranks
 from upref.conformance.results import read_expected_failures
 from upref_frameworks.audits import framework
@@ -87,6 +88,15 @@ def test_two_ranks_of_skyrl_have_the_gradient_of_one_process():
     ids = [name for name in CASES if name.startswith(("ranks/dp2/", "ranks/sp2/"))]
     ends = {name: run_ranks(adapter, CASES[name], deadline=300).status for name in ids}
     assert ends == dict.fromkeys(ids, Status.PASSED)
+
+
+def test_a_second_epoch_of_openrlhf_is_noticed(monkeypatch):
+    """Its driver recorded the steps of the first epoch alone, and the suite passed."""
+    adapter = _load("openrlhf", monkeypatch)
+    with alter_openrlhf(adapter, "", {"train.max_epochs": 2}):
+        outcome = run(adapter, CASES["objective/ppo_clip"], explain=False)
+    assert outcome.status is Status.COULD_NOT_RUN, outcome
+    assert "made 2 steps, and the case has 1" in outcome.reason
 
 
 @pytest.mark.nightly
