@@ -50,10 +50,13 @@ if repro/venv.sh docs; then
 else
     left_out "the tests of the documentation site: its tools could not be installed (see above)."
 fi
-take_real_steps() { timeout 900 "$bin"/python -m pytest -q -m smoke -k three_real_steps tests/with_verl/test_smoke.py; }
+take_real_steps() {
+    timeout 900 "$bin"/python -m pytest -q -m smoke tests/with_verl/test_smoke.py \
+        -k three_real_steps
+}
 
-# Beside the tests: what is judged without them, the site, and the real steps where an earlier run installed what they
-# need. An installation waits until the tests have ended.
+# Beside the tests: the static checks, the site, and the real steps if an earlier run installed
+# what they need. If not, they wait: an installation must not change the packages under the tests.
 judge upref upref_frameworks upref_course paper repro >.venv/judge.log 2>&1 &
 judging=$! building= stepping= status=0
 if [[ $built ]]; then
@@ -64,7 +67,7 @@ if [[ -e .venv/stamp-smoke ]] && repro/venv.sh smoke; then
     take_real_steps >.venv/smoke.log 2>&1 &
     stepping=$!
 fi
-# three workers on two CPUs: what some tests wait for takes none
+# three workers on two CPUs, because some tests sleep
 "$bin"/python -m pytest -n 3 --dist worksteal -q -m "not (smoke or site or nightly)" || status=$?
 wait $judging || status=$?
 cat .venv/judge.log

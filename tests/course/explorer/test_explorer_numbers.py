@@ -15,7 +15,8 @@ from upref.weights.curve import make_curve
 from upref_course.explorer.formulas import formulas
 
 POINTS, SETTINGS = 10_000, 4  # the default hyperparameters, and three drawn
-READ = [n for n in names() if not get(n).not_symbolic]
+READ = [n for n in names() if not get(n).not_symbolic]  # by sympy
+# what the page draws
 DRAWN = [*READ, *(f"up({n})" for n in READ if not n.startswith("up_"))]
 ASK = """(() => {{ const w = weigher({name}, {hp}), known = new Map(), reads = OBJECTIVES[{name}].readsMu;
 return {points}.map(([p, m, A, r]) => {{
