@@ -63,9 +63,9 @@ def at_equal_average() -> str:
         for other in ("dapo", "dapo_bonus", "dapo_no_upper_clip")
     )
     return (
-        "16 rollouts stale, at [equal average](repro/mini/controls/README.md), that of T = 1, UP leads DAPO in Best@32 "
-        f"by {dapo}, DAPO with an entropy bonus ({bonus:g}) by {with_bonus}, DAPO without its upper clip by "
-        f"{without_clip}."
+        "16 rollouts stale, at [equal average](repro/mini/controls/README.md), that of T "
+        f"= 1, UP leads DAPO in Best@32 by {dapo}, DAPO with an entropy bonus ({bonus:g}) "
+        f"by {with_bonus}, DAPO without its upper clip by {without_clip}."
     )
 
 
@@ -164,8 +164,8 @@ def text() -> str:
             "",
             "UP-DAPO minus each control, Best@32 at equal Avg@32, 16 rollouts stale, in points. The margins are 2 and 4:",
             "",
-            "| control | at the Avg@32 of T = 1 | at the Avg@32 of top-p 0.9 | on each base, T = 1; top-p 0.9 | so UP-DAPO "
-            "gives |",
+            "| control | at the Avg@32 of T = 1 | at the Avg@32 of top-p 0.9 | on each "
+            "base, T = 1; top-p 0.9 | so UP-DAPO gives |",
             "|---|---|---|---|---|",
             *_rows(effects, "equal", "equal_avg/t_1", "equal_avg/top_p_0.9", against),
             "",
@@ -209,13 +209,15 @@ def _caveats(registered: plan.Plan) -> str:
     coefficient = runs["dapo_bonus"][0]["settings"]["entropy_bonus"]
     assert clipped < 1e-5 and bonus < plain
     return (
-        "*Nothing more* means nothing beyond the margins, which are about as large as UP-DAPO's whole gain on DAPO. "
-        "Beyond DAPO without its upper clip the intervals leave at most "
-        f"{highest[0]} and {highest[1]} points. DAPO with ε_high = 3 is nearly the same control: it clips fewer than "
-        "1 in 100,000 tokens. Against ε_high = 1 *more* rests on one level, and on an interval that begins at "
-        f"{barely.low:+.2f}. The entropy bonus of {coefficient:g} is the best of four coefficients in the runs of the "
-        "search, which have half the length. In the full runs its score of the search is below that of DAPO "
-        f"({bonus:.1f} and {plain:.1f}); a smaller bonus was not run in full."
+        "*Nothing more* means nothing beyond the margins, which are about as large as "
+        "UP-DAPO's whole gain on DAPO. Beyond DAPO without its upper clip the intervals "
+        f"leave at most {highest[0]} and {highest[1]} points. DAPO with ε_high = 3 is "
+        "nearly the same control: it clips fewer than 1 in 100,000 tokens. Against ε_high "
+        "= 1 *more* rests on one level, and on an interval that begins at "
+        f"{barely.low:+.2f}. The entropy bonus of {coefficient:g} is the best of four "
+        "coefficients in the runs of the search, which have half the length. In the full "
+        f"runs its score of the search is below that of DAPO ({bonus:.1f} and "
+        f"{plain:.1f}); a smaller bonus was not run in full."
     )
 
 

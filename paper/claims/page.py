@@ -326,8 +326,9 @@ def summary() -> str:
     """A line for README."""
     every = "[Claims](docs/claims.md) tests the paper statement by statement"
     meant = (
-        "*Not seen here*: the tiny transformers do not reach the bound that the statement names. *Contradicted*: "
-        "the runs show the opposite. What a large model does is another question."
+        "*Not seen here*: the tiny transformers do not reach the bound that the statement "
+        "names. *Contradicted*: the runs show the opposite. What a large model does is "
+        "another question."
     )
     known = f"{tally(as_computed())}. {meant}"
     return f"{every}; `python -m paper claims --run` computes verdicts. {known}"

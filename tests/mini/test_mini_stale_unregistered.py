@@ -254,8 +254,9 @@ def test_the_numbers_of_readme(runs):
         f"the most frequent is right | {majority}, not registered | {plain(sampled['maj'])} |",
         f"stale: Best@32 {gain[16]} points, average {average}.",
         f"4 rollouts stale: {gain[4].partition(' ')[0]}, a second task: ",
-        f"from the base at {ends[walk, 'dapo', 0]} % Best@32 falls to {ends[walk, 'up_dapo', -1]} % under "
-        f"UP and to {ends[walk, 'dapo', -1]} % under DAPO; from the base at {ends[biased, 'dapo', 0]} % it rises to "
+        f"from the base at {ends[walk, 'dapo', 0]} % Best@32 falls to "
+        f"{ends[walk, 'up_dapo', -1]} % under UP and to {ends[walk, 'dapo', -1]} % under "
+        f"DAPO; from the base at {ends[biased, 'dapo', 0]} % it rises to "
         f"{ends[biased, 'up_dapo', -1]} % and to {ends[biased, 'dapo', -1]} %.",
         f"Avg@32 is {stale} points (not registered) from that of DAPO on fresh data",
         f"UP gains {again} of Best@32: both methods end at {others[0]:.0f} to {others[1]:.0f} %. Their "
