@@ -82,7 +82,7 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     ),
     "trainer_without_temperature": ("temperature", "some_temperature"),
     "divided": ("factor",),
-    "divided_in_trainer": ("cut_or_divided", "trainer_above"),
+    "divided_in_trainer": ("cut_or_divided", "trainer_above", "missing_mass"),
     "nucleus_cut": CUTS,
     "top_k_cut": CUTS,
     "min_p_cut": CUTS,

@@ -316,3 +316,17 @@ def test_mass_that_is_missing_is_said_where_rounding_hides_the_cut():
     assert hidden and hidden.cause == "missing_mass"
     assert hidden.rho_mean < 0.95 and "cut and renormalized" in str(hidden.notes[0])
     assert cut_and_noisy(0.3, top_p=1.0).cause == "two_policies"
+
+
+@pytest.mark.parametrize("bound", [0.1, 0.3, 0.5])
+@pytest.mark.parametrize("side", [1, -1])
+def test_a_mask_by_the_ratio_is_among_the_causes_of_missing_mass(bound, side):
+    """Two healthy policies, of which the tokens beyond a ratio are masked out."""
+    generator = torch.Generator().manual_seed(3)
+    z = 2 * torch.randn(64, healthy.LENGTH, healthy.VOCABULARY, generator=generator)
+    pi = z + 0.5 * torch.randn(z.shape, generator=generator)
+    b = healthy.batch(z, pi, generator)
+    log_rho = b.old - b.sampler
+    found = gap(replace(b, mask=b.mask & (side * log_rho < bound)))
+    assert found and found.notes
+    assert all("by their ratio" in str(note) for note in found.notes), found.notes

@@ -8,6 +8,7 @@ support of μ, and E[d] = -KL(μ || π_old):
     E[ρ] = 1, E[d] <= 0     two normalized policies: rounding, stale or quantized
                             weights, other experts
     E[ρ] < 1, d <= 0        μ was cut and renormalized: top_p, top_k, min_p
+    E[ρ] < 1, d of any sign such a cut, hidden by rounding or by other weights
     E[d] > 0                impossible for the distribution that sampled: the column is another one
 
 The partial sums of ρ - 1 are a martingale whatever the lengths of the responses are, so
@@ -47,7 +48,9 @@ ROUNDING_GAP = 0.03  # nats, mean |d|
 # Rounding that is off in one direction shifts E[d] by less than this; a temperature
 # shifts it by a KL of this or more.
 LEAST_KL = 0.01  # nats
-LEAST_MASS = 2 * LEAST_KL  # how far E[ρ] must be from 1 before a note says so
+# |E[ρ] - 1| that a note needs which rests on it alone: a few tokens that go to other
+# experts move it by less
+LEAST_MASS_OFF = 0.02
 ROUNDED_ABOVE = 0.05  # nats above 0, which no rounding of a probability of 1 leaves
 FAR_NATS = 4.0  # nats: the trainer finds a token e^4 times less likely than the sampler
 LEAST_TOKENS = 3  # tokens: fewer are no pattern
@@ -311,7 +314,9 @@ def _report_signatures(
     is_first = first_draws[columns.mask]
     if signature and _find_signature(trainer[is_first], sampled[is_first]) != signature:
         signature = ""  # only the draws from one context, counted many times, make it
-    lacks_mass = _lacks_much_mass(log_rho) and _lacks_much_mass(log_rho[is_first])
+    lacks_mass = all(
+        _lacks_mass(d, least=LEAST_MASS_OFF) for d in (log_rho, log_rho[is_first])
+    )
     bfloat16_columns = [
         name
         for name, column in (("sampler", sampled), ("old", trainer))
@@ -477,9 +482,9 @@ def _side_of_differences(d: Tensor) -> int:
     return 0
 
 
-def _lacks_mass(d: Tensor) -> bool:
-    """Whether the mean of e^d is below 1, by more than chance, and d varies little:
-    mass is missing.
+def _lacks_mass(d: Tensor, least: float = 0.0) -> bool:
+    """Whether the mean of e^d is below 1, by more than chance and by more than `least`,
+    and d varies little: mass is missing.
 
     Of quite other weights the few tokens with a large e^d, which would make the mean 1,
     are missing from a small batch; but their d varies.
@@ -487,17 +492,9 @@ def _lacks_mass(d: Tensor) -> bool:
     ratio = d.clamp(max=LARGE_EXPONENT).exp()
     excess = ratio - 1
     is_missing = float(excess.sum()) < -SIGNIFICANT * float((excess**2).sum().sqrt())
-    return is_missing and float(ratio.mean()) < 1.5 * math.exp(float(d.mean()))
-
-
-def _lacks_much_mass(d: Tensor) -> bool:
-    """Whether more mass is missing than other experts take on a few tokens.
-
-    A cut gives nearly every difference one sign. Rounding and other weights hide that
-    sign, but not the mass.
-    """
-    mass = float(d.clamp(max=LARGE_EXPONENT).exp().mean())
-    return mass < 1 - LEAST_MASS and _lacks_mass(d)
+    mass = float(ratio.mean())
+    varies_little = mass < 1.5 * math.exp(float(d.mean()))
+    return is_missing and mass < 1 - least and varies_little
 
 
 def _is_rarely_above(d: Tensor) -> bool:
@@ -518,7 +515,7 @@ def _has_excess_mass(d: Tensor) -> bool:
     """
     excess = d.clamp(max=LARGE_EXPONENT).expm1()
     significant = float(excess.sum()) > SIGNIFICANT * float((excess**2).sum().sqrt())
-    return significant and float(excess.mean()) > LEAST_MASS
+    return significant and float(excess.mean()) > LEAST_MASS_OFF
 
 
 def _is_stretched(x: Tensor, y: Tensor) -> bool:

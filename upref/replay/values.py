@@ -100,10 +100,12 @@ def find_factor(c: Columns) -> Undone | None:
     factor = float((y[has_ratio] / x[has_ratio]).median())
     if factor == 0 or abs(factor - 1) < 0.02:
         return None
+    cause = "factor"
+    if abs(factor + 1) < 0.02:
+        cause, factor = "sign", -1.0  # the median is off by rounding
     undone = replace(c, sampler=c.sampler / factor)
     after = undone.distance()
     if after < MOST_LEFT * before and _has_one_factor(x, y):
-        cause = "sign" if abs(factor + 1) < 0.02 else "factor"
         return Undone(cause, undone, before, after, {"factor": factor})
     return None
 

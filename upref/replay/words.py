@@ -21,6 +21,7 @@ LIKELIEST = (
     "the number of the likeliest token, or of the last of a list, in place of the drawn "
     "one"
 )
+MASKED_BY_RATIO = " A mask that leaves out tokens by their ratio looks like this too."
 # a log holds the place of a cause in this list: new ones come last
 SAMPLER = {
     "other_ids": (
@@ -79,7 +80,7 @@ SAMPLER = {
         "the sampler is above the trainer on {share:.0%} of the tokens, and certain "
         "where the trainer is not: it was cut and renormalized (top_p, min_p, top_k, a "
         "grammar), the trainer is not, and the mean kept mass is E[ρ] = {rho:.3f}; or "
-        "the column holds " + LIKELIEST + "."
+        "the column holds " + LIKELIEST + "." + MASKED_BY_RATIO
     ),
     "cut_or_divided": (
         "the sampler is above the trainer on {share:.0%} of the tokens, E[ρ] = "
@@ -87,14 +88,17 @@ SAMPLER = {
         "grammar, banned tokens) or has a penalty or a logit bias that the trainer "
         "lacks, the trainer's softmax has tokens that the sampler's lacks (a padded "
         "vocabulary), the trainer divides log-probabilities by the temperature in "
-        "place of logits, or the sampler's column holds " + LIKELIEST + "."
+        "place of logits, or the sampler's column holds "
+        + LIKELIEST
+        + "."
+        + MASKED_BY_RATIO
     ),
     "trainer_above": (
         "the trainer is above the sampler on {share:.0%} of the tokens, E[ρ] = "
         "{rho:.3f}: the trainer is cut and renormalized and the sampler's column is "
         "not, one of them divides log-probabilities by the temperature, or the "
         "sampler's column is not the distribution that sampled (numbers of a draft "
-        "model, or of before a cut)."
+        "model, or of before a cut)." + MASKED_BY_RATIO
     ),
     "raw_temperature": (
         "the sampler's column is not the distribution that sampled ("
@@ -177,16 +181,18 @@ SAMPLER = {
         "other on the right, or a prompt is missing in one. Moved back, " + UNDONE + "."
     ),
     "missing_mass": (
-        "E[ρ] = {rho:.3f} ± {error:.3f} is below 1, mean gap {mean_abs:.3f} nats: the "
-        "trainer gives mass to tokens that the sampler did not draw. The sampler was "
-        "cut and renormalized (top_p, min_p, top_k, a grammar, banned tokens), or the "
-        "trainer's softmax has tokens that the sampler's lacks (a padded vocabulary), "
-        "and rounding or other weights move the rest; or some tokens differ much: "
-        "other experts, other weights, penalties, a logit bias, "
+        "E[ρ] = {rho:.3f} ± {error:.3f} is below 1, mean gap {mean_abs:.3f} nats, as if "
+        "the trainer gave mass to tokens that the sampler cannot draw, beside rounding "
+        "or other weights: the sampler was cut and renormalized (top_p, min_p, top_k, a "
+        "grammar, banned tokens), the trainer's softmax has tokens that the sampler's "
+        "lacks (a padded vocabulary), or the trainer divides log-probabilities by the "
+        "temperature in place of logits; or some tokens differ much (other experts, "
+        "other weights, penalties, a logit bias, "
         + CONTEXT
-        + ", or "
+        + ", "
         + LIKELIEST
-        + "."
+        + ")."
+        + MASKED_BY_RATIO
     ),
 }
 
