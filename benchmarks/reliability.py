@@ -856,6 +856,9 @@ def caught(process: int, number: int) -> bool:
     return bool(int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (number - 1) & 1)
 
 
+INSTALLS = "repro/venv.sh docs"
+
+
 def long_commands(folder: Path) -> dict[str, list[str]]:
     """The commands of INTERRUPTED and those of a shell: name -> arguments."""
     S.write(folder / "s.json")
@@ -868,7 +871,7 @@ def long_commands(folder: Path) -> dict[str, list[str]]:
         arguments = typed.replace("{}", str(folder)).split()
         commands[name] = [sys.executable, *arguments]
     script = checkout(folder / "place") / "repro/venv.sh"
-    commands["repro/venv.sh docs"] = ["bash", str(script), "docs"]
+    commands[INSTALLS] = ["bash", str(script), "docs"]
     return commands
 
 
@@ -880,8 +883,8 @@ def interrupt(folder: Path) -> Iterator[Row]:
         happened = ""
         statuses = []
         for signal_number in (signal.SIGINT, signal.SIGTERM) * 2:
-            # where the environment is complete there is nothing to interrupt
-            shutil.rmtree(folder / "place/.venv", ignore_errors=True)
+            if name == INSTALLS:  # of a complete environment nothing is left to do
+                shutil.rmtree(folder / "place/.venv", ignore_errors=True)
             status, output = interrupted(name, argv, signal_number)
             if status <= 2:  # it had ended before the signal came
                 continue

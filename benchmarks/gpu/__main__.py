@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run upref's checks on a GPU, and write what they find as one JSON file.
 
-    python -m benchmarks.gpu --out FOLDER           all parts, about eight minutes on an H100
+    python -m benchmarks.gpu --out FOLDER           all parts, about nine minutes on an H100
     python -m benchmarks.gpu --out FOLDER steps     some parts
     python -m benchmarks.gpu --out FOLDER --trial   a trial of this script: small, on the CPU
 
@@ -11,8 +11,8 @@ that it has, and the exit status is 1. FOLDER gets gpu.json and gpu.log. `python
 benchmarks.gpu.keep FOLDER/gpu.json COMMIT` adds the rows to results.json, and `python
 -m docs.make docs/gpu.md` makes the page.
 
-Needs torch with CUDA and transformers; TRL, verl and Liger are checked where they are
-installed.
+Needs torch with CUDA, transformers and an installation of upref; TRL, verl and Liger
+are checked where they are installed.
 """
 
 import argparse

@@ -104,7 +104,7 @@ def score(model: Any, ids: Tensor, padding: int = 0) -> Tensor:
 
 
 def other_update(model: Any) -> Any:
-    """Return a copy with noise on each weight."""
+    """Return a copy with noise on each weight matrix."""
     changed = copy.deepcopy(model)
     generator = torch.Generator(next(model.parameters()).device).manual_seed(SEED + 1)
     for weight in changed.parameters():
@@ -163,7 +163,7 @@ def make_pairs(place: PartSetup) -> list[Pair]:
         Pair("an older update", whole.ids, whole.sampled, updated),
         Pair("before the temperature", whole.ids, whole.raw, in_autocast),
         Pair("top_p 0.9, renormalized", short.ids, short.sampled, of_short),
-        Pair("top_p 0.9, before the cut", short.ids, short.raw, of_short),
+        Pair("top_p 0.9, before temperature and cut", short.ids, short.raw, of_short),
         Pair("one slot late", whole.ids, late, in_autocast),
         Pair("negated", whole.ids, -whole.sampled, in_autocast),
     ]
@@ -189,7 +189,7 @@ def judge(pair: Pair) -> dict[str, Any]:
     found = gap(make_batch(columns, file="the recorded step"))
     return {
         "tokens": found.tokens,
-        "healthy": bool(found),
+        "healthy": bool(found),  # the report has no failure
         "cause": found.cause,
         "mean_abs": found.mean_abs,
         "largest": found.largest,
