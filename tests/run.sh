@@ -50,6 +50,10 @@ if repro/venv.sh docs; then
 else
     left_out "the tests of the documentation site: its tools could not be installed (see above)."
 fi
+ready=
+if [[ -e .venv/stamp-smoke ]] && repro/venv.sh smoke; then
+    ready=yes
+fi
 take_real_steps() {
     timeout 900 "$bin"/python -m pytest -q -m smoke tests/with_verl/test_smoke.py \
         -k three_real_steps
@@ -63,7 +67,7 @@ if [[ $built ]]; then
     "$bin"/python -m pytest -q -m site tests/pages/test_site.py >.venv/site.log 2>&1 &
     building=$!
 fi
-if [[ -e .venv/stamp-smoke ]] && repro/venv.sh smoke; then
+if [[ $ready ]]; then
     take_real_steps >.venv/smoke.log 2>&1 &
     stepping=$!
 fi
