@@ -63,9 +63,9 @@ def at_equal_average() -> str:
         for other in ("dapo", "dapo_bonus", "dapo_no_upper_clip")
     )
     return (
-        "16 rollouts stale, at [equal average](repro/mini/controls/README.md), that of T "
-        f"= 1, UP leads DAPO in Best@32 by {dapo}, DAPO with an entropy bonus ({bonus:g}) "
-        f"by {with_bonus}, DAPO without its upper clip by {without_clip}."
+        "16 rollouts stale, at [equal average](repro/mini/controls/README.md) (level of "
+        f"T = 1), Best@32 of UP minus DAPO: {dapo}; minus DAPO with an entropy bonus "
+        f"({bonus:g}): {with_bonus}; minus DAPO without its upper clip: {without_clip}."
     )
 
 
@@ -215,9 +215,11 @@ def _caveats(registered: plan.Plan) -> str:
         "nearly the same control: it clips fewer than 1 in 100,000 tokens. Against ε_high "
         "= 1 *more* rests on one level, and on an interval that begins at "
         f"{barely.low:+.2f}. The entropy bonus of {coefficient:g} is the best of four "
-        "coefficients in the runs of the search, which have half the length. In the full "
-        f"runs its score of the search is below that of DAPO ({bonus:.1f} and "
-        f"{plain:.1f}); a smaller bonus was not run in full."
+        "coefficients in the runs of the search, which have half the length. The search "
+        f"compared Best@32 + {registered.search['exchange']:g} Avg@32, each at the "
+        "decoding where this is largest. In the full runs it is "
+        f"lower with the bonus than for DAPO ({bonus:.1f} and {plain:.1f}); a "
+        "smaller bonus was not run in full."
     )
 
 
