@@ -11,7 +11,7 @@
 #   repro/venv.sh which gpu      print the Python that .venv-gpu has or would have, and install nothing
 #
 # Every version is in repro/requirements, with the hashes of its files, and pip refuses another file. Needs Python 3.11, 3.12 or 3.13 with venv (PYTHON=... chooses one) and a package
-# index for pip. Writes only inside the checkout. Exit status 2: it could not; 130 or 143: it was interrupted.
+# index for pip. Writes only inside the checkout, and never into an environment that it did not make. Exit status 2: it could not; 130 or 143: it was interrupted.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 lists=repro/requirements
@@ -49,9 +49,16 @@ chosen() { [[ -z ${PYTHON-} || $(version "$PYTHON") == "$(version "$py")" ]]; }
 version() { "$1" -c 'import platform; print(platform.python_version())' 2>/dev/null || true; }
 all_fresh() { for part in base "$@"; do fresh "$part" || return 1; done; }
 
+# Whether an environment is here that this script did not make: it is left alone. A link leads to somebody's folder.
+is_foreign() {
+    [[ -L $venv ]] && return
+    [[ -n $(ls -A $venv 2>/dev/null) && ! -f $venv/made && ! -f $venv/begun ]]
+}
+
 # The Python of the environment, or the one that it will be made with, in `python`; `make` where it is to be made.
 choose() {
     python=$py make=
+    is_foreign && die "$venv is here and was not made by this script, which leaves it alone: run the same command in another clone of this checkout, or remove or rename your $venv."
     if [[ -f $venv/made ]] && chosen && "$py" -c 'import pip' 2>/dev/null; then return; fi
     make=yes
     [[ -z ${PYTHON-} ]] || pythons=("$PYTHON")
@@ -69,7 +76,7 @@ if [[ -n $which ]]; then
 fi
 all_fresh "$@" && chosen && exit 0
 [[ -w . ]] || die "cannot write in $PWD."
-exec 9>$venv.lock
+exec 9>>$venv.lock
 if [[ -n $(command -v flock) ]] && ! flock -n 9; then
     say "another process is making $venv, waiting for it."
     flock 9 & # in the background, so that it can be interrupted
@@ -83,10 +90,11 @@ for part in "$@"; do
 done
 if [[ -n $make ]]; then
     say "making $venv with $python (once; $size)."
-    rm -rf $venv || die "cannot remove $venv; please do."
+    { mkdir -p $venv && touch $venv/begun; } || die "cannot write in $venv." # an interrupted one is known by it
+    find $venv -mindepth 1 -maxdepth 1 ! -name begun -exec rm -rf {} + || die "cannot remove what is in $venv; please do."
     said=$("$python" -m venv $venv 2>&1) ||
         die "'$python -m venv' failed: $(tail -n 1 <<<"$said") (on Debian and Ubuntu it needs the package python3-venv)."
-    touch $venv/made
+    mv $venv/begun $venv/made
 fi
 
 # Remove packages of which a file is missing, because pip was killed: it takes what it has a record of for whole, and

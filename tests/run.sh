@@ -18,7 +18,8 @@ judge() {
     judge_imports_and_types "$@"
 }
 judge_imports_and_types() {
-    "$bin"/lint-imports --no-logo --no-cache >.venv/layers.log || { cat .venv/layers.log && return 1; }
+    local layers
+    layers=$("$bin"/lint-imports --no-logo --no-cache) || { echo "$layers" && return 1; }
     "$bin"/python -m mypy "$@"
 }
 left_out() { echo "tests/run.sh: left out $*" >&2; }
