@@ -5,6 +5,7 @@ import contextlib
 import glob
 import os
 import secrets
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from upref.errors import InputError
 if sys.platform != "win32":
     import fcntl
 
+MARK = ".made-by-upref"  # in a folder whose files a command of ours may remove
 NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # to open a pipe waits for who writes into it
 
 
@@ -116,6 +118,32 @@ def is_locked(path: Path) -> bool:
         return not _lock(handle, wait=False)
     finally:
         os.close(handle)
+
+
+def own_folder(folder: Path, *, empty: bool = False) -> None:
+    """Make a folder whose files may be removed later, or find that this function made
+    it; so nothing is removed that is somebody else's.
+
+    Args:
+        folder: is made where it is missing; an empty one is taken.
+        empty: remove what an earlier command left in it.
+
+    Raises:
+        InputError: The folder has files, and this function did not make it.
+    """
+    mark = folder / MARK
+    if folder.is_dir() and any(folder.iterdir()) and not mark.is_file():
+        raise InputError(
+            f"{folder} has files and no {MARK}, so this command removes none of them: "
+            "name another folder, or remove them yourself."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+    for path in folder.iterdir() if empty else ():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path != mark:
+            path.unlink()
 
 
 def require_readable(path: Path) -> None:

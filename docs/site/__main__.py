@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 from docs.site import gather, links, picture
+from upref.errors import InputError
+from upref.files import own_folder
 from upref_course import explorer
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +25,7 @@ def build(folder: Path) -> list[str]:
     """
     from sphinx.cmd.build import build_main
 
+    own_folder(folder)
     source, html, new, old = (
         folder / name for name in ("source", "html", "new", "old")
     )
@@ -53,7 +56,11 @@ def main(folder: str = str(ROOT / "build" / "site")) -> int:
         print(__doc__, file=sys.stdout if folder in ("-h", "--help") else sys.stderr)
         return 0 if folder in ("-h", "--help") else 2
     begun, used = time.time(), os.times()
-    wrong = build(Path(folder).resolve())
+    try:
+        wrong = build(Path(folder).resolve())
+    except InputError as e:
+        print(f"docs.site: {e}", file=sys.stderr)
+        return 2
     now = os.times()
     cpu = sum(now[:4]) - sum(used[:4])
     pages = len(list(Path(folder, "html").rglob("*.html")))

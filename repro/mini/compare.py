@@ -11,7 +11,6 @@ used again. Writes repro/out/mini/compare/NAME/report.md with its figures. Exit 
 
 import io
 import json
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from repro.mini.study import curves, plan, results, suite
 from repro.mini.study.plan import Contrast, Experiment
 from repro.mini.train.settings import Settings
 from upref.errors import InputError
-from upref.files import write_atomically
+from upref.files import own_folder, write_atomically
 from upref.weights.curve import obstacle
 from upref.weights.plots import Panel, cap_panels
 
@@ -322,6 +321,9 @@ def main(argv: list[str] | None = None) -> int:
             )
         Settings.of(overrides)  # a wrong name, said with the nearest right one
         e = experiment(args.objective, args.seeds, overrides, args.against)
+        name = args.objective + (f"_against_{args.against}" if args.against else "")
+        folder = args.out / "compare" / name.replace("(", "_of_").replace(")", "")
+        own_folder(folder)
         wanted = {s.key: s for _, _, s in e.runs()}
         # they foretell how long it takes: the newest finished experiment's, because the
         # first ones ran on an engine that was slower
@@ -332,9 +334,7 @@ def main(argv: list[str] | None = None) -> int:
             print(sentence, file=sys.stderr)
         if failures:
             return 1
-        name = args.objective + (f"_against_{args.against}" if args.against else "")
-        folder = args.out / "compare" / name.replace("(", "_of_").replace(")", "")
-        shutil.rmtree(folder, ignore_errors=True)
+        own_folder(folder, empty=True)
         text = write(
             e,
             {name: results.record(args.out / name) for name in wanted},

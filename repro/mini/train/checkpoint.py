@@ -22,12 +22,14 @@ from repro.mini import files, provenance, tasks
 from repro.mini.policy import bases, models
 from repro.mini.policy.tokens import tokenizer
 from repro.mini.train.settings import Settings
+from repro.mini.train.trackers import MODULES
 from upref.errors import InputError
 
 MOST_SEEN = 20_000  # tokens in seen.npz
 TRAINER = "trainer.safetensors"
 # done.json has their digests
-FINAL = ("settings.json", "steps.jsonl", "evals.jsonl", "times.jsonl", "seen.npz")
+LOGS = ("steps.jsonl", "evals.jsonl", "times.jsonl")
+FINAL = ("settings.json", *LOGS, "seen.npz")
 
 
 class Run:
@@ -67,6 +69,17 @@ class Run:
         start = time.process_time()
         yield
         self.seconds[part] += time.process_time() - start
+
+
+def require_no_run(out: Path) -> None:
+    """Raise InputError where the folder, which has no settings, has what a run writes
+    anew or removes: it is somebody else's.
+    """
+    for name in (*LOGS, "seen.npz", "done.json", "checkpoints", *MODULES):
+        if (out / name).exists():
+            raise InputError(
+                f"{out / name} is not of a run of this program, which would replace it: choose another folder with --out."
+            )
 
 
 def resume(run: Run, out: Path, logs: dict[str, files.Log], say) -> None:

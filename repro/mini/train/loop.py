@@ -19,7 +19,14 @@ from torch import Tensor
 
 from repro.mini import files, tasks
 from repro.mini.policy import evals, models
-from repro.mini.train.checkpoint import MOST_SEEN, Run, finish, resume, save
+from repro.mini.train.checkpoint import (
+    MOST_SEEN,
+    Run,
+    finish,
+    require_no_run,
+    resume,
+    save,
+)
 from repro.mini.train.failed_minibatch import NotFinite, keep_minibatch, load_minibatch
 from repro.mini.train.measure import Tally, entropy, kl
 from repro.mini.train.rollout import Batch, rollout, spread
@@ -41,7 +48,9 @@ def train(s: Settings, out: Path, watch=lambda *_: None, say=print) -> None:
 
 
 def _train(s: Settings, out: Path, watch, say) -> None:
-    if (out / "settings.json").exists() and Settings.read(out / "settings.json") != s:
+    if not (out / "settings.json").exists():
+        require_no_run(out)
+    elif Settings.read(out / "settings.json") != s:
         raise InputError(
             f"{out} holds a run with other settings: choose another folder or remove it."
         )

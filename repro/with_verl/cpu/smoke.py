@@ -13,7 +13,6 @@ last checkpoint in DIR.
 import json
 import os
 import platform
-import shutil
 import sys
 import tempfile
 import time
@@ -29,7 +28,7 @@ from repro.with_verl.health import FAILURES, NORMALIZER, furthest_from_1
 from repro.with_verl.place import RESULTS, ROOT, pythonpath
 from repro.with_verl.run import advice, records, watch
 from upref.aggregation import verl_name
-from upref.files import write_atomically
+from upref.files import own_folder, write_atomically
 
 # a rollout: 8 prompts x 8 responses, in 4 mini-batches, so that 3 are off-policy
 PROMPTS, GROUP, MINI = 8, 8, 2
@@ -286,7 +285,7 @@ def main(
     out = (out or ROOT / "repro" / "out" / name / "smoke").resolve()
     objective = upref.get(name)
     if not again:
-        shutil.rmtree(out, ignore_errors=True)
+        own_folder(out, empty=True)
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "model").exists():  # made last, and renamed when it is whole
         toy.make_data(out / "data.parquet")

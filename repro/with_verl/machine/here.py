@@ -15,6 +15,7 @@ from pathlib import Path
 
 from repro.with_verl.place import ROOT
 
+CLUSTER = Path("/tmp/ray/ray_current_cluster")  # where Ray notes the one that runs
 MEGATRON = (  # of requirements/megatron.txt, and what these import
     "megatron-core",
     "megatron-bridge",
@@ -142,9 +143,7 @@ def ray_nodes() -> int:
     """Machines with GPUs of the Ray cluster that a driver would join; 0 where none
     runs, and none is started.
     """
-    address = os.environ.get("RAY_ADDRESS") or (
-        "auto" if Path("/tmp/ray/ray_current_cluster").exists() else ""
-    )
+    address = os.environ.get("RAY_ADDRESS") or ("auto" if CLUSTER.exists() else "")
     if not address:
         return 0
     code = (

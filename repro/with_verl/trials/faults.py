@@ -24,7 +24,8 @@ import psutil
 
 from repro.with_verl.cpu import toy
 from repro.with_verl.place import RESULTS, ROOT, pythonpath
-from upref.files import write_atomically
+from upref.errors import InputError
+from upref.files import own_folder, write_atomically
 
 LIMIT = 60  # seconds from a fault to the end of the run
 VICTIMS = {
@@ -118,8 +119,8 @@ def once(fault: str, out: Path, steps: int, again: bool) -> dict:
 
 
 def main(faults: list[str], out: Path) -> list[dict]:
-    shutil.rmtree(out, ignore_errors=True)
-    (out / "checkpoints").mkdir(parents=True)
+    own_folder(out, empty=True)
+    (out / "checkpoints").mkdir()
     if "disk" in faults:
         subprocess.run(
             ["mount", "-t", "tmpfs", "-o", "size=1g", "tmpfs", out / "checkpoints"],
@@ -189,7 +190,11 @@ if __name__ == "__main__":
                 *sys.argv[1:],
             ],
         )
-    found = main(chosen, args.out.resolve())
+    try:
+        found = main(chosen, args.out.resolve())
+    except InputError as e:
+        print(f"faults: {e}", file=sys.stderr)
+        sys.exit(2)
     wrong = judge(found)
     if args.keep:
         keep(found)

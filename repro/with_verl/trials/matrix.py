@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from repro.with_verl.cpu import smoke, toy
 from repro.with_verl.data import schema
 from repro.with_verl.place import RESULTS, ROOT
 from repro.with_verl.run import advice
-from upref.files import write_atomically
+from upref.files import own_folder, write_atomically
 
 STEPS = 2
 ACTOR, ROLLOUT, REF = (
@@ -144,8 +143,7 @@ def prepare(out: Path, boxed: bool, experts: int) -> None:
     """The toy's model and prompts; for the project's own reward, answers are boxed and
     four tokens are boxes.
     """
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    own_folder(out, empty=True)
     toy.make_model(out / "model", experts, words=toy.BOXED if boxed else toy.VOCAB)
     if boxed:
         digits = [str(i % toy.DIGITS) for i in range(256)]

@@ -26,8 +26,10 @@ from pathlib import Path
 import psutil
 
 from repro.with_verl.health import STEPS as STEPS_KEPT
+from repro.with_verl.machine.here import CLUSTER
 from repro.with_verl.place import RESULTS, ROOT, RUNS, pythonpath
 from repro.with_verl.run import records
+from upref.errors import InputError
 from upref.files import write_atomically
 
 LAUNCH = [sys.executable, "-m", "repro.with_verl.run.launch", "up_dapo", "cpu"]
@@ -132,6 +134,10 @@ def nodes() -> dict:
     """Each node its own raylet; they share this machine's cores and memory."""
     from repro.with_verl.cpu import smoke
 
+    if CLUSTER.exists():
+        raise InputError(
+            f"a Ray cluster runs here ({CLUSTER} names it), and this trial would replace its file: stop it first."
+        )
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
     env = os.environ | smoke.environment(RUNS / "unused") | {"PYTHONPATH": pythonpath()}
     env.pop("UPREF_FORK")
@@ -176,7 +182,7 @@ def nodes() -> dict:
             with contextlib.suppress(psutil.Error):
                 p.kill()
         # or the next driver would look for it
-        Path("/tmp/ray/ray_current_cluster").unlink(missing_ok=True)
+        CLUSTER.unlink(missing_ok=True)
     wrong = (
         []
         if run["status"] == 0 and len(run["steps"]) == 2
@@ -206,9 +212,12 @@ if __name__ == "__main__":
     found = json.loads(path.read_text()) if path.exists() else {}
     bad = False
     for name in args.trials or TRIALS:
-        for old in RUNS.glob(f"restart-{name}*"):
-            shutil.rmtree(old)
-        result = TRIALS[name]()
+        shutil.rmtree(RUNS / f"restart-{name}", ignore_errors=True)
+        try:
+            result = TRIALS[name]()
+        except InputError as e:
+            print(f"restart: {e}", file=sys.stderr)
+            sys.exit(2)
         bad |= bool(result["wrong"])
         print(f"{name}: {'; '.join(result['wrong']) or 'as it should be'}", flush=True)
         found[name] = result
