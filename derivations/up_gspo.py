@@ -15,24 +15,29 @@ from upref.symbolic import StopGradient, forget_sg
 
 A = Symbol("A", positive=True)
 T, t, k = symbols("T t k", integer=True, positive=True)
-LOG, ANCHORED = get("up_gspo"), get("up_gspo_anchored")
+token = IndexedBase("lp")
+LOG, ANCHORED, GRPO = get("up_gspo"), get("up_gspo_anchored"), get("up_grpo")
+SUM = Sum(token[t], (t, 1, T))
+# what each level passes to J as log π
+AT_LEVEL = {"token": token[k], "sequence_mean": SUM / T, "sequence_product": SUM}
 
 
-def main(exponent=-1, anchored=ANCHORED, log_form=LOG):
+def main(exponent=-1, anchored=ANCHORED, log_form=LOG, of_tokens=GRPO):
     x = Symbol("pi", positive=True)
     powers = powsimp(forget_sg(((x / StopGradient(x)) ** (1 / T)).diff(x)))
     print("d/dπ (π/sg π)^(1/T) =", powers)
     assert powers == x**exponent / T
 
-    token = IndexedBase("lp")
-    mean = Sum(token[t], (t, 1, T)) / T
     for o in (anchored, log_form):
-        J = o.fn(mean, 0, A, eps_low=Rational(3, 10000))
+        assert o.agg == "seq-mean"  # J is of a response: no further 1/|o|
+        J = o.fn(AT_LEVEL[o.level], 0, A, eps_low=Rational(3, 10000))
         gradient = forget_sg(J.diff(token[k])).doit().subs(T >= k, True)
         print(f"{o.name}:  J = {J},  dJ/dlp_k = {gradient}")
         assert gradient == A / T
 
-    grpo = get("up_grpo").fn(token[k], 0, A).diff(token[k]) / T  # Eq. 15's 1/|o|
+    assert of_tokens.agg == "seq-mean-token-mean"  # Eq. 15's 1/|o|
+    J = of_tokens.fn(AT_LEVEL[of_tokens.level], 0, A)
+    grpo = J.diff(token[k]).doit().subs(T >= k, True) / T
     print("up_grpo, with the 1/|o| of Eq. 15:", grpo)
     assert grpo == gradient
 
