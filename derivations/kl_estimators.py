@@ -5,7 +5,8 @@ Claim. As values, k1 and k3 are unbiased for KL(π ‖ ref), k2 is not. As losse
 the expected gradient of k1 is 0, of k2 it is ∇KL(π ‖ ref), of k3 it is ∇KL(ref ‖ π): another divergence.
 
 The paper names no estimator. All of this is on-policy; with samples of another policy none of the three gradients is
-the claimed one. Shown by enumerating a three-armed softmax, x = e^z, against an arbitrary reference y.
+the claimed one. Shown by enumerating a three-armed softmax, x = e^z, against an arbitrary reference y: one token, after
+a given prefix. For responses of several tokens only the values add up, and not the gradients (upref/kl.py).
 """
 
 from sympy import log, simplify, symbols

@@ -307,7 +307,8 @@ def distillation(
     """Return A_t - coef (log π(o_t) - log π_teacher(o_t)): on-policy distillation (lu2025onpolicy) as an advantage.
 
     Through REINFORCE's or PPO's term the gradient is, on policy and in expectation, that of -KL(π ‖ π_teacher) of each
-    token. slime and miles add it to another advantage (--opd-kl-coef, 1.0 by default).
+    token, given the tokens before it. It is not that of whole responses: see upref.kl. slime and miles add it to another
+    advantage (--opd-kl-coef, 1.0 by default).
 
     Args:
         lp: log-probabilities of the policy that samples, [B, T], in nats; constants.

@@ -7,7 +7,15 @@
     k3_ratio = r k3            unbiased;   as a loss, its gradient is that of KL(π_θ ‖ π_ref), off policy too
 
 r = π_θ/π_old, with its gradient; the samples of k3_ratio are π_old's. derivations/kl_estimators.py proves the
-right-hand columns by enumeration. The paper (Eqs. 4, 15) names no estimator; GRPO's own is k3 (shao2024deepseekmath,
+right-hand columns by enumeration.
+
+They hold for one token, given the tokens before it (its prefix). For responses the values add up, on policy: the mean
+of Σ_t k1 is the divergence of whole responses. The gradients do not: those of k2, k3 and k3_ratio hold fixed how often
+each prefix is reached, and leave out that a token changes which prefixes follow. Their sum can point elsewhere than
+the gradient of the divergence of responses. That gradient is had with k1 in the reward: the weight of ∇log π_θ(o_t) is
+then the sum of k1 over the token t and all later ones.
+
+The paper (Eqs. 4, 15) names no estimator; GRPO's own is k3 (shao2024deepseekmath,
 Eq. 4). k3_ratio is deepseek2025v32's, TRL's default.
 """
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from upref.aggregation import aggregate
 from upref.errors import InputError
 from upref.registry import get
 from upref.transforms import unbiased_kl
+from upref.verify.kl import check_kl
 from upref.weights.batches import batch
 
 
@@ -104,6 +106,102 @@ def test_the_ratio_makes_the_gradient_of_k3_that_of_the_divergence_itself():
     torch.testing.assert_close(
         (old.exp() * kl.k3_ratio(lp, ref, old)).sum(), (lp.exp() * (lp - ref)).sum()
     )
+
+
+class TinyPolicy:
+    """All responses of a policy over three tokens, at most three of them; token 0 ends
+    a response.
+    """
+
+    def __init__(self, seed=0):
+        draw = torch.Generator().manual_seed(seed)
+        steps = [itertools.product((1, 2), repeat=n) for n in range(3)]
+        self.prefixes = [prefix for of_length in steps for prefix in of_length]
+        shape = len(self.prefixes), 3
+        self.logits = torch.randn(shape, generator=draw, dtype=torch.float64)
+        self.logits.requires_grad_()
+        reference = torch.randn(shape, generator=draw, dtype=torch.float64)
+        self.reference = reference.log_softmax(1)
+        self.policy = self.logits.log_softmax(1)
+        ended = [(*prefix, 0) for prefix in self.prefixes]
+        whole = itertools.product((1, 2), repeat=3)
+        self.responses = [*ended, *whole]
+
+    def tokens(self, table, response):
+        """Log-probabilities of the tokens of a response, [T]."""
+        rows = [self.prefixes.index(response[:t]) for t in range(len(response))]
+        return table[rows, list(response)]
+
+    def mean(self, function):
+        """The mean of function(lp, lp_ref) over responses, which are held fixed."""
+        total = 0
+        for response in self.responses:
+            lp = self.tokens(self.policy, response)
+            lp_ref = self.tokens(self.reference, response)
+            total = total + lp.sum().exp().detach() * function(lp, lp_ref)
+        return total
+
+    def slope(self, value):
+        (gradient,) = torch.autograd.grad(value, self.logits, retain_graph=True)
+        return gradient
+
+    def divergence(self):
+        """KL(π_θ ‖ π_ref) of responses."""
+        total = 0
+        for response in self.responses:
+            lp = self.tokens(self.policy, response)
+            lp_ref = self.tokens(self.reference, response)
+            total = total + lp.sum().exp() * (lp - lp_ref).sum()
+        return total
+
+    def at_fixed_prefixes(self):
+        """Σ of KL(π_θ ‖ π_ref) at each prefix, how often it is reached held fixed."""
+        every = self.policy.exp() * (self.policy - self.reference)
+        total = 0
+        for prefix, token_mean in zip(self.prefixes, every.sum(1), strict=True):
+            lp = self.tokens(self.policy, prefix) if prefix else torch.zeros(1)
+            total = total + lp.sum().exp().detach() * token_mean
+        return total
+
+
+def cosine(x, y):
+    return torch.cosine_similarity(x.flatten(), y.flatten(), dim=0).item()
+
+
+AS_LOSS = {
+    "k2": kl.k2,
+    "k3_ratio": lambda lp, lp_ref: kl.k3_ratio(lp, lp_ref, lp.detach()),
+}
+
+
+@pytest.mark.parametrize("name", AS_LOSS)
+def test_the_gradient_of_an_estimator_is_of_a_token_after_a_given_prefix(name):
+    """As a loss it has the gradient of the divergence where prefixes are held fixed,
+    and points elsewhere than that of responses.
+    """
+    tiny = TinyPolicy()
+    found = tiny.slope(tiny.mean(lambda lp, ref: AS_LOSS[name](lp, ref).sum()))
+    torch.testing.assert_close(found, tiny.slope(tiny.at_fixed_prefixes()))
+    assert cosine(found, tiny.slope(tiny.divergence())) == pytest.approx(0.51, abs=0.01)
+
+
+def test_the_reward_has_the_gradient_of_the_divergence_of_responses():
+    tiny = TinyPolicy()
+    right = tiny.slope(tiny.divergence())
+
+    def rest_of_response(lp, lp_ref):
+        later = kl.k1(lp, lp_ref).detach().flip(0).cumsum(0).flip(0)
+        return (later * lp).sum()
+
+    torch.testing.assert_close(tiny.slope(tiny.mean(rest_of_response)), right)
+    k1 = tiny.mean(lambda lp, ref: kl.k1(lp, ref).sum())
+    torch.testing.assert_close(k1, tiny.divergence())
+    torch.testing.assert_close(tiny.slope(k1), torch.zeros_like(right))
+
+
+def test_a_report_says_of_what_the_gradient_is():
+    report = check_kl(kl.k2, "k2")
+    assert "of one token after a given prefix" in " ".join(report.assumptions)
 
 
 def test_the_unbiased_term_is_of_grpo_with_the_ratio():

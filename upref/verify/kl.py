@@ -556,7 +556,7 @@ def check_kl(fn: Any, estimator: str, *, skip: tuple[str, ...] = ()) -> Report:
 
     Returns:
         A Report: true if nothing fails. It also names the divergence whose gradient fn
-            has in expectation when it is a loss on samples.
+            has in expectation when it is a loss on samples of one token.
 
     Raises:
         InputError: fn cannot be run.
@@ -574,6 +574,7 @@ def check_kl(fn: Any, estimator: str, *, skip: tuple[str, ...] = ()) -> Report:
     assumptions = [
         f"as a loss on samples of π_θ its expected gradient is that of {on_policy_words}",
         f"on samples of another policy it is that of {off_policy_words}; correct them by importance weights",
+        "all of this is of one token after a given prefix, not of whole responses",
     ]
     if term.tol > 1e-5:
         assumptions.insert(0, "it computes in float32: compared to 1e-3")
