@@ -213,6 +213,22 @@ def test_other_lengths_are_refused(tmp_path, name):
     refused(tmp_path / "r.npz", f"{name} has shape")
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("shape", [(B,), (B, 1)])
+def test_an_advantage_of_each_response_is_that_of_its_tokens(tmp_path, ragged, shape):
+    of_responses = np.array([1.0, -1.0, 0.5, 2.0])
+    columns = arrays(ragged=ragged) | {"adv": of_responses.reshape(shape)}
+    np.savez(tmp_path / "a.npz", **columns)
+    adv = read(tmp_path / "a.npz").adv
+    for found, mask, expected in zip(adv, MASK, of_responses, strict=True):
+        assert (found[: len(mask)][mask] == expected).all()
+
+
+def test_advantages_of_neither_tokens_nor_responses_are_refused(tmp_path):
+    np.savez(tmp_path / "a.npz", **(arrays(ragged=True) | {"adv": np.ones(3)}))
+    refused(tmp_path / "a.npz", r"adv has shape \[3\], expected \[4, 6\]")
+
+
 @pytest.mark.parametrize(
     "offsets", [[0, 6, 9, 14, 99], [0, 9, 6, 14, 15], [1, 6, 9, 14, 15], [0], [[0, 15]]]
 )

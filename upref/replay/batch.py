@@ -209,7 +209,7 @@ def _number_texts(texts: np.ndarray) -> np.ndarray:
 def _pad_columns(
     tensors: dict[str, Tensor], offsets: Tensor, file: str
 ) -> dict[str, Tensor]:
-    """Ragged token columns as [B, T]."""
+    """Ragged token columns as [B, T]; columns of responses as they are."""
     if offsets.ndim != 1 or len(offsets) < 2 or offsets.is_floating_point():
         raise InputError(
             f"{file}: offsets must be whole numbers [B + 1], got shape {list(offsets.shape)}."
@@ -228,10 +228,12 @@ def _pad_columns(
     inside = torch.arange(width)[None, :] < lengths[:, None]
     out = {}
     for name, value in tensors.items():
-        if name in RESPONSE_COLUMNS:
+        is_of_tokens = tuple(value.shape) == (total,)
+        adv_of_responses = name == "adv" and not is_of_tokens
+        if name in RESPONSE_COLUMNS or adv_of_responses:
             out[name] = value
             continue
-        if tuple(value.shape) != (total,):
+        if not is_of_tokens:
             raise InputError(
                 f"{file}: {name} has shape {list(value.shape)}, expected [{total}] as the mask."
             )
