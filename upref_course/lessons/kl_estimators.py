@@ -123,5 +123,5 @@ EXERCISE = Exercise(
             hint="one number for each token, [N]: the aggregation of lesson 8 comes later.",
         ),
     ),
-    notice="its value is that of KL(π_θ ‖ π_ref) on average; the gradient of a token, as a loss, is that of KL(π_ref ‖ π_θ).",
+    notice="its value is that of KL(π_θ ‖ π_ref) on average; the gradient of a token is that of KL(π_ref ‖ π_θ).",
 )
