@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws what runs logged: panels of mean curves over seeds, each seed thin behind, in
+the paper's layout.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from repro.mini.experiment.plan import Plan
+from repro.mini.experiment.questions import (
+    EVAL_METRICS,
+    Numbers,
+    RunRecord,
+    curve as points,
+)
+from upref.weights.plots import PALETTE, STYLE
+
+COLOURS = {  # by name, so that an objective looks the same in every figure
+    "dapo": PALETTE[0],
+    "grpo": PALETTE[0],
+    "gspo": PALETTE[0],
+    "up_dapo": PALETTE[1],
+    "up_grpo": PALETTE[1],
+    "up_gspo": PALETTE[1],
+    "dapo_no_upper_clip": "#7B3294",
+    "reinforce_off_policy": "#00A6A6",
+    "is_pg": "#8C6D1F",
+}
+OTHERS = [
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+    "#8C6D1F",
+    "#7B3294",
+    "#00A6A6",
+    "#B22222",
+    "#7F7F7F",
+    "#6B8E23",
+    "#1B1B8F",
+]
+FORMS = ("_code", "_clipped")  # of an arm's ending: the same method in another form
+Curve = tuple[Numbers, Numbers]  # steps, values
+Series = dict[str, list[Curve]]  # arm -> the curve of each seed
+BOLD, PLAIN = 2.4, 1.6  # width of a line
+
+
+def series(plan: Plan, records: dict[str, RunRecord], panel: dict[str, Any]) -> Series:
+    """Arm -> one curve a seed, of the runs that are there."""
+    found: Series = {}
+    for (arm, _, _, _), run in plan.runs(records).items():
+        found.setdefault(arm, []).append(curve(run, panel))
+    return found
+
+
+def curve(r: RunRecord, panel: dict[str, Any]) -> Curve:
+    metric = panel["metric"]
+    if metric in EVAL_METRICS:
+        columns = r["evals"][
+            f"{panel.get('set', 'test')}/{panel.get('decoding', 'top_p_0.7')}"
+        ]
+        return np.array(columns["step"]), 100 * np.array(columns[metric])
+    return np.array(r["steps"]["step"]), np.array(r["steps"][metric])
+
+
+def draw(
+    panels: Sequence[dict[str, Any]],
+    found: Sequence[Series],
+    title: str,
+    highlight: str = "",
+    each: str = "seed",
+) -> Figure:
+    """A matplotlib Figure: one panel a metric, one colour an arm; dashed lines at the
+    peaks where the panel asks.
+    """
+    arms = list(dict.fromkeys(arm for s in found for arm in s))
+    colour, dashes = looks(arms)
+    columns = len(panels) if len(panels) < 4 else -(-len(panels) // 2)
+    rows = -(-len(panels) // columns)
+    beside = min(len(arms), {1: 2, 2: 4}.get(columns, 5))
+    keys = -(-len(arms) // beside)
+    with matplotlib.rc_context(STYLE):
+        fig = Figure(
+            figsize=(4.1 * columns, 2.9 * rows + 0.35 + 0.2 * keys),
+            layout="constrained",
+        )
+        fig.suptitle(title, fontsize=11, fontweight="bold")
+        axes = np.ravel(fig.subplots(rows, columns, squeeze=False))
+        for ax, panel, s in zip(axes, panels, found, strict=True):
+            _panel(ax, panel, s, colour, dashes, highlight)
+        lines = []
+        labels = []
+        for arm in arms:
+            width = BOLD if arm == highlight else PLAIN
+            line = Line2D([], [], color=colour[arm], lw=width, ls=dashes[arm])
+            lines.append(line)
+            most = max(len(s.get(arm, [])) for s in found)
+            labels.append(f"{arm}, {most} {each}{'s' if most > 1 else ''}")
+        fig.legend(
+            lines,
+            labels,
+            loc="outside lower center",
+            ncols=beside,
+            frameon=False,
+            fontsize=8,
+        )
+    return fig
+
+
+def looks(arms: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Colour and dash of each arm. One that has no colour of its own is dashed in that
+    of the arm it is a form of.
+    """
+    colour: dict[str, str] = {}
+    dashes = dict.fromkeys(arms, "-")
+    for arm in sorted(arms, key=lambda a: _of(a, arms) is not None):
+        own = COLOURS.get(arm, PALETTE[1] if arm.startswith("up(") else "")
+        plain = _of(arm, arms)
+        if own and own not in colour.values():
+            colour[arm] = own
+        elif plain in colour:
+            colour[arm], dashes[arm] = colour[plain], "--"
+        else:
+            colour[arm] = next(
+                (c for c in OTHERS if c not in colour.values()), OTHERS[0]
+            )
+    return colour, dashes
+
+
+def _of(arm: str, arms: Sequence[str]) -> str | None:
+    """The arm that this one is UP of, or another form of."""
+    names = [arm.removeprefix("up_"), *(arm.removesuffix(form) for form in FORMS)]
+    return next((name for name in names if name != arm and name in arms), None)
+
+
+def _panel(
+    ax: Axes,
+    panel: dict[str, Any],
+    s: Series,
+    colour: dict[str, str],
+    dashes: dict[str, str],
+    highlight: str,
+) -> None:
+    """The curves of every arm, and their means."""
+    peaks = []
+    for arm, curves in s.items():
+        for x, y in curves:
+            ax.plot(x, y, color=colour[arm], lw=0.6, alpha=0.3 if len(s) < 8 else 0.12)
+        x, mean = _mean(curves)
+        width, order = (BOLD, 3) if arm == highlight else (PLAIN, 2)
+        ax.plot(x, mean, color=colour[arm], ls=dashes[arm], lw=width, zorder=order)
+        peaks.append((float(np.nanmax(mean)), colour[arm]))
+    if panel.get("log"):
+        ax.set_yscale("log", nonpositive="mask")  # a step without any gradient is a gap
+    if panel.get("peaks"):
+        _peaks(ax, peaks)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.set_xlabel("step")
+    unit = ", %" if panel["metric"] in EVAL_METRICS else ""
+    ax.set_title(panel["label"] + unit, loc="left", fontsize=9.5)
+
+
+def _mean(curves: list[Curve]) -> Curve:
+    """The mean over the seeds at every step that all of them reached."""
+    n = min(len(x) for x, _ in curves)
+    return curves[0][0][:n], np.mean([y[:n] for _, y in curves], axis=0)
+
+
+def _peaks(ax: Axes, peaks: list[tuple[float, str]]) -> None:
+    """A dashed line at each arm's highest mean, its number at the left, moved apart
+    where two would touch.
+    """
+    low, high = ax.get_ylim()
+    step, at = 0.07 * (high - low), -np.inf
+    for y, colour in sorted(peaks):
+        ax.axhline(y, color=colour, lw=0.8, ls=(0, (4, 3)), zorder=1)
+        at = max(y + 0.1 * step, at + step)
+        # the lines of the others end behind it
+        paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+        place = ax.get_yaxis_transform()
+        ax.text(
+            0.02,
+            at,
+            f"{y:.1f}",
+            transform=place,
+            color=colour,
+            fontsize=8,
+            va="bottom",
+            bbox=paper,
+        )
+    ax.set_ylim(low, max(high, at + step))
+
+
+def draw_plane(
+    by_group: dict[str, dict[str, list[RunRecord]]],
+    titles: dict[str, str],
+    arms: Sequence[str],
+) -> Figure:
+    """Avg@32 against Best@32 at the end, one line an arm through its decodings.
+
+    Args:
+        by_group: group, one panel each -> arm -> runs.
+        titles: of the panels.
+        arms: all of them, in the order of their colours.
+    """
+    colour, dashes = looks(arms)
+    columns = 2 * len(by_group)  # of the legend; more do not fit into the width
+    legend_rows = -(-len(arms) // columns)
+    with matplotlib.rc_context(STYLE):
+        size = (4.5 * len(by_group), 3.6 + 0.2 * legend_rows)
+        fig = Figure(figsize=size, layout="constrained")
+        axes = np.ravel(fig.subplots(1, len(by_group), squeeze=False))
+        for ax, (name, by_arm) in zip(axes, by_group.items(), strict=True):
+            for arm, runs in by_arm.items():
+                avg, best = np.mean([points(run)[-1] for run in runs], axis=0).T
+                line = {"color": colour[arm], "ls": dashes[arm]}
+                label = arm if ax is axes[0] else None
+                ax.plot(avg, best, marker="o", ms=3, label=label, **line)
+            ax.set(title=titles[name], xlabel="Avg@32, %", ylabel="Best@32, %")
+            ax.spines[["top", "right"]].set_visible(False)
+        fig.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
+    return fig

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules that were registered, byte for byte, run on today's records.
+
+A rule imports the modules of its day. Those that are gone are given to it under their old
+names, made of this engine's parts: what a run's number is in the second round, which runs
+there are. What the rules themselves compute, they compute.
+"""
+
+import importlib.util
+import sys
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from repro.mini.experiment import effects
+from repro.mini.experiment.plan import MINI, Cell, Plan
+from repro.mini.experiment.questions import POSITIVE, SHARES, RunRecord, Term, number
+
+Known = dict[str, RunRecord]
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """A contrast as the second round's rule knows it, in shares and not in points."""
+
+    arms: tuple[str, ...]
+    metric: str
+    at: str = "last"
+    set: str = "test"
+    decoding: str = "top_p_0.7"
+    more_than: float | None = None
+    less_than: float | None = None
+    ratio: bool = False
+    within: float | None = None
+    effect: float | None = None
+
+    @property
+    def bound(self) -> float:
+        """The only one that is given."""
+        given = (self.more_than, self.less_than, self.within)
+        return next(x for x in given if x is not None)
+
+
+def _value(run: RunRecord, c: Contrast) -> float:
+    """The number of one run."""
+    where = f"{c.set}/{c.decoding}"
+    scale = 100 if c.metric in SHARES else 1
+    return number(run, Term("", "", c.metric, c.at, where)) / scale
+
+
+@cache
+def _rule(name: str) -> ModuleType:
+    """A registered rule.py.
+
+    Args:
+        name: its folder below repro/mini.
+    """
+    lent: dict[str, ModuleType | SimpleNamespace] = {
+        "repro.mini.study.plan": SimpleNamespace(
+            POSITIVE=set(POSITIVE), Contrast=Contrast, Claim=object, Experiment=object
+        ),
+        "repro.mini.study.results": SimpleNamespace(Record=RunRecord, value=_value),
+        "repro.mini.study.stats": SimpleNamespace(holm=effects.holm),
+    }
+    if name == "registered":  # it builds on the one before
+        lent["repro.mini.stale.rule"] = _rule("stale")
+    path = MINI / name / "rule.py"
+    spec = importlib.util.spec_from_file_location(f"registered_rule_{name}", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    before = {key: sys.modules.get(key) for key in lent}
+    sys.modules.update(lent | {spec.name: module})  # type: ignore[arg-type]
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        for key, was in before.items():
+            if was is None:
+                del sys.modules[key]
+            else:
+                sys.modules[key] = was
+    return module
+
+
+# ---- the second round ----------------------------------------------------------------
+def verdicts(plan: Plan, known: Known) -> list[Any]:
+    """What the second round's rule says of each claim.
+
+    Args:
+        plan: one of its experiments.
+        known: its records.
+    """
+    runs = plan.main_runs(plan.cells(), plan.main["seeds"], known)
+    experiment = SimpleNamespace(
+        arms=plan.arms,
+        seeds=plan.main["seeds"],
+        claims=[_old_claim(table) for table in plan.claims],
+        runs=lambda: [(cell.arm, seed, run) for (cell, _, seed), run in runs.items()],
+    )
+    found: list[Any] = _rule("round2").judge(experiment, known)
+    return found
+
+
+def _old_claim(table: dict[str, Any]) -> SimpleNamespace:
+    contrasts = [
+        Contrast(**contrast | {"arms": tuple(contrast["arms"])})
+        for contrast in table.get("contrasts", ())
+    ]
+    defaults = {"source": "paper", "not_testable": "", "gate": ""}
+    return SimpleNamespace(**defaults | table | {"contrasts": contrasts})
+
+
+# ---- stale data, and UP's controls -----------------------------------------------------
+def stale_effects(plan: Plan, known: Known) -> list[Any]:
+    """What the rule of the experiment on stale data says, from its design.toml."""
+    rule = _rule("stale")
+    design = tomllib.loads((plan.folder / "design.toml").read_text(encoding="utf-8"))
+
+    def cell_of(cell: Cell) -> Any:
+        settings = plan.group(cell.group)["settings"]
+        old = settings.get("old_log_probs", "sampler")
+        return rule.Cell(cell.arm, settings["staleness"], old)
+
+    return _effects(rule, SimpleNamespace(**design), plan, known, cell_of)
+
+
+def registered_effects(plan: Plan, known: Known) -> list[Any]:
+    """What the rule of the experiment on UP's controls says, from its plan.toml."""
+    raw = tomllib.loads((plan.folder / "plan.toml").read_text(encoding="utf-8"))
+    its_plan = SimpleNamespace(**raw, group=plan.group)
+    return _effects(_rule("registered"), its_plan, plan, known, lambda cell: cell)
+
+
+def _effects(
+    rule: ModuleType,
+    its_plan: SimpleNamespace,
+    plan: Plan,
+    known: Known,
+    cell_of: Callable[[Cell], Any],
+) -> list[Any]:
+    """A rule's effects of a plan, whose runs this engine names."""
+    runs = plan.main_runs(plan.cells(), plan.main["seeds"], known)
+    theirs = {(cell_of(cell), b, seed): run for (cell, b, seed), run in runs.items()}
+    its_plan.cells = lambda: [cell_of(cell) for cell in plan.cells()]
+    its_plan.main_runs = lambda cells, seeds, records: {
+        at: run for at, run in theirs.items() if at[2] in seeds
+    }
+    found: list[Any] = rule.effects(its_plan, known)
+    return found
+
+
+def key_of_stale(e: Any) -> tuple[str, str, str, str]:
+    """(family, metric, other, group) of an effect of that rule, as this engine names it."""
+    group = "" if e.staleness is None else f"s{e.staleness}"
+    if e.family == "recomputed":
+        group = "recomputed"
+    return e.family, e.metric, e.other, group
+
+
+def key_of_registered(e: Any) -> tuple[str, str, str, str]:
+    """The same of an effect of the other rule."""
+    return e.family, e.metric, e.other, e.group

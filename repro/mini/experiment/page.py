@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the runs of a plan say, on one page: report.md and its figures. It runs nothing.
+
+A plan names the sections of its page: page = ["answer", "plane", ...], SECTIONS below.
+"""
+
+import html
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from figures.make import save
+from repro.mini import files
+from repro.mini.experiment import (
+    answer,
+    claims,
+    curves,
+    records,
+    registration,
+    words,
+)
+from repro.mini.experiment.effects import Effect
+from repro.mini.experiment.plan import Plan, load
+from repro.mini.experiment.questions import RunRecord
+from upref.markdown import table
+
+ANSWERS = {
+    "yes": "**Yes**: the first arm gains against each control.",
+    "no": "**No**: against one control at least the first arm gives nothing more than the margins, or less.",
+    "undecided": "**Undecided**: the intervals allow both.",
+    "not finished": "**Not finished**: too few seeds for the first look.",
+}
+NOT_REGISTERED = """Nobody registered what is on this page: it was chosen after the runs were seen. An effect is the
+mean over the bases, paired by seed, with a plain 95 % interval: no correction for many comparisons, and no verdict.
+"""
+Known = dict[str, RunRecord]
+
+
+def progress(plan: Plan, known: Known) -> str:
+    """What is finished, what comes next, and how long that takes."""
+    todo = plan.todo(known)
+    done, expected = len(_mine(plan, known)), plan.expected(known)
+    finished = f"{done} of {expected} runs are finished."
+    if not todo:
+        return finished
+    searching = plan.search and todo[0].settings.seed in plan.search.seeds
+    stage = "of the search" if searching else "of the experiment proper"
+    # before the first run, by those of the experiment on stale data
+    timed = known or records.load(load("stale").results)
+    hours = records.forecast([run.settings for run in todo], timed) / 3600
+    return f"{finished} Next are {len(todo)} runs {stage}, about {hours:.1f} hours of one core: `{plan.command}`."
+
+
+def write(plan: Plan, known: Known, folder: Path) -> None:
+    """Write the page and its figures into the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = plan.effects(known)
+    parts = [f"# {plan.question}\n", head(plan, known)]
+    for name in plan.page:
+        text = SECTIONS[name](plan, known, found, folder)
+        if text:
+            parts.append(text)
+    text = "\n".join(parts) + "\n"
+    files.write_atomically(folder / plan.page_name, text.encode())
+
+
+def head(plan: Plan, known: Known) -> str:
+    """The registration, and what is finished."""
+    written = f"Written by `{plan.command} --collect`."
+    if plan.others:
+        return f"{written} {NOT_REGISTERED}"
+    commit = registration.load(plan.results.parent).get("commit", "none yet")
+    hours = records.hours(_mine(plan, known))
+    note = f"{plan.note.strip()}\n\n" if plan.note else ""
+    return f"""{written} Rule, arms, rates, seeds, stopping and margins were registered in
+commit `{commit}`, before any run.
+
+{note}{progress(plan, known)}
+
+The finished runs took {hours:.2f} hours of one core. Effects are means over the bases, with simultaneous intervals
+(95 % for each family). The words follow from the intervals.
+"""
+
+
+def _mine(plan: Plan, known: Known) -> list[RunRecord]:
+    """The records of the plan's own runs."""
+    keys = dict.fromkeys(run.key for run in plan.reachable(known))
+    return [known[key] for key in keys if key in known]
+
+
+# ---- sections ------------------------------------------------------------------------
+def answered(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) -> str:
+    """The plan's own verdict, and that against each control."""
+    if not plan.answer:
+        return ""
+    lines = [f"## The answer\n\n{ANSWERS[answer.answer(plan, found)]}\n"]
+    for control in plan.answer["controls"]:
+        effects = answer.of_control(plan, found, control)
+        sizes = "; ".join(
+            f"{words.shown(e)} at the level of {words.level(e.question)}, margin {e.question.margin:g}"
+            for e in effects
+        )
+        word = answer.against(plan, found, control)
+        first = effects[0].question.first
+        lines.append(f"* {first} against {control}: {word} ({sizes}).")
+    return "\n".join(lines) + "\n"
+
+
+def all_effects(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) -> str:
+    """A table of each family."""
+    text = "## Every effect\n\n"
+    for family, effects in plan.by_family(found):
+        there = [e for e in effects if e.n]
+        if there:
+            text += f"### {family.title}\n\n{_effects(plan, there)}\n\n"
+    if "###" not in text:
+        text += "No run of the experiment proper has finished on both sides of a comparison.\n"
+    return text
+
+
+def _effects(plan: Plan, effects: Sequence[Effect]) -> str:
+    """A row for each."""
+    columns = ["metric", "minus", "group", "seeds", "effect", "on each base"]
+    rows = []
+    for e in effects:
+        q = e.question
+        row = [
+            q.says or q.name,
+            q.other,
+            q.group or "slope",
+            e.n,
+            words.shown(e),
+            words.by_base(e),
+        ]
+        rows.append(row if plan.others else [*row, e.word])
+    return table(columns if plan.others else [*columns, ""], rows)
+
+
+def choices(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) -> str:
+    """The rates and coefficients that were chosen, and the scores."""
+    if not plan.search:
+        return ""
+    rows = []
+    for cell in plan.cells():
+        chosen = plan.choice(cell, known) or "not yet"
+        scores = plan.scores(cell, known).items()
+        told = ", ".join(f"{tried}: {x:.4g}" for tried, x in scores if x is not None)
+        rows.append([cell.arm, cell.group, chosen, told])
+    columns = ["arm", "group", "chosen", "scores"]
+    return f"## Rates and coefficients\n\n{table(columns, rows)}\n"
+
+
+def limits(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) -> str:
+    """What the experiment cannot say."""
+    return f"## Limits\n\n{plan.limits}" if plan.limits else ""
+
+
+def all_claims(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) -> str:
+    """How each claim stands."""
+    columns = ["", "claim", "verdict", "effect [interval that decides]", "seeds", "p"]
+    columns += ["power", f"seeds for {claims.POWER:g}"]
+    rows = []
+    for s in claims.judge(plan, known):
+        word = claims.limit(s) or claims.verdict(s)
+        why = "the bound is shown not to be reached" if _misses_bound(s) else s.why
+        said = f"**{word}**" + (f"<br>{why}" if why else "")
+        seeds = f"{s.n} of {s.of}" if s.of else ""
+        p = f"{s.p_for:.2g}" if s.word in claims.FINAL else ""
+        power = "" if s.power != s.power else f"{s.power:.2f}"
+        effects, needed = claims.shown(s), s.seeds_needed or ""
+        row = [s.claim.figure, s.claim.says, said, effects, seeds, p, power, needed]
+        rows.append(row)
+    return f"## The claims\n\n{table(columns, rows)}\n" if rows else ""
+
+
+def _misses_bound(s: claims.Standing) -> bool:
+    """Whether a size that the claim names is refuted, which is not its opposite."""
+    single = [e.question.bounds for e in s.effects if len(e.question.bounds) == 1]
+    return s.word == "refuted" and any(bound != 0 for ((_, bound),) in single)
+
+
+def stopped(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) -> str:
+    """The runs whose numbers ended being finite."""
+    ended = [r for r in _mine(plan, known) if r["status"] != "done"]
+    lines = [f"* {r['name']} {as_text(r['status'])}" for r in ended]
+    return "## Runs that stopped\n\n" + "\n".join(lines) + "\n" if lines else ""
+
+
+def as_text(said: str) -> str:
+    """A record's own words in a page: somebody may have sent the record, and its HTML
+    and links are to be letters.
+    """
+    plain = html.escape(" ".join(said.split()), quote=False)
+    return "".join(f"\\{x}" if x in "\\`|[]" else x for x in plain)
+
+
+def drawn_curves(
+    plan: Plan, known: Known, found: Sequence[Effect], folder: Path
+) -> str:
+    """The figures of the plan: mean curves over seeds, one panel a metric."""
+    lines = []
+    for figure in plan.figures:
+        series = [curves.series(plan, known, panel) for panel in figure["panels"]]
+        if any(series):
+            highlight = figure.get("highlight", "")
+            drawn = curves.draw(figure["panels"], series, figure["title"], highlight)
+            save(drawn, folder / f"{figure['name']}.svg")
+            lines.append(f"![{figure['title']}]({figure['name']}.svg)\n")
+    return "\n".join(lines)
+
+
+def drawn_plane(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) -> str:
+    """Avg@32 against Best@32 at the end, by decoding."""
+    by_group = _with_decodings(plan, known)
+    if not by_group:
+        return ""
+    save(_plane(plan, by_group), folder / "curves.svg")
+    return (
+        "![Best@32 against Avg@32](curves.svg)\n\n*One line per arm: the decodings at the end, from top-p 0.7 to "
+        "T = 1; means over the seeds.*\n"
+    )
+
+
+def _with_decodings(plan: Plan, known: Known) -> dict[str, dict[str, list[RunRecord]]]:
+    """Group -> arm -> the runs that were evaluated by several decodings."""
+    found: dict[str, dict[str, list[RunRecord]]] = {}
+    there = plan.runs(known)
+    groups = [cell for cell in plan.cells() if any(at[:2] == cell for at in there)]
+    for cell in groups:
+        runs = [run for at, run in there.items() if at[:2] == cell]
+        if runs[0]["settings"].get("decodings"):
+            found.setdefault(cell.group, {})[cell.arm] = runs
+    return found
+
+
+def _plane(plan: Plan, by_group: dict[str, dict[str, list[RunRecord]]]) -> Figure:
+    """One panel a group."""
+    titles = {}
+    for name, by_arm in by_group.items():
+        seeds = {r["settings"]["seed"] for runs in by_arm.values() for r in runs}
+        word = "seed" if len(seeds) == 1 else "seeds"
+        titles[name] = f"{_trained_on(plan, name)}, {len(seeds)} {word}"
+    arms = list(dict.fromkeys(arm for group in plan.groups for arm in group["arms"]))
+    return curves.draw_plane(by_group, titles, arms)
+
+
+def _trained_on(plan: Plan, name: str) -> str:
+    """What a group trains on, in words."""
+    settings: dict[str, Any] = plan.group(name).get("settings", {})
+    if "staleness" not in settings:
+        return name
+    staleness = settings["staleness"]
+    data = f"{staleness} rollouts stale" if staleness else "fresh data"
+    return f"{settings['task']}, {data}" if "task" in settings else data
+
+
+Section = Callable[[Plan, Known, Sequence[Effect], Path], str]
+SECTIONS: dict[str, Section] = {
+    "answer": answered,
+    "plane": drawn_plane,
+    "effects": all_effects,
+    "choices": choices,
+    "limits": limits,
+    "claims": all_claims,
+    "curves": drawn_curves,
+    "stopped": stopped,
+}

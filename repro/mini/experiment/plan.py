@@ -1,0 +1,630 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a plan, and says which runs it asks for and which of them come next.
+
+question, command     what is asked; the command that trains and reports
+note, limits          what was known before the registration; what the experiment cannot say
+settings              of every run; what the arm, the group and the stage say is laid over them
+[arms.NAME]           settings: objective, hp, ...; and, where a coefficient is searched, coefficient = {setting, start,
+                      grid, rates}: rates are searched at `start`, then the other
+                      coefficients at the chosen rate
+[[groups]]            name, arms, bases, settings: a cell is one arm in one group, and has a rate of its own
+[search]              search.py: rates, more_rates, seeds, settings, score, exchange
+[main]                seeds, settings
+[stopping]            first = {seeds, level}, final = {seeds, most, level}, power: the looks; without it an interval
+                      is a plain one, and there is no verdict
+[[stages]]            kind ("search" or "main"), groups, seeds (main: the first so many; 0: all that are due)
+[[families]]          name, title, primary, bases (all of the groups if none is named), and what is asked, where a NUMBER is
+                      METRIC, METRIC@AT, METRIC/DECODING or METRIC@AT/DECODING:
+  metrics             NUMBERs of `first` minus those of each of `others`, in each of `groups`, with margins {NUMBER:
+                      points}; slope = true: the slope of that difference in the staleness of the groups
+  numbers             NUMBERs of each of `arms` in each of `groups`, as they are
+  changes             [NUMBER, NUMBER] of each of `arms` in each of `groups`: the first minus the second
+  questions           {name, says, ratio, margin, terms = [[weight, arm, group, NUMBER], ...]}
+[answer]              family, group and controls of the plan's own verdict (answer.py)
+page, page_name       the sections of its page, in order (page.py), and the name of its file
+[[figures]]           name, title, highlight, panels = [{metric, label, log, peaks}]: mean curves
+standing.toml         beside it: how its effects stand as claims of a paper (claims.py)
+of                    instead of runs of its own, the names of plans whose runs are read: for facts that nobody
+                      registered
+
+A plan of claims has arms, seeds, settings and [[claims]] instead (claims.py); its only group has its own name.
+"""
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from repro.mini.experiment import effects
+from repro.mini.experiment.effects import Effect, Look, Runs
+from repro.mini.experiment.questions import (
+    Question,
+    RunRecord,
+    difference,
+    known,
+    slope,
+    term_of,
+)
+from repro.mini.experiment.search import (
+    Choice,
+    Scores,
+    Search,
+    choose_rate,
+    choose_value,
+)
+from repro.mini.train.settings import Settings
+from upref.errors import InputError
+
+MINI = Path(__file__).parents[1]
+# folder of plans of claims -> folder of their results
+ROUNDS = {
+    MINI / "experiments": MINI / "results",
+    MINI / "round2" / "experiments": MINI / "round2" / "results",
+}
+
+
+# sections of a page that names none
+PAGE = (
+    "answer",
+    "claims",
+    "plane",
+    "curves",
+    "effects",
+    "choices",
+    "stopped",
+    "limits",
+)
+
+
+class Cell(NamedTuple):
+    """One arm in one group."""
+
+    arm: str
+    group: str
+
+
+class Run(NamedTuple):
+    """A run that a plan asks for; the key is the name of its folder."""
+
+    key: str
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class Family:
+    """Questions that are judged together.
+
+    Attributes:
+        primary: whether its spread decides the number of seeds.
+    """
+
+    name: str
+    title: str
+    questions: tuple[Question, ...]
+    primary: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """An experiment as data; the keys are described at the top of this file."""
+
+    name: str
+    folder: Path
+    results: Path
+    question: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    arms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    main: dict[str, Any] = field(default_factory=lambda: {"seeds": []})
+    families: tuple[Family, ...] = ()
+    claims: tuple[dict[str, Any], ...] = ()
+    search: Search | None = None
+    stopping: dict[str, Any] = field(default_factory=dict)
+    stages: list[dict[str, Any]] = field(default_factory=lambda: [{"kind": "main"}])
+    answer: dict[str, Any] = field(default_factory=dict)
+    standing: dict[str, Any] = field(default_factory=dict)
+    figures: list[dict[str, Any]] = field(default_factory=list)
+    page: tuple[str, ...] = PAGE
+    page_name: str = "report.md"
+    others: tuple["Plan", ...] = ()
+    rates_from: str = ""
+    command: str = ""
+    note: str = ""
+    limits: str = ""
+
+    # ---- cells and runs --------------------------------------------------------------
+    def cells(self, groups: Sequence[str] | None = None) -> list[Cell]:
+        """The cells of these groups, or of all, in the order of the plan."""
+        return [
+            Cell(arm, group["name"])
+            for group in self.groups
+            if groups is None or group["name"] in groups
+            for arm in group["arms"]
+        ]
+
+    def group(self, name: str) -> dict[str, Any]:
+        """The table of the group of that name."""
+        return next(group for group in self.groups if group["name"] == name)
+
+    def bases(self, cell: Cell) -> list[str]:
+        """The bases that the cell is trained from; "" is that of the settings."""
+        bases: list[str] = self.group(cell.group)["bases"]
+        return bases
+
+    def bases_of(self, question: Question) -> list[str]:
+        """The bases that a question asks about."""
+        if question.bases:
+            return list(question.bases)
+        return self.bases(Cell(question.first, question.groups[0]))
+
+    @cache  # noqa: B019  a process has few plans
+    def run(self, stage: str, cell: Cell, base: str, choice: Choice, seed: int) -> Run:
+        """The run of "search" or "main"."""
+        arm = dict(self.arms[cell.arm])
+        coefficient = arm.pop("coefficient", None)
+        settings = self.settings | self._settings_of(stage)
+        settings |= self.group(cell.group).get("settings", {}) | arm
+        if choice.rate is not None:
+            settings["lr"] = choice.rate
+        if coefficient and choice.coefficient is not None:
+            settings[coefficient["setting"]] = choice.coefficient
+        if base:
+            settings["base"] = base
+        s = Settings(**settings | {"seed": seed})
+        return Run(s.key, s)
+
+    def _settings_of(self, stage: str) -> dict[str, Any]:
+        """Those of the search or of the experiment proper."""
+        if stage == "search" and self.search:
+            return self.search.settings
+        return dict(self.main.get("settings", {}))
+
+    # ---- the search ------------------------------------------------------------------
+    @cached_property
+    def chosen_rates(self) -> dict[str, float]:
+        """Arm -> the rate that the plan `rates_from` chose; {} while it has not."""
+        path = self.results / "rates.json"
+        if not self.rates_from or not path.exists():
+            return {}
+        found: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+
+    def rates(self, arm: str) -> list[float]:
+        """The rates that are tried in any case."""
+        assert self.search
+        found: list[float] = self._coefficient(arm).get("rates", self.search.rates)
+        return found
+
+    def every_rate(self, arm: str) -> list[float]:
+        """Those, and the ones beyond an edge."""
+        assert self.search
+        return sorted([*self.rates(arm), *self.search.more_rates])
+
+    def _coefficient(self, arm: str) -> dict[str, Any]:
+        """How the arm's coefficient is searched; {} where it has none."""
+        found: dict[str, Any] = self.arms[arm].get("coefficient", {})
+        return found
+
+    def every_choice(self, cell: Cell) -> Iterator[Choice]:
+        """All that the search can choose."""
+        grid = self._coefficient(cell.arm).get("grid", [None])
+        for rate, coefficient in product(self.every_rate(cell.arm), grid):
+            yield Choice(rate, coefficient)
+
+    def search_runs(self, cell: Cell, choice: Choice) -> list[Run]:
+        """The runs that say how good a choice is for a cell."""
+        if self.search is None:
+            return []
+        return [
+            self.run("search", cell, base, choice, seed)
+            for seed in self.search.seeds
+            for base in self.bases(cell)
+        ]
+
+    def score(
+        self, cell: Cell, choice: Choice, records: dict[str, RunRecord]
+    ) -> float | None:
+        """How good a choice is; None while a run of it is missing."""
+        assert self.search
+        runs = [records.get(run.key) for run in self.search_runs(cell, choice)]
+        there = [run for run in runs if run]
+        return self.search.score_of(there) if len(there) == len(runs) else None
+
+    def scores(
+        self, cell: Cell, records: dict[str, RunRecord]
+    ) -> dict[Choice, float | None]:
+        """The score of every choice in reach, in the order of the search; coefficients
+        once the rate is known.
+        """
+        start = self._coefficient(cell.arm).get("start")
+        found = {}
+        for rate in self.every_rate(cell.arm):
+            choice = Choice(rate, start)
+            found[choice] = self.score(cell, choice, records)
+        best = self._rate(cell, found)[0]
+        if best is not None:
+            for value in self._coefficient(cell.arm).get("grid", ()):
+                choice = Choice(best, value)
+                found[choice] = self.score(cell, choice, records)
+        return found
+
+    def _rate(
+        self, cell: Cell, scores: dict[Choice, float | None]
+    ) -> tuple[float | None, list[float]]:
+        """The rate at the starting coefficient, or None and the rates to try before."""
+        start = self._coefficient(cell.arm).get("start")
+        every = self.every_rate(cell.arm)
+        by_rate: Scores = {rate: scores[Choice(rate, start)] for rate in every}
+        return choose_rate(by_rate, self.rates(cell.arm))
+
+    def choice(self, cell: Cell, records: dict[str, RunRecord]) -> Choice | None:
+        """The rate and coefficient of the cell; None while they cannot be told."""
+        if self.search:
+            return self._searched(cell, records)[0]
+        if self.rates_from:
+            rate = self.chosen_rates.get(cell.arm)
+            return Choice(rate) if rate else None
+        return Choice()
+
+    def _searched(
+        self, cell: Cell, records: dict[str, RunRecord]
+    ) -> tuple[Choice | None, list[Choice]]:
+        """The choice, or None and the choices to try before it can be told."""
+        coefficient = self._coefficient(cell.arm)
+        scores = self.scores(cell, records)
+        rate, rates = self._rate(cell, scores)
+        if rate is None:
+            return None, [Choice(x, coefficient.get("start")) for x in rates]
+        if not coefficient:
+            return Choice(rate), []
+        by_value = {x: scores[Choice(rate, x)] for x in coefficient["grid"]}
+        value, missing = choose_value(by_value)
+        if value is None:
+            return None, [Choice(rate, x) for x in missing]
+        return Choice(rate, value), []
+
+    def next_search(self, cell: Cell, records: dict[str, RunRecord]) -> list[Run]:
+        """The runs to make before the choice for the cell can be told, seed by seed."""
+        wanted = self._searched(cell, records)[1]
+        by_choice = [self.search_runs(cell, choice) for choice in wanted]
+        turns = zip(*by_choice, strict=True)
+        return [run for turn in turns for run in turn if run.key not in records]
+
+    # ---- what comes next -------------------------------------------------------------
+    def todo(self, records: dict[str, RunRecord]) -> list[Run]:
+        """What to train next: the missing runs of the first stage that has any; []
+        where all is done.
+        """
+        for stage in self.stages:
+            cells = self.cells(stage.get("groups"))
+            if stage["kind"] == "search":
+                missing = _in_turns([self.next_search(c, records) for c in cells])
+            else:
+                due = self.seeds_due(records)
+                seeds = self.main["seeds"][: min(stage.get("seeds") or due, due)]
+                runs = self.main_runs(cells, seeds, records).values()
+                missing = [run for run in runs if run.key not in records]
+            if missing:
+                return missing
+        return []
+
+    def main_runs(
+        self, cells: Sequence[Cell], seeds: Sequence[int], records: dict[str, RunRecord]
+    ) -> dict[tuple[Cell, str, int], Run]:
+        """(cell, base, seed) -> run, seed by seed, of the cells whose choice is known."""
+        choices = {cell: self.choice(cell, records) for cell in cells}
+        return {
+            (cell, base, seed): self.run("main", cell, base, choice, seed)
+            for seed in seeds
+            for cell, choice in choices.items()
+            if choice
+            for base in self.bases(cell)
+        }
+
+    def reachable(self, records: dict[str, RunRecord]) -> list[Run]:
+        """All runs that may be made, or may have been made, given what is finished."""
+        main = self.main_runs(self.cells(), self.main["seeds"], records)
+        return [*self._every_search_run(), *main.values()]
+
+    def _every_search_run(self) -> list[Run]:
+        """Those of every choice of every cell."""
+        if self.search is None:
+            return []
+        return [
+            run
+            for cell in self.cells()
+            for choice in self.every_choice(cell)
+            for run in self.search_runs(cell, choice)
+        ]
+
+    def expected(self, records: dict[str, RunRecord]) -> int:
+        """How many runs there will be, as far as it is known now."""
+        due = self.seeds_due(records)
+        total = 0
+        for cell in self.cells():
+            seeds = due
+            if self.search:
+                tried = self._choices_to_try(cell, records)
+                seeds += tried * len(self.search.seeds)
+            total += seeds * len(self.bases(cell))
+        return total
+
+    def _choices_to_try(self, cell: Cell, records: dict[str, RunRecord]) -> int:
+        """How many the search of a cell tries, as far as it is known now."""
+        coefficient = self._coefficient(cell.arm)
+        scores = self.scores(cell, records)
+        tried = {choice for choice, score in scores.items() if score is not None}
+        tried |= {Choice(x, coefficient.get("start")) for x in self.rates(cell.arm)}
+        if coefficient and not self.choice(cell, records):
+            return len(tried) + len(coefficient["grid"]) - 1
+        return len(tried)
+
+    def digest(self) -> str:
+        """Of the names of all runs that the plan can ask for, so that no setting
+        changes unnoticed: runs.sha256.
+        """
+        keys = [run.key for run in self._every_search_run()]
+        for cell in self.cells():
+            choices = self.every_choice(cell) if self.search else [Choice()]
+            for base, choice in product(self.bases(cell), choices):
+                for seed in self.main["seeds"]:
+                    keys.append(self.run("main", cell, base, choice, seed).key)
+        return hashlib.sha256("\n".join(keys).encode()).hexdigest()
+
+    # ---- effects ---------------------------------------------------------------------
+    def runs(self, records: dict[str, RunRecord]) -> Runs:
+        """(arm, group, base, seed) -> record, of the runs of the experiment proper."""
+        if self.others:
+            return {at: r for p in self.others for at, r in p.runs(records).items()}
+        asked = self.main_runs(self.cells(), self.main["seeds"], records)
+        return {
+            (cell.arm, cell.group, base, seed): records[run.key]
+            for (cell, base, seed), run in asked.items()
+            if run.key in records
+        }
+
+    def looks(self, records: dict[str, RunRecord]) -> tuple[Look, Look]:
+        """The first look, and the final one with the seeds that are due."""
+        first = Look(**self.stopping["first"])
+        level = self.stopping["final"]["level"]
+        return first, Look(self.seeds_due(records), level)
+
+    def effects(self, records: dict[str, RunRecord]) -> list[Effect]:
+        """Of all families in the order of the plan; an effect whose seeds are too few
+        has an infinite interval.
+        """
+        runs = self.runs(records)
+        seeds = self.main["seeds"]
+        looks = self.looks(records) if self.stopping else None
+        found = []
+        for family in self.families:
+            size = len(family.questions)
+            for q in family.questions:
+                bases = self.bases_of(q)
+                if looks is None:
+                    found.append(effects.plain(q, runs, seeds, bases))
+                else:
+                    found.append(effects.at_looks(q, runs, seeds, bases, looks, size))
+        return found
+
+    def by_family(self, found: Sequence[Effect]) -> list[tuple[Family, list[Effect]]]:
+        """The effects of each family."""
+        left = iter(found)
+        return [
+            (family, [next(left) for _ in family.questions]) for family in self.families
+        ]
+
+    def seeds_due(self, records: dict[str, RunRecord]) -> int:
+        """The final number of seeds: as planned until the first look, then by the
+        spread that was seen there.
+        """
+        if not self.stopping:
+            return len(self.main["seeds"])
+        final = self.stopping["final"]
+        planned: int = final["seeds"]
+        if final["most"] <= planned:
+            return planned
+        seeds = self.main["seeds"][: self.stopping["first"]["seeds"]]
+        runs = self.runs(records)
+        asked = []
+        primary = [family for family in self.families if family.primary]
+        for question in (q for family in primary for q in family.questions):
+            bases = self.bases_of(question)
+            if effects.finished(question, runs, seeds, bases) != seeds:
+                return planned
+            d = effects.differences(question, runs, seeds, bases)
+            asked.append((question, d))
+        level = final["level"] / max(len(family.questions) for family in primary)
+        power = self.stopping["power"]
+        return effects.seeds_due(asked, planned, final["most"], level, power)
+
+
+def _in_turns(turns: Sequence[Sequence[Run]]) -> list[Run]:
+    """The first of each, the second of each, and so on."""
+    longest = max(map(len, turns), default=0)
+    return [turn[i] for i in range(longest) for turn in turns if i < len(turn)]
+
+
+# ---- reading -------------------------------------------------------------------------
+def paths() -> dict[str, Path]:
+    """Name -> file of every plan: FOLDER, FOLDER/post_hoc, or the name of a plan of
+    claims.
+    """
+    found = {}
+    for path in sorted(MINI.glob("*/plan.toml")):
+        found[path.parent.name] = path
+    for path in sorted(MINI.glob("*/post_hoc.toml")):
+        found[f"{path.parent.name}/post_hoc"] = path
+    for folder in ROUNDS:
+        for path in sorted(folder.glob("*.toml")):
+            found[path.stem] = path
+    return found
+
+
+def load(name: str) -> Plan:
+    """The plan of that name. InputError, saying where, if there is none or if it does
+    not fit together.
+    """
+    there = paths()
+    if name not in there:
+        raise InputError(
+            f"there is no experiment named {name!r}: choose one of {', '.join(there)}."
+        )
+    return read(there[name], name)
+
+
+def read(path: Path, name: str = "") -> Plan:
+    """The plan in a file.
+
+    Args:
+        path: of the file.
+        name: of the plan; that of its folder if it is not given.
+
+    Raises:
+        InputError: it cannot be read or does not fit together.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw["name"] = name or path.parent.name
+        raw["folder"] = path.parent
+        raw.setdefault("results", ROUNDS.get(path.parent, path.parent / "results"))
+        of_effects = path.parent / "standing.toml"
+        if path.name == "plan.toml" and of_effects.exists():
+            text = of_effects.read_text(encoding="utf-8")
+            raw["standing"] = tomllib.loads(text)
+        if "seeds" in raw:
+            _translate_claims(raw)
+        if "of" in raw:
+            _take_runs_of(raw)
+        if "search" in raw:
+            raw["search"] = Search(**raw["search"])
+        _check_groups(raw)
+        groups = {group["name"]: group for group in raw["groups"]}
+        tables = raw.pop("families", [])
+        raw["families"] = tuple(_family(table, groups) for table in tables)
+        return Plan(**raw)
+    except (InputError, OSError, tomllib.TOMLDecodeError, TypeError) as error:
+        raise InputError(f"{path.name}: {error}") from error
+    except LookupError as error:
+        raise InputError(f"{path.name} lacks {error}.") from error
+
+
+def _translate_claims(raw: dict[str, Any]) -> None:
+    """Put a plan of claims into the words of this file: one group, one stage."""
+    for unused in ("answers", "queue", "core", "table"):
+        raw.pop(unused, None)
+    raw.setdefault("command", f"python -m repro.mini.experiment {raw['name']}")
+    raw["main"] = {"seeds": raw.pop("seeds")}
+    raw["groups"] = [
+        {"name": raw["name"], "arms": list(raw["arms"]), "bases": [""]},
+    ]
+    raw["claims"] = tuple(raw.get("claims", ()))
+
+
+def _take_runs_of(raw: dict[str, Any]) -> None:
+    """Give a plan of facts that nobody registered the groups of the plans that it reads."""
+    others = tuple(load(name) for name in raw.pop("of"))
+    raw["others"] = others
+    raw["results"] = others[0].results
+    raw["groups"] = [group for plan in others for group in plan.groups]
+    raw["arms"] = {arm: {} for plan in others for arm in plan.arms}
+    seeds = {seed for plan in others for seed in plan.main["seeds"]}
+    raw["main"] = {"seeds": sorted(seeds)}
+
+
+def _check_groups(raw: dict[str, Any]) -> None:
+    """Every group, arm and stage that is named is there."""
+    there = {group["name"]: group["arms"] for group in raw["groups"]}
+    for name, arms in there.items():
+        if unknown := [arm for arm in arms if arm not in raw["arms"]]:
+            raise InputError(
+                f"the group {name!r} has no table for the arm {unknown[0]!r}."
+            )
+    for table in (*raw.get("stages", ()), *raw.get("families", ())):
+        if unknown := [name for name in table.get("groups", ()) if name not in there]:
+            known_names = ", ".join(sorted(there))
+            raise InputError(
+                f"there is no group {unknown[0]!r}: choose from {known_names}."
+            )
+
+
+def _family(table: dict[str, Any], groups: dict[str, dict[str, Any]]) -> Family:
+    """A family of a plan, with its questions written out."""
+    asked = [_question(q) for q in table.get("questions", ())]
+    if "metrics" in table:
+        asked += _differences(table, groups)
+    asked += _of_one_arm(table)
+    bases = tuple(table.get("bases", ()))
+    asked = [replace(question, bases=bases) for question in asked]
+    for question in asked:
+        _check_question(question, table["name"], groups)
+    title = table.get("title", table["name"])
+    return Family(table["name"], title, tuple(asked), table.get("primary", False))
+
+
+def _of_one_arm(table: dict[str, Any]) -> list[Question]:
+    """Numbers and changes of each arm in each group."""
+    asked = [[name] for name in table.get("numbers", ())] + table.get("changes", [])
+    found = []
+    for names, group in product(asked, table.get("groups", ())):
+        for arm in table.get("arms", ()):
+            terms = [term_of(names[0], arm, group)]
+            if len(names) == 2:
+                terms.append(term_of(names[1], arm, group, -1.0))
+            found.append(Question(" minus ".join(names), tuple(terms)))
+    return found
+
+
+def _differences(
+    table: dict[str, Any], groups: dict[str, dict[str, Any]]
+) -> list[Question]:
+    """Every metric in every group against every other arm; slopes over the groups."""
+    first, margins = table["first"], table.get("margins", {})
+    found = []
+    for name in table["metrics"]:
+        if table.get("slope"):
+            levels = {g: groups[g]["settings"]["staleness"] for g in table["groups"]}
+            found += [slope(name, first, other, levels) for other in table["others"]]
+            continue
+        margin = margins.get(name, 0.0)
+        for group in table["groups"]:
+            for other in table["others"]:
+                found.append(difference(name, first, other, group, margin))
+    return found
+
+
+def _question(table: dict[str, Any]) -> Question:
+    """A question whose terms are written out: [weight, arm, group, number]."""
+    terms = tuple(
+        term_of(name, arm, group, float(weight))
+        for weight, arm, group, name in table["terms"]
+    )
+    return Question(
+        table["name"],
+        terms,
+        ratio=table.get("ratio", False),
+        margin=table.get("margin", 0.0),
+        says=table.get("says", ""),
+    )
+
+
+def _check_question(
+    question: Question, family: str, groups: dict[str, dict[str, Any]]
+) -> None:
+    """Its arms are in its groups, and there are such numbers."""
+    for term in question.terms:
+        if term.group not in groups:
+            raise InputError(f"the family {family!r} names no group {term.group!r}.")
+        if term.arm not in groups[term.group]["arms"]:
+            raise InputError(
+                f"the family {family!r} names {term.arm!r}, which is not in the group {term.group!r}."
+            )
+        if not known(term):
+            raise InputError(
+                f"the family {family!r} asks for {term.metric} at {term.at!r}: there is no such number."
+            )

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of runs: a weighted sum of numbers, each of one run.
+
+    d(seed, base) = sum of weight_i · number(run of arm_i in group_i, base, seed)
+
+A difference of two arms has the weights 1 and -1. A slope has those of least squares over
+its groups. Shares are in points of 100.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import comb
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from upref.errors import InputError
+
+RunRecord = dict[str, Any]  # a line of results/runs.jsonl: records.py
+Numbers = NDArray[np.float64]
+
+STEP_METRICS = (
+    "reward",
+    "valid",
+    "length",
+    "entropy",
+    "kl_base",
+    "kl_old",
+    "grad_norm",
+    "grad_norm_max",
+    "clip_pos_high",
+    "clip_neg_low",
+    "clip_pos_low",
+    "clip_neg_high",
+    "alive",
+    "overflow",
+)
+EVAL_METRICS = ("avg", "maj", "best", "best_bootstrap", "pass1")
+# always positive: these may be compared as ratios
+POSITIVE = ("kl_base", "kl_old", "grad_norm", "grad_norm_max")
+SHARES = ("reward", "malformed", *EVAL_METRICS)
+EQUAL = "equal_avg"  # a difference at equal Avg@32 is no number of one run
+WHERE = "test/top_p_0.7"  # the evaluation that a metric means if it names none
+BIN = 5  # training steps in one entry of a record's columns
+PER = 16  # rollouts: the unit of a slope over stalenesses
+
+
+@dataclass(frozen=True)
+class Term:
+    """A number of the runs of one arm in one group.
+
+    Attributes:
+        metric: one of STEP_METRICS or EVAL_METRICS, "malformed", "survival", "pass@K".
+        at: when. Of a step metric a key of AT_STEPS, of an evaluation one of AT_EVALS.
+        where: SET/DECODING of an evaluation; the set "average" is the mean over the
+            sets by difficulty.
+        weight: of this number in the question.
+    """
+
+    arm: str
+    group: str
+    metric: str
+    at: str = "last"
+    where: str = WHERE
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Question:
+    """An estimand, and what was said of it before the runs.
+
+    Attributes:
+        name: of what is compared, as the plan writes it ("best/top_p_0.7").
+        terms: the first has the arm that the question is about.
+        says: the same in words, where the plan gives them.
+        bases: that are asked about; () for all of the groups.
+        ratio: the terms are logarithms.
+        margin: the smallest size of interest; 0 where none is registered.
+        bounds: (side, bound): the claim is that d lies above (1) or below (-1) it.
+        effect: the size for which the seeds were counted; None where there is none.
+    """
+
+    name: str
+    terms: tuple[Term, ...]
+    ratio: bool = False
+    margin: float = 0.0
+    bounds: tuple[tuple[int, float], ...] = ()
+    effect: float | None = None
+    says: str = ""
+    bases: tuple[str, ...] = ()
+
+    @property
+    def metric(self) -> str:
+        """What is measured; EQUAL for a distance of two curves."""
+        return self.terms[0].metric
+
+    @property
+    def decoding(self) -> str:
+        """By what is decoded."""
+        return self.terms[0].where.partition("/")[2]
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """The arms in the order of the terms."""
+        return tuple(dict.fromkeys(term.arm for term in self.terms))
+
+    @property
+    def first(self) -> str:
+        """The arm that the question is about."""
+        return self.arms[0]
+
+    @property
+    def other(self) -> str:
+        """The arm that it is compared with; "" for an arm's own number."""
+        return self.arms[1] if len(self.arms) > 1 else ""
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The groups in the order of the terms."""
+        return tuple(dict.fromkeys(term.group for term in self.terms))
+
+    @property
+    def group(self) -> str:
+        """The only group; "" for a slope or another comparison of groups."""
+        return self.groups[0] if len(self.groups) == 1 else ""
+
+
+def difference(
+    name: str, first: str, other: str, group: str, margin: float = 0.0
+) -> Question:
+    """One arm minus another in one group.
+
+    Args:
+        name: METRIC, METRIC@AT, METRIC/DECODING or METRIC@AT/DECODING; the evaluation is
+            of the test set.
+        first: the arm that is asked about.
+        other: the arm that is subtracted.
+        group: of both.
+        margin: the smallest size of interest, in the metric's unit.
+    """
+    terms = (term_of(name, first, group), term_of(name, other, group, -1.0))
+    return Question(name, terms, margin=margin)
+
+
+def slope(name: str, first: str, other: str, levels: dict[str, float]) -> Question:
+    """The slope of a difference over groups, by least squares, per PER of their levels.
+
+    Args:
+        name: as for `difference`.
+        first: the arm that is asked about.
+        other: the arm that is subtracted.
+        levels: group -> its place on the axis (its staleness).
+    """
+    x = np.array(list(levels.values()), float)
+    weights = PER * (x - x.mean()) / ((x - x.mean()) ** 2).sum()
+    terms = []
+    for group, weight in zip(levels, weights, strict=True):
+        terms.append(term_of(name, first, group, float(weight)))
+        terms.append(term_of(name, other, group, -float(weight)))
+    return Question(name, tuple(terms))
+
+
+def term_of(name: str, arm: str, group: str, weight: float = 1.0) -> Term:
+    """The term that a name in a plan means: METRIC, METRIC@AT, METRIC/DECODING."""
+    metric, _, decoding = name.partition("/")
+    at = "last"
+    if "@" in metric and not metric.startswith("pass@"):
+        metric, _, at = metric.partition("@")
+    where = f"test/{decoding}" if decoding else WHERE
+    return Term(arm, group, metric, at, where, weight)
+
+
+# ---- one number of one run -----------------------------------------------------------
+def last_fifth(x: Numbers) -> float:
+    """The mean of the last fifth."""
+    return float(x[-max(1, len(x) // 5) :].mean())
+
+
+def _change(x: Numbers) -> float:
+    """The last fifth minus the first entry."""
+    return last_fifth(x) - float(x[0])
+
+
+def _gain(x: Numbers) -> float:
+    """The last fifth minus the first fifth."""
+    return last_fifth(x) - float(x[: max(1, len(x) // 5)].mean())
+
+
+def _largest_of_25(x: Numbers) -> float:
+    """The largest of the first 25 steps."""
+    return float(x[: 25 // BIN].max())
+
+
+AT_STEPS: dict[str, Callable[[Numbers], float]] = {
+    "mean": lambda x: float(x.mean()),
+    "last": last_fifth,
+    "max": lambda x: float(x.max()),
+    "max25": _largest_of_25,
+    "change": _change,
+    "gain": _gain,
+}
+# of the evaluated steps x and the values y
+AT_EVALS: dict[str, Callable[[Numbers, Numbers], float]] = {
+    "first": lambda x, y: float(y[0]),
+    "last": lambda x, y: float(y[-1]),
+    "highest": lambda x, y: float(y.max()),
+    # the best one for Best@32 is often the untrained policy: it is left out
+    "peak": lambda x, y: float(y[x > 0].max()),
+    "area": lambda x, y: float(np.trapezoid(y, x) / (x[-1] - x[0])),
+}
+
+
+def known(term: Term) -> bool:
+    """Whether there is such a number."""
+    metric = term.metric
+    if metric in EVAL_METRICS:
+        return term.at in AT_EVALS
+    if metric in STEP_METRICS or metric == "malformed":
+        return term.at in AT_STEPS
+    return metric in ("survival", EQUAL) or metric.startswith("pass@")
+
+
+def number(run: RunRecord, term: Term) -> float:
+    """The term's number of one run, without its weight; shares in points of 100.
+
+    An evaluation that a stopped run did not reach counts as 0.
+
+    Args:
+        run: a record.
+        term: of what.
+
+    Raises:
+        InputError: the record has no such number.
+    """
+    if term.metric == "survival":
+        return survival(run)
+    if term.metric == "malformed":
+        return 100 * (1 - _of_steps(run, "valid", term.at))
+    if term.metric in STEP_METRICS:
+        scale = 100 if term.metric in SHARES else 1
+        return scale * _of_steps(run, term.metric, term.at)
+    if run["status"] != "done":
+        return 0.0
+    if term.metric.startswith("pass@"):
+        k = int(term.metric.removeprefix("pass@"))
+        return 100 * pass_at(k, run["counts"][term.where])
+    return 100 * _of_evaluations(run, term)
+
+
+def _of_steps(run: RunRecord, metric: str, at: str) -> float:
+    """A number of the training steps that have a finite value."""
+    x = np.array(run["steps"].get(metric, ()), float)
+    x = x[np.isfinite(x)]
+    if not len(x):
+        raise InputError(f"{run['name']} has no finite {metric} in its steps.")
+    return AT_STEPS[at](x)
+
+
+def _of_evaluations(run: RunRecord, term: Term) -> float:
+    """A number of the evaluations, the mean over the sets where several are meant."""
+    set_name, _, decoding = term.where.partition("/")
+    names = [term.where]
+    if set_name == "average":
+        names = [
+            name
+            for name in run["evals"]
+            if name.endswith(f"/{decoding}") and not name.startswith("test/")
+        ]
+    if not names or not set(names) <= set(run["evals"]):
+        there = ", ".join(run["evals"])
+        raise InputError(
+            f"{run['name']} has no evaluation on {term.where}, only {there}."
+        )
+    found = []
+    for name in names:
+        columns = run["evals"][name]
+        steps, values = np.array(columns["step"]), np.array(columns[term.metric])
+        found.append(AT_EVALS[term.at](steps, values))
+    return float(np.mean(found))
+
+
+def survival(run: RunRecord) -> float:
+    """The first step at which the reward is below half of its highest so far.
+
+    The step at which the run stopped, or all its steps, if there is none.
+    """
+    steps = run["steps"]["step"]
+    reward = np.array(run["steps"]["reward"])
+    fallen = np.flatnonzero(reward < np.maximum.accumulate(reward) / 2)
+    if len(fallen):
+        return float(steps[fallen[0]])
+    return float(run["settings"]["steps"] if run["status"] == "done" else steps[-1] + 1)
+
+
+def pass_at(k: int, counts: Sequence[int]) -> float:
+    """Pass@k of problems, the mean over them.
+
+    Args:
+        k: samples of which one must be right.
+        counts: of how many problems 0, 1, ..., n of n samples are right.
+    """
+    n = len(counts) - 1
+    by_right = [(comb(n, k) - comb(n - c, k)) / comb(n, k) for c in range(n + 1)]
+    return float(np.dot(by_right, counts) / sum(counts))
+
+
+def answers(run: RunRecord, term: Term, ratio: bool = False) -> bool:
+    """Whether the run has a finite number for the term.
+
+    A run that stopped at its first step has none, and a KL of 0 has no logarithm.
+
+    Args:
+        run: a record.
+        term: of what.
+        ratio: the logarithm is asked for.
+    """
+    try:
+        x = number(run, term)
+    except (InputError, LookupError):
+        return False
+    return bool(np.isfinite(x)) and (x > 0 or not ratio)
+
+
+# ---- Avg@32 and Best@32 by decoding: the points of an arm's curve -----------------------
+def curve(run: RunRecord) -> Numbers:
+    """Avg@32 and Best@32 in points, [evaluated steps, decodings, 2].
+
+    0 where a stopped run did not get.
+    """
+    s = run["settings"]
+    names = [f"test/{decoding_name(p)}" for p in s["decodings"]]
+    evaluated = [
+        step
+        for step in range(1, s["steps"] + 1)
+        if step % s["eval_every"] == 0 or step == s["steps"]
+    ]
+    found = np.zeros((len(evaluated), len(names), 2))
+    for i, name in enumerate(names):
+        for j, metric in enumerate(("avg", "best")):
+            column = run["evals"].get(name, {}).get(metric, [])
+            found[: len(column), i, j] = 100 * np.array(column)
+    return found
+
+
+def decoding_name(top_p: float) -> str:
+    """The name of a decoding in a record."""
+    return "t_1" if top_p == 1 else f"top_p_{top_p:g}"

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains runs over the cores there are: one process a core, one thread each.
+
+Stop it at any moment and start it again: finished runs are kept, begun ones go on from
+their last checkpoint.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from repro.mini import files
+from repro.mini.experiment import records
+from repro.mini.experiment.questions import RunRecord
+from repro.mini.train.settings import Settings
+from upref import interrupt
+from upref.errors import InputError
+
+ROOT = Path(__file__).parents[3]
+OUT = ROOT / "repro" / "out" / "mini"
+TRAIN = "repro.mini.train"
+say = Console(highlight=False, soft_wrap=True).print
+
+
+def alone(out: Path) -> AbstractContextManager[int]:
+    """One suite at a time in one folder. The runs inherit the lock: it lasts while one
+    of them lives.
+    """
+    return files.alone(out, "another suite or by its runs")
+
+
+def run_all(
+    wanted: dict[str, Settings],
+    out: Path,
+    jobs: int,
+    lock: int,
+    hours: float = float("inf"),
+    train: str = "",
+    known: dict[str, RunRecord] | None = None,
+    ended: Callable[[], object] = lambda: None,
+) -> list[str]:
+    """Train what is not finished, `jobs` at a time; no new one after `hours`. Returns a
+    sentence for each failure.
+
+    How long it takes is foretold from the runs that are known; `ended` is called
+    whenever one more has ended.
+    """
+    todo = [name for name in wanted if not records.status(out / name)]
+    say(
+        f"{len(wanted) - len(todo)} of {len(wanted)} runs are finished; {len(todo)} to go, {jobs} at a time."
+    )
+    if todo:
+        left = records.forecast([wanted[name] for name in todo], known or {}) / 3600
+        some = f", {lasting(left / jobs)} if {jobs} are free" if jobs > 1 else ""
+        say(f"They take {lasting(left)} of one core{some}.")
+    failures: list[str] = []
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    start = time.monotonic()
+    bars = Bars(sum(wanted[name].steps for name in todo))
+    with bars.progress:
+        try:
+            while running or (todo and time.monotonic() - start < hours * 3600):
+                while (
+                    todo
+                    and len(running) < jobs
+                    and time.monotonic() - start < hours * 3600
+                ):
+                    name = todo.pop(0)
+                    running[name] = _launch(
+                        out / name, wanted[name], lock, train or TRAIN
+                    )
+                    bars.begin(name, wanted[name].steps)
+                for name in [n for n, p in running.items() if p.poll() is not None]:
+                    failures += _finished(out / name, running.pop(name).returncode)
+                    bars.end(name, records.status(out / name) or "failed")
+                    ended()
+                for name in running:
+                    bars.at(name, _steps(out / name))
+                time.sleep(0.3)
+        finally:
+            _stop(running.values())
+    return failures
+
+
+def lasting(hours: float) -> str:
+    """A time to wait, in words."""
+    if hours < 1 / 12:
+        return "a few minutes"
+    return (
+        f"about {hours:.1f} hours" if hours >= 2 else f"about {60 * hours:.0f} minutes"
+    )
+
+
+def _launch(
+    folder: Path, settings: Settings, lock: int, train: str
+) -> subprocess.Popen[bytes]:
+    folder = folder.resolve()  # the run works in ROOT
+    folder.mkdir(parents=True, exist_ok=True)
+    asked = folder / "asked.json"
+    files.write_atomically(asked, json.dumps(asdict(settings)))
+    one = {
+        v: "1" for v in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    }
+    command = [
+        sys.executable,
+        "-m",
+        train,
+        "--settings",
+        str(asked),
+        "--out",
+        str(folder),
+    ]
+    with (folder / "log.txt").open("ab") as log:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | one,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[lock],
+        )
+
+
+def _finished(folder: Path, code: int) -> list[str]:
+    """Nothing for a run that is a result; a sentence for one that failed and will be
+    tried again.
+    """
+    if code == 0 and records.status(folder):
+        return []
+    last = (
+        [line.strip() for line in _tail(folder / "log.txt") if line.strip()]
+        or ["no word"]
+    )[-1]
+    # not finite: the same seed would end there again
+    if code == 1 and list(folder.glob("minibatch-*")):
+        why = f"stopped at step {_steps(folder)}: {last}"
+        files.write_atomically(folder / "failed.json", json.dumps({"status": why}))
+        return []
+    return [
+        f"{folder.name} ended with status {code}: {last} (all of it: {folder / 'log.txt'})"
+    ]
+
+
+def _tail(path: Path, size: int = 4000) -> list[str]:
+    with path.open("rb") as f:
+        f.seek(max(0, path.stat().st_size - size))
+        return f.read().decode(errors="replace").splitlines()
+
+
+def _steps(folder: Path) -> int:
+    path = folder / "steps.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _stop(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    for p in processes:
+        p.terminate()
+    for p in processes:
+        try:
+            p.wait(10)
+        except subprocess.TimeoutExpired:
+            p.kill()
+
+
+class Bars:
+    """A bar for the whole and one for each running run; a line for each end."""
+
+    def __init__(self, steps: int) -> None:
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            disable=not sys.stdout.isatty(),
+        )
+        self.all = self.progress.add_task("all steps", total=steps)
+        self.rows: dict[str, tuple[TaskID, float, int]] = {}
+        self.steps: dict[str, int] = {}
+
+    def begin(self, name: str, steps: int) -> None:
+        """Show a run."""
+        row = self.progress.add_task(name, total=steps)
+        self.rows[name] = (row, time.monotonic(), steps)
+        self.steps[name] = 0
+
+    def at(self, name: str, step: int) -> None:
+        """Show how far it is."""
+        self.progress.update(self.rows[name][0], completed=step)
+        self.progress.advance(self.all, step - self.steps[name])
+        self.steps[name] = step
+
+    def end(self, name: str, word: str) -> None:
+        """Say how it ended."""
+        row, start, steps = self.rows[name]
+        self.at(name, steps)
+        self.progress.remove_task(row)
+        said = f"{word:8} {name} ({time.monotonic() - start:.0f} s)"
+        self.progress.console.print(said, highlight=False)
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def said(work: Callable[[], int], who: str) -> int:
+    """work(), with what a user can set right said in one sentence."""
+    interrupt.then("the same command goes on from here")
+    try:
+        return work()
+    except InputError as error:
+        print(f"{who}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(
+            f"{who}: {error.strerror or error}: {error.filename or 'is the disk full?'}",
+            file=sys.stderr,
+        )
+        return 2

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is all as it was registered? `python -m repro.mini.experiment [NAME] --verify`.
+
+It trains nothing. Of each experiment it holds every record against its digest, every
+registered file against its own, the names of all runs against runs.sha256, and what this
+engine computes against the registered rule (frozen.py) and against the numbers that the
+committed report prints.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from repro.mini.experiment import claims, frozen, records, registration, suite, words
+from repro.mini.experiment.effects import Effect
+from repro.mini.experiment.plan import Plan, load
+from repro.mini.experiment.questions import SHARES, RunRecord
+
+Known = dict[str, RunRecord]
+CLOSE = 1e-9  # of two ways to compute the same number
+PRINTED = re.compile(r"[×+-][\d.]+ \[[+-]?[\d.]+, [+-]?[\d.]+\]")
+
+
+class Checked:
+    """What was compared, and what differs."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.wrong: dict[str, list[str]] = {}
+        self.known: dict[Path, Known] = {}
+
+    def compare(self, what: str, name: str, same: bool) -> None:
+        """Count one comparison; keep its name if the two differ."""
+        self.counts[what] += 1
+        if not same:
+            self.wrong.setdefault(what, []).append(name)
+
+    def records_of(self, plan: Plan) -> Known:
+        """Its records, each held against its digest when they are first asked for."""
+        if plan.results not in self.known:
+            self.known[plan.results] = records.load(plan.results)
+            self.counts["records"] += len(self.known[plan.results])
+            _registered_files(plan, self)
+        return self.known[plan.results]
+
+
+def main(names: Iterable[str]) -> int:
+    """Verify the experiments; print a line for each, and what differs.
+
+    Args:
+        names: of plans.
+
+    Returns:
+        0 if all is as registered, else 1.
+
+    Raises:
+        InputError: a record is not what it was.
+    """
+    total = Checked()
+    for name in names:
+        before = Counter(total.counts)
+        _verify(load(name), total)
+        new = total.counts - before
+        said = ", ".join(f"{n} {what}" for what, n in new.items())
+        suite.say(f"{name:28} {said}", markup=False)
+    for what, n in total.counts.items():
+        wrong = total.wrong.get(what, [])
+        for sentence in wrong:
+            suite.say(f"Differs, of {what}: {sentence}", markup=False)
+        suite.say(f"{len(wrong)} of {n} {what} differ.", markup=False)
+    return 1 if total.wrong else 0
+
+
+def _verify(plan: Plan, total: Checked) -> None:
+    """Check one experiment."""
+    known = total.records_of(plan)
+    names = plan.folder / "runs.sha256"
+    if names.exists() and not plan.others:
+        same = names.read_text(encoding="utf-8").strip() == plan.digest()
+        total.compare("lists of runs", plan.name, same)
+    if plan.others:
+        _post_hoc(plan, known, total)
+    elif plan.name == "stale":
+        theirs = frozen.stale_effects(plan, known)
+        _intervals(plan, known, total, theirs, frozen.key_of_stale)
+    elif plan.name == "controls":
+        theirs = frozen.registered_effects(plan, known)
+        _intervals(plan, known, total, theirs, frozen.key_of_registered)
+    elif plan.folder.parent.name == "round2":
+        _claims(plan, known, total)
+    # the first round is closed: its rule is in the history, its words are committed
+
+
+def _registered_files(plan: Plan, total: Checked) -> None:
+    """Against the digests beside them."""
+    folder = plan.results.parent
+    changed = registration.changed(folder)
+    for name in registration.load(folder).get("sha256", {}):
+        total.compare("registered files", name, name not in changed)
+
+
+# ---- the second round ----------------------------------------------------------------
+def _claims(plan: Plan, known: Known, total: Checked) -> None:
+    """The claims of an experiment of the second round."""
+    report = plan.results / "report.md"
+    mine = claims.judge(plan, known)
+    rows = _rows(report, f"| {plan.name}<br>")
+    for s, old in zip(mine, frozen.verdicts(plan, known), strict=True):
+        name = f"{plan.name}/{s.claim.id}"
+        for e, contrast in zip(s.effects, old.found, strict=True):
+            scale = _scale(e)
+            values = scale * np.array(contrast.values)
+            ps = claims.effects.p_values(e.question, np.array(e.values))
+            same = np.allclose(e.values, values, rtol=1e-12, atol=CLOSE)
+            same &= np.allclose(ps, (contrast.p_for, contrast.p_against), atol=CLOSE)
+            total.compare("effects", f"{name} {e.question.name}", bool(same))
+        if s.effects:
+            mine_p, old_p = (s.p_for, s.p_against), (old.p_for, old.p_against)
+            same_p = np.allclose(mine_p, old_p, atol=CLOSE)
+            total.compare("claims", name, s.word == old.word and bool(same_p))
+            row = next(row for row in rows if row[1] == s.claim.says)
+            rows.remove(row)
+            word = claims.limit(s) or claims.verdict(s)
+            same = row[2].startswith(f"**{word}**") and row[3] == claims.shown(s)
+            total.compare("printed effects", name, same)
+
+
+def _scale(e: Effect) -> int:
+    """From shares to points."""
+    is_share = e.question.metric in SHARES and not e.question.ratio
+    return 100 if is_share else 1
+
+
+def _rows(report: Path, start: str) -> list[list[str]]:
+    """The cells of the rows that start so."""
+    lines = report.read_text(encoding="utf-8").splitlines()
+    return [
+        line.strip("|").strip().split(" | ") for line in lines if line.startswith(start)
+    ]
+
+
+# ---- experiments with families of intervals ----------------------------------------------
+def _intervals(
+    plan: Plan,
+    known: Known,
+    total: Checked,
+    theirs: Sequence[Any],
+    key_of: Callable[[Any], tuple[str, str, str, str]],
+) -> None:
+    """Each effect against the registered rule; the printed ones against the report."""
+    by_key = {key_of(e): e for e in theirs}
+    found = plan.effects(known)
+    for family, effects in plan.by_family(found):
+        for e in effects:
+            q = e.question
+            key = family.name, q.name, q.other, q.group
+            total.compare("effects", "/".join(key), _same(e, by_key.pop(key)))
+    for key in by_key:
+        total.compare("effects", "/".join(key), False)
+    text = (plan.results / "report.md").read_text(encoding="utf-8")
+    _printed(plan, found, text.partition("## Every effect")[2], total)
+
+
+def _same(e: Effect, old: Any) -> bool:
+    """Seeds, word and every number."""
+    mine = e.mean, e.low, e.high, e.sd, *e.by_base
+    theirs = old.mean, old.low, old.high, old.sd, *old.by_base
+    numbers = np.allclose(mine, theirs, rtol=1e-12, atol=CLOSE, equal_nan=True)
+    return bool(numbers) and (e.n, e.word) == (old.n, old.word)
+
+
+def _printed(plan: Plan, found: Sequence[Effect], text: str, total: Checked) -> None:
+    """Every effect that has an interval is printed in the report, and no other."""
+    printed = Counter(PRINTED.findall(text))
+    for e in found:
+        said = words.shown(e)
+        if not PRINTED.fullmatch(said):
+            continue
+        total.compare("printed effects", f"{plan.name} {said}", printed[said] > 0)
+        printed[said] -= 1
+    for said in +printed:
+        total.compare("printed effects", f"{plan.name} {said}", False)
+
+
+# ---- what nobody registered ----------------------------------------------------------
+def _post_hoc(plan: Plan, known: Known, total: Checked) -> None:
+    """Each effect is printed on the committed page of such facts."""
+    text = "".join(
+        path.read_text(encoding="utf-8")
+        for path in sorted(plan.results.glob("*.md"))
+        if path.name in ("unregistered.md", "report.md")
+    )
+    printed = set(PRINTED.findall(text))
+    for e in plan.effects(known):
+        said = words.shown(e)
+        total.compare("facts not registered", f"{plan.name} {said}", said in printed)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Effects in print: points of 100 for shares, ×-factors for ratios."""
+
+from math import exp
+
+from repro.mini.experiment.effects import Effect
+from repro.mini.experiment.questions import EQUAL, SHARES, Question
+
+TITLES = {
+    "avg": "Avg@32",
+    "maj": "Maj@32",
+    "best": "Best@32",
+    "entropy": "entropy",
+    "malformed": "malformed answers",
+    "survival": "survival",
+    EQUAL: "Best@32 at equal Avg@32",
+}
+LARGEST = 700  # of an exponent that a float can hold
+
+
+def unit(question: Question) -> str:
+    """What a difference is measured in."""
+    if in_points(question):
+        return "points"
+    return {"survival": "steps", "entropy": "nats"}.get(question.metric, "")
+
+
+def in_points(question: Question) -> bool:
+    """Whether it is a share, or a distance of curves of shares."""
+    metric = question.terms[0].metric
+    return metric in SHARES or metric == EQUAL or metric.startswith("pass@")
+
+
+def rounded(question: Question, x: float, times: str = "×") -> str:
+    """A number on the scale of d, with as many digits as the metric has.
+
+    Args:
+        question: whose number it is.
+        x: the number; a logarithm if the question is a ratio.
+        times: before a factor.
+    """
+    if question.ratio:
+        factor = exp(min(x, LARGEST))
+        return f"{times}{factor:{'.3f' if 0.1 <= factor < 10 else '.3g'}}"
+    digits = 1 if in_points(question) else 3
+    if question.metric == "survival":
+        digits = 0
+    return f"{round(x, digits) + 0.0:+.{digits}f}"  # no -0.0
+
+
+def shown(e: Effect) -> str:
+    """The mean and its interval, or why there is none."""
+    if e.word == "out of reach" or not e.n:
+        return e.word
+    mean = rounded(e.question, e.mean)
+    if e.word == "not finished":
+        return e.word
+    low, high = (rounded(e.question, x, "") for x in (e.low, e.high))
+    return f"{mean} [{low}, {high}]"
+
+
+def by_base(e: Effect) -> str:
+    """The mean over the seeds on each base."""
+    return ", ".join(rounded(e.question, x) for x in e.by_base)
+
+
+def level(question: Question) -> str:
+    """The decoding that a name gives, in words."""
+    return question.decoding.replace("top_p_", "top-p ").replace("t_1", "T = 1")
+
+
+def claimed(question: Question) -> str:
+    """What is compared, and the bound that is claimed of it."""
+    term = question.terms[0]
+    arms = (" / " if question.ratio else " − ").join(question.arms)
+    set_name = term.where.partition("/")[0]
+    where = f" ({set_name})" if set_name != "test" else ""
+    return f"{term.metric}{where} {term.at} {arms} {bound(question)}"
+
+
+def bound(question: Question) -> str:
+    """The bound, on the scale on which numbers are printed."""
+    side, least = question.bounds[-1]
+    size = exp(least) if question.ratio else least
+    if len(question.bounds) == 2:
+        return f"within {'×' if question.ratio else ''}{size:g}"
+    return f"{'>' if side > 0 else '<'} {size:g}"
