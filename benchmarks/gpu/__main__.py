@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run upref's checks on a GPU, and write what they find as one JSON file.
 
+    python -m benchmarks.gpu --check                what is missing here, in ten seconds
     python -m benchmarks.gpu --out FOLDER           all parts, about nine minutes on an H100
     python -m benchmarks.gpu --out FOLDER steps     some parts
     python -m benchmarks.gpu --out FOLDER --trial   a trial of this script: small, on the CPU
@@ -12,7 +13,8 @@ benchmarks.gpu.keep FOLDER/gpu.json COMMIT` adds the rows to results.json, and `
 -m docs.make docs/gpu.md` makes the page.
 
 Needs torch with CUDA, transformers and an installation of upref; TRL, verl and Liger
-are checked where they are installed.
+are checked where they are installed. The parts import all of these, so they are imported
+where they are used: `--check` works without them.
 """
 
 import argparse
@@ -29,8 +31,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import kernels, losses, steps, suite
-from benchmarks.gpu.place import PartSetup, lines
 from upref.files import write_atomically
 
 ROOT = Path(__file__).parent.parent.parent
@@ -47,6 +47,8 @@ class Part:
 
 def parts() -> dict[str, Part]:
     """All parts by name, in the order in which they start."""
+    from benchmarks.gpu import kernels, losses, steps, suite
+
     by_name = {
         "tests": Part("tests", (), TOGETHER),
         "facts": Part("facts", (), TOGETHER),
@@ -77,6 +79,10 @@ def main(argv: list[str] | None = None) -> int:
         from benchmarks.gpu import training
 
         return training.child(argv[1:])
+    if argv == ["--check"]:
+        from benchmarks.gpu import check
+
+        return check.main()
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu",
         description=__doc__,
@@ -191,6 +197,8 @@ def one(arguments: list[str], device: str, small: bool) -> int:
     """Run one part in this process. arguments: its name, the file for its rows, and a
     folder.
     """
+    from benchmarks.gpu.place import PartSetup
+
     name, rows, folder = arguments
     part = parts()[name]
     module = importlib.import_module(f"benchmarks.gpu.{part.module}")
@@ -200,6 +208,8 @@ def one(arguments: list[str], device: str, small: bool) -> int:
 
 def collect(out: Path, work: Path, states: dict[str, Any]) -> None:
     """Write gpu.json and gpu.log of what is there."""
+    from benchmarks.gpu.place import lines
+
     rows = {path.stem: lines(path) for path in sorted(work.glob("*.jsonl"))}
     date = datetime.now(UTC).date().isoformat()
     found = {"date": date, "parts": states, "rows": rows}

@@ -75,6 +75,24 @@ def environment(log: Path, modules: tuple[str, ...] = ()) -> dict[str, str]:
 
 
 def settings(objective: upref.Objective, steps: int, out: Path) -> dict[str, object]:
+    """What verl is given on a CPU: the toy's settings, and those that a CPU needs."""
+    return toy_settings(objective, steps, out) | {
+        "actor_rollout_ref.rollout.dtype": "float32",
+        "actor_rollout_ref.rollout.free_cache_engine": False,
+        "+actor_rollout_ref.rollout.enable_sleep_mode": False,
+        f"{VLLM}.distributed_executor_backend": "uni",
+        f"{VLLM}.worker_extension_cls": "repro.with_verl.cpu.vllm_worker.WorkerExtension",
+        "trainer.device": "cpu",
+        "+ray_kwargs.ray_init.runtime_env.py_executable": f'"{" ".join(fork.executable())}"',
+        "ray_kwargs.ray_init.num_cpus": 16,
+        "+ray_kwargs.ray_init.object_store_memory": 400_000_000,
+    }
+
+
+def toy_settings(
+    objective: upref.Objective, steps: int, out: Path
+) -> dict[str, object]:
+    """What verl is given for the toy on any device."""
     return {
         "data.train_files": out / "data.parquet",
         "data.val_files": out / "data.parquet",
@@ -105,26 +123,20 @@ def settings(objective: upref.Objective, steps: int, out: Path) -> dict[str, obj
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": MINI * GROUP,
         "actor_rollout_ref.rollout.name": "vllm",
         "actor_rollout_ref.rollout.n": GROUP,
-        "actor_rollout_ref.rollout.dtype": "float32",
         "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
         "actor_rollout_ref.rollout.enforce_eager": True,
-        "actor_rollout_ref.rollout.free_cache_engine": False,
-        "+actor_rollout_ref.rollout.enable_sleep_mode": False,
         "actor_rollout_ref.rollout.max_model_len": 32,
         "actor_rollout_ref.rollout.max_num_seqs": PROMPTS * GROUP,
         "actor_rollout_ref.rollout.max_num_batched_tokens": 1024,
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": MINI * GROUP,
         "actor_rollout_ref.rollout.agent.num_workers": 1,
         "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": 16,
-        f"{VLLM}.distributed_executor_backend": "uni",
-        f"{VLLM}.worker_extension_cls": "repro.with_verl.cpu.vllm_worker.WorkerExtension",
         "algorithm.adv_estimator": "grpo",
         "reward.num_workers": 1,
         "reward.custom_reward_function.path": "pkg://repro.with_verl.cpu.toy",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
         "hydra.run.dir": out / "hydra",
         "trainer.logger": "[file]",
-        "trainer.device": "cpu",
         "trainer.nnodes": 1,
         "trainer.n_gpus_per_node": 1,
         "trainer.total_training_steps": steps,
@@ -135,9 +147,6 @@ def settings(objective: upref.Objective, steps: int, out: Path) -> dict[str, obj
         "trainer.max_actor_ckpt_to_keep": 2,
         "trainer.default_local_dir": out / "checkpoints",
         "+ray_kwargs.ray_init.num_gpus": 1,
-        "+ray_kwargs.ray_init.runtime_env.py_executable": f'"{" ".join(fork.executable())}"',
-        "ray_kwargs.ray_init.num_cpus": 16,
-        "+ray_kwargs.ray_init.object_store_memory": 400_000_000,
         "+ray_kwargs.ray_init.include_dashboard": False,
     }
 

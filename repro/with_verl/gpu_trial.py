@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's own trainer with vLLM on one GPU, small enough for minutes: the toy of the
+smoke scale, or random weights of the sizes of Qwen2.5-0.5B.
+
+    python -m repro.with_verl.gpu_trial OUT [--size toy|half] [--objective up_dapo]
+    [--steps 24] [--fault] [--dry-run] [verl overrides]
+
+toy learns in 24 steps. half shows memory, sleep mode and the transfer of real weights;
+random weights are no evidence for an objective. Every micro-batch is compared with the
+reference inside the loss, every optimizer step is judged as a whole and recorded, and
+`upref replay` judges the recorded steps at the end. --fault samples at temperature 0.7
+and has vLLM report log-probabilities of before it, which replay must name.
+
+OUT/gpu.json gets one row, in the form that `python -m benchmarks.gpu.keep` reads. Exit
+status: 0 all of it held, 1 something did not, 2 it could not run.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from argparse import RawDescriptionHelpFormatter
+from collections import Counter
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import upref
+from repro import Parser
+from repro.with_verl.config.compose import ACTOR, watched
+from repro.with_verl.cpu import smoke, toy
+from repro.with_verl.health import STEPS
+from repro.with_verl.place import pythonpath
+from repro.with_verl.run import advice, records, watch
+from upref.files import write_atomically
+from upref_frameworks.verl.record import FOLDER, HOW_OFTEN
+
+ROLLOUT = "actor_rollout_ref.rollout"
+MODULES = "VERL_USE_EXTERNAL_MODULES"  # what every process of verl imports
+# seconds: without a sign of life before the first step, without a step, to shut down
+FIRST, STALL, END = 100, 60, 20
+# Qwen2.5-0.5B's sizes, in Qwen3's form
+HALF = {
+    "vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64,
+    "max_position_embeddings": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+# FlashAttention 3 has kernels for heads of 64, 96, 128, 192 and 256
+TOY = toy.SIZES | {"head_dim": 64}
+BF16 = "{param_dtype: bf16, reduce_dtype: fp32, buffer_dtype: fp32}"
+# vLLM's sleep mode, which verl uses by default, is left to `half`
+ONE_GPU = {
+    f"{ROLLOUT}.dtype": "bfloat16",  # FlashAttention takes no float32
+    f"{ROLLOUT}.gpu_memory_utilization": 0.4,
+    f"{ROLLOUT}.free_cache_engine": False,
+    f"+{ROLLOUT}.enable_sleep_mode": False,
+    f"{smoke.VLLM}.kv_cache_memory_bytes": 2**28,
+    f"{ROLLOUT}.calculate_log_probs": True,
+    "ray_kwargs.ray_init.num_cpus": 12,
+    "+ray_kwargs.ray_init.object_store_memory": 1_000_000_000,
+    f"+{ACTOR}.policy_loss.upref": "{parity: {on_fail: warn, every: 1}}",
+}
+LARGE = {
+    f"{smoke.VLLM}.kv_cache_memory_bytes": 2**33,
+    f"{ROLLOUT}.free_cache_engine": True,
+    f"+{ROLLOUT}.enable_sleep_mode": True,
+    f"+{ACTOR}.fsdp_config.mixed_precision": BF16,
+    "+actor_rollout_ref.ref.fsdp_config.mixed_precision": BF16,
+    # 1e-6 keeps the ratios of random weights within 0.95 and 1.05: no bound acts
+    f"{ACTOR}.optim.lr": 1e-5,
+    "reward.custom_reward_function.path": "pkg://repro.with_verl.gpu_trial",
+    f"{ACTOR}.use_dynamic_bsz": True,
+    f"{ACTOR}.ppo_max_token_len_per_gpu": 16384,
+    f"{ROLLOUT}.log_prob_use_dynamic_bsz": True,
+    f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 16384,
+    "actor_rollout_ref.model.use_remove_padding": True,
+    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+    "data.max_response_length": 256,
+    f"{ROLLOUT}.max_model_len": 512,
+    f"{ROLLOUT}.max_num_batched_tokens": 8192,
+    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 512,
+    "trainer.save_freq": -1,  # 6 GB a checkpoint
+}
+# steps of 512 responses: 128 tokens do not tell which temperature it is
+FAULT = {
+    f"{ROLLOUT}.logprobs_mode": "raw_logprobs",
+    f"{ROLLOUT}.temperature": 0.7,
+    "data.train_batch_size": 64,
+    f"{ACTOR}.ppo_mini_batch_size": 64,
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": 256,
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 256,
+}
+NAMED = "raw_temperature"  # the cause that replay must give to a step of it
+SHOWN = {
+    smoke.SCORE: "score",
+    "actor/upref/parity_of_bound": "parity",
+    "actor/upref/normalizer": "normalizer",
+    "actor/upref/ratio/max": "ratio",
+    "actor/upref/above_high": "above",
+    "actor/upref/clip/neg_low": "clipped",
+    "training/rollout_probs_diff_mean": "sampler",
+    "timing_s/gen": "gen",
+    "timing_s/update_actor": "actor",
+    "timing_s/update_weights": "weights",
+    "timing_s/step": "step",
+    "perf/max_memory_allocated_gb": "GB",
+}
+BAND = ("clip/pos_high", "clip/pos_low", "clip/neg_high", "clip/neg_low", "above_high")
+PACKAGES = ("verl", "vllm", "ray", "TransferQueue", "torch", "triton", "transformers")
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, **_: Any
+) -> dict[str, Any]:
+    """verl's reward for `half`: the share of words whose number leaves the prompt's digit
+    when it is divided by 4. Random weights score about a quarter, with some spread.
+    """
+    numbers = [int(w[1:]) for w in solution_str.split() if w[1:].isdigit()]
+    right = sum(n % toy.DIGITS == int(ground_truth) for n in numbers)
+    score = right / max(len(numbers), 1)
+    return {"score": score, "acc": float(score > 1 / toy.DIGITS), "pred": ""}
+
+
+def settings(
+    objective: upref.Objective, steps: int, out: Path, size: str, fault: bool
+) -> dict[str, object]:
+    """What verl is given.
+
+    Args:
+        objective: that is trained.
+        steps: of verl's trainer.
+        out: the folder of the run.
+        size: toy or half.
+        fault: whether vLLM reports log-probabilities of before the temperature.
+    """
+    found = smoke.toy_settings(objective, steps, out) | ONE_GPU
+    found |= LARGE if size == "half" else {}
+    found |= FAULT if fault else {}
+    return found
+
+
+def environment(log: Path, eager: bool) -> dict[str, str]:
+    """Of every process of verl.
+
+    Args:
+        log: where verl's file logger writes.
+        eager: nothing is compiled; it would take half a minute.
+    """
+    modules = os.environ.get(MODULES, "").split(",")
+    ours = "upref_frameworks.verl.training"
+    found = {
+        "PYTHONPATH": pythonpath(),
+        MODULES: ",".join([*(m for m in modules if m and m != ours), ours]),
+        "VERL_USE_EXTERNAL_PLUGINS": "none",  # upref once is enough
+        "VERL_FILE_LOGGER_PATH": str(log),
+        # vLLM's sampler imports flashinfer otherwise
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "HF_HUB_OFFLINE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        # it counts the memory of a machine whose memory grows as it is used
+        "RAY_memory_monitor_refresh_ms": "0",
+        "HYDRA_FULL_ERROR": "1",
+    }
+    return found | ({"TORCHDYNAMO_DISABLE": "1"} if eager else {})
+
+
+def make(out: Path, size: str) -> None:
+    """Make the weights, the tokenizer and the prompts of the run."""
+    words = list(toy.VOCAB)
+    if size == "half":
+        words += [f"w{i}" for i in range(len(words), HALF["vocab_size"])]
+    toy.SIZES.update(HALF if size == "half" else TOY)
+    toy.make_model(out / "model", words=words)
+    toy.make_data(out / "data.parquet")
+
+
+def dry_run(objective: upref.Objective, lines: list[str], size: str) -> Any:
+    """Let the installed verl read the settings; InputError on what is wrong."""
+    from repro.with_verl.config.compose import Run
+    from repro.with_verl.config.model import parse
+    from repro.with_verl.config.scales import Scale
+    from repro.with_verl.config.validate import validate
+
+    scale = Scale("trial", "", {}, {}, {}, 0.0, None)
+    run = Run(objective.name, scale, lines, {}, given=[])
+    return validate(run, parse(HALF if size == "half" else TOY))
+
+
+def tell(row: dict[str, Any]) -> None:
+    """Print the numbers of one step."""
+    d = row["data"]
+    shown = (f"{name} {d[k]:.3g}" for k, name in SHOWN.items() if k in d)
+    print(f"  step {row['step']:3}  {'  '.join(shown)}", flush=True)
+
+
+def outside(rows: list[dict[str, Any]]) -> int:
+    """In how many steps a token left the objective's band, or DAPO's above it."""
+    keys = [f"actor/upref/{k}" for k in BAND]
+    return sum(any(r["data"].get(k, 0) > 0 for k in keys) for r in rows)
+
+
+def causes(replay: dict[str, Any]) -> list[str]:
+    """The cause that replay gives the sampler's column of each recorded step."""
+    steps = replay.get("report", {}).get("steps", [])
+    return [step.get("sampler", {}).get("cause", "") for step in steps]
+
+
+def replayed(folder: Path) -> dict[str, Any]:
+    """What `upref replay` says of the recorded steps.
+
+    Args:
+        folder: of the recorded steps.
+
+    Returns:
+        `status` and `text`, and `report`, its JSON.
+    """
+    start = time.monotonic()
+    command = [sys.executable, "-m", "upref", "replay", str(folder)]
+    as_text, as_json = (
+        subprocess.run(
+            [*command, *form], capture_output=True, text=True, timeout=120, check=False
+        )
+        for form in ((), ("--json",))
+    )
+    found = {
+        "status": as_text.returncode,
+        "seconds": round(time.monotonic() - start, 1),
+        "text": as_text.stdout + as_text.stderr,
+    }
+    try:
+        return found | {"report": json.loads(as_json.stdout)}
+    except ValueError:
+        return found
+
+
+def judge(
+    rows: list[dict[str, Any]],
+    asked: int,
+    outcome: watch.Outcome,
+    replay: dict[str, Any],
+    size: str,
+    fault: bool,
+) -> tuple[list[str], list[str]]:
+    """What is to be reported, and what is wrong.
+
+    Args:
+        rows: the logged steps.
+        asked: how many there should be.
+        outcome: how verl's trainer ended.
+        replay: of `replayed`.
+        size: toy or half.
+        fault: whether replay must name the planted fault.
+    """
+    report, wrong = smoke.judge(rows, asked, outcome)
+    if size == "half":  # random weights do not learn in a few steps
+        wrong = [w for w in wrong if not w.startswith("the score did not rise")]
+    left = outside(rows)
+    report.append(f"tokens left the band in {left} of {len(rows)} steps")
+    if not left and not fault:
+        wrong.append("no token left the band: the bounds of the objective did not act")
+    counts = Counter(causes(replay))
+    said = ", ".join(f"{cause} in {n}" for cause, n in counts.most_common())
+    report.append(
+        f"replay of {counts.total()} optimizer steps ends with status {replay['status']}: {said or 'nothing'}"
+    )
+    named = counts[NAMED]
+    if not counts:
+        wrong.append("no recorded step could be replayed")
+    elif fault and not named:
+        wrong.append(f"replay does not name the fault, {NAMED}")
+    elif not fault and (named or replay["status"] == 1):
+        wrong.append("replay finds a failure that was not planted")
+    return report, wrong
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that took part; "" where one is not installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def device() -> str:
+    """The name of the GPU, and its driver."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(
+            query, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "none"
+
+
+def main(
+    objective: upref.Objective,
+    out: Path,
+    steps: int,
+    size: str,
+    fault: bool,
+    extra: list[str],
+) -> int:
+    """Train, watch, replay, judge, write the row; the exit status.
+
+    Args:
+        objective: that is trained.
+        out: the folder of the run; what is there is removed.
+        steps: of verl's trainer.
+        size: toy or half.
+        fault: whether vLLM reports log-probabilities of before the temperature.
+        extra: overrides of verl, the last word.
+    """
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    make(out, size)
+    log = records.new_part(out)
+    output = out / "trainer.log"
+    given = settings(objective, steps, out, size, fault)
+    lines = [f"{k}={v}" for k, v in given.items()]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *lines, *extra]
+    write_atomically(out / "command.txt", "\n".join(command) + "\n")
+    # named here, so that every step is kept, not only those that fail
+    os.environ |= {FOLDER: str(out / STEPS), HOW_OFTEN: "1"}
+    eager = f"{ROLLOUT}.enforce_eager=False" not in extra
+    watch.END = END
+    outcome = watch.run(
+        command, log, output, env=environment(log, eager) | watched(out), asked=steps,
+        stall=STALL, first=FIRST, tell=tell, idle=False,
+    )  # fmt: skip
+    rows = watch.steps(log)
+    replay = replayed(out / STEPS)
+    report, wrong = judge(rows, steps, outcome, replay, size, fault)
+    name = f"{size}: {objective.name}" + (", a fault" if fault else "")
+    row = {
+        "run": name + "".join(f", {x}" for x in extra),
+        "asked": steps,
+        "steps": [{"step": r["step"]} | r["data"] for r in rows],
+        "seconds": round(outcome.seconds, 1),
+        "report": report,
+        "wrong": wrong,
+        "replay": replay,
+        "gpu": device(),
+        "versions": versions(),
+    }
+    part = {"status": int(bool(wrong)), "seconds": row["seconds"]}
+    found = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "parts": {f"verl-{size}": part},
+        "rows": {f"verl-{size}": [row]},
+    }
+    write_atomically(out / "gpu.json", json.dumps(found, indent=1) + "\n")
+    print(replay["text"])
+    print("\n".join([f"{name}: {'; '.join(report)}", *(f"WRONG  {w}" for w in wrong)]))
+    if wrong and outcome.status != 0:
+        print(output.read_text(encoding="utf-8", errors="replace")[-5000:])
+        print(f"verl: {advice.cure(output, out)}")
+    return (1 if rows else 2) if wrong else 0
+
+
+if __name__ == "__main__":
+    parser = Parser(
+        "gpu_trial",
+        description=__doc__,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--size", choices=("toy", "half"), default="toy")
+    parser.add_argument("--objective", default="up_dapo")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--fault", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
+    args, rest = parser.parse_known_args()
+    try:
+        chosen = upref.get(args.objective)
+        if wrong_words := [x for x in rest if "=" not in x]:
+            raise upref.InputError(
+                f"{wrong_words[0]!r} is no override: write key=value."
+            )
+        if args.dry_run:
+            given = settings(chosen, args.steps, args.out, args.size, args.fault)
+            words = [f"{k}={v}" for k, v in given.items()] + rest
+            dry_run(chosen, words, args.size)
+            print(f"verl accepts these {len(words)} overrides; nothing was started")
+            sys.exit(0)
+        sys.exit(
+            main(chosen, args.out.resolve(), args.steps, args.size, args.fault, rest)
+        )
+    except (upref.InputError, OSError) as error:
+        print(f"gpu_trial: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trial on a GPU, as far as it goes without one: its settings, its judge, its row."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import upref
+
+pytest.importorskip(
+    "psutil", reason="`repro/venv.sh smoke` installs what watches a trainer"
+)
+from benchmarks.gpu import keep
+from repro.with_verl import gpu_trial as trial
+from repro.with_verl.cpu import smoke
+from repro.with_verl.place import ROOT
+from repro.with_verl.run import watch
+
+ENDED = watch.Outcome(0, "", 60.0)
+
+
+def rows(count=3, **extra):
+    data = {
+        "training/global_step": 1,
+        smoke.SCORE: 0.1,
+        smoke.PARITY: 1e-7,
+        "actor/upref/normalizer": 1.0,
+        "actor/upref/clip/neg_low": 0.25,
+    }
+    return [
+        {"step": i, "data": data | {smoke.SCORE: i / 10} | extra}
+        for i in range(1, count + 1)
+    ]
+
+
+def replay(*causes, status=0):
+    steps = [{"sampler": {"cause": cause}} for cause in causes]
+    return {"status": status, "text": "", "report": {"steps": steps}}
+
+
+def wrong(found, said, fault=False, asked=3):
+    return trial.judge(found, asked, ENDED, said, "toy", fault)[1]
+
+
+def test_a_run_in_which_everything_held_has_nothing_wrong():
+    report, said = trial.judge(
+        rows(), 3, ENDED, replay("agree", "agree"), "toy", fault=False
+    )
+    assert said == []
+    assert "tokens left the band in 3 of 3 steps" in report
+    assert any("agree in 2" in line for line in report)
+
+
+def test_a_run_whose_ratios_stay_in_the_band_proves_nothing():
+    inside = rows(**{"actor/upref/clip/neg_low": 0.0})
+    assert any("no token left the band" in w for w in wrong(inside, replay("agree")))
+    above = rows(
+        **{"actor/upref/clip/neg_low": 0.0, "actor/upref/above_high": 0.1}
+    )  # what UP trains and DAPO clips
+    assert wrong(above, replay("agree")) == []
+
+
+def test_a_failure_in_replay_and_a_missing_record_are_wrong():
+    assert "not planted" in wrong(rows(), replay("shift", status=1))[0]
+    assert "not planted" in wrong(rows(), replay("agree", "raw_temperature"))[0]
+    assert "no recorded step" in wrong(rows(), replay())[0]
+
+
+def test_the_planted_fault_must_be_named():
+    named = replay("some_temperature", "raw_temperature")
+    assert wrong(rows(), named, fault=True) == []
+    unnamed = replay("agree", "agree")
+    assert "does not name" in wrong(rows(), unnamed, fault=True)[0]
+
+
+def test_random_weights_need_not_learn():
+    flat = rows(24, **{smoke.SCORE: 0.25})
+    _, of_half = trial.judge(flat, 24, ENDED, replay("agree"), "half", fault=False)
+    assert of_half == [] and "did not rise" in wrong(flat, replay("agree"), asked=24)[0]
+
+
+def test_the_reward_of_random_weights_is_the_share_of_words_that_fit():
+    score = trial.compute_score("made", "w1 w2 w5 <user>", "1")
+    assert score["score"] == 2 / 3 and score["acc"] == 1.0
+    assert trial.compute_score("made", "", "1")["score"] == 0
+
+
+def test_modules_of_the_user_are_imported_before_the_plug_in(monkeypatch, tmp_path):
+    ours = "upref_frameworks.verl.training"
+    monkeypatch.setenv(trial.MODULES, f"theirs,{ours}")
+    found = trial.environment(tmp_path / "log", eager=True)
+    assert found[trial.MODULES] == f"theirs,{ours}"
+    assert found["TORCHDYNAMO_DISABLE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in trial.environment(tmp_path / "log", eager=False)
+
+
+@pytest.mark.verl
+@pytest.mark.parametrize("size", ["toy", "half"])
+def test_verl_accepts_the_settings_of_both_sizes(tmp_path, size):
+    pytest.importorskip(
+        "verl.workers.config", reason="`repro/venv.sh verl` installs it"
+    )
+    objective = upref.get("up_dapo")
+    given = trial.settings(objective, 2, tmp_path, size, fault=size == "toy")
+    assert not any(v == "cpu" for v in given.values())
+    cfg = trial.dry_run(objective, [f"{k}={v}" for k, v in given.items()], size)
+    assert cfg.trainer.total_training_steps == 2
+    assert cfg.actor_rollout_ref.rollout.free_cache_engine == (size == "half")
+
+
+def test_a_word_that_is_no_override_is_refused(tmp_path):
+    command = [sys.executable, "-m", "repro.with_verl.gpu_trial", str(tmp_path), "lr"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and "'lr' is no override" in done.stderr
+
+
+def test_its_row_is_kept_beside_those_of_benchmarks_gpu(tmp_path):
+    row = {"run": "toy: up_dapo", "wrong": []}
+    new = {
+        "date": "2026-01-01",
+        "parts": {"verl-toy": {"status": 0}},
+        "rows": {"verl-toy": [row]},
+    }
+    [found] = keep.added({}, json.loads(json.dumps(new)), "abc")["rows"]
+    assert found["kind"] == "verl" and found["run"] == "toy: up_dapo"
