@@ -20,12 +20,13 @@ from upref.step.weights import Tokens
 from upref.user_code.logprobs import Problem
 from upref.verify.faults import known, measured
 from upref.verify.finding import Cause
+from upref.verify.formulas import token_faults
 from upref_course.grader import exercises
 
 # bounds at which a wrong loss is seen to change, on both sides of a ratio of 1
 BOUNDS = [0.8, 1.28, 3.0]
 OTHER = "other-objective-"  # then the name of the objective that a loss is
-KINDS = ("loss", "advantages", "KL", "log-probs", "step", "course")
+KINDS = ("loss", "advantages", "tokens", "KL", "log-probs", "step", "course")
 
 
 def faults() -> Iterator[tuple[str, str, Cause]]:
@@ -37,6 +38,9 @@ def faults() -> Iterator[tuple[str, str, Cause]]:
             yield "loss", name, fault.cause
     for fault in known("advantages"):
         yield "advantages", "", fault.cause
+    for name in token_faults.SETTINGS:
+        for fault in token_faults.known(name):
+            yield "tokens", "", fault.cause
     for fault in known("kl"):
         yield "KL", "", fault.cause
     for columns in (19, 300):  # less than a tile, and more

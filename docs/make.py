@@ -347,6 +347,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "fuzzed": ("docs.coverage", "fuzzed"),
     "ends": ("docs.coverage", "ends"),
     "known_faults": ("docs.faults", "table"),
+    "token_advantages": ("docs.token_advantages", "token_advantages"),
     "steps_trl": ("docs.steps", "table", "trl"),
     "steps_verl": ("docs.steps", "table", "verl"),
     "steps_openrlhf": ("docs.steps", "table", "openrlhf"),

@@ -108,6 +108,7 @@ _MODULES = (
     "replay",
     "rollouts",
     "step",
+    "token_advantages",
     "transforms",
 )
 

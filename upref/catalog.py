@@ -120,7 +120,10 @@ def require_estimators(kl: str, advantage: str, agg: str) -> None:
     kl_estimators = description.names_of("kl", "ESTIMATORS")
     if kl and kl not in kl_estimators:
         raise unknown_kl(kl, kl_estimators)
-    advantage_estimators = description.names_of("advantages", "ADVANTAGES")
+    advantage_estimators = [
+        *description.names_of("advantages", "ADVANTAGES"),
+        *description.names_of("token_advantages", "TOKEN_ADVANTAGES"),
+    ]
     if advantage and advantage not in advantage_estimators:
         raise unknown_advantage(advantage, advantage_estimators)
     aggregations = description.names_of("aggregation", "AGGREGATIONS")

@@ -50,6 +50,7 @@ GROUPS = {
 # What these modules define and do not begin with an underscore.
 MODULES = {
     "upref.advantages": "Advantages",
+    "upref.token_advantages": "Advantages of tokens and turns",
     "upref.aggregation": "Aggregations",
     "upref.kl": "KL estimators",
     "upref.logprobs": "Log-probabilities",

@@ -248,6 +248,27 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
         "logprobs.categorical_kl": (logprobs.categorical_kl, {"logits_p": logits, "logits_q": logits}),
         "metrics.maj_at_k": (metrics.maj_at_k, {"answers": [["a", "b"], ["c", "c"]], "correct": right}),
     }  # fmt: skip
+    slots = torch.zeros(2, 3)
+    of_tokens = {
+        "rewards": slots,
+        "values": slots,
+        "mask": torch.ones(2, 3, dtype=torch.bool),
+        "bootstrap": torch.zeros(2),
+        "group": torch.tensor([0, 0]),
+        "state": torch.zeros(2, 3, dtype=torch.int64),
+        "log_prob": slots,
+        "teacher_log_prob": slots,
+        "gamma": 0.9,
+        "lam": 0.8,
+        "omega": 0.5,
+        "ddof": 0,
+        "eps": 1e-6,
+    }
+    many["token_advantages.get"] = upref.token_advantages.get, {"name": "gae"}
+    for name, fn in upref.token_advantages.TOKEN_ADVANTAGES.items():
+        if name != "distillation":
+            given = inspect.signature(fn).parameters
+            many[f"token_advantages.{name}"] = fn, {k: of_tokens[k] for k in given}
     for name, fn in upref_advantages.ADVANTAGES.items():
         more = (
             {"ddof": 0, "eps": 1e-6}

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from upref.errors import InputError
+from upref.errors import InputError, importing
 from upref.files import require_readable
 from upref.interrupt import Terminated
 from upref.user_code.guard import asks_for_gpu, one_line
@@ -56,6 +56,23 @@ def load(target: str) -> Callable[..., Any]:
     if not callable(found):
         raise InputError(f"{target} is a {type(found).__name__}, not a function.")
     return found
+
+
+def verl_estimator(name: str) -> Callable[..., Any]:
+    """Return verl's own advantage estimator of this name.
+
+    Args:
+        name: of its registry, such as gae.
+
+    Raises:
+        InputError: verl has none of this name.
+    """
+    with importing("verl"):
+        from verl.trainer.ppo import core_algos
+    try:
+        return core_algos.get_adv_estimator_fn(name)
+    except ValueError as e:
+        raise InputError(f"verl has no advantage estimator {name!r}: {e}") from e
 
 
 def name_of(fn: Any) -> str:

@@ -10,12 +10,13 @@ ddof and eps, is read off the function and said.
 import time
 from typing import Any
 
-from upref import advantages
+from upref import advantages, catalog, token_advantages
 from upref.errors import InputError
 from upref.verify.advantages.case import AdvantageCase, choose_inputs
 from upref.verify.advantages.function import read
 from upref.verify.advantages.oracles import ORACLES
 from upref.verify.exact import DIVIDED_BY_STD, EVEN_GROUPS
+from upref.verify.formulas.tokens import check_token_advantages
 from upref.verify.oracle import run, validate_names
 from upref.verify.report import Report, not_run, restores_state
 
@@ -26,18 +27,21 @@ FLOAT64_TOL = 1e-6  # a larger tolerance is that of float32
 def check_advantages(
     fn: Any, estimator: str, *, skip: tuple[str, ...] = (), **hp: Any
 ) -> Report:
-    """Compare a function with an advantage estimator of upref.advantages.
+    """Compare a function with an advantage estimator of upref.advantages, or with one of
+    tokens and turns of upref.token_advantages.
 
     Args:
         fn: `(rewards [N], group [N]) -> A [N]`, by these names, their usual variants or
             by position. It may take a mask and return [N, T]; verl's
             `(token_level_rewards, response_mask, index, ...) -> (adv,
             returns)` and `(rewards, n)` for contiguous groups of n are recognized too.
-            Or a name as for `check`.
-        estimator: group_norm, leave_one_out, ...
+            Or a name as for `check`. For an estimator of tokens or turns: a function of
+            rewards, values, mask, group, ..., [N, K] and [N], whose arguments are read by
+            their names alone.
+        estimator: group_norm, leave_one_out, ...; gae, discounted_returns, gigpo, ...
         skip: names of oracles not to run.
-        **hp: ddof and eps of estimators that have them. What is not given is measured
-            and reported.
+        **hp: ddof and eps of estimators that have them; gamma, lam, ... of those of
+            tokens. What is not given is measured and reported.
 
     Returns:
         A Report: true if nothing fails.
@@ -46,7 +50,11 @@ def check_advantages(
         InputError: fn cannot be run.
     """
     start = time.perf_counter()
-    advantages.get(estimator)  # raises where there is no such estimator
+    if estimator in token_advantages.TOKEN_ADVANTAGES:
+        return check_token_advantages(fn, estimator, skip, hp)
+    if estimator not in advantages.ADVANTAGES:
+        known_names = [*advantages.ADVANTAGES, *token_advantages.TOKEN_ADVANTAGES]
+        raise catalog.unknown_advantage(estimator, known_names)
     settings = {"ddof", "eps"} if estimator in DIVIDED_BY_STD else set()
     if unknown := sorted(hp.keys() - settings):
         raise InputError(f"{estimator} has no setting {unknown[0]!r}.")

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from upref.errors import InputError, importing
+from upref.errors import InputError
 from upref.user_code import names
 from upref.user_code.guard import call_guarded
-from upref.user_code.load import load, name_of
+from upref.user_code.load import load, name_of, verl_estimator
 from upref.user_code.signature import Reading, parameters, read as read_signature
 from upref.verify.exact import UNGROUPED, RewardBatch, lengths
 
@@ -260,7 +260,8 @@ def read(fn: Any, estimator: str, hp: Mapping[str, Any]) -> Function:
     """
     name = name_of(fn)
     if isinstance(fn, str):
-        fn = _verl(fn.removeprefix("verl:")) if fn.startswith("verl:") else load(fn)
+        is_verl = fn.startswith("verl:")
+        fn = verl_estimator(fn.removeprefix("verl:")) if is_verl else load(fn)
     if not callable(fn) or isinstance(fn, type):
         what = (
             f"{name} is a class" if isinstance(fn, type) else f"a {type(fn).__name__}"
@@ -352,16 +353,6 @@ def _kinds(every: Sequence[inspect.Parameter], reading: Reading) -> tuple[str, .
     # verl's names for them
     likely += ["strings"] if words & {"index", "uid", "uids"} else []
     return tuple(dict.fromkeys((*likely, *KINDS)))
-
-
-def _verl(name: str) -> Callable[..., Any]:
-    """Return verl's own advantage estimator of this name."""
-    with importing("verl"):
-        from verl.trainer.ppo import core_algos
-    try:
-        return core_algos.get_adv_estimator_fn(name)
-    except ValueError as e:
-        raise InputError(f"verl has no advantage estimator {name!r}: {e}") from e
 
 
 def _contents(x: Any) -> str:

@@ -248,6 +248,11 @@ STD_OF_EQUAL_REWARDS = MeasuredFault(
 ADVANTAGES_OF_TWO_REWARDS = MeasuredFault(
     "advantages-of-two-rewards", "{each}", ("advantages",)
 )
+NUMBERS_SCALED = MeasuredFault(
+    "numbers-scaled",
+    "every number is {factor:.6g} times what it should be",
+    ("tokens",),
+)
 ESTIMATOR_SCALED = MeasuredFault(
     "estimator-scaled", "{factor:.6g} times {estimator}", ("KL",)
 )

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`upref.check_advantages` of tokens and turns, on functions that are right and wrong."""
+
+import functools
+
+import pytest
+import torch
+
+import upref
+from tests.support.cases import tokens
+from upref import token_advantages
+from upref.verify.formulas.token_faults import SETTINGS
+
+
+def name(value):
+    return getattr(value, "__name__", None) or getattr(
+        getattr(value, "func", None), "__name__", None
+    )
+
+
+@pytest.mark.parametrize(("fn", "estimator", "hp"), tokens.RIGHT, ids=name)
+def test_a_right_function_is_accepted(fn, estimator, hp):
+    report = upref.check_advantages(fn, estimator, **hp)
+    assert report, str(report)
+
+
+@pytest.mark.parametrize(("fn", "estimator", "fault_id"), tokens.WRONG, ids=name)
+def test_a_wrong_function_fails_with_its_cause(fn, estimator, fault_id):
+    report = upref.check_advantages(fn, estimator)
+    assert not report
+    assert report.failures[0].fault_ids == (fault_id,), str(report)
+
+
+@pytest.mark.parametrize("estimator", token_advantages.TOKEN_ADVANTAGES)
+def test_the_reference_is_accepted(estimator):
+    reference = token_advantages.get(estimator)
+
+    @functools.wraps(reference)
+    def renamed(*args, **kwargs):
+        return reference(*args, **kwargs)
+
+    if estimator == "distillation":  # its arguments have other names
+
+        def renamed(log_prob, teacher_log_prob, mask, advantages, coef):
+            return reference(log_prob, teacher_log_prob, mask, advantages, coef=coef)
+
+    assert upref.check_advantages(renamed, estimator)
+    assert set(SETTINGS) == set(token_advantages.TOKEN_ADVANTAGES)
+
+
+def test_settings_are_found_or_held_to():
+    report = upref.check_advantages(tokens.gae_fixed, "gae")
+    assert report.hp == {"gamma": 0.97, "lam": 0.9}
+    assert not upref.check_advantages(tokens.gae_fixed, "gae", gamma=0.9)
+    assert upref.check_advantages(tokens.gae_of_lists, "gae", gamma=0.5, lam=0.25)
+
+
+def test_an_unknown_name_is_an_error_and_no_position():
+    def unknown(rewards, foo, mask):
+        return rewards * foo
+
+    with pytest.raises(upref.InputError, match="what is foo") as error:
+        upref.check_advantages(unknown, "discounted_returns")
+    assert "names alone" in str(error.value)
+    with pytest.raises(upref.InputError, match="no argument is called values"):
+        upref.check_advantages(tokens.to_go, "gae")
+
+    def twice(rewards, scores, mask):
+        return rewards
+
+    with pytest.raises(upref.InputError, match="rewards and scores both mean rewards"):
+        upref.check_advantages(twice, "discounted_returns")
+
+
+def test_an_exception_says_what_was_passed():
+    def breaks(rewards, values, mask, gamma, lam):
+        return rewards[:, 99]
+
+    with pytest.raises(upref.InputError) as error:
+        upref.check_advantages(breaks, "gae")
+    assert "rewards = float64[6, 5]" in str(error.value)
+    assert "gamma = 0.9" in str(error.value)
+
+
+def test_a_reward_behind_the_last_trained_slot_is_counted_dropped_or_wrong():
+    def moved(rewards, mask, gamma):
+        """Rewards of untrained slots belong to the trained slot in front of them."""
+        rewards = rewards.clone()
+        for k in reversed(range(1, rewards.shape[1])):
+            is_left_out = ~mask[:, k]
+            rewards[is_left_out, k - 1] += rewards[is_left_out, k]
+        return tokens.returns_by_matrix(rewards, mask, gamma)
+
+    def decays(rewards, mask, gamma):
+        """Only trained slots discount, but a reward behind the last one decays once."""
+        total, out = torch.zeros(len(rewards), dtype=rewards.dtype), rewards.clone()
+        for k in reversed(range(rewards.shape[1])):
+            m = mask[:, k]
+            total = torch.where(m, rewards[:, k] + gamma * total, total + rewards[:, k])
+            out[:, k] = total
+        return out * mask
+
+    report = upref.check_advantages(moved, "discounted_returns")
+    assert report and not report.notes, str(report)
+    (dropped,) = upref.check_advantages(tokens.gae_of_lists, "gae").notes
+    assert dropped.oracle == "untrained-rewards"
+    (found,) = upref.check_advantages(decays, "discounted_returns").failures
+    assert found.oracle == "untrained-rewards" and "it decays" in found.cause
+
+
+def test_the_command_takes_them(capsys, tmp_path):
+    from upref.cli import main
+
+    file = tmp_path / "adv.py"
+    file.write_text(
+        "import torch\n\n\ndef wrong(rewards, mask, gamma):\n    return (rewards * mask).cumsum(1) * mask\n",
+        encoding="utf-8",
+    )
+    assert main(["check", f"{file}:wrong", "--as-advantage", "discounted_returns"]) == 1
+    assert "NOT discounted_returns" in capsys.readouterr().out
+    assert main(["check", f"{file}:wrong", "--as-advantage", "gaee"]) == 2
+    assert "did you mean 'gae'" in capsys.readouterr().err

@@ -1,0 +1,412 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user's function compared with a formula: numbers for each slot of a batch of named
+tensors, known faults as other formulas, the smallest batch that shows a difference.
+
+Advantages of tokens, distillation losses and value losses are compared by it.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.errors import InputError
+from upref.user_code.named import NamedFunction, NamedOutcome
+from upref.verify.faults import Fault, measured
+from upref.verify.finding import NO_CAUSE, Cause, Example, number_pair
+from upref.verify.report import Finding, fail
+
+Inputs = Mapping[str, Tensor]
+Settings = Mapping[str, Any]
+# numbers that are compared, the same shape for the formula and the function
+Formula = Callable[[Inputs, Settings], Tensor]
+FLOAT64_TOL = 1e-6  # relative: a guard of 1e-8 in a denominator is below it
+FLOAT32_TOL = 1e-4
+LEAST_FACTOR = 1e-9  # a smaller common factor is a missing gradient
+MOST_ENTRIES = 60  # numbers of an example that is printed with its results
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A batch on which a function is compared.
+
+    Attributes:
+        words: what is special about it.
+        inputs: tensors by role. The first dimension of each is the responses; the
+            second of those with two or more is the slots.
+    """
+
+    words: str
+    inputs: Inputs
+
+    def take(self, rows: Sequence[int], slots: Sequence[int]) -> "Problem":
+        """Return the batch with these responses and slots alone.
+
+        Args:
+            rows: indices of responses.
+            slots: indices of slots.
+        """
+        taken = {}
+        for role, x in self.inputs.items():
+            of_rows = x[list(rows)]
+            taken[role] = of_rows if x.ndim < 2 else of_rows[:, list(slots)]
+        return replace(self, inputs=taken)
+
+    def but(self, words: str, **inputs: Tensor) -> "Problem":
+        """Return the batch with other inputs.
+
+        Args:
+            words: what is special about it.
+            **inputs: by role.
+        """
+        return Problem(words, {**self.inputs, **inputs})
+
+
+@dataclass
+class FormulaCase:
+    """A function beside the formula that it should be: what the oracles read.
+
+    Attributes:
+        name: of what the function is compared with.
+        function: the function.
+        formula: what is right.
+        measure: the function's numbers of a batch: (outcome of a call, inputs) ->
+            a tensor of the shape of the formula's.
+        settings: the settings at which both are compared.
+        problems: the batches on which a cause must hold.
+        faults: other formulas, in the order in which they are tried.
+        unit: of the numbers.
+        gradient_of: the input by which gradients are taken; "" where values are
+            compared.
+        shown: the inputs that the formula reads, which an example shows.
+        absent: the inputs that are 0 on every batch, for the function does not take
+            them.
+        failed: the names of the oracles that failed so far.
+    """
+
+    name: str
+    function: NamedFunction
+    formula: Formula
+    measure: Callable[[NamedOutcome, Inputs], Tensor]
+    settings: Settings
+    problems: Sequence[Problem]
+    faults: Sequence[Fault[Formula]]
+    unit: str
+    gradient_of: str = ""
+    shown: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    tol: float = FLOAT64_TOL
+    failed: set[str] = field(default_factory=set)
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether the function takes a mask."""
+        return "mask" in self.function.reads
+
+    @property
+    def wrong(self) -> bool:
+        """Whether an oracle has failed: what follows from that is not said again."""
+        return bool(self.failed)
+
+    def inputs(self, problem: Problem) -> Inputs:
+        """Return the inputs of a batch, 0 where the function does not take them.
+
+        Args:
+            problem: the batch.
+        """
+        zeros = {role: torch.zeros_like(problem.inputs[role]) for role in self.absent}
+        return {**problem.inputs, **zeros}
+
+    def outcome(
+        self, problem: Problem, settings: Settings | None = None
+    ) -> NamedOutcome:
+        """Call the function on a batch.
+
+        Args:
+            problem: the batch.
+            settings: other settings than those of the case.
+
+        Raises:
+            InputError: the function refuses it.
+        """
+        return self.function(
+            self.inputs(problem), settings or self.settings, self.gradient_of
+        )
+
+    def found(self, problem: Problem, settings: Settings | None = None) -> Tensor:
+        """Return the function's numbers of a batch.
+
+        Args:
+            problem: the batch.
+            settings: other settings than those of the case.
+
+        Raises:
+            InputError: the function refuses it, or returns something else.
+        """
+        return self.measure(self.outcome(problem, settings), self.inputs(problem))
+
+    def expected(self, problem: Problem, settings: Settings | None = None) -> Tensor:
+        """Return the right numbers of a batch.
+
+        Args:
+            problem: the batch.
+            settings: other settings than those of the case.
+        """
+        return self.formula(self.inputs(problem), settings or self.settings)
+
+    def agrees(self, problem: Problem, settings: Settings | None = None) -> bool:
+        """Tell whether the function has the right numbers. A batch that it refuses is
+        no agreement.
+
+        Args:
+            problem: the batch.
+            settings: other settings than those of the case.
+        """
+        try:
+            found = self.found(problem, settings)
+        except InputError:
+            return False
+        return alike(self.expected(problem, settings), found, self.tol)
+
+    def differs(self, problem: Problem, settings: Settings | None = None) -> bool:
+        """Tell whether the function has other numbers. A batch that it refuses is no
+        difference.
+
+        Args:
+            problem: the batch.
+            settings: other settings than those of the case.
+        """
+        try:
+            found = self.found(problem, settings)
+        except InputError:
+            return False
+        return not alike(self.expected(problem, settings), found, self.tol)
+
+    def compare(
+        self,
+        oracle: str,
+        problem: Problem,
+        settings: Settings | None = None,
+        why: str | Cause = "",
+    ) -> Iterator[Finding]:
+        """Yield a failure if the function differs on a batch, with a smaller batch that
+        shows it.
+
+        Args:
+            oracle: the name of the oracle.
+            problem: the batch.
+            settings: other settings than those of the case.
+            why: the cause, where the oracle has it; "" searches the known faults.
+        """
+        case = replace(self, settings=settings) if settings else self
+        try:
+            found = case.found(problem)
+        except InputError as e:
+            yield fail(oracle, problem.words, "an answer", str(e))
+            return
+        if alike(case.expected(problem), found, case.tol):
+            return
+        why = why or case.cause(problem)
+        small = case.shrunk(problem)
+        expected, found = case.expected(small), case.found(small)
+        index = worst(expected, found)
+        place = f"{problem.words}: response {index[0]}, slot {index[1]}"
+        if len(index) > 2:
+            place += f", token {index[2]} of the vocabulary"
+        numbers = number_pair(case.unit, expected[index].item(), found[index].item())
+        yield fail(oracle, place, *numbers, case.example(small), why)
+
+    def cause(self, problem: Problem) -> Cause:
+        """Return the first fault that gives the numbers found on a batch and on all
+        problems; else a common factor; else no cause.
+
+        Args:
+            problem: a batch on which the function differs.
+        """
+        answers: list[tuple[Problem, Tensor]] = []
+        for one in (problem, *self.problems):
+            with contextlib.suppress(InputError):  # it refuses the batch
+                answers.append((one, self.found(one)))
+        for fault in self.faults:
+            if all(self._has_fault(fault, one, found) for one, found in answers):
+                return fault.cause
+        return self._common_factor(answers)
+
+    def _has_fault(self, fault: Fault[Formula], one: Problem, found: Tensor) -> bool:
+        """Return whether the formula with this fault has the numbers found."""
+        with contextlib.suppress(InputError):
+            change = fault.change(self.inputs(one), self.settings)
+            return alike(change, found, self.tol)
+        return False
+
+    def _common_factor(self, answers: Sequence[tuple[Problem, Tensor]]) -> Cause:
+        """Return the cause that all numbers are one factor of the right ones."""
+        factors = []
+        for one, found in answers:
+            expected = self.expected(one)
+            square = (expected * expected).sum()
+            if not square or not found.isfinite().all():
+                return NO_CAUSE
+            factor = ((expected * found).sum() / square).item()
+            if not alike(factor * expected, found, self.tol):
+                return NO_CAUSE
+            factors.append(factor)
+        k = factors[0]
+        is_one_factor = all(abs(f - k) <= 10 * self.tol * abs(k) for f in factors)
+        if not is_one_factor or abs(k) < LEAST_FACTOR:
+            return NO_CAUSE
+        return measured.NUMBERS_SCALED.cause(factor=k)
+
+    def shrunk(self, problem: Problem) -> Problem:
+        """Return the batch without the responses and slots that the difference does not
+        need.
+
+        Args:
+            problem: a batch on which the function differs.
+        """
+        shape = problem.inputs["mask"].shape
+        kept = [list(range(shape[0])), list(range(shape[1]))]
+        for axis in (0, 1):
+            for index in reversed(range(shape[axis])):
+                fewer = [list(one) for one in kept]
+                fewer[axis].remove(index)
+                if not fewer[axis]:
+                    continue
+                small = problem.take(*fewer)
+                if small.inputs["mask"].any() and self.differs(small):
+                    kept = fewer
+        return problem.take(*kept)
+
+    def example(self, problem: Problem) -> Example:
+        """Make the batch with the right numbers and those of the function.
+
+        Args:
+            problem: the batch.
+        """
+        wanted = self.shown or tuple(problem.inputs)
+        inputs = {
+            role: x.tolist()
+            for role, x in problem.inputs.items()
+            if role in wanted and role in self.function.reads
+        }
+        expected = self.expected(problem)
+        if expected.numel() > MOST_ENTRIES:
+            return Example(inputs)
+        found = self.found(problem)
+        return Example(inputs, expected=expected.tolist(), found=found.tolist())
+
+
+def relative_errors(expected: Tensor, found: Tensor) -> Tensor:
+    """Return the errors of numbers, relative to the expected ones or to a thousandth of
+    the largest; infinite where a number found is NaN or infinite.
+
+    Args:
+        expected: any shape.
+        found: of the same shape.
+    """
+    scale = expected.abs().clamp(min=1e-3 * max(expected.abs().max().item(), 1e-6))
+    return ((found - expected).abs() / scale).nan_to_num(nan=math.inf)
+
+
+def alike(expected: Tensor, found: Tensor, tol: float) -> bool:
+    """Tell whether numbers agree.
+
+    Args:
+        expected: any shape.
+        found: of the same shape.
+        tol: the relative error that is allowed.
+    """
+    if not expected.numel():
+        return True
+    return bool((relative_errors(expected, found) <= tol).all())
+
+
+def worst(expected: Tensor, found: Tensor) -> tuple[int, ...]:
+    """Return the index of the number that differs most.
+
+    Args:
+        expected: any shape.
+        found: of the same shape.
+    """
+    flat = int(relative_errors(expected, found).argmax())
+    return tuple(
+        int(i) for i in torch.unravel_index(torch.tensor(flat), expected.shape)
+    )
+
+
+def settle(
+    function: NamedFunction,
+    make: Callable[[NamedFunction, Settings, float], FormulaCase],
+    grid: Sequence[Settings],
+) -> tuple[FormulaCase, bool]:
+    """Choose the way in which inputs are passed, the tolerance and the settings: the
+    first with which the function is right; else the first way that it accepts, at the
+    first settings with which a known fault explains it.
+
+    Args:
+        function: as read.
+        make: makes the case of a function, settings and a tolerance.
+        grid: settings that are tried, the likeliest first.
+
+    Returns:
+        The case, and whether the function is right on the first problem.
+
+    Raises:
+        InputError: the function refuses every way.
+    """
+    accepted: FormulaCase | None = None
+    first_error: InputError | None = None
+    for way in function.kinds():
+        case = make(way, grid[0], FLOAT64_TOL)
+        try:
+            found = case.found(case.problems[0])
+        except InputError as e:
+            first_error = first_error or e
+            continue
+        for tol in (FLOAT64_TOL, FLOAT32_TOL):
+            for settings in grid:
+                case = make(way, settings, tol)
+                if not alike(case.expected(case.problems[0]), found, tol):
+                    continue
+                if case.agrees(case.problems[0]):
+                    return _with_its_precision(case), True
+        accepted = accepted or _as_with_a_fault(way, make, grid, found)
+    if accepted is None:
+        assert first_error is not None
+        raise first_error
+    return accepted, False
+
+
+def _with_its_precision(case: FormulaCase) -> FormulaCase:
+    """Return the case at the tolerance of float32 where the function is right on every
+    problem, but on some to that precision alone.
+    """
+    if all(case.agrees(problem) for problem in case.problems):
+        return case
+    in_float32 = replace(case, tol=FLOAT32_TOL, failed=set())
+    if all(in_float32.agrees(problem) for problem in case.problems):
+        return in_float32
+    return case
+
+
+def _as_with_a_fault(
+    function: NamedFunction,
+    make: Callable[[NamedFunction, Settings, float], FormulaCase],
+    grid: Sequence[Settings],
+    found: Tensor,
+) -> FormulaCase:
+    """Return the case of a wrong function at the first settings at which a known fault
+    has the numbers found on the first problem; else at the first settings.
+    """
+    for settings in grid:
+        case = make(function, settings, FLOAT32_TOL)
+        inputs = case.inputs(case.problems[0])
+        for fault in case.faults:
+            with contextlib.suppress(InputError):
+                if alike(fault.change(inputs, settings), found, FLOAT64_TOL):
+                    return case
+    return make(function, grid[0], FLOAT32_TOL)

@@ -1,0 +1,689 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Known faults of advantages of tokens and turns: what each makes of the inputs."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref import token_advantages
+from upref.advantages import whiten_tokens
+from upref.verify.faults import Fault
+from upref.verify.formulas.case import Formula, Inputs, Settings
+
+TokenFault = Fault[Formula]
+
+
+def compute(name: str, inputs: Inputs, settings: Settings) -> Tensor:
+    """Return the advantages of the estimator of this name.
+
+    Args:
+        name: a key of TOKEN_ADVANTAGES.
+        inputs: tensors by role.
+        settings: by name; those that the estimator lacks are not read.
+
+    Returns:
+        [N, K].
+    """
+    x = inputs
+    estimator = token_advantages.get(name)
+    values = {k: v for k, v in settings.items() if k in SETTINGS[name]}
+    arguments: tuple[Tensor, ...]
+    match name:
+        case "gae" | "gae_whitened":
+            arguments = (x["rewards"], x["values"], x["mask"], x["bootstrap"])
+        case "discounted_returns" | "discounted_returns_whitened":
+            arguments = (x["rewards"], x["mask"])
+        case "step_group_norm" | "gigpo":
+            arguments = (x["rewards"], x["mask"], x["group"], x["state"])
+        case "minillm" | "minillm_length_normalized":
+            arguments = (x["log_prob"], x["teacher_log_prob"], x["mask"])
+        case "distillation":
+            policies = (x["log_prob"], x["teacher_log_prob"], x["mask"])
+            arguments = (*policies, x["advantages"])
+        case _:
+            arguments = (x["rewards"], x["mask"], x["group"])
+    return estimator(*arguments, **values)
+
+
+# the settings of each estimator, with the values at which it is compared first
+SETTINGS: dict[str, dict[str, Any]] = {
+    "gae": {"gamma": 0.9, "lam": 0.8},
+    "gae_whitened": {"gamma": 0.9, "lam": 0.8},
+    "discounted_returns": {"gamma": 0.9},
+    "discounted_returns_whitened": {"gamma": 0.9},
+    "turns_normalized_discounted": {"gamma": 0.9, "ddof": 1, "eps": 1e-6},
+    "turns_discounted_normalized": {"gamma": 0.9, "ddof": 1, "eps": 1e-6},
+    "turn_index_normalized_discounted": {"gamma": 0.9, "ddof": 1, "eps": 1e-6},
+    "turn_index_discounted_normalized": {"gamma": 0.9, "ddof": 1, "eps": 1e-6},
+    "step_group_norm": {"gamma": 0.9, "ddof": 1, "eps": 1e-6},
+    "gigpo": {"gamma": 0.9, "omega": 1.0, "ddof": 1, "eps": 1e-6},
+    "minillm": {"gamma": 0.9},
+    "minillm_length_normalized": {"gamma": 0.9},
+    "distillation": {"coef": 1.0},
+}
+GAE = ("gae", "gae_whitened")
+RETURNS = ("discounted_returns", "discounted_returns_whitened")
+TURNS = tuple(name for name in SETTINGS if name.startswith("turn"))
+STEPS = ("step_group_norm", "gigpo")
+TEACHER = ("minillm", "minillm_length_normalized", "distillation")
+
+
+# ---- the recursion, with what may go wrong in it -------------------------------------
+@dataclass(frozen=True)
+class Recursion:
+    """A recursion over the slots of a response, from the back.
+
+    Attributes:
+        skips: whether the sum skips slots that are left out.
+        skips_values: whether V⁺ is the value of the next trained slot, not of the next.
+        masks_inputs: whether rewards and values are 0 on slots that are left out.
+        resets: whether a slot that is left out ends the sum behind it.
+        next_value: the factor on V⁺ in δ: "gamma", "one" or "none".
+        own_value: whether V is subtracted.
+        decay: the factor on A⁺: "gamma lam", "gamma", "lam", "one" or "none".
+        reads_bootstrap: whether the bootstrap is read.
+        reward_late: whether a slot has the reward of the next one.
+        adds_value: whether V is added at the end, as returns have it.
+        forward: whether it runs from the front.
+    """
+
+    skips: bool = True
+    skips_values: bool = True
+    masks_inputs: bool = True
+    resets: bool = False
+    next_value: str = "gamma"
+    own_value: bool = True
+    decay: str = "gamma lam"
+    reads_bootstrap: bool = True
+    reward_late: bool = False
+    adds_value: bool = False
+    forward: bool = False
+
+    def run(self, inputs: Inputs, settings: Settings, values: Tensor) -> Tensor:
+        """Return the advantages before whitening, [N, K].
+
+        Args:
+            inputs: tensors by role.
+            settings: gamma and lam.
+            values: V, [N, K]; 0 for returns.
+        """
+        mask = inputs["mask"]
+        r = inputs["rewards"].double()
+        V = values.double()
+        if self.masks_inputs:
+            r = torch.where(mask, r, 0)
+            V = torch.where(mask, V, 0)
+        if self.reward_late:
+            r = torch.nn.functional.pad(r[:, 1:], (0, 1))
+        gamma = settings["gamma"]
+        lam = settings.get("lam", 1.0)
+        on_value = {"gamma": gamma, "one": 1.0, "none": 0.0}[self.next_value]
+        on_sum = {
+            "gamma lam": gamma * lam,
+            "gamma": gamma,
+            "lam": lam,
+            "one": 1.0,
+            "none": 0.0,
+        }[self.decay]
+        next_value = torch.zeros(len(r), dtype=torch.float64)
+        if self.reads_bootstrap and "values" in inputs:
+            next_value = inputs["bootstrap"].double()
+        total = torch.zeros(len(r), dtype=torch.float64)
+        out = torch.zeros_like(r)
+        slots = range(r.shape[1]) if self.forward else reversed(range(r.shape[1]))
+        for k in slots:
+            trained = mask[:, k]
+            delta = r[:, k] + on_value * next_value
+            if self.own_value:
+                delta = delta - V[:, k]
+            new_total = delta + on_sum * total
+            out[:, k] = new_total
+            if self.skips:
+                total = torch.where(trained, new_total, total)
+            else:
+                total = torch.where(trained, new_total, 0) if self.resets else new_total
+            if self.skips_values:
+                next_value = torch.where(trained, V[:, k], next_value)
+            else:
+                next_value = V[:, k]
+        out = out + V if self.adds_value else out
+        return torch.where(mask, out, 0)
+
+
+def _recursive(name: str, recursion: Recursion) -> Formula:
+    """Return the formula of an estimator with another recursion."""
+
+    def formula(inputs: Inputs, settings: Settings) -> Tensor:
+        """Return the advantages, whitened where the estimator whitens."""
+        values = inputs["values"]
+        if name in RETURNS:
+            values = torch.zeros_like(values)
+        A = recursion.run(inputs, settings, values)
+        return whiten_tokens(A, inputs["mask"]) if "whitened" in name else A
+
+    return formula
+
+
+RUNS_THROUGH = "it runs through untrained slots (a tool's tokens)"
+ENDS = "an untrained slot (a tool's tokens) ends the sum: what lies behind it is lost"
+RECURSIONS: tuple[tuple[str, str, Recursion], ...] = (
+    (
+        f"{RUNS_THROUGH}: they discount, and their values count",
+        "runs-through-untrained-slots",
+        Recursion(skips=False, skips_values=False, masks_inputs=False),
+    ),
+    (
+        f"{RUNS_THROUGH}, each of which discounts once more",
+        "untrained-slots-discount",
+        Recursion(skips=False, skips_values=False),
+    ),
+    (
+        f"{RUNS_THROUGH}, each of which discounts once more",
+        "untrained-slots-discount",
+        Recursion(skips=False),
+    ),
+    (
+        f"{RUNS_THROUGH}: each discounts once more, and has its own δ",
+        "runs-through-untrained-slots",
+        Recursion(skips=False, masks_inputs=False),
+    ),
+    (ENDS, "untrained-slot-ends-sum", Recursion(skips=False, resets=True)),
+    (
+        f"{ENDS}; the next value is that of the next slot, also where it is untrained",
+        "untrained-slot-ends-sum",
+        Recursion(skips=False, resets=True, skips_values=False, masks_inputs=False),
+    ),
+    (
+        f"{ENDS}; the next value is 0 there",
+        "untrained-slot-ends-sum",
+        Recursion(skips=False, resets=True, skips_values=False),
+    ),
+    (
+        "the next value is read from the next slot, also where that is untrained",
+        "next-value-of-untrained-slot",
+        Recursion(skips_values=False, masks_inputs=False),
+    ),
+    (
+        "the next value is 0 where the next slot is untrained",
+        "next-value-of-untrained-slot",
+        Recursion(skips_values=False),
+    ),
+    ("λ is left out: it is 1", "lambda-missing", Recursion(decay="gamma")),
+    (
+        "the sum decays by λ alone: γ is left out of γ λ",
+        "gamma-missing-in-decay",
+        Recursion(decay="lam"),
+    ),
+    (
+        "the next value is not multiplied by γ",
+        "next-value-undiscounted",
+        Recursion(next_value="one"),
+    ),
+    (
+        "γ is left out: it is 1",
+        "gamma-missing",
+        Recursion(next_value="one", decay="lam"),
+    ),
+    (
+        "the next value is left out of δ",
+        "next-value-missing",
+        Recursion(next_value="none"),
+    ),
+    ("V is not subtracted", "value-not-subtracted", Recursion(own_value=False)),
+    (
+        "only δ of the slot itself: nothing is added up",
+        "sum-missing",
+        Recursion(decay="none"),
+    ),
+    (
+        "the value behind a truncated response (bootstrap) is not read",
+        "bootstrap-missing",
+        Recursion(reads_bootstrap=False),
+    ),
+    (
+        "each slot has the reward of the next slot",
+        "reward-one-slot-late",
+        Recursion(reward_late=True),
+    ),
+    (
+        "it returns A + V, the returns, not the advantages",
+        "returns-for-advantages",
+        Recursion(adds_value=True),
+    ),
+    (
+        "it runs from the front: a slot has what came before it",
+        "runs-forward",
+        Recursion(forward=True),
+    ),
+)
+
+
+def _recursion_faults(name: str) -> Iterator[TokenFault]:
+    """Yield the faults of a recursion, for GAE and for returns."""
+    for words, fault_id, recursion in RECURSIONS:
+        if name in RETURNS and _is_of_values(recursion):
+            continue
+        yield Fault(words, _recursive(name, recursion), id=fault_id)
+    yield Fault(
+        "the sum is not discounted: γ is 1",
+        _recursive(name, Recursion(decay="one")),
+        id="gamma-missing",
+    )
+
+
+def _is_of_values(recursion: Recursion) -> bool:
+    """Return whether a recursion changes only what is done with values or λ."""
+    plain = Recursion()
+    without = replace(
+        recursion,
+        next_value=plain.next_value,
+        own_value=plain.own_value,
+        reads_bootstrap=plain.reads_bootstrap,
+        adds_value=plain.adds_value,
+        skips_values=plain.skips_values,
+    )
+    return (without == plain and recursion != plain) or recursion.decay in (
+        "gamma",
+        "lam",
+    )
+
+
+# ---- whitening -----------------------------------------------------------------------
+def _whitening_faults(name: str) -> Iterator[TokenFault]:
+    """Yield the faults of whitening, of an estimator that whitens or of its raw form."""
+    raw = name.removesuffix("_whitened")
+
+    def whitened(
+        inputs: Inputs, settings: Settings, how: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """Return the raw advantages, whitened in this way."""
+        mask = inputs["mask"]
+        return torch.where(mask, how(compute(raw, inputs, settings), mask), 0)
+
+    ways: tuple[tuple[str, str, Callable[[Tensor, Tensor], Tensor]], ...] = (
+        (
+            "the variance divides by n, not by n - 1",
+            "whitened-population",
+            partial(whiten_tokens, ddof=0),
+        ),
+        (
+            "it is whitened over all slots, untrained ones and padding included",
+            "whitened-with-padding",
+            lambda A, mask: (A - A.mean()) / (A.var() + 1e-8).sqrt(),
+        ),
+        (
+            "each response is whitened by itself",
+            "whitened-by-response",
+            _whitened_rows,
+        ),
+        (
+            "the mean over the trained slots is subtracted, and nothing divides",
+            "mean-subtracted",
+            lambda A, mask: A - A[mask].mean(),
+        ),
+        (
+            "it is divided by the standard deviation, and no mean is subtracted",
+            "no-baseline",
+            lambda A, mask: A / (A[mask].var() + 1e-8).sqrt(),
+        ),
+    )
+    if name == raw:
+        words = f"it is whitened over the trained slots: that is {raw}_whitened"
+        yield Fault(
+            words,
+            partial(compute, f"{raw}_whitened"),
+            id="advantages-whitened-over-batch",
+        )
+    for words, fault_id, how in ways:
+        yield Fault(words, partial(whitened, how=how), id=fault_id)
+
+
+def _whitened_rows(A: Tensor, mask: Tensor) -> Tensor:
+    """Return the advantages of each response, whitened by themselves."""
+    rows = [
+        whiten_tokens(A[i : i + 1], mask[i : i + 1]) if mask[i].any() else A[i : i + 1]
+        for i in range(len(A))
+    ]
+    return torch.cat(rows)
+
+
+# ---- turns and steps -----------------------------------------------------------------
+def _normalized(
+    x: Tensor, mask: Tensor, ids: Tensor, settings: Settings, centred: bool = False
+) -> Tensor:
+    """Return x among the trained slots of one id: normalized, or its mean subtracted."""
+    out = torch.zeros_like(x)
+    for one in torch.unique(ids[mask], dim=0):
+        is_one = mask & (ids == one).all(-1)
+        v = x[is_one]
+        c = v - v.mean()
+        if centred:
+            out[is_one] = c
+            continue
+        if len(v) > 1:
+            std = ((c * c).sum() / max(len(v) - settings["ddof"], 1)).sqrt()
+            out[is_one] = torch.where(std > 0, c / (std + settings["eps"]), 0)
+    return out
+
+
+def _turn_faults(name: str) -> Iterator[TokenFault]:
+    """Yield the faults of turns that are normalized, by what they are normalized among
+    and by the order of the two steps.
+    """
+    by: dict[str, Callable[[Inputs], Tensor]] = {
+        "among the turns of the prompt": lambda x: _spread(x["group"], x)[..., None],
+        "among the turns of the same number": lambda x: torch.stack(
+            [_spread(x["group"], x), x["mask"].long().cumsum(1)], -1
+        ),
+        "among the turns of the same slot": lambda x: torch.stack(
+            [
+                _spread(x["group"], x),
+                torch.arange(x["mask"].shape[1]).expand_as(x["mask"]),
+            ],
+            -1,
+        ),
+        "over the whole batch, whatever the prompt": lambda x: torch.zeros_like(
+            x["mask"], dtype=torch.int64
+        )[..., None],
+        "among the turns of its own response": lambda x: _spread(
+            torch.arange(len(x["mask"])), x
+        )[..., None],
+        "among the turns of the same number in the whole batch": lambda x: (
+            x["mask"].long().cumsum(1)[..., None]
+        ),
+    }
+
+    def changed(
+        inputs: Inputs,
+        settings: Settings,
+        ids: Callable[[Inputs], Tensor],
+        order: str,
+        centred: bool,
+    ) -> Tensor:
+        """Return the advantages with this normalization."""
+        mask, rewards = (
+            inputs["mask"],
+            torch.where(inputs["mask"], inputs["rewards"], 0),
+        )
+        normalize = partial(
+            _normalized, mask=mask, ids=ids(inputs), settings=settings, centred=centred
+        )
+
+        def discount(x: Tensor) -> Tensor:
+            """Return the discounted returns."""
+            return token_advantages.discounted_returns(x, mask, gamma=settings["gamma"])
+
+        if order == "normalize, discount":
+            return discount(normalize(rewards))
+        if order == "discount, normalize":
+            return normalize(discount(rewards))
+        return normalize(rewards) if order == "normalize" else discount(rewards)
+
+    own_order = (
+        "normalize, discount"
+        if name.endswith("normalized_discounted")
+        else "discount, normalize"
+    )
+    orders = {
+        "normalize, discount": "normalized first and then discounted",
+        "discount, normalize": "discounted first and then normalized",
+        "normalize": "normalized, and not discounted",
+        "discount": "discounted, and not normalized",
+    }
+    own_ids = (
+        "among the turns of the same number"
+        if name.startswith("turn_index")
+        else "among the turns of the prompt"
+    )
+    cases = [
+        (order, where, centred)
+        for centred in (False, True)
+        for order in sorted(orders, key=lambda one: one != own_order)
+        for where in sorted(by, key=lambda one: one != own_ids)
+    ]
+    for order, where, centred in cases:
+        if (order, where, centred) == (own_order, own_ids, False):
+            continue
+        if own_ids == "among the turns of the same number" and "same slot" in where:
+            continue  # which is the same thing where no turn is left out
+        is_plain = order == "discount"
+        said = [] if order == own_order else [f"rewards are {orders[order]}"]
+        if where != own_ids and not is_plain:
+            said.append(f"normalized {where}")
+        if centred and not is_plain:
+            said.append("the mean is subtracted, and nothing divides")
+        fault_id = (
+            "turns-in-other-order" if order != own_order else "turns-by-other-group"
+        )
+        yield Fault(
+            "; ".join(said),
+            partial(changed, ids=by[where], order=order, centred=centred),
+            id=fault_id,
+        )
+
+
+def _spread(ids: Tensor, inputs: Inputs) -> Tensor:
+    """Return one id per response as one per slot, [N, K]."""
+    return ids[:, None].expand(inputs["mask"].shape)
+
+
+def _step_faults(name: str) -> Iterator[TokenFault]:
+    """Yield the faults of steps that are normalized by state."""
+
+    def part(
+        inputs: Inputs,
+        settings: Settings,
+        ids: Callable[[Inputs], list[Tensor]],
+        returns: bool = True,
+        centred: bool = False,
+    ) -> Tensor:
+        """Return the step part with other ids, of rewards or of returns."""
+        mask = inputs["mask"]
+        x = torch.where(mask, inputs["rewards"], 0)
+        if returns:
+            x = token_advantages.discounted_returns(x, mask, gamma=settings["gamma"])
+        key = torch.stack(ids(inputs), -1)
+        return _normalized(x, mask, key, settings, centred)
+
+    def both(x: Inputs) -> list[Tensor]:
+        """Return the ids of prompt and state."""
+        return [_spread(x["group"], x), x["state"]]
+
+    steps: tuple[tuple[str, str, Formula], ...] = (
+        (
+            "steps of one state are normalized across prompts",
+            "steps-across-prompts",
+            partial(part, ids=lambda x: [x["state"], x["state"]]),
+        ),
+        (
+            "steps are normalized among all of the prompt, whatever their state",
+            "steps-whatever-state",
+            partial(part, ids=lambda x: [_spread(x["group"], x)] * 2),
+        ),
+        (
+            "steps are normalized by their own rewards, not by the discounted returns",
+            "steps-without-returns",
+            partial(part, ids=both, returns=False),
+        ),
+        (
+            "the mean of the steps is subtracted, and nothing divides",
+            "no-division-by-std",
+            partial(part, ids=both, centred=True),
+        ),
+    )
+    for words, fault_id, formula in steps:
+        if name == "step_group_norm":
+            yield Fault(words, formula, id=fault_id)
+        else:
+            yield Fault(words, partial(_with_episode, step=formula), id=fault_id)
+    if name != "gigpo":
+        return
+    yield Fault(
+        "only the step part: the advantage of the response is missing",
+        lambda x, s: s["omega"] * compute("step_group_norm", x, s),
+        id="episode-missing",
+    )
+    yield Fault(
+        "only the advantage of the response: the step part is missing",
+        lambda x, s: compute("gigpo", x, {**s, "omega": 0.0}),
+        id="steps-missing",
+    )
+    yield Fault(
+        "the weight of the step part is left out: it is 1",
+        lambda x, s: compute("gigpo", x, {**s, "omega": 1.0}),
+        id="step-weight-missing",
+    )
+    yield Fault(
+        "the advantage of the response is of its discounted return, not of the sum of its rewards",
+        _episode_of_return,
+        id="episode-discounted",
+    )
+
+
+def _with_episode(inputs: Inputs, settings: Settings, step: Formula) -> Tensor:
+    """Return GiGPO's advantage with another step part."""
+    own_step = compute("step_group_norm", inputs, settings)
+    right = compute("gigpo", inputs, settings)
+    omega = settings["omega"]
+    return right + omega * (step(inputs, settings) - own_step)
+
+
+def _episode_of_return(inputs: Inputs, settings: Settings) -> Tensor:
+    """Return GiGPO's advantage whose response part is of the return from the first step."""
+    mask = inputs["mask"]
+    returns = compute("discounted_returns", inputs, settings)
+    first = returns.gather(1, mask.int().argmax(1, keepdim=True))
+    at_first = torch.zeros_like(returns).scatter(
+        1, mask.int().argmax(1, keepdim=True), first
+    )
+    episode = compute(
+        "gigpo", {**inputs, "rewards": at_first}, {**settings, "omega": 0.0}
+    )
+    return episode + settings["omega"] * compute("step_group_norm", inputs, settings)
+
+
+# ---- a teacher's log-probabilities ---------------------------------------------------
+def _teacher_faults(name: str) -> Iterator[TokenFault]:
+    """Yield the faults of returns of a teacher's log-probabilities."""
+
+    def rewards(inputs: Inputs, masked: bool = True) -> Tensor:
+        """Return log π_teacher - log π."""
+        difference = inputs["teacher_log_prob"] - inputs["log_prob"]
+        return torch.where(inputs["mask"], difference, 0) if masked else difference
+
+    def by_position(inputs: Inputs, settings: Settings, masked: bool) -> Tensor:
+        """Return the sum whose discount is by the absolute position."""
+        r = rewards(inputs, masked)
+        weights = settings["gamma"] ** torch.arange(r.shape[1], dtype=r.dtype)
+        total = (r * weights).flip(1).cumsum(1).flip(1)
+        return torch.where(inputs["mask"], total, 0)
+
+    def through(inputs: Inputs, settings: Settings, masked: bool) -> Tensor:
+        """Return the sum that runs through untrained slots."""
+        total = torch.zeros(len(inputs["mask"]), dtype=torch.float64)
+        r = rewards(inputs, masked)
+        out = torch.zeros_like(r)
+        for k in reversed(range(r.shape[1])):
+            total = r[:, k] + settings["gamma"] * total
+            out[:, k] = total
+        return torch.where(inputs["mask"], out, 0)
+
+    if name != "distillation":
+        for masked in (True, False):
+            padding = "" if masked else "; padding is not masked"
+            yield Fault(
+                f"the discount is by the absolute position, not by the distance{padding}",
+                partial(by_position, masked=masked),
+                id="discount-by-position",
+            )
+            words = (
+                "it runs through untrained slots, each of which discounts once more"
+                if masked
+                else "padding and untrained slots are added up: the differences are not masked"
+            )
+            yield Fault(
+                words,
+                partial(through, masked=masked),
+                id="untrained-slots-discount" if masked else "padding-not-masked",
+            )
+        yield Fault(
+            "the sum is not discounted: γ is 1",
+            lambda x, s: compute(name, x, {**s, "gamma": 1.0}),
+            id="gamma-missing",
+        )
+        yield Fault(
+            "each token has its own difference alone: what follows is not added up",
+            lambda x, s: rewards(x),
+            id="sum-missing",
+        )
+        yield Fault(
+            "the sum is divided by the number of trained tokens of the response",
+            lambda x, s: (
+                compute("minillm", x, s) / x["mask"].sum(1, keepdim=True).clamp(min=1)
+            ),
+            id="divided-by-length",
+        )
+    else:
+        yield Fault(
+            "the advantage to which it is added is left out",
+            lambda x, s: compute(
+                name, {**x, "advantages": torch.zeros_like(x["advantages"])}, s
+            ),
+            id="base-advantage-missing",
+        )
+        yield Fault(
+            "the coefficient is left out: it is 1",
+            lambda x, s: compute(name, x, {**s, "coef": 1.0}),
+            id="coefficient-missing",
+        )
+        yield Fault(
+            "it is added with the wrong sign: it pushes away from the teacher",
+            lambda x, s: compute(name, x, {**s, "coef": -s["coef"]}),
+            id="teacher-sign-flipped",
+        )
+    yield Fault(
+        "it is the other way round: log π - log π_teacher, which pushes away from the teacher",
+        lambda x, s: -compute(name, x, s),
+        id="teacher-sign-flipped",
+    )
+
+
+def _other_estimator(name: str) -> TokenFault:
+    """Return the fault that it is this other estimator."""
+
+    def formula(inputs: Inputs, settings: Settings) -> Tensor:
+        """Return its advantages; what only it has is at its first value."""
+        return compute(name, inputs, {**SETTINGS[name], **settings})
+
+    return Fault(f"it is {name}", formula, id=f"estimator-{name.replace('_', '-')}")
+
+
+# ---- all of them ---------------------------------------------------------------------
+def known(name: str) -> tuple[TokenFault, ...]:
+    """Return the known faults of an estimator, in the order in which they are tried.
+
+    Args:
+        name: a key of TOKEN_ADVANTAGES.
+    """
+    faults: list[TokenFault] = []
+    if name in (*GAE, *RETURNS):
+        faults += [*_whitening_faults(name), *_recursion_faults(name)]
+    if name in TURNS:
+        faults += _turn_faults(name)
+    if name in STEPS:
+        faults += _step_faults(name)
+    if name in TEACHER:
+        faults += _teacher_faults(name)
+    faults.append(
+        Fault(
+            "the sign is flipped: bad answers are reinforced",
+            lambda x, s: -compute(name, x, s),
+            id="advantages-negated",
+        )
+    )
+    faults += [_other_estimator(other) for other in SETTINGS if other != name]
+    return tuple(faults)
