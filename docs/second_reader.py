@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a second reader made of hard verdicts and blaming entries:
-`python -m docs.second_reader` prints each judgment.
+"""What a second reader made of hard verdicts, of verdicts drawn at random, and of
+blaming entries: `python -m docs.second_reader` prints each judgment.
 
 The entries were drawn by `draw` from the bugs and surprising defaults of all ledgers,
 twice; the judgments are in docs/second_reader.toml.
@@ -20,15 +20,17 @@ BLAMING = ("bug", "surprising default")
 JUDGMENTS = {
     "holds": "neither false nor overstated",
     "softened": "was overstated, and has a softer word now",
-    "reworded": "the meaning of its word did not cover it, and does now",
+    "strengthened": "was too weak, and has a firmer word now",
+    "reworded": "its word, condition or reading did not cover it, and does now",
     "completed": "held, and lacked a fact in favor of the authors, which it has now",
     "corrected": "had a false remark, which is gone",
 }
 
 
 def judged() -> dict[str, Any]:
-    """Return the record: by id of a verdict the judgment and why; and `reading`, a list
-    of draws, each with its date, its seed, and the same by key of an entry.
+    """Return the record: by id of a verdict the judgment and why; `drawn`, the same of
+    verdicts drawn at random; and `reading`, a list of draws, each with its date, its
+    seed, and the same by key of an entry.
     """
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
@@ -48,10 +50,15 @@ def draw(entries: list[Entry], seed: int, many: int = 30) -> list[str]:
 def text() -> str:
     """Return each judgment, a line each, and how many there are of each kind."""
     record = judged()
-    parts = [(f"verdicts, read on {record['date']}", record["verdicts"])]
+    drawn = record["drawn"]
+    head = f"of {drawn['of']} verdicts, drawn with seed {drawn['seed']}, read on {drawn['date']}"
+    parts = [
+        (f"verdicts, read on {record['date']}", record["verdicts"]),
+        (head, drawn["verdicts"]),
+    ]
     for reading in record["reading"]:
-        drawn = f"drawn with seed {reading['seed']}, read on {reading['date']}"
-        parts.append((f"entries, {drawn}", reading["entries"]))
+        head = f"entries, drawn with seed {reading['seed']}, read on {reading['date']}"
+        parts.append((head, reading["entries"]))
     out = []
     for head, judgments in parts:
         count = Counter(word for word, _ in judgments.values())

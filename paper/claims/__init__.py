@@ -12,7 +12,8 @@ one word of it, of words.py. computed.json is what the last run said.
     says              the reading of the quote that is tested
     condition         under which it holds: asks for evidence that it does, and for some that without it it does not
     note              what a reader must know before believing the verdict
-    second            what a second reader, who did not write the record, finds of a verdict against a statement
+    second            what a second reader, who did not write the record, finds of a verdict against a statement, or of
+                      one that was too strong or too weak
     elsewhere         "SOURCE: words": what others wrote or measured; [source.SOURCE] has name, url and quote
     derivations       derivations/NAME.py, which passes: finds a proof
     tests             tests/FILE.py::NAME, which passes: finds what it says, a counterexample, an identity or that the

@@ -10,8 +10,27 @@ def test_every_hard_verdict_is_judged():
     record = judged()
     hard = {j.claim.id for j in as_computed() if j.verdict in HARD}
     assert hard == record["verdicts"].keys()
-    parts = [record["verdicts"], *(one["entries"] for one in record["reading"])]
+    parts = [record["verdicts"], record["drawn"]["verdicts"]]
+    parts += [one["entries"] for one in record["reading"]]
     assert {word for part in parts for word, _ in part.values()} <= JUDGMENTS.keys()
+
+
+def test_what_was_drawn_of_the_verdicts_has_no_word_that_was_judged_wrong():
+    drawn = judged()["drawn"]
+    verdicts = {j.claim.id: j.verdict for j in as_computed()}
+    assert len(drawn["verdicts"]) == 25 and drawn["verdicts"].keys() <= verdicts.keys()
+    today = {
+        "up-is-reinforce": "holds under a condition",
+        "only-the-objective-differs": "unspecified",
+        "w-reinforce-keeps-its-entropy": "holds numerically",
+    }
+    changed = {
+        key
+        for key, (word, _) in drawn["verdicts"].items()
+        if word in ("softened", "strengthened")
+    }
+    assert changed == today.keys()
+    assert {key: verdicts[key] for key in today} == today
 
 
 def test_the_entries_are_those_that_the_seed_draws():
