@@ -6,7 +6,7 @@ J(π*) - J(π) = E_old[A] KL(π* ‖ π) >= 0. So π* is its only maximum, stoch
 E_old[A r] = E_π[A] is stationary inside the simplex only if all A are equal: its maximum is the best arm, with
 probability 1.
 
-Not true as written: "equivalent to maximizing the REINFORCE objective". Off-policy it is advantage-weighted maximum
+True on policy only: "equivalent to maximizing the REINFORCE objective". Off-policy it is advantage-weighted maximum
 likelihood on stale data, with a target that keeps entropy. Nor is a baseline free there: E_old[∂ log π/∂z_a] is
 π_old(a) - π(a), which is 0 for all a only at π = π_old.
 """

@@ -4,7 +4,7 @@
 Claim. ∇ A π/sg(π) = A ∇log π = ∇ A log π. The values are A and A log π, and the Hessians in any parameters differ by
 H(A log π) - H(A π/sg(π)) = -A ∇log π ∇log πᵀ, so losses, line searches and second-order methods can tell them apart.
 
-Not true as written: "equivalent to maximizing the REINFORCE objective (Eq. 1)". Eqs. 12-13 average over π_old, so that
+True on policy only: "equivalent to maximizing the REINFORCE objective (Eq. 1)". Eqs. 12-13 average over π_old, so that
 holds for every A at θ = θ_old only (is_gradient.py has the bias, fixed_point.py what is maximized instead).
 """
 

@@ -383,7 +383,12 @@ def test_contradicted_needs_an_opposite_effect():
     assert {key: bounds_alone(key) for key in alone} == alone
     of_the_paper = {j.claim.id: j.verdict for j in as_computed() if not j.claim.ours}
     assert "contradicted" not in of_the_paper.values()
-    soft = {"no-upper-clip-explodes", "up-grpo-entropy-rises", "aspo-keeps-its-entropy"}
+    soft = {
+        "no-upper-clip-explodes",
+        "no-upper-clip-is-insufficient",
+        "up-grpo-entropy-rises",
+        "aspo-keeps-its-entropy",
+    }
     assert {
         i for i, verdict in of_the_paper.items() if verdict == "not seen here"
     } == soft
