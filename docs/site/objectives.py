@@ -13,7 +13,7 @@ import numpy as np
 
 from docs.site import tex
 from docs.site.prose import papers
-from repro.mini.study import curves, results
+from repro.mini.experiment import curves, plan, records
 from upref.cli.show import _source, bib_entry
 from upref.derivation import derive
 from upref.errors import InputError
@@ -272,7 +272,8 @@ def _recorded() -> dict[tuple, Arms]:
     and seed.
     """
     recorded: dict[tuple, Arms] = {}
-    runs = [run for n in (1, 2) for run in results.load(results.folder_of(n)).values()]
+    folders = plan.ROUNDS.values()
+    runs = [run for folder in folders for run in records.load(folder).values()]
     for run in runs:
         settings = run["settings"]
         if run["status"] != "done" or settings["hp"]:

@@ -19,7 +19,7 @@ one word of it, of words.py. computed.json is what the last run said.
     tests             tests/FILE.py::NAME, which passes: finds what it says, a counterexample, an identity or that the
                       matter is undecided; an identity if it says nothing
     mini              EXPERIMENT/CLAIM of repro/mini, of either round, on stale data or on UP's controls
-                      (repro/mini/standing.py names those): what its registered rule finds. `deciding` says which
+                      (repro/mini/experiment/standing.py names those): what its registered rule finds. `deciding` says which
                       of them decides
     exact             EXPERIMENT/first words of a finding of repro/exact, where nothing is sampled
     absent            patterns that the paper's printed text does not contain: finds that it is unspecified

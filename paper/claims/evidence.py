@@ -243,7 +243,7 @@ def test_outcome(node: str, cases: list[ElementTree.Element]) -> Outcome:
 def mini(names: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
     if not names:
         return {}
-    done = process(root, "-m", "repro.mini.standing")
+    done = process(root, "-m", "repro.mini.experiment", "--standing")
     if done.returncode:
         return {("mini", n): failed("mini", n, done.stderr) for n in names}
     standing = json.loads(done.stdout.splitlines()[-1])
@@ -255,7 +255,7 @@ def mini_outcome(name: str, s: dict | None) -> Outcome:
 
     Args:
         name: EXPERIMENT/CLAIM.
-        s: how it stands (repro/mini/standing.py); None where nobody registered it.
+        s: how it stands (repro/mini/experiment/standing.py); None where nobody registered it.
     """
     if s is None:
         return failed("mini", name, "no experiment registers it")

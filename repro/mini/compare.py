@@ -22,18 +22,27 @@ from rich.markdown import Markdown
 import upref
 from figures.make import save
 from repro import Parser
-from repro.mini.round2 import rule, tables
-from repro.mini.stale import design as stale
-from repro.mini.study import curves, plan, results, suite
-from repro.mini.study.plan import Contrast, Experiment
+from repro.mini.experiment import (
+    claims,
+    curves,
+    effects,
+    plan,
+    records,
+    suite,
+    words as in_words,
+)
+from repro.mini.experiment.plan import Cell, Plan
+from repro.mini.experiment.questions import SHARES, RunRecord, Term, number
+from repro.mini.experiment.search import Choice
 from repro.mini.train.settings import Settings
+from upref import markdown
 from upref.errors import InputError
 from upref.files import own_folder, write_atomically
 from upref.weights.curve import obstacle
 from upref.weights.plots import Panel, cap_panels
 
 PATTERN = "up_dapo_vs_dapo"  # the experiment whose settings and claims are taken over
-CAUTION = """No verdict follows from this page. The pre-registered suite, `python -m repro.mini.study.suite`, has
+CAUTION = """No verdict follows from this page. The pre-registered experiments, `python -m repro.mini.experiment`, have
 more seeds, and verdicts: repro/mini/results/verdicts.md, repro/mini/round2/results/report.md."""
 PANELS: list[dict[str, Any]] = [
     {"metric": "avg", "label": "Avg@32", "peaks": True},
@@ -47,8 +56,7 @@ PANELS: list[dict[str, Any]] = [
         "log": True,
     },
 ]
-# fractions, shown in points of 100
-POINTS = tables.POINTS | {"valid", "alive", "overflow"}
+FRACTIONS = ("valid", "alive", "overflow")  # shown in points of 100, too
 ROWS = [
     ("avg", "last"),
     ("maj", "last"),
@@ -88,56 +96,64 @@ def pair(name: str, against: str) -> tuple[str, str]:
 
 def experiment(
     name: str, seeds: int, overrides: dict[str, Any], against: str = ""
-) -> Experiment:
+) -> Plan:
     """The pattern's settings with these two arms. Its claims are about UP: none where
     the user chose the baseline.
     """
     base, up = pair(name, against)
-    e = plan.load(PATTERN)
-    stand_in = {"dapo": base, "up_dapo": up}
-    rename = lambda c: replace(c, arms=tuple(stand_in[a] for a in c.arms))
-    words = lambda s: s.replace("UP-DAPO", "\0").replace("DAPO", base).replace("\0", up)
-    about_up = [] if against else [c for c in e.claims if c.contrasts]
-    claims = tuple(
-        replace(c, says=words(c.says), contrasts=tuple(map(rename, c.contrasts)))
-        for c in about_up
-    )
-    arms = {arm: {"objective": arm} for arm in (base, up)}
+    pattern = plan.load(PATTERN)
+    about_up = () if against else pattern.claims
     return replace(
-        e,
+        pattern,
         name=name,
-        arms=arms,
-        claims=claims,
-        seeds=list(range(seeds)),
-        settings=e.settings | overrides,
+        arms={arm: {"objective": arm} for arm in (base, up)},
+        groups=[{"name": name, "arms": [base, up], "bases": [""]}],
+        claims=tuple(_about(c, base, up) for c in about_up if "contrasts" in c),
+        main={"seeds": list(range(seeds))},
+        settings=pattern.settings | overrides,
     )
 
 
-def write(
-    e: Experiment, records: dict[str, results.Record], out: Path, folder: Path
-) -> str:
+def _about(claim: dict[str, Any], base: str, up: str) -> dict[str, Any]:
+    """A claim of the pattern, of these two arms."""
+    stand_in = {"dapo": base, "up_dapo": up}
+    contrasts = [
+        contrast | {"arms": [stand_in[arm] for arm in contrast["arms"]]}
+        for contrast in claim["contrasts"]
+    ]
+    says = claim["says"].replace("UP-DAPO", "\0").replace("DAPO", base)
+    return claim | {"says": says.replace("\0", up), "contrasts": contrasts}
+
+
+def settings_of(e: Plan, arm: str, seed: int) -> Settings:
+    """Of one run."""
+    return e.run("main", Cell(arm, e.name), "", Choice(), seed).settings
+
+
+def write(e: Plan, known: dict[str, RunRecord], out: Path, folder: Path) -> str:
     """report.md and its figures; returns the text."""
     folder.mkdir(parents=True, exist_ok=True)
     base, up = e.arms
-    found = [curves.series(e, records, panel) for panel in PANELS]
+    found = [curves.series(e, known, panel) for panel in PANELS]
     both(
         curves.draw(PANELS, found, f"{base} and {up} from the same base policy"),
         folder / "curves",
     )
     lit = cap_map(e, out, folder)
-    seeds = f"{len(e.seeds)} seed{'s' if len(e.seeds) > 1 else ''}"
+    n = len(e.main["seeds"])
+    seeds = f"{n} seed{'s' if n > 1 else ''}"
     text = [
         f"# {base} and {up}, trained from the same base policy ({seeds})\n",
-        table(e, records),
+        table(e, known),
         lit,
     ]
     if e.claims:
         text += [
             "## The paper's claims, and what these seeds show\n",
-            *words(e, records),
+            *words(e, known),
             "",
         ]
-    text += [chance(len(e.seeds)), CAUTION, ""]
+    text += [chance(n), CAUTION, ""]
     text += [f"The proof and the gradients: `bash repro/run.sh {e.name} reference`.\n"]
     write_atomically(folder / "report.md", "\n".join(text))
     return "\n".join(text)
@@ -163,52 +179,54 @@ def shown(text: str) -> None:
     suite.say(Markdown(text), soft_wrap=False)
 
 
-def table(e: Experiment, records: dict[str, results.Record]) -> str:
+def table(e: Plan, known: dict[str, RunRecord]) -> str:
+    """What each arm has, and their differences seed by seed."""
     base, up = e.arms
-    rows = [f"| | {base} | {up} | difference, seed by seed |", "|---|---|---|---|"]
+    runs, seeds = e.runs(known), e.main["seeds"]
+    rows = []
     for metric, at in ROWS:
-        x = {
-            arm: [_number(e, records, arm, seed, metric, at) for seed in e.seeds]
-            for arm in e.arms
-        }
-        k, form = (100, ".1f") if metric in POINTS else (1, ".3g")
-        mean = [f"{k * float(np.mean(x[arm])):{form}}" for arm in e.arms]
-        apart = ", ".join(
-            f"{k * (b - a):+{form}}" for a, b in zip(x[base], x[up], strict=True)
-        )
-        unit = " (%)" if metric in POINTS else ""
-        rows.append(f"| {metric}{unit}, {at} | {mean[0]} | {mean[1]} | {apart} |")
-    return "\n".join(rows) + "\n"
+        x = {}
+        for arm in e.arms:
+            term = Term(arm, e.name, metric, at)
+            x[arm] = [number(runs[arm, e.name, "", seed], term) for seed in seeds]
+        scale = 100 if metric in FRACTIONS else 1
+        form = ".1f" if metric in (*SHARES, *FRACTIONS) else ".3g"
+        means = [f"{scale * float(np.mean(x[arm])):{form}}" for arm in e.arms]
+        pairs = zip(x[base], x[up], strict=True)
+        apart = ", ".join(f"{scale * (b - a):+{form}}" for a, b in pairs)
+        unit = " (%)" if form == ".1f" else ""
+        rows.append([f"{metric}{unit}, {at}", *means, apart])
+    columns = ["", base, up, "difference, seed by seed"]
+    return markdown.table(columns, rows) + "\n"
 
 
-def _number(e: Experiment, records, arm: str, seed: int, metric: str, at: str) -> float:
-    return results.value(records[e.run(arm, seed).key], Contrast((arm,), metric, at))
-
-
-def words(e: Experiment, records: dict[str, results.Record]) -> list[str]:
+def words(e: Plan, known: dict[str, RunRecord]) -> list[str]:
     """A line a claim: in how many seeds the sign agrees, and the effect."""
-    lines, runs = [], {(arm, seed): records.get(s.key) for arm, seed, s in e.runs()}
-    for claim in e.claims:
-        f = rule.measure(claim.contrasts[0], runs, e.seeds)
-        ((side, bound),) = rule.bounds(f.contrast)
-        shares = f"{sum(side * (d - bound) > 0 for d in f.values)} of {f.n} seeds"
-        said = (
-            f"The sign agrees in {shares}"
-            if f.contrast.bound in (0, 1)
-            else f"Within its bound in {shares}"
-        )
-        lines.append(f"* {claim.figure}: {claim.says} **{said}**: {tables.show(f)}.")
+    lines = []
+    runs, seeds = e.runs(known), e.main["seeds"]
+    for claim in claims.of_plan(e):
+        question = claim.questions[0]
+        found = effects.plain(question, runs, seeds, [""])
+        ((side, bound),) = question.bounds
+        agree = sum(side * (d - bound) > 0 for d in found.values)
+        shares = f"{agree} of {found.n} seeds"
+        of_sign = bound == 0
+        said = "The sign agrees in" if of_sign else "Within its bound in"
+        size = in_words.rounded(question, found.mean)
+        if found.n > 1:
+            size = in_words.shown(found)
+        lines.append(f"* {claim.figure}: {claim.says} **{said} {shares}**: {size}.")
     return lines
 
 
-def cap_map(e: Experiment, out: Path, folder: Path) -> str:
+def cap_map(e: Plan, out: Path, folder: Path) -> str:
     """The Cap maps of both, lit by the tokens that the first seed's runs saw; returns
     what it shows, in words.
     """
     lines, panels, seen = ["## Where the tokens were\n"], [], []
     for sign, adv in (("A > 0", 1.0), ("A < 0", -1.0)):
         for arm in e.arms:
-            s = e.run(arm, e.seeds[0])
+            s = settings_of(e, arm, e.main["seeds"][0])
             o = upref.get(arm)
             why = obstacle(o) or (
                 "" if o.level == "token" else "it acts on whole responses"
@@ -324,10 +342,10 @@ def main(argv: list[str] | None = None) -> int:
         name = args.objective + (f"_against_{args.against}" if args.against else "")
         folder = args.out / "compare" / name.replace("(", "_of_").replace(")", "")
         own_folder(folder)
-        wanted = {s.key: s for _, _, s in e.runs()}
+        wanted = dict(e.todo({}))
         # they foretell how long it takes: the newest finished experiment's, because the
         # first ones ran on an engine that was slower
-        known = results.load(stale.RESULTS)
+        known = records.load(plan.load("stale").results)
         with suite.alone(args.out) as lock:
             failures = suite.run_all(wanted, args.out, args.jobs, lock, known=known)
         for sentence in failures:
@@ -337,7 +355,7 @@ def main(argv: list[str] | None = None) -> int:
         own_folder(folder, empty=True)
         text = write(
             e,
-            {name: results.record(args.out / name) for name in wanted},
+            {name: records.record(args.out / name) for name in wanted},
             args.out,
             folder,
         )

@@ -32,10 +32,7 @@ from paper.claims import (
     saved,
     words,
 )
-from repro.mini import standing
-from repro.mini.stale import design
-from repro.mini.standing import bounds_alone
-from repro.mini.study import plan, results
+from repro.mini.experiment import claims as of_experiments, plan, records, standing
 from upref.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -47,9 +44,22 @@ FAKE = Claim("fake", "Sec. 3.1", "w", "s")
 @functools.cache
 def experiments():
     """The names of what the records of both experiments answer."""
-    on_stale_data = standing.stale(results.load(design.RESULTS))
-    on_controls = standing.controls(results.load(standing.CONTROLS / "results"))
-    return {*on_stale_data, *on_controls}
+    found = set()
+    for experiment in map(plan.load, ("stale", "controls")):
+        found |= set(standing.of_plan(experiment, records.load(experiment.results)))
+    return found
+
+
+def claims_of(name):
+    """The registered claims of an experiment, by id."""
+    return {c.id: c for c in of_experiments.of_plan(plan.load(name))}
+
+
+def bounds_alone(key):
+    """Of EXPERIMENT/CLAIM; no effect of an interval is of bounds alone."""
+    experiment, _, claim = key.partition("/")
+    mine = claims_of(experiment)
+    return claim in mine and of_experiments.bounds_alone(mine[claim])
 
 
 # ---- the records ---------------------------------------------------------------------
@@ -79,10 +89,7 @@ def test_every_pointer_leads_to_something():
 def test_every_registered_claim_is_evidence_or_says_why_not():
     """Of all experiments: what is left out of every record would bend the verdicts."""
     registered = {
-        f"{e.name}/{c.id}"
-        for n in (1, 2)
-        for e in map(plan.load, plan.names(round=n))
-        for c in e.claims
+        f"{name}/{claim}" for name in plan.paths() for claim in claims_of(name)
     }
     registered |= experiments()
     used, exceptions = {x for c in CLAIMS for x in c.mini}, raw()["exceptions"]
@@ -287,12 +294,11 @@ def checkout(tmp_path):
 
 
 def test_what_a_library_prints_does_not_hide_the_experiments(checkout):
-    (checkout / "repro/mini").mkdir(parents=True)
-    for package in ("repro", "repro/mini"):  # else that of this checkout comes first
-        (checkout / package / "__init__.py").touch()
-    (checkout / "repro/mini/standing.py").write_text(
-        "print('[ERROR] of a library'); print('{}')"
-    )
+    engine = checkout / "repro/mini/experiment"
+    engine.mkdir(parents=True)
+    for package in (engine, *engine.parents[:2]):  # else this checkout's comes first
+        (package / "__init__.py").touch()
+    (engine / "__main__.py").write_text("print('[ERROR] of a library'); print('{}')")
     found = evidence.mini(["up-positive/entropy"], checkout)
     assert [o.text for o in found.values()] == ["no experiment registers it"]
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 import upref
 from repro.mini import compare
-from repro.mini.study import results, suite
+from repro.mini.experiment import records, suite
 from upref.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ def test_every_objective_has_its_other_half(name):
     assert (
         name in (base, up) and up.startswith("up") and upref.get(base) and upref.get(up)
     )
-    assert {c.id for c in e.claims} == {
+    assert {c["id"] for c in e.claims} == {
         "avg",
         "maj",
         "entropy",
@@ -33,8 +33,8 @@ def test_every_objective_has_its_other_half(name):
         "grad_norm",
         "kl",
     }
-    assert {c.contrasts[0].arms for c in e.claims} == {(up, base)}
-    assert all(e.run(arm, 1).objective == arm for arm in e.arms)
+    assert all(c["contrasts"][0]["arms"] == [up, base] for c in e.claims)
+    assert all(compare.settings_of(e, arm, 1).objective == arm for arm in e.arms)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_the_pair(name, base, up):
 def test_another_baseline_has_no_claims_about_up():
     e = compare.experiment("cispo", 2, SHORT, against="dapo")
     assert list(e.arms) == ["dapo", "cispo"] and e.claims == ()
-    assert {s.objective for _, _, s in e.runs()} == {"dapo", "cispo"}
+    assert {run.settings.objective for run in e.todo({})} == {"dapo", "cispo"}
     with pytest.raises(InputError, match="is the objective itself"):
         compare.experiment("dapo", 2, SHORT, against="dapo")
 
@@ -70,10 +70,10 @@ def written(name, shift, folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake, "SHIFT", shift)
         e = compare.experiment(name, 2, SHORT)
-        for _, _, s in e.runs():
-            fake.write(s, folder / s.key)
-    records = {s.key: results.record(folder / s.key) for _, _, s in e.runs()}
-    return compare.write(e, records, folder, folder / "report"), folder / "report"
+        for key, s in e.todo({}):
+            fake.write(s, folder / key)
+    known = {key: records.record(folder / key) for key, _ in e.todo({})}
+    return compare.write(e, known, folder, folder / "report"), folder / "report"
 
 
 @pytest.fixture(scope="module")

@@ -447,7 +447,7 @@ def test_no_interrupt_is_lost(where, number, status):
 
 
 COMMANDS = {
-    "repro.mini.standing": signal.SIGINT,
+    "repro.mini.experiment": signal.SIGINT,
     "docs.logprobs": signal.SIGTERM,
     "benchmarks.speed": signal.SIGINT,
 }

@@ -9,12 +9,13 @@ what was registered, 2 could not start, 130 interrupted.
 """
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
 
 from repro import Parser
-from repro.mini.experiment import page, records, registration, suite, verify
+from repro.mini.experiment import page, records, registration, standing, suite, verify
 from repro.mini.experiment.plan import Plan, load, paths
 from repro.mini.experiment.questions import RunRecord
 from upref.errors import InputError
@@ -37,6 +38,7 @@ def _parser() -> Parser:
     add("--collect", action="store_true", help="take over finished runs, and report")
     add("--register", metavar="COMMIT", help="once, before any run")
     add("--verify", action="store_true", help="is all as registered? trains nothing")
+    add("--standing", action="store_true", help="every claim, as JSON for a program")
     add("--hours", type=float, default=float("inf"), help="then begin no new run")
     add("--jobs", type=int, default=1, help="runs at a time (default 1)")
     add("--out", type=Path, help="folder of the runs")
@@ -48,6 +50,10 @@ def _work(args: argparse.Namespace) -> int:
     """What the options ask for."""
     if args.verify:
         return verify.main([args.name] if args.name else list(paths()))
+    if args.standing:
+        # the last line: libraries print where they load
+        print(json.dumps(standing.everything(), ensure_ascii=False))
+        return 0
     if not args.name:
         for name in paths():
             suite.say(f"{name:28} {load(name).question}", markup=False)

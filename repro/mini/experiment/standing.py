@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How every registered claim stands, and every effect that bears on one, for the ledger of
+claims: `python -m repro.mini.experiment --standing`.
+
+PLAN/CLAIM -> says; word and why of the plan's own rule; refuted: whether that says that the
+opposite is shown; shown: effects with intervals; verdict: of the common vocabulary; limit:
+of an excluded effect; seeds, of; needed: the seeds that it would take (null: more than MOST,
+or the effect that was seen is on the other side); decides: true where a learning rate was
+searched for each method, and the size of the effect registered; bounds_alone.
+
+Which effects of a plan bear on a claim, and in which words, is in its standing.toml:
+families, others, and the templates key, says and shown; excluded_below_margin: an undecided
+effect whose interval ends below the margin is excluded. The first round is closed: what its
+rule said is in results/standing.json.
+"""
+
+import json
+from typing import Any
+
+from paper.claims import words as verdicts
+from repro.mini.experiment import claims, effects, words
+from repro.mini.experiment.claims import MOST, Standing
+from repro.mini.experiment.effects import Effect
+from repro.mini.experiment.plan import Plan, load, paths
+from repro.mini.experiment.questions import RunRecord
+from repro.mini.experiment.records import load as load_records
+
+Known = dict[str, RunRecord]
+
+
+def everything() -> dict[str, dict[str, Any]]:
+    """Of all experiments that are registered."""
+    known: dict[Any, Known] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for name in paths():
+        plan = load(name)
+        if plan.others:
+            continue
+        if plan.results not in known:
+            known[plan.results] = load_records(plan.results)
+        found |= of_plan(plan, known[plan.results])
+    return found
+
+
+def of_plan(plan: Plan, known: Known) -> dict[str, dict[str, Any]]:
+    """Of one plan, from its records."""
+    closed = plan.results / "standing.json"
+    if closed.exists():
+        return _closed(plan, json.loads(closed.read_text(encoding="utf-8")))
+    found = {}
+    for s in claims.judge(plan, known):
+        found[f"{plan.name}/{s.claim.id}"] = _of_claim(s, plan)
+    if plan.standing:
+        found |= _of_effects(plan, known)
+    return found
+
+
+def _closed(plan: Plan, every: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Of a plan whose rule is in the history: as it was closed."""
+    found = {}
+    for claim in claims.of_plan(plan):
+        name = f"{plan.name}/{claim.id}"
+        found[name] = every[name] | {"bounds_alone": claims.bounds_alone(claim)}
+    return found
+
+
+def _of_claim(s: Standing, plan: Plan) -> dict[str, Any]:
+    needed = s.seeds_needed
+    return {
+        "says": s.claim.says,
+        "word": s.word,
+        "why": s.why,
+        "refuted": s.word == "refuted",
+        "shown": claims.shown(s),
+        "verdict": claims.verdict(s),
+        "limit": claims.limit(s),
+        "seeds": s.n,
+        "of": s.of,
+        "needed": needed if needed and needed < MOST else None,
+        "decides": bool(plan.rates_from),
+        "bounds_alone": claims.bounds_alone(s.claim),
+    }
+
+
+OF_INTERVAL = {
+    "gains": verdicts.REPRODUCED,
+    "loses": verdicts.CONTRADICTED,
+    # of the margin, for which the seeds were counted
+    "no difference": verdicts.EXCLUDED,
+    "undecided": verdicts.UNDECIDED,
+    "not finished": verdicts.UNDECIDED,
+    "out of reach": verdicts.UNDECIDED,
+}
+
+
+def _of_effects(plan: Plan, known: Known) -> dict[str, dict[str, Any]]:
+    """Of the reading that the first arm is above another, by the words of intervals."""
+    rule = plan.standing
+    level, wanted = plan.stopping["final"]["level"], plan.stopping["power"]
+    due = plan.seeds_due(known)
+    found = {}
+    for family, of_family in plan.by_family(plan.effects(known)):
+        if family.name not in rule["families"]:
+            continue
+        for e in of_family:
+            if e.question.other not in rule.get("others", [e.question.other]):
+                continue
+            names = _names(e, plan)
+            word = e.word.partition(" by less than ")[0]
+            said = OF_INTERVAL[word]
+            if rule.get("excluded_below_margin") and word == "undecided":
+                said = verdicts.EXCLUDED if e.high < e.question.margin else said
+            end = words.rounded(e.question, e.high)
+            found[f"{plan.name}/{rule['key'].format(**names)}"] = {
+                "says": rule["says"].format(**names),
+                "word": e.word,
+                "why": "",
+                "refuted": word == "loses",
+                "shown": f"{words.shown(e)} {rule['shown'].format(**names)}",
+                "verdict": said,
+                "limit": f"{said} above {end}" if said == verdicts.EXCLUDED else "",
+                "seeds": e.n,
+                "of": due,
+                "needed": _seeds_for(e, level / len(of_family), wanted),
+                "decides": e.question.margin > 0,
+                "bounds_alone": False,
+            }
+    return found
+
+
+def _names(e: Effect, plan: Plan) -> dict[str, Any]:
+    """What a template of a plan's standing may name."""
+    q = e.question
+    return {
+        "metric": q.metric,
+        "title": words.TITLES.get(q.metric, q.metric),
+        "unit": words.unit(q),
+        "decoding": q.decoding,
+        "level": words.level(q),
+        "other": q.other,
+        "group": q.group,
+        "staleness": plan.group(q.group)["settings"].get("staleness"),
+    }
+
+
+def _seeds_for(e: Effect, level: float, wanted: float) -> int | None:
+    """For that power, if the effect and the spread that were seen are the true ones."""
+    if not e.mean > 0:
+        return None
+
+    def power_of(n: int) -> float:
+        return effects.power(e.mean, e.sd, n, level)
+
+    found = effects.fewest(power_of, wanted, MOST + 1)
+    return found if found <= MOST else None
