@@ -17,7 +17,6 @@ file under upref/ or upref_frameworks/ stands in a copy of that package there.
 import contextlib
 import importlib
 import io
-import json
 import math
 import os
 import re
@@ -200,23 +199,6 @@ def verdicts() -> str:
     return "\n".join(lines)
 
 
-def reliability() -> str:
-    """The recorded faults, with the day and the commit of each group."""
-    record = json.loads(
-        (ROOT / "benchmarks/reliability.json").read_text(encoding="utf-8")
-    )
-    lines = [
-        "| command | fault | times | what happened | status | lost | day, commit |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for group in record.values():
-        made = f"{group['day']}, {group['commit']}"
-        for row in group["rows"]:
-            cells = [str(x).replace("|", "\\|").replace("<", "&lt;") for x in row]
-            lines.append(f"| {' | '.join([*cells, made])} |")
-    return "\n".join(lines)
-
-
 def environments() -> str:
     # other packages install a `tests` too
     return runpy.run_path(str(ROOT / "tests" / "matrix.py"))["table"]()
@@ -378,7 +360,6 @@ OWN = (
     letters,
     tally,
     verdicts,
-    reliability,
     environments,
     places,
     trl_memory,

@@ -258,8 +258,6 @@ DRAFTS = {
     "benchmarks/conformance.py": "temporary folder",
     "benchmarks/gpu/training.py": "temporary folder",
     "benchmarks/hidden.py": "/proc",
-    "benchmarks/reliability.py": "temporary folder",
-    "benchmarks/sole_killers.py": "temporary folder",
 }
 
 

@@ -105,7 +105,6 @@ ELSEWHERE = {
 }  # fmt: skip
 NOT_RUN = {
     "python -m benchmarks.tests": "measures all tests",
-    "python -m benchmarks.sole_killers": "alters source for minutes",
     ".venv/bin/python -m pytest -q tests/core/test_kl.py": "runs tests of this suite",
     ".venv/bin/python -m pytest -q tests/core/test_rollouts.py::test_masked_slots_may_hold_anything": "the same",
     ".venv/bin/python -m pytest -q tests/core -k dual_clip": "the same",

@@ -16,7 +16,6 @@ ROOT = Path(__file__).parents[2]
 REMOVALS = ("rmtree", "unlink", "rmdir", "remove", "removedirs")
 # The files that remove anything, and why that is never somebody else's.
 KNOWN = {
-    "benchmarks/reliability.py": "in a folder of tempfile",
     "docs/site/__main__.py": "own_folder",
     "repro/fork.py": "a socket of its own, and folders of dead processes by their name",
     "repro/mini/files.py": "drafts, and what stands where a draft is to go",
