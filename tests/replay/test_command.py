@@ -260,3 +260,33 @@ def test_the_example_of_the_page_is_read(tmp_path, capsys, monkeypatch):
     assert status == 0 and "note" not in out
     checks = ("sampler", "advantages", "loss")
     assert all(f"\nok    {check}:" in out for check in checks)
+
+
+def test_a_finding_of_an_earlier_step_is_printed(tmp_path, capsys):
+    """Of eight steps, the third and the fourth have other weights in the engine."""
+    for step in range(8):
+        fault = "stale_by_four" if step in (3, 4) else "healthy"
+        columns = FAULTS[fault](WORLD)
+        write(tmp_path / f"s{step}.npz", make_batch(columns, file="f", step=step))
+    status, out, _ = run(capsys, tmp_path)
+    lines = " ".join(out.split())
+    assert status == 0 and "ok sampler" in lines
+    assert "At 2 earlier steps: 3, 4." in lines and "note sampler:" in lines
+    assert "ok run" not in lines
+    # a note of the last step is said once
+    columns = FAULTS["stale_by_four"](WORLD)
+    write(tmp_path / "s7.npz", make_batch(columns, file="f", step=7))
+    lines = " ".join(run(capsys, tmp_path)[1].split())
+    assert "As at the last step. At 2 earlier steps: 3, 4." in lines
+    assert lines.count("two normalized policies") == 1
+
+
+def test_what_an_earlier_step_exercises_is_exercised(tmp_path, capsys):
+    columns = FAULTS["healthy"](WORLD)
+    moved = columns | {"now": (columns["old"] - 0.6).clamp(max=0)}
+    for step, made in enumerate((columns, moved, columns)):
+        value = loss(make_batch(made, file="f"), "dapo", 1.0).value
+        batch = make_batch(made, file="f", step=step, logged={"loss": value})
+        write(tmp_path / f"s{step}.npz", batch)
+    said = " ".join(run(capsys, tmp_path, "--as", "dapo", "--only", "loss")[1].split())
+    assert "not exercised: eps_high" in said and "eps_low" not in said

@@ -26,6 +26,7 @@ from tests.replay.simulator import (
 from tests.support.daily import daily
 from upref.errors import InputError
 from upref.replay import gap, make_batch
+from upref.replay.lines import summary_line
 from upref.replay.places import _move_each_row
 from upref.replay.undo import Columns
 
@@ -330,3 +331,74 @@ def test_a_mask_by_the_ratio_is_among_the_causes_of_missing_mass(bound, side):
     found = gap(replace(b, mask=b.mask & (side * log_rho < bound)))
     assert found and found.notes
     assert all("by their ratio" in str(note) for note in found.notes), found.notes
+
+
+# ---- what is no comparison, or no proof ----------------------------------------------
+def one_engine(**more):
+    """A healthy step whose π_old is the sampler's own column."""
+    world = World("qwen3", 71, responses=32, length=24)
+    made = FAULTS["healthy_bfloat16"](world)
+    return make_batch(
+        made | {"old": made["sampler"], "now": made["old"]} | more, file="f", step=5
+    )
+
+
+def test_now_is_compared_where_old_is_the_samplers_own():
+    batch = one_engine()
+    healthy = gap(batch)
+    assert healthy and healthy.cause == "agree" and healthy.mean_abs > 1e-5
+    assert "old is the sampler's own column" in summary_line(batch)
+    # the engine's column is that of another temperature, and stands in old as well
+    engine = (batch.old / 0.7).double()
+    found = gap(one_engine(old=engine, sampler=engine))
+    assert not found and found.cause == "factor"
+
+
+def test_what_only_repeats_the_sampler_is_not_compared():
+    """Without now, or where the weights are known to have moved since."""
+    late = torch.full((32,), 4)
+    for batch in (replace(one_engine(), now=None), one_engine(version=late)):
+        found = gap(batch)
+        assert found and found.cause == "copied"
+        assert "nothing is compared" in str(found.findings[0])
+        assert "own column, so" not in summary_line(batch)
+
+
+@pytest.mark.parametrize("value", [-1.0, -5.0])
+def test_a_constant_is_no_sum(value):
+    """The differences of its neighbors are 0, and so is a peaked policy, nearly."""
+    trainer = -torch.rand(32, 24, generator=torch.Generator().manual_seed(0)) * 0.4
+    mask = torch.ones(32, 24).bool()
+    columns = {"ids": mask.long(), "mask": mask, "old": trainer}
+    batch = make_batch(columns | {"sampler": trainer * 0 + value}, file="f")
+    found = gap(batch)
+    assert found and [f.cause for f in found.findings] == ["constant"]
+    # the sums of the same tokens are named as before
+    sums = make_batch(columns | {"sampler": trainer.cumsum(1)}, file="f")
+    assert gap(sums).cause == "sums"
+
+
+def template(certain_elsewhere):
+    """The engine has 0 on a run of six tokens that the trainer finds unlikely, and on a
+    third of the other tokens or on none.
+    """
+    generator = torch.Generator().manual_seed(0)
+    trainer = -0.3 * torch.rand(32, 24, generator=generator) - 0.05
+    if certain_elsewhere:
+        trainer[:, ::3] = -1e-5
+    sampler = torch.where(trainer > -1e-3, 0.0, trainer)
+    trainer[:, :6] = -3 - torch.rand(32, 6, generator=generator)
+    sampler[:, :6] = 0.0
+    mask = torch.ones(32, 24).bool()
+    columns = {"ids": mask.long(), "mask": mask, "old": trainer, "sampler": sampler}
+    return make_batch(columns, file="f")
+
+
+def test_a_zero_is_no_proof_where_the_engine_writes_certainty_as_zero():
+    proof = gap(template(certain_elsewhere=False))
+    assert not proof and proof.cause == "not_sampled"
+    found = gap(template(certain_elsewhere=True))
+    assert found and [f.cause for f in found.findings] == ["zero"]
+    assert "certain" in str(found.findings[0]) and "did not draw" in str(
+        found.findings[0]
+    )

@@ -10,6 +10,7 @@ import torch
 from upref.errors import InputError
 from upref.registry import get
 from upref.replay import loss, make_batch, replay
+from upref.replay.batch import merge
 from upref.replay.terms import objective_as_run
 
 B, T = 16, 12
@@ -103,6 +104,67 @@ def test_the_sampler_in_the_place_of_the_old_policy_is_named():
     )
     found = loss(batch(), "dapo", swapped)
     assert not found and "sampler's column" in found.found
+
+
+def test_the_sampler_is_an_old_policy_where_no_other_is_recorded():
+    """A run whose one ratio is to the engine records now and sampler."""
+    swapped = batch().rollouts().but(logp_old=COLUMNS["sampler"])
+    logged = float(objective_as_run("dapo", {}).loss(swapped))
+    alone = make_batch(
+        {k: v for k, v in COLUMNS.items() if k != "old"}, file="f", logged={}
+    )
+    found = loss(alone, "dapo", logged)
+    assert found and not found.findings and "sampler's column" in found.found
+    assert found.unused == loss(batch(old=COLUMNS["sampler"]), "dapo", logged).unused
+    # a loss that it is not stays a note
+    assert [f.cause for f in loss(alone, "dapo", 1.01 * logged).notes] == ["divided"]
+
+
+def test_the_other_sign_is_a_failure():
+    found = loss(batch(), "dapo", -value())
+    assert not found and [f.cause for f in found.failures] == ["negated"]
+    # and stays one where all steps have it
+    steps = [batch(step=n, logged={"loss": -value()}) for n in (1, 2)]
+    assert len(replay(steps, "dapo").failures) == 2
+    # of one step among right ones it is chance
+    steps = [batch(step=n, logged={"loss": s * value()}) for n, s in ((1, 1), (2, -1))]
+    assert not replay(steps, "dapo").failures
+
+
+@pytest.mark.parametrize(("sign", "severity"), [(-1, "failure"), (1, "note")])
+def test_the_recorded_gradient_tells_whose_sign_is_wrong(sign, severity):
+    """With a right gradient, the number alone is negated."""
+    lp = COLUMNS["now"].clone().requires_grad_()
+    o = objective_as_run("dapo", {})
+    o.loss(batch(now=lp.detach()).rollouts().but(logp=lp)).backward()
+    found = loss(batch(grad=sign * lp.grad), "dapo", -value())
+    (negated,) = [f for f in found.findings if f.cause == "negated"]
+    assert negated.severity == severity
+
+
+def test_a_negated_gradient_alone_is_a_note():
+    """The column grad may have the other sign."""
+    lp = COLUMNS["now"].clone().requires_grad_()
+    o = objective_as_run("dapo", {})
+    o.loss(batch(now=lp.detach()).rollouts().but(logp=lp)).backward()
+    found = loss(batch(grad=-lp.grad), "dapo", value())
+    assert found and [f.cause for f in found.notes] == ["gradient_sign"]
+
+
+def test_files_of_a_step_with_other_losses_are_named():
+    parts = [
+        batch(step=1, logged={"loss": x}).rows(torch.arange(B) % 2 == n)
+        for n, x in enumerate((0.5, 0.25))
+    ]
+    parts = [replace(part, file=f"{n}.npz") for n, part in enumerate(parts)]
+    whole = merge(parts)
+    found = replay([whole], "dapo")
+    assert found.status == 2
+    assert "log different numbers" in found.not_run["loss"]
+    assert "0.5} in 0.npz" in found.not_run["loss"]
+    assert "loss" not in replay([whole], "dapo", logged=0.5).not_run
+    # no objective was given, so no check of the loss was asked for
+    assert "loss" not in replay([whole]).not_run
 
 
 def test_another_divisor_is_a_note_with_its_number():

@@ -21,6 +21,7 @@ from upref.replay.schema import (
     MOST_SLOTS,
     RESPONSE_COLUMNS,
     ROUNDING,
+    SEVERAL_LOSSES,
     TOKEN_FLOATS,
     RecordedBatch,
 )
@@ -139,15 +140,28 @@ def merge(parts: Sequence[RecordedBatch]) -> RecordedBatch:
         # each file has its own loss: their sum is not known to be the step's
         logged = {}
     _check_repeated(parts)
+    meta = dict(parts[0].meta)
+    if "loss" not in logged and any("loss" in part.logged for part in parts):
+        first, second = _two_that_differ(parts)
+        meta[SEVERAL_LOSSES] = " and ".join(
+            f"{dict(part.logged)} in {part.file}" for part in (first, second)
+        )
     facts = {
         "step": parts[0].step,
         "logged": logged,
-        "meta": parts[0].meta,
+        "meta": meta,
         "hints": parts[0].hints,
         "dropped": lacking,
     }
     made: dict[str, Any] = columns | facts
     return RecordedBatch(**made, file=f"{parts[0].file} and {len(parts) - 1} more")
+
+
+def _two_that_differ(
+    parts: Sequence[RecordedBatch],
+) -> tuple[RecordedBatch, RecordedBatch]:
+    """The first file of a step, and one that logs other numbers."""
+    return parts[0], next(part for part in parts if part.logged != parts[0].logged)
 
 
 def _check_repeated(parts: Sequence[RecordedBatch]) -> None:

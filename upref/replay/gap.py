@@ -28,7 +28,7 @@ from torch import Tensor
 
 from upref.replay.findings import Checked, ReplayFinding
 from upref.replay.places import find_alignment, find_exchanged_rows, find_shift
-from upref.replay.schema import RecordedBatch, expect_batch
+from upref.replay.schema import SAME, RecordedBatch, expect_batch
 from upref.replay.undo import Columns
 from upref.replay.values import (
     find_factor,
@@ -36,6 +36,7 @@ from upref.replay.values import (
     find_placeholder,
     find_sums,
     is_bfloat16,
+    is_constant,
     is_one_number_a_row,
 )
 
@@ -103,7 +104,8 @@ def gap(batch: RecordedBatch) -> Gap:
     difference.
 
     Args:
-        batch: with the columns sampler and old (or now).
+        batch: with the columns sampler and old (or now). Where old is the sampler's own
+            column, now is compared.
 
     Returns:
         The Gap. It is false where a cause was undone, or where tokens train that the
@@ -123,7 +125,7 @@ def gap(batch: RecordedBatch) -> Gap:
         """Report one cause."""
         findings.append(ReplayFinding("sampler", severity, cause, numbers))
 
-    columns = Columns(batch.trainer(), batch.sampler, batch.mask)
+    columns = Columns(batch.beside_sampler(), batch.sampler, batch.mask)
     columns = _find_causes(batch, columns, add_finding)
     return _make_gap(columns, findings)
 
@@ -147,8 +149,12 @@ def _find_causes(
     if not columns.trained(columns.sampler).any():
         add_finding("note", "all_zero")
         return columns
-    if not columns.trained(columns.log_rho).any():
+    if not (columns.trained(columns.log_rho).abs() > SAME).any():
         add_finding("note", "copied")
+        return columns
+    if is_constant(columns):
+        value = float(columns.trained(columns.sampler)[0])
+        add_finding("note", "constant", value=value)
         return columns
     if is_one_number_a_row(columns):
         add_finding("failure", "one_number", responses=int(columns.mask.any(1).sum()))
@@ -167,7 +173,7 @@ def _find_causes(
         if undone is None:
             continue
         add_finding(
-            "failure",
+            undone.severity,
             undone.cause,
             **undone.numbers,
             before=undone.before,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from upref.replay.report import Replay, StepChecks
 
 SHOWN = 4  # findings of one check that are printed
+STEPS_NAMED = 8  # steps with a finding that are named
 WIDTH = 118
 NO_ROUNDING = 1.0  # nats, of one token: rounding makes no such difference
 
@@ -33,12 +34,15 @@ def report_lines(found: "Replay", verbose: bool) -> Iterator[str]:
         yield f"{len(found.steps)} steps, {found.steps[0].step} to {found.steps[-1].step}; the last one:"
     for s in shown:
         yield s.summary
-        yield from _step_lines(s)
+        yield from _step_lines(s, _never_exercised(found, s))
     yield from _lines_of_hidden_steps(found, shown)
     if found.series is not None:
         yield from _finding_lines("run", found.series.findings)
         sizes = [s.size for s in found.series.steps]
-        word = "      run" if found.series.findings else "ok    run"
+        has_findings = found.series.findings or any(
+            s.sampler is not None and s.sampler.findings for s in found.steps
+        )
+        word = "      run" if has_findings else "ok    run"
         yield (
             f"{word}: KL(μ ‖ π_old) by capped k2 {sizes[0]:.2g} at first, {sizes[-1]:.2g} at last, "
             f"at most {max(sizes):.2g}"
@@ -58,18 +62,50 @@ def report_lines(found: "Replay", verbose: bool) -> Iterator[str]:
 def _lines_of_hidden_steps(
     found: "Replay", shown: "tuple[StepChecks, ...]"
 ) -> Iterator[str]:
-    """One line for each cause of a failure in the steps that are not shown."""
-    steps: dict[tuple[str, str], list[int]] = {}
-    first_findings: dict[tuple[str, str], ReplayFinding] = {}
+    """One line for each finding of the steps that are not shown, by its cause; failures
+    first.
+    """
+    steps: dict[tuple[str, str, str], list[int]] = {}
+    first_findings: dict[tuple[str, str, str], ReplayFinding] = {}
     for s in found.steps:
-        for f in s.findings:
-            if s not in shown and f.severity == "failure":
-                steps.setdefault((f.check, f.cause), []).append(s.step)
-                first_findings.setdefault((f.check, f.cause), f)
-    for key, step_numbers in steps.items():
-        yield _fold(
-            f"FAIL  {key[0]}: {first_findings[key]} At {len(step_numbers)} earlier steps, first at {step_numbers[0]}."
-        )
+        for f in s.findings if s not in shown else ():
+            steps.setdefault(_kind(f), []).append(s.step)
+            first_findings.setdefault(_kind(f), f)
+    said = {_kind(f) for s in shown for f in s.findings}
+    for kind, numbers in sorted(steps.items()):  # "failure" is before "note"
+        first = first_findings[kind]
+        word = "FAIL" if first.severity == "failure" else "note"
+        sentence = "As at the last step." if kind in said else str(first)
+        yield _fold(f"{word}  {first.check}: {sentence} {_list_steps(numbers)}.")
+
+
+def _kind(f: ReplayFinding) -> tuple[str, str, str]:
+    """What findings of several steps have in common where one line names them."""
+    return f.severity, f.check, f.cause
+
+
+def _list_steps(numbers: list[int]) -> str:
+    """Name the steps that have a finding; of many, the first ones."""
+    named = ", ".join(map(str, numbers[:STEPS_NAMED]))
+    more = len(numbers) - STEPS_NAMED
+    rest = f" and {more} more" if more > 0 else ""
+    return f"At {len(numbers)} earlier step{'s' * (len(numbers) > 1)}: {named}{rest}"
+
+
+def _never_exercised(found: "Replay", shown: "StepChecks") -> tuple[str, ...]:
+    """The hyperparameters that a step does not exercise, nor any other step whose loss is
+    right.
+    """
+    if shown.loss is None:
+        return ()
+    others = [
+        s.loss.unused
+        for s in found.steps
+        if s.loss is not None and s.loss.found == s.loss.expected
+    ]
+    return tuple(
+        name for name in shown.loss.unused if all(name in unused for unused in others)
+    )
 
 
 def summary_line(batch: RecordedBatch) -> str:
@@ -89,6 +125,12 @@ def summary_line(batch: RecordedBatch) -> str:
             if batch.now is not None or "now" in batch.dropped
             else "; no now, so r = 1"
         )
+        + (
+            "; old is the sampler's own column, so now is compared with it: updates since "
+            "the sampling are part of the gap"
+            if batch.old is not None and batch.beside_sampler() is batch.now
+            else ""
+        )
         + "".join(
             f"; {name} is left out, because {file} lacks it"
             for name, file in batch.dropped.items()
@@ -96,8 +138,13 @@ def summary_line(batch: RecordedBatch) -> str:
     )
 
 
-def _step_lines(s: "StepChecks") -> Iterator[str]:
-    """Yield the lines of one step: findings, and of a check without findings its sizes."""
+def _step_lines(s: "StepChecks", unused: tuple[str, ...]) -> Iterator[str]:
+    """Yield the lines of one step: findings, and of a check without findings its sizes.
+
+    Args:
+        s: the step.
+        unused: hyperparameters of which an agreement of its loss says nothing.
+    """
     gap = s.sampler
     if gap is not None:
         yield from _finding_lines("sampler", gap.findings)
@@ -123,7 +170,7 @@ def _step_lines(s: "StepChecks") -> Iterator[str]:
         yield from _finding_lines("loss", s.loss.findings)
         if s.loss.found == s.loss.expected:
             yield _fold(
-                f"ok    loss: {s.loss.logged:.6g} is the {_terms(s.loss)}{_not_exercised(s.loss)}"
+                f"ok    loss: {s.loss.logged:.6g} is the {_terms(s.loss)}{_not_exercised(unused)}"
             )
         if s.loss.gradient == s.loss.expected:
             gradient = "dL/dlp of the recorded tokens"
@@ -144,9 +191,9 @@ def _terms(found: LoggedLoss) -> str:
     return f"{found.expected} of {found.objective}'s terms"
 
 
-def _not_exercised(found: LoggedLoss) -> str:
+def _not_exercised(unused: tuple[str, ...]) -> str:
     """Name the hyperparameters of which an agreement says nothing; "" without any."""
-    return f"; not exercised: {', '.join(found.unused)}" if found.unused else ""
+    return f"; not exercised: {', '.join(unused)}" if unused else ""
 
 
 def _finding_lines(check: str, findings: Iterable[ReplayFinding]) -> Iterator[str]:

@@ -16,9 +16,9 @@ from typing import Any
 from upref.aggregation import AGGREGATIONS
 from upref.definition import Objective
 from upref.errors import InputError
-from upref.replay.findings import Checked, ReplayFinding, note
+from upref.replay.findings import Checked, ReplayFinding, Severity, note
 from upref.replay.normalizer import Normalizer, normalizer
-from upref.replay.schema import RecordedBatch, expect_batch
+from upref.replay.schema import SEVERAL_LOSSES, RecordedBatch, expect_batch
 from upref.replay.terms import (
     EXTRA_TERMS,
     OR_ELSE,
@@ -33,6 +33,7 @@ from upref.replay.terms import (
 # in bfloat16 would be off by 4e-3 and name nothing. Seven digits are what frameworks
 # log.
 ROUNDING = 5e-6
+NEGATED = -1.0  # times the loss: the wrong sign
 LARGEST_TOLERANCE = (
     1e-4  # of the sum of |terms|: with fewer digits another sum may agree by chance
 )
@@ -114,6 +115,11 @@ def loss(
     resolved = objective_as_run(objective, hp)
     if logged is None:
         logged = batch.logged.get("loss")
+    if logged is None and SEVERAL_LOSSES in batch.meta:
+        raise InputError(
+            f"the files of step {batch.step} log different numbers ({batch.meta[SEVERAL_LOSSES]}), "
+            "and none is known to be the step's: give the loss of the step, --loss NUMBER."
+        )
     if logged is None:
         raise InputError(
             "the check of the loss needs the number that the run logged: --loss, or `logged` of the file."
@@ -130,6 +136,7 @@ def loss(
     findings += number_findings
     if gradient is not None:
         findings += gradient.findings
+    exercised = dict(_objective_steps(batch, step)).get(found, step)
     return LoggedLoss(
         objective=resolved.name,
         logged=logged,
@@ -142,7 +149,7 @@ def loss(
         gradient="" if gradient is None else gradient.found,
         gradient_factor=None if gradient is None else gradient.factor,
         gradient_tolerance=0.0 if gradient is None else gradient.tolerance,
-        unused=tuple(_unused_hyperparameters(step)),
+        unused=tuple(_unused_hyperparameters(exercised)),
         findings=tuple(findings),
     )
 
@@ -160,7 +167,8 @@ class _LoggedNumber:
             are the objective's, the one that is the logged number.
         accepted: names of those that are the objective's and the logged number.
         others: (name, loss) of the other sums that are the logged number.
-        multiples: those of FACTORS by which the loss is the logged number.
+        multiples: those of USUAL_MULTIPLES, and NEGATED, by which the loss is the
+            logged number.
         count, unit: the objective's divisor.
         by_prompt: whether each prompt's sum has a divisor of its own.
     """
@@ -196,8 +204,8 @@ class _LoggedNumber:
         tolerance = digits + ROUNDING * max(size, abs(value))
         accepted = [
             (name, loss_of_sum)
-            for name, loss_of_sum in _objective_losses(step)
-            if abs(loss_of_sum - logged) <= tolerance
+            for name, counted in _objective_steps(batch, step)
+            if abs((loss_of_sum := counted.loss()) - logged) <= tolerance
         ]
         if accepted:
             expected, value = accepted[0]
@@ -210,8 +218,8 @@ class _LoggedNumber:
         if min(abs(value), abs(logged)) > 100 * tolerance:
             multiples = [
                 multiple
-                for multiple in USUAL_MULTIPLES
-                if abs(logged - multiple * value) <= 2 * tolerance * multiple
+                for multiple in (*USUAL_MULTIPLES, NEGATED)
+                if abs(logged - multiple * value) <= 2 * tolerance * abs(multiple)
             ]
         count, unit = own_terms.count
         by_prompt = step.objective.agg == "group-token-mean"
@@ -290,9 +298,14 @@ def _judge_number(
                 return "", [note("loss", "logged_zero", **numbers)]
             failure = ReplayFinding("loss", "failure", "other_sum", numbers)
             return numbers["found"], [failure]
-        if number.multiples:
+        if number.multiples and NEGATED not in number.multiples:
             numbers["factor"] = number.multiples[0]
             return "", [ReplayFinding("loss", "failure", "multiple", numbers)]
+    if is_precise and NEGATED in number.multiples:
+        # where the recorded gradient has the right sign, the number alone is negated
+        may_fail = _number_may_fail(gradient) or _is_gradient_negated(gradient)
+        severity: Severity = "failure" if may_fail else "note"
+        return "", [ReplayFinding("loss", severity, "negated", numbers)]
     if number.cancels:
         return "", [note("loss", "beside_zero", **numbers)]
     divisor = number.divisor
@@ -300,6 +313,13 @@ def _judge_number(
         numbers |= {"divisor": divisor, "count": number.count, "unit": number.unit}
         return "", [note("loss", "divided", **numbers)]
     return "", [note("loss", "unexplained", **numbers)]
+
+
+def _is_gradient_negated(gradient: Normalizer | None) -> bool:
+    """Whether the recorded gradient has the other sign, and the right size."""
+    if gradient is None or gradient.factor is None:
+        return False
+    return abs(gradient.factor - NEGATED) <= gradient.tolerance
 
 
 def _gradient_fails_too(gradient: Normalizer | None) -> bool:
@@ -369,6 +389,8 @@ def _sum_names(finding: ReplayFinding) -> list[str]:
     if finding.cause == "other_sum":
         names: list[str] = finding.numbers["found"].split(OR_ELSE)
         return names
+    if finding.cause == "negated" and finding.severity == "failure":
+        return [_multiple_name(NEGATED)]
     if finding.cause == "multiple":
         return [_multiple_name(finding.numbers["factor"])]
     return []
@@ -400,15 +422,19 @@ def _number_may_fail(gradient: Normalizer | None) -> bool:
     return [f.cause for f in gradient.findings] == ["no_gradient"]
 
 
-def _objective_losses(step: StepTerms) -> Iterator[tuple[str, float]]:
-    """Yield the objective's loss by the framework's counts, and by the counts of the
-    recorded tokens.
+def _objective_steps(
+    batch: RecordedBatch, step: StepTerms
+) -> Iterator[tuple[str, StepTerms]]:
+    """Yield the objective's terms by the framework's counts, and by the counts of the
+    recorded tokens; without the column old, with the sampler's as π_old as well.
 
     Yields:
-        The name of the sum, and the loss.
+        The name of the sum, and the terms.
     """
-    for name, counted in step.by_counts():
-        yield name, counted.loss()
+    yield from step.by_counts()
+    if batch.old is None and batch.now is not None:
+        # the engine's numbers may be the π_old of such a run
+        yield from _with_sampler_as_old(batch, step)
 
 
 def _other_losses(batch: RecordedBatch, step: StepTerms) -> Iterator[tuple[str, float]]:
@@ -444,17 +470,20 @@ def _other_losses(batch: RecordedBatch, step: StepTerms) -> Iterator[tuple[str, 
             replace(step, hp=hp | {"beta": 0.0}).loss(),
         )
     may_lack_kl_term = objective.kl and not beta and step.rollouts.logp_ref is not None
-    if may_lack_kl_term or objective.level != "token":
-        return
-    has_both_columns = batch.sampler is not None and batch.old is not None
-    if has_both_columns and step.rollouts.logp_sampler is None:
-        yield from _with_sampler_as_old(batch, step)
+    if batch.old is not None and not may_lack_kl_term:
+        for name, with_sampler in _with_sampler_as_old(batch, step):
+            yield name, with_sampler.loss()
 
 
 def _with_sampler_as_old(
     batch: RecordedBatch, step: StepTerms
-) -> Iterator[tuple[str, float]]:
-    """Yield the objective's loss with the sampler's log-probabilities as π_old."""
+) -> Iterator[tuple[str, StepTerms]]:
+    """Yield the objective's terms with the sampler's log-probabilities as π_old, where
+    they are recorded and the objective does not take them itself.
+    """
+    takes_sampler = step.rollouts.logp_sampler is not None
+    if batch.sampler is None or takes_sampler or step.objective.level != "token":
+        return
     try:
         rollouts = batch.rollouts(sampler=True)
     except InputError:
@@ -463,5 +492,5 @@ def _with_sampler_as_old(
     with_sampler = step.rollouts.but(logp_old=rollouts.logp_sampler)
     yield (
         f"{step.objective.agg} with the sampler's column as π_old",
-        replace(step, rollouts=with_sampler).loss(),
+        replace(step, rollouts=with_sampler),
     )

@@ -15,7 +15,7 @@ from upref.replay.gap import gap
 from upref.replay.lines import summary_line
 from upref.replay.loss import loss, settle
 from upref.replay.report import Replay, StepChecks
-from upref.replay.schema import RecordedBatch, expect_batch
+from upref.replay.schema import SEVERAL_LOSSES, RecordedBatch, expect_batch
 from upref.replay.series import StepGap, measure_step, ratio_one, series
 from upref.replay.terms import objective_as_run
 
@@ -113,8 +113,8 @@ def _check_step(
     results: dict[str, Any] = dict.fromkeys(CHECKS)
     not_run: dict[str, str] = {}
     to_run = [c for c in chosen if c in ("sampler", "advantages")]
-    has_logged_loss = logged is not None or (o is not None and "loss" in batch.logged)
-    if "loss" in chosen and has_logged_loss:
+    has_loss = "loss" in batch.logged or SEVERAL_LOSSES in batch.meta
+    if "loss" in chosen and (logged is not None or (o is not None and has_loss)):
         if o is None:
             raise InputError(
                 "the check of the loss needs the objective that ran: --as NAME."

@@ -26,6 +26,9 @@ PROMPTS_READ = "group"
 HINT = "hint: "
 MOST_SLOTS = 2**27  # B x T of a step: 1 GiB for a column of float64
 LARGEST = 1e39  # of a number: beyond float32, whose least number fills masked logits
+SAME = 1e-12  # nats, between two copies of a number
+# in meta, where the files of a step log different numbers: two of them
+SEVERAL_LOSSES = "several_losses"
 ROUNDING = 1e-3  # how far a fused log-softmax in half precision overshoots 0
 
 # What is stored per token, [B, T] or ragged, and what per response, [B].
@@ -184,6 +187,27 @@ class RecordedBatch:
             self.require("old", purpose="every check of log-probabilities")
         assert column is not None
         return column
+
+    def old_is_sampler(self) -> bool:
+        """Whether `old` is the sampler's own column, as where a run takes the engine's
+        numbers as π_old: two engines differ by more than SAME on some token.
+        """
+        if self.old is None or self.sampler is None:
+            return False
+        drawn = self.mask & self.sampler.isfinite()
+        return bool(((self.old - self.sampler)[drawn].abs() <= SAME).all())
+
+    def beside_sampler(self) -> Float[Tensor, "B T"]:
+        """The trainer's log-probabilities that are compared with the sampler's:
+        `trainer()`, but `now` where old is the sampler's own column and the weights that
+        sampled are not known to be older.
+        """
+        if self.now is None or not self.old_is_sampler():
+            return self.trainer()
+        if self.version is not None and self.step is not None:
+            is_late = bool((self.version < self.step).any())
+            return self.trainer() if is_late else self.now
+        return self.now
 
     def rows(self, index: Tensor) -> "RecordedBatch":
         """The responses of that index.

@@ -67,7 +67,7 @@ def measure_step(batch: RecordedBatch, position: int) -> StepGap:
     """
     assert batch.sampler is not None
     drawn = batch.mask & batch.sampler.isfinite()
-    squares = _half_squares(batch.trainer() - batch.sampler)
+    squares = _half_squares(batch.beside_sampler() - batch.sampler)
     ref_size = None
     if batch.ref is not None:
         ref_size = float(_half_squares(batch.ref - batch.sampler)[drawn].mean())

@@ -152,7 +152,7 @@ def _draw_engines(ax: Any, batch: RecordedBatch) -> None:
         _write_words(ax, "no sampler's column")
         return
     inside = batch.mask & batch.sampler.isfinite()
-    x = batch.trainer()[inside].exp().numpy()
+    x = batch.beside_sampler()[inside].exp().numpy()
     y = batch.sampler[inside].exp().clamp(max=1).numpy()
     shown = np.linspace(0, len(x) - 1, min(len(x), MOST_POINTS)).astype(int)
     area = _point_area(len(shown))

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from upref.replay.findings import Severity
+
 # share of the distance that may be left where a cause explains it
 MOST_LEFT = 0.25
 NOTICEABLE_DISTANCE = 0.02  # distance below which there is nothing to explain
@@ -80,7 +82,7 @@ class Columns:
 @dataclass(frozen=True)
 class Undone:
     """A cause, the columns without it, and the distances before and after on the same
-    tokens.
+    tokens. Its severity is "note" where another cause leaves the same columns.
     """
 
     cause: str
@@ -88,3 +90,4 @@ class Undone:
     before: float
     after: float
     numbers: dict[str, Any] = field(default_factory=dict)
+    severity: Severity = "failure"

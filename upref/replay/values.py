@@ -24,6 +24,7 @@ LEAST_EQUAL = 5
 FAR_BELOW = -100  # nats: no token that was drawn
 # The trainer's probability below which an engine would not report a token as certain.
 UNLIKELY_TOKEN = 0.05
+CERTAIN_TOKEN = 0.99  # of the trainer, where an engine may well report certainty
 DOUBTFUL_TOKEN = 0.5  # the same, for tokens at the same end of nearly every response
 
 
@@ -51,9 +52,26 @@ def find_sums(c: Columns) -> Undone | None:
     is_first = c.mask & (c.mask.cumsum(1) == 1)
     undone = Columns(c.trainer, steps, has_trained_neighbor | is_first)
     after = undone.distance()
-    if after < MOST_LEFT * Columns(c.trainer, c.sampler, undone.mask).distance():
+    # The differences of a column that hardly changes are near 0, and so is the trainer's
+    # column of a peaked policy: they must be nearer to it than zeros are.
+    zeros = torch.zeros_like(c.sampler)
+    others = [Columns(c.trainer, y, undone.mask).distance() for y in (c.sampler, zeros)]
+    if after < MOST_LEFT * min(others):
         return Undone("sums", undone, before, after)
     return None
+
+
+def is_constant(c: Columns) -> bool:
+    """Whether the sampler has one number on every token and the trainer has several: no
+    number is that of a token.
+
+    Args:
+        c: the columns of the trainer and the sampler.
+    """
+    if c.distance() < NOTICEABLE_DISTANCE:
+        return False  # of uniform policies, whose numbers are right
+    y = c.trained(c.sampler)
+    return bool((y == y[0]).all()) and len(c.trained(c.trainer).unique()) >= LEAST_EQUAL
 
 
 def is_one_number_a_row(c: Columns) -> bool:
@@ -179,8 +197,20 @@ def find_placeholder(c: Columns) -> Undone | None:
                 "trained": len(y),
                 "value": f"{value.item():g}",
             }
-            return Undone("not_sampled", rest, c.distance(), rest.distance(), numbers)
+            distances = (c.distance(), rest.distance())
+            if value == 0 and _writes_certainty_as_zero(rest):
+                return Undone("zero", rest, *distances, numbers, severity="note")
+            return Undone("not_sampled", rest, *distances, numbers)
     return None
+
+
+def _writes_certainty_as_zero(c: Columns) -> bool:
+    """Whether the sampler has 0 on tokens of which the trainer is certain too: then its 0
+    on another token may be certainty as well.
+    """
+    has_zero = c.trained(c.sampler) == 0
+    is_certain = c.trained(c.trainer) > math.log(CERTAIN_TOKEN)
+    return int((has_zero & is_certain).sum()) >= FEW
 
 
 def is_bfloat16(column: Tensor) -> bool:

@@ -60,8 +60,10 @@ SAMPLER = {
         "sampler was certain of every token (greedy, or cut to one token)."
     ),
     "copied": (
-        "the sampler's column equals the trainer's bit for bit: it is a copy, one "
-        "engine made both, or two engines compute the same bits. A copy hides the gap."
+        "the sampler's column equals the trainer's bit for bit, so nothing is compared: "
+        "the run takes the engine's numbers as π_old, one column is a copy of the other, "
+        "one engine made both, or two engines compute the same bits. Record now, from the "
+        "trainer's own forward pass, to compare."
     ),
     "reference_weights": (
         "the sampler's column fits the reference model better than the trainer "
@@ -194,6 +196,19 @@ SAMPLER = {
         + ")."
         + MASKED_BY_RATIO
     ),
+    "constant": (
+        "the sampler's column is {value:.6g} on every trained token: it holds no "
+        "log-probabilities of these tokens."
+    ),
+    "zero": (
+        "on {tokens} of {trained} trained tokens, several of them unlikely for the "
+        "trainer, the sampler's number is 0. Here 0 is also what the sampler has on "
+        "tokens of which the trainer is certain. So either it was certain of these "
+        "tokens too, and the trainer has other ids or reads "
+        + CONTEXT
+        + "; or it did not draw them (the text of a tool or an environment, an appended "
+        "token, a token that a grammar forces). What it did not draw must be masked."
+    ),
 }
 
 # ---- several steps -------------------------------------------------------------------
@@ -283,6 +298,11 @@ LOSS = {
         "coefficient, or it is divided by another number, which is that multiple by "
         "chance."
     ),
+    "negated": (
+        "the logged loss {logged:.6g} is minus the {expected} of {objective}'s terms "
+        "({value:.6g}): the loss, the number that the run logs, or the advantages have "
+        "the other sign."
+    ),
     "logged_zero": (
         "the logged loss is 0, and the {expected} of {objective}'s terms is "
         "{value:.6g}. Their {found} cancels to 0 here; a run that does not log its loss "
@@ -338,7 +358,8 @@ LOSS = {
     ),
     "gradient_sign": (
         "dL/dlp of the recorded tokens is {factor:.6g} times that of the {expected} of "
-        "{objective}'s terms: the column grad, or the advantages, have the other sign."
+        "{objective}'s terms: the loss, the column grad or the advantages have the other "
+        "sign."
     ),
     "gradient_zero": (
         "dL/dlp is 0 on every recorded token, and {objective}'s is not: the column "
