@@ -352,6 +352,7 @@ def test_now_is_compared_where_old_is_the_samplers_own():
     engine = (batch.old / 0.7).double()
     found = gap(one_engine(old=engine, sampler=engine))
     assert not found and found.cause == "factor"
+    assert found.findings[-1].cause == "now_compared"
 
 
 def test_what_only_repeats_the_sampler_is_not_compared():

@@ -33,7 +33,9 @@ def step(scale=1.0, **columns):
 
 
 def test_what_is_right_is_logged():
-    metrics = Watch("dapo", DAPO, "stop", None)(step(sampler=COLUMNS["old"]))
+    older = torch.full((len(COLUMNS["old"]),), 49)
+    right = step(sampler=COLUMNS["old"], version=older)
+    metrics = Watch("dapo", DAPO, "stop", None)(right)
     assert metrics["upref/loss_off"] < 1e-6 and metrics[
         "upref/normalizer"
     ] == pytest.approx(1)

@@ -125,8 +125,11 @@ def gap(batch: RecordedBatch) -> Gap:
         """Report one cause."""
         findings.append(ReplayFinding("sampler", severity, cause, numbers))
 
-    columns = Columns(batch.beside_sampler(), batch.sampler, batch.mask)
+    trainer = batch.beside_sampler()
+    columns = Columns(trainer, batch.sampler, batch.mask)
     columns = _find_causes(batch, columns, add_finding)
+    if findings and batch.old is not None and trainer is batch.now:
+        add_finding("note", "now_compared")
     return _make_gap(columns, findings)
 
 

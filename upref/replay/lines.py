@@ -126,8 +126,7 @@ def summary_line(batch: RecordedBatch) -> str:
             else "; no now, so r = 1"
         )
         + (
-            "; old is the sampler's own column, so now is compared with it: updates since "
-            "the sampling are part of the gap"
+            "; old is the sampler's own column, so now is compared with it"
             if batch.old is not None and batch.beside_sampler() is batch.now
             else ""
         )

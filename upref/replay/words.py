@@ -196,6 +196,11 @@ SAMPLER = {
         + ")."
         + MASKED_BY_RATIO
     ),
+    "now_compared": (
+        "old is the sampler's own column: the run takes the engine's numbers as π_old, or "
+        "one is a copy of the other. So now is compared, and updates since the sampling "
+        "are part of the gap."
+    ),
     "constant": (
         "the sampler's column is {value:.6g} on every trained token: it holds no "
         "log-probabilities of these tokens."
