@@ -89,7 +89,8 @@ def _list_steps(numbers: list[int]) -> str:
     named = ", ".join(map(str, numbers[:STEPS_NAMED]))
     more = len(numbers) - STEPS_NAMED
     rest = f" and {more} more" if more > 0 else ""
-    return f"At {len(numbers)} earlier step{'s' * (len(numbers) > 1)}: {named}{rest}"
+    word = "step" if len(numbers) == 1 else "steps"
+    return f"At {len(numbers)} earlier {word}: {named}{rest}"
 
 
 def _never_exercised(found: "Replay", shown: "StepChecks") -> tuple[str, ...]:
