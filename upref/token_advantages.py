@@ -112,6 +112,7 @@ def discounted_returns(rewards: Slots, mask: Mask, *, gamma: float = 1.0) -> Slo
     Returns:
         G, [N, K].
     """
+    _check(mask, rewards=rewards)
     return gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)
 
 

@@ -50,11 +50,11 @@ def check_advantages(
         InputError: fn cannot be run.
     """
     start = time.perf_counter()
+    known_names = [*advantages.ADVANTAGES, *token_advantages.TOKEN_ADVANTAGES]
+    if not isinstance(estimator, str) or estimator not in known_names:
+        raise catalog.unknown_advantage(estimator, known_names)
     if estimator in token_advantages.TOKEN_ADVANTAGES:
         return check_token_advantages(fn, estimator, skip, hp)
-    if estimator not in advantages.ADVANTAGES:
-        known_names = [*advantages.ADVANTAGES, *token_advantages.TOKEN_ADVANTAGES]
-        raise catalog.unknown_advantage(estimator, known_names)
     settings = {"ddof", "eps"} if estimator in DIVIDED_BY_STD else set()
     if unknown := sorted(hp.keys() - settings):
         raise InputError(f"{estimator} has no setting {unknown[0]!r}.")
