@@ -13,13 +13,13 @@ import pytest
 
 from repro.exact.result import Result, write
 from repro.mini import files
-from repro.mini.study import results, suite
+from repro.mini.experiment import command, records
 from upref.errors import InputError
 from upref.files import locked, write_atomically
 
 ROOT = Path(__file__).parents[2]
 RECORDS = {
-    f"run-{i}": {key: {} for key in results.NEEDED}
+    f"run-{i}": {key: {} for key in records.NEEDED}
     | {"name": f"run-{i}", "steps": {"reward": [i]}}
     for i in range(4)
 }
@@ -27,7 +27,7 @@ RECORDS = {
 
 @pytest.fixture
 def folder(tmp_path):
-    results.keep(RECORDS, tmp_path)
+    records.keep(RECORDS, tmp_path)
     return tmp_path
 
 
@@ -36,8 +36,8 @@ def lines(folder):
 
 
 def test_what_is_kept_is_read_back(folder, tmp_path):
-    assert results.load(folder) == RECORDS
-    assert results.load(tmp_path / "none") == {}
+    assert records.load(folder) == RECORDS
+    assert records.load(tmp_path / "none") == {}
 
 
 @pytest.mark.parametrize(
@@ -61,11 +61,11 @@ def test_what_is_kept_is_read_back(folder, tmp_path):
 )
 def test_an_altered_record_says_how_to_restore(damage, says, folder, capsys):
     (folder / "runs.jsonl").write_bytes(b"".join(damage(lines(folder))))
-    assert suite.main(["--list", "--results", str(folder)]) == 2
+    assert command.main(["moe", "--list", "--results", str(folder)]) == 2
     err = capsys.readouterr().err
     assert says in err and "git checkout" in err and err.count("\n") == 1
     with pytest.raises(InputError):
-        results.collect(folder / "runs", {"run-0"}, folder)
+        records.collect(folder / "runs", {"run-0"}, folder)
     assert (
         json.loads((folder / "manifest.json").read_text())["lines"].keys()
         == RECORDS.keys()
@@ -80,7 +80,7 @@ def test_records_without_their_manifest(content, folder):
     if content is not None:
         (folder / "manifest.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(InputError, match="git checkout"):
-        results.load(folder)
+        records.load(folder)
 
 
 def test_a_collection_killed_between_its_two_files_loses_nothing(folder, monkeypatch):
@@ -89,7 +89,7 @@ def test_a_collection_killed_between_its_two_files_loses_nothing(folder, monkeyp
         files.write_atomically,
     )
     for deaths in range(3):
-        results.keep(RECORDS, folder)
+        records.keep(RECORDS, folder)
         left = [deaths]
 
         def write(path, content, left=left):
@@ -100,9 +100,9 @@ def test_a_collection_killed_between_its_two_files_loses_nothing(folder, monkeyp
 
         monkeypatch.setattr(files, "write_atomically", write)
         with pytest.raises(KeyboardInterrupt):
-            results.keep(more, folder)
+            records.keep(more, folder)
         monkeypatch.setattr(files, "write_atomically", real)
-        assert len(results.load(folder)) == (5 if deaths == 2 else 4)
+        assert len(records.load(folder)) == (5 if deaths == 2 else 4)
 
 
 def test_a_run_with_a_log_changed_after_its_end_is_refused(tmp_path):
@@ -114,12 +114,12 @@ def test_a_run_with_a_log_changed_after_its_end_is_refused(tmp_path):
     (run / "done.json").write_text(
         json.dumps({"seconds": {"all": 1}, "sha256": digests})
     )
-    assert results.record(run)["provenance"] == {"seconds": {"all": 1}}
+    assert records.record(run)["provenance"] == {"seconds": {"all": 1}}
     (run / "evals.jsonl").write_text(" ")
     with pytest.raises(
         InputError, match=r"evals\.jsonl is not what it was when the run ended"
     ):
-        results.collect(tmp_path / "runs", {"a"}, tmp_path / "results")
+        records.collect(tmp_path / "runs", {"a"}, tmp_path / "results")
     for file, content in (
         ("done.json", ""),
         ("done.json", "[]"),
@@ -131,13 +131,7 @@ def test_a_run_with_a_log_changed_after_its_end_is_refused(tmp_path):
         with pytest.raises(
             InputError, match=r"holds no whole run .*: remove it and run again"
         ):
-            results.collect(tmp_path / "runs", {"a"}, tmp_path / "results")
-
-
-def test_the_committed_records_are_whole(capsys):
-    assert suite.main(["--verify"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("records are whole") == 4 and said.count("\n") == 1
+            records.collect(tmp_path / "runs", {"a"}, tmp_path / "results")
 
 
 def test_a_full_disk_names_the_file_and_keeps_the_old_one(tmp_path, monkeypatch):
@@ -382,11 +376,11 @@ def test_two_that_collect_into_one_folder_lose_no_record(tmp_path):
 
     def collect(who):
         for n in range(12):
-            results.collect(tmp_path / "runs", {f"{who}{n}"}, tmp_path / "results")
+            records.collect(tmp_path / "runs", {f"{who}{n}"}, tmp_path / "results")
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(collect, "ab"))
-    assert sorted(results.load(tmp_path / "results")) == sorted(names)
+    assert sorted(records.load(tmp_path / "results")) == sorted(names)
 
 
 def test_a_provenance_changed_after_the_end_is_refused(tmp_path):
@@ -395,13 +389,13 @@ def test_a_provenance_changed_after_the_end_is_refused(tmp_path):
     (tmp_path / "done.json").write_text(
         json.dumps(facts | {"digest": files.facts_digest(facts)})
     )
-    assert results.record(tmp_path)["provenance"] == facts
+    assert records.record(tmp_path)["provenance"] == facts
     text = (tmp_path / "done.json").read_text()
     (tmp_path / "done.json").write_text(text.replace("0123", "0133"))
     with pytest.raises(
         InputError, match=r"done\.json is not what it was when the run ended"
     ):
-        results.record(tmp_path)
+        records.record(tmp_path)
 
 
 # sha256 of the committed records of the experiments that have ended, by `sha256sum`
