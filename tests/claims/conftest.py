@@ -12,12 +12,10 @@ from math import isclose
 
 import pytest
 
-from repro.mini.round2 import tables, unregistered
-from repro.mini.stale import unregistered as on_stale_data
-from repro.mini.stale.rule import Cell
-from repro.mini.study import results
+from repro.mini.experiment import effects, plan, records
+from repro.mini.experiment.questions import difference
+from repro.mini.experiment.words import shown
 
-RECORDS = results.load(results.folder_of(2))
 WORDS = {
     operator.le: "at most ",
     operator.ge: "at least ",
@@ -53,15 +51,23 @@ def holds(record_property):
     return agrees
 
 
+@pytest.fixture(scope="session")
+def seen_in_round_2():
+    """Name -> effect, of the facts of the second round that nobody registered."""
+    post_hoc = plan.load("round2/post_hoc")
+    found = post_hoc.effects(records.load(post_hoc.results))
+    return {e.question.name: e for e in found}
+
+
 @pytest.fixture
-def seen(record_property):
-    """Of a comparison of repro/mini/round2/unregistered.py: records the effect, which
+def seen(record_property, seen_in_round_2):
+    """Of a question of repro/mini/round2/post_hoc.toml: records the effect, which
     decides nothing.
     """
 
     def describes(name):
-        found = unregistered.measure(name, RECORDS)
-        text = f"not registered, {found.n} seeds: {unregistered.SEEN[name].says} {tables.show(found)}"
+        found = seen_in_round_2[name]
+        text = f"not registered, {found.n} seeds: {found.question.says} {shown(found)}"
         record_property("undecided", text)
         return found
 
@@ -70,7 +76,8 @@ def seen(record_property):
 
 @pytest.fixture(scope="session")
 def stale_runs():
-    return on_stale_data.load()
+    stale = plan.load("stale")
+    return stale.runs(records.load(stale.results))
 
 
 @pytest.fixture
@@ -80,10 +87,12 @@ def seen_on_stale_data(record_property, stale_runs):
     """
 
     def describes(says, number, s):
-        found = stale_runs.difference(Cell("up_dapo", s), Cell("dapo", s), number)
+        question = difference(number, "up_dapo", "dapo", f"s{s}")
+        seeds = sorted({seed for *_, seed in stale_runs})
+        found = effects.plain(question, stale_runs, seeds, ["walk", "biased"])
         record_property(
             "undecided",
-            f"not registered, {found.n} seeds: {says}, {s} rollouts stale {found} points",
+            f"not registered, {found.n} seeds: {says}, {s} rollouts stale {shown(found)} points",
         )
         return found
 

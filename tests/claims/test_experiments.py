@@ -11,11 +11,9 @@ import torch
 
 from paper.grim import audit
 from paper.grim.read import PAPER, read
-from repro.mini.round2 import rule, tables, unregistered
-from repro.mini.stale.unregistered import T_1, at_end, at_peak
-from repro.mini.study import plan
+from repro.mini.experiment import claims, effects, plan, records
+from repro.mini.experiment.words import shown
 from repro.with_verl.config.scales import paper
-from tests.claims.conftest import RECORDS
 from tests.support.on_tokens import weight
 from upref import get
 from upref.metrics import best_at_k_replaced
@@ -236,22 +234,22 @@ def test_which_tables_give_grpo_one_epsilon(holds, counterexample):
 
 
 # ---- runs that nobody registered: they decide nothing --------------------------------
-def test_w_reinforce_in_its_authors_form_keeps_its_entropy(holds):
+def test_w_reinforce_in_its_authors_form_keeps_its_entropy(holds, seen_in_round_2):
     """A fall of 0.1 nats is the size of a collapse that was registered for nine other
     methods, and each of them falls by more.
     """
     tuned = plan.load("family_tuned")
-    (collapse,) = (c for c in tuned.claims if c.id == "entropy_collapses")
-    for contrast in collapse.contrasts:
-        (arm,) = contrast.arms
-        runs = {(arm, s): RECORDS[tuned.run(arm, s).key] for s in tuned.seeds}
-        other = rule.measure(contrast, runs, tuned.seeds)
-        assert other.high < contrast.effect == -0.1
-    found = unregistered.measure("w_reinforce", RECORDS)
+    runs, seeds = tuned.runs(records.load(tuned.results)), tuned.main["seeds"]
+    (collapse,) = (c for c in claims.of_plan(tuned) if c.id == "entropy_collapses")
+    for question in collapse.questions:
+        assert len(question.arms) == 1
+        other = effects.plain(question, runs, seeds, [""])
+        assert other.high < question.effect == -0.1
+    found = seen_in_round_2["w_reinforce"]
     holds(
-        f"change of entropy in training, nats, {found.n} seeds, {tables.show(found)}, "
+        f"change of entropy in training, nats, {found.n} seeds, {shown(found)}, "
         "not registered; lower end, against the size of a collapse",
-        contrast.effect,
+        question.effect,
         found.low,
         operator.ge,
     )
@@ -268,13 +266,13 @@ def test_the_self_anchor_and_the_largest_gradient_norm(seen):
 
 def test_maj32_on_stale_data(seen_on_stale_data):
     for s in (0, 4, 16):
-        found = seen_on_stale_data("Maj@32 UP-DAPO − DAPO", at_end("maj"), s)
+        found = seen_on_stale_data("Maj@32 UP-DAPO − DAPO", "maj", s)
         assert found.low < 0 < found.high
 
 
 def test_avg32_on_stale_data_at_t_1(seen_on_stale_data):
-    found = seen_on_stale_data("Avg@32 at T = 1 UP-DAPO − DAPO", at_end("avg", T_1), 16)
-    assert found.high < 0 and found.below == found.n
+    found = seen_on_stale_data("Avg@32 at T = 1 UP-DAPO − DAPO", "avg/t_1", 16)
+    assert found.high < 0 and max(found.values) < 0
 
 
 def test_peaks_of_best32_in_the_miniature(seen_on_stale_data, record_property):
@@ -282,15 +280,16 @@ def test_peaks_of_best32_in_the_miniature(seen_on_stale_data, record_property):
     whatever the method.
     """
     for dose in map(plan.load, ("dose_low", "dose_middle", "dose_high")):
-        for arm, seed in product(("dapo", "up_dapo"), dose.seeds):
-            best = RECORDS[dose.run(arm, seed).key]["evals"]["test/top_p_0.7"]["best"]
-            assert max(best) == best[0], (dose.name, arm, seed)
+        for (arm, *_), run in dose.runs(records.load(dose.results)).items():
+            best = run["evals"]["test/top_p_0.7"]["best"]
+            compared = arm in ("dapo", "up_dapo")
+            assert not compared or max(best) == best[0], run["name"]
     record_property(
         "undecided",
         "round two: in every run the peak of Best@32 is the untrained policy's",
     )
     gains = [
-        seen_on_stale_data("peak of Best@32 UP-DAPO − DAPO", at_peak("best"), s)
+        seen_on_stale_data("peak of Best@32 UP-DAPO − DAPO", "best@highest", s)
         for s in (0, 4, 16)
     ]
     assert gains[0].low < 0 < gains[0].high and all(e.low > 0 for e in gains[1:])

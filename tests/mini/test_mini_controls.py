@@ -6,16 +6,14 @@ code that shares nothing with the registered rule.
 import json
 import re
 from collections import defaultdict
-from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from docs import controls
-from repro.mini import standing
+from repro.mini.experiment import plan, records, standing
 
-RESULTS = Path(controls.FOLDER) / "results"
+RESULTS = plan.MINI / "controls" / "results"
 DECODINGS = ["top_p_0.7", "top_p_0.75", "top_p_0.8", "top_p_0.9", "t_1"]
 SEEDS = range(5100, 5117)
 FIRST_LOOK = 8
@@ -166,7 +164,7 @@ def test_every_interval_of_the_report_is_computed_again(runs, rows):
 
 def test_the_ledger_has_the_effects_of_the_report(rows):
     """Each registered effect at equal Avg@32 that has a margin, in the words of claims."""
-    found = standing.controls(standing.results.load(RESULTS))
+    found = standing.of_plan(plan.load("controls"), records.load(RESULTS))
     primary = [r for t, of_t in rows.items() if "equal Avg@32: UP" in t for r in of_t]
     assert len(primary) == 12 and len(found) == 20
     for metric, other, where, n, shown, _, word in primary:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from repro.exact.result import Result, write
-from repro.mini import files
+from repro.mini import files, provenance
 from repro.mini.experiment import command, records
 from upref.errors import InputError
 from upref.files import locked, write_atomically
@@ -146,6 +146,26 @@ def test_a_full_disk_names_the_file_and_keeps_the_old_one(tmp_path, monkeypatch)
     assert [p.name for p in tmp_path.iterdir()] == ["report.md"] and (
         tmp_path / "report.md"
     ).read_text() == "old"
+
+
+def test_a_run_is_of_a_changed_tree_when_code_is_changed(tmp_path, monkeypatch):
+    """Not when the records are, which are written between runs."""
+    code = tmp_path / "repro/mini/provenance.py"
+    runs = tmp_path / "repro/mini/round2/results/runs.jsonl"
+    for path in (code, runs):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("as committed\n")
+    for words in (
+        "init -q",
+        "add .",
+        "-c user.name=a -c user.email=a@b commit -qm one",
+    ):
+        subprocess.run(["git", *words.split()], cwd=tmp_path, check=True)
+    monkeypatch.setattr(provenance, "__file__", str(code))
+    runs.write_text("one more\n")
+    assert provenance.commit()["dirty"] is False
+    code.write_text("changed\n")
+    assert provenance.commit()["dirty"] is True
 
 
 # A process and its own child exchange pickles in a folder of their own; a page's own

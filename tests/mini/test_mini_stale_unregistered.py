@@ -12,9 +12,8 @@ import pytest
 from scipy import stats
 
 from docs import answer
-from repro.mini import standing
+from repro.mini.experiment import plan, records, standing
 from repro.mini.stale import report, unregistered
-from repro.mini.study import results
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "repro/mini/stale/results"
@@ -363,7 +362,7 @@ def test_how_each_effect_stands_is_what_the_report_says():
         "no difference": "excluded",
         "not decided": "undecided",
     }
-    found = standing.stale(results.load(RESULTS))
+    found = standing.of_plan(plan.load("stale"), records.load(RESULTS))
     assert len(found) == 18 and {key.removeprefix("stale/") for key in found} == set(
         told
     )

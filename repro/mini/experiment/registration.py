@@ -56,10 +56,14 @@ def register(plan: Plan, commit: str) -> Path:
 
 
 def digests(plan: Plan) -> dict[str, str]:
-    """Path below repro/mini -> sha256 of every file that decides."""
-    paths = [MINI / name for name in DECIDE]
-    paths += [path for name in OWN if (path := plan.folder / name).exists()]
-    return {path.relative_to(MINI).as_posix(): files.sha256(path) for path in paths}
+    """Path below the plan's folder, or below repro/mini -> sha256 of every file that
+    decides.
+    """
+    found = {name: files.sha256(MINI / name) for name in DECIDE}
+    for name in OWN:
+        if (plan.folder / name).exists():
+            found[name] = files.sha256(plan.folder / name)
+    return found
 
 
 def changed(folder: Path) -> list[str]:
