@@ -9,13 +9,16 @@ import numpy as np
 
 from repro.mini.registered import plan, report, rule
 from repro.mini.registered.rule import Effect
+from repro.mini.stale import unregistered
+from repro.mini.stale.rule import Cell
+from repro.mini.stale.unregistered import T_1, at_end
 from repro.mini.study import results, suite
 from repro.mini.study.results import Record
 
 FOLDER = suite.ROOT / "repro/mini/controls"
 NAMES = {
     "dapo": "DAPO",
-    "dapo_bonus": "DAPO with a tuned entropy bonus",
+    "dapo_bonus": "DAPO with a searched entropy bonus",
     "dapo_clip_0_5": "DAPO with ε_high = 0.5",
     "dapo_clip_1": "DAPO with ε_high = 1",
     "dapo_clip_3": "DAPO with ε_high = 3",
@@ -37,16 +40,16 @@ ANSWERS = {
 
 BONUS_WORDS = {
     "not finished": "leave it open: they had no look yet",
-    "undecided": "leave it undecided whether UP gives anything beyond a tuned entropy bonus",
-    "nothing more": "find that UP gives no more than the margins beyond a tuned entropy bonus",
-    "less": "find that UP gives less than a tuned entropy bonus",
+    "undecided": "leave it undecided whether UP gives anything beyond a searched entropy bonus",
+    "nothing more": "find that UP gives no more than the margins beyond a searched entropy bonus",
+    "less": "find that UP gives less than a searched entropy bonus",
     "more": "find that UP gives more than the entropy bonus that the search chose",
-    "a trade": "find that UP gains on a tuned entropy bonus at one level of Avg@32 and loses at another",
+    "a trade": "find that UP gains on a searched entropy bonus at one level of Avg@32 and loses at another",
 }
 
 
 def bonus_words() -> str:
-    """Return what the experiment has found about a tuned entropy bonus, as the end of a
+    """Return what the experiment has found about a searched entropy bonus, as the end of a
     sentence.
     """
     registered, _, effects = _load()
@@ -62,10 +65,136 @@ def at_equal_average() -> str:
         report.shown(_effect("equal_avg/t_1", other))
         for other in ("dapo", "dapo_bonus", "dapo_no_upper_clip")
     )
+    assert _rate("dapo_no_upper_clip") == 5.5e-5 and _rate("up_dapo") == 1e-4
+    assert _largest_norm("dapo_no_upper_clip") < _largest_norm("dapo")
+    least, most = clip_at_one_rate()
     return (
-        "16 rollouts stale, at [equal average](repro/mini/controls/README.md) (level of "
-        f"T = 1), Best@32 of UP minus DAPO: {dapo}; minus DAPO with an entropy bonus "
-        f"({bonus:g}): {with_bonus}; minus DAPO without its upper clip: {without_clip}."
+        "16 stale, at [equal average](repro/mini/controls/README.md) (T = 1's level): UP "
+        f"minus DAPO {dapo}; minus an entropy bonus ({bonus:g}) {with_bonus}; minus no "
+        f"upper clip {without_clip} at half UP's learning rate, {least:+.0f} to "
+        f"{most:+.0f} at UP's (unregistered). The paper's run without that clip "
+        "explodes; ours do not."
+    )
+
+
+def _rate(arm: str) -> float:
+    """Return the learning rate of a method in the experiment proper."""
+    return _main_runs()[arm][0]["settings"]["lr"]
+
+
+def _largest_norm(arm: str) -> float:
+    """Return the largest norm of a gradient in any run of a method."""
+    return max(max(r["steps"]["grad_norm_max"]) for r in _main_runs()[arm])
+
+
+def clip_at_one_rate() -> tuple[float, float]:
+    """Return the least and the greatest of what UP-DAPO gives beyond DAPO without its
+    upper clip, both at one learning rate: Best@32 at equal Avg@32, from the records on
+    stale data.
+
+    These have T = 1 at the end alone, and top-p 0.7. Half-way between the two levels of
+    T = 1 the difference is that of Best@32 plus x times half of that of Avg@32. x is
+    the slope of UP-DAPO's curve there: between the one at T = 1 in the records of the
+    controls, and the one over all decodings by which the search compared.
+    """
+    found = [effect.mean for effect in _at_slopes()]
+    return min(found), max(found)
+
+
+def _at_slopes() -> list[unregistered.Effect]:
+    """Return the effect of `clip_at_one_rate` at its two slopes."""
+    runs = unregistered.load()
+    up, no_clip = Cell("up_dapo", 16), Cell("dapo_no_upper_clip", 16)
+    best, avg = (
+        runs.per_seed(up, at_end(metric, T_1))
+        - runs.per_seed(no_clip, at_end(metric, T_1))
+        for metric in ("best", "avg")
+    )
+    registered, _, _ = _load()
+    curve = np.mean([rule.curve(r)[-1] for r in _main_runs()["up_dapo"]], axis=0)
+    (avg_below, best_below), (avg_t_1, best_t_1) = curve[-2:]
+    at_t_1 = -(best_t_1 - best_below) / (avg_t_1 - avg_below)
+    slopes = at_t_1, registered.search["exchange"]
+    found = [unregistered.effect(best + slope * avg / 2) for slope in slopes]
+    assert all(e.low > 0 for e in found)
+    return found
+
+
+def _rates_of_a_part(objective: str, part: str) -> list[float]:
+    """Return the rate that each part of the search would have chosen by itself, 16
+    rollouts stale.
+
+    Args:
+        objective: of the method.
+        part: "seed" or "base".
+    """
+    registered, records, _ = _load()
+    runs = [
+        r
+        for r in records.values()
+        if (r["settings"]["objective"], r["settings"]["staleness"]) == (objective, 16)
+        and r["settings"]["seed"] in registered.search["seeds"]
+    ]
+    chosen = []
+    for value in sorted({r["settings"][part] for r in runs}):
+        scores = {
+            rate: rule.score(
+                [
+                    r
+                    for r in runs
+                    if r["settings"][part] == value and r["settings"]["lr"] == rate
+                ],
+                registered.search,
+            )
+            for rate in sorted({r["settings"]["lr"] for r in runs})
+        }
+        chosen.append(max(scores, key=lambda rate: scores[rate]))
+    return chosen
+
+
+def clip_words() -> str:
+    """Return the paragraph of docs/findings.md on DAPO without its upper clip."""
+    runs = unregistered.load()
+    up, no_clip = Cell("up_dapo", 16), Cell("dapo_no_upper_clip", 16)
+    rates = {
+        runs.by_place[cell, base, seed]["settings"]["lr"]
+        for cell in (up, no_clip)
+        for base in runs.design.bases
+        for seed in runs.seeds
+    }
+    assert rates == {_rate("up_dapo")}
+    best, avg = (
+        runs.difference(up, no_clip, at_end(metric, T_1)) for metric in ("best", "avg")
+    )
+    least, most = sorted(_at_slopes())
+    by_seed, by_base = (
+        " and ".join(
+            f"{rate:g}" for rate in _rates_of_a_part("dapo_no_upper_clip", part)
+        )
+        for part in ("seed", "base")
+    )
+    norms = [
+        f"{_largest_norm(arm):.0f}" for arm in ("dapo_no_upper_clip", "up_dapo", "dapo")
+    ]
+    problems = [
+        next(iter(of_runs))["settings"]["eval_problems"]
+        for of_runs in (runs.by_place.values(), _main_runs()["dapo"])
+    ]
+    return (
+        "**At which learning rate?** In this experiment the search chose "
+        f"{_rate('dapo_no_upper_clip'):g} for DAPO without its upper clip and "
+        f"{_rate('up_dapo'):g} for UP-DAPO. Its two seeds by themselves choose "
+        f"{by_seed} for DAPO without its upper clip, its two bases {by_base}. In the records on stale data both have "
+        f"{_rate('up_dapo'):g}, on {problems[0]} other problems in place of "
+        f"{problems[1]}. There UP-DAPO minus DAPO without its upper clip is {best} of "
+        f"Best@32 and {avg} of Avg@32 at T = 1, which is {least} to {most} at equal "
+        "Avg@32, by the slope at which one is exchanged for the other (none of it "
+        "registered). So *nothing more* is shown of DAPO without its upper clip at half of "
+        "UP's rate, and not at UP's rate.\n\n"
+        "**Stability.** The paper's argument for the self-anchor is that its run "
+        "without the upper clip explodes beyond 80 steps (Fig. 5). In this experiment "
+        f"no run without it does: the largest norm of a gradient is {norms[0]} without the upper "
+        f"clip, {norms[1]} for UP-DAPO and {norms[2]} for DAPO."
     )
 
 
@@ -91,13 +220,6 @@ def beyond_no_clip() -> str:
         for metric in ("equal_avg/t_1", "equal_avg/top_p_0.9")
     )
     return f"{t_1} at the Avg@32 of T = 1 and {top_p} at that of top-p 0.9"
-
-
-def second_task() -> str:
-    """Return UP-DAPO minus DAPO in Best@32 at top-p 0.7 on the task chain."""
-    gain = _effect("best/top_p_0.7", "dapo", "chain_s16")
-    assert gain.word == "gains by less than 4"
-    return report.rounded(gain, gain.mean)
 
 
 def entropy_and_best() -> tuple[float, int]:
@@ -171,6 +293,8 @@ def text() -> str:
             "",
             _caveats(registered),
             "",
+            clip_words(),
+            "",
             "At the fixed decoding top-p 0.7, in points. Here a method may gain in Best@32 what it loses in Avg@32:",
             "",
             "| control | Best@32 | Avg@32 |",
@@ -207,20 +331,56 @@ def _caveats(registered: plan.Plan) -> str:
         rule.score(runs[arm], registered.search) for arm in ("dapo_bonus", "dapo")
     )
     coefficient = runs["dapo_bonus"][0]["settings"]["entropy_bonus"]
-    assert clipped < 1e-5 and bonus < plain
+    steps = registered.search["settings"]["steps"]
+    early_bonus, early_plain = (
+        _score_at(runs[arm], steps, registered) for arm in ("dapo_bonus", "dapo")
+    )
+    assert clipped < 1e-5 and bonus < plain and early_bonus < early_plain
+    assert not _would_be_nothing_more_at_half_the_gain()
+    problems = runs["dapo"][0]["settings"]["eval_problems"]
     return (
         "*Nothing more* means nothing beyond the margins, which are about as large as "
-        "UP-DAPO's whole gain on DAPO. Beyond DAPO without its upper clip the intervals "
+        "UP-DAPO's whole gain on DAPO: with margins of half of this gain no control "
+        "would be *nothing more*. Beyond DAPO without its upper clip the intervals "
         f"leave at most {highest[0]} and {highest[1]} points. DAPO with ε_high = 3 is "
         "nearly the same control: it clips fewer than 1 in 100,000 tokens. Against ε_high "
         "= 1 *more* rests on one level, and on an interval that begins at "
-        f"{barely.low:+.2f}. The entropy bonus of {coefficient:g} is the best of four "
-        "coefficients in the runs of the search, which have half the length. The search "
-        f"compared Best@32 + {registered.search['exchange']:g} Avg@32, each at the "
-        "decoding where this is largest. In the full runs it is "
-        f"lower with the bonus than for DAPO ({bonus:.1f} and {plain:.1f}); a "
-        "smaller bonus was not run in full."
+        f"{barely.low:+.2f}.\n\nThe entropy bonus of {coefficient:g} was searched, and "
+        f"the search has {len(registered.search['seeds'])} seeds a base. It compared "
+        f"Best@32 + {registered.search['exchange']:g} Avg@32, each at the decoding where "
+        f"this is largest, after {steps} steps, and {coefficient:g} scored highest of "
+        "four coefficients. The full runs, of other seeds and problems, do not confirm "
+        f"it: this sum is {early_bonus:.1f} with the bonus and {early_plain:.1f} for "
+        f"DAPO at step {steps}, {bonus:.1f} and {plain:.1f} at the end. A smaller bonus "
+        f"was not run in full.\n\nIntervals are over seeds. All seeds answer the same "
+        f"{problems} problems, and an interval that held for new problems would be "
+        "wider. At equal Avg@32 a method may also take an earlier evaluation (step 100, "
+        "200 or 300) or a mixture of two settings; the picture shows the last step alone."
     )
+
+
+def _score_at(runs: list[Record], step: int, registered: plan.Plan) -> float:
+    """Return the score of the search at an evaluated step of full runs."""
+    every = runs[0]["settings"]["eval_every"]
+    points = np.mean([rule.curve(r)[step // every - 1] for r in runs], axis=0)
+    return float(np.max(points[:, 1] + registered.search["exchange"] * points[:, 0]))
+
+
+def _would_be_nothing_more_at_half_the_gain() -> list[str]:
+    """Return the controls beyond which UP-DAPO would give nothing more if the margins
+    were half of its gain on DAPO.
+    """
+    registered, _, _ = _load()
+    levels = "equal_avg/t_1", "equal_avg/top_p_0.9"
+    return [
+        control
+        for control in registered.answer["controls"]
+        if all(
+            _effect(level, control).high < _effect(level, "dapo").mean / 2
+            and _effect(level, control).low <= 0
+            for level in levels
+        )
+    ]
 
 
 def _rows_elsewhere(effects: list[Effect]) -> list[str]:

@@ -300,6 +300,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "up_paths": ("docs.answer", "paths"),
     "up_explanations": ("docs.answer", "explanations"),
     "up_controls": ("docs.controls", "text"),
+    "up_without_lag": ("docs.without_lag", "text"),
     "sharp_bits": ("docs.sharp", "text"),
     "gallery_plate": ("docs.gallery", "plate"),
     "gallery_sections": ("docs.gallery", "sections"),

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README's answer to "Does UP help?" and docs/findings.md, computed again from the raw
+records by code of its own.
+"""
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/findings.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+ANSWER = README.partition("## Does UP help?")[2].partition("\n## ")[0]
+TOP_P, T_1 = "test/top_p_0.7", "test/t_1"
+OF_CONTROLS, OF_STALE = range(5100, 5117), range(3100, 3117)
+
+
+def records(folder):
+    with open(ROOT / f"repro/mini/{folder}/results/runs.jsonl", encoding="utf-8") as f:
+        return [json.loads(line) for line in f]
+
+
+def at_end(run, metric, decoding=TOP_P):
+    return 100 * run["evals"][decoding][metric][-1]
+
+
+def shown(x):
+    low, high = stats.ttest_1samp(x, 0).confidence_interval(0.95)
+    return f"{np.mean(x):+.1f} [{low:+.1f}, {high:+.1f}]"
+
+
+# ---- without a lag -------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def without_lag():
+    """(updates on a rollout, learning rate) -> objective -> seed -> run."""
+    found = defaultdict(lambda: defaultdict(dict))
+    for run in records("round2"):
+        s = run["settings"]
+        plain = (
+            s["objective"] in ("dapo", "up_dapo")
+            and (s["task"], s["base"], s["steps"]) == ("countdown", "walk", 100)
+            and not (s["hp"] or s["dynamic_sampling"] or s["advantages"])
+            and s["aggregation"] is None
+            and s["seed"] in range(1000, 1017)
+        )
+        if plain:
+            place = s["minibatches"] * s["epochs"], s["lr"]
+            found[place][s["objective"]][s["seed"]] = run
+    return found
+
+
+def test_without_a_lag(without_lag):
+    part = PAGE.partition("<!-- up_without_lag -->")[2].partition("<!-- end -->")[0]
+    rows = [
+        [c.strip() for c in line.strip("|").split("|")] for line in part.split("\n")
+    ]
+    rows = [row for row in rows if row[0].isdigit()]
+    assert [row[0] for row in rows] == ["4", "8", "16", "16", "32"]
+    for updates, rate, best, avg, seeds in rows:
+        runs = without_lag[int(updates), float(rate)]
+        both = sorted(runs["up_dapo"].keys() & runs["dapo"].keys())
+        assert len(both) == int(seeds)
+        for metric, said in (("best", best), ("avg", avg)):
+            effect = [
+                at_end(runs["up_dapo"][k], metric) - at_end(runs["dapo"][k], metric)
+                for k in both
+            ]
+            assert said.partition(";")[0] == shown(effect), (updates, rate, metric)
+            low, high = re.findall(r"[-+][\d.]+", said)[1:3]
+            if metric == "avg":
+                assert float(low) < 0 < float(high)
+            else:
+                assert (float(low) > 0) == (int(updates) >= 16)
+
+
+def test_readme_says_where_fresh_data_show_a_gain(without_lag):
+    gains = []
+    for rate in (1e-4, 3e-4):
+        runs = without_lag[16, rate]
+        both = runs["up_dapo"].keys() & runs["dapo"].keys()
+        of_rate = [
+            at_end(runs["up_dapo"][k], "best") - at_end(runs["dapo"][k], "best")
+            for k in both
+        ]
+        gains.append(np.mean(of_rate))
+    said = f"no gain shown at 8 updates a rollout, [{gains[0]:+.0f} to {gains[1]:+.0f} at 16]"
+    assert said in ANSWER
+
+
+# ---- DAPO without its upper clip -----------------------------------------------------
+def on_stale_data():
+    """Runs of the experiment proper, 16 rollouts stale, with the sampler's lp_old."""
+    return [
+        run
+        for run in records("stale")
+        if run["settings"]["seed"] in OF_STALE
+        and (run["settings"]["staleness"], run["settings"]["old_log_probs"])
+        == (16, "sampler")
+    ]
+
+
+def test_the_share_of_the_clip_is_about_half_or_more():
+    """At top-p 0.7, 16 rollouts stale; the share of the gain that DAPO has by dropping
+    its upper clip: its interval begins below a half.
+    """
+    found = defaultdict(dict)
+    for run in on_stale_data():
+        s = run["settings"]
+        found[s["objective"], s["base"]][s["seed"]] = at_end(run, "best")
+    seeds = sorted(found["dapo", "walk"])
+    assert len(seeds) == 17
+    best = {
+        arm: np.mean([[found[arm, b][k] for k in seeds] for b in ("walk", "biased")], 0)
+        for arm in ("up_dapo", "dapo", "dapo_no_upper_clip")
+    }
+    drawn = np.random.default_rng(0).integers(17, size=(10_000, 17))
+    means = {arm: values[drawn].mean(1) for arm, values in best.items()}
+    beyond = means["up_dapo"] - means["dapo_no_upper_clip"]
+    share = 1 - beyond / (means["up_dapo"] - means["dapo"])
+    low, high = np.percentile(share, [2.5, 97.5])
+    assert 0.35 < low < 0.45 and 0.55 < high < 0.65
+    assert "gives about half of that, or more" in ANSWER
+    assert "has about half of that gain, or more" in PAGE
+
+
+def of_controls(arm):
+    """Runs of an objective 16 rollouts stale in the experiment proper."""
+    return [
+        run
+        for run in records("controls")
+        if run["settings"]["objective"] == arm
+        and run["settings"]["staleness"] == 16
+        and run["settings"]["task"] == "countdown"
+        and run["settings"]["seed"] in OF_CONTROLS
+        and run["settings"]["hp"].get("eps_high") is None
+    ]
+
+
+def test_no_run_without_the_clip_explodes():
+    norms = {}
+    for arm in ("dapo_no_upper_clip", "up_dapo", "dapo"):
+        runs = [r for r in of_controls(arm) if not r["settings"]["entropy_bonus"]]
+        assert len(runs) == 34
+        norms[arm] = max(max(r["steps"]["grad_norm_max"]) for r in runs)
+    said = (
+        f"{norms['dapo_no_upper_clip']:.0f} without the upper clip, "
+        f"{norms['up_dapo']:.0f} for UP-DAPO and {norms['dapo']:.0f} for DAPO"
+    )
+    assert said in PAGE
+    assert norms["dapo_no_upper_clip"] < norms["dapo"]
+    assert "The paper's run without that clip explodes; ours do not." in ANSWER
+
+
+def test_both_numbers_of_the_clip_with_their_rates():
+    """At half of UP's rate, registered; at UP's rate from the records on stale data."""
+    rates = {
+        arm: {r["settings"]["lr"] for r in of_controls(arm)}
+        for arm in ("up_dapo", "dapo_no_upper_clip")
+    }
+    assert rates == {"up_dapo": {1e-4}, "dapo_no_upper_clip": {5.5e-5}}
+    ends = defaultdict(dict)
+    for run in on_stale_data():
+        s = run["settings"]
+        assert s["objective"] == "cispo" or s["lr"] == 1e-4
+        pair = [at_end(run, metric, T_1) for metric in ("best", "avg")]
+        ends[s["objective"], s["seed"]][s["base"]] = pair
+    seeds = sorted(k for arm, k in ends if arm == "up_dapo")
+    apart = np.array(
+        [
+            np.mean([*ends["up_dapo", k].values()], 0)
+            - np.mean([*ends["dapo_no_upper_clip", k].values()], 0)
+            for k in seeds
+        ]
+    )
+    curve = np.mean(
+        [
+            [
+                [at_end(r, metric, d) for metric in ("best", "avg")]
+                for d in ("test/top_p_0.9", T_1)
+            ]
+            for r in of_controls("up_dapo")
+        ],
+        0,
+    )
+    slope = -(curve[1, 0] - curve[0, 0]) / (curve[1, 1] - curve[0, 1])
+    effects = [apart[:, 0] + x * apart[:, 1] / 2 for x in (3.4, slope)]
+    assert f"{shown(effects[0])} to {shown(effects[1])} at equal Avg@32" in PAGE
+    least, most = (np.mean(e) for e in effects)
+    assert f"at half UP's learning rate, {least:+.0f} to {most:+.0f} at UP's" in ANSWER
+
+
+# ---- the bonus -----------------------------------------------------------------------
+def test_the_bonus_is_below_dapo_at_the_length_of_the_search_too():
+    decodings = [
+        f"test/{d}"
+        for d in ("top_p_0.7", "top_p_0.75", "top_p_0.8", "top_p_0.9", "t_1")
+    ]
+    runs = of_controls("dapo")
+
+    def score(has_bonus, at):
+        mine = [r for r in runs if bool(r["settings"]["entropy_bonus"]) == has_bonus]
+        sums = [
+            [
+                100 * (r["evals"][d]["best"][at] + 3.4 * r["evals"][d]["avg"][at])
+                for d in decodings
+            ]
+            for r in mine
+        ]
+        return np.mean(sums, 0).max()
+
+    early, late = -3, -1  # of the evaluations at 100, 200, 300 and 400
+    said = (
+        f"{score(True, early):.1f} with the bonus and {score(False, early):.1f} for DAPO at "
+        f"step 200, {score(True, late):.1f} and {score(False, late):.1f} at the end"
+    )
+    assert said in PAGE
+
+
+def test_the_bonus_was_searched_and_the_experiment_is_finished():
+    pages = [
+        "README.md",
+        "docs/findings.md",
+        "docs/verdicts.md",
+        "docs/architecture.md",
+    ]
+    for page in pages:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert "tuned entropy bonus" not in text and "tuned bonus" not in text, page
+    verdicts = (ROOT / "docs/verdicts.md").read_text(encoding="utf-8")
+    assert "not finished" not in verdicts.partition("## The first round")[0]
