@@ -299,7 +299,60 @@ def training() -> str:
         ),
     }
     head = ["Qwen2.5-0.5B's architecture, random weights", "measured", "estimate"]
-    return table(head, [[what, *cells] for what, cells in numbers.items()])
+    body = [[what, *cells] for what, cells in numbers.items()]
+    return f"{table(head, body)}\n\n{training_ratios()}"
+
+
+def training_ratios() -> str:
+    """Where the ratios of the recorded steps lie, and where parity was compared, as a
+    paragraph.
+    """
+    logged = [
+        (step["step"], step["data"])
+        for row in rows("training")
+        for step in row.get("steps", [])
+    ]
+    least = min(data["actor/upref/ratio/min"] for _, data in logged)
+    most = max(data["actor/upref/ratio/max"] for _, data in logged)
+    clips = ("pos_high", "pos_low", "neg_high", "neg_low")
+    assert not any(data[f"actor/upref/clip/{c}"] for _, data in logged for c in clips)
+    parity = {number: data["actor/upref/parity_of_bound"] for number, data in logged}
+    # a step without a comparison repeats the last one
+    compared = [n for n in sorted(parity) if parity[n] != parity.get(n - 1)]
+    for number, data in logged:
+        if number in compared:
+            assert data["actor/upref/ratio/min"] == data["actor/upref/ratio/max"] == 1
+    listed = " and ".join(map(str, compared))
+    return (
+        f"In all recorded steps every ratio lies in [{least:.3f}, {most:.3f}], so no token is "
+        "clipped: these steps show nothing of what sets UP-DAPO's clip apart from DAPO's. "
+        f"Parity was compared in steps {listed} alone, on the first micro-batches of a "
+        "process, where every ratio is 1 and almost all objectives have one gradient."
+    )
+
+
+def hidden_in_bfloat16() -> str:
+    """The sentence of docs/verl.md on the time of upref.hidden in bfloat16."""
+    milliseconds = {
+        (row["who"], row["H"], row["N"]): row["milliseconds"]
+        for row in rows("sizes", dtype="bfloat16")
+        if "failed" not in row and "milliseconds" in row
+    }
+
+    def times(who: str) -> list[float]:
+        """Return the time of this head beside verl's, at each size that both have."""
+        return [
+            ms / milliseconds["verl FusedLinearForPPO", H, N]
+            for (name, H, N), ms in milliseconds.items()
+            if name == who and ("verl FusedLinearForPPO", H, N) in milliseconds
+        ]
+
+    plain, chunked = times("upref.hidden"), times("upref.hidden, chunk 2^26")
+    return (
+        f"In bfloat16, in which verl trains, it takes {min(plain):.1f} to {max(plain):.1f} times "
+        "the time of verl's fused head by default, and "
+        f"{min(chunked):.1f} to {max(chunked):.1f} times with `chunk=2**26`."
+    )
 
 
 def train_every() -> int:

@@ -347,6 +347,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "steps_bounds": ("docs.bounds", "table"),
     "options_tally": ("docs.options", "tally"),
     **{f"gpu_{name}": ("docs.gpu", name) for name in ON_GPU},
+    "hidden_in_bfloat16": ("docs.gpu", "hidden_in_bfloat16"),
     **{f"options_{name}": ("docs.options", "table", name) for name in WITH_ADAPTER},
 }
 

@@ -2,7 +2,7 @@
 """Run upref's checks on a GPU, and write what they find as one JSON file.
 
     python -m benchmarks.gpu --check                what is missing here, in ten seconds
-    python -m benchmarks.gpu --out FOLDER           all parts, about nine minutes on an H100
+    python -m benchmarks.gpu --out FOLDER           all parts
     python -m benchmarks.gpu --out FOLDER steps     some parts
     python -m benchmarks.gpu --out FOLDER --trial   a trial of this script: small, on the CPU
 

@@ -207,3 +207,61 @@ def test_a_part_of_the_suite_keeps_the_rows_of_the_rest(tmp_path, monkeypatch):
     assert record.read_text() == (
         "5.0\ttests/test_a.py::slow\n3.0\ttests/test_b.py::other\n"
     )
+
+
+def gpu_rows(kind):
+    results = json.loads(
+        (ROOT / "benchmarks/gpu/results.json").read_text(encoding="utf-8")
+    )
+    return [row for row in results["rows"] if row["kind"] == kind]
+
+
+def test_the_page_says_that_no_token_of_the_recorded_steps_was_clipped():
+    """And that parity saw r = 1 alone: the logged value changes in steps 1 and 5."""
+    steps = [step for row in gpu_rows("training") for step in row.get("steps", [])]
+    assert len(steps) == 12
+    ratios, parity = [], {}
+    for step in steps:
+        data = {k.removeprefix("actor/upref/"): v for k, v in step["data"].items()}
+        assert data["clip/pos_high"] == data["clip/neg_low"] == data["above_high"] == 0
+        ratios += [data["ratio/min"], data["ratio/max"]]
+        parity.setdefault(data["parity_of_bound"], []).append(step["step"])
+        if step["step"] in (1, 5):
+            assert data["ratio/min"] == data["ratio/max"] == 1
+    assert [min(same) for same in parity.values()] == [1, 5]
+    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    assert f"every ratio lies in [{min(ratios):.3f}, {max(ratios):.3f}]" in page
+    assert "Parity was compared in steps 1 and 5 alone" in page
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "with random weights and no clipped token; verl did not" in readme
+
+
+def test_no_page_says_that_one_run_had_all_parts():
+    results = json.loads(
+        (ROOT / "benchmarks/gpu/results.json").read_text(encoding="utf-8")
+    )
+    names = {name for run in results["runs"] for name in run["parts"]}
+    kinds = {name.partition("-")[0] for name in names}
+    for run in results["runs"]:
+        ended_well = {
+            n.partition("-")[0] for n, p in run["parts"].items() if p["status"] == 0
+        }
+        assert ended_well != kinds
+    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    source = (ROOT / "benchmarks/gpu/__main__.py").read_text(encoding="utf-8")
+    assert "nine minutes" not in page + source
+    assert "No recorded run had all parts in one call" in page
+
+
+def test_the_time_of_the_head_in_bfloat16_is_that_of_the_rows():
+    times = {
+        (row["who"], row["H"], row["N"]): row["milliseconds"]
+        for row in gpu_rows("sizes")
+        if row.get("dtype") == "bfloat16" and "milliseconds" in row
+    }
+    verls = {at[1:]: ms for at, ms in times.items() if at[0].startswith("verl Fused")}
+    of_verls = [times["upref.hidden", *at] / ms for at, ms in verls.items()]
+    said = (
+        f"it takes {min(of_verls):.1f} to {max(of_verls):.1f} times the time of verl's"
+    )
+    assert said in (ROOT / "docs/verl.md").read_text(encoding="utf-8")
