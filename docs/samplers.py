@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 import upref
-from docs.in_the_wild.fetched import Fetched
+from docs.fetched import Fetched
 from upref.files import write_atomically
 
 PAGE = Path(__file__).parent / "sampler-corrections.md"
