@@ -150,7 +150,8 @@ def unknown_advantage(name: str, known: Collection[str]) -> InputError:
         name: the word that a user typed.
         known: names of estimators.
     """
-    near = difflib.get_close_matches(str(name), known, n=1)
+    spelled_like_names = str(name).lower().replace("-", "_")
+    near = difflib.get_close_matches(spelled_like_names, known, n=1)
     hint = (
         f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(known)}."
     )
@@ -198,8 +199,10 @@ def no_loss(word: str, why: InputError) -> InputError:
         why: the error that there is no objective of that name.
     """
     ways = "package.module:function, path/to/file.py:function, verl:loss_mode or trl:loss_type"
+    reason = str(why)
     return InputError(
-        f"{word!r} is not a loss: write {ways}, or an objective's name. {str(why).capitalize()}"
+        f"{word!r} is not a loss: write {ways}, or an objective's name. "
+        f"{reason[:1].upper()}{reason[1:]}"
     )
 
 

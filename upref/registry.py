@@ -72,6 +72,10 @@ def get(name: str) -> Objective:
     make, _, base = name.partition("(")
     if make in TRANSFORMS and base.endswith(")"):
         return TRANSFORMS[make](get(base[:-1]))
+    if make.lower() in TRANSFORMS and base.endswith(")"):
+        raise InputError(
+            f"there is no transform named {make!r}: did you mean {make.lower()}?"
+        )
     if name not in known:
         raise catalog.unknown(name, known)
     return known[name]
