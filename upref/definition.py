@@ -39,6 +39,10 @@ NEEDS = {
     "entropy": "the policy's entropy per token",
     "group": "the prompt of each response",
 }
+# what the function and the closed form of an objective get by position, beside the
+# arguments that each has
+GIVEN_TO_FUNCTION = ("mask", "entropy", "group")
+GIVEN_TO_WEIGHT = ("mu", "log_mu", *GIVEN_TO_FUNCTION)
 REDUCE = {"sequence_mean": mean_t, "sequence_product": sum_t}
 
 # One range per hyperparameter name, whatever the objective.
@@ -144,6 +148,12 @@ class Objective:
         set_field("_sampler_reads", len(of_sampler) - len(self._of_sampler))
         of_kl = {"beta": 0.0} if self.kl else {}
         set_field("_own", _keyword_only(of_fn) | of_kl | self._of_sampler)
+        for hyperparameter, default in self._own.items():
+            if default is inspect.Parameter.empty:
+                raise InputError(
+                    f"{self.name}: the hyperparameter {hyperparameter!r} has no default: write `*, {hyperparameter}=VALUE`."
+                )
+        _refuse_positional_hyperparameters(self.name, of_fn[3:], GIVEN_TO_FUNCTION)
         extra_names = [p.name for p in of_fn[3:] if p.kind is p.POSITIONAL_OR_KEYWORD]
         set_field("_extra_names", tuple(extra_names))
         self._read_weight()
@@ -524,6 +534,13 @@ class Objective:
         return self.agg == "seq-mean" or self.level in REDUCE
 
     @property
+    def has_response_advantage(self) -> bool:
+        """Whether its paper gives all tokens of a response one advantage, made of the
+        rewards. Whitened advantages, as of PPO and REINFORCE++, may differ by token.
+        """
+        return self.adv != "whiten"
+
+    @property
     def needs(self) -> list[str]:
         """In words, what it reads beside log-probabilities, advantages and mask."""
         return [words for k, words in NEEDS.items() if k in self.reads]
@@ -652,7 +669,12 @@ class Objective:
             raise InputError(
                 f"{self.name} is an objective of {_source(known.fn)[0]}: give yours another name."
             )
-        _parameters(closed_form, 0, "closed_form")
+        of_weight = _parameters(closed_form, 0, "closed_form")
+        _refuse_positional_hyperparameters(
+            getattr(closed_form, "__name__", "closed_form"),
+            of_weight[2:],
+            GIVEN_TO_WEIGHT,
+        )
         object.__setattr__(self, "closed_form", closed_form)
         self._read_weight()
         OBJECTIVES[self.name] = self
@@ -776,6 +798,30 @@ def _parameters(
             f"{name} must be a function (lp, lp_old, A, *, hyperparameters), got {repr(fn)[:60]}."
         )
     return parameters
+
+
+def _refuse_positional_hyperparameters(
+    name: str, parameters: list[inspect.Parameter], given: tuple[str, ...]
+) -> None:
+    """Raise InputError for an argument by position that upref has no value for.
+
+    Args:
+        name: of the function.
+        parameters: those behind the arguments that every such function has.
+        given: the names of those that it gets by position where it has them.
+    """
+    for parameter in parameters:
+        is_by_position = parameter.kind in (
+            parameter.POSITIONAL_ONLY,
+            parameter.POSITIONAL_OR_KEYWORD,
+        )
+        if is_by_position and parameter.name not in given:
+            has_default = parameter.default is not parameter.empty
+            default = f"={parameter.default!r:.40}" if has_default else ""
+            raise InputError(
+                f"{name}: the hyperparameter {parameter.name!r} can be passed by position, and must be "
+                f"keyword-only: write `*, {parameter.name}{default}`."
+            )
 
 
 def _keyword_only(parameters: list[inspect.Parameter]) -> dict[str, Any]:

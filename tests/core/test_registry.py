@@ -341,3 +341,30 @@ for line in {LIGHT!r}:
     )
     assert done.returncode == 0, done.stderr
     assert len(done.stderr.splitlines()) == len(LIGHT) - len(ANSWERED), done.stderr
+
+
+POSITIONAL = """
+from upref.definition import objective
+@objective(level="token", agg="token-mean", adv="group_norm")
+def root_up(lp, lp_old, A, {of_function}):
+    return A * (lp - lp_old)
+@root_up.with_weight
+def root_up_weight(r, A, {of_weight}):
+    return A
+"""
+
+
+@pytest.mark.parametrize(
+    ("of_function", "of_weight", "says"),
+    [
+        ("eps_low=0.2", "*, eps_low", r"root_up: .* write `\*, eps_low=0.2`"),
+        ("*, eps_low=0.2", "eps_low", r"root_up_weight: .* write `\*, eps_low`"),
+        ("*, eps_low", "*, eps_low", "'eps_low' has no default: write"),
+    ],
+)
+def test_a_hyperparameter_that_is_not_keyword_only_is_refused(
+    registered, of_function, of_weight, says
+):
+    with pytest.raises(InputError, match=says):
+        exec(POSITIONAL.format(of_function=of_function, of_weight=of_weight), {})
+    assert "root_up" not in upref.names()
