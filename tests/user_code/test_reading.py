@@ -6,6 +6,7 @@ read it alike or refuse alike.
 import functools
 import itertools
 import json
+import re
 import sys
 import traceback
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from hypothesis import given, settings, strategies as st
 
 import upref
 import upref.weights.curve
+from upref import catalog
 from upref.aggregation import aggregate
 from upref.cli import main
 from upref.errors import InputError
@@ -491,6 +493,125 @@ def test_the_wrapper_of_an_error_can_be_pasted(signature):
     assert set(scope["loss"](**values, **more).values()) >= {1, 2, 3}
 
 
+CLIP = "r = (new - old).exp(); J = torch.minimum(r * A, r.clamp(0.8, high) * A)"
+SELECTED = f"{CLIP}; return -J.mean()"
+MASKED = f"{CLIP}; return -J[keep].sum() / keep.sum()"
+H = "high=1.28"
+PAD = "padding_mask=..."
+# a right DAPO: its arguments, what they are, its body, what stands for the dots of its
+# wrapper
+RIGHT_LOSSES = {
+    "by position": (f"new, p, adv, keep, {H}", "old, A = p, adv", MASKED, {}),
+    "one policy": (f"lp1, lp0, A, m, {H}", "new, old, keep = lp1, lp0, m", MASKED, {}),
+    "a setting": (
+        "old_lp, cur_lp, A, m, clip",
+        "new, old, keep, high = cur_lp, old_lp, m, 1 + clip",
+        MASKED,
+        {},
+    ),
+    "positional": (f"x, /, y, A, keep, {H}", "new, old = x, y", MASKED, {}),
+    "a tuple": (f"*every, {H}", "new, old, A, keep = every", MASKED, {}),
+    "keywords alone": (
+        "**k",
+        "new, old, A, keep, high = *k['all'], 1.28",
+        MASKED,
+        {"...": "all=(log_prob, old_log_prob, advantages, mask)"},
+    ),
+    "all in one": (
+        "batch",
+        "new, old, A, keep, high = *batch, 1.28",
+        MASKED,
+        {"...": "(log_prob, old_log_prob, advantages, mask)"},
+    ),
+    "lengths": (
+        f"new, old, A, lengths, {H}",
+        "keep = lengths",
+        MASKED,
+        {"lengths=...": "lengths=mask"},
+    ),
+    "padding": (
+        f"new, old, A, padding_mask, {H}",
+        "keep = ~padding_mask",
+        MASKED,
+        {PAD: "padding_mask=~mask"},
+    ),
+    "no mask": (f"new, old, A, {H}", "pass", SELECTED, {}),
+    "no mask, and the entropy": (
+        f"new, old, adv, entropy, {H}",
+        "A = adv + 0 * entropy",
+        SELECTED,
+        {},
+    ),
+    "no mask, and a critic": (
+        f"new, old, adv, vpred, {H}",
+        "A = adv + 0 * vpred",
+        SELECTED,
+        {"vpred=...": "vpred=0"},
+    ),
+    "a critic": (
+        f"new, old, adv, vpred, m, {H}",
+        "A, keep = adv + 0 * vpred, m",
+        MASKED,
+        {"vpred=...": "vpred=0"},
+    ),
+    "a critic, its returns and padding": (
+        f"new, old, A, vpred, returns, padding_mask, {H}",
+        "keep = ~padding_mask",
+        MASKED,
+        {"vpred=...": "vpred=0", "returns=...": "returns=0", PAD: "padding_mask=~mask"},
+    ),
+}
+
+
+def pasted(said, dots):
+    """The wrapper that an error suggests, with code in place of each of its dots."""
+    code = re.search(r"`(def \w+\(.*?\): return .*?)`", said)[1]
+    for place, value in dots.items():
+        assert place in code, code
+        code = code.replace(place, value)
+    assert "..." not in code
+    return code
+
+
+@pytest.mark.parametrize("kind", RIGHT_LOSSES)
+def test_a_right_loss_agrees_in_the_wrapper_that_its_error_suggests(kind):
+    arguments, named, body, dots = RIGHT_LOSSES[kind]
+    scope = {"torch": torch}
+    exec(f"def f({arguments}):\n    {named}\n    {body}", scope)
+    hp = {"clip": 0.28} if "clip" in arguments else {}
+    try:
+        report = upref.check(scope["f"], "dapo", skip=QUICK)
+    except InputError as e:
+        exec(pasted(str(e), dots), scope)
+        report = upref.check(scope["loss"], "dapo", skip=QUICK, **hp)
+    else:
+        pytest.fail(f"no wrapper is suggested: {report}")
+    assert report, report.text()
+
+
+def test_a_loss_without_a_mask_agrees_row_by_row_too():
+    """The other wrapper that the error names, where responses count equally."""
+
+    def f(new, old, adv):
+        r = (new - old).exp()
+        return -torch.minimum(r * adv, r.clamp(0.8, 1.2) * adv).mean()
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        rows = zip(log_prob, old_log_prob, advantages, mask, strict=True)
+        return torch.stack([f(lp[m], old[m], A[m]) for lp, old, A, m in rows]).mean()
+
+    assert upref.check(loss, "grpo", skip=QUICK)
+
+
+def test_a_critics_number_is_never_the_mask():
+    def loss(log_prob, old_log_prob, advantages, vpred):
+        raise AssertionError("it is not called")
+
+    assert all("cannot tell which argument is mask" in said for said in refusals(loss))
+    [said] = {said for said in refusals(loss)}
+    assert "vpred=mask" not in said and "vpred=..." in said
+
+
 def test_by_position_only_and_through_wrappers():
     import functools
 
@@ -795,8 +916,22 @@ def test_a_method_says_what_to_do(tmp_path):
     [("DAPO", "dapo"), ("UP-DAPO", "up_dapo"), ("Dr-GRPO", "dr_grpo")],
 )
 def test_a_name_in_capitals_has_one_suggestion(name, meant):
-    with pytest.raises(InputError, match=rf"did you mean {meant}\?$"):
+    with pytest.raises(InputError, match=rf"{name}'.* did you mean {meant}\?$"):
         upref.get(name)
+    # a loss that is called by this word echoes it as it was typed
+    with pytest.raises(InputError) as caught:
+        catalog.require_loss(name)
+    assert str(caught.value).startswith(f"{name!r} is not a loss: ")
+    assert f"There is no objective named {name!r}: did you mean {meant}?" in str(
+        caught.value
+    )
+
+
+def test_a_transform_or_an_estimator_in_capitals_has_its_suggestion():
+    with pytest.raises(InputError, match=r"transform named 'TIS': did you mean tis\?"):
+        upref.get("TIS(dapo)")
+    with pytest.raises(InputError, match="GROUP_NORM': did you mean 'group_norm'"):
+        upref.check_advantages(lambda rewards, group: rewards, "GROUP_NORM")
 
 
 def test_code_that_asks_for_a_gpu_is_told_where_its_inputs_are():

@@ -289,6 +289,45 @@ def may_be_old(name: str) -> bool:
     return any(w.startswith(OLD) for w in words(name))
 
 
+# words of what a PPO trainer has beside the policy's numbers, and no mask
+BESIDE_POLICY = {
+    "vpred",
+    "vpreds",
+    "vf",
+    "critic",
+    "baseline",
+    "return",
+    "returns",
+    "reward",
+    "rewards",
+    "score",
+    "scores",
+}
+
+
+def may_be_mask(name: str) -> bool:
+    """Tell whether an argument whose name tells no role may be the mask: any that is
+    not of a critic or of rewards.
+
+    Args:
+        name: of an argument.
+    """
+    return not set(words(name)) & BESIDE_POLICY
+
+
+def tells_mask(name: str) -> bool:
+    """Tell whether an argument holds which slots are tokens, in a form of its own: as
+    padding, lengths or borders of sequences.
+
+    Args:
+        name: of an argument.
+    """
+    return any(
+        word.startswith(("mask", "len", "seqlen", "pad", "attention"))
+        for word in words(name)
+    )
+
+
 def sampler_of(one: str, other: str) -> str:
     """Return which of two names of old log-probabilities is the inference engine's, and
     not the proximal policy's; "" where the names do not tell.

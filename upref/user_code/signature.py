@@ -12,7 +12,15 @@ from typing import Any
 from upref.errors import InputError
 from upref.pages import locate_page
 from upref.user_code.guard import one_line
-from upref.user_code.names import CALLED, may_be_old, not_given, older_of, sampler_of
+from upref.user_code.names import (
+    CALLED,
+    may_be_mask,
+    may_be_old,
+    not_given,
+    older_of,
+    sampler_of,
+    tells_mask,
+)
 
 WRAP_PAGE = "docs/howto/wrap-your-loss.md"
 # an argument with a default of these types is not a tensor,
@@ -193,14 +201,20 @@ def _why_not_by_position(
     """
     if without_value := [p.name for p in free if not_given(p.name)]:
         return f"upref has no value for the argument {without_value[0]!r}"
-    one_is_left = len(missing) == len(free) == 1 and (
-        missing[0] != "logp_old" or may_be_old(free[0].name)
-    )
+    one_is_left = len(missing) == len(free) == 1 and _may_be(missing[0], free[0].name)
     none_is_named = len(missing) == len(main) and len(free) >= len(main)
     if one_is_left or none_is_named:
         return ""
     which = " and which ".join(CALLED[r] for r in missing)
     return f"upref cannot tell which argument is {which}"
+
+
+def _may_be(role: str, name: str) -> bool:
+    """Tell whether an argument without a role may be the one that is left with this
+    role.
+    """
+    may_be = {"logp_old": may_be_old, "mask": may_be_mask}.get(role)
+    return may_be is None or may_be(name)
 
 
 def _read_without_names(
@@ -375,26 +389,38 @@ def _handed_over(
     """Write the arguments of a wrapper's call.
 
     Returns:
-        The arguments as code, the settings that the wrapper takes beside the roles, and
-        what the user has to correct, in words.
+        The arguments as code, what the wrapper takes beside the main roles, and what the
+        user has to correct, in words.
     """
     stars = [p for p in every if p.kind is p.VAR_POSITIONAL]
     plain = [p for p in every if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if stars and not plain:
-        return ", ".join(CALLED[r] for r in main), [], _TURN
     required = [p for p in plain if p.default is p.empty]
+    if stars and not required:
+        return ", ".join(CALLED[r] for r in main), [], _TURN
     if not required:
         return "...", [], ""
     alone = {p: r for p, r in roles.items() if list(roles.values()).count(r) == 1}
     missing = [r for r in main if r not in alone.values()]
     unknown = [p.name for p in required if p.name not in alone]
     free = [p for p in unknown if not not_given(p)]
+    if missing == ["mask"]:
+        free = [p for p in free if may_be_mask(p)]
     pairs = dict(zip(free, missing, strict=False)) if len(free) >= len(missing) else {}
+    takes_no_mask = (
+        "mask" in missing
+        and "mask" not in pairs.values()
+        and not any(map(tells_mask, unknown))
+    )
     unfilled = []
     values = []
     for p in required:
         role = alone.get(p.name) or pairs.get(p.name, "")
         value = CALLED[role] if role in main else "..."
+        if role and role not in main and "mask" in main:  # upref gives a loss all roles
+            value = CALLED[role]
+            unfilled.append(value)
+        if takes_no_mask and role in OF_TOKENS:
+            value = f"{value}[mask]"
         if not role and pairs and p.name in free:  # a setting
             unfilled.append(p.name)
             value = p.name
@@ -404,9 +430,17 @@ def _handed_over(
         remark = " with values in place of the dots"
     else:
         remark = ""
+    if takes_no_mask:
+        remark += _NO_MASK
     if len(free) > 1 and pairs:
         remark += _TURN
     return ", ".join(values), unfilled, remark
 
 
+# the roles of which a loss without a mask gets the tokens that train
+OF_TOKENS = ("logp", "logp_old", "adv", "logp_ref", "logp_sampler", "entropy")
+_NO_MASK = (
+    " (the tokens that train, in one row; call it for each response, and average, "
+    "where responses count equally)"
+)
 _TURN = " (exchange what is in another order)"
