@@ -327,7 +327,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, default=suite.OUT, help="folder of the runs"
     )
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)  # name=value behind an option too
 
     def work() -> int:
         if args.seeds < 1 or args.jobs < 1:

@@ -11,7 +11,7 @@ from PIL import Image
 
 import upref
 from repro.mini import compare
-from repro.mini.experiment import records, suite
+from repro.mini.experiment import curves, records, suite
 from upref.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -161,6 +161,30 @@ def test_the_command_trains_reports_and_reuses(command, tmp_path):
     assert (tmp_path / "compare" / "up_dapo" / "curves.png").stat().st_size > 10_000
     code, out, _ = command("dapo", "steps=6", "eval_every=3", "--seeds", "1")
     assert code == 0 and "2 of 2 runs are finished; 0 to go" in out
+
+
+def test_settings_may_follow_an_option(command):
+    code, out, err = command(
+        "cispo", "--against", "dapo", "steps=6", "--seeds", "1", "eval_every=3"
+    )
+    assert (code, err) == (0, "") and "0 of 2 runs are finished" in out
+
+
+def test_no_panel_of_a_short_run_is_empty(tmp_path):
+    """Steps are logged in bins, of which three steps make one."""
+    e = compare.experiment("up_dapo", 2, {"steps": 3, "eval_every": 3})
+    for key, s in e.todo({}):
+        fake.write(s, tmp_path / key)
+    known = {key: records.record(tmp_path / key) for key, _ in e.todo({})}
+    for panel in compare.PANELS:
+        found = curves.series(e, known, panel)
+        (ax,) = curves.draw([panel], [found], "").axes
+        of_runs = [line for line in ax.lines if len(line.get_xdata()) != 2]
+        assert of_runs
+        for line in of_runs:
+            values = np.asarray(line.get_ydata(), float)
+            assert np.isfinite(values).all()
+            assert len(values) > 2 or line.get_marker() == "o", panel
 
 
 @pytest.mark.parametrize(

@@ -152,10 +152,12 @@ def _panel(
     peaks = []
     for arm, curves in s.items():
         for x, y in curves:
-            ax.plot(x, y, color=colour[arm], lw=0.6, alpha=0.3 if len(s) < 8 else 0.12)
+            thin = {"lw": 0.6, "ms": 3, "alpha": 0.3 if len(s) < 8 else 0.12}
+            ax.plot(x, y, color=colour[arm], marker=_marker(x), **thin)
         x, mean = _mean(curves)
         width, order = (BOLD, 3) if arm == highlight else (PLAIN, 2)
-        ax.plot(x, mean, color=colour[arm], ls=dashes[arm], lw=width, zorder=order)
+        look = {"ls": dashes[arm], "lw": width, "ms": 5, "zorder": order}
+        ax.plot(x, mean, color=colour[arm], marker=_marker(x), **look)
         peaks.append((float(np.nanmax(mean)), colour[arm]))
     if panel.get("log"):
         ax.set_yscale("log", nonpositive="mask")  # a step without any gradient is a gap
@@ -165,6 +167,11 @@ def _panel(
     ax.set_xlabel("step")
     unit = ", %" if panel["metric"] in EVAL_METRICS else ""
     ax.set_title(panel["label"] + unit, loc="left", fontsize=9.5)
+
+
+def _marker(x: np.ndarray) -> str:
+    """A dot for a run too short for a line: its curve is one point."""
+    return "o" if len(x) == 1 else ""
 
 
 def _mean(curves: list[Curve]) -> Curve:
