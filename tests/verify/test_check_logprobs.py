@@ -141,3 +141,40 @@ def test_half_precision_excuses_no_wrong_temperature(times, right):
     report = check_logprobs(rounded)
     assert bool(report) == right, report
     assert right or "factor that every" in str(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_logarithm_of_a_softmax_that_underflows_is_a_failure(dtype):
+    """Below -104 nats p is 0 in float32, and below -745 in float64."""
+
+    def log_of_softmax(logits, tokens):
+        probabilities = logits.to(dtype).softmax(-1)
+        return of(probabilities.log(), tokens)[0]
+
+    def right(logits, tokens):
+        return of(logits.to(dtype).log_softmax(-1), tokens)[0]
+
+    report = check_logprobs(log_of_softmax)
+    assert [f.oracle for f in report.failures] == ["peak"], report.text()
+    assert report.failures[0].fault_ids == ("log-of-softmax",)
+    assert check_logprobs(right), check_logprobs(right).text()
+
+
+def picked_by_index(log_probs, tokens):
+    rows = log_probs.flatten(0, -2)
+    return rows[torch.arange(len(rows)), tokens.flatten()].view(tokens.shape)
+
+
+def test_an_id_that_counts_from_the_end_is_noted():
+    """Of a vocabulary of more than 100 ids, -100 is one for whoever indexes by it."""
+
+    def wraps(logits, tokens):
+        return picked_by_index(logits.log_softmax(-1), tokens)
+
+    def gives_zero(logits, tokens):
+        picked = picked_by_index(logits.log_softmax(-1), tokens.clamp(min=0))
+        return torch.where(tokens == -100, 0, picked)
+
+    [said] = [f for f in check_logprobs(wraps).notes if f.oracle == "ignored-ids"]
+    assert "of 131 ids, get the log-prob of id 31" in said.regime
+    assert check_logprobs(gives_zero).oracles["ignored-ids"] == "ok"

@@ -229,6 +229,13 @@ def added(eps: float) -> Callable[[Tensor, Problem], Tensor]:
     return lambda lp, p: (lp.exp() + eps).log()
 
 
+def through_probability(
+    dtype: torch.dtype,
+) -> Callable[[Tensor, Problem], Tensor]:
+    """Return the stage `lp` that takes the logarithm of the probability in a dtype."""
+    return lambda lp, p: lp.to(dtype).exp().log().double()
+
+
 def clamped(eps: float) -> Callable[[Tensor, Problem], Tensor]:
     """Return the stage `lp` with a lower bound on the probability."""
     return lambda lp, p: lp.exp().clamp(min=eps).log()
@@ -605,6 +612,14 @@ PLAIN = (
         "the hidden states get no gradient",
         id="hidden-states-without-gradient",
         y=lambda p: states(p if p.weight is None else replace(p, x=p.x.detach())),
+    ),
+    *(
+        fault(
+            "it takes the logarithm of the softmax: -inf, without a gradient, where the probability underflows to 0",
+            id="log-of-softmax",
+            lp=through_probability(dtype),
+        )
+        for dtype in (torch.float64, torch.float32)
     ),
     *(
         fault(

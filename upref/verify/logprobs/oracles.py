@@ -416,6 +416,40 @@ def padding(case: KernelCase) -> Iterator[Finding]:
         yield note("padding", why, cause="0 times NaN")
 
 
+@oracle(
+    "ignored-ids",
+    not_run=lambda case: wrong(case) or (LOSES_GPU if case.kernel.on_gpu else ""),
+)
+def ignored_ids(case: KernelCase) -> Iterator[Finding]:
+    """Compare where masked tokens have the id -100, and note what they get for it."""
+    problem = problems.ignored(case.kernel)
+    assert problem.keep is not None
+    V = states(problem).shape[-1]
+    words = f"masked tokens with an id of -100, of {V} ids"
+    try:
+        outcome = case.kernel(problem)
+    except InputError as e:
+        yield note(
+            "ignored-ids",
+            f"refused: {words}: give padding any valid id ({str(e)[:120]})",
+        )
+        return
+    yield from case.compare("ignored-ids", words, problem, outcome)
+    counted_from_end = torch.where(problem.keep, problem.tokens, V - 100)
+    of_last_ids = solved(replace(problem, tokens=counted_from_end))
+    found, from_end = (
+        numbers["log-prob"][~problem.keep]
+        for numbers in (outcome.numbers, of_last_ids.numbers)
+    )
+    tolerance = case.tol["log-prob"] * from_end.abs().max()
+    if ((found - from_end).abs() <= tolerance).all():
+        yield note(
+            "ignored-ids",
+            f"{words}, get the log-prob of id {V - 100}",
+            cause="a negative id counts from the end: mask these log-probs, or give padding any valid id",
+        )
+
+
 @oracle("determinism")
 def determinism(case: KernelCase) -> Iterator[Finding]:
     """Report that the same logits, or hidden states, get other numbers the second time."""
@@ -648,12 +682,7 @@ ORACLES: tuple[Oracle, ...] = (
             or ("" if problems.forbidden(case.kernel) else "no logit can be -inf")
         ),
     ),
-    compared(
-        "ignored-ids",
-        problems.ignored,
-        refused=": give padding any valid id",
-        not_run=lambda case: wrong(case) or (LOSES_GPU if case.kernel.on_gpu else ""),
-    ),
+    ignored_ids,
     compared("layout", problems.layout, refused=""),
     repeated_backward,
     compared(
