@@ -148,3 +148,10 @@ def test_labels_that_stand_too_early_are_named(by):
     report = check_step(step, qwen3(), "dapo", temperature=T)
     tokens = "token" if by == 1 else "tokens"
     assert report.failures[0].cause == f"labels stand {by} {tokens} too early"
+
+
+def test_two_gradients_of_one_norm_are_not_told_apart_by_their_norms():
+    (one,) = causes(clipped_step(temperature=1.0))
+    text = one.text()
+    assert "found     the same norm in another direction" in text, text
+    assert "the difference of the two gradients has norm 0.0" in text

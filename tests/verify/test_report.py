@@ -13,7 +13,7 @@ import upref
 from tests.support.daily import daily
 from upref.identification.identification import Identification
 from upref.step.identify import StepIdentification
-from upref.verify.finding import Example
+from upref.verify.finding import Example, Number
 from upref.verify.render import LONGEST, describe_example
 from upref.verify.report import (
     COLUMNS,
@@ -217,3 +217,21 @@ def test_every_verdict_prints_its_text_and_strict_json(verdict):
     assert str(verdict) == verdict.text()
     assert "\n".join(str(line) for line in verdict.lines()) == verdict.text()
     json.loads(verdict.json(), parse_constant=pytest.fail)
+
+
+def test_equal_numbers_are_no_difference_and_say_so():
+    """The found number is measured again where a batch is made smaller; a loss with
+    other answers each time may have the right one then.
+    """
+    text = fail("gradient", "", -1.0, -1.0).text()
+    assert "found     weight -1, when it was asked again: its answers differ" in text
+    assert "asked again" not in fail("gradient", "", -1.0, -1.5).text()
+
+
+@pytest.mark.parametrize("digits", [7, 10, 15])
+def test_two_numbers_have_digits_that_tell_them_apart_whatever_the_remark(digits):
+    right = Number(1.0, "norm")
+    found = Number(1 + 10.0**-digits, "norm", "a remark")
+    text = fail("gradient", "", right, found).text()
+    expected_line, found_line = text.splitlines()[1:]
+    assert expected_line.split("norm ")[1] != found_line.split("norm ")[1].split(",")[0]

@@ -3,6 +3,7 @@
 forward pass; each claim verified.
 """
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -173,10 +174,19 @@ def _gradient_findings(
 ) -> list[Finding]:
     """Return the failure of the gradient with this cause, and further findings."""
     expected = Number(float(comparison.want.norm()), "norm")
-    difference = f"off by {comparison.error:.2g} of the expected norm"
-    found = Number(float(comparison.found.norm()), "norm", difference)
+    norm_found = float(comparison.found.norm())
+    distance = f"{comparison.error * expected.value:.3g}"
+    found: Number | str
+    if math.isclose(norm_found, expected.value, rel_tol=SAME_NORM):
+        found = f"the same norm in another direction: the difference of the two gradients has norm {distance}"
+    else:
+        remark = f"and the difference of the two gradients has norm {distance}"
+        found = Number(norm_found, "norm", remark)
     where = "over all parameters"
     return [fail("gradient", where, expected, found, cause=cause), *more]
+
+
+SAME_NORM = 1e-6  # relative: two norms so near are printed as one
 
 
 def _cause_of_missing_gradient(model: Model, found: Tensor) -> Cause:

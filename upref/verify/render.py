@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from upref.verify.finding import Example, Interval, Number, TokenPlace
@@ -15,6 +16,7 @@ DECIDED_BY = {
 }
 DIGITS = (6, 9, 12, 17)  # of two numbers: as few as tell them apart
 GRADIENT_DIGITS = (6, 9, 12)  # of two printed gradients
+SAME_WHEN_ASKED_AGAIN = "when it was asked again: its answers differ"
 RESULT_DIGITS = 9  # of two printed results of an advantage or KL function
 BOUND_DIGITS = 5
 EQUATED = ("A", "KL(π_θ ‖ π_ref)")  # units that are printed as "A = 1"
@@ -26,18 +28,22 @@ LONGEST = 3000  # characters of an input that is printed
 def describe_pair(expected: Number | str, found: Number | str) -> tuple[str, str]:
     """Return what is expected and what was found, in words.
 
-    Two numbers have as many digits as tell them apart.
+    Two numbers have as many digits as tell them apart. If nothing does, the found one
+    is of another call than the one that differed.
 
     Args:
         expected, found: Numbers, or words.
     """
-    texts = "", ""
-    for digits in DIGITS:
-        texts = _describe_number(expected, digits), _describe_number(found, digits)
-        one_is_text = isinstance(expected, str) or isinstance(found, str)
-        if one_is_text or texts[0] != texts[1]:
-            break
-    return texts
+    digits = DIGITS[0]
+    if isinstance(expected, Number) and isinstance(found, Number):
+        digits = next(
+            (n for n in DIGITS if f"{expected.value:.{n}g}" != f"{found.value:.{n}g}"),
+            DIGITS[0],
+        )
+        if expected.unit == found.unit and expected.value == found.value:
+            remark = ", ".join(filter(None, (found.remark, SAME_WHEN_ASKED_AGAIN)))
+            found = replace(found, remark=remark)
+    return _describe_number(expected, digits), _describe_number(found, digits)
 
 
 def _describe_number(x: Number | str, digits: int) -> str:
