@@ -720,3 +720,49 @@ def left_out_kl(keep):
 def test_a_kl_term_that_is_left_out_is_not_said_to_be_clamped(keep, cause):
     failure = upref.check(left_out_kl(keep), "grpo", beta=0.04).failures[0]
     assert cause in failure.cause, failure.cause
+
+
+def test_a_weight_that_survives_the_clip_lacks_the_minimum_and_no_stop_gradient():
+    """GPPO bounds its constant weight on one side for each sign of A."""
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+        A = torch.where(mask, advantages, 0)
+        bounded = r.clamp(0.8, 1.28).detach() / r.detach() * r
+        return -(bounded * A).sum() / mask.sum()
+
+    report = upref.check(loss, "gppo")
+    said = " ".join(f.cause for f in report.failures)
+    assert "the minimum is missing" in said and "stop-gradient" not in said, said
+    assert not [f for f in report.failures if f.oracle == "stop-gradient"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bounds_that_are_exchanged_for_bad_responses_alone_are_not_swapped(dtype):
+    def bound(A, of_bad, of_good):
+        bounds = (torch.tensor(x, dtype=dtype) for x in (of_bad, of_good))
+        return torch.where(A < 0, *bounds)
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        log_r = torch.where(mask, log_prob - old_log_prob, 0)
+        s = (log_r.sum(1) / mask.sum(1)).exp()
+        A = advantages[:, 0]
+        low = bound(A, 1 - 4e-4, 1 - 3e-4)
+        high = bound(A, 1 + 3e-4, 1 + 4e-4)
+        clipped = torch.maximum(torch.minimum(s, high), low)
+        return -torch.minimum(s * A, clipped * A).mean()
+
+    report = upref.check(loss, "gspo")
+    said = " ".join(f.cause for f in report.failures)
+    assert "swapped" not in said and "eps_low is 0.0004" in said, report.text()
+
+
+def test_both_bounds_exchanged_are_swapped():
+    def loss(log_prob, old_log_prob, advantages, mask):
+        log_r = torch.where(mask, log_prob - old_log_prob, 0)
+        s = (log_r.sum(1) / mask.sum(1)).exp()
+        A = advantages[:, 0]
+        return -torch.minimum(s * A, s.clamp(1 - 4e-4, 1 + 3e-4) * A).mean()
+
+    report = upref.check(loss, "gspo")
+    assert "the two sides of the clip are swapped" in report.failures[0].cause

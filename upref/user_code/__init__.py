@@ -29,7 +29,7 @@ from upref.registry import Objective, get
 from upref.rollouts import Rollouts
 from upref.user_code import names
 from upref.user_code.load import load, name_of
-from upref.user_code.loss import FIRST, MAIN, SHAPES, Loss, LossOutcome
+from upref.user_code.loss import FIRST, MAIN, ROWS, SHAPES, Loss, LossOutcome
 from upref.user_code.settings import Shipped
 from upref.user_code.shapes import infer_shapes
 from upref.user_code.signature import (
@@ -43,6 +43,7 @@ from upref.user_code.signature import (
 __all__ = [
     "FIRST",
     "MAIN",
+    "ROWS",
     "SHAPES",
     "Loss",
     "LossOutcome",

@@ -25,6 +25,7 @@ from upref.user_code.settings import describe_fields
 MAIN = ("logp", "logp_old", "adv", "mask")
 SHAPES = {"BT": "[B, T]", "B1": "[B, 1]", "B": "[B]"}
 FIRST = "first"  # [B, T], of which only the first column is read
+ROWS = "rows"  # [B, T], one number for all tokens of a response
 # where the loss stands in such an answer
 ALSO_LIVE = "its first element; another one has a gradient too"
 
@@ -168,7 +169,7 @@ class Loss:
             Role -> input.
         """
         adv = batch.adv.expand_as(batch.mask)
-        if self.adv_shape != "BT":
+        if self.adv_shape not in ("BT", ROWS):
             adv = per_response(adv, batch.mask)
             adv = {
                 "B": adv,
@@ -539,7 +540,7 @@ class Loss:
             for k, v in _copies(originals).items()
         }
         logp = inputs["logp"].requires_grad_()
-        if self.adv_shape in ("BT", FIRST) and batch.one_adv_per_response:
+        if self.adv_shape in ("BT", ROWS, FIRST) and batch.one_adv_per_response:
             inputs["adv"] = (
                 per_response(batch.adv, batch.mask)
                 .clone()[:, None]

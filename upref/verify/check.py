@@ -8,9 +8,11 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import torch
+
 from upref.errors import InputError
 from upref.registry import Objective, get
-from upref.user_code import FIRST, SHAPES, Loss, infer_shapes, read
+from upref.user_code import FIRST, ROWS, SHAPES, Loss, infer_shapes, read
 from upref.verify import oracles
 from upref.verify.measure import (
     EXACT_TOL,
@@ -23,7 +25,14 @@ from upref.verify.measure import (
 )
 from upref.verify.oracle import Oracle, by_rank, discover, run, validate_names
 from upref.verify.oracles.state import state
-from upref.verify.report import SKIPPED, Finding, Report, not_run, restores_state
+from upref.verify.report import (
+    SKIPPED,
+    Finding,
+    Report,
+    not_run,
+    note,
+    restores_state,
+)
 
 INVERTED = "ratio-inverted"  # what exchanged policies look like
 
@@ -76,6 +85,8 @@ def check(
     validate_names(every(), skip)
     read_loss = read(loss, reference, hp)
     report = _report_of(read_loss, reference, agg, skip, hp)
+    if not report:
+        report = _with_one_advantage(report, read_loss, reference, agg, skip, hp)
     if (
         read_loss.order_unknown
         and not report
@@ -83,6 +94,41 @@ def check(
     ):
         raise InputError(read_loss.order_unknown)
     return _with_own_defaults(report, read_loss, reference, agg, skip, hp)
+
+
+MIXED_ADVANTAGES = (
+    "advantages that differ within a response get other weights: right if A is one "
+    "number per response, as in the formula of {}: pass advantages[:, :1]"
+)
+
+
+def _with_one_advantage(
+    report: Report,
+    loss: Loss,
+    objective: Objective,
+    agg: str,
+    skip: Sequence[str],
+    hp: dict[str, Any],
+) -> Report:
+    """Return the report, or that of one advantage for each response where this agrees
+    and the formula has no other: it has a note on advantages of tokens.
+    """
+    if loss.adv_shape != "BT" or loss.framework or not objective.has_response_advantage:
+        return report
+    one_each = replace(loss, adv_shape=ROWS, log=[])
+    own_hp = {k: v for k, v in hp.items() if k in objective.hyperparameters}
+    with contextlib.suppress(InputError):
+        case = make_case(one_each, objective, objective.resolve(own_hp))
+        batch = case.grid()
+        only_on_tokens = torch.where(batch.mask, batch.adv, 0)
+        # cheaper than all oracles: most losses fail here too
+        if case.weight_error(batch.but(adv=only_on_tokens)).max() > case.tol:
+            return report
+        as_responses = _report_of(one_each, objective, agg, skip, hp)
+        if as_responses:
+            mixed = note("gradient", MIXED_ADVANTAGES.format(objective.name))
+            return replace(as_responses, findings=[mixed, *as_responses.findings])
+    return report
 
 
 def _with_own_defaults(
@@ -253,7 +299,7 @@ def assumptions(case: LossCase) -> list[str]:
         out.append(
             "the loss takes no group ids: the batch counts as one group, as in DAPO's code, verl and TRL"
         )
-    if loss.adv_shape not in ("BT", FIRST):
+    if loss.adv_shape not in ("BT", ROWS, FIRST):
         out.append(f"it takes advantages as {SHAPES[loss.adv_shape]}: one per response")
     if loss.float_mask:
         out.append("it takes the mask as numbers")
@@ -277,6 +323,11 @@ def assumptions(case: LossCase) -> list[str]:
         out.append("micro-batches have equally many responses")
     if loss.wrapped:
         out.append("it returns a tuple or a dict; the loss is taken from it")
+    if case.bounds(1.0) or case.bounds(-1.0):
+        out.append(
+            "a token exactly on a bound has a weight of either side, or one between: < or <=, rounding "
+            "and torch's clamp, another from 2.14 on, decide"
+        )
     out.append(unusual.covered(case))
     if case.single:
         out.append(

@@ -43,6 +43,7 @@ from upref.verify.finding import NO_CAUSE, Cause
 from upref.verify.measure import LossCase, kl_slope, term_coefficient, unit_weights
 from upref.weights.batches import (
     OFF_EDGES,
+    SINGLE_EDGES,
     on_policy_batch,
     random_batch,
 )
@@ -112,15 +113,15 @@ def explain(
     )
 
     def holds_elsewhere(candidate: LossFault) -> bool:
-        """Return whether the fault fits other batches too; a fault of lengths must also
-        fit long responses.
+        """Return whether the fault fits other batches too: one of lengths also long
+        responses, and other hyperparameters also ratios beside their own bounds.
         """
         if not confirmation.fits(candidate, case):
             return False
-        long_batches = (
-            [case.stress_batch("lengths")] if candidate.id in OF_LENGTHS else []
-        )
-        return _measure_on(case, long_batches).fits(candidate, case)
+        more = [case.stress_batch("lengths")] if candidate.id in OF_LENGTHS else []
+        if candidate.kind == "hyperparameter":
+            more.append(_beside_bounds_of(case, candidate.change.hp))
+        return _measure_on(case, more).fits(candidate, case)
 
     def first(faults: Iterable[LossFault]) -> LossFault | None:
         """Return the first fault that fits this batch and others."""
@@ -131,6 +132,14 @@ def explain(
         or _two_faults(case, batch, found, compared, bounds, confirmation)
         or first(_other_objectives_as_recovered(case))
     )
+
+
+def _beside_bounds_of(case: LossCase, changed: dict[str, Any]) -> Rollouts:
+    """Return the grid around the bounds that these hyperparameters make, farther from
+    each than float32 rounds it.
+    """
+    without_kl = {name: value for name, value in changed.items() if name != "beta"}
+    return case.grid(edges=SINGLE_EDGES, **without_kl)
 
 
 GRADIENT_TWICE = "its gradient is there twice: its own .backward() leaves it, and the loss that it returns has it again"

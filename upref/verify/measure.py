@@ -35,6 +35,8 @@ from upref.weights.batches import (
     MU,
     MU_READ,
     SINGLE_EDGES,
+    USUAL_MU,
+    breakpoints,
     fill_padding,
     is_near_bound,
     kept_batch,
@@ -55,6 +57,11 @@ HABIT_TOL = 2e-6
 FLOAT32_TOL = 2e-5
 # times the log-ratio of the batch's sampler: beyond usual caps and vetoes
 FAR_SAMPLER = 6
+ON_BOUND = 1e-11  # relative: a ratio so near to a bound is on it
+# how far from a bound, in log r, its two sides are compared, and by how much a weight
+# may lie beside theirs, relative
+BESIDE_TIE = 1e-9
+SLACK_OF_TIE = 1e-6
 FLOAT32_ROUNDING = 2e-7  # of a log-probability in float32, relative
 # of the on-policy batch: more tokens than a least divisor, and longer responses
 MORE_ROWS = (1, 3, 5, 6) * 8
@@ -271,6 +278,8 @@ class LossCase:
         if "group" in self.objective.reads:
             floor = max(floor, expected.abs().max().item())
         errors = relative_error(found, expected, batch.adv, floor)
+        if errors.max() > self.tol:
+            errors = errors.masked_fill(self._is_tie_between_sides(batch, found), 0)
         if self.single and errors.max() > self.tol:
             scale = torch.maximum(expected.abs(), batch.adv.abs()).clamp(min=floor)
             errors = (
@@ -278,6 +287,59 @@ class LossCase:
                 - 2 * self.rounding_effect(batch, expected, rounding_allowance) / scale
             ).clamp(min=0)
         return torch.where(batch.mask, errors, 0)
+
+    def bounds(self, A: float) -> list[float]:
+        """The ratios at which the objective's own weight jumps.
+
+        Args:
+            A: the advantage.
+
+        Returns:
+            Ratios, ascending; none where they depend on more than the ratio.
+        """
+        if self.objective.batch_coupled or self.objective.reads_mu or not A:
+            return []
+        return breakpoints(self.objective, A, USUAL_MU, **self.hp_without_kl)
+
+    def is_on_bound(self, batch: Rollouts) -> Tensor:
+        """The tokens whose ratio lies exactly on a bound of the objective, whatever the
+        sign of A: min(r A, clip(r) A) has a tie on each bound.
+
+        Args:
+            batch: the batch.
+
+        Returns:
+            [B, T].
+        """
+        ratio = self.ratio(batch)
+        ties = torch.zeros_like(batch.mask)
+        for bound in (*self.bounds(1.0), *self.bounds(-1.0)):
+            ties |= (ratio / bound - 1).abs() < ON_BOUND
+        return ties & batch.mask
+
+    def _is_tie_between_sides(self, batch: Rollouts, found: Tensor) -> Tensor:
+        """The tokens exactly on a bound whose weight lies between those on its two
+        sides, or between these and none, [B, T]: there < or <=, rounding and the
+        version of torch decide which share of the clipped ratio's gradient is left.
+
+        Args:
+            batch: the batch.
+            found: the loss's weights, [B, T].
+        """
+        ties = self.is_on_bound(batch)
+        if not ties.any():
+            return ties
+        possible = torch.stack(
+            [
+                self.expected(batch.but(logp=batch.logp - BESIDE_TIE)),
+                self.expected(batch.but(logp=batch.logp + BESIDE_TIE)),
+                self.expected(batch.but(adv=torch.zeros_like(batch.adv))),
+            ]
+        )
+        slack = SLACK_OF_TIE * possible.abs().amax(0)
+        least = possible.amin(0) - slack
+        largest = possible.amax(0) + slack
+        return ties & (found >= least) & (found <= largest)
 
     def rounding_effect(
         self, batch: Rollouts, expected: Tensor, rounding_allowance: float = 1.0

@@ -64,6 +64,7 @@ OVERFLOW = (20.0, 60.0, 80.0, 100.0, 800.0)  # |log r| at which exp leaves some 
 # level -> |log r| from which on a clamp is only a guard, which training does not meet;
 # for "sequence_mean" it is the mean over a response
 GUARD = {"token": 20.0, "custom": 20.0, "sequence_product": 20.0, "sequence_mean": 10.0}
+USUAL_MU = 0.02  # π_old of a token for which no bound on π_θ - π_old acts near r = 1
 # |log r| on both sides of 10 and 20, where implementations clamp it
 CLAMPS = (9.5, 10.5, 19.5, 20.5, 25.0)
 

@@ -25,6 +25,7 @@ from upref.rollouts import Rollouts
 from upref.verify.factors import FACTORS, declared_aggregation
 from upref.verify.faults import SIGN_IDS, Fault, hyperparameter_id, known as known_of
 from upref.verify.measure import kl_slope, slope_of_term, unit_weights
+from upref.weights.batches import USUAL_MU
 
 # what a fault changes
 KINDS = (
@@ -183,7 +184,6 @@ SIGNS = (1.0, -1.0)  # of A
 SIDES = {"below": -1, "above": 1}  # of a ratio of 1
 NEAR = 1e-5  # |log r| below the narrowest bound
 MODERATE = (-7.0, -1.0, -0.2, 0.2, 1.0, 3.5)  # log r at which the signs of A may differ
-USUAL_MU = 0.02  # π_old of a token for which no bound on π_θ - π_old acts near r = 1
 # (π_old, log r) beyond every bound, one of |π_θ - π_old| too
 FAR = {"below": (0.9, -7.0), "above": (5e-4, 7.0)}
 SAME_WEIGHT = 1e-13  # the most by which rounding separates two equal weights
@@ -221,6 +221,18 @@ class Shape:
     def is_bounded(self) -> bool:
         """Whether a bound acts for some sign of A on some side."""
         return any(self.bounded.values())
+
+    @property
+    def survives_bounds(self) -> bool:
+        """Whether, as in GPPO, the weight beyond a bound is a number other than 0 on the
+        side to which A pushes.
+        """
+        return (
+            self.bounded[1.0, "above"]
+            and self.bounded[-1.0, "below"]
+            and not self.zero_beyond[1.0, "above"]
+            and not self.zero_beyond[-1.0, "below"]
+        )
 
     @property
     def is_pessimistic(self) -> bool:
@@ -1692,6 +1704,9 @@ def _weight_on_log_prob_faults(
         words = (
             "the weight is bounded on both sides: clip(r, 1 - eps_low, 1 + eps_high)"
         )
+    elif form.shape.survives_bounds:
+        kind = "clip"
+        words = "the weight is clip(r, 1 - eps_low, 1 + eps_high) whatever the sign of A: the minimum is missing"
     else:
         kind = "stop-gradient"
         words = "stop-gradient: the clipped ratio is a constant weight on log π_θ, though it should carry the gradient"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.rollouts import Rollouts
+from upref.user_code import ROWS
 from upref.user_code.names import CALLED
 from upref.verify.explain import (
     cause_if_confirmed_at,
@@ -354,7 +355,7 @@ def masked_values(case: LossCase) -> list[Finding]:
         for field in MASKED_VALUES
         if field in case.loss.reads and getattr(batch, field) is not None
     ]
-    if case.loss.adv_shape != "BT" and "adv" in fields:
+    if case.loss.adv_shape not in ("BT", ROWS) and "adv" in fields:
         fields.remove("adv")
     # one argument at a time is filled only where all of them at a time show a leak
     numbers: tuple[float, ...] = JUNK

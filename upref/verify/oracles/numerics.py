@@ -17,7 +17,6 @@ from upref.verify.finding import NO_CAUSE, Cause, TokenPlace
 from upref.verify.measure import HABIT_TOL, LossCase
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import grid_off_bounds
-from upref.verify.oracles.weights import bounds_of
 from upref.verify.report import UNKNOWN, Finding, fail, note
 from upref.verify.shrink import example, numbers, shrink, smallest, wrong
 from upref.weights.batches import (
@@ -232,7 +231,7 @@ def _rounds_to_a_bound(
     room = 4 * torch.finfo(dtype).eps
     close = torch.zeros_like(log_r, dtype=torch.bool)
     for sign in (1.0, -1.0):
-        for bound in bounds_of(case, sign):
+        for bound in case.bounds(sign):
             if bound > 0:
                 close |= (ratios - math.log(bound)).abs() <= room
     return close

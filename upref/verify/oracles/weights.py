@@ -24,7 +24,7 @@ from upref.verify.explain import (
     two_gradients,
 )
 from upref.verify.factors import aggregation_id, declared_aggregation
-from upref.verify.faults.losses import USUAL_MU, LossFault, fault
+from upref.verify.faults.losses import LossFault, fault
 from upref.verify.finding import NO_CAUSE, Cause, Number, TokenPlace, number_pair
 from upref.verify.measure import EXACT_TOL, HABIT_TOL, LossCase
 from upref.verify.oracle import oracle
@@ -43,6 +43,7 @@ from upref.verify.shrink import (
 )
 from upref.weights.batches import (
     OFF_EDGES,
+    USUAL_MU,
     breakpoints,
     high_entropy_weight,
     make_batch,
@@ -57,7 +58,6 @@ from upref.weights.black_box import (
 from upref.weights.curve import make_curve_of_objective
 
 RANDOM_BATCHES = 60  # beside the grid
-ON_BOUND = 1e-11  # relative: a ratio so near to a bound is on it
 BELOW_LIMIT = f"below the limit of {HABIT_TOL:g}, as 1e-6 in a denominator is"
 ONLY_IN_FLOAT32 = (
     "weights are right up to what rounding its inputs to float32 makes of them"
@@ -79,17 +79,14 @@ def gradient(case: LossCase) -> list[Finding]:
     errors = case.weight_error(batch, found)
     r = case.ratio(batch)
     A = torch.where(batch.mask, batch.adv.expand_as(errors), 0)
-    ties = torch.zeros_like(batch.mask)
-    for sign in (1.0, -1.0):
-        for bound in bounds_of(case, sign):
-            ties |= (A * sign > 0) & ((r / bound - 1).abs() < ON_BOUND)
+    ties = case.is_on_bound(batch)
     is_wrong = errors > case.tol
     failing = is_wrong & ~ties
     if failing.any() and not case.single and _fits_float32(case, batch, found, ties):
         return [note("gradient", ONLY_IN_FLOAT32), *_random(case)]
-    findings = _ties(case, batch, is_wrong & ties, r, A, found)
     if failing.any():
-        return findings + _regimes(case, batch, failing, r, A, found, ties)
+        return _regimes(case, batch, failing, r, A, found, ties)
+    findings = _ties(case, batch, is_wrong & ties, r, A, found)
     largest_error = errors.masked_fill(ties, 0).max()
     if not case.single and largest_error > EXACT_TOL:
         text = f"weights differ by {largest_error:.1e} relative"
@@ -201,21 +198,6 @@ def _tokens_beside_bounds(
     yield from tokens_of.values()
 
 
-def bounds_of(case: LossCase, A: float) -> list[float]:
-    """Return the ratios at which the objective's own weight jumps.
-
-    Args:
-        case: the loss and its objective.
-        A: the advantage.
-
-    Returns:
-        Ratios, ascending; none where they depend on more than the ratio.
-    """
-    if case.objective.batch_coupled or case.objective.reads_mu or not A:
-        return []
-    return breakpoints(case.objective, A, USUAL_MU, **case.hp_without_kl)
-
-
 def _ties(
     case: LossCase,
     batch: Rollouts,
@@ -224,8 +206,8 @@ def _ties(
     A: Tensor,
     found: Tensor,
 ) -> list[Finding]:
-    """Return a note for each bound on which weights differ, where those beside it are
-    right.
+    """Return a note for each bound on which a weight is none of those between its two
+    sides, where those beside it are right.
     """
     expected = case.expected(batch)
     notes = []
@@ -236,7 +218,7 @@ def _ties(
             place = TokenPlace(
                 sign,
                 numbers={"r": bound},
-                remark="exactly on a bound, where < in place of <=, rounding, or clamp in torch 2.14 decides",
+                remark="exactly on a bound, and not between the weights beside it",
             )
             notes.append(
                 note(
@@ -265,9 +247,7 @@ def _regimes(
     parts = [
         part
         for sign in (1.0, -1.0, 0.0)
-        for part in regions(
-            case, batch, sign, A, ties, failing, r, bounds_of(case, sign)
-        )
+        for part in regions(case, batch, sign, A, ties, failing, r, case.bounds(sign))
     ]
     bounds = sorted({round(end, 7) for part in parts for end in part.ends})
     known_fault = explain(case, batch, found, ties, bounds)
