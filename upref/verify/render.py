@@ -16,7 +16,7 @@ DECIDED_BY = {
 }
 DIGITS = (6, 9, 12, 17)  # of two numbers: as few as tell them apart
 GRADIENT_DIGITS = (6, 9, 12)  # of two printed gradients
-SAME_WHEN_ASKED_AGAIN = "when it was asked again: its answers differ"
+SAME_IN_ANOTHER_CALL = "in another call: its answers differ"
 RESULT_DIGITS = 9  # of two printed results of an advantage or KL function
 BOUND_DIGITS = 5
 EQUATED = ("A", "KL(π_θ ‖ π_ref)")  # units that are printed as "A = 1"
@@ -41,7 +41,7 @@ def describe_pair(expected: Number | str, found: Number | str) -> tuple[str, str
             DIGITS[0],
         )
         if expected.unit == found.unit and expected.value == found.value:
-            remark = ", ".join(filter(None, (found.remark, SAME_WHEN_ASKED_AGAIN)))
+            remark = ", ".join(filter(None, (found.remark, SAME_IN_ANOTHER_CALL)))
             found = replace(found, remark=remark)
     return _describe_number(expected, digits), _describe_number(found, digits)
 

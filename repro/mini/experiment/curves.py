@@ -152,11 +152,20 @@ def _panel(
     peaks = []
     for arm, curves in s.items():
         for x, y in curves:
-            thin = {"lw": 0.6, "ms": 3, "alpha": 0.3 if len(s) < 8 else 0.12}
+            thin: dict[str, Any] = {
+                "lw": 0.6,
+                "ms": 3,
+                "alpha": 0.3 if len(s) < 8 else 0.12,
+            }
             ax.plot(x, y, color=colour[arm], marker=_marker(x), **thin)
         x, mean = _mean(curves)
         width, order = (BOLD, 3) if arm == highlight else (PLAIN, 2)
-        look = {"ls": dashes[arm], "lw": width, "ms": 5, "zorder": order}
+        look: dict[str, Any] = {
+            "ls": dashes[arm],
+            "lw": width,
+            "ms": 5,
+            "zorder": order,
+        }
         ax.plot(x, mean, color=colour[arm], marker=_marker(x), **look)
         peaks.append((float(np.nanmax(mean)), colour[arm]))
     if panel.get("log"):
