@@ -4,6 +4,7 @@ here, its commands by test_commands.py."""
 
 import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import upref
 from docs.make import WORDS_A_MINUTE, letters, put, reading, run
+from tests import newest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -134,6 +136,23 @@ def test_the_pytest_file_passes_and_can_fail(tmp_path):
         (tmp_path / name).read_text().replace("1 + clip", "1 + 2 * clip")
     )
     assert "NOT ppo_clip" in run(quiet, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_weekly_job_runs_the_blocks_and_the_test(tmp_path):
+    """With this torch they are as they say; one character more is a difference."""
+    blocks = "".join(re.findall(r"```(?:python|console)\n.*?```\n", README, re.S))
+    (tmp_path / "right").mkdir()
+    (tmp_path / "wrong").mkdir()
+    assert newest.differences(blocks, tmp_path / "right", sys.executable) == []
+    changed = blocks.replace("weight 0.740818", "weight 0.740819")
+    changed = changed.replace("eps=0.1)", "eps=0.3)").replace(
+        "1 - clip", "1 - 2 * clip"
+    )
+    found = newest.differences(changed, tmp_path / "wrong", sys.executable)
+    assert len(found) == 2 and "NOT ppo_clip" in found[1], found
+    weekly = (ROOT / ".github/workflows/weekly.yml").read_text(encoding="utf-8")
+    assert "run: python tests/newest.py" in weekly and 'cron: "0 4 * * 1"' in weekly
 
 
 def test_what_is_read_by_name_and_what_is_refused():
