@@ -58,6 +58,7 @@ ONE_GPU = {
     f"{ROLLOUT}.free_cache_engine": False,
     f"+{ROLLOUT}.enable_sleep_mode": False,
     f"{smoke.VLLM}.kv_cache_memory_bytes": 2**28,
+    f"{smoke.VLLM}.distributed_executor_backend": "uni",  # one process fewer to start
     f"{ROLLOUT}.calculate_log_probs": True,
     "ray_kwargs.ray_init.num_cpus": 12,
     "+ray_kwargs.ray_init.object_store_memory": 1_000_000_000,
@@ -108,6 +109,7 @@ SHOWN = {
     "timing_s/step": "step",
     "perf/max_memory_allocated_gb": "GB",
 }
+MADE = ("model", "data.parquet")  # what `make` makes, and a later run uses again
 BAND = ("clip/pos_high", "clip/pos_low", "clip/neg_high", "clip/neg_low", "above_high")
 PACKAGES = ("verl", "vllm", "ray", "TransferQueue", "torch", "triton", "transformers")
 
@@ -171,13 +173,13 @@ def environment(log: Path, eager: bool) -> dict[str, str]:
 
 
 def make(out: Path, size: str) -> None:
-    """Make the weights, the tokenizer and the prompts of the run."""
+    """Make the prompts, the tokenizer and the weights of the run."""
     words = list(toy.VOCAB)
     if size == "half":
         words += [f"w{i}" for i in range(len(words), HALF["vocab_size"])]
     toy.SIZES.update(HALF if size == "half" else TOY)
-    toy.make_model(out / "model", words=words)
-    toy.make_data(out / "data.parquet")
+    toy.make_data(out / MADE[1])
+    toy.make_model(out / MADE[0], words=words)
 
 
 def dry_run(objective: upref.Objective, lines: list[str], size: str) -> Any:
@@ -313,15 +315,19 @@ def main(
 
     Args:
         objective: that is trained.
-        out: the folder of the run; what is there is removed.
+        out: the folder of the run; what is there, but for a model and its data, is
+            removed.
         steps: of verl's trainer.
         size: toy or half.
         fault: whether vLLM reports log-probabilities of before the temperature.
         extra: overrides of verl, the last word.
     """
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    make(out, size)
+    out.mkdir(parents=True, exist_ok=True)
+    for path in out.iterdir():
+        if path.name not in MADE:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if not (out / MADE[0]).exists():
+        make(out, size)
     log = records.new_part(out)
     output = out / "trainer.log"
     given = settings(objective, steps, out, size, fault)
