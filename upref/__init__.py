@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from upref.derivation import derive
     from upref.errors import InputError
     from upref.identification.identify import identify
+    from upref.maximization.maximizes import maximizes
     from upref.pytest_plugin import (
         assert_advantages,
         assert_kl,
@@ -56,6 +57,7 @@ _HOME = {
     "get": "registry",
     "identify": "identification.identify",
     "identify_step": "step",
+    "maximizes": "maximization.maximizes",
     "names": "registry",
     "objective": "registry",
     "record_step": "step",
@@ -86,6 +88,7 @@ __all__ = [
     "get",
     "identify",
     "identify_step",
+    "maximizes",
     "names",
     "objective",
     "record_step",

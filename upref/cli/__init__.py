@@ -329,6 +329,42 @@ def _parser() -> argparse.ArgumentParser:
         "-v", "--verbose", action="store_true", help="also print what was assumed"
     )
     c = command(
+        "maximizes",
+        "tell what a loss, an advantage estimator or a KL term maximizes on average",
+        "the loss",
+    )
+    c.add_argument(
+        "loss", metavar="NAME|LOSS", help="an objective, or a loss as in `check`"
+    )
+    what = c.add_mutually_exclusive_group()
+    what.add_argument(
+        "--as-advantage",
+        action="store_true",
+        help="LOSS is an advantage estimator: a name or a function",
+    )
+    what.add_argument(
+        "--as-kl",
+        choices=("loss", "reward", "advantage"),
+        help="LOSS is a KL term, which is subtracted from J, from the response's reward or from its token's advantage",
+    )
+    c.add_argument(
+        "--advantages",
+        metavar="NAME",
+        help="the estimator that the loss gets: a name, or FILE.py:FUNCTION",
+    )
+    c.add_argument(
+        "--group-size",
+        type=int,
+        default=4,
+        metavar="G",
+        help="responses of a group, 2 to 8 (default 4)",
+    )
+    add_hyperparameters(c)
+    add_time_limit(c)
+    c.add_argument(
+        "-v", "--verbose", action="store_true", help="also print each cosine"
+    )
+    c = command(
         "list",
         "list the objectives of the paper, its baselines and those that trainers have",
     )

@@ -34,6 +34,8 @@ def refuse_unknown_names(args: argparse.Namespace) -> None:
     objectives = []
     if args.command in ("check", "identify"):
         losses = [args.loss]
+    if args.command == "maximizes" and not (args.as_advantage or args.as_kl):
+        losses = [args.loss]
     if args.command in ("cap", "weights"):
         losses = args.names
     if args.command in ("check", "show", "derive", "replay"):
@@ -101,6 +103,30 @@ def identify(args: argparse.Namespace) -> int:
     return answer(
         args, which(from_signature(args.loss, no_objective(), {}, alone=True))
     )
+
+
+def maximizes(args: argparse.Namespace) -> int:
+    from upref.maximization.maximizes import maximizes as answer_of
+    from upref.user_code import from_signature, no_objective
+
+    hp = hyperparameters(args.hp)
+    fn = args.loss
+    kind = "loss"
+    if args.as_advantage:
+        kind = "advantage"
+    elif args.as_kl:
+        kind = f"kl-{args.as_kl}"
+    elif ":" in fn:
+        fn = from_signature(fn, no_objective(), hp, alone=True)
+        hp = {}
+    result = answer_of(
+        fn,
+        kind=kind,
+        advantages=args.advantages,
+        group_size=args.group_size,
+        **hp,
+    )
+    return answer(args, result)
 
 
 def listing(args: argparse.Namespace) -> int:
@@ -279,6 +305,7 @@ def badge(args: argparse.Namespace) -> int:
 RUN = {
     "check": check,
     "identify": identify,
+    "maximizes": maximizes,
     "list": listing,
     "show": show,
     "cap": cap,

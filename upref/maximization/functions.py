@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named functions of the policy that a loss may maximize, and their gradients by the
+logits.
+
+Two of the divergences and one entropy are no functions of the policy: they are sums over
+prefixes in which how often a prefix is reached is held fixed. Their fields of gradients
+are listed, because per-token terms of losses have these gradients.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from upref.maximization.policy import Responses
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where gradients are compared.
+
+    Attributes:
+        responses: all responses.
+        z: the logits of the policy, [K].
+        z_ref: the logits of the reference policy, [K].
+        R: the reward of each response, [N].
+    """
+
+    responses: Responses
+    z: Tensor
+    z_ref: Tensor
+    R: Tensor
+
+
+Value: TypeAlias = Callable[[Point, Tensor], Tensor]
+PER_PREFIX = "per prefix"
+
+
+def mean_reward(point: Point, z: Tensor) -> Tensor:
+    """Σ P(o) R(o)."""
+    return (point.responses.probabilities(z) * point.R).sum()
+
+
+def mean_reward_per_token(point: Point, z: Tensor) -> Tensor:
+    """Σ P(o) R(o) / |o|."""
+    per_token = point.R / point.responses.lengths
+    return (point.responses.probabilities(z) * per_token).sum()
+
+
+def mean_length(point: Point, z: Tensor) -> Tensor:
+    """Σ P(o) |o|."""
+    return (point.responses.probabilities(z) * point.responses.lengths).sum()
+
+
+def entropy(point: Point, z: Tensor) -> Tensor:
+    """-Σ P(o) log P(o)."""
+    log_P = point.responses.log_probs(z).sum(1)
+    return -(log_P.exp() * log_P).sum()
+
+
+def kl(point: Point, z: Tensor) -> Tensor:
+    """KL(π ‖ π_ref) of whole responses."""
+    log_P = point.responses.log_probs(z).sum(1)
+    log_P_ref = point.responses.log_probs(point.z_ref).sum(1)
+    return (log_P.exp() * (log_P - log_P_ref)).sum()
+
+
+def kl_from_reference(point: Point, z: Tensor) -> Tensor:
+    """KL(π_ref ‖ π) of whole responses."""
+    log_P = point.responses.log_probs(z).sum(1)
+    log_P_ref = point.responses.log_probs(point.z_ref).sum(1)
+    return (log_P_ref.exp() * (log_P_ref - log_P)).sum()
+
+
+def _reach(point: Point) -> Tensor:
+    """How often each prefix is reached, [K]: a constant."""
+    responses = point.responses
+    P = responses.probabilities(point.z)
+    reached = torch.zeros(len(responses.prefixes), dtype=P.dtype)
+    token_P = P[:, None].expand(responses.mask.shape)
+    return reached.index_add(
+        0, responses.prefix_of_token[responses.mask], token_P[responses.mask]
+    )
+
+
+def entropy_per_prefix(point: Point, z: Tensor) -> Tensor:
+    """Σ_k reach(k) H(π(. | k)), reach held fixed."""
+    return (_reach(point) * point.responses.entropies(z)).sum()
+
+
+def _kl_per_prefix(z: Tensor, other: Tensor) -> Tensor:
+    """KL between the two policies behind each prefix, [K]."""
+    p = z.sigmoid()
+    logsigmoid = torch.nn.functional.logsigmoid
+    of_one = p * (logsigmoid(z) - logsigmoid(other))
+    return of_one + (1 - p) * (logsigmoid(-z) - logsigmoid(-other))
+
+
+def kl_per_prefix(point: Point, z: Tensor) -> Tensor:
+    """Σ_k reach(k) KL(π(. | k) ‖ π_ref(. | k)), reach held fixed."""
+    return (_reach(point) * _kl_per_prefix(z, point.z_ref)).sum()
+
+
+def kl_from_reference_per_prefix(point: Point, z: Tensor) -> Tensor:
+    """Σ_k reach(k) KL(π_ref(. | k) ‖ π(. | k)), reach held fixed."""
+    return (_reach(point) * _kl_per_prefix(point.z_ref, z)).sum()
+
+
+FUNCTIONS: dict[str, Value] = {
+    "the mean reward": mean_reward,
+    "the mean of reward / length": mean_reward_per_token,
+    "the mean length": mean_length,
+    "the entropy of responses": entropy,
+    f"the entropy {PER_PREFIX}": entropy_per_prefix,
+    "KL(π ‖ π_ref) of responses": kl,
+    "KL(π_ref ‖ π) of responses": kl_from_reference,
+    f"KL(π ‖ π_ref) {PER_PREFIX}": kl_per_prefix,
+    f"KL(π_ref ‖ π) {PER_PREFIX}": kl_from_reference_per_prefix,
+}
+MEAN_REWARD = "the mean reward"
+KL_OF_RESPONSES = "KL(π ‖ π_ref) of responses"
+
+
+def gradient(name: str, point: Point) -> Tensor:
+    """Return the gradient of a function of the policy by the logits, [K].
+
+    Args:
+        name: a key of FUNCTIONS.
+        point: the policy.
+    """
+    z = point.z.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(FUNCTIONS[name](point, z), z)
+    return slope
