@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 CLAIMS = [  # the paper's, then those about it, then the library's
     "log_derivative", "is_gradient", "clipped_gradient", "cap_positive", "up_positive", "up_gspo", "cap_negative",
     "eps_high_inert", "up_is_base_on_policy", "kl_estimators", "stability", "fixed_point", "capacity_is_not_a_bound",
-    "weights",
+    "pass_rate", "weights",
 ]  # fmt: skip
 HEAD = """# Derivations
 

@@ -17,6 +17,7 @@ GROUPS = {
     "Judge a loss": [
         "check",
         "identify",
+        "maximizes",
         "check_advantages",
         "check_kl",
         "check_logprobs",
@@ -66,6 +67,7 @@ MODULES = {
     "upref.derivation": "Derivations",
     "upref.verify.report": "The report of a check",
     "upref.identification.identification": "The answer of identify",
+    "upref.maximization.maximization": "The answer of maximizes",
     "upref.verify.oracle": "Oracles",
     "upref.replay": "Recorded batches of a run",
     "upref.plugins": "What other packages add",

@@ -19,6 +19,7 @@ import torch
 import upref
 from repro import fork
 from tests.support.daily import daily
+from upref import advantages
 from upref.derivation import derive, sympy_gradient
 from upref.kl import ESTIMATORS
 from upref.ops import exp, where
@@ -80,6 +81,11 @@ FALSE = {
     "capacity_is_not_a_bound": [
         lambda m: {"fn": no_negatives},
         lambda m: {"bound": 2.8},
+    ],
+    "pass_rate": [
+        lambda m: {"claims": lambda G: m.claims(G) | {"maxrl": 1 / m.p}},
+        lambda m: {"claims": lambda G: m.claims(G) | {"group_norm": 1}},
+        lambda m: {"smallest_at": 0.4},
     ],
     "weights": [
         lambda m: {"which": [wrong(upref.get("up_gspo"))]},
@@ -148,7 +154,7 @@ def test_the_derivation_fails_where_its_objective_is_another(name, monkeypatch):
     trains, and from each of them.
     """
     objectives = ["aspo", "m2po"] if name == "weights" else shown(name)[1]
-    assert objectives or name == "kl_estimators"
+    assert objectives or name in ("kl_estimators", "pass_rate")
     for o in map(upref.get, objectives):
         seen = any(
             fails(name, replace(o, fn=mutate(o.fn)), monkeypatch)
@@ -171,6 +177,20 @@ def fails(name, mutant, monkeypatch):
     finally:
         monkeypatch.undo()
     return False
+
+
+@pytest.mark.parametrize("name", ["leave_one_out", "group_mean", "maxrl", "group_norm"])
+def test_the_derivation_of_pass_rates_fails_where_an_estimator_is_another(
+    name, monkeypatch
+):
+    estimator = advantages.get(name)
+    monkeypatch.setitem(
+        advantages.ADVANTAGES,
+        name,
+        lambda rewards, group: 2 * estimator(rewards, group),
+    )
+    with pytest.raises(AssertionError):
+        page.load("pass_rate").main()
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

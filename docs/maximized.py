@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of docs/howto/maximizes.md: what estimators, aggregations and KL terms
+maximize on average.
+"""
+
+from upref import advantages, kl
+from upref.aggregation import AGGREGATIONS
+from upref.markdown import table
+from upref.maximization.expected import USES
+from upref.maximization.maximization import Answer, Maximization
+from upref.maximization.maximizes import WHERE, maximizes
+from upref.registry import get, names
+
+GROUP_SIZE = 4
+SETTINGS = (
+    ("0 or 1", "one length"),
+    ("0 or 1", "different lengths"),
+    ("graded", "one length"),
+    ("graded", "different lengths"),
+)
+
+
+def estimators() -> str:
+    """Each advantage estimator in the plain policy gradient, by kind of rewards."""
+    rows = []
+    for name in advantages.ADVANTAGES:
+        answers = _by_setting(maximizes(name, kind="advantage", group_size=GROUP_SIZE))
+        cells = [_words(answers.get(setting)) for setting in SETTINGS[::2]]
+        objectives = [n for n in names() if get(n).adv == name]
+        rows.append((f"`{name}`", *cells, _list(objectives)))
+    columns = ("estimator", "rewards 0 or 1", "graded rewards", "objectives with it")
+    return table(columns, rows)
+
+
+def aggregations() -> str:
+    """Each aggregation of REINFORCE with unbiased advantages, by kind of lengths."""
+    rows = []
+    for agg in AGGREGATIONS:
+        if agg in ("seq-mean", "seq-mean-token-sum-norm"):
+            continue  # of responses; a sum over tokens that is divided by a constant
+        objective = get("rloo").aggregated(agg)
+        answers = _by_setting(maximizes(objective, group_size=3))
+        cells = [_words(answers[setting]) for setting in SETTINGS[2:]]
+        objectives = [n for n in names() if get(n).agg == agg]
+        rows.append((f"`{agg}`", *cells, _list(objectives)))
+    columns = ("aggregation", "one length", "different lengths", "objectives with it")
+    return table(columns, rows)
+
+
+def kl_terms() -> str:
+    """Each KL estimator in each of the places where it may stand."""
+    rows = []
+    for name in kl.ESTIMATORS:
+        for use in USES:
+            answer = maximizes(name, kind=f"kl-{use}").answers[-1]
+            rows.append((f"`{name}`", WHERE[use], _words(answer)))
+    return table(("term", "where it stands", "its expected gradient"), rows)
+
+
+def _by_setting(result: Maximization) -> dict[tuple[str, ...], Answer]:
+    """Return the answer of each setting."""
+    return {answer.setting: answer for answer in result.answers}
+
+
+def _words(answer: Answer | None) -> str:
+    """Return an answer as a cell of a table."""
+    if answer is None:
+        return "refused"
+    words = answer.words().removeprefix("that of ").replace("it is 0", "0")
+    if answer.factors and not answer.terms:
+        factors = ", ".join(f"{x:.3g} at {p:g}" for p, x in answer.factors.items())
+        words += f" ({factors})"
+    return words
+
+
+def _list(objectives: list[str]) -> str:
+    """Return names as code."""
+    return ", ".join(f"`{name}`" for name in objectives)
