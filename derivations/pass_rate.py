@@ -21,6 +21,7 @@ from upref import advantages
 
 p = symbols("p", positive=True)
 SIZES = (2, 3, 4, 5)
+HALF = Rational(1, 2)
 
 
 def advantage(name, k, G):
@@ -87,7 +88,7 @@ def difference_from_code(name, G):
     return largest
 
 
-def main(claims=claims, smallest_at=Rational(1, 2)):
+def main(claims=claims, smallest_at=HALF):
     for G in SIZES:
         for name, claim in claims(G).items():
             apart = simplify(factor(name, G) - claim)
