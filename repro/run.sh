@@ -3,6 +3,7 @@
 # repro/run.sh OBJECTIVE [SCALE] [OVERRIDES...]      Needs only Python 3.11 to 3.13; makes .venv in the checkout on first use.
 #
 #   mini         train the objective and its baseline, tiny, on this CPU, and report
+#   lm           train SmolLM2-135M-Instruct, a pretrained language model that pip brings, on two-digit addition, on this CPU
 #   reference    prove it, hold it against verl's and TRL's real losses, draw its maps
 #   trl          train Qwen2.5-0.5B-Instruct on GSM8K in TRL beside DAPO, on one GPU of 12 GB (--tiny: on this CPU)
 #   smoke, cpu   verl's own trainer with vLLM rollouts on the CPU, a tiny model; cpu takes the path of the GPU scales
@@ -14,13 +15,13 @@
 # Without a SCALE: the largest that this machine's GPUs or its Ray cluster's carry, and why; mini where there is none.
 # GPUs and driver are looked at before anything is installed; what they cannot carry is refused in one sentence.
 # OVERRIDES are name=value of the scale, for example: repro/run.sh up_dapo mini steps=50
-# mini and trl compare with another objective by --against: repro/run.sh my_objective mini --against dapo
+# mini, lm and trl compare with another objective by --against: repro/run.sh my_objective mini --against dapo
 # Exit status: 0 all well, 1 something differs or failed, 2 could not run, 75 died after a checkpoint, 130 or 143
 # interrupted (in these three cases the same command continues the run).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ $# -eq 0 || $1 == -* ]]; then
-    echo "usage: repro/run.sh OBJECTIVE [mini|reference|smoke|trl|gpu1|gpu8|paper] [name=value...], for example: repro/run.sh up_dapo (all: .venv/bin/upref list)" >&2
+    echo "usage: repro/run.sh OBJECTIVE [mini|lm|reference|smoke|trl|gpu1|gpu8|paper] [name=value...], for example: repro/run.sh up_dapo (all: .venv/bin/upref list)" >&2
     exit 2
 fi
 objective=$1 scale=
@@ -31,7 +32,7 @@ if [[ $# -gt 0 && $1 != *=* && $1 != -* ]]; then
 fi
 if [[ -z $scale && -z ${RAY_ADDRESS-} ]] && ! nvidia-smi -L 2>/dev/null | grep -q GPU; then
     scale=mini
-    echo "mini: no NVIDIA GPU is visible here (other scales without one: reference, smoke; with one: trl, gpu1, gpu8, paper)."
+    echo "mini: no NVIDIA GPU is visible here (other scales without one: lm, reference, smoke; with one: trl, gpu1, gpu8, paper)."
 fi
 if [[ -n ${UPREF_PYTHON-} ]]; then
     absent='(p for p in ("torch", "verl", "omegaconf") if not importlib.util.find_spec(p))'
@@ -39,7 +40,7 @@ if [[ -n ${UPREF_PYTHON-} ]]; then
     [[ -z $lacks ]] || { echo "run.sh: UPREF_PYTHON=$UPREF_PYTHON lacks $lacks: name the Python that has verl and vLLM, or leave it out." >&2 && exit 2; }
 fi
 parts=
-if [[ -z ${UPREF_PYTHON-} && $scale != @(mini|reference|smoke|cpu) ]]; then # GPUs and driver, before an install of 11 GB
+if [[ -z ${UPREF_PYTHON-} && $scale != @(mini|lm|reference|smoke|cpu) ]]; then # GPUs and driver, before an install of 11 GB
     gpu=gpu && [[ $scale != trl ]] || gpu=
     python=$(repro/venv.sh which $gpu) || exit $?
     chosen=$("$python" -B -m repro.with_verl.machine.ladder "$objective" "$scale" "$@") || exit $?
@@ -50,6 +51,12 @@ case $scale in
     mini)
         repro/venv.sh mini
         exec .venv/bin/python -m repro.mini.compare "$objective" "$@"
+        ;;
+    lm) # memory and disk, before an install of 2 GB
+        python=$(repro/venv.sh which) || exit $?
+        "$python" -B -m repro.lm.room || exit $?
+        repro/venv.sh lm
+        exec .venv/bin/python -m repro.lm "$objective" "$@"
         ;;
     reference)
         [[ $# -eq 0 ]] || { echo "run.sh: the reference has no settings to change, got '$*'." >&2 && exit 2; }

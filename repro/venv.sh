@@ -4,7 +4,7 @@
 #
 #   repro/venv.sh                upref (editable) with its test and dev tools
 #   repro/venv.sh mini verl      the same, with any of mini (the miniature's models), verl and trl (their losses on a CPU),
-#                                docs (what builds the site), smoke (verl's trainer and vLLM, CPU builds)
+#                                lm (a pretrained language model), docs (what builds the site), smoke (verl's trainer and vLLM, CPU builds)
 #   repro/venv.sh gpu            another one, .venv-gpu: upref, verl's trainer and vLLM for CUDA, which need another torch
 #   repro/venv.sh gpu flash      the same with flash-attn, which all paper scales and gpu8 need
 #   repro/venv.sh gpu megatron   the same with Megatron too, which paper_gspo needs
@@ -35,10 +35,10 @@ trap 'stop terminated 143' TERM
 
 for part in "$@"; do
     case $part in
-        mini | verl | trl | docs | smoke) [[ $1 != gpu ]] || die "gpu is an environment of its own: ask for it alone, or with flash or megatron." ;;
+        mini | lm | verl | trl | docs | smoke) [[ $1 != gpu ]] || die "gpu is an environment of its own: ask for it alone, or with flash or megatron." ;;
         gpu) [[ $1 == gpu ]] || die "gpu is an environment of its own: ask for it alone, or first of gpu, flash, megatron." ;;
         flash | megatron) [[ $1 == gpu ]] || die "$part is for .venv-gpu: repro/venv.sh gpu $part." ;;
-        *) die "knows mini, verl, trl, docs, smoke, gpu, flash and megatron, not '$part'." ;;
+        *) die "knows mini, lm, verl, trl, docs, smoke, gpu, flash and megatron, not '$part'." ;;
     esac
 done
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save_file
 from torch import Tensor
 
 from upref.errors import InputError
@@ -90,17 +90,8 @@ def publish(folder: Path, write: Callable[[Path], None], **facts) -> None:
         draft.mkdir(parents=True)
         try:
             write(draft)
-        except (
-            RuntimeError,
-            SafetensorError,
-        ) as e:  # how torch and safetensors say that the disk is full
-            said = str(e).splitlines()[0]
-            full = (
-                "unexpected pos" in said or "os error 28" in said or "iostream" in said
-            )
-            raise OSError(
-                ENOSPC, os.strerror(ENOSPC) if full else said, str(folder)
-            ) from e
+        except (RuntimeError, SafetensorError) as e:
+            raise _disk_error(e, folder) from e
         digests = {p.name: sha256(p) for p in sorted(draft.iterdir())}
         (draft / PROVENANCE).write_text(
             json.dumps(facts | {"sha256": digests}, indent=1) + "\n"
@@ -112,6 +103,13 @@ def publish(folder: Path, write: Callable[[Path], None], **facts) -> None:
         flush(folder.parent)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _disk_error(e: Exception, path: Path) -> OSError:
+    """What torch and safetensors raise where the disk is full, as an OSError."""
+    said = str(e).splitlines()[0]
+    full = "unexpected pos" in said or "os error 28" in said or "iostream" in said
+    return OSError(ENOSPC, os.strerror(ENOSPC) if full else said, str(path))
 
 
 def checked(folder: Path) -> dict[str, Any]:
@@ -150,7 +148,8 @@ def facts_digest(facts: dict[str, Any]) -> str:
 
 
 def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with path.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def save_tree(path: Path, tree: Any) -> None:
@@ -163,9 +162,17 @@ def save_tree(path: Path, tree: Any) -> None:
     """
     tensors: dict[str, Tensor] = {}
     plain = json.dumps(_plain(tree, tensors))
-    write_atomically(
-        path, save(tensors, {"tree": plain, "digest": _digest_of_tree(plain, tensors)})
-    )
+    facts = {"tree": plain, "digest": _digest_of_tree(plain, tensors)}
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file(tensors, draft, facts)
+        flush(draft)
+        draft.rename(path)
+        flush(path.parent)
+    except SafetensorError as e:
+        raise _disk_error(e, path) from e
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def load_tree(path: Path) -> Any:
@@ -206,7 +213,13 @@ def _digest_of_tree(plain: str, tensors: dict[str, Tensor]) -> str:
 
 def _plain(x: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(x, Tensor):
-        tensors[name := str(len(tensors))] = x.detach().clone().contiguous()
+        x = x.detach().cpu()
+        # a file cannot hold two tensors that share memory; gigabytes are not copied
+        shared = {y.data_ptr() for y in tensors.values()}
+        alone = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
+        if not alone or x.data_ptr() in shared:
+            x = x.clone(memory_format=torch.contiguous_format)
+        tensors[name := str(len(tensors))] = x
         return {"tensor": name}
     if isinstance(x, dict):
         return {"dict": [[k, _plain(v, tensors)] for k, v in x.items()]}

@@ -28,7 +28,7 @@ upgrade=() && [[ ${1-} != --upgrade ]] || upgrade=(--upgrade)
 base=(base.in ../../pyproject.toml --extra test --extra dev)
 cpu=(--universal --excludes cpu-excludes.txt)
 hashes=()
-resolve constraints "${base[@]}" verl.in trl.in docs.in "${cpu[@]}" "${upgrade[@]}"
+resolve constraints "${base[@]}" verl.in trl.in docs.in lm.in "${cpu[@]}" "${upgrade[@]}"
 hashes=(--generate-hashes)
 resolve torch torch.in --universal -c constraints.txt "${upgrade[@]}"
 torch=$(sed -nE 's/^(torch==[^ ]+).*/\1/p' constraints.txt)
@@ -38,7 +38,7 @@ grep -q "^$torch+cpu " torch-cpu.txt || {
 }
 part=("${cpu[@]}" -c constraints.txt --no-emit-package torch --offline) # torch comes first; all was just looked up
 resolve base "${base[@]}" "${part[@]}"
-for name in mini verl trl docs; do resolve $name $name.in "${part[@]}"; done
+for name in mini verl trl docs lm; do resolve $name $name.in "${part[@]}"; done
 resolve release release.in --universal "${upgrade[@]}"
 resolve smoke smoke.in --excludes smoke-excludes.txt --universal "${upgrade[@]}"
 resolve gpu gpu.in ../../pyproject.toml --python-platform x86_64-unknown-linux-gnu "${upgrade[@]}"

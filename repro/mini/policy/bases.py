@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from repro.mini import files, provenance, tasks
-from repro.mini.policy import evals, models
+from repro.mini.policy import evals, models, smollm2
 from repro.mini.policy.sample import sample
 from repro.mini.policy.tokens import tokenizer
 from upref import logprobs
@@ -47,6 +47,13 @@ RECIPES = {
 }
 
 
+def folder_of(name: str) -> Path:
+    """Where the base of that name is, or the folder of that name."""
+    if name == smollm2.NAME:
+        return smollm2.folder()
+    return ROOT / name if (ROOT / name).exists() else Path(name)
+
+
 def load(name: str, task_name: str) -> PreTrainedModel:
     """The base of that name, or the policy of any folder; its checksums are verified
     where it has some.
@@ -54,7 +61,7 @@ def load(name: str, task_name: str) -> PreTrainedModel:
     Raises InputError if there is none, if a file is damaged, and if it was made for
     another task.
     """
-    folder = ROOT / name if (ROOT / name).exists() else Path(name)
+    folder = folder_of(name)
     if not (folder / "config.json").is_file():
         have = ", ".join(sorted(p.name for p in ROOT.glob("*") if p.is_dir()))
         raise InputError(
@@ -64,14 +71,26 @@ def load(name: str, task_name: str) -> PreTrainedModel:
         try:
             made_for = files.checked(folder).get("recipe", {}).get("task", task_name)
         except InputError as e:
-            raise InputError(
-                f"{e} Restore it with git, or rebuild it: python -m repro.mini.policy.bases {name}."
-            ) from e
+            again = (
+                f"Remove {folder}, and it is made anew"
+                if name == smollm2.NAME
+                else f"Restore it with git, or rebuild it: python -m repro.mini.policy.bases {name}"
+            )
+            raise InputError(f"{e} {again}.") from e
         if made_for != task_name:
             raise InputError(
                 f"base {name!r} was made for task {made_for!r}, not {task_name!r}."
             )
     return models.load(folder, tasks.get(task_name))
+
+
+def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
+    """That of a base whose task has the tokens of another model."""
+    folder = folder_of(name)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as e:
+        raise InputError(f"{folder} has no tokenizer that can be loaded: {e}.") from e
 
 
 def build(recipe: Recipe, say=print) -> PreTrainedModel:

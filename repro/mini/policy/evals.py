@@ -17,7 +17,7 @@ def tables(model, task: Task, problems, k: int, top_p: float, g: torch.Generator
     answer, int [P, k].
     """
     right, said = [], []
-    for part in problems.split(CHUNK):
+    for part in problems.to(torch.get_default_device()).split(CHUNK):
         samples = sample(
             model,
             models.inputs(task, part),
@@ -26,11 +26,12 @@ def tables(model, task: Task, problems, k: int, top_p: float, g: torch.Generator
             g,
             top_p=top_p,
             keep=False,
+            end=task.end,
         )
         verdict = task.verify(part.repeat_interleave(k, 0), samples.tokens)
         right.append(verdict.reward.bool().view(-1, k))
         said.append(verdict.answer.view(-1, k))
-    return torch.cat(right), torch.cat(said)
+    return torch.cat(right).cpu(), torch.cat(said).cpu()
 
 
 def scores(correct, answers) -> dict[str, float | int]:

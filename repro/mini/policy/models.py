@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies are transformers' own classes with tiny configs: a task's problems go in,
-logits come out.
+"""Policies are transformers' own classes: a task's problems go in, logits come out.
 
-The paper's three architectures: Qwen3 (dense), Qwen3-MoE (8 experts, 2 of them per
-token) and Qwen3-VL (with pictures).
+With tiny configs, the paper's three architectures: Qwen3 (dense), Qwen3-MoE (8 experts,
+2 of them per token) and Qwen3-VL (with pictures). From outside, Llama, of which
+SmolLM2 is one.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from repro.mini.policy import packed
 from repro.mini.tasks import BOS, EOS, PAD, Task
@@ -67,14 +67,17 @@ CLASSES = {
     "qwen3": transformers.Qwen3ForCausalLM,
     "qwen3_moe": transformers.Qwen3MoeForCausalLM,
     "qwen3_vl": transformers.Qwen3VLForConditionalGeneration,
+    "llama": transformers.LlamaForCausalLM,
 }
 
 
 def new(kind: str, task: Task, seed: int = 0) -> PreTrainedModel:
     """An untrained policy for the task's vocabulary; kind is a name of CLASSES."""
     torch.manual_seed(seed)
-    words = {"vocab_size": len(task.words), "tie_word_embeddings": True, **TOKENS}
-    if kind == "qwen3":
+    words = {"vocab_size": task.vocabulary, "tie_word_embeddings": True, **TOKENS}
+    if kind == "llama":
+        config = transformers.LlamaConfig(**SIZE, **words)
+    elif kind == "qwen3":
         config = transformers.Qwen3Config(**SIZE, **words)
     elif kind == "qwen3_moe":
         config = transformers.Qwen3MoeConfig(**SIZE, **EXPERTS, **words)
@@ -145,9 +148,10 @@ class Reader:
 
     def read(self, after: Tensor, tokens: Tensor) -> Tensor:
         keep_rows(self.model, self.cache, after)
-        return self.model(
+        read = self.model(
             input_ids=tokens[:, None], past_key_values=self.cache, use_cache=True
-        ).logits[:, -1]
+        )
+        return read.logits[:, -1].float()
 
 
 def read_prompts(
@@ -171,13 +175,17 @@ def read_prompts(
             "image_grid_thw": torch.tensor([[1, side, side]]).expand(len(pixels), 3),
             "mm_token_type_ids": (ids == model.config.image_token_id).int(),
         }
-    logits = model(
-        input_ids=ids,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-        **pictures,
-    ).logits[:, -1]
+    logits = (
+        model(
+            input_ids=ids,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **pictures,
+        )
+        .logits[:, -1]
+        .float()
+    )
     keep_rows(model, cache, of)
     return logits.index_select(0, of), cache
 
@@ -211,25 +219,18 @@ def padded_logits(
     padding.
     """
     length = tokens.shape[1]
-    # short prompts: to read them again is faster than to share them
-    if "pictures" not in prompts:
+    # tiny weights, short prompts: to read them again is faster than to share them
+    if "pictures" not in prompts and model.config.model_type != "llama":
         ids = torch.cat([prompts["input_ids"][of], tokens[:, :-1]], 1)
         return model(input_ids=ids, use_cache=False, logits_to_keep=length).logits
     first, cache = read_prompts(model, prompts, of)
     if length == 1:
         return first[:, None]
-    return torch.cat(
-        [
-            first[:, None],
-            model(
-                input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True
-            ).logits,
-        ],
-        1,
-    )
+    rest = model(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True)
+    return torch.cat([first[:, None], rest.logits.float()], 1)
 
 
-def save(folder: Path, model: PreTrainedModel, words: PreTrainedTokenizerFast) -> None:
+def save(folder: Path, model: PreTrainedModel, words: PreTrainedTokenizerBase) -> None:
     """An ordinary save_pretrained folder, which transformers and vLLM load; for
     pictures, the processor too.
     """
@@ -262,19 +263,28 @@ def load(folder: Path, task: Task) -> PreTrainedModel:
         model = CLASSES[kind].from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, SafetensorError) as e:
         raise InputError(f"{folder} is not a policy that can be loaded: {e}.") from e
-    if model.config.get_text_config().vocab_size != len(task.words):
+    if model.config.get_text_config().vocab_size != task.vocabulary:
         raise InputError(
             f"{folder} has another vocabulary than the task: choose a base that was made for it."
         )
     return ready(model)
 
 
-def deterministic() -> None:
-    """One thread and deterministic algorithms: the same numbers to the bit on the same
-    machine. And memory kept.
+def precision(name: str) -> torch.autocast:
+    """The context of forward passes in float32 or bfloat16; weights are float32.
+
+    It ends before the weights change: autocast keeps their copies.
+    """
+    device = torch.get_default_device().type
+    return torch.autocast(device, torch.bfloat16, enabled=name == "bfloat16")
+
+
+def deterministic(threads: int = 1) -> None:
+    """So many threads and deterministic algorithms: the same numbers to the bit on the
+    same machine. And memory kept.
     """
     keep_memory()
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # a safety net that costs a tenth of the time
     transformers.utils.logging.disable_progress_bar()

@@ -16,8 +16,8 @@ from repro.mini.tasks import EOS, PAD, response_mask
 
 
 class Samples(NamedTuple):
-    tokens: Tensor  # int64 [N, T], <pad> after <eos>
-    mask: Tensor  # bool [N, T], True on the response, <eos> included
+    tokens: Tensor  # int64 [N, T], <pad> after the end
+    mask: Tensor  # bool [N, T], True on the response, its end included
     # float32 [S, V], what the policy said in each state it was in, before temperature
     # and top-p
     logits: Tensor
@@ -33,9 +33,10 @@ def sample(
     temperature: float = 1.0,
     top_p: float = 1.0,
     keep: bool = True,
+    end: int = EOS,
 ) -> Samples:
     """`responses` samples of at most `length` tokens for each prompt, those of one
-    prompt side by side.
+    prompt side by side; `end` ends a response.
 
     Without `keep` the policy's logits are forgotten.
     """
@@ -57,7 +58,7 @@ def sample(
             if keep:
                 at[going, t] = state + sum(map(len, said))
                 said.append(seen)
-            on = (drawn != EOS).nonzero()[:, 0]
+            on = (drawn != end).nonzero()[:, 0]
             if not len(on) or t == length - 1:
                 break
             going, (said_so_far, state) = (
@@ -66,7 +67,10 @@ def sample(
             )
             seen = reader.read(said_so_far // words, said_so_far % words)
     return Samples(
-        tokens, response_mask(tokens), torch.cat(said) if keep else torch.empty(0), at
+        tokens,
+        response_mask(tokens, end),
+        torch.cat(said) if keep else torch.empty(0),
+        at,
     )
 
 
@@ -77,7 +81,11 @@ def draw(p: Tensor, of: Tensor, generator: torch.Generator) -> Tensor:
     `multinomial` would draw V numbers for each.
     """
     up_to = p.double().cumsum(-1)[of]
-    u = torch.rand(len(of), 1, dtype=torch.float64, generator=generator) * up_to[:, -1:]
+    # on the CPU: the same numbers for every device
+    u = torch.rand(
+        len(of), 1, dtype=torch.float64, generator=generator, device="cpu"
+    ).to(p.device)
+    u = u * up_to[:, -1:]
     return torch.searchsorted(up_to, u, right=True)[:, 0].clamp(max=p.shape[-1] - 1)
 
 

@@ -6,7 +6,8 @@ problems(split, n, seed)     int64 [n, K], one row a problem; split is "train", 
                              "train" is ever one of another split
 prompts(problems)            token ids [n, P]
 pictures(problems)           pixels [n, 3, H, W], or None where the task has none
-demonstrations(n, style, generator)   problems [n, K] and responses [n, T], padded, to start a base policy from
+demonstrations(n, style, generator)   problems [n, K] and responses [n, T], padded, to start a base policy from; only
+                             of the TASKS, whose bases are trained here
 verify(problems, tokens)     reward 0 or 1, whether the answer is well-formed, and the answer that votes
 """
 
@@ -22,6 +23,8 @@ PAD, EOS, BOS = 0, 1, 2
 SPECIAL = ("<pad>", "<eos>", "<bos>")
 NO_ANSWER = -1
 TASKS = ("countdown", "chain", "geometry")
+# in the tokens of a model that has learned language elsewhere
+OF_SMOLLM2 = ("addition",)
 
 
 class Verdict(NamedTuple):
@@ -31,7 +34,9 @@ class Verdict(NamedTuple):
 
 
 class Task(Protocol):
-    words: tuple[str, ...]  # the vocabulary: token i is words[i]
+    words: tuple[str, ...]  # token i is words[i]; () where another model has them
+    vocabulary: int  # how many tokens there are
+    end: int  # the token that ends a response
     prompt_length: int  # P
     response_length: int  # T, <eos> included
     levels: tuple[str, ...]  # names of the held-out sets by difficulty
@@ -47,16 +52,17 @@ class Task(Protocol):
 
 def get(name: str) -> Task:
     """The task of that name. Raises InputError if there is none."""
-    if name not in TASKS:
+    names = TASKS + OF_SMOLLM2
+    if name not in names:
         raise InputError(
-            f"there is no task named {name!r}: choose one of {', '.join(TASKS)}."
+            f"there is no task named {name!r}: choose one of {', '.join(names)}."
         )
     return importlib.import_module(f"repro.mini.tasks.{name}").task
 
 
-def response_mask(tokens: Tensor) -> Tensor:
-    """True up to and including the first <eos>; everywhere if there is none."""
-    ended = tokens == EOS
+def response_mask(tokens: Tensor, end: int = EOS) -> Tensor:
+    """True up to and including the first `end`; everywhere if there is none."""
+    ended = tokens == end
     return ended.cumsum(1) - ended.long() == 0
 
 

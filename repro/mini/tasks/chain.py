@@ -25,6 +25,7 @@ MISTAKE = 0.5
 
 class Chain:
     words = (*SPECIAL, *map(str, range(10)), "+", "-", "=", ";")
+    vocabulary, end = len(words), EOS
     prompt_length = 1 + 3 * TERMS
     response_length = 3 * (TERMS - 1)
     levels = ("two_terms", "three_terms", "four_terms")

@@ -37,6 +37,7 @@ def combine(a: Tensor, op: Tensor, b: Tensor) -> Tensor:
 
 class Countdown:
     words = (*SPECIAL, *map(str, range(TOP + 1)), "+", "-", "*", "T")
+    vocabulary, end = len(words), EOS
     prompt_length = NUMBERS + 3
     response_length = 4 * STEPS + 1
     # the fewest steps that reach the target

@@ -32,6 +32,7 @@ class Geometry:
         *("area", "perimeter", "sum", "difference"),
         *("<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>"),
     )
+    vocabulary, end = len(words), EOS
     prompt_length = 1 + 2 + IMAGE_TOKENS + 2
     response_length = 4
     levels = ("area", "perimeter")

@@ -35,8 +35,11 @@ FINAL = ("settings.json", *LOGS, "seen.npz")
 class Run:
     def __init__(self, s: Settings):
         self.s, self.task, self.objective = s, tasks.get(s.task), s.target()
-        self.base = bases.load(s.base, s.task)
+        self.base = bases.load(s.base, s.task).to(torch.get_default_device())
         self.policy = copy.deepcopy(self.base)
+        self.tokenizer = (
+            tokenizer(self.task) if self.task.words else bases.tokenizer_of(s.base)
+        )
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(),
             lr=s.lr,
@@ -143,7 +146,7 @@ def save(run: Run, out: Path, logs: dict[str, files.Log]) -> None:
     }
 
     def write(folder: Path) -> None:
-        models.save(folder, run.policy, tokenizer(run.task))
+        models.save(folder, run.policy, run.tokenizer)
         files.save_tree(folder / TRAINER, trainer)
 
     files.publish(out / "checkpoints" / f"step-{run.step}", write, step=run.step)

@@ -6,6 +6,7 @@ one sentence on errors.
 import argparse
 import ast
 import sys
+import time
 import traceback
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -126,6 +127,8 @@ class Live:
         )
         self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
         self.task = self.bar.add_task(s.objective, total=s.steps, now="")
+        self.start = time.monotonic()
+        self.first = 0  # the first step of this process; 0 before it ends
 
     def __enter__(self):
         self.bar.start()
@@ -139,7 +142,16 @@ class Live:
     def watch(self, step: int, numbers: dict) -> None:
         for tracker in self.trackers:
             tracker.update()
+        self.first = self.first or step
         now = SHOWN.format(**numbers)
         self.bar.update(self.task, completed=step, now=now)
         if self.bar.disable and (step % max(1, self.s.steps // 10) == 0):
-            self.say(f"{self.s.objective} step {step} of {self.s.steps}: {now}")
+            self.say(
+                f"{self.s.objective} step {step} of {self.s.steps}: {now}{self.left(step)}"
+            )
+
+    def left(self, step: int) -> str:
+        """How long the rest takes, where that is minutes: by the steps of this process."""
+        each = (time.monotonic() - self.start) / (step - self.first + 1)
+        minutes = each * (self.s.steps - step) / 60
+        return f"  about {minutes:.0f} minutes left" if minutes >= 1 else ""

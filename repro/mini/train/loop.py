@@ -11,6 +11,7 @@ non-finite loss or gradient, 2 could not run, 130 interrupted (the same command 
 on).
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -29,22 +30,41 @@ from repro.mini.train.checkpoint import (
 )
 from repro.mini.train.failed_minibatch import NotFinite, keep_minibatch, load_minibatch
 from repro.mini.train.measure import Tally, entropy, kl
+from repro.mini.train.recorder import Recorder
 from repro.mini.train.rollout import Batch, rollout, spread
 from repro.mini.train.settings import Settings
 from upref import Totals
 from upref.errors import InputError
 
 
-def train(s: Settings, out: Path, watch=lambda *_: None, say=print) -> None:
+def train(
+    s: Settings,
+    out: Path,
+    watch=lambda *_: None,
+    say=print,
+    threads: int = 1,
+    device: str = "cpu",
+) -> None:
     """Train by the settings, into the folder `out`; `watch(step, numbers)` is called
     after every step.
 
-    Raises InputError on what no run can start from and NotFinite where a run cannot go
-    on.
+    The same numbers to the bit need the same machine and as many threads; a GPU rounds
+    as it likes.
+
+    Raises InputError on what no run can start from, NotFinite where a run cannot go on
+    and ParityError where a recorded step is not the objective's.
     """
-    models.deterministic()
-    with files.alone(out, "another process that trains"):
+    if device == "cpu":
+        models.deterministic(threads)
+    with files.alone(out, "another process that trains"), default_device(device):
         _train(s, out, watch, say)
+
+
+def default_device(device: str) -> AbstractContextManager:
+    """Where new tensors are; on the CPU they are there already, and the context costs
+    time.
+    """
+    return nullcontext() if device == "cpu" else torch.device(device)
 
 
 def _train(s: Settings, out: Path, watch, say) -> None:
@@ -94,7 +114,7 @@ def one_step(run: Run, problems: Tensor, out: Path) -> dict:
     s = run.s
     for group in run.optimizer.param_groups:
         group["lr"] = s.lr * min(1.0, (run.step + 1) / (s.warmup + 1))
-    with run.clock("sample"):
+    with run.clock("sample"), models.precision(s.precision):
         batch = rollout(run.sampler(), run.task, problems, s, run.step)
     with run.clock("score"), torch.no_grad():
         # the base's opinion of every response if the objective reads it, else of those
@@ -103,7 +123,14 @@ def one_step(run: Run, problems: Tensor, out: Path) -> dict:
             len(batch.tokens) if s.beta else max(1, s.prompts // 4) * s.responses
         )
         tokens, mask = batch.tokens[some], batch.mask[some]
-        base = log_probs(run.base, batch.prompts_of(some), tokens, mask, s.temperature)
+        base = log_probs(
+            run.base,
+            batch.prompts_of(some),
+            tokens,
+            mask,
+            s.temperature,
+            s.precision,
+        )
         kl_base = (
             kl(batch.log_probs[batch.state[some][mask]], base).double().mean().item()
         )
@@ -116,20 +143,28 @@ def one_step(run: Run, problems: Tensor, out: Path) -> dict:
                 batch.tokens,
                 batch.mask,
                 s.temperature,
+                s.precision,
             )
             batch.logp = spread(of_tokens(now, batch.tokens[batch.mask]), batch.mask)
     tally = Tally(batch.tokens.shape[1])
+    recorder = (
+        Recorder(run, batch, out)
+        if s.record_every and run.step % s.record_every == 0
+        else None
+    )
     with run.clock("update"):
         for epoch in range(s.epochs):
             order = torch.randperm(
-                s.prompts, generator=tasks.generator("shuffle", s.seed, run.step, epoch)
-            )
+                s.prompts,
+                generator=tasks.generator("shuffle", s.seed, run.step, epoch),
+                device="cpu",
+            ).to(torch.get_default_device())
             for number, groups in enumerate(order.view(s.minibatches, -1)):
                 rows = (
                     groups[:, None] * s.responses + torch.arange(s.responses)
                 ).flatten()
                 try:
-                    update(run, batch, ref, rows, tally)
+                    update(run, batch, ref, rows, tally, recorder)
                 except NotFinite as e:
                     raise NotFinite(
                         keep_minibatch(
@@ -143,6 +178,8 @@ def one_step(run: Run, problems: Tensor, out: Path) -> dict:
                         )
                     ) from e
         numbers = tally.numbers(run.objective, s.hyperparameters())
+        if recorder is not None:
+            numbers |= recorder.numbers()
     if run.step % max(1, s.steps // 20) == 0 and sum(map(len, run.seen)) < MOST_SEEN:
         run.seen.append(tally.last())
     lr = run.optimizer.param_groups[0]["lr"]
@@ -150,12 +187,17 @@ def one_step(run: Run, problems: Tensor, out: Path) -> dict:
 
 
 def update(
-    run: Run, batch: Batch, ref: Tensor | None, rows: Tensor, tally: Tally
+    run: Run,
+    batch: Batch,
+    ref: Tensor | None,
+    rows: Tensor,
+    tally: Tally,
+    recorder: Recorder | None = None,
 ) -> None:
     """One gradient step on one minibatch.
 
     A response with advantage 0 has no gradient (unless a KL term, a bonus, a penalty or
-    its group gives it one): it is counted, but not computed.
+    its group gives it one): it is counted, but not computed, unless it is recorded.
     """
     s = run.s
     totals = Totals.of_lengths(batch.mask[rows].sum(1), batch.group[rows])
@@ -164,6 +206,7 @@ def update(
         or s.entropy_bonus
         or run.objective.scale_exception
         or run.objective.batch_coupled
+        or recorder is not None
     )
     alive = torch.ones(len(rows), dtype=torch.bool) if every else batch.adv[rows] != 0
     alive[0] |= not alive.any()  # nothing to learn from still moves Adam's averages
@@ -174,7 +217,9 @@ def update(
     )
     A = batch.adv[rows, None]
 
-    all_lp = log_probs(run.policy, batch.prompts_of(rows), tokens, mask, s.temperature)
+    all_lp = log_probs(
+        run.policy, batch.prompts_of(rows), tokens, mask, s.temperature, s.precision
+    )
     lp = spread(of_tokens(all_lp, tokens[mask]), mask)
     H = (
         spread(entropy(all_lp.detach()), mask)
@@ -189,7 +234,12 @@ def update(
         J = J + s.entropy_bonus * entropy(all_lp).mean()
 
     run.optimizer.zero_grad()
-    (-J).backward()
+    loss = -J
+    if recorder is not None:
+        recorder.begin(rows, lp, loss, entropy(all_lp.detach()), totals)
+    loss.backward()
+    if recorder is not None:
+        recorder.end()
     norm = torch.nn.utils.clip_grad_norm_(run.policy.parameters(), s.grad_clip).item()
     if not (np.isfinite(J.item()) and np.isfinite(norm)):
         raise NotFinite(f"loss {-J.item()}, gradient norm {norm}")
@@ -204,11 +254,12 @@ def log_probs(
     tokens: Tensor,
     mask: Tensor,
     temperature: float,
+    precision: str = "float32",
 ):
     """Of every word, where the responses' tokens stand: [mask.sum(), V]."""
-    return (
-        models.response_logits(policy, *prompts, tokens, mask) / temperature
-    ).log_softmax(-1)
+    with models.precision(precision):
+        logits = models.response_logits(policy, *prompts, tokens, mask)
+    return (logits / temperature).log_softmax(-1)
 
 
 def of_tokens(log_probs: Tensor, tokens: Tensor) -> Tensor:
@@ -230,9 +281,10 @@ def evaluate(run: Run, logs: dict[str, files.Log]) -> None:
         for name, top_p in evaluations(run):
             problems = run.task.problems(name, s.eval_problems, seed=s.eval_seed)
             g = tasks.generator("eval", s.seed, run.step, name)
-            right, said = evals.tables(
-                run.policy, run.task, problems, s.eval_samples, top_p, g
-            )
+            with models.precision(s.precision):
+                right, said = evals.tables(
+                    run.policy, run.task, problems, s.eval_samples, top_p, g
+                )
             where = {
                 "step": run.step,
                 "set": name,
@@ -243,6 +295,8 @@ def evaluate(run: Run, logs: dict[str, files.Log]) -> None:
                 if s.lean_eval and end
                 else {}
             )
+            if s.keep_answers:
+                more |= {"said": said.tolist(), "right": right.int().tolist()}
             logs["evals"].add(where | evals.scores(right, said) | more)
 
 

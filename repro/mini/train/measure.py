@@ -51,9 +51,10 @@ class Tally:
     def last(self) -> np.ndarray:
         """Of the last minibatch's tokens: π_old(o_t), π_θ(o_t), A, [n, 3]."""
         lp, lp_old, A, mask = self.rows[-1]
-        return torch.stack(
+        seen = torch.stack(
             [lp_old.exp()[mask], lp.exp()[mask], A.expand_as(mask)[mask]], 1
-        ).numpy()
+        )
+        return seen.cpu().numpy()
 
     def numbers(self, objective: Objective, hp: dict) -> dict[str, float | list[float]]:
         lp, lp_old, A, mask = (torch.cat(x) for x in zip(*self.rows, strict=True))
@@ -68,7 +69,7 @@ class Tally:
             "kl_old": self.kl[0] / self.kl[1],
             "grad_norm": float(np.mean(self.norms)),
             "grad_norm_max": max(self.norms),
-            "ratio_q": ratios.quantile(QUANTILES).tolist(),
+            "ratio_q": ratios.quantile(QUANTILES.to(ratios.device)).tolist(),
             **{ours: found[theirs] for ours, theirs in CLIPS.items()},
             "loss": float(np.mean(self.losses)),
         }

@@ -34,6 +34,7 @@ class Batch:
     state: Tensor  # [B, T], the one of each token
     logp: Tensor  # [B, T] of π_old
     adv: Tensor  # [B]
+    reward: Tensor  # [B], of which the advantages were made
     group: Tensor  # [B]
     seen: dict[str, float]  # for steps.jsonl: over all that was sampled
 
@@ -51,7 +52,8 @@ def rollout(
     said: list[Tensor] = []
     for attempt in range(MOST_ROUNDS if s.dynamic_sampling else 1):
         g = generator("rollout", s.seed, step, attempt)
-        drawn = problems[torch.randperm(len(problems), generator=g)[: s.prompts]]
+        order = torch.randperm(len(problems), generator=g, device="cpu")
+        drawn = problems[order[: s.prompts]].to(torch.get_default_device())
         tokens, mask, logits, state = sample(
             policy,
             models.inputs(task, drawn),
@@ -59,6 +61,7 @@ def rollout(
             task.response_length,
             g,
             s.temperature,
+            end=task.end,
         )
         said.append((logits / s.temperature).log_softmax(-1))
         verdict = task.verify(drawn.repeat_interleave(s.responses, 0), tokens)
@@ -108,6 +111,7 @@ def rollout(
         state,
         log_probs[state, tokens].where(mask, 0.0),
         advantages.get(s.advantages or s.target().adv)(rewards, group),
+        rewards,
         group,
         {
             "reward": right.mean().item(),

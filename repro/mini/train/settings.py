@@ -23,6 +23,9 @@ LATER = {
     "entropy_bonus": 0.0,
     "decodings": (),
     "eval_seed": 0,
+    "precision": "float32",
+    "record_every": 0,
+    "keep_answers": False,
 }
 
 
@@ -73,6 +76,13 @@ class Settings:
     # if any: each evaluation of the trained policy is the test set by these top-p
     decodings: tuple[float, ...] = ()
     eval_seed: int = 0  # which draw of the held-out problems
+    # of the forward passes; "bfloat16": by autocast, weights and optimizer in float32
+    precision: str = "float32"
+    # the optimizer steps of every so manyth step are recorded and compared with the
+    # reference: recorder.py; 0: none
+    record_every: int = 0
+    # of each evaluation, every answer and whether it is right, [P][k]
+    keep_answers: bool = False
 
     def __post_init__(self):
         tasks.get(self.task)
@@ -120,6 +130,7 @@ class Settings:
             "checkpoint_every",
             "staleness",
             "entropy_bonus",
+            "record_every",
         ):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise InputError(
@@ -128,6 +139,14 @@ class Settings:
         if self.old_log_probs not in ("sampler", "recomputed"):
             raise InputError(
                 f"settings: old_log_probs must be sampler or recomputed, got {self.old_log_probs!r}."
+            )
+        if self.precision not in ("float32", "bfloat16"):
+            raise InputError(
+                f"settings: precision must be float32 or bfloat16, got {self.precision!r}."
+            )
+        if self.record_every and (self.beta or self.entropy_bonus):
+            raise InputError(
+                "settings: record_every is for an objective by itself: beta and entropy_bonus must be 0."
             )
         if not all(type(p) in (int, float) and 0 < p <= 1 for p in self.decodings):
             raise InputError(

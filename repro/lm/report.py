@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run of SmolLM2 shows: scores before and after with intervals, some answers,
+its figure, parity with the reference, and the replay of its recorded steps.
+"""
+
+import json
+from collections import Counter
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from repro.mini import tasks
+from repro.mini.compare import both
+from repro.mini.policy import evals
+from repro.mini.tasks import NO_ANSWER
+from repro.mini.train.recorder import FOLDER
+from repro.mini.train.settings import Settings
+from upref import metrics
+from upref.files import write_atomically
+from upref.replay import read_steps, replay
+from upref.weights.plots import PALETTE
+
+METRICS = {"avg": "Avg", "maj": "Maj", "best": "Best"}
+DECODINGS = {"t_1": "T = 1", "top_p_0.7": "top-p 0.7"}
+SHOWN = 4  # problems whose answers are shown
+CAUTION = (
+    "The intervals are of these problems: another draw of problems, from the same two policies. One seed "
+    "cannot tell what another run would give, and two objectives with one seed each are no comparison."
+)
+
+
+def write(runs: list[tuple[Settings, Path]], folder: Path) -> str:
+    """report.md and its figure, from what the runs left.
+
+    Args:
+        runs: settings and folder of each.
+        folder: where the report goes; it is made.
+
+    Returns:
+        The text.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    both(draw(runs), folder / "training")
+    parts = ["# SmolLM2-135M-Instruct, trained on two-digit addition\n"]
+    for s, run in runs:
+        parts += [
+            f"## {s.objective}\n",
+            table(s, run),
+            answers(s, run),
+            parity(run),
+            replayed(s, run),
+            spent(run),
+        ]
+    parts.append(CAUTION + "\n")
+    text = "\n".join(parts)
+    write_atomically(folder / "report.md", text)
+    return text
+
+
+def evaluations(run: Path) -> list[dict[str, Any]]:
+    return _lines(run / "evals.jsonl")
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def of_step(run: Path, step: int, decoding: str) -> dict[str, Any]:
+    """The evaluation of that step by that decoding."""
+    (found,) = (
+        e
+        for e in evaluations(run)
+        if e["step"] == step and e["set"] == "test" and e["decoding"] == decoding
+    )
+    return found
+
+
+def per_problem(evaluation: dict[str, Any], metric: str) -> np.ndarray:
+    """The metric of each problem, [P]."""
+    right = np.array(evaluation["right"], dtype=bool)
+    if metric == "avg":
+        return right.mean(1)
+    if metric == "best":
+        return right.any(1).astype(float)
+    said = np.array(evaluation["said"])
+    rows = zip(said, right, strict=True)
+    return np.array([evals.estimates(r[None], a[None])["maj"].value for a, r in rows])
+
+
+def table(s: Settings, run: Path) -> str:
+    """Scores before and after in points of 100, with 95 % intervals over problems."""
+    k, n = s.eval_samples, s.eval_problems
+    rows = [
+        f"{n} held-out problems, {k} answers each; points of 100 with 95 % intervals over problems.\n",
+        "| | before | after | after minus before |",
+        "|---|---|---|---|",
+    ]
+    for decoding, words in DECODINGS.items():
+        first, last = (of_step(run, step, decoding) for step in (0, s.steps))
+        for metric, name in METRICS.items():
+            x, y = (per_problem(e, metric) for e in (first, last))
+            before, after = (_estimate(metrics.Estimate.of(z)) for z in (x, y))
+            rows.append(
+                f"| {name}@{k}, {words} | {before} | {after} | {_difference(y - x)} |"
+            )
+    return "\n".join(rows) + "\n"
+
+
+def _estimate(e: metrics.Estimate) -> str:
+    return f"{100 * e.value:.1f} [{100 * e.low:.1f}, {100 * e.high:.1f}]"
+
+
+def _difference(d: np.ndarray) -> str:
+    """The mean of differences of the same problems, with a normal interval."""
+    half = 1.96 * d.std(ddof=1) / sqrt(len(d)) if len(d) > 1 else float("nan")
+    mean = d.mean()
+    return f"{100 * mean:+.1f} [{100 * (mean - half):+.1f}, {100 * (mean + half):+.1f}]"
+
+
+def answers(s: Settings, run: Path) -> str:
+    """What the first problems were answered before and after, at T = 1."""
+    task = tasks.get(s.task)
+    problems = task.problems("test", s.eval_problems, seed=s.eval_seed)[:SHOWN]
+    first, last = (of_step(run, step, "t_1") for step in (0, s.steps))
+    rows = [
+        "| problem | answers before, T = 1 | answers after, T = 1 |",
+        "|---|---|---|",
+    ]
+    for i, (a, b) in enumerate(problems.tolist()):
+        before, after = (_counted(e["said"][i], a + b) for e in (first, last))
+        rows.append(f"| {a} + {b} = | {before} | {after} |")
+    return "\n".join(rows) + "\n"
+
+
+def _counted(said: list[int], right: int) -> str:
+    """`**125** x 9, 115 x 4, no number x 3`; the right one in bold."""
+    parts = []
+    for answer, count in Counter(said).most_common():
+        words = "no number" if answer == NO_ANSWER else str(answer)
+        words = f"**{words}**" if answer == right else words
+        parts.append(f"{words} × {count}" if count > 1 else words)
+    return ", ".join(parts)
+
+
+def parity(run: Path) -> str:
+    steps = [line for line in _lines(run / "steps.jsonl") if "parity_of_bound" in line]
+    if not steps:
+        return ""
+    worst = max(line["parity_of_bound"] for line in steps)
+    largest = max(line["parity_max_abs"] for line in steps)
+    return (
+        f"Parity: loss and gradient of every recorded optimizer step agree with the float64 reference; "
+        f"the largest difference is {largest:.1e} of the largest weight, {worst:.2f} of what rounding allows.\n"
+    )
+
+
+def replayed(s: Settings, run: Path) -> str:
+    """What `upref replay` says of the recorded steps."""
+    folder = run / FOLDER
+    if not folder.exists():
+        return ""
+    found = replay(read_steps([folder]), s.target(), hp=s.hyperparameters())
+    return f"`upref replay` of the recorded steps:\n\n```text\n{found.text()}\n```\n"
+
+
+def spent(run: Path) -> str:
+    facts = json.loads((run / "done.json").read_text())
+    seconds = facts["seconds"]
+    parts = ", ".join(f"{k} {v:.0f}" for k, v in seconds.items() if k != "all")
+    machine = facts["machine"]
+    return (
+        f"Processor seconds: {seconds['all']:.0f} ({parts}), {machine['threads']} threads, {machine['cpu']}. "
+        f"Trained model: {_last_checkpoint(run)}\n"
+    )
+
+
+def _last_checkpoint(run: Path) -> str:
+    found = sorted(
+        (run / "checkpoints").glob("step-*"), key=lambda p: int(p.name.split("-")[1])
+    )
+    return str(found[-1]) if found else "removed"
+
+
+def draw(runs: list[tuple[Settings, Path]]) -> Figure:
+    """The share of right answers while it trains; scores before and after."""
+    fig = Figure(figsize=(9, 3.4), layout="constrained")
+    curve, bars = fig.subplots(1, 2)
+    for color, (s, run) in zip(PALETTE, runs, strict=False):
+        steps = _lines(run / "steps.jsonl")
+        x = [line["step"] + 1 for line in steps]
+        y = [100 * line["reward"] for line in steps]
+        curve.plot(x, y, color=color, label=s.objective)
+    curve.set_xlabel("step")
+    curve.set_ylabel("right answers of the step's samples, %")
+    curve.set_ylim(0, 100)
+    curve.legend(frameon=False)
+    s, run = runs[0]
+    labels = []
+    for i, (decoding, words) in enumerate(DECODINGS.items()):
+        for j, (metric, name) in enumerate(METRICS.items()):
+            at = i * (len(METRICS) + 0.7) + j
+            labels.append((at, f"{name}@{s.eval_samples}\n{words}"))
+            for offset, step, color in ((-0.2, 0, "0.7"), (0.2, s.steps, PALETTE[0])):
+                e = metrics.Estimate.of(
+                    per_problem(of_step(run, step, decoding), metric)
+                )
+                low, high = e.value - e.low, e.high - e.value
+                bars.bar(
+                    at + offset,
+                    100 * e.value,
+                    0.38,
+                    color=color,
+                    yerr=[[100 * low], [100 * high]],
+                    ecolor="0.3",
+                )
+    bars.set_xticks([at for at, _ in labels], [text for _, text in labels], fontsize=7)
+    bars.set_ylim(0, 100)
+    bars.set_title(
+        f"{s.objective}: before (gray) and after, 95 % intervals", fontsize=9
+    )
+    return fig
