@@ -51,13 +51,13 @@ SETTINGS: dict[str, Any] = {
     "eval_problems": 64,
     "eval_samples": 16,
     "keep_answers": True,
-    "checkpoint_every": 4,
+    "checkpoint_every": 2,
     "record_every": 8,
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = arguments().parse_args(argv)
+    args = arguments().parse_intermixed_args(argv)
     try:
         return said(lambda: work(args), "lm")
     except (NotFinite, ParityError) as e:

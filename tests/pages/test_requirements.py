@@ -69,6 +69,7 @@ CPU, SMOKE = ("cpu-excludes",), ("smoke-excludes",)
 # purpose
 TOGETHER = {
     "base": (("torch",), CPU), "mini": (("torch", "base"), CPU), "verl": (("torch", "base"), CPU),
+    "lm": (("torch", "base", "mini"), CPU),
     "trl": (("torch", "base", "mini"), CPU), "docs": (("torch", "base"), CPU), "smoke": (("torch", "base"), SMOKE),
     "gpu": ((), ()), "release": ((), ()), "torch": ((), ()),
 }  # fmt: skip

@@ -138,7 +138,7 @@ class Recorder:
         }
         parts = [{name: x.detach().cpu() for name, x in columns.items()}]
         step = step_batch(parts, step=number, rank=0, logged=logged, meta=meta)
-        file_sink(self.folder)(step)
+        file_sink(self.folder)(step, None)
 
     def numbers(self) -> dict[str, float]:
         """For steps.jsonl: the largest difference from the reference of all minibatches,
