@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 import upref
 from tests.support.daily import daily
@@ -53,6 +54,7 @@ from repro.with_verl.report import methods  # noqa: E402
 from repro.with_verl.run import launch  # noqa: E402
 
 pytestmark = [pytest.mark.verl, pytest.mark.filterwarnings("ignore:Disabled critic")]
+ACTOR_LOSS = "actor_rollout_ref.actor.policy_loss"
 RUNS = [n for n in upref.names() if not upref.get(n).needs]
 HERE = {
     "verl": VERL,
@@ -310,6 +312,8 @@ def without(what, ready):
         "jaxtyping": lambda: machine.versions.update(jaxtyping=None),
         "verl version": lambda: machine.versions.update(verl="0.8.0"),
         "vllm": lambda: machine.versions.update(vllm=None),
+        "transformers": lambda: machine.versions.update(transformers="5.17.0"),
+        "no transformers": lambda: machine.versions.update(transformers=None),
         "flash-attn": lambda: machine.versions.update({"flash-attn": None}),
         "kv": lambda: args.append(f"{R}.gpu_memory_utilization=0.3"),
         "data": exam.unlink,
@@ -344,6 +348,8 @@ LACKS = {
     "verl version": "verl 0.9.1 is needed, and 0.8.0 is installed: pip install",
     "flash-attn": "flash-attn is not installed, and verl's models need it: `repro/venv.sh gpu flash`",
     "vllm": "vllm is not installed",
+    "transformers": "verl 0.9.1 needs transformers .*<5.11.*, and 5.17.0 is installed: pip install transformers==5.9.0",
+    "no transformers": "needs transformers .*, and none is installed",
     "data": r"aime24.parquet is missing: .*prepare aime24",
     "rows": "aime24.parquet is no data file of verl",
     "schema": "aime24.parquet .*prepare it again",
@@ -357,6 +363,61 @@ def test_the_preflight_refuses(what, ready, capsys):
     assert without(what, ready) == 2
     err = [x for x in capsys.readouterr().err.splitlines() if x.startswith("launch: ")]
     assert len(err) == 1 and re.search(LACKS[what], err[0]), err
+
+
+def test_the_range_of_transformers_is_verls():
+    (asked,) = (
+        Requirement(line).specifier
+        for line in metadata.requires("verl") or ()
+        if Requirement(line).name == "transformers" and "extra" not in line
+    )
+    assert asked == preflight.TRANSFORMERS
+    pinned = preflight.GET_TRANSFORMERS.partition("==")[2]
+    listed = (ROOT / "repro/requirements/gpu.txt").read_text(encoding="utf-8")
+    assert pinned in asked and f"\ntransformers=={pinned} " in listed
+
+
+def start_without_flashinfer(**have):
+    run = c.compose("up_dapo", "gpu1")
+    versions = HERE | {"flashinfer-python": None} | have
+    return preflight.Start(run, validate(run), Machine(1, 85e9, versions=versions))
+
+
+def test_without_flashinfer_vllm_samples_by_itself(monkeypatch):
+    name = "VLLM_USE_FLASHINFER_SAMPLER"
+    monkeypatch.delenv(name, raising=False)
+    asked = start_without_flashinfer()
+    preflight.choose_sampler(asked)
+    assert asked.run.env[name] == "0"
+    (line,) = (x for x in asked.run.overrides if name in x)
+    assert "flashinfer is not installed" in asked.run.source(line)
+    assert line.endswith(f'runtime_env.env_vars.{name}="0"') and validate(asked.run)
+    # with it, and in a dry run where there is no vLLM, nothing is set
+    for have in ({"flashinfer-python": "0.6.12"}, {"vllm": None}):
+        asked = start_without_flashinfer(**have)
+        preflight.choose_sampler(asked)
+        assert name not in asked.run.env
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(upref.InputError, match="flashinfer-python is not installed"):
+        preflight.choose_sampler(start_without_flashinfer())
+
+
+@pytest.mark.parametrize("scale", ["gpu1", "gpu8"])
+@pytest.mark.parametrize(
+    ("objective", "said"),
+    [
+        ("up_gspo", "eps_low=0.0003 (default)"),
+        ("dapo", "eps_low=0.2 (default), eps_high=0.28 (default)"),
+    ],
+)
+def test_the_page_of_a_run_has_the_numbers_of_the_loss(scale, objective, said, capsys):
+    words = [objective, scale, "--dry-run", "name=of-a-test"]
+    assert launch.main(words) == 0
+    assert f"hyperparameters of upref/{objective}: {said}" in capsys.readouterr().out
+    set_one = f"++{ACTOR_LOSS}.upref.eps_low=0.1"
+    assert launch.main([*words, set_one]) == 0
+    out = capsys.readouterr().out
+    assert "eps_low=0.1" in out and "eps_low=0.1 (default)" not in out
 
 
 def module_that_fails(folder, name):

@@ -38,6 +38,7 @@ PACKAGES = (
     "ray",
     "TransferQueue",
     "flash-attn",
+    "flashinfer-python",
     *MEGATRON,
     *OURS,
     "cuda-toolkit",

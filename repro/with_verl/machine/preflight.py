@@ -5,6 +5,7 @@ CHECKS is the table, the cheapest check first. Each is a function that yields on
 sentence, with its cure, for each thing that is missing.
 """
 
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 
 from omegaconf import DictConfig
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from repro.with_verl.config.compose import Run
 from repro.with_verl.config.model import download, local
@@ -25,6 +28,9 @@ from upref import InputError
 
 VERL = "0.9.1"
 GET_VERL = f"pip install 'verl[vllm]=={VERL}'"
+TRANSFORMERS = SpecifierSet("!=5.6.0,<5.11,>=5.5.3")  # as verl's metadata has it
+GET_TRANSFORMERS = "pip install transformers==5.9.0"  # verl's own pin beside vLLM
+FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 GET_OURS = "pip install jaxtyping==0.3.11 math-verify==0.9.0 sympy==1.14.0 (`pip install --no-deps -e .` leaves them out)"
 GET_MEGATRON = (
     "`repro/venv.sh gpu megatron` adds what it needs to .venv-gpu, elsewhere pip install --no-deps -r "
@@ -84,6 +90,12 @@ def packages(s: Start) -> Iterator[str]:
     have = s.machine.versions
     if (found := have.get("verl")) != VERL:
         yield f"verl {VERL} is needed, and {found or 'none'} is installed: {GET_VERL} into this environment."
+    found = have.get("transformers")
+    if "transformers" in have and not (found and Version(found) in TRANSFORMERS):
+        yield (
+            f"verl {VERL} needs transformers {TRANSFORMERS}, and {found or 'none'} is installed: "
+            f"{GET_TRANSFORMERS} into this environment."
+        )
     trainer = ("vllm", "torch", "ray", "TransferQueue")
     megatron = MEGATRON if s.cfg.actor_rollout_ref.actor.get("megatron") else ()
     chosen = "attn_implementation" in s.cfg.actor_rollout_ref.model.override_config
@@ -219,7 +231,31 @@ def use_local_files(s: Start) -> None:
         s.run.sources["actor_rollout_ref.model.path"] = (
             "ours: the commit of the hub to which the model is pinned"
         )
-    s.run.env["HF_HUB_OFFLINE"] = "1"
-    s.run.overrides.append(
-        '+ray_kwargs.ray_init.runtime_env.env_vars.HF_HUB_OFFLINE="1"'
-    )
+    _set_everywhere(s.run, "HF_HUB_OFFLINE", "1", "ours: no hub is asked")
+
+
+def choose_sampler(s: Start) -> None:
+    """Without flashinfer, have vLLM sample by itself: its sampler of Qwen3 and Llama
+    imports flashinfer otherwise, and dies a minute after the start.
+
+    Raises:
+        InputError: the user asks for flashinfer's sampler, and it is not installed.
+    """
+    have = s.machine.versions
+    if not have.get("vllm") or have.get("flashinfer-python", "unknown"):
+        return
+    if os.environ.get(FLASHINFER_SAMPLER, "0") != "0":
+        raise InputError(
+            f"{FLASHINFER_SAMPLER}={os.environ[FLASHINFER_SAMPLER]} is set and flashinfer-python is not installed: "
+            "set it to 0, or install flashinfer-python as repro/requirements/gpu.txt has it."
+        )
+    why = "ours: flashinfer is not installed, and vLLM's sampler would import it"
+    _set_everywhere(s.run, FLASHINFER_SAMPLER, "0", why)
+
+
+def _set_everywhere(run: Run, name: str, value: str, why: str) -> None:
+    """Set a variable of the environment of every process of a run."""
+    run.env[name] = value
+    key = f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}"
+    run.overrides.append(f'{key}="{value}"')
+    run.sources[key] = why

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from repro import Parser
-from repro.with_verl.config.compose import Run, compose
+from repro.with_verl.config.compose import Run, compose, extra
 from repro.with_verl.config.scales import HANDED_OVER
 from repro.with_verl.machine import costs, preflight, processes
 from repro.with_verl.machine.estimate import GB, Estimate, gpu_of, gpus
@@ -39,7 +39,7 @@ from repro.with_verl.machine.here import Machine, look, version_of
 from repro.with_verl.machine.ladder import largest
 from repro.with_verl.place import RUNS
 from repro.with_verl.refuse import refuse
-from upref import InputError, get
+from upref import InputError, Objective, get, names
 from upref.files import write_atomically
 
 os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
@@ -234,8 +234,10 @@ def train(
         m.nodes = processes.check_cluster(run, loss)
     preflight.check(asked)
     preflight.use_local_files(asked)
+    preflight.choose_sampler(asked)
     estimate = costs.save_hourly(run, cfg, asked.estimate)
     run.notes += costs.notes(run, cfg, estimate, m.gpu_bytes)
+    run.notes.append(hyperparameters_in_force(cfg))
     show(run)
     tell(estimate, seeds)
     processes.check_imports(run, cfg)
@@ -263,6 +265,8 @@ def dry_train(run: Run, cfg: Any, m: Machine, gpu: str, seeds: int) -> int:
     epochs = costs.epochs_in_print(run.scale)
     run.notes += [epochs] if epochs else []
     run.notes += costs.notes(run, cfg, estimate, memory)
+    run.notes.append(hyperparameters_in_force(cfg))
+    preflight.choose_sampler(preflight.Start(run, cfg, m))
     show(run)
     tell(estimate, seeds)
     if estimate.problem:
@@ -291,11 +295,7 @@ def check_step(cfg: Any) -> bool:
     from upref_frameworks.verl.step import settings_of_twin, stop_unless_twin_agrees
 
     its = OmegaConf.to_container(cfg.actor_rollout_ref, resolve=True)
-    loss = its["actor"]["policy_loss"]
-    o = get(loss["loss_mode"].removeprefix("upref/"))
-    given = {
-        k: v for k, v in (loss.get("upref") or {}).items() if k in o.hyperparameters
-    }
+    o, given = _objective_of(cfg)
     hp = {k: v for k, v in o.resolve(given).items() if k != "beta"}
     try:
         print(
@@ -307,6 +307,29 @@ def check_step(cfg: Any) -> bool:
         print(e, file=sys.stderr)
         return False
     return True
+
+
+def _objective_of(cfg: Any) -> tuple[Objective, dict[str, Any]]:
+    """The objective that a run trains, and those of its hyperparameters that are set."""
+    loss = cfg.actor_rollout_ref.actor.policy_loss
+    name = loss.loss_mode.removeprefix("upref/")
+    o = get(name) if name in names() else extra(name)
+    return o, {
+        k: v for k, v in (loss.get("upref") or {}).items() if k in o.hyperparameters
+    }
+
+
+def hyperparameters_in_force(cfg: Any) -> str:
+    """The numbers that define the loss, and which of them are defaults: verl prints those
+    alone that are set. verl has its own coefficient of the KL term.
+    """
+    o, given = _objective_of(cfg)
+    values = [
+        f"{k}={v:g}" + ("" if k in given else " (default)")
+        for k, v in o.resolve(given).items()
+        if k != "beta"
+    ]
+    return f"hyperparameters of upref/{o.name}: {', '.join(values) or 'none'}"
 
 
 def tell(e: Estimate, seeds: int) -> None:
