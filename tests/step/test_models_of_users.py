@@ -3,6 +3,9 @@
 checkpoint is none.
 """
 
+import warnings
+from types import SimpleNamespace
+
 import pytest
 import torch
 from loops import T
@@ -12,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import upref
 from upref.step import check_step
 from upref.step.reference import TorchModel
+from upref.step.scores import _logits_with_cache
 
 V, WIDTH = 96, 16
 
@@ -178,3 +182,61 @@ def test_an_error_in_the_search_for_a_cause_leaves_the_verdict(monkeypatch):
         lambda model, rows: step(model, rows[:4]), Tiny(), "dapo", temperature=T
     )
     assert not report and "no known cause fits" in report.failures[0].cause
+
+
+class Cached(Tiny):
+    """Its cache is an argument, and a part of what it returns, of this name."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, ids, use_cache=False, **given):
+        assert not given.keys() - {self.name}, given
+        total, count = given.get(self.name, (0.0, 0))
+        x = self.embed(ids)
+        sums = x.cumsum(1) + total
+        counts = torch.arange(1, ids.shape[1] + 1)[:, None] + count
+        z = self.head(x + torch.tanh(self.layer(sums / counts)))
+        cache = (sums[:, -1:], count + ids.shape[1])
+        return SimpleNamespace(logits=z, **{self.name: cache})
+
+
+ROW = SimpleNamespace(
+    prompt=[1, 2, 3], response=[4, 5, 6, 7], ids=[1, 2, 3, 4, 5, 6, 7]
+)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_has_the_name_of_the_installed_transformers(name):
+    model = TorchModel(Cached(name))
+    with_cache, plain = _logits_with_cache(model, ROW), model.logits(ROW.ids)
+    assert torch.allclose(with_cache[2:], plain[2:], atol=1e-12)
+
+
+def test_checkpointing_is_ended_by_the_name_that_stays():
+    class Old(Tiny):
+        ended = ()
+
+        def gradient_checkpointing_disable(self):
+            self.ended = (*self.ended, "gradient")
+
+    class New(Old):
+        def activation_checkpointing_disable(self):
+            self.ended = (*self.ended, "activation")
+
+    assert TorchModel(Old()).net.ended == ("gradient",)
+    assert TorchModel(New()).net.ended == ("activation",)
+
+
+def test_no_call_of_transformers_is_deprecated():
+    transformers = pytest.importorskip("transformers", reason="repro/venv.sh trl")
+    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1)
+    config = transformers.Qwen2Config(vocab_size=V, **sizes, **heads)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        warnings.simplefilter("error", DeprecationWarning)
+        model = TorchModel(transformers.Qwen2ForCausalLM(config))
+        with_cache, plain = _logits_with_cache(model, ROW), model.logits(ROW.ids)
+    assert torch.allclose(with_cache[2:], plain[2:], atol=1e-12)

@@ -352,8 +352,14 @@ class TorchModel(Model):
             # the model has one implementation only
             with suppress(AttributeError, ValueError, KeyError, ImportError):
                 getattr(self.net, name)("eager")
-        if hasattr(self.net, "gradient_checkpointing_disable"):
-            self.net.gradient_checkpointing_disable()
+        # its name from transformers 5.24 on, and before
+        for name in (
+            "activation_checkpointing_disable",
+            "gradient_checkpointing_disable",
+        ):
+            if hasattr(self.net, name):
+                getattr(self.net, name)()
+                break
         self.params = {n: p for n, p in self.net.named_parameters() if p.requires_grad}
         if not self.params:
             raise InputError(

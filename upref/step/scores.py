@@ -140,9 +140,12 @@ def _logits_with_cache(model: TorchModel, row: Row) -> Tensor:
     if not first:
         return model.logits(row.ids)
     with torch.no_grad():
-        past = model.run(first, use_cache=True).past_key_values
+        out = model.run(first, use_cache=True)
+    # its name from transformers 5.24 on, and before
+    name = "cache" if hasattr(out, "cache") else "past_key_values"
+    held = {name: getattr(out, name)}
     return repeat_first_logits(
-        model.logits([last, *row.response], past_key_values=past, use_cache=True),
+        model.logits([last, *row.response], use_cache=True, **held),
         len(first),
     )
 
