@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from repro import fork
+from tests.support.hanging import HANGING
 from upref.conformance import CASES, Status, load_adapter, run, run_ranks
 from upref.errors import InputError
 
@@ -77,13 +78,13 @@ def _load(name, folder):
 
 
 def test_a_loop_that_adds_the_ranks_gradients_passes(tmp_path):
-    outcome = run_ranks(_load("Parallel", tmp_path), CASE)
+    outcome = run_ranks(_load("Parallel", tmp_path), CASE, deadline=HANGING)
     assert outcome.status is Status.PASSED, str(outcome)
 
 
 @pytest.mark.nightly
 def test_a_loop_that_counts_its_own_tokens_fails_with_its_cause(tmp_path):
-    outcome = run_ranks(_load("CountsItsOwn", tmp_path), CASE)
+    outcome = run_ranks(_load("CountsItsOwn", tmp_path), CASE, deadline=HANGING)
     assert outcome.status is Status.FAILED
     assert "token-mean is taken over 2 ranks" in outcome.reason, outcome.reason
 
@@ -93,8 +94,8 @@ def test_a_loop_that_counts_its_own_tokens_fails_with_its_cause(tmp_path):
     ("name", "deadline", "words"),
     [
         ("Sleeps", 30, "had not finished after 30 seconds"),
-        ("Raises", 120, "rank 1 failed: KeyError: 'no such engine'"),
-        ("Ends", 120, "rank 0 ended before there was an outcome"),
+        ("Raises", HANGING, "rank 1 failed: KeyError: 'no such engine'"),
+        ("Ends", HANGING, "rank 0 ended before there was an outcome"),
     ],
 )
 def test_a_rank_that_ends_or_hangs_is_no_verdict(name, deadline, words, tmp_path):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import upref
+from tests.support.hanging import HANGING
 from upref import interrupt
 from upref.cli import _parser, commands, main
 from upref.cli.verb import hyperparameters
@@ -398,7 +399,7 @@ def test_no_process_goes_on_where_the_command_is_killed(where, tmp_path):
     pids = [int(pid) for pid in (tmp_path / "pid").read_text().split()]
     run.kill()
     run.wait()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANGING
     while (
         alive := [pid for pid in pids if is_running(pid)]
     ) and time.monotonic() < deadline:
@@ -438,7 +439,7 @@ def test_no_interrupt_is_lost(where, number, status):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=HANGING,
     )
     assert (run.returncode, run.stderr.count("\n")) == (
         status,
@@ -468,7 +469,7 @@ def test_an_interrupt_of_an_import_is_one_sentence(module, number):
         time.sleep(0.01)
     run.send_signal(number)
     said, how = (
-        run.communicate(timeout=60)[1],
+        run.communicate(timeout=HANGING)[1],
         "interrupted" if number == signal.SIGINT else "terminated",
     )
     assert (run.returncode, said) == (

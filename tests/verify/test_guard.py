@@ -28,6 +28,7 @@ import upref.weights.batches
 from repro import fork
 from tests.support.daily import daily
 from tests.support.exit_status import COMMAND
+from tests.support.hanging import HANGING
 from tests.verify.test_cli import is_running
 from upref.cli import commands, main
 from upref.errors import InputError, TooManyLines
@@ -478,7 +479,7 @@ def test_a_time_limit_holds_for_a_file_that_is_a_pipe(tmp_path):
         env=os.environ | fork.environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANGING,
     )
     assert done.returncode == 2 and "timed out after 1 s" in done.stderr
 
@@ -618,7 +619,7 @@ def test_a_check_in_a_forked_child_does_not_wait():
     if not child:
         call_guarded("f", lambda: 1)
         os._exit(7)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + HANGING
     while (
         not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline
     ):

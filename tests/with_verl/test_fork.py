@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from repro import fork
+from tests.support.hanging import HANGING
 
 ROOT = Path(__file__).parents[2]
 SERVER = f"""
@@ -113,8 +114,8 @@ def test_an_end_of_the_parent_leaves_no_socket(tmp_path, end):
             process.kill()
         else:
             os.killpg(process.pid, end)  # as a time limit or a terminal does
-        process.wait(timeout=60)
-        deadline = time.monotonic() + 20
+        process.wait(timeout=HANGING)
+        deadline = time.monotonic() + HANGING
         while os.listdir(folder) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not os.listdir(folder)
@@ -138,7 +139,7 @@ def test_a_forking_process_ends_with_a_parent_killed_at_once(tmp_path):
             [sys.executable, "-c", STARTER], cwd=ROOT, env=env, stdout=subprocess.PIPE
         )
         # all that had the pipe open have ended
-        assert process.communicate(timeout=60)[0] == b""
+        assert process.communicate(timeout=HANGING)[0] == b""
         # as after a SIGKILL of both
         (Path(folder) / f"upref-{process.pid}-x-fork").mkdir(exist_ok=True)
         again = "from repro import fork; import os, tempfile; fork._folder(); print(*os.listdir(tempfile.gettempdir()))"

@@ -13,6 +13,7 @@ import pytest
 
 from repro.with_verl.machine import here, ladder
 from repro.with_verl.machine.here import Machine
+from tests.support.hanging import HANGING
 from upref import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -183,7 +184,7 @@ def test_run_sh_looks_at_gpu_and_driver_first(card, scale, said, tmp_path):
     env.pop("UPREF_PYTHON", None)
     command = ["bash", "repro/run.sh", "up_dapo", scale]
     done = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=HANGING
     )
     assert (
         done.returncode == 2
@@ -251,7 +252,7 @@ def test_run_sh_installs_what_the_card_can_use(
         env.pop(variable, None)
     command = ["bash", "repro/run.sh", "up_dapo", *words]
     done = subprocess.run(
-        command, cwd=folder, env=env, capture_output=True, text=True, timeout=60
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=HANGING
     )
     assert done.returncode == 0, done.stderr
     first, last = done.stdout.splitlines()

@@ -182,6 +182,12 @@ def test_without_math_verify_nothing_is_scored_wrong():
         Grader([sys.executable, "-c", "import no_such_module"]).ask("1", "2", seconds=1)
 
 
+def test_a_grader_that_starts_late_is_not_called_missing():
+    late = Grader([sys.executable, "-c", "import time; time.sleep(60)"], 0.5)
+    with pytest.raises(upref.InputError, match=r"not imported within 0\.5 seconds"):
+        late.ask("1", "2", seconds=1)
+
+
 def test_math_verify_is_asked_for_before_a_model_is_loaded(monkeypatch, tmp_path):
     from repro.with_trl import train
 

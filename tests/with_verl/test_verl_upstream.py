@@ -14,6 +14,7 @@ import pytest
 
 from repro.with_verl.config import scales, vllm_args
 from repro.with_verl.place import ROOT
+from tests.support.hanging import HANGING
 
 SLURM = ROOT / "repro" / "with_verl" / "slurm.sbatch"
 
@@ -101,7 +102,7 @@ def slurm(tmp_path):
 
 
 def wait_for(called, word):
-    until = time.monotonic() + 30
+    until = time.monotonic() + HANGING
     while not any(word in line for line in called()):
         assert time.monotonic() < until, called()
         time.sleep(0.1)

@@ -35,6 +35,7 @@ from repro.with_verl.place import pythonpath
 from upref import InputError
 
 SECONDS = 5.0  # for one answer
+START_SECONDS = 600.0  # a busy machine imports for minutes
 LONGEST = 1000  # characters: no answer of these data sets is near
 TAIL = 20_000  # characters of a response that are searched
 NONE = "[NONE]"  # what was answered by a response without an answer
@@ -134,7 +135,10 @@ class Grader:
     late, and made again.
     """
 
-    def __init__(self, command: list[str] | None = None):
+    def __init__(
+        self, command: list[str] | None = None, start_seconds: float = START_SECONDS
+    ):
+        self.start_seconds = start_seconds
         self.command = command or [
             sys.executable,
             "-m",
@@ -202,10 +206,15 @@ class Grader:
         )
         self.pid = os.getpid()
         # it imports sympy, which is not the answer's time
-        if self._line(time.monotonic() + 120) != b"ready\n":
+        deadline = time.monotonic() + self.start_seconds
+        if self._line(deadline) != b"ready\n":
+            is_late = time.monotonic() >= deadline
             self.close()
             raise InputError(
-                "math-verify cannot be imported: pip install math-verify==0.9.0."
+                f"math-verify was not imported within {self.start_seconds:g} seconds: run the same command again on "
+                "a machine that is less busy."
+                if is_late
+                else "math-verify cannot be imported: pip install math-verify==0.9.0."
             )
 
     def start(self) -> None:
