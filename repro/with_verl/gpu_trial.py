@@ -35,7 +35,7 @@ from repro.with_verl.cpu import smoke, toy
 from repro.with_verl.health import STEPS
 from repro.with_verl.place import pythonpath
 from repro.with_verl.run import advice, records, watch
-from upref.files import write_atomically
+from upref.files import MARK, own_folder, write_atomically
 from upref_frameworks.verl.record import FOLDER, HOW_OFTEN
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -322,9 +322,9 @@ def main(
         fault: whether vLLM reports log-probabilities of before the temperature.
         extra: overrides of verl, the last word.
     """
-    out.mkdir(parents=True, exist_ok=True)
+    own_folder(out)
     for path in out.iterdir():
-        if path.name not in MADE:
+        if path.name not in (*MADE, MARK):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     if not (out / MADE[0]).exists():
         make(out, size)

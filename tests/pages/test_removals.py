@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from docs.site import __main__ as site
+from upref import get
 from upref.errors import InputError
 from upref.files import MARK, own_folder
 
@@ -22,6 +23,7 @@ KNOWN = {
     "repro/mini/train/checkpoint.py": "require_no_run",
     "repro/mini/train/trackers.py": "require_no_run",
     "repro/with_verl/data/prepare.py": "a folder of tempfile",
+    "repro/with_verl/gpu_trial.py": "own_folder",
     "repro/with_verl/machine/processes.py": "a mark of its own",
     "repro/with_verl/trials/faults.py": "own_folder",
     "repro/with_verl/trials/restart.py": "runs of its own name, in runs/",
@@ -135,8 +137,10 @@ def test_the_trials_of_verl_leave_a_folder_of_somebody(own, monkeypatch):
     smoke = importlib.import_module("repro.with_verl.cpu.smoke")
     faults = importlib.import_module("repro.with_verl.trials.faults")
     matrix = importlib.import_module("repro.with_verl.trials.matrix")
+    trial = importlib.import_module("repro.with_verl.gpu_trial")
     before = content(own)
     for command in (
+        lambda: trial.main(get("up_dapo"), own, 1, "toy", False, []),
         lambda: smoke.main("up_dapo", 1, own),
         lambda: faults.main([], own),
         lambda: matrix.prepare(own, boxed=False, experts=0),
