@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from upref.verify.check import check
     from upref.verify.kl import check_kl
     from upref.verify.logprobs import check_logprobs
+    from upref.verify.proof import prove
     from upref.weights.capacity import capacity
     from upref.weights.plots import cap_map
 
@@ -60,6 +61,7 @@ _HOME = {
     "maximizes": "maximization.maximizes",
     "names": "registry",
     "objective": "registry",
+    "prove": "verify.proof",
     "record_step": "step",
     "row_weights": "aggregation",
     "up": "transforms",
@@ -91,6 +93,7 @@ __all__ = [
     "maximizes",
     "names",
     "objective",
+    "prove",
     "record_step",
     "row_weights",
     "up",

@@ -16,6 +16,7 @@ import upref
 GROUPS = {
     "Judge a loss": [
         "check",
+        "prove",
         "identify",
         "maximizes",
         "check_advantages",

@@ -319,6 +319,39 @@ def _parser() -> argparse.ArgumentParser:
         help="also print what was assumed, and each oracle",
     )
     c = command(
+        "prove",
+        "prove that a loss is an objective for every value, or find where it differs",
+        "the loss",
+    )
+    c.add_argument("loss", metavar="LOSS", help=LOSS)
+    what = c.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--as",
+        dest="name",
+        metavar="NAME",
+        help="the objective (`upref list`), or another loss: path/to/file.py:function",
+    )
+    what.add_argument("--as-kl", metavar="NAME", help="a KL estimator: k1, k2 or k3")
+    c.add_argument(
+        "--agg",
+        default="",
+        metavar="NAME",
+        help="aggregation in place of the objective's, e.g. token-mean",
+    )
+    c.add_argument(
+        "--rows", type=int, default=2, metavar="N", help="rows of the largest batch (2)"
+    )
+    c.add_argument(
+        "--columns", type=int, default=3, metavar="N", help="columns of it (3)"
+    )
+    add_hyperparameters(c)
+    add_time_limit(c, 60)
+    c.add_argument(
+        "-v", "--verbose", action="store_true", help="also print how it was read"
+    )
+    c.epilog = """Exit status: 0 proved, 1 it differs, at a batch that was run, 2 no proof. Needs z3:
+        pip install 'upref-rl[prove]'. The file of LOSS is imported and run with your rights."""
+    c = command(
         "identify",
         "name the objective of a loss, with its hyperparameters, from its gradients",
         "the loss",

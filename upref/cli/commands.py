@@ -32,10 +32,14 @@ def refuse_unknown_names(args: argparse.Namespace) -> None:
         catalog.require_estimators(args.as_kl, args.as_advantage, args.agg)
     losses = []
     objectives = []
-    if args.command in ("check", "identify"):
+    if args.command == "prove":
+        catalog.require_estimators(args.as_kl, "", args.agg)
+    if args.command in ("check", "identify", "prove"):
         losses = [args.loss]
     if args.command == "maximizes" and not (args.as_advantage or args.as_kl):
         losses = [args.loss]
+    if args.command == "prove" and args.name and ":" not in args.name:
+        objectives = [args.name]
     if args.command in ("cap", "weights"):
         losses = args.names
     if args.command in ("check", "show", "derive", "replay"):
@@ -94,6 +98,30 @@ def check(args: argparse.Namespace) -> int:
         args.loss, o.aggregated(args.agg) if args.agg else o, hp, alone=True
     )
     return answer(args, verdict(loss, o, agg=args.agg, skip=skip, **hp))
+
+
+def prove(args: argparse.Namespace) -> int:
+    from upref.verify import proof
+
+    hp = hyperparameters(args.hp)
+    size = {"rows": args.rows, "columns": args.columns}
+    # the child that runs this is ended at --timeout: the report needs some time
+    limit = {"seconds": 0.9 * args.timeout}
+    if args.as_kl:
+        verdict = proof.prove_kl(args.loss, args.as_kl, **size, **limit)
+    else:
+        from upref.registry import get
+        from upref.user_code import from_signature, no_objective
+
+        is_name = ":" not in args.name
+        o = get(args.name) if is_name else no_objective()
+        reads = o.aggregated(args.agg) if args.agg else o
+        loss = from_signature(args.loss, reads, hp, alone=True)
+        verdict = proof.prove(
+            loss, o if is_name else args.name, agg=args.agg, **size, **limit, **hp
+        )
+    status = answer(args, verdict)
+    return 2 if verdict.status == "no proof" else status
 
 
 def identify(args: argparse.Namespace) -> int:
@@ -306,6 +334,7 @@ RUN = {
     "check": check,
     "identify": identify,
     "maximizes": maximizes,
+    "prove": prove,
     "list": listing,
     "show": show,
     "cap": cap,

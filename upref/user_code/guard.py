@@ -463,7 +463,7 @@ def asks_for_gpu(error: BaseException) -> str:
 
 
 _INSTALLED = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
-_NOT_USER_CODE = tuple(
+NOT_USER_CODE = tuple(
     os.path.realpath(folder) + os.sep
     for folder in (str(Path(__file__).parents[1]), *_INSTALLED)
 )
@@ -478,7 +478,7 @@ def _where_raised(error: BaseException) -> str:
         f
         for f in frames
         if os.path.isfile(f.filename)
-        and not os.path.realpath(f.filename).startswith(_NOT_USER_CODE)
+        and not os.path.realpath(f.filename).startswith(NOT_USER_CODE)
     ]
     if user_frames:
         return f" ({os.path.basename(user_frames[-1].filename)}, line {user_frames[-1].lineno}, in {user_frames[-1].name})"

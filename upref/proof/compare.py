@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two functions on all small batches: equal for every value, or a batch on which they
+differ, or no proof.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from upref.proof.domain import Domain, Pattern, patterns
+from upref.proof.paths import Counterexample, Outcome, Outputs, Path, Search
+from upref.proof.sizes import Bound
+from upref.proof.solver import Answer, ask
+from upref.proof.values import Values
+from upref.rollouts import Rollouts
+
+Status = Literal["proved", "differs", "no proof"]
+ROUNDING = 2e-6  # of a difference, relative: as a weight in float64 of `check`
+ROUNDING_32 = 2e-5  # the same of a loss in float32
+TINY = 1e-9  # of the largest number of a batch
+
+
+@dataclass
+class Comparison:
+    """What was found.
+
+    Attributes:
+        status: of the comparison.
+        reason: why there is no proof.
+        counterexample: where they differ.
+        where: of a counterexample, its pattern.
+        patterns: those that were proved.
+        paths: how many paths there are, of all patterns.
+        bounds: numbers with which the code compares sizes.
+        per_response: whether a response has one advantage.
+        reads: optional inputs that are variables.
+        operators: those that computed.
+        seconds: how long it took.
+    """
+
+    status: Status
+    reason: str = ""
+    counterexample: Counterexample | None = None
+    where: Pattern | None = None
+    patterns: list[Pattern] = field(default_factory=list)
+    paths: int = 0
+    bounds: list[Bound] = field(default_factory=list)
+    per_response: bool = False
+    reads: frozenset[str] = frozenset()
+    operators: set[str] = field(default_factory=set)
+    seconds: float = 0.0
+
+
+def sizes_up_to(rows: int, columns: int, with_groups: bool) -> list[Pattern]:
+    """Return the patterns of a proof, the smallest first.
+
+    Sizes of 1 are proved for themselves: code may treat them apart.
+
+    Args:
+        rows, columns: the largest batch.
+        with_groups: the ways to divide the rows into prompts, too.
+    """
+    shapes = dict.fromkeys([(1, 1), (1, columns), (rows, 1), (rows, columns)])
+    out = [p for shape in shapes for p in patterns(*shape, with_groups)]
+    return sorted(out, key=lambda pattern: pattern.tokens)
+
+
+def is_different(expected: Tensor, found: Tensor, batch: Rollouts) -> bool:
+    """Tell whether two outputs differ by more than rounding, in float64 or, where one of
+    them has that precision, in float32.
+
+    Args:
+        expected, found: outputs.
+        batch: the batch that they are of.
+    """
+    if not found.isfinite().all():
+        return bool(expected.isfinite().all())
+    gap = (expected - found).abs()
+    size = torch.maximum(expected.abs(), found.abs())
+    least = TINY * size.max()
+    return bool((gap > ROUNDING * size + least).any())
+
+
+def compare(
+    function: Outputs,
+    reference: Outputs,
+    among: Sequence[Pattern],
+    per_response: bool,
+    reads: Iterable[str],
+    seconds: float,
+    bounds_mean: bool = False,
+    differs: Callable[[Tensor, Tensor, Rollouts], bool] = is_different,
+) -> Comparison:
+    """Compare two functions on each pattern.
+
+    Args:
+        function, reference: of a batch to numbers.
+        among: the patterns, the smallest first.
+        per_response: one advantage for each response.
+        reads: optional inputs that are variables: logp_ref, logp_sampler, entropy.
+        seconds: the time limit.
+        bounds_mean: as of a Domain.
+        differs: whether two outputs differ by more than rounding.
+
+    Returns:
+        The Comparison.
+    """
+    start = time.monotonic()
+    values = Values()
+    out = Comparison("proved", per_response=per_response, reads=frozenset(reads))
+    bounds: dict[Bound, None] = {}
+    first: tuple[Search, Path] | None = None
+    for chunk in _chunks(among):
+        outcomes = []
+        for pattern in chunk:
+            domain = Domain(values, pattern, per_response, out.reads, bounds_mean)
+            search = Search(domain, function, reference, differs, start + seconds)
+            outcome = search.explore()
+            outcomes.append((search, outcome))
+            for trace in outcome.traces:
+                bounds |= trace.sizes.bounds
+                out.operators |= trace.seen
+            if outcome.reason:
+                break
+        _conclude(values, outcomes, start + seconds - time.monotonic())
+        for search, outcome in outcomes:
+            out.paths += len(outcome.paths)
+            if outcome.counterexample:
+                out.status, out.counterexample = "differs", outcome.counterexample
+                out.where = search.domain.pattern
+            elif outcome.reason:
+                out.status, out.reason = "no proof", outcome.reason
+            else:
+                out.patterns.append(search.domain.pattern)
+                first = first or (search, outcome.paths[0])
+                continue
+            break
+        if out.status != "proved":
+            break
+    if out.status == "proved" and first and not first[0].is_repeated(first[1]):
+        out.status = "no proof"
+        out.reason = "it answers differently when it is called again: it keeps a state"
+    out.bounds = list(bounds)
+    out.seconds = time.monotonic() - start
+    return out
+
+
+def _chunks(among: Sequence[Pattern]) -> list[Sequence[Pattern]]:
+    """Return the smallest pattern by itself, then those of few tokens, then the rest: the
+    solver is started once for each.
+    """
+    return [part for part in (among[:1], among[1:8], among[8:]) if part]
+
+
+def _conclude(
+    values: Values, outcomes: list[tuple[Search, Outcome]], seconds: float
+) -> None:
+    """Ask the solver the questions of all outcomes at once."""
+    asked = [(s, o) for s, o in outcomes if not o.reason]
+    questions = [q for _, o in asked for q in o.questions]
+    if seconds <= 0:
+        answers = [Answer("unknown")] * len(questions)
+    else:
+        answers = ask(values, questions, seconds)
+    for search, outcome in asked:
+        count = len(outcome.questions)
+        search.conclude(outcome, answers[:count])
+        answers = answers[count:]

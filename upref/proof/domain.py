@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inputs of a proof: a small batch, whose numbers are variables.
+
+A token has r = π_θ/π_old and π_old, both as variables above 0, so that log π_θ is
+log r + log π_old; and where they are read, k = π_ref/π_θ, rho = π_old/μ of the sampler,
+and the entropy. Masks and group ids are enumerated, up to the order of the rows.
+"""
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from upref.proof.trace import Trace
+from upref.proof.values import Values
+from upref.rollouts import Rollouts
+
+# |log r| of a token, and added up over a response: beyond, a clamp is a guard; of the
+# mean of a response (docs/what-check-sees.md)
+MOST_LOG_RATIO = 20.0
+MOST_MEAN_LOG_RATIO = 10.0
+LEAST_LOG_PROB = -60.0  # log π_old
+RATIO = (math.exp(-MOST_LOG_RATIO), math.exp(MOST_LOG_RATIO))
+PROBABILITY = (math.exp(LEAST_LOG_PROB), 1.0)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What is fixed of a batch.
+
+    Attributes:
+        mask: a tuple of bools for each row.
+        group: the prompt of each row; empty: all rows are of one prompt.
+        zeros: tokens whose advantage is 0, as (row, column).
+        on_policy: π_θ, π_old and π_ref are equal.
+    """
+
+    mask: tuple[tuple[bool, ...], ...]
+    group: tuple[int, ...] = ()
+    zeros: frozenset[tuple[int, int]] = frozenset()
+    on_policy: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return len(self.mask), len(self.mask[0])
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens train."""
+        return sum(map(sum, self.mask))
+
+    def __str__(self) -> str:
+        return " ".join("".join("x" if x else "." for x in row) for row in self.mask)
+
+
+IDS = (7, 2, 4, 9)  # of prompts: with gaps, and in no order
+
+
+def patterns(rows: int, columns: int, with_groups: bool) -> Iterator[Pattern]:
+    """Yield every mask of a shape up to the order of the rows, each row with a token.
+
+    Points at which two compared values are equal are no part of a proof. Two kinds of
+    them are common in training, so they have patterns of their own, with two masks:
+    advantages of 0, and equal policies.
+
+    Args:
+        rows, columns: of the batch.
+        with_groups: the ways to divide the rows into prompts, too.
+    """
+    each_row = [
+        row for row in itertools.product((True, False), repeat=columns) if any(row)
+    ]
+    for mask in itertools.combinations_with_replacement(each_row, rows):
+        yield Pattern(mask)
+        if with_groups:
+            yield from (Pattern(mask, group) for group in _partitions(rows))
+    full, first = each_row[0], each_row[-1]
+    for mask in dict.fromkeys([(full,) * rows, (full, *[first] * (rows - 1))]):
+        yield Pattern(mask, on_policy=True)
+        for zeros in _zeros(rows, columns):
+            yield Pattern(mask, zeros=zeros)
+
+
+def _zeros(rows: int, columns: int) -> Iterator[frozenset[tuple[int, int]]]:
+    """Yield sets of tokens whose advantage is 0: whole rows, and one token."""
+    for count in range(1, rows + 1):
+        for chosen in itertools.combinations(range(rows), count):
+            yield frozenset(itertools.product(chosen, range(columns)))
+    if columns > 1:
+        yield frozenset({(0, 0)})
+
+
+def _partitions(rows: int) -> Iterator[tuple[int, ...]]:
+    """Yield the ways to divide rows into two prompts or more, by their ids."""
+    for numbers in itertools.product(range(rows), repeat=rows):
+        firsts = list(dict.fromkeys(numbers))
+        if len(firsts) > 1 and firsts == list(range(len(firsts))):
+            yield tuple(IDS[number % len(IDS)] + number for number in numbers)
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The variables of a batch of one pattern.
+
+    Attributes:
+        values: all formulas.
+        pattern: mask and prompts.
+        per_response: one advantage for each row, not for each token.
+        reads: of logp_ref, logp_sampler and entropy, those that are variables.
+        bounds_mean: the mean of log r over a response lies within 10, as where an
+            objective has a ratio of the whole response.
+        ids: of each input, made here.
+    """
+
+    values: Values
+    pattern: Pattern
+    per_response: bool
+    reads: frozenset[str] = frozenset()
+    bounds_mean: bool = False
+    ids: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        v = self.values
+        B, T = self.pattern.shape
+        on_policy = self.pattern.on_policy
+        log_r = [[v.zero] * T] * B if on_policy else self._logs("r", *RATIO)
+        log_mu = self._logs("mu", *PROBABILITY)
+        add = v.add
+        lp = _each(add, log_r, log_mu)
+        advantages = [[self._advantage(i, t) for t in range(T)] for i in range(B)]
+        rows = {"logp": lp, "logp_old": log_mu, "adv": advantages}
+        if "logp_ref" in self.reads:
+            log_k = [[v.zero] * T] * B if on_policy else self._logs("k", *RATIO)
+            rows["logp_ref"] = _each(add, lp, log_k)
+        if "logp_sampler" in self.reads:
+            rows["logp_sampler"] = _each(v.subtract, log_mu, self._logs("rho", *RATIO))
+        if "entropy" in self.reads:
+            rows["entropy"] = [
+                [v.variable(f"H{i}_{t}", 0.0) for t in range(T)] for i in range(B)
+            ]
+        self.ids.update({name: torch.tensor(x) for name, x in rows.items()})
+
+    def _advantage(self, row: int, column: int) -> int:
+        """Return the advantage of a token."""
+        v = self.values
+        if not self.per_response:
+            is_zero = (row, column) in self.pattern.zeros
+            return v.zero if is_zero else v.variable(f"A{row}_{column}")
+        tokens = [(row, t) for t in range(self.pattern.shape[1])]
+        is_zero = set(tokens) <= self.pattern.zeros
+        return v.zero if is_zero else v.variable(f"A{row}")
+
+    @property
+    def scale(self) -> int:
+        """The factor by which the caller multiplies the loss."""
+        return self.values.variable("scale", 0.0)
+
+    @property
+    def ids_of_all(self) -> list[int]:
+        """The ids of all inputs."""
+        of_inputs = (x for ids in self.ids.values() for x in ids.reshape(-1).tolist())
+        return [self.scale, *of_inputs]
+
+    def _logs(self, name: str, low: float, high: float) -> list[list[int]]:
+        """Return the logarithms of a variable of each token."""
+        v = self.values
+        B, T = self.pattern.shape
+        return [
+            [v.log(v.variable(f"{name}{i}_{t}", low, high)) for t in range(T)]
+            for i in range(B)
+        ]
+
+    def assumptions(self, names: set[str]) -> list[int]:
+        """Return the conditions on the variables that are read: no probability is above
+        1.
+
+        Args:
+            names: of the variables that are read.
+        """
+        v = self.values
+        out = []
+        B, T = self.pattern.shape
+        of = {"logp": "mu", "logp_ref": "mu", "logp_sampler": "mu"}
+        for role, trigger in of.items():
+            if role not in self.ids:
+                continue
+            for i, t in itertools.product(range(B), range(T)):
+                beside = {"logp": "r", "logp_ref": "k", "logp_sampler": "rho"}[role]
+                if {f"{trigger}{i}_{t}", f"{beside}{i}_{t}"} <= names:
+                    out.append(v.greater(v.zero, int(self.ids[role][i, t])))
+        for i in range(B):
+            for name in ("r", "rho"):
+                out += self._bounds_of_response(name, i, names)
+        return [condition for condition in out if condition != v.one]
+
+    def _bounds_of_response(self, name: str, row: int, names: set[str]) -> list[int]:
+        """Return the bounds of a ratio that is multiplied over a response."""
+        v = self.values
+        read = [
+            t
+            for t, inside in enumerate(self.pattern.mask[row])
+            if inside and f"{name}{row}_{t}" in names
+        ]
+        if not read:
+            return []
+        most = MOST_LOG_RATIO
+        if name == "r" and self.bounds_mean:
+            most = min(most, MOST_MEAN_LOG_RATIO * len(read))
+        elif len(read) < 2:
+            return []
+        total = v.zero
+        for t in read:
+            total = v.add(total, v.log(v.variable(f"{name}{row}_{t}", *RATIO)))
+        return [
+            v.greater(v.number(most), total),
+            v.greater(total, v.number(-most)),
+        ]
+
+    def is_inside(self, point: Mapping[str, float]) -> bool:
+        """Tell whether each variable of a point lies between its bounds.
+
+        Args:
+            point: a number for each variable.
+        """
+        bounds = {"r": RATIO, "k": RATIO, "rho": RATIO, "mu": PROBABILITY}
+        bounds["H"] = bounds["scale"] = (0.0, math.inf)
+        for name, number in point.items():
+            low, high = bounds.get(name.rstrip("0123456789_"), (-math.inf, math.inf))
+            if not low < number < high:
+                return False
+        return True
+
+    # ---- points ----------------------------------------------------------------------
+    def draw(self, seed: int) -> dict[str, float]:
+        """Return a point at random.
+
+        Args:
+            seed: of the draw.
+        """
+        chance = random.Random(f"{seed} {self.pattern}")
+        point = {}
+        B, T = self.pattern.shape
+        for i, t in itertools.product(range(B), range(T)):
+            at = f"{i}_{t}"
+            point[f"mu{at}"] = math.exp(-chance.uniform(0.3, 3))
+            spread = chance.choice((0.01, 0.3, 1.0, 3.0))
+            point[f"r{at}"] = math.exp(chance.gauss(0, spread))
+            point[f"k{at}"] = math.exp(chance.gauss(0, 0.5))
+            point[f"rho{at}"] = math.exp(chance.gauss(0, chance.choice((0.001, 0.4))))
+            point[f"H{at}"] = chance.uniform(0.1, 3)
+            point[f"A{at}"] = chance.choice((1, -1)) * math.exp(chance.gauss(0, 1))
+        for i in range(B):
+            point[f"A{i}"] = chance.choice((1, -1)) * math.exp(chance.gauss(0, 1))
+        point["scale"] = 1.0
+        return self.complete(point, {})
+
+    def complete(
+        self, point: Mapping[str, float], found: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Return a point with the numbers that a solver found, and the other numbers
+        moved so that no probability is above 1.
+
+        Args:
+            point: a number for each variable.
+            found: those that are fixed.
+        """
+        out = dict(point) | dict(found)
+        B, T = self.pattern.shape
+        for i, t in itertools.product(range(B), range(T)):
+            at = f"{i}_{t}"
+            if f"mu{at}" not in found:
+                k = out[f"k{at}"] if "logp_ref" in self.ids else 1.0
+                rho = out[f"rho{at}"] if "logp_sampler" in self.ids else 1.0
+                r = out[f"r{at}"]
+                most = 0.9 / max(1.0, r, r * k, 1 / rho)
+                out[f"mu{at}"] = min(out[f"mu{at}"], most)
+            elif f"k{at}" not in found and "logp_ref" in self.ids:
+                p = out[f"mu{at}"] * out[f"r{at}"]
+                out[f"k{at}"] = min(out[f"k{at}"], 0.9 / p)
+            if f"rho{at}" not in found:
+                out[f"rho{at}"] = max(out[f"rho{at}"], 1.1 * out[f"mu{at}"])
+        return out
+
+    def batch(self, point: Mapping[str, float]) -> Rollouts:
+        """Return the batch of a point, in float64.
+
+        Args:
+            point: a number for each variable.
+        """
+        known: dict[int, float] = {}
+
+        def numbers(ids: Tensor) -> Tensor:
+            flat = [
+                self.values.evaluate(x, point, known) for x in ids.reshape(-1).tolist()
+            ]
+            return torch.tensor(flat, dtype=torch.float64).view(ids.shape)
+
+        fields = {name: numbers(ids) for name, ids in self.ids.items()}
+        group = torch.tensor(self.pattern.group) if self.pattern.group else None
+        return Rollouts.unchecked(
+            mask=torch.tensor(self.pattern.mask), group=group, **fields
+        )
+
+    def introduce(self, trace: Trace, batch: Rollouts) -> None:
+        """Give the tensors of a batch their variables.
+
+        Args:
+            trace: the state of the call.
+            batch: of `batch`.
+        """
+        for name, ids in self.ids.items():
+            trace.introduce(getattr(batch, name), ids)
+
+
+def _each(
+    of: Callable[[int, int], int], x: list[list[int]], y: list[list[int]]
+) -> list[list[int]]:
+    """Apply a function to the entries of two lists of rows."""
+    rows = zip(x, y, strict=True)
+    return [[of(a, b) for a, b in zip(p, q, strict=True)] for p, q in rows]

@@ -1,0 +1,1186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rule for each operator of torch: from the ids of its inputs to those of its result.
+
+Four kinds, which docs/howto/prove.md lists from this table. *Moves*: the operator runs on
+the ids themselves. *Exact*: arithmetic, comparisons and choices, by upref.proof.values.
+*By value*: a function such as erf, of which a proof knows only that it is one. *Places*:
+sort, topk, argmax and nonzero answer as at the witness, and the order that they found is
+a step of the path. An operator without a rule runs as torch's own decomposition into
+others, and where torch has none there is no proof.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import cache, reduce
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.proof.values import Values
+
+Rule = Callable[["Operation"], Any]
+LOWEST = -(2**62)
+
+
+class Operation:
+    """One call of an operator, with its arguments by name.
+
+    Attributes:
+        trace: the state of the call of the user's function.
+        values: of the trace.
+        name: of the operator, without `aten::` and the `_` of a write in place.
+        answer: what the operator answers, where the rule has run it itself.
+    """
+
+    def __init__(self, trace: Any, func: Any, args: Any, kwargs: Any) -> None:
+        self.trace = trace
+        self.values: Values = trace.values
+        self.func = func
+        self.answer: Any = None
+        schema = func._schema
+        name = schema.name.removeprefix("aten::")
+        in_place = name.endswith("_") and not name.endswith("__")
+        self.name = name[:-1] if in_place else name
+        self.arguments = {}
+        for position, argument in enumerate(schema.arguments):
+            if position < len(args):
+                self.arguments[argument.name] = args[position]
+            elif argument.name in kwargs:
+                self.arguments[argument.name] = kwargs[argument.name]
+            else:
+                self.arguments[argument.name] = argument.default_value
+
+    def written(self) -> list[Tensor]:
+        """Return the tensors to which the operator writes."""
+        return [
+            self.arguments[a.name]
+            for a in self.func._schema.arguments
+            if a.alias_info is not None
+            and a.alias_info.is_write
+            and isinstance(self.arguments[a.name], Tensor)
+        ]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an argument; the default where the operator has none of that name."""
+        value = self.arguments.get(name)
+        return default if value is None else value
+
+    def ids(self, name: str) -> Tensor:
+        """Return the ids of an argument, as numbers."""
+        return self.trace.ids(self.arguments[name])
+
+    def run(self, /, **replaced: Any) -> Any:
+        """Run the operator on other arguments, those that are tensors made concrete.
+
+        Args:
+            **replaced: arguments by name.
+        """
+        arguments = {
+            name: self.trace.concrete(x) if name not in replaced else replaced[name]
+            for name, x in self.arguments.items()
+        }
+        positional, by_name = [], {}
+        for a in self.func._schema.arguments:
+            if a.kwarg_only:
+                by_name[a.name] = arguments[a.name]
+            else:
+                positional.append(arguments[a.name])
+        return self.func(*positional, **by_name)
+
+
+# ---- what rules are made of ----------------------------------------------------------
+def elementwise(of: Callable[..., int], *ids: Tensor) -> Tensor:
+    """Apply a function of values to tensors of ids, which are broadcast.
+
+    Args:
+        of: ids to an id.
+        *ids: tensors.
+    """
+    if len(ids) > 1:
+        ids = torch.broadcast_tensors(*ids)
+    shape = ids[0].shape
+    columns = [x.reshape(-1).tolist() for x in ids]
+    known: dict[Any, int] = {}
+    out = []
+    for key in zip(*columns, strict=True):
+        if key not in known:
+            known[key] = of(*key)
+        out.append(known[key])
+    return torch.tensor(out, dtype=torch.int64).view(shape)
+
+
+def along(of: Callable[[list[int]], Any], ids: Tensor, dims: Any, keep: bool) -> Tensor:
+    """Reduce dimensions of a tensor of ids.
+
+    Args:
+        of: a list of ids to one id.
+        ids: the tensor.
+        dims: numbers of dimensions; None or empty: all.
+        keep: keep them, with size 1.
+    """
+    if dims is None or dims == []:
+        dims = list(range(ids.ndim))
+    dims = [dims] if isinstance(dims, int) else list(dims)
+    dims = [d % max(ids.ndim, 1) for d in dims] if ids.ndim else []
+    rest = [d for d in range(ids.ndim) if d not in dims]
+    rows = (
+        ids.permute(*rest, *dims).reshape(*(ids.shape[d] for d in rest), -1)
+        if ids.ndim
+        else ids.reshape(1)
+    )
+    flat = (
+        rows.reshape(-1, rows.shape[-1])
+        if rows.numel()
+        else rows.new_zeros(math.prod(ids.shape[d] for d in rest), 0)
+    )
+    out = torch.tensor([of(row) for row in flat.tolist()], dtype=torch.int64)
+    shape = [1 if d in dims else n for d, n in enumerate(ids.shape)]
+    if not keep:
+        shape = [n for d, n in enumerate(ids.shape) if d not in dims]
+    return out.view(shape)
+
+
+def add_all(values: Values, ids: Sequence[int]) -> int:
+    """Return the sum of values."""
+    return reduce(values.add, ids, values.zero)
+
+
+# ---- tables --------------------------------------------------------------------------
+_OF_ONE_TENSOR = (
+    "clone contiguous repeat roll flip gather index_select take tril triu unfold "
+    "diag_embed repeat_interleave rot90 select_backward slice_backward "
+    "diagonal_backward _unsafe_view _reshape_copy lift_fresh lift lift_fresh_copy "
+    "alias_copy as_strided_copy detach_copy expand_copy permute_copy select_copy "
+    "slice_copy split_copy squeeze_copy t_copy transpose_copy unbind_copy "
+    "unsqueeze_copy view_copy"
+)
+MOVES: dict[str, tuple[str, ...]] = {  # operator -> arguments that hold values
+    **dict.fromkeys(_OF_ONE_TENSOR.split(), ("self", "grad_output")),
+    "cat": ("tensors",),
+    "stack": ("tensors",),
+    "select_scatter": ("self", "src"),
+    "slice_scatter": ("self", "src"),
+    "as_strided_scatter": ("self", "src"),
+    "diagonal_scatter": ("self", "src"),
+    "index_copy": ("self", "source"),
+    "masked_scatter": ("self", "source"),
+}
+
+RULES: dict[str, Rule] = {}
+KINDS: dict[str, str] = {}
+
+
+def rule(names: str, kind: str = "exact") -> Callable[[Rule], Rule]:
+    """Decorator: the rule of these operators.
+
+    Args:
+        names: of operators, with spaces between.
+        kind: exact, by value, or places.
+    """
+
+    def register(function: Rule) -> Rule:
+        for name in names.split():
+            RULES[name] = function
+            KINDS[name] = kind
+        return function
+
+    return register
+
+
+@cache
+def find_rule(name: str) -> Rule | None:
+    """Return the rule of an operator; None where it has none.
+
+    Args:
+        name: without `aten::` and the `_` of a write in place.
+    """
+    if name in MOVES:
+        return _move
+    return RULES.get(name)
+
+
+def _move(o: Operation) -> Tensor | tuple[Tensor, ...]:
+    """Run the operator on the ids."""
+    replaced: dict[str, Any] = {}
+    for name in MOVES[o.name]:
+        value = o.arguments.get(name)
+        if isinstance(value, Tensor):
+            replaced[name] = o.ids(name)
+        elif isinstance(value, list | tuple):
+            replaced[name] = [o.trace.ids(x) for x in value]
+    return o.run(**replaced)
+
+
+# ---- numbers as they are -------------------------------------------------------------
+@rule("_to_copy")
+def _to_copy(o: Operation) -> Tensor:
+    ids = o.ids("self")
+    dtype = o["dtype"]
+    if dtype is None or dtype == o["self"].dtype:
+        return ids.clone()
+    if dtype is torch.bool:
+        return elementwise(o.values.condition, ids)
+    if not dtype.is_floating_point and o["self"].is_floating_point():
+        if any(map(o.values.varies, set(ids.reshape(-1).tolist()))):
+            o.trace.stop("rounds a value to an integer", "keep it a float")
+        return o.trace.ids(o["self"].detach().to(dtype))
+    return elementwise(o.values.real, ids)
+
+
+@rule("copy")
+def _copy(o: Operation) -> Tensor:
+    ids = o.ids("src").expand(o["self"].shape)
+    if o["self"].dtype is torch.bool and o["src"].dtype is not torch.bool:
+        return elementwise(o.values.condition, ids)
+    return ids.clone()
+
+
+@rule("fill")
+def _fill(o: Operation) -> Tensor:
+    return o.ids("value").expand(o["self"].shape)
+
+
+@rule("zero zeros_like")
+def _zero(o: Operation) -> Tensor:
+    return torch.zeros(o["self"].shape, dtype=torch.int64)
+
+
+@rule("ones_like")
+def _one(o: Operation) -> Tensor:
+    return torch.ones(o["self"].shape, dtype=torch.int64)
+
+
+@rule("empty_like new_empty empty_strided new_empty_strided rand_like randn_like")
+def _empty(o: Operation) -> Tensor | None:
+    if o.name.startswith("rand"):
+        o.trace.stop("draws random numbers")
+    return None
+
+
+@rule("new_zeros")
+def _new_zeros(o: Operation) -> Tensor:
+    return torch.zeros(list(o["size"]), dtype=torch.int64)
+
+
+@rule("new_ones")
+def _new_ones(o: Operation) -> Tensor:
+    return torch.ones(list(o["size"]), dtype=torch.int64)
+
+
+@rule("full_like new_full full")
+def _full(o: Operation) -> Tensor:
+    value = o.get("fill_value")
+    size = o.get("size", None)
+    shape = list(size) if size is not None else o["self"].shape
+    return o.trace.ids(value).expand(shape)
+
+
+@rule("constant_pad_nd")
+def _pad(o: Operation) -> Tensor:
+    fill = int(o.trace.ids(o.get("value", 0)))
+    return o.run(self=o.ids("self"), value=fill)
+
+
+@rule("masked_fill")
+def _masked_fill(o: Operation) -> Tensor:
+    return _choose(o, o.ids("mask"), o.ids("value"), o.ids("self"))
+
+
+@rule("where")
+def _where(o: Operation) -> Tensor | tuple[Tensor, ...]:
+    if "other" not in o.arguments:
+        return _nonzero_of(o, "condition")
+    return _choose(o, o.ids("condition"), o.ids("self"), o.ids("other"))
+
+
+def _choose(o: Operation, condition: Tensor, yes: Tensor, no: Tensor) -> Tensor:
+    v = o.values
+
+    def of(c: int, x: int, y: int) -> int:
+        if v.varies(c) and x != y and (v.special(x) or v.special(y)):
+            return x if o.trace.decide(c) else y  # infinity is no part of a formula
+        return v.choose(v.condition(c), x, y)
+
+    return elementwise(of, condition, yes, no)
+
+
+@rule("nan_to_num")
+def _nan_to_num(o: Operation) -> Tensor:
+    v = o.values
+    largest = torch.finfo(o["self"].dtype).max
+    instead = {
+        "nan": o.get("nan", 0.0),
+        "inf": o.get("posinf", largest),
+        "-inf": o.get("neginf", -largest),
+    }
+
+    def of(x: int) -> int:
+        kind = v.special(x)
+        return v.number(instead[kind]) if kind else x
+
+    return elementwise(of, o.ids("self"))
+
+
+# ---- arithmetic ----------------------------------------------------------------------
+@rule("add sub rsub")
+def _add(o: Operation) -> Tensor:
+    v = o.values
+    factor = Fraction(-1 if o.name in ("sub", "rsub") else 1)
+    x, y = o.ids("self"), o.ids("other")
+    if o.name == "rsub":
+        x, y = y, x
+    alpha = o.get("alpha", 1)
+    by = v.number(alpha)
+    return elementwise(lambda a, b: v.add(a, v.multiply(b, v.scale(by, factor))), x, y)
+
+
+@rule("mul")
+def _mul(o: Operation) -> Tensor:
+    v = o.values
+    if o["self"].dtype is torch.bool and _is_bool(o["other"]):
+        return elementwise(v.both, o.ids("self"), o.ids("other"))
+    return elementwise(v.multiply, o.ids("self"), o.ids("other"))
+
+
+def _is_bool(x: Any) -> bool:
+    return isinstance(x, bool) or (isinstance(x, Tensor) and x.dtype is torch.bool)
+
+
+@rule("div divide true_divide")
+def _div(o: Operation) -> Tensor:
+    if o.get("rounding_mode"):
+        return _only_constants(o, "divides and rounds")
+    return elementwise(lambda x, y: _quotient(o, x, y), o.ids("self"), o.ids("other"))
+
+
+def _quotient(o: Operation, x: int, y: int) -> int:
+    v = o.values
+    if y == v.zero:
+        if x == v.zero:
+            return v.nan
+        sign = v.sign_of(x) if not v.special(x) else 1
+        if sign is None:
+            o.trace.stop("divides by 0")
+        return v.inf if sign and sign > 0 else v.minus_inf
+    divisor = v.constant(y)
+    if divisor is None and not v.special(y):
+        must_differ(o, y)
+    return v.divide(x, y)
+
+
+def must_differ(o: Operation, x: int) -> None:
+    """Note that a divisor must not be 0 on an open set."""
+    o.values.oblige(o.values.differs(x, o.values.zero), "a division by 0")
+
+
+@rule("reciprocal")
+def _reciprocal(o: Operation) -> Tensor:
+    one = o.values.one
+    return elementwise(lambda x: _quotient(o, one, x), o.ids("self"))
+
+
+@rule("neg")
+def _neg(o: Operation) -> Tensor:
+    return elementwise(o.values.negative, o.ids("self"))
+
+
+@rule("abs")
+def _abs(o: Operation) -> Tensor:
+    v = o.values
+    zero = v.zero
+    return elementwise(
+        lambda x: v.choose(v.greater(x, zero), x, v.negative(x)), o.ids("self")
+    )
+
+
+@rule("sgn sign")
+def _sign(o: Operation) -> Tensor:
+    return elementwise(lambda x: sign(o.values, x), o.ids("self"))
+
+
+def sign(v: Values, x: int) -> int:
+    """Return the sign of a value: 0 only where it is 0 on an open set."""
+    minus = v.choose(v.greater(v.zero, x), v.number(-1), v.zero)
+    return v.choose(v.greater(x, v.zero), v.one, minus)
+
+
+@rule("square")
+def _square(o: Operation) -> Tensor:
+    return elementwise(lambda x: o.values.multiply(x, x), o.ids("self"))
+
+
+@rule("pow")
+def _pow(o: Operation) -> Tensor:
+    v = o.values
+
+    def of(x: int, e: int) -> int:
+        exponent = v.constant(e)
+        if exponent is not None:
+            if exponent < 0:
+                must_differ(o, x)
+            return v.power(x, exponent)
+        return v.exp(v.multiply(e, v.log(x)))
+
+    return elementwise(of, o.ids("self"), o.ids("exponent"))
+
+
+@rule("sqrt rsqrt")
+def _sqrt(o: Operation) -> Tensor:
+    e = Fraction(1, 2) if o.name == "sqrt" else Fraction(-1, 2)
+    return elementwise(lambda x: o.values.power(x, e), o.ids("self"))
+
+
+@rule("exp")
+def _exp(o: Operation) -> Tensor:
+    return elementwise(o.values.exp, o.ids("self"))
+
+
+@rule("expm1")
+def _expm1(o: Operation) -> Tensor:
+    v = o.values
+    return elementwise(lambda x: v.subtract(v.exp(x), v.one), o.ids("self"))
+
+
+@rule("exp2")
+def _exp2(o: Operation) -> Tensor:
+    v = o.values
+    log2 = v.number(math.log(2))
+    return elementwise(lambda x: v.exp(v.multiply(x, log2)), o.ids("self"))
+
+
+@rule("log")
+def _log(o: Operation) -> Tensor:
+    return elementwise(o.values.log, o.ids("self"))
+
+
+@rule("log1p")
+def _log1p(o: Operation) -> Tensor:
+    v = o.values
+    return elementwise(lambda x: v.log(v.add(x, v.one)), o.ids("self"))
+
+
+@rule("log2 log10")
+def _log_of_base(o: Operation) -> Tensor:
+    v = o.values
+    unit = 1 / math.log(2 if o.name == "log2" else 10)
+    return elementwise(lambda x: v.scale(v.log(x), unit), o.ids("self"))
+
+
+@rule("sigmoid")
+def _sigmoid(o: Operation) -> Tensor:
+    return elementwise(o.values.sigmoid, o.ids("self"))
+
+
+@rule("sigmoid_backward")
+def _sigmoid_backward(o: Operation) -> Tensor:
+    v = o.values
+
+    def of(g: int, s: int) -> int:
+        return v.multiply(g, v.multiply(s, v.subtract(v.one, s)))
+
+    return elementwise(of, o.ids("grad_output"), o.ids("output"))
+
+
+@rule("log_sigmoid_forward")
+def _log_sigmoid(o: Operation) -> tuple[Tensor, Tensor]:
+    v = o.values
+    ids = elementwise(lambda x: v.log(v.sigmoid(x)), o.ids("self"))
+    return ids, torch.zeros(0, dtype=torch.int64)
+
+
+@rule("log_sigmoid_backward")
+def _log_sigmoid_backward(o: Operation) -> Tensor:
+    v = o.values
+    return elementwise(
+        lambda g, x: v.multiply(g, v.sigmoid(v.negative(x))),
+        o.ids("grad_output"),
+        o.ids("self"),
+    )
+
+
+@rule("tanh")
+def _tanh(o: Operation) -> Tensor:
+    v = o.values
+
+    def of(x: int) -> int:
+        return v.subtract(v.scale(v.sigmoid(v.scale(x, 2)), 2), v.one)
+
+    return elementwise(of, o.ids("self"))
+
+
+@rule("tanh_backward")
+def _tanh_backward(o: Operation) -> Tensor:
+    v = o.values
+
+    def of(g: int, y: int) -> int:
+        return v.multiply(g, v.subtract(v.one, v.multiply(y, y)))
+
+    return elementwise(of, o.ids("grad_output"), o.ids("output"))
+
+
+@rule("softplus")
+def _softplus(o: Operation) -> Tensor:
+    v = o.values
+    beta, threshold = o.get("beta", 1), o.get("threshold", 20)
+
+    def of(x: int) -> int:
+        scaled = v.scale(x, beta)
+        soft = v.scale(v.log(v.add(v.one, v.exp(scaled))), Fraction(1) / Fraction(beta))
+        return v.choose(v.greater(scaled, v.number(threshold)), x, soft)
+
+    return elementwise(of, o.ids("self"))
+
+
+@rule("softplus_backward")
+def _softplus_backward(o: Operation) -> Tensor:
+    v = o.values
+    beta, threshold = o.get("beta", 1), o.get("threshold", 20)
+
+    def of(g: int, x: int) -> int:
+        scaled = v.scale(x, beta)
+        soft = v.multiply(g, v.sigmoid(scaled))
+        return v.choose(v.greater(scaled, v.number(threshold)), g, soft)
+
+    return elementwise(of, o.ids("grad_output"), o.ids("self"))
+
+
+@rule("relu")
+def _relu(o: Operation) -> Tensor:
+    v = o.values
+    return elementwise(
+        lambda x: v.choose(v.greater(x, v.zero), x, v.zero), o.ids("self")
+    )
+
+
+@rule("threshold_backward")
+def _threshold_backward(o: Operation) -> Tensor:
+    v = o.values
+    level = v.number(o["threshold"])
+    return elementwise(
+        lambda g, x: v.choose(v.greater(x, level), g, v.zero),
+        o.ids("grad_output"),
+        o.ids("self"),
+    )
+
+
+@rule("erf sin cos atan", "by value")
+def _by_value(o: Operation) -> Tensor:
+    return elementwise(lambda x: o.values.apply(o.name, x), o.ids("self"))
+
+
+@rule("logaddexp")
+def _logaddexp(o: Operation) -> Tensor:
+    v = o.values
+    return elementwise(
+        lambda x, y: v.log(v.add(v.exp(x), v.exp(y))), o.ids("self"), o.ids("other")
+    )
+
+
+@rule("xlogy")
+def _xlogy(o: Operation) -> Tensor:
+    v = o.values
+
+    def of(x: int, y: int) -> int:
+        return v.zero if x == v.zero else v.multiply(x, v.log(y))
+
+    return elementwise(of, o.ids("self"), o.ids("other"))
+
+
+@rule("floor ceil round trunc frac remainder fmod floor_divide")
+def _rounded(o: Operation) -> Tensor:
+    return _only_constants(o, "rounds a value")
+
+
+def _only_constants(o: Operation, what: str) -> Tensor:
+    """Run the operator on constants; stop where a value varies."""
+    for x in o.arguments.values():
+        if isinstance(x, Tensor) and o.trace.varies(x):
+            o.trace.stop(f"{what}, by {o.name}")
+    return o.trace.ids(o.run())
+
+
+# ---- comparisons and choices ---------------------------------------------------------
+@rule("gt lt ge le")
+def _compare(o: Operation) -> Tensor:
+    v = o.values
+    or_equal = o.name in ("ge", "le")
+    x, y = o.ids("self"), o.ids("other")
+    if o.name in ("lt", "le"):
+        x, y = y, x
+    return elementwise(lambda a, b: v.greater(a, b, or_equal), x, y)
+
+
+@rule("eq ne")
+def _equal(o: Operation) -> Tensor:
+    v = o.values
+
+    def of(x: int, y: int) -> int:
+        if _is_truth(v, x) and _is_truth(v, y):
+            same = v.same_truth(x, y)
+        else:
+            same = v.equals(x, y)
+        return same if o.name == "eq" else v.negation(same)
+
+    return elementwise(of, o.ids("self"), o.ids("other"))
+
+
+def _is_truth(v: Values, x: int) -> bool:
+    """Tell whether an id is a condition, or true or false."""
+    return v.condition(x) == x
+
+
+@rule("minimum maximum fmin fmax")
+def _least(o: Operation) -> Tensor:
+    of = least if o.name in ("minimum", "fmin") else most
+    return elementwise(lambda x, y: of(o.values, x, y), o.ids("self"), o.ids("other"))
+
+
+def least(v: Values, x: int, y: int) -> int:
+    """Return the smaller of two values."""
+    if v.nan in (x, y):
+        return v.nan
+    return v.choose(v.greater(x, y), y, x)
+
+
+def most(v: Values, x: int, y: int) -> int:
+    """Return the larger of two values."""
+    if v.nan in (x, y):
+        return v.nan
+    return v.choose(v.greater(y, x), y, x)
+
+
+@rule("clamp clamp_min clamp_max clip hardtanh")
+def _clamp(o: Operation) -> Tensor:
+    low = o.get("min", o.get("min_val"))
+    high = o.get("max", o.get("max_val"))
+    ids = o.ids("self")
+    if low is not None:
+        ids = elementwise(lambda x, y: most(o.values, x, y), ids, o.trace.ids(low))
+    if high is not None:
+        ids = elementwise(lambda x, y: least(o.values, x, y), ids, o.trace.ids(high))
+    return ids
+
+
+@rule(
+    "logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__"
+)
+def _logic(o: Operation) -> Tensor:
+    v = o.values
+    logical = o.name.startswith("logical")
+    if not logical and o["self"].dtype is not torch.bool:
+        return _only_constants(o, "computes with bits")
+    word = o.name.strip("_").rpartition("_")[2]
+
+    def differ(x: int, y: int) -> int:
+        return v.negation(v.same_truth(x, y))
+
+    of = {"and": v.both, "or": v.either, "xor": differ}[word]
+    return elementwise(of, o.ids("self"), o.ids("other"))
+
+
+@rule("logical_not bitwise_not")
+def _not(o: Operation) -> Tensor:
+    v = o.values
+    if o.name == "bitwise_not" and o["self"].dtype is not torch.bool:
+        return _only_constants(o, "computes with bits")
+    return elementwise(lambda x: v.negation(v.condition(x)), o.ids("self"))
+
+
+@rule("isnan isinf isfinite isposinf isneginf")
+def _is_special(o: Operation) -> Tensor:
+    names = {
+        "isnan": ("nan",),
+        "isinf": ("inf", "-inf"),
+        "isfinite": ("",),
+        "isposinf": ("inf",),
+        "isneginf": ("-inf",),
+    }[o.name]
+    v = o.values
+    return elementwise(lambda x: int(v.special(x) in names), o.ids("self"))
+
+
+@rule("signbit")
+def _signbit(o: Operation) -> Tensor:
+    v = o.values
+    return elementwise(lambda x: v.greater(v.zero, x), o.ids("self"))
+
+
+@rule("copysign")
+def _copysign(o: Operation) -> Tensor:
+    v = o.values
+
+    def of(x: int, y: int) -> int:
+        size = v.choose(v.greater(x, v.zero), x, v.negative(x))
+        return v.choose(v.greater(v.zero, y), v.negative(size), size)
+
+    return elementwise(of, o.ids("self"), o.ids("other"))
+
+
+@rule("heaviside")
+def _heaviside(o: Operation) -> Tensor:
+    v = o.values
+
+    def of(x: int, at_zero: int) -> int:
+        equal = v.choose(v.equals(x, v.zero), at_zero, v.zero)
+        return v.choose(v.greater(x, v.zero), v.one, equal)
+
+    return elementwise(of, o.ids("self"), o.ids("values"))
+
+
+# ---- sums and their like -------------------------------------------------------------
+@rule("sum")
+def _sum(o: Operation) -> Tensor:
+    v = o.values
+    keep = bool(o.get("keepdim", False))
+    return along(lambda row: add_all(v, row), o.ids("self"), o.get("dim"), keep)
+
+
+@rule("mean")
+def _mean(o: Operation) -> Tensor:
+    v = o.values
+
+    def of(row: list[int]) -> int:
+        return v.scale(add_all(v, row), Fraction(1, len(row))) if row else v.nan
+
+    return along(of, o.ids("self"), o.get("dim"), bool(o.get("keepdim", False)))
+
+
+@rule("var std")
+def _var(o: Operation) -> Tensor:
+    v = o.values
+    correction = o.get("correction", 1)
+    if "unbiased" in o.arguments:
+        correction = int(o["unbiased"])
+
+    def of(row: list[int]) -> int:
+        mean = v.scale(add_all(v, row), Fraction(1, len(row)))
+        gaps = [v.subtract(x, mean) for x in row]
+        total = add_all(v, [v.multiply(x, x) for x in gaps])
+        if len(row) <= correction:
+            return v.nan
+        out = v.scale(total, Fraction(1) / (len(row) - Fraction(correction)))
+        return out if o.name == "var" else v.power(out, Fraction(1, 2))
+
+    return along(of, o.ids("self"), o.get("dim"), bool(o.get("keepdim", False)))
+
+
+@rule("prod")
+def _prod(o: Operation) -> Tensor:
+    v = o.values
+    return along(
+        lambda row: reduce(v.multiply, row, v.one),
+        o.ids("self"),
+        o.get("dim"),
+        bool(o.get("keepdim", False)),
+    )
+
+
+@rule("any all")
+def _any(o: Operation) -> Tensor:
+    v = o.values
+    of = v.either if o.name == "any" else v.both
+    start = v.zero if o.name == "any" else v.one
+    return along(
+        lambda row: reduce(of, row, start),
+        o.ids("self"),
+        o.get("dim"),
+        bool(o.get("keepdim", False)),
+    )
+
+
+@rule("amax amin")
+def _extreme(o: Operation) -> Tensor:
+    of = most if o.name == "amax" else least
+    return along(
+        lambda row: reduce(lambda x, y: of(o.values, x, y), row),
+        o.ids("self"),
+        o.get("dim"),
+        bool(o.get("keepdim", False)),
+    )
+
+
+@rule("max min", "places")
+def _extreme_and_place(o: Operation) -> Any:
+    of = most if o.name == "max" else least
+    if "other" in o.arguments:
+        return elementwise(
+            lambda x, y: of(o.values, x, y), o.ids("self"), o.ids("other")
+        )
+    if o.get("dim") is None:
+        ids = o.ids("self").reshape(-1).tolist()
+        return torch.tensor(reduce(lambda x, y: of(o.values, x, y), ids))
+    # one branch for each place at which it may be
+    o.answer = o.func(*_arguments(o))
+    places = o.answer[1]
+    keep = bool(o.get("keepdim", False))
+    return _picked(o, places, o["dim"], keep, largest=o.name == "max")
+
+
+def _arguments(o: Operation) -> list[Any]:
+    """Return the arguments of an operator in their order."""
+    return [o.arguments[a.name] for a in o.func._schema.arguments if not a.kwarg_only]
+
+
+def _picked(
+    o: Operation, places: Tensor, dim: int, keep: bool, largest: bool
+) -> tuple[Tensor | None, ...]:
+    """Return the ids at places that an operator found, and make it a step of the path
+    that they are the largest, or the smallest.
+    """
+    ids = o.ids("self")
+    if ids.ndim == 0:
+        _put_answer(o, ids)
+        return (None,)
+    index = places if keep else places.unsqueeze(dim)
+    picked = ids.gather(dim, index)
+    rows = ids.movedim(dim, -1).reshape(-1, ids.shape[dim]).tolist()
+    found = picked.movedim(dim, -1).reshape(-1).tolist()
+    for row, x in zip(rows, found, strict=True):
+        for y in row:
+            o.trace.order(*((y, x) if largest else (x, y)))
+    _put_answer(o, picked if keep else picked.squeeze(dim))
+    return (None,)
+
+
+def _put_answer(o: Operation, ids: Tensor) -> None:
+    """Give the answer of an operator that has run its ids."""
+    first = o.answer[0] if isinstance(o.answer, tuple) else o.answer
+    o.trace.put(first, ids)
+
+
+@rule("argmax argmin", "places")
+def _place(o: Operation) -> Any:
+    o.answer = o.func(*_arguments(o))
+    ids = o.ids("self")
+    dim = o.get("dim")
+    if dim is None:
+        ids, dim = ids.reshape(-1), 0
+        places = o.answer.reshape(1)
+    elif o.get("keepdim", False):
+        places = o.answer
+    else:
+        places = o.answer.unsqueeze(dim)
+    picked = ids.gather(dim, places)
+    rows = ids.movedim(dim, -1).reshape(-1, ids.shape[dim]).tolist()
+    for row, x in zip(rows, picked.movedim(dim, -1).reshape(-1).tolist(), strict=True):
+        for y in row:
+            o.trace.order(*((y, x) if o.name == "argmax" else (x, y)))
+    return (None,)
+
+
+@rule("sort argsort topk kthvalue median nanmedian", "places")
+def _sort(o: Operation) -> Any:
+    """All that sorts: the whole order at the witness is a step of the path."""
+    if o["self"].ndim == 0:
+        o.trace.stop(f"calls {o.name} of one number")
+    dim = o.get("dim")
+    o.answer = o.func(*_arguments(o), **_by_name(o))
+    if dim is None and o.name in ("median", "nanmedian"):
+        o.trace.stop(f"calls {o.name} of a whole tensor", "give a dimension")
+    dim = -1 if dim is None else dim
+    ids = o.ids("self")
+    order = o["self"].detach().sort(dim=dim, stable=True).indices
+    for row in (
+        ids.gather(dim, order).movedim(dim, -1).reshape(-1, ids.shape[dim]).tolist()
+    ):
+        for x, y in pairwise(row):
+            o.trace.order(x, y)
+    if o.name == "argsort":
+        return (None,)
+    places = o.answer[1]
+    if places.ndim < ids.ndim:
+        places = places.unsqueeze(dim)
+    picked = ids.gather(dim, places)
+    _put_answer(o, picked.reshape(o.answer[0].shape))
+    return (None,)
+
+
+def _by_name(o: Operation) -> dict[str, Any]:
+    return {
+        a.name: o.arguments[a.name] for a in o.func._schema.arguments if a.kwarg_only
+    }
+
+
+@rule("cumsum")
+def _cumsum(o: Operation) -> Tensor:
+    return _running(o, o.values.add)
+
+
+@rule("cumprod")
+def _cumprod(o: Operation) -> Tensor:
+    return _running(o, o.values.multiply)
+
+
+def _running(o: Operation, of: Callable[[int, int], int]) -> Tensor:
+    """Return what a function has gathered up to each place of a dimension."""
+    ids = o.ids("self").clone()
+    if ids.ndim:
+        lines = ids.movedim(o["dim"], 0)
+        for i in range(1, len(lines)):
+            lines[i] = elementwise(of, lines[i - 1], lines[i])
+    return ids
+
+
+@rule("logsumexp")
+def _logsumexp(o: Operation) -> Tensor:
+    v = o.values
+    return along(
+        lambda row: v.log(add_all(v, [v.exp(x) for x in row])),
+        o.ids("self"),
+        list(o["dim"]),
+        bool(o.get("keepdim", False)),
+    )
+
+
+@rule("_softmax _log_softmax")
+def _softmax(o: Operation) -> Tensor:
+    v = o.values
+    powers = elementwise(v.exp, o.ids("self"))
+    total = along(lambda row: add_all(v, row), powers, [o["dim"]], True)
+    share = elementwise(v.divide, powers, total)
+    return share if o.name == "_softmax" else elementwise(v.log, share)
+
+
+@rule("_softmax_backward_data _log_softmax_backward_data")
+def _softmax_backward(o: Operation) -> Tensor:
+    v = o.values
+    g, y = o.ids("grad_output"), o.ids("output")
+    if o.name == "_softmax_backward_data":
+        product = elementwise(v.multiply, g, y)
+        total = along(lambda row: add_all(v, row), product, [o["dim"]], True)
+        return elementwise(
+            lambda p, q, s: v.subtract(p, v.multiply(q, s)), product, y, total
+        )
+    total = along(lambda row: add_all(v, row), g, [o["dim"]], True)
+    return elementwise(
+        lambda p, q, s: v.subtract(p, v.multiply(v.exp(q), s)), g, y, total
+    )
+
+
+# ---- products ------------------------------------------------------------------------
+def product(v: Values, x: Tensor, y: Tensor) -> Tensor:
+    """Return the product of matrices of ids, [..., n, k] and [..., k, m]."""
+    terms = elementwise(v.multiply, x.unsqueeze(-1), y.unsqueeze(-3))
+    return along(lambda row: add_all(v, row), terms, [terms.ndim - 2], False)
+
+
+@rule("mm bmm")
+def _mm(o: Operation) -> Tensor:
+    return product(o.values, o.ids("self"), o.ids("mat2"))
+
+
+@rule("mv")
+def _mv(o: Operation) -> Tensor:
+    return product(o.values, o.ids("self"), o.ids("vec")[:, None])[:, 0]
+
+
+@rule("dot vdot")
+def _dot(o: Operation) -> Tensor:
+    other = "tensor" if "tensor" in o.arguments else "other"
+    return product(o.values, o.ids("self")[None], o.ids(other)[:, None])[0, 0]
+
+
+@rule("addmm baddbmm")
+def _addmm(o: Operation) -> Tensor:
+    v = o.values
+    first, second = ("mat1", "mat2") if o.name == "addmm" else ("batch1", "batch2")
+    made = product(v, o.ids(first), o.ids(second))
+    beta, alpha = o.get("beta", 1), o.get("alpha", 1)
+    return elementwise(
+        lambda x, y: v.add(v.scale(x, beta), v.scale(y, alpha)), o.ids("self"), made
+    )
+
+
+@rule("addcmul addcdiv")
+def _addcmul(o: Operation) -> Tensor:
+    v = o.values
+    of = v.multiply if o.name == "addcmul" else lambda x, y: _quotient(o, x, y)
+    by = o.get("value", 1)
+    return elementwise(
+        lambda x, y, z: v.add(x, v.scale(of(y, z), by)),
+        o.ids("self"),
+        o.ids("tensor1"),
+        o.ids("tensor2"),
+    )
+
+
+@rule("lerp")
+def _lerp(o: Operation) -> Tensor:
+    v = o.values
+    return elementwise(
+        lambda x, y, w: v.add(x, v.multiply(w, v.subtract(y, x))),
+        o.ids("self"),
+        o.ids("end"),
+        o.ids("weight"),
+    )
+
+
+# ---- places --------------------------------------------------------------------------
+def decided(o: Operation, mask: Tensor) -> Tensor:
+    """Return a mask as it is at the witness, each entry of which is a step of the path."""
+    if not o.trace.is_known(mask):
+        return mask
+    truths = [o.trace.decide(x) for x in o.trace.ids(mask).reshape(-1).tolist()]
+    return torch.tensor(truths, dtype=torch.bool).view(mask.shape)
+
+
+@rule("nonzero", "places")
+def _nonzero(o: Operation) -> Any:
+    o.answer = decided(o, o["self"]).nonzero()
+    return (None,)
+
+
+def _nonzero_of(o: Operation, name: str) -> Any:
+    o.answer = torch.where(decided(o, o[name]))
+    return (None,)
+
+
+@rule("masked_select", "places")
+def _masked_select(o: Operation) -> Tensor:
+    mask = decided(o, o["mask"])
+    ids = o.ids("self")
+    return torch.masked_select(*torch.broadcast_tensors(ids, mask))
+
+
+@rule("_local_scalar_dense is_nonzero", "places")
+def _read(o: Operation) -> Any:
+    x = o["self"]
+    value = int(o.ids("self").reshape(()))
+    if x.dtype is torch.bool or o.name == "is_nonzero":
+        o.answer = o.trace.decide(value)
+    elif o.values.varies(value):
+        o.trace.stop("reads a value as a number of Python", "keep it a tensor")
+    else:
+        o.answer = o.func(x)
+    return (None,)
+
+
+@rule("equal", "places")
+def _all_equal(o: Operation) -> Any:
+    v = o.values
+    if o["self"].shape != o["other"].shape:
+        o.answer = False
+        return (None,)
+    same = elementwise(
+        lambda x, y: v.condition(v.equals(x, y)), o.ids("self"), o.ids("other")
+    )
+    o.answer = all(o.trace.decide(x) for x in same.reshape(-1).tolist())
+    return (None,)
+
+
+def _places(o: Operation, indices: Any) -> list[Any]:
+    """Return the indices of `x[...]`, with masks decided; no other may vary."""
+    out = []
+    for index in indices:
+        if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
+            out.append(decided(o, index))
+        else:
+            out.append(o.trace.concrete(index))
+    return out
+
+
+@rule("index _unsafe_index")
+def _index(o: Operation) -> Tensor:
+    return torch.ops.aten.index.Tensor(o.ids("self"), _places(o, o["indices"]))
+
+
+@rule("index_put _unsafe_index_put _index_put_impl")
+def _index_put(o: Operation) -> Tensor:
+    ids = o.ids("self").clone()
+    places = _places(o, o["indices"])
+    if not o.get("accumulate", False):
+        return torch.ops.aten.index_put(ids, places, o.ids("values"))
+    numbers = torch.arange(ids.numel()).view(ids.shape)
+    targets = torch.ops.aten.index.Tensor(numbers, places)
+    added = o.ids("values").expand(targets.shape)
+    return _add_at(o, ids, targets, added)
+
+
+def _add_at(o: Operation, ids: Tensor, targets: Tensor, added: Tensor) -> Tensor:
+    """Add values at places of the flat tensor."""
+    flat = ids.reshape(-1).tolist()
+    for place, x in zip(
+        targets.reshape(-1).tolist(), added.reshape(-1).tolist(), strict=True
+    ):
+        flat[place] = o.values.add(flat[place], x)
+    return torch.tensor(flat, dtype=torch.int64).view(ids.shape)
+
+
+@rule("scatter")
+def _scatter(o: Operation) -> Tensor:
+    if o.get("reduce"):
+        o.trace.stop("calls scatter with reduce=", "use scatter_add")
+    ids = o.ids("self").clone()
+    index = o.trace.concrete(o["index"])
+    if "src" not in o.arguments:
+        return ids.scatter(o["dim"], index, int(o.ids("value")))
+    return ids.scatter(o["dim"], index, o.ids("src"))
+
+
+@rule("scatter_add scatter_reduce")
+def _scatter_add(o: Operation) -> Tensor:
+    if o.name == "scatter_reduce" and (
+        o["reduce"] != "sum" or not o.get("include_self", True)
+    ):
+        o.trace.stop("calls scatter_reduce with another reduction than a sum")
+    ids = o.ids("self")
+    index = o.trace.concrete(o["index"])
+    if not index.numel():
+        return ids.clone()
+    numbers = torch.arange(ids.numel()).view(ids.shape)
+    targets = _gather_places(numbers, o["dim"], index)
+    source = o.ids("src")[tuple(slice(n) for n in index.shape)]
+    return _add_at(o, ids, targets, source)
+
+
+def _gather_places(numbers: Tensor, dim: int, index: Tensor) -> Tensor:
+    cut = [slice(n) for n in index.shape]
+    if numbers.ndim:
+        cut[dim] = slice(None)
+    return numbers[tuple(cut)].gather(dim, index)
+
+
+@rule("index_add")
+def _index_add(o: Operation) -> Tensor:
+    v = o.values
+    ids = o.ids("self")
+    index = o.trace.concrete(o["index"])
+    numbers = torch.arange(ids.numel()).view(ids.shape)
+    targets = numbers.index_select(o["dim"], index)
+    added = elementwise(lambda x: v.scale(x, o.get("alpha", 1)), o.ids("source"))
+    return _add_at(o, ids, targets, added)
+
+
+@rule("index_fill")
+def _index_fill(o: Operation) -> Tensor:
+    ids = o.ids("self").clone()
+    return ids.index_fill(o["dim"], o.trace.concrete(o["index"]), int(o.ids("value")))
+
+
+@rule(
+    "searchsorted bucketize unique _unique2 unique_dim unique_consecutive bincount histc"
+)
+def _search(o: Operation) -> Tensor:
+    return o.trace.stop(f"calls {o.name} of values that vary")
+
+
+@rule("count_nonzero")
+def _count(o: Operation) -> Tensor:
+    v = o.values
+    return along(
+        lambda row: add_all(v, [v.real(v.condition(x)) for x in row]),
+        o.ids("self"),
+        o.get("dim"),
+        False,
+    )
+
+
+@rule("_assert_async _assert_scalar record_stream")
+def _nothing(o: Operation) -> Any:
+    return (None,)

@@ -1,0 +1,465 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Are two functions equal for every value? All paths of both, and what the solver says of
+each difference.
+
+Both functions run on one point (upref.proof.trace). The path that they took holds for
+more points than this one, and so do their formulas. For each branch of the path, the
+solver looks for a point that takes the other side; then both run there. When no side
+is left, the paths cover every point. On each path, the formulas of two functions are
+equal, or the solver looks for a point at which they differ.
+
+Nothing of this is believed unseen. A path counts only if its conditions hold at a point
+where both functions ran, and if the solver finds them free of contradictions. Formulas
+count only if they give the numbers that the functions gave, at that point and at two
+others of the path. A difference counts only if the functions differ where they run.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from upref.errors import Gone, InputError
+from upref.proof.domain import Domain
+from upref.proof.solver import Answer, Question, ask
+from upref.proof.trace import NoProof, Step, Trace, tracing
+from upref.proof.values import TooHard, Values
+from upref.rollouts import Rollouts
+
+MOST_PATHS = 64  # of one pattern
+AGREES = 1e-7  # of formulas and functions, relative to the largest number
+ROUNDED = 2e-3  # the same where a part is in less than float64
+CHECKED = 2  # points of a path beside the witness
+NEARBY = 3e-7  # relative: a constant in float32 is off by 6e-8
+TRIED = 60  # points near the one that the solver gives
+# of a batch and of the factor by which the loss is multiplied
+Outputs = Callable[[Rollouts, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Counterexample:
+    """A batch on which two functions differ.
+
+    Attributes:
+        batch: in float64.
+        expected, found: what the reference and the function give.
+        point: the numbers of the variables.
+    """
+
+    batch: Rollouts
+    expected: Tensor
+    found: Tensor
+    point: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Path:
+    """One path of both functions, and their formulas on it.
+
+    Attributes:
+        point: the witness.
+        steps: the branches.
+        found, expected: ids.
+    """
+
+    point: dict[str, float]
+    steps: tuple[Step, ...]
+    found: Tensor
+    expected: Tensor
+
+
+@dataclass
+class Outcome:
+    """What became of one pattern.
+
+    Attributes:
+        reason: why there is no proof; "" where there is one, or a counterexample.
+        counterexample: None where there is none.
+        paths: how many there are.
+        traces: of all calls.
+        questions: that decide whether the functions differ.
+        meant: the path that each question is about, and what it asks.
+    """
+
+    reason: str = ""
+    counterexample: Counterexample | None = None
+    paths: list[Path] = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)
+    questions: list[Question] = field(default_factory=list)
+    meant: list[tuple[Path, str]] = field(default_factory=list)
+
+
+@dataclass
+class Search:
+    """Compares two functions on one domain.
+
+    Attributes:
+        domain: the batch.
+        function, reference: what is compared.
+        differs: whether two outputs differ by more than rounding.
+        deadline: of time.monotonic.
+    """
+
+    domain: Domain
+    function: Outputs
+    reference: Outputs
+    differs: Callable[[Tensor, Tensor, Rollouts], bool]
+    deadline: float
+    thin: dict[str, float] | None = None  # where they differ next to a bound alone
+
+    @property
+    def values(self) -> Values:
+        return self.domain.values
+
+    def explore(self) -> Outcome:
+        """Find every path, and the questions that decide whether the functions differ."""
+        outcome = Outcome()
+        with self._reasons(outcome):
+            self._explore(outcome)
+            self._collect(outcome)
+        return outcome
+
+    def conclude(self, outcome: Outcome, answers: list[Answer]) -> None:
+        """Read the answers to an outcome's questions.
+
+        Args:
+            outcome: of `explore`; a counterexample or a reason is added.
+            answers: one for each question.
+        """
+        with self._reasons(outcome):
+            self._conclude(outcome, answers)
+
+    @contextmanager
+    def _reasons(self, outcome: Outcome) -> Iterator[None]:
+        """Make a reason of what ends the search."""
+        try:
+            yield
+        except (NoProof, TooHard) as error:
+            outcome.reason = str(error)
+        except RecursionError:
+            outcome.reason = "its formulas are too deep"
+        except (InputError, Gone) as error:
+            stopped = [trace.stopped for trace in outcome.traces if trace.stopped]
+            outcome.reason = stopped[0] if stopped else str(error)
+
+    def is_repeated(self, path: Path) -> bool:
+        """Tell whether both functions have the same formulas when they are called again.
+
+        Args:
+            path: an earlier path.
+        """
+        try:
+            again = self._run_at(path.point, Outcome())
+        except (NoProof, TooHard, InputError, Gone):
+            return False
+        return torch.equal(again.found, path.found) and torch.equal(
+            again.expected, path.expected
+        )
+
+    # ---- the paths -------------------------------------------------------------------
+    def _explore(self, outcome: Outcome) -> None:
+        """Find every path."""
+        todo: list[tuple[dict[str, float], int]] = [(self.domain.draw(0), 0)]
+        while todo:
+            sides: list[tuple[Path, int]] = []
+            for point, fixed in todo:
+                if len(outcome.paths) >= MOST_PATHS:
+                    raise NoProof(
+                        f"it has more than {MOST_PATHS} paths at {self.domain.pattern}: "
+                        "use torch.where in place of `if`, or prove fewer --rows or --columns"
+                    )
+                path = self._run_at(point, outcome)
+                outcome.paths.append(path)
+                sides += [(path, n) for n in range(fixed, len(path.steps))]
+            todo = self._other_sides(sides)
+
+    def _other_sides(
+        self, sides: list[tuple[Path, int]]
+    ) -> list[tuple[dict[str, float], int]]:
+        """Return a point on the other side of each branch, if there is one."""
+        wanted = [
+            [*facts(self.values, path.steps[:n]), self._other(path.steps[n])]
+            for path, n in sides
+        ]
+        answers = self._ask([self._question(conditions) for conditions in wanted])
+        todo = []
+        for (path, n), conditions, answer in zip(sides, wanted, answers, strict=True):
+            if answer.outcome == "impossible":
+                continue
+            point = self._real_point(path.point, conditions, answer)
+            if point is None:
+                line = path.steps[n].line
+                raise NoProof(
+                    f"{line} branches, and no point was found for the other side"
+                )
+            todo.append((point, n + 1))
+        return todo
+
+    def _other(self, step: Step) -> int:
+        """Return the condition of the side that was not taken."""
+        return self.values.negation(step.condition) if step.holds else step.condition
+
+    def _real_point(
+        self, base: dict[str, float], conditions: list[int], answer: Answer
+    ) -> dict[str, float] | None:
+        """Return a point at which conditions hold, as floats compute them; None where
+        the solver's has no such point near it.
+        """
+        if answer.outcome != "point":
+            return None
+        # the point itself comes last: the solver likes points at which others tie
+        for number in (*range(1, TRIED), 0):
+            point = self.domain.complete(base, self._moved(answer.point, number))
+            if self._holds(conditions, point):
+                return point
+        return None
+
+    def _moved(self, point: dict[str, float], number: int) -> dict[str, float]:
+        """Return a point near another one: the first is the point itself."""
+        if number == 0:
+            return dict(point)
+        share = 10.0 ** -(1 + number % 8)
+        return {
+            name: x * (1 + share * math.sin(number + 7 * i))
+            for i, (name, x) in enumerate(sorted(point.items()))
+        }
+
+    def _holds(self, conditions: list[int], point: dict[str, float]) -> bool:
+        """Tell whether conditions hold at a point, and the domain's too."""
+        if not self.domain.is_inside(point):
+            return False
+        known: dict[int, float] = {}
+        try:
+            return all(
+                self.values.evaluate(c, point, known)
+                for c in (*conditions, *self.domain.assumptions(set(point)))
+            )
+        except (ArithmeticError, ValueError):
+            return False
+
+    def _run_at(self, point: dict[str, float], outcome: Outcome) -> Path:
+        """Run both functions at a point, with formulas."""
+        trace = Trace(self.values, point)
+        outcome.traces.append(trace)
+        found = self._formulas(self.function, trace)
+        expected = self._formulas(self.reference, trace)
+        path = Path(point, tuple(trace.path), found, expected)
+        self._must_agree(path, trace)
+        return path
+
+    def _formulas(self, of: Outputs, trace: Trace) -> Tensor:
+        """Return the ids of a function's outputs."""
+        if time.monotonic() > self.deadline:
+            raise NoProof("the time is over (--timeout)")
+        batch = self.domain.batch(trace.point)
+        self.domain.introduce(trace, batch)
+        scale = _scale(trace.point)
+        trace.introduce(scale, torch.tensor(self.domain.scale))
+        with tracing(trace):
+            outputs = of(batch, scale)
+        if trace.stopped:
+            raise NoProof(trace.stopped)
+        return trace.ids(outputs.detach())
+
+    def _must_agree(self, path: Path, trace: Trace) -> None:
+        """Raise NoProof unless the formulas give the numbers of the functions, at the
+        witness and at other points of the path.
+        """
+        tolerance = ROUNDED if trace.is_rounded else AGREES
+        conditions = list(facts(self.values, path.steps))
+        if not self._holds(conditions, path.point):
+            raise NoProof("a branch is decided by rounding")
+        for point in self._points_of(conditions, path.point):
+            batch = self.domain.batch(point)
+            for of, ids in (
+                (self.function, path.found),
+                (self.reference, path.expected),
+            ):
+                numbers = of(batch, _scale(point))
+                formulas = self._numbers(ids, point)
+                if not (numbers.isfinite().all() and formulas.isfinite().all()):
+                    continue  # a difference of this kind is no matter of formulas
+                gap = (numbers.double() - formulas).abs().max().item()
+                size = max(formulas.abs().max().item(), 1e-3)
+                if not gap <= tolerance * size:
+                    raise NoProof(
+                        "its numbers do not follow from log-probabilities and advantages alone: "
+                        "it keeps a state, draws random numbers, or takes a value out of torch"
+                    )
+
+    def _points_of(
+        self, conditions: list[int], witness: dict[str, float]
+    ) -> Iterator[dict[str, float]]:
+        """Yield points of a path, the witness first."""
+        yield witness
+        count = 0
+        for seed in range(1, 9):
+            point = self.domain.draw(seed)
+            if count < CHECKED and self._holds(conditions, point):
+                count += 1
+                yield point
+
+    def _numbers(self, ids: Tensor, point: dict[str, float]) -> Tensor:
+        """Return the numbers of formulas at a point."""
+        known: dict[int, float] = {}
+        flat = []
+        for x in ids.reshape(-1).tolist():
+            try:
+                flat.append(self.values.evaluate(x, point, known))
+            except (ArithmeticError, ValueError):
+                flat.append(math.nan)
+        return torch.tensor(flat, dtype=torch.float64).view(ids.shape)
+
+    # ---- the differences -------------------------------------------------------------
+    def _collect(self, outcome: Outcome) -> None:
+        """Collect a question for each place at which the functions may differ."""
+
+        def add(
+            kind: str, conditions: tuple[int, ...], pair: tuple[int, ...] = ()
+        ) -> None:
+            outcome.questions.append(self._question(conditions, pair))
+            outcome.meant.append((path, kind))
+
+        for path in outcome.paths:
+            given = facts(self.values, path.steps)
+            add("model", given)
+            for conditions, pair in self._unequal(path):
+                add("difference", (*given, *conditions), pair)
+            for obligation, words in self.values.obligations.items():
+                if self._is_of_pattern(obligation):
+                    add(words, (*given, self.values.negation(obligation)))
+
+    def _is_of_pattern(self, condition: int) -> bool:
+        """Tell whether a condition is about variables of this batch alone."""
+        names = self.values.variables(self.domain.ids_of_all)
+        return self.values.variables((condition,)) <= names
+
+    def _conclude(self, outcome: Outcome, answers: list[Answer]) -> None:
+        reason = ""
+        for (path, kind), question, answer in zip(
+            outcome.meant, outcome.questions, answers, strict=True
+        ):
+            if kind == "model":
+                if answer.outcome == "unknown":
+                    reason = reason or "the solver did not decide it in time"
+                if answer.outcome == "impossible":
+                    reason = reason or "the solver found no model of the assumptions"
+                continue
+            if answer.outcome == "impossible":
+                continue
+            outcome.counterexample = self._confirm(path, question, answer)
+            if outcome.counterexample:
+                return
+            reason = reason or self._describe_open(kind, answer)
+        outcome.reason = reason
+
+    def _unequal(self, path: Path) -> Iterator[tuple[tuple[int, ...], tuple[int, int]]]:
+        """Yield conditions and two formulas that differ there."""
+        pairs = dict.fromkeys(
+            zip(
+                path.found.reshape(-1).tolist(),
+                path.expected.reshape(-1).tolist(),
+                strict=True,
+            )
+        )
+        for found, expected in pairs:
+            for step in path.steps:
+                found = self.values.given(found, step.condition, step.holds)
+                expected = self.values.given(expected, step.condition, step.holds)
+            if self.values.special(found) or self.values.special(expected):
+                raise NoProof("a gradient is infinite or not a number")
+            for conditions, x, y in self.values.cases(found, expected):
+                yield conditions, (x, y)
+
+    def _describe_open(self, kind: str, answer: Answer) -> str:
+        if answer.outcome == "unknown":
+            return "the solver did not decide it in time"
+        if kind == "difference":
+            if self.thin:
+                return (
+                    "they differ only within a relative 3e-7 of a bound, as where a "
+                    f"constant is in float32 (r = {self._shown(self.thin)})"
+                )
+            return "their numbers differ by less than the tolerance of `upref check`"
+        return f"it has {kind}, and that may not be harmless"
+
+    def _shown(self, point: dict[str, float]) -> str:
+        """Return the ratios of a point, in words."""
+        pattern = self.domain.pattern
+        return ", ".join(
+            f"{point[f'r{i}_{t}']:.9g}"
+            for i, row in enumerate(pattern.mask)
+            for t, inside in enumerate(row)
+            if inside
+        )
+
+    def _confirm(
+        self, path: Path, question: Question, answer: Answer
+    ) -> Counterexample | None:
+        """Return a counterexample near the solver's point, if both functions differ where
+        they run.
+        """
+        if answer.outcome != "point":
+            return None
+        tried = 0
+        conditions = list(question.conditions)
+        for number in range(TRIED):
+            point = self.domain.complete(path.point, self._moved(answer.point, number))
+            if not self._holds(conditions, point):
+                continue
+            if not all(self._holds(conditions, p) for p in _beside(point)):
+                self.thin = self.thin or point
+                continue
+            batch = self.domain.batch(point)
+            for plain in (point | {"scale": 1.0}, point):
+                scale = _scale(plain)
+                expected = self.reference(batch, scale)
+                found = self.function(batch, scale)
+                if self.differs(expected, found, batch):
+                    return Counterexample(batch, expected, found, plain)
+            tried += 1
+            if tried > 5:
+                break
+        return None
+
+    # ---- questions -------------------------------------------------------------------
+    def _question(
+        self, conditions: "tuple[int, ...] | list[int]", pair: tuple[int, ...] = ()
+    ) -> Question:
+        """Return a question under the assumptions of the domain."""
+        names = self.values.variables((*conditions, *pair))
+        return Question((*self.domain.assumptions(names), *conditions), pair)
+
+    def _ask(self, questions: list[Question]) -> list[Answer]:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise NoProof("the time is over (--timeout)")
+        return ask(self.values, questions, left)
+
+
+def _scale(point: Mapping[str, float]) -> Tensor:
+    """Return the factor by which the loss is multiplied at a point."""
+    return torch.tensor(point["scale"], dtype=torch.float64)
+
+
+def _beside(point: dict[str, float]) -> Iterator[dict[str, float]]:
+    """Yield the points a little below and above, in one variable after the other."""
+    for name, x in point.items():
+        for sign in (1, -1):
+            yield point | {name: x * (1 + sign * NEARBY)}
+
+
+def facts(values: Values, steps: "tuple[Step, ...] | list[Step]") -> tuple[int, ...]:
+    """Return the conditions of steps, each as it held.
+
+    Args:
+        values: of the conditions.
+        steps: of a path.
+    """
+    return tuple(
+        s.condition if s.holds else values.negation(s.condition) for s in steps
+    )

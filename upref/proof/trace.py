@@ -1,0 +1,486 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One call of a function of torch, with a formula for every number that it computes.
+
+The function runs as it is, in float64, on the numbers of one point: the witness. Beside
+the memory of each tensor that depends on the inputs stands a second memory, with the id
+of a formula (upref.proof.values) for each number. Every operator of the forward and of
+the backward pass arrives in `Operators`. Operators that move numbers move the ids in
+the same way, so that views, slices and writes in place need no rules of their own;
+operators that compute have a rule (upref.proof.operators).
+
+What Python reads of a tensor is answered in front of torch's methods. Where it decides a branch, the
+condition and its truth at the witness are the next step of the path; a number that
+Python would take out of torch ends the trace with a reason.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import cache, wraps
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from upref.proof.sizes import Bound, Sizes
+from upref.proof.values import Known, TooHard, Values
+from upref.user_code.guard import NOT_USER_CODE
+
+MOST_STEPS = 400  # of one path
+
+
+class NoProof(Exception):
+    """There is no proof; the message says why, and what to write instead."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A branch of the user's code: a condition, and whether it held at the witness."""
+
+    condition: int
+    holds: bool
+    line: str
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The ids beside the memory of a tensor; `storage` keeps the address in use."""
+
+    storage: Any
+    ids: Tensor
+    itemsize: int
+
+
+@dataclass
+class Trace:
+    """The state of one call.
+
+    Attributes:
+        values: all formulas.
+        point: the number of each variable.
+        path: the branches that were taken.
+        stopped: why there is no proof; "" while there may be one.
+        sizes: what the code compares with sizes and counts.
+        is_rounded: whether a part was computed in less than float64.
+    """
+
+    values: Values
+    point: Mapping[str, float]
+    path: list[Step] = field(default_factory=list)
+    stopped: str = ""
+    sizes: Sizes = field(default_factory=Sizes)
+    is_rounded: bool = False
+    memories: dict[int, Memory] = field(default_factory=dict)
+    known: Known = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)  # operators that computed
+    is_busy: bool = False  # what runs is upref's, not the user's
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Within, tensors are read as they are."""
+        before = self.is_busy
+        self.is_busy = True
+        try:
+            yield
+        finally:
+            self.is_busy = before
+
+    # ---- the second memory -----------------------------------------------------------
+    def is_known(self, x: Tensor) -> bool:
+        """Tell whether a tensor stands in memory that has ids."""
+        return x.layout is torch.strided and (
+            x.untyped_storage()._cdata in self.memories
+        )
+
+    def ids(self, x: Any) -> Tensor:
+        """Return the ids of a tensor's numbers, or of one number.
+
+        Args:
+            x: a tensor or a number of Python.
+
+        Returns:
+            A tensor of the same shape; where the tensor has ids, a view of them.
+        """
+        if not isinstance(x, Tensor):
+            return torch.tensor(self.values.number(x))
+        memory = self.memories.get(x.untyped_storage()._cdata)
+        if memory is None:
+            return self._ids_of_constants(x)
+        if memory.itemsize != x.element_size():
+            self.stop("reads the bytes of a tensor as another type")
+        return memory.ids.as_strided(x.size(), x.stride(), x.storage_offset())
+
+    def _ids_of_constants(self, x: Tensor) -> Tensor:
+        if x.is_complex() or x.is_quantized:
+            self.stop("computes with complex or quantized numbers")
+        numbers = x.reshape(-1).tolist()
+        ids = [self.values.number(number) for number in numbers]
+        return torch.tensor(ids, dtype=torch.int64).view(x.shape)
+
+    def put(self, x: Tensor, ids: Tensor) -> None:
+        """Set the ids of a tensor; where all are constants, new memory needs none.
+
+        Args:
+            x: the tensor.
+            ids: of its numbers, in its shape.
+        """
+        storage = x.untyped_storage()
+        memory = self.memories.get(storage._cdata)
+        if memory is None:
+            if not any(map(self.values.varies, set(ids.reshape(-1).tolist()))):
+                return
+            memory = self._make_memory(x, storage)
+        if x.numel():
+            view = memory.ids.as_strided(x.size(), x.stride(), x.storage_offset())
+            view.copy_(ids.expand(x.shape))
+
+    def _make_memory(self, x: Tensor, storage: Any) -> Memory:
+        """Make the ids of a storage, those of the numbers that it holds now."""
+        size = storage.nbytes() // x.element_size()
+        whole = torch.empty(0, dtype=x.dtype).set_(storage, 0, (size,), (1,))
+        memory = Memory(
+            storage, self._ids_of_constants(whole.detach()), x.element_size()
+        )
+        self.memories[storage._cdata] = memory
+        return memory
+
+    def introduce(self, x: Tensor, ids: Tensor) -> None:
+        """Give an input its variables.
+
+        Args:
+            x: a tensor with memory of its own.
+            ids: in its shape.
+        """
+        storage = x.untyped_storage()
+        size = storage.nbytes() // x.element_size()
+        memory = Memory(storage, torch.zeros(size, dtype=torch.int64), x.element_size())
+        self.memories[storage._cdata] = memory
+        memory.ids.as_strided(x.size(), x.stride(), x.storage_offset()).copy_(ids)
+
+    def concrete(self, x: Any) -> Any:
+        """Return a tensor as it is; stop where its numbers vary.
+
+        Args:
+            x: a tensor, or anything else.
+        """
+        if isinstance(x, Tensor) and self.varies(x):
+            self.stop("takes places from values that vary")
+        return x
+
+    def varies(self, x: Tensor) -> bool:
+        """Tell whether a number of a tensor depends on the inputs.
+
+        Args:
+            x: a tensor.
+        """
+        if not self.is_known(x):
+            return False
+        return any(map(self.values.varies, set(self.ids(x).reshape(-1).tolist())))
+
+    # ---- branches --------------------------------------------------------------------
+    def decide(self, value: int) -> bool:
+        """Decide a condition as it is at the witness, and make it a step of the path.
+
+        Args:
+            value: id of a condition, or of a number that is true where it is not 0.
+        """
+        condition = self.values.condition(value)
+        for step in self.path:
+            condition = self.values.given(condition, step.condition, step.holds)
+        if condition in (self.values.zero, self.values.one):
+            return condition == self.values.one
+        if len(self.path) >= MOST_STEPS:
+            self.stop(f"takes more than {MOST_STEPS} branches")
+        try:
+            holds = bool(self.values.evaluate(condition, self.point, self.known))
+        except (ArithmeticError, ValueError):
+            self.stop("compares a value that is not finite")
+        self.path.append(Step(condition, holds, user_line()))
+        return holds
+
+    def order(self, smaller: int, larger: int) -> None:
+        """Make `smaller <= larger` a step of the path."""
+        if not self.decide(self.values.greater(larger, smaller, True)):
+            self.stop("sorts numbers that are nearly equal")
+
+    def stop(self, why: str, instead: str = "") -> Any:
+        """End the trace.
+
+        Args:
+            why: a verb and its objects; the user's line goes in front.
+            instead: what to write instead.
+
+        Raises:
+            NoProof: always.
+        """
+        words = f"{user_line()} {why}".strip()
+        if instead:
+            words += f": {instead}"
+        self.stopped = self.stopped or words
+        raise NoProof(self.stopped)
+
+
+_real_path = cache(os.path.realpath)
+_HERE = os.path.dirname(os.path.realpath(__file__)) + os.sep
+_TORCH = os.path.dirname(os.path.realpath(torch.__file__)) + os.sep
+
+
+def user_line() -> str:
+    """Return file and line of the user's code that runs, as `my.py:9`; those of a
+    package that is compared where the user's code is not running; "" in a backward pass.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    within = ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        real = _real_path(file)
+        line = f"{os.path.basename(file)}:{frame.f_lineno}"
+        if real.startswith(_HERE) and os.path.basename(real) == "subjects.py":
+            break
+        if not real.startswith(NOT_USER_CODE) and not file.startswith("<"):
+            return line
+        if not within and not real.startswith((_HERE, _TORCH)) and os.sep in file:
+            within = line
+        frame = frame.f_back
+    return within
+
+
+# ---- what Python reads ---------------------------------------------------------------
+def _read_item(trace: Trace, read: Any, x: Tensor) -> Any:
+    if x.numel() != 1:
+        return read(x)
+    if x.dtype is torch.bool:
+        return trace.decide(int(trace.ids(x).reshape(())))
+    return x.detach().reshape(())
+
+
+def _read_list(trace: Trace, read: Any, x: Tensor) -> Any:
+    if x.ndim == 0:
+        return _read_item(trace, read, x)
+    return [_read_list(trace, read, part) for part in x.detach().unbind(0)]
+
+
+def _read_bool(trace: Trace, read: Any, x: Tensor) -> Any:
+    if x.numel() != 1:
+        return read(x)
+    return trace.decide(int(trace.ids(x).reshape(())))
+
+
+def _read_number(trace: Trace, read: Any, x: Tensor) -> Any:
+    if x.dtype is torch.bool:
+        return read(torch.tensor(_read_bool(trace, read, x)))
+    name = read.__name__.strip("_")
+    return trace.stop(
+        f"reads a value as a number of Python, by {name}()", "keep it a tensor"
+    )
+
+
+def _read_bytes(trace: Trace, read: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    name = read.__name__.strip("_")
+    return trace.stop(
+        f"takes a value out of torch, by {name}()", "use operators of torch"
+    )
+
+
+def _read_text(trace: Trace, read: Any, x: Tensor, *args: Any, **kwargs: Any) -> str:
+    return f"<{x.dtype} that a proof has no number for>"
+
+
+READS: dict[str, Callable[..., Any]] = {
+    "item": _read_item,
+    "tolist": _read_list,
+    "__bool__": _read_bool,
+    **dict.fromkeys(("__float__", "__int__", "__index__", "__complex__"), _read_number),
+    **dict.fromkeys(
+        (
+            "numpy",
+            "__array__",
+            "__dlpack__",
+            "data_ptr",
+            "untyped_storage",
+            "storage",
+            "_typed_storage",
+            "__reduce_ex__",
+            "__deepcopy__",
+            "share_memory_",
+        ),
+        _read_bytes,
+    ),
+    **dict.fromkeys(("__repr__", "__format__", "__str__"), _read_text),
+}
+SIZES = ("size", "numel", "nelement")
+
+
+@contextmanager
+def _reads_answered(trace: Trace) -> Iterator[None]:
+    """Answer what Python reads of tensors, by methods in front of those of torch. A mode
+    of torch would not be asked within a backward pass.
+    """
+    T = torch.Tensor
+    own = {name: T.__dict__[name] for name in (*READS, *SIZES) if name in T.__dict__}
+    for name, read in READS.items():
+        setattr(T, name, _answer_in_front(trace, getattr(T, name), read))
+    for name in SIZES:
+        setattr(T, name, _size_in_front(trace, getattr(T, name)))
+    shape: Any = T.shape
+    setattr(T, "shape", property(_size_in_front(trace, shape.__get__)))  # noqa: B010
+    try:
+        yield
+    finally:
+        for name in (*READS, *SIZES, "shape"):
+            delattr(T, name)
+        for name, method in own.items():
+            setattr(T, name, method)
+
+
+def _answer_in_front(
+    trace: Trace, method: Callable[..., Any], read: Callable[..., Any]
+) -> Callable[..., Any]:
+    @wraps(method)
+    def answer(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if trace.is_busy:
+            return method(x, *args, **kwargs)
+        with trace.busy():
+            if trace.varies(x):
+                return read(trace, method, x, *args, **kwargs)
+            return method(x, *args, **kwargs)
+
+    return answer
+
+
+def _size_in_front(trace: Trace, method: Callable[..., Any]) -> Callable[..., Any]:
+    def size(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = method(x, *args, **kwargs)
+        return found if trace.is_busy else trace.sizes.mark(found, user_line)
+
+    return size
+
+
+# ---- operators -----------------------------------------------------------------------
+class Operators(TorchDispatchMode):
+    """Runs every operator, and beside it the rule for its formulas."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch wraps the method below for its compiler, which takes a second
+        to import; `tracing` runs compiled code eagerly.
+        """
+        return False
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        with self.trace.busy():
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        trace = self.trace
+        tensors = [
+            x for x in _leaves((*args, *kwargs.values())) if isinstance(x, Tensor)
+        ]
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            trace.stop("draws random numbers", "a proof is of a function")
+        if not any(map(trace.is_known, tensors)):
+            trace.sizes.note(func, args, kwargs, user_line)
+            return func(*args, **kwargs)
+        if any(x.is_sparse or x.is_quantized for x in tensors):
+            trace.stop("computes with sparse or quantized tensors")
+        try:
+            return self._run_rule(func, args, kwargs)
+        except TooHard as error:
+            return trace.stop(f"has {error}")
+
+    def _run_rule(self, func: Any, args: Any, kwargs: Any) -> Any:
+        from upref.proof.operators import Operation, find_rule
+
+        trace = self.trace
+        schema = func._schema
+        returns = [r.alias_info for r in schema.returns]
+        if returns and all(a is not None and not a.is_write for a in returns):
+            return func(*args, **kwargs)  # a view: its memory has the ids
+        if torch.Tag.inplace_view in func.tags and "resize" not in schema.name:
+            return func(*args, **kwargs)
+        operation = Operation(trace, func, args, kwargs)
+        rule = find_rule(operation.name)
+        if rule is None:
+            return self._decompose(func, args, kwargs)
+        trace.seen.add(operation.name)
+        ids = rule(operation)
+        written = operation.written()
+        answer = func(*args, **kwargs)
+        if operation.answer is not None:
+            return operation.answer
+        results = written or [x for x in _leaves((answer,)) if isinstance(x, Tensor)]
+        for x, part in zip(
+            results, ids if isinstance(ids, tuple) else (ids,), strict=False
+        ):
+            if part is not None:
+                trace.put(x, part)
+                trace.is_rounded |= x.is_floating_point() and x.dtype != torch.float64
+        return answer
+
+    def _decompose(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator without a rule as the operators that it is made of."""
+        trace = self.trace
+        made_of = find_decomposition(func)
+        answer = NotImplemented
+        if made_of is not None:
+            with self:
+                answer = made_of(*args, **kwargs)
+        if answer is NotImplemented:
+            name = func._schema.name.partition("::")[2]
+            trace.stop(f"calls {name}, of which upref has no formula")
+        return answer
+
+
+def find_decomposition(func: Any) -> Callable[..., Any] | None:
+    """Return a function that computes an operator by simpler ones; None where torch has
+    none.
+
+    Args:
+        func: the operator.
+    """
+    from torch._decomp import decomposition_table
+
+    if func in decomposition_table:
+        return decomposition_table[func]
+    with suppress(Exception):
+        if func._can_decompose():
+            return func.decompose
+    return None
+
+
+def _leaves(items: Sequence[Any]) -> list[Any]:
+    """Return what lists and tuples hold, however deep."""
+    out: list[Any] = []
+    for item in items:
+        if isinstance(item, list | tuple):
+            out += _leaves(item)
+        else:
+            out.append(item)
+    return out
+
+
+@contextmanager
+def tracing(trace: Trace) -> Iterator[None]:
+    """Trace the code inside.
+
+    Args:
+        trace: the state, which is added to.
+    """
+    # compiled code needs the compiler, which is imported where it was compiled
+    is_compiled = "torch._dynamo" in sys.modules
+    eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+    with eager, _reads_answered(trace), Operators(trace):
+        yield
+
+
+__all__ = ["Bound", "NoProof", "Step", "Trace", "tracing", "user_line"]

@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`upref.prove`: is this loss the objective for every value? A proof, the input at which it
+differs, or why there is neither.
+"""
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from upref import catalog, kl
+from upref.errors import InputError
+from upref.proof.compare import Comparison, compare, sizes_up_to
+from upref.proof.domain import MOST_LOG_RATIO, Pattern
+from upref.proof.solver import require_z3
+from upref.proof.subjects import gradient_of, term_of
+from upref.registry import Objective, get
+from upref.result import Result
+from upref.user_code import FIRST, Loss, no_objective, read
+from upref.user_code.guard import state_restored
+from upref.user_code.kl import read as read_term
+from upref.verify.finding import Example
+from upref.verify.render import describe_example
+from upref.verify.report import counted, short
+
+NOT_PART = "not part of the proof: rounding, overflow, side effects, other dtypes"
+SECONDS = 60.0
+ONE_PER_RESPONSE = ("A_i", "A_it = A_i")
+
+
+@dataclass(frozen=True)
+class Proof(Result):
+    """The verdict of `prove`. Truth value: it is proved.
+
+    Attributes:
+        name: of the function.
+        reference: what it is compared with, in words.
+        status: proved, differs, or "no proof".
+        reason: why there is no proof.
+        shapes: [rows, columns] of the batches.
+        batches: how many masks and groupings of these there are.
+        paths: how many ways through the code.
+        per_response: whether a response has one advantage.
+        reads: optional inputs that were variables.
+        bounds: numbers with which the code compares sizes, and their lines.
+        numbers: of the counterexample, by their symbols.
+        expected, found: dJ/dlp there.
+        example: the counterexample.
+        read_as: which argument was taken for what.
+        remarks: what else the reader should know, a sentence each.
+        seconds: how long it took.
+    """
+
+    name: str
+    reference: str
+    status: str
+    reason: str = ""
+    shapes: tuple[tuple[int, int], ...] = ()
+    batches: int = 0
+    paths: int = 0
+    per_response: bool = False
+    reads: tuple[str, ...] = ()
+    bounds: tuple[tuple[int, str], ...] = ()
+    numbers: dict[str, float] = field(default_factory=dict)
+    expected: float | None = None
+    found: float | None = None
+    example: Example | None = None
+    read_as: str = ""
+    remarks: tuple[str, ...] = ()
+    check_with: str = ""
+    seconds: float = field(default=0.0, compare=False)
+
+    def __bool__(self) -> bool:
+        return self.status == "proved"
+
+    @property
+    def domain(self) -> str:
+        """For which inputs the proof holds, in words."""
+        of_A = (
+            "advantage of a response" if self.per_response else "advantage of a token"
+        )
+        others = {
+            "logp_ref": "reference",
+            "logp_sampler": "sampler",
+            "entropy": "entropy",
+        }
+        more = "".join(f", {others[name]}" for name in self.reads)
+        return (
+            f"for every log-probability{more} and {of_A}, |log r| <= {MOST_LOG_RATIO:g}"
+        )
+
+    def data(self) -> dict[str, Any]:
+        """The fields of the proof, and `ok`.
+
+        Returns:
+            Their values by name.
+        """
+        bounds = [{"number": n, "line": line} for n, line in self.bounds]
+        more = {"ok": bool(self), "domain": self.domain, "bounds": bounds}
+        return asdict(self) | more
+
+    def text(self, verbose: bool = False) -> str:
+        """The verdict in words.
+
+        Args:
+            verbose: also how the arguments were read.
+
+        Returns:
+            Lines.
+        """
+        if self.status == "no proof":
+            lines = [
+                f"no proof: {self.reason}   {short(self.name)} as {self.reference}"
+            ]
+        elif self.status == "differs":
+            lines = [f"NOT {self.reference}   {short(self.name)}", *self._difference()]
+        else:
+            lines = [f"{short(self.name)} is {self.reference}: PROVED", *self._extent()]
+        lines += [f"  {remark}" for remark in self.remarks]
+        if self.status != "no proof":
+            lines += [f"  {NOT_PART}{self.check_with}"]
+        if self.read_as and verbose:
+            lines.append(f"read as: {short(self.read_as)}")
+        return "\n".join(lines)
+
+    def _extent(self) -> list[str]:
+        """For what it is proved."""
+        sizes = " and ".join(
+            [
+                ", ".join(f"[{b}, {t}]" for b, t in self.shapes[:-1]),
+                "[{}, {}]".format(*self.shapes[-1]),
+            ]
+            if len(self.shapes) > 1
+            else ["[{}, {}]".format(*self.shapes[0])]
+        )
+        lines = [
+            f"  {self.domain}, at each of {counted(self.batches, 'mask')} of {sizes}; "
+            f"{counted(self.paths, 'path')}; {self.seconds:.1f} s"
+        ]
+        return lines + [
+            f"  a size or count is compared with {number} ({line}): on the other side of it nothing is proved"
+            for number, line in self.bounds
+        ]
+
+    def _difference(self) -> list[str]:
+        """Where it differs, and a batch that shows it."""
+        at = ", ".join(
+            f"{symbol} = {number:.6g}" for symbol, number in self.numbers.items()
+        )
+        lines = [
+            f"FAIL  {at}",
+            f"      expected  dJ/dlp {self.expected:.6g}",
+            f"      found     dJ/dlp {self.found:.6g}",
+        ]
+        if self.example:
+            lines += [
+                f"      {line}" for line in describe_example(self.example).splitlines()
+            ]
+        return lines
+
+
+def prove(
+    loss: Any,
+    objective: str | Objective | Any,
+    *,
+    agg: str = "",
+    rows: int = 2,
+    columns: int = 3,
+    seconds: float = SECONDS,
+    **hp: Any,
+) -> Proof:
+    """Prove that the gradient of a loss is that of an objective for every value.
+
+    Args:
+        loss: as of `upref.check`.
+        objective: a registered name, an Objective, or another loss: a callable, or
+            FILE.py:FUNCTION.
+        agg: aggregation in place of the objective's own.
+        rows, columns: the largest batch; all masks of it are proved.
+        seconds: the time limit.
+        **hp: the objective's hyperparameters, as of `upref.check`.
+
+    Returns:
+        A Proof: true if it is proved.
+
+    Raises:
+        InputError: the loss cannot be run, or the solver is not installed.
+    """
+    require_z3()
+    with state_restored() as changed:
+        proof = _prove(loss, objective, agg, rows, columns, seconds, hp)
+    return _with_changes(proof, changed)
+
+
+def _prove(
+    loss: Any,
+    objective: Any,
+    agg: str,
+    rows: int,
+    columns: int,
+    seconds: float,
+    hp: dict[str, Any],
+) -> Proof:
+    """Read both functions, and prove."""
+    reference = _find_objective(objective)
+    if reference is not None:
+        reference = reference.aggregated(agg) if agg else reference
+        read_loss = read(loss, reference, hp)
+        own_hp = {k: v for k, v in hp.items() if k in reference.hyperparameters}
+        other = read(reference, reference, own_hp)
+        words = _describe(reference, own_hp, agg)
+    else:
+        if agg:
+            raise InputError("agg is the aggregation of an objective, not of a loss.")
+        read_loss = read(loss, no_objective(), hp)
+        other = read(objective, no_objective(), hp)
+        words = other.name
+    return _prove_losses(read_loss, other, reference, words, rows, columns, seconds)
+
+
+def _find_objective(name: Any) -> Objective | None:
+    """Return the objective that is meant; None where another loss is."""
+    if isinstance(name, Objective):
+        return name
+    if isinstance(name, str) and ":" not in name:
+        return get(name)
+    return None
+
+
+def _describe(objective: Objective, hp: dict[str, Any], agg: str) -> str:
+    """Return an objective with its hyperparameters, in words."""
+    settings = ", ".join(
+        f"{name}={value:g}"
+        for name, value in objective.resolve(hp).items()
+        if value is not None
+    )
+    name = f"{objective.name}({settings})" if settings else objective.name
+    return f"{name} with {agg}" if agg else name
+
+
+def _prove_losses(
+    loss: Loss,
+    other: Loss,
+    objective: Objective | None,
+    words: str,
+    rows: int,
+    columns: int,
+    seconds: float,
+) -> Proof:
+    """Compare two losses; where they differ only for advantages that differ within a
+    response, prove them for one advantage per response.
+    """
+    reads = _optional_reads(loss, other, objective)
+    with_groups = "group" in loss.reads and (
+        objective is None
+        or objective.agg == "group-token-mean"
+        or "group" in objective.reads
+    )
+    among = sizes_up_to(rows, columns, with_groups)
+    function, reference = gradient_of(loss), gradient_of(_seeing(other, loss))
+    per_response = _has_one_per_response(loss, objective)
+    of_responses = objective is not None and objective.level == "sequence_mean"
+    found = compare(
+        function, reference, among, per_response, reads, seconds, of_responses
+    )
+    remarks: tuple[str, ...] = ()
+    if found.status == "differs" and not per_response and _may_have_one(objective):
+        left = max(1.0, seconds - found.seconds)
+        again = compare(function, reference, among, True, reads, left, of_responses)
+        if again.status == "proved":
+            remarks = (
+                "with advantages that differ within a response it is another loss: "
+                "pass one number for each response",
+            )
+            found = again
+    if found.status == "differs" and loss.order_unknown:
+        raise InputError(loss.order_unknown)
+    return _report(loss.name, loss.read_as, words, found, remarks)
+
+
+def _seeing(other: Loss, loss: Loss) -> Loss:
+    """Return the reference as it sees the batches of the loss: without prompts where the
+    loss takes none.
+    """
+    if "group" in loss.reads or "group" not in other.reads:
+        return other
+    return replace(other, reads=other.reads - {"group"})
+
+
+def _optional_reads(
+    loss: Loss, other: Loss, objective: Objective | None
+) -> frozenset[str]:
+    """Return the optional inputs that are variables."""
+    everything = frozenset(("logp_ref", "logp_sampler", "entropy"))
+    wanted = everything if loss.takes_batch or loss.framework else loss.reads
+    reads = {"logp_ref", "entropy"} & (
+        wanted | (other.reads if objective is None else set())
+    )
+    if objective is not None:
+        if "entropy" in objective.reads:
+            reads |= {"entropy"}
+        if other.bound_args.get("beta"):
+            reads |= {"logp_ref"}
+        if objective.sampler is not None and "logp_sampler" in wanted:
+            reads |= {"logp_sampler"}
+    elif "logp_sampler" in wanted | other.reads:
+        reads |= {"logp_sampler"}
+    return frozenset(reads)
+
+
+def _has_one_per_response(loss: Loss, objective: Objective | None) -> bool:
+    """Tell whether the formula, or the loss, takes one advantage for each response."""
+    one = objective is not None and objective.one_adv
+    if objective is not None and objective.agg == "seq-mean-token-sum":
+        # the action is the whole response: RLOO, W-REINFORCE
+        one = one or objective.adv in ("leave_one_out", "signed")
+    return one or loss.adv_shape in ("B", "B1", FIRST)
+
+
+def _may_have_one(objective: Objective | None) -> bool:
+    """Tell whether the formula has one advantage for each response, A_i."""
+    return objective is not None and "A_i" in objective.equation.replace("A_it", "")
+
+
+def _report(
+    name: str, read_as: str, words: str, found: Comparison, remarks: tuple[str, ...]
+) -> Proof:
+    """Return what was found, in numbers and words."""
+    proof = Proof(
+        name,
+        words,
+        found.status,
+        found.reason,
+        tuple(dict.fromkeys(p.shape for p in found.patterns)),
+        len(found.patterns),
+        found.paths,
+        found.per_response,
+        tuple(sorted(found.reads)),
+        tuple((b.number, b.line) for b in found.bounds),
+        read_as=read_as,
+        remarks=remarks,
+        seconds=found.seconds,
+    )
+    if found.counterexample is None:
+        return proof
+    batch = found.counterexample.batch
+    expected, got = found.counterexample.expected, found.counterexample.found
+    gap = (expected - got).abs().nan_to_num(float("inf"))
+    columns = batch.mask.shape[1]
+    index = int(gap.argmax())
+    place = divmod(index % batch.mask.numel(), columns)
+    scale = found.counterexample.point["scale"]
+    if scale != 1:
+        remarks = (*proof.remarks, f"here the loss is multiplied by {scale:g}")
+        proof = replace(proof, remarks=remarks)
+    numbers = {
+        "A": batch.adv[place].item(),
+        "r": (batch.logp - batch.logp_old)[place].exp().item(),
+    }
+    fields = {name: x.tolist() for name, x in batch.tensors().items()}
+    example = Example(
+        fields, rollouts=True, expected=expected.tolist(), found=got.tolist()
+    )
+    return replace(
+        proof,
+        numbers=numbers,
+        expected=expected.reshape(-1)[index].item(),
+        found=got.reshape(-1)[index].item(),
+        example=example,
+    )
+
+
+def _with_changes(proof: Proof, changed: set[str]) -> Proof:
+    """Return the proof with what the function changed of the process. One that moves a
+    random generator is not proved.
+    """
+    drawn = sorted(name for name in changed if "random generator" in name)
+    if drawn and proof.status == "proved":
+        return replace(proof, status="no proof", reason=f"it draws from {drawn[0]}")
+    others = tuple(f"it changes {name}" for name in sorted(changed - set(drawn)))
+    return replace(proof, remarks=(*proof.remarks, *others))
+
+
+def prove_kl(
+    estimator: Any,
+    name: str,
+    *,
+    rows: int = 2,
+    columns: int = 3,
+    seconds: float = SECONDS,
+) -> Proof:
+    """Prove that a function of two log-probabilities is a KL estimator for every value.
+
+    Its values and its gradients are compared.
+
+    Args:
+        estimator: a function of (log_prob, ref_log_prob), or its name.
+        name: of the estimator: k1, k2 or k3.
+        rows, columns: the largest batch.
+        seconds: the time limit.
+
+    Returns:
+        A Proof: true if it is proved.
+
+    Raises:
+        InputError: the function cannot be run, or the solver is not installed.
+    """
+    require_z3()
+    if name not in kl.ESTIMATORS:
+        raise catalog.unknown_kl(name, kl.ESTIMATORS)
+    with state_restored() as changed:
+        term, known = read_term(estimator), read_term(kl.ESTIMATORS[name])
+        among = [
+            Pattern(((True,) * t,) * b)
+            for b, t in ((1, 1), (1, columns), (rows, columns))
+        ]
+        among = list(dict.fromkeys(among))
+        found = compare(
+            term_of(term), term_of(known), among, False, {"logp_ref"}, seconds
+        )
+    proof = _report(term.name, str(term.reading), name, found, ())
+    return _with_changes(proof, changed)
