@@ -4,6 +4,8 @@
     J = Σ_i w_i Σ_t mask_it J_it          with B responses of |o_i| tokens, G_g responses in group g
 
     token-mean               w_i = 1 / Σ_j |o_j|                   verl's and TRL's "DAPO" denominator
+    kept-mean                w_i = 1 / Σ_j |kept tokens of o_j|    beside token-mean, where a rejection drops tokens
+    token-sum                w_i = 1                               Tinker's API
     group-token-mean         w_i = 1 / (#groups · Σ_{j in g(i)} |o_j|)    Eq. 14: the mean stands inside E_q
     seq-mean-token-mean      w_i = 1 / (B |o_i|)                   Eq. 4
     seq-mean-token-sum       w_i = 1 / B                           Eq. 1
@@ -12,6 +14,10 @@
 
 The papers' E_q[1/G Σ_i ...] is 1/B Σ_i where all groups are of one size G, as in their runs; with uneven groups
 seq-mean weighs every response alike, as verl and TRL do.
+
+Where a correction or a filter gives tokens the weight 0 (icepop, a bound on staleness, a quantile of the entropy), two
+means are usual. token-mean divides by all trained tokens, so that a rejection makes the step smaller. kept-mean divides
+by the tokens that were kept: `aggregate` and `row_weights` get their mask. Frameworks have both.
 
 A micro-batch or a data-parallel rank needs the counts of the *whole* mini-batch: they travel as `Totals`. Sums
 accumulate in float32 at least, so J of a half-precision batch is a float32 number.
@@ -28,8 +34,11 @@ from upref.errors import InputError
 from upref.tensors import describe, is_materialized
 
 BY_LENGTH = catalog.BY_LENGTH  # the one that needs a number of its own
+KEPT_MEAN = catalog.KEPT_MEAN
 AGGREGATIONS = (
     "token-mean",
+    "kept-mean",
+    "token-sum",
     "group-token-mean",
     "seq-mean-token-mean",
     "seq-mean-token-sum",
@@ -164,7 +173,7 @@ def row_weights(
 
     Args:
         agg: name of the aggregation, a key of AGGREGATIONS.
-        mask: [B, T], True on the tokens that count.
+        mask: [B, T], True on the tokens that count; of kept-mean, on those that are kept.
         totals: counts of the mini-batch.
         length: L of seq-mean-token-sum-norm, in tokens.
 
@@ -187,8 +196,10 @@ def row_weights(
     symbols = not isinstance(totals.tokens, Tensor | int | float)
     _must(symbols or _is_mask(mask), "mask must be a boolean tensor [B, T]", mask)
     match agg:
-        case "token-mean":
+        case "token-mean" | "kept-mean":
             count = totals.tokens
+        case "token-sum":
+            return 1.0
         case "group-token-mean":
             count = totals.groups * totals.group_tokens
         case "seq-mean-token-mean":

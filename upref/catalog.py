@@ -23,6 +23,7 @@ from upref.errors import InputError
 from upref.files import require_readable
 
 BY_LENGTH = "seq-mean-token-sum-norm"  # divides by a length that no objective has
+KEPT_MEAN = "kept-mean"  # divides by the tokens that a rejection keeps
 FIELDS = ("level", "agg", "paper")
 TRAINERS = Path(__file__).parent / "trainers.toml"
 PAPER = "fan2026up"

@@ -24,6 +24,7 @@ from upref import catalog, description, kl as kl_estimators
 from upref.aggregation import (
     AGGREGATIONS,
     BY_LENGTH,
+    KEPT_MEAN,
     Totals,
     aggregate,
     row_weights,
@@ -58,6 +59,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "beta": (lambda v: v >= 0, "a number >= 0"),
     "lam": (lambda v: v >= 0, "a number >= 0"),
     "is_min": (lambda v: v >= 0, "a number >= 0"),
+    "entropy_quantile": (lambda v: 0 <= v < 1, "a number from 0 to below 1"),
     "seed": (lambda v: v >= 0 and int(v) == v, "a whole number >= 0"),
 }
 _POSITIVE = (lambda v: v > 0, "a number > 0")
@@ -109,6 +111,8 @@ class Objective:
     known_from: str = field(default="", repr=False)
     # (log ρ, mask, *, hp), or (log ρ, mask, lp_sampler, *, hp): factors, [B, T]
     sampler: Callable[..., Any] | None = field(default=None, repr=False)
+    # (log r, A, mask, entropy, *, hp): the tokens that a filter of its terms keeps
+    keeps: Callable[..., Any] | None = field(default=None, repr=False)
     # why splitting the batch changes it, where it does
     batch_coupled: str = field(default="", repr=False)
     closed_form: Callable[..., Any] = field(default=_no_weight, repr=False)
@@ -241,6 +245,10 @@ class Objective:
             )
         if agg not in AGGREGATIONS:
             raise catalog.unknown_aggregation(agg, AGGREGATIONS)
+        if agg == KEPT_MEAN and not self.rejects:
+            raise InputError(
+                f"{self.name} rejects no token, so that {agg} is token-mean: give token-mean."
+            )
         if agg == "seq-mean" != self.agg and self.level == "token":
             raise InputError(
                 f"seq-mean averages one term per response, and {self.name} has one per token: "
@@ -323,6 +331,14 @@ class Objective:
         terms = self.unreduced(lp, lp_old, A, mask, entropy, lp_sampler, group, **hp)
         if is_weights is not None:
             terms = weighed(terms, is_weights.detach(), mask)
+        if self.agg == KEPT_MEAN:
+            if totals is not None and int(totals.tokens) != int(mask.sum()):
+                raise InputError(
+                    f"{KEPT_MEAN} of a micro-batch needs the kept tokens of the whole mini-batch: compute the mini-batch "
+                    "at once."
+                )
+            kept = self.kept(lp, lp_old, A, mask, entropy, lp_sampler, **hp)
+            totals = _counts_of_kept(kept)
         J = aggregate(terms, mask, self.agg, group, totals)
         if beta:
             if lp_ref is None:
@@ -368,6 +384,52 @@ class Objective:
             terms = terms[:, None].expand_as(mask)
         factors = self.sampler_weights(lp_old, lp_sampler, mask, **hp)
         return terms if factors is None else weighed(terms, factors, mask)
+
+    @property
+    def rejects(self) -> bool:
+        """Whether a filter or its sampler correction gives some tokens the weight 0."""
+        if self.keeps is not None:
+            return True
+        if self.sampler is None:
+            return False
+        log_rho = torch.linspace(-14, 14, 57)[:, None]
+        mask = torch.ones_like(log_rho, dtype=torch.bool)
+        arguments = (log_rho, mask, torch.full_like(log_rho, -15.0))
+        factors = self.sampler(*arguments[: self._sampler_reads], **self._of_sampler)
+        return bool((factors == 0).any())
+
+    def kept(
+        self,
+        lp: Any,
+        lp_old: Any,
+        A: Any,
+        mask: Any,
+        entropy: Any = None,
+        lp_sampler: Any = None,
+        **hp: Any,
+    ) -> Any:
+        """The tokens that no filter and no sampler correction rejects: those by which
+        kept-mean divides.
+
+        Args:
+            lp, lp_old, entropy, lp_sampler: [B, T].
+            A: [B, T] or [B, 1].
+            mask: [B, T].
+            **hp: hyperparameters.
+
+        Returns:
+            [B, T], bool, within the mask.
+        """
+        kept = mask
+        factors = self.sampler_weights(lp_old, lp_sampler, mask, **hp)
+        if factors is not None:
+            kept = kept & (factors != 0)
+        if self.keeps is not None:
+            log_r = torch.where(mask, (lp - lp_old).detach(), 0)
+            own = _keyword_only(_parameters(self.keeps, 4, "keeps"))
+            values = {k: v for k, v in self.resolve(hp).items() if k in own}
+            kept = kept & self.keeps(log_r, A, mask, entropy, **values)
+        return kept
 
     def factors(self, b: Rollouts, **hp: Any) -> Float[Tensor, "B T"] | None:
         """`sampler_weights` of a batch.
@@ -633,7 +695,11 @@ class Objective:
         Returns:
             [B, T].
         """
-        rows = row_weights(self.agg, b.mask, b.counts)
+        counts = b.counts
+        if self.agg == KEPT_MEAN:
+            policies = (b.logp, b.logp_old, b.adv, b.mask, b.entropy, b.logp_sampler)
+            counts = _counts_of_kept(self.kept(*policies, **hp))
+        rows = row_weights(self.agg, b.mask, counts)
         w = self.token_weights(b, **hp)
         return w * (
             rows[:, None].to(w.dtype)
@@ -846,6 +912,13 @@ def group_ids(
         [B].
     """
     return mask.new_zeros(len(mask), dtype=torch.int64) if group is None else group
+
+
+def _counts_of_kept(kept: Tensor) -> Totals:
+    """Return the counts by which kept-mean divides: at least one token."""
+    counts = Totals.of(kept)
+    tokens = torch.as_tensor(counts.tokens).clamp(min=1)
+    return counts._replace(tokens=tokens)
 
 
 def weighed(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is made of any objective: UP, the paper's plug-in (fan2026up, Sec. 4.2), two parts of DeepSeek-V3.2's loss, and
-corrections for the sampler.
+"""What is made of any objective: UP, the paper's plug-in (fan2026up, Sec. 4.2), two parts of DeepSeek-V3.2's loss, a
+selection of tokens by entropy, and corrections for the sampler.
 
 A sampler correction is for three policies: μ, the inference engine's, which sampled (lp_sampler); π_old, before the
 update, as the trainer computes it (lp_old); π_θ (lp). It multiplies each token's term by a constant made of
@@ -93,7 +93,7 @@ def _asymmetric(base: Objective, prefix: str, positive) -> Objective:
     )
 
 
-# ---- parts of DeepSeek-V3.2's loss ---------------------------------------------------
+# ---- parts of DeepSeek-V3.2's loss, and a selection by entropy ------------------------
 @transform
 def opsm(base: Objective) -> Objective:
     """Apply off-policy sequence masking to an objective: what pushes a bad response away ends once it has drifted.
@@ -173,6 +173,7 @@ def _masked(
         paper="deepseek2025v32",
         eq="9",
         defaults=base.defaults | {"opsm_delta": OPSM_DELTA},
+        keeps=_keeps_by_drift,
         note=f"DeepSeek's π_old is the engine that sampled. {base.note}".strip(),
     )
 
@@ -186,6 +187,11 @@ OPSM_DELTA = (
 def _not_drifted(log_r, A, mask, delta):
     """M of deepseek2025v32, Eq. 9: False on the tokens with A < 0 of a response whose mean -log r exceeds delta."""
     return (A >= 0) | (-mean_t(log_r, mask) <= delta)[..., None]
+
+
+def _keeps_by_drift(log_r, A, mask, entropy, *, opsm_delta):
+    """The tokens that off-policy sequence masking keeps."""
+    return _not_drifted(log_r, A, mask, opsm_delta)
 
 
 def _before(
@@ -213,6 +219,95 @@ def _with_delta(
     return inspect.Signature(
         [*leading, *(p for p in other_parameters if p.name != "mask"), added]
     )
+
+
+@transform
+def top_entropy(base: Objective) -> Objective:
+    """Train the tokens of high entropy alone: A and ratios of the others add nothing.
+
+    A token is kept where its entropy is at least the quantile q of the entropies of all trained tokens of the batch
+    (arXiv 2506.01939; TRL's top_entropy_quantile is 1 - q). The base's aggregation stays: token-mean counts all trained
+    tokens, and kept-mean, `get("top_entropy(dapo)").aggregated("kept-mean")`, those that are kept.
+
+    Args:
+        base: an objective with one ratio per token.
+
+    Returns:
+        The Objective, with the base's hyperparameters and entropy_quantile.
+
+    Raises:
+        InputError: the base is no Objective, or has one ratio per response.
+    """
+    if not isinstance(base, Objective) or base.level not in ("token", "custom"):
+        named = base.name if isinstance(base, Objective) else f"a {type(base).__name__}"
+        raise InputError(
+            f"top_entropy(...) takes an Objective with one ratio per token, e.g. upref.get('dapo'), not {named}."
+        )
+
+    def fn(lp, lp_old, A, *, entropy_quantile=0.8, mask, entropy, **more):
+        terms = base.fn(lp, lp_old, A, **_given(base.fn, mask, entropy, more))
+        return when(_of_high_entropy(mask, entropy, entropy_quantile), terms)
+
+    def weight(r, A, *, entropy_quantile, mask, entropy, **more):
+        w = base.closed_form(r, A, **_given(base.closed_form, mask, entropy, more))
+        return when(_of_high_entropy(mask, entropy, entropy_quantile), w)
+
+    fn.__signature__ = _with_entropy(base.fn, ("lp", "lp_old", "A"), 0.8)  # type: ignore[attr-defined]
+    first = ("log_r" if base.reads_log_r else "r", "A")
+    weight.__signature__ = _with_entropy(base.closed_form, first)  # type: ignore[attr-defined]
+    return replace(
+        base,
+        name=f"top_entropy({base.name})",
+        fn=fn,
+        closed_form=weight,
+        level="custom",
+        equation=f"M_t J_t, J_t of {base.name}: {base.equation};  M_t = 0 where H_t is below the quantile q of the batch's "
+        "trained tokens",
+        defaults=base.defaults
+        | {"entropy_quantile": "0.8: arXiv 2506.01939 trains the top 20 %"},
+        keeps=_keeps_by_entropy,
+        not_symbolic="which tokens count depends on the whole batch",
+        batch_coupled="which tokens count depends on the whole batch",
+        note=f"Needs entropy. {base.note}".strip(),
+    )
+
+
+def _of_high_entropy(mask, entropy, quantile):
+    """True on the trained tokens whose entropy is at least this quantile of theirs."""
+    entropy = entropy.detach()
+    return mask & (entropy >= entropy[mask].quantile(quantile))
+
+
+def _keeps_by_entropy(log_r, A, mask, entropy, *, entropy_quantile):
+    """The tokens that the quantile of the entropy keeps."""
+    return _of_high_entropy(mask, entropy, entropy_quantile)
+
+
+def _given(
+    function: Callable[..., Any], mask: Any, entropy: Any, more: dict[str, Any]
+) -> dict[str, Any]:
+    """What an objective's function is passed beside ratios and A."""
+    own = inspect.signature(function).parameters
+    inputs = {"mask": mask, "entropy": entropy}
+    return more | {name: x for name, x in inputs.items() if name in own}
+
+
+def _with_entropy(
+    function: Callable[..., Any],
+    first: tuple[str, ...],
+    quantile: Any = inspect.Parameter.empty,
+) -> inspect.Signature:
+    """The function's signature with these names first, then mask and entropy, and with entropy_quantile last."""
+    leading = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for name in (*first, "mask", "entropy")
+    ]
+    others = list(inspect.signature(function).parameters.values())[len(first) :]
+    added = inspect.Parameter(
+        "entropy_quantile", inspect.Parameter.KEYWORD_ONLY, default=quantile
+    )
+    rest = [p for p in others if p.name not in ("mask", "entropy")]
+    return inspect.Signature([*leading, *rest, added])
 
 
 @transform

@@ -20,7 +20,9 @@ L = 6
 
 
 def formula(agg: str) -> F:
-    if agg == "token-mean":
+    if agg == "token-sum":
+        return sum(map(sum, X))
+    if agg in ("token-mean", "kept-mean"):
         return sum(map(sum, X)) / sum(LENGTHS)
     if agg == "group-token-mean":
         of = lambda g: [i for i in range(5) if GROUP[i] == g]

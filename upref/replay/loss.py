@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from upref.aggregation import AGGREGATIONS
+from upref.aggregation import AGGREGATIONS, KEPT_MEAN
 from upref.definition import Objective
 from upref.errors import InputError
 from upref.replay.findings import Checked, ReplayFinding, Severity, note
@@ -456,6 +456,11 @@ def _other_losses(batch: RecordedBatch, step: StepTerms) -> Iterator[tuple[str, 
             continue  # one has a term for each response, the other for each token
         if agg == "group-token-mean" and step.rollouts.group is None:
             continue  # it is the token mean
+        if agg == KEPT_MEAN:
+            if objective.rejects:
+                whole = replace(own, rollouts=own.rollouts.but(totals=None))
+                yield agg, whole.under(agg).loss()
+            continue
         yield agg, own.under(agg).loss()
     for words, _, parts in own.parts():
         values = [part.loss() for part in parts]

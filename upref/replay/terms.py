@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upref.aggregation import Totals, aggregate
+from upref.aggregation import KEPT_MEAN, Totals, aggregate
 from upref.definition import Objective, weighed
 from upref.errors import InputError
 from upref.registry import get
@@ -280,6 +280,10 @@ def terms_of(
     Raises:
         InputError: a column is missing, or the file of a rank.
     """
+    if objective.agg == KEPT_MEAN:
+        raise InputError(
+            f"a replay compares the loss with {KEPT_MEAN} by itself: leave --agg out."
+        )
     ranks = batch.logged.get("ranks", 1.0)
     held_ranks = 1 if batch.rank is None else len(batch.rank.unique())
     if held_ranks < ranks:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from upref import advantages
+from upref.aggregation import KEPT_MEAN
 from upref.errors import InputError
 from upref.interrupt import Terminated
 from upref.registry import REDUCE, Objective, get
@@ -277,6 +278,10 @@ def make_goal(
             step.
     """
     o = objective if isinstance(objective, Objective) else get(objective)
+    if o.agg == KEPT_MEAN:
+        raise InputError(
+            f"a step is not compared with {KEPT_MEAN}: check the loss with upref.check."
+        )
     if "group" in o.reads:
         raise InputError(
             f"{o.name} needs {o.needs[0]} and its share of the group, which rounding decides on the "

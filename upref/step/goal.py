@@ -14,7 +14,7 @@ from upref.errors import InputError
 from upref.kl import per_token
 from upref.registry import Objective
 from upref.step.rows import Padded
-from upref.verify.factors import declared_aggregation
+from upref.verify.factors import TOKEN_SUM, declared_aggregation
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Goal:
             J, KL, H and Z -> a scalar.
         """
         agg = agg or declared_aggregation(self.objective)
+        agg = "token-sum" if agg == TOKEN_SUM else agg
         group = padded.group if self.grouped else None
         totals = Totals.of(padded.mask, group)
         # a response without a token that trains counts in the totals, and adds nothing

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from upref.aggregation import KEPT_MEAN
 from upref.errors import InputError
 from upref.registry import Objective, get
 from upref.user_code import FIRST, ROWS, SHAPES, Loss, infer_shapes, read
@@ -35,6 +36,17 @@ from upref.verify.report import (
 )
 
 INVERTED = "ratio-inverted"  # what exchanged policies look like
+
+
+# what is said of the divisor of an objective that rejects tokens, by its aggregation
+DIVISORS_OF_KEPT = {
+    "token-mean": [
+        "rejected tokens count in the divisor (token-mean); --agg kept-mean leaves them out"
+    ],
+    KEPT_MEAN: [
+        "rejected tokens are left out of the divisor (kept-mean); --agg token-mean counts them"
+    ],
+}
 
 
 @cache
@@ -299,6 +311,8 @@ def assumptions(case: LossCase) -> list[str]:
         out.append(
             "the loss takes no group ids: the batch counts as one group, as in DAPO's code, verl and TRL"
         )
+    if case.objective.rejects:
+        out += DIVISORS_OF_KEPT.get(case.objective.agg, [])
     if loss.adv_shape not in ("BT", ROWS, FIRST):
         out.append(f"it takes advantages as {SHAPES[loss.adv_shape]}: one per response")
     if loss.float_mask:

@@ -24,7 +24,12 @@ from upref.verify.factors import FACTORS, aggregation_id, declared_aggregation
 from upref.verify.faults import hyperparameter_id, known
 from upref.verify.faults.batch_reading import floored, left_out, reweighted
 from upref.verify.faults.corrections import corrected, retuned
-from upref.verify.faults.denominators import OF_LENGTHS, divided, group_order_faults
+from upref.verify.faults.denominators import (
+    OF_LENGTHS,
+    divided,
+    group_order_faults,
+    kept_faults,
+)
 from upref.verify.faults.losses import (
     KL_MISSING,
     OTHER_KL,
@@ -97,6 +102,7 @@ def explain(
         [] if _has_gradient(case) else [NO_GRADIENT],
         two_gradients(case, batch),
         by_fixed_length(case),
+        kept_faults(case),
         _other_hyperparameters(case, bounds),
         _other_kl(case, batch, found, compared),
         _kl_aggregated(case),

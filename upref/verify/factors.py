@@ -8,11 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from upref.aggregation import row_weights
+from upref.aggregation import KEPT_MEAN, row_weights
 from upref.registry import Objective
 from upref.rollouts import Rollouts
 
 Factor = Callable[[Rollouts], Tensor]
+TOKEN_SUM = "a plain sum over all tokens"  # token-sum, as an unwanted aggregation
 SAME_FACTOR = 1e-5  # relative: factors that are one number
 
 
@@ -23,13 +24,14 @@ def declared_aggregation(objective: Objective) -> str:
         objective: the objective.
 
     Returns:
-        A key of FACTORS.
+        A key of FACTORS, or kept-mean, whose factor depends on the objective.
     """
     if objective.level == "sequence_product":
         of_response = "seq-mean-token-sum"
     else:
         of_response = "seq-mean-token-mean"
-    return of_response if objective.agg == "seq-mean" else objective.agg
+    other_names = {"seq-mean": of_response, "token-sum": TOKEN_SUM}
+    return other_names.get(objective.agg, objective.agg)
 
 
 def _row_weights_of(agg: str) -> Factor:
@@ -66,7 +68,7 @@ FACTORS: dict[str, Factor] = {
     "the mean over the padded width (seq-mean-token-sum-norm by it)": lambda batch: (
         _ones(batch) / batch.mask.numel()
     ),
-    "a plain sum over all tokens": _ones,
+    TOKEN_SUM: _ones,
     "the sum, not the mean, of the responses' token means": lambda batch: (
         1 / _lengths(batch)
     ),
@@ -104,7 +106,7 @@ FACTORS: dict[str, Factor] = {
 # the ids of the aggregations whose name is a sentence
 IDS = {
     "the mean over the padded width (seq-mean-token-sum-norm by it)": "mean-over-width",
-    "a plain sum over all tokens": "sum",
+    TOKEN_SUM: "sum",
     "the sum, not the mean, of the responses' token means": "sum-of-token-means",
     "token-mean divided once more by the number of responses": "token-mean-over-responses",
     "the responses' token means, divided by all tokens": "token-means-over-tokens",
@@ -127,13 +129,24 @@ def aggregation_id(name: str) -> str:
     return f"aggregated-by-{IDS.get(name, name)}"
 
 
+def own_factor(objective: Objective) -> Factor:
+    """Return the factor of the objective's own aggregation; of kept-mean, which depends
+    on more than lengths, that of token-mean: both are one number for all responses.
+
+    Args:
+        objective: the objective.
+    """
+    return FACTORS.get(declared_aggregation(objective), FACTORS["token-mean"])
+
+
 def names(first: str) -> list[str]:
     """Return the names of all aggregations, this one before the others.
 
     Args:
         first: a key of FACTORS.
     """
-    return sorted(FACTORS, key=lambda name: name != first)
+    every = [*FACTORS, KEPT_MEAN] if first == KEPT_MEAN else FACTORS
+    return sorted(every, key=lambda name: name != first)
 
 
 def common_value(x: Tensor) -> float | None:

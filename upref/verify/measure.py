@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from upref import kl
+from upref.aggregation import KEPT_MEAN
 from upref.errors import InputError
 from upref.ops import mean_t, sum_t
 from upref.registry import REDUCE, Objective, get
@@ -236,9 +237,27 @@ class LossCase:
         Returns:
             [B, 1].
         """
-        return FACTORS[agg or self.agg](self.loss.visible_batch(batch)).to(
-            batch.logp.dtype
-        )[:, None]
+        name = agg or self.agg
+        if name == KEPT_MEAN:
+            kept = self.kept(batch).sum().clamp(min=1).to(batch.logp.dtype)
+            return (1 / kept).expand(len(batch.mask), 1)
+        return FACTORS[name](self.loss.visible_batch(batch)).to(batch.logp.dtype)[
+            :, None
+        ]
+
+    def kept(self, batch: Rollouts) -> Tensor:
+        """Return the tokens that the objective's filters and its sampler correction
+        keep.
+
+        Args:
+            batch: the batch.
+
+        Returns:
+            [B, T].
+        """
+        b = self.visible_batch(batch)
+        policies = (b.logp, b.logp_old, b.adv, b.mask, b.entropy, b.logp_sampler)
+        return self.objective.kept(*policies, **self.hp_without_kl)
 
     # ---- the objective ---------------------------------------------------------------
     def expected(self, batch: Rollouts) -> Tensor:
@@ -657,7 +676,10 @@ def _fitting_aggregation(measured: OnPolicy, sign: float) -> tuple[str, float] |
     """
     case = measured.case
     fits_with_factor: list[tuple[str, float]] = []
-    for name in names(declared_aggregation(case.objective)):
+    aggregations = names(declared_aggregation(case.objective))
+    if case.objective.rejects and KEPT_MEAN not in aggregations:
+        aggregations.append(KEPT_MEAN)
+    for name in aggregations:
         k = common_value(measured.multiples(name, sign))
         if k is not None and is_one(k):
             return name, k

@@ -18,7 +18,7 @@ from upref.errors import InputError
 from upref.ops import mean_t
 from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts, per_response
-from upref.verify.factors import FACTORS, common_value, declared_aggregation
+from upref.verify.factors import common_value, own_factor
 from upref.verify.faults import Catalogue
 from upref.verify.faults.losses import LossFault, fault, term_of
 from upref.verify.measure import LossCase, unit_weights
@@ -329,7 +329,7 @@ def _weights_under_mask(
         if counted:
             w = unit_weights(objective, batch, hp)
         else:
-            factors = FACTORS[declared_aggregation(objective)]
+            factors = own_factor(objective)
             ratio_of_factors = (factors(masked) / factors(batch))[:, None]
             w = unit_weights(objective, masked, hp) * ratio_of_factors
         return torch.where(batch.mask & masked.mask, w, 0)

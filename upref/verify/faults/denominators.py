@@ -10,11 +10,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from upref.aggregation import KEPT_MEAN
 from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.verify.factors import FACTORS, common_value, declared_aggregation
 from upref.verify.faults import SIGN_IDS
 from upref.verify.faults.losses import LossFault, fault
+from upref.verify.finding import Cause
 from upref.verify.measure import LossCase
 from upref.weights.batches import on_policy_batch
 from upref.weights.black_box import part_with_advantage
@@ -49,6 +51,59 @@ def divided(case: LossCase) -> Iterator[LossFault]:
     yield from _lengths(case)
     yield from _by_sign(case)
     yield from _parts(case)
+
+
+DIVIDED_BY_KEPT = Cause(
+    "it divides by the tokens that were kept, not by all trained tokens: that is --agg kept-mean",
+    ("divided-by-kept-tokens",),
+)
+DIVIDED_BY_ALL = Cause(
+    "it divides by all trained tokens, rejected ones too, not by those that were kept: that is --agg token-mean",
+    ("divided-by-rejected-tokens-too",),
+)
+
+
+def kept_faults(case: LossCase) -> Iterator[LossFault]:
+    """Yield the faults that a mean counts the tokens that a filter or a correction
+    rejects, or leaves them out, against what the objective's aggregation says.
+
+    Args:
+        case: the loss and its objective.
+    """
+    if not case.objective.rejects:
+        return
+
+    def over_kept(batch: Rollouts) -> Tensor:
+        """Return the factor that divides by all kept tokens, [B, 1]."""
+        return case.factors(batch, KEPT_MEAN)
+
+    def over_kept_of_response(batch: Rollouts) -> Tensor:
+        """Return the factor that divides by the response's kept tokens, [B, 1]."""
+        kept = case.kept(batch).sum(1, keepdim=True).clamp(min=1)
+        return 1 / (len(batch.mask) * kept.to(batch.logp.dtype))
+
+    if case.objective.agg == KEPT_MEAN:
+        cause = DIVIDED_BY_ALL
+        factor: ByToken = partial(case.factors, agg="token-mean")
+    else:
+        cause = DIVIDED_BY_KEPT
+        factor = over_kept
+    yield _aggregated(case, cause.words, factor, id=cause.ids[0])
+    yield _aggregated(
+        case,
+        "each response is divided by its own tokens that were kept",
+        over_kept_of_response,
+        id="divided-by-kept-tokens-of-response",
+    )
+    if case.objective.keeps is not None and "entropy" in case.objective.reads:
+        yield fault(
+            "tokens of low entropy train too: none is left out",
+            "advantage",
+            id="low-entropy-trains",
+            weigh=lambda batch: case.expected(
+                batch.but(entropy=torch.ones_like(batch.logp))
+            ),
+        )
 
 
 def group_order_faults(case: LossCase) -> Iterator[LossFault]:

@@ -22,7 +22,7 @@ from upref.definition import weighed
 from upref.ops import clip, exp, maximum, mean_t, minimum, sg, sum_t, where
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
-from upref.verify.factors import FACTORS, declared_aggregation
+from upref.verify.factors import own_factor
 from upref.verify.faults import SIGN_IDS, Fault, hyperparameter_id, known as known_of
 from upref.verify.measure import kl_slope, slope_of_term, unit_weights
 from upref.weights.batches import USUAL_MU
@@ -1576,7 +1576,7 @@ def _batch_ratio_faults(form: ClippedForm) -> Iterator[LossFault]:
         with_gradient: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
         """Return the weights with the summed log-ratio over `count` of the mask."""
-        factors = FACTORS[declared_aggregation(objective)](batch)[:, None]
+        factors = own_factor(objective)(batch)[:, None]
 
         def aggregated_ppo(lp: Tensor, old: Tensor, A: Tensor, m: Tensor) -> Tensor:
             """Return PPO's term, times the factor of the response in the loss. The

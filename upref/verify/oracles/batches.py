@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from upref.aggregation import Totals
+from upref.aggregation import KEPT_MEAN, Totals
 from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.verify.explain import cause_if_confirmed_at, holds_on_other_batches
@@ -48,6 +48,8 @@ def not_split(case: LossCase) -> str:
     """
     if not case.loss.micro_batchable:
         return "the loss is one call on the whole mini-batch: it takes no `totals`"
+    if case.objective.agg == KEPT_MEAN:
+        return "kept-mean divides by the kept tokens of the mini-batch, which `totals` does not have"
     return case.objective.batch_coupled
 
 

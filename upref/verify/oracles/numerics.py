@@ -299,6 +299,7 @@ def _dtype_that_overflows(
                 filled(A),
                 filled(1).bool(),
                 logp_ref=filled(lp),
+                entropy=filled(1),
             )
         )
         try:

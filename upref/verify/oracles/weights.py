@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from upref.aggregation import KEPT_MEAN
 from upref.registry import REDUCE
 from upref.rollouts import Rollouts
 from upref.verify.explain import (
@@ -24,6 +25,7 @@ from upref.verify.explain import (
     two_gradients,
 )
 from upref.verify.factors import aggregation_id, declared_aggregation
+from upref.verify.faults.denominators import DIVIDED_BY_ALL, DIVIDED_BY_KEPT
 from upref.verify.faults.losses import LossFault, fault
 from upref.verify.finding import NO_CAUSE, Cause, Number, TokenPlace, number_pair
 from upref.verify.measure import EXACT_TOL, HABIT_TOL, LossCase
@@ -551,7 +553,8 @@ def aggregation(case: LossCase) -> list[Finding]:
     right_factors = case.factors(small, declared)[:, 0]
     found_factors = case.factors(small)[:, 0]
     row = int((found_factors / right_factors - 1).abs().argmax())
-    if case.loss.visible_batch(batch).group is not None:
+    has_group = case.loss.visible_batch(batch).group is not None
+    if has_group or declared == KEPT_MEAN:
         group = ""
     else:
         group = " (the loss takes no groups: the batch counts as one)"
@@ -587,6 +590,10 @@ def _cause_of_factors(case: LossCase, batch: Rollouts) -> Cause:
     may_be_power = case.objective.one_adv and "gradient" in case.failed
     if may_be_power or not holds_on_other_batches(case, gradients_at_old_policy, batch):
         return NO_CAUSE
+    if case.agg == KEPT_MEAN:
+        return DIVIDED_BY_KEPT
+    if case.objective.agg == KEPT_MEAN and case.agg == "token-mean":
+        return DIVIDED_BY_ALL
     return Cause(case.agg, (aggregation_id(case.agg),))
 
 

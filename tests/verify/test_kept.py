@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The divisor of a loss that rejects tokens: both conventions have a name, and `check`
+tells them apart.
+"""
+
+import pytest
+import torch
+
+import upref
+from tests.support.cases import kept
+from upref.rollouts import Rollouts
+
+ids = lambda x: getattr(x, "__name__", None)
+
+
+@pytest.mark.parametrize(("loss", "objective", "agg", "hp"), kept.RIGHT, ids=ids)
+def test_a_right_loss_is_accepted(loss, objective, agg, hp):
+    report = upref.check(loss, objective, agg=agg, **hp)
+    assert report, str(report)
+
+
+@pytest.mark.parametrize(("loss", "objective", "agg", "hp", "id"), kept.WRONG, ids=ids)
+def test_a_wrong_divisor_has_its_cause(loss, objective, agg, hp, id):
+    report = upref.check(loss, objective, agg=agg, **hp)
+    assert not report
+    assert report.failures[0].fault_ids == (id,), str(report)
+
+
+def test_tokens_of_low_entropy_alone_are_wrong():
+    assert not upref.check(kept.low_trains, "top_entropy(dapo)", agg="kept-mean")
+
+
+def test_the_report_says_which_divisor_it_is():
+    for loss, agg, words in (
+        (kept.icepop_counted, "token-mean", "rejected tokens count in the divisor"),
+        (kept.icepop_dropped, "kept-mean", "are left out of the divisor"),
+    ):
+        report = upref.check(loss, kept.ICEPOP, agg=agg)
+        assert any(words in sentence for sentence in report.assumptions)
+
+
+HP = {
+    "seq_mask(dapo)": {"is_min": 0.9, "is_max": 1.2},
+    "opsm(dapo)": {"opsm_delta": 0.05},
+}
+
+
+# ---- the reference -------------------------------------------------------------------
+def batch(seed=0, rows=4, columns=6):
+    rng = torch.Generator().manual_seed(seed)
+    normal = lambda: torch.randn(rows, columns, generator=rng, dtype=torch.float64)
+    mask = torch.rand(rows, columns, generator=rng) < 0.8
+    mask[:, 0] = True
+    old = -1 - normal().abs()
+    return Rollouts(
+        (old + normal() / 3).clamp(max=-0.01),
+        old,
+        normal(),
+        mask,
+        entropy=normal().abs(),
+        logp_sampler=(old + normal()).clamp(max=-0.01),
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["icepop(dapo)", "mis(grpo)", "seq_mask(dapo)", "opsm(dapo)", "top_entropy(dapo)"],
+)
+def test_kept_mean_is_token_mean_of_the_kept_tokens(name):
+    o = upref.get(name)
+    hp = HP.get(name, {})
+    b = batch()
+    policies = (b.logp, b.logp_old, b.adv, b.mask, b.entropy, b.logp_sampler)
+    keep = o.kept(*policies, **hp)
+    assert 0 < keep.sum() < b.mask.sum()
+    all_tokens, kept_alone = (o.aggregated(a) for a in ("token-mean", "kept-mean"))
+    expected = all_tokens(b, **hp) * b.mask.sum() / keep.sum()
+    torch.testing.assert_close(kept_alone(b, **hp), expected)
+    logp = b.logp.clone().requires_grad_()
+    kept_alone(b.but(logp=logp), **hp).backward()
+    torch.testing.assert_close(logp.grad, kept_alone.gradient(b, **hp))
+
+
+def test_a_selection_by_entropy_keeps_the_top_of_the_batch():
+    b = batch(rows=10, columns=10)
+    o = upref.get("top_entropy(dapo)")
+    for quantile in (0.0, 0.5, 0.8):
+        policies = (b.logp, b.logp_old, b.adv, b.mask, b.entropy)
+        keep = o.kept(*policies, entropy_quantile=quantile)
+        share = keep.sum() / b.mask.sum()
+        assert abs(share - (1 - quantile)) < 0.02
+        if quantile:
+            assert b.entropy[keep].min() > b.entropy[b.mask & ~keep].max()
+
+
+def test_what_has_no_kept_mean_is_refused():
+    with pytest.raises(upref.InputError, match="rejects no token"):
+        upref.get("dapo").aggregated("kept-mean")
+    with pytest.raises(upref.InputError, match="rejects no token"):
+        upref.get("tis(dapo)").aggregated("kept-mean")
+    o = upref.get("icepop(dapo)").aggregated("kept-mean")
+    first, _ = batch().split(2)
+    with pytest.raises(upref.InputError, match="of a micro-batch"):
+        o(first)
+    with pytest.raises(upref.InputError, match="one ratio per token"):
+        upref.get("top_entropy(gspo)")
