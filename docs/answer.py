@@ -5,58 +5,26 @@ its best-powered evidence.
 
 import re
 
-from docs import controls, without_lag
-from repro.mini.stale import rule, unregistered
-from repro.mini.stale.rule import Cell, Effect
-from repro.mini.stale.unregistered import (
-    METRICS,
-    T_1,
-    Runs,
-    at_end,
-    at_peak,
-    at_start,
-    effect,
-    signed,
-    worth,
-)
+from docs import controls, stale, without_lag
+from repro.mini.experiment.words import shown
+from upref.markdown import table
 
 RESULTS = "repro/mini/stale/results"
-MEANINGS = {
-    "best": "right at least once in 32",
-    "avg": "right on average",
-    "maj": "the most frequent is right",
+METRICS = {
+    "best": "Best@32: right at least once in 32",
+    "avg": "Avg@32: right on average",
+    "maj": "Maj@32: the most frequent is right",
 }
-
-
-def registered(runs: Runs) -> dict[tuple[str, str, str, int | None], Effect]:
-    """(family, metric, other method, staleness) -> effect, by the registered rule."""
-    found = rule.effects(runs.design, runs.records)
-    return {(e.family, e.metric, e.other, e.staleness): e for e in found}
-
-
-def shown(e: Effect) -> str:
-    return f"{signed(e.mean)} [{signed(e.low)}, {signed(e.high)}]"
-
-
-def row(metric: str, registered_decoding: object, other_decoding: object) -> str:
-    return f"| {METRICS[metric]}: {MEANINGS[metric]} | {registered_decoding} | {other_decoding} |"
 
 
 def text() -> str:
     """Return README's section: at most 120 words and one figure."""
-    runs = unregistered.load()
-    test, n = registered(runs), len(runs.seeds)
-    up, dapo = Cell("up_dapo", 16), Cell("dapo", 16)
-    gains = [test["dapo", "best", "dapo", s] for s in (16, 4, 0)]
-    anchor, average = (
-        test["neighbours", "best", "dapo_no_upper_clip", 16],
-        test["dapo", "avg", "dapo", 16],
-    )
-    at_t_1 = {
-        metric: runs.difference(up, dapo, at_end(metric, T_1))
-        for metric in ("best", "avg")
-    }
-    again = test["recomputed", "best", "dapo", 16]
+    test, n = stale.registered(), len(stale.seeds())
+    gains = [test["dapo", "best", "dapo", s] for s in ("s16", "s4", "s0")]
+    anchor = test["neighbours", "best", "dapo_no_upper_clip", "s16"]
+    average = test["dapo", "avg", "dapo", "s16"]
+    at_t_1 = {m: stale.minus(f"{m}/t_1", "up_dapo", "dapo") for m in ("best", "avg")}
+    again = test["recomputed", "best", "dapo", "recomputed"]
     assert [e.word for e in gains] == ["gains", "gains", "no difference"]
     assert average.word == "no difference"
     assert anchor.word == "gains" and again.word == "no difference"
@@ -67,8 +35,8 @@ def text() -> str:
     assert 0.85 < controls.share_of_the_clip("equal_avg/t_1") < 1
     fresh = {
         r["settings"]["minibatches"]
-        for (cell, _, _), r in runs.by_place.items()
-        if cell.staleness == 0
+        for (_, group, _, _), r in stale.runs().items()
+        if group == "s0"
     }
     assert fresh == {8}
     least, most = without_lag.gain(16)
@@ -90,35 +58,19 @@ def text() -> str:
     return f"{words}\n\n![{shows}]({RESULTS}/paths.svg)"
 
 
-def _by_base(runs: Runs) -> list[tuple[float, float, float]]:
-    """Best@32 of each base, and of UP-DAPO and DAPO at the end from it, 16 rollouts
-    stale.
-    """
-    up, dapo = Cell("up_dapo", 16), Cell("dapo", 16)
-    return [
-        (
-            runs.on_base(base, up, at_start("best")).mean(),
-            runs.on_base(base, up, at_end("best")).mean(),
-            runs.on_base(base, dapo, at_end("best")).mean(),
-        )
-        for base in runs.design.bases
-    ]
-
-
 def paths() -> str:
     """Return the sentences of docs/findings.md below the picture of the paths."""
-    runs = unregistered.load()
-    (high, up_high, dapo_high), (low, up_low, dapo_low) = _by_base(runs)
-    fresh = runs.per_seed(Cell("dapo", 0), at_end("avg"))
-    stale = runs.per_seed(Cell("up_dapo", 16), at_end("avg"))
-    lost = effect(stale - fresh)
+    high, low = stale.level("best@first", "up_dapo").by_base
+    up_high, up_low = stale.level("best", "up_dapo").by_base
+    dapo_high, dapo_low = stale.level("best", "dapo").by_base
+    lost = stale.between("avg", "up_dapo", "s16", "dapo", "s0")
     assert high > up_high > dapo_high and low < dapo_low < up_low and lost.high < 0
     return (
         f"The picture shows means over two bases, which differ. At 16 rollouts, from the base at {high:.0f} % Best@32 "
         f"falls to {up_high:.0f} % under UP and to {dapo_high:.0f} % under DAPO; from the base at {low:.0f} % it rises "
         f"to {up_low:.0f} % and to {dapo_low:.0f} %. UP is above DAPO on both "
         "([each base apart](../repro/mini/stale/results/unregistered.md#each-base-apart)). "
-        f"Stale data has its price under either method: at 16 rollouts UP's Avg@32 is {lost} points (not "
+        f"Stale data has its price under either method: at 16 rollouts UP's Avg@32 is {shown(lost)} points (not "
         "registered) from that of DAPO on fresh data."
     )
 
@@ -127,37 +79,31 @@ def numbers() -> str:
     """Return the table of docs/findings.md: UP-DAPO minus DAPO under two decodings, and
     with lp_old recomputed.
     """
-    runs = unregistered.load()
-    test, n = registered(runs), len(runs.seeds)
-    up, dapo = Cell("up_dapo", 16), Cell("dapo", 16)
-    again = [test["recomputed", metric, "dapo", 16] for metric in ("best", "avg")]
-    sampled = {
-        metric: runs.difference(up, dapo, at_end(metric, T_1)) for metric in METRICS
-    }
-    majority = runs.difference(up, dapo, at_end("maj"))
-    lost = [
-        runs.difference(Cell(c.arm, 16, "recomputed"), c, at_end("avg"))
-        for c in (dapo, up)
-    ]
-    ends = [
-        f"{runs.mean(Cell(c.arm, 16, 'recomputed'), at_end('best')):.0f}"
-        for c in (dapo, up)
-    ]
+    test, n = stale.registered(), len(stale.seeds())
+    again = [test["recomputed", m, "dapo", "recomputed"] for m in ("best", "avg")]
+    sampled = {m: stale.minus(f"{m}/t_1", "up_dapo", "dapo") for m in METRICS}
+    majority = stale.minus("maj", "up_dapo", "dapo")
+    both = "dapo", "up_dapo"
+    lost = [stale.between("avg", arm, "recomputed", arm, "s16") for arm in both]
+    ends = [f"{stale.level('best', arm, 'recomputed').mean:.0f}" for arm in both]
     assert {e.word for e in again} == {"no difference"} and all(
         e.high < 0 for e in lost
     )
     assert all(e.low < 0 < e.high for e in (majority, sampled["maj"]))
-    below = f"{sampled['avg'].below} of {n} seeds below 0"
-    test_16 = {metric: test["dapo", metric, "dapo", 16] for metric in ("best", "avg")}
+    below = sum(value < 0 for value in sampled["avg"].values)
+    sampled_avg = f"{shown(sampled['avg'])}; {below} of {n} seeds below 0"
+    best, avg = (shown(test["dapo", m, "dapo", "s16"]) for m in ("best", "avg"))
+    columns = ["", "top-p 0.7, registered", "T = 1, not registered"]
+    rows = [
+        [METRICS["best"], best, shown(sampled["best"])],
+        [METRICS["avg"], avg, sampled_avg],
+        [METRICS["maj"], f"{shown(majority)}, not registered", shown(sampled["maj"])],
+    ]
     return "\n".join(
         [
             "UP-DAPO minus DAPO, 16 rollouts stale, in points:",
             "",
-            "| | top-p 0.7, registered | T = 1, not registered |",
-            "|---|---|---|",
-            row("best", shown(test_16["best"]), sampled["best"]),
-            row("avg", shown(test_16["avg"]), f"{sampled['avg']}; {below}"),
-            row("maj", f"{majority}, not registered", sampled["maj"]),
+            table(columns, rows),
             "",
             f"Where the trainer recomputes lp_old, UP gains {shown(again[0])} of Best@32: both "
             f"methods end at {ends[0]} to {ends[1]} %. Their Avg@32 is then "
@@ -170,23 +116,26 @@ def explanations() -> str:
     """Return the table of docs/findings.md: other explanations of UP's gain on stale
     data, and what the records have on each.
     """
-    runs = unregistered.load()
-    test = registered(runs)
-    up, dapo = Cell("up_dapo", 16), Cell("dapo", 16)
-    gain = test["dapo", "best", "dapo", 16]
-    beyond_clip = test["neighbours", "best", "dapo_no_upper_clip", 16]
-    decoding = {m: runs.decoding(dapo, m) for m in ("best", "avg")}
-    at_t_1 = runs.difference(up, dapo, at_end("best", T_1))
-    equal = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*runs.at_equal_average(16))
-    r, cells = runs.entropy_and_best()
+    test = stale.registered()
+    gain = test["dapo", "best", "dapo", "s16"]
+    beyond_clip = test["neighbours", "best", "dapo_no_upper_clip", "s16"]
+    decoding = {m: shown(stale.change(f"{m}/t_1", m, "dapo")) for m in ("best", "avg")}
+    at_t_1 = shown(stale.minus("best/t_1", "up_dapo", "dapo"))
+    equal = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*stale.at_equal_average())
+    r, cells = stale.entropy_and_best()
     r_of_controls, methods = controls.entropy_and_best()
-    peak = runs.difference(up, dapo, at_peak("best"))
-    assert worth(runs, 16, T_1).low < 0 < worth(runs, 16, unregistered.TOP_P).low
+    peak = stale.minus("best@highest", "up_dapo", "dapo")
+    rate = stale.exchange_rate()
+    at_top_p_0_7, worth_at_t_1 = (
+        stale.weighed(rate, "up_dapo", "dapo", d) for d in ("top_p_0.7", "t_1")
+    )
+    assert worth_at_t_1.low < 0 < at_top_p_0_7.low
     assert 0 < peak.mean < gain.mean / 2
-    n, high = len(runs.seeds), runs.design.bases[0]
-    at_the_start = runs.on_base(high, up, at_start("best"))
-    base = at_the_start.mean()
-    untrained = sum(runs.on_base(high, up, at_peak("best")) == at_the_start)
+    n, high = len(stale.seeds()), stale.bases()[0]
+    base = stale.level("best@first", "up_dapo").by_base[0]
+    paths = [stale.runs()["up_dapo", "s16", high, seed] for seed in stale.seeds()]
+    best_of = [r["evals"][stale.PATH]["best"] for r in paths]
+    untrained = sum(max(best) == best[0] for best in best_of)
     rows = [
         (
             "the missing upper clip",
@@ -205,9 +154,9 @@ def explanations() -> str:
         ),
         (
             "a decoding that DAPO could have as well",
-            f"From top-p 0.7 to T = 1, DAPO gains {runs.exchange_rate(16):.1f} points of Best@32 for each point of "
-            f"Avg@32 that it loses. In the sum of Best@32 and {runs.exchange_rate(16):.1f} times Avg@32, UP-DAPO minus "
-            f"DAPO is {worth(runs, 16, unregistered.TOP_P)} at top-p 0.7 and {worth(runs, 16, T_1)} at T = 1 (not "
+            f"From top-p 0.7 to T = 1, DAPO gains {rate:.1f} points of Best@32 for each point of "
+            f"Avg@32 that it loses. In the sum of Best@32 and {rate:.1f} times Avg@32, UP-DAPO minus "
+            f"DAPO is {shown(at_top_p_0_7)} at top-p 0.7 and {shown(worth_at_t_1)} at T = 1 (not "
             "registered)",
             "by this straight line all of the gain at T = 1, and not at top-p 0.7; the "
             "[registered controls](#the-controls) compare curves, which bend, and leave "
@@ -215,7 +164,7 @@ def explanations() -> str:
         ),
         (
             "stopping at the best moment",
-            f"The highest of a run's evaluations, UP-DAPO minus DAPO (not registered): {peak}",
+            f"The highest of a run's evaluations, UP-DAPO minus DAPO (not registered): {shown(peak)}",
             f"most of the gain; but from the base at {base:.0f} % the best moment is "
             f"before training in {untrained} of {n} runs of UP-DAPO, so this tells nothing "
             "of training there",
@@ -239,8 +188,5 @@ def explanations() -> str:
             f"the [registered controls](#the-controls) {controls.bonus_words()}",
         ),
     ]
-    head = [
-        "| explanation | the records, 16 rollouts stale, Best@32 | so it is |",
-        "|---|---|---|",
-    ]
-    return "\n".join([*head, *(f"| {a} | {b} | {c} |" for a, b, c in rows)])
+    columns = ["explanation", "the records, 16 rollouts stale, Best@32", "so it is"]
+    return table(columns, rows)

@@ -7,15 +7,13 @@ from functools import cache
 
 import numpy as np
 
-from repro.mini.registered import plan, report, rule
-from repro.mini.registered.rule import Effect
-from repro.mini.stale import unregistered
-from repro.mini.stale.rule import Cell
-from repro.mini.stale.unregistered import T_1, at_end
-from repro.mini.study import results, suite
-from repro.mini.study.results import Record
+from docs import stale
+from repro.mini.experiment import answer, page, plan, records
+from repro.mini.experiment.effects import Effect
+from repro.mini.experiment.questions import RunRecord, curve, number, term_of
+from repro.mini.experiment.words import by_base, rounded, shown
+from upref.markdown import table
 
-FOLDER = suite.ROOT / "repro/mini/controls"
 NAMES = {
     "dapo": "DAPO",
     "dapo_bonus": "DAPO with a searched entropy bonus",
@@ -27,6 +25,9 @@ NAMES = {
     "up_below_one": "DAPO with UP's weight where r < 1",
     "up_both_sides": "DAPO with UP's weight in both regions",
 }
+LEVELS = ("equal_avg/t_1", "equal_avg/top_p_0.9")
+AT_LEVELS = ("at the Avg@32 of T = 1", "at the Avg@32 of top-p 0.9")
+FIXED = ("best/top_p_0.7", "avg/top_p_0.7")
 ELSEWHERE = {
     "s0": "fresh data",
     "chain_s16": "chain, 16 rollouts stale",
@@ -53,16 +54,16 @@ def bonus_words() -> str:
     sentence.
     """
     registered, _, effects = _load()
-    return BONUS_WORDS[rule.against(effects, registered, "dapo_bonus")]
+    return BONUS_WORDS[answer.against(registered, effects, "dapo_bonus")]
 
 
 def at_equal_average() -> str:
     """Return README's sentence on UP-DAPO at equal Avg@32."""
     registered, _, effects = _load()
-    assert rule.against(effects, registered, "dapo_no_upper_clip") == "nothing more"
+    assert answer.against(registered, effects, "dapo_no_upper_clip") == "nothing more"
     bonus = _main_runs()["dapo_bonus"][0]["settings"]["entropy_bonus"]
     dapo, with_bonus, without_clip = (
-        report.shown(_effect("equal_avg/t_1", other))
+        shown(_effect("equal_avg/t_1", other))
         for other in ("dapo", "dapo_bonus", "dapo_no_upper_clip")
     )
     assert _rate("dapo_no_upper_clip") == 5.5e-5 and _rate("up_dapo") == 1e-4
@@ -101,21 +102,17 @@ def clip_at_one_rate() -> tuple[float, float]:
     return min(found), max(found)
 
 
-def _at_slopes() -> list[unregistered.Effect]:
+def _at_slopes() -> list[Effect]:
     """Return the effect of `clip_at_one_rate` at its two slopes."""
-    runs = unregistered.load()
-    up, no_clip = Cell("up_dapo", 16), Cell("dapo_no_upper_clip", 16)
-    best, avg = (
-        runs.per_seed(up, at_end(metric, T_1))
-        - runs.per_seed(no_clip, at_end(metric, T_1))
-        for metric in ("best", "avg")
-    )
     registered, _, _ = _load()
-    curve = np.mean([rule.curve(r)[-1] for r in _main_runs()["up_dapo"]], axis=0)
-    (avg_below, best_below), (avg_t_1, best_t_1) = curve[-2:]
+    points = np.mean([curve(r)[-1] for r in _main_runs()["up_dapo"]], axis=0)
+    (avg_below, best_below), (avg_t_1, best_t_1) = points[-2:]
     at_t_1 = -(best_t_1 - best_below) / (avg_t_1 - avg_below)
-    slopes = at_t_1, registered.search["exchange"]
-    found = [unregistered.effect(best + slope * avg / 2) for slope in slopes]
+    slopes = at_t_1, registered.search.exchange
+    found = [
+        stale.weighed(slope / 2, "up_dapo", "dapo_no_upper_clip", "t_1")
+        for slope in slopes
+    ]
     assert all(e.low > 0 for e in found)
     return found
 
@@ -128,23 +125,22 @@ def _rates_of_a_part(objective: str, part: str) -> list[float]:
         objective: of the method.
         part: "seed" or "base".
     """
-    registered, records, _ = _load()
+    registered, known, _ = _load()
     runs = [
         r
-        for r in records.values()
+        for r in known.values()
         if (r["settings"]["objective"], r["settings"]["staleness"]) == (objective, 16)
-        and r["settings"]["seed"] in registered.search["seeds"]
+        and r["settings"]["seed"] in registered.search.seeds
     ]
     chosen = []
     for value in sorted({r["settings"][part] for r in runs}):
         scores = {
-            rate: rule.score(
+            rate: registered.search.score_of(
                 [
                     r
                     for r in runs
                     if r["settings"][part] == value and r["settings"]["lr"] == rate
-                ],
-                registered.search,
+                ]
             )
             for rate in sorted({r["settings"]["lr"] for r in runs})
         }
@@ -154,19 +150,17 @@ def _rates_of_a_part(objective: str, part: str) -> list[float]:
 
 def clip_words() -> str:
     """Return the paragraph of docs/findings.md on DAPO without its upper clip."""
-    runs = unregistered.load()
-    up, no_clip = Cell("up_dapo", 16), Cell("dapo_no_upper_clip", 16)
     rates = {
-        runs.by_place[cell, base, seed]["settings"]["lr"]
-        for cell in (up, no_clip)
-        for base in runs.design.bases
-        for seed in runs.seeds
+        r["settings"]["lr"]
+        for (arm, group, _, _), r in stale.runs().items()
+        if group == "s16" and arm in ("up_dapo", "dapo_no_upper_clip")
     }
     assert rates == {_rate("up_dapo")}
     best, avg = (
-        runs.difference(up, no_clip, at_end(metric, T_1)) for metric in ("best", "avg")
+        shown(stale.minus(f"{metric}/t_1", "up_dapo", "dapo_no_upper_clip"))
+        for metric in ("best", "avg")
     )
-    least, most = sorted(_at_slopes())
+    least, most = map(shown, sorted(_at_slopes(), key=lambda e: e.mean))
     by_seed, by_base = (
         " and ".join(
             f"{rate:g}" for rate in _rates_of_a_part("dapo_no_upper_clip", part)
@@ -178,7 +172,7 @@ def clip_words() -> str:
     ]
     problems = [
         next(iter(of_runs))["settings"]["eval_problems"]
-        for of_runs in (runs.by_place.values(), _main_runs()["dapo"])
+        for of_runs in (stale.runs().values(), _main_runs()["dapo"])
     ]
     return (
         "**At which learning rate?** In this experiment the search chose "
@@ -210,15 +204,12 @@ def share_of_the_clip(metric: str) -> float:
 
 def over_dapo() -> str:
     """Return UP-DAPO minus DAPO at the level of T = 1, as words."""
-    return f"{report.shown(_effect('equal_avg/t_1', 'dapo'))} at the Avg@32 of T = 1"
+    return f"{shown(_effect('equal_avg/t_1', 'dapo'))} at the Avg@32 of T = 1"
 
 
 def beyond_no_clip() -> str:
     """Return the effects beyond DAPO without its upper clip, at both levels, as words."""
-    t_1, top_p = (
-        report.shown(_effect(metric, "dapo_no_upper_clip"))
-        for metric in ("equal_avg/t_1", "equal_avg/top_p_0.9")
-    )
+    t_1, top_p = (shown(_effect(metric, "dapo_no_upper_clip")) for metric in LEVELS)
     return f"{t_1} at the Avg@32 of T = 1 and {top_p} at that of top-p 0.9"
 
 
@@ -228,8 +219,8 @@ def entropy_and_best() -> tuple[float, int]:
     """
     runs = _main_runs()
     means = [
-        [np.mean([rule.number(r, metric) for r in of_arm]) for of_arm in runs.values()]
-        for metric in ("entropy", "best/top_p_0.7")
+        [np.mean([number(r, term) for r in of_arm]) for of_arm in runs.values()]
+        for term in (term_of(name, "", "") for name in ("entropy", "best/top_p_0.7"))
     ]
     return float(np.corrcoef(means)[0, 1]), len(runs)
 
@@ -237,59 +228,64 @@ def entropy_and_best() -> tuple[float, int]:
 def _effect(metric: str, other: str, group: str = "s16") -> Effect:
     """Return UP-DAPO minus another method, by its registered family."""
     _, _, effects = _load()
+    wanted = "up_dapo", metric, other, group
     (found,) = (
         e
         for e in effects
-        if (e.first, e.metric, e.other, e.group) == ("up_dapo", metric, other, group)
+        if (q := e.question) and (q.first, q.name, q.other, q.group) == wanted
     )
     return found
 
 
-def _main_runs() -> dict[str, list[Record]]:
+def _family(name: str) -> list[Effect]:
+    """Return the effects of one registered family."""
+    registered, _, effects = _load()
+    by_name = {f.name: found for f, found in registered.by_family(effects)}
+    return by_name[name]
+
+
+def _main_runs() -> dict[str, list[RunRecord]]:
     """Return the runs of each method in the experiment proper, 16 rollouts stale."""
-    registered, records, _ = _load()
-    runs: dict[str, list[Record]] = {}
-    for (cell, _, _), record in rule.values_of(registered, records).items():
-        if cell.group == "s16" and record:
-            runs.setdefault(cell.arm, []).append(record)
+    registered, known, _ = _load()
+    runs: dict[str, list[RunRecord]] = {}
+    for (arm, group, _, _), run in registered.runs(known).items():
+        if group == "s16":
+            runs.setdefault(arm, []).append(run)
     return runs
 
 
 @cache
-def _load() -> tuple[plan.Plan, dict[str, Record], list[Effect]]:
+def _load() -> tuple[plan.Plan, dict[str, RunRecord], list[Effect]]:
     """Return the plan, the records of finished runs, and the effects of all families."""
-    registered = plan.load(FOLDER / "plan.toml")
-    records = results.load(FOLDER / "results")
-    return registered, records, rule.effects(registered, records)
+    registered = plan.load("controls")
+    known = records.load(registered.results)
+    return registered, known, registered.effects(known)
 
 
 def text() -> str:
     """Return the answer, and the effects that docs/findings.md shows, as tables."""
-    registered, records, effects = _load()
-    answer = rule.answer(effects, registered)
-    progress = report.progress(registered, records)
+    registered, known, effects = _load()
+    verdict = answer.answer(registered, effects)
+    progress = page.progress(registered, known)
     first = registered.stopping["first"]["seeds"]
-    if answer == "not finished":
+    if verdict == "not finished":
         return f"{progress} The first look is at {first} seeds; before it nothing is known."
-    due = rule.seeds_due(registered, records)
-    seeds = min(e.n for e in effects if e.family == "equal")
+    due = registered.seeds_due(known)
+    seeds = min(e.n for e in _family("equal"))
     look = (
         "The final look" if seeds >= due else f"The first look, {seeds} of {due} seeds"
     )
     against = {
-        control: rule.against(effects, registered, control)
+        control: answer.against(registered, effects, control)
         for control in registered.answer["controls"]
     }
     return "\n".join(
         [
-            f"{look}: **{ANSWERS[answer]}**. {progress}",
+            f"{look}: **{ANSWERS[verdict]}**. {progress}",
             "",
             "UP-DAPO minus each control, Best@32 at equal Avg@32, 16 rollouts stale, in points. The margins are 2 and 4:",
             "",
-            "| control | at the Avg@32 of T = 1 | at the Avg@32 of top-p 0.9 | on each "
-            "base, T = 1; top-p 0.9 | so UP-DAPO gives |",
-            "|---|---|---|---|---|",
-            *_rows(effects, "equal", "equal_avg/t_1", "equal_avg/top_p_0.9", against),
+            _against_each_control(against),
             "",
             _caveats(registered),
             "",
@@ -297,23 +293,17 @@ def text() -> str:
             "",
             "At the fixed decoding top-p 0.7, in points. Here a method may gain in Best@32 what it loses in Avg@32:",
             "",
-            "| control | Best@32 | Avg@32 |",
-            "|---|---|---|",
-            *_rows(effects, "fixed", "best/top_p_0.7", "avg/top_p_0.7"),
+            table(["control", "Best@32", "Avg@32"], _rows(_family("fixed"), *FIXED)),
             "",
             "Which part of UP's weight makes the difference? Best@32 at equal Avg@32, in points:",
             "",
-            "| UP-DAPO minus | at the Avg@32 of T = 1 | at the Avg@32 of top-p 0.9 |",
-            "|---|---|---|",
-            *_rows(effects, "halves", "equal_avg/t_1", "equal_avg/top_p_0.9"),
+            table(["UP-DAPO minus", *AT_LEVELS], _rows(_family("halves"), *LEVELS)),
             "",
             "On fresh data, and on a second task (*chain*). Best@32 at equal Avg@32, in points:",
             "",
-            "| where | UP-DAPO minus | at the Avg@32 of T = 1 | at the Avg@32 of top-p 0.9 |",
-            "|---|---|---|---|",
-            *_rows_elsewhere(effects),
+            table(["where", "UP-DAPO minus", *AT_LEVELS], _rows_elsewhere()),
             "",
-            _choices(registered, records),
+            _choices(registered, known),
         ]
     )
 
@@ -322,16 +312,16 @@ def _caveats(registered: plan.Plan) -> str:
     """Return what a reader of the table of controls must know, as sentences."""
     runs = _main_runs()
     highest = []
-    for metric in ("equal_avg/t_1", "equal_avg/top_p_0.9"):
-        effect = _effect(metric, "dapo_no_upper_clip")
-        highest.append(report.rounded(effect, effect.high))
+    for level in LEVELS:
+        effect = _effect(level, "dapo_no_upper_clip")
+        highest.append(rounded(effect.question, effect.high))
     barely = _effect("equal_avg/t_1", "dapo_clip_1")
     clipped = np.mean([r["steps"]["clip_pos_high"] for r in runs["dapo_clip_3"]])
     bonus, plain = (
-        rule.score(runs[arm], registered.search) for arm in ("dapo_bonus", "dapo")
+        registered.search.score_of(runs[arm]) for arm in ("dapo_bonus", "dapo")
     )
     coefficient = runs["dapo_bonus"][0]["settings"]["entropy_bonus"]
-    steps = registered.search["settings"]["steps"]
+    steps = registered.search.settings["steps"]
     early_bonus, early_plain = (
         _score_at(runs[arm], steps, registered) for arm in ("dapo_bonus", "dapo")
     )
@@ -346,8 +336,8 @@ def _caveats(registered: plan.Plan) -> str:
         "nearly the same control: it clips fewer than 1 in 100,000 tokens. Against ε_high "
         "= 1 *more* rests on one level, and on an interval that begins at "
         f"{barely.low:+.2f}.\n\nThe entropy bonus of {coefficient:g} was searched, and "
-        f"the search has {len(registered.search['seeds'])} seeds a base. It compared "
-        f"Best@32 + {registered.search['exchange']:g} Avg@32, each at the decoding where "
+        f"the search has {len(registered.search.seeds)} seeds a base. It compared "
+        f"Best@32 + {registered.search.exchange:g} Avg@32, each at the decoding where "
         f"this is largest, after {steps} steps, and {coefficient:g} scored highest of "
         "four coefficients. The full runs, of other seeds and problems, do not confirm "
         f"it: this sum is {early_bonus:.1f} with the bonus and {early_plain:.1f} for "
@@ -359,11 +349,11 @@ def _caveats(registered: plan.Plan) -> str:
     )
 
 
-def _score_at(runs: list[Record], step: int, registered: plan.Plan) -> float:
+def _score_at(runs: list[RunRecord], step: int, registered: plan.Plan) -> float:
     """Return the score of the search at an evaluated step of full runs."""
     every = runs[0]["settings"]["eval_every"]
-    points = np.mean([rule.curve(r)[step // every - 1] for r in runs], axis=0)
-    return float(np.max(points[:, 1] + registered.search["exchange"] * points[:, 0]))
+    points = np.mean([curve(r)[step // every - 1] for r in runs], axis=0)
+    return float(np.max(points[:, 1] + registered.search.exchange * points[:, 0]))
 
 
 def _would_be_nothing_more_at_half_the_gain() -> list[str]:
@@ -371,37 +361,46 @@ def _would_be_nothing_more_at_half_the_gain() -> list[str]:
     were half of its gain on DAPO.
     """
     registered, _, _ = _load()
-    levels = "equal_avg/t_1", "equal_avg/top_p_0.9"
     return [
         control
         for control in registered.answer["controls"]
         if all(
             _effect(level, control).high < _effect(level, "dapo").mean / 2
             and _effect(level, control).low <= 0
-            for level in levels
+            for level in LEVELS
         )
     ]
 
 
-def _rows_elsewhere(effects: list[Effect]) -> list[str]:
+def _against_each_control(against: dict[str, str]) -> str:
+    """Return the table of the controls at equal Avg@32, with the words against each."""
+    effects = _family("equal")
+    rows = []
+    for control, row in zip(_others(effects), _rows(effects, *LEVELS), strict=True):
+        of_bases = [by_base(_of(effects, control, level)) for level in LEVELS]
+        gives = against.get(control, "DAPO itself is not a control")
+        rows.append([*row, "; ".join(of_bases), gives])
+    columns = ["control", *AT_LEVELS, "on each base, T = 1; top-p 0.9"]
+    return table([*columns, "so UP-DAPO gives"], rows)
+
+
+def _rows_elsewhere() -> list[list[str]]:
     """Return one row per group and control of the family on other data."""
     rows = []
-    for group, words in ELSEWHERE.items():
-        of_group = [e for e in effects if e.group == group]
-        levels = "equal_avg/t_1", "equal_avg/top_p_0.9"
-        for row in _rows(of_group, "elsewhere", *levels):
-            rows.append(f"| {words} {row}")
+    for group, where in ELSEWHERE.items():
+        of_group = [e for e in _family("elsewhere") if e.question.group == group]
+        rows += [[where, *row] for row in _rows(of_group, *LEVELS)]
     return rows
 
 
-def _choices(registered: plan.Plan, records: dict[str, Record]) -> str:
+def _choices(registered: plan.Plan, known: dict[str, RunRecord]) -> str:
     """Return the rates and coefficients that the search chose 16 rollouts stale, and
     the coefficients elsewhere, as sentences.
     """
     rates: dict[float, list[str]] = {}
     coefficients = {}
     for cell in registered.cells():
-        choice = registered.choice(cell, records)
+        choice = registered.choice(cell, known)
         if choice is None:
             continue
         if cell.group == "s16":
@@ -423,33 +422,30 @@ def _choices(registered: plan.Plan, records: dict[str, Record]) -> str:
     )
 
 
-def _rows(
-    effects: list[Effect],
-    family: str,
-    first: str,
-    second: str,
-    words: dict[str, str] | None = None,
-) -> list[str]:
-    """Return one row per control of a family, with the effects on two metrics."""
-    of_metric = {
-        (e.other, e.metric): f"{report.shown(e)}, {e.word}"
-        if e.word not in ("not finished", "out of reach")
-        else e.word
-        for e in effects
-        if e.family == family
-    }
-    bases = {
-        (e.other, e.metric): ", ".join(report.rounded(e, x) for x in e.by_base)
-        for e in effects
-        if e.family == family
-    }
+def _rows(effects: list[Effect], first: str, second: str) -> list[list[str]]:
+    """Return one row per control, with the effects on two numbers."""
     rows = []
-    for control in dict.fromkeys(other for other, _ in of_metric):
-        cells = [NAMES[control], of_metric[control, first], of_metric[control, second]]
-        if words is not None:
-            cells.append(
-                "; ".join(bases[control, metric] for metric in (first, second))
-            )
-            cells.append(words.get(control, "DAPO itself is not a control"))
-        rows.append(f"| {' | '.join(cells)} |")
+    for control in _others(effects):
+        of_control = [_of(effects, control, name) for name in (first, second)]
+        rows.append([NAMES[control], *map(_with_word, of_control)])
     return rows
+
+
+def _others(effects: list[Effect]) -> list[str]:
+    """Return the arms that are compared with, in order."""
+    return list(dict.fromkeys(e.question.other for e in effects))
+
+
+def _of(effects: list[Effect], other: str, name: str) -> Effect:
+    """Return the effect on a number against one arm."""
+    (found,) = (
+        e for e in effects if (e.question.other, e.question.name) == (other, name)
+    )
+    return found
+
+
+def _with_word(e: Effect) -> str:
+    """Return the effect with its word, or why there is none."""
+    if e.word in ("not finished", "out of reach"):
+        return e.word
+    return f"{shown(e)}, {e.word}"

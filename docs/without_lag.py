@@ -6,10 +6,12 @@ from the records of the second round.
 from functools import cache
 from typing import NamedTuple
 
-from repro.mini.round2 import report, rule, tables
-from repro.mini.round2.rule import Found
-from repro.mini.study import plan, results
-from repro.mini.study.plan import Contrast, Experiment
+from repro.mini.experiment import claims, effects, plan, records
+from repro.mini.experiment.effects import Effect
+from repro.mini.experiment.plan import Plan
+from repro.mini.experiment.questions import difference
+from repro.mini.experiment.words import shown
+from upref.markdown import table
 
 PAIRS = {  # experiment -> UP-DAPO and DAPO in it
     "papers_settings": (("up_dapo_mb4", "dapo_mb4"), ("up_dapo_mb8", "dapo_mb8")),
@@ -33,32 +35,24 @@ class Row(NamedTuple):
 
     updates: int
     rate: float
-    best: Found
-    avg: Found
+    best: Effect
+    avg: Effect
     registered: str
 
 
 @cache
 def rows() -> tuple[Row, ...]:
     """Return the rows, few updates first."""
-    records = results.load(results.folder_of(2))
     found = []
     for name, pairs in PAIRS.items():
         experiment = plan.load(name)
-        registered = _registered(experiment, records) if name in REGISTERED else ""
-        for pair in pairs:
-            runs: rule.Runs = {
-                (arm, seed): records[experiment.run(arm, seed).key]
-                for arm in pair
-                for seed in experiment.seeds
-            }
-            settings = runs[pair[0], experiment.seeds[0]]["settings"]
+        known = records.load(experiment.results)
+        runs, seeds = experiment.runs(known), experiment.main["seeds"]
+        registered = _registered(experiment, known) if name in REGISTERED else ""
+        for up, dapo in pairs:
+            settings = runs[up, name, "", seeds[0]]["settings"]
             best, avg = (
-                rule.measure(
-                    Contrast(pair, metric, "last", more_than=0.0),
-                    runs,
-                    experiment.seeds,
-                )
+                effects.plain(difference(metric, up, dapo, name), runs, seeds, [""])
                 for metric in ("best", "avg")
             )
             updates = settings["minibatches"] * settings["epochs"]
@@ -66,38 +60,26 @@ def rows() -> tuple[Row, ...]:
     return tuple(sorted(found, key=lambda row: (row.updates, -row.rate)))
 
 
-def _registered(experiment: Experiment, records: dict[str, results.Record]) -> str:
+def _registered(experiment: Plan, known: dict[str, records.RunRecord]) -> str:
     """Return the registered effect on Best@32 at the end, with its interval."""
-    (verdict,) = (
-        v
-        for v in tables.decisive(report.judge(experiment, records))
-        if v.claim.id == "best"
-    )
-    return tables.effects(verdict).partition(":")[0]
+    (standing,) = (s for s in claims.judge(experiment, known) if s.claim.id == "best")
+    return shown(standing.effects[0])
 
 
 def gain(updates: int) -> tuple[float, float]:
     """Return the least and the greatest effect on Best@32 at this number of updates."""
-    means = [100 * row.best.mean for row in rows() if row.updates == updates]
+    means = [row.best.mean for row in rows() if row.updates == updates]
     return min(means), max(means)
 
 
 def text() -> str:
     """Return the table of docs/findings.md."""
-    lines = [
-        "| updates on a rollout | learning rate | Best@32 | Avg@32 | seeds |",
-        "|---|---|---|---|---|",
-    ]
+    columns = ["updates on a rollout", "learning rate", "Best@32", "Avg@32", "seeds"]
+    cells = []
     for row in rows():
-        best = tables.show(row.best)
+        best = shown(row.best)
         if row.registered:
             best += f"; registered: {row.registered}"
-        cells = [
-            row.updates,
-            f"{row.rate:g}",
-            best,
-            tables.show(row.avg),
-            row.best.n,
-        ]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+        rate = f"{row.rate:g}"
+        cells.append([row.updates, rate, best, shown(row.avg), row.best.n])
+    return table(columns, cells)

@@ -13,9 +13,9 @@ import torch
 
 import upref
 from repro.mini import tasks
+from repro.mini.experiment import records
 from repro.mini.policy import models
 from repro.mini.policy.tokens import tokenizer
-from repro.mini.study import results
 from repro.mini.tasks import Verdict
 from repro.mini.train import loop, measure
 from repro.mini.train.checkpoint import Run
@@ -451,7 +451,7 @@ def test_decodings_give_the_whole_curve_at_each_evaluation(tmp_path):
     found = {}
     for seed in (0, 1):
         loop.train(replace(s, eval_seed=seed), tmp_path / str(seed), say=lambda _: None)
-        found[seed] = results.record(tmp_path / str(seed))
+        found[seed] = records.record(tmp_path / str(seed))
         assert list(found[seed]["evals"]) == [
             "test/top_p_0.7",
             "test/top_p_0.9",
@@ -471,7 +471,7 @@ def test_decodings_give_the_whole_curve_at_each_evaluation(tmp_path):
         tmp_path / "before",
         say=lambda _: None,
     )
-    before = results.record(tmp_path / "before")
+    before = records.record(tmp_path / "before")
     for decoding in ("test/top_p_0.7", "test/t_1"):
         assert (
             before["evals"][decoding]["avg"][-1]
