@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 from rich.markdown import Markdown
 
 import upref
@@ -280,7 +281,7 @@ def cap_map(e: Plan, out: Path, folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def both(fig, path: Path) -> None:
+def both(fig: Figure, path: Path) -> None:
     save(fig, path.with_suffix(".svg"))
     picture = io.BytesIO()
     fig.savefig(picture, dpi=130)
