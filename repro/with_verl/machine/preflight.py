@@ -231,7 +231,7 @@ def use_local_files(s: Start) -> None:
         s.run.sources["actor_rollout_ref.model.path"] = (
             "ours: the commit of the hub to which the model is pinned"
         )
-    _set_everywhere(s.run, "HF_HUB_OFFLINE", "1", "ours: no hub is asked")
+    _set_everywhere(s.run, "HF_HUB_OFFLINE", "1", "ours: every file is here")
 
 
 def choose_sampler(s: Start) -> None:
