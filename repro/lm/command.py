@@ -24,8 +24,8 @@ import torch
 from repro import Parser
 from repro.lm import report, room
 from repro.mini.compare import _override as override
+from repro.mini.experiment.suite import said
 from repro.mini.policy import smollm2
-from repro.mini.study.suite import said
 from repro.mini.train import loop
 from repro.mini.train.command import Live
 from repro.mini.train.failed_minibatch import NotFinite
