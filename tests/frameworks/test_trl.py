@@ -95,6 +95,21 @@ class Halved(GRPOTrainer):
         return 0.5 * super()._compute_loss(model, inputs)
 
 
+def test_a_report_says_which_inputs_of_the_contract_were_never_given():
+    """TRL puts the tokens of tools into a mask of their own. A class that ignores it has
+    the gradient of one that does not, so that holes are not among what is covered.
+    """
+    report = upref.check("trl:dapo@matched", "dapo")
+    [never] = [words for words in report.not_checked if "tool_mask" in words]
+    assert "sampling_per_token_logps, importance_sampling_ratio" in never
+    assert "advantages [B, T]" not in never
+    covered = " ".join(report.assumptions)
+    assert "left padding, responses that begin" in covered
+    assert "holes of" not in covered and " turns" not in covered
+    own = upref.check(Halved, "dapo", skip=QUICK)
+    assert "advantages [B, T]" in " ".join(own.not_checked)
+
+
 def test_a_trainer_of_ones_own():
     report = upref.check(Halved, "dapo", skip=QUICK)
     assert [f.oracle for f in report.failures][:1] == [

@@ -99,6 +99,8 @@ class Loss:
     counts_from: str = ""
     # parts of it that its settings leave out of the comparison, in words
     switched_off: tuple[str, ...] = ()
+    # inputs that its trainer may give it, and that no comparison gives it
+    never_given: tuple[str, ...] = ()
     # hyperparameters of which it has a default of its own that was left as it is
     own_defaults: dict[str, float] = field(default_factory=dict)
     # the error where it fails, and its two policies were read by position alone
@@ -139,6 +141,13 @@ class Loss:
     def micro_batchable(self) -> bool:
         """Whether the losses of micro-batches can be added up to that of a mini-batch."""
         return self.form == "unreduced" or bool({"totals", "parts"} & self.reads)
+
+    @property
+    def holes_elsewhere(self) -> bool:
+        """Whether its trainer puts the holes of a response into a mask of their own, which
+        no comparison gives it.
+        """
+        return any("mask" in name for name in self.never_given)
 
     @property
     def equal_cuts(self) -> bool:

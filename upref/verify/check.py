@@ -290,6 +290,9 @@ def not_checked(case: LossCase) -> list[str]:
     if ignores_sampler(case):
         out.append(sampler_words(case.objective.name))
     out += [*unfed_words(case.loss), *case.loss.switched_off]
+    if case.loss.never_given:
+        names = ", ".join(case.loss.never_given)
+        out.append(f"what it makes of {names}, which its trainer may give it")
     if "group" not in case.loss.reads and case.objective.agg == "group-token-mean":
         out.append("the mean of each prompt (it takes no group ids)")
     if case.loss.form == "unreduced":

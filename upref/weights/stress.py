@@ -71,6 +71,8 @@ class Axis:
     zero_entropy: bool = False  # whether it is 0 for half of a response's tokens
     is_on_policy: bool = False  # every ratio is 1
     by_token: bool = False  # each token has an advantage of its own, of either sign
+    # what it has for a loss that would get holes in another input than the mask
+    words_without_holes: str = ""
 
     def rounded(self, numbers: np.ndarray) -> np.ndarray:
         """Return the numbers, rounded to float32 where a loss is measured in it."""
@@ -80,6 +82,9 @@ class Axis:
 
 
 LARGE = "more than 65,504 tokens"
+WITHOUT_HOLES = (
+    f"left padding, responses that begin {LATE[0]} to {LATE[-1]} columns late"
+)
 AXES = {
     "ratios": Axis(
         "|log r| of 4.5 to 15 (a response's: to 9) at π_old from 0.02 to 0.9",
@@ -106,8 +111,8 @@ AXES = {
         rows=65,
     ),
     "masks": Axis(
-        f"holes of {HOLES[0]} to {HOLES[-1]} tokens, {TURNS[0]} to {TURNS[-1]} turns, left padding, responses that "
-        f"begin {LATE[0]} to {LATE[-1]} columns late",
+        f"holes of {HOLES[0]} to {HOLES[-1]} tokens, {TURNS[0]} to {TURNS[-1]} turns, {WITHOUT_HOLES}",
+        words_without_holes=WITHOUT_HOLES,
         lengths=(1, 6, 40, 300),
         rows=63,
         masks=MASKS,

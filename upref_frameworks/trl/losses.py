@@ -320,6 +320,11 @@ def trl_loss(
     return kept_terms[0]
 
 
+# keys of the inputs of `_compute_loss` that `trl_loss` never gives
+NEVER_GIVEN = ("tool_mask", "sampling_per_token_logps", "importance_sampling_ratio")
+OF_TOKENS = "advantages [B, T]"
+
+
 # ---- as a Loss -----------------------------------------------------------------------
 def settings_for(
     mode: str | type, objective: Objective, hp: dict[str, Any]
@@ -427,7 +432,9 @@ def make_loss(
         "so that the losses that training_step hands to backward add up; masked slots hold finite numbers",
     )
     reads = frozenset({*MAIN, "totals", "logp_ref", "entropy"})
-    shape = "BT" if token_advantages(trainer_of(mode)[0]) else "B"
+    takes_tokens = token_advantages(trainer_of(mode)[0])
+    shape = "BT" if takes_tokens else "B"
+    is_own_class = isinstance(mode, type) and not takes_tokens
     config = config_of(trainer_of(mode)[0])
     defaults = {
         f.name: f.default
@@ -445,5 +452,6 @@ def make_loss(
         adv_shape=shape,
         fields=settings(hp),
         defaults=defaults,
+        never_given=(*NEVER_GIVEN, OF_TOKENS) if is_own_class else NEVER_GIVEN,
         shipped=make_loss(name, mode, objective, hp, None, False) if matched else None,
     )
