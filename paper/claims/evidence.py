@@ -68,13 +68,9 @@ def run(
     claims: list[Claim],
     before: dict[str, str],
     root: Path = ROOT,
-    rerun_exact: bool = True,
 ) -> list[Judged]:
     """The claims judged by evidence run now. before: id -> verdict of the last run, for
     what cannot run here.
-
-    rerun_exact=False reads the exact experiments' committed results instead of running
-    them again.
     """
     if not (root / "derivations").is_dir() or not (root / "tests").is_dir():
         raise InputError(
@@ -91,7 +87,7 @@ def run(
             pool.submit(tests, asked["tests"], root),
             pool.submit(mini, asked["mini"], root),
         ]
-        jobs += [pool.submit(exact, asked["exact"], root, rerun_exact)]
+        jobs += [pool.submit(exact, asked["exact"], root)]
         found = {k: v for job in jobs for k, v in job.result().items()}
     tex = paper()
     return [
@@ -292,19 +288,14 @@ def mini_words(s: dict) -> tuple[str, str]:
     return "undecided", f"{text} ({so_far})" if text else so_far
 
 
-def exact(names: list[str], root: Path, rerun: bool) -> dict[tuple[str, str], Outcome]:
+def exact(names: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
+    """The findings of the exact experiments, which ran once: their programs are in the
+    history, their results are committed.
+    """
     if not names:
         return {}
-    experiments = sorted({n.partition("/")[0] for n in names})
-    with tempfile.TemporaryDirectory() as folder:
-        if rerun:
-            done = process(root, "-m", "repro.exact", *experiments, "--out", folder)
-            if done.returncode:
-                return {("exact", n): failed("exact", n, done.stderr) for n in names}
-        file = (
-            Path(folder) if rerun else root / "repro" / "exact" / "results"
-        ) / "results.json"
-        results = json.loads(file.read_text(encoding="utf-8"))
+    file = root / "repro" / "exact" / "results" / "results.json"
+    results = json.loads(file.read_text(encoding="utf-8"))
     found = {}
     for n in names:
         experiment, _, words = n.partition("/")

@@ -192,9 +192,7 @@ def test_the_experiments_still_say_so():
     """
     alone = [c for c in CLAIMS if {kind for kind, _ in c.pointers} <= {"mini", "exact"}]
     before = {j.claim.id: j.verdict for j in as_computed()}
-    now = {
-        j.claim.id: j.verdict for j in evidence.run(alone, before, rerun_exact=False)
-    }
+    now = {j.claim.id: j.verdict for j in evidence.run(alone, before)}
     assert len(now) > 20 and now == {i: before[i] for i in now}, (
         "python -m paper claims --run --save"
     )

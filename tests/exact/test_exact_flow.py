@@ -13,15 +13,6 @@ import torch
 import upref
 from repro.exact import expected, flow
 from repro.exact.expected import all_groups, group_probability
-from repro.exact.experiments import (
-    collapse,
-    coverage,
-    drawn,
-    entropy,
-    fixed_points,
-    mass,
-    rise,
-)
 from repro.exact.task import F64, bandit
 from upref.errors import InputError
 from upref.user_code.guard import one_thread
@@ -134,26 +125,6 @@ def test_up_rests_where_the_implicit_equation_says():
     assert p * side.sum() == pytest.approx(side, abs=5e-4)
 
 
-@pytest.mark.parametrize("case", list(fixed_points.CASES))
-def test_up_rests_at_pi_old_A_plus(case):
-    p, _ = fixed_points.trajectory(UP, case, {}, updates=900, lr=1.0)
-    assert (p[-1] - fixed_points.target(case)).abs().max() < 3e-3
-    by_is, _ = fixed_points.trajectory(IS, case, {}, updates=900, lr=1.0)
-    assert by_is[-1].max() > 0.95
-
-
-def test_the_pushes_add_up_to_the_first_order():
-    """What is left over is of second order in the step: half of it when the step is
-    halved.
-    """
-    left = []
-    for lr, n in ((0.04, 100), (0.02, 200)):
-        log_ratio, own, right, wrong = mass.pushes(DAPO, {}, lr=lr, updates=n)
-        left.append(float(log_ratio[-1, 0] - own[-1] - right[-1] - wrong[-1]))
-        assert abs(float(own[-1])) > 30 * abs(left[-1])
-    assert left[1] / left[0] == pytest.approx(0.5, abs=0.1)
-
-
 # ---- π_old renewed -------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["dapo", "up_dapo", "is_pg", "cispo"])
 def test_first_order_rise_time(name):
@@ -211,21 +182,6 @@ def test_common_right_answers_win_on_policy():
     )
 
 
-def test_up_keeps_all_entropy_as_k_grows():
-    """With k -> ∞ from one π_old UP loses nothing among the right answers: they stay as
-    they were to each other.
-    """
-    start, dose = (
-        torch.tensor([entropy.MU], dtype=F64),
-        torch.tensor([3000.0], dtype=F64),
-    )
-    H, shares, _ = entropy.kept(UP, start, dose, {}, k=3000, aim=0.98, most=3001)
-    before = entropy.entropy(start[:, :5] / start[:, :5].sum())
-    assert shares[-1] >= 0.98 and float(H) == pytest.approx(float(before), abs=0.04)
-    by_is, *_ = entropy.kept(IS, start, dose, {}, k=3000, aim=0.98, most=3001)
-    assert float(by_is) < 0.6 * float(before)
-
-
 # ---- one draw ------------------------------------------------------------------------
 def test_groups_have_their_probability():
     pi = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]], dtype=F64)
@@ -234,61 +190,6 @@ def test_groups_have_their_probability():
     assert torch.allclose(P.sum(1), torch.ones(2, dtype=F64), atol=1e-14)
     twice = [list(map(int, g)) for g in groups].index([0, 0, 1, 2])
     assert float(P[0, twice]) == pytest.approx(12 * 0.5**2 * 0.3 * 0.2, rel=1e-12)
-
-
-def test_the_draw_of_off_policy_reinforce_is_a_straight_line():
-    """θ = θ_old + lr k n_a A_a / G, so the expected KL is a sum that needs no path."""
-    mu, G, k, dose = drawn.MU, 3, 16, 5.0
-    found = drawn.measure(OFF, dose, {}, size=G, k=k)
-    kl = 0.0
-    for group in product(range(4), repeat=G):
-        r = np.array([drawn.RIGHT[a] for a in group])
-        z = np.log(mu)
-        if r.std():
-            A = (r - r.mean()) / (r.std(ddof=1) + 1e-6)
-            for a, adv in zip(group, A, strict=True):
-                z[a] += dose * adv / G
-        pi = np.exp(z) / np.exp(z).sum()
-        kl += np.prod([mu[a] for a in group]) * float(
-            np.sum(mu * (np.log(mu) - np.log(pi)))
-        )
-    assert found[0] == pytest.approx(kl, rel=1e-9)
-
-
-def test_one_group_pushes_a_rare_right_answer_no_less():
-    """Each is in it once: dz_a = (w_a A - p_a S)/G, S = Σ w A over the group: 0 at
-    first, so their ratios are equal; later S > 0 for these objectives, and it takes
-    more from the common one. Under REINFORCE S stays 0."""
-    task = bandit(drawn.RIGHT)
-    theta, group = task.start([drawn.MU]), torch.tensor([[0, 1, 2, 2]])
-    moved = lambda o, k: (
-        task.log_probs(flow.drawn(task, o, theta, group, lr=0.1, k=k))
-        - task.log_probs(theta)
-    )[0, :2, 0].tolist()
-    for o in (DAPO, UP, OFF):
-        rare, common = moved(o, 1)
-        assert rare == pytest.approx(common, abs=1e-15) and rare > 0
-        rare, common = moved(o, 3)
-        assert (
-            rare == pytest.approx(common, abs=1e-12)
-            if o is OFF
-            else rare > common + 1e-4
-        )
-    assert moved(UP, 30)[0] > moved(UP, 30)[1] + 0.1
-    rare, common = mass.passing_in_one_group(mass.MU)
-    assert rare < common
-
-
-def test_no_gradient_of_importance_sampling_passes_its_bound():
-    """|weight| = A r (1-p) <= A/(4 mu) √2 for the term of one token in one of G places
-    (p = mu r).
-    """
-    for mu in (0.01,):
-        largest = drawn.steepest(upref.get("dapo_no_upper_clip"), mu, {})
-        # A of one right answer of G, over G
-        best = (1 - 1 / drawn.G) / sqrt(1 / drawn.G) / drawn.G
-        assert largest < 1.3 * best / (4 * mu) * sqrt(2) + 1
-    assert largest > 0.5 * best / (4 * mu) * sqrt(2)
 
 
 def test_adam_moves_every_logit_alike_at_first():
@@ -315,56 +216,6 @@ def test_adam_is_torchs():
     assert torch.allclose(ours, p.detach(), atol=1e-12)
 
 
-def test_the_chain_without_drift_is_the_waiting_time_of_the_flow():
-    """A dose so small that nothing is clipped: E[rollouts] x dose is the time of the
-    flow, whatever the noise.
-    """
-    a, b = (rise.on_a_group(UP, d, mu=0.1, k=1, points=240) * d for d in (0.02, 0.01))
-    assert a == pytest.approx(b, rel=0.02)
-
-
-def test_the_chain_with_one_jump_is_a_geometric_wait():
-    """A dose so large that any draw of the right answer ends it: 1 / P(both kinds are
-    in the group).
-    """
-    mu, G = 0.01, 8
-    assert rise.on_a_group(OFF, 200.0) == pytest.approx(
-        1 / (1 - (1 - mu) ** G - mu**G), rel=1e-6
-    )
-
-
-def test_rare_draws_under_the_clip_make_a_geometric_series():
-    """While p is rare a draw multiplies it by ρ, a wait is 1/(G p): E[rollouts] -> Σ_j
-    1/(G mu ρ^j) = (ρ/(ρ-1))/(G mu), whatever happens once it is common."""
-    mu, dose, k = 1e-5, 4.0, 16
-    f = rise.after(DAPO, torch.tensor([log(mu)], dtype=F64), dose / k, k, 8, {})
-    rho = float((f[0, 1] - log(mu)).exp())
-    assert 1.28 < rho < 1.7
-    assert rise.on_a_group(DAPO, dose, mu=mu, points=300) == pytest.approx(
-        rho / (rho - 1) / (8 * mu), rel=0.03
-    )
-
-
-def test_the_chain_is_what_simulation_finds():
-    mu, dose, k, size, n = 0.1, 2.0, 4, 4, 600
-    rng, x = np.random.default_rng(0), np.full(n, log(mu / (1 - mu)))
-    rollouts, live = np.zeros(n), np.ones(n, bool)
-    while live.any():
-        at = x[live]
-        right = rng.binomial(size, 1 / (1 + np.exp(-at)))
-        f = rise.after(DAPO, torch.tensor(at), dose / k, k, size, {}).numpy()
-        rollouts[live] += 1
-        x[live] = f[np.arange(len(at)), right]
-        live &= x < 0
-    exact = rise.on_a_group(DAPO, dose, mu=mu, k=k, size=size)
-    assert abs(rollouts.mean() - exact) < 4 * rollouts.std() / sqrt(n)
-
-
-def test_the_grid_is_fine_enough():
-    coarse, fine = (rise.on_a_group(DAPO, 1.0, points=n) for n in (80, 320))
-    assert coarse == pytest.approx(fine, rel=0.03)
-
-
 # ---- one layer -----------------------------------------------------------------------
 def test_a_corner_that_is_wrong_is_for_ever():
     task = bandit([1.0, 0, 0])
@@ -372,31 +223,6 @@ def test_a_corner_that_is_wrong_is_for_ever():
     for o in (UP, DAPO, OFF):
         s = last(flow.path(task, o, theta, lr=100.0, k=4), 9)
         assert float(s.gradient.norm()) < 1e-40 and float(s.pi[0, 0]) < 1e-40
-
-
-def test_without_drift_every_arm_is_one_flow_on_one_layer():
-    ends = [
-        collapse.grid(
-            o, {}, angles=3, doses=torch.tensor([0.2], dtype=F64), rollouts=3
-        )[0]
-        for o in (UP, OFF, IS)
-    ]
-    assert ends[0].shape == (2, 3, 3, 1)
-    assert (ends[0] - ends[1]).abs().max() < 2e-3 and (
-        ends[0] - ends[2]
-    ).abs().max() < 2e-3
-    assert (ends[0] > 1 / 3).all()
-
-
-def test_features_are_unit_vectors_the_first_is_fixed():
-    task, dose, shape = collapse.tasks(
-        collapse.RIGHT[0], 4, torch.tensor([1.0, 2.0], dtype=F64)
-    )
-    assert shape == (4, 4, 2) and len(dose) == 32
-    assert torch.allclose(task.features.norm(dim=-1), torch.ones(32, 3, dtype=F64))
-    assert torch.equal(
-        task.features[:, 0], torch.tensor([1.0, 0.0], dtype=F64).expand(32, 2)
-    )
 
 
 def test_bad_input_is_one_sentence():
@@ -407,23 +233,3 @@ def test_bad_input_is_one_sentence():
         with pytest.raises(InputError):
             flow.arm(text)
     assert flow.arm("dapo:eps_high=0.4,c=None")[2] == {"eps_high": 0.4, "c": None}
-
-
-def test_importance_sampling_loses_rare_right_answers():
-    """The flow with small steps, whatever the dose, against 1/x_a(0) - c; the measures
-    by hand.
-    """
-    start = torch.tensor([entropy.MU] * 2, dtype=torch.float64)
-    _, o, hp = flow.arm("is_pg")
-    doses = torch.tensor([0.5, 1.0], dtype=torch.float64)
-    q = entropy.reached(o, start, doses, hp, k=8)[0][:, : coverage.N]
-    assert torch.allclose(
-        q, coverage.importance_sampling(start[0]).expand_as(q), atol=1e-3
-    )
-    assert coverage.importance_sampling(start[0], aim=0.999)[0] > 0.93, (
-        "in the limit the most common one has all"
-    )
-    even = torch.full((4,), 0.25, dtype=torch.float64)
-    assert coverage.effective(even) == pytest.approx(4)
-    assert coverage.count(torch.tensor([0.6, 0.2, 0.1, 0.1]), even).item() == 2
-    assert coverage.distinct(torch.tensor([1.0, 0.5])) == pytest.approx(2 - 0.5**32)

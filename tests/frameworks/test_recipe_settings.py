@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from docs import recipe_changes
 from docs.recipe_keys import keys_of, lines_of, recorded_keys
 from upref_frameworks import audits as A, ledger
 from upref_frameworks.audits.recipe import (
@@ -212,33 +211,6 @@ def test_a_declared_type_refuses_another_value():
         admits("bool", False) and not admits("float", True) and not admits("bool", 0.5)
     )
     assert not admits("float", "high") and admits("int", 3) and not admits("int", 0.5)
-
-
-def test_what_was_wrong_is_told_from_the_record():
-    """Of the recipes that a referee read, one of each fault; and a recipe that was
-    right has none.
-    """
-    old = recipe_changes.before()
-    found = {name: recipe_changes.faults(name, old[name]) for name in NAMED}
-    assert {name: kind for name, kind in NAMED.items() if kind not in found[name]} == {}
-    assert recipe_changes.faults("gspo in openrlhf", old["gspo in openrlhf"]) == {}
-    assert (
-        "gspo in tunix" in old
-        and recipe_changes.MISSING
-        not in recipe_changes.faults("gspo in tunix", old["gspo in tunix"])
-    )
-
-
-NAMED = {
-    "dr_grpo in trl": recipe_changes.ADVANTAGES,
-    "gmpo in verl": recipe_changes.SPLIT,
-    "gspo in trinity": recipe_changes.SPLIT,
-    "up_dapo in verl": recipe_changes.SILENT,
-    "is_pg in skyrl": recipe_changes.MISSING,
-    "grpo in unsloth": recipe_changes.MISSING,
-    "tis(dapo) in verl": recipe_changes.REFUSED,
-    "tpo in verl": recipe_changes.REFUSED,
-}
 
 
 @pytest.mark.nightly

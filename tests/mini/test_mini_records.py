@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from repro.exact.result import Result, write
 from repro.mini import files, provenance
 from repro.mini.experiment import command, records
 from upref.errors import InputError
@@ -140,9 +139,6 @@ def test_a_full_disk_names_the_file_and_keeps_the_old_one(tmp_path, monkeypatch)
     write_atomically(tmp_path / "report.md", "old")
     with no_file_larger_than(100), pytest.raises(OSError, match=r"report\.md"):
         write_atomically(tmp_path / "report.md", "x" * 1000)
-    monkeypatch.setattr("repro.exact.result.save", lambda *_: None)
-    with no_file_larger_than(30), pytest.raises(OSError, match=r"report\.md"):
-        write([Result("a", "b", "c", [], None)], tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["report.md"] and (
         tmp_path / "report.md"
     ).read_text() == "old"

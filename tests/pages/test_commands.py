@@ -87,7 +87,6 @@ ELSEWHERE = {
     "upref step trl": ("tests/frameworks/test_step_table.py::test_trl_agrees_where_it_is_recorded_to", "trl"),
     "upref step verl": ("tests/frameworks/test_step_table.py::test_verl_agrees_where_it_is_recorded_to", "verl"),
     "upref step openrlhf": ("tests/frameworks/test_step_table.py::test_openrlhf_agrees_where_it_is", "openrlhf"),
-    "python -m repro.exact": ("tests/exact/test_exact_command.py::test_the_committed_numbers", "repro.exact"),
     "bash repro/run.sh up_dapo trl --tiny": ("tests/with_trl/test_trl_training_run.py::test_it_trains", '"--tiny"'),
     "bash repro/run.sh up_dapo smoke": ("tests/with_verl/test_smoke.py::test_", "repro.with_verl.cpu.smoke"),
     "bash repro/run.sh up_dapo paper --dry-run": ("tests/with_verl/test_verl_launch.py::test_a_dry_run", "--dry-run"),
