@@ -11,6 +11,7 @@ others, and where torch has none there is no proof.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, reduce
 from itertools import pairwise
@@ -23,6 +24,55 @@ from upref.proof.values import Values
 
 Rule = Callable[["Operation"], Any]
 LOWEST = -(2**62)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is the same at each call of an operator.
+
+    Attributes:
+        name: without `aten::` and the `_` of a write in place.
+        names: of its arguments.
+        defaults: by name.
+        written: arguments that it writes to.
+        is_view: its results have the memory of an argument.
+        is_random: it draws random numbers.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    defaults: dict[str, Any]
+    written: tuple[str, ...]
+    is_view: bool
+    is_random: bool
+
+
+@cache
+def shape_of(func: Any) -> Shape:
+    """Return what is the same at each call of an operator.
+
+    Args:
+        func: the operator.
+    """
+    schema = func._schema
+    name = schema.name.partition("::")[2]
+    in_place = name.endswith("_") and not name.endswith("__")
+    returns = [r.alias_info for r in schema.returns]
+    is_view = bool(returns) and all(a is not None and not a.is_write for a in returns)
+    # squeeze_ and its like change no number; resize_ does
+    is_view |= torch.Tag.inplace_view in func.tags and not name.startswith("resize")
+    return Shape(
+        name[:-1] if in_place else name,
+        tuple(a.name for a in schema.arguments),
+        {a.name: a.default_value for a in schema.arguments},
+        tuple(
+            a.name
+            for a in schema.arguments
+            if a.alias_info is not None and a.alias_info.is_write
+        ),
+        is_view,
+        torch.Tag.nondeterministic_seeded in func.tags,
+    )
 
 
 class Operation:
@@ -40,28 +90,16 @@ class Operation:
         self.values: Values = trace.values
         self.func = func
         self.answer: Any = None
-        schema = func._schema
-        name = schema.name.removeprefix("aten::")
-        in_place = name.endswith("_") and not name.endswith("__")
-        self.name = name[:-1] if in_place else name
-        self.arguments = {}
-        for position, argument in enumerate(schema.arguments):
-            if position < len(args):
-                self.arguments[argument.name] = args[position]
-            elif argument.name in kwargs:
-                self.arguments[argument.name] = kwargs[argument.name]
-            else:
-                self.arguments[argument.name] = argument.default_value
+        self.shape = shape_of(func)
+        self.name = self.shape.name
+        self.arguments = dict(self.shape.defaults)
+        self.arguments.update(zip(self.shape.names, args, strict=False))
+        self.arguments.update(kwargs)
 
     def written(self) -> list[Tensor]:
         """Return the tensors to which the operator writes."""
-        return [
-            self.arguments[a.name]
-            for a in self.func._schema.arguments
-            if a.alias_info is not None
-            and a.alias_info.is_write
-            and isinstance(self.arguments[a.name], Tensor)
-        ]
+        values = (self.arguments[name] for name in self.shape.written)
+        return [x for x in values if isinstance(x, Tensor)]
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]

@@ -281,8 +281,12 @@ class Search:
             ):
                 numbers = of(batch, _scale(point))
                 formulas = self._numbers(ids, point)
-                if not (numbers.isfinite().all() and formulas.isfinite().all()):
-                    continue  # a difference of this kind is no matter of formulas
+                if not numbers.isfinite().all():
+                    raise NoProof(
+                        f"its gradient is not finite where it was run (r = {self._shown(point)})"
+                    )
+                if not formulas.isfinite().all():
+                    continue  # a float overflows in the formula alone
                 gap = (numbers.double() - formulas).abs().max().item()
                 size = max(formulas.abs().max().item(), 1e-3)
                 if not gap <= tolerance * size:

@@ -58,15 +58,20 @@ class Sizes:
             self.bounds.setdefault(Bound(int(number), line))
 
     def mark(self, size: Any, line: Callable[[], str]) -> Any:
-        """Return a size whose comparisons are noted.
+        """Return a size or a count whose comparisons are noted.
 
         Args:
-            size: an int, or a torch.Size.
+            size: a number, a torch.Size, or lists of numbers.
             line: returns the user's line.
         """
         if isinstance(size, torch.Size):
             return torch.Size([Count.of(n, self, line) for n in size])
-        return Count.of(size, self, line) if isinstance(size, int) else size
+        if isinstance(size, list):
+            return [self.mark(n, line) for n in size]
+        if isinstance(size, bool) or not isinstance(size, int | float):
+            return size
+        kind = Count if isinstance(size, int) else Measure
+        return kind.of(size, self, line)
 
     def note(self, func: Any, args: Any, kwargs: Any, line: Callable[[], str]) -> None:
         """Note the numbers with which an operator compares counts.
@@ -77,96 +82,125 @@ class Sizes:
             line: returns the user's line.
         """
         name = func.overloadpacket.__name__.rstrip("_")
-        numbers = [
-            x for x in (*args[1:], *kwargs.values()) if isinstance(x, int | float)
-        ]
+        dtype = kwargs.get("dtype")
         if name in COMPARES or name in DIVIDES:
-            for number in numbers:
-                if number > SMALLEST:
+            for number in (*args[1:], *kwargs.values()):
+                if isinstance(number, int | float) and number > SMALLEST:
                     self.add(number, line())
-        elif name == "slice" and len(args) > 3:
-            self._note_slice(args, line)
-        elif name == "_to_copy" and kwargs.get("dtype") in LARGEST:
-            if isinstance(args[0], Tensor) and args[0].dtype is not torch.bool:
-                self.add(LARGEST[kwargs["dtype"]], line())
-        elif name == "sum" and kwargs.get("dtype") in LARGEST:
-            self.add(LARGEST[kwargs["dtype"]], line())
+        elif name == "_to_copy" and dtype in LARGEST:
+            if args[0].dtype is not torch.bool:
+                self.add(LARGEST[dtype], line())
+        elif name == "sum" and dtype in LARGEST:
+            self.add(LARGEST[dtype], line())
 
-    def _note_slice(self, args: Any, line: Callable[[], str]) -> None:
-        """Note the end of a slice that lies beyond the tensor."""
-        end = args[3]
-        if isinstance(end, int) and end > args[0].shape[args[1]]:
-            self.add(end, line())
+    def note_index(self, x: Tensor, index: Any, line: Callable[[], str]) -> None:
+        """Note a slice of `x[...]` that ends beyond the tensor.
+
+        Args:
+            x: the tensor.
+            index: what stands in brackets.
+            line: returns the user's line.
+        """
+        longest = max(x.shape, default=0)
+        for part in index if isinstance(index, tuple) else (index,):
+            if isinstance(part, slice):
+                for end in (part.start, part.stop):
+                    if type(end) is int and abs(end) > longest:
+                        self.add(abs(end), line())
+
+    def note_cut(self, func: Any, args: Any, line: Callable[[], str]) -> None:
+        """Note a slice that ends beyond its tensor, and parts that are larger than it.
+
+        Args:
+            func: the operator.
+            args: its arguments.
+            line: returns the user's line.
+        """
+        name = func.overloadpacket.__name__
+        if name == "slice" and len(args) > 3:
+            ends = args[3:4]
+        elif name == "split":
+            ends = args[1:2]
+        else:
+            return
+        dim = args[1] if name == "slice" else (args[2] if len(args) > 2 else 0)
+        for end in ends:
+            if isinstance(end, int) and end > args[0].shape[dim]:
+                self.add(end, line())
 
 
-class Count(int):
-    """A size of a tensor, as Python has it: an int that notes what it is compared with."""
+class _Noted:
+    """A number that notes what it is compared with, and what it is divided by."""
 
     sizes: Sizes
     line: Callable[[], str]
 
     @classmethod
-    def of(cls, number: int, sizes: Sizes, line: Callable[[], str]) -> "Count":
-        """Make the count of a number.
+    def of(cls, number: Any, sizes: Sizes, line: Callable[[], str]) -> Any:
+        """Make one.
 
         Args:
-            number: the size.
+            number: the size or count.
             sizes: where comparisons are noted.
             line: returns the user's line.
         """
-        count = cls(number)
-        count.sizes = sizes
-        count.line = line
-        return count
+        made = cls(number)  # type: ignore[call-arg]
+        made.sizes = sizes
+        made.line = line
+        return made
 
-    def _noted(self, other: Any) -> Any:
-        if isinstance(other, int | float) and other > SMALLEST:
+    def noted(self, other: Any) -> Any:
+        """Return a number with which this one is compared.
+
+        Args:
+            other: the number.
+        """
+        is_number = isinstance(other, int | float) and not isinstance(other, _Noted)
+        if is_number and other > SMALLEST:
             self.sizes.add(other, self.line())
         return other
 
-    def _made(self, number: Any) -> Any:
-        if type(number) is int:
-            return Count.of(number, self.sizes, self.line)
-        return number
+    def made(self, number: Any) -> Any:
+        """Return a number that was computed from this one, as one that notes too.
 
-    def __lt__(self, other: Any) -> Any:
-        return int(self) < self._noted(other)
+        Args:
+            number: the number.
+        """
+        return self.sizes.mark(number, self.line)
 
-    def __le__(self, other: Any) -> Any:
-        return int(self) <= self._noted(other)
 
-    def __gt__(self, other: Any) -> Any:
-        return int(self) > self._noted(other)
+def _comparison(name: str) -> Callable[..., Any]:
+    def compare(self: Any, other: Any) -> Any:
+        return getattr(super(type(self), self), name)(self.noted(other))
 
-    def __ge__(self, other: Any) -> Any:
-        return int(self) >= self._noted(other)
+    return compare
 
-    def __eq__(self, other: Any) -> Any:
-        return int(self) == self._noted(other)
 
-    def __ne__(self, other: Any) -> Any:
-        return int(self) != self._noted(other)
+def _division(name: str) -> Callable[..., Any]:
+    def divide(self: Any, other: Any) -> Any:
+        return self.made(getattr(super(type(self), self), name)(self.noted(other)))
 
-    __hash__ = int.__hash__
+    return divide
 
-    def __mod__(self, other: Any) -> Any:
-        return self._made(int(self) % self._noted(other))
 
-    def __floordiv__(self, other: Any) -> Any:
-        return self._made(int(self) // self._noted(other))
+def _arithmetic(name: str) -> Callable[..., Any]:
+    def compute(self: Any, other: Any) -> Any:
+        found = getattr(super(type(self), self), name)(other)
+        return found if found is NotImplemented else self.made(found)
 
-    def __add__(self, other: Any) -> Any:
-        return self._made(int(self) + other)
+    return compute
 
-    __radd__ = __add__
 
-    def __sub__(self, other: Any) -> Any:
-        return self._made(int(self) - other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._made(other - int(self))
-
-    def __mul__(self, other: Any) -> Any:
-        return self._made(int(self) * other)
-
-    __rmul__ = __mul__
+METHODS = {
+    **{
+        f"__{x}__": _comparison(f"__{x}__")
+        for x in ("lt", "le", "gt", "ge", "eq", "ne")
+    },
+    **{f"__{x}__": _division(f"__{x}__") for x in ("mod", "floordiv")},
+    **{
+        f"__{x}__": _arithmetic(f"__{x}__")
+        for x in ("add", "radd", "sub", "rsub", "mul", "rmul")
+    },
+}
+Count: Any = type("Count", (_Noted, int), METHODS | {"__hash__": int.__hash__})
+Measure: Any = type("Measure", (_Noted, float), METHODS | {"__hash__": float.__hash__})

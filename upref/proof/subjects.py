@@ -4,11 +4,13 @@
 Each runs the user's code as `check` does, and the same way with formulas and without.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from upref.definition import Objective
 from upref.proof.paths import Outputs
 from upref.rollouts import Rollouts
 from upref.user_code import Loss
@@ -54,6 +56,24 @@ def gradient_of(loss: Loss) -> Outputs:
     return gradient
 
 
+def closed_form_of(objective: Objective, hp: Mapping[str, Any]) -> Outputs:
+    """Return the function of a batch to dJ/dlp by the hand-written weight.
+
+    Args:
+        objective: the objective.
+        hp: its hyperparameters.
+    """
+
+    def gradient(batch: Rollouts, scale: Tensor) -> Tensor:
+        """[1, B, T], or [2, B, T] beside entropies, by which nothing is differentiated."""
+        weights = objective.gradient(batch, **hp).detach() * scale
+        if batch.entropy is None:
+            return weights[None]
+        return torch.stack([weights, torch.zeros_like(weights)])
+
+    return gradient
+
+
 def term_of(term: Term) -> Outputs:
     """Return the function of a batch to a KL estimator's values and gradients.
 
@@ -82,4 +102,4 @@ def _copied(x: Any) -> Any:
     return x.clone() if isinstance(x, Tensor) else x
 
 
-__all__ = ["gradient_of", "term_of"]
+__all__ = ["closed_form_of", "gradient_of", "term_of"]

@@ -13,6 +13,7 @@ condition and its truth at the witness are the next step of the path; a number t
 Python would take out of torch ends the trace with a reason.
 """
 
+import builtins
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,10 +27,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from upref.proof.operators import Operation, find_rule, shape_of
 from upref.proof.sizes import Bound, Sizes
 from upref.proof.values import Known, TooHard, Values
 from upref.user_code.guard import NOT_USER_CODE
 
+SHORT = (torch.float32, torch.float16, torch.bfloat16)
 MOST_STEPS = 400  # of one path
 
 
@@ -131,7 +134,7 @@ class Trace:
         storage = x.untyped_storage()
         memory = self.memories.get(storage._cdata)
         if memory is None:
-            if not any(map(self.values.varies, set(ids.reshape(-1).tolist()))):
+            if self.values.constants.issuperset(ids.reshape(-1).tolist()):
                 return
             memory = self._make_memory(x, storage)
         if x.numel():
@@ -141,6 +144,12 @@ class Trace:
     def _make_memory(self, x: Tensor, storage: Any) -> Memory:
         """Make the ids of a storage, those of the numbers that it holds now."""
         size = storage.nbytes() // x.element_size()
+        if size == x.numel() and x.is_contiguous():  # all of it is set now
+            memory = Memory(
+                storage, torch.zeros(size, dtype=torch.int64), x.element_size()
+            )
+            self.memories[storage._cdata] = memory
+            return memory
         whole = torch.empty(0, dtype=x.dtype).set_(storage, 0, (size,), (1,))
         memory = Memory(
             storage, self._ids_of_constants(whole.detach()), x.element_size()
@@ -179,7 +188,7 @@ class Trace:
         """
         if not self.is_known(x):
             return False
-        return any(map(self.values.varies, set(self.ids(x).reshape(-1).tolist())))
+        return not self.values.constants.issuperset(self.ids(x).reshape(-1).tolist())
 
     # ---- branches --------------------------------------------------------------------
     def decide(self, value: int) -> bool:
@@ -203,7 +212,9 @@ class Trace:
         return holds
 
     def order(self, smaller: int, larger: int) -> None:
-        """Make `smaller <= larger` a step of the path."""
+        """Make `smaller <= larger` a step of the path; not-a-number is the largest."""
+        if larger == self.values.nan:
+            return
         if not self.decide(self.values.greater(larger, smaller, True)):
             self.stop("sorts numbers that are nearly equal")
 
@@ -326,12 +337,31 @@ def _reads_answered(trace: Trace) -> Iterator[None]:
         setattr(T, name, _answer_in_front(trace, getattr(T, name), read))
     for name in SIZES:
         setattr(T, name, _size_in_front(trace, getattr(T, name)))
+    take = T.__getitem__
+
+    def part(x: Tensor, index: Any) -> Tensor:
+        """x[index], whose slices are noted."""
+        if not trace.is_busy:
+            with trace.busy():
+                trace.sizes.note_index(x, index, user_line)
+        return take(x, index)
+
+    T.__getitem__ = part  # type: ignore[method-assign, assignment]
+    length = builtins.len
+
+    def count(x: Any) -> int:
+        """The length of anything; of a tensor, as a size."""
+        is_size = isinstance(x, Tensor) and not trace.is_busy
+        return trace.sizes.mark(length(x), user_line) if is_size else length(x)
+
+    builtins.len = count
     shape: Any = T.shape
     setattr(T, "shape", property(_size_in_front(trace, shape.__get__)))  # noqa: B010
     try:
         yield
     finally:
-        for name in (*READS, *SIZES, "shape"):
+        builtins.len = length
+        for name in (*READS, *SIZES, "shape", "__getitem__"):
             delattr(T, name)
         for name, method in own.items():
             setattr(T, name, method)
@@ -347,7 +377,10 @@ def _answer_in_front(
         with trace.busy():
             if trace.varies(x):
                 return read(trace, method, x, *args, **kwargs)
-            return method(x, *args, **kwargs)
+            found = method(x, *args, **kwargs)
+        if method.__name__ in ("item", "tolist"):
+            return trace.sizes.mark(found, user_line)
+        return found
 
     return answer
 
@@ -386,12 +419,16 @@ class Operators(TorchDispatchMode):
         tensors = [
             x for x in _leaves((*args, *kwargs.values())) if isinstance(x, Tensor)
         ]
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        shape = shape_of(func)
+        if shape.is_random:
             trace.stop("draws random numbers", "a proof is of a function")
+        trace.sizes.note_cut(func, args, user_line)
         if not any(map(trace.is_known, tensors)):
             trace.sizes.note(func, args, kwargs, user_line)
             return func(*args, **kwargs)
-        if any(x.is_sparse or x.is_quantized for x in tensors):
+        if shape.is_view:
+            return func(*args, **kwargs)  # its memory has the ids
+        if any(x.layout is not torch.strided or x.is_quantized for x in tensors):
             trace.stop("computes with sparse or quantized tensors")
         try:
             return self._run_rule(func, args, kwargs)
@@ -399,15 +436,7 @@ class Operators(TorchDispatchMode):
             return trace.stop(f"has {error}")
 
     def _run_rule(self, func: Any, args: Any, kwargs: Any) -> Any:
-        from upref.proof.operators import Operation, find_rule
-
         trace = self.trace
-        schema = func._schema
-        returns = [r.alias_info for r in schema.returns]
-        if returns and all(a is not None and not a.is_write for a in returns):
-            return func(*args, **kwargs)  # a view: its memory has the ids
-        if torch.Tag.inplace_view in func.tags and "resize" not in schema.name:
-            return func(*args, **kwargs)
         operation = Operation(trace, func, args, kwargs)
         rule = find_rule(operation.name)
         if rule is None:
@@ -424,7 +453,7 @@ class Operators(TorchDispatchMode):
         ):
             if part is not None:
                 trace.put(x, part)
-                trace.is_rounded |= x.is_floating_point() and x.dtype != torch.float64
+                trace.is_rounded |= x.dtype in SHORT
         return answer
 
     def _decompose(self, func: Any, args: Any, kwargs: Any) -> Any:

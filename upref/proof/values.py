@@ -193,6 +193,7 @@ class Values:
         self._families: dict[tuple[Monomial, ...], list[int]] = {}
         # conditions that must hold, or a function has no value
         self.obligations: dict[int, str] = {}
+        self.constants: set[int] = set()  # ids of numbers, infinity included
         self.zero = self._node(Polynomial(()))
         self.one = self._node(Polynomial((((), Fraction(1)),)))
         self.inf = self._node(Special("inf"))
@@ -205,6 +206,11 @@ class Values:
         if known is None:
             known = self._node_ids[node] = len(self.nodes)
             self.nodes.append(node)
+            is_number = isinstance(node, Polynomial) and (
+                not node.terms or (len(node.terms) == 1 and not node.terms[0][0])
+            )
+            if is_number or isinstance(node, Special):
+                self.constants.add(known)
         return known
 
     def _atom(self, atom: Atom) -> int:
@@ -265,7 +271,7 @@ class Values:
         Args:
             value: an id.
         """
-        return self.constant(value) is None and not self.special(value)
+        return value not in self.constants
 
     # ---- making values ---------------------------------------------------------------
     def number(self, x: Number | bool) -> int:
