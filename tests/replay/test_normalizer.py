@@ -125,6 +125,9 @@ def test_the_other_sign_is_no_divisor():
         and causes(found) == ["gradient_sign"]
         and "divisor" not in str(found.findings[0])
     )
+    # it alone is undone exactly
+    found = asked(-gradient())
+    assert not found and causes(found) == ["gradient_sign"]
 
 
 def test_a_column_of_zeros_is_no_multiple():

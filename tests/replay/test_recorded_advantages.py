@@ -6,6 +6,7 @@ import torch
 
 from upref import advantages as estimators
 from upref.replay import advantages, make_batch
+from upref.replay.advantages import _whiten
 from upref.replay.schema import PROMPTS_READ
 
 B, G, T = 32, 8, 6
@@ -44,6 +45,67 @@ def test_advantages_over_mixed_prompts_fail():
     found = advantages(batch(estimators.group_norm(REWARD, torch.arange(B) // 16)))
     assert not found and found.failures[0].cause == "wrong_grouping"
     assert "16 consecutive rows" in str(found.failures[0])
+
+
+RIGHT = estimators.group_norm(REWARD, GROUP)
+
+
+@pytest.mark.parametrize(
+    ("adv", "cause", "words"),
+    [
+        (-RIGHT, "negated_advantages", "minus group_norm(ddof=1, eps=1e-06)"),
+        (RIGHT.roll(-1), "moved_advantages", "of the row 1 behind."),
+        (RIGHT.roll(1), "moved_advantages", "of the row 1 before."),
+        (RIGHT.roll(G), "moved_advantages", "of the row 8 before, which is of another"),
+        (
+            RIGHT.view(-1, G).roll(-1, 1).flatten(),
+            "moved_advantages",
+            "of the row 1 behind, within each prompt.",
+        ),
+        (RIGHT.view(-1, G).T.flatten(), "moved_advantages", "a 4 x 8 table"),
+        (RIGHT.view(G, -1).T.flatten(), "moved_advantages", "a 8 x 4 table"),
+        (RIGHT.flip(0), "moved_advantages", "of the rows in reverse order."),
+        (REWARD.roll(1), "moved_advantages", "are reward of no group, exactly"),
+    ],
+)
+def test_what_can_be_undone_exactly_fails_with_its_name(adv, cause, words):
+    found = advantages(batch(adv))
+    assert [f.cause for f in found.failures] == [cause]
+    assert words in str(found.failures[0])
+
+
+def test_advantages_over_rows_at_one_distance_fail():
+    strided = estimators.group_norm(REWARD, torch.arange(B) % 4)
+    (finding,) = advantages(batch(strided)).failures
+    assert finding.cause == "wrong_grouping" and "rows that stand 4 apart" in str(
+        finding
+    )
+
+
+def test_a_multiple_is_named_and_accuses_nobody():
+    """The weights of a sum of rewards give it as well."""
+    found = advantages(batch(2 * RIGHT))
+    assert found and [f.cause for f in found.notes] == ["multiple_advantages"]
+    assert "2 times group_norm" in str(found.notes[0])
+
+
+def test_few_advantages_in_another_order_accuse_nobody():
+    """Of one prompt, whose rewards are 0 and 1: the other order is a matter of chance."""
+    reward = torch.tensor([1.0, 0.0] * 4, dtype=torch.float64)
+    columns = {"ids": torch.ones(8, T).long(), "mask": MASK[:8], "reward": reward}
+    columns |= {"group": torch.zeros(8).long()}
+    adv = estimators.group_norm(reward.roll(1), columns["group"])
+    found = advantages(make_batch(columns | {"adv": adv}, file="f"))
+    assert found and [f.cause for f in found.notes] == ["no_estimator"]
+
+
+def test_advantages_that_are_whitened_without_a_mask_of_tokens():
+    """The lengths alone give what the tokens give."""
+    A = estimators.group_mean(REWARD, GROUP)
+    tokens = estimators.whiten_tokens(A[:, None].expand(B, T).contiguous(), MASK)
+    _, of_lengths = _whiten(A, MASK.sum(1))
+    first = MASK.int().argmax(1)
+    torch.testing.assert_close(of_lengths, tokens[torch.arange(B), first])
 
 
 def test_a_fixed_baseline_is_no_grouping():

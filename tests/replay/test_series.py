@@ -114,6 +114,50 @@ def test_a_reference_that_follows_the_policy_is_no_failure(sizes, first):
     assert of_sizes(*GROWING, ref=0.0) == (False, ["never_delivered"])
 
 
+STEADY = (8e-4, 9e-4, 8e-4, 7e-4, 8e-4)
+
+
+def test_the_steps_that_stand_out_are_named():
+    found = series(
+        [
+            StepGap(s, size, None, {})
+            for s, size in zip(
+                range(250, 330, 10), (*STEADY, 0.02, 0.03, 8e-4), strict=True
+            )
+        ]
+    )
+    (finding,) = found.notes
+    assert finding.cause == "stands_out"
+    assert "at 2 of 8 steps: 300, 310" in str(finding)
+    assert "the median of the other steps is 0.0008" in str(finding)
+
+
+def test_the_step_from_which_the_gap_is_larger_is_named():
+    sizes = (*STEADY, 0.02, 0.03, 0.02)
+    found = series(
+        [StepGap(n, size, None, {}) for n, size in enumerate(sizes, start=7)]
+    )
+    assert found and found.notes[0].cause == "jumps"
+    assert "from step 12 on" in str(found.notes[0])
+    assert "at most 0.0009 up to step 11" in str(found.notes[0])
+    assert "stands_out" not in [f.cause for f in found.notes]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (*STEADY, *STEADY),
+        (1e-7, 1e-7, 1e-5, 1e-7, 1e-7, 1e-7),  # rounding
+        (0.0, *[0.01] * 7),  # one step late
+        (0.0, 0.01, 0.02, *[0.02] * 5),  # two steps late
+        (*STEADY, 0.002, 0.001, 0.002),  # a little larger
+    ],
+)
+def test_steady_gaps_have_no_step_that_stands_out(sizes):
+    causes = of_sizes(*sizes)[1]
+    assert "stands_out" not in causes and "jumps" not in causes
+
+
 def test_a_failure_of_the_series_fails_the_replay(runs):
     found = replay(steps_of(runs["never"]), only=["sampler"])
     assert found.status == 1 and "never received new weights" in found.text()

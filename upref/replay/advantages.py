@@ -15,6 +15,7 @@ from upref import advantages as estimators
 from upref.errors import InputError
 from upref.replay.findings import Checked, ReplayFinding, Severity, note
 from upref.replay.schema import PROMPTS_READ, RecordedBatch, expect_batch
+from upref.replay.terms import USUAL_MULTIPLES, join_names
 from upref.rollouts import one_per_response, per_response
 
 EPSILONS = (1e-6, 1e-8, 1e-4)  # verl, others, TRL
@@ -23,6 +24,9 @@ EPSILONS = (1e-6, 1e-8, 1e-4)  # verl, others, TRL
 TOLERANCE = 2e-5
 TOLERANCE_BFLOAT16 = 2**-7
 LEAST_RESPONSES = 3  # responses with an advantage: fewer fit anything
+# The same, of advantages with the other sign or of other rows: rewards of 0 and 1 give two
+# values, and so many of two values are in one order by chance with probability 2^-12
+LEAST_MOVED = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +87,7 @@ def advantages(batch: RecordedBatch) -> Advantages:
                 also=tuple(other for other, _ in others[:3]),
                 findings=_grouping_findings(batch, name, grouping),
             )
-    return _without_estimator(1.0, _no_estimator(batch))
+    return _without_estimator(1.0, _undo_mistake(batch, A) or _no_estimator(batch))
 
 
 def _without_estimator(error: float, finding: ReplayFinding) -> Advantages:
@@ -128,7 +132,7 @@ def _fitting_estimators(
         estimated = _estimate_or_none(estimate, batch.reward, grouping.ids)
         if estimated is None:
             continue
-        suffix, estimated = transform(estimated, batch.mask)
+        suffix, estimated = transform(estimated, batch.mask.sum(1))
         error = float((estimated[trains] - A).abs().max() / A.abs().max())
         if error < tolerance:
             fits.append((name + suffix, error))
@@ -209,19 +213,26 @@ def _groups_are_prompts(batch: RecordedBatch) -> bool:
     return bool(((sizes == sizes[0]) & (sizes > 1)).all())
 
 
-def _leave_unchanged(A: Tensor, mask: Tensor) -> tuple[str, Tensor]:
+def _leave_unchanged(A: Tensor, lengths: Tensor) -> tuple[str, Tensor]:
     """The end of the estimator's name, which is empty, and the same advantages."""
     return "", A
 
 
-def _whiten(A: Tensor, mask: Tensor) -> tuple[str, Tensor]:
-    """The end of the estimator's name, and the advantages [B] whitened over tokens."""
-    white = estimators.whiten_tokens(A[:, None].expand_as(mask).contiguous(), mask)
-    return ", whitened over tokens", per_response(white, mask)
+def _whiten(A: Tensor, lengths: Tensor) -> tuple[str, Tensor]:
+    """The end of the estimator's name, and the advantages [B] whitened over tokens.
+
+    It is `upref.advantages.whiten_tokens` of advantages that the tokens of a response
+    share: those of n tokens count n times.
+    """
+    tokens = lengths.sum()
+    centred = A - (lengths * A).sum() / tokens
+    variance = (lengths * centred**2).sum() / (tokens - 1)
+    return ", whitened over tokens", centred / (variance + 1e-8).sqrt()
 
 
 Estimate = Callable[[Tensor, Tensor], Tensor]
 PROMPTS = "each prompt"
+CONSECUTIVE = "consecutive rows"
 NO_GROUPS = "no group"
 WHOLE = "the whole batch"
 
@@ -237,7 +248,8 @@ class Grouping:
 
 def _possible_groupings(batch: RecordedBatch) -> Iterator[Grouping]:
     """Yield the ways to group the responses that are tried: by prompts, not at all, by
-    consecutive rows, by ranks, by micro-batches, and the whole batch as one group.
+    consecutive rows, by rows at one distance, by ranks, by micro-batches, and the whole
+    batch as one group.
     """
     count = len(batch.mask)
     rows = torch.arange(count)
@@ -247,7 +259,11 @@ def _possible_groupings(batch: RecordedBatch) -> Iterator[Grouping]:
     yield Grouping(NO_GROUPS, one_group, _estimators_without_groups)
     for size in range(2, count):
         if count % size == 0:
-            yield Grouping(f"{size} consecutive rows", rows // size, _group_estimators)
+            yield Grouping(f"{size} {CONSECUTIVE}", rows // size, _group_estimators)
+    for step in range(2, count):
+        if count % step == 0:
+            name = f"rows that stand {step} apart"
+            yield Grouping(name, rows % step, _group_estimators)
     for name, column in (("each rank", batch.rank), ("each micro-batch", batch.micro)):
         if column is not None and len(column.unique()) > 1:
             yield Grouping(name, column, _group_estimators)
@@ -280,6 +296,113 @@ def _estimators_without_groups() -> Iterator[tuple[str, Estimate]]:
     """Yield the names and functions of estimators that need no groups."""
     yield "reward", estimators.reward
     yield "signed", estimators.signed
+
+
+def _undo_mistake(batch: RecordedBatch, A: Tensor) -> ReplayFinding | None:
+    """Find whether the advantages are those of an estimator with the other sign, of
+    other rows, or times a number; None where no estimator gives them so.
+
+    Args:
+        batch: the recorded step, whose advantages no estimator gives.
+        A: the advantages of the responses that train.
+    """
+    trains = batch.mask.any(1)
+    if int((A != 0).sum()) < LEAST_MOVED:
+        return None
+    for name, estimated in _estimates(batch):
+        ways = [
+            words
+            for words, changed in _changes_of_place(estimated, batch.group)
+            if _is_same(changed[trains], A)
+        ]
+        is_negated = _is_same(-estimated[trains], A)
+        if is_negated and not ways:
+            return ReplayFinding(
+                "advantages", "failure", "negated_advantages", {"estimator": name}
+            )
+        if is_negated:
+            ways.append("with the other sign")
+        if ways:
+            numbers = {"estimator": name, "ways": join_names(ways)}
+            return ReplayFinding("advantages", "failure", "moved_advantages", numbers)
+        for factor in USUAL_MULTIPLES:
+            if _is_same(factor * estimated[trains], A):
+                return note(
+                    "advantages", "multiple_advantages", estimator=name, factor=factor
+                )
+    return None
+
+
+def _is_same(estimated: Tensor, A: Tensor) -> bool:
+    """Whether the estimates are the recorded advantages, to rounding."""
+    error = (estimated - A).abs().max() / A.abs().max()
+    return bool(error < _tolerance(A))
+
+
+def _estimates(batch: RecordedBatch) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the advantages [B] of each estimator, over the prompts where
+    they are known, and over consecutive rows where not.
+    """
+    assert batch.reward is not None
+    lengths = batch.mask.sum(1)
+    if batch.group is not None:
+        wanted = (PROMPTS, NO_GROUPS)
+    else:
+        wanted = (CONSECUTIVE, NO_GROUPS)
+    for grouping in _possible_groupings(batch):
+        if not grouping.name.endswith(wanted):
+            continue
+        for transform in (_leave_unchanged, _whiten):
+            for name, estimate in grouping.estimators():
+                estimated = _estimate_or_none(estimate, batch.reward, grouping.ids)
+                if estimated is not None:
+                    suffix, estimated = transform(estimated, lengths)
+                    yield f"{name}{suffix} of {grouping.name}", estimated
+
+
+def _changes_of_place(A: Tensor, group: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield mistakes that give each response the advantage of another row, in words, and
+    what they make of the right advantages.
+
+    Args:
+        A: the right advantages, [B].
+        group: the prompt of each response, [B], or None.
+    """
+    for rows in (1, -1):
+        yield _words_for_row(rows), A.roll(-rows)
+    yield "of the rows in reverse order", A.flip(0)
+    size = _size_of_consecutive_groups(group)
+    if size is None:
+        return
+    for rows in (size, -size):
+        yield f"{_words_for_row(rows)}, which is of another prompt", A.roll(-rows)
+    groups = A.view(-1, size)
+    for rows in (1, -1):
+        words = f"{_words_for_row(rows)}, within each prompt"
+        yield words, groups.roll(-rows, 1).flatten()
+    transposed = "of another row, as where a {} x {} table is read by columns"
+    yield transposed.format(*groups.shape), groups.T.flatten()
+    others = A.view(size, -1)
+    yield transposed.format(*others.shape), others.T.flatten()
+
+
+def _words_for_row(rows: int) -> str:
+    """Name the row that stands so many rows behind, or before."""
+    if rows > 0:
+        return f"of the row {rows} behind"
+    return f"of the row {-rows} before"
+
+
+def _size_of_consecutive_groups(group: Tensor | None) -> int | None:
+    """The number of responses of each prompt, where all have as many, in consecutive
+    rows; else None.
+    """
+    if group is None:
+        return None
+    _, sizes = group.unique_consecutive(return_counts=True)
+    size = int(sizes[0])
+    are_prompts = len(sizes) == len(group.unique()) and bool((sizes == size).all())
+    return size if are_prompts and 1 < size < len(group) else None
 
 
 def _over_std_of_others(rewards: Tensor, group: Tensor) -> Tensor:

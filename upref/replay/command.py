@@ -3,7 +3,6 @@
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,8 @@ def run(args: Any, hp: dict[str, Any]) -> int:
     if args.agg:
         objective = get(args.name).aggregated(args.agg)
     logged, digits = _number(args.loss)
-    last = Last(read_steps(args.files))
     found = replay(
-        last,
+        read_steps(args.files),
         objective,
         hp=hp,
         logged=logged,
@@ -49,7 +47,7 @@ def run(args: Any, hp: dict[str, Any]) -> int:
     if others := other_files(args.files):
         print(_left_out(others), file=sys.stderr)
     if args.file:
-        write_sheet(args.file, found, last.item)
+        write_sheet(args.file, found)
     return found.status
 
 
@@ -58,19 +56,6 @@ def _left_out(others: list[Path]) -> str:
     named = ", ".join(map(str, others[:NAMED]))
     more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
     return f"upref: left out, because another program wrote it: {named}{more}"
-
-
-class Last:
-    """An iterator that keeps its last item, for the sheet."""
-
-    def __init__(self, items: Iterable[Any]):
-        self.items = items
-        self.item: Any = None
-
-    def __iter__(self) -> Iterator[Any]:
-        for item in self.items:
-            self.item = item
-            yield item
 
 
 def _number(text: str) -> tuple[float | None, float]:

@@ -5,8 +5,11 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+import torch
+
 from upref.replay.compare import HeavyToken, ObjectiveWeights
-from upref.replay.findings import ReplayFinding
+from upref.replay.findings import ReplayFinding, name_steps
+from upref.replay.gap import Gap
 from upref.replay.loss import LoggedLoss
 from upref.replay.schema import RecordedBatch
 
@@ -14,69 +17,178 @@ if TYPE_CHECKING:
     from upref.replay.report import Replay, StepChecks
 
 SHOWN = 4  # findings of one check that are printed
-STEPS_NAMED = 8  # steps with a finding that are named
 WIDTH = 118
 NO_ROUNDING = 1.0  # nats, of one token: rounding makes no such difference
 
 
 def report_lines(found: "Replay", verbose: bool) -> Iterator[str]:
-    """Yield the lines of a report.
+    """Yield the lines of a report: of a run, first what was found and at which steps.
 
     Args:
         found: the result of a replay.
-        verbose: every step, not the last alone.
+        verbose: of a run, each step as well.
 
     Yields:
         Lines.
     """
-    shown = found.steps if verbose or len(found.steps) < 3 else found.steps[-1:]
-    if len(shown) < len(found.steps):
-        yield f"{len(found.steps)} steps, {found.steps[0].step} to {found.steps[-1].step}; the last one:"
-    for s in shown:
+    unused = _never_exercised(found)
+    is_run = len(found.steps) > 1
+    if is_run:
+        first, last = found.steps[0].step, found.steps[-1].step
+        yield _fold(f"{len(found.steps)} steps, {first} to {last}. {heading(found)}.")
+        yield from _run_lines(found, unused)
+    for s in found.steps if verbose or not is_run else ():
         yield s.summary
-        yield from _step_lines(s, _never_exercised(found, s))
-    yield from _lines_of_hidden_steps(found, shown)
-    if found.series is not None:
-        yield from _finding_lines("run", found.series.findings)
-        sizes = [s.size for s in found.series.steps]
-        has_findings = found.series.findings or any(
-            s.sampler is not None and s.sampler.findings for s in found.steps
-        )
-        word = "      run" if has_findings else "ok    run"
-        yield (
-            f"{word}: KL(μ ‖ π_old) by capped k2 {sizes[0]:.2g} at first, {sizes[-1]:.2g} at last, "
-            f"at most {max(sizes):.2g}"
-        )
-        yield _fold(
-            "      k3 of a step is the mean of ρ - 1 - log ρ; capped k2 is the mean of (log ρ)²/2 "
-            "with |log ρ| at most 1, so that a few tokens do not decide."
-        )
+        yield from _step_lines(s, unused)
     for check, why in found.not_run.items():
         yield _fold(f"not run  {check}: {why}")
     if found.table is not None:
+        if is_run:
+            yield _fold(_words_for_table_step(found))
         yield from _table_lines(found.table)
     if found.table is not None and found.heaviest:
         yield from _heavy_lines(found.heaviest, found.table.rows[0].name)
 
 
-def _lines_of_hidden_steps(
-    found: "Replay", shown: "tuple[StepChecks, ...]"
-) -> Iterator[str]:
-    """One line for each finding of the steps that are not shown, by its cause; failures
-    first.
+def heading(found: "Replay") -> str:
+    """Say in one line what the checks of a replay found; of a run, at which steps.
+
+    Args:
+        found: the replay.
     """
+    parts = []
+    for severity, words in (("failure", "Failed"), ("note", "notes on")):
+        if named := _checks_with_steps(found, severity):
+            parts.append(f"{words}: {'; '.join(named)}")
+    if not found.failures:
+        parts.insert(0, "Nothing failed")
+    if found.not_run:
+        parts.append(f"not checked: {', '.join(found.not_run)}")
+    return "; ".join(parts)
+
+
+def _checks_with_steps(found: "Replay", severity: str) -> list[str]:
+    """Name the checks that have a finding of this severity, and of a run the steps."""
+    steps: dict[str, list[int]] = {}
+    for s in found.steps:
+        for check in dict.fromkeys(
+            f.check for f in s.findings if f.severity == severity
+        ):
+            steps.setdefault(check, []).append(s.step)
+    names = list(steps)
+    if len(found.steps) > 1:
+        names = [
+            f"{check} {_where(found, numbers)}" for check, numbers in steps.items()
+        ]
+    of_run = found.series.findings if found.series is not None else ()
+    if any(f.severity == severity for f in of_run):
+        names.insert(0, "run")
+    return names
+
+
+def _where(found: "Replay", numbers: list[int]) -> str:
+    """Say at which steps of a run something is."""
+    order = [s.step for s in found.steps]
+    count = len(numbers)
+    if count == len(order):
+        return f"at all {count} steps"
+    if count > 1 and order[-count:] == numbers:
+        return f"from step {numbers[0]} on ({count} of {len(order)} steps)"
+    return f"at {count} of {len(order)} steps: {name_steps(numbers)}"
+
+
+def _run_lines(found: "Replay", unused: tuple[str, ...]) -> Iterator[str]:
+    """Yield what was found in a run: each cause once, with its steps, failures first;
+    then its sizes, and the checks that found nothing.
+
+    Args:
+        found: the replay of several steps.
+        unused: hyperparameters that no step exercises.
+    """
+    if found.series is not None:
+        yield from _finding_lines("run", found.series.findings)
     steps: dict[tuple[str, str, str], list[int]] = {}
     first_findings: dict[tuple[str, str, str], ReplayFinding] = {}
     for s in found.steps:
-        for f in s.findings if s not in shown else ():
+        for f in s.findings:
             steps.setdefault(_kind(f), []).append(s.step)
             first_findings.setdefault(_kind(f), f)
-    said = {_kind(f) for s in shown for f in s.findings}
-    for kind, numbers in sorted(steps.items()):  # "failure" is before "note"
+    # "failure" is before "note"; what few steps have is before what many have
+    for kind in sorted(steps, key=lambda k: (k[0], len(steps[k]))):
         first = first_findings[kind]
         word = "FAIL" if first.severity == "failure" else "note"
-        sentence = "As at the last step." if kind in said else str(first)
-        yield _fold(f"{word}  {first.check}: {sentence} {_list_steps(numbers)}.")
+        where = _where(found, steps[kind])
+        where = where[0].upper() + where[1:]
+        of_first = ""
+        if len(steps[kind]) > 1 and first.numbers:
+            of_first = f" Its numbers are of step {steps[kind][0]}."
+        yield _fold(f"{word}  {first.check}: {first} {where}.{of_first}")
+    yield from _size_lines(found)
+    yield from _agreement_lines(found, unused)
+
+
+def _size_lines(found: "Replay") -> Iterator[str]:
+    """Yield the sizes of the gap over the steps of a run."""
+    if found.series is None:
+        return
+    sizes = [s.size for s in found.series.steps]
+    largest = max(found.series.steps, key=lambda s: s.size)
+    has_findings = found.series.findings or any(
+        s.sampler is not None and s.sampler.findings for s in found.steps
+    )
+    word = "      run" if has_findings else "ok    run: no more than rounding"
+    gaps = [s.sampler for s in found.steps if s.sampler is not None]
+    if not has_findings and max(gap.largest for gap in gaps) > NO_ROUNDING:
+        word = "      run: rounding explains the means, and not the largest"
+    yield (
+        f"{word}; KL(μ ‖ π_old) by capped k2 {sizes[0]:.2g} at first, {sizes[-1]:.2g} at last, "
+        f"at most {largest.size:.2g} at step {largest.step}"
+    )
+    of_largest = next(s.sampler for s in found.steps if s.step == largest.step)
+    if of_largest is not None:
+        yield f"      step {largest.step}: {_gap_numbers(of_largest)}"
+
+
+def _agreement_lines(found: "Replay", unused: tuple[str, ...]) -> Iterator[str]:
+    """Yield for each estimator, and for each sum that the loss is, the steps that agree.
+
+    Args:
+        found: the replay of several steps.
+        unused: hyperparameters that no step exercises.
+    """
+    agreements: dict[tuple[str, str], list[int]] = {}
+    for s in found.steps:
+        for agreement in _agreements(s, unused):
+            agreements.setdefault(agreement, []).append(s.step)
+    for (words, more), numbers in agreements.items():
+        yield _fold(f"ok    {words} {_where(found, numbers)}{more}")
+
+
+def _agreements(s: "StepChecks", unused: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Yield what agrees in a step, in words that are the same at other steps, and what
+    stands behind the steps.
+    """
+    advantages = s.advantages
+    if advantages is not None and advantages.estimator and not advantages.findings:
+        yield f"advantages: {advantages.estimator} of {advantages.grouping}", ""
+    if s.loss is None:
+        return
+    if s.loss.found == s.loss.expected:
+        yield f"loss: it is the {_terms(s.loss)}", _not_exercised(unused)
+    if s.loss.gradient == s.loss.expected:
+        terms = _terms(s.loss)
+        yield f"loss: dL/dlp of the recorded tokens is that of the {terms}", ""
+
+
+def _words_for_table_step(found: "Replay") -> str:
+    """Say of which step the table of a run is, and describe the step."""
+    batch = found.exercised
+    rest = "the last one"
+    if batch.now is not None and batch.old is not None:
+        is_moved = not torch.equal(batch.now[batch.mask], batch.old[batch.mask])
+        if is_moved:
+            rest = "where π_θ is farthest from π_old"
+    return f"the table is of one step, {rest}: {summary_line(batch)}"
 
 
 def _kind(f: ReplayFinding) -> tuple[str, str, str]:
@@ -84,28 +196,17 @@ def _kind(f: ReplayFinding) -> tuple[str, str, str]:
     return f.severity, f.check, f.cause
 
 
-def _list_steps(numbers: list[int]) -> str:
-    """Name the steps that have a finding; of many, the first ones."""
-    named = ", ".join(map(str, numbers[:STEPS_NAMED]))
-    more = len(numbers) - STEPS_NAMED
-    rest = f" and {more} more" if more > 0 else ""
-    word = "step" if len(numbers) == 1 else "steps"
-    return f"At {len(numbers)} earlier {word}: {named}{rest}"
-
-
-def _never_exercised(found: "Replay", shown: "StepChecks") -> tuple[str, ...]:
-    """The hyperparameters that a step does not exercise, nor any other step whose loss is
-    right.
-    """
-    if shown.loss is None:
-        return ()
-    others = [
-        s.loss.unused
+def _never_exercised(found: "Replay") -> tuple[str, ...]:
+    """The hyperparameters that no step whose loss is right exercises."""
+    losses = [
+        s.loss
         for s in found.steps
         if s.loss is not None and s.loss.found == s.loss.expected
     ]
+    if not losses:
+        return ()
     return tuple(
-        name for name in shown.loss.unused if all(name in unused for unused in others)
+        name for name in losses[0].unused if all(name in loss.unused for loss in losses)
     )
 
 
@@ -154,10 +255,7 @@ def _step_lines(s: "StepChecks", unused: tuple[str, ...]) -> Iterator[str]:
                 word = "      sampler: rounding explains the mean, and not the largest"
             else:
                 word = "ok    sampler: no more than rounding"
-        yield (
-            f"{word}; {gap.tokens:,} tokens, mean |log ρ| {gap.mean_abs:.3g}, largest {gap.largest:.3g}, "
-            f"E[ρ] {gap.rho_mean:.4f} ± {gap.rho_se:.4f}, KL by k3 {gap.k3:.2g}, effective {gap.effective:.0%}"
-        )
+        yield f"{word}; {_gap_numbers(gap)}"
     advantages = s.advantages
     if advantages is not None:
         yield from _finding_lines("advantages", advantages.findings)
@@ -184,6 +282,14 @@ def _step_lines(s: "StepChecks", unused: tuple[str, ...]) -> Iterator[str]:
             )
     if s.old is not None:
         yield from _finding_lines("old", (s.old,))
+
+
+def _gap_numbers(gap: Gap) -> str:
+    """Name the sizes of one step's gap."""
+    return (
+        f"{gap.tokens:,} tokens, mean |log ρ| {gap.mean_abs:.3g}, largest {gap.largest:.3g}, "
+        f"E[ρ] {gap.rho_mean:.4f} ± {gap.rho_se:.4f}, KL by k3 {gap.k3:.2g}, effective {gap.effective:.0%}"
+    )
 
 
 def _terms(found: LoggedLoss) -> str:

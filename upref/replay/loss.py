@@ -135,7 +135,7 @@ def loss(
     found, number_findings = _judge_number(batch, comparison, gradient)
     findings += number_findings
     if gradient is not None:
-        findings += gradient.findings
+        findings += [_without_accusation(f, found) for f in gradient.findings]
     exercised = dict(_objective_steps(batch, step)).get(found, step)
     return LoggedLoss(
         objective=resolved.name,
@@ -315,6 +315,19 @@ def _judge_number(
     return "", [note("loss", "unexplained", **numbers)]
 
 
+def _without_accusation(finding: ReplayFinding, found: str) -> ReplayFinding:
+    """A gradient with the other sign as a note where the logged loss is right: then the
+    column grad may hold dJ/dlp.
+
+    Args:
+        finding: on the gradient.
+        found: the objective's sum that the logged number is; "" if none.
+    """
+    if found and finding.cause == "gradient_sign":
+        return replace(finding, severity="note")
+    return finding
+
+
 def _is_gradient_negated(gradient: Normalizer | None) -> bool:
     """Whether the recorded gradient has the other sign, and the right size."""
     if gradient is None or gradient.factor is None:
@@ -337,11 +350,12 @@ UNINFORMATIVE_CAUSES = ("uninformative", "beside_zero", "extra_terms", "logged_z
 
 
 def settle(losses: Sequence[LoggedLoss]) -> list[LoggedLoss]:
-    """Withdraw the failures that hold at some steps of a run alone.
+    """Withdraw the failures that one step of a run has alone, or that not all wrong steps
+    have.
 
     A step with wrong hyperparameters equals some other sum by chance once in a few
-    hundred; a fault of the code is there at each step. Where dL/dlp is that of another
-    sum too, one step is enough.
+    hundred; a fault of the code is there at each step from some step on. Where dL/dlp is
+    that of another sum too, one step is enough.
 
     Args:
         losses: of the steps of one run.
@@ -365,10 +379,14 @@ def _settle_one(
     step_loss: LoggedLoss, other_losses: Sequence[LoggedLoss]
 ) -> LoggedLoss:
     """Settle one step: a failure stays if every other informative step may be one of
-    its sums too, or if its gradient fails.
+    its sums too, or every other wrong step, of which there is one at least, or if its
+    gradient fails.
     """
     kept: list[ReplayFinding] = []
     found = step_loss.found
+    wrong = [other for other in other_losses if other.found != other.expected]
+    if wrong:
+        other_losses = wrong
     for finding in step_loss.findings:
         names = _sum_names(finding)
         in_all_steps = set(names).intersection(*(other.fits for other in other_losses))

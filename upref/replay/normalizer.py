@@ -276,6 +276,8 @@ class _Comparison:
     ) -> ReplayFinding:
         """Judge a gradient that is this multiple of the objective's."""
         numbers = numbers | {"factor": factor}
+        if abs(factor + 1) <= self.tolerance:
+            return ReplayFinding("loss", "failure", "gradient_sign", numbers)
         if factor < 0:
             return note("loss", "gradient_sign", **numbers)
         if any(abs(factor / f - 1) <= self.tolerance for f in USUAL_MULTIPLES):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The replay of a run as one result, whose text fits on a screen."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from upref.replay.advantages import Advantages
@@ -10,6 +10,7 @@ from upref.replay.findings import Checked, ReplayFinding, plain
 from upref.replay.gap import Gap
 from upref.replay.lines import report_lines
 from upref.replay.loss import LoggedLoss
+from upref.replay.schema import RecordedBatch
 from upref.replay.series import Series
 from upref.result import Result
 
@@ -45,10 +46,12 @@ class Replay(Result):
         objective: name of the objective that ran; "" if it was not given.
         steps: the checks of each step.
         series: the gap over the steps; None for fewer than two.
-        table: objectives on the tokens of the last step; None if they cannot be
+        table: objectives on the tokens of the step `exercised`; None if they cannot be
             computed.
-        heaviest: the tokens of the last step with the largest weights under the first
-            row of the table.
+        heaviest: the tokens of that step with the largest weights under the first row
+            of the table.
+        exercised: the step where π_θ differs most from π_old; of several, the last one.
+        widest: the step with the largest gap to the sampler; of several, the last one.
     """
 
     objective: str
@@ -56,6 +59,8 @@ class Replay(Result):
     series: Series | None
     table: ObjectiveWeights | None
     heaviest: tuple[HeavyToken, ...]
+    exercised: RecordedBatch = field(repr=False, compare=False)
+    widest: RecordedBatch = field(repr=False, compare=False)
 
     def __bool__(self) -> bool:
         return not self.failures
@@ -115,6 +120,7 @@ class Replay(Result):
             "steps": steps,
             "series": _data(self.series),
             "table": _data(self.table),
+            "table_step": self.exercised.step,
             "heaviest": [asdict(t) for t in self.heaviest],
         }
         numbers: dict[str, Any] = plain(whole)
@@ -127,7 +133,7 @@ class Replay(Result):
             verbose: every step and every finding.
 
         Returns:
-            Lines.
+            Lines. Of a run, what was found at which steps comes first.
         """
         return "\n".join(report_lines(self, verbose))
 

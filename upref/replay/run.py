@@ -3,6 +3,7 @@
 a time.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -35,7 +36,7 @@ def replay(
     others: Iterable[str] = (),
     tokenizer: Any = None,
 ) -> Replay:
-    """Check the recorded batches of a run, one step in memory at a time.
+    """Check the recorded batches of a run. At most four steps are in memory at a time.
 
     Args:
         batches: steps in order, for example from `upref.replay.read_steps`.
@@ -66,23 +67,63 @@ def replay(
     compared_names = list(others)
     steps: list[StepChecks] = []
     gaps: list[StepGap] = []
-    last: RecordedBatch | None = None
+    exercised = Largest()
+    widest = Largest()
     for position, batch in enumerate(batches):
         checks = _check_step(batch, position, o, settings, logged, digits, chosen)
         steps.append(checks)
+        size = -1.0
         if checks.sampler is not None:
             gaps.append(measure_step(batch, position))
-        last = batch
-    if last is None:
+            size = gaps[-1].size
+        widest.compare(batch, size)
+        has_table = "objectives" not in checks.not_run
+        exercised.compare(batch, _mean_log_ratio(batch) if has_table else -1.0)
+    if exercised.batch is None or widest.batch is None:
         raise InputError("there is no recorded batch: give at least one file.")
     if logged is not None and len(steps) > 1:
         raise InputError(
             "one number is the loss of one step: give the files of that step alone."
         )
     steps = _settle_losses(steps)
-    table, heaviest = _make_table(last, o, settings, chosen, compared_names, tokenizer)
-    series_of_gaps = series(gaps) if len(gaps) > 1 else None
-    return Replay(o.name if o else "", tuple(steps), series_of_gaps, table, heaviest)
+    table, heaviest = _make_table(
+        exercised.batch, o, settings, chosen, compared_names, tokenizer
+    )
+    return Replay(
+        objective=o.name if o else "",
+        steps=tuple(steps),
+        series=series(gaps) if len(gaps) > 1 else None,
+        table=table,
+        heaviest=heaviest,
+        exercised=exercised.batch,
+        widest=widest.batch,
+    )
+
+
+class Largest:
+    """The step of a run of which a number is largest; of several, the last one."""
+
+    def __init__(self) -> None:
+        self.batch: RecordedBatch | None = None
+        self.number = -math.inf
+
+    def compare(self, batch: RecordedBatch, number: float) -> None:
+        """Keep the step if its number is as large as that of the kept one.
+
+        Args:
+            batch: the step.
+            number: its number.
+        """
+        if number >= self.number:
+            self.batch = batch
+            self.number = number
+
+
+def _mean_log_ratio(batch: RecordedBatch) -> float:
+    """How far π_θ is from π_old: the mean of |log r|, where a token counts at most 1."""
+    if batch.now is None or batch.old is None:
+        return 0.0
+    return float((batch.now - batch.old)[batch.mask].abs().clamp(max=1).mean())
 
 
 def _settle_losses(steps: list[StepChecks]) -> list[StepChecks]:
@@ -155,8 +196,8 @@ def _make_table(
     others: list[str],
     tokenizer: Any,
 ) -> tuple[ObjectiveWeights | None, tuple[HeavyToken, ...]]:
-    """Return the table of objectives on the last step, and its heaviest tokens; (None, ())
-    where a column is missing.
+    """Return the table of objectives on a step, and its heaviest tokens; (None, ()) where
+    a column is missing.
     """
     if "objectives" not in chosen:
         return None, ()

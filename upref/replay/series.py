@@ -8,6 +8,7 @@ on the lag alone. Only the column of the reference model, where that holds the w
 of the start, undoes the first case; a trend is a signature.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import comb
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upref.replay.findings import Checked, ReplayFinding, note
+from upref.replay.findings import Checked, ReplayFinding, name_steps, note
 from upref.replay.schema import RecordedBatch
 
 LEAST_STEPS = 4
@@ -24,6 +25,12 @@ UNLIKELY = 0.12  # of as many rising pairs by chance; of five steps, two pairs m
 GROWTH = 2.0  # times the size at the least lag
 LEAST_RISE = 1.4  # times from the first half to the second
 LEAST_SIZE = 1e-4  # nats: a smaller gap is rounding
+# nats: a mean gap of 0.03 nats. Below it a step may differ from the others by rounding
+LEAST_LONE_SIZE = 4.5e-4
+STANDS_OUT = 10.0  # times the median of the other steps
+JUMP = 3.0  # times the largest gap before
+LEAST_BEFORE = 3  # steps before a jump
+LEAST_AFTER = 2  # steps after it: one step alone stands out
 LEAST_TOKENS = 100  # tokens at a lag
 # within which the trainer may still be the reference model; later, the reference moved
 FIRST_STEPS = 10
@@ -95,7 +102,72 @@ def series(steps: Sequence[StepGap]) -> Series:
         The Series. It is false where the reference model's column shows that the engine
         kept its first weights.
     """
-    return Series(steps=tuple(steps), findings=tuple(_find_trend(steps)))
+    findings = [*_find_lone_steps(steps), *_find_trend(steps)]
+    failures_first = sorted(findings, key=lambda f: f.severity)
+    return Series(steps=tuple(steps), findings=tuple(failures_first))
+
+
+def _find_lone_steps(steps: Sequence[StepGap]) -> Iterator[ReplayFinding]:
+    """Find from which step on the gap is larger than before, and the steps whose gap
+    stands out from that of the others.
+    """
+    if len(steps) < LEAST_STEPS:
+        return
+    sizes = torch.tensor([s.size for s in steps], dtype=torch.float64)
+    start = _start_of_jump(sizes)
+    if start is not None:
+        before = float(sizes[:start].max())
+        after = float(sizes[start:].min())
+        yield note(
+            "series",
+            "jumps",
+            since=steps[start].step,
+            until=steps[start - 1].step,
+            before=before,
+            after=after,
+        )
+    stands_out = _stands_out(sizes)
+    if start is not None:
+        stands_out[start:] = False
+    if not stands_out.any():
+        return
+    lone = [s.step for s, is_lone in zip(steps, stands_out, strict=True) if is_lone]
+    yield note(
+        "series",
+        "stands_out",
+        lone=len(lone),
+        of=len(steps),
+        named=name_steps(lone),
+        least=float(sizes[stands_out].min()),
+        median=float(sizes[~stands_out].median()),
+    )
+
+
+def _stands_out(sizes: Tensor) -> Tensor:
+    """Return which gaps are far above the median of the others, [steps]."""
+    stands_out = torch.zeros(len(sizes), dtype=torch.bool)
+    # the others' median does not hold the large ones
+    for _ in range(2):
+        median = sizes[~stands_out].median()
+        stands_out = sizes > max(STANDS_OUT * float(median), LEAST_LONE_SIZE)
+    if int(stands_out.sum()) > len(sizes) // 2:
+        return torch.zeros_like(stands_out)
+    return stands_out
+
+
+def _start_of_jump(sizes: Tensor) -> int | None:
+    """Return the step from which on each gap is JUMP times each one before, or more; of
+    several, the one with the largest jump.
+    """
+    best = None
+    largest = JUMP
+    for start in range(LEAST_BEFORE, len(sizes) - LEAST_AFTER + 1):
+        before = float(sizes[:start].max())
+        after = float(sizes[start:].min())
+        if after > LEAST_LONE_SIZE and after > largest * before:
+            best = start
+            largest = after / before if before else math.inf
+    return best
 
 
 def _find_trend(steps: Sequence[StepGap]) -> Iterator[ReplayFinding]:

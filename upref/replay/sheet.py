@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sheet of a replay, as `.svg` or `.html`: the report, four panels, and what the
-words mean. It shows a run's numbers, and tokens' texts where a tokenizer was given.
+"""The sheet of a replay, as `.svg` or `.html`: the report, panels, and what the words
+mean. It shows a run's numbers, and tokens' texts where a tokenizer was given.
 """
 
 import html
@@ -12,6 +12,7 @@ import numpy as np
 
 from upref.errors import InputError
 from upref.files import write_atomically
+from upref.replay.lines import heading
 from upref.replay.report import Replay
 from upref.replay.schema import RecordedBatch
 from upref.weights.plots import DOWN, GREY, PALETTE, STYLE, UP, need_matplotlib
@@ -57,19 +58,18 @@ def check_suffix(path: str | Path) -> None:
         )
 
 
-def write_sheet(path: str | Path, found: Replay, batch: RecordedBatch) -> None:
+def write_sheet(path: str | Path, found: Replay) -> None:
     """Write the sheet of a replay.
 
     Args:
         path: ends in .svg (the panels) or .html (the report and the panels).
         found: the replay.
-        batch: its last step.
 
     Raises:
         InputError: the name ends in something else.
     """
     check_suffix(path)
-    svg = _svg_of(draw(found, batch))
+    svg = _svg_of(draw(found))
     if Path(path).suffix == ".svg":
         write_atomically(path, svg)
         return
@@ -80,24 +80,6 @@ def write_sheet(path: str | Path, found: Replay, batch: RecordedBatch) -> None:
         f"{svg[svg.index('<svg') :]}{_words_as_html()}</html>"
     )
     write_atomically(path, body)
-
-
-def heading(found: Replay) -> str:
-    """Say in one line what the checks of a replay found.
-
-    Args:
-        found: the replay.
-    """
-    if found.failures:
-        checks = dict.fromkeys(f.check for f in found.failures)
-        return f"Failed: {', '.join(checks)}"
-    line = "Nothing failed"
-    if found.not_run:
-        line += f"; not checked: {', '.join(found.not_run)}"
-    if found.notes:
-        checks = dict.fromkeys(f.check for f in found.notes)
-        line += f"; notes on: {', '.join(checks)}"
-    return line
 
 
 def _words_as_html() -> str:
@@ -114,38 +96,45 @@ def _words_as_html() -> str:
     )
 
 
-def draw(found: Replay, batch: RecordedBatch) -> "Figure":
-    """Draw the panels: the two engines, the weight of the heaviest tokens, weight against
-    log r, the gap over the steps.
+def draw(found: Replay) -> "Figure":
+    """Draw the panels: of a run, the gap over the steps; the two engines, the weight of the
+    heaviest tokens, weight against log r.
 
     Args:
         found: the result.
-        batch: the step that is drawn.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
-        figure = Figure(
-            figsize=(11, 3.4 if found.series is None else 6.4), layout="constrained"
+        is_run = found.series is not None
+        figure = Figure(figsize=(11, 6.4 if is_run else 3.4), layout="constrained")
+        rows = figure.add_gridspec(2 if is_run else 1, 3)
+        if is_run:
+            _draw_over_steps(figure.add_subplot(rows[0, :]), found)
+        engines, concentration, against_ratio = (
+            figure.add_subplot(rows[-1, column]) for column in range(3)
         )
-        axes = list(np.ravel(figure.subplots(1 if found.series is None else 2, 3)))
-        _draw_engines(axes[0], batch)
-        _draw_concentration(axes[1], found, batch)
-        _draw_against_ratio(axes[2], found, batch)
-        for ax in axes[4:]:
-            ax.set_axis_off()
-        if found.series is not None:
-            _draw_over_steps(axes[3], found)
+        _draw_engines(engines, found.widest, _of_step(found, found.widest))
+        where = _of_step(found, found.exercised)
+        _draw_concentration(concentration, found, found.exercised, where)
+        _draw_against_ratio(against_ratio, found, found.exercised, where)
     return figure
 
 
-def _draw_engines(ax: Any, batch: RecordedBatch) -> None:
+def _of_step(found: Replay, batch: RecordedBatch) -> str:
+    """Return words for the title of a panel of one step; "" where there is one step."""
+    if len(found.steps) < 2 or batch.step is None:
+        return ""
+    return f", step {batch.step}"
+
+
+def _draw_engines(ax: Any, batch: RecordedBatch, where: str) -> None:
     """Draw the probability by the sampler against that by the trainer."""
     ax.set(
         xlabel="probability by the trainer",
         ylabel="probability by the sampler",
-        title="the two engines",
+        title="the two engines" + where,
     )
     ax.plot([0, 1], [0, 1], color=GREY, linewidth=0.8)
     if batch.sampler is None or (batch.old is None and batch.now is None):
@@ -176,12 +165,14 @@ def _point_area(points: int) -> float:
     return 12.0 if points <= FEW_POINTS else 2.0
 
 
-def _draw_concentration(ax: Any, found: Replay, batch: RecordedBatch) -> None:
+def _draw_concentration(
+    ax: Any, found: Replay, batch: RecordedBatch, where: str
+) -> None:
     """Draw the share of Σ|w| on the heaviest tokens, a curve for each objective."""
     ax.set(
         xlabel="heaviest tokens, share of all that train",
         ylabel="share of Σ|w|",
-        title="who carries the gradient",
+        title="who carries the gradient" + where,
         xscale="log",
     )
     for number, row in enumerate(found.table.rows if found.table is not None else ()):
@@ -202,9 +193,11 @@ def _draw_concentration(ax: Any, found: Replay, batch: RecordedBatch) -> None:
         _write_words(ax, _why_empty(batch))
 
 
-def _draw_against_ratio(ax: Any, found: Replay, batch: RecordedBatch) -> None:
+def _draw_against_ratio(
+    ax: Any, found: Replay, batch: RecordedBatch, where: str
+) -> None:
     """Draw the weight of each token against its log r."""
-    ax.set(xlabel="log r", ylabel="weight dJ/dlp", title="weight against log r")
+    ax.set(xlabel="log r", ylabel="weight dJ/dlp", title="weight against log r" + where)
     if found.table is None or not found.table.rows or batch.adv is None:
         _write_words(ax, _why_empty(batch))
         return
@@ -226,15 +219,16 @@ def _draw_against_ratio(ax: Any, found: Replay, batch: RecordedBatch) -> None:
             linewidths=0,
         )
     ax.legend(fontsize=6, frameon=False)
-    ax.set_title(f"weight of {row.name} against log r")
+    ax.set_title(f"weight of {row.name} against log r{where}")
 
 
 def _draw_over_steps(ax: Any, found: Replay) -> None:
-    """Draw the gap of each step."""
+    """Draw the gap of each step, with a mark on those that have a finding."""
     assert found.series is not None
     steps = found.series.steps
     sizes = [s.size for s in steps]
     ax.plot([s.step for s in steps], sizes, color=DOWN, marker="o", markersize=3)
+    _mark_findings(ax, found)
     ax.set(
         xlabel="step",
         ylabel="KL(μ ‖ π_old) by capped k2, nats",
@@ -245,6 +239,29 @@ def _draw_over_steps(ax: Any, found: Replay) -> None:
         ax.set_yscale("log")
     if max(sizes) < NOTHING:
         _write_words(ax, "rounding: no gap")
+
+
+def _mark_findings(ax: Any, found: Replay) -> None:
+    """Draw a line at each step that has a failure, and a thin one at a note."""
+    labelled = set()
+    for s in found.steps:
+        severities = {f.severity for f in s.findings}
+        if not severities:
+            continue
+        worst = "failure" if "failure" in severities else "note"
+        label = None if worst in labelled else f"a {worst} at this step"
+        labelled.add(worst)
+        is_failure = worst == "failure"
+        ax.axvline(
+            s.step,
+            color=UP if is_failure else GREY,
+            linewidth=1.2 if is_failure else 0.8,
+            linestyle="-" if is_failure else ":",
+            label=label,
+            zorder=0,
+        )
+    if labelled:
+        ax.legend(fontsize=6, frameon=False)
 
 
 def _svg_of(figure: "Figure") -> str:

@@ -242,6 +242,14 @@ SERIES = {
         "the gap grows (capped k2 {first:.2g} to {last:.2g}): the engine received no newer "
         "weights, or these are updates on responses that were sampled once."
     ),
+    "jumps": (
+        "from step {since} on the gap is larger than before: capped k2 at least "
+        "{after:.2g}, and at most {before:.2g} up to step {until}."
+    ),
+    "stands_out": (
+        "the gap stands out at {lone} of {of} steps: {named}. There capped k2 is "
+        "{least:.2g} or more, and the median of the other steps is {median:.2g}."
+    ),
     "follows_lag": (
         "the gap follows the lag of the weights that sampled (capped k2 {low:.2g} at lag "
         "{least}, {high:.2g} at lag {most}): staleness."
@@ -278,6 +286,17 @@ ADVANTAGES = {
         "no estimator gives the recorded advantages from the recorded rewards: shaped "
         "or clipped rewards or advantages, advantages of other responses, a group that "
         "is not whole in this file, another eps, or a custom estimator."
+    ),
+    "negated_advantages": (
+        "the advantages are minus {estimator}, exactly: they have the other sign, or the "
+        "recorded rewards have."
+    ),
+    "moved_advantages": (
+        "the advantages are {estimator}, exactly, but each response has that {ways}."
+    ),
+    "multiple_advantages": (
+        "the advantages are {factor:g} times {estimator}: counted so often, or times a "
+        "coefficient."
     ),
     "per_token": (
         "advantages differ within {rows} of {of} responses: they are of tokens (GAE, a "
