@@ -25,6 +25,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from upref import markdown
+
 ROOT = Path(__file__).parents[1]
 OURS = ("upref", "upref_frameworks", "upref_course")
 
@@ -267,15 +269,21 @@ def exempt_modules(package: str) -> int:
     )
 
 
-def table_row(name: str, counts: Counts, exempt: str) -> str:
-    """Return one row of the table, in markdown."""
+def table_row(name: str, counts: Counts, exempt: str) -> list[object]:
+    """Return the cells of one row of the table."""
     density = counts.tokens / counts.code_lines
     short = counts.short_names / max(counts.names, 1)
     documented = counts.documented / max(counts.public_functions, 1)
-    return (
-        f"| {name} | {counts.code_lines:,} | {density:.1f} | {short:.0%} | {documented:.0%} | "
-        f"{counts.named_lambdas} | {counts.format_skips} | {exempt} |"
-    )
+    return [
+        name,
+        f"{counts.code_lines:,}",
+        f"{density:.1f}",
+        f"{short:.0%}",
+        f"{documented:.0%}",
+        counts.named_lambdas,
+        counts.format_skips,
+        exempt,
+    ]
 
 
 def draw_functions(seed: int, number: int = 12) -> list[str]:
@@ -328,20 +336,18 @@ def main() -> int:
     if args.draw is not None:
         print("\n".join(draw_functions(args.draw)))
         return 0
-    print(
-        "| package | code lines | tokens per line | short names | functions with Args or Returns | named lambdas ",
-        end="",
-    )
-    print("| `fmt: skip` | modules without strict types |")
-    print("|---|---|---|---|---|---|---|---|")
+    rows = []
     for package in OURS:
         folder = ROOT / package
         if folder.is_dir():
             counts = count_package(files_of_checkout(folder))
-            print(table_row(package, counts, str(exempt_modules(package))))
+            rows.append(table_row(package, counts, str(exempt_modules(package))))
     for requirement in args.others:
         name, files = files_of_index(requirement)
-        print(table_row(name, count_package(files), ""))
+        rows.append(table_row(name, count_package(files), ""))
+    columns = ["package", "code lines", "tokens per line", "short names"]
+    columns += ["functions with Args or Returns", "named lambdas", "`fmt: skip`"]
+    print(markdown.table([*columns, "modules without strict types"], rows))
     return 0
 
 

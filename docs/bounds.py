@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from upref import markdown
 from upref.errors import InputError
 from upref.files import write_atomically
 from upref.registry import get, names
@@ -132,7 +133,7 @@ def recorded() -> list[Number]:
 def table() -> str:
     """The recorded table, in markdown."""
     every, reasons = recorded(), exceptions()
-    rows = ["| objective | number | value | others | |", "|---|---|---|---|---|"]
+    rows = []
     for number in every:
         others = ", ".join(f"{value:g}" for value in number.noticed)
         missed = [f"{value:g}" for value, x in number.noticed.items() if not x]
@@ -147,10 +148,11 @@ def table() -> str:
             others,
             result,
         )
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(cells)
     count = sum(number.reached for number in every)
     head = f"{len(every)} numbers of {len(judged())} objectives: {count} are noticed at both other values."
-    return head + "\n\n" + "\n".join(rows)
+    columns = ["objective", "number", "value", "others", ""]
+    return head + "\n\n" + markdown.table(columns, rows)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from upref import markdown
+
 
 def axes() -> str:
     """The axes of the input, from upref.weights.stress."""
@@ -235,11 +237,8 @@ def _rows(head: str, rows: list[tuple[str, ...]]) -> str:
         head: the names of the columns, with `|` between them.
         rows: the cells; a `|` in a cell is escaped.
     """
-    lines = [f"| {head} |", "|---" * len(rows[0]) + "|"]
-    for row in rows:
-        cells = [cell.replace("|", "\\|") for cell in row]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return markdown.table(head.split(" | "), escaped)
 
 
 def habits() -> str:

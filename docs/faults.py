@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 
 import upref
+from upref import markdown
 from upref.kl import ESTIMATORS
 from upref.step import causes, normalizers
 from upref.step.case import build_case, make_goal
@@ -99,12 +100,12 @@ def table() -> str:
         if len(cause.ids) == 1:
             words.setdefault(cause.ids[0], cause.words)
     number = len(upref.names())
-    lines = ["| id | for example | of |", "|---|---|---|"]
+    rows = []
     for id in sorted(of):
         kinds = [_where(kind, of[id][kind], number) for kind in KINDS if of[id][kind]]
         example = words.get(id, "").replace("|", "\\|")
-        lines.append(f"| `{id}` | {example} | {', '.join(kinds)} |")
-    return "\n".join(lines)
+        rows.append([f"`{id}`", example, ", ".join(kinds)])
+    return markdown.table(["id", "for example", "of"], rows)
 
 
 def _where(kind: str, names: set[str], number: int) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 
 from docs import framework_pages, samplers, steps
 from tests.conformance.known_bugs import target
+from upref import markdown
 from upref.conformance import cases, load_adapter
 from upref.conformance.results import read_expected_failures
 from upref.files import write_atomically
@@ -290,15 +291,11 @@ def cell(a: dict[str, Any], column: str) -> Cell:
 
 def table() -> str:
     """Return the table, a row for each framework."""
-    out = [
-        "| framework | " + " | ".join(COLUMNS) + " |",
-        "|---" * (len(COLUMNS) + 1) + "|",
-    ]
+    rows = []
     for a in framework_pages.audits():
         link = framework_pages.link(a["framework"])
-        cells = [link, *(str(cell(a, column)) for column in COLUMNS)]
-        out.append(f"| {' | '.join(cells)} |")
-    return "\n".join(out)
+        rows.append([link, *(cell(a, column) for column in COLUMNS)])
+    return markdown.table(["framework", *COLUMNS], rows)
 
 
 def _skipped(name: str) -> list[str]:

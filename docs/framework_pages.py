@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from docs import logprobs
+from upref import markdown
 from upref.catalog import TRAINERS
 from upref.files import write_atomically
 from upref.registry import get, names
@@ -106,10 +107,9 @@ def _introduction(audit: dict[str, Any]) -> list[str]:
 
 def _rows(audit: dict[str, Any], entries: list[Entry]) -> list[str]:
     """Return the table of the losses, with the reasons of each difference."""
-    out = [
-        "| what | compared with | verdict | what differs [where: weight expected -> found] |",
-        "|---|---|---|---|",
-    ]
+    columns = ["what", "compared with", "verdict"]
+    columns.append("what differs [where: weight expected -> found]")
+    rows = []
     for row in audit["rows"]:
         reasons = "; ".join(
             _reason(row, words, spot, entries) for words, spot in row["reasons"]
@@ -117,8 +117,8 @@ def _rows(audit: dict[str, Any], entries: list[Entry]) -> list[str]:
         what = _code(row["label"])
         if row["micro_batches"] > 1:
             what += f", in {row['micro_batches']} micro-batches"
-        out.append(f"| {what} | {row['promise']} | {row['verdict']} | {reasons} |")
-    return out
+        rows.append([what, row["promise"], row["verdict"], reasons])
+    return [markdown.table(columns, rows)]
 
 
 def _remarks(audit: dict[str, Any]) -> list[str]:
@@ -215,10 +215,7 @@ def _entry(name: str, e: Entry) -> list[str]:
 def first() -> str:
     """The entries that a user should read first, the most severe first."""
     every = read()
-    out = [
-        "| framework | you ask for | you get | do this | thread | fixed in |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for e in sort_by_severity([e for e in every if e.ask]):
         same = of_row(e, every)
         # of several entries with one thread or one repair, the first
@@ -233,8 +230,9 @@ def first() -> str:
             links or "no thread known",
             "; ".join(repairs) or "no repair known",
         ]
-        out.append("| " + " | ".join(cells).replace("\n", " ") + " |")
-    return "\n".join(out)
+        rows.append([cell.replace("\n", " ") for cell in cells])
+    columns = ["framework", "you ask for", "you get", "do this", "thread", "fixed in"]
+    return markdown.table(columns, rows)
 
 
 def of_row(e: Entry, every: list[Entry]) -> list[Entry]:
@@ -268,10 +266,9 @@ def _short(thread: str) -> str:
 
 def summary() -> str:
     """Return a table with one row per framework: how many entries of each status."""
-    out = [
-        "| framework | version | audited | losses | bugs | surprising defaults | documented choices | numerical |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    columns = ["framework", "version", "audited", "losses", "bugs"]
+    columns += ["surprising defaults", "documented choices", "numerical"]
+    rows = []
     for audit in audits():
         modes = {row["mode"] for row in loss_rows(audit)}
         entries = read(audit["framework"])
@@ -287,8 +284,8 @@ def summary() -> str:
             str(len(modes)),
             *counts.values(),
         ]
-        out.append(f"| {' | '.join(cells)} |")
-    return "\n".join(out)
+        rows.append(cells)
+    return markdown.table(columns, rows)
 
 
 def loss_rows(audit: dict[str, Any]) -> list[dict[str, Any]]:
@@ -300,15 +297,12 @@ def objectives() -> str:
     """Return a table with one row per objective and one column per framework."""
     every = audits()
     audited = {row["objective"] for audit in every for row in loss_rows(audit)}
-    out = [
-        "| | " + " | ".join(link(audit["framework"]) for audit in every) + " |",
-        "|---" * (len(every) + 1) + "|",
-    ]
+    rows = []
     for objective in names():
         if objective in audited:
-            signs = " | ".join(sign(audit, objective) for audit in every)
-            out.append(f"| `{objective}` | {signs} |")
-    return "\n".join(out)
+            signs = [sign(audit, objective) for audit in every]
+            rows.append([f"`{objective}`", *signs])
+    return markdown.table(["", *(link(audit["framework"]) for audit in every)], rows)
 
 
 SPLIT = "†"  # in micro-batches more differs
@@ -386,9 +380,9 @@ def _recipes_of(objective: str, each: list[Recipe]) -> list[str]:
         "",
         f"Advantages: `{kind}`{formula.removeprefix(kind)}.",
         "",
-        "| framework | set | advantages | what still differs, and notes |",
-        "|---|---|---|---|",
     ]
+    columns = ["framework", "set", "advantages", "what still differs, and notes"]
+    rows = []
     for r in each:
         settings = "<br>".join(f"`{line}`" for line in r.settings)
         notes = [f"*{note}*" for note in r.notes]
@@ -398,24 +392,22 @@ def _recipes_of(objective: str, each: list[Recipe]) -> list[str]:
             r.advantages.removeprefix(f"{formula}: "),
             "<br>".join([*(r.differs or ["nothing"]), *notes]),
         )
-        out.append(f"| {' | '.join(cells)} |")
-    return out
+        rows.append(cells)
+    return [*out, markdown.table(columns, rows)]
 
 
 def surfaces() -> str:
     """Where the settings of each framework are typed, what has taken them, and its
     parts beside the loss.
     """
-    out = [
-        "| framework | where to put the lines | the lines | dynamic sampling | overlong shaping |",
-        "|---|---|---|---|---|",
-    ]
+    columns = ["framework", "where to put the lines", "the lines"]
+    columns += ["dynamic sampling", "overlong shaping"]
+    rows = []
     for name in frameworks():
         table = read_tables(name)["recipe"]
         started = recipe(covered_objectives(name, {})[0], name).started
-        cells = [link(name), table["surface"], started, *table["beside"].values()]
-        out.append(f"| {' | '.join(cells)} |")
-    return "\n".join(out)
+        rows.append([link(name), table["surface"], started, *table["beside"].values()])
+    return markdown.table(columns, rows)
 
 
 def statuses() -> str:

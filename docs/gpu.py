@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from upref import markdown
+
 RESULTS = Path(__file__).parent.parent / "benchmarks/gpu/results.json"
 Rows = list[dict[str, Any]]
 
@@ -28,9 +30,7 @@ def rows(kind: str, **fields: Any) -> Rows:
 
 def table(head: list[str], body: list[list[Any]]) -> str:
     """Return a table in Markdown."""
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    lines += [f"| {' | '.join(map(cell, row))} |" for row in body]
-    return "\n".join(lines)
+    return markdown.table(head, [list(map(cell, row)) for row in body])
 
 
 def cell(x: Any) -> str:

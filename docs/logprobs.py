@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from upref import markdown
 from upref.files import write_atomically
 
 FILE = Path(__file__).with_suffix(".json")
@@ -23,10 +24,9 @@ def recorded() -> dict[str, Any]:
 
 def field_logprobs(*names: str) -> str:
     """Each framework's functions through check_logprobs; all frameworks, unless named."""
-    out = [
-        "| framework | function | verdict | notes: what rounds, and what is NaN or refused |",
-        "|---|---|---|---|",
-    ]
+    columns = ["framework", "function", "verdict"]
+    columns.append("notes: what rounds, and what is NaN or refused")
+    rows = []
     for name, framework in recorded().items():
         if names and name not in names:
             continue
@@ -38,8 +38,8 @@ def field_logprobs(*names: str) -> str:
                 result["verdict"],
                 notes,
             )
-            out.append(f"| {' | '.join(cells)} |")
-    return "\n".join(out)
+            rows.append(cells)
+    return markdown.table(columns, rows)
 
 
 def peers() -> str:
@@ -51,14 +51,14 @@ def peers() -> str:
         "entropy off by": r"log-prob \S+ +entropy (\S+)",
         "dW off by, in roundings to bfloat16": r"([\d.]+)$",
     }
-    out = ["| | " + " | ".join(columns) + " |", "|---" * 5 + "|"]
+    rows = []
     for name in ("naive", "TRL chunked", "verl fused", "upref.hidden"):
         cells = [name]
         for line in columns.values():
             match = re.search(rf"^{name} +{line}", text, re.M)
             cells.append(match[1] if match else "-")
-        out.append(f"| {' | '.join(cells)} |")
-    return "\n".join(out)
+        rows.append(cells)
+    return markdown.table(["", *columns], rows)
 
 
 def where_it_helps() -> str:

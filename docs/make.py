@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 
 from repro import fork
+from upref import markdown
 from upref.files import write_atomically
 
 ROOT = Path(__file__).parent.parent
@@ -149,13 +150,8 @@ def letters() -> str:
             "+1",
         ),
     ]
-    return "\n".join(
-        [
-            "| letter | of a token o_t of a sampled response | example |",
-            "|---|---|---|",
-            *(f"| {' | '.join(row)} |" for row in rows),
-        ]
-    )
+    columns = ["letter", "of a token o_t of a sampled response", "example"]
+    return markdown.table(columns, rows)
 
 
 def _verdicts() -> tuple[str, list[list[str]]]:
@@ -189,14 +185,8 @@ def tally() -> str:
 def verdicts() -> str:
     """The claims that can be asked of a tiny model, with their verdicts."""
     _, rows = _verdicts()
-    lines = [
-        "| | claim | verdict | effect [interval that decides] | seeds |",
-        "|---|---|---|---|---|",
-    ]
-    for row in rows:
-        cells = [*row[:4], row[5]]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    columns = ["", "claim", "verdict", "effect [interval that decides]", "seeds"]
+    return markdown.table(columns, [[*row[:4], row[5]] for row in rows])
 
 
 def environments() -> str:
@@ -214,10 +204,9 @@ def trl_memory() -> str:
     from repro.with_verl.config.model import shape_of
 
     shape, longest = shape_of(train.MODEL), train.LONGEST
-    rows = [
-        "| GPU | micro-batch | GB to train | responses generated together | GB to generate | of them keys and values |",
-        "|---" * 6 + "|",
-    ]
+    columns = ["GPU", "micro-batch", "GB to train", "responses generated together"]
+    columns += ["GB to generate", "of them keys and values"]
+    rows = []
     for gib in (12, 16, 24):
         size = gib * 2**30
         micro_batch = train.micro_batch(size)
@@ -230,8 +219,8 @@ def trl_memory() -> str:
             f"{memory.generating(shape, responses, longest) / 1e9:.1f}",
             f"{memory.cache(shape, responses, longest) / 1e9:.1f}",
         ]
-        rows.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(rows)
+        rows.append(cells)
+    return markdown.table(columns, rows)
 
 
 def benchmarks() -> str:
@@ -266,9 +255,8 @@ def lessons() -> str:
             page.partition("**Question.** ")[2].partition("\n\n")[0].split()
         )
         link = f"[{lesson.title}]({Path(lesson.page).name})"
-        rows.append(f"| {mark} | {link} | {question} | {minutes} |")
-    head = ["| | lesson | the question | minutes |", "|---|---|---|---|"]
-    return "\n".join([*head, *rows])
+        rows.append([mark, link, question, minutes])
+    return markdown.table(["", "lesson", "the question", "minutes"], rows)
 
 
 def reading(page: str) -> list[str]:

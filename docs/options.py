@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.conformance.options import MEASURED, Option, options, reasons, results
+from upref import markdown
 
 
 def _code(text: str) -> str:
@@ -28,10 +29,9 @@ def tally() -> str:
     """One row for each framework: how many options there are, and how many of them are
     noticed.
     """
-    rows = [
-        "| trainer | options | change the gradient | a case notices each value | no case notices |",
-        "|---|---|---|---|---|",
-    ]
+    columns = ["trainer", "options", "change the gradient"]
+    columns += ["a case notices each value", "no case notices"]
+    rows = []
     for name in MEASURED:
         changing = options(name)
         keeping = sum(map(len, reasons(name).values()))
@@ -43,8 +43,8 @@ def tally() -> str:
             noticed,
             len(changing) - noticed,
         )
-        rows.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(rows)
+        rows.append(cells)
+    return markdown.table(columns, rows)
 
 
 def table(name: str) -> str:
@@ -59,14 +59,12 @@ def table(name: str) -> str:
         for section, reason_of in reasons(name).items()
         for option, reason in reason_of.items()
     }
-    rows = [
-        "| option | other value | case that notices | error of the gradient |",
-        "|---|---|---|---|",
-    ]
+    columns = ["option", "other value", "case that notices", "error of the gradient"]
+    rows = []
     for option in noticed:
         rows += [_row(option, result) for result in measured[option.key]]
     lines = [
-        *rows,
+        markdown.table(columns, rows),
         "",
         f"No case notices {len(unnoticed)} options:",
         "",
@@ -79,7 +77,7 @@ def table(name: str) -> str:
     return "\n".join(lines)
 
 
-def _row(option: Option, result: Mapping[str, Any]) -> str:
+def _row(option: Option, result: Mapping[str, Any]) -> tuple[str, str, str, str]:
     """Return the row of another value of an option: which case notices it."""
     values = {option.name: result["to"]} | dict(option.beside)
     value = ", ".join(f"{name} = {value!r}" for name, value in values.items())
@@ -88,7 +86,7 @@ def _row(option: Option, result: Mapping[str, Any]) -> str:
     case = _code(result["case"] or "")
     if "said" in result:
         case += f" cannot run: {result['said'].replace('|', '&#124;')[:110]}"
-    return f"| {_code(_name(option))} | {_code(value)} | {case} | {error} |"
+    return _code(_name(option)), _code(value), case, error
 
 
 def _name(option: Option) -> str:

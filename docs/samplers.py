@@ -20,6 +20,7 @@ import torch
 
 import upref
 from docs.fetched import Fetched
+from upref import markdown
 from upref.files import write_atomically
 
 PAGE = Path(__file__).parent / "sampler-corrections.md"
@@ -415,10 +416,7 @@ def largest_difference(row: Row, folder: Path) -> float:
 
 def page(folder: Path) -> str:
     """Return the table of all settings; the folder holds the repositories."""
-    lines = [
-        "| framework | setting | default | in upref | difference |",
-        "|---|---|---|---|---|",
-    ]
+    rows = []
     for row in ROWS:
         name = row.repo.partition("/")[2]
         link = f"https://github.com/{row.repo}/blob/{COMMITS[row.repo]}/{row.file}"
@@ -435,8 +433,9 @@ def page(folder: Path) -> str:
             in_upref,
             difference,
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    columns = ["framework", "setting", "default", "in upref", "difference"]
+    return markdown.table(columns, rows)
 
 
 def main():

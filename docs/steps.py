@@ -11,6 +11,7 @@ import tomllib
 import warnings
 from pathlib import Path
 
+from upref import markdown
 from upref.conformance import CASES, SUITES
 from upref.conformance.cases import SINGLE
 from upref.conformance.results import read_expected_failures
@@ -51,7 +52,7 @@ def table(trainer: str) -> str:
         f"{len(records)} settings: {len(agree)} agree, in float32 to {single:.1e}; "
         f"{len(ran) - len(agree)} differ; {len(records) - len(ran)} do not run."
     )
-    rows = ["| setting | model | error | | not exercised |", "|---|---|---|---|---|"]
+    rows = []
     for record in records:
         cells = (
             record["setting"],
@@ -60,8 +61,9 @@ def table(trainer: str) -> str:
             _verdict(trainer, record),
             record["not_exercised"].replace("|", "\\|"),
         )
-        rows.append(f"| {' | '.join(cells)} |")
-    return head + "\n\n" + "\n".join(rows)
+        rows.append(cells)
+    columns = ["setting", "model", "error", "", "not exercised"]
+    return head + "\n\n" + markdown.table(columns, rows)
 
 
 def _verdict(trainer: str, record: dict) -> str:
@@ -90,7 +92,7 @@ AVERAGES = {
 
 def suite_objectives() -> str:
     """The objectives of the suite, with what they average and their numbers."""
-    rows = ["| objective | what it averages | its numbers |", "|---|---|---|"]
+    rows = []
     for name in dict.fromkeys(case.objective for case in CASES.values()):
         o = get(name)
         numbers = ", ".join(
@@ -98,7 +100,7 @@ def suite_objectives() -> str:
             for key, value in o.resolve({}).items()
             if value is not None and key != "beta"
         )
-        rows.append(f"| `{name}` | {AVERAGES[o.agg]} | {numbers or 'none'} |")
+        rows.append([f"`{name}`", AVERAGES[o.agg], numbers or "none"])
     others = []
     for case in CASES.values():
         if case.hp:
@@ -106,7 +108,8 @@ def suite_objectives() -> str:
                 f"`{key}` = {value:g}" for key, value in case.hp.items()
             )
             others.append(f"`{case.id}` has an `hp`: {numbers}")
-    return "\n".join([*rows, "", f"Only {'; '.join(others)}."])
+    columns = ["objective", "what it averages", "its numbers"]
+    return f"{markdown.table(columns, rows)}\n\nOnly {'; '.join(others)}."
 
 
 def suite_dates() -> str:
@@ -129,7 +132,7 @@ def suite() -> str:
     """
     results_of = _suite_results()
     adapters = [results["adapter"] for results in results_of.values()]
-    rows = [f"| case | {' | '.join(adapters)} |", "|---" * (len(adapters) + 1) + "|"]
+    rows = []
     cases: dict[str, None] = {}  # each once, in the order of the files
     for results in results_of.values():
         cases |= dict.fromkeys(results["cases"])
@@ -137,9 +140,9 @@ def suite() -> str:
         cells = [
             _suite_cell(results["cases"].get(case)) for results in results_of.values()
         ]
-        rows.append(f"| {case} | {' | '.join(cells)} |")
+        rows.append([case, *cells])
     reasons = [_suite_reasons(name, results) for name, results in results_of.items()]
-    return "\n".join([*rows, "", *reasons])
+    return "\n".join([markdown.table(["case", *adapters], rows), "", *reasons])
 
 
 def _suite_results() -> dict[str, dict]:
@@ -194,11 +197,9 @@ def _runs() -> dict[str, dict[str, dict]]:
 
 def green() -> str:
     """The unmodified trainers on several seeds of rows: a line for each run."""
-    rows = [
-        "| trainer | seed | pass | fail or cannot run, as listed | otherwise than listed | skipped "
-        "| largest error in float32 | CPU seconds |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    columns = ["trainer", "seed", "pass", "fail or cannot run, as listed"]
+    columns += ["otherwise than listed", "skipped", "largest error in float32"]
+    rows = []
     for run in _runs()["green"].values():
         errors = {
             case: error
@@ -216,15 +217,15 @@ def green() -> str:
             f"{errors[worst]:.1e} ({worst})",
             f"{run['cpu seconds']:.0f}",
         )
-        rows.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(rows)
+        rows.append(cells)
+    return markdown.table([*columns, "CPU seconds"], rows)
 
 
 def red() -> str:
     """Trainers with a bug planted in them: how many cases fail, and how long it takes."""
     from tests.conformance import broken_adapters
 
-    rows = ["| trainer | bug | fail | of | CPU seconds |", "|---|---|---|---|---|"]
+    rows = []
     for kind, run in _runs()["red"].items():
         bug = getattr(broken_adapters, f"Broken{kind}").bug
         tried = sum(n for end, n in run["counts"].items() if end != "skipped")
@@ -235,8 +236,8 @@ def red() -> str:
             tried,
             f"{run['cpu seconds']:.0f}",
         )
-        rows.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(rows)
+        rows.append(cells)
+    return markdown.table(["trainer", "bug", "fail", "of", "CPU seconds"], rows)
 
 
 def ranks() -> str:
@@ -247,13 +248,11 @@ def ranks() -> str:
         for case, error in run["errors"].items():
             bad = case in run["unexpected"] or case in run["known failures"]
             word = "**differs**" if bad else "agrees"
-            rows[adapter, case] = f"| {adapter} | {case} | {error:.1e} | {word} |"
+            rows[adapter, case] = [adapter, case, f"{error:.1e}", word]
     for key, run in _runs().get("layers", {}).items():
         for way, error in run["errors"].items():
-            rows[key, way] = f"| {key} of megatron-core | {way} | {error:.1e} | |"
-    return "\n".join(
-        ["| adapter | case | error | |", "|---|---|---|---|", *rows.values()]
-    )
+            rows[key, way] = [f"{key} of megatron-core", way, f"{error:.1e}", ""]
+    return markdown.table(["adapter", "case", "error", ""], rows.values())
 
 
 def rounding() -> str:
@@ -261,10 +260,7 @@ def rounding() -> str:
     was allowed.
     """
     seeds = [*next(iter(_runs()["plain"].values()))["seeds"]]
-    rows = [
-        f"| family | {' | '.join(f'seed {seed}' for seed in seeds)} |",
-        "|---" * (len(seeds) + 1) + "|",
-    ]
+    rows = []
     for family, record in _runs()["plain"].items():
         cells = []
         for run in record["seeds"].values():
@@ -272,8 +268,8 @@ def rounding() -> str:
             if run["status"] != "passed":
                 cell += f": {run['status']}"
             cells.append(cell)
-        rows.append(f"| {family} | {' | '.join(cells)} |")
-    return "\n".join(rows)
+        rows.append([family, *cells])
+    return markdown.table(["family", *(f"seed {seed}" for seed in seeds)], rows)
 
 
 def bugs() -> str:
@@ -363,11 +359,10 @@ def plugins() -> str:
     run there.
     """
     results = json.loads((HERE / "plugins.json").read_text(encoding="utf-8"))
-    rows = [f"| objective | {' | '.join(PLUGINS)} |", "|---|---|---|"]
+    rows = []
     for name, by_plugin in results.items():
-        cells = [name, *(_plugin_cell(by_plugin[plugin]) for plugin in PLUGINS)]
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+        rows.append([name, *(_plugin_cell(by_plugin[plugin]) for plugin in PLUGINS)])
+    return markdown.table(["objective", *PLUGINS], rows)
 
 
 def _plugin_cell(result: dict | str) -> str:

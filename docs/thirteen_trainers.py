@@ -9,6 +9,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from upref import markdown
+
 VERDICTS = Path(__file__).with_suffix(".json")
 READ = Path(__file__).with_suffix(".toml")
 NUMBER = re.compile(r"-?\d+(\.\d+)?(e[-+]?\d+)?")
@@ -41,10 +43,7 @@ def verdict(case: dict[str, Any]) -> str:
 
 def thirteen_trainers() -> str:
     """A row a repository: its loops, their verdicts, and what differs."""
-    out = [
-        "| repository | glue | loop, objective: verdict | what differs | it says |",
-        "|---" * 5 + "|",
-    ]
+    rows = []
     for reading in readings():
         repository = reading["repository"]
         loops = [case for case in cases() if case["repository"] == repository]
@@ -65,8 +64,9 @@ def thirteen_trainers() -> str:
             "<br>".join(filter(None, [reading["differs"], *quotes])) or "-",
             reading["says"] or "-",
         )
-        out.append(f"| {' | '.join(cells)} |")
-    return "\n".join(out)
+        rows.append(cells)
+    columns = ["repository", "glue", "loop, objective: verdict", "what differs"]
+    return markdown.table([*columns, "it says"], rows)
 
 
 def thirteen_counts() -> str:

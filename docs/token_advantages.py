@@ -3,6 +3,7 @@
 turns takes, read from the code.
 """
 
+from upref import markdown
 from upref.token_advantages import TOKEN_ADVANTAGES
 from upref.verify.formulas.token_faults import SETTINGS
 from upref.verify.formulas.tokens import OPTIONAL, READS
@@ -10,7 +11,7 @@ from upref.verify.formulas.tokens import OPTIONAL, READS
 
 def token_advantages() -> str:
     """Each estimator with the arguments and settings that it has."""
-    lines = ["| `--as-advantage` | A | arguments | settings |", "|---|---|---|---|"]
+    rows = []
     for name, estimator in TOKEN_ADVANTAGES.items():
         summary = (estimator.__doc__ or "").partition("\n")[0].removeprefix("Return ")
         arguments = ", ".join(
@@ -18,5 +19,5 @@ def token_advantages() -> str:
             for role in READS[name]
         )
         settings = ", ".join(f"`{key}`" for key in SETTINGS[name])
-        lines.append(f"| `{name}` | {summary} | {arguments} | {settings} |")
-    return "\n".join(lines)
+        rows.append([f"`{name}`", summary, arguments, settings])
+    return markdown.table(["`--as-advantage`", "A", "arguments", "settings"], rows)

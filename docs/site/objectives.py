@@ -14,6 +14,7 @@ import numpy as np
 from docs.site import tex
 from docs.site.prose import papers
 from repro.mini.experiment import curves, plan, records
+from upref import markdown
 from upref.cli.show import _source, bib_entry
 from upref.derivation import derive
 from upref.errors import InputError
@@ -68,8 +69,9 @@ def page(o: Objective, folder: Path) -> str:
 
 # ---- the list --------------------------------------------------------------------
 ROW = re.compile(r"^\| `(\w+)` \|.*\| ([^|]*) \| ([^|]*) \|$")
-HEAD = "| name | J | level | aggregation | paper | trainers |\n" + "|---" * 6 + "|\n"
-SHOWN = "| objective | J | weight | paper | trainers |\n" + "|---" * 5 + "|\n"
+COLUMNS = ["name", "J", "level", "aggregation", "paper", "trainers"]
+HEAD = markdown.table(COLUMNS, []) + "\n"
+SHOWN = markdown.table(["objective", "J", "weight", "paper", "trainers"], []) + "\n"
 
 
 def listed(text: str) -> str:
@@ -497,8 +499,7 @@ def _relatives(o: Objective) -> str:
 
 def _table(head: list[str], rows: Iterable[Iterable[object]]) -> str:
     """Return a table in Markdown; a `|` in a cell is escaped."""
-    lines = []
-    for row in [head, ["---"] * len(head), *rows]:
-        cells = [" ".join(str(x).split()).replace("|", r"\|") for x in row]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    escaped = [
+        [" ".join(str(x).split()).replace("|", r"\|") for x in row] for row in rows
+    ]
+    return markdown.table(head, escaped)

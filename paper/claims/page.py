@@ -13,6 +13,7 @@ from typing import Any
 from paper.claims import RED, VERDICTS, Judged, Outcome, as_computed, last, raw, sources
 from paper.claims.words import MEANINGS
 from upref.errors import InputError
+from upref.markdown import table
 
 HEADINGS = {
     "2": "Section 2: related work",
@@ -215,21 +216,16 @@ def markdown() -> str:
             if j.claim.section.startswith(letter) and not j.claim.ours
         ]
         if mine:
-            head = "| where | the paper, and the reading tested | verdict | evidence |"
-            out += [f"## {heading}", "", head, "|---|---|---|---|"]
-            out += [f"| {' | '.join(map(cell, row(j)))} |" for j in mine] + [""]
+            reading = "the paper, and the reading tested"
+            out += [f"## {heading}", "", _table(reading, mine), ""]
     out += [
         "## Questions of ours",
         "",
         "The paper states none of these. *Where* names the section that they bear on.",
         "",
     ]
-    out += ["| where | question | verdict | evidence |", "|---|---|---|---|"]
-    out += [
-        f"| {' | '.join(map(cell, row(j)))} |"
-        for j in right_first(judged)
-        if j.claim.ours
-    ] + [""]
+    ours = [j for j in right_first(judged) if j.claim.ours]
+    out += [_table("question", ours), ""]
     out += ["## What others wrote and measured", ""]
     out += [
         f'* **{key}**: [{s["name"]}]({s["url"]}). "{s["quote"]}"'
@@ -239,6 +235,12 @@ def markdown() -> str:
     return "\n".join(
         [*out, *(f"* `{key}`: {why}." for key, why in raw()["exceptions"].items()), ""]
     )
+
+
+def _table(what: str, judged: Sequence[Judged]) -> str:
+    """Return a row for each."""
+    rows = [list(map(cell, row(j))) for j in judged]
+    return table(["where", what, "verdict", "evidence"], rows)
 
 
 def row(j: Judged) -> list[str]:
@@ -290,13 +292,8 @@ def plain(quote: str) -> str:
 
 def meanings() -> str:
     """The table of the words."""
-    return "\n".join(
-        [
-            "| verdict | what was found |",
-            "|---|---|",
-            *(f"| **{v}** | {m} |" for v, m in MEANINGS.items()),
-        ]
-    )
+    rows = [[f"**{verdict}**", meaning] for verdict, meaning in MEANINGS.items()]
+    return table(["verdict", "what was found"], rows)
 
 
 def link(o: Outcome) -> str:

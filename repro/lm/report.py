@@ -18,7 +18,7 @@ from repro.mini.policy import evals
 from repro.mini.tasks import NO_ANSWER
 from repro.mini.train.recorder import FOLDER
 from repro.mini.train.settings import Settings
-from upref import metrics
+from upref import markdown, metrics
 from upref.files import write_atomically
 from upref.replay import read_steps, replay
 from upref.weights.plots import PALETTE
@@ -93,20 +93,16 @@ def per_problem(evaluation: dict[str, Any], metric: str) -> np.ndarray:
 def table(s: Settings, run: Path) -> str:
     """Scores before and after in points of 100, with 95 % intervals over problems."""
     k, n = s.eval_samples, s.eval_problems
-    rows = [
-        f"{n} held-out problems, {k} answers each; points of 100 with 95 % intervals over problems.\n",
-        "| | before | after | after minus before |",
-        "|---|---|---|---|",
-    ]
+    rows = []
     for decoding, words in DECODINGS.items():
         first, last = (of_step(run, step, decoding) for step in (0, s.steps))
         for metric, name in METRICS.items():
             x, y = (per_problem(e, metric) for e in (first, last))
             before, after = (_estimate(metrics.Estimate.of(z)) for z in (x, y))
-            rows.append(
-                f"| {name}@{k}, {words} | {before} | {after} | {_difference(y - x)} |"
-            )
-    return "\n".join(rows) + "\n"
+            rows.append([f"{name}@{k}, {words}", before, after, _difference(y - x)])
+    head = f"{n} held-out problems, {k} answers each; points of 100 with 95 % intervals over problems."
+    columns = ["", "before", "after", "after minus before"]
+    return f"{head}\n\n{markdown.table(columns, rows)}\n"
 
 
 def _estimate(e: metrics.Estimate) -> str:
@@ -125,14 +121,12 @@ def answers(s: Settings, run: Path) -> str:
     task = tasks.get(s.task)
     problems = task.problems("test", s.eval_problems, seed=s.eval_seed)[:SHOWN]
     first, last = (of_step(run, step, "t_1") for step in (0, s.steps))
-    rows = [
-        "| problem | answers before, T = 1 | answers after, T = 1 |",
-        "|---|---|---|",
-    ]
+    rows = []
     for i, (a, b) in enumerate(problems.tolist()):
         before, after = (_counted(e["said"][i], a + b) for e in (first, last))
-        rows.append(f"| {a} + {b} = | {before} | {after} |")
-    return "\n".join(rows) + "\n"
+        rows.append([f"{a} + {b} =", before, after])
+    columns = ["problem", "answers before, T = 1", "answers after, T = 1"]
+    return markdown.table(columns, rows) + "\n"
 
 
 def _counted(said: list[int], right: int) -> str:

@@ -26,6 +26,7 @@ from tests.fifth_set import (
     wrong_token,
 )
 from tests.fifth_set.case import CASES, Case
+from upref import markdown
 
 MODULES = (
     aimed_losses,
@@ -119,10 +120,9 @@ def run(case: Case) -> dict[str, Any]:
     }
 
 
-def table(good: dict[str, bool]) -> Iterator[str]:
+def table(good: dict[str, bool]) -> str:
     """The table of verdicts, as Markdown; good: by id, of the cases that ran."""
-    yield "| part | wrong, blind | wrong, aimed | right |"
-    yield "|---|---|---|---|"
+    rows = []
     ran = [case for case in CASES.values() if case.id in good]
     for kind in ("loss", "advantage", "kl", "logprobs"):
         of_kind = [case for case in ran if case.kind == kind]
@@ -131,15 +131,16 @@ def table(good: dict[str, bool]) -> Iterator[str]:
             [case for case in of_kind if case.aimed],
             [case for case in of_kind if case.right],
         )
-        cells = (f"{sum(good[c.id] for c in part)} of {len(part)}" for part in parts)
-        yield f"| {kind} | {' | '.join(cells)} |"
+        cells = [f"{sum(good[c.id] for c in part)} of {len(part)}" for part in parts]
+        rows.append([kind, *cells])
     named = [good[case.id] for case in ran if case.kind == "box"]
-    yield f"| identify | | | {sum(named)} of {len(named)} |"
+    rows.append(["identify", "", "", f"{sum(named)} of {len(named)}"])
+    return markdown.table(["part", "wrong, blind", "wrong, aimed", "right"], rows)
 
 
 def first_sight() -> Iterator[str]:
     """What was recorded at first sight: verdicts, causes, reports, debatable cases."""
-    yield from table({name: entry["as_meant"] for name, entry in FIRST_SIGHT.items()})
+    yield table({name: entry["as_meant"] for name, entry in FIRST_SIGHT.items()})
     judged = Counter(e["cause"] for e in FIRST_SIGHT.values() if "cause" in e)
     words = ("true", "empty", "false", "none")
     yield "causes: " + ", ".join(f"{judged[word]} {word}" for word in words)
@@ -186,7 +187,7 @@ def main() -> None:
                 print(json.dumps(result, ensure_ascii=False), file=f)
         if not result["good"]:
             print(f"{case.id} ({case.target}): {result['error'] or 'not as meant'}")
-    print("today", *table({r["id"]: r["good"] for r in results}), sep="\n")
+    print("today", table({r["id"]: r["good"] for r in results}), sep="\n")
     print(f"{sum(r['seconds'] for r in results):.0f} CPU seconds")
 
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from upref import catalog
+from upref import catalog, markdown
 from upref.description import ERRORS, LEVELS, Description, capacity_text, describe
 from upref.errors import InputError
 
@@ -31,18 +31,14 @@ def markdown_table() -> str:
 
 def _markdown_rows(shown: list[str]) -> str:
     """Return the table of these objectives."""
-    rows = [
-        "| name | J | level | aggregation | paper | trainers |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for o in map(find_description, shown):
         J = o.equation.splitlines()[0].replace("|", "\\|")
         paper = o.paper + (" †" if o.known_from else "")
         trainers = len(catalog.trainers().get(o.name, [])) or ""
-        rows.append(
-            f"| `{o.name}` | `{J}` | {o.level} | {o.agg} | {paper} | {trainers} |"
-        )
-    return "\n".join(rows)
+        rows.append([f"`{o.name}`", f"`{J}`", o.level, o.agg, paper, trainers])
+    columns = ["name", "J", "level", "aggregation", "paper", "trainers"]
+    return markdown.table(columns, rows)
 
 
 def find_description(name: str) -> Description:

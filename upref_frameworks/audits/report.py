@@ -8,6 +8,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+from upref import markdown
 from upref.definition import papers
 from upref.result import Result
 from upref_frameworks.audits import Audit, framework, isolated
@@ -100,8 +101,9 @@ def report(name: str, key: str) -> str:
         readers = ", by one reader so far"
     lines += ["", f"Status by upref{readers}: *{e.status}* ({STATUS[e.status]})."]
     lines += ["Gradient weights of a token, with this alone repaired and as it is:", ""]
-    lines += ["| loss | compared with | where: repaired -> found |", "|---|---|---|"]
-    lines += [f"| `{x.loss}` | `{x.held_against}` | {x} |" for x in e.evidence]
+    rows = [[f"`{x.loss}`", f"`{x.held_against}`", x] for x in e.evidence]
+    columns = ["loss", "compared with", "where: repaired -> found"]
+    lines.append(markdown.table(columns, rows))
     return "\n".join(lines)
 
 

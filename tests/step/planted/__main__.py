@@ -10,13 +10,13 @@ import json
 import re
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import upref
 from tests.step.planted import padded, ragged
 from tests.step.planted.case import CASES, Case
+from upref import markdown
 from upref.files import write_atomically
 from upref.verify.faults.measured import OBSERVATIONS
 from upref.verify.report import UNKNOWN
@@ -78,21 +78,20 @@ def judge(case: Case, agrees: bool, cause: str, observed: bool) -> str:
     return "seen" if observed else "false"
 
 
-def table(results: list[dict[str, Any]]) -> Iterator[str]:
+def table(results: list[dict[str, Any]]) -> str:
     """A row for each step, as Markdown.
 
     Args:
         results: of `run`.
     """
-    yield "| loop | what is done | verdict | named cause | cause |"
-    yield "|---" * 5 + "|"
+    rows = []
     for its in results:
         case = CASES[its["id"]]
         verdict = "agrees" if its["agrees"] else "differs"
-        yield (
-            f"| {case.loop} | {case.truth} | {verdict} | {its['cause'] or '-'} "
-            f"| {its['judged']} |"
-        )
+        cause = its["cause"] or "-"
+        rows.append([case.loop, case.truth, verdict, cause, its["judged"]])
+    columns = ["loop", "what is done", "verdict", "named cause", "cause"]
+    return markdown.table(columns, rows)
 
 
 def counts(results: list[dict[str, Any]]) -> str:
@@ -146,7 +145,7 @@ def main() -> int:
             f"{its['judged']:11} {its['seconds']:5.1f} s  {case.id}: {its['cause']}",
             flush=True,
         )
-    print(*table(results), sep="\n")
+    print(table(results))
     if not options.ids:
         print(f"first sight: {counts(recorded(FIRST_SIGHT))}")
     print(f"today: {counts(results)}")
