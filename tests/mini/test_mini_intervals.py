@@ -20,6 +20,7 @@ from repro.mini.experiment import (
     effects,
     page,
     plan,
+    power,
     questions,
     records,
     registration,
@@ -585,9 +586,30 @@ def test_seeds_of_the_second_round_are_those_of_its_power_calculation():
         for line in text.splitlines()
         if line.startswith("| ")
     ][1:]
-    for name, _, _, _, _, seeds, power, *_ in rows:
+    for name, _, _, _, _, seeds, has, *_ in rows:
         assert int(seeds) == len(plan.load(name).main["seeds"])
-        assert name == "dose_high" or float(power) >= 0.8, name
+        assert name == "dose_high" or float(has) >= 0.8, name
+
+
+def test_power_is_of_the_spread_in_a_finished_experiment(tmp_path, capsys):
+    """Of Best@32 at equal Avg@32 and T = 1, from the effects of the controls."""
+    found = [e for e in P.effects(records.load(P.results)) if e.reached]
+    same = [e.sd**2 for e in found if e.question.name == "equal_avg/t_1"]
+    sd = np.mean(same) ** 0.5
+    rows = [line.strip("| ").split(" | ") for line in power.text(P, P).splitlines()]
+    row = next(r for r in rows if r[:2] == ["equal", "equal_avg/t_1"] and r[3] == "17")
+    quantile = stats.t.ppf(1 - 0.04 / 12 / 2, 16)
+    assert row[2] == f"{sd:.2f}" and row[4] == f"{quantile * sd / 17**0.5:.2f}"
+    draws = np.random.default_rng(0).normal(2.0, sd, (2000, 17))
+    hits = [effects.interval(D, 0.04 / 12)[0] > 0 for D in draws]
+    assert float(row[6]) == pytest.approx(np.mean(hits), abs=0.03)
+    fresh = replace(P, folder=tmp_path, results=tmp_path / "results")
+    power.write(fresh, P)
+    assert (tmp_path / "runs.sha256").read_text().strip() == P.digest()
+    assert command.main(["controls", "--power", "controls"]) == 2
+    assert "its power.md stays as it is" in capsys.readouterr().err
+    assert command.main(["moe", "--power", "controls"]) == 2
+    assert command.main(["stale", "--power", "nothing"]) == 2
 
 
 def test_a_plan_is_registered_once_and_before_any_run(tmp_path, capsys):

@@ -15,7 +15,15 @@ import time
 from pathlib import Path
 
 from repro import Parser
-from repro.mini.experiment import page, records, registration, standing, suite, verify
+from repro.mini.experiment import (
+    page,
+    power,
+    records,
+    registration,
+    standing,
+    suite,
+    verify,
+)
 from repro.mini.experiment.plan import Plan, load, paths
 from repro.mini.experiment.questions import RunRecord
 from upref.errors import InputError
@@ -36,6 +44,7 @@ def _parser() -> Parser:
     add("name", nargs="?", help="of an experiment; without it they are listed")
     add("--list", action="store_true", help="what is finished, what comes next")
     add("--collect", action="store_true", help="take over finished runs, and report")
+    add("--power", metavar="FROM", help="of its looks, by the spread in another one")
     add("--register", metavar="COMMIT", help="once, before any run")
     add("--verify", action="store_true", help="is all as registered? trains nothing")
     add("--standing", action="store_true", help="every claim, as JSON for a program")
@@ -61,6 +70,10 @@ def _work(args: argparse.Namespace) -> int:
     plan = load(args.name)
     results: Path = args.results or plan.results
     out: Path = args.out or suite.OUT / args.name
+    if args.power:
+        power.write(plan, load(args.power))
+        suite.say(f"wrote power.md and runs.sha256 in {plan.folder}", markup=False)
+        return 0
     if args.register:
         suite.say(f"wrote {registration.register(plan, args.register)}")
         return 0
