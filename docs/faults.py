@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 import upref
-from upref import markdown
+from upref import critic, distillation, markdown
 from upref.kl import ESTIMATORS
 from upref.step import causes, normalizers
 from upref.step.case import build_case, make_goal
@@ -21,13 +21,27 @@ from upref.step.weights import Tokens
 from upref.user_code.logprobs import Problem
 from upref.verify.faults import known, measured
 from upref.verify.finding import Cause
-from upref.verify.formulas import token_faults
+from upref.verify.formulas import (
+    distillation as of_distillation,
+    token_faults,
+    value as of_value,
+)
 from upref_course.grader import exercises
 
 # bounds at which a wrong loss is seen to change, on both sides of a ratio of 1
 BOUNDS = [0.8, 1.28, 3.0]
 OTHER = "other-objective-"  # then the name of the objective that a loss is
-KINDS = ("loss", "advantages", "tokens", "KL", "log-probs", "step", "course")
+KINDS = (
+    "loss",
+    "advantages",
+    "tokens",
+    "distillation",
+    "value",
+    "KL",
+    "log-probs",
+    "step",
+    "course",
+)
 
 
 def faults() -> Iterator[tuple[str, str, Cause]]:
@@ -42,6 +56,12 @@ def faults() -> Iterator[tuple[str, str, Cause]]:
     for name in token_faults.SETTINGS:
         for fault in token_faults.known(name):
             yield "tokens", "", fault.cause
+    for name in critic.VALUE_LOSSES:
+        for fault in of_value.known(name, "token-mean"):
+            yield "value", "", fault.cause
+    for name in distillation.names():
+        for fault in of_distillation.known(name, "token-mean"):
+            yield "distillation", "", fault.cause
     for fault in known("kl"):
         yield "KL", "", fault.cause
     for columns in (19, 300):  # less than a tile, and more

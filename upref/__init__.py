@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from upref.transforms import up, up_anchored
     from upref.verify.advantages import check_advantages
     from upref.verify.check import check
+    from upref.verify.formulas.distillation import check_distillation
+    from upref.verify.formulas.value import check_value
     from upref.verify.kl import check_kl
     from upref.verify.logprobs import check_logprobs
     from upref.verify.proof import prove
@@ -50,10 +52,12 @@ _HOME = {
     "capacity": "weights.capacity",
     "check": "verify.check",
     "check_advantages": "verify.advantages",
+    "check_distillation": "verify.formulas.distillation",
     "check_kl": "verify.kl",
     "check_logprobs": "verify.logprobs",
     "check_recorded": "step",
     "check_step": "step",
+    "check_value": "verify.formulas.value",
     "derive": "derivation",
     "get": "registry",
     "identify": "identification.identify",
@@ -82,10 +86,12 @@ __all__ = [
     "capacity",
     "check",
     "check_advantages",
+    "check_distillation",
     "check_kl",
     "check_logprobs",
     "check_recorded",
     "check_step",
+    "check_value",
     "derive",
     "get",
     "identify",
@@ -107,6 +113,8 @@ _MODULES = (
     "advantages",
     "aggregation",
     "conformance",
+    "critic",
+    "distillation",
     "hidden",
     "kl",
     "logprobs",

@@ -107,6 +107,21 @@ def require(*names: str) -> None:
             raise unknown(name, known)
 
 
+def require_distillation(name: str) -> None:
+    """Raise InputError for a word that names no divergence from a teacher.
+
+    Args:
+        name: the word that a user typed, or "".
+    """
+    divergences = description.names_of("distillation", "DIVERGENCES")
+    truncations = description.names_of("distillation", "TRUNCATIONS")
+    sampled = description.names_of("distillation", "SAMPLED")
+    truncated = [f"{t}({d})" for t in truncations for d in divergences]
+    known = [*divergences, *truncated, *sampled]
+    if name and name not in known:
+        raise unknown_distillation(name, known)
+
+
 def require_estimators(kl: str, advantage: str, agg: str) -> None:
     """Raise InputError for a word that names no estimator, or no aggregation.
 
@@ -157,6 +172,45 @@ def unknown_advantage(name: str, known: Collection[str]) -> InputError:
         f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(known)}."
     )
     return InputError(f"there is no advantage named {name!r}: {hint}")
+
+
+def unknown_distillation(name: str, known: Collection[str]) -> InputError:
+    """Return the error for a name that no divergence from a teacher has.
+
+    Args:
+        name: the word that a user typed.
+        known: names of divergences.
+    """
+    near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
+    hint = (
+        f"did you mean {' or '.join(near)}?"
+        if near
+        else f"choose one of {', '.join(known)}."
+    )
+    return InputError(f"there is no divergence named {name!r}: {hint}")
+
+
+def require_value_loss(name: str) -> None:
+    """Raise InputError for a word that names no loss of a critic.
+
+    Args:
+        name: the word that a user typed, or "".
+    """
+    known = description.names_of("critic", "VALUE_LOSSES")
+    if name and name not in known:
+        raise unknown_value_loss(name, known)
+
+
+def unknown_value_loss(name: str, known: Iterable[str]) -> InputError:
+    """Return the error for a name that no loss of a critic has.
+
+    Args:
+        name: the word that a user typed.
+        known: names of losses.
+    """
+    return InputError(
+        f"there is no value loss named {name!r}: choose one of {', '.join(known)}."
+    )
 
 
 def unknown_aggregation(name: str, known: Iterable[str]) -> InputError:

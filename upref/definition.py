@@ -337,7 +337,7 @@ class Objective:
                     f"{KEPT_MEAN} of a micro-batch needs the kept tokens of the whole mini-batch: compute the mini-batch "
                     "at once."
                 )
-            kept = self.kept(lp, lp_old, A, mask, entropy, lp_sampler, **hp)
+            kept = self._kept(lp, lp_old, A, mask, entropy, lp_sampler, **hp)
             totals = _counts_of_kept(kept)
         J = aggregate(terms, mask, self.agg, group, totals)
         if beta:
@@ -398,7 +398,25 @@ class Objective:
         factors = self.sampler(*arguments[: self._sampler_reads], **self._of_sampler)
         return bool((factors == 0).any())
 
-    def kept(
+    def kept(self, b: Rollouts, **hp: Any) -> Bool[Tensor, "B T"]:
+        """The tokens that no filter and no sampler correction rejects: those by which
+        kept-mean divides.
+
+        Args:
+            b: the batch.
+            **hp: hyperparameters.
+
+        Returns:
+            [B, T], within the mask.
+        """
+        if not isinstance(b, Rollouts):
+            raise InputError(
+                f"the kept tokens of {self.name} are computed from upref.Rollouts, not from a {type(b).__name__}."
+            )
+        policies = (b.logp, b.logp_old, b.adv, b.mask, b.entropy, b.logp_sampler)
+        return self._kept(*policies, **hp)
+
+    def _kept(
         self,
         lp: Any,
         lp_old: Any,
@@ -408,26 +426,20 @@ class Objective:
         lp_sampler: Any = None,
         **hp: Any,
     ) -> Any:
-        """The tokens that no filter and no sampler correction rejects: those by which
-        kept-mean divides.
-
-        Args:
-            lp, lp_old, entropy, lp_sampler: [B, T].
-            A: [B, T] or [B, 1].
-            mask: [B, T].
-            **hp: hyperparameters.
-
-        Returns:
-            [B, T], bool, within the mask.
-        """
+        """`kept` on plain tensors."""
         kept = mask
+        resolved = self.resolve(hp)
         factors = self.sampler_weights(lp_old, lp_sampler, mask, **hp)
         if factors is not None:
             kept = kept & (factors != 0)
         if self.keeps is not None:
+            if "entropy" in self._extra_names and entropy is None:
+                raise InputError(
+                    f"{self.name} needs the policy's entropy per token: Rollouts(..., entropy=...)."
+                )
             log_r = torch.where(mask, (lp - lp_old).detach(), 0)
             own = _keyword_only(_parameters(self.keeps, 4, "keeps"))
-            values = {k: v for k, v in self.resolve(hp).items() if k in own}
+            values = {k: v for k, v in resolved.items() if k in own}
             kept = kept & self.keeps(log_r, A, mask, entropy, **values)
         return kept
 
@@ -697,8 +709,7 @@ class Objective:
         """
         counts = b.counts
         if self.agg == KEPT_MEAN:
-            policies = (b.logp, b.logp_old, b.adv, b.mask, b.entropy, b.logp_sampler)
-            counts = _counts_of_kept(self.kept(*policies, **hp))
+            counts = _counts_of_kept(self.kept(b, **hp))
         rows = row_weights(self.agg, b.mask, counts)
         w = self.token_weights(b, **hp)
         return w * (

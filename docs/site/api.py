@@ -21,6 +21,8 @@ GROUPS = {
         "maximizes",
         "check_advantages",
         "check_kl",
+        "check_distillation",
+        "check_value",
         "check_logprobs",
     ],
     "Check a training step": [
@@ -55,6 +57,8 @@ MODULES = {
     "upref.token_advantages": "Advantages of tokens and turns",
     "upref.aggregation": "Aggregations",
     "upref.kl": "KL estimators",
+    "upref.distillation": "Distillation",
+    "upref.critic": "Losses of a critic",
     "upref.logprobs": "Log-probabilities",
     "upref.hidden": "Log-probabilities from hidden states",
     "upref.metrics": "Metrics",

@@ -136,6 +136,15 @@ def _recorded(model, first=8):
     return seen
 
 
+def _distilled(student_logits, teacher_logits, mask):
+    q, p = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
+    return (q.exp() * (q - p)).sum(-1)[mask].mean()
+
+
+def _valued(values, returns, mask):
+    return ((values - returns) ** 2)[mask].mean()
+
+
 def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
     """What it is called -> the function, and arguments that it accepts, by name; `*`
     before what goes by position.
@@ -181,6 +190,7 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
         "Objective.weight": (o.weight, {"r": 1.0, "A": 1.0, "eps_low": 0.1}),
         "Objective.aggregated": (o.aggregated, {"agg": "seq-mean-token-mean"}),
         "Objective.factors": (upref.get("tis(dapo)").factors, {"b": replace(b, logp_sampler=b.logp_old)}),
+        "Objective.kept": (upref.get("icepop(dapo)").kept, {"b": replace(b, logp_sampler=b.logp_old), "is_min": 0.1}),
         "Objective.resolve": (o.resolve, {"hp": {"eps_low": 0.1}}),
         "Rollouts": (upref.Rollouts, fields),
         "Rollouts.split": (b.split, {"n": 2}),
@@ -197,6 +207,9 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
         "check": (upref.check, {"loss": _loss, "objective": "dapo", "skip": (), "eps_low": 0.1}),
         "identify": (upref.identify, {"loss": o}),
         "check_kl": (upref.check_kl, {"fn": k3, "estimator": "k3", "skip": ()}),
+        "check_value": (upref.check_value, {"fn": _valued, "loss": "mse", "agg": "token-sum", "skip": ()}),
+        "check_distillation": (upref.check_distillation, {"fn": _distilled, "divergence": "jsd", "agg": "token-sum",
+                                                          "skip": ()}),
         "check_logprobs": (upref.check_logprobs, {"fn": lp_of, "softcap": None, "ranks": 1, "skip": ()}),
         "check_advantages": (upref.check_advantages, {"fn": mean, "estimator": "group_mean", "skip": ()}),
         "assert_policy_loss": (upref.assert_policy_loss, {"loss": _loss, "objective": "dapo"}),
@@ -249,6 +262,22 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
         "metrics.maj_at_k": (metrics.maj_at_k, {"answers": [["a", "b"], ["c", "c"]], "correct": right}),
     }  # fmt: skip
     slots = torch.zeros(2, 3)
+    two = {"lp": logits, "lp_teacher": logits}
+    for name in ("reverse_kl", "forward_kl", "jsd"):
+        given = two | ({"beta": 0.25} if name == "jsd" else {})
+        many[f"distillation.{name}"] = upref.distillation.DIVERGENCES[name], given
+    for name, fn in upref.distillation.SAMPLED.items():
+        many[f"distillation.{name}"] = fn, two
+    errors = {"values": slots, "returns": slots, "scale": 1.0}
+    many["critic.mse"] = upref.critic.mse, errors
+    more = {"old_values": slots, "clip": 0.1}
+    many["critic.clipped"] = upref.critic.clipped, errors | more
+    many["critic.get"] = upref.critic.get, {"name": "mse"}
+    many["distillation.names"] = upref.distillation.names, {}
+    many["distillation.get"] = (
+        upref.distillation.get,
+        {"name": "student_top_k_tail(jsd)"},
+    )
     of_tokens = {
         "rewards": slots,
         "values": slots,

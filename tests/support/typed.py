@@ -41,7 +41,9 @@ LOSSES = [
 ]  # fmt: skip
 VERBS: dict[str, list[str]] = {
     "check": [*HP, *TIME, "--as", "--as=dapo", "--as=no", "--as-kl", "--as-kl=k1", "--as-kl=no", "--as-advantage",
-              "--as-advantage=group_norm", "--as-advantage=no", "--as-logprobs", "--agg", "--agg=no", "--skip",
+              "--as-advantage=group_norm", "--as-advantage=no", "--as-distillation", "--as-distillation=jsd",
+              "--as-distillation=no", "--as-value", "--as-value=mse", "--as-value=no", "--as-logprobs", "--agg", "--agg=no",
+              "--skip",
               "--skip=no", "-v", "--verbose"],
     "identify": [*TIME, "-v", "--verbose"],
     "audit": ["verl", "trl", "torchrl", "slime", "--ledger", "--report", "--report=no", "--report=verl-1",

@@ -70,8 +70,7 @@ def test_kept_mean_is_token_mean_of_the_kept_tokens(name):
     o = upref.get(name)
     hp = HP.get(name, {})
     b = batch()
-    policies = (b.logp, b.logp_old, b.adv, b.mask, b.entropy, b.logp_sampler)
-    keep = o.kept(*policies, **hp)
+    keep = o.kept(b, **hp)
     assert 0 < keep.sum() < b.mask.sum()
     all_tokens, kept_alone = (o.aggregated(a) for a in ("token-mean", "kept-mean"))
     expected = all_tokens(b, **hp) * b.mask.sum() / keep.sum()
@@ -85,8 +84,7 @@ def test_a_selection_by_entropy_keeps_the_top_of_the_batch():
     b = batch(rows=10, columns=10)
     o = upref.get("top_entropy(dapo)")
     for quantile in (0.0, 0.5, 0.8):
-        policies = (b.logp, b.logp_old, b.adv, b.mask, b.entropy)
-        keep = o.kept(*policies, entropy_quantile=quantile)
+        keep = o.kept(b, entropy_quantile=quantile)
         share = keep.sum() / b.mask.sum()
         assert abs(share - (1 - quantile)) < 0.02
         if quantile:

@@ -295,6 +295,14 @@ def _parser() -> argparse.ArgumentParser:
         help="log-probs and entropy; --hp softcap=30, ranks=2",
     )
     what.add_argument("--as-kl", metavar="NAME", help="a KL estimator: k1, k2 or k3")
+    what.add_argument(
+        "--as-distillation",
+        metavar="NAME",
+        help="a divergence from a teacher's logits: reverse_kl, forward_kl, jsd, ...",
+    )
+    what.add_argument(
+        "--as-value", metavar="NAME", help="a loss of a critic: mse or clipped"
+    )
     c.add_argument(
         "--agg",
         default="",

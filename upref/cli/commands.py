@@ -30,6 +30,8 @@ def refuse_unknown_names(args: argparse.Namespace) -> None:
     """
     if args.command == "check":
         catalog.require_estimators(args.as_kl, args.as_advantage, args.agg)
+        catalog.require_distillation(args.as_distillation)
+        catalog.require_value_loss(args.as_value)
     losses = []
     objectives = []
     if args.command == "prove":
@@ -65,10 +67,24 @@ def refuse_unknown_names(args: argparse.Namespace) -> None:
 def check(args: argparse.Namespace) -> int:
     hp = hyperparameters(args.hp)
     skip = tuple(args.skip)
-    if args.agg and not args.name:
+    if args.agg and not (args.name or args.as_distillation or args.as_value):
         raise InputError(
             "--agg is the aggregation of an objective: give it with --as NAME."
         )
+    if args.as_distillation:
+        from upref.verify.formulas.distillation import check_distillation
+
+        agg = args.agg or "token-mean"
+        report = check_distillation(
+            args.loss, args.as_distillation, agg=agg, skip=skip, **hp
+        )
+        return answer(args, report)
+    if args.as_value:
+        from upref.verify.formulas.value import check_value
+
+        agg = args.agg or "token-mean"
+        report = check_value(args.loss, args.as_value, agg=agg, skip=skip, **hp)
+        return answer(args, report)
     if args.as_advantage:
         from upref.verify.advantages import check_advantages
 

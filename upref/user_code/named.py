@@ -52,13 +52,11 @@ class NamedOutcome:
 
     Attributes:
         returned: the value itself.
-        inputs: the tensors that were passed, by role.
         wrote: the roles of the inputs whose values it changed.
         printed: whether it printed.
     """
 
     returned: Any
-    inputs: dict[str, Any]
     wrote: frozenset[str]
     printed: bool
 
@@ -74,6 +72,7 @@ class NamedFunction:
         settings: argument -> setting.
         by_position: the arguments that can only be passed by position, in order.
         bound: arguments that the user set, which no setting means.
+        required: the settings without a default.
         vocabulary: what its arguments may be called.
         mask_kind: how masks are passed, one of MASK_KINDS.
         id_kind: how prompt ids are passed, one of ID_KINDS.
@@ -86,6 +85,7 @@ class NamedFunction:
     settings: Mapping[str, str]
     by_position: tuple[str, ...]
     bound: Mapping[str, Any]
+    required: frozenset[str]
     vocabulary: Vocabulary
     mask_kind: str = "bool"
     id_kind: str = "tensor"
@@ -119,15 +119,12 @@ class NamedFunction:
         for dtype, mask_kind, id_kind in ways:
             yield replace(self, dtype=dtype, mask_kind=mask_kind, id_kind=id_kind)
 
-    def __call__(
-        self, inputs: Inputs, settings: Mapping[str, Any], gradient_of: str = ""
-    ) -> NamedOutcome:
+    def __call__(self, inputs: Inputs, settings: Mapping[str, Any]) -> NamedOutcome:
         """Call the function once.
 
         Args:
             inputs: tensors by role; those that it does not take are not passed.
             settings: by name; those that it does not take are not passed.
-            gradient_of: the input that requires a gradient; "" for none.
 
         Returns:
             What it returned and did.
@@ -135,10 +132,7 @@ class NamedFunction:
         Raises:
             InputError: it raised; the message has what was passed.
         """
-        given = {
-            p: self._passed(role, inputs[role], role == gradient_of)
-            for p, role in self.roles.items()
-        }
+        given = {p: self._passed(r, inputs[r]) for p, r in self.roles.items()}
         values = {p: settings[s] for p, s in self.settings.items() if s in settings}
         before = {p: _contents(x) for p, x in given.items()}
         by_name = {**given, **values, **self.bound}
@@ -154,17 +148,16 @@ class NamedFunction:
         wrote = frozenset(
             p for p, contents in before.items() if contents != _contents(given[p])
         )
-        by_role = {role: given[p] for p, role in self.roles.items()}
-        return NamedOutcome(returned, by_role, wrote, printed)
+        return NamedOutcome(returned, wrote, printed)
 
-    def _passed(self, role: str, x: Tensor, requires_grad: bool) -> Any:
+    def _passed(self, role: str, x: Tensor) -> Any:
         """Return an input as the function takes it."""
         if role in self.vocabulary.masks and self.mask_kind == "numbers":
             return x.to(self.dtype)
         if role in self.vocabulary.ids and self.id_kind == "strings":
             return np.array([f"prompt-{i}" for i in x.tolist()], dtype=object)
         if x.is_floating_point():
-            return x.to(self.dtype).clone().requires_grad_(requires_grad)
+            return x.to(self.dtype).clone()  # no leaf: it may be written to
         return x.clone()
 
 
@@ -196,6 +189,7 @@ def read(
     settings: dict[str, str] = {}
     bound: dict[str, Any] = {}
     by_position = []
+    required_settings = set()
     for p in parameters(fn):
         if p.kind is p.VAR_KEYWORD:
             continue
@@ -205,6 +199,8 @@ def read(
             bound[p.name] = hp[p.name]
         elif setting:
             settings[p.name] = setting
+            if p.default is p.empty:
+                required_settings.add(setting)
         elif role and p.kind is not p.VAR_POSITIONAL:
             roles[p.name] = role
         elif p.default is p.empty:
@@ -218,7 +214,14 @@ def read(
             f"{name}: no argument is called {missing[0]} or the like (read: {has}). {_names(vocabulary)}"
         )
     return NamedFunction(
-        name, fn, roles, settings, tuple(by_position), bound, vocabulary
+        name,
+        fn,
+        roles,
+        settings,
+        tuple(by_position),
+        bound,
+        frozenset(required_settings),
+        vocabulary,
     )
 
 

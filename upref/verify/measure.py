@@ -255,9 +255,7 @@ class LossCase:
         Returns:
             [B, T].
         """
-        b = self.visible_batch(batch)
-        policies = (b.logp, b.logp_old, b.adv, b.mask, b.entropy, b.logp_sampler)
-        return self.objective.kept(*policies, **self.hp_without_kl)
+        return self.objective.kept(self.visible_batch(batch), **self.hp_without_kl)
 
     # ---- the objective ---------------------------------------------------------------
     def expected(self, batch: Rollouts) -> Tensor:

@@ -251,7 +251,7 @@ ADVANTAGES_OF_TWO_REWARDS = MeasuredFault(
 NUMBERS_SCALED = MeasuredFault(
     "numbers-scaled",
     "every number is {factor:.6g} times what it should be",
-    ("tokens",),
+    ("tokens", "distillation", "value"),
 )
 ESTIMATOR_SCALED = MeasuredFault(
     "estimator-scaled", "{factor:.6g} times {estimator}", ("KL",)

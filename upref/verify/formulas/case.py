@@ -43,17 +43,24 @@ class Problem:
     words: str
     inputs: Inputs
 
-    def take(self, rows: Sequence[int], slots: Sequence[int]) -> "Problem":
-        """Return the batch with these responses and slots alone.
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The numbers of responses, of slots and, beside logits, of tokens of the
+        vocabulary.
+        """
+        return max((tuple(x.shape) for x in self.inputs.values()), key=len)
+
+    def take(self, *kept: Sequence[int]) -> "Problem":
+        """Return the batch with these parts alone.
 
         Args:
-            rows: indices of responses.
-            slots: indices of slots.
+            *kept: indices of responses, of slots and of tokens of the vocabulary.
         """
         taken = {}
         for role, x in self.inputs.items():
-            of_rows = x[list(rows)]
-            taken[role] = of_rows if x.ndim < 2 else of_rows[:, list(slots)]
+            for axis, indices in enumerate(kept[: x.ndim]):
+                x = x.index_select(axis, torch.tensor(list(indices)))
+            taken[role] = x
         return replace(self, inputs=taken)
 
     def but(self, words: str, **inputs: Tensor) -> "Problem":
@@ -85,6 +92,10 @@ class FormulaCase:
         shown: the inputs that the formula reads, which an example shows.
         absent: the inputs that are 0 on every batch, for the function does not take
             them.
+        least_scale: of a batch, the size below which a number counts as 0; None: a
+            thousandth of the largest number alone decides.
+        derive: adds the inputs that are computed of others, such as log-probabilities
+            of logits: (inputs, settings) -> inputs.
         failed: the names of the oracles that failed so far.
     """
 
@@ -99,13 +110,15 @@ class FormulaCase:
     gradient_of: str = ""
     shown: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
+    derive: Callable[[Inputs, Settings], Inputs] | None = None
+    least_scale: Callable[[Inputs], float] | None = None
     tol: float = FLOAT64_TOL
     failed: set[str] = field(default_factory=set)
 
     @property
     def has_mask(self) -> bool:
         """Whether the function takes a mask."""
-        return "mask" in self.function.reads
+        return bool({"mask", "labels"} & self.function.reads)
 
     @property
     def wrong(self) -> bool:
@@ -121,21 +134,30 @@ class FormulaCase:
         zeros = {role: torch.zeros_like(problem.inputs[role]) for role in self.absent}
         return {**problem.inputs, **zeros}
 
-    def outcome(
+    def call(
         self, problem: Problem, settings: Settings | None = None
-    ) -> NamedOutcome:
+    ) -> tuple[NamedOutcome, Inputs]:
         """Call the function on a batch.
 
         Args:
             problem: the batch.
             settings: other settings than those of the case.
 
+        Returns:
+            The outcome, and the inputs, of which one requires a gradient if gradients
+            are compared.
+
         Raises:
             InputError: the function refuses it.
         """
-        return self.function(
-            self.inputs(problem), settings or self.settings, self.gradient_of
-        )
+        settings = settings or self.settings
+        inputs = dict(self.inputs(problem))
+        if self.gradient_of:
+            leaf = inputs[self.gradient_of].detach().clone().requires_grad_()
+            inputs[self.gradient_of] = leaf
+        if self.derive is not None:
+            inputs = dict(self.derive(inputs, settings))
+        return self.function(inputs, settings), inputs
 
     def found(self, problem: Problem, settings: Settings | None = None) -> Tensor:
         """Return the function's numbers of a batch.
@@ -147,7 +169,8 @@ class FormulaCase:
         Raises:
             InputError: the function refuses it, or returns something else.
         """
-        return self.measure(self.outcome(problem, settings), self.inputs(problem))
+        outcome, inputs = self.call(problem, settings)
+        return self.measure(outcome, inputs)
 
     def expected(self, problem: Problem, settings: Settings | None = None) -> Tensor:
         """Return the right numbers of a batch.
@@ -170,7 +193,17 @@ class FormulaCase:
             found = self.found(problem, settings)
         except InputError:
             return False
-        return alike(self.expected(problem, settings), found, self.tol)
+        return self.alike(problem, self.expected(problem, settings), found)
+
+    def alike(self, problem: Problem, expected: Tensor, found: Tensor) -> bool:
+        """Tell whether numbers of a batch agree.
+
+        Args:
+            problem: the batch.
+            expected, found: the numbers.
+        """
+        least = self.least_scale(problem.inputs) if self.least_scale else 0.0
+        return alike(expected, found, self.tol, least)
 
     def differs(self, problem: Problem, settings: Settings | None = None) -> bool:
         """Tell whether the function has other numbers. A batch that it refuses is no
@@ -184,7 +217,7 @@ class FormulaCase:
             found = self.found(problem, settings)
         except InputError:
             return False
-        return not alike(self.expected(problem, settings), found, self.tol)
+        return not self.alike(problem, self.expected(problem, settings), found)
 
     def compare(
         self,
@@ -208,7 +241,7 @@ class FormulaCase:
         except InputError as e:
             yield fail(oracle, problem.words, "an answer", str(e))
             return
-        if alike(case.expected(problem), found, case.tol):
+        if case.alike(problem, case.expected(problem), found):
             return
         why = why or case.cause(problem)
         small = case.shrunk(problem)
@@ -240,7 +273,7 @@ class FormulaCase:
         """Return whether the formula with this fault has the numbers found."""
         with contextlib.suppress(InputError):
             change = fault.change(self.inputs(one), self.settings)
-            return alike(change, found, self.tol)
+            return self.alike(one, change, found)
         return False
 
     def _common_factor(self, answers: Sequence[tuple[Problem, Tensor]]) -> Cause:
@@ -252,7 +285,7 @@ class FormulaCase:
             if not square or not found.isfinite().all():
                 return NO_CAUSE
             factor = ((expected * found).sum() / square).item()
-            if not alike(factor * expected, found, self.tol):
+            if not self.alike(one, factor * expected, found):
                 return NO_CAUSE
             factors.append(factor)
         k = factors[0]
@@ -268,10 +301,9 @@ class FormulaCase:
         Args:
             problem: a batch on which the function differs.
         """
-        shape = problem.inputs["mask"].shape
-        kept = [list(range(shape[0])), list(range(shape[1]))]
-        for axis in (0, 1):
-            for index in reversed(range(shape[axis])):
+        kept = [list(range(size)) for size in problem.shape]
+        for axis, size in enumerate(problem.shape):
+            for index in reversed(range(size)):
                 fewer = [list(one) for one in kept]
                 fewer[axis].remove(index)
                 if not fewer[axis]:
@@ -300,29 +332,32 @@ class FormulaCase:
         return Example(inputs, expected=expected.tolist(), found=found.tolist())
 
 
-def relative_errors(expected: Tensor, found: Tensor) -> Tensor:
+def relative_errors(expected: Tensor, found: Tensor, least: float = 0.0) -> Tensor:
     """Return the errors of numbers, relative to the expected ones or to a thousandth of
     the largest; infinite where a number found is NaN or infinite.
 
     Args:
         expected: any shape.
         found: of the same shape.
+        least: no error is relative to less.
     """
-    scale = expected.abs().clamp(min=1e-3 * max(expected.abs().max().item(), 1e-6))
+    largest = max(expected.abs().max().item(), 1e-6)
+    scale = expected.abs().clamp(min=max(1e-3 * largest, least))
     return ((found - expected).abs() / scale).nan_to_num(nan=math.inf)
 
 
-def alike(expected: Tensor, found: Tensor, tol: float) -> bool:
+def alike(expected: Tensor, found: Tensor, tol: float, least: float = 0.0) -> bool:
     """Tell whether numbers agree.
 
     Args:
         expected: any shape.
         found: of the same shape.
         tol: the relative error that is allowed.
+        least: no error is relative to less.
     """
     if not expected.numel():
         return True
-    return bool((relative_errors(expected, found) <= tol).all())
+    return bool((relative_errors(expected, found, least) <= tol).all())
 
 
 def worst(expected: Tensor, found: Tensor) -> tuple[int, ...]:
@@ -367,13 +402,21 @@ def settle(
         except InputError as e:
             first_error = first_error or e
             continue
+        right_at_first: FormulaCase | None = None
         for tol in (FLOAT64_TOL, FLOAT32_TOL):
             for settings in grid:
                 case = make(way, settings, tol)
-                if not alike(case.expected(case.problems[0]), found, tol):
+                first = case.problems[0]
+                if not case.alike(first, case.expected(first), found):
                     continue
-                if case.agrees(case.problems[0]):
-                    return _with_its_precision(case), True
+                if not case.agrees(first):
+                    continue
+                precise = _with_its_precision(case)
+                if all(precise.agrees(problem) for problem in precise.problems):
+                    return precise, True
+                right_at_first = right_at_first or precise
+        if right_at_first is not None:
+            return right_at_first, True
         accepted = accepted or _as_with_a_fault(way, make, grid, found)
     if accepted is None:
         assert first_error is not None

@@ -467,7 +467,7 @@ def equal_rewards(case: FormulaCase) -> Iterator[Finding]:
 def untrained_answers(case: FormulaCase) -> Iterator[Finding]:
     """Report advantages that are not 0 on untrained slots."""
     base = HOLES if HOLES in case.problems else PADDED
-    A = _tensor(case.function.name, case.outcome(base).returned)
+    A = _tensor(case.function.name, case.call(base)[0].returned)
     outside = A[~base.inputs["mask"]]
     if bool((outside != 0).any()):
         text = "untrained slots have advantages that are not 0"
@@ -485,7 +485,7 @@ def determinism(case: FormulaCase) -> Iterator[Finding]:
 @oracle("mutation")
 def mutation(case: FormulaCase) -> Iterator[Finding]:
     """Report what the function changes or prints."""
-    yield from untouched(case.outcome(FULL))
+    yield from untouched(case.call(FULL)[0])
 
 
 ORACLES: tuple[Oracle, ...] = (
@@ -595,7 +595,11 @@ def _grid(
             columns.append([first])
         else:
             columns.append(list(USUAL[key]))
-    return [dict(zip(own, row, strict=True)) for row in itertools.product(*columns)]
+    keys = [*own]
+    for key in sorted(function.required - set(own)):
+        keys.append(key)
+        columns.append([USUAL[key][0]])
+    return [dict(zip(keys, row, strict=True)) for row in itertools.product(*columns)]
 
 
 def _assumptions(case: FormulaCase, given: Settings, is_right: bool) -> list[str]:

@@ -1,0 +1,531 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`upref.check_value`: is this loss of a critic the one that it is meant to be? The
+gradient by the values is compared, on both sides of the clip and of the return.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from upref import catalog, critic
+from upref.critic import VALUE_LOSSES
+from upref.errors import InputError
+from upref.user_code import names
+from upref.user_code.load import load
+from upref.user_code.named import NamedFunction, Vocabulary, read
+from upref.user_code.signature import parameters
+from upref.verify.faults import Fault
+from upref.verify.formulas.case import (
+    FLOAT32_TOL,
+    Formula,
+    FormulaCase,
+    Inputs,
+    Problem,
+    Settings,
+    settle,
+)
+from upref.verify.formulas.losses import (
+    AGGREGATIONS,
+    UNREDUCED,
+    PerToken,
+    aggregation_faults,
+    batches,
+    constant_input,
+    determinism,
+    gradient,
+    gradient_formula,
+    gradient_of_outcome,
+    is_unreduced,
+    mutation,
+    nan_oracle,
+    total,
+    value_oracle,
+    wrong_already,
+)
+from upref.verify.oracle import Oracle, oracle, run, validate_names
+from upref.verify.report import Finding, Report, not_run, restores_state
+
+SETTINGS: dict[str, dict[str, float]] = {
+    "mse": {"scale": 0.5},
+    "clipped": {"clip": 0.2, "scale": 0.5},
+}
+USUAL: dict[str, tuple[float, ...]] = {
+    "scale": (0.5, 1.0),
+    "clip": (0.2, 0.5, 0.1, 0.25, 0.3, 0.4, 10.0),
+}
+OTHER = ({"clip": 0.5}, {"clip": 0.05})
+
+
+# ---- what arguments are called -------------------------------------------------------
+VALUES = {"value", "values", "v", "vpred", "vpreds", "critic"}
+NEW = {"vpred", "vpreds", "pred", "preds", "predicted", "new", "current", "curr"}
+OLD = {"old", "prev", "rollout", "behavior", "mb", "sampled"}
+RETURNS = {"return", "returns", "ret", "rets"}
+TARGETS = {"target", "targets"}
+
+
+def role(has_new: bool, has_returns: bool, name: str) -> str:
+    """Return the input that a name of an argument means, or "".
+
+    Args:
+        has_new: whether another argument is called vpreds or the like, so that `values`
+            alone are the old ones, as in verl and TRL.
+        has_returns: whether an argument is called returns or the like, so that
+            target_values are the old ones, as in rsl_rl.
+        name: of an argument.
+    """
+    words = set(names.words(name))
+    if any(w.startswith("mask") for w in words):
+        return "mask"
+    if words & {"clip", "cliprange", "range", "coef", "weight"}:
+        return ""
+    if words & RETURNS:
+        return "returns"
+    if words & TARGETS:
+        return "old_values" if has_returns else "returns"
+    if words & OLD and words & VALUES:
+        return "old_values"
+    if words & NEW or name in ("v_new",):
+        return "values"
+    if words & VALUES:
+        return "old_values" if has_new else "values"
+    return ""
+
+
+def setting(name: str) -> str:
+    """Return the setting that a name of an argument means, or "".
+
+    Args:
+        name: of an argument.
+    """
+    words = names.words(name)
+    if any(w.startswith(("clip", "eps")) for w in words):
+        return "clip"
+    return "scale" if name == "scale" else ""
+
+
+def vocabulary(fn: Any) -> Vocabulary:
+    """Return what the arguments of a value loss may be called.
+
+    Args:
+        fn: the loss, or its name.
+    """
+    function = load(fn) if isinstance(fn, str) else fn
+    every = (
+        [set(names.words(p.name)) for p in parameters(function)]
+        if callable(function)
+        else []
+    )
+    has_new = any(words & NEW for words in every)
+    has_returns = any(words & RETURNS for words in every)
+    roles = ("values", "old_values", "returns", "mask")
+    return Vocabulary(
+        "a value loss", partial(role, has_new, has_returns), setting, roles
+    )
+
+
+# ---- batches -------------------------------------------------------------------------
+def _problem(words: str, lengths: list[int], width: int, seed: int) -> Problem:
+    """Make a batch whose values lie on both sides of the clips and of the returns."""
+    rng = np.random.default_rng(seed)
+    n = len(lengths)
+
+    def drawn(numbers: list[float]) -> Tensor:
+        """Return random ones of these numbers."""
+        return torch.tensor(rng.choice(numbers, (n, width)))
+
+    old = drawn([k / 8 for k in range(-8, 9)])
+    steps = [(3 + 9 * k) / 256 for k in range(30)]  # on both sides of every usual clip
+    moved = drawn([sign * x for x in steps for sign in (1, -1)])
+    far = drawn(
+        [
+            sign * x
+            for x in (1 / 64, 7 / 32, 11 / 16, 9 / 8, 37 / 16)
+            for sign in (1, -1)
+        ]
+    )
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    inputs = {
+        "values": old + moved,
+        "old_values": old,
+        "returns": old + far,
+        "mask": mask,
+    }
+    return Problem(words, inputs)
+
+
+PLAIN = _problem("no padding", [8] * 8, 8, 1)
+PADDED = _problem("responses of several lengths", [3, 6, 1, 5], 7, 2)
+_HOLES = _problem("untrained tokens between trained ones", [6] * 4, 6, 3)
+HOLES = _HOLES.but(
+    _HOLES.words,
+    mask=torch.tensor(np.random.default_rng(0).uniform(size=(4, 6)) < 0.6)
+    | (torch.arange(6) == 0),
+)
+LARGE = _problem(
+    "40 responses of up to 30 tokens", [1 + i % 30 for i in range(40)], 30, 4
+)
+PROBLEMS = (PLAIN, PADDED, HOLES, LARGE)
+
+
+# ---- faults --------------------------------------------------------------------------
+def per_token(name: str) -> PerToken:
+    """Return the right loss of each token.
+
+    Args:
+        name: a key of VALUE_LOSSES.
+    """
+
+    def loss(inputs: Inputs, settings: Settings) -> Tensor:
+        """Return [B, T]."""
+        own = {k: v for k, v in settings.items() if k in SETTINGS[name]}
+        arguments = [inputs["values"], inputs["returns"]]
+        if name == "clipped":
+            arguments.append(inputs["old_values"])
+        return VALUE_LOSSES[name](*arguments, **own)
+
+    return loss
+
+
+def _with_errors(
+    combine: Callable[[Tensor, Tensor], Tensor], inputs: Inputs, settings: Settings
+) -> Tensor:
+    """Return a loss of the errors of the value and of the clipped value."""
+    V, R, old = inputs["values"], inputs["returns"], inputs["old_values"]
+    clip = settings.get("clip", 0.2)
+    near = old + (V - old).clamp(-clip, clip)
+    return settings["scale"] * combine(V - R, near - R)
+
+
+def _with_clip(
+    clamp: Callable[[Tensor, Tensor, Tensor, float], Tensor],
+    inputs: Inputs,
+    settings: Settings,
+) -> Tensor:
+    """Return the clipped loss with another clipped value."""
+    V, R, old = inputs["values"], inputs["returns"], inputs["old_values"]
+    near = clamp(V, R, old, settings["clip"])
+    return settings["scale"] * torch.maximum((V - R) ** 2, (near - R) ** 2)
+
+
+def _moved(
+    name: str, role: str, places: int, inputs: Inputs, settings: Settings
+) -> Tensor:
+    """Return the loss with an input of another token."""
+    return per_token(name)({**inputs, role: inputs[role].roll(places, 1)}, settings)
+
+
+def _words(name: str) -> Iterator[tuple[str, str, PerToken]]:
+    """Yield the words, ids and losses per token of what is done otherwise."""
+    right = per_token(name)
+    if name == "clipped":
+        yield (
+            "the smaller of the two errors counts (min), not the larger: a value that has left the range is not led back",
+            "value-minimum",
+            partial(_with_errors, lambda e, near: torch.minimum(e**2, near**2)),
+        )
+        yield (
+            "only the clipped value counts: the maximum is missing, and beyond the clip no gradient is left",
+            "value-maximum-missing",
+            partial(_with_errors, lambda e, near: near**2),
+        )
+        yield "nothing is clipped: it is mse", "value-clip-missing", per_token("mse")
+        yield (
+            "the two errors are averaged, not the larger taken",
+            "value-errors-averaged",
+            partial(_with_errors, lambda e, near: (e**2 + near**2) / 2),
+        )
+        yield (
+            "the value itself is clipped to ±ε, not its distance from the old value",
+            "value-clipped-itself",
+            partial(_with_clip, lambda V, R, old, c: V.clamp(-c, c)),
+        )
+        yield (
+            "the clip is relative: from (1 - ε) V_old to (1 + ε) V_old",
+            "value-clip-relative",
+            partial(
+                _with_clip,
+                lambda V, R, old, c: torch.minimum(
+                    torch.maximum(V, old * (1 - c)), old * (1 + c)
+                ),
+            ),
+        )
+        yield (
+            "the errors are not squared: their absolute values count",
+            "value-error-absolute",
+            partial(_with_errors, lambda e, near: torch.maximum(e.abs(), near.abs())),
+        )
+        yield (
+            "the clipped value is detached",
+            "value-clip-detached",
+            partial(
+                _with_errors,
+                lambda e, near: torch.maximum(e**2, near.detach() ** 2),
+            ),
+        )
+    else:
+        clips = (
+            (lambda e, near: torch.maximum(e**2, near**2)),
+            (lambda e, near: torch.minimum(e**2, near**2)),
+        )
+        yield (
+            "it is clipped: that is `clipped`",
+            "value-clipped",
+            partial(_with_errors, clips[0]),
+        )
+        yield (
+            "it is clipped, and the smaller error counts",
+            "value-minimum",
+            partial(_with_errors, clips[1]),
+        )
+        yield (
+            "the error is not squared: its absolute value counts",
+            "value-error-absolute",
+            partial(_with_errors, lambda e, near: e.abs()),
+        )
+        yield (
+            "the smooth L1 (Huber) loss",
+            "smooth-l1",
+            partial(
+                _with_errors,
+                lambda e, near: torch.nn.functional.smooth_l1_loss(
+                    e, torch.zeros_like(e), reduction="none"
+                ),
+            ),
+        )
+    for places, where in ((1, "early"), (-1, "late")):
+        yield (
+            f"the return is that of the token {'in front' if places > 0 else 'behind'}",
+            f"return-one-token-{where}",
+            partial(_moved, name, "returns", places),
+        )
+        yield (
+            f"the value is that of the token {'in front' if places > 0 else 'behind'}",
+            f"value-one-token-{where}",
+            partial(_moved, name, "values", places),
+        )
+    yield (
+        "the target is the advantage, R - V_old, not the return",
+        "advantage-as-target",
+        lambda x, s: right({**x, "returns": x["returns"] - x["old_values"]}, s),
+    )
+    yield (
+        "the target is the old value, not the return",
+        "old-value-as-target",
+        lambda x, s: right({**x, "returns": x["old_values"]}, s),
+    )
+    yield (
+        "the sign is flipped: errors grow",
+        "value-sign-flipped",
+        lambda x, s: -right(x, s),
+    )
+
+
+def known(name: str, agg: str) -> tuple[Fault[Formula], ...]:
+    """Return the known faults of a value loss, in the order in which they are tried.
+
+    Args:
+        name: a key of VALUE_LOSSES.
+        agg: the aggregation that it should have.
+    """
+    no_gradient = Fault[Formula](
+        "no gradient reaches the values: they are detached, or computed under no_grad",
+        lambda inputs, settings: torch.zeros_like(inputs["values"]),
+        id="no-gradient",
+    )
+    of_terms = [
+        Fault(text, gradient_formula(loss, "values"), id=fault_id)
+        for text, fault_id, loss in _words(name)
+    ]
+    of_sum = aggregation_faults(per_token(name), "values", agg)
+    return (no_gradient, *of_sum, *of_terms)
+
+
+# ---- oracles -------------------------------------------------------------------------
+@oracle("settings", not_run=wrong_already)
+def settings(case: FormulaCase) -> Iterator[Finding]:
+    """Compare at other widths of the clip, if the function takes it."""
+    if "clip" not in case.function.takes or "clip" not in case.settings:
+        return
+    for other in OTHER:
+        words = f"clip = {other['clip']:g}"
+        found = list(
+            case.compare("settings", PLAIN.but(words), {**case.settings, **other})
+        )
+        yield from found
+        if found:
+            return
+
+
+def _value(name: str, inputs: Inputs, settings: Settings) -> float:
+    """Return the right value of the loss."""
+    return total(
+        per_token(name)(inputs, settings), inputs["mask"], settings["agg"]
+    ).item()
+
+
+def oracles(name: str) -> tuple[Oracle, ...]:
+    """Return the oracles of a value loss.
+
+    Args:
+        name: a key of VALUE_LOSSES.
+    """
+    return (
+        determinism,
+        gradient,
+        settings,
+        batches,
+        value_oracle(partial(_value, name)),
+        constant_input("returns", "the returns"),
+        nan_oracle(("values", "returns", "old_values")),
+        mutation,
+    )
+
+
+# ---- the check -----------------------------------------------------------------------
+@restores_state
+def check_value(
+    fn: Any,
+    loss: str,
+    *,
+    agg: str = "token-mean",
+    skip: tuple[str, ...] = (),
+    **hp: Any,
+) -> Report:
+    """Compare the gradient of a critic's loss with that of a reference.
+
+    Args:
+        fn: a loss to minimize: a function of values, old_values, returns and mask,
+            [B, T], read by the names of its arguments (beside vpreds, values are the
+            old ones); or its name. It returns a scalar, or one number per token.
+        loss: mse or clipped.
+        agg: how the tokens are summed: token-mean, seq-mean-token-mean,
+            seq-mean-token-sum or token-sum.
+        skip: names of oracles not to run.
+        **hp: clip, and scale, the factor of the squared error. What is not given is
+            passed to a function that takes it, or found among usual values.
+
+    Returns:
+        A Report: true if nothing fails.
+
+    Raises:
+        InputError: fn cannot be read or run.
+    """
+    start = time.perf_counter()
+    critic.get(loss)  # raises where there is no such loss
+    if agg not in AGGREGATIONS:
+        raise catalog.unknown_aggregation(agg, AGGREGATIONS)
+    every = oracles(loss)
+    validate_names(every, skip)
+    own = SETTINGS[loss]
+    required = ["values", "returns", *(["old_values"] if loss == "clipped" else [])]
+    function = read(fn, vocabulary(fn), required, hp)
+    if unknown := [k for k in hp if k not in own and k not in function.bound]:
+        raise InputError(
+            f"{loss} has no setting {unknown[0]!r}, and {function.name} no such argument; it takes {', '.join(own)}."
+        )
+    for key, number in hp.items():
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if key in own and not (is_number and 0 <= number < 1e300):
+            raise InputError(f"{key} must be a number >= 0, got {repr(number)[:60]}.")
+    given = {k: v for k, v in hp.items() if k in own}
+    case, is_right = _settle(function, loss, agg, given)
+    findings, outcomes = run(every, case, skip)
+    unreduced = case.settings["agg"] == UNREDUCED
+    plain = unreduced or agg == "token-mean"
+    return Report(
+        loss=function.name,
+        objective=f"value {loss}" if plain else f"value {loss} with {agg}",
+        hp={k: v for k, v in case.settings.items() if k != "agg"},
+        findings=findings,
+        read_as=function.read_as,
+        assumptions=_assumptions(case, given, is_right),
+        oracles=outcomes,
+        tolerances={"gradient, relative": case.tol},
+        seconds=time.perf_counter() - start,
+        not_checked=[*_not_checked(case), *not_run(outcomes)],
+    )
+
+
+def _settle(
+    function: NamedFunction, loss: str, agg: str, given: Settings
+) -> tuple[FormulaCase, bool]:
+    """Choose how inputs are passed, and the settings."""
+    columns = []
+    for key, first in SETTINGS[loss].items():
+        if key in given:
+            columns.append([given[key]])
+        elif key in function.takes:
+            columns.append([first])
+        else:
+            columns.append(list(USUAL[key]))
+    keys = [*SETTINGS[loss]]
+    for key in sorted(function.required - set(keys)):
+        keys.append(key)
+        columns.append([USUAL[key][0]])
+    grid = [dict(zip(keys, row, strict=True)) for row in itertools.product(*columns)]
+    has_mask = "mask" in function.reads
+    problems = tuple(p for p in PROBLEMS if has_mask or bool(p.inputs["mask"].all()))
+
+    def make(way: NamedFunction, settings: Settings, tol: float) -> FormulaCase:
+        """Return the case of a function at these settings."""
+        return FormulaCase(
+            loss,
+            way,
+            gradient_formula(per_token(loss), "values"),
+            partial(gradient_of_outcome, way.name, "values"),
+            settings,
+            problems,
+            known(loss, settings["agg"]),
+            "d loss / d V",
+            gradient_of="values",
+            tol=tol,
+        )
+
+    first_error: InputError | None = None
+    for way in function.kinds():
+        trial = make(way, {**grid[0], "agg": agg}, FLOAT32_TOL)
+        try:
+            outcome, inputs = trial.call(problems[0])
+        except InputError as e:
+            first_error = first_error or e
+            continue
+        own_agg = UNREDUCED if is_unreduced(outcome, inputs) else agg
+        return settle(function, make, [{**row, "agg": own_agg} for row in grid])
+    assert first_error is not None
+    raise first_error
+
+
+def _assumptions(case: FormulaCase, given: Settings, is_right: bool) -> list[str]:
+    """Return what was assumed of the function, as sentences."""
+    sentences = []
+    for key, number in case.settings.items():
+        if key == "agg" or key in given:
+            continue
+        what = "the factor of the squared error" if key == "scale" else key
+        if key in case.function.takes:
+            sentences.append(f"it takes {key}: compared at {number:g} and other values")
+        elif is_right:
+            sentences.append(f"{what} is {number:g}, found among the usual values")
+        else:
+            sentences.append(
+                f"no usual {key} makes it right: compared at {number:g}; give yours with --hp {key}=VALUE"
+            )
+    if case.settings["agg"] == UNREDUCED:
+        sentences.append("it returns one number per token: its caller sums them")
+    if case.tol >= FLOAT32_TOL:
+        sentences.append("it computes in float32: compared to 1e-4")
+    return sentences
+
+
+def _not_checked(case: FormulaCase) -> list[str]:
+    """Return what the verdict says nothing about, in words."""
+    if case.settings["agg"] == UNREDUCED:
+        return ["the aggregation, which its caller does"]
+    return [] if case.has_mask else ["masks, which it does not take"]
