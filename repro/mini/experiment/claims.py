@@ -102,6 +102,7 @@ def of_plan(plan: Plan) -> list[Claim]:
 
 
 def _claim(table: dict[str, Any], plan: Plan) -> Claim:
+    """One claim, if it can be computed."""
     contrasts = table.pop("contrasts", [])
     asked = tuple(_contrast(contrast, plan.name) for contrast in contrasts)
     claim = Claim(questions=asked, **table)
@@ -124,7 +125,8 @@ def _claim(table: dict[str, Any], plan: Plan) -> Claim:
 
 def _contrast(table: dict[str, Any], group: str) -> Question:
     """A question of one or two arms with its bounds, on the scale of d."""
-    metric, ratio = table["metric"], table.get("ratio", False)
+    metric = table["metric"]
+    ratio = table.get("ratio", False)
     where = f"{table.get('set', 'test')}/{table.get('decoding', 'top_p_0.7')}"
     at = table.get("at", "last")
     terms = tuple(
@@ -177,7 +179,8 @@ def judge(plan: Plan, records: dict[str, RunRecord]) -> list[Standing]:
     """How each claim of a plan stands, with intervals at the level at which each is
     decided.
     """
-    runs, seeds = plan.runs(records), plan.main["seeds"]
+    runs = plan.runs(records)
+    seeds = plan.main["seeds"]
     found = {}
     for claim in of_plan(plan):
         measured = tuple(_measure(q, runs, seeds, plan) for q in claim.questions)
@@ -226,7 +229,8 @@ def _for(s: Standing) -> float:
 
 def _corrected(family: list[Standing], due: int) -> list[Standing]:
     """With Holm's p-values over the family, and the power at its strictest level."""
-    p_for, p_against = holm(list(map(_for, family))), holm(list(map(_against, family)))
+    p_for = holm([_for(s) for s in family])
+    p_against = holm([_against(s) for s in family])
     found = []
     for s, holds, refuted in zip(family, p_for, p_against, strict=True):
         n = min(e.n for e in s.effects)
@@ -239,7 +243,8 @@ def _corrected(family: list[Standing], due: int) -> list[Standing]:
 
 def _with_power(s: Standing, level: float) -> Standing:
     """With the power of its weakest contrast, and the seeds that it would take."""
-    powers, needed = [], []
+    powers = []
+    needed = []
     for e in s.effects:
         powers.append(effects.power_of_bounds(e.question, e.sd, e.n, level))
         needed.append(_needed(e, level))

@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
+    """The options."""
     parser = Parser(
         prog="python -m repro.mini.experiment",
         description=(__doc__ or "").split("\n\n")[0],

@@ -61,6 +61,7 @@ def series(plan: Plan, records: dict[str, RunRecord], panel: dict[str, Any]) -> 
 
 
 def curve(r: RunRecord, panel: dict[str, Any]) -> Curve:
+    """A metric of one run along training; shares of evaluations in points."""
     metric = panel["metric"]
     if metric in EVAL_METRICS:
         columns = r["evals"][
@@ -126,7 +127,8 @@ def looks(arms: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
         if own and own not in colour.values():
             colour[arm] = own
         elif plain in colour:
-            colour[arm], dashes[arm] = colour[plain], "--"
+            colour[arm] = colour[plain]
+            dashes[arm] = "--"
         else:
             colour[arm] = next(
                 (c for c in OTHERS if c not in colour.values()), OTHERS[0]
@@ -194,7 +196,8 @@ def _peaks(ax: Axes, peaks: list[tuple[float, str]]) -> None:
     where two would touch.
     """
     low, high = ax.get_ylim()
-    step, at = 0.07 * (high - low), -np.inf
+    step = 0.07 * (high - low)
+    at = -np.inf
     for y, colour in sorted(peaks):
         ax.axhline(y, color=colour, lw=0.8, ls=(0, (4, 3)), zorder=1)
         at = max(y + 0.1 * step, at + step)

@@ -160,7 +160,8 @@ def frontier(points: Numbers, level: float) -> float:
     reach = points[:, 0] >= level
     if not reach.any():
         return nan
-    above, below = points[reach], points[~reach]
+    above = points[reach]
+    below = points[~reach]
     highest = float(above[:, 1].max())
     if not len(below):
         return highest
@@ -178,7 +179,8 @@ def at_equal_avg(first: Numbers, other: Numbers, decoding: int) -> float:
         other: likewise.
         decoding: its place.
     """
-    mine, others = first.mean(0), other.mean(0)
+    mine = first.mean(0)
+    others = other.mean(0)
     level = float(mine[-1, decoding, 0] + others[-1, decoding, 0]) / 2
     of_first = frontier(mine.reshape(-1, 2), level)
     return of_first - frontier(others.reshape(-1, 2), level)
@@ -325,7 +327,8 @@ def p_values(question: Question, D: Numbers) -> tuple[float, float]:
     n = len(D)
     if n < 2:
         return 1.0, 1.0
-    mean, se = float(D.mean()), float(D.std(ddof=1)) / sqrt(n)
+    mean = float(D.mean())
+    se = float(D.std(ddof=1)) / sqrt(n)
 
     def tail(distance: float) -> float:
         if se > 0:

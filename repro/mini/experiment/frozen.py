@@ -6,6 +6,7 @@ names, made of this engine's parts: what a run's number is in the second round, 
 there are. What the rules themselves compute, they compute.
 """
 
+import functools
 import importlib.util
 import sys
 import tomllib
@@ -104,6 +105,7 @@ def verdicts(plan: Plan, known: Known) -> list[Any]:
 
 
 def _old_claim(table: dict[str, Any]) -> SimpleNamespace:
+    """A claim with its contrasts, as that rule knows it."""
     contrasts = [
         Contrast(**contrast | {"arms": tuple(contrast["arms"])})
         for contrast in table.get("contrasts", ())
@@ -143,10 +145,12 @@ def _effects(
     """A rule's effects of a plan, whose runs this engine names."""
     runs = plan.main_runs(plan.cells(), plan.main["seeds"], known)
     theirs = {(cell_of(cell), b, seed): run for (cell, b, seed), run in runs.items()}
-    its_plan.cells = lambda: [cell_of(cell) for cell in plan.cells()]
-    its_plan.main_runs = lambda cells, seeds, records: {
-        at: run for at, run in theirs.items() if at[2] in seeds
-    }
+
+    def runs_of_seeds(cells: Any, seeds: Any, records: Any) -> dict[Any, Any]:
+        return {at: run for at, run in theirs.items() if at[2] in seeds}
+
+    its_plan.main_runs = runs_of_seeds
+    its_plan.cells = functools.partial(map, cell_of, plan.cells())
     found: list[Any] = rule.effects(its_plan, known)
     return found
 

@@ -41,7 +41,8 @@ Known = dict[str, RunRecord]
 def progress(plan: Plan, known: Known) -> str:
     """What is finished, what comes next, and how long that takes."""
     todo = plan.todo(known)
-    done, expected = len(_mine(plan, known)), plan.expected(known)
+    done = len(_mine(plan, known))
+    expected = plan.expected(known)
     finished = f"{done} of {expected} runs are finished."
     if not todo:
         return finished
@@ -169,7 +170,8 @@ def all_claims(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) 
         seeds = f"{s.n} of {s.of}" if s.of else ""
         p = f"{s.p_for:.2g}" if s.word in claims.FINAL else ""
         power = "" if s.power != s.power else f"{s.power:.2f}"
-        effects, needed = claims.shown(s), s.seeds_needed or ""
+        effects = claims.shown(s)
+        needed = s.seeds_needed or ""
         row = [s.claim.figure, s.claim.says, said, effects, seeds, p, power, needed]
         rows.append(row)
     return f"## The claims\n\n{table(columns, rows)}\n" if rows else ""

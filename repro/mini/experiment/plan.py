@@ -584,7 +584,8 @@ def _differences(
     table: dict[str, Any], groups: dict[str, dict[str, Any]]
 ) -> list[Question]:
     """Every metric in every group against every other arm; slopes over the groups."""
-    first, margins = table["first"], table.get("margins", {})
+    first = table["first"]
+    margins = table.get("margins", {})
     found = []
     for name in table["metrics"]:
         if table.get("slope"):

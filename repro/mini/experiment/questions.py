@@ -275,7 +275,8 @@ def _of_evaluations(run: RunRecord, term: Term) -> float:
     found = []
     for name in names:
         columns = run["evals"][name]
-        steps, values = np.array(columns["step"]), np.array(columns[term.metric])
+        steps = np.array(columns["step"])
+        values = np.array(columns[term.metric])
         found.append(AT_EVALS[term.at](steps, values))
     return float(np.mean(found))
 

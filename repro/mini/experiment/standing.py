@@ -65,6 +65,7 @@ def _closed(plan: Plan, every: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _of_claim(s: Standing, plan: Plan) -> dict[str, Any]:
+    """Of one claim."""
     needed = s.seeds_needed
     return {
         "says": s.claim.says,
@@ -96,7 +97,8 @@ OF_INTERVAL = {
 def _of_effects(plan: Plan, known: Known) -> dict[str, dict[str, Any]]:
     """Of the reading that the first arm is above another, by the words of intervals."""
     rule = plan.standing
-    level, wanted = plan.stopping["final"]["level"], plan.stopping["power"]
+    level = plan.stopping["final"]["level"]
+    wanted = plan.stopping["power"]
     due = plan.seeds_due(known)
     found = {}
     for family, of_family in plan.by_family(plan.effects(known)):

@@ -63,30 +63,25 @@ def run_all(
     whenever one more has ended.
     """
     todo = [name for name in wanted if not records.status(out / name)]
+    done = len(wanted) - len(todo)
     say(
-        f"{len(wanted) - len(todo)} of {len(wanted)} runs are finished; {len(todo)} to go, {jobs} at a time."
+        f"{done} of {len(wanted)} runs are finished; {len(todo)} to go, {jobs} at a time."
     )
     if todo:
-        left = records.forecast([wanted[name] for name in todo], known or {}) / 3600
-        some = f", {lasting(left / jobs)} if {jobs} are free" if jobs > 1 else ""
-        say(f"They take {lasting(left)} of one core{some}.")
+        seconds = records.forecast([wanted[name] for name in todo], known or {})
+        _say_how_long(seconds / 3600, jobs)
     failures: list[str] = []
     running: dict[str, subprocess.Popen[bytes]] = {}
-    start = time.monotonic()
+    end = time.monotonic() + 3600 * hours
     bars = Bars(sum(wanted[name].steps for name in todo))
     with bars.progress:
         try:
-            while running or (todo and time.monotonic() - start < hours * 3600):
-                while (
-                    todo
-                    and len(running) < jobs
-                    and time.monotonic() - start < hours * 3600
-                ):
+            while running or (todo and time.monotonic() < end):
+                while todo and len(running) < jobs and time.monotonic() < end:
                     name = todo.pop(0)
-                    running[name] = _launch(
-                        out / name, wanted[name], lock, train or TRAIN
-                    )
-                    bars.begin(name, wanted[name].steps)
+                    settings = wanted[name]
+                    running[name] = _launch(out / name, settings, lock, train or TRAIN)
+                    bars.begin(name, settings.steps)
                 for name in [n for n, p in running.items() if p.poll() is not None]:
                     failures += _finished(out / name, running.pop(name).returncode)
                     bars.end(name, records.status(out / name) or "failed")
@@ -97,6 +92,12 @@ def run_all(
         finally:
             _stop(running.values())
     return failures
+
+
+def _say_how_long(hours: float, jobs: int) -> None:
+    """Of one core, and of so many."""
+    some = f", {lasting(hours / jobs)} if {jobs} are free" if jobs > 1 else ""
+    say(f"They take {lasting(hours)} of one core{some}.")
 
 
 def lasting(hours: float) -> str:
@@ -111,6 +112,7 @@ def lasting(hours: float) -> str:
 def _launch(
     folder: Path, settings: Settings, lock: int, train: str
 ) -> subprocess.Popen[bytes]:
+    """Start a run with one thread; it inherits the lock."""
     folder = folder.resolve()  # the run works in ROOT
     folder.mkdir(parents=True, exist_ok=True)
     asked = folder / "asked.json"
@@ -171,6 +173,7 @@ def _steps(folder: Path) -> int:
 
 
 def _stop(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    """End the runs, by force after ten seconds."""
     for p in processes:
         p.terminate()
     for p in processes:

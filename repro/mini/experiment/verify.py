@@ -119,8 +119,8 @@ def _claims(plan: Plan, known: Known, total: Checked) -> None:
             same &= np.allclose(ps, (contrast.p_for, contrast.p_against), atol=CLOSE)
             total.compare("effects", f"{name} {e.question.name}", bool(same))
         if s.effects:
-            mine_p, old_p = (s.p_for, s.p_against), (old.p_for, old.p_against)
-            same_p = np.allclose(mine_p, old_p, atol=CLOSE)
+            theirs = old.p_for, old.p_against
+            same_p = np.allclose((s.p_for, s.p_against), theirs, atol=CLOSE)
             total.compare("claims", name, s.word == old.word and bool(same_p))
             row = next(row for row in rows if row[1] == s.claim.says)
             rows.remove(row)
