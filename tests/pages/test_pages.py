@@ -44,6 +44,8 @@ def test_links_and_named_files_exist(page):
         TEXT[page],
     ):
         assert (ROOT / script).exists(), script
+    if page == "docs/reliability.md":
+        return  # a record: its commands have the names of its commit
     for module in re.findall(
         r"python -m ((?:repro|benchmarks|docs)[\w.]*\w)", TEXT[page]
     ):
