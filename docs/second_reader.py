@@ -3,12 +3,14 @@
 blaming entries: `python -m docs.second_reader` prints each judgment.
 
 The entries were drawn by `draw` from the bugs and surprising defaults of all ledgers,
-twice; the judgments are in docs/second_reader.toml.
+twice. An entry that came after a draw is in no draw: it is read by itself, and stands
+in a reading without a seed. The judgments are in docs/second_reader.toml.
 """
 
 import random
 import tomllib
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +31,34 @@ JUDGMENTS = {
 
 def judged() -> dict[str, Any]:
     """Return the record: by id of a verdict the judgment and why; `drawn`, the same of
-    verdicts drawn at random; and `reading`, a list of draws, each with its date, its
-    seed, and the same by key of an entry.
+    verdicts drawn at random; and `reading`, a list of readings, each with its date, the
+    same by key of an entry, and its seed where the entries were drawn.
     """
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 
-def draw(entries: list[Entry], seed: int, many: int = 30) -> list[str]:
+def came_after(date: str) -> set[str]:
+    """Return the keys of the entries that were read because they were new, after a day.
+
+    Args:
+        date: the day, as `2026-11-25`.
+    """
+    later = [r for r in judged()["reading"] if "seed" not in r and r["date"] > date]
+    return {key for one in later for key in one["entries"]}
+
+
+def draw(
+    entries: list[Entry], seed: int, many: int = 30, later: Collection[str] = ()
+) -> list[str]:
     """Return the keys of so many blaming entries, drawn at random.
 
     Args:
         entries: those of all ledgers, in their order.
         seed: of Python's generator.
         many: how many.
+        later: keys of entries that were not there when the draw was made.
     """
-    keys = [e.key for e in entries if e.status in BLAMING]
+    keys = [e.key for e in entries if e.status in BLAMING and e.key not in later]
     return random.Random(seed).sample(keys, many)
 
 
@@ -57,7 +72,8 @@ def text() -> str:
         (head, drawn["verdicts"]),
     ]
     for reading in record["reading"]:
-        head = f"entries, drawn with seed {reading['seed']}, read on {reading['date']}"
+        how = f"drawn with seed {reading['seed']}" if "seed" in reading else "all new"
+        head = f"entries, {how}, read on {reading['date']}"
         parts.append((head, reading["entries"]))
     out = []
     for head, judgments in parts:

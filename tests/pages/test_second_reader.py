@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other readers have judged every hard verdict, and the entries that two seeds draw."""
 
-from docs.second_reader import HARD, JUDGMENTS, draw, judged, text
+from dataclasses import replace
+
+from docs.second_reader import BLAMING, HARD, JUDGMENTS, came_after, draw, judged, text
 from paper.claims import as_computed
 from upref_frameworks.ledger import read
 
@@ -34,14 +36,37 @@ def test_what_was_drawn_of_the_verdicts_has_no_word_that_was_judged_wrong():
 
 
 def test_the_entries_are_those_that_the_seed_draws():
-    """An entry that is new, gone or of another status changes the draw: then 30 are to
-    be read again.
+    """An entry that is gone or of another status changes the draw: then 30 are to be
+    read again. One that is new is read by itself.
     """
-    readings = judged()["reading"]
-    assert [one["seed"] for one in readings] == [48, 49]
-    for one in readings:
-        assert [*one["entries"]] == draw(read(), one["seed"])
+    drawn = [one for one in judged()["reading"] if "seed" in one]
+    assert [one["seed"] for one in drawn] == [48, 49]
+    for one in drawn:
+        later = came_after(one["date"])
+        assert [*one["entries"]] == draw(read(), one["seed"], later=later)
         assert len(one["entries"]) == 30
+
+
+def test_a_new_entry_changes_no_draw():
+    """It is listed with its judgment, and no old entry is to be read again."""
+    entries = read()
+    [first] = [e for e in entries if e.key == "verl-dppo-tv-defaults"]
+    new = replace(first, key="verl-new")
+    more = [new, *entries]
+    later = came_after("2026-11-25")
+    old = draw(entries, 48, later=later)
+    assert draw(more, 48, later={*later, new.key}) == old
+    assert draw(more, 48, later=later) != old
+
+
+def test_a_new_entry_is_read_by_two():
+    blaming = {e.key: e for e in read() if e.status in BLAMING}
+    new = came_after("2026-11-26")
+    assert new and new <= blaming.keys()
+    assert all(blaming[key].twice for key in new)
+    drawn = [one["date"] for one in judged()["reading"] if "seed" in one]
+    assert all(new == came_after(date) for date in drawn)
+    assert "entries, all new, read on 2026-11-28: " in text()
 
 
 def test_what_was_false_is_gone():

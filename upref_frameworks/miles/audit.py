@@ -4,14 +4,17 @@ papers, and why they differ.
 """
 
 import importlib
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from upref.aggregation import Totals
+from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, with_hp
-from upref_frameworks.audits.components import kls
+from upref_frameworks.audits.components import Component, kls
 from upref_frameworks.audits.framework import Comparison, Framework, Pin
 from upref_frameworks.audits.shared import (
     BETA,
@@ -33,6 +36,8 @@ PIN = Pin(
         "miles/backends/training_utils/loss_hub/losses.py": "9ee2f34ea64208fbbcf9ffd6d6a40c17",
         "miles/backends/training_utils/loss_hub/math_utils.py": "0306b2cdadaa4effcf483b7d8e0d3a5d",
         "miles/backends/training_utils/cp_utils.py": "2757d9da461f6dc2f0a19df219c7a698",
+        "miles/backends/training_utils/loss_hub/opd.py": "8517e85153310c7d3d1309900158fb67",
+        "miles/rollout/on_policy_distillation.py": "c9d6c0fe84c083e0134132ea516b7aa3",
         "miles/utils/arguments.py": "b0260a00f76ee56b532cd1bff4c6e71e",
     },
     skip_init=(
@@ -41,6 +46,7 @@ PIN = Pin(
         "miles.backends",
         "miles.backends.training_utils",
         "miles.backends.training_utils.loss_hub",
+        "miles.rollout",
     ),
     stubs=(
         UTILS + "parallel",
@@ -49,6 +55,7 @@ PIN = Pin(
         "miles.utils.misc",
         "miles.utils.types",
         "fla",
+        "aiohttp",
     ),
     # its losses are compiled: the plain functions are audited
     env={"TORCHDYNAMO_DISABLE": "1"},
@@ -142,6 +149,97 @@ def _loss(
     return value / (totals.tokens if per_token else totals.sequences)
 
 
+def _log_probs(first: Tensor) -> Tensor:
+    """Return the log-probabilities [T, 2] of a vocabulary of two tokens, of which the
+    first one has `first`, [1, T].
+    """
+    return torch.stack([first[0], torch.log(-torch.expm1(first[0]))], -1)
+
+
+def _distillation(top_k: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what on-policy distillation with --opd-log-prob-top-k does on policy, as a
+    function of the student's and the teacher's log-probability of the first of two
+    tokens, both [1, T].
+    """
+
+    def expected(lp: Tensor, teacher: Tensor) -> Tensor:
+        """Return the expected advantage of a token, [1, T]; its gradient is the
+        expectation of the advantage times the gradient of the sampled token's
+        log-probability.
+        """
+        rollout = importlib.import_module("miles.rollout.on_policy_distillation")
+        opd = importlib.import_module(UTILS + "loss_hub.opd")
+        args = SimpleNamespace(
+            opd_log_prob_top_k=top_k, opd_kl_coef=1.0, opd_type="sglang"
+        )
+        students, teachers = _log_probs(lp), _log_probs(teacher)
+        T = len(students)
+
+        def both(log_probs: Tensor) -> list[Any]:
+            """Return pairs of log-probability and id, as SGLang lists them."""
+            return [[[x, i] for i, x in enumerate(row)] for row in log_probs.tolist()]
+
+        total = torch.zeros_like(students[:, 0])
+        for sampled in range(2):
+            teacher_of_sampled = [[x, sampled] for x in teachers[:, sampled].tolist()]
+            answer = {
+                "input_token_logprobs": [None, *teacher_of_sampled],
+                "input_token_ids_logprobs": [None, *both(teachers)],
+            }
+            of_teacher = {"meta_info": answer}
+            reward = of_teacher | {"teacher": of_teacher}
+            sample = SimpleNamespace(
+                tokens=[sampled] * T,
+                response_length=T,
+                metadata={"opd_student_top_logprobs": both(students)},
+                get_reward_value=lambda args, reward=reward: reward,
+            )
+            rollout.post_process_rewards(args, [sample])
+            if top_k:
+                data = {"opd_reverse_kl": [sample.opd_reverse_kl]}
+            else:
+                data = {"teacher_log_probs": [sample.teacher_log_probs]}
+            now = students[:, sampled]
+            old = now.detach()
+            advantages = [torch.zeros(T)]
+            opd.apply_opd_kl_to_advantages(args, data, advantages, [old])
+            total = total + old.exp() * advantages[0] * (1 + now - old)
+        return total[None]
+
+    return expected
+
+
+def _negative_kl(lp: Tensor, teacher: Tensor) -> Tensor:
+    """Return -KL(student || teacher) over both tokens, [1, T]."""
+    students, teachers = _log_probs(lp), _log_probs(teacher)
+    return -(students.exp() * (students - teachers)).sum(-1)[None]
+
+
+def _constant_negative_kl(lp: Tensor, teacher: Tensor) -> Tensor:
+    """Return the same number without a gradient."""
+    return _negative_kl(lp, teacher).detach() + 0 * lp
+
+
+def _distillations() -> tuple[Component, ...]:
+    """Return on-policy distillation by the sampled token and by the top 2 of 2 tokens."""
+    same_for_all = Fault(SAME_FOR_ALL, _constant_negative_kl)
+    return tuple(
+        Component(
+            "kl",
+            f"opd_log_prob_top_k={top_k}",
+            _distillation(top_k),
+            _negative_kl,
+            words="-KL(student || teacher) in expectation",
+            reasons=reasons,
+            tol=1e-5,
+        )
+        for top_k, reasons in ((0, ()), (2, (same_for_all,)))
+    )
+
+
+SAME_FOR_ALL = (
+    "the advantage is the same whichever token was sampled: no gradient in expectation"
+)
 TOKENS = {"calculate_per_token_loss": True, "eps_clip_high": 0.28}
 KL = {"use_kl_loss": True, "kl_loss_coef": BETA}
 C = {"eps_clip_c": 10.0}
@@ -184,7 +282,8 @@ REMARKS = (
     "policy_loss_function on responses without padding; the sum is divided by the responses of the global batch, "
     "with --calculate-per-token-loss by its tokens. Ratios and KL terms are in float32. A token whose "
     "log-probability is NaN counts as on policy, without a word.",
-    "Not covered: context parallelism, OPSM, truncated importance sampling, advantages, compiled code.",
+    "On-policy distillation: each token of a vocabulary of two is sampled once, and weighted by its probability.",
+    "Not covered: context parallelism, OPSM, truncated importance sampling, other advantages, compiled code.",
 )
 MILES = Framework(
     "miles",
@@ -195,11 +294,14 @@ MILES = Framework(
     comparisons=COMPARISONS,
     remarks=REMARKS,
     tol=3e-6,
-    parts=lambda: kls(
-        _modules()[1].compute_approx_kl,
-        {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"},
-        {"low_var_kl": (NARROW_K3,)},
-        tol=1e-5,
+    parts=lambda: (
+        *kls(
+            _modules()[1].compute_approx_kl,
+            {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"},
+            {"low_var_kl": (NARROW_K3,)},
+            tol=1e-5,
+        ),
+        *_distillations(),
     ),
     out_of_scope=dict.fromkeys(
         ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"),

@@ -2,6 +2,7 @@
 """verl's policy losses as the audit compares them with the papers, and why they differ."""
 
 import math
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -205,6 +206,10 @@ COMPARISONS = (
     ),
     Comparison("paper", "dro", TOKENS | {"dro_beta": 0.1}, "dro", {}),
 )
+STILL_SCALED = (
+    "over the standard deviation, which norm_adv_by_std_in_grpo=False is to switch off"
+)
+NO_NEGATIVE_SUM = "a sum below 0 becomes 0, and its gradient 0"
 OUT_OF_SCOPE = {
     "bypass_mode": "a dispatcher: it recomputes mask and weights and calls vanilla or a REINFORCE",
 }
@@ -276,6 +281,33 @@ def _advantages(name: str, **options: bool) -> Callable[..., Tensor]:
             **gamma,
             **options,
         )[0][:, 0]
+
+    return advantages
+
+
+def _centred_by_trainer(name: str) -> Callable[..., Tensor]:
+    """Return the advantages of this name as verl's trainer computes them with
+    norm_adv_by_std_in_grpo=False, as a function of rewards and groups.
+    """
+
+    def advantages(R: Tensor, group: Tensor) -> Tensor:
+        """Return the advantages where each response is one token."""
+        from verl import DataProto
+        from verl.trainer.config import AlgoConfig
+
+        with warnings.catch_warnings(action="ignore"):  # of engines not installed
+            from verl.trainer.ppo.ray_trainer import compute_advantage
+
+        ones = torch.ones_like(R)[:, None]
+        data = DataProto.from_dict(
+            tensors={"token_level_rewards": R.clone()[:, None], "response_mask": ones},
+            non_tensors={"uid": group.numpy().astype(str).astype(object)},
+        )
+        config = AlgoConfig(adv_estimator=name, norm_adv_by_std_in_grpo=False)
+        data = compute_advantage(
+            data, name, norm_adv_by_std_in_grpo=False, config=config
+        )
+        return data.batch["advantages"][:, 0]
 
     return advantages
 
@@ -368,6 +400,50 @@ def _gpg_reference(R: Tensor, group: Tensor) -> Tensor:
     )
 
 
+def _forward_kl_topk(lp: Tensor, teacher: Tensor) -> Tensor:
+    """Return verl's distillation loss forward_kl_topk on each token, with k = 1.
+
+    The vocabulary has two tokens. The student gives the teacher's first token the
+    log-probability `lp`, and the teacher gives it `teacher`, both [1, T].
+    """
+    from verl.trainer.distillation import losses
+    from verl.utils import tensordict_utils
+
+    T = lp.shape[1]
+    # a prompt of one token: the numbers of a response are those of the tokens before
+    lp, teacher = (torch.cat([x, x[:, -1:]], 1) for x in (lp, teacher))
+    logits = torch.stack([lp, torch.log(-torch.expm1(lp))], -1)
+    of_topk = SimpleNamespace(topk=1, log_prob_min_clamp=None)
+    config = SimpleNamespace(distillation_loss=of_topk)
+    actor = SimpleNamespace(strategy="fsdp")
+    of_teacher = {
+        "teacher_logprobs": teacher,
+        "teacher_ids": torch.zeros_like(lp).long(),
+    }
+    nested = {
+        name: torch.nested.as_nested_tensor([x[0][:, None]], layout=torch.jagged)
+        for name, x in of_teacher.items()
+    }
+    output = losses.compute_topk_loss(actor, config, nested, logits, "thd")
+    ones = torch.ones(1, T, dtype=torch.long)
+    data = {"prompts": ones[:, :1], "responses": ones, "response_mask": ones}
+    data["attention_mask"] = torch.ones(1, T + 1, dtype=torch.long)
+    flat = {name: x[0] for name, x in output.items()}
+    batch = tensordict_utils.get_tensordict(data, {})
+    loss, _ = losses.compute_forward_kl_topk(actor, config, flat, batch)
+    return loss
+
+
+def _truncated_kl(lp: Tensor, teacher: Tensor) -> Tensor:
+    """Return the teacher's term of its first token: the sum of top-k with k = 1."""
+    return teacher.exp() * (teacher - lp)
+
+
+def _truncated_kl_from_0(lp: Tensor, teacher: Tensor) -> Tensor:
+    """Return the same, where a negative sum is 0 and has no gradient."""
+    return _truncated_kl(lp, teacher).clamp_min(0)
+
+
 # of a critic, for every response
 VALUES = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64)
 
@@ -446,9 +522,21 @@ def _parts() -> tuple[Component, ...]:
         Component(
             "advantages",
             "grpo, norm_adv_by_std_in_grpo=False",
-            _advantages("grpo", norm_adv_by_std_in_grpo=False),
+            _centred_by_trainer("grpo"),
             "group_mean",
             reasons=(Fault(ALONE, keep_singletons(advantages.group_mean)),),
+        ),
+        Component(
+            "advantages",
+            "grpo_vectorized, norm_adv_by_std_in_grpo=False",
+            _centred_by_trainer("grpo_vectorized"),
+            "group_mean",
+            reasons=(
+                Fault(ALONE, keep_singletons(advantages.group_mean)),
+                Fault(STILL_SCALED, keep_singletons(advantages.group_norm)),
+            ),
+            leaves_out=rounded["grpo_vectorized"],
+            tol=1e-3,
         ),
         Component(
             "advantages",
@@ -530,6 +618,15 @@ def _parts() -> tuple[Component, ...]:
             kl,
             {"k1": "k1", "k2": "k2", "low_var_kl": "k3"},
             {"low_var_kl": (NARROW_K3,)},
+        ),
+        Component(
+            "kl",
+            "forward_kl_topk, k=1",
+            _forward_kl_topk,
+            _truncated_kl,
+            words="sum of p log(p / q) over the teacher's top k",
+            reasons=(Fault(NO_NEGATIVE_SUM, _truncated_kl_from_0),),
+            tol=1e-6,
         ),
         *(
             Component("aggregation", n, aggregation(n), n, tol=1e-6)
