@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import upref
+from upref import markdown
 from upref.verify.report import UNKNOWN
 
 from . import run
@@ -97,8 +98,8 @@ def page(plan: run.Plan, rows: list[dict[str, Any]], name: str = "figure.md") ->
     who = list(store_of(plan.scratch, "named").known.values())
     spent = sorted(r["seconds"] for r in whole) or [0.0]
     kinds = collections.Counter(r["operator"] for r in differ)
-    table = [
-        f"| {k} | {n([r for r in differ if r['operator'] == k], False)} of {c} |"
+    slips = [
+        [k, f"{n([r for r in differ if r['operator'] == k], False)} of {c}"]
         for k, c in sorted(kinds.items())
     ]
     ran = {r["objective"] for r in old if r["truth"] not in ("stillborn", "unsearched")}
@@ -120,6 +121,48 @@ def page(plan: run.Plan, rows: list[dict[str, Any]], name: str = "figure.md") ->
     if name != "figure.md":
         title += ", on a sample of mutants"
         misjudged_words, sample = "What was misjudged is listed first.", rows
+    counted = [
+        [
+            "mutants that differ, rejected",
+            f"{n(differ, False)} of {len(differ)}",
+        ],
+        [
+            f"mutants that differ by a habit that the table notes alone ({HABIT}), accepted",
+            f"{n(habits, True)} of {len(habits)}",
+        ],
+        [
+            "mutants that do not, accepted",
+            f"{n(equal, True)} of {len(equal)}",
+        ],
+        [
+            "rewritings, accepted",
+            f"{n(same, True)} of {len(same)}",
+        ],
+        [
+            "rejections with the whole report (every tenth mutant) that print more than that no known cause fits",
+            f"{len(printed)} of {len(no)}",
+        ],
+        [
+            "of these, causes that are a change of the objective; put into it, they have the loss's gradient on the search's batches",
+            f"{sum(r['true'] == 'yes' for r in caused)} of {len(caused)}",
+        ],
+        [
+            "identify, of rewritings: the objective is named, or one of the same gradient",
+            f"{sum(r['right'] for r in of(who, 'equal'))} of {len(of(who, 'equal'))}",
+        ],
+        [
+            "identify, of mutants that differ: not the objective's name, and a name that is given holds in check",
+            f"{sum(r['right'] for r in of(who, 'differs'))} of {len(of(who, 'differs'))}",
+        ],
+        [
+            "verdict up to the first failure the same as the whole report's",
+            f"{agree} of {len(whole)}",
+        ],
+        [
+            "CPU seconds of a whole report: median, slowest",
+            f"{statistics.median(spent):.2f}, {spent[-1]:.2f}",
+        ],
+    ]
     return "\n".join([
         title,
         "",
@@ -128,18 +171,7 @@ def page(plan: run.Plan, rows: list[dict[str, Any]], name: str = "figure.md") ->
         f"shared with other work; the search {searcher()}; judged by the library",
         f"{judges}; a loss that one version misjudged was given to the next.",
         "",
-        "| | |",
-        "|---|---|",
-        f"| mutants that differ, rejected | {n(differ, False)} of {len(differ)} |",
-        f"| mutants that differ by a habit that the table notes alone ({HABIT}), accepted | {n(habits, True)} of {len(habits)} |",
-        f"| mutants that do not, accepted | {n(equal, True)} of {len(equal)} |",
-        f"| rewritings, accepted | {n(same, True)} of {len(same)} |",
-        f"| rejections with the whole report (every tenth mutant) that print more than that no known cause fits | {len(printed)} of {len(no)} |",
-        f"| of these, causes that are a change of the objective; put into it, they have the loss's gradient on the search's batches | {sum(r['true'] == 'yes' for r in caused)} of {len(caused)} |",
-        f"| identify, of rewritings: the objective is named, or one of the same gradient | {sum(r['right'] for r in of(who, 'equal'))} of {len(of(who, 'equal'))} |",
-        f"| identify, of mutants that differ: not the objective's name, and a name that is given holds in check | {sum(r['right'] for r in of(who, 'differs'))} of {len(of(who, 'differs'))} |",
-        f"| verdict up to the first failure the same as the whole report's | {agree} of {len(whole)} |",
-        f"| CPU seconds of a whole report: median, slowest | {statistics.median(spent):.2f}, {spent[-1]:.2f} |",
+        markdown.table(["", ""], counted),
         "",
         "The objectives are those of the library named above." if len(by) == 1 else
         "The objectives are those of the library that judged most.",
@@ -152,9 +184,7 @@ def page(plan: run.Plan, rows: list[dict[str, Any]], name: str = "figure.md") ->
         f"Of those accepted or not, {sum('compiled' in r['what'] for r in same)} run under torch.compile: {sum('inductor' in r['what'] for r in same)} by inductor, which takes half a minute of CPU for one, the others by aot_eager.",
         "The other words that are printed, as that every weight is twice what it should be, say what the numbers are, of the batch shown.",
         "",
-        "| slip | rejected |",
-        "|---|---|",
-        *table,
+        markdown.table(["slip", "rejected"], slips),
         "",
         f"{misjudged_words} What was named wrongly, or had a false cause:",
         "",
