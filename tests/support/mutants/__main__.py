@@ -39,7 +39,7 @@ def main() -> int:
     )
     args = take.parse_args()
     torch.set_num_threads(1)
-    plan = run.Plan(args.mutants, args.rewritings, args.seed, args.scratch)
+    plan = run.Draw(args.mutants, args.rewritings, args.seed, args.scratch)
     if args.write:
         figure.write(plan, args.page)
         return 0

@@ -28,7 +28,7 @@ HABIT = "log s of a response clamped at 10, or NaN where exp(log r) overflows fl
 COLUMNS = ("id", "kind", "config", "style", "operator", "what", "said", "reason")
 
 
-def write(plan: run.Plan, name: str = "figure.md") -> None:
+def write(plan: run.Draw, name: str = "figure.md") -> None:
     """Write the page of that name; beside figure.md the survivors too.
 
     Args:
@@ -81,7 +81,7 @@ def survivors() -> list[dict[str, str]]:
     ]
 
 
-def page(plan: run.Plan, rows: list[dict[str, Any]], name: str = "figure.md") -> str:
+def page(plan: run.Draw, rows: list[dict[str, Any]], name: str = "figure.md") -> str:
     ending = "`--write`" if name == "figure.md" else f"`--write --page {name}`"
     new = [r for r in rows if r.get("operator") == "rewriting"]
     old = [r for r in rows if r.get("operator") != "rewriting"]

@@ -17,11 +17,11 @@ FIRST = 60  # small batches for what differs: most show it on the first
 # whole search
 LOT = 5
 
-__all__ = ["Plan", "rows", "wrong"]
+__all__ = ["Draw", "rows", "wrong"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Draw:
     mutants: int
     rewritings: int
     seed: int
@@ -29,7 +29,7 @@ class Plan:
 
 
 def rows(
-    plan: Plan, part: int = 0, parts: int = 1, known: bool = False
+    plan: Draw, part: int = 0, parts: int = 1, known: bool = False
 ) -> Iterator[dict[str, Any]]:
     """One row for each loss; known: those alone whose answers are kept."""
     mine = every_config()[part::parts]
@@ -73,7 +73,7 @@ def drawn(unlike: list[Subject], seed: int) -> Iterator[tuple[Config, list[Subje
         yield c, sorted(mixed[:LOT], key=lambda s: "group" in s.names) + mixed[LOT:]
 
 
-def kept(plan: Plan, one: tuple, known: bool) -> dict[str, Any] | None:
+def kept(plan: Draw, one: tuple, known: bool) -> dict[str, Any] | None:
     store, key = store_of(plan.scratch, "estimators"), digest(one[1], one[4], library())
     if known:
         return store.known.get(key)
