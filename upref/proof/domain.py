@@ -24,6 +24,8 @@ from upref.rollouts import Rollouts
 MOST_LOG_RATIO = 20.0
 MOST_MEAN_LOG_RATIO = 10.0
 LEAST_LOG_PROB = -60.0  # log π_old
+FAR_RATIO = 9.0  # |log r| of points far from common ones
+FAR_ADVANTAGE = 14.0  # log |A| of these
 RATIO = (math.exp(-MOST_LOG_RATIO), math.exp(MOST_LOG_RATIO))
 PROBABILITY = (math.exp(LEAST_LOG_PROB), 1.0)
 
@@ -37,12 +39,16 @@ class Pattern:
         group: the prompt of each row; empty: all rows are of one prompt.
         zeros: tokens whose advantage is 0, as (row, column).
         on_policy: π_θ, π_old and π_ref are equal.
+        advantages: of which kind, one of ADVANTAGES.
+        certain: one policy or both give tokens the probability 1, as in short floats.
     """
 
     mask: tuple[tuple[bool, ...], ...]
     group: tuple[int, ...] = ()
     zeros: frozenset[tuple[int, int]] = frozenset()
     on_policy: bool = False
+    advantages: str = "free"
+    certain: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -58,6 +64,7 @@ class Pattern:
         return " ".join("".join("x" if x else "." for x in row) for row in self.mask)
 
 
+ADVANTAGES = ("of a response", "equal", "1 and -1", "-1 and 1")
 IDS = (7, 2, 4, 9)  # of prompts: with gaps, and in no order
 
 
@@ -65,8 +72,8 @@ def patterns(rows: int, columns: int, with_groups: bool) -> Iterator[Pattern]:
     """Yield every mask of a shape up to the order of the rows, each row with a token.
 
     Points at which two compared values are equal are no part of a proof. Two kinds of
-    them are common in training, so they have patterns of their own, with two masks:
-    advantages of 0, and equal policies.
+    them are common in training, so they have patterns of their own: advantages of 0,
+    equal ones, those of 1 and -1, equal policies, and probabilities of 1.
 
     Args:
         rows, columns: of the batch.
@@ -84,6 +91,9 @@ def patterns(rows: int, columns: int, with_groups: bool) -> Iterator[Pattern]:
         yield Pattern(mask, on_policy=True)
         for zeros in _zeros(rows, columns):
             yield Pattern(mask, zeros=zeros)
+    mask = (full,) * rows
+    yield from (Pattern(mask, advantages=kind) for kind in ADVANTAGES)
+    yield Pattern(mask, certain=True)
 
 
 def _zeros(rows: int, columns: int) -> Iterator[frozenset[tuple[int, int]]]:
@@ -130,24 +140,50 @@ class Domain:
         on_policy = self.pattern.on_policy
         log_r = [[v.zero] * T] * B if on_policy else self._logs("r", *RATIO)
         log_mu = self._logs("mu", *PROBABILITY)
+        if self.pattern.certain:
+            self._make_certain(log_r, log_mu)
         add = v.add
         lp = _each(add, log_r, log_mu)
         advantages = [[self._advantage(i, t) for t in range(T)] for i in range(B)]
         rows = {"logp": lp, "logp_old": log_mu, "adv": advantages}
         if "logp_ref" in self.reads:
-            log_k = [[v.zero] * T] * B if on_policy else self._logs("k", *RATIO)
+            same = on_policy or self.pattern.certain
+            log_k = [[v.zero] * T] * B if same else self._logs("k", *RATIO)
             rows["logp_ref"] = _each(add, lp, log_k)
         if "logp_sampler" in self.reads:
-            rows["logp_sampler"] = _each(v.subtract, log_mu, self._logs("rho", *RATIO))
+            rows["logp_sampler"] = (
+                log_mu
+                if self.pattern.certain
+                else _each(v.subtract, log_mu, self._logs("rho", *RATIO))
+            )
         if "entropy" in self.reads:
             rows["entropy"] = [
                 [v.variable(f"H{i}_{t}", 0.0) for t in range(T)] for i in range(B)
             ]
         self.ids.update({name: torch.tensor(x) for name, x in rows.items()})
 
+    def _make_certain(self, log_r: list[list[int]], log_mu: list[list[int]]) -> None:
+        """Give the first token the probability 1 of both policies, the second one that of
+        the old policy, the third one that of the new policy.
+        """
+        v = self.values
+        for row_r, row_mu in zip(log_r, log_mu, strict=True):
+            for t, x in enumerate(row_r):
+                row_mu[t] = v.negative(x) if t % 3 == 2 else v.zero
+                row_r[t] = v.zero if t % 3 == 0 else x
+
     def _advantage(self, row: int, column: int) -> int:
         """Return the advantage of a token."""
         v = self.values
+        match self.pattern.advantages:
+            case "of a response":
+                return v.variable(f"A{row}")
+            case "equal":
+                return v.variable("A0")
+            case "1 and -1":
+                return v.number(-1 if row % 2 else 1)
+            case "-1 and 1":
+                return v.number(1 if row % 2 else -1)
         if not self.per_response:
             is_zero = (row, column) in self.pattern.zeros
             return v.zero if is_zero else v.variable(f"A{row}_{column}")
@@ -187,12 +223,19 @@ class Domain:
         B, T = self.pattern.shape
         of = {"logp": "mu", "logp_ref": "mu", "logp_sampler": "mu"}
         for role, trigger in of.items():
-            if role not in self.ids:
+            if role not in self.ids or self.pattern.certain:
                 continue
             for i, t in itertools.product(range(B), range(T)):
                 beside = {"logp": "r", "logp_ref": "k", "logp_sampler": "rho"}[role]
                 if {f"{trigger}{i}_{t}", f"{beside}{i}_{t}"} <= names:
                     out.append(v.greater(v.zero, int(self.ids[role][i, t])))
+        if self.pattern.certain:
+            logs = torch.stack([self.ids["logp"], self.ids["logp_old"]])
+            out += [
+                v.greater(v.zero, x)
+                for x in logs.reshape(-1).tolist()
+                if v.varies(x) and v.variables((x,)) <= names
+            ]
         for i in range(B):
             for name in ("r", "rho"):
                 out += self._bounds_of_response(name, i, names)
@@ -236,11 +279,12 @@ class Domain:
         return True
 
     # ---- points ----------------------------------------------------------------------
-    def draw(self, seed: int) -> dict[str, float]:
+    def draw(self, seed: int, far: bool = False) -> dict[str, float]:
         """Return a point at random.
 
         Args:
             seed: of the draw.
+            far: over the domain, not where batches mostly lie.
         """
         chance = random.Random(f"{seed} {self.pattern}")
         point = {}
@@ -256,6 +300,16 @@ class Domain:
             point[f"A{at}"] = chance.choice((1, -1)) * math.exp(chance.gauss(0, 1))
         for i in range(B):
             point[f"A{i}"] = chance.choice((1, -1)) * math.exp(chance.gauss(0, 1))
+        if far:
+            for name in point:
+                sign = chance.choice((1, -1)) if name[0] == "A" else 1
+                most = FAR_ADVANTAGE if name[0] == "A" else FAR_RATIO
+                if name[:2] != "mu":
+                    point[name] = sign * math.exp(chance.uniform(-most, most))
+        if self.pattern.certain:
+            for i, t in itertools.product(range(B), range(T)):
+                log_r = abs(math.log(point[f"r{i}_{t}"]))
+                point[f"r{i}_{t}"] = math.exp(log_r if t % 3 == 2 else -log_r)
         point["scale"] = 1.0
         return self.complete(point, {})
 

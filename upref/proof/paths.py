@@ -14,6 +14,7 @@ count only if they give the numbers that the functions gave, at that point and a
 others of the path. A difference counts only if the functions differ where they run.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +35,7 @@ MOST_PATHS = 64  # of one pattern
 AGREES = 1e-7  # of formulas and functions, relative to the largest number
 ROUNDED = 2e-3  # the same where a part is in less than float64
 CHECKED = 2  # points of a path beside the witness
+CHECKED_FAR = 2  # the same far from it
 NEARBY = 3e-7  # relative: a constant in float32 is off by 6e-8
 TRIED = 60  # points near the one that the solver gives
 # of a batch and of the factor by which the loss is multiplied
@@ -300,12 +302,10 @@ class Search:
     ) -> Iterator[dict[str, float]]:
         """Yield points of a path, the witness first."""
         yield witness
-        count = 0
-        for seed in range(1, 9):
-            point = self.domain.draw(seed)
-            if count < CHECKED and self._holds(conditions, point):
-                count += 1
-                yield point
+        for most, far in ((CHECKED, False), (CHECKED_FAR, True)):
+            points = (self.domain.draw(seed, far) for seed in range(1, 9))
+            on_path = (point for point in points if self._holds(conditions, point))
+            yield from itertools.islice(on_path, most)
 
     def _numbers(self, ids: Tensor, point: dict[str, float]) -> Tensor:
         """Return the numbers of formulas at a point."""

@@ -27,13 +27,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from upref.proof.operators import Operation, find_rule, shape_of
+from upref.proof.operators import Operation, elementwise, find_rule, shape_of
 from upref.proof.sizes import Bound, Sizes
 from upref.proof.values import Known, TooHard, Values
 from upref.user_code.guard import NOT_USER_CODE
 
 SHORT = (torch.float32, torch.float16, torch.bfloat16)
 MOST_STEPS = 400  # of one path
+REREADS = (torch.ops.aten.view.dtype, torch.ops.aten._neg_view.default)
 
 
 class NoProof(Exception):
@@ -426,6 +427,8 @@ class Operators(TorchDispatchMode):
         if not any(map(trace.is_known, tensors)):
             trace.sizes.note(func, args, kwargs, user_line)
             return func(*args, **kwargs)
+        if func in REREADS:
+            trace.stop("reads the bytes of a tensor as other numbers")
         if shape.is_view:
             return func(*args, **kwargs)  # its memory has the ids
         if any(x.layout is not torch.strided or x.is_quantized for x in tensors):
@@ -452,9 +455,27 @@ class Operators(TorchDispatchMode):
             results, ids if isinstance(ids, tuple) else (ids,), strict=False
         ):
             if part is not None:
-                trace.put(x, part)
+                trace.put(x, self._as_of_type(x, part))
                 trace.is_rounded |= x.dtype in SHORT
         return answer
+
+    def _as_of_type(self, x: Tensor, ids: Tensor) -> Tensor:
+        """Return the ids of a result as its type holds them: True + True is True, and an
+        integer must be whole and fit.
+        """
+        trace = self.trace
+        if x.is_floating_point() or x.is_complex():
+            return ids
+        if x.dtype is torch.bool:
+            return elementwise(trace.values.condition, ids)
+        type_holds = torch.iinfo(x.dtype)
+        for value in set(ids.reshape(-1).tolist()):
+            bounds = trace.values.whole_bounds(value)
+            if bounds is None or not (
+                type_holds.min <= bounds[0] and bounds[1] <= type_holds.max
+            ):
+                trace.stop(f"rounds or wraps a value in {x.dtype}", "keep it a float")
+        return ids
 
     def _decompose(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator without a rule as the operators that it is made of."""

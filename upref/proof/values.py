@@ -1265,6 +1265,33 @@ class Values:
         argument = self._assume(kind.argument, comparison, truth)
         return self.call(kind.name, argument)
 
+    def whole_bounds(self, value: int) -> tuple[Fraction, Fraction] | None:
+        """Return the least and the largest number that a value may be, where it is a whole
+        number by its choices; None where it may be another one.
+
+        Args:
+            value: an id of a number or of a condition.
+        """
+        node = self.nodes[self.real(value)]
+        if not isinstance(node, Polynomial):
+            return None
+        low = high = Fraction(0)
+        for monomial, c in node.terms:
+            ends = (c, c)
+            for atom, e in monomial:
+                kind = self.atoms[atom]
+                if not isinstance(kind, Choice) or e != 1:
+                    return None
+                sides = (self.whole_bounds(kind.yes), self.whole_bounds(kind.no))
+                if sides[0] is None or sides[1] is None:
+                    return None
+                products = [x * y for x in ends for y in (*sides[0], *sides[1])]
+                ends = (min(products), max(products))
+            if c.denominator != 1:
+                return None
+            low, high = low + ends[0], high + ends[1]
+        return low, high
+
     def call(self, name: str, argument: int) -> int:
         """Return a function by its name.
 
