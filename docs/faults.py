@@ -19,6 +19,7 @@ from upref.step.reference import TorchModel
 from upref.step.scores import log_prob_variants
 from upref.step.weights import Tokens
 from upref.user_code.logprobs import Problem
+from upref.verify.advantages.tokens import READERS
 from upref.verify.faults import known, measured
 from upref.verify.finding import Cause
 from upref.verify.formulas import (
@@ -53,6 +54,8 @@ def faults() -> Iterator[tuple[str, str, Cause]]:
             yield "loss", name, fault.cause
     for fault in known("advantages"):
         yield "advantages", "", fault.cause
+    for words, fault_id, _ in READERS:
+        yield "advantages", "", Cause(words, (fault_id,))
     for name in token_faults.SETTINGS:
         for fault in token_faults.known(name):
             yield "tokens", "", fault.cause

@@ -335,6 +335,12 @@ def distillation(
         raise InputError(
             "lp, lp_teacher and mask must be tensors of one shape [B, T], the mask of bool."
         )
+    if adv is not None and (
+        not is_materialized(adv) or adv.shape not in (lp.shape, (len(lp), 1))
+    ):
+        raise InputError(
+            f"adv must be a tensor {list(lp.shape)} or {[len(lp), 1]}, got {describe(adv)}."
+        )
     start = lp.new_zeros(()) if adv is None else adv.detach()
     A = torch.where(mask, start - coef * (lp - lp_teacher).detach(), 0)
     if not A.isfinite().all():

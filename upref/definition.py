@@ -141,9 +141,10 @@ class Objective:
                 raise InputError(
                     f"{fact} must be one of {', '.join(filter(None, names))}, got {repr(value)[:60]}."
                 )
-        if not isinstance(self.paper, str):
+        if not isinstance(self.paper, str) or not isinstance(self.eq, str):
             raise InputError(
-                f"paper is a key of papers.bib, got {repr(self.paper)[:60]}."
+                "paper is a key of papers.bib, and eq the place there, got "
+                f"{repr(self.paper)[:60]} and {repr(self.eq)[:60]}."
             )
         set_field = partial(object.__setattr__, self)  # the dataclass is frozen
         of_fn = _parameters(self.fn, 3, "fn")

@@ -150,6 +150,44 @@ class Function:
             differs_within_response,
         )
 
+    def on_tokens(
+        self, rewards: Tensor, mask: Tensor, group: Sequence[int]
+    ) -> list[float]:
+        """Call a function of tokens once.
+
+        Args:
+            rewards: of each token, [N, T].
+            mask: True on trained tokens, [N, T].
+            group: the prompt id of each response.
+
+        Returns:
+            The advantage of the first trained token of each response; 0 where there is
+            none.
+
+        Raises:
+            InputError: the function raises, or returns something else.
+        """
+        inputs = self._inputs([0.0] * len(mask), group)
+        inputs |= {"rewards": rewards.clone(), "mask": mask.clone()}
+        returned, _ = call_guarded(
+            self.name,
+            lambda: self.reading.call(self.fn, inputs, dict(self.bound_args)),
+            self.lines,
+        )
+        A = returned[0] if isinstance(returned, tuple) and returned else returned
+        if isinstance(A, dict) and "advantages" in A:
+            A = A["advantages"]
+        A = torch.as_tensor(A).detach().cpu().double()
+        if A.shape == mask.shape[:1] or A.shape == (len(mask), 1):
+            A = A.reshape(-1, 1).expand(mask.shape)
+        if A.shape != mask.shape:
+            raise InputError(
+                f"{self.name} returns shape {list(A.shape)} for a mask {list(mask.shape)}."
+            )
+        first = mask.int().argmax(1, keepdim=True)
+        at_first = A.gather(1, first)[:, 0]
+        return torch.where(mask.any(1), at_first, 0).tolist()
+
     def _lengths(self, R: Sequence[Any], group: Sequence[int]) -> list[int]:
         """Return the number of tokens of each response: 1 for a function that does not
         read tokens.

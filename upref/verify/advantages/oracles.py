@@ -12,6 +12,7 @@ from upref.errors import InputError, OutOfMemory, TooManyLines
 from upref.verify import exact
 from upref.verify.advantages.case import UNCOUPLED, AdvantageCase
 from upref.verify.advantages.sizes import shift_and_scale
+from upref.verify.advantages.tokens import token_rewards
 from upref.verify.exact import (
     EVEN_GROUPS,
     LONE_RESPONSES,
@@ -470,6 +471,7 @@ ORACLES: tuple[Oracle, ...] = (
     group_ids,
     shift_and_scale,
     random,
+    token_rewards,
     singletons,
     equal_rewards,
     solved_prompts,

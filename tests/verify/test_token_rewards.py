@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Estimators of responses whose rewards are given by tokens: where the reward lies, and
+of several rewards all.
+"""
+
+import pytest
+import torch
+
+import upref
+
+
+def estimator(read):
+    """verl's interface to GRPO, with a way to read a response's reward."""
+
+    def compute(token_level_rewards, response_mask, index):
+        score = torch.stack(
+            [
+                read(r, m)
+                for r, m in zip(token_level_rewards, response_mask, strict=True)
+            ]
+        )
+        A = torch.zeros_like(score)
+        for name in {str(i) for i in index}:
+            rows = torch.tensor([str(i) == name for i in index])
+            if rows.sum() > 1:
+                x = score[rows]
+                A[rows] = (x - x.mean()) / (x.std() + 1e-6)
+        A = A[:, None] * response_mask
+        return A, A
+
+    return compute
+
+
+def check(read):
+    return upref.check_advantages(estimator(read), "group_norm")
+
+
+def test_a_sum_over_trained_tokens_is_right():
+    report = check(lambda r, m: (r * m).sum())
+    assert report and report.oracles["token-rewards"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("read", "fault_id"),
+    [
+        (lambda r, m: r[int(m.sum()) - 1], "reward-at-count"),
+        (
+            lambda r, m: r[m.nonzero()[-1, 0]] if m.any() else r.sum() * 0,
+            "last-reward-alone",
+        ),
+    ],
+)
+def test_a_reward_that_is_not_read_fails_with_its_cause(read, fault_id):
+    report = check(read)
+    (failure,) = report.failures
+    assert failure.oracle == "token-rewards"
+    assert failure.fault_ids == (fault_id,), str(report)
+
+
+def test_a_reward_of_a_response_without_tokens_is_noted():
+    notes = [
+        n for n in check(lambda r, m: r.sum()).notes if n.oracle == "token-rewards"
+    ]
+    assert len(notes) == 1 and "untrained token counts" in notes[0].about
+
+
+def test_one_reward_per_response_is_not_asked():
+    report = upref.check_advantages(upref.advantages.group_norm, "group_norm")
+    assert report.oracles["token-rewards"].startswith("it takes no rewards of tokens")

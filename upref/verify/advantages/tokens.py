@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The oracle of functions that take a reward for each token and a mask, and give each
+response one advantage: where in a response its reward lies, and how many there are.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from upref.errors import InputError
+from upref.verify.advantages.case import AdvantageCase
+from upref.verify.exact import RewardBatch, nearly_equal
+from upref.verify.finding import Cause, Example, number_pair
+from upref.verify.oracle import oracle
+from upref.verify.report import Finding, fail, note
+
+# from rewards [T] and mask [T] of one response to the reward that is read
+Reader = Callable[[Tensor, Tensor], float]
+
+
+def _summed(rewards: Tensor, mask: Tensor) -> float:
+    """Return the sum over trained tokens, which is right."""
+    return float(rewards[mask].sum())
+
+
+def _summed_everywhere(rewards: Tensor, mask: Tensor) -> float:
+    """Return the sum over all slots."""
+    return float(rewards.sum())
+
+
+def _at_count(rewards: Tensor, mask: Tensor) -> float:
+    """Return the reward at the slot (number of trained tokens - 1)."""
+    return float(rewards[int(mask.sum()) - 1])
+
+
+def _last(rewards: Tensor, mask: Tensor) -> float:
+    """Return the reward of the last trained token."""
+    trained = rewards[mask]
+    return float(trained[-1]) if len(trained) else 0.0
+
+
+def _first(rewards: Tensor, mask: Tensor) -> float:
+    """Return the reward of the first trained token."""
+    trained = rewards[mask]
+    return float(trained[0]) if len(trained) else 0.0
+
+
+def _mean(rewards: Tensor, mask: Tensor) -> float:
+    """Return the mean over trained tokens."""
+    return _summed(rewards, mask) / max(int(mask.sum()), 1)
+
+
+def _largest(rewards: Tensor, mask: Tensor) -> float:
+    """Return the largest reward of a trained token."""
+    return float(rewards[mask].max()) if bool(mask.any()) else 0.0
+
+
+def _last_column(rewards: Tensor, mask: Tensor) -> float:
+    """Return the reward in the last column."""
+    return float(rewards[-1])
+
+
+READERS: tuple[tuple[str, str, Reader], ...] = (
+    (
+        "the reward is read at the slot (number of trained tokens - 1): with a tool's tokens in between, it is not there",
+        "reward-at-count",
+        _at_count,
+    ),
+    (
+        "of several rewards of a response only that of its last trained token is read",
+        "last-reward-alone",
+        _last,
+    ),
+    (
+        "of several rewards of a response only that of its first trained token is read",
+        "first-reward-alone",
+        _first,
+    ),
+    ("the rewards of a response are averaged, not added", "rewards-averaged", _mean),
+    (
+        "of several rewards of a response only the largest is read",
+        "largest-reward-alone",
+        _largest,
+    ),
+    ("the reward is read in the last column", "reward-in-last-column", _last_column),
+)
+
+
+@dataclass(frozen=True)
+class TokenRewards:
+    """Rewards of tokens.
+
+    Attributes:
+        words: what is special about them.
+        rewards: [N, T].
+        mask: [N, T].
+        group: the prompt of each response.
+    """
+
+    words: str
+    rewards: Tensor
+    mask: Tensor
+    group: tuple[int, ...]
+
+    def read(self, reader: Reader) -> RewardBatch:
+        """Return one reward per response, read in this way.
+
+        Args:
+            reader: from rewards and mask of a response to its reward.
+        """
+        rows = zip(self.rewards, self.mask, strict=True)
+        return RewardBatch(tuple(Fraction(reader(r, m)) for r, m in rows), self.group)
+
+
+def _mask(rows: Sequence[str]) -> Tensor:
+    """Return a mask that is written with x on trained tokens."""
+    return torch.tensor([[c == "x" for c in row] for row in rows])
+
+
+ROWS = ("x..x..", "xxxx..", ".xx.x.", "xxxxxx", "x.x...", "xx..xx")
+GROUP = (0, 0, 0, 1, 1, 1)
+
+
+def _at_last(values: Sequence[float]) -> Tensor:
+    """Return rewards of these responses, each on the last trained token."""
+    mask = _mask(ROWS)
+    rewards = torch.zeros(mask.shape, dtype=torch.float64)
+    for row, value in enumerate(values):
+        rewards[row, int(mask[row].nonzero()[-1])] = value
+    return rewards
+
+
+ONE_REWARD = TokenRewards(
+    "untrained tokens between trained ones (a tool's tokens)",
+    _at_last([1.0, 0.0, 1.0, 0.0, 1.0, 0.0]),
+    _mask(ROWS),
+    GROUP,
+)
+
+
+def _several() -> TokenRewards:
+    """Return responses with a reward on their first and on their last trained token."""
+    rewards = _at_last([1.0, -0.5, 0.25, 0.5, 0.0, 2.0])
+    mask = _mask(ROWS)
+    for row, value in enumerate([0.5, 1.0, -1.0, 0.25, 0.75, -0.5]):
+        rewards[row, int(mask[row].nonzero()[0])] = value
+    return TokenRewards("several rewards in a response", rewards, mask, GROUP)
+
+
+SEVERAL = _several()
+BATCHES = (ONE_REWARD, SEVERAL)
+
+
+def no_tokens(case: AdvantageCase) -> str:
+    """Return why rewards of tokens are not tried; "" where they are."""
+    if not (case.function.takes_tokens and "mask" in case.function.reads):
+        return "it takes no rewards of tokens with a mask"
+    if case.function.groups_are_contiguous or case.wrong:
+        return "the values are wrong already, or it takes no group ids"
+    return ""
+
+
+@oracle("token-rewards", not_run=no_tokens)
+def token_rewards(case: AdvantageCase) -> Iterator[Finding]:
+    """Compare on masks with holes and on several rewards in a response, and say what
+    becomes of a reward on an untrained token.
+    """
+    for batch in BATCHES:
+        if batch is SEVERAL and case.name == "signed":
+            continue  # which reads rewards of 0 and 1 alone
+        finding = _compare(case, batch)
+        if finding is not None:
+            yield finding
+            return
+    if case.name != "signed":
+        yield from _on_untrained(case)
+
+
+def _compare(case: AdvantageCase, batch: TokenRewards) -> Finding | None:
+    """Return a failure where the advantages of a batch differ."""
+    try:
+        found = case.function.on_tokens(batch.rewards, batch.mask, batch.group)
+    except InputError as e:
+        return fail("token-rewards", batch.words, "an answer", str(e))
+    expected = case.expected(batch.read(_summed))
+    tol = max(case.function.tol, 1e-6)
+    if nearly_equal(found, expected, tol):
+        return None
+    row = max(range(len(found)), key=lambda i: abs(found[i] - expected[i]))
+    inputs = {
+        "rewards": batch.rewards.tolist(),
+        "mask": batch.mask.tolist(),
+        "group": list(batch.group),
+    }
+    example = Example(inputs, expected=list(expected), found=list(found))
+    numbers = number_pair("A", expected[row], found[row])
+    about = f"{batch.words}: response {row}"
+    return fail("token-rewards", about, *numbers, example, _cause(case, tol))
+
+
+def _cause(case: AdvantageCase, tol: float) -> Cause:
+    """Return the way of reading rewards that gives the advantages of both batches."""
+    for words, fault_id, reader in READERS:
+        batches = (ONE_REWARD,) if case.name == "signed" else BATCHES
+        fits = []
+        for batch in batches:
+            found = case.function.on_tokens(batch.rewards, batch.mask, batch.group)
+            fits.append(nearly_equal(found, case.expected(batch.read(reader)), tol))
+        if all(fits):
+            return Cause(words, (fault_id,))
+    return Cause()
+
+
+def _on_untrained(case: AdvantageCase) -> Iterator[Finding]:
+    """Note that a reward on an untrained token counts, also that of a response without
+    any trained token.
+    """
+    rewards = ONE_REWARD.rewards.clone()
+    mask = ONE_REWARD.mask.clone()
+    mask[1] = False
+    rewards[1] = 0
+    rewards[1, -1] = 2.0
+    batch = TokenRewards("", rewards, mask, GROUP)
+    tol = max(case.function.tol, 1e-6)
+    others = [0, 2, 3, 4, 5]
+    try:
+        found = case.function.on_tokens(rewards, mask, GROUP)
+    except InputError as e:
+        text = "a response without a trained token is refused"
+        yield note("token-rewards", text, cause=str(e))
+        return
+    everywhere = case.expected(batch.read(_summed_everywhere))
+    masked = case.expected(batch.read(_summed))
+    at_others = [found[i] for i in others]
+    if nearly_equal(at_others, [masked[i] for i in others], tol):
+        return
+    if nearly_equal(at_others, [everywhere[i] for i in others], tol):
+        yield note(
+            "token-rewards",
+            "a reward on an untrained token counts: that of a response without any trained token moves its peers",
+            cause="mask the rewards before they are added, if such slots hold no rewards",
+        )
