@@ -8,6 +8,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,9 @@ def main() -> None:
         )
         timed("the sampler's gap", lambda: replay.gap(batch))
         timed("advantages", lambda: replay.advantages(batch))
+        assert batch.adv is not None
+        shaped = replace(batch, adv=batch.adv.clamp(-1, 1))
+        timed("advantages that no estimator gives", lambda: replay.advantages(shaped))
         timed("the loss", lambda: replay.loss(batch, "dapo"))
         timed(
             "six objectives",

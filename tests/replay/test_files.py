@@ -415,3 +415,33 @@ def test_files_without_a_step_are_said_to_name_none(tmp_path):
         np.savez(file, **without_step)
     with pytest.raises(InputError, match="2 of them name no step"):
         read(files)
+
+
+def test_files_of_two_runs_are_not_joined(tmp_path):
+    """Of two frameworks, or of one rank under one name in two folders."""
+    other = {"ids": arrays()["ids"] + 1}
+    for name, framework in (("a", "TRL 1.0"), ("b", "verl 0.9")):
+        (tmp_path / name).mkdir()
+        meta = json.dumps({"framework": framework})
+        more = other if name == "b" else {}
+        saved(tmp_path / name, f"{name}.npz", meta=meta, **more)
+    with pytest.raises(InputError, match=r"of TRL 1\.0 and in .* of verl 0\.9: give"):
+        read([tmp_path / "a" / "a.npz", tmp_path / "b" / "b.npz"])
+    for name, more in (("c", {}), ("d", other)):
+        (tmp_path / name).mkdir()
+        saved(tmp_path / name, "step3-rank0.npz", **more)
+    files = [tmp_path / name / "step3-rank0.npz" for name in ("c", "d")]
+    with pytest.raises(InputError, match="of the same rank is in"):
+        read(files)
+    # another rank has a folder of its own
+    saved(tmp_path / "d", "step3-rank0.npz", rank=np.ones(B, int), **other)
+    assert len(read(files).mask) == 2 * B
+
+
+def test_a_column_that_a_file_holds_twice_is_refused(tmp_path):
+    path = saved(tmp_path)
+    content = io.BytesIO()
+    np.save(content, arrays()["old"])
+    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning):
+        archive.writestr("old.npy", content.getvalue())
+    refused(path, "holds old.npy several times")

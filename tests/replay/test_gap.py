@@ -403,3 +403,49 @@ def test_a_zero_is_no_proof_where_the_engine_writes_certainty_as_zero():
     assert "certain" in str(found.findings[0]) and "did not draw" in str(
         found.findings[0]
     )
+
+
+def peaked(place, value):
+    """A peaked policy, whose engine has 0 on a fifth of the tokens; at the place [B, T]
+    stand tokens that the trainer finds unlikely, and the value.
+    """
+    generator = torch.Generator().manual_seed(1)
+    trainer = -0.3 * torch.rand(32, 24, generator=generator) - 0.05
+    trainer[:, [0, 3, 6, 18, 20]] = -1e-5
+    sampler = torch.where(trainer > -1e-3, 0.0, trainer)
+    sampler[place] = value
+    trainer[place] = -3 - torch.rand(int(place.sum()), generator=generator)
+    mask = torch.ones(32, 24).bool()
+    columns = {"ids": mask.long(), "mask": mask, "old": trainer, "sampler": sampler}
+    return make_batch(columns, file="f")
+
+
+def test_a_tools_text_is_told_from_certainty_by_the_tokens_around_it():
+    """It stands behind tokens that train, and all others agree."""
+    place = torch.zeros(32, 24).bool()
+    place[::2, 10:15] = True
+    found = gap(peaked(place, 0.0))
+    assert not found and found.cause == "not_sampled"
+    assert found.findings[0].numbers["tokens"] == 16 * 5
+
+
+def test_one_placeholder_at_the_end_of_each_response_of_a_peaked_policy():
+    place = torch.zeros(32, 24).bool()
+    place[:, 22] = True
+    batch = peaked(place, 0.0)
+    batch = replace(batch, mask=torch.arange(24).expand(32, 24) < 23)
+    found = gap(batch)
+    assert [f.cause for f in found.findings] == ["zero"] and found
+    assert "each is the last one that trains in its response" in str(found.findings[0])
+
+
+def test_a_list_that_is_padded_with_minus_one_needs_no_unlikely_token():
+    """Half of the tokens under the padding are likely, and a token may have -1."""
+    batch = peaked(torch.zeros(32, 24).bool(), 0.0)
+    lengths = torch.randint(12, 20, (32, 1), generator=torch.Generator().manual_seed(2))
+    padded = torch.arange(24) >= lengths
+    trainer = torch.where(padded & (torch.arange(24) % 2 == 0), -0.95, batch.old)
+    sampler = torch.where(padded, -1.0, batch.sampler)
+    found = gap(replace(batch, old=trainer, sampler=sampler))
+    assert not found and [f.cause for f in found.findings] == ["not_sampled"]
+    assert found.findings[0].numbers["tokens"] == int(padded.sum())

@@ -6,6 +6,7 @@ is checked here, once.
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,7 @@ def merge(parts: Sequence[RecordedBatch]) -> RecordedBatch:
         # each file has its own loss: their sum is not known to be the step's
         logged = {}
     _check_repeated(parts)
+    _check_one_run(parts)
     meta = dict(parts[0].meta)
     if "loss" not in logged and any("loss" in part.logged for part in parts):
         first, second = _two_that_differ(parts)
@@ -183,6 +185,35 @@ def _check_repeated(parts: Sequence[RecordedBatch]) -> None:
             raise InputError(
                 f"{part.file} holds the same responses as {twin}: give one of them."
             )
+
+
+def _check_one_run(parts: Sequence[RecordedBatch]) -> None:
+    """Raise InputError where files of one step are of two runs: of two frameworks, or of
+    one rank under one name in two folders.
+    """
+    first = parts[0]
+    for part in parts[1:]:
+        frameworks = [p.meta.get("framework") for p in (first, part)]
+        if None not in frameworks and frameworks[0] != frameworks[1]:
+            raise InputError(
+                f"step {first.step} is in {first.file} of {frameworks[0]} and in {part.file} of "
+                f"{frameworks[1]}: give the files of one run."
+            )
+    files: dict[str, RecordedBatch] = {}
+    for part in parts:
+        twin = files.setdefault(Path(part.file).name, part)
+        if twin is not part and _has_same_ranks(part, twin):
+            raise InputError(
+                f"step {part.step} of the same rank is in {twin.file} and in {part.file}, with "
+                "other responses: give the files of one run."
+            )
+
+
+def _has_same_ranks(one: RecordedBatch, other: RecordedBatch) -> bool:
+    """Whether two files are of the same ranks, as far as they say."""
+    if one.rank is None or other.rank is None:
+        return False
+    return torch.equal(one.rank.unique(), other.rank.unique())
 
 
 def _has_same_responses(one: RecordedBatch, other: RecordedBatch) -> bool:

@@ -209,7 +209,12 @@ def _npz_headers(path: Path) -> None:
     """
     total = 0
     with zipfile.ZipFile(path) as archive:
+        names = [entry.filename for entry in archive.infolist()]
         for entry in archive.infolist():
+            if names.count(entry.filename) > 1:
+                raise InputError(
+                    f"{path} holds {entry.filename} several times: write each column once."
+                )
             name = entry.filename.removesuffix(".npy")
             if name not in COLUMNS and name not in FACTS and name != "offsets":
                 raise InputError(

@@ -20,7 +20,7 @@ cause, and a healthy sampler must never fail.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from torch import Tensor
 from upref.replay.findings import Checked, ReplayFinding
 from upref.replay.places import find_alignment, find_exchanged_rows, find_shift
 from upref.replay.schema import SAME, RecordedBatch, expect_batch
+from upref.replay.suspects import USUAL, causes_in_words, find_evidence
 from upref.replay.undo import Columns
 from upref.replay.values import (
     find_factor,
@@ -130,7 +131,22 @@ def gap(batch: RecordedBatch) -> Gap:
     columns = _find_causes(batch, columns, add_finding)
     if findings and batch.old is not None and trainer is batch.now:
         add_finding("note", "now_compared")
+    findings = [_with_likely_causes(f, batch, columns) for f in findings]
     return _make_gap(columns, findings)
+
+
+def _with_likely_causes(
+    finding: ReplayFinding, batch: RecordedBatch, columns: Columns
+) -> ReplayFinding:
+    """The finding with its likeliest causes, where several share its signature."""
+    if finding.cause not in USUAL:
+        return finding
+    if finding.cause == "some_responses":  # which are left out of the columns
+        is_drawn = batch.mask & columns.sampler.isfinite()
+        columns = replace(columns, mask=is_drawn)
+    evidence = find_evidence(batch, columns)
+    causes = causes_in_words(finding.cause, evidence)
+    return replace(finding, numbers=finding.numbers | {"causes": causes})
 
 
 def _find_causes(

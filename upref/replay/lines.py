@@ -105,8 +105,9 @@ def _run_lines(found: "Replay", unused: tuple[str, ...]) -> Iterator[str]:
         found: the replay of several steps.
         unused: hyperparameters that no step exercises.
     """
-    if found.series is not None:
-        yield from _finding_lines("run", found.series.findings)
+    of_run = found.series.findings if found.series is not None else ()
+    yield from _finding_lines("run", [f for f in of_run if f.severity == "failure"])
+    notes_of_run = [f for f in of_run if f.severity == "note"]
     steps: dict[tuple[str, str, str], list[int]] = {}
     first_findings: dict[tuple[str, str, str], ReplayFinding] = {}
     for s in found.steps:
@@ -117,12 +118,16 @@ def _run_lines(found: "Replay", unused: tuple[str, ...]) -> Iterator[str]:
     for kind in sorted(steps, key=lambda k: (k[0], len(steps[k]))):
         first = first_findings[kind]
         word = "FAIL" if first.severity == "failure" else "note"
+        if word == "note":
+            yield from _finding_lines("run", notes_of_run)
+            notes_of_run = []
         where = _where(found, steps[kind])
         where = where[0].upper() + where[1:]
         of_first = ""
         if len(steps[kind]) > 1 and first.numbers:
             of_first = f" Its numbers are of step {steps[kind][0]}."
         yield _fold(f"{word}  {first.check}: {first} {where}.{of_first}")
+    yield from _finding_lines("run", notes_of_run)
     yield from _size_lines(found)
     yield from _agreement_lines(found, unused)
 

@@ -255,7 +255,7 @@ def _mark_findings(ax: Any, found: Replay) -> None:
         ax.axvline(
             s.step,
             color=UP if is_failure else GREY,
-            linewidth=1.2 if is_failure else 0.8,
+            linewidth=1.2,
             linestyle="-" if is_failure else ":",
             label=label,
             zorder=0,

@@ -26,6 +26,12 @@ FAR_BELOW = -100  # nats: no token that was drawn
 UNLIKELY_TOKEN = 0.05
 CERTAIN_TOKEN = 0.99  # of the trainer, where an engine may well report certainty
 DOUBTFUL_TOKEN = 0.5  # the same, for tokens at the same end of nearly every response
+# of the tied tokens at such an end; certain tokens are doubtful for the trainer as often
+# as other engines and experts make them, which is rarely
+DOUBTFUL_SHARE = 0.25
+LEAST_RUN = 4  # neighbors with one whole number
+CLOSE = 0.1  # nats, from a placeholder: a token may have that log-probability
+AGREES = 0.01  # nats: mean distance of columns that rounding explains
 
 
 def find_sums(c: Columns) -> Undone | None:
@@ -173,11 +179,15 @@ def find_placeholder(c: Columns) -> Undone | None:
             else ((c.trainer - value).abs() > 1)
         )
         is_placeholder = _runs_with(has_value, evidence, FEW if value == 0 else 1)
+        if value != 0 and not is_bfloat16(y):
+            # no policy gives so many neighbors the same whole number
+            is_placeholder |= _runs_of(has_value, LEAST_RUN)
+            evidence |= is_placeholder & ((c.trainer - value).abs() > CLOSE)
         if is_placeholder.any():
             # one such number shows what the others are
             is_placeholder = is_placeholder | evidence
         else:
-            is_placeholder = _ties_at_an_end(has_value, c.mask)
+            is_placeholder = _ties_at_an_end(has_value, c)
             evidence = evidence | (
                 is_placeholder & (c.trainer < math.log(DOUBTFUL_TOKEN))
             )
@@ -198,7 +208,9 @@ def find_placeholder(c: Columns) -> Undone | None:
                 "value": f"{value.item():g}",
             }
             distances = (c.distance(), rest.distance())
-            if value == 0 and _writes_certainty_as_zero(rest):
+            numbers["place"] = _words_for_end(is_placeholder, c.mask)
+            may_be_certainty = value == 0 and _writes_certainty_as_zero(rest)
+            if may_be_certainty and not _stand_alone(is_placeholder, rest):
                 return Undone("zero", rest, *distances, numbers, severity="note")
             return Undone("not_sampled", rest, *distances, numbers)
     return None
@@ -211,6 +223,34 @@ def _writes_certainty_as_zero(c: Columns) -> bool:
     has_zero = c.trained(c.sampler) == 0
     is_certain = c.trained(c.trainer) > math.log(CERTAIN_TOKEN)
     return int((has_zero & is_certain).sum()) >= FEW
+
+
+def _words_for_end(tokens: Tensor, mask: Tensor) -> str:
+    """Say that all these tokens are the first, or the last, of their response; ""
+    where they are not.
+    """
+    order = mask.cumsum(1)
+    for word, end in (("first", order == 1), ("last", order == order[:, -1:])):
+        if bool(end[tokens].all()):
+            return f": each is the {word} one that trains in its response"
+    return ""
+
+
+def _stand_alone(is_placeholder: Tensor, rest: Columns) -> bool:
+    """Whether tokens with a placeholder stand in runs, each behind a token that trains, and
+    all other tokens agree.
+
+    A trainer that lacks a part of the context, or reads other ids, disagrees with the
+    sampler on the tokens behind as well; and where it lacks the prompt or a turn, it
+    disagrees on the first token that trains after it.
+    """
+    starts = is_placeholder.clone()
+    starts[:, 1:] &= ~is_placeholder[:, :-1]
+    behind_trained = torch.zeros_like(starts)
+    behind_trained[:, 1:] = rest.mask[:, :-1]
+    in_runs = int(is_placeholder.sum()) >= FEW * int(starts.sum())
+    share = float(behind_trained[starts].double().mean())
+    return in_runs and share > 0.9 and rest.distance() < AGREES
 
 
 def is_bfloat16(column: Tensor) -> bool:
@@ -237,6 +277,14 @@ def _is_floor_or_ceiling(c: Columns, has_value: Tensor, value: Tensor) -> bool:
     return bool(value == y.max() and value < 0 and (beyond > 0).double().mean() > 0.9)
 
 
+def _runs_of(tied: Tensor, least: int) -> Tensor:
+    """Return the tokens in those runs of tied tokens that have at least so many."""
+    starts = tied & ~torch.nn.functional.pad(tied, (1, 0))[:, :-1]
+    run_number = starts.flatten().cumsum(0).view(tied.shape)
+    sizes = torch.bincount(run_number[tied], minlength=int(run_number.max()) + 1)
+    return tied & (sizes >= least)[run_number]
+
+
 def _runs_with(tied: Tensor, evidence: Tensor, least_evidence: int) -> Tensor:
     """Return the tokens in those runs of neighboring tied tokens that have enough
     evidence: `least_evidence` tokens, and a fifth of the run.
@@ -251,16 +299,24 @@ def _runs_with(tied: Tensor, evidence: Tensor, least_evidence: int) -> Tensor:
     return tied & has_enough[run_number]
 
 
-def _ties_at_an_end(tied: Tensor, mask: Tensor) -> Tensor:
+def _ties_at_an_end(tied: Tensor, c: Columns) -> Tensor:
     """Return the tied tokens at one end of the responses, where nearly every response
-    has one there and hardly any other token is tied; else no token.
+    has one there, and hardly any other token is tied, or hardly any other tied token is
+    doubtful for the trainer; else no token.
     """
-    order = mask.cumsum(1)
-    for end in (order == 1, order == mask.sum(1, keepdim=True)):
-        place = mask & end
-        at_end = tied[place].double().mean()
-        elsewhere = tied[mask & ~place].double().mean()
-        if float(at_end) > 0.95 and float(elsewhere) < 0.05:
+    order = c.mask.cumsum(1)
+    is_doubtful = c.trainer < math.log(DOUBTFUL_TOKEN)
+    for end in (order == 1, order == c.mask.sum(1, keepdim=True)):
+        place = c.mask & end
+        elsewhere = c.mask & ~place
+        at_end = float(tied[place].double().mean())
+        doubtful_at_end = float(is_doubtful[tied & place].double().mean())
+        doubtful_elsewhere = is_doubtful[tied & elsewhere].double()
+        is_lone = float(tied[elsewhere].double().mean()) < 0.05
+        # of a peaked policy, whose exact zeros are right elsewhere
+        if len(doubtful_elsewhere) and doubtful_at_end > DOUBTFUL_SHARE:
+            is_lone |= float(doubtful_elsewhere.mean()) < DOUBTFUL_SHARE / 50
+        if at_end > 0.95 and is_lone:
             return tied & place
     return torch.zeros_like(tied)
 

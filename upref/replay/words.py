@@ -22,6 +22,77 @@ LIKELIEST = (
     "one"
 )
 MASKED_BY_RATIO = " A mask that leaves out tokens by their ratio looks like this too."
+LIKELY = "Likely causes, by what the file shows: {causes}"
+# Causes that share a signature, and what tells each from the others: suspects.py orders
+# them.
+SUSPECTS: dict[str, tuple[str, str]] = {
+    "weights": (
+        "other weights: stale, undelivered or of a draft model, or sharper since the "
+        "sampling",
+        "record version and ref, at several steps",
+    ),
+    "precision": (
+        "low precision or quantized weights",
+        "compute both in float32: the gap vanishes",
+    ),
+    "experts": (
+        "other experts of a mixture",
+        "switch routing replay on",
+    ),
+    "dropout": (
+        "dropout, or a trainer in training mode",
+        "score the same tokens twice: they must be equal",
+    ),
+    "ids": (
+        "other ids (a text that was tokenized again, an inserted token)",
+        "record sampler_ids",
+    ),
+    "context": (
+        CONTEXT,
+        "compare the ids that each side reads, prompt included",
+    ),
+    "penalties": (
+        "penalties, a logit bias or banned tokens of the sampler",
+        "switch them off",
+    ),
+    "temperature": (
+        "another temperature or scale of the logits, or a softcap that one side lacks",
+        "sample and train at temperature 1",
+    ),
+    "before_temperature": (
+        "a sampler's column of before the temperature",
+        "vLLM: logprobs_mode=processed_logprobs",
+    ),
+    "cut": (
+        "a sampler that was cut and renormalized, and a trainer that was not (top_p, "
+        "top_k, min_p, a grammar)",
+        "set top_p=1, top_k off, min_p=0",
+    ),
+    "vocabulary": (
+        "tokens in the trainer's softmax that the sampler's lacks (a padded vocabulary)",
+        "compare the two sizes",
+    ),
+    "divided": (
+        "log-probabilities divided by the temperature in place of logits",
+        "look where the trainer divides",
+    ),
+    "likeliest": (
+        LIKELIEST,
+        "take the number of the sampled id",
+    ),
+    "undrawn": (
+        "tokens that the sampler did not draw: its number is 0",
+        "mask them, and record NaN",
+    ),
+    "order": (
+        "numbers in another order (of responses, or of the chunks of a sequence)",
+        "carry an id with each response",
+    ),
+    "rows": (
+        "numbers of another response (exchanged rows)",
+        "carry an id with each response",
+    ),
+}
 # a log holds the place of a cause in this list: new ones come last
 SAMPLER = {
     "other_ids": (
@@ -73,10 +144,7 @@ SAMPLER = {
     ),
     "impossible_tokens": (
         "{tokens} of {trained} tokens are {far:g} nats less likely for the trainer "
-        "than for the sampler, and most others agree: other ids (a text that was "
-        "tokenized again, an inserted token), " + CONTEXT + ", numbers in another "
-        "order, other experts, weights or precision, penalties, a logit bias, a "
-        "grammar, or " + LIKELIEST + ". Record sampler_ids to tell."
+        "than for the sampler, and most others agree. " + LIKELY + "."
     ),
     "cut": (
         "the sampler is above the trainer on {share:.0%} of the tokens, and certain "
@@ -86,14 +154,7 @@ SAMPLER = {
     ),
     "cut_or_divided": (
         "the sampler is above the trainer on {share:.0%} of the tokens, E[ρ] = "
-        "{rho:.3f}: the sampler was cut and renormalized (top_p, top_k, min_p, a "
-        "grammar, banned tokens) or has a penalty or a logit bias that the trainer "
-        "lacks, the trainer's softmax has tokens that the sampler's lacks (a padded "
-        "vocabulary), the trainer divides log-probabilities by the temperature in "
-        "place of logits, or the sampler's column holds "
-        + LIKELIEST
-        + "."
-        + MASKED_BY_RATIO
+        "{rho:.3f}. " + LIKELY + "." + MASKED_BY_RATIO
     ),
     "trainer_above": (
         "the trainer is above the sampler on {share:.0%} of the tokens, E[ρ] = "
@@ -137,17 +198,11 @@ SAMPLER = {
     ),
     "temperature": (
         "the columns are two stretched versions of each other, mean gap {mean_abs:.3f} "
-        "nats, E[ρ] = {rho:.3f}: another temperature or scale of the logits, a softcap "
-        "or a penalty that one of them lacks, weights that have grown sharper or "
-        "flatter since the sampling, or " + CONTEXT + "."
+        "nats, E[ρ] = {rho:.3f}. " + LIKELY + "."
     ),
     "some_temperature": (
         "the columns are two stretched versions of each other, mean gap {mean_abs:.3f} "
-        "nats, E[ρ] = {rho:.3f}: another temperature or scale of the logits, a softcap "
-        "or a penalty that one of them lacks, a sampler's column of before the "
-        "temperature, weights that have grown sharper or flatter since the sampling, or "
-        + CONTEXT
-        + "."
+        "nats, E[ρ] = {rho:.3f}. " + LIKELY + "."
     ),
     "bfloat16_column": (
         "the column {column} holds bfloat16 numbers, 8 bits of each log-probability; "
@@ -156,26 +211,16 @@ SAMPLER = {
     "two_policies": (
         "the columns look like two normalized policies, mean gap {mean_abs:.3f} nats, "
         "E[ρ] = {rho:.3f}, KL about {k3:.2g}: more than bfloat16 rounding in most "
-        "models. Weights that are stale, undelivered or of a draft model, other "
-        "experts, quantization, low precision, "
-        + CONTEXT
-        + ", penalties, a logit bias, a mild cut or another temperature of one of them, "
-        "and " + LIKELIEST + " on some, look like this; several steps tell more."
+        "models. " + LIKELY + "."
     ),
     "unrelated": (
         "a token's numbers in the two columns have little to do with each other "
         "(correlation {correlation:.2f}, mean gap {mean_abs:.3f} nats, E[ρ] = "
-        "{rho:.3f}): quite other weights, " + CONTEXT + ", numbers in another order "
-        "(of responses, or of the chunks of a sequence), or of other tokens."
+        "{rho:.3f}). " + LIKELY + "."
     ),
     "some_responses": (
         "{rows} of {of} responses are off, by {mean_abs:.3f} nats a token, and the "
-        "others agree to {rest:.2g}: their numbers may be those of another response "
-        "(exchanged rows) or of other ids (a text that was tokenized again), or "
-        + LIKELIEST
-        + "; or they were sampled or scored by other weights, settings or experts, or in "
-        + CONTEXT
-        + "."
+        "others agree to {rest:.2g}. " + LIKELY + "."
     ),
     "aligned": (
         "in {rows} of {of} responses the sampler's numbers are at the {side} end of "
@@ -184,16 +229,9 @@ SAMPLER = {
     ),
     "missing_mass": (
         "E[ρ] = {rho:.3f} ± {error:.3f} is below 1, mean gap {mean_abs:.3f} nats, as if "
-        "the trainer gave mass to tokens that the sampler cannot draw, beside rounding "
-        "or other weights: the sampler was cut and renormalized (top_p, min_p, top_k, a "
-        "grammar, banned tokens), the trainer's softmax has tokens that the sampler's "
-        "lacks (a padded vocabulary), or the trainer divides log-probabilities by the "
-        "temperature in place of logits; or some tokens differ much (other experts, "
-        "other weights, penalties, a logit bias, "
-        + CONTEXT
-        + ", "
-        + LIKELIEST
-        + ")."
+        "the trainer gave mass to tokens that the sampler cannot draw. "
+        + LIKELY
+        + "."
         + MASKED_BY_RATIO
     ),
     "now_compared": (
@@ -207,7 +245,7 @@ SAMPLER = {
     ),
     "zero": (
         "on {tokens} of {trained} trained tokens, several of them unlikely for the "
-        "trainer, the sampler's number is 0. Here 0 is also what the sampler has on "
+        "trainer, the sampler's number is 0{place}. Here 0 is also what the sampler has on "
         "tokens of which the trainer is certain. So either it was certain of these "
         "tokens too, and the trainer has other ids or reads "
         + CONTEXT

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of the causes that share a signature, at most four are named, in the order in which the
+file speaks for them.
+"""
+
+import re
+
+import pytest
+import torch
+
+from tests.replay import second
+from tests.replay.simulator import FAULTS, World
+from upref.replay import gap, make_batch
+from upref.replay.suspects import (
+    MOST_NAMED,
+    USUAL,
+    Evidence,
+    _stands_earlier,
+    find_evidence,
+    rank,
+)
+from upref.replay.undo import Columns
+from upref.replay.words import SUSPECTS
+
+WORLD = World("llama", 23, responses=64, length=28)
+NOTHING = Evidence(
+    repeats=False,
+    position=False,
+    sparse=False,
+    small=False,
+    one_sided=False,
+    both_ways=False,
+    certain=False,
+    turns=False,
+    same_ids=False,
+    late=None,
+    bfloat16=False,
+)
+
+
+@pytest.mark.parametrize("finding", USUAL)
+def test_at_most_four_causes_are_named(finding):
+    named = rank(finding, NOTHING)
+    assert 1 <= len(named) <= MOST_NAMED == 4
+    assert set(USUAL[finding]) <= set(SUSPECTS)
+
+
+def text_of(columns, **more):
+    found = gap(make_batch(columns | more, file="f"))
+    (note,) = (f for f in found.notes if "causes" in f.numbers)
+    named = re.split(r"\)\s*;|\);", note.numbers["causes"])
+    assert len(named) <= MOST_NAMED
+    return note.numbers["causes"]
+
+
+def test_a_penalty_shows_in_the_repeated_tokens():
+    causes = text_of(second.FAULTS["repetition_penalty"](WORLD))
+    assert causes.startswith("penalties")
+
+
+def test_a_forgotten_context_is_among_the_causes():
+    assert "a cache, a window" in text_of(second.FAULTS["forgotten_context"](WORLD))
+
+
+def test_numbers_in_another_order_are_off_both_ways():
+    assert "another order" in text_of(second.FAULTS["context_parallel"](WORLD))
+
+
+def test_the_samplers_own_ids_rule_other_ids_out():
+    columns = FAULTS["retokenized"](WORLD)
+    assert text_of(columns).startswith("other ids")
+    assert "other ids" not in text_of(columns, sampler_ids=columns["ids"])
+
+
+def test_weights_that_are_known_to_be_late_come_first():
+    columns = FAULTS["quantized_weights"](WORLD)
+    late = make_batch(columns | {"version": torch.full((64,), 3)}, file="f", step=7)
+    assert gap(late).findings[0].numbers["causes"].startswith("other weights")
+
+
+def test_a_token_that_stands_earlier_is_found_in_its_own_row():
+    columns = {
+        "ids": torch.tensor([[5, 7, 5, 7, 9], [9, 9, 5, 5, 7]]),
+        "mask": torch.ones(2, 5),
+        "old": -torch.ones(2, 5),
+        "sampler": -torch.ones(2, 5),
+    }
+    assert _stands_earlier(make_batch(columns, file="f")).int().tolist() == [
+        [0, 0, 1, 1, 0],
+        [0, 1, 0, 1, 0],
+    ]
+
+
+def test_a_gap_of_few_tokens_is_sparse():
+    old = -torch.rand(20, 30, dtype=torch.float64)
+    sampler = old.clone()
+    sampler[:, 3] -= 2
+    batch = make_batch(
+        {
+            "ids": torch.arange(600).view(20, 30),
+            "mask": torch.ones(20, 30),
+            "old": old,
+            "sampler": sampler,
+        },
+        file="f",
+    )
+    evidence = find_evidence(batch, Columns(batch.old, batch.sampler, batch.mask))
+    assert evidence.sparse and evidence.small  # 2/30 nats on average

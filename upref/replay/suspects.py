@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which causes of a gap are likeliest by what the file itself shows, where several share
+a signature. The words of each are in words.py.
+
+A score is no probability: it orders causes that the numbers allow. What a file rules out
+has none.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from upref.replay.schema import RecordedBatch
+from upref.replay.undo import Columns
+from upref.replay.values import is_bfloat16
+from upref.replay.words import SUSPECTS
+
+MOST_NAMED = 4  # causes of one finding
+DIFFERS = 0.1  # nats: a smaller difference of a token is mostly rounding
+FAR = 2.0  # nats
+BOTH_WAYS = 0.25  # times as many tokens far below the trainer as far above it
+SIGNIFICANT = 5.0  # standard errors of a difference of means
+LEAST_TOKENS = 30  # on either side of a comparison
+SPARSE = 0.1  # the median of |d| over its mean, below which few tokens carry the gap
+SMALL_GAP = 0.1  # nats, mean |d|: low precision makes such a gap
+ONE_SIDED = 20.0  # times as many tokens above the trainer as below it
+
+# Of each finding, how usual each of its causes is.
+USUAL: dict[str, dict[str, float]] = {
+    "two_policies": {
+        "weights": 4.0,
+        "precision": 3.0,
+        "experts": 2.5,
+        "dropout": 2.0,
+        "context": 1.5,
+        "penalties": 1.0,
+        "temperature": 0.6,
+        "cut": 0.5,
+        "likeliest": 0.4,
+    },
+    "impossible_tokens": {
+        "ids": 4.0,
+        "context": 3.0,
+        "experts": 2.5,
+        "likeliest": 1.5,
+        "cut": 1.2,
+        "order": 1.0,
+        "penalties": 0.9,
+        "precision": 0.6,
+        "weights": 0.5,
+        "undrawn": 0.0,
+    },
+    "missing_mass": {
+        "cut": 4.0,
+        "weights": 2.0,
+        "experts": 2.0,
+        "penalties": 1.5,
+        "vocabulary": 1.4,
+        "divided": 1.3,
+        "context": 1.2,
+        "likeliest": 1.0,
+    },
+    "cut_or_divided": {
+        "cut": 4.0,
+        "likeliest": 2.0,
+        "vocabulary": 2.0,
+        "divided": 2.0,
+        "penalties": 1.0,
+    },
+    "temperature": {
+        "temperature": 4.0,
+        "weights": 2.0,
+        "context": 1.5,
+        "penalties": 1.0,
+    },
+    "some_temperature": {
+        "temperature": 4.0,
+        "before_temperature": 3.0,
+        "weights": 2.0,
+        "context": 1.5,
+        "penalties": 1.0,
+    },
+    "unrelated": {"order": 3.0, "weights": 2.5, "context": 2.0, "ids": 1.0},
+    "some_responses": {
+        "rows": 4.0,
+        "ids": 3.0,
+        "weights": 2.0,
+        "context": 1.5,
+        "experts": 1.0,
+        "likeliest": 1.0,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the columns show beside the size of the gap.
+
+    Args:
+        repeats: whether tokens that stand earlier in their response, or in its prompt,
+            have another mean difference than new ones, in the last half of the responses.
+        position: whether the first and the last half of the responses have other gaps.
+        sparse: whether few tokens carry the gap.
+        small: whether the mean gap is one that low precision makes.
+        one_sided: whether the sampler is above the trainer on nearly all tokens that
+            differ.
+        both_ways: whether the sampler is far below the trainer about as often as far
+            above it. Tokens that it drew with these probabilities do not: the mean of
+            ρ is at most 1.
+        certain: whether the sampler's number is 0 on most tokens that differ much.
+        turns: whether the responses have several turns, or tools.
+        same_ids: whether the sampler's own ids are recorded, and are the same.
+        late: whether older weights sampled; None where the file does not tell.
+        bfloat16: whether a column holds bfloat16 numbers.
+    """
+
+    repeats: bool
+    position: bool
+    sparse: bool
+    small: bool
+    one_sided: bool
+    both_ways: bool
+    certain: bool
+    turns: bool
+    same_ids: bool
+    late: bool | None
+    bfloat16: bool
+
+
+def find_evidence(batch: RecordedBatch, c: Columns) -> Evidence:
+    """Look where the gap lies.
+
+    Args:
+        batch: the recorded step.
+        c: the columns of trainer and sampler, and the tokens that are compared.
+    """
+    d = c.trained(c.log_rho)
+    size = d.abs()
+    differs = size > DIFFERS
+    far = size > FAR
+    above = int((d[differs] < 0).sum())
+    below = int((d[differs] > 0).sum())
+    late = None
+    if batch.version is not None and batch.step is not None:
+        late = bool((batch.version < batch.step).any())
+    is_late_token = _is_in_last_half(c.mask)[c.mask]
+    repeated = _stands_earlier(batch)[c.mask][is_late_token]
+    return Evidence(
+        repeats=_means_differ(d[is_late_token].clamp(-1, 1), repeated),
+        position=_means_differ(size.clamp(max=1), is_late_token),
+        sparse=bool(size.median() < SPARSE * size.mean()),
+        small=bool(size.mean() < SMALL_GAP),
+        one_sided=above > ONE_SIDED * below,
+        both_ways=int((d > FAR).sum()) > max(2, BOTH_WAYS * int((d < -FAR).sum())),
+        certain=int(far.sum()) > 0
+        and float((c.trained(c.sampler) == 0)[far].double().mean()) > 0.8,
+        turns=_has_turns(batch),
+        same_ids=batch.sampler_ids is not None,
+        late=late,
+        bfloat16=is_bfloat16(c.trained(c.sampler)) or is_bfloat16(c.trained(c.trainer)),
+    )
+
+
+def _means_differ(x: Tensor, is_one: Tensor) -> bool:
+    """Whether the mean of x [N] on some tokens is another than on the rest, by more than
+    chance.
+    """
+    one, other = x[is_one], x[~is_one]
+    if min(len(one), len(other)) < LEAST_TOKENS:
+        return False
+    error = (one.var() / len(one) + other.var() / len(other)).sqrt()
+    return bool((one.mean() - other.mean()).abs() > SIGNIFICANT * error)
+
+
+def _stands_earlier(batch: RecordedBatch) -> Tensor:
+    """Which tokens stand earlier in their row, [B, T]."""
+    order = batch.ids.argsort(dim=1, stable=True)
+    in_order = batch.ids.gather(1, order)
+    is_same = torch.zeros_like(batch.mask)
+    is_same[:, 1:] = in_order[:, 1:] == in_order[:, :-1]
+    return torch.zeros_like(batch.mask).scatter(1, order, is_same)
+
+
+def _is_in_last_half(mask: Tensor) -> Tensor:
+    """Which tokens are in the last half of the tokens that train of their row, [B, T]."""
+    return mask.cumsum(1) > mask.sum(1, keepdim=True) / 2
+
+
+def _has_turns(batch: RecordedBatch) -> bool:
+    """Whether a response has several turns, or a part that does not train."""
+    if batch.turn is not None and len(batch.turn[batch.mask].unique()) > 1:
+        return True
+    starts = batch.mask[:, 1:] & ~batch.mask[:, :-1]
+    number_of_parts = starts.sum(1) + batch.mask[:, 0]
+    return bool((number_of_parts > 1).any())
+
+
+def _weights_of_evidence(e: Evidence) -> dict[str, float]:
+    """How much the evidence adds to the score of each cause."""
+    added = dict.fromkeys(SUSPECTS, 0.0)
+    if e.repeats:
+        added["penalties"] += 7
+    if e.position:
+        added["context"] += 3
+        added["ids"] += 1
+    if e.sparse:
+        added["experts"] += 1
+        added["ids"] += 1
+        added["context"] += 0.5
+    else:
+        added["weights"] += 1
+        added["precision"] += 1
+        added["dropout"] += 1
+    if e.small:
+        added["precision"] += 1
+    if e.one_sided:
+        added["cut"] += 3
+        added["likeliest"] += 3.5
+    if e.both_ways:
+        added["order"] += 5
+        added["rows"] += 2
+    if e.certain:
+        added["undrawn"] += 6
+        added["cut"] += 3
+    if e.turns:
+        added["ids"] += 2
+        added["context"] += 1
+    if e.late:
+        added["weights"] += 2
+    if e.bfloat16:
+        added["precision"] += 2
+    if e.same_ids:
+        added["ids"] -= 100
+    return added
+
+
+def rank(finding: str, evidence: Evidence) -> list[str]:
+    """Name the likeliest causes of a finding, the likeliest first.
+
+    Args:
+        finding: a key of USUAL.
+        evidence: what the columns show.
+
+    Returns:
+        At most MOST_NAMED keys of words.SUSPECTS.
+    """
+    added = _weights_of_evidence(evidence)
+    scores: Mapping[str, float] = {
+        name: usual + added[name] for name, usual in USUAL[finding].items()
+    }
+    possible = [name for name, score in scores.items() if score > 0]
+    return sorted(possible, key=lambda name: -scores[name])[:MOST_NAMED]
+
+
+def causes_in_words(finding: str, evidence: Evidence) -> str:
+    """Name the likeliest causes of a finding, each with what tells it from the others.
+
+    Args:
+        finding: a key of USUAL.
+        evidence: what the columns show.
+
+    Returns:
+        The end of a sentence.
+    """
+    named = [SUSPECTS[name] for name in rank(finding, evidence)]
+    return "; ".join(f"{cause} ({to_tell})" for cause, to_tell in named)
