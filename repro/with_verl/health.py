@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from upref import markdown
+
 ALARMS, BOUND, BLIND = (
     f"actor/upref/parity_{k}" for k in ("alarms", "of_bound", "blind")
 )
@@ -209,10 +211,7 @@ def page(run: Path, rows: list[Row], saved: Row) -> str:
     kept.
     """
     found, change = lines(rows, saved)
-    parts = [
-        "| measure | value | |\n|---|---|---|\n"
-        + "\n".join(f"| {' | '.join(line)} |" for line in found)
-    ]
+    parts = [markdown.table(["measure", "value", ""], found)]
     told = answers(run)
     if told:
         read = mean(bool(ANSWER.search(a["output"])) for a in told)

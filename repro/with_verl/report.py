@@ -24,6 +24,7 @@ from repro.with_verl.logged import NORM, SCORE, Kept, named, read, validation
 from repro.with_verl.run import records
 from upref import InputError
 from upref.files import write_atomically
+from upref.markdown import table
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -81,11 +82,6 @@ def where(runs: list[Kept]) -> str:
         f"Scale {', '.join(scales)}: not the paper's experiment. Its figures are drawn from these runs; the paper's "
         "printed numbers are shown for orientation and belong to other models."
     )
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    line = lambda cells: "| " + " | ".join(cells) + " |"
-    return "\n".join([line(head), line(["---"] * len(head)), *map(line, rows)])
 
 
 def table_of(runs: list[Kept]) -> str:

@@ -3,7 +3,6 @@
 
 import ast
 import importlib
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,6 @@ KNOWN = {
     "repro/with_verl/gpu_trial.py": "own_folder",
     "repro/with_verl/machine/processes.py": "a mark of its own",
     "repro/with_verl/trials/faults.py": "own_folder",
-    "repro/with_verl/trials/restart.py": "runs of its own name, in runs/",
     "upref/files.py": "own_folder; drafts by their name",
     "upref_frameworks/audits/isolated/pin.py": "a cache of its own",
 }
@@ -148,15 +146,3 @@ def test_the_trials_of_verl_leave_a_folder_of_somebody(own, monkeypatch):
         with pytest.raises(InputError, match="removes none of them"):
             command()
     assert content(own) == before
-
-
-def test_a_cluster_of_somebody_keeps_its_file(tmp_path, monkeypatch):
-    pytest.importorskip("psutil", reason="`repro/venv.sh smoke` installs it")
-    restart = importlib.import_module("repro.with_verl.trials.restart")
-    file = tmp_path / "ray_current_cluster"
-    file.write_text("10.0.0.1:6379")
-    monkeypatch.setattr(restart, "CLUSTER", file)
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("it started"))
-    with pytest.raises(InputError, match="a Ray cluster runs here"):
-        restart.nodes()
-    assert file.read_text() == "10.0.0.1:6379"

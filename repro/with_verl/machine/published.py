@@ -14,13 +14,11 @@ from typing import Any
 
 from repro.with_verl.config.model import shape_of
 from repro.with_verl.machine import estimate as e
+from upref import markdown
 from upref.files import write_atomically
 
-HEAD = (
-    "| run | source | GPUs | mean response | phase | published, s | formula, s | ratio |\n"
-    + "|---" * 8
-    + "|"
-)
+COLUMNS = ("run", "source", "GPUs", "mean response", "phase")
+SECONDS = ("published, s", "formula, s", "ratio")
 
 
 def phases(run: dict[str, Any], length: float) -> dict[str, float]:
@@ -73,7 +71,7 @@ def compare() -> list[tuple[dict[str, Any], float, str, float, float]]:
 
 
 def table() -> str:
-    lines = [HEAD]
+    rows = []
     for run, length, phase, there, here in compare():
         said = f"{length:,.0f}{'' if 'length' in run else ' *'}"
         cells = (
@@ -83,10 +81,9 @@ def table() -> str:
             said,
             phase,
         )
-        lines.append(
-            f"| {' | '.join(map(str, cells))} | {there:,.0f} | {here:,.0f} | {here / there:.2f} |"
-        )
-    return "\n".join(lines)
+        seconds = f"{there:,.0f}", f"{here:,.0f}", f"{here / there:.2f}"
+        rows.append([*cells, *seconds])
+    return markdown.table([*COLUMNS, *SECONDS], rows)
 
 
 def summary() -> str:
@@ -116,16 +113,15 @@ def scales() -> str:
     from repro.with_verl.config.validate import validate
     from repro.with_verl.machine.costs import price, save_hourly
 
-    lines = [
-        "| scale | GPUs | seconds a step | steps | hours | GPU-hours | dollars | GB to train | GB to sample |",
-        "|---" * 9 + "|",
-    ]
-    rows = [
+    columns = ["scale", "GPUs", "seconds a step", "steps", "hours", "GPU-hours"]
+    columns += ["dollars", "GB to train", "GB to sample"]
+    rows = []
+    scales = [
         (name, flash)
         for name in SCALES
         for flash in ((True, False) if load_scale(name).without_flash else (True,))
     ]
-    for name, flash in rows:
+    for name, flash in scales:
         objective = {
             "paper_math": "up_grpo",
             "paper_geo3k": "up_grpo",
@@ -147,8 +143,8 @@ def scales() -> str:
             f"{n:,.0f}"
             for n in (x.hours, x.gpu_hours, x.dollars, x.train / e.GB, x.rollout / e.GB)
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return markdown.table(columns, rows)
 
 
 PAGE = """# What a run costs, by arithmetic

@@ -28,6 +28,7 @@ from repro.with_verl.cpu import smoke, toy
 from repro.with_verl.data import schema
 from repro.with_verl.place import RESULTS, ROOT
 from repro.with_verl.run import advice
+from upref import markdown
 from upref.files import own_folder, write_atomically
 
 STEPS = 2
@@ -233,14 +234,14 @@ gradient of the objective on the same rows. Its bound, of that step, is 2e-5, in
 may move a ratio over a clip bound, and then either side of the bound is right: "at a bound" counts these tokens
 (responses in up_gspo) of the eight steps, and in brackets those that verl had on another side than float64.
 
-| row | objective | settings | result | parity / bound | gradient error | bound | at a bound | seconds | of CPU | load |
-|---|---|---|---|---|---|---|---|---|---|---|
 """
+COLUMNS = ("row", "objective", "settings", "result", "parity / bound", "gradient error")
+MORE_COLUMNS = ("bound", "at a bound", "seconds", "of CPU", "load")
 
 
 def table(found: dict[str, dict]) -> str:
     """results/matrix.md."""
-    lines = []
+    rows = []
     for name, (objective, what, *_, must_fail) in ROWS.items():
         row = found.get(name, {"wrong": []})
         said = row["wrong"][-1].replace("|", "/") if row["wrong"] else ""
@@ -252,8 +253,9 @@ def table(found: dict[str, dict]) -> str:
         near = f"{row['at_bound']} ({row['other_side']})" if "at_bound" in row else ""
         cells = [name, objective, what, result, parity, error, bound, near]
         cells += [row.get(k, "") for k in ("seconds", "cpu_seconds", "load")]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += [
+        rows.append(cells)
+    lines = [
+        markdown.table([*COLUMNS, *MORE_COLUMNS], rows),
         "",
         versions(found),
         "",
