@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 
 from repro.mini.experiment import effects, plan, records
-from repro.mini.experiment.effects import Effect, Runs
+from repro.mini.experiment.effects import Effect, Places, Runs
 from repro.mini.experiment.plan import Plan
 from repro.mini.experiment.questions import Numbers, Question, difference, term_of
 
@@ -141,7 +141,7 @@ def at_equal_average() -> tuple[float, float, float]:
     ends = {m: np.array(level(m, "up_dapo").values) for m in ("avg", "best")}
     path = {m: _paths("dapo", m) for m in ("avg", "best")}
 
-    def gain(rows: Numbers | slice) -> float:
+    def gain(rows: Places | slice) -> float:
         avg, best = path["avg"][rows].mean(0), path["best"][rows].mean(0)
         order = np.argsort(avg)
         there = np.interp(ends["avg"][rows].mean(), avg[order], best[order])
