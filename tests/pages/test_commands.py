@@ -54,6 +54,7 @@ REPLAYS = [  # of docs/howto/replay.md, whose commands run in one test
     "upref replay dumps --as dapo --hp eps_high=0.2", "upref replay dumps --as dapo --hp eps_high=0.2 -o sheet.html",
     "upref replay dumps --as dapo --hp eps_high=0.2 --hp c=3",
     "upref replay dumps --as dapo --hp eps_high=0.2 --hp c=3 -o sheet.html",
+    "upref replay dumps --zero",
 ]  # fmt: skip
 # command -> the test that runs it or its smallest form, and words of that test's file
 # that show it

@@ -494,6 +494,11 @@ def _parser() -> argparse.ArgumentParser:
         default="",
         help="also write a sheet: .svg or .html",
     )
+    c.add_argument(
+        "--zero",
+        action="store_true",
+        help="the sampler's bits must be the trainer's: count the tokens that differ",
+    )
     c.add_argument("-v", "--verbose", action="store_true", help="print every step")
     c.epilog = """FILE is .npz or .safetensors of docs/dump.md, NeMo-RL's train_data_step*.jsonl, or the .pt of slime's
         and miles' --save-debug-train-data. Reports and sheets show token ids, and texts with --tokenizer: users' data.

@@ -42,6 +42,7 @@ def run(args: Any, hp: dict[str, Any]) -> int:
         only=args.only.split(",") if args.only else CHECKS,
         others=args.against,
         tokenizer=_tokenizer(args.tokenizer),
+        zero=args.zero,
     )
     print(found.json() if args.json else found.text(args.verbose))
     if others := other_files(args.files):

@@ -12,6 +12,7 @@ from upref.replay.findings import ReplayFinding, name_steps
 from upref.replay.gap import Gap
 from upref.replay.loss import LoggedLoss
 from upref.replay.schema import RecordedBatch
+from upref.replay.zero import MOST_SHAPES, ZeroMismatch
 
 if TYPE_CHECKING:
     from upref.replay.report import Replay, StepChecks
@@ -128,6 +129,11 @@ def _run_lines(found: "Replay", unused: tuple[str, ...]) -> Iterator[str]:
             of_first = f" Its numbers are of step {steps[kind][0]}."
         yield _fold(f"{word}  {first.check}: {first} {where}.{of_first}")
     yield from _finding_lines("run", notes_of_run)
+    for s in found.steps:
+        if s.zero is not None and s.zero.differ:
+            yield f"      zero: at step {s.step}, the first one:"
+            yield from _zero_lines(s.zero)
+            break
     yield from _size_lines(found)
     yield from _agreement_lines(found, unused)
 
@@ -173,6 +179,8 @@ def _agreements(s: "StepChecks", unused: tuple[str, ...]) -> Iterator[tuple[str,
     """Yield what agrees in a step, in words that are the same at other steps, and what
     stands behind the steps.
     """
+    if s.zero is not None and not s.zero.differ:
+        yield "zero: all tokens are equal bit by bit", ""
     advantages = s.advantages
     if advantages is not None and advantages.estimator and not advantages.findings:
         yield f"advantages: {advantages.estimator} of {advantages.grouping}", ""
@@ -251,6 +259,9 @@ def _step_lines(s: "StepChecks", unused: tuple[str, ...]) -> Iterator[str]:
         s: the step.
         unused: hyperparameters of which an agreement of its loss says nothing.
     """
+    if s.zero is not None:
+        yield from _finding_lines("zero", s.zero.findings)
+        yield from _zero_lines(s.zero)
     gap = s.sampler
     if gap is not None:
         yield from _finding_lines("sampler", gap.findings)
@@ -287,6 +298,30 @@ def _step_lines(s: "StepChecks", unused: tuple[str, ...]) -> Iterator[str]:
             )
     if s.old is not None:
         yield from _finding_lines("old", (s.old,))
+
+
+def _zero_lines(zero: ZeroMismatch) -> Iterator[str]:
+    """Yield where the tokens stand whose numbers differ."""
+    if not zero.differ:
+        yield f"ok    zero: {zero.tokens:,} tokens are equal bit by bit"
+        return
+    tails = ", ".join(f"{share:.2%} beyond {t:g}" for t, share in zero.beyond.items())
+    quarters = ", ".join(f"{share:.0%}" for share in zero.quarters)
+    yield f"      zero: {tails} nats; differing by quarter of the response: {quarters}"
+    if zero.shapes:
+        shapes = ", ".join(
+            f"{rows} x {width}: {share:.0%}"
+            for (rows, width), share in list(zero.shapes.items())[:MOST_SHAPES]
+        )
+        more = len(zero.shapes) - MOST_SHAPES
+        rest = f" and {more} more" if more > 0 else ""
+        yield _fold(
+            f"      zero: differing by shape of the micro-batch: {shapes}{rest}"
+        )
+    ids = ", ".join(
+        f"{number} ({off} of {of})" for number, (off, of) in zero.ids.items()
+    )
+    yield f"      zero: differing most often: id {ids}"
 
 
 def _gap_numbers(gap: Gap) -> str:

@@ -12,6 +12,7 @@ from upref.replay.lines import report_lines
 from upref.replay.loss import LoggedLoss
 from upref.replay.schema import RecordedBatch
 from upref.replay.series import Series
+from upref.replay.zero import ZeroMismatch
 from upref.result import Result
 
 
@@ -26,13 +27,13 @@ class StepChecks:
     loss: LoggedLoss | None
     old: ReplayFinding | None
     not_run: dict[str, str]
+    zero: ZeroMismatch | None = None
 
     @property
     def findings(self) -> list[ReplayFinding]:
         """The findings of all checks of the step."""
-        checks = [
-            c for c in (self.sampler, self.advantages, self.loss) if c is not None
-        ]
+        all_checks = (self.zero, self.sampler, self.advantages, self.loss)
+        checks = [c for c in all_checks if c is not None]
         return [f for c in checks for f in c.findings] + (
             [self.old] if self.old else []
         )
@@ -109,6 +110,7 @@ class Replay(Result):
                 "sampler": _data(s.sampler),
                 "advantages": _data(s.advantages),
                 "loss": _data(s.loss),
+                "zero": _data(s.zero),
                 "findings": [asdict(f) | {"text": str(f)} for f in s.findings],
             }
             for s in self.steps

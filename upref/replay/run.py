@@ -19,6 +19,7 @@ from upref.replay.report import Replay, StepChecks
 from upref.replay.schema import SEVERAL_LOSSES, RecordedBatch, expect_batch
 from upref.replay.series import StepGap, measure_step, ratio_one, series
 from upref.replay.terms import objective_as_run
+from upref.replay.zero import zero_mismatch
 
 CHECKS = ("sampler", "advantages", "loss", "objectives")
 OTHERS = ("dapo", "up_dapo", "grpo", "gspo", "cispo")
@@ -35,6 +36,7 @@ def replay(
     only: Iterable[str] = CHECKS,
     others: Iterable[str] = (),
     tokenizer: Any = None,
+    zero: bool = False,
 ) -> Replay:
     """Check the recorded batches of a run. At most four steps are in memory at a time.
 
@@ -47,6 +49,7 @@ def replay(
         only: which of CHECKS to run.
         others: objectives to compare with, in place of the usual ones.
         tokenizer: of transformers, for the texts of the heaviest tokens.
+        zero: also compare the sampler with the trainer bit by bit.
 
     Returns:
         The Replay.
@@ -71,6 +74,8 @@ def replay(
     widest = Largest()
     for position, batch in enumerate(batches):
         checks = _check_step(batch, position, o, settings, logged, digits, chosen)
+        if zero:
+            checks = _with_zero_mismatch(checks, batch)
         steps.append(checks)
         size = -1.0
         if checks.sampler is not None:
@@ -186,6 +191,14 @@ def _check_step(
         ratio_one(batch),
         not_run,
     )
+
+
+def _with_zero_mismatch(checks: StepChecks, batch: RecordedBatch) -> StepChecks:
+    """The checks of a step with that of zero mismatch."""
+    try:
+        return replace(checks, zero=zero_mismatch(batch))
+    except InputError as e:
+        return replace(checks, not_run=checks.not_run | {"zero": str(e)})
 
 
 def _make_table(

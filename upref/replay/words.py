@@ -254,6 +254,15 @@ SAMPLER = {
     ),
 }
 
+# ---- zero mismatch -------------------------------------------------------------------
+ZERO = {
+    "differs": (
+        "{differ} of {tokens} tokens differ, in {rows} of {of} responses. The first is "
+        "token {token} of response {row}: {mu:.9g} by the sampler, {pi:.9g} by the "
+        "trainer. Beyond 0.5 nats: {half:.2%}."
+    ),
+}
+
 # ---- several steps -------------------------------------------------------------------
 SERIES = {
     "never_delivered": (
@@ -462,7 +471,7 @@ OLD = {
     ),
 }
 
-CAUSES: dict[str, str] = SAMPLER | SERIES | ADVANTAGES | LOSS | OLD
+CAUSES: dict[str, str] = SAMPLER | ZERO | SERIES | ADVANTAGES | LOSS | OLD
 
 
 def sentence(cause: str, numbers: Mapping[str, Any]) -> str:
