@@ -3,7 +3,7 @@
 smoke scale, or random weights of the sizes of Qwen2.5-0.5B.
 
     python -m repro.with_verl.gpu_trial OUT [--size toy|half] [--objective up_dapo]
-    [--steps 24] [--fault] [--dry-run] [verl overrides]
+    [--steps 24] [--fault] [--limit SECONDS] [--dry-run] [verl overrides]
 
 toy learns in 24 steps. half shows memory, sleep mode and the transfer of real weights;
 random weights are no evidence for an objective. Every micro-batch is compared with the
@@ -16,7 +16,9 @@ status: 0 all of it held, 1 something did not, 2 it could not run.
 """
 
 import json
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -109,6 +111,18 @@ SHOWN = {
     "timing_s/step": "step",
     "perf/max_memory_allocated_gb": "GB",
 }
+# what verl, Ray and vLLM write on their way to the first step, and what it means
+MILESTONES = {
+    "Started a local Ray instance": "Ray runs",
+    "worker group kwargs": "verl's controller has the data",
+    "actor and ref model engine initialized": "the trainer's model is on the GPU",
+    "Initializing a V1 LLM engine": "vLLM's engine begins",
+    "Model loading took": "vLLM has the model on the GPU",
+    "init engine (profile": "vLLM's engine is ready",
+    "all initialize finished, ready to fit": "verl is ready to train",
+    "Successfully reset prefix cache": "vLLM has the trainer's weights",
+}
+DAY = 24 * 3600  # seconds
 MADE = ("model", "data.parquet")  # what `make` makes, and a later run uses again
 BAND = ("clip/pos_high", "clip/pos_low", "clip/neg_high", "clip/neg_low", "above_high")
 PACKAGES = ("verl", "vllm", "ray", "TransferQueue", "torch", "triton", "transformers")
@@ -199,6 +213,32 @@ def tell(row: dict[str, Any]) -> None:
     d = row["data"]
     shown = (f"{name} {d[k]:.3g}" for k, name in SHOWN.items() if k in d)
     print(f"  step {row['step']:3}  {'  '.join(shown)}", flush=True)
+
+
+def milestones(output: str, began: str) -> dict[str, int]:
+    """When the start of a run came how far, in seconds.
+
+    Args:
+        output: of verl's trainer.
+        began: the time of day at which it was started, HH:MM:SS.
+
+    Returns:
+        What had happened -> seconds after the beginning, for the first time of each.
+    """
+    found: dict[str, int] = {}
+    for line in output.splitlines():
+        stamp = re.search(r"\b\d\d:\d\d:\d\d\b", line)
+        for words, meaning in MILESTONES.items():
+            if stamp and words in line:
+                after = (_seconds(stamp[0]) - _seconds(began)) % DAY
+                found.setdefault(meaning, after)
+    return found
+
+
+def _seconds(time_of_day: str) -> int:
+    """HH:MM:SS in seconds after midnight."""
+    hours, minutes, seconds = map(int, time_of_day.split(":"))
+    return 3600 * hours + 60 * minutes + seconds
 
 
 def outside(rows: list[dict[str, Any]]) -> int:
@@ -310,6 +350,7 @@ def main(
     size: str,
     fault: bool,
     extra: list[str],
+    limit: float = math.inf,
 ) -> int:
     """Train, watch, replay, judge, write the row; the exit status.
 
@@ -321,6 +362,7 @@ def main(
         size: toy or half.
         fault: whether vLLM reports log-probabilities of before the temperature.
         extra: overrides of verl, the last word.
+        limit: seconds after which verl is ended; what it logged is judged.
     """
     own_folder(out)
     for path in out.iterdir():
@@ -338,6 +380,7 @@ def main(
     os.environ |= {FOLDER: str(out / STEPS), HOW_OFTEN: "1"}
     eager = f"{ROLLOUT}.enforce_eager=False" not in extra
     watch.END = END
+    began = time.strftime("%H:%M:%S")
     outcome = watch.run(
         command, log, output, env=environment(log, eager) | watched(out), asked=steps,
         stall=STALL, first=FIRST, tell=tell, idle=False,
@@ -353,6 +396,9 @@ def main(
         "seconds": round(outcome.seconds, 1),
         "report": report,
         "wrong": wrong,
+        "start": milestones(
+            output.read_text(encoding="utf-8", errors="replace"), began
+        ),
         "replay": replay,
         "gpu": device(),
         "versions": versions(),
@@ -383,6 +429,7 @@ if __name__ == "__main__":
     parser.add_argument("--objective", default="up_dapo")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--fault", action="store_true")
+    parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS")
     parser.add_argument("--dry-run", action="store_true")
     args, rest = parser.parse_known_args()
     try:
@@ -397,9 +444,8 @@ if __name__ == "__main__":
             dry_run(chosen, words, args.size)
             print(f"verl accepts these {len(words)} overrides; nothing was started")
             sys.exit(0)
-        sys.exit(
-            main(chosen, args.out.resolve(), args.steps, args.size, args.fault, rest)
-        )
+        out, limit = args.out.resolve(), args.limit
+        sys.exit(main(chosen, out, args.steps, args.size, args.fault, rest, limit))
     except (upref.InputError, OSError) as error:
         print(f"gpu_trial: {error}", file=sys.stderr)
         sys.exit(2)

@@ -4,9 +4,10 @@
 #
 # A trial starts for minutes and trains for one, so three of them take little longer than one. verl 0.9.1 names
 # its sockets in /tmp by the number of the Ray job, which is 1 in each cluster: each trial has a /tmp of its own
-# (unshare, as root; this checkout is at /keep there). PYTHONPATH names the packages of pack.py, PYTHON the
-# interpreter, and TRIALS can leave some out. OUT gets NAME.tgz with gpu.json, trainer.log, the logged and the
-# recorded steps of each; what is there after SECONDS is kept too.
+# (unshare, as root; this checkout is at /keep there), so the packages and the interpreter must lie elsewhere.
+# PYTHONPATH names the packages of pack.py, PYTHON the interpreter, and TRIALS can leave some out.
+# verl is ended 40 s before SECONDS, and what it has logged is judged. OUT gets NAME.tgz of each: gpu.json,
+# the output, the logged and the recorded steps.
 set -uo pipefail
 [[ $# -eq 2 ]] || { echo "usage: gpu_trials.sh OUT SECONDS" >&2 && exit 2; }
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -21,7 +22,8 @@ trial() { # NAME ARGUMENTS, in namespaces of its own
     mount --make-rprivate / && mount --rbind "$PWD" /keep && mount -t tmpfs tmpfs /tmp && cd /keep || exit 2
     export TMPDIR=/tmp PYTHONPATH=/keep:${PYTHONPATH-} PYTHONUNBUFFERED=1
     name=$1 && shift
-    timeout -s TERM -k 15 "$limit" "$python" -m repro.with_verl.gpu_trial "/tmp/$name" "$@" >"$kept/$name.out" 2>&1
+    timeout -s TERM -k 15 "$limit" "$python" -m repro.with_verl.gpu_trial "/tmp/$name" --limit "$((limit - 40))" "$@" \
+        >"$kept/$name.out" 2>&1
     echo "$name: status $?, $SECONDS s" | tee -a "$kept/$name.out"
     cp "$kept/$name.out" "/tmp/$name/output"
     cd "/tmp/$name" && rm -rf model checkpoints hydra && tar czf "$kept/$name.tgz" .

@@ -110,6 +110,23 @@ def test_verl_accepts_the_settings_of_both_sizes(tmp_path, size):
     assert cfg.actor_rollout_ref.rollout.free_cache_engine == (size == "half")
 
 
+def test_the_seconds_of_a_start_are_read_off_the_output():
+    output = "\n".join(
+        [
+            "2026-11-28 23:59:50,251\tINFO worker.py:2038 -- Started a local Ray instance.",
+            "(EngineCore pid=3) INFO 11-29 00:00:10 [core.py:344] init engine (profile, ...) took 15.86 s",
+            "(TaskRunner pid=2) INFO:2026-11-29 00:00:12,093:all initialize finished, ready to fit",
+            "2026-11-29 00:01:00 Started a local Ray instance.",
+            "all initialize finished, ready to fit",
+        ]
+    )
+    assert trial.milestones(output, "23:59:40") == {
+        "Ray runs": 10,
+        "vLLM's engine is ready": 30,
+        "verl is ready to train": 32,
+    }
+
+
 def test_a_word_that_is_no_override_is_refused(tmp_path):
     command = [sys.executable, "-m", "repro.with_verl.gpu_trial", str(tmp_path), "lr"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

@@ -5,6 +5,7 @@ real steps.
 
 import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
@@ -60,7 +61,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(watch, "BLAME", 1.5)
 
 
-def trainer(tmp_path, plan, stall=600.0, do=None, asked=9):
+def trainer(tmp_path, plan, stall=600.0, do=None, asked=9, limit=math.inf):
     script, log = tmp_path / "trainer.py", tmp_path / "log.jsonl"
     script.write_text(TRAINER)
     if do:
@@ -70,7 +71,7 @@ def trainer(tmp_path, plan, stall=600.0, do=None, asked=9):
     told = []
     out = watch.run(
         [sys.executable, str(script), str(log), plan], log, tmp_path / "output",
-        env={}, asked=asked, stall=stall, first=600, tell=told.append,
+        env={}, asked=asked, stall=stall, first=600, tell=told.append, limit=limit,
     )  # fmt: skip
     assert [r["step"] for r in told] == [1, 2, 3]
     left = [
@@ -140,6 +141,13 @@ def test_no_step_for_long_ends_it_with_all_it_started(tmp_path, monkeypatch):
         if p.pid == int((tmp_path / "log.jsonl.pid").read_text())
     ]
     assert all(p.info["status"] == "zombie" for p in left)  # at most not yet reaped
+
+
+def test_a_limit_ends_it_and_what_it_logged_is_judged(tmp_path):
+    out, rows = trainer(tmp_path, "hangs", limit=6)
+    assert out.status is None and out.why == "its limit of 6 s"
+    wrong = smoke.judge(rows, 9, out)[1]
+    assert wrong[0] == "ended: its limit of 6 s, after step 3"
 
 
 def test_a_run_that_waits_for_what_does_not_come_is_ended(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ count less. After the last step it has END seconds to shut down. What Ray runs o
 machines is not seen from here: there only the steps count, and what verl says.
 """
 
+import math
 import os
 import re
 import signal
@@ -123,12 +124,13 @@ def run(
     tell=print,
     idle: bool = True,
     echo: bool = False,
+    limit: float = math.inf,
 ) -> Outcome:
     """Run it, its output behind what is in a file; `tell` is called with each step that
     it logs, of `asked` ones.
 
     idle: end it where it waits without using the CPU, too. echo: print its output as it
-    comes.
+    comes. limit: end it after so many seconds.
     """
     start = last = time.monotonic()
     told, why, longest, written = 0, "", 0.0, -1
@@ -158,7 +160,9 @@ def run(
                 told, last, worked = told + 1, now, family.worked
             if not told and output.stat().st_size != written:
                 written, last = output.stat().st_size, now
-            if rows and rows[-1]["step"] >= asked:
+            if now - start > limit:
+                why = f"its limit of {limit:.0f} s"
+            elif rows and rows[-1]["step"] >= asked:
                 why = "it did not end after its last step" if now - last > END else ""
             elif family.dead:
                 if now - family.since > GRACE:
