@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of docs/gpu.md, from benchmarks/gpu/results.json."""
 
+import heapq
 import json
 import re
 from collections import Counter
@@ -8,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import __main__ as gpu
 from upref import markdown
 
 RESULTS = Path(__file__).parent.parent / "benchmarks/gpu/results.json"
@@ -50,6 +52,7 @@ def machine() -> str:
     runs = "; ".join(
         f"run {n}, {run['date']}, commit {run['commit']}"
         for n, run in enumerate(results()["runs"], 1)
+        if "gpu" not in run  # else it says so itself
     )
     driver = rows("facts", fact="nvidia-smi")[0]["out"].split(", ")[2]
     return (
@@ -315,7 +318,12 @@ def training_ratios() -> str:
     least = min(data["actor/upref/ratio/min"] for _, data in logged)
     most = max(data["actor/upref/ratio/max"] for _, data in logged)
     clips = ("pos_high", "pos_low", "neg_high", "neg_low")
-    assert not any(data[f"actor/upref/clip/{c}"] for _, data in logged for c in clips)
+    outside = sum(any(d[f"actor/upref/clip/{c}"] for c in clips) for _, d in logged)
+    if outside:
+        return (
+            f"Tokens are clipped in {outside} of {len(logged)} recorded steps, whose ratios lie in "
+            f"[{least:.3f}, {most:.3f}]; parity was compared on each micro-batch."
+        )
     parity = {number: data["actor/upref/parity_of_bound"] for number, data in logged}
     # a step without a comparison repeats the last one
     compared = [n for n in sorted(parity) if parity[n] != parity.get(n - 1)]
@@ -329,6 +337,68 @@ def training_ratios() -> str:
         f"Parity was compared in steps {listed} alone, on the first micro-batches of a "
         "process, where every ratio is 1 and almost all objectives have one gradient."
     )
+
+
+def verl() -> str:
+    """How far the trials of verl's trainer came, and what replay said of them."""
+    every = rows("verl")
+    parts = [
+        f"On {of_one(every, 'gpu')}, with "
+        + ", ".join(f"{k} {v}" for k, v in every[0]["versions"].items() if v)
+        + "."
+    ]
+    trained = [row for row in every if row["steps"]]
+    if trained:
+        head = ["trial", "steps", "what it reports", "wrong"]
+        body = [
+            [r["run"], len(r["steps"]), "; ".join(r["report"]), "; ".join(r["wrong"])]
+            for r in trained
+        ]
+        parts.append(table(head, body))
+    if ended := [row for row in every if not row["steps"]]:
+        names = list(dict.fromkeys(name for row in ended for name in row["start"]))
+        body = [
+            [name, *(row["start"].get(name, "") for row in ended)] for name in names
+        ]
+        body.append(["it was ended", *(row["seconds"] for row in ended)])
+        head = ["seconds after the start of verl", *(row["run"] for row in ended)]
+        parts.append(table(head, body))
+    errors = {k: v for row in every for k, v in row.get("kernels", {}).items()}
+    if errors:
+        said = ", ".join(f"{name} by {size(error)}" for name, error in errors.items())
+        parts.append(
+            f"vLLM's kernels, launched by themselves in bfloat16, are off: {said}."
+        )
+    return "\n\n".join(parts)
+
+
+def of_one(every: Rows, field: str) -> Any:
+    """The value that all these rows have."""
+    [value] = {row[field] for row in every}
+    return value
+
+
+def asks() -> str:
+    """What to ask of benchmarks.gpu in so many minutes, by the times of recorded runs."""
+    took: dict[str, float] = {}
+    for run in results()["runs"]:
+        took |= {name: part["seconds"] for name, part in run["parts"].items()}
+    cores = rows("facts", fact="machine")[0]["cores"]
+    every = gpu.parts()
+    body = []
+    for minutes, asked in gpu.ASKS.items():
+        names = [n for n in every if not asked or n.startswith(asked)]
+        free = [0.0] * cores
+        for name in names:
+            if name not in gpu.ALONE and name in took:
+                heapq.heappush(free, heapq.heappop(free) + took[name])
+        # one that was ended at its limit may take its new one
+        alone = [max(took[n], every[n].limit) for n in gpu.ALONE if n in names]
+        seconds = max(free) + sum(alone)
+        assert seconds < 60 * minutes, (minutes, seconds)
+        command = " ".join(["python -m benchmarks.gpu --out FOLDER", *asked])
+        body.append([minutes, f"`{command}`", f"{seconds:.0f}"])
+    return table(["minutes", "command", "seconds"], body)
 
 
 def hidden_in_bfloat16() -> str:

@@ -267,6 +267,8 @@ def reading(page: str) -> list[str]:
 
 ON_GPU = (
     "machine",
+    "asks",
+    "verl",
     "tests",
     "steps",
     "suite",

@@ -46,30 +46,41 @@ class Part:
 
 
 def parts() -> dict[str, Part]:
-    """All parts by name, in the order in which they start."""
+    """All parts by name, in the order in which they start: what newer code changes most
+    comes first.
+    """
     from benchmarks.gpu import kernels, losses, steps, suite
 
     by_name = {
         "tests": Part("tests", (), TOGETHER),
         "facts": Part("facts", (), TOGETHER),
     }
-    for i in range(steps.PARTS):
-        by_name[f"steps-{i}"] = Part("steps", (str(i),), TOGETHER)
+    by_name["samplers"] = Part("samplers", (), TOGETHER)
     for i in range(suite.SHARDS):
         by_name[f"suite-{i}"] = Part("suite", (str(i),), TOGETHER)
+    for i in range(steps.PARTS):
+        by_name[f"steps-{i}"] = Part("steps", (str(i),), TOGETHER)
     for i in range(len(kernels.MAKERS)):
         by_name[f"kernels-{i}"] = Part("kernels", (str(i),), TOGETHER)
     by_name["losses-liger"] = Part("losses", ("liger",), TOGETHER)
     for i in range(losses.SHARDS):
         by_name[f"losses-{i}"] = Part("losses", (str(i),), TOGETHER)
-    by_name["samplers"] = Part("samplers", (), TOGETHER)
-    by_name["training"] = Part("training", (), 230)
+    by_name["training"] = Part("training", (), TRAINING)
     by_name["sizes"] = Part("sizes", (), 150)
     return by_name
 
 
 ALONE = ("training", "sizes")
 TOGETHER = 170  # seconds, of each part that measures no time
+TRAINING = 300  # seconds; 230 once cut its last run
+# minutes -> the parts to ask for in them, by the beginning of their names
+SIDE_BY_SIDE = ("tests", "facts", "samplers", "suite", "steps", "kernels", "losses")
+ASKS = {
+    3: SIDE_BY_SIDE[:-1],
+    6: (*SIDE_BY_SIDE, "sizes"),
+    9: (*SIDE_BY_SIDE, "training"),
+    11: (),
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -62,6 +62,8 @@ def added(
             row = {k: shortened(v) for k, v in row.items()}
             rows[name] = {"kind": kind, "of": len(runs)} | row
     run = {"commit": commit, "date": new["date"], "parts": new["parts"]}
+    if "gpu" in new:  # a run without the part `facts` names its GPU itself
+        run["gpu"] = new["gpu"]
     if without:
         run["without"] = without
     return {"runs": [*runs, run], "rows": list(rows.values())}

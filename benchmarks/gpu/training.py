@@ -3,6 +3,8 @@
 architecture, made words and made problems.
 
 Every 64th of the words is a boxed digit, so that a random model answers some problems.
+The learning rate is above the rung's own, or no ratio would leave the bounds of an
+objective in these few steps, and each micro-batch is compared with the reference.
 Memory is taken apart for generation and for training; the process is killed once, after
 a checkpoint, and started again.
 """
@@ -32,6 +34,9 @@ TRIAL = {
 }  # fmt: skip
 DIGITS, EVERY = 4, 64  # answers; one word of so many is a boxed digit
 TEMPLATE = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+# with the rung's own, which warms up to 1e-6 in 10 steps, the ratios of 8 steps stay
+# within 0.95 and 1.06
+LEARNING_RATE = 2e-5
 SAVE = 4  # steps between checkpoints: after the first generation
 
 
@@ -93,6 +98,8 @@ def child(argv: list[str]) -> int:
     from transformers.trainer_utils import IntervalStrategy
 
     train.BATCH["save_steps"] = SAVE
+    train.BATCH["learning_rate"] = LEARNING_RATE
+    train.BATCH["warmup_steps"] = 0
     settings = train.settings
 
     def without_validation(*arguments: Any) -> Any:
@@ -112,10 +119,15 @@ def child(argv: list[str]) -> int:
     in_parts = train.in_parts
 
     def watched(trainer: type, count: int) -> type:
-        """The trainer, which tells when it generates."""
+        """The trainer, which tells when it generates, and compares every
+        micro-batch.
+        """
 
         class Watched(in_parts(trainer, count)):  # type: ignore[misc]
             """Its base is known when it runs."""
+
+            def __init__(self, *args: Any, **kw: Any) -> None:
+                super().__init__(*args, **kw, parity={"every": 1})
 
             def _generate_single_turn(self, *args: Any, **kw: Any) -> Any:
                 with generation(Path(phases)):

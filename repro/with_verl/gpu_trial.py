@@ -120,7 +120,7 @@ MILESTONES = {
     "Model loading took": "vLLM has the model on the GPU",
     "init engine (profile": "vLLM's engine is ready",
     "all initialize finished, ready to fit": "verl is ready to train",
-    "Successfully reset prefix cache": "vLLM has the trainer's weights",
+    "Successfully reset prefix cache": "vLLM's cache is empty for new weights",
 }
 DAY = 24 * 3600  # seconds
 MADE = ("model", "data.parquet")  # what `make` makes, and a later run uses again
@@ -406,6 +406,7 @@ def main(
     part = {"status": int(bool(wrong)), "seconds": row["seconds"]}
     found = {
         "date": datetime.now(UTC).date().isoformat(),
+        "gpu": row["gpu"].partition(",")[0],
         "parts": {f"verl-{size}": part},
         "rows": {f"verl-{size}": [row]},
     }
