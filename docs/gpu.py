@@ -367,7 +367,7 @@ def verl() -> str:
     if errors:
         said = ", ".join(f"{name} by {size(error)}" for name, error in errors.items())
         parts.append(
-            f"vLLM's kernels, launched by themselves in bfloat16, are off: {said}."
+            f"vLLM's kernels, launched by themselves, are off in bfloat16: {said}."
         )
     return "\n\n".join(parts)
 
