@@ -22,6 +22,6 @@ def prepare() -> None:
     sizes.gpu_bytes = lambda: 80e9
     sizes.RESPONSES, sizes.LONGEST = 64, 12
     train.BATCH["max_completion_length"] = 12
-    train.BATCH["learning_rate"] = train.TINY["learning_rate"]
+    train.BATCH["learning_rate"] = 1e-2
     of_trl: Any = trl
     of_trl.GRPOConfig = OnCpu

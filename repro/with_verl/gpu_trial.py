@@ -41,7 +41,6 @@ from upref.files import MARK, own_folder, write_atomically
 from upref_frameworks.verl.record import FOLDER, HOW_OFTEN
 
 ROLLOUT = "actor_rollout_ref.rollout"
-MODULES = "VERL_USE_EXTERNAL_MODULES"  # what every process of verl imports
 # seconds: without a sign of life before the first step, without a step, to shut down
 FIRST, STALL, END = 100, 60, 20
 # Qwen2.5-0.5B's sizes, in Qwen3's form
@@ -165,11 +164,11 @@ def environment(log: Path, eager: bool) -> dict[str, str]:
         log: where verl's file logger writes.
         eager: nothing is compiled; it would take half a minute.
     """
-    modules = os.environ.get(MODULES, "").split(",")
+    modules = os.environ.get(smoke.MODULES, "").split(",")
     ours = "upref_frameworks.verl.training"
     found = {
         "PYTHONPATH": pythonpath(),
-        MODULES: ",".join([*(m for m in modules if m and m != ours), ours]),
+        smoke.MODULES: ",".join([*(m for m in modules if m and m != ours), ours]),
         "VERL_USE_EXTERNAL_PLUGINS": "none",  # upref once is enough
         "VERL_FILE_LOGGER_PATH": str(log),
         # vLLM's sampler imports flashinfer otherwise

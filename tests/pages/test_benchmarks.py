@@ -16,6 +16,7 @@ import torch
 
 from benchmarks import check, conformance, speed, tests as seconds
 from benchmarks.gpu import keep, place
+from docs import gpu
 from tests import conftest
 
 ROOT = Path(__file__).parents[2]
@@ -233,7 +234,26 @@ def test_the_page_says_that_no_token_of_the_recorded_steps_was_clipped():
     assert f"every ratio lies in [{min(ratios):.3f}, {max(ratios):.3f}]" in page
     assert "Parity was compared in steps 1 and 5 alone" in page
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "with random weights and no clipped token; verl did not" in readme
+    assert "with random weights and no clipped token; verl with vLLM started" in readme
+
+
+def test_the_pages_say_that_verl_logged_no_step_on_a_gpu():
+    assert all(row["steps"] == [] for row in gpu_rows("verl"))
+    for page, said in (
+        ("README.md", "verl with vLLM started there and logged no step"),
+        ("docs/gpu.md", "It started, and did not log a step."),
+        ("docs/verl.md", "has not taken a step on a GPU"),
+        ("repro/with_verl/PAPER.md", "started on one and logged no step"),
+    ):
+        assert said in (ROOT / page).read_text(encoding="utf-8"), page
+
+
+def test_what_is_asked_of_a_gpu_fits_into_its_minutes():
+    lines = gpu.asks().splitlines()[2:]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert len(cells) > 2
+    for minutes, _, seconds in cells:
+        assert 30 * int(minutes) < int(seconds) < 60 * int(minutes)
 
 
 def test_no_page_says_that_one_run_had_all_parts():

@@ -2,6 +2,7 @@
 """The trial on a GPU, as far as it goes without one: its settings, its judge, its row."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -89,9 +90,9 @@ def test_the_reward_of_random_weights_is_the_share_of_words_that_fit():
 
 def test_modules_of_the_user_are_imported_before_the_plug_in(monkeypatch, tmp_path):
     ours = "upref_frameworks.verl.training"
-    monkeypatch.setenv(trial.MODULES, f"theirs,{ours}")
+    monkeypatch.setenv(smoke.MODULES, f"theirs,{ours}")
     found = trial.environment(tmp_path / "log", eager=True)
-    assert found[trial.MODULES] == f"theirs,{ours}"
+    assert found[smoke.MODULES] == f"theirs,{ours}"
     assert found["TORCHDYNAMO_DISABLE"] == "1"
     assert "TORCHDYNAMO_DISABLE" not in trial.environment(tmp_path / "log", eager=False)
 
@@ -142,3 +143,41 @@ def test_its_row_is_kept_beside_those_of_benchmarks_gpu(tmp_path):
     }
     [found] = keep.added({}, json.loads(json.dumps(new)), "abc")["rows"]
     assert found["kind"] == "verl" and found["run"] == "toy: up_dapo"
+
+
+@pytest.mark.verl
+def test_without_engines_the_trainer_makes_none_and_sends_no_weights():
+    pytest.importorskip(
+        "verl.trainer.ppo.v1", reason="`repro/venv.sh smoke` installs it"
+    )
+    code = """
+import asyncio, repro.with_verl.recorded
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.workers.rollout.llm_server import LLMServerManager
+from omegaconf import OmegaConf
+
+assert PPOTrainer._enable_hybrid_replicas is False
+assert PPOTrainerSync.on_step_end(None) is None
+config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"nnodes": 0}, "model": {}}})
+LLMServerManager(config)  # asserts that there are workers otherwise
+print("no engines")
+"""
+    environment = os.environ | {"VERL_USE_EXTERNAL_PLUGINS": "none"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+    )
+    assert done.stdout.endswith("no engines\n"), done.stderr[-2000:]
+
+
+def test_the_smoke_run_imports_modules_of_the_user_behind_its_own(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setenv(smoke.MODULES, "theirs")
+    found = smoke.environment(tmp_path / "log", ("extra",))[smoke.MODULES]
+    ours = "repro.with_verl.cpu.device,upref_frameworks.verl.training"
+    assert found == f"{ours},extra,theirs"

@@ -36,16 +36,17 @@ SCORE, PARITY = "critic/score/mean", "actor/upref/parity_max_abs"
 # verl's default is bf16
 FP32 = "{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}"
 VLLM = "+actor_rollout_ref.rollout.engine_kwargs.vllm"
+MODULES = "VERL_USE_EXTERNAL_MODULES"  # what every process of verl imports
 # seconds without a step, without a word: a step takes 3, the start 60 to 90
 STALL, FIRST = 45, 300
 
 
 def environment(log: Path, modules: tuple[str, ...] = ()) -> dict[str, str]:
+    ours = ("repro.with_verl.cpu.device", "upref_frameworks.verl.training", *modules)
+    given = os.environ.get(MODULES, "").split(",")
     return {
         "PYTHONPATH": pythonpath(),
-        "VERL_USE_EXTERNAL_MODULES": ",".join(
-            ("repro.with_verl.cpu.device", "upref_frameworks.verl.training", *modules)
-        ),
+        MODULES: ",".join([*ours, *(m for m in given if m and m not in ours)]),
         "VERL_USE_EXTERNAL_PLUGINS": "none",  # upref once is enough
         "VERL_PLATFORM": "cpu",
         # verl's FSDP engine is registered for cuda and npu; it asks the platform where
