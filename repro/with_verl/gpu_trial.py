@@ -387,6 +387,7 @@ def main(
     rows = watch.steps(log)
     replay = replayed(out / STEPS)
     report, wrong = judge(rows, steps, outcome, replay, size, fault)
+    gpu = device()
     name = f"{size}: {objective.name}" + (", a fault" if fault else "")
     row = {
         "run": name + "".join(f", {x}" for x in extra),
@@ -399,13 +400,13 @@ def main(
             output.read_text(encoding="utf-8", errors="replace"), began
         ),
         "replay": replay,
-        "gpu": device(),
+        "gpu": gpu,
         "versions": versions(),
     }
     part = {"status": int(bool(wrong)), "seconds": row["seconds"]}
     found = {
         "date": datetime.now(UTC).date().isoformat(),
-        "gpu": row["gpu"].partition(",")[0],
+        "gpu": gpu.partition(",")[0],
         "parts": {f"verl-{size}": part},
         "rows": {f"verl-{size}": [row]},
     }

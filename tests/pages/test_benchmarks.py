@@ -252,8 +252,8 @@ def test_what_is_asked_of_a_gpu_fits_into_its_minutes():
     lines = gpu.asks().splitlines()[2:]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert len(cells) > 2
-    for minutes, _, seconds in cells:
-        assert 30 * int(minutes) < int(seconds) < 60 * int(minutes)
+    for minutes, _, needed in cells:
+        assert 30 * int(minutes) < int(needed) < 60 * int(minutes)
 
 
 def test_no_page_says_that_one_run_had_all_parts():

@@ -160,6 +160,7 @@ from omegaconf import OmegaConf
 assert PPOTrainer._enable_hybrid_replicas is False
 assert PPOTrainerSync.on_step_end(None) is None
 config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"nnodes": 0}, "model": {}}})
+LLMServerManager.rollout_replica_class = object  # its choice imports vLLM
 LLMServerManager(config)  # asserts that there are workers otherwise
 print("no engines")
 """
