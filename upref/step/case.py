@@ -28,6 +28,7 @@ from upref.step.forward import (
 )
 from upref.step.goal import Goal
 from upref.step.model_errors import as_input_error
+from upref.step.moved import Moved
 from upref.step.ranks import lead, train, world_size
 from upref.step.record import Step
 from upref.step.reference import (
@@ -37,6 +38,7 @@ from upref.step.reference import (
     RoundedOperations,
     TorchModel,
     as_float64,
+    gather_tensor,
     unwrapped,
 )
 from upref.step.rows import CASE_AXES, Padded, Row
@@ -60,6 +62,7 @@ class StepCase:
     shift: float = 2e-5  # how far rounding moves log r; the default is float32's
     # the distance of the gradients of two ranks, relative to their norm
     apart: float = 0.0
+    moved: Moved | None = None  # how the gradient was read from the weights
 
 
 @dataclass(frozen=True)
@@ -568,7 +571,7 @@ def _restore(net: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 def run_step(
-    step: Callable[..., Any], model: Any, case: StepCase
+    step: Callable[..., Any], model: Any, case: StepCase, learning_rate: float = 0.0
 ) -> tuple[Gradient, int]:
     """Run the step on copies of the rows, and return its gradient and its number of
     backward passes.
@@ -577,6 +580,8 @@ def run_step(
         step: the user's function (model, rows).
         model: the module, or upref.step.Functions.
         case: the rows.
+        learning_rate: of the step's own SGD, whose gradient is read from what the
+            weights moved; 0: it is not read from the weights.
 
     Returns:
         The gradient by the names of the parameters, and the number of backward passes,
@@ -591,9 +596,11 @@ def run_step(
         return _as_gradient(call_step(step, params, rows)), 0
     net = unwrapped(model)
     weights = {n: v.detach().clone() for n, v in net.state_dict().items()}
-    recorded = (lead if world_size() > 1 else train)(step, model, rows, call_step)
+    run = lead if world_size() > 1 else train
+    recorded = run(step, model, rows, call_step, learning_rate)
     case.forward.locate_rows(recorded.fed)
     case.apart = recorded.apart
+    case.moved = recorded.moved
     if recorded.steps > 1:
         raise InputError(
             f"the step made {recorded.steps} optimizer steps on these rows: let it make one, or use record_step."
@@ -605,6 +612,7 @@ def run_step(
         and bool(out)
         and all(hasattr(array, "shape") for array in out.values())
     )
+    has_moved = not found and _has_moved(net, weights)
     if is_dict_of_arrays and not found:
         found = _as_gradient(
             {
@@ -615,12 +623,28 @@ def run_step(
     _restore(net, weights)
     for p in net.parameters():
         p.grad = None
+    if not found and has_moved:
+        raise InputError(
+            "the step moved the weights and left no gradient. An engine that keeps gradients in buffers of its own, as "
+            "DeepSpeed's ZeRO, FSDP1 and Megatron's distributed optimizer do, is checked by what the weights moved: "
+            "pass moved=True. Or return {name: array}, the gradient."
+        )
     if not found:
         raise InputError(
             "the step left no gradient: it must leave .grad, let an optimizer step, or return {name: array}; and train "
             "the very model that it is handed."
         )
     return found, recorded.backwards
+
+
+def _has_moved(net: nn.Module, weights: dict[str, Tensor]) -> bool:
+    """Tell whether a parameter is not what it was, in value or in shape."""
+    return any(
+        p.shape != weights[name].shape
+        or not torch.equal(gather_tensor(p), gather_tensor(weights[name]))
+        for name, p in net.named_parameters()
+        if name in weights
+    )
 
 
 def call_step(step: Callable[..., Any], model: Any, rows: list[Row]) -> Any:

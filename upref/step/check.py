@@ -73,12 +73,14 @@ class StepReport(Report):
     not_reached: dict[str, str] = field(default_factory=dict)
     reach: str = ""  # how far the rows go in what the objective reads
     computed_in: str = ""  # the half precision of a step whose model is in float32
+    moved: str = ""  # how the gradient was read from the weights, in words
 
     def text(self, verbose: bool = False) -> str:
         lines = [
             super().text(verbose),
             f"error of the gradient: {self.error:.2g} of its norm",
         ]
+        lines += [f"read {self.moved}"] if self.moved else []
         lines += [f"exercised: {', '.join(self.exercised)}"] if self.exercised else []
         # what else would agree is of interest where this agrees
         others = {} if self.failures else self.not_reached
@@ -150,6 +152,7 @@ def check_step(
     rewards: Sequence[float] | None = None,
     advantages: Sequence[float] | Callable[[Tensor, Tensor], Tensor] | None = None,
     explain: bool = True,
+    moved: bool | float = False,
     **hp: Any,
 ) -> StepReport:
     """Check whether a training step computes the gradient of an objective.
@@ -159,7 +162,8 @@ def check_step(
 
     Args:
         step: `(model, rows)`: your forward, loss and backward on these rows. It leaves
-            gradients in `.grad`, lets an optimizer step, or returns {name: array}.
+            gradients in `.grad`, lets an optimizer step, or returns {name: array}, the
+            gradient.
         model: the nn.Module that the step trains, a small one; or upref.step.Functions.
             Its weights are the same after the check as before.
         objective: a name of `upref list`, or an Objective.
@@ -184,6 +188,13 @@ def check_step(
             rewards the eight numbers are the advantages of the rows.
         explain: search for the cause of a difference, which may take longer than the
             step.
+        moved: read the gradient from what the weights moved, for an engine that hides
+            it: (θ - θ') / η, of the weights before and after the step. While the step
+            runs, SGD takes the place of the update of each torch optimizer. A step that
+            uses none in this process trains by SGD itself, at η = 1, without momentum,
+            weight decay and clip; another η is passed as this number. Such a step, and
+            one whose engine does not leave the weights in the model, returns the
+            weights after it as {name: array}.
         **hp: the objective's hyperparameters.
 
     Returns:
@@ -192,8 +203,9 @@ def check_step(
     Raises:
         InputError: the step fails or leaves no gradient, or the case could hide bugs.
     """
+    learning_rate = _learning_rate(moved, model)
     if is_follower():
-        report: StepReport = follow(step, model, call_step)
+        report: StepReport = follow(step, model, call_step, learning_rate)
         return report
     row_options = RowOptions(group_size, rewards, advantages)
 
@@ -214,10 +226,33 @@ def check_step(
             else nullcontext(),
         ):
             return _run_and_report(
-                step, model, goal, row_options, rows, without, seed, explain
+                step,
+                model,
+                goal,
+                row_options,
+                rows,
+                without,
+                seed,
+                explain,
+                learning_rate,
             )
 
     return conclude(check) if world_size() > 1 else check()
+
+
+def _learning_rate(moved: Any, model: Any) -> float:
+    """Return η of the step's own SGD; 0 where the gradient is not read from the weights."""
+    is_number = isinstance(moved, int | float) and 0 <= moved < float("inf")
+    if not is_number:
+        raise InputError(
+            "moved is True, or the learning rate of the step's own SGD, a number above 0, "
+            f"got {repr(moved)[:60]}."
+        )
+    if moved and not isinstance(model, nn.Module):
+        raise InputError(
+            "moved reads the weights of a torch module: a step on functions returns its gradient."
+        )
+    return float(moved)
 
 
 def _run_and_report(
@@ -229,6 +264,7 @@ def _run_and_report(
     without: Sequence[str],
     seed: int,
     explain: bool,
+    learning_rate: float,
 ) -> StepReport:
     """Run the step on rows, compare its gradient, and return the report.
 
@@ -241,23 +277,28 @@ def _run_and_report(
     case = build_case(
         reference, goal, rows, without, seed, half is not None, row_options
     )
-    found, passes = run_step(step, model, case)
-    bound = allowed_error(goal, case, half)
+
+    def run(case: StepCase) -> tuple[Gradient, int]:
+        """Run the step on the rows of a case."""
+        return run_step(step, model, case, learning_rate)
+
+    found, passes = run(case)
+    bound = _allowed_error(goal, case, half)
     if (
         not half
         and isinstance(model, nn.Module)
         and compare(goal, case, found, bound).error > bound
     ):
-        half_inside = half_precision(lambda: run_step(step, model, case))
+        half_inside = half_precision(lambda: run(case))
         if half_inside and _agrees_with_rounded_rows(goal, case, found, bound):
             half_inside = None  # it computes in float32, with numbers that were rounded
     if half_inside:
         case = build_case(reference, goal, rows, without, seed, True, row_options)
-        found, passes = run_step(step, model, case)
-        bound = allowed_error(goal, case, half_inside)
+        found, passes = run(case)
+        bound = _allowed_error(goal, case, half_inside)
 
     def repeat_step() -> Gradient:
-        return run_step(step, model, case)[0]
+        return run(case)[0]
 
     def attempt_on_other_rows() -> Attempt:
         """Run the step on other rows, to confirm a cause."""
@@ -270,13 +311,13 @@ def _run_and_report(
             bool(half or half_inside),
             row_options,
         )
-        other_found, _ = run_step(step, model, other_case)
-        other_bound = allowed_error(goal, other_case, half or half_inside)
+        other_found, _ = run(other_case)
+        other_bound = _allowed_error(goal, other_case, half or half_inside)
         return Attempt(
             compare(goal, other_case, other_found, other_bound),
             other_case,
             other_bound,
-            lambda: run_step(step, model, other_case)[0],
+            lambda: run(other_case)[0],
         )
 
     name = getattr(step, "__name__", type(step).__name__)
@@ -297,6 +338,14 @@ def _run_and_report(
         make_other_attempt=make_other_attempt,
         in_float32=in_float32,
     )
+
+
+def _allowed_error(goal: Goal, case: StepCase, half: torch.dtype | None) -> float:
+    """Return the error of the gradient that rounding may make, that of the weights from
+    which it was read included.
+    """
+    bound = allowed_error(goal, case, half)
+    return bound + case.moved.allowed if case.moved else bound
 
 
 def _agrees_with_rounded_rows(
@@ -538,6 +587,7 @@ def report_step(
         reach=reach(goal, case.forward, case.padded),
         not_reached=_not_reached(goal, case, bound, comparison),
         computed_in=_dtype_name(half) if half else "",
+        moved=str(case.moved) if case.moved else "",
     )
 
 

@@ -10,14 +10,15 @@ parameters of the module that it shards.
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed as dist, nn
 
 from upref.errors import InputError
+from upref.step.moved import Moved, WeightReader
 from upref.step.record import Step, gradients, watched
 from upref.step.reference import Gradient, unwrapped
 from upref.step.rows import Row
@@ -46,6 +47,8 @@ class Trained:
         out: what the step returned.
         apart: how far the gradient of any rank is from this one's, relative to its
             norm.
+        moved: how the gradient was read from the weights; None: it is that of the
+            optimizer step, or of `.grad`.
     """
 
     gradients: Gradient
@@ -54,6 +57,7 @@ class Trained:
     fed: list[list[int]]
     out: Any
     apart: float = 0.0
+    moved: Moved | None = None
 
 
 def world_size() -> int:
@@ -102,7 +106,13 @@ def _set_to(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def train(step: UserStep, model: nn.Module, rows: list[Row], call: Caller) -> Trained:
+def train(
+    step: UserStep,
+    model: nn.Module,
+    rows: list[Row],
+    call: Caller,
+    learning_rate: float = 0.0,
+) -> Trained:
     """Run the step in this process, and take what it leaves behind.
 
     Args:
@@ -110,19 +120,31 @@ def train(step: UserStep, model: nn.Module, rows: list[Row], call: Caller) -> Tr
         model: what the step trains; gradients that it has are cleared first.
         rows: of this process.
         call: calls the step, and makes an InputError of what it raises.
+        learning_rate: of the step's own SGD, whose gradient is read from what the
+            weights moved; 0: it is not read from the weights.
 
     Returns:
         The gradients of the first optimizer step, or of `.grad`, and what was fed.
 
     Raises:
-        InputError: the step fails.
+        InputError: the step fails, or no gradient can be read from the weights.
     """
     steps: list[Step] = []
     for p in unwrapped(model).parameters():
         p.grad = None
-    with without_tf32(), watched(model, steps, 9, weights=False) as (count, fed):
+    reader = WeightReader(model, learning_rate) if learning_rate else None
+    replacing = reader.replacing() if reader else nullcontext()
+    moved = None
+    with (
+        without_tf32(),
+        watched(model, steps, 9, weights=False) as (count, fed),
+        replacing,
+    ):
         out = call(step, model, rows)
-    gradients_left = steps[0].gradients if steps else gradients(model)
+        if reader:
+            gradients_left, moved = reader.gradient(out)
+    if not reader:
+        gradients_left = steps[0].gradients if steps else gradients(model)
     sequences = [x for s in steps for x in s.fed] + fed
     return Trained(
         gradients_left,
@@ -130,10 +152,17 @@ def train(step: UserStep, model: nn.Module, rows: list[Row], call: Caller) -> Tr
         count[0] + sum(s.backwards for s in steps),
         sequences,
         out,
+        moved=moved,
     )
 
 
-def lead(step: UserStep, model: nn.Module, rows: list[Row], call: Caller) -> Trained:
+def lead(
+    step: UserStep,
+    model: nn.Module,
+    rows: list[Row],
+    call: Caller,
+    learning_rate: float = 0.0,
+) -> Trained:
     """Run the step on all ranks, as rank 0.
 
     Args:
@@ -141,6 +170,7 @@ def lead(step: UserStep, model: nn.Module, rows: list[Row], call: Caller) -> Tra
         model: its weights are sent to every rank.
         rows: of all ranks.
         call: calls the step, and makes an InputError of what it raises.
+        learning_rate: as for `train`.
 
     Returns:
         What rank 0 is left with, and the sequences of all ranks.
@@ -154,16 +184,19 @@ def lead(step: UserStep, model: nn.Module, rows: list[Row], call: Caller) -> Tra
         )
     weights = {n: v.detach().cpu() for n, v in unwrapped(model).state_dict().items()}
     _send(("run", weights, rows))
-    return _train_share(step, model, rows, call)
+    return _train_share(step, model, rows, call, learning_rate)
 
 
-def follow(step: UserStep, model: nn.Module, call: Caller) -> Any:
+def follow(
+    step: UserStep, model: nn.Module, call: Caller, learning_rate: float = 0.0
+) -> Any:
     """Run the step whenever rank 0 does, as any other rank.
 
     Args:
         step: `(model, rows)`.
         model: it gets the weights of rank 0.
         call: calls the step, and makes an InputError of what it raises.
+        learning_rate: as for `train`.
 
     Returns:
         The report of rank 0.
@@ -178,7 +211,7 @@ def follow(step: UserStep, model: nn.Module, call: Caller) -> Any:
         if kind == "refused":
             raise InputError(content)
         unwrapped(model).load_state_dict(content)
-        _train_share(step, model, rows, call)
+        _train_share(step, model, rows, call, learning_rate)
 
 
 Answer = TypeVar("Answer")
@@ -211,7 +244,11 @@ def conclude(check: Callable[[], Answer]) -> Answer:
 
 
 def _train_share(
-    step: UserStep, model: nn.Module, rows: list[Row], call: Caller
+    step: UserStep,
+    model: nn.Module,
+    rows: list[Row],
+    call: Caller,
+    learning_rate: float,
 ) -> Trained:
     """Train a copy of the model on this rank's rows; the sequences and the distance are
     those of all ranks.
@@ -220,7 +257,11 @@ def _train_share(
     share = rows[dist.get_rank() :: world_size()]
     try:
         own_step = train(
-            step, model if is_wrapped else copy.deepcopy(model), share, call
+            step,
+            model if is_wrapped else copy.deepcopy(model),
+            share,
+            call,
+            learning_rate,
         )
     except InputError as error:
         raise StepFailedError(
@@ -230,9 +271,7 @@ def _train_share(
     dist.all_gather_object(results_of_ranks, (own_step.fed, own_step.gradients))
     fed = [sequence for sequences, _ in results_of_ranks for sequence in sequences]
     apart = max(_distance(theirs, own_step.gradients) for _, theirs in results_of_ranks)
-    return Trained(
-        own_step.gradients, own_step.steps, own_step.backwards, fed, own_step.out, apart
-    )
+    return replace(own_step, fed=fed, apart=apart)
 
 
 def _distance(a: Gradient, b: Gradient) -> float:

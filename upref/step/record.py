@@ -117,7 +117,8 @@ def record_step(model: nn.Module, first: int = 8) -> Iterator[Recorded]:
     if not any(s.gradients for s in seen.steps):
         raise InputError(
             "the optimizer does not hold this model's parameters: record the module that is trained. DeepSpeed's ZeRO "
-            "and FSDP1 train flat copies, whose gradients are not read: check the same loop under DDP or FSDP2."
+            "and FSDP1 train flat copies, whose gradients are not read: check_step(..., moved=True) reads what the "
+            "weights moved; or check the same loop under DDP or FSDP2."
         )
 
 

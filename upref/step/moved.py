@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of a step whose engine hides it, read from what the weights moved.
+
+Under SGD without momentum, decay and clip the weights move by η g, whatever engine
+computed g. Each of torch's optimizers that steps in this process gets that update in
+place of its own, so that a loop keeps its optimizer. η is large: what a weight was
+before is then far below what it moves, and costs the gradient no digits.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from upref.errors import InputError
+from upref.step.reference import (
+    Gradient,
+    as_float64,
+    gather_tensor,
+    to_dense,
+    unwrapped,
+)
+
+# η of the optimizers that are replaced: a power of two, by which no digit is lost
+LEARNING_RATE = 2.0**40
+LEARNING_RATE_OF_FLOAT16 = 1.0  # whose largest number is 65504
+LARGEST_ROUNDING = 0.03  # of the gradient's norm: beyond, no verdict is made
+FINE_ROUNDING = 1e-5  # below float32's own bound
+# times the rounding: a parameter that has all of it is allowed a quarter of the bound
+ALLOWED_ROUNDINGS = 3
+SMALLEST_SHARE = 1e-6  # of what the replaced optimizers move
+FINER = "let the step train with a larger lr, such as 1024, and pass moved=1024"
+SGD = "SGD with lr=1, momentum 0, weight decay 0 and no clip of the gradient"
+# of more weights than MANY, a share above MOST moves by one amount: these are signs
+MANY = 8
+MOST = 0.9
+
+
+@dataclass(frozen=True)
+class Moved:
+    """How a gradient was read from the weights.
+
+    Attributes:
+        learning_rate: by which the moves were divided.
+        replaced: the classes of torch's optimizers whose update was replaced.
+        rounding: the largest error that the rounding of the weights can make, relative
+            to the norm of the gradient.
+    """
+
+    learning_rate: float
+    replaced: tuple[str, ...]
+    rounding: float
+
+    def __str__(self) -> str:
+        said = f"from what the weights moved, to {self.rounding:.1g} of its norm"
+        if self.replaced:
+            return (
+                f"{said}: SGD at a large learning rate takes the place of the update of "
+                f"{', '.join(self.replaced)}"
+            )
+        said += f" ({FINER})" if self.rounding > FINE_ROUNDING else ""
+        return (
+            f"{said}. No optimizer of torch steps in this process, so upref replaces none: "
+            f"the verdict holds if the step trains by SGD with lr={self.learning_rate:g}, momentum 0, "
+            "weight decay 0 and no clip of the gradient"
+        )
+
+    @property
+    def allowed(self) -> float:
+        """Return the error of the gradient that this rounding may make."""
+        return ALLOWED_ROUNDINGS * self.rounding
+
+
+@dataclass(frozen=True)
+class _Handed:
+    """A parameter that an optimizer is about to change.
+
+    Attributes:
+        parameter: itself.
+        weights: a copy of it.
+        gradient: what is in its `.grad`.
+        copy: a copy of that.
+        sign: -1 where the optimizer maximizes.
+    """
+
+    parameter: Tensor
+    weights: Tensor
+    gradient: Tensor | None
+    copy: Tensor | None
+    sign: float
+
+
+class WeightReader:
+    """Reads the gradient of one run of a step from the weights before and after it.
+
+    Args:
+        model: what the step trains, before it.
+        learning_rate: of the step's own SGD, where upref can replace no optimizer.
+    """
+
+    def __init__(self, model: nn.Module, learning_rate: float):
+        self.model = unwrapped(model)
+        self.learning_rate = learning_rate
+        # of the trained parameters, in their own dtype
+        self.before = {
+            name: gather_tensor(p).clone()
+            for name, p in self.model.named_parameters()
+            if p.requires_grad
+        }
+        is_float16 = any(p.dtype == torch.float16 for p in self.before.values())
+        self.rate = LEARNING_RATE_OF_FLOAT16 if is_float16 else LEARNING_RATE
+        self.names: list[str] = []  # of the optimizers that stepped
+        self.squares = 0.0  # the sum of squares of all gradients that they had
+        self.trained: set[int] = set()  # parameters that stepped
+        # what the optimizer that steps now is about to change
+        self.handed: list[_Handed] = []
+        # weights of all optimizers, which may be copies that the engine has
+        self.own_weights: list[tuple[Tensor, Tensor]] = []
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Replace the update of every optimizer of torch by that of SGD inside; then
+        give all that they train its weights back.
+        """
+        handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            # an engine that lives longer than the step may have copies of the model's
+            with torch.no_grad():
+                for p, weights in reversed(self.own_weights):
+                    p.copy_(weights)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Keep what the optimizer is about to change."""
+        self.handed = [
+            _Handed(
+                p,
+                p.detach().clone(),
+                p.grad,
+                None if p.grad is None else p.grad.clone(),
+                -1.0 if group.get("maximize") else 1.0,
+            )
+            for group in optimizer.param_groups
+            for p in group["params"]
+        ]
+        self.own_weights += [(one.parameter, one.weights) for one in self.handed]
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Undo what the optimizer did, and move by SGD."""
+        name = type(optimizer).__name__
+        if name not in self.names:
+            self.names.append(name)
+        for one in self.handed:
+            p = one.parameter
+            # a closure makes the gradient inside the step
+            is_new = p.grad is not None and p.grad is not one.gradient
+            gradient = p.grad if is_new else one.copy
+            p.copy_(one.weights)
+            if gradient is None:
+                continue
+            if id(p) in self.trained:
+                raise InputError(
+                    "the step made 2 optimizer steps on these rows: let it make one."
+                )
+            self.trained.add(id(p))
+            dense = to_dense(gradient)
+            self.squares += float(dense.double().pow(2).sum())
+            p.sub_(dense.to(p.dtype), alpha=one.sign * self.rate)
+        self.handed = []
+
+    def gradient(self, out: Any) -> tuple[Gradient, Moved]:
+        """Return the gradient, and how it was read.
+
+        Args:
+            out: what the step returned: the weights after it by name, where the model
+                that it was handed does not have them.
+
+        Raises:
+            InputError: no weight moved, or all moved by one amount, or a weight is
+                missing, or rounding hides the gradient.
+        """
+        rate = self.rate if self.names else self.learning_rate
+        after = self._weights_after(out)
+        moved = {
+            name: as_float64(self.before[name]) - as_float64(after[name])
+            for name in self.before
+        }
+        every = torch.cat([x.flatten() for x in moved.values()])
+        if not every.isfinite().all():
+            raise InputError(
+                "the weights are not finite after the step: its gradient is not, or its engine cannot "
+                f"move them by {rate:g} times the gradient; return {{name: gradient}}."
+            )
+        if not every.any():
+            raise InputError(
+                "the step moved no weight of the model: train the model that it is handed, or return its weights "
+                "after the step as {name: array}; and let the optimizer step."
+            )
+        if not self.names:
+            _refuse_sign_updates(every)
+        norm = float(every.norm())
+        if self.names and norm < SMALLEST_SHARE * self.rate * math.sqrt(self.squares):
+            raise InputError(
+                f"the weights of the model did not move with those that {', '.join(self.names)} trains: keep that "
+                f"optimizer out of the step, and let the engine train by {SGD}."
+            )
+        rounding = self._rounding(after) / norm
+        if rounding > LARGEST_ROUNDING:
+            raise InputError(
+                f"the weights moved so little that rounding them hides {100 * min(rounding, 1):.0f} % of the gradient: "
+                f"{FINER}."
+            )
+        gradient = {name: x / rate for name, x in moved.items() if x.any()}
+        return gradient, Moved(rate, tuple(self.names), rounding)
+
+    def _weights_after(self, out: Any) -> dict[str, Any]:
+        """Return the weights after the step, by the names of the model's parameters."""
+        if isinstance(out, dict) and out:
+            after = {
+                name.removeprefix("_orig_mod.").removeprefix("module."): array
+                for name, array in out.items()
+            }
+        else:
+            after = {n: p for n, p in self.model.named_parameters()}
+        for name, weights in self.before.items():
+            found = getattr(after.get(name), "shape", None)
+            if found is None or tuple(found) != tuple(weights.shape):
+                what = "is gone" if found is None else f"has shape {tuple(found)}"
+                raise InputError(
+                    f"parameter {name} of the model {what} after the step: let the step gather the weights from its "
+                    "engine, and return them as {name: array}."
+                )
+        return after
+
+    def _rounding(self, after: dict[str, Any]) -> float:
+        """Return the norm of the largest errors that rounding can make of the moves:
+        half a unit in the last place of each weight after the step.
+        """
+        squares = 0.0
+        for name, before in self.before.items():
+            weights = after[name]
+            is_torch = isinstance(weights, Tensor) and weights.is_floating_point()
+            dtype = weights.dtype if is_torch else before.dtype
+            unit = torch.finfo(dtype).eps / 2
+            largest = torch.maximum(as_float64(before).abs(), as_float64(weights).abs())
+            squares += float((unit * largest).pow(2).sum())
+        return math.sqrt(squares)
+
+
+def _refuse_sign_updates(moves: Tensor) -> None:
+    """Raise InputError where nearly all weights move by one amount, as at the first step
+    of Adam: those are signs, and the gradient cannot be read from them.
+    """
+    sizes = moves[moves != 0].abs()
+    middle = sizes.median()
+    alike = float(((sizes - middle).abs() < 0.01 * middle).double().mean())
+    if len(sizes) > MANY and alike > MOST:
+        raise InputError(
+            f"nearly every weight moved by {float(middle):.3g}, as Adam's first step moves it: that is the sign of the "
+            f"gradient and not its size. Let the step train by {SGD}."
+        )
