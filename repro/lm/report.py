@@ -44,9 +44,9 @@ def write(runs: list[tuple[Settings, Path]], folder: Path) -> str:
     """
     folder.mkdir(parents=True, exist_ok=True)
     both(draw(runs), folder / "training")
-    parts = ["# SmolLM2-135M-Instruct, trained on two-digit addition\n"]
+    text = ["# SmolLM2-135M-Instruct, trained on two-digit addition\n"]
     for s, run in runs:
-        parts += [
+        text += [
             f"## {s.objective}\n",
             table(s, run),
             answers(s, run),
@@ -54,10 +54,10 @@ def write(runs: list[tuple[Settings, Path]], folder: Path) -> str:
             replayed(s, run),
             spent(run),
         ]
-    parts.append(CAUTION + "\n")
-    text = "\n".join(parts)
-    write_atomically(folder / "report.md", text)
-    return text
+    text.append(CAUTION + "\n")
+    page = "\n".join(text)
+    write_atomically(folder / "report.md", page)
+    return page
 
 
 def evaluations(run: Path) -> list[dict[str, Any]]:
@@ -160,14 +160,23 @@ def replayed(s: Settings, run: Path) -> str:
     return f"`upref replay` of the recorded steps:\n\n```text\n{found.text()}\n```\n"
 
 
+def facts(run: Path) -> dict[str, Any]:
+    """What done.json says: machine, versions, processor time."""
+    found: dict[str, Any] = json.loads((run / "done.json").read_text())
+    return found
+
+
+def parts_of_time(run: Path) -> str:
+    """`eval 40, sample 90, ...`: seconds of processor time."""
+    seconds = facts(run)["seconds"]
+    return ", ".join(f"{k} {v:.0f}" for k, v in seconds.items() if k != "all")
+
+
 def spent(run: Path) -> str:
-    facts = json.loads((run / "done.json").read_text())
-    seconds = facts["seconds"]
-    parts = ", ".join(f"{k} {v:.0f}" for k, v in seconds.items() if k != "all")
-    machine = facts["machine"]
+    machine = facts(run)["machine"]
     return (
-        f"Processor seconds: {seconds['all']:.0f} ({parts}), {machine['threads']} threads, {machine['cpu']}. "
-        f"Trained model: {_last_checkpoint(run)}\n"
+        f"Seconds of processor time: {facts(run)['seconds']['all']:.0f} ({parts_of_time(run)}), "
+        f"{machine['threads']} threads, {machine['cpu']}. Trained model: {_last_checkpoint(run)}\n"
     )
 
 

@@ -29,8 +29,16 @@ def of_this_machine() -> dict:
             "cpu": cpu(),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
-        },
+        }
+        | gpu(),
     }
+
+
+def gpu() -> dict:
+    """{"gpu": its name} where tensors are made on one."""
+    if torch.get_default_device().type != "cuda":
+        return {}
+    return {"gpu": torch.cuda.get_device_name()}
 
 
 def commit() -> dict:

@@ -10,6 +10,8 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -233,6 +235,30 @@ def test_a_loss_that_is_a_tenth_too_large_stops_the_run(
         loop.train(settings, tmp_path / "run", say=lambda _: None)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_forward_passes_in_bfloat16_are_the_objective_too(
+    small, whole, device, tmp_path
+):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU is visible here")
+    given = {"objective": "up_dapo", "precision": "bfloat16", "record_every": 1}
+    s = Settings.of(small | given)
+    loop.train(s, tmp_path / "run", say=lambda _: None, device=device)
+    lines = (tmp_path / "run" / "steps.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["parity_of_bound"] < 1 for line in lines)
+    steps = list(upref.replay.read_steps([tmp_path / "run" / "recorded"]))
+    assert upref.replay.replay(steps, s.target()).status == 0
+    first = json.loads(lines[0])["entropy"]
+    in_float32 = json.loads((whole / "steps.jsonl").read_text().splitlines()[0])
+    assert 1e-5 < abs(first - in_float32["entropy"]) < 0.05
+    assert all(
+        p.dtype == torch.float32
+        for p in bases.load(
+            str(tmp_path / "run" / "checkpoints" / "step-3"), "addition"
+        ).parameters()
+    )
+
+
 class Killed(BaseException):
     """No code catches this: as kill -9, but within one process."""
 
@@ -337,11 +363,11 @@ def test_answers_are_counted_and_the_right_one_is_bold():
 
 
 def test_the_time_left_is_that_of_the_steps_of_this_process(settings):
-    live = Live(settings)
-    live.start -= 120
-    live.first = 2  # the second step was the first of this process
-    assert live.left(2) == "  about 2 minutes left"
-    assert live.left(3) == ""
+    live = Live(replace(settings, steps=9))
+    live.first, live.start = 2, time.monotonic() - 120
+    assert live.left(2) == ""  # one step, with all that comes before it
+    assert live.left(4) == "  about 5 minutes left"
+    assert live.left(9) == ""
 
 
 @pytest.mark.parametrize(

@@ -127,8 +127,8 @@ class Live:
         )
         self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
         self.task = self.bar.add_task(s.objective, total=s.steps, now="")
-        self.start = time.monotonic()
-        self.first = 0  # the first step of this process; 0 before it ends
+        self.first = 0  # the first step of this process, and when it ended
+        self.start = 0.0
 
     def __enter__(self):
         self.bar.start()
@@ -142,7 +142,8 @@ class Live:
     def watch(self, step: int, numbers: dict) -> None:
         for tracker in self.trackers:
             tracker.update()
-        self.first = self.first or step
+        if not self.first:
+            self.first, self.start = step, time.monotonic()
         now = SHOWN.format(**numbers)
         self.bar.update(self.task, completed=step, now=now)
         if self.bar.disable and (step % max(1, self.s.steps // 10) == 0):
@@ -152,6 +153,8 @@ class Live:
 
     def left(self, step: int) -> str:
         """How long the rest takes, where that is minutes: by the steps of this process."""
-        each = (time.monotonic() - self.start) / (step - self.first + 1)
+        if step == self.first:
+            return ""
+        each = (time.monotonic() - self.start) / (step - self.first)
         minutes = each * (self.s.steps - step) / 60
         return f"  about {minutes:.0f} minutes left" if minutes >= 1 else ""
