@@ -14,7 +14,7 @@ from upref.errors import InputError
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "repro" / "out" / "lm"
 GB = 1e9
-MEMORY = 5.0 * GB  # free when a run starts; a run took up to 4.7 on a CPU
+MEMORY = 5.0 * GB  # free when a run starts; a run took 4.8 at most on a CPU
 ENVIRONMENT = 2.2 * GB  # of repro/venv.sh lm
 MODEL = 0.6 * GB  # as float32
 CHECKPOINT = 1.7 * GB  # weights and two moments
