@@ -37,13 +37,17 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
         early_config.pluginmanager.register(pytest_options, pytest_options.__name__)
 
 
-def assert_policy_loss(loss: Any, objective: Any, **hp: Any) -> "Report":
+def assert_policy_loss(
+    loss: Any, objective: Any, *, prove: bool = False, **hp: Any
+) -> "Report":
     """Run `upref.check` and return its Report; fail the test if the loss is not the
     objective.
 
     Args:
         loss: a function of (log_prob, old_log_prob, advantages, mask), or its name.
         objective: a name of `upref list`, or an Objective.
+        prove: also run `upref.prove`, and fail the test if the loss is not proved for
+            every value; needs z3-solver.
         **hp: hyperparameters, by the objective's names or the function's own.
 
     Returns:
@@ -52,7 +56,13 @@ def assert_policy_loss(loss: Any, objective: Any, **hp: Any) -> "Report":
     __tracebackhide__ = True
     from upref.verify.check import check
 
-    return _passed(check(loss, objective, **hp))
+    report = _passed(check(loss, objective, **hp))
+    if prove:
+        from upref.verify.proof import prove as proof_of
+
+        if not (proof := proof_of(loss, objective, **hp)):
+            pytest.fail(f"\n{proof}", pytrace=False)
+    return report
 
 
 def assert_advantages(fn: Any, estimator: str, **hp: Any) -> "Report":

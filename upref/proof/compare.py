@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from upref.proof.domain import Domain, Pattern, patterns
-from upref.proof.paths import Counterexample, Outcome, Outputs, Path, Search
+from upref.proof.paths import Counterexample, Limits, Outcome, Outputs, Path, Search
 from upref.proof.sizes import Bound
 from upref.proof.solver import Answer, ask
 from upref.proof.values import Values
@@ -21,6 +21,7 @@ from upref.rollouts import Rollouts
 Status = Literal["proved", "differs", "no proof"]
 ROUNDING = 2e-6  # of a difference, relative: as a weight in float64 of `check`
 ROUNDING_32 = 2e-5  # the same of a loss in float32
+NO_LIMITS = Limits()
 TINY = 1e-9  # of the largest number of a batch
 
 
@@ -93,6 +94,7 @@ def compare(
     reads: Iterable[str],
     seconds: float,
     bounds_mean: bool = False,
+    limits: Limits = NO_LIMITS,
     differs: Callable[[Tensor, Tensor, Rollouts], bool] = is_different,
 ) -> Comparison:
     """Compare two functions on each pattern.
@@ -104,6 +106,7 @@ def compare(
         reads: optional inputs that are variables: logp_ref, logp_sampler, entropy.
         seconds: the time limit.
         bounds_mean: as of a Domain.
+        limits: how much work it may be.
         differs: whether two outputs differ by more than rounding.
 
     Returns:
@@ -118,7 +121,9 @@ def compare(
         outcomes = []
         for pattern in chunk:
             domain = Domain(values, pattern, per_response, out.reads, bounds_mean)
-            search = Search(domain, function, reference, differs, start + seconds)
+            search = Search(
+                domain, function, reference, differs, start + seconds, limits
+            )
             outcome = search.explore()
             outcomes.append((search, outcome))
             for trace in outcome.traces:
@@ -126,7 +131,7 @@ def compare(
                 out.operators |= trace.seen
             if outcome.reason:
                 break
-        _conclude(values, outcomes, start + seconds - time.monotonic())
+        _conclude(values, outcomes, start + seconds - time.monotonic(), limits)
         for search, outcome in outcomes:
             out.paths += len(outcome.paths)
             if outcome.counterexample:
@@ -157,7 +162,10 @@ def _chunks(among: Sequence[Pattern]) -> list[Sequence[Pattern]]:
 
 
 def _conclude(
-    values: Values, outcomes: list[tuple[Search, Outcome]], seconds: float
+    values: Values,
+    outcomes: list[tuple[Search, Outcome]],
+    seconds: float,
+    limits: Limits,
 ) -> None:
     """Ask the solver the questions of all outcomes at once."""
     asked = [(s, o) for s, o in outcomes if not o.reason]
@@ -165,7 +173,7 @@ def _conclude(
     if seconds <= 0:
         answers = [Answer("unknown")] * len(questions)
     else:
-        answers = ask(values, questions, seconds)
+        answers = ask(values, questions, seconds, limits.solver)
     for search, outcome in asked:
         count = len(outcome.questions)
         search.conclude(outcome, answers[:count])

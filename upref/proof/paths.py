@@ -43,6 +43,21 @@ Outputs = Callable[[Rollouts, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
+class Limits:
+    """How much work a search may be.
+
+    Attributes:
+        paths: of one pattern.
+        operators: of one call of a function.
+        solver: z3's count of its steps for one question; 0: any number.
+    """
+
+    paths: int = MOST_PATHS
+    operators: int = 100_000
+    solver: int = 0
+
+
+@dataclass(frozen=True)
 class Counterexample:
     """A batch on which two functions differ.
 
@@ -50,12 +65,14 @@ class Counterexample:
         batch: in float64.
         expected, found: what the reference and the function give.
         point: the numbers of the variables.
+        bounds: what of the point makes the difference, as (variable, "<" or ">", number).
     """
 
     batch: Rollouts
     expected: Tensor
     found: Tensor
     point: dict[str, float]
+    bounds: tuple[tuple[str, str, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,6 +128,7 @@ class Search:
     reference: Outputs
     differs: Callable[[Tensor, Tensor, Rollouts], bool]
     deadline: float
+    limits: Limits = Limits()
     thin: dict[str, float] | None = None  # where they differ next to a bound alone
 
     @property
@@ -169,9 +187,9 @@ class Search:
         while todo:
             sides: list[tuple[Path, int]] = []
             for point, fixed in todo:
-                if len(outcome.paths) >= MOST_PATHS:
+                if len(outcome.paths) >= self.limits.paths:
                     raise NoProof(
-                        f"it has more than {MOST_PATHS} paths at {self.domain.pattern}: "
+                        f"it has more than {self.limits.paths} paths at {self.domain.pattern}: "
                         "use torch.where in place of `if`, or prove fewer --rows or --columns"
                     )
                 path = self._run_at(point, outcome)
@@ -245,7 +263,7 @@ class Search:
 
     def _run_at(self, point: dict[str, float], outcome: Outcome) -> Path:
         """Run both functions at a point, with formulas."""
-        trace = Trace(self.values, point)
+        trace = Trace(self.values, point, most_operators=self.limits.operators)
         outcome.traces.append(trace)
         found = self._formulas(self.function, trace)
         expected = self._formulas(self.reference, trace)
@@ -424,7 +442,8 @@ class Search:
                 expected = self.reference(batch, scale)
                 found = self.function(batch, scale)
                 if self.differs(expected, found, batch):
-                    return Counterexample(batch, expected, found, plain)
+                    bounds = tuple(bounds_in(self.values, conditions))
+                    return Counterexample(batch, expected, found, plain, bounds)
             tried += 1
             if tried > 5:
                 break
@@ -442,12 +461,28 @@ class Search:
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise NoProof("the time is over (--timeout)")
-        return ask(self.values, questions, left)
+        return ask(self.values, questions, left, self.limits.solver)
 
 
 def _scale(point: Mapping[str, float]) -> Tensor:
     """Return the factor by which the loss is multiplied at a point."""
     return torch.tensor(point["scale"], dtype=torch.float64)
+
+
+def bounds_in(
+    values: Values, conditions: list[int]
+) -> Iterator[tuple[str, str, float]]:
+    """Yield the conditions that bound one variable, as (variable, sign, number).
+
+    Args:
+        values: of the conditions.
+        conditions: ids.
+    """
+    for condition in conditions:
+        for comparison, holds in values.facts(condition):
+            bound = values.bound_of(comparison)
+            if bound is not None:
+                yield bound[0], ">" if holds else "<", bound[1]
 
 
 def _beside(point: dict[str, float]) -> Iterator[dict[str, float]]:

@@ -19,6 +19,7 @@ LARGEST = {
     torch.int8: 127,
     torch.uint8: 255,
     torch.int16: 32767,
+    torch.int32: 2**31 - 1,
     torch.bfloat16: 256,
     torch.float16: 2048,
 }

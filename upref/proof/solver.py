@@ -86,7 +86,7 @@ def ask(
     values: Values,
     questions: Sequence[Question],
     seconds: float,
-    each: float | None = None,
+    steps: int = 0,
 ) -> list[Answer]:
     """Ask for a point at which all conditions of a question hold, for each question.
 
@@ -94,15 +94,18 @@ def ask(
         values: that the ids are of.
         questions: ids of conditions.
         seconds: for all questions together.
-        each: seconds for one question; None: a third of all.
+        steps: z3's own count of its work, the limit of each question, which does not
+            depend on how busy the machine is; 0: a third of the time for each.
 
     Returns:
         An answer for each question.
     """
     if not questions:
         return []
-    milliseconds = max(1, int(1000 * (each or max(seconds / 3, 0.1))))
-    parts = [f"(set-option :timeout {milliseconds})", "(set-option :pp.decimal true)"]
+    limit = f"(set-option :timeout {max(100, int(1000 * seconds / 3))})"
+    if steps:
+        limit = f"(set-option :rlimit {steps})"
+    parts = [limit, "(set-option :pp.decimal true)"]
     parts.append("(set-option :pp.decimal_precision 17)")
     names: list[list[str]] = []
     for question in questions:

@@ -68,6 +68,7 @@ class Trace:
         point: the number of each variable.
         path: the branches that were taken.
         stopped: why there is no proof; "" while there may be one.
+        most_operators: that may run.
         sizes: what the code compares with sizes and counts.
         is_rounded: whether a part was computed in less than float64.
     """
@@ -76,11 +77,13 @@ class Trace:
     point: Mapping[str, float]
     path: list[Step] = field(default_factory=list)
     stopped: str = ""
+    most_operators: int = 100_000
     sizes: Sizes = field(default_factory=Sizes)
     is_rounded: bool = False
     memories: dict[int, Memory] = field(default_factory=dict)
     known: Known = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)  # operators that computed
+    operators: int = 0
     is_busy: bool = False  # what runs is upref's, not the user's
 
     @contextmanager
@@ -421,6 +424,9 @@ class Operators(TorchDispatchMode):
             x for x in _leaves((*args, *kwargs.values())) if isinstance(x, Tensor)
         ]
         shape = shape_of(func)
+        trace.operators += 1
+        if trace.operators > trace.most_operators:
+            trace.stop(f"runs more than {trace.most_operators:,} operators")
         if shape.is_random:
             trace.stop("draws random numbers", "a proof is of a function")
         trace.sizes.note_cut(func, args, user_line)

@@ -333,9 +333,9 @@ class Values:
                     self.both(condition, yes), self.both(self.negation(condition), no)
                 )
             yes, no = self.real(yes), self.real(no)
-        for comparison, truth in self._facts(condition):
+        for comparison, truth in self.facts(condition):
             yes = self.assume(yes, comparison, truth)
-        for comparison, truth in self._facts(self.negation(condition)):
+        for comparison, truth in self.facts(self.negation(condition)):
             no = self.assume(no, comparison, truth)
         if yes == no:
             return yes
@@ -344,12 +344,38 @@ class Values:
             raise TooHard("a choice of which one side is infinite or not a number")
         return self._of_atom(Choice(condition, yes, no))
 
-    def _facts(self, condition: int) -> Iterator[tuple[int, bool]]:
-        """Yield comparisons that are decided where a condition holds."""
+    def facts(self, condition: int) -> Iterator[tuple[int, bool]]:
+        """Yield comparisons that are decided where a condition holds.
+
+        Args:
+            condition: an id.
+
+        Yields:
+            A comparison, and whether it holds.
+        """
         node = self.nodes[condition]
         while isinstance(node, Branch) and self.zero in (node.yes, node.no):
             yield node.comparison, node.no == self.zero
             node = self.nodes[node.yes if node.no == self.zero else node.no]
+
+    def bound_of(self, comparison: int) -> tuple[str, float] | None:
+        """Return variable and number of a comparison `variable > number`; None for any
+        other.
+
+        Args:
+            comparison: an id of a comparison.
+        """
+        node = self.nodes[comparison]
+        assert isinstance(node, Compare)
+        terms = self.terms(node.polynomial)
+        monomial, c = terms[-1]
+        is_bound = len(monomial) == 1 and monomial[0][1] == 1 and c == 1
+        if not is_bound or len(terms) > 2 or (len(terms) == 2 and terms[0][0]):
+            return None
+        atom = self.atoms[monomial[0][0]]
+        if not isinstance(atom, Variable):
+            return None
+        return atom.name, -to_float(terms[0][1]) if len(terms) == 2 else 0.0
 
     def _is_boolean(self, value: int) -> bool:
         return value in (self.zero, self.one) or isinstance(self.nodes[value], Branch)
@@ -1154,7 +1180,7 @@ class Values:
         fact = condition if holds else self.negation(condition)
         if value in (fact, self.negation(fact)) and self._is_boolean(value):
             return self.one if value == fact else self.zero
-        for comparison, truth in self._facts(fact):
+        for comparison, truth in self.facts(fact):
             value = self.assume(value, comparison, truth)
         return value
 

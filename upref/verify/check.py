@@ -25,6 +25,7 @@ from upref.verify.measure import (
     unfed_words,
 )
 from upref.verify.oracle import Oracle, by_rank, discover, run, validate_names
+from upref.verify.oracles.every_value import is_proved
 from upref.verify.oracles.state import state
 from upref.verify.report import (
     SKIPPED,
@@ -227,6 +228,7 @@ def _report_of(
         seconds,
         settings,
         unchecked,
+        outcomes.get("every-value") == "ok" and is_proved(case),
     )
 
 

@@ -3,6 +3,7 @@
 differs, or why there is neither.
 """
 
+import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from upref import catalog, kl
 from upref.errors import InputError
 from upref.proof.compare import Comparison, compare, sizes_up_to
 from upref.proof.domain import MOST_LOG_RATIO, Pattern
+from upref.proof.paths import Counterexample, Limits
 from upref.proof.solver import require_z3
 from upref.proof.subjects import gradient_of, term_of
 from upref.registry import Objective, get
@@ -41,6 +43,7 @@ class Proof(Result):
         per_response: whether a response has one advantage.
         reads: optional inputs that were variables.
         bounds: numbers with which the code compares sizes, and their lines.
+        place: where it differs, in words.
         numbers: of the counterexample, by their symbols.
         expected, found: dJ/dlp there.
         example: the counterexample.
@@ -59,6 +62,7 @@ class Proof(Result):
     per_response: bool = False
     reads: tuple[str, ...] = ()
     bounds: tuple[tuple[int, str], ...] = ()
+    place: str = ""
     numbers: dict[str, float] = field(default_factory=dict)
     expected: float | None = None
     found: float | None = None
@@ -132,8 +136,8 @@ class Proof(Result):
             else ["[{}, {}]".format(*self.shapes[0])]
         )
         lines = [
-            f"  {self.domain}, at each of {counted(self.batches, 'mask')} of {sizes}; "
-            f"{counted(self.paths, 'path')}; {self.seconds:.1f} s"
+            f"  {self.domain}, in {self.batches} batches of {sizes} (every mask; "
+            f"advantages of 0; equal policies); {counted(self.paths, 'path')}; {self.seconds:.1f} s"
         ]
         return lines + [
             f"  a size or count is compared with {number} ({line}): on the other side of it nothing is proved"
@@ -145,8 +149,9 @@ class Proof(Result):
         at = ", ".join(
             f"{symbol} = {number:.6g}" for symbol, number in self.numbers.items()
         )
+        where = f"{self.place}   (here {at})" if self.place else at
         lines = [
-            f"FAIL  {at}",
+            f"FAIL  {where}",
             f"      expected  dJ/dlp {self.expected:.6g}",
             f"      found     dJ/dlp {self.found:.6g}",
         ]
@@ -236,6 +241,54 @@ def _describe(objective: Objective, hp: dict[str, Any], agg: str) -> str:
     return f"{name} with {agg}" if agg else name
 
 
+# a proof within `check`: so much work at most, whatever else the machine does
+WITHIN_CHECK = Limits(paths=6, operators=3000, solver=3_000_000)
+PAIR = ((True, True), (True, False))
+FEW = (
+    Pattern(((True,),)),
+    Pattern(((True, False, True),)),
+    Pattern(PAIR),
+    Pattern(((True, False), (False, True))),
+    Pattern(PAIR, on_policy=True),
+    Pattern(PAIR, zeros=frozenset({(1, 0), (1, 1)})),
+)
+FEW_PROMPTS = (Pattern(PAIR, (7, 3)),)
+
+
+def compare_few(loss: Loss, objective: Objective, hp: dict[str, Any]) -> Comparison:
+    """Compare a loss with an objective on a few batches, for every value.
+
+    Args:
+        loss: as read.
+        objective: its aggregation is the one that is meant.
+        hp: resolved hyperparameters.
+
+    Returns:
+        The Comparison.
+    """
+    other = read(objective, objective, hp)
+    with_prompts = _reads_prompts(loss, objective)
+    return compare(
+        gradient_of(loss),
+        gradient_of(_seeing(other, loss)),
+        (*FEW, *FEW_PROMPTS) if with_prompts else FEW,
+        _has_one_per_response(loss, objective) or _may_have_one(objective),
+        _optional_reads(loss, other, objective),
+        SECONDS,
+        objective.level == "sequence_mean",
+        WITHIN_CHECK,
+    )
+
+
+def _reads_prompts(loss: Loss, objective: Objective | None) -> bool:
+    """Tell whether both depend on the prompts of the rows."""
+    if "group" not in loss.reads:
+        return False
+    if objective is None:
+        return True
+    return objective.agg == "group-token-mean" or "group" in objective.reads
+
+
 def _prove_losses(
     loss: Loss,
     other: Loss,
@@ -249,12 +302,7 @@ def _prove_losses(
     response, prove them for one advantage per response.
     """
     reads = _optional_reads(loss, other, objective)
-    with_groups = "group" in loss.reads and (
-        objective is None
-        or objective.agg == "group-token-mean"
-        or "group" in objective.reads
-    )
-    among = sizes_up_to(rows, columns, with_groups)
+    among = sizes_up_to(rows, columns, _reads_prompts(loss, objective))
     function, reference = gradient_of(loss), gradient_of(_seeing(other, loss))
     per_response = _has_one_per_response(loss, objective)
     of_responses = objective is not None and objective.level == "sequence_mean"
@@ -344,28 +392,60 @@ def _report(
     batch = found.counterexample.batch
     expected, got = found.counterexample.expected, found.counterexample.found
     gap = (expected - got).abs().nan_to_num(float("inf"))
-    columns = batch.mask.shape[1]
     index = int(gap.argmax())
-    place = divmod(index % batch.mask.numel(), columns)
+    place = _place(found.counterexample)
     scale = found.counterexample.point["scale"]
     if scale != 1:
         remarks = (*proof.remarks, f"here the loss is multiplied by {scale:g}")
         proof = replace(proof, remarks=remarks)
+    if expected.shape[0] == 1:
+        expected, got = expected[0], got[0]
     numbers = {
         "A": batch.adv[place].item(),
         "r": (batch.logp - batch.logp_old)[place].exp().item(),
     }
+    if batch.logp_ref is not None:
+        numbers["π_ref/π_θ"] = (batch.logp_ref - batch.logp)[place].exp().item()
     fields = {name: x.tolist() for name, x in batch.tensors().items()}
     example = Example(
         fields, rollouts=True, expected=expected.tolist(), found=got.tolist()
     )
     return replace(
         proof,
+        place=describe_bounds(found.counterexample),
         numbers=numbers,
         expected=expected.reshape(-1)[index].item(),
         found=got.reshape(-1)[index].item(),
         example=example,
     )
+
+
+SYMBOLS = {"r": "r", "A": "A", "k": "π_ref/π_θ", "rho": "ρ", "mu": "π_old", "H": "H"}
+
+
+def describe_bounds(counterexample: Counterexample) -> str:
+    """Return in words where the token lies that differs most: `A > 50, r < 1.28`.
+
+    Args:
+        counterexample: a batch and what of it makes the difference.
+    """
+    row, column = _place(counterexample)
+    tightest: dict[tuple[str, str], float] = {}
+    for name, sign, number in counterexample.bounds:
+        symbol = name.rstrip("0123456789_")
+        at = name.removeprefix(symbol)
+        if at in (f"{row}_{column}", f"{row}") and symbol in SYMBOLS:
+            nearer = max if sign == ">" else min
+            key = (SYMBOLS[symbol], sign)
+            tightest[key] = nearer(tightest.get(key, number), number)
+    return ", ".join(f"{x} {sign} {n:.6g}" for (x, sign), n in tightest.items())
+
+
+def _place(counterexample: Counterexample) -> tuple[int, int]:
+    """Return row and column of the token that differs most."""
+    gap = (counterexample.expected - counterexample.found).abs().nan_to_num(math.inf)
+    mask = counterexample.batch.mask
+    return divmod(int(gap.argmax()) % mask.numel(), mask.shape[1])
 
 
 def _with_changes(proof: Proof, changed: set[str]) -> Proof:

@@ -278,6 +278,8 @@ class Report(Result):
     settings: str = ""
     # what it says nothing about, in words
     not_checked: list[str] = field(default_factory=list)
+    # the weights are proved for every value on small batches: upref.prove
+    proved: bool = False
 
     def __bool__(self) -> bool:
         return not self.failures
@@ -405,6 +407,8 @@ class Report(Result):
         fault_count = len(self.faults)
         note_count = len(self.notes)
         counts = counted(fault_count, "failure") if fault_count else "agrees"
+        if self.proved and not fault_count:
+            counts += ", and proved for every value"
         skipped = sum(became == SKIPPED for became in self.oracles.values())
         if note_count:
             counts += f", {counted(note_count, 'note')}"

@@ -19,6 +19,7 @@ ORACLES = (
     "gradient", "value", "aggregation", "micro-batches", "data-parallel", "padding", "masked-values", "on-policy",
     "stop-gradient", "extremes", "dead-hyperparameter", "scaling", "permutation", "determinism", "mutation",
     "zero-advantage", "unusual-inputs", "one-response", "loss-scale", "layout",
+    "every-value",
 )  # fmt: skip
 
 

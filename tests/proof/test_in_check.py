@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proof within `upref.check`, on the command line and in pytest."""
+
+import json
+
+import pytest
+import torch
+
+import upref
+from upref.cli import main
+from upref.proof import solver
+
+QUICK = ("unusual-inputs", "one-response", "extremes")
+
+
+def dapo(log_prob, old_log_prob, advantages, mask):
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    A = torch.where(mask, advantages, 0)
+    return -torch.minimum(r * A, r.clamp(0.8, 1.28) * A).sum() / mask.sum()
+
+
+def beyond_a_thousand(log_prob, old_log_prob, advantages, mask):
+    A = torch.where(advantages.abs() > 1000, 0, advantages)
+    return dapo(log_prob, old_log_prob, A, mask)
+
+
+def first_columns(log_prob, old_log_prob, advantages, mask):
+    inputs = (log_prob, old_log_prob, advantages, mask)
+    return dapo(*(x[:, :3000] for x in inputs))
+
+
+def few_rows(log_prob, old_log_prob, advantages, mask):
+    value = dapo(log_prob, old_log_prob, advantages, mask)
+    return value if len(mask) < 600 else 2 * value
+
+
+def test_a_right_loss_is_proved():
+    report = upref.check(dapo, "dapo", skip=QUICK)
+    assert report.proved and "agrees, and proved for every value" in str(report)
+    assert json.loads(report.json())["proved"]
+
+
+def test_a_value_that_no_batch_has_is_found():
+    """Advantages above 100 are in none of the batches of check."""
+    report = upref.check(beyond_a_thousand, "dapo", skip=QUICK)
+    assert [f.oracle for f in report.failures] == ["every-value"]
+    assert "A > 1000" in str(report) and "upref.Rollouts(" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"), [(first_columns, "3000, with"), (few_rows, "600, with")]
+)
+def test_both_sides_of_a_size_are_run(loss, says):
+    report = upref.check(loss, "dapo", skip=QUICK)
+    assert [f.oracle for f in report.failures] == ["every-value"]
+    assert says in str(report)
+
+
+def test_without_the_solver_nothing_changes(monkeypatch):
+    monkeypatch.setattr("upref.verify.oracles.every_value.find_z3", lambda: "")
+    report = upref.check(beyond_a_thousand, "dapo", skip=QUICK)
+    assert report and not report.proved and "every-value" not in str(report)
+
+
+def test_pytest_asks_for_a_proof(monkeypatch):
+    assert upref.assert_policy_loss(dapo, "dapo", prove=True)
+    monkeypatch.setattr(solver, "MEMORY", 1)
+    with pytest.raises(pytest.fail.Exception, match="no proof"):
+        upref.assert_policy_loss(dapo, "dapo", prove=True)
+
+
+FILE = """
+import torch
+
+def dapo(lp, old, adv, mask):
+    r = (lp - old).exp()
+    return -(torch.minimum(r * adv, r.clamp(0.8, 1.28) * adv) * mask).sum() / mask.sum()
+
+def clamped(lp, old, adv, mask):
+    return dapo(lp, old, adv.clamp(-50, 50), mask)
+
+def drawn(lp, old, adv, mask):
+    return dapo(lp, old, adv * (1 + torch.rand(())), mask)
+
+def k3(log_prob, ref_log_prob):
+    d = ref_log_prob - log_prob
+    return d.exp() - d - 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["{}:dapo", "--as", "dapo"], 0, "is dapo(eps_low=0.2, eps_high=0.28): PROVED"),
+        (["{}:clamped", "--as", "dapo"], 1, "A > 50"),
+        (["{}:clamped", "--as", "{}:dapo"], 1, "FAIL"),
+        (["{}:drawn", "--as", "dapo"], 2, "mine.py:12 draws random numbers"),
+        (["{}:k3", "--as-kl", "k3"], 0, "is k3: PROVED"),
+        (["{}:k3", "--as-kl", "k2"], 1, "NOT k2"),
+        (["{}:dapo", "--as", "dapoo"], 2, ""),
+    ],
+)
+def test_the_command(arguments, status, says, tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text(FILE)
+    words = [word.format(file) for word in arguments]
+    assert main(["prove", *words, "--rows", "1", "--columns", "1"]) == status
+    assert says in capsys.readouterr().out
+
+
+def test_the_counterexample_is_one_when_it_is_pasted(tmp_path):
+    proof = upref.prove(beyond_a_thousand, "dapo")
+    code = str(proof).partition("b = ")[2].partition(")\n      #")[0]
+    b = eval(f"{code})", {"upref": upref, "torch": torch})
+    lp = b.logp.clone().requires_grad_()
+    value = beyond_a_thousand(lp, b.logp_old, b.adv, b.mask)
+    (found,) = torch.autograd.grad(-value, lp)
+    expected = upref.get("dapo").gradient(b)
+    assert not torch.allclose(found, expected)
+    assert torch.allclose(found, torch.tensor(proof.example.found).double())

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The oracle of all values: a proof on a few small batches, and batches on each side of
+the sizes with which the code compares.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from upref.errors import InputError
+from upref.proof.compare import Comparison
+from upref.proof.sizes import Bound
+from upref.proof.solver import find_z3
+from upref.rollouts import Rollouts
+from upref.verify.finding import Example, TokenPlace
+from upref.verify.measure import LossCase
+from upref.verify.oracle import oracle
+from upref.verify.proof import compare_few, describe_bounds
+from upref.verify.report import Finding, fail
+from upref.verify.shrink import example, numbers, smallest, worst
+
+LARGEST = 4100  # of the sizes that are tried
+MOST_BOUNDS = 8
+
+
+def not_proved(case: LossCase) -> str:
+    """Say why no proof is tried; "" where one is.
+
+    Args:
+        case: the loss and its objective.
+    """
+    if not find_z3():
+        return "the solver z3 is not installed"
+    if case.failed or case.wrong:
+        return "it differs already"
+    if case.single:
+        return "it has float32's precision"
+    if case.loss.calls_backward or case.loss.framework:
+        return "it is no function of tensors alone"
+    return ""
+
+
+@oracle("every-value", 210, not_proved, implied=True)
+def every_value(case: LossCase) -> Iterator[Finding]:
+    """Prove the weights on small batches; where they differ, run that batch."""
+    found = compare_few(case.loss, case.objective, case.hp)
+    case.cache["every-value"] = found
+    if found.counterexample is not None:
+        yield from _difference(case, found)
+        return
+    for bound in found.bounds[:MOST_BOUNDS]:
+        if bound.number <= LARGEST:
+            yield from _beyond(case, bound)
+
+
+def is_proved(case: LossCase) -> bool:
+    """Tell whether the loss was proved.
+
+    Args:
+        case: the loss and its objective, after the oracle has run.
+    """
+    found = case.cache.get("every-value")
+    return isinstance(found, Comparison) and found.status == "proved"
+
+
+def _difference(case: LossCase, found: Comparison) -> Iterator[Finding]:
+    """Yield the failure on the solver's batch, if `check` too takes it for one."""
+    assert found.counterexample is not None
+    batch = case.visible_batch(found.counterexample.batch)
+    errors = _errors(case, batch)
+    if errors is None:
+        return
+    small, i, t = smallest(case, batch, worst(errors))
+    expected, got = numbers(case, small, i, t)
+    at = {"A": small.adv[i, t].item(), "r": case.ratio(small)[i, t].item()}
+    where = describe_bounds(found.counterexample)
+    about = f"{where} (found by a solver)" if where else "found by a solver"
+    place = TokenPlace(numbers=at)
+    shown = example(case, small)
+    yield fail("every-value", about, expected, got, shown, place=place)
+
+
+def _errors(case: LossCase, batch: Rollouts) -> Tensor | None:
+    """Return the errors of the weights on a batch; None where they are right."""
+    try:
+        errors = case.weight_error(batch)
+    except InputError:
+        return None
+    return errors if errors.max() > 10 * case.tol else None
+
+
+def _beyond(case: LossCase, bound: Bound) -> Iterator[Finding]:
+    """Compare on batches a little below and above a size, in columns and in rows."""
+    size = bound.number
+    for rows, columns in ((2, size - 1), (2, size + 1), (size - 1, 2), (size + 1, 2)):
+        batch = case.visible_batch(_long_batch(case, rows, columns))
+        errors = _errors(case, batch)
+        if errors is None:
+            continue
+        i, t = worst(errors)
+        expected, got = numbers(case, batch, i, t)
+        at = {"A": batch.adv[i, t].item(), "r": case.ratio(batch)[i, t].item()}
+        where = f", with which {bound.line} compares a size" if bound.line else ""
+        about = f"{rows} rows of {columns} columns: on one side of {size}{where}"
+        shown = Example(rollouts=True, size=(rows, columns))
+        place = TokenPlace(numbers=at)
+        yield fail("every-value", about, expected, got, shown, place=place)
+        return
+
+
+def _long_batch(case: LossCase, rows: int, columns: int) -> Rollouts:
+    """Return a batch of a size, whose first row is full."""
+    generator = torch.Generator().manual_seed(rows * columns)
+
+    def normal() -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+
+    log_old = -1 - normal().abs()
+    lp = (log_old + 0.2 * normal()).clamp(max=-1e-3)
+    adv = normal()[:, :1].expand(rows, columns).clone()
+    mask = torch.ones(rows, columns, dtype=torch.bool)
+    mask[1:, columns // 2 + 1 :] = False
+    group = torch.arange(rows) // 2 if rows % 2 == 0 else torch.zeros(rows).long()
+    return Rollouts.unchecked(
+        logp=lp,
+        logp_old=log_old,
+        adv=adv,
+        mask=mask,
+        group=group,
+        logp_ref=lp - 0.1 * normal(),
+        entropy=normal().abs(),
+        logp_sampler=log_old if case.objective.sampler is None else log_old - 0.05,
+    )
