@@ -20,7 +20,6 @@ from upref.rollouts import Rollouts
 
 Status = Literal["proved", "differs", "no proof"]
 ROUNDING = 2e-6  # of a difference, relative: as a weight in float64 of `check`
-ROUNDING_32 = 2e-5  # the same of a loss in float32
 NO_LIMITS = Limits()
 TINY = 1e-9  # of the largest number of a batch
 
@@ -71,19 +70,34 @@ def sizes_up_to(rows: int, columns: int, with_groups: bool) -> list[Pattern]:
 
 
 def is_different(expected: Tensor, found: Tensor, batch: Rollouts) -> bool:
-    """Tell whether two outputs differ by more than rounding, in float64 or, where one of
-    them has that precision, in float32.
+    """Tell whether two gradients differ by more than rounding, as `check` does: relative
+    to the gradient, or to the advantage where that is larger.
 
     Args:
         expected, found: outputs.
         batch: the batch that they are of.
     """
+    share = batch.adv.abs() / batch.mask.numel()
+    return _exceeds(expected, found, share)
+
+
+def is_different_anywhere(expected: Tensor, found: Tensor, batch: Rollouts) -> bool:
+    """Tell whether two outputs differ by more than rounding, relative to themselves.
+
+    Args:
+        expected, found: outputs.
+        batch: the batch that they are of.
+    """
+    return _exceeds(expected, found, torch.zeros(()))
+
+
+def _exceeds(expected: Tensor, found: Tensor, least: Tensor) -> bool:
+    """Tell whether a gap is above rounding, relative to the numbers and to these."""
     if not found.isfinite().all():
         return bool(expected.isfinite().all())
+    size = torch.maximum(torch.maximum(expected.abs(), found.abs()), least)
     gap = (expected - found).abs()
-    size = torch.maximum(expected.abs(), found.abs())
-    least = TINY * size.max()
-    return bool((gap > ROUNDING * size + least).any())
+    return bool((gap > ROUNDING * size + TINY * size.max()).any())
 
 
 def compare(

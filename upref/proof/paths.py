@@ -17,7 +17,7 @@ others of the path. A difference counts only if the functions differ where they 
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -37,6 +37,7 @@ ROUNDED = 2e-3  # the same where a part is in less than float64
 CHECKED = 2  # points of a path beside the witness
 CHECKED_FAR = 2  # the same far from it
 NEARBY = 3e-7  # relative: a constant in float32 is off by 6e-8
+RUN = 12  # of them, those at which both functions run
 TRIED = 60  # points near the one that the solver gives
 # of a batch and of the factor by which the loss is multiplied
 Outputs = Callable[[Rollouts, Tensor], Tensor]
@@ -264,6 +265,8 @@ class Search:
     def _run_at(self, point: dict[str, float], outcome: Outcome) -> Path:
         """Run both functions at a point, with formulas."""
         trace = Trace(self.values, point, most_operators=self.limits.operators)
+        pattern = self.domain.pattern
+        trace.sizes.with_floats = not (pattern.on_policy or pattern.zeros)
         outcome.traces.append(trace)
         found = self._formulas(self.function, trace)
         expected = self._formulas(self.reference, trace)
@@ -427,13 +430,13 @@ class Search:
         """
         if answer.outcome != "point":
             return None
-        tried = 0
         conditions = list(question.conditions)
-        for number in range(TRIED):
-            point = self.domain.complete(path.point, self._moved(answer.point, number))
-            if not self._holds(conditions, point):
-                continue
-            if not all(self._holds(conditions, p) for p in _beside(point)):
+        names = self.values.variables((*conditions, *question.unequal))
+        within = (
+            p for p in self._candidates(path, answer) if self._holds(conditions, p)
+        )
+        for point in itertools.islice(within, RUN):
+            if not all(self._holds(conditions, p) for p in _beside(point, names)):
                 self.thin = self.thin or point
                 continue
             batch = self.domain.batch(point)
@@ -444,10 +447,13 @@ class Search:
                 if self.differs(expected, found, batch):
                     bounds = tuple(bounds_in(self.values, conditions))
                     return Counterexample(batch, expected, found, plain, bounds)
-            tried += 1
-            if tried > 5:
-                break
         return None
+
+    def _candidates(self, path: Path, answer: Answer) -> Iterator[dict[str, float]]:
+        """Yield the solver's point, points near it, and points at random."""
+        for number in range(TRIED):
+            yield self.domain.complete(path.point, self._moved(answer.point, number))
+            yield self.domain.draw(100 + number)
 
     # ---- questions -------------------------------------------------------------------
     def _question(
@@ -485,11 +491,13 @@ def bounds_in(
                 yield bound[0], ">" if holds else "<", bound[1]
 
 
-def _beside(point: dict[str, float]) -> Iterator[dict[str, float]]:
+def _beside(
+    point: dict[str, float], names: Iterable[str]
+) -> Iterator[dict[str, float]]:
     """Yield the points a little below and above, in one variable after the other."""
-    for name, x in point.items():
+    for name in names:
         for sign in (1, -1):
-            yield point | {name: x * (1 + sign * NEARBY)}
+            yield point | {name: point[name] * (1 + sign * NEARBY)}
 
 
 def facts(values: Values, steps: "tuple[Step, ...] | list[Step]") -> tuple[int, ...]:

@@ -42,9 +42,12 @@ class Sizes:
 
     Attributes:
         bounds: each once.
+        with_floats: constants that are floats may be counts; they are not where ratios
+            or advantages are constants of the batch.
     """
 
     bounds: dict[Bound, None] = field(default_factory=dict)
+    with_floats: bool = True
 
     def add(self, number: Any, line: str) -> None:
         """Note a number with which a size is compared.
@@ -55,7 +58,7 @@ class Sizes:
         """
         if isinstance(number, bool) or not isinstance(number, int | float):
             return
-        if SMALLEST < number < 2**62:
+        if line and SMALLEST < number < 2**62:
             self.bounds.setdefault(Bound(int(number), line))
 
     def mark(self, size: Any, line: Callable[[], str]) -> Any:
@@ -84,6 +87,9 @@ class Sizes:
         """
         name = func.overloadpacket.__name__.rstrip("_")
         dtype = kwargs.get("dtype")
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        if not self.with_floats and any(x.is_floating_point() for x in tensors):
+            return
         if name in COMPARES or name in DIVIDES:
             for number in (*args[1:], *kwargs.values()):
                 if isinstance(number, int | float) and number > SMALLEST:

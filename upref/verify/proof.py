@@ -9,7 +9,12 @@ from typing import Any
 
 from upref import catalog, kl
 from upref.errors import InputError
-from upref.proof.compare import Comparison, compare, sizes_up_to
+from upref.proof.compare import (
+    Comparison,
+    compare,
+    is_different_anywhere,
+    sizes_up_to,
+)
 from upref.proof.domain import MOST_LOG_RATIO, Pattern
 from upref.proof.paths import Counterexample, Limits
 from upref.proof.solver import require_z3
@@ -494,7 +499,13 @@ def prove_kl(
         ]
         among = list(dict.fromkeys(among))
         found = compare(
-            term_of(term), term_of(known), among, False, {"logp_ref"}, seconds
+            term_of(term),
+            term_of(known),
+            among,
+            False,
+            {"logp_ref"},
+            seconds,
+            differs=is_different_anywhere,
         )
     proof = _report(term.name, str(term.reading), name, found, ())
     return _with_changes(proof, changed)
