@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of a replay as lines of text. What a finding means is in words.py."""
 
+import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 SHOWN = 4  # findings of one check that are printed
 WIDTH = 118
+COUNT = re.compile(r"\b[\d.,]*\d ")  # of tokens or responses, another one at each step
 NO_ROUNDING = 1.0  # nats, of one token: rounding makes no such difference
 
 
@@ -186,10 +188,10 @@ def _agreements(s: "StepChecks", unused: tuple[str, ...]) -> Iterator[tuple[str,
         yield f"advantages: {advantages.estimator} of {advantages.grouping}", ""
     if s.loss is None:
         return
+    terms = COUNT.sub("", _terms(s.loss))
     if s.loss.found == s.loss.expected:
-        yield f"loss: it is the {_terms(s.loss)}", _not_exercised(unused)
+        yield f"loss: it is the {terms}", _not_exercised(unused)
     if s.loss.gradient == s.loss.expected:
-        terms = _terms(s.loss)
         yield f"loss: dL/dlp of the recorded tokens is that of the {terms}", ""
 
 
