@@ -64,7 +64,8 @@ VERBS: dict[str, list[str]] = {
              "--model", "--model=no", "--without", "--without=ratio", "--without=no", "-v", "--verbose"],
     "replay": [*HP, "--as", "--as=dapo", "--as=no", "--agg", "--agg=no", "--loss", "--loss=x", "--loss=1",
                "--only", "--only=loss", "--only=no", "--against", "--against=gspo", "--against=no", "--tokenizer",
-               "--tokenizer=.", "-o", "-ox.xyz", "-ono/x.svg", "-v", "--verbose", "table.csv", "mine.py", "."],
+               "--tokenizer=.", "-o", "-ox.xyz", "-ono/x.svg", "--zero", "-v", "--verbose", "table.csv", "mine.py",
+               "."],
     "badge": ["-o", "-ox.svg", "-ono/x.svg", "table.csv", "mine.py", "."],
     "doctor": [],
 }  # fmt: skip
