@@ -12,6 +12,8 @@ from upref.maximization.maximizes import WHERE, maximizes
 from upref.registry import get, names
 
 GROUP_SIZE = 4
+# of responses; a sum over tokens that is divided by a constant; for rejected tokens
+NOT_SHOWN = ("seq-mean", "seq-mean-token-sum-norm", "kept-mean")
 SETTINGS = (
     ("0 or 1", "one length"),
     ("0 or 1", "different lengths"),
@@ -36,8 +38,8 @@ def aggregations() -> str:
     """Each aggregation of REINFORCE with unbiased advantages, by kind of lengths."""
     rows = []
     for agg in AGGREGATIONS:
-        if agg in ("seq-mean", "seq-mean-token-sum-norm"):
-            continue  # of responses; a sum over tokens that is divided by a constant
+        if agg in NOT_SHOWN:
+            continue
         objective = get("rloo").aggregated(agg)
         answers = _by_setting(maximizes(objective, group_size=3))
         cells = [_words(answers[setting]) for setting in SETTINGS[2:]]
