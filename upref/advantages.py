@@ -12,6 +12,7 @@ is not finite, shapes and dtypes that do not fit, ddof other than 0 and 1. In a 
 ignored is dropped beforehand.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -321,8 +322,11 @@ def distillation(
         Advantages [B, T].
 
     Raises:
-        InputError: the shapes differ, or an unmasked slot is not finite.
+        InputError: the shapes differ, coef is no finite number, or an unmasked slot is not finite.
     """
+    is_number = isinstance(coef, int | float) and not isinstance(coef, bool)
+    if not is_number or not -math.inf < coef < math.inf:
+        raise InputError(f"coef must be a finite number, got {repr(coef)[:60]}.")
     is_checked = (
         is_materialized(lp) and is_materialized(lp_teacher) and is_materialized(mask)
     )

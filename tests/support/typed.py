@@ -68,7 +68,7 @@ VERBS: dict[str, list[str]] = {
     "step": [*HP, "trl", "verl", "openrlhf", "no", "mine.py:loss", "--list", "--only", "--only=no such setting",
              "--against", "--against=no such file", "--as", "--as=dapo", "--as=no", "--temperature", "--temperature=0",
              "--model", "--model=no", "--without", "--without=ratio", "--without=no", "-v", "--verbose"],
-    "replay": [*HP, "--as", "--as=dapo", "--as=no", "--agg", "--agg=no", "--loss", "--loss=x", "--loss=1",
+    "replay": [*HP, "--zero", "--as", "--as=dapo", "--as=no", "--agg", "--agg=no", "--loss", "--loss=x", "--loss=1",
                "--only", "--only=loss", "--only=no", "--against", "--against=gspo", "--against=no", "--tokenizer",
                "--tokenizer=.", "-o", "-ox.xyz", "-ono/x.svg", "--zero", "-v", "--verbose", "table.csv", "mine.py",
                "."],

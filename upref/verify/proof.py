@@ -195,9 +195,22 @@ def prove(
         InputError: the loss cannot be run, or the solver is not installed.
     """
     require_z3()
+    _check_limits(rows, columns, seconds)
     with state_restored() as changed:
         proof = _prove(loss, objective, agg, rows, columns, seconds, hp)
     return _with_changes(proof, changed)
+
+
+def _check_limits(rows: Any, columns: Any, seconds: Any) -> None:
+    """Raise InputError for a size or a time limit that is none."""
+    for name, size in (("rows", rows), ("columns", columns)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise InputError(
+                f"{name} must be a whole number of at least 1, got {repr(size)[:60]}."
+            )
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not 0 < seconds < math.inf:
+        raise InputError(f"seconds must be a number above 0, got {repr(seconds)[:60]}.")
 
 
 def _prove(
@@ -489,6 +502,7 @@ def prove_kl(
         InputError: the function cannot be run, or the solver is not installed.
     """
     require_z3()
+    _check_limits(rows, columns, seconds)
     if name not in kl.ESTIMATORS:
         raise catalog.unknown_kl(name, kl.ESTIMATORS)
     with state_restored() as changed:
