@@ -138,3 +138,14 @@ def test_it_is_not_proved(loss):
 @pytest.mark.parametrize("loss", SPECIAL, ids=lambda loss: loss.__name__)
 def test_it_differs(loss):
     assert upref.prove(loss, "dapo", columns=3).status == "differs"
+
+
+def saturated(lp, old, A, mask):
+    tau = torch.where(A > 0, 1.0, torch.full_like(A, 1.05))
+    gate = torch.sigmoid(tau * (torch.exp(lp - old) - 1)) * 4 / tau
+    return -((gate * A * mask).sum(-1) / mask.sum(-1)).mean()
+
+
+def test_digits_that_cancel_far_away_are_no_state():
+    found = upref.prove(saturated, "sapo", columns=2)
+    assert found.status == "proved", found.reason

@@ -311,7 +311,7 @@ class Search:
                 if not formulas.isfinite().all():
                     continue  # a float overflows in the formula alone
                 gap = (numbers.double() - formulas).abs().max().item()
-                size = max(formulas.abs().max().item(), 1e-3)
+                size = max(formulas.abs().max().item(), 1e-3 * _magnitude(batch))
                 if not gap <= tolerance * size:
                     raise NoProof(
                         "its numbers do not follow from log-probabilities and advantages alone: "
@@ -473,6 +473,14 @@ class Search:
 def _scale(point: Mapping[str, float]) -> Tensor:
     """Return the factor by which the loss is multiplied at a point."""
     return torch.tensor(point["scale"], dtype=torch.float64)
+
+
+def _magnitude(batch: Rollouts) -> float:
+    """Return the size of the largest A max(r, 1) of a batch, at least 1: terms of this
+    size may cancel.
+    """
+    r = (batch.logp - batch.logp_old).exp().clamp(min=1)
+    return max(1.0, (batch.adv.abs() * r).max().item())
 
 
 def bounds_in(
