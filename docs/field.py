@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from docs import framework_pages, samplers, steps
+from docs import framework_pages, proved, samplers, steps
 from tests.conformance.known_bugs import target
 from upref import markdown
 from upref.conformance import cases, load_adapter
@@ -294,8 +294,9 @@ def table() -> str:
     rows = []
     for a in framework_pages.audits():
         link = framework_pages.link(a["framework"])
-        rows.append([link, *(cell(a, column) for column in COLUMNS)])
-    return markdown.table(["framework", *COLUMNS], rows)
+        cells = [cell(a, column) for column in COLUMNS]
+        rows.append([link, *cells, proved.cell(a["framework"])])
+    return markdown.table(["framework", *COLUMNS, "proved"], rows)
 
 
 def _skipped(name: str) -> list[str]:

@@ -311,6 +311,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "surfaces": ("docs.framework_pages", "surfaces"),
     "statuses": ("docs.framework_pages", "statuses"),
     "state_of_the_field": ("docs.field", "table"),
+    "proved_losses": ("docs.proved", "losses"),
+    "proved_objectives": ("docs.proved", "objectives"),
     "field_logprobs": ("docs.logprobs", "field_logprobs"),
     "peers": ("docs.logprobs", "peers"),
     "where_it_helps": ("docs.logprobs", "where_it_helps"),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from upref.errors import InputError
+from upref.proof.solver import require_z3
 from upref.user_code.guard import one_line
 from upref.user_code.settings import Shipped
 from upref_frameworks import audits
@@ -46,6 +47,8 @@ def main(job: str, answer: str) -> int:
     work, name, where, arguments = pickle.loads(Path(job).read_bytes())
     out: tuple[str, object]
     try:
+        if work == "proofs":
+            require_z3()  # afterwards its folder is not found
         enter(name, where)
         out = "ok", WORK[work](name, **arguments)
     except InputError as e:
@@ -210,10 +213,25 @@ def kernels(name: str) -> "Kernels":
     return check_kernels(name)
 
 
-WORK: "dict[str, Callable[..., audits.Audit | Kernels | list[str]]]" = {
+def proofs(name: str) -> dict[str, Any]:
+    """Prove the losses of a framework.
+
+    Args:
+        name: the framework of this process.
+
+    Returns:
+        What audits/proofs.py returns, which is imported only when it is needed.
+    """
+    from upref_frameworks.audits.proofs import proofs as prove_all
+
+    return prove_all(name)
+
+
+WORK: "dict[str, Callable[..., audits.Audit | Kernels | list[str] | dict[str, Any]]]" = {
     "audit": audits.audit,
     "kernels": kernels,
     "scripts": scripts,
+    "proofs": proofs,
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which losses of the frameworks are proved to be which objectives, from docs/proved.json.
+`python -m upref_frameworks.audits.proofs NAME...` writes that record.
+"""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from upref import markdown
+from upref_frameworks.audits.proofs import OPEN, PROVED, WITH_FAULTS
+
+RECORD = Path(__file__).with_name("proved.json")
+LINE = re.compile(r"^\S+\.py:\d+ ")  # of the code that calls the framework, too
+NOT_ALL = "not each recorded difference is part of the formula that was compared"
+NOT_READ = "differs; nobody has read why"
+
+
+@cache
+def record() -> dict[str, Any]:
+    """Return the record: framework -> version and rows."""
+    found: dict[str, Any] = json.loads(RECORD.read_text())
+    return found
+
+
+def status(row: dict[str, Any]) -> str:
+    """Return what a row says, in the words of the page.
+
+    Args:
+        row: of the record.
+    """
+    if row["status"] in (PROVED, WITH_FAULTS):
+        return str(row["status"])
+    return OPEN
+
+
+def cell(name: str) -> str:
+    """Return how many comparisons of a framework are proved, for the table of the field.
+
+    Args:
+        name: of the framework.
+    """
+    if name not in record():
+        return "not run"
+    rows = record()[name]["rows"]
+    said = [status(row) for row in rows]
+    counts = [(said.count(PROVED), ""), (said.count(WITH_FAULTS), " as recorded")]
+    words = ", ".join(f"{n}{more}" for n, more in counts if n) or "0"
+    version = record()[name]["version"]
+    return f"[{words}](#proved-for-every-value) of {len(rows)}<br>*{version[:9]}*"
+
+
+def losses() -> str:
+    """Return a row for each comparison."""
+    rows = []
+    for name, of in record().items():
+        for row in of["rows"]:
+            said = status(row)
+            why_not = LINE.sub("it ", row["reason"])
+            more = row["at"] if said == WITH_FAULTS else why_not
+            if said == OPEN and not more:
+                more = NOT_ALL if row["faults"] else NOT_READ
+            known = "; ".join(row["faults"]) if said != PROVED else ""
+            words = f"`{name}:{row['label']}`", f"`{row['promise']}`"
+            rows.append([*words, said, known, more.replace("|", "\\|")])
+    heads = ["loss", "promise", "proof", "recorded differences", "where, or why not"]
+    return markdown.table(heads, rows)
+
+
+def objectives() -> str:
+    """Return a row for each objective that a loss was proved to be."""
+    proved: dict[str, dict[str, None]] = {}
+    for name, of in record().items():
+        for row in of["rows"]:
+            if row["status"] == PROVED:
+                objective = row["promise"].partition(",")[0]
+                proved.setdefault(objective, {})[f"`{name}:{row['label']}`"] = None
+    rows = [[f"`{o}`", ", ".join(found)] for o, found in sorted(proved.items())]
+    return markdown.table(["objective", "losses with a proof"], rows)

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Are the losses of a framework the objectives that their names promise, for every value?
+Each comparison of its audit, by the proofs of upref.proof.
+
+    python -m upref_frameworks.audits.proofs FRAMEWORK...
+
+A loss that differs from its promise is compared once more, with the promise and the
+faults that the audit records. It writes what it finds to docs/proved.json.
+"""
+
+import json
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.errors import InputError
+from upref.proof.compare import Comparison as Found, compare
+from upref.proof.domain import Pattern, patterns
+from upref.proof.paths import Outputs
+from upref.proof.subjects import gradient_of
+from upref.rollouts import Rollouts
+from upref.user_code import read
+from upref.user_code.guard import call_guarded
+from upref.verify.faults.losses import GROUPS
+from upref_frameworks.audits.case import (
+    Comparison,
+    FaultyObjective,
+    make_explanation,
+)
+from upref_frameworks.audits.framework import Framework
+
+RECORD = Path(__file__).parents[2] / "docs" / "proved.json"
+FULL = Pattern(((True, True), (True, False)))
+HOLE = Pattern(((True, False, True),))
+SECONDS = 60.0  # for one comparison
+PROVED, WITH_FAULTS, DIFFERS, OPEN = (
+    "proved",
+    "proved with the recorded differences",
+    "differs",
+    "no proof",
+)
+
+
+@dataclass(frozen=True)
+class ProvedRow:
+    """What became of one comparison.
+
+    Attributes:
+        setting: `default` or `paper`.
+        label: the loss, as `upref check FRAMEWORK:LABEL` reads it.
+        promise: the objective with its hyperparameters.
+        status: proved, "proved with the recorded differences", differs, or "no proof".
+        faults: the recorded differences, in words.
+        reason: why there is no proof.
+        at: of a difference from the promise, A and r there.
+    """
+
+    setting: str
+    label: str
+    promise: str
+    status: str
+    faults: tuple[str, ...] = ()
+    reason: str = ""
+    at: str = ""
+
+
+def proofs(name: str) -> dict[str, Any]:
+    """Prove each comparison of a framework's audit, in the process that has it.
+
+    Args:
+        name: the framework.
+
+    Returns:
+        framework, version, and rows: the ProvedRows as dicts.
+    """
+    from upref_frameworks.audits import framework, isolated
+
+    f = framework(name)
+    answer: dict[str, Any] | None = isolated.run_elsewhere(
+        "proofs", name, f.pin, "", "", False
+    )
+    if answer is not None:
+        return answer
+    torch.set_num_threads(1)
+    version = isolated.INSIDE["version"] if f.pin else f.version()
+    rows = [prove_comparison(f, comparison) for comparison in f.comparisons]
+    return {
+        "framework": name,
+        "version": version,
+        "torch": torch.__version__,
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def prove_comparison(framework: Framework, comparison: Comparison) -> ProvedRow:
+    """Prove one loss to be its promise, or the promise with the recorded faults.
+
+    Args:
+        framework: the tables.
+        comparison: the loss and what it promises.
+
+    Returns:
+        A row.
+    """
+    from upref.registry import get
+
+    words = comparison.setting, comparison.label, comparison.promise
+    faults = tuple(str(fault.words) for fault in comparison.reasons)
+    try:
+        explanation = make_explanation(
+            get(comparison.objective), comparison.hp, comparison.reasons
+        )
+        loss = gradient_of_framework(framework, comparison)
+        found = _compare(framework, comparison, loss, explanation.promised)
+        if found.status == "proved":
+            return ProvedRow(*words, PROVED)
+        if found.status != "differs":
+            if not faults:
+                return ProvedRow(*words, OPEN, faults, found.reason)
+            at = ""
+        else:
+            at = _place(found)
+            if not faults:
+                return ProvedRow(*words, DIFFERS, faults, at=at)
+        again = _compare(framework, comparison, loss, explanation.faulty)
+    except InputError as error:
+        return ProvedRow(*words, OPEN, faults, str(error))
+    if again.status == "proved":
+        return ProvedRow(*words, WITH_FAULTS, faults, at=at)
+    status = DIFFERS if again.status == "differs" else OPEN
+    return ProvedRow(*words, status, faults, again.reason, _place(again) or at)
+
+
+def gradient_of_framework(framework: Framework, comparison: Comparison) -> Outputs:
+    """Return the function of a batch to dJ/dlp of a framework's loss.
+
+    Args:
+        framework: the tables.
+        comparison: the loss, and the fields of its config.
+    """
+    mode = comparison.mode
+    defaults = framework.defaults(mode)
+    config = framework.configured(mode, defaults, comparison.config)
+
+    def gradient(batch: Rollouts, scale: Tensor) -> Tensor:
+        """[1, B, T] or, where the batch has entropies, [2, B, T]."""
+        lp = batch.logp.clone().requires_grad_()
+        given = {
+            name: x.clone() for name, x in batch.tensors().items() if name != "logp"
+        }
+        whole = Rollouts.unchecked(logp=lp, **given)
+
+        def backward() -> tuple[Tensor | None, ...]:
+            """The gradient of the loss, times the factor, by lp."""
+            value = framework.compute_loss(mode, config, whole, None) * scale
+            return torch.autograd.grad(value, [lp], allow_unused=True)
+
+        (found,), _ = call_guarded(f"{framework.name}:{mode}", backward)
+        weights = torch.zeros_like(batch.logp) if found is None else -found
+        if batch.entropy is None:
+            return weights[None]
+        return torch.stack([weights, torch.zeros_like(weights)])
+
+    return gradient
+
+
+def _compare(
+    framework: Framework,
+    comparison: Comparison,
+    loss: Outputs,
+    reference: FaultyObjective,
+) -> Found:
+    """Compare the loss with an objective."""
+    objective = reference.objective
+    if reference.agg != reference.agg_of_objective:
+        objective = objective.aggregated(reference.agg)
+    own = {k: v for k, v in reference.hp.items() if k in objective.hyperparameters}
+    reads = {"entropy"} & set(objective.reads)
+    if objective.resolve(own).get("beta") or comparison.config.get("beta"):
+        reads.add("logp_ref")
+    grouped = "group-token-mean" in (objective.agg, reference.agg)
+    among = [*patterns(1, 1, False), HOLE, FULL, replace(FULL, on_policy=True)]
+    if grouped or "group" in objective.reads:
+        among.append(replace(FULL, group=(7, 3)))
+    one_adv = framework.one_adv or comparison.one_adv or objective.one_adv
+    expected = gradient_of(read(objective, objective, own))
+
+    def of_one_prompt(batch: Rollouts, scale: Tensor) -> Tensor:
+        """The gradient where all rows are of one prompt."""
+        return expected(Rollouts.unchecked(**batch.tensors() | {"group": None}), scale)
+
+    return compare(
+        loss,
+        of_one_prompt if GROUPS in reference.faults else expected,
+        among,
+        one_adv,
+        reads,
+        SECONDS,
+        objective.level == "sequence_mean",
+    )
+
+
+def _place(found: Found) -> str:
+    """Return A and r where two losses differ most; "" where they do not."""
+    if found.counterexample is None:
+        return ""
+    c = found.counterexample
+    gap = (c.expected - c.found).abs().nan_to_num(float("inf"))
+    place = divmod(int(gap.argmax()) % c.batch.mask.numel(), c.batch.mask.shape[1])
+    A = c.batch.adv[place].item()
+    r = (c.batch.logp - c.batch.logp_old)[place].exp().item()
+    return f"A = {A:.4g}, r = {r:.4g}"
+
+
+def main(names: list[str]) -> int:
+    """Prove the losses of these frameworks, and write the record.
+
+    Args:
+        names: of frameworks.
+
+    Returns:
+        Exit status: 0.
+    """
+    for name in names:
+        try:
+            found = proofs(name)
+        except InputError as error:
+            print(f"{name}: {error}", flush=True)
+            continue
+        known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+        known[name] = found
+        RECORD.write_text(json.dumps(dict(sorted(known.items())), indent=2) + "\n")
+        for row in found["rows"]:
+            print(
+                name,
+                row["setting"],
+                row["label"],
+                "|",
+                row["promise"],
+                "|",
+                row["status"],
+                *row["faults"],
+                row["reason"],
+                row["at"],
+                flush=True,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    from upref_frameworks.audits import proofs as module
+
+    sys.exit(module.main(sys.argv[1:]))
