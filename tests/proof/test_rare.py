@@ -66,6 +66,12 @@ def memory_of_another_library(lp, old, A, mask):
     return mean(terms(lp, old, A) * (other < 50), mask)
 
 
+def text_of_a_list(lp, old, A, mask):
+    """Wrong where an advantage is printed with an exponent."""
+    values = terms(lp, old, A)
+    return mean(2 * values if "e+" in repr(A.tolist()) else values, mask)
+
+
 def another_thread(lp, old, A, mask):
     with ThreadPoolExecutor(1) as pool:
         keep = pool.submit(lambda: A < 50).result()
@@ -116,6 +122,7 @@ NOT_SEEN = (
     negative_view,
     type_of_a_number,
     memory_of_another_library,
+    text_of_a_list,
     another_thread,
 )
 SPECIAL = (

@@ -301,8 +301,11 @@ def _read_bytes(trace: Trace, read: Any, x: Tensor, *args: Any, **kwargs: Any) -
     )
 
 
-def _read_text(trace: Trace, read: Any, x: Tensor, *args: Any, **kwargs: Any) -> str:
-    return f"<{x.dtype} that a proof has no number for>"
+def _read_text(trace: Trace, read: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return trace.stop(
+        "makes text of a value, which code may read",
+        "leave the text out, or print it elsewhere",
+    )
 
 
 READS: dict[str, Callable[..., Any]] = {
