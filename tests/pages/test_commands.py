@@ -34,6 +34,8 @@ PLACE = re.compile(r"\.\.\.|(?<![-\w/=])[A-Z][A-Z-]{3,}(?![\w=])")
 HERE = {
     "upref check my.py:loss --as dapo": "NOT dapo: 1 failure",
     "upref identify my.py:loss": "{said}",
+    "upref prove my.py:loss --as dapo": "NOT dapo",
+    "upref maximizes my.py:loss": "my.py:loss with leave_one_out advantages",
     "upref check verl:vanilla --as dapo": "NOT dapo: ",
     "upref recipe dapo --in verl": "loss_agg_mode=token-mean",
     "upref cap -o cap.svg dapo my.py:loss": "cap.svg",
@@ -65,8 +67,15 @@ IN_CI = (
 )
 ADAPTERS_TEST = "tests/conformance/test_adapters.py::test_a_sample_agrees"
 SUITE_TEST = "tests/conformance/test_suite.py::test_the_command_and_the_list_of"
+SHEET = "tests/replay/test_real_run.py::test_the_command_draws_a_sheet"
+REAL_RUN = "tests/replay/test_real_run.py::test_the_page_s_commands_print_what_it_shows"
 ELSEWHERE = {
     f"{SUITE} --adapter upref_frameworks.trl.adapter:TRL": (ADAPTERS_TEST, "target(name)"),
+    "pip install z3-solver": ("tests/pages/test_requirements.py::test_", "venv.sh"),
+    "upref prove mine.py:k3 --as-kl k3": ("tests/proof/test_kl_terms.py::test_the_command", "--as-kl"),
+    "upref replay repro/lm/run/recorded --as up_dapo --agg group-token-mean": (REAL_RUN, "up_dapo"),
+    "upref replay repro/lm/run/recorded --as up_dapo --agg group-token-mean -o sheet.html": (SHEET, "sheet"),
+    "python -m upref_frameworks.audits.proofs openrlhf": ("tests/proof/test_frameworks.py", "proofs"),
     "pip install .": ("tests/pages/test_release.py::test_the_installed_wheel_judges_a_loss", '"install"'),
     "pip wheel --no-deps -w vendor .": ("tests/pages/test_release.py::test_the_wheel_holds", '"wheel"'),
     'pip install ".[plot]"': ("tests/pages/test_release.py::test_the_install_lines_are_true", "optional-dependencies"),

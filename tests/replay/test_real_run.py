@@ -59,6 +59,15 @@ def test_the_page_s_commands_print_what_it_shows(capsys, monkeypatch):
     assert capsys.readouterr().out.rstrip() in PAGE
 
 
+def test_the_command_draws_a_sheet(tmp_path, monkeypatch):
+    monkeypatch.chdir(lm.ROOT)
+    guide = (lm.ROOT / "docs/howto/replay.md").read_text(encoding="utf-8")
+    (command,) = set(re.findall(r"upref (replay repro/lm/run.*) -o sheet.html", guide))
+    sheet = tmp_path / "sheet.html"
+    assert main([*command.split(), "-o", str(sheet)]) == 0
+    assert "<svg" in sheet.read_text(encoding="utf-8")
+
+
 def test_another_objective_is_told_from_the_one_that_ran():
     """UP-DAPO's loss and DAPO's differ on these tokens, and so do their aggregations."""
     for name in ("dapo", "grpo", "reinforce"):

@@ -76,7 +76,7 @@ def test_the_formula_is_read_from_the_function_that_trains(js):
     assert javascript(weight(odd)) == "2*A*h.eps_low*Math.log(r)"
     narrow = replace(
         get("dapo"),
-        fn=lambda lp, lp_old, A, *, eps_low, eps_high, c: get("dapo").fn(
+        fn=lambda lp, lp_old, A, *, eps_low=0.2, eps_high=0.28, c=None: get("dapo").fn(
             lp, lp_old, A, eps_low=eps_low / 2, eps_high=eps_high, c=c
         ),
     )

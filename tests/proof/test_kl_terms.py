@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions of two log-probabilities, proved for every value."""
+
+import pytest
+
+from upref import InputError
+from upref.cli import main
+from upref.verify.proof import prove_kl
+
+FILE = """
+def k1(lp, ref_lp):
+    return lp - ref_lp
+
+def k3(lp, ref_lp):
+    d = ref_lp - lp
+    return d.exp() - 1 - d
+
+def k3_clamped(lp, ref_lp):
+    d = (ref_lp - lp).clamp(max=2)
+    return d.exp() - 1 - d
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(FILE, encoding="utf-8")
+    return file
+
+
+def test_the_command(mine, capsys):
+    assert main(["prove", f"{mine}:k3", "--as-kl", "k3", "--rows", "1"]) == 0
+    assert "PROVED" in capsys.readouterr().out
+    assert main(["prove", f"{mine}:k3_clamped", "--as-kl", "k3", "--rows", "1"]) == 1
+    assert "FAIL" in capsys.readouterr().out
+
+
+def test_another_estimator_differs(mine):
+    assert prove_kl(f"{mine}:k1", "k3", rows=1, columns=1).status == "differs"
+
+
+@pytest.mark.parametrize("rows", [0, None, True, 1.5])
+def test_sizes_are_whole_numbers(mine, rows):
+    with pytest.raises(InputError, match="rows must be a whole number"):
+        prove_kl(f"{mine}:k1", "k1", rows=rows)
