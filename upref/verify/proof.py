@@ -21,7 +21,7 @@ from upref.proof.solver import require_z3
 from upref.proof.subjects import gradient_of, term_of
 from upref.registry import Objective, get
 from upref.result import Result
-from upref.user_code import FIRST, Loss, no_objective, read
+from upref.user_code import Loss, no_objective, read
 from upref.user_code.guard import state_restored
 from upref.user_code.kl import read as read_term
 from upref.verify.finding import Example
@@ -378,7 +378,7 @@ def _has_one_per_response(loss: Loss, objective: Objective | None) -> bool:
     if objective is not None and objective.agg == "seq-mean-token-sum":
         # the action is the whole response: RLOO, W-REINFORCE
         one = one or objective.adv in ("leave_one_out", "signed")
-    return one or loss.adv_shape in ("B", "B1", FIRST)
+    return one or loss.adv_shape != "BT"
 
 
 def _may_have_one(objective: Objective | None) -> bool:
