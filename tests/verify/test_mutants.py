@@ -66,6 +66,7 @@ def test_a_checker_without_one_of_its_oracles_is_caught(tmp_path, left_out):
         "on-policy",
         "one-response",
         "data-parallel",
+        "every-value",
     )  # these see much of it too
     weak = [o for o in judge.every() if o.name not in near]
     few = {"dapo": 3, "grpo": 2} if left_out == "aggregation" else {"dapo": 2}
