@@ -102,49 +102,23 @@ def group_mean(rewards, mask, index):
     return A[:, None] * mask
 
 
-def adds_padded_slots(token_level_rewards, response_mask, index):
-    return group_mean(token_level_rewards.sum(1), response_mask, index)
+def multiplies_by_the_mask(token_level_rewards, response_mask, index):
+    return group_mean(
+        (token_level_rewards * response_mask).sum(1), response_mask, index
+    )
 
 
-def reads_at_the_count(token_level_rewards, response_mask, index):
-    last = response_mask.sum(1).long()[:, None].clamp(min=1) - 1
-    rewards = token_level_rewards.gather(1, last)[:, 0]
-    return group_mean(rewards, response_mask, index)
+def test_nan_in_masked_slots_is_not_tried():
+    assert "not tried on NaN in slots that `mask` leaves out" in PAGE
+    report = upref.check_advantages(multiplies_by_the_mask, "group_mean")
+    assert report.oracles["token-rewards"] == "ok"
 
 
-def reads_the_last_reward(token_level_rewards, response_mask, index):
-    slots = torch.arange(response_mask.shape[1])
-    last = (slots * response_mask).argmax(1, keepdim=True)
-    rewards = token_level_rewards.gather(1, last)[:, 0]
-    return group_mean(rewards, response_mask, index)
-
-
-def divides_by_the_length(token_level_rewards, response_mask, index):
-    counts = response_mask.sum(1, keepdim=True)
-    rewards = (token_level_rewards * response_mask / counts).sum(1) * counts[:, 0]
-    return group_mean(rewards, response_mask, index)
-
-
-REWARDS = {
-    adds_padded_slots: "rewards in slots that `mask` leaves out",
-    reads_at_the_count: "masks with holes",
-    reads_the_last_reward: "several rewards in a response",
-    divides_by_the_length: "on a response without tokens",
-}
-
-
-@pytest.mark.parametrize("function", REWARDS, ids=lambda function: function.__name__)
-def test_rewards_of_tokens_that_are_not_tried(function):
-    assert REWARDS[function] in PAGE
-    assert upref.check_advantages(function, "group_mean")
-
-
-def test_these_functions_are_wrong_there():
-    rewards = torch.tensor([[0.5, 0, 9, 1], [0, 0, 3, 1], [0, 0, 0, 0]])
-    mask = torch.tensor([[1, 1, 0, 1], [0, 1, 0, 1], [0, 0, 0, 0]])
-    index = torch.tensor([0, 0, 0])
-    right = group_mean((rewards * mask).sum(1), mask, index)
-    assert right[0, 0] == pytest.approx(1.5 - 2.5 / 3)
-    for function in REWARDS:
-        found = function(rewards, mask, index)
-        assert not torch.allclose(found, right, atol=1e-3), function.__name__
+def test_this_function_is_wrong_there():
+    rewards = torch.tensor([[0.5, torch.nan, 1], [0, 0, 1]])
+    mask = torch.tensor([[1, 0, 1], [1, 1, 1]])
+    index = torch.tensor([0, 0])
+    right = group_mean(torch.where(mask > 0, rewards, 0).sum(1), mask, index)
+    assert right[0, 0] == pytest.approx(0.25)
+    found = multiplies_by_the_mask(rewards, mask, index)
+    assert not torch.allclose(found, right, atol=1e-3)

@@ -64,6 +64,12 @@ def test_a_reward_of_a_response_without_tokens_is_noted():
     assert len(notes) == 1 and "untrained token counts" in notes[0].about
 
 
+def test_a_response_without_tokens_that_spoils_its_peers_is_noted():
+    report = check(lambda r, m: (r * m / m.sum()).sum() * m.sum())
+    (noted,) = [n for n in report.notes if n.oracle == "token-rewards"]
+    assert report and "its peers become NaN" in noted.about
+
+
 def test_one_reward_per_response_is_not_asked():
     report = upref.check_advantages(upref.advantages.group_norm, "group_norm")
     assert report.oracles["token-rewards"].startswith("it takes no rewards of tokens")

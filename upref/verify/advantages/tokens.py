@@ -3,6 +3,7 @@
 response one advantage: where in a response its reward lies, and how many there are.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -216,7 +217,7 @@ def _cause(case: AdvantageCase, tol: float) -> Cause:
 
 def _on_untrained(case: AdvantageCase) -> Iterator[Finding]:
     """Note that a reward on an untrained token counts, also that of a response without
-    any trained token.
+    any trained token, or that such a response makes its peers' advantages not finite.
     """
     rewards = ONE_REWARD.rewards.clone()
     mask = ONE_REWARD.mask.clone()
@@ -242,4 +243,9 @@ def _on_untrained(case: AdvantageCase) -> Iterator[Finding]:
             "token-rewards",
             "a reward on an untrained token counts: that of a response without any trained token moves its peers",
             cause="mask the rewards before they are added, if such slots hold no rewards",
+        )
+    elif not all(map(math.isfinite, at_others)):
+        yield note(
+            "token-rewards",
+            "a response without a trained token: the advantages of its peers become NaN or infinite",
         )
