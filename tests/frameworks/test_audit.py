@@ -19,7 +19,12 @@ from upref_frameworks.audits.case import MICRO, TOL
 
 NEED = "`repro/venv.sh verl` installs what verl's losses need"
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=NEED)
-from upref_frameworks.verl.audit import COMPARISONS  # noqa: E402
+from upref_frameworks.verl.audit import (  # noqa: E402
+    COMPARISONS,
+    UNUSED,
+    _centred_by_trainer,
+    _compute_advantage,
+)
 from upref_frameworks.verl.losses import verl_loss  # noqa: E402
 
 pytestmark = pytest.mark.verl
@@ -138,6 +143,21 @@ def test_printing_and_json(audit):
 def test_what_verl_refuses_is_one_sentence(mode, kw):
     with pytest.raises(InputError, match="verl refuses"):
         verl_loss(mode, batch(get("dapo"), thin=20), **kw)
+
+
+def test_compute_advantage_needs_no_more_packages_than_the_losses(monkeypatch):
+    """Neither the trainer nor a stand-in is left behind."""
+    trainer = "verl.trainer.ppo.ray_trainer"
+    for name in [m for m in sys.modules if m.split(".")[0] == "torchdata"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("torchdata", "peft", "pydantic"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in (trainer, *UNUSED):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    _compute_advantage.cache_clear()
+    R, group = torch.tensor([1.0, 0, 0, 0]), torch.zeros(4)
+    assert _centred_by_trainer("grpo")(R, group)[0] == 0.75
+    assert not {trainer, *UNUSED} & set(sys.modules)
 
 
 def test_without_verl(monkeypatch):

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's policy losses as the audit compares them with the papers, and why they differ."""
 
+import functools
 import math
-import warnings
+import runpy
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 from torch import Tensor
@@ -45,6 +48,11 @@ def _micro_batch_scale(batch: Rollouts) -> Tensor:
     ).to(batch.logp)
 
 
+UNUSED = (
+    "torchdata.stateful_dataloader",
+    "verl.utils.checkpoint.checkpoint_manager",
+    "verl.workers.rollout.llm_server",
+)  # by compute_advantage; the trainer imports them, and they need more than the losses
 E20 = math.exp(20)
 MICRO_MEAN = fault(
     "torch.mean of each micro-batch, global_batch_info unread",
@@ -295,21 +303,35 @@ def _centred_by_trainer(name: str) -> Callable[..., Tensor]:
         from verl import DataProto
         from verl.trainer.config import AlgoConfig
 
-        with warnings.catch_warnings(action="ignore"):  # of engines not installed
-            from verl.trainer.ppo.ray_trainer import compute_advantage
-
         ones = torch.ones_like(R)[:, None]
         data = DataProto.from_dict(
             tensors={"token_level_rewards": R.clone()[:, None], "response_mask": ones},
             non_tensors={"uid": group.numpy().astype(str).astype(object)},
         )
         config = AlgoConfig(adv_estimator=name, norm_adv_by_std_in_grpo=False)
-        data = compute_advantage(
+        data = _compute_advantage()(
             data, name, norm_adv_by_std_in_grpo=False, config=config
         )
         return data.batch["advantages"][:, 0]
 
     return advantages
+
+
+@functools.cache
+def _compute_advantage() -> Callable[..., Any]:
+    """Return compute_advantage of verl's trainer. While the trainer's module runs,
+    stand-ins replace the modules that compute_advantage does not use. Neither they nor
+    the trainer's module, which has names of theirs, are left in sys.modules.
+    """
+    unused = {name: MagicMock() for name in UNUSED if name not in sys.modules}
+    sys.modules.update(unused)
+    try:
+        trainer = runpy.run_module("verl.trainer.ppo.ray_trainer")
+    finally:
+        for name in unused:
+            del sys.modules[name]
+    compute_advantage: Callable[..., Any] = trainer["compute_advantage"]
+    return compute_advantage
 
 
 def _opo(R: Tensor, group: Tensor) -> Tensor:
