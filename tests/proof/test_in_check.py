@@ -29,6 +29,21 @@ def first_columns(log_prob, old_log_prob, advantages, mask):
     return dapo(*(x[:, :3000] for x in inputs))
 
 
+class CutBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        kept = grad[:, :3000]
+        return torch.cat([kept, 0 * grad[:, kept.shape[1] :]], 1)
+
+
+def first_columns_backward(log_prob, old_log_prob, advantages, mask):
+    return dapo(CutBackward.apply(log_prob), old_log_prob, advantages, mask)
+
+
 def few_rows(log_prob, old_log_prob, advantages, mask):
     value = dapo(log_prob, old_log_prob, advantages, mask)
     return value if len(mask) < 600 else 2 * value
@@ -48,12 +63,26 @@ def test_a_value_that_no_batch_has_is_found():
 
 
 @pytest.mark.parametrize(
-    ("loss", "says"), [(first_columns, "3000, with"), (few_rows, "600, with")]
+    ("loss", "says"),
+    [
+        (first_columns, "3000, with"),
+        (first_columns_backward, "3000, with"),
+        (few_rows, "600, with"),
+    ],
 )
 def test_both_sides_of_a_size_are_run(loss, says):
     report = upref.check(loss, "dapo", skip=QUICK)
     assert [f.oracle for f in report.failures] == ["every-value"]
     assert says in str(report)
+
+
+def test_a_proof_leaves_torch_as_it_was():
+    """Python takes a tensor for a sequence once `Tensor.__getitem__` was assigned."""
+    before, backward = dict(vars(torch.Tensor)), torch.autograd._engine_run_backward
+    upref.prove(dapo, "dapo")
+    assert dict(vars(torch.Tensor)) == before
+    assert torch.autograd._engine_run_backward is backward
+    assert torch.tensor([torch.tensor(-6)]).tolist() == [-6]
 
 
 def test_without_the_solver_nothing_changes(monkeypatch):

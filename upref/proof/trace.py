@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from upref.proof.operators import Operation, elementwise, find_rule, shape_of
@@ -344,16 +345,6 @@ def _reads_answered(trace: Trace) -> Iterator[None]:
         setattr(T, name, _answer_in_front(trace, getattr(T, name), read))
     for name in SIZES:
         setattr(T, name, _size_in_front(trace, getattr(T, name)))
-    take = T.__getitem__
-
-    def part(x: Tensor, index: Any) -> Tensor:
-        """x[index], whose slices are noted."""
-        if not trace.is_busy:
-            with trace.busy():
-                trace.sizes.note_index(x, index, user_line)
-        return take(x, index)
-
-    T.__getitem__ = part  # type: ignore[method-assign, assignment]
     length = builtins.len
 
     def count(x: Any) -> int:
@@ -368,7 +359,7 @@ def _reads_answered(trace: Trace) -> Iterator[None]:
         yield
     finally:
         builtins.len = length
-        for name in (*READS, *SIZES, "shape", "__getitem__"):
+        for name in (*READS, *SIZES, "shape"):
             delattr(T, name)
         for name, method in own.items():
             setattr(T, name, method)
@@ -398,6 +389,44 @@ def _size_in_front(trace: Trace, method: Callable[..., Any]) -> Callable[..., An
         return found if trace.is_busy else trace.sizes.mark(found, user_line)
 
     return size
+
+
+class Slices(TorchFunctionMode):
+    """Notes the slices of `x[...]`. A method in front of torch's would stay behind: once
+    `Tensor.__getitem__` was assigned, Python takes a tensor without dimensions for a
+    sequence, and `torch.tensor([x.sum()])` fails from then on.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.__getitem__ and not self.trace.is_busy:
+            with self.trace.busy():
+                self.trace.sizes.note_index(args[0], args[1], user_line)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _slices_noted(trace: Trace) -> Iterator[None]:
+    """Note the slices of the code inside, and of the backward passes that it starts,
+    where torch asks no mode unless it is entered anew.
+    """
+    backward = torch.autograd._engine_run_backward
+
+    def noted_backward(*args: Any, **kwargs: Any) -> Any:
+        with Slices(trace):
+            return backward(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = noted_backward
+    try:
+        with Slices(trace):
+            yield
+    finally:
+        torch.autograd._engine_run_backward = backward
 
 
 # ---- operators -----------------------------------------------------------------------
@@ -538,7 +567,7 @@ def tracing(trace: Trace) -> Iterator[None]:
     # compiled code needs the compiler, which is imported where it was compiled
     is_compiled = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
-    with eager, _reads_answered(trace), Operators(trace):
+    with eager, _reads_answered(trace), _slices_noted(trace), Operators(trace):
         yield
 
 
