@@ -18,6 +18,7 @@ Left out are the kernels for other GPUs, FlashAttention 2 (these GPUs take Flash
 pages, Serve, RLlib and Tune.
 """
 
+import io
 import re
 import shutil
 import struct
@@ -34,6 +35,7 @@ from pathlib import Path
 import upref
 from repro import Parser
 from repro.with_verl.place import ROOT
+from upref.files import own_folder, write_atomically
 
 PINS = ROOT / "repro/requirements/gpu.txt"
 _WHAT = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -97,14 +99,13 @@ def _normal(name: str) -> str:
 
 def download(work: Path) -> None:
     """Fetch the wheels, each by its hash, into WORK/wheels."""
-    work.mkdir(parents=True, exist_ok=True)
     text = PINS.read_text(encoding="utf-8")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     target = ["--python-version", "3.12", "--implementation", "cp"]
     target += [word for name in PLATFORMS for word in ("--platform", name)]
     of_wheels, of_sources = work / "wheels.txt", work / "sources.txt"
-    of_wheels.write_text(pinned(NAMES, text), encoding="utf-8")
-    of_sources.write_text(pinned([*SOURCES], text), encoding="utf-8")
+    write_atomically(of_wheels, pinned(NAMES, text))
+    write_atomically(of_sources, pinned([*SOURCES], text))
     common = ["--no-deps", "--require-hashes"]
     wheels = str(work / "wheels")
     fetch = [*pip, "download", *common, "--only-binary=:all:", *target, "-d", wheels]
@@ -247,15 +248,26 @@ def pack(work: Path, out: Path) -> None:
         groups[fits[0]].append(path)
     for name, paths in groups.items():
         target = out / f"part-{name}.tar.xz"
-        with tarfile.open(target, "w:xz", preset=3) as archive:
+        content = io.BytesIO()
+        with tarfile.open(fileobj=content, mode="w:xz", preset=3) as archive:
             for path in paths:
                 archive.add(path, path.name)
+        write_atomically(target, content.getvalue())
         print(f"{target.name}: {target.stat().st_size / 2**20:.1f} MiB")
-    (out / "unpack.sh").write_text(UNPACK, encoding="utf-8")
+    write_atomically(out / "unpack.sh", UNPACK)
 
 
 def main(work: Path, out: Path) -> None:
-    """Download, build, pack."""
+    """Download, build, pack.
+
+    Args:
+        work: of this command alone; its folder `site` is made anew.
+        out: for the archives.
+
+    Raises:
+        InputError: WORK has files, and this command did not make it.
+    """
+    own_folder(work)
     download(work)
     build(work)
     pack(work, out)

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 REMOVALS = ("rmtree", "unlink", "rmdir", "remove", "removedirs")
 # The files that remove anything, and why that is never somebody else's.
 KNOWN = {
+    "docs/lm.py": "the recorded run of the repository, which git keeps",
     "docs/site/__main__.py": "own_folder",
     "repro/fork.py": "a socket of its own, and folders of dead processes by their name",
     "repro/mini/files.py": "drafts, and what stands where a draft is to go",
@@ -23,6 +24,7 @@ KNOWN = {
     "repro/mini/train/trackers.py": "require_no_run",
     "repro/with_verl/data/prepare.py": "a folder of tempfile",
     "repro/with_verl/gpu_trial.py": "own_folder",
+    "repro/with_verl/pack.py": "own_folder",
     "repro/with_verl/machine/processes.py": "a mark of its own",
     "repro/with_verl/trials/faults.py": "own_folder",
     "upref/files.py": "own_folder; drafts by their name",
@@ -127,6 +129,16 @@ def test_the_comparison_leaves_a_report_that_it_did_not_write(tmp_path, capsys):
     assert compare.main(["up_dapo", "--out", str(tmp_path)]) == 2
     assert "removes none of them" in capsys.readouterr().err
     assert content(report) == {report / "notes.md": "mine"}
+
+
+def test_the_packer_does_not_work_among_somebodys_files(own, tmp_path):
+    """Its folder WORK/site goes at each run."""
+    pack = importlib.import_module("repro.with_verl.pack")
+    (own / "old").rename(own / "site")
+    before = content(own)
+    with pytest.raises(InputError, match="removes none of them"):
+        pack.main(own, tmp_path / "out")
+    assert content(own) == before and not (tmp_path / "out").exists()
 
 
 def test_the_trials_of_verl_leave_a_folder_of_somebody(own, monkeypatch):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from upref.errors import InputError
+from upref.files import write_atomically
 from upref.proof.compare import Comparison as Found, compare
 from upref.proof.domain import Pattern, patterns
 from upref.proof.paths import Outputs
@@ -233,7 +234,8 @@ def main(names: list[str]) -> int:
             continue
         known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
         known[name] = found
-        RECORD.write_text(json.dumps(dict(sorted(known.items())), indent=2) + "\n")
+        text = json.dumps(dict(sorted(known.items())), indent=2)
+        write_atomically(RECORD, text + "\n")
         for row in found["rows"]:
             print(
                 name,
