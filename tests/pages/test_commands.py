@@ -80,6 +80,7 @@ ELSEWHERE = {
     "pip wheel --no-deps -w vendor .": ("tests/pages/test_release.py::test_the_wheel_holds", '"wheel"'),
     'pip install ".[plot]"': ("tests/pages/test_release.py::test_the_install_lines_are_true", "optional-dependencies"),
     "python -m docs.site.picture picture.html": ("tests/pages/test_picture.py::test_one_file_that_loads", "picture"),
+    'pip install ".[prove]"': ("tests/pages/test_release.py::test_the_install_lines_are_true", "optional-dependencies"),
     'pip install ".[trl]"': ("tests/pages/test_release.py::test_the_install_lines_are_true", "trl"),
     "bash repro/run.sh up_dapo": ("tests/matrix.py", "bash repro/run.sh up_dapo mini steps=2"),
     "bash tests/run.sh": (".ci/run", "bash tests/run.sh"),
