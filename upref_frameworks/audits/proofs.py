@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from upref import interrupt
 from upref.errors import InputError
 from upref.files import write_atomically
 from upref.proof.compare import Comparison as Found, compare
@@ -256,4 +257,5 @@ def main(names: list[str]) -> int:
 if __name__ == "__main__":
     from upref_frameworks.audits import proofs as module
 
+    interrupt.handled("python -m upref_frameworks.audits.proofs")
     sys.exit(module.main(sys.argv[1:]))
