@@ -9,7 +9,7 @@ settings              of every run; what the arm, the group and the stage say is
                       coefficients at the chosen rate
 [[groups]]            name, arms, bases, settings: a cell is one arm in one group, and has a rate of its own
 [search]              search.py: rates, more_rates, seeds, settings, score, exchange
-[main]                seeds, settings
+[main]                seeds, settings; problems = "by seed": each seed is evaluated on problems of its own draw
 [stopping]            first = {seeds, level}, final = {seeds, most, level}, power: the looks; without it an interval
                       is a plain one, and there is no verdict
 [[stages]]            kind ("search" or "main"), groups, seeds (main: the first so many; 0: all that are due)
@@ -175,6 +175,8 @@ class Plan:
             settings[coefficient["setting"]] = choice.coefficient
         if base:
             settings["base"] = base
+        if stage == "main" and self.main.get("problems") == "by seed":
+            settings["eval_seed"] = seed
         s = Settings(**settings | {"seed": seed})
         return Run(s.key, s)
 

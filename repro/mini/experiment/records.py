@@ -153,12 +153,12 @@ def _evals(lines: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
 
 def _at_the_end(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Where the run has them: which problems were solved at least once; how many
-    problems were solved how often.
+    problems were solved how often; how often each was solved.
     """
     found: dict[str, dict[str, Any]] = {}
     for line in lines:
         name = f"{line['set']}/{line['decoding']}"
-        for key in ("solved", "counts"):
+        for key in ("solved", "counts", "solved_times"):
             if key in line:
                 found.setdefault(key, {})[name] = line[key]
     return found

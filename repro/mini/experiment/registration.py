@@ -14,15 +14,9 @@ from repro.mini.experiment.plan import MINI, Plan
 from repro.mini.experiment.records import load as load_records
 from upref.errors import InputError
 
-# beside the plan's own files: what is asked, what is said of it, how rates are chosen
-DECIDE = (
-    "experiment/questions.py",
-    "experiment/effects.py",
-    "experiment/search.py",
-    "experiment/claims.py",
-    "experiment/answer.py",
-    "train/halves.py",
-)
+# Beside the plan's own files: what is trained in place of an objective. What is said of the
+# runs, and how rates are chosen, is this engine as it stands in the registered commit.
+DECIDE = ("train/halves.py", "train/faults.py")
 OWN = ("plan.toml", "power.md", "runs.sha256")
 
 

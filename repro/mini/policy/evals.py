@@ -44,6 +44,13 @@ def bits(which) -> str:
     return np.packbits(which.numpy()).tobytes().hex()
 
 
+def times(right) -> str:
+    """Of bool [P, k], k at most 255: how many samples of each problem are right, a byte
+    each, hexadecimal, the first problem first.
+    """
+    return bytes(right.sum(1).tolist()).hex()
+
+
 def counts(right) -> list[int]:
     """Of bool [P, k]: how many problems have 0, 1, ..., k right samples. Every Pass@k
     follows from it.

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from repro.mini import files, tasks
 from repro.mini.policy import evals, models
+from repro.mini.train import faults
 from repro.mini.train.checkpoint import (
     MOST_SEEN,
     Run,
@@ -207,6 +208,7 @@ def update(
         or run.objective.scale_exception
         or run.objective.batch_coupled
         or recorder is not None
+        or s.fault
     )
     alive = torch.ones(len(rows), dtype=torch.bool) if every else batch.adv[rows] != 0
     alive[0] |= not alive.any()  # nothing to learn from still moves Adam's averages
@@ -217,8 +219,9 @@ def update(
     )
     A = batch.adv[rows, None]
 
+    temperature = faults.temperature_of(s.fault, s.temperature)
     all_lp = log_probs(
-        run.policy, batch.prompts_of(rows), tokens, mask, s.temperature, s.precision
+        run.policy, batch.prompts_of(rows), tokens, mask, temperature, s.precision
     )
     lp = spread(of_tokens(all_lp, tokens[mask]), mask)
     H = (
@@ -227,9 +230,11 @@ def update(
         else None
     )
     lp_ref = None if ref is None else ref[rows, :width]
-    J = run.objective.J(
-        lp, lp_old, A, mask, batch.group[rows], lp_ref, H, totals, **s.hyperparameters()
+    minibatch = faults.Minibatch(
+        lp, lp_old, A, mask, batch.group[rows], lp_ref, H, totals
     )
+    loss_of = faults.loss_of(s.fault)
+    J = loss_of(run.objective, minibatch, s.hyperparameters())
     if s.entropy_bonus:
         J = J + s.entropy_bonus * entropy(all_lp).mean()
 
@@ -290,11 +295,12 @@ def evaluate(run: Run, logs: dict[str, files.Log]) -> None:
                 "set": name,
                 "decoding": f"top_p_{top_p:g}" if top_p < 1 else "t_1",
             }
-            more = (
-                {"solved": evals.bits(right.any(1)), "counts": evals.counts(right)}
-                if s.lean_eval and end
-                else {}
-            )
+            more = {}
+            if s.lean_eval and end:
+                solved = evals.bits(right.any(1))
+                more = {"solved": solved, "counts": evals.counts(right)}
+            if s.problem_counts and end:
+                more["solved_times"] = evals.times(right)
             if s.keep_answers:
                 more |= {"said": said.tolist(), "right": right.int().tolist()}
             logs["evals"].add(where | evals.scores(right, said) | more)

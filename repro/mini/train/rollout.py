@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from repro.mini.policy import models
 from repro.mini.policy.sample import sample
 from repro.mini.tasks import Task, generator
+from repro.mini.train import faults
 from repro.mini.train.measure import entropy
 from repro.mini.train.settings import Settings
 from upref import advantages
@@ -110,7 +111,9 @@ def rollout(
         log_probs,
         state,
         log_probs[state, tokens].where(mask, 0.0),
-        advantages.get(s.advantages or s.target().adv)(rewards, group),
+        advantages.get(s.advantages or s.target().adv)(
+            rewards, faults.groups_of(s.fault, group, s.prompts)
+        ),
         rewards,
         group,
         {

@@ -10,7 +10,7 @@ from typing import Any
 
 import upref
 from repro.mini import files, tasks
-from repro.mini.train import halves
+from repro.mini.train import faults, halves
 from upref.advantages import get as get_advantage
 from upref.aggregation import AGGREGATIONS
 from upref.errors import InputError
@@ -26,6 +26,8 @@ LATER = {
     "precision": "float32",
     "record_every": 0,
     "keep_answers": False,
+    "fault": "",
+    "problem_counts": False,
 }
 
 
@@ -83,6 +85,10 @@ class Settings:
     record_every: int = 0
     # of each evaluation, every answer and whether it is right, [P][k]
     keep_answers: bool = False
+    # a mistake of trainers, made on purpose: faults.py; "": none
+    fault: str = ""
+    # with lean_eval: at the end, how often each problem was solved
+    problem_counts: bool = False
 
     def __post_init__(self):
         tasks.get(self.task)
@@ -147,6 +153,10 @@ class Settings:
         if self.record_every and (self.beta or self.entropy_bonus):
             raise InputError(
                 "settings: record_every is for an objective by itself: beta and entropy_bonus must be 0."
+            )
+        if self.fault not in ("", *faults.NAMES):
+            raise InputError(
+                f"settings: fault must be one of {', '.join(faults.NAMES)}, or left out, got {self.fault!r}."
             )
         if not all(type(p) in (int, float) and 0 < p <= 1 for p in self.decodings):
             raise InputError(
