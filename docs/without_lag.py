@@ -6,7 +6,7 @@ from the records of the second round.
 from functools import cache
 from typing import NamedTuple
 
-from repro.mini.experiment import claims, effects, plan, records
+from repro.mini.experiment import effects, plan, records, standing
 from repro.mini.experiment.effects import Effect
 from repro.mini.experiment.plan import Plan
 from repro.mini.experiment.questions import difference
@@ -48,7 +48,7 @@ def rows() -> tuple[Row, ...]:
         experiment = plan.load(name)
         known = records.load(experiment.results)
         runs, seeds = experiment.runs(known), experiment.main["seeds"]
-        registered = _registered(experiment, known) if name in REGISTERED else ""
+        registered = _registered(experiment) if name in REGISTERED else ""
         for up, dapo in pairs:
             settings = runs[up, name, "", seeds[0]]["settings"]
             best, avg = (
@@ -60,10 +60,10 @@ def rows() -> tuple[Row, ...]:
     return tuple(sorted(found, key=lambda row: (row.updates, -row.rate)))
 
 
-def _registered(experiment: Plan, known: dict[str, records.RunRecord]) -> str:
+def _registered(experiment: Plan) -> str:
     """Return the registered effect on Best@32 at the end, with its interval."""
-    (standing,) = (s for s in claims.judge(experiment, known) if s.claim.id == "best")
-    return shown(standing.effects[0])
+    kept = standing.of_plan(experiment)[f"{experiment.name}/best"]["shown"]
+    return str(kept.partition(": ")[0])
 
 
 def gain(updates: int) -> tuple[float, float]:

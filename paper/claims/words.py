@@ -2,8 +2,8 @@
 """The words for what became of a statement: one vocabulary for claims, derivations,
 experiments and pages.
 
-The registered rules of the experiments have words of their own, which stay in their
-records; `of_rule` translates.
+The registered rules of the experiments have words of their own. Their records have these
+words beside them.
 """
 
 PROVED, NUMERIC, CONDITION = "proved", "holds numerically", "holds under a condition"
@@ -35,31 +35,3 @@ MEANINGS = {
     NOT_TESTABLE: "the miniature has nothing that corresponds, or its baseline does not learn there",
 }
 VERDICTS = tuple(MEANINGS)
-
-_RULES = {
-    "reproduced": REPRODUCED,
-    "holds": REPRODUCED,
-    "refuted": CONTRADICTED,
-    "does not hold": CONTRADICTED,
-    "holds in part": CONDITION,
-    "partly": UNDECIDED,
-    "in part": UNDECIDED,
-    "not reproduced": UNDECIDED,
-    "undecided": UNDECIDED,
-    "not testable here": NOT_TESTABLE,
-}
-
-
-def of_rule(word: str, why: str = "", excluded: bool = False) -> str:
-    """The verdict that a registered rule's word stands for; "not finished", which is
-    none, stays.
-
-    Args:
-        word: of round one or two or of the exact miniature.
-        why: round one says there whether a contrast is refuted.
-        excluded: whether the interval that decides leaves out the registered effect.
-    """
-    if word in ("partly", "not reproduced") and "refuted" in why:
-        return CONTRADICTED
-    found = _RULES.get(word, word)
-    return EXCLUDED if found == UNDECIDED and excluded else found

@@ -13,6 +13,7 @@ import io
 import json
 import sys
 from dataclasses import replace
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ import upref
 from figures.make import save
 from repro import Parser
 from repro.mini.experiment import (
-    claims,
     curves,
     effects,
     plan,
@@ -46,7 +46,7 @@ PATTERN = "up_dapo_vs_dapo"  # the experiment whose settings and claims are take
 CAUTION = """No verdict follows from this page. The pre-registered experiments, `python -m repro.mini.experiment`, have
 more seeds, and verdicts: repro/mini/results/verdicts.md, repro/mini/round2/results/report.md."""
 PANELS: list[dict[str, Any]] = [
-    {"metric": "avg", "label": "Avg@32", "peaks": True},
+    {"metric": "avg", "label": "Avg@32"},
     {"metric": "best", "label": "Best@32"},
     {"metric": "reward", "label": "training reward"},
     {"metric": "entropy", "label": "entropy, nats"},
@@ -110,6 +110,7 @@ def experiment(
         arms={arm: {"objective": arm} for arm in (base, up)},
         groups=[{"name": name, "arms": [base, up], "bases": [""]}],
         claims=tuple(_about(c, base, up) for c in about_up if "contrasts" in c),
+        families=(),
         main={"seeds": list(range(seeds))},
         settings=pattern.settings | overrides,
     )
@@ -205,19 +206,30 @@ def words(e: Plan, known: dict[str, RunRecord]) -> list[str]:
     """A line a claim: in how many seeds the sign agrees, and the effect."""
     lines = []
     runs, seeds = e.runs(known), e.main["seeds"]
-    for claim in claims.of_plan(e):
-        question = claim.questions[0]
+    for claim in e.claims:
+        (contrast,) = claim["contrasts"]
+        question = plan.contrast(contrast, e.name)
         found = effects.plain(question, runs, seeds, [""])
-        ((side, bound),) = question.bounds
+        side, bound = _bound(contrast)
         agree = sum(side * (d - bound) > 0 for d in found.values)
         shares = f"{agree} of {found.n} seeds"
-        of_sign = bound == 0
-        said = "The sign agrees in" if of_sign else "Within its bound in"
+        said = "The sign agrees in" if bound == 0 else "Within its bound in"
         size = in_words.rounded(question, found.mean)
         if found.n > 1:
             size = in_words.shown(found)
-        lines.append(f"* {claim.figure}: {claim.says} **{said} {shares}**: {size}.")
+        lines.append(
+            f"* {claim['figure']}: {claim['says']} **{said} {shares}**: {size}."
+        )
     return lines
+
+
+def _bound(contrast: dict[str, Any]) -> tuple[int, float]:
+    """The side on which the claim is that d lies, 1 or -1, and of which bound."""
+    key, side = ("more_than", 1) if "more_than" in contrast else ("less_than", -1)
+    if contrast.get("ratio"):
+        return side, log(contrast[key])
+    scale = 100 if contrast["metric"] in SHARES else 1
+    return side, scale * contrast[key]
 
 
 def cap_map(e: Plan, out: Path, folder: Path) -> str:

@@ -32,7 +32,7 @@ from paper.claims import (
     saved,
     words,
 )
-from repro.mini.experiment import claims as of_experiments, plan, records, standing
+from repro.mini.experiment import plan, standing
 from upref.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -46,20 +46,19 @@ def experiments():
     """The names of what the records of both experiments answer."""
     found = set()
     for experiment in map(plan.load, ("stale", "controls")):
-        found |= set(standing.of_plan(experiment, records.load(experiment.results)))
+        found |= set(standing.of_plan(experiment))
     return found
 
 
-def claims_of(name):
-    """The registered claims of an experiment, by id."""
-    return {c.id: c for c in of_experiments.of_plan(plan.load(name))}
+@functools.cache
+def kept():
+    """How every registered claim stands, by PLAN/CLAIM."""
+    return standing.everything()
 
 
 def bounds_alone(key):
     """Of EXPERIMENT/CLAIM; no effect of an interval is of bounds alone."""
-    experiment, _, claim = key.partition("/")
-    mine = claims_of(experiment)
-    return claim in mine and of_experiments.bounds_alone(mine[claim])
+    return key in kept() and kept()[key]["bounds_alone"]
 
 
 # ---- the records ---------------------------------------------------------------------
@@ -89,7 +88,9 @@ def test_every_pointer_leads_to_something():
 def test_every_registered_claim_is_evidence_or_says_why_not():
     """Of all experiments: what is left out of every record would bend the verdicts."""
     registered = {
-        f"{name}/{claim}" for name in plan.paths() for claim in claims_of(name)
+        f"{name}/{claim['id']}"
+        for name in plan.paths()
+        for claim in plan.load(name).claims
     }
     registered |= experiments()
     used, exceptions = {x for c in CLAIMS for x in c.mini}, raw()["exceptions"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from repro.mini.experiment import plan, records, standing
+from repro.mini.experiment import plan, standing
 
 RESULTS = plan.MINI / "controls" / "results"
 DECODINGS = ["top_p_0.7", "top_p_0.75", "top_p_0.8", "top_p_0.9", "t_1"]
@@ -164,7 +164,7 @@ def test_every_interval_of_the_report_is_computed_again(runs, rows):
 
 def test_the_ledger_has_the_effects_of_the_report(rows):
     """Each registered effect at equal Avg@32 that has a margin, in the words of claims."""
-    found = standing.of_plan(plan.load("controls"), records.load(RESULTS))
+    found = standing.of_plan(plan.load("controls"))
     primary = [r for t, of_t in rows.items() if "equal Avg@32: UP" in t for r in of_t]
     assert len(primary) == 12 and len(found) == 20
     for metric, other, where, n, shown, _, word in primary:

@@ -14,6 +14,7 @@ from repro.mini.experiment import (
     plan,
     records,
     registration,
+    standing,
     verify,
 )
 from upref.errors import InputError
@@ -45,16 +46,28 @@ def test_every_effect_and_claim_is_that_of_the_registered_rules(capsys):
 
 def test_a_changed_number_is_noticed_twice(monkeypatch, capsys):
     """By the registered rule it is another effect, and it is not what is printed."""
-    real = effects.holm
-    monkeypatch.setattr("repro.mini.experiment.claims.holm", lambda ps: real(ps)[::-1])
+    real = effects.number
+    monkeypatch.setattr(effects, "number", lambda run, term: 1.01 * real(run, term))
     assert verify.main(["dose_low"]) == 1
-    assert "Differs, of claims: dose_low/" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Differs, of effects: dose_low/" in said
+    assert "Differs, of printed effects: dose_low/" in said
+    monkeypatch.undo()
 
     monkeypatch.setattr(effects, "interval", lambda D, level: (D.mean() - 1, D.mean()))
     assert verify.main(["stale"]) == 1
     said = capsys.readouterr().out
     assert "71 of 71 effects differ." in said
     assert "Differs, of printed effects: stale" in said
+
+
+def test_a_claim_that_was_changed_by_hand_is_noticed(monkeypatch, capsys):
+    kept = standing.of_plan(plan.load("dose_low"))
+    name = next(iter(kept))
+    wrong = kept | {name: kept[name] | {"word": "reproduced, surely"}}
+    monkeypatch.setattr(standing, "of_plan", lambda plan: wrong)
+    assert verify.main(["dose_low"]) == 1
+    assert f"Differs, of claims: {name}" in capsys.readouterr().out
 
 
 def test_a_changed_registered_file_is_named(tmp_path):

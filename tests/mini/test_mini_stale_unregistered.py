@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 from docs import answer
-from repro.mini.experiment import plan, records, standing
+from repro.mini.experiment import plan, standing
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "repro/mini/stale/results"
@@ -361,7 +361,7 @@ def test_how_each_effect_stands_is_what_the_report_says():
         "no difference": "excluded",
         "not decided": "undecided",
     }
-    found = standing.of_plan(plan.load("stale"), records.load(RESULTS))
+    found = standing.of_plan(plan.load("stale"))
     assert len(found) == 18 and {key.removeprefix("stale/") for key in found} == set(
         told
     )

@@ -78,9 +78,7 @@ def draw(
     highlight: str = "",
     each: str = "seed",
 ) -> Figure:
-    """A matplotlib Figure: one panel a metric, one colour an arm; dashed lines at the
-    peaks where the panel asks.
-    """
+    """A matplotlib Figure: one panel a metric, one colour an arm."""
     arms = list(dict.fromkeys(arm for s in found for arm in s))
     colour, dashes = looks(arms)
     columns = len(panels) if len(panels) < 4 else -(-len(panels) // 2)
@@ -151,7 +149,6 @@ def _panel(
     highlight: str,
 ) -> None:
     """The curves of every arm, and their means."""
-    peaks = []
     for arm, curves in s.items():
         for x, y in curves:
             thin: dict[str, Any] = {
@@ -169,11 +166,8 @@ def _panel(
             "zorder": order,
         }
         ax.plot(x, mean, color=colour[arm], marker=_marker(x), **look)
-        peaks.append((float(np.nanmax(mean)), colour[arm]))
     if panel.get("log"):
         ax.set_yscale("log", nonpositive="mask")  # a step without any gradient is a gap
-    if panel.get("peaks"):
-        _peaks(ax, peaks)
     ax.spines[["top", "right"]].set_visible(False)
     ax.set_xlabel("step")
     unit = ", %" if panel["metric"] in EVAL_METRICS else ""
@@ -189,32 +183,6 @@ def _mean(curves: list[Curve]) -> Curve:
     """The mean over the seeds at every step that all of them reached."""
     n = min(len(x) for x, _ in curves)
     return curves[0][0][:n], np.mean([y[:n] for _, y in curves], axis=0)
-
-
-def _peaks(ax: Axes, peaks: list[tuple[float, str]]) -> None:
-    """A dashed line at each arm's highest mean, its number at the left, moved apart
-    where two would touch.
-    """
-    low, high = ax.get_ylim()
-    step = 0.07 * (high - low)
-    at = -np.inf
-    for y, colour in sorted(peaks):
-        ax.axhline(y, color=colour, lw=0.8, ls=(0, (4, 3)), zorder=1)
-        at = max(y + 0.1 * step, at + step)
-        # the lines of the others end behind it
-        paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
-        place = ax.get_yaxis_transform()
-        ax.text(
-            0.02,
-            at,
-            f"{y:.1f}",
-            transform=place,
-            color=colour,
-            fontsize=8,
-            va="bottom",
-            bbox=paper,
-        )
-    ax.set_ylim(low, max(high, at + step))
 
 
 def draw_plane(

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From runs to effects: paired differences, and two ways to judge many of them.
+"""From runs to effects: paired differences, and the intervals by which many are judged.
 
-Intervals. D_k is the mean over the bases of d(k, base). With n seeds, mean D ± t_{n-1}
+D_k is the mean over the bases of d(k, base). With n seeds, mean D ± t_{n-1}
 sd(D) / √n, with t at level α / m, is one of m simultaneous intervals of a family
 (Bonferroni). There are up to two looks; at the second an interval is the intersection of
 both, or the second alone if they do not meet.
-
-Holm. A claim names bounds. Two one-sided t-tests give p_for and p_against, each doubled,
-and Holm's procedure corrects them over a family of claims (claims.py).
 
     gains, loses      the interval lies above 0, below 0 ("by less than the margin" where
                       it lies within it)
@@ -318,56 +315,6 @@ def _without_gaps(
     return next((i for i, seed in enumerate(seeds) if seed not in there), len(seeds))
 
 
-# ---- tests of bounds -----------------------------------------------------------------
-def p_values(question: Question, D: Numbers) -> tuple[float, float]:
-    """p for and p against the question's bounds: one-sided t-tests, doubled.
-
-    All bounds must hold; it is enough against them that one does not.
-    """
-    n = len(D)
-    if n < 2:
-        return 1.0, 1.0
-    mean = float(D.mean())
-    se = float(D.std(ddof=1)) / sqrt(n)
-
-    def tail(distance: float) -> float:
-        if se > 0:
-            return min(1.0, 2 * float(t.sf(distance / se, n - 1)))
-        return float(distance <= 0)
-
-    p_for = max(tail(side * (mean - bound)) for side, bound in question.bounds)
-    p_against = min(tail(-side * (mean - bound)) for side, bound in question.bounds)
-    return p_for, p_against
-
-
-def holm(ps: Sequence[float]) -> list[float]:
-    """Holm's adjusted p-values, in the given order: p_(i) -> max_{j <= i} min(1, (m - j
-    + 1) p_(j)) (Holm 1979).
-    """
-    adjusted = [0.0] * len(ps)
-    worst = 0.0
-    for rank, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
-        worst = max(worst, min(1.0, (len(ps) - rank) * ps[i]))
-        adjusted[i] = worst
-    return adjusted
-
-
-def holm_levels(ps: Sequence[float], alpha: float = 0.05) -> list[float]:
-    """The level at which Holm's procedure tests each: alpha / (m - j + 1), j its rank
-    or that of the first that fails.
-
-    An interval at 1 - level leaves out the bound exactly where the adjusted p is below
-    alpha: it is what decides.
-    """
-    m = len(ps)
-    order = sorted(range(m), key=lambda i: ps[i])
-    stop = next((j for j, i in enumerate(order) if ps[i] >= alpha / (m - j)), m - 1)
-    found = [0.0] * m
-    for j, i in enumerate(order):
-        found[i] = alpha / (m - min(j, stop))
-    return found
-
-
 # ---- power ---------------------------------------------------------------------------
 def power(effect: float, sd: float, n: int, level: float) -> float:
     """Of the two-sided t-test: the probability that the interval at this level lies on
@@ -377,27 +324,6 @@ def power(effect: float, sd: float, n: int, level: float) -> float:
         return 1.0
     far = effect * sqrt(n) / sd
     return float(nct.sf(t.ppf(1 - level / 2, n - 1), n - 1, far))
-
-
-def power_of_bounds(question: Question, sd: float, n: int, level: float) -> float:
-    """Of the t-tests of the question's bounds, for its registered effect.
-
-    For "comparable", which has two bounds, it is for no difference. NaN where no effect
-    is registered.
-    """
-    comparable = len(question.bounds) == 2
-    if (question.effect is None and not comparable) or n < 2:
-        return nan
-    if sd == 0:
-        return 1.0
-    true = 0.0 if comparable or question.effect is None else question.effect
-    if question.ratio and not comparable:
-        true = log(true)
-    missed = 0.0
-    for side, bound in question.bounds:
-        far = side * (true - bound) * sqrt(n) / sd
-        missed += float(nct.cdf(t.ppf(1 - level / 2, n - 1), n - 1, far))
-    return max(0.0, 1.0 - missed)
 
 
 def fewest(power_of: Callable[[int], float], wanted: float, most: int) -> int:

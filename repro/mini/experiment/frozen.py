@@ -3,23 +3,24 @@
 
 A rule imports the modules of its day. Those that are gone are given to it under their old
 names, made of this engine's parts: what a run's number is in the second round, which runs
-there are. What the rules themselves compute, they compute.
+there are, Holm's procedure. What the rules themselves compute, they compute.
 """
 
 import functools
 import importlib.util
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from repro.mini.experiment import effects
 from repro.mini.experiment.plan import MINI, Cell, Plan
-from repro.mini.experiment.questions import POSITIVE, SHARES, RunRecord, Term, number
+from repro.mini.experiment.questions import SHARES, RunRecord, Term, number
 
+# always positive: these may be compared as ratios
+POSITIVE = {"kl_base", "kl_old", "grad_norm", "grad_norm_max"}
 Known = dict[str, RunRecord]
 
 
@@ -52,6 +53,18 @@ def _value(run: RunRecord, c: Contrast) -> float:
     return number(run, Term("", "", c.metric, c.at, where)) / scale
 
 
+def holm(ps: Sequence[float]) -> list[float]:
+    """Holm's adjusted p-values, in the given order: p_(i) -> max_{j <= i} min(1, (m - j
+    + 1) p_(j)) (Holm 1979).
+    """
+    adjusted = [0.0] * len(ps)
+    worst = 0.0
+    for rank, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
+        worst = max(worst, min(1.0, (len(ps) - rank) * ps[i]))
+        adjusted[i] = worst
+    return adjusted
+
+
 @cache
 def _rule(name: str) -> ModuleType:
     """A registered rule.py.
@@ -61,10 +74,10 @@ def _rule(name: str) -> ModuleType:
     """
     lent: dict[str, ModuleType | SimpleNamespace] = {
         "repro.mini.study.plan": SimpleNamespace(
-            POSITIVE=set(POSITIVE), Contrast=Contrast, Claim=object, Experiment=object
+            POSITIVE=POSITIVE, Contrast=Contrast, Claim=object, Experiment=object
         ),
         "repro.mini.study.results": SimpleNamespace(Record=RunRecord, value=_value),
-        "repro.mini.study.stats": SimpleNamespace(holm=effects.holm),
+        "repro.mini.study.stats": SimpleNamespace(holm=holm),
     }
     if name == "registered":  # it builds on the one before
         lent["repro.mini.stale.rule"] = _rule("stale")
@@ -115,8 +128,29 @@ def _old_claim(table: dict[str, Any]) -> SimpleNamespace:
 
 
 # ---- stale data, and UP's controls -----------------------------------------------------
-def stale_effects(plan: Plan, known: Known) -> list[Any]:
-    """What the rule of the experiment on stale data says, from its design.toml."""
+Key = tuple[str, str, str, str]  # family, number, other arm, group
+
+
+def intervals(plan: Plan, known: Known) -> dict[Key, Any]:
+    """What the registered rule of an experiment with intervals says, by this engine's
+    names; {} where none was registered.
+
+    Args:
+        plan: "stale", by its design.toml, or "controls", by its plan.toml.
+        known: its records.
+    """
+    if plan.name == "stale":
+        return {_key_of_stale(e): e for e in _of_stale(plan, known)}
+    if plan.name == "controls":
+        raw = tomllib.loads((plan.folder / "plan.toml").read_text(encoding="utf-8"))
+        its_plan = SimpleNamespace(**raw, group=plan.group)
+        found = _effects(_rule("registered"), its_plan, plan, known, lambda cell: cell)
+        return {(e.family, e.metric, e.other, e.group): e for e in found}
+    return {}
+
+
+def _of_stale(plan: Plan, known: Known) -> list[Any]:
+    """The effects of the rule of the experiment on stale data."""
     rule = _rule("stale")
     design = tomllib.loads((plan.folder / "design.toml").read_text(encoding="utf-8"))
 
@@ -128,11 +162,12 @@ def stale_effects(plan: Plan, known: Known) -> list[Any]:
     return _effects(rule, SimpleNamespace(**design), plan, known, cell_of)
 
 
-def registered_effects(plan: Plan, known: Known) -> list[Any]:
-    """What the rule of the experiment on UP's controls says, from its plan.toml."""
-    raw = tomllib.loads((plan.folder / "plan.toml").read_text(encoding="utf-8"))
-    its_plan = SimpleNamespace(**raw, group=plan.group)
-    return _effects(_rule("registered"), its_plan, plan, known, lambda cell: cell)
+def _key_of_stale(e: Any) -> Key:
+    """The name of an effect of that rule."""
+    group = "" if e.staleness is None else f"s{e.staleness}"
+    if e.family == "recomputed":
+        group = "recomputed"
+    return e.family, e.metric, e.other, group
 
 
 def _effects(
@@ -153,16 +188,3 @@ def _effects(
     its_plan.cells = functools.partial(map, cell_of, plan.cells())
     found: list[Any] = rule.effects(its_plan, known)
     return found
-
-
-def key_of_stale(e: Any) -> tuple[str, str, str, str]:
-    """(family, metric, other, group) of an effect of that rule, as this engine names it."""
-    group = "" if e.staleness is None else f"s{e.staleness}"
-    if e.family == "recomputed":
-        group = "recomputed"
-    return e.family, e.metric, e.other, group
-
-
-def key_of_registered(e: Any) -> tuple[str, str, str, str]:
-    """The same of an effect of the other rule."""
-    return e.family, e.metric, e.other, e.group

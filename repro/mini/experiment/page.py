@@ -15,8 +15,8 @@ from figures.make import save
 from repro.mini import files
 from repro.mini.experiment import (
     answer,
-    claims,
     curves,
+    frozen,
     records,
     registration,
     words,
@@ -135,8 +135,8 @@ def _effects(plan: Plan, effects: Sequence[Effect]) -> str:
             words.shown(e),
             words.by_base(e),
         ]
-        rows.append(row if plan.others else [*row, e.word])
-    return table(columns if plan.others else [*columns, ""], rows)
+        rows.append([*row, e.word] if plan.stopping else row)
+    return table([*columns, ""] if plan.stopping else columns, rows)
 
 
 def choices(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) -> str:
@@ -159,28 +159,15 @@ def limits(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) -> s
 
 
 def all_claims(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) -> str:
-    """How each claim stands."""
-    columns = ["", "claim", "verdict", "effect [interval that decides]", "seeds", "p"]
-    columns += ["power", f"seeds for {claims.POWER:g}"]
+    """What the second round's registered rule says of each claim of a closed round."""
     rows = []
-    for s in claims.judge(plan, known):
-        word = claims.limit(s) or claims.verdict(s)
-        why = "the bound is shown not to be reached" if _misses_bound(s) else s.why
-        said = f"**{word}**" + (f"<br>{why}" if why else "")
-        seeds = f"{s.n} of {s.of}" if s.of else ""
-        p = f"{s.p_for:.2g}" if s.word in claims.FINAL else ""
-        power = "" if s.power != s.power else f"{s.power:.2f}"
-        effects = claims.shown(s)
-        needed = s.seeds_needed or ""
-        row = [s.claim.figure, s.claim.says, said, effects, seeds, p, power, needed]
+    for claim, v in zip(plan.claims, frozen.verdicts(plan, known), strict=True):
+        word = f"**{v.word}**" + (f"<br>{v.why}" if v.why else "")
+        seeds = f"{v.n} of {v.of}" if v.of else ""
+        row = [claim["figure"], claim["says"], word, seeds, f"{v.p_for:.2g}"]
         rows.append(row)
+    columns = ["", "claim", "by the registered rule", "seeds", "p"]
     return f"## The claims\n\n{table(columns, rows)}\n" if rows else ""
-
-
-def _misses_bound(s: claims.Standing) -> bool:
-    """Whether a size that the claim names is refuted, which is not its opposite."""
-    single = [e.question.bounds for e in s.effects if len(e.question.bounds) == 1]
-    return s.word == "refuted" and any(bound != 0 for ((_, bound),) in single)
 
 
 def stopped(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) -> str:

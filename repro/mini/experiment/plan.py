@@ -22,12 +22,14 @@ settings              of every run; what the arm, the group and the stage say is
   questions           {name, says, ratio, margin, terms = [[weight, arm, group, NUMBER], ...]}
 [answer]              family, group and controls of the plan's own verdict (answer.py)
 page, page_name       the sections of its page, in order (page.py), and the name of its file
-[[figures]]           name, title, highlight, panels = [{metric, label, log, peaks}]: mean curves
-standing.toml         beside it: how its effects stand as claims of a paper (claims.py)
+[[figures]]           name, title, highlight, panels = [{metric, label, log}]: mean curves
+standing.toml         beside it: how its effects stand as claims of a paper (standing.py)
 of                    instead of runs of its own, the names of plans whose runs are read: for facts that nobody
                       registered
 
-A plan of claims has arms, seeds, settings and [[claims]] instead (claims.py); its only group has its own name.
+The plans of the two closed rounds have arms, seeds, settings and [[claims]] instead: id, figure, says, source,
+contrasts or not_testable. Their only group has their own name, and a claim is a family that asks for its contrasts.
+What was said of each claim, by a rule that is closed too, is in results/standing.json.
 """
 
 import hashlib
@@ -45,6 +47,7 @@ from repro.mini.experiment.effects import Effect, Look, Runs
 from repro.mini.experiment.questions import (
     Question,
     RunRecord,
+    Term,
     difference,
     known,
     slope,
@@ -508,7 +511,10 @@ def read(path: Path, name: str = "") -> Plan:
         _check_groups(raw)
         groups = {group["name"]: group for group in raw["groups"]}
         tables = raw.pop("families", [])
-        raw["families"] = tuple(_family(table, groups) for table in tables)
+        raw["families"] = (
+            *(_family(table, groups) for table in tables),
+            *(_claim(table, raw["name"]) for table in raw.get("claims", ())),
+        )
         return Plan(**raw)
     except (InputError, OSError, tomllib.TOMLDecodeError, TypeError) as error:
         raise InputError(f"{path.name}: {error}") from error
@@ -599,6 +605,22 @@ def _differences(
             for other in table["others"]:
                 found.append(difference(name, first, other, group, margin))
     return found
+
+
+def _claim(table: dict[str, Any], group: str) -> Family:
+    """A claim of a closed round; without questions where it was not testable."""
+    asked = [contrast(c, group) for c in table.get("contrasts", ())]
+    return Family(table["id"], table["says"], tuple(asked))
+
+
+def contrast(table: dict[str, Any], group: str) -> Question:
+    """The question of a contrast: one or two arms, metric, at, set, decoding, ratio."""
+    where = f"{table.get('set', 'test')}/{table.get('decoding', 'top_p_0.7')}"
+    terms = [
+        Term(arm, group, table["metric"], table.get("at", "last"), where, weight)
+        for arm, weight in zip(table["arms"], (1.0, -1.0), strict=False)
+    ]
+    return Question(table["metric"], tuple(terms), ratio=table.get("ratio", False))
 
 
 def _question(table: dict[str, Any]) -> Question:

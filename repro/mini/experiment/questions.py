@@ -37,8 +37,6 @@ STEP_METRICS = (
     "overflow",
 )
 EVAL_METRICS = ("avg", "maj", "best", "best_bootstrap", "pass1")
-# always positive: these may be compared as ratios
-POSITIVE = ("kl_base", "kl_old", "grad_norm", "grad_norm_max")
 SHARES = ("reward", "malformed", *EVAL_METRICS)
 EQUAL = "equal_avg"  # a difference at equal Avg@32 is no number of one run
 WHERE = "test/top_p_0.7"  # the evaluation that a metric means if it names none
@@ -77,16 +75,12 @@ class Question:
         bases: that are asked about; () for all of the groups.
         ratio: the terms are logarithms.
         margin: the smallest size of interest; 0 where none is registered.
-        bounds: (side, bound): the claim is that d lies above (1) or below (-1) it.
-        effect: the size for which the seeds were counted; None where there is none.
     """
 
     name: str
     terms: tuple[Term, ...]
     ratio: bool = False
     margin: float = 0.0
-    bounds: tuple[tuple[int, float], ...] = ()
-    effect: float | None = None
     says: str = ""
     bases: tuple[str, ...] = ()
 

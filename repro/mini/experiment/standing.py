@@ -6,81 +6,42 @@ PLAN/CLAIM -> says; word and why of the plan's own rule; refuted: whether that s
 opposite is shown; shown: effects with intervals; verdict: of the common vocabulary; limit:
 of an excluded effect; seeds, of; needed: the seeds that it would take (null: more than MOST,
 or the effect that was seen is on the other side); decides: true where a learning rate was
-searched for each method, and the size of the effect registered; bounds_alone.
+searched for each method, and the size of the effect registered; bounds_alone: whether the
+claim is of bounds alone, so that a test against it shows no opposite.
 
 Which effects of a plan bear on a claim, and in which words, is in its standing.toml:
 families, others, and the templates key, says and shown; excluded_below_margin: an undecided
-effect whose interval ends below the margin is excluded. The first round is closed: what its
-rule said is in results/standing.json.
+effect whose interval ends below the margin is excluded. Two rounds are closed: what their
+rules said is in results/standing.json.
 """
 
 import json
 from typing import Any
 
 from paper.claims import words as verdicts
-from repro.mini.experiment import claims, effects, words
-from repro.mini.experiment.claims import MOST, Standing
+from repro.mini.experiment import effects, words
 from repro.mini.experiment.effects import Effect
 from repro.mini.experiment.plan import Plan, load, paths
-from repro.mini.experiment.questions import RunRecord
 from repro.mini.experiment.records import load as load_records
 
-Known = dict[str, RunRecord]
+MOST = 200  # seeds: no more are looked for
 
 
 def everything() -> dict[str, dict[str, Any]]:
     """Of all experiments that are registered."""
-    known: dict[Any, Known] = {}
-    found: dict[str, dict[str, Any]] = {}
-    for name in paths():
-        plan = load(name)
-        if plan.others:
-            continue
-        if plan.results not in known:
-            known[plan.results] = load_records(plan.results)
-        found |= of_plan(plan, known[plan.results])
-    return found
-
-
-def of_plan(plan: Plan, known: Known) -> dict[str, dict[str, Any]]:
-    """Of one plan, from its records."""
-    closed = plan.results / "standing.json"
-    if closed.exists():
-        return _closed(plan, json.loads(closed.read_text(encoding="utf-8")))
     found = {}
-    for s in claims.judge(plan, known):
-        found[f"{plan.name}/{s.claim.id}"] = _of_claim(s, plan)
-    if plan.standing:
-        found |= _of_effects(plan, known)
+    for plan in map(load, paths()):
+        found |= of_plan(plan)
     return found
 
 
-def _closed(plan: Plan, every: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Of a plan whose rule is in the history: as it was closed."""
-    found = {}
-    for claim in claims.of_plan(plan):
-        name = f"{plan.name}/{claim.id}"
-        found[name] = every[name] | {"bounds_alone": claims.bounds_alone(claim)}
-    return found
-
-
-def _of_claim(s: Standing, plan: Plan) -> dict[str, Any]:
-    """Of one claim."""
-    needed = s.seeds_needed
-    return {
-        "says": s.claim.says,
-        "word": s.word,
-        "why": s.why,
-        "refuted": s.word == "refuted",
-        "shown": claims.shown(s),
-        "verdict": claims.verdict(s),
-        "limit": claims.limit(s),
-        "seeds": s.n,
-        "of": s.of,
-        "needed": needed if needed and needed < MOST else None,
-        "decides": bool(plan.rates_from),
-        "bounds_alone": claims.bounds_alone(s.claim),
-    }
+def of_plan(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Of one plan."""
+    if plan.claims:
+        text = (plan.results / "standing.json").read_text(encoding="utf-8")
+        every = json.loads(text).items()
+        return {name: s for name, s in every if name.startswith(f"{plan.name}/")}
+    return _of_effects(plan) if plan.standing else {}
 
 
 OF_INTERVAL = {
@@ -94,8 +55,9 @@ OF_INTERVAL = {
 }
 
 
-def _of_effects(plan: Plan, known: Known) -> dict[str, dict[str, Any]]:
+def _of_effects(plan: Plan) -> dict[str, dict[str, Any]]:
     """Of the reading that the first arm is above another, by the words of intervals."""
+    known = load_records(plan.results)
     rule = plan.standing
     level = plan.stopping["final"]["level"]
     wanted = plan.stopping["power"]

@@ -16,15 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from repro.mini import files
 from repro.mini.experiment import records
@@ -73,24 +64,19 @@ def run_all(
     failures: list[str] = []
     running: dict[str, subprocess.Popen[bytes]] = {}
     end = time.monotonic() + 3600 * hours
-    bars = Bars(sum(wanted[name].steps for name in todo))
-    with bars.progress:
-        try:
-            while running or (todo and time.monotonic() < end):
-                while todo and len(running) < jobs and time.monotonic() < end:
-                    name = todo.pop(0)
-                    settings = wanted[name]
-                    running[name] = _launch(out / name, settings, lock, train or TRAIN)
-                    bars.begin(name, settings.steps)
-                for name in [n for n, p in running.items() if p.poll() is not None]:
-                    failures += _finished(out / name, running.pop(name).returncode)
-                    bars.end(name, records.status(out / name) or "failed")
-                    ended()
-                for name in running:
-                    bars.at(name, _steps(out / name))
-                time.sleep(0.3)
-        finally:
-            _stop(running.values())
+    try:
+        while running or (todo and time.monotonic() < end):
+            while todo and len(running) < jobs and time.monotonic() < end:
+                name = todo.pop(0)
+                running[name] = _launch(out / name, wanted[name], lock, train or TRAIN)
+            for name in [n for n, p in running.items() if p.poll() is not None]:
+                failures += _finished(out / name, running.pop(name).returncode)
+                word = records.status(out / name) or "failed"
+                say(f"{word:8} {name}; {len(running) + len(todo)} to go", markup=False)
+                ended()
+            time.sleep(0.3)
+    finally:
+        _stop(running.values())
     return failures
 
 
@@ -181,43 +167,6 @@ def _stop(processes: Iterable[subprocess.Popen[bytes]]) -> None:
             p.wait(10)
         except subprocess.TimeoutExpired:
             p.kill()
-
-
-class Bars:
-    """A bar for the whole and one for each running run; a line for each end."""
-
-    def __init__(self, steps: int) -> None:
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            disable=not sys.stdout.isatty(),
-        )
-        self.all = self.progress.add_task("all steps", total=steps)
-        self.rows: dict[str, tuple[TaskID, float, int]] = {}
-        self.steps: dict[str, int] = {}
-
-    def begin(self, name: str, steps: int) -> None:
-        """Show a run."""
-        row = self.progress.add_task(name, total=steps)
-        self.rows[name] = (row, time.monotonic(), steps)
-        self.steps[name] = 0
-
-    def at(self, name: str, step: int) -> None:
-        """Show how far it is."""
-        self.progress.update(self.rows[name][0], completed=step)
-        self.progress.advance(self.all, step - self.steps[name])
-        self.steps[name] = step
-
-    def end(self, name: str, word: str) -> None:
-        """Say how it ended."""
-        row, start, steps = self.rows[name]
-        self.at(name, steps)
-        self.progress.remove_task(row)
-        said = f"{word:8} {name} ({time.monotonic() - start:.0f} s)"
-        self.progress.console.print(said, highlight=False)
 
 
 def cores() -> int:

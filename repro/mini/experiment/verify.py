@@ -4,18 +4,18 @@
 It trains nothing. Of each experiment it holds every record against its digest, every
 registered file against its own, the names of all runs against runs.sha256, and what this
 engine computes against the registered rule (frozen.py) and against the numbers that the
-committed report prints.
+committed report prints. The rule of the second round computes its claims itself.
 """
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from repro.mini.experiment import claims, frozen, records, registration, suite, words
+from repro.mini.experiment import frozen, records, registration, standing, suite, words
 from repro.mini.experiment.effects import Effect
 from repro.mini.experiment.plan import Plan, load
 from repro.mini.experiment.questions import SHARES, RunRecord
@@ -84,14 +84,10 @@ def _verify(plan: Plan, total: Checked) -> None:
         total.compare("lists of runs", plan.name, same)
     if plan.others:
         _post_hoc(plan, known, total)
-    elif plan.name == "stale":
-        theirs = frozen.stale_effects(plan, known)
-        _intervals(plan, known, total, theirs, frozen.key_of_stale)
-    elif plan.name == "controls":
-        theirs = frozen.registered_effects(plan, known)
-        _intervals(plan, known, total, theirs, frozen.key_of_registered)
     elif plan.folder.parent.name == "round2":
         _claims(plan, known, total)
+    elif plan.stopping:
+        _intervals(plan, known, total)
     # the first round is closed: its rule is in the history, its words are committed
 
 
@@ -105,28 +101,45 @@ def _registered_files(plan: Plan, total: Checked) -> None:
 
 # ---- the second round ----------------------------------------------------------------
 def _claims(plan: Plan, known: Known, total: Checked) -> None:
-    """The claims of an experiment of the second round."""
-    report = plan.results / "report.md"
-    mine = claims.judge(plan, known)
-    rows = _rows(report, f"| {plan.name}<br>")
-    for s, old in zip(mine, frozen.verdicts(plan, known), strict=True):
-        name = f"{plan.name}/{s.claim.id}"
-        for e, contrast in zip(s.effects, old.found, strict=True):
-            scale = _scale(e)
-            values = scale * np.array(contrast.values)
-            ps = claims.effects.p_values(e.question, np.array(e.values))
+    """The claims of an experiment of the second round: what its rule says of today's
+    records, what was kept of each claim, and the row of the report.
+    """
+    kept = standing.of_plan(plan)
+    rows = _rows(plan.results / "report.md", f"| {plan.name}<br>")
+    verdicts = frozen.verdicts(plan, known)
+    of_families = plan.by_family(plan.effects(known))
+    for verdict, (claim, effects) in zip(verdicts, of_families, strict=True):
+        name = f"{plan.name}/{claim.name}"
+        for e, theirs in zip(effects, verdict.found, strict=True):
+            values = _scale(e) * np.array(theirs.values)
             same = np.allclose(e.values, values, rtol=1e-12, atol=CLOSE)
-            same &= np.allclose(ps, (contrast.p_for, contrast.p_against), atol=CLOSE)
             total.compare("effects", f"{name} {e.question.name}", bool(same))
-        if s.effects:
-            theirs = old.p_for, old.p_against
-            same_p = np.allclose((s.p_for, s.p_against), theirs, atol=CLOSE)
-            total.compare("claims", name, s.word == old.word and bool(same_p))
-            row = next(row for row in rows if row[1] == s.claim.says)
-            rows.remove(row)
-            word = claims.limit(s) or claims.verdict(s)
-            same = row[2].startswith(f"**{word}**") and row[3] == claims.shown(s)
-            total.compare("printed effects", name, same)
+        if not effects:
+            continue
+        s = kept[name]
+        facts = s["word"], s["why"], s["seeds"], s["of"]
+        same = facts == (verdict.word, verdict.why, verdict.n, verdict.of)
+        total.compare("claims", name, same)
+        row = next(row for row in rows if row[1] == claim.title)
+        rows.remove(row)
+        total.compare("printed effects", name, _is_printed(row, s, verdict, effects))
+
+
+def _is_printed(
+    row: list[str], s: dict[str, Any], verdict: Any, effects: Sequence[Effect]
+) -> bool:
+    """Whether a row of the report has what was kept of a claim, its rule's p, and the
+    mean of each effect that it shows.
+    """
+    shown = [e for e in effects if e.n]
+    means = [words.rounded(e.question, e.mean) for e in shown]
+    few = len(shown) <= 3  # of more, the row has the weakest alone
+    return (
+        row[2].startswith(f"**{s['limit'] or s['verdict']}**")
+        and row[3] == s["shown"]
+        and row[5] in ("", f"{verdict.p_for:.2g}")
+        and (not few or all(mean in row[3] for mean in means))
+    )
 
 
 def _scale(e: Effect) -> int:
@@ -144,25 +157,23 @@ def _rows(report: Path, start: str) -> list[list[str]]:
 
 
 # ---- experiments with families of intervals ----------------------------------------------
-def _intervals(
-    plan: Plan,
-    known: Known,
-    total: Checked,
-    theirs: Sequence[Any],
-    key_of: Callable[[Any], tuple[str, str, str, str]],
-) -> None:
-    """Each effect against the registered rule; the printed ones against the report."""
-    by_key = {key_of(e): e for e in theirs}
+def _intervals(plan: Plan, known: Known, total: Checked) -> None:
+    """Each effect against the rule, where one was registered beside the plan; the printed
+    ones against the report.
+    """
     found = plan.effects(known)
-    for family, effects in plan.by_family(found):
-        for e in effects:
-            q = e.question
-            key = family.name, q.name, q.other, q.group
-            total.compare("effects", "/".join(key), _same(e, by_key.pop(key)))
-    for key in by_key:
-        total.compare("effects", "/".join(key), False)
-    text = (plan.results / "report.md").read_text(encoding="utf-8")
-    _printed(plan, found, text.partition("## Every effect")[2], total)
+    if theirs := frozen.intervals(plan, known):
+        for family, effects in plan.by_family(found):
+            for e in effects:
+                q = e.question
+                key = family.name, q.name, q.other, q.group
+                total.compare("effects", "/".join(key), _same(e, theirs.pop(key)))
+        for key in theirs:
+            total.compare("effects", "/".join(key), False)
+    report = plan.results / plan.page_name
+    if report.exists():
+        text = report.read_text(encoding="utf-8").partition("## Every effect")[2]
+        _printed(plan, found, text, total)
 
 
 def _same(e: Effect, old: Any) -> bool:

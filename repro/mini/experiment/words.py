@@ -67,21 +67,3 @@ def by_base(e: Effect) -> str:
 def level(question: Question) -> str:
     """The decoding that a name gives, in words."""
     return question.decoding.replace("top_p_", "top-p ").replace("t_1", "T = 1")
-
-
-def claimed(question: Question) -> str:
-    """What is compared, and the bound that is claimed of it."""
-    term = question.terms[0]
-    arms = (" / " if question.ratio else " − ").join(question.arms)
-    set_name = term.where.partition("/")[0]
-    where = f" ({set_name})" if set_name != "test" else ""
-    return f"{term.metric}{where} {term.at} {arms} {bound(question)}"
-
-
-def bound(question: Question) -> str:
-    """The bound, on the scale on which numbers are printed."""
-    side, least = question.bounds[-1]
-    size = exp(least) if question.ratio else least
-    if len(question.bounds) == 2:
-        return f"within {'×' if question.ratio else ''}{size:g}"
-    return f"{'>' if side > 0 else '<'} {size:g}"
