@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m paper claims`: the statements of fan2026up, with verdicts.
-`python -m paper audit-table`: GRIM.
-"""
+"""`python -m paper claims`: the statements of fan2026up, with verdicts."""
 
 import argparse
 import sys
@@ -42,44 +40,17 @@ def _claims(args: argparse.Namespace) -> int:
     return run(args)
 
 
-def _table_arguments(c: argparse.ArgumentParser) -> None:
-    c.add_argument(
-        "file",
-        nargs="?",
-        metavar="FILE",
-        help="the table; without it, Table 1 of fan2026up",
-    )
-    c.add_argument(
-        "--seed", type=int, default=0, help="seed of the random draws (default 0)"
-    )
-    c.epilog = """FILE is CSV or markdown, in per cent: a header `method,AIME24,AMC23,Average`, then one row a method.
-        An optional row named n gives the number of answers: 30x32 (problems x samples), or the candidates 674|675."""
-
-
-def _table(args: argparse.Namespace) -> int:
-    from paper.grim import audit
-    from paper.grim.read import read_file
-    from upref.cli.output import answer
-
-    return answer(args, audit(read_file(args.file), seed=args.seed))
-
-
 VERBS = {
     "claims": Verb(
         "list the statements of the paper, with verdicts and evidence",
         _claims_arguments,
         _claims,
     ),
-    "audit-table": Verb(
-        "test a results table for impossible values (GRIM test), and the leader's margin for chance",
-        _table_arguments,
-        _table,
-    ),
 }
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of both verbs."""
+    """Return the parser of the verb."""
     p, add = command_line("python -m paper", "Checks of the paper fan2026up.")
     for name, verb in VERBS.items():
         add(name, verb)

@@ -216,36 +216,6 @@ def moody(rng: random.Random, ends: bool = True) -> Callable:
     return loss
 
 
-def a_table(rng: random.Random) -> str:
-    """CSV or markdown with cells by chance."""
-    n, sep = rng.randint(1, 4), rng.choice([",", ",", "\t", ";", "|"])
-    head = [
-        "method",
-        *(rng.choice(["a", "b", "c", "Average", "avg", ""]) for _ in range(n)),
-    ]
-    right = lambda: f"{rng.randint(0, 10000) / 100:.2f}"
-    cell = lambda: right() if rng.random() < 0.9 else rng.choice(CELLS)
-    many = lambda: range(n if rng.random() < 0.97 else n + 1)
-    name = lambda i: (
-        rng.choice(["x", "y", "z", "GRPO", "n", ""]) + str(i) * rng.randint(0, 1)
-    )
-    rows = [[name(i), *(cell() for _ in many())] for i in range(rng.randint(0, 5))]
-    if rng.random() < 0.5:
-        rows.append(
-            [
-                "n",
-                *(
-                    rng.choice(
-                        ["30x32", "40", "674|675", "0", "x", "9" * 30, "9" * 5000, "?"]
-                    )
-                    for _ in many()
-                ),
-            ]
-        )
-    lines = [sep.join(row) for row in [head, *rows]]
-    return "\n".join(f"|{line}|" for line in lines) if sep == "|" else "\n".join(lines)
-
-
 def a_ledger(rng: random.Random, text: str) -> str:
     """A ledger with a few lines or characters otherwise."""
     lines = text.splitlines()

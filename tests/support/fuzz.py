@@ -32,8 +32,6 @@ import paper.claims
 import upref
 import upref.weights.batches
 import upref.weights.curve
-from paper import grim
-from paper.grim.read import read as read_table
 from tests.support import bad_inputs, entries, typed
 from tests.support.bad_inputs import JUNK, a_loss, moody
 from upref.errors import InputError
@@ -123,9 +121,6 @@ def tries(rng: random.Random):
         "audit": lambda: audits.audit(some(), rng.choice([(), some()])),
         "audit, ledger": lambda: check_ledger(
             [], ledger.read("verl", bad_inputs.a_ledger(rng, LEDGER)), str(some()), True
-        ),
-        "audit-table": lambda: grim.audit(
-            read_table(bad_inputs.a_table(rng)), draws=200, seed=rng.choice([0, 1, -1])
         ),
         "a student": lambda: a_student(rng),
         "claims": lambda: paper.claims.read(bad_inputs.a_ledger(rng, CLAIMS)),

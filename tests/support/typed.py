@@ -54,7 +54,6 @@ VERBS: dict[str, list[str]] = {
               "--columns=-1", "-v", "--verbose"],
     "audit": ["verl", "trl", "torchrl", "slime", "--ledger", "--report", "--report=no", "--report=verl-1",
               "--source=no", "--source=.", "--version", "--version=1", "--proofs", "--draft", "--logprobs"],
-    "audit-table": ["--seed", "--seed=1", "--seed=-1", "--seed=x", "--seed=" + "9" * 30, "mine.py", "."],
     "list": ["--all", "--markdown"],
     "show": [],
     "cap": ["--log", *HP, *TIME, *FIGURE, "--adv", "--adv=-1", "--adv=nan", "--adv=x", "--adv=1e999"],
@@ -80,7 +79,7 @@ SLOW = {"doctor": 0.1, "explorer": 0.5, "maximizes": 0.2, "prove": 0.2, "step": 
 NO_VERB = ["frobnicate", "", "-x", "--help", "-h", "--debug", "--json", "π"]
 FIT = {  # words that alone are a right call
     "show": [["dapo"], ["up(sapo)"]], "cap": [["dapo"]], "weights": [["grpo", "gspo"]], "list": [[]],
-    "audit": [["verl", "--ledger"], ["slime", "--ledger"]], "audit-table": [[]], "derive": [["up_dapo"]],
+    "audit": [["verl", "--ledger"], ["slime", "--ledger"]], "derive": [["up_dapo"]],
     "learn": [[]], "claims": [[]],
     "check": [["mine.py:loss", "--as=dapo"]], "identify": [["mine.py:loss"]], "maximizes": [["k1", "--as-kl=reward"]],
     "prove": [["mine.py:loss", "--as=dapo"]], "explorer": [["x.html"]], "doctor": [[]],
@@ -262,7 +261,7 @@ def judge(argv: list[str], status, out: str, err: str, noisy: bool = False) -> N
         return
     if "--json" not in argv and verb in HEADS:
         assert HEADS[verb](out, status == 1), f"{tail} {out[:200]}"
-    if "--json" in argv and verb not in ("audit", "audit-table"):
+    if "--json" in argv and verb != "audit":
         said = json.loads(out)
         assert (
             verb not in TRUTH

@@ -24,7 +24,7 @@ LOSS = (
     "trl:loss_type"
 )
 
-CHECKOUT = ("claims", "audit-table")  # verbs of `python -m paper`
+CHECKOUT = ("claims",)  # verbs of `python -m paper`
 
 
 def main(argv: list[str] | None = None) -> int:
