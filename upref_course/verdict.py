@@ -50,6 +50,7 @@ class ExerciseVerdict(Result):
     mistake: str = ""
     hint: str = ""
     fault_ids: tuple[str, ...] = ()  # of the known faults that the mistake names
+    proved: bool = False  # for every value, on small batches
 
     def __bool__(self) -> bool:
         return self.ok
@@ -71,7 +72,8 @@ class ExerciseVerdict(Result):
         Returns:
             Lines, without a line break at the end.
         """
-        head = f"lesson {self.lesson}, {self.title}: {'right' if self.ok else 'not yet'}   {self.file}"
+        right = "right, and proved for every value" if self.proved else "right"
+        head = f"lesson {self.lesson}, {self.title}: {right if self.ok else 'not yet'}   {self.file}"
         lines = [head]
         if self.batch:
             lines += [
@@ -246,10 +248,14 @@ def judge_function(exercise: Exercise, fn: Callable[..., Any]) -> ExerciseVerdic
     for at, (expected, found) in enumerate(zip(right, yours, strict=True)):
         if not equal(found, expected):
             return _judge_wrong_batch(exercise, at, expected, yours)
-    if exercise.proof and not (report := exercise.proof(fn)):
+    report = exercise.proof(fn) if exercise.proof else None
+    if report is not None and not report:
         return _judge_failed_check(exercise, fn, report.failures[0])
     return ExerciseVerdict(
-        **_fields_of_exercise(exercise), ok=True, hint=exercise.notice
+        **_fields_of_exercise(exercise),
+        ok=True,
+        hint=exercise.notice,
+        proved=bool(getattr(report, "proved", False)),
     )
 
 

@@ -89,6 +89,33 @@ def test_without_the_solver_nothing_changes(monkeypatch):
     monkeypatch.setattr("upref.verify.oracles.every_value.find_z3", lambda: "")
     report = upref.check(beyond_a_thousand, "dapo", skip=QUICK)
     assert report and not report.proved and "every-value" not in str(report)
+    found = upref.identify(beyond_a_thousand)
+    assert found.kind == "objective" and not found.proved
+
+
+def rounded(log_prob, old_log_prob, advantages, mask):
+    A = advantages + 0 * old_log_prob.floor()
+    return dapo(log_prob, old_log_prob, A, mask)
+
+
+def half(log_prob, old_log_prob, advantages, mask):
+    return dapo(log_prob, old_log_prob, advantages, mask) / 2
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind", "says"),
+    [
+        (dapo, "objective", "proved       for every value, in 6 batches of at most 2"),
+        (beyond_a_thousand, "pitfall", "it differs elsewhere: A > 1000, r > 0.8"),
+        (rounded, "objective", ""),  # there is no formula of floor
+        (half, "pitfall", ""),  # nothing is proved of an objective with a factor
+    ],
+)
+def test_an_identification_is_confirmed_or_disproved(loss, kind, says):
+    found = upref.identify(loss)
+    assert found.kind == kind and says in str(found)
+    assert bool(found.proved) == ("proved" in says) == ("\n  proved" in str(found))
+    assert json.loads(found.json())["proved"] == found.proved
 
 
 def test_pytest_asks_for_a_proof(monkeypatch):

@@ -59,6 +59,7 @@ class Identification(Result):
     # would be 1
     on_sampler: bool
     seconds: float = field(compare=False)
+    proved: str = ""  # for which values and batches, in words; "": it is not proved
 
     def __bool__(self) -> bool:
         return self.kind != "none"
@@ -161,6 +162,8 @@ class Identification(Result):
                 rows["distance"] = (
                     f"{first.distance:.1e}, the largest difference of gradients, relative"
                 )
+            if self.proved:
+                rows["proved"] = self.proved
             if self.also:
                 rows["the same"] = _first_few(self.also)
             if self.elsewhere:

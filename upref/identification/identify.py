@@ -45,10 +45,12 @@ from upref.verify.measure import (
     FLOAT32_TOL,
     LossCase,
     ignores_sampler,
+    make_case,
     sampler_words,
     unfed_words,
     unit_weights,
 )
+from upref.verify.oracles.every_value import describe_few, every_value, is_proved
 from upref.verify.oracles.numerics import clamps
 from upref.verify.oracles.side_effects import in_training, mutation
 from upref.verify.oracles.unusual import stress_findings
@@ -104,7 +106,11 @@ def identify(loss: Any) -> Identification:
         if exchanged.order_unknown and _may_fail_for_order(exchanged, answer):
             raise InputError(exchanged.order_unknown)
     notes = [f"it changes {what}: restored afterwards" for what in sorted(changed)]
-    return replace(answer, assumptions=[*answer.assumptions, *notes])
+    return replace(
+        answer,
+        assumptions=[*answer.assumptions, *notes],
+        seconds=time.perf_counter() - start,
+    )
 
 
 def _may_fail_for_order(loss: Loss, answer: Identification) -> bool:
@@ -134,12 +140,48 @@ def _identify(loss: Loss, started: float) -> Identification:
         f.regime for f in mutation.findings(measured.case) if f.severity == "failure"
     ]
     if not in_place_writes:
-        return answer
+        return _with_proof(loss, answer)
     return replace(
         answer,
         kind="pitfall" if answer else "none",
         why="; ".join(filter(None, [answer.why, *in_place_writes])),
     )
+
+
+def _with_proof(loss: Loss, answer: Identification) -> Identification:
+    """Return the answer with its proof. An answer that an input disproves is a pitfall;
+    one of which there is no proof stays as it is.
+    """
+    with contextlib.suppress(InputError):
+        case = _case_as_printed(loss, answer)
+        if case is None or every_value.not_run(case):
+            return answer
+        for finding in every_value.findings(case):
+            why = _difference_elsewhere(finding)
+            return replace(answer, kind="pitfall", why=why)
+        if is_proved(case):
+            return replace(answer, proved=describe_few(case))
+    return answer
+
+
+def _case_as_printed(loss: Loss, answer: Identification) -> LossCase | None:
+    """Make the case of the loss and its first match, with the numbers and the aggregation
+    that the report prints. None where these are not all of the answer.
+    """
+    if answer.kind not in ("objective", "up") or answer.on_sampler:
+        return None
+    match = answer.matches[0]
+    objective = get(match.name)
+    is_whole = match.same_kl and (match.own or match.agg in AGGREGATIONS)
+    if not is_whole or (objective.batch_coupled and _undetermined_words(match)):
+        return None
+    if not match.own:
+        objective = objective.aggregated(match.agg)
+    printed = {
+        name: value if value is None else float(f"{value:.7g}")
+        for name, value in match.hp.items()
+    }
+    return make_case(loss, objective, objective.resolve(printed))
 
 
 def _identify_weights(box: BlackBox, started: float) -> Identification:
@@ -865,11 +907,14 @@ def _deviations_on_unusual_inputs(
             for finding in stress_findings(claim, axis, case.stress_batch(axis), ())
             if finding.severity == "failure"
         ]:
-            expected, measured = describe_pair(failures[0].expected, failures[0].found)
-            return [
-                f"it differs elsewhere: {failures[0].regime}: this gives {expected}, {measured} found"
-            ]
+            return [_difference_elsewhere(failures[0])]
     return []
+
+
+def _difference_elsewhere(finding: Finding) -> str:
+    """Return in words where the loss has other weights than the answer."""
+    expected, measured = describe_pair(finding.expected, finding.found)
+    return f"it differs elsewhere: {finding.regime}: this gives {expected}, {measured} found"
 
 
 # aggregation -> the objective that has PPO's clip with it

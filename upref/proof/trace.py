@@ -447,7 +447,8 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        with self.trace.busy():
+        # a mode that notes slices need not look at upref's own operators
+        with self.trace.busy(), torch._C.DisableTorchFunction():
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:

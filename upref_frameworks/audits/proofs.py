@@ -117,6 +117,7 @@ def prove_comparison(framework: Framework, comparison: Comparison) -> ProvedRow:
             get(comparison.objective), comparison.hp, comparison.reasons
         )
         loss = gradient_of_framework(framework, comparison)
+        _run_once(loss)
         found = _compare(framework, comparison, loss, explanation.promised)
         if found.status == "proved":
             return ProvedRow(*words, PROVED)
@@ -168,6 +169,17 @@ def gradient_of_framework(framework: Framework, comparison: Comparison) -> Outpu
         return torch.stack([weights, torch.zeros_like(weights)])
 
     return gradient
+
+
+def _run_once(loss: Outputs) -> None:
+    """Run a loss on one token. Its first call may build what all others use, as TRL's
+    trainer with a model at random: that is no part of the function.
+    """
+    one = torch.full((1, 1), -1.0, dtype=torch.float64)
+    batch = Rollouts.unchecked(
+        logp=one, logp_old=one, logp_ref=one, adv=-one, mask=one < 0
+    )
+    loss(batch, torch.ones((), dtype=torch.float64))
 
 
 def _compare(

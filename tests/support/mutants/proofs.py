@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does `upref prove` prove a wrong loss? Mutants drawn at random, their truth by the
-independent search on small batches, and what the proof says.
+"""Does `upref prove` prove a wrong loss? Mutants, their truth by the independent search
+on small batches, and what the proof says.
 
-    python -m tests.support.mutants.proofs [--seed S] [--cpu SECONDS]
+    python -m tests.support.mutants.proofs [--mutants N] [--seed S] [--cpu SECONDS]
 
-It prints a line for each mutant that differs and is proved, and one for each that the
-search does not tell apart and that is said to differ; then it writes proofs.md.
+The mutants stand in a random order, and the run ends when its CPU seconds are spent: what
+it has judged by then is a random sample. Answers are kept, so that the next run goes on.
+It prints each mutant that differs and is proved, and each that the search does not tell
+apart and that is said to differ; then it writes proofs.md.
 """
 
 import argparse
 import random
+import re
+import resource
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,95 +22,139 @@ from typing import Any
 import torch
 
 import upref
+from upref import markdown
 from upref.errors import InputError
 
 from . import search
-from .losses import Subject, every_config, of
+from .losses import Subject, subjects
 from .run import FIRST
-from .styles import STYLES, compiled, fits
+from .store import Store, digest
+from .styles import compiled
 
 PAGE = Path(__file__).with_name("proofs.md")
 SECONDS = 10.0  # of one proof
-EACH = 3  # mutants of one objective in one style, of which one is drawn
+COLUMNS = 2  # of the largest batch
+TRUTHS = {
+    "differs": "differ on one of 60 small batches",
+    "unclear": "between the two tolerances (2e-6 and 2e-5)",
+    "equal": "are not told apart by these",
+    "stillborn": "run on no batch",
+}
+STATUSES = ("differs", "no proof", "refused", "proved")
+Row = dict[str, Any]
 
 
-def drawn(seed: int) -> list[Subject]:
-    """One mutant for each objective, setting and style, in a random order."""
-    chance = random.Random(seed)
-    places = [(c, s) for c in every_config() for s in STYLES if fits(s, c)]
-    chance.shuffle(places)
-    return [chance.choice(found) for c, s in places if (found := of(c, s, EACH, seed))]
+def spent() -> float:
+    """CPU seconds of this process and of the solver's."""
+    uses = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    found = [resource.getrusage(use) for use in uses]
+    return sum(use.ru_utime + use.ru_stime for use in found)
 
 
-def judged(s: Subject, seed: int) -> dict[str, Any]:
-    """The truth of one mutant, and what the proof says of it."""
-    loss = compiled(s.text)
+def drawn(mutants: int, seed: int) -> list[Subject]:
+    """The mutants of the whole run, in a random order."""
+    found = list(subjects(mutants, seed))
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def judged(s: Subject, seed: int) -> Row:
+    """The truth of one mutant, what the proof says of it, and the CPU seconds of that."""
+    try:
+        loss = compiled(s.text)
+    except Exception:  # no Python
+        return {"truth": "stillborn"}
     truth = search.truth(
         loss, s.config, s.names, s.adv, seed, few=FIRST, large=0, single=s.single
     )
+    row: Row = {"truth": truth.kind, "apart": truth.apart}
+    if truth.kind == "stillborn":
+        return row
+    start = spent()
     try:
-        proof = upref.prove(
-            loss, s.config.o, columns=2, seconds=SECONDS, **dict(s.config.hp)
-        )
-        status, reason = proof.status, proof.reason
+        hp = dict(s.config.hp)
+        proof = upref.prove(loss, s.config.o, columns=COLUMNS, seconds=SECONDS, **hp)
+        row |= {"status": proof.status, "reason": proof.reason}
     except InputError as error:
-        status, reason = "refused", str(error)
-    return {"truth": truth.kind, "apart": truth.apart, "status": status, "reason": reason}  # fmt: skip
+        row |= {"status": "refused", "reason": str(error)}
+    return row | {"seconds": spent() - start}
 
 
-def write(rows: list[dict[str, Any]], seed: int, spent: float) -> None:
-    """Write the page."""
-    counts = Counter((r["truth"], r["status"]) for r in rows)
-    kinds = [k for k in ("differs", "unclear", "equal") if any(r["truth"] == k for r in rows)]  # fmt: skip
-    words = {
-        "differs": "differ by values, on one of 60 small batches",
-        "unclear": "between the two tolerances (2e-6 and 2e-5)",
-        "equal": "are not told apart by these",
-    }
-    statuses = ("differs", "no proof", "refused", "proved")
-    lines = [
-        "# Does `upref prove` prove a wrong loss?",
-        "",
-        f"`python -m tests.support.mutants.proofs --seed {seed}`: {len(rows)} mutants, batches"
-        f" up to [2, 2], at most {SECONDS:g} s for each; {spent:.0f} CPU seconds beside z3's.",
-        f"Python {sys.version.split()[0]}, torch {torch.__version__}, one thread, a machine shared with other work.",
-        "",
-        f"| mutants that | {' | '.join(statuses)} |",
-        f"|---|{'---|' * len(statuses)}",
-        *(
-            f"| {words[k]} | {' | '.join(str(counts[k, s]) for s in statuses)} |"
-            for k in kinds
-        ),
-        "",
+def kind_of(reason: str) -> str:
+    """A reason without the lines and the numbers of one loss."""
+    short = re.sub(r"\S*\.py:\d+|the loss's code", "a line", reason.partition("\n")[0])
+    short = re.sub(r"\(r = .*?\)", "", short)
+    short = re.sub(r" at [x. ]+:", ":", short)
+    return re.sub(r"-?\d+(\.\d+)?(e[+-]?\d+)?", "N", short).strip()[:120]
+
+
+def page(rows: list[Row], mutants: int, seed: int) -> str:
+    """The page, in markdown."""
+    ran = [row for row in rows if row["truth"] != "stillborn"]
+    counts = Counter((row["truth"], row["status"]) for row in ran)
+    table = [
+        [TRUTHS[truth], *(str(counts[truth, status]) for status in STATUSES)]
+        for truth in TRUTHS
+        if any(row["truth"] == truth for row in ran)
     ]
-    PAGE.write_text("\n".join(lines))
+    reasons = Counter(
+        (kind_of(row["reason"]), row["truth"])
+        for row in ran
+        if row["status"] in ("no proof", "refused")
+    )
+    of_reason = Counter[str]()
+    for (reason, _), n in reasons.items():
+        of_reason[reason] += n
+    why = [
+        [reason, str(reasons[reason, "differs"]), str(n - reasons[reason, "differs"])]
+        for reason, n in of_reason.most_common()
+    ]
+    times = sorted(row["seconds"] for row in ran)
+    median, largest = times[len(times) // 2], times[-1]
+    return "\n".join(
+        [
+            "# Does `upref prove` prove a wrong loss?",
+            "",
+            f"`python -m tests.support.mutants.proofs --mutants {mutants} --seed {seed}`: {len(rows)} of {mutants} mutants,"
+            f" in a random order; {len(rows) - len(ran)} of them run on no batch. Batches",
+            f"up to [2, {COLUMNS}], at most {SECONDS:g} s for each. CPU seconds of a proof, with the solver's:"
+            f" median {median:.1f}, largest {largest:.1f}.",
+            f"Python {sys.version.split()[0]}, torch {torch.__version__}, one thread, a machine shared with other work.",
+            "",
+            markdown.table(["mutants that", *STATUSES], table),
+            "",
+            "Why there is no proof:",
+            "",
+            markdown.table(["reason", "of those that differ", "of the others"], why),
+            "",
+        ]
+    )
 
 
 def main() -> int:
     take = argparse.ArgumentParser(description=__doc__)
+    take.add_argument("--mutants", type=int, default=5900)
     take.add_argument("--seed", type=int, default=0)
-    take.add_argument("--cpu", type=float, default=600.0)
+    take.add_argument("--cpu", type=float, default=3600.0)
+    take.add_argument("--scratch", type=Path, default=Path("mutants.scratch"))
     args = take.parse_args()
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
-    start = time.process_time()
-    for s in drawn(args.seed):
-        try:
-            row = judged(s, args.seed)
-        except Exception as error:  # a mutant that does not run is none
-            print(f"left out: {s.config} {s.style}: {error!r}"[:150], flush=True)
-            continue
-        rows.append(row)
-        pair = row["truth"], row["status"]
-        if pair in (("differs", "proved"), ("equal", "differs")):
-            print(*pair, row["apart"], s.config, s.style, s.what, "|", row["reason"])
-            print(s.text, flush=True)
-        if len(rows) % 10 == 0:
-            print(len(rows), Counter((r["truth"], r["status"]) for r in rows), flush=True)  # fmt: skip
-            write(rows, args.seed, time.process_time() - start)
-        if time.process_time() - start > args.cpu:
+    store = Store(args.scratch / "proofs.jsonl")
+    rows: list[Row] = []
+    for s in drawn(args.mutants, args.seed):
+        key = digest(s.key, str(args.seed))
+        if key not in store.known and spent() > args.cpu:
             break
-    write(rows, args.seed, time.process_time() - start)
+        row = store.get(key, lambda s=s: judged(s, args.seed))
+        rows.append(row)
+        pair = row["truth"], row.get("status")
+        if pair in (("differs", "proved"), ("equal", "differs")):
+            print(*pair, row["apart"], s.config, s.style, s.what)
+            print(s.text, flush=True)
+        if len(rows) % 50 == 0:
+            counts = Counter((r["truth"], r.get("status")) for r in rows)
+            print(len(rows), f"{spent():.0f} s", counts, flush=True)
+    PAGE.write_text(page(rows, args.mutants, args.seed))
     return 0
 
 

@@ -64,6 +64,22 @@ def is_proved(case: LossCase) -> bool:
     return isinstance(found, Comparison) and found.status == "proved"
 
 
+def describe_few(case: LossCase) -> str:
+    """Return for what the loss was proved, in words.
+
+    Args:
+        case: the loss and its objective, after a proof.
+    """
+    found: Comparison = case.cache["every-value"]
+    rows, columns = (
+        max(sizes) for sizes in zip(*(p.shape for p in found.patterns), strict=True)
+    )
+    return (
+        f"for every value, in {len(found.patterns)} batches of at most {rows} rows "
+        f"and {columns} columns"
+    )
+
+
 def _difference(case: LossCase, found: Comparison) -> Iterator[Finding]:
     """Yield the failure on the solver's batch, if `check` too takes it for one."""
     assert found.counterexample is not None
