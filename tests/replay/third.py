@@ -435,7 +435,8 @@ def end_token_zero(place: Place) -> Columns:
     last = ends_of(made["mask"])
     rows = torch.arange(len(last))
     more = made["old"].clone()
-    more[rows, last] = -3.0 - 4 * torch.rand(len(last), generator=place.generator(9))
+    chance = torch.rand(len(last), generator=place.generator(9), dtype=PRECISE)
+    more[rows, last] = -3.0 - 4 * chance
     return made | {"old": more, "sampler": _at_the_end(place, 0.0)["sampler"]}
 
 
@@ -489,13 +490,13 @@ def tools_train_minus_one(place: Place) -> Columns:
     return _tools_train(place, -1.0)
 
 
-@fault("shift", fails=None)
+@fault("shift", "slots from the trainer's", fails=None)
 def shifted(place: Place) -> Columns:
     """The engine's numbers stand one slot late."""
     return of_sampler(place, lambda made: made["sampler"].nan_to_num(0).roll(1, 1))
 
 
-@fault("shift", fails=None)
+@fault("shift", "slots from the trainer's", fails=None)
 def shifted_back(place: Place) -> Columns:
     """The engine's numbers stand one slot early."""
     return of_sampler(place, lambda made: made["sampler"].nan_to_num(0).roll(-1, 1))
@@ -856,9 +857,9 @@ def effect(place: Place, made: Columns) -> bool:
     if not bool(d.isfinite().all()):
         return True
     healthy = plain(place)
-    if healthy["mask"].shape == m.shape and bool((healthy["mask"] == m).all()):
-        if bool((healthy["ids"] == made["ids"])[m].all()):
-            d = d - (healthy["sampler"] - healthy["old"])[m]
+    same = torch.equal(healthy["mask"], m)
+    if same and bool((healthy["ids"] == made["ids"])[m].all()):
+        d = d - (healthy["sampler"] - healthy["old"])[m]
     d = d.abs()
     return float(d.mean()) > WEAK_MEAN or float((d > FAR).double().mean()) > WEAK_SHARE
 
