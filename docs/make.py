@@ -301,6 +301,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "lm_recorded": ("docs.lm", "recorded"),
     "lm_tokens_read": ("docs.lm", "tokens_read"),
     "lm_replay": ("docs.lm", "replayed"),
+    "log_names": ("docs.logs", "names"),
     "sharp_bits": ("docs.sharp", "text"),
     "gallery_plate": ("docs.gallery", "plate"),
     "gallery_sections": ("docs.gallery", "sections"),

@@ -118,6 +118,7 @@ _MODULES = (
     "hidden",
     "kl",
     "logprobs",
+    "logs",
     "metrics",
     "replay",
     "rollouts",

@@ -68,6 +68,7 @@ IN_CI = (
 ADAPTERS_TEST = "tests/conformance/test_adapters.py::test_a_sample_agrees"
 SUITE_TEST = "tests/conformance/test_suite.py::test_the_command_and_the_list_of"
 SHEET = "tests/replay/test_real_run.py::test_the_command_draws_a_sheet"
+LOGS = "tests/logs/test_logs.py::test_each_command_of_the_page_runs"
 REAL_RUN = "tests/replay/test_real_run.py::test_the_page_s_commands_print_what_it_shows"
 ELSEWHERE = {
     f"{SUITE} --adapter upref_frameworks.trl.adapter:TRL": (ADAPTERS_TEST, "target(name)"),
@@ -108,6 +109,10 @@ ELSEWHERE = {
     "upref badge results.json -o badge.svg": ("tests/conformance/test_suite.py::test_a_badge", '"badge"'),
     **{command: ("tests/replay/test_howto.py::test_each_command_of_the_page_runs", "replay.md") for command in REPLAYS},
     "python -m docs.make docs/frameworks.md": ("tests/pages/test_pages.py::test_it_is_fresh", "make.written"),
+    **{command: (LOGS, "the_page") for command in (
+        "upref logs metrics.csv", "upref logs metrics.csv --json",
+        "upref logs metrics.csv --map kl_loss=my/kl --map length_mean=tokens",
+    )},
     "python -m docs.gallery": ("tests/replay/test_gallery.py::test_the_command", "gallery.main"),
     "python -m docs.drafts": ("tests/pages/test_drafts.py::test_the_command", "main"),
     "python -m docs.second_reader": ("tests/pages/test_second_reader.py::test_", "text"),

@@ -71,6 +71,7 @@ VERBS: dict[str, list[str]] = {
                "--only", "--only=loss", "--only=no", "--against", "--against=gspo", "--against=no", "--tokenizer",
                "--tokenizer=.", "-o", "-ox.xyz", "-ono/x.svg", "--zero", "-v", "--verbose", "table.csv", "mine.py",
                "."],
+    "logs": ["--map", "--map=kl_loss=a", "--map=no", "--map=no=a", "-v", "--verbose", "table.csv", "mine.py", "."],
     "badge": ["-o", "-ox.svg", "-ono/x.svg", "table.csv", "mine.py", "."],
     "doctor": [],
 }  # fmt: skip
@@ -84,7 +85,7 @@ FIT = {  # words that alone are a right call
     "check": [["mine.py:loss", "--as=dapo"]], "identify": [["mine.py:loss"]], "maximizes": [["k1", "--as-kl=reward"]],
     "prove": [["mine.py:loss", "--as=dapo"]], "explorer": [["x.html"]], "doctor": [[]],
     "recipe": [["dapo", "--in", "verl"]], "step": [["trl", "--list"]],
-    "replay": [["table.csv"]], "badge": [["table.csv"]],
+    "replay": [["table.csv"]], "logs": [["table.csv"]], "badge": [["table.csv"]],
 }  # fmt: skip
 ROOT = str(Path(__file__).parents[2])
 LOSS = f"""import sys, torch

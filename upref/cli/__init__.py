@@ -504,6 +504,30 @@ def _parser() -> argparse.ArgumentParser:
         and miles' --save-debug-train-data. Reports and sheets show token ids, and texts with --tokenizer: users' data.
         Exit status: 0 nothing found, 1 a failure, 2 a column is missing that a check needs."""
     c = command(
+        "logs", "compare the scalars that a run logged with each other, by arithmetic"
+    )
+    c.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="logs: .csv, .tsv, .jsonl, .json, or event files of TensorBoard or a folder of them",
+    )
+    c.add_argument(
+        "--map",
+        action="append",
+        default=[],
+        metavar="SCALAR=COLUMN",
+        help="which column is a scalar, where its name is your own",
+    )
+    c.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="also print which column was read as which scalar",
+    )
+    c.epilog = """Exit status: 0 no contradiction, 1 numbers that cannot all be true, 2 the log cannot be read, or no law
+        relates its columns."""
+    c = command(
         "badge",
         "draw the badge of a run of the conformance suite, from its results file",
     )

@@ -17,6 +17,7 @@ from upref.cli.output import answer, table
 from upref.cli.verb import hyperparameters
 from upref.errors import InputError
 from upref.files import require_file
+from upref.result import encode
 
 RATIOS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.28, 2.0, 5.0, 50.0)
 
@@ -322,6 +323,27 @@ def replay(args: argparse.Namespace) -> int:
     return run(args, hyperparameters(args.hp))
 
 
+def logs(args: argparse.Namespace) -> int:
+    from upref.logs.audit import audit
+    from upref.logs.read import read
+
+    names = {}
+    for given in args.map:
+        scalar, equals, column = given.partition("=")
+        if not equals:
+            raise InputError(
+                f"--map {given!r} needs SCALAR=COLUMN, for example --map kl_loss=train/kl."
+            )
+        names[scalar] = column
+    reports = [audit(run, names) for file in args.files for run in read(file)]
+    if args.json:
+        data = [encode(report.data()) for report in reports]
+        print(json.dumps(data, indent=1, ensure_ascii=False))
+    else:
+        print("\n".join(report.text(args.verbose) for report in reports))
+    return int(not all(reports))
+
+
 def doctor(args: argparse.Namespace) -> int:
     from upref.cli.doctor import examine
 
@@ -358,5 +380,6 @@ RUN = {
     "derive": derive,
     "badge": badge,
     "replay": replay,
+    "logs": logs,
     "doctor": doctor,
 }

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`upref logs`: no finding in healthy logs of seven frameworks' naming, and each planted
+contradiction by its law, with the step and the columns.
+"""
+
+import json
+import math
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.logs.simulator import (
+    FRAMEWORKS,
+    batches,
+    draw_setting,
+    healthy,
+    rounded,
+    write,
+)
+from upref.cli import main
+from upref.errors import InputError
+from upref.logs import audit, read
+from upref.logs.names import SCALARS
+
+ROOT = Path(__file__).parents[2]
+DIGITS = (None, None, 6, 4, 3)
+SUFFIXES = (".csv", ".jsonl", ".json")
+SEED = 3  # four updates on a batch, with a KL
+
+
+def findings_of(rows, path):
+    """The contradictions and notes of a log."""
+    (run,) = read(write(rows, path))
+    report = audit(run)
+    return [*report.failures, *report.notes]
+
+
+def test_healthy_logs_have_no_finding(tmp_path):
+    _hold_healthy(range(21), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_hundreds_of_healthy_logs_have_no_finding(tmp_path):
+    _hold_healthy(range(1000, 1350), tmp_path)
+
+
+def _hold_healthy(seeds, folder):
+    for seed in seeds:
+        rows = healthy(seed)
+        digits = DIGITS[seed % len(DIGITS)]
+        rows = rows if digits is None else rounded(rows, digits)
+        path = folder / f"log{SUFFIXES[seed % len(SUFFIXES)]}"
+        found = findings_of(rows, path)
+        assert not found, (seed, digits, [str(f) for f in found])
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_names_of_each_framework_are_known(framework, tmp_path):
+    (run,) = read(write(healthy(SEED, framework), tmp_path / "log.jsonl"))
+    report = audit(run)
+    assert len(report.recognized) > 0.7 * report.columns
+
+
+# ---- planted contradictions ----------------------------------------------------------
+def setting_with_kl():
+    """A run with updates, a gap and a KL."""
+    return replace(
+        draw_setting(SEED), updates=2, beta=0.04, gap=0.01, averaged=1, longest=120
+    )
+
+
+def log_of(framework, steps=12):
+    setting = setting_with_kl()
+    return FRAMEWORKS[framework](setting, batches(setting, steps))
+
+
+def scale(column, factor, only=None):
+    def change(rows):
+        for i, row in enumerate(rows):
+            if column in row and (only is None or i in only):
+                row[column] *= factor
+
+    return change
+
+
+def put(column, value, only):
+    def change(rows):
+        for i in only:
+            rows[i][column] = value
+
+    return change
+
+
+def equal_rewards(rows):
+    for row in rows[:6]:
+        row["frac_reward_zero_std"] = 1.0
+
+
+def entropy_is_a_sum(rows):
+    for row in rows:
+        row["entropy"] = 0.5 * row["completions/mean_length"]
+
+
+def k1_in_slime(rows):
+    """The KL of the loss is the mean of log π_old − log π_ref of the same step."""
+    for row in rows:
+        if "train/loss" in row:
+            k1 = 0.01 * math.sin(7 * row["train/step"])
+            row["train/kl_loss"] = k1
+            row["train/loss"] = row["train/pg_loss"] + 0.04 * k1
+
+
+def restart(rows):
+    for row in rows[6:]:
+        row["num_tokens"] -= rows[5]["num_tokens"]
+
+
+def another_run(rows):
+    rows.extend(dict(row, loss=row["loss"] + 1) for row in rows[:4])
+
+
+def nan_loss(rows):
+    rows[3]["loss"] = math.nan
+
+
+def averages_apart(rows):
+    """The gap is a mean over tokens, and the log-probabilities are means of responses."""
+    for row in rows:
+        if "rollout/step" in row:
+            row["train/train_rollout_logprob_abs_diff"] = 0.001
+            row["rollout/rollout_log_probs"] = row["rollout/log_probs"] + 0.004
+
+
+PLANTED = [
+    ("trl", scale("completions/mean_length", 30, {4}), "order", "failure"),
+    ("trl", scale("clip_ratio/region_mean", 2), "clipped shares", "failure"),
+    ("trl", put("kl", -0.02, [5]), "negative KL", "failure"),
+    ("trl", put("kl", -0.001, [5]), "negative KL", "note"),
+    ("trl", put("completions/clipped_ratio", 1.3, [2]), "range", "failure"),
+    ("trl", put("reward_std", -0.1, [2]), "range", "failure"),
+    ("trl", scale("completions/mean_terminated_length", 0.8), "lengths", "failure"),
+    ("trl", scale("sampling/sampling_logp_difference/max", 0.01), "order", "failure"),
+    ("trl", equal_rewards, "equal rewards", "note"),
+    ("trl", entropy_is_a_sum, "entropy", "note"),
+    ("trl", restart, "two runs", "note"),
+    ("trl", another_run, "two runs", "note"),
+    ("trl", nan_loss, "not a number", "note"),
+    ("verl", put("actor/kl_loss", -0.01, [3, 7]), "k1 in the loss", "note"),
+    ("verl", put("critic/advantages/mean", 9.0, [3]), "order", "failure"),
+    ("verl", scale("rollout_corr/log_ppl_diff", -1), "perplexity", "failure"),
+    ("verl", scale("rollout_corr/training_ppl", 0.9), "perplexity", "failure"),
+    ("verl", put("rollout_corr/chi2_token", -0.1, [3]), "divergences", "failure"),
+    ("verl", put("rollout_corr/kl", 2.0, [3]), "divergences", "failure"),
+    ("verl", put("rollout_corr/k3_kl", -0.5, [3]), "negative KL", "failure"),
+    ("verl", put("critic/score/min", 2.0, [3]), "order", "failure"),
+    ("slime", k1_in_slime, "k1 in the loss", "note"),
+    ("slime", scale("train/ois", 0.9), "two averages", "note"),
+    ("slime", averages_apart, "two averages", "note"),
+    ("openrlhf", put("train/ppo_kl", 0.0, [3, 4]), "clip", "note"),
+    ("openrlhf", put("train/ppo_clip_ratio", 1.5, [0]), "range", "failure"),
+    ("skyrl", put("policy/policy_kl", -0.1, [2]), "k1 in the loss", "note"),
+    ("skyrl", scale("generate/max_num_tokens", 0.1), "order", "failure"),
+    ("nemo_rl", put("train/token_mult_prob_error", 0.9, [1]), "range", "failure"),
+    ("nemo_rl", scale("train/probs_ratio_clamped_max", 4), "clip", "failure"),
+    ("prime_rl", put("mismatch_kl/all/mean", -0.1, [1]), "negative KL", "failure"),
+    ("prime_rl", put("entropy/all/mean", -0.1, [1]), "range", "failure"),
+    ("prime_rl", scale("entropy/all/max", 0.01), "order", "failure"),
+    ("prime_rl", scale("mismatch_kl/all/max", 0.01), "order", "failure"),
+]
+
+
+@pytest.mark.parametrize(("framework", "change", "law", "severity"), PLANTED)
+def test_a_planted_contradiction_is_found(framework, change, law, severity, tmp_path):
+    rows = log_of(framework)
+    assert not findings_of(rows, tmp_path / "before.jsonl")
+    change(rows)
+    found = findings_of(rows, tmp_path / "after.jsonl")
+    told = {(f.name, f.severity) for f in found}
+    assert (law, severity) in told, [str(f) for f in found]
+
+
+def test_nothing_was_clamped_where_the_extremes_stay(tmp_path):
+    rows = log_of("nemo_rl")
+    for row in rows:
+        row["train/probs_ratio_clamped_min"] = row["train/probs_ratio_min"]
+        row["train/probs_ratio_clamped_max"] = row["train/probs_ratio_max"]
+        row["train/probs_ratio_clamped"] = row["train/probs_ratio"] - 0.01
+    (found,) = findings_of(rows, tmp_path / "log.csv")
+    assert found.name == "clip" and "so no ratio is clamped" in found.text
+
+
+def test_a_finding_has_its_steps_columns_and_arithmetic(tmp_path):
+    rows = log_of("verl")
+    rows[4]["rollout_corr/log_ppl_diff"] += 0.5
+    all_found = findings_of(rows, tmp_path / "log.jsonl")
+    (found,) = (f for f in all_found if f.name == "perplexity" and len(f.columns) == 3)
+    assert found.steps == (5.0,)
+    assert found.columns == (
+        "rollout_corr/training_log_ppl",
+        "rollout_corr/rollout_log_ppl",
+        "rollout_corr/log_ppl_diff",
+    )
+    row = rows[4]
+    sum_ = row["rollout_corr/training_log_ppl"] - row["rollout_corr/rollout_log_ppl"]
+    assert f"{sum_:.6g}" in found.text and "at step 5" in found.text
+
+
+def test_the_weight_of_k1_in_the_loss_is_read_off(tmp_path):
+    rows = log_of("slime")
+    k1_in_slime(rows)
+    (found,) = findings_of(rows, tmp_path / "log.csv")
+    assert "train/loss = train/pg_loss + 0.04 train/kl_loss at" in found.text
+
+
+def test_a_kl_in_the_reward_is_a_fact(tmp_path):
+    (run,) = read(write(log_of("openrlhf"), tmp_path / "log.jsonl"))
+    report = audit(run)
+    facts = [f.text for f in report.facts if f.name == "k1"]
+    assert not report.notes and all("it is train/logprobs_diff to" in t for t in facts)
+
+
+def test_a_factor_of_zero_was_set(tmp_path):
+    rows = log_of("trl")
+    rows[2]["sampling/importance_sampling_ratio/min"] = 0.0
+    (run,) = read(write(rows, tmp_path / "log.jsonl"))
+    report = audit(run)
+    assert any(f.name == "dropped" and 3.0 in f.steps for f in report.facts)
+    assert not report.failures and not report.notes
+
+
+# ---- files ---------------------------------------------------------------------------
+def test_an_export_of_several_runs(tmp_path):
+    path = tmp_path / "wandb.csv"
+    path.write_text(
+        '"Step","a - train/kl_loss","a - train/kl_loss__MIN","b - train/kl_loss","b - train/kl_loss__MIN"\n'
+        "1,0.1,0.1,-0.2,-0.2\n2,0.2,0.2,0.3,0.3\n"
+    )
+    a, b = read(path)
+    assert (a.name, b.name) == ("a", "b")
+    assert set(a.columns) == {"train/kl_loss"} and a.steps == (1.0, 2.0)
+    assert not audit(a).notes and audit(b).notes
+
+
+def test_the_event_files_of_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    writer = EventFileWriter(str(tmp_path / "logs"))
+    for row in log_of("verl"):
+        values = [Summary.Value(tag=k, simple_value=v) for k, v in row.items()]
+        step = int(row["training/global_step"])
+        writer.add_event(Event(step=step, summary=Summary(value=values)))
+    writer.close()
+    (run,) = read(tmp_path / "logs")
+    report = audit(run)
+    assert run.steps == tuple(map(float, range(1, 13)))
+    assert len(report.recognized) > 20 and not report.failures and not report.notes
+
+
+def test_tensorboard_is_optional(tmp_path, monkeypatch):
+    (tmp_path / "events.out.tfevents.1").write_bytes(b"")
+    monkeypatch.setitem(
+        sys.modules, "tensorboard.backend.event_processing.event_accumulator", None
+    )
+    with pytest.raises(InputError, match="needs tensorboard: pip install"):
+        read(tmp_path)
+
+
+def test_rows_of_a_step_are_joined_and_those_of_another_count_are_not(tmp_path):
+    path = tmp_path / "log.jsonl"
+    rows = [
+        {"train/step": 3, "train/loss": 1.0},
+        {"train/step": 3, "train/pg_loss": 0.5},
+        {"rollout/step": 3, "rollout/log_probs": -0.1},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run,) = read(path)
+    assert run.steps == (3.0, 3.0)
+    assert np.isnan(run.columns["rollout/log_probs"]).tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("log.csv", "", "has no number"),
+        ("log.csv", "a,b\nx,y\n", "has no number"),
+        ("log.csv", "my_column,b\n1,2\n", "no scalar that upref logs knows"),
+        ("log.csv", "reward,step\n1,2\n", "no law relates them"),
+        ("log.jsonl", "{\n", "line 1: no JSON"),
+        ("log.jsonl", "[1]\n", "must be a JSON object"),
+        ("log.jsonl", "[" * 100_000, "no JSON"),
+        ("log.json", "3", "holds no list of steps"),
+        ("log.json", '{"a": {"b": 1}}', "holds no list of steps"),
+        ("log.txt", "loss: 1", "is no log that upref reads"),
+        ("log.csv", "\0", "has no number"),
+        ("log.csv", b"\xff\xfe\x00", "not text in UTF-8"),
+    ],
+)
+def test_bad_input_is_one_sentence(name, text, told, tmp_path, capsys):
+    path = tmp_path / name
+    if isinstance(text, bytes):
+        path.write_bytes(text)
+    else:
+        path.write_text(text)
+    assert main(["logs", str(path)]) == 2
+    said = capsys.readouterr()
+    assert told in said.err and len(said.err.strip().splitlines()) == 1
+    assert not said.out
+
+
+def test_names_of_ones_own_are_mapped(tmp_path, capsys):
+    path = tmp_path / "log.csv"
+    path.write_text("step,my_kl,my_loss\n1,-0.1,2\n2,0.3,1\n")
+    assert main(["logs", str(path), "--map", "kl_loss=my_kl"]) == 0
+    assert "my_kl is below 0 at step 1" in capsys.readouterr().out
+    assert main(["logs", str(path), "--map", "kl_loss=no"]) == 2
+    assert "has no column 'no'" in capsys.readouterr().err
+    assert main(["logs", str(path), "--map", "no=my_kl"]) == 2
+    assert "knows no scalar 'no'" in capsys.readouterr().err
+    assert main(["logs", str(path), "--map", "kl_loss"]) == 2
+    assert "needs SCALAR=COLUMN" in capsys.readouterr().err
+
+
+def test_json_and_the_exit_status(tmp_path, capsys):
+    rows = log_of("trl")
+    path = write(rows, tmp_path / "log.csv")
+    assert main(["logs", str(path), "-v"]) == 0
+    out = capsys.readouterr().out
+    assert "ok    no contradiction" in out and "reward is the mean reward" in out
+    rows[4]["reward_std"] = -1.0
+    assert main(["logs", str(write(rows, path)), "--json"]) == 1
+    (data,) = json.loads(capsys.readouterr().out)
+    assert not data["ok"] and data["statements"][0]["name"] == "range"
+    assert data["statements"][0]["steps"] == [5.0]
+
+
+def test_each_name_means_one_scalar():
+    names = [name for scalar in SCALARS.values() for name in scalar.names]
+    assert len(names) == len(set(names))
+
+
+def test_each_command_of_the_page_runs(tmp_path, monkeypatch, capsys):
+    page = (ROOT / "docs/howto/logs.md").read_text(encoding="utf-8")
+    rows = [
+        row | {"my/kl": row["actor/kl_loss"], "tokens": row["response_length/mean"]}
+        for row in log_of("verl")
+    ]
+    monkeypatch.chdir(tmp_path)
+    write(rows, tmp_path / "metrics.csv")
+    commands = re.findall(r"^ {4}upref (logs .*)$", page, re.M)
+    assert len(commands) == 3
+    for command in commands:
+        assert main(command.split()) == 0, (command, capsys.readouterr())

@@ -1,0 +1,896 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The statements about a run's logged scalars, each with its arithmetic.
+
+A `failure` is a contradiction: numbers that cannot all be true. A `note` is a reading
+that the numbers support and another setting could explain too; it says so. A `fact`
+follows from the numbers and accuses nobody.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+
+from upref.errors import InputError
+from upref.logs.names import SCALARS, recognize
+from upref.logs.read import Numbers, Run
+from upref.result import Result
+
+Steps = np.ndarray[tuple[int], np.dtype[np.bool_]]
+Severity = Literal["failure", "note", "fact"]
+SINGLE = 1e-5  # relative error of a mean that float32 computes of many tokens
+ROUNDED_KL = 1e-6  # how far float32 rounds a KL of 0 by k3 below 0
+HALF_KL = 2.0**-8  # the same in bfloat16, of one token
+UNDERFLOW = 103.0  # exp(-x) is 0 in float32 from this x on
+# nats: ln of the largest vocabulary in use, about 262,000 tokens, is 12.5
+MOST_ENTROPY = 20.0
+STEPS_NAMED = 8
+PROPORTIONAL = 0.02  # relative spread of a ratio that is taken as constant
+VARIED = 0.03  # relative spread of a number that varies
+# scalars of any sign that a law relates to another one
+RELATED = (
+    "pg_loss",
+    "kl_loss",
+    "kl",
+    "kl_old",
+    "sampler_k1",
+    "ref_log_ratio",
+    "log_probs",
+    "ref_log_probs",
+)
+BY_K3 = ("kl_k3", "sampler_k3", "gap_js")
+OFTEN = 0.25  # share of the steps from which on a fact is worth a note
+FEWEST = 4  # steps from which a relation of two columns is read off
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One thing that the logged numbers say.
+
+    Args:
+        severity: "failure", "note" or "fact".
+        name: which law it is.
+        text: the statement, with its numbers.
+        steps: at which it holds.
+        columns: of the log, that it rests on.
+    """
+
+    severity: Severity
+    name: str
+    text: str
+    steps: tuple[float, ...]
+    columns: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class LogReport(Result):
+    """What the scalars of one run say. bool() is False where they contradict each
+    other.
+
+    Args:
+        run: name of the run, where the file has several.
+        file: where it was read.
+        steps: how many.
+        recognized: scalar of `upref.logs.names.SCALARS` -> column.
+        columns: how many columns the log has.
+        statements: contradictions first, then notes, then facts.
+    """
+
+    run: str
+    file: str
+    steps: int
+    first: float
+    last: float
+    recognized: dict[str, str]
+    columns: int
+    statements: tuple[Statement, ...] = field(default=())
+
+    def __bool__(self) -> bool:
+        return not self.failures
+
+    @property
+    def failures(self) -> list[Statement]:
+        return [s for s in self.statements if s.severity == "failure"]
+
+    @property
+    def notes(self) -> list[Statement]:
+        return [s for s in self.statements if s.severity == "note"]
+
+    @property
+    def facts(self) -> list[Statement]:
+        """What follows from the numbers and accuses nobody."""
+        return [s for s in self.statements if s.severity == "fact"]
+
+    def data(self) -> dict[str, Any]:
+        """The report as numbers and sentences.
+
+        Returns:
+            What `upref logs --json` prints for each run.
+        """
+        return {"ok": bool(self)} | asdict(self)
+
+    def text(self, verbose: bool = False) -> str:
+        """The report in words.
+
+        Args:
+            verbose: also which column was read as which scalar.
+
+        Returns:
+            Lines: what was read, then one for each statement.
+        """
+        span = f", {self.first:g} to {self.last:g}" if self.steps > 1 else ""
+        name = f"{self.file}, {self.run}" if self.run else self.file
+        noun = "step" if self.steps == 1 else "steps"
+        lines = [
+            f"{name}: {self.steps} {noun}{span}; {len(self.recognized)} of {self.columns} columns are known scalars"
+        ]
+        if verbose:
+            lines += [
+                f"      {column} is {SCALARS[key].words}"
+                for key, column in self.recognized.items()
+            ]
+        if not self.failures and not self.notes:
+            lines.append("ok    no contradiction among them")
+        heads = {"failure": "FAIL", "note": "note", "fact": "    "}
+        lines += [f"{heads[s.severity]}  {s.name}: {s.text}" for s in self.statements]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """The known scalars of a run."""
+
+    run: Run
+    column: dict[str, str]  # scalar -> column
+
+    def has(self, *keys: str) -> bool:
+        """Whether all of them are there."""
+        return all(key in self.column for key in keys)
+
+    def lone(self) -> bool:
+        """Whether no law applies: one scalar that may be any number, or several of
+        which no two are related.
+        """
+        related = sum(key in RELATED for key in self.column)
+        has_sign = self.has("kl_loss") or self.has("kl")
+        return (
+            related < 2
+            and not has_sign
+            and all(SCALARS[k].kind == "any" for k in self.column)
+        )
+
+    def values(self, key: str) -> Numbers:
+        """[N]; NaN where a step has none."""
+        return self.run.columns[self.column[key]]
+
+    def error(self, key: str) -> Numbers:
+        """How far each number may be from what was computed: its last digit and
+        float32's rounding.
+        """
+        half = self.run.half_digit[self.column[key]]
+        error: Numbers = half + SINGLE * np.abs(self.values(key))
+        return error
+
+    def errors(self, keys: Sequence[str]) -> Numbers:
+        """The sum of the errors of several scalars."""
+        total: Numbers = np.sum([self.error(key) for key in keys], axis=0)
+        return total
+
+    def is_finer(self, key: str, digit: float) -> bool:
+        """Whether the column was written with finer digits than that."""
+        return self.run.half_digit[self.column[key]] < digit
+
+    def state(
+        self,
+        severity: Severity,
+        name: str,
+        where: Steps,
+        keys: Sequence[str],
+        text: str,
+        **numbers: Numbers | float | str,
+    ) -> list[Statement]:
+        """State what holds at some steps.
+
+        Args:
+            severity: of Statement.
+            name: of the law.
+            where: [N], True at the steps where it holds.
+            keys: the scalars on which it rests.
+            text: the statement; {0} is the column of the first scalar, {step} the first
+                step, {steps} words for all of them, and {name} a number of that step.
+            **numbers: for the text: [N], or one for all steps.
+
+        Returns:
+            The statement; none where it holds at no step.
+        """
+        if not where.any():
+            return []
+        i = int(np.argmax(where))
+        columns = tuple(self.column[key] for key in keys)
+        shown = {
+            key: x[i] if isinstance(x, np.ndarray) else x for key, x in numbers.items()
+        }
+        steps = self.run.steps
+        sentence = text.format(
+            *columns, step=f"{steps[i]:g}", steps=name_steps(steps, where), **shown
+        )
+        at = tuple(s for s, w in zip(steps, where, strict=True) if w)
+        return [Statement(severity, name, sentence, at, columns)]
+
+
+def audit(run: Run, names: dict[str, str] | None = None) -> LogReport:
+    """Compare the scalars of a run with each other.
+
+    Args:
+        run: of `read`.
+        names: scalar -> column, where the run's names are its own.
+
+    Returns:
+        The report.
+
+    Raises:
+        InputError: the log has no known scalar, or `names` is wrong.
+    """
+    found = recognize(run.columns, names or {})
+    if not found:
+        first = ", ".join(list(run.columns)[:8])
+        raise InputError(
+            f"{run.file} has no scalar that upref logs knows: its columns are {first}, .... Name them, for example "
+            "--map kl_loss=COLUMN --map entropy=COLUMN."
+        )
+    known = Known(run, found)
+    if known.lone():
+        raise InputError(
+            f"{run.file}: of its columns upref logs knows {', '.join(found.values())}, and no law relates them: export "
+            "more scalars, or name columns with --map SCALAR=COLUMN."
+        )
+    statements = [s for law in LAWS for s in law(known)]
+    order = {"failure": 0, "note": 1, "fact": 2}
+    statements.sort(key=lambda s: order[s.severity])
+    steps = run.steps
+    return LogReport(
+        run.name,
+        run.file,
+        len(steps),
+        min(steps, default=math.nan),
+        max(steps, default=math.nan),
+        found,
+        len(run.columns),
+        tuple(statements),
+    )
+
+
+def name_steps(steps: Sequence[float], where: Steps) -> str:
+    """Words for the steps of a mask [N]: how many, and the first ones."""
+    at = [s for s, w in zip(steps, where, strict=True) if w]
+    if len(at) == 1:
+        return f"at step {at[0]:g}"
+    if len(at) == len(steps):
+        return f"at all {len(steps)} steps"
+    listed = ", ".join(f"{s:g}" for s in at[:STEPS_NAMED])
+    more = f" and {len(at) - STEPS_NAMED} more" if len(at) > STEPS_NAMED else ""
+    return f"at {len(at)} of {len(steps)} steps: {listed}{more}"
+
+
+# ---- each number by itself -----------------------------------------------------------
+def possible_numbers(known: Known) -> Iterator[Statement]:
+    """A share is in [0, 1]; lengths, deviations and norms are at least 0."""
+    for key in known.column:
+        kind, x, error = SCALARS[key].kind, known.values(key), known.error(key)
+        if kind == "any" or key in BY_K3:
+            continue
+        least = 1.0 if kind == "at least 1" else 0.0
+        most = 1.0 if kind == "share" else math.inf
+        wrong = (x < least - error - 1e-6) | (x > most + error + 1e-6)
+        yield from known.state(
+            "failure",
+            "range",
+            wrong,
+            [key],
+            "{0} is {x:.6g} at step {step}, and {words} is {kind} ({steps}).",
+            x=x,
+            words=SCALARS[key].words,
+            kind="in [0, 1]" if kind == "share" else kind,
+        )
+
+
+def negative_k3(known: Known) -> Iterator[Statement]:
+    """exp(x) - 1 - x is at least 0 for every x, so its mean is."""
+    for key in BY_K3:
+        if not known.has(key):
+            continue
+        x = known.values(key)
+        below = x < -ROUNDED_KL - known.error(key)
+        is_small = bool((x[below] > -HALF_KL).all())
+        cause = " or was computed in half precision, whose rounding is as large"
+        yield from known.state(
+            "note" if is_small else "failure",
+            "negative KL",
+            below,
+            [key],
+            "{0} is {x:.4g} at step {step} ({steps}): by k3, exp(x) - 1 - x, it is at least 0 for each token. So it is "
+            "the mean of a signed log-ratio (k1){cause}.",
+            x=x,
+            cause=cause if is_small else ", or another number",
+        )
+
+
+def not_numbers(known: Known) -> Iterator[Statement]:
+    """NaN or infinity in the loss or in the norm of the gradient."""
+    for key in ("loss", "pg_loss", "grad_norm"):
+        if not known.has(key):
+            continue
+        steps = known.run.not_finite.get(known.column[key], ())
+        yield from known.state(
+            "note",
+            "not a number",
+            np.isin(known.run.steps, steps),
+            [key],
+            "{0} is NaN or infinite {steps}.",
+        )
+
+
+def one_run(known: Known) -> Iterator[Statement]:
+    """A step has one number in a column, and the tokens since the start only grow."""
+    yield from known.state(
+        "note",
+        "two runs",
+        np.isin(known.run.steps, known.run.repeated),
+        [],
+        "a column has two different numbers for one step {steps}: two runs in one file, or one that was resumed. The "
+        "last number of each step is used.",
+    )
+    if known.has("tokens_seen"):
+        x = known.values("tokens_seen")
+        there = np.flatnonzero(np.isfinite(x))
+        falls = np.zeros(len(x), bool)
+        falls[there[1:][np.diff(x[there]) < 0]] = True
+        yield from known.state(
+            "note",
+            "two runs",
+            falls,
+            ["tokens_seen"],
+            "{0} counts the tokens since the start and falls {steps}: two runs in one file, or a restart without the "
+            "trainer's state.",
+        )
+
+
+# ---- several numbers of one quantity -------------------------------------------------
+ORDERED = (
+    ("reward_min", "reward_mean", "reward_max"),
+    ("advantage_min", "advantage_mean", "advantage_max"),
+    ("length_min", "length_mean", "length_max"),
+    ("ended_min", "ended_mean", "ended_max"),
+    ("ended_max", "length_max"),
+    ("sampler_ratio_min", "sampler_ratio_mean", "sampler_ratio_max"),
+    ("gap_mean", "gap_max"),
+    ("entropy_min", "entropy", "entropy_max"),
+    ("sampler_k3", "sampler_k3_max"),
+    ("ratio_min", "ratio_mean", "ratio_max"),
+    ("clamped_min", "clamped_max"),
+    ("log_ppl_diff", "log_ppl_abs_diff"),
+)
+
+
+def in_order(known: Known) -> Iterator[Statement]:
+    """The smallest number is at most the mean, and the mean at most the largest."""
+    for group in ORDERED:
+        for low, high in pairwise(filter(known.has, group)):
+            x, y = known.values(low), known.values(high)
+            yield from known.state(
+                "failure",
+                "order",
+                x > y + known.errors([low, high]),
+                [low, high],
+                "{0} is {x:.6g} and {1} is {y:.6g} at step {step}: {low} is at most {high} ({steps}).",
+                x=x,
+                y=y,
+                low=SCALARS[low].words,
+                high=SCALARS[high].words,
+            )
+
+
+def spread_of_rewards(known: Known) -> Iterator[Statement]:
+    """A standard deviation is at most 0.7072 of the range (n = 2, divided by n - 1)."""
+    keys = ("reward_std", "reward_min", "reward_max")
+    if known.has(*keys):
+        std, low, high = map(known.values, keys)
+        yield from known.state(
+            "failure",
+            "spread",
+            std > (high - low) / math.sqrt(2) + known.errors(keys),
+            keys,
+            "{0} is {std:.6g} at step {step}, where the rewards lie in [{low:.6g}, {high:.6g}]: a standard deviation is "
+            "at most 0.7072 times the range ({steps}).",
+            std=std,
+            low=low,
+            high=high,
+        )
+
+
+def none_was_cut(known: Known) -> Iterator[Statement]:
+    """Where no response was cut off, the responses that ended are all responses."""
+    if not known.has("truncated") or not known.is_finer("truncated", 0.01):
+        return
+    whole = known.values("truncated") == 0
+    for end in ("mean", "min", "max"):
+        keys = ("truncated", f"ended_{end}", f"length_{end}")
+        if known.has(*keys):
+            x, y = known.values(keys[1]), known.values(keys[2])
+            yield from known.state(
+                "failure",
+                "lengths",
+                whole & (np.abs(x - y) > known.errors(keys[1:])),
+                keys,
+                "{0} is 0 at step {step}, so all responses ended, but {1} is {x:.6g} and {2} is {y:.6g} ({steps}).",
+                x=x,
+                y=y,
+            )
+
+
+# ---- clipping ------------------------------------------------------------------------
+def shares_of_clipped(known: Known) -> Iterator[Statement]:
+    """No token is clipped below and above at once: the two shares add up."""
+    keys = ("clip_low", "clip_high", "clip_fraction")
+    if known.has(*keys):
+        low, high, both = map(known.values, keys)
+        yield from known.state(
+            "failure",
+            "clipped shares",
+            np.abs(low + high - both) > known.errors(keys),
+            keys,
+            "{0} {low:.6g} + {1} {high:.6g} = {total:.6g}, and {2} is {both:.6g} at step {step} ({steps}).",
+            low=low,
+            high=high,
+            total=low + high,
+            both=both,
+        )
+
+
+def clipped_at_one(known: Known) -> Iterator[Statement]:
+    """A token whose ratio is 1 is inside every clip range."""
+    if not known.has("clip_fraction"):
+        return
+    share = known.values("clip_fraction")
+    is_clipped = share > known.error("clip_fraction")
+    keys = ("clip_fraction", "ratio_min", "ratio_max")
+    if known.has(*keys) and all(known.is_finer(k, 1e-5) for k in keys[1:]):
+        extremes = np.stack([known.values(k) for k in keys[1:]])
+        yield from known.state(
+            "failure",
+            "clip",
+            is_clipped & (np.abs(extremes - 1) < 1e-6).all(0),
+            keys,
+            "{0} is {share:.4g}, and {1} and {2} are 1 at step {step}: a ratio of 1 is never clipped ({steps}).",
+            share=share,
+        )
+    elif known.has("kl_old") and known.is_finer("kl_old", 1e-9):
+        yield from known.state(
+            "note",
+            "clip",
+            is_clipped & (known.values("kl_old") == 0),
+            ["clip_fraction", "kl_old"],
+            "{0} is {share:.4g}, and {1}, the mean of log π_old - log π_θ, is exactly 0 at step {step}: with ratios "
+            "other than 1 a mean is 0 by chance alone, and a ratio of 1 is never clipped. The two may be of different "
+            "updates ({steps}).",
+            share=share,
+        )
+
+
+def never_clipped(known: Known) -> Iterator[Statement]:
+    """A clip that never acts changes nothing."""
+    if not known.has("clip_fraction"):
+        return
+    x = known.values("clip_fraction")
+    there = np.isfinite(x)
+    if there.sum() >= FEWEST and (x[there] == 0).all():
+        yield from known.state(
+            "fact",
+            "clip",
+            there,
+            ["clip_fraction"],
+            "{0} is 0 at all {count} steps: no token was clipped, so the bounds of the ratio had no effect.",
+            count=int(there.sum()),
+        )
+
+
+def clamped_ratios(known: Known) -> Iterator[Statement]:
+    """A clamp to an interval around 1 moves a ratio towards 1, and moves nothing where
+    the extremes stay.
+    """
+    keys = ("ratio_min", "ratio_max", "clamped_min", "clamped_max")
+    if not known.has(*keys):
+        return
+    low, high, clamped_low, clamped_high = map(known.values, keys)
+    # NeMo-RL writes -1 for no token, and log-probabilities where the ratio is disabled
+    is_ratio = (low >= 0) & (clamped_low >= 0)
+    error = known.errors(keys)
+    too_low = clamped_low < np.minimum(low, 1) - error
+    too_high = clamped_high > np.maximum(high, 1) + error
+    yield from known.state(
+        "failure",
+        "clip",
+        is_ratio & (too_low | too_high),
+        keys,
+        "the ratios lie in [{low:.6g}, {high:.6g}] and the clamped ones in [{clamped_low:.6g}, {clamped_high:.6g}] at "
+        "step {step}: a clamp to an interval around 1 moves a ratio towards 1 ({steps}).",
+        low=low,
+        high=high,
+        clamped_low=clamped_low,
+        clamped_high=clamped_high,
+    )
+    sums = ("ratio_sum", "clamped_sum")
+    if known.has(*sums):
+        x, y = map(known.values, sums)
+        is_inside = (low == clamped_low) & (high == clamped_high)
+        yield from known.state(
+            "failure",
+            "clip",
+            is_ratio & is_inside & (np.abs(x - y) > known.errors(sums)),
+            [*sums, *keys],
+            "{2} and {3} are inside the clip range at step {step}, so no ratio is clamped, but {0} is {x:.6g} and {1} is "
+            "{y:.6g} ({steps}).",
+            x=x,
+            y=y,
+        )
+
+
+# ---- the sampler ---------------------------------------------------------------------
+def sampler_divergences(known: Known) -> Iterator[Statement]:
+    """k3 = E[ρ] - 1 + k1, E[ρ] is above 0, and E[ρ²] is at least E[ρ]²."""
+    keys = ("sampler_k1", "sampler_k3")
+    if not known.has(*keys):
+        return
+    k1, k3 = map(known.values, keys)
+    error = known.errors(keys) + ROUNDED_KL
+    mean = 1 + k3 - k1
+    yield from known.state(
+        "failure",
+        "divergences",
+        mean < -error,
+        keys,
+        "{1} - {0} + 1 = {k3:.4g} - {k1:.4g} + 1 = {mean:.4g} is the mean of ρ = π_old/μ, which is above 0, at step "
+        "{step} ({steps}).",
+        k1=k1,
+        k3=k3,
+        mean=mean,
+    )
+    if known.has("sampler_chi2"):
+        second = 1 + known.values("sampler_chi2")
+        error = 2 * np.abs(mean) * error + known.error("sampler_chi2")
+        yield from known.state(
+            "failure",
+            "divergences",
+            (second < mean**2 - error) & (k3 < 1e3),  # verl bounds log ρ by 20 in ρ²
+            [*keys, "sampler_chi2"],
+            "with ρ = π_old/μ, {1} - {0} + 1 = {mean:.6g} is the mean of ρ, and {2} + 1 = {second:.6g} that of ρ², at "
+            "step {step}: the second is at least the square of the first ({steps}).",
+            mean=mean,
+            second=second,
+        )
+
+
+def perplexities(known: Known) -> Iterator[Statement]:
+    """A mean of differences is the difference of the means; the mean of exp is at least
+    exp of the mean.
+    """
+    keys = ("trainer_log_ppl", "sampler_log_ppl", "log_ppl_diff")
+    if known.has(*keys):
+        trainer, sampler, diff = map(known.values, keys)
+        yield from known.state(
+            "failure",
+            "perplexity",
+            np.abs(trainer - sampler - diff) > known.errors(keys),
+            keys,
+            "{0} {trainer:.6g} - {1} {sampler:.6g} = {right:.6g}, and {2} is {diff:.6g} at step {step} ({steps}).",
+            trainer=trainer,
+            sampler=sampler,
+            right=trainer - sampler,
+            diff=diff,
+        )
+    for logarithm, whole in (
+        ("trainer_log_ppl", "trainer_ppl"),
+        ("sampler_log_ppl", "sampler_ppl"),
+        ("log_ppl_diff", "ppl_ratio"),
+    ):
+        if known.has(logarithm, whole):
+            least, x = np.exp(known.values(logarithm)), known.values(whole)
+            error = least * known.error(logarithm) + known.error(whole)
+            yield from known.state(
+                "failure",
+                "perplexity",
+                x < least - error - SINGLE * least,
+                [logarithm, whole],
+                "{1} is {x:.6g} and exp({0}) is {least:.6g} at step {step}: the mean of exp is at least exp of the mean "
+                "({steps}).",
+                x=x,
+                least=least,
+            )
+
+
+def averages_apart(known: Known) -> Iterator[Statement]:
+    """abs of a mean is at most the mean of abs, over the same tokens; and the mean of
+    exp is at least exp of the mean.
+    """
+    keys: tuple[str, ...] = ("log_probs", "sampler_log_probs", "gap_mean")
+    if known.has(*keys):
+        trainer, sampler, gap = map(known.values, keys)
+        apart = np.abs(trainer - sampler)
+        yield from known.state(
+            "note",
+            "two averages",
+            apart > gap + known.errors(keys) + 1e-6,
+            keys,
+            "abs({0} - {1}) = {apart:.4g} is more than {2}, {gap:.4g}, at step {step}. Of the same tokens, with the same "
+            "weights, it is at most that. So one is a mean over tokens and the other over responses, or they are of "
+            "other tokens ({steps}).",
+            apart=apart,
+            gap=gap,
+        )
+    keys = ("ratio_mean", "kl_old")
+    if known.has(*keys):
+        r, least = known.values("ratio_mean"), np.exp(-known.values("kl_old"))
+        error = known.error("ratio_mean") + least * known.error("kl_old")
+        yield from known.state(
+            "note",
+            "two averages",
+            r < least - error - ROUNDED_KL,
+            keys,
+            "{0} is {r:.6g} and exp(-{1}) is {least:.6g} at step {step}. The mean of a ratio is at least exp of its mean "
+            "logarithm. So one is a mean over tokens and the other over responses, or they are of other tokens "
+            "({steps}).",
+            r=r,
+            least=least,
+        )
+
+
+def factor_of_zero(known: Known) -> Iterator[Statement]:
+    """exp is above 0: a factor of exactly 0 was set."""
+    keys = ["sampler_ratio_min", "gap_mean", "length_max"]
+    if not known.has(*keys) or not known.is_finer(keys[0], 1e-6):
+        return
+    x, gap, length = map(known.values, keys)
+    usual = gap * length
+    yield from known.state(
+        "fact",
+        "dropped",
+        (x == 0) & (usual < UNDERFLOW / 4),
+        keys,
+        "{0} is exactly 0 {steps}. At step {step} the gap of a token is {gap:.3g} nats on average and the longest response "
+        "has {length:.0f} tokens, so its log ratio is about {usual:.2g} nats or less; float32 rounds exp to 0 from "
+        "-{limit:.0f} nats on. So the 0 was set, very likely: a correction that masks drops that token or response "
+        "from the loss. A process without trained tokens logs 0 too.",
+        gap=gap,
+        length=length,
+        usual=usual,
+        limit=UNDERFLOW,
+    )
+
+
+def factor_of_responses(known: Known) -> Iterator[Statement]:
+    """A token's ratio is at most exp of the largest gap of a token."""
+    keys = ("sampler_ratio_max", "gap_max")
+    if known.has(*keys):
+        x, most = known.values(keys[0]), np.exp(known.values(keys[1]))
+        error = known.error(keys[0]) + most * (known.error(keys[1]) + 1e-3)
+        yield from known.state(
+            "fact",
+            "of responses",
+            x > most + error,
+            keys,
+            "{0} is {x:.4g} at step {step}, and a token's ratio is at most exp({1}) = {most:.4g}: the factors are of "
+            "whole responses, products over their tokens ({steps}).",
+            x=x,
+            most=most,
+        )
+
+
+# ---- the loss ------------------------------------------------------------------------
+def kl_that_is_k1(known: Known) -> Iterator[Statement]:
+    """k2, k3 and the exact KL are at least 0; k1 has both signs. As a term of a loss its
+    gradient is 0 on average.
+    """
+    for key in ("kl_loss", "kl"):
+        if not known.has(key):
+            continue
+        x = known.values(key)
+        below = x < -ROUNDED_KL - known.error(key)
+        equal_to, keys = _as_log_ratio(known, key)
+        reading = "a signed estimate, as k1, the mean of log π_θ - log π_ref"
+        if equal_to:
+            reading = f"k1, the mean of log π_θ - log π_ref ({equal_to})"
+        elif (x[below] > -HALF_KL).all():
+            reading += ", or a KL in half precision"
+        weight = _weight_in_loss(known, key)
+        is_in_loss = key == "kl_loss" or bool(weight)
+        yield from known.state(
+            "note" if is_in_loss else "fact",
+            "k1 in the loss" if is_in_loss else "k1",
+            below,
+            [key, *keys],
+            "{0} is below 0 {steps}; at step {step} it is {x:.4g}. k2, k3 and the exact KL are at least 0 for each batch, "
+            "so it is {reading}.{in_loss}",
+            x=x,
+            reading=reading,
+            in_loss=(weight + OF_K1) if is_in_loss else "",
+        )
+
+
+OF_K1 = (
+    " On tokens that the policy itself sampled, the gradient of k1 is 0 on average: as a term of a loss it adds noise and "
+    "does not hold the policy at the reference. Two settings keep this number and repair the gradient: verl's k1+, and a "
+    "factor π_θ/π_old on the term (slime's --use-unbiased-kl). Without them, take k2."
+)
+
+
+def _as_log_ratio(known: Known, key: str) -> tuple[str, tuple[str, ...]]:
+    """Words and scalars, where a column is the mean of log π_θ - log π_ref at every
+    step; else nothing.
+    """
+    keys: tuple[str, ...] = ("log_probs", "ref_log_probs")
+    if known.has("ref_log_ratio"):
+        keys = ("ref_log_ratio",)
+        other = known.values("ref_log_ratio")
+    elif known.has(*keys):
+        other = known.values(keys[0]) - known.values(keys[1])
+    else:
+        return "", ()
+    x = known.values(key)
+    there = np.isfinite(x) & np.isfinite(other)
+    apart = np.abs(x - other)[there]
+    error = known.errors([key, *keys])[there] + ROUNDED_KL
+    if there.sum() < FEWEST or (apart > error).any():
+        return "", ()
+    names = " - ".join(known.column[k] for k in keys)
+    return f"it is {names} to {apart.max():.1g} at {there.sum()} steps", keys
+
+
+def _weight_in_loss(known: Known, key: str) -> str:
+    """A sentence with β, where loss = pg_loss + β KL at every step, to rounding; else
+    nothing.
+    """
+    keys = ("loss", "pg_loss", key)
+    if not known.has(*keys):
+        return ""
+    loss, pg, kl = map(known.values, keys)
+    there = np.isfinite(loss) & np.isfinite(pg) & np.isfinite(kl)
+    rest, kl = (loss - pg)[there], kl[there]
+    error = known.errors(["loss", "pg_loss"])[there]
+    precision = 1 / np.maximum(error, 1e-30) ** 2
+    square = float((precision * kl**2).sum())
+    if there.sum() < FEWEST or not square:
+        return ""
+    beta = float((precision * rest * kl).sum()) / square
+    error = error + abs(beta) * known.error(key)[there]
+    if (np.abs(rest - beta * kl) > error).any():
+        return ""
+    if (np.abs(beta * kl) <= 3 * error).all():
+        return ""  # the term is below the digits
+    a, b, c = (known.column[k] for k in keys)
+    return (
+        f" It is a term of the loss: {a} = {b} + {beta:.4g} {c} at {there.sum()} steps."
+    )
+
+
+def equal_rewards(known: Known) -> Iterator[Statement]:
+    """Where all rewards are equal, a group-relative advantage is 0."""
+    keys: tuple[str, ...]
+    what = "all rewards are equal"
+    if known.has("equal_groups"):
+        keys = ("equal_groups",)
+        equal = known.values("equal_groups") == 1
+        what = "the rewards of each prompt are equal"
+    elif known.has("reward_min", "reward_max"):
+        keys = ("reward_min", "reward_max")
+        equal = known.values("reward_min") == known.values("reward_max")
+    elif known.has("reward_std"):
+        keys = ("reward_std",)
+        equal = known.values("reward_std") == 0
+    else:
+        return
+    text = what + " {steps}: an advantage within the group (GRPO, RLOO) is 0 there."
+    severity: Severity = "fact"
+    at = elsewhere = math.nan
+    if known.has("grad_norm"):
+        norm = known.values("grad_norm")
+        there = np.isfinite(norm)
+        at = _median(norm[equal & there])
+        elsewhere = _median(norm[~equal & there])
+    if at > 0:
+        text += (
+            " {grad} is {at:.3g} there in the median, and {elsewhere:.3g} at the other steps. With such advantages all of "
+            "that gradient is of other terms (KL, entropy), and Adam, which divides by the gradient's size, does not take "
+            "it as small."
+        )
+        if equal.sum() >= OFTEN * np.isfinite(known.values(keys[0])).sum():
+            severity = "note"
+    yield from known.state(
+        severity,
+        "equal rewards",
+        equal,
+        [*keys, *(["grad_norm"] if at > 0 else [])],
+        text,
+        grad=known.column.get("grad_norm", ""),
+        at=at,
+        elsewhere=elsewhere,
+    )
+
+
+def _median(x: Numbers) -> float:
+    """The median; NaN of no number."""
+    return float(np.median(x)) if len(x) else math.nan
+
+
+def entropy_of_length(known: Known) -> Iterator[Statement]:
+    """The mean entropy of a token is at most the logarithm of the vocabulary; a sum over
+    a response grows with its length.
+    """
+    if not known.has("entropy"):
+        return
+    x = known.values("entropy")
+    yield from known.state(
+        "fact",
+        "entropy",
+        x > MOST_ENTROPY,
+        ["entropy"],
+        "{0} is {x:.4g} at step {step}: as a mean over tokens it needs a vocabulary of e^{x:.0f} tokens. So it is a sum "
+        "over the tokens of a response, and grows with the length ({steps}).",
+        x=x,
+    )
+    if not known.has("length_mean"):
+        return
+    length = known.values("length_mean")
+    there = np.isfinite(x) & np.isfinite(length) & (length > 0)
+    if there.sum() < 2 * FEWEST:
+        return
+    share = x[there] / length[there]
+    spread = _relative_spread(share)
+    varied = min(_relative_spread(x[there]), _relative_spread(length[there]))
+    if spread < min(PROPORTIONAL, varied / 5) and varied > VARIED:
+        yield from known.state(
+            "note",
+            "entropy",
+            there,
+            ["entropy", "length_mean"],
+            "{0} is {share:.4g} times {1} at all {count} steps, to {spread:.1f} %, while both vary by {varied:.0f} % and "
+            "more. So it is a sum over the tokens of a response, or was multiplied by the length: a mean over tokens does "
+            "not follow the length so closely.",
+            share=float(share.mean()),
+            count=int(there.sum()),
+            spread=100 * spread,
+            varied=100 * varied,
+        )
+
+
+def _relative_spread(x: Numbers) -> float:
+    """The standard deviation over the mean."""
+    return float(x.std() / max(abs(float(x.mean())), 1e-30))
+
+
+LAWS = (
+    possible_numbers,
+    negative_k3,
+    in_order,
+    spread_of_rewards,
+    none_was_cut,
+    shares_of_clipped,
+    clipped_at_one,
+    clamped_ratios,
+    sampler_divergences,
+    perplexities,
+    averages_apart,
+    kl_that_is_k1,
+    equal_rewards,
+    entropy_of_length,
+    not_numbers,
+    one_run,
+    factor_of_zero,
+    factor_of_responses,
+    never_clipped,
+)

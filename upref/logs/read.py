@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logged scalars out of CSV, JSON, JSONL and TensorBoard's event files."""
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from upref.errors import InputError
+from upref.logs.names import STEPS, bare
+
+LARGEST = 2**28  # bytes of a file
+EVENTS = "tfevents"  # in the name of each event file of TensorBoard
+MOST_SCALARS = 10**6  # that TensorBoard's reader keeps of a column
+Row = dict[str, float]
+Numbers = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """The scalars of one run.
+
+    Args:
+        name: of the run, where the file has several; else "".
+        file: where it was read.
+        steps: [N], the step of each row.
+        columns: name -> numbers [N]; NaN where the row has none.
+        half_digit: name -> half a unit of the last digit that was written.
+        not_finite: name -> steps at which NaN or infinity was logged.
+        repeated: steps that have two different numbers in one column.
+    """
+
+    name: str
+    file: str
+    steps: tuple[float, ...]
+    columns: Mapping[str, Numbers]
+    half_digit: Mapping[str, float]
+    not_finite: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    repeated: tuple[float, ...] = ()
+
+
+def read(file: str | Path) -> list[Run]:
+    """Read the runs of a file.
+
+    Args:
+        file: a .csv, .tsv, .jsonl or .json file, an event file of TensorBoard, or a
+            folder of event files.
+
+    Returns:
+        One run for each prefix "NAME - " of the columns, as Weights & Biases exports
+        them, or for each folder with event files; else one run.
+
+    Raises:
+        InputError: the file is missing, too large, or no such log.
+    """
+    path = Path(file)
+    if path.is_dir():
+        return _read_events(path)
+    if not path.is_file():
+        raise InputError(f"There is no file {str(file)!r}.")
+    if path.stat().st_size > LARGEST:
+        raise InputError(
+            f"{file} has {path.stat().st_size / 2**20:,.0f} MiB, more than {LARGEST / 2**20:,.0f} MiB: cut it."
+        )
+    if EVENTS in path.name:
+        return _read_events(path)
+    readers = {
+        ".csv": _rows_of_table,
+        ".tsv": _rows_of_table,
+        ".jsonl": _rows_of_lines,
+        ".ndjson": _rows_of_lines,
+        ".json": _rows_of_json,
+    }
+    if path.suffix not in readers:
+        raise InputError(
+            f"{file} is no log that upref reads: give a .csv, .tsv, .jsonl or .json file, or TensorBoard's event files."
+        )
+    try:
+        rows = list(readers[path.suffix](path))
+    except UnicodeDecodeError:
+        raise InputError(f"{file} is not text in UTF-8: export the log anew.") from None
+    runs = [
+        make_run(own, file=str(file), name=name)
+        for name, own in _split_runs(rows).items()
+    ]
+    if not any(run.columns for run in runs):
+        raise InputError(
+            f"{file} has no number: it needs a column for each scalar and a row for each step."
+        )
+    return runs
+
+
+# ---- rows of each format -------------------------------------------------------------
+def _rows_of_table(path: Path) -> Iterator[Row]:
+    """Rows of a table with a line of names."""
+    with path.open(newline="", encoding="utf-8-sig") as f:
+        delimiter = "\t" if path.suffix == ".tsv" else ","
+        try:
+            for row in csv.DictReader(f, delimiter=delimiter):
+                row.pop(None, None)  # what is beyond the names
+                yield dict(_numbers_of(row))
+        except csv.Error as e:
+            raise InputError(f"{path} is no table ({e}).") from None
+
+
+def _rows_of_lines(path: Path) -> Iterator[Row]:
+    """One JSON object in a line."""
+    with path.open(encoding="utf-8-sig") as f:
+        for number, line in enumerate(f, 1):
+            if line.strip():
+                yield _row_of(_loads(line, path, f"line {number}"), path)
+
+
+def _rows_of_json(path: Path) -> Iterator[Row]:
+    """A list of objects, an object with such a list, as log_history of a trainer's
+    state, or an object of lists of numbers.
+    """
+    whole = _loads(path.read_text(encoding="utf-8-sig"), path, "the file")
+    if isinstance(whole, dict):
+        lists = {k: v for k, v in whole.items() if isinstance(v, list)}
+        of_objects = [v for v in lists.values() if v and isinstance(v[0], dict)]
+        if isinstance(whole.get("log_history"), list):
+            whole = whole["log_history"]
+        elif len(of_objects) == 1:
+            whole = of_objects[0]
+        elif lists:
+            longest = max(map(len, lists.values()))
+            whole = [
+                {k: v[i] for k, v in lists.items() if i < len(v)}
+                for i in range(longest)
+            ]
+    if not isinstance(whole, list):
+        raise InputError(
+            f"{path} holds no list of steps: it needs a list of objects, one for each step."
+        )
+    for row in whole:
+        yield _row_of(row, path)
+
+
+def _loads(text: str, path: Path, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise InputError(f"{path}, {where}: no JSON ({e}).") from None
+
+
+def _row_of(row: Any, path: Path) -> Row:
+    if not isinstance(row, dict):
+        raise InputError(
+            f"{path}: each step must be a JSON object of numbers by name, and one is a {type(row).__name__}."
+        )
+    return dict(_numbers_of(row))
+
+
+def _numbers_of(
+    row: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, float]]:
+    """The numbers of a row by their names; those of an object inside by NAME/INNER."""
+    for key, value in row.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            if len(name) < 200:  # as deep as a name is long
+                yield from _numbers_of(value, f"{name}/")
+        elif isinstance(value, bool) or value is None:
+            continue
+        elif isinstance(value, int | float | str):
+            try:
+                yield name, float(value)
+            except (ValueError, OverflowError):
+                continue
+
+
+# ---- TensorBoard ---------------------------------------------------------------------
+def _read_events(path: Path) -> list[Run]:
+    """Runs of event files, by TensorBoard's own reader."""
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import (
+            EventAccumulator,
+        )
+    except ImportError:
+        raise InputError(
+            f"{path}: reading TensorBoard's event files needs tensorboard: pip install tensorboard."
+        ) from None
+    folders = [path]
+    if path.is_dir():
+        folders = sorted({f.parent for f in path.rglob(f"*{EVENTS}*") if f.is_file()})
+    if not folders:
+        raise InputError(f"{path} holds no event file of TensorBoard.")
+    runs = []
+    for folder in folders:
+        accumulator = EventAccumulator(str(folder), {"scalars": MOST_SCALARS})
+        try:
+            accumulator.Reload()
+            tags = accumulator.Tags()["scalars"]
+        except Exception as e:  # whatever a broken file raises there
+            raise InputError(
+                f"{folder} is no event file that TensorBoard reads ({e})."
+            ) from None
+        rows = [
+            {"step": float(event.step), tag: float(event.value)}
+            for tag in tags
+            if bare(tag) not in STEPS
+            for event in accumulator.Scalars(tag)
+        ]
+        name = str(folder.relative_to(path)) if len(folders) > 1 else ""
+        runs.append(make_run(rows, file=str(folder), name=name))
+    if not any(run.columns for run in runs):
+        raise InputError(f"{path} has no scalar.")
+    return runs
+
+
+# ---- runs ----------------------------------------------------------------------------
+def _split_runs(rows: list[Row]) -> dict[str, list[Row]]:
+    """The rows of each run: Weights & Biases names a column "RUN - SCALAR", and adds
+    two columns with __MIN and __MAX.
+    """
+    names = {name for row in rows for name in row}
+    exported = [n.removesuffix("__MIN") for n in names if n.endswith("__MIN")]
+    runs = sorted({n.split(" - ", 1)[0] for n in exported if " - " in n})
+    if not runs:
+        return {"": rows}
+    out: dict[str, list[Row]] = {}
+    for run in runs:
+        head = f"{run} - "
+        out[run] = [
+            {
+                name.removeprefix(head): value
+                for name, value in row.items()
+                if name.startswith(head) or " - " not in name
+                if not name.endswith(("__MIN", "__MAX"))
+            }
+            for row in rows
+        ]
+    return out
+
+
+def make_run(rows: Iterable[Mapping[str, float]], *, file: str, name: str = "") -> Run:
+    """Join the rows of each step.
+
+    Args:
+        rows: numbers by their names. A row without a column of STEPS is a step of its
+            own.
+        file: where they were read.
+        name: of the run.
+
+    Returns:
+        The run, in the order of the rows.
+    """
+    joined: dict[tuple[str, float], dict[str, float]] = {}
+    repeated: dict[float, None] = {}
+    for number, row in enumerate(rows):
+        axis, step = _step_of(row, number)
+        own = joined.setdefault((axis, step), {})
+        for key, value in row.items():
+            before = own.get(key, value)
+            are_numbers = not (math.isnan(before) or math.isnan(value))
+            if before != value and are_numbers and bare(key) not in STEPS:
+                repeated[step] = None
+            own[key] = value
+    steps = tuple(step for _, step in joined)
+    names = dict.fromkeys(key for own in joined.values() for key in own)
+    columns, half_digit, not_finite = {}, {}, {}
+    for key in names:
+        if bare(key) in STEPS:
+            continue
+        values = np.array([own.get(key, math.nan) for own in joined.values()])
+        bad = [
+            step
+            for step, own in zip(steps, joined.values(), strict=True)
+            if key in own and not math.isfinite(own[key])
+        ]
+        if bad:
+            not_finite[key] = tuple(bad)
+        values[~np.isfinite(values)] = math.nan
+        if not np.isnan(values).all():
+            columns[key] = values
+            half_digit[key] = _half_digit(values)
+        elif bad:
+            columns[key] = values
+            half_digit[key] = 0.0
+    return Run(name, file, steps, columns, half_digit, not_finite, tuple(repeated))
+
+
+def _step_of(row: Mapping[str, float], number: int) -> tuple[str, float]:
+    """The column that counts the steps of a row, and its number there."""
+    by_bare = {bare(key): key for key in row}
+    for name in STEPS:
+        if name in by_bare and math.isfinite(row[by_bare[name]]):
+            return by_bare[name], row[by_bare[name]]
+    return "", float(number)
+
+
+def _half_digit(values: Numbers) -> float:
+    """Half a unit of the last decimal place that any of the numbers has."""
+    places = 0
+    for value in values[np.isfinite(values)]:
+        exponent = Decimal(repr(float(value))).normalize().as_tuple().exponent
+        assert isinstance(exponent, int)
+        places = min(places, exponent)
+    return 0.5 * 10.0**places
