@@ -372,7 +372,7 @@ def _rollouts(rows: list[RowOfTokens], rng: np.random.Generator) -> Rollouts:
     group = torch.as_tensor(
         rng.permutation(np.arange(len(rows)) % max(1, len(rows) // 3))
     )
-    entropy = torch.as_tensor(rng.uniform(0, 3, size=adv.shape))
+    entropy = torch.as_tensor(_entropies(rng, adv.shape))
     return Rollouts(
         logp_old + log_r, logp_old, adv, ~adv.isnan(), group, entropy=entropy
     )
@@ -397,6 +397,13 @@ def on_policy_batch(width: int = 9) -> Rollouts:
     )
     adv = torch.tensor(advantages, dtype=torch.float64)[:, None].expand_as(mask).clone()
     return Rollouts(lp, lp.clone(), adv, mask, torch.tensor(groups), entropy=1 + lp**2)
+
+
+def _entropies(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Draw entropies in nats that are exact in float32, in which many losses compare
+    them with a quantile.
+    """
+    return rng.uniform(0, 3, shape).astype(np.float32).astype(float)
 
 
 def random_batch(
@@ -436,7 +443,7 @@ def random_batch(
         tensor(A),
         tensor(mask),
         None if group is None else torch.tensor(group),
-        entropy=tensor(rng.uniform(0, 3, (B, T))),
+        entropy=tensor(_entropies(rng, (B, T))),
     )
 
 

@@ -462,7 +462,8 @@ def _draw_numbers(
         )
         numbers |= {"log_rho": log_rho, "is_sampled_surely": is_sampled_surely}
     numbers["ref"] = draw(stress.ref)
-    entropy = rng.uniform(0, stress.entropy, size=(B, T))
+    # exact in float32, in which many losses compare entropies with a quantile
+    entropy = rng.uniform(0, stress.entropy, (B, T)).astype(np.float32).astype(float)
     if stress.zero_entropy:
         entropy = _with_zero_entropies(entropy, mask, lengths)
     if ids:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from upref.aggregation import KEPT_MEAN
 from upref.errors import InputError
 from upref.ops import mean_t, sum_t
 from upref.rollouts import Rollouts
@@ -102,7 +103,20 @@ def retuned(case: LossCase) -> Iterator[LossFault]:
         words = "; ".join(
             f"{k} is {v:.6g}, not {case.hp[k]:.6g}" for k, v in changed.items()
         )
-        yield fault(words, "hyperparameter", id=hyperparameter_id(*changed), hp=changed)
+
+        def count_ratio(batch: Rollouts) -> Tensor | float:
+            """Return by what the changed bounds change the divisor of a kept-mean."""
+            kept = case.objective.kept(batch, **case.hp_without_kl | changed)
+            return divisor_ratio(case, batch, kept)
+
+        yield fault(
+            words,
+            "hyperparameter",
+            id=hyperparameter_id(*changed),
+            hp=changed,
+            scale=count_ratio,
+            whole=case.objective.agg == KEPT_MEAN,
+        )
 
 
 def corrected(case: LossCase) -> Iterator[LossFault]:
@@ -130,7 +144,31 @@ def corrected(case: LossCase) -> Iterator[LossFault]:
             "ratio",
             id="other-sampler-correction",
             weigh=partial(_weights, case, measured, log_rho_of),
+            whole=case.objective.agg == KEPT_MEAN,
         )
+    words = "a response is dropped if one of its tokens is, not by the ratio of the response"
+    yield fault(
+        f"{words}: {function} of each token",
+        "ratio",
+        id="response-dropped-by-one-token",
+        weigh=partial(_weights, case, measured, LEVELS["of each token"], drops=True),
+        whole=case.objective.agg == KEPT_MEAN,
+    )
+
+
+def divisor_ratio(case: LossCase, batch: Rollouts, kept: Tensor) -> Tensor | float:
+    """Return by what other kept tokens multiply the weights of a mean over kept tokens,
+    [B, 1]; 1 of another aggregation.
+
+    Args:
+        case: the loss and its objective.
+        batch: the batch.
+        kept: other tokens that are kept, [B, T].
+    """
+    if case.objective.agg != KEPT_MEAN:
+        return 1.0
+    count = (kept & batch.mask).sum().clamp(min=1).double()
+    return 1 / count / case.factors(batch)
 
 
 def _measured_by_sign(case: LossCase) -> dict[float, Correction]:
@@ -156,6 +194,7 @@ def _weights(
     corrections: dict[float, Correction],
     log_rho_of: Callable[[Tensor, Tensor], Tensor],
     batch: Rollouts,
+    drops: bool = False,
 ) -> Tensor:
     """Return the objective's weights with other corrections of its sampler.
 
@@ -164,6 +203,7 @@ def _weights(
         corrections: the correction of each sign of A.
         log_rho_of: from log ρ of each token and the mask to what they are functions of.
         batch: the batch.
+        drops: whether one token whose correction is 0 drops its response.
     """
     without_sampler = replace(case.objective, sampler=None)
     uncorrected = unit_weights(without_sampler, batch, _uncorrected(case))
@@ -171,9 +211,13 @@ def _weights(
     log_rho = torch.where(batch.mask, batch.logp_old - batch.logp_sampler, 0)
     log_rho = log_rho_of(log_rho, batch.mask)
     is_positive = batch.adv.expand_as(log_rho) > 0
-    w = uncorrected * torch.where(
+    factors = torch.where(
         is_positive, corrections[1.0](log_rho), corrections[-1.0](log_rho)
     )
+    kept = (factors != 0) & batch.mask
+    if drops:
+        kept = kept & (kept | ~batch.mask).all(1, keepdim=True)
+    w = uncorrected * factors * kept * divisor_ratio(case, batch, kept)
     if case.hp.get("beta"):
         w = w - case.hp["beta"] * kl_slope(case.objective.kl, batch)
     return w
@@ -240,7 +284,12 @@ def _factor(case: LossCase, A: float, log_rho: np.ndarray) -> np.ndarray:
     batch = case.loss.visible_batch(batch)
     without_sampler = replace(case.objective, sampler=None)
     uncorrected = unit_weights(without_sampler, batch, _uncorrected(case))
-    return (case.weights(batch) / uncorrected)[:, 0].numpy()
+    factors = case.weights(batch) / uncorrected
+    if (
+        case.objective.agg == KEPT_MEAN
+    ):  # whose divisor is the loss's own, not the objective's
+        factors = factors / divisor_ratio(case, batch, factors != 0)
+    return factors[:, 0].numpy()
 
 
 def _uncorrected(case: LossCase) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from upref.aggregation import KEPT_MEAN
 from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.verify.factors import FACTORS, common_value, declared_aggregation
-from upref.verify.faults import SIGN_IDS
+from upref.verify.faults import SIGN_IDS, hyperparameter_id
+from upref.verify.faults.corrections import divisor_ratio
 from upref.verify.faults.losses import LossFault, fault
 from upref.verify.finding import Cause
 from upref.verify.measure import LossCase
@@ -22,6 +23,7 @@ from upref.weights.batches import on_policy_batch
 from upref.weights.black_box import part_with_advantage
 
 PARTS = (2, 3, 4, 8)  # into which a batch is cut
+QUANTILES = tuple(k / 20 for k in range(1, 20))  # of the entropy, that are tried
 BLOCKS = range(2, 17)  # rows that are taken for the responses to one prompt
 LEAST_ADDED = 1e-4  # to a length: a smaller number is a guard against 0
 SIGNS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
@@ -95,15 +97,136 @@ def kept_faults(case: LossCase) -> Iterator[LossFault]:
         over_kept_of_response,
         id="divided-by-kept-tokens-of-response",
     )
-    if case.objective.keeps is not None and "entropy" in case.objective.reads:
-        yield fault(
-            "tokens of low entropy train too: none is left out",
-            "advantage",
-            id="low-entropy-trains",
-            weigh=lambda batch: case.expected(
-                batch.but(entropy=torch.ones_like(batch.logp))
-            ),
+    if case.objective.sampler is not None:
+        yield _aggregated(
+            case,
+            "it divides by the sum of the sampler's weights, not by a number of tokens",
+            partial(_over_sum_of_weights, case),
+            id="divided-by-sum-of-sampler-weights",
         )
+    if case.objective.keeps is not None and "entropy" in case.objective.reads:
+        yield from _entropy_faults(case)
+
+
+def _over_sum_of_weights(case: LossCase, batch: Rollouts) -> Tensor:
+    """Return the factor that divides by the sum of the sampler's weights, [B, 1]."""
+    factors = case.objective.factors(batch, **case.hp_without_kl)
+    assert factors is not None
+    total = torch.where(batch.mask, factors, 0).sum().clamp(min=1e-12)
+    return (1 / total).expand(len(batch.mask), 1)
+
+
+# ---- a selection by entropy ----------------------------------------------------------
+# from the entropies, the mask and the quantile to the tokens that are kept, or to a
+# factor of each token
+Selection = Callable[[Tensor, Tensor, float], Tensor]
+
+
+def _above(H: Tensor, mask: Tensor, q: float) -> Tensor:
+    """Return the trained tokens whose entropy is at least the quantile q."""
+    return mask & (H >= H[mask].quantile(q))
+
+
+def _above_with_padding(H: Tensor, mask: Tensor, q: float) -> Tensor:
+    """Return the same, of a quantile to which padding adds zeros."""
+    return mask & (H >= torch.where(mask, H, 0).flatten().quantile(q))
+
+
+def _above_of_all_slots(H: Tensor, mask: Tensor, q: float) -> Tensor:
+    """Return the same, of a quantile to which padding adds what it holds."""
+    return mask & (H >= H.flatten().quantile(q))
+
+
+def _above_of_response(H: Tensor, mask: Tensor, q: float) -> Tensor:
+    """Return the same, of a quantile of each response."""
+    bounds = torch.where(mask, H, torch.nan).nanquantile(q, dim=1, keepdim=True)
+    return mask & (H >= bounds)
+
+
+def _below(H: Tensor, mask: Tensor, q: float) -> Tensor:
+    """Return the trained tokens whose entropy is at most the quantile 1 - q."""
+    return mask & (H <= H[mask].quantile(round(1 - q, 12)))
+
+
+def _not_above(H: Tensor, mask: Tensor, q: float) -> Tensor:
+    """Return the trained tokens whose entropy is below the quantile q."""
+    return mask & ~_above(H, mask, q)
+
+
+SELECTIONS: tuple[tuple[str, str, Selection], ...] = (
+    (
+        "tokens of low entropy train too: none is left out",
+        "low-entropy-trains",
+        lambda H, mask, q: mask,
+    ),
+    (
+        "the tokens of low entropy train, not those of high entropy",
+        "low-entropy-alone-trains",
+        _below,
+    ),
+    (
+        "the tokens below the quantile train, not those above it",
+        "low-entropy-alone-trains",
+        _not_above,
+    ),
+    (
+        "the quantile of the entropy counts padding as entropies of 0",
+        "entropy-quantile-with-padding",
+        _above_with_padding,
+    ),
+    (
+        "the quantile of the entropy is over all slots, padding included",
+        "entropy-quantile-with-padding",
+        _above_of_all_slots,
+    ),
+    (
+        "the quantile of the entropy is of each response, not of the batch",
+        "entropy-quantile-of-response",
+        _above_of_response,
+    ),
+    (
+        "tokens are multiplied by their entropy, not selected by it",
+        "weighted-by-entropy",
+        lambda H, mask, q: mask * H,
+    ),
+    (
+        "tokens are multiplied by their entropy over the mean entropy, not selected by it",
+        "weighted-by-entropy",
+        lambda H, mask, q: mask * H / H[mask].mean(),
+    ),
+)
+
+
+def _entropy_faults(case: LossCase) -> Iterator[LossFault]:
+    """Yield the faults that tokens are selected by their entropies in another way; last,
+    at another quantile. The divisor is as the aggregation says.
+
+    Args:
+        case: the loss and its objective.
+    """
+
+    def weights(batch: Rollouts, select: Selection, q: float) -> Tensor:
+        """Return the objective's weights with this selection, [B, T]."""
+        assert batch.entropy is not None
+        factors = select(batch.entropy, batch.mask, q)
+        of_all = case.expected(batch.but(entropy=torch.ones_like(batch.logp)))
+        is_mask = factors.dtype == torch.bool
+        kept = factors if is_mask else batch.mask
+        return of_all * factors * divisor_ratio(case, batch, kept)
+
+    own = case.hp["entropy_quantile"]
+    for words, fault_id, select in SELECTIONS:
+        weigh = partial(weights, select=select, q=own)
+        yield fault(words, "advantage", id=fault_id, weigh=weigh, whole=True)
+    for q in QUANTILES:
+        if not math.isclose(q, own):
+            yield fault(
+                f"entropy_quantile is {q:g}, not {own:g}",
+                "hyperparameter",
+                id=hyperparameter_id("entropy_quantile"),
+                weigh=partial(weights, select=_above, q=q),
+                whole=True,
+            )
 
 
 def group_order_faults(case: LossCase) -> Iterator[LossFault]:

@@ -5,6 +5,7 @@ every token of the vocabulary.
 """
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -44,6 +45,7 @@ from upref.verify.formulas.losses import (
     is_unreduced,
     mutation,
     nan_oracle,
+    shift_faults,
     total,
     value_oracle,
     wrong_already,
@@ -285,6 +287,8 @@ def _faults_of_divergence(d: Distillation) -> Words:
         lambda x, s: right(x, s) / x["student_logits"].shape[-1],
     )
     if d.truncation:
+        for words, fault_id, student, teacher in NORMALIZED:
+            yield words, fault_id, partial(_normalized_apart, d, student, teacher)
         yield (
             "it is averaged over the k tokens, not summed",
             "vocabulary-averaged",
@@ -295,6 +299,36 @@ def _faults_of_divergence(d: Distillation) -> Words:
         "teacher-sign-flipped",
         (lambda x, s: -right(x, s)),
     )
+
+
+# which of the two distributions is normalized over the k tokens
+NORMALIZED = (
+    (
+        "the student alone is normalized over the k tokens",
+        "student-alone-renormalized",
+        True,
+        False,
+    ),
+    (
+        "the teacher alone is normalized over the k tokens",
+        "teacher-alone-renormalized",
+        False,
+        True,
+    ),
+)
+
+
+def _normalized_apart(
+    d: Distillation, student: bool, teacher: bool, inputs: Inputs, settings: Settings
+) -> Tensor:
+    """Return the divergence over k tokens of which one distribution is normalized."""
+    q, p = _log_probs(inputs, settings)
+    by = q if d.truncation.startswith("student") else p
+    top = by.detach().topk(min(int(settings["k"]), by.shape[-1]), -1).indices
+    q, p = q.gather(-1, top), p.gather(-1, top)
+    q = q.log_softmax(-1) if student else q
+    p = p.log_softmax(-1) if teacher else p
+    return DIVERGENCES[d.divergence](q, p, **_beta(d, settings))
 
 
 def _other_divergences(d: Distillation) -> Iterator[tuple[str, PerToken]]:
@@ -362,6 +396,21 @@ def _faults_of_terms(
             "the mixture is of log-probabilities, not of probabilities",
             "mixture-of-logs",
             lambda x, s: _jsd_of_logs(*_log_probs(x, s), s["beta"]),
+        )
+        yield (
+            "the mixture is the softmax of mixed logits, not the mean of probabilities",
+            "mixture-of-logits",
+            lambda x, s: _jsd_of_logs(*_log_probs(x, s), s["beta"], normalized=True),
+        )
+        yield (
+            "both divergences are taken from the mixture, KL(m ‖ π_T) and KL(m ‖ π), not to it",
+            "mixture-exchanged",
+            lambda x, s: _jsd_from_mixture(*_log_probs(x, s), s["beta"]),
+        )
+        yield (
+            "the two divergences are added, not weighted by β and 1 - β",
+            "beta-missing",
+            lambda x, s: _jsd_unweighted(*_log_probs(x, s), s["beta"]),
         )
         return
     yield (
@@ -431,9 +480,28 @@ def _clamped(divergence: str, bound: float, q: Tensor, p: Tensor) -> Tensor:
     return (weight.exp() * sign * ratio).sum(-1)
 
 
-def _jsd_of_logs(q: Tensor, p: Tensor, beta: float) -> Tensor:
+def _mixture(q: Tensor, p: Tensor, beta: float) -> Tensor:
+    """Return log(β π_T + (1 - β) π)."""
+    both = torch.stack([q + math.log(1 - beta), p + math.log(beta)])
+    return both.logsumexp(0)
+
+
+def _jsd_from_mixture(q: Tensor, p: Tensor, beta: float) -> Tensor:
+    """Return β KL(m ‖ π_T) + (1 - β) KL(m ‖ π)."""
+    m = _mixture(q, p, beta)
+    return (m.exp() * (m - beta * p - (1 - beta) * q)).sum(-1)
+
+
+def _jsd_unweighted(q: Tensor, p: Tensor, beta: float) -> Tensor:
+    """Return KL(π_T ‖ m) + KL(π ‖ m)."""
+    m = _mixture(q, p, beta)
+    return (p.exp() * (p - m) + q.exp() * (q - m)).sum(-1)
+
+
+def _jsd_of_logs(q: Tensor, p: Tensor, beta: float, normalized: bool = False) -> Tensor:
     """Return the divergence from the mean of log-probabilities."""
     m = beta * p + (1 - beta) * q
+    m = m.log_softmax(-1) if normalized else m
     first = (p.exp() * (p - m)).sum(-1)
     return beta * first + (1 - beta) * (q.exp() * (q - m)).sum(-1)
 
@@ -471,6 +539,15 @@ def _faults_of_sampled(name: str) -> Words:
         else f"its gradient is that of {other} and of log π(o)",
         "other-divergence",
         partial(with_baseline, other),
+    )
+    yield (
+        "the ratio is π/π_T, not π_T/π: what the teacher prefers counts less"
+        if name == "sampled_forward_kl"
+        else "sg(π/π_T) log π(o): a ratio of probabilities takes the place of the log-ratio",
+        "teacher-ratio-inverted",
+        logs(lambda q, p: -(q - p).detach().exp() * q)
+        if name == "sampled_forward_kl"
+        else logs(lambda q, p: (q - p).detach().exp() * q),
     )
     yield (
         "|log π - log π_T|: only the sign of the difference is left",
@@ -528,7 +605,18 @@ def known(name: str, agg: str) -> tuple[Fault[Formula], ...]:
         Fault(text, gradient_formula(loss, role_of_gradient), id=fault_id)
         for text, fault_id, loss in words
     )
-    return (no_gradient, *of_sum, *of_terms)
+    is_sampled = name in SAMPLED
+    shifts = shift_faults(
+        per_token(name),
+        role_of_gradient,
+        agg,
+        {
+            "the student": (role_of_gradient,),
+            "the teacher": ("teacher_log_prob" if is_sampled else "teacher_logits",),
+            "the mask": ("mask",),
+        },
+    )
+    return (no_gradient, *of_sum, *of_terms, *shifts)
 
 
 def with_baseline(name: str, inputs: Inputs, settings: Settings) -> Tensor:

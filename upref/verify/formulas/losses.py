@@ -3,6 +3,7 @@
 gradient is compared, and the value beside it. Distillation and value losses share it.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -197,6 +198,55 @@ def _with_full_mask(formula: Formula) -> Formula:
     return lambda inputs, settings: formula(
         {**inputs, "mask": torch.ones_like(inputs["mask"])}, settings
     )
+
+
+def shift_faults(
+    per_token: PerToken, role: str, own: str, called: dict[str, tuple[str, ...]]
+) -> Iterator[Fault[Formula]]:
+    """Yield the faults that inputs are shifted by a token against each other, as logits
+    are against labels that are not aligned with them.
+
+    Args:
+        per_token: the loss of each token.
+        role: the input by which gradients are taken.
+        own: the aggregation that the loss should have.
+        called: inputs that are shifted together, by what they are called in words.
+    """
+    groups = [*called]
+    for is_late in itertools.product((False, True), repeat=len(groups)):
+        late = [name for name, one in zip(groups, is_late, strict=True) if one]
+        rest = [name for name in groups if name not in late]
+        if late and rest:
+            words = f"{' and '.join(late)} of the next token, beside {' and '.join(rest)} of this one"
+        else:
+            words = (
+                f"the {'first' if late else 'last'} slot of every response is left out"
+            )
+        roles = {one for name in late for one in called[name]}
+        every = {one for name in groups for one in called[name]}
+        yield Fault(
+            words,
+            _shifted(gradient_formula(per_token, role, own), role, roles, every),
+            id="shifted-by-one-token" if late and rest else "slot-left-out",
+        )
+
+
+def _shifted(formula: Formula, role: str, late: set[str], every: set[str]) -> Formula:
+    """Return a formula of inputs without their first slot (late) or their last one."""
+
+    def shifted(inputs: Inputs, settings: Settings) -> Tensor:
+        """Return the gradient, 0 on the slot that is left out."""
+        cut = {
+            name: (x[:, 1:] if name in late else x[:, :-1]) if name in every else x
+            for name, x in inputs.items()
+        }
+        gradient = formula(cut, settings)
+        out = torch.zeros_like(inputs[role], dtype=torch.float64)
+        kept = slice(1, None) if role in late else slice(None, -1)
+        out[:, kept] = gradient
+        return out
+
+    return shifted
 
 
 # ---- oracles -------------------------------------------------------------------------

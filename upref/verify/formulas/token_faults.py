@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Known faults of advantages of tokens and turns: what each makes of the inputs."""
 
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -85,9 +86,14 @@ class Recursion:
         next_value: the factor on V⁺ in δ: "gamma", "one" or "none".
         own_value: whether V is subtracted.
         decay: the factor on A⁺: "gamma lam", "gamma", "lam", "one" or "none".
-        reads_bootstrap: whether the bootstrap is read.
+        bootstrap: the factor on the value behind the response: "gamma", "one", "none",
+            or "wraps", where the first value of the response takes its place.
+        masks_delta: whether δ is 0 on slots that are left out.
         reward_late: whether a slot has the reward of the next one.
-        adds_value: whether V is added at the end, as returns have it.
+        answer: what a slot gets: the "sum", the sum "without own reward", the "next"
+            slot's sum, or the sum "plus value", as returns have it.
+        from_first: the slots that the decay is counted over from the front of the
+            response, without being divided out: "" for none, "trained", "all".
         forward: whether it runs from the front.
     """
 
@@ -98,9 +104,11 @@ class Recursion:
     next_value: str = "gamma"
     own_value: bool = True
     decay: str = "gamma lam"
-    reads_bootstrap: bool = True
+    bootstrap: str = "gamma"
+    masks_delta: bool = False
     reward_late: bool = False
-    adds_value: bool = False
+    answer: str = "sum"
+    from_first: str = ""
     forward: bool = False
 
     def run(self, inputs: Inputs, settings: Settings, values: Tensor) -> Tensor:
@@ -129,9 +137,7 @@ class Recursion:
             "one": 1.0,
             "none": 0.0,
         }[self.decay]
-        next_value = torch.zeros(len(r), dtype=torch.float64)
-        if self.reads_bootstrap and "values" in inputs:
-            next_value = inputs["bootstrap"].double()
+        next_value = self._behind(inputs, V, gamma)
         total = torch.zeros(len(r), dtype=torch.float64)
         out = torch.zeros_like(r)
         slots = range(r.shape[1]) if self.forward else reversed(range(r.shape[1]))
@@ -140,8 +146,10 @@ class Recursion:
             delta = r[:, k] + on_value * next_value
             if self.own_value:
                 delta = delta - V[:, k]
+            if self.masks_delta:
+                delta = torch.where(trained, delta, 0)
             new_total = delta + on_sum * total
-            out[:, k] = new_total
+            out[:, k] = self._answer(new_total, total, r[:, k], V[:, k])
             if self.skips:
                 total = torch.where(trained, new_total, total)
             else:
@@ -150,8 +158,31 @@ class Recursion:
                 next_value = torch.where(trained, V[:, k], next_value)
             else:
                 next_value = V[:, k]
-        out = out + V if self.adds_value else out
+        if self.from_first:
+            counted = mask if self.from_first == "trained" else torch.ones_like(mask)
+            out = out * on_sum ** (counted.cumsum(1) - 1).clamp(min=0)
         return torch.where(mask, out, 0)
+
+    def _behind(self, inputs: Inputs, V: Tensor, gamma: float) -> Tensor:
+        """Return the value behind each response, [N]."""
+        if self.bootstrap == "wraps":
+            return V[:, 0]
+        zeros = torch.zeros(len(V), dtype=torch.float64)
+        if self.bootstrap == "none" or "values" not in inputs:
+            return zeros
+        value = inputs["bootstrap"].double()
+        return value / gamma if self.bootstrap == "one" and gamma else value
+
+    def _answer(self, total: Tensor, after: Tensor, r: Tensor, V: Tensor) -> Tensor:
+        """Return what a slot gets, [N]; after is the sum of the next slot."""
+        match self.answer:
+            case "without own reward":
+                return total - r
+            case "next":
+                return after
+            case "plus value":
+                return total + V
+        return total
 
 
 def _recursive(name: str, recursion: Recursion) -> Formula:
@@ -185,6 +216,16 @@ RECURSIONS: tuple[tuple[str, str, Recursion], ...] = (
         f"{RUNS_THROUGH}, each of which discounts once more",
         "untrained-slots-discount",
         Recursion(skips=False),
+    ),
+    (
+        f"{RUNS_THROUGH}, each of which discounts once more; δ is 0 there",
+        "untrained-slots-discount",
+        Recursion(skips=False, masks_delta=True),
+    ),
+    (
+        f"{RUNS_THROUGH}, each of which discounts once more; δ and the next value are 0 there",
+        "untrained-slots-discount",
+        Recursion(skips=False, skips_values=False, masks_delta=True),
     ),
     (
         f"{RUNS_THROUGH}: each discounts once more, and has its own δ",
@@ -242,7 +283,17 @@ RECURSIONS: tuple[tuple[str, str, Recursion], ...] = (
     (
         "the value behind a truncated response (bootstrap) is not read",
         "bootstrap-missing",
-        Recursion(reads_bootstrap=False),
+        Recursion(bootstrap="none"),
+    ),
+    (
+        "the value behind a truncated response (bootstrap) is not multiplied by γ",
+        "bootstrap-undiscounted",
+        Recursion(bootstrap="one"),
+    ),
+    (
+        "the value behind a response is its own first one: the values are rotated, not shifted",
+        "bootstrap-wraps-around",
+        Recursion(bootstrap="wraps"),
     ),
     (
         "each slot has the reward of the next slot",
@@ -250,9 +301,29 @@ RECURSIONS: tuple[tuple[str, str, Recursion], ...] = (
         Recursion(reward_late=True),
     ),
     (
+        "a slot's own reward is left out of its sum",
+        "own-reward-missing",
+        Recursion(answer="without own reward"),
+    ),
+    (
+        "each slot has the sum of the next slot",
+        "sum-one-slot-late",
+        Recursion(answer="next"),
+    ),
+    (
+        "the discount counts from the first trained slot of the response, and is not divided out",
+        "discount-from-first-slot",
+        Recursion(from_first="trained"),
+    ),
+    (
+        "the discount counts from slot 0, and is not divided out",
+        "discount-from-first-slot",
+        Recursion(from_first="all", skips=False, masks_delta=True),
+    ),
+    (
         "it returns A + V, the returns, not the advantages",
         "returns-for-advantages",
-        Recursion(adds_value=True),
+        Recursion(answer="plus value"),
     ),
     (
         "it runs from the front: a slot has what came before it",
@@ -262,34 +333,54 @@ RECURSIONS: tuple[tuple[str, str, Recursion], ...] = (
 )
 
 
+# the fields of a recursion that tell what it does with slots that are left out
+HOLES = ("skips", "skips_values", "masks_inputs", "masks_delta", "resets")
+# where no value is read, these change nothing
+OF_VALUES: dict[str, Any] = {
+    "skips_values": True,
+    "masks_delta": False,
+    "next_value": "gamma",
+    "own_value": True,
+    "bootstrap": "gamma",
+}
+
+
 def _recursion_faults(name: str) -> Iterator[TokenFault]:
-    """Yield the faults of a recursion, for GAE and for returns."""
-    for words, fault_id, recursion in RECURSIONS:
-        if name in RETURNS and _is_of_values(recursion):
-            continue
-        yield Fault(words, _recursive(name, recursion), id=fault_id)
-    yield Fault(
-        "the sum is not discounted: γ is 1",
-        _recursive(name, Recursion(decay="one")),
-        id="gamma-missing",
+    """Yield the faults of a recursion, for GAE and for returns: each alone, then one of
+    what it does with slots that are left out together with one of the rest.
+    """
+    own = [one for one in RECURSIONS if name in GAE or not _is_of_values(one[2])]
+    own.append(
+        ("the sum is not discounted: γ is 1", "gamma-missing", Recursion(decay="one"))
     )
+    for words, fault_id, recursion in own:
+        yield Fault(words, _recursive(name, recursion), id=fault_id)
+    of_holes = [one for one in own if _changes(one[2]) <= set(HOLES)]
+    others = [one for one in own if not _changes(one[2]) & set(HOLES)]
+    for (words, fault_id, holes), (other_words, other_id, other) in itertools.product(
+        of_holes, others
+    ):
+        both = replace(other, **{field: getattr(holes, field) for field in HOLES})
+        yield Fault(
+            f"{other_words}; {words}",
+            _recursive(name, both),
+            id=other_id,
+            beside=fault_id,
+        )
+
+
+def _changes(recursion: Recursion) -> set[str]:
+    """Return the fields in which a recursion differs from the right one."""
+    plain = asdict(Recursion())
+    return {
+        field for field, value in asdict(recursion).items() if value != plain[field]
+    }
 
 
 def _is_of_values(recursion: Recursion) -> bool:
     """Return whether a recursion changes only what is done with values or λ."""
-    plain = Recursion()
-    without = replace(
-        recursion,
-        next_value=plain.next_value,
-        own_value=plain.own_value,
-        reads_bootstrap=plain.reads_bootstrap,
-        adds_value=plain.adds_value,
-        skips_values=plain.skips_values,
-    )
-    return (without == plain and recursion != plain) or recursion.decay in (
-        "gamma",
-        "lam",
-    )
+    without = replace(recursion, **OF_VALUES)
+    return without == Recursion() or recursion.decay in ("gamma", "lam")
 
 
 # ---- whitening -----------------------------------------------------------------------
@@ -321,6 +412,16 @@ def _whitening_faults(name: str) -> Iterator[TokenFault]:
             _whitened_rows,
         ),
         (
+            "each response is whitened by itself, its variance divided by n",
+            "whitened-by-response",
+            partial(_whitened_rows, ddof=0),
+        ),
+        (
+            "it is divided by the standard deviation, and the mean is kept (shift_mean=False)",
+            "mean-kept",
+            lambda A, mask: whiten_tokens(A, mask) + A[mask].mean(),
+        ),
+        (
             "the mean over the trained slots is subtracted, and nothing divides",
             "mean-subtracted",
             lambda A, mask: A - A[mask].mean(),
@@ -342,10 +443,12 @@ def _whitening_faults(name: str) -> Iterator[TokenFault]:
         yield Fault(words, partial(whitened, how=how), id=fault_id)
 
 
-def _whitened_rows(A: Tensor, mask: Tensor) -> Tensor:
+def _whitened_rows(A: Tensor, mask: Tensor, ddof: int = 1) -> Tensor:
     """Return the advantages of each response, whitened by themselves."""
     rows = [
-        whiten_tokens(A[i : i + 1], mask[i : i + 1]) if mask[i].any() else A[i : i + 1]
+        whiten_tokens(A[i : i + 1], mask[i : i + 1], ddof=ddof)
+        if mask[i].any()
+        else A[i : i + 1]
         for i in range(len(A))
     ]
     return torch.cat(rows)
@@ -466,6 +569,31 @@ def _turn_faults(name: str) -> Iterator[TokenFault]:
         )
 
 
+def _missing_turn_faults(name: str) -> Iterator[TokenFault]:
+    """Yield the faults that a turn that is not there enters a mean as a reward of 0."""
+
+    def with_all_slots(inputs: Inputs, settings: Settings) -> Tensor:
+        """Return the advantages of responses whose turns that are not there give 0."""
+        mask = inputs["mask"]
+        full = torch.ones_like(mask)
+        rewards = torch.where(mask, inputs["rewards"], 0)
+        gamma = settings["gamma"]
+        ids = _spread(inputs["group"], inputs)
+        key = torch.stack([ids, full.cumsum(1)], -1) if is_by_turn else ids[..., None]
+        if name.endswith("normalized_discounted"):
+            normalized = _normalized(rewards, full, key, settings)
+            return token_advantages.discounted_returns(normalized, mask, gamma=gamma)
+        returns = token_advantages.discounted_returns(rewards, mask, gamma=gamma)
+        return torch.where(mask, _normalized(returns, full, key, settings), 0)
+
+    is_by_turn = name.startswith("turn_index")
+    yield Fault(
+        "a turn that a response does not have enters the mean as a reward of 0",
+        with_all_slots,
+        id="missing-turn-is-zero",
+    )
+
+
 def _spread(ids: Tensor, inputs: Inputs) -> Tensor:
     """Return one id per response as one per slot, [N, K]."""
     return ids[:, None].expand(inputs["mask"].shape)
@@ -538,6 +666,21 @@ def _step_faults(name: str) -> Iterator[TokenFault]:
         id="step-weight-missing",
     )
     yield Fault(
+        "the weight of the step part multiplies both parts",
+        lambda x, s: s["omega"] * compute("gigpo", x, {**s, "omega": 1.0}),
+        id="step-weight-on-both",
+    )
+    yield Fault(
+        "the weight of the step part multiplies the part of the response",
+        _weight_on_episode,
+        id="step-weight-on-episode",
+    )
+    yield Fault(
+        "a response counts once for each of its steps in the mean of the prompt, not once",
+        _episode_by_steps,
+        id="episode-counted-by-steps",
+    )
+    yield Fault(
         "the advantage of the response is of its discounted return, not of the sum of its rewards",
         _episode_of_return,
         id="episode-discounted",
@@ -550,6 +693,22 @@ def _with_episode(inputs: Inputs, settings: Settings, step: Formula) -> Tensor:
     right = compute("gigpo", inputs, settings)
     omega = settings["omega"]
     return right + omega * (step(inputs, settings) - own_step)
+
+
+def _weight_on_episode(inputs: Inputs, settings: Settings) -> Tensor:
+    """Return ω A^E + A^S."""
+    step = compute("step_group_norm", inputs, settings)
+    episode = compute("gigpo", inputs, {**settings, "omega": 0.0})
+    return settings["omega"] * episode + step
+
+
+def _episode_by_steps(inputs: Inputs, settings: Settings) -> Tensor:
+    """Return GiGPO's advantage whose response part is normalized over steps."""
+    mask = inputs["mask"]
+    total = torch.where(mask, inputs["rewards"], 0).sum(1, keepdim=True)
+    ids = _spread(inputs["group"], inputs)[..., None]
+    episode = _normalized(total.expand(mask.shape), mask, ids, settings)
+    return episode + settings["omega"] * compute("step_group_norm", inputs, settings)
 
 
 def _episode_of_return(inputs: Inputs, settings: Settings) -> Tensor:
@@ -673,7 +832,7 @@ def known(name: str) -> tuple[TokenFault, ...]:
     if name in (*GAE, *RETURNS):
         faults += [*_whitening_faults(name), *_recursion_faults(name)]
     if name in TURNS:
-        faults += _turn_faults(name)
+        faults += [*_turn_faults(name), *_missing_turn_faults(name)]
     if name in STEPS:
         faults += _step_faults(name)
     if name in TEACHER:

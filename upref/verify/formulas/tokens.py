@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from upref.advantages import group_norm
 from upref.errors import InputError
 from upref.user_code import names
 from upref.user_code.load import verl_estimator
@@ -383,7 +384,26 @@ def empty_response(case: FormulaCase) -> Iterator[Finding]:
     """Compare on a batch of which one response has no trained slot, and a reward on a
     slot that is not trained.
     """
+    if case.name == "gigpo" and _counts_empty_responses(case):
+        words = f"{EMPTY.words} counts in the mean of its prompt, with a reward of 0"
+        why = "the reference leaves it out; both conventions are in use"
+        yield note("empty-response", words, cause=why)
+        return
     yield from case.compare("empty-response", EMPTY)
+
+
+def _counts_empty_responses(case: FormulaCase) -> bool:
+    """Return whether GiGPO's mean over the responses to a prompt counts those without a
+    trained slot.
+    """
+    mask, group = EMPTY.inputs["mask"], EMPTY.inputs["group"]
+    settings = case.settings
+    totals = torch.where(mask, EMPTY.inputs["rewards"], 0).sum(1)
+    of_norm = {"ddof": settings["ddof"], "eps": settings["eps"]}
+    episode = group_norm(totals, group, **of_norm)[:, None]
+    steps = compute("step_group_norm", EMPTY.inputs, settings)
+    expected = torch.where(mask, episode + settings["omega"] * steps, 0)
+    return alike(expected, case.found(EMPTY), case.tol)
 
 
 @oracle("untrained-numbers", not_run=no_mask_or_wrong)

@@ -44,6 +44,7 @@ from upref.verify.formulas.losses import (
     is_unreduced,
     mutation,
     nan_oracle,
+    shift_faults,
     total,
     value_oracle,
     wrong_already,
@@ -214,6 +215,32 @@ def _with_clip(
     return settings["scale"] * torch.maximum((V - R) ** 2, (near - R) ** 2)
 
 
+def _within(x: Tensor, center: Tensor, width: Tensor | float) -> Tensor:
+    """Return x, at most this far from a center."""
+    return torch.minimum(torch.maximum(x, center - width), center + width)
+
+
+def _whitened_target(
+    name: str, ddof: int, inputs: Inputs, settings: Settings
+) -> Tensor:
+    """Return the loss whose returns are whitened over the trained slots."""
+    returns, mask = inputs["returns"], inputs["mask"]
+    trained = returns[mask]
+    if len(trained) <= ddof:
+        return per_token(name)(inputs, settings)
+    white = (returns - trained.mean()) / (trained.var(correction=ddof) + 1e-8).sqrt()
+    return per_token(name)({**inputs, "returns": white}, settings)
+
+
+def _root(name: str, agg: str, inputs: Inputs, settings: Settings) -> Tensor:
+    """Return the gradient of the square root of a sum of squares. Its factor is one of
+    the usual ones.
+    """
+    gradient = gradient_formula(per_token(name), "values", agg)(inputs, settings)
+    value = total(per_token(name)(inputs, settings), inputs["mask"], agg)
+    return gradient / (2 * value.sqrt())
+
+
 def _moved(
     name: str, role: str, places: int, inputs: Inputs, settings: Settings
 ) -> Tensor:
@@ -255,6 +282,26 @@ def _words(name: str) -> Iterator[tuple[str, str, PerToken]]:
                     torch.maximum(V, old * (1 - c)), old * (1 + c)
                 ),
             ),
+        )
+        yield (
+            "the clip is relative: V_old (1 ± ε), whatever the sign of V_old",
+            "value-clip-relative",
+            partial(_with_clip, lambda V, R, old, c: _within(V, old, c * old.abs())),
+        )
+        yield (
+            "old and new values are exchanged: the old value is clipped around the new one",
+            "value-clip-exchanged",
+            partial(_with_clip, lambda V, R, old, c: _within(old, V, c)),
+        )
+        yield (
+            "the value is clipped from above alone: the lower end of the range is missing",
+            "value-clip-one-sided",
+            partial(_with_clip, lambda V, R, old, c: torch.minimum(V, old + c)),
+        )
+        yield (
+            "the value is clipped from below alone: the upper end of the range is missing",
+            "value-clip-one-sided",
+            partial(_with_clip, lambda V, R, old, c: torch.maximum(V, old - c)),
         )
         yield (
             "the errors are not squared: their absolute values count",
@@ -310,6 +357,12 @@ def _words(name: str) -> Iterator[tuple[str, str, PerToken]]:
             f"value-one-token-{where}",
             partial(_moved, name, "values", places),
         )
+    for ddof in (1, 0):
+        yield (
+            "the returns are whitened inside of the loss",
+            "returns-whitened",
+            partial(_whitened_target, name, ddof),
+        )
     yield (
         "the target is the advantage, R - V_old, not the return",
         "advantage-as-target",
@@ -344,7 +397,22 @@ def known(name: str, agg: str) -> tuple[Fault[Formula], ...]:
         for text, fault_id, loss in _words(name)
     ]
     of_sum = aggregation_faults(per_token(name), "values", agg)
-    return (no_gradient, *of_sum, *of_terms)
+    shifts = shift_faults(
+        per_token(name),
+        "values",
+        agg,
+        {
+            "the value": ("values", "old_values"),
+            "the return": ("returns",),
+            "the mask": ("mask",),
+        },
+    )
+    root = Fault[Formula](
+        "the square root of the loss: every gradient is divided by twice its value",
+        partial(_root, name, agg),
+        id="root-of-loss",
+    )
+    return (no_gradient, *of_sum, *of_terms, *shifts, root)
 
 
 # ---- oracles -------------------------------------------------------------------------
