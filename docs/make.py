@@ -313,6 +313,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "statuses": ("docs.framework_pages", "statuses"),
     "state_of_the_field": ("docs.field", "table"),
     "proved_losses": ("docs.proved", "losses"),
+    "proved_counts": ("docs.proved", "counts"),
     "proved_objectives": ("docs.proved", "objectives"),
     "field_logprobs": ("docs.logprobs", "field_logprobs"),
     "peers": ("docs.logprobs", "peers"),

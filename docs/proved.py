@@ -52,6 +52,15 @@ def cell(name: str) -> str:
     return f"[{words}](#proved-for-every-value) of {len(rows)}<br>*{version[:9]}*"
 
 
+def counts() -> str:
+    """Return in a sentence how many comparisons have a proof."""
+    said = [status(row) for of in record().values() for row in of["rows"]]
+    return (
+        f"  Of {len(said)} comparisons in {len(record())} frameworks, {said.count(PROVED)} are proved, "
+        f"{said.count(WITH_FAULTS)} are proved with the recorded differences, and {said.count(OPEN)} have no proof."
+    )
+
+
 def losses() -> str:
     """Return a row for each comparison."""
     rows = []

@@ -520,7 +520,7 @@ def _call_as_python(
 ) -> str:
     """Return Python code that calls the exercise's function on a batch."""
     given = [
-        f"{k} = {f'torch.tensor({_short(v.tolist(), digits)})' if isinstance(v, Tensor) else repr(v)}"
+        f"{k} = {f'torch.tensor({_short(v.tolist(), digits)})' if isinstance(v, Tensor) else _short(v, digits)}"
         for k, v in batch.inputs.items()
     ]
     return between.join([*given, f"{exercise.function}({', '.join(batch.inputs)})"])

@@ -32,6 +32,7 @@ from upref.step.case import (
     run_step,
 )
 from upref.verify import kl as verify_kl
+from upref.weights.batches import LOG_R
 from upref.weights.plots import DOWN, GREY, INK, PALETTE, STYLE, UP
 from upref_course.lessons.around_the_loss import step
 from upref_course.lessons.reading_a_run import KEY
@@ -698,6 +699,43 @@ def l11_around():
             va="center",
         )
         title(ax, text)
+    return fig
+
+
+def l12_every():
+    """A weight that differs from DAPO's where no test looks, and the cuts that find it."""
+    fig, (left, right) = axes(2, 4.1, 2.8)
+    r = np.linspace(0.9, 1.45, 1101)
+    low, high = 1.14, 1.2
+    dapo = upref.get("dapo").weight(r, np.ones_like(r))
+    other = np.where((r > low) & (r < high), r / 2, dapo)
+    tested = np.exp(LOG_R)
+    tested = tested[(tested > 0.9) & (tested < 1.45)]
+    for ax in (left, right):
+        for part in (
+            r < low,
+            (r > low) & (r < high),
+            (r > high) & (r < 1.28),
+            r > 1.28,
+        ):
+            ax.plot(r[part], dapo[part], color=PALETTE[0], lw=2.4)
+            ax.plot(r[part], other[part], color=UP, lw=1.6, ls=(0, (3, 2)))
+        ax.set(xlim=(0.9, 1.45), ylim=(-0.1, 1.6), xlabel="ratio r")
+    at_tested = upref.get("dapo").weight(tested, np.ones_like(tested))
+    left.plot(tested, at_tested, "o", color=INK, ms=4)
+    left.set(ylabel="weight of ∇log π, A = 1")
+    title(left, f"{len(tested)} ratios: equal at each")
+    for cut in (low, high, 1.28):
+        right.axvline(cut, color=GREY, lw=1, ls=":")
+    right.axvspan(low, high, color="#EDEDED", zorder=0)
+    for x, text in (
+        (1.02, "r = r"),
+        (1.17, "r ≠ r/2"),
+        (1.24, "r = r"),
+        (1.37, "0 = 0"),
+    ):
+        right.text(x, 1.5, text, ha="center", va="center", fontsize=8.5)
+    title(right, "four intervals: one formula in each")
     return fig
 
 

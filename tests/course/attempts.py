@@ -173,4 +173,14 @@ ATTEMPTS: dict[int, list[tuple[str, str, str]]] = {
         ("lp - old", "lp - lp.detach()", "r = 1"),
         ("1.28", "1.2", "the clip is PPO's"),
     ],
+    12: [
+        ("sorted({end for end, _, _ in f + g})", "sorted(set([x[0] for x in f] + [x[0] for x in g]))", ""),
+        ("in f + g}", "in f}", "the ends of f alone"),
+        ("sorted({end for end, _, _ in f + g})", "dict.fromkeys(end for end, _, _ in f + g)", "not sorted"),
+        ("formula(f, high) != formula(g, high)", "f != g", "compares the lists of pieces"),
+        ("formula(f, high) != formula(g, high)",
+         "sum(formula(f, high)) != sum(formula(g, high))", "two lines that cross"),
+        ("return low, high", "return high", "found float('inf')"),
+        ("return None", "return 0, 0", "expected None"),
+    ],
 }  # fmt: skip

@@ -291,7 +291,7 @@ def test_papers_are_links_with_authors_and_year(page):
 
 
 def test_every_page_stands_in_the_list_and_says_what_one_can_do_now():
-    """Lesson 0, the eleven lessons, and the pages between them."""
+    """Lesson 0, the twelve lessons, and the pages between them."""
     pages = [ROOT / page.page for page in learn.course_pages()]
     folder = (ROOT / "docs/course").glob("*.md")
     assert sorted(pages) == sorted(p for p in folder if p.name != "README.md")
