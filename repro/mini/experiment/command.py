@@ -26,6 +26,7 @@ from repro.mini.experiment import (
 )
 from repro.mini.experiment.plan import Plan, load, paths
 from repro.mini.experiment.questions import RunRecord
+from repro.mini.train import loop
 from upref.errors import InputError
 
 
@@ -51,6 +52,7 @@ def _parser() -> Parser:
     add("--standing", action="store_true", help="every claim, as JSON for a program")
     add("--hours", type=float, default=float("inf"), help="then begin no new run")
     add("--jobs", type=int, default=1, help="runs at a time (default 1)")
+    add("--device", default="cpu", help="cpu (default), or a GPU as torch names it")
     add("--out", type=Path, help="folder of the runs")
     add("--results", type=Path, help="folder of what is to be committed")
     return parser
@@ -95,7 +97,8 @@ def _work(args: argparse.Namespace) -> int:
         raise InputError(
             f"{plan.folder / 'registration.json'} is not there: register the plan before the first run."
         )
-    return _train(plan, out, results, args.jobs, args.hours)
+    loop.require_device(args.device)
+    return _train(plan, out, results, args.jobs, args.hours, args.device)
 
 
 def _is_closed(plan: Plan) -> bool:
@@ -116,7 +119,9 @@ def _take(plan: Plan, out: Path, results: Path) -> dict[str, RunRecord]:
     return known
 
 
-def _train(plan: Plan, out: Path, results: Path, jobs: int, hours: float) -> int:
+def _train(
+    plan: Plan, out: Path, results: Path, jobs: int, hours: float, device: str
+) -> int:
     """Stage after stage until all is done, a run fails or the hours are over."""
     end = time.monotonic() + 3600 * hours
     failures: list[str] = []
@@ -132,6 +137,7 @@ def _train(plan: Plan, out: Path, results: Path, jobs: int, hours: float) -> int
                     jobs,
                     lock,
                     left,
+                    device=device,
                     known=known,
                     ended=lambda: _take(plan, out, results),
                 )

@@ -44,6 +44,7 @@ def run_all(
     lock: int,
     hours: float = float("inf"),
     train: str = "",
+    device: str = "cpu",
     known: dict[str, RunRecord] | None = None,
     ended: Callable[[], object] = lambda: None,
 ) -> list[str]:
@@ -68,7 +69,9 @@ def run_all(
         while running or (todo and time.monotonic() < end):
             while todo and len(running) < jobs and time.monotonic() < end:
                 name = todo.pop(0)
-                running[name] = _launch(out / name, wanted[name], lock, train or TRAIN)
+                running[name] = _launch(
+                    out / name, wanted[name], lock, train or TRAIN, device
+                )
             for name in [n for n, p in running.items() if p.poll() is not None]:
                 failures += _finished(out / name, running.pop(name).returncode)
                 word = records.status(out / name) or "failed"
@@ -96,7 +99,7 @@ def lasting(hours: float) -> str:
 
 
 def _launch(
-    folder: Path, settings: Settings, lock: int, train: str
+    folder: Path, settings: Settings, lock: int, train: str, device: str
 ) -> subprocess.Popen[bytes]:
     """Start a run with one thread; it inherits the lock."""
     folder = folder.resolve()  # the run works in ROOT
@@ -115,6 +118,8 @@ def _launch(
         "--out",
         str(folder),
     ]
+    if device != "cpu":
+        command += ["--device", device]
     with (folder / "log.txt").open("ab") as log:
         return subprocess.Popen(
             command,

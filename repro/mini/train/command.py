@@ -45,11 +45,12 @@ def main(argv: list[str] | None = None) -> int:
             if getattr(args, f.name) is not None
         }
         s = Settings.of(given)
+        loop.require_device(args.device)
         out = args.out or OUT / s.key
         with Live(
             s, [Tracker(name, s, out) for name in MODULES if getattr(args, name)]
         ) as live:
-            loop.train(s, out, live.watch, live.say)
+            loop.train(s, out, live.watch, live.say, device=args.device)
         print(f"done: {out}")
         return 0
     except NotFinite as e:
@@ -87,6 +88,9 @@ def arguments() -> argparse.ArgumentParser:
         "--out",
         type=Path,
         help="default: a folder of repro/out/mini/, named by the settings",
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="cpu (default), or a GPU as torch names it"
     )
     parser.add_argument("--minibatch", type=Path, help="a minibatch-*.safetensors file")
     parser.add_argument(

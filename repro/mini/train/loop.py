@@ -68,6 +68,17 @@ def default_device(device: str) -> AbstractContextManager:
     return nullcontext() if device == "cpu" else torch.device(device)
 
 
+def require_device(device: str) -> None:
+    """Raise InputError where torch has no such device."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).splitlines()[0]
+        raise InputError(
+            f"--device {device}: torch cannot use it here: {why}"
+        ) from error
+
+
 def _train(s: Settings, out: Path, watch, say) -> None:
     if not (out / "settings.json").exists():
         require_no_run(out)
