@@ -111,6 +111,7 @@ def test_a_solver_that_takes_too_long_is_ended(monkeypatch, tmp_path):
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)
     monkeypatch.setattr(solver, "find_z3", lambda: str(slow))
+    monkeypatch.setattr(solver, "WAIT", 1)
     start = time.monotonic()
     proof = upref.prove(dapo, "dapo", rows=1, columns=1, seconds=1)
     assert proof.status == "no proof"

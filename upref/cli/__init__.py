@@ -353,7 +353,7 @@ def _parser() -> argparse.ArgumentParser:
         "--columns", type=int, default=3, metavar="N", help="columns of it (3)"
     )
     add_hyperparameters(c)
-    add_time_limit(c, 60)
+    add_time_limit(c, 600)
     c.add_argument(
         "-v", "--verbose", action="store_true", help="also print how it was read"
     )

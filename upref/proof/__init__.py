@@ -6,6 +6,8 @@ values      formulas in one normal form
 operators   a rule for each operator of torch
 trace       one call, with its formulas, its branches and what Python reads
 sizes       what the code compares with sizes and counts
+constants   the numbers in its own comparisons of such counts
+state       what it keeps from call to call
 domain      the inputs: small batches whose numbers are variables
 subjects    what is compared: the gradient of a loss, a KL term
 paths       all paths of two functions, and where they differ

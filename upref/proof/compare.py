@@ -3,7 +3,6 @@
 differ, or no proof.
 """
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,7 +13,7 @@ from torch import Tensor
 from upref.proof.domain import Domain, Pattern, patterns
 from upref.proof.paths import Counterexample, Limits, Outcome, Outputs, Path, Search
 from upref.proof.sizes import Bound
-from upref.proof.solver import Answer, ask
+from upref.proof.solver import Answer, ask, cpu_seconds
 from upref.proof.values import Values
 from upref.rollouts import Rollouts
 
@@ -39,7 +38,7 @@ class Comparison:
         per_response: whether a response has one advantage.
         reads: optional inputs that are variables.
         operators: those that computed.
-        seconds: how long it took.
+        seconds: of CPU time that it took.
     """
 
     status: Status
@@ -118,7 +117,7 @@ def compare(
         among: the patterns, the smallest first.
         per_response: one advantage for each response.
         reads: optional inputs that are variables: logp_ref, logp_sampler, entropy.
-        seconds: the time limit.
+        seconds: the limit of CPU time.
         bounds_mean: as of a Domain.
         limits: how much work it may be.
         differs: whether two outputs differ by more than rounding.
@@ -126,7 +125,7 @@ def compare(
     Returns:
         The Comparison.
     """
-    start = time.monotonic()
+    start = cpu_seconds()
     values = Values()
     out = Comparison("proved", per_response=per_response, reads=frozenset(reads))
     bounds: dict[Bound, None] = {}
@@ -136,7 +135,13 @@ def compare(
         for pattern in chunk:
             domain = Domain(values, pattern, per_response, out.reads, bounds_mean)
             search = Search(
-                domain, function, reference, differs, start + seconds, limits
+                domain,
+                function,
+                reference,
+                differs,
+                start + seconds,
+                limits,
+                number=among.index(pattern),
             )
             outcome = search.explore()
             outcomes.append((search, outcome))
@@ -145,7 +150,7 @@ def compare(
                 out.operators |= trace.seen
             if outcome.reason:
                 break
-        _conclude(values, outcomes, start + seconds - time.monotonic(), limits)
+        _conclude(values, outcomes, start + seconds - cpu_seconds(), limits)
         for search, outcome in outcomes:
             out.paths += len(outcome.paths)
             if outcome.counterexample:
@@ -164,7 +169,7 @@ def compare(
         out.status = "no proof"
         out.reason = "it answers differently when it is called again: it keeps a state"
     out.bounds = list(bounds)
-    out.seconds = time.monotonic() - start
+    out.seconds = cpu_seconds() - start
     return out
 
 

@@ -24,8 +24,10 @@ from upref.rollouts import Rollouts
 MOST_LOG_RATIO = 20.0
 MOST_MEAN_LOG_RATIO = 10.0
 LEAST_LOG_PROB = -60.0  # log π_old
-FAR_RATIO = 9.0  # |log r| of points far from common ones
-FAR_ADVANTAGE = 14.0  # log |A| of these
+FAR = {  # |log r| and |log |A|| of points that are far from common ones
+    "far": (9.0, 14.0),
+    "extreme": (19.5, 30.0),
+}
 RATIO = (math.exp(-MOST_LOG_RATIO), math.exp(MOST_LOG_RATIO))
 PROBABILITY = (math.exp(LEAST_LOG_PROB), 1.0)
 
@@ -54,6 +56,12 @@ class Pattern:
     def shape(self) -> tuple[int, int]:
         """Rows and columns."""
         return len(self.mask), len(self.mask[0])
+
+    @property
+    def is_free(self) -> bool:
+        """Whether all ratios and advantages are variables."""
+        is_fixed = self.on_policy or self.zeros or self.certain
+        return not is_fixed and self.advantages == "free"
 
     @property
     def tokens(self) -> int:
@@ -279,12 +287,12 @@ class Domain:
         return True
 
     # ---- points ----------------------------------------------------------------------
-    def draw(self, seed: int, far: bool = False) -> dict[str, float]:
+    def draw(self, seed: int, where: str = "near") -> dict[str, float]:
         """Return a point at random.
 
         Args:
             seed: of the draw.
-            far: over the domain, not where batches mostly lie.
+            where: "near", where batches mostly lie, or one of FAR.
         """
         chance = random.Random(f"{seed} {self.pattern}")
         point = {}
@@ -300,10 +308,11 @@ class Domain:
             point[f"A{at}"] = chance.choice((1, -1)) * math.exp(chance.gauss(0, 1))
         for i in range(B):
             point[f"A{i}"] = chance.choice((1, -1)) * math.exp(chance.gauss(0, 1))
-        if far:
+        if where in FAR:
+            most_ratio, most_advantage = FAR[where]
             for name in point:
                 sign = chance.choice((1, -1)) if name[0] == "A" else 1
-                most = FAR_ADVANTAGE if name[0] == "A" else FAR_RATIO
+                most = most_advantage if name[0] == "A" else most_ratio
                 if name[:2] != "mu":
                     point[name] = sign * math.exp(chance.uniform(-most, most))
         if self.pattern.certain:

@@ -83,6 +83,7 @@ class Operation:
         values: of the trace.
         name: of the operator, without `aten::` and the `_` of a write in place.
         answer: what the operator answers, where the rule has run it itself.
+        decided: arguments with the numbers of the witness, for the call.
     """
 
     def __init__(self, trace: Any, func: Any, args: Any, kwargs: Any) -> None:
@@ -90,6 +91,7 @@ class Operation:
         self.values: Values = trace.values
         self.func = func
         self.answer: Any = None
+        self.decided: dict[str, Any] = {}
         self.shape = shape_of(func)
         self.name = self.shape.name
         self.arguments = dict(self.shape.defaults)
@@ -123,6 +125,17 @@ class Operation:
             name: self.trace.concrete(x) if name not in replaced else replaced[name]
             for name, x in self.arguments.items()
         }
+        return self._call(arguments)
+
+    def call(self) -> Any:
+        """Run the operator on its own arguments, but for those that were decided."""
+        return self._call(self.arguments | self.decided)
+
+    def at_witness(self) -> Any:
+        """Run the operator with the numbers of the witness."""
+        return self._call(self.arguments | {"self": self.trace.numbers(self["self"])})
+
+    def _call(self, arguments: dict[str, Any]) -> Any:
         positional, by_name = [], {}
         for a in self.func._schema.arguments:
             if a.kwarg_only:
@@ -854,15 +867,10 @@ def _extreme_and_place(o: Operation) -> Any:
         ids = o.ids("self").reshape(-1).tolist()
         return torch.tensor(reduce(lambda x, y: of(o.values, x, y), ids))
     # one branch for each place at which it may be
-    o.answer = o.func(*_arguments(o))
+    o.answer = o.at_witness()
     places = o.answer[1]
     keep = bool(o.get("keepdim", False))
     return _picked(o, places, o["dim"], keep, largest=o.name == "max")
-
-
-def _arguments(o: Operation) -> list[Any]:
-    """Return the arguments of an operator in their order."""
-    return [o.arguments[a.name] for a in o.func._schema.arguments if not a.kwarg_only]
 
 
 def _picked(
@@ -894,7 +902,7 @@ def _put_answer(o: Operation, ids: Tensor) -> None:
 
 @rule("argmax argmin", "places")
 def _place(o: Operation) -> Any:
-    o.answer = o.func(*_arguments(o))
+    o.answer = o.at_witness()
     ids = o.ids("self")
     dim = o.get("dim")
     if dim is None:
@@ -918,12 +926,12 @@ def _sort(o: Operation) -> Any:
     if o["self"].ndim == 0:
         o.trace.stop(f"calls {o.name} of one number")
     dim = o.get("dim")
-    o.answer = o.func(*_arguments(o), **_by_name(o))
+    o.answer = o.at_witness()
     if dim is None and o.name in ("median", "nanmedian"):
         o.trace.stop(f"calls {o.name} of a whole tensor", "give a dimension")
     dim = -1 if dim is None else dim
     ids = o.ids("self")
-    order = o["self"].detach().sort(dim=dim, stable=True).indices
+    order = o.trace.numbers(o["self"]).sort(dim=dim, stable=True).indices
     for row in (
         ids.gather(dim, order).movedim(dim, -1).reshape(-1, ids.shape[dim]).tolist()
     ):
@@ -937,12 +945,6 @@ def _sort(o: Operation) -> Any:
     picked = ids.gather(dim, places)
     _put_answer(o, picked.reshape(o.answer[0].shape))
     return (None,)
-
-
-def _by_name(o: Operation) -> dict[str, Any]:
-    return {
-        a.name: o.arguments[a.name] for a in o.func._schema.arguments if a.kwarg_only
-    }
 
 
 @rule("cumsum")
@@ -1081,7 +1083,7 @@ def _nonzero_of(o: Operation, name: str) -> Any:
 
 @rule("masked_select", "places")
 def _masked_select(o: Operation) -> Tensor:
-    mask = decided(o, o["mask"])
+    mask = o.decided["mask"] = decided(o, o["mask"])
     ids = o.ids("self")
     return torch.masked_select(*torch.broadcast_tensors(ids, mask))
 
@@ -1120,6 +1122,7 @@ def _places(o: Operation, indices: Any) -> list[Any]:
             out.append(decided(o, index))
         else:
             out.append(o.trace.concrete(index))
+    o.decided["indices"] = out
     return out
 
 
@@ -1219,6 +1222,13 @@ def _count(o: Operation) -> Tensor:
     )
 
 
-@rule("_assert_async _assert_scalar record_stream")
+@rule("_assert_async _assert_scalar", "places")
+def _assert(o: Operation) -> Any:
+    if not o.trace.decide(int(o.ids("self").reshape(()))):
+        o.trace.stop("asserts what does not hold for every value")
+    return (None,)
+
+
+@rule("record_stream")
 def _nothing(o: Operation) -> Any:
     return (None,)

@@ -16,7 +16,6 @@ others of the path. A difference counts only if the functions differ where they 
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,16 +25,15 @@ from torch import Tensor
 
 from upref.errors import Gone, InputError
 from upref.proof.domain import Domain
-from upref.proof.solver import Answer, Question, ask
-from upref.proof.trace import NoProof, Step, Trace, tracing
+from upref.proof.solver import STEPS, Answer, Question, ask, cpu_seconds
+from upref.proof.trace import DECOYS, NoProof, Step, Trace, tracing
 from upref.proof.values import TooHard, Values
 from upref.rollouts import Rollouts
 
 MOST_PATHS = 64  # of one pattern
 AGREES = 1e-7  # of formulas and functions, relative to the largest number
 ROUNDED = 2e-3  # the same where a part is in less than float64
-CHECKED = 2  # points of a path beside the witness
-CHECKED_FAR = 2  # the same far from it
+CHECKED = {"near": 2, "far": 2, "extreme": 2}  # points of a path beside the witness
 NEARBY = 3e-7  # relative: a constant in float32 is off by 6e-8
 RUN = 12  # of them, those at which both functions run
 TRIED = 60  # points near the one that the solver gives
@@ -50,12 +48,12 @@ class Limits:
     Attributes:
         paths: of one pattern.
         operators: of one call of a function.
-        solver: z3's count of its steps for one question; 0: any number.
+        solver: z3's count of its steps for one question.
     """
 
     paths: int = MOST_PATHS
     operators: int = 100_000
-    solver: int = 0
+    solver: int = STEPS
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,9 @@ class Search:
         domain: the batch.
         function, reference: what is compared.
         differs: whether two outputs differ by more than rounding.
-        deadline: of time.monotonic.
+        deadline: of cpu_seconds.
+        limits: how much work it may be.
+        number: of the domain among others.
     """
 
     domain: Domain
@@ -130,6 +130,7 @@ class Search:
     differs: Callable[[Tensor, Tensor, Rollouts], bool]
     deadline: float
     limits: Limits = Limits()
+    number: int = 0
     thin: dict[str, float] | None = None  # where they differ next to a bound alone
 
     @property
@@ -264,9 +265,9 @@ class Search:
 
     def _run_at(self, point: dict[str, float], outcome: Outcome) -> Path:
         """Run both functions at a point, with formulas."""
-        trace = Trace(self.values, point, most_operators=self.limits.operators)
-        pattern = self.domain.pattern
-        trace.sizes.with_floats = not (pattern.on_policy or pattern.zeros)
+        decoys = DECOYS[(self.number + len(outcome.traces)) % len(DECOYS)]
+        trace = Trace(self.values, point, self.limits.operators, decoys)
+        trace.sizes.with_floats = self.domain.pattern.is_free
         outcome.traces.append(trace)
         found = self._formulas(self.function, trace)
         expected = self._formulas(self.reference, trace)
@@ -276,7 +277,7 @@ class Search:
 
     def _formulas(self, of: Outputs, trace: Trace) -> Tensor:
         """Return the ids of a function's outputs."""
-        if time.monotonic() > self.deadline:
+        if cpu_seconds() > self.deadline:
             raise NoProof("the time is over (--timeout)")
         batch = self.domain.batch(trace.point)
         self.domain.introduce(trace, batch)
@@ -323,8 +324,8 @@ class Search:
     ) -> Iterator[dict[str, float]]:
         """Yield points of a path, the witness first."""
         yield witness
-        for most, far in ((CHECKED, False), (CHECKED_FAR, True)):
-            points = (self.domain.draw(seed, far) for seed in range(1, 9))
+        for where, most in CHECKED.items():
+            points = (self.domain.draw(seed, where) for seed in range(1, 9))
             on_path = (point for point in points if self._holds(conditions, point))
             yield from itertools.islice(on_path, most)
 
@@ -370,7 +371,7 @@ class Search:
         ):
             if kind == "model":
                 if answer.outcome == "unknown":
-                    reason = reason or "the solver did not decide it in time"
+                    reason = reason or "the solver did not decide it within its limits"
                 if answer.outcome == "impossible":
                     reason = reason or "the solver found no model of the assumptions"
                 continue
@@ -402,7 +403,7 @@ class Search:
 
     def _describe_open(self, kind: str, answer: Answer) -> str:
         if answer.outcome == "unknown":
-            return "the solver did not decide it in time"
+            return "the solver did not decide it within its limits"
         if kind == "difference":
             if self.thin:
                 return (
@@ -464,7 +465,7 @@ class Search:
         return Question((*self.domain.assumptions(names), *conditions), pair)
 
     def _ask(self, questions: list[Question]) -> list[Answer]:
-        left = self.deadline - time.monotonic()
+        left = self.deadline - cpu_seconds()
         if left <= 0:
             raise NoProof("the time is over (--timeout)")
         return ask(self.values, questions, left, self.limits.solver)

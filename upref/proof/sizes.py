@@ -176,6 +176,15 @@ class _Noted:
         return self.sizes.mark(number, self.line)
 
 
+def is_counted(x: Any) -> bool:
+    """Tell whether a number notes what it is compared with.
+
+    Args:
+        x: a number.
+    """
+    return isinstance(x, _Noted)
+
+
 def _comparison(name: str) -> Callable[..., Any]:
     def compare(self: Any, other: Any) -> Any:
         return getattr(super(type(self), self), name)(self.noted(other))
@@ -204,6 +213,7 @@ METHODS = {
         for x in ("lt", "le", "gt", "ge", "eq", "ne")
     },
     **{f"__{x}__": _division(f"__{x}__") for x in ("mod", "floordiv")},
+    **{f"__{x}__": _arithmetic(f"__{x}__") for x in ("truediv", "rtruediv", "pow")},
     **{
         f"__{x}__": _arithmetic(f"__{x}__")
         for x in ("add", "radd", "sub", "rsub", "mul", "rmul")

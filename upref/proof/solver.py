@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The solver: conditions in, an answer for each out. z3 runs as a program of its own, with
-a limit of time and memory, so that a proof never ends the process that asks for it.
+a limit of CPU time and memory, so that a proof never ends the process that asks for it.
+The limit of each question is z3's count of its own steps: it is the same on a busy machine.
 
 The questions go to it as one SMT-LIB text. exp, log and other functions that are no
 polynomials are unknown numbers there, of which a few true facts are told. So `impossible`
@@ -10,6 +11,7 @@ holds for the real functions too, and a point that the solver gives may be no re
 import math
 import re
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -31,10 +33,17 @@ from upref.proof.values import (
     simplest,
 )
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
 INSTALL = "a proof needs the solver z3: `pip install 'upref-rl[prove]'`, or `pip install z3-solver`."
 LARGEST_ROOT = 12  # of a variable; other powers are numbers of their own
 MOST_PAIRS = 6  # values of one function that are compared with each other
 MEMORY = 1500  # MB
+STEPS = 20_000_000  # of z3 for one question: about 7 CPU seconds
+WAIT = 20  # seconds of waiting for each CPU second, where the machine is busy
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,14 @@ def find_z3() -> str:
     return ""
 
 
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of the solvers that it has run."""
+    if not hasattr(resource, "getrusage"):  # Windows
+        return time.process_time()
+    others = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + others.ru_utime + others.ru_stime
+
+
 def require_z3() -> None:
     """Raise InputError where z3 is not installed."""
     if not find_z3():
@@ -86,26 +103,22 @@ def ask(
     values: Values,
     questions: Sequence[Question],
     seconds: float,
-    steps: int = 0,
+    steps: int = STEPS,
 ) -> list[Answer]:
     """Ask for a point at which all conditions of a question hold, for each question.
 
     Args:
         values: that the ids are of.
         questions: ids of conditions.
-        seconds: for all questions together.
-        steps: z3's own count of its work, the limit of each question, which does not
-            depend on how busy the machine is; 0: a third of the time for each.
+        seconds: of CPU time, for all questions together.
+        steps: z3's own count of its work, the limit of each question.
 
     Returns:
         An answer for each question.
     """
     if not questions:
         return []
-    limit = f"(set-option :timeout {max(100, int(1000 * seconds / 3))})"
-    if steps:
-        limit = f"(set-option :rlimit {steps})"
-    parts = [limit, "(set-option :pp.decimal true)"]
+    parts = [f"(set-option :rlimit {steps})", "(set-option :pp.decimal true)"]
     parts.append("(set-option :pp.decimal_precision 17)")
     names: list[list[str]] = []
     for question in questions:
@@ -131,8 +144,7 @@ def ask(
 
 def _run(text: str, seconds: float) -> str:
     """Return what z3 prints of a text, as far as it comes in time."""
-    limit = max(1, math.ceil(seconds))
-    command = [find_z3(), "-in", f"-T:{limit}", f"-memory:{MEMORY}"]
+    command = [find_z3(), "-in", f"-memory:{MEMORY}"]
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -141,7 +153,10 @@ def _run(text: str, seconds: float) -> str:
         text=True,
     )
     try:
-        output, _ = process.communicate(text, timeout=seconds + 0.5)
+        if hasattr(resource, "prlimit"):  # Linux
+            most = math.ceil(seconds)
+            resource.prlimit(process.pid, resource.RLIMIT_CPU, (most, most))
+        output, _ = process.communicate(text, timeout=WAIT * seconds)
     except subprocess.TimeoutExpired:
         process.kill()
         output, _ = process.communicate()

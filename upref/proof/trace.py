@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One call of a function of torch, with a formula for every number that it computes.
 
-The function runs as it is, in float64, on the numbers of one point: the witness. Beside
-the memory of each tensor that depends on the inputs stands a second memory, with the id
-of a formula (upref.proof.values) for each number. Every operator of the forward and of
+The function runs as it is, in float64, at one point: the witness. Beside the memory of
+each tensor that depends on the inputs stands a second memory, with the id of a formula
+(upref.proof.values) for each number. The first memory holds decoys, wherever a formula
+varies: a number that leaves torch unnoticed, by whatever way, is none of the witness,
+and what is made of it disagrees with the run without formulas. Every operator of the forward and of
 the backward pass arrives in `Operators`. Operators that move numbers move the ids in
 the same way, so that views, slices and writes in place need no rules of their own;
 operators that compute have a rule (upref.proof.operators).
@@ -15,6 +17,7 @@ Python would take out of torch ends the trace with a reason.
 
 import builtins
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -28,12 +31,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from upref.proof.constants import Constants
 from upref.proof.operators import Operation, elementwise, find_rule, shape_of
 from upref.proof.sizes import Bound, Sizes
 from upref.proof.values import Known, TooHard, Values
 from upref.user_code.guard import NOT_USER_CODE
 
 SHORT = (torch.float32, torch.float16, torch.bfloat16)
+# numbers in place of those that vary, one row for each call
+DECOYS = ((1e300, -1e300), (-1e300,), (0.5, -0.5), (1e300,), (1e-300, -1e-300))
 MOST_STEPS = 400  # of one path
 REREADS = (torch.ops.aten.view.dtype, torch.ops.aten._neg_view.default)
 
@@ -67,19 +73,23 @@ class Trace:
     Attributes:
         values: all formulas.
         point: the number of each variable.
+        most_operators: that may run.
+        decoys: what the memory of the tensors holds where a formula varies.
         path: the branches that were taken.
         stopped: why there is no proof; "" while there may be one.
-        most_operators: that may run.
         sizes: what the code compares with sizes and counts.
+        constants: numbers that stand in its comparisons.
         is_rounded: whether a part was computed in less than float64.
     """
 
     values: Values
     point: Mapping[str, float]
+    most_operators: int = 100_000
+    decoys: tuple[float, ...] = DECOYS[0]
     path: list[Step] = field(default_factory=list)
     stopped: str = ""
-    most_operators: int = 100_000
     sizes: Sizes = field(default_factory=Sizes)
+    constants: Constants = field(init=False)
     is_rounded: bool = False
     memories: dict[int, Memory] = field(default_factory=dict)
     known: Known = field(default_factory=dict)
@@ -87,15 +97,20 @@ class Trace:
     operators: int = 0
     is_busy: bool = False  # what runs is upref's, not the user's
 
+    def __post_init__(self) -> None:
+        self.constants = Constants(self.sizes)
+
     @contextmanager
     def busy(self) -> Iterator[None]:
         """Within, tensors are read as they are."""
-        before = self.is_busy
+        before, follows = self.is_busy, sys.gettrace()
         self.is_busy = True
+        sys.settrace(None)
         try:
             yield
         finally:
             self.is_busy = before
+            sys.settrace(follows)
 
     # ---- the second memory -----------------------------------------------------------
     def is_known(self, x: Tensor) -> bool:
@@ -138,13 +153,46 @@ class Trace:
         """
         storage = x.untyped_storage()
         memory = self.memories.get(storage._cdata)
+        ids = ids.expand(x.shape)
         if memory is None:
             if self.values.constants.issuperset(ids.reshape(-1).tolist()):
+                self._hide(x, ids)
                 return
             memory = self._make_memory(x, storage)
         if x.numel():
             view = memory.ids.as_strided(x.size(), x.stride(), x.storage_offset())
-            view.copy_(ids.expand(x.shape))
+            view.copy_(ids)
+            self._hide(x, ids)
+
+    def _hide(self, x: Tensor, ids: Tensor) -> None:
+        """Write what the memory of a tensor holds: constants, and decoys for the rest."""
+        if not x.numel():
+            return
+        flat = []
+        for n, value in enumerate(ids.reshape(-1).tolist()):
+            decoy = self.decoys[n % len(self.decoys)]
+            flat.append(self.values.number_of(value, decoy))
+        # a tensor of its own, so that autograd does not take this for a write
+        memory = torch.empty(0, dtype=x.dtype).set_(
+            x.untyped_storage(), x.storage_offset(), x.size(), x.stride()
+        )
+        memory.copy_(_of_type(flat, x.dtype).view(x.shape))
+
+    def numbers(self, x: Tensor) -> Tensor:
+        """Return a tensor with the numbers that it has at the witness.
+
+        Args:
+            x: the tensor.
+        """
+        ids = self.ids(x)
+        try:
+            flat = [
+                self.values.evaluate(value, self.point, self.known)
+                for value in ids.reshape(-1).tolist()
+            ]
+        except (ArithmeticError, ValueError):
+            self.stop("computes a value that is not finite")
+        return _of_type(flat, x.dtype).view(x.shape)
 
     def _make_memory(self, x: Tensor, storage: Any) -> Memory:
         """Make the ids of a storage, those of the numbers that it holds now."""
@@ -174,6 +222,7 @@ class Trace:
         memory = Memory(storage, torch.zeros(size, dtype=torch.int64), x.element_size())
         self.memories[storage._cdata] = memory
         memory.ids.as_strided(x.size(), x.stride(), x.storage_offset()).copy_(ids)
+        self._hide(x, ids)
 
     def concrete(self, x: Any) -> Any:
         """Return a tensor as it is; stop where its numbers vary.
@@ -238,6 +287,17 @@ class Trace:
             words += f": {instead}"
         self.stopped = self.stopped or words
         raise NoProof(self.stopped)
+
+
+def _of_type(numbers: list[float], dtype: torch.dtype) -> Tensor:
+    """Return numbers as a tensor of a type; the nearest ones that an integer can hold."""
+    out = torch.tensor(numbers, dtype=torch.float64)
+    if dtype is torch.bool:
+        return out > 0
+    if dtype.is_floating_point or dtype.is_complex:
+        return out.to(dtype)
+    holds = torch.iinfo(dtype)
+    return out.clamp(holds.min, min(holds.max, 2**62)).to(dtype)
 
 
 _real_path = cache(os.path.realpath)
@@ -429,6 +489,33 @@ def _slices_noted(trace: Trace) -> Iterator[None]:
         torch.autograd._engine_run_backward = backward
 
 
+@contextmanager
+def _chance_refused(trace: Trace) -> Iterator[None]:
+    """Stop where Python asks the operating system for random bytes, which numpy's new
+    generators, secrets and random.SystemRandom do too.
+    """
+    from_system, seed = os.urandom, random.Random.seed
+
+    def refuse(size: int) -> bytes:
+        trace.stop("draws random numbers", "a proof is of a function")
+        return from_system(size)
+
+    def seed_with(self: random.Random, a: Any = None, version: int = 2) -> None:
+        if a is None:
+            refuse(0)
+        seed(self, a, version)
+
+    os.urandom = refuse
+    setattr(random, "_urandom", refuse)  # noqa: B010
+    setattr(random.Random, "seed", seed_with)  # noqa: B010
+    try:
+        yield
+    finally:
+        os.urandom = from_system
+        setattr(random, "_urandom", from_system)  # noqa: B010
+        setattr(random.Random, "seed", seed)  # noqa: B010
+
+
 # ---- operators -----------------------------------------------------------------------
 class Operators(TorchDispatchMode):
     """Runs every operator, and beside it the rule for its formulas."""
@@ -463,11 +550,14 @@ class Operators(TorchDispatchMode):
         if shape.is_random:
             trace.stop("draws random numbers", "a proof is of a function")
         trace.sizes.note_cut(func, args, user_line)
+        trace.constants.note_operator(args[1:], user_line)
         if not any(map(trace.is_known, tensors)):
             trace.sizes.note(func, args, kwargs, user_line)
             return func(*args, **kwargs)
         if func in REREADS:
             trace.stop("reads the bytes of a tensor as other numbers")
+        if shape.is_view and func._can_decompose():
+            return self._decompose(func, args, kwargs)  # such as `to`, which may copy
         if shape.is_view:
             return func(*args, **kwargs)  # its memory has the ids
         if any(x.layout is not torch.strided or x.is_quantized for x in tensors):
@@ -486,9 +576,9 @@ class Operators(TorchDispatchMode):
         trace.seen.add(operation.name)
         ids = rule(operation)
         written = operation.written()
-        answer = func(*args, **kwargs)
         if operation.answer is not None:
             return operation.answer
+        answer = operation.call()
         results = written or [x for x in _leaves((answer,)) if isinstance(x, Tensor)]
         for x, part in zip(
             results, ids if isinstance(ids, tuple) else (ids,), strict=False
@@ -568,8 +658,20 @@ def tracing(trace: Trace) -> Iterator[None]:
     # compiled code needs the compiler, which is imported where it was compiled
     is_compiled = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
-    with eager, _reads_answered(trace), _slices_noted(trace), Operators(trace):
-        yield
+    with (
+        eager,
+        _reads_answered(trace),
+        _slices_noted(trace),
+        _chance_refused(trace),
+        Operators(trace),
+    ):
+        before = sys.gettrace()
+        sys.settrace(trace.constants.enter)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+    trace.constants.conclude()
 
 
 __all__ = ["Bound", "NoProof", "Step", "Trace", "tracing", "user_line"]

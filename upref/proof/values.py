@@ -256,6 +256,18 @@ class Values:
             return node.terms[0][1]
         return None
 
+    def number_of(self, value: int, otherwise: float) -> float:
+        """Return the number that a value always is, infinity included.
+
+        Args:
+            value: an id.
+            otherwise: what to return where it varies.
+        """
+        if value not in self.constants:
+            return otherwise
+        name = self.special(value)
+        return float(name) if name else to_float(self.constant(value) or Fraction(0))
+
     def special(self, value: int) -> str:
         """Return inf, -inf or nan, and "" for any other value.
 

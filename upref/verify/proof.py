@@ -18,6 +18,7 @@ from upref.proof.compare import (
 from upref.proof.domain import MOST_LOG_RATIO, Pattern
 from upref.proof.paths import Counterexample, Limits
 from upref.proof.solver import require_z3
+from upref.proof.state import changed_name, kept
 from upref.proof.subjects import gradient_of, term_of
 from upref.registry import Objective, get
 from upref.result import Result
@@ -54,7 +55,7 @@ class Proof(Result):
         example: the counterexample.
         read_as: which argument was taken for what.
         remarks: what else the reader should know, a sentence each.
-        seconds: how long it took.
+        seconds: of CPU time that it took.
     """
 
     name: str
@@ -145,7 +146,7 @@ class Proof(Result):
             f"advantages of 0; equal policies); {counted(self.paths, 'path')}; {self.seconds:.1f} s"
         ]
         return lines + [
-            f"  a size or count is compared with {number} ({line}): on the other side of it nothing is proved"
+            f"  a size, count or setting is compared with {number} ({line}): on the other side of it nothing is proved"
             for number, line in self.bounds
         ]
 
@@ -185,7 +186,7 @@ def prove(
             FILE.py:FUNCTION.
         agg: aggregation in place of the objective's own.
         rows, columns: the largest batch; all masks of it are proved.
-        seconds: the time limit.
+        seconds: the limit of CPU time.
         **hp: the objective's hyperparameters, as of `upref.check`.
 
     Returns:
@@ -196,8 +197,13 @@ def prove(
     """
     require_z3()
     _check_limits(rows, columns, seconds)
+    function = loss.call if isinstance(loss, Loss) else loss
+    before = kept(function)
     with state_restored() as changed:
         proof = _prove(loss, objective, agg, rows, columns, seconds, hp)
+    if proof and (name := changed_name(before, kept(function))):
+        reason = f"it keeps a state from call to call: {name} changes"
+        proof = replace(proof, status="no proof", reason=reason)
     return _with_changes(proof, changed)
 
 
@@ -493,7 +499,7 @@ def prove_kl(
         estimator: a function of (log_prob, ref_log_prob), or its name.
         name: of the estimator: k1, k2 or k3.
         rows, columns: the largest batch.
-        seconds: the time limit.
+        seconds: the limit of CPU time.
 
     Returns:
         A Proof: true if it is proved.

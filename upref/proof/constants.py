@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers that stand in the user's code where it compares Python's numbers: bounds of
+a proof too.
+
+A size or a count that has left torch is a number like any other: `n = float(mask.sum())`,
+`for i, row in enumerate(x)`, `n += 1`. So the lines that run are read. Where one compares
+numbers, cuts a list, or divides and rounds, each constant of it is a bound, unless an
+operator of torch got that constant there, or it is compared with a setting of the loss.
+"""
+
+import ast
+import linecache
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any, TypeGuard
+
+from upref.proof.sizes import SMALLEST, Sizes, is_counted
+from upref.user_code.guard import NOT_USER_CODE
+
+CUTS = {"min", "max", "islice", "range", "divmod", "split", "chunk", "narrow"}
+ROUNDS = (ast.Mod, ast.FloorDiv, ast.RShift, ast.BitAnd)
+LIMIT = 2**62
+
+
+@dataclass(frozen=True)
+class Place:
+    """One comparison of a file: its constants, and the names that it compares.
+
+    Attributes:
+        numbers: its constants.
+        names: the source of each name in it, as an expression.
+        computes: it compares more than names.
+    """
+
+    numbers: tuple[float, ...]
+    names: tuple[ast.expr, ...]
+    computes: bool
+
+
+@dataclass
+class Constants:
+    """The constants of the lines that run.
+
+    Attributes:
+        sizes: where they are noted.
+        of_torch: those that an operator of torch got, with the line.
+        found: the others may be bounds.
+    """
+
+    sizes: Sizes
+    of_torch: set[tuple[str, float]] = field(default_factory=set)
+    found: dict[tuple[str, float], None] = field(default_factory=dict)
+    settings: set[float] = field(default_factory=set)
+
+    def note_operator(self, args: Any, line: Callable[[], str]) -> None:
+        """Note the numbers that an operator of torch gets.
+
+        Args:
+            args: its arguments.
+            line: returns the user's line.
+        """
+        numbers = [x for x in args if isinstance(x, int | float) and x > SMALLEST]
+        if numbers:
+            at = line()
+            self.of_torch.update((at, float(x)) for x in numbers)
+
+    def conclude(self) -> None:
+        """Make bounds of what was found."""
+        for line, number in self.found:
+            if (line, number) not in self.of_torch:
+                self.sizes.add(number, line)
+
+    # ---- lines as they run -----------------------------------------------------------
+    def enter(self, frame: FrameType, event: str, arg: Any) -> Any:
+        """Follow the lines of a function of the user, as of sys.settrace."""
+        if event != "call" or not is_of_user(frame.f_code):
+            return None
+        if frame.f_back is None or not is_of_user(frame.f_back.f_code):
+            code = frame.f_code
+            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            values = (frame.f_locals.get(name) for name in names)
+            self.settings.update(x for x in values if _is_number(x))
+        return self.follow
+
+    def follow(self, frame: FrameType, event: str, arg: Any) -> Any:
+        """Read a line that runs, as of sys.settrace."""
+        if event == "line":
+            for place in places(frame.f_code.co_filename).get(frame.f_lineno, ()):
+                self._read(place, frame)
+        return self.follow
+
+    def _read(self, place: Place, frame: FrameType) -> None:
+        local: list[float] = []  # what the code has computed
+        fixed = list(place.numbers)
+        for name in place.names:
+            value = _value(name, frame)
+            if not _is_number(value):
+                continue
+            is_fixed = not isinstance(name, ast.Name) or name.id not in frame.f_locals
+            is_fixed |= float(value) in self.settings
+            (fixed if is_fixed and not is_counted(value) else local).append(value)
+        if not local and not place.computes:
+            return
+        if not fixed:
+            fixed = [max(local)]
+        line = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        for number in fixed:
+            if SMALLEST < number < LIMIT:
+                self.found[line, number] = None
+
+
+def _is_number(x: Any) -> TypeGuard[int | float]:
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
+def _value(name: ast.expr, frame: FrameType) -> Any:
+    """Return what a name holds; None where it holds nothing, or is an attribute that is
+    not there.
+    """
+    if isinstance(name, ast.Name):
+        return frame.f_locals.get(name.id, frame.f_globals.get(name.id))
+    assert isinstance(name, ast.Attribute)
+    return getattr(_value(name.value, frame), name.attr, None)
+
+
+@cache
+def is_of_user(code: CodeType) -> bool:
+    """Tell whether code is the user's, not that of upref or of an installed package.
+
+    Args:
+        code: of a function.
+    """
+    file = code.co_filename
+    return not file.startswith("<") and not os.path.realpath(file).startswith(
+        NOT_USER_CODE
+    )
+
+
+@cache
+def places(file: str) -> dict[int, list[Place]]:
+    """Return the comparisons of a file by line; none of a file that cannot be read.
+
+    Args:
+        file: its path.
+    """
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return {}
+    out: dict[int, list[Place]] = {}
+    for node in ast.walk(tree):
+        place = _place(node)
+        if place is not None:
+            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):  # type: ignore[attr-defined]
+                out.setdefault(line, []).append(place)
+    return out
+
+
+def _place(node: ast.AST) -> Place | None:
+    """Return what a node compares; None where it compares nothing."""
+    parts: list[ast.AST]
+    match node:
+        case ast.Compare() | ast.Slice() | ast.MatchValue():
+            parts = [node]
+        case ast.BinOp(op=op) if isinstance(op, ROUNDS):
+            parts = [node]
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+            if name not in CUTS:
+                return None
+            parts = [*node.args]
+        case ast.Dict():
+            parts = [key for key in node.keys if key is not None]
+        case _:
+            return None
+    numbers = tuple(x for part in parts for x in _numbers(part))
+    names = tuple(x for part in parts for x in _names(part))
+    is_of_names = isinstance(node, ast.Compare) and len(names) > 1
+    computes = not isinstance(node, ast.Compare | ast.Call) or any(
+        isinstance(inner, ast.Call | ast.Subscript)
+        for part in parts
+        for inner in ast.walk(part)
+    )
+    return Place(numbers, names, computes) if numbers or is_of_names else None
+
+
+def _numbers(node: ast.AST) -> Iterator[float]:
+    """Yield the numbers of an expression, `1 << 10` as one of them."""
+    if isinstance(node, ast.Constant):
+        if _is_number(node.value):
+            yield float(node.value)
+        return
+    if isinstance(node, ast.BinOp | ast.UnaryOp) and _is_constant(node):
+        value = eval(compile(ast.Expression(node), "", "eval"))
+        if _is_number(value):
+            yield abs(float(value))
+        return
+    for part in ast.iter_child_nodes(node):
+        yield from _numbers(part)
+
+
+def _is_constant(node: ast.AST) -> bool:
+    """Tell whether an expression is arithmetic of small numbers alone."""
+    match node:
+        case ast.Constant(value=x):
+            return isinstance(x, int | float) and abs(x) < LIMIT
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=x):
+            return _is_constant(x)
+        case ast.BinOp(left=x, op=ast.Pow(), right=ast.Constant(value=int(y))):
+            return _is_constant(x) and abs(y) < 64
+        case ast.BinOp(left=x, op=ast.LShift(), right=ast.Constant(value=int(y))):
+            return isinstance(x, ast.Constant) and type(x.value) is int and 0 <= y < 64
+        case ast.BinOp(left=x, op=ast.Add() | ast.Sub() | ast.Mult(), right=y):
+            return _is_constant(x) and _is_constant(y)
+    return False
+
+
+def _names(node: ast.AST) -> Iterator[ast.expr]:
+    """Yield the names of an expression, and names with attributes; none of calls."""
+    if isinstance(node, ast.Name):
+        yield node
+    elif isinstance(node, ast.Attribute):
+        root: ast.expr = node
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        if isinstance(root, ast.Name):
+            yield node
+    elif not isinstance(node, ast.Call):
+        for part in ast.iter_child_nodes(node):
+            yield from _names(part)
