@@ -26,9 +26,9 @@ the machine disturbs them less than what one waits.
 import argparse
 import json
 import os
-import platform
 import re
 import resource
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -37,14 +37,12 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from docs import record
 from tests.conformance.known_bugs import ADAPTERS, target
 from tests.conformance.megatron_parallel import rank_errors
 from tests.conformance.megatron_ranks import measure
 from upref.conformance import CASES, Case, load_adapter, run
 from upref.conformance.results import read_expected_failures
-from upref.files import write_atomically
 from upref.user_code.guard import one_thread
 from upref.verify.group import on_loopback
 from upref_frameworks.audits import framework
@@ -112,7 +110,7 @@ def run_suite(
         results = json.loads(file.read_text(encoding="utf-8"))
         shown = SHOWN / f"{name}.json"
         if level == GREEN and seed == 0 and listed and shown.exists():
-            write_atomically(shown, file.read_bytes())
+            record.add(shown, f"python -m benchmarks.conformance {name}", results, [0])
     return {
         "adapter": results["adapter"],
         "suite": results["suite"],
@@ -194,31 +192,24 @@ def _environment(name: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-def keep(kind: str, key: str, record: dict[str, Any], file: Path | None = None) -> None:
-    """Put a run into the file, in place of the same run before.
+def keep(name: str, run: dict[str, Any], file: Path) -> None:
+    """Record a run, in place of the one of the same name.
 
     Args:
-        kind: the part of the file.
-        key: the name of the run there.
-        record: what is kept of it.
-        file: the file; None: the committed one.
+        name: KIND/RUN.
+        run: what is kept of it.
+        file: of the records.
     """
-    file = file or FILE
-    runs = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    runs.setdefault(kind, {})[key] = record | {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
-    }
-    runs = {part: dict(sorted(runs[part].items())) for part in sorted(runs)}
-    write_atomically(file, json.dumps(runs, indent=1, ensure_ascii=False) + "\n")
+    command = shlex.join(["python", "-m", "benchmarks.conformance", *sys.argv[1:]])
+    record.add(file, command, {name: run})
 
 
-def _print(key: str, record: dict[str, Any]) -> None:
+def _print(key: str, run: dict[str, Any]) -> None:
     """Print how the cases of a run ended, and those that ended otherwise than listed."""
-    counts = ", ".join(f"{count} {end}" for end, count in record["counts"].items())
-    print(f"{key}: {counts}; {record['cpu seconds']} CPU seconds", flush=True)
+    counts = ", ".join(f"{count} {end}" for end, count in run["counts"].items())
+    print(f"{key}: {counts}; {run['cpu seconds']} CPU seconds", flush=True)
     if key.startswith("green"):
-        for case in record["unexpected"]:
+        for case in run["unexpected"]:
             print(f"    {case}: not as the list of known failures says")
 
 
@@ -244,15 +235,15 @@ def main() -> int:
             wrong |= _plain(options.out)
             continue
         for part, key, arguments in _runs(name, options):
-            record = run_suite(name, *arguments)
-            keep(part, key, record, options.out)
-            _print(f"{part}: {key}", record)
-            wrong |= part == "green" and bool(record["unexpected"])
+            found = run_suite(name, *arguments)
+            keep(f"{part}/{key}", found, options.out)
+            _print(f"{part}: {key}", found)
+            wrong |= part == "green" and bool(found["unexpected"])
         if name == "megatron" and options.ranks and not options.only:
             os.environ |= on_loopback()
             errors = {way: float(f"{e:.2g}") for way, e in measure(rank_errors).items()}
             print(f"ranks: GPTModel: {errors}")
-            keep("layers", "GPTModel", {"errors": errors}, options.out)
+            keep("layers/GPTModel", {"errors": errors}, options.out)
     return int(wrong)
 
 
@@ -265,7 +256,7 @@ def _plain(file: Path) -> bool:
             runs = {str(seed): run_plain(case, seed) for seed in PLAIN_SEEDS}
             worst = max(runs.values(), key=lambda run: run["error"])
             print(f"{case.id}: {worst}", flush=True)
-            keep("plain", family, {"seeds": runs}, file)
+            keep(f"plain/{family}", {"seeds": runs}, file)
             wrong |= any(run["status"] != "passed" for run in runs.values())
     return wrong
 

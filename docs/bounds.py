@@ -8,7 +8,6 @@ results are in steps/bounds.json. What is not noticed stands with its reason in
 steps/unreached.toml.
 """
 
-import json
 import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -17,9 +16,9 @@ from typing import Any
 
 import torch
 
+from docs import record
 from upref import markdown
 from upref.errors import InputError
-from upref.files import write_atomically
 from upref.registry import get, names
 from upref.step.case import FLOAT32_BOUND, build_case, make_goal, perturb
 from upref.step.families import tiny
@@ -121,12 +120,11 @@ def compute() -> list[Number]:
 
 def recorded() -> list[Number]:
     """What `python -m docs.bounds` computed last."""
-    records = json.loads(RECORD.read_text(encoding="utf-8"))
     numbers = []
-    for record in records:
+    for row in record.rows(RECORD):
         # the keys of JSON are text
-        noticed = {float(value): x for value, x in record["noticed"].items()}
-        numbers.append(Number(**record | {"noticed": noticed}))
+        noticed = {float(value): x for value, x in row["noticed"].items()}
+        numbers.append(Number(**row | {"noticed": noticed}))
     return numbers
 
 
@@ -156,6 +154,5 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    records = json.dumps([asdict(one) for one in compute()], indent=1)
-    write_atomically(RECORD, records + "\n")
+    record.add(RECORD, "python -m docs.bounds", [asdict(one) for one in compute()])
     print(table())

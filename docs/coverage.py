@@ -3,11 +3,11 @@
 the code that defines them.
 """
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from docs import record
 from upref import markdown
 
 
@@ -266,14 +266,14 @@ def ends() -> str:
 
 def fuzzed() -> str:
     """The complete runs of the fuzzer, from tests/support/fuzz.json."""
-    text = (Path(__file__).parent.parent / "tests/support/fuzz.json").read_text(
-        encoding="utf-8"
-    )
-    return "\n".join(map(_run, json.loads(text)["runs"]))
+    runs = record.read(Path(__file__).parents[1] / "tests/support/fuzz.json")
+    return "\n".join(map(_run, runs))
 
 
-def _run(run: dict) -> str:
+def _run(found: record.Record) -> str:
     """Return the line of one run of the fuzzer."""
+    (seed,) = found.seeds
+    run = found.rows[f"seed {seed}"]
     counts = run["counts"]
     broke = sum(len(inputs) for inputs in run["found"].values())
     verbs = {
@@ -283,7 +283,7 @@ def _run(run: dict) -> str:
     }
     functions = [kind for kind in counts if kind.startswith(("upref.", "upref_"))]
     return (
-        f"* {sum(counts.values()):,} inputs of seed {run['seed']} over {len(counts)} entry points, {len(verbs)} verbs "
+        f"* {sum(counts.values()):,} inputs of seed {seed} over {len(counts)} entry points, {len(verbs)} verbs "
         f"of the command and {len(functions)} public functions and methods among them: {broke} got something "
         f"else than an answer or one sentence; {run['again']} of these still do with the current code."
     )

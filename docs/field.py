@@ -5,36 +5,25 @@ status with version, date and link.
 It is made of records that are there: the audits (docs/frameworks), the ledgers, the
 steps of whole trainers (docs/steps), the sampler corrections
 (docs/sampler-corrections.md), and the known failures of the conformance suite
-(tests/conformance). `python -m docs.field` writes docs/field.json: the day on which
-each record without a date of its own was last committed, and the cases of the suite
-that an adapter skips, because the framework has no such setting.
-Cases of several ranks are not counted: no list of known failures is of them.
+(tests/conformance) with the cases that an adapter skips, because the framework has no
+such setting (docs/steps/suite). Cases of several ranks are not counted: no list of known
+failures is of them.
 """
 
-import json
-import re
-import subprocess
-import sys
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from docs import framework_pages, proved, samplers, steps
-from tests.conformance.known_bugs import target
+from docs import framework_pages, proved, record, samplers, steps
 from upref import markdown
-from upref.conformance import cases, load_adapter
+from upref.conformance import cases
 from upref.conformance.results import read_expected_failures
-from upref.files import write_atomically
-from upref_frameworks.audits import framework
 from upref_frameworks.audits.compare import MASKED
-from upref_frameworks.audits.isolated.pin import place
 from upref_frameworks.ledger import STATUS, Entry, read, read_tables, sort_by_severity
 from upref_frameworks.steps import settings
 
 ROOT = Path(__file__).parents[1]
-RECORD = ROOT / "docs/field.json"
-ADAPTERS = {"openrlhf": "OpenRLHF", "trl": "TRL", "verl": "Verl"}
+ADAPTERS = ("openrlhf", "trl", "verl")
 SUITE = "tests/conformance/{}_xfails.toml"
 NONE = "not tested"
 SINGLE = 1e-5  # a factor up to 5 that was computed in float32
@@ -64,16 +53,6 @@ class Cell:
         date = f"*{self.version}, {self.date}*" if self.date else ""
         lines = [status + self.more, self.suite, date]
         return "<br>".join(line for line in lines if line)
-
-
-@cache
-def _record() -> dict[str, Any]:
-    return json.loads(RECORD.read_text(encoding="utf-8"))
-
-
-def dates() -> dict[str, str]:
-    """Return the recorded day of each record without a date of its own, by its path."""
-    return _record()["dates"]
 
 
 # ---- of the audits and their ledgers -------------------------------------------------
@@ -148,8 +127,12 @@ def audited(a: dict[str, Any], column: str) -> Cell:
 # ---- of other records ----------------------------------------------------------------
 def recorded_steps(name: str) -> list[dict[str, Any]]:
     """Return the recorded steps of a trainer, one for each setting."""
-    file = steps.HERE / f"{name}.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    return list(record.rows(_file_of_steps(name)))
+
+
+def _file_of_steps(name: str) -> Path:
+    """The file of the recorded steps of a trainer."""
+    return steps.HERE / f"{name}.json"
 
 
 def stepped(name: str, rows: list[dict[str, Any]]) -> Cell:
@@ -173,7 +156,7 @@ def stepped(name: str, rows: list[dict[str, Any]]) -> Cell:
         f": {agree} of {len(rows)} settings agree",
         "steps.md",
         read_tables(name)["ledger"]["version"],
-        dates()[f"docs/steps/{name}.json"],
+        record.read(_file_of_steps(name))[0].date,
     )
 
 
@@ -187,50 +170,38 @@ def several_ranks(name: str) -> Cell:
     return stepped(name, rows)
 
 
-@cache
-def _differences() -> dict[str, list[str]]:
-    """By repository, the last cells of the table of docs/sampler-corrections.md."""
-    cells: dict[str, list[str]] = {}
-    row = r"^\| \[[^\]]+\]\(https://github\.com/([^/]+/[^/]+)/.* \| ([^|]+) \|$"
-    for repo, last in re.findall(row, samplers.PAGE.read_text(encoding="utf-8"), re.M):
-        cells.setdefault(repo, []).append(last)
-    return cells
-
-
 def _repository(name: str) -> str:
     """Return the repository of a framework that docs.samplers compares, or ""."""
     source = read_tables(name)["ledger"]["source"].lower().split("/")
-    for repo in samplers.COMMITS:
-        if repo.partition("/")[2].lower() in source:
-            return repo
+    for row in samplers.settings():
+        if row["repository"].partition("/")[2].lower() in source:
+            return str(row["repository"])
     return ""
 
 
 def sampler(name: str) -> Cell:
     """Return the cell of a framework's sampler corrections, which that page compares."""
-    repo = _repository(name)
-    if not repo:
+    repository = _repository(name)
+    if not repository:
         return Cell()
-    differences = [float(x) for x in _differences()[repo] if x != "read"]
+    rows = samplers.settings(repository)
+    said = [row["difference"] for row in rows]
+    differences = [float(x) for x in said if x != samplers.READ]
     if not differences:
         status = "read, not run"
     elif max(differences) < SINGLE:
         status = "agrees"
     else:
         status = "differs"
-    on = any(
-        row.transform
-        for row in samplers.ROWS
-        if row.repo == repo and row.default == samplers.DEFAULT
-    )
+    on = any(row["transform"] for row in rows if row["default"] == samplers.DEFAULT)
     by_default = "on by default" if on else "none by default"
     settings_word = "setting" if len(differences) == 1 else "settings"
     return Cell(
         status,
         f": {len(differences)} {settings_word}; {by_default}",
         "sampler-corrections.md",
-        samplers.COMMITS[repo][:9],
-        dates()["docs/sampler-corrections.md"],
+        rows[0]["commit"][:9],
+        record.read(samplers.FILE)[0].date,
     )
 
 
@@ -238,12 +209,16 @@ def tried(name: str, column: str) -> list[str]:
     """Return the cases of one process that the adapter of a framework does not skip, in
     this column.
     """
-    skipped = _record()["skipped"].get(name)
-    if skipped is None or column not in GROUPS:
+    if name not in ADAPTERS or column not in GROUPS:
         return []
-    prefixes = GROUPS[column]
-    ids = [case.id for case in cases() if case.id.partition("/")[0] in prefixes]
-    return [case_id for case_id in ids if case_id not in skipped]
+    ends = record.rows(_file_of_suite(name))["cases"]
+    ids = [case.id for case in cases() if case.id.partition("/")[0] in GROUPS[column]]
+    return [x for x in ids if ends.get(x, {}).get("status") != "skipped"]
+
+
+def _file_of_suite(name: str) -> Path:
+    """The file of what each case of the suite gave."""
+    return steps.HERE / f"suite/{name}.json"
 
 
 def suite(name: str, column: str) -> str:
@@ -254,7 +229,8 @@ def suite(name: str, column: str) -> str:
     file = SUITE.format(name)
     failing = read_expected_failures(ROOT / file).keys() & set(ids)
     passing = len(ids) - len(failing)
-    return f"[suite](../{file}): {passing} of {len(ids)} cases, {dates()[file]}"
+    day = record.read(_file_of_suite(name))[0].date
+    return f"[suite](../{file}): {passing} of {len(ids)} cases, {day}"
 
 
 # ---- the table -----------------------------------------------------------------------
@@ -297,32 +273,3 @@ def table() -> str:
         cells = [cell(a, column) for column in COLUMNS]
         rows.append([link, *cells, proved.cell(a["framework"])])
     return markdown.table(["framework", *COLUMNS, "proved"], rows)
-
-
-def _skipped(name: str) -> list[str]:
-    """The cases that an adapter skips; OpenRLHF lies in the folder that its audit
-    makes.
-    """
-    pin = framework(name).pin
-    sys.path[:0] = place(name, pin).paths if pin else []
-    adapter = load_adapter(target(name))
-    return [case.id for case in cases() if adapter.supports(case)]
-
-
-def main() -> None:
-    """Write docs/field.json from the history of the records and from the adapters."""
-    suites = [ROOT / SUITE.format(name) for name in ADAPTERS]
-    recorded = [steps.HERE / f"{name}.json" for name in ADAPTERS]
-    days = {}
-    for file in [*recorded, samplers.PAGE, *suites]:
-        path = file.relative_to(ROOT).as_posix()
-        git = ["git", "log", "-1", "--format=%cs", "--", path]
-        days[path] = subprocess.run(
-            git, cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.strip()
-    record = {"dates": days, "skipped": {name: _skipped(name) for name in ADAPTERS}}
-    write_atomically(RECORD, json.dumps(record, indent=1, sort_keys=True) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from docs import logprobs
+from docs import logprobs, record
 from upref import markdown
 from upref.catalog import TRAINERS
 from upref.files import write_atomically
@@ -38,9 +38,7 @@ TRAINERS_HEAD = (
 
 def audits() -> list[dict[str, Any]]:
     """Return the committed audits, sorted by the name of the framework."""
-    return [
-        json.loads(f.read_text(encoding="utf-8")) for f in sorted(FOLDER.glob("*.json"))
-    ]
+    return [record.rows(file) for file in sorted(FOLDER.glob("*.json"))]
 
 
 def snapshot(audit: dict[str, Any]) -> str:
@@ -438,7 +436,7 @@ def main(*frameworks: str):
 
     for name in frameworks:
         file = FOLDER / f"{name}.json"
-        write_atomically(file, audit(name).json() + "\n")
+        record.add(file, f"upref audit {name} --json", json.loads(audit(name).json()))
         print(file)
     write_atomically(TRAINERS, trainers())
 

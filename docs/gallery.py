@@ -11,7 +11,6 @@ trainer are tiny models. `python -m docs.make` then writes the page. Look at wha
 have drawn.
 """
 
-import json
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -21,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from docs import record
 from figures.make import save
 from tests.replay.simulator import FAULTS, HELD_OUT, World, run_of_steps
-from upref.files import write_atomically
 from upref.replay.batch import make_batch
 from upref.replay.findings import ReplayFinding
 from upref.replay.gap import gap
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 PICTURES = HERE / "howto" / "pictures"
+RECORD = HERE / "gallery.json"
 WORLD = World("qwen3", 700, responses=48, length=32, entropy=1.2)
 RUN = World("qwen3", 704, responses=64, length=24, entropy=1.2)
 STEPS = 10  # of that run
@@ -168,7 +168,7 @@ def facts_of(finding: ReplayFinding) -> dict[str, str]:
     }
 
 
-def main(folder: Path = PICTURES, record: Path = HERE / "gallery.json") -> None:
+def main(folder: Path = PICTURES, file: Path = RECORD) -> None:
     """Draw every picture, and record what replay says of each."""
     import matplotlib
 
@@ -186,7 +186,7 @@ def main(folder: Path = PICTURES, record: Path = HERE / "gallery.json") -> None:
                 figure = scatter(entry.title, step)
                 out[entry.fault] = finding_of_step(step)
             save(figure, folder / entry.file)
-    write_atomically(record, json.dumps(out, indent=1, ensure_ascii=False) + "\n")
+    record.add(file, "python -m docs.gallery", out)
 
 
 # ---- the page ------------------------------------------------------------------------
@@ -209,8 +209,8 @@ def plate() -> str:
 
 def sections() -> str:
     """A section for each picture."""
-    record = json.loads((HERE / "gallery.json").read_text(encoding="utf-8"))
-    return "\n\n".join(section(entry, record[entry.fault]) for entry in entries())
+    said = record.rows(RECORD)
+    return "\n\n".join(section(entry, said[entry.fault]) for entry in entries())
 
 
 def section(entry: Entry, finding: dict[str, str]) -> str:

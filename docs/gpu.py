@@ -2,7 +2,6 @@
 """The tables of docs/gpu.md, from benchmarks/gpu/results.json."""
 
 import heapq
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -10,22 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import __main__ as gpu
+from docs import record
 from upref import markdown
 
 RESULTS = Path(__file__).parent.parent / "benchmarks/gpu/results.json"
 Rows = list[dict[str, Any]]
 
 
-def results() -> dict[str, Any]:
-    """Return the recorded runs, and the rows that they measured."""
-    return json.loads(RESULTS.read_text(encoding="utf-8"))
-
-
 def rows(kind: str, **fields: Any) -> Rows:
     """Return the rows of a kind with these fields."""
     return [
         row
-        for row in results()["rows"]
+        for row in record.rows(RESULTS).values()
         if row["kind"] == kind and all(row.get(k) == v for k, v in fields.items())
     ]
 
@@ -49,10 +44,12 @@ def machine() -> str:
     """Which machine, when, and with which versions."""
     facts = rows("facts", fact="machine")[0]
     versions = ", ".join(f"{k} {v}" for k, v in facts["versions"].items() if v)
+    # these say themselves on which GPU they ran
+    apart = {row["of"] + 1 for row in rows("run") if "gpu" in row}
     runs = "; ".join(
-        f"run {n}, {run['date']}, commit {run['commit']}"
-        for n, run in enumerate(results()["runs"], 1)
-        if "gpu" not in run  # else it says so itself
+        f"run {n}, {run.date}, commit {run.commit}"
+        for n, run in enumerate(record.read(RESULTS), 1)
+        if n not in apart
     )
     driver = rows("facts", fact="nvidia-smi")[0]["out"].split(", ")[2]
     return (
@@ -381,7 +378,7 @@ def of_one(every: Rows, field: str) -> Any:
 def asks() -> str:
     """What to ask of benchmarks.gpu in so many minutes, by the times of recorded runs."""
     took: dict[str, float] = {}
-    for run in results()["runs"]:
+    for run in rows("run"):
         took |= {name: part["seconds"] for name, part in run["parts"].items()}
     cores = rows("facts", fact="machine")[0]["cores"]
     every = gpu.parts()

@@ -1,25 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probability functions in pages: `python -m docs.logprobs NAME...` writes what
 `upref audit NAME --logprobs` finds into docs/logprobs.json. docs.make makes tables of
-that file and of benchmarks/hidden.txt."""
+that file and of benchmarks/hidden.json."""
 
-import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
+from docs import record
 from upref import markdown
-from upref.files import write_atomically
 
 FILE = Path(__file__).with_suffix(".json")
 FULL = "2048 +151936"  # tokens, ids
-MEASURED = Path(__file__).parents[1] / "benchmarks/hidden.txt"
-
-
-def recorded() -> dict[str, Any]:
-    """Return the committed results by framework."""
-    return json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+MEASURED = Path(__file__).parents[1] / "benchmarks/hidden.json"
 
 
 def field_logprobs(*names: str) -> str:
@@ -27,7 +21,7 @@ def field_logprobs(*names: str) -> str:
     columns = ["framework", "function", "verdict"]
     columns.append("notes: what rounds, and what is NaN or refused")
     rows = []
-    for name, framework in recorded().items():
+    for name, framework in sorted(record.rows(FILE).items()):
         if names and name not in names:
             continue
         for function, result in framework["functions"].items():
@@ -44,7 +38,7 @@ def field_logprobs(*names: str) -> str:
 
 def peers() -> str:
     """upref.hidden beside what it can stand for."""
-    text = MEASURED.read_text(encoding="utf-8")
+    text = "\n".join(record.rows(MEASURED))
     columns = {
         "CPU time, of naive's": FULL + r" +\d+ +\d+ +[\d.]+ +[\d.]+ +([\d.]+)",
         "memory beyond dh and dW, MB": FULL + r" +\d+ +(\d+)",
@@ -63,7 +57,7 @@ def peers() -> str:
 
 def where_it_helps() -> str:
     """The times at full size and at the miniature's."""
-    text = MEASURED.read_text(encoding="utf-8")
+    text = "\n".join(record.rows(MEASURED))
     large = re.search(rf"^upref.hidden +{FULL} .* ([\d.]+)$", text, re.M)
     small = re.search(
         r"N = (\d+), V = (\d+), H = (\d+);.*?^upref.hidden +([\d.]+) \(",
@@ -114,10 +108,8 @@ def main(*names: str):
     for name in names:
         audited = kernels(name)
         functions = {key: brief(report) for key, report in audited.reports.items()}
-        results = recorded()
-        results[name] = {"version": audited.version, "functions": functions}
-        text = json.dumps(dict(sorted(results.items())), indent=1, ensure_ascii=False)
-        write_atomically(FILE, text + "\n")
+        row = {"version": audited.version, "functions": functions}
+        record.add(FILE, f"python -m docs.logprobs {name}", {name: row})
         print(name, functions, flush=True)
 
 

@@ -29,6 +29,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
+from docs import record
 from repro import fork
 from upref import markdown
 from upref.files import write_atomically
@@ -226,16 +227,23 @@ def trl_memory() -> str:
 def benchmarks() -> str:
     """What each benchmark measures, and what it printed."""
     out = []
-    for file in sorted((ROOT / "benchmarks").glob("*.txt")):
-        source = file.with_suffix(".py").read_text(encoding="utf-8")
-        docstring = source.split('"""')[1]
+    for file in sorted((ROOT / "benchmarks").glob("*.json")):
+        printed = record.read(file)[0]
+        if not isinstance(printed.rows, list):
+            continue  # docs.steps has it
+        source = file.with_suffix(".py")
+        what = "The program that printed this is in the history."
+        if source.exists():
+            docstring = source.read_text(encoding="utf-8").split('"""')[1]
+            what = docstring.partition("\n\n")[0]
         out += [
-            f"## `python -m benchmarks.{file.stem}`",
+            f"## `{printed.command}`",
             "",
-            docstring.partition("\n\n")[0],
+            what,
+            f"Recorded on {printed.date}, commit {printed.commit}.",
             "",
             "```text",
-            file.read_text(encoding="utf-8").strip(),
+            *printed.rows,
             "```",
             "",
         ]
@@ -312,6 +320,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "surfaces": ("docs.framework_pages", "surfaces"),
     "statuses": ("docs.framework_pages", "statuses"),
     "state_of_the_field": ("docs.field", "table"),
+    "sampler_corrections": ("docs.samplers", "table"),
     "proved_losses": ("docs.proved", "losses"),
     "proved_counts": ("docs.proved", "counts"),
     "proved_objectives": ("docs.proved", "objectives"),

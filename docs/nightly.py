@@ -11,6 +11,7 @@ import subprocess
 import sys
 from typing import Any
 
+from docs import record
 from docs.framework_pages import FOLDER
 from upref_frameworks.audits import framework, frameworks
 from upref_frameworks.audits.isolated.pin import NEWEST
@@ -53,7 +54,7 @@ def main(names: list[str]) -> int:
             print(f"{name}: {done.stderr.strip()}")
             worst = 2
             continue
-        then = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+        then = record.rows(FOLDER / f"{name}.json")
         lines = changes(then, json.loads(done.stdout))
         for line in lines or ["as it was"]:
             print(f"{name}: {line}", flush=True)

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which losses of the frameworks are proved to be which objectives, from docs/proved.json.
-`python -m upref_frameworks.audits.proofs NAME...` writes that record.
+`python -m docs.proved NAME...` compares frameworks anew.
 """
 
-import json
 import re
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from docs import record
 from upref import markdown
-from upref_frameworks.audits.proofs import OPEN, PROVED, WITH_FAULTS
+from upref.errors import InputError
+from upref_frameworks.audits.proofs import OPEN, PROVED, WITH_FAULTS, proofs
 
 RECORD = Path(__file__).with_name("proved.json")
 LINE = re.compile(r"^\S+\.py:\d+ ")  # of the code that calls the framework, too
@@ -19,10 +21,9 @@ NOT_READ = "differs; nobody has read why"
 
 
 @cache
-def record() -> dict[str, Any]:
-    """Return the record: framework -> version and rows."""
-    found: dict[str, Any] = json.loads(RECORD.read_text())
-    return found
+def recorded() -> dict[str, Any]:
+    """Return what was found: framework -> version and rows."""
+    return dict(sorted(record.rows(RECORD).items()))
 
 
 def status(row: dict[str, Any]) -> str:
@@ -42,13 +43,13 @@ def cell(name: str) -> str:
     Args:
         name: of the framework.
     """
-    if name not in record():
+    if name not in recorded():
         return "not run"
-    rows = record()[name]["rows"]
+    rows = recorded()[name]["rows"]
     said = [status(row) for row in rows]
     counts = [(said.count(PROVED), ""), (said.count(WITH_FAULTS), " as recorded")]
     words = ", ".join(f"{n}{more}" for n, more in counts if n) or "0"
-    version = record()[name]["version"]
+    version = recorded()[name]["version"]
     return f"[{words}](#proved-for-every-value) of {len(rows)}<br>*{version[:9]}*"
 
 
@@ -64,7 +65,7 @@ def counts() -> str:
 def losses() -> str:
     """Return a row for each comparison."""
     rows = []
-    for name, of in record().items():
+    for name, of in recorded().items():
         for row in of["rows"]:
             said = status(row)
             why_not = LINE.sub("it ", row["reason"])
@@ -81,10 +82,29 @@ def losses() -> str:
 def objectives() -> str:
     """Return a row for each objective that a loss was proved to be."""
     proved: dict[str, dict[str, None]] = {}
-    for name, of in record().items():
+    for name, of in recorded().items():
         for row in of["rows"]:
             if row["status"] == PROVED:
                 objective = row["promise"].partition(",")[0]
                 proved.setdefault(objective, {})[f"`{name}:{row['label']}`"] = None
     rows = [[f"`{o}`", ", ".join(found)] for o, found in sorted(proved.items())]
     return markdown.table(["objective", "losses with a proof"], rows)
+
+
+def main(names: list[str]) -> int:
+    """Prove the losses of these frameworks, and record what is found."""
+    for name in names:
+        try:
+            found = proofs(name)
+        except InputError as error:
+            print(f"{name}: {error}", flush=True)
+            continue
+        record.add(RECORD, f"python -m docs.proved {name}", {name: found})
+        for row in found["rows"]:
+            words = [name, row["setting"], row["label"], "|", row["promise"], "|"]
+            print(*words, row["status"], *row["faults"], row["reason"], row["at"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -9,27 +9,18 @@ command line. Nothing of a framework is run.
 """
 
 import ast
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
+from docs import record
 from upref.errors import InputError
-from upref.files import write_atomically
 from upref_frameworks.audits import framework, frameworks
 from upref_frameworks.audits.isolated.pin import place
 from upref_frameworks.audits.recipe import covered_objectives, recipe, typed_fields
 from upref_frameworks.ledger import read_tables
 
 FILE = Path(__file__).parent / "recipe_keys.json"
-
-
-def recorded_keys() -> dict[str, Any]:
-    """Return what was committed: by framework its version and, by key, where it is
-    declared, its type and default.
-    """
-    return json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
 
 
 def lines_of(name: str) -> list[str]:
@@ -189,15 +180,14 @@ def main(*names: str) -> None:
     """Read the sources of these frameworks, or of all that have a schema, and write
     their keys.
     """
-    records = recorded_keys()
     with_schema = [n for n in frameworks() if "schema" in read_tables(n)["recipe"]]
     for name in names or with_schema:
         pin = framework(name).pin
         assert pin is not None
-        records[name] = {"version": pin.version, "keys": keys_of(name)}
-        print(name, len(records[name]["keys"]))
-    text = json.dumps(records, indent=1, ensure_ascii=False, sort_keys=True)
-    write_atomically(FILE, text + "\n")
+        keys = keys_of(name)
+        row = {"version": pin.version, "keys": keys}
+        record.add(FILE, f"python -m docs.recipe_keys {name}", {name: row})
+        print(name, len(keys))
 
 
 if __name__ == "__main__":

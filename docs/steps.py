@@ -6,17 +6,17 @@ The records are what `upref step NAME --json` printed; `python -m docs.steps` ma
 those of the plug-ins.
 """
 
-import json
 import tomllib
 import warnings
 from pathlib import Path
+from typing import Any
 
+from docs import record
 from upref import markdown
 from upref.conformance import CASES, SUITES
 from upref.conformance.cases import SINGLE
 from upref.conformance.results import read_expected_failures
 from upref.errors import InputError
-from upref.files import write_atomically
 from upref.registry import Objective, get, names
 from upref.step import StepReport
 
@@ -25,55 +25,51 @@ ADAPTERS = Path(__file__).parents[1] / "tests/conformance"
 RUNS = Path(__file__).parents[1] / "benchmarks/conformance.json"
 
 
-def _records(trainer: str) -> list[dict]:
-    return json.loads((HERE / f"{trainer}.json").read_text(encoding="utf-8"))
-
-
 def _notes() -> list[dict]:
     return tomllib.loads((HERE / "notes.toml").read_text(encoding="utf-8"))["note"]
 
 
-def note_of(trainer: str, record: dict) -> dict | None:
-    """The note on a difference: of its trainer, with one of its causes in the record."""
+def note_of(trainer: str, step: dict) -> dict | None:
+    """The note on a difference: of its trainer, with one of its causes in the step's."""
     for note in _notes():
         causes = note["causes"]
-        if note["trainer"] == trainer and any(c in record["cause"] for c in causes):
+        if note["trainer"] == trainer and any(c in step["cause"] for c in causes):
             return note
     return None
 
 
 def table(trainer: str) -> str:
     """The recorded steps of a trainer: how many agree, and a row for each."""
-    records = _records(trainer)
-    ran = [record for record in records if record["error"] is not None]
-    agree = [record["error"] for record in ran if not record["cause"]]
+    steps = record.rows(HERE / f"{trainer}.json")
+    ran = [step for step in steps if step["error"] is not None]
+    agree = [step["error"] for step in ran if not step["cause"]]
     single = max(error for error in agree if error < 1e-4)
     head = (
-        f"{len(records)} settings: {len(agree)} agree, in float32 to {single:.1e}; "
-        f"{len(ran) - len(agree)} differ; {len(records) - len(ran)} do not run."
+        f"{len(steps)} settings: {len(agree)} agree, in float32 to {single:.1e}; "
+        f"{len(ran) - len(agree)} differ; {len(steps) - len(ran)} do not run."
     )
     rows = []
-    for record in records:
+    for step in steps:
         cells = (
-            record["setting"],
-            record["family"],
-            "" if record["error"] is None else f"{record['error']:.1e}",
-            _verdict(trainer, record),
-            record["not_exercised"].replace("|", "\\|"),
+            step["setting"],
+            step["family"],
+            "" if step["error"] is None else f"{step['error']:.1e}",
+            _verdict(trainer, step),
+            step["not_exercised"].replace("|", "\\|"),
         )
         rows.append(cells)
     columns = ["setting", "model", "error", "", "not exercised"]
     return head + "\n\n" + markdown.table(columns, rows)
 
 
-def _verdict(trainer: str, record: dict) -> str:
+def _verdict(trainer: str, step: dict) -> str:
     """Whether a step agrees; if not, why, with the status of the note on it."""
-    cause = record["cause"]
-    if record["error"] is None:
+    cause = step["cause"]
+    if step["error"] is None:
         return f"does not run: {cause.split(': ', 2)[-1][:90]}"
     if not cause:
         return "agrees"
-    note = note_of(trainer, record)
+    note = note_of(trainer, step)
     status = f" ({note['status']}, {note['severity']})" if note else ""
     return f"**differs**: {cause}{status}"
 
@@ -148,8 +144,7 @@ def suite() -> str:
 def _suite_results() -> dict[str, dict]:
     """Return the results of each trainer with a file in docs/steps/suite."""
     return {
-        file.stem: json.loads(file.read_text(encoding="utf-8"))
-        for file in sorted((HERE / "suite").glob("*.json"))
+        file.stem: record.rows(file) for file in sorted((HERE / "suite").glob("*.json"))
     }
 
 
@@ -190,9 +185,13 @@ def _suite_reasons(name: str, results: dict) -> str:
     return "\n".join([*lines, ""])
 
 
-def _runs() -> dict[str, dict[str, dict]]:
-    runs: dict[str, dict[str, dict]] = json.loads(RUNS.read_text(encoding="utf-8"))
-    return runs
+def _runs(kind: str) -> dict[str, dict[str, Any]]:
+    """Return the runs of a kind by their names, sorted."""
+    found = {}
+    for name, run in sorted(record.rows(RUNS).items()):
+        if name.startswith(f"{kind}/"):
+            found[name.partition("/")[2]] = run
+    return found
 
 
 def green() -> str:
@@ -200,7 +199,7 @@ def green() -> str:
     columns = ["trainer", "seed", "pass", "fail or cannot run, as listed"]
     columns += ["otherwise than listed", "skipped", "largest error in float32"]
     rows = []
-    for run in _runs()["green"].values():
+    for run in _runs("green").values():
         errors = {
             case: error
             for case, error in run["errors"].items()
@@ -226,7 +225,7 @@ def red() -> str:
     from tests.conformance import broken_adapters
 
     rows = []
-    for kind, run in _runs()["red"].items():
+    for kind, run in _runs("red").items():
         bug = getattr(broken_adapters, f"Broken{kind}").bug
         tried = sum(n for end, n in run["counts"].items() if end != "skipped")
         cells = (
@@ -243,13 +242,13 @@ def red() -> str:
 def ranks() -> str:
     """Two ranks beside one process: the error of the gradient in each case."""
     rows = {}  # a case may stand in two runs of one adapter
-    for key, run in _runs().get("ranks", {}).items():
+    for key, run in _runs("ranks").items():
         adapter = f"`{key.partition(',')[0]}`, {run['adapter']}"
         for case, error in run["errors"].items():
             bad = case in run["unexpected"] or case in run["known failures"]
             word = "**differs**" if bad else "agrees"
             rows[adapter, case] = [adapter, case, f"{error:.1e}", word]
-    for key, run in _runs().get("layers", {}).items():
+    for key, run in _runs("layers").items():
         for way, error in run["errors"].items():
             rows[key, way] = [f"{key} of megatron-core", way, f"{error:.1e}", ""]
     return markdown.table(["adapter", "case", "error", ""], rows.values())
@@ -259,11 +258,12 @@ def rounding() -> str:
     """The loop of the conformance page on families with a recurrent state, beside what
     was allowed.
     """
-    seeds = [*next(iter(_runs()["plain"].values()))["seeds"]]
+    by_family = _runs("plain")
+    seeds = [*next(iter(by_family.values()))["seeds"]]
     rows = []
-    for family, record in _runs()["plain"].items():
+    for family, runs in by_family.items():
         cells = []
-        for run in record["seeds"].values():
+        for run in runs["seeds"].values():
             cell = f"{run['error']:.1e} of {run['allowed']:.1e}"
             if run["status"] != "passed":
                 cell += f": {run['status']}"
@@ -358,9 +358,8 @@ def plugins() -> str:
     """One row for each objective: the error through each plug-in, or why it does not
     run there.
     """
-    results = json.loads((HERE / "plugins.json").read_text(encoding="utf-8"))
     rows = []
-    for name, by_plugin in results.items():
+    for name, by_plugin in record.rows(HERE / "plugins.json").items():
         rows.append([name, *(_plugin_cell(by_plugin[plugin]) for plugin in PLUGINS)])
     return markdown.table(["objective", *PLUGINS], rows)
 
@@ -389,8 +388,7 @@ def main() -> None:
                 }
             except InputError as e:
                 results[name][plugin] = str(e)
-    text = json.dumps(results, indent=1, ensure_ascii=False) + "\n"
-    write_atomically(HERE / "plugins.json", text)
+    record.add(HERE / "plugins.json", "python -m docs.steps", results)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,12 @@
 tests.trainers FOLDER --record` writes, and from what was read, thirteen_trainers.toml.
 """
 
-import json
 import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
+from docs import record
 from upref import markdown
 
 VERDICTS = Path(__file__).with_suffix(".json")
@@ -18,8 +18,7 @@ NUMBER = re.compile(r"-?\d+(\.\d+)?(e[-+]?\d+)?")
 
 def cases() -> list[dict[str, Any]]:
     """What was measured of each loop."""
-    measured: list[dict[str, Any]] = json.loads(VERDICTS.read_text(encoding="utf-8"))
-    return measured
+    return list(record.rows(VERDICTS))
 
 
 def readings() -> list[dict[str, Any]]:

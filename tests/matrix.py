@@ -15,14 +15,12 @@
 PYTHON is an interpreter: a name or a path. The row goes to tests/matrix.json, from
 which `python -m docs.make docs/environments.md` writes the page. Needs a package index;
 nothing else outside a temporary folder is written. Exit
-status: 0 if every step passed. It imports nothing but the standard library, so any
-Python can start it.
+status: 0 if every step passed. It imports nothing but the standard library and what needs
+no more, so any Python can start it.
 """
 
 import functools
-import json
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -35,6 +33,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from docs import record  # noqa: E402  of the standard library alone
+
 RECORDS = ROOT / "tests/matrix.json"
 PACKAGES = ("torch", "numpy", "sympy")
 LISTS = ("torch", "base", "mini", "verl", "trl", "docs", "release", "smoke", "gpu")
@@ -222,13 +223,19 @@ def versions(python: str) -> dict[str, str]:
     return dict(zip(("python", *PACKAGES), said, strict=False))
 
 
+def recorded() -> list[dict[str, Any]]:
+    """The rows, by the version of Python."""
+    key = lambda r: (*map(int, r["python"].split(".")), r["what"])
+    return sorted(record.rows(RECORDS).values(), key=key)
+
+
 def table() -> str:
     """The rows of interpreters and versions, in markdown."""
     rows = [
         "| Python | torch | numpy | sympy | what | result |",
         "|---|---|---|---|---|---|",
     ]
-    for r in json.loads(RECORDS.read_text("utf-8")):
+    for r in recorded():
         if r["what"] in PLACES:
             continue
         failed = [name for name, step in r["steps"].items() if not step["passed"]]
@@ -253,7 +260,7 @@ def awkward() -> str:
     markdown.
     """
     rows = ["| Python | place | what happened | seconds |", "|---|---|---|---|"]
-    for r in json.loads(RECORDS.read_text("utf-8")):
+    for r in recorded():
         for name, step in r["steps"].items() if r["what"] in PLACES else ():
             ends = "status 0" if "said" not in step else f"status 2: {step['said']}"
             rows.append(
@@ -270,18 +277,12 @@ def main(python: str = "python3", what: str = "checkout") -> int:
             what, functools.partial(wheel, which=what)
         )
         steps, inside = run(Path(folder), python)
-        row: dict[str, Any] = versions(str(steps.folder / inside)) | {
-            "what": what,
-            "machine": platform.platform(),
-            "date": time.strftime("%Y-%m-%d"),
-        }
+        row: dict[str, Any] = versions(str(steps.folder / inside)) | {"what": what}
         if what == "stopped":
             subprocess.run(["umount", "--lazy", f"{folder}/disk"], check=True)
     row |= {"steps": steps.done} | ({"KB": steps.sizes} if steps.sizes else {})
-    old = json.loads(RECORDS.read_text("utf-8")) if RECORDS.exists() else []
-    key = lambda r: (*map(int, r["python"].split(".")), r["what"])
-    rows = sorted([r for r in old if key(r) != key(row)] + [row], key=key)
-    RECORDS.write_text(json.dumps(rows, indent=1) + "\n")
+    command = f"python tests/matrix.py {Path(python).name} {what}"
+    record.add(RECORDS, command, {f"{row['python']} {what}": row})
     return int(not all(step["passed"] for step in steps.done.values()))
 
 

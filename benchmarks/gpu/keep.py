@@ -16,7 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from upref.files import write_atomically
+from docs import record
+from docs.record import Record
 
 RESULTS = Path(__file__).with_name("results.json")
 # what tells one row from another
@@ -33,40 +34,45 @@ def name_of(kind: str, row: dict[str, Any]) -> str:
 
 
 def added(
-    kept: dict[str, Any],
+    kept: list[Record],
     new: dict[str, Any],
     commit: str,
     without: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, Any]:
+) -> list[Record]:
     """The results with those of another run.
 
     Args:
-        kept: `runs` and `rows`; empty before the first run.
+        kept: a record for each run before.
         new: gpu.json of the run.
         commit: of the checkout that ran.
         without: part -> why its rows are not kept.
 
     Returns:
-        The results with the new rows in place of those of the same name.
+        The results with the new rows in place of those of the same name; a row of the
+        kind "run" has the run's parts.
     """
-    runs = kept.get("runs", [])
-    rows = {name_of(r["kind"], r): r for r in kept.get("rows", [])}
+    there = {name for one in kept for name in one.rows}
+    number = len(kept)
+    run = {"kind": "run", "of": number, "run": str(number), "parts": new["parts"]}
+    if "gpu" in new:  # a run without the part `facts` names its GPU itself
+        run["gpu"] = new["gpu"]
+    if without:
+        run["without"] = dict(without)
+    rows = {name_of("run", run): run}
     for part, found in new["rows"].items():
         if part in without:
             continue
         kind = part.partition("-")[0]
         for row in found:
             name = name_of(kind, row)
-            if name in rows and lacks_package(row):
+            if name in there | rows.keys() and lacks_package(row):
                 continue
             row = {k: shortened(v) for k, v in row.items()}
-            rows[name] = {"kind": kind, "of": len(runs)} | row
-    run = {"commit": commit, "date": new["date"], "parts": new["parts"]}
-    if "gpu" in new:  # a run without the part `facts` names its GPU itself
-        run["gpu"] = new["gpu"]
-    if without:
-        run["without"] = without
-    return {"runs": [*runs, run], "rows": list(rows.values())}
+            rows[name] = {"kind": kind, "of": number} | row
+    command = "python -m benchmarks.gpu --out FOLDER"
+    machine = new.get("gpu", "a GPU")
+    mine = Record(command, commit, new["date"], machine, [], rows)
+    return [*record.without(kept, rows), mine]
 
 
 def lacks_package(row: dict[str, Any]) -> bool:
@@ -83,10 +89,8 @@ def shortened(value: Any) -> Any:
 
 def main(path: str, commit: str, *left_out: str) -> None:
     without = dict([left_out[1:]]) if left_out else {}
-    kept = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
     new = json.loads(Path(path).read_text("utf-8"))
-    text = json.dumps(added(kept, new, commit, without), indent=0) + "\n"
-    write_atomically(RESULTS, text)
+    record.write(RESULTS, added(record.read(RESULTS), new, commit, without))
 
 
 if __name__ == "__main__":

@@ -32,11 +32,15 @@ import json
 import tomllib
 from dataclasses import asdict, dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
+from docs import record
 from paper.claims import words
 from paper.claims.words import VERDICTS
 from upref.errors import InputError
+
+COMPUTED = Path(__file__).parent / "computed.json"
 
 RED = "red"
 FINDS = {  # what a piece of evidence may find, and the verdict where it stands alone
@@ -255,10 +259,13 @@ def sources() -> dict[str, dict[str, str]]:
 # ---- what the last run said ----------------------------------------------------------
 def last() -> dict[str, Any]:
     """computed.json: id -> verdict, outcomes, date, commit, and the digest of the
-    record that they are of.
+    statement that they are of.
     """
-    file = resources.files("paper.claims").joinpath("computed.json")
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return {
+        name: entry | {"date": made.date, "commit": made.commit}
+        for made in record.read(COMPUTED)
+        for name, entry in made.rows.items()
+    }
 
 
 def as_computed(
@@ -286,14 +293,12 @@ def as_computed(
     return found
 
 
-def saved(judged: list[Judged], date: str, commit: str) -> dict[str, Any]:
-    """Their entries of computed.json."""
+def saved(judged: list[Judged]) -> dict[str, Any]:
+    """Their rows of computed.json."""
 
     def entry(j: Judged) -> dict[str, Any]:
         """Return what is kept of a judged claim, without its outcomes."""
         return {
-            "date": date,
-            "commit": commit,
             "record": j.claim.digest,
             "verdict": j.verdict,
             "why": j.why,

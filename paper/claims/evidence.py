@@ -20,12 +20,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
-from paper.claims import Claim, Judged, Outcome, judge, last, read, saved, words
+from docs import record
+from paper.claims import (
+    COMPUTED,
+    Claim,
+    Judged,
+    Outcome,
+    judge,
+    last,
+    read,
+    saved,
+    words,
+)
 from upref.errors import InputError
-from upref.files import write_atomically
 
 ROOT = Path(__file__).parents[2]
 PLACES = (ROOT.parent / "shared" / "up_paper.tex", ROOT / "shared" / "up_paper.tex")
@@ -42,26 +51,14 @@ def compute(
     judged = run(
         claims, {c.id: known.get(c.id, {}).get("verdict", "") for c in claims}, root
     )
-    quiet: dict[str, Any] = {
-        "cwd": root,
-        "capture_output": True,
-        "text": True,
-        "check": False,
-    }
-
-    def git(*argv: str) -> str:
-        """Return what git prints; it takes no lock, since others may use git too."""
-        return subprocess.run(["git", "--no-optional-locks", *argv], **quiet).stdout
-
-    commit = git("rev-parse", "--short=10", "HEAD").strip() + (
-        " and changes" if git("status", "--porcelain") else ""
-    )
-    made = saved(judged, datetime.now(UTC).date().isoformat(), commit)
+    made = saved(judged)
+    day = datetime.now(UTC).date().isoformat()
     if save:
-        every = {c.id: entry for c in read() if (entry := (known | made).get(c.id))}
-        text = json.dumps(every, indent=1, ensure_ascii=False) + "\n"
-        write_atomically(Path(__file__).parent / "computed.json", text)
-    return judged, made
+        gone = known.keys() - {c.id for c in read()}
+        record.write(COMPUTED, record.without(record.read(COMPUTED), gone))
+        record.add(COMPUTED, "python -m paper claims --run --save", made)
+    now = {"date": day, "commit": record.commit()}
+    return judged, {name: entry | now for name, entry in made.items()}
 
 
 def run(

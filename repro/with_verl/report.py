@@ -1,33 +1,257 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs have shown, beside what the paper prints: report.md and its figures, from
-steps.jsonl alone.
+"""What runs have shown: report.md and its figure, from steps.jsonl alone.
 
     python -m repro.with_verl.report RUN... [--out DIR]       RUN: a folder under runs/, or one of the smoke scale's
 
-Draws the paper's Figures 2 to 8 of what these runs have logged, one line a run and the
-mean of several seeds; Table 1 for the runs of its family; parity, Cap statistics, and
-the estimate against what happened. The paper's numbers stand beside, as printed there,
-where a run is of one of its methods. Exit status 2: nothing to read.
+What to look at first, the health of each run, its curves with the mean of several seeds,
+and the numbers that were logged, beside what was estimated before the start. The paper's
+numbers are in config/paper.toml. Exit status 2: nothing to read.
 """
 
 import argparse
+import json
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
+import numpy as np
+
+from figures.make import save
 from repro import Parser
+from repro.mini.experiment import curves
 from repro.with_verl import health
-from repro.with_verl.config.scales import paper
-from repro.with_verl.figures import figures
 from repro.with_verl.health import ALARMS, BLIND, BOUND, FAILURES, STEPS, number
-from repro.with_verl.logged import NORM, SCORE, Kept, named, read, validation
 from repro.with_verl.run import records
 from upref import InputError
 from upref.files import write_atomically
 from upref.markdown import table
 
+SCORE, KL, ENTROPY, NORM = (
+    "critic/score/mean",
+    "actor/kl_loss",
+    "actor/entropy",
+    "actor/grad_norm",
+)
+PANELS = {
+    SCORE: "score",
+    ENTROPY: "entropy",
+    KL: "KL to the base",
+    NORM: "gradient norm",
+    "mean@": "validation: accuracy",
+    "maj@": "validation: majority",
+    "best@": "validation: best",
+}
+NUMBERS = {
+    "actor/upref/alive": "share of tokens whose gradient is not clipped",
+    "actor/upref/above_high": "share of tokens above the upper bound",
+    "actor/upref/mass_above_high": "share of the gradient's weight there",
+    "actor/upref/ratio/max": "largest ratio",
+    "actor/upref/kl_old": "KL to the old policy",
+    "actor/upref/overflow": "ratios that overflow",
+    "actor/upref/parity_max_abs": "parity: largest difference of the largest weight",
+    "actor/upref/parity_of_bound": "parity: in units of what rounding explains",
+    "actor/upref/parity_blind": "parity: tokens within rounding of a bound",
+    "actor/upref/parity_alarms": "parity: alarms",
+    "actor/upref/normalizer": "whole steps: gradient over the reference's",
+    "actor/upref/failures": "whole steps: loss or gradient is another sum, or a multiple",
+    "timing_s/step": "seconds a step",
+    "perf/throughput": "tokens a second and GPU",
+    "perf/total_num_tokens": "tokens a step",
+    "actor/perf/max_memory_allocated_gb": "GB allocated on a GPU",
+}
+# what was estimated before the start
+ESTIMATED = {
+    "timing_s/step": "step_seconds",
+    "perf/total_num_tokens": "step_tokens",
+    "actor/perf/max_memory_allocated_gb": "train_gb",
+}
+
+
+@dataclass
+class Kept:
+    """A run as it lies in its folder.
+
+    Attributes:
+        rows: {"step", "data"}, what was logged.
+        saved: overrides.json, what the launcher knew.
+    """
+
+    folder: Path
+    objective: str
+    scale: str
+    rows: list[dict[str, Any]]
+    saved: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The objective, and the seed where one was given."""
+        given = [row["override"].lstrip("+") for row in self.saved.get("overrides", [])]
+        seeds = [x.partition("=")[2] for x in given if x.startswith("data.seed=")]
+        return f"{self.objective} seed {seeds[-1]}" if seeds else self.objective
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """Steps and values of a metric, where it was logged; of a validation ("best@")
+        the mean over its sets.
+        """
+        kept = []
+        for row in self.rows:
+            value = row["data"].get(key)
+            if key.endswith("@"):
+                value = validation(row["data"], key)
+            if number(value):
+                kept.append((row["step"], value))
+        return [step for step, _ in kept], [value for _, value in kept]
+
+    def largest(self, key: str) -> float:
+        """The largest value of a metric; 0 where there is none."""
+        return max(self.series(key)[1], default=0.0)
+
+
+def validation(data: dict[str, Any], kind: str) -> float | None:
+    """The mean over the validation sets of one kind of accuracy, each of the most
+    answers; None where there was none. verl's names: val-core/aime24/acc/mean@32,
+    val-core/aime24/acc/best@32/mean.
+    """
+    most: dict[str, tuple[int, float]] = {}
+    for key, value in data.items():
+        name, at, rest = key.partition(f"/acc/{kind}")
+        wanted = key.startswith("val-") and at and not key.endswith("/std")
+        if wanted and number(value):
+            answers = int(rest.partition("/")[0])
+            most[name] = max(most.get(name, (-1, 0.0)), (answers, value))
+    return mean(value for _, value in most.values()) if most else None
+
+
+def read(folder: Path) -> Kept:
+    """The run in a folder.
+
+    Raises:
+        InputError: nothing was logged there.
+    """
+    if not folder.is_dir():
+        raise InputError(
+            f"{folder} is no folder: name one that a run has made, under runs/."
+        )
+    rows = records.merged(folder)
+    if not rows:
+        raise InputError(
+            f"{folder} has no steps.jsonl with a step in it: has the run logged one yet?"
+        )
+    try:
+        saved = json.loads((folder / "overrides.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        saved = {}
+    # the smoke scale: repro/out/OBJECTIVE/smoke
+    objective = saved.get("objective") or folder.parent.name
+    return Kept(folder, objective, saved.get("scale", "smoke"), rows, saved)
+
+
+# ---- the report ----------------------------------------------------------------------
+def write(runs: list[Kept], out: Path) -> str:
+    """The report's text; its figure goes to `out`."""
+    scales = ", ".join(sorted({r.scale for r in runs}))
+    parts = [
+        "# " + ", ".join(dict.fromkeys(r.objective for r in runs)),
+        f"Scale {scales}.",
+        table_of(runs),
+    ]
+    if warnings := [w for r in runs for w in alarms(r)]:
+        parts += ["## To look at first", "\n".join(f"* {w}" for w in warnings)]
+    for r in runs:
+        page = health.page(r.folder, records.training(r.rows), r.saved)
+        parts.append(f"## Health of {r.label}\n\n{page}")
+    parts += [draw(runs, out), numbers(runs)]
+    return "\n\n".join(parts) + "\n"
+
+
+def table_of(runs: list[Kept]) -> str:
+    """How far each run is, and its score at both ends."""
+    rows = []
+    for r in runs:
+        steps = records.training(r.rows)
+        k = max(1, min(5, len(steps) // 3))
+        scores = r.series(SCORE)[1]
+        said = f"{mean(scores[:k]):.3f} -> {mean(scores[-k:]):.3f}" if scores else "-"
+        total = r.saved.get("total")
+        done = f"{len(steps)} of {total}" if total else len(steps)
+        rows.append([r.label, r.scale, done, said, f"`{r.folder.name}`"])
+    return table(["run", "scale", "steps", "score, first and last", "folder"], rows)
+
+
+def alarms(r: Kept) -> list[str]:
+    """What a reader must know before the curves."""
+    found = []
+    if r.largest(ALARMS) > 0:
+        found.append(
+            f"{r.label}: PARITY ALARM. The loss that trained was not the reference (up to "
+            f"{r.largest(BOUND):.3g} times what rounding explains); it trained on, by "
+            "parity.on_fail=warn. To see what trained, start it again with "
+            "UPREF_REPLAY=FOLDER, and replay the FOLDER: docs/howto/replay.md."
+        )
+    if (failed := r.largest(FAILURES)) > 0:
+        found.append(
+            f"{r.label}: STEP ALARM. In {failed:g} of the steps that were judged, the loss or the gradient over all ranks "
+            f"was not the objective's. `upref replay {r.folder}/{STEPS} --as {r.objective}` names it; give it "
+            "the hyperparameters of policy_loss.upref by --hp."
+        )
+    if r.largest(BLIND) > 0.5:
+        found.append(
+            f"{r.label}: parity proves little here: up to {r.largest(BLIND):.0%} of the tokens of a micro-batch lie "
+            "within the dtype's rounding of a clip bound."
+        )
+    trained = records.training(r.rows)
+    steps = [row["step"] for row in trained]
+    if steps and (gaps := sorted(set(range(steps[0], steps[-1])) - set(steps))):
+        found.append(
+            f"{r.label}: {len(gaps)} steps were not logged, the first is {gaps[0]}."
+        )
+    nan = [row["step"] for row in trained if not number(row["data"].get(NORM))]
+    if nan:
+        found.append(
+            f"{r.label}: the gradient norm is no number in {len(nan)} steps, the first is {nan[0]}."
+        )
+    return found
+
+
+def draw(runs: list[Kept], out: Path) -> str:
+    """Draw what was logged of PANELS, one line an objective; return the section."""
+    panels, drawn = [], []
+    for key, label in PANELS.items():
+        by_objective: curves.Series = {}
+        for r in runs:
+            steps, values = r.series(key)
+            if steps:
+                curve = np.array(steps), np.array(values)
+                by_objective.setdefault(r.objective, []).append(curve)
+        if by_objective:
+            panels.append({"metric": key, "label": label})
+            drawn.append(by_objective)
+    if not panels:
+        return "## Curves\n\nNothing to draw was logged."
+    names = " and ".join(dict.fromkeys(r.objective for r in runs))
+    save(curves.draw(panels, drawn, names, each="run"), out / "curves.svg")
+    return f"## Curves\n\n![{', '.join(p['label'] for p in panels)}](curves.svg)"
+
+
+def numbers(runs: list[Kept]) -> str:
+    """What was logged of NUMBERS, and what was estimated."""
+    rows = []
+    for r in runs:
+        estimate = r.saved.get("estimate", {})
+        for key, words in NUMBERS.items():
+            if values := r.series(key)[1]:
+                was = estimate.get(ESTIMATED.get(key, ""))
+                guess = "" if was is None else f"{was:,.0f}"
+                cells = f"{mean(values):,.4g}", f"{max(values):,.4g}", guess
+                rows.append([r.label, words, *cells])
+    columns = ["run", "", "mean over steps", "largest", "estimated"]
+    return f"## Numbers\n\n{table(columns, rows)}"
+
 
 def main(argv: list[str] | None = None) -> int:
+    """The command line."""
     p = Parser(
         prog="report",
         description=__doc__,
@@ -45,284 +269,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     out = args.out or args.runs[0] / "report"
     out.mkdir(parents=True, exist_ok=True)
-    text = write(runs, out)
-    write_atomically(out / "report.md", text)
-    print(f"{out / 'report.md'}: {len(runs)} runs, {text.count('![')} figures")
+    write_atomically(out / "report.md", write(runs, out))
+    print(f"{out / 'report.md'}: {len(runs)} runs")
     return 0
-
-
-def write(runs: list[Kept], out: Path) -> str:
-    """The report's text; its figures go to `out`."""
-    parts = [
-        "# " + ", ".join(dict.fromkeys(r.objective for r in runs)),
-        where(runs),
-        table_of(runs),
-    ]
-    if warnings := [w for r in runs for w in alarms(r)]:
-        parts += ["## To look at first", "\n".join(f"* {w}" for w in warnings)]
-    parts += [
-        f"## Health of {r.label}\n\n{health.page(r.folder, records.training(r.rows), r.saved)}"
-        for r in runs
-    ]
-    parts += [
-        *figures(runs, out),
-        *printed(runs),
-        table1(runs),
-        statistics(runs),
-        throughput(runs),
-    ]
-    return "\n\n".join(x for x in parts if x) + "\n"
-
-
-def where(runs: list[Kept]) -> str:
-    scales = sorted({r.scale for r in runs})
-    if all(s.startswith("paper_") for s in scales):
-        return f"At the paper's scale ({', '.join(scales)}): the paper's numbers can be compared."
-    return (
-        f"Scale {', '.join(scales)}: not the paper's experiment. Its figures are drawn from these runs; the paper's "
-        "printed numbers are shown for orientation and belong to other models."
-    )
-
-
-def table_of(runs: list[Kept]) -> str:
-    rows = []
-    for r in runs:
-        steps = records.training(r.rows)
-        k = max(1, min(5, len(steps) // 3))
-        scores = [row["data"][SCORE] for row in steps if number(row["data"].get(SCORE))]
-        said = f"{mean(scores[:k]):.3f} -> {mean(scores[-k:]):.3f}" if scores else "-"
-        total = r.saved.get("total")
-        rows.append(
-            [
-                r.label,
-                r.scale,
-                f"{len(steps)}{f' of {total}' if total else ''}",
-                said,
-                f"`{r.folder.name}`",
-            ]
-        )
-    return table(["run", "scale", "steps", "score, first and last", "folder"], rows)
-
-
-def alarms(r: Kept) -> list[str]:
-    """What a reader must know before the curves."""
-    found = []
-    top = largest(r, ALARMS)
-    if top > 0:
-        bound = largest(r, BOUND)
-        found.append(
-            f"{r.label}: PARITY ALARM. The loss that trained was not the reference (up to {bound:.3g} times what "
-            "rounding explains); it trained on, by parity.on_fail=warn. To see what trained, start it again with "
-            "UPREF_REPLAY=FOLDER, and replay the FOLDER: docs/howto/replay.md."
-        )
-    if (failed := largest(r, FAILURES)) > 0:
-        found.append(
-            f"{r.label}: STEP ALARM. In {failed:g} of the steps that were judged, the loss or the gradient over all ranks "
-            f"was not the objective's. `upref replay {r.folder}/{STEPS} --as {r.objective}` names it; give it "
-            "the hyperparameters of policy_loss.upref by --hp."
-        )
-    if largest(r, BLIND) > 0.5:
-        found.append(
-            f"{r.label}: parity proves little here: up to {largest(r, BLIND):.0%} of the tokens of a micro-batch lie "
-            "within the dtype's rounding of a clip bound."
-        )
-    steps = [row["step"] for row in records.training(r.rows)]
-    if steps and (gaps := sorted(set(range(steps[0], steps[-1])) - set(steps))):
-        found.append(
-            f"{r.label}: {len(gaps)} steps were not logged, the first is {gaps[0]}."
-        )
-    nan = [
-        row["step"]
-        for row in records.training(r.rows)
-        if not number(row["data"].get(NORM))
-    ]
-    if nan:
-        found.append(
-            f"{r.label}: the gradient norm is no number in {len(nan)} steps, the first is {nan[0]}."
-        )
-    return found
-
-
-def largest(r: Kept, key: str) -> float:
-    return max(
-        (row["data"][key] for row in r.rows if number(row["data"].get(key))),
-        default=0.0,
-    )
-
-
-PEAKS = {
-    "avg32": ("mean", "Avg@32 of AIME24"),
-    "maj32": ("maj", "Maj@32"),
-    "best32": ("best", "Best@32"),
-    "geometry3k": ("mean", "accuracy on Geometry3K"),
-}
-
-
-def methods(data: dict) -> dict[str, str]:
-    """The paper's name of an objective, in whichever form it is trained."""
-    return {v: k for k, v in data["names"].items()} | {
-        k: v["method"] for k, v in data["forms"].items()
-    }
-
-
-def printed(runs: list[Kept]) -> list[str]:
-    """The peaks that the paper prints, beside the peaks of these runs."""
-    data = paper()
-    names = methods(data)
-    rows = []
-    for metric, values in data["peaks"].items():
-        kind, words = PEAKS[metric]
-        for r in runs:
-            method = names.get(r.objective, "")
-            ours = r.series(validation(kind))[1]
-            same_task = r.scale != "trl" and (metric == "geometry3k") == (
-                r.scale == "paper_geo3k"
-            )
-            if method in values and ours and same_task:
-                here = (
-                    words
-                    if r.scale.startswith("paper_")
-                    else f"{kind}, of the validation of {r.scale}"
-                )
-                rows.append(
-                    [
-                        r.label,
-                        here,
-                        f"{100 * max(ours):.2f}",
-                        f"{values[method]:.2f}, {words}",
-                    ]
-                )
-    head = ["run", "peak of", "here", "printed in the paper"]
-    return ["## Peaks", table(head, rows)] if rows else []
-
-
-BENCHMARKS = {
-    "AIME24": "aime24",
-    "AMC23": "amc23",
-    "MATH500": "math500",
-    "Minerva": "minerva",
-    "OlympiadBench": "olympiad",
-}
-
-
-def table1(runs: list[Kept]) -> str:
-    """The family's last validation, beside Table 1."""
-    data = paper()
-    names = methods(data)
-    printed_rows = {r[0]: r[1:] for r in data["table1"]["rows"]}
-    rows = []
-    for r in (r for r in runs if r.scale == "paper_math"):
-        cells = []
-        for source in BENCHMARKS.values():
-            mine = r.series(
-                lambda k, s=source: validation("mean")(k) and s in k.lower()  # type: ignore[misc]
-            )[1]
-            cells.append(f"{100 * mine[-1]:.2f}" if mine else "-")
-        method = names.get(r.objective, "")
-        rows.append([r.label, *cells])
-        if method in printed_rows:
-            rows.append(
-                [f"{method}, printed", *(f"{x:.2f}" for x in printed_rows[method][:5])]
-            )
-    if not rows:
-        return ""
-    return "## Table 1\n\nThe last validation here, in per cent.\n\n" + table(
-        ["run", *BENCHMARKS], rows
-    )
-
-
-STATISTICS = {  # of the Cap: what of the gradient is left
-    "alive": "share of tokens whose gradient is not clipped",
-    "above_high": "share of tokens above the upper bound",
-    "mass_above_high": "share of the gradient's weight there",
-    "ratio/max": "largest ratio",
-    "kl_old": "KL to the old policy",
-    "overflow": "ratios that overflow",
-    "parity_max_abs": "parity: largest difference of the largest weight",
-    "parity_of_bound": "parity: in units of what rounding explains",
-    "parity_blind": "parity: tokens within rounding of a bound",
-    "parity_alarms": "parity: alarms",
-    "normalizer": "whole steps: gradient over the reference's",
-    "failures": "whole steps: loss or gradient is another sum, or a multiple",
-}
-
-
-def statistics(runs: list[Kept]) -> str:
-    rows = []
-    for r in runs:
-        for key, words in STATISTICS.items():
-            values = r.series(named(f"actor/upref/{key}"))[1]
-            if values:
-                rows.append(
-                    [r.label, words, f"{mean(values):.3g}", f"{max(values):.3g}"]
-                )
-    return (
-        "## Cap and parity\n\n" + table(["run", "", "mean over steps", "largest"], rows)
-        if rows
-        else ""
-    )
-
-
-def throughput(runs: list[Kept]) -> str:
-    """What happened, and beside it what was estimated before the start."""
-    rows = []
-    for r in runs:
-        e = r.saved.get("estimate", {})
-        timed = {
-            k: r.series(named(k))[1]
-            for k in (
-                "timing_s/step",
-                "perf/throughput",
-                "actor/perf/max_memory_allocated_gb",
-            )
-        }
-        tokens = r.series(named("perf/total_num_tokens"))[1]
-        was = lambda key, form="{:,.0f}", e=e: (
-            form.format(e[key]) if e.get(key) is not None else "-"
-        )
-        if seconds := timed["timing_s/step"]:
-            hours = sum(seconds) / 3600
-            rows.append(
-                [
-                    r.label,
-                    "seconds a step",
-                    f"{mean(seconds):,.1f}",
-                    was("step_seconds"),
-                ]
-            )
-            rows.append(
-                [
-                    r.label,
-                    "GPU-hours so far; of all steps",
-                    f"{hours * e.get('gpus', 1):,.2f}",
-                    was("gpu_hours"),
-                ]
-            )
-        if tokens:
-            rows.append(
-                [
-                    r.label,
-                    "tokens a step (most, estimated)",
-                    f"{mean(tokens):,.0f}",
-                    was("step_tokens"),
-                ]
-            )
-        if per := timed["perf/throughput"]:
-            rows.append([r.label, "tokens a second and GPU", f"{mean(per):,.0f}", "-"])
-        if memory := timed["actor/perf/max_memory_allocated_gb"]:
-            rows.append(
-                [
-                    r.label,
-                    "most GB allocated on a GPU",
-                    f"{max(memory):,.1f}",
-                    was("train_gb"),
-                ]
-            )
-    return (
-        "## Throughput\n\n" + table(["run", "", "here", "estimated"], rows)
-        if rows
-        else ""
-    )
 
 
 if __name__ == "__main__":

@@ -487,7 +487,7 @@ def test_the_words_are_explained_where_they_are_used():
 
 def test_what_is_saved_is_what_is_read():
     judged = as_computed()
-    entries = json.loads(json.dumps(saved(judged, "d", "c")))
+    entries = json.loads(json.dumps(saved(judged)))
     assert (
         as_computed(CLAIMS, entries) == judged
         and page.made(entries) == "Computed on d at commit c."

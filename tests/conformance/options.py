@@ -20,7 +20,6 @@ import ast
 import dataclasses
 import importlib
 import importlib.util
-import json
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,10 +31,10 @@ from unittest.mock import patch
 
 import torch
 
+from docs import record
 from tests.conformance.known_bugs import load
 from upref.conformance import CASES, Status, cases, run
 from upref.conformance.results import read_expected_failures
-from upref.files import write_atomically
 from upref_frameworks.openrlhf import step as openrlhf_step
 
 HERE = Path(__file__).parent
@@ -352,9 +351,7 @@ def unsorted(name: str, section: str, fields: set[str]) -> tuple[set[str], set[s
 
 def results(name: str) -> dict[str, Any]:
     """Return what was measured: the adapter's name, and the options."""
-    kept: dict[str, Any] = json.loads(
-        (LISTS / f"{name}.json").read_text(encoding="utf-8")
-    )
+    kept: dict[str, Any] = record.rows(LISTS / f"{name}.json")
     return kept
 
 
@@ -501,8 +498,8 @@ def main() -> int:
 
 def write(file: Path, adapter: str, found: dict[str, Any]) -> None:
     """Write the results, in the order of the list."""
-    text = json.dumps({"adapter": adapter, "options": found}, indent=1)
-    write_atomically(file, text + "\n")
+    command = f"python -m tests.conformance.options {file.stem}"
+    record.add(file, command, {"adapter": adapter, "options": found})
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import upref
+from docs import record
 from tests.fifth_set import (
     aimed_losses,
     boxes,
@@ -41,9 +42,7 @@ MODULES = (
 LIMIT = 60  # CPU seconds for a case
 # of each case: whether the answer was as meant, what its cause was judged to be, why
 # the verdict is debatable, and which line stopped the reader of its report
-FIRST_SIGHT = json.loads(
-    Path(__file__).with_name("first_sight.json").read_text(encoding="utf-8")
-)
+FIRST_SIGHT = record.rows(Path(__file__).with_name("first_sight.json"))
 
 
 class Late(Exception):

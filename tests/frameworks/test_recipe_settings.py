@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from docs.recipe_keys import keys_of, lines_of, recorded_keys
+from docs import record
+from docs.recipe_keys import FILE, keys_of, lines_of
 from upref_frameworks import audits as A, ledger
 from upref_frameworks.audits.recipe import (
     Recipe,
@@ -186,7 +187,7 @@ def test_each_key_is_declared_in_the_audited_source(name):
     """By docs/recipe_keys.json, which `python -m docs.recipe_keys` reads from the
     version of the ledger.
     """
-    found = recorded_keys()[name]
+    found = record.rows(FILE)[name]
     assert found["version"] == ledger.read(name)[0].version
     typed = [pair for line in lines_of(name) for pair in typed_fields(line)]
     assert found["keys"].keys() == {k for k, _ in typed}, (
@@ -217,4 +218,4 @@ def test_a_declared_type_refuses_another_value():
 @pytest.mark.parametrize("name", READ)
 def test_the_keys_are_read_again(name):
     """From the framework's files, which are verified by hash."""
-    assert keys_of(name) == recorded_keys()[name]["keys"]
+    assert keys_of(name) == record.rows(FILE)[name]["keys"]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import upref
+from docs import record
 from upref import InputError
 from upref.advantages import ADVANTAGES
 from upref.cli import main
@@ -59,7 +60,7 @@ def test_each_recipe_is_of_an_explained_comparison():
     }
     for o, n in EVERY:
         r, c = recipe(o, n), comparison(o, n)
-        rows = json.loads((JSON / f"{n}.json").read_text(encoding="utf-8"))["rows"]
+        rows = record.rows(JSON / f"{n}.json")["rows"]
         row = next(
             x
             for x in rows
@@ -77,7 +78,7 @@ def test_each_recipe_is_of_an_explained_comparison():
 
 
 def audited(name: str) -> list[dict]:
-    return json.loads((JSON / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    return record.rows(JSON / f"{name}.json")["rows"]
 
 
 def kind_of(objective: str) -> str:

@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 
+from docs import record
 from docs.steps import note_of
 from upref.cli import main
 from upref.errors import InputError, NotInstalled
@@ -35,7 +36,7 @@ WORDS = {"bug", "surprising default", "documented choice", "numerical"}
 
 @pytest.mark.parametrize("trainer", ["trl", "verl", "openrlhf"])
 def test_the_records_are_of_the_settings(trainer):
-    records = json.loads((RECORDS / f"{trainer}.json").read_text(encoding="utf-8"))
+    records = record.rows(RECORDS / f"{trainer}.json")
     assert [(r["setting"], r["family"]) for r in records] == [
         (s.name, s.family) for s in table.select_settings(trainer)
     ]

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Intervals, Holm's procedure, effects in print, and what was kept of closed claims."""
 
-import json
-
 import numpy as np
 import pytest
 from scipy import stats
 
+from docs import record
 from repro.mini.experiment import curves, effects, frozen, plan, standing, words
 from repro.mini.experiment.questions import Question, Term
 
@@ -59,8 +58,7 @@ def test_holm_keeps_the_family_wise_error():
 
 @pytest.mark.parametrize("folder", plan.ROUNDS, ids=["first", "second"])
 def test_every_claim_of_a_closed_round_has_a_standing(folder):
-    text = (plan.ROUNDS[folder] / "standing.json").read_text(encoding="utf-8")
-    kept = json.loads(text)
+    kept = record.rows(plan.ROUNDS[folder] / "standing.json")
     asked = {
         f"{path.stem}/{claim['id']}"
         for path in folder.glob("*.toml")

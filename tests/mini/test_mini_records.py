@@ -171,7 +171,6 @@ MAY = {
     "upref_frameworks/audits/child.py",
     "upref_frameworks/audits/isolated/__init__.py",
     "docs/make.py",
-    "docs/fetched.py",
 }
 # statements of the installed TRL, which is imported anyway
 MAY |= {"upref_frameworks/trl/audit.py"}
@@ -263,7 +262,6 @@ DRAFTS = {
     "repro/with_verl/data/prepare.py": "temporary folder",
     "repro/with_verl/pack.py": "folder that is made anew",
     "repro/with_verl/reward/grader.py": "standard output",
-    "repro/with_verl/trials/gradients.py": "one file for each step and rank, read after the run",
     "docs/make.py": "temporary folder",
     "docs/site/gather.py": "folder that is made anew",
     "docs/site/objectives.py": "folder that is made anew",

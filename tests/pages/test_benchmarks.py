@@ -3,7 +3,6 @@
 loss.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -16,7 +15,7 @@ import torch
 
 from benchmarks import check, conformance, speed, tests as seconds
 from benchmarks.gpu import keep, place
-from docs import gpu
+from docs import gpu, record
 from tests import conftest
 
 ROOT = Path(__file__).parents[2]
@@ -77,12 +76,12 @@ def test_a_run_of_the_suite_is_recorded_with_what_is_otherwise_than_listed(
     assert found["right"]["unexpected"] == []
     assert max(found["right"]["errors"].values()) < 2e-5
     assert found["wrong"]["unexpected"] == ["temperature/1.5"]
-    monkeypatch.setattr(conformance, "FILE", tmp_path / "runs.json")
+    file = tmp_path / "runs.json"
     for kind in ("right", "wrong"):
-        conformance.keep("green", kind, found[kind])
-    kept = json.loads((tmp_path / "runs.json").read_text())["green"]
-    assert list(kept) == ["right", "wrong"]
-    assert kept["wrong"]["counts"] == {"failed": 1}
+        conformance.keep(f"green/{kind}", found[kind], file)
+    kept = record.rows(file)
+    assert list(kept) == ["green/right", "green/wrong"]
+    assert kept["green/wrong"]["counts"] == {"failed": 1}
 
 
 def test_the_rows_of_a_gpu_run_name_no_folder_of_the_machine(tmp_path):
@@ -105,7 +104,6 @@ COMMANDS: dict[str, tuple[str, set[int]]] = {
     "conformance": ("plain --out {folder}/runs.json", {0}),
     "gpu": ("--out {folder} --trial kernels-11 steps-7", {0}),
     "hidden": ("--quick accuracy memory", {0}),
-    "mini": ("rollout --rounds 1", {0}),
     "step": ("--only padding_filled rounded_down", {0, 1}),  # 1: slower than a limit
     "readability": ("", {0}),
     "record": ("", {0}),
@@ -131,16 +129,17 @@ def test_a_row_of_a_new_gpu_run_takes_the_place_of_its_name():
         row = {"objective": objective, "seconds": seconds}
         return {"date": "2026-11-26", "parts": {}, "rows": {"losses-0": [row]}}
 
-    first = keep.added({}, run(1.0, "dapo"), "a")
+    first = keep.added([], run(1.0, "dapo"), "a")
     both = keep.added(first, run(2.0, "grpo"), "b")
     again = keep.added(both, run(3.0, "dapo"), "c")
-    assert [r["commit"] for r in again["runs"]] == ["a", "b", "c"]
+    assert [one.commit for one in again] == ["a", "b", "c"]
     found = [
         (r["objective"], r["seconds"], r["of"])
-        for r in again["rows"]
+        for one in again
+        for r in one.rows.values()
         if "objective" in r
     ]
-    assert found == [("dapo", 3.0, 2), ("grpo", 2.0, 1)]
+    assert found == [("grpo", 2.0, 1), ("dapo", 3.0, 2)]
 
 
 def test_a_gpu_row_that_lacks_a_package_takes_no_place():
@@ -148,11 +147,15 @@ def test_a_gpu_row_that_lacks_a_package_takes_no_place():
         row = {"who": "verl", "N": 512} | more
         return {"date": "2026-11-26", "parts": {}, "rows": {"sizes": [row]}}
 
-    first = keep.added({}, run(milliseconds=8.6), "a")
+    def sizes(records):
+        rows = [row for one in records for row in one.rows.values()]
+        return [row for row in rows if row["kind"] == "sizes"]
+
+    first = keep.added([], run(milliseconds=8.6), "a")
     lacks = keep.added(first, run(failed="ModuleNotFoundError: ray"), "b")
-    assert [r["milliseconds"] for r in lacks["rows"]] == [8.6]
+    assert [r["milliseconds"] for r in sizes(lacks)] == [8.6]
     broken = keep.added(first, run(failed="RuntimeError: no kernel"), "b")
-    assert [r["failed"] for r in broken["rows"]] == ["RuntimeError: no kernel"]
+    assert [r["failed"] for r in sizes(broken)] == ["RuntimeError: no kernel"]
 
 
 def test_the_tests_that_took_longest_begin(tmp_path, monkeypatch):
@@ -211,10 +214,7 @@ def test_a_part_of_the_suite_keeps_the_rows_of_the_rest(tmp_path, monkeypatch):
 
 
 def gpu_rows(kind):
-    results = json.loads(
-        (ROOT / "benchmarks/gpu/results.json").read_text(encoding="utf-8")
-    )
-    return [row for row in results["rows"] if row["kind"] == kind]
+    return [row for row in record.rows(keep.RESULTS).values() if row["kind"] == kind]
 
 
 def test_the_page_says_that_no_token_of_the_recorded_steps_was_clipped():
@@ -257,12 +257,10 @@ def test_what_is_asked_of_a_gpu_fits_into_its_minutes():
 
 
 def test_no_page_says_that_one_run_had_all_parts():
-    results = json.loads(
-        (ROOT / "benchmarks/gpu/results.json").read_text(encoding="utf-8")
-    )
-    names = {name for run in results["runs"] for name in run["parts"]}
+    runs = gpu_rows("run")
+    names = {name for run in runs for name in run["parts"]}
     kinds = {name.partition("-")[0] for name in names}
-    for run in results["runs"]:
+    for run in runs:
         ended_well = {
             n.partition("-")[0] for n, p in run["parts"].items() if p["status"] == 0
         }

@@ -76,7 +76,7 @@ ELSEWHERE = {
     "upref prove mine.py:k3 --as-kl k3": ("tests/proof/test_kl_terms.py::test_the_command", "--as-kl"),
     "upref replay repro/lm/run/recorded --as up_dapo --agg group-token-mean": (REAL_RUN, "up_dapo"),
     "upref replay repro/lm/run/recorded --as up_dapo --agg group-token-mean -o sheet.html": (SHEET, "sheet"),
-    "python -m upref_frameworks.audits.proofs openrlhf": ("tests/proof/test_proofs_of_frameworks.py", "proofs"),
+    "python -m docs.proved openrlhf": ("tests/proof/test_proofs_of_frameworks.py", "proofs"),
     "pip install .": ("tests/pages/test_release.py::test_the_installed_wheel_judges_a_loss", '"install"'),
     "pip wheel --no-deps -w vendor .": ("tests/pages/test_release.py::test_the_wheel_holds", '"wheel"'),
     'pip install ".[plot]"': ("tests/pages/test_release.py::test_the_install_lines_are_true", "optional-dependencies"),

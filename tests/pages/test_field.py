@@ -3,12 +3,9 @@
 tested.
 """
 
-import json
 from dataclasses import replace
 
-import pytest
-
-from docs import field, framework_pages, steps
+from docs import field, framework_pages, record, steps
 from upref.conformance import cases
 from upref.conformance.results import read_expected_failures
 from upref_frameworks.ledger import read
@@ -63,7 +60,7 @@ def test_what_the_records_say():
     assert cell("art", "ranks").status == cell("trl", "ranks").status == field.NONE
     assert "on by default" in cell("trl", "sampler correction").more
     assert "none by default" in cell("verl", "sampler correction").more
-    rows = json.loads((steps.HERE / "verl.json").read_text(encoding="utf-8"))
+    rows = record.rows(steps.HERE / "verl.json")
     agree = sum(r["error"] is not None and not r["cause"] for r in rows)
     assert cell("verl", "step").more == f": {agree} of {len(rows)} settings agree"
 
@@ -111,8 +108,3 @@ def test_what_a_framework_documents_is_a_documented_choice():
         == "documented choice"
     )
     assert field.worst([replace(entry, status="numerical")]) == ("agrees", "", "")
-
-
-@pytest.mark.parametrize("path", sorted(field.dates()))
-def test_each_dated_record_is_there(path):
-    assert (field.ROOT / path).exists()

@@ -26,7 +26,6 @@ KNOWN = {
     "repro/with_verl/gpu_trial.py": "own_folder",
     "repro/with_verl/pack.py": "own_folder",
     "repro/with_verl/machine/processes.py": "a mark of its own",
-    "repro/with_verl/trials/faults.py": "own_folder",
     "upref/files.py": "own_folder; drafts by their name",
     "upref_frameworks/audits/isolated/pin.py": "a cache of its own",
 }
@@ -145,15 +144,11 @@ def test_the_trials_of_verl_leave_a_folder_of_somebody(own, monkeypatch):
     pytest.importorskip("psutil", reason="`repro/venv.sh smoke` installs it")
     pytest.importorskip("verl", reason="`repro/venv.sh verl` installs it")
     smoke = importlib.import_module("repro.with_verl.cpu.smoke")
-    faults = importlib.import_module("repro.with_verl.trials.faults")
-    matrix = importlib.import_module("repro.with_verl.trials.matrix")
     trial = importlib.import_module("repro.with_verl.gpu_trial")
     before = content(own)
     for command in (
         lambda: trial.main(get("up_dapo"), own, 1, "toy", False, []),
         lambda: smoke.main("up_dapo", 1, own),
-        lambda: faults.main([], own),
-        lambda: matrix.prepare(own, boxed=False, experts=0),
     ):
         with pytest.raises(InputError, match="removes none of them"):
             command()

@@ -3,11 +3,9 @@
 says.
 """
 
-import json
-
 import pytest
 
-from docs import gallery
+from docs import gallery, record as records
 from tests.replay.simulator import FAULTS, HELD_OUT
 from tests.support.daily import daily
 
@@ -16,7 +14,7 @@ PAGE = gallery.HERE / "howto" / "find-your-picture.md"
 
 
 def record():
-    return json.loads((gallery.HERE / "gallery.json").read_text(encoding="utf-8"))
+    return records.rows(gallery.RECORD)
 
 
 def test_each_entry_is_a_fault_with_a_picture_on_the_page():
@@ -64,9 +62,4 @@ def test_the_command_draws_each_entry_and_records_what_replay_says(
     gallery.main(tmp_path / "pictures", tmp_path / "gallery.json")
     drawn = (tmp_path / "pictures" / "divided.svg").read_text(encoding="utf-8")
     assert drawn.startswith("<?xml") and "<image" in drawn
-    assert (
-        json.loads((tmp_path / "gallery.json").read_text(encoding="utf-8"))["divided"][
-            "cause"
-        ]
-        == "factor"
-    )
+    assert records.rows(tmp_path / "gallery.json")["divided"]["cause"] == "factor"

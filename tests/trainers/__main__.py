@@ -7,7 +7,6 @@ With --record the table of docs/thirteen-trainers.md gets what was found.
 
 import argparse
 import inspect
-import json
 import subprocess
 import sys
 import time
@@ -16,9 +15,9 @@ from typing import Any
 
 import torch
 
+from docs import record
 from docs.thirteen_trainers import VERDICTS, readings
 from tests.trainers.cases import CASES, Case
-from upref.files import write_atomically
 from upref.step import check_step
 
 SEEDS = (0, 1, 2)
@@ -83,10 +82,9 @@ def misquoted(folder: Path) -> list[str]:
     return out
 
 
-def merged(record: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def merged(new: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What was recorded, with what ran in its place, in the order of the cases."""
-    old = json.loads(VERDICTS.read_text(encoding="utf-8")) if VERDICTS.exists() else []
-    found = {tuple(x[k] for k in KEYS): x for x in [*old, *record]}
+    found = {tuple(x[k] for k in KEYS): x for x in [*record.rows(VERDICTS), *new]}
     keys = [(x.repository, x.variant, x.objective) for x in CASES]
     return [found[key] for key in keys if key in found]
 
@@ -102,7 +100,7 @@ def main(args: list[str]) -> int:
     false = misquoted(options.folder)
     if false:
         print("\n".join(false))
-    record, wrong = [], len(false)
+    new, wrong = [], len(false)
     for one in CASES:
         name = one.repository.split("/")[1]
         folder = options.folder / name
@@ -118,7 +116,7 @@ def main(args: list[str]) -> int:
             mark = "      " if right else "WRONG "
             where = f"{name}, {one.variant}, as {one.objective}, seed {seed}"
             print(f"{mark}{where} ({its['seconds']:.1f} s): {said}", flush=True)
-        record.append(
+        new.append(
             {
                 "repository": one.repository,
                 "commit": commit_of(folder),
@@ -131,7 +129,8 @@ def main(args: list[str]) -> int:
             }
         )
     if options.record:
-        write_atomically(VERDICTS, json.dumps(merged(record), indent=1) + "\n")
+        command = "python -m tests.trainers FOLDER --record"
+        record.add(VERDICTS, command, merged(new), options.seeds)
     return int(wrong > 0)
 
 

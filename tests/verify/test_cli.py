@@ -507,8 +507,6 @@ def test_every_command_is_in_a_package_that_handles_interrupts():
         "upref/__main__.py",
         "upref/cli/__init__.py",
         "paper/__main__.py",
-        # it handles interrupts itself
-        "upref_frameworks/audits/proofs.py",
         # one rank of a case, which the suite starts and ends
         "upref/conformance/ranks.py",
         "upref_frameworks/audits/child.py",

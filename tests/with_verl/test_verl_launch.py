@@ -44,13 +44,11 @@ from repro.with_verl.machine import (  # noqa: E402
     ladder,
     preflight,
     processes,
-    published,
 )
 from repro.with_verl.machine.estimate import GB, estimate, gpu_of  # noqa: E402
 from repro.with_verl.machine.here import Machine  # noqa: E402
 from repro.with_verl.machine.preflight import VERL  # noqa: E402
 from repro.with_verl.place import ROOT  # noqa: E402
-from repro.with_verl.report import methods  # noqa: E402
 from repro.with_verl.run import launch  # noqa: E402
 
 pytestmark = [pytest.mark.verl, pytest.mark.filterwarnings("ignore:Disabled critic")]
@@ -166,11 +164,8 @@ def test_the_papers_methods_get_the_papers_experiments():
         and "w_reinforce` is the printed form" in why
         and "does not say which" in why
     )
-    assert (
-        methods(data)["w_reinforce_code"]
-        == methods(data)["w_reinforce"]
-        == "W-REINFORCE"
-    )
+    assert data["forms"]["w_reinforce_code"]["method"] == "W-REINFORCE"
+    assert data["names"]["W-REINFORCE"] == "w_reinforce"
     assert all(
         upref.get(name) and form["method"] in data["names"]
         for name, form in data["forms"].items()
@@ -892,19 +887,8 @@ def test_a_models_size_is_read_and_an_unknown_one_refused(tmp_path, capsys):
     assert parse(vision).params > shape_of("Qwen/Qwen3-8B").params
 
 
-def test_the_formulas_are_near_published_runs():
-    """Eleven whole steps of two projects, from 7B to 235B, on three kinds of GPU:
-    within a factor of 1.8.
-    """
-    whole = [
-        here / there
-        for *_, phase, there, here in published.compare()
-        if phase == "step"
-    ]
-    assert len(whole) >= 10 and 1 / 1.8 < min(whole) and max(whole) < 1.8
-    assert 0.9 < float(np.exp(np.mean(np.log(whole)))) < 1.2
+def test_the_page_of_costs_has_every_scale():
     page = (ROOT / "repro/with_verl/ESTIMATES.md").read_text()
-    assert published.table() in page and published.summary() in page
     assert all(f"| `{name}`, " in page for name in scales.scale_names())
 
 

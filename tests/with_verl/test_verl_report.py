@@ -8,12 +8,12 @@ import pytest
 pytest.importorskip(
     "omegaconf", reason="`repro/venv.sh verl` installs it, on Python 3.11 and 3.12"
 )
-from repro.with_verl import health, logged, report
+from repro.with_verl import health, report
 from repro.with_verl.run import records, start
 
 
 def row(step, **other):
-    data = {records.STEP: step, logged.SCORE: step / 10, logged.ENTROPY: 2.0, logged.NORM: 1.0, logged.KL: step / 1e4,
+    data = {records.STEP: step, report.SCORE: step / 10, report.ENTROPY: 2.0, report.NORM: 1.0, report.KL: step / 1e4,
             "actor/upref/alive": 0.9, "actor/upref/parity_of_bound": 0.1, "actor/upref/parity_alarms": 0.0,
             "timing_s/step": 60.0, "perf/total_num_tokens": 1e6, "perf/throughput": 500.0}  # fmt: skip
     return {"step": step, "data": data | other}
@@ -53,14 +53,8 @@ def text_of(out, *folders):
     return (out / "report.md").read_text()
 
 
-def test_the_papers_figures_and_numbers_beside_ours(tmp_path):
-    estimate = {
-        "step_seconds": 45.0,
-        "gpus": 32,
-        "gpu_hours": 100.0,
-        "step_tokens": 2_000_000,
-        "train_gb": 40.0,
-    }
+def test_curves_and_numbers_beside_the_estimate(tmp_path):
+    estimate = {"step_seconds": 45.0, "step_tokens": 2_000_000, "train_gb": 40.0}
     up = run(
         tmp_path,
         "up",
@@ -77,60 +71,24 @@ def test_the_papers_figures_and_numbers_beside_ours(tmp_path):
         [validated(s, s / 25) for s in range(1, 10)],
     )
     text = text_of(tmp_path / "out", up, base)
-    for figure in (2, 3, 4, 5):
-        svg = (tmp_path / f"out/figure-{figure}.svg").read_text()
-        assert f"![Figure {figure}: " in text and svg.count("<path") > 20
-    assert not (tmp_path / "out/figure-7.svg").exists()  # another experiment
-    assert (
-        "| up_dapo seed 1 | Avg@32 of AIME24 | 45.00 | 51.15, Avg@32 of AIME24 |"
-        in text
-    )
-    assert "| dapo seed 1 | Best@32 | 66.00 | 80.49, Best@32 |" in text
-    assert "At the paper's scale" in text
-    assert (
-        "| up_dapo seed 1 | seconds a step | 60.0 | 45 |" in text
-        and "2,000,000" in text
-    )
-
-
-def test_table_1_for_the_family(tmp_path):
-    rows = [
-        row(
-            s,
-            **{
-                f"val-core/{t}/acc/mean@1": s / 10
-                for t in ("aime24", "amc23", "math500")
-            },
-        )
-        for s in (1, 2, 3)
-    ]
-    text = text_of(tmp_path / "out", run(tmp_path, "r", "up_grpo", "paper_math", rows))
-    assert "| up_grpo seed 1 | 30.00 | 30.00 | 30.00 | - | - |" in text
-    assert (
-        "| UP-GRPO, printed | 41.04 | 87.50 | 88.40 | 31.25 | 58.33 |" in text
-        and "figure-6.svg" in text
-    )
-
-
-def test_other_scales_are_not_called_the_papers(tmp_path):
-    text = text_of(
-        tmp_path / "out",
-        run(tmp_path, "r", "up_dapo", "gpu1", [validated(s, 0.1) for s in range(1, 5)]),
-    )
-    assert (
-        "| mean, of the validation of gpu1 | 10.00 | 51.15, Avg@32 of AIME24 |" in text
-    )
-    assert "not the paper's experiment" in text and "figure-2.svg" in text
+    svg = (tmp_path / "out/curves.svg").read_text()
+    assert "](curves.svg)" in text and svg.count("<path") > 20
+    for label in report.PANELS.values():
+        assert label in text
+    assert "| up_dapo seed 1 | seconds a step | 60 | 60 | 45 |" in text
+    assert "2,000,000" in text
+    assert report.read(up).series("mean@")[1][-1] == 9 / 20
+    assert report.read(up).series("best@")[1][-1] == pytest.approx(9 / 20 + 0.3)
 
 
 def test_alarms_come_first(tmp_path):
     rows = [
         row(1),
         row(2, **{health.ALARMS: 3.0, health.BOUND: 1e4, health.FAILURES: 2.0}),
-        row(5, **{health.BLIND: 0.9, logged.NORM: None}),
+        row(5, **{health.BLIND: 0.9, report.NORM: None}),
     ]
     text = text_of(tmp_path / "out", run(tmp_path, "r", "up_dapo", "gpu1", rows))
-    head = text[: text.index("## Figures")]
+    head = text[: text.index("## Curves")]
     assert (
         "PARITY ALARM" in head
         and "1e+04 times" in head
@@ -146,7 +104,7 @@ def test_alarms_come_first(tmp_path):
     )
 
 
-def test_seeds_get_their_mean(tmp_path):
+def test_each_seed_is_a_run(tmp_path):
     folders = [
         run(
             tmp_path,
@@ -160,7 +118,7 @@ def test_seeds_get_their_mean(tmp_path):
     ]
     text = text_of(tmp_path / "out", *folders)
     assert all(f"dapo seed {i}" in text for i in (1, 2, 3))
-    assert "mean of 3" in (tmp_path / "out/figure-2.svg").read_text()
+    assert (tmp_path / "out/curves.svg").stat().st_size > 10_000
 
 
 def test_what_cannot_be_read(tmp_path, capsys):
@@ -180,10 +138,10 @@ def test_starts_are_read_as_one_and_the_last_counts(tmp_path):
         "".join(json.dumps(row(s)) + "\n" for s in (1, 2, 3)) + '{"step": 4, "da'
     )
     second.write_text(
-        "".join(json.dumps(row(s, **{logged.SCORE: 9.0})) + "\n" for s in (3, 4))
+        "".join(json.dumps(row(s, **{report.SCORE: 9.0})) + "\n" for s in (3, 4))
     )
     merged = records.merged(tmp_path)
-    assert [(r["step"], r["data"][logged.SCORE]) for r in merged] == [
+    assert [(r["step"], r["data"][report.SCORE]) for r in merged] == [
         (1, 0.1),
         (2, 0.2),
         (3, 9.0),
@@ -265,7 +223,7 @@ def test_a_healthy_run_has_nothing_to_change(tmp_path):
     )
     text = text_of(tmp_path / "out", folder)
     assert "Nothing to change." in text and "LOOK" not in text
-    assert text.index("## Health of up_dapo seed 1") < text.index("## Figures")
+    assert text.index("## Health of up_dapo seed 1") < text.index("## Curves")
 
 
 @pytest.mark.parametrize("key", SICK)

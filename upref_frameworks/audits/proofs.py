@@ -2,24 +2,17 @@
 """Are the losses of a framework the objectives that their names promise, for every value?
 Each comparison of its audit, by the proofs of upref.proof.
 
-    python -m upref_frameworks.audits.proofs FRAMEWORK...
-
 A loss that differs from its promise is compared once more, with the promise and the
-faults that the audit records. It writes what it finds to docs/proved.json.
+faults that the audit records.
 """
 
-import json
-import sys
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from upref import interrupt
 from upref.errors import InputError
-from upref.files import write_atomically
 from upref.proof.compare import Comparison as Found, compare
 from upref.proof.domain import Pattern, patterns
 from upref.proof.paths import Outputs
@@ -35,7 +28,6 @@ from upref_frameworks.audits.case import (
 )
 from upref_frameworks.audits.framework import Framework
 
-RECORD = Path(__file__).parents[2] / "docs" / "proved.json"
 FULL = Pattern(((True, True), (True, False)))
 HOLE = Pattern(((True, False, True),))
 SECONDS = 60.0  # for one comparison
@@ -228,46 +220,3 @@ def _place(found: Found) -> str:
     A = c.batch.adv[place].item()
     r = (c.batch.logp - c.batch.logp_old)[place].exp().item()
     return f"A = {A:.4g}, r = {r:.4g}"
-
-
-def main(names: list[str]) -> int:
-    """Prove the losses of these frameworks, and write the record.
-
-    Args:
-        names: of frameworks.
-
-    Returns:
-        Exit status: 0.
-    """
-    for name in names:
-        try:
-            found = proofs(name)
-        except InputError as error:
-            print(f"{name}: {error}", flush=True)
-            continue
-        known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-        known[name] = found
-        text = json.dumps(dict(sorted(known.items())), indent=2)
-        write_atomically(RECORD, text + "\n")
-        for row in found["rows"]:
-            print(
-                name,
-                row["setting"],
-                row["label"],
-                "|",
-                row["promise"],
-                "|",
-                row["status"],
-                *row["faults"],
-                row["reason"],
-                row["at"],
-                flush=True,
-            )
-    return 0
-
-
-if __name__ == "__main__":
-    from upref_frameworks.audits import proofs as module
-
-    interrupt.handled("python -m upref_frameworks.audits.proofs")
-    sys.exit(module.main(sys.argv[1:]))

@@ -92,7 +92,9 @@ def draw(
         )
         fig.suptitle(title, fontsize=11, fontweight="bold")
         axes = np.ravel(fig.subplots(rows, columns, squeeze=False))
-        for ax, panel, s in zip(axes, panels, found, strict=True):
+        for ax in axes[len(panels) :]:
+            ax.set_visible(False)
+        for ax, panel, s in zip(axes, panels, found, strict=False):
             _panel(ax, panel, s, colour, dashes, highlight)
         lines = []
         labels = []

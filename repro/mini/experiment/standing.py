@@ -15,9 +15,9 @@ effect whose interval ends below the margin is excluded. Two rounds are closed: 
 rules said is in results/standing.json.
 """
 
-import json
 from typing import Any
 
+from docs import record
 from paper.claims import words as verdicts
 from repro.mini.experiment import effects, words
 from repro.mini.experiment.effects import Effect
@@ -38,8 +38,7 @@ def everything() -> dict[str, dict[str, Any]]:
 def of_plan(plan: Plan) -> dict[str, dict[str, Any]]:
     """Of one plan."""
     if plan.claims:
-        text = (plan.results / "standing.json").read_text(encoding="utf-8")
-        every = json.loads(text).items()
+        every = record.rows(plan.results / "standing.json").items()
         return {name: s for name, s in every if name.startswith(f"{plan.name}/")}
     return _of_effects(plan) if plan.standing else {}
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import upref
+from docs import record
 from repro import Parser, fork
 from repro.with_verl.cpu import toy
 from repro.with_verl.health import FAILURES, NORMALIZER, furthest_from_1
@@ -334,10 +335,11 @@ def main(
     rows = watch.steps(log)
     report, wrong = judge(rows, steps, outcome)
     records.collect(out)
-    found = json.dumps(summary(name, rows, steps, outcome, wrong, extra))
-    write_atomically(out / "summary.json", found + "\n")
+    found = summary(name, rows, steps, outcome, wrong, extra)
+    write_atomically(out / "summary.json", json.dumps(found) + "\n")
     if keep:
-        write_atomically(RESULTS / f"{keep}.json", found + "\n")
+        command = f"python -m repro.with_verl.cpu.smoke {name} --keep"
+        record.add(RESULTS / "smoke.json", command, {keep: found})
     print("\n".join([f"{name}: {'; '.join(report)}", *(f"WRONG  {w}" for w in wrong)]))
     if wrong and outcome.status != 0:
         print(f"verl: {advice.cure(output, out)}")
@@ -362,7 +364,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--keep",
         action="store_true",
-        help="write the summary into results/NAME.json too",
+        help="record the summary in results/smoke.json too",
     )
     parser.add_argument("--name", help="NAME, if not the objective's")
     args, extra = parser.parse_known_args()

@@ -15,7 +15,7 @@ Time of a step:
 
 Lengths follow (1 - x / longest)^a, whose mean is LENGTH of the longest unless the
 caller says more. The shares of the peak were set once, from published runs
-(`python -m repro.with_verl.machine.published` prints them side by side).
+(ESTIMATES.md has them side by side).
 
 Memory of a GPU while it trains is the larger of forward-and-backward (weights,
 gradients, activations, logits, the bf16 copies of two layers and of the head) and the

@@ -6,7 +6,6 @@ Below it stand the counts at first sight, of first_sight.json, and those of toda
 """
 
 import argparse
-import json
 import re
 import time
 import warnings
@@ -14,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import upref
+from docs import record
 from tests.step.planted import padded, ragged
 from tests.step.planted.case import CASES, Case
 from upref import markdown
-from upref.files import write_atomically
 from upref.verify.faults.measured import OBSERVATIONS
 from upref.verify.report import UNKNOWN
 
@@ -118,8 +117,7 @@ def counts(results: list[dict[str, Any]]) -> str:
 
 def recorded(file: Path) -> list[dict[str, Any]]:
     """What a file keeps of a run."""
-    found: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
-    return found
+    return list(record.rows(file))
 
 
 def first_sight_and_today() -> str:
@@ -151,8 +149,7 @@ def main() -> int:
     print(f"today: {counts(results)}")
     if options.record and not options.ids:
         kept = [{k: v for k, v in x.items() if k != "seconds"} for x in results]
-        text = json.dumps(kept, indent=1, ensure_ascii=False) + "\n"
-        write_atomically(TODAY, text)
+        record.add(TODAY, "python -m tests.step.planted --record", kept)
     bad = {"missed", "false alarm", "false"}
     return int(any(x["judged"] in bad for x in results))
 
