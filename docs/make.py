@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes what is generated in README.md, docs/, docs/course/ and docs/howto/:
-`python -m docs.make [PAGE...]`.
+`python -m docs.make [PAGE...]`. `python -m docs.make --print NAME` prints a part.
 
-A test holds that it is fresh.
+A test holds that it is fresh. A part of ON_SITE is a long table of records: the site has
+it, and the page here says how to print it.
 
 What is written anew; all else in a page is left alone:
 
@@ -58,9 +59,26 @@ def written(text: str) -> str:
 
 
 def _marked(m: re.Match) -> str:
-    """A generated part, written anew."""
-    text = GENERATED[m[1]]().rstrip()
-    return f"<!-- {m[1]} -->\n{text}\n<!-- end -->\n"
+    """A generated part, written anew; of ON_SITE, where to find it."""
+    name = m[1]
+    text = _elsewhere(name) if name in ON_SITE else GENERATED[name]().rstrip()
+    return f"<!-- {name} -->\n{text}\n<!-- end -->\n"
+
+
+def _elsewhere(name: str) -> str:
+    """Where a part of ON_SITE is."""
+    source = ON_SITE[name]
+    made_of = f", made of [these records]({source})" if source else ""
+    return f"The table is on the site{made_of}. In a checkout `python -m docs.make --print {name}` prints it."
+
+
+def for_site(text: str) -> str:
+    """The page as the site has it: with the parts of ON_SITE."""
+
+    def filled(m: re.Match) -> str:
+        return f"{GENERATED[m[1]]()}\n" if m[1] in ON_SITE else m[0]
+
+    return MARKED.sub(filled, text)
 
 
 def _block(m: re.Match, program: dict, folder: Path) -> str:
@@ -289,6 +307,24 @@ ON_GPU = (
     "launchers",
 )
 WITH_ADAPTER = ("trl", "verl", "openrlhf", "skyrl")
+# The parts that the site has and this repository has not: the name -> the records that
+# it is made of, from docs/; "" where it is read from the code.
+ON_SITE = {
+    "benchmarks": "../benchmarks",
+    "claims": "../paper/claims/computed.json",
+    "gpu_kernels": "../benchmarks/gpu/results.json",
+    "gpu_sizes": "../benchmarks/gpu/results.json",
+    "known_faults": "",
+    "proved_losses": "proved.json",
+    "recipes": "",
+    "steps_trl": "steps/trl.json",
+    "steps_verl": "steps/verl.json",
+    "steps_openrlhf": "steps/openrlhf.json",
+    "steps_suite": "steps/suite",
+    "steps_plugins": "steps/plugins.json",
+    "steps_bounds": "steps/bounds.json",
+    **{f"options_{name}": f"steps/options/{name}.json" for name in WITH_ADAPTER},
+}
 # The parts that other modules make: the name in a page -> the module, its function, and
 # arguments. A module is imported when a page needs it.
 PARTS: dict[str, tuple[str, ...]] = {
@@ -331,6 +367,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "thirteen_counts": ("docs.thirteen_trainers", "thirteen_counts"),
     "planted": ("tests.step.planted.__main__", "first_sight_and_today"),
     "claims": ("paper.claims.page", "markdown"),
+    "claims_counts": ("paper.claims.page", "counts"),
     "claims_words": ("paper.claims.page", "meanings"),
     "claims_tally": ("paper.claims.page", "summary"),
     "axes": ("docs.coverage", "axes"),
@@ -390,6 +427,9 @@ GENERATED = {function.__name__: function for function in OWN} | {
 
 def main(*pages: str):
     """Write the pages that are named, or all; print which of them changed."""
+    if pages[:1] == ("--print",):
+        print(*(GENERATED[name]() for name in pages[1:]), sep="\n\n")
+        return
     for page in [Path(p) for p in pages] or PAGES:
         old = (ROOT / page).read_text(encoding="utf-8")
         new = written(old)

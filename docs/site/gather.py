@@ -4,7 +4,8 @@ the site.
 
 A page is README.md, any docs/**/*.md, CHANGELOG.md, CONTRIBUTING.md, and every other
 .md that one of them links to. Any other file that is linked to becomes a page that
-shows it. Nothing of a page is run here.
+shows it. Nothing of a page is run here, but the long tables of records are printed
+into it (docs/make.py, ON_SITE).
 """
 
 import fnmatch
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from docs import framework_pages as frameworks
+from docs import framework_pages as frameworks, make
 from docs.site import api, derivations, objectives, prose
 from upref_course.grader import course_pages
 
@@ -158,7 +159,7 @@ class Gathering:
             return
         self.texts[name] = ""
         text = (ROOT / path).read_text(encoding="utf-8")
-        text = text.replace(FIELD, FRAME)
+        text = make.for_site(text.replace(FIELD, FRAME))
         self.texts[name] = self.turned(text, Path(path).parent, name)
 
     def turned(self, text: str, folder: Path, name: str) -> str:

@@ -21,6 +21,8 @@ from upref.errors import InputError
 from upref.registry import LEVELS, Objective, get, names
 from upref.weights import plots
 from upref.weights.curve import make_curve
+from upref_frameworks.audits import frameworks
+from upref_frameworks.audits.recipe import covered_objectives
 from upref_frameworks.ledger import read
 
 ROOT = Path(__file__).parents[2]
@@ -184,7 +186,7 @@ def _commands(o: Objective) -> str:
             f"upref weights {o.name} my.py:loss -o weights.svg    # both, drawn"
         )
     text = "```bash\n" + "\n".join(lines) + "\n```"
-    if f"\n### {o.name}\n" in (ROOT / "docs/recipes.md").read_text(encoding="utf-8"):
+    if any(o.name in covered_objectives(name, {}) for name in frameworks()):
         text += f"\n\n[What to set](../recipes.md#{o.name}) to train it in verl, TRL and others."
     return text
 

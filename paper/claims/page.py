@@ -203,12 +203,17 @@ def as_json(judged: Sequence[Judged], computed: dict) -> str:
 
 
 # ---- pages ---------------------------------------------------------------------------
+def counts() -> str:
+    """How many statements have each verdict, and when that was computed."""
+    return f"{tally(as_computed())}. {made(last())}"
+
+
 def markdown() -> str:
     """The tables of docs/claims.md: the paper's statements, one table a section; our
     questions; sources; exceptions.
     """
     judged = as_computed()
-    out = [f"{tally(judged)}. {made(last())}", ""]
+    out = []
     for letter, heading in HEADINGS.items():
         mine = [
             j

@@ -490,7 +490,8 @@ def test_what_is_saved_is_what_is_read():
     entries = json.loads(json.dumps(saved(judged)))
     assert (
         as_computed(CLAIMS, entries) == judged
-        and page.made(entries) == "Computed on d at commit c."
+        and page.made({"x": {"date": "d", "commit": "c"}})
+        == "Computed on d at commit c."
     )
 
 
@@ -509,13 +510,16 @@ def test_a_bad_record_is_one_sentence(text):
 
 def test_the_pages_are_fresh():
     for name, text in (
-        ("docs/claims.md", page.markdown()),
+        ("docs/claims.md", page.counts()),
         ("README.md", page.summary()),
     ):
         assert text.rstrip() in (ROOT / name).read_text(encoding="utf-8"), (
             f"run `python -m docs.make {name}`"
         )
     assert {"claims", "claims_tally"} <= set(make.GENERATED)
+    assert all(
+        f"## {heading}\n" in page.markdown() for heading in page.HEADINGS.values()
+    )
 
 
 def test_an_interrupt_ends_what_was_started():

@@ -120,6 +120,7 @@ ELSEWHERE = {
 }  # fmt: skip
 NOT_RUN = {
     "python -m benchmarks.tests": "measures all tests",
+    "python -m docs.make --print proved_losses": "test_pages.py has all parts of the site",
     ".venv/bin/python -m pytest -q tests/core/test_kl.py": "runs tests of this suite",
     ".venv/bin/python -m pytest -q tests/core/test_rollouts.py::test_masked_slots_may_hold_anything": "the same",
     ".venv/bin/python -m pytest -q tests/core -k dual_clip": "the same",

@@ -59,13 +59,33 @@ def test_links_and_named_files_exist(page):
 def test_tables_are_whole(page):
     """Every row has as many cells as its head, so that a | in a cell is escaped."""
     cells = 0
-    for line in TEXT[page].splitlines():
+    for line in TEXT.get(page, page).splitlines():
         if not line.startswith("| "):
             cells = 0
             continue
         here = len(re.findall(r"(?<!\\)\|", line))
         cells = cells or here
         assert here == cells, line
+
+
+@pytest.mark.slow
+def test_the_tables_of_the_site_are_whole():
+    """Each is printed, its rows are whole, and what it links to is there."""
+    for name in make.ON_SITE:
+        text = make.GENERATED[name]()
+        assert text.count("\n") > 5, name
+        test_tables_are_whole(text)
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+            found = target.startswith("http") or (ROOT / "docs" / target).exists()
+            assert found, (name, target)
+
+
+def test_every_table_of_the_site_stands_on_a_page():
+    named = {name for text in TEXT.values() for name in make.MARKED.findall(text)}
+    assert named >= make.ON_SITE.keys()
+    page = "# A\n\n<!-- proved_losses -->\nold\n<!-- end -->\n"
+    assert "| loss | promise |" in make.for_site(page)
+    assert "--print proved_losses" in make.written(page)
 
 
 def test_every_verdict_on_the_paper_is_there():
