@@ -5,7 +5,6 @@
 """
 
 import argparse
-import json
 import re
 import time
 import warnings
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import upref
+from docs import record
 from tests.second_person import critics, distillation, kept, tokens
 from tests.second_person.case import CASES, Case
 from upref import markdown
@@ -23,9 +23,7 @@ MODULES = (tokens, kept, distillation, critics)
 PARTS = tuple(module.__name__.rpartition(".")[2] for module in MODULES)
 # of each case: whether the verdict was as meant; of a wrong one also what its first
 # cause said, and whether a reader judged that true, empty, false or none
-FIRST_SIGHT: dict[str, Any] = json.loads(
-    Path(__file__).with_name("first_sight.json").read_text(encoding="utf-8")
-)
+FIRST_SIGHT: dict[str, Any] = record.rows(Path(__file__).with_name("first_sight.json"))
 
 
 def report(case: Case) -> Any:
