@@ -68,7 +68,7 @@ def page(audit: dict[str, Any], entries: list[Entry]) -> str:
     """
     name = audit["framework"]
     out = [*_introduction(audit), *_rows(audit, entries), "", *_remarks(audit)]
-    if name in logprobs.recorded():
+    if name in record.rows(logprobs.FILE):
         out += [
             "",
             "## Log-probabilities",

@@ -55,9 +55,9 @@ def cell(name: str) -> str:
 
 def counts() -> str:
     """Return in a sentence how many comparisons have a proof."""
-    said = [status(row) for of in record().values() for row in of["rows"]]
+    said = [status(row) for of in recorded().values() for row in of["rows"]]
     return (
-        f"  Of {len(said)} comparisons in {len(record())} frameworks, {said.count(PROVED)} are proved, "
+        f"  Of {len(said)} comparisons in {len(recorded())} frameworks, {said.count(PROVED)} are proved, "
         f"{said.count(WITH_FAULTS)} are proved with the recorded differences, and {said.count(OPEN)} have no proof."
     )
 
