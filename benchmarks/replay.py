@@ -78,6 +78,11 @@ def main() -> None:
             "upref replay, from the file on",
             lambda: replay.replay(replay.read_steps([file]), "dapo").text(),
         )
+        replay.write(file, shaped)
+        timed(
+            "the same, where no estimator fits",
+            lambda: replay.replay(replay.read_steps([file]), "dapo").text(),
+        )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(f"{'largest memory of the process':34} {peak / GIB:7.2f} GiB")
 

@@ -7,6 +7,7 @@ files/written_by.json has the commit of each writer and the digest of each file.
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -237,6 +238,46 @@ def test_weights_that_prime_rl_leaves_out_are_one(tmp_path, msgspec):
 def test_what_prime_rl_lacks_is_told(msgspec):
     with pytest.raises(InputError, match="no log-probability of the trainer"):
         gap(read(sorted((FILES / "step_7").iterdir())))
+
+
+def traces_of(batch, rewards):
+    """traces.jsonl as prime-rl's file monitor writes it: a prompt, an answer that is a
+    leaf, and a tree with a second leaf in every other trace.
+    """
+    lines = []
+    for i, reward in enumerate(rewards):
+        ids, trains = batch.ids[i].tolist(), batch.mask[i]
+        first, end = int(trains.int().argmax()), int(trains.nonzero().max()) + 1
+        answer = {"parent": 0, "token_ids": ids[first:end]}
+        nodes = [{"token_ids": ids[:first]}, answer]
+        if i % 2:
+            nodes.append({"parent": 0, "token_ids": [90_001 + i]})
+        parts = {
+            "a": {"score": reward, "weight": 1.0},
+            "b": {"score": 2.0, "weight": 0.5},
+        }
+        trace = {"nodes": nodes, "rewards": parts | {"unscored": None}}
+        lines.append(json.dumps({"id": f"e{i}", "traces": [trace]}))
+    return "\n".join(lines) + "\n"
+
+
+def test_the_rewards_of_prime_rl_are_in_the_traces_beside(tmp_path, msgspec):
+    shutil.copytree(FILES / "step_7", tmp_path / "step_7")
+    ranks = sorted((tmp_path / "step_7").iterdir())
+    without = read(ranks)
+    traces = tmp_path / "step_7/train/effective/traces.jsonl"
+    traces.parent.mkdir(parents=True)
+    advantages = without.adv.sum(1) / without.mask.sum(1)
+    rewards = (advantages + 3.0).tolist()
+    traces.write_text(traces_of(without, rewards))
+    batch = read(ranks)
+    assert batch.reward.tolist() == pytest.approx([r + 1 for r in rewards])
+    # a step whose traces lack a sample has no rewards
+    traces.write_text("\n".join(traces.read_text().splitlines()[1:]))
+    assert read(ranks[0]).reward is None
+    traces.write_text(traces.read_text()[:-40])
+    with pytest.raises(InputError, match="no episode of prime-rl"):
+        read(ranks)
 
 
 def test_prompts_have_one_number_in_the_files_of_all_ranks(msgspec):

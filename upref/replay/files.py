@@ -154,6 +154,8 @@ def _find_reader(path: Path) -> plugins.DumpReader | None:
 def _identify_format(path: Path) -> Source:
     """Return the file with its step and the function that reads its format."""
     require_file(path)
+    if not path.stat().st_size:
+        raise InputError(f"{path} is empty: its writer was stopped, or wrote nothing.")
     if path.suffix == ".npz":
         return Source(path, _call_parser(_npz_step, path), _read_npz)
     if path.suffix == ".safetensors":

@@ -189,7 +189,8 @@ def _agreements(s: "StepChecks", unused: tuple[str, ...]) -> Iterator[tuple[str,
     if s.loss is None:
         return
     terms = COUNT.sub("", _terms(s.loss))
-    if s.loss.found == s.loss.expected:
+    says_nothing = any(f.cause == "uninformative" for f in s.loss.findings)
+    if s.loss.found == s.loss.expected and not says_nothing:
         yield f"loss: it is the {terms}", _not_exercised(unused)
     if s.loss.gradient == s.loss.expected:
         yield f"loss: dL/dlp of the recorded tokens is that of the {terms}", ""
@@ -379,11 +380,17 @@ def _heavy_lines(heaviest: tuple[HeavyToken, ...], name: str) -> Iterator[str]:
     yield f"{'':22} {'share':>9} {'p_old':>9} {'p_sampler':>10} {'r':>8} {'A':>8}"
     for t in heaviest:
         where = f"response {t.response}, token {t.token}"
-        sampler = "" if t.sampler is None else f"{t.sampler:.4f}"
+        old = _probability(t.old)
+        sampler = "" if t.sampler is None else _probability(t.sampler)
         yield (
-            f"{where:22} {t.share:>9.2%} {t.old:>9.4f} {sampler:>10} {t.ratio:>8.3f} {t.advantage:>8.3f}  id {t.id}"
+            f"{where:22} {t.share:>9.2%} {old:>9} {sampler:>10} {t.ratio:>8.3f} {t.advantage:>8.3f}  id {t.id}"
             + (f" {t.text!r}" if t.text else "")
         )
+
+
+def _probability(p: float) -> str:
+    """A probability with four decimals, or two digits where these would be few."""
+    return f"{p:.4f}" if p >= 0.001 or p == 0 else f"{p:.1e}"
 
 
 def _fold(line: str) -> str:

@@ -280,7 +280,7 @@ def _judge_number(
     """
     numbers = number.numbers
     if number.accepted:
-        uninformative = [note("loss", "uninformative", value=number.value)]
+        uninformative = [note("loss", "uninformative", value=number.value + 0.0)]
         return number.expected, uninformative if number.cancels else []
     if batch.meta.get(EXTRA_TERMS):
         return "", [

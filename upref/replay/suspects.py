@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from upref.replay.schema import RecordedBatch
-from upref.replay.undo import Columns
+from upref.replay.undo import FEW, Columns
 from upref.replay.values import is_bfloat16
 from upref.replay.words import SUSPECTS
 
 MOST_NAMED = 4  # causes of one finding
-DIFFERS = 0.1  # nats: a smaller difference of a token is mostly rounding
 FAR = 2.0  # nats
 BOTH_WAYS = 0.25  # times as many tokens far below the trainer as far above it
 SIGNIFICANT = 5.0  # standard errors of a difference of means
@@ -26,42 +25,43 @@ LEAST_TOKENS = 30  # on either side of a comparison
 SPARSE = 0.1  # the median of |d| over its mean, below which few tokens carry the gap
 SMALL_GAP = 0.1  # nats, mean |d|: low precision makes such a gap
 ONE_SIDED = 20.0  # times as many tokens above the trainer as below it
+SIDES = (0.1, 0.5)  # nats: from either on, one side is looked for
 
 # Of each finding, how usual each of its causes is.
 USUAL: dict[str, dict[str, float]] = {
     "two_policies": {
         "weights": 4.0,
-        "precision": 3.0,
-        "experts": 2.5,
-        "dropout": 2.0,
-        "context": 1.5,
-        "penalties": 1.0,
-        "temperature": 0.6,
-        "cut": 0.5,
+        "arithmetic": 3.0,
+        "settings": 2.0,
+        "context": 1.8,
         "likeliest": 0.4,
+        "order": 0.0,
+        "penalties": 0.0,
+        "cut": 0.0,
     },
     "impossible_tokens": {
         "ids": 4.0,
         "context": 3.0,
-        "experts": 2.5,
+        "arithmetic": 2.5,
         "weights": 1.6,
-        "order": 1.0,
-        "penalties": 0.9,
+        "settings": 1.5,
+        "order": 0.8,
         "likeliest": 0.8,
-        "cut": 0.8,
-        "precision": 0.6,
+        "penalties": 0.0,
+        "cut": 0.0,
         "undrawn": 0.0,
     },
     "missing_mass": {
         "cut": 4.0,
         "weights": 2.0,
-        "experts": 2.0,
+        "arithmetic": 2.0,
         "penalties": 1.5,
         "vocabulary": 1.4,
         "divided": 1.3,
         "context": 1.2,
         "likeliest": 1.0,
     },
+    "cut": {"cut": 6.0, "likeliest": 3.0, "context": 2.0, "penalties": 1.0},
     "cut_or_divided": {
         "cut": 4.0,
         "likeliest": 2.0,
@@ -88,9 +88,15 @@ USUAL: dict[str, dict[str, float]] = {
         "ids": 3.0,
         "weights": 2.0,
         "context": 1.5,
-        "experts": 1.0,
+        "arithmetic": 1.0,
         "likeliest": 1.0,
     },
+}
+# a cause -> those whose words it has: beside it they are left out
+INCLUDES: dict[str, tuple[str, ...]] = {
+    "ids": ("context",),
+    "penalties": ("settings",),
+    "cut": ("settings",),
 }
 
 
@@ -138,10 +144,7 @@ def find_evidence(batch: RecordedBatch, c: Columns) -> Evidence:
     """
     d = c.trained(c.log_rho)
     size = d.abs()
-    differs = size > DIFFERS
     far = size > FAR
-    above = int((d[differs] < 0).sum())
-    below = int((d[differs] > 0).sum())
     late = None
     if batch.version is not None and batch.step is not None:
         late = bool((batch.version < batch.step).any())
@@ -152,7 +155,7 @@ def find_evidence(batch: RecordedBatch, c: Columns) -> Evidence:
         position=_means_differ(size.clamp(max=1), is_late_token),
         sparse=bool(size.median() < SPARSE * size.mean()),
         small=bool(size.mean() < SMALL_GAP),
-        one_sided=above > ONE_SIDED * below,
+        one_sided=any(_is_one_sided(d, least) for least in SIDES),
         both_ways=int((d > FAR).sum()) > max(2, BOTH_WAYS * int((d < -FAR).sum())),
         certain=int(far.sum()) > 0
         and float((c.trained(c.sampler) == 0)[far].double().mean()) > 0.8,
@@ -161,6 +164,12 @@ def find_evidence(batch: RecordedBatch, c: Columns) -> Evidence:
         late=late,
         bfloat16=is_bfloat16(c.trained(c.sampler)) or is_bfloat16(c.trained(c.trainer)),
     )
+
+
+def _is_one_sided(d: Tensor, least: float) -> bool:
+    """Whether, of the tokens that differ by so much, nearly all are above the trainer."""
+    above, below = int((d < -least).sum()), int((d > least).sum())
+    return above > ONE_SIDED * below and above >= FEW
 
 
 def _means_differ(x: Tensor, is_one: Tensor) -> bool:
@@ -206,15 +215,13 @@ def _weights_of_evidence(e: Evidence) -> dict[str, float]:
         added["context"] += 3
         added["ids"] += 1
     if e.sparse:
-        added["experts"] += 1
         added["ids"] += 1
         added["context"] += 0.5
     else:
         added["weights"] += 1
-        added["precision"] += 1
-        added["dropout"] += 1
+        added["arithmetic"] += 1
     if e.small:
-        added["precision"] += 1
+        added["arithmetic"] += 1
     if e.one_sided:
         added["cut"] += 3
         added["likeliest"] += 3.5
@@ -230,7 +237,7 @@ def _weights_of_evidence(e: Evidence) -> dict[str, float]:
     if e.late:
         added["weights"] += 2
     if e.bfloat16:
-        added["precision"] += 2
+        added["arithmetic"] += 2
     if e.same_ids:
         added["ids"] -= 100
     return added
@@ -251,7 +258,11 @@ def rank(finding: str, evidence: Evidence) -> list[str]:
         name: usual + added[name] for name, usual in USUAL[finding].items()
     }
     possible = [name for name, score in scores.items() if score > 0]
-    return sorted(possible, key=lambda name: -scores[name])[:MOST_NAMED]
+    named: list[str] = []
+    for name in sorted(possible, key=lambda name: -scores[name]):
+        if not any(name in INCLUDES.get(before, ()) for before in named):
+            named.append(name)
+    return named[:MOST_NAMED]
 
 
 def causes_in_words(finding: str, evidence: Evidence) -> str:

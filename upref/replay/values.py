@@ -173,17 +173,21 @@ def find_placeholder(c: Columns) -> Undone | None:
     for i in counts.argsort(descending=True)[:FEW].tolist():
         value = values[i]
         has_value = c.mask & (c.sampler == value)
-        evidence = has_value & (
-            (c.trainer < math.log(UNLIKELY_TOKEN))
-            if value == 0
-            else ((c.trainer - value).abs() > 1)
-        )
+        # a number of a fine grid is a whole one by chance once in millions
+        is_lone = value != 0 and not _is_coarse(y)
+        if value == 0:
+            evidence = has_value & (c.trainer < math.log(UNLIKELY_TOKEN))
+        else:
+            off = (c.trainer - value).abs()
+            evidence = has_value & (off > (CLOSE if is_lone else 1))
         is_placeholder = _runs_with(has_value, evidence, FEW if value == 0 else 1)
         if value != 0 and not is_bfloat16(y):
             # no policy gives so many neighbors the same whole number
             is_placeholder |= _runs_of(has_value, LEAST_RUN)
             evidence |= is_placeholder & ((c.trainer - value).abs() > CLOSE)
-        if is_placeholder.any():
+        if is_placeholder.any() and is_lone:
+            is_placeholder = has_value
+        elif is_placeholder.any():
             # one such number shows what the others are
             is_placeholder = is_placeholder | evidence
         else:
@@ -251,6 +255,16 @@ def _stand_alone(is_placeholder: Tensor, rest: Columns) -> bool:
     in_runs = int(is_placeholder.sum()) >= FEW * int(starts.sum())
     share = float(behind_trained[starts].double().mean())
     return in_runs and share > 0.9 and rest.distance() < AGREES
+
+
+def _is_coarse(column: Tensor) -> bool:
+    """Whether all numbers are of float16 or bfloat16, or have four decimals: there whole
+    numbers are no rarity.
+    """
+    decimals = (column * 1e4).round() / 1e4
+    grids = (column.half().double(), column.bfloat16().double())
+    is_on_grid = [bool((grid == column).all()) for grid in grids]
+    return any(is_on_grid) or bool(((decimals - column).abs() < 1e-9).all())
 
 
 def is_bfloat16(column: Tensor) -> bool:

@@ -12,8 +12,8 @@ from typing import Any
 # ---- the sampler's column ------------------------------------------------------------
 UNDONE = "the mean difference falls from {before:.3g} to {after:.2g} nats"
 ABOVE_ZERO = (
-    "mean log ρ = {mean:+.3f}, at most 0 unless the mask leaves out tokens by their "
-    "ratio"
+    "mean log ρ = {mean:+.3f}, at most 0 where the trainer's column is normalized and the "
+    "mask does not leave out tokens by their ratio"
 )
 # the model of the two sides is one, and what it reads is not
 CONTEXT = "another context (a cache, a window, the tokens of a prompt or of a template)"
@@ -31,25 +31,24 @@ SUSPECTS: dict[str, tuple[str, str]] = {
         "sampling",
         "record version and ref, at several steps",
     ),
-    "precision": (
-        "low precision or quantized weights",
-        "compute both in float32: the gap vanishes",
-    ),
-    "experts": (
-        "other experts of a mixture",
-        "switch routing replay on",
-    ),
-    "dropout": (
-        "dropout, or a trainer in training mode",
-        "score the same tokens twice: they must be equal",
+    "arithmetic": (
+        "other arithmetic: low precision, quantized weights, other experts of a mixture, "
+        "dropout or a trainer in training mode, another mask in the attention",
+        "score the same tokens twice: equal without dropout; in float32, with routing "
+        "replay, the gap vanishes",
     ),
     "ids": (
-        "other ids (a text that was tokenized again, an inserted token)",
-        "record sampler_ids",
+        "other ids (a text that was tokenized again, an inserted token) or " + CONTEXT,
+        "record sampler_ids, and compare the ids that each side reads, prompt included",
     ),
     "context": (
         CONTEXT,
         "compare the ids that each side reads, prompt included",
+    ),
+    "settings": (
+        "a setting of the sampler: penalties, a logit bias, banned tokens, a temperature, "
+        "top_p or top_k",
+        "sample once with all of them off",
     ),
     "penalties": (
         "penalties, a logit bias or banned tokens of the sampler",
@@ -148,9 +147,10 @@ SAMPLER = {
     ),
     "cut": (
         "the sampler is above the trainer on {share:.0%} of the tokens, and certain "
-        "where the trainer is not: it was cut and renormalized (top_p, min_p, top_k, a "
-        "grammar), the trainer is not, and the mean kept mass is E[ρ] = {rho:.3f}; or "
-        "the column holds " + LIKELIEST + "." + MASKED_BY_RATIO
+        "where the trainer is not; of a cut, the mean kept mass is E[ρ] = {rho:.3f}. "
+        + LIKELY
+        + "."
+        + MASKED_BY_RATIO
     ),
     "cut_or_divided": (
         "the sampler is above the trainer on {share:.0%} of the tokens, E[ρ] = "
@@ -174,12 +174,14 @@ SAMPLER = {
         "the sampler's column is not the distribution that sampled ("
         + ABOVE_ZERO
         + "): log-probabilities of before the temperature or before penalties, of "
-        "other weights than those that sampled, or computed again."
+        "other weights than those that sampled, or computed again. Or the trainer's is "
+        "none: log-probabilities divided by the temperature."
     ),
     "above_one": (
         "E[ρ] = {rho:.3f} ± {error:.3f} is above 1, and the mass of a policy is at "
         "most 1 unless the mask leaves out tokens by their ratio: the sampler's column "
-        "is not the distribution that sampled. It has numbers of before the "
+        "is not the distribution that sampled, or the trainer's is none (log-probabilities "
+        "divided by the temperature). The sampler's has numbers of before the "
         "temperature or of other weights (a draft model, an update that arrived "
         "later), or something else than the log-probability of each token."
     ),
@@ -247,7 +249,7 @@ SAMPLER = {
         "on {tokens} of {trained} trained tokens, several of them unlikely for the "
         "trainer, the sampler's number is 0{place}. Here 0 is also what the sampler has on "
         "tokens of which the trainer is certain. So either it was certain of these "
-        "tokens too, and the trainer has other ids or reads "
+        "tokens too, and the trainer has other ids, other weights or experts, or reads "
         + CONTEXT
         + "; or it did not draw them (the text of a tool or an environment, an appended "
         "token, a token that a grammar forces). What it did not draw must be masked."
@@ -351,8 +353,8 @@ ADVANTAGES = {
     ),
     "no_signal": "all advantages are 0: only a KL or an entropy term trains.",
     "too_few": (
-        "{responses} responses have an advantage other than 0: too few to name an "
-        "estimator."
+        "too few responses have an advantage other than 0 to name an estimator: "
+        "{responses}."
     ),
 }
 
@@ -383,11 +385,13 @@ LOSS = {
         "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms "
         "({value:.6g}). It would be with a divisor of about {divisor:.12g} in place of "
         "{count:.12g} {unit}; a coefficient, a further term (a KL, an entropy), a mean "
-        "over several steps, other hyperparameters or another objective give that too."
+        "over several steps, another mask in the loss than in the file, other "
+        "hyperparameters or another objective give that too."
     ),
     "unexplained": (
         "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms "
-        "({value:.6g}), and no other divisor explains it."
+        "({value:.6g}), and no other divisor explains it: another mask in the loss than in "
+        "the file, a further term, other hyperparameters or another objective do."
     ),
     "beside_zero": (
         "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms, "

@@ -7,7 +7,8 @@ A file is msgpack: a list of micro-batches, each a list of the fields of `MicroB
 their order, where fields that have their default may be missing at the end. A
 micro-batch packs several samples, whose lengths are `seq_lens`; padding that does not
 train counts as the end of the last. The trainer's log-probabilities are not there:
-prime-rl's loss takes the engine's as π_old.
+prime-rl's loss takes the engine's as π_old. The rewards are those of the traces beside
+the file, where prime-rl wrote them.
 """
 
 import re
@@ -21,6 +22,7 @@ from upref.errors import InputError
 from upref.replay.batch import make_batch
 from upref.replay.prompts import prompt_number
 from upref.replay.schema import PROMPTS_READ, RecordedBatch
+from upref_frameworks.prime_rl.traces import PATH, find_reward, read_branches
 
 SUFFIXES: tuple[str, ...] = (".bin",)
 FIELDS = (
@@ -55,7 +57,8 @@ HINTS = {
     "old": "prime-rl's rollout files have no log-probability of the trainer: its loss takes the "
     "engine's as π_old. Record the trainer's own as docs/dump.md describes.",
     "now": ABSENT,
-    "reward": ABSENT,
+    "reward": "prime-rl's rollout files have no reward: keep its traces beside them, rollouts/step_N/train/"
+    "effective/traces.jsonl, which its file monitor writes.",
     "version": ABSENT,
     "ref": "prime-rl writes ref_logprobs where an algorithm scores against a reference.",
 }
@@ -118,6 +121,7 @@ def read(path: Path) -> RecordedBatch:
     columns["micro"] = np.repeat(np.arange(len(parts)), counts)
     columns["rank"] = np.full(len(lengths), int(path.stem.partition("_")[2]))
     columns["group"] = _groups(columns["ids"], columns["mask"], columns["offsets"])
+    columns |= _rewards(path, columns["ids"], columns["offsets"])
     return make_batch(
         columns, file=str(path), step=step_of(path), meta=META, hints=HINTS
     )
@@ -167,3 +171,18 @@ def _groups(ids: np.ndarray, mask: np.ndarray, offsets: np.ndarray) -> np.ndarra
         first = int(trains.argmax()) if trains.any() else int(end - start)
         out.append(prompt_number(ids[start : start + first]))
     return np.array(out)
+
+
+def _rewards(path: Path, ids: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
+    """Return the reward of each sample, where the traces of the step have them all; else
+    nothing.
+    """
+    traces = path.parent / PATH
+    if not traces.is_file():
+        return {}
+    branches = read_branches(traces)
+    samples = [tuple(ids[a:b].tolist()) for a, b in pairwise(offsets)]
+    rewards = [find_reward(sample, branches) for sample in samples]
+    if None in rewards:
+        return {}
+    return {"reward": np.array(rewards)}
