@@ -35,6 +35,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from docs import record  # noqa: E402  of the standard library alone
+from upref import markdown  # noqa: E402
 
 RECORDS = ROOT / "tests/matrix.json"
 PACKAGES = ("torch", "numpy", "sympy")
@@ -231,10 +232,7 @@ def recorded() -> list[dict[str, Any]]:
 
 def table() -> str:
     """The rows of interpreters and versions, in markdown."""
-    rows = [
-        "| Python | torch | numpy | sympy | what | result |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for r in recorded():
         if r["what"] in PLACES:
             continue
@@ -251,22 +249,21 @@ def table() -> str:
         )
         result += f" ({tested[0]})" if tested else ""
         cells = [r.get(k, "?") for k in ("python", *PACKAGES)] + [r["what"], result]
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+        rows.append(cells)
+    return markdown.table(["Python", *PACKAGES, "what", "result"], rows)
 
 
 def awkward() -> str:
     """What happened in each awkward place, and to an install that is stopped, in
     markdown.
     """
-    rows = ["| Python | place | what happened | seconds |", "|---|---|---|---|"]
+    rows = []
     for r in recorded():
         for name, step in r["steps"].items() if r["what"] in PLACES else ():
             ends = "status 0" if "said" not in step else f"status 2: {step['said']}"
-            rows.append(
-                f"| {r['python']} | {name} | {ends if step['passed'] else '**failed**'} | {step['seconds']} |"
-            )
-    return "\n".join(rows)
+            said = ends if step["passed"] else "**failed**"
+            rows.append([r["python"], name, said, step["seconds"]])
+    return markdown.table(["Python", "place", "what happened", "seconds"], rows)
 
 
 def main(python: str = "python3", what: str = "checkout") -> int:
