@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 import upref
+from docs import record
 from docs.course import runs
 from figures.make import save
 from repro.exact.flow import path
@@ -116,12 +117,10 @@ def l00_loop():
 
 def l00_memory():
     """Where the memory of log-probabilities goes, and how it grows:
-    benchmarks/hidden.txt.
+    benchmarks/hidden.json.
     """
-    text = (Path(__file__).parents[2] / "benchmarks/hidden.txt").read_text(
-        encoding="utf-8"
-    )
-    text = text.split("; log-probs alone")[0]
+    file = Path(__file__).parents[2] / "benchmarks/hidden.json"
+    text = "\n".join(record.rows(file)).split("; log-probs alone")[0]
     lines = re.findall(r"^(\S.*?) +(\d+) +(\d+) +\d+ +(\d+) ", text, re.M)
     rows = [Measured(name, int(N), int(V), int(MB)) for name, N, V, MB in lines]
     largest = max(row.V for row in rows)
@@ -159,7 +158,7 @@ def l00_memory():
 
 
 class Measured(NamedTuple):
-    """A line of benchmarks/hidden.txt: N tokens, V ids, and MB beyond dh and dW."""
+    """A line of benchmarks/hidden.json: N tokens, V ids, and MB beyond dh and dW."""
 
     name: str
     N: int

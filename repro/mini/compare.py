@@ -356,11 +356,8 @@ def main(argv: list[str] | None = None) -> int:
         folder = args.out / "compare" / name.replace("(", "_of_").replace(")", "")
         own_folder(folder)
         wanted = dict(e.todo({}))
-        # they foretell how long it takes: the newest finished experiment's, because the
-        # first ones ran on an engine that was slower
-        known = records.load(plan.load("stale").results)
         with suite.alone(args.out) as lock:
-            failures = suite.run_all(wanted, args.out, args.jobs, lock, known=known)
+            failures = suite.run_all(wanted, args.out, args.jobs, lock)
         for sentence in failures:
             print(sentence, file=sys.stderr)
         if failures:

@@ -127,7 +127,7 @@ def _train(
     failures: list[str] = []
     with suite.alone(out) as lock:
         try:
-            while todo := plan.todo(known := _take(plan, out, results)):
+            while todo := plan.todo(_take(plan, out, results)):
                 left = (end - time.monotonic()) / 3600
                 if failures or left <= 0:
                     break
@@ -138,7 +138,6 @@ def _train(
                     lock,
                     left,
                     device=device,
-                    known=known,
                     ended=lambda: _take(plan, out, results),
                 )
         finally:

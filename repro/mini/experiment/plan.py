@@ -37,7 +37,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,6 +91,20 @@ class Cell(NamedTuple):
     group: str
 
 
+class Searched(NamedTuple):
+    """How far the search of a cell is.
+
+    Attributes:
+        choice: None while it cannot be told.
+        wanted: the choices to try before.
+        scores: of every choice in reach; None while a run is missing.
+    """
+
+    choice: Choice | None
+    wanted: list[Choice]
+    scores: dict[Choice, float | None]
+
+
 class Run(NamedTuple):
     """A run that a plan asks for; the key is the name of its folder."""
 
@@ -135,7 +149,7 @@ class Plan:
     page: tuple[str, ...] = PAGE
     page_name: str = "report.md"
     others: tuple["Plan", ...] = ()
-    rates_from: str = ""
+    given_rates: dict[str, float] = field(default_factory=dict)
     command: str = ""
     note: str = ""
     limits: str = ""
@@ -190,15 +204,6 @@ class Plan:
         return dict(self.main.get("settings", {}))
 
     # ---- the search ------------------------------------------------------------------
-    @cached_property
-    def chosen_rates(self) -> dict[str, float]:
-        """Arm -> the rate that the plan `rates_from` chose; {} while it has not."""
-        path = self.results / "rates.json"
-        if not self.rates_from or not path.exists():
-            return {}
-        found: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
-        return found
-
     def rates(self, arm: str) -> list[float]:
         """The rates that are tried in any case."""
         assert self.search
@@ -240,62 +245,38 @@ class Plan:
         there = [run for run in runs if run]
         return self.search.score_of(there) if len(there) == len(runs) else None
 
-    def scores(
-        self, cell: Cell, records: dict[str, RunRecord]
-    ) -> dict[Choice, float | None]:
-        """The score of every choice in reach, in the order of the search; coefficients
-        once the rate is known.
+    def searched(self, cell: Cell, records: dict[str, RunRecord]) -> Searched:
+        """How far the search of a cell is: first the rates at the starting coefficient,
+        then the coefficients at the chosen rate.
         """
-        start = self._coefficient(cell.arm).get("start")
-        found = {}
-        for rate in self.every_rate(cell.arm):
-            choice = Choice(rate, start)
-            found[choice] = self.score(cell, choice, records)
-        best = self._rate(cell, found)[0]
-        if best is not None:
-            for value in self._coefficient(cell.arm).get("grid", ()):
-                choice = Choice(best, value)
-                found[choice] = self.score(cell, choice, records)
-        return found
-
-    def _rate(
-        self, cell: Cell, scores: dict[Choice, float | None]
-    ) -> tuple[float | None, list[float]]:
-        """The rate at the starting coefficient, or None and the rates to try before."""
-        start = self._coefficient(cell.arm).get("start")
-        every = self.every_rate(cell.arm)
-        by_rate: Scores = {rate: scores[Choice(rate, start)] for rate in every}
-        return choose_rate(by_rate, self.rates(cell.arm))
+        coefficient = self._coefficient(cell.arm)
+        by_rate = [
+            Choice(x, coefficient.get("start")) for x in self.every_rate(cell.arm)
+        ]
+        scores = {choice: self.score(cell, choice, records) for choice in by_rate}
+        of_rates: Scores = {choice.rate: x for choice, x in scores.items()}
+        rate, missing = choose_rate(of_rates, self.rates(cell.arm))
+        if rate is None:
+            wanted = [Choice(x, coefficient.get("start")) for x in missing]
+            return Searched(None, wanted, scores)
+        if not coefficient:
+            return Searched(Choice(rate), [], scores)
+        by_value = [Choice(rate, x) for x in coefficient["grid"]]
+        scores |= {choice: self.score(cell, choice, records) for choice in by_value}
+        value, missing = choose_value({c.coefficient: scores[c] for c in by_value})
+        if value is None:
+            return Searched(None, [Choice(rate, x) for x in missing], scores)
+        return Searched(Choice(rate, value), [], scores)
 
     def choice(self, cell: Cell, records: dict[str, RunRecord]) -> Choice | None:
         """The rate and coefficient of the cell; None while they cannot be told."""
         if self.search:
-            return self._searched(cell, records)[0]
-        if self.rates_from:
-            rate = self.chosen_rates.get(cell.arm)
-            return Choice(rate) if rate else None
-        return Choice()
-
-    def _searched(
-        self, cell: Cell, records: dict[str, RunRecord]
-    ) -> tuple[Choice | None, list[Choice]]:
-        """The choice, or None and the choices to try before it can be told."""
-        coefficient = self._coefficient(cell.arm)
-        scores = self.scores(cell, records)
-        rate, rates = self._rate(cell, scores)
-        if rate is None:
-            return None, [Choice(x, coefficient.get("start")) for x in rates]
-        if not coefficient:
-            return Choice(rate), []
-        by_value = {x: scores[Choice(rate, x)] for x in coefficient["grid"]}
-        value, missing = choose_value(by_value)
-        if value is None:
-            return None, [Choice(rate, x) for x in missing]
-        return Choice(rate, value), []
+            return self.searched(cell, records).choice
+        return Choice(self.given_rates.get(cell.arm))
 
     def next_search(self, cell: Cell, records: dict[str, RunRecord]) -> list[Run]:
         """The runs to make before the choice for the cell can be told, seed by seed."""
-        wanted = self._searched(cell, records)[1]
+        wanted = self.searched(cell, records).wanted
         by_choice = [self.search_runs(cell, choice) for choice in wanted]
         turns = zip(*by_choice, strict=True)
         return [run for turn in turns for run in turn if run.key not in records]
@@ -362,7 +343,7 @@ class Plan:
     def _choices_to_try(self, cell: Cell, records: dict[str, RunRecord]) -> int:
         """How many the search of a cell tries, as far as it is known now."""
         coefficient = self._coefficient(cell.arm)
-        scores = self.scores(cell, records)
+        scores = self.searched(cell, records).scores
         tried = {choice for choice, score in scores.items() if score is not None}
         tried |= {Choice(x, coefficient.get("start")) for x in self.rates(cell.arm)}
         if coefficient and not self.choice(cell, records):
@@ -526,6 +507,9 @@ def _translate_claims(raw: dict[str, Any]) -> None:
     """Put a plan of claims into the words of this file: one group, one stage."""
     for unused in ("answers", "queue", "core", "table"):
         raw.pop(unused, None)
+    if raw.pop("rates_from", ""):  # another plan of that round chose them
+        text = (raw["results"] / "rates.json").read_text(encoding="utf-8")
+        raw["given_rates"] = json.loads(text)
     raw.setdefault("command", f"python -m repro.mini.experiment {raw['name']}")
     raw["main"] = {"seeds": raw.pop("seeds")}
     raw["groups"] = [

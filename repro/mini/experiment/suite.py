@@ -19,7 +19,6 @@ from rich.console import Console
 
 from repro.mini import files
 from repro.mini.experiment import records
-from repro.mini.experiment.questions import RunRecord
 from repro.mini.train.settings import Settings
 from upref import interrupt
 from upref.errors import InputError
@@ -45,23 +44,18 @@ def run_all(
     hours: float = float("inf"),
     train: str = "",
     device: str = "cpu",
-    known: dict[str, RunRecord] | None = None,
     ended: Callable[[], object] = lambda: None,
 ) -> list[str]:
     """Train what is not finished, `jobs` at a time; no new one after `hours`. Returns a
     sentence for each failure.
 
-    How long it takes is foretold from the runs that are known; `ended` is called
-    whenever one more has ended.
+    `ended` is called whenever one more has ended.
     """
     todo = [name for name in wanted if not records.status(out / name)]
     done = len(wanted) - len(todo)
     say(
         f"{done} of {len(wanted)} runs are finished; {len(todo)} to go, {jobs} at a time."
     )
-    if todo:
-        seconds = records.forecast([wanted[name] for name in todo], known or {})
-        _say_how_long(seconds / 3600, jobs)
     failures: list[str] = []
     running: dict[str, subprocess.Popen[bytes]] = {}
     end = time.monotonic() + 3600 * hours
@@ -81,21 +75,6 @@ def run_all(
     finally:
         _stop(running.values())
     return failures
-
-
-def _say_how_long(hours: float, jobs: int) -> None:
-    """Of one core, and of so many."""
-    some = f", {lasting(hours / jobs)} if {jobs} are free" if jobs > 1 else ""
-    say(f"They take {lasting(hours)} of one core{some}.")
-
-
-def lasting(hours: float) -> str:
-    """A time to wait, in words."""
-    if hours < 1 / 12:
-        return "a few minutes"
-    return (
-        f"about {hours:.1f} hours" if hours >= 2 else f"about {60 * hours:.0f} minutes"
-    )
 
 
 def _launch(
