@@ -359,6 +359,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "sampler_corrections": ("docs.samplers", "table"),
     "proved_losses": ("docs.proved", "losses"),
     "proved_counts": ("docs.proved", "counts"),
+    "proof_operators": ("docs.proved", "operators"),
+    "proof_mutants": ("docs.proved", "mutants"),
     "proved_objectives": ("docs.proved", "objectives"),
     "field_logprobs": ("docs.logprobs", "field_logprobs"),
     "peers": ("docs.logprobs", "peers"),

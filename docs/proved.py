@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which losses of the frameworks are proved to be which objectives, from docs/proved.json.
-`python -m docs.proved NAME...` compares frameworks anew.
+"""Which losses of the frameworks are proved to be which objectives, from docs/proved.json,
+and what proofs know of torch's operators. `python -m docs.proved NAME...` compares
+frameworks anew.
 """
 
 import re
@@ -12,6 +13,7 @@ from typing import Any
 from docs import record
 from upref import markdown
 from upref.errors import InputError
+from upref.proof.operators import WORDS, operators_of
 from upref_frameworks.audits.proofs import OPEN, PROVED, WITH_FAULTS, proofs
 
 RECORD = Path(__file__).with_name("proved.json")
@@ -51,6 +53,21 @@ def cell(name: str) -> str:
     words = ", ".join(f"{n}{more}" for n, more in counts if n) or "0"
     version = recorded()[name]["version"]
     return f"[{words}](#proved-for-every-value) of {len(rows)}<br>*{version[:9]}*"
+
+
+def operators() -> str:
+    """Return a row for each kind of operators of torch: what a proof knows of them."""
+    rows = []
+    for kind, words in WORDS.items():
+        named = [f"`{name}`" for name in operators_of(kind) if not name.startswith("_")]
+        rows.append([words, ", ".join(named)])
+    return markdown.table(["a proof knows", "operators"], rows)
+
+
+def mutants() -> str:
+    """Return what the proofs say of mutants, as tests/support/mutants/proofs.md has it."""
+    page = Path(__file__).parents[1] / "tests/support/mutants/proofs.md"
+    return page.read_text(encoding="utf-8").partition("\n\n")[2]
 
 
 def counts() -> str:

@@ -268,6 +268,8 @@ def unknown(name: str, known: Collection[str]) -> InputError:
         name: the word that a user typed.
         known: names of objectives.
     """
+    if name.endswith(".py"):
+        return InputError(f"{name} is a file: name its function, as in {name}:loss.")
     spelled_like_names = name.lower().replace("-", "_")
     if spelled_like_names in known:
         similar = [spelled_like_names]

@@ -34,7 +34,6 @@ PLACE = re.compile(r"\.\.\.|(?<![-\w/=])[A-Z][A-Z-]{3,}(?![\w=])")
 HERE = {
     "upref check my.py:loss --as dapo": "NOT dapo: 1 failure",
     "upref identify my.py:loss": "{said}",
-    "upref prove my.py:loss --as dapo": "NOT dapo",
     "upref maximizes my.py:loss": "my.py:loss with leave_one_out advantages",
     "upref check verl:vanilla --as dapo": "NOT dapo: ",
     "upref recipe dapo --in verl": "loss_agg_mode=token-mean",
@@ -119,6 +118,7 @@ ELSEWHERE = {
     "repro/venv.sh verl trl": ("tests/pages/test_requirements.py::test_", "venv.sh"),
 }  # fmt: skip
 NOT_RUN = {
+    "python -m tests.support.mutants.proofs --mutants 5900 --seed 0": "judges mutants for an hour",
     "python -m benchmarks.tests": "measures all tests",
     "python -m docs.make --print proved_losses": "test_pages.py has all parts of the site",
     ".venv/bin/python -m pytest -q tests/core/test_kl.py": "runs tests of this suite",

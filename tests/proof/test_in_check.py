@@ -138,6 +138,11 @@ def clamped(lp, old, adv, mask):
 def drawn(lp, old, adv, mask):
     return dapo(lp, old, adv * (1 + torch.rand(())), mask)
 
+def of_responses(lp, old, adv, mask):
+    r = (lp - old).exp()
+    terms = torch.minimum(r * adv, r.clamp(0.8, 1.28) * adv) * mask
+    return -(terms.sum(1) / mask.sum(1)).sum()
+
 def k3(log_prob, ref_log_prob):
     d = ref_log_prob - log_prob
     return d.exp() - d - 1
@@ -150,6 +155,9 @@ def k3(log_prob, ref_log_prob):
         (["{}:dapo", "--as", "dapo"], 0, "is dapo(eps_low=0.2, eps_high=0.28): PROVED"),
         (["{}:clamped", "--as", "dapo"], 1, "A > 50"),
         (["{}:clamped", "--as", "{}:dapo"], 1, "FAIL"),
+        # it differs almost everywhere: no bound is the reason
+        (["{}:of_responses", "--as", "{}:dapo"], 1, "FAIL  A = "),
+        (["{}:dapo", "--as", "{}"], 2, "is a file: name its function"),
         (["{}:drawn", "--as", "dapo"], 2, "mine.py:12 draws random numbers"),
         (["{}:k3", "--as-kl", "k3"], 0, "is k3: PROVED"),
         (["{}:k3", "--as-kl", "k2"], 1, "NOT k2"),
@@ -160,8 +168,9 @@ def test_the_command(arguments, status, says, tmp_path, capsys):
     file = tmp_path / "mine.py"
     file.write_text(FILE)
     words = [word.format(file) for word in arguments]
-    assert main(["prove", *words, "--rows", "1", "--columns", "1"]) == status
-    assert says in capsys.readouterr().out
+    sizes = ["--rows", "2", "--columns", "1"]
+    assert main(["prove", *words, *sizes]) == status
+    assert says in "".join(capsys.readouterr())
 
 
 def test_the_counterexample_is_one_when_it_is_pasted(tmp_path):

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rule for each operator of torch: from the ids of its inputs to those of its result.
 
-Four kinds, which docs/howto/prove.md lists from this table. *Moves*: the operator runs on
+Seven kinds, which docs/howto/prove.md lists from this table. *Moves*: the operator runs on
 the ids themselves. *Exact*: arithmetic, comparisons and choices, by upref.proof.values.
-*By value*: a function such as erf, of which a proof knows only that it is one. *Places*:
-sort, topk, argmax and nonzero answer as at the witness, and the order that they found is
-a step of the path. An operator without a rule runs as torch's own decomposition into
-others, and where torch has none there is no proof.
+*Of logarithms*: exp, log and their like, which are exact where the argument is a logarithm
+of ratios, or such a ratio; of anything else a proof knows a few properties. *By value*: a
+function such as erf, of which a proof knows only that it is one. *Places*: sort, topk,
+argmax and nonzero answer as at the witness, and the order that they found is a step of
+the path. *Of constants*: there is no proof where the argument varies. *Random*: there is
+none. An operator without a rule runs as torch's own decomposition into others, and where
+torch has none there is no proof.
 """
 
 import math
@@ -223,6 +226,16 @@ MOVES: dict[str, tuple[str, ...]] = {  # operator -> arguments that hold values
     "masked_scatter": ("self", "source"),
 }
 
+WORDS = {  # kind of operators -> what a proof knows of them
+    "moves": "everything: they move numbers",
+    "exact": "everything, as of real numbers",
+    "of logarithms": "everything, if the argument is a logarithm of ratios, or a ratio of which "
+    "they take the logarithm; else a few properties, such as exp(x) > 0",
+    "by value": "that equal arguments give equal values",
+    "places": "everything: each order of the numbers is a path",
+    "of constants": "there is no proof if the argument varies",
+    "random": "there is no proof",
+}
 RULES: dict[str, Rule] = {}
 KINDS: dict[str, str] = {}
 
@@ -232,7 +245,7 @@ def rule(names: str, kind: str = "exact") -> Callable[[Rule], Rule]:
 
     Args:
         names: of operators, with spaces between.
-        kind: exact, by value, or places.
+        kind: a key of WORDS.
     """
 
     def register(function: Rule) -> Rule:
@@ -242,6 +255,17 @@ def rule(names: str, kind: str = "exact") -> Callable[[Rule], Rule]:
         return function
 
     return register
+
+
+def operators_of(kind: str) -> list[str]:
+    """Return the names of the operators of one kind.
+
+    Args:
+        kind: a key of WORDS.
+    """
+    if kind == "moves":
+        return sorted(MOVES)
+    return sorted(name for name, its_kind in KINDS.items() if its_kind == kind)
 
 
 @cache
@@ -307,11 +331,14 @@ def _one(o: Operation) -> Tensor:
     return torch.ones(o["self"].shape, dtype=torch.int64)
 
 
-@rule("empty_like new_empty empty_strided new_empty_strided rand_like randn_like")
+@rule("empty_like new_empty empty_strided new_empty_strided")
 def _empty(o: Operation) -> Tensor | None:
-    if o.name.startswith("rand"):
-        o.trace.stop("draws random numbers")
     return None
+
+
+@rule("rand_like randn_like", "random")
+def _random(o: Operation) -> Any:
+    return o.trace.stop("draws random numbers")
 
 
 @rule("new_zeros")
@@ -487,48 +514,48 @@ def _sqrt(o: Operation) -> Tensor:
     return elementwise(lambda x: o.values.power(x, e), o.ids("self"))
 
 
-@rule("exp")
+@rule("exp", "of logarithms")
 def _exp(o: Operation) -> Tensor:
     return elementwise(o.values.exp, o.ids("self"))
 
 
-@rule("expm1")
+@rule("expm1", "of logarithms")
 def _expm1(o: Operation) -> Tensor:
     v = o.values
     return elementwise(lambda x: v.subtract(v.exp(x), v.one), o.ids("self"))
 
 
-@rule("exp2")
+@rule("exp2", "of logarithms")
 def _exp2(o: Operation) -> Tensor:
     v = o.values
     log2 = v.number(math.log(2))
     return elementwise(lambda x: v.exp(v.multiply(x, log2)), o.ids("self"))
 
 
-@rule("log")
+@rule("log", "of logarithms")
 def _log(o: Operation) -> Tensor:
     return elementwise(o.values.log, o.ids("self"))
 
 
-@rule("log1p")
+@rule("log1p", "of logarithms")
 def _log1p(o: Operation) -> Tensor:
     v = o.values
     return elementwise(lambda x: v.log(v.add(x, v.one)), o.ids("self"))
 
 
-@rule("log2 log10")
+@rule("log2 log10", "of logarithms")
 def _log_of_base(o: Operation) -> Tensor:
     v = o.values
     unit = 1 / math.log(2 if o.name == "log2" else 10)
     return elementwise(lambda x: v.scale(v.log(x), unit), o.ids("self"))
 
 
-@rule("sigmoid")
+@rule("sigmoid", "of logarithms")
 def _sigmoid(o: Operation) -> Tensor:
     return elementwise(o.values.sigmoid, o.ids("self"))
 
 
-@rule("sigmoid_backward")
+@rule("sigmoid_backward", "of logarithms")
 def _sigmoid_backward(o: Operation) -> Tensor:
     v = o.values
 
@@ -538,14 +565,14 @@ def _sigmoid_backward(o: Operation) -> Tensor:
     return elementwise(of, o.ids("grad_output"), o.ids("output"))
 
 
-@rule("log_sigmoid_forward")
+@rule("log_sigmoid_forward", "of logarithms")
 def _log_sigmoid(o: Operation) -> tuple[Tensor, Tensor]:
     v = o.values
     ids = elementwise(lambda x: v.log(v.sigmoid(x)), o.ids("self"))
     return ids, torch.zeros(0, dtype=torch.int64)
 
 
-@rule("log_sigmoid_backward")
+@rule("log_sigmoid_backward", "of logarithms")
 def _log_sigmoid_backward(o: Operation) -> Tensor:
     v = o.values
     return elementwise(
@@ -555,7 +582,7 @@ def _log_sigmoid_backward(o: Operation) -> Tensor:
     )
 
 
-@rule("tanh")
+@rule("tanh", "of logarithms")
 def _tanh(o: Operation) -> Tensor:
     v = o.values
 
@@ -565,7 +592,7 @@ def _tanh(o: Operation) -> Tensor:
     return elementwise(of, o.ids("self"))
 
 
-@rule("tanh_backward")
+@rule("tanh_backward", "of logarithms")
 def _tanh_backward(o: Operation) -> Tensor:
     v = o.values
 
@@ -575,7 +602,7 @@ def _tanh_backward(o: Operation) -> Tensor:
     return elementwise(of, o.ids("grad_output"), o.ids("output"))
 
 
-@rule("softplus")
+@rule("softplus", "of logarithms")
 def _softplus(o: Operation) -> Tensor:
     v = o.values
     beta, threshold = o.get("beta", 1), o.get("threshold", 20)
@@ -588,7 +615,7 @@ def _softplus(o: Operation) -> Tensor:
     return elementwise(of, o.ids("self"))
 
 
-@rule("softplus_backward")
+@rule("softplus_backward", "of logarithms")
 def _softplus_backward(o: Operation) -> Tensor:
     v = o.values
     beta, threshold = o.get("beta", 1), o.get("threshold", 20)
@@ -625,7 +652,7 @@ def _by_value(o: Operation) -> Tensor:
     return elementwise(lambda x: o.values.apply(o.name, x), o.ids("self"))
 
 
-@rule("logaddexp")
+@rule("logaddexp", "of logarithms")
 def _logaddexp(o: Operation) -> Tensor:
     v = o.values
     return elementwise(
@@ -633,7 +660,7 @@ def _logaddexp(o: Operation) -> Tensor:
     )
 
 
-@rule("xlogy")
+@rule("xlogy", "of logarithms")
 def _xlogy(o: Operation) -> Tensor:
     v = o.values
 
@@ -643,7 +670,7 @@ def _xlogy(o: Operation) -> Tensor:
     return elementwise(of, o.ids("self"), o.ids("other"))
 
 
-@rule("floor ceil round trunc frac remainder fmod floor_divide")
+@rule("floor ceil round trunc frac remainder fmod floor_divide", "of constants")
 def _rounded(o: Operation) -> Tensor:
     return _only_constants(o, "rounds a value")
 
@@ -967,7 +994,7 @@ def _running(o: Operation, of: Callable[[int, int], int]) -> Tensor:
     return ids
 
 
-@rule("logsumexp")
+@rule("logsumexp", "of logarithms")
 def _logsumexp(o: Operation) -> Tensor:
     v = o.values
     return along(
@@ -978,7 +1005,7 @@ def _logsumexp(o: Operation) -> Tensor:
     )
 
 
-@rule("_softmax _log_softmax")
+@rule("_softmax _log_softmax", "of logarithms")
 def _softmax(o: Operation) -> Tensor:
     v = o.values
     powers = elementwise(v.exp, o.ids("self"))
@@ -987,7 +1014,7 @@ def _softmax(o: Operation) -> Tensor:
     return share if o.name == "_softmax" else elementwise(v.log, share)
 
 
-@rule("_softmax_backward_data _log_softmax_backward_data")
+@rule("_softmax_backward_data _log_softmax_backward_data", "of logarithms")
 def _softmax_backward(o: Operation) -> Tensor:
     v = o.values
     g, y = o.ids("grad_output"), o.ids("output")
@@ -1205,7 +1232,8 @@ def _index_fill(o: Operation) -> Tensor:
 
 
 @rule(
-    "searchsorted bucketize unique _unique2 unique_dim unique_consecutive bincount histc"
+    "searchsorted bucketize unique _unique2 unique_dim unique_consecutive bincount histc",
+    "of constants",
 )
 def _search(o: Operation) -> Tensor:
     return o.trace.stop(f"calls {o.name} of values that vary")

@@ -36,6 +36,7 @@ ROUNDED = 2e-3  # the same where a part is in less than float64
 CHECKED = {"near": 2, "far": 2, "extreme": 2}  # points of a path beside the witness
 NEARBY = 3e-7  # relative: a constant in float32 is off by 6e-8
 RUN = 12  # of them, those at which both functions run
+ORDINARY = 5  # points that show whether functions differ almost everywhere
 TRIED = 60  # points near the one that the solver gives
 # of a batch and of the factor by which the loss is multiplied
 Outputs = Callable[[Rollouts, Tensor], Tensor]
@@ -64,7 +65,8 @@ class Counterexample:
         batch: in float64.
         expected, found: what the reference and the function give.
         point: the numbers of the variables.
-        bounds: what of the point makes the difference, as (variable, "<" or ">", number).
+        bounds: what of the point makes the difference, as (variable, "<" or ">", number);
+            empty where the functions differ almost everywhere.
     """
 
     batch: Rollouts
@@ -447,8 +449,22 @@ class Search:
                 found = self.function(batch, scale)
                 if self.differs(expected, found, batch):
                     bounds = tuple(bounds_in(self.values, conditions))
+                    if self._differs_at_ordinary_points():
+                        bounds = ()
                     return Counterexample(batch, expected, found, plain, bounds)
         return None
+
+    def _differs_at_ordinary_points(self) -> bool:
+        """Tell whether the functions differ at each of some ordinary points: then no bound
+        of the point that the solver found makes the difference.
+        """
+        for seed in range(ORDINARY):
+            point = self.domain.draw(seed)
+            batch, scale = self.domain.batch(point), _scale(point)
+            expected, found = self.reference(batch, scale), self.function(batch, scale)
+            if not self.differs(expected, found, batch):
+                return False
+        return True
 
     def _candidates(self, path: Path, answer: Answer) -> Iterator[dict[str, float]]:
         """Yield the solver's point, points near it, and points at random."""
