@@ -292,7 +292,7 @@ def exact(names: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
     if not names:
         return {}
     file = root / "repro" / "exact" / "results" / "results.json"
-    results = json.loads(file.read_text(encoding="utf-8"))
+    results = record.rows(file)
     found = {}
     for n in names:
         experiment, _, words = n.partition("/")

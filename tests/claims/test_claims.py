@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import make
+from docs import make, record
 from paper.__main__ import main
 from paper.claims import (
     RED,
@@ -65,9 +65,7 @@ def bounds_alone(key):
 def test_every_pointer_leads_to_something():
     """Cheap, so that a renamed test or derivation is seen without running any."""
     derivations = {p.stem for p in (ROOT / "derivations").glob("*.py")}
-    exact = json.loads(
-        (ROOT / "repro/exact/results/results.json").read_text(encoding="utf-8")
-    )
+    exact = record.rows(ROOT / "repro/exact/results/results.json")
     registered = "".join(
         p.read_text(encoding="utf-8")
         for p in (ROOT / "repro/mini").rglob("experiments/*.toml")

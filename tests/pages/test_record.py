@@ -14,10 +14,8 @@ FIELDS = {"command", "commit", "date", "machine", "seeds", "rows"}
 # written by other programs, or closed before there were records
 OTHERS = {
     "repro/with_verl/config/facts/vllm_args.json",
-    "repro/exact/results/results.json",
     "repro/mini/round2/base_tries.json",
     "repro/mini/stale/difficulty.json",
-    "repro/mini/results/verdicts.json",
     "tests/replay/files/written_by.json",
 }
 FOLDERS = ("upstream/", "repro/lm/run/", "repro/mini/bases/")
