@@ -23,9 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from upref.replay.advantages import advantages
 from upref.replay.batch import make_batch
-from upref.replay.findings import ReplayFinding
+from upref.replay.findings import Checked, ReplayFinding
 from upref.replay.gap import gap
+from upref.replay.schema import RecordedBatch
 
 END = 1  # id of the end token
 HIDDEN = 24  # numbers in the state of a policy
@@ -369,10 +371,12 @@ class Truth:
     Attributes:
         words: each finding holds one of them, and there is one.
         fails: whether it must be a failure; None: it may be.
+        of_advantages: whether the advantages are wrong, and not the sampler's column.
     """
 
     words: tuple[str, ...]
     fails: bool | None = False
+    of_advantages: bool = False
 
 
 Fault = Callable[[Place], Columns]
@@ -387,6 +391,17 @@ def fault(*words: str, fails: bool | None = False) -> Callable[[Fault], Fault]:
     def enter(make: Fault) -> Fault:
         FAULTS[make.__name__] = make
         TRUTHS[make.__name__] = Truth(words, fails)
+        return make
+
+    return enter
+
+
+def advantage_fault(*words: str) -> Callable[[Fault], Fault]:
+    """Enter a fault of the advantages under its name, with its truth."""
+
+    def enter(make: Fault) -> Fault:
+        FAULTS[make.__name__] = make
+        TRUTHS[make.__name__] = Truth(words, None, of_advantages=True)
         return make
 
     return enter
@@ -770,6 +785,82 @@ def in_bfloat16(place: Place) -> Columns:
     return of_sampler(place, lambda made: made["sampler"].bfloat16().to(PRECISE))
 
 
+# ---- faults of the advantages ---------------------------------------------------------
+def with_advantages(
+    place: Place, change: Callable[[Tensor, Columns], Tensor]
+) -> Columns:
+    """A healthy run with all its rows, whose advantages [B] are changed."""
+    made = plain(replace(place, missing=0.0))
+    A = made["adv"].sum(1) / made["mask"].sum(1)
+    return made | {"adv": change(A, made)[:, None] * made["mask"]}
+
+
+def of_groups(reward: Tensor, group: Tensor, *, divide: bool = True) -> Tensor:
+    """GRPO's advantages [B] over any groups; without dividing, Dr. GRPO's."""
+    out = torch.zeros_like(reward)
+    for k in group.unique():
+        own = group == k
+        out[own] = reward[own] - reward[own].mean()
+        if divide:
+            out[own] /= reward[own].std() + 1e-6
+    return out
+
+
+@advantage_fault("minus", "other sign")
+def negated(place: Place) -> Columns:
+    """The advantages have the other sign."""
+    return with_advantages(place, lambda A, made: -A)
+
+
+@advantage_fault("of the row")
+def of_the_next_row(place: Place) -> Columns:
+    """Each response has the advantage of the next row."""
+    return with_advantages(place, lambda A, made: A.roll(1))
+
+
+@advantage_fault("times")
+def doubled(place: Place) -> Columns:
+    """The advantages are counted twice."""
+    return with_advantages(place, lambda A, made: 2 * A)
+
+
+@advantage_fault("whole batch", "fixed baseline")
+def over_the_batch(place: Place) -> Columns:
+    """Mean and deviation are those of the whole batch."""
+
+    def change(A: Tensor, made: Columns) -> Tensor:
+        return of_groups(made["reward"], torch.zeros_like(made["group"]))
+
+    return with_advantages(place, change)
+
+
+@advantage_fault("consecutive rows", "mix prompts")
+def of_eight_rows(place: Place) -> Columns:
+    """Groups of eight rows, where the prompts have from four to nine responses."""
+
+    def change(A: Tensor, made: Columns) -> Tensor:
+        return of_groups(made["reward"], torch.arange(len(A)) // 8)
+
+    return with_advantages(place, change)
+
+
+@advantage_fault("clipped", "shaped")
+def clipped_advantages(place: Place) -> Columns:
+    """The advantages are clipped at 0.8."""
+    return with_advantages(place, lambda A, made: A.clamp(-0.8, 0.8))
+
+
+@advantage_fault("shaped")
+def shaped_rewards(place: Place) -> Columns:
+    """A penalty of the length is taken from the reward after it was recorded."""
+
+    def change(A: Tensor, made: Columns) -> Tensor:
+        penalty = 0.3 * made["mask"].sum(1) / made["mask"].sum(1).max()
+        return of_groups(made["reward"] - penalty, made["group"])
+
+    return with_advantages(place, change)
+
+
 # ---- healthy runs --------------------------------------------------------------------
 def slightly_stale(place: Place) -> Columns:
     """The engine is one small update behind."""
@@ -807,6 +898,22 @@ def both_cut(place: Place) -> Columns:
     return columns(place, rows, (rows.sampler + noise.to(PRECISE)).clamp(max=0))
 
 
+def without_deviation(place: Place) -> Columns:
+    """Dr. GRPO's advantages."""
+
+    def change(A: Tensor, made: Columns) -> Tensor:
+        return of_groups(made["reward"], made["group"], divide=False)
+
+    return with_advantages(place, change)
+
+
+def filtered_rows(place: Place) -> Columns:
+    """A third of the rows was taken out after the advantages were computed."""
+    made = plain(place)
+    kept = torch.rand(len(made["mask"]), generator=place.generator(13)) < 2 / 3
+    return {name: x[kept] for name, x in made.items()}
+
+
 def one_token(place: Place) -> Columns:
     """Only the first token of each response trains."""
     made = plain(place)
@@ -824,6 +931,8 @@ HEALTHY: Mapping[str, Fault] = {
         nearly_greedy,
         some_router_noise,
         both_cut,
+        without_deviation,
+        filtered_rows,
         one_token,
     )
 }
@@ -868,13 +977,19 @@ def cell(name: str, place: Place) -> Cell:
     """Make a dump and grade what replay says of it."""
     make = (FAULTS | dict(HEALTHY))[name]
     made = make(place)
-    found = gap(make_batch(finish(place, made), file=name))
-    findings = found.findings
     if name in HEALTHY:
-        return Cell(
-            name, place.seed, findings, False, bool(found), False, bool(found.failures)
-        )
+        batch = make_batch(finish(place, made), file=name)
+        both = (gap(batch), advantages(batch))
+        failures = [f for found in both for f in found.failures]
+        ok = not failures
+        return Cell(name, place.seed, tuple(failures), False, ok, not ok, not ok)
     truth = TRUTHS[name]
+    check: Callable[[RecordedBatch], Checked] = (
+        advantages if truth.of_advantages else gap
+    )
+    whole = replace(place, missing=0.0) if truth.of_advantages else place
+    found = check(make_batch(finish(whole, made), file=name))
+    findings = found.findings
 
     def holds(f: ReplayFinding) -> bool:
         return any(word in str(f).lower() for word in truth.words)
@@ -894,7 +1009,7 @@ def cell(name: str, place: Place) -> Cell:
         name,
         place.seed,
         findings,
-        not effect(place, made),
+        not truth.of_advantages and not effect(place, made),
         right,
         bool(wrong),
         alarm,

@@ -231,6 +231,9 @@ def _whiten(A: Tensor, lengths: Tensor) -> tuple[str, Tensor]:
 
 
 Estimate = Callable[[Tensor, Tensor], Tensor]
+# responses of consecutive groups that are tried with a shorter last one, where the
+# prompts have different numbers of responses
+LARGEST_WITH_REST = 16
 PROMPTS = "each prompt"
 CONSECUTIVE = "consecutive rows"
 NO_GROUPS = "no group"
@@ -257,8 +260,9 @@ def _possible_groupings(batch: RecordedBatch) -> Iterator[Grouping]:
     if batch.group is not None:
         yield Grouping(PROMPTS, batch.group, _group_estimators)
     yield Grouping(NO_GROUPS, one_group, _estimators_without_groups)
+    has_rest = batch.group is not None and _have_other_sizes(batch.group)
     for size in range(2, count):
-        if count % size == 0:
+        if count % size == 0 or (has_rest and size <= LARGEST_WITH_REST):
             yield Grouping(f"{size} {CONSECUTIVE}", rows // size, _group_estimators)
     for step in range(2, count):
         if count % step == 0:
@@ -268,6 +272,11 @@ def _possible_groupings(batch: RecordedBatch) -> Iterator[Grouping]:
         if column is not None and len(column.unique()) > 1:
             yield Grouping(name, column, _group_estimators)
     yield Grouping(WHOLE, one_group, _group_estimators)
+
+
+def _have_other_sizes(group: Tensor) -> bool:
+    """Whether the groups have different numbers of responses."""
+    return len(group.unique(return_counts=True)[1].unique()) > 1
 
 
 def _group_estimators() -> Iterator[tuple[str, Estimate]]:
