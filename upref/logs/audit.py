@@ -7,6 +7,7 @@ follows from the numbers and accuses nobody.
 """
 
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -28,6 +29,7 @@ UNDERFLOW = 103.0  # exp(-x) is 0 in float32 from this x on
 # nats: ln of the largest vocabulary in use, about 262,000 tokens, is 12.5
 MOST_ENTROPY = 20.0
 STEPS_NAMED = 8
+WIDTH = 118  # of a line of the report
 PROPORTIONAL = 0.02  # relative spread of a ratio that is taken as constant
 VARIED = 0.03  # relative spread of a number that varies
 # scalars of any sign that a law relates to another one
@@ -138,7 +140,9 @@ class LogReport(Result):
         if not self.failures and not self.notes:
             lines.append("ok    no contradiction among them")
         heads = {"failure": "FAIL", "note": "note", "fact": "    "}
-        lines += [f"{heads[s.severity]}  {s.name}: {s.text}" for s in self.statements]
+        for s in self.statements:
+            line = f"{heads[s.severity]}  {s.name}: {s.text}"
+            lines.append(textwrap.fill(line, WIDTH, subsequent_indent=" " * 6))
         return "\n".join(lines)
 
 
@@ -217,6 +221,8 @@ class Known:
             key: x[i] if isinstance(x, np.ndarray) else x for key, x in numbers.items()
         }
         steps = self.run.steps
+        if where.sum() == 1:  # the text names it as {step}
+            text = text.replace(" ({steps})", "")
         sentence = text.format(
             *columns, step=f"{steps[i]:g}", steps=name_steps(steps, where), **shown
         )
