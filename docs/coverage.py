@@ -3,6 +3,7 @@
 the code that defines them.
 """
 
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,53 @@ def _range(values: set[float]) -> str:
     if whole and isinstance(least, int):
         return f"{least:,} to {largest:,}, {len(ordered)} different ones"
     return f"{least:.4g} to {largest:.4g}"
+
+
+# what becomes of the order of rows, by its key in layouts.toml: words, and where a check
+# has it
+ORDERS = {
+    "blocks": (
+        "all responses to a prompt after each other",
+        "blocks of 4, 5, 8, 16 and 256",
+    ),
+    "in turn": (
+        "rows or micro-batches are dealt to the ranks in turn, so that prompts begin again on each rank",
+        "prompts in turn, in blocks of 1, 2 and 4",
+    ),
+    "shortest by rank": (
+        "by length, the shortest first, on each rank",
+        "shortest first; the same rank by rank",
+    ),
+    "longest": ("by length, the longest first", "longest first; the same rank by rank"),
+    "both ends": (
+        "by length on each rank, with the shortest at both ends",
+        "shortest at both ends, rank by rank",
+    ),
+    "balanced": (
+        "into parts of nearly equal numbers of tokens, each part in the order of the algorithm",
+        "random order",
+    ),
+    "shuffled": ("shuffled", "random order"),
+}
+
+
+def layouts() -> str:
+    """The order of the rows in which frameworks hand them to their losses."""
+    rows = []
+    for layout in tomllib.loads(LAYOUTS.read_text(encoding="utf-8"))["layout"]:
+        words, tried = ORDERS[layout["order"]]
+        place = f"{layout['file']}, line {layout['line']}"
+        if "commit" in layout:
+            url = (
+                f"https://github.com/{layout['repository']}/blob/{layout['commit']}/"
+                f"{layout['file']}#L{layout['line']}"
+            )
+            place = f"[{place}]({url})"
+        rows.append((layout["framework"], words, place, tried))
+    return _rows("framework | its rows | the line that decides it | in a check", rows)
+
+
+LAYOUTS = Path(__file__).with_name("layouts.toml")
 
 
 def tolerances() -> str:

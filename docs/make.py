@@ -374,6 +374,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "claims_tally": ("paper.claims.page", "summary"),
     "axes": ("docs.coverage", "axes"),
     "quantities": ("docs.coverage", "quantities"),
+    "layouts": ("docs.coverage", "layouts"),
     "tolerances": ("docs.coverage", "tolerances"),
     "habits": ("docs.coverage", "habits"),
     "fuzzed": ("docs.coverage", "fuzzed"),

@@ -30,7 +30,11 @@ def test_an_axis_holds_what_it_says(name):
         LARGE in AXES["all at once"].words and every["all at once"].mask.sum() > 65_504
     )
     assert every["lengths"].mask.sum(1).max() == 520
-    assert every["long responses"].mask.sum(1).unique().tolist() == [1, 1025, 2049]
+    long = every["long responses"]
+    assert long.mask.sum(1).unique().tolist() == [17, 1025, 2049]
+    assert long.mask.int().argmax(1).max() > 1000
+    assert every["1024 columns"].mask.all(1).any()
+    assert len(every["advantages"].mask) > 1024
     of_tokens = every["advantages of tokens"]
     assert ((of_tokens.adv > 0) & of_tokens.mask).any(1).all()
     assert ((of_tokens.adv < 0) & of_tokens.mask).any(1).all()

@@ -272,10 +272,147 @@ def kept_batch(
         cases = [(A, mu, r * (1 - 1e-5 * i)) for i, (A, mu, r) in enumerate(cases)]
     rng = np.random.default_rng(seed)
     cases = [cases[i] for i in rng.permutation(len(cases))][::thin]
-    batch = make_batch(cases, objective.level, objective.agg == "seq-mean", rng)
+    rows = _rows(cases, objective.level, objective.agg == "seq-mean", rng)
+    if objective.level == "custom":
+        rows += _responses_beside_bounds(objective, edges, **hp)
     if objective.sampler is None:
-        return batch
-    return replace(batch, logp_sampler=sampler_logp(batch))
+        return _rollouts(rows, rng)
+    log_rhos = log_rhos_beside_bounds(objective, edges, **hp)
+    own_rows = len(rows)
+    rows += [
+        [(A, min(-1.2, *log_rho) - 0.01, -A * 1e-4) for _ in log_rho]
+        for A in (1.0, -1.0)
+        for log_rho in log_rhos
+    ]
+    batch = _rollouts(rows, rng)
+    logp_sampler = sampler_logp(batch)
+    for i, log_rho in enumerate(2 * log_rhos, own_rows):
+        tokens = slice(len(log_rho))
+        logp_sampler[i, tokens] = batch.logp_old[i, tokens] - torch.tensor(
+            log_rho, dtype=torch.float64
+        )
+    return replace(batch, logp_sampler=logp_sampler)
+
+
+# what the log ρ, or log r, of three tokens differs by from their mean
+AROUND_MEAN = (0.3, -0.1, -0.2)
+# the least distance of a response's product or mean from a bound, relative: a loss in
+# float32 adds up rounded log-probabilities
+LEAST_EDGE_OF_SUM = 1e-6
+
+
+def _responses_beside_bounds(
+    objective: Objective, edges: tuple[float, ...], **hp: Any
+) -> "list[RowOfTokens]":
+    """Return responses of three tokens on both sides of each mean log r at which one of
+    their weights begins or ends to be 0.
+    """
+    distances = [edge for edge in edges if edge]
+    return [
+        [(A, LOG_OLD, mean + distance + difference) for difference in AROUND_MEAN]
+        for A in (1.0, -1.0)
+        for mean in _bounds_of_mean(objective, A, **hp)
+        for distance in distances
+    ]
+
+
+LOG_OLD = -6.0  # log π_old of tokens whose ratios may be large
+# mean log r of a response, and log ρ, at which bounds are searched
+LOG_SCAN = np.sort(np.outer((-1, 1), np.geomspace(1e-6, 8, 160)).ravel())
+
+
+@lru_cache(256)
+def _bounds_of_mean(objective: Objective, A: float, **hp: Any) -> list[float]:
+    """Return the mean log r, ascending and below 4, at which a weight of a response
+    begins or ends to be 0. Its tokens differ from the mean by AROUND_MEAN.
+    """
+    if objective.batch_coupled:
+        return []
+
+    def kinds(means: np.ndarray) -> np.ndarray:
+        """Return for each mean a number for which weights are 0."""
+        log_r = torch.from_numpy(means[:, None] + np.array(AROUND_MEAN))
+        old = torch.full_like(log_r, LOG_OLD)
+        ones = torch.ones_like(log_r)
+        responses = Rollouts.unchecked(
+            logp=old + log_r,
+            logp_old=old,
+            logp_sampler=old,
+            adv=A * ones,
+            mask=ones.bool(),
+            entropy=ones,
+        )
+        is_zero = objective.token_weights(responses, **hp) == 0
+        return (is_zero * torch.tensor([1, 2, 4])).sum(1).numpy()
+
+    return _changes(kinds, LOG_SCAN[LOG_SCAN < 4])
+
+
+def _changes(
+    kinds: Callable[[np.ndarray], np.ndarray], points: np.ndarray
+) -> list[float]:
+    """Return the places, ascending, at which a function of numbers gets another value.
+
+    Args:
+        kinds: the function, of many numbers at once.
+        points: numbers, ascending, between which it is searched.
+    """
+    found = kinds(points)
+    changes = np.flatnonzero(found[1:] != found[:-1])
+    low, high = points[changes], points[changes + 1]
+    for _ in range(50):
+        middle = (low + high) / 2
+        is_low = kinds(middle) == found[changes]
+        low, high = np.where(is_low, middle, low), np.where(is_low, high, middle)
+    places: list[float] = high.tolist()
+    return places
+
+
+def log_rhos_beside_bounds(
+    objective: Objective, edges: tuple[float, ...], **hp: Any
+) -> list[tuple[float, ...]]:
+    """Find responses on both sides of each bound of a sampler's correction: of one
+    token; of two and three tokens of which the sum of log ρ, or the mean, is there.
+
+    Args:
+        objective: one with a correction.
+        edges: distances from a bound.
+        **hp: hyperparameters.
+
+    Returns:
+        log ρ of the tokens of each response.
+    """
+    distance = max(LEAST_EDGE_OF_SUM, min(abs(edge) for edge in edges if edge))
+    responses: list[tuple[float, ...]] = []
+    for bound in _bounds_of_correction(objective, **hp):
+        for log_rho in (bound - distance, bound + distance):
+            responses += [
+                (log_rho,),
+                (log_rho + 0.4, -0.4),
+                tuple(log_rho / 3 + difference for difference in AROUND_MEAN),
+                tuple(log_rho + difference for difference in AROUND_MEAN),
+            ]
+    return responses
+
+
+@lru_cache(256)
+def _bounds_of_correction(objective: Objective, **hp: Any) -> list[float]:
+    """Return the log ρ, ascending, at which the correction of a response of one token
+    begins or ends to be ρ, 0 or 1.
+    """
+
+    def kinds(log_rhos: np.ndarray) -> np.ndarray:
+        """Return a number for what the factor is at each log ρ."""
+        log_rho = torch.from_numpy(log_rhos)[:, None]
+        lp_old = (log_rho - 0.01).clamp(max=-1.2)
+        mask = torch.ones_like(log_rho, dtype=torch.bool)
+        factors = objective.sampler_weights(lp_old, lp_old - log_rho, mask, **hp)
+        assert factors is not None
+        values = torch.cat([0 * log_rho, 0 * log_rho + 1, log_rho.exp()], 1)
+        is_value = torch.isclose(factors, values, rtol=1e-12, atol=0)
+        return (is_value * torch.tensor([1, 2, 4])).sum(1).numpy()
+
+    return _changes(kinds, LOG_SCAN)
 
 
 # (A, log π_old, log r) of each token of a response
@@ -300,12 +437,19 @@ def make_batch(
     Returns:
         A batch in float64.
     """
-    return _rollouts(
-        _responses(cases, level, rng)
-        if level in REDUCE
-        else _tokens(cases, one_adv, rng),
-        rng,
-    )
+    return _rollouts(_rows(cases, level, one_adv, rng), rng)
+
+
+def _rows(
+    cases: list[tuple[float, float, float]],
+    level: str,
+    one_adv: bool,
+    rng: np.random.Generator,
+) -> list[RowOfTokens]:
+    """Return the rows of `make_batch`."""
+    if level in REDUCE:
+        return _responses(cases, level, rng)
+    return _tokens(cases, one_adv, rng)
 
 
 def _tokens(

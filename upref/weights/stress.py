@@ -20,19 +20,36 @@ from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts
 from upref.weights.batches import GUARD, MU, breakpoints
 
+LEAST_DOUBT = 1e-8  # 1 - π of the most certain tokens
 UNIT_ADVANTAGES = (1.0, -1.0)
 LONG = (1, 15, 17, 65, 129, 256, 257, 300, 512, 520)  # tokens of a response
-TILES = (256, 512)  # columns of a batch, all of which some of its responses fill
+TILES = (256, 512, 1024)  # columns of a batch, all of which some of its responses fill
 LONGEST = (1025, 2049)  # tokens: a little more than limits of real runs
+MANY_ROWS = 1040  # responses of a batch: 65 prompts of 16
+ONE_PROMPT = 256  # responses to one prompt
+BEHIND = (5, 40, 100)  # masked columns in front of all responses, as of a prompt
 FULL_WIDTH = 48  # columns of a batch without padding
 WIDE_SIZES = (63, 64, 65, 128)  # responses of a batch, and columns
 HOLES = (16, 40, 100, 300)  # masked tokens inside of a response
+LONG_HOLES = (600, 900)  # the same in batches of LONGEST
 TURNS = (5, 12, 20)  # parts of a response, with masked tokens between them
 LATE = (33, 100)  # masked columns in front of a response
+VERY_LATE = (1000, 1030)  # the same in batches of LONGEST
 MASKS = ("plain", "a hole", "turns", "left padding", "late")
 MOSTLY = ("A = 0", "A > 0", "A < 0", "clipped")
+# in which order a trainer deals out rows, beside "" for a random one
+ORDERS = (
+    "longest first",
+    "shortest first",
+    "longest first, rank by rank",
+    "shortest first, rank by rank",
+    "shortest at both ends, rank by rank",
+    "prompt by prompt",
+)
+RANKS = 4
+MOST_NEAR_MEAN = 40  # tokens of a response whose mean log r is near a bound
 MOST_LOG_PRODUCT = 80.0  # |log| of a product of ratios that float32 holds
-RHO = (3.0, -3.0, 6.0, -6.0, 12.0, -12.0)  # log π_old/μ of a token
+RHO = (3.0, -3.0, 6.0, -6.0, 12.0, -12.0, 18.0, -18.0)  # log π_old/μ of a token
 RHO_PRODUCT = 19.0  # the largest |sum| of it over a response
 # log π_ref / π_θ in batches that are unusual in other ways too
 CROSSED_REF = (1.0, -1.0, 3.0, -3.0, 6.0, -6.0, 9.0, -9.0)
@@ -55,7 +72,7 @@ class Axis:
     ref: tuple[float, ...] = (0.1, -0.2)  # log π_ref / π_θ
     far: tuple[float, ...] = ()  # log r of some of the tokens
     share: float = 0.25  # the part of the tokens that have it
-    # whether other tokens are certain: 1 - π_old and 1 - π_θ from 0.1 to 1e-6
+    # whether other tokens are certain: 1 - π_old and 1 - π_θ from 0.1 to LEAST_DOUBT
     has_certain: bool = False
     # "too": a loss is measured in float32 too; "alone": in float32 alone; else in
     # float64. For float32 all numbers are numbers of float32.
@@ -71,6 +88,14 @@ class Axis:
     zero_entropy: bool = False  # whether it is 0 for half of a response's tokens
     is_on_policy: bool = False  # every ratio is 1
     by_token: bool = False  # each token has an advantage of its own, of either sign
+    holes: tuple[int, ...] = HOLES
+    late: tuple[int, ...] = LATE
+    order: str = ""  # one of ORDERS
+    # neighbors that answer one prompt; ids ascend from block to block. 0: ids in random
+    # order
+    block: int = 0
+    prompts_in_turn: int = 0  # ids begin again after so many blocks; 0: they do not
+    behind: int = 0  # masked columns in front of all responses
     # what it has for a loss that would get holes in another input than the mask
     words_without_holes: str = ""
 
@@ -92,23 +117,29 @@ AXES = {
         lengths=(1, 4, 17, 40),
         far=(4.5, -4.5, 6.0, -6.0, 8.0, -8.0, 11.0, -11.0, 15.0, -15.0),
         share=0.6,
+        block=4,
     ),
     "advantages": Axis(
-        "|A| from 1e-6 to 40, and of 100 where the estimator does not divide by a standard deviation",
+        "|A| from 1e-6 to 40, and of 100 and 3,000 where the estimator does not divide by a standard deviation; in "
+        f"{MANY_ROWS:,} responses, {MANY_ROWS // 16} prompts of 16 after each other",
         A=(1e-6, -1e-6, 1e-3, -1e-3, 7.0, -7.0, 12.0, -12.0, 40.0, -40.0),
-        more_A=(100.0, -100.0),
+        more_A=(100.0, -100.0, 3000.0, -3000.0),
         mu=(0.001, *MU),
+        rows=MANY_ROWS,
+        block=16,
     ),
     "certain tokens": Axis(
-        "π_old from 0.95 to exactly 1; π_old and π_θ both from 0.9 to 1 - 1e-6",
+        f"π_old from 0.95 to exactly 1; π_old and π_θ both from 0.9 to 1 - {LEAST_DOUBT:g}",
         mu=(0.95, 0.97, 0.99, 0.999, 0.99999, 1.0),
         lengths=(1, 4, 17, 40),
         has_certain=True,
+        block=8,
     ),
     "lengths": Axis(
-        f"responses of up to 520 tokens, of {TILES[0]} and {TILES[1]} too",
+        "responses of up to 520 tokens, of 256 and 512 too",
         lengths=LONG,
         rows=65,
+        order=ORDERS[0],
     ),
     "masks": Axis(
         f"holes of {HOLES[0]} to {HOLES[-1]} tokens, {TURNS[0]} to {TURNS[-1]} turns, {WITHOUT_HOLES}",
@@ -116,11 +147,14 @@ AXES = {
         lengths=(1, 6, 40, 300),
         rows=63,
         masks=MASKS,
+        order=ORDERS[1],
     ),
     "reference": Axis(
         f"|log π_ref / π_θ| up to 19; up to {max(CROSSED_REF):g} in the batches below",
         ref=(*CROSSED_REF, 14.0, -14.0, 19.0, -19.0),
         mu=(1e-9, *MU),
+        block=1,
+        prompts_in_turn=12,
     ),
 }
 _ORDINARY = tuple(AXES.values())
@@ -130,32 +164,61 @@ AXES["sampler"] = Axis(
     lengths=(1, 4, 17, 65, 300),
     rows=65,
     rho=RHO,
+    block=5,
 )
 AXES["entropies"] = Axis(
     f"beside entropies: 0 for half of the tokens, the rest up to {MOST_ENTROPY:g} nats",
     lengths=(1, 4, 17, 65),
     entropy=MOST_ENTROPY,
     zero_entropy=True,
+    block=2,
+    prompts_in_turn=6,
 )
-TILED = f"{TILES[0]} and {TILES[1]} columns, all of which some responses fill"
+TILED = (
+    f"{TILES[0]}, {TILES[1]} and {TILES[2]:,} columns, all of which some responses fill"
+)
 for _T in TILES:
     AXES[f"{_T} columns"] = Axis(
         TILED,
         lengths=(1, _T // 4, _T - 1, _T),
-        rows=16,
+        rows=4096 // _T,
         width=_T,
+        order=ORDERS[2],
     )
 AXES["no padding"] = Axis(
     f"batches in which every response fills all {FULL_WIDTH} columns",
     lengths=(FULL_WIDTH,),
     rows=16,
     width=FULL_WIDTH,
+    block=16,
 )
 AXES["long responses"] = Axis(
-    f"responses of {LONGEST[0]:,} and {LONGEST[1]:,} tokens beside short ones",
-    lengths=(1, *LONGEST),
-    rows=6,
+    f"responses of {LONGEST[0]:,} and {LONGEST[1]:,} tokens beside short ones, with holes of {LONG_HOLES[0]} and "
+    f"{LONG_HOLES[1]} tokens, or {VERY_LATE[0]:,} columns late and later",
+    lengths=(17, *LONGEST),
+    rows=9,
+    masks=("a hole", "late"),
+    holes=LONG_HOLES,
+    late=VERY_LATE,
     width=LONGEST[-1] + 1,
+)
+AXES["equal lengths"] = Axis(
+    f"{ONE_PROMPT} responses of one length to one prompt, behind {BEHIND[1]} masked columns",
+    lengths=(24,),
+    rows=ONE_PROMPT,
+    behind=BEHIND[1],
+    block=ONE_PROMPT,
+)
+_BEHIND = Axis(
+    f"responses that all begin behind {BEHIND[0]} or {BEHIND[2]} masked columns, off policy",
+    lengths=(2, 9, 16, 23),
+    rows=32,
+)
+AXES[f"behind {BEHIND[0]} columns"] = replace(
+    _BEHIND, behind=BEHIND[0], order=ORDERS[3], block=1, prompts_in_turn=8
+)
+AXES[f"behind {BEHIND[2]} columns"] = replace(
+    _BEHIND, behind=BEHIND[2], order=ORDERS[4], block=4, prompts_in_turn=4
 )
 AXES["advantages of tokens"] = Axis(
     "where tokens have advantages of their own: both signs within one response, of 17 to 300 tokens",
@@ -202,6 +265,7 @@ for _i, _kind in enumerate(("", *MOSTLY)):
             mostly=_kind,
             width=_T,
             in_float32="alone" if (_i + _j // 2) % 2 else "",
+            order=ORDERS[(_i + _j) % len(ORDERS)] if _i else "",
         )
 _ALL = replace(
     _EVERY_TWO,
@@ -318,11 +382,14 @@ def _stress_batch(
         sums = np.cumsum(sizes[:, order], 1)[:, order.argsort()]
         is_in_range = sums < MOST_LOG_PRODUCT
         log_r = np.where(is_in_range, log_r * numbers.distinct, numbers.tiny_log_ratio)
+        # every third response that is not long: its mean is near a bound
+        is_near_mean = (np.arange(len(A)) % 3 == 1) & (lengths <= MOST_NEAR_MEAN)
+        around_mean = near_bound[:, :1] + numbers.differences * numbers.distinct
+        log_r = np.where(is_near_mean[:, None], around_mean, log_r)
     if by_response:
         # the ratio of the response is drawn, and its tokens are scattered around it
         log_r = log_r[:, :1] / (1 if level == "sequence_mean" else lengths[:, None])
-        mean_noise = numbers.noise.sum(1, keepdims=True) / lengths[:, None]
-        log_r = log_r + numbers.noise - mean_noise
+        log_r = log_r + numbers.differences
     if stress.is_on_policy:
         log_r = np.zeros_like(log_r)
     old = np.minimum(numbers.old, np.where(log_r > 0, -log_r - 1e-3, 0))
@@ -374,8 +441,8 @@ class RandomNumbers:
     certain_log_probs: np.ndarray  # log π_old and log π_θ of certain tokens, [2, B, T]
     log_rho: np.ndarray
     is_sampled_surely: np.ndarray  # μ is 1
-    # where the ratio belongs to a response: what its tokens differ by
-    noise: np.ndarray
+    # what the log r of tokens differs by from the mean of their response
+    differences: np.ndarray
     # Where an objective may multiply the ratios of a response:
     order: (
         np.ndarray
@@ -445,13 +512,17 @@ def _draw_numbers(
         numbers["order"] = rng.permutation(T)
         numbers["distinct"] = rng.uniform(0.98, 1, (B, T))
         numbers["tiny_log_ratio"] = rng.normal(size=(B, T)) * 1e-4
-    if by_response:
-        numbers["noise"] = np.where(mask, rng.normal(size=(B, T)) * 0.1, 0)
+    if by_response or level == "custom":
+        differences = _differences_of_tokens(mask, lengths, rng)
+        is_far_response = (responses.side != NEAR)[:, None] & bool(stress.far)
+        numbers["differences"] = differences * np.where(is_far_response, 0.05, 1)
     with np.errstate(divide="ignore"):
         numbers["old"] = np.log(draw(stress.mu))
     if stress.has_certain and not by_response:
         numbers["is_certain"] = rng.random((B, T)) < 0.6
-        numbers["certain_log_probs"] = np.log1p(-(10 ** rng.uniform(-6, -1, (2, B, T))))
+        numbers["certain_log_probs"] = np.log1p(
+            -(10 ** rng.uniform(math.log10(LEAST_DOUBT), -1, (2, B, T)))
+        )
     if stress.rho:
         log_rho = _sampler_ratios(stress.rho, mask, rng)
         # half of the responses whose log ρ is near 0 have μ = 1 at all tokens
@@ -466,10 +537,17 @@ def _draw_numbers(
     entropy = rng.uniform(0, stress.entropy, (B, T)).astype(np.float32).astype(float)
     if stress.zero_entropy:
         entropy = _with_zero_entropies(entropy, mask, lengths)
+    is_by_prompt = stress.order == "prompt by prompt"
+    prompt = rng.permutation(B) % max(1, B // 4)
+    if stress.block:
+        prompt = np.arange(B) // stress.block
+        if stress.prompts_in_turn:
+            prompt = prompt % stress.prompts_in_turn
+    elif is_by_prompt:
+        prompt = np.sort(prompt)
+    group = torch.as_tensor(prompt)
     if ids:
-        group = _ids_of_kinds(responses.id_kind, ids)
-    else:
-        group = torch.as_tensor(rng.permutation(B) % max(1, B // 4))
+        group = _ids_of_kinds(responses.id_kind, ids, is_by_prompt)
     share_of_A = _shares_of_tokens(mask) if stress.by_token else np.ones((B, T))
     batch = Rollouts.unchecked(
         adv=torch.tensor(stress.rounded(A[:, None] * share_of_A)),
@@ -478,6 +556,42 @@ def _draw_numbers(
         entropy=torch.as_tensor(np.where(mask, stress.rounded(entropy), 1.0)),
     )
     return RandomNumbers(batch, **numbers)
+
+
+FAR_TOKEN = (10.5, 18.0)  # |log r| of single tokens of a response near 1
+ALTERNATING = 8  # tokens of a response that alternate
+
+
+def _differences_of_tokens(
+    mask: np.ndarray, lengths: np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
+    """Return what the log r of each token differs by from the mean of its response,
+    [B, T]. Responses in turn have tokens near each other, one far token, two far ones
+    of opposite sign, alternating ones, long tails, and equal ones.
+
+    Args:
+        mask: the tokens, [B, T].
+        lengths: their number in each response, [B].
+        rng: draws them.
+    """
+    B, T = mask.shape
+    near = rng.normal(size=(B, T)) * 0.1
+    # columns of each row in random order, those of tokens first: places 0 to T - 1
+    place = np.where(mask, rng.random((B, T)), 2).argsort(1).argsort(1)
+    size = rng.uniform(*FAR_TOKEN, (B, 1)) * np.where(np.arange(B) % 2, -1, 1)[:, None]
+    count = lengths[:, None]
+    one_far = np.where(place == 0, size * count / np.maximum(count - 1, 1), 0)
+    two_far = np.where(place == 0, size, 0) - np.where(place == 1, size, 0)
+    alternating = np.where(
+        place < ALTERNATING, rng.uniform(2, 5, (B, T)) * (1 - 2 * (place % 2)), 0
+    )
+    tails = (0.2 * rng.standard_t(1.5, size=(B, T))).clip(-9, 9)
+    tails = np.where(place < 4 * ALTERNATING, tails, 0)
+    kinds = (near, near + one_far, near + two_far, near + alternating, tails)
+    kind = (rng.permutation(B) % (len(kinds) + 1))[:, None]
+    differences = np.select([kind == i for i in range(len(kinds))], kinds, 0.0)
+    differences = np.where(mask, differences, 0)
+    return np.where(mask, differences - differences.sum(1, keepdims=True) / count, 0)
 
 
 def _with_zero_entropies(
@@ -497,17 +611,24 @@ def _with_zero_entropies(
     return np.where(is_zero, 0, entropy)
 
 
-def _ids_of_kinds(id_kind: np.ndarray, ids: tuple[str, ...]) -> Tensor:
+def _ids_of_kinds(
+    id_kind: np.ndarray, ids: tuple[str, ...], is_by_prompt: bool
+) -> Tensor:
     """Return group ids, [B], of which every one is of several responses.
 
     Args:
         id_kind: of each response: 0 for a plain id, k for the k-th of `ids`.
         ids: kinds of ids, names of NAMED.
+        is_by_prompt: whether the three prompts of a kind come one after the other.
     """
     kind_count = len(ids) + 1
     is_of_kind = id_kind[:, None] == np.arange(kind_count)
     number_in_kind = (np.cumsum(is_of_kind, 0) - 1)[np.arange(len(id_kind)), id_kind]
-    plain_ids = torch.as_tensor(id_kind + kind_count * (number_in_kind % 3))
+    if is_by_prompt:
+        prompt_in_kind = number_in_kind * 3 // is_of_kind.sum(0)[id_kind]
+    else:
+        prompt_in_kind = number_in_kind % 3
+    plain_ids = torch.as_tensor(id_kind + kind_count * prompt_in_kind)
     group = plain_ids
     for position, id_name in enumerate(ids):
         is_of_this_kind = plain_ids % kind_count == position + 1
@@ -571,16 +692,45 @@ def _compose_responses(
         # in half of these batches all responses have this sign
         has_exceptions = B not in (64, 128)
         A = sign * np.abs(A) * np.where(is_exception & has_exceptions, -1, 1)
+    order = _order_of_rows(stress.order, lengths, id_kind)
+    is_exception, A, lengths, mask_kind, id_kind, side = (
+        numbers[order]
+        for numbers in (is_exception, A, lengths, mask_kind, id_kind, side)
+    )
     T = stress.width or max(stress.lengths) + 1 + (
         max(HOLES) if len(stress.masks) > 1 else 0
     )
     mask = np.zeros((B, T), dtype=bool)
     for i in range(B):
-        columns = _columns_of_response(lengths[i], stress.masks[mask_kind[i]], T, rng)
+        columns = _columns_of_response(
+            lengths[i], stress, stress.masks[mask_kind[i]], T, rng
+        )
         mask[i, columns] = True
+    mask = np.pad(mask, ((0, 0), (stress.behind, 0)))
     return Responses(
         is_exception, A, lengths, id_kind, side, mask, rng.bit_generator.state
     )
+
+
+def _order_of_rows(order: str, lengths: np.ndarray, id_kind: np.ndarray) -> np.ndarray:
+    """Return the places of the rows in this order, one of ORDERS, [B]; "" leaves them as
+    they are.
+    """
+    B = len(lengths)
+    if not order:
+        return np.arange(B)
+    if order == "prompt by prompt":
+        return id_kind.argsort(kind="stable")
+    rank_count = RANKS if order.endswith("rank by rank") else 1
+    parts = []
+    for rows in np.array_split(np.arange(B), rank_count):
+        in_order = rows[lengths[rows].argsort(kind="stable")]
+        if order.startswith("longest"):
+            in_order = in_order[::-1]
+        elif order.startswith("shortest at both ends"):
+            in_order = np.concatenate([in_order[::2], in_order[1::2][::-1]])
+        parts.append(in_order)
+    return np.concatenate(parts)
 
 
 def _sampler_ratios(
@@ -711,7 +861,7 @@ def pairwise(levels: tuple[int, ...]) -> np.ndarray:
 
 
 def _columns_of_response(
-    count: int, mask: str, T: int, rng: np.random.Generator
+    count: int, stress: Axis, mask: str, T: int, rng: np.random.Generator
 ) -> np.ndarray:
     """Return which of T columns hold the tokens of a response, [count]."""
     positions = np.arange(count)
@@ -720,7 +870,7 @@ def _columns_of_response(
     match mask:
         case "a hole":
             return positions + (positions >= (count + 1) // 2) * min(
-                free_columns, int(rng.choice(HOLES))
+                free_columns, int(rng.choice(stress.holes))
             )
         case "turns":
             return positions + (positions * turns // count) * (
@@ -729,7 +879,7 @@ def _columns_of_response(
         case "left padding":
             return positions + free_columns
         case "late":
-            return positions + min(free_columns, int(rng.choice(LATE)))
+            return positions + min(free_columns, int(rng.choice(stress.late)))
     return positions
 
 

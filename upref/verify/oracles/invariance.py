@@ -482,22 +482,59 @@ def _depends_on_order(
     )
 
 
-def _rolled(count: int) -> Tensor:
+def _rolled(batch: Rollouts) -> Tensor:
     """Return the order with the last response first."""
-    return torch.arange(count).roll(1)
+    return torch.arange(len(batch.mask)).roll(1)
 
 
-def _reversed(count: int) -> Tensor:
+def _reversed(batch: Rollouts) -> Tensor:
     """Return the order from the last response to the first."""
-    return torch.arange(count).flip(0)
+    return torch.arange(len(batch.mask)).flip(0)
 
 
-def _shuffled(count: int) -> Tensor:
+def _shuffled(batch: Rollouts) -> Tensor:
     """Return a random order of the responses, the same in each process."""
-    return torch.randperm(count, generator=torch.Generator())
+    return torch.randperm(len(batch.mask), generator=torch.Generator())
 
 
-ORDERS = (_rolled, _reversed, _shuffled)
+def _shortest_first(batch: Rollouts) -> Tensor:
+    """Return the order by length, the shortest response first."""
+    return batch.mask.sum(1).argsort(stable=True)
+
+
+def _longest_first(batch: Rollouts) -> Tensor:
+    """Return the order by length, the longest response first."""
+    return batch.mask.sum(1).argsort(descending=True, stable=True)
+
+
+def _prompt_by_prompt(batch: Rollouts) -> Tensor:
+    """Return the order by prompt, ids ascending; that of the batch without ids."""
+    if batch.group is None:
+        return torch.arange(len(batch.mask))
+    return batch.group.argsort(stable=True)
+
+
+def _prompts_in_turn(batch: Rollouts) -> Tensor:
+    """Return the order in which the first response to each prompt comes, then the
+    second to each; that of the batch without ids.
+    """
+    if batch.group is None:
+        return torch.arange(len(batch.mask))
+    is_same = batch.group[:, None] == batch.group
+    place_in_prompt = is_same.tril(-1).sum(1)
+    ids = batch.group.unique(return_inverse=True)[1]
+    return (place_in_prompt * len(ids) + ids).argsort()
+
+
+ORDERS = (
+    _rolled,
+    _reversed,
+    _shuffled,
+    _shortest_first,
+    _longest_first,
+    _prompt_by_prompt,
+    _prompts_in_turn,
+)
 
 
 @oracle("permutation", 130)
@@ -513,24 +550,22 @@ def permutation(case: LossCase) -> list[Finding]:
     batch = grid_off_bounds(case)
     _, gradient = case.kept_value_and_gradient(batch)
     for order in ORDERS:
-        if _depends_on_order(case, batch, gradient, order(len(batch.mask))):
+        if _depends_on_order(case, batch, gradient, order(batch)):
             return [_order_failure(case, batch, order)]
     return []
 
 
 def _order_failure(
-    case: LossCase, batch: Rollouts, order: Callable[[int], Tensor]
+    case: LossCase, batch: Rollouts, order: Callable[[Rollouts], Tensor]
 ) -> Finding:
     """Return the failure that the gradients are others in this order."""
 
     def still_depends(smaller: Rollouts) -> bool:
         """Return whether a part of the batch shows it too."""
-        return _depends_on_order(
-            case, smaller, case.gradient(smaller), order(len(smaller.mask))
-        )
+        return _depends_on_order(case, smaller, case.gradient(smaller), order(smaller))
 
     small = shrink(batch, still_depends)
-    permuted = order(len(small.mask))
+    permuted = order(small)
     reordered = small.take(permuted)
     shown = make_example(
         reordered,

@@ -5,6 +5,7 @@ that changed.
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from upref.errors import Gone, InputError
 from upref.rollouts import Rollouts
+from upref.user_code.counters import counters
 from upref.user_code.guard import stopped
 from upref.user_code.loss import Question
 from upref.user_code.shapes import probe
@@ -50,10 +52,11 @@ def determinism(case: LossCase) -> list[Finding]:
     batch = case.grid(thin=5)
     first_call = len(log)
     if _is_constant(case, batch, 4):
+        grid = batch
         batch = case.ready(probe())
         first_call = len(log)
         if _is_constant(case, batch, CALLS_ON_SMALL_BATCH):
-            return []
+            return _with_counter_ahead(case, grid)
     is_random = _seed_decides(case, batch, _all_same)
     log_before_shrinking = list(log)
 
@@ -80,6 +83,50 @@ def determinism(case: LossCase) -> list[Finding]:
             why,
         )
     ]
+
+
+# what a counter of calls is set to, one less: it may change a loss there, or from there on
+COUNTS = sorted({*(2**n for n in range(6, 21)), *(10**n for n in range(2, 7))})
+MOST_LINES = 100_000  # of Python in such a call: the counter may be that of a loop
+
+
+def _with_counter_ahead(case: LossCase, batch: Rollouts) -> list[Finding]:
+    """Return a failure where the loss counts its calls and has another gradient at a
+    call that a check does not reach.
+    """
+    found = counters(case.loss.call, lambda: case.gradient(batch))
+    if not found:
+        return []
+    ahead = replace(case, loss=replace(case.loss, lines=MOST_LINES))
+    gradient = case.gradient(batch)
+    numbers = [place.read() for place in found]
+    try:
+        for count in COUNTS:
+            for place in found:
+                place.write(count - 1)
+            for _ in range(2):
+                with contextlib.suppress(InputError):  # the number is no counter
+                    if not _same(ahead.gradient(batch), gradient):
+                        return [_failure_of_counter(case, batch, count)]
+    finally:
+        for place, number in zip(found, numbers, strict=True):
+            place.write(number)
+    return []
+
+
+def _failure_of_counter(case: LossCase, batch: Rollouts, count: int) -> Finding:
+    """Return the failure of a loss that has another gradient where its counter is so
+    large.
+    """
+    return fail(
+        "determinism",
+        "the same batch, after more calls",
+        "the same numbers",
+        "other numbers",
+        make_example(batch, reads=case.loss.reads),
+        f"it counts its calls: where its counter, set ahead, reaches {count:,}, the gradient "
+        "is another one",
+    )
 
 
 def _is_constant(case: LossCase, batch: Rollouts, calls: int) -> bool:
