@@ -14,6 +14,8 @@ import upref
 from upref import InputError
 from upref.cli import main
 from upref.user_code import read
+from upref.verify.measure import make_case
+from upref.verify.oracles.contract import contract
 from upref.weights.batches import OFF_EDGES, autograd_gradient, batch
 from upref_frameworks import audits as A
 
@@ -95,17 +97,55 @@ class Halved(GRPOTrainer):
         return 0.5 * super()._compute_loss(model, inputs)
 
 
+class IgnoresTools(GRPOTrainer):
+    """Trains on what tools answered."""
+
+    def _compute_loss(self, model, inputs):
+        inputs = {k: x for k, x in inputs.items() if k != "tool_mask"}
+        return super()._compute_loss(model, inputs)
+
+
+class IgnoresRatios(GRPOTrainer):
+    """Leaves out the correction for vLLM."""
+
+    def _compute_loss(self, model, inputs):
+        self.use_vllm = False
+        return super()._compute_loss(model, inputs)
+
+
+class NeedsOld(GRPOTrainer):
+    """Reads old log-probabilities that TRL leaves out on policy."""
+
+    def _compute_loss(self, model, inputs):
+        assert inputs["old_per_token_logps"] is not None
+        return super()._compute_loss(model, inputs)
+
+
+def contract_notes(loss, name="dapo"):
+    objective = upref.get(name)
+    case = make_case(read(loss, objective, {}), objective, objective.resolve({}))
+    return [finding.about for finding in contract.findings(case)]
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "sapo", "vespo", "rloo", "gmpo"])
+def test_trls_losses_take_their_inputs_in_every_way_of_its_trainers(loss):
+    assert contract_notes(f"trl:{loss}") == []
+
+
+@pytest.mark.parametrize(
+    ("trainer", "said"),
+    [
+        (IgnoresTools, "tool_mask, with the tokens of tools in completion_mask"),
+        (IgnoresRatios, "sampling_per_token_logps and importance_sampling_ratio"),
+        (NeedsOld, "no old_per_token_logps, on policy are refused"),
+    ],
+)
+def test_an_input_that_a_class_ignores_or_needs_is_noted(trainer, said):
+    [about] = contract_notes(trainer)
+    assert about.startswith(said)
+
+
 def test_a_report_says_which_inputs_of_the_contract_were_never_given():
-    """TRL puts the tokens of tools into a mask of their own. A class that ignores it has
-    the gradient of one that does not, so that holes are not among what is covered.
-    """
-    report = upref.check("trl:dapo@matched", "dapo")
-    [never] = [words for words in report.not_checked if "tool_mask" in words]
-    assert "sampling_per_token_logps, importance_sampling_ratio" in never
-    assert "advantages [B, T]" not in never
-    covered = " ".join(report.assumptions)
-    assert "left padding, responses that begin" in covered
-    assert "holes of" not in covered and " turns" not in covered
     own = upref.check(Halved, "dapo", skip=QUICK)
     assert "advantages [B, T]" in " ".join(own.not_checked)
 

@@ -162,7 +162,7 @@ def without_a_clip_where_nothing_is_padded(log_prob, old_log_prob, advantages, m
 )
 def test_a_first_step_and_a_batch_without_padding_are_asked(loss):
     report = upref.check(loss, "dapo")
-    assert {f.oracle for f in report.failures} == {"unusual-inputs"}, report
+    assert "unusual-inputs" in {f.oracle for f in report.failures}, report
 
 
 def test_a_response_of_several_certain_samples_is_asked():

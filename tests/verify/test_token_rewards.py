@@ -36,8 +36,43 @@ def check(read):
 
 
 def test_a_sum_over_trained_tokens_is_right():
-    report = check(lambda r, m: (r * m).sum())
+    report = check(lambda r, m: r[m].sum())
     assert report and report.oracles["token-rewards"] == "ok"
+
+
+def test_nan_in_a_masked_slot_is_noted():
+    report = check(lambda r, m: (r * m).sum())
+    (noted,) = [n for n in report.notes if n.oracle == "token-rewards"]
+    assert report and "hold NaN" in noted.about
+
+
+def test_nan_in_a_masked_slot_that_becomes_a_number_is_a_failure():
+    """It answers NaN for a response of which a trained reward is NaN, and else reads NaN
+    as 1.
+    """
+
+    def read(r, m):
+        if r[m].isnan().any():
+            return r[m].sum()
+        return torch.where(r.isnan(), 1.0, r * m).sum()
+
+    (failure,) = check(read).failures
+    assert failure.oracle == "token-rewards" and "NaN" in failure.about
+
+
+def test_numbers_in_masked_slots_before_the_last_token_are_noted():
+    def read(r, m):
+        return r[: int(m.nonzero()[-1, 0]) + 1].sum() if m.any() else 0 * r.sum()
+
+    (noted,) = [n for n in check(read).notes if n.oracle == "token-rewards"]
+    assert "hold numbers" in noted.about
+
+
+def test_a_fault_in_long_responses_is_found():
+    """It reads no more than the first sixteen columns."""
+    report = check(lambda r, m: (r * m)[:16].sum())
+    (failure,) = report.failures
+    assert "24 responses" in failure.about
 
 
 @pytest.mark.parametrize(
@@ -65,7 +100,7 @@ def test_a_reward_of_a_response_without_tokens_is_noted():
 
 
 def test_a_response_without_tokens_that_spoils_its_peers_is_noted():
-    report = check(lambda r, m: (r * m / m.sum()).sum() * m.sum())
+    report = check(lambda r, m: (r[m] / m.sum()).sum() * m.sum() + 0 / m.sum())
     (noted,) = [n for n in report.notes if n.oracle == "token-rewards"]
     assert report and "its peers become NaN" in noted.about
 

@@ -52,6 +52,34 @@ class LossOutcome:
     own_gradient: Tensor | None = None
 
 
+def _unchanged(batch: Rollouts) -> Rollouts:
+    """Return the batch itself."""
+    return batch
+
+
+def _once(batch: Rollouts) -> Tensor:
+    """Return factors of 1, [B, 1]."""
+    return torch.ones(len(batch.mask), 1, dtype=batch.logp.dtype)
+
+
+class OtherInputs(NamedTuple):
+    """Another way in which a trainer may give a loss the same batch.
+
+    Attributes:
+        words: what is given, or left out.
+        call: as `Loss.call`, with these inputs.
+        advice: what it costs if the gradient is not the one that is due.
+        prepare: makes the batch on which both ways are compared.
+        factor: what the gradient is multiplied by where the inputs have weights, [B, 1].
+    """
+
+    words: str
+    call: Callable[[dict[str, Any], dict[str, Any]], Any]
+    advice: str
+    prepare: Callable[[Rollouts], Rollouts] = _unchanged
+    factor: Callable[[Rollouts], Tensor] = _once
+
+
 @dataclass(frozen=True)
 class Loss:
     """Call it on Rollouts for the scalar to minimize; `gradient` is dJ/dlp = -d loss/d
@@ -101,6 +129,8 @@ class Loss:
     switched_off: tuple[str, ...] = ()
     # inputs that its trainer may give it, and that no comparison gives it
     never_given: tuple[str, ...] = ()
+    # other ways in which its trainer may give it a batch
+    given_otherwise: tuple["OtherInputs", ...] = ()
     # hyperparameters of which it has a default of its own that was left as it is
     own_defaults: dict[str, float] = field(default_factory=dict)
     # the error where it fails, and its two policies were read by position alone
@@ -141,13 +171,6 @@ class Loss:
     def micro_batchable(self) -> bool:
         """Whether the losses of micro-batches can be added up to that of a mini-batch."""
         return self.form == "unreduced" or bool({"totals", "parts"} & self.reads)
-
-    @property
-    def holes_elsewhere(self) -> bool:
-        """Whether its trainer puts the holes of a response into a mask of their own, which
-        no comparison gives it.
-        """
-        return any("mask" in name for name in self.never_given)
 
     @property
     def equal_cuts(self) -> bool:

@@ -96,8 +96,6 @@ class Axis:
     block: int = 0
     prompts_in_turn: int = 0  # ids begin again after so many blocks; 0: they do not
     behind: int = 0  # masked columns in front of all responses
-    # what it has for a loss that would get holes in another input than the mask
-    words_without_holes: str = ""
 
     def rounded(self, numbers: np.ndarray) -> np.ndarray:
         """Return the numbers, rounded to float32 where a loss is measured in it."""
@@ -107,9 +105,6 @@ class Axis:
 
 
 LARGE = "more than 65,504 tokens"
-WITHOUT_HOLES = (
-    f"left padding, responses that begin {LATE[0]} to {LATE[-1]} columns late"
-)
 AXES = {
     "ratios": Axis(
         "|log r| of 4.5 to 15 (a response's: to 9) at π_old from 0.02 to 0.9",
@@ -142,8 +137,8 @@ AXES = {
         order=ORDERS[0],
     ),
     "masks": Axis(
-        f"holes of {HOLES[0]} to {HOLES[-1]} tokens, {TURNS[0]} to {TURNS[-1]} turns, {WITHOUT_HOLES}",
-        words_without_holes=WITHOUT_HOLES,
+        f"holes of {HOLES[0]} to {HOLES[-1]} tokens, {TURNS[0]} to {TURNS[-1]} turns, left padding, "
+        f"responses that begin {LATE[0]} to {LATE[-1]} columns late",
         lengths=(1, 6, 40, 300),
         rows=63,
         masks=MASKS,
@@ -384,7 +379,7 @@ def _stress_batch(
         log_r = np.where(is_in_range, log_r * numbers.distinct, numbers.tiny_log_ratio)
         # every third response that is not long: its mean is near a bound
         is_near_mean = (np.arange(len(A)) % 3 == 1) & (lengths <= MOST_NEAR_MEAN)
-        around_mean = near_bound[:, :1] + numbers.differences * numbers.distinct
+        around_mean = (near_bound[:, :1] + numbers.differences) * numbers.distinct
         log_r = np.where(is_near_mean[:, None], around_mean, log_r)
     if by_response:
         # the ratio of the response is drawn, and its tokens are scattered around it

@@ -15,7 +15,8 @@ import logging
 import re
 import sys
 import tempfile
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ from upref.errors import InputError, importing
 from upref.registry import Objective
 from upref.rollouts import Rollouts, per_response
 from upref.user_code.guard import state_restored
-from upref.user_code.loss import MAIN, Loss
+from upref.user_code.loss import MAIN, Loss, OtherInputs
 from upref.user_code.settings import describe_fields
 from upref_frameworks.settings import Bare, clip_bounds, split_name
 
@@ -246,6 +247,7 @@ def trl_loss(
     name: str | type,
     batch: Rollouts | Bare,
     padding: float | None = 0.0,
+    change: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     **settings: Any,
 ) -> Tensor:
     """Compute the scalar on which TRL calls backward() for one micro-batch of one rank.
@@ -258,6 +260,8 @@ def trl_loss(
             the generation batch, which is cut into micro-batches of this size; without
             them it is the only micro-batch.
         padding: what masked slots hold; None: what the batch has there.
+        change: makes other inputs of `_compute_loss` out of the usual ones. Where they
+            have importance ratios, the trainer's loss is told that vLLM sampled.
         **settings: fields of the trainer's config.
 
     Returns:
@@ -306,23 +310,138 @@ def trl_loss(
     if is_rloo(cls):
         # as _generate_and_score_completions does
         inputs["old_logps"] = (old * tokens).sum(1)
+    inputs = change(inputs) if change else inputs
     entropy = torch.ones_like(old) if batch.entropy is None else padded(batch.entropy)
     kept_terms: list[Tensor] = []
     accelerator = trainer.accelerator
     accelerator.backward = lambda loss, **_: kept_terms.append(
         loss / accelerator.gradient_accumulation_steps
     )
+    used_vllm = trainer.use_vllm
+    trainer.use_vllm = used_vllm or "importance_sampling_ratio" in inputs
     try:
         trainer.training_step(_StandIn(padded(batch.logp), entropy), inputs, None)
     finally:
         del accelerator.backward
+        trainer.use_vllm = used_vllm
         trainer._metrics["train"].clear()
     return kept_terms[0]
 
 
-# keys of the inputs of `_compute_loss` that `trl_loss` never gives
-NEVER_GIVEN = ("tool_mask", "sampling_per_token_logps", "importance_sampling_ratio")
-OF_TOKENS = "advantages [B, T]"
+# ---- other inputs --------------------------------------------------------------------
+OF_TOKENS = (
+    "advantages [B, T]"  # which TRL's own loss takes, and a class of one's own may
+)
+
+
+def _with_tool_mask(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs with the holes of responses in a mask of their own, as TRL gives
+    them where tools answer within a response.
+    """
+    tokens = inputs["completion_mask"]
+    ends = tokens.flip(1).cumsum(1).flip(1)
+    is_between = (tokens.cumsum(1) > 0) & (ends > 0)
+    return inputs | {"completion_mask": is_between.long(), "tool_mask": tokens}
+
+
+def _without_old(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs without old log-probabilities, as on policy."""
+    return {k: x for k, x in inputs.items() if k != "old_per_token_logps"}
+
+
+def _of_one_advantage(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs with advantages [B], those of the first tokens."""
+    first = inputs["completion_mask"].argmax(1, keepdim=True)
+    return inputs | {"advantages": inputs["advantages"].gather(1, first)[:, 0]}
+
+
+def _importance_ratios(rows: int) -> Tensor:
+    """Return ratios of the responses, of 0.5 to 2, [B, 1]."""
+    return 0.5 + torch.arange(rows, dtype=torch.float64)[:, None] % 4 / 2
+
+
+def _with_ratios(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs with what TRL adds where vLLM sampled."""
+    old = inputs["old_per_token_logps"]
+    return inputs | {
+        "sampling_per_token_logps": old,
+        "importance_sampling_ratio": _importance_ratios(len(old)).to(old),
+    }
+
+
+def _with_holes(batch: Rollouts) -> Rollouts:
+    """Return the batch without the second token of each response of three and more."""
+    place = batch.mask.cumsum(1)
+    has_hole = (place == 2) & (batch.mask.sum(1, keepdim=True) > 2)
+    return batch.but(mask=batch.mask & ~has_hole)
+
+
+def _at_old_policy(batch: Rollouts) -> Rollouts:
+    """Return the batch with π_θ = π_old."""
+    return batch.but(logp_old=batch.logp)
+
+
+def _with_one_advantage(batch: Rollouts) -> Rollouts:
+    """Return the batch with one advantage for each response, [B, T]."""
+    A = per_response(batch.adv.expand_as(batch.mask), batch.mask)
+    return batch.but(adv=A[:, None].expand(batch.mask.shape).clone())
+
+
+def _ratios_of(batch: Rollouts) -> Tensor:
+    """Return the importance ratio of each response, [B, 1]."""
+    return _importance_ratios(len(batch.mask)).to(batch.logp)
+
+
+def _ways(
+    call_with: Callable[..., Callable[..., Any]],
+    takes_tokens: bool,
+    of_grpo: bool,
+    multiplies: bool,
+) -> tuple[OtherInputs, ...]:
+    """Return the other ways in which TRL may give a loss a batch.
+
+    Args:
+        call_with: makes `Loss.call` of a change of the inputs.
+        takes_tokens: whether it takes advantages [B, T].
+        of_grpo: whether the trainer is one of GRPO, which has tools; RLOO's has none,
+            and reads old log-probabilities of responses.
+        multiplies: whether each term of the loss is multiplied by the importance ratio.
+    """
+    if not of_grpo:
+        return ()
+    ways = [
+        OtherInputs(
+            "tool_mask, with the tokens of tools in completion_mask",
+            call_with(_with_tool_mask),
+            "tokens of tools train, or count, where the trainer has tools",
+            prepare=_with_holes,
+        ),
+        OtherInputs(
+            "no old_per_token_logps, on policy",
+            call_with(_without_old),
+            "TRL leaves them out where each batch is trained on once",
+            prepare=_at_old_policy,
+        ),
+    ]
+    if takes_tokens:
+        ways.append(
+            OtherInputs(
+                "advantages [B]",
+                call_with(_of_one_advantage),
+                "TRL gives one advantage for each response",
+                prepare=_with_one_advantage,
+            )
+        )
+    if multiplies:
+        ways.append(
+            OtherInputs(
+                "sampling_per_token_logps and importance_sampling_ratio, as from vLLM",
+                call_with(_with_ratios),
+                "TRL multiplies each token's term by the ratio",
+                factor=_ratios_of,
+            )
+        )
+    return tuple(ways)
 
 
 # ---- as a Loss -----------------------------------------------------------------------
@@ -409,7 +528,11 @@ def make_loss(
         """Return the fields of the trainer's config at these hyperparameters."""
         return (settings_for(mode, objective, hp) if matched else {}) | (fields or {})
 
-    def call(full: dict[str, Any], moved: dict[str, Any]) -> Tensor:
+    def call_with(change: Any) -> Callable[..., Tensor]:
+        """Return the call with inputs that are changed in this way."""
+        return partial(call, change=change)
+
+    def call(full: dict[str, Any], moved: dict[str, Any], change: Any = None) -> Tensor:
         batch = Bare(
             **{
                 k: full[k]
@@ -424,7 +547,9 @@ def make_loss(
                 )
             }
         )
-        return trl_loss(mode, batch, padding=None, **settings(hp | moved))
+        return trl_loss(
+            mode, batch, padding=None, change=change, **settings(hp | moved)
+        )
 
     assumptions = (
         f"TRL's contract: {describe_fields(settings(hp))}; an optimizer step is one generation batch, cut into equal "
@@ -452,6 +577,12 @@ def make_loss(
         adv_shape=shape,
         fields=settings(hp),
         defaults=defaults,
-        never_given=(*NEVER_GIVEN, OF_TOKENS) if is_own_class else NEVER_GIVEN,
+        never_given=(OF_TOKENS,) if is_own_class else (),
+        given_otherwise=_ways(
+            call_with,
+            takes_tokens,
+            not is_rloo(trainer_of(mode)[0]),
+            not settings(hp).get("beta") and settings(hp).get("loss_type") != "vespo",
+        ),
         shipped=make_loss(name, mode, objective, hp, None, False) if matched else None,
     )

@@ -16,7 +16,7 @@ from upref.aggregation import Totals, verl_name
 from upref.errors import InputError, importing
 from upref.registry import Objective
 from upref.rollouts import Rollouts
-from upref.user_code.loss import MAIN, Loss
+from upref.user_code.loss import MAIN, Loss, OtherInputs
 from upref.user_code.settings import describe_fields
 from upref_frameworks.settings import Bare, clip_bounds, split_name
 
@@ -110,6 +110,7 @@ def verl_loss(
     agg: str = "token-mean",
     padding: float | None = 0.0,
     ranks: int = 1,
+    is_weights: Tensor | None = None,
     **actor_config: Any,
 ) -> Tensor:
     """Compute the scalar on which verl calls backward() for one (micro-)batch.
@@ -122,6 +123,7 @@ def verl_loss(
         agg: verl's loss_agg_mode.
         padding: what masked slots hold; None: what the batch has there.
         ranks: number of ranks that average their gradients.
+        is_weights: what verl's rollout correction multiplies the terms by, [B, T].
         **actor_config: fields of verl's ActorConfig and of its PolicyLossConfig.
 
     Returns:
@@ -176,7 +178,7 @@ def verl_loss(
         response_mask=batch.mask,
         loss_agg_mode=agg,
         config=config,
-        rollout_is_weights=None,
+        rollout_is_weights=is_weights,
     )
     return loss
 
@@ -201,6 +203,17 @@ def default_fields() -> dict[str, Any]:
     return {
         f.name: f.default for f in all_fields if f.default is not dataclasses.MISSING
     }
+
+
+def _correction_of_responses(logp: Tensor) -> Tensor:
+    """Return weights of a rollout correction, 0.5 to 2, one for each response, [B, 1]."""
+    rows = torch.arange(len(logp), dtype=logp.dtype)
+    return 0.5 + rows[:, None] % 4 / 2
+
+
+def _correction_of(batch: Rollouts) -> Tensor:
+    """Return the weights of the responses of a batch, [B, 1]."""
+    return _correction_of_responses(batch.logp)
 
 
 # ---- as a Loss -----------------------------------------------------------------------
@@ -299,7 +312,14 @@ def make_loss(
         """Return the fields of verl's actor at these hyperparameters."""
         return (settings_for(objective, hp) if matched else {}) | all_settings
 
-    def call(full: dict[str, Any], moved: dict[str, Any]) -> Tensor:
+    def call_corrected(full: dict[str, Any], moved: dict[str, Any]) -> Tensor:
+        """The call with weights of a rollout correction."""
+        weights = _correction_of_responses(full["logp"].detach())
+        return call(full, moved, weights.expand(full["mask"].shape))
+
+    def call(
+        full: dict[str, Any], moved: dict[str, Any], is_weights: Tensor | None = None
+    ) -> Tensor:
         batch = Bare(
             **{k: full[k] for k in ("logp", "logp_old", "mask", "totals", "adv")}
         )
@@ -313,6 +333,7 @@ def make_loss(
                 use.pop("loss_agg_mode"),
                 padding=None,
                 ranks=full["ranks"],
+                is_weights=is_weights,
                 **use,
             )
         except AttributeError as e:
@@ -342,6 +363,17 @@ def make_loss(
         fields=settings(hp),
         defaults=default_fields(),
         shipped=plain,
+        # bypass_mode computes the weights itself
+        given_otherwise=()
+        if mode == "bypass_mode"
+        else (
+            OtherInputs(
+                "rollout_is_weights, one for each response",
+                call_corrected,
+                "verl's rollout correction must multiply each response's gradient by them",
+                factor=_correction_of,
+            ),
+        ),
         counts_from="verl passes in config.global_batch_info",
     )
     if isinstance(mode, str):

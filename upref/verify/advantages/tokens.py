@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -151,8 +152,28 @@ def _several() -> TokenRewards:
     return TokenRewards("several rewards in a response", rewards, mask, GROUP)
 
 
+def _many() -> TokenRewards:
+    """Return 24 responses to four prompts in turn, of 1 to 30 tokens, with holes, behind
+    up to 9 masked columns; two or three tokens of each have a reward.
+    """
+    rng = np.random.default_rng(0)
+    N, T = 24, 40
+    mask = np.zeros((N, T), dtype=bool)
+    rewards = np.zeros((N, T))
+    for row in range(N):
+        start = int(rng.integers(0, 10))
+        mask[row, start : start + 1 + row * 29 // (N - 1)] = True
+        mask[row, start + 1 :] &= rng.random(T - start - 1) < 0.7
+        trained = np.flatnonzero(mask[row])
+        for column in (trained[0], trained[-1], rng.choice(trained)):
+            rewards[row, column] = rng.integers(-8, 9) / 4
+    group = tuple(row % 4 for row in range(N))
+    words = "24 responses with holes, several rewards and masked columns in front"
+    return TokenRewards(words, torch.from_numpy(rewards), torch.from_numpy(mask), group)
+
+
 SEVERAL = _several()
-BATCHES = (ONE_REWARD, SEVERAL)
+BATCHES = (ONE_REWARD, SEVERAL, _many())
 
 
 def no_tokens(case: AdvantageCase) -> str:
@@ -170,14 +191,19 @@ def token_rewards(case: AdvantageCase) -> Iterator[Finding]:
     becomes of a reward on an untrained token.
     """
     for batch in BATCHES:
-        if batch is SEVERAL and case.name == "signed":
+        if batch is not ONE_REWARD and case.name == "signed":
             continue  # which reads rewards of 0 and 1 alone
         finding = _compare(case, batch)
         if finding is not None:
             yield finding
             return
-    if case.name != "signed":
-        yield from _on_untrained(case)
+    if case.name == "signed":
+        return
+    untrained = list(_on_untrained(case))
+    yield from untrained
+    # a second note on the same slots would say no more
+    if not any(found.regime == COUNTS for found in untrained):
+        yield from _on_masked(case)
 
 
 def _compare(case: AdvantageCase, batch: TokenRewards) -> Finding | None:
@@ -215,6 +241,12 @@ def _cause(case: AdvantageCase, tol: float) -> Cause:
     return Cause()
 
 
+COUNTS = (
+    "a reward on an untrained token counts: that of a response without any trained "
+    "token moves its peers"
+)
+
+
 def _on_untrained(case: AdvantageCase) -> Iterator[Finding]:
     """Note that a reward on an untrained token counts, also that of a response without
     any trained token, or that such a response makes its peers' advantages not finite.
@@ -241,7 +273,7 @@ def _on_untrained(case: AdvantageCase) -> Iterator[Finding]:
     if nearly_equal(at_others, [everywhere[i] for i in others], tol):
         yield note(
             "token-rewards",
-            "a reward on an untrained token counts: that of a response without any trained token moves its peers",
+            COUNTS,
             cause="mask the rewards before they are added, if such slots hold no rewards",
         )
     elif not all(map(math.isfinite, at_others)):
@@ -249,3 +281,48 @@ def _on_untrained(case: AdvantageCase) -> Iterator[Finding]:
             "token-rewards",
             "a response without a trained token: the advantages of its peers become NaN or infinite",
         )
+
+
+JUNK = (3.0, math.nan)  # in masked slots
+
+
+def _on_masked(case: AdvantageCase) -> Iterator[Finding]:
+    """Note that a number, or NaN, in the masked slots of responses with trained tokens
+    reaches the advantages. NaN that makes them other numbers is a failure.
+    """
+    right = case.expected(ONE_REWARD.read(_summed))
+    tol = max(case.function.tol, 1e-6)
+    mask = ONE_REWARD.mask
+    for junk in JUNK:
+        # more in one response than in another: their difference does not cancel
+        filler = junk * torch.arange(1, mask.numel() + 1).reshape(mask.shape)
+        rewards = torch.where(mask, ONE_REWARD.rewards, filler.double())
+        words = f"masked slots that hold {junk:g}".replace("nan", "NaN")
+        words = words.replace("3", "numbers")
+        try:
+            found = case.function.on_tokens(rewards, mask, GROUP)
+        except InputError as e:
+            yield note("token-rewards", f"{words} are refused", cause=str(e))
+            return
+        if nearly_equal(found, right, tol):
+            continue
+        if math.isnan(junk) and all(map(math.isfinite, found)):
+            example = Example(
+                {
+                    "rewards": rewards.tolist(),
+                    "mask": mask.tolist(),
+                    "group": list(GROUP),
+                },
+                expected=list(right),
+                found=list(found),
+            )
+            row = max(range(len(found)), key=lambda i: abs(found[i] - right[i]))
+            numbers = number_pair("A", right[row], found[row])
+            yield fail("token-rewards", f"{words}: response {row}", *numbers, example)
+            return
+        yield note(
+            "token-rewards",
+            f"{words} reach the advantages",
+            cause="select with torch.where(mask, rewards, 0) before you add them up",
+        )
+        return

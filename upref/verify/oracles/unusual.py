@@ -77,10 +77,7 @@ def unusual_inputs(case: LossCase) -> list[Finding]:
         if any(f.severity == "failure" for f in findings):
             return [*notes, *findings]
         notes += [f for f in findings if f not in notes]
-        words = axis.words
-        if case.loss.holes_elsewhere:
-            words = axis.words_without_holes or axis.words
-        case.covered[:] = dict.fromkeys((*case.covered, words))
+        case.covered[:] = dict.fromkeys((*case.covered, axis.words))
         if name == "lengths":
             seconds_per_token = (time.process_time() - start) / token_count
             if seconds_per_token * MOST_TOKENS > TOO_LONG:
