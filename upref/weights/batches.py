@@ -270,6 +270,7 @@ def kept_batch(
         cases *= 3
     if objective.batch_coupled:  # no two tokens tie where the batch is sorted
         cases = [(A, mu, r * (1 - 1e-5 * i)) for i, (A, mu, r) in enumerate(cases)]
+        cases += _cases_near_clip(hp, np.random.default_rng(seed + 1))
     rng = np.random.default_rng(seed)
     cases = [cases[i] for i in rng.permutation(len(cases))][::thin]
     rows = _rows(cases, objective.level, objective.agg == "seq-mean", rng)
@@ -292,6 +293,28 @@ def kept_batch(
             log_rho, dtype=torch.float64
         )
     return replace(batch, logp_sampler=logp_sampler)
+
+
+NEAR_CLIP = 5e-4  # how near, relative, ratios are to a clip of a coupled batch
+
+
+def _cases_near_clip(
+    hp: dict[str, Any], rng: np.random.Generator
+) -> list[tuple[float, float, float]]:
+    """Return (A, π_old, r) near 1 - eps_low and 1 + eps_high, of an objective whose
+    tokens decide about each other: it has no weight of a token by itself, and so no
+    bounds that are found.
+    """
+    clips = [
+        (sign, 1 + sign * hp[name])
+        for sign, name in ((1.0, "eps_high"), (-1.0, "eps_low"))
+        if name in hp
+    ]
+    return [
+        (A, MU[1], bound * (1 + NEAR_CLIP * distance))
+        for A, bound in clips
+        for distance in rng.uniform(-1, 1, 48).tolist()
+    ]
 
 
 # what the log ρ, or log r, of three tokens differs by from their mean

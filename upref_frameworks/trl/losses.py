@@ -437,7 +437,7 @@ def _ways(
             OtherInputs(
                 "sampling_per_token_logps and importance_sampling_ratio, as from vLLM",
                 call_with(_with_ratios),
-                "TRL multiplies each token's term by the ratio",
+                "GRPOTrainer multiplies each token's term by the ratio",
                 factor=_ratios_of,
             )
         )
@@ -582,7 +582,8 @@ def make_loss(
             call_with,
             takes_tokens,
             not is_rloo(trainer_of(mode)[0]),
-            not settings(hp).get("beta") and settings(hp).get("loss_type") != "vespo",
+            not settings(hp).get("beta")
+            and (trainer_of(mode)[1] | settings(hp)).get("loss_type") != "vespo",
         ),
         shipped=make_loss(name, mode, objective, hp, None, False) if matched else None,
     )
