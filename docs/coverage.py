@@ -171,32 +171,41 @@ def _range(values: set[float]) -> str:
     return f"{least:.4g} to {largest:.4g}"
 
 
-# what becomes of the order of rows, by its key in layouts.toml: words, and where a check
-# has it
+# what becomes of the order of rows, by its key in layouts.toml: words, and which axes of
+# a check have it, by their order; "" stands for random order
 ORDERS = {
-    "blocks": (
-        "all responses to a prompt after each other",
-        "blocks of 4, 5, 8, 16 and 256",
-    ),
+    "blocks": ("all responses to a prompt after each other", "in blocks of {}"),
     "in turn": (
-        "rows or micro-batches are dealt to the ranks in turn, so that prompts begin again on each rank",
-        "prompts in turn, in blocks of 1, 2 and 4",
+        "dealt to the ranks in turn, alone or in micro-batches, so that prompts begin again on each rank",
+        "prompts in turn, in blocks of {}",
     ),
     "shortest by rank": (
         "by length, the shortest first, on each rank",
-        "shortest first; the same rank by rank",
+        "shortest first; shortest first, rank by rank",
     ),
-    "longest": ("by length, the longest first", "longest first; the same rank by rank"),
+    "longest": (
+        "by length, the longest first",
+        "longest first; longest first, rank by rank",
+    ),
     "both ends": (
         "by length on each rank, with the shortest at both ends",
         "shortest at both ends, rank by rank",
     ),
     "balanced": (
-        "into parts of nearly equal numbers of tokens, each part in the order of the algorithm",
+        "in parts of nearly equal numbers of tokens, each in the order of the algorithm",
         "random order",
     ),
     "shuffled": ("shuffled", "random order"),
 }
+
+
+def _blocks(in_turn: bool) -> str:
+    """The sizes of the blocks of the axes, with prompts in turn or without."""
+    from upref.weights.stress import AXES
+
+    axes = [axis for axis in AXES.values() if axis.block]
+    sizes = {axis.block for axis in axes if bool(axis.prompts_in_turn) == in_turn}
+    return _listed(sorted(sizes))
 
 
 def layouts() -> str:
@@ -204,6 +213,7 @@ def layouts() -> str:
     rows = []
     for layout in tomllib.loads(LAYOUTS.read_text(encoding="utf-8"))["layout"]:
         words, tried = ORDERS[layout["order"]]
+        tried = tried.format(_blocks(layout["order"] == "in turn"))
         place = f"{layout['file']}, line {layout['line']}"
         if "commit" in layout:
             url = (
