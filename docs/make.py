@@ -69,7 +69,9 @@ def _elsewhere(name: str) -> str:
     """Where a part of ON_SITE is."""
     source = ON_SITE[name]
     made_of = f", made of [these records]({source})" if source else ""
-    return f"The table is on the site{made_of}. In a checkout `python -m docs.make --print {name}` prints it."
+    command = f"`python -m docs.make --print {name}`"
+    where = f"The table is on [the site](architecture.md#records){made_of}."
+    return f"{where} In a checkout {command} prints it."
 
 
 def for_site(text: str) -> str:

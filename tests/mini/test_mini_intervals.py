@@ -620,7 +620,7 @@ def test_a_plan_is_registered_once_and_before_any_run(tmp_path, capsys):
     fresh = replace(P, folder=tmp_path, results=tmp_path / "results")
     registration.register(fresh, "abc")
     found = registration.load(tmp_path)
-    assert found["commit"] == "abc" and "experiment/effects.py" in found["sha256"]
+    assert found["commit"] == "abc" and "train/halves.py" in found["sha256"]
     assert registration.changed(tmp_path) == []
     (tmp_path / "plan.toml").write_text("question = 'newer'")
     assert registration.changed(tmp_path) == ["plan.toml"]
