@@ -27,6 +27,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -430,18 +431,33 @@ GENERATED = {function.__name__: function for function in OWN} | {
 }
 
 
-def main(*pages: str):
+def show(names: Sequence[str]) -> int:
+    """Print the parts of these names; return the exit status."""
+    unknown = [name for name in names if name not in GENERATED]
+    if unknown or not names:
+        said = f"There is no part {unknown[0]}" if unknown else "Name a part"
+        print(f"{said}: choose of {', '.join(ON_SITE)}.", file=sys.stderr)
+        return 2
+    try:
+        for name in names:
+            print(GENERATED[name](), end="\n\n", flush=True)
+    except BrokenPipeError:  # whoever reads it has seen enough
+        sys.stdout = None  # type: ignore[assignment]
+    return 0
+
+
+def main(*pages: str) -> int:
     """Write the pages that are named, or all; print which of them changed."""
     if pages[:1] == ("--print",):
-        print(*(GENERATED[name]() for name in pages[1:]), sep="\n\n")
-        return
+        return show(pages[1:])
     for page in [Path(p) for p in pages] or PAGES:
         old = (ROOT / page).read_text(encoding="utf-8")
         new = written(old)
         if new != old:
             write_atomically(ROOT / page, new)
             print(f"{page}: written")
+    return 0
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main(*sys.argv[1:]))

@@ -16,6 +16,7 @@ this format have the commit and the day that brought them, and the machine "not 
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -134,17 +135,29 @@ def machine() -> str:
     return found
 
 
-def main(file: str, *command: str) -> int:
+def main(words: list[str]) -> int:
     """Run a command and record what it prints; return its exit status."""
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if len(words) < 2:
+        said = "Give a FILE and a COMMAND: python -m docs.record FILE COMMAND..."
+        print(said, file=sys.stderr)
+        return 2
+    file, program, *rest = words
+    done = subprocess.run(words[1:], stdout=subprocess.PIPE, text=True, check=False)
     if done.stdout:
         try:
             rows = json.loads(done.stdout)
         except json.JSONDecodeError:
             rows = done.stdout.splitlines()
-        add(Path(file), shlex.join(command), rows)
+        add(Path(file), shlex.join([Path(program).name, *rest]), rows, _seeds(rest))
     return done.returncode
 
 
+def _seeds(words: list[str]) -> list[int]:
+    """The numbers behind --seed or --seeds."""
+    given = shlex.join(words)
+    found = re.findall(r"--seeds?[ =]((?:\d+[ ,]?)+)", given)
+    return [int(number) for numbers in found for number in re.findall(r"\d+", numbers)]
+
+
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

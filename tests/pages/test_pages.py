@@ -88,6 +88,12 @@ def test_every_table_of_the_site_stands_on_a_page():
     assert "--print proved_losses" in make.written(page)
 
 
+def test_a_part_that_is_not_there_is_one_sentence(capsys):
+    for words in (["--print"], ["--print", "nothing"]):
+        assert make.main(*words) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_every_verdict_on_the_paper_is_there():
     _, rows = make._verdicts()
     assert len(rows) >= 20

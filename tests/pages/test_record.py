@@ -3,6 +3,7 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,10 +75,17 @@ def test_a_list_takes_the_place_of_all(tmp_path):
 )
 def test_a_command_is_recorded_with_what_it_prints(tmp_path, code, rows):
     file = tmp_path / "rows.json"
-    assert record.main(str(file), "python", "-c", code) == 0
+    words = [sys.executable, "-c", code, "--seed", "3"]
+    assert record.main([str(file), *words]) == 0
     (kept,) = record.read(file)
-    assert kept.rows == rows and kept.command.startswith("python -c ")
+    assert kept.rows == rows and kept.seeds == [3]
+    assert kept.command.startswith(f"{Path(sys.executable).name} -c ")
     assert kept.commit and kept.machine and kept.date
+
+
+def test_what_cannot_be_recorded_is_one_sentence(capsys):
+    assert record.main([]) == 2
+    assert "Give a FILE and a COMMAND" in capsys.readouterr().err
 
 
 def test_a_file_of_another_form_is_one_sentence(tmp_path):
