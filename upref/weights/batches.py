@@ -806,5 +806,5 @@ def autograd_gradient(f: Callable[[Rollouts], Tensor], batch: Rollouts) -> Tenso
         [B, T].
     """
     logp = batch.logp.detach().clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(f(replace(batch, logp=logp)), logp)
+    (gradient,) = torch.autograd.grad(f(batch.but(logp=logp)), logp)
     return gradient

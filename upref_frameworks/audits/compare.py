@@ -216,8 +216,16 @@ def typical_batch() -> Rollouts:
     return Rollouts(lp, lp_old, adv, mask & ~tool, group, logp_ref=ref)
 
 
-def _gradient(faulty: FaultyObjective, batch: Rollouts) -> Tensor:
-    """Return the gradient [B, T] of an objective with faults put into it."""
+def gradient_with_faults(faulty: FaultyObjective, batch: Rollouts) -> Tensor:
+    """Return the gradient of an objective with faults put into it.
+
+    Args:
+        faulty: the objective.
+        batch: token tensors [B, T].
+
+    Returns:
+        dJ/dlp, [B, T].
+    """
     factor: Tensor | float = 1.0
     for fault in faulty.faults:
         factor = factor * fault.change.scale(batch)
@@ -304,13 +312,15 @@ def _row(
     fault is used.
     """
     comparison = case.comparison
-    promised = _gradient(case.without_faults.promised, case.batch) / case.unit
+    promised = (
+        gradient_with_faults(case.without_faults.promised, case.batch) / case.unit
+    )
     largest = difference(found, promised).max().item()
     differs = largest > tol  # False where a number is NaN
     if not differs:
         explanation = case.without_faults
     faults = explanation.faulty.faults
-    explained = _gradient(explanation.faulty, case.batch) / case.unit
+    explained = gradient_with_faults(explanation.faulty, case.batch) / case.unit
     skip = torch.zeros_like(case.batch.mask)
     for fault in faults:
         skip = skip | fault.change.skip(case.batch)
@@ -322,7 +332,7 @@ def _row(
                 explanation,
                 case.batch,
                 explained,
-                _gradient(repaired, case.batch) / case.unit,
+                gradient_with_faults(repaired, case.batch) / case.unit,
             ),
         )
         for fault, repaired in zip(faults, explanation.repaired, strict=True)
@@ -349,9 +359,9 @@ def _effects_of_faults(explanation: Explanation) -> list[FaultEffect]:
     """Return what each fault does to the gradient of a typical batch."""
     if not explanation.repaired:
         return []
-    faulty = _gradient(explanation.faulty, typical_batch())
+    faulty = gradient_with_faults(explanation.faulty, typical_batch())
     return [
-        FaultEffect.between(faulty, _gradient(repaired, typical_batch()))
+        FaultEffect.between(faulty, gradient_with_faults(repaired, typical_batch()))
         for repaired in explanation.repaired
     ]
 

@@ -16,16 +16,14 @@ from upref.errors import InputError
 from upref.proof.compare import Comparison as Found, compare
 from upref.proof.domain import Pattern, patterns
 from upref.proof.paths import Outputs
-from upref.proof.subjects import gradient_of
 from upref.rollouts import Rollouts
-from upref.user_code import read
 from upref.user_code.guard import call_guarded
-from upref.verify.faults.losses import GROUPS
 from upref_frameworks.audits.case import (
     Comparison,
     FaultyObjective,
     make_explanation,
 )
+from upref_frameworks.audits.compare import gradient_with_faults
 from upref_frameworks.audits.framework import Framework
 
 FULL = Pattern(((True, True), (True, False)))
@@ -180,30 +178,30 @@ def _compare(
     loss: Outputs,
     reference: FaultyObjective,
 ) -> Found:
-    """Compare the loss with an objective."""
+    """Compare the loss with an objective, and with what its faults change."""
     objective = reference.objective
-    if reference.agg != reference.agg_of_objective:
-        objective = objective.aggregated(reference.agg)
     own = {k: v for k, v in reference.hp.items() if k in objective.hyperparameters}
     reads = {"entropy"} & set(objective.reads)
-    if objective.resolve(own).get("beta") or comparison.config.get("beta"):
+    has_term = any(fault.change.term for fault in reference.faults)
+    if has_term or objective.resolve(own).get("beta") or comparison.config.get("beta"):
         reads.add("logp_ref")
     grouped = "group-token-mean" in (objective.agg, reference.agg)
     among = [*patterns(1, 1, False), HOLE, FULL, replace(FULL, on_policy=True)]
     if grouped or "group" in objective.reads:
         among.append(replace(FULL, group=(7, 3)))
-    one_adv = framework.one_adv or comparison.one_adv or objective.one_adv
-    expected = gradient_of(read(objective, objective, own))
 
-    def of_one_prompt(batch: Rollouts, scale: Tensor) -> Tensor:
-        """The gradient where all rows are of one prompt."""
-        return expected(Rollouts.unchecked(**batch.tensors() | {"group": None}), scale)
+    def expected(batch: Rollouts, scale: Tensor) -> Tensor:
+        """[1, B, T] or, where the batch has entropies, [2, B, T]."""
+        weights = gradient_with_faults(reference, batch) * scale
+        if batch.entropy is None:
+            return weights[None]
+        return torch.stack([weights, torch.zeros_like(weights)])
 
     return compare(
         loss,
-        of_one_prompt if GROUPS in reference.faults else expected,
+        expected,
         among,
-        one_adv,
+        framework.one_adv or comparison.one_adv or objective.one_adv,
         reads,
         SECONDS,
         objective.level == "sequence_mean",

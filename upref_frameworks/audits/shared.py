@@ -21,9 +21,7 @@ from upref_frameworks.audits.case import MICRO
 
 def _clamp_log_ratio(batch: Rollouts) -> Rollouts:
     """Return the batch with log r clamped to [-20, 20]."""
-    return replace(
-        batch, logp=batch.logp_old + (batch.logp - batch.logp_old).clamp(-20, 20)
-    )
+    return batch.but(logp=batch.logp_old + (batch.logp - batch.logp_old).clamp(-20, 20))
 
 
 def _clamp_log_sequence_ratio(most: float) -> Callable[[Rollouts], Rollouts]:
@@ -35,8 +33,8 @@ def _clamp_log_sequence_ratio(most: float) -> Callable[[Rollouts], Rollouts]:
         log_s = torch.where(batch.mask, batch.logp - batch.logp_old, 0).sum(
             1, keepdim=True
         ) / batch.mask.sum(1, keepdim=True)
-        return replace(
-            batch, logp=torch.where(log_s > most, batch.logp_old + most, batch.logp)
+        return batch.but(
+            logp=torch.where(log_s > most, batch.logp_old + most, batch.logp)
         )
 
     return view
@@ -48,8 +46,7 @@ def _clamp_k3(batch: Rollouts) -> Rollouts:
     """
     assert batch.logp_ref is not None
     d = batch.logp_ref - batch.logp
-    return replace(
-        batch,
+    return batch.but(
         logp_ref=torch.where(d.exp() - d - 1 > 10, batch.logp.detach(), batch.logp_ref),
     )
 

@@ -199,7 +199,7 @@ def _clamp_log_ratio_value(batch: Rollouts) -> Rollouts:
     kept.
     """
     d = batch.logp - batch.logp_old
-    return replace(batch, logp=batch.logp + sg(d.clamp(-20, 20) - d))
+    return batch.but(logp=batch.logp + sg(d.clamp(-20, 20) - d))
 
 
 def _grpo_clamped(

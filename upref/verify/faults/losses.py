@@ -421,7 +421,7 @@ GROUPS = fault(
     "one denominator for the batch, not one per prompt",
     "aggregation",
     id="one-denominator-per-batch",
-    view=lambda batch: replace(batch, group=None),
+    view=lambda batch: batch.but(group=None),
 )
 
 
