@@ -70,6 +70,32 @@ class Adapter(Protocol):
         """
 
 
+class TrainingAdapter(Adapter, Protocol):
+    """An adapter that can run the cases of level 6 too."""
+
+    def train(self, model: Any, rows: list[Row], case: Case, reference: Any) -> Any:
+        """Train the model as `step` does, from samples and their rewards: the trainer
+        makes advantages, masks, and the log-probabilities of the old and the reference
+        policy itself.
+
+        Each weight has to move by a visible part of its size, for example by SGD with
+        lr=0.02: else the ratio would stay 1, and any old log-probabilities would do.
+
+        Args:
+            model: a small one. Where `case.reference` is `adapter`, add LoRA adapters
+                to it whose product is not 0, and train those alone.
+            rows: the responses, four to a prompt, with `reward`, `group` and the
+                sampler's log-probabilities `sampler`. `old` and `ref` are None, and
+                `adv` is NaN. A response that does not end in the end token was cut off.
+            case: one of level 6. It trains `case.iterations` times on the rows, in
+                `case.updates` optimizer steps each time.
+            reference: a model, where `case.reference` is `model`; else None.
+
+        Returns:
+            What `step` may return, all optimizer steps recorded.
+        """
+
+
 def load_adapter(target: str) -> Adapter:
     """Load the adapter that `FILE.py:CLASS` or `package.module:CLASS` names, and make
     it without arguments.

@@ -8,6 +8,7 @@ date; a build that names a suite and a level runs the same cases with every rele
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from upref.errors import InputError
 
@@ -18,6 +19,7 @@ LEVELS = {
     3: "model families and precisions",
     4: "two ranks, each a process of its own with its share of the rows",
     5: "two ranks that share each row: its tokens, the weights or the layers",
+    6: "what the trainer makes before its step: advantages, masks, log-probabilities of the old and the reference policy",
 }
 # What two ranks of a case divide between them.
 PARALLEL = {
@@ -28,6 +30,11 @@ PARALLEL = {
     "pipeline": "the layers",
 }
 SINGLE = 3  # the highest level in one process; the next is a job of its own
+# Where the reference policy of a case with a KL term comes from.
+REFERENCES = {
+    "model": "a model of its own, with other weights",
+    "adapter": "the model without the adapters that the trainer adds and trains",
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Case:
 
     Args:
         id: stable name, such as `micro/4/token-mean`.
-        level: 1 to 5.
+        level: 1 to 6.
         objective: a name of `upref list`.
         hp: the objective's hyperparameters, over its defaults.
         temperature: of the sampler. Log-probabilities are taken at it.
@@ -65,6 +72,16 @@ class Case:
         layers: of the model, if not the family's two. With 0 the logits of a token
             depend on that token alone, so that ranks can divide a sequence without an
             attention that spans them.
+        advantages: estimator by which the trainer makes the advantages of the rewards,
+            one of `upref.advantages` or `batch_norm`; "": the rows bring them. Where it is set, an
+            adapter's `train` is called in place of `step`, and the old and reference
+            log-probabilities are the trainer's too.
+        ddof: what a standard deviation of rewards subtracts from the number of
+            responses: 1 or 0.
+        iterations: passes over the generation batch, of `updates` optimizer steps each.
+        reference: a key of `REFERENCES`; "": the trainer needs no reference policy, or
+            the rows bring its log-probabilities.
+        drop_truncated: whether no token of a response that was cut off trains.
         suite: the dated suite that brought the case.
     """
 
@@ -88,10 +105,20 @@ class Case:
     ranks: int = 1
     parallel: str = "data"
     layers: int | None = None
+    advantages: str = ""
+    ddof: int = 1
+    iterations: int = 1
+    reference: str = ""
+    drop_truncated: bool = False
     suite: str = SUITES[0]
 
     def __str__(self) -> str:
         return self.id
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps on one generation batch."""
+        return self.updates * self.iterations
 
 
 # aggregation -> an objective that has it
@@ -190,9 +217,49 @@ def _level_5() -> Iterable[Case]:
     yield case("pp2/micro-4", "pipeline", n=4)
 
 
+def _level_6() -> Iterable[Case]:
+    """Cases in which the trainer makes its own advantages, masks and log-probabilities.
+
+    Two prompts have four responses each. All cases have two micro-batches, so that a
+    count of a micro-batch shows.
+    """
+
+    def case(name: str, objective: str = "ppo_clip", **fields: Any) -> Case:
+        """A case of two micro-batches, whose advantages are R - mean."""
+        common = dict(micro_batches=2, advantages="group_mean", suite="2026.12")
+        return Case(f"prepare/{name}", 6, objective, **common | fields)
+
+    yield case("advantages/group-mean")
+    yield case("advantages/group-std", advantages="group_norm")
+    yield case("advantages/group-std-of-all", advantages="group_norm", ddof=0)
+    yield case("advantages/batch-std", advantages="batch_norm")
+    yield case("advantages/leave-one-out", advantages="leave_one_out")
+    yield case("mask/every-token-trains", holes=False)
+    yield case("mask/end-inside", holes=False, end_inside=True)
+    yield case("mask/cut-off", ends=False)
+    for aggregation, objective in TOKEN_MEAN.items():
+        yield case(
+            f"mask/cut-off-dropped/{aggregation}",
+            objective,
+            ends=False,
+            drop_truncated=True,
+        )
+    for aggregation, objective in TOKEN_MEAN.items():
+        yield case(f"old/iterations-2/{aggregation}", objective, iterations=2)
+    yield case("old/updates-2", "grpo", updates=2)
+    yield case("old/cut-off", ends=False, drop_truncated=True, iterations=2)
+    for aggregation, objective in TOKEN_MEAN.items():
+        yield case(
+            f"reference/model/{aggregation}", objective, beta=0.5, reference="model"
+        )
+    yield case("reference/iterations-2", beta=0.5, reference="model", iterations=2)
+    yield case("reference/adapter", beta=0.5, reference="adapter", iterations=2)
+    yield case("temperature/1.5", temperature=1.5, beta=0.5, reference="model")
+
+
 CASES: dict[str, Case] = {
     case.id: case
-    for level in (_level_1, _level_2, _level_3, _level_4, _level_5)
+    for level in (_level_1, _level_2, _level_3, _level_4, _level_5, _level_6)
     for case in level()
 }
 
@@ -201,7 +268,7 @@ def cases(level: int = SINGLE, suite: str = SUITES[-1]) -> list[Case]:
     """Return the cases of a suite, up to a level.
 
     Args:
-        level: 1 to 5; each level has the cases of the ones below it.
+        level: 1 to 6; each level has the cases of the ones below it.
         suite: the date of a suite, such as 2026.11. A later suite has the cases of the
             earlier ones.
 

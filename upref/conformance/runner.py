@@ -1,29 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run one case with an adapter: the verdict, and why there is none."""
 
+import copy
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import distributed as dist
 
-from upref.conformance.adapter import Adapter
+from upref.conformance.adapter import Adapter, TrainingAdapter
 from upref.conformance.cases import Case
+from upref.conformance.preparation import (
+    Trained,
+    find_fault,
+    make_reference,
+    make_samples,
+    meant,
+)
 from upref.errors import InputError
 from upref.step import rows as step_rows
 from upref.step.case import draw_old_policy, make_goal, perturb
-from upref.step.check import StepReport, check_recorded, check_step
+from upref.step.check import StepReport, check_recorded, check_step, with_cause
 from upref.step.divisors import is_scaled
 from upref.step.families import END, V, tiny
 from upref.step.record import Recorded, Step, gradients, watched
 from upref.step.reference import TorchModel, as_float64
 from upref.step.rows import CASE_AXES, Row
 from upref.user_code.guard import one_line
+
+
+NO_TRAIN = "the adapter has no method train, which hands rewards to the trainer"
 
 
 class Status(StrEnum):
@@ -142,6 +153,8 @@ def run(
             case, Status.COULD_NOT_RUN, reason, settings, None, seconds, trace_text
         )
 
+    if case.advantages and not hasattr(adapter, "train"):
+        return Outcome(case, Status.SKIPPED, NO_TRAIN)
     try:
         if reason := adapter.supports(case):
             return Outcome(case, Status.SKIPPED, reason)
@@ -157,8 +170,18 @@ def run(
             errors_of_adapter.append(error)
             raise
 
+    def train(model: Any, rows: list[Row], reference: Any) -> Any:
+        try:
+            return cast(TrainingAdapter, adapter).train(model, rows, case, reference)
+        except Exception as error:
+            errors_of_adapter.append(error)
+            raise
+
     try:
-        report = _train_and_compare(step, case, scale, seed, explain)
+        if case.advantages:
+            report = _train_and_compare_all(train, case, scale, seed, explain)
+        else:
+            report = _train_and_compare(step, case, scale, seed, explain)
     except UntrainedRowsError as error:
         return Outcome(
             case,
@@ -309,6 +332,54 @@ def _train_and_compare(
     )
 
 
+def _train_and_compare_all(
+    train: Callable[[Any, list[Row], Any], Any],
+    case: Case,
+    scale: float,
+    seed: int,
+    explain: bool,
+) -> StepReport:
+    """Make the model, the samples and the reference policy, let the trainer prepare its
+    rows and train on them, and compare each of its optimizer steps.
+    """
+    model = _make_model(case)
+    samples = make_samples(case, model, seed)
+    reference_model = make_reference(model) if case.reference == "model" else None
+    before = TorchModel(model)
+    steps: list[Step] = []
+    with watched(model, steps, case.steps + 1, by_pass=True):
+        result = train(model, copy.deepcopy(samples), reference_model)
+    if isinstance(result, Recorded):
+        recorded = result
+    else:
+        adds_adapters = case.reference == "adapter"
+        recorded = Recorded(_adapted(model) if adds_adapters else before, steps)
+    if len(recorded.steps) != case.steps:
+        raise InputError(_step_count_words(len(recorded.steps), case.steps))
+    reference = before if reference_model is None else TorchModel(reference_model)
+    numbers = _numbers_of_updates(recorded.steps, samples, case.iterations)
+    trained = Trained(case, samples, recorded, numbers, reference, scale)
+    trained.refuse_small_moves()
+    report = trained.compare(meant(case), explain=False)
+    if report or not explain:
+        return report
+    if fault := find_fault(trained):
+        return with_cause(report, fault)
+    return trained.compare(meant(case), explain=True)
+
+
+def _adapted(model: Any) -> TorchModel:
+    """Return the reference of a model to which a trainer added adapters, without the
+    forward that it may have given to this very module.
+    """
+    own_forward = vars(model).pop("forward", None)
+    try:
+        return TorchModel(model)
+    finally:
+        if own_forward is not None:
+            model.forward = own_forward
+
+
 def _step_count_words(made: int, expected: int) -> str:
     """Return the sentence on a wrong number of optimizer steps.
 
@@ -395,32 +466,50 @@ class UntrainedRowsError(Exception):
 
 
 def _rows_of_updates(steps: list[Step], rows: list[Row]) -> list[list[Row]]:
-    """Return the rows that each optimizer step trained on: a trainer may shuffle them.
+    """Return the rows that each optimizer step trained on: a trainer may shuffle them."""
+    return [[rows[i] for i in numbers] for numbers in _numbers_of_updates(steps, rows)]
+
+
+def _numbers_of_updates(
+    steps: list[Step], rows: list[Row], passes: int = 1
+) -> list[list[int]]:
+    """Return the numbers of the rows that each optimizer step trained on.
+
+    Args:
+        steps: the recorded steps.
+        rows: of the generation batch.
+        passes: how often each row should train.
 
     Raises:
-        UntrainedRowsError: a row trains in no step, or in two, or the steps differ in
+        UntrainedRowsError: a row trains more or less often, or the steps differ in
             their numbers of rows.
     """
-    size = len(rows) // len(steps)
+    size = len(rows) * passes // len(steps)
     rows_of_steps = [step.rows(rows) for step in steps]
     if not any(rows_of_steps):
         # the model was not fed token ids: the first step has the first rows
-        return [rows[i * size : (i + 1) * size] for i in range(len(steps))]
-    trained_rows = [row for rows_of_step in rows_of_steps for row in rows_of_step]
-    times_trained = [sum(row is other for other in trained_rows) for row in rows]
-    untrained = [i for i, times in enumerate(times_trained) if times == 0]
-    trained_again = [i for i, times in enumerate(times_trained) if times > 1]
-    for words, numbers in (
-        ("no optimizer step", untrained),
-        ("more than one optimizer step", trained_again),
+        return [
+            [i % len(rows) for i in range(n * size, (n + 1) * size)]
+            for n in range(len(steps))
+        ]
+    number_of = {id(row): i for i, row in enumerate(rows)}
+    numbers = [[number_of[id(row)] for row in step_rows] for step_rows in rows_of_steps]
+    times = [sum(step.count(i) for step in numbers) for i in range(len(rows))]
+    fewer, more = ("no optimizer step", "more than one optimizer step")
+    if passes > 1:
+        fewer = f"fewer than {passes} optimizer steps"
+        more = f"more than {passes} optimizer steps"
+    for words, wrong in (
+        (fewer, [i for i, count in enumerate(times) if count < passes]),
+        (more, [i for i, count in enumerate(times) if count > passes]),
     ):
-        if numbers:
-            responses = ", ".join(map(str, numbers))
+        if wrong:
+            responses = ", ".join(map(str, wrong))
             raise UntrainedRowsError(
                 f"{words} of the generation batch trains on responses {responses}"
             )
-    if any(len(rows_of_step) != size for rows_of_step in rows_of_steps):
+    if any(len(step) != size for step in numbers):
         raise UntrainedRowsError(
-            f"the optimizer steps have {[len(rows_of_step) for rows_of_step in rows_of_steps]} responses, not {size} each"
+            f"the optimizer steps have {[len(step) for step in numbers]} responses, not {size} each"
         )
-    return rows_of_steps
+    return numbers

@@ -777,6 +777,18 @@ def _not_reached(
         }
 
 
+def with_cause(report: StepReport, cause: str) -> StepReport:
+    """Return the report with a cause of its first failure.
+
+    Args:
+        report: one that fails.
+        cause: in words.
+    """
+    first = report.failures[0]
+    findings = [replace(f, cause=cause) if f is first else f for f in report.findings]
+    return replace(report, findings=findings)
+
+
 def _difference_finding(comparison: GradientComparison, cause: str) -> Finding:
     """Return the finding that the gradients differ, and nothing beyond that."""
     right = Number(float(comparison.want.norm()), "norm")

@@ -4,11 +4,12 @@ for a type alone, not when it runs.
 """
 
 import contextlib
+import importlib.util
 import io
 import logging
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +49,10 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
+# estimator of advantages -> scale_rewards
+SCALES = {"group_mean": "none", "group_norm": "group", "batch_norm": "batch"}
+
+
 class TRL:
     """GRPOTrainer of the installed TRL."""
 
@@ -63,6 +68,12 @@ class TRL:
             return f"TRL has no loss_type of {case.objective}"
         if case.parallel != "data":
             return "one row is on one rank: the trainer has no such parallelism here"
+        if case.advantages and case.advantages not in SCALES:
+            return f"scale_rewards has no {case.advantages}"
+        if case.ddof != 1:
+            return "the standard deviation divides by G - 1"
+        if case.reference == "adapter" and importlib.util.find_spec("peft") is None:
+            return "peft is not installed"
         return ""
 
     def scale(self, case: "Case") -> float:
@@ -96,11 +107,13 @@ class TRL:
             entropy_coef=case.entropy_coef,
             max_grad_norm=case.clip or 0.0,
             max_completion_length=LONGEST,
-            num_generations=2,
+            num_generations=4 if case.advantages else 2,
             per_device_train_batch_size=8 // (windows * case.ranks),
             gradient_accumulation_steps=case.micro_batches,
             steps_per_generation=windows,
-            scale_rewards="none",
+            num_iterations=case.iterations,
+            mask_truncated_completions=case.drop_truncated,
+            scale_rewards=SCALES[case.advantages or "group_mean"],
         )
 
     def settings(self, case: "Case") -> dict[str, str]:
@@ -146,14 +159,84 @@ class TRL:
                 optimizer.step()
                 optimizer.zero_grad()
 
+    def train(self, model: Any, rows: list[Any], case: "Case", reference: Any) -> None:
+        """Let GRPOTrainer's `train` make advantages, masks and log-probabilities of the
+        rows of a case, and train on them.
+
+        Args:
+            model: a small causal language model of transformers; it is trained in
+                place, by SGD.
+            rows: the responses with their rewards.
+            case: one of level 6 that `supports` accepts.
+            reference: the reference model, or None.
+        """
+        fields = self.config(case) | dict(
+            optim="sgd",
+            learning_rate=0.02,
+            lr_scheduler_type="constant",
+            max_steps=case.updates * case.iterations,
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            shuffle_dataset=False,
+        )
+        more: dict[str, Any] = sampled(rows, [row.reward for row in rows])
+        if case.reference == "adapter":
+            from peft import LoraConfig
+
+            # without init_lora_weights=False the adapters' product is 0 at first
+            more["peft_config"] = LoraConfig(
+                r=4, target_modules="all-linear", init_lora_weights=False
+            )
+        with mute(), tempfile.TemporaryDirectory() as folder:
+            trainer = make_trainer(
+                model, fields, folder, prompts=2, reference=reference, **more
+            )
+            trainer.train()
+
+
+def sampled(
+    rows: list[Any], rewards: list[float]
+) -> dict[str, Callable[..., Any]]:
+    """Make the arguments of GRPOTrainer that hand it these rows and their rewards.
+
+    Args:
+        rows: a generation batch, with distinct responses.
+        rewards: one for each row.
+
+    Returns:
+        rollout_func and reward_funcs.
+    """
+    reward_of = {
+        tuple(row.response): reward for row, reward in zip(rows, rewards, strict=True)
+    }
+
+    def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """Return the rows as the sampler's."""
+        batch = {
+            "prompt_ids": [row.prompt for row in rows],
+            "completion_ids": [row.response for row in rows],
+            "logprobs": None,
+        }
+        if not all(all(row.trains) for row in rows):
+            batch["env_mask"] = [[int(t) for t in row.trains] for row in rows]
+        return batch
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        """Return the reward of each completion."""
+        return [reward_of[tuple(ids)] for ids in completion_ids]
+
+    return dict(rollout_func=rollout, reward_funcs=reward)
+
 
 def make_trainer(
     model: Any,
     fields: Mapping[str, Any],
     folder: str,
     cls: Any = None,
-    reward: Any = None,
+    reward_funcs: Any = None,
     prompts: int = 8,
+    reference: Any = None,
     **more: Any,
 ) -> Any:
     """Make TRL's trainer, with a tokenizer of single words; on a CPU where the fields
@@ -164,15 +247,16 @@ def make_trainer(
         fields: of GRPOConfig.
         folder: where TRL writes.
         cls: a trainer class; None: trl.GRPOTrainer.
-        reward: a reward function; None: each completion has the reward 0.
+        reward_funcs: reward functions; None: each completion has the reward 0.
         prompts: how many prompts its data set has.
+        reference: the reference model; None: the model as it is now.
         more: arguments of the trainer, for example rollout_func.
 
     Returns:
         The trainer, before its first step.
     """
     if fields.get("beta"):  # the trainer loads its reference model by this name
-        model.save_pretrained(f"{folder}/model")
+        (reference or model).save_pretrained(f"{folder}/model")
         model.config._name_or_path = f"{folder}/model"  # noqa: SLF001
     defaults = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
     arguments = trl.GRPOConfig(
@@ -180,7 +264,7 @@ def make_trainer(
     )
     return (cls or trl.GRPOTrainer)(
         model,
-        reward or no_reward,
+        reward_funcs or no_reward,
         arguments,
         train_dataset=Dataset.from_list(
             [{"prompt": f"w{3 + i}"} for i in range(prompts)]

@@ -86,24 +86,7 @@ def record_training(
         InputError: TRL is not installed, or its trainer fails.
     """
     with importing("trl"):
-        from upref_frameworks.trl.adapter import make_trainer
-    reward = {tuple(r.response): r.adv for r in rows}
-
-    def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        out = {
-            "prompt_ids": [r.prompt for r in rows],
-            "completion_ids": [r.response for r in rows],
-            "logprobs": None,
-        }
-        if all(all(r.trains) for r in rows):
-            mask = {}
-        else:
-            mask = {"env_mask": [[int(t) for t in r.trains] for r in rows]}
-        return out | mask
-
-    def rewards(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        return [reward[tuple(ids)] for ids in completion_ids]  # type: ignore[misc]
-
+        from upref_frameworks.trl.adapter import make_trainer, sampled
     with (
         mute_trainer("TRL's trainer", "trl", CI="1", TRL_EXPERIMENTAL_SILENCE="1"),
         tempfile.TemporaryDirectory() as folder,
@@ -114,9 +97,8 @@ def record_training(
             FIELDS | fields | dict(max_steps=steps),
             folder,
             cls,
-            rewards,
             prompts=len(rows) // GENERATIONS,
-            rollout_func=rollout,
+            **sampled([*rows], [row.adv for row in rows]),
             **more,
         )
         trainer.train()
