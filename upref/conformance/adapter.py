@@ -79,7 +79,7 @@ class TrainingAdapter(Adapter, Protocol):
         policy itself.
 
         Each weight has to move by a visible part of its size, for example by SGD with
-        lr=0.02: else the ratio would stay 1, and any old log-probabilities would do.
+        lr=0.005: else the ratio would stay 1, and any old log-probabilities would do.
 
         Args:
             model: a small one. Where `case.reference` is `adapter`, add LoRA adapters

@@ -253,7 +253,7 @@ def _level_6() -> Iterable[Case]:
             f"reference/model/{aggregation}", objective, beta=0.5, reference="model"
         )
     yield case("reference/iterations-2", beta=0.5, reference="model", iterations=2)
-    yield case("reference/adapter", beta=0.5, reference="adapter", iterations=2)
+    yield case("reference/adapter", beta=0.5, reference="adapter")
     yield case("temperature/1.5", temperature=1.5, beta=0.5, reference="model")
 
 

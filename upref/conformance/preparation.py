@@ -32,10 +32,10 @@ GROUP_SIZE = 4  # responses to a prompt
 SPREAD = 1.0
 SPREAD_OVER_STD = 500.0
 SAMPLER_NOISE = 0.05  # nats between the sampler's log-probabilities and the model's
-REFERENCE_NOISE = 0.3  # of the spread of each matrix, between model and reference
+REFERENCE_NOISE = 0.05  # of the spread of each matrix, between model and reference
 LEAST_MOVE = 0.02  # of log r: below, old log-probabilities could be the current ones
 # learning rate of SGD at which the ratios of the cases leave 1
-LEARNING_RATE = 0.02
+LEARNING_RATE = 0.005
 
 
 DIVIDED = ("group_norm", "batch_norm")  # estimators that divide by a deviation
@@ -304,14 +304,14 @@ def find_fault(trained: Trained) -> str:
         try:
             if trained.compare(preparation, explain=False):
                 return words
-        except InputError:  # the objective's gradient is 0 or not finite with this fault
+        except (
+            InputError
+        ):  # the objective's gradient is 0 or not finite with this fault
             continue
     return ""
 
 
-def _faults(
-    case: Case, samples: Sequence[Row]
-) -> Iterator[tuple[str, Preparation]]:
+def _faults(case: Case, samples: Sequence[Row]) -> Iterator[tuple[str, Preparation]]:
     """Yield faults of a preparation in words, and the preparation that has each."""
     right = meant(case)
     for words, estimator in _wrong_advantages(case, samples):
@@ -377,13 +377,15 @@ def _wrong_masks(case: Case) -> Iterator[tuple[str, Callable[[Row], list[bool]]]
 
     def without_end(row: Row) -> list[bool]:
         """The mask without the end tokens."""
-        return [t and token != END for t, token in zip(trains(row), row.response, strict=True)]
+        return [
+            t and token != END
+            for t, token in zip(trains(row), row.response, strict=True)
+        ]
 
     def until_first_end(row: Row) -> list[bool]:
         """The mask up to the first end token."""
         return [
-            t and END not in row.response[:place]
-            for place, t in enumerate(trains(row))
+            t and END not in row.response[:place] for place, t in enumerate(trains(row))
         ]
 
     def without_last(row: Row) -> list[bool]:

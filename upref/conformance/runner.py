@@ -347,7 +347,11 @@ def _train_and_compare_all(
     reference_model = make_reference(model) if case.reference == "model" else None
     before = TorchModel(model)
     steps: list[Step] = []
-    with watched(model, steps, case.steps + 1, by_pass=True):
+    with (
+        watched(model, steps, case.steps + 1, by_pass=True),
+        torch.random.fork_rng(devices=[]),
+    ):
+        torch.manual_seed(seed)  # of the first weights of adapters
         result = train(model, copy.deepcopy(samples), reference_model)
     if isinstance(result, Recorded):
         recorded = result

@@ -172,7 +172,7 @@ class TRL:
         """
         fields = self.config(case) | dict(
             optim="sgd",
-            learning_rate=0.02,
+            learning_rate=0.005,
             lr_scheduler_type="constant",
             max_steps=case.updates * case.iterations,
             save_strategy="no",
@@ -195,9 +195,7 @@ class TRL:
             trainer.train()
 
 
-def sampled(
-    rows: list[Any], rewards: list[float]
-) -> dict[str, Callable[..., Any]]:
+def sampled(rows: list[Any], rewards: list[float]) -> dict[str, Callable[..., Any]]:
     """Make the arguments of GRPOTrainer that hand it these rows and their rewards.
 
     Args:

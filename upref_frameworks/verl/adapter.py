@@ -10,6 +10,7 @@ from upref.conformance import Case
 from upref.step.record import Recorded
 from upref.step.rows import Row
 from upref_frameworks.steps.settings import attention_of
+from upref_frameworks.verl.from_rewards import record_from_rewards
 from upref_frameworks.verl.step import record_training
 
 LENGTH = 16  # loss_scale_factor: what dr_grpo divides a sum over tokens by
@@ -38,6 +39,14 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
+# estimator of advantages -> the fields of verl's section `algorithm`
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "group_mean": dict(adv_estimator="grpo", norm_adv_by_std_in_grpo=False),
+    "group_norm": dict(adv_estimator="grpo", norm_adv_by_std_in_grpo=True),
+    "leave_one_out": dict(adv_estimator="rloo"),
+}
+
+
 class Verl:
     """TrainingWorker of the installed verl."""
 
@@ -53,6 +62,12 @@ class Verl:
             return f"verl has no loss_mode of {case.objective}"
         if case.parallel != "data":
             return "Ulysses, Megatron and pipelines are not driven here"
+        if case.advantages and case.advantages not in ALGORITHMS:
+            return f"verl has no adv_estimator of {case.advantages}"
+        if case.ddof != 1:
+            return "the standard deviation divides by G - 1"
+        if case.drop_truncated:
+            return "verl has no option that drops responses that were cut off"
         return ""
 
     def scale(self, case: Case) -> float:
@@ -111,6 +126,9 @@ class Verl:
             Setting -> value, as Python writes it.
         """
         said = self.actor(case) | self.engine(case)
+        said |= ALGORITHMS.get(case.advantages, {})
+        if case.iterations > 1:
+            said |= dict(ppo_epochs=case.iterations)
         said |= dict(
             temperature=case.temperature, ppo_mini_batch_size=8 // case.updates
         )
@@ -139,4 +157,31 @@ class Verl:
             attention=attention_of(case.family),
             mini_batches=case.updates,
             rate=1e-6,
+        )
+
+    def train(
+        self, model: Any, rows: list[Row], case: Case, reference: Any
+    ) -> Recorded:
+        """Let verl's PPOTrainer make advantages and log-probabilities of the rows of a
+        case, and train on them.
+
+        Args:
+            model: a small causal language model of transformers; verl trains a copy.
+            rows: the responses with their rewards.
+            case: one of level 6 that `supports` accepts.
+            reference: the reference model, or None.
+
+        Returns:
+            The recorded steps.
+        """
+        return record_from_rewards(
+            model,
+            rows,
+            case.temperature,
+            algorithm=ALGORITHMS[case.advantages],
+            actor=self.actor(case) | dict(ppo_epochs=case.iterations),
+            engine=self.engine(case),
+            updates=case.updates,
+            reference=reference,
+            lora_rank=4 if case.reference == "adapter" else 0,
         )

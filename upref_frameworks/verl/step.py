@@ -91,14 +91,7 @@ def record_training(
         tempfile.TemporaryDirectory() as folder,
     ):
         with importing("verl"):
-            from verl.workers.config import (
-                ActorConfig,
-                FSDPEngineConfig,
-                FSDPOptimizerConfig,
-                HFModelConfig,
-            )
-            from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
-            from verl.workers.utils.losses import ppo_loss
+            from verl.workers.config import ActorConfig
 
             from upref_frameworks.verl import cpu as verl_cpu
         model.save_pretrained(folder)
@@ -106,41 +99,96 @@ def record_training(
             every = len(rows) * torch.distributed.get_world_size()
             size = dict(ppo_mini_batch_size=every // mini_batches)
             settings = ActorConfig(**ACTOR | size | (actor or {}))
-            worker = TrainingWorker(
-                TrainingWorkerConfig(
-                    model_type="language_model",
-                    model_config=HFModelConfig(
-                        path=folder,
-                        override_config={"attn_implementation": attention},
-                        **MODEL | (model_config or {}),
-                    ),
-                    engine_config=FSDPEngineConfig(**ENGINE | (engine or {})),
-                    optimizer_config=FSDPOptimizerConfig(
-                        lr=rate, total_training_steps=updates, clip_grad=clip
-                    ),
-                    checkpoint_config=None,
-                )
+            worker = make_worker(
+                folder,
+                settings,
+                model_config=model_config,
+                engine=engine,
+                attention=attention,
+                optimizer=dict(lr=rate, total_training_steps=updates, clip_grad=clip),
             )
-            worker.reset()
-            worker.set_loss_fn(partial(ppo_loss, config=settings))
             module = worker.engine.module
             # one more would be another number of steps than was asked for
             with watched(module, steps, updates * mini_batches + 1):
                 for _ in range(updates):
                     worker.train_mini_batch(_batch(rows, temperature, settings))
-        # adapters like the worker's; their weights come from the record
-        if (model_config or {}).get("lora_rank"):
-            from peft import get_peft_model
-
-            adapted: Any = unwrapped(module)
-            reference = TorchModel(
-                get_peft_model(model, adapted.peft_config["default"])
-            )
+        reference = adapted_like(module, model) or reference
     if not steps:
         raise InputError(
             "verl took no optimizer step: the norm of its gradient was not finite."
         )
     return Recorded(reference, steps)
+
+
+def make_worker(
+    folder: str,
+    actor: Any,
+    *,
+    model_config: dict[str, Any] | None = None,
+    engine: dict[str, Any] | None = None,
+    attention: str = "sdpa",
+    optimizer: dict[str, Any] | None = None,
+) -> Any:
+    """Make verl's TrainingWorker of a model, on this CPU.
+
+    Args:
+        folder: where the model is saved.
+        actor: verl's ActorConfig, of which it makes its loss; None: it has no loss.
+        model_config, engine: fields of HFModelConfig and FSDPEngineConfig, over MODEL
+            and ENGINE.
+        attention: the implementation of attention, as transformers names it.
+        optimizer: fields of FSDPOptimizerConfig.
+
+    Returns:
+        The worker, before its first step.
+    """
+    from verl.workers.config import (
+        FSDPEngineConfig,
+        FSDPOptimizerConfig,
+        HFModelConfig,
+    )
+    from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
+    from verl.workers.utils.losses import ppo_loss
+
+    worker = TrainingWorker(
+        TrainingWorkerConfig(
+            model_type="language_model",
+            model_config=HFModelConfig(
+                path=folder,
+                override_config={"attn_implementation": attention},
+                **MODEL | (model_config or {}),
+            ),
+            engine_config=FSDPEngineConfig(**ENGINE | (engine or {})),
+            optimizer_config=FSDPOptimizerConfig(
+                **dict(lr=0.0, total_training_steps=1) | (optimizer or {})
+            ),
+            checkpoint_config=None,
+        )
+    )
+    worker.reset()
+    if actor is not None:
+        worker.set_loss_fn(partial(ppo_loss, config=actor))
+    return worker
+
+
+def adapted_like(module: Any, model: nn.Module) -> TorchModel | None:
+    """Return the reference of a model with adapters like those of a worker's module.
+    Their weights are not the worker's: they come from its record.
+
+    Args:
+        module: which the worker trains.
+        model: which it was made of; it gets the adapters.
+
+    Returns:
+        The reference; None where the module has no adapters.
+    """
+    adapted: Any = unwrapped(module)
+    if not hasattr(adapted, "peft_config"):
+        return None
+    from peft import get_peft_model
+
+    made: Any = get_peft_model(model, adapted.peft_config["default"])
+    return TorchModel(made)
 
 
 @dataclass(frozen=True)
