@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from upref.conformance import CASES, Case, Status, cases, load_adapter, run
+from upref.conformance import CASES, LEVELS, Case, Status, cases, load_adapter, run
 from upref.conformance.results import read_expected_failures
 from upref_frameworks.audits import framework
 from upref_frameworks.audits.isolated.pin import place
@@ -157,12 +157,17 @@ def load(name: str) -> Any:
     return adapter
 
 
+def run_in_ci() -> list[Case]:
+    """Return the cases that one process runs: those of level 6 among them."""
+    return [case for case in cases(max(LEVELS)) if case.ranks == 1]
+
+
 def killers(bug: Bug, adapter: Any, every: bool = False) -> list[str]:
     """Return the cases that fail with the bug, the one that its record names first;
     only the first unless `every`.
     """
     known = read_expected_failures(HERE / f"{bug.framework}_xfails.toml")
-    rest: list[Case] = [case for case in cases() if case.id != bug.case]
+    rest: list[Case] = [case for case in run_in_ci() if case.id != bug.case]
     found = []
     with planted(bug):
         for case in [CASES[bug.case], *rest]:

@@ -226,7 +226,9 @@ def _level_6() -> Iterable[Case]:
 
     def case(name: str, objective: str = "ppo_clip", **fields: Any) -> Case:
         """A case of two micro-batches, whose advantages are R - mean."""
-        common = dict(micro_batches=2, advantages="group_mean", suite="2026.12")
+        common: dict[str, Any] = dict(
+            micro_batches=2, advantages="group_mean", suite="2026.12"
+        )
         return Case(f"prepare/{name}", 6, objective, **common | fields)
 
     yield case("advantages/group-mean")

@@ -18,7 +18,7 @@ from upref import advantages
 from upref.conformance.cases import Case
 from upref.errors import InputError
 from upref.step import rows as step_rows
-from upref.step.case import make_goal, with_weights
+from upref.step.case import with_weights
 from upref.step.check import StepReport, check_recorded
 from upref.step.families import END, V
 from upref.step.forward import Forward
@@ -318,14 +318,15 @@ def _faults(case: Case, samples: Sequence[Row]) -> Iterator[tuple[str, Preparati
         yield f"advantages: {words}", replace(right, advantages=estimator)
     for words, trains in _wrong_masks(case):
         yield f"mask: {words}", replace(right, trains=trains)
+    if case.drop_truncated:
+        yield from _wrong_drops(right, samples)
     if case.steps > 1:
         yield (
             "old log-probabilities: those of the current weights, so r = 1",
             replace(right, old="current"),
         )
     yield "old log-probabilities: the sampler's own", replace(right, old="sampler")
-    at_1 = dict(old_temperature=1.0)
-    yield "old log-probabilities: at temperature 1", replace(right, **at_1)
+    yield "old log-probabilities: at temperature 1", replace(right, old_temperature=1.0)
     if case.reference:
         yield (
             "reference: it is the policy itself",
@@ -337,8 +338,37 @@ def _faults(case: Case, samples: Sequence[Row]) -> Iterator[tuple[str, Preparati
         )
         yield (
             "the log-probabilities of the old and the reference policy are at temperature 1",
-            replace(right, ref_temperature=1.0, **at_1),
+            replace(right, ref_temperature=1.0, old_temperature=1.0),
         )
+
+
+def _wrong_drops(
+    right: Preparation, samples: Sequence[Row]
+) -> Iterator[tuple[str, Preparation]]:
+    """Yield preparations in which responses that are dropped count where they should
+    not, or do not count where they should.
+    """
+    complete = torch.tensor([not is_truncated(row) for row in samples])
+
+    def complete_alone(rewards: Tensor, group: Tensor) -> Tensor:
+        """The estimator on the responses that are not dropped; 0 for the others."""
+        A = torch.zeros_like(rewards)
+        A[complete] = right.advantages(rewards[complete], group[complete])
+        return A
+
+    def zero_where_dropped(rewards: Tensor, group: Tensor) -> Tensor:
+        """The estimator on all responses, and 0 for those that are dropped."""
+        return torch.where(complete, right.advantages(rewards, group), 0)
+
+    yield (
+        "advantages: responses that were cut off do not count in their group",
+        replace(right, advantages=complete_alone),
+    )
+    # a token with A = 0 adds nothing, and counts
+    yield (
+        "divisor: tokens of responses that were cut off count, and do not train",
+        replace(right, advantages=zero_where_dropped, trains=attrgetter("trains")),
+    )
 
 
 def _wrong_advantages(

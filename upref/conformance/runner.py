@@ -33,7 +33,6 @@ from upref.step.reference import TorchModel, as_float64
 from upref.step.rows import CASE_AXES, Row
 from upref.user_code.guard import one_line
 
-
 NO_TRAIN = "the adapter has no method train, which hands rewards to the trainer"
 
 

@@ -195,7 +195,7 @@ class TRL:
             trainer.train()
 
 
-def sampled(rows: list[Any], rewards: list[float]) -> dict[str, Callable[..., Any]]:
+def sampled(rows: list[Any], rewards: list[Any]) -> dict[str, Callable[..., Any]]:
     """Make the arguments of GRPOTrainer that hand it these rows and their rewards.
 
     Args:

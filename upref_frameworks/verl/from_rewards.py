@@ -63,7 +63,7 @@ class Table:
         Returns:
             What verl passes on of the batch.
         """
-        from transfer_queue import KVBatchMeta
+        from verl.utils.transferqueue_utils import KVBatchMeta
 
         for name, column in fields.items():
             entries = column.unbind() if isinstance(column, torch.Tensor) else column
@@ -121,7 +121,7 @@ class WorkerGroup:
 
 
 def record_from_rewards(
-    model: nn.Module,
+    model: Any,
     rows: Sequence[Row],
     temperature: float,
     *,
@@ -130,7 +130,7 @@ def record_from_rewards(
     engine: dict[str, Any],
     updates: int = 1,
     group_size: int = 4,
-    reference: nn.Module | None = None,
+    reference: Any = None,
     lora_rank: int = 0,
     rate: float = 0.005,
 ) -> Recorded:
