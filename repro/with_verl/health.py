@@ -7,7 +7,10 @@ in full come from RUN/answers/STEP.jsonl, which verl writes in a shakedown.
 
 import json
 import re
+import tomllib
 from collections.abc import Callable
+from functools import cache
+from math import inf
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -19,7 +22,6 @@ ALARMS, BOUND, BLIND = (
 )
 NORMALIZER, FAILURES = (f"actor/upref/{k}" for k in ("normalizer", "failures"))
 STEPS = "steps"  # folder of a run with the optimizer steps that differ
-OFF = 0.03  # of the normalizer, in bfloat16
 ANSWER = re.compile(r"Answer:|\\boxed\{")
 SHOWN, LONGEST = 8, 4000  # answers in full; characters of each
 Row = dict[str, Any]
@@ -34,93 +36,30 @@ def furthest_from_1(numbers: list[float]) -> float:
     return max(numbers, key=lambda x: abs(x - 1))
 
 
-# name, key, how the steps' values become one, what is normal (None: nothing to say),
-# what to change
-LINES: tuple[tuple[str, str, Callable, Callable | None, str], ...] = (
-    (
-        "responses cut at the limit",
-        "response_length/clip_ratio",
-        mean,
-        lambda x: x < 0.3,
-        "more than 30 % of the responses are cut: allow longer ones (verl: data.max_response_length, TRL: "
-        "max_completion_length), or turn thinking off (verl: ++data.apply_chat_template_kwargs.enable_thinking=false)",
-    ),
-    ("responses ended by a stop token", "ended", mean, None, ""),
-    (
-        "responses aborted",
-        "response/aborted_ratio",
-        mean,
-        lambda x: x == 0,
-        "vLLM aborted responses: read verl.log",
-    ),
-    ("tokens of a mean response", "response_length/mean", mean, None, ""),
-    ("seconds a step", "timing_s/step", mean, None, ""),
-    ("score", "critic/score/mean", mean, None, ""),
-    (
-        "highest score",
-        "critic/score/max",
-        max,
-        lambda x: x > 0,
-        "no response scored: read the answers below",
-    ),
-    (
-        "groups without signal (dynamic sampling)",
-        "training/filter_groups/evicted_samples",
-        mean,
-        None,
-        "",
-    ),
-    (
-        "gradients alive",
-        "actor/upref/alive",
-        mean,
-        lambda x: x > 0.5,
-        "most tokens are clipped: lower the lr",
-    ),
-    (
-        "probabilities, sampler against trainer, mean difference",
-        "training/rollout_probs_diff_mean",
-        max,
-        lambda x: x < 0.02,
-        "vLLM and the trainer disagree: compare their dtypes and attention kernels",
-    ),
-    (
-        "the same, correlation",
-        "training/rollout_actor_probs_pearson_corr",
-        min,
-        lambda x: x > 0.98,
-        "vLLM and the trainer disagree: compare their dtypes and attention kernels",
-    ),
-    (
-        "gradient norm",
-        "actor/grad_norm",
-        max,
-        lambda x: x < 100,
-        "the gradient norm is large: check the rewards",
-    ),
-    (
-        "parity, in units of what rounding explains",
-        BOUND,
-        max,
-        lambda x: x <= 1,
-        "the loss that trained is not the reference: record steps with UPREF_REPLAY=FOLDER, and `upref replay FOLDER`",
-    ),
-    (
-        "gradient of a whole step, over the reference's",
-        NORMALIZER,
-        furthest_from_1,
-        lambda x: abs(x - 1) <= OFF,
-        f"the step that trained has another divisor: `upref replay RUN/{STEPS} --as OBJECTIVE`",
-    ),
-    (
-        "steps whose loss or gradient is another sum, or a multiple",
-        FAILURES,
-        max,
-        lambda x: x == 0,
-        f"`upref replay RUN/{STEPS} --as OBJECTIVE` names the sum",
-    ),
-    ("GB allocated on a GPU", "actor/perf/max_memory_allocated_gb", max, None, ""),
-)
+HOW: dict[str, Callable[[list[float]], float]] = {
+    "mean": mean,
+    "max": max,
+    "min": min,
+    "furthest from 1": furthest_from_1,
+}
+
+
+@cache
+def table() -> list[Row]:
+    """The lines of the page, from health.toml."""
+    text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    lines: list[Row] = tomllib.loads(text)["line"]
+    return lines
+
+
+def is_normal(line: Row, value: float) -> bool:
+    """Whether a value is where the line has it."""
+    return (
+        value < line.get("below", inf)
+        and value <= line.get("at_most", inf)
+        and value > line.get("above", -inf)
+        and abs(value - 1) <= line.get("from_1", inf)
+    )
 
 
 def number(x: Any) -> bool:
@@ -152,19 +91,15 @@ def lines(rows: list[Row], saved: Row) -> tuple[list[list[str]], list[str]]:
     """(measure, value, judgement) for each line that was logged; and what to change."""
     found, change = [], []
     rows = [r | {"data": with_ended(r["data"])} for r in rows]
-    for name, key, one, normal, cure in LINES:
+    for line in table():
+        key = line["key"]
         values = [r["data"][key] for r in rows if number(r["data"].get(key))]
         if values:
-            value = float(one(values))
-            fine = normal is None or normal(value)
-            found.append(
-                [
-                    name,
-                    f"{value:.3g}",
-                    "" if normal is None else "normal" if fine else "LOOK",
-                ]
-            )
-            change += [] if fine else [cure]
+            value = float(HOW[line["of"]](values))
+            fine = is_normal(line, value)
+            word = "" if "cure" not in line else "normal" if fine else "LOOK"
+            found.append([line["name"], f"{value:.3g}", word])
+            change += [] if fine else [line["cure"]]
     e = saved.get("estimate", {})
     seconds = [
         r["data"]["timing_s/step"]
