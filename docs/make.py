@@ -371,6 +371,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "thirteen_trainers": ("docs.thirteen_trainers", "thirteen_trainers"),
     "thirteen_counts": ("docs.thirteen_trainers", "thirteen_counts"),
     "planted": ("tests.step.planted.__main__", "first_sight_and_today"),
+    "framework_bugs": ("tests.support.framework_bugs", "table_of_causes"),
     "claims": ("paper.claims.page", "markdown"),
     "claims_counts": ("paper.claims.page", "counts"),
     "claims_words": ("paper.claims.page", "meanings"),

@@ -6,11 +6,12 @@ reproduces the loss's weights.
 import contextlib
 import math
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -44,8 +45,17 @@ from upref.verify.faults.losses import (
     terms,
     words_for_other_kl,
 )
+from upref.verify.faults.measured import PART_IN_LOW_PRECISION
 from upref.verify.finding import NO_CAUSE, Cause
-from upref.verify.measure import LossCase, kl_slope, term_coefficient, unit_weights
+from upref.verify.measure import (
+    BESIDE_TIE,
+    SLACK_OF_TIE,
+    LossCase,
+    kl_slope,
+    term_coefficient,
+    unit_weights,
+)
+from upref.verify.synthesis.search import edited
 from upref.weights.batches import (
     OFF_EDGES,
     SINGLE_EDGES,
@@ -97,6 +107,7 @@ def explain(
         The fault, or None.
     """
     compared = batch.mask & ~ignore
+    time_left = SearchTime(case)
     confirmation = _measure_confirmation(case)
     single_faults = chain(
         [] if _has_gradient(case) else [NO_GRADIENT],
@@ -131,13 +142,47 @@ def explain(
 
     def first(faults: Iterable[LossFault]) -> LossFault | None:
         """Return the first fault that fits this batch and others."""
-        return reproduces(filter(holds_elsewhere, faults), case, batch, found, compared)
+        candidates = filter(holds_elsewhere, time_left.within(faults))
+        return reproduces(candidates, case, batch, found, compared)
 
+    known_fault = first(single_faults)
+    if known_fault is not None and known_fault.id in NUMBERS_ALONE:
+        # it says by how much the weights are off, and an edit says why
+        edit = _one_edit(case, batch, found, compared, bounds, confirmation, time_left)
+        return edit or known_fault
     return (
-        first(single_faults)
-        or _two_faults(case, batch, found, compared, bounds, confirmation)
+        known_fault
+        or _two_faults(case, batch, found, compared, bounds, confirmation, time_left)
+        or _one_edit(case, batch, found, compared, bounds, confirmation, time_left)
         or first(_other_objectives_as_recovered(case))
     )
+
+
+SEARCH_SECONDS = 6.0  # of CPU time, for the cause of one difference
+T = TypeVar("T")
+
+
+class SearchTime:
+    """The CPU time that a search for a cause may take.
+
+    Args:
+        case: it is told where the search ended without a cause.
+    """
+
+    def __init__(self, case: LossCase) -> None:
+        self.case = case
+        self.end = time.process_time() + SEARCH_SECONDS
+
+    def within(self, candidates: Iterable[T]) -> Iterator[T]:
+        """Yield the candidates until the time is over."""
+        for candidate in candidates:
+            if time.process_time() > self.end:
+                self.case.search_ended = True
+                return
+            yield candidate
+
+
+NUMBERS_ALONE = ("weights-scaled-by-sign",)  # ids of faults that say how much, not why
 
 
 def _beside_bounds_of(case: LossCase, changed: dict[str, Any]) -> Rollouts:
@@ -243,15 +288,18 @@ class ConfirmationBatches:
 
     batches: list[tuple[Rollouts, Tensor, Tensor]]
 
-    def fits(self, fault: LossFault, case: LossCase) -> bool:
+    def fits(self, fault: LossFault, case: LossCase, ties: bool = False) -> bool:
         """Tell whether a fault has the gradients that were found on all these batches.
 
         Args:
             fault: the fault.
             case: the loss and its objective.
+            ties: whether tokens exactly on a bound of the fault may have a weight
+                between those beside it.
         """
+        compare = fits_but_ties if ties else fits
         return all(
-            fits(fault, case, *measured, 10 * case.tol) for measured in self.batches
+            compare(fault, case, *measured, 10 * case.tol) for measured in self.batches
         )
 
     def without(self, part: Callable[[Rollouts], Tensor]) -> "ConfirmationBatches":
@@ -410,6 +458,67 @@ def alike(x: Tensor, y: Tensor) -> bool:
     return bool((x - y).abs().max() <= 1e-5 * y.abs().max())
 
 
+FRESH_SEEDS = (21, 22, 23)  # of random batches that no search compares
+FRESH_AXES = ("ratios", "advantages", "lengths")  # of unusual inputs, likewise
+
+
+def _fresh_batches(case: LossCase) -> list[Rollouts]:
+    """Return the batches on which an edit is confirmed, beside `confirmation_batches`:
+    no edit was chosen for what it makes of them.
+    """
+    random = [
+        case.ready(random_batch(np.random.default_rng(seed), case.one_adv))
+        for seed in FRESH_SEEDS
+    ]
+    return [*random, *map(case.stress_batch, FRESH_AXES)]
+
+
+def _one_edit(
+    case: LossCase,
+    batch: Rollouts,
+    found: Tensor,
+    compared: Tensor,
+    bounds: list[float],
+    confirmation: ConfirmationBatches,
+    time_left: "SearchTime",
+) -> LossFault | None:
+    """Return the plainest edit of the objective's own formula that reproduces the loss,
+    also on batches of which the search knows nothing, or None.
+
+    Args:
+        case: the loss and its objective.
+        batch: a batch on which weights differ.
+        found: the loss's weights on it, [B, T].
+        compared: the tokens that are compared, [B, T].
+        bounds: ratios at which the loss was seen to change.
+        confirmation: other batches with the weights found there.
+        time_left: how long the search may go on.
+    """
+    compared = compared & ~case.rounded(batch)
+
+    def reproduces_all(candidate: LossFault) -> bool:
+        """Return whether a fault has the weights found, on fresh batches too."""
+        return (
+            fits(candidate, case, batch, found, compared, case.tol)
+            and confirmation.fits(candidate, case, ties=True)
+            and _measure_on(case, _fresh_batches(case)).fits(candidate, case, ties=True)
+        )
+
+    for edit, candidate in time_left.within(edited(case, bounds)):
+        if reproduces_all(candidate):
+            nearby = edit.with_other_number(NEARBY)
+            # a number without effect is not the loss's
+            if nearby and reproduces_all(
+                nearby.fault(nearby.compiled(), case, case.agg)
+            ):
+                continue
+            return replace(candidate, words=edit.text())
+    return None
+
+
+NEARBY = 1.001  # times a number: a loss at another one
+
+
 def _two_faults(
     case: LossCase,
     batch: Rollouts,
@@ -417,6 +526,7 @@ def _two_faults(
     compared: Tensor,
     bounds: list[float],
     confirmation: ConfirmationBatches,
+    time_left: "SearchTime",
 ) -> LossFault | None:
     """Return a fault of the KL term and one of the rest that together reproduce the
     loss, as one fault, or None. Tokens with A = 0 show the KL term alone.
@@ -428,6 +538,7 @@ def _two_faults(
         compared: the tokens that are compared, [B, T].
         bounds: ratios at which the loss was seen to change.
         confirmation: other batches with the weights found there.
+        time_left: how long the search may go on.
     """
     without_advantage = compared & (batch.adv.expand_as(compared) == 0)
     if not without_advantage.any():
@@ -467,7 +578,7 @@ def _two_faults(
         )
         confirmed = (
             candidate
-            for candidate in candidates
+            for candidate in time_left.within(candidates)
             if rest_elsewhere.fits(candidate, case_without_kl)
         )
         rest = found - kl_part(kl_fault, batch)
@@ -568,9 +679,108 @@ def fits(
         weights = candidate.change.weights(case.objective, case.hp, batch)
         errors = relative_error(found, weights, batch.adv)
     # the fault needs a form that this objective does not have
-    except (InputError, RuntimeError, TypeError):
+    except (
+        InputError,
+        RuntimeError,
+        TypeError,
+        NameError,
+        ValueError,
+        ArithmeticError,
+    ):
         return False
     return bool((errors[compared] < tol).all())
+
+
+STEP = 3e-4  # a factor of 1 + STEP on a probability, or on an advantage
+LEAST_JUMP = 1e-4  # relative: what is smooth bends less over two such steps
+LARGEST_JUMP = 0.03  # relative: a bound that is crossed changes more
+LEAST_SHARE = 0.02  # of the tokens, that jump
+MOST_ERROR = 0.1  # relative, of a weight that is right but for rounding
+JUMP_OF_BFLOAT16 = 1.5e-3  # between the roundings of float16 and of bfloat16
+STEPPED = {  # the roles that are moved, in words
+    "logp": "π_θ",
+    "logp_old": "π_old",
+    "adv": "A",
+    "logp_ref": "π_ref",
+    "logp_sampler": "μ",
+}
+
+
+def in_low_precision(case: LossCase) -> Cause:
+    """Return the cause that a part of the loss is rounded to a format of 16 bits: its
+    weights move in small jumps where an input moves smoothly, and are right but for
+    rounding.
+
+    Args:
+        case: the loss and its objective.
+
+    Returns:
+        The cause, or an empty one.
+    """
+    # the ratios of the grid are few, and a random batch has as many as tokens
+    batch = case.ready(random_batch(np.random.default_rng(31), case.one_adv, (64, 40)))
+    found = case.weights(batch)
+    size = found.abs()
+    use = batch.mask & (size > 1e-6) & found.isfinite()
+    errors = ((found - case.expected(batch)).abs() / size)[use]
+    if not len(errors) or errors.quantile(1 - LEAST_SHARE) > MOST_ERROR:
+        return NO_CAUSE
+    for role, name in STEPPED.items():
+        x = getattr(batch, role)
+        if x is None:
+            continue
+        step = STEP * x if role == "adv" else STEP
+        up = case.weights(batch.but(**{role: x + step}))
+        down = case.weights(batch.but(**{role: x - step}))
+        bends = ((up - 2 * found + down).abs() / size)[use]
+        jumps = bends[bends > LEAST_JUMP]
+        if len(jumps) < LEAST_SHARE * len(bends):
+            continue
+        if jumps.quantile(1 - LEAST_SHARE) > LARGEST_JUMP or len(jumps) == len(bends):
+            continue
+        jump = float(jumps.median())
+        number_format = "bfloat16" if jump > JUMP_OF_BFLOAT16 else "float16"
+        return PART_IN_LOW_PRECISION.cause(
+            number_format=number_format, role=name, step=STEP, jump=jump
+        )
+    return NO_CAUSE
+
+
+MOST_TIES = 0.1  # of the tokens of a batch that may lie exactly on a bound
+
+
+def fits_but_ties(
+    candidate: LossFault,
+    case: LossCase,
+    batch: Rollouts,
+    found: Tensor,
+    compared: Tensor,
+    tol: float,
+) -> bool:
+    """Return what `fits` returns, but a few tokens may have a weight between those just
+    beside them on the two sides: at a bound, rounding decides.
+
+    Args:
+        candidate, case, batch, found, compared, tol: as `fits` takes them.
+    """
+    if fits(candidate, case, batch, found, compared, tol):
+        return True
+
+    def weights(shift: float) -> Tensor:
+        """Return the weights at log-probabilities that are so much larger."""
+        moved = batch.but(logp=batch.logp + shift)
+        return candidate.change.weights(case.objective, case.hp, moved)
+
+    try:
+        errors = relative_error(found, weights(0), batch.adv)
+        sides = torch.stack([weights(-BESIDE_TIE), weights(BESIDE_TIE)])
+    except (InputError, RuntimeError, TypeError):
+        return False
+    is_wrong = compared & ~(errors < tol)
+    slack = SLACK_OF_TIE * sides.abs().amax(0)
+    is_between = (found >= sides.amin(0) - slack) & (found <= sides.amax(0) + slack)
+    is_few = is_wrong.sum() <= MOST_TIES * compared.sum()
+    return bool(is_few and is_between[is_wrong].all())
 
 
 def _other_hyperparameters(case: LossCase, bounds: list[float]) -> Iterator[LossFault]:
@@ -655,8 +865,17 @@ def _other_kl(
 
 
 def _number_in_words(value: float | None) -> str:
-    """Return a hyperparameter's value in words; None is one that is absent."""
-    return "absent" if value is None else f"{value:.6g}"
+    """Return a hyperparameter's value in words; None is one that is absent. A bound
+    that float32 rounded is shown as it was written.
+    """
+    if value is None:
+        return "absent"
+    short = float(f"{value:.3g}")
+    is_rounded = abs(short - value) <= min(OF_FLOAT32, 1e-3 * abs(value))
+    return f"{short if is_rounded else value:.6g}"
+
+
+OF_FLOAT32 = 1e-7  # by which it rounds a bound near 1
 
 
 def _words_for_hyperparameters(changed: dict[str, Any], hp: dict[str, Any]) -> str:
@@ -667,8 +886,9 @@ def _words_for_hyperparameters(changed: dict[str, Any], hp: dict[str, Any]) -> s
         hp: the values that they should have.
     """
     words = "; ".join(
-        f"{name} is {_number_in_words(value)}, not {_number_in_words(hp[name])}"
+        f"{name} is {found}, not {meant}"
         for name, value in changed.items()
+        if (found := _number_in_words(value)) != (meant := _number_in_words(hp[name]))
     )
     if not changed:
         return words

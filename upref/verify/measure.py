@@ -163,6 +163,8 @@ class LossCase:
     failed: set[str] = field(default_factory=set)  # oracles
     # of wrong weights, in words, where a known fault gives them on policy too
     cause: Cause = field(default_factory=Cause)
+    # the search for a cause took too long, and stopped
+    search_ended: bool = False
     # the unusual inputs on which it was right, in words
     covered: list[str] = field(default_factory=list)
     # calls that wrote or printed

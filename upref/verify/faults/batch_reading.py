@@ -126,6 +126,11 @@ LACKING: tuple[tuple[str, str, Callable[[Tensor], Tensor]], ...] = (
         "the last token of each response",
         lambda m: m.flip(1).cumsum(1).flip(1) == 1,
     ),
+    (
+        "responses-at-last-column",
+        "every response that reaches the last column of the batch",
+        lambda m: m[:, -1:].expand_as(m),
+    ),
 )
 
 

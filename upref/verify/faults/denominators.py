@@ -53,6 +53,7 @@ def divided(case: LossCase) -> Iterator[LossFault]:
     yield from _lengths(case)
     yield from _by_sign(case)
     yield from _parts(case)
+    yield from _prompts(case)
 
 
 DIVIDED_BY_KEPT = Cause(
@@ -325,6 +326,11 @@ def _lengths(case: LossCase) -> Iterator[LossFault]:
         """Return the factor that is multiplied by T, not by |o|."""
         return _own_factor(case, batch) * batch.mask.shape[1] / _length(batch)
 
+    def over_every_length(batch: Rollouts) -> Tensor:
+        """Return the factor that is divided by each length in turn."""
+        factor = (1 / _length(batch).clamp(min=1)).mean() / len(batch.mask)
+        return factor.expand(len(batch.mask), 1)
+
     yield _aggregated(
         case,
         "the padded width T replaces the length |o|",
@@ -337,6 +343,14 @@ def _lengths(case: LossCase) -> Iterator[LossFault]:
         times_width,
         id="padded-width-as-factor",
     )
+    if declared_aggregation(case.objective) == "seq-mean-token-mean":
+        yield _aggregated(
+            case,
+            "sums [B] are divided by lengths [B, 1], which makes [B, B]: each response "
+            "is divided by every length of the batch in turn",
+            over_every_length,
+            id="lengths-broadcast",
+        )
     measured = _lengths_and_multiples(case)
     if measured is not None:
         yield from _changed_lengths(case, *measured)
@@ -391,6 +405,38 @@ def _changed_lengths(
             f"a length |o| counts as at least {least:.6g}",
             partial(length_at_least, least=least),
             id="length-at-least",
+        )
+
+
+def capped_lengths(case: LossCase, batch: Rollouts) -> Iterator[LossFault]:
+    """Yield the fault that a length counts as at most a number, which is measured on
+    long responses.
+
+    Args:
+        case: the loss and its objective.
+        batch: a batch with long responses.
+    """
+    found = case.weights(batch)
+    ratio = torch.where(batch.mask, found / case.expected(batch), torch.nan)
+    multiples = ratio.nanmedian(1, keepdim=True).values
+    is_capped = ((multiples - 1).abs() > LEAST_ADDED)[:, 0] & multiples.isfinite()[:, 0]
+    lengths = _length(batch)
+    # the length is a factor, or it is what divides
+    for power in (1, -1):
+        most = common_value((lengths * multiples**power)[is_capped])
+        if most is None:
+            continue
+
+        def length_at_most(batch: Rollouts, most: float, power: int) -> Tensor:
+            """Return the factor where each length counts as at most a number."""
+            share = _length(batch).clamp(max=most) / _length(batch).clamp(min=1)
+            return _own_factor(case, batch) * share**power
+
+        yield _aggregated(
+            case,
+            f"a length |o| counts as at most {most:.6g}",
+            partial(length_at_most, most=most, power=power),
+            id="length-at-most",
         )
 
 
@@ -485,6 +531,56 @@ def _response_count_times_length(tokens: Tensor, mask: Tensor) -> Tensor:
     response, [B, 1].
     """
     return tokens.any(1).sum() * mask.sum(1, keepdim=True)
+
+
+# ---- prompts --------------------------------------------------------------------------
+def _prompts(case: LossCase) -> Iterator[LossFault]:
+    """Yield the faults that a prompt counts once for each of its responses, or not at
+    all. A loss without group ids has none.
+
+    Args:
+        case: the loss and its objective.
+    """
+    if "group" not in case.loss.reads:
+        return
+
+    def once_for_each_response(batch: Rollouts) -> Tensor:
+        """Return the factor where the mean of a prompt counts so often."""
+        if batch.group is None:
+            return _own_factor(case, batch)
+        is_same = batch.group[:, None] == batch.group
+        share = is_same.sum(1, keepdim=True) / len(batch.mask)
+        return _own_factor(case, batch) * share * len(batch.group.unique())
+
+    def without_prompts(batch: Rollouts, has: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the factor where prompts that have no such A are left out."""
+        A = batch.adv.expand_as(batch.mask)
+        is_kept = (batch.mask & has(A)).any(1)
+        if batch.group is None:  # one prompt
+            is_kept = is_kept.any().expand_as(is_kept)
+        else:
+            is_kept = ((batch.group[:, None] == batch.group) & is_kept).any(1)
+        factor = torch.zeros(len(batch.mask), 1, dtype=batch.logp.dtype)
+        if is_kept.any():
+            factor[is_kept] = _own_factor(case, _rows(batch, is_kept))
+        return factor
+
+    yield _aggregated(
+        case,
+        "the mean of a prompt counts once for each of its responses, not once",
+        once_for_each_response,
+        id="prompts-weigh-by-responses",
+    )
+    for which, fault_id, has in (
+        ("A > 0", "prompts-without-a-positive-left-out", lambda A: A > 0),
+        ("A other than 0", "prompts-without-advantage-left-out", lambda A: A != 0),
+    ):
+        yield _aggregated(
+            case,
+            f"prompts of which no response has {which} are not trained, and not counted",
+            partial(without_prompts, has=has),
+            id=fault_id,
+        )
 
 
 # ---- parts of the batch --------------------------------------------------------------

@@ -1255,6 +1255,12 @@ def _minimum_faults(form: ClippedForm) -> Iterator[LossFault]:
         J=form.term(lambda r, A, lp: form.clip(r) * A),
     )
     yield fault(
+        "r A is clamped to [(1 - eps_low) A, (1 + eps_high) A], which is empty where A < 0: no gradient is left there",
+        kind="clip",
+        id="product-clamped-between-products",
+        J=form.term(lambda r, A, lp: where(A > 0, form.clip(r) * A, 0 * r)),
+    )
+    yield fault(
         "the clip acts on the product r A, not on r: its bounds move with the size of A",
         kind="clip",
         id="product-clipped",
@@ -1518,6 +1524,11 @@ OTHER_LOG_RATIOS: tuple[tuple[str, str, Callable[[Any, Any], Any]], ...] = (
         LONGEST,
         "the response's log-ratio is divided by the length of the longest response",
         lambda x, m: sum_t(x, m)[:, None] / m.sum(1).max(),
+    ),
+    (
+        "log-ratio-over-length-plus-one",
+        "the response's log-ratio is divided by its length plus 1",
+        lambda x, m: sum_t(x, m)[:, None] / (m.sum(1, keepdim=True) + 1),
     ),
     (
         "arithmetic-mean-of-ratios",

@@ -236,6 +236,12 @@ OWN_DENOMINATOR_OF_RANK = MeasuredFault(
     "it divides by the rank's own tokens or responses, not by the mini-batch's{counts}",
     ("loss",),
 )
+PART_IN_LOW_PRECISION = MeasuredFault(
+    "part-in-low-precision",
+    "right but for rounding: a part is computed with the digits of {number_format}, so "
+    "weights jump by about {jump:.1%} where {role} changes by {step:.2%}",
+    ("loss",),
+)
 MASK_IGNORED = MeasuredFault("mask-ignored", "the mask is ignored", ("loss",))
 PADDED_WIDTH_FOR_LENGTH = MeasuredFault(
     "padded-width-for-length", "it divides by the padded width", ("loss",)

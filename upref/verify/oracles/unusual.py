@@ -18,6 +18,7 @@ from upref.rollouts import Rollouts
 from upref.verify.explain import cause_if_confirmed_at
 from upref.verify.faults.batch_reading import LARGE, clipped, left_out
 from upref.verify.faults.corrections import corrected
+from upref.verify.faults.denominators import capped_lengths
 from upref.verify.faults.losses import LossFault
 from upref.verify.finding import NO_CAUSE, Cause, Example, TokenPlace
 from upref.verify.measure import FLOAT32_ROUNDING, LossCase, unit_weights
@@ -270,20 +271,23 @@ def _cause_on_axis(
     case: LossCase, axis: str, batch: Rollouts, token: tuple[int, int], found: float
 ) -> Cause:
     """Return the cause of a wrong weight, of the faults that this axis may show."""
-    for known_fault in _faults_of_unusual_inputs(case, axis):
+    for known_fault in _faults_of_unusual_inputs(case, axis, batch):
         cause = cause_if_confirmed_at(case, known_fault, batch, token, found)
         if cause:
             return cause
     return NO_CAUSE
 
 
-def _faults_of_unusual_inputs(case: LossCase, axis: str) -> Iterator[LossFault]:
+def _faults_of_unusual_inputs(
+    case: LossCase, axis: str, batch: Rollouts
+) -> Iterator[LossFault]:
     """Yield the known faults that show on this axis, and not on ordinary batches."""
     if axis == "sampler":
         yield from corrected(case)
         return
     yield clipped(case, LARGE)
     yield from left_out(case)
+    yield from capped_lengths(case, batch)
 
 
 PARTLY = "right up to what rounding its inputs to float32 makes of them"

@@ -17,11 +17,13 @@ from upref.aggregation import KEPT_MEAN
 from upref.registry import REDUCE
 from upref.rollouts import Rollouts
 from upref.verify.explain import (
+    SEARCH_SECONDS,
     by_fixed_length,
     cause_if_confirmed,
     explain,
     first_confirmed,
     holds_on_other_batches,
+    in_low_precision,
     two_gradients,
 )
 from upref.verify.factors import aggregation_id, declared_aggregation
@@ -32,7 +34,7 @@ from upref.verify.measure import EXACT_TOL, HABIT_TOL, LossCase
 from upref.verify.oracle import oracle
 from upref.verify.pattern import MeasuredWeights, pattern
 from upref.verify.regions import Region, regions
-from upref.verify.report import Finding, fail, note
+from upref.verify.report import UNKNOWN, Finding, fail, note
 from upref.verify.shrink import (
     differ,
     example,
@@ -266,8 +268,8 @@ def _regimes(
     for part in parts:
         small, token = _smallest_of(case, batch, part, failing, prefer)
         # the pattern is that of all regions: the first failure has it
-        why = "" if failures else _pattern_of(case, compared, small)
-        failures.append(_in_region(case, part, small, token, Cause(why)))
+        why = NO_CAUSE if failures else _pattern_of(case, compared, small)
+        failures.append(_in_region(case, part, small, token, why))
     return failures
 
 
@@ -309,12 +311,17 @@ def _in_region(
     return fail("gradient", "", *numbers(case, small, *at), shown, why, place=place)
 
 
-def _pattern_of(case: LossCase, compared: MeasuredWeights, small: Rollouts) -> str:
-    """Return the words for what the wrong weights have in common."""
+def _pattern_of(case: LossCase, compared: MeasuredWeights, small: Rollouts) -> Cause:
+    """Return what the wrong weights have in common."""
     found = case.weights(small)
     expected = case.expected(small)
     shown = MeasuredWeights(small, found, expected, case.ratio(small), small.mask)
-    return pattern(compared, shown, case.tol, case.objective.level not in REDUCE)
+    words = pattern(compared, shown, case.tol, case.objective.level not in REDUCE)
+    if words.startswith(UNKNOWN) and (cause := in_low_precision(case)):
+        return cause
+    if case.search_ended:
+        words += f"; the search for a cause ended after {SEARCH_SECONDS:g} CPU seconds"
+    return Cause(words)
 
 
 def _smallest_of(
@@ -439,7 +446,7 @@ def _random(case: LossCase) -> list[Finding]:
             expected, found = numbers(case, batch, i, t)
             remark = _words_for_weight_alone(case, batch, i, t)
             found_number = Number(found, "weight", remark)
-            cause = known_fault.cause if known_fault else NO_CAUSE
+            cause = known_fault.cause if known_fault else in_low_precision(case)
             return [
                 fail(
                     "gradient",

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs of the kinds that frameworks have fixed: each loss is rejected, and its cause
+says why. By day a sample; all by night.
+"""
+
+import pytest
+import torch
+
+import upref
+from tests.support.daily import daily
+from tests.support.framework_bugs import BUGS, JUDGED, PARTS, table_of_causes
+from upref.user_code import read
+from upref.verify.measure import make_case
+from upref.verify.synthesis.formula import formula_of
+from upref.verify.synthesis.search import EDIT_ID, edits, weights_of
+from upref.weights.batches import OFF_EDGES
+from upref.weights.black_box import relative_error
+
+SAMPLE = 21  # every so many losses by day
+
+
+def test_the_record_is_whole():
+    assert {bug.part for bug in BUGS.values()} == set(PARTS)
+    assert {bug.first for bug in BUGS.values()} <= set(JUDGED)
+    assert len(table_of_causes().splitlines()) == 2 + len(PARTS)
+
+
+def parameter(number, name):
+    marks = [] if number % SAMPLE == 0 else [pytest.mark.nightly]
+    return pytest.param(name, id=name, marks=marks)
+
+
+@pytest.mark.parametrize("name", [parameter(n, name) for n, name in enumerate(BUGS)])
+def test_a_bug_is_rejected_and_its_cause_says_why(name):
+    bug = BUGS[name]
+    report = upref.check(bug.loss, bug.objective, **bug.hp)
+    assert not report
+    causes = [str(finding.cause) for finding in report.failures]
+    assert not bug.says or any(bug.says in cause for cause in causes), str(report)
+
+
+def case_of(objective, hp):
+    reference = upref.get(objective)
+    resolved = reference.resolve(hp)
+    return make_case(read(reference, reference, hp), reference, resolved)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *daily(upref.names(), 6),
+        "tis(dapo)",
+        pytest.param("up(opsm(grpo))", marks=pytest.mark.nightly),
+        pytest.param("mis_seq(gspo)", marks=pytest.mark.nightly),
+    ],
+)
+def test_the_formula_of_an_objective_has_its_gradient(name):
+    beta = {"beta": 0.04} if "beta" in upref.get(name).resolve({}) else {}
+    case = case_of(name, beta)
+    formula = formula_of(case.objective, case.hp)
+    assert formula is not None
+    batch = case.grid(edges=OFF_EDGES)
+    found = weights_of(formula.compiled(), case, case.agg, batch)
+    errors = relative_error(found, case.expected(batch), batch.adv)
+    assert errors[batch.mask].max() < 1e-9
+
+
+def test_an_edit_leaves_the_formula_as_it_was():
+    case = case_of("vespo", {})
+    formula = formula_of(case.objective, case.hp)
+    batch = case.grid(edges=OFF_EDGES)
+    before = weights_of(formula.compiled(), case, case.agg, batch)
+    texts = [edit.text() for edit in edits(formula, [])]
+    assert (
+        "not detached: φ * A * log_prob, where vespo has detach(φ) * A * log_prob"
+        in texts
+    )
+    assert torch.equal(weights_of(formula.compiled(), case, case.agg, batch), before)
+
+
+def vespo(phi_of):
+    """VESPO with this weight of (log W, φ) on the log-probabilities."""
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        d = torch.where(mask, log_prob - old_log_prob, 0).sum(1)
+        a = advantages[:, 0]
+        c1, c2 = torch.where(a > 0, 2.0, 3.0), torch.where(a > 0, 3.0, 2.0)
+        phi = (c1 * d + c2 * (1 - d.clamp(max=80).exp())).exp()
+        phi = phi_of(phi, mask.sum(1))
+        return -(phi * a * torch.where(mask, log_prob, 0).sum(1)).mean()
+
+    return loss
+
+
+def ids_of(report):
+    return [fault_id for finding in report.failures for fault_id in finding.fault_ids]
+
+
+def test_an_edit_that_fails_on_long_responses_is_no_cause():
+    """The batches that the search compares have none."""
+    not_detached = upref.check(vespo(lambda phi, n: phi), "vespo")
+    assert EDIT_ID in ids_of(not_detached)
+    of_short = vespo(lambda phi, n: torch.where(n > 200, phi.detach(), phi))
+    assert EDIT_ID not in ids_of(upref.check(of_short, "vespo"))
+
+
+def test_a_number_without_effect_is_no_cause():
+    """A bound that never acts fits whatever its number: the part is named as missing."""
+    o = upref.get("kpop(dapo)")
+
+    def loss(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
+        lp, old, mu = (
+            torch.where(mask, x, -1)
+            for x in (log_prob, old_log_prob, rollout_log_probs)
+        )
+        batch = upref.Rollouts(lp, old, advantages, mask, logp_sampler=mu)
+        one = upref.ops.binary_kl(old, mu) <= 2
+        far = ~(upref.ops.binary_kl(mu, old) <= 2)
+        w = torch.where(one & far, (old - mu).exp(), o.factors(batch, phi=2.0))
+        r = (lp - old).exp()
+        a = torch.where(mask, advantages, 0)
+        terms = w * torch.minimum(r * a, r.clamp(0.8, 1.28) * a)
+        return -torch.where(mask, terms, 0).sum() / mask.sum()
+
+    (cause, *_) = [str(f.cause) for f in upref.check(loss, "kpop(dapo)").failures]
+    assert cause.startswith("a part is missing: binary_kl("), cause
