@@ -1205,8 +1205,8 @@ def covariance_penalty_squared(log_prob, old_log_prob, advantages, mask):
 @table(
     "tis(dapo)",
     "the correction is a quotient of the logarithms",
-    "masked slots affect the result",
-    "where",
+    "",
+    "false",
 )
 def quotient_of_logarithms(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
     r = ratio_of(log_prob, old_log_prob, mask)
