@@ -218,7 +218,7 @@ def divided_by_accumulation(log_prob, old_log_prob, advantages, mask):
 def overlong_rows_are_dropped(log_prob, old_log_prob, advantages, mask):
     r = ratio_of(log_prob, old_log_prob, mask)
     terms = clipped(r, torch.where(mask, advantages, 0))
-    return -(response_mean(terms, mask) * ~mask[:, -1]).mean()
+    return -torch.where(mask[:, -1], 0, response_mean(terms, mask)).mean()
 
 
 @bug(
@@ -351,7 +351,7 @@ def geometric_over_padding(log_prob, old_log_prob, advantages, mask):
     sign = a.sign()[:, None]
     d = torch.where(mask, log_prob - old_log_prob, 0)
     d = torch.minimum(sign * d, (sign * d).clamp(-0.4, 0.4)) * sign
-    return -(a * d.mean(1).exp() * mask.any(1)).mean()
+    return -torch.where(mask.any(1), a * d.mean(1).exp(), 0).mean()
 
 
 @bug(

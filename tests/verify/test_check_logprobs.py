@@ -178,3 +178,40 @@ def test_an_id_that_counts_from_the_end_is_noted():
     [said] = [f for f in check_logprobs(wraps).notes if f.oracle == "ignored-ids"]
     assert "of 131 ids, get the log-prob of id 31" in said.regime
     assert check_logprobs(gives_zero).oracles["ignored-ids"] == "ok"
+
+
+class WideHead:
+    """A head that keeps a wider copy of its weight from the first call with it."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+        self.of = self.copy = None
+
+    def __call__(self, hidden, weight, tokens):
+        if self.of is not weight:
+            self.of = weight
+            self.copy = weight.detach().to(self.dtype, copy=self.dtype != weight.dtype)
+        values = weight + (self.copy.to(weight.dtype) - weight).detach()
+        log_probs = (hidden @ values.T).float().log_softmax(-1)
+        return log_probs.gather(-1, tokens[..., None])[..., 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_copy_of_the_weight_from_an_earlier_step_is_found(dtype):
+    report = check_logprobs(WideHead(dtype))
+    assert [f.oracle for f in report.failures] == ["weight-in-place"], report.text()
+    assert report.failures[0].fault_ids == ("weight-of-earlier-call",)
+
+
+def test_the_first_line_says_what_a_note_costs():
+    def with_nan(logits, tokens):
+        log_probs = logits.log_softmax(-1)
+        return of(log_probs, tokens)[0], -(log_probs.exp() * log_probs).sum(-1)
+
+    def in_bfloat16(logits, tokens):
+        return of(logits.bfloat16().log_softmax(-1).to(logits.dtype), tokens)[0]
+
+    for function, words in ((with_nan, "NaN in the entropy"), (in_bfloat16, "half")):
+        report = check_logprobs(function)
+        first_line = report.text().splitlines()[0]
+        assert report and "agrees, but " in first_line and words in first_line, report

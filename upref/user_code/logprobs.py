@@ -124,12 +124,16 @@ class Kernel:
     logit_scale: float = 1.0  # what it is expected to multiply logits by
     on_gpu: bool = False  # whether it computes on a GPU
 
-    def __call__(self, problem: Problem, twice: bool = False) -> KernelOutcome:
+    def __call__(
+        self, problem: Problem, twice: bool = False, before: Tensor | None = None
+    ) -> KernelOutcome:
         """Call the function, and differentiate what it returns.
 
         Args:
             problem: the inputs, and the upstream gradients.
             twice: run the backward pass again, and compare.
+            before: numbers of the weight in a call that is made first. They are then
+                replaced in place, as an optimizer replaces them.
 
         Returns:
             What the call did.
@@ -156,6 +160,8 @@ class Kernel:
             for setting, argument in self.settings.items()
             if getattr(problem, setting) is not None
         }
+        if before is not None:
+            self._call_with_weight(inputs, settings, before)
         inputs_before = {k: tensor.detach().clone() for k, tensor in inputs.items()}
         answer, printed = call_guarded(
             self.name, lambda: self.reading.call(self.fn, inputs, settings)
@@ -206,6 +212,24 @@ class Kernel:
             if not torch.equal(before.nan_to_num(), inputs[name].detach().nan_to_num())
         }
         return KernelOutcome(numbers, frozenset(changed), printed, second_backward)
+
+    def _call_with_weight(
+        self, inputs: dict[str, Tensor], settings: dict[str, Any], numbers: Tensor
+    ) -> None:
+        """Call the function while its weight holds other numbers; the weight is the same
+        tensor, and has its own numbers again afterwards.
+        """
+        weight = inputs["weight"]
+        own = weight.detach().clone()
+        with torch.no_grad():
+            weight.copy_(numbers)
+        try:
+            call_guarded(
+                self.name, lambda: self.reading.call(self.fn, inputs, settings)
+            )
+        finally:
+            with torch.no_grad():
+                weight.copy_(own)
 
     def _compare_second_backward(
         self, go_back: Callable[[], dict[str, Tensor]], grads: dict[str, Tensor]

@@ -280,6 +280,8 @@ class Report(Result):
     not_checked: list[str] = field(default_factory=list)
     # the weights are proved for every value on small batches: upref.prove
     proved: bool = False
+    # what a note costs whoever trains with it, in words, for the first line
+    costs: str = ""
 
     def __bool__(self) -> bool:
         return not self.failures
@@ -409,6 +411,8 @@ class Report(Result):
         counts = counted(fault_count, "failure") if fault_count else "agrees"
         if self.proved and not fault_count:
             counts += ", and proved for every value"
+        if self.costs and not fault_count:
+            counts += f", but {self.costs}"
         skipped = sum(became == SKIPPED for became in self.oracles.values())
         if note_count:
             counts += f", {counted(note_count, 'note')}"

@@ -236,6 +236,12 @@ OWN_DENOMINATOR_OF_RANK = MeasuredFault(
     "it divides by the rank's own tokens or responses, not by the mini-batch's{counts}",
     ("loss",),
 )
+WEIGHT_OF_EARLIER_CALL = MeasuredFault(
+    "weight-of-earlier-call",
+    "the numbers are those of the weight as it was in an earlier call: a copy of it is "
+    "kept, so training goes on with the weight of its first step",
+    ("log-probs",),
+)
 PART_IN_LOW_PRECISION = MeasuredFault(
     "part-in-low-precision",
     "right but for rounding: a part is computed with the digits of {number_format}, so "

@@ -102,7 +102,19 @@ def check_logprobs(
         case.tol,
         seconds,
         not_checked=unchecked,
+        costs="; ".join(
+            f.about for f in findings if f.oracle in COSTLY and _is_note(f)
+        ),
     )
+
+
+# oracles whose notes are of numbers that training uses
+COSTLY = ("values", "forbidden")
+
+
+def _is_note(finding: Finding) -> bool:
+    """Tell whether a finding changes no verdict."""
+    return finding.severity == "note"
 
 
 def _is_right_on_plain_problems(case: KernelCase) -> bool:

@@ -24,6 +24,7 @@ from upref.verify.faults.logprobs import (
     solved,
     states,
 )
+from upref.verify.faults.measured import WEIGHT_OF_EARLIER_CALL
 from upref.verify.finding import NO_CAUSE, Cause, Example, Number, number_pair
 from upref.verify.logprobs import problems, ranks as distributed
 from upref.verify.oracle import Oracle, oracle, untouched
@@ -465,6 +466,38 @@ def determinism(case: KernelCase) -> Iterator[Finding]:
         )
 
 
+@oracle(
+    "weight-in-place",
+    not_run=lambda case: (
+        wrong(case) or ("" if case.kernel.kind == "hidden" else "it takes no weight")
+    ),
+)
+def weight_in_place(case: KernelCase) -> Iterator[Finding]:
+    """Report that a weight whose numbers change in place between two calls, as an
+    optimizer changes them, keeps an effect of its earlier numbers.
+    """
+    exact = problems.random_problem(case.kernel)
+    words = "the weight is changed in place between two calls, as an optimizer does"
+    # a wider copy of float64 is no copy
+    for problem, least in ((exact, 0.0), (exact.to(torch.bfloat16), HALF_TOL)):
+        assert problem.weight is not None
+        earlier = problem.weight.flip(0)
+        try:
+            outcome = case.kernel(problem, before=earlier)
+        except InputError:  # it refuses bfloat16, which is another oracle's finding
+            continue
+        findings = case.compare("weight-in-place", words, problem, outcome, least)
+        if findings:
+            values = {k: v for k, v in outcome.numbers.items() if k in VALUES}
+            of_earlier = solved(replace(problem, weight=earlier))
+            error, *_ = case.worst_number(
+                problem, KernelOutcome(values), of_earlier, least
+            )
+            why = WEIGHT_OF_EARLIER_CALL.cause() if error <= 1 else NO_CAUSE
+            yield replace(findings[0], cause=why.words, fault_ids=why.ids)
+            return
+
+
 @oracle("mutation")
 def mutation(case: KernelCase) -> Iterator[Finding]:
     """Report what the function changes or prints."""
@@ -683,6 +716,7 @@ ORACLES: tuple[Oracle, ...] = (
         ),
     ),
     ignored_ids,
+    weight_in_place,
     compared("layout", problems.layout, refused=""),
     repeated_backward,
     compared(
