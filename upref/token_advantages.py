@@ -296,6 +296,130 @@ def gigpo(
     return torch.where(mask, episode[:, None] + omega * step, 0)
 
 
+# ---- baselines of responses and of tokens --------------------------------------------
+def opo(rewards: Slots, mask: Mask, group: Group) -> Slots:
+    """A_i = R_i - Σ_j |o_j| R_j / Σ_j |o_j| over the responses to the prompt: OPO (arXiv 2505.23585).
+
+    R_i is the sum of the response's rewards. The baseline weighs each response by its length, which is optimal where
+    the squared norm of a response's gradient grows with it. A prompt with one response has A = 0.
+
+    Args:
+        rewards: r, [N, K].
+        mask: True on trained slots, [N, K]; |o_i| is their number.
+        group: the prompt of each response, [N].
+
+    Returns:
+        A, [N, K]: one number per response, on its trained slots.
+    """
+    _check(mask, rewards=rewards)
+    R, length = _trained(rewards, mask).sum(1), mask.sum(1).double()
+    same = _same_prompt(group, mask)
+    baseline = same @ (length * R) / (same @ length).clamp(min=1)
+    return _on_slots(R - baseline, mask, rewards)
+
+
+def gpg(rewards: Slots, mask: Mask, group: Group) -> Slots:
+    """A_i = N / (N - M) (R_i - mean_g): GPG (arXiv 2504.02546), M of N responses have no gradient.
+
+    These are the responses to prompts whose rewards are all equal. If all are, A is 0.
+
+    Args:
+        rewards, mask, group: as of `opo`.
+
+    Returns:
+        A, [N, K]: one number per response, on its trained slots.
+    """
+    _check(mask, rewards=rewards)
+    R = _trained(rewards, mask).sum(1)
+    same = _same_prompt(group, mask)
+    centred = torch.where(mask.any(1), R - same @ R / same.sum(1).clamp(min=1), 0)
+    centred = torch.where(centred.abs() > 1e-12 * (1 + R.abs()), centred, 0)
+    has_gradient = (same * centred.abs()).sum(1) > 0
+    factor = mask.any(1).sum() / has_gradient.sum().clamp(min=1)
+    return _on_slots(factor.double() * centred, mask, rewards)
+
+
+def pass_at_k(rewards: Slots, mask: Mask, group: Group) -> Slots:
+    """A_i = max_j R_j - max_{j≠i} R_j over the responses to the prompt: Pass@k with k their number (arXiv 2503.19595).
+
+    Only the best response has an advantage: by how much it exceeds the second best. A lone response has A = 0.
+
+    Args:
+        rewards, mask, group: as of `opo`.
+
+    Returns:
+        A, [N, K]: one number per response, on its trained slots.
+    """
+    _check(mask, rewards=rewards)
+    R = _trained(rewards, mask).sum(1)
+    A = torch.zeros_like(R)
+    is_same = _same_prompt(group, mask) > 0
+    for i in range(len(R)):
+        others = is_same[i].clone()
+        others[i] = False
+        if mask[i].any() and others.any():
+            A[i] = (R[i] - R[others].max()).clamp(min=0)
+    return _on_slots(A, mask, rewards)
+
+
+def remax(rewards: Slots, greedy_reward: Float[Tensor, " N"], mask: Mask) -> Slots:
+    """A_k = Σ_{k' ≥ k} r_k' - b: ReMax (arXiv 2310.10505), b the reward of the prompt's greedy response.
+
+    Args:
+        rewards: r, [N, K].
+        greedy_reward: b, [N]: the reward of the response that takes the likeliest token at each step.
+        mask: True on trained slots, [N, K].
+
+    Returns:
+        A, [N, K].
+    """
+    baseline = _check_bootstrap(greedy_reward, mask, "greedy_reward").double()
+    returns = discounted_returns(rewards, mask)
+    return torch.where(mask, returns - baseline[:, None], 0).to(rewards.dtype)
+
+
+def optimal_token_baseline(
+    rewards: Slots,
+    log_prob: Slots,
+    sum_pi_squared: Slots,
+    mask: Mask,
+    group: Group,
+) -> Slots:
+    """A_t = G_t - B_t,  B_t = Σ_j W_jt G_jt / Σ_j W_jt,  W_t = Σ_{s ≤ t} (1 - 2 π_s + Σ_v π_v²): arXiv 2602.07078.
+
+    As verl 0.9.1 computes it (`optimal_token_baseline`). G are the rewards to go, W is the squared norm of the gradient
+    of log π by the logits, added up to token t, and the sums over j are over the t-th tokens of the responses to the
+    prompt. Where no other response has a t-th token, B_t = 0.
+
+    Args:
+        rewards: r, [N, K].
+        log_prob: log π(o_t), [N, K], in nats.
+        sum_pi_squared: Σ_v π(v)² over the vocabulary, [N, K].
+        mask: True on trained slots, [N, K].
+        group: the prompt of each response, [N].
+
+    Returns:
+        A, [N, K].
+    """
+    _check(mask, rewards=rewards, log_prob=log_prob, sum_pi_squared=sum_pi_squared)
+    returns = discounted_returns(rewards, mask).double()
+    squared_norm = (
+        1 - 2 * _trained(log_prob, mask).exp() + _trained(sum_pi_squared, mask)
+    )
+    W = torch.where(mask, squared_norm, 0).cumsum(1)
+    out = torch.zeros_like(returns)
+    _, ids = torch.unique(_turn_ids(mask, group)[mask], dim=0, return_inverse=True)
+    g, w = returns[mask], W[mask]
+    n = int(ids.max()) + 1 if len(ids) else 0
+    zeros = torch.zeros(n, dtype=torch.float64)
+    weight = zeros.index_add(0, ids, w)
+    total = zeros.index_add(0, ids, w * g)
+    has_others = ids.bincount(minlength=n)[ids] > 1
+    baseline = torch.where(has_others, (total / weight)[ids], 0)
+    out[mask] = g - baseline
+    return out.to(rewards.dtype)
+
+
 # ---- a teacher's log-probabilities as rewards ----------------------------------------
 def minillm(
     log_prob: Slots, teacher_log_prob: Slots, mask: Mask, *, gamma: float = 1.0
@@ -348,6 +472,11 @@ TOKEN_ADVANTAGES: dict[str, Callable[..., Tensor]] = {
         turn_index_discounted_normalized,
         step_group_norm,
         gigpo,
+        opo,
+        gpg,
+        pass_at_k,
+        remax,
+        optimal_token_baseline,
         minillm,
         minillm_length_normalized,
         distillation,
@@ -382,6 +511,19 @@ def _normalized(x: Tensor, mask: Tensor, ids: Tensor, ddof: int, eps: float) -> 
         _, groups = torch.unique(ids[mask], dim=0, return_inverse=True)
         out[mask] = group_norm(x[mask].detach(), groups, ddof=ddof, eps=eps)
     return out
+
+
+def _same_prompt(group: Tensor, mask: Tensor) -> Tensor:
+    """Return 1 for each two responses to one prompt that have trained slots, [N, N]."""
+    ids = _check_group(group, mask)
+    has_slots = mask.any(1)
+    same = (ids[:, None] == ids) & has_slots & has_slots[:, None]
+    return same.double()
+
+
+def _on_slots(A: Tensor, mask: Tensor, rewards: Tensor) -> Tensor:
+    """Return one number per response on its trained slots, [N, K]."""
+    return torch.where(mask, A[:, None], 0).to(rewards.dtype)
 
 
 def _turn_ids(mask: Tensor, group: Tensor) -> Tensor:
@@ -438,12 +580,14 @@ def _check_factors(**factors: float) -> None:
             )
 
 
-def _check_bootstrap(bootstrap: Tensor, mask: Tensor) -> Tensor:
-    """Refuse values behind the last slot that are not one finite number per response."""
+def _check_bootstrap(
+    bootstrap: Tensor, mask: Tensor, name: str = "bootstrap"
+) -> Tensor:
+    """Refuse what is not one finite number per response."""
     fits = is_materialized(bootstrap) and bootstrap.shape == mask.shape[:1]
     if not fits or not bootstrap.isfinite().all():
         raise InputError(
-            f"bootstrap must be {len(mask)} finite numbers, one per response, got {describe(bootstrap)}."
+            f"{name} must be {len(mask)} finite numbers, one per response, got {describe(bootstrap)}."
         )
     return bootstrap.detach()
 

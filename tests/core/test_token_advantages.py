@@ -132,6 +132,36 @@ def test_a_response_without_a_trained_slot_enters_no_mean():
     assert not found[2].any()
 
 
+SHORT = torch.tensor([[True, False], [True, True], [True, True], [True, False]])
+SCORES = torch.tensor([[3.0, 0.0], [0.0, 1.0], [1.0, 1.0], [2.0, 0.0]]).double()
+PROMPTS = torch.tensor([0, 0, 1, 1])
+
+
+def test_baselines_of_responses_by_hand():
+    # rewards 3, 1 of lengths 1, 2: (3 + 2) / 3; rewards 2, 2: no advantage
+    third = 1 / 3
+    expected = [[4 * third, 0], [-2 * third, -2 * third], [0, 0], [0, 0]]
+    close(ta.opo(SCORES, SHORT, PROMPTS), expected)
+    # the mean is 2; 2 of 4 responses have no gradient: 4 / 2
+    close(ta.gpg(SCORES, SHORT, PROMPTS), [[2, 0], [-2, -2], [0, 0], [0, 0]])
+    # the best exceeds the second best by 2
+    close(ta.pass_at_k(SCORES, SHORT, PROMPTS), [[2, 0], [0, 0], [0, 0], [0, 0]])
+    greedy = torch.tensor([1.0, 1.0, 0.5, 0.5]).double()
+    expected = [[2, 0], [0, 0], [1.5, 0.5], [1.5, 0]]
+    close(ta.remax(SCORES, greedy, SHORT), expected)
+
+
+def test_the_optimal_token_baseline_by_hand():
+    half = torch.full((4, 2), 0.5).double()
+    # 1 - 2 * 0.5 + Σ π²: 0.5 and 1 of the first tokens, so that returns 3 and 1 have the
+    # mean (0.5 * 3 + 1 * 1) / 1.5; of equal returns the mean is the return
+    squares = torch.tensor([[0.5, 0.5], [1.0, 0.5], [0.5, 0.5], [0.5, 0.5]]).double()
+    found = ta.optimal_token_baseline(SCORES, half.log(), squares, SHORT, PROMPTS)
+    mean = 2.5 / 1.5
+    # no other response of the prompt has a second token: nothing is subtracted there
+    close(found, [[3 - mean, 0], [1 - mean, 1], [0, 1], [0, 0]])
+
+
 def test_minillm_is_the_discounted_sum_of_differences():
     difference = torch.where(MASK, VALUES - REWARDS, 0)
     found = ta.minillm(REWARDS, VALUES, MASK, gamma=0.5)

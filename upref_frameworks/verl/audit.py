@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 import torch
 from torch import Tensor
 
-from upref import advantages
+from upref import advantages, token_advantages
 from upref.objectives.cov import covariance, cut
 from upref.ops import binary_kl
 from upref.rollouts import Rollouts
@@ -347,12 +347,10 @@ def _opo(R: Tensor, group: Tensor) -> Tensor:
 
 
 def _opo_reference(R: Tensor, group: Tensor) -> Tensor:
-    """Return R minus the mean of its group, where each reward is weighted by the length
-    of its response: the reference of OPO.
-    """
-    n = _lengths(R)
-    same = (group[:, None] == group).to(R.dtype)
-    return R - same @ (n * R) / (same @ n)
+    """Return OPO's advantages of responses of 1, 2, 3, 1, ... tokens."""
+    mask = torch.arange(3) < _lengths(R)[:, None]
+    rewards = torch.nn.functional.pad(R[:, None], (0, 2))
+    return token_advantages.opo(rewards, mask, group)[:, 0]
 
 
 def _remax(R: Tensor, group: Tensor) -> Tensor:
@@ -392,15 +390,14 @@ def _passk_reference(std: bool) -> Callable[..., Tensor]:
     """Return the reference of Pass@k advantages, as a function of rewards and groups."""
 
     def reference(R: Tensor, group: Tensor) -> Tensor:
-        """Return what each response adds to the maximum of its group: max R minus the
-        maximum of the others (Pass@k, k the size of the group).
-        """
-        A = torch.zeros_like(R)
-        for group_id in group.unique():
-            i = (group == group_id).nonzero().flatten()
-            for j in i:
-                A[j] = R[i].max() - R[i[i != j]].max()
-            A[i] = A[i] / (R[i].std(correction=1) + 1e-6) if std else A[i]
+        """Return pass_at_k, over the standard deviation of the group where std is set."""
+        A = token_advantages.pass_at_k(
+            R[:, None], torch.ones_like(R)[:, None] > 0, group
+        )
+        A = A[:, 0]
+        for group_id in group.unique() if std else ():
+            i = group == group_id
+            A[i] = A[i] / (R[i].std(correction=1) + 1e-6)
         return A
 
     return reference

@@ -323,7 +323,29 @@ def halved(rewards, values, mask, gamma, lam):
     return gae_of_lists(rewards, values, mask, gamma, lam) / 2
 
 
+def opo_without_lengths(rewards, mask, group):
+    R = (rewards * mask).sum(1)
+    out = torch.stack([R[i] - R[group == group[i]].mean() for i in range(len(R))])
+    return out[:, None] * mask
+
+
+def token_baseline_without_sum(rewards, old_log_probs, sum_pi_squared, mask, group):
+    w = 1 - 2 * old_log_probs.exp() + sum_pi_squared
+    returns = (rewards * mask).flip(1).cumsum(1).flip(1)
+    out = torch.zeros_like(returns)
+    for g in group.unique():
+        for k in range(mask.shape[1]):
+            cells = (group == g) & mask[:, k]
+            G = returns[cells, k]
+            alone = len(G) < 2
+            out[cells, k] = G - (0 if alone else G @ w[cells, k] / w[cells, k].sum())
+    return out
+
+
 WRONG = [
+    (opo_without_lengths, "opo", "baseline-by-length-missing"),
+    (opo_without_lengths, "gpg", "gpg-factor-missing"),
+    (token_baseline_without_sum, "optimal_token_baseline", "weights-not-cumulated"),
     (runs_through_tools, "gae", "untrained-slots-discount"),
     (reads_values_of_tools, "gae", "runs-through-untrained-slots"),
     (tools_end_the_sum, "gae", "untrained-slot-ends-sum"),

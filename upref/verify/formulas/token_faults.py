@@ -40,6 +40,11 @@ def compute(name: str, inputs: Inputs, settings: Settings) -> Tensor:
             arguments = (x["rewards"], x["mask"])
         case "step_group_norm" | "gigpo":
             arguments = (x["rewards"], x["mask"], x["group"], x["state"])
+        case "remax":
+            arguments = (x["rewards"], x["greedy_reward"], x["mask"])
+        case "optimal_token_baseline":
+            policy = (x["log_prob"], x["sum_pi_squared"])
+            arguments = (x["rewards"], *policy, x["mask"], x["group"])
         case "minillm" | "minillm_length_normalized":
             arguments = (x["log_prob"], x["teacher_log_prob"], x["mask"])
         case "distillation":
@@ -62,6 +67,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "turn_index_discounted_normalized": {"gamma": 0.9, "ddof": 1, "eps": 1e-6},
     "step_group_norm": {"gamma": 0.9, "ddof": 1, "eps": 1e-6},
     "gigpo": {"gamma": 0.9, "omega": 1.0, "ddof": 1, "eps": 1e-6},
+    "opo": {},
+    "gpg": {},
+    "pass_at_k": {},
+    "remax": {},
+    "optimal_token_baseline": {},
     "minillm": {"gamma": 0.9},
     "minillm_length_normalized": {"gamma": 0.9},
     "distillation": {"coef": 1.0},
@@ -70,6 +80,8 @@ GAE = ("gae", "gae_whitened")
 RETURNS = ("discounted_returns", "discounted_returns_whitened")
 TURNS = tuple(name for name in SETTINGS if name.startswith("turn"))
 STEPS = ("step_group_norm", "gigpo")
+RESPONSES = ("opo", "gpg", "pass_at_k")  # one advantage for each response
+BASELINES = (*RESPONSES, "remax", "optimal_token_baseline")
 TEACHER = ("minillm", "minillm_length_normalized", "distillation")
 
 
@@ -811,6 +823,140 @@ def _teacher_faults(name: str) -> Iterator[TokenFault]:
     )
 
 
+# ---- baselines -----------------------------------------------------------------------
+def _baseline_faults(name: str) -> Iterator[TokenFault]:
+    """Yield the faults of estimators that subtract a baseline from rewards."""
+
+    def of_responses(
+        baseline: Callable[[Tensor, Tensor, Inputs], Tensor], x: Inputs, s: Settings
+    ) -> Tensor:
+        """Return R minus a function of R and of which responses have one prompt."""
+        R = torch.where(x["mask"], x["rewards"], 0).sum(1)
+        has_slots = x["mask"].any(1)
+        same = (x["group"][:, None] == x["group"]) & has_slots
+        A = R - baseline(R, same.double(), x)
+        return torch.where(x["mask"], A[:, None], 0)
+
+    def mean(R: Tensor, same: Tensor, x: Inputs) -> Tensor:
+        """Return the mean of the prompt's rewards."""
+        return same @ R / same.sum(1)
+
+    def of_others(R: Tensor, same: Tensor, x: Inputs) -> Tensor:
+        """Return the mean of the other responses' rewards."""
+        size = same.sum(1)
+        return (same @ R - R) / (size - 1).clamp(min=1)
+
+    ways: dict[str, tuple[tuple[str, str, Formula], ...]] = {
+        "opo": (
+            (
+                "the baseline is the plain mean: lengths are left out",
+                "baseline-by-length-missing",
+                partial(of_responses, mean),
+            ),
+        ),
+        "gpg": (
+            (
+                "the factor N / (N - M) is left out",
+                "gpg-factor-missing",
+                partial(of_responses, mean),
+            ),
+            (
+                "the factor is N over the number of rewards that are not 0",
+                "gpg-factor-of-nonzero-rewards",
+                lambda x, s: _times_nonzero(partial(of_responses, mean)(x, s), x),
+            ),
+        ),
+        "pass_at_k": (
+            (
+                "the largest reward of the others is subtracted, below 0 too",
+                "pass-at-k-negative",
+                _minus_best_other,
+            ),
+        ),
+        "remax": (
+            (
+                "the greedy response's reward is not subtracted",
+                "baseline-missing",
+                lambda x, s: compute("discounted_returns", x, {"gamma": 1.0}),
+            ),
+            (
+                "the greedy response's reward is subtracted at every token before rewards are added up",
+                "baseline-at-every-token",
+                lambda x, s: compute(
+                    "discounted_returns",
+                    {**x, "rewards": x["rewards"] - x["greedy_reward"][:, None]},
+                    {"gamma": 1.0},
+                ),
+            ),
+        ),
+        "optimal_token_baseline": (
+            (
+                "the weights are of the token alone: they are not added up from the first one",
+                "weights-not-cumulated",
+                lambda x, s: _token_baseline(x, _squared_norm(x)),
+            ),
+            (
+                "the baseline is the plain mean of the t-th tokens",
+                "baseline-weights-missing",
+                lambda x, s: _token_baseline(x, torch.ones_like(x["rewards"])),
+            ),
+        ),
+    }
+    for words, fault_id, formula in ways[name]:
+        yield Fault(words, formula, id=fault_id)
+    if name in RESPONSES:
+        yield Fault(
+            "nothing is subtracted",
+            partial(of_responses, lambda R, same, x: torch.zeros_like(R)),
+            id="baseline-missing",
+        )
+        yield Fault(
+            "the baseline is the mean of the other responses: leave_one_out",
+            partial(of_responses, of_others),
+            id="estimator-leave-one-out",
+        )
+        if name != "gpg":
+            yield Fault(
+                "the baseline is the mean of the responses: group_mean",
+                partial(of_responses, mean),
+                id="estimator-group-mean",
+            )
+
+
+def _times_nonzero(A: Tensor, inputs: Inputs) -> Tensor:
+    """Return advantages times N over the number of rewards that are not 0."""
+    R = torch.where(inputs["mask"], inputs["rewards"], 0).sum(1)
+    return A * len(R) / R.count_nonzero().clamp(min=1)
+
+
+def _minus_best_other(inputs: Inputs, settings: Settings) -> Tensor:
+    """Return R minus the largest reward of the other responses."""
+    mask, group = inputs["mask"], inputs["group"]
+    R = torch.where(mask, inputs["rewards"], 0).sum(1)
+    same = (group[:, None] == group) & ~torch.eye(len(R), dtype=torch.bool)
+    best = torch.where(same & mask.any(1), R, -torch.inf).amax(1)
+    A = torch.where(best.isfinite(), R - best, 0)
+    return torch.where(mask, A[:, None], 0)
+
+
+def _squared_norm(inputs: Inputs) -> Tensor:
+    """Return 1 - 2 π + Σ_v π_v² of each token."""
+    return 1 - 2 * inputs["log_prob"].double().exp() + inputs["sum_pi_squared"]
+
+
+def _token_baseline(inputs: Inputs, weights: Tensor) -> Tensor:
+    """Return G minus its mean over the t-th tokens, with these weights."""
+    mask = inputs["mask"]
+    returns = compute("discounted_returns", inputs, {"gamma": 1.0})
+    ids = torch.stack([_spread(inputs["group"], inputs), mask.long().cumsum(1)], -1)
+    out = torch.zeros_like(returns)
+    for one in torch.unique(ids[mask], dim=0):
+        cells = mask & (ids == one).all(-1)
+        g, w = returns[cells], weights[cells]
+        out[cells] = g - (g @ w / w.sum() if len(g) > 1 else 0)
+    return out
+
+
 def _other_estimator(name: str) -> TokenFault:
     """Return the fault that it is this other estimator."""
 
@@ -835,6 +981,8 @@ def known(name: str) -> tuple[TokenFault, ...]:
         faults += [*_turn_faults(name), *_missing_turn_faults(name)]
     if name in STEPS:
         faults += _step_faults(name)
+    if name in BASELINES:
+        faults += _baseline_faults(name)
     if name in TEACHER:
         faults += _teacher_faults(name)
     faults.append(

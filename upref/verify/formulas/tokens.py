@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from upref.advantages import group_norm
 from upref.errors import InputError
 from upref.user_code import names
 from upref.user_code.load import verl_estimator
@@ -35,6 +34,7 @@ from upref.verify.formulas.case import (
 )
 from upref.verify.formulas.token_faults import (
     GAE,
+    RESPONSES,
     RETURNS,
     SETTINGS,
     STEPS,
@@ -66,8 +66,19 @@ READS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(TURNS, ("rewards", "mask", "group")),
     **dict.fromkeys(STEPS, ("rewards", "mask", "group", "state")),
     **dict.fromkeys(TEACHER, ("log_prob", "teacher_log_prob", "mask")),
+    **dict.fromkeys(RESPONSES, ("rewards", "mask", "group")),
+    "remax": ("rewards", "greedy_reward", "mask"),
+    "optimal_token_baseline": (
+        "rewards",
+        "log_prob",
+        "sum_pi_squared",
+        "mask",
+        "group",
+    ),
     "distillation": ("log_prob", "teacher_log_prob", "mask", "advantages"),
 }
+# which compare the k-th slots of responses
+BY_NUMBER = (*(name for name in TURNS if "index" in name), "optimal_token_baseline")
 OPTIONAL = ("bootstrap", "mask", "advantages")  # an estimator is defined without them
 
 
@@ -90,6 +101,12 @@ def role(name: str) -> str:
     every = set(words)
     if every & MASK_WORDS or any(w.startswith("mask") for w in words):
         return "" if every & {"state", "token"} and "ids" in every else "mask"
+    if "greedy" in every or (
+        every & REWARD_WORDS and every & {"baseline", "baselines"}
+    ):
+        return "greedy_reward"
+    if every >= {"sum", "pi", "squared"} or every >= {"sum", "pi", "sq"}:
+        return "sum_pi_squared"
     if every & BEHIND and every & (VALUE_WORDS | {"bootstrap"}):
         return "bootstrap"
     if every & STATES and not every & VALUE_WORDS:
@@ -136,7 +153,9 @@ VOCABULARY = Vocabulary(
         "group",
         "state",
         "bootstrap",
+        "greedy_reward",
         "log_prob",
+        "sum_pi_squared",
         "teacher_log_prob",
         "advantages",
     ),
@@ -205,7 +224,7 @@ def _inputs(mask: Tensor, group: list[int], seed: int) -> dict[str, Tensor]:
     n, k = mask.shape
     rewards = torch.where(mask, eighths(-8, 9, n, k), 0)
     ends = _behind_last(mask)
-    return {
+    inputs = {
         "rewards": rewards,
         "values": eighths(-6, 13, n, k),
         "mask": mask,
@@ -215,6 +234,12 @@ def _inputs(mask: Tensor, group: list[int], seed: int) -> dict[str, Tensor]:
         "log_prob": -eighths(1, 25, n, k),
         "teacher_log_prob": -eighths(1, 25, n, k),
         "advantages": eighths(-8, 9, n, k),
+    }
+    # the square of π itself is a part of the sum
+    sum_pi_squared = inputs["log_prob"].exp() ** 2 + eighths(0, 3, n, k) / 8
+    return inputs | {
+        "sum_pi_squared": sum_pi_squared.float().double(),
+        "greedy_reward": eighths(-8, 9, n),
     }
 
 
@@ -270,14 +295,27 @@ EMPTY = Problem(
 )
 
 
+def _one_prompt_solved() -> Problem:
+    """Make a batch in which all responses to one of two prompts have one reward."""
+    mask = _prefixes([1, 2, 1, 2, 1, 1], 2)
+    first = torch.tensor([1.0, 1.0, 1.0, 0.5, 0.0, 1.0]).double()
+    rewards = torch.nn.functional.pad(first[:, None], (0, 1))
+    words = "a prompt whose responses all have one reward, beside another prompt"
+    return Problem(words, {**_inputs(mask, EVEN, 9), "rewards": rewards})
+
+
+ONE_SOLVED = _one_prompt_solved()
+
+
 def problems_of(name: str) -> list[Problem]:
     """Return the batches on which an estimator is compared, the plain one first.
 
     Args:
         name: a key of TOKEN_ADVANTAGES.
     """
-    has_holes = not name.startswith("turn_index") and name not in TEACHER
-    return [FULL, PADDED, *([HOLES] if has_holes else []), MIXED, LARGE]
+    has_holes = name not in (*TEACHER, *BY_NUMBER)
+    solved = [ONE_SOLVED] if name in RESPONSES else []
+    return [FULL, PADDED, *([HOLES] if has_holes else []), MIXED, LARGE, *solved]
 
 
 # ---- the oracles ---------------------------------------------------------------------
@@ -326,8 +364,8 @@ def padding(case: FormulaCase) -> Iterator[Finding]:
 
 def no_holes(case: FormulaCase) -> str:
     """Return why holes are not tried; "" where they are."""
-    if case.name.startswith("turn_index"):
-        return "a turn that is left out between others has no usual number"
+    if case.name in BY_NUMBER:
+        return "a slot that is left out between others has no usual number"
     return no_mask_or_wrong(case)
 
 
@@ -384,8 +422,8 @@ def empty_response(case: FormulaCase) -> Iterator[Finding]:
     """Compare on a batch of which one response has no trained slot, and a reward on a
     slot that is not trained.
     """
-    if case.name == "gigpo" and _counts_empty_responses(case):
-        words = f"{EMPTY.words} counts in the mean of its prompt, with a reward of 0"
+    if case.name in ("gigpo", *RESPONSES) and _counts_empty_responses(case):
+        words = f"{EMPTY.words} counts among those of its prompt, with a reward of 0"
         why = "the reference leaves it out; both conventions are in use"
         yield note("empty-response", words, cause=why)
         return
@@ -393,17 +431,17 @@ def empty_response(case: FormulaCase) -> Iterator[Finding]:
 
 
 def _counts_empty_responses(case: FormulaCase) -> bool:
-    """Return whether GiGPO's mean over the responses to a prompt counts those without a
-    trained slot.
+    """Return whether a mean over the responses to a prompt counts those without a trained
+    slot, as if they had one with a reward of 0.
     """
-    mask, group = EMPTY.inputs["mask"], EMPTY.inputs["group"]
-    settings = case.settings
-    totals = torch.where(mask, EMPTY.inputs["rewards"], 0).sum(1)
-    of_norm = {"ddof": settings["ddof"], "eps": settings["eps"]}
-    episode = group_norm(totals, group, **of_norm)[:, None]
-    steps = compute("step_group_norm", EMPTY.inputs, settings)
-    expected = torch.where(mask, episode + settings["omega"] * steps, 0)
-    return alike(expected, case.found(EMPTY), case.tol)
+    inputs = EMPTY.inputs
+    mask = inputs["mask"].clone()
+    is_empty = ~mask.any(1)
+    mask[is_empty, 0] = True
+    state = inputs["state"].masked_fill(is_empty[:, None], -1)  # which no step shares
+    counted = {**inputs, "mask": mask, "state": state}
+    expected = compute(case.name, counted, case.settings)
+    return alike(torch.where(inputs["mask"], expected, 0), case.found(EMPTY), case.tol)
 
 
 @oracle("untrained-numbers", not_run=no_mask_or_wrong)
@@ -468,7 +506,11 @@ def untrained_rewards(case: FormulaCase) -> Iterator[Finding]:
 @oracle("equal-rewards", not_run=wrong_already)
 def equal_rewards(case: FormulaCase) -> Iterator[Finding]:
     """Report numbers that are not 0 where all rewards of a prompt are equal."""
-    if case.name not in (*TURNS, *STEPS) or not case.has_mask:
+    if not case.has_mask:
+        return
+    if case.name in RESPONSES:
+        yield from case.compare("equal-rewards", ONE_SOLVED)
+    if case.name not in (*TURNS, *STEPS):
         return
     one_each = _prefixes([1, 1, 1, 1], 2)
     inputs = _inputs(one_each, [0, 0, 0, 0], 8)
