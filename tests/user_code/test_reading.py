@@ -891,7 +891,8 @@ def test_an_exception_keeps_its_place_and_its_cause(tmp_path):
     file = tmp_path / "raises.py"
     file.write_text(RAISES, encoding="utf-8")
     with pytest.raises(
-        InputError, match=r"raised KeyError: 'clip' \(raises.py, line 3, in setting\)$"
+        InputError,
+        match=r"raised KeyError: 'clip' \(raises.py, line 3, in setting\) \(it was called with log_prob = float64",
     ) as caught:
         upref.check(f"{file}:loss", "dapo")
     cause = caught.value.__cause__
@@ -940,3 +941,73 @@ def test_code_that_asks_for_a_gpu_is_told_where_its_inputs_are():
 
     with pytest.raises(InputError, match="device of log_prob"):
         upref.check(loss, "dapo")
+
+
+class Trainer:
+    def compute_loss(self, log_prob, old_log_prob, advantages, mask):
+        return dapo(log_prob, old_log_prob, advantages, mask)
+
+
+def dapo(log_prob, old_log_prob, advantages, mask):
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    A = torch.where(mask, advantages, 0)
+    return -torch.minimum(r * A, r.clamp(0.8, 1.28) * A).sum() / mask.sum()
+
+
+def of_verl(model_output, data, dp_group=None):
+    rest = (data["old_log_probs"], data["advantages"], data["response_mask"])
+    return dapo(model_output["log_probs"], *rest)
+
+
+def of_slime(args, batch):
+    keys = ("log_probs", "old_log_probs", "advantages", "response_mask")
+    return dapo(*(batch[key] for key in keys))
+
+
+@pytest.mark.parametrize("loss", [of_verl, of_slime])
+def test_the_wrapper_for_dictionaries_is_right_as_it_is_pasted(loss):
+    with pytest.raises(InputError) as error:
+        upref.check(loss, "dapo")
+    code = re.search("`(def loss.*?)`", str(error.value))[1].replace("=...", "=None")
+    scope = {loss.__name__: loss}
+    exec(code, scope)
+    assert upref.check(scope["loss"], "dapo")
+
+
+def test_an_instance_is_refused_by_the_name_of_its_method(tmp_path):
+    with pytest.raises(InputError, match=r"check its method, \.compute_loss\."):
+        upref.check(Trainer(), "dapo")
+    assert upref.check(Trainer().compute_loss, "dapo")
+    file = tmp_path / "own.py"
+    file.write_text(
+        "class T:\n    def my_loss(self, x):\n        return x\n\n\nit = T()\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(InputError, match=r"own.py:it\.my_loss"):
+        upref.check(f"{file}:it", "dapo")
+
+
+def test_the_inputs_of_a_critic_are_no_settings():
+    def both(log_prob, old_log_prob, advantages, mask, values, returns):
+        return dapo(log_prob, old_log_prob, advantages, mask)
+
+    with pytest.raises(InputError, match="'values', which a critic has"):
+        upref.check(both, "dapo")
+
+
+def test_a_text_is_a_hyperparameter(tmp_path, capsys):
+    file = tmp_path / "text.py"
+    file.write_text(
+        "import torch\n\n\ndef loss(log_prob, old_log_prob, advantages, mask, loss_agg_mode):\n"
+        "    r = torch.where(mask, log_prob - old_log_prob, 0).exp()\n"
+        "    A = torch.where(mask, advantages, 0)\n"
+        "    J = torch.minimum(r * A, r.clamp(0.8, 1.28) * A)\n"
+        "    if loss_agg_mode == 'seq-mean':\n"
+        "        return -(J.sum(1) / mask.sum(1)).mean()\n"
+        "    return -J.sum() / mask.sum()\n",
+        encoding="utf-8",
+    )
+    check = ["check", f"{file}:loss", "--as", "dapo", "--hp", "loss_agg_mode=seq-mean"]
+    assert main(check) == 1
+    assert main([*check, "--agg", "seq-mean-token-mean"]) == 0
+    capsys.readouterr()

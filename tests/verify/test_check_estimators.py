@@ -431,3 +431,35 @@ def test_a_file_adds_a_fault_of_any_kind_of_function(mine):
     )
     assert "cubes" in str(upref.check_advantages(tripled, "group_mean"))
     assert "thirteen too much" in str(upref.check_logprobs(shifted))
+
+
+def test_a_name_of_another_input_is_no_reward():
+    def of_teacher(student_logps, teacher_logps, mask):
+        return student_logps
+
+    with pytest.raises(upref.InputError, match="student_logps is no reward"):
+        upref.check_advantages(of_teacher, "group_norm")
+
+
+def _whitened(rewards, sample_mask):
+    kept = rewards[sample_mask.bool()]
+    return (rewards - kept.mean()) / (kept.std() + 1e-8) * sample_mask
+
+
+def _whitened_with_masked(rewards, sample_mask):
+    return (rewards - rewards.mean()) / (rewards.std() + 1e-8) * sample_mask
+
+
+def _centred_with_zeros(rewards, group, sample_mask):
+    r = rewards * sample_mask
+    return torch.stack([r[i] - r[group == group[i]].mean() for i in range(len(r))])
+
+
+def test_a_mask_of_responses_leaves_them_out_of_every_mean():
+    assert upref.check_advantages(_whitened, "whiten")
+    for function, estimator, fault_id in (
+        (_whitened_with_masked, "whiten", "masked-responses-count"),
+        (_centred_with_zeros, "group_mean", "masked-responses-count-as-zero"),
+    ):
+        report = upref.check_advantages(function, estimator)
+        assert report.failures[0].fault_ids == (fault_id,), str(report)

@@ -8,6 +8,7 @@ Only the standard library is imported here, and so it is in a module that has a 
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -59,14 +60,19 @@ def parse_number(text: str) -> int | float | None:
     return None
 
 
+# a value that is text, as loss_agg_mode=seq-mean
+WORD = re.compile(r"[A-Za-z][\w.-]*")
+
+
 def hyperparameters(pairs: list[str]) -> dict[str, Any]:
-    """Read the values of `--hp NAME=NUMBER`; InputError where one is not of that form.
+    """Read the values of `--hp NAME=VALUE`; InputError where one is not of that form.
 
     Args:
-        pairs: each NAME=NUMBER.
+        pairs: each NAME=VALUE, a number, None, True, False, or a word, which only an
+            argument of the user's function may be.
 
     Returns:
-        Name -> number.
+        Name -> value.
     """
     constants = {"None": None, "True": True, "False": False}
     hp: dict[str, Any] = {}
@@ -74,7 +80,10 @@ def hyperparameters(pairs: list[str]) -> dict[str, Any]:
         key, _, value = pair.partition("=")
         number = parse_number(value)
         if number is None and value not in constants:
-            raise InputError(f"--hp {pair!r} is not NAME=NUMBER.")
+            if not key.isidentifier() or not WORD.fullmatch(value):
+                raise InputError(f"--hp {pair!r} is not NAME=NUMBER or NAME=WORD.")
+            hp[key] = value
+            continue
         if number is not None and not math.isfinite(number):
             raise InputError(f"--hp {pair!r} is not NAME=NUMBER: {value} is none.")
         hp[key] = constants[value] if number is None else number

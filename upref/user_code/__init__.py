@@ -28,7 +28,7 @@ from upref.pages import locate_page
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
 from upref.user_code import names
-from upref.user_code.load import load, name_of
+from upref.user_code.load import load, name_of, no_function
 from upref.user_code.loss import FIRST, MAIN, ROWS, SHAPES, Loss, LossOutcome
 from upref.user_code.settings import Shipped
 from upref.user_code.shapes import infer_shapes
@@ -201,11 +201,13 @@ def _refuse_class(target: Target) -> Loss | None:
     )
 
 
+# words in the names of a critic's inputs
+CRITIC = {"value", "values", "vpred", "vpreds", "returns", "critic"}
+
+
 def _read_function(target: Target) -> Loss:
     if not callable(target.value):
-        raise InputError(
-            f"a loss is a function or its name, got {type(target.value).__name__}."
-        )
+        raise InputError(no_function(target.name, target.value))
     return _read_by_parameters(target.name, target.value, target.o, target.hp)
 
 
@@ -441,6 +443,12 @@ def _refuse_unbound(name: str, unbound: list[str]) -> None:
         raise InputError(
             f"{name} is a method: in its file make an object, write `loss = Trainer(...).method` and check that; "
             f"{locate_page(WRAP_PAGE)} has examples."
+        )
+    of_critic = [p for p in unbound if set(names.words(p)) & CRITIC]
+    if of_critic:
+        raise InputError(
+            f"{name} needs {of_critic[0]!r}, which a critic has: check the policy's term without it, by a wrapper, and "
+            "the critic's loss by `--as-value`."
         )
     raise InputError(
         f"{name} needs {unbound[0]!r}, which upref does not know: bind it, `--hp {unbound[0]}=VALUE` or "

@@ -22,15 +22,17 @@ import sysconfig
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from os import _exit  # as it is now: a loss may put another in its place
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from upref.errors import Gone, InputError, OutOfMemory, TooManyLines
+from upref.tensors import describe
 
 
 def one_line(error: BaseException) -> str:
@@ -396,7 +398,10 @@ def refuse_exit(name: str) -> Iterator[None]:
 
 # ---- one call ------------------------------------------------------------------------
 def call_guarded(
-    name: str, call: Callable[[], Any], lines: int = 0
+    name: str,
+    call: Callable[[], Any],
+    lines: int = 0,
+    passed: Mapping[str, Any] | None = None,
 ) -> tuple[Any, bool]:
     """Call user code. Restore the state of the process afterwards, and make InputError of
     what the code raises.
@@ -405,6 +410,7 @@ def call_guarded(
         name: of the user's function, for messages.
         call: calls it.
         lines: lines of Python that it may run before it is stopped; 0: any number.
+        passed: the arguments of the call, which a message about an exception shows.
 
     Returns:
         Its answer, and whether it printed.
@@ -437,13 +443,30 @@ def call_guarded(
         if is_out_of_memory(e) or is_gpu_lost(e):
             raise stopped(gone(name, e)) from e
         raise InputError(
-            f"{name} raised {type(e).__name__}: {one_line(e)}{_where_raised(e)}{asks_for_gpu(e)}"
+            f"{name} raised {type(e).__name__}: {one_line(e)}{_where_raised(e)}{asks_for_gpu(e)}{_called_with(passed)}"
         ) from e
     finally:
         # it forked, and this is the copy: one report is enough
         if os.getpid() != process:
             _exit(0)
     return answer, output.wrote
+
+
+def _called_with(passed: Mapping[str, Any] | None) -> str:
+    """Return in words what a function was called with; "" where that is not known."""
+    if not passed:
+        return ""
+    words = ", ".join(f"{p} = {_shown(x)}" for p, x in passed.items())
+    return f" (it was called with {words})"
+
+
+def _shown(x: Any) -> str:
+    """Return a value in a few characters."""
+    if isinstance(x, Tensor):
+        return describe(x)
+    if isinstance(x, np.ndarray | list):
+        return f"{len(x)} in a {type(x).__name__}"
+    return repr(x)[:40]
 
 
 def asks_for_gpu(error: BaseException) -> str:

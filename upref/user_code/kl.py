@@ -61,7 +61,9 @@ class Term:
         arguments = {"logp": lp.to(self.dtype), "logp_ref": ref.to(self.dtype)}
         before = {role: x.detach().clone() for role, x in arguments.items()}
         k, printed = call_guarded(
-            self.name, lambda: self.reading.call(self.fn, arguments, {})
+            self.name,
+            lambda: self.reading.call(self.fn, arguments, {}),
+            passed=self.reading.passed(arguments, {}),
         )
         is_one_per_token = (
             isinstance(k, Tensor)

@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.machinery
 import importlib.util
+import inspect
 import io
 import os
 import sys
@@ -54,8 +55,32 @@ def load(target: str) -> Callable[..., Any]:
                 hint = f"it has {', '.join(function_names[:8]) or 'no function'}."
             raise InputError(f"{where} has no {part!r}: {hint}") from None
     if not callable(found):
-        raise InputError(f"{target} is a {type(found).__name__}, not a function.")
+        raise InputError(no_function(target, found))
     return found
+
+
+def no_function(name: str, value: Any) -> str:
+    """Say that what should be a loss is no function; of an instance, which of its methods
+    may be one.
+
+    Args:
+        name: of the value.
+        value: what was given.
+    """
+    kind = type(value).__name__
+    methods = [
+        method
+        for method in dir(type(value))
+        if "loss" in method
+        and not method.startswith("_")
+        and inspect.isfunction(getattr(type(value), method, None))
+    ]
+    if not methods:
+        return f"{name} is a {kind}, not a function: pass a function or its name."
+    owner = "" if name == kind else name
+    which = " or ".join(f"{owner}.{method}" for method in methods[:3])
+    what = f"an instance of {kind} is" if name == kind else f"{name} is a {kind},"
+    return f"{what} not a function: check its method, {which}."
 
 
 def verl_estimator(name: str) -> Callable[..., Any]:

@@ -164,7 +164,9 @@ class Kernel:
             self._call_with_weight(inputs, settings, before)
         inputs_before = {k: tensor.detach().clone() for k, tensor in inputs.items()}
         answer, printed = call_guarded(
-            self.name, lambda: self.reading.call(self.fn, inputs, settings)
+            self.name,
+            lambda: self.reading.call(self.fn, inputs, settings),
+            passed=self.reading.passed(inputs, settings),
         )
         outputs = self._outputs(answer, inputs["tokens"].shape)
         numbers = {

@@ -19,6 +19,7 @@ from upref.errors import Gone, InputError
 from upref.ops import recorded_sg
 from upref.registry import Objective
 from upref.rollouts import Rollouts, per_response
+from upref.user_code import names
 from upref.user_code.guard import call_guarded, state_restored, stopped
 from upref.user_code.settings import describe_fields
 
@@ -270,6 +271,7 @@ class Loss:
             self.name,
             lambda: self.call(inputs, self.bound_args | (overrides or {})),
             self.lines,
+            {names.CALLED[role]: x for role, x in inputs.items() if role in self.reads},
         )
         value, form, wrapped = self._scalar(answer, batch)
         wrote = frozenset(

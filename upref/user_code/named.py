@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from upref.errors import InputError
-from upref.tensors import describe
 from upref.user_code.guard import call_guarded
 from upref.user_code.load import load, name_of
 from upref.user_code.signature import parameters
@@ -137,14 +136,11 @@ class NamedFunction:
         before = {p: _contents(x) for p, x in given.items()}
         by_name = {**given, **values, **self.bound}
         by_place = [by_name.pop(p) for p in self.by_position if p in by_name]
-        try:
-            returned, printed = call_guarded(
-                self.name, lambda: self.fn(*by_place, **by_name)
-            )
-        except InputError as e:
-            passed = {**given, **values, **self.bound}
-            words = ", ".join(f"{p} = {_shown(x)}" for p, x in passed.items())
-            raise InputError(f"{e} (it was called with {words})") from e
+        returned, printed = call_guarded(
+            self.name,
+            lambda: self.fn(*by_place, **by_name),
+            passed={**given, **values, **self.bound},
+        )
         wrote = frozenset(
             p for p, contents in before.items() if contents != _contents(given[p])
         )
@@ -249,13 +245,6 @@ def _unknown(name: str, p: inspect.Parameter, vocabulary: Vocabulary) -> str:
 def _names(vocabulary: Vocabulary) -> str:
     """Say which names are known."""
     return f"The names are {', '.join(vocabulary.roles)} and their usual variants."
-
-
-def _shown(x: Any) -> str:
-    """Return a value in a few characters."""
-    if isinstance(x, Tensor):
-        return describe(x)
-    return f"{len(x)} strings" if isinstance(x, np.ndarray) else repr(x)[:40]
 
 
 def _contents(x: Any) -> Any:

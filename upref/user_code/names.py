@@ -16,6 +16,7 @@ CALLED = {
     "logp_sampler": "rollout_log_probs",
     "adv": "advantages",
     "mask": "mask",
+    "row_mask": "sample_mask",
     "logp_ref": "ref_log_prob",
     "group": "group",
     "entropy": "entropy",
@@ -473,6 +474,18 @@ N = [
 ]
 
 
+# a mask of these has one entry for each response
+ROW_WORDS = {"sample", "samples", "row", "rows", "seq", "sequence", "sequences"}
+ROW_WORDS |= {
+    "episode",
+    "episodes",
+    "trajectory",
+    "trajectories",
+    "example",
+    "examples",
+}
+
+
 def reward_role(name: str) -> str:
     """Return the role of an argument of an advantage estimator; "" where the name does
     not tell.
@@ -484,7 +497,7 @@ def reward_role(name: str) -> str:
     if "_".join(words_of_name) in N:
         return "n"
     if "mask" in "".join(words_of_name):
-        return "mask"
+        return "row_mask" if set(words_of_name) & ROW_WORDS else "mask"
     if set(words_of_name) & REWARDS and not set(words_of_name) & COUNTS - {"values"}:
         return "rewards"
     if words_of_name and (

@@ -74,6 +74,19 @@ class Reading:
         placed = [given.pop(p) for p in self.positional if p in given]
         return fn(*placed, **given)
 
+    def passed(
+        self, full: Mapping[str, Any], settings: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return what a call passes, by the names of the arguments.
+
+        Args:
+            full: role -> input.
+            settings: argument -> value.
+        """
+        if self.star:
+            return {f"*args[{i}]": full[r] for i, r in enumerate(self.star)}
+        return {p: full[r] for p, r in self.roles.items()} | dict(settings)
+
     @property
     def needed(self) -> list[str]:
         """Settings without a default."""
@@ -399,6 +412,8 @@ def _handed_over(
         return ", ".join(CALLED[r] for r in main), [], _TURN
     if not required:
         return "...", [], ""
+    if any(p.name in CONTAINERS for p in required):
+        return _in_containers(required, roles)
     alone = {p: r for p, r in roles.items() if list(roles.values()).count(r) == 1}
     missing = [r for r in main if r not in alone.values()]
     unknown = [p.name for p in required if p.name not in alone]
@@ -435,6 +450,49 @@ def _handed_over(
     if len(free) > 1 and pairs:
         remark += _TURN
     return ", ".join(values), unfilled, remark
+
+
+# what arguments are called that hold tensors by name, and what one is called that holds
+# what the model returned
+BATCHES = {
+    "batch",
+    "data",
+    "inputs",
+    "micro_batch",
+    "mini_batch",
+    "minibatch",
+    "sample",
+}
+OUTPUTS = {"model_output", "model_outputs", "outputs", "output"}
+CONTAINERS = BATCHES | OUTPUTS
+_NEW = '"log_probs": log_prob'
+_REST = '"old_log_probs": old_log_prob, "advantages": advantages, "response_mask": mask'
+
+
+def _in_containers(
+    required: Sequence[inspect.Parameter], roles: Mapping[str, str]
+) -> tuple[str, list[str], str]:
+    """Write the arguments of a wrapper's call of a function that reads its tensors from
+    dictionaries, as verl's (model_output, data) and slime's (args, batch).
+
+    Returns:
+        As of `_handed_over`.
+    """
+    has_output = any(p.name in OUTPUTS for p in required)
+    values = []
+    for p in required:
+        if p.name in OUTPUTS:
+            value = f"{{{_NEW}}}"
+        elif p.name in BATCHES:
+            value = f"{{{_REST}}}" if has_output else f"{{{_NEW}, {_REST}}}"
+        else:
+            value = CALLED.get(roles.get(p.name, ""), "...")
+        by_name = "" if p.kind is p.POSITIONAL_ONLY else f"{p.name}="
+        values.append(f"{by_name}{value}")
+    remark = " with the keys that it reads"
+    if any("=..." in value for value in values):
+        remark += ", and values in place of the dots"
+    return ", ".join(values), [], remark
 
 
 # the roles of which a loss without a mask gets the tokens that train

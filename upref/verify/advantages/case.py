@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
 from upref.errors import InputError
@@ -327,13 +328,16 @@ def choose_inputs(
     Raises:
         InputError: the function refuses every kind of input.
     """
+    mask_kinds = (False, True) if "row_mask" in function.reads else (False,)
     first_accepted: AdvantageCase | None = None
     errors: list[InputError] = []
     unknown = Denominator(hp.get("ddof", 1), hp.get("eps", 0.0), smallest_std=math.inf)
     # a function that computes in float64 may still cast to float32 on the way
     for tol in (DOUBLE_TOL, SINGLE_TOL):
-        for kind in function.kinds:
-            of_kind = replace(function, kind=kind, tol=tol)
+        for kind, mask_of_numbers in product(function.kinds, mask_kinds):
+            of_kind = replace(
+                function, kind=kind, tol=tol, mask_of_numbers=mask_of_numbers
+            )
             case = AdvantageCase(of_kind, name, hp, unknown)
             try:
                 batch = case.batch(EVEN_GROUPS)

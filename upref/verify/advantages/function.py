@@ -18,6 +18,7 @@ from upref.user_code.guard import call_guarded
 from upref.user_code.load import load, name_of, verl_estimator
 from upref.user_code.signature import Reading, parameters, read as read_signature
 from upref.verify.exact import UNGROUPED, RewardBatch, lengths
+from upref.verify.formulas.tokens import READS, role as role_of_token_input
 
 # what rewards and prompt ids may be passed as, and the words for it in a report
 KINDS = {
@@ -64,6 +65,7 @@ class Function:
         kind: the name in KINDS of what rewards and group are passed as.
         tol: the relative error that is allowed.
         lines: the lines of Python that a call may run; 0 for any number.
+        mask_of_numbers: whether a mask of responses is passed as numbers, not as bool.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Function:
     kind: str = "tensor"
     tol: float = 1e-9
     lines: int = 0
+    mask_of_numbers: bool = False
 
     @property
     def reads(self) -> frozenset[str]:
@@ -133,6 +136,7 @@ class Function:
             self.name,
             lambda: self.reading.call(self.fn, inputs, dict(self.bound_args)),
             self.lines,
+            self.reading.passed(inputs, self.bound_args),
         )
         wrote = frozenset(
             role
@@ -173,6 +177,7 @@ class Function:
             self.name,
             lambda: self.reading.call(self.fn, inputs, dict(self.bound_args)),
             self.lines,
+            self.reading.passed(inputs, self.bound_args),
         )
         A = returned[0] if isinstance(returned, tuple) and returned else returned
         if isinstance(A, dict) and "advantages" in A:
@@ -187,6 +192,34 @@ class Function:
         first = mask.int().argmax(1, keepdim=True)
         at_first = A.gather(1, first)[:, 0]
         return torch.where(mask.any(1), at_first, 0).tolist()
+
+    def on_rows(
+        self, R: Sequence[Any], group: Sequence[int], kept: Sequence[bool]
+    ) -> list[float]:
+        """Call a function that takes a mask of responses once.
+
+        Args:
+            R: a reward per response.
+            group: the prompt id of each response.
+            kept: whether the mask keeps each response.
+
+        Returns:
+            One advantage per response.
+
+        Raises:
+            InputError: the function raises, or returns something else.
+        """
+        inputs = self._inputs(R, group)
+        row_mask = torch.tensor(list(kept))
+        inputs["row_mask"] = row_mask.double() if self.mask_of_numbers else row_mask
+        returned, _ = call_guarded(
+            self.name,
+            lambda: self.reading.call(self.fn, inputs, dict(self.bound_args)),
+            self.lines,
+            self.reading.passed(inputs, self.bound_args),
+        )
+        A, _ = self._per_response(returned, len(R), self._lengths(R, group))
+        return [float(a) for a in A.double().reshape(-1)]
 
     def _lengths(self, R: Sequence[Any], group: Sequence[int]) -> list[int]:
         """Return the number of tokens of each response: 1 for a function that does not
@@ -230,7 +263,14 @@ class Function:
             "array": lambda: np.array(list(group)),
             "list": lambda: list(group),
         }
-        return {"rewards": rewards, "group": ids[self.kind](), "mask": mask, "n": n}
+        row_mask = torch.ones(N, dtype=torch.bool)
+        return {
+            "rewards": rewards,
+            "group": ids[self.kind](),
+            "mask": mask,
+            "row_mask": row_mask.double() if self.mask_of_numbers else row_mask,
+            "n": n,
+        }
 
     def _per_response(
         self, returned: Any, N: int, token_counts: list[int]
@@ -311,6 +351,12 @@ def read(fn: Any, estimator: str, hp: Mapping[str, Any]) -> Function:
     reading = read_signature(
         fn, name, names.reward_role, _required_roles(all_parameters)
     )
+    for p in reading.placed:
+        if meant := role_of_tokens(p):
+            raise InputError(
+                f"{name}: {p} is no reward and no prompt: it means {meant}, which an estimator of one reward per "
+                f"response does not read. Estimators that read it: {', '.join(readers_of(meant))}."
+            )
     settings = {
         p: hp[k] for p in reading.settings if (k := names.hyperparameter(p, set(hp)))
     }
@@ -336,6 +382,26 @@ def read(fn: Any, estimator: str, hp: Mapping[str, Any]) -> Function:
         and not function.takes_tokens
     )
     return replace(function, takes_matrix=takes_matrix)
+
+
+def role_of_tokens(name: str) -> str:
+    """Return the input of an estimator of tokens that a name means, if an estimator of
+    responses does not read it; else "".
+
+    Args:
+        name: of an argument.
+    """
+    meant = role_of_token_input(name)
+    return "" if meant in ("", "rewards", "group", "mask") else meant
+
+
+def readers_of(role: str) -> list[str]:
+    """Return the estimators of tokens that read an input.
+
+    Args:
+        role: the input.
+    """
+    return [estimator for estimator, roles in READS.items() if role in roles]
 
 
 def _required_roles(every: Sequence[inspect.Parameter]) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import numpy as np
 from upref.errors import InputError, OutOfMemory, TooManyLines
 from upref.verify import exact
 from upref.verify.advantages.case import UNCOUPLED, AdvantageCase
+from upref.verify.advantages.row_masks import response_mask
 from upref.verify.advantages.sizes import shift_and_scale
 from upref.verify.advantages.tokens import token_rewards
 from upref.verify.exact import (
@@ -472,6 +473,7 @@ ORACLES: tuple[Oracle, ...] = (
     shift_and_scale,
     random,
     token_rewards,
+    response_mask,
     singletons,
     equal_rewards,
     solved_prompts,
