@@ -183,3 +183,15 @@ def test_the_counterexample_is_one_when_it_is_pasted(tmp_path):
     expected = upref.get("dapo").gradient(b)
     assert not torch.allclose(found, expected)
     assert torch.allclose(found, torch.tensor(proof.example.found).double())
+
+
+def in_float32(log_prob, old_log_prob, advantages, mask):
+    r = (log_prob - old_log_prob).exp().float().double()
+    terms = torch.minimum(r * advantages, r.clamp(0.8, 1.28) * advantages)
+    return -(terms * mask).sum() / mask.sum()
+
+
+def test_a_proof_tells_of_a_shorter_float():
+    proof = upref.prove(in_float32, "dapo", rows=1, columns=1)
+    assert proof and "whose rounding the proof leaves out" in str(proof)
+    assert "rounding the proof" not in str(upref.prove(dapo, "dapo", rows=1, columns=1))

@@ -38,6 +38,7 @@ class Comparison:
         per_response: whether a response has one advantage.
         reads: optional inputs that are variables.
         operators: those that computed.
+        is_rounded: whether a part was computed in less than float64.
         seconds: of CPU time that it took.
     """
 
@@ -51,6 +52,7 @@ class Comparison:
     per_response: bool = False
     reads: frozenset[str] = frozenset()
     operators: set[str] = field(default_factory=set)
+    is_rounded: bool = False
     seconds: float = 0.0
 
 
@@ -148,6 +150,7 @@ def compare(
             for trace in outcome.traces:
                 bounds |= trace.sizes.bounds
                 out.operators |= trace.seen
+                out.is_rounded |= trace.is_rounded
             if outcome.reason:
                 break
         _conclude(values, outcomes, start + seconds - cpu_seconds(), limits)

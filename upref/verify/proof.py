@@ -29,6 +29,9 @@ from upref.verify.finding import Example
 from upref.verify.render import describe_example
 from upref.verify.report import counted, short
 
+ROUNDED = (
+    "a part of it is computed in less than float64, whose rounding the proof leaves out"
+)
 NOT_PART = "not part of the proof: rounding, overflow, side effects, other dtypes"
 SECONDS = 60.0
 ONE_PER_RESPONSE = ("A_i", "A_it = A_i")
@@ -400,6 +403,8 @@ def _report(
     name: str, read_as: str, words: str, found: Comparison, remarks: tuple[str, ...]
 ) -> Proof:
     """Return what was found, in numbers and words."""
+    if found.is_rounded and found.status == "proved":
+        remarks = (*remarks, ROUNDED)
     proof = Proof(
         name,
         words,
