@@ -351,8 +351,8 @@ def read(fn: Any, estimator: str, hp: Mapping[str, Any]) -> Function:
     reading = read_signature(
         fn, name, names.reward_role, _required_roles(all_parameters)
     )
-    for p in reading.placed:
-        if meant := role_of_tokens(p):
+    for p in reading.roles:
+        if p in reading.placed and (meant := role_of_tokens(p)):
             raise InputError(
                 f"{name}: {p} is no reward and no prompt: it means {meant}, which an estimator of one reward per "
                 f"response does not read. Estimators that read it: {', '.join(readers_of(meant))}."
