@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of docs/howto/tokens-teachers-critics.md: what each estimator of tokens and
-turns, each divergence and each value loss is, read from the code.
+turns, each divergence and each value loss is, and what each option of `upref check`
+takes, read from the code.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from upref import critic, distillation, markdown
 from upref.token_advantages import TOKEN_ADVANTAGES
+from upref.user_code import MAIN, logprobs, names
+from upref.verify.formulas import distillation as distillation_check, tokens, value
+from upref.verify.formulas.case import Problem
 from upref.verify.formulas.token_faults import SETTINGS
 from upref.verify.formulas.tokens import OPTIONAL, READS
 
@@ -54,3 +58,86 @@ def value_losses() -> str:
     """Each value loss with its formula."""
     rows = _summaries(critic.VALUE_LOSSES)
     return markdown.table(["`--as-value`", "the loss of a token"], rows)
+
+
+# ---- what each option takes ----------------------------------------------------------
+def _called(roles: Iterable[str]) -> str:
+    """Inputs by the names that they have in a signature."""
+    return ", ".join(f"`{names.CALLED[role]}`" for role in roles)
+
+
+def _with_shapes(
+    roles: Iterable[str], problem: Problem, shapes: Mapping[int, str]
+) -> str:
+    """Inputs with their shapes, which a batch of the check has."""
+    words = []
+    for role in roles:
+        x = problem.inputs.get(role)
+        shape = "" if x is None else f" {shapes[x.ndim]}"
+        words.append(f"`{role}`{shape}")
+    return ", ".join(words)
+
+
+def options_of_check() -> str:
+    """What `upref check` passes to a function, for each of its options."""
+    # beside an old policy, what rollout_log_probs are is the sampler's
+    more_of_loss = [
+        role
+        for role, called in names.CALLED.items()
+        if role not in MAIN and (names.role(called) or "") in (role, "logp_old")
+    ]
+    of_rewards = [r for r in names.CALLED if names.reward_role(names.CALLED[r]) == r]
+    settings_of_tokens = dict.fromkeys(k for own in SETTINGS.values() for k in own)
+    value_roles = value.vocabulary("math:sqrt").roles
+    ways = " or ".join(_called(roles) for roles in logprobs.MAIN.values())
+    slots = {1: "[N]", 2: "[N, K]"}
+    vocabulary = {2: "[B, T]", 3: "[B, T, V]"}
+    rows = [
+        [
+            "`--as`",
+            f"{_called(MAIN)} [B, T]; by name also {_called(more_of_loss)}",
+            "those of the objective, and others by `--hp`",
+            "names, or position",
+        ],
+        [
+            "`--as-advantage`, of responses",
+            f"of {_called(of_rewards)} those that it has",
+            "`ddof`, `eps`",
+            "names, or position",
+        ],
+        [
+            "`--as-advantage`, of tokens and turns",
+            _with_shapes(tokens.VOCABULARY.roles, tokens.FULL, slots),
+            ", ".join(f"`{key}`" for key in settings_of_tokens),
+            "names alone",
+        ],
+        [
+            "`--as-distillation`",
+            _with_shapes(
+                distillation_check.VOCABULARY.roles,
+                distillation_check.PLAIN,
+                vocabulary,
+            ),
+            ", ".join(f"`{key}`" for key in distillation_check.USUAL),
+            "names alone",
+        ],
+        [
+            "`--as-value`",
+            _with_shapes(value_roles, value.PLAIN, vocabulary),
+            ", ".join(f"`{key}`" for key in value.USUAL),
+            "names alone",
+        ],
+        [
+            "`--as-kl`",
+            _called(("logp", "logp_ref")),
+            "",
+            "names, or position",
+        ],
+        [
+            "`--as-logprobs`",
+            ways,
+            ", ".join(f"`{key}`" for key in logprobs.SETTINGS),
+            "names, or position",
+        ],
+    ]
+    return markdown.table(["option", "inputs", "settings", "read by"], rows)

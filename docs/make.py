@@ -387,6 +387,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "token_advantages": ("docs.functions", "token_advantages"),
     "value_losses": ("docs.functions", "value_losses"),
     "divergences": ("docs.functions", "divergences"),
+    "options_of_check": ("docs.functions", "options_of_check"),
     "maximized_estimators": ("docs.maximized", "estimators"),
     "maximized_aggregations": ("docs.maximized", "aggregations"),
     "maximized_kl": ("docs.maximized", "kl_terms"),
