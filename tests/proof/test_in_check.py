@@ -195,3 +195,13 @@ def test_a_proof_tells_of_a_shorter_float():
     proof = upref.prove(in_float32, "dapo", rows=1, columns=1)
     assert proof and "whose rounding the proof leaves out" in str(proof)
     assert "rounding the proof" not in str(upref.prove(dapo, "dapo", rows=1, columns=1))
+
+
+def with_options(log_prob, old_log_prob, advantages, mask):
+    options = {"images": None, "ids": mask}
+    given = {k: options[k] for k in options if k in options and options[k] is not None}
+    return dapo(log_prob, old_log_prob, advantages, given["ids"])
+
+
+def test_a_comparison_without_numbers_is_no_obstacle():
+    assert upref.prove(with_options, "dapo", rows=1, columns=1)

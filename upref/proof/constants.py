@@ -104,7 +104,7 @@ class Constants:
             (fixed if is_fixed and not is_counted(value) else local).append(value)
         if not local and not place.computes:
             return
-        if not fixed:
+        if not fixed and local:
             fixed = [max(local)]
         line = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         for number in fixed:
