@@ -801,7 +801,7 @@ def of_groups(reward: Tensor, group: Tensor, *, divide: bool = True) -> Tensor:
     for k in group.unique():
         own = group == k
         out[own] = reward[own] - reward[own].mean()
-        if divide:
+        if divide and own.sum() > 1:
             out[own] /= reward[own].std() + 1e-6
     return out
 

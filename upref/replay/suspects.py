@@ -37,7 +37,6 @@ USUAL: dict[str, dict[str, float]] = {
         "likeliest": 0.4,
         "order": 0.0,
         "penalties": 0.0,
-        "cut": 0.0,
     },
     "impossible_tokens": {
         "ids": 4.0,
@@ -48,7 +47,6 @@ USUAL: dict[str, dict[str, float]] = {
         "order": 0.8,
         "likeliest": 0.8,
         "penalties": 0.0,
-        "cut": 0.0,
         "undrawn": 0.0,
     },
     "missing_mass": {
@@ -96,7 +94,6 @@ USUAL: dict[str, dict[str, float]] = {
 INCLUDES: dict[str, tuple[str, ...]] = {
     "ids": ("context",),
     "penalties": ("settings",),
-    "cut": ("settings",),
 }
 
 
@@ -224,13 +221,14 @@ def _weights_of_evidence(e: Evidence) -> dict[str, float]:
         added["arithmetic"] += 1
     if e.one_sided:
         added["cut"] += 3
+        added["settings"] += 2
         added["likeliest"] += 3.5
     if e.both_ways:
         added["order"] += 5
         added["rows"] += 2
     if e.certain:
         added["undrawn"] += 6
-        added["cut"] += 3
+        added["settings"] += 2
     if e.turns:
         added["ids"] += 2
         added["context"] += 1

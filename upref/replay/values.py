@@ -287,8 +287,9 @@ def _is_floor_or_ceiling(c: Columns, has_value: Tensor, value: Tensor) -> bool:
     y = c.trained(c.sampler)
     beyond = c.trainer[has_value] - value
     if value == y.min() and value != y.max():
-        return bool((beyond < 0).double().mean() > 0.9)
-    return bool(value == y.max() and value < 0 and (beyond > 0).double().mean() > 0.9)
+        return bool((beyond < CLOSE).double().mean() > 0.9)
+    is_beyond = (beyond > -CLOSE).double().mean() > 0.9
+    return bool(value == y.max() and value < 0 and is_beyond)
 
 
 def _runs_of(tied: Tensor, least: int) -> Tensor:

@@ -46,8 +46,8 @@ SUSPECTS: dict[str, tuple[str, str]] = {
         "compare the ids that each side reads, prompt included",
     ),
     "settings": (
-        "a setting of the sampler: penalties, a logit bias, banned tokens, a temperature, "
-        "top_p or top_k",
+        "a setting of the sampler: penalties, a logit bias, banned tokens, a grammar, a "
+        "temperature, top_p, top_k or min_p",
         "sample once with all of them off",
     ),
     "penalties": (
