@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from upref.aggregation import Totals, aggregate, row_weights
     from upref.derivation import derive
     from upref.errors import InputError
+    from upref.identification.diff import diff
     from upref.identification.identify import identify
     from upref.maximization.maximizes import maximizes
     from upref.pytest_plugin import (
@@ -60,6 +61,7 @@ _HOME = {
     "check_value": "verify.formulas.value",
     "derive": "derivation",
     "get": "registry",
+    "diff": "identification.diff",
     "identify": "identification.identify",
     "identify_step": "step",
     "maximizes": "maximization.maximizes",
@@ -93,6 +95,7 @@ __all__ = [
     "check_step",
     "check_value",
     "derive",
+    "diff",
     "get",
     "identify",
     "identify_step",

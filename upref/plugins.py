@@ -103,6 +103,14 @@ class FrameworkPlugin(Protocol):
         package may lack this.
         """
 
+    def closing_settings(self, a: Any, b: Any) -> list[str]:
+        """Return settings of one of two losses with which nothing differs from the
+        other one, a sentence each, for `upref.diff`; a package may lack this.
+
+        Args:
+            a, b: two losses that differ, as a user named them.
+        """
+
 
 class DumpReader(Protocol):
     """Files of one trainer as recorded batches (docs/dump.md): a module with these
@@ -207,6 +215,22 @@ def recorders() -> "list[Recorder]":
         recorder
         for plugin in framework_plugins()
         for recorder in getattr(plugin, "recorders", tuple)()
+    ]
+
+
+def closing_settings(a: Any, b: Any) -> list[str]:
+    """Return settings with which one of two losses is the other one.
+
+    Args:
+        a, b: two losses that differ, as a user named them.
+
+    Returns:
+        Sentences of all installed packages.
+    """
+    return [
+        words
+        for plugin in framework_plugins()
+        for words in getattr(plugin, "closing_settings", lambda *_: [])(a, b)
     ]
 
 

@@ -21,6 +21,7 @@ from upref_frameworks.trl import losses as trl, record as trl_record
 from upref_frameworks.verl import losses as verl
 
 __all__ = [
+    "closing_settings",
     "dump_readers",
     "find",
     "names",
@@ -149,3 +150,18 @@ def recorders() -> list[Recorder]:
         One module.
     """
     return [trl_record]
+
+
+def closing_settings(a: Any, b: Any) -> list[str]:
+    """Return settings of verl's or TRL's loss with which it is another loss; each was
+    run.
+
+    Args:
+        a, b: two losses that differ.
+
+    Returns:
+        A sentence for each loss that has such settings.
+    """
+    from upref_frameworks import closing
+
+    return closing.closing_settings(a, b)

@@ -17,6 +17,7 @@ GROUPS = {
     "Judge a loss": [
         "check",
         "prove",
+        "diff",
         "identify",
         "maximizes",
         "check_advantages",
@@ -72,6 +73,7 @@ MODULES = {
     "upref.derivation": "Derivations",
     "upref.verify.report": "The report of a check",
     "upref.identification.identification": "The answer of identify",
+    "upref.identification.diff": "The answer of diff",
     "upref.maximization.maximization": "The answer of maximizes",
     "upref.verify.oracle": "Oracles",
     "upref.replay": "Recorded batches of a run",

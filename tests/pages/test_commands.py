@@ -36,6 +36,7 @@ HERE = {
     "upref identify my.py:loss": "{said}",
     "upref maximizes my.py:loss": "my.py:loss with leave_one_out advantages",
     "upref check verl:vanilla --as dapo": "NOT dapo: ",
+    "upref diff verl:vanilla,loss_agg_mode=seq-mean-token-mean trl:grpo": "differ first in the weight of a token",
     "upref recipe dapo --in verl": "loss_agg_mode=token-mean",
     "upref cap -o cap.svg dapo my.py:loss": "cap.svg",
     "upref cap -o cap.svg dapo up_dapo": "cap.svg",

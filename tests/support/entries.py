@@ -206,6 +206,7 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
         "replay.clipping": (upref.replay.clipping, {"objective": o, "batch": b, "eps_low": 0.1}),
         "check": (upref.check, {"loss": _loss, "objective": "dapo", "skip": (), "eps_low": 0.1}),
         "identify": (upref.identify, {"loss": o}),
+        "diff": (upref.diff, {"a": _loss, "b": o}),
         "maximizes": (upref.maximizes, {"fn": mean, "kind": "advantage", "group_size": 2}),
         "prove": (upref.prove, {"loss": _loss, "objective": "dapo", "rows": 1, "columns": 1, "seconds": 1.0}),
         "check_kl": (upref.check_kl, {"fn": k3, "estimator": "k3", "skip": ()}),

@@ -46,6 +46,7 @@ VERBS: dict[str, list[str]] = {
               "--skip",
               "--skip=no", "-v", "--verbose"],
     "identify": [*TIME, "-v", "--verbose"],
+    "diff": [*TIME, "dapo", "up_dapo", "mine.py:loss", "-v", "--verbose"],
     "maximizes": [*HP, *TIME, "--as-advantage", "--as-kl", "--as-kl=loss", "--as-kl=no", "--advantages",
                   "--advantages=reward", "--advantages=no", "--group-size", "--group-size=2", "--group-size=0",
                   "--group-size=x", "k1", "group_mean", "-v", "--verbose"],
@@ -76,13 +77,21 @@ VERBS: dict[str, list[str]] = {
     "doctor": [],
 }  # fmt: skip
 # how often, of the times that chance has it
-SLOW = {"doctor": 0.1, "explorer": 0.5, "maximizes": 0.2, "prove": 0.2, "step": 0.1}
+SLOW = {
+    "diff": 0.3,
+    "doctor": 0.1,
+    "explorer": 0.5,
+    "maximizes": 0.2,
+    "prove": 0.2,
+    "step": 0.1,
+}
 NO_VERB = ["frobnicate", "", "-x", "--help", "-h", "--debug", "--json", "π"]
 FIT = {  # words that alone are a right call
     "show": [["dapo"], ["up(sapo)"]], "cap": [["dapo"]], "weights": [["grpo", "gspo"]], "list": [[]],
     "audit": [["verl", "--ledger"], ["slime", "--ledger"]], "derive": [["up_dapo"]],
     "learn": [[]], "claims": [[]],
-    "check": [["mine.py:loss", "--as=dapo"]], "identify": [["mine.py:loss"]], "maximizes": [["k1", "--as-kl=reward"]],
+    "check": [["mine.py:loss", "--as=dapo"]], "identify": [["mine.py:loss"]],
+    "diff": [["mine.py:loss", "dapo"]], "maximizes": [["k1", "--as-kl=reward"]],
     "prove": [["mine.py:loss", "--as=dapo"]], "explorer": [["x.html"]], "doctor": [[]],
     "recipe": [["dapo", "--in", "verl"]], "step": [["trl", "--list"]],
     "replay": [["table.csv"]], "logs": [["table.csv"]], "badge": [["table.csv"]],

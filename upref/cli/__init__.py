@@ -370,6 +370,21 @@ def _parser() -> argparse.ArgumentParser:
         "-v", "--verbose", action="store_true", help="also print what was assumed"
     )
     c = command(
+        "diff",
+        "show the first quantity in which two losses differ, and settings that close it",
+        "the losses",
+    )
+    for name in ("a", "b"):
+        c.add_argument(
+            name, metavar=name.upper(), help="an objective, or a loss as in `check`"
+        )
+    add_time_limit(c)
+    c.add_argument(
+        "-v", "--verbose", action="store_true", help="also print what was compared"
+    )
+    c.epilog = """Exit status: 0 nothing differs, 1 something does. The files of A and B are imported and run with your
+        rights."""
+    c = command(
         "maximizes",
         "tell what a loss, an advantage estimator or a KL term maximizes on average",
         "the loss",

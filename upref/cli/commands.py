@@ -44,6 +44,8 @@ def refuse_unknown_names(args: argparse.Namespace) -> None:
         losses = [args.loss]
     if args.command == "prove" and args.name and ":" not in args.name:
         objectives = [args.name]
+    if args.command == "diff":
+        losses = [args.a, args.b]
     if args.command in ("cap", "weights"):
         losses = args.names
     if args.command in ("check", "show", "derive", "replay"):
@@ -149,6 +151,12 @@ def identify(args: argparse.Namespace) -> int:
     return answer(
         args, which(from_signature(args.loss, no_objective(), {}, alone=True))
     )
+
+
+def diff(args: argparse.Namespace) -> int:
+    from upref.identification.diff import diff as difference_of
+
+    return answer(args, difference_of(args.a, args.b))
 
 
 def maximizes(args: argparse.Namespace) -> int:
@@ -372,6 +380,7 @@ def badge(args: argparse.Namespace) -> int:
 RUN = {
     "check": check,
     "identify": identify,
+    "diff": diff,
     "maximizes": maximizes,
     "prove": prove,
     "list": listing,

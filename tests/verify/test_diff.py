@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`upref.diff`: equal losses have no difference, a planted one is found in its
+quantity, and settings that close one are run before they are named.
+"""
+
+import json
+
+import pytest
+import torch
+
+import upref
+from upref import cli
+from upref.identification.diff import compare_losses
+
+
+def ppo(log_prob, old_log_prob, advantages, mask):
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    A = torch.where(mask, advantages, 0)
+    return -torch.minimum(r * A, r.clamp(0.8, 1.2) * A)[mask].mean()
+
+
+def wider(log_prob, old_log_prob, advantages, mask):
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    A = torch.where(mask, advantages, 0)
+    return -torch.minimum(r * A, r.clamp(0.8, 1.28) * A)[mask].mean()
+
+
+def of_responses(log_prob, old_log_prob, advantages, mask):
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    A = torch.where(mask, advantages, 0)
+    J = torch.minimum(r * A, r.clamp(0.8, 1.2) * A) * mask
+    return -(J.sum(1) / mask.sum(1)).mean()
+
+
+def halved(log_prob, old_log_prob, advantages, mask):
+    return ppo(log_prob, old_log_prob, advantages, mask) / 2
+
+
+def without_last(log_prob, old_log_prob, advantages, mask):
+    last = mask & (mask.long().flip(1).cumsum(1).flip(1) == 1)
+    kept = mask & ~last
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    A = torch.where(mask, advantages, 0)
+    J = torch.minimum(r * A, r.clamp(0.8, 1.2) * A)
+    return -(J * kept).sum() / mask.sum()
+
+
+def with_kl(log_prob, old_log_prob, advantages, mask, ref_log_prob):
+    d = torch.where(mask, ref_log_prob - log_prob, 0)
+    k3 = d.exp() - d - 1
+    return ppo(log_prob, old_log_prob, advantages, mask) + 0.1 * k3[mask].mean()
+
+
+PLANTED = [
+    (wider, "weight of a token", "A > 0"),
+    (of_responses, "divisor", ""),
+    (halved, "divisor", ""),
+    (without_last, "mask", ""),
+    (with_kl, "KL term", ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("loss", "quantity", "where"), PLANTED, ids=[one[0].__name__ for one in PLANTED]
+)
+def test_a_planted_difference_is_found_in_its_quantity(loss, quantity, where):
+    found = upref.diff(ppo, loss)
+    assert not found
+    assert found.first is not None, found
+    assert found.first.name == quantity, found
+    assert where in found.first.where
+    assert f"differ first in the {quantity}" in str(found)
+
+
+@pytest.mark.parametrize("loss", [ppo, of_responses, with_kl, "gspo", "up_dapo"])
+def test_a_loss_does_not_differ_from_itself(loss):
+    found = upref.diff(loss, loss)
+    assert found, found
+    assert found.a.endswith("(1)")
+    assert "nothing differs between" in str(found)
+
+
+def test_the_numbers_of_the_clip_are_those_of_the_losses():
+    found = upref.diff(ppo, wider)
+    assert "1.2" in found.first.where
+    assert "1.28" in found.first.where
+    assert "A > 0: 1.2;" in found.first.a
+    assert "A > 0: 1.28;" in found.first.b
+
+
+def test_the_first_token_has_the_gradients_of_both_losses():
+    token = upref.diff(ppo, halved).example
+    assert token.batch == "batch on policy"
+    assert token.b == pytest.approx(token.a / 2)
+    assert "0.5 times as much" in str(token)
+
+
+def test_an_objective_equals_a_loss_that_is_it():
+    assert compare_losses("ppo_clip", ppo)
+
+
+def test_the_ratio_of_a_response_is_a_quantity():
+    found = upref.diff("gspo", "grpo")
+    ratio = next(q for q in found.quantities if q.name == "ratio")
+    assert (ratio.differs, ratio.b) == (True, "of the token")
+    assert ratio.a.startswith("of the response")
+
+
+def test_the_command_answers_by_its_status_and_json(capsys):
+    assert cli.main(["diff", "dapo", "dapo"]) == 0
+    assert capsys.readouterr().out.startswith("nothing differs between dapo (1)")
+    assert cli.main(["diff", "dapo", "up_dapo", "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said["same"] is False
+    assert said["quantities"][1]["name"] == "weight of a token"
+
+
+@pytest.mark.trl
+@pytest.mark.parametrize(
+    ("other", "quantity"),
+    [
+        ("trl:dapo,epsilon_high=0.28", "weight of a token"),
+        ("trl:grpo", "divisor"),
+        ("trl:dapo,importance_sampling_level=sequence", "ratio"),
+    ],
+)
+def test_a_setting_of_trl_is_found(other, quantity):
+    pytest.importorskip("trl")
+    assert compare_losses("trl:dapo", other).first.name == quantity
+
+
+@pytest.mark.verl
+@pytest.mark.parametrize(
+    ("other", "quantity"),
+    [
+        ("verl:vanilla,clip_ratio_c=1e9,clip_ratio_low=0.1", "weight of a token"),
+        (
+            "verl:vanilla,clip_ratio_c=1e9,loss_agg_mode=seq-mean-token-mean",
+            "divisor",
+        ),
+        ("verl:gspo", "ratio"),
+    ],
+)
+def test_a_setting_of_verl_is_found(other, quantity):
+    pytest.importorskip("verl")
+    assert compare_losses("verl:vanilla,clip_ratio_c=1e9", other).first.name == quantity
+
+
+@pytest.mark.trl
+@pytest.mark.verl
+def test_the_settings_that_close_a_difference_are_named():
+    for name in ("trl", "verl"):
+        pytest.importorskip(name)
+    found = upref.diff("verl:vanilla", "trl:dapo")
+    assert "A < 0" in found.first.where
+    closing = ["verl:vanilla,clip_ratio_c=1e+09", "trl:dapo,delta=3"]
+    assert [words.partition(", as run")[0] for words in found.closed_by] == closing
+    assert compare_losses(closing[0], "trl:dapo")
+    assert compare_losses("verl:vanilla", closing[1])
+
+
+@pytest.mark.verl
+def test_nothing_is_named_where_no_setting_closes_a_difference():
+    pytest.importorskip("verl")
+    assert not upref.diff("verl:vanilla", with_kl).closed_by

@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`upref.diff`: where the gradients of two losses part, quantity by quantity in the
+order in which a loss makes them.
+
+Both losses are measured as `upref.identify` measures one. No objective is involved.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from upref import plugins
+from upref.registry import get
+from upref.result import Result
+from upref.rollouts import Rollouts
+from upref.user_code import Loss, read
+from upref.user_code.guard import state_restored
+from upref.verify.probe import BlackBox, measure
+from upref.weights.batches import interval_words, on_policy_batch, random_batches
+from upref.weights.black_box import MANY_LOG_R
+
+ADVANTAGES = (1.0, -1.0, 0.5, -2.0)
+PROBABILITIES = (0.02, 0.3, 0.9)  # π_old, where a weight depends on it
+BATCHES = 3  # random ones on which whole gradients are compared
+BESIDE = 1e-3  # a ratio so near to a jump is not shown: it prints as the jump itself
+SMALLEST_PART = 1e-12  # of the largest weight of a batch: below, it is rounding
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One quantity of two losses.
+
+    Attributes:
+        name: of the quantity.
+        differs: whether the losses have two values of it.
+        a, b: the values, in words.
+        where: the tokens on which they differ, in words; "" where it is all of them.
+    """
+
+    name: str
+    differs: bool
+    a: str
+    b: str
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A token to which the losses give two gradients.
+
+    Attributes:
+        batch: in words.
+        row, column: of the token.
+        A, r: its advantage and its ratio.
+        a, b: dJ/dlp by each loss.
+    """
+
+    batch: str
+    row: int
+    column: int
+    A: float
+    r: float
+    a: float
+    b: float
+
+    def __str__(self) -> str:
+        times = f", {self.b / self.a:.6g} times as much" if self.a else ""
+        return (
+            f"{self.batch}, response {self.row}, column {self.column} (A = {self.A:.6g}, "
+            f"r = {self.r:.6g}): {self.a:.6g} and {self.b:.6g}{times}"
+        )
+
+
+@dataclass(frozen=True)
+class Difference(Result):
+    """Where two losses differ. Truth value: nowhere, on all that was compared.
+
+    Attributes:
+        a, b: the names of the losses.
+        quantities: in the order in which a loss makes them.
+        example: the first token of the first batch whose gradients differ.
+        compared: what was compared, in words.
+        closed_by: settings of a framework's loss with which nothing differs; each was
+            run.
+        seconds: the wall time.
+    """
+
+    a: str
+    b: str
+    quantities: tuple[Quantity, ...]
+    example: Example | None
+    compared: str
+    closed_by: tuple[str, ...] = ()
+    seconds: float = field(default=0.0, compare=False)
+
+    def __bool__(self) -> bool:
+        return self.first is None and self.example is None
+
+    @property
+    def first(self) -> Quantity | None:
+        """The first quantity that differs."""
+        return next((q for q in self.quantities if q.differs), None)
+
+    @property
+    def failures(self) -> Sequence[str]:
+        return [f"{q.name}: {q.a} and {q.b}" for q in self.quantities if q.differs]
+
+    def data(self) -> dict[str, Any]:
+        """Return the fields, `same` first."""
+        return {"same": bool(self)} | asdict(self)
+
+    def text(self, verbose: bool = False) -> str:
+        """The quantities of both losses, and a token on which they differ.
+
+        Args:
+            verbose: with the quantities that are equal, and what was compared.
+        """
+        if self:
+            lines = [f"nothing differs between {self.a} and {self.b}"]
+        elif self.first is not None:
+            lines = [f"{self.a} and {self.b} differ first in the {self.first.name}"]
+        else:
+            lines = [f"{self.a} and {self.b} differ, in none of the parts below"]
+        for q in self.quantities:
+            if q.differs:
+                lines.append(f"DIFF  {q.name}{f': {q.where}' if q.where else ''}")
+                lines += [f"      {self.a:<24}  {q.a}", f"      {self.b:<24}  {q.b}"]
+            elif verbose or not self:
+                lines.append(f"same  {q.name}: {q.a}")
+        if self.example is not None:
+            lines.append(f"first token: {self.example}")
+        lines += [f"closed by: {words}" for words in self.closed_by]
+        if verbose or self:
+            lines.append(f"compared: {self.compared}")
+        return "\n".join(lines)
+
+
+def diff(a: Any, b: Any) -> Difference:
+    """Compare the gradients of two losses: which tokens train, the weight of a token,
+    the divisor, the KL term, and what all of these leave.
+
+    Args:
+        a, b: losses as for `upref.check`: functions, objectives, or names such as
+            `path/to/file.py:function` and `verl:vanilla`.
+
+    Returns:
+        A Difference: true where nothing differs, printable, and JSON. Weights are
+        compared for |log r| <= 8.
+
+    Raises:
+        InputError: a loss cannot be run, or is not differentiable.
+    """
+    found = compare_losses(a, b)
+    if found:
+        return found
+    return replace(found, closed_by=tuple(plugins.closing_settings(a, b)))
+
+
+def compare_losses(a: Any, b: Any) -> Difference:
+    """Compare two losses as `diff` does, without a search for settings.
+
+    Args:
+        a, b: the losses.
+
+    Returns:
+        A Difference.
+    """
+    start = time.perf_counter()
+    with state_restored():
+        losses = [read(_loss_of(loss)) for loss in (a, b)]
+        boxes = [measure(loss) for loss in losses]
+        names = _names(losses)
+        tol = max(box.tol for box in boxes)
+        quantities = tuple(_quantities(boxes, tol))
+        example = _first_token(boxes, tol)
+    compared = (
+        f"weights of {len(ADVANTAGES) * len(_ratios(boxes))} tokens by themselves, a batch on policy and "
+        f"{BATCHES} random ones, to {tol:.1g} of a weight"
+    )
+    return Difference(
+        *names,
+        quantities,
+        example,
+        compared,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _loss_of(loss: Any) -> Any:
+    """Return the objective that a word without a colon names; else the loss as it is."""
+    return get(loss) if isinstance(loss, str) and ":" not in loss else loss
+
+
+def _names(losses: Sequence[Loss]) -> tuple[str, str]:
+    """Return the names of two losses, told apart where they are one."""
+    first, second = (loss.name for loss in losses)
+    return (first, second) if first != second else (f"{first} (1)", f"{second} (2)")
+
+
+def _quantities(boxes: Sequence[BlackBox], tol: float) -> Iterator[Quantity]:
+    """Yield each quantity of both losses, in the order in which a loss makes them."""
+    trains, other_trains = (_trained_tokens(box) for box in boxes)
+    masks_differ = not torch.equal(trains, other_trains)
+    a, b = (
+        f"{int(tokens.sum())} tokens of a batch on policy train"
+        for tokens in (trains, other_trains)
+    )
+    yield Quantity("mask", masks_differ, a, b)
+    if masks_differ:
+        return  # what is measured on other tokens is not comparable
+    yield _token_weight(boxes, tol)
+    yield _weight_beside_others(boxes)
+    yield Quantity(
+        "divisor",
+        boxes[0].agg != boxes[1].agg
+        or abs(boxes[0].scale - boxes[1].scale) > tol * abs(boxes[0].scale),
+        *map(_divisor_words, boxes),
+    )
+    yield Quantity(
+        "KL term",
+        boxes[0].kl != boxes[1].kl or abs(boxes[0].beta - boxes[1].beta) > tol,
+        *(f"{box.beta:.6g} x {box.kl}" if box.beta else "none" for box in boxes),
+    )
+
+
+def _trained_tokens(box: BlackBox) -> torch.Tensor:
+    """Return which tokens of a batch on policy have a gradient, [B, T]."""
+    batch = box.case.ready(on_policy_batch())
+    gradient = box.case.gradient(batch).abs()
+    return gradient > SMALLEST_PART * gradient.max()
+
+
+def _divisor_words(box: BlackBox) -> str:
+    """Return the aggregation of a loss, and a factor beside it."""
+    words = box.agg or "no aggregation that is known"
+    return words if box.scale == 1 else f"{words}, times {box.scale:.6g}"
+
+
+def _ratios(boxes: Sequence[BlackBox]) -> np.ndarray:
+    """Return ratios on both sides of each jump of either loss, and between."""
+    at = [jump.r for box in boxes for jump, _ in box.jumps]
+    near = max(box.resolution for box in boxes)
+    sides = np.outer(at, (1 - 2 * near, 1 + 2 * near)).ravel()
+    return np.unique(np.r_[np.exp(MANY_LOG_R), sides])
+
+
+def _token_weight(boxes: Sequence[BlackBox], tol: float) -> Quantity:
+    """Compare the weights of a token by itself: where, and what each loss has there."""
+    ratios = _ratios(boxes)
+    reads_mu = any(box.reads_mu for box in boxes)
+    regions = []
+    for A in ADVANTAGES:
+        for mu in PROBABILITIES if reads_mu else (None,):
+            r = ratios if mu is None else ratios[ratios * mu < 1]
+            x, y = (box.curve()(r, np.full_like(r, A), mu) for box in boxes)
+            size = np.maximum.reduce([abs(x), abs(y), np.full_like(x, 0.1 * abs(A))])
+            wrong = abs(x - y) > tol * size
+            if wrong.any():
+                regions.append((A, mu, r, x, y, wrong))
+    if not regions:
+        bounds = [_bound_words(box) for box in boxes]
+        return Quantity("weight of a token", False, *bounds)
+    where = dict.fromkeys(
+        f"A {'>' if A > 0 else '<'} 0, {interval}"
+        for A, _, r, _, _, wrong in regions
+        for interval in _intervals(boxes, r, wrong)
+    )
+    A, mu, r, x, y, wrong = regions[0]
+    jumps = [jump.r for box in boxes for jump, _ in box.jumps]
+    far = np.array([all(abs(ratio / j - 1) > BESIDE for j in jumps) for ratio in r])
+    shown = _clearest(r, x, y, wrong & far if (wrong & far).any() else wrong)
+    at = f"at A = {A:g}, r = {r[shown]:.6g}" + ("" if mu is None else f", π_old = {mu}")
+    a, b = (
+        f"{w[shown]:.6g} {at}; {_bound_words(box)}"
+        for w, box in zip((x, y), boxes, strict=True)
+    )
+    return Quantity("weight of a token", True, a, b, "; ".join(where))
+
+
+def _clearest(r: np.ndarray, x: np.ndarray, y: np.ndarray, wrong: np.ndarray) -> int:
+    """Return the place of the ratio nearest to 1 at which weights differ by a tenth, or
+    else of the largest difference.
+    """
+    difference = abs(x - y) / np.maximum(np.maximum(abs(x), abs(y)), 1e-300)
+    clear = wrong & (difference > 0.1)
+    if not clear.any():
+        return int(np.where(wrong, difference, 0).argmax())
+    return int(np.where(clear, abs(np.log(r)), np.inf).argmin())
+
+
+def _weight_beside_others(boxes: Sequence[BlackBox]) -> Quantity:
+    """Compare whether the weight of a token depends on the other tokens of its batch."""
+    words = [_dependence_words(box) for box in boxes]
+    return Quantity("ratio", words[0] != words[1], *words)
+
+
+def _dependence_words(box: BlackBox) -> str:
+    """Say on which tokens the weight of a token depends, from random batches."""
+    if not box.agg:
+        return "not measured: no aggregation that is known"
+    if box.batch_coupled:
+        return "the weight of a token depends on other responses"
+    for batch in _random_batches([box], 1):
+        ready = box.case.ready(batch)
+        weights = box.gradient(ready) - box.kl_weights(ready)
+        mask = ready.mask
+        adv = ready.adv.expand_as(ready.logp)[mask].numpy()
+        r = (ready.logp - ready.logp_old)[mask].exp().numpy()
+        mu = ready.logp_old[mask].exp().numpy()
+        alone = box.curve()(r, adv, mu)
+        error = abs(weights[mask].numpy() - alone)
+        if (error > 1e-3 * np.maximum(abs(alone), 0.1 * abs(adv))).any():
+            return "of the response: the weight of a token depends on its other tokens"
+    return "of the token"
+
+
+def _bound_words(box: BlackBox) -> str:
+    """Return at which ratios the weight of a token jumps, by sign of A."""
+    parts = []
+    for A, sign in ((1.0, ">"), (-1.0, "<")):
+        bounds = ", ".join(f"{bound:.6g}" for bound in box.bounds(A))
+        parts.append(f"A {sign} 0: {bounds or 'none'}")
+    return f"jumps at {'; '.join(parts)}"
+
+
+def _intervals(
+    boxes: Sequence[BlackBox], r: np.ndarray, wrong: np.ndarray
+) -> Iterator[str]:
+    """Yield the intervals of ratios on which the weights differ, in words. Their ends
+    are jumps of a loss where there is one.
+    """
+    jumps = np.array(sorted(jump.r for box in boxes for jump, _ in box.jumps))
+    edges = np.flatnonzero(np.diff(np.r_[False, wrong, False].astype(int)))
+    for start, stop in zip(edges[::2], edges[1::2], strict=True):
+        low = None if start == 0 else _end(jumps, r[start - 1], r[start])
+        high = None if stop == len(r) else _end(jumps, r[stop - 1], r[stop])
+        yield interval_words(low, high)
+
+
+def _end(jumps: np.ndarray, below: float, above: float) -> float:
+    """Return the jump between two ratios, or the middle of them."""
+    between = jumps[(jumps > below) & (jumps < above)]
+    return float(between[0] if len(between) else (below * above) ** 0.5)
+
+
+def _batches(boxes: Sequence[BlackBox]) -> Iterator[tuple[str, Rollouts]]:
+    """Yield batches that both losses take, each with its name."""
+    yield "batch on policy", on_policy_batch()
+    for i, batch in enumerate(_random_batches(boxes, BATCHES)):
+        yield f"random batch {i}", batch
+
+
+def _random_batches(boxes: Sequence[BlackBox], n: int) -> list[Rollouts]:
+    """Return random batches, with one advantage per response where a loss needs that."""
+    (varied,) = random_batches(0, 1, one_adv=False)
+    return random_batches(0, n, not all(box.accepts(varied) for box in boxes))
+
+
+def _first_token(boxes: Sequence[BlackBox], tol: float) -> Example | None:
+    """Return the first token of the first batch whose gradients differ."""
+    for name, batch in _batches(boxes):
+        gradients = [box.case.gradient(box.case.ready(batch)) for box in boxes]
+        x, y = gradients
+        size = torch.maximum(x.abs(), y.abs())
+        differs = (x - y).abs() > 10 * tol * size.clamp(min=1e-3 * float(size.max()))
+        differs &= batch.mask
+        if differs.any():
+            i, t = differs.nonzero()[0].tolist()
+            A = batch.adv[i, t if batch.adv.shape[1] > 1 else 0]
+            r = (batch.logp - batch.logp_old)[i, t].exp()
+            return Example(
+                name, i, t, float(A), float(r), float(x[i, t]), float(y[i, t])
+            )
+    return None

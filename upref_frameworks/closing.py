@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of verl's or TRL's clipped loss with which its gradient is that of another
+loss: each is run before it is named.
+"""
+
+from typing import Any
+
+from upref.errors import InputError
+from upref.identification.diff import compare_losses
+from upref.user_code import read
+from upref.verify.probe import BlackBox, measure
+
+FAR = 1e9  # a dual clip that never acts
+# aggregation -> loss_type
+TRL_TYPES = {"token-mean": "dapo", "seq-mean-token-mean": "grpo"}
+
+
+def closing_settings(a: Any, b: Any) -> list[str]:
+    """Find settings of either loss with which nothing differs from the other one.
+
+    Args:
+        a, b: two losses that differ; a framework's own by its name.
+
+    Returns:
+        A sentence for each loss that has such settings.
+    """
+    return [
+        f"{name}, as run: nothing differs from {getattr(other, 'name', other)}"
+        for mine, other in ((a, b), (b, a))
+        if (name := _closing_name(mine, other))
+    ]
+
+
+def _closing_name(mine: Any, other: Any) -> str:
+    """Return the name of the framework's loss with settings that make it the other
+    one; "" where none of those tried does.
+    """
+    framework, _, mode = mine.partition(":") if isinstance(mine, str) else ("", "", "")
+    if framework not in ("verl", "trl"):
+        return ""
+    base, *given = mode.split(",")
+    try:
+        wanted = _settings(framework, base, measure(read(other)))
+        settings = [s for s in wanted if s not in given]
+        if not compare_losses(_name(framework, base, [*given, *settings]), other):
+            return ""
+        # leave out what is its value already
+        for setting in [*settings]:
+            fewer = [s for s in settings if s != setting]
+            if compare_losses(_name(framework, base, [*given, *fewer]), other):
+                settings = fewer
+    except InputError:  # no such setting, or a loss without a gradient
+        return ""
+    return _name(framework, base, [*given, *settings])
+
+
+def _name(framework: str, mode: str, settings: list[str]) -> str:
+    """Return the name of a framework's loss; a setting without `=` replaces the mode."""
+    modes = [s for s in settings if "=" not in s]
+    fields = [s for s in settings if "=" in s]
+    return ",".join([f"{framework}:{modes[-1] if modes else mode}", *fields])
+
+
+def _settings(framework: str, mode: str, box: BlackBox) -> list[str]:
+    """Return the settings of a framework's clipped loss that have the bounds and the
+    aggregation of a measured loss.
+    """
+    high = next(iter(box.bounds(1.0)), FAR)
+    low, *rest = [*box.bounds(-1.0), FAR][:2] if box.bounds(-1.0) else [0.0, FAR]
+    c = rest[0]
+    if framework == "verl":
+        numbers = {
+            "clip_ratio_low": 1 - low,
+            "clip_ratio_high": high - 1,
+            "clip_ratio_c": c,
+        }
+        settings = [f"{name}={value:.6g}" for name, value in numbers.items()]
+        return [*settings, f"loss_agg_mode={box.agg}"] if box.agg else settings
+    settings = [f"epsilon={1 - low:.6g}", f"epsilon_high={high - 1:.6g}"]
+    if c < FAR:
+        settings.append(f"delta={c:.6g}")
+    loss_type = TRL_TYPES.get(box.agg, mode)
+    return settings if loss_type == mode else [*settings, loss_type]
