@@ -9,6 +9,7 @@ import torch
 import upref
 from tests.support.daily import daily
 from tests.support.framework_bugs import BUGS, JUDGED, PARTS, table_of_causes
+from upref.proof.solver import find_z3
 from upref.user_code import read
 from upref.verify.measure import make_case
 from upref.verify.synthesis.formula import formula_of
@@ -100,6 +101,8 @@ def test_an_edit_that_fails_on_long_responses_is_no_cause():
     """The batches that the search compares have none."""
     not_detached = upref.check(vespo(lambda phi, n: phi), "vespo")
     assert EDIT_ID in ids_of(not_detached)
+    if find_z3():
+        assert "(proved for every value)" in not_detached.text()
     of_short = vespo(lambda phi, n: torch.where(n > 200, phi.detach(), phi))
     assert EDIT_ID not in ids_of(upref.check(of_short, "vespo"))
 

@@ -55,7 +55,7 @@ from upref.verify.measure import (
     term_coefficient,
     unit_weights,
 )
-from upref.verify.synthesis.search import edited
+from upref.verify.synthesis.search import comparison_for_every_value, edited
 from upref.weights.batches import (
     OFF_EDGES,
     SINGLE_EDGES,
@@ -512,7 +512,10 @@ def _one_edit(
                 nearby.fault(nearby.compiled(), case, case.agg)
             ):
                 continue
-            return replace(candidate, words=edit.text())
+            proof = comparison_for_every_value(case, edit)
+            if proof != "differs":
+                proved = " (proved for every value)" if proof == "proved" else ""
+                return replace(candidate, words=edit.text() + proved)
     return None
 
 

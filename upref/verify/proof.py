@@ -297,7 +297,23 @@ def compare_few(loss: Loss, objective: Objective, hp: dict[str, Any]) -> Compari
     Returns:
         The Comparison.
     """
-    other = read(objective, objective, hp)
+    return compare_few_losses(loss, read(objective, objective, hp), objective)
+
+
+def compare_few_losses(
+    loss: Loss, other: Loss, objective: Objective, seconds: float = SECONDS
+) -> Comparison:
+    """Compare two losses on a few batches, for every value.
+
+    Args:
+        loss: as read.
+        other: as read.
+        objective: of which they are meant to be.
+        seconds: how long it may take.
+
+    Returns:
+        The Comparison.
+    """
     with_prompts = _reads_prompts(loss, objective)
     return compare(
         gradient_of(loss),
@@ -305,7 +321,7 @@ def compare_few(loss: Loss, objective: Objective, hp: dict[str, Any]) -> Compari
         (*FEW, *FEW_PROMPTS) if with_prompts else FEW,
         _has_one_per_response(loss, objective) or _may_have_one(objective),
         _optional_reads(loss, other, objective),
-        SECONDS,
+        seconds,
         objective.level == "sequence_mean",
         WITHIN_CHECK,
     )

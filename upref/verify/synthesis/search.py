@@ -17,16 +17,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from upref.aggregation import aggregate
 from upref.definition import group_ids
 from upref.errors import InputError
+from upref.proof.solver import find_z3
 from upref.rollouts import Rollouts
+from upref.user_code import read
 from upref.verify.factors import declared_aggregation
 from upref.verify.faults.losses import LossFault, fault
 from upref.verify.measure import LossCase
+from upref.verify.proof import compare_few_losses
 from upref.verify.synthesis.formula import INPUTS, Formula, formula_of, in_letters
 from upref.verify.synthesis.rules import rules
 
 EDIT_ID = "edited-formula"
+PROOF_SECONDS = 2.0  # that the proof of an edit may take
 SHORT = 100  # characters of a part of a formula that is shown around an edit
 
 
@@ -239,3 +244,46 @@ def edited(case: LossCase, bounds: list[float]) -> Iterator[tuple[Edit, LossFaul
             continue
         for agg in aggregations:
             yield edit, edit.fault(J, case, agg)
+
+
+def comparison_for_every_value(case: LossCase, edit: Edit) -> str:
+    """Compare a loss with an edited formula for every value, as a check compares it with
+    its objective.
+
+    Args:
+        case: the loss and its objective.
+        edit: the edit.
+
+    Returns:
+        "proved", "differs", or "" where nothing is proved.
+    """
+    objective = case.objective
+    is_function = not (case.loss.calls_backward or case.loss.framework or case.single)
+    if not find_z3() or not is_function or case.agg != declared_aggregation(objective):
+        return ""
+    J = edit.compiled()
+
+    def edited_loss(
+        log_prob: Tensor,
+        old_log_prob: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        ref_log_prob: Tensor,
+        rollout_log_probs: Tensor,
+        entropy: Tensor,
+    ) -> Tensor:
+        """The objective with the edit, without groups."""
+        policies = (ref_log_prob, rollout_log_probs)
+        given = (log_prob, old_log_prob, advantages, mask, *policies, entropy, None)
+        J.__globals__.update(zip(INPUTS, given, strict=True))
+        terms = J(*given)
+        if terms.ndim == 1 and objective.agg != "seq-mean":
+            terms = terms[:, None].expand_as(mask)
+        return -aggregate(terms, mask, objective.agg, None)
+
+    try:
+        other = read(edited_loss, objective, {})
+        found = compare_few_losses(case.loss, other, objective, PROOF_SECONDS)
+    except InputError:  # it runs on no formulas
+        return ""
+    return found.status if found.status in ("proved", "differs") else ""
