@@ -13,6 +13,7 @@ subjects    what is compared: the gradient of a loss, a KL term
 paths       all paths of two functions, and where they differ
 solver      questions to z3
 compare     all of it, over many batches
+every_size  one call on a batch of open size
 
 `upref.verify.proof` makes the verdict of it.
 """

@@ -165,6 +165,8 @@ def _place(node: ast.AST) -> Place | None:
     match node:
         case ast.Compare() | ast.Slice() | ast.MatchValue():
             parts = [node]
+        case ast.Subscript(slice=ast.Constant() | ast.Tuple() as index):
+            parts = [index]
         case ast.BinOp(op=op) if isinstance(op, ROUNDS):
             parts = [node]
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):

@@ -20,6 +20,7 @@ from importlib import metadata
 
 from upref.errors import InputError
 from upref.proof.values import (
+    TOTALS,
     Branch,
     Choice,
     Compare,
@@ -256,7 +257,7 @@ class Text:
                         kind = self.values.atoms[atom]
                         if isinstance(kind, Choice):
                             todo += [kind.condition, kind.yes, kind.no]
-                        elif isinstance(kind, Function):
+                        elif isinstance(kind, Function) and kind.name not in TOTALS:
                             todo.append(kind.argument)
 
     # ---- nodes -----------------------------------------------------------------------
@@ -402,7 +403,19 @@ class Text:
                         f"({sign} {name} {_number(simplest(math.log(bound)))})"
                     )
 
+    def _declare_total(self, atom: int) -> str:
+        """Declare a sum over tokens: any number, above 0 where it is known to be."""
+        name = f"f{atom}"
+        self.lines.append(f"(declare-const {name} Real)")
+        if self.values.is_count(atom):
+            self.facts.append(f"(>= {name} 1.0)")
+        elif self.values.is_positive(atom):
+            self.facts.append(f"(> {name} 0.0)")
+        return name
+
     def _declare_function(self, atom: int, kind: Function, root: int) -> str:
+        if kind.name in TOTALS:
+            return self._declare_total(atom)
         argument = self.node(kind.argument)
         name = f"f{atom}"
         self.lines.append(f"(declare-const {name} Real)")

@@ -19,6 +19,7 @@ import builtins
 import os
 import random
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ SHORT = (torch.float32, torch.float16, torch.bfloat16)
 # numbers in place of those that vary, one row for each call
 DECOYS = ((1e300, -1e300), (-1e300,), (0.5, -0.5), (1e300,), (1e-300, -1e-300))
 MOST_STEPS = 400  # of one path
+CALLERS = ("subjects.py", "every_size.py")  # that call the user's function
 REREADS = (torch.ops.aten.view.dtype, torch.ops.aten._neg_view.default)
 
 
@@ -75,6 +77,7 @@ class Trace:
         point: the number of each variable.
         most_operators: that may run.
         decoys: what the memory of the tensors holds where a formula varies.
+        lifted: where the size of the batch is open, upref.proof.every_size.Lifted.
         path: the branches that were taken.
         stopped: why there is no proof; "" while there may be one.
         sizes: what the code compares with sizes and counts.
@@ -86,6 +89,7 @@ class Trace:
     point: Mapping[str, float]
     most_operators: int = 100_000
     decoys: tuple[float, ...] = DECOYS[0]
+    lifted: Any = None
     path: list[Step] = field(default_factory=list)
     stopped: str = ""
     sizes: Sizes = field(default_factory=Sizes)
@@ -244,6 +248,11 @@ class Trace:
             return False
         return not self.values.constants.issuperset(self.ids(x).reshape(-1).tolist())
 
+    def size_read(self) -> None:
+        """Stop where the user's code reads a size that is open."""
+        if self.lifted is not None and is_code_of_user():
+            self.stop("reads a size")
+
     # ---- branches --------------------------------------------------------------------
     def decide(self, value: int) -> bool:
         """Decide a condition as it is at the witness, and make it a step of the path.
@@ -252,6 +261,8 @@ class Trace:
             value: id of a condition, or of a number that is true where it is not 0.
         """
         condition = self.values.condition(value)
+        if self.lifted is not None and condition not in (0, 1):
+            self.stop("branches on a value")
         for step in self.path:
             condition = self.values.given(condition, step.condition, step.holds)
         if condition in (self.values.zero, self.values.one):
@@ -303,6 +314,8 @@ def _of_type(numbers: list[float], dtype: torch.dtype) -> Tensor:
 _real_path = cache(os.path.realpath)
 _HERE = os.path.dirname(os.path.realpath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.realpath(torch.__file__)) + os.sep
+_STANDARD = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
+_UPREF = os.path.dirname(_HERE[:-1]) + os.sep
 
 
 def user_line() -> str:
@@ -315,7 +328,7 @@ def user_line() -> str:
         file = frame.f_code.co_filename
         real = _real_path(file)
         line = f"{os.path.basename(file)}:{frame.f_lineno}"
-        if real.startswith(_HERE) and os.path.basename(real) == "subjects.py":
+        if real.startswith(_HERE) and os.path.basename(real) in CALLERS:
             break
         if not real.startswith(NOT_USER_CODE) and not file.startswith("<"):
             return line
@@ -323,6 +336,30 @@ def user_line() -> str:
             within = line
         frame = frame.f_back
     return within
+
+
+@cache
+def _is_machinery(file: str) -> bool:
+    """Tell whether a file is upref's, torch's or of the standard library."""
+    is_installed = "site-packages" in file or "dist-packages" in file
+    if file.startswith(_STANDARD) and not is_installed:
+        return True
+    return file.startswith((_UPREF, _TORCH)) or "<frozen " in file
+
+
+def is_code_of_user() -> bool:
+    """Tell whether the function that is compared, or one that it calls, is running: code
+    of another package than upref is the user's here, wherever it is installed.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        real = _real_path(frame.f_code.co_filename)
+        if real.startswith(_HERE) and os.path.basename(real) in CALLERS:
+            return False
+        if not _is_machinery(real):
+            return True
+        frame = frame.f_back
+    return False
 
 
 # ---- what Python reads ---------------------------------------------------------------
@@ -410,6 +447,8 @@ def _reads_answered(trace: Trace) -> Iterator[None]:
     def count(x: Any) -> int:
         """The length of anything; of a tensor, as a size."""
         is_size = isinstance(x, Tensor) and not trace.is_busy
+        if is_size:
+            trace.size_read()
         return trace.sizes.mark(length(x), user_line) if is_size else length(x)
 
     builtins.len = count
@@ -446,7 +485,10 @@ def _answer_in_front(
 def _size_in_front(trace: Trace, method: Callable[..., Any]) -> Callable[..., Any]:
     def size(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         found = method(x, *args, **kwargs)
-        return found if trace.is_busy else trace.sizes.mark(found, user_line)
+        if trace.is_busy:
+            return found
+        trace.size_read()
+        return trace.sizes.mark(found, user_line)
 
     return size
 
@@ -464,10 +506,22 @@ class Slices(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is Tensor.__getitem__ and not self.trace.is_busy:
-            with self.trace.busy():
-                self.trace.sizes.note_index(args[0], args[1], user_line)
-        return func(*args, **(kwargs or {}))
+        trace = self.trace
+        if func is Tensor.__getitem__ and not trace.is_busy:
+            with trace.busy():
+                trace.sizes.note_index(args[0], args[1], user_line)
+        try:
+            out = func(*args, **(kwargs or {}))
+        except Exception:
+            if trace.lifted is not None and is_code_of_user():
+                trace.stopped = trace.stopped or f"{user_line()} raises an error"
+            raise
+        if trace.lifted is not None and not trace.is_busy:
+            of = func.__self__ if func.__name__ == "__get__" else func  # an attribute
+            name = getattr(of, "__name__", "")
+            if _tells_size(out) and name not in trace.lifted.harmless:
+                trace.size_read()
+        return out
 
 
 @contextmanager
@@ -516,6 +570,13 @@ def _chance_refused(trace: Trace) -> Iterator[None]:
         setattr(random.Random, "seed", seed)  # noqa: B010
 
 
+def _tells_size(out: Any) -> bool:
+    """Tell whether what torch answers is no tensor, so that a size may stand in it."""
+    if isinstance(out, list | tuple):
+        return any(map(_tells_size, out)) or not out
+    return not (out is None or isinstance(out, Tensor | torch.dtype | torch.device))
+
+
 # ---- operators -----------------------------------------------------------------------
 class Operators(TorchDispatchMode):
     """Runs every operator, and beside it the rule for its formulas."""
@@ -551,6 +612,8 @@ class Operators(TorchDispatchMode):
             trace.stop("draws random numbers", "a proof is of a function")
         trace.sizes.note_cut(func, args, user_line)
         trace.constants.note_operator(args[1:], user_line)
+        if trace.lifted is not None:
+            return self._run_alike(func, args, kwargs, tensors)
         if not any(map(trace.is_known, tensors)):
             trace.sizes.note(func, args, kwargs, user_line)
             return func(*args, **kwargs)
@@ -567,10 +630,42 @@ class Operators(TorchDispatchMode):
         except TooHard as error:
             return trace.stop(f"has {error}")
 
+    def _run_alike(
+        self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]
+    ) -> Any:
+        """Run an operator on a batch of open size, of which all tokens are alike."""
+        trace = self.trace
+        is_of_user = is_code_of_user()
+        if not is_of_user and not any(map(trace.is_known, tensors)):
+            return func(*args, **kwargs)
+        if func._can_decompose():
+            return self._decompose(func, args, kwargs)
+        if (
+            shape_of(func).name == "div"
+            and not is_of_user
+            and type(args[1]) is int
+            and args[1] in trace.lifted.sizes
+        ):
+            answer = func(*args, **kwargs)
+            trace.put(answer, trace.lifted.divided_by_size(trace, *args))
+            return answer
+        trace.lifted.refuse(trace, func, args, kwargs)
+        try:
+            if not tensors or shape_of(func).is_view:
+                answer = func(*args, **kwargs)
+            else:
+                answer = self._run_rule(func, args, kwargs)
+        except TooHard as error:
+            return trace.stop(f"has {error}")
+        trace.lifted.accept(trace, shape_of(func).name, tensors, answer)
+        return answer
+
     def _run_rule(self, func: Any, args: Any, kwargs: Any) -> Any:
         trace = self.trace
         operation = Operation(trace, func, args, kwargs)
         rule = find_rule(operation.name)
+        if trace.lifted is not None and operation.name in trace.lifted.reductions:
+            rule = trace.lifted.reduce
         if rule is None:
             return self._decompose(func, args, kwargs)
         trace.seen.add(operation.name)

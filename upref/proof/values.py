@@ -33,6 +33,7 @@ MOST_TERMS = 600  # of a product; longer ones are not multiplied out
 MOST_CASES = 4096  # of one comparison
 MOST_SPLIT = 6  # comparisons in the argument of a function that is split by them
 LARGEST_POWER = 24  # to which both sides of a comparison are raised
+MOST_TOKENS = 2**31 - 1  # of a batch
 LONGEST_EXPONENT = 700  # of e: beyond, a number has no float
 
 
@@ -129,6 +130,9 @@ FLOATS: dict[str, Callable[[float], float]] = {
 }
 Node = Polynomial | Special | Compare | Branch
 POSITIVE = ("exp", "sqrt")
+# sums of a formula over all tokens of a row, over all rows: nothing of the formula is
+# about the token at hand
+TOTALS = ("sum over the row", "sum over the rows")
 
 
 @cache
@@ -193,6 +197,8 @@ class Values:
         self._families: dict[tuple[Monomial, ...], list[int]] = {}
         # conditions that must hold, or a function has no value
         self.obligations: dict[int, str] = {}
+        # what is above 0 when it is summed
+        self.positive_totals: set[int] = set()
         self.constants: set[int] = set()  # ids of numbers, infinity included
         self.zero = self._node(Polynomial(()))
         self.one = self._node(Polynomial((((), Fraction(1)),)))
@@ -417,6 +423,40 @@ class Values:
             total[monomial] = total.get(monomial, Fraction(0)) + c
         return self._polynomial(total)
 
+    def polynomial_of(self, monomial: Monomial, c: Number) -> int:
+        """Return one term.
+
+        Args:
+            monomial: powers of atoms.
+            c: its coefficient.
+        """
+        return self._polynomial({monomial: Fraction(c)})
+
+    def total(self, name: str, value: int) -> int:
+        """Return the sum of a value over tokens.
+
+        Args:
+            name: one of TOTALS.
+            value: an id.
+        """
+        return self.zero if value == self.zero else self._of_atom(Function(name, value))
+
+    def is_count(self, atom: int) -> bool:
+        """Tell whether an atom is a number of tokens or rows, of which there is one.
+
+        Args:
+            atom: its number.
+        """
+        kind = self.atoms[atom]
+        if not isinstance(kind, Function) or kind.name not in TOTALS:
+            return False
+        if kind.argument in self.positive_totals:
+            return True
+        terms = self.terms(kind.argument)
+        inner = terms[0][0]
+        is_atom = len(terms) == 1 and terms[0][1] == 1 and len(inner) == 1
+        return is_atom and inner[0][1] == 1 and self.is_count(inner[0][0])
+
     def scale(self, x: int, factor: Number) -> int:
         """Return a value times a number."""
         return self.multiply(x, self.number(factor))
@@ -627,12 +667,16 @@ class Values:
         terms = self.terms(x)
         if len(terms) != 1 or terms[0][1] <= 0:
             return None
-        if all(self._is_positive(atom) for atom, _ in terms[0][0]):
+        if all(self.is_positive(atom) for atom, _ in terms[0][0]):
             return terms[0]
         return None
 
-    def _is_positive(self, atom: int) -> bool:
-        """Tell whether an atom is known to be above 0."""
+    def is_positive(self, atom: int) -> bool:
+        """Tell whether an atom is known to be above 0.
+
+        Args:
+            atom: its number.
+        """
         kind = self.atoms[atom]
         if isinstance(kind, Variable):
             return kind.low >= 0
@@ -640,6 +684,9 @@ class Values:
             return False
         if kind.name == "inverse":
             return self.sign_of(kind.argument) == 1
+        if kind.name in TOTALS:
+            is_known = kind.argument in self.positive_totals
+            return is_known or self.sign_of(kind.argument) == 1
         return kind.name in POSITIVE
 
     def inverse(self, x: int) -> int:
@@ -806,7 +853,7 @@ class Values:
         condition = min(self.support(x))
         yes = of(self.assume(x, condition, True))
         no = of(self.assume(x, condition, False))
-        return self.choose(self._literal(condition), yes, no)
+        return self.choose(self.literal(condition), yes, no)
 
     # ---- conditions ------------------------------------------------------------------
     def condition(self, value: int) -> int:
@@ -943,11 +990,15 @@ class Values:
         """Return one condition where a comparison holds, and another one elsewhere."""
         if yes == no:
             return yes
-        fact = self._literal(comparison)
+        fact = self.literal(comparison)
         return self.either(self.both(fact, yes), self.both(self.negation(fact), no))
 
-    def _literal(self, comparison: int) -> int:
-        """Return a comparison as a condition."""
+    def literal(self, comparison: int) -> int:
+        """Return a comparison as a condition.
+
+        Args:
+            comparison: an id of a comparison.
+        """
         return self._node(Branch(comparison, self.one, self.zero))
 
     def _above_pure(self, x: int) -> int:
@@ -958,7 +1009,7 @@ class Values:
         content = self._content([m for m, _ in terms])
         out = self.one
         for atom, e in content:
-            if self._is_positive(atom) or (e.denominator == 1 and e % 2 == 0):
+            if self.is_positive(atom) or (e.denominator == 1 and e % 2 == 0):
                 continue
             out = self.same_truth(out, self._above_atom(atom))
         rest = {_divide(m, content): c for m, c in terms}
@@ -978,7 +1029,7 @@ class Values:
 
     def _above_primitive(self, terms: dict[Monomial, Fraction]) -> int:
         """Return the sign of a sum without a common factor."""
-        positive = all(self._is_positive(a) for m in terms for a, _ in m)
+        positive = all(self.is_positive(a) for m in terms for a, _ in m)
         if positive or set(terms) == {()}:
             signs = {c > 0 for c in terms.values()}
             if len(signs) == 1:
@@ -1082,10 +1133,10 @@ class Values:
             assert isinstance(node, Compare)
             others = self.terms(node.polynomial)
             if all(_near(c, d) for (_, c), (_, d) in zip(kept, others, strict=True)):
-                return self._literal(known)
+                return self.literal(known)
         made = self._node(Compare(self._node(Polynomial(kept))))
         self._families.setdefault(family, []).append(made)
-        return self._literal(made)
+        return self.literal(made)
 
     # ---- bounds ----------------------------------------------------------------------
     def _bounds(self, monomial: Monomial) -> tuple[float, float]:
@@ -1094,7 +1145,7 @@ class Values:
         for atom, e in monomial:
             kind = self.atoms[atom]
             if not isinstance(kind, Variable) or kind.low < 0:
-                if self._is_positive(atom):
+                if self.is_positive(atom):
                     return 0.0, math.inf
                 return -math.inf, math.inf
             ends = [
@@ -1158,7 +1209,8 @@ class Values:
                     parts = (kind.condition, kind.yes, kind.no)
                     known = frozenset().union(*map(self.support, parts))
                 case Function():
-                    known = self.support(kind.argument)
+                    is_total = kind.name in TOTALS
+                    known = frozenset() if is_total else self.support(kind.argument)
                 case Logarithm():
                     known = self.atom_support(kind.of)
                 case _:
@@ -1318,6 +1370,9 @@ class Values:
             ends = (c, c)
             for atom, e in monomial:
                 kind = self.atoms[atom]
+                if self.is_count(atom) and e == 1:
+                    ends = (min(c, c * MOST_TOKENS), max(c, c * MOST_TOKENS))
+                    continue
                 if not isinstance(kind, Choice) or e != 1:
                     return None
                 sides = (self.whole_bounds(kind.yes), self.whole_bounds(kind.no))
@@ -1380,7 +1435,7 @@ class Values:
                 continue
             condition = min(support)
             for truth in (False, True):
-                fact = self._literal(condition)
+                fact = self.literal(condition)
                 fact = fact if truth else self.negation(fact)
                 left = self.assume(a, condition, truth)
                 right = self.assume(b, condition, truth)
@@ -1480,7 +1535,7 @@ class Values:
             case Logarithm():
                 return self._parts(kind.of, names)
             case Function():
-                return (kind.argument,)
+                return () if kind.name in TOTALS else (kind.argument,)
 
     def same(self, x: int, y: int) -> bool:
         """Tell whether two values are one formula, up to the rounding of its numbers.

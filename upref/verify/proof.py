@@ -7,8 +7,11 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from upref import catalog, kl
 from upref.errors import InputError
+from upref.proof import every_size
 from upref.proof.compare import (
     Comparison,
     compare,
@@ -22,6 +25,7 @@ from upref.proof.state import changed as changed_state, kept, moved
 from upref.proof.subjects import gradient_of, term_of
 from upref.registry import Objective, get
 from upref.result import Result
+from upref.rollouts import Rollouts
 from upref.user_code import Loss, no_objective, read
 from upref.user_code.guard import state_restored
 from upref.user_code.kl import read as read_term
@@ -52,6 +56,8 @@ class Proof(Result):
         per_response: whether a response has one advantage.
         reads: optional inputs that were variables.
         bounds: numbers with which the code compares sizes, and their lines.
+        every_size: it is proved for every number of rows and columns.
+        sizes_open: why it is not.
         place: where it differs, in words.
         numbers: of the counterexample, by their symbols.
         expected, found: dJ/dlp there.
@@ -71,6 +77,8 @@ class Proof(Result):
     per_response: bool = False
     reads: tuple[str, ...] = ()
     bounds: tuple[tuple[int, str], ...] = ()
+    every_size: bool = False
+    sizes_open: str = ""
     place: str = ""
     numbers: dict[str, float] = field(default_factory=dict)
     expected: float | None = None
@@ -148,6 +156,8 @@ class Proof(Result):
             f"  {self.domain}, in {self.batches} batches of {sizes} (every mask; "
             f"advantages of 0; equal policies); {counted(self.paths, 'path')}; {self.seconds:.1f} s"
         ]
+        if self.every_size:
+            lines.append("  and in every batch, whatever its rows, columns and mask")
         return lines + [
             f"  a size, count or setting is compared with {number} ({line}): on the other side of it nothing is proved"
             for number, line in self.bounds
@@ -368,7 +378,32 @@ def _prove_losses(
             found = again
     if found.status == "differs" and loss.order_unknown:
         raise InputError(loss.order_unknown)
-    return _report(loss.name, loss.read_as, words, found, remarks)
+    proof = _report(loss.name, loss.read_as, words, found, remarks)
+    return _for_every_size(proof, loss, other, objective) if proof else proof
+
+
+def _for_every_size(
+    proof: Proof, loss: Loss, other: Loss, objective: Objective | None
+) -> Proof:
+    """Return a proof with whether it holds for every number of rows and columns."""
+    if proof.bounds:
+        reason = "it compares a size, count or setting with a number"
+        return replace(proof, sizes_open=reason)
+    if _reads_prompts(loss, objective):
+        return replace(proof, sizes_open="it reads the prompts of the rows")
+
+    def function(batch: Rollouts, scale: Tensor) -> list[Tensor]:
+        return every_size.gradient(loss, batch, scale)
+
+    def reference(batch: Rollouts, scale: Tensor) -> list[Tensor]:
+        if objective is None:
+            return every_size.gradient(other, batch, scale)
+        hp = other.bound_args
+        return every_size.gradient_of_objective(objective, hp, batch, scale)
+
+    reads = frozenset(proof.reads)
+    reason = every_size.why_not(function, reference, proof.per_response, reads)
+    return replace(proof, every_size=not reason, sizes_open=reason)
 
 
 def _seeing(other: Loss, loss: Loss) -> Loss:
