@@ -69,11 +69,13 @@ def exact_length(lp, old, A, mask):
 
 
 def exact_length_as_truth(lp, old, A, mask):
-    return mean(terms(lp, old, A) * (lengths(mask) - 256).bool(), mask)
+    keep = (lengths(mask) - 256).bool()
+    return mean(torch.where(keep, terms(lp, old, A), 0), mask)
 
 
 def exact_length_by_not(lp, old, A, mask):
-    return mean(terms(lp, old, A) * ~torch.logical_not(lengths(mask) - 256), mask)
+    keep = torch.logical_not(torch.logical_not(lengths(mask) - 256))
+    return mean(terms(lp, old, A) * keep, mask)
 
 
 def exact_length_by_a_power(lp, old, A, mask):
