@@ -75,6 +75,8 @@ def make_batch(columns: Mapping[str, Any], *, file: str, **facts: Any) -> Record
     for name, value in tensors.items():
         if name != "mask":
             expected = shape[:1] if name in RESPONSE_COLUMNS else shape
+            if name == "version" and value.ndim == 2:  # of each token
+                expected = shape
             if name == "adv" and tuple(value.shape) in (shape[:1], (shape[0], 1)):
                 value = value.reshape(-1, 1).expand(shape)
             if tuple(value.shape) != expected:
@@ -122,7 +124,12 @@ def merge(parts: Sequence[RecordedBatch]) -> RecordedBatch:
         pieces = [getattr(part, name) for part in parts]
         if name == "micro":  # each file numbers its own
             pieces = [piece + 1_000_000 * number for number, piece in enumerate(pieces)]
-        if name not in RESPONSE_COLUMNS:
+        if name == "version" and any(piece.ndim == 2 for piece in pieces):
+            pieces = [
+                piece if piece.ndim == 2 else piece[:, None].expand_as(part.mask)
+                for part, piece in zip(parts, pieces, strict=True)
+            ]
+        if name not in RESPONSE_COLUMNS or pieces[0].ndim == 2:
             pieces = [
                 torch.nn.functional.pad(piece, (0, width - piece.shape[1]))
                 for piece in pieces
@@ -275,7 +282,9 @@ def _pad_columns(
     for name, value in tensors.items():
         is_of_tokens = tuple(value.shape) == (total,)
         adv_of_responses = name == "adv" and not is_of_tokens
-        if name in RESPONSE_COLUMNS or adv_of_responses:
+        versions_of_tokens = name == "version" and is_of_tokens
+        of_responses = name in RESPONSE_COLUMNS and not versions_of_tokens
+        if of_responses or adv_of_responses:
             out[name] = value
             continue
         if not is_of_tokens:

@@ -52,7 +52,7 @@ TOKEN_INTEGERS = {
 RESPONSE_COLUMNS = {
     "reward": "reward of the response",
     "group": "prompt of the response",
-    "version": "step of the weights that sampled the response",
+    "version": "step of the weights that sampled the response, or each token",
     "micro": "micro-batch of the response",
     "rank": "data-parallel rank of the response",
 }
@@ -105,7 +105,8 @@ class RecordedBatch:
             ranks, [B, T].
         sampler_ids: [B, T].
         turn: [B, T].
-        reward, group, version, micro, rank: one number per response, [B].
+        reward, group, micro, rank: one number per response, [B].
+        version: one number per response, [B], or per token, [B, T].
         step: number of the optimizer step, where it is known.
         logged: numbers of this step from the run: LOGGED.
         meta: facts about the run, in words.
@@ -129,7 +130,7 @@ class RecordedBatch:
     turn: Int[Tensor, "B T"] | None = None
     reward: Float[Tensor, " B"] | None = None
     group: Int[Tensor, " B"] | None = None
-    version: Int[Tensor, " B"] | None = None
+    version: Int[Tensor, " B"] | Int[Tensor, "B T"] | None = None
     micro: Int[Tensor, " B"] | None = None
     rank: Int[Tensor, " B"] | None = None
     step: int | None = None
@@ -205,9 +206,17 @@ class RecordedBatch:
         if self.now is None or not self.old_is_sampler():
             return self.trainer()
         if self.version is not None and self.step is not None:
-            is_late = bool((self.version < self.step).any())
+            is_late = bool((self.lags()[self.mask] > 0).any())
             return self.trainer() if is_late else self.now
         return self.now
+
+    def lags(self) -> Int[Tensor, "B T"]:
+        """By how many steps the weights that sampled each token are older than those of
+        this step. The columns version and step must be there.
+        """
+        assert self.version is not None and self.step is not None
+        version = self.version if self.version.ndim == 2 else self.version[:, None]
+        return (self.step - version).expand_as(self.mask)
 
     def rows(self, index: Tensor) -> "RecordedBatch":
         """The responses of that index.

@@ -80,7 +80,7 @@ def measure_step(batch: RecordedBatch, position: int) -> StepGap:
         ref_size = float(_half_squares(batch.ref - batch.sampler)[drawn].mean())
     lags: dict[int, tuple[int, float]] = {}
     if batch.version is not None and batch.step is not None:
-        lag = (batch.step - batch.version)[:, None].expand_as(drawn)[drawn]
+        lag = batch.lags()[drawn]
         for value in lag.unique().tolist():
             chosen = lag == value
             lags[int(value)] = (int(chosen.sum()), float(squares[drawn][chosen].mean()))
@@ -318,7 +318,11 @@ def ratio_one(batch: RecordedBatch) -> ReplayFinding | None:
         or batch.step is None
     ):
         return None
-    lag = int((batch.step - batch.version).min())
+    lags = batch.lags()[batch.mask]
+    lag, most = int(lags.min()), int(lags.max())
     if lag < 1 or not torch.equal(batch.now, batch.old):
         return None
+    if most > lag:
+        numbers = {"lag": lag, "most": most}
+        return ReplayFinding("old", "note", "ratio_one_of_versions", numbers)
     return ReplayFinding("old", "note", "ratio_one", {"lag": lag})

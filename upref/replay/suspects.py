@@ -144,7 +144,7 @@ def find_evidence(batch: RecordedBatch, c: Columns) -> Evidence:
     far = size > FAR
     late = None
     if batch.version is not None and batch.step is not None:
-        late = bool((batch.version < batch.step).any())
+        late = bool((batch.lags()[batch.mask] > 0).any())
     is_late_token = _is_in_last_half(c.mask)[c.mask]
     repeated = _stands_earlier(batch)[c.mask][is_late_token]
     return Evidence(

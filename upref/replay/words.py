@@ -473,6 +473,11 @@ OLD = {
         "old was computed with the current weights, or now is a copy of it. With r = 1 "
         "no clip acts."
     ),
+    "ratio_one_of_versions": (
+        "r = 1 on every token although the weights that sampled are {lag} to {most} steps "
+        "old: old was computed with the current weights, or now is a copy of it. With "
+        "r = 1 no clip acts."
+    ),
 }
 
 CAUSES: dict[str, str] = SAMPLER | ZERO | SERIES | ADVANTAGES | LOSS | OLD

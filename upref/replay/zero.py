@@ -59,7 +59,7 @@ def zero_mismatch(batch: RecordedBatch) -> ZeroMismatch:
     """Compare the sampler's column with the trainer's bit by bit.
 
     Args:
-        batch: with the columns sampler and old, or now. With version, only responses
+        batch: with the columns sampler and old, or now. With version, only tokens
             that the weights of this step sampled are compared.
 
     Returns:
@@ -73,7 +73,7 @@ def zero_mismatch(batch: RecordedBatch) -> ZeroMismatch:
     batch.require("sampler", purpose="the check of zero mismatch")
     assert batch.sampler is not None
     trainer = batch.trainer()
-    compared = batch.mask & batch.sampler.isfinite() & _is_current(batch)[:, None]
+    compared = batch.mask & batch.sampler.isfinite() & _is_current(batch)
     if not compared.any():
         raise InputError(
             "no token that trains was sampled by the weights of this step, so equal bits "
@@ -92,10 +92,10 @@ def zero_mismatch(batch: RecordedBatch) -> ZeroMismatch:
 
 
 def _is_current(batch: RecordedBatch) -> Tensor:
-    """Which responses the weights of this step sampled, as far as the file tells, [B]."""
+    """Which tokens the weights of this step sampled, as far as the file tells, [B, T]."""
     if batch.version is None or batch.step is None:
-        return torch.ones(len(batch.mask), dtype=torch.bool)
-    return batch.version >= batch.step
+        return torch.ones_like(batch.mask)
+    return batch.lags() <= 0
 
 
 def _count(
