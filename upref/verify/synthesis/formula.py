@@ -171,7 +171,7 @@ def formula_of(objective: Objective, hp: dict[str, Any]) -> Formula | None:
             estimator = (kl.ESTIMATORS | kl.WITH_RATIO)[objective.kl]
             k = _read(estimator, functions, names, hp)
             J += f" - {beta!r} * {k}({', '.join(inspect.signature(estimator).parameters)})"
-    except (OSError, TypeError, SyntaxError, KeyError):
+    except (OSError, TypeError, SyntaxError, KeyError, ValueError):
         return None
     entry = ast.parse(f"def {ENTRY}({', '.join(INPUTS)}):\n    return {J}").body[0]
     assert isinstance(entry, ast.FunctionDef)
