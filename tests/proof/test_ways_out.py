@@ -183,6 +183,10 @@ def gradient_of_torch_func(lp, old, A, mask):
     return (g * lp).sum()
 
 
+def median(lp, old, A, mask):
+    return dapo(lp, old, A, mask) * (1 + (A.median() > FAR))
+
+
 def exception_caught(lp, old, A, mask):
     try:
         if float(A.max()) > FAR:
@@ -273,6 +277,18 @@ def test_it_is_not_proved(loss):
 @functools.cache
 def positions(columns):
     return torch.arange(columns)
+
+
+def median_in_both_branches(lp, old, A, mask):
+    middle = A.median().detach()
+    J = dapo(lp, old, A, mask)
+    return torch.where(middle > 0, J, 2 * J - J)
+
+
+def test_a_median_is_followed():
+    proof = upref.prove(median_in_both_branches, "dapo", rows=1, columns=2)
+    assert proof, proof.reason
+    assert upref.prove(median, "dapo", rows=1, columns=2).status == "differs"
 
 
 tables = {}

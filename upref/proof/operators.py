@@ -953,9 +953,9 @@ def _sort(o: Operation) -> Any:
     if o["self"].ndim == 0:
         o.trace.stop(f"calls {o.name} of one number")
     dim = o.get("dim")
-    o.answer = o.at_witness()
     if dim is None and o.name in ("median", "nanmedian"):
-        o.trace.stop(f"calls {o.name} of a whole tensor", "give a dimension")
+        return _median(o)
+    o.answer = o.at_witness()
     dim = -1 if dim is None else dim
     ids = o.ids("self")
     order = o.trace.numbers(o["self"]).sort(dim=dim, stable=True).indices
@@ -972,6 +972,17 @@ def _sort(o: Operation) -> Any:
     picked = ids.gather(dim, places)
     _put_answer(o, picked.reshape(o.answer[0].shape))
     return (None,)
+
+
+def _median(o: Operation) -> Tensor:
+    """The lower median of a whole tensor, as torch's."""
+    ids = o.ids("self").reshape(-1)
+    ordered = ids[o.trace.numbers(o["self"]).reshape(-1).sort(stable=True).indices]
+    if o.values.nan in ordered.tolist():
+        o.trace.stop(f"calls {o.name} of a value that is not a number")
+    for x, y in pairwise(ordered.tolist()):
+        o.trace.order(x, y)
+    return ordered[(len(ordered) - 1) // 2]
 
 
 @rule("cumsum")
