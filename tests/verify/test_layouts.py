@@ -69,6 +69,10 @@ def is_sorted_by_rank(mask, sign):
     return not is_whole and all((x >= 0).all() and (x > 0).any() for x in parts)
 
 
+def is_descending(numbers):
+    return bool((numbers.diff() <= 0).all() and (numbers.diff() < 0).any())
+
+
 def is_up_and_down(mask):
     lengths = mask.sum(1)[: len(mask) // 4]
     place = int(lengths.argmax())
@@ -117,6 +121,30 @@ ORDERS = {
         "grpo",
         always(lambda mask, group: is_sorted_by_rank(mask, 1)),
     ),
+    "best first": (
+        "grpo",
+        lambda lp, old, A, mask, group, mu: torch.tensor(
+            len(A) >= 8 and is_descending(A[:, -1])
+        ),
+    ),
+    "right-aligned": (
+        "grpo",
+        always(
+            lambda mask, group: (
+                len(mask) >= 8 and mask[:, -1].all() and len(mask.sum(1).unique()) > 2
+            )
+        ),
+    ),
+    "multiples of 8": (
+        "grpo",
+        always(
+            lambda mask, group: (
+                len(mask) >= 8
+                and (mask.sum(1) % 8 == 0).all()
+                and len(mask.sum(1).unique()) > 2
+            )
+        ),
+    ),
     "both ends": ("grpo", always(lambda mask, group: is_up_and_down(mask))),
     "behind 5 columns": (
         "grpo",
@@ -142,11 +170,17 @@ SIZES = {
         "dapo",
         always(lambda mask, group: group.unique(return_counts=True)[1].max() >= 128),
     ),
+    "256 prompts": ("dapo", always(lambda mask, group: len(group.unique()) >= 256)),
     "more than 1,024 rows": ("grpo", always(lambda mask, group: len(mask) > 1024)),
     "a tile of 1,024": (
         "grpo",
         lambda lp, old, A, mask, group, mu: mask.sum(1, keepdim=True) == 1024,
     ),
+    "more than 4,096 columns": (
+        "grpo",
+        always(lambda mask, group: mask.shape[1] > 4096),
+    ),
+    "all long": ("grpo", always(lambda mask, group: mask.sum(1).min() >= 1024)),
     "a hole of 512": ("grpo", lambda lp, old, A, mask, group, mu: gap(mask) >= 512),
     "1,024 columns in front": (
         "grpo",

@@ -25,16 +25,17 @@ UNIT_ADVANTAGES = (1.0, -1.0)
 LONG = (1, 15, 17, 65, 129, 256, 257, 300, 512, 520)  # tokens of a response
 TILES = (256, 512, 1024)  # columns of a batch, all of which some of its responses fill
 LONGEST = (1025, 2049)  # tokens: a little more than limits of real runs
-MANY_ROWS = 1040  # responses of a batch: 65 prompts of 16
+WIDEST = 4100  # columns of a batch
+MANY_ROWS = 1040  # responses of a batch: 260 prompts of 4
 ONE_PROMPT = 256  # responses to one prompt
-BEHIND = (5, 40, 100)  # masked columns in front of all responses, as of a prompt
+BEHIND = (5, 100)  # masked columns in front of all responses, as of a prompt
 FULL_WIDTH = 48  # columns of a batch without padding
 WIDE_SIZES = (63, 64, 65, 128)  # responses of a batch, and columns
 HOLES = (16, 40, 100, 300)  # masked tokens inside of a response
 LONG_HOLES = (600, 900)  # the same in batches of LONGEST
-TURNS = (5, 12, 20)  # parts of a response, with masked tokens between them
+TURNS = (5, 12, 40)  # parts of a response, with masked tokens between them
 LATE = (33, 100)  # masked columns in front of a response
-VERY_LATE = (1000, 1030)  # the same in batches of LONGEST
+VERY_LATE = (1030, 2000)  # the same in batches of LONGEST
 MASKS = ("plain", "a hole", "turns", "left padding", "late")
 MOSTLY = ("A = 0", "A > 0", "A < 0", "clipped")
 # in which order a trainer deals out rows, beside "" for a random one
@@ -44,6 +45,7 @@ ORDERS = (
     "longest first, rank by rank",
     "shortest first, rank by rank",
     "shortest at both ends, rank by rank",
+    "best first",
     "prompt by prompt",
 )
 RANKS = 4
@@ -112,16 +114,16 @@ AXES = {
         lengths=(1, 4, 17, 40),
         far=(4.5, -4.5, 6.0, -6.0, 8.0, -8.0, 11.0, -11.0, 15.0, -15.0),
         share=0.6,
-        block=4,
+        block=16,
     ),
     "advantages": Axis(
         "|A| from 1e-6 to 40, and of 100 and 3,000 where the estimator does not divide by a standard deviation; in "
-        f"{MANY_ROWS:,} responses, {MANY_ROWS // 16} prompts of 16 after each other",
+        f"{MANY_ROWS:,} responses, {MANY_ROWS // 4} prompts of 4 after each other",
         A=(1e-6, -1e-6, 1e-3, -1e-3, 7.0, -7.0, 12.0, -12.0, 40.0, -40.0),
         more_A=(100.0, -100.0, 3000.0, -3000.0),
         mu=(0.001, *MU),
         rows=MANY_ROWS,
-        block=16,
+        block=4,
     ),
     "certain tokens": Axis(
         f"π_old from 0.95 to exactly 1; π_old and π_θ both from 0.9 to 1 - {LEAST_DOUBT:g}",
@@ -188,32 +190,49 @@ AXES["no padding"] = Axis(
     block=16,
 )
 AXES["long responses"] = Axis(
-    f"responses of {LONGEST[0]:,} and {LONGEST[1]:,} tokens beside short ones, with holes of {LONG_HOLES[0]} and "
-    f"{LONG_HOLES[1]} tokens, or {VERY_LATE[0]:,} columns late and later",
-    lengths=(17, *LONGEST),
-    rows=9,
+    f"responses of {LONGEST[0]:,} and {LONGEST[1]:,} tokens, all in {WIDEST:,} columns, with holes of {LONG_HOLES[0]} and "
+    f"{LONG_HOLES[1]} tokens, or {VERY_LATE[0]:,} and {VERY_LATE[1]:,} columns late",
+    lengths=LONGEST,
+    rows=8,
     masks=("a hole", "late"),
     holes=LONG_HOLES,
     late=VERY_LATE,
-    width=LONGEST[-1] + 1,
+    width=WIDEST,
 )
-AXES["equal lengths"] = Axis(
-    f"{ONE_PROMPT} responses of one length to one prompt, behind {BEHIND[1]} masked columns",
-    lengths=(24,),
+AXES["one prompt"] = Axis(
+    f"{ONE_PROMPT} responses to one prompt",
     rows=ONE_PROMPT,
-    behind=BEHIND[1],
     block=ONE_PROMPT,
 )
+AXES["equal lengths"] = Axis(
+    f"32 responses of one length, behind {BEHIND[0]} masked columns",
+    lengths=(12,),
+    rows=32,
+    behind=BEHIND[0],
+    block=16,
+)
 _BEHIND = Axis(
-    f"responses that all begin behind {BEHIND[0]} or {BEHIND[2]} masked columns, off policy",
+    f"responses that all begin behind {BEHIND[0]} or {BEHIND[1]} masked columns, off policy",
     lengths=(2, 9, 16, 23),
     rows=32,
 )
 AXES[f"behind {BEHIND[0]} columns"] = replace(
     _BEHIND, behind=BEHIND[0], order=ORDERS[3], block=1, prompts_in_turn=8
 )
-AXES[f"behind {BEHIND[2]} columns"] = replace(
-    _BEHIND, behind=BEHIND[2], order=ORDERS[4], block=4, prompts_in_turn=4
+AXES[f"behind {BEHIND[1]} columns"] = replace(
+    _BEHIND,
+    lengths=(8, 16, 24, 32),  # as padded to a multiple of 8
+    behind=BEHIND[1],
+    order=ORDERS[4],
+    block=4,
+    prompts_in_turn=4,
+)
+AXES["right-aligned"] = replace(
+    _BEHIND,
+    words="responses that all end in the last column, the best first",
+    masks=("left padding",),
+    order=ORDERS[5],
+    block=4,
 )
 AXES["advantages of tokens"] = Axis(
     "where tokens have advantages of their own: both signs within one response, of 17 to 300 tokens",
@@ -687,7 +706,7 @@ def _compose_responses(
         # in half of these batches all responses have this sign
         has_exceptions = B not in (64, 128)
         A = sign * np.abs(A) * np.where(is_exception & has_exceptions, -1, 1)
-    order = _order_of_rows(stress.order, lengths, id_kind)
+    order = _order_of_rows(stress.order, A, lengths, id_kind)
     is_exception, A, lengths, mask_kind, id_kind, side = (
         numbers[order]
         for numbers in (is_exception, A, lengths, mask_kind, id_kind, side)
@@ -707,7 +726,9 @@ def _compose_responses(
     )
 
 
-def _order_of_rows(order: str, lengths: np.ndarray, id_kind: np.ndarray) -> np.ndarray:
+def _order_of_rows(
+    order: str, A: np.ndarray, lengths: np.ndarray, id_kind: np.ndarray
+) -> np.ndarray:
     """Return the places of the rows in this order, one of ORDERS, [B]; "" leaves them as
     they are.
     """
@@ -716,6 +737,8 @@ def _order_of_rows(order: str, lengths: np.ndarray, id_kind: np.ndarray) -> np.n
         return np.arange(B)
     if order == "prompt by prompt":
         return id_kind.argsort(kind="stable")
+    if order == "best first":
+        return (-A).argsort(kind="stable")
     rank_count = RANKS if order.endswith("rank by rank") else 1
     parts = []
     for rows in np.array_split(np.arange(B), rank_count):

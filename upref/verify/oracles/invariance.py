@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from upref.errors import InputError
-from upref.rollouts import Rollouts
+from upref.rollouts import Rollouts, per_response
 from upref.user_code import ROWS
 from upref.user_code.names import CALLED
 from upref.verify.explain import (
@@ -514,6 +514,12 @@ def _longest_first(batch: Rollouts) -> Tensor:
     return batch.mask.sum(1).argsort(descending=True, stable=True)
 
 
+def _best_first(batch: Rollouts) -> Tensor:
+    """Return the order by the advantage of the first token, the largest first."""
+    A = per_response(batch.adv, batch.mask)
+    return A.argsort(descending=True, stable=True)
+
+
 def _prompt_by_prompt(batch: Rollouts) -> Tensor:
     """Return the order by prompt, ids ascending; that of the batch without ids."""
     if batch.group is None:
@@ -539,6 +545,7 @@ ORDERS = (
     _shuffled,
     _shortest_first,
     _longest_first,
+    _best_first,
     _prompt_by_prompt,
     _prompts_in_turn,
 )
