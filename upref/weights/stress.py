@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from itertools import product
+from itertools import cycle, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -267,10 +267,13 @@ AXES["every two"] = replace(
 CROSSED = "every two of these, batches of {0} responses and {0} columns, and batches of which most or all is {1}".format(
     ", ".join(map(str, WIDE_SIZES)), ", ".join(MOSTLY)
 )
-# each kind of MOSTLY, and none, with each B and each T, and in both dtypes
+# each kind of MOSTLY, and none, with each B and each T, and in both dtypes; each of ORDERS
+# in both dtypes too
+_next_order = {"alone": cycle(ORDERS), "": cycle(ORDERS)}
 for _i, _kind in enumerate(("", *MOSTLY)):
     for _j, _B in enumerate(WIDE_SIZES):
         _T = WIDE_SIZES[(_i + _j) % len(WIDE_SIZES)]
+        _dtype = "alone" if (_i + _j // 2) % 2 else ""
         AXES[f"{_B} x {_T}{_kind and f', {_kind}'}"] = replace(
             _EVERY_TWO,
             words=CROSSED,
@@ -278,8 +281,8 @@ for _i, _kind in enumerate(("", *MOSTLY)):
             rows=_B,
             mostly=_kind,
             width=_T,
-            in_float32="alone" if (_i + _j // 2) % 2 else "",
-            order=ORDERS[(_i + _j) % len(ORDERS)] if _i else "",
+            in_float32=_dtype,
+            order=next(_next_order[_dtype]) if _kind else "",
         )
 _ALL = replace(
     _EVERY_TWO,
