@@ -200,6 +200,7 @@ def exception_caught(lp, old, A, mask):
 kept = {"calls": 0}
 numbers = itertools.count()
 seen = []
+warmed = []
 
 
 def counts_calls(lp, old, A, mask):
@@ -214,6 +215,11 @@ def counts_by_an_iterator(lp, old, A, mask):
 def counts_in_a_list(lp, old, A, mask):
     seen.append(1)
     return doubled_if(len(seen) > 5000, lp, old, A, mask)
+
+
+def warms_up(lp, old, A, mask):
+    warmed.append(1)
+    return dapo(lp, old, A, mask) * (0 if len(warmed) < 3 else 1)
 
 
 def keeps_the_first_answer(lp, old, A, mask):

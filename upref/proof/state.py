@@ -128,11 +128,12 @@ def changed(before: dict[str, Kept], after: dict[str, Kept]) -> dict[str, Kept]:
 
 
 @contextmanager
-def moved(state: dict[str, Kept]) -> Iterator[bool]:
+def moved(state: dict[str, Kept], up: bool) -> Iterator[bool]:
     """Move a state far away from what it is; move it back at the end.
 
     Args:
         state: of `changed`.
+        up: to larger numbers and longer lists, not to smaller ones and empty lists.
 
     Yields:
         Whether all of it could be moved.
@@ -141,7 +142,7 @@ def moved(state: dict[str, Kept]) -> Iterator[bool]:
     is_whole = True
     try:
         for one in state.values():
-            undo = _move(one)
+            undo = _move(one, up)
             is_whole &= undo is not None
             back += [undo] if undo else []
         yield is_whole
@@ -150,19 +151,19 @@ def moved(state: dict[str, Kept]) -> Iterator[bool]:
             undo()
 
 
-def _move(one: Kept) -> Callable[[], object] | None:
+def _move(one: Kept, up: bool) -> Callable[[], object] | None:
     """Move a number, a tensor or a list; return what moves it back, None where it stays."""
     x = one.held
     if isinstance(x, list):
-        length = len(x)
-        x.extend(x[-1:] * LONGER)
-        return lambda: x.__delitem__(slice(length, None))
+        entries = list(x)
+        x[:] = x + x[-1:] * LONGER if up else []
+        return lambda: x.__setitem__(slice(None), entries)
     if isinstance(x, Tensor):
         numbers = x.detach().clone()
         with torch.no_grad():
-            x.logical_not_() if x.dtype is torch.bool else x.add_(FAR)
+            x.logical_not_() if x.dtype is torch.bool else x.add_(FAR if up else -FAR)
         return lambda: x.detach().copy_(numbers)
     if one.write is None or not isinstance(x, int | float):
         return None
-    one.write(not x if isinstance(x, bool) else x + FAR)
+    one.write(not x if isinstance(x, bool) else x + (FAR if up else -FAR))
     return partial(one.write, x)

@@ -213,11 +213,15 @@ def prove(
     function = loss.call if isinstance(loss, Loss) else loss
     before = kept(function)
     with state_restored() as changed:
-        proof = _prove(loss, objective, agg, rows, columns, seconds, hp)
+        both = _read_both(loss, objective, agg, hp)
+        proof = _prove_losses(*both, rows, columns, seconds)
         state = changed_state(before, kept(function)) if proof else {}
         if state:
-            with moved(state) as is_whole:
-                again = is_whole and _prove(loss, objective, agg, 1, 1, seconds, hp)
+            again = True
+            for up in (True, False):
+                with moved(state, up) as is_whole:
+                    proved = _prove_losses(*both, 1, 1, seconds)
+                    again = again and is_whole and bool(proved)
             if not again:
                 reason = f"it keeps a state from call to call: {min(state)} changes"
                 proof = replace(proof, status="no proof", reason=reason)
@@ -236,16 +240,10 @@ def _check_limits(rows: Any, columns: Any, seconds: Any) -> None:
         raise InputError(f"seconds must be a number above 0, got {repr(seconds)[:60]}.")
 
 
-def _prove(
-    loss: Any,
-    objective: Any,
-    agg: str,
-    rows: int,
-    columns: int,
-    seconds: float,
-    hp: dict[str, Any],
-) -> Proof:
-    """Read both functions, and prove."""
+def _read_both(
+    loss: Any, objective: Any, agg: str, hp: dict[str, Any]
+) -> tuple[Loss, Loss, Objective | None, str]:
+    """Return the loss, the reference as a loss, its objective, and it in words."""
     reference = _find_objective(objective)
     if reference is not None:
         reference = reference.aggregated(agg) if agg else reference
@@ -259,7 +257,7 @@ def _prove(
         read_loss = read(loss, no_objective(), hp)
         other = read(objective, no_objective(), hp)
         words = other.name
-    return _prove_losses(read_loss, other, reference, words, rows, columns, seconds)
+    return read_loss, other, reference, words
 
 
 def _find_objective(name: Any) -> Objective | None:
