@@ -1001,7 +1001,7 @@ def gate_in_bfloat16(log_prob, old_log_prob, advantages, mask):
 @table(
     "topr",
     "the sum of the log-ratios is in float16",
-    "right but for rounding",
+    "",
     "nothing",
 )
 def summed_in_float16(log_prob, old_log_prob, advantages, mask):
