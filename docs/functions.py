@@ -22,8 +22,9 @@ RESTS = {
 
 
 def _summary(function: Callable) -> str:
-    """The first line of a docstring, without its verb."""
-    return (function.__doc__ or "").partition("\n")[0].removeprefix("Return ")
+    """The first line of a docstring, without its verb, as the cell of a table."""
+    first = (function.__doc__ or "").partition("\n")[0].removeprefix("Return ")
+    return first.replace("|", r"\|")
 
 
 def _summaries(functions: Mapping[str, Callable]) -> list[list[str]]:
