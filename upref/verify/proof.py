@@ -36,6 +36,10 @@ from upref.verify.report import counted, short
 ROUNDED = (
     "a part of it is computed in less than float64, whose rounding the proof leaves out"
 )
+TIES_AT_ONE = (
+    "tokens to which a policy gives the probability 1 are left out: there two arguments of a "
+    "minimum or maximum are equal, and each gets half of the gradient"
+)
 NOT_PART = "not part of the proof: rounding, overflow, side effects, other dtypes"
 SECONDS = 60.0
 ONE_PER_RESPONSE = ("A_i", "A_it = A_i")
@@ -454,6 +458,8 @@ def _report(
     """Return what was found, in numbers and words."""
     if found.is_rounded and found.status == "proved":
         remarks = (*remarks, ROUNDED)
+    if found.ties_at_one and found.status == "proved":
+        remarks = (*remarks, TIES_AT_ONE)
     proof = Proof(
         name,
         words,
