@@ -145,10 +145,10 @@ def choices(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) -> 
         return ""
     rows = []
     for cell in plan.cells():
-        found = plan.searched(cell, known)
-        scores = found.scores.items()
+        searched = plan.searched(cell, known)
+        scores = searched.scores.items()
         told = ", ".join(f"{tried}: {x:.4g}" for tried, x in scores if x is not None)
-        rows.append([cell.arm, cell.group, found.choice or "not yet", told])
+        rows.append([cell.arm, cell.group, searched.choice or "not yet", told])
     columns = ["arm", "group", "chosen", "scores"]
     return f"## Rates and coefficients\n\n{table(columns, rows)}\n"
 

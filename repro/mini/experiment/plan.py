@@ -55,7 +55,6 @@ from repro.mini.experiment.questions import (
 )
 from repro.mini.experiment.search import (
     Choice,
-    Scores,
     Search,
     choose_rate,
     choose_value,
@@ -250,20 +249,21 @@ class Plan:
         then the coefficients at the chosen rate.
         """
         coefficient = self._coefficient(cell.arm)
-        by_rate = [
-            Choice(x, coefficient.get("start")) for x in self.every_rate(cell.arm)
-        ]
+        rates = self.every_rate(cell.arm)
+        by_rate = [Choice(x, coefficient.get("start")) for x in rates]
         scores = {choice: self.score(cell, choice, records) for choice in by_rate}
-        of_rates: Scores = {choice.rate: x for choice, x in scores.items()}
+        of_rates = {x: scores[c] for x, c in zip(rates, by_rate, strict=True)}
         rate, missing = choose_rate(of_rates, self.rates(cell.arm))
         if rate is None:
             wanted = [Choice(x, coefficient.get("start")) for x in missing]
             return Searched(None, wanted, scores)
         if not coefficient:
             return Searched(Choice(rate), [], scores)
-        by_value = [Choice(rate, x) for x in coefficient["grid"]]
+        grid: list[float] = coefficient["grid"]
+        by_value = [Choice(rate, x) for x in grid]
         scores |= {choice: self.score(cell, choice, records) for choice in by_value}
-        value, missing = choose_value({c.coefficient: scores[c] for c in by_value})
+        of_values = {x: scores[c] for x, c in zip(grid, by_value, strict=True)}
+        value, missing = choose_value(of_values)
         if value is None:
             return Searched(None, [Choice(rate, x) for x in missing], scores)
         return Searched(Choice(rate, value), [], scores)

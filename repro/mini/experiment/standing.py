@@ -29,7 +29,7 @@ MOST = 200  # seeds: no more are looked for
 
 def everything() -> dict[str, dict[str, Any]]:
     """Of all experiments that are registered."""
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for plan in map(load, paths()):
         found |= of_plan(plan)
     return found

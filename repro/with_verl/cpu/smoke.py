@@ -338,8 +338,8 @@ def main(
     found = summary(name, rows, steps, outcome, wrong, extra)
     write_atomically(out / "summary.json", json.dumps(found) + "\n")
     if keep:
-        command = f"python -m repro.with_verl.cpu.smoke {name} --keep"
-        record.add(RESULTS / "smoke.json", command, {keep: found})
+        typed = f"python -m repro.with_verl.cpu.smoke {name} --keep"
+        record.add(RESULTS / "smoke.json", typed, {keep: found})
     print("\n".join([f"{name}: {'; '.join(report)}", *(f"WRONG  {w}" for w in wrong)]))
     if wrong and outcome.status != 0:
         print(f"verl: {advice.cure(output, out)}")
