@@ -390,7 +390,7 @@ def test_a_loss_that_is_no_number_stops_and_can_be_repeated(
 def test_only_a_loss_that_is_not_finite_is_status_1(
     error, says, tmp_path, capsys, monkeypatch
 ):
-    def ends(*_):
+    def ends(*_, **__):
         raise error
 
     monkeypatch.setattr(loop, "train", ends)

@@ -75,6 +75,8 @@ def no_function(name: str, value: Any) -> str:
         and not method.startswith("_")
         and inspect.isfunction(getattr(type(value), method, None))
     ]
+    if not methods and name == kind:
+        return f"a loss is a function or its name, got {name}."
     if not methods:
         return f"{name} is a {kind}, not a function: pass a function or its name."
     owner = "" if name == kind else name
