@@ -34,6 +34,7 @@ INNER = {
     "weights.atlas": "takes nothing",
     "verify.report": "parts of a report",
     "identification.identification": "parts of an answer",
+    "identification.diff.compare_losses": "a part of `diff`",
     "verify.oracle": "for who writes an oracle",
     "upref_frameworks.parity": "inside a training step: a trainer's own errors",
     "upref_frameworks.trl.training": "inside a training step: a trainer's own errors",

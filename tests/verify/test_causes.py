@@ -207,7 +207,7 @@ def test_a_call_is_said_where_few_tokens_show_the_change():
         )
 
     (failure,) = upref.check(dapo(change), "dapo").failures
-    assert "changes after call 77" in failure.cause
+    assert "changes at call 78," in failure.cause
 
 
 COUNTERS = {

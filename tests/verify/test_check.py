@@ -438,7 +438,7 @@ def test_plugin_by_import():
 def test_every_oracle_has_its_turn():
     report = upref.check(plain, "dapo")
     assert (
-        list(report.oracles) == [o.name for o in every()] and len(report.oracles) == 22
+        list(report.oracles) == [o.name for o in every()] and len(report.oracles) == 23
     )
 
 

@@ -98,25 +98,72 @@ def _with_counter_ahead(case: LossCase, batch: Rollouts) -> list[Finding]:
     if not found:
         return []
     ahead = replace(case, loss=replace(case.loss, lines=MOST_LINES))
-    gradient = case.gradient(batch)
     numbers = [place.read() for place in found]
+    number_of_next_call = len(case.loss.log) + 1
+    gradient = case.gradient(batch)
+    steps = {place.read() - n for place, n in zip(found, numbers, strict=True)}
+    counts_calls = len({*numbers}) == 1 and steps == {1}
+
+    def differs(number: int) -> bool:
+        """Return whether the gradient is another one where the counters are set to it."""
+        for place in found:
+            place.write(number)
+        return not _same(ahead.gradient(batch), gradient)
+
+    same = int(numbers[0])
     try:
-        for count in COUNTS:
-            for place in found:
-                place.write(count - 1)
-            for _ in range(2):
-                with contextlib.suppress(InputError):  # the number is no counter
-                    if not _same(ahead.gradient(batch), gradient):
-                        return [_failure_of_counter(case, batch, count)]
+        for number in (count - 1 + later for count in COUNTS for later in (0, 1)):
+            with contextlib.suppress(InputError):  # the number is no counter
+                if differs(number):
+                    turn = _turn_between(differs, same, number)
+                    before = number_of_next_call - int(numbers[0])
+                    if counts_calls and min(turn) + before > 0:
+                        first, last = (n + before for n in turn)
+                        how = f"{_words_for_turn(first, last)}, counted from its first call in a process"
+                    else:
+                        how = f"where a number that it counts up is {max(turn)}"
+                    return [_failure_of_counter(case, batch, how)]
+                same = number
     finally:
         for place, number in zip(found, numbers, strict=True):
             place.write(number)
     return []
 
 
-def _failure_of_counter(case: LossCase, batch: Rollouts, count: int) -> Finding:
-    """Return the failure of a loss that has another gradient where its counter is so
-    large.
+def _turn_between(
+    differs: Callable[[int], bool], same: int, other: int
+) -> tuple[int, int]:
+    """Return the numbers, the first and the last, at one of which a gradient changes.
+
+    Args:
+        differs: whether the gradient of a number is another one.
+        same: a number at which it is not.
+        other: a number at which it is.
+
+    Returns:
+        The number twice where each between them can be asked.
+    """
+    while abs(other - same) > 1:
+        middle = (same + other) // 2
+        try:
+            if differs(middle):
+                other = middle
+            else:
+                same = middle
+        except InputError:
+            break
+    first, last = sorted((same, other))
+    return first + 1, last
+
+
+def _failure_of_counter(case: LossCase, batch: Rollouts, how: str) -> Finding:
+    """Return the failure of a loss that has another gradient where its counter is
+    larger.
+
+    Args:
+        case: the loss and its objective.
+        batch: whose gradient changes.
+        how: at which call, in words.
     """
     return fail(
         "determinism",
@@ -124,8 +171,7 @@ def _failure_of_counter(case: LossCase, batch: Rollouts, count: int) -> Finding:
         "the same numbers",
         "other numbers",
         make_example(batch, reads=case.loss.reads),
-        f"it counts its calls: where its counter, set ahead, reaches {count:,}, the gradient "
-        "is another one",
+        f"it keeps state between calls: its gradient on one batch changes {how}",
     )
 
 
@@ -320,6 +366,11 @@ def _describe_turn(known: list[tuple[int, bool]], turn: int) -> str:
     if not turns:
         turns = [(turn, turn)]
     first, last = turns[-1] if has_moved_often else turns[0]
+    return _words_for_turn(first, last)
+
+
+def _words_for_turn(first: int, last: int) -> str:
+    """Return the words for a change at one of these calls."""
     if first == last:
         return f"at call {last}"
     return f"at one of the calls {first} to {last}"
