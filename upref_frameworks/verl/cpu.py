@@ -21,6 +21,8 @@ from verl.plugin.platform import (
     set_platform,
 )
 
+from upref.errors import importing
+
 
 def do_nothing(*_: Any, **__: Any) -> None:
     """Do nothing, where a CPU has nothing to do."""
@@ -140,9 +142,13 @@ def on_cpu() -> Iterator[None]:
 
     verl resolves the platform once per process, and its device name once per module;
     inside, all of them are replaced.
+
+    Raises:
+        NotInstalled: verl's engine, or what it imports, is missing.
     """
-    from verl.models.transformers import monkey_patch
-    from verl.workers.engine.fsdp import transformer_impl
+    with importing("verl"):
+        from verl.models.transformers import monkey_patch
+        from verl.workers.engine.fsdp import transformer_impl
 
     platform = get_platform()
     set_platform(PlatformCPU())

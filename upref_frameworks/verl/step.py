@@ -141,14 +141,18 @@ def make_worker(
 
     Returns:
         The worker, before its first step.
+
+    Raises:
+        NotInstalled: verl's worker, or what it imports, is missing.
     """
-    from verl.workers.config import (
-        FSDPEngineConfig,
-        FSDPOptimizerConfig,
-        HFModelConfig,
-    )
-    from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
-    from verl.workers.utils.losses import ppo_loss
+    with importing("verl"):
+        from verl.workers.config import (
+            FSDPEngineConfig,
+            FSDPOptimizerConfig,
+            HFModelConfig,
+        )
+        from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
+        from verl.workers.utils.losses import ppo_loss
 
     worker = TrainingWorker(
         TrainingWorkerConfig(
