@@ -19,7 +19,11 @@ from upref.cli import main
 from upref.weights.batches import autograd_gradient, batch
 from upref_frameworks import audits as A, ledger
 from upref_frameworks.audits.case import Comparison, make_explanation, unit
-from upref_frameworks.audits.compare import _gradient, difference, typical_batch
+from upref_frameworks.audits.compare import (
+    difference,
+    gradient_with_faults,
+    typical_batch,
+)
 from upref_frameworks.audits.recipe import (
     SAME_LOSS,
     covered_objectives,
@@ -415,7 +419,7 @@ def test_the_frameworks_own_loss_with_the_typed_settings(name, objective):
     promised = upref.get(c.objective)
     explanation = make_explanation(promised, c.hp, c.reasons)
     each = unit(promised, b)
-    expected = _gradient(explanation.faulty, typical_batch())
+    expected = gradient_with_faults(explanation.faulty, typical_batch())
     assert difference(found / each, expected / each).max() < 1e-6
 
 

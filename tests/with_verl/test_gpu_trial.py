@@ -141,7 +141,8 @@ def test_its_row_is_kept_beside_those_of_benchmarks_gpu(tmp_path):
         "parts": {"verl-toy": {"status": 0}},
         "rows": {"verl-toy": [row]},
     }
-    [found] = keep.added({}, json.loads(json.dumps(new)), "abc")["rows"]
+    [run] = keep.added([], json.loads(json.dumps(new)), "abc")
+    [found] = [made for made in run.rows.values() if made["kind"] != "run"]
     assert found["kind"] == "verl" and found["run"] == "toy: up_dapo"
 
 
