@@ -423,7 +423,8 @@ OF_NO_CLIP = {  # objective, what is wrong -> the loss, and what is said
     ("wapo", "no bound"): (
         by_tokens(lambda r, lp, old, A: torch.where(A > 0, r * A, 0), mean_of_sums), "no bound has an effect"),
     ("cppo", "no budget"): (by_tokens(within_delta, mean_of_sums), "its gradient is that of dppo_tv(delta=0.15)"),
-    ("gmpo", "no root"): (rootless_gmpo, ""),
+    ("gmpo", "no root"): (
+        rootless_gmpo, "exp(sum_over_response(clipped)), where gmpo has A[..., 0] * exp(mean_over_response(clipped))"),
 }  # fmt: skip
 OF_A_CLIP = (
     "bound",

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -205,7 +206,9 @@ def weights_of(
     # an edit may put them into a function that does not take them
     J.__globals__.update(zip(INPUTS, given, strict=True))
     try:
-        terms = J(*given)
+        # an edit may leave a number alone, which has no gradient
+        with np.errstate(all="ignore"):
+            terms = torch.as_tensor(J(*given))
     except Exception as e:  # an edit may make anything
         raise InputError(f"the edited formula cannot be computed: {e}") from e
     factors = case.factors(batch, agg)
