@@ -174,6 +174,8 @@ MAY = {
 }
 # statements of the installed TRL, which is imported anyway
 MAY |= {"upref_frameworks/trl/audit.py"}
+# an edited formula of an objective, which is imported anyway
+MAY |= {"upref/verify/synthesis/formula.py"}
 # a pipe from a process to its own child, and no file
 MAY |= {"upref_frameworks/verl/step.py"}
 MAY |= {"repro/fork.py"}  # the command line of a process
@@ -253,6 +255,7 @@ DRAFTS = {
     "upref_frameworks/audits/isolated/pin.py": "folder that is renamed",
     "upref_frameworks/openrlhf/step.py": "temporary folder",
     "upref_frameworks/trl/adapter.py": "temporary folder",
+    "upref_frameworks/verl/from_rewards.py": "temporary folder",
     "upref_frameworks/verl/step.py": "temporary folder",
     "repro/fork.py": "standard output",
     "repro/mini/files.py": "folder that is renamed",
@@ -278,6 +281,8 @@ def in_place(text: str):
     for call in (
         node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)
     ):
+        if ast.unparse(call.func) == "ast.dump":
+            continue  # text of a syntax tree, and no file
         name, words = (
             ast.unparse(call.func).rpartition(".")[2],
             [ast.unparse(x) for x in call.args],

@@ -10,6 +10,8 @@ operator of torch got that constant there, or it is compared with a setting of t
 
 import ast
 import linecache
+import math
+import operator
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,6 +25,14 @@ from upref.user_code.guard import NOT_USER_CODE
 CUTS = {"min", "max", "islice", "range", "divmod", "split", "chunk", "narrow"}
 ROUNDS = (ast.Mod, ast.FloorDiv, ast.RShift, ast.BitAnd)
 LIMIT = 2**62
+ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Pow: operator.pow,
+    ast.LShift: operator.lshift,
+}
+LARGEST_EXPONENT = 64  # of a power and a shift
 
 
 @dataclass(frozen=True)
@@ -194,29 +204,40 @@ def _numbers(node: ast.AST) -> Iterator[float]:
         if _is_number(node.value):
             yield float(node.value)
         return
-    if isinstance(node, ast.BinOp | ast.UnaryOp) and _is_constant(node):
-        value = eval(compile(ast.Expression(node), "", "eval"))
-        if _is_number(value):
+    if isinstance(node, ast.BinOp | ast.UnaryOp):
+        value = _computed(node)
+        if value is not None:
             yield abs(float(value))
-        return
+            return
     for part in ast.iter_child_nodes(node):
         yield from _numbers(part)
 
 
-def _is_constant(node: ast.AST) -> bool:
-    """Tell whether an expression is arithmetic of small numbers alone."""
+def _computed(node: ast.AST) -> int | float | None:
+    """Compute an expression that is arithmetic of small numbers alone, or return None."""
     match node:
-        case ast.Constant(value=x):
-            return isinstance(x, int | float) and abs(x) < LIMIT
-        case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=x):
-            return _is_constant(x)
-        case ast.BinOp(left=x, op=ast.Pow(), right=ast.Constant(value=int(y))):
-            return _is_constant(x) and abs(y) < 64
-        case ast.BinOp(left=x, op=ast.LShift(), right=ast.Constant(value=int(y))):
-            return isinstance(x, ast.Constant) and type(x.value) is int and 0 <= y < 64
-        case ast.BinOp(left=x, op=ast.Add() | ast.Sub() | ast.Mult(), right=y):
-            return _is_constant(x) and _is_constant(y)
-    return False
+        case ast.Constant(value=int(x) | float(x)) if abs(x) < LIMIT:
+            return x
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=inner):
+            value = _computed(inner)
+            if value is None or isinstance(sign, ast.UAdd):
+                return value
+            return -value
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC:
+            first, second = _computed(left), _computed(right)
+            if first is None or second is None:
+                return None
+            is_power = isinstance(op, ast.Pow | ast.LShift)
+            if is_power and abs(second) >= LARGEST_EXPONENT:
+                return None
+            try:
+                result = ARITHMETIC[type(op)](first, second)
+            except (ArithmeticError, TypeError, ValueError):
+                return None  # 0**-1, 1.5 << 2, 1 << -1
+            if not _is_number(result):
+                return None  # (-8) ** 0.5
+            return result if abs(result) < LIMIT else math.inf
+    return None
 
 
 def _names(node: ast.AST) -> Iterator[ast.expr]:
