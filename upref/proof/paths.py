@@ -168,6 +168,8 @@ class Search:
             outcome.reason = "its formulas are too deep"
         except (InputError, Gone) as error:
             stopped = [trace.stopped for trace in outcome.traces if trace.stopped]
+            if isinstance(error, Gone) and not stopped:
+                raise  # the user's code ended, and not for what it was given
             outcome.reason = stopped[0] if stopped else str(error)
 
     def is_repeated(self, path: Path) -> bool:
@@ -178,7 +180,7 @@ class Search:
         """
         try:
             again = self._run_at(path.point, Outcome())
-        except (NoProof, TooHard, InputError, Gone):
+        except (NoProof, TooHard, InputError):
             return False
         return torch.equal(again.found, path.found) and torch.equal(
             again.expected, path.expected

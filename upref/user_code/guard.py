@@ -452,12 +452,24 @@ def call_guarded(
     return answer, output.wrote
 
 
+CALLED_WITH = " (it was called with "
+
+
+def without_call(error: InputError) -> str:
+    """Return the sentence of an error without the arguments of the call.
+
+    Args:
+        error: of `call_guarded`.
+    """
+    return str(error).partition(CALLED_WITH)[0]
+
+
 def _called_with(passed: Mapping[str, Any] | None) -> str:
     """Return in words what a function was called with; "" where that is not known."""
     if not passed:
         return ""
     words = ", ".join(f"{p} = {_shown(x)}" for p, x in passed.items())
-    return f" (it was called with {words})"
+    return f"{CALLED_WITH}{words})"
 
 
 def _shown(x: Any) -> str:

@@ -10,6 +10,7 @@ import torch
 from upref.aggregation import Totals
 from upref.errors import InputError
 from upref.rollouts import Rollouts
+from upref.user_code.guard import without_call
 from upref.user_code.loss import ALSO_LIVE, FIRST, SHAPES, Loss
 
 # whether the loss that it returns has a gradient too -> what is compared
@@ -41,7 +42,7 @@ def infer_shapes(loss: Loss) -> Loss:
                     replace(loss, adv_shape=shape, float_mask=as_float)
                 )
             except InputError as e:
-                errors.setdefault(str(e), (SHAPES[shape], e))
+                errors.setdefault(without_call(e), (SHAPES[shape], e))
                 continue
             if leak <= 1e-6:
                 if shape == "BT" and _reads_first_column(candidate):
