@@ -4,6 +4,7 @@ is not as it was registered.
 """
 
 import json
+import re
 import shutil
 
 import pytest
@@ -37,11 +38,13 @@ def test_every_effect_and_claim_is_that_of_the_registered_rules(capsys):
         f"0 of {lines} records differ.",
         f"0 of {len(registered)} registered files differ.",
         "0 of 324 effects differ.",
-        "0 of 284 printed effects differ.",
         "0 of 98 claims differ.",
         "0 of 119 facts not registered differ.",
     ):
         assert line in said
+    # those of the finished experiments, and of what is reported of the others
+    (printed,) = re.findall(r"^0 of (\d+) printed effects differ", said, re.MULTILINE)
+    assert int(printed) >= 284
 
 
 def test_a_changed_number_is_noticed_twice(monkeypatch, capsys):
