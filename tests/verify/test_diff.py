@@ -78,6 +78,7 @@ def test_a_loss_does_not_differ_from_itself(loss):
     assert found, found
     assert found.a.endswith("(1)")
     assert "nothing differs between" in str(found)
+    assert "not compared: long responses" in str(found)
 
 
 def test_the_numbers_of_the_clip_are_those_of_the_losses():

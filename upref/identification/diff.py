@@ -25,6 +25,10 @@ from upref.weights.black_box import MANY_LOG_R
 
 ADVANTAGES = (1.0, -1.0, 0.5, -2.0)
 PROBABILITIES = (0.02, 0.3, 0.9)  # π_old, where a weight depends on it
+NOT_COMPARED = (
+    "not compared: long responses, many rows, other orders of rows, half precision; "
+    "`upref check` has batches for these"
+)
 BATCHES = 3  # random ones on which whole gradients are compared
 BESIDE = 1e-3  # a ratio so near to a jump is not shown: it prints as the jump itself
 SMALLEST_PART = 1e-12  # of the largest weight of a batch: below, it is rounding
@@ -136,6 +140,7 @@ class Difference(Result):
         lines += [f"closed by: {words}" for words in self.closed_by]
         if verbose or self:
             lines.append(f"compared: {self.compared}")
+            lines.append(NOT_COMPARED)
         return "\n".join(lines)
 
 
