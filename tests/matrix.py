@@ -226,8 +226,12 @@ def versions(python: str) -> dict[str, str]:
 
 def recorded() -> list[dict[str, Any]]:
     """The rows, by the version of Python."""
-    key = lambda r: (*map(int, r["python"].split(".")), r["what"])
-    return sorted(record.rows(RECORDS).values(), key=key)
+    return sorted(record.rows(RECORDS).values(), key=_version_and_name)
+
+
+def _version_and_name(row: dict[str, Any]) -> tuple[list[int], str]:
+    """What a row is sorted by: 3.9 comes before 3.11."""
+    return [int(part) for part in row["python"].split(".")], row["what"]
 
 
 def table() -> str:
