@@ -312,8 +312,11 @@ class _Folded(ast.NodeTransformer):
         self.generic_visit(node)
         match node:
             case ast.BinOp(left=ast.Constant(), right=ast.Constant()):
-                number = eval(ast.unparse(node))
-                return ast.Constant(float(f"{number:.6g}"))
+                try:
+                    number = eval(ast.unparse(node))
+                    return ast.Constant(float(f"{number:.6g}"))
+                except (ArithmeticError, TypeError, ValueError):
+                    return node  # such as 1 / 0: it is printed as it is
         return node
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
