@@ -88,9 +88,17 @@ def test_a_wrong_attempt_is_told_what_is_wrong(asked, n, i):
     assert status == 1 and words in said, said
 
 
-LATE = [(3, "lp - lp_old", "(lp - lp_old).clamp(max=3)"), (4, "1 + eps_high", "1.2799"),
-        (6, "1 - eps_low", "0.79999"), (7, "1 - eps_low", "1 - 0.00031"),
-        (4, "return -torch.minimum(r * A", "A = A.clamp(max=5000)\n    return -torch.minimum(r * A")]  # fmt: skip
+LATE = [
+    (3, "lp - lp_old", "(lp - lp_old).clamp(max=3)"),
+    (4, "1 + eps_high", "1.2799"),
+    (6, "1 - eps_low", "0.79999"),
+    (7, "1 - eps_low", "1 - 0.00031"),
+    (
+        4,
+        "return -torch.minimum(r * A",
+        "A = A.clamp(max=5000)\n    return -torch.minimum(r * A",
+    ),
+]
 
 
 @pytest.mark.parametrize("n, old, new", LATE)

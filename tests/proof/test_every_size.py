@@ -56,7 +56,9 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize(("loss", "name"), RIGHT, ids=lambda x: getattr(x, "__name__", x))  # fmt: skip
+@pytest.mark.parametrize(
+    ("loss", "name"), RIGHT, ids=lambda x: getattr(x, "__name__", x)
+)
 def test_it_is_proved_for_every_size(loss, name):
     proof = upref.prove(loss, name, rows=1, columns=1)
     assert proof and proof.every_size, proof.sizes_open

@@ -77,7 +77,9 @@ def two_names(lp, old, A, mask):
 
 
 def cut_list(lp, old, A, mask):
-    return sum(terms(*row) for row in list(rows_of(lp, old, A, mask))[:1000]) / mask.sum()  # fmt: skip
+    return (
+        sum(terms(*row) for row in list(rows_of(lp, old, A, mask))[:1000]) / mask.sum()
+    )
 
 
 def cut_iterator(lp, old, A, mask):

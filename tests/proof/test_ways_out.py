@@ -274,7 +274,9 @@ NOT_PROVED = [
 ]
 
 
-@pytest.mark.parametrize("loss", NOT_PROVED, ids=lambda f: type(f).__name__ + getattr(f, "__name__", ""))  # fmt: skip
+@pytest.mark.parametrize(
+    "loss", NOT_PROVED, ids=lambda f: type(f).__name__ + getattr(f, "__name__", "")
+)
 def test_it_is_not_proved(loss):
     proof = upref.prove(loss, "dapo", rows=1, columns=1)
     assert proof.status != "proved"
