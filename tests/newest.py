@@ -3,7 +3,7 @@
 `python tests/newest.py [PYTHON]`.
 
 Without PYTHON it makes an environment in a temporary folder, with the newest release of
-all that `pip install .` takes, torch among them, and pytest: a CUDA build of torch takes
+all that `pip install ".[prove]"` takes, torch among them, and pytest: a CUDA build of torch takes
 some 5 GB. PYTHON is an interpreter that has these already. Exit status: 0 if the
 commands print what README says and the test passes. It imports nothing but the standard
 library, so any Python can start it.
@@ -71,7 +71,7 @@ def newest(folder: Path) -> str:
     python = str(folder / "env/bin/python")
     subprocess.run([sys.executable, "-m", "venv", folder / "env"], check=True)
     install = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
-    subprocess.run([*install, str(ROOT), "pytest"], check=True)
+    subprocess.run([*install, f"{ROOT}[prove]", "pytest"], check=True)
     return python
 
 
