@@ -210,9 +210,21 @@ def draw_plane(
             for arm, runs in by_arm.items():
                 avg, best = np.mean([points(run)[-1] for run in runs], axis=0).T
                 line = {"color": colour[arm], "ls": dashes[arm]}
-                label = arm if ax is axes[0] else None
-                ax.plot(avg, best, marker="o", ms=3, label=label, **line)
+                ax.plot(avg, best, marker="o", ms=3, **line)
             ax.set(title=titles[name], xlabel="Avg@32, %", ylabel="Best@32, %")
             ax.spines[["top", "right"]].set_visible(False)
-        fig.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
+        drawn = {arm for by_arm in by_group.values() for arm in by_arm}
+        handles = [
+            Line2D([], [], color=colour[arm], ls=dashes[arm], marker="o", ms=3)
+            for arm in arms
+            if arm in drawn
+        ]
+        fig.legend(
+            handles,
+            [arm for arm in arms if arm in drawn],
+            loc="outside lower center",
+            ncols=columns,
+            frameon=False,
+            fontsize=8,
+        )
     return fig

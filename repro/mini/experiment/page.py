@@ -213,14 +213,21 @@ def drawn_plane(plan: Plan, known: Known, found: Sequence[Effect], folder: Path)
 
 
 def _with_decodings(plan: Plan, known: Known) -> dict[str, dict[str, list[RunRecord]]]:
-    """Group -> arm -> the runs that were evaluated by several decodings."""
-    found: dict[str, dict[str, list[RunRecord]]] = {}
+    """Group -> arm -> the runs that were evaluated by several decodings, of the seeds that
+    every arm of the group has.
+    """
     there = plan.runs(known)
-    groups = [cell for cell in plan.cells() if any(at[:2] == cell for at in there)]
-    for cell in groups:
-        runs = [run for at, run in there.items() if at[:2] == cell]
-        if runs[0]["settings"].get("decodings"):
-            found.setdefault(cell.group, {})[cell.arm] = runs
+    found: dict[str, dict[str, list[RunRecord]]] = {}
+    for group in [asked["name"] for asked in plan.groups]:
+        cells = [
+            cell for cell in plan.cells([group]) if any(at[:2] == cell for at in there)
+        ]
+        by_cell = [{at[3] for at in there if at[:2] == cell} for cell in cells]
+        seeds = set.intersection(*by_cell) if by_cell else set()
+        for cell in cells:
+            runs = [r for at, r in there.items() if at[:2] == cell and at[3] in seeds]
+            if runs and runs[0]["settings"].get("decodings"):
+                found.setdefault(group, {})[cell.arm] = runs
     return found
 
 
