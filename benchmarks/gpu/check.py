@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from packaging.specifiers import SpecifierSet
-
 from repro.with_verl.machine.here import look, old_driver
 
 GIB = 2**30
@@ -40,8 +38,23 @@ NEEDED = {
     "TransferQueue": "the trial of verl",
     "xgrammar": "vLLM's worker",
     "orjson": "verl's trainer",
+    # not in pack.py, which takes them to be there
+    "accelerate": "verl's trainer, and to convert SmolLM2",
+    "peft": "verl's trainer",
+    "pandas": "verl's data",
+    "pyarrow": "verl's data",
+    "psutil": "the trial of verl",
 }
-TRANSFORMERS = SpecifierSet("!=5.6.0,<5.11,>=5.5.3")  # of verl 0.9.1
+TRANSFORMERS = "!=5.6.0,<5.11,>=5.5.3"  # of verl 0.9.1
+# compiled packages that pack.py carries, each built for one Python
+COMPILED = (
+    "pydantic_core",
+    "ray._raylet",
+    "xgrammar",
+    "tokenizers",
+    "orjson",
+    "msgspec",
+)
 
 
 @dataclass(frozen=True)
@@ -102,11 +115,41 @@ def packages() -> Iterator[Line]:
         except importlib.metadata.PackageNotFoundError:
             text = f"{name} is not installed; it is needed for {who}."
             yield Line(text, ok=False, fatal="every" in who)
-    yield Line(f"installed: {', '.join(have)}.")
-    found = importlib.metadata.version("transformers")
-    if not TRANSFORMERS.contains(found):
-        text = f"transformers {found} is outside verl's range ({TRANSFORMERS})."
-        yield Line(text, ok=False)
+    yield Line(f"installed: {', '.join(have) or 'none of them'}.")
+
+
+def versions() -> Iterator[Line]:
+    """Whether transformers is of verl's range, and torch the one that vLLM is built for."""
+    from packaging.requirements import Requirement
+
+    transformers = Requirement(f"transformers{TRANSFORMERS}")
+    asked = [(transformers, "verl 0.9.1")]
+    try:
+        every = map(Requirement, importlib.metadata.requires("vllm") or ())
+        version = importlib.metadata.version("vllm")
+        asked += [(one, f"vLLM {version}") for one in every if one.name == "torch"]
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    for one, who in asked:
+        try:
+            found = importlib.metadata.version(one.name).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if not one.specifier.contains(found):
+            text = f"{one.name} {found} is here, and {who} needs {one}."
+            yield Line(text, ok=False)
+
+
+def compiled() -> Iterator[Line]:
+    """Packages with compiled parts: those for another Python do not import."""
+    python = ".".join(map(str, sys.version_info[:2]))
+    there = [name for name in COMPILED if find_spec(name.partition(".")[0])]
+    for name in there:
+        try:
+            importlib.import_module(name)
+        except ImportError as e:
+            text = f"{name} does not import with Python {python}: {e} (pack.py carries packages for Python 3.12)."
+            yield Line(text, ok=False)
 
 
 def norm_kernel() -> Iterator[Line]:
@@ -150,6 +193,8 @@ LOOKS: tuple[Callable[[], Iterator[Line]], ...] = (
     gpu,
     machine,
     packages,
+    versions,
+    compiled,
     norm_kernel,
     attention_kernel,
 )
