@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's own trainer with vLLM on one GPU, small enough for minutes: the toy of the
-smoke scale, or random weights of the sizes of Qwen2.5-0.5B.
+smoke scale, random weights of the sizes of Qwen2.5-0.5B, or SmolLM2-135M-Instruct.
 
-    python -m repro.with_verl.gpu_trial OUT [--size toy|half] [--objective up_dapo]
-    [--steps 24] [--fault] [--limit SECONDS] [--dry-run] [verl overrides]
+    python -m repro.with_verl.gpu_trial OUT [--size toy|half|smollm2] [--objective up_dapo]
+    [--steps 24] [--fault] [--limit SECONDS] [--cpu] [--dry-run] [verl overrides]
 
 toy learns in 24 steps. half shows memory, sleep mode and the transfer of real weights;
-random weights are no evidence for an objective. Every micro-batch is compared with the
-reference inside the loss, every optimizer step is judged as a whole and recorded, and
-`upref replay` judges the recorded steps at the end. --fault samples at temperature 0.7
-and has vLLM report log-probabilities of before it, which replay must name.
+random weights are no evidence for an objective. smollm2 is a pretrained model, which
+learns two-digit addition. Every micro-batch is compared with the reference inside the
+loss, every optimizer step is judged as a whole and recorded, and `upref replay` judges
+the recorded steps at the end. --fault samples at temperature 0.7 and has vLLM report
+log-probabilities of before it, which replay must name.
 
-OUT/gpu.json gets one row, in the form that `python -m benchmarks.gpu.keep` reads. Exit
-status: 0 all of it held, 1 something did not, 2 it could not run.
+OUT/gpu.json gets one row, in the form that `python -m benchmarks.gpu.keep` reads. --cpu
+rehearses toy and smollm2 with vLLM's CPU build (the part smoke of repro/venv.sh), and
+writes OUT/cpu.json. Exit status: 0 all of it held, 1 something did not, 2 it could not
+run.
 """
 
 import json
@@ -32,6 +35,7 @@ from typing import Any
 
 import upref
 from repro import Parser
+from repro.with_verl import addition
 from repro.with_verl.config.compose import ACTOR, watched
 from repro.with_verl.cpu import smoke, toy
 from repro.with_verl.health import STEPS
@@ -43,15 +47,21 @@ from upref_frameworks.verl.record import FOLDER, HOW_OFTEN
 ROLLOUT = "actor_rollout_ref.rollout"
 # seconds: without a sign of life before the first step, without a step, to shut down
 FIRST, STALL, END = 100, 60, 20
+REPLAY = 120  # seconds that replay may take; a CPU may be busy
 # Qwen2.5-0.5B's sizes, in Qwen3's form
-HALF = {
+HALF: dict[str, Any] = {
     "vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
     "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64,
     "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
 # FlashAttention 3 has kernels for heads of 64, 96, 128, 192 and 256
-TOY = toy.SIZES | {"head_dim": 64}
+TOY: dict[str, Any] = toy.SIZES | {"head_dim": 64}
 BF16 = "{param_dtype: bf16, reduce_dtype: fp32, buffer_dtype: fp32}"
+# on a GPU and on a CPU
+EVERYWHERE = {
+    f"{ROLLOUT}.calculate_log_probs": True,
+    f"+{ACTOR}.policy_loss.upref": "{parity: {on_fail: warn, every: 1}}",
+}
 # vLLM's sleep mode, which verl uses by default, is left to `half`
 ONE_GPU = {
     f"{ROLLOUT}.dtype": "bfloat16",  # FlashAttention takes no float32
@@ -60,10 +70,8 @@ ONE_GPU = {
     f"+{ROLLOUT}.enable_sleep_mode": False,
     f"{smoke.VLLM}.kv_cache_memory_bytes": 2**28,
     f"{smoke.VLLM}.distributed_executor_backend": "uni",  # one process fewer to start
-    f"{ROLLOUT}.calculate_log_probs": True,
     "ray_kwargs.ray_init.num_cpus": 12,
     "+ray_kwargs.ray_init.object_store_memory": 1_000_000_000,
-    f"+{ACTOR}.policy_loss.upref": "{parity: {on_fail: warn, every: 1}}",
 }
 LARGE = {
     f"{smoke.VLLM}.kv_cache_memory_bytes": 2**33,
@@ -86,6 +94,12 @@ LARGE = {
     f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 512,
     "trainer.save_freq": -1,  # 6 GB a checkpoint
 }
+OF_SIZE: dict[str, dict[str, object]] = {
+    "toy": {},
+    "half": LARGE,
+    "smollm2": addition.SETTINGS,
+}
+SHAPES = {"toy": TOY, "half": HALF, "smollm2": addition.SIZES}
 # steps of 512 responses: 128 tokens do not tell which temperature it is
 FAULT = {
     f"{ROLLOUT}.logprobs_mode": "raw_logprobs",
@@ -140,7 +154,12 @@ def compute_score(
 
 
 def settings(
-    objective: upref.Objective, steps: int, out: Path, size: str, fault: bool
+    objective: upref.Objective,
+    steps: int,
+    out: Path,
+    size: str,
+    fault: bool,
+    cpu: bool = False,
 ) -> dict[str, object]:
     """What verl is given.
 
@@ -148,13 +167,16 @@ def settings(
         objective: that is trained.
         steps: of verl's trainer.
         out: the folder of the run.
-        size: toy or half.
+        size: toy, half or smollm2.
         fault: whether vLLM reports log-probabilities of before the temperature.
+        cpu: whether it is rehearsed on a CPU.
     """
-    found = smoke.toy_settings(objective, steps, out) | ONE_GPU
-    found |= LARGE if size == "half" else {}
-    found |= FAULT if fault else {}
-    return found
+    if cpu:
+        found = smoke.settings(objective, steps, out)
+    else:
+        found = smoke.toy_settings(objective, steps, out) | ONE_GPU
+    found |= EVERYWHERE | OF_SIZE[size]
+    return found | (FAULT if fault else {})
 
 
 def environment(log: Path, eager: bool) -> dict[str, str]:
@@ -187,10 +209,14 @@ def environment(log: Path, eager: bool) -> dict[str, str]:
 
 def make(out: Path, size: str) -> None:
     """Make the prompts, the tokenizer and the weights of the run."""
+    if size == "smollm2":
+        addition.make_data(out / MADE[1])
+        addition.make_model(out / MADE[0])
+        return
     words = list(toy.VOCAB)
     if size == "half":
         words += [f"w{i}" for i in range(len(words), HALF["vocab_size"])]
-    toy.SIZES.update(HALF if size == "half" else TOY)
+    toy.SIZES.update(SHAPES[size])
     toy.make_data(out / MADE[1])
     toy.make_model(out / MADE[0], words=words)
 
@@ -204,7 +230,7 @@ def dry_run(objective: upref.Objective, lines: list[str], size: str) -> Any:
 
     scale = Scale("trial", "", {}, {}, {}, 0.0, None)
     run = Run(objective.name, scale, lines, {}, given=[])
-    return validate(run, parse(HALF if size == "half" else TOY))
+    return validate(run, parse(SHAPES[size]))
 
 
 def tell(row: dict[str, Any]) -> None:
@@ -252,30 +278,43 @@ def causes(replay: dict[str, Any]) -> list[str]:
     return [step.get("sampler", {}).get("cause", "") for step in steps]
 
 
-def replayed(folder: Path) -> dict[str, Any]:
+def replayed(folder: Path, objective: str, limit: float = REPLAY) -> dict[str, Any]:
     """What `upref replay` says of the recorded steps.
 
     Args:
         folder: of the recorded steps.
+        objective: the name of what trained.
+        limit: seconds that it may take.
 
     Returns:
-        `status` and `text`, and `report`, its JSON.
+        `status`, `seconds` and `text`, and `report`, its JSON, where it has one.
     """
     start = time.monotonic()
-    command = [sys.executable, "-m", "upref", "replay", str(folder)]
+    command = [sys.executable, "-m", "upref", "replay", str(folder), "--as", objective]
     as_text, as_json = (
-        subprocess.run(
-            [*command, *form], capture_output=True, text=True, timeout=120, check=False
+        subprocess.Popen(
+            [*command, *form],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for form in ((), ("--json",))
     )
-    found = {
+    try:
+        text = "".join(as_text.communicate(timeout=limit))
+        report, _ = as_json.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        text, report = f"replay took longer than {limit:.0f} s.\n", ""
+        for process in (as_text, as_json):
+            process.kill()
+            process.communicate()
+    found: dict[str, Any] = {
         "status": as_text.returncode,
         "seconds": round(time.monotonic() - start, 1),
-        "text": as_text.stdout + as_text.stderr,
+        "text": text,
     }
     try:
-        return found | {"report": json.loads(as_json.stdout)}
+        return found | {"report": json.loads(report)}
     except ValueError:
         return found
 
@@ -295,7 +334,7 @@ def judge(
         asked: how many there should be.
         outcome: how verl's trainer ended.
         replay: of `replayed`.
-        size: toy or half.
+        size: toy, half or smollm2.
         fault: whether replay must name the planted fault.
     """
     report, wrong = smoke.judge(rows, asked, outcome)
@@ -350,6 +389,7 @@ def main(
     fault: bool,
     extra: list[str],
     limit: float = math.inf,
+    cpu: bool = False,
 ) -> int:
     """Train, watch, replay, judge, write the row; the exit status.
 
@@ -358,10 +398,11 @@ def main(
         out: the folder of the run; what is there, but for a model and its data, is
             removed.
         steps: of verl's trainer.
-        size: toy or half.
+        size: toy, half or smollm2.
         fault: whether vLLM reports log-probabilities of before the temperature.
         extra: overrides of verl, the last word.
         limit: seconds after which verl is ended; what it logged is judged.
+        cpu: whether it is rehearsed on a CPU.
     """
     own_folder(out)
     for path in out.iterdir():
@@ -371,7 +412,7 @@ def main(
         make(out, size)
     log = records.new_part(out)
     output = out / "trainer.log"
-    given = settings(objective, steps, out, size, fault)
+    given = settings(objective, steps, out, size, fault, cpu)
     lines = [f"{k}={v}" for k, v in given.items()]
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *lines, *extra]
     write_atomically(out / "command.txt", "\n".join(command) + "\n")
@@ -379,15 +420,17 @@ def main(
     os.environ |= {FOLDER: str(out / STEPS), HOW_OFTEN: "1"}
     eager = f"{ROLLOUT}.enforce_eager=False" not in extra
     watch.END = END
+    env = smoke.environment(log) if cpu else environment(log, eager)
+    first = smoke.FIRST if cpu else FIRST
     began = time.strftime("%H:%M:%S")
     outcome = watch.run(
-        command, log, output, env=environment(log, eager) | watched(out), asked=steps,
-        stall=STALL, first=FIRST, tell=tell, idle=False,
+        command, log, output, env=env | watched(out), asked=steps, stall=STALL, first=first, tell=tell,
+        idle=False, limit=limit,
     )  # fmt: skip
     rows = watch.steps(log)
-    replay = replayed(out / STEPS)
+    replay = replayed(out / STEPS, objective.name, REPLAY * (10 if cpu else 1))
     report, wrong = judge(rows, steps, outcome, replay, size, fault)
-    gpu = device()
+    gpu = "none" if cpu else device()
     name = f"{size}: {objective.name}" + (", a fault" if fault else "")
     row = {
         "run": name + "".join(f", {x}" for x in extra),
@@ -410,7 +453,9 @@ def main(
         "parts": {f"verl-{size}": part},
         "rows": {f"verl-{size}": [row]},
     }
-    write_atomically(out / "gpu.json", json.dumps(found, indent=1) + "\n")
+    write_atomically(
+        out / f"{'cpu' if cpu else 'gpu'}.json", json.dumps(found, indent=1) + "\n"
+    )
     print(replay["text"])
     print("\n".join([f"{name}: {'; '.join(report)}", *(f"WRONG  {w}" for w in wrong)]))
     if wrong and outcome.status != 0:
@@ -426,11 +471,12 @@ if __name__ == "__main__":
         formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--size", choices=("toy", "half"), default="toy")
+    parser.add_argument("--size", choices=tuple(OF_SIZE), default="toy")
     parser.add_argument("--objective", default="up_dapo")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--fault", action="store_true")
     parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS")
+    parser.add_argument("--cpu", action="store_true", help="rehearse it on a CPU")
     parser.add_argument("--dry-run", action="store_true")
     args, rest = parser.parse_known_args()
     try:
@@ -439,14 +485,21 @@ if __name__ == "__main__":
             raise upref.InputError(
                 f"{wrong_words[0]!r} is no override: write key=value."
             )
+        if args.cpu and args.size == "half":
+            raise upref.InputError(
+                "--cpu rehearses toy and smollm2: half shows a GPU's memory."
+            )
         if args.dry_run:
-            given = settings(chosen, args.steps, args.out, args.size, args.fault)
+            given = settings(
+                chosen, args.steps, args.out, args.size, args.fault, args.cpu
+            )
             words = [f"{k}={v}" for k, v in given.items()] + rest
             dry_run(chosen, words, args.size)
             print(f"verl accepts these {len(words)} overrides; nothing was started")
             sys.exit(0)
         out, limit = args.out.resolve(), args.limit
-        sys.exit(main(chosen, out, args.steps, args.size, args.fault, rest, limit))
+        how = (args.steps, args.size, args.fault, rest, limit, args.cpu)
+        sys.exit(main(chosen, out, *how))
     except (upref.InputError, OSError) as error:
         print(f"gpu_trial: {error}", file=sys.stderr)
         sys.exit(2)

