@@ -338,6 +338,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "up_explanations": ("docs.answer", "explanations"),
     "up_controls": ("docs.controls", "text"),
     "up_without_lag": ("docs.without_lag", "text"),
+    "mistakes_cost": ("docs.mistakes", "text"),
     "lm_need": ("docs.lm", "need"),
     "lm_steps": ("docs.lm", "steps"),
     "lm_scores": ("docs.lm", "scores"),
