@@ -49,6 +49,6 @@ function verdict(name, hp, p, mu, A, eta) {
     ? `until ${unit} = ${bound(at.end)}, that is π_θ = ${num(at.star)}`
     : `and nothing ends that before π_θ = ${A > 0 ? 1 : 0}`;
   const step = eta > 0 && weight ? ` One step of η = ${num(eta)} takes it to ${num(next)}${overshoots ? ", past that point: Cap does not bound a step" : ""}.` : "";
-  return { ...facts, tag: wall ? "alive" : "unbounded",
+  return { ...facts, tag: wall ? "has a gradient" : "has a gradient, no bound",
     text: `Pushed ${way} with weight ${num(weight)}, ${until}: Cap ${num(at.cap)}.${step}` };
 }

@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+import upref
 from tests.support.browser import chromium, needs_chromium
 from upref_course import explorer
 
@@ -71,8 +72,37 @@ def test_on_a_narrow_screen_nothing_is_wider_than_it(browser, page, hash_):
         == browser.js("document.documentElement.scrollWidth")
         == 390
     )
-    wide = "filter(e => e.getBoundingClientRect().right > 391 && !e.closest('svg')).map(e => e.outerHTML.slice(0, 80))"
+    # the examples are one row, which scrolls by itself
+    outside = "!e.closest('svg') && !e.closest('#presets')"
+    wide = f"filter(e => e.getBoundingClientRect().right > 391 && {outside}).map(e => e.outerHTML.slice(0, 80))"
     assert browser.js(f"[...document.body.querySelectorAll('*')].{wide}") == []
+
+
+def test_on_a_phone_the_map_comes_first_and_the_sliders_stay(browser, page):
+    """A map is on the first screen, and while a map is on the screen the sliders of the
+    token are too."""
+    browser.open(page, READY, "", 390)
+    top = lambda css: browser.js(
+        f"document.querySelector('{css}').getBoundingClientRect().top"
+    )
+    assert top(".map") < 400 and top("#shared") < 1000
+    assert top("#presets") > top(".map") and top(".lead.more") > top(".map")
+    browser.js("void scrollTo(0, document.querySelectorAll('.map')[1].offsetTop)")
+    assert -50 < browser.js(
+        "document.querySelectorAll('.map')[1].getBoundingClientRect().top"
+    )
+    assert top("#shared") < 1000
+
+
+def test_the_question_to_begin_with_has_the_answer_of_the_library(browser, page):
+    browser.open(page, READY)
+    said = browser.js("document.querySelector('.try').textContent")
+    edge = 0.05 * (1 + upref.get("dapo").hyperparameters["eps_high"])
+    assert f"{edge:.3g}" in said and 0.06 < edge < 0.5
+    assert upref.capacity("up_dapo", pi=0.06, pi_old=0.05) > 0.5 - 0.06
+    assert upref.capacity("dapo", pi=0.06, pi_old=0.05) < 0.5 - 0.06
+    browser.js("void document.querySelector('.try a').click()")
+    browser.until("explorer.state().mu === 0.05 && explorer.state().p === 0.06")
 
 
 def test_objectives_come_and_go_the_policy_plays_and_it_is_dark(browser, page):

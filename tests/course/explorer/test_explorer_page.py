@@ -106,7 +106,7 @@ def test_regions_and_bounds_are_named(js):
     )
     free = say("up_dapo", 0.5, 0.25, 1)
     assert (
-        free["tag"] == "unbounded"
+        free["tag"] == "has a gradient, no bound"
         and "nothing ends that before π_θ = 1" in free["text"]
         and free["cap"] == 0.5
     )
@@ -118,7 +118,7 @@ def test_regions_and_bounds_are_named(js):
     assert dual["tag"] == "Dual Clip" and "r = 3.6 is above c = 3" in dual["text"]
     alive = say("dapo", 0.25, 0.25, 1, eta=9)
     assert (
-        alive["tag"] == "alive"
+        alive["tag"] == "has a gradient"
         and "until r = 1 + ε_high = 1.28, that is π_θ = 0.32" in alive["text"]
     )
     assert (
