@@ -6,7 +6,10 @@
                `tests/run.sh quick`; `repro/run.sh up_dapo mini`, of two steps; every
                requirement list, resolved
     lowest     the wheel in an empty folder, with the lowest versions that pyproject.toml allows and PYTHON has
-    newest     the wheel with the newest of everything, then the sdist
+    newest     the wheel with the newest of everything, then the sdist; and what README and
+               the ten minutes print, by copy and paste
+    tests      a sample of the tests with the packages that PYTHON already has; where TRL is
+               one of them, the conformance suite with its adapter too
     places     both commands without .git, HOME, a network or the rights of root. Needs Linux, and root at first
     stopped    an install that a full disk and a lost network stop, and that goes on. Needs Linux, root, and a mount
                namespace of its own:
@@ -20,8 +23,11 @@ no more, so any Python can start it.
 """
 
 import functools
+import json
 import os
+import random
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -39,9 +45,17 @@ from upref import markdown  # noqa: E402
 
 RECORDS = ROOT / "tests/matrix.json"
 PACKAGES = ("torch", "numpy", "sympy")
+LIBRARIES = ("transformers", "trl")  # where a row has them
 LISTS = ("torch", "base", "mini", "verl", "trl", "docs", "release", "smoke", "gpu")
 PLACES = ("places", "stopped")
+SAMPLE = 1500  # tests
+SAMPLED = (  # the folders of tests whose result depends on no pinned version
+    "core", "course", "exact", "logs", "maximization", "proof", "replay", "step",
+    "user_code", "verify",
+)  # fmt: skip
+MARKED = "not (slow or nightly or verl or trl or smoke or site)"
 UP_TO_312 = ("smoke", "gpu")  # verl 0.9.1 stops there
+QUIET = "-m pip --disable-pip-version-check install -q"
 AWKWARD = "a folder, accentué/upref"
 TRAIN = "bash repro/run.sh up_dapo mini steps=2"
 MY_LOSS = next(
@@ -184,9 +198,8 @@ def wheel(folder: Path, python: str, which: str) -> tuple[Steps, str]:
     steps = Steps(folder, {k: v for k, v in os.environ.items() if k != "PYTHONPATH"})
     steps.env["PATH"] = f"{folder / 'env/bin'}{os.pathsep}{os.environ['PATH']}"
     (folder / "my.py").write_text(MY_LOSS)
-    quiet = "-m pip --disable-pip-version-check install -q"
     steps.run(
-        f'"{python}" -m venv env && python {quiet} build twine',
+        f'"{python}" -m venv env && python {QUIET} build twine',
         name="make an environment",
     )
     steps.run(f'python -m build -o dist "{ROOT}"', says=".whl", name="python -m build")
@@ -197,18 +210,20 @@ def wheel(folder: Path, python: str, which: str) -> tuple[Steps, str]:
         ]
         (folder / "limits.in").write_text("\n".join(limits))
         resolve = "uv pip compile -q --resolution lowest-direct --only-binary :all: --no-header limits.in -o limits.txt"
-        steps.run(f"python {quiet} uv && {resolve}", name="the lowest versions")
+        steps.run(f"python {QUIET} uv && {resolve}", name="the lowest versions")
     steps.run(
-        f"python {quiet} dist/*.whl {'-c limits.txt' if which == 'lowest' else ''}",
+        f"python {QUIET} dist/*.whl {'-c limits.txt' if which == 'lowest' else ''}",
         name="pip install",
     )
     for command, (status, says) in WHEEL.items():
         steps.run(command, status, says)
     if which == "newest":
-        again = f"python {quiet} --force-reinstall --no-deps dist/*.tar.gz"
+        again = f"python {QUIET} --force-reinstall --no-deps dist/*.tar.gz"
         steps.run(
             f"{again} && upref --version", says="upref ", name="pip install the sdist"
         )
+        paste = f'python {QUIET} z3-solver pytest && python "{ROOT}/tests/newest.py" "$PWD/env/bin/python"'
+        steps.run(paste, name="README and the ten minutes, by copy and paste")
     steps.sizes = {
         f.suffix.strip("."): f.stat().st_size // 1024
         for f in (folder / "dist").iterdir()
@@ -216,17 +231,58 @@ def wheel(folder: Path, python: str, which: str) -> tuple[Steps, str]:
     return steps, "env/bin/python"
 
 
+def sampled(names: list[str]) -> list[str]:
+    """A sample of the names of tests, the same for the same names."""
+    return sorted(random.Random(0).sample(sorted(names), min(SAMPLE, len(names))))
+
+
+def tests(folder: Path, python: str) -> tuple[Steps, str]:
+    """A sample of the tests, and the suite with TRL's adapter where TRL is installed."""
+    steps = Steps(ROOT, os.environ | {"PYTHONPATH": str(ROOT)})
+    pytest = f'"{python}" -m pytest -q -p no:cacheprovider'
+    places = " ".join(f"tests/{name}" for name in SAMPLED)
+    listed = subprocess.run(
+        ["bash", "-c", f"{pytest} --collect-only -m {shlex.quote(MARKED)} {places}"],
+        cwd=ROOT,
+        env=steps.env,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+    ).stdout
+    chosen = sampled([line for line in listed.splitlines() if "::" in line])
+    (folder / "sample").write_text("\n".join(chosen), encoding="utf-8")
+    steps.run(f'{pytest} "@{folder}/sample"', name=f"a sample of {len(chosen)} tests")
+    if "trl" in versions(python):
+        adapter = "--adapter upref_frameworks.trl.adapter:TRL"
+        known = "--upref-xfails tests/conformance/trl_xfails.toml"
+        steps.run(
+            f"{pytest} --pyargs upref.conformance {adapter} {known}",
+            name="the conformance suite with TRL's adapter",
+        )
+    return steps, python
+
+
 def versions(python: str) -> dict[str, str]:
-    ask = f"import platform, importlib.metadata as m; print(platform.python_version(), *map(m.version, {PACKAGES}))"
-    said = subprocess.run(
-        [python, "-c", ask], capture_output=True, text=True
-    ).stdout.split()
-    return dict(zip(("python", *PACKAGES), said, strict=False))
+    """The versions of Python and of the packages that an interpreter has, by name."""
+    ask = (
+        "import json, platform, importlib.metadata as m; "
+        "there = {d.name.lower(): d.version for d in m.distributions()}; "
+        "there['python'] = platform.python_version(); print(json.dumps(there))"
+    )
+    said = subprocess.run([python, "-c", ask], capture_output=True, text=True).stdout
+    there = json.loads(said or "{}")
+    return {
+        name: there[name] for name in ("python", *PACKAGES, *LIBRARIES) if name in there
+    }
 
 
 def recorded() -> list[dict[str, Any]]:
-    """The rows, by the version of Python."""
-    return sorted(record.rows(RECORDS).values(), key=_version_and_name)
+    """The rows with their dates, by the version of Python."""
+    found = [
+        row | {"date": one.date}
+        for one in record.read(RECORDS)
+        for row in one.rows.values()
+    ]
+    return sorted(found, key=_version_and_name)
 
 
 def _version_and_name(row: dict[str, Any]) -> tuple[list[int], str]:
@@ -251,10 +307,12 @@ def table() -> str:
             if failed
             else f"{len(r['steps'])} of {len(r['steps'])} steps pass"
         )
-        result += f" ({tested[0]})" if tested else ""
-        cells = [r.get(k, "?") for k in ("python", *PACKAGES)] + [r["what"], result]
-        rows.append(cells)
-    return markdown.table(["Python", *PACKAGES, "what", "result"], rows)
+        result += f" ({'; '.join(tested)})" if tested else ""
+        libraries = [f"{name} {r[name]}" for name in LIBRARIES if name in r]
+        what = ", ".join([r["what"], *libraries])
+        cells = [r.get(k, "?") for k in ("python", *PACKAGES)]
+        rows.append([*cells, what, r["date"], result])
+    return markdown.table(["Python", *PACKAGES, "what", "date", "result"], rows)
 
 
 def awkward() -> str:
@@ -274,16 +332,22 @@ def main(python: str = "python3", what: str = "checkout") -> int:
     python = shutil.which(python) or python
     with tempfile.TemporaryDirectory(prefix="upref-") as folder:
         run: Callable[..., tuple[Steps, str]]
-        run = {"checkout": checkout, "places": places, "stopped": stopped}.get(
-            what, functools.partial(wheel, which=what)
-        )
+        run = {
+            "checkout": checkout,
+            "places": places,
+            "stopped": stopped,
+            "tests": tests,
+        }.get(what, functools.partial(wheel, which=what))
         steps, inside = run(Path(folder), python)
         row: dict[str, Any] = versions(str(steps.folder / inside)) | {"what": what}
         if what == "stopped":
             subprocess.run(["umount", "--lazy", f"{folder}/disk"], check=True)
     row |= {"steps": steps.done} | ({"KB": steps.sizes} if steps.sizes else {})
     command = f"python tests/matrix.py {Path(python).name} {what}"
-    record.add(RECORDS, command, {f"{row['python']} {what}": row})
+    name = f"{row['python']} {what}"
+    if what == "tests":
+        name += f" torch {row['torch']}"
+    record.add(RECORDS, command, {name: row})
     return int(not all(step["passed"] for step in steps.done.values()))
 
 

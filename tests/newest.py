@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README's blocks and its `test_ppo.py` with the newest torch:
-`python tests/newest.py [PYTHON]`.
+"""The blocks of README and of the ten minutes by copy and paste, `test_ppo.py` too, with
+the newest torch: `python tests/newest.py [PYTHON]`.
 
 Without PYTHON it makes an environment in a temporary folder, with the newest release of
 all that `pip install ".[prove]"` takes, torch among them, and pytest: a CUDA build of torch takes
 some 5 GB. PYTHON is an interpreter that has these already. Exit status: 0 if the
-commands print what README says and the test passes. It imports nothing but the standard
-library, so any Python can start it.
+commands print what the pages say and the test passes. It imports nothing but the
+standard library, so any Python can start it.
 """
 
 import os
@@ -17,13 +17,12 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = ("README.md", "docs/howto/ten-minutes.md")
 COMMANDS = 'python() { "$PYTHON" "$@"; }; upref() { "$PYTHON" -m upref "$@"; }; '
 
 
 def run(command: str, folder: Path, python: str) -> str:
-    """Return what a command prints in a folder, both streams, without spaces at the
-    ends of lines.
-    """
+    """Return what a command prints in a folder, both streams."""
     done = subprocess.run(
         ["bash", "-c", COMMANDS + command],
         cwd=folder,
@@ -33,7 +32,13 @@ def run(command: str, folder: Path, python: str) -> str:
         encoding="utf-8",
         check=False,
     )
-    return "".join(line.rstrip() + "\n" for line in done.stdout.splitlines())
+    return done.stdout
+
+
+def without_ends(text: str) -> str:
+    """Return a text without spaces at the ends of its lines, and without empty lines at
+    its end."""
+    return "\n".join(line.rstrip() for line in text.splitlines()).rstrip() + "\n"
 
 
 def differences(page: str, folder: Path, python: str) -> list[str]:
@@ -54,7 +59,7 @@ def differences(page: str, folder: Path, python: str) -> list[str]:
         r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", "".join(consoles), re.M
     ):
         printed = run(command, folder, python)
-        if printed != said:
+        if without_ends(printed) != without_ends(said):
             found.append(f"$ {command}\n{printed}-- and not\n{said}")
     for name, _ in files:
         if name.startswith("test_"):
@@ -76,15 +81,21 @@ def newest(folder: Path) -> str:
 
 
 def main(python: str = "") -> int:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    """Run the blocks of each page in a folder of its own, and print what differs."""
+    failed = 0
     with tempfile.TemporaryDirectory(prefix="upref-") as name:
         python = python or newest(Path(name))
-        place = Path(name) / "place"
-        place.mkdir()
-        print(run('python -c "import torch; print(torch.__version__)"', place, python))
-        found = differences(readme, place, python)
-    print("\n".join(found) or "README prints what it says, and its test passes.")
-    return int(bool(found))
+        version = 'python -c "import torch; print(torch.__version__)"'
+        print("torch", run(version, Path(name), python), end="", flush=True)
+        for page in PAGES:
+            place = Path(name) / Path(page).stem
+            place.mkdir()
+            text = (ROOT / page).read_text(encoding="utf-8")
+            found = differences(text, place, python)
+            said = f"{page} prints what it says, and its tests pass."
+            print("\n".join(found) or said, flush=True)
+            failed += len(found)
+    return int(failed > 0)
 
 
 if __name__ == "__main__":
