@@ -305,7 +305,8 @@ def pages_of(section: Section, left: list[str]) -> list[str]:
 
 
 def first_page(cards: list[str], heads: list[str], start: str) -> str:
-    """The first page of the site: index.md with a card for each section and an example.
+    """The first page of the site: index.md with a card for each section and an example,
+    which is the first file of another page and what two commands print of it.
 
     Args:
         cards: of the sections.
@@ -313,11 +314,10 @@ def first_page(cards: list[str], heads: list[str], start: str) -> str:
         start: the page that has the example.
     """
     text = (Path(__file__).parent / "index.md").read_text(encoding="utf-8")
-    example = re.search(
-        r"```python\n# my.py\n.*?```\n\n```console\n.*?```\n", start, re.S
-    )
+    code = re.search(r"```python\n# my.py\n.*?```\n", start, re.S)
+    proof, check = re.findall(r"```console\n.*?```\n", start, re.S)[:2]
     text = text.replace("CARDS\n", "".join(cards))
-    text = text.replace("EXAMPLE\n", example[0] if example else "")
+    text = text.replace("EXAMPLE\n", f"{code[0]}\n{proof}\n{check}")
     return text + "\n```{toctree}\n:hidden:\n\n" + "\n".join(heads) + "\n```\n"
 
 

@@ -32,10 +32,10 @@ PLACE = re.compile(r"\.\.\.|(?<![-\w/=])[A-Z][A-Z-]{3,}(?![\w=])")
 # command -> what it prints, among other things; {said} is the sentence that README
 # shows of it
 HERE = {
-    "upref check my.py:loss --as dapo": "NOT dapo: 1 failure",
     "upref identify my.py:loss": "{said}",
     "upref maximizes my.py:loss": "my.py:loss with leave_one_out advantages",
     "upref check verl:vanilla --as dapo": "NOT dapo: ",
+    "upref diff my.py:ppo my.py:loss": "differ first in the weight of a token",
     "upref diff verl:vanilla,loss_agg_mode=seq-mean-token-mean trl:grpo": "differ first in the weight of a token",
     "upref recipe dapo --in verl": "loss_agg_mode=token-mean",
     "upref cap -o cap.svg dapo my.py:loss": "cap.svg",
@@ -70,6 +70,7 @@ SUITE_TEST = "tests/conformance/test_suite.py::test_the_command_and_the_list_of"
 SHEET = "tests/replay/test_real_run.py::test_the_command_draws_a_sheet"
 LOGS = "tests/logs/test_logs.py::test_each_command_of_the_page_runs"
 REAL_RUN = "tests/replay/test_real_run.py::test_the_page_s_commands_print_what_it_shows"
+INSTALL = "tests/pages/test_release.py::test_the_install_lines_are_true"
 ELSEWHERE = {
     f"{SUITE} --adapter upref_frameworks.trl.adapter:TRL": (ADAPTERS_TEST, "target(name)"),
     "pip install z3-solver": ("tests/pages/test_requirements.py::test_", "venv.sh"),
@@ -79,10 +80,10 @@ ELSEWHERE = {
     "python -m docs.proved openrlhf": ("tests/proof/test_proofs_of_frameworks.py", "proofs"),
     "pip install .": ("tests/pages/test_release.py::test_the_installed_wheel_judges_a_loss", '"install"'),
     "pip wheel --no-deps -w vendor .": ("tests/pages/test_release.py::test_the_wheel_holds", '"wheel"'),
-    'pip install ".[plot]"': ("tests/pages/test_release.py::test_the_install_lines_are_true", "optional-dependencies"),
+    'pip install ".[plot]"': (INSTALL, "optional-dependencies"),
+    **dict.fromkeys(('pip install ".[prove]"', 'pip install ".[prove]" pytest'), (INSTALL, "optional-dependencies")),
     "python -m docs.site.picture picture.html": ("tests/pages/test_picture.py::test_one_file_that_loads", "picture"),
-    'pip install ".[prove]"': ("tests/pages/test_release.py::test_the_install_lines_are_true", "optional-dependencies"),
-    'pip install ".[trl]"': ("tests/pages/test_release.py::test_the_install_lines_are_true", "trl"),
+    'pip install ".[trl]"': (INSTALL, "trl"),
     "bash repro/run.sh up_dapo": ("tests/matrix.py", "bash repro/run.sh up_dapo mini steps=2"),
     "bash tests/run.sh": (".ci/run", "bash tests/run.sh"),
     "bash tests/run.sh quick": ("tests/matrix.py", "bash tests/run.sh quick"),
@@ -130,8 +131,8 @@ NOT_RUN = {
     "hf download Qwen/Qwen2.5-0.5B-Instruct --revision 7ae557604adf67be50417f59c2c2f167def9a775": "downloads a model",
     ".venv/bin/python -m repro.with_verl.data.prepare gsm8k_train gsm8k_test": "downloads data",
     "bash tests/run.sh save": "runs tests that the whole command has",
-    "pip install torch --index-url https://download.pytorch.org/whl/cpu": "a line of a workflow on GitHub",
-    "pip install . vendor/upref_rl-*.whl transformers pytest": "the same",
+    "pip install torch --index-url https://download.pytorch.org/whl/cpu": "needs PyTorch's own package index",
+    "pip install . vendor/upref_rl-*.whl transformers pytest": "a line of a workflow on GitHub",
 }
 
 

@@ -12,7 +12,7 @@ import torch
 
 import upref
 from docs.make import WORDS_A_MINUTE, letters, put, reading, run
-from tests import newest
+from tests import matrix, newest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -22,7 +22,7 @@ FILES = {block.split()[1]: block for block in BLOCKS if block.startswith("# ")}
 
 def test_it_is_short_and_opens_with_the_reader_who_has_a_loss():
     assert README.count("\n") <= 120
-    assert README.index("## Is my loss DAPO?") < 1000
+    assert README.index("## Is my loss PPO? Is it DAPO?") < 1400
 
 
 def test_the_first_screen_is_read_in_less_than_a_minute():
@@ -37,10 +37,9 @@ EXPLAINED = {
     "verl": "framework (verl, TRL and others)",
     "TRL": "framework (verl, TRL and others)",
     "DAPO": "writes these losses anew: PPO, GRPO, DAPO",
-    "advantage": "*A* is the advantage",
+    "advantage": "(its advantage *A* is above 0)",
     "response": "an answer that the policy wrote",
-    "weight": "(The *weight* is the factor on",
-    "on policy": "(no step since sampling, so r = 1)",
+    "weight": "does not push it (its *weight* is 0)",
     "slime": "the frameworks NeMo-RL, slime and miles",
     "Cap": "is the room left",
     "dual clip": "(no gradient where A < 0 and r > c)",
@@ -155,6 +154,22 @@ def test_the_weekly_job_runs_the_blocks_and_the_test(tmp_path):
     assert sum("NOT ppo_clip" in said for said in found) == 2, found
     weekly = (ROOT / ".github/workflows/weekly.yml").read_text(encoding="utf-8")
     assert "run: python tests/newest.py" in weekly and 'cron: "0 4 * * 1"' in weekly
+
+
+def test_the_weekly_job_has_the_ten_minutes_and_no_eye_for_spaces(tmp_path):
+    """A table of a terminal ends in spaces and an empty line, which no page shows."""
+    assert newest.PAGES == ("README.md", "docs/howto/ten-minutes.md")
+    page = "```console\n$ printf 'a  \\n\\n'\na\n```\n"
+    assert newest.differences(page, tmp_path, sys.executable) == []
+    other = page.replace("\na\n", "\nb\n")
+    assert len(newest.differences(other, tmp_path, sys.executable)) == 1
+
+
+def test_a_sample_of_tests_is_the_same_for_the_same_tests():
+    names = [f"tests/a.py::test_{n}" for n in range(4000)]
+    chosen = matrix.sampled(names)
+    assert chosen == matrix.sampled(names[::-1]) and len(set(chosen)) == 1500
+    assert matrix.sampled(names[:3]) == names[:3]
 
 
 def test_what_is_read_by_name_and_what_is_refused():
