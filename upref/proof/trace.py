@@ -578,6 +578,20 @@ def _tells_size(out: Any) -> bool:
 
 
 # ---- operators -----------------------------------------------------------------------
+@cache
+def can_decompose(func: Any) -> bool:
+    """Return whether torch composes an operator of others, without a rule for its
+    gradient.
+
+    Args:
+        func: an OpOverload; its own `_can_decompose` is not there in torch 2.4.
+    """
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return key in func.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), key
+    )
+
+
 class Operators(TorchDispatchMode):
     """Runs every operator, and beside it the rule for its formulas."""
 
@@ -619,7 +633,7 @@ class Operators(TorchDispatchMode):
             return func(*args, **kwargs)
         if func in REREADS:
             trace.stop("reads the bytes of a tensor as other numbers")
-        if shape.is_view and func._can_decompose():
+        if shape.is_view and can_decompose(func):
             return self._decompose(func, args, kwargs)  # such as `to`, which may copy
         if shape.is_view:
             return func(*args, **kwargs)  # its memory has the ids
@@ -638,7 +652,7 @@ class Operators(TorchDispatchMode):
         is_of_user = is_code_of_user()
         if not is_of_user and not any(map(trace.is_known, tensors)):
             return func(*args, **kwargs)
-        if func._can_decompose():
+        if can_decompose(func):
             return self._decompose(func, args, kwargs)
         if (
             shape_of(func).name == "div"
@@ -727,7 +741,7 @@ def find_decomposition(func: Any) -> Callable[..., Any] | None:
     if func in decomposition_table:
         return decomposition_table[func]
     with suppress(Exception):
-        if func._can_decompose():
+        if can_decompose(func):
             return func.decompose
     return None
 
