@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of the field as one table: frameworks by what was compared, each cell a
-status with version, date and link.
+status with a link. Version and date stand under the framework's name, and in the cells
+where they are others.
 
 It is made of records that are there: the audits (docs/frameworks), the ledgers, the
 steps of whole trainers (docs/steps), the sampler corrections
@@ -265,11 +266,18 @@ def cell(a: dict[str, Any], column: str) -> Cell:
     return replace(recorded, suite=suite(name, column))
 
 
+def without_its_date(c: Cell, a: dict[str, Any]) -> Cell:
+    """Return a cell that leaves out what the row says once, under the framework's name."""
+    same = (c.version, c.date) == (a["version"], a["date"])
+    return replace(c, version="", date="") if same else c
+
+
 def table() -> str:
     """Return the table, a row for each framework."""
     rows = []
     for a in framework_pages.audits():
         link = framework_pages.link(a["framework"])
-        cells = [cell(a, column) for column in COLUMNS]
-        rows.append([link, *cells, proved.cell(a["framework"])])
+        name = f"{link}<br>*{a['version']}, {a['date']}*"
+        cells = [without_its_date(cell(a, column), a) for column in COLUMNS]
+        rows.append([name, *cells, proved.cell(a["framework"])])
     return markdown.table(["framework", *COLUMNS, "proved"], rows)

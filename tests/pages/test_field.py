@@ -35,6 +35,22 @@ def test_each_cell_has_a_status_a_version_a_date_and_a_link():
             )
 
 
+def test_a_version_stands_once_where_the_row_has_one():
+    """Under the framework's name; in a cell only where it is another."""
+    rows = {
+        row.split("]")[0].split("[")[1]: row for row in field.table().splitlines()[2:]
+    }
+    for a in AUDITS:
+        said = f"*{a['version']}, {a['date']}*"
+        cells = [field.cell(a, column) for column in field.COLUMNS]
+        others = {(c.version, c.date) for c in cells if c.date} - {
+            (a["version"], a["date"])
+        }
+        row = rows[a["framework"]]
+        assert row.count(said) == 1, row
+        assert all(f"*{version}, {date}*" in row for version, date in others), row
+
+
 def test_each_entry_stands_in_one_column():
     """The numbers of a row count each entry of the ledger that is no guard, once."""
     for a in AUDITS:
