@@ -42,7 +42,9 @@ def _learn(args: argparse.Namespace) -> int:
 
     e = grader.exercise(args.lesson)
     if not grader.write(e, here):
-        return answer(args, grader.judge(e, here))
+        verdict = grader.judge(e, here)
+        grader.remember(e, here, bool(verdict))
+        return answer(args, verdict)
     if args.json:
         print(json.dumps(e.facts(), ensure_ascii=False))
     else:
@@ -54,26 +56,33 @@ def _learn(args: argparse.Namespace) -> int:
 
 
 def _list_exercises(args: argparse.Namespace, here: Path) -> int:
-    """Print the pages of the course and which exercises are in this folder."""
+    """Print the pages of the course, and which exercises in this folder are right."""
     from upref.cli.output import table
     from upref_course import grader
 
-    rows = [e.facts() | {"here": (here / e.file).exists()} for e in grader.exercises()]
+    rows = []
+    for e in grader.exercises():
+        state = grader.state(e, here)
+        rows.append(e.facts() | {"here": bool(state), "state": state})
     if args.json:
         print(json.dumps(rows, indent=1, ensure_ascii=False))
         return 0
-    begun = {r["title"]: r["file"] for r in rows if r["here"]}
+    yours = {r["lesson"]: (r["file"], r["state"]) for r in rows if r["here"]}
     lines = []
     for page in grader.course_pages():
         if isinstance(page, grader.Reading):
-            lines.append([page.mark, page.title, "nothing to write"])
+            lines.append([page.mark, page.title, "nothing to write", ""])
         else:
-            lines.append([str(page.number), page.title, begun.get(page.title, "")])
-    table(["", "lesson", "your file"], lines)
+            file, state = yours.get(page.number, ("", ""))
+            lines.append([str(page.number), page.title, file, state])
+    table(["", "lesson", "your file", ""], lines)
+    right = sum(r["state"] == "right" for r in rows)
+    print(
+        f"{right} of {len(rows)} exercises are right, as `upref learn N` last judged."
+    )
     print(f"The lessons: {grader.locate_page('docs/course/README.md')}")
     print(
-        "`upref learn 1` writes the exercise of lesson 1 into this folder; once it is there, judges it.\n"
-        "This list has the files that are here. It does not say whether they are right."
+        "`upref learn 1` writes the exercise of lesson 1 into this folder; once it is there, judges it."
     )
     return 0
 

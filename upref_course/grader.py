@@ -7,6 +7,9 @@ exercises/  the files with a hole, as the student gets them
 """
 
 import ast
+import hashlib
+import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +31,8 @@ __all__ = [
     "judge_function",
     "judge_hole",
     "locate_page",
+    "remember",
+    "state",
     "write",
 ]
 
@@ -122,6 +127,63 @@ def judge(exercise: Exercise, folder: Path) -> ExerciseVerdict:
     if _has_hole(exercise, file):
         return judge_hole(exercise)
     return judge_function(exercise, fn)
+
+
+# the files of a folder that were judged right: {file: digest of its text}
+RIGHT = ".upref-learn.json"
+
+
+def remember(exercise: Exercise, folder: Path, right: bool) -> None:
+    """Write down whether the student's file was judged right, for the list of lessons.
+
+    A folder in which nothing can be written is left as it is.
+
+    Args:
+        exercise: that the file is meant to solve.
+        folder: where the file is, and where the file RIGHT is written.
+        right: the verdict.
+    """
+    judged = _judged_right(folder)
+    judged.pop(exercise.file, None)
+    if right:
+        judged[exercise.file] = _digest(folder / exercise.file)
+    with suppress(OSError):
+        write_atomically(folder / RIGHT, json.dumps(judged, indent=1) + "\n")
+
+
+def state(exercise: Exercise, folder: Path) -> str:
+    """Return how far the student is.
+
+    Args:
+        exercise: of a lesson.
+        folder: the student's.
+
+    Returns:
+        "" where the file is not there; "right" where it is the file that was judged
+        right; "begun" otherwise.
+    """
+    file = folder / exercise.file
+    if not file.exists():
+        return ""
+    right = _judged_right(folder).get(exercise.file) == _digest(file)
+    return "right" if right else "begun"
+
+
+def _judged_right(folder: Path) -> dict[str, str]:
+    """Return what the file RIGHT of a folder holds; nothing where it cannot be read."""
+    try:
+        judged = json.loads((folder / RIGHT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return judged if isinstance(judged, dict) else {}
+
+
+def _digest(file: Path) -> str:
+    """Return a digest of a file; "" where it cannot be read."""
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 def _has_hole(exercise: Exercise, file: Path) -> bool:

@@ -210,6 +210,33 @@ def test_the_list(asked, capsys):
     assert all(page.title in said for page in learn.course_pages())
 
 
+def test_the_list_says_which_answers_are_right(asked, capsys):
+    """A wrong answer, a right one, and a right one that was changed since."""
+
+    def listed():
+        main(["learn", "--json"])
+        return [r["state"] for r in json.loads(capsys.readouterr().out)][:3]
+
+    asked(1)
+    assert listed() == ["begun", "", ""]
+    asked(1, SOLUTION[1])
+    asked(2, SOLUTION[2])
+    assert listed() == ["right", "right", ""]
+    Path(EVERY[1].file).write_text(attempt(*WRONG[0])[0], encoding="utf-8")
+    assert listed() == ["begun", "right", ""]
+    asked(2, attempt(*next(w for w in WRONG if w[0] == 2))[0])
+    assert listed() == ["begun", "begun", ""]
+    main(["learn"])
+    assert "0 of 12 exercises are right" in capsys.readouterr().out
+
+
+def test_the_list_is_not_stopped_by_a_broken_record(asked, capsys):
+    asked(1)
+    Path(learn.RIGHT).write_text("no record", encoding="utf-8")
+    assert main(["learn"]) == 0
+    assert "lesson01.py" in capsys.readouterr().out
+
+
 def test_lesson_0_is_read_and_not_written(asked):
     status, said = asked(0)
     assert status == 2 and "lesson 0, the loop, has no exercise" in said
