@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from html import escape
 from importlib import metadata
 from pathlib import Path
 
@@ -43,6 +44,8 @@ LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 FENCED = re.compile(r"^(`{3,}|:{3,}|~{3,}).*?^\1[ \t]*$", re.M | re.S)
 FIELD = "<!-- picture-field -->"  # where the site has it
 FRAME = '<iframe class="picture" src="../picture/index.html" title="Your picture" sandbox="allow-scripts"></iframe>'
+# what the site has in place of `<!-- explorer: STATE -->`
+EXPLORER = '<iframe class="explorer" loading="lazy" src="../explorer/index.html#{}" title="The Cap explorer"></iframe>'
 MATHJAX = "d4295dc33744836935c1399feece5159577b34c5c8ffb9f1c6324cd82e03a882"
 
 
@@ -159,7 +162,12 @@ class Gathering:
             return
         self.texts[name] = ""
         text = (ROOT / path).read_text(encoding="utf-8")
-        text = make.for_site(text.replace(FIELD, FRAME))
+        text = re.sub(
+            r"<!-- explorer: (\S+) -->",
+            lambda marker: EXPLORER.format(escape(marker[1])),
+            text.replace(FIELD, FRAME),
+        )
+        text = make.for_site(text)
         self.texts[name] = self.turned(text, Path(path).parent, name)
 
     def turned(self, text: str, folder: Path, name: str) -> str:
