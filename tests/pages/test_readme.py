@@ -129,11 +129,10 @@ def test_the_dual_clip_is_off_and_the_figure_has_verls():
 def test_the_pytest_file_passes_and_can_fail(tmp_path):
     name = "test_ppo.py"
     put(name, FILES[name], tmp_path)
+    put("my.py", FILES["my.py"], tmp_path)
     quiet = "python -m pytest -q -p no:cacheprovider -p no:xdist " + name
     assert "1 passed" in run(quiet, tmp_path)
-    (tmp_path / name).write_text(
-        (tmp_path / name).read_text().replace("1 + clip", "1 + 2 * clip")
-    )
+    (tmp_path / "my.py").write_text(FILES["my.py"].replace("1 + clip", "1 + 2 * clip"))
     assert "NOT ppo_clip" in run(quiet, tmp_path)
 
 
