@@ -402,6 +402,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "suite_rounding": ("docs.steps", "rounding"),
     "suite_objectives": ("docs.steps", "suite_objectives"),
     "suite_dates": ("docs.steps", "suite_dates"),
+    "engines": ("docs.steps", "engines"),
     "suite_bugs": ("docs.steps", "bugs"),
     "steps_notes": ("docs.steps", "notes"),
     "steps_plugins": ("docs.steps", "plugins"),

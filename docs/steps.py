@@ -122,6 +122,17 @@ def suite_dates() -> str:
     )
 
 
+def engines() -> str:
+    """Engines that the cases `engine/*` of one process ran on, and what each found."""
+    rows = []
+    for engine, verdicts in sorted(record.rows(HERE / "engines.json").items()):
+        failures = {case: v for case, v in verdicts.items() if v != "passed"}
+        words = [f"`{case}`: {verdict}" for case, verdict in failures.items()]
+        passed = len(verdicts) - len(failures)
+        rows.append([engine, f"{passed} of {len(verdicts)}", "; ".join(words)])
+    return markdown.table(["engine", "cases that pass", "what fails"], rows)
+
+
 def suite() -> str:
     """Trainers whose step the conformance suite ran: what each case gave, from the
     results files and the known failures of their adapters.

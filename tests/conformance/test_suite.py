@@ -75,7 +75,7 @@ def test_levels_contain_the_ones_below():
     assert third[: len(second)] == second
 
 
-@pytest.mark.parametrize("arguments", [(7, "2026.11"), (0, "2026.11"), (1, "2020.01")])
+@pytest.mark.parametrize("arguments", [(8, "2026.11"), (0, "2026.11"), (1, "2020.01")])
 def test_an_unknown_level_or_suite_is_refused(arguments):
     with pytest.raises(InputError, match="there is no"):
         cases(*arguments)

@@ -96,6 +96,32 @@ class TrainingAdapter(Adapter, Protocol):
         """
 
 
+class EngineAdapter(Adapter, Protocol):
+    """An adapter that can run the cases of level 7 too.
+
+    Where its engine takes the optimizer step without an optimizer of torch in this
+    process, that optimizer is SGD without momentum, weight decay and clip, and
+    `learning_rate` is its learning rate; without this member it is 1.
+    """
+
+    def move(self, model: Any, rows: list[Row], case: Case) -> Any:
+        """Train the model as `step` does, through the engine. Nobody reads `.grad`.
+
+        The update of each optimizer of torch in this process is replaced by that of
+        SGD.
+
+        Args:
+            model: a small one.
+            rows: the responses of the step; of several ranks, those of this rank.
+            case: one of level 7.
+
+        Returns:
+            None, where the model has the weights after each optimizer step. Else
+            {parameter's name: array}, the weights after the step; of
+            `case.updates` steps a list of these.
+        """
+
+
 def load_adapter(target: str) -> Adapter:
     """Load the adapter that `FILE.py:CLASS` or `package.module:CLASS` names, and make
     it without arguments.

@@ -20,6 +20,7 @@ LEVELS = {
     4: "two ranks, each a process of its own with its share of the rows",
     5: "two ranks that share each row: its tokens, the weights or the layers",
     6: "what the trainer makes before its step: advantages, masks, log-probabilities of the old and the reference policy",
+    7: "what an engine does to gradients that it hides, read from what the weights moved",
 }
 # What two ranks of a case divide between them.
 PARALLEL = {
@@ -44,7 +45,7 @@ class Case:
 
     Args:
         id: stable name, such as `micro/4/token-mean`.
-        level: 1 to 6.
+        level: 1 to 7.
         objective: a name of `upref list`.
         hp: the objective's hyperparameters, over its defaults.
         temperature: of the sampler. Log-probabilities are taken at it.
@@ -82,6 +83,8 @@ class Case:
         reference: a key of `REFERENCES`; "": the trainer needs no reference policy, or
             the rows bring its log-probabilities.
         drop_truncated: whether no token of a response that was cut off trains.
+        engine: whether the gradient is read from what the weights moved. Where it is
+            set, an adapter's `move` is called in place of `step`.
         suite: the dated suite that brought the case.
     """
 
@@ -110,6 +113,7 @@ class Case:
     iterations: int = 1
     reference: str = ""
     drop_truncated: bool = False
+    engine: bool = False
     suite: str = SUITES[0]
 
     def __str__(self) -> str:
@@ -259,9 +263,46 @@ def _level_6() -> Iterable[Case]:
     yield case("temperature/1.5", temperature=1.5, beta=0.5, reference="model")
 
 
+def _level_7() -> Iterable[Case]:
+    """Cases of an engine that keeps gradients in buffers of its own.
+
+    Each step has at least three backward passes: of two, the first and the last are all
+    that there are. No other case clips the norm, which is far above 1, so that an
+    engine's own bound shows.
+    """
+
+    def case(name: str, objective: str = "ppo_clip", n: int = 4, **fields: Any) -> Case:
+        """A case of several backward passes."""
+        return Case(
+            f"engine/{name}",
+            7,
+            objective,
+            micro_batches=n,
+            engine=True,
+            suite="2026.12",
+            **fields,
+        )
+
+    for aggregation, objective in TOKEN_MEAN.items():
+        yield case(f"micro-4/{aggregation}", objective)
+    yield case("micro-8/token-mean", n=8)
+    yield case("clip/norm", clip=0.5)
+    yield case("updates-2", updates=2)
+    for aggregation, objective in TOKEN_MEAN.items():
+        yield case(f"dp2/micro-4/{aggregation}", objective, ranks=2)
+
+
 CASES: dict[str, Case] = {
     case.id: case
-    for level in (_level_1, _level_2, _level_3, _level_4, _level_5, _level_6)
+    for level in (
+        _level_1,
+        _level_2,
+        _level_3,
+        _level_4,
+        _level_5,
+        _level_6,
+        _level_7,
+    )
     for case in level()
 }
 
@@ -270,7 +311,7 @@ def cases(level: int = SINGLE, suite: str = SUITES[-1]) -> list[Case]:
     """Return the cases of a suite, up to a level.
 
     Args:
-        level: 1 to 6; each level has the cases of the ones below it.
+        level: 1 to 7; each level has the cases of the ones below it.
         suite: the date of a suite, such as 2026.11. A later suite has the cases of the
             earlier ones.
 

@@ -26,6 +26,7 @@ from torch import distributed as dist
 
 from upref.conformance.adapter import Adapter, load_adapter
 from upref.conformance.cases import CASES, Case
+from upref.conformance.engines import NO_MOVE
 from upref.conformance.runner import (
     Outcome,
     Status,
@@ -97,6 +98,8 @@ def run_ranks(
     Raises:
         InputError: the adapter's class is in no file.
     """
+    if case.engine and not hasattr(adapter, "move"):
+        return Outcome(case, Status.SKIPPED, NO_MOVE)
     if reason := adapter.supports(case):
         return Outcome(case, Status.SKIPPED, reason)
     settings = dict(adapter.settings(case))

@@ -13,8 +13,15 @@ from typing import Any, cast
 import torch
 from torch import distributed as dist
 
-from upref.conformance.adapter import Adapter, TrainingAdapter
+from upref.conformance.adapter import Adapter, EngineAdapter, TrainingAdapter
 from upref.conformance.cases import Case
+from upref.conformance.engines import (
+    LEARNING_RATE,
+    NO_MOVE,
+    WRITE_MOVE,
+    compare_moved,
+    compare_moves,
+)
 from upref.conformance.preparation import (
     Trained,
     find_fault,
@@ -22,12 +29,23 @@ from upref.conformance.preparation import (
     make_samples,
     meant,
 )
+from upref.conformance.updates import (
+    UntrainedRowsError,
+    numbers_of_updates,
+    rows_of_updates,
+)
 from upref.errors import InputError
 from upref.step import rows as step_rows
-from upref.step.case import draw_old_policy, make_goal, perturb
+from upref.step.case import (
+    HiddenGradientError,
+    draw_old_policy,
+    make_goal,
+    perturb,
+)
 from upref.step.check import StepReport, check_recorded, check_step, with_cause
 from upref.step.divisors import is_scaled
 from upref.step.families import END, V, tiny
+from upref.step.moved import StaleWeightsError
 from upref.step.record import Recorded, Step, gradients, watched
 from upref.step.reference import TorchModel, as_float64
 from upref.step.rows import CASE_AXES, Row
@@ -154,6 +172,8 @@ def run(
 
     if case.advantages and not hasattr(adapter, "train"):
         return Outcome(case, Status.SKIPPED, NO_TRAIN)
+    if case.engine and not hasattr(adapter, "move"):
+        return Outcome(case, Status.SKIPPED, NO_MOVE)
     try:
         if reason := adapter.supports(case):
             return Outcome(case, Status.SKIPPED, reason)
@@ -163,8 +183,9 @@ def run(
         return could_not_run(describe_error(error), error)
 
     def step(model: Any, rows: list[Row]) -> Any:
+        call = cast(EngineAdapter, adapter).move if case.engine else adapter.step
         try:
-            return adapter.step(model, rows, case)
+            return call(model, rows, case)
         except Exception as error:
             errors_of_adapter.append(error)
             raise
@@ -179,9 +200,12 @@ def run(
     try:
         if case.advantages:
             report = _train_and_compare_all(train, case, scale, seed, explain)
+        elif case.engine:
+            learning_rate = _learning_rate(adapter)
+            report = _move_and_compare(step, case, learning_rate, scale, seed, explain)
         else:
             report = _train_and_compare(step, case, scale, seed, explain)
-    except UntrainedRowsError as error:
+    except (UntrainedRowsError, StaleWeightsError) as error:
         return Outcome(
             case,
             Status.FAILED,
@@ -194,6 +218,8 @@ def run(
             return could_not_run(
                 describe_error(errors_of_adapter[0]), errors_of_adapter[0]
             )
+        if isinstance(error, HiddenGradientError):
+            return could_not_run(WRITE_MOVE)
         if not isinstance(error, InputError):
             raise
         return could_not_run(str(error))
@@ -277,14 +303,7 @@ def _train_and_compare(
     """Make the model and the rows, let the step train, and compare."""
     model = _make_model(case)
     rows = make_rows(case, model, seed)
-    check_arguments: dict[str, Any] = dict(case.hp) | {
-        "temperature": case.temperature,
-        "beta": case.beta,
-        "entropy_coef": case.entropy_coef,
-        "clip": case.clip,
-        "scale": scale,
-        "explain": explain,
-    }
+    check_arguments = _check_arguments(case, scale, explain)
     if case.ranks > 1:
         return check_recorded(
             _record_on_this_rank(step, case, model, rows),
@@ -324,11 +343,46 @@ def _train_and_compare(
         raise InputError(_step_count_words(len(recorded.steps), case.updates))
     return check_recorded(
         recorded,
-        _rows_of_updates(recorded.steps, rows),
+        rows_of_updates(recorded.steps, rows),
         case.objective,
         without=CASE_AXES,
         **check_arguments,
     )
+
+
+def _check_arguments(case: Case, scale: float, explain: bool) -> dict[str, Any]:
+    """Return what a case passes to `check_step` and `check_recorded` beside the rows."""
+    return dict(case.hp) | {
+        "temperature": case.temperature,
+        "beta": case.beta,
+        "entropy_coef": case.entropy_coef,
+        "clip": case.clip,
+        "scale": scale,
+        "explain": explain,
+    }
+
+
+def _learning_rate(adapter: Adapter) -> float:
+    """Return η of an engine whose optimizer is not torch's."""
+    return float(getattr(adapter, "learning_rate", LEARNING_RATE))
+
+
+def _move_and_compare(
+    move: Callable[[Any, list[Row]], Any],
+    case: Case,
+    learning_rate: float,
+    scale: float,
+    seed: int,
+    explain: bool,
+) -> StepReport:
+    """Make the model and the rows, let an engine train, and compare what the weights
+    moved. Of several ranks, each does this.
+    """
+    model = _make_model(case)
+    rows = make_rows(case, model, seed)
+    compare = compare_moves if case.updates > 1 else compare_moved
+    check_arguments = _check_arguments(case, scale, explain)
+    return compare(move, model, rows, case, learning_rate, check_arguments)
 
 
 def _train_and_compare_all(
@@ -360,7 +414,7 @@ def _train_and_compare_all(
     if len(recorded.steps) != case.steps:
         raise InputError(_step_count_words(len(recorded.steps), case.steps))
     reference = before if reference_model is None else TorchModel(reference_model)
-    numbers = _numbers_of_updates(recorded.steps, samples, case.iterations)
+    numbers = numbers_of_updates(recorded.steps, samples, case.iterations)
     trained = Trained(case, samples, recorded, numbers, reference, scale)
     trained.refuse_small_moves()
     report = trained.compare(meant(case), explain=False)
@@ -412,6 +466,14 @@ def train_on_other_rank(adapter: Adapter, case: Case, seed: int = 0) -> None:
         case: a case of several ranks.
         seed: of the rows, the same on all ranks.
     """
+    if case.engine:
+
+        def move(model: Any, rows: list[Row]) -> Any:
+            """Let the adapter's engine train on these rows."""
+            return cast(EngineAdapter, adapter).move(model, rows, case)
+
+        _move_and_compare(move, case, _learning_rate(adapter), 1.0, seed, False)
+        return
     model = _make_model(case)
     rows = make_rows(case, model, seed)
 
@@ -462,57 +524,3 @@ def _record_on_this_rank(
 def _world_size() -> int:
     """Return the number of ranks of the process group; 1 where there is none."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-class UntrainedRowsError(Exception):
-    """Some rows train in no optimizer step, or in two."""
-
-
-def _rows_of_updates(steps: list[Step], rows: list[Row]) -> list[list[Row]]:
-    """Return the rows that each optimizer step trained on: a trainer may shuffle them."""
-    return [[rows[i] for i in numbers] for numbers in _numbers_of_updates(steps, rows)]
-
-
-def _numbers_of_updates(
-    steps: list[Step], rows: list[Row], passes: int = 1
-) -> list[list[int]]:
-    """Return the numbers of the rows that each optimizer step trained on.
-
-    Args:
-        steps: the recorded steps.
-        rows: of the generation batch.
-        passes: how often each row should train.
-
-    Raises:
-        UntrainedRowsError: a row trains more or less often, or the steps differ in
-            their numbers of rows.
-    """
-    size = len(rows) * passes // len(steps)
-    rows_of_steps = [step.rows(rows) for step in steps]
-    if not any(rows_of_steps):
-        # the model was not fed token ids: the first step has the first rows
-        return [
-            [i % len(rows) for i in range(n * size, (n + 1) * size)]
-            for n in range(len(steps))
-        ]
-    number_of = {id(row): i for i, row in enumerate(rows)}
-    numbers = [[number_of[id(row)] for row in step_rows] for step_rows in rows_of_steps]
-    times = [sum(step.count(i) for step in numbers) for i in range(len(rows))]
-    fewer, more = ("no optimizer step", "more than one optimizer step")
-    if passes > 1:
-        fewer = f"fewer than {passes} optimizer steps"
-        more = f"more than {passes} optimizer steps"
-    for words, wrong in (
-        (fewer, [i for i, count in enumerate(times) if count < passes]),
-        (more, [i for i, count in enumerate(times) if count > passes]),
-    ):
-        if wrong:
-            responses = ", ".join(map(str, wrong))
-            raise UntrainedRowsError(
-                f"{words} of the generation batch trains on responses {responses}"
-            )
-    if any(len(step) != size for step in numbers):
-        raise UntrainedRowsError(
-            f"the optimizer steps have {[len(step) for step in numbers]} responses, not {size} each"
-        )
-    return numbers

@@ -51,6 +51,10 @@ ALLOWED_ROUNDINGS = 6  # the allowed error, as a multiple of the draws' root mea
 HALF_PRECISIONS = (torch.bfloat16, torch.float16)
 
 
+class HiddenGradientError(InputError):
+    """The step moved the weights, and its engine keeps the gradients to itself."""
+
+
 @dataclass
 class StepCase:
     """Rows, the reference's forward pass over them, and what the rows do not vary."""
@@ -624,7 +628,7 @@ def run_step(
     for p in net.parameters():
         p.grad = None
     if not found and has_moved:
-        raise InputError(
+        raise HiddenGradientError(
             "the step moved the weights and left no gradient. An engine that keeps gradients in buffers of its own, as "
             "DeepSpeed's ZeRO, FSDP1 and Megatron's distributed optimizer do, is checked by what the weights moved: "
             "pass moved=True. Or return {name: array}, the gradient."

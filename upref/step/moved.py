@@ -8,9 +8,11 @@ before is then far below what it moves, and costs the gradient no digits.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from torch.optim.optimizer import (
 )
 
 from upref.errors import InputError
+from upref.step.record import Feed, Step
 from upref.step.reference import (
     Gradient,
     as_float64,
@@ -28,10 +31,13 @@ from upref.step.reference import (
     to_dense,
     unwrapped,
 )
+from upref.verify.report import counted
 
 # η of the optimizers that are replaced: a power of two, by which no digit is lost
 LEARNING_RATE = 2.0**40
 LEARNING_RATE_OF_FLOAT16 = 1.0  # whose largest number is 65504
+# η of several optimizer steps: the second has to see weights at which a model works
+LEARNING_RATE_OF_SEVERAL = 2.0**-7
 LARGEST_ROUNDING = 0.03  # of the gradient's norm: beyond, no verdict is made
 FINE_ROUNDING = 1e-5  # below float32's own bound
 # times the rounding: a parameter that has all of it is allowed a quarter of the bound
@@ -42,6 +48,10 @@ SGD = "SGD with lr=1, momentum 0, weight decay 0 and no clip of the gradient"
 # of more weights than MANY, a share above MOST moves by one amount: these are signs
 MANY = 8
 MOST = 0.9
+
+
+class StaleWeightsError(Exception):
+    """The optimizer stepped, and the next forward passes had the weights from before."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +114,13 @@ class WeightReader:
     Args:
         model: what the step trains, before it.
         learning_rate: of the step's own SGD, where upref can replace no optimizer.
+        steps: optimizer steps that are read.
     """
 
-    def __init__(self, model: nn.Module, learning_rate: float):
+    def __init__(self, model: nn.Module, learning_rate: float, steps: int = 1):
         self.model = unwrapped(model)
         self.learning_rate = learning_rate
+        self.steps = steps
         # of the trained parameters, in their own dtype
         self.before = {
             name: gather_tensor(p).clone()
@@ -117,9 +129,15 @@ class WeightReader:
         }
         is_float16 = any(p.dtype == torch.float16 for p in self.before.values())
         self.rate = LEARNING_RATE_OF_FLOAT16 if is_float16 else LEARNING_RATE
+        if steps > 1:
+            self.rate = LEARNING_RATE_OF_SEVERAL
         self.names: list[str] = []  # of the optimizers that stepped
         self.squares = 0.0  # the sum of squares of all gradients that they had
-        self.trained: set[int] = set()  # parameters that stepped
+        self.times: Counter[int] = Counter()  # how often each parameter stepped
+        # the weights that the model's forward passes had, wherever they had changed
+        self.fed_weights: list[dict[str, Tensor]] = []
+        self.feeds = [Feed()]  # what was fed at the first weights, at the next, ...
+        self.forwards = 0
         # what the optimizer that steps now is about to change
         self.handed: list[_Handed] = []
         # weights of all optimizers, which may be copies that the engine has
@@ -173,11 +191,13 @@ class WeightReader:
             p.copy_(one.weights)
             if gradient is None:
                 continue
-            if id(p) in self.trained:
+            self.times[id(p)] += 1
+            if self.times[id(p)] > self.steps:
+                made = self.steps + 1
+                wanted = "one" if self.steps == 1 else str(self.steps)
                 raise InputError(
-                    "the step made 2 optimizer steps on these rows: let it make one."
+                    f"the step made {made} optimizer steps on these rows: let it make {wanted}."
                 )
-            self.trained.add(id(p))
             dense = to_dense(gradient)
             self.squares += float(dense.double().pow(2).sum())
             p.sub_(dense.to(p.dtype), alpha=one.sign * self.rate)
@@ -194,10 +214,82 @@ class WeightReader:
             InputError: no weight moved, or all moved by one amount, or a weight is
                 missing, or rounding hides the gradient.
         """
+        return self._read(self.before, self._weights_after(out))
+
+    def read_steps(self, out: Any) -> list[tuple[Step, Moved]]:
+        """Return several optimizer steps, and how the gradient of each was read.
+
+        Args:
+            out: what the steps returned: a list of the weights after each, by name;
+                None: the model has them.
+
+        Raises:
+            InputError: as `gradient`, or there are more or fewer steps.
+            StaleWeightsError: the optimizer stepped, and the model was fed with the
+                weights from before.
+        """
+        weights: list[dict[str, Any]] = [self.before]
+        if isinstance(out, list | tuple):
+            weights += [self._weights_after(one) for one in out]
+        else:
+            weights += self.fed_weights
+            last = self._weights_after(out)
+            if _differ(weights[-1], last):
+                weights.append(last)
+        changes = len(weights) - 1
+        made = max(self.times.values(), default=0)
+        if changes < self.steps and made == self.steps and self.forwards:
+            raise StaleWeightsError(
+                f"the optimizer made {made} steps, and the model's weights changed {counted(changes, 'time')}: forward "
+                "passes after a step had the weights from before it"
+            )
+        if changes != self.steps:
+            raise InputError(
+                f"the weights of the model changed {counted(changes, 'time')}, and there are {self.steps} optimizer "
+                "steps: let the model have the weights after each, or return a list of {name: array}, one for each step."
+            )
+        feeds = [feed.sequences for feed in self.feeds]
+        fed = feeds if len(feeds) == self.steps else [[]] * self.steps
+        steps = []
+        for (before, after), sequences in zip(pairwise(weights), fed, strict=True):
+            gradient, moved = self._read(before, after)
+            tensors = {name: torch.as_tensor(array) for name, array in before.items()}
+            steps.append((Step(tensors, gradient, fed=sequences), moved))
+        return steps
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Keep what the model's forward passes are fed, and the weights that they have,
+        inside.
+        """
+
+        def keep(module: nn.Module, args: Any, kw: Any) -> None:
+            """Keep what is fed, and the weights where they are not the last ones."""
+            self.forwards += 1
+            now = {
+                name: p.detach().clone()
+                for name, p in self.model.named_parameters()
+                if name in self.before and p.shape == self.before[name].shape
+            }
+            known = self.fed_weights[-1] if self.fed_weights else self.before
+            if now.keys() == self.before.keys() and _differ(known, now):
+                self.fed_weights.append(now)
+                self.feeds.append(Feed())
+            self.feeds[-1](module, args, kw)
+
+        handle = self.model.register_forward_pre_hook(keep, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _read(
+        self, before: dict[str, Any], after: dict[str, Any]
+    ) -> tuple[Gradient, Moved]:
+        """Return the gradient that moved weights to others, and how it was read."""
         rate = self.rate if self.names else self.learning_rate
-        after = self._weights_after(out)
         moved = {
-            name: as_float64(self.before[name]) - as_float64(after[name])
+            name: as_float64(before[name]) - as_float64(after[name])
             for name in self.before
         }
         every = torch.cat([x.flatten() for x in moved.values()])
@@ -219,7 +311,7 @@ class WeightReader:
                 f"the weights of the model did not move with those that {', '.join(self.names)} trains: keep that "
                 f"optimizer out of the step, and let the engine train by {SGD}."
             )
-        rounding = self._rounding(after) / norm
+        rounding = self._rounding(before, after) / norm
         if rounding > LARGEST_ROUNDING:
             raise InputError(
                 f"the weights moved so little that rounding them hides {100 * min(rounding, 1):.0f} % of the gradient: "
@@ -247,19 +339,29 @@ class WeightReader:
                 )
         return after
 
-    def _rounding(self, after: dict[str, Any]) -> float:
+    def _rounding(self, before: dict[str, Any], after: dict[str, Any]) -> float:
         """Return the norm of the largest errors that rounding can make of the moves:
         half a unit in the last place of each weight after the step.
         """
         squares = 0.0
-        for name, before in self.before.items():
+        for name, own in self.before.items():
             weights = after[name]
             is_torch = isinstance(weights, Tensor) and weights.is_floating_point()
-            dtype = weights.dtype if is_torch else before.dtype
+            dtype = weights.dtype if is_torch else own.dtype
             unit = torch.finfo(dtype).eps / 2
-            largest = torch.maximum(as_float64(before).abs(), as_float64(weights).abs())
+            largest = torch.maximum(
+                as_float64(before[name]).abs(), as_float64(weights).abs()
+            )
             squares += float((unit * largest).pow(2).sum())
         return math.sqrt(squares)
+
+
+def _differ(some: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Tell whether any weight differs."""
+    return any(
+        not torch.equal(as_float64(some[name]), as_float64(other[name]))
+        for name in some
+    )
 
 
 def _refuse_sign_updates(moves: Tensor) -> None:

@@ -159,6 +159,8 @@ class TRL:
                 optimizer.step()
                 optimizer.zero_grad()
 
+    move = step  # the weights stay in the model, so what they moved is the gradient
+
     def train(self, model: Any, rows: list[Any], case: "Case", reference: Any) -> None:
         """Let GRPOTrainer's `train` make advantages, masks and log-probabilities of the
         rows of a case, and train on them.
