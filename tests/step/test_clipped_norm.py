@@ -12,6 +12,8 @@ from loops import T, collated, log_probs, qwen3, surrogate
 import upref
 from tests.support.daily import daily
 from upref.step import check_step
+from upref.step.goal import Goal
+from upref.step.gradient_clipping import find_change
 
 CLIP = 0.05  # it acts on each of these steps
 
@@ -155,3 +157,43 @@ def test_two_gradients_of_one_norm_are_not_told_apart_by_their_norms():
     text = one.text()
     assert "found     the same norm in another direction" in text, text
     assert "the difference of the two gradients has norm 0.0" in text
+
+
+@pytest.mark.parametrize(
+    "rewards", [[1, 0, 0, 2, 1, 1, 1, 1], [1, 0, 0, 2, 0, 1, 3, 1]]
+)
+def test_a_factor_is_no_clip(rewards):
+    """Where the last rows have no gradient, a clip of what has accumulated before them
+    gives each factor below 1.
+    """
+    right = clipped_step(clip=None)
+
+    def step(model, rows):
+        right(model, rows)
+        for p in model.parameters():
+            p.grad *= 0.73
+
+    how = {"temperature": T, "group_size": 4, "rewards": list(map(float, rewards))}
+    report = check_step(step, qwen3(), "dapo", **how)
+    assert report.failures[0].cause == "every weight is 0.73 times what it should be"
+
+
+class Parts:
+    """A model of two parameters of other sizes."""
+
+    def split(self, gradient):
+        return {"first": gradient[:30], "last": gradient[30:]}
+
+
+def test_in_low_precision_any_norm_is_a_round_number():
+    """A factor is then no clip, whatever the norm is."""
+    goal = Goal(upref.get("dapo"), {}, 1.0)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(4, 100, dtype=torch.float64, generator=generator)
+    total = rows.sum(0)
+    for factor in (0.3, 0.31, 0.7, 0.73):
+        found = factor * total
+        clip = float(f"{found.norm():.2g}")
+        assert not find_change(goal, Parts(), rows, total, found, 1e-2)
+        clipped = total * (clip / total.norm())
+        assert find_change(goal, Parts(), rows, total, clipped, 2e-5)

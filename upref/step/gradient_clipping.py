@@ -3,6 +3,8 @@
 clips and weight decay.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,8 @@ from upref.step.goal import Goal
 from upref.step.reference import Model, TorchModel
 from upref.verify.faults import measured
 from upref.verify.finding import NO_CAUSE, Cause
+
+LARGEST_CHANCE = 0.01  # with which any norm is a number of two digits, to the bound
 
 
 def divided_after(
@@ -52,12 +56,18 @@ def find_change(
         The cause; none where no change makes it.
     """
     total = rows.sum(0)
-    return (
+    cause = (
         _weight_decay(model, want, g, bound)
         or _clip_of_entries(total, g, bound)
         or _clip_of_each_parameter(goal, model, total, g, bound)
-        or _clip_of_accumulated_norm(goal, rows, g, bound)
-        or _clip_that_scales_rows(goal, rows, g, bound)
+    )
+    if cause:
+        return cause
+    if is_near(g, clip_norm(total, float(g.norm())), bound):
+        # any factor below 1: clips of parts may give it too, where one part has it all
+        return _clip_to_round_number(goal, total, g, bound)
+    return _clip_of_accumulated_norm(goal, rows, g, bound) or _clip_of_micro_batches(
+        rows, g, bound
     )
 
 
@@ -108,21 +118,18 @@ def _clip_of_accumulated_norm(
         for size in range(1, len(rows)):
             first, *others = rows.split(size)
             accumulated = first.sum(0)
-            acts_early = False  # after the last micro-batch it is the usual clip
             for other in others:
-                acts_early = acts_early or float(accumulated.norm()) > clip
                 accumulated = clip_norm(accumulated, clip) + other.sum(0)
-            if acts_early and is_near(g, clip_norm(accumulated, clip), bound):
+            if is_near(g, clip_norm(accumulated, clip), bound):
                 return measured.ACCUMULATED_NORM_CLIPPED.cause(
                     norm=clip, responses=size
                 )
     return NO_CAUSE
 
 
-def _clip_that_scales_rows(goal: Goal, rows: Tensor, g: Tensor, bound: float) -> Cause:
-    """Return the cause that the norm of each micro-batch is clipped by itself, or that
-    the norm is clipped where it should not be; none otherwise. Both only make rows
-    smaller.
+def _clip_of_micro_batches(rows: Tensor, g: Tensor, bound: float) -> Cause:
+    """Return the cause that the norm of each micro-batch is clipped by itself, which only
+    makes rows smaller; none otherwise.
     """
     factors, residual = best_factors(rows, g)
     if residual > max(MAX_RESIDUAL, 3 * bound) or not (factors < 1 + 1e-4).all():
@@ -140,12 +147,22 @@ def _clip_that_scales_rows(goal: Goal, rows: Tensor, g: Tensor, bound: float) ->
         clipped = torch.stack([clip_norm(part.sum(0), clip) for part in parts]).sum(0)
         if is_near(g, clipped, bound):
             return measured.MICRO_BATCH_NORMS_CLIPPED.cause(responses=size, norm=clip)
-    # a bound is a round number, and a factor of 1/2 is another fault
-    clip = float(f"{g.norm():.2g}")
-    if (
-        goal.clip is None
-        and is_near(g, clip_norm(rows.sum(0), clip), bound)
-        and abs(factors[0] - 0.5) > 1e-3
-    ):
+    return NO_CAUSE
+
+
+def _clip_to_round_number(goal: Goal, whole: Tensor, g: Tensor, bound: float) -> Cause:
+    """Return the cause that the norm is clipped where it should not be; none otherwise.
+
+    Any factor below 1 gives such a gradient. Only a norm that is a number of two digits,
+    and not by chance, tells that it is a clip.
+    """
+    norm = float(g.norm())
+    clip = float(f"{norm:.2g}")
+    step = 10.0 ** (math.floor(math.log10(norm)) - 1)  # to the next such number
+    chance = 2 * bound * norm / step
+    if goal.clip is not None or chance > LARGEST_CHANCE:
+        return NO_CAUSE
+    is_half = abs(float(g @ whole / (whole @ whole)) - 0.5) < 1e-3  # another fault
+    if is_near(g, clip_norm(whole, clip), bound) and not is_half:
         return measured.NORM_CLIPPED.cause(norm=clip)
     return NO_CAUSE
