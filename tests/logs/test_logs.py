@@ -66,6 +66,12 @@ def test_the_names_of_each_framework_are_known(framework, tmp_path):
     assert len(report.recognized) > 0.7 * report.columns
 
 
+def write_lines(rows, path):
+    """A file with one JSON object in a line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 # ---- planted contradictions ----------------------------------------------------------
 def setting_with_kl():
     """A run with updates, a gap and a KL."""
@@ -284,6 +290,51 @@ def test_rows_of_a_step_are_joined_and_those_of_another_count_are_not(tmp_path):
     (run,) = read(path)
     assert run.steps == (3.0, 3.0)
     assert np.isnan(run.columns["rollout/log_probs"]).tolist() == [True, False]
+
+
+def test_the_file_logger_of_verl_is_read(tmp_path):
+    """verl writes {"step": 1, "data": {...}} with trainer.logger=file."""
+    rows = [
+        {"step": step, "data": {"actor/entropy": 0.4, "actor/kl_loss": -0.01}}
+        for step in (5, 6)
+    ]
+    (run,) = read(write_lines(rows, tmp_path / "run.jsonl"))
+    assert run.steps == (5.0, 6.0)
+    assert set(audit(run).recognized) == {"entropy", "kl_loss"}
+
+
+def test_the_steps_of_ms_swift_are_read(tmp_path):
+    rows = [
+        {"kl": 0.1, "completions/mean_length": 30.5, "global_step/max_steps": f"{k}/40"}
+        for k in (10, 20)
+    ]
+    (run,) = read(write_lines(rows, tmp_path / "logging.jsonl"))
+    assert run.steps == (10.0, 20.0)
+
+
+def test_an_evaluation_of_a_step_is_no_second_run(tmp_path):
+    """Its row repeats times, which are no scalars that a law relates."""
+    rows = [
+        {"step": 100, "loss": 0.1, "grad_norm": 0.3, "memory": 16.5, "speed": 0.2},
+        {"step": 100, "eval_loss": 0.2, "memory": 16.6, "speed": 0.3},
+    ]
+    (run,) = read(write_lines(rows, tmp_path / "log.jsonl"))
+    assert not audit(run).statements
+
+
+@pytest.mark.parametrize("norms", [(0.4, 0.09, 0.5), (None, 0.09, None)])
+def test_a_deviation_of_0_is_said_of_each_prompt(norms, tmp_path):
+    """Where a trainer averages the deviations of the prompts, these may have different
+    rewards.
+    """
+    rows = [
+        {"step": step, "reward_std": std, "reward": 3.0, "grad_norm": norm}
+        for step, (std, norm) in enumerate(zip((0.5, 0.0, 0.6), norms, strict=True))
+    ]
+    (run,) = read(write_lines(rows, tmp_path / "log.jsonl"))
+    (fact,) = audit(run).statements
+    assert fact.text.startswith("the rewards of each prompt are equal at step 1")
+    assert "nan" not in fact.text
 
 
 @pytest.mark.parametrize(

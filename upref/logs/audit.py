@@ -344,10 +344,16 @@ def not_numbers(known: Known) -> Iterator[Statement]:
 
 def one_run(known: Known) -> Iterator[Statement]:
     """A step has one number in a column, and the tokens since the start only grow."""
+    # an evaluation of the same step repeats times and the like, which are no scalars here
+    repeated = {
+        step
+        for column in known.column.values()
+        for step in known.run.repeated.get(column, ())
+    }
     yield from known.state(
         "note",
         "two runs",
-        np.isin(known.run.steps, known.run.repeated),
+        np.isin(known.run.steps, sorted(repeated)),
         [],
         "a column has two different numbers for one step {steps}: two runs in one file, or one that was resumed. The "
         "last number of each step is used.",
@@ -785,16 +791,18 @@ def _weight_in_loss(known: Known, key: str) -> str:
 
 
 def equal_rewards(known: Known) -> Iterator[Statement]:
-    """Where all rewards are equal, a group-relative advantage is 0."""
+    """Where the rewards of a prompt are equal, a group-relative advantage is 0."""
     keys: tuple[str, ...]
-    what = "all rewards are equal"
+    # frameworks take a deviation over all rewards, or average those of the prompts: a 0
+    # has this consequence in either case
+    what = "the rewards of each prompt are equal"
     if known.has("equal_groups"):
         keys = ("equal_groups",)
         equal = known.values("equal_groups") == 1
-        what = "the rewards of each prompt are equal"
     elif known.has("reward_min", "reward_max"):
         keys = ("reward_min", "reward_max")
         equal = known.values("reward_min") == known.values("reward_max")
+        what = "all rewards are equal"
     elif known.has("reward_std"):
         keys = ("reward_std",)
         equal = known.values("reward_std") == 0
@@ -809,10 +817,12 @@ def equal_rewards(known: Known) -> Iterator[Statement]:
         at = _median(norm[equal & there])
         elsewhere = _median(norm[~equal & there])
     if at > 0:
+        text += " {grad} is {at:.3g} there in the median"
+        if math.isfinite(elsewhere):
+            text += ", and {elsewhere:.3g} at the other steps"
         text += (
-            " {grad} is {at:.3g} there in the median, and {elsewhere:.3g} at the other steps. With such advantages all of "
-            "that gradient is of other terms (KL, entropy), and Adam, which divides by the gradient's size, does not take "
-            "it as small."
+            ". With such advantages all of that gradient is of other terms (KL, entropy), and Adam, which divides by the "
+            "gradient's size, does not take it as small."
         )
         if equal.sum() >= OFTEN * np.isfinite(known.values(keys[0])).sum():
             severity = "note"

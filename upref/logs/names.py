@@ -300,6 +300,7 @@ STEPS = (
     "step",
     "Step",
     "rollout/step",
+    "global_step/max_steps",
     "progress/batch",
     "_step",
 )

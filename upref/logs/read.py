@@ -4,7 +4,7 @@
 import csv
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -18,6 +18,7 @@ from upref.logs.names import STEPS, bare
 LARGEST = 2**28  # bytes of a file
 EVENTS = "tfevents"  # in the name of each event file of TensorBoard
 MOST_SCALARS = 10**6  # that TensorBoard's reader keeps of a column
+OF_SWIFT = "global_step/max_steps"  # ms-swift writes the step as "10/438"
 Row = dict[str, float]
 Numbers = np.ndarray[tuple[int], np.dtype[np.float64]]
 
@@ -33,7 +34,7 @@ class Run:
         columns: name -> numbers [N]; NaN where the row has none.
         half_digit: name -> half a unit of the last digit that was written.
         not_finite: name -> steps at which NaN or infinity was logged.
-        repeated: steps that have two different numbers in one column.
+        repeated: name -> steps that have two different numbers in that column.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Run:
     columns: Mapping[str, Numbers]
     half_digit: Mapping[str, float]
     not_finite: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    repeated: tuple[float, ...] = ()
+    repeated: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 def read(file: str | Path) -> list[Run]:
@@ -155,6 +156,9 @@ def _row_of(row: Any, path: Path) -> Row:
         raise InputError(
             f"{path}: each step must be a JSON object of numbers by name, and one is a {type(row).__name__}."
         )
+    data = row.get("data")
+    if isinstance(data, dict):  # verl's file logger: {"step": 1, "data": {...}}
+        row = {key: value for key, value in row.items() if key != "data"} | data
     return dict(_numbers_of(row))
 
 
@@ -170,6 +174,8 @@ def _numbers_of(
         elif isinstance(value, bool) or value is None:
             continue
         elif isinstance(value, int | float | str):
+            if name == OF_SWIFT and isinstance(value, str):
+                value = value.partition("/")[0]
             try:
                 yield name, float(value)
             except (ValueError, OverflowError):
@@ -253,15 +259,15 @@ def make_run(rows: Iterable[Mapping[str, float]], *, file: str, name: str = "") 
         The run, in the order of the rows.
     """
     joined: dict[tuple[str, float], dict[str, float]] = {}
-    repeated: dict[float, None] = {}
+    repeated: dict[str, list[float]] = {}
     for number, row in enumerate(rows):
         axis, step = _step_of(row, number)
         own = joined.setdefault((axis, step), {})
         for key, value in row.items():
             before = own.get(key, value)
             are_numbers = not (math.isnan(before) or math.isnan(value))
-            if before != value and are_numbers and bare(key) not in STEPS:
-                repeated[step] = None
+            if before != value and are_numbers:
+                repeated.setdefault(key, []).append(step)
             own[key] = value
     steps = tuple(step for _, step in joined)
     names = dict.fromkeys(key for own in joined.values() for key in own)
@@ -284,7 +290,7 @@ def make_run(rows: Iterable[Mapping[str, float]], *, file: str, name: str = "") 
         elif bad:
             columns[key] = values
             half_digit[key] = 0.0
-    return Run(name, file, steps, columns, half_digit, not_finite, tuple(repeated))
+    return Run(name, file, steps, columns, half_digit, not_finite, repeated)
 
 
 def _step_of(row: Mapping[str, float], number: int) -> tuple[str, float]:
