@@ -438,6 +438,39 @@ def test_files_of_two_runs_are_not_joined(tmp_path):
     assert len(read(files).mask) == 2 * B
 
 
+def two_files(folder, names=("a.npz", "b.npz"), leave_out=(), **more):
+    """Two files of one step with other responses."""
+    held = {k: v for k, v in (arrays() | more).items() if k not in leave_out}
+    paths = [folder / name for name in names]
+    for shift, path in enumerate(paths):
+        path.parent.mkdir(exist_ok=True)
+        np.savez(path, **held | {"ids": held["ids"] + shift})
+    return paths
+
+
+def test_files_of_one_name_without_a_rank_are_not_joined(tmp_path):
+    files = two_files(tmp_path, ("c/7.npz", "d/7.npz"), ["rank"])
+    with pytest.raises(InputError, match=r"no column rank says that .* of two ranks"):
+        read(files)
+
+
+def test_more_responses_than_the_step_has_are_not_joined(tmp_path):
+    stated = json.dumps({"loss": 0.1, "responses": B})
+    with pytest.raises(InputError, match=f"hold {2 * B} responses, .* has {B}: they"):
+        read(two_files(tmp_path, logged=stated))
+    stated = json.dumps({"loss": 0.1, "responses": 2 * B})
+    assert len(read(two_files(tmp_path, logged=stated)).mask) == 2 * B
+
+
+@pytest.mark.parametrize(
+    ("leave_out", "why"), [(["rank"], "name no rank"), ([], "are of one rank")]
+)
+def test_the_report_says_what_was_joined(leave_out, why, tmp_path):
+    joined = read(two_files(tmp_path, leave_out=leave_out))
+    told = f"its 2 files {why}, and are joined: if they are of two runs"
+    assert told in summary_line(joined)
+
+
 def test_a_column_that_a_file_holds_twice_is_refused(tmp_path):
     path = saved(tmp_path)
     content = io.BytesIO()

@@ -24,8 +24,13 @@ from upref.replay.schema import (
     ROUNDING,
     SEVERAL_LOSSES,
     TOKEN_FLOATS,
+    UNTOLD,
     RecordedBatch,
 )
+
+# times the responses that the files state as the step's: two runs have twice as many, and
+# a framework that repeats some to fill its last micro-batch has fewer
+MOST_ABOVE = 1.5
 
 
 def make_batch(columns: Mapping[str, Any], *, file: str, **facts: Any) -> RecordedBatch:
@@ -155,6 +160,8 @@ def merge(parts: Sequence[RecordedBatch]) -> RecordedBatch:
         meta[SEVERAL_LOSSES] = " and ".join(
             f"{dict(part.logged)} in {part.file}" for part in (first, second)
         )
+    if why := _untold_runs(parts):
+        meta[UNTOLD] = why
     facts = {
         "step": parts[0].step,
         "logged": logged,
@@ -195,8 +202,8 @@ def _check_repeated(parts: Sequence[RecordedBatch]) -> None:
 
 
 def _check_one_run(parts: Sequence[RecordedBatch]) -> None:
-    """Raise InputError where files of one step are of two runs: of two frameworks, or of
-    one rank under one name in two folders.
+    """Raise InputError where files of one step are of two runs: of two frameworks, under
+    one name in two folders, or with more responses than each says that the step has.
     """
     first = parts[0]
     for part in parts[1:]:
@@ -209,18 +216,47 @@ def _check_one_run(parts: Sequence[RecordedBatch]) -> None:
     files: dict[str, RecordedBatch] = {}
     for part in parts:
         twin = files.setdefault(Path(part.file).name, part)
-        if twin is not part and _has_same_ranks(part, twin):
+        if twin.file == part.file:
+            continue
+        if twin.rank is None or part.rank is None:
+            raise InputError(
+                f"step {part.step} is in {twin.file} and in {part.file}, with other responses, and no column rank "
+                "says that these are of two ranks: give the files of one run, or record rank."
+            )
+        if torch.equal(twin.rank.unique(), part.rank.unique()):
             raise InputError(
                 f"step {part.step} of the same rank is in {twin.file} and in {part.file}, with "
                 "other responses: give the files of one run."
             )
+    stated = {part.logged.get("responses", math.nan) for part in parts}
+    there = sum(len(part.mask) for part in parts)
+    if len(stated) == 1 and there > MOST_ABOVE * max(stated):
+        raise InputError(
+            f"the {len(parts)} files of step {first.step} hold {there} responses, and each of them says that the step "
+            f"has {max(stated):g}: they are of several runs. Give the files of one run."
+        )
 
 
-def _has_same_ranks(one: RecordedBatch, other: RecordedBatch) -> bool:
-    """Whether two files are of the same ranks, as far as they say."""
-    if one.rank is None or other.rank is None:
-        return False
-    return torch.equal(one.rank.unique(), other.rank.unique())
+def _untold_runs(parts: Sequence[RecordedBatch]) -> str:
+    """Say that files are joined which may be of two runs; "" where they are of different
+    ranks.
+    """
+    if any(part.rank is None for part in parts):
+        why = "name no rank"
+    elif (
+        len(
+            {
+                tuple(part.rank.unique().tolist())
+                for part in parts
+                if part.rank is not None
+            }
+        )
+        == 1
+    ):
+        why = "are of one rank"
+    else:
+        return ""
+    return f"its {len(parts)} files {why}, and are joined: if they are of two runs, give those of one"
 
 
 def _has_same_responses(one: RecordedBatch, other: RecordedBatch) -> bool:

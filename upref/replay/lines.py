@@ -12,7 +12,7 @@ from upref.replay.compare import HeavyToken, ObjectiveWeights
 from upref.replay.findings import ReplayFinding, name_steps
 from upref.replay.gap import Gap
 from upref.replay.loss import LoggedLoss
-from upref.replay.schema import RecordedBatch
+from upref.replay.schema import UNTOLD, RecordedBatch
 from upref.replay.zero import MOST_SHAPES, ZeroMismatch
 
 if TYPE_CHECKING:
@@ -252,6 +252,7 @@ def summary_line(batch: RecordedBatch) -> str:
             f"; {name} is left out, because {file} lacks it"
             for name, file in batch.dropped.items()
         )
+        + ("; " + batch.meta[UNTOLD] if UNTOLD in batch.meta else "")
     )
 
 

@@ -29,6 +29,8 @@ LARGEST = 1e39  # of a number: beyond float32, whose least number fills masked l
 SAME = 1e-12  # nats, between two copies of a number
 # in meta, where the files of a step log different numbers: two of them
 SEVERAL_LOSSES = "several_losses"
+# in meta, where nothing tells the files of a step from files of two runs: the sentence
+UNTOLD = "untold"
 ROUNDING = 1e-3  # how far a fused log-softmax in half precision overshoots 0
 
 # What is stored per token, [B, T] or ragged, and what per response, [B].
