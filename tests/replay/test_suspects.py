@@ -4,6 +4,7 @@ file speaks for them.
 """
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,6 +59,15 @@ def test_a_penalty_shows_in_the_repeated_tokens():
     assert causes.startswith("penalties")
 
 
+def test_a_certain_sampler_has_a_grammar_and_no_penalty():
+    """A grammar forces tokens at places where others repeat."""
+    evidence = replace(NOTHING, repeats=True, certain=True, sparse=True)
+    named = rank("impossible_tokens", evidence)
+    assert named[0] == "undrawn" and "settings" in named and "penalties" not in named
+    assert "a grammar" in SUSPECTS["settings"][0]
+    assert rank("impossible_tokens", replace(evidence, certain=False))[0] == "penalties"
+
+
 def test_a_forgotten_context_is_among_the_causes():
     assert "a cache, a window" in text_of(second.FAULTS["forgotten_context"](WORLD))
 
@@ -91,18 +101,32 @@ def test_a_token_that_stands_earlier_is_found_in_its_own_row():
     ]
 
 
+def batch_of(difference):
+    """A batch whose columns differ so, [B, T]."""
+    B, T = difference.shape
+    generator = torch.Generator().manual_seed(0)
+    old = -torch.rand(B, T, dtype=torch.float64, generator=generator)
+    columns = {
+        "ids": torch.arange(B * T).view(B, T),
+        "mask": torch.ones(B, T),
+        "old": old,
+        "sampler": old - difference,
+    }
+    return make_batch(columns, file="f")
+
+
+def test_lone_tokens_make_no_response_that_is_off():
+    """Two of twenty responses have one token that is off, or five."""
+    difference = torch.zeros(20, 30, dtype=torch.float64)
+    difference[:2, 3] = 2.0
+    assert gap(batch_of(difference)).cause == "agree"
+    difference[:2, 3:8] = 2.0
+    assert gap(batch_of(difference)).cause == "some_responses"
+
+
 def test_a_gap_of_few_tokens_is_sparse():
-    old = -torch.rand(20, 30, dtype=torch.float64)
-    sampler = old.clone()
-    sampler[:, 3] -= 2
-    batch = make_batch(
-        {
-            "ids": torch.arange(600).view(20, 30),
-            "mask": torch.ones(20, 30),
-            "old": old,
-            "sampler": sampler,
-        },
-        file="f",
-    )
+    difference = torch.zeros(20, 30, dtype=torch.float64)
+    difference[:, 3] = 2.0
+    batch = batch_of(difference)
     evidence = find_evidence(batch, Columns(batch.old, batch.sampler, batch.mask))
     assert evidence.sparse and evidence.small  # 2/30 nats on average

@@ -283,7 +283,8 @@ def _find_responses_off(columns: Columns) -> Tensor | None:
     """Return which responses are off, [B], if all others agree to rounding; None where
     there are none, or too many.
 
-    A cause that changes all tokens alike does not separate the two kinds.
+    A cause that changes all tokens alike does not separate the two kinds, and one that
+    changes single tokens is none of responses.
     """
     is_long_enough = columns.mask.sum(1) >= LEAST_TOKENS
     distances = torch.where(is_long_enough, columns.row_distance(), 0.0)
@@ -291,6 +292,9 @@ def _find_responses_off(columns: Columns) -> Tensor | None:
         return None
     median = float(distances[is_long_enough].median())
     is_off = distances > max(ROUNDING_GAP, 10 * median)
+    tokens_off = columns.mask & (columns.log_rho.abs() > ROUNDING_GAP)
+    if bool((tokens_off.sum(1)[is_off] < LEAST_TOKENS).any()):
+        return None
     if not 2 <= int(is_off.sum()) <= LARGEST_SHARE_OFF * int(is_long_enough.sum()):
         return None
     nearest_off = float(distances[is_off].min())

@@ -229,6 +229,7 @@ def _weights_of_evidence(e: Evidence) -> dict[str, float]:
     if e.certain:
         added["undrawn"] += 6
         added["settings"] += 2
+        added["penalties"] -= 100  # a grammar makes a sampler certain, and no penalty
     if e.turns:
         added["ids"] += 2
         added["context"] += 1

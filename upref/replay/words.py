@@ -84,8 +84,9 @@ SUSPECTS: dict[str, tuple[str, str]] = {
         "mask them, and record NaN",
     ),
     "order": (
-        "numbers in another order (of responses, or of the chunks of a sequence)",
-        "carry an id with each response",
+        "numbers in other places: another order of responses or of the chunks of a "
+        "sequence, or the other end of a padded row",
+        "carry an id with each response, and slots from its first token on",
     ),
     "rows": (
         "numbers of another response (exchanged rows)",
