@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import upref
 
@@ -52,7 +53,8 @@ GROUPS = {
     "Pictures and numbers": ["cap_map", "capacity"],
     "Errors": ["InputError"],
 }
-# What these modules define and do not begin with an underscore.
+# What these modules define and do not begin with an underscore; of a package, also what
+# its __all__ has from its own modules.
 MODULES = {
     "upref.advantages": "Advantages",
     "upref.token_advantages": "Advantages of tokens and turns",
@@ -77,6 +79,7 @@ MODULES = {
     "upref.maximization.maximization": "The answer of maximizes",
     "upref.verify.oracle": "Oracles",
     "upref.replay": "Recorded batches of a run",
+    "upref.logs": "Logged scalars of a run",
     "upref.plugins": "What other packages add",
     "upref.cli.verb": "A verb of the command",
     "upref_frameworks.audits": "Audits of frameworks",
@@ -124,16 +127,21 @@ def _module(name: str, head: str) -> str:
     entries = "".join(
         _entry(name, public)
         for public, value in vars(module).items()
-        if public[0] != "_" and _defined_in(value, name)
+        if public[0] != "_" and _is_of(value, public, module)
     )
     return f"# {head}: `{name}`\n\n```{{eval-rst}}\n{body}\n```\n\n{entries}"
 
 
-def _defined_in(value: object, module: str) -> bool:
-    """Whether a value is a function or a class of this module, not an imported one."""
+def _is_of(value: object, public: str, module: ModuleType) -> bool:
+    """Whether a value is a function or a class of this module, not an imported one; a
+    package has those of its modules that are in its __all__.
+    """
     if not inspect.isroutine(value) and not inspect.isclass(value):
         return False
-    return getattr(value, "__module__", "") == module
+    defined_in = getattr(value, "__module__", "")
+    is_own = defined_in.startswith(module.__name__ + ".")
+    is_public = public in getattr(module, "__all__", ())
+    return defined_in == module.__name__ or (is_own and is_public)
 
 
 def _entry(module: str, name: str) -> str:
