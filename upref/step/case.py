@@ -42,6 +42,7 @@ from upref.step.reference import (
     unwrapped,
 )
 from upref.step.rows import CASE_AXES, Padded, Row
+from upref.step.value_term import ValueTerm, add_values
 from upref.user_code.guard import one_line, refuse_exit
 
 FLOAT32_BOUND = 2e-5  # of |g - g*| / |g*| in float32
@@ -164,10 +165,12 @@ def draw_old_policy(
     """
     with as_input_error(_longest(rows)):
         if goal.objective.reads_mu and not on_policy:
-            step_rows.make_probable(rows, model.logits, model.end)
+            step_rows.make_probable(
+                rows, lambda ids: model.without_values(model.logits(ids)), model.end
+            )
         forward = Forward(model, rows, goal.temperature)
     entropy = (
-        [*forward.statistics()[1].detach()]
+        [*forward.statistics().H.detach()]
         if "entropy" in goal.objective.reads
         else None
     )
@@ -214,6 +217,11 @@ def build_case(
             f"without takes a list of {', '.join(CASE_AXES)}, got {what!r}."
         )
     row_options = row_options or RowOptions()
+    if goal.value is not None and not isinstance(model, TorchModel):
+        raise InputError(
+            "value= needs a torch module: functions of (params, ids) return logits alone."
+        )
+    model.reads_values = goal.value is not None
     if rows is None:
         case_rows = step_rows.make_rows(
             model.vocabulary, seed, without, model.end, row_options.group_size
@@ -227,9 +235,15 @@ def build_case(
             on_policy="ratio" in without,
             coarse=coarse,
         )
+        if goal.value is not None:
+            values = forward.statistics().V
+            assert values is not None  # the model reads values
+            add_values(case_rows, values, goal.value.clip, seed)
     else:
         row_options.refuse_beside("rows")
         case_rows = step_rows.validate_rows(rows, model.vocabulary)
+        if goal.value is not None:
+            goal.value.require(case_rows)
         if goal.objective.sampler is not None and any(
             r.sampler is None for r in case_rows
         ):
@@ -264,6 +278,7 @@ def make_goal(
     z_loss_coef: float = 0.0,
     clip: float | None = None,
     scale: float = 1.0,
+    value: ValueTerm | None = None,
 ) -> Goal:
     """Make the goal, and check its numbers.
 
@@ -276,6 +291,7 @@ def make_goal(
         z_loss_coef: coefficient of the token mean of (log Σ exp z)².
         clip: bound of the gradient's norm; None: it is not clipped.
         scale: a constant factor of the loss.
+        value: the value loss; None: the step trains no critic.
 
     Returns:
         The goal.
@@ -306,7 +322,15 @@ def make_goal(
         o = replace(o, kl="k3")
     resolved = {k: v for k, v in o.resolve(hp).items() if k != "beta"}
     return Goal(
-        o, resolved, float(temperature), beta, entropy_coef, z_loss_coef, clip, scale
+        o,
+        resolved,
+        float(temperature),
+        beta,
+        entropy_coef,
+        z_loss_coef,
+        clip,
+        scale,
+        value=value,
     )
 
 
@@ -387,8 +411,8 @@ def allowed_error(
     with RoundedOperations(requested):
         rounded_forward = Forward(case.forward.model, case.rows, goal.temperature)
         rounded_gradient = gradients_by_row(goal, rounded_forward, case.padded).sum(0)
-        rounded_lp, _entropy, _squared_log_z = rounded_forward.statistics()
-    exact_lp, _entropy, _squared_log_z = case.forward.statistics()
+        rounded_lp = rounded_forward.statistics().lp
+    exact_lp = case.forward.statistics().lp
     log_ratio_error = (rounded_lp - exact_lp).detach()
     mask = case.padded.mask
     if goal.objective.level in REDUCE:

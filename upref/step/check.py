@@ -42,6 +42,8 @@ from upref.step.reach import not_reached, reach
 from upref.step.record import Passed, Recorded
 from upref.step.reference import Gradient, Model, TorchModel
 from upref.step.rows import CASE_AXES, Row
+from upref.step.value_causes import SEPARATE_CRITIC, shares_layers
+from upref.step.value_term import ValueTerm, make_value_term
 from upref.user_code.guard import one_line, outer_threads
 from upref.verify.faults.measured import OBSERVATIONS, OF_PARAMETERS
 from upref.verify.finding import NO_CAUSE, Cause, Number
@@ -143,6 +145,9 @@ def check_step(
     beta: float = 0.0,
     entropy_coef: float = 0.0,
     z_loss_coef: float = 0.0,
+    value: str | None = None,
+    value_coef: float | None = None,
+    value_clip: float = 0.2,
     clip: float | None = None,
     scale: float = 1.0,
     without: Sequence[str] = (),
@@ -157,8 +162,8 @@ def check_step(
 ) -> StepReport:
     """Check whether a training step computes the gradient of an objective.
 
-    The reference is g = -∇_θ (J - β KL + c H) at the given temperature: one unpadded
-    row at a time, in float64.
+    The reference is g = -∇_θ (J - β KL + c H - c_V L) at the given temperature, with the
+    value loss L: one unpadded row at a time, in float64.
 
     Args:
         step: `(model, rows)`: your forward, loss and backward on these rows. It leaves
@@ -172,6 +177,12 @@ def check_step(
         beta: coefficient of the KL term, of the objective's estimator, or k3.
         entropy_coef: coefficient of an entropy bonus, averaged as the objective is.
         z_loss_coef: coefficient of the token mean of (log Σ exp z)², subtracted from J.
+        value: the value loss of a step that trains a critic as well: `mse` or `clipped`,
+            of `upref.critic`, averaged as the objective is. The model returns (logits,
+            values), with the value of token t at the place whose logits predict it. Rows
+            have `returns` and `old_values`.
+        value_coef: c_V, the factor of 1/2 (V - R)² in the loss.
+        value_clip: ε of `clipped`, in the unit of V.
         clip: bound of the gradient's norm, where the step clips it.
         scale: a constant factor of the loss that you mean.
         without: what the step cannot do, and the case leaves out: lengths, temperature,
@@ -212,7 +223,15 @@ def check_step(
     def check() -> StepReport:
         """Make the rows, do the step on them, and compare its gradient."""
         goal = make_goal(
-            objective, hp, temperature, beta, entropy_coef, z_loss_coef, clip, scale
+            objective,
+            hp,
+            temperature,
+            beta,
+            entropy_coef,
+            z_loss_coef,
+            clip,
+            scale,
+            make_value_term(value, value_coef, value_clip),
         )
         if temperature == 1 and "temperature" not in without:
             raise InputError(
@@ -377,6 +396,9 @@ def check_recorded(
     beta: float = 0.0,
     entropy_coef: float = 0.0,
     z_loss_coef: float = 0.0,
+    value: str | None = None,
+    value_coef: float | None = None,
+    value_clip: float = 0.2,
     clip: float | None = None,
     scale: float = 1.0,
     without: Sequence[str] = (),
@@ -393,8 +415,8 @@ def check_recorded(
         bound: the relative error that is allowed; or the half precision in which the
             step computes, whose rounding is allowed; None: float32's, 2e-5, or more
             where the model's own rounding is larger.
-        objective, temperature, beta, entropy_coef, z_loss_coef, clip, scale, without,
-            explain, **hp: as for `check_step`.
+        objective, temperature, beta, entropy_coef, z_loss_coef, value, value_coef,
+            value_clip, clip, scale, without, explain, **hp: as for `check_step`.
 
     Returns:
         A Report on all steps; findings name theirs where there are several.
@@ -405,7 +427,15 @@ def check_recorded(
     """
     start = time.perf_counter()
     goal = make_goal(
-        objective, hp, temperature, beta, entropy_coef, z_loss_coef, clip, scale
+        objective,
+        hp,
+        temperature,
+        beta,
+        entropy_coef,
+        z_loss_coef,
+        clip,
+        scale,
+        make_value_term(value, value_coef, value_clip),
     )
     rows_of_steps = _rows_of_steps(seen, rows)
     reports = []
@@ -556,7 +586,7 @@ def report_step(
     bound_before = bound
     if in_float32:
         bound = widen_bound(goal, case, bound, comparison.error)
-    findings = _findings_beside_gradient(case, found, bound, half)
+    findings = _findings_beside_gradient(goal, case, found, bound, half)
     is_wrong = not comparison.error <= bound or wrong_parameters(
         case.forward.model, comparison.found, comparison.want, bound
     )
@@ -581,7 +611,7 @@ def report_step(
         time.perf_counter() - start,
         error=comparison.error,
         exercised=_exercised(goal, case, passes),
-        unexercised=_unexercised(case, passes),
+        unexercised=_unexercised(goal, case, passes),
         at_bound=comparison.at_bound,
         other_side=comparison.other_side,
         reach=reach(goal, case.forward, case.padded),
@@ -597,9 +627,15 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _hyperparameters(goal: Goal) -> dict[str, Any]:
-    """Return the numbers of the objective, with the temperature and the KL coefficient."""
+    """Return the numbers of the objective, with the temperature, the KL coefficient and
+    the value loss.
+    """
     hp = goal.hp | {"temperature": goal.temperature}
-    return hp | {"beta": goal.beta} if goal.beta else hp
+    hp = hp | {"beta": goal.beta} if goal.beta else hp
+    if goal.value is None:
+        return hp
+    hp = hp | {"value_coef": goal.value.coef}
+    return hp | {"value_clip": goal.value.clip} if goal.value.reads_old_values else hp
 
 
 def _assumptions(
@@ -633,12 +669,14 @@ def _assumptions(
 
 
 def _findings_beside_gradient(
-    case: StepCase, found: Gradient, bound: float, half: torch.dtype | None
+    goal: Goal, case: StepCase, found: Gradient, bound: float, half: torch.dtype | None
 ) -> list[Finding]:
     """Return the findings that need no reference: half precision, gradients of frozen
-    parameters, ranks that differ.
+    parameters, ranks that differ, a critic that shares no layer.
     """
     findings: list[Finding] = []
+    if goal.value is not None and not shares_layers(case.forward):
+        findings.append(note("value", SEPARATE_CRITIC))
     if half:
         kind = _dtype_name(half)
         text = f"the step computes in {kind}: compared to {bound:.2g} of the norm only"
@@ -673,6 +711,8 @@ def _findings_beside_gradient(
 def _exercised(goal: Goal, case: StepCase, passes: int) -> list[str]:
     """Return in words what the rows and the step's backward passes exercise."""
     exercised = batch.describe_rows(case.rows, goal.temperature, case.forward.lp())
+    if goal.value is not None:
+        exercised.append(f"the value loss {goal.value.loss}")
     if passes == 1:
         exercised.append("one backward pass")
     elif passes > 1:
@@ -680,14 +720,24 @@ def _exercised(goal: Goal, case: StepCase, passes: int) -> list[str]:
     return exercised
 
 
-def _unexercised(case: StepCase, passes: int) -> list[str]:
+def _unexercised(goal: Goal, case: StepCase, passes: int) -> list[str]:
     """Return in words what the step was not tested with."""
     unexercised = [f"{k} ({why})" for k, why in case.unvaried.items()]
+    if goal.value is not None and not _values_leave_their_range(goal.value, case):
+        unexercised.append("the clip of values (no value has left its range)")
     if passes == 1:
         unexercised.append("micro-batches")
     if world_size() == 1:
         unexercised.append("several ranks")
     return unexercised
+
+
+def _values_leave_their_range(value: ValueTerm, case: StepCase) -> bool:
+    """Tell whether the clip of the value loss acts on a token that trains."""
+    V, old = case.forward.statistics().V, case.padded.old_values
+    if not value.reads_old_values or V is None or old is None:
+        return True
+    return bool(((V - old).abs() > value.clip)[case.padded.mask].any())
 
 
 def _findings_with_cause(

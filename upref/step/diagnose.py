@@ -36,6 +36,7 @@ from upref.step.normalizers import explain_factors, right_factors
 from upref.step.reference import Gradient, Model, TorchModel, text_config
 from upref.step.rows import Padded, Row, locate
 from upref.step.scores import Variant, log_prob_variants
+from upref.step.value_causes import ValueSearch
 from upref.step.weights import (
     WEIGHT_TOLERANCE,
     Tokens,
@@ -157,16 +158,97 @@ def diagnose(
         or _find_term_aggregation(
             goal, case.forward, case.padded, terms, unclipped, bound
         )
+        or _find_value_fault(comparison, terms, case, unclipped, bound)
         or _cause_of_some_parameters(comparison, model, bound)
     )
     if cause:
         return _gradient_findings(comparison, cause)
+    of_policy = comparison
+    if (
+        goal.value is not None
+        and goal.clip is None
+        and not _wrong_parameters_of_critic(comparison, case.forward, bound)
+    ):
+        of_policy = _without_value_loss(comparison, terms, case)
+        unclipped = of_policy.found
+        terms = Terms.of(of_policy.goal, case.forward, case.padded)
     return _gradient_findings(
         comparison,
         *_explain_by_weights(
-            comparison, terms, unclipped, case.forward, case.padded, bound, only
+            of_policy, terms, unclipped, case.forward, case.padded, bound, only
         ),
     )
+
+
+def _parameters_of_critic(forward: Forward) -> list[str]:
+    """Return the parameters that only the critic's values depend on."""
+    return _without_effect_on_logits(forward, [*forward.model.shapes])
+
+
+def _wrong_parameters_of_critic(
+    comparison: GradientComparison, forward: Forward, bound: float
+) -> bool:
+    """Tell whether the gradient of a parameter of the critic alone is wrong, or there is
+    no such parameter. If none is wrong, the value loss is right.
+    """
+    critic = {*_parameters_of_critic(forward)}
+    wrong = {*wrong_parameters(forward.model, comparison.found, comparison.want, bound)}
+    return not critic or bool(critic & wrong)
+
+
+def _without_value_loss(
+    comparison: GradientComparison, terms: "Terms", case: StepCase
+) -> GradientComparison:
+    """Return the comparison of the other terms, where the value loss is right."""
+    goal = comparison.goal
+    value_rows = gradients_by_row(goal, case.forward, case.padded) - gradients_by_row(
+        replace(goal, value=None), case.forward, case.padded
+    )
+    rows = comparison.rows - value_rows
+    return replace(
+        comparison,
+        goal=replace(goal, value=None),
+        rows=rows,
+        want=rows.sum(0),
+        found=terms.without(comparison.found, "V"),
+    )
+
+
+def _find_value_fault(
+    comparison: GradientComparison,
+    terms: "Terms",
+    case: StepCase,
+    gradient: Tensor,
+    bound: float,
+) -> Cause:
+    """Return what is wrong with the value loss, if the other terms are right.
+
+    Args:
+        comparison: the gradient beside the right one.
+        terms: of the goal.
+        case: the rows and the reference's forward pass.
+        gradient: the gradient that was found, before a clip, [P].
+        bound: the relative error that is allowed.
+    """
+    goal = terms.goal
+    if goal.value is None:
+        return NO_CAUSE
+    model = case.forward.model
+    critic = _parameters_of_critic(case.forward)
+    of_critic = model.flat({name: torch.ones(model.shapes[name]) for name in critic})
+    others = [term for term in goal.coefficients if term != "V"]
+    search = ValueSearch(
+        goal=goal,
+        forward=case.forward,
+        batch=case.padded,
+        rest=terms.without(gradient, *others),
+        allowed=2 * bound * float(gradient.norm()),
+        of_critic=of_critic,
+    )
+    cause = search.find()
+    if cause or not _wrong_parameters_of_critic(comparison, case.forward, bound):
+        return cause
+    return search.by_values()
 
 
 def _gradient_findings(
@@ -297,6 +379,8 @@ def _without_effect_on_logits(forward: Forward, names: list[str]) -> list[str]:
     parameter_gradient = torch.zeros(())
     for z, ids in zip(forward.z, forward.ids, strict=True):
         dz = torch.randn(z.shape, generator=generator, dtype=z.dtype)
+        if forward.model.reads_values:
+            dz[:, -1] = 0  # a value is no logit
         parameter_gradient = parameter_gradient + forward.model.pull(z, dz, ids).abs()
     parts = forward.model.split(parameter_gradient)
     return [name for name in names if not parts[name].any()]
@@ -424,7 +508,8 @@ class _Search:
     @property
     def has_bonus(self) -> bool:
         """Whether the objective has a term that token weights do not describe."""
-        return bool(self.goal.entropy_coef or self.goal.z_loss_coef)
+        goal = self.goal
+        return bool(goal.entropy_coef or goal.z_loss_coef or goal.value)
 
     def explain(self) -> list[Any]:
         """Try each explanation in turn, the cheapest first."""
@@ -597,7 +682,7 @@ class _Search:
             terms = self.terms
         else:
             terms = Terms.of(self.goal, candidate.forward, candidate.batch)
-        policy = terms.without(self.gradient, "H", "Z")
+        policy = terms.without(self.gradient, "H", "Z", "V")
         reading = read_weights(candidate.forward, policy)
         self.residuals.append(reading.residual)
         if reading.residual > self.max_residual:
@@ -658,6 +743,8 @@ class _Search:
             f"{UNKNOWN}; no weights of these tokens give the gradient: {left_over}, so "
             f"the forward pass differs, or other tokens train{router}"
         )
+        if self.goal.value is not None:
+            words += ", or the value loss is wrong as well"
         if self.is_stopped:
             words += f"; the search stopped after {MOST_VARIANTS} forward passes"
         return Cause(words)
@@ -671,9 +758,7 @@ def _least_residual(
     of its own.
     """
     try:
-        head_rows = forward.of_head(
-            goal.loss(goal.parts(*forward.statistics(), padded))
-        )
+        head_rows = forward.of_head(goal.loss(goal.parts(forward.statistics(), padded)))
     except InputError:
         return 0.0
     model = forward.model
@@ -706,13 +791,23 @@ def _router_words(model: Model) -> str:
     )
 
 
+SAME_COEFFICIENT = 1e-3  # relative: two coefficients so near are one
+LOST_HALF = "the value loss of a token is 1/2 (V - R)²: without the 1/2, value_coef is twice its factor"
+
 TERMS = {
     "J": "the policy term",
     "KL": "the KL term",
     "H": "the entropy bonus",
     "Z": "the z-loss",
+    "V": "the value loss",
 }
-TERM_IDS = {"J": "policy-term", "KL": "kl", "H": "entropy-bonus", "Z": "z-loss"}
+TERM_IDS = {
+    "J": "policy-term",
+    "KL": "kl",
+    "H": "entropy-bonus",
+    "Z": "z-loss",
+    "V": "value-loss",
+}
 
 
 @dataclass
@@ -720,7 +815,7 @@ class Terms:
     """The gradient of each term of the goal by itself, negative as a loss has it."""
 
     goal: Goal
-    # J, KL, H and Z -> the gradient without its coefficient, [P]
+    # J, KL, H, Z and V -> the gradient without its coefficient, [P]
     gradients: dict[str, Tensor]
     slope: Tensor  # d(J - β KL)/dlp
     lp: Tensor
@@ -737,8 +832,9 @@ class Terms:
         Returns:
             The terms.
         """
-        lp, H, Z = forward.statistics()
-        parts = goal.parts(lp, H, Z, padded)
+        statistics = forward.statistics()
+        lp = statistics.lp
+        parts = goal.parts(statistics, padded)
         c = goal.coefficients
         gradients = {k: forward.by_row(-part).sum(0) for k, part in parts.items()}
         policy = parts["J"] + (c["KL"] * parts["KL"] if "KL" in parts else 0)
@@ -750,7 +846,7 @@ class Terms:
 
         Args:
             gradient: a gradient, [P].
-            *names: J, KL, H or Z.
+            *names: J, KL, H, Z or V.
         """
         c = self.goal.coefficients
         return gradient - self.goal.scale * sum(
@@ -816,12 +912,15 @@ class Terms:
                 words = f"{TERMS[term]} has no gradient"
                 causes.append(Cause(words, (f"{TERM_IDS[term]}-missing",)))
                 continue
-            # J has -β KL and -c Z; users give β and c. Adding 0.0 removes the sign of -0.
-            sign = -1 if term in ("KL", "Z") else 1
+            # J has -β KL, -c Z and -c_V V; users give β, c and c_V. Adding 0.0 removes the
+            # sign of -0.
+            sign = -1 if term in ("KL", "Z", "V") else 1
             words = (
                 f"the coefficient of {TERMS[term]} is {sign * found + 0.0:.4g}, "
                 f"not {sign * right + 0.0:.4g}"
             )
+            if term == "V" and abs(found / right - 2) < SAME_COEFFICIENT:
+                words += f" ({LOST_HALF})"
             causes.append(Cause(words, (f"other-coefficient-of-{TERM_IDS[term]}",)))
         return join_causes(*causes)
 
@@ -864,7 +963,7 @@ def _find_kl_term(
         return NO_CAUSE
     for name in ESTIMATORS:
         goal_with_kl = replace(goal, objective=replace(goal.objective, kl=name))
-        parts = goal_with_kl.parts(*forward.statistics(), replace(batch, ref=batch.old))
+        parts = goal_with_kl.parts(forward.statistics(), replace(batch, ref=batch.old))
         # the KL term's part of the gradient of the loss, for β = 1
         kl_gradient = goal.scale * forward.by_row(parts["KL"]).sum(0)
         unclipped = terms.in_its_units(gradient, kl_gradient)
@@ -895,12 +994,12 @@ def _find_term_aggregation(
     gradient: Tensor,
     bound: float,
 ) -> Cause:
-    """Return what is wrong with the KL term or the entropy bonus, if the other terms
-    are right: its temperature, its tokens or its aggregation.
+    """Return what is wrong with the KL term, the entropy bonus or the value loss, if the
+    other terms are right: its temperature, its tokens or its aggregation.
     """
     coefficients = goal.coefficients
     count = len(forward.rows)
-    for key in ("H", "KL"):
+    for key in ("H", "KL", "V"):
         name = TERMS[key]
         term_id = TERM_IDS[key]
         if not coefficients[key]:
@@ -908,11 +1007,13 @@ def _find_term_aggregation(
         other_terms = [other for other in coefficients if other != key]
         rest = terms.without(gradient, *other_terms)
         at_temperature_1 = Forward(forward.model, forward.rows, 1.0, forward.z)
-        parts = goal.parts(*at_temperature_1.statistics(), batch)
+        parts = goal.parts(at_temperature_1.statistics(), batch)
         unscaled_term = (
             at_temperature_1.by_row(-parts[key]).sum(0) * goal.scale * coefficients[key]
         )
-        if is_near(rest, unscaled_term, _relative_bound(bound, gradient, rest)):
+        reads_temperature = key != "V"
+        tolerance = _relative_bound(bound, gradient, rest)
+        if reads_temperature and is_near(rest, unscaled_term, tolerance):
             words = f"{name} is taken at temperature 1"
             return Cause(words, (f"{term_id}-at-temperature-1",))
         if key == "H" and (
@@ -921,7 +1022,7 @@ def _find_term_aggregation(
             )
         ):
             return cause
-        sums = goal.parts(*forward.statistics(), batch, "seq-mean-token-sum")
+        sums = goal.parts(forward.statistics(), batch, "seq-mean-token-sum")
         term_rows = forward.by_row(-count * sums[key])
         factors, residual = best_factors(term_rows, rest)
         if residual * rest.norm() <= bound * gradient.norm():
@@ -990,7 +1091,7 @@ def _find_shared_aggregation(
         bound: the relative error that is allowed.
     """
     goal = comparison.goal
-    if not (goal.entropy_coef or goal.z_loss_coef):
+    if not (goal.entropy_coef or goal.z_loss_coef or goal.value):
         return NO_CAUSE
     right_row_factors = right_factors(goal, batch)
     least = WEIGHT_TOLERANCE * factors.abs().max()
@@ -1097,7 +1198,7 @@ def _explain_reading(
         found=times * found,
         prompts=[times * weights for weights in prompts],
         expected=expected,
-        lp_at_temperature_1=widen(at_temperature_1.statistics()[0].detach()),
+        lp_at_temperature_1=widen(at_temperature_1.statistics().lp.detach()),
         largest=times * float(torch.cat(reading.weights).nan_to_num(0).abs().max()),
         tol=noise,
         row_factors=None if row_factors is None else times * row_factors,

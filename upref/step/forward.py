@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from upref.registry import REDUCE
-from upref.step.goal import Goal
+from upref.step.goal import Goal, Statistics
 from upref.step.reference import Model, TorchModel
 from upref.step.rows import Padded, Row, locate
 
@@ -89,9 +89,28 @@ class Forward:
             [tokens, V]. A first token with nothing before it is predicted by nothing:
             it gets the logits of position 0.
         """
+        return self.model.without_values(self._outputs(i, first))
+
+    def _outputs(self, i: int, first: int) -> Tensor:
+        """Return what the model has at the places that predict row i's tokens from `first`
+        on: logits, and the value behind them if the model reads values.
+        """
         n = len(self.rows[i].ids)
         positions = torch.arange(first, n) + len(self.z[i]) - n - self.shift
         return self.leaves[i][positions.clamp(min=0)]
+
+    def values(self, i: int, first: int) -> Tensor:
+        """Return the critic's values at the places that predict row i's tokens from
+        `first` on.
+
+        Args:
+            i: the row.
+            first: the first token.
+
+        Returns:
+            [tokens].
+        """
+        return self._outputs(i, first)[:, -1]
 
     def scored(self, i: int, first: int) -> Tensor:
         """Compute the log-probabilities of row i's tokens from `first` on.
@@ -106,12 +125,12 @@ class Forward:
         y = torch.tensor(self.rows[i].ids[first:])
         return (self.score or log_prob)(self.logits(i, first), y, self.temperature)
 
-    def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute lp, entropy and squared log-normalizer of every response token, [B, T],
-        as functions of the leaves.
+    def statistics(self) -> Statistics:
+        """Compute lp, entropy, squared log-normalizer and value of every response token,
+        [B, T], as functions of the leaves.
 
         Returns:
-            (lp, H, Z), padded with 0; Z is (log Σ exp z)².
+            They are padded with 0.
         """
         with torch.enable_grad():
             statistics_of_rows: list[tuple[Tensor, ...]] = []
@@ -121,12 +140,13 @@ class Forward:
                 log_p = z.log_softmax(-1)
                 p = log_p.exp()
                 H = -(p * torch.where(p > 0, log_p, 0)).sum(-1)
-                statistics_of_rows.append((lp, H, z.logsumexp(-1) ** 2))
-            lp, H, Z = (
+                V = [self.values(i, len(r.prompt))] if self.model.reads_values else []
+                statistics_of_rows.append((lp, H, z.logsumexp(-1) ** 2, *V))
+            columns = (
                 nn.utils.rnn.pad_sequence([*column], batch_first=True)
                 for column in zip(*statistics_of_rows, strict=True)
             )
-            return lp, H, Z
+            return Statistics(*columns)
 
     def lp(self) -> list[Tensor]:
         """Return the log-probabilities of each response's tokens.
@@ -134,7 +154,7 @@ class Forward:
         Returns:
             [T] of each response, detached.
         """
-        lp = self.statistics()[0].detach()
+        lp = self.statistics().lp.detach()
         return [
             lp_of_row[: len(r.response)]
             for lp_of_row, r in zip(lp, self.rows, strict=True)
@@ -252,7 +272,7 @@ def gradients_by_row(goal: Goal, forward: Forward, b: Padded) -> Tensor:
     Returns:
         [B, P].
     """
-    return forward.by_row(goal.loss(goal.parts(*forward.statistics(), b)))
+    return forward.by_row(goal.loss(goal.parts(forward.statistics(), b)))
 
 
 def changes_across_bounds(
@@ -274,12 +294,13 @@ def changes_across_bounds(
         (row, gradient) of each such token, or of each response where the objective
         clips responses.
     """
-    lp, H, Z = forward.statistics()
+    statistics = forward.statistics()
+    lp = statistics.lp
 
     def slope(distance: float) -> Tensor:
         """Return dL/dlp of each token, where all lp are moved by this distance."""
         moved_lp = (lp.detach() + distance).requires_grad_()
-        loss = goal.loss(goal.parts(moved_lp, H, Z, b))
+        loss = goal.loss(goal.parts(statistics._replace(lp=moved_lp), b))
         (dL,) = torch.autograd.grad(
             loss, moved_lp, retain_graph=True, allow_unused=True, materialize_grads=True
         )

@@ -667,8 +667,8 @@ def _pack_variants(model: TorchModel, right: Forward) -> Iterator[Variant]:
 
     def has_same_log_probs(forward: Forward, other: Forward) -> bool:
         """Tell whether two passes give the same log-probabilities."""
-        lp, *_ = forward.statistics()
-        other_lp, *_ = other.statistics()
+        lp = forward.statistics().lp
+        other_lp = other.statistics().lp
         return torch.allclose(lp, other_lp, rtol=0, atol=LOG_PROB_TOLERANCE)
 
     def join_rows(pack: Pack, attention_alone: bool) -> Forward:
@@ -832,7 +832,7 @@ def run_variants(
             continue
         try:
             variant = fault.change()
-            lp = variant.statistics()[0].detach()
+            lp = variant.statistics().lp.detach()
             if variants is model_variants and any(
                 torch.allclose(lp, known, rtol=0, atol=LOG_PROB_TOLERANCE)
                 for known in known_log_probs

@@ -4,7 +4,7 @@ whole step, and what is added.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,17 @@ from upref.errors import InputError
 from upref.kl import per_token
 from upref.registry import Objective
 from upref.step.rows import Padded
+from upref.step.value_term import ValueTerm
 from upref.verify.factors import TOKEN_SUM, declared_aggregation
+
+
+class Statistics(NamedTuple):
+    """What the terms of a goal read of the model's output, of each response token, [B, T]."""
+
+    lp: Tensor  # log-probability, in nats
+    H: Tensor  # entropy, in nats
+    Z: Tensor  # (log Σ exp z)²
+    V: Tensor | None = None  # the critic's value; None without a value loss
 
 
 @dataclass(frozen=True)
@@ -31,20 +41,23 @@ class Goal:
     scale: float = 1.0  # a constant factor that is meant
     # group-token-mean over the rows' groups, else over the whole step
     grouped: bool = False
+    value: ValueTerm | None = None  # of a step that trains a critic as well
 
     def parts(
-        self, lp: Tensor, H: Tensor, Z: Tensor, padded: Padded, agg: str = ""
+        self, statistics: Statistics, padded: Padded, agg: str = ""
     ) -> dict[str, Tensor]:
         """Return the terms of the sum that is maximized, without their coefficients.
 
         Args:
-            lp, H, Z: log-probability, entropy and squared log-normalizer of each token, [B, T].
+            statistics: of each token.
             padded: the rows, padded.
-            agg: aggregation of the KL term and the entropy; "": the objective's own.
+            agg: aggregation of the KL term, the entropy and the value loss; "": the
+                objective's own.
 
         Returns:
-            J, KL, H and Z -> a scalar.
+            J, KL, H, Z and V -> a scalar.
         """
+        lp, H, Z, V = statistics
         agg = agg or declared_aggregation(self.objective)
         agg = "token-sum" if agg == TOKEN_SUM else agg
         group = padded.group if self.grouped else None
@@ -80,6 +93,11 @@ class Goal:
         terms["Z"] = aggregate(
             Z, padded.mask, "token-mean", totals=Totals.of(padded.mask)
         )
+        if self.value is not None:
+            assert V is not None
+            assert padded.returns is not None
+            errors = self.value.per_token(V, padded.returns, padded.old_values)
+            terms["V"] = aggregate(errors, padded.mask, agg, totals=totals)
         return terms
 
     @property
@@ -87,13 +105,15 @@ class Goal:
         """The coefficient of each term of J.
 
         Returns:
-            Of the objective J, the KL term, the entropy H, and Z = (log Σ exp z)².
+            Of the objective J, the KL term, the entropy H, Z = (log Σ exp z)², and the
+            value loss V.
         """
         return {
             "J": 1.0,
             "KL": -self.beta,
             "H": self.entropy_coef,
             "Z": -self.z_loss_coef,
+            "V": 0.0 if self.value is None else -self.value.coef,
         }
 
     def loss(self, parts: dict[str, Tensor]) -> Tensor:

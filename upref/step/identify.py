@@ -31,7 +31,7 @@ from upref.step.case import (
 from upref.step.causes import USUAL_BOUNDS
 from upref.step.check import check_step
 from upref.step.forward import MAX_RESIDUAL
-from upref.step.goal import Goal
+from upref.step.goal import Goal, Statistics
 from upref.step.ranks import world_size
 from upref.step.reference import TorchModel
 from upref.step.rows import Row
@@ -165,7 +165,7 @@ class Draw:
     found: Tensor
     residual: float
     norm: float
-    statistics: tuple[Tensor, Tensor, Tensor]
+    statistics: Statistics
 
     def factor(self, goal: Goal, on_policy: bool) -> float | None:
         """Return the factor by which these weights are multiples of the goal's; None
@@ -176,8 +176,9 @@ class Draw:
             on_policy: compare as if the old policy were the current one.
         """
         batch = replace(self.case.padded, old=None) if on_policy else self.case.padded
-        lp = self.statistics[0].clone().requires_grad_()
-        loss = goal.loss(goal.parts(lp, *self.statistics[1:], batch))
+        lp = self.statistics.lp.clone().requires_grad_()
+        statistics = self.statistics._replace(lp=lp)
+        loss = goal.loss(goal.parts(statistics, batch))
         (slope,) = torch.autograd.grad(loss, lp, materialize_grads=True)
         is_known = batch.is_token & ~self.found.isnan()
         expected = slope[is_known]
@@ -313,9 +314,10 @@ def _read_weights_of_draw(
         ],
         batch_first=True,
     )
-    lp, H, Z = (x.detach() for x in case.forward.statistics())
+    lp, H, Z, _ = case.forward.statistics()
+    statistics = Statistics(lp.detach(), H.detach(), Z.detach())
     norm = float(reference.flat(gradient).norm())
-    return Draw(case, -weights, reading.residual, norm, (lp, H, Z))
+    return Draw(case, -weights, reading.residual, norm, statistics)
 
 
 def _clip_bound(draws: list[Draw]) -> float | None:
@@ -399,7 +401,7 @@ def _describe_bounds(draw: Draw) -> str:
     has one.
     """
     batch = draw.case.padded
-    lp = draw.statistics[0]
+    lp = draw.statistics.lp
     assert batch.old is not None
     r = (lp - batch.old).exp()
     weight_sizes = draw.found.nan_to_num(0).abs()

@@ -61,7 +61,7 @@ class Reference:
         change = _loss_gradient(goal, self.forward, self.padded) - self.slope
         changed_rows = self.rows
         if float(change.norm()) > 1e-9 * float(self.slope.norm()):
-            lp, *_ = self.forward.statistics()
+            lp = self.forward.statistics().lp
             changed_rows = self.rows + self.forward.by_row((change * lp).sum())
         want = clip_norm(self.rows.sum(0), self.goal.clip)
         found = clip_norm(changed_rows.sum(0), goal.clip)
@@ -118,7 +118,7 @@ def reach(goal: Goal, forward: Forward, padded: Padded) -> str:
     Returns:
         Words.
     """
-    lp = forward.statistics()[0].detach()
+    lp = forward.statistics().lp.detach()
     live = padded.mask.any(1)
     log_r = torch.zeros_like(lp) if padded.old is None else lp - padded.old
     letter = {"sequence_mean": "s", "sequence_product": "S"}.get(
@@ -197,9 +197,11 @@ def _loss_gradient(goal: Goal, forward: Forward, padded: Padded) -> Tensor:
     """The derivative of the loss by the log-probabilities, without entropy bonus and
     z-loss.
     """
-    lp, H, Z = forward.statistics()
-    lp = lp.detach().requires_grad_()
-    loss = goal.loss(goal.parts(lp, H.detach(), Z.detach(), padded))
+    statistics = forward.statistics()
+    lp = statistics.lp.detach().requires_grad_()
+    # the value loss reads no log-probability
+    policy = replace(goal, value=None)
+    loss = policy.loss(policy.parts(statistics._replace(lp=lp), padded))
     (gradient,) = torch.autograd.grad(
         loss, lp, allow_unused=True, materialize_grads=True
     )

@@ -222,6 +222,8 @@ class Model(ABC):
     end: int | None = None
     shapes: dict[str, torch.Size]
     takes_mask = False  # whether its forward takes an attention mask
+    # whether `logits` returns the critic's value of each place behind its logits: [S, V + 1]
+    reads_values = False
 
     @abstractmethod
     def logits(self, ids: Sequence[int], **how: Any) -> Tensor:
@@ -265,6 +267,14 @@ class Model(ABC):
         """
         for dz_row in dz:
             yield self.pull(z, dz_row, ids)[None]
+
+    def without_values(self, z: Tensor) -> Tensor:
+        """Return the logits in what `logits` returned.
+
+        Args:
+            z: [S, V], or [S, V + 1] if the model reads values.
+        """
+        return z[:, :-1] if self.reads_values else z
 
     def of_row(self, i: int) -> "Model":
         """The model of which the gradient of this row is a part.
@@ -403,7 +413,7 @@ class TorchModel(Model):
             **how: arguments of its forward beside the tokens, such as position_ids.
 
         Returns:
-            [S, V], with a graph.
+            [S, V], with a graph; [S, V + 1] if the model reads values.
 
         Raises:
             InputError: the model returns something else.
@@ -426,6 +436,8 @@ class TorchModel(Model):
                 f"vocabulary has {self.vocabulary}: it must return logits, "
                 "not hidden states."
             )
+        if self.reads_values:
+            z = torch.cat([z, _values(out, z)[..., None]], -1)
         return z[0].cpu()
 
     def pull(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Tensor:
@@ -453,7 +465,9 @@ class TorchModel(Model):
         Args:
             net: the module.
         """
-        return type(self)(net)
+        other = type(self)(net)
+        other.reads_values = self.reads_values
+        return other
 
     def pull_head(self, z: Tensor, dz: Tensor) -> Tensor:
         """Return the part of `pull` that the head alone has, which costs no pass
@@ -633,6 +647,31 @@ def text_config(net: nn.Module) -> Any:
     """
     config: Any = getattr(net, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _values(out: Any, z: Tensor) -> Tensor:
+    """Return the critic's values, [1, S], in what a model returned beside its logits z.
+
+    Raises:
+        InputError: there are none, or several tensors could be the values.
+    """
+    fields = vars(out).values() if hasattr(out, "logits") else out
+    if isinstance(fields, Tensor):
+        fields = ()
+    found = [
+        x.reshape(z.shape[:2])
+        for x in fields
+        if isinstance(x, Tensor)
+        and x.is_floating_point()
+        and x is not z
+        and x.shape in (z.shape[:2], (*z.shape[:2], 1))
+    ]
+    if len(found) != 1:
+        raise InputError(
+            f"value= needs a model that returns logits and values, as (logits, values) with values [1, S]: "
+            f"of what it returns, {len(found) or 'no'} tensors have this shape."
+        )
+    return found[0]
 
 
 def _device(net: nn.Module) -> torch.device:

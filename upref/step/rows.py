@@ -62,7 +62,8 @@ class Row:
     number, or one per token. Where `old` is None, the response is on policy, r = 1. Only
     a KL term needs `ref`. `sampler` is log μ of the engine that sampled, which an
     objective with a correction needs. A loop that computes advantages itself starts from
-    `reward`, and should arrive at `adv`.
+    `reward`, and should arrive at `adv`. A value loss reads `returns`, and `old_values` if
+    it clips, one entry per response token.
     """
 
     prompt: list[int]
@@ -74,6 +75,8 @@ class Row:
     group: int = 0
     reward: float | None = None
     sampler: list[float] | None = None
+    returns: list[float] | None = None
+    old_values: list[float] | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -91,6 +94,8 @@ class Padded:
     ref: Tensor | None
     is_token: Tensor  # slots that hold a token, masked or not
     sampler: Tensor | None = None
+    returns: Tensor | None = None
+    old_values: Tensor | None = None
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> "Padded":
@@ -127,6 +132,8 @@ class Padded:
             pad([r.ref for r in rows]) if has("ref") else None,
             pad([[True] * len(r.response) for r in rows], torch.bool),
             pad([r.sampler for r in rows]) if has("sampler") else None,
+            pad([r.returns for r in rows]) if has("returns") else None,
+            pad([r.old_values for r in rows]) if has("old_values") else None,
         )
 
     def widened(self) -> "Padded":
@@ -156,7 +163,7 @@ def validate_rows(rows: Sequence[Row], vocabulary: int) -> list[Row]:
             raise InputError(
                 f"row {i} has no {'response' if r.prompt else 'prompt'} token: leave it out."
             )
-        for name in ("trains", "old", "ref", "sampler"):
+        for name in ("trains", "old", "ref", "sampler", "returns", "old_values"):
             entries = getattr(r, name)
             if entries is not None and len(entries) != n:
                 raise InputError(
@@ -174,6 +181,11 @@ def validate_rows(rows: Sequence[Row], vocabulary: int) -> list[Row]:
             raise InputError(
                 f"row {i} has a token id outside the vocabulary of {vocabulary}."
             )
+        for name in ("returns", "old_values"):
+            if not np.isfinite(
+                np.asarray(getattr(r, name) or [0.0], dtype=float)
+            ).all():
+                raise InputError(f"row {i}: {name} must be finite numbers.")
         for name in ("old", "ref", "sampler"):
             lp = np.asarray(getattr(r, name) or [0.0], dtype=float)
             # rounding may leave a log-probability a little above 0

@@ -59,7 +59,8 @@ STEP_KEEPS_STATE = MeasuredFault(
 LOSS_OF_OTHER_PARAMETERS = MeasuredFault(
     "loss-of-other-parameters",
     "a gradient of {parameters}, on which no logit of these rows depends: a value loss "
-    "or another term is added to the objective: leave it out of the step",
+    "or another term is added to the objective: declare a value loss (value=, "
+    "value_coef=), and leave any other term out of the step",
     ("step",),
 )
 SOME_PARAMETERS_WRONG = MeasuredFault(
