@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from upref import critic, distillation, markdown
 from upref.token_advantages import TOKEN_ADVANTAGES
-from upref.user_code import MAIN, logprobs, names
+from upref.user_code import ENTROPY_COEF, MAIN, logprobs, names
+from upref.user_code.logprobs import CUTS
 from upref.verify.formulas import distillation as distillation_check, tokens, value
 from upref.verify.formulas.case import Problem
 from upref.verify.formulas.token_faults import SETTINGS
@@ -97,7 +98,7 @@ def options_of_check() -> str:
         [
             "`--as`",
             f"{_called(MAIN)} [B, T]; by name also {_called(more_of_loss)}",
-            "those of the objective, and others by `--hp`",
+            f"those of the objective, `{ENTROPY_COEF}`, and others by `--hp`",
             "names, or position",
         ],
         [
@@ -137,7 +138,10 @@ def options_of_check() -> str:
         [
             "`--as-logprobs`",
             ways,
-            ", ".join(f"`{key}`" for key in logprobs.SETTINGS),
+            ", ".join(
+                f"`{key}`"
+                for key in (*logprobs.SETTINGS, *dict.fromkeys(CUTS.values()))
+            ),
             "names, or position",
         ],
     ]

@@ -292,7 +292,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--as-logprobs",
         action="store_true",
-        help="log-probs and entropy; --hp softcap=30, ranks=2",
+        help="log-probs and entropy; --hp softcap=30, ranks=2, top_p=0.9, top_k=20",
     )
     what.add_argument("--as-kl", metavar="NAME", help="a KL estimator: k1, k2 or k3")
     what.add_argument(

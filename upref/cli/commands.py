@@ -104,9 +104,10 @@ def check(args: argparse.Namespace) -> int:
     if args.as_logprobs:
         from upref.verify.logprobs import check_logprobs
 
-        if unknown := sorted(hp.keys() - {"softcap", "logit_scale", "ranks"}):
+        settings = {"softcap", "logit_scale", "ranks", "top_k", "top_p"}
+        if unknown := sorted(hp.keys() - settings):
             raise InputError(
-                f"a log-prob function has no setting {unknown[0]!r}: give softcap, logit_scale or ranks."
+                f"a log-prob function has no setting {unknown[0]!r}: give softcap, logit_scale, ranks, top_k or top_p."
             )
         return answer(args, check_logprobs(args.loss, skip=skip, **hp))
     from upref.registry import get

@@ -41,6 +41,7 @@ from upref.user_code.signature import (
 )
 
 __all__ = [
+    "ENTROPY_COEF",
     "FIRST",
     "MAIN",
     "ROWS",
@@ -342,6 +343,7 @@ def _loss_with_hyperparameters(
     objective's name for each, or by the argument's own.
     """
     argument = _argument_of_each(reading, objective)
+    hp = _without_bonus(name, reading, objective, reads, hp)
     hp, passed = _separate_settings(name, reading, objective, hp)
     if twice := [k for k in hp if argument.get(k) in passed]:
         raise InputError(
@@ -383,6 +385,29 @@ def _loss_with_hyperparameters(
             if isinstance(v, int | float) and not isinstance(v, bool)
         },
     )
+
+
+ENTROPY_COEF = "entropy_coef"  # declares an entropy bonus
+
+
+def _without_bonus(
+    name: str, reading: Reading, objective: Objective, reads: Any, hp: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what the user set without the coefficient of the entropy bonus, if the loss
+    has no argument for it.
+
+    Raises:
+        InputError: it has none for the entropy either, so that it can have no bonus.
+    """
+    is_declared = ENTROPY_COEF in hp and ENTROPY_COEF not in objective.hyperparameters
+    if not is_declared or names.argument(ENTROPY_COEF, reading.settings):
+        return hp
+    if "entropy" not in reads:
+        raise InputError(
+            f"entropy_coef declares an entropy bonus, and {name} has no argument for the entropy: "
+            "give it one, `entropy` [B, T], or check the bonus in the step by upref.check_step."
+        )
+    return {k: v for k, v in hp.items() if k != ENTROPY_COEF}
 
 
 def _argument_of_each(reading: Reading, objective: Objective) -> dict[str, str]:

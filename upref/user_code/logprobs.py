@@ -25,6 +25,8 @@ SETTINGS = {
     "logit_scale": {"scale"},
     "softcap": {"softcap", "softcapping", "cap"},
 }
+# arguments of the cuts of a sampler
+CUTS = {"top_p": "top_p", "topp": "top_p", "top_k": "top_k", "topk": "top_k"}
 ROLES = {
     "weight": {"weight", "weights", "w", "head", "vocab", "unembedding", "embedding"},
     "tokens": {
@@ -64,6 +66,8 @@ class Problem:
     logit_scale: float = 1.0
     frozen: str = ""
     keep: Tensor | None = None
+    top_k: int | None = None  # of the sampler; None: it does not cut
+    top_p: float | None = None
 
     def to(self, dtype: torch.dtype) -> "Problem":
         """Cast every tensor of real numbers.
@@ -123,6 +127,14 @@ class Kernel:
     softcap: float | None = None  # what it is expected to apply
     logit_scale: float = 1.0  # what it is expected to multiply logits by
     on_gpu: bool = False  # whether it computes on a GPU
+
+    def needs(self, setting: str) -> bool:
+        """Tell whether the function has an argument without a default for a setting.
+
+        Args:
+            setting: a key of `settings`.
+        """
+        return self.settings.get(setting) in self.reading.needed
 
     def __call__(
         self, problem: Problem, twice: bool = False, before: Tensor | None = None
@@ -342,7 +354,13 @@ def read(fn: Any, softcap: float | None = None, logit_scale: float = 1.0) -> Ker
     settings = {
         s: p.name for p in all_parameters if (s := _entry_named(p.name, SETTINGS))
     }
-    roles = {p.name: r for p in all_parameters if (r := _role(p.name))}
+    cuts = {s: p.name for p in all_parameters if (s := CUTS.get(p.name.lower(), ""))}
+    settings |= cuts
+    roles = {
+        p.name: r
+        for p in all_parameters
+        if (r := _role(p.name)) and p.name not in cuts.values()
+    }
     free = [
         p.name
         for p in all_parameters
@@ -422,6 +440,8 @@ def probe(kernel: Kernel) -> Problem:
         bias=bias,
         softcap=kernel.softcap,
         logit_scale=kernel.logit_scale,
+        top_k=len(weight) if kernel.needs("top_k") else None,
+        top_p=1.0 if kernel.needs("top_p") else None,
     )
     return (
         problem

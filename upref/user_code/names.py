@@ -424,6 +424,10 @@ def hyperparameter(name: str, known: set[str] | frozenset[str]) -> str:
         words_of_name[-1:] == ["c"] and "clip" in words_of_name
     ):
         meant = "c"
+    elif any(w == "ent" or w.startswith("entrop") for w in words_of_name) and (
+        set(words_of_name) & {"coef", "coeff", "coefficient", "weight"}
+    ):
+        meant = "entropy_coef"
     elif any(w.startswith(("clip", "eps", "epsilon")) for w in words_of_name):
         meant = "eps"
         if low and not high:

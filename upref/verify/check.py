@@ -13,7 +13,7 @@ import torch
 from upref.aggregation import KEPT_MEAN
 from upref.errors import InputError
 from upref.registry import Objective, get
-from upref.user_code import FIRST, ROWS, SHAPES, Loss, infer_shapes, read
+from upref.user_code import ENTROPY_COEF, FIRST, ROWS, SHAPES, Loss, infer_shapes, read
 from upref.verify import oracles
 from upref.verify.measure import (
     EXACT_TOL,
@@ -84,7 +84,9 @@ def check(
         skip: names of oracles not to run.
         **hp: the objective's hyperparameters. The loss gets those that it takes by name
             and keeps its own defaults for the rest. A name that only the loss has goes
-            to the loss alone.
+            to the loss alone. `entropy_coef` declares an entropy bonus, averaged as the
+            objective is: a loss with an argument `entropy` is then compared with
+            -J - entropy_coef H.
 
     Returns:
         A Report: true if every oracle agrees; harmless habits are notes.
@@ -175,6 +177,20 @@ def _with_own_defaults(
     return replace(report, findings=findings)
 
 
+def entropy_coefficient(number: Any) -> float:
+    """Return the declared coefficient of an entropy bonus; InputError where it is none.
+
+    Args:
+        number: as the user gave it.
+    """
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if not is_number or not 0 <= number < float("inf"):
+        raise InputError(
+            f"entropy_coef must be a finite number of 0 or more, got {repr(number)[:60]}."
+        )
+    return float(number)
+
+
 def _may_fail_for_order(
     loss: Loss,
     objective: Objective,
@@ -200,6 +216,8 @@ def _report_of(
     start = time.perf_counter()
     own_hp = {k: v for k, v in hp.items() if k in objective.hyperparameters}
     case = make_case(loss, objective, objective.resolve(own_hp))
+    if ENTROPY_COEF in hp and "entropy" in loss.reads:
+        case.entropy_coef = entropy_coefficient(hp[ENTROPY_COEF])
     findings, outcomes = _run_every_oracle(case, skip)
     tolerances = {
         "weight, relative": case.tol,
@@ -219,7 +237,7 @@ def _report_of(
     return Report(
         loss.name,
         name,
-        case.hp,
+        case.hp | ({ENTROPY_COEF: case.entropy_coef} if case.entropy_coef else {}),
         findings,
         loss.read_as,
         assumptions(case),
@@ -228,7 +246,10 @@ def _report_of(
         seconds,
         settings,
         unchecked,
-        outcomes.get("every-value") == "ok" and is_proved(case),
+        # the proof is of J, and says nothing of a bonus
+        outcomes.get("every-value") == "ok"
+        and is_proved(case)
+        and not case.entropy_coef,
     )
 
 

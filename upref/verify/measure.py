@@ -169,6 +169,8 @@ class LossCase:
     covered: list[str] = field(default_factory=list)
     # calls that wrote or printed
     noted_calls: list[LossOutcome] = field(default_factory=list, repr=False)
+    # coefficient of an entropy bonus that the user declares: loss = -J - c H
+    entropy_coef: float = 0.0
     # what is made once for a case and its copies, by what it depends on
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -260,6 +262,19 @@ class LossCase:
         return self.objective.kept(self.visible_batch(batch), **self.hp_without_kl)
 
     # ---- the objective ---------------------------------------------------------------
+    def expected_value(self, batch: Rollouts) -> float:
+        """Return the value that the loss should have, the declared bonus included.
+
+        Args:
+            batch: the batch.
+        """
+        value = self.objective.loss(batch, **self.hp).item()
+        if not self.entropy_coef:
+            return value
+        entropy = self.loss.given(batch)["entropy"]
+        mean = (self.factors(batch) * torch.where(batch.mask, entropy, 0)).sum()
+        return value - self.entropy_coef * mean.item()
+
     def expected(self, batch: Rollouts) -> Tensor:
         """Return the objective's weights before its aggregation, the KL term included.
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from upref import nucleus
 from upref.errors import InputError
 from upref.user_code.logprobs import Kernel, Problem, probe, read
 from upref.verify.faults.logprobs import solved
+from upref.verify.logprobs import cuts
 from upref.verify.logprobs.oracles import (
     DOUBLE_TOL,
     HALF_TOL,
@@ -30,6 +32,8 @@ def check_logprobs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     ranks: int = 1,
+    top_k: int | None = None,
+    top_p: float | None = None,
     skip: tuple[str, ...] = (),
 ) -> Report:
     """Check a function that computes log π(o_t), and maybe the entropy H_t, from hidden
@@ -52,6 +56,10 @@ def check_logprobs(
         ranks: also run it in so many gloo processes, each with an equal part of the
             vocabulary (of weight, bias or logits) and the default process group; tokens
             are global ids.
+        top_k: how many tokens the sampler leaves. fn then computes the log-probabilities
+            of `upref.nucleus`: it gets the number if it has an argument `top_k`, and has
+            it built in otherwise.
+        top_p: the mass of tokens that the sampler leaves, likewise.
         skip: oracles not to run.
 
     Returns:
@@ -74,8 +82,19 @@ def check_logprobs(
         raise InputError(
             f"ranks must be a number of processes from 1 to 16, got {repr(ranks)[:60]}."
         )
+    if top_k is not None or top_p is not None:
+        if softcap is not None or logit_scale != 1 or ranks != 1:
+            raise InputError(
+                "top_k and top_p are checked without softcap, logit_scale and ranks: check these without a cut."
+            )
+        return _check_nucleus(fn, top_k, top_p, skip)
     validate_names(ORACLES, skip)
     kernel = read(fn, softcap, logit_scale)
+    for cut in ("top_k", "top_p"):
+        if kernel.needs(cut):
+            raise InputError(
+                f"{kernel.name} needs {cut}: say what it is, `--hp top_k=20` or `--hp top_p=0.9`, or give it a default."
+            )
     case, notes = choose_tolerances(kernel, ranks)
     if not kernel.flat and not _is_right_on_plain_problems(case):
         as_rows = _read_as_rows(kernel, ranks)
@@ -105,6 +124,35 @@ def check_logprobs(
         costs="; ".join(
             f.about for f in findings if f.oracle in COSTLY and _is_note(f)
         ),
+    )
+
+
+def _check_nucleus(
+    fn: Any, top_k: int | None, top_p: float | None, skip: tuple[str, ...]
+) -> Report:
+    """Return the report on a function whose sampler cuts the distribution."""
+    start = time.perf_counter()
+    # refuses numbers that are not possible
+    nucleus.kept(torch.zeros(1), top_k=top_k, top_p=1.0 if top_p is None else top_p)
+    validate_names(cuts.ORACLES, skip)
+    case = cuts.NucleusCase(read(fn), top_k, top_p)
+    notes = cuts.choose_order(case)
+    findings, outcomes = run(cuts.ORACLES, case, skip)
+    hp = {"top_k": top_k, "top_p": top_p}
+    return Report(
+        case.kernel.name,
+        "log-probs of a cut distribution",
+        {name: value for name, value in hp.items() if value is not None},
+        [*notes, *findings],
+        str(case.kernel.reading),
+        _assumptions(case.kernel),
+        outcomes,
+        {"every number": cuts.TOL},
+        time.perf_counter() - start,
+        not_checked=[
+            *not_run(outcomes),
+            "what --as-logprobs checks without a cut: tiles, layouts, peaks, logits of -inf",
+        ],
     )
 
 

@@ -191,7 +191,7 @@ def stop_gradient(case: LossCase) -> list[Finding]:
             continue
         if _flows_into(case, batch, role):
             names.append(CALLED[role])
-    if "entropy" in case.loss.reads:
+    if "entropy" in case.loss.reads and not case.entropy_coef:
         gradient = case.loss.ask("gradient_by_input", batch, "entropy")
         if gradient is not None and (gradient != 0).any():
             return [_gradient_into_entropy(case, batch, gradient)]
@@ -220,6 +220,8 @@ def _gradient_into_entropy(
         case, partial(_gradients_of_bonus, case, bonus)
     ):
         why = f"a bonus of {bonus:.4g} times the entropy of each token"
+        if bonus > 0:
+            why += f": if it is meant, declare it, --hp entropy_coef={bonus:.4g}"
     small = shrink(batch, lambda smaller: _flows_into(case, smaller, "entropy"))
     small_gradient = case.loss.ask("gradient_by_input", small, "entropy")
     found = "a gradient"
