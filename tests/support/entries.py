@@ -214,13 +214,15 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
         "check_value": (upref.check_value, {"fn": _valued, "loss": "mse", "agg": "token-sum", "skip": ()}),
         "check_distillation": (upref.check_distillation, {"fn": _distilled, "divergence": "jsd", "agg": "token-sum",
                                                           "skip": ()}),
-        "check_logprobs": (upref.check_logprobs, {"fn": lp_of, "softcap": None, "ranks": 1, "skip": ()}),
+        "check_logprobs": (upref.check_logprobs, {"fn": lp_of, "softcap": None, "ranks": 1, "top_k": None, "top_p": None,
+                                                  "skip": ()}),
         "check_advantages": (upref.check_advantages, {"fn": mean, "estimator": "group_mean", "skip": ()}),
         "assert_policy_loss": (upref.assert_policy_loss, {"loss": _loss, "objective": "dapo"}),
         "assert_logprobs": (upref.assert_logprobs, {"fn": lp_of}),
         "assert_kl": (upref.assert_kl, {"fn": k3, "estimator": "k3"}),
         "assert_advantages": (upref.assert_advantages, {"fn": mean, "estimator": "group_mean"}),
-        "check_step": (upref.check_step, {"step": _step, "model": _model(), "objective": "dapo", "temperature": 0.7}),
+        "check_step": (upref.check_step, {"step": _step, "model": _model(), "objective": "dapo", "temperature": 0.7,
+                                          "value": None, "value_coef": None}),
         "assert_step": (upref.assert_step, {"step": _step, "model": _model(), "objective": "dapo", "temperature": 0.7}),
         "check_recorded": (upref.check_recorded, {"seen": _recorded(_model()), "rows": _rows(_model()),
                                                   "objective": "dapo", "temperature": 0.7}),
@@ -265,6 +267,13 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
         "logprobs.categorical_kl": (logprobs.categorical_kl, {"logits_p": logits, "logits_q": logits}),
         "metrics.maj_at_k": (metrics.maj_at_k, {"answers": [["a", "b"], ["c", "c"]], "correct": right}),
     }  # fmt: skip
+    cut = {"logits": logits, "temperature": 1.0, "top_k": 2, "top_p": 0.9}
+    many["nucleus.kept"] = upref.nucleus.kept, cut
+    many["nucleus.kept_jointly"] = upref.nucleus.kept_jointly, cut
+    many["nucleus.nucleus_log_probs"] = (
+        upref.nucleus.nucleus_log_probs,
+        {"logits": logits, "tokens": tokens, "keep": logits == 0, "temperature": 1.0},
+    )
     slots = torch.zeros(2, 3)
     two = {"lp": logits, "lp_teacher": logits}
     for name in ("reverse_kl", "forward_kl", "jsd"):

@@ -129,9 +129,14 @@ def solved(problem: Problem, how: Nucleus) -> KernelOutcome:
 
 
 # ---- known faults --------------------------------------------------------------------
-def _changed(**numbers: object) -> Callable[[Tensor, Problem], Tensor]:
-    """Return the cut with other numbers."""
-    return lambda z, problem: cut_first(z, replace(problem, **numbers))
+def _without_top_p(z: Tensor, problem: Problem) -> Tensor:
+    """Return the tokens that top-k leaves."""
+    return cut_first(z, replace(problem, top_p=None))
+
+
+def _without_top_k(z: Tensor, problem: Problem) -> Tensor:
+    """Return the tokens that top-p leaves."""
+    return cut_first(z, replace(problem, top_k=None))
 
 
 def _one_more_or_less(change: int) -> Callable[[Tensor, Problem], Tensor]:
@@ -212,12 +217,12 @@ FAULTS: tuple[tuple[str, str, Nucleus], ...] = (
     (
         "top_p is left out",
         "top-p-missing",
-        replace(TOP_K_FIRST, keep=_changed(top_p=None)),
+        replace(TOP_K_FIRST, keep=_without_top_p),
     ),
     (
         "top_k is left out",
         "top-k-missing",
-        replace(TOP_K_FIRST, keep=_changed(top_k=None)),
+        replace(TOP_K_FIRST, keep=_without_top_k),
     ),
     (
         "top_k keeps one token more",
@@ -325,10 +330,9 @@ class NucleusCase:
         """Yield (temperature, top_k, top_p) of each problem: numbers that the function
         takes as arguments are varied.
         """
-        temperatures = TEMPERATURES
-        if "temperature" not in self.kernel.settings:
-            temperatures = (1.0,)
-        for n, temperature in enumerate(temperatures):
+        takes_temperature = "temperature" in self.kernel.settings
+        tried = TEMPERATURES if takes_temperature else TEMPERATURES[:1]
+        for n, temperature in enumerate(tried):
             top_k, top_p = self.top_k, self.top_p
             yield temperature, top_k, top_p
             if top_k is not None and "top_k" in self.kernel.settings:
@@ -382,7 +386,13 @@ class NucleusCase:
         index, and the expected and the found number.
         """
         right = solved(problem, how).numbers
-        worst = (0.0, "", (), 0.0, 0.0)
+        worst: tuple[float, str, tuple[int, ...], float, float] = (
+            0.0,
+            "",
+            (),
+            0.0,
+            0.0,
+        )
         for name, found in outcome.numbers.items():
             if names is not None and name not in names:
                 continue
