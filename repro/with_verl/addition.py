@@ -87,7 +87,7 @@ def make_model(path: Path) -> None:
     tokenizer.save_pretrained(path)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     write_atomically(path / "config.json", json.dumps(config, indent=1) + "\n")
-    generation = {"eos_token_id": LINE, "pad_token_id": tokenizer.pad_token_id}
-    write_atomically(path / "generation_config.json", json.dumps(generation) + "\n")
+    end = json.dumps({"eos_token_id": LINE}) + "\n"
+    write_atomically(path / "generation_config.json", end)
     for weights in source.glob("*.safetensors"):
         (path / weights.name).symlink_to(weights.resolve())

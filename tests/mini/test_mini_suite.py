@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experiments of the first round fit together; each run runs once, whatever happens."""
 
+import math
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import mini_fake_train as fake
 import pytest
 
-from repro.mini.experiment import command, plan, records, suite
+from repro.mini.experiment import command, page, plan, records, suite
 from repro.mini.train.settings import Settings
 from tests.support.hanging import HANGING
 from upref import interrupt
@@ -141,6 +142,15 @@ def test_time_is_foretold_from_finished_runs_of_the_same_kind(collected):
     todo = [run.settings for run in small().todo(known)]
     # the fake says a second a run
     assert records.forecast(todo, known) == pytest.approx(len(todo))
+
+
+def test_nothing_is_foretold_of_a_base_that_nobody_timed(collected):
+    """A language model was said to take the time of a tiny transformer."""
+    known = collected(small(seeds=1))
+    [first, *_] = [run.settings for run in small().todo({})]
+    assert math.isnan(records.forecast([replace(first, base="smollm2")], known))
+    said = page.progress(plan.load("language_model"), {})
+    assert "runs of the experiment proper: `python" in said
 
 
 # ---- the suite -----------------------------------------------------------------------

@@ -5,6 +5,7 @@ A plan names the sections of its page: page = ["answer", "plane", ...], SECTIONS
 """
 
 import html
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,8 @@ def progress(plan: Plan, known: Known) -> str:
     # before the first run, by those of the experiment on stale data
     timed = known or records.load(load("stale").results)
     hours = records.forecast([run.settings for run in todo], timed) / 3600
-    return f"{finished} Next are {len(todo)} runs {stage}, about {hours:.1f} hours of one core: `{plan.command}`."
+    time = "" if math.isnan(hours) else f", about {hours:.1f} hours of one core"
+    return f"{finished} Next are {len(todo)} runs {stage}{time}: `{plan.command}`."
 
 
 def write(plan: Plan, known: Known, folder: Path) -> None:

@@ -10,6 +10,7 @@ N: why" where the numbers ended being finite: a result too, never repeated.
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -277,8 +278,11 @@ def _digest(content: bytes) -> str:
 # ---- how long runs take --------------------------------------------------------------
 def forecast(todo: Sequence[Settings], known: dict[str, RunRecord]) -> float:
     """Seconds of one core: a run takes as long for each of its steps as finished ones
-    of the same epochs and base.
+    of the same epochs and base; nan where no run of a base was timed.
     """
+    timed = {r["settings"]["base"] for r in known.values() if r["status"] == "done"}
+    if not timed.issuperset(s.base for s in todo):
+        return math.nan
     spent: dict[tuple[Any, ...], list[float]] = {}
     for r in known.values():
         if r["status"] == "done":
