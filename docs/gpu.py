@@ -398,13 +398,25 @@ def asks() -> str:
     return table(["minutes", "command", "seconds"], body)
 
 
-def hidden_in_bfloat16() -> str:
-    """The sentence of docs/verl.md on the time of upref.hidden in bfloat16."""
-    milliseconds = {
+def in_bfloat16() -> dict[tuple[str, int, int], float]:
+    """The milliseconds of each head, hidden size and number of tokens in bfloat16."""
+    return {
         (row["who"], row["H"], row["N"]): row["milliseconds"]
         for row in rows("sizes", dtype="bfloat16")
         if "failed" not in row and "milliseconds" in row
     }
+
+
+def limits() -> str:
+    """What upref.hidden needs of the card beside what it took."""
+    from benchmarks.gpu.limits import counted
+
+    return counted(in_bfloat16())
+
+
+def hidden_in_bfloat16() -> str:
+    """The sentence of docs/verl.md on the time of upref.hidden in bfloat16."""
+    milliseconds = in_bfloat16()
 
     def times(who: str) -> list[float]:
         """Return the time of this head beside verl's, at each size that both have."""

@@ -306,6 +306,7 @@ ON_GPU = (
     "losses",
     "liger",
     "sizes",
+    "limits",
     "training",
     "launchers",
 )

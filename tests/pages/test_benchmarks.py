@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import upref.hidden
 from benchmarks import check, conformance, speed, tests as seconds
-from benchmarks.gpu import keep, place
+from benchmarks.gpu import keep, limits, place
 from docs import gpu, record
 from tests import conftest
 
@@ -283,3 +284,31 @@ def test_the_time_of_the_head_in_bfloat16_is_that_of_the_rows():
         f"it takes {min(of_verls):.1f} to {max(of_verls):.1f} times the time of verl's"
     )
     assert said in (ROOT / "docs/verl.md").read_text(encoding="utf-8")
+
+
+# ---- what upref.hidden asks of a GPU -------------------------------------------------
+def test_the_products_and_passes_of_hidden_are_counted_on_its_path_for_a_gpu():
+    H, N, V = 64, 32, 4096
+    work = limits.count(H, N, chunk=N * V, words=V)
+    # x twice; dh and dW from two parts of the gradient each
+    assert work.flop == 6 * 2 * N * V * H
+    # at least 16 passes of 4 bytes; and each is counted once
+    assert 64 < work.passes / (N * V) < 400
+    assert not upref.hidden._multiplies_bfloat16(torch.ones(1, 1), torch.ones(1, 1))
+
+
+def test_narrow_tiles_pass_over_the_gradient_of_the_states_more_often():
+    sizes = {"hidden_size": 256, "tokens": 128, "words": 4096}
+    narrow, wide = (limits.count(chunk=128 * w, **sizes) for w in (32, 256))
+    assert narrow.flop == wide.flop
+    more = (narrow.passes - wide.passes) / (4096 / 32 - 4096 / 256)
+    assert more > 2 * 8 * 256 * 128  # a tile reads and writes dh twice, in float32
+
+
+def test_a_view_and_an_expanded_tensor_are_not_read_as_if_they_were_whole():
+    work = limits.Work()
+    x = torch.empty(8, 4, device="meta")
+    with limits._Counter(work):
+        x.T[:2]
+        x.add_(torch.empty(1, 1, device="meta").expand(8, 4))
+    assert work.passes == 2 * x.nbytes + 4

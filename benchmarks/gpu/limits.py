@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What upref.hidden needs of a GPU in bfloat16: the operations of its matrix products and
+the bytes that its passes over the tiles read and write, counted without a GPU.
+
+    python -m benchmarks.gpu.limits
+
+One forward and backward of log-probability and entropy runs on torch's device `meta`,
+which has shapes and no numbers, at the sizes of sizes.py. Each operation of torch reads
+its tensors once and writes its results once; topk reads more often, so the bytes are the
+least. The times are those of an H100 that does nothing else: dense bfloat16 products and
+memory by NVIDIA's data sheet of the H100 SXM.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import upref.hidden
+from upref.hidden import _Head, _LogProbs
+from upref.markdown import table
+
+V = 151_936
+PRODUCTS = 989e12  # FLOP/s
+MEMORY = 3.35e12  # bytes/s
+SIZES = [
+    (896, 512),
+    (896, 4096),
+    (896, 16384),
+    (4096, 512),
+    (4096, 4096),
+    (4096, 16384),
+]
+CHUNKS = {"upref.hidden": 2**23, "upref.hidden, chunk 2^26": 2**26}
+TOUCH_FEW = (
+    "scatter_add",
+    "gather",
+    "index",
+)  # they read and write as much as they move
+
+
+@dataclass
+class Work:
+    """flop: of the products. passes: bytes of everything else. moved: bytes of the
+    products' factors and results.
+    """
+
+    flop: float = 0.0
+    passes: float = 0.0
+    moved: float = 0.0
+
+
+class _Counter(TorchDispatchMode):
+    """Counts the bytes of each operation that is no view."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self.work = work
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        written = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        if function.is_view or not read:
+            return result
+        if function.__name__.startswith(TOUCH_FEW):
+            read = written = [min([*read, *written], key=Tensor.numel)]
+        self.work.passes += sum(map(_bytes, [*read, *written]))
+        return result
+
+
+def _bytes(x: Tensor) -> int:
+    """Of the numbers of a tensor; one that was expanded is read once."""
+    return x.untyped_storage().nbytes() if 0 in x.stride() else x.nbytes
+
+
+@contextmanager
+def _on_meta(work: Work) -> Iterator[None]:
+    """upref.hidden takes the path of a GPU in bfloat16, on the device `meta`."""
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        out = torch.empty(len(a), b.shape[1], device="meta")
+        work.flop += 2 * out.numel() * a.shape[1]
+        work.moved += sum(map(_bytes, (a, b, out)))
+        return out
+
+    def every_token(x: Tensor) -> Tensor:
+        return torch.arange(x.numel(), device="meta")[:, None]
+
+    with (
+        patch.object(upref.hidden, "_multiplies_bfloat16", lambda *_: True),
+        patch.object(upref.hidden, "_product", product),
+        patch.object(upref.hidden, "check_tokens", lambda *_: None),
+        patch.object(Tensor, "nonzero", every_token),
+        patch.object(torch, "autocast", lambda *_, **__: nullcontext()),
+    ):
+        yield
+
+
+def count(hidden_size: int, tokens: int, chunk: int, words: int = V) -> Work:
+    """The work of one forward and backward of log-probability and entropy.
+
+    Args:
+        hidden_size: H.
+        tokens: N.
+        chunk: logits of a tile.
+        words: V.
+    """
+    work = Work()
+
+    def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    h = meta(tokens, hidden_size, dtype=torch.bfloat16)
+    weight = meta(words, hidden_size, dtype=torch.bfloat16)
+    ids = meta(tokens, dtype=torch.long)
+    head = _Head(0.8, 1.0, None, chunk)
+    with _on_meta(work), torch.no_grad(), _Counter(work):
+        _, _, log_z, entropy = _LogProbs.forward(h, weight, None, ids, head)
+        saved = (h, weight, None, ids, log_z, entropy)
+        upstream = meta(tokens), meta(tokens)
+        _LogProbs._gradients(head, (True, True, False), saved, *upstream)  # noqa: SLF001
+    return work
+
+
+def counted(measured: dict[tuple[str, int, int], float]) -> str:
+    """The table: the limits beside the recorded times.
+
+    Args:
+        measured: milliseconds of (who, H, N) in bfloat16.
+    """
+    body = []
+    for H, N in SIZES:
+        for who, chunk in CHUNKS.items():
+            work = count(H, N, chunk)
+            products, passes = work.flop / PRODUCTS, work.passes / MEMORY
+            trl = measured.get(("TRL ChunkedLogProbFunction", H, N))
+            ms = measured.get((who, H, N))
+            body.append(
+                [
+                    f"{H:,}",
+                    f"{N:,}",
+                    f"2^{chunk.bit_length() - 1}",
+                    f"{work.flop / (2 * H * N * V):.0f}",
+                    f"{1e3 * products:.1f}",
+                    f"{work.passes / (N * V):.0f}",
+                    f"{1e3 * passes:.1f}",
+                    "" if ms is None else f"{ms:.1f}",
+                    "" if trl is None else f"{trl:.1f}",
+                ]
+            )
+    head = [
+        "H", "tokens", "chunk", "products", "their ms at the limit", "bytes a logit", "their ms at the limit",
+        "measured ms", "TRL chunked, ms",
+    ]  # fmt: skip
+    return table(head, body)
+
+
+if __name__ == "__main__":
+    print(counted({}))
