@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trial on a GPU, as far as it goes without one: its settings, its judge, its row."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -149,6 +150,24 @@ def test_a_replay_that_takes_too_long_is_reported(tmp_path):
     found = trial.replayed(tmp_path, "up_dapo", limit=0.01)
     assert "took longer" in found["text"] and "report" not in found
     assert any("no recorded step" in w for w in wrong(rows(), found))
+
+
+@pytest.mark.nightly
+@pytest.mark.smoke
+@pytest.mark.skipif(
+    not importlib.util.find_spec("vllm"),
+    reason="vLLM is not installed (`repro/venv.sh smoke`)",
+)
+def test_the_trial_is_rehearsed_on_a_cpu_to_its_last_line(tmp_path):
+    command = [sys.executable, "-m", "repro.with_verl.gpu_trial", str(tmp_path / "out")]
+    done = subprocess.run(
+        [*command, "--cpu", "--steps", "2"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    [row] = json.loads((tmp_path / "out/cpu.json").read_text())["rows"]["verl-toy"]
+    assert row["wrong"] == [] and len(row["steps"]) == 2
+    assert set(trial.causes(row["replay"])) == {"agree"}
+    assert "loss: it is the token-mean of up_dapo's terms" in row["replay"]["text"]
 
 
 # ---- SmolLM2 -------------------------------------------------------------------------
