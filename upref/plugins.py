@@ -111,6 +111,14 @@ class FrameworkPlugin(Protocol):
             a, b: two losses that differ, as a user named them.
         """
 
+    def adapters(self) -> Mapping[str, str]:
+        """Return where the adapters of the conformance suite are, for `upref diff`; a
+        package may lack this.
+
+        Returns:
+            Framework -> `package.module:CLASS`.
+        """
+
 
 class DumpReader(Protocol):
     """Files of one trainer as recorded batches (docs/dump.md): a module with these
@@ -232,6 +240,19 @@ def closing_settings(a: Any, b: Any) -> list[str]:
         for plugin in framework_plugins()
         for words in getattr(plugin, "closing_settings", lambda *_: [])(a, b)
     ]
+
+
+def adapters() -> dict[str, str]:
+    """Return where the adapters of the conformance suite are.
+
+    Returns:
+        Framework -> `package.module:CLASS`, of all installed packages.
+    """
+    return {
+        name: target
+        for plugin in framework_plugins()
+        for name, target in getattr(plugin, "adapters", dict)().items()
+    }
 
 
 def provider(framework: str) -> FrameworkPlugin | None:

@@ -21,6 +21,7 @@ from upref_frameworks.trl import losses as trl, record as trl_record
 from upref_frameworks.verl import losses as verl
 
 __all__ = [
+    "adapters",
     "closing_settings",
     "dump_readers",
     "find",
@@ -165,3 +166,16 @@ def closing_settings(a: Any, b: Any) -> list[str]:
     from upref_frameworks import closing
 
     return closing.closing_settings(a, b)
+
+
+def adapters() -> dict[str, str]:
+    """Return where the adapters of the conformance suite are.
+
+    Returns:
+        Framework -> `package.module:CLASS`.
+    """
+    return {
+        "trl": "upref_frameworks.trl.adapter:TRL",
+        "verl": "upref_frameworks.verl.adapter:Verl",
+        "openrlhf": "upref_frameworks.openrlhf.adapter:OpenRLHF",
+    }

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tests.conformance.known_bugs import run_in_ci
 from upref.conformance import CASES, Status, run
 from upref.conformance.preparation import make_samples
-from upref.conformance.runner import NO_TRAIN, _make_model
+from upref.conformance.runner import NO_TRAIN, make_model
 from upref.step.families import END
 
 
@@ -259,7 +259,7 @@ def test_an_optimizer_step_too_few_is_no_verdict():
 
 def test_samples_lack_what_the_trainer_makes():
     case = CASES["prepare/mask/cut-off"]
-    rows = make_samples(case, _make_model(case))
+    rows = make_samples(case, make_model(case))
     assert all(math.isnan(row.adv) and row.old is row.ref is None for row in rows)
     assert [row.group for row in rows] == [0] * 4 + [1] * 4
     assert [row.response[-1] == END for row in rows].count(False) == 2

@@ -67,6 +67,7 @@ IN_CI = (
 )
 ADAPTERS_TEST = "tests/conformance/test_adapters.py::test_a_sample_agrees"
 SUITE_TEST = "tests/conformance/test_suite.py::test_the_command_and_the_list_of"
+DIFF = "tests/conformance/test_diff_steps.py::test_a"
 SHEET = "tests/replay/test_real_run.py::test_the_command_draws_a_sheet"
 LOGS = "tests/logs/test_logs.py::test_each_command_of_the_page_runs"
 REAL_RUN = "tests/replay/test_real_run.py::test_the_page_s_commands_print_what_it_shows"
@@ -94,6 +95,10 @@ ELSEWHERE = {
     "python -m docs.make": ("tests/pages/test_pages.py::test_it_is_fresh", "make.written"),
     "python figures/make.py": ("tests/core/test_figures.py::test_", "make"),
     "python -m paper claims --run": ("tests/claims/test_claims.py::test_a_claim_is_as_red_as_its_evidence", "evidence"),
+    "upref diff trl verl": (f"{DIFF}_difference_that_is_planted", "PLANTED"),
+    "upref diff trl verl --case generation/2 --case prepare/": (f"{DIFF}_difference_that_is_planted", "PLANTED"),
+    "upref diff --steps adapter.py:Plain means.py:Plain --case micro/2/token": (f"{DIFF}_difference", '"means"'),
+    "upref diff --steps a.py:Adapter b.py:Adapter --case prepare/old": (f"{DIFF}_difference", "SamplerIsOld"),
     "upref audit verl": ("tests/frameworks/test_audit.py::test_verl_agrees_or_differs_for_the_named_reasons", "audit"),
     "upref audit liger": ("tests/frameworks/test_frameworks.py::test_the_audit_is_the_ledger", "audit"),
     "upref audit liger --ledger": ("tests/frameworks/test_ledger.py::test_", '"--ledger"'),

@@ -46,7 +46,7 @@ VERBS: dict[str, list[str]] = {
               "--skip",
               "--skip=no", "-v", "--verbose"],
     "identify": [*TIME, "-v", "--verbose"],
-    "diff": [*TIME, "dapo", "up_dapo", "mine.py:loss", "-v", "--verbose"],
+    "diff": [*TIME, "--steps", "--case", "--case=no", "--seed=x", "dapo", "up_dapo", "mine.py:loss", "-v", "--verbose"],
     "maximizes": [*HP, *TIME, "--as-advantage", "--as-kl", "--as-kl=loss", "--as-kl=no", "--advantages",
                   "--advantages=reward", "--advantages=no", "--group-size", "--group-size=2", "--group-size=0",
                   "--group-size=x", "k1", "group_mean", "-v", "--verbose"],

@@ -376,9 +376,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name in ("a", "b"):
         c.add_argument(
-            name, metavar=name.upper(), help="an objective, or a loss as in `check`"
+            name,
+            metavar=name.upper(),
+            help="an objective, a loss as in `check`, or an adapter: trl, verl, openrlhf, FILE.py:CLASS",
         )
-    add_time_limit(c)
+    c.add_argument(
+        "--steps",
+        action="store_true",
+        help="A and B are adapters of the conformance suite: compare whole training steps",
+    )
+    c.add_argument(
+        "--case",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="of two adapters: a case of the suite, or the beginning of several ids",
+    )
+    c.add_argument(
+        "--seed", type=int, default=0, help="of two adapters: of the rows (default 0)"
+    )
+    add_time_limit(c, 600)
     c.add_argument(
         "-v", "--verbose", action="store_true", help="also print what was compared"
     )

@@ -155,9 +155,29 @@ def identify(args: argparse.Namespace) -> int:
 
 
 def diff(args: argparse.Namespace) -> int:
+    from upref import plugins
     from upref.identification.diff import diff as difference_of
 
+    known = plugins.adapters()
+    if args.steps or args.case or {args.a, args.b} & known.keys():
+        from upref.conformance.diff import chosen_cases, diff_steps
+
+        a, b = (_adapter(word) for word in (args.a, args.b))
+        return answer(args, diff_steps(a, b, chosen_cases(args.case), args.seed))
     return answer(args, difference_of(args.a, args.b))
+
+
+def _adapter(word: str) -> Any:
+    """Return the adapter of a framework that is known by its name, or of a file."""
+    from upref import plugins
+    from upref.conformance.adapter import load_adapter
+    from upref.errors import importing
+
+    known = plugins.adapters()
+    if word not in known:
+        return load_adapter(word)
+    with importing(word):
+        return load_adapter(known[word])
 
 
 def maximizes(args: argparse.Namespace) -> int:

@@ -301,7 +301,7 @@ def _train_and_compare(
     explain: bool,
 ) -> StepReport:
     """Make the model and the rows, let the step train, and compare."""
-    model = _make_model(case)
+    model = make_model(case)
     rows = make_rows(case, model, seed)
     check_arguments = _check_arguments(case, scale, explain)
     if case.ranks > 1:
@@ -378,7 +378,7 @@ def _move_and_compare(
     """Make the model and the rows, let an engine train, and compare what the weights
     moved. Of several ranks, each does this.
     """
-    model = _make_model(case)
+    model = make_model(case)
     rows = make_rows(case, model, seed)
     compare = compare_moves if case.updates > 1 else compare_moved
     check_arguments = _check_arguments(case, scale, explain)
@@ -395,7 +395,7 @@ def _train_and_compare_all(
     """Make the model, the samples and the reference policy, let the trainer prepare its
     rows and train on them, and compare each of its optimizer steps.
     """
-    model = _make_model(case)
+    model = make_model(case)
     samples = make_samples(case, model, seed)
     reference_model = make_reference(model) if case.reference == "model" else None
     before = TorchModel(model)
@@ -446,7 +446,7 @@ def _step_count_words(made: int, expected: int) -> str:
     return f"the adapter's optimizer made {at_least}{made} steps, and the case has {expected}."
 
 
-def _make_model(case: Case) -> Any:
+def make_model(case: Case) -> Any:
     """Make the tiny model of a case, with perturbed weights."""
     # Without "eager", transformers computes Gemma 2's attention by sdpa and drops its
     # softcap, whatever the trainer does.
@@ -474,7 +474,7 @@ def train_on_other_rank(adapter: Adapter, case: Case, seed: int = 0) -> None:
 
         _move_and_compare(move, case, _learning_rate(adapter), 1.0, seed, False)
         return
-    model = _make_model(case)
+    model = make_model(case)
     rows = make_rows(case, model, seed)
 
     def step(model: Any, rows: list[Row]) -> Any:

@@ -1,0 +1,440 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the steps of two trainers part: the same weights and the same rows through two
+adapters.
+
+Each case of the suite runs with both. Of two gradients that differ, the weights of the
+tokens are read, and the first quantity in which they differ is named in the order in
+which a trainer makes them. The settings are those of the adapters.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.conformance.adapter import Adapter
+from upref.conformance.cases import CASES, Case
+from upref.conformance.preparation import make_samples
+from upref.conformance.runner import (
+    Outcome,
+    Status,
+    make_model,
+    make_rows,
+    run,
+)
+from upref.errors import InputError
+from upref.result import Result
+from upref.step.forward import Forward
+from upref.step.record import Recorded, Step, gradients, watched
+from upref.step.reference import Gradient, TorchModel
+from upref.step.rows import Row
+from upref.step.weights import read_weights
+from upref.user_code.guard import one_thread
+
+LARGEST_ROUNDING = 1e-3  # of a gradient's norm, where both agree with the objective
+SAME = 5e-5  # of a gradient's norm: each of the two is within 2e-5 of the objective's
+FIT = 1e-3  # of a gradient's norm: what is left of it where token weights explain it
+NEAR = 1e-3  # of the largest weight: two weights so near are one
+ZERO = 1e-4  # of the largest weight: such a token does not train
+AGREES = "agrees with the objective"
+
+
+@dataclass(frozen=True)
+class CaseDifference:
+    """One case that both trainers have.
+
+    Attributes:
+        case: its id.
+        quantity: the first that differs; "" where the gradients are the same.
+        a, b: its values, in words.
+        causes: why each differs from the objective, or that it agrees.
+        settings: those of each, by the trainer's name.
+    """
+
+    case: str
+    quantity: str
+    a: str
+    b: str
+    causes: tuple[str, str]
+    settings: tuple[dict[str, str], dict[str, str]]
+
+
+@dataclass(frozen=True)
+class StepDifference(Result):
+    """Where the steps of two trainers differ. Truth value: nowhere, in the cases that
+    both have.
+
+    Attributes:
+        a, b: the names of the trainers.
+        compared: the cases that ran with both.
+        left_out: case -> why it was not compared.
+    """
+
+    a: str
+    b: str
+    compared: tuple[CaseDifference, ...]
+    left_out: dict[str, str]
+
+    def __bool__(self) -> bool:
+        return bool(self.compared) and not self.differing
+
+    @property
+    def differing(self) -> list[CaseDifference]:
+        """The cases in which they differ."""
+        return [one for one in self.compared if one.quantity]
+
+    @property
+    def failures(self) -> Sequence[str]:
+        return [
+            f"{one.case}: {one.quantity}: {one.a} and {one.b}" for one in self.differing
+        ]
+
+    def data(self) -> dict[str, Any]:
+        """Return the fields, `same` first."""
+        return {"same": bool(self)} | asdict(self)
+
+    def text(self, verbose: bool = False) -> str:
+        """The cases that differ, with both numbers.
+
+        Args:
+            verbose: with the cases that are the same, and those that were left out.
+        """
+        if not self.compared:
+            head = f"no case was compared: {self.a} and {self.b} have none together"
+        elif self:
+            head = f"nothing differs between the steps of {self.a} and {self.b}"
+        else:
+            head = f"the steps of {self.a} and {self.b} differ"
+        lines = [
+            f"{head}   cases compared: {len(self.compared)}; different: {len(self.differing)}; "
+            f"left out: {len(self.left_out)}"
+        ]
+        width = max(len(self.a), len(self.b))
+        for one in self.differing:
+            lines.append(f"DIFF  {one.case}: {one.quantity}")
+            for name, value, cause, settings in zip(
+                (self.a, self.b),
+                (one.a, one.b),
+                one.causes,
+                _own_settings(one.settings),
+                strict=True,
+            ):
+                lines.append(f"      {name:<{width}}  {value}")
+                if cause != value:
+                    lines.append(f"      {'':<{width}}  {cause}")
+                if settings:
+                    lines.append(f"      {'':<{width}}  settings: {settings}")
+        if verbose:
+            lines += [f"same  {one.case}" for one in self.compared if not one.quantity]
+            lines += [f"left out  {case}: {why}" for case, why in self.left_out.items()]
+        return "\n".join(lines)
+
+
+def _own_settings(settings: Sequence[dict[str, str]]) -> list[str]:
+    """Return of each trainer the settings that the other has not, or has otherwise."""
+    shared = settings[0].items() & settings[1].items()
+    return [
+        ", ".join(f"{k}={v}" for k, v in own.items() if (k, v) not in shared)
+        for own in settings
+    ]
+
+
+class _Kept:
+    """An adapter that keeps the optimizer steps of its first run.
+
+    Args:
+        adapter: the framework's.
+    """
+
+    def __init__(self, adapter: Adapter):
+        self.adapter = adapter
+        self.name = adapter.name
+        self.supports = adapter.supports
+        self.scale = adapter.scale
+        self.settings = adapter.settings
+        self.steps: list[Step] = []
+        if hasattr(adapter, "train"):
+            self.train = self._train
+
+    def step(self, model: Any, rows: list[Row], case: Case) -> Any:
+        """Let the adapter train, as its own `step` does.
+
+        Args:
+            model: a small one.
+            rows: the responses.
+            case: of the suite.
+
+        Returns:
+            What the adapter returns.
+        """
+        steps: list[Step] = []
+        with watched(model, steps, 9):
+            out = self.adapter.step(model, rows, case)
+        self._keep(model, out, steps)
+        return out
+
+    def _train(self, model: Any, rows: list[Row], case: Case, reference: Any) -> Any:
+        """Let the adapter prepare and train, as its own `train` does."""
+        trainer: Any = self.adapter
+        steps: list[Step] = []
+        with watched(model, steps, 9):
+            out = trainer.train(model, rows, case, reference)
+        self._keep(model, out, steps)
+        return out
+
+    def _keep(self, model: Any, out: Any, steps: list[Step]) -> None:
+        """Keep the steps of the first run."""
+        if self.steps:
+            return
+        if isinstance(out, Recorded):
+            self.steps = out.steps
+        elif isinstance(out, dict):
+            self.steps = [Step({}, {n: torch.as_tensor(g) for n, g in out.items()})]
+        else:
+            self.steps = steps or [Step({}, gradients(model))]
+
+
+def chosen_cases(beginnings: Sequence[str]) -> list[Case]:
+    """Return the cases whose ids begin in one of these ways.
+
+    Args:
+        beginnings: of ids; []: the cases of one process.
+
+    Returns:
+        The cases, in the suite's order.
+
+    Raises:
+        InputError: no id begins so.
+    """
+    every = [case for case in CASES.values() if case.ranks == 1 and not case.engine]
+    for beginning in beginnings:
+        if not any(case.id.startswith(beginning) for case in every):
+            raise InputError(
+                f"no case of one process begins with {beginning!r}: "
+                "`python -m pytest --pyargs upref.conformance --collect-only -q --level 6` lists them."
+            )
+    if not beginnings:
+        return every
+    return [case for case in every if case.id.startswith(tuple(beginnings))]
+
+
+def diff_steps(
+    a: Adapter, b: Adapter, chosen: Sequence[Case], seed: int = 0
+) -> StepDifference:
+    """Run cases of the suite with two adapters, and compare the gradients that their
+    optimizers get.
+
+    Args:
+        a, b: the adapters of two trainers, or of one with two settings.
+        chosen: the cases; those of several ranks are left out.
+        seed: of the rows, which are the same for both.
+
+    Returns:
+        A StepDifference: true where nothing differs.
+    """
+    names = (a.name, b.name) if a.name != b.name else (f"{a.name} (1)", f"{b.name} (2)")
+    compared = []
+    left_out = {}
+    with one_thread():
+        for case in chosen:
+            if reason := _left_out(case, a, b):
+                left_out[case.id] = reason
+                continue
+            kept = (_Kept(a), _Kept(b))
+            ends = tuple(run(one, case, seed=seed) for one in kept)
+            failed = [end for end in ends if end.status is Status.COULD_NOT_RUN]
+            if failed:
+                left_out[case.id] = failed[0].reason
+                continue
+            steps = [_without_scale(one, case) for one in kept]
+            compared.append(_compare(case, seed, ends, steps))
+    return StepDifference(*names, tuple(compared), left_out)
+
+
+def _is_through_objective(case: Case) -> bool:
+    """Tell whether the steps of a case are compared with the objective's alone: two
+    trainers have other rows or weights in a later step, and adapters begin at random.
+    """
+    return case.steps > 1 or case.reference == "adapter"
+
+
+def _without_scale(kept: _Kept, case: Case) -> list[Step]:
+    """Return the steps that an adapter made, without the factor of the loss that it
+    documents.
+    """
+    scale = kept.scale(case)
+    return [
+        replace(step, gradients={n: g / scale for n, g in step.gradients.items()})
+        for step in kept.steps
+    ]
+
+
+def _left_out(case: Case, a: Adapter, b: Adapter) -> str:
+    """Return why a case is not compared; "" where it is."""
+    if case.ranks > 1:
+        return "it has several ranks"
+    if case.engine:
+        return "it reads weights, and not the gradient"
+    if case.dtype != "float32":
+        return "half precision rounds two gradients apart"
+    for adapter in (a, b):
+        if case.advantages and not hasattr(adapter, "train"):
+            return f"{adapter.name} has no method train"
+        if reason := adapter.supports(case):
+            return f"{adapter.name}: {reason}"
+    return ""
+
+
+def _compare(
+    case: Case, seed: int, ends: Sequence[Outcome], steps: Sequence[list[Step]]
+) -> CaseDifference:
+    """Compare what two adapters made of one case."""
+    causes = [end.reason or AGREES for end in ends]
+    both_agree = all(end.status is Status.PASSED for end in ends)
+    quantity, a, b = "", "", ""
+    if both_agree and _is_through_objective(case):
+        steps = ([], [])
+    if not _are_same(steps, LARGEST_ROUNDING if both_agree else SAME):
+        quantity, a, b = _first_difference(case, seed, steps, causes)
+    return CaseDifference(
+        case.id,
+        quantity,
+        a,
+        b,
+        (causes[0], causes[1]),
+        (ends[0].settings, ends[1].settings),
+    )
+
+
+def _are_same(steps: Sequence[list[Step]], limit: float) -> bool:
+    """Tell whether two adapters made the same steps.
+
+    Args:
+        steps: of both.
+        limit: of the distance of two gradients, relative to their norm.
+    """
+    ours, theirs = steps
+    return len(ours) == len(theirs) and all(
+        _distance(a.gradients, b.gradients) < limit
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _distance(a: Gradient, b: Gradient) -> float:
+    """Return |a - b| / |b|; infinite where they are of other parameters."""
+    if a.keys() != b.keys():
+        return float("inf")
+    difference = sum(float((a[n] - b[n]).pow(2).sum()) for n in b)
+    return float((difference / sum(float(g.pow(2).sum()) for g in b.values())) ** 0.5)
+
+
+def _first_difference(
+    case: Case, seed: int, steps: Sequence[list[Step]], causes: Sequence[str]
+) -> tuple[str, str, str]:
+    """Return the first quantity that differs, and its values, in words.
+
+    Args:
+        case: the case.
+        seed: of its rows.
+        steps: of both adapters.
+        causes: why each differs from the objective.
+    """
+    through_objective = ("the step", causes[0], causes[1])
+    if _is_through_objective(case):
+        return through_objective
+    model = make_model(case)
+    make = make_samples if case.advantages else make_rows
+    rows = make(case, model, seed)
+    reference = TorchModel(model)
+    forward = Forward(reference, rows, case.temperature)
+    try:
+        read = [
+            read_weights(forward, reference.flat(own[0].gradients)) for own in steps
+        ]
+    except InputError:
+        return through_objective
+    left = [weights.residual for weights in read]
+    if max(left) > FIT:
+        a, b = (f"{part:.2g} of the gradient is none of these" for part in left)
+        return "log-probabilities", a, b
+    ours, theirs = ([w.nan_to_num(0) for w in weights.weights] for weights in read)
+    return _compare_weights(case, rows, ours, theirs)
+
+
+def _compare_weights(
+    case: Case, rows: Sequence[Row], ours: list[Tensor], theirs: list[Tensor]
+) -> tuple[str, str, str]:
+    """Return the first quantity of the weights of tokens that differs.
+
+    Args:
+        case: the case.
+        rows: its rows.
+        ours, theirs: of each row the weights of all its tokens but the first.
+    """
+    largest = [max(float(w.abs().max()) for w in weights) for weights in (ours, theirs)]
+    trains = [
+        [w.abs() > ZERO * most for w in weights]
+        for weights, most in zip((ours, theirs), largest, strict=True)
+    ]
+    for i, row in enumerate(rows):
+        masked = torch.tensor(
+            [False] * (len(row.prompt) - 1) + row.trains
+        ).logical_not()
+        # of rewards r = 1, where no clip acts: a token without a weight is masked
+        is_mask = masked | torch.tensor(bool(case.advantages))
+        where = (trains[0][i] != trains[1][i]) & is_mask
+        if where.any():
+            t = int(where.nonzero()[0])
+            shown = [
+                f"weight {float(w[i][t]) if own[i][t] else 0:.6g}"
+                for w, own in zip((ours, theirs), trains, strict=True)
+            ]
+            return f"mask: {_place(i, t, row)}", shown[0], shown[1]
+    factors = []
+    for i, row in enumerate(rows):
+        a, b = ours[i], theirs[i]
+        factor = float(a @ b / (b @ b)) if b.any() else float(not a.any())
+        apart = (a - factor * b).abs() / max(float(a.abs().max()), 1e-300)
+        if float(apart.max()) > NEAR:
+            t = int((a - b).abs().argmax())
+            quantity = _weight_words(case)
+            if trains[0][i][t] != trains[1][i][t]:
+                quantity = f"mask, or {quantity}"
+            shown = [
+                f"weight {float(w[t]) if own[i][t] else 0:.6g}"
+                for w, own in zip((a, b), trains, strict=True)
+            ]
+            return f"{quantity}: {_place(i, t, row)}", shown[0], shown[1]
+        factors.append(factor)
+    spread = max(factors) - min(factors)
+    if spread > NEAR * max(map(abs, factors)):
+        quantity = (
+            "advantage or divisor of a response"
+            if case.advantages
+            else "divisor of a response"
+        )
+        listed = ", ".join(f"{factor:.4g}" for factor in factors)
+        return quantity, f"{listed} times the other's", "1 for each response"
+    quantity = "clip of the gradient's norm" if case.clip else "divisor"
+    return quantity, f"{factors[0]:.6g} times the other's", "1"
+
+
+def _weight_words(case: Case) -> str:
+    """Return what makes the weight of a token in a case."""
+    more = ["KL term"] if case.beta else []
+    more += ["entropy bonus"] if case.entropy_coef else []
+    return (
+        f"weight of a token, {' and '.join(more)} included"
+        if more
+        else "weight of a token"
+    )
+
+
+def _place(i: int, t: int, row: Row) -> str:
+    """Return which token this is."""
+    column = t - (len(row.prompt) - 1)
+    where = f"column {column}" if column >= 0 else "a token of the prompt"
+    adv = "" if row.adv != row.adv else f" (A = {row.adv:.4g})"
+    return f"response {i}, {where}{adv}"
