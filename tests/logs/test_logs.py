@@ -337,6 +337,15 @@ def test_a_deviation_of_0_is_said_of_each_prompt(norms, tmp_path):
     assert "nan" not in fact.text
 
 
+def test_the_record_of_real_runs_has_what_the_page_says_of_it():
+    text = (Path(__file__).parent / "public.txt").read_text(encoding="utf-8")
+    page = (ROOT / "docs/howto/logs.md").read_text(encoding="utf-8")
+    assert "in three public repositories. It found no contradiction" in page
+    assert text.count("https://github.com/") == 3
+    logs, right = (text.count(x) for x in ("known scalars", "ok    no contradiction"))
+    assert logs == right and "FAIL" not in text
+
+
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [
