@@ -19,10 +19,13 @@ from functools import cache
 from types import CodeType, FrameType
 from typing import Any, TypeGuard
 
+import numpy as np
+
 from upref.proof.sizes import SMALLEST, Sizes, is_counted
 from upref.user_code.guard import NOT_USER_CODE
 
 CUTS = {"min", "max", "islice", "range", "divmod", "split", "chunk", "narrow"}
+REPEATS = {"range", "islice", "repeat", "chunk"}  # a number of times, by itself a bound
 ROUNDS = (ast.Mod, ast.FloorDiv, ast.RShift, ast.BitAnd)
 LIMIT = 2**62
 ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -107,6 +110,8 @@ class Constants:
         fixed = list(place.numbers)
         for name in place.names:
             value = _value(name, frame)
+            if isinstance(value, np.ndarray) and value.size:
+                local.append(float(value.size))
             if not _is_number(value):
                 continue
             is_fixed = not isinstance(name, ast.Name) or name.id not in frame.f_locals
@@ -180,9 +185,13 @@ def _place(node: ast.AST) -> Place | None:
         case ast.BinOp(op=op) if isinstance(op, ROUNDS):
             parts = [node]
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
-            if name not in CUTS:
+            if name not in CUTS | REPEATS:
                 return None
             parts = [*node.args]
+        case ast.BinOp(op=ast.Mult(), left=ast.List() | ast.Tuple(), right=times):
+            parts = [times]
+        case ast.BinOp(op=ast.Mult(), left=times, right=ast.List() | ast.Tuple()):
+            parts = [times]
         case ast.Dict():
             parts = [key for key in node.keys if key is not None]
         case _:
@@ -190,12 +199,20 @@ def _place(node: ast.AST) -> Place | None:
     numbers = tuple(x for part in parts for x in _numbers(part))
     names = tuple(x for part in parts for x in _names(part))
     is_of_names = isinstance(node, ast.Compare) and len(names) > 1
-    computes = not isinstance(node, ast.Compare | ast.Call) or any(
+    is_repeated = isinstance(node, ast.Call) and _called(node) in REPEATS
+    is_plain = isinstance(node, ast.Compare | ast.Call) and not is_repeated
+    computes = not is_plain or any(
         isinstance(inner, ast.Call | ast.Subscript)
         for part in parts
         for inner in ast.walk(part)
     )
     return Place(numbers, names, computes) if numbers or is_of_names else None
+
+
+def _called(node: ast.Call) -> str:
+    """Return the name of the function that is called, without what it belongs to."""
+    name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+    return str(name)
 
 
 def _numbers(node: ast.AST) -> Iterator[float]:

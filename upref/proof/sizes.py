@@ -7,12 +7,14 @@ counts in int8), it may do something else on larger batches. `Sizes` notes each 
 number with its line.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from upref.proof.operators import shape_of
 
 # what an integer type holds without wrapping, and a short float without rounding
 LARGEST = {
@@ -25,7 +27,23 @@ LARGEST = {
 }
 COMPARES = {"gt", "lt", "ge", "le", "eq", "ne", "clamp", "clamp_min", "clamp_max"}
 DIVIDES = {"remainder", "fmod", "floor_divide"}
+TWO = COMPARES | {"minimum", "maximum", "fmin", "fmax", "searchsorted", "bucketize"}
+ROUNDS = {"floor", "ceil", "round", "trunc", "frac"}
+BENDS = {  # functions that are nearly constant where their argument is large
+    *("sign", "sgn", "relu", "heaviside", "signbit", "abs", "sigmoid", "tanh", "erf"),
+    *("exp", "exp2", "expm1", "softplus", "_softmax", "threshold", "bool"),
+}
+# arguments that are no size and no place: the numbers that a tensor is filled with
+VALUES = {
+    *("value", "fill_value", "other", "alpha", "beta", "exponent", "eps", "min", "max"),
+    *("dtype", "layout", "device", "memory_format", "correction", "dim", "dims"),
+    *("self", "s", "scalar", "lambd", "threshold", "nan", "posinf", "neginf"),
+}
 SMALLEST = 3  # numbers below are sizes of the proof itself
+LARGEST_RATIO = 1e9  # of two numbers that are compared: beyond, one is an eps
+LARGEST_SIZE = 2**62
+MOST_TOKENS = 1e5  # of a batch: what is larger by more guards a division
+CLEARLY = 10  # times larger than a number that a count is compared with
 
 
 @dataclass(frozen=True)
@@ -44,10 +62,14 @@ class Sizes:
         bounds: each once.
         with_floats: constants that are floats may be counts; they are not where ratios
             or advantages are constants of the batch.
+        tokens: of the batch: how large its own sizes and counts are.
+        ids: of its prompts.
     """
 
     bounds: dict[Bound, None] = field(default_factory=dict)
     with_floats: bool = True
+    tokens: int = SMALLEST
+    ids: frozenset[int] = frozenset()
 
     def add(self, number: Any, line: str) -> None:
         """Note a number with which a size is compared.
@@ -58,7 +80,7 @@ class Sizes:
         """
         if isinstance(number, bool) or not isinstance(number, int | float):
             return
-        if line and SMALLEST < number < 2**62:
+        if line and SMALLEST < number < LARGEST_SIZE:
             self.bounds.setdefault(Bound(int(number), line))
 
     def mark(self, size: Any, line: Callable[[], str]) -> Any:
@@ -90,15 +112,78 @@ class Sizes:
         tensors = [x for x in args if isinstance(x, Tensor)]
         if not self.with_floats and any(x.is_floating_point() for x in tensors):
             return
-        if name in COMPARES or name in DIVIDES:
+        is_rounded = name == "div" and kwargs.get("rounding_mode")
+        if name in COMPARES or name in DIVIDES or is_rounded:
             for number in (*args[1:], *kwargs.values()):
-                if isinstance(number, int | float) and number > SMALLEST:
-                    self.add(number, line())
+                is_id = name in ("eq", "ne") and number in self.ids
+                if isinstance(number, int | float) and not is_id:
+                    self.add(abs(number), line())
         elif name == "_to_copy" and dtype in LARGEST:
             if args[0].dtype is not torch.bool:
                 self.add(LARGEST[dtype], line())
         elif name == "sum" and dtype in LARGEST:
             self.add(LARGEST[dtype], line())
+        if tensors and (number := self._compared(name, args, kwargs)):
+            self.add(number, line())
+
+    def _compared(self, name: str, args: Any, kwargs: Any) -> float:
+        """Return the number with which an operator compares constants; 0 where it
+        compares none, or one that these sizes reach.
+        """
+        x = args[0]
+        if not isinstance(x, Tensor) or x.dtype is torch.bool or x.is_complex():
+            return 0
+        if name in TWO:
+            others = [y for y in (*args[1:], *kwargs.values()) if _is_real(y)]
+            if name in ("eq", "ne") and not x.is_floating_point():
+                return 0  # ids of prompts
+        elif name in ROUNDS or (name == "_to_copy" and _loses_digits(x, kwargs)):
+            others = [1.0]
+        elif name in BENDS:
+            others = [0.0]
+        else:
+            return 0
+        is_whole = not x.is_floating_point()
+        pairs = (pair for y in others for pair in _pairs(x, y))
+        return self.threshold(pairs, is_whole)
+
+    def threshold(self, pairs: Iterable[tuple[float, float]], is_whole: bool) -> int:
+        """Return how large a size must be for a comparison to turn, where that is larger
+        than the sizes of the batch; else 0.
+
+        Args:
+            pairs: of numbers that are compared.
+            is_whole: they are sizes and counts themselves, and no quotients of them.
+        """
+        most = max(SMALLEST, self.tokens + 1)
+        found = [0.0]
+        for x, y in pairs:
+            p, q = abs(x), abs(y)
+            found += [n for n in (p, q) if most < n < LARGEST_SIZE]
+            if not is_whole and p and most < q / p < LARGEST_RATIO:
+                found.append(q / p)
+            if not is_whole and q and max(most, CLEARLY) < p / q < MOST_TOKENS:
+                found.append(p / q)
+        return round(max(found))
+
+    def note_places(
+        self, func: Any, args: Any, kwargs: Any, line: Callable[[], str]
+    ) -> None:
+        """Note whole numbers that say how large a tensor is, or at which place.
+
+        Args:
+            func: the operator.
+            args, kwargs: its arguments.
+            line: returns the user's line.
+        """
+        most = max(SMALLEST, self.tokens + 1)
+        given = [*zip(shape_of(func).names, args, strict=False), *kwargs.items()]
+        for name, value in given:
+            if name in VALUES:
+                continue
+            for number in value if isinstance(value, list | tuple) else [value]:
+                if type(number) is int and most < abs(number) < 2**31:
+                    self.add(abs(number), line())
 
     def note_index(self, x: Tensor, index: Any, line: Callable[[], str]) -> None:
         """Note a slice of `x[...]` that ends beyond the tensor.
@@ -124,16 +209,36 @@ class Sizes:
             line: returns the user's line.
         """
         name = func.overloadpacket.__name__
-        if name == "slice" and len(args) > 3:
-            ends = args[3:4]
+        if name == "slice" and len(args) > 2:
+            ends = args[2:4]
         elif name == "split":
             ends = args[1:2]
         else:
             return
         dim = args[1] if name == "slice" else (args[2] if len(args) > 2 else 0)
         for end in ends:
-            if isinstance(end, int) and end > args[0].shape[dim]:
-                self.add(end, line())
+            if isinstance(end, int) and abs(end) > args[0].shape[dim]:
+                self.add(abs(end), line())
+
+
+def _pairs(x: Tensor, y: Any) -> Iterator[tuple[float, float]]:
+    """Yield the numbers of two tensors that meet, or those of a tensor and a number."""
+    both = torch.broadcast_tensors(x.detach(), torch.as_tensor(y).detach())
+    lists = (part.double().reshape(-1).tolist() for part in both)
+    yield from zip(*lists, strict=True)
+
+
+def _is_real(x: Any) -> bool:
+    """Tell whether something is a number, or a tensor of numbers."""
+    if isinstance(x, Tensor):
+        return not x.is_complex()
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
+def _loses_digits(x: Tensor, kwargs: Any) -> bool:
+    """Tell whether a cast rounds: from a float to integers."""
+    dtype = kwargs.get("dtype")
+    return x.is_floating_point() and dtype is not None and not dtype.is_floating_point
 
 
 class _Noted:
@@ -163,8 +268,16 @@ class _Noted:
             other: the number.
         """
         is_number = isinstance(other, int | float) and not isinstance(other, _Noted)
-        if is_number and other > SMALLEST:
-            self.sizes.add(other, self.line())
+        if not is_number:
+            return other
+        own: Any = self
+        is_quotient = isinstance(self, float)  # T / 100 > 1
+        if abs(other) > SMALLEST:
+            self.sizes.add(abs(other), self.line())
+        elif is_quotient or int(own) not in self.sizes.ids:
+            pairs = [(float(own), float(other))]
+            number = self.sizes.threshold(pairs, not is_quotient)
+            self.sizes.add(number, self.line())
         return other
 
     def made(self, number: Any) -> Any:
@@ -194,7 +307,8 @@ def _comparison(name: str) -> Callable[..., Any]:
 
 def _division(name: str) -> Callable[..., Any]:
     def divide(self: Any, other: Any) -> Any:
-        return self.made(getattr(super(type(self), self), name)(self.noted(other)))
+        found = getattr(super(type(self), self), name)(self.noted(other))
+        return found if found is NotImplemented else self.made(found)
 
     return divide
 
@@ -202,6 +316,8 @@ def _division(name: str) -> Callable[..., Any]:
 def _arithmetic(name: str) -> Callable[..., Any]:
     def compute(self: Any, other: Any) -> Any:
         found = getattr(super(type(self), self), name)(other)
+        if found is NotImplemented and isinstance(other, float):  # an int by a float
+            found = getattr(float(self), name)(float(other))
         return found if found is NotImplemented else self.made(found)
 
     return compute

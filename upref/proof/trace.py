@@ -316,6 +316,7 @@ _HERE = os.path.dirname(os.path.realpath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.realpath(torch.__file__)) + os.sep
 _STANDARD = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
 _UPREF = os.path.dirname(_HERE[:-1]) + os.sep
+_CALLS = (_HERE, _TORCH, f"{_UPREF}verify{os.sep}", f"{_UPREF}user_code{os.sep}")
 
 
 def user_line() -> str:
@@ -332,7 +333,7 @@ def user_line() -> str:
             break
         if not real.startswith(NOT_USER_CODE) and not file.startswith("<"):
             return line
-        if not within and not real.startswith((_HERE, _TORCH)) and os.sep in file:
+        if not within and not real.startswith(_CALLS) and os.sep in file:
             within = line
         frame = frame.f_back
     return within
@@ -507,7 +508,8 @@ class Slices(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         trace = self.trace
-        if func is Tensor.__getitem__ and not trace.is_busy:
+        is_index = func in (Tensor.__getitem__, Tensor.__setitem__)
+        if is_index and not trace.is_busy:
             with trace.busy():
                 trace.sizes.note_index(args[0], args[1], user_line)
         try:
@@ -625,12 +627,15 @@ class Operators(TorchDispatchMode):
         if shape.is_random:
             trace.stop("draws random numbers", "a proof is of a function")
         trace.sizes.note_cut(func, args, user_line)
+        trace.sizes.note_places(func, args, kwargs, user_line)
         trace.constants.note_operator(args[1:], user_line)
         if trace.lifted is not None:
             return self._run_alike(func, args, kwargs, tensors)
         if not any(map(trace.is_known, tensors)):
             trace.sizes.note(func, args, kwargs, user_line)
             return func(*args, **kwargs)
+        if not any(map(trace.varies, tensors)):
+            trace.sizes.note(func, args, kwargs, user_line)
         if func in REREADS:
             trace.stop("reads the bytes of a tensor as other numbers")
         if shape.is_view and can_decompose(func):
