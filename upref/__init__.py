@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from upref.step import check_recorded, check_step, identify_step, record_step
     from upref.transforms import up, up_anchored
     from upref.verify.advantages import check_advantages
+    from upref.verify.advantages.proof import prove_advantages
     from upref.verify.check import check
     from upref.verify.formulas.distillation import check_distillation
     from upref.verify.formulas.value import check_value
     from upref.verify.kl import check_kl
     from upref.verify.logprobs import check_logprobs
-    from upref.verify.proof import prove
+    from upref.verify.proof import prove, prove_kl
     from upref.weights.capacity import capacity
     from upref.weights.plots import cap_map
 
@@ -68,6 +69,8 @@ _HOME = {
     "names": "registry",
     "objective": "registry",
     "prove": "verify.proof",
+    "prove_advantages": "verify.advantages.proof",
+    "prove_kl": "verify.proof",
     "record_step": "step",
     "row_weights": "aggregation",
     "up": "transforms",
@@ -103,6 +106,8 @@ __all__ = [
     "names",
     "objective",
     "prove",
+    "prove_advantages",
+    "prove_kl",
     "record_step",
     "row_weights",
     "up",

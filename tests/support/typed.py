@@ -51,6 +51,7 @@ VERBS: dict[str, list[str]] = {
                   "--advantages=reward", "--advantages=no", "--group-size", "--group-size=2", "--group-size=0",
                   "--group-size=x", "k1", "group_mean", "-v", "--verbose"],
     "prove": [*HP, *TIME, "--as", "--as=dapo", "--as=no", "--as=mine.py:loss", "--as-kl", "--as-kl=k1", "--as-kl=no",
+              "--as-advantage", "--as-advantage=group_mean", "--as-advantage=gae", "--as-advantage=no",
               "--agg", "--agg=no", "--rows", "--rows=1", "--rows=0", "--rows=x", "--columns", "--columns=1",
               "--columns=-1", "-v", "--verbose"],
     "audit": ["verl", "trl", "torchrl", "slime", "--ledger", "--report", "--report=no", "--report=verl-1",

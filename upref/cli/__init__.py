@@ -340,6 +340,11 @@ def _parser() -> argparse.ArgumentParser:
         help="the objective (`upref list`), or another loss: path/to/file.py:function",
     )
     what.add_argument("--as-kl", metavar="NAME", help="a KL estimator: k1, k2 or k3")
+    what.add_argument(
+        "--as-advantage",
+        metavar="NAME",
+        help="an advantage estimator of one reward per response: group_norm, ...",
+    )
     c.add_argument(
         "--agg",
         default="",
@@ -347,7 +352,10 @@ def _parser() -> argparse.ArgumentParser:
         help="aggregation in place of the objective's, e.g. token-mean",
     )
     c.add_argument(
-        "--rows", type=int, default=2, metavar="N", help="rows of the largest batch (2)"
+        "--rows",
+        type=int,
+        metavar="N",
+        help="rows of the largest batch (2; of advantages 4)",
     )
     c.add_argument(
         "--columns", type=int, default=3, metavar="N", help="columns of it (3)"

@@ -37,7 +37,7 @@ def refuse_unknown_names(args: argparse.Namespace) -> None:
     losses = []
     objectives = []
     if args.command == "prove":
-        catalog.require_estimators(args.as_kl, "", args.agg)
+        catalog.require_estimators(args.as_kl, args.as_advantage, args.agg)
     if args.command in ("check", "identify", "prove"):
         losses = [args.loss]
     if args.command == "maximizes" and not (args.as_advantage or args.as_kl):
@@ -125,11 +125,17 @@ def prove(args: argparse.Namespace) -> int:
     from upref.verify import proof
 
     hp = hyperparameters(args.hp)
-    size = {"rows": args.rows, "columns": args.columns}
+    rows = 2 if args.rows is None else args.rows
+    size = {"rows": rows, "columns": args.columns}
     # the child that runs this is ended at --timeout, however busy the machine is
     limit = {"seconds": args.timeout / WAITED}
     if args.as_kl:
         verdict = proof.prove_kl(args.loss, args.as_kl, **size, **limit)
+    elif args.as_advantage:
+        from upref.verify.advantages.proof import prove_advantages
+
+        most = {} if args.rows is None else {"responses": args.rows}
+        verdict = prove_advantages(args.loss, args.as_advantage, **most, **limit, **hp)
     else:
         from upref.registry import get
         from upref.user_code import from_signature, no_objective

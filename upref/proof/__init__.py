@@ -9,7 +9,8 @@ sizes       what the code compares with sizes and counts
 constants   the numbers in its own comparisons of such counts
 state       what it keeps from call to call
 domain      the inputs: small batches whose numbers are variables
-subjects    what is compared: the gradient of a loss, a KL term
+rewards     the inputs of an advantage estimator, whose rewards are variables
+subjects    what is compared: the gradient of a loss, a KL term, advantages
 paths       all paths of two functions, and where they differ
 solver      questions to z3
 compare     all of it, over many batches

@@ -113,6 +113,7 @@ def compare(
     bounds_mean: bool = False,
     limits: Limits = NO_LIMITS,
     differs: Callable[[Tensor, Tensor, Rollouts], bool] = is_different,
+    domain_of: type[Domain] = Domain,
 ) -> Comparison:
     """Compare two functions on each pattern.
 
@@ -125,6 +126,7 @@ def compare(
         bounds_mean: as of a Domain.
         limits: how much work it may be.
         differs: whether two outputs differ by more than rounding.
+        domain_of: makes the variables of a pattern.
 
     Returns:
         The Comparison.
@@ -137,7 +139,7 @@ def compare(
     for chunk in _chunks(among):
         outcomes = []
         for pattern in chunk:
-            domain = Domain(values, pattern, per_response, out.reads, bounds_mean)
+            domain = domain_of(values, pattern, per_response, out.reads, bounds_mean)
             search = Search(
                 domain,
                 function,

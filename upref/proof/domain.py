@@ -200,6 +200,11 @@ class Domain:
         return v.zero if is_zero else v.variable(f"A{row}")
 
     @property
+    def is_moderate(self) -> bool:
+        """Whether no number overflows that is made of these: they are ratios, so one may."""
+        return False
+
+    @property
     def scale(self) -> int:
         """The factor by which the caller multiplies the loss."""
         return self.values.variable("scale", 0.0)
@@ -368,6 +373,30 @@ class Domain:
         return Rollouts.unchecked(
             mask=torch.tensor(self.pattern.mask), group=group, **fields
         )
+
+    def magnitude(self, batch: Rollouts) -> float:
+        """Return the size of numbers that matter: a thousandth of the largest A max(r, 1)
+        of a batch, and at least that of 1. Terms of this size may cancel.
+
+        Args:
+            batch: of `batch`.
+        """
+        r = (batch.logp - batch.logp_old).exp().clamp(min=1)
+        return 1e-3 * max(1.0, (batch.adv.abs() * r).max().item())
+
+    def describe(self, point: Mapping[str, float]) -> str:
+        """Return the ratios of a point, in words.
+
+        Args:
+            point: a number for each variable.
+        """
+        ratios = [
+            f"{point[f'r{i}_{t}']:.9g}"
+            for i, row in enumerate(self.pattern.mask)
+            for t, inside in enumerate(row)
+            if inside
+        ]
+        return f"r = {', '.join(ratios)}"
 
     def introduce(self, trace: Trace, batch: Rollouts) -> None:
         """Give the tensors of a batch their variables.

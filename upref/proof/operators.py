@@ -1202,20 +1202,52 @@ def _scatter(o: Operation) -> Tensor:
     return ids.scatter(o["dim"], index, o.ids("src"))
 
 
-@rule("scatter_add scatter_reduce")
+@rule("scatter_add")
 def _scatter_add(o: Operation) -> Tensor:
-    if o.name == "scatter_reduce" and (
-        o["reduce"] != "sum" or not o.get("include_self", True)
-    ):
-        o.trace.stop("calls scatter_reduce with another reduction than a sum")
     ids = o.ids("self")
     index = o.trace.concrete(o["index"])
     if not index.numel():
         return ids.clone()
+    targets, source = _scattered(o, index)
+    return _add_at(o, ids, targets, source)
+
+
+@rule("scatter_reduce")
+def _scatter_reduce(o: Operation) -> Tensor:
+    v = o.values
+    how = o["reduce"]
+    reductions: dict[str, Callable[[int, int], int]] = {
+        "sum": v.add,
+        "mean": v.add,
+        "prod": v.multiply,
+        "amin": lambda x, y: least(v, x, y),
+        "amax": lambda x, y: most(v, x, y),
+    }
+    ids = o.ids("self")
+    index = o.trace.concrete(o["index"])
+    if not index.numel():
+        return ids.clone()
+    targets, source = _scattered(o, index)
+    flat = ids.reshape(-1).tolist()
+    gathered: dict[int, list[int]] = {}
+    for place, x in zip(
+        targets.reshape(-1).tolist(), source.reshape(-1).tolist(), strict=True
+    ):
+        own = [flat[place]] if o.get("include_self", True) else []
+        gathered.setdefault(place, own).append(x)
+    for place, parts in gathered.items():
+        flat[place] = reduce(reductions[how], parts)
+        if how == "mean":
+            flat[place] = v.scale(flat[place], Fraction(1, len(parts)))
+    return torch.tensor(flat, dtype=torch.int64).view(ids.shape)
+
+
+def _scattered(o: Operation, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the flat places of the result, and what is put at each."""
+    ids = o.ids("self")
     numbers = torch.arange(ids.numel()).view(ids.shape)
     targets = _gather_places(numbers, o["dim"], index)
-    source = o.ids("src")[tuple(slice(n) for n in index.shape)]
-    return _add_at(o, ids, targets, source)
+    return targets, o.ids("src")[tuple(slice(n) for n in index.shape)]
 
 
 def _gather_places(numbers: Tensor, dim: int, index: Tensor) -> Tensor:

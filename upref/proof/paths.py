@@ -76,6 +76,14 @@ class Counterexample:
     bounds: tuple[tuple[str, str, float], ...] = ()
 
 
+class Differs(Exception):
+    """Two functions differ at a point where they run, whatever their formulas are."""
+
+    def __init__(self, counterexample: Counterexample) -> None:
+        super().__init__()
+        self.counterexample = counterexample
+
+
 @dataclass(frozen=True)
 class Path:
     """One path of both functions, and their formulas on it.
@@ -164,6 +172,8 @@ class Search:
             yield
         except (NoProof, TooHard) as error:
             outcome.reason = str(error)
+        except Differs as found:
+            outcome.counterexample = found.counterexample
         except RecursionError:
             outcome.reason = "its formulas are too deep"
         except (InputError, Gone) as error:
@@ -271,7 +281,10 @@ class Search:
         """Run both functions at a point, with formulas."""
         decoys = DECOYS[(self.number + len(outcome.traces)) % len(DECOYS)]
         trace = Trace(self.values, point, self.limits.operators, decoys)
-        trace.sizes.with_floats = self.domain.pattern.is_free
+        pattern = self.domain.pattern
+        trace.sizes.with_floats = pattern.is_free
+        trace.sizes.tokens = math.prod(pattern.shape)
+        trace.sizes.ids = frozenset(pattern.group)
         outcome.traces.append(trace)
         found = self._formulas(self.function, trace)
         expected = self._formulas(self.reference, trace)
@@ -310,28 +323,44 @@ class Search:
                 numbers = of(batch, _scale(point))
                 formulas = self._numbers(ids, point)
                 if not numbers.isfinite().all():
+                    self._must_be_finite(path, point)
                     raise NoProof(
-                        f"its gradient is not finite where it was run (r = {self._shown(point)})"
+                        f"its gradient is not finite where it was run ({self.domain.describe(point)})"
                     )
                 if not formulas.isfinite().all():
                     continue  # a float overflows in the formula alone
                 gap = (numbers.double() - formulas).abs().max().item()
-                size = max(formulas.abs().max().item(), 1e-3 * _magnitude(batch))
+                size = max(formulas.abs().max().item(), self.domain.magnitude(batch))
                 if not gap <= tolerance * size:
                     raise NoProof(
                         "its numbers do not follow from log-probabilities and advantages alone: "
                         "it keeps a state, draws random numbers, or takes a value out of torch"
                     )
 
+    def _must_be_finite(self, path: Path, point: dict[str, float]) -> None:
+        """Raise Differs where the reference alone is finite at the witness, if numbers of
+        the domain cannot overflow.
+        """
+        if point is not path.point or not self.domain.is_moderate:
+            return
+        batch, scale = self.domain.batch(point), _scale(point)
+        expected, found = self.reference(batch, scale), self.function(batch, scale)
+        if expected.isfinite().all() and not found.isfinite().all():
+            raise Differs(Counterexample(batch, expected, found, point))
+
     def _points_of(
         self, conditions: list[int], witness: dict[str, float]
     ) -> Iterator[dict[str, float]]:
         """Yield points of a path, the witness first."""
+        seen = [witness]
         yield witness
         for where, most in CHECKED.items():
             points = (self.domain.draw(seed, where) for seed in range(1, 9))
             on_path = (point for point in points if self._holds(conditions, point))
-            yield from itertools.islice(on_path, most)
+            for point in itertools.islice(on_path, most):
+                if point not in seen:
+                    seen.append(point)
+                    yield point
 
     def _numbers(self, ids: Tensor, point: dict[str, float]) -> Tensor:
         """Return the numbers of formulas at a point."""
@@ -412,20 +441,10 @@ class Search:
             if self.thin:
                 return (
                     "they differ only within a relative 3e-7 of a bound, as where a "
-                    f"constant is in float32 (r = {self._shown(self.thin)})"
+                    f"constant is in float32 ({self.domain.describe(self.thin)})"
                 )
             return "their numbers differ by less than the tolerance of `upref check`"
         return f"it has {kind}, and that may not be harmless"
-
-    def _shown(self, point: dict[str, float]) -> str:
-        """Return the ratios of a point, in words."""
-        pattern = self.domain.pattern
-        return ", ".join(
-            f"{point[f'r{i}_{t}']:.9g}"
-            for i, row in enumerate(pattern.mask)
-            for t, inside in enumerate(row)
-            if inside
-        )
 
     def _confirm(
         self, path: Path, question: Question, answer: Answer
@@ -433,8 +452,6 @@ class Search:
         """Return a counterexample near the solver's point, if both functions differ where
         they run.
         """
-        if answer.outcome != "point":
-            return None
         conditions = list(question.conditions)
         names = self.values.variables((*conditions, *question.unequal))
         within = (
@@ -469,7 +486,7 @@ class Search:
         return True
 
     def _candidates(self, path: Path, answer: Answer) -> Iterator[dict[str, float]]:
-        """Yield the solver's point, points near it, and points at random."""
+        """Yield the solver's point, if it has one, points near it, and points at random."""
         for number in range(TRIED):
             yield self.domain.complete(path.point, self._moved(answer.point, number))
             yield self.domain.draw(100 + number)
@@ -492,14 +509,6 @@ class Search:
 def _scale(point: Mapping[str, float]) -> Tensor:
     """Return the factor by which the loss is multiplied at a point."""
     return torch.tensor(point["scale"], dtype=torch.float64)
-
-
-def _magnitude(batch: Rollouts) -> float:
-    """Return the size of the largest A max(r, 1) of a batch, at least 1: terms of this
-    size may cancel.
-    """
-    r = (batch.logp - batch.logp_old).exp().clamp(min=1)
-    return max(1.0, (batch.adv.abs() * r).max().item())
 
 
 def bounds_in(

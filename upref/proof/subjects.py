@@ -4,7 +4,7 @@
 Each runs the user's code as `check` does, and the same way with formulas and without.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -97,9 +97,24 @@ def term_of(term: Term) -> Outputs:
     return values_and_gradients
 
 
+def advantages_of(estimator: Callable[[Tensor, list[int]], Tensor]) -> Outputs:
+    """Return the function of a batch of rewards to advantages.
+
+    Args:
+        estimator: rewards [N] and the prompt of each response to advantages.
+    """
+
+    def advantages(batch: Rollouts, scale: Tensor) -> Tensor:
+        """Of the estimator's shape."""
+        assert batch.group is not None
+        return estimator(batch.adv[:, 0].clone(), batch.group.tolist())
+
+    return advantages
+
+
 def _copied(x: Any) -> Any:
     """The same numbers in memory of their own."""
     return x.clone() if isinstance(x, Tensor) else x
 
 
-__all__ = ["closed_form_of", "gradient_of", "term_of"]
+__all__ = ["advantages_of", "closed_form_of", "gradient_of", "term_of"]

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
+from itertools import combinations_with_replacement
 
 Monomial = tuple[tuple[int, Fraction], ...]
 Number = int | float | Fraction
@@ -195,6 +196,11 @@ class Values:
         self._atom_supports: dict[int, frozenset[int]] = {}
         # comparisons by the monomials of their polynomials
         self._families: dict[tuple[Monomial, ...], list[int]] = {}
+        # inverses and roots by the monomials of their arguments
+        self._functions: dict[
+            tuple[str, tuple[Monomial, ...]],
+            list[tuple[int, tuple[tuple[Monomial, Fraction], ...]]],
+        ] = {}
         # conditions that must hold, or a function has no value
         self.obligations: dict[int, str] = {}
         # what is above 0 when it is summed
@@ -222,9 +228,28 @@ class Values:
     def _atom(self, atom: Atom) -> int:
         known = self._atom_ids.get(atom)
         if known is None:
-            known = self._atom_ids[atom] = len(self.atoms)
+            known = self._nearly_known(atom)
+        if known is None:
+            known = len(self.atoms)
             self.atoms.append(atom)
+        self._atom_ids[atom] = known
         return known
+
+    def _nearly_known(self, atom: Atom) -> int | None:
+        """Return a known inverse or root whose argument differs by rounding alone; None
+        where there is none.
+        """
+        if not isinstance(atom, Function) or atom.name not in ("inverse", "sqrt"):
+            return None
+        terms = self.terms(atom.argument)
+        family = (atom.name, tuple(m for m, _ in terms))
+        alike = self._functions.setdefault(family, [])
+        for known, others in alike:
+            pairs = zip(terms, others, strict=True)
+            if all(_near(c, d) for (_, c), (_, d) in pairs):
+                return known
+        alike.append((len(self.atoms), terms))
+        return None
 
     def _polynomial(self, terms: dict[Monomial, Fraction]) -> int:
         kept = tuple(sorted((m, c) for m, c in terms.items() if c))
@@ -650,7 +675,9 @@ class Values:
             power = self._number_to(c, e)
             return self._polynomial({tuple((a, p * e) for a, p in monomial): power})
         if e.denominator == 2:
-            root = self._of_atom(Function("sqrt", x))
+            size = abs(max(self.terms(x))[1])
+            root = self._of_atom(Function("sqrt", self.scale(x, 1 / size)))
+            root = self.scale(root, self._number_to(size, Fraction(1, 2)))
             return self.multiply(root, self.power(x, e.numerator // 2))
         return self.exp(self.scale(self.log(x), e))
 
@@ -1038,6 +1065,8 @@ class Values:
             return self._above_of_logs(terms)
         if len(terms) == 2 and positive:
             return self._above_of_two(terms)
+        if self._is_sum_of_squares(terms):
+            return self.one
         bounds = self._interval(terms)
         if bounds[0] >= 0:
             return self.one
@@ -1049,6 +1078,32 @@ class Values:
         scaled = {m: c / (-scale if flipped else scale) for m, c in terms.items()}
         out = self._compare(scaled)
         return self.negation(out) if flipped else out
+
+    def _is_sum_of_squares(self, terms: dict[Monomial, Fraction]) -> bool:
+        """Tell whether a sum is a sum of squares of linear terms of variables, as a
+        variance is: by completing one square after the other.
+        """
+        form: dict[tuple[int, int], Fraction] = {}
+        for monomial, c in terms.items():
+            atoms = [atom for atom, e in monomial for _ in range(int(e))]
+            is_power = all(e in (1, 2) for _, e in monomial)
+            if not is_power or len(atoms) > 2:
+                return False
+            if any(not isinstance(self.atoms[atom], Variable) for atom in atoms):
+                return False
+            x, y = sorted([*atoms, -1, -1][:2])  # -1 stands for the number 1
+            form[x, y] = c if x == y else c / 2
+        left = sorted({atom for pair in form for atom in pair}, reverse=True)
+        while left:
+            x, *left = left
+            square = form.get((x, x), Fraction(0))
+            beside = {y: form.get((y, x), Fraction(0)) for y in left}
+            if square < 0 or (square == 0 and any(beside.values())):
+                return False
+            for y, z in combinations_with_replacement(sorted(left), 2):
+                taken = beside[y] * beside[z] / square if square else Fraction(0)
+                form[y, z] = form.get((y, z), Fraction(0)) - taken
+        return True
 
     def _is_linear_in_logs(self, terms: dict[Monomial, Fraction]) -> bool:
         """Tell whether a sum has logarithms and a number only."""
@@ -1144,6 +1199,8 @@ class Values:
         low = high = 0.0  # of the logarithm
         for atom, e in monomial:
             kind = self.atoms[atom]
+            if isinstance(kind, Variable) and len(monomial) == 1 and e == 1:
+                return kind.low, kind.high
             if not isinstance(kind, Variable) or kind.low < 0:
                 if self.is_positive(atom):
                     return 0.0, math.inf

@@ -4,6 +4,7 @@ differs, or why there is neither.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from upref.proof.compare import (
 )
 from upref.proof.domain import MOST_LOG_RATIO, Pattern
 from upref.proof.paths import Counterexample, Limits
+from upref.proof.rewards import LARGEST
 from upref.proof.solver import require_z3
 from upref.proof.state import changed as changed_state, kept, moved
 from upref.proof.subjects import gradient_of, term_of
@@ -41,6 +43,7 @@ TIES_AT_ONE = (
     "minimum or maximum are equal, and each gets half of the gradient"
 )
 NOT_PART = "not part of the proof: rounding, overflow, side effects, other dtypes"
+GRADIENT, ADVANTAGE = "dJ/dlp", "A"  # units of what is compared
 SECONDS = 60.0
 ONE_PER_RESPONSE = ("A_i", "A_it = A_i")
 
@@ -52,6 +55,7 @@ class Proof(Result):
     Attributes:
         name: of the function.
         reference: what it is compared with, in words.
+        unit: of the numbers that are compared.
         status: proved, differs, or "no proof".
         reason: why there is no proof.
         shapes: [rows, columns] of the batches.
@@ -91,6 +95,7 @@ class Proof(Result):
     read_as: str = ""
     remarks: tuple[str, ...] = ()
     check_with: str = ""
+    unit: str = GRADIENT
     seconds: float = field(default=0.0, compare=False)
 
     def __bool__(self) -> bool:
@@ -99,6 +104,8 @@ class Proof(Result):
     @property
     def domain(self) -> str:
         """For which inputs the proof holds, in words."""
+        if self.unit == ADVANTAGE:
+            return f"for every reward, |R| <= {LARGEST:,.0f}"
         of_A = (
             "advantage of a response" if self.per_response else "advantage of a token"
         )
@@ -148,6 +155,8 @@ class Proof(Result):
 
     def _extent(self) -> list[str]:
         """For what it is proved."""
+        if self.unit == ADVANTAGE:
+            return [*self._extent_of_rewards(), *self._bounds()]
         sizes = " and ".join(
             [
                 ", ".join(f"[{b}, {t}]" for b, t in self.shapes[:-1]),
@@ -162,7 +171,20 @@ class Proof(Result):
         ]
         if self.every_size:
             lines.append("  and in every batch, whatever its rows, columns and mask")
-        return lines + [
+        return lines + self._bounds()
+
+    def _extent_of_rewards(self) -> list[str]:
+        """For which batches an advantage estimator is proved."""
+        most = max(rows for rows, _ in self.shapes)
+        return [
+            f"  {self.domain}, in {self.batches} batches of up to {counted(most, 'response')} (every way to divide "
+            f"them among prompts; equal rewards; rewards of 0 and 1, of -1 and 1); {counted(self.paths, 'path')}; "
+            f"{self.seconds:.1f} s"
+        ]
+
+    def _bounds(self) -> list[str]:
+        """Beyond which sizes nothing is proved."""
+        return [
             f"  a size, count or setting is compared with {number} ({line}): on the other side of it nothing is proved"
             for number, line in self.bounds
         ]
@@ -175,8 +197,8 @@ class Proof(Result):
         where = f"{self.place}   (here {at})" if self.place else at
         lines = [
             f"FAIL  {where}",
-            f"      expected  dJ/dlp {self.expected:.6g}",
-            f"      found     dJ/dlp {self.found:.6g}",
+            f"      expected  {self.unit} {self.expected:.6g}",
+            f"      found     {self.unit} {self.found:.6g}",
         ]
         if self.example:
             lines += [
@@ -213,28 +235,50 @@ def prove(
         InputError: the loss cannot be run, or the solver is not installed.
     """
     require_z3()
-    _check_limits(rows, columns, seconds)
+    check_limits(seconds, rows=rows, columns=columns)
     function = loss.call if isinstance(loss, Loss) else loss
-    before = kept(function)
     with state_restored() as changed:
         both = _read_both(loss, objective, agg, hp)
-        proof = _prove_losses(*both, rows, columns, seconds)
-        state = changed_state(before, kept(function)) if proof else {}
-        if state:
-            again = True
-            for up in (True, False):
-                with moved(state, up) as is_whole:
-                    proved = _prove_losses(*both, 1, 1, seconds)
-                    again = again and is_whole and bool(proved)
-            if not again:
-                reason = f"it keeps a state from call to call: {min(state)} changes"
-                proof = replace(proof, status="no proof", reason=reason)
-    return _with_changes(proof, changed)
+
+        def compared(is_small: bool) -> Proof:
+            size = (1, 1) if is_small else (rows, columns)
+            return _prove_losses(*both, *size, seconds)
+
+        proof = without_state(function, compared)
+    return with_changes(proof, changed)
 
 
-def _check_limits(rows: Any, columns: Any, seconds: Any) -> None:
-    """Raise InputError for a size or a time limit that is none."""
-    for name, size in (("rows", rows), ("columns", columns)):
+def without_state(function: Any, compared: Callable[[bool], Proof]) -> Proof:
+    """Return a proof; "no proof" where the function keeps a state that changes it.
+
+    Args:
+        function: the user's.
+        compared: makes the proof; of the smallest batches where its argument is true.
+    """
+    before = kept(function)
+    proof = compared(False)
+    state = changed_state(before, kept(function)) if proof else {}
+    if not state:
+        return proof
+    again = True
+    for up in (True, False):
+        with moved(state, up) as is_whole:
+            proved = compared(True)
+            again = again and is_whole and bool(proved)
+    if again:
+        return proof
+    reason = f"it keeps a state from call to call: {min(state)} changes"
+    return replace(proof, status="no proof", reason=reason)
+
+
+def check_limits(seconds: Any, **sizes: Any) -> None:
+    """Raise InputError for a size or a time limit that is none.
+
+    Args:
+        seconds: the limit.
+        **sizes: by their names.
+    """
+    for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise InputError(
                 f"{name} must be a whole number of at least 1, got {repr(size)[:60]}."
@@ -536,9 +580,13 @@ def _place(counterexample: Counterexample) -> tuple[int, int]:
     return divmod(int(gap.argmax()) % mask.numel(), mask.shape[1])
 
 
-def _with_changes(proof: Proof, changed: set[str]) -> Proof:
+def with_changes(proof: Proof, changed: set[str]) -> Proof:
     """Return the proof with what the function changed of the process. One that moves a
     random generator is not proved.
+
+    Args:
+        proof: of the function.
+        changed: names of what it changed.
     """
     drawn = sorted(name for name in changed if "random generator" in name)
     if drawn and proof.status == "proved":
@@ -572,7 +620,7 @@ def prove_kl(
         InputError: the function cannot be run, or the solver is not installed.
     """
     require_z3()
-    _check_limits(rows, columns, seconds)
+    check_limits(seconds, rows=rows, columns=columns)
     if name not in kl.ESTIMATORS:
         raise catalog.unknown_kl(name, kl.ESTIMATORS)
     with state_restored() as changed:
@@ -592,4 +640,4 @@ def prove_kl(
             differs=is_different_anywhere,
         )
     proof = _report(term.name, str(term.reading), name, found, ())
-    return _with_changes(proof, changed)
+    return with_changes(proof, changed)

@@ -4,6 +4,7 @@ per response out.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ from upref.user_code import names
 from upref.user_code.guard import call_guarded
 from upref.user_code.load import load, name_of, verl_estimator
 from upref.user_code.signature import Reading, parameters, read as read_signature
-from upref.verify.exact import UNGROUPED, RewardBatch, lengths
+from upref.verify.exact import LENGTHS, UNGROUPED, RewardBatch, lengths
 from upref.verify.formulas.tokens import READS, role as role_of_token_input
 
 # what rewards and prompt ids may be passed as, and the words for it in a report
@@ -88,6 +89,11 @@ class Function:
     def takes_tokens(self) -> bool:
         """Whether it takes a reward for each token, not one for each response."""
         return _takes_token_rewards(self.reading)
+
+    @property
+    def takes_tensors(self) -> bool:
+        """Whether it takes rewards as a tensor."""
+        return self.kind in ("tensor", "strings") or self.takes_tokens
 
     @property
     def groups_are_contiguous(self) -> bool:
@@ -221,6 +227,73 @@ class Function:
         A, _ = self._per_response(returned, len(R), self._lengths(R, group))
         return [float(a) for a in A.double().reshape(-1)]
 
+    def on_tensor(self, rewards: Tensor, group: Sequence[int]) -> Tensor:
+        """Call the function once on rewards that stay one tensor, which a proof follows.
+
+        Args:
+            rewards: of each response, [N].
+            group: the prompt id of each response.
+
+        Returns:
+            The advantage of each token, [N, T]: 0 behind the end of a response.
+
+        Raises:
+            InputError: the function raises, or takes or returns something else.
+        """
+        if not self.takes_tensors:
+            raise InputError(
+                f"{self.name} takes rewards as {KINDS[self.kind]}: a proof needs a tensor"
+            )
+        N = len(group)
+        token_counts = self._fixed_lengths(N)
+        inputs = self._inputs_of(rewards, group, token_counts)
+        returned, _ = call_guarded(
+            self.name,
+            lambda: self.reading.call(self.fn, inputs, dict(self.bound_args)),
+            self.lines,
+            self.reading.passed(inputs, self.bound_args),
+        )
+        if isinstance(returned, tuple) and returned:
+            returned = returned[0]
+        if isinstance(returned, dict) and "advantages" in returned:
+            returned = returned["advantages"]
+        if not isinstance(returned, Tensor):
+            kind = type(returned).__name__
+            raise InputError(f"{self.name} returns a {kind}: a proof needs a tensor")
+        return self.per_token(returned.detach(), len(group))
+
+    def per_token(self, A: Tensor, N: int) -> Tensor:
+        """Return advantages as `on_tensor` does.
+
+        Args:
+            A: of each response or of each token, as the function returns it.
+            N: the number of responses.
+
+        Raises:
+            InputError: it has another shape.
+        """
+        token_counts = self._fixed_lengths(N)
+        longest = max(token_counts)
+        widths = (longest, longest + 1) if longest > 1 else (1,)
+        shape = [int(n) for n in A.shape]  # a proof notes what a size is compared with
+        is_of_tokens = len(shape) == 2 and shape[0] == N and not self.takes_matrix
+        if is_of_tokens and shape[1] in widths:
+            A = A.narrow(1, 0, longest)
+        elif math.prod(shape) == N:
+            A = A.reshape(N, 1).expand(N, longest)
+        else:
+            raise InputError(
+                f"{self.name} returns shape {shape} for {N} responses: return [N] or [N, T]."
+            )
+        inside = torch.arange(longest) < torch.tensor(token_counts)[:, None]
+        return torch.where(inside, A, 0)
+
+    def _fixed_lengths(self, N: int) -> list[int]:
+        """Return a number of tokens for each response, whatever its reward."""
+        if self.takes_tokens or "mask" in self.reads:
+            return [LENGTHS[i % len(LENGTHS)] for i in range(N)]
+        return [1] * N
+
     def _lengths(self, R: Sequence[Any], group: Sequence[int]) -> list[int]:
         """Return the number of tokens of each response: 1 for a function that does not
         read tokens.
@@ -231,21 +304,28 @@ class Function:
 
     def _inputs(self, R: Sequence[Any], group: Sequence[int]) -> dict[str, Any]:
         """Return the inputs of a call by role, in the kinds and shapes that the
-        function takes. A function of tokens gets a response's reward at its last token,
-        as in verl.
+        function takes.
         """
-        N = len(R)
-        ends = torch.tensor(self._lengths(R, group))
-        n = list(group).count(group[0])
-        mask = torch.arange(int(ends.max()) + 1) < ends[:, None]
         rows = [None if x is None else float(x) for x in R]
         rewards: Any = rows
-        if self.kind in ("tensor", "strings") or self.takes_tokens:
+        if self.takes_tensors:
             rewards = torch.tensor(
                 [torch.nan if x is None else x for x in rows], dtype=torch.float64
             )
         elif self.kind == "array":
             rewards = np.array(rows, dtype=float)
+        return self._inputs_of(rewards, group, self._lengths(R, group))
+
+    def _inputs_of(
+        self, rewards: Any, group: Sequence[int], token_counts: list[int]
+    ) -> dict[str, Any]:
+        """Return the inputs of a call by role. A function of tokens gets a response's
+        reward at its last token, as in verl.
+        """
+        N = len(group)
+        ends = torch.tensor(token_counts)
+        n = list(group).count(group[0])
+        mask = torch.arange(int(ends.max()) + 1) < ends[:, None]
         if self.takes_tokens:
             rewards = torch.zeros(mask.shape, dtype=torch.float64).index_put(
                 (torch.arange(N), ends - 1), rewards
@@ -253,8 +333,10 @@ class Function:
         if self.takes_matrix:
             if N % n:
                 raise InputError(f"{self.name} takes rewards as [prompts, n].")
-            slices = [rows[i : i + n] for i in range(0, N, n)]
-            rewards = slices if self.kind == "list" else rewards.reshape(-1, n)
+            if self.kind == "list":
+                rewards = [rewards[i : i + n] for i in range(0, N, n)]
+            else:
+                rewards = rewards.reshape(-1, n)
         ids: dict[str, Callable[[], Any]] = {
             "tensor": lambda: torch.tensor(list(group)),
             "strings": lambda: np.array(
