@@ -23,6 +23,7 @@ __all__ = [
     "get",
     "names",
     "objective",
+    "parts",
 ]
 
 
@@ -69,9 +70,10 @@ def get(name: str) -> Objective:
         raise InputError(
             f"{name[:40]}... is nested {name.count('(')} times: up(NAME) once is enough."
         )
+    make, base = parts(name)
+    if make:
+        return TRANSFORMS[make](get(base))
     make, _, base = name.partition("(")
-    if make in TRANSFORMS and base.endswith(")"):
-        return TRANSFORMS[make](get(base[:-1]))
     if make.lower() in TRANSFORMS and base.endswith(")"):
         raise InputError(
             f"there is no transform named {make!r}: did you mean {make.lower()}?"
@@ -79,6 +81,22 @@ def get(name: str) -> Objective:
     if name not in known:
         raise catalog.unknown(name, known)
     return known[name]
+
+
+def parts(name: str) -> tuple[str, str]:
+    """Return the parts of the name of an objective.
+
+    Args:
+        name: of an objective.
+
+    Returns:
+        The outermost transform and the name of what it is applied to, such as
+        ("up", "dapo") of `up(dapo)`; "" and the name itself where it has none.
+    """
+    transform, _, base = name.partition("(")
+    if transform in TRANSFORMS and base.endswith(")"):
+        return transform, base[:-1]
+    return "", name
 
 
 # a process that is sent one looks it up by its name

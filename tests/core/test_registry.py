@@ -17,7 +17,7 @@ import torch
 
 import upref
 from repro import fork
-from upref import catalog, definition, description
+from upref import catalog, definition, description, registry
 from upref.cli import main, show
 from upref.description import describe
 from upref.errors import InputError
@@ -188,6 +188,21 @@ def test_a_check_beside_another_thread(name):
         other.join()
     assert report, report.text()
     assert not raised
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("dapo", ("", "dapo")),
+        ("up(dapo)", ("up", "dapo")),
+        ("up_dapo", ("", "up_dapo")),
+        ("tis(up(dapo))", ("tis", "up(dapo)")),
+        ("upper(dapo)", ("", "upper(dapo)")),
+    ],
+)
+def test_the_parts_of_a_name(name, parts):
+    """The outermost transform, and what it is applied to."""
+    assert registry.parts(name) == parts
 
 
 def test_the_catalog_is_the_registry():

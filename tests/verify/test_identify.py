@@ -17,6 +17,7 @@ from tests.support.cases.bodies import loss, seq, tok
 from tests.support.cases.denominators import tis, tpo
 from tests.support.daily import daily
 from upref.cli import main
+from upref.identification import identify as module
 from upref.weights.batches import interval_words
 
 # their bounds are of the order of 1e-3
@@ -143,6 +144,15 @@ def sharp(log_prob, old_log_prob, advantages, mask):
 
 def noisy(log_prob, old_log_prob, advantages, mask):
     return mean(log_prob, old_log_prob, advantages * torch.rand_like(advantages), mask)
+
+
+def test_the_rank_of_a_way_decides_and_not_its_place(monkeypatch):
+    """The table of explanations may be written in any order."""
+    ranks = [way.rank for way in module.WAYS]
+    assert len(set(ranks)) == len(ranks)
+    monkeypatch.setattr(module, "WAYS", module.WAYS[::-1])
+    identity = upref.identify(mean)
+    assert identity.kind == "objective" and identity.name == "ppo_clip"
 
 
 def test_the_mean_alone_tells_grpo_from_dapo():

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from upref.aggregation import AGGREGATIONS, BY_LENGTH
+from upref.registry import parts
 from upref.result import Result
 from upref.verify.report import describe_assumptions, describe_basis, row, short
 
@@ -92,11 +93,8 @@ class Identification(Result):
         Returns:
             Names of objectives.
         """
-        anchored = [
-            f"up_anchored{m.name[2:]}"
-            for m in self.matches[:1]
-            if m.name.startswith("up(")
-        ]
+        transform, base = parts(self.name)
+        anchored = [f"up_anchored({base})"] if transform == "up" else []
         return self._other_matches(same_aggregation=True) + anchored
 
     @property

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One explanation of a loss, and the answer that is made of it."""
+
+from dataclasses import dataclass, replace
+
+from upref.identification.identification import Identification, Match
+from upref.identification.subject import Subject, is_up
+from upref.verify.finding import Cause
+from upref.verify.measure import ignores_sampler, sampler_words, unfed_words
+
+NAMED = ("objective", "up")  # the kinds of an answer without anything wrong
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a loss is said to be.
+
+    Attributes:
+        subject: the loss, as it was compared.
+        kind: objective, up, pitfall or none.
+        matches: objectives, the simplest first; for none, the nearest.
+        why: what is wrong with it, or why it is none.
+        assumptions: what the comparison assumes, beside the usual.
+        not_checked: what it says nothing about, beside the usual.
+        is_corrected: the match has the loss's correction for its sampler.
+        proved: for which values and batches it is proved, in words.
+    """
+
+    subject: Subject
+    kind: str
+    matches: list[Match]
+    why: tuple[Cause, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    not_checked: tuple[str, ...] = ()
+    is_corrected: bool = False
+    proved: str = ""
+
+    @property
+    def match(self) -> Match:
+        """The simplest match."""
+        return self.matches[0]
+
+    @property
+    def is_named(self) -> bool:
+        """Whether it is an objective, or up(...) of one, and nothing is wrong."""
+        return self.kind in NAMED
+
+    @property
+    def ignores_sampler(self) -> bool:
+        """Whether the loss reads its sampler's log-probabilities, and none was given."""
+        return not self.is_corrected and ignores_sampler(self.subject.box.case)
+
+    def has_fault(self, fault_id: str) -> bool:
+        """Tell whether a known fault is among what is wrong.
+
+        Args:
+            fault_id: the id of the fault.
+        """
+        return any(fault_id in cause.ids for cause in self.why)
+
+    def but(self, *wrong: Cause) -> "Explanation":
+        """Return this explanation of a loss that has more wrong with it.
+
+        Args:
+            *wrong: what is wrong; none changes nothing.
+        """
+        if not wrong:
+            return self
+        kind = "none" if self.kind == "none" else "pitfall"
+        return replace(self, kind=kind, why=(*self.why, *wrong))
+
+
+def explain_match(
+    subject: Subject, matches: list[Match], wrong: list[Cause]
+) -> Explanation:
+    """Return the explanation that the loss is the first match, with what is wrong.
+
+    Args:
+        subject: the loss.
+        matches: the simplest first.
+        wrong: what is wrong with it; where that is nothing, it is the objective.
+    """
+    kind = "up" if is_up(matches[0]) else "objective"
+    return Explanation(subject, kind, matches).but(*wrong)
+
+
+def answer(explanation: Explanation) -> Identification:
+    """Return the answer, with the bounds of the loss and with what was not checked.
+
+    Args:
+        explanation: of the loss.
+    """
+    subject = explanation.subject
+    box = subject.box
+    at_old_probability = " (π_old = 0.02)" if box.reads_mu else ""
+    bounds = {
+        f"{sign_words}{at_old_probability}": box.bounds(A)
+        for sign_words, A in (("A > 0", 1.0), ("A < 0", -1.0))
+    }
+    matches = explanation.matches
+    on_sampler = explanation.ignores_sampler
+    return Identification(
+        subject.loss.name,
+        explanation.kind,
+        matches,
+        "; ".join(cause.words for cause in explanation.why),
+        bounds,
+        subject.loss.read_as,
+        [*_assumptions(subject), *explanation.assumptions],
+        [*_not_checked(explanation, on_sampler), *explanation.not_checked],
+        on_sampler,
+        seconds=0.0,
+        proved=explanation.proved,
+    )
+
+
+def _not_checked(explanation: Explanation, on_sampler: bool) -> list[str]:
+    """Return in words what no batch shows of the loss."""
+    loss = explanation.subject.loss
+    not_checked = []
+    if on_sampler:
+        matches = explanation.matches
+        not_checked.append(sampler_words(matches[0].name if matches else ""))
+    not_checked += unfed_words(loss)
+    if loss.form == "unreduced":
+        not_checked.append("the aggregation, which its caller does")
+    elif not loss.micro_batchable:
+        not_checked.append("micro-batches")
+    return not_checked
+
+
+def _assumptions(subject: Subject) -> list[str]:
+    """Return in words what the comparison assumes of the loss."""
+    box = subject.box
+    sentences = list(box.loss.assumptions)
+    if "group" not in box.loss.reads and box.agg == "token-mean":
+        sentences.append(
+            "the loss takes no group ids: token-mean and group-token-mean are one"
+        )
+    if box.case.single:
+        sentences.append(
+            "it computes in float32: compared to 0.2 %, bounds known to about 1e-6"
+        )
+    elif subject.is_loose:
+        sentences.append(
+            "its bounds are the objective's to 0.1 %, not exactly: compared no nearer to them"
+        )
+    elif subject.has_rounded_bounds:
+        sentences.append("a bound is rounded to float32: compared no nearer to it")
+    return sentences
