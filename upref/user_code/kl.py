@@ -3,7 +3,6 @@
 token out.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +11,12 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.user_code import names
-from upref.user_code.guard import call_guarded
-from upref.user_code.load import load, name_of
+from upref.user_code.function import (
+    UserFunction,
+    first_that_runs,
+    load_function,
+    refuse_needed,
+)
 from upref.user_code.signature import Reading, read as read_signature
 
 # not exact in float32
@@ -31,13 +34,11 @@ class TermOutcome:
 
 
 @dataclass(frozen=True)
-class Term:
+class Term(UserFunction):
     """Call it on log-probabilities [B, T] in float64; `outcome` tells the rest. dtype:
     what it is given.
     """
 
-    name: str
-    fn: Callable[..., Any]
     reading: Reading
     dtype: torch.dtype = torch.float64
     tol: float = 1e-5
@@ -59,12 +60,12 @@ class Term:
             InputError: the function raises, or returns something else.
         """
         arguments = {"logp": lp.to(self.dtype), "logp_ref": ref.to(self.dtype)}
-        before = {role: x.detach().clone() for role, x in arguments.items()}
-        k, printed = call_guarded(
-            self.name,
+        called = self.watched(
             lambda: self.reading.call(self.fn, arguments, {}),
-            passed=self.reading.passed(arguments, {}),
+            arguments,
+            self.reading.passed(arguments, {}),
         )
+        k = called.returned
         is_one_per_token = (
             isinstance(k, Tensor)
             and k.shape == lp.shape
@@ -80,12 +81,8 @@ class Term:
                 f"{self.name} returns {got} for log-probabilities {list(lp.shape)}"
             )
             raise InputError(f"{complaint}: return one per token.")
-        wrote = frozenset(
-            names.CALLED[role]
-            for role, x in before.items()
-            if not torch.equal(x, arguments[role])
-        )
-        return TermOutcome(k.double(), k.dtype == torch.float32, wrote, printed)
+        wrote = frozenset(names.CALLED[role] for role in called.wrote)
+        return TermOutcome(k.double(), k.dtype == torch.float32, wrote, called.printed)
 
 
 def read(fn: Any) -> Term:
@@ -94,20 +91,10 @@ def read(fn: Any) -> Term:
     Args:
         fn: a function of (log_prob, ref_log_prob), or its name.
     """
-    name = name_of(fn)
-    fn = load(fn) if isinstance(fn, str) else fn
-    if not callable(fn) or isinstance(fn, type):
-        raise InputError(
-            f"a {type(fn).__name__} is not a KL estimator: pass a function or its name."
-        )
+    name, fn = load_function(fn, "a KL estimator")
     reading = read_signature(fn, name, _role_of_argument, ("logp", "logp_ref"))
-    if unread := [
-        *reading.needed,
-        *(p for p, r in reading.roles.items() if r == "logp_old"),
-    ]:
-        raise InputError(
-            f"{name} needs {unread[0]!r}, which upref cannot give: bind it with functools.partial."
-        )
+    of_old_policy = [p for p, r in reading.roles.items() if r == "logp_old"]
+    refuse_needed(name, [*reading.needed, *of_old_policy])
     return _with_dtype(Term(name, fn, reading))
 
 
@@ -125,14 +112,8 @@ def _with_dtype(term: Term) -> Term:
     """
     lp = PROBE
     ref = PROBE.roll(1)
-    try:
-        outcome = term.outcome(lp, ref)
-    except InputError as first:
-        term = replace(term, dtype=torch.float32)
-        try:
-            outcome = term.outcome(lp, ref)
-        except InputError:
-            raise first from None
+    ways = [replace(term, dtype=dtype) for dtype in (torch.float64, torch.float32)]
+    term, outcome = first_that_runs(ways, lambda way: way.outcome(lp, ref))
     # inputs rounded to float32 give the same answer where it rounds them itself
     rounds = torch.equal(outcome.k, term(lp.float().double(), ref.float().double()))
     return replace(term, tol=1e-3) if outcome.single or rounds else term

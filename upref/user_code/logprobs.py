@@ -14,8 +14,14 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.user_code import names
+from upref.user_code.function import (
+    Snapshot,
+    UserFunction,
+    first_that_runs,
+    load_function,
+    refuse_needed,
+)
 from upref.user_code.guard import call_guarded
-from upref.user_code.load import load, name_of
 from upref.user_code.signature import Reading, parameters, read as read_signature
 
 MAIN = {"hidden": ("hidden", "weight", "tokens"), "logits": ("logits", "tokens")}
@@ -112,11 +118,9 @@ class KernelOutcome:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class Kernel(UserFunction):
     """A log-probability function, to be called on a Problem."""
 
-    name: str
-    fn: Callable[..., Any]
     reading: Reading
     kind: str  # hidden | logits
     # temperature, bias, softcap, logit_scale -> its argument
@@ -174,7 +178,7 @@ class Kernel:
         }
         if before is not None:
             self._call_with_weight(inputs, settings, before)
-        inputs_before = {k: tensor.detach().clone() for k, tensor in inputs.items()}
+        before_call = Snapshot(inputs)
         answer, printed = call_guarded(
             self.name,
             lambda: self.reading.call(self.fn, inputs, settings),
@@ -190,9 +194,9 @@ class Kernel:
             for name, g in (("log-prob", problem.g), ("entropy", problem.g_H))
             if name in outputs and g is not None
         }
-        for name, g in upstream.items():
-            inputs[f"the upstream gradient of the {name}"] = g
-            inputs_before[f"the upstream gradient of the {name}"] = g.clone()
+        before_backward = Snapshot(
+            {f"the upstream gradient of the {name}": g for name, g in upstream.items()}
+        )
         second_backward = ""
         if upstream:
             differentiated = {
@@ -220,12 +224,8 @@ class Kernel:
             printed |= backward_printed
             if twice:
                 second_backward = self._compare_second_backward(go_back, grads)
-        changed = {
-            name
-            for name, before in inputs_before.items()
-            if not torch.equal(before.nan_to_num(), inputs[name].detach().nan_to_num())
-        }
-        return KernelOutcome(numbers, frozenset(changed), printed, second_backward)
+        wrote = before_call.changed() | before_backward.changed()
+        return KernelOutcome(numbers, wrote, printed, second_backward)
 
     def _call_with_weight(
         self, inputs: dict[str, Tensor], settings: dict[str, Any], numbers: Tensor
@@ -338,12 +338,7 @@ def read(fn: Any, softcap: float | None = None, logit_scale: float = 1.0) -> Ker
     Raises:
         InputError: its arguments cannot be read, or it runs in no dtype and shape.
     """
-    name = name_of(fn)
-    fn = load(fn) if isinstance(fn, str) else fn
-    if not callable(fn) or isinstance(fn, type):
-        raise InputError(
-            f"a {type(fn).__name__} is not a log-probability function: pass a function or its name."
-        )
+    name, fn = load_function(fn, "a log-probability function")
     all_parameters = [
         p for p in parameters(fn) if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
@@ -374,10 +369,7 @@ def read(fn: Any, softcap: float | None = None, logit_scale: float = 1.0) -> Ker
         settings |= {"temperature": free.pop()} if temperature_missing else {}
         roles |= dict(zip(free, missing, strict=False))
     reading = read_signature(fn, name, lambda n: roles.get(n, ""), MAIN[kind])
-    if unknown := [p for p in reading.needed if p not in settings.values()]:
-        raise InputError(
-            f"{name} needs {unknown[0]!r}, which upref cannot give: bind it with functools.partial."
-        )
+    refuse_needed(name, (p for p in reading.needed if p not in settings.values()))
     return _find_dtype_and_shape(
         Kernel(
             name, fn, reading, kind, settings, softcap=softcap, logit_scale=logit_scale
@@ -454,19 +446,17 @@ def _find_dtype_and_shape(kernel: Kernel) -> Kernel:
     """Return the kernel in the first dtype and shape of tokens in which it runs: float64
     before float32, [B, T] before [N].
     """
-    errors = []
-    for dtype, flat in itertools.product((torch.float64, torch.float32), (False, True)):
-        candidate = replace(kernel, dtype=dtype, flat=flat)
+    kinds = itertools.product((torch.float64, torch.float32), (False, True))
+    ways = (replace(kernel, dtype=dtype, flat=flat) for dtype, flat in kinds)
+
+    def run(way: Kernel) -> tuple[KernelOutcome, bool]:
+        """Return what a call did, and whether it asked for memory of a GPU."""
         before = gpu_allocations()
-        try:
-            has_entropy = "entropy" in candidate(probe(kernel)).numbers
-        except InputError as e:
-            errors.append(e)
-            continue
-        return replace(
-            candidate, has_entropy=has_entropy, on_gpu=gpu_allocations() > before
-        )
-    raise errors[0]
+        return way(probe(kernel)), gpu_allocations() > before
+
+    kernel, (outcome, on_gpu) = first_that_runs(ways, run)
+    has_entropy = "entropy" in outcome.numbers
+    return replace(kernel, has_entropy=has_entropy, on_gpu=on_gpu)
 
 
 def gpu_allocations() -> int:

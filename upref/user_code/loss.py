@@ -20,6 +20,7 @@ from upref.ops import recorded_sg
 from upref.registry import Objective
 from upref.rollouts import Rollouts, per_response
 from upref.user_code import names
+from upref.user_code.function import is_same
 from upref.user_code.guard import call_guarded, state_restored, stopped
 from upref.user_code.settings import describe_fields
 
@@ -277,7 +278,7 @@ class Loss:
         wrote = frozenset(
             role
             for role, x in originals.items()
-            if isinstance(x, Tensor) and not _same(x, inputs[role])
+            if isinstance(x, Tensor) and not is_same(x, inputs[role])
         )
         outcome = LossOutcome(value, form, wrapped, value.requires_grad, wrote, printed)
         if all(x.grad is None for x in leaves):
@@ -750,11 +751,3 @@ def _copied(x: Any) -> Any:
     if isinstance(x, Totals):
         return Totals(*map(_copied, x))
     return x.clone() if isinstance(x, Tensor) else x
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors hold the same numbers, with NaN in the same places."""
-    y = y.detach()
-    if x.shape != y.shape:
-        return False
-    return torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all())

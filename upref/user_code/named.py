@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from upref.errors import InputError
-from upref.user_code.guard import call_guarded
-from upref.user_code.load import load, name_of
+from upref.user_code.function import Called, UserFunction, load_function
 from upref.user_code.signature import parameters
 
 Inputs = Mapping[str, Tensor]  # by role
@@ -46,27 +45,10 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class NamedOutcome:
-    """What one call returned and did.
-
-    Attributes:
-        returned: the value itself.
-        wrote: the roles of the inputs whose values it changed.
-        printed: whether it printed.
-    """
-
-    returned: Any
-    wrote: frozenset[str]
-    printed: bool
-
-
-@dataclass(frozen=True)
-class NamedFunction:
+class NamedFunction(UserFunction):
     """A user's function whose arguments were read by their names.
 
     Attributes:
-        name: its name in reports.
-        fn: the function.
         roles: argument -> input.
         settings: argument -> setting.
         by_position: the arguments that can only be passed by position, in order.
@@ -78,8 +60,6 @@ class NamedFunction:
         dtype: of the numbers that it gets.
     """
 
-    name: str
-    fn: Callable[..., Any]
     roles: Mapping[str, str]
     settings: Mapping[str, str]
     by_position: tuple[str, ...]
@@ -118,7 +98,7 @@ class NamedFunction:
         for dtype, mask_kind, id_kind in ways:
             yield replace(self, dtype=dtype, mask_kind=mask_kind, id_kind=id_kind)
 
-    def __call__(self, inputs: Inputs, settings: Mapping[str, Any]) -> NamedOutcome:
+    def __call__(self, inputs: Inputs, settings: Mapping[str, Any]) -> Called:
         """Call the function once.
 
         Args:
@@ -126,25 +106,20 @@ class NamedFunction:
             settings: by name; those that it does not take are not passed.
 
         Returns:
-            What it returned and did.
+            What it returned and did; the inputs by the names of its arguments.
 
         Raises:
             InputError: it raised; the message has what was passed.
         """
         given = {p: self._passed(r, inputs[r]) for p, r in self.roles.items()}
         values = {p: settings[s] for p, s in self.settings.items() if s in settings}
-        before = {p: _contents(x) for p, x in given.items()}
         by_name = {**given, **values, **self.bound}
         by_place = [by_name.pop(p) for p in self.by_position if p in by_name]
-        returned, printed = call_guarded(
-            self.name,
+        return self.watched(
             lambda: self.fn(*by_place, **by_name),
-            passed={**given, **values, **self.bound},
+            given,
+            {**given, **values, **self.bound},
         )
-        wrote = frozenset(
-            p for p, contents in before.items() if contents != _contents(given[p])
-        )
-        return NamedOutcome(returned, wrote, printed)
 
     def _passed(self, role: str, x: Tensor) -> Any:
         """Return an input as the function takes it."""
@@ -175,12 +150,7 @@ def read(
         InputError: an argument without a default has an unknown name, two arguments
             mean one input, or one that is required is missing.
     """
-    name = name_of(fn)
-    fn = load(fn) if isinstance(fn, str) else fn
-    if not callable(fn) or isinstance(fn, type):
-        raise InputError(
-            f"{name} is not {vocabulary.kind}: pass a function or its name."
-        )
+    name, fn = load_function(fn, vocabulary.kind)
     roles: dict[str, str] = {}
     settings: dict[str, str] = {}
     bound: dict[str, Any] = {}
@@ -245,10 +215,3 @@ def _unknown(name: str, p: inspect.Parameter, vocabulary: Vocabulary) -> str:
 def _names(vocabulary: Vocabulary) -> str:
     """Say which names are known."""
     return f"The names are {', '.join(vocabulary.roles)} and their usual variants."
-
-
-def _contents(x: Any) -> Any:
-    """Return what changes when a value of an input changes."""
-    if isinstance(x, Tensor):
-        return repr(x.detach().tolist())
-    return repr(x.tolist())

@@ -15,8 +15,14 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.user_code import names
+from upref.user_code.function import (
+    Called,
+    UserFunction,
+    load_function,
+    refuse_needed,
+)
 from upref.user_code.guard import call_guarded
-from upref.user_code.load import load, name_of, verl_estimator
+from upref.user_code.load import load, verl_estimator
 from upref.user_code.signature import Reading, parameters, read as read_signature
 from upref.verify.exact import LENGTHS, UNGROUPED, RewardBatch, lengths
 from upref.verify.formulas.tokens import READS, role as role_of_token_input
@@ -52,13 +58,11 @@ class AdvantageOutcome:
 
 
 @dataclass(frozen=True)
-class Function:
+class Function(UserFunction):
     """A user's advantage function. Call it on a RewardBatch for one float per response;
     `outcome` has what else the call did.
 
     Attributes:
-        name: its name in reports.
-        fn: the function itself.
         reading: the roles of its parameters.
         bound_args: the settings that every call passes.
         takes_matrix: whether rewards are passed as [prompts, n].
@@ -69,8 +73,6 @@ class Function:
         mask_of_numbers: whether a mask of responses is passed as numbers, not as bool.
     """
 
-    name: str
-    fn: Callable[..., Any]
     reading: Reading
     bound_args: Mapping[str, Any]
     takes_matrix: bool
@@ -137,25 +139,14 @@ class Function:
             InputError: the function raises, or returns something else.
         """
         inputs = self._inputs(R, group)
-        before = {role: _contents(value) for role, value in inputs.items()}
-        returned, printed = call_guarded(
-            self.name,
-            lambda: self.reading.call(self.fn, inputs, dict(self.bound_args)),
-            self.lines,
-            self.reading.passed(inputs, self.bound_args),
-        )
-        wrote = frozenset(
-            role
-            for role, contents in before.items()
-            if contents != _contents(inputs[role])
-        )
+        called = self._called(inputs)
         A, differs_within_response = self._per_response(
-            returned, len(R), self._lengths(R, group)
+            called.returned, len(R), self._lengths(R, group)
         )
         return AdvantageOutcome(
             A.double().reshape(-1).tolist(),
-            wrote,
-            printed,
+            called.wrote,
+            called.printed,
             A.dtype in BELOW_FLOAT64,
             differs_within_response,
         )
@@ -179,12 +170,7 @@ class Function:
         """
         inputs = self._inputs([0.0] * len(mask), group)
         inputs |= {"rewards": rewards.clone(), "mask": mask.clone()}
-        returned, _ = call_guarded(
-            self.name,
-            lambda: self.reading.call(self.fn, inputs, dict(self.bound_args)),
-            self.lines,
-            self.reading.passed(inputs, self.bound_args),
-        )
+        returned = self._called(inputs).returned
         A = returned[0] if isinstance(returned, tuple) and returned else returned
         if isinstance(A, dict) and "advantages" in A:
             A = A["advantages"]
@@ -218,12 +204,7 @@ class Function:
         inputs = self._inputs(R, group)
         row_mask = torch.tensor(list(kept))
         inputs["row_mask"] = row_mask.double() if self.mask_of_numbers else row_mask
-        returned, _ = call_guarded(
-            self.name,
-            lambda: self.reading.call(self.fn, inputs, dict(self.bound_args)),
-            self.lines,
-            self.reading.passed(inputs, self.bound_args),
-        )
+        returned = self._called(inputs).returned
         A, _ = self._per_response(returned, len(R), self._lengths(R, group))
         return [float(a) for a in A.double().reshape(-1)]
 
@@ -293,6 +274,15 @@ class Function:
         if self.takes_tokens or "mask" in self.reads:
             return [LENGTHS[i % len(LENGTHS)] for i in range(N)]
         return [1] * N
+
+    def _called(self, inputs: dict[str, Any]) -> Called:
+        """Call the function once on inputs by role."""
+        return self.watched(
+            lambda: self.reading.call(self.fn, inputs, dict(self.bound_args)),
+            inputs,
+            self.reading.passed(inputs, self.bound_args),
+            self.lines,
+        )
 
     def _lengths(self, R: Sequence[Any], group: Sequence[int]) -> list[int]:
         """Return the number of tokens of each response: 1 for a function that does not
@@ -418,17 +408,7 @@ def read(fn: Any, estimator: str, hp: Mapping[str, Any]) -> Function:
         InputError: it is a class, is not callable, or needs an argument that upref
             lacks.
     """
-    name = name_of(fn)
-    if isinstance(fn, str):
-        is_verl = fn.startswith("verl:")
-        fn = verl_estimator(fn.removeprefix("verl:")) if is_verl else load(fn)
-    if not callable(fn) or isinstance(fn, type):
-        what = (
-            f"{name} is a class" if isinstance(fn, type) else f"a {type(fn).__name__}"
-        )
-        raise InputError(
-            f"{what}, not an advantage function: pass a function or its name."
-        )
+    name, fn = load_function(fn, "an advantage function", _find)
     all_parameters = parameters(fn)
     reading = read_signature(
         fn, name, names.reward_role, _required_roles(all_parameters)
@@ -442,10 +422,7 @@ def read(fn: Any, estimator: str, hp: Mapping[str, Any]) -> Function:
     settings = {
         p: hp[k] for p in reading.settings if (k := names.hyperparameter(p, set(hp)))
     }
-    if missing := [p for p in reading.needed if p not in settings]:
-        raise InputError(
-            f"{name} needs {missing[0]!r}, which upref cannot give: bind it with functools.partial."
-        )
+    refuse_needed(name, (p for p in reading.needed if p not in settings))
     # beside prompt ids, a group size with a default is not needed
     if "group" in reading.roles.values():
         optional_sizes = {
@@ -464,6 +441,13 @@ def read(fn: Any, estimator: str, hp: Mapping[str, Any]) -> Function:
         and not function.takes_tokens
     )
     return replace(function, takes_matrix=takes_matrix)
+
+
+def _find(name: str) -> Callable[..., Any]:
+    """Return the function of a name: verl's own estimator, as verl:gae, or any other."""
+    if name.startswith("verl:"):
+        return verl_estimator(name.removeprefix("verl:"))
+    return load(name)
 
 
 def role_of_tokens(name: str) -> str:
@@ -539,8 +523,3 @@ def _kinds(every: Sequence[inspect.Parameter], reading: Reading) -> tuple[str, .
     # verl's names for them
     likely += ["strings"] if words & {"index", "uid", "uids"} else []
     return tuple(dict.fromkeys((*likely, *KINDS)))
-
-
-def _contents(x: Any) -> str:
-    """Return a text that changes when a value of an input changes."""
-    return repr(x.tolist() if isinstance(x, Tensor | np.ndarray) else x)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from upref.errors import InputError
-from upref.user_code.named import NamedFunction, NamedOutcome
+from upref.user_code.function import Called
+from upref.user_code.named import NamedFunction
 from upref.verify.faults import Fault, measured
 from upref.verify.finding import NO_CAUSE, Cause, Example, number_pair
 from upref.verify.report import Finding, fail
@@ -102,7 +103,7 @@ class FormulaCase:
     name: str
     function: NamedFunction
     formula: Formula
-    measure: Callable[[NamedOutcome, Inputs], Tensor]
+    measure: Callable[[Called, Inputs], Tensor]
     settings: Settings
     problems: Sequence[Problem]
     faults: Sequence[Fault[Formula]]
@@ -136,7 +137,7 @@ class FormulaCase:
 
     def call(
         self, problem: Problem, settings: Settings | None = None
-    ) -> tuple[NamedOutcome, Inputs]:
+    ) -> tuple[Called, Inputs]:
         """Call the function on a batch.
 
         Args:

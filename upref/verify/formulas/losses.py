@@ -13,8 +13,8 @@ from torch import Tensor
 
 from upref.aggregation import aggregate
 from upref.errors import InputError
+from upref.user_code.function import Called
 from upref.user_code.guard import call_guarded
-from upref.user_code.named import NamedOutcome
 from upref.verify.faults import Fault
 from upref.verify.formulas.case import (
     Formula,
@@ -82,7 +82,7 @@ def gradient_formula(per_token: PerToken, role: str, agg: str = "") -> Formula:
     return formula
 
 
-def scalar(name: str, outcome: NamedOutcome, inputs: Inputs) -> Tensor:
+def scalar(name: str, outcome: Called, inputs: Inputs) -> Tensor:
     """Return the loss that a function returned; of one number per token their sum over
     trained tokens.
 
@@ -124,7 +124,7 @@ def _loss_in(returned: Any) -> Any:
     return returned
 
 
-def is_unreduced(outcome: NamedOutcome, inputs: Inputs) -> bool:
+def is_unreduced(outcome: Called, inputs: Inputs) -> bool:
     """Tell whether a function returned one number per token.
 
     Args:
@@ -136,7 +136,7 @@ def is_unreduced(outcome: NamedOutcome, inputs: Inputs) -> bool:
 
 
 def gradient_of_outcome(
-    name: str, role: str, outcome: NamedOutcome, inputs: Inputs
+    name: str, role: str, outcome: Called, inputs: Inputs
 ) -> Tensor:
     """Return the gradient of what a function returned.
 

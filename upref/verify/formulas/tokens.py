@@ -19,8 +19,9 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.user_code import names
+from upref.user_code.function import Called
 from upref.user_code.load import verl_estimator
-from upref.user_code.named import NamedFunction, NamedOutcome, Vocabulary, read
+from upref.user_code.named import NamedFunction, Vocabulary, read
 from upref.verify.finding import Number, number_pair
 from upref.verify.formulas.case import (
     FLOAT32_TOL,
@@ -164,7 +165,7 @@ VOCABULARY = Vocabulary(
 
 
 # ---- what a function returns ---------------------------------------------------------
-def advantages_of(name: str, outcome: NamedOutcome, inputs: Inputs) -> Tensor:
+def advantages_of(name: str, outcome: Called, inputs: Inputs) -> Tensor:
     """Read the advantages from what a function returned.
 
     Args:
