@@ -24,7 +24,7 @@ from upref.errors import InputError
 from upref.result import Result
 from upref.tensors import describe, is_materialized
 from upref.user_code.guard import call_guarded
-from upref.verify.faults import Fault
+from upref.verify.faults import Fault, fitting
 from upref.verify.finding import Number
 from upref.verify.render import describe_pair
 from upref.verify.report import Finding, short
@@ -397,9 +397,9 @@ def _known_mistake(
     Else it gives them on most batches, among them all up to the one shown. A mistake
     whose gradients agree only where they are 0 does not count.
     """
-    most_alike = 0
-    best_fault = None
-    for fault in exercise.faults:
+
+    def fit(fault: Fault[Callable[..., Any]]) -> int | None:
+        """Return on how many batches the mistake gives these numbers."""
         alike = [
             equal(x, outcome(exercise, fault.change, batch))
             for x, batch in zip(yours, exercise.batches, strict=True)
@@ -408,13 +408,11 @@ def _known_mistake(
             same and (x.gradient is None or x.gradient.any())
             for same, x in zip(alike, yours, strict=True)
         )
-        if (
-            all(alike[: at + 1])
-            and sum(alike) > most_alike
-            and (is_distinctive or all(alike))
-        ):
-            most_alike = sum(alike)
-            best_fault = fault
+        is_known = all(alike[: at + 1]) and (is_distinctive or all(alike))
+        return sum(alike) if is_known else None
+
+    found = fitting(exercise.faults, fit)
+    best_fault, most_alike = max(found, key=lambda pair: pair[1], default=(None, 0))
     return best_fault, most_alike == len(yours)
 
 

@@ -29,7 +29,7 @@ from upref.step.weights import (
     is_named,
     left_out_cause,
 )
-from upref.verify.faults import hyperparameter_id, known, measured
+from upref.verify.faults import fitting, hyperparameter_id, known, measured
 from upref.verify.faults.batch_reading import between, bisected, moved
 from upref.verify.faults.losses import (
     KL_MISSING,
@@ -93,56 +93,74 @@ def find_fault(tokens: Tokens, only: Cause = NO_CAUSE) -> tuple[Cause, Tensor] |
         cause, _ = equal_weights
         if not only or set(cause.ids) <= set(only.ids):
             return equal_weights
+    named = (one for one in token_faults(tokens, hp) if is_named(one, only))
     is_silent = tokens.has_no_weight(tokens.found).all(1)
     right_multiples = right_factors(tokens.goal, tokens.padded)[:, None]
-    for fault_tried in token_faults(tokens, hp):
-        if not is_named(fault_tried, only):
-            continue
-        weights, mask = _weights_of_fault(tokens, fault_tried, hp)
-        row_factors = factors_of_rows(tokens, weights)
-        if row_factors is None:
-            continue
-        # the factor of a response whose weights are within the noise, and should be, is not
-        # known
-        should_be_silent = tokens.near(weights * right_multiples, 0 * weights).all(1)
-        row_factors[is_silent & should_be_silent] = torch.nan
-        least = WEIGHT_TOLERANCE * row_factors.nan_to_num(0).abs().max()
-        without_weight = [
-            i for i, factor in enumerate(row_factors) if abs(factor) <= least
-        ]
-        known_factors = len(row_factors) - int(row_factors.isnan().sum())
-        if known_factors == 0 or len(without_weight) == known_factors:
-            continue
-        if without_weight and fault_tried.kind in STOPPING_KINDS:
-            continue
-        row_factors[without_weight] = torch.nan
-        moving = int((mask & (weights != 0)).sum())
-        explanation = explain_factors(
-            tokens.goal,
-            tokens.rows,
-            tokens.padded,
-            row_factors,
-            without_weight,
-            tokens.tol,
-            mask,
-            moving,
-            _largest_odd_factor(fault_tried),
-        )
-        if explanation is None:
-            continue
-        aggregation, aggregation_factors = explanation
-        if fault_tried.id == "advantages-negated" and bool(
-            (aggregation_factors * ~row_factors.isnan() < 0).any()
-        ):
-            continue  # two signs that cancel are another fault
-        left_out = left_out_cause(without_weight) if without_weight else NO_CAUSE
-        has_weight = torch.ones(len(row_factors), dtype=torch.bool)
-        has_weight[without_weight] = False
-        fault_cause = _cause_with_range(tokens, fault_tried, hp, weights)
-        if cause := join_causes(fault_cause, left_out, aggregation):
-            multiples = torch.where(has_weight, aggregation_factors, 0)
-            return cause, weights * multiples[:, None]
-    return None
+    found = fitting(named, partial(_fit, tokens, hp, is_silent, right_multiples))
+    return next((how for _, how in found), None)
+
+
+def _fit(
+    tokens: Tokens,
+    hp: dict[str, Any],
+    is_silent: Tensor,
+    right_multiples: Tensor,
+    fault_tried: LossFault,
+) -> tuple[Cause, Tensor] | None:
+    """Return the cause that a fault is, and the weights that it gives, [B, T]; None where
+    these are not the weights found.
+
+    Args:
+        tokens: the weights that were read off the gradient.
+        hp: the objective's numbers.
+        is_silent: whether no token of a response has a weight.
+        right_multiples: the factor that each response should have, [B, 1].
+        fault_tried: the fault.
+    """
+    weights, mask = _weights_of_fault(tokens, fault_tried, hp)
+    row_factors = factors_of_rows(tokens, weights)
+    if row_factors is None:
+        return None
+    # the factor of a response whose weights are within the noise, and should be, is not
+    # known
+    should_be_silent = tokens.near(weights * right_multiples, 0 * weights).all(1)
+    row_factors[is_silent & should_be_silent] = torch.nan
+    least = WEIGHT_TOLERANCE * row_factors.nan_to_num(0).abs().max()
+    without_weight = [i for i, factor in enumerate(row_factors) if abs(factor) <= least]
+    known_factors = len(row_factors) - int(row_factors.isnan().sum())
+    if known_factors == 0 or len(without_weight) == known_factors:
+        return None
+    if without_weight and fault_tried.kind in STOPPING_KINDS:
+        return None
+    row_factors[without_weight] = torch.nan
+    moving = int((mask & (weights != 0)).sum())
+    explanation = explain_factors(
+        tokens.goal,
+        tokens.rows,
+        tokens.padded,
+        row_factors,
+        without_weight,
+        tokens.tol,
+        mask,
+        moving,
+        _largest_odd_factor(fault_tried),
+    )
+    if explanation is None:
+        return None
+    aggregation, aggregation_factors = explanation
+    if fault_tried.id == "advantages-negated" and bool(
+        (aggregation_factors * ~row_factors.isnan() < 0).any()
+    ):
+        return None  # two signs that cancel are another fault
+    left_out = left_out_cause(without_weight) if without_weight else NO_CAUSE
+    has_weight = torch.ones(len(row_factors), dtype=torch.bool)
+    has_weight[without_weight] = False
+    fault_cause = _cause_with_range(tokens, fault_tried, hp, weights)
+    cause = join_causes(fault_cause, left_out, aggregation)
+    if not cause:
+        return None
+    multiples = torch.where(has_weight, aggregation_factors, 0)
+    return cause, weights * multiples[:, None]
 
 
 def _cause_with_range(

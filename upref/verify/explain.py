@@ -22,7 +22,7 @@ from upref.registry import Objective, get, names
 from upref.rollouts import Rollouts
 from upref.transforms import CORRECTIONS, up
 from upref.verify.factors import FACTORS, aggregation_id, declared_aggregation
-from upref.verify.faults import hyperparameter_id, known
+from upref.verify.faults import first_fitting, hyperparameter_id, known
 from upref.verify.faults.batch_reading import floored, left_out, reweighted
 from upref.verify.faults.corrections import corrected, retuned
 from upref.verify.faults.denominators import (
@@ -394,10 +394,13 @@ def first_confirmed(
     Returns:
         Its cause, or an empty one.
     """
-    for known_fault in faults:
-        if cause := cause_if_confirmed(case, known_fault, *more):
-            return cause
-    return NO_CAUSE
+
+    def is_confirmed(known_fault: LossFault) -> bool:
+        """Return whether the fault is the cause."""
+        return bool(cause_if_confirmed(case, known_fault, *more))
+
+    known_fault = first_fitting(faults, is_confirmed)
+    return known_fault.cause if known_fault else NO_CAUSE
 
 
 def cause_if_confirmed_at(
@@ -651,12 +654,13 @@ def reproduces(
             candidate, case, first_rows, found[:FEW], compared[:FEW], case.tol
         )
 
-    for candidate in faults:
-        if fits_first_rows(candidate) and fits(
+    def fits_all_rows(candidate: LossFault) -> bool:
+        """Return whether the fault fits the batch."""
+        return fits_first_rows(candidate) and fits(
             candidate, case, batch, found, compared, case.tol
-        ):
-            return candidate
-    return None
+        )
+
+    return first_fitting(faults, fits_all_rows)
 
 
 def fits(

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from upref import catalog, kl
 from upref.user_code.kl import Term, read
-from upref.verify.faults import Fault, known, measured
+from upref.verify.faults import Fault, first_fitting, known, measured
 from upref.verify.faults.kl import Formula
 from upref.verify.finding import (
     NO_CAUSE,
@@ -111,16 +112,19 @@ class KlCase:
             lambda lp, ref: self.formula(lp, ref).detach() + 0 * lp,
             id="no-gradient",
         )
+        faults = [
+            without_gradient,
+            *(fault for fault in known("kl") if fault.change is not self.formula),
+        ]
         for parts in ((VALUE, GRADIENT), (which,)):
-            for fault in (without_gradient, *known("kl")):
-                if fault.change is self.formula:
-                    continue
-                if not same(self.term, fault.change, parts, tol):
-                    continue
-                if len(parts) == 2 or fault is without_gradient:
-                    return fault.cause
-                part = ("value", "gradient")[which]
-                return Cause(f"by the {part} alone: {fault.words}", (fault.id,))
+            fits = partial(self._has_fault, parts=parts)
+            fault = first_fitting(faults, fits)
+            if fault is None:
+                continue
+            if len(parts) == 2 or fault is without_gradient:
+                return fault.cause
+            part = ("value", "gradient")[which]
+            return Cause(f"by the {part} alone: {fault.words}", (fault.id,))
         expected, found, _ = self.differences(NEAR[-1:], which)
         factor = found.item() / expected.item()
         if same(self.term, lambda lp, ref: factor * self.formula(lp, ref), tol=tol):
@@ -134,6 +138,12 @@ class KlCase:
                 estimator=self.estimator, constant=constant
             )
         return NO_CAUSE
+
+    def _has_fault(self, fault: Fault[Formula], parts: tuple[int, ...]) -> bool:
+        """Return whether the function has the value or the gradient of a fault, or
+        both.
+        """
+        return same(self.term, fault.change, parts, self.term.tol)
 
 
 def pair(d: Tensor, levels: tuple[float, ...] = (-1.0,)) -> tuple[Tensor, Tensor]:

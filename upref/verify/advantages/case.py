@@ -25,7 +25,7 @@ from upref.verify.exact import (
     nearly_equal,
     numerators_and_variances,
 )
-from upref.verify.faults import known, measured
+from upref.verify.faults import Fault, fitting, known, measured
 from upref.verify.faults.advantages import AdvantageChange, Floats
 from upref.verify.finding import NO_CAUSE, Cause, Example, number_pair
 from upref.verify.report import Finding, fail
@@ -194,10 +194,9 @@ class AdvantageCase:
             cause = _advantages_of_two_rewards(batches, found)
             if cause:
                 return cause
-        likely = NO_CAUSE
-        for fault in known("advantages"):
-            if fault.applies_to and self.name not in fault.applies_to:
-                continue
+
+        def fit(fault: Fault[AdvantageChange]) -> tuple[float, float] | None:
+            """Return the factor and the eps with which a fault fits every batch."""
             change = fault.change
             k = change.k(all_expected, all_found) if change.k else 0.0
             tol = self.function.tol
@@ -205,8 +204,15 @@ class AdvantageCase:
             eps = _fitting_eps(change, batches[:1], expected, found[:1], k, tol)
             if eps is not None and len(batches) > 1:
                 eps = _fitting_eps(change, batches, expected, found, k, tol)
-            if eps is None:
-                continue
+            return None if eps is None else (k, eps)
+
+        likely = NO_CAUSE
+        own = (
+            fault
+            for fault in known("advantages")
+            if not fault.applies_to or self.name in fault.applies_to
+        )
+        for fault, (k, eps) in fitting(own, fit):
             words = fault.words.format(k=k)
             if eps <= SMALL_EPS:
                 return Cause(words, (fault.id,))

@@ -3,6 +3,7 @@
 a Catalogue adds to them.
 """
 
+import heapq
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from upref.verify.finding import Cause
 from upref.verify.oracle import discover
 
 C = TypeVar("C")
+F = TypeVar("F", bound="Fault[Any]")
+M = TypeVar("M")
+LAST = 1_000_000  # the rank of a fault that has none of its own
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Fault(Generic[C]):
             one it comes nearest to.
         whole: a few rows of a batch do not show it.
         hint: what to tell a student who made it.
+        rank: of two faults that give the same numbers, the one of the lower rank is
+            named; of one rank, the one that its table has first.
         id: a name that never changes, by which programs tell faults apart. Faults of
             several kinds of function have one id where they are one mistake. "" of
             what is known of one framework alone.
@@ -45,6 +51,7 @@ class Fault(Generic[C]):
     meant: str = ""
     whole: bool = False
     hint: str = ""
+    rank: int = LAST
     id: str = ""
     beside: str = ""
 
@@ -86,15 +93,45 @@ def hyperparameter_id(*names: str) -> str:
 
 
 def known(function: str, *given: Any) -> Iterator[Fault[Any]]:
-    """All faults of that kind of function: those of the module of this name, then those
-    of other files.
+    """All faults of that kind of function, in the order of their ranks: those of the
+    module of this name, and those of other files.
 
     Args:
         function: losses, advantages, kl or logprobs.
         *given: what that module's `known` takes: the objective, its hyperparameters and
             bounds at which a wrong loss was seen to change; or a problem; or nothing.
     """
-    yield from import_module(f"{__name__}.{function}").known(*given)
-    for catalogue in discover(sys.modules[__name__], Catalogue):
-        if catalogue.function == function:
-            yield from catalogue.faults(*given)
+    own = import_module(f"{__name__}.{function}").known(*given)
+    others = [
+        catalogue.faults(*given)
+        for catalogue in discover(sys.modules[__name__], Catalogue)
+        if catalogue.function == function
+    ]
+    return heapq.merge(own, *others, key=lambda fault: fault.rank)
+
+
+def fitting(faults: Iterable[F], fit: Callable[[F], M | None]) -> Iterator[tuple[F, M]]:
+    """Yield the faults that give the numbers found.
+
+    Args:
+        faults: in the order in which they are tried, as `known` yields them.
+        fit: tries a fault. It returns how the fault fits, None where it does not.
+
+    Returns:
+        Each fault that fits, and how.
+    """
+    for candidate in faults:
+        how = fit(candidate)
+        if how is not None:
+            yield candidate, how
+
+
+def first_fitting(faults: Iterable[F], fits: Callable[[F], bool]) -> F | None:
+    """Return the first fault that gives the numbers found, None where none does.
+
+    Args:
+        faults: in the order in which they are tried, as `known` yields them.
+        fits: whether a fault gives these numbers.
+    """
+    found = fitting(faults, lambda candidate: fits(candidate) or None)
+    return next((candidate for candidate, _ in found), None)

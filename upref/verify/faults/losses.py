@@ -8,7 +8,7 @@ names them. One file, because a catalogue is read as one.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -432,13 +432,70 @@ MEASURED_BOUNDS = 2  # of a wrong loss that are tried on either side of r = 1
 def known(
     objective: Objective, hp: dict[str, Any], bounds: list[float]
 ) -> Iterator[LossFault]:
-    """Yield every fault of this file that the objective can have.
+    """Yield every fault of this file that the objective can have, in the order of their
+    ranks: those that no bound concerns, then those of each pair of bounds, the
+    objective's own first, in the order of FAMILIES.
 
     Args:
         objective: the objective that the loss should be.
         hp: its hyperparameters.
         bounds: the ratios at which the wrong loss was seen to change. Faults of the clip
             are tried with them too.
+    """
+    for number, known_fault in enumerate(_faults_without_bounds(objective, hp)):
+        yield replace(known_fault, rank=number)
+    shape = shape_of(objective, hp)
+    for number, (eps_low, eps_high) in enumerate(_pairs_of_bounds(hp, bounds)):
+        form = ClippedForm(objective, hp, shape, eps_low, eps_high, tuple(bounds))
+        # the first pair is the objective's own
+        at_bounds = _words_for_bounds(form) if number else ""
+        for family in sorted(FAMILIES, key=lambda family: family.rank):
+            rank = RANKS_OF_A_PAIR * (1 + number) + family.rank
+            for known_fault in family.faults(form) if family.applies(form) else ():
+                words = known_fault.words + at_bounds
+                yield replace(known_fault, words=words, rank=rank)
+
+
+RANKS_OF_A_PAIR = 1000  # more than any rank of FAMILIES, and than faults without bounds
+
+
+def _pairs_of_bounds(
+    hp: dict[str, Any], bounds: list[float]
+) -> list[tuple[float, float]]:
+    """Return eps_low and eps_high of the objective, then those at which the wrong loss
+    was seen to change, on either side of r = 1.
+    """
+    own_low = hp.get("eps_low", hp.get("eps", 0.2))
+    own_high = hp.get("eps_high", hp.get("eps", hp.get("eps_low", 0.2)))
+    measured_low = [1 - x for x in bounds if 0 < x < 1][:MEASURED_BOUNDS]
+    measured_high = [x - 1 for x in bounds if 1 < x < 10][:MEASURED_BOUNDS]
+    pairs = product([own_low, *measured_low], [own_high, *measured_high])
+    return list(dict.fromkeys(pairs))
+
+
+def _words_for_bounds(form: "ClippedForm") -> str:
+    """Return the words for bounds that are not the objective's own."""
+    hp = form.hp
+    (own_low, own_high), *_ = _pairs_of_bounds(hp, [])
+    not_own = ""
+    # an objective of one bound, as UP is, has no pair of bounds that the loss misses
+    has_pair = "eps" in hp or {"eps_low", "eps_high"} <= hp.keys()
+    if form.shape.is_bounded and has_pair:
+        # a bound below 0 is none
+        own_bounds = [f"{x:g}" for x in (1 - own_low, 1 + own_high) if x > 0]
+        not_own = f", not {' and '.join(own_bounds)}"
+    return f" (with bounds {form.lower:g} and {form.upper:g}{not_own})"
+
+
+def _faults_without_bounds(
+    objective: Objective, hp: dict[str, Any]
+) -> Iterator[LossFault]:
+    """Yield the faults that no bound on the ratio concerns: the sign, the KL term, the
+    sampler's ratio, the ratio to another policy.
+
+    Args:
+        objective: the objective that the loss should be.
+        hp: its hyperparameters.
     """
     j = term_of(objective, hp)
     yield fault(
@@ -468,26 +525,6 @@ def known(
         unbounded := {k: UNBOUNDED for k in hp if k.startswith("eps")}
     ):
         yield fault(NO_BOUND, "clip", id="no-bound", hp=unbounded)
-
-    shape = shape_of(objective, hp)
-    own_low = hp.get("eps_low", hp.get("eps", 0.2))
-    own_high = hp.get("eps_high", hp.get("eps", hp.get("eps_low", 0.2)))
-    measured_low = [1 - x for x in bounds if 0 < x < 1][:MEASURED_BOUNDS]
-    measured_high = [x - 1 for x in bounds if 1 < x < 10][:MEASURED_BOUNDS]
-    pairs = dict.fromkeys(product([own_low, *measured_low], [own_high, *measured_high]))
-    not_own = ""
-    # an objective of one bound, as UP is, has no pair of bounds that the loss misses
-    if shape.is_bounded and ("eps" in hp or {"eps_low", "eps_high"} <= hp.keys()):
-        # a bound below 0 is none
-        own_bounds = [f"{x:g}" for x in (1 - own_low, 1 + own_high) if x > 0]
-        not_own = f", not {' and '.join(own_bounds)}"
-    for number, (eps_low, eps_high) in enumerate(pairs):
-        form = ClippedForm(objective, hp, shape, eps_low, eps_high)
-        at_bounds = ""
-        if number:  # the first pair is the objective's own
-            at_bounds = f" (with bounds {form.lower:g} and {form.upper:g}{not_own})"
-        for fault_of_form in _faults_of_form(form, bounds):
-            yield replace(fault_of_form, words=fault_of_form.words + at_bounds)
 
 
 def _with_sampler(batch: Rollouts, log_mu: Callable[[Rollouts], Tensor]) -> Rollouts:
@@ -967,6 +1004,7 @@ class ClippedForm:
         shape: the shape of its weight.
         eps_low: the lower bound is 1 - eps_low.
         eps_high: the upper bound is 1 + eps_high.
+        bounds: the ratios at which the wrong loss was seen to change.
     """
 
     objective: Objective
@@ -974,6 +1012,7 @@ class ClippedForm:
     shape: Shape
     eps_low: float
     eps_high: float
+    bounds: tuple[float, ...] = ()
 
     @property
     def lower(self) -> float:
@@ -1034,86 +1073,87 @@ class ClippedForm:
         return lambda lp, old, A, m: formula(self.ratio(lp, old, m), A, lp)
 
 
-def _faults_of_form(form: ClippedForm, bounds: list[float]) -> Iterator[LossFault]:
-    """Yield the faults of the ratio, the clip and the advantage. `explain` names the
-    first that fits, so the order is from the special to the general.
-    """
-    shape = form.shape
-    j = form.own_term()
-    if form.weighs_log_prob:
-        yield from _capped_weight_faults(form)
-    if shape.is_smooth:
-        yield from _lone_term_faults(form)
-    yield from _other_sign_faults(form)
-    if shape.has_minimum:
-        yield from _minimum_faults(form)
-    log_prob_everywhere = fault(
+def _log_prob_where_negative_faults(form: ClippedForm) -> Iterator[LossFault]:
+    """Yield the fault that A log π_θ is the term for both signs of A."""
+    yield fault(
         "log π_θ replaces the ratio where A <= 0 too",
         kind="ratio",
         id="log-prob-where-a-negative",
         J=form.term(lambda r, A, lp: A * lp),
     )
-    if shape.ignores_ratio[1.0] and shape.follows_ratio[-1.0]:  # as in UP
-        yield log_prob_everywhere
-        yield from _unbounded_positive_faults(form)
+
+
+def _ratio_always_one_faults(form: ClippedForm) -> Iterator[LossFault]:
+    """Yield the fault that the old log-probabilities have no effect."""
     yield fault(
         "old_log_prob has no effect: every weight is as where the ratio is 1",
         kind="ratio",
         id="ratio-always-one",
         J=lambda lp, old, A, m: A * lp,
     )
-    if shape.is_bounded:
-        yield from _no_bound_faults(form)
-    yield from _inverted_ratio_faults(form)
-    if c := form.hp.get("c"):
-        yield fault(
-            "the dual clip takes the other one of its two terms: min(J, c A) where A < 0",
-            kind="clip",
-            id="other-term-of-dual-clip",
-            J=form.term(
-                lambda r, A, lp: where(
-                    A < 0, minimum(form.ppo(r, A), c * A), form.ppo(r, A)
-                )
-            ),
-        )
-    yield from _advantage_faults(form)
-    yield from _missing_side_faults(form)
+
+
+def _dual_clip_faults(form: ClippedForm) -> Iterator[LossFault]:
+    """Yield the fault that the dual clip takes the wrong one of its two terms."""
+    c = form.hp["c"]
+
+    def other_term(r: Tensor, A: Tensor, lp: Tensor) -> Tensor:
+        """Return min(J, c A) where A < 0, and J elsewhere."""
+        return where(A < 0, minimum(form.ppo(r, A), c * A), form.ppo(r, A))
+
+    yield fault(
+        "the dual clip takes the other one of its two terms: min(J, c A) where A < 0",
+        kind="clip",
+        id="other-term-of-dual-clip",
+        J=form.term(other_term),
+    )
+
+
+def _ppo_faults(form: ClippedForm) -> Iterator[LossFault]:
+    """Yield the fault that the clip is PPO's."""
     yield fault(
         "the clip is that of PPO on both sides",
         kind="clip",
         id="ppo-clip",
         J=form.term(lambda r, A, lp: form.ppo(r, A)),
     )
-    yield from _response_ratio_faults(form)
-    yield from _batch_ratio_faults(form)
-    yield _product_of_ratios_fault(form)
+
+
+def _detached_term_faults(form: ClippedForm) -> Iterator[LossFault]:
+    """Yield the fault that the objective's term is a constant."""
+    j = form.own_term()
     yield fault(
         "the whole term is detached: a constant weight on log π_θ",
         kind="stop-gradient",
         id="term-detached",
         J=lambda lp, old, A, m: sg(j(lp, old, A, m)) * lp,
     )
-    if shape.is_bounded:
-        yield from _misread_bound_faults(form)
-    yield from _ratio_replaced_faults(form, bounds)
-    yield log_prob_everywhere
-    yield from _weight_on_log_prob_faults(form, bounds)
-    if shape.is_bounded:
-        yield fault(
-            "the ratio is missing from the weight: 1 in its place inside the bounds",
-            kind="ratio",
-            id="ratio-missing-inside-bounds",
-            J=form.term(
-                lambda r, A, lp: A * lp * where(A > 0, r <= form.upper, r >= form.lower)
-            ),
-        )
+
+
+def _missing_ratio_faults(form: ClippedForm) -> Iterator[LossFault]:
+    """Yield the fault that the weight inside the bounds has no ratio."""
+
+    def masked(r: Tensor, A: Tensor, lp: Tensor) -> Tensor:
+        """Return A log π_θ, or 0 beyond the bound on the side to which A pushes."""
+        return A * lp * where(A > 0, r <= form.upper, r >= form.lower)
+
+    yield fault(
+        "the ratio is missing from the weight: 1 in its place inside the bounds",
+        kind="ratio",
+        id="ratio-missing-inside-bounds",
+        J=form.term(masked),
+    )
+
+
+def _exponential_faults(form: ClippedForm) -> Iterator[LossFault]:
+    """Yield the fault that UP's exponential has no anchor."""
+    j = form.own_term()
     yield fault(
         "stop-gradient: exp(log π_θ) without an anchor",
         kind="stop-gradient",
         id="exponential-without-anchor",
         J=lambda lp, old, A, m: where(A > 0, A * exp(lp), j(lp, old, A, m)),
     )
-    yield from _bound_elsewhere_faults(form, bounds)
 
 
 def _capped_weight_faults(form: ClippedForm) -> Iterator[LossFault]:
@@ -1615,8 +1655,8 @@ def _batch_ratio_faults(form: ClippedForm) -> Iterator[LossFault]:
             )
 
 
-def _product_of_ratios_fault(form: ClippedForm) -> LossFault:
-    """Make the fault that the product of a response's ratios replaces each token's."""
+def _product_of_ratios_faults(form: ClippedForm) -> Iterator[LossFault]:
+    """Yield the fault that the product of a response's ratios replaces each token's."""
 
     def ppo_at_product(lp: Tensor, old: Tensor, A: Tensor, m: Tensor) -> Tensor:
         """Return PPO's term at the product of the response's ratios."""
@@ -1629,7 +1669,7 @@ def _product_of_ratios_fault(form: ClippedForm) -> LossFault:
         w = _weights_of_term(ppo_at_product, batch) / lengths
         return _with_sampler_and_kl(form.objective, form.hp, w, batch)
 
-    return fault(
+    yield fault(
         "the product of the response's ratios replaces the token's: one term for each response",
         kind="ratio",
         id="product-for-token-ratio",
@@ -1661,9 +1701,7 @@ def _misread_bound_faults(form: ClippedForm) -> Iterator[LossFault]:
     )
 
 
-def _ratio_replaced_faults(
-    form: ClippedForm, bounds: list[float]
-) -> Iterator[LossFault]:
+def _ratio_replaced_faults(form: ClippedForm) -> Iterator[LossFault]:
     """Yield the faults that log r replaces the ratio, that the ratio is there twice, or
     that it replaces log π_θ.
     """
@@ -1688,7 +1726,7 @@ def _ratio_replaced_faults(
         id="log-ratio-for-ratio",
         J=ppo_at_log_ratio,
     )
-    for cap in (*CAPS, *bounds):
+    for cap in (*CAPS, *form.bounds):
         at_most = f", at most {cap:g}" if cap < math.inf else ""
         yield fault(
             f"the term is multiplied by the ratio once more, as a constant{at_most}",
@@ -1704,9 +1742,7 @@ def _ratio_replaced_faults(
     )
 
 
-def _weight_on_log_prob_faults(
-    form: ClippedForm, bounds: list[float]
-) -> Iterator[LossFault]:
+def _weight_on_log_prob_faults(form: ClippedForm) -> Iterator[LossFault]:
     """Yield the faults that a bounded ratio multiplies A log π_θ: as a constant, and
     with its gradient.
     """
@@ -1734,7 +1770,7 @@ def _weight_on_log_prob_faults(
         """Return cap(r) A log π_θ, with the gradient of the ratio too."""
         return cap(r) * A * lp
 
-    has_lower_bound = any(0 < x < 1 for x in bounds)
+    has_lower_bound = any(0 < x < 1 for x in form.bounds)
     for participle, cap in form.caps():
         yield fault(
             f"stop-gradient: the {participle} ratio on log π_θ is not detached",
@@ -1748,9 +1784,7 @@ def _weight_on_log_prob_faults(
 LEAST_GUARD = 0.05  # of |log r|; a smaller one is a bound on the response's ratio
 
 
-def _bound_elsewhere_faults(
-    form: ClippedForm, bounds: list[float]
-) -> Iterator[LossFault]:
+def _bound_elsewhere_faults(form: ClippedForm) -> Iterator[LossFault]:
     """Yield the faults that a ratio at which the loss was seen to change is a guard on
     log r, a cap on r, or a dual clip.
     """
@@ -1768,7 +1802,7 @@ def _bound_elsewhere_faults(
         """Return PPO's term, with the ratio capped at the bound where A < 0."""
         return where(A < 0, form.ppo(r.clamp(max=bound), A), form.ppo(r, A))
 
-    guards = {round(abs(float(torch.tensor(x).log())), 4) for x in bounds if x > 0}
+    guards = {round(abs(float(torch.tensor(x).log())), 4) for x in form.bounds if x > 0}
     for guard in sorted(x for x in guards if x >= LEAST_GUARD):
         yield fault(
             f"no token has a gradient where |log r| > {guard:g}: log r is clamped there, or the term is left out",
@@ -1776,7 +1810,7 @@ def _bound_elsewhere_faults(
             id="log-ratio-clamped",
             J=partial(guarded, guard=guard),
         )
-    for bound in bounds:
+    for bound in form.bounds:
         is_beyond_upper = bound >= form.upper  # A > 0 has no gradient there anyway
         yield fault(
             _words_beyond(
@@ -1807,3 +1841,63 @@ def _words_beyond(bound: float, how: str, only_negative: bool) -> str:
         f"{where_negative}no gradient is left beyond r = {bound:.6g}: {how}, or such tokens "
         "are left out"
     )
+
+
+# ---- the families of faults ----------------------------------------------------------
+def _always(form: ClippedForm) -> bool:
+    """Return that every objective may have the fault."""
+    return True
+
+
+def _is_bounded(form: ClippedForm) -> bool:
+    """Return whether a bound acts."""
+    return form.shape.is_bounded
+
+
+def _is_like_up(form: ClippedForm) -> bool:
+    """Return whether the term is A log π_θ where A > 0, and a ratio where A < 0."""
+    return form.shape.ignores_ratio[1.0] and form.shape.follows_ratio[-1.0]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Faults of the ratio, the clip or the advantage that are made alike.
+
+    Attributes:
+        rank: of two faults that give the same numbers, that of the lower rank is named.
+            So the special ones come before the general ones.
+        faults: makes them of an objective with one pair of bounds.
+        applies: whether such an objective may have them.
+    """
+
+    rank: int
+    faults: Callable[[ClippedForm], Iterable[LossFault]]
+    applies: Callable[[ClippedForm], bool] = _always
+
+
+FAMILIES = (
+    Family(10, _capped_weight_faults, lambda form: form.weighs_log_prob),
+    Family(20, _lone_term_faults, lambda form: form.shape.is_smooth),
+    Family(30, _other_sign_faults),
+    Family(40, _minimum_faults, lambda form: form.shape.has_minimum),
+    Family(50, _log_prob_where_negative_faults, _is_like_up),
+    Family(60, _unbounded_positive_faults, _is_like_up),
+    Family(70, _ratio_always_one_faults),
+    Family(80, _no_bound_faults, _is_bounded),
+    Family(90, _inverted_ratio_faults),
+    Family(100, _dual_clip_faults, lambda form: bool(form.hp.get("c"))),
+    Family(110, _advantage_faults),
+    Family(120, _missing_side_faults),
+    Family(130, _ppo_faults),
+    Family(140, _response_ratio_faults),
+    Family(150, _batch_ratio_faults),
+    Family(160, _product_of_ratios_faults),
+    Family(170, _detached_term_faults),
+    Family(180, _misread_bound_faults, _is_bounded),
+    Family(190, _ratio_replaced_faults),
+    Family(200, _log_prob_where_negative_faults),
+    Family(210, _weight_on_log_prob_faults),
+    Family(220, _missing_ratio_faults, _is_bounded),
+    Family(230, _exponential_faults),
+    Family(240, _bound_elsewhere_faults),
+)

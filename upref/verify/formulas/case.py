@@ -17,7 +17,7 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.user_code.function import Called
 from upref.user_code.named import NamedFunction
-from upref.verify.faults import Fault, measured
+from upref.verify.faults import Fault, first_fitting, measured
 from upref.verify.finding import NO_CAUSE, Cause, Example, number_pair
 from upref.verify.report import Finding, fail
 
@@ -265,10 +265,13 @@ class FormulaCase:
         for one in (problem, *self.problems):
             with contextlib.suppress(InputError):  # it refuses the batch
                 answers.append((one, self.found(one)))
-        for fault in self.faults:
-            if all(self._has_fault(fault, one, found) for one, found in answers):
-                return fault.cause
-        return self._common_factor(answers)
+
+        def fits(fault: Fault[Formula]) -> bool:
+            """Return whether a fault has the numbers of every batch."""
+            return all(self._has_fault(fault, one, found) for one, found in answers)
+
+        fault = first_fitting(self.faults, fits)
+        return fault.cause if fault else self._common_factor(answers)
 
     def _has_fault(self, fault: Fault[Formula], one: Problem, found: Tensor) -> bool:
         """Return whether the formula with this fault has the numbers found."""

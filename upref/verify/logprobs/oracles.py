@@ -14,7 +14,7 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.user_code.logprobs import Kernel, KernelOutcome, Problem
-from upref.verify.faults import known
+from upref.verify.faults import first_fitting, known
 from upref.verify.faults.logprobs import (
     PLAIN as ANYWHERE,
     RIGHT,
@@ -194,11 +194,17 @@ class KernelCase:
         for name, names in names_for.items():
             error = errors[name] if name else max(errors.values())
             most = min(3.0, error / 3)
-            for fault in known("logprobs", problem):
-                if not self.is_reproduced(fault.change, problem, done, names, most):
-                    continue
-                if not all(self._fits(fault, *other, names) for other in others):
-                    continue
+
+            def fits(
+                fault: LogprobFault, names: set[str] = names, most: float = most
+            ) -> bool:
+                """Return whether a fault gives these numbers of every problem."""
+                return self.is_reproduced(
+                    fault.change, problem, done, names, most
+                ) and all(self._fits(fault, *other, names) for other in others)
+
+            fault = first_fitting(known("logprobs", problem), fits)
+            if fault is not None:
                 words = fault.words
                 if name and len(errors) > 1:
                     words = f"{words} (by the {name} alone)"
