@@ -6,6 +6,8 @@ reasoning LLMs.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from upref.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from upref.aggregation import Totals, aggregate, row_weights
     from upref.derivation import derive
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
     from upref.verify.proof import prove, prove_kl
     from upref.weights.capacity import capacity
     from upref.weights.plots import cap_map
-
-__version__ = "0.1.0"
 
 # Where each public name lives, imported at its first use: `upref -h` needs no torch, a
 # trainer no sympy or matplotlib.

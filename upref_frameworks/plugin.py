@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What upref loads by the entry point group `upref.frameworks`: see
-upref.plugins.FrameworkPlugin for each function.
+upref.user_code.frameworks.FrameworkPlugin for each function.
 """
 
 import tomllib
@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from upref.plugins import DumpReader, Recorder
 from upref.registry import Objective
+from upref.replay.trainers import DumpReader, Recorder
 from upref.user_code.loss import Loss
 from upref.user_code.signature import parameters
 from upref_frameworks import names
@@ -70,7 +70,7 @@ def needs_process(framework: str) -> bool:
 def find(
     name: str, objective: Objective, hp: Mapping[str, Any]
 ) -> Loss | Callable[..., Any]:
-    """Return a loss by its name, as `upref.plugins.FrameworkPlugin.find` describes.
+    """Return a loss by its name, as `FrameworkPlugin.find` describes.
 
     Args:
         name: `FRAMEWORK:MODE[@matched][,FIELD=VALUE...]`.

@@ -81,6 +81,8 @@ MODULES = {
     "upref.replay": "Recorded batches of a run",
     "upref.logs": "Logged scalars of a run",
     "upref.plugins": "What other packages add",
+    "upref.user_code.frameworks": "Losses that other packages add",
+    "upref.replay.trainers": "Trainers that other packages add",
     "upref.cli.verb": "A verb of the command",
     "upref_frameworks.audits": "Audits of frameworks",
     "upref_frameworks.audits.recipe": "Recipes",

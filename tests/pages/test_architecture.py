@@ -4,6 +4,7 @@ the way of a loss is walked.
 """
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,11 @@ def test_the_way_of_a_loss_is_the_one_it_goes(tmp_path):
 
 def test_one_screen():
     assert len(WAY.splitlines()) <= 25 and max(map(len, WAY.splitlines())) <= 120
+
+
+def test_a_circle_of_types_alone_is_a_circle():
+    """The import contracts look at imports under TYPE_CHECKING too."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    linter = settings["tool"]["importlinter"]
+    assert linter["exclude_type_checking_imports"] is False
+    assert any(c["type"] == "acyclic_siblings" for c in linter["contracts"])

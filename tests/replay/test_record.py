@@ -15,7 +15,7 @@ import upref
 from upref.cli import main
 from upref.errors import InputError
 from upref.replay import loss, normalizer, read_steps, record
-from upref.replay.record import Schedule
+from upref.replay.trainers import Schedule
 from upref.step.case import perturb, with_weights
 from upref.step.families import tiny
 

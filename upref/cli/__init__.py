@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any, NoReturn, TextIO
 
-from upref import __version__, interrupt, plugins
+from upref import interrupt, plugins
 from upref.cli.verb import Verb, add_hyperparameters, add_time_limit
 from upref.errors import Gone, InputError
+from upref.version import __version__
 
 LOSS = (
     "package.module:function, path/to/file.py:function, or a framework's own loss as shipped: verl:loss_mode, "

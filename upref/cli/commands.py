@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from upref import catalog, plugins
+from upref import catalog
 from upref.cli.output import answer, table
 from upref.cli.verb import hyperparameters
 from upref.errors import InputError
@@ -161,10 +161,10 @@ def identify(args: argparse.Namespace) -> int:
 
 
 def diff(args: argparse.Namespace) -> int:
-    from upref import plugins
     from upref.identification.diff import diff as difference_of
+    from upref.user_code.frameworks import adapters
 
-    known = plugins.adapters()
+    known = adapters()
     if args.steps or args.case or {args.a, args.b} & known.keys():
         from upref.conformance.diff import chosen_cases, diff_steps
 
@@ -175,11 +175,11 @@ def diff(args: argparse.Namespace) -> int:
 
 def _adapter(word: str) -> Any:
     """Return the adapter of a framework that is known by its name, or of a file."""
-    from upref import plugins
     from upref.conformance.adapter import load_adapter
     from upref.errors import importing
+    from upref.user_code.frameworks import adapters
 
-    known = plugins.adapters()
+    known = adapters()
     if word not in known:
         return load_adapter(word)
     with importing(word):
@@ -251,13 +251,14 @@ def _resolve_losses(given: list[str]) -> list[Any]:
     whose framework needs a process of its own. This process becomes that framework's.
     """
     from upref.user_code import no_objective
+    from upref.user_code.frameworks import provider
     from upref.weights import plots  # noqa: F401  (before the imports are restricted)
 
     framework_of = {name: name.partition(":")[0] for name in given}
     plugin_of = {
         name: plugin
         for name, framework in framework_of.items()
-        if (plugin := plugins.provider(framework)) and plugin.needs_process(framework)
+        if (plugin := provider(framework)) and plugin.needs_process(framework)
     }
     if len(frameworks := {framework_of[name] for name in plugin_of}) > 1:
         raise InputError(

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from upref import plugins
 from upref.registry import get, names
+from upref.user_code.frameworks import framework_plugins
 from upref.weights.batches import autograd_gradient, batch
 
 PARTS = (
@@ -39,7 +39,7 @@ def examine() -> dict[str, Any]:
         "python": platform.python_version(),
     }
     report |= {part: _version(part) for part in PARTS}
-    for plugin in plugins.framework_plugins():
+    for plugin in framework_plugins():
         report |= {
             part: _compared_with_tested(report[part], v)
             for part, v in plugin.tested_versions().items()

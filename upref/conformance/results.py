@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from upref import __version__
 from upref.conformance.cases import CASES
 from upref.conformance.runner import Outcome, Status
 from upref.errors import InputError
 from upref.files import write_atomically
+from upref.version import __version__
 
 TABLE = "expected_failures"
 

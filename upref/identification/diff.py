@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from upref import plugins
 from upref.registry import get
 from upref.result import Result
 from upref.rollouts import Rollouts
 from upref.user_code import Loss, read
+from upref.user_code.frameworks import closing_settings
 from upref.user_code.guard import state_restored
 from upref.verify.probe import BlackBox, measure
 from upref.weights.batches import interval_words, on_policy_batch, random_batches
@@ -162,7 +162,7 @@ def diff(a: Any, b: Any) -> Difference:
     found = compare_losses(a, b)
     if found:
         return found
-    return replace(found, closed_by=tuple(plugins.closing_settings(a, b)))
+    return replace(found, closed_by=tuple(closing_settings(a, b)))
 
 
 def compare_losses(a: Any, b: Any) -> Difference:

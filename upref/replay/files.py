@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from upref import plugins
 from upref.errors import InputError
 from upref.files import require_file, write_atomically
 from upref.pages import locate_page
@@ -32,6 +31,7 @@ from upref.replay.schema import (
     SCHEMA,
     RecordedBatch,
 )
+from upref.replay.trainers import DumpReader, dump_readers
 
 MOST_BYTES = 4 * 2**30  # that the columns of one file announce
 MOST_FILES = 100_000
@@ -143,9 +143,9 @@ def _is_recorded(path: Path) -> bool:
     return _find_reader(path) is not None
 
 
-def _find_reader(path: Path) -> plugins.DumpReader | None:
+def _find_reader(path: Path) -> DumpReader | None:
     """Return the plugin that reads a trainer's own file; None where none does."""
-    for reader in plugins.dump_readers():
+    for reader in dump_readers():
         if path.suffix in reader.SUFFIXES and _call_parser(reader.recognizes, path):
             return reader
     return None
@@ -170,9 +170,7 @@ def _identify_format(path: Path) -> Source:
 
 def _suffixes() -> list[str]:
     return sorted(
-        {".npz", ".safetensors"}.union(
-            *(reader.SUFFIXES for reader in plugins.dump_readers())
-        )
+        {".npz", ".safetensors"}.union(*(reader.SUFFIXES for reader in dump_readers()))
     )
 
 

@@ -4,10 +4,10 @@
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
+from upref.replay.checks import RunChecks, StepChecks
 from upref.replay.compare import HeavyToken, ObjectiveWeights
 from upref.replay.findings import ReplayFinding, name_steps
 from upref.replay.gap import Gap
@@ -15,16 +15,13 @@ from upref.replay.loss import LoggedLoss
 from upref.replay.schema import UNTOLD, RecordedBatch
 from upref.replay.zero import MOST_SHAPES, ZeroMismatch
 
-if TYPE_CHECKING:
-    from upref.replay.report import Replay, StepChecks
-
 SHOWN = 4  # findings of one check that are printed
 WIDTH = 118
 COUNT = re.compile(r"\b[\d.,]*\d ")  # of tokens or responses, another one at each step
 NO_ROUNDING = 1.0  # nats, of one token: rounding makes no such difference
 
 
-def report_lines(found: "Replay", verbose: bool) -> Iterator[str]:
+def report_lines(found: RunChecks, verbose: bool) -> Iterator[str]:
     """Yield the lines of a report: of a run, first what was found and at which steps.
 
     Args:
@@ -53,7 +50,7 @@ def report_lines(found: "Replay", verbose: bool) -> Iterator[str]:
         yield from _heavy_lines(found.heaviest, found.table.rows[0].name)
 
 
-def heading(found: "Replay") -> str:
+def heading(found: RunChecks) -> str:
     """Say in one line what the checks of a replay found; of a run, at which steps.
 
     Args:
@@ -70,7 +67,7 @@ def heading(found: "Replay") -> str:
     return "; ".join(parts)
 
 
-def _checks_with_steps(found: "Replay", severity: str) -> list[str]:
+def _checks_with_steps(found: RunChecks, severity: str) -> list[str]:
     """Name the checks that have a finding of this severity, and of a run the steps."""
     steps: dict[str, list[int]] = {}
     for s in found.steps:
@@ -89,7 +86,7 @@ def _checks_with_steps(found: "Replay", severity: str) -> list[str]:
     return names
 
 
-def _where(found: "Replay", numbers: list[int]) -> str:
+def _where(found: RunChecks, numbers: list[int]) -> str:
     """Say at which steps of a run something is."""
     order = [s.step for s in found.steps]
     count = len(numbers)
@@ -100,7 +97,7 @@ def _where(found: "Replay", numbers: list[int]) -> str:
     return f"at {count} of {len(order)} steps: {name_steps(numbers)}"
 
 
-def _run_lines(found: "Replay", unused: tuple[str, ...]) -> Iterator[str]:
+def _run_lines(found: RunChecks, unused: tuple[str, ...]) -> Iterator[str]:
     """Yield what was found in a run: each cause once, with its steps, failures first;
     then its sizes, and the checks that found nothing.
 
@@ -140,7 +137,7 @@ def _run_lines(found: "Replay", unused: tuple[str, ...]) -> Iterator[str]:
     yield from _agreement_lines(found, unused)
 
 
-def _size_lines(found: "Replay") -> Iterator[str]:
+def _size_lines(found: RunChecks) -> Iterator[str]:
     """Yield the sizes of the gap over the steps of a run."""
     if found.series is None:
         return
@@ -162,7 +159,7 @@ def _size_lines(found: "Replay") -> Iterator[str]:
         yield f"      step {largest.step}: {_gap_numbers(of_largest)}"
 
 
-def _agreement_lines(found: "Replay", unused: tuple[str, ...]) -> Iterator[str]:
+def _agreement_lines(found: RunChecks, unused: tuple[str, ...]) -> Iterator[str]:
     """Yield for each estimator, and for each sum that the loss is, the steps that agree.
 
     Args:
@@ -177,7 +174,7 @@ def _agreement_lines(found: "Replay", unused: tuple[str, ...]) -> Iterator[str]:
         yield _fold(f"ok    {words} {_where(found, numbers)}{more}")
 
 
-def _agreements(s: "StepChecks", unused: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def _agreements(s: StepChecks, unused: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Yield what agrees in a step, in words that are the same at other steps, and what
     stands behind the steps.
     """
@@ -196,7 +193,7 @@ def _agreements(s: "StepChecks", unused: tuple[str, ...]) -> Iterator[tuple[str,
         yield f"loss: dL/dlp of the recorded tokens is that of the {terms}", ""
 
 
-def _words_for_table_step(found: "Replay") -> str:
+def _words_for_table_step(found: RunChecks) -> str:
     """Say of which step the table of a run is, and describe the step."""
     batch = found.exercised
     rest = "the last one"
@@ -212,7 +209,7 @@ def _kind(f: ReplayFinding) -> tuple[str, str, str]:
     return f.severity, f.check, f.cause
 
 
-def _never_exercised(found: "Replay") -> tuple[str, ...]:
+def _never_exercised(found: RunChecks) -> tuple[str, ...]:
     """The hyperparameters that no step whose loss is right exercises."""
     losses = [
         s.loss
@@ -256,7 +253,7 @@ def summary_line(batch: RecordedBatch) -> str:
     )
 
 
-def _step_lines(s: "StepChecks", unused: tuple[str, ...]) -> Iterator[str]:
+def _step_lines(s: StepChecks, unused: tuple[str, ...]) -> Iterator[str]:
     """Yield the lines of one step: findings, and of a check without findings its sizes.
 
     Args:

@@ -3,7 +3,7 @@
 
     upref.replay.record(trainer, "dumps", every=50)        # one line before trainer.train()
 
-What is known of a trainer comes from a package that attaches to upref (upref.plugins).
+What is known of a trainer comes from a package that attaches to upref (trainers.py).
 Here is what all of them share: which steps are recorded, how a gradient is kept, and
 how a step is written. **The files hold users' texts, as token ids.** A file is written
 beside its place and renamed, so that an interruption leaves no half file. What fails
@@ -13,7 +13,6 @@ here stops the recording with one warning, never the training.
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,49 +21,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from upref import plugins
 from upref.errors import InputError
 from upref.files import write_atomically
 from upref.replay.batch import make_batch
 from upref.replay.files import write
 from upref.replay.schema import HINT, RESPONSE_COLUMNS, RecordedBatch
+from upref.replay.trainers import EVERY, Recorder, Schedule, Sink, recorders
 
 log = logging.getLogger(__name__)
-EVERY = 50
 NOTICE = (
     "The files of this folder hold users' texts, as token ids. Keep them as you keep the data of the run.\n"
     "`upref replay` reads them.\n"
 )
-# It takes a step of this rank and the process group of the data-parallel ranks (None:
-# the default one), and returns metrics to log. The step is None on a rank that could
-# not record it: the others may be waiting for it.
-Sink = Callable[[RecordedBatch | None, Any], Mapping[str, float] | None]
 
 
 class Stopped(RuntimeError):
     """A watched run, one of whose steps is not the objective's."""
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The steps that are recorded: number 1, and each whose number is a multiple of
-    `every`.
-    """
-
-    every: int = EVERY
-
-    def __post_init__(self) -> None:
-        if (
-            not isinstance(self.every, int)
-            or isinstance(self.every, bool)
-            or self.every < 1
-        ):
-            wanted = "the number of steps between two records, 1 or more"
-            raise InputError(f"every is {wanted}, not {self.every!r}.")
-
-    def due(self, step: int) -> bool:
-        """Whether this step is recorded."""
-        return step == 1 or step % self.every == 0
 
 
 class Recording:
@@ -119,15 +91,15 @@ def record(trainer: Any, folder: str | Path, *, every: int = EVERY) -> Recording
     return Recording(recorder.attach(trainer, Schedule(every), file_sink(place)))
 
 
-def recorder_of(trainer: Any) -> "plugins.Recorder":
+def recorder_of(trainer: Any) -> Recorder:
     """What knows this trainer; InputError where nothing does.
 
     Args:
         trainer: the object.
     """
-    found = next((r for r in plugins.recorders() if r.recognizes(trainer)), None)
+    found = next((r for r in recorders() if r.recognizes(trainer)), None)
     if found is None:
-        known = ", ".join(r.TRAINER for r in plugins.recorders()) or "none"
+        known = ", ".join(r.TRAINER for r in recorders()) or "none"
         raise InputError(
             f"an object of class {type(trainer).__name__} cannot be recorded: the trainers that can are {known}. "
             "docs/dump.md says what another trainer has to write."

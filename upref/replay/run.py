@@ -11,11 +11,12 @@ from typing import Any
 from upref.definition import Objective
 from upref.errors import InputError
 from upref.replay.advantages import advantages
+from upref.replay.checks import StepChecks
 from upref.replay.compare import HeavyToken, ObjectiveWeights, heaviest_tokens, weights
 from upref.replay.gap import gap
 from upref.replay.lines import summary_line
 from upref.replay.loss import loss, settle
-from upref.replay.report import Replay, StepChecks
+from upref.replay.report import Replay
 from upref.replay.schema import SEVERAL_LOSSES, RecordedBatch, expect_batch
 from upref.replay.series import StepGap, measure_step, ratio_one, series
 from upref.replay.terms import objective_as_run

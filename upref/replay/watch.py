@@ -29,10 +29,7 @@ from upref.replay.findings import ReplayFinding
 from upref.replay.gap import Gap, gap
 from upref.replay.loss import loss
 from upref.replay.record import (
-    EVERY,
     Recording,
-    Schedule,
-    Sink,
     Stopped,
     file_sink,
     gather_ranks,
@@ -41,6 +38,7 @@ from upref.replay.record import (
 )
 from upref.replay.schema import RecordedBatch
 from upref.replay.terms import objective_as_run
+from upref.replay.trainers import EVERY, Schedule, Sink
 from upref.replay.words import SAMPLER
 
 log = logging.getLogger(__name__)

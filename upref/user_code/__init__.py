@@ -7,7 +7,7 @@ or their usual variants (upref.user_code.names), by position where no name says 
 by name also ref_log_prob, group, entropy, totals (the mini-batch's `Totals`, for a
 micro-batch), num_micro_batches, dp_size and hyperparameters. Or an `Objective`; a
 trainer class of TRL's; a name: package.module:function, path/to/file.py:function, or
-what an installed package knows (upref.plugins), as verl:LOSS_MODE and trl:LOSS_TYPE. It
+what an installed package knows (frameworks.py), as verl:LOSS_MODE and trl:LOSS_TYPE. It
 answers with a scalar, with a tuple or dict that holds one, or with an unreduced [B, T]
 or [B]. A training step, which calls .backward() itself, is judged by the gradient that
 it leaves, and by that of the loss that it returns where this has one: a trainer that
@@ -28,6 +28,7 @@ from upref.pages import locate_page
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
 from upref.user_code import names
+from upref.user_code.frameworks import framework_plugins, provider as find_provider
 from upref.user_code.load import load, name_of, no_function
 from upref.user_code.loss import FIRST, MAIN, ROWS, SHAPES, Loss, LossOutcome
 from upref.user_code.settings import Shipped
@@ -165,7 +166,7 @@ def resolve(
         raise InputError(
             f"{name} is matched to no objective here: name the loss as shipped, and its fields."
         )
-    if provider := plugins.provider(framework):
+    if provider := find_provider(framework):
         if provider.needs_process(framework) and not alone:
             how = f"its losses need a process of their own: `upref check {name} --as NAME`"
             raise InputError(f"{framework} is not imported here, {how}.")
@@ -186,7 +187,7 @@ def _read_objective(target: Target) -> Loss | None:
 
 def _read_object_of_framework(target: Target) -> Loss | None:
     """Read an object that an installed package recognizes, such as a trainer's class."""
-    for plugin in plugins.framework_plugins():
+    for plugin in framework_plugins():
         loss = plugin.recognize(target.name, target.value, target.o, target.hp)
         if loss is not None:
             return loss
@@ -228,7 +229,7 @@ def _load_function(name: str, framework: str) -> Any:
     try:
         return load(name)
     except InputError as e:
-        if not framework.isidentifier() or plugins.framework_plugins():
+        if not framework.isidentifier() or framework_plugins():
             raise
         which = f"Names of frameworks' losses need another package: {plugins.absent('upref_frameworks')}."
         raise InputError(f"{e} {which}") from e
@@ -517,7 +518,7 @@ def accepts(loss: Any, key: str) -> bool:
         loss: a function or its name.
         key: of the hyperparameter.
     """
-    if isinstance(loss, str) and plugins.provider(loss.partition(":")[0]):
+    if isinstance(loss, str) and find_provider(loss.partition(":")[0]):
         return False
     all_parameters = {
         p.name: p for p in parameters(load(loss) if isinstance(loss, str) else loss)

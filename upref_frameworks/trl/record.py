@@ -21,8 +21,6 @@ import torch
 from torch import Tensor
 
 from upref.replay.record import (
-    Schedule,
-    Sink,
     finish,
     hand_over,
     keep_gradient,
@@ -31,6 +29,7 @@ from upref.replay.record import (
 )
 from upref.replay.schema import RecordedBatch
 from upref.replay.terms import EXTRA_TERMS
+from upref.replay.trainers import Schedule, Sink
 
 TRAINER = "TRL's GRPOTrainer"
 WRAPPED = (

@@ -39,10 +39,7 @@ from upref.errors import InputError
 from upref.registry import get, names
 from upref.replay.prompts import prompt_number
 from upref.replay.record import (
-    EVERY,
     Recording,
-    Schedule,
-    Sink,
     finish,
     gather_ranks,
     hand_over,
@@ -52,6 +49,7 @@ from upref.replay.record import (
 )
 from upref.replay.schema import RecordedBatch
 from upref.replay.terms import EXTRA_TERMS
+from upref.replay.trainers import EVERY, Schedule, Sink
 from upref.replay.watch import Watch, expect_choices, sink_of
 
 # verl's loss of a micro-batch: (loss, metrics)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the checks of a run's recorded batches found, as data."""
+
+from dataclasses import dataclass, field
+
+from upref.replay.advantages import Advantages
+from upref.replay.compare import HeavyToken, ObjectiveWeights
+from upref.replay.findings import ReplayFinding
+from upref.replay.gap import Gap
+from upref.replay.loss import LoggedLoss
+from upref.replay.schema import RecordedBatch
+from upref.replay.series import Series
+from upref.replay.zero import ZeroMismatch
+
+
+@dataclass(frozen=True)
+class StepChecks:
+    """What was found in one step."""
+
+    step: int
+    summary: str
+    sampler: Gap | None
+    advantages: Advantages | None
+    loss: LoggedLoss | None
+    old: ReplayFinding | None
+    not_run: dict[str, str]
+    zero: ZeroMismatch | None = None
+
+    @property
+    def findings(self) -> list[ReplayFinding]:
+        """The findings of all checks of the step."""
+        all_checks = (self.zero, self.sampler, self.advantages, self.loss)
+        checks = [c for c in all_checks if c is not None]
+        return [f for c in checks for f in c.findings] + (
+            [self.old] if self.old else []
+        )
+
+
+@dataclass(frozen=True)
+class RunChecks:
+    """What was found in the steps of a run.
+
+    Args:
+        objective: name of the objective that ran; "" if it was not given.
+        steps: the checks of each step.
+        series: the gap over the steps; None for fewer than two.
+        table: objectives on the tokens of the step `exercised`; None if they cannot be
+            computed.
+        heaviest: the tokens of that step with the largest weights under the first row
+            of the table.
+        exercised: the step where π_θ differs most from π_old; of several, the last one.
+        widest: the step with the largest gap to the sampler; of several, the last one.
+    """
+
+    objective: str
+    steps: tuple[StepChecks, ...]
+    series: Series | None
+    table: ObjectiveWeights | None
+    heaviest: tuple[HeavyToken, ...]
+    exercised: RecordedBatch = field(repr=False, compare=False)
+    widest: RecordedBatch = field(repr=False, compare=False)
+
+    @property
+    def findings(self) -> list[tuple[int | None, ReplayFinding]]:
+        """(step, finding); step None: of the series."""
+        findings_of_steps: list[tuple[int | None, ReplayFinding]] = [
+            (s.step, f) for s in self.steps for f in s.findings
+        ]
+        return findings_of_steps + [
+            (None, f) for f in (self.series.findings if self.series is not None else ())
+        ]
+
+    @property
+    def failures(self) -> list[ReplayFinding]:
+        return [f for _, f in self.findings if f.severity == "failure"]
+
+    @property
+    def notes(self) -> list[ReplayFinding]:
+        return [f for _, f in self.findings if f.severity == "note"]
+
+    @property
+    def not_run(self) -> dict[str, str]:
+        """Check -> the column that is missing and how it is recorded."""
+        return {check: why for s in self.steps for check, why in s.not_run.items()}
