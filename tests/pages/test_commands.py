@@ -111,6 +111,7 @@ ELSEWHERE = {
     "bash repro/run.sh up_dapo smoke": ("tests/with_verl/test_smoke.py::test_", "repro.with_verl.cpu.smoke"),
     "bash repro/run.sh up_dapo paper --dry-run": ("tests/with_verl/test_verl_launch.py::test_a_dry_run", "--dry-run"),
     "bash repro/run.sh up_dapo gpu1 --shakedown": ("tests/with_verl/test_verl_launch.py::test_a_shake", "shakedown"),
+    ".venv/bin/python -m tests.which upref/verify/match.py": ("tests/pages/test_which.py::test_the_tests_of", "which"),
     "python -m tests.conformance.known_bugs trl": ("tests/conformance/test_known_bugs.py::test_the_command", "main"),
     SUITE: (SUITE_TEST, '"--pyargs"'),
     IN_CI: (SUITE_TEST, "--upref-xfails"),
