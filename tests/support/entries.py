@@ -52,6 +52,8 @@ INNER = {
     "weights.stress.stress_batch": "batches of a check, by its own words",
     "weights.stress.relabel_groups": "a batch that a check made",
     "plugins": "for who writes a package; `names` of entry points, no input of a user",
+    "user_code.frameworks": "for who writes a package",
+    "replay.trainers": "for who writes a package",
     "cli.verb": "parts of a parser",
     "upref_frameworks.audits.framework": "the first step of `audit`",
     "upref_frameworks.audits.frameworks": "takes nothing",

@@ -2,12 +2,13 @@
 """Bad and odd inputs (bad_inputs.py) at every entry point: public functions (entries.py), the
 command (typed.py), audits.
 
-    python -m tests.support.fuzz [inputs] [seed] [FILE]
+    python -m tests.support.fuzz [inputs] [seed] [FILE] [--record]
 
 What must hold of each: an answer of bounded length, or InputError (exit status 2) with
 one sentence; no other exception, no status 0 without a report that says so, no hang,
 and the process as it was. Prints what broke that, and how many of what were tried. With
-FILE, what was done is kept there, and the same command goes on from it.
+FILE, what was done is kept there, and the same command goes on from it. With --record,
+the complete run is a record of RECORDS, which docs/what-check-sees.md counts.
 """
 
 import collections
@@ -32,6 +33,7 @@ import paper.claims
 import upref
 import upref.weights.batches
 import upref.weights.curve
+from docs import record
 from tests.support import bad_inputs, entries, typed
 from tests.support.bad_inputs import JUNK, a_loss, moody
 from upref.errors import InputError
@@ -46,6 +48,7 @@ from upref_frameworks.audits.ledger import check_ledger
 LIMIT = 60  # seconds of CPU for one input
 ANSWERS = Report | Identification | learn.ExerciseVerdict
 EVERY = 100  # inputs between two notes in FILE
+RECORDS = Path(__file__).with_name("fuzz.json")
 CLAIMS = (
     resources.files("paper.claims").joinpath("claims.toml").read_text(encoding="utf-8")
 )
@@ -294,18 +297,45 @@ def fuzz(
     return counts, found
 
 
-if __name__ == "__main__":
-    given = (*sys.argv[1:], *("2000", "0", "")[len(sys.argv) - 1 :])
-    inputs, seed, kept = (
-        int(given[0]),
-        int(given[1]),
-        Path(given[2]).absolute() if given[2] else None,
-    )
+def record_run(
+    file: Path,
+    counts: collections.Counter[str],
+    found: dict[str, list[str]],
+    inputs: int,
+    seed: int,
+) -> None:
+    """Record a complete run, in place of an earlier one of the seed.
+
+    Args:
+        file: of the records.
+        counts, found: what `fuzz` returned.
+        inputs: how many there were.
+        seed: of the run.
+    """
+    broke = [where for places in found.values() for where in places]
+    again = sum(bool(broken(*tries(random.Random(where)))) for where in broke)
+    row = {"again": again, "counts": dict(sorted(counts.items())), "found": found}
+    command = f"python -W ignore -m tests.support.fuzz {inputs} {seed} FILE --record"
+    record.add(file, command, {f"seed {seed}": row}, [seed])
+
+
+def main(words: list[str]) -> int:
+    """Run the fuzzer on `[inputs] [seed] [FILE] [--record]`; return the exit status."""
+    given = [word for word in words if word != "--record"]
+    inputs_word, seed_word, kept_word = [*given, *("2000", "0", "")[len(given) :]]
+    inputs = int(inputs_word)
+    seed = int(seed_word)
+    kept = Path(kept_word).absolute() if kept_word else None
     counts, found = fuzz(inputs, seed, kept)
     for what, where in sorted(found.items()):
         print(f"{len(where):4} {what}   [{where[0]}]")
-    print(
-        f"{sum(counts.values())} inputs, seed {seed}: {sum(map(len, found.values()))} broke a rule"
-    )
-    print(", ".join(f"{k} {n}" for k, n in sorted(counts.items())))
-    sys.exit(bool(found))
+    broke = sum(map(len, found.values()))
+    print(f"{sum(counts.values())} inputs, seed {seed}: {broke} broke a rule")
+    print(", ".join(f"{kind} {n}" for kind, n in sorted(counts.items())))
+    if "--record" in words:
+        record_run(RECORDS, counts, found, inputs, seed)
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

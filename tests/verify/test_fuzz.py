@@ -7,8 +7,10 @@ import argparse
 import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
+from docs import coverage, record
 from tests.support import entries, fuzz, typed
 from upref import cli, plugins
 from upref.cli import commands
@@ -70,3 +72,24 @@ def test_each_is_among_the_inputs(tmp_path, monkeypatch):
         "child learn",
         "process learn",
     } <= kinds
+
+
+def test_a_complete_run_is_recorded_as_the_page_counts_it(tmp_path, monkeypatch):
+    """What still breaks a rule is asked again when it is recorded."""
+    file = tmp_path / "fuzz.json"
+    found = {"a loss: no end": ["3 1", "3 2"]}
+    monkeypatch.setattr(fuzz, "tries", lambda rng: ("a loss", rng))
+    monkeypatch.setattr(
+        fuzz, "broken", lambda kind, rng: rng.getstate() == state_of("3 2")
+    )
+    fuzz.record_run(file, Counter({"a loss": 3}), found, 3, 3)
+    (recorded,) = record.read(file)
+    assert recorded.seeds == [3] and recorded.rows["seed 3"]["again"] == 1
+    line = coverage._run(recorded)
+    assert "3 inputs of seed 3 over 1 entry points" in line
+    assert "2 got something else" in line and "1 of these still do" in line
+
+
+def state_of(seed):
+    """The state of a generator of this seed."""
+    return random.Random(seed).getstate()
