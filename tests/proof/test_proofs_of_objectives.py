@@ -46,8 +46,10 @@ def compared(function, reference, objective, seconds=60):
     among = AMONG
     if objective.agg == "group-token-mean" or "group" in objective.reads:
         among = [*AMONG, GROUPS]
-    return compare(function, reference, among, objective.one_adv, reads, seconds,
-                   objective.level == "sequence_mean")  # fmt: skip
+    is_mean = objective.level == "sequence_mean"
+    return compare(
+        function, reference, among, objective.one_adv, reads, seconds, is_mean
+    )
 
 
 def proof_of(name):

@@ -109,6 +109,9 @@ def explain(
     compared = batch.mask & ~ignore
     time_left = SearchTime(case)
     confirmation = _measure_confirmation(case)
+    difference = Difference(
+        case, batch, found, compared, bounds, confirmation, time_left
+    )
     single_faults = chain(
         [] if _has_gradient(case) else [NO_GRADIENT],
         two_gradients(case, batch),
@@ -148,12 +151,11 @@ def explain(
     known_fault = first(single_faults)
     if known_fault is not None and known_fault.id in NUMBERS_ALONE:
         # it says by how much the weights are off, and an edit says why
-        edit = _one_edit(case, batch, found, compared, bounds, confirmation, time_left)
-        return edit or known_fault
+        return _one_edit(difference) or known_fault
     return (
         known_fault
-        or _two_faults(case, batch, found, compared, bounds, confirmation, time_left)
-        or _one_edit(case, batch, found, compared, bounds, confirmation, time_left)
+        or _two_faults(difference)
+        or _one_edit(difference)
         or first(_other_objectives_as_recovered(case))
     )
 
@@ -461,6 +463,29 @@ def alike(x: Tensor, y: Tensor) -> bool:
     return bool((x - y).abs().max() <= 1e-5 * y.abs().max())
 
 
+@dataclass(frozen=True)
+class Difference:
+    """A difference of a loss from its objective, of which a fault is to be the cause.
+
+    Attributes:
+        case: the loss and its objective.
+        batch: a batch on which weights differ.
+        found: the loss's weights on it, [B, T].
+        compared: the tokens that are compared, [B, T].
+        bounds: ratios at which the loss was seen to change.
+        confirmation: other batches with the weights found there.
+        time_left: how long the search may go on.
+    """
+
+    case: LossCase
+    batch: Rollouts
+    found: Tensor
+    compared: Tensor
+    bounds: list[float]
+    confirmation: ConfirmationBatches
+    time_left: SearchTime
+
+
 FRESH_SEEDS = (21, 22, 23)  # of random batches that no search compares
 FRESH_AXES = ("ratios", "advantages", "lengths")  # of unusual inputs, likewise
 
@@ -476,28 +501,18 @@ def _fresh_batches(case: LossCase) -> list[Rollouts]:
     return [*random, *map(case.stress_batch, FRESH_AXES)]
 
 
-def _one_edit(
-    case: LossCase,
-    batch: Rollouts,
-    found: Tensor,
-    compared: Tensor,
-    bounds: list[float],
-    confirmation: ConfirmationBatches,
-    time_left: "SearchTime",
-) -> LossFault | None:
+def _one_edit(difference: Difference) -> LossFault | None:
     """Return the plainest edit of the objective's own formula that reproduces the loss,
     also on batches of which the search knows nothing, or None.
 
     Args:
-        case: the loss and its objective.
-        batch: a batch on which weights differ.
-        found: the loss's weights on it, [B, T].
-        compared: the tokens that are compared, [B, T].
-        bounds: ratios at which the loss was seen to change.
-        confirmation: other batches with the weights found there.
-        time_left: how long the search may go on.
+        difference: of the loss.
     """
-    compared = compared & ~case.rounded(batch)
+    case = difference.case
+    batch = difference.batch
+    found = difference.found
+    confirmation = difference.confirmation
+    compared = difference.compared & ~case.rounded(batch)
 
     def reproduces_all(candidate: LossFault) -> bool:
         """Return whether a fault has the weights found, on fresh batches too."""
@@ -507,7 +522,7 @@ def _one_edit(
             and _measure_on(case, _fresh_batches(case)).fits(candidate, case, ties=True)
         )
 
-    for edit, candidate in time_left.within(edited(case, bounds)):
+    for edit, candidate in difference.time_left.within(edited(case, difference.bounds)):
         if reproduces_all(candidate):
             nearby = edit.with_other_number(NEARBY)
             # a number without effect is not the loss's
@@ -525,27 +540,18 @@ def _one_edit(
 NEARBY = 1.001  # times a number: a loss at another one
 
 
-def _two_faults(
-    case: LossCase,
-    batch: Rollouts,
-    found: Tensor,
-    compared: Tensor,
-    bounds: list[float],
-    confirmation: ConfirmationBatches,
-    time_left: "SearchTime",
-) -> LossFault | None:
+def _two_faults(difference: Difference) -> LossFault | None:
     """Return a fault of the KL term and one of the rest that together reproduce the
     loss, as one fault, or None. Tokens with A = 0 show the KL term alone.
 
     Args:
-        case: the loss and its objective.
-        batch: a batch on which weights differ.
-        found: the loss's weights on it, [B, T].
-        compared: the tokens that are compared, [B, T].
-        bounds: ratios at which the loss was seen to change.
-        confirmation: other batches with the weights found there.
-        time_left: how long the search may go on.
+        difference: of the loss.
     """
+    case = difference.case
+    batch = difference.batch
+    found = difference.found
+    compared = difference.compared
+    bounds = difference.bounds
     without_advantage = compared & (batch.adv.expand_as(compared) == 0)
     if not without_advantage.any():
         return None
@@ -576,7 +582,7 @@ def _two_faults(
         if (errors[without_advantage] < case.tol).all():
             fitting_kl_faults.append(kl_fault)
     for kl_fault in fitting_kl_faults[:MOST_KL_TERMS]:
-        rest_elsewhere = confirmation.without(partial(kl_part, kl_fault))
+        rest_elsewhere = difference.confirmation.without(partial(kl_part, kl_fault))
         candidates = chain(
             _other_hyperparameters(case_without_kl, bounds),
             known("losses", objective, hp_at_beta_0, bounds),
@@ -584,7 +590,7 @@ def _two_faults(
         )
         confirmed = (
             candidate
-            for candidate in time_left.within(candidates)
+            for candidate in difference.time_left.within(candidates)
             if rest_elsewhere.fits(candidate, case_without_kl)
         )
         rest = found - kl_part(kl_fault, batch)
