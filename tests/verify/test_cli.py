@@ -103,7 +103,7 @@ def test_debug_shows_the_traceback(capsys):
         assert "Traceback" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["frobnicate"], [], ["cap"], ["audit", "nobody"]])
+@pytest.mark.parametrize("argv", [["frobnicate"], ["cap"], ["audit", "nobody"]])
 def test_bad_usage_is_one_sentence_and_status_2(capsys, argv):
     with pytest.raises(SystemExit) as stop:
         main(argv)
@@ -531,3 +531,14 @@ def test_a_verdict_that_escapes_markup_is_printed_as_it_is(capsys, monkeypatch):
         "upref_frameworks.audits.audit", lambda framework, **which: AUDITED
     )
     assert "as [ledger] records" in run(capsys, "audit", "verl")[1]
+
+
+def test_without_a_word_it_shows_what_one_types_first(capsys):
+    """Commands that exist, on one screen, on stderr with status 2: nothing was done."""
+    assert main([]) == 2
+    out, said = capsys.readouterr()
+    assert out == "" and len(said.splitlines()) <= 12
+    shown = re.findall(r"^ +upref (.*?)(?:   .*)?$", said, re.M)
+    assert len(shown) == 5 and max(map(len, said.splitlines())) <= 100
+    for words in shown:
+        _parser().parse_args(words.split())

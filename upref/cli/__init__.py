@@ -25,6 +25,19 @@ LOSS = (
     "trl:loss_type"
 )
 
+FIRST_SCREEN = """\
+upref compares the loss that trains a language model with a reference: PPO, GRPO, DAPO, ...
+
+    upref check my.py:loss --as dapo    is this loss DAPO? If not: where it differs, and why
+    upref prove my.py:loss --as dapo    is it DAPO for every value?
+    upref identify my.py:loss           which objective is it?
+    upref list                          the objectives, by name
+    upref learn                         a course with exercises
+
+my.py:loss is the function `loss` in the file my.py.
+`upref -h` lists all commands, and `upref check -h` the options of one.
+"""
+
 CHECKOUT = ("claims",)  # verbs of `python -m paper`
 
 
@@ -32,7 +45,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run one subcommand; `upref -h` lists them. argv None: the command line's own;
     user code then runs in a child process with a time limit, and Ctrl-C or SIGTERM ends
     everything with one sentence, status 130 or 143."""
-    if elsewhere := _advice_for_absent_verb(sys.argv[1:] if argv is None else argv):
+    words = sys.argv[1:] if argv is None else argv
+    if not words:
+        print(FIRST_SCREEN, end="", file=sys.stderr)
+        return 2
+    if elsewhere := _advice_for_absent_verb(words):
         print(f"upref: {elsewhere}", file=sys.stderr)
         return 2
     return execute(_parser(), argv)
@@ -260,7 +277,9 @@ def _refuse_for_own_verb(args: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of `upref`, with the verbs of installed packages."""
     p, add = command_line(
-        "upref", "Reference and verification of policy-gradient objectives."
+        "upref",
+        "Compare a loss, a training step or a recorded run with readable references of "
+        "policy-gradient objectives: PPO, GRPO, DAPO and others.",
     )
 
     def command(name: str, text: str, user_code: str = "") -> argparse.ArgumentParser:
