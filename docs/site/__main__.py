@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from docs import notebooks
 from docs.site import gather, links, picture
 from upref.errors import InputError
 from upref.files import own_folder
@@ -41,6 +42,7 @@ def build(folder: Path) -> list[str]:
         return ["Sphinx had warnings or errors, above."]
     (new / "explorer").mkdir()
     explorer.write(new / "explorer" / "index.html")
+    notebooks.write(new / "course")
     (new / "picture").mkdir()
     picture.write(new / "picture" / "index.html")
     if html.exists():  # until here the site of before stays

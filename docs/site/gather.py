@@ -31,6 +31,7 @@ NAMED = {
     "CONTRIBUTING.md": "contributing",
     "docs/site/explorer.md": "explorer",
 }
+LESSONS = {page.page for page in course_pages()}
 PICTURES = (".svg", ".png", ".jpg")
 LANGUAGES = {
     ".py": "python",
@@ -62,6 +63,8 @@ class Section:
     text: str  # on its card, and on its first page if that is generated
     # patterns of docnames, in the order of the sidebar
     pages: list[str] = field(default_factory=list)
+    # pages that the sidebar shows behind one generated page, the last of the section
+    folded: "Section | None" = None
 
 
 def docname(path: str) -> str:
@@ -88,6 +91,7 @@ SECTIONS = [
             "verl",
             "howto/*",
             "sharp-bits",
+            "what-check-sees",
             "adding",
             "glossary",
         ],
@@ -125,7 +129,6 @@ SECTIONS = [
             "frameworks/*",
             "steps",
             "options",
-            "what-check-sees",
             "faults",
             "in-the-wild",
             "thirteen-trainers",
@@ -135,7 +138,13 @@ SECTIONS = [
         "claims",
         "Claims",
         "A verdict on every claim of the paper, with its evidence.",
-        ["findings", "claims*", "verdicts", "repro/mini/*", "repro/exact/*"],
+        ["findings", "claims*", "verdicts"],
+        Section(
+            "reports",
+            "Reports of the experiments",
+            "One page for each experiment: what was asked, what was registered before it ran, and what it showed.",
+            ["repro/mini/*", "repro/exact/*"],
+        ),
     ),
     Section("api", "API", "Every public name.", ["api/*"]),
     Section(
@@ -167,6 +176,8 @@ class Gathering:
             lambda marker: EXPLORER.format(escape(marker[1])),
             text.replace(FIELD, FRAME),
         )
+        if path in LESSONS:  # docs/site/__main__.py writes the notebook
+            text += f'\n<p><a href="{Path(path).stem}.ipynb" download>This lesson as a notebook</a></p>\n'
         text = make.for_site(text)
         self.texts[name] = self.turned(text, Path(path).parent, name)
 
@@ -276,15 +287,18 @@ def sections(texts: dict[str, str]):
     for section in SECTIONS:
         names = pages_of(section, left)
         left = [name for name in left if name not in names]
+        if section.folded and (behind := pages_of(section.folded, left)):
+            left = [name for name in left if name not in behind]
+            names.append(section.folded.head)
+            texts[section.folded.head] = generated_page(section.folded)
+            texts[section.folded.head] += toctree(behind, section.folded.head, texts)
         generated = section.head not in texts
         if generated and not names:
             continue
         if generated:
-            texts[section.head] = f"# {section.title}\n\n{section.text}\n"
+            texts[section.head] = generated_page(section)
         if names:
-            lines = "\n".join(entries(names, section.head, texts))
-            option = ":maxdepth: 1\n" if generated else ":hidden:\n"
-            texts[section.head] += f"\n```{{toctree}}\n{option}\n{lines}\n```\n"
+            texts[section.head] += toctree(names, section.head, texts, not generated)
         heads.append(f"{section.title} <{section.head}>")
         # nine cards fill three rows; the tab is on every page
         if section.title != "More":
@@ -293,6 +307,27 @@ def sections(texts: dict[str, str]):
                 f"\n:::{{grid-item-card}} {section.title}\n{link}\n{section.text}\n:::\n"
             )
     texts["index"] = first_page(cards, heads, texts["start"])
+
+
+def generated_page(section: Section) -> str:
+    """The first page of a section that has no page of its own."""
+    return f"# {section.title}\n\n{section.text}\n"
+
+
+def toctree(
+    names: list[str], head: str, texts: dict[str, str], hidden: bool = False
+) -> str:
+    """The list of the pages below a page.
+
+    Args:
+        names: their docnames, in order.
+        head: the page that has the list.
+        texts: of all pages.
+        hidden: whether the sidebar alone shows it.
+    """
+    lines = "\n".join(entries(names, head, texts))
+    option = ":hidden:\n" if hidden else ":maxdepth: 1\n"
+    return f"\n```{{toctree}}\n{option}\n{lines}\n```\n"
 
 
 def pages_of(section: Section, left: list[str]) -> list[str]:

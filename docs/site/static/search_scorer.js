@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The page of that very name comes first. Then what explains a word comes before what uses it: the glossary, the lessons and the how-to guides.
+// The page of that very name comes first. Then what explains a word comes before what uses it: the glossary, the pages on mistakes and on what a check covers, the lessons and the how-to guides.
 var Scorer = {
   score: (result) => {
     const [docname, title, anchor, , score] = result;
@@ -7,6 +7,7 @@ var Scorer = {
     const named = !anchor && title.toLowerCase() === asked ? 100 : 0;
     const order = [
       [/^glossary/, 60],
+      [/^(sharp-bits|what-check-sees)/, 50],
       [/^course\//, 40],
       [/^(start|howto|objectives$)/, 30],
       [/^objectives\//, 20],

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 const TABLES = 6000; // pixels of all tables of a page that a phone shows before their buttons
 const TABLE = 600; // and of one of them
+const SMALLEST = 0.65; // of the size of an equation
 const PAGE = 12000; // pixels of a page on a phone; a longer one shows its sections folded
 
 // The address of a heading opens the subsection that it is in.
@@ -105,8 +106,13 @@ window.addEventListener("load", async () => {
   // A long name or setting in a table breaks after a comma or an underscore, so that its column leaves room for the others.
   for (const cell of document.querySelectorAll(".bd-article td")) breakable(cell);
   for (const link of document.querySelectorAll(".bd-sidebar-secondary a")) breakable(link, 12);
-  // What is too wide for a phone is scrolled by keyboard too.
   await window.MathJax?.startup?.promise;
+  // An equation that is wider than a phone becomes smaller, as far as it can still be read.
+  for (const equation of document.querySelectorAll("div.math")) {
+    const share = equation.clientWidth / equation.scrollWidth;
+    if (share < 1) equation.style.fontSize = `${Math.max(share * 0.99, SMALLEST) * 100}%`;
+  }
+  // What is too wide for a phone is scrolled by keyboard too.
   for (const wide of document.querySelectorAll("mjx-container, div.math")) {
     if (wide.scrollWidth > wide.clientWidth) wide.tabIndex = 0;
   }
