@@ -5,9 +5,9 @@
     checkout   a copy of this checkout in a folder whose name has a space and a letter that is not ASCII, with LC_ALL=C:
                `tests/run.sh quick`; `repro/run.sh up_dapo mini`, of two steps; every
                requirement list, resolved
-    lowest     the wheel in an empty folder, with the lowest versions that pyproject.toml allows and PYTHON has
-    newest     the wheel with the newest of everything, then the sdist; and what README and
-               the ten minutes print, by copy and paste
+    lowest     the wheel in an empty folder, with the lowest versions that pyproject.toml allows and PYTHON has;
+               then what README and the ten minutes print, by copy and paste
+    newest     the same with the newest of everything, and the sdist
     tests      a sample of the tests with the packages that PYTHON already has; where TRL is
                one of them, the conformance suite with its adapter too
     places     both commands without .git, HOME, a network or the rights of root. Needs Linux, and root at first
@@ -222,8 +222,8 @@ def wheel(folder: Path, python: str, which: str) -> tuple[Steps, str]:
         steps.run(
             f"{again} && upref --version", says="upref ", name="pip install the sdist"
         )
-        paste = f'python {QUIET} z3-solver pytest && python "{ROOT}/tests/newest.py" "$PWD/env/bin/python"'
-        steps.run(paste, name="README and the ten minutes, by copy and paste")
+    paste = f'python {QUIET} z3-solver pytest && python "{ROOT}/tests/newest.py" "$PWD/env/bin/python"'
+    steps.run(paste, name="README and the ten minutes, by copy and paste")
     steps.sizes = {
         f.suffix.strip("."): f.stat().st_size // 1024
         for f in (folder / "dist").iterdir()
