@@ -8,8 +8,9 @@
     lowest     the wheel in an empty folder, with the lowest versions that pyproject.toml allows and PYTHON has;
                then what README and the ten minutes print, by copy and paste
     newest     the same with the newest of everything, and the sdist
-    tests      a sample of the tests with the packages that PYTHON already has; where TRL is
-               one of them, the conformance suite with its adapter too
+    tests      a sample of the tests with the packages that PYTHON already has, by
+               `pip install -e ".[test]"`; where TRL is one of them, the conformance suite
+               with its adapter too
     places     both commands without .git, HOME, a network or the rights of root. Needs Linux, and root at first
     stopped    an install that a full disk and a lost network stop, and that goes on. Needs Linux, root, and a mount
                namespace of its own:

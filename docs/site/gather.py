@@ -142,7 +142,7 @@ SECTIONS = [
         Section(
             "reports",
             "Reports of the experiments",
-            "One page for each experiment: what was asked, what was registered before it ran, and what it showed.",
+            "One page for each experiment: its question, what was registered before it ran, and its result.",
             ["repro/mini/*", "repro/exact/*"],
         ),
     ),
@@ -366,7 +366,7 @@ def first_page(cards: list[str], heads: list[str], start: str) -> str:
 
 def entries(names: list[str], head: str, texts: dict[str, str]) -> Iterator[str]:
     """Yield a line of a list of pages for each; a framework stands without its version,
-    and two pages of one title are told apart by their folders.
+    and of two pages of one title the one with the results says so.
     """
     titles = {name: re.search(r"^# (.*)", texts[name], re.M)[1] for name in names}
     for name, title in titles.items():
@@ -375,7 +375,7 @@ def entries(names: list[str], head: str, texts: dict[str, str]) -> Iterator[str]
         if path.parent.name == "frameworks":
             yield f"{path.name} <{page}>"
         elif list(titles.values()).count(title) > 1:
-            yield f"{title} ({path.parent.name}/{path.name}) <{page}>"
+            yield f"{title}{': the results' if path.name == 'report' else ''} <{page}>"
         else:
             yield page
 

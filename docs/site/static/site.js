@@ -70,6 +70,14 @@ function breakable(cell, length = 18) {
   }
 }
 
+// A typeset equation that is wider than a phone becomes smaller, as far as it can still be read.
+function shrink(equation) {
+  const drawn = equation.querySelector("mjx-container svg");
+  if (!drawn || equation.style.fontSize) return;
+  const share = equation.clientWidth / drawn.getBoundingClientRect().width;
+  if (share < 1) equation.style.fontSize = `${Math.max(share * 0.99, SMALLEST) * 100}%`;
+}
+
 // The field that draws a visitor's file is a page of its own without rights: it is told the theme, and tells its height.
 function joined(frame) {
   const theme = () => frame.contentWindow.postMessage(document.documentElement.dataset.theme, "*");
@@ -106,13 +114,10 @@ window.addEventListener("load", async () => {
   // A long name or setting in a table breaks after a comma or an underscore, so that its column leaves room for the others.
   for (const cell of document.querySelectorAll(".bd-article td")) breakable(cell);
   for (const link of document.querySelectorAll(".bd-sidebar-secondary a")) breakable(link, 12);
-  await window.MathJax?.startup?.promise;
-  // An equation that is wider than a phone becomes smaller, as far as it can still be read.
-  for (const equation of document.querySelectorAll("div.math")) {
-    const share = equation.clientWidth / equation.scrollWidth;
-    if (share < 1) equation.style.fontSize = `${Math.max(share * 0.99, SMALLEST) * 100}%`;
-  }
+  const grown = new ResizeObserver((seen) => seen.forEach(({ target }) => shrink(target)));
+  document.querySelectorAll("div.math").forEach((equation) => grown.observe(equation));
   // What is too wide for a phone is scrolled by keyboard too.
+  await window.MathJax?.startup?.promise;
   for (const wide of document.querySelectorAll("mjx-container, div.math")) {
     if (wide.scrollWidth > wide.clientWidth) wide.tabIndex = 0;
   }

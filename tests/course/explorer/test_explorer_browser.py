@@ -101,7 +101,7 @@ def test_the_question_to_begin_with_has_the_answer_of_the_library(browser, page)
     assert f"{edge:.3g}" in said and 0.06 < edge < 0.5
     assert upref.capacity("up_dapo", pi=0.06, pi_old=0.05) > 0.5 - 0.06
     assert upref.capacity("dapo", pi=0.06, pi_old=0.05) < 0.5 - 0.06
-    browser.js("void document.querySelector('.try a').click()")
+    browser.js("void document.querySelector('#try').click()")
     browser.until("explorer.state().mu === 0.05 && explorer.state().p === 0.06")
 
 
