@@ -6,6 +6,7 @@ A function below is a picture; NN_name is written to pictures/NN-name.svg. Look 
 you have drawn.
 """
 
+import math
 import re
 import sys
 from itertools import islice, pairwise
@@ -227,6 +228,56 @@ def l02_advantage():
     )
     ax.legend(frameon=False, loc="upper right", fontsize=8.5)
     return fig
+
+
+def l02_maximizes():
+    """By what factor the gradient of the mean reward is multiplied on average, by pass
+    rate: rewards of 0 or 1, and responses of one length.
+    """
+    p = np.linspace(0.005, 0.995, 199)
+    fig, (ax,) = axes(1, 5.6, 2.9)
+    lines = [("leave_one_out", 4, "RLOO", GREY, "-")]
+    lines += [("group_mean", 4, "Dr. GRPO, group of 4", INK, "--")]
+    lines += [
+        ("group_norm", G, f"GRPO, group of {G}", UP, f) for G, f in GROUPS.items()
+    ]
+    for estimator, G, label, color, style in lines:
+        factor = factor_of_gradient(advantages.get(estimator), p, G)
+        ax.plot(p, factor, color=color, ls=style, lw=1.8, label=label)
+    ax.set(
+        xlabel="pass rate of the prompt",
+        ylabel="factor of the gradient",
+        xlim=(0, 1),
+        ylim=(0, 8),
+    )
+    ax.legend(frameon=False, loc="upper center", fontsize=8.5)
+    return fig
+
+
+GROUPS = {4: ":", 8: "--", 64: "-"}  # size of a group -> the style of its line
+
+
+def factor_of_gradient(estimator, p, G: int):
+    """E[A | right] - E[A | wrong] of one of G responses: the expected gradient over that
+    of the mean reward. Of a response that is right with probability p, the mean of
+    ∇log π is ∇p / p, and of one that is wrong -∇p / (1 - p).
+
+    Args:
+        estimator: of advantages, from rewards and groups.
+        p: pass rates.
+        G: the size of the group.
+    """
+    one_group = torch.zeros(G, dtype=torch.int64)
+    factor = np.zeros_like(p)
+    for k in range(G):  # right ones among the others
+        others = [1.0] * k + [0.0] * (G - 1 - k)
+        right, wrong = (
+            float(estimator(torch.tensor([own, *others]).double(), one_group)[0])
+            for own in (1.0, 0.0)
+        )
+        chance = math.comb(G - 1, k) * p**k * (1 - p) ** (G - 1 - k)
+        factor += chance * (right - wrong)
+    return factor
 
 
 def l03_ratio():
