@@ -404,6 +404,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "suite_objectives": ("docs.steps", "suite_objectives"),
     "suite_dates": ("docs.steps", "suite_dates"),
     "engines": ("docs.steps", "engines"),
+    "diff_trl_verl": ("docs.diff", "matrix", "trl", "verl"),
     "suite_bugs": ("docs.steps", "bugs"),
     "steps_notes": ("docs.steps", "notes"),
     "steps_plugins": ("docs.steps", "plugins"),

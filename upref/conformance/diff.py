@@ -254,10 +254,12 @@ def diff_steps(
 
 
 def _is_through_objective(case: Case) -> bool:
-    """Tell whether the steps of a case are compared with the objective's alone: two
-    trainers have other rows or weights in a later step, and adapters begin at random.
+    """Tell whether the steps of a case are compared with the objective's alone.
+
+    Two trainers have other rows or weights in a later step, adapters begin at random,
+    and an entropy bonus is no weight of a token's log-probability.
     """
-    return case.steps > 1 or case.reference == "adapter"
+    return case.steps > 1 or case.reference == "adapter" or bool(case.entropy_coef)
 
 
 def _without_scale(kept: _Kept, case: Case) -> list[Step]:
@@ -357,7 +359,7 @@ def _first_difference(
         return through_objective
     left = [weights.residual for weights in read]
     if max(left) > FIT:
-        a, b = (f"{part:.2g} of the gradient is none of these" for part in left)
+        a, b = (f"{part:.2g} of the gradient is no gradient of these" for part in left)
         return "log-probabilities", a, b
     ours, theirs = ([w.nan_to_num(0) for w in weights.weights] for weights in read)
     return _compare_weights(case, rows, ours, theirs)
@@ -423,13 +425,9 @@ def _compare_weights(
 
 def _weight_words(case: Case) -> str:
     """Return what makes the weight of a token in a case."""
-    more = ["KL term"] if case.beta else []
-    more += ["entropy bonus"] if case.entropy_coef else []
-    return (
-        f"weight of a token, {' and '.join(more)} included"
-        if more
-        else "weight of a token"
-    )
+    if case.beta:
+        return "weight of a token, KL term included"
+    return "weight of a token"
 
 
 def _place(i: int, t: int, row: Row) -> str:
