@@ -133,6 +133,7 @@ class Domain:
         bounds_mean: the mean of log r over a response lies within 10, as where an
             objective has a ratio of the whole response.
         ids: of each input, made here.
+        known_assumptions: by the variables that are read, made once for each set of them.
     """
 
     values: Values
@@ -141,6 +142,7 @@ class Domain:
     reads: frozenset[str] = frozenset()
     bounds_mean: bool = False
     ids: dict[str, Tensor] = field(default_factory=dict)
+    known_assumptions: dict[frozenset[str], list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         v = self.values
@@ -231,6 +233,13 @@ class Domain:
         Args:
             names: of the variables that are read.
         """
+        key = frozenset(names)
+        if key not in self.known_assumptions:
+            self.known_assumptions[key] = self._assumptions(names)
+        return self.known_assumptions[key]
+
+    def _assumptions(self, names: set[str]) -> list[int]:
+        """Compute what `assumptions` returns."""
         v = self.values
         out = []
         B, T = self.pattern.shape

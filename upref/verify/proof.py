@@ -329,7 +329,8 @@ def _describe(objective: Objective, hp: dict[str, Any], agg: str) -> str:
 
 
 # a proof within `check`: so much work at most, whatever else the machine does
-WITHIN_CHECK = Limits(paths=6, operators=3000, solver=3_000_000)
+# the reference is an objective or an edit of one, whose numbers batches have shown
+WITHIN_CHECK = Limits(paths=6, operators=3000, solver=3_000_000, reference_points=1)
 PAIR = ((True, True), (True, False))
 FEW = (
     Pattern(((True,),)),
