@@ -11,6 +11,7 @@ from the audits' records), and those that this process has registered itself. Th
 tier, *paper only*, holds the others: no audited trainer has them.
 """
 
+import ast
 import difflib
 import sys
 import tomllib
@@ -226,7 +227,7 @@ def unknown_aggregation(name: str, known: Iterable[str]) -> InputError:
 
 def require_loss(word: str) -> None:
     """Raise InputError for a word that names no loss: neither an objective, nor a
-    function in a file that exists. The function itself is not looked up.
+    function in a file that exists and may have it.
 
     Args:
         word: the word that a user typed.
@@ -234,15 +235,60 @@ def require_loss(word: str) -> None:
     Raises:
         InputError: what is wrong, and how a loss is named.
     """
-    where, colon, _ = word.rpartition(":")
+    where, colon, function = word.rpartition(":")
     if where.endswith(".py"):
         require_readable(Path(where))
+        _require_function(Path(where), function.partition(".")[0])
     if colon:
         return
     try:
         require(word)
     except InputError as e:
         raise no_loss(word, e) from e
+
+
+# in a file that may have a name which its text does not have
+MAKES_NAMES = (
+    "import *",
+    "globals",
+    "locals",
+    "vars",
+    "setattr",
+    "exec",
+    "__getattr__",
+    "__dict__",
+)
+
+
+def _require_function(file: Path, name: str) -> None:
+    """Raise InputError where the text of a file nowhere has the name of its function. The
+    file is not run.
+    """
+    text = file.read_text(encoding="utf-8", errors="replace")
+    if not name.isascii() or name in text or any(word in text for word in MAKES_NAMES):
+        return
+    try:
+        statements = ast.parse(text).body
+    except (SyntaxError, ValueError):  # the import says so
+        return
+    names = [x.name for x in statements if isinstance(x, ast.FunctionDef)]
+    raise no_function_named(name, str(file), names)
+
+
+def no_function_named(name: str, where: str, known: Iterable[str]) -> InputError:
+    """Return the error for a name that no function of a file or module has.
+
+    Args:
+        name: the name.
+        where: of the file or module.
+        known: names that are there; those that begin with _ are not shown.
+    """
+    public = [x for x in known if not x.startswith("_")]
+    if similar := difflib.get_close_matches(name, public, 3, 0.5):
+        hint = f"did you mean {' or '.join(similar)}?"
+    else:
+        hint = f"it has {', '.join(public[:8]) or 'no function'}."
+    return InputError(f"{where} has no {name!r}: {hint}")
 
 
 def no_loss(word: str, why: InputError) -> InputError:

@@ -44,7 +44,7 @@ VERBS: dict[str, list[str]] = {
               "--as-advantage=group_norm", "--as-advantage=no", "--as-distillation", "--as-distillation=jsd",
               "--as-distillation=no", "--as-value", "--as-value=mse", "--as-value=no", "--as-logprobs", "--agg", "--agg=no",
               "--skip",
-              "--skip=no", "-v", "--verbose"],
+              "--skip=no", "--watch", "-v", "--verbose"],
     "identify": [*TIME, "-v", "--verbose"],
     "diff": [*TIME, "--steps", "--case", "--case=no", "--seed=x", "dapo", "up_dapo", "mine.py:loss", "-v", "--verbose"],
     "maximizes": [*HP, *TIME, "--as-advantage", "--as-kl", "--as-kl=loss", "--as-kl=no", "--advantages",

@@ -14,7 +14,7 @@ import pytest
 
 import upref
 from tests.support.hanging import HANGING
-from upref import interrupt
+from upref import catalog, interrupt
 from upref.cli import _parser, commands, main
 from upref.cli.verb import hyperparameters
 from upref.result import Result
@@ -121,6 +121,126 @@ def test_a_word_beside_an_objective_is_one_too_many(capsys):
     with pytest.raises(SystemExit):
         main(["check", "--as", "dapo", "loss.py:f", "dapo"])
     assert "one word too many: dapo" in capsys.readouterr().err
+
+
+RIGHT_AND_WRONG = """
+def right(log_prob, old_log_prob, advantages, mask):
+    r = ((log_prob - old_log_prob) * mask).exp()
+    clipped = r.clamp(0.8, 1.28)
+    return -((r * advantages).minimum(clipped * advantages) * mask).sum() / mask.sum()
+
+def wrong(log_prob, old_log_prob, advantages, mask):
+    r = ((log_prob - old_log_prob) * mask).exp()
+    return -(r * advantages * mask).sum() / mask.sum()
+"""
+
+
+def test_several_losses_are_checked_in_one_call(capsys, tmp_path):
+    file = tmp_path / "two.py"
+    file.write_text(RIGHT_AND_WRONG)
+    losses = [f"{file}:right", f"{file}:wrong"]
+    code, out, _ = run(capsys, "check", *losses, "--as", "dapo")
+    assert code == 1
+    assert out.startswith("dapo: agrees") and "\nNOT dapo: " in out
+    assert out.index(losses[0]) < out.index(losses[1])
+
+
+def test_the_other_losses_are_checked_where_one_cannot_run(capsys, tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("import nothing_of_this_name\ndef loss(): pass\n")
+    whole = tmp_path / "whole.py"
+    whole.write_text(RIGHT_AND_WRONG)
+    losses = [f"{broken}:loss", f"{whole}:wrong"]
+    code, out, err = run(capsys, "check", *losses, "--as", "dapo")
+    assert code == 2
+    assert "nothing_of_this_name" in err and out.startswith("NOT dapo: ")
+
+
+def test_watch_checks_again_at_each_save_until_ctrl_c(tmp_path):
+    file = tmp_path / "watched.py"
+    text = RIGHT_AND_WRONG.replace("1.28", "HIGH")
+    file.write_text(f"from bound import HIGH\n{text}")
+    helper = tmp_path / "bound.py"
+    helper.write_text("HIGH = 1.5\n")
+    words = ["check", f"{file}:right", "--as", "dapo", "--watch"]
+    command = [sys.executable, "-m", "upref", *words]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout is not None
+
+    def next_verdict() -> str:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "waiting for a save" in line:
+                break
+        return "".join(lines)
+
+    try:
+        assert next_verdict().startswith("NOT dapo")
+        helper.write_text("HIGH = 1.28  # as in the paper\n")
+        assert next_verdict().startswith("dapo: agrees")
+        file.write_text("def right(:\n")
+        assert "agrees" not in next_verdict()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "SyntaxError" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nofile.py:f", "--as", "dapo"], "there is no file"),
+        (["FILE:rigth", "--as", "dapo"], "did you mean right?"),
+        (["FILE:right", "--as", "dap"], "did you mean dapo"),
+        (["FILE:right", "--as-advantage", "group"], "there is no"),
+        (["FILE:right", "--as", "dapo", "--agg", "mean"], "aggregation"),
+        (["FILE:right", "--as-kl", "k3", "--agg", "token-mean"], "give it with --as"),
+        (["FILE:right", "--as", "dapo", "--hp", "eps"], "is not NAME=NUMBER"),
+        (["FILE:right", "--as-kl", "k3", "--hp", "beta=1"], "leave --hp out"),
+        (["FILE:right", "FILE:wrong", "--as", "dapo", "--json"], "give one LOSS"),
+        (["torch:exp", "--as", "dapo", "--watch"], "path/to/file.py:function"),
+        (["FILE:right", "--as", "dapo", "--unknown"], "unrecognized"),
+    ],
+)
+def test_wrong_words_are_refused_before_torch_is_imported(tmp_path, words, says):
+    file = tmp_path / "two.py"
+    file.write_text(RIGHT_AND_WRONG)
+    words = [word.replace("FILE", str(file)) for word in words]
+    script = f"""
+import sys
+from upref.cli import main
+sys.argv = ["upref", "check", *{words!r}]
+try:
+    status = main()
+except SystemExit as stop:
+    status = stop.code
+print(status, "torch" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.stdout == "2 False\n" and says in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_function_that_a_file_makes_in_another_way_is_no_typo(tmp_path):
+    file = tmp_path / "made.py"
+    file.write_text("from somewhere import *\n")
+    catalog.require_loss(f"{file}:right")
+    file.write_text("globals()['ri' + 'ght'] = max\n")
+    catalog.require_loss(f"{file}:right")
 
 
 def test_import_is_light():
@@ -320,7 +440,7 @@ def test_what_a_library_raises_after_an_interrupt_is_not_printed():
     """ray, interrupted in its import, printed a traceback of its atexit callback."""
     code = """
 import atexit, os, signal, time
-from upref import interrupt
+from upref import catalog, interrupt
 with interrupt.handled_within("upref x"):
     atexit.register(lambda: 1 / 0)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -7,12 +7,16 @@ import nothing heavy. Other packages add verbs (upref.plugins).
 """
 
 import argparse
+import contextlib
 import io
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from upref import interrupt, plugins
@@ -68,20 +72,83 @@ def execute(parser: argparse.ArgumentParser, argv: list[str] | None) -> int:
     """
     args = parser.parse_args(argv)
     args.prog = parser.prog
-    if argv is not None or not hasattr(os, "fork"):
+    in_process = argv is not None or not hasattr(os, "fork")
+    if in_process and getattr(args, "watch", False):
+        return _print_sentence(args, 2, NO_WATCH)
+    if in_process:
         return _run(args)
     with interrupt.handled_within(f"{args.prog} {args.command}"):
-        return _run_apart(args) if args.chosen_verb.user_code else _run(args)
+        if not args.chosen_verb.user_code:
+            return _run(args)
+        if args.command == "check":
+            return _check_apart(args)
+        return _run_apart(args)
+
+
+NO_WATCH = "--watch is for the command line, where each check has a process of its own."
 
 
 def _run(args: argparse.Namespace) -> int:
     """Run the verb in this process."""
+    if (refused := _refused(args))[0]:
+        return _print_sentence(args, *refused)
+    return max(
+        _print_sentence(
+            part, *_status_and_sentence(part, partial(args.chosen_verb.run, part))
+        )
+        for part in _by_loss(args)
+    )
 
-    def work() -> int:
+
+def _refused(args: argparse.Namespace) -> tuple[int, str]:
+    """Return exit status 2 and a sentence where the words are wrong, else 0, before
+    anything heavy is imported.
+    """
+
+    def refuse() -> int:
         args.chosen_verb.refuse(args)
-        return args.chosen_verb.run(args)
+        return 0
 
-    return _print_sentence(args, *_status_and_sentence(args, work))
+    return _status_and_sentence(args, refuse)
+
+
+def _by_loss(args: argparse.Namespace) -> list[argparse.Namespace]:
+    """Return the parsed words for each loss of a check; of another verb, the words."""
+    if args.command != "check":
+        return [args]
+    return [
+        argparse.Namespace(**vars(args), loss=loss, above="\n" if number else "")
+        for number, loss in enumerate(args.losses)
+    ]
+
+
+def _check_apart(args: argparse.Namespace) -> int:
+    """Check each loss in a child process of its own, and return the worst exit status.
+    With --watch, do so again at each save, and never return.
+    """
+    if (refused := _refused(args))[0]:
+        return _print_sentence(args, *refused)
+    while True:
+        saved = _times_of_saves(args.losses)
+        status = max(_run_apart(part) for part in _by_loss(args))
+        if not args.watch:
+            return status
+        print(f"\n{time.strftime('%X')}: waiting for a save; Ctrl-C ends", flush=True)
+        while _times_of_saves(args.losses) == saved:
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+
+
+SECONDS_BETWEEN_LOOKS = 0.3
+
+
+def _times_of_saves(losses: Iterable[str]) -> dict[Path, float]:
+    """Return when each Python file that stands beside the file of a loss was saved."""
+    folders = {Path(loss.rpartition(":")[0]).parent for loss in losses}
+    times = {}
+    for file in (file for folder in folders for file in folder.glob("*.py")):
+        with contextlib.suppress(OSError):  # an editor is replacing it
+            times[file] = file.stat().st_mtime
+    return times
 
 
 def _run_apart(args: argparse.Namespace) -> int:
@@ -89,13 +156,15 @@ def _run_apart(args: argparse.Namespace) -> int:
     from upref.cli.supervise import Printed, supervised
 
     def prepare() -> int:
-        args.chosen_verb.refuse(args)
         import_module("upref.user_code")  # with torch: the time limit is for user code
+        if args.command == "check":
+            import_module("upref.verify.check")  # once for all losses and all saves
         return 0
 
     stdout = sys.stdout
-    if (refused := _status_and_sentence(args, prepare))[0]:
-        return _print_sentence(args, *refused)
+    for first in (_refused, partial(_status_and_sentence, work=prepare)):
+        if (refused := first(args))[0]:
+            return _print_sentence(args, *refused)
 
     def work() -> Printed:
         page = sys.stdout = None if stdout is None else _Page(stdout)
@@ -111,7 +180,7 @@ def _run_apart(args: argparse.Namespace) -> int:
 
     def show() -> int:
         if printed.out:
-            print(printed.out, end="")
+            print(getattr(args, "above", "") + printed.out, end="")
         return printed.status
 
     status, sentence = _status_and_sentence(args, show, printed.status)
@@ -196,8 +265,10 @@ def _print_sentence(args: argparse.Namespace, status: int, sentence: str) -> int
     return status
 
 
-class _RefuseSecondWord(argparse.Action):
-    """Refuses a second word behind `upref check`, and says where an objective goes."""
+class _Losses(argparse.Action):
+    """Keeps the losses behind `upref check`. Beside a loss it refuses an objective, and
+    says where this goes.
+    """
 
     def __call__(
         self,
@@ -206,14 +277,16 @@ class _RefuseSecondWord(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        if values is not None and namespace.name:
-            parser.error(f"one word too many: {values}")
-        if values is not None:
+        names = [word for word in values if _is_a_name(word)]
+        if len(values) > 1 and names:
+            if namespace.name:
+                parser.error(f"one word too many: {names[-1]}")
             # the objective's name may stand on either side
-            loss, name = sorted((namespace.loss, values), key=_is_a_name)
+            loss, *_, name = sorted(values, key=_is_a_name)
             parser.error(
                 f"the objective goes behind --as: `upref check {loss} --as {name}`"
             )
+        namespace.losses = values
 
 
 def _is_a_name(word: str) -> bool:
@@ -293,12 +366,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     c = command("check", about, "the loss")
     c.add_argument(
-        "loss",
+        "losses",
+        nargs="+",
+        action=_Losses,
         metavar="LOSS",
-        help=LOSS + "; verl:loss_mode@matched sets what the objective needs",
-    )
-    c.add_argument(
-        "unflagged", nargs="?", action=_RefuseSecondWord, help=argparse.SUPPRESS
+        help=LOSS
+        + "; verl:loss_mode@matched sets what the objective needs; several are checked one after the other",
     )
     what = c.add_mutually_exclusive_group(required=True)
     what.add_argument(
@@ -337,6 +410,11 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="ORACLE",
         help="leave an oracle out",
+    )
+    c.add_argument(
+        "--watch",
+        action="store_true",
+        help="check again at each save of a .py file beside that of LOSS, until Ctrl-C",
     )
     c.epilog = """The file of LOSS is imported and run with your rights: your files, network and credentials. Check a
         loss that you do not trust in a container without network and secrets."""

@@ -34,11 +34,14 @@ def refuse_unknown_names(args: argparse.Namespace) -> None:
         catalog.require_estimators(args.as_kl, args.as_advantage, args.agg)
         catalog.require_distillation(args.as_distillation)
         catalog.require_value_loss(args.as_value)
+        _refuse_options_of_check(args)
     losses = []
     objectives = []
     if args.command == "prove":
         catalog.require_estimators(args.as_kl, args.as_advantage, args.agg)
-    if args.command in ("check", "identify", "prove"):
+    if args.command == "check":
+        losses = args.losses
+    if args.command in ("identify", "prove"):
         losses = [args.loss]
     if args.command == "maximizes" and not (args.as_advantage or args.as_kl):
         losses = [args.loss]
@@ -65,16 +68,34 @@ def refuse_unknown_names(args: argparse.Namespace) -> None:
     if args.command == "derive" and args.name == "all":
         objectives = []  # all is the word for every objective
     catalog.require(*(name for name in objectives if name))
+    hyperparameters(getattr(args, "hp", []))
+
+
+def _refuse_options_of_check(args: argparse.Namespace) -> None:
+    """Raise InputError for options of `upref check` that do not go together."""
+    if args.agg and not (args.name or args.as_distillation or args.as_value):
+        raise InputError(
+            "--agg is the aggregation of an objective: give it with --as NAME."
+        )
+    if args.as_kl and args.hp:
+        raise InputError("a KL estimator has no hyperparameter: leave --hp out.")
+    if args.json and len(args.losses) > 1:
+        raise InputError("--json prints one report: give one LOSS.")
+    if args.watch and any(not _is_function_of_file(loss) for loss in args.losses):
+        raise InputError(
+            "--watch looks at files: write each LOSS as path/to/file.py:function."
+        )
+
+
+def _is_function_of_file(loss: str) -> bool:
+    """Tell whether a word is FILE.py:function."""
+    return loss.rpartition(":")[0].endswith(".py")
 
 
 # ---- verdicts ------------------------------------------------------------------------
 def check(args: argparse.Namespace) -> int:
     hp = hyperparameters(args.hp)
     skip = tuple(args.skip)
-    if args.agg and not (args.name or args.as_distillation or args.as_value):
-        raise InputError(
-            "--agg is the aggregation of an objective: give it with --as NAME."
-        )
     if args.as_distillation:
         from upref.verify.formulas.distillation import check_distillation
 
@@ -98,8 +119,6 @@ def check(args: argparse.Namespace) -> int:
     if args.as_kl:
         from upref.verify.kl import check_kl
 
-        if hp:
-            raise InputError("a KL estimator has no hyperparameter: leave --hp out.")
         return answer(args, check_kl(args.loss, args.as_kl, skip=skip))
     if args.as_logprobs:
         from upref.verify.logprobs import check_logprobs

@@ -2,7 +2,6 @@
 """From a name to a callable: `package.module:function` or `path/to/file.py:function`."""
 
 import contextlib
-import difflib
 import functools
 import importlib
 import importlib.machinery
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
+from upref.catalog import no_function_named
 from upref.errors import InputError, importing
 from upref.files import require_readable
 from upref.interrupt import Terminated
@@ -43,17 +43,8 @@ def load(target: str) -> Callable[..., Any]:
         try:
             found = getattr(found, part)
         except Exception:
-            function_names = [
-                n
-                for n, v in vars(module).items()
-                if callable(v) and not n.startswith("_")
-            ]
-            similar = difflib.get_close_matches(part, function_names, 3, 0.5)
-            if similar:
-                hint = f"did you mean {' or '.join(similar)}?"
-            else:
-                hint = f"it has {', '.join(function_names[:8]) or 'no function'}."
-            raise InputError(f"{where} has no {part!r}: {hint}") from None
+            names = [n for n, v in vars(module).items() if callable(v)]
+            raise no_function_named(part, where, names) from None
     if not callable(found):
         raise InputError(no_function(target, found))
     return found
