@@ -35,6 +35,80 @@ ids = lambda x: getattr(x, "__name__", None)
 
 
 # ---- advantages ----------------------------------------------------------------------
+def std_of(x):
+    return x.std() if len(x) > 1 else torch.zeros_like(x[0])
+
+
+def by_prompt(change):
+    """An advantage function that changes the rewards of each prompt."""
+
+    def advantages_of(rewards, group):
+        out = torch.zeros_like(rewards)
+        for g in group.unique():
+            out[group == g] = change(rewards[group == g])
+        return out
+
+    return advantages_of
+
+
+def reshaped(*shape):
+    """group_norm of a batch that is reshaped, its prompts taken to be of one size."""
+
+    def advantages_of(rewards, group):
+        prompts = len(group.unique())
+        if len(rewards) % prompts:
+            return by_prompt(lambda x: (x - x.mean()) / (std_of(x) + 1e-6))(
+                rewards, group
+            )
+        x = (
+            rewards.view(prompts, -1)
+            if shape == ("prompts", -1)
+            else rewards.view(-1, prompts).T
+        )
+        std = x.std(1, keepdim=True) if x.shape[1] > 1 else torch.zeros_like(x)
+        x = (x - x.mean(1, keepdim=True)) / (std + 1e-6)
+        return (x if shape == ("prompts", -1) else x.T).reshape(-1)
+
+    return advantages_of
+
+
+@pytest.mark.parametrize(
+    ("estimator", "function", "words"),
+    [
+        (
+            "group_norm",
+            by_prompt(lambda x: (x - x.median()) / (std_of(x) + 1e-6)),
+            "the lower median (torch.median) of its prompt is subtracted, divided by the std",
+        ),
+        (
+            "group_norm",
+            by_prompt(lambda x: (x - x.mean()) / (std_of(x) / len(x) ** 0.5 + 1e-6)),
+            "divided by the standard error of its prompt, std / √n",
+        ),
+        ("group_norm", reshaped("prompts", -1), "reshaped to [prompts, responses]"),
+        ("group_norm", reshaped(-1, "prompts"), "reshaped to [responses, prompts]"),
+        (
+            "leave_one_out",
+            by_prompt(lambda x: x - (x.sum() - x) / len(x)),
+            "the sum of the others, divided by G and not by G - 1, of its prompt",
+        ),
+    ],
+)
+def test_a_wrong_baseline_or_divisor_has_its_words(estimator, function, words):
+    report = upref.check_advantages(function, estimator)
+    assert not report and words in report.failures[0].cause
+
+
+def test_an_accepted_std_is_no_cause():
+    """The eps that is fitted makes up for the rounding of a quotient in float16."""
+
+    def in_half(x):
+        return ((x - x.mean()).half() / (std_of(x) + 1e-6).half()).to(x.dtype)
+
+    report = upref.check_advantages(by_prompt(in_half), "group_norm")
+    assert not report and "Bessel" not in str(report)
+
+
 rows = st.lists(
     st.tuples(st.integers(-8, 8).map(lambda k: Fraction(k, 4)), st.integers(0, 3)),
     min_size=1,

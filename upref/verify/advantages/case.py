@@ -204,7 +204,14 @@ class AdvantageCase:
             eps = _fitting_eps(change, batches[:1], expected, found[:1], k, tol)
             if eps is not None and len(batches) > 1:
                 eps = _fitting_eps(change, batches, expected, found, k, tol)
-            return None if eps is None else (k, eps)
+            if eps is None:
+                return None
+            # the right advantages fit with another small eps: something else is wrong,
+            # such as rounding, for which this eps makes up
+            right_eps = _fitting_eps(change, batches, expected, expected, k, tol)
+            if right_eps is not None and max(eps, right_eps) <= SMALL_EPS:
+                return None
+            return k, eps
 
         likely = NO_CAUSE
         own = (

@@ -17,6 +17,8 @@ from upref.verify.exact import RewardBatch, Rows, mean, minus, per_key, variance
 from upref.verify.faults import Fault
 
 Floats = Sequence[float]
+# the faults of a std that is right but for its ddof
+STD_FAULTS = ("std-of-population", "std-of-sample")
 
 
 @dataclass(frozen=True)
@@ -281,6 +283,36 @@ def _median(xs: Rows) -> Fraction:
     return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
 
+def _lower_median(xs: Rows) -> Fraction:
+    """Return the median as torch.median does; of an even count, the lower one of the two
+    in the middle.
+    """
+    return sorted(xs)[(len(xs) - 1) // 2]
+
+
+def _less_others_over_all(xs: Rows) -> Rows:
+    """Return the rewards less the sum of the others, divided by the count of all."""
+    total = sum(xs, Fraction(0))
+    return [x - (total - x) / len(xs) for x in xs]
+
+
+def _keys_of_reshaped(rows_of_prompt: bool, batch: RewardBatch) -> Sequence[Any]:
+    """Return the key of each row where a batch is reshaped, its prompts taken to be of
+    one size; the prompts where they cannot be.
+
+    Args:
+        rows_of_prompt: to [prompts, responses], not to [responses, prompts].
+        batch: the batch.
+    """
+    row_count = len(batch.R)
+    prompt_count = len(set(batch.group))
+    if row_count % prompt_count:
+        return batch.group
+    if rows_of_prompt:
+        return [i // (row_count // prompt_count) for i in range(row_count)]
+    return [i % prompt_count for i in range(row_count)]
+
+
 def _keys_by_stride(k: int, batch: RewardBatch) -> Sequence[Any]:
     """Return one key for each k consecutive rows."""
     return [i // k for i in range(len(batch.R))]
@@ -290,7 +322,9 @@ def _keys_by_stride(k: int, batch: RewardBatch) -> Sequence[Any]:
 CENTRES: dict[str, Callable[[Rows], Rows]] = {
     "the mean": minus(mean),
     "the mean of the others": exact.minus_the_others,
+    "the sum of the others, divided by G and not by G - 1,": _less_others_over_all,
     "the median": minus(_median),
+    "the lower median (torch.median)": minus(_lower_median),
     "the smallest reward": minus(min),
     "the largest reward": minus(max),
     "the sum": minus(lambda xs: sum(xs, Fraction(0))),
@@ -305,6 +339,12 @@ KEYS: dict[str, Callable[[RewardBatch], Sequence[Any]]] = {
     "of the whole batch": lambda batch: [0] * len(batch.R),
     "of as many rows in a row as its prompt has (groups taken to be contiguous)": lambda batch: (
         sorted(batch.group)
+    ),
+    "of as many consecutive rows (reshaped to [prompts, responses])": partial(
+        _keys_of_reshaped, True
+    ),
+    "of rows that are as far apart as there are prompts (reshaped to [responses, prompts])": partial(
+        _keys_of_reshaped, False
     ),
 } | {
     f"of {k} consecutive rows (a fixed stride)": partial(_keys_by_stride, k)
@@ -329,6 +369,12 @@ OTHER_SPREADS: tuple[tuple[str, Spread], ...] = (
     (
         "the variance {}, not by its root",
         lambda key, R, c: tuple(v * v for v in variance_of_rows(key, R, 0)),
+    ),
+    (
+        "the standard error {}, std / √n,",
+        lambda key, R, c: per_key(
+            key, R, lambda xs: [exact.variance(xs, 1) / len(xs)] * len(xs)
+        ),
     ),
     (
         "the range {}",
