@@ -261,7 +261,7 @@ MAKES_NAMES = (
 
 
 def _require_function(file: Path, name: str) -> None:
-    """Raise InputError where the text of a file nowhere has the name of its function. The
+    """Raise InputError where a file has functions, and its text nowhere has this name. The
     file is not run.
     """
     text = file.read_text(encoding="utf-8", errors="replace")
@@ -271,8 +271,8 @@ def _require_function(file: Path, name: str) -> None:
         statements = ast.parse(text).body
     except (SyntaxError, ValueError):  # the import says so
         return
-    names = [x.name for x in statements if isinstance(x, ast.FunctionDef)]
-    raise no_function_named(name, str(file), names)
+    if names := [x.name for x in statements if isinstance(x, ast.FunctionDef)]:
+        raise no_function_named(name, str(file), names)
 
 
 def no_function_named(name: str, where: str, known: Iterable[str]) -> InputError:

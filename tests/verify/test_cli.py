@@ -489,7 +489,7 @@ def test_an_interrupt_is_one_sentence_and_leaves_no_process(
 
 ENDLESS = {  # where a file does not end
     "the loss": "def loss(log_prob, old_log_prob, advantages, mask):\n    say()\n    while True: pass\n",
-    "the file, while it is imported": "say()\nwhile True: pass\n",
+    "the file, while it is imported": "say()\nwhile True: pass\nloss = say\n",
 }
 
 
