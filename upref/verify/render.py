@@ -11,8 +11,8 @@ from upref.verify.finding import Example, Interval, Number, TokenPlace
 SIGNS = {1.0: "A > 0", -1.0: "A < 0", 0.0: "A = 0"}
 DECIDED_BY = {
     "ρ": "by ρ = π_old/μ",
-    "others": "by the other tokens of the batch",
-    "scattered": "scattered r",
+    "others": "depending on the other tokens of the batch",
+    "scattered": "at ratios r that form no interval",
 }
 DIGITS = (6, 9, 12, 17)  # of two numbers: as few as tell them apart
 GRADIENT_DIGITS = (6, 9, 12)  # of two printed gradients

@@ -324,7 +324,7 @@ class Report(Result):
         """
         lines = [self._verdict_line(), *self._failure_lines(verbose)]
         if self.failures and not any(f.cause for f in self.failures):
-            lines.append(f"      likely    {UNKNOWN}; the numbers are what was found")
+            lines.append(f"      likely    {UNKNOWN}; the numbers above are measured")
         usual_oracles = (
             [] if verbose else [f.oracle for f in self.notes if f.oracle in USUAL_NOTES]
         )
