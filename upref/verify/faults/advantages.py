@@ -17,8 +17,6 @@ from upref.verify.exact import RewardBatch, Rows, mean, minus, per_key, variance
 from upref.verify.faults import Fault
 
 Floats = Sequence[float]
-# the faults of a std that is right but for its ddof
-STD_FAULTS = ("std-of-population", "std-of-sample")
 
 
 @dataclass(frozen=True)
@@ -340,11 +338,11 @@ KEYS: dict[str, Callable[[RewardBatch], Sequence[Any]]] = {
     "of as many rows in a row as its prompt has (groups taken to be contiguous)": lambda batch: (
         sorted(batch.group)
     ),
-    "of as many consecutive rows (reshaped to [prompts, responses])": partial(
-        _keys_of_reshaped, True
+    "of as many consecutive rows (reshaped to [prompts, responses])": lambda batch: (
+        _keys_of_reshaped(True, batch)
     ),
-    "of rows that are as far apart as there are prompts (reshaped to [responses, prompts])": partial(
-        _keys_of_reshaped, False
+    "of rows that are as far apart as there are prompts (reshaped to [responses, prompts])": lambda batch: (
+        _keys_of_reshaped(False, batch)
     ),
 } | {
     f"of {k} consecutive rows (a fixed stride)": partial(_keys_by_stride, k)
