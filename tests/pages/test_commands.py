@@ -114,7 +114,7 @@ ELSEWHERE = {
     "bash repro/run.sh up_dapo gpu1 --shakedown": ("tests/with_verl/test_verl_launch.py::test_a_shake", "shakedown"),
     ".venv/bin/python -m tests.which upref/verify/match.py": ("tests/pages/test_which.py::test_the_tests_of", "which"),
     "python -m tests.conformance.known_bugs trl": ("tests/conformance/test_known_bugs.py::test_the_command", "main"),
-    "upref check my.py:loss my.py:other --as dapo": ("tests/verify/test_cli.py::test_several_losses_are_checked", "*losses"),
+    "upref check my.py:loss my.py:other --as dapo": ("tests/verify/test_cli.py::test_several_losses", "*losses"),
     SUITE: (SUITE_TEST, '"--pyargs"'),
     IN_CI: (SUITE_TEST, "--upref-xfails"),
     "upref badge results.json -o badge.svg": ("tests/conformance/test_suite.py::test_a_badge", '"badge"'),
