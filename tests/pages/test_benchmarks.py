@@ -106,6 +106,7 @@ COMMANDS: dict[str, tuple[str, set[int]]] = {
     "gpu": ("--out {folder} --trial kernels-11 steps-7", {0}),
     "hidden": ("--quick accuracy memory", {0}),
     "step": ("--only padding_filled rounded_down", {0, 1}),  # 1: slower than a limit
+    "proof": ("dapo", {0}),
     "readability": ("", {0}),
     "record": ("", {0}),
     "replay": ("", {0}),
