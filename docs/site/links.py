@@ -83,8 +83,10 @@ def _leads(file: Path, parts, pages: dict[Path, Page]) -> str:
     if not target.exists():
         return "leads nowhere"
     anchor = unquote(parts.fragment)
+    is_state = target.parent.name == "explorer"  # what the explorer shows, no heading
     if (
         anchor
+        and not is_state
         and target in pages
         and anchor not in pages[target].ids
         and not anchor.startswith(":~:")

@@ -151,3 +151,15 @@ def test_killed_at_any_moment_it_leaves_the_site_of_before(tmp_path, monkeypatch
         )
         wrong.clear()
     assert deaths >= 5
+
+
+def test_what_follows_the_explorers_address_is_a_state_and_no_heading(tmp_path):
+    for name in ("explorer", "course"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "explorer/index.html").write_text("<p>maps</p>")
+    (tmp_path / "course/b.html").write_text("<p>no heading</p>")
+    page = tmp_path / "course/a.html"
+    page.write_text('<iframe src="../explorer/index.html#o=dapo&A=1"></iframe>')
+    assert links.dead(tmp_path) == []
+    page.write_text('<a href="b.html#o=dapo">b</a>')
+    assert links.dead(tmp_path) == ["b.html#o=dapo has no such heading: course/a.html"]
