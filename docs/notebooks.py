@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from upref.errors import InputError
+from upref.files import write_atomically
 from upref_course.grader import course_pages
 
 ROOT = Path(__file__).parents[1]
@@ -74,14 +76,24 @@ def code(program: str, printed: str) -> dict[str, Any]:
 
 
 def write(folder: Path) -> list[Path]:
-    """Write a notebook for each page of the course into a folder, which is made."""
+    """Write a notebook for each page of the course into a folder, which is made.
+
+    Raises:
+        InputError: The folder has a notebook of that name: it may hold somebody's work.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    for lesson in course_pages():
+        file = folder / f"{Path(lesson.page).stem}.ipynb"
+        if file.exists():
+            raise InputError(
+                f"{file} exists and stays as it is; name a folder without it."
+            )
     files = []
     for lesson in course_pages():
         page = ROOT / lesson.page
         file = folder / f"{page.stem}.ipynb"
         text = json.dumps(notebook(page), indent=1, ensure_ascii=False)
-        file.write_text(text + "\n", encoding="utf-8")
+        write_atomically(file, text + "\n")
         files.append(file)
     return files
 
@@ -91,7 +103,11 @@ def main(folder: str = "") -> int:
     if not folder or folder.startswith("-"):
         print(__doc__, file=sys.stdout if folder in ("-h", "--help") else sys.stderr)
         return 0 if folder in ("-h", "--help") else 2
-    print(*write(Path(folder)), sep="\n")
+    try:
+        print(*write(Path(folder)), sep="\n")
+    except InputError as error:
+        print(f"docs.notebooks: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -54,3 +54,12 @@ def test_its_cells_print_what_they_say(written):
 
 def test_without_a_folder_it_says_what_it_takes(capsys):
     assert notebooks.main() == 2 and "FOLDER" in capsys.readouterr().err
+
+
+def test_a_notebook_that_was_worked_in_stays_as_it_is(tmp_path, capsys):
+    worked = tmp_path / f"{PAGES[-1].stem}.ipynb"
+    worked.write_text("an answer", encoding="utf-8")
+    assert notebooks.main(str(tmp_path)) == 2
+    assert "stays as it is" in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [worked]
+    assert worked.read_text(encoding="utf-8") == "an answer"

@@ -261,6 +261,7 @@ DRAFTS = {
     "repro/mini/files.py": "folder that is renamed",
     "repro/mini/policy/models.py": "folder that is renamed",
     "repro/mini/policy/smollm2.py": "folder that is renamed",
+    "repro/with_verl/addition.py": "made before the model that says that both are there",
     "repro/with_verl/cpu/toy.py": "made before the model that says that both are there",
     "repro/with_verl/data/prepare.py": "temporary folder",
     "repro/with_verl/pack.py": "folder that is made anew",
