@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import upref
+from tests.fifth_set import aimed_losses
 from tests.support.zoo import blind_spots, numerics
 from upref.verify.render import describe_example
 from upref.verify.shrink import make_example
@@ -99,6 +100,15 @@ def test_a_row_without_tokens_that_makes_nan_is_noted():
     report = upref.check(blind_spots.empty_row_makes_nan, "grpo")
     assert report and any(
         "masked throughout" in f.regime and f.found == "NaN" for f in report.notes
+    ), str(report)
+
+
+def test_a_prompt_without_tokens_that_makes_nan_is_noted():
+    """A filter can mask all responses of a prompt, and 0 / 0 ends the training."""
+    report = upref.check(aimed_losses.prompt_without_tokens, "dapo")
+    assert any(
+        "with a prompt of which all responses" in f.regime and f.found == "NaN"
+        for f in report.notes
     ), str(report)
 
 

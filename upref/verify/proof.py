@@ -166,11 +166,13 @@ class Proof(Result):
             else ["[{}, {}]".format(*self.shapes[0])]
         )
         lines = [
-            f"  {self.domain}, in {self.batches} batches of {sizes} (every mask; "
-            f"advantages of 0; equal policies); {counted(self.paths, 'path')}; {self.seconds:.1f} s"
+            f"  {self.domain}, in {self.batches} batches of {sizes} (every mask with a "
+            f"token in each row; advantages of 0; equal policies); {counted(self.paths, 'path')}; {self.seconds:.1f} s"
         ]
         if self.every_size:
-            lines.append("  and in every batch, whatever its rows, columns and mask")
+            lines.append(
+                "  and in every batch of any size, whatever its mask, if each row has a token"
+            )
         return lines + self._bounds()
 
     def _extent_of_rewards(self) -> list[str]:

@@ -120,7 +120,8 @@ def padding(case: LossCase) -> list[Finding]:
         findings += _padded_side(
             case, batch, value, gradient, left_columns, right_columns
         )
-    return findings + _empty_row(case, batch, gradient)
+    findings += _empty_row(case, batch, gradient)
+    return findings + _empty_prompt(case, batch, findings)
 
 
 def _masked_gradient_failure(case: LossCase, batch: Rollouts) -> Finding:
@@ -288,14 +289,39 @@ def _empty_row(case: LossCase, batch: Rollouts, gradient: Tensor) -> list[Findin
     ]
 
 
+def _empty_prompt(
+    case: LossCase, batch: Rollouts, findings: list[Finding]
+) -> list[Finding]:
+    """Note a prompt whose responses are all masked, as a filter leaves them, if it makes
+    the loss or its gradient NaN. What it counts in a mean over prompts is not defined.
+    """
+    if batch.group is None or case.loss.form == "unreduced":
+        return []
+    if any(finding.found == "NaN" for finding in findings):
+        return []  # such a row alone is enough
+    try:
+        value, gradient = _value_and_gradient_with_masked_row(
+            case, batch, is_of_own_prompt=True
+        )
+    except InputError:
+        return []
+    if value.isfinite() and gradient.isfinite().all():
+        return []
+    text = "with a prompt of which all responses are masked throughout"
+    advice = "drop such prompts, or divide by their tokens with clamp(min=1)"
+    return [note("padding", text, "a number", "NaN", advice)]
+
+
 def _value_and_gradient_with_masked_row(
-    case: LossCase, batch: Rollouts
+    case: LossCase, batch: Rollouts, is_of_own_prompt: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the value and the gradient with a masked row behind the others, [B + 1,
-    T].
+    T]. It belongs to the first row's prompt, or to none of the others.
     """
     rows = {name: torch.cat([x, x[:1]]) for name, x in batch.tensors().items()}
     rows["mask"][-1] = False
+    if is_of_own_prompt:
+        rows["group"][-1] = rows["group"].max() + 1
     # Rollouts itself refuses such a row
     return case.value_and_gradient(Rollouts.unchecked(**rows))
 
