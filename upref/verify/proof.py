@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from upref import catalog, kl
@@ -20,7 +21,7 @@ from upref.proof.compare import (
     sizes_up_to,
 )
 from upref.proof.domain import MOST_LOG_RATIO, Pattern
-from upref.proof.paths import Counterexample, Limits
+from upref.proof.paths import Counterexample, Limits, Outputs
 from upref.proof.rewards import LARGEST
 from upref.proof.solver import require_z3
 from upref.proof.state import changed as changed_state, kept, moved
@@ -43,7 +44,9 @@ TIES_AT_ONE = (
     "minimum or maximum are equal, and each gets half of the gradient"
 )
 NOT_PART = "not part of the proof: rounding, overflow, side effects, other dtypes"
-GRADIENT, ADVANTAGE = "dJ/dlp", "A"  # units of what is compared
+# units of what is compared
+GRADIENT, ADVANTAGE = "dJ/dlp", "A"
+VALUE_OF_TERM, SLOPE_OF_TERM = "value", "gradient"
 SECONDS = 60.0
 ONE_PER_RESPONSE = ("A_i", "A_it = A_i")
 
@@ -68,7 +71,7 @@ class Proof(Result):
         sizes_open: why it is not.
         place: where it differs, in words.
         numbers: of the counterexample, by their symbols.
-        expected, found: dJ/dlp there.
+        expected, found: the numbers there, of this unit.
         example: the counterexample.
         read_as: which argument was taken for what.
         remarks: what else the reader should know, a sentence each.
@@ -106,6 +109,11 @@ class Proof(Result):
         """For which inputs the proof holds, in words."""
         if self.unit == ADVANTAGE:
             return f"for every reward, |R| <= {LARGEST:,.0f}"
+        if self.unit in (VALUE_OF_TERM, SLOPE_OF_TERM):
+            return (
+                "values and gradients, for every log-probability and reference of a token, "
+                f"|log π_ref - log π_θ| <= {MOST_LOG_RATIO:g}"
+            )
         of_A = (
             "advantage of a response" if self.per_response else "advantage of a token"
         )
@@ -165,6 +173,12 @@ class Proof(Result):
             if len(self.shapes) > 1
             else ["[{}, {}]".format(*self.shapes[0])]
         )
+        if self.unit == VALUE_OF_TERM:
+            return [
+                f"  {self.domain}, in {self.batches} batches of {sizes}; "
+                f"{counted(self.paths, 'path')}; {self.seconds:.1f} s",
+                *self._bounds(),
+            ]
         lines = [
             f"  {self.domain}, in {self.batches} batches of {sizes} (every mask with a "
             f"token in each row; advantages of 0; equal policies); {counted(self.paths, 'path')}; {self.seconds:.1f} s"
@@ -199,8 +213,8 @@ class Proof(Result):
         where = f"{self.place}   (here {at})" if self.place else at
         lines = [
             f"FAIL  {where}",
-            f"      expected  {self.unit} {self.expected:.6g}",
-            f"      found     {self.unit} {self.found:.6g}",
+            f"      expected  {self.unit} {self.expected + 0.0:.6g}",
+            f"      found     {self.unit} {self.found + 0.0:.6g}",
         ]
         if self.example:
             lines += [
@@ -633,14 +647,50 @@ def prove_kl(
             for b, t in ((1, 1), (1, columns), (rows, columns))
         ]
         among = list(dict.fromkeys(among))
+        of_estimator, of_known = term_of(term), term_of(known)
         found = compare(
-            term_of(term),
-            term_of(known),
+            of_estimator,
+            of_known,
             among,
             False,
             {"logp_ref"},
             seconds,
             differs=is_different_anywhere,
         )
-    proof = _report(term.name, str(term.reading), name, found, ())
+        proof = _report(term.name, str(term.reading), name, found, ())
+        proof = replace(proof, unit=VALUE_OF_TERM)
+        if found.counterexample is not None:
+            batch = found.counterexample.batch
+            proof = _shown_for_tokens(proof, batch, of_estimator, of_known)
     return with_changes(proof, changed)
+
+
+def _shown_for_tokens(
+    proof: Proof, batch: Rollouts, of_estimator: Outputs, of_known: Outputs
+) -> Proof:
+    """Return the proof that a function is no KL estimator, with its value or gradient on
+    this batch where it differs most.
+
+    Args:
+        proof: of the function.
+        batch: on which it differs, with advantages in place of a gradient from above.
+        of_estimator, of_known: values and gradients, [2, B, T].
+    """
+    alone = replace(batch, adv=torch.ones_like(batch.adv))
+    one = torch.ones((), dtype=torch.float64)
+    found, expected = of_estimator(alone, one), of_known(alone, one)
+    gap = (found - expected).abs().nan_to_num(math.inf)
+    layer, row, column = (int(i) for i in torch.unravel_index(gap.argmax(), gap.shape))
+    assert batch.logp_ref is not None
+    log_k = (batch.logp_ref - batch.logp)[row, column].item()
+    inputs = {"log_prob": batch.logp.tolist(), "ref_log_prob": batch.logp_ref.tolist()}
+    return replace(
+        proof,
+        unit=SLOPE_OF_TERM if layer else VALUE_OF_TERM,
+        numbers={"log π_ref - log π_θ": log_k},
+        expected=expected[layer, row, column].item(),
+        found=found[layer, row, column].item(),
+        example=Example(
+            inputs, expected=expected[layer].tolist(), found=found[layer].tolist()
+        ),
+    )
