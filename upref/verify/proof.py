@@ -211,10 +211,13 @@ class Proof(Result):
             f"{symbol} = {number:.6g}" for symbol, number in self.numbers.items()
         )
         where = f"{self.place}   (here {at})" if self.place else at
+        # + 0.0 turns -0.0 into 0.0
+        expected = math.nan if self.expected is None else self.expected + 0.0
+        found = math.nan if self.found is None else self.found + 0.0
         lines = [
             f"FAIL  {where}",
-            f"      expected  {self.unit} {self.expected + 0.0:.6g}",
-            f"      found     {self.unit} {self.found + 0.0:.6g}",
+            f"      expected  {self.unit} {expected:.6g}",
+            f"      found     {self.unit} {found:.6g}",
         ]
         if self.example:
             lines += [
