@@ -18,8 +18,8 @@ import torch
 
 from upref import replay
 from upref.replay.record import EVERY
-from upref.step.families import tiny
-from upref.step.rows import Row
+from upref.step.inputs.families import tiny
+from upref.step.inputs.rows import Row
 from upref_frameworks.trl import record, step
 
 STEPS, RESPONSES, PROMPT, LENGTH = 4, 16, 64, 512

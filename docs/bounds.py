@@ -20,12 +20,12 @@ from docs import record
 from upref import markdown
 from upref.errors import InputError
 from upref.registry import get, names
-from upref.step.case import FLOAT32_BOUND, build_case, make_goal, perturb
-from upref.step.families import tiny
-from upref.step.forward import gradients_by_row
-from upref.step.goal import Goal
-from upref.step.reach import Reference
-from upref.step.reference import TorchModel
+from upref.step.compare.case import FLOAT32_BOUND, build_case, make_goal, perturb
+from upref.step.compare.forward import gradients_by_row
+from upref.step.compare.goal import Goal
+from upref.step.compare.reach import Reference
+from upref.step.inputs.families import tiny
+from upref.step.inputs.reference import TorchModel
 
 UNREACHED = Path(__file__).parent / "steps/unreached.toml"
 RECORD = UNREACHED.with_name("bounds.json")

@@ -11,13 +11,13 @@ import torch
 import upref
 from upref import critic, distillation, markdown
 from upref.kl import ESTIMATORS
-from upref.step import causes, normalizers
-from upref.step.case import build_case, make_goal
-from upref.step.families import tiny
-from upref.step.forwards import model_variants
-from upref.step.reference import TorchModel
-from upref.step.scores import log_prob_variants
-from upref.step.weights import Tokens
+from upref.step.compare.case import build_case, make_goal
+from upref.step.explain import causes, normalizers
+from upref.step.explain.forwards import model_variants
+from upref.step.explain.scores import log_prob_variants
+from upref.step.explain.weights import Tokens
+from upref.step.inputs.families import tiny
+from upref.step.inputs.reference import TorchModel
 from upref.user_code.logprobs import Problem
 from upref.verify.advantages.tokens import READERS
 from upref.verify.faults import known, measured

@@ -316,7 +316,7 @@ def by_trl(name: str) -> StepReport:
     """
     import trl
 
-    from upref.step.families import tiny
+    from upref.step.inputs.families import tiny
     from upref_frameworks.trl.step import default_config
     from upref_frameworks.trl.training import GRPOTrainer
     from upref_frameworks.trl.twin import trl_twin

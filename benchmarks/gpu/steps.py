@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import upref
 from benchmarks.gpu.place import SEED, PartSetup
 from upref.step import check_recorded, record_step
-from upref.step.rows import make_rows
+from upref.step.inputs.rows import make_rows
 
 T = 0.7
 Steps = list[tuple[str, bool, Callable[[nn.Module, list], None]]]

@@ -25,7 +25,7 @@ from repro.exact.task import bandit
 from upref import advantages, kl
 from upref.aggregation import Totals, row_weights
 from upref.step import TorchModel
-from upref.step.case import (
+from upref.step.compare.case import (
     FLOAT32_BOUND,
     build_case,
     compare,

@@ -13,7 +13,7 @@ from tests.conformance.known_bugs import run_in_ci
 from upref.conformance import CASES, Status, run
 from upref.conformance.preparation import make_samples
 from upref.conformance.runner import NO_TRAIN, make_model
-from upref.step.families import END
+from upref.step.inputs.families import END
 
 
 def pad(lists):

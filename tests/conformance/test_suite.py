@@ -36,7 +36,7 @@ from upref.conformance.results import (
 )
 from upref.errors import InputError
 from upref.step import record_step
-from upref.step.case import FLOAT32_BOUND
+from upref.step.compare.case import FLOAT32_BOUND
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs/howto/conformance.md"

@@ -16,8 +16,8 @@ from docs.steps import note_of
 from upref.cli import main
 from upref.errors import InputError, NotInstalled
 from upref.step import StepReport, record_step
-from upref.step.families import FAMILIES
-from upref.step.reference import as_float64
+from upref.step.inputs.families import FAMILIES
+from upref.step.inputs.reference import as_float64
 from upref.verify.report import fail
 from upref_frameworks.audits import framework
 from upref_frameworks.audits.isolated.pin import place

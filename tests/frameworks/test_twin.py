@@ -14,7 +14,7 @@ from docs import steps
 from tests.support.daily import daily
 
 transformers = pytest.importorskip("transformers")
-from upref.step.families import tiny  # noqa: E402
+from upref.step.inputs.families import tiny  # noqa: E402
 from upref_frameworks.steps.twin import twin  # noqa: E402
 from upref_frameworks.trl.twin import trl_twin  # noqa: E402
 

@@ -205,7 +205,7 @@ def test_half_precision_on_the_device_is_named():
 
 
 def test_a_recorded_step_is_checked_on_the_device():
-    from upref.step.rows import make_rows
+    from upref.step.inputs.rows import make_rows
 
     net, rows = model(), make_rows(64, 1, (), None, None)
     noise = torch.Generator().manual_seed(0)

@@ -113,8 +113,8 @@ def test_a_step_recorded_on_the_device_is_judged(tmp_path):
 def test_trls_trainer_on_the_device_is_recorded(tmp_path):
     trl = pytest.importorskip("trl", reason="needs TRL")
     from tests.replay.test_record import ROWS
-    from upref.step.case import perturb
-    from upref.step.families import tiny
+    from upref.step.compare.case import perturb
+    from upref.step.inputs.families import tiny
     from upref_frameworks.trl import step
 
     class Recorded(trl.GRPOTrainer):

@@ -26,7 +26,7 @@ from tests.replay.simulator import (
     score,
     shifted_weights,
 )
-from upref.step.families import GATED
+from upref.step.inputs.families import GATED
 
 SENTENCE = "A second reader draws these seeds before the rules of replay are read."
 # of the model families that the list of the simulator lacks

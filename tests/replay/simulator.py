@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from upref.step.families import GATED, tiny
+from upref.step.inputs.families import GATED, tiny
 
 VOCABULARY = 96
 PROMPT = 3  # tokens
@@ -101,7 +101,7 @@ def has_experts(family: str) -> bool:
 
 
 def make_model(family: str, seed: int) -> nn.Module:
-    """A tiny model of a family of `upref.step.families`, of EXPERTS, or of MORE."""
+    """A tiny model of a family of `upref.step.inputs.families`, of EXPERTS, or of MORE."""
     if family not in EXPERTS | MORE:
         return tiny(family, seed=seed, vocab_size=VOCABULARY)
     import transformers

@@ -16,8 +16,8 @@ from upref.cli import main
 from upref.errors import InputError
 from upref.replay import loss, normalizer, read_steps, record
 from upref.replay.trainers import Schedule
-from upref.step.case import perturb, with_weights
-from upref.step.families import tiny
+from upref.step.compare.case import perturb, with_weights
+from upref.step.inputs.families import tiny
 
 trl = pytest.importorskip(
     "trl", reason="`repro/venv.sh trl` installs what TRL's losses need"

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from upref.replay import loss, normalizer, read_steps
-from upref.step.case import build_case, make_goal, perturb
-from upref.step.families import tiny
-from upref.step.reference import TorchModel
+from upref.step.compare.case import build_case, make_goal, perturb
+from upref.step.inputs.families import tiny
+from upref.step.inputs.reference import TorchModel
 from upref_frameworks.steps.host import spawn_ranks
 
 pytest.importorskip(

@@ -90,8 +90,8 @@ def test_trls_own_loss_is_watched(tmp_path):
     trl = pytest.importorskip("trl")
     from tests.replay.test_record import ROWS, old_trainer
     from upref.replay import watch
-    from upref.step.case import perturb
-    from upref.step.families import tiny
+    from upref.step.compare.case import perturb
+    from upref.step.inputs.families import tiny
     from upref_frameworks.trl import step as trls
 
     def train(base, **more):

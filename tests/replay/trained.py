@@ -22,9 +22,9 @@ import torch
 from upref.replay import loss, normalizer, read_steps, record
 from upref.replay.schema import RecordedBatch
 from upref.replay.terms import objective_as_run, terms_of
-from upref.step.case import build_case, make_goal, perturb
-from upref.step.families import tiny
-from upref.step.reference import TorchModel
+from upref.step.compare.case import build_case, make_goal, perturb
+from upref.step.inputs.families import tiny
+from upref.step.inputs.reference import TorchModel
 from upref_frameworks.steps.settings import Setting
 from upref_frameworks.steps.table import select_settings
 

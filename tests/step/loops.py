@@ -7,9 +7,9 @@ A row of BUGS is `(name, cause, step)`:
 name   what was planted, in words; unique
 cause  words that `report.failures[0].cause` must hold; "" where the step must be
 rejected and no cause is promised
-step   `(model, rows) -> None`: forward, loss and backward of a Qwen3 of two layers on eight rows (upref/step/rows.py),
-       meant to be DAPO at temperature T, with the bug in it; it leaves gradients in
-       `.grad`
+step   `(model, rows) -> None`: forward, loss and backward of a Qwen3 of two layers on
+       eight rows (upref/step/inputs/rows.py), meant to be DAPO at temperature T, with
+       the bug in it; it leaves gradients in `.grad`
 
 test_check_step.py asks that every row is rejected with its cause. `policy_step` has
 switches for most of what a bug needs (`with_(...)` makes a step of them); a bug that

@@ -21,16 +21,16 @@ from upref.step import (
     check_step,
     record_step,
 )
-from upref.step.case import build_case, make_goal
-from upref.step.families import tiny
-from upref.step.forward import Forward
-from upref.step.forwards import (
+from upref.step.compare.case import build_case, make_goal
+from upref.step.compare.forward import Forward
+from upref.step.explain.forwards import (
     _largest_packs,
     _repeated_id_variants,
     run_variants,
 )
-from upref.step.rows import make_rows
-from upref.step.scores import log_prob_variants
+from upref.step.explain.scores import log_prob_variants
+from upref.step.inputs.families import tiny
+from upref.step.inputs.rows import make_rows
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +189,7 @@ def test_the_case_decides(model):
     """With equal lengths, r = 1 and no holes some of the bugs cannot be seen; with the
     case that upref makes, all.
     """
-    from upref.step.case import FLOAT32_BOUND, compare, perturbed, run_step
+    from upref.step.compare.case import FLOAT32_BOUND, compare, perturbed, run_step
 
     goal, bound = make_goal("dapo", {}, T), FLOAT32_BOUND
 

@@ -12,8 +12,8 @@ from loops import T, collated, log_probs, qwen3, surrogate
 import upref
 from tests.support.daily import daily
 from upref.step import check_step
-from upref.step.goal import Goal
-from upref.step.gradient_clipping import find_change
+from upref.step.compare.goal import Goal
+from upref.step.explain.gradient_clipping import find_change
 
 CLIP = 0.05  # it acts on each of these steps
 

@@ -8,7 +8,7 @@ from loops import T, policy_step, qwen3, with_
 from upref import replay
 from upref.errors import InputError
 from upref.step import TorchModel, check_dump, dump_step
-from upref.step.case import build_case, make_goal
+from upref.step.compare.case import build_case, make_goal
 from upref.step.dump import DIRECTIONS, project
 
 

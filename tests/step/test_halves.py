@@ -15,9 +15,9 @@ from upref.step import (
     dump_step,
     record_step,
 )
-from upref.step.case import build_case, make_goal
-from upref.step.halves import NO_HALVES, ONE_PASS, UNFIT, halves_of
-from upref.step.record import Passed
+from upref.step.compare.case import build_case, make_goal
+from upref.step.compare.record import Passed
+from upref.step.explain.halves import NO_HALVES, ONE_PASS, UNFIT, halves_of
 
 FORGOTTEN = "the temperature is left out (it is 1)"
 COLD = with_(temperature=1.0)

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import upref
 from upref.step import check_step
-from upref.step.reference import TorchModel
-from upref.step.scores import _logits_with_cache
+from upref.step.explain.scores import _logits_with_cache
+from upref.step.inputs.reference import TorchModel
 
 V, WIDTH = 96, 16
 

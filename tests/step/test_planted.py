@@ -58,7 +58,7 @@ def test_a_cause_that_is_not_the_planted_one_is_false():
 
 
 def test_a_search_that_stops_says_so(monkeypatch):
-    monkeypatch.setattr("upref.step.diagnose.MOST_VARIANTS", 2)
+    monkeypatch.setattr("upref.step.explain.diagnose.MOST_VARIANTS", 2)
 
     def two_at_once(model, rows):
         rows = [replace(r, prompt=r.prompt[::-1]) for r in rows]

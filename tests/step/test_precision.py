@@ -18,7 +18,7 @@ SETTINGS = {
 }
 PROGRAM = """
 import torch, upref
-from upref.step.ranks import without_tf32
+from upref.step.compare.ranks import without_tf32
 
 matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
 if not hasattr(matmul, "fp32_precision"):

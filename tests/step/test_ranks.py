@@ -13,8 +13,8 @@ from torch import distributed as dist, nn
 
 from tests.support.daily import daily
 from upref.step import record_step
-from upref.step.case import perturb
-from upref.step.families import tiny
+from upref.step.compare.case import perturb
+from upref.step.inputs.families import tiny
 from upref_frameworks.steps.host import report, spawn_ranks
 
 RANKS = 2

@@ -11,9 +11,9 @@ from loops import T, collated, log_probs, policy_step, qwen3, right
 
 import upref
 from upref.step import Row, TorchModel, check_step
-from upref.step.case import FLOAT32_BOUND, build_case, make_goal, perturb
-from upref.step.forward import gradients_by_row
-from upref.step.reach import not_reached
+from upref.step.compare.case import FLOAT32_BOUND, build_case, make_goal, perturb
+from upref.step.compare.forward import gradients_by_row
+from upref.step.compare.reach import not_reached
 
 
 class Bigram(torch.nn.Module):

@@ -9,8 +9,9 @@ import pytest
 import torch
 from loops import T, policy_step, qwen3
 
-from upref.step import TorchModel, check_recorded, record, record_step, sketch
-from upref.step.case import build_case, make_goal
+from upref.step import TorchModel, check_recorded, record_step
+from upref.step.compare import record, sketch
+from upref.step.compare.case import build_case, make_goal
 
 
 @pytest.fixture(scope="module")

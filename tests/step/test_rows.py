@@ -12,7 +12,7 @@ from loops import T, policy_step, qwen3, right
 import upref
 from upref.advantages import group_norm
 from upref.step import check_step
-from upref.step.rows import DESIGNS, make_rows
+from upref.step.inputs.rows import DESIGNS, make_rows
 
 
 @pytest.mark.parametrize("vocabulary", [60, 96, 196])

@@ -16,9 +16,9 @@ from training import BUGS, Own, collate
 import upref
 from upref.errors import InputError
 from upref.step import TorchModel, check_step
-from upref.step.case import RowOptions, build_case, make_goal
-from upref.step.families import tiny
-from upref.step.rows import DESIGNS
+from upref.step.compare.case import RowOptions, build_case, make_goal
+from upref.step.inputs.families import tiny
+from upref.step.inputs.rows import DESIGNS
 from upref.verify.faults.batch_reading import shifted
 from upref.weights.batches import random_batch
 
@@ -377,7 +377,7 @@ def test_an_error_of_the_search_leaves_the_verdict(monkeypatch, error):
     def broken(*_):
         raise error("mask must be a boolean tensor [B, T], got int64[8, 11].")
 
-    monkeypatch.setattr("upref.step.diagnose._explain_by_weights", broken)
+    monkeypatch.setattr("upref.step.explain.diagnose._explain_by_weights", broken)
     report = check_step(with_(temperature=1.0), qwen3(), "dapo", temperature=T)
     assert not report and "no known cause fits" in report.failures[0].cause
     assert error.__name__ in report.failures[0].cause, report

@@ -14,8 +14,8 @@ from upref import InputError
 from upref.cli import main
 from upref.step import Row
 from upref.step.check import check_recorded
-from upref.step.record import Recorded
-from upref.step.reference import TorchModel
+from upref.step.compare.record import Recorded
+from upref.step.inputs.reference import TorchModel
 from upref_frameworks.steps.own import Rank
 
 HERE = Path(__file__).parent

@@ -118,7 +118,7 @@ def _model():
 
 def _rows(model):
     """The rows that check_step would make."""
-    from upref.step import case
+    from upref.step.compare import case
 
     return case.build_case(
         case.TorchModel(model),

@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.trainers import glue
 from upref.advantages import group_norm
-from upref.step.families import tiny
+from upref.step.inputs.families import tiny
 
 REWARDS = (1.0, 0.2, -0.5, 0.7, 0.0, 1.3, -1.1, 0.4)
 NORMALIZED = dict(

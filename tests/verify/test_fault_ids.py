@@ -11,7 +11,7 @@ import torch
 
 import upref
 from docs.faults import faults
-from upref.step.families import tiny
+from upref.step.inputs.families import tiny
 from upref.verify.faults.measured import OBSERVATIONS
 from upref_course.grader import exercises
 from upref_course.verdict import judge_function

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from upref.conformance.cases import Case
 from upref.errors import InputError
-from upref.step.rows import Row
+from upref.step.inputs.rows import Row
 
 METHODS = ("supports", "scale", "settings", "step")
 
@@ -61,7 +61,7 @@ class Adapter(Protocol):
         make `case.updates` steps.
 
         A framework that trains a copy of the model returns {parameter's name:
-        gradient}, or what `upref.step.record.record_step` recorded on the copy.
+        gradient}, or what `upref.step.compare.record.record_step` recorded on the copy.
 
         Args:
             model: a small one.

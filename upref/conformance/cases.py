@@ -57,7 +57,7 @@ class Case:
             responses each.
         updates: optimizer steps of one generation batch. The first takes the first
             rows.
-        family: a name of `upref.step.families.FAMILIES`.
+        family: a name of `upref.step.inputs.families.FAMILIES`.
         dtype: of the model's parameters: float32 or bfloat16.
         holes: whether some response tokens do not train, as output of tools.
         ends: whether each response ends in the end token; False: some are cut off at
@@ -128,7 +128,7 @@ class Case:
 # aggregation -> an objective that has it
 TOKEN_MEAN = {"token-mean": "ppo_clip", "seq-mean": "grpo"}
 
-# What each family is here for is said in upref/step/families.py.
+# What each family is here for is said in upref/step/inputs/families.py.
 FAMILY_NAMES = (
     "qwen2",
     "qwen3_moe",

@@ -26,11 +26,11 @@ from upref.conformance.runner import (
 )
 from upref.errors import InputError
 from upref.result import Result
-from upref.step.forward import Forward
-from upref.step.record import Recorded, Step, gradients, watched
-from upref.step.reference import Gradient, TorchModel
-from upref.step.rows import Row
-from upref.step.weights import read_weights
+from upref.step.compare.forward import Forward
+from upref.step.compare.record import Recorded, Step, gradients, watched
+from upref.step.explain.weights import read_weights
+from upref.step.inputs.reference import Gradient, TorchModel
+from upref.step.inputs.rows import Row
 from upref.user_code.guard import one_thread
 
 LARGEST_ROUNDING = 1e-3  # of a gradient's norm, where both agree with the objective

@@ -11,12 +11,12 @@ import torch
 
 from upref.conformance.cases import Case
 from upref.conformance.updates import rows_of_updates
-from upref.step.case import FLOAT32_BOUND
 from upref.step.check import StepReport, check_recorded, check_step, with_cause
-from upref.step.moved import WeightReader
-from upref.step.record import Recorded, Step
-from upref.step.reference import Gradient, TorchModel
-from upref.step.rows import CASE_AXES, Row
+from upref.step.compare.case import FLOAT32_BOUND
+from upref.step.compare.moved import WeightReader
+from upref.step.compare.record import Recorded, Step
+from upref.step.inputs.reference import Gradient, TorchModel
+from upref.step.inputs.rows import CASE_AXES, Row
 
 Move = Callable[[Any, list[Row]], Any]
 

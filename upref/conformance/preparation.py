@@ -17,14 +17,14 @@ from torch import Tensor
 from upref import advantages
 from upref.conformance.cases import Case
 from upref.errors import InputError
-from upref.step import rows as step_rows
-from upref.step.case import with_weights
 from upref.step.check import StepReport, check_recorded
-from upref.step.families import END, V
-from upref.step.forward import Forward
-from upref.step.record import Recorded
-from upref.step.reference import TorchModel
-from upref.step.rows import CASE_AXES, Row
+from upref.step.compare.case import with_weights
+from upref.step.compare.forward import Forward
+from upref.step.compare.record import Recorded
+from upref.step.inputs import rows as step_rows
+from upref.step.inputs.families import END, V
+from upref.step.inputs.reference import TorchModel
+from upref.step.inputs.rows import CASE_AXES, Row
 
 GROUP_SIZE = 4  # responses to a prompt
 # Spread of the rewards of a group. Where advantages are divided by a standard deviation

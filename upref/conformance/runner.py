@@ -35,20 +35,20 @@ from upref.conformance.updates import (
     rows_of_updates,
 )
 from upref.errors import InputError
-from upref.step import rows as step_rows
-from upref.step.case import (
+from upref.step.check import StepReport, check_recorded, check_step, with_cause
+from upref.step.compare.case import (
     HiddenGradientError,
     draw_old_policy,
     make_goal,
     perturb,
 )
-from upref.step.check import StepReport, check_recorded, check_step, with_cause
-from upref.step.divisors import is_scaled
-from upref.step.families import END, V, tiny
-from upref.step.moved import StaleWeightsError
-from upref.step.record import Recorded, Step, gradients, watched
-from upref.step.reference import TorchModel, as_float64
-from upref.step.rows import CASE_AXES, Row
+from upref.step.compare.moved import StaleWeightsError
+from upref.step.compare.record import Recorded, Step, gradients, watched
+from upref.step.explain.divisors import is_scaled
+from upref.step.inputs import rows as step_rows
+from upref.step.inputs.families import END, V, tiny
+from upref.step.inputs.reference import TorchModel, as_float64
+from upref.step.inputs.rows import CASE_AXES, Row
 from upref.user_code.guard import one_line
 
 NO_TRAIN = "the adapter has no method train, which hands rewards to the trainer"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rows each optimizer step of a generation batch trained on."""
 
-from upref.step.record import Step
-from upref.step.rows import Row
+from upref.step.compare.record import Step
+from upref.step.inputs.rows import Row
 
 
 class UntrainedRowsError(Exception):

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from upref.errors import InputError
 from upref.registry import REDUCE, Objective
-from upref.step import rows as batch
-from upref.step.case import (
+from upref.step.compare.case import (
     ALLOWED_ROUNDINGS,
     HALF_PRECISIONS,
     GradientComparison,
@@ -33,17 +32,25 @@ from upref.step.case import (
     widen_bound,
     with_weights,
 )
-from upref.step.diagnose import diagnose, half_precision, wrong_parameters
-from upref.step.divisors import divisor_of_all_steps, name_single_passes
-from upref.step.goal import Goal
-from upref.step.halves import NO_HALVES, ONE_PASS, UNFIT, Halves, fits, halves_of
-from upref.step.ranks import conclude, follow, is_follower, world_size
-from upref.step.reach import not_reached, reach
-from upref.step.record import Passed, Recorded
-from upref.step.reference import Gradient, Model, TorchModel
-from upref.step.rows import CASE_AXES, Row
-from upref.step.value_causes import SEPARATE_CRITIC, shares_layers
-from upref.step.value_term import ValueTerm, make_value_term
+from upref.step.compare.goal import Goal
+from upref.step.compare.ranks import conclude, follow, is_follower, world_size
+from upref.step.compare.reach import not_reached, reach
+from upref.step.compare.record import Passed, Recorded
+from upref.step.compare.value_term import ValueTerm, make_value_term
+from upref.step.explain.diagnose import diagnose, half_precision, wrong_parameters
+from upref.step.explain.divisors import divisor_of_all_steps, name_single_passes
+from upref.step.explain.halves import (
+    NO_HALVES,
+    ONE_PASS,
+    UNFIT,
+    Halves,
+    fits,
+    halves_of,
+)
+from upref.step.explain.value_causes import SEPARATE_CRITIC, shares_layers
+from upref.step.inputs import rows as batch
+from upref.step.inputs.reference import Gradient, Model, TorchModel
+from upref.step.inputs.rows import CASE_AXES, Row
 from upref.user_code.guard import one_line, outer_threads
 from upref.verify.faults.measured import OBSERVATIONS, OF_PARAMETERS
 from upref.verify.finding import NO_CAUSE, Cause, Number

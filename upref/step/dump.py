@@ -35,21 +35,21 @@ from upref.registry import Objective
 from upref.replay.batch import make_batch
 from upref.replay.files import read, write
 from upref.replay.schema import RecordedBatch
-from upref.step.case import allowed_error, build_case, half_of, make_goal
 from upref.step.check import Attempt, StepReport, doubt_of, report_step
-from upref.step.forward import gradients_by_row
-from upref.step.halves import NO_HALVES, ONE_PASS, Halves
-from upref.step.ranks import is_follower
-from upref.step.record import Feed, is_alone, sketched, state_of_gradients
-from upref.step.reference import (
+from upref.step.compare.case import allowed_error, build_case, half_of, make_goal
+from upref.step.compare.forward import gradients_by_row
+from upref.step.compare.ranks import is_follower
+from upref.step.compare.record import Feed, is_alone, sketched, state_of_gradients
+from upref.step.compare.sketch import DIRECTIONS, project
+from upref.step.explain.halves import NO_HALVES, ONE_PASS, Halves
+from upref.step.inputs.reference import (
     Gradient,
     TorchModel,
     gather_tensor,
     to_dense,
     unwrapped,
 )
-from upref.step.rows import CASE_AXES, Row, text_of, validate_rows
-from upref.step.sketch import DIRECTIONS, project
+from upref.step.inputs.rows import CASE_AXES, Row, text_of, validate_rows
 from upref.verify.finding import Cause
 from upref.verify.report import note
 

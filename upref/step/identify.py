@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`upref.identify_step`: which objective a training step has, read off its gradients.
 
-The weight of each token is read off the gradient (upref/step/weights.py), on rows beside
+The weight of each token is read off the gradient (upref/step/explain/weights.py), on rows beside
 the bounds of DAPO and on rows beside those of GSPO. An objective is a match where its own
 weights, aggregation included, are those up to one constant. `check_step` then confirms it
 on rows of its own, to the precision of float32.
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from upref.errors import InputError
 from upref.registry import names
 from upref.result import Result
-from upref.step.case import (
+from upref.step.check import check_step
+from upref.step.compare.case import (
     FLOAT32_BOUND,
     RowOptions,
     StepCase,
@@ -28,14 +29,13 @@ from upref.step.case import (
     perturbed,
     run_step,
 )
-from upref.step.causes import USUAL_BOUNDS
-from upref.step.check import check_step
-from upref.step.forward import MAX_RESIDUAL
-from upref.step.goal import Goal, Statistics
-from upref.step.ranks import world_size
-from upref.step.reference import TorchModel
-from upref.step.rows import Row
-from upref.step.weights import read_weights
+from upref.step.compare.forward import MAX_RESIDUAL
+from upref.step.compare.goal import Goal, Statistics
+from upref.step.compare.ranks import world_size
+from upref.step.explain.causes import USUAL_BOUNDS
+from upref.step.explain.weights import read_weights
+from upref.step.inputs.reference import TorchModel
+from upref.step.inputs.rows import Row
 from upref.user_code.guard import state_restored
 
 TRIED_FIRST = ("dapo", "grpo", "dr_grpo", "ppo_clip", "gspo", "cispo", "reinforce")

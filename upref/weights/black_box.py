@@ -25,7 +25,7 @@ What stays apart, and why:
   Cap map has all values, so weights and Cap try rare tokens too.
 * upref.verify.oracles.state reports since which call a loss gives other answers, and
   whether a seed decides them; `gives_two_answers` tells only that it does.
-* A training step shows gradients of parameters: upref.step.weights solves for the
+* A training step shows gradients of parameters: upref.step.explain.weights solves for the
   weights of its tokens.
 """
 

@@ -10,7 +10,7 @@ from upref_course.exercise import Exercise, ExerciseBatch
 
 if TYPE_CHECKING:
     from upref.step.check import StepReport
-    from upref.step.rows import Row
+    from upref.step.inputs.rows import Row
 
 
 def step(

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from upref.conformance import Case
-from upref.step.record import Recorded
-from upref.step.rows import Row
+from upref.step.compare.record import Recorded
+from upref.step.inputs.rows import Row
 from upref_frameworks.openrlhf.step import record_training
 from upref_frameworks.steps.settings import attention_of
 

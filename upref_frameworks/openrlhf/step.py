@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from upref.errors import InputError, NotInstalled, importing
-from upref.step.record import Recorded, Step, watched
-from upref.step.reference import TorchModel
-from upref.step.rows import Padded, Row
+from upref.step.compare.record import Recorded, Step, watched
+from upref.step.inputs.reference import TorchModel
+from upref.step.inputs.rows import Padded, Row
 from upref_frameworks.steps.host import process_group
 
 ABSENT = (

@@ -21,11 +21,11 @@ from torch import distributed as dist
 
 from upref.errors import InputError
 from upref.registry import Objective
-from upref.step.case import build_case, make_goal
 from upref.step.check import StepReport, check_recorded
-from upref.step.record import Recorded
-from upref.step.reference import TorchModel
-from upref.step.rows import CASE_AXES, Row
+from upref.step.compare.case import build_case, make_goal
+from upref.step.compare.record import Recorded
+from upref.step.inputs.reference import TorchModel
+from upref.step.inputs.rows import CASE_AXES, Row
 from upref.user_code.guard import one_line
 from upref.verify.group import on_loopback
 

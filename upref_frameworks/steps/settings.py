@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from upref.step.families import FAMILIES
+from upref.step.inputs.families import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def attention_of(family: str) -> str:
     """Return the attention of transformers that computes a model family in full.
 
     Args:
-        family: a key of FAMILIES in upref/step/families.py.
+        family: a key of FAMILIES in upref/step/inputs/families.py.
 
     Returns:
         `eager` for families that have no other, and for Gemma 2, whose softcap sdpa

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from upref.errors import InputError, NotInstalled, importing
-from upref.step.case import perturb
 from upref.step.check import StepReport
-from upref.step.families import tiny
+from upref.step.compare.case import perturb
+from upref.step.inputs.families import tiny
 from upref.user_code.guard import one_line
 from upref_frameworks.steps.host import Refused, TrainerFailedError, report
 from upref_frameworks.steps.settings import TRAINERS, Setting

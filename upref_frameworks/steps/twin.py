@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from upref.errors import InputError, NotInstalled, importing
-from upref.step.case import perturb
-from upref.step.families import FAMILIES, GATED, HEADS
-from upref.step.reference import unwrapped
+from upref.step.compare.case import perturb
+from upref.step.inputs.families import FAMILIES, GATED, HEADS
+from upref.step.inputs.reference import unwrapped
 from upref.user_code.guard import one_line
 
 SIZES = (

@@ -17,12 +17,12 @@ from torch import nn
 
 from upref.errors import InputError, importing
 from upref.registry import Objective, get
-from upref.step.case import with_weights
 from upref.step.check import StepReport, check_recorded
-from upref.step.families import END, V
-from upref.step.forward import Forward
-from upref.step.record import Recorded, record_step
-from upref.step.rows import CASE_AXES, Row, make_rows
+from upref.step.compare.case import with_weights
+from upref.step.compare.forward import Forward
+from upref.step.compare.record import Recorded, record_step
+from upref.step.inputs.families import END, V
+from upref.step.inputs.rows import CASE_AXES, Row, make_rows
 from upref.verify.report import fail
 from upref_frameworks.steps.host import mute_trainer
 

@@ -7,8 +7,8 @@ import importlib.metadata
 from typing import Any
 
 from upref.conformance import Case
-from upref.step.record import Recorded
-from upref.step.rows import Row
+from upref.step.compare.record import Recorded
+from upref.step.inputs.rows import Row
 from upref_frameworks.steps.settings import attention_of
 from upref_frameworks.verl.from_rewards import record_from_rewards
 from upref_frameworks.verl.step import record_training

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from upref.errors import importing
-from upref.step.record import Recorded, Step, watched
-from upref.step.reference import TorchModel
-from upref.step.rows import Row
+from upref.step.compare.record import Recorded, Step, watched
+from upref.step.inputs.reference import TorchModel
+from upref.step.inputs.rows import Row
 from upref_frameworks.steps.host import process_group
 from upref_frameworks.verl.step import ACTOR, _restored, adapted_like, make_worker
 

@@ -25,9 +25,9 @@ from upref.aggregation import verl_name
 from upref.errors import InputError, importing
 from upref.registry import Objective, get
 from upref.step.check import StepReport
-from upref.step.record import Recorded, Step, watched
-from upref.step.reference import TorchModel, unwrapped
-from upref.step.rows import Padded, Row
+from upref.step.compare.record import Recorded, Step, watched
+from upref.step.inputs.reference import TorchModel, unwrapped
+from upref.step.inputs.rows import Padded, Row
 from upref_frameworks.steps.host import process_group, report
 from upref_frameworks.steps.twin import twin
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.rollouts import Rollouts
-from upref.step.forward import Forward
-from upref.step.goal import Goal
-from upref.step.reference import TorchModel
-from upref.step.rows import Padded, Row
+from upref.step.compare.forward import Forward
+from upref.step.compare.goal import Goal
+from upref.step.inputs.reference import TorchModel
+from upref.step.inputs.rows import Padded, Row
 from upref.verify.faults import Fault, measured
 from upref.verify.finding import Cause
 

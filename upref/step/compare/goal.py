@@ -13,8 +13,8 @@ from upref.aggregation import Totals, aggregate
 from upref.errors import InputError
 from upref.kl import per_token
 from upref.registry import Objective
-from upref.step.rows import Padded
-from upref.step.value_term import ValueTerm
+from upref.step.compare.value_term import ValueTerm
+from upref.step.inputs.rows import Padded
 from upref.verify.factors import TOKEN_SUM, declared_aggregation
 
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from upref.errors import InputError
-from upref.step.model_errors import as_input_error
+from upref.step.inputs.model_errors import as_input_error
 
 # operations whose factors, weights among them, are rounded too
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")

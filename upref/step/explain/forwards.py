@@ -19,12 +19,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from upref.errors import InputError
-from upref.step.forward import Forward
-from upref.step.normalizers import longest
-from upref.step.reference import TorchModel
-from upref.step.rows import Row, locate, micro_batch
-from upref.step.scores import Variant, head_variants, repeat_first_logits, with_logits
-from upref.step.weights import is_named
+from upref.step.compare.forward import Forward
+from upref.step.explain.normalizers import longest
+from upref.step.explain.scores import (
+    Variant,
+    head_variants,
+    repeat_first_logits,
+    with_logits,
+)
+from upref.step.explain.weights import is_named
+from upref.step.inputs.reference import TorchModel
+from upref.step.inputs.rows import Row, locate, micro_batch
 from upref.verify.faults import Fault
 from upref.verify.finding import NO_CAUSE, Cause
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, distributed as dist, nn
 
 from upref.errors import InputError
-from upref.step.moved import Moved, WeightReader
-from upref.step.record import Step, gradients, watched
-from upref.step.reference import Gradient, unwrapped
-from upref.step.rows import Row
+from upref.step.compare.moved import Moved, WeightReader
+from upref.step.compare.record import Step, gradients, watched
+from upref.step.inputs.reference import Gradient, unwrapped
+from upref.step.inputs.rows import Row
 
 # "run", weights, rows; "report", the report, None; or "refused", the reason, None
 Message = tuple[str, Any, Any]

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from upref.registry import REDUCE
-from upref.step.goal import Goal, Statistics
-from upref.step.reference import Model, TorchModel
-from upref.step.rows import Padded, Row, locate
+from upref.step.compare.goal import Goal, Statistics
+from upref.step.inputs.reference import Model, TorchModel
+from upref.step.inputs.rows import Padded, Row, locate
 
 # a gradient in float32 is one of these log-probabilities if they leave no more of it
 MAX_RESIDUAL = 5e-5

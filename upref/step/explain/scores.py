@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from upref.step.forward import Forward, log_prob
-from upref.step.reference import Model, TorchModel, text_config
-from upref.step.rows import Row, micro_batch
+from upref.step.compare.forward import Forward, log_prob
+from upref.step.inputs.reference import Model, TorchModel, text_config
+from upref.step.inputs.rows import Row, micro_batch
 from upref.verify.faults import Fault
 
 MOST_PLACES_EARLY = 8  # places by which labels may stand too early

@@ -20,15 +20,15 @@ from upref.errors import InputError
 from upref.kl import ESTIMATORS
 from upref.registry import Objective, get, names
 from upref.rollouts import Rollouts
-from upref.step.normalizers import explain_factors, right_factors
-from upref.step.rows import Row
-from upref.step.weights import (
+from upref.step.explain.normalizers import explain_factors, right_factors
+from upref.step.explain.weights import (
     WEIGHT_TOLERANCE,
     Tokens,
     factors_of_rows,
     is_named,
     left_out_cause,
 )
+from upref.step.inputs.rows import Row
 from upref.verify.faults import fitting, hyperparameter_id, known, measured
 from upref.verify.faults.batch_reading import between, bisected, moved
 from upref.verify.faults.losses import (

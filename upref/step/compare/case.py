@@ -18,20 +18,21 @@ from upref.aggregation import KEPT_MEAN
 from upref.errors import InputError
 from upref.interrupt import Terminated
 from upref.registry import REDUCE, Objective, get
-from upref.step import rows as step_rows
-from upref.step.forward import (
+from upref.step.compare.forward import (
     Forward,
     assign_sides,
     changes_across_bounds,
     clip_norm,
     gradients_by_row,
 )
-from upref.step.goal import Goal
-from upref.step.model_errors import as_input_error
-from upref.step.moved import Moved
-from upref.step.ranks import lead, train, world_size
-from upref.step.record import Step
-from upref.step.reference import (
+from upref.step.compare.goal import Goal
+from upref.step.compare.moved import Moved
+from upref.step.compare.ranks import lead, train, world_size
+from upref.step.compare.record import Step
+from upref.step.compare.value_term import ValueTerm, add_values
+from upref.step.inputs import rows as step_rows
+from upref.step.inputs.model_errors import as_input_error
+from upref.step.inputs.reference import (
     Gradient,
     Model,
     PerturbedOperations,
@@ -41,8 +42,7 @@ from upref.step.reference import (
     gather_tensor,
     unwrapped,
 )
-from upref.step.rows import CASE_AXES, Padded, Row
-from upref.step.value_term import ValueTerm, add_values
+from upref.step.inputs.rows import CASE_AXES, Padded, Row
 from upref.user_code.guard import one_line, refuse_exit
 
 FLOAT32_BOUND = 2e-5  # of |g - g*| / |g*| in float32

@@ -18,9 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from upref.errors import InputError
 from upref.kl import ESTIMATORS
-from upref.step.case import HALF_PRECISIONS, GradientComparison, StepCase
-from upref.step.causes import find_fault
-from upref.step.forward import (
+from upref.step.compare.case import HALF_PRECISIONS, GradientComparison, StepCase
+from upref.step.compare.forward import (
     MAX_RESIDUAL,
     Forward,
     best_factors,
@@ -29,15 +28,14 @@ from upref.step.forward import (
     is_near,
     reproduces,
 )
-from upref.step.forwards import model_variants, run_variants
-from upref.step.goal import Goal
-from upref.step.gradient_clipping import divided_after, find_change
-from upref.step.normalizers import explain_factors, right_factors
-from upref.step.reference import Gradient, Model, TorchModel, text_config
-from upref.step.rows import Padded, Row, locate
-from upref.step.scores import Variant, log_prob_variants
-from upref.step.value_causes import ValueSearch
-from upref.step.weights import (
+from upref.step.compare.goal import Goal
+from upref.step.explain.causes import find_fault
+from upref.step.explain.forwards import model_variants, run_variants
+from upref.step.explain.gradient_clipping import divided_after, find_change
+from upref.step.explain.normalizers import explain_factors, right_factors
+from upref.step.explain.scores import Variant, log_prob_variants
+from upref.step.explain.value_causes import ValueSearch
+from upref.step.explain.weights import (
     WEIGHT_TOLERANCE,
     Tokens,
     TokenWeights,
@@ -48,6 +46,8 @@ from upref.step.weights import (
     observe_weights,
     read_weights,
 )
+from upref.step.inputs.reference import Gradient, Model, TorchModel, text_config
+from upref.step.inputs.rows import Padded, Row, locate
 from upref.verify.faults import measured
 from upref.verify.finding import NO_CAUSE, Cause, Number, join_causes
 from upref.verify.report import UNKNOWN, Finding, fail

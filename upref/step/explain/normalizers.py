@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from upref.rollouts import Rollouts
-from upref.step.goal import Goal
-from upref.step.rows import Padded, Row
+from upref.step.compare.goal import Goal
+from upref.step.inputs.rows import Padded, Row
 from upref.verify.factors import FACTORS, aggregation_id, declared_aggregation, names
 from upref.verify.faults import measured
 from upref.verify.finding import NO_CAUSE, Cause, join_causes

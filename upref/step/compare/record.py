@@ -16,7 +16,8 @@ from torch.optim.optimizer import (
 )
 
 from upref.errors import InputError
-from upref.step.reference import (
+from upref.step.compare.sketch import project_some
+from upref.step.inputs.reference import (
     Gradient,
     TorchModel,
     as_float64,
@@ -24,8 +25,7 @@ from upref.step.reference import (
     to_dense,
     unwrapped,
 )
-from upref.step.rows import Row, locate
-from upref.step.sketch import project_some
+from upref.step.inputs.rows import Row, locate
 
 
 @dataclass(frozen=True)

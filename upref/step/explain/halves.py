@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from upref.step.case import GradientComparison, StepCase, compare
-from upref.step.diagnose import diagnose
-from upref.step.record import Passed
-from upref.step.reference import Gradient, TorchModel, to_dense
-from upref.step.rows import Row, locate
-from upref.step.sketch import DIRECTIONS, KEPT, project_some
+from upref.step.compare.case import GradientComparison, StepCase, compare
+from upref.step.compare.record import Passed
+from upref.step.compare.sketch import DIRECTIONS, KEPT, project_some
+from upref.step.explain.diagnose import diagnose
+from upref.step.inputs.reference import Gradient, TorchModel, to_dense
+from upref.step.inputs.rows import Row, locate
 from upref.verify.faults.measured import AFTER_BACKWARD
 from upref.verify.finding import Cause
 

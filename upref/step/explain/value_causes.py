@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from upref.aggregation import Totals, aggregate
-from upref.step.forward import Forward
-from upref.step.goal import Goal
-from upref.step.rows import Padded
-from upref.step.value_term import ValueTerm
-from upref.step.weights import solve_least_squares
+from upref.step.compare.forward import Forward
+from upref.step.compare.goal import Goal
+from upref.step.compare.value_term import ValueTerm
+from upref.step.explain.weights import solve_least_squares
+from upref.step.inputs.rows import Padded
 from upref.verify.factors import TOKEN_SUM, declared_aggregation
 from upref.verify.faults.batch_reading import moved
 from upref.verify.finding import NO_CAUSE, Cause, join_causes

@@ -8,9 +8,9 @@ import math
 import torch
 from torch import Tensor
 
-from upref.step.forward import MAX_RESIDUAL, best_factors, clip_norm, is_near
-from upref.step.goal import Goal
-from upref.step.reference import Model, TorchModel
+from upref.step.compare.forward import MAX_RESIDUAL, best_factors, clip_norm, is_near
+from upref.step.compare.goal import Goal
+from upref.step.inputs.reference import Model, TorchModel
 from upref.verify.faults import measured
 from upref.verify.finding import NO_CAUSE, Cause
 

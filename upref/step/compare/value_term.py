@@ -12,7 +12,7 @@ from torch import Tensor
 
 from upref import critic
 from upref.errors import InputError
-from upref.step.rows import Row
+from upref.step.inputs.rows import Row
 
 # distances of V from V_old, in units of ε: on both sides of the clip, and not beside it
 DISTANCES = (-2.7, -1.6, -0.7, -0.35, 0.35, 0.7, 1.6, 2.7)

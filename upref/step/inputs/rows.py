@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from upref.errors import InputError
 from upref.registry import Objective
-from upref.step.ratios import (
+from upref.step.inputs.ratios import (
     LARGEST_LOG_PROB,
     WeightInputs,
     choose_log_ratios,

@@ -23,8 +23,8 @@ from torch.optim.optimizer import (
 )
 
 from upref.errors import InputError
-from upref.step.record import Feed, Step
-from upref.step.reference import (
+from upref.step.compare.record import Feed, Step
+from upref.step.inputs.reference import (
     Gradient,
     as_float64,
     gather_tensor,

@@ -6,7 +6,7 @@ one gradient cannot.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from upref.step.goal import Goal
+from upref.step.compare.goal import Goal
 from upref.verify.factors import aggregation_id, declared_aggregation
 from upref.verify.finding import Number
 from upref.verify.report import Finding, Report

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.registry import REDUCE
-from upref.step.forward import Forward, clip_norm
-from upref.step.goal import Goal
-from upref.step.rows import Padded
+from upref.step.compare.forward import Forward, clip_norm
+from upref.step.compare.goal import Goal
+from upref.step.inputs.rows import Padded
 
 # multiples of a number that are tried, outwards
 FACTORS_BELOW = (1 / 2, 1 / 10)
