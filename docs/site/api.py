@@ -18,6 +18,8 @@ GROUPS = {
     "Judge a loss": [
         "check",
         "prove",
+        "prove_advantages",
+        "prove_kl",
         "diff",
         "identify",
         "maximizes",

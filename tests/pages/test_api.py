@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import upref
-from docs.site.api import EXAMPLES
+from docs.site.api import EXAMPLES, GROUPS
 from upref import definition
 
 FLAGS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
@@ -19,6 +19,11 @@ ELSEWHERE = {"check_recorded"}
 def test_each_public_name_has_an_example():
     assert set(EXAMPLES) == set(upref.__all__) - ELSEWHERE
     assert all(f"upref.{name}(" in EXAMPLES["record_step"] for name in ELSEWHERE)
+
+
+def test_each_public_name_is_in_one_group_of_the_page():
+    named = [name for group in GROUPS.values() for name in group]
+    assert sorted(named) == sorted(upref.__all__)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
