@@ -319,8 +319,10 @@ def unknown(name: str, known: Collection[str]) -> InputError:
     spelled_like_names = name.lower().replace("-", "_")
     if spelled_like_names in known:
         similar = [spelled_like_names]
-    else:
-        similar = difflib.get_close_matches(spelled_like_names, known, n=3, cutoff=0.5)
+    else:  # ppo is a word of ppo_clip, and spelled like gppo
+        near = difflib.get_close_matches(spelled_like_names, known, n=3, cutoff=0.5)
+        longer = [one for one in known if spelled_like_names in one.split("_")]
+        similar = (longer or near)[:3]
     if similar:
         hint = f"did you mean {' or '.join(similar)}?"
     else:

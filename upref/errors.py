@@ -36,6 +36,10 @@ class OutOfMemory(Gone):
     large numbers may read it as a refusal of them."""
 
 
+# what `repro/venv.sh` calls the part that has a framework
+PARTS = {"verl": "verl", "trl": "trl", "transformers": "trl"}
+
+
 @contextmanager
 def importing(framework: str) -> Iterator[None]:
     """Turn whatever a framework that is not installed, or half installed, raises into
@@ -54,7 +58,9 @@ def importing(framework: str) -> Iterator[None]:
         yield
     except Exception as e:
         why = f"{type(e).__name__}: {e}".splitlines()[0]
+        install = f"`pip install {framework}`"
+        if part := PARTS.get(framework):
+            install = f"in a checkout `repro/venv.sh {part}` installs what its losses need, elsewhere {install}"
         raise NotInstalled(
-            f"{framework} does not import here ({why}): in a checkout `repro/venv.sh {framework}` installs what its "
-            f"losses need, elsewhere `pip install {framework}`."
+            f"{framework} does not import here ({why}): {install}."
         ) from e

@@ -4,6 +4,7 @@ has a note.
 """
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -191,6 +192,16 @@ def test_an_error_of_upref_is_not_the_trainer_s():
         numpy.apply_along_axis(
             lambda _: table.run_setting("trl", None), 0, numpy.zeros(1)
         )
+
+
+def test_a_package_that_all_settings_need_is_named_once(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["step", "trl"]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert "transformers does not import here" in err
+    # the part of venv.sh that has it
+    assert "`repro/venv.sh trl`" in err
 
 
 @pytest.mark.trl

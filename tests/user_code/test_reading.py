@@ -914,9 +914,15 @@ def test_a_method_says_what_to_do(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("DAPO", "dapo"), ("UP-DAPO", "up_dapo"), ("Dr-GRPO", "dr_grpo")],
+    [
+        ("DAPO", "dapo"),
+        ("UP-DAPO", "up_dapo"),
+        ("Dr-GRPO", "dr_grpo"),
+        ("ppo", "ppo_clip"),  # not gppo, which is spelled more like it
+        ("PPO", "ppo_clip"),
+    ],
 )
-def test_a_name_in_capitals_has_one_suggestion(name, meant):
+def test_a_name_of_other_letters_or_fewer_words_has_one_suggestion(name, meant):
     with pytest.raises(InputError, match=rf"{name}'.* did you mean {meant}\?$"):
         upref.get(name)
     # a loss that is called by this word echoes it as it was typed

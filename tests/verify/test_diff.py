@@ -4,6 +4,7 @@ quantity, and settings that close one are run before they are named.
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -94,6 +95,11 @@ def test_the_first_token_has_the_gradients_of_both_losses():
     assert token.batch == "batch on policy"
     assert token.b == pytest.approx(token.a / 2)
     assert "0.5 times as much" in str(token)
+
+
+def test_a_token_without_a_gradient_has_no_negative_zero():
+    token = replace(upref.diff(ppo, halved).example, a=-0.5, b=0.0)
+    assert str(token).endswith(": -0.5 and 0, 0 times as much")
 
 
 def test_an_objective_equals_a_loss_that_is_it():

@@ -72,7 +72,7 @@ class Example:
     b: float
 
     def __str__(self) -> str:
-        times = f", {self.b / self.a:.6g} times as much" if self.a else ""
+        times = f", {self.b / self.a + 0.0:.6g} times as much" if self.a else ""
         return (
             f"{self.batch}, response {self.row}, column {self.column} (A = {self.A:.6g}, "
             f"r = {self.r:.6g}): {self.a:.6g} and {self.b:.6g}{times}"

@@ -116,9 +116,14 @@ def run(
 
     Raises:
         InputError: there is no such trainer or setting.
+        NotInstalled: no setting can run, because a package that each needs is missing.
     """
     out = []
-    for setting in select_settings(trainer, only):
+    settings = select_settings(trainer, only)
+    for package in ("transformers", "trl") if trainer == "trl" else ("transformers",):
+        with importing(package):
+            importlib.import_module(package)
+    for setting in settings:
         start = time.perf_counter()
         outcome = _outcome_of(trainer, setting)
         out.append(replace(outcome, seconds=time.perf_counter() - start))
