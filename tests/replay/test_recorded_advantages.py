@@ -74,6 +74,26 @@ def test_what_can_be_undone_exactly_fails_with_its_name(adv, cause, words):
     assert words in str(found.failures[0])
 
 
+def test_advantages_in_any_other_order_fail():
+    generator = torch.Generator().manual_seed(0)
+    reward = torch.rand(B, generator=generator, dtype=torch.float64)
+    right = estimators.group_norm(reward, GROUP)
+    order = torch.randperm(B, generator=generator)
+    shuffled = batch(right[order], reward=reward)
+    assert [f.cause for f in advantages(shuffled).failures] == ["shuffled_advantages"]
+    two_sizes = batch(torch.sign(right)[order], reward=torch.sign(right))
+    assert not advantages(two_sizes).failures
+
+
+def test_advantages_that_are_0_on_some_responses_are_named():
+    """Those that were cut off at the longest length, for example."""
+    cut_off = torch.arange(B) % 3 == 0
+    found = advantages(batch(RIGHT.masked_fill(cut_off, 0.0)))
+    assert found and [f.cause for f in found.notes] == ["masked_advantages"]
+    kept = int((RIGHT.masked_fill(cut_off, 0.0) != 0).sum())
+    assert f"on {kept} of {B} responses" in str(found.notes[0])
+
+
 def test_advantages_over_rows_at_one_distance_fail():
     strided = estimators.group_norm(REWARD, torch.arange(B) % 4)
     (finding,) = advantages(batch(strided)).failures

@@ -26,6 +26,7 @@ from upref.replay.words import SUSPECTS
 WORLD = World("llama", 23, responses=64, length=28)
 NOTHING = Evidence(
     repeats=False,
+    stretched=False,
     position=False,
     sparse=False,
     small=False,
@@ -57,6 +58,68 @@ def text_of(columns, **more):
 def test_a_penalty_shows_in_the_repeated_tokens():
     causes = text_of(second.FAULTS["repetition_penalty"](WORLD))
     assert causes.startswith("penalties")
+
+
+def drawn_from(change, *, responses=80, length=40, vocabulary=60):
+    """Columns of a sampler that changes the logits; some tokens are frequent, so they repeat,
+    in contexts of several sharpnesses.
+    """
+    g = torch.Generator().manual_seed(4)
+    shape = (responses, length, vocabulary)
+    sharpness = torch.rand(responses, length, 1, generator=g, dtype=torch.float64) * 3
+    z = torch.randn(shape, generator=g, dtype=torch.float64) * sharpness
+    z = z - 1.5 * torch.arange(vocabulary, dtype=torch.float64).log1p()
+    y = change(z).log_softmax(-1)
+    ids = torch.multinomial(y.exp().view(-1, vocabulary), 1, generator=g)
+    ids = ids.view(responses, length)
+    x = z.log_softmax(-1)
+    columns = {"ids": ids, "mask": torch.ones(responses, length)}
+    for name, column in (("old", x), ("sampler", y)):
+        columns[name] = column.gather(2, ids[..., None])[..., 0]
+    return columns
+
+
+def cut_to(k):
+    """Leave the k largest logits."""
+    return lambda z: z.masked_fill(z < z.topk(k).values[..., -1:], -torch.inf)
+
+
+def test_what_changes_frequent_tokens_is_no_penalty():
+    """A temperature and a cut change likely tokens otherwise, and these repeat."""
+    for temperature in (0.8, 1.25):
+        causes = text_of(drawn_from(lambda z, T=temperature: z / T))
+        assert causes.startswith("another temperature")
+    for k in (5, 20):
+        assert text_of(drawn_from(cut_to(k))).startswith("a sampler that was cut")
+
+
+def test_other_weights_are_no_temperature():
+    generator = torch.Generator().manual_seed(5)
+
+    def move(z):
+        return z + 0.5 * torch.randn(z.shape, generator=generator, dtype=z.dtype)
+
+    causes = text_of(drawn_from(move))
+    assert causes.startswith("other weights") and "temperature or scale" not in causes
+
+
+def test_other_ids_and_another_context_are_said_once():
+    evidence = replace(NOTHING, position=True)
+    for finding in USUAL:
+        assert not {"ids", "context"} <= set(rank(finding, evidence))
+    assert "context" in rank("impossible_tokens", replace(evidence, same_ids=True))
+
+
+def test_responses_of_other_weights_are_told_from_those_that_agree():
+    """Two of five responses were sampled by older weights."""
+    right, other = drawn_from(lambda z: z), drawn_from(lambda z: 0.3 * z + z.roll(1, 2))
+    is_old = (torch.arange(80) % 5 < 2)[:, None]
+    mixed = {name: torch.where(is_old, other[name], right[name]) for name in right}
+    mixed["sampler"] = mixed["sampler"] + 1e-6
+    found = gap(make_batch(mixed, file="f"))
+    assert [f.cause for f in found.findings] == ["some_responses"]
+    assert "32 of 80 responses are off" in str(found.notes[0])
+    assert found.notes[0].numbers["causes"].startswith("other weights")
 
 
 def test_a_certain_sampler_has_a_grammar_and_no_penalty():

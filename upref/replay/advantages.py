@@ -27,6 +27,8 @@ LEAST_RESPONSES = 3  # responses with an advantage: fewer fit anything
 # The same, of advantages with the other sign or of other rows: rewards of 0 and 1 give two
 # values, and so many of two values are in one order by chance with probability 2^-12
 LEAST_MOVED = 12
+# sizes of advantages that are equal in another order: fewer are so by chance
+LEAST_SIZES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,6 +341,38 @@ def _undo_mistake(batch: RecordedBatch, A: Tensor) -> ReplayFinding | None:
                 return note(
                     "advantages", "multiple_advantages", estimator=name, factor=factor
                 )
+    return _undo_masking(batch, A) or _undo_order(batch, A)
+
+
+def _undo_masking(batch: RecordedBatch, A: Tensor) -> ReplayFinding | None:
+    """Find whether some advantages are 0 and all others those of an estimator."""
+    kept = A != 0
+    if bool(kept.all()):
+        return None
+    for name, estimated in _estimates(batch):
+        if _is_same(estimated[batch.mask.any(1)][kept], A[kept]):
+            return note(
+                "advantages",
+                "masked_advantages",
+                estimator=name,
+                kept=int(kept.sum()),
+                of=len(A),
+            )
+    return None
+
+
+def _undo_order(batch: RecordedBatch, A: Tensor) -> ReplayFinding | None:
+    """Find whether the advantages are those of an estimator, in another order."""
+    sizes = A.abs().sort().values
+    is_other_size = sizes.diff() > 10 * _tolerance(A) * A.abs().max()
+    if int(is_other_size.sum()) + 1 < LEAST_SIZES:
+        return None
+    for name, estimated in _estimates(batch):
+        if _is_same(estimated[batch.mask.any(1)].sort().values, A.sort().values):
+            numbers = {"estimator": name}
+            return ReplayFinding(
+                "advantages", "failure", "shuffled_advantages", numbers
+            )
     return None
 
 

@@ -58,7 +58,7 @@ FAR_NATS = 4.0  # nats: the trainer finds a token e^4 times less likely than the
 LEAST_TOKENS = 3  # tokens: fewer are no pattern
 LEAST_SEPARATION = 5  # times as far off as any other response
 LARGEST_SHARE_OFF = (
-    0.25  # of the responses, beyond which those that are off are no exception
+    0.5  # of the responses, beyond which those that are off are no exception
 )
 ONE_SIDED = 10  # times as many tokens below as above
 # mean sign of d among likely tokens, and among rare ones: seven of eight have that sign
@@ -144,6 +144,8 @@ def _with_likely_causes(
     if finding.cause == "some_responses":  # which are left out of the columns
         is_drawn = batch.mask & columns.sampler.isfinite()
         columns = replace(columns, mask=is_drawn)
+        is_off = columns.row_distance() > ROUNDING_GAP
+        columns = columns.without(~is_off[:, None])
     evidence = find_evidence(batch, columns)
     causes = causes_in_words(finding.cause, evidence)
     return replace(finding, numbers=finding.numbers | {"causes": causes})

@@ -22,6 +22,8 @@ FAR = 2.0  # nats
 BOTH_WAYS = 0.25  # times as many tokens far below the trainer as far above it
 SIGNIFICANT = 5.0  # standard errors of a difference of means
 LEAST_TOKENS = 30  # on either side of a comparison
+LIKELIHOODS = 10  # parts of the tokens, in the order of their probability
+LEAST_DIFFERENCE = 1e-3  # nats: below it a token does not count as different
 SPARSE = 0.1  # the median of |d| over its mean, below which few tokens carry the gap
 SMALL_GAP = 0.1  # nats, mean |d|: low precision makes such a gap
 ONE_SIDED = 20.0  # times as many tokens above the trainer as below it
@@ -37,6 +39,7 @@ USUAL: dict[str, dict[str, float]] = {
         "likeliest": 0.4,
         "order": 0.0,
         "penalties": 0.0,
+        "temperature": 0.0,
     },
     "impossible_tokens": {
         "ids": 4.0,
@@ -48,6 +51,7 @@ USUAL: dict[str, dict[str, float]] = {
         "likeliest": 0.8,
         "penalties": 0.0,
         "undrawn": 0.0,
+        "temperature": 0.0,
     },
     "missing_mass": {
         "cut": 4.0,
@@ -80,14 +84,14 @@ USUAL: dict[str, dict[str, float]] = {
         "context": 1.5,
         "penalties": 1.0,
     },
-    "unrelated": {"order": 3.0, "weights": 2.5, "context": 2.0, "ids": 1.0},
+    "unrelated": {"order": 3.0, "ids": 2.5, "context": 2.0, "weights": 1.0},
     "some_responses": {
-        "rows": 4.0,
+        "rows": 2.5,
         "ids": 3.0,
-        "weights": 2.0,
+        "weights": 2.5,
         "context": 1.5,
         "arithmetic": 1.0,
-        "likeliest": 1.0,
+        "likeliest": -1.0,
     },
 }
 # a cause -> those whose words it has: beside it they are left out
@@ -103,7 +107,10 @@ class Evidence:
 
     Args:
         repeats: whether tokens that stand earlier in their response, or in its prompt,
-            have another mean difference than new ones, in the last half of the responses.
+            have another mean difference than new ones that are as likely, and of the other
+            sign, in the last half of the responses.
+        stretched: whether one side is above the other on likely tokens and below it on
+            rare ones, on average.
         position: whether the first and the last half of the responses have other gaps.
         sparse: whether few tokens carry the gap.
         small: whether the mean gap is one that low precision makes.
@@ -120,6 +127,7 @@ class Evidence:
     """
 
     repeats: bool
+    stretched: bool
     position: bool
     sparse: bool
     small: bool
@@ -147,8 +155,13 @@ def find_evidence(batch: RecordedBatch, c: Columns) -> Evidence:
         late = bool((batch.lags()[batch.mask] > 0).any())
     is_late_token = _is_in_last_half(c.mask)[c.mask]
     repeated = _stands_earlier(batch)[c.mask][is_late_token]
+    likelihood = c.trained(c.trainer + c.sampler)
+    bounded = d.clamp(-1, 1)
     return Evidence(
-        repeats=_means_differ(d[is_late_token].clamp(-1, 1), repeated),
+        repeats=_are_repeats_off(
+            bounded[is_late_token], likelihood[is_late_token], repeated
+        ),
+        stretched=_has_both_signs(bounded, likelihood),
         position=_means_differ(size.clamp(max=1), is_late_token),
         sparse=bool(size.median() < SPARSE * size.mean()),
         small=bool(size.mean() < SMALL_GAP),
@@ -180,6 +193,46 @@ def _means_differ(x: Tensor, is_one: Tensor) -> bool:
     return bool((one.mean() - other.mean()).abs() > SIGNIFICANT * error)
 
 
+def _less_mean_of_as_likely(x: Tensor, likelihood: Tensor) -> Tensor:
+    """x [N] less its mean over the tokens that are about as likely: a temperature or a cut
+    changes repeated tokens more only because they are likelier.
+    """
+    rest = x.clone()
+    for part in likelihood.argsort().chunk(LIKELIHOODS):
+        rest[part] -= x[part].mean()
+    return rest
+
+
+def _has_both_signs(d: Tensor, likelihood: Tensor) -> bool:
+    """Whether d [N] is below 0 on average on tokens of one probability, and above it on those
+    of another, by more than chance.
+
+    Tokens are drawn from the sampler, so under other weights it is above the trainer on
+    average whatever their probability.
+    """
+    differs = d.abs() > LEAST_DIFFERENCE
+    quarters = d[differs][likelihood[differs].argsort()].chunk(4)
+    if len(quarters) < 4 or len(quarters[-1]) < LEAST_TOKENS:
+        return False
+    errors = [_mean_in_errors(quarter) for quarter in quarters]
+    return min(errors) < -SIGNIFICANT and max(errors) > SIGNIFICANT
+
+
+def _mean_in_errors(x: Tensor) -> float:
+    """The mean of x [N] in units of its standard error."""
+    return float(x.mean() / (x.std() / len(x) ** 0.5 + 1e-12))
+
+
+def _are_repeats_off(d: Tensor, likelihood: Tensor, repeated: Tensor) -> bool:
+    """Whether repeated tokens have another mean of d [N] than new ones that are as likely, and
+    the other sign: a cut or a temperature, which changes what is likely or certain more,
+    gives both kinds one sign.
+    """
+    have_other_signs = bool(d[repeated].mean() * d[~repeated].mean() < 0)
+    rest = _less_mean_of_as_likely(d, likelihood)
+    return have_other_signs and _means_differ(rest, repeated)
+
+
 def _stands_earlier(batch: RecordedBatch) -> Tensor:
     """Which tokens stand earlier in their row, [B, T]."""
     order = batch.ids.argsort(dim=1, stable=True)
@@ -208,6 +261,9 @@ def _weights_of_evidence(e: Evidence) -> dict[str, float]:
     added = dict.fromkeys(SUSPECTS, 0.0)
     if e.repeats:
         added["penalties"] += 7
+    if e.stretched:
+        added["temperature"] += 8
+        added["before_temperature"] += 1
     if e.position:
         added["context"] += 3
         added["ids"] += 1
@@ -225,7 +281,7 @@ def _weights_of_evidence(e: Evidence) -> dict[str, float]:
         added["likeliest"] += 3.5
     if e.both_ways:
         added["order"] += 5
-        added["rows"] += 2
+        added["rows"] += 3
     if e.certain:
         added["undrawn"] += 6
         added["settings"] += 2
@@ -259,7 +315,10 @@ def rank(finding: str, evidence: Evidence) -> list[str]:
     possible = [name for name, score in scores.items() if score > 0]
     named: list[str] = []
     for name in sorted(possible, key=lambda name: -scores[name]):
-        if not any(name in INCLUDES.get(before, ()) for before in named):
+        if name == "context" and "ids" in possible:
+            name = "ids"  # whose words it shares
+        is_said = any(name in (before, *INCLUDES.get(before, ())) for before in named)
+        if not is_said:
             named.append(name)
     return named[:MOST_NAMED]
 

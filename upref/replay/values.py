@@ -330,7 +330,7 @@ def _ties_at_an_end(tied: Tensor, c: Columns) -> Tensor:
         is_lone = float(tied[elsewhere].double().mean()) < 0.05
         # of a peaked policy, whose exact zeros are right elsewhere
         if len(doubtful_elsewhere) and doubtful_at_end > DOUBTFUL_SHARE:
-            is_lone |= float(doubtful_elsewhere.mean()) < DOUBTFUL_SHARE / 50
+            is_lone |= float(doubtful_elsewhere.mean()) < doubtful_at_end / 50
         if at_end > 0.95 and is_lone:
             return tied & place
     return torch.zeros_like(tied)

@@ -38,7 +38,8 @@ SUSPECTS: dict[str, tuple[str, str]] = {
         "replay, the gap vanishes",
     ),
     "ids": (
-        "other ids (a text that was tokenized again, an inserted token) or " + CONTEXT,
+        "other ids (a text that was tokenized again, an inserted token, labels shifted by "
+        "one) or " + CONTEXT,
         "record sampler_ids, and compare the ids that each side reads, prompt included",
     ),
     "context": (
@@ -343,6 +344,16 @@ ADVANTAGES = {
     ),
     "moved_advantages": (
         "the advantages are {estimator}, exactly, but each response has that {ways}."
+    ),
+    "shuffled_advantages": (
+        "the advantages are those of {estimator}, exactly, but of other responses: the "
+        "same numbers are in another order. Rewards, responses or advantages were sorted "
+        "or shuffled alone."
+    ),
+    "masked_advantages": (
+        "the advantages are {estimator} on {kept} of {of} responses, and 0 on the others, "
+        "where that estimator's are not: as if these were filtered (responses that are too "
+        "long or were cut off)."
     ),
     "multiple_advantages": (
         "the advantages are {factor:g} times {estimator}: counted so often, or times a "
