@@ -31,6 +31,7 @@ NOTHING = Evidence(
     sparse=False,
     small=False,
     one_sided=False,
+    never_below=False,
     both_ways=False,
     certain=False,
     turns=False,
@@ -62,13 +63,13 @@ def test_a_penalty_shows_in_the_repeated_tokens():
 
 def drawn_from(change, *, responses=80, length=40, vocabulary=60):
     """Columns of a sampler that changes the logits; some tokens are frequent, so they repeat,
-    in contexts of several sharpnesses.
+    and most of all in sharp contexts.
     """
     g = torch.Generator().manual_seed(4)
     shape = (responses, length, vocabulary)
     sharpness = torch.rand(responses, length, 1, generator=g, dtype=torch.float64) * 3
-    z = torch.randn(shape, generator=g, dtype=torch.float64) * sharpness
-    z = z - 1.5 * torch.arange(vocabulary, dtype=torch.float64).log1p()
+    z = torch.randn(shape, generator=g, dtype=torch.float64)
+    z = (z - torch.arange(vocabulary, dtype=torch.float64).log1p()) * sharpness
     y = change(z).log_softmax(-1)
     ids = torch.multinomial(y.exp().view(-1, vocabulary), 1, generator=g)
     ids = ids.view(responses, length)
@@ -84,13 +85,37 @@ def cut_to(k):
     return lambda z: z.masked_fill(z < z.topk(k).values[..., -1:], -torch.inf)
 
 
-def test_what_changes_frequent_tokens_is_no_penalty():
-    """A temperature and a cut change likely tokens otherwise, and these repeat."""
-    for temperature in (0.8, 1.25):
-        causes = text_of(drawn_from(lambda z, T=temperature: z / T))
-        assert causes.startswith("another temperature")
-    for k in (5, 20):
-        assert text_of(drawn_from(cut_to(k))).startswith("a sampler that was cut")
+def evidence_of(columns):
+    batch = make_batch(columns, file="f")
+    return find_evidence(batch, Columns(batch.old, batch.sampler, batch.mask))
+
+
+@pytest.mark.parametrize("temperature", [0.8, 1.25])
+def test_a_temperature_is_no_penalty(temperature):
+    """It changes likely tokens otherwise, and these repeat."""
+    columns = drawn_from(lambda z: z / temperature)
+    evidence = evidence_of(columns)
+    assert evidence.stretched and not evidence.repeats
+    assert text_of(columns).startswith("another temperature")
+    for finding in ("two_policies", "impossible_tokens"):
+        assert rank(finding, evidence)[0] == "temperature"
+
+
+@pytest.mark.parametrize("k", [5, 20])
+def test_a_cut_is_no_penalty(k):
+    columns = drawn_from(cut_to(k))
+    assert not evidence_of(columns).repeats
+    assert text_of(columns).startswith("a sampler that was cut")
+
+
+def test_the_number_of_the_likeliest_token_is_never_below():
+    columns = drawn_from(lambda z: z)
+    assert not evidence_of(columns).never_below
+    g = torch.Generator().manual_seed(6)
+    least = torch.rand(columns["old"].shape, generator=g, dtype=torch.float64).log()
+    columns["sampler"] = columns["old"].maximum(least)
+    evidence = evidence_of(columns)
+    assert evidence.never_below and rank("two_policies", evidence)[0] == "likeliest"
 
 
 def test_other_weights_are_no_temperature():

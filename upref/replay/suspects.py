@@ -27,6 +27,8 @@ LEAST_DIFFERENCE = 1e-3  # nats: below it a token does not count as different
 SPARSE = 0.1  # the median of |d| over its mean, below which few tokens carry the gap
 SMALL_GAP = 0.1  # nats, mean |d|: low precision makes such a gap
 ONE_SIDED = 20.0  # times as many tokens above the trainer as below it
+ROUNDING = 0.003  # nats
+MOST_BELOW = 0.001  # of the tokens
 SIDES = (0.1, 0.5)  # nats: from either on, one side is looked for
 
 # Of each finding, how usual each of its causes is.
@@ -116,6 +118,8 @@ class Evidence:
         small: whether the mean gap is one that low precision makes.
         one_sided: whether the sampler is above the trainer on nearly all tokens that
             differ.
+        never_below: whether hardly any token is more likely for the trainer, by more than
+            rounding: other weights raise many.
         both_ways: whether the sampler is far below the trainer about as often as far
             above it. Tokens that it drew with these probabilities do not: the mean of
             ρ is at most 1.
@@ -132,6 +136,7 @@ class Evidence:
     sparse: bool
     small: bool
     one_sided: bool
+    never_below: bool
     both_ways: bool
     certain: bool
     turns: bool
@@ -166,6 +171,8 @@ def find_evidence(batch: RecordedBatch, c: Columns) -> Evidence:
         sparse=bool(size.median() < SPARSE * size.mean()),
         small=bool(size.mean() < SMALL_GAP),
         one_sided=any(_is_one_sided(d, least) for least in SIDES),
+        never_below=int((d < -SIDES[0]).sum()) > LEAST_TOKENS
+        and float((d > ROUNDING).double().mean()) < MOST_BELOW,
         both_ways=int((d > FAR).sum()) > max(2, BOTH_WAYS * int((d < -FAR).sum())),
         certain=int(far.sum()) > 0
         and float((c.trained(c.sampler) == 0)[far].double().mean()) > 0.8,
@@ -279,6 +286,10 @@ def _weights_of_evidence(e: Evidence) -> dict[str, float]:
         added["cut"] += 3
         added["settings"] += 2
         added["likeliest"] += 3.5
+    if e.never_below:
+        added["likeliest"] += 1
+        added["weights"] -= 2
+        added["arithmetic"] -= 2
     if e.both_ways:
         added["order"] += 5
         added["rows"] += 3
