@@ -28,7 +28,8 @@ def say_counts(results, listed):
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_a_draft_says_what_was_recorded(name):
     results = json.loads((UPSTREAM / name / "results.json").read_text(encoding="utf-8"))
-    listed = read_expected_failures(HERE / f"{name}_xfails.toml")
+    expected = read_expected_failures(HERE / f"{name}_xfails.toml")
+    listed = expected.keys() & results["cases"].keys()  # the suite has grown since
     text = re.sub(
         r"\s+", " ", (UPSTREAM / name / "PULL_REQUEST.md").read_text(encoding="utf-8")
     )
@@ -37,7 +38,7 @@ def test_a_draft_says_what_was_recorded(name):
         case
         for case, one in results["cases"].items()
         if one["status"] in ("failed", "could not run")
-    } == set(listed)
+    } == listed
     assert (
         say_counts(results, len(listed)).replace("1 are listed", "1 is listed") in text
     )

@@ -347,6 +347,17 @@ def loss(log_prob, old_log_prob, advantages, mask, eps_low=0.2, eps_high=0.28):
 def log_probs(logits, tokens, temperature, softcap=30.0):
     z = (softcap * (logits.double() / softcap).tanh() / temperature).log_softmax(-1)
     return z.gather(-1, tokens[..., None])[..., 0]
+def cut_log_probs(logits, tokens, temperature, top_k=None, top_p=1.0):
+    z = logits.double() / temperature
+    if top_k is not None:
+        z = z.masked_fill(z < z.topk(top_k).values[..., -1:], -torch.inf)
+    if top_p < 1:
+        order = z.argsort(descending=True, stable=True)
+        p = z.gather(-1, order).softmax(-1)
+        is_out = torch.zeros_like(z, dtype=torch.bool)
+        is_out = is_out.scatter(-1, order, p.cumsum(-1) - p >= top_p)
+        z = z.masked_fill(is_out, -torch.inf)
+    return z.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
 """
 SETTINGS = {  # each K=V of the help texts, and a command in which it has an effect
     "softcap=30": ["check", "mine.py:log_probs", "--as-logprobs"],
@@ -356,6 +367,8 @@ SETTINGS = {  # each K=V of the help texts, and a command in which it has an eff
         "--as-logprobs",
     ],
     "eps_high=0.28": ["check", "mine.py:loss", "--as", "dapo"],
+    "top_p=0.9": ["check", "mine.py:cut_log_probs", "--as-logprobs"],
+    "top_k=20": ["check", "mine.py:cut_log_probs", "--as-logprobs"],
 }
 
 

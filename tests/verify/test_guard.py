@@ -33,6 +33,7 @@ from tests.verify.test_cli import is_running
 from upref.cli import commands, main
 from upref.errors import InputError, TooManyLines
 from upref.pytest_plugin import assert_policy_loss
+from upref.user_code.function import is_same
 from upref.user_code.guard import (
     AROUND,
     RANDOM,
@@ -42,7 +43,6 @@ from upref.user_code.guard import (
     one_line,
     state_restored,
 )
-from upref.user_code.loss import _same
 
 leave = os._exit
 
@@ -662,9 +662,9 @@ def test_the_budget_ends_code_that_catches_every_exception():
 
 def test_a_number_is_not_taken_for_the_nan_that_it_replaces():
     nan = torch.tensor([math.nan, 1.0])
-    assert _same(nan, nan.clone())
-    assert not _same(nan, torch.tensor([12345.0, 1.0]))
-    assert not _same(nan, torch.tensor([math.nan, 2.0]))
+    assert is_same(nan, nan.clone())
+    assert not is_same(nan, torch.tensor([12345.0, 1.0]))
+    assert not is_same(nan, torch.tensor([math.nan, 2.0]))
 
 
 def test_an_exception_that_raises_has_no_message():

@@ -244,3 +244,16 @@ def test_the_command_takes_the_cuts(capsys):
     assert "needs top_k: say what it is, `--hp top_k=20`" in capsys.readouterr().err
     assert main([*command, "--hp", "top_k=5", "--hp", "softcap=3"]) == 2
     assert "without softcap" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("top_k", [20, 200])
+def test_a_vocabulary_is_larger_than_top_k(top_k):
+    """`torch.topk` raises where it is smaller."""
+
+    def by_topk(logits, tokens, temperature, top_k):
+        z = logits / temperature
+        edge = z.topk(top_k).values[..., -1:]
+        return pick(cut(z, z >= edge), tokens)
+
+    report = upref.check_logprobs(by_topk, top_k=top_k)
+    assert report, str(report)

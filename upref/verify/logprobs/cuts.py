@@ -256,8 +256,11 @@ def _margin(problem: Problem) -> float:
     least = float("inf")
     for temperature in {1.0, problem.temperature}:
         scaled = z / temperature
-        sorted_logits = scaled.sort(-1, descending=True).values
-        least = min(least, float(-sorted_logits.diff(dim=-1).max()))
+        if problem.top_k is not None:
+            # the edge of top-k, and those of one token more or less
+            edges = slice(max(problem.top_k - 2, 0), problem.top_k + 2)
+            sorted_logits = scaled.sort(-1, descending=True).values[..., edges]
+            least = min(least, float(-sorted_logits.diff(dim=-1).max()))
         in_k = cut_first(z, replace(problem, top_p=None, temperature=temperature))
         for cut in (scaled, scaled.masked_fill(~in_k, -torch.inf)):
             mass = cut.softmax(-1).sort(-1, descending=True).values.cumsum(-1)
@@ -347,7 +350,9 @@ class NucleusCase:
             return self.done
         seed = 0
         for temperature, top_k, top_p in dict.fromkeys(self.settings()):
-            for V in VOCABULARIES:
+            for size in VOCABULARIES:
+                # above top_k, so that something is cut
+                V = size if top_k is None or size > top_k else top_k + size
                 seed += 1
                 problem = make_problem(
                     self.kernel,
