@@ -265,7 +265,7 @@ def outside_code(text: str, change: Callable[[str], str]) -> str:
     out, at = [], 0
     for fence in FENCED.finditer(text):
         code = not fence[0].startswith(":") and not re.match(
-            r"`+\{(?!code|literal)", fence[0]
+            r"`+\{(?!code|literal|eval-rst)", fence[0]
         )
         out.append(change(text[at : fence.start()]))
         out.append(fence[0] if code else change(fence[0]))

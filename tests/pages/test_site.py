@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.site import __main__ as command, gather, links
+from docs.site import __main__ as command, gather, links, prose
 from upref import get, names
 
 pytest.importorskip(
@@ -105,6 +105,14 @@ def test_a_dead_link_is_seen(tmp_path):
         "#there has no such heading",
     ]
     assert len(said) == 3 and "is fetched from a network" in said[2]
+
+
+@pytest.mark.parametrize("fence", ["text", "{code-block} none", "{eval-rst}"])
+def test_no_index_is_set_low_in_code_or_restructured_text(fence):
+    """Sphinx escapes a tag there, so that a reader would see `<sub>`."""
+    kept = f"```{fence}\nKL(π_θ ‖ π_ref)\n```\n"
+    text = gather.outside_code(f"π_θ\n\n{kept}", prose.typeset)
+    assert text == f"π<sub>θ</sub>\n\n{kept}"
 
 
 def test_killed_at_any_moment_it_leaves_the_site_of_before(tmp_path, monkeypatch):

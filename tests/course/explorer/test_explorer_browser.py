@@ -87,6 +87,7 @@ def test_on_a_phone_the_map_comes_first_and_the_sliders_stay(browser, page):
     )
     assert top(".map") < 400 and top("#shared") < 1000
     assert top("#presets") > top(".map") and top(".lead.more") > top(".map")
+    assert top(".try") < top(".map")  # what to try is read before it is tried
     browser.js("void scrollTo(0, document.querySelectorAll('.map')[1].offsetTop)")
     assert -50 < browser.js(
         "document.querySelectorAll('.map')[1].getBoundingClientRect().top"
