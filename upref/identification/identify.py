@@ -28,7 +28,6 @@ from upref.identification.pitfalls import explain_pitfall, only_those_of
 from upref.identification.subject import (
     LOOSE_BOUND,
     Subject,
-    find_candidates,
     measure_subject,
 )
 from upref.registry import get
@@ -37,6 +36,7 @@ from upref.user_code import Loss, read
 from upref.user_code.guard import state_restored
 from upref.verify.faults.corrections import retuned
 from upref.verify.finding import Cause
+from upref.verify.match import find_candidates
 from upref.verify.measure import FLOAT32_TOL, LossCase, make_case
 from upref.verify.oracles.every_value import describe_few, every_value, is_proved
 from upref.verify.oracles.side_effects import mutation

@@ -19,10 +19,10 @@ from upref.user_code import Loss
 from upref.verify.factors import declared_aggregation
 from upref.verify.match import (
     Candidate,
-    all_objectives,
     best_candidate,
-    candidate_or_none,
+    find_candidates,
     in_range,
+    uncoupled_candidates,
 )
 from upref.verify.measure import LossCase, unit_weights
 from upref.verify.oracles.weights import BESIDE_BOUND
@@ -250,34 +250,6 @@ def measure_subject(loss: Loss) -> Subject:
     box = measure(loss)
     candidates = find_candidates(box)
     return Subject(box, measure_batches(box), candidates)
-
-
-def find_candidates(box: BlackBox) -> list[Candidate]:
-    """Return the objectives that read what the loss reads, each at its best; where there
-    is none, those whose weight depends on the token alone.
-
-    Args:
-        box: the loss, measured.
-    """
-    found = (candidate_or_none(objective, box) for objective in all_objectives())
-    return list(filter(None, found)) or uncoupled_candidates(box)
-
-
-def uncoupled_candidates(box: BlackBox) -> list[Candidate]:
-    """Return a candidate for each objective whose weight depends on the token alone.
-
-    Args:
-        box: the loss, measured.
-    """
-    return [
-        best_candidate(objective, box)
-        for objective in all_objectives()
-        if not (
-            objective.batch_coupled
-            or objective.reads_mu
-            or "entropy" in objective.reads
-        )
-    ]
 
 
 def _distance_on_curve(candidate: Candidate) -> tuple[Any, ...]:

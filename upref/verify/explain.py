@@ -34,25 +34,27 @@ from upref.verify.faults.denominators import (
 from upref.verify.faults.losses import (
     KL_MISSING,
     OTHER_KL,
-    TERM_OF,
     LossFault,
     fault,
     kl_added,
     kl_faults,
     ratio_power_faults,
     shape_of,
-    term_slope,
-    terms,
     words_for_other_kl,
 )
 from upref.verify.faults.measured import PART_IN_LOW_PRECISION
 from upref.verify.finding import NO_CAUSE, Cause
+from upref.verify.kl_terms import (
+    TERM_OF,
+    kl_slope,
+    possible_terms,
+    term_coefficient,
+    term_slope,
+)
 from upref.verify.measure import (
     BESIDE_TIE,
     SLACK_OF_TIE,
     LossCase,
-    kl_slope,
-    term_coefficient,
     unit_weights,
 )
 from upref.verify.synthesis.search import comparison_for_every_value, edited
@@ -851,7 +853,7 @@ def _other_kl(
         rest = unit_weights(objective, batch, objective.resolve(hp_without_kl))
         return rest - beta * term_slope(name, batch)
 
-    for name in terms(own_name, case.loss.reads):
+    for name in possible_terms(own_name, case.loss.reads):
         slope = term_slope(name, batch)[without_advantage]
         beta = term_coefficient(found[without_advantage], slope)
         if abs(beta) <= case.tol:

@@ -584,6 +584,34 @@ def all_objectives() -> list[Objective]:
     ]
 
 
+def find_candidates(box: BlackBox) -> list[Candidate]:
+    """Return the objectives that read what the loss reads, each at its best; where there
+    is none, those whose weight depends on the token alone.
+
+    Args:
+        box: the loss, measured.
+    """
+    found = (candidate_or_none(objective, box) for objective in all_objectives())
+    return list(filter(None, found)) or uncoupled_candidates(box)
+
+
+def uncoupled_candidates(box: BlackBox) -> list[Candidate]:
+    """Return a candidate for each objective whose weight depends on the token alone.
+
+    Args:
+        box: the loss, measured.
+    """
+    return [
+        best_candidate(objective, box)
+        for objective in all_objectives()
+        if not (
+            objective.batch_coupled
+            or objective.reads_mu
+            or "entropy" in objective.reads
+        )
+    ]
+
+
 def fitting(loss: Loss) -> Iterator[tuple[BlackBox, Objective, dict[str, Any]]]:
     """Yield all objectives that fit the loss as a black box, also after a KL term of an
     unusual form is subtracted.

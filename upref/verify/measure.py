@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from upref import kl
 from upref.aggregation import KEPT_MEAN
 from upref.errors import InputError
 from upref.ops import mean_t, sum_t
@@ -31,6 +30,7 @@ from upref.verify.factors import (
     names,
 )
 from upref.verify.finding import Cause
+from upref.verify.kl_terms import kl_slope
 from upref.weights.batches import (
     BOUND_EDGES,
     MU,
@@ -88,61 +88,6 @@ def unit_weights(objective: Objective, batch: Rollouts, hp: dict[str, Any]) -> T
     if beta := hp.get("beta"):
         w = w - beta * kl_slope(objective.kl, batch)
     return torch.where(batch.mask, w, 0)
-
-
-def kl_slope(estimator: str, batch: Rollouts) -> Tensor:
-    """dKL/dlp of each token, 0 on masked slots.
-
-    Args:
-        estimator: a key of upref.kl.ESTIMATORS, or one with a ratio.
-        batch: the batch, with a reference policy.
-
-    Returns:
-        [B, T].
-    """
-    assert batch.logp_ref is not None
-
-    def term(lp: Tensor, ref: Tensor, old: Tensor, mu: Tensor) -> Tensor:
-        """The estimator, as `slope_of_term` takes it."""
-        return kl.per_token(estimator, lp, ref, old)
-
-    return slope_of_term(term, batch)
-
-
-def slope_of_term(term: Callable[..., Tensor], batch: Rollouts) -> Tensor:
-    """Differentiate a term of J that does not depend on A.
-
-    Args:
-        term: a function of (lp, lp_ref, lp_old, log μ), each [B, T].
-        batch: the batch; π_old stands for a policy that it lacks.
-
-    Returns:
-        d term / d lp of each token, 0 on masked slots, [B, T].
-    """
-    lp = torch.where(batch.mask, batch.logp, 0).detach().requires_grad_()
-    others = (
-        batch.logp_old if x is None else x
-        for x in (batch.logp_ref, batch.logp_old, batch.logp_sampler)
-    )
-    value = term(lp, *(torch.where(batch.mask, x, 0) for x in others))
-    if not value.requires_grad:
-        return torch.zeros_like(lp)
-    return torch.autograd.grad(value.sum(), lp)[0]
-
-
-def term_coefficient(weights: Tensor, slope: Tensor) -> float:
-    """Find the coefficient of a term that is subtracted from J, by least squares.
-
-    Args:
-        weights: dJ/dlp of tokens on which nothing but the term acts, [n].
-        slope: d term / d lp of the same tokens, [n].
-
-    Returns:
-        The coefficient, 0 where the term has no slope.
-    """
-    if not slope.any():
-        return 0.0
-    return -(weights @ slope / (slope @ slope)).item()
 
 
 @dataclass

@@ -21,13 +21,12 @@ from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.user_code import Loss, no_objective
 from upref.verify.factors import SAME_FACTOR, common_value, is_one, names
-from upref.verify.faults.losses import term_slope, terms
+from upref.verify.kl_terms import possible_terms, term_coefficient, term_slope
 from upref.verify.measure import (
     LossCase,
     OnPolicy,
     make_case,
     measure_on_policy,
-    term_coefficient,
 )
 from upref.weights import black_box
 from upref.weights.batches import on_policy_batch
@@ -344,7 +343,7 @@ def termed(box: BlackBox) -> BlackBox | None:
         kl_term = {}
     else:
         kl_term = _find_kl_term(
-            box, box.case.ready(on_policy_batch()), terms("", box.loss.reads)
+            box, box.case.ready(on_policy_batch()), possible_terms("", box.loss.reads)
         )
     return _with_curve(replace(box, **kl_term)) if kl_term else None
 

@@ -20,7 +20,8 @@ from upref.rollouts import Rollouts
 from upref.verify.faults import hyperparameter_id
 from upref.verify.faults.batch_reading import bisected
 from upref.verify.faults.losses import LossFault, fault
-from upref.verify.measure import LossCase, kl_slope, unit_weights
+from upref.verify.kl_terms import kl_slope
+from upref.verify.measure import LossCase, unit_weights
 
 LOG_RHO = np.linspace(-14, 14, 57)  # at which the function is measured
 BOUNDS = ("is_min", "is_max")  # the hyperparameters of a correction

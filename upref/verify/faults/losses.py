@@ -24,7 +24,14 @@ from upref.registry import Objective, get
 from upref.rollouts import Rollouts
 from upref.verify.factors import own_factor
 from upref.verify.faults import SIGN_IDS, Fault, hyperparameter_id, known as known_of
-from upref.verify.measure import kl_slope, slope_of_term, unit_weights
+from upref.verify.kl_terms import (
+    KL_FORMS,
+    TERM_OF,
+    kl_slope,
+    term_of_estimator,
+    term_slope,
+)
+from upref.verify.measure import unit_weights
 from upref.weights.batches import USUAL_MU
 
 # what a fault changes
@@ -532,108 +539,6 @@ def _with_sampler(batch: Rollouts, log_mu: Callable[[Rollouts], Tensor]) -> Roll
     return batch.but(logp_sampler=log_mu(batch))
 
 
-# A KL term that is not k(π_θ, π_ref): the id; words where k is the objective's own
-# estimator; words where it is another; and the term, which `make` builds from k as a
-# function of (log π_θ, log π_ref, log π_old, log μ).
-KL_FORMS: tuple[tuple[str, str, str, Callable[..., Callable[..., Any]]], ...] = (
-    (
-        "kl-exchanged",
-        "π_θ and π_ref are exchanged in the KL term ({})",
-        "π_θ and π_ref exchanged",
-        lambda k: lambda x, ref, old, mu: k(ref, x),
-    ),
-    (
-        "kl-times-ratio",
-        "the KL term ({}) is multiplied by the ratio",
-        "times the ratio",
-        lambda k: lambda x, ref, old, mu: k(x, ref) * exp(x - old),
-    ),
-    (
-        "kl-times-constant-ratio",
-        "the KL term ({}) is multiplied by the ratio, which is a constant",
-        "times the ratio, a constant",
-        lambda k: lambda x, ref, old, mu: k(x, ref) * sg(exp(x - old)),
-    ),
-    (
-        "kl-to-old-policy",
-        "the KL term ({}) is to π_old, not to π_ref",
-        "to π_old",
-        lambda k: lambda x, ref, old, mu: k(x, old),
-    ),
-    (
-        "kl-to-sampler",
-        "the KL term ({}) is to μ, the sampler's policy",
-        "to μ",
-        lambda k: lambda x, ref, old, mu: k(x, mu),
-    ),
-)
-
-
-def _term_of_estimator(k: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an estimator of (log π_θ, log π_ref) as a KL term, which has log π_old and
-    log μ too.
-    """
-    return lambda x, ref, old, mu: k(x, ref)
-
-
-KL_TERMS = {name: _term_of_estimator(k) for name, k in kl.ESTIMATORS.items()}
-KL_TERMS |= {
-    f"{name} ({form_words})": make(k)
-    for name, k in kl.ESTIMATORS.items()
-    for _, _, form_words, make in KL_FORMS
-}
-for _form_words in ("to π_old", "to μ"):
-    # the gradient of k1 is 1, whatever the other policy
-    del KL_TERMS[f"k1 ({_form_words})"]
-# the name in KL_TERMS of each estimator of upref.kl
-TERM_OF = {name: name for name in kl.ESTIMATORS} | {"k3_ratio": "k3 (times the ratio)"}
-
-
-def term_slope(f: str | Callable[..., Tensor], batch: Rollouts) -> Tensor:
-    """Return d f(lp, lp_ref, lp_old, log μ) / d lp of each token, 0 on masked slots.
-
-    Args:
-        f: the term, or its name in KL_TERMS.
-        batch: the batch. Where it has no log π_ref or log μ, log π_old takes its place.
-
-    Returns:
-        [B, T].
-    """
-    return slope_of_term(KL_TERMS[f] if isinstance(f, str) else f, batch)
-
-
-def terms(first: str, reads: frozenset[str]) -> list[str]:
-    """Return the names of the KL terms that a loss can have.
-
-    Args:
-        first: the name that comes first. After it come the usual estimators.
-        reads: the roles of the inputs that the loss reads. A term to a policy whose
-            log-probabilities it does not read is left out.
-
-    Returns:
-        Names of KL_TERMS.
-    """
-    reads_policy = {
-        "to μ": "logp_sampler" in reads,
-        "to π_old": True,
-        "to π_ref": "logp_ref" in reads,
-    }
-
-    def is_possible(name: str) -> bool:
-        """Return whether the loss reads the other policy of this term."""
-        if name == "k1":  # its gradient is the same for every other policy
-            return True
-        for other in ("to μ", "to π_old"):
-            if name.endswith(f"{other})"):
-                return reads_policy[other]
-        return reads_policy["to π_ref"]
-
-    return sorted(
-        filter(is_possible, KL_TERMS),
-        key=lambda name: (name != first, name not in kl.ESTIMATORS),
-    )
-
-
 OTHER_KL = "another estimator, or a part of it is detached"
 
 
@@ -736,14 +641,15 @@ def kl_faults(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
                 name,
                 id=f"kl-gradient-of-{name}",
             )
-        for fault_id, words, _, make in KL_FORMS:
-            yield other_term(words.format(name), make(k), id=fault_id)
+        for form in KL_FORMS:
+            words = form.own_words.format(name)
+            yield other_term(words, form.make(k), id=form.id)
         if objective.level == "token":
             yield from _kl_in_advantage_faults(objective, hp, name)
     for kl_fault in known_of("kl"):
         yield other_term(
             f"the KL term: {kl_fault.words}",
-            _term_of_estimator(kl_fault.change),
+            term_of_estimator(kl_fault.change),
             id=kl_fault.id,
         )
     for limit in CLAMPED:
