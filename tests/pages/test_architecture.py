@@ -125,3 +125,17 @@ def test_a_circle_of_types_alone_is_a_circle():
     linter = settings["tool"]["importlinter"]
     assert linter["exclude_type_checking_imports"] is False
     assert any(c["type"] == "acyclic_siblings" for c in linter["contracts"])
+
+
+def test_every_case_and_outcome_is_in_the_table():
+    """A type of such a name has a row that says what it is of, and a row has a type."""
+    packages = ("upref", "upref_frameworks", "upref_course", "paper", "repro", "tests")
+    files = [file for name in packages for file in (ROOT / name).rglob("*.py")]
+    types = {
+        (name, file.relative_to(ROOT).as_posix())
+        for file in files
+        for name in re.findall(
+            r"^class (\w*(?:Case|Outcome))\b", file.read_text(encoding="utf-8"), re.M
+        )
+    }
+    assert types == set(re.findall(r"^\| `(\w+)` \| `(\S+\.py)` \|", PAGE, re.M))

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one runner of oracles, for losses, advantages and KL estimators alike.
 
-An oracle looks at a case from one side and answers with Findings. A case is whatever
-its oracles read; the runner asks of it only a set `failed`, the names of the oracles
-that have failed so far: what follows from one is not said again.
+An oracle looks at a case from one side and answers with Findings. Each kind of check has
+a case of its own, which its oracles read. The runner reads `failed` alone.
 """
 
 import importlib
@@ -16,8 +15,18 @@ from typing import Any, Protocol, TypeVar
 from upref.errors import InputError
 from upref.verify.report import SKIPPED, Finding, fail, note
 
-Case = Any
-Not = Callable[[Case], str]
+Not = Callable[[Any], str]  # of the case that the oracle is for
+
+
+class Case(Protocol):
+    """What the runner reads of a case.
+
+    Attributes:
+        failed: the names of the oracles that have failed so far. What follows from one
+            is not said again.
+    """
+
+    failed: set[str]
 
 
 @dataclass(frozen=True)
@@ -27,7 +36,7 @@ class Oracle:
     compared the same weights."""
 
     name: str
-    findings: Callable[[Case], Iterable[Finding]]
+    findings: Callable[[Any], Iterable[Finding]]
     not_run: Not = lambda case: ""
     rank: float = 50
     implied: bool = False
