@@ -190,3 +190,30 @@ def test_a_clamp_of_log_r_hides_no_leak_of_a_masked_slot():
     """NaN of an advantage reaches the gradient where log r is inside the clamp alone."""
     report = upref.check(numerics.log_ratio_clamped_at_two, "dapo")
     assert "masked-values" in {finding.oracle for finding in report.notes}
+
+
+@pytest.mark.parametrize(
+    ("loss", "objective", "hp", "words"),
+    [
+        (
+            aimed_losses.first_thousand_rows,
+            "dapo",
+            {},
+            "of 1,040 rows only 1,001 to 1,040 have wrong weights",
+        ),
+        (
+            aimed_losses.kl_of_short_responses,
+            "grpo",
+            {"beta": 0.04},
+            "responses of up to 256 tokens are right, those of 1,023 and more are not",
+        ),
+    ],
+)
+def test_the_rows_or_lengths_that_are_wrong_are_named(loss, objective, hp, words):
+    assert words in str(upref.check(loss, objective, **hp))
+
+
+def test_masking_without_effect_is_named():
+    """The clip of DAPO is PPO's, and was named as the cause."""
+    report = upref.check(upref.get("dapo").loss, "opsm(dapo)")
+    assert "opsm_delta has no effect" in report.failures[0].cause

@@ -81,7 +81,7 @@ class TokenPlace:
                 meant.
         decided_by: what tells these tokens from right ones, where the ratio does not:
             the sampler's ratio "ρ", "others", the other tokens of the batch; or that
-            they are "scattered" among the ratios.
+            they are "scattered" among right ones.
         numbers: of the token that is shown, by their symbols: A, r, ρ, log r.
         remark: what else tells this token apart.
     """

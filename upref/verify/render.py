@@ -12,7 +12,7 @@ SIGNS = {1.0: "A > 0", -1.0: "A < 0", 0.0: "A = 0"}
 DECIDED_BY = {
     "ρ": "by ρ = π_old/μ",
     "others": "depending on the other tokens of the batch",
-    "scattered": "at ratios r that form no interval",
+    "scattered": "at some tokens, which no interval of r tells from right ones",
 }
 DIGITS = (6, 9, 12, 17)  # of two numbers: as few as tell them apart
 GRADIENT_DIGITS = (6, 9, 12)  # of two printed gradients

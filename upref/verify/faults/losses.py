@@ -1025,6 +1025,16 @@ def _ppo_faults(form: ClippedForm) -> Iterator[LossFault]:
     )
 
 
+def _drifted_response_faults(form: ClippedForm) -> Iterator[LossFault]:
+    """Yield the fault that off-policy sequence masking masks nothing."""
+    yield fault(
+        "no response with A < 0 is masked, however far it has drifted: opsm_delta has no effect",
+        kind="clip",
+        id="drifted-responses-kept",
+        J=term_of(form.objective, {**form.hp, "opsm_delta": math.inf}),
+    )
+
+
 def _detached_term_faults(form: ClippedForm) -> Iterator[LossFault]:
     """Yield the fault that the objective's term is a constant."""
     j = form.own_term()
@@ -1794,6 +1804,7 @@ FAMILIES = (
     Family(100, _dual_clip_faults, lambda form: bool(form.hp.get("c"))),
     Family(110, _advantage_faults),
     Family(120, _missing_side_faults),
+    Family(125, _drifted_response_faults, lambda form: "opsm_delta" in form.hp),
     Family(130, _ppo_faults),
     Family(140, _response_ratio_faults),
     Family(150, _batch_ratio_faults),

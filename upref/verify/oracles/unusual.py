@@ -229,6 +229,11 @@ def _failure_on_axis(
         dtype_comment = "  # every number of it in float32" if dtype_words else ""
         code = f"from upref.weights.stress import stress_batch\nb = stress_batch({arguments}){dtype_comment}"
         shown = Example(code=code, rollouts=True)
+        is_wrong = errors > case.tol
+        is_right = ~is_wrong & (case.expected(batch).abs() > case.tol)
+        dtype_words += _length_words(batch.mask.sum(1), is_wrong.any(1), is_right)
+        dtype_words += _range_words("row", is_wrong.any(1), is_right.any(1))
+        dtype_words += _range_words("column", is_wrong.any(0), is_right.any(0))
     length = int(batch.mask[i].sum())
     numbers = {
         "A": batch.adv[i, t].item(),
@@ -244,6 +249,44 @@ def _failure_on_axis(
         why,
         place=TokenPlace(numbers=numbers, remark=where_words),
     )
+
+
+def _length_words(lengths: Tensor, has_wrong: Tensor, is_right: Tensor) -> str:
+    """Return from which length on responses have wrong weights, in words; "" where a
+    longer one is right, or no response is.
+
+    Args:
+        lengths: of the responses, [B].
+        has_wrong: whether a response has a wrong weight, [B].
+        is_right: the weights that are right and not 0, [B, T].
+    """
+    is_whole = is_right.any(1) & ~has_wrong
+    if not is_whole.any():
+        return ""
+    longest_right, shortest_wrong = lengths[is_whole].max(), lengths[has_wrong].min()
+    if longest_right >= shortest_wrong:
+        return ""
+    return (
+        f"; responses of up to {longest_right:,} tokens are right, "
+        f"those of {shortest_wrong:,} and more are not"
+    )
+
+
+def _range_words(name: str, has_wrong: Tensor, has_right: Tensor) -> str:
+    """Return the range of the rows or columns with wrong weights, in words; "" where right
+    ones lie within it, or nowhere.
+
+    Args:
+        name: "row" or "column".
+        has_wrong: whether each of them has a wrong weight.
+        has_right: whether it has a right one that is not 0.
+    """
+    numbers = has_wrong.nonzero()[:, 0].tolist()
+    first, last = numbers[0], numbers[-1]
+    if not has_right.any() or has_right[first : last + 1].any():
+        return ""
+    where = f"{first + 1:,} to {last + 1:,}" if first < last else f"{first + 1:,}"
+    return f"; of {len(has_wrong):,} {name}s only {where} have wrong weights"
 
 
 def _smaller_batch(
