@@ -3,6 +3,9 @@
 says of its faults and of its healthy runs.
 """
 
+import re
+from pathlib import Path
+
 import pytest
 
 from tests.replay.third import (
@@ -19,6 +22,8 @@ from tests.replay.third import (
 )
 
 PLACE = Place(3, vocabulary=200, prompts=5, longest=60)
+TABLE = Path(__file__).parent / "table.txt"
+PAGE = Path(__file__).parents[2] / "docs" / "dump.md"
 QUICK = ("end_token_minus_one", "shifted", "half_stale", "of_eight_rows")
 
 
@@ -48,6 +53,17 @@ def test_each_fault_has_a_truth_and_most_move_the_column():
 
 def test_a_place_is_drawn_by_its_seed():
     assert draw_place(4) == draw_place(4) != draw_place(5)
+
+
+def test_the_page_has_the_shares_of_the_worst_seed():
+    table = TABLE.read_text(encoding="utf-8")
+    shares = [
+        min(map(float, re.findall(rf"^{row} .* ([0-9.]+) %", table, re.MULTILINE)))
+        for row in ("all", "beyond rounding")
+    ]
+    page = PAGE.read_text(encoding="utf-8")
+    words = "On the worst seed {} % of all faults are named, and {} % of those beyond"
+    assert words.format(*shares) in page, shares
 
 
 @pytest.mark.slow

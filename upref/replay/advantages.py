@@ -320,7 +320,8 @@ def _undo_mistake(batch: RecordedBatch, A: Tensor) -> ReplayFinding | None:
     trains = batch.mask.any(1)
     if int((A != 0).sum()) < LEAST_MOVED:
         return None
-    for name, estimated in _estimates(batch):
+    estimates = list(_estimates(batch))
+    for name, estimated in estimates:
         ways = [
             words
             for words, changed in _changes_of_place(estimated, batch.group)
@@ -341,16 +342,24 @@ def _undo_mistake(batch: RecordedBatch, A: Tensor) -> ReplayFinding | None:
                 return note(
                     "advantages", "multiple_advantages", estimator=name, factor=factor
                 )
-    return _undo_masking(batch, A) or _undo_order(batch, A)
+    estimates = [(name, estimated[trains]) for name, estimated in estimates]
+    return _undo_masking(A, estimates) or _undo_order(A, estimates)
 
 
-def _undo_masking(batch: RecordedBatch, A: Tensor) -> ReplayFinding | None:
-    """Find whether some advantages are 0 and all others those of an estimator."""
+def _undo_masking(
+    A: Tensor, estimates: list[tuple[str, Tensor]]
+) -> ReplayFinding | None:
+    """Find whether some advantages are 0 and all others those of an estimator.
+
+    Args:
+        A: the advantages of the responses that train.
+        estimates: the names of estimators, and what they give these responses.
+    """
     kept = A != 0
     if bool(kept.all()):
         return None
-    for name, estimated in _estimates(batch):
-        if _is_same(estimated[batch.mask.any(1)][kept], A[kept]):
+    for name, estimated in estimates:
+        if _is_same(estimated[kept], A[kept]):
             return note(
                 "advantages",
                 "masked_advantages",
@@ -361,14 +370,19 @@ def _undo_masking(batch: RecordedBatch, A: Tensor) -> ReplayFinding | None:
     return None
 
 
-def _undo_order(batch: RecordedBatch, A: Tensor) -> ReplayFinding | None:
-    """Find whether the advantages are those of an estimator, in another order."""
+def _undo_order(A: Tensor, estimates: list[tuple[str, Tensor]]) -> ReplayFinding | None:
+    """Find whether the advantages are those of an estimator, in another order.
+
+    Args:
+        A: the advantages of the responses that train.
+        estimates: the names of estimators, and what they give these responses.
+    """
     sizes = A.abs().sort().values
     is_other_size = sizes.diff() > 10 * _tolerance(A) * A.abs().max()
     if int(is_other_size.sum()) + 1 < LEAST_SIZES:
         return None
-    for name, estimated in _estimates(batch):
-        if _is_same(estimated[batch.mask.any(1)].sort().values, A.sort().values):
+    for name, estimated in estimates:
+        if _is_same(estimated.sort().values, A.sort().values):
             numbers = {"estimator": name}
             return ReplayFinding(
                 "advantages", "failure", "shuffled_advantages", numbers
