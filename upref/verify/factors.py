@@ -4,6 +4,7 @@ is multiplied by.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,69 +56,92 @@ def _lengths(batch: Rollouts) -> Tensor:
     return batch.mask.sum(-1).double()
 
 
+class WrongAggregation(NamedTuple):
+    """An aggregation that a loss may have by mistake.
+
+    Attributes:
+        id: of the fault.
+        words: its name, as reports print it.
+        factor: the factor of each response.
+    """
+
+    id: str
+    words: str
+    factor: Factor
+
+
+WRONG_AGGREGATIONS = (
+    WrongAggregation(
+        "mean-over-width",
+        "the mean over the padded width (seq-mean-token-sum-norm by it)",
+        lambda batch: _ones(batch) / batch.mask.numel(),
+    ),
+    WrongAggregation("sum", TOKEN_SUM, _ones),
+    WrongAggregation(
+        "sum-of-token-means",
+        "the sum, not the mean, of the responses' token means",
+        lambda batch: 1 / _lengths(batch),
+    ),
+    WrongAggregation(
+        "token-mean-over-responses",
+        "token-mean divided once more by the number of responses",
+        lambda batch: _row_weights_of("token-mean")(batch) / len(batch.mask),
+    ),
+    WrongAggregation(
+        "token-means-over-tokens",
+        "the responses' token means, divided by all tokens",
+        lambda batch: 1 / (_lengths(batch) * batch.mask.sum()),
+    ),
+    WrongAggregation(
+        "sum-of-group-means",
+        "token-mean of each group, not divided by the number of groups",
+        lambda batch: (
+            _row_weights_of("group-token-mean")(batch)
+            * (1 if batch.group is None else len(batch.group.unique()))
+        ),
+    ),
+    WrongAggregation(
+        "sum-over-longest",
+        "the sum over tokens by the longest response",
+        lambda batch: _ones(batch) / (len(batch.mask) * _lengths(batch).max()),
+    ),
+    WrongAggregation(
+        "sum-over-length-squared",
+        "the sum over each response divided by the square of its length",
+        lambda batch: 1 / (len(batch.mask) * _lengths(batch) ** 2),
+    ),
+    WrongAggregation(
+        "sum-over-root-of-length",
+        "the sum over each response divided by the square root of its length",
+        lambda batch: 1 / (len(batch.mask) * _lengths(batch).sqrt()),
+    ),
+    WrongAggregation(
+        "length-weighted-seq-mean",
+        "the mean over responses of length-weighted terms",
+        lambda batch: _lengths(batch) / len(batch.mask),
+    ),
+    WrongAggregation(
+        "token-mean-over-root-of-length",
+        "token-mean of terms divided by the square root of their response's length",
+        lambda batch: 1 / (batch.mask.sum() * _lengths(batch).sqrt()),
+    ),
+    WrongAggregation(
+        "length-weighted-token-mean",
+        "token-mean of length-weighted terms",
+        lambda batch: _lengths(batch) / batch.mask.sum(),
+    ),
+)
 FACTORS: dict[str, Factor] = {
-    **{
-        a: _row_weights_of(a)
-        for a in (
-            "token-mean",
-            "group-token-mean",
-            "seq-mean-token-mean",
-            "seq-mean-token-sum",
-        )
-    },
-    "the mean over the padded width (seq-mean-token-sum-norm by it)": lambda batch: (
-        _ones(batch) / batch.mask.numel()
-    ),
-    TOKEN_SUM: _ones,
-    "the sum, not the mean, of the responses' token means": lambda batch: (
-        1 / _lengths(batch)
-    ),
-    "token-mean divided once more by the number of responses": lambda batch: (
-        _row_weights_of("token-mean")(batch) / len(batch.mask)
-    ),
-    "the responses' token means, divided by all tokens": lambda batch: (
-        1 / (_lengths(batch) * batch.mask.sum())
-    ),
-    "token-mean of each group, not divided by the number of groups": lambda batch: (
-        _row_weights_of("group-token-mean")(batch)
-        * (1 if batch.group is None else len(batch.group.unique()))
-    ),
-    "the sum over tokens by the longest response": lambda batch: (
-        _ones(batch) / (len(batch.mask) * _lengths(batch).max())
-    ),
-    "the sum over each response divided by the square of its length": lambda batch: (
-        1 / (len(batch.mask) * _lengths(batch) ** 2)
-    ),
-    "the sum over each response divided by the square root of its length": lambda batch: (
-        1 / (len(batch.mask) * _lengths(batch).sqrt())
-    ),
-    "the mean over responses of length-weighted terms": lambda batch: (
-        _lengths(batch) / len(batch.mask)
-    ),
-    "token-mean of terms divided by the square root of their response's length": lambda batch: (
-        1 / (batch.mask.sum() * _lengths(batch).sqrt())
-    ),
-    "token-mean of length-weighted terms": lambda batch: (
-        _lengths(batch) / batch.mask.sum()
-    ),
+    name: _row_weights_of(name)
+    for name in (
+        "token-mean",
+        "group-token-mean",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum",
+    )
 }
-
-
-# the ids of the aggregations whose name is a sentence
-IDS = {
-    "the mean over the padded width (seq-mean-token-sum-norm by it)": "mean-over-width",
-    TOKEN_SUM: "sum",
-    "the sum, not the mean, of the responses' token means": "sum-of-token-means",
-    "token-mean divided once more by the number of responses": "token-mean-over-responses",
-    "the responses' token means, divided by all tokens": "token-means-over-tokens",
-    "token-mean of each group, not divided by the number of groups": "sum-of-group-means",
-    "the sum over tokens by the longest response": "sum-over-longest",
-    "the sum over each response divided by the square of its length": "sum-over-length-squared",
-    "the sum over each response divided by the square root of its length": "sum-over-root-of-length",
-    "the mean over responses of length-weighted terms": "length-weighted-seq-mean",
-    "token-mean of terms divided by the square root of their response's length": "token-mean-over-root-of-length",
-    "token-mean of length-weighted terms": "length-weighted-token-mean",
-}
+FACTORS |= {wrong.words: wrong.factor for wrong in WRONG_AGGREGATIONS}
+IDS = {wrong.words: wrong.id for wrong in WRONG_AGGREGATIONS}
 
 
 def aggregation_id(name: str) -> str:
