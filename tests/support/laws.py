@@ -105,6 +105,7 @@ def padding_is_inert(o):
 
 @law
 def rows_commute(o):
+    """Rows in another order have the same gradient each."""
     b = batch(o, edges=OFF_EDGES)
     i = torch.randperm(len(b.mask), generator=torch.Generator().manual_seed(1))
     close(autograd_gradient(o, b.take(i)), autograd_gradient(o, b)[i])
@@ -129,6 +130,7 @@ def micro_batches_add_up(o):
 
 @law
 def zero_advantage_is_silent(o):
+    """Where every A is 0, so is the gradient."""
     if o.scale_exception:
         pytest.skip(o.scale_exception)
     b = batch(o)
@@ -138,11 +140,10 @@ def zero_advantage_is_silent(o):
 
 @law
 def scales_with_the_advantage(o):
+    """Three times the advantages give three times the gradient, but for listed exceptions."""
     b = batch(o)
-    found, expected = (
-        autograd_gradient(o, replace(b, adv=3 * b.adv)),
-        3 * autograd_gradient(o, b),
-    )
+    found = autograd_gradient(o, replace(b, adv=3 * b.adv))
+    expected = 3 * autograd_gradient(o, b)
     if o.scale_exception:
         assert not torch.allclose(found, expected), (
             f"{o.name} is listed as an exception and is none"
@@ -153,6 +154,9 @@ def scales_with_the_advantage(o):
 
 @law
 def on_policy_weight_is_the_advantage(o):
+    """At r = 1 the weight of a token is A, but for listed exceptions. Under the mean over
+    responses it is A / length, unless the ratio is a product.
+    """
     b = batch(o)
     on = replace(b, logp=b.logp_old)
     n = b.mask.sum(-1, keepdim=True)
@@ -177,7 +181,9 @@ def finite_differences_agree(o):
     b = replace(b, logp=b.logp - 1e-4)  # a bound may lie at r = 1 itself
     if o.batch_coupled:  # a step must not change the batch's ranking
         b = replace(b, logp=b.logp_old + (b.logp - b.logp_old) * 0.05)
-    g, values, h = autograd_gradient(o, b), [], 1e-6
+    g = autograd_gradient(o, b)
+    values = []
+    h = 1e-6
     with recorded_sg(values):
         o(b)
     direction = torch.randn(
@@ -189,15 +195,14 @@ def finite_differences_agree(o):
             up = o(replace(b, logp=b.logp + h * part))
         with recorded_sg(values):
             down = o(replace(b, logp=b.logp - h * part))
-        found, expected = (
-            (up - down) / (2 * h),
-            (g * part.masked_fill(~b.mask, 0)).sum(),
-        )
+        found = (up - down) / (2 * h)
+        expected = (g * part.masked_fill(~b.mask, 0)).sum()
         close(found, expected, 1e-7)
 
 
 @law
 def nothing_flows_into_constants(o):
+    """Old log-probabilities, advantages and entropy get no gradient."""
     b = batch(o)
     free = {
         k: v.clone().requires_grad_()
@@ -214,9 +219,11 @@ def nothing_flows_into_constants(o):
 
 @law
 def inputs_are_left_alone(o):
+    """The loss and its gradient change no log-probability, advantage or mask."""
     b = batch(o)
     before = [x.clone() for x in (b.logp, b.logp_old, b.adv, b.mask)]
-    o(b), o.gradient(b)
+    o(b)
+    o.gradient(b)
     assert all(
         torch.equal(x.nan_to_num(), y.nan_to_num())
         for x, y in zip(before, (b.logp, b.logp_old, b.adv, b.mask), strict=True)
@@ -254,11 +261,11 @@ def extreme_ratios_never_make_nan(o):
         assert (found.isfinite() | (exact.abs() > limit)).all(), (
             f"{dtype}: not finite, though the weight is"
         )
-        overflows = ratio(o, b) >= math.log(torch.finfo(dtype).max)
+        overflows = log_ratio(o, b) >= math.log(torch.finfo(dtype).max)
         inside = ~overflows & (exact.abs() < limit)
         # SAPO's gate turns an ulp of r = 20 into twenty of its weight
         tol = 64 * torch.finfo(dtype).eps
-        floor = 0.01 * exact[b.mask & (ratio(o, b).abs() < 1)].abs().mean()
+        floor = 0.01 * exact[b.mask & (log_ratio(o, b).abs() < 1)].abs().mean()
         off = (found.double() - exact).abs() / exact.abs().clamp(min=floor)
         assert (off[inside & b.mask] < tol).all(), (
             f"{dtype}: off by {off[inside & b.mask].max():.3g}"
@@ -271,7 +278,8 @@ def extreme_ratios_never_make_nan(o):
         )
 
 
-def ratio(o, b):
+def log_ratio(o, b):
+    """The log-ratio of each token that the surrogate is a function of."""
     log_r = (b.logp - b.logp_old).double().masked_fill(~b.mask, 0)
     if o.level not in REDUCE and o.agg != "seq-mean":
         return log_r
@@ -338,6 +346,9 @@ def every_hyperparameter_is_alive(o):
 
 @law
 def record_is_complete(o):
+    """The record of an objective names its estimators, its equation and a source of each
+    default.
+    """
     assert o.adv in ADVANTAGES
     assert not o.kl or o.kl in kl.NAMES
     assert o.equation and bool(o.eq) == bool(o.paper)
