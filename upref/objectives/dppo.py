@@ -49,7 +49,7 @@ def dppo_kl_weight(log_r, A, log_mu, *, delta):
 def dppo_kl_verl(lp, lp_old, A, *, delta=0.2, trunc=3.0):
     """J = E 1/Σ_i|o_i| Σ_t M_t sg(min(r, C)) A_t log π_θ"""
     M = (binary_kl(lp, lp_old) <= delta) | (where(A > 0, lp - lp_old, lp_old - lp) <= 0)
-    return when(M, sg(minimum(exp(lp - lp_old), trunc)) * A * lp)
+    return when(M, sg(minimum(exp(lp - lp_old), trunc)) * A) * lp
 
 
 @dppo_kl_verl.with_weight
@@ -86,7 +86,7 @@ def dppo_tv_verl(lp, lp_old, A, *, delta=0.2, trunc=3.0):
     """J = E 1/Σ_i|o_i| Σ_t M_t sg(min(r, C)) A_t log π_θ"""
     gain = exp(lp) - exp(lp_old)
     M = where(A > 0, gain, -gain) <= delta
-    return when(M, sg(minimum(exp(lp - lp_old), trunc)) * A * lp)
+    return when(M, sg(minimum(exp(lp - lp_old), trunc)) * A) * lp
 
 
 @dppo_tv_verl.with_weight
