@@ -9,7 +9,8 @@ All run in one process on the same tensors, and all take their turn in each roun
 figure is the median over rounds of the CPU time beside that of a copy of one tensor in
 the same round. Peak memory is what torch's allocator held at most, in tensors of that
 shape. `upref` is Objective.J; `batch` is Objective.loss of a Rollouts, which is
-validated in every call; `check` is that validation alone. What is compiled is the whole
+validated in every call; `check` is that validation alone. `limit` is what memory takes:
+log π_θ, log π_old, A and the mask are read once, and one gradient is written. What is compiled is the whole
 function; verl's and TRL's have graph breaks where they log a number.
 """
 
@@ -55,8 +56,9 @@ PAIRS = [
     ("", "", "up_gspo", {}, {}),
     ("", "", "m2po", {}, {}),
 ]
-WHO = ("verl", "TRL", "torch", "upref", "batch", "check")
-EAGER = ("batch", "check")
+WHO = ("limit", "verl", "TRL", "torch", "upref", "batch", "check")
+PEERS = ("verl", "TRL", "torch")
+UNCOMPILED = ("limit", "batch", "check")
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -203,6 +205,39 @@ def peak(f: Callable[[], object], size: int) -> float:
     return max(itertools.accumulate(steps), default=0) / size
 
 
+def machine() -> str:
+    """Measure what this machine does at most: bytes of a copy and float32 products."""
+    x, a = torch.ones(2**25), torch.ones(1024, 1024)
+    target, product = torch.empty_like(x), torch.empty_like(a)
+    copies = [clock(lambda: target.copy_(x), 3) for _ in range(5)]
+    products = [clock(lambda: torch.mm(a, a, out=product), 3) for _ in range(5)]
+    read_and_written = 2 * x.nbytes
+    return (
+        f"this machine: {read_and_written / min(copies) / 1e9:.1f} GB/s of a copy, "
+        f"{2 * 1024**3 / min(products) / 1e9:.0f} GFLOP/s of float32 products"
+    )
+
+
+def memory_limit(tensors: tuple[Tensor, ...]) -> float:
+    """Return the least time of a loss, in copies of one tensor, whose bytes are read and
+    written.
+    """
+    gradient = tensors[0].nbytes
+    return (sum(x.nbytes for x in tensors) + gradient) / (2 * tensors[0].nbytes)
+
+
+def bool_store() -> str:
+    """Time the comparison of two tensors, eager and compiled, in copies of one."""
+    x, y = torch.randn(2, 64, 4096)
+    compiled = torch.compile(torch.gt)
+    runs = {"eager": lambda: torch.gt(x, y), "compiled": lambda: compiled(x, y)}
+    times = measured(runs, x, 7)
+    return (
+        f"a comparison of two tensors takes {times['eager']:.1f} copies, "
+        f"compiled {times['compiled']:.1f}"
+    )
+
+
 def versions() -> str:
     from importlib.metadata import version
 
@@ -218,7 +253,7 @@ def table(title: str, rows: list[tuple[str, dict[str, float]]]) -> None:
     for who in WHO:
         heads.append(who)
         keys.append(who)
-        if who not in EAGER:
+        if who not in UNCOMPILED:
             heads.append("compiled")
             keys.append(f"{who} compiled")
     print(f"{'':14}" + "".join(f"{head:>10}" for head in heads))
@@ -249,13 +284,20 @@ def print_compiled(times: list[tuple[str, dict[str, float]]]) -> None:
     print("\ncompiled upref beside the compiled other, times")
     for name, seconds in times:
         upref_seconds = seconds["upref compiled"]
-        others = [who for who in WHO[:3] if who in seconds]
+        others = [who for who in PEERS if who in seconds]
         if others:
             ratios = [
                 f"{who} {upref_seconds / seconds[f'{who} compiled']:.2f}"
                 for who in others
             ]
             print(f"{name:14} {', '.join(ratios)}")
+    most = max(
+        (seconds["upref compiled"] / seconds[f"{who} compiled"], f"{name} beside {who}")
+        for name, seconds in times
+        for who in PEERS
+        if who in seconds
+    )
+    print(f"{'largest':14} {most[0]:.2f}, {most[1]}")
 
 
 def main() -> None:
@@ -278,11 +320,13 @@ def main() -> None:
         f"{versions()}; {args.rounds} rounds; load {os.getloadavg()[0]:.1f} at the start",
         flush=True,
     )
+    print(f"{machine()}; {bool_store()}", flush=True)
+    limit = {"limit": memory_limit(tensors)}
     times, memory = [], []
     for pair in PAIRS:
         torch.compiler.reset()
         name, runs = pair[2], runs_of(pair, tensors)
-        times.append((name, measured(runs, tensors[0].detach(), args.rounds)))
+        times.append((name, measured(runs, tensors[0].detach(), args.rounds) | limit))
         memory.append((name, {k: peak(f, size) for k, f in runs.items()}))
     table("CPU time, in copies of one tensor", times)
     table("peak memory, in tensors", memory)
