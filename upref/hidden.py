@@ -27,7 +27,7 @@ the products, which float32 holds exactly, in float32; dx, which bfloat16 does n
 is the sum of two bfloat16 parts there, exact to 2^-17.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -91,6 +91,8 @@ def token_log_probs(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     chunk: int = 2**23,
+    keep_logits: bool = False,
+    kernels: str = "torch",
 ) -> tuple[Float[Tensor, "*B T"], Float[Tensor, "*B T"]]:
     """Compute log π(o_t) and the entropy H_t, in nats, from the inputs of the output
     layer.
@@ -110,6 +112,11 @@ def token_log_probs(
         softcap: the cap of `final_logit_softcapping`, or None.
         chunk: logits in memory at once; 2^23 of them take 34 MB a copy in float32, and
             there are three copies.
+        keep_logits: whether the backward takes the forward's logits instead of computing
+            them again. It saves a product and costs 4 bytes a logit, 4 · N · V in all.
+        kernels: `torch`, or `triton` for one pass over each tile where torch makes many;
+            on a GPU, in float32 or less. The pass has the exact logit of the largest of
+            each 1,024 columns, not of a second large one there.
 
     Returns:
         (log π, H), float64 if an input is, else float32. A token whose logits are not
@@ -132,9 +139,11 @@ def token_log_probs(
         raise InputError(
             f"chunk must be a whole number of logits > 0, got {repr(chunk)[:60]}."
         )
-    return _LogProbs.apply(
-        hidden, weight, bias, tokens, _Head(temperature, logit_scale, softcap, chunk)
-    )[:2]
+    _check_kernels(kernels, hidden, weight)
+    head = _Head(
+        temperature, logit_scale, softcap, chunk, bool(keep_logits), kernels == "triton"
+    )
+    return _LogProbs.apply(hidden, weight, bias, tokens, head)[:2]
 
 
 def _check_tensors(
@@ -181,6 +190,26 @@ def _check_positive(name: str, number: float) -> None:
         )
 
 
+def _check_kernels(kernels: str, hidden: Tensor, weight: Tensor) -> None:
+    """Raise InputError where the kernels do not exist, or take no such tensors."""
+    if kernels == "torch":
+        return
+    if kernels != "triton":
+        raise InputError(
+            f'kernels must be "torch" or "triton", got {repr(kernels)[:60]}.'
+        )
+    try:
+        from upref import hidden_triton
+    except ImportError as e:
+        raise InputError(f'kernels="triton" needs Triton: {e}.') from e
+    if torch.float64 in (hidden.dtype, weight.dtype):
+        raise InputError('kernels="triton" has no float64: use "torch".')
+    if not (hidden.is_cuda or hidden_triton.INTERPRETED):
+        raise InputError(
+            f'kernels="triton" needs tensors on a GPU, got {describe(hidden)} on {hidden.device}.'
+        )
+
+
 @dataclass(frozen=True)
 class _Head:
     """From states h to x = z/τ: x = h' W^T with h' = inner h, or, with a softcap, x =
@@ -191,6 +220,8 @@ class _Head:
     logit_scale: float
     softcap: float | None
     chunk: int
+    keeps_logits: bool = False
+    in_triton: bool = False
 
     @property
     def inner(self) -> float:
@@ -210,8 +241,18 @@ class _Head:
             return flat
         return self.inner * flat.to(wide_dtype)
 
+    def scale_of_kernels(self, h: Tensor) -> float:
+        """What `tiles` leaves to the kernels, which multiply each logit by it."""
+        leaves = self.in_triton and h.dtype == torch.bfloat16 and not self.softcap
+        return self.inner if leaves else 1.0
+
     def tiles(
-        self, h: Tensor, weight: Tensor, bias: Tensor | None
+        self,
+        h: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        kept: Sequence[Tensor] = (),
+        rows: Tensor | None = None,
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield the tiles of the vocabulary.
 
@@ -219,21 +260,26 @@ class _Head:
             h: what `states` returned.
             weight: of the output layer, [V, H].
             bias: of the output layer, [V].
+            kept: the tiles of the forward, [N, columns]; () where they are computed again.
+            rows: of the kept tiles, those of h.
 
         Yields:
             The columns of the tile, their rows of W, and x, [N, columns].
         """
-        width = max(1, self.chunk // max(1, len(h)))
-        for start in range(0, len(weight), width):
+        width = kept[0].shape[1] if kept else max(1, self.chunk // max(1, len(h)))
+        for i, start in enumerate(range(0, len(weight), width)):
             columns = slice(start, start + width)
             W = weight[columns].to(h.dtype)
+            if kept:
+                yield columns, W, kept[i] if self.in_triton else kept[i][rows]
+                continue
             if bias is None:
                 x = _product(h, W.T)
             elif h.dtype == torch.bfloat16:
                 x = _product(h, W.T).add_(bias[columns])
             else:
                 x = torch.addmm(self.inner * bias[columns].to(h.dtype), h, W.T)
-            if h.dtype == torch.bfloat16:
+            if h.dtype == torch.bfloat16 and self.scale_of_kernels(h) == 1:
                 x.mul_(self.inner)
             yield columns, W, x.tanh_().mul_(self.outer) if self.softcap else x
 
@@ -286,26 +332,38 @@ class _SumsOfTiles(NamedTuple):
 
 
 def _sum_tiles(
-    tiles: Iterator[tuple[slice, Tensor, Tensor]], least: Tensor
+    tiles: Iterator[tuple[slice, Tensor, Tensor]],
+    least: Tensor,
+    scale: float | None = None,
 ) -> _SumsOfTiles:
-    """Add up the tiles of the vocabulary. It writes to their logits.
+    """Add up the tiles of the vocabulary. Without the kernels it writes to their logits.
 
     Args:
         tiles: of `_Head.tiles`.
         least: the least number of the dtype for each token, [N]: where the search for
             the largest logit starts.
+        scale: of the kernels; None where torch adds up.
     """
     m = least
     s = torch.zeros_like(m)
     t = torch.zeros_like(m)
     largest = m.new_zeros(len(m), 0)
     largest_ids = m.new_zeros(len(m), 0, dtype=torch.long)
+    if scale is not None:
+        from upref.hidden_triton import sum_tile
+
+        m = m.clone()  # the kernels write to m, s and t
     for columns, _, x in tiles:
-        best = x.topk(min(MOST_EXACT, x.shape[1]), 1)
-        largest = torch.cat([largest, best.values], 1)
-        largest_ids = torch.cat([largest_ids, best.indices + columns.start], 1)
+        if scale is None:
+            best, best_ids = x.topk(min(MOST_EXACT, x.shape[1]), 1)
+        else:
+            best, best_ids = sum_tile(x, scale, m, s, t)
+        largest = torch.cat([largest, best], 1)
+        largest_ids = torch.cat([largest_ids, best_ids + columns.start], 1)
         largest, places = largest.topk(min(MOST_EXACT, largest.shape[1]), 1)
         largest_ids = largest_ids.gather(1, places)
+        if scale is not None:
+            continue
         new_m = torch.maximum(m, largest[:, 0])
         log_rescale = (m - new_m).clamp(min=LOG_OF_ZERO)  # of earlier terms
         rescale = log_rescale.exp()
@@ -318,6 +376,17 @@ def _sum_tiles(
     return _SumsOfTiles(m, s, t, largest, largest_ids)
 
 
+def _keeping(
+    tiles: Iterator[tuple[slice, Tensor, Tensor]], kept: list[Tensor], *, copies: bool
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield the tiles, and append their logits to `kept`: copies where the reader writes
+    to them.
+    """
+    for columns, W, x in tiles:
+        kept.append(x.clone() if copies else x)
+        yield columns, W, x
+
+
 class _TokensWithGradient(NamedTuple):
     """The n tokens that have an upstream gradient, and numbers of each, [n, 1]."""
 
@@ -326,6 +395,33 @@ class _TokensWithGradient(NamedTuple):
     H: Tensor
     g: Tensor  # upstream gradient of log π
     g_H: Tensor | None  # upstream gradient of the entropy; None for 0
+
+    def parts_of_gradient(
+        self, head: "_Head", columns: slice, x: Tensor, h: Tensor, rows: Tensor
+    ) -> list[Tensor]:
+        """Return the gradient by the products h' W^T of a tile, [n, columns], as the
+        parts that are multiplied by h.
+
+        Args:
+            head: the settings of the output layer.
+            columns: of the tile.
+            x: its logits, [n, columns]; of the kept ones, all rows.
+            h: the states, [n, H].
+            rows: the row in x of each token, [n], for the kernels.
+        """
+        if not head.in_triton:
+            return _parts_for_product(self.gradient_of_tile(head, columns, x), h)
+        from upref.hidden_triton import gradient_of_tile
+
+        return gradient_of_tile(
+            x,
+            head.scale_of_kernels(h),
+            head.outer,
+            rows,
+            (self.ids, self.log_z, self.H, self.g, self.g_H),
+            columns.start,
+            h.dtype,
+        )
 
     def gradient_of_tile(self, head: "_Head", columns: slice, x: Tensor) -> Tensor:
         """Return the gradient by the products h' W^T of a tile, [n, columns]. It writes
@@ -356,7 +452,8 @@ class _LogProbs(torch.autograd.Function):
         """Compute log-probabilities and entropies, one tile of the vocabulary at a time.
 
         Returns:
-            log π and H; then log Z and H of the tiles' own logits, for the backward.
+            log π and H; then log Z and H of the tiles' own logits, for the backward, and
+            the tiles that are kept for it.
         """
         # here and not in `token_log_probs`: under vmap only this function has the values
         check_tokens(tokens, hidden.shape[:-1], len(weight), "hidden", "tokens")
@@ -369,9 +466,12 @@ class _LogProbs(torch.autograd.Function):
             h = head.states(hidden, weight, wide_dtype)
             minimum = torch.finfo(wide_dtype).min
             least = h.new_full((len(h),), minimum, dtype=wide_dtype)
-            m, s, t, largest, largest_ids = _sum_tiles(
-                head.tiles(h, weight, bias), least
-            )
+            kept: list[Tensor] = []
+            tiles = head.tiles(h, weight, bias)
+            if head.keeps_logits:
+                tiles = _keeping(tiles, kept, copies=not head.in_triton)
+            scale = head.scale_of_kernels(h) if head.in_triton else None
+            m, s, t, largest, largest_ids = _sum_tiles(tiles, least, scale)
             # The backward computes the tiles' logits again and has no exact ones, so it
             # gets the log Z and H that belong to them.
             log_z_of_tiles = m + s.log()
@@ -388,7 +488,8 @@ class _LogProbs(torch.autograd.Function):
             lp = (exact[:, 0] - s.log()).clamp(max=0)
             H = (s.log() - t / s).clamp(min=0)
         results = (lp, H, log_z_of_tiles, H_of_tiles)
-        return tuple(result.to(wide_dtype).reshape(shape) for result in results)
+        of_tokens = (result.to(wide_dtype).reshape(shape) for result in results)
+        return (*of_tokens, *kept)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -428,7 +529,7 @@ class _LogProbs(torch.autograd.Function):
         Returns:
             One gradient for each input of `forward`; None where none is needed.
         """
-        hidden, weight, bias, tokens, log_z, H = saved
+        hidden, weight, bias, tokens, log_z, H, *kept = saved
         needs_dh, needs_dW, needs_db, *_ = needs_gradient
         with torch.autocast(hidden.device.type, enabled=False):
             g = torch.zeros_like(H) if g is None else g
@@ -451,9 +552,9 @@ class _LogProbs(torch.autograd.Function):
             dh = torch.zeros_like(h, dtype=wide_dtype) if needs_dh else None
             dW = torch.empty_like(weight) if needs_dW else None
             db = torch.empty_like(bias) if needs_db else None
-            for columns, W, x in head.tiles(h, weight, bias):
-                dx = trained.gradient_of_tile(head, columns, x)
-                first, *rest = _parts_for_product(dx, h)
+            rows_of_x = rows if kept else torch.arange(len(rows), device=rows.device)
+            for columns, W, x in head.tiles(h, weight, bias, kept, rows):
+                first, *rest = trained.parts_of_gradient(head, columns, x, h, rows_of_x)
                 if dh is not None:
                     for part in (first, *rest):
                         _add_product(dh, part, W, head.inner)
@@ -466,7 +567,10 @@ class _LogProbs(torch.autograd.Function):
                         summed.mul_(head.inner)
                     dW[columns] = summed
                 if db is not None:
-                    db[columns] = head.inner * dx.sum(0)
+                    dx_sum = sum(
+                        part.sum(0, dtype=wide_dtype) for part in (first, *rest)
+                    )
+                    db[columns] = head.inner * dx_sum
             if dh is not None:
                 all_rows = hidden.new_zeros(hidden.shape).flatten(0, -2)
                 dh = all_rows.index_copy_(0, rows, dh.to(hidden.dtype)).reshape(
@@ -498,6 +602,8 @@ class _LogProbs(torch.autograd.Function):
                 return tensor.expand(info.batch_size, *tensor.shape)
             return tensor.movedim(batch_dim, 0)
 
+        if head.keeps_logits:
+            raise InputError("keep_logits does not work under vmap.")
         hidden = with_batch_first(hidden, in_dims[0])
         tokens = with_batch_first(tokens, in_dims[3])
         return _LogProbs.apply(hidden, weight, bias, tokens, head), (0, 0, 0, 0)

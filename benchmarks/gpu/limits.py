@@ -11,9 +11,11 @@ least. The times are those of an H100 that does nothing else: dense bfloat16 pro
 memory by NVIDIA's data sheet of the H100 SXM.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -37,7 +39,15 @@ SIZES = [
     (4096, 4096),
     (4096, 16384),
 ]
-CHUNKS = {"upref.hidden": 2**23, "upref.hidden, chunk 2^26": 2**26}
+TRITON = _Head(0.8, 1.0, None, 2**26, in_triton=True)
+KEPT = replace(TRITON, keeps_logits=True)
+# the names are those of sizes.py
+WAYS = {
+    "upref.hidden": _Head(0.8, 1.0, None, 2**23),
+    "upref.hidden, chunk 2^26": _Head(0.8, 1.0, None, 2**26),
+    "upref.hidden, Triton": TRITON,
+    "upref.hidden, Triton, logits kept": KEPT,
+}
 TOUCH_FEW = (
     "scatter_add",
     "gather",
@@ -95,7 +105,24 @@ def _on_meta(work: Work) -> Iterator[None]:
     def every_token(x: Tensor) -> Tensor:
         return torch.arange(x.numel(), device="meta")[:, None]
 
+    def sum_tile(x: Tensor, _: float, *sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Each number of the tile is read once; the rest is small."""
+        work.passes += _bytes(x) + 2 * sum(map(_bytes, sums))
+        blocks = torch.empty(len(x), -(-x.shape[1] // 1024), device="meta")
+        return blocks, blocks.long()
+
+    def gradient_of_tile(x: Tensor, *_: Any) -> list[Tensor]:
+        """Each number of the tile is read once, and its parts are written."""
+        parts = [
+            torch.empty(x.shape, dtype=torch.bfloat16, device="meta") for _ in range(2)
+        ]
+        work.passes += sum(map(_bytes, [x, *parts]))
+        return parts
+
+    kernels = SimpleNamespace(sum_tile=sum_tile, gradient_of_tile=gradient_of_tile)
     with (
+        # Triton need not be there
+        patch.dict(sys.modules, {"upref.hidden_triton": kernels}),
         patch.object(upref.hidden, "_multiplies_bfloat16", lambda *_: True),
         patch.object(upref.hidden, "_product", product),
         patch.object(upref.hidden, "check_tokens", lambda *_: None),
@@ -105,13 +132,13 @@ def _on_meta(work: Work) -> Iterator[None]:
         yield
 
 
-def count(hidden_size: int, tokens: int, chunk: int, words: int = V) -> Work:
+def count(hidden_size: int, tokens: int, head: _Head, words: int = V) -> Work:
     """The work of one forward and backward of log-probability and entropy.
 
     Args:
         hidden_size: H.
         tokens: N.
-        chunk: logits of a tile.
+        head: the settings.
         words: V.
     """
     work = Work()
@@ -122,10 +149,9 @@ def count(hidden_size: int, tokens: int, chunk: int, words: int = V) -> Work:
     h = meta(tokens, hidden_size, dtype=torch.bfloat16)
     weight = meta(words, hidden_size, dtype=torch.bfloat16)
     ids = meta(tokens, dtype=torch.long)
-    head = _Head(0.8, 1.0, None, chunk)
     with _on_meta(work), torch.no_grad(), _Counter(work):
-        _, _, log_z, entropy = _LogProbs.forward(h, weight, None, ids, head)
-        saved = (h, weight, None, ids, log_z, entropy)
+        _, _, *of_tiles = _LogProbs.forward(h, weight, None, ids, head)
+        saved = (h, weight, None, ids, *of_tiles)
         upstream = meta(tokens), meta(tokens)
         _LogProbs._gradients(head, (True, True, False), saved, *upstream)  # noqa: SLF001
     return work
@@ -139,27 +165,29 @@ def counted(measured: dict[tuple[str, int, int], float]) -> str:
     """
     body = []
     for H, N in SIZES:
-        for who, chunk in CHUNKS.items():
-            work = count(H, N, chunk)
+        for who, settings in WAYS.items():
+            work = count(H, N, settings)
             products, passes = work.flop / PRODUCTS, work.passes / MEMORY
             trl = measured.get(("TRL ChunkedLogProbFunction", H, N))
             ms = measured.get((who, H, N))
+            kept = 4 * N * V if settings.keeps_logits else 0
             body.append(
                 [
                     f"{H:,}",
                     f"{N:,}",
-                    f"2^{chunk.bit_length() - 1}",
+                    who.removeprefix("upref.hidden").removeprefix(", ") or "as it is",
                     f"{work.flop / (2 * H * N * V):.0f}",
                     f"{1e3 * products:.1f}",
                     f"{work.passes / (N * V):.0f}",
                     f"{1e3 * passes:.1f}",
-                    "" if ms is None else f"{ms:.1f}",
+                    f"{kept / 1e9:.1f}",
+                    "not run" if ms is None else f"{ms:.1f}",
                     "" if trl is None else f"{trl:.1f}",
                 ]
             )
     head = [
-        "H", "tokens", "chunk", "products", "their ms at the limit", "bytes a logit", "their ms at the limit",
-        "measured ms", "TRL chunked, ms",
+        "H", "tokens", "upref.hidden", "products", "their ms at the limit", "bytes a logit",
+        "their ms at the limit", "GB of kept logits", "measured ms", "TRL chunked, ms",
     ]  # fmt: skip
     return table(head, body)
 

@@ -27,11 +27,11 @@ def naive(h: Tensor, W: Tensor, tokens: Tensor, T: float) -> tuple[Tensor, Tenso
     return lp.gather(1, tokens[:, None])[:, 0], -(lp.exp() * lp).sum(1)
 
 
-def hidden_at(chunk: int) -> Callable[[], Function]:
-    """upref.hidden with chunks of so many numbers."""
+def hidden_at(chunk: int, **settings: Any) -> Callable[[], Function]:
+    """upref.hidden with chunks of so many numbers, and other settings."""
     return lambda: (
         lambda h, W, tokens, T: upref.hidden.token_log_probs(
-            h, W, tokens, temperature=T, chunk=chunk
+            h, W, tokens, temperature=T, chunk=chunk, **settings
         )
     )
 
@@ -52,6 +52,10 @@ WHO: dict[str, Callable[[], Function]] = {
     "upref.hidden": hidden_at(2**23),
     "upref.hidden, chunk 2^26": hidden_at(2**26),
     "upref.hidden, chunk 2^28": hidden_at(2**28),
+    "upref.hidden, Triton": hidden_at(2**26, kernels="triton"),
+    "upref.hidden, Triton, logits kept": hidden_at(
+        2**26, kernels="triton", keep_logits=True
+    ),
     "TRL ChunkedLogProbFunction": kernels.trl_chunked,
     "TRL selective_log_softmax_and_entropy": from_logits(kernels.trl_with_entropy),
     "verl linear_cross_entropy (Triton)": kernels.verl_triton,

@@ -6,6 +6,7 @@ tests skip; `UPREF_TEST_DEVICE=cpu` runs them on the CPU, to try the tests thems
 import copy
 import os
 from dataclasses import fields
+from functools import partial
 
 import pytest
 import torch
@@ -55,13 +56,20 @@ def arguments(b):
     return {f.name: getattr(b, f.name) for f in fields(b) if f.init}
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"kernels": "triton"}, {"kernels": "triton", "keep_logits": True}],
+    ids=["torch", "triton", "triton-kept"],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_hidden_is_within_float32_of_float64(dtype):
+def test_hidden_is_within_float32_of_float64(dtype, settings):
+    if settings and DEVICE == "cpu":
+        pytest.skip("the kernels need a GPU")
     g = torch.Generator().manual_seed(0)
     h = torch.randn(3, 40, 64, generator=g).to(DEVICE, dtype).requires_grad_()
     W = (torch.randn(5003, 64, generator=g) / 8).to(DEVICE, dtype).requires_grad_()
     tokens = torch.randint(5003, (3, 40), generator=g).to(DEVICE)
-    found = of_hidden(hidden.token_log_probs, h, W, tokens)
+    found = of_hidden(partial(hidden.token_log_probs, **settings), h, W, tokens)
     wide = [x.detach().double().requires_grad_() for x in (h, W)]
     want = of_hidden(by_logits, *wide, tokens)
     for x, y in zip(found[:2], want[:2], strict=True):

@@ -290,7 +290,7 @@ def test_the_time_of_the_head_in_bfloat16_is_that_of_the_rows():
 # ---- what upref.hidden asks of a GPU -------------------------------------------------
 def test_the_products_and_passes_of_hidden_are_counted_on_its_path_for_a_gpu():
     H, N, V = 64, 32, 4096
-    work = limits.count(H, N, chunk=N * V, words=V)
+    work = limits.count(H, N, limits._Head(0.8, 1.0, None, N * V), words=V)
     # x twice; dh and dW from two parts of the gradient each
     assert work.flop == 6 * 2 * N * V * H
     # at least 16 passes of 4 bytes; and each is counted once
@@ -300,10 +300,25 @@ def test_the_products_and_passes_of_hidden_are_counted_on_its_path_for_a_gpu():
 
 def test_narrow_tiles_pass_over_the_gradient_of_the_states_more_often():
     sizes = {"hidden_size": 256, "tokens": 128, "words": 4096}
-    narrow, wide = (limits.count(chunk=128 * w, **sizes) for w in (32, 256))
+    narrow, wide = (
+        limits.count(head=limits._Head(0.8, 1.0, None, 128 * w), **sizes)
+        for w in (32, 256)
+    )
     assert narrow.flop == wide.flop
     more = (narrow.passes - wide.passes) / (4096 / 32 - 4096 / 256)
     assert more > 2 * 8 * 256 * 128  # a tile reads and writes dh twice, in float32
+
+
+def test_kernels_pass_less_often_and_kept_logits_save_a_product():
+    sizes = {"hidden_size": 64, "tokens": 512, "words": 8192}
+    plain, triton, kept = (
+        limits.count(head=limits.WAYS[f"upref.hidden{way}"], **sizes)
+        for way in (", chunk 2^26", ", Triton", ", Triton, logits kept")
+    )
+    assert triton.flop == plain.flop == 6 / 5 * kept.flop
+    assert triton.passes < plain.passes / 3
+    # a tile is read twice, and its gradient written in two parts of two bytes
+    assert kept.passes == triton.passes > (4 + 4 + 2 * 2) * 512 * 8192
 
 
 def test_a_view_and_an_expanded_tensor_are_not_read_as_if_they_were_whole():
