@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: ignore-errors
 """Triton kernels for upref.hidden: one pass over a tile of logits where torch makes many.
 
 `sum_tile` reads each logit once. `gradient_of_tile` reads each logit once and writes its
@@ -41,7 +42,8 @@ def _sum_row(
             x_ptr + row * width + column, mask=column < width, other=-float("inf")
         )
         x = x * scale
-        best, place = tl.max(x, 0, return_indices=True)
+        of_numbers = tl.where(x == x, x, -float("inf"))  # NaN is in s and t
+        best, place = tl.max(of_numbers, 0, return_indices=True)
         tl.store(best_ptr + row * n_blocks + block, best)
         tl.store(best_column_ptr + row * n_blocks + block, block * BLOCK + place)
         new_m = tl.where(best > m, best, m)
