@@ -36,6 +36,7 @@ class Comparison:
         paths: how many paths there are, of all patterns.
         bounds: numbers with which the code compares sizes.
         per_response: whether a response has one advantage.
+        bounds_mean: as of a Domain.
         reads: optional inputs that are variables.
         operators: those that computed.
         is_rounded: whether a part was computed in less than float64.
@@ -51,6 +52,7 @@ class Comparison:
     paths: int = 0
     bounds: list[Bound] = field(default_factory=list)
     per_response: bool = False
+    bounds_mean: bool = False
     reads: frozenset[str] = frozenset()
     operators: set[str] = field(default_factory=set)
     is_rounded: bool = False
@@ -133,7 +135,12 @@ def compare(
     """
     start = cpu_seconds()
     values = Values()
-    out = Comparison("proved", per_response=per_response, reads=frozenset(reads))
+    out = Comparison(
+        "proved",
+        per_response=per_response,
+        bounds_mean=bounds_mean,
+        reads=frozenset(reads),
+    )
     bounds: dict[Bound, None] = {}
     first: tuple[Search, Path] | None = None
     for chunk in _chunks(among):

@@ -23,7 +23,7 @@ from upref.rollouts import Rollouts
 # mean of a response (docs/what-check-sees.md)
 MOST_LOG_RATIO = 20.0
 MOST_MEAN_LOG_RATIO = 10.0
-LEAST_LOG_PROB = -60.0  # log π_old
+LEAST_LOG_PROB = -200.0  # log π_old: beyond, a clamp is a guard
 FAR = {  # |log r| and |log |A|| of points that are far from common ones
     "far": (9.0, 14.0),
     "extreme": (19.5, 30.0),
@@ -394,18 +394,24 @@ class Domain:
         return 1e-3 * max(1.0, (batch.adv.abs() * r).max().item())
 
     def describe(self, point: Mapping[str, float]) -> str:
-        """Return the ratios of a point, in words.
+        """Return the numbers of a point, in words.
 
         Args:
             point: a number for each variable.
         """
-        ratios = [
-            f"{point[f'r{i}_{t}']:.9g}"
-            for i, row in enumerate(self.pattern.mask)
-            for t, inside in enumerate(row)
-            if inside
-        ]
-        return f"r = {', '.join(ratios)}"
+        batch = self.batch(point)
+        shown = {"r": (batch.logp - batch.logp_old).exp(), "A": batch.adv}
+        shown["log π_old"] = batch.logp_old
+        if batch.logp_ref is not None:
+            shown["π_ref/π_θ"] = (batch.logp_ref - batch.logp).exp()
+        if batch.logp_sampler is not None:
+            shown["π_old/μ"] = (batch.logp_old - batch.logp_sampler).exp()
+        if batch.entropy is not None:
+            shown["entropy"] = batch.entropy
+        return "; ".join(
+            f"{name} = {', '.join(f'{n:.9g}' for n in x[batch.mask].tolist())}"
+            for name, x in shown.items()
+        )
 
     def introduce(self, trace: Trace, batch: Rollouts) -> None:
         """Give the tensors of a batch their variables.

@@ -36,7 +36,10 @@ ROUNDED = 2e-3  # the same where a part is in less than float64
 CHECKED = {"near": 2, "far": 2, "extreme": 2}  # points of a path beside the witness
 NEARBY = 3e-7  # relative: a constant in float32 is off by 6e-8
 RUN = 12  # of them, those at which both functions run
+BESIDE_OTHERS = 3  # points that show whether one token alone differs
 ORDINARY = 5  # points that show whether functions differ almost everywhere
+TINY_ADVANTAGE = 1e-3  # the solver likes small ones
+MOST_LOG = 700.0  # of which a float holds the exponential
 TRIED = 60  # points near the one that the solver gives
 # of a batch and of the factor by which the loss is multiplied
 Outputs = Callable[[Rollouts, Tensor], Tensor]
@@ -253,9 +256,10 @@ class Search:
             return None
         # the point itself comes last: the solver likes points at which others tie
         for number in (*range(1, TRIED), 0):
-            point = self.domain.complete(base, self._moved(answer.point, number))
-            if self._holds(conditions, point):
-                return point
+            for found in _points_of_answer(answer):
+                point = self.domain.complete(base, self._moved(found, number))
+                if self._holds(conditions, point):
+                    return point
         return None
 
     def _moved(self, point: dict[str, float], number: int) -> dict[str, float]:
@@ -470,7 +474,9 @@ class Search:
                 found = self.function(batch, scale)
                 if self.differs(expected, found, batch):
                     bounds = tuple(bounds_in(self.values, conditions))
-                    if self._differs_at_ordinary_points():
+                    if self._differs_at_ordinary_points() or not self._is_of_one_token(
+                        expected, found, plain
+                    ):
                         bounds = ()
                     return Counterexample(batch, expected, found, plain, bounds)
         return None
@@ -487,10 +493,41 @@ class Search:
                 return False
         return True
 
+    def _is_of_one_token(
+        self, expected: Tensor, found: Tensor, point: dict[str, float]
+    ) -> bool:
+        """Tell whether the token that differs most differs as well beside ordinary tokens:
+        else the difference is due to another token, or to how tokens are tied.
+
+        Args:
+            expected, found: outputs at the point.
+            point: of a counterexample.
+        """
+        if not self.domain.pattern.is_free:
+            return False
+        index = int((expected - found).abs().nan_to_num(math.inf).argmax())
+        _, columns = self.domain.pattern.shape
+        row, column = divmod(index % math.prod(self.domain.pattern.shape), columns)
+        own = {
+            name: x
+            for name, x in point.items()
+            if name.lstrip("AHkmrhou") in (f"{row}", f"{row}_{column}")
+        }
+        for seed in range(BESIDE_OTHERS):
+            moved = self.domain.complete(self.domain.draw(50 + seed), own)
+            batch, scale = self.domain.batch(moved), _scale(point)
+            right, answer = self.reference(batch, scale), self.function(batch, scale)
+            alone = right.clone()
+            alone.view(-1)[index] = answer.reshape(-1)[index]
+            if not self.differs(right, alone, batch):
+                return False
+        return True
+
     def _candidates(self, path: Path, answer: Answer) -> Iterator[dict[str, float]]:
         """Yield the solver's point, if it has one, points near it, and points at random."""
         for number in range(TRIED):
-            yield self.domain.complete(path.point, self._moved(answer.point, number))
+            for found in _points_of_answer(answer):
+                yield self.domain.complete(path.point, self._moved(found, number))
             yield self.domain.draw(100 + number)
 
     # ---- questions -------------------------------------------------------------------
@@ -506,6 +543,22 @@ class Search:
         if left <= 0:
             raise NoProof("the time is over (--timeout)")
         return ask(self.values, questions, left, self.limits.solver)
+
+
+def _points_of_answer(answer: Answer) -> Iterator[dict[str, float]]:
+    """Yield the solver's point; and, where it took a number for a logarithm, the point at
+    which this number is one. First with advantages that are easy to read.
+    """
+    of_logs = {name: math.exp(x) for name, x in answer.logs.items() if x < MOST_LOG}
+    for point in [answer.point, answer.point | of_logs][: 1 + bool(of_logs)]:
+        tiny = {
+            name: math.copysign(1.0, x)
+            for name, x in point.items()
+            if name[0] == "A" and abs(x) < TINY_ADVANTAGE
+        }
+        if tiny:
+            yield point | tiny
+        yield point
 
 
 def _scale(point: Mapping[str, float]) -> Tensor:

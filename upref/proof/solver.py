@@ -43,6 +43,7 @@ INSTALL = "a proof needs the solver z3: `pip install 'upref-rl[prove]'`, or `pip
 LARGEST_ROOT = 12  # of a variable; other powers are numbers of their own
 MOST_PAIRS = 6  # values of one function that are compared with each other
 MEMORY = 1500  # MB
+DIGITS = 110  # behind the point: a probability of e^-200 has its first one at 87
 STEPS = 20_000_000  # of z3 for one question: about 7 CPU seconds
 WAIT = 20  # seconds of waiting for each CPU second, where the machine is busy
 
@@ -67,10 +68,13 @@ class Answer:
     Attributes:
         outcome: "impossible", "point", or "unknown".
         point: of a point, the numbers of the variables by name.
+        logs: of a point, what the solver takes for the logarithms of variables, by name.
+            It knows few facts of logarithms, so they may be those of other numbers.
     """
 
     outcome: str
     point: dict[str, float] = field(default_factory=dict)
+    logs: dict[str, float] = field(default_factory=dict)
 
 
 @cache
@@ -120,7 +124,7 @@ def ask(
     if not questions:
         return []
     parts = [f"(set-option :rlimit {steps})", "(set-option :pp.decimal true)"]
-    parts.append("(set-option :pp.decimal_precision 17)")
+    parts.append(f"(set-option :pp.decimal_precision {DIGITS})")
     names: list[list[str]] = []
     for question in questions:
         try:
@@ -175,15 +179,15 @@ def _read(block: str) -> Answer:
         return Answer("impossible")
     if first != "sat":
         return Answer("unknown")
-    point = {}
-    for name, number in re.findall(
-        r"\((v_\w+) ([^()]+|\([^()]*(?:\([^()]*\))?[^()]*\))\)", block
+    found: dict[str, dict[str, float]] = {"v": {}, "log": {}}
+    for kind, name, number in re.findall(
+        r"\((v|log)_(\w+) ([^()]+|\([^()]*(?:\([^()]*\))?[^()]*\))\)", block
     ):
         value = _read_number(number)
         if value is None:
             return Answer("unknown")
-        point[name.removeprefix("v_")] = value
-    return Answer("point", point)
+        found[kind][name] = value
+    return Answer("point", found["v"], found["log"])
 
 
 def _read_number(text: str) -> float | None:
@@ -378,8 +382,12 @@ class Text:
                 condition = self.condition(kind.condition)
                 name = f"(ite {condition} {self.node(kind.yes)} {self.node(kind.no)})"
             case Logarithm():
-                name = f"l{atom}"
+                of = self.values.atoms[kind.of]
+                is_of_variable = isinstance(of, Variable)
+                name = f"log_{of.name}" if is_of_variable else f"l{atom}"
                 self.lines.append(f"(declare-const {name} Real)")
+                if is_of_variable:
+                    self.names.append(name)
                 self._facts_of_log(name, kind.of)
             case Function():
                 name = self._declare_function(atom, kind, root)

@@ -20,7 +20,12 @@ from upref.proof.compare import (
     is_different_anywhere,
     sizes_up_to,
 )
-from upref.proof.domain import MOST_LOG_RATIO, Pattern
+from upref.proof.domain import (
+    LEAST_LOG_PROB,
+    MOST_LOG_RATIO,
+    MOST_MEAN_LOG_RATIO,
+    Pattern,
+)
 from upref.proof.paths import Counterexample, Limits, Outputs
 from upref.proof.rewards import LARGEST
 from upref.proof.solver import require_z3
@@ -65,6 +70,7 @@ class Proof(Result):
         batches: how many masks and groupings of these there are.
         paths: how many ways through the code.
         per_response: whether a response has one advantage.
+        bounds_mean: whether the mean of log r over a response has a bound of its own.
         reads: optional inputs that were variables.
         bounds: numbers with which the code compares sizes, and their lines.
         every_size: it is proved for every number of rows and columns.
@@ -86,6 +92,7 @@ class Proof(Result):
     batches: int = 0
     paths: int = 0
     per_response: bool = False
+    bounds_mean: bool = False
     reads: tuple[str, ...] = ()
     bounds: tuple[tuple[int, str], ...] = ()
     every_size: bool = False
@@ -112,7 +119,7 @@ class Proof(Result):
         if self.unit in (VALUE_OF_TERM, SLOPE_OF_TERM):
             return (
                 "values and gradients, for every log-probability and reference of a token, "
-                f"|log π_ref - log π_θ| <= {MOST_LOG_RATIO:g}"
+                f"|log π_ref - log π_θ| <= {MOST_LOG_RATIO:g}, log π_θ >= {LEAST_LOG_PROB:g}"
             )
         of_A = (
             "advantage of a response" if self.per_response else "advantage of a token"
@@ -123,8 +130,17 @@ class Proof(Result):
             "entropy": "entropy",
         }
         more = "".join(f", {others[name]}" for name in self.reads)
+        ratios = {"logp_ref": "π_ref/π_θ", "logp_sampler": "π_old/μ"}
+        bounds = [
+            *(f"|log {ratios[name]}|" for name in self.reads if name in ratios),
+            "|log r|",
+        ]
+        within = "".join(f", {x} <= {MOST_LOG_RATIO:g}" for x in bounds)
+        if self.bounds_mean:
+            within += f" (the mean of a response: {MOST_MEAN_LOG_RATIO:g})"
         return (
-            f"for every log-probability{more} and {of_A}, |log r| <= {MOST_LOG_RATIO:g}"
+            f"for every log-probability{more} and {of_A}{within}, "
+            f"log π_old >= {LEAST_LOG_PROB:g}"
         )
 
     def data(self) -> dict[str, Any]:
@@ -533,6 +549,7 @@ def _report(
         len(found.patterns),
         found.paths,
         found.per_response,
+        found.bounds_mean,
         tuple(sorted(found.reads)),
         tuple((b.number, b.line) for b in found.bounds),
         read_as=read_as,
@@ -558,13 +575,16 @@ def _report(
     }
     if batch.logp_ref is not None:
         numbers["π_ref/π_θ"] = (batch.logp_ref - batch.logp)[place].exp().item()
+    where = describe_bounds(found.counterexample)
+    if "π_old" in where or batch.logp_old[place] < RARE:
+        numbers["log π_old"] = batch.logp_old[place].item()
     fields = {name: x.tolist() for name, x in batch.tensors().items()}
     example = Example(
         fields, rollouts=True, expected=expected.tolist(), found=got.tolist()
     )
     return replace(
         proof,
-        place=describe_bounds(found.counterexample),
+        place=where,
         numbers=numbers,
         expected=expected.reshape(-1)[index].item(),
         found=got.reshape(-1)[index].item(),
@@ -572,6 +592,8 @@ def _report(
     )
 
 
+RARE = -20.0  # log π_old of a token that may be the cause of a difference
+SMALL = 1e-3  # a probability that is easier to read as its logarithm
 SYMBOLS = {"r": "r", "A": "A", "k": "π_ref/π_θ", "rho": "ρ", "mu": "π_old", "H": "H"}
 
 
@@ -590,7 +612,14 @@ def describe_bounds(counterexample: Counterexample) -> str:
             nearer = max if sign == ">" else min
             key = (SYMBOLS[symbol], sign)
             tightest[key] = nearer(tightest.get(key, number), number)
-    return ", ".join(f"{x} {sign} {n:.6g}" for (x, sign), n in tightest.items())
+    return ", ".join(_bound(x, sign, n) for (x, sign), n in tightest.items())
+
+
+def _bound(symbol: str, sign: str, number: float) -> str:
+    """Return a bound in words; of a small probability, that of its logarithm."""
+    if symbol == "π_old" and 0 < number < SMALL:
+        symbol, number = f"log {symbol}", math.log(number)
+    return f"{symbol} {sign} {number:.6g}"
 
 
 def _place(counterexample: Counterexample) -> tuple[int, int]:
