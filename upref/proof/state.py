@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loss keeps from call to call: numbers, tensors and lists that its module holds. A
+"""What a loss keeps from call to call: numbers, tensors and lists that it can reach. A
 proof is of a function of its inputs. So where one of them has changed, it is moved far away,
-and the loss must still be proved.
+and the loss must still be proved. A random generator that has moved is the end of a proof.
 """
 
+import gc
 import itertools
+import random
+import re
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from functools import lru_cache, partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +24,12 @@ from upref.proof.constants import is_of_user
 
 MOST = 5000  # objects that are looked at
 DEEPEST = 6
-FAR = 1_000_003  # by which a number is moved
+FAR = 1_000_003  # by which a number is moved at least
+LARGEST_MOVE = 2**61
+MOST_ENTRIES = 64  # of a list that are looked at
+CACHED = " in a cache"
+LENGTH = "the length of "
+_Cache: Any = type(lru_cache(lambda: None))
 LONGER = 100_000  # entries that a list gets
 Write = Callable[[Any], object]
 
@@ -32,11 +42,13 @@ class Kept:
         value: to compare it with what it is later.
         held: itself.
         write: puts another one in its place; None where that is not possible.
+        is_chance: it is a random generator.
     """
 
     value: Any
     held: Any = field(compare=False)
     write: Write | None = field(compare=False)
+    is_chance: bool = field(default=False, compare=False)
 
 
 def kept(function: Any) -> dict[str, Kept]:
@@ -56,18 +68,48 @@ def kept(function: Any) -> dict[str, Kept]:
             is_count = not x.is_floating_point()
             version = x._version  # noqa: SLF001
             out[name] = Kept((0 if is_count else id(x), version), x, write)
+        elif isinstance(x, np.ndarray) and x.dtype.kind in "biuf":
+            out[name] = Kept(hash(x.tobytes()), x, None)
+        elif (drawn := _state_of_generator(x)) is not None:
+            out[name] = Kept(drawn, x, None, is_chance=True)
         elif id(x) not in seen and depth < DEEPEST:
             seen.add(id(x))
-            if isinstance(x, list):
-                out[f"the length of {name}"] = Kept(len(x), x, None)
-                continue
+            if isinstance(x, list | deque):
+                out[f"{LENGTH}{name}"] = Kept(len(x), x, None)
             todo += [(f"{name}{m}", p, w, depth + 1) for m, p, w in _parts(x)]
     return out
 
 
+def _state_of_generator(x: Any) -> Any:
+    """Return the state of a random generator, to compare it; None of anything else."""
+    if isinstance(x, random.Random) and not isinstance(x, random.SystemRandom):
+        return hash(x.getstate())
+    if isinstance(x, np.random.Generator):
+        return repr(x.bit_generator.state)
+    if isinstance(x, np.random.RandomState):
+        return hash(str(x.get_state(legacy=False)["state"]))
+    if isinstance(x, torch.Generator):
+        return hash(x.get_state().numpy().tobytes())
+    return None
+
+
 def _parts(x: Any) -> Iterator[tuple[str, Any, Write | None]]:
     """Yield what an object holds, with a name and a way to replace it."""
-    if isinstance(x, dict):
+    if isinstance(x, list | deque):
+        for n, part in enumerate(itertools.islice(x, MOST_ENTRIES)):
+            yield f"[{n}]", part, partial(x.__setitem__, n)
+    elif isinstance(x, partial):
+        yield from (("", part, None) for part in (x.func, x.args, x.keywords))
+    elif isinstance(x, BuiltinFunctionType):
+        if not isinstance(x.__self__, ModuleType | type | None):
+            yield "", x.__self__, None
+    elif isinstance(x, _Cache):
+        yield "", x.__wrapped__, None
+        # entries of the cache that may change; that it has more is no change of the function
+        for part in gc.get_referents(x):
+            if isinstance(part, list | deque | dict | set | Tensor | np.ndarray):
+                yield f"{CACHED} (entry {id(part)})", part, None
+    elif isinstance(x, dict):
         for key, part in list(x.items()):
             yield f"[{str(key)[:40]}]", part, partial(x.__setitem__, key)
     elif isinstance(x, tuple | set | frozenset):
@@ -91,15 +133,24 @@ def _parts(x: Any) -> Iterator[tuple[str, Any, Write | None]]:
         functions = (f for f in vars(x).values() if isinstance(f, FunctionType))
         if any(is_of_user(f.__code__) for f in functions):
             yield from _attributes(x)
-    elif hasattr(x, "__dict__") and not isinstance(x, ModuleType):
+    elif not isinstance(x, ModuleType) and (
+        hasattr(x, "__dict__") or hasattr(type(x), "__slots__")
+    ):
         yield "", type(x), None
         yield from _attributes(x)
 
 
 def _attributes(x: Any) -> Iterator[tuple[str, Any, Write | None]]:
     """Yield the attributes of an object, as `_parts` does."""
-    for name, part in list(vars(x).items()):
+    for name, part in list(getattr(x, "__dict__", {}).items()):
         yield f".{name}", part, partial(setattr, x, name)
+    if isinstance(x, type):
+        return
+    for kind in type(x).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else tuple(slots):
+            if hasattr(x, name):
+                yield f".{name}", getattr(x, name), partial(setattr, x, name)
 
 
 def _names_in(function: FunctionType) -> set[str]:
@@ -115,25 +166,55 @@ def _names_in(function: FunctionType) -> set[str]:
 
 def changed(before: dict[str, Kept], after: dict[str, Kept]) -> dict[str, Kept]:
     """Return what changed, or is new, by its name. New tensors of integers are left out:
-    they are positions, which code keeps by their sizes.
+    they are positions, which code keeps by their sizes. So are new entries of caches, and
+    the entries of a list that is longer or shorter now.
 
     Args:
         before, after: of `kept`.
     """
-    return {
-        name.replace("it > ", ""): now
+
+    def is_left_out(name: str, now: Kept) -> bool:
+        is_new = name not in before
+        return is_new and (now.value == (0, 0) or CACHED in name)
+
+    found = {
+        name: now
         for name, now in after.items()
-        if before.get(name) != now and not (now.value == (0, 0) and name not in before)
+        if before.get(name) != now and not is_left_out(name, now)
+    }
+    lists = tuple(
+        f"{name.removeprefix(LENGTH)}[" for name in found if name.startswith(LENGTH)
+    )
+    return {
+        _words(name): now
+        for name, now in found.items()
+        if not (lists and name.startswith(lists))
     }
 
 
+def numbers_of(state: dict[str, Kept]) -> dict[str, Kept]:
+    """Return the numbers of a state: what the first call sets may be of its batch. Tensors
+    that it makes are mostly constants.
+
+    Args:
+        state: of `kept`.
+    """
+    return {name: one for name, one in state.items() if isinstance(one.held, float)}
+
+
+def _words(name: str) -> str:
+    """Return the name of a state without how upref reaches it."""
+    return re.sub(r" \(entry \d+\)", "", name.replace("it > ", ""))
+
+
 @contextmanager
-def moved(state: dict[str, Kept], up: bool) -> Iterator[bool]:
+def moved(state: dict[str, Kept], up: bool, far: float = FAR) -> Iterator[bool]:
     """Move a state far away from what it is; move it back at the end.
 
     Args:
         state: of `changed`.
         up: to larger numbers and longer lists, not to smaller ones and empty lists.
+        far: by which numbers are moved; integers by LARGEST_MOVE at most.
 
     Yields:
         Whether all of it could be moved.
@@ -142,28 +223,53 @@ def moved(state: dict[str, Kept], up: bool) -> Iterator[bool]:
     is_whole = True
     try:
         for one in state.values():
-            undo = _move(one, up)
+            undo = _move(one, far if up else -far)
             is_whole &= undo is not None
             back += [undo] if undo else []
         yield is_whole
     finally:
-        for undo in back:
+        for undo in reversed(back):
             undo()
 
 
-def _move(one: Kept, up: bool) -> Callable[[], object] | None:
+def _move(one: Kept, far: float) -> Callable[[], object] | None:
     """Move a number, a tensor or a list; return what moves it back, None where it stays."""
     x = one.held
-    if isinstance(x, list):
-        entries = list(x)
-        x[:] = x + x[-1:] * LONGER if up else []
-        return lambda: x.__setitem__(slice(None), entries)
+    whole = int(max(-LARGEST_MOVE, min(LARGEST_MOVE, far)))
+    if isinstance(x, list | deque):
+        return _move_list(x, far > 0)
     if isinstance(x, Tensor):
         numbers = x.detach().clone()
         with torch.no_grad():
-            x.logical_not_() if x.dtype is torch.bool else x.add_(FAR if up else -FAR)
+            if x.dtype is torch.bool:
+                x.logical_not_()
+            else:
+                x.add_(far if x.is_floating_point() else whole)
         return lambda: x.detach().copy_(numbers)
+    if isinstance(x, np.ndarray):
+        if x.dtype.kind == "b" or not x.flags.writeable:
+            return None
+        held = x.copy()
+        with np.errstate(all="ignore"):
+            moved_numbers = x + (far if x.dtype.kind == "f" else whole)
+        x[...] = moved_numbers.astype(x.dtype)
+        return lambda: x.__setitem__(..., held)
     if one.write is None or not isinstance(x, int | float):
         return None
-    one.write(not x if isinstance(x, bool) else x + (FAR if up else -FAR))
+    if isinstance(x, bool):
+        one.write(not x)
+    else:
+        one.write(x + (whole if isinstance(x, int) else far))
     return partial(one.write, x)
+
+
+def _move_list(x: Any, longer: bool) -> Callable[[], object]:
+    """Make a list or deque longer, or empty; return what moves it back."""
+    entries = list(x)
+
+    def fill(with_entries: list[Any]) -> None:
+        x.clear()
+        x.extend(with_entries)
+
+    fill(entries + entries[-1:] * LONGER if longer else [])
+    return partial(fill, entries)

@@ -90,8 +90,13 @@ def term_of(term: Term) -> Outputs:
         k = term.outcome(lp, batch.logp_ref).k
         left: Tensor | None = None
         if k.requires_grad:
-            total = (k * batch.adv).sum()
-            left = torch.autograd.grad(total, lp, allow_unused=True)[0]
+
+            def backward() -> Tensor | None:
+                """The gradient of the term by the log-probabilities."""
+                total = (k * batch.adv).sum()
+                return torch.autograd.grad(total, lp, allow_unused=True)[0]
+
+            left, _ = call_guarded(f"the backward pass of {term.name}", backward)
         return torch.stack([k.detach(), torch.zeros_like(k) if left is None else left])
 
     return values_and_gradients

@@ -29,7 +29,14 @@ from upref.proof.domain import (
 from upref.proof.paths import Counterexample, Limits, Outputs
 from upref.proof.rewards import LARGEST
 from upref.proof.solver import require_z3
-from upref.proof.state import changed as changed_state, kept, moved
+from upref.proof.state import (
+    FAR,
+    Kept,
+    changed as changed_state,
+    kept,
+    moved,
+    numbers_of,
+)
 from upref.proof.subjects import gradient_of, term_of
 from upref.registry import Objective, get
 from upref.result import Result
@@ -53,6 +60,7 @@ NOT_PART = "not part of the proof: rounding, overflow, side effects, other dtype
 GRADIENT, ADVANTAGE = "dJ/dlp", "A"
 VALUE_OF_TERM, SLOPE_OF_TERM = "value", "gradient"
 SECONDS = 60.0
+FARTHEST = 1e300  # by which a state is moved
 ONE_PER_RESPONSE = ("A_i", "A_it = A_i")
 
 
@@ -272,6 +280,7 @@ def prove(
     require_z3()
     check_limits(seconds, rows=rows, columns=columns)
     function = loss.call if isinstance(loss, Loss) else loss
+    before = numbers_of(kept(function))
     with state_restored() as changed:
         both = _read_both(loss, objective, agg, hp)
 
@@ -279,25 +288,38 @@ def prove(
             size = (1, 1) if is_small else (rows, columns)
             return _prove_losses(*both, *size, seconds)
 
-        proof = without_state(function, compared)
+        proof = without_state(function, compared, before)
     return with_changes(proof, changed)
 
 
-def without_state(function: Any, compared: Callable[[bool], Proof]) -> Proof:
+def without_state(
+    function: Any,
+    compared: Callable[[bool], Proof],
+    numbers: dict[str, Kept] | None = None,
+) -> Proof:
     """Return a proof; "no proof" where the function keeps a state that changes it.
 
     Args:
         function: the user's.
         compared: makes the proof; of the smallest batches where its argument is true.
+        numbers: that it kept before its first call.
     """
     before = kept(function)
     proof = compared(False)
-    state = changed_state(before, kept(function)) if proof else {}
+    after = kept(function) if proof else {}
+    state = changed_state(before, after) if proof else {}
+    if numbers is not None:
+        state |= changed_state(numbers, numbers_of(after))
     if not state:
         return proof
+    chance = sorted(name for name, one in state.items() if one.is_chance)
+    if chance:
+        return replace(proof, status="no proof", reason=f"it draws from {chance[0]}")
     again = True
-    for up in (True, False):
-        with moved(state, up) as is_whole:
+    # beyond each number with which the code compares: it may compare the state
+    far = 2.0 * max([FAR, *(number for number, _ in proof.bounds)])
+    for up, by in ((True, far), (False, far), (True, FARTHEST), (False, FARTHEST)):
+        with moved(state, up, by) as is_whole:
             proved = compared(True)
             again = again and is_whole and bool(proved)
     if again:
