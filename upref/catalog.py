@@ -160,6 +160,10 @@ def unknown_kl(name: str, known: Iterable[str]) -> InputError:
     )
 
 
+# what people type -> the estimator's name here
+USUAL_ADVANTAGES = {"rloo": "leave_one_out", "grpo": "group_norm"}
+
+
 def unknown_advantage(name: str, known: Collection[str]) -> InputError:
     """Return the error for a name that no advantage estimator has.
 
@@ -169,6 +173,8 @@ def unknown_advantage(name: str, known: Collection[str]) -> InputError:
     """
     spelled_like_names = str(name).lower().replace("-", "_")
     near = difflib.get_close_matches(spelled_like_names, known, n=1)
+    if (usual := USUAL_ADVANTAGES.get(spelled_like_names)) in known:
+        near = [usual]
     hint = (
         f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(known)}."
     )

@@ -410,7 +410,7 @@ class Search:
         ):
             if kind == "model":
                 if answer.outcome == "unknown":
-                    reason = reason or "the solver did not decide it within its limits"
+                    reason = reason or _undecided(path)
                 if answer.outcome == "impossible":
                     reason = reason or "the solver found no model of the assumptions"
                 continue
@@ -419,7 +419,7 @@ class Search:
             outcome.counterexample = self._confirm(path, question, answer)
             if outcome.counterexample:
                 return
-            reason = reason or self._describe_open(kind, answer)
+            reason = reason or self._describe_open(path, kind, answer)
         outcome.reason = reason
 
     def _unequal(self, path: Path) -> Iterator[tuple[tuple[int, ...], tuple[int, int]]]:
@@ -440,16 +440,19 @@ class Search:
             for conditions, x, y in self.values.cases(found, expected):
                 yield conditions, (x, y)
 
-    def _describe_open(self, kind: str, answer: Answer) -> str:
+    def _describe_open(self, path: Path, kind: str, answer: Answer) -> str:
         if answer.outcome == "unknown":
-            return "the solver did not decide it within its limits"
+            return _undecided(path)
         if kind == "difference":
             if self.thin:
                 return (
                     "they differ only within a relative 3e-7 of a bound, as where a "
                     f"constant is in float32 ({self.domain.describe(self.thin)})"
                 )
-            return "their numbers differ by less than the tolerance of `upref check`"
+            return (
+                "their formulas differ, and no input was found at which their numbers "
+                "differ by more than the tolerance of `upref check`"
+            )
         return f"it has {kind}, and that may not be harmless"
 
     def _confirm(
@@ -543,6 +546,16 @@ class Search:
         if left <= 0:
             raise NoProof("the time is over (--timeout)")
         return ask(self.values, questions, left, self.limits.solver)
+
+
+def _undecided(path: Path) -> str:
+    """Say that the solver did not decide a question about a path, and what may help."""
+    lines = [step.line for step in path.steps if step.line]
+    after = f" on the path through {lines[-1]}" if lines else ""
+    return (
+        f"the solver did not decide it within its limits{after}: "
+        "try fewer --rows and --columns"
+    )
 
 
 def _points_of_answer(answer: Answer) -> Iterator[dict[str, float]]:

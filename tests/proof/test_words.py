@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a proof says where it has no answer, and of a name that it does not know."""
+
+import pytest
+import torch
+
+import upref
+from upref.proof.paths import Path, _undecided
+from upref.proof.trace import Step
+
+
+def test_the_usual_names_of_estimators_are_known_in_the_words_of_the_error():
+    with pytest.raises(upref.InputError, match="did you mean 'leave_one_out'"):
+        upref.prove_advantages(lambda rewards: rewards, "rloo")
+
+
+def test_an_undecided_question_names_the_line_of_its_path():
+    ids = torch.zeros(1, dtype=torch.int64)
+    steps = (Step(5, True, "mine.py:3"), Step(6, True, ""))
+    assert "mine.py:3" in _undecided(Path({}, steps, ids, ids))
+    assert "fewer --rows" in _undecided(Path({}, (), ids, ids))
