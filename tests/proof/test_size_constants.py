@@ -134,7 +134,7 @@ NUMBERS = {
     "index_of_range": 777,
     "logarithm": 10,
     "within_a_helper": 4096,
-    "bits": 10,
+    "bits": 1024,  # n >> 10 is n // 1024
     "digits": 10,
 }
 HELPERS = ("terms", "dapo", "rows_of")

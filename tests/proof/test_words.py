@@ -9,6 +9,18 @@ from upref.proof.paths import Path, _undecided
 from upref.proof.trace import Step
 
 
+def shifted(log_prob, old_log_prob, advantages, mask):
+    r = (log_prob - old_log_prob).exp()
+    A = advantages
+    per_token = torch.max(-A * r, -A * r.clamp(0.8, 1.28)) * mask
+    return per_token.sum() / mask.sum() / (1 + (mask.shape[1] >> 10))
+
+
+def test_a_size_that_is_shifted_is_divided_by_a_power_of_two():
+    proof = upref.prove(shifted, "dapo", rows=1, columns=1)
+    assert [number for number, _ in proof.bounds] == [1024]
+
+
 def test_the_usual_names_of_estimators_are_known_in_the_words_of_the_error():
     with pytest.raises(upref.InputError, match="did you mean 'leave_one_out'"):
         upref.prove_advantages(lambda rewards: rewards, "rloo")

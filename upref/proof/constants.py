@@ -197,6 +197,10 @@ def _place(node: ast.AST) -> Place | None:
         case _:
             return None
     numbers = tuple(x for part in parts for x in _numbers(part))
+    match node:
+        case ast.BinOp(op=ast.RShift(), right=ast.Constant(value=int(bits))):
+            # n >> 10 is n // 1024
+            numbers = (float(2 ** min(bits, LARGEST_EXPONENT)),)
     names = tuple(x for part in parts for x in _names(part))
     is_of_names = isinstance(node, ast.Compare) and len(names) > 1
     is_repeated = isinstance(node, ast.Call) and _called(node) in REPEATS
