@@ -192,16 +192,6 @@ def changed(before: dict[str, Kept], after: dict[str, Kept]) -> dict[str, Kept]:
     }
 
 
-def numbers_of(state: dict[str, Kept]) -> dict[str, Kept]:
-    """Return the numbers of a state: what the first call sets may be of its batch. Tensors
-    that it makes are mostly constants.
-
-    Args:
-        state: of `kept`.
-    """
-    return {name: one for name, one in state.items() if isinstance(one.held, float)}
-
-
 def _words(name: str) -> str:
     """Return the name of a state without how upref reaches it."""
     return re.sub(r" \(entry \d+\)", "", name.replace("it > ", ""))

@@ -35,7 +35,6 @@ from upref.proof.state import (
     changed as changed_state,
     kept,
     moved,
-    numbers_of,
 )
 from upref.proof.subjects import gradient_of, term_of
 from upref.registry import Objective, get
@@ -280,7 +279,7 @@ def prove(
     require_z3()
     check_limits(seconds, rows=rows, columns=columns)
     function = loss.call if isinstance(loss, Loss) else loss
-    before = numbers_of(kept(function))
+    first = kept(function)
     with state_restored() as changed:
         both = _read_both(loss, objective, agg, hp)
 
@@ -288,28 +287,28 @@ def prove(
             size = (1, 1) if is_small else (rows, columns)
             return _prove_losses(*both, *size, seconds)
 
-        proof = without_state(function, compared, before)
+        proof = without_state(function, compared, first)
     return with_changes(proof, changed)
 
 
 def without_state(
     function: Any,
     compared: Callable[[bool], Proof],
-    numbers: dict[str, Kept] | None = None,
+    first: dict[str, Kept] | None = None,
 ) -> Proof:
     """Return a proof; "no proof" where the function keeps a state that changes it.
 
     Args:
         function: the user's.
         compared: makes the proof; of the smallest batches where its argument is true.
-        numbers: that it kept before its first call.
+        first: what it kept before its first call.
     """
     before = kept(function)
     proof = compared(False)
     after = kept(function) if proof else {}
     state = changed_state(before, after) if proof else {}
-    if numbers is not None:
-        state |= changed_state(numbers, numbers_of(after))
+    if first is not None and proof:
+        state |= changed_state(first, after)
     if not state:
         return proof
     chance = sorted(name for name, one in state.items() if one.is_chance)
