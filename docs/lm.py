@@ -126,7 +126,10 @@ def tokens() -> dict[str, torch.Tensor]:
 def count() -> str:
     """How many tokens and steps the picture has."""
     number = len(list((RUN / FOLDER).glob("*.npz")))
-    return f"These are {len(tokens()['mask']):,} tokens of {number} recorded optimizer steps."
+    return (
+        f"These are {gallery.POINTS:,} of the {len(tokens()['mask']):,} tokens of {number} "
+        "recorded optimizer steps."
+    )
 
 
 def draw(folder: Path = PICTURES) -> None:

@@ -126,6 +126,16 @@ def test_what_identify_measures_has_no_weight_of_a_single_token(loss, why):
     assert not upref.identify(loss)
 
 
+@pytest.mark.parametrize("threshold", [0.05, 0.2, 0.672, 1.2, 2.5, 5.0])
+def test_a_threshold_of_entropy_is_found(threshold):
+    def of_unsure(log_prob, old_log_prob, advantages, mask, entropy):
+        terms = clipped_terms(log_prob, old_log_prob, advantages, mask)
+        return -(terms * (entropy > threshold) * mask).sum() / mask.sum()
+
+    with pytest.raises(upref.InputError, match="it depends on the token's entropy"):
+        make_curve(of_unsure)
+
+
 def test_identify_measures_what_weights_refuse():
     assert measure(read(whitened)).batch_coupled
     assert measure(read(clipped_where_sure)).reads_entropy

@@ -128,7 +128,7 @@ class LogReport(Result):
         """
         span = f", {self.first:g} to {self.last:g}" if self.steps > 1 else ""
         name = f"{self.file}, {self.run}" if self.run else self.file
-        noun = "step" if self.steps == 1 else "steps"
+        noun = "logged step" if self.steps == 1 else "logged steps"
         lines = [
             f"{name}: {self.steps} {noun}{span}; {len(self.recognized)} of {self.columns} columns are known scalars"
         ]
@@ -507,7 +507,8 @@ def never_clipped(known: Known) -> Iterator[Statement]:
             "clip",
             there,
             ["clip_fraction"],
-            "{0} is 0 at all {count} steps: no token was clipped, so the bounds of the ratio had no effect.",
+            "{0} is 0 at all {count} steps: no token was clipped. With one update for each batch, r is 1 and "
+            "this is always so.",
             count=int(there.sum()),
         )
 
@@ -820,10 +821,7 @@ def equal_rewards(known: Known) -> Iterator[Statement]:
         text += " {grad} is {at:.3g} there in the median"
         if math.isfinite(elsewhere):
             text += ", and {elsewhere:.3g} at the other steps"
-        text += (
-            ". With such advantages all of that gradient is of other terms (KL, entropy), and Adam, which divides by the "
-            "gradient's size, does not take it as small."
-        )
+        text += ". With such advantages all of that gradient is of other terms (KL, entropy)."
         if equal.sum() >= OFTEN * np.isfinite(known.values(keys[0])).sum():
             severity = "note"
     yield from known.state(

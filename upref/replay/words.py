@@ -294,12 +294,12 @@ SERIES = {
         "weights, or these are updates on responses that were sampled once."
     ),
     "jumps": (
-        "from step {since} on the gap is larger than before: capped k2 at least "
-        "{after:.2g}, and at most {before:.2g} up to step {until}."
+        "from step {since} on the gap is larger than before: the least capped k2 is "
+        "{after:.2g}, and the largest up to step {until} {before:.2g}."
     ),
     "stands_out": (
-        "the gap stands out at {lone} of {of} steps: {named}. There capped k2 is "
-        "{least:.2g} or more, and the median of the other steps is {median:.2g}."
+        "the gap stands out at {lone} of {of} steps: {named}. The least capped k2 "
+        "there is {least:.2g}, and the median of the other steps is {median:.2g}."
     ),
     "follows_lag": (
         "the gap follows the lag of the weights that sampled (capped k2 {low:.2g} at lag "
@@ -363,7 +363,10 @@ ADVANTAGES = {
         "advantages differ within {rows} of {of} responses: they are of tokens (GAE, a "
         "KL term in the reward), which rewards of responses do not give."
     ),
-    "no_signal": "all advantages are 0: only a KL or an entropy term trains.",
+    "no_signal": (
+        "all advantages are 0, and give no gradient: what moves weights is a KL or "
+        "entropy term, or an optimizer's momentum."
+    ),
     "too_few": (
         "too few responses have an advantage other than 0 to name an estimator: "
         "{responses}."
@@ -416,8 +419,8 @@ LOSS = {
         "hyperparameters or another objective give that by chance."
     ),
     "uninformative": (
-        "the loss says nothing here: its terms sum to {value:.2g} (at r = 1 they are "
-        "the advantages, whose mean is often 0)."
+        "the loss says nothing here: its terms sum to {value:.2g} (where all "
+        "advantages are 0, and often where r is 1)."
     ),
     "extra_terms": (
         "the logged loss {logged:.6g} has terms beside the objective's ({value:.6g}): "

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from repro.mini.experiment.effects import Effect
 from repro.mini.experiment.plan import Plan
+from upref.errors import InputError
 
 
 def of_control(plan: Plan, found: Sequence[Effect], control: str) -> list[Effect]:
@@ -47,6 +48,10 @@ def against(plan: Plan, found: Sequence[Effect], control: str) -> str:
         control: an arm.
     """
     effects = of_control(plan, found, control)
+    if not effects:
+        raise InputError(
+            f"no effect is against {control!r}: mend [answer] of the plan, its family, group or control."
+        )
     words = [e.word for e in effects]
     if "not finished" in words:
         return "not finished"
