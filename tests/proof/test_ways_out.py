@@ -293,9 +293,13 @@ def median_in_both_branches(lp, old, A, mask):
     return torch.where(middle > 0, J, 2 * J - J)
 
 
-def test_a_median_is_followed():
-    proof = upref.prove(median_in_both_branches, "dapo", rows=1, columns=2)
+@pytest.mark.parametrize("columns", [2, 3, 4])
+def test_a_median_is_followed(columns):
+    proof = upref.prove(median_in_both_branches, "dapo", rows=1, columns=columns)
     assert proof, proof.reason
+
+
+def test_another_median_differs():
     assert upref.prove(median, "dapo", rows=1, columns=2).status == "differs"
 
 

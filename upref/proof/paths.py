@@ -263,14 +263,15 @@ class Search:
         return None
 
     def _moved(self, point: dict[str, float], number: int) -> dict[str, float]:
-        """Return a point near another one: the first is the point itself."""
+        """Return a point near another one; number 0 is the point itself."""
         if number == 0:
             return dict(point)
         share = 10.0 ** -(1 + number % 8)
-        return {
-            name: x * (1 + share * math.sin(number + 7 * i))
-            for i, (name, x) in enumerate(sorted(point.items()))
-        }
+        moved = {}
+        for i, (name, x) in enumerate(sorted(point.items())):
+            part = share * math.sin(number + 7 * i)
+            moved[name] = x * (1 + part) if x else part
+        return moved
 
     def _holds(self, conditions: list[int], point: dict[str, float]) -> bool:
         """Tell whether conditions hold at a point, and the domain's too."""
