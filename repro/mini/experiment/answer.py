@@ -50,7 +50,7 @@ def against(plan: Plan, found: Sequence[Effect], control: str) -> str:
     effects = of_control(plan, found, control)
     if not effects:
         raise InputError(
-            f"no effect is against {control!r}: mend [answer] of the plan, its family, group or control."
+            f"no effect is against {control!r}: fix the family, group or control in [answer] of the plan."
         )
     words = [e.word for e in effects]
     if "not finished" in words:
