@@ -290,7 +290,7 @@ def cut_at_16(rewards, group):
 def test_numbers_of_python_end_in_a_line():
     proof = prove_advantages(numbers_of_python, "group_mean", responses=2)
     assert proof.status == "no proof"
-    assert "test_advantages.py:" in proof.reason
+    assert "test_advantage_proofs.py:" in proof.reason
 
 
 def test_a_size_is_a_bound():

@@ -22,8 +22,6 @@ NOT_PROVED = {
     "clip_cov": "no point was found for the other side",
     # the same; and of two tokens the covariances are equal, up to rounding
     "kl_cov": "its numbers do not follow",
-    # tokens sorted by (log r)², and dropped while their mean is too large
-    "m2po": "no point was found for the other side",
 }
 NAMES = upref.names()
 FULL = Pattern(((True, True), (True, False)))
