@@ -173,7 +173,8 @@ def unknown_advantage(name: str, known: Collection[str]) -> InputError:
     """
     spelled_like_names = str(name).lower().replace("-", "_")
     near = difflib.get_close_matches(spelled_like_names, known, n=1)
-    if (usual := USUAL_ADVANTAGES.get(spelled_like_names)) in known:
+    usual = USUAL_ADVANTAGES.get(spelled_like_names, "")
+    if usual in known:
         near = [usual]
     hint = (
         f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(known)}."

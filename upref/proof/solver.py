@@ -383,10 +383,9 @@ class Text:
                 name = f"(ite {condition} {self.node(kind.yes)} {self.node(kind.no)})"
             case Logarithm():
                 of = self.values.atoms[kind.of]
-                is_of_variable = isinstance(of, Variable)
-                name = f"log_{of.name}" if is_of_variable else f"l{atom}"
+                name = f"log_{of.name}" if isinstance(of, Variable) else f"l{atom}"
                 self.lines.append(f"(declare-const {name} Real)")
-                if is_of_variable:
+                if isinstance(of, Variable):
                     self.names.append(name)
                 self._facts_of_log(name, kind.of)
             case Function():
