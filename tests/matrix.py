@@ -51,9 +51,17 @@ LISTS = ("torch", "base", "mini", "verl", "trl", "docs", "release", "smoke", "gp
 PLACES = ("places", "stopped")
 SAMPLE = 1500  # tests
 SAMPLED = (  # the folders of tests whose result depends on no pinned version
-    "core", "course", "exact", "logs", "maximization", "proof", "replay", "step",
-    "user_code", "verify",
-)  # fmt: skip
+    "core",
+    "course",
+    "exact",
+    "logs",
+    "maximization",
+    "proof",
+    "replay",
+    "step",
+    "user_code",
+    "verify",
+)
 MARKED = "not (slow or nightly or verl or trl or smoke or site)"
 UP_TO_312 = ("smoke", "gpu")  # verl 0.9.1 stops there
 QUIET = "-m pip --disable-pip-version-check install -q"

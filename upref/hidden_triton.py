@@ -28,9 +28,17 @@ def _not_below(x, least: tl.constexpr):
 
 @triton.jit
 def _sum_row(
-    x_ptr, scale, m_ptr, s_ptr, t_ptr, best_ptr, best_column_ptr, width, n_blocks,
+    x_ptr,
+    scale,
+    m_ptr,
+    s_ptr,
+    t_ptr,
+    best_ptr,
+    best_column_ptr,
+    width,
+    n_blocks,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Add a row of the tile to m, s and t of its token; note each block's best."""
     row = tl.program_id(0).to(tl.int64)
     m = tl.load(m_ptr + row)
@@ -86,11 +94,24 @@ def sum_tile(
 
 @triton.jit
 def _gradient_of_block(
-    x_ptr, scale, outer, row_ptr, id_ptr, log_z_ptr, H_ptr, g_ptr, g_H_ptr, large_ptr,
-    rest_ptr, start, width,
-    HAS_ENTROPY: tl.constexpr, HAS_CAP: tl.constexpr, HAS_REST: tl.constexpr,
+    x_ptr,
+    scale,
+    outer,
+    row_ptr,
+    id_ptr,
+    log_z_ptr,
+    H_ptr,
+    g_ptr,
+    g_H_ptr,
+    large_ptr,
+    rest_ptr,
+    start,
+    width,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_REST: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Write the gradient by a block of a row's logits, as one number or two parts."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -143,8 +164,22 @@ def gradient_of_tile(
             None if number is None else number.contiguous() for number in numbers
         )
         _gradient_of_block[(n, triton.cdiv(width, BLOCK))](
-            x, scale, outer, rows, ids, log_z, H, g, g_H, parts[0], parts[-1], start, width,
-            HAS_ENTROPY=g_H is not None, HAS_CAP=outer != 0, HAS_REST=n_parts == 2,
+            x,
+            scale,
+            outer,
+            rows,
+            ids,
+            log_z,
+            H,
+            g,
+            g_H,
+            parts[0],
+            parts[-1],
+            start,
+            width,
+            HAS_ENTROPY=g_H is not None,
+            HAS_CAP=outer != 0,
+            HAS_REST=n_parts == 2,
             BLOCK=BLOCK,
-        )  # fmt: skip
+        )
     return parts

@@ -186,9 +186,17 @@ def counted(measured: dict[tuple[str, int, int], float]) -> str:
                 ]
             )
     head = [
-        "H", "tokens", "upref.hidden", "products", "their ms at the limit", "bytes a logit",
-        "their ms at the limit", "GB of kept logits", "measured ms", "TRL chunked, ms",
-    ]  # fmt: skip
+        "H",
+        "tokens",
+        "upref.hidden",
+        "products",
+        "their ms at the limit",
+        "bytes a logit",
+        "their ms at the limit",
+        "GB of kept logits",
+        "measured ms",
+        "TRL chunked, ms",
+    ]
     return table(head, body)
 
 

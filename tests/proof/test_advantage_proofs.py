@@ -117,7 +117,9 @@ def wrong_ddof(rewards, group):
 
 
 def eps_under_the_root(rewards, group):
-    of = lambda r: (r - r.mean()) / (std(r) ** 2 + 1e-6).sqrt()
+    def of(r):
+        return (r - r.mean()) / (std(r) ** 2 + 1e-6).sqrt()
+
     return by_group(rewards, group, of)
 
 
@@ -126,12 +128,16 @@ def no_eps(rewards, group):
 
 
 def eps_as_a_floor(rewards, group):
-    of = lambda r: (r - r.mean()) / std(r).clamp(min=1e-6)
+    def of(r):
+        return (r - r.mean()) / std(r).clamp(min=1e-6)
+
     return by_group(rewards, group, of)
 
 
 def variance(rewards, group):
-    of = lambda r: (r - r.mean()) / (std(r) ** 2 + 1e-6)
+    def of(r):
+        return (r - r.mean()) / (std(r) ** 2 + 1e-6)
+
     return by_group(rewards, group, of)
 
 
@@ -160,12 +166,16 @@ def pairs_dropped(rewards, group):
 
 
 def branch_on_the_best(rewards, group):
-    of = lambda r: normed(r) if r.max() < 3 else normed(r) / 2
+    def of(r):
+        return normed(r) if r.max() < 3 else normed(r) / 2
+
     return by_group(rewards, group, of)
 
 
 def branch_on_all_right(rewards, group):
-    of = lambda r: r if bool((r == 1).all()) else normed(r)
+    def of(r):
+        return r if bool((r == 1).all()) else normed(r)
+
     return by_group(rewards, group, of)
 
 
@@ -196,7 +206,9 @@ def others_over_all(rewards, group):
 
 
 def best_of_the_others(rewards, group):
-    of = lambda r: r - r.max() if len(r) > 1 else 0 * r
+    def of(r):
+        return r - r.max() if len(r) > 1 else 0 * r
+
     return by_group(rewards, group, of)
 
 
@@ -240,12 +252,26 @@ def clamped_reward(rewards):
 
 
 WRONG = [
-    *((fn, "group_norm") for fn in (
-        wrong_ddof, eps_under_the_root, no_eps, eps_as_a_floor, variance, of_the_batch,
-        mean_of_group_std_of_batch, singletons_keep_their_reward, clamped, rewards_clamped,
-        pairs_dropped, branch_on_the_best, branch_on_all_right, each_prompt_is_contiguous,
-        sorted_rewards,
-    )),
+    *(
+        (fn, "group_norm")
+        for fn in (
+            wrong_ddof,
+            eps_under_the_root,
+            no_eps,
+            eps_as_a_floor,
+            variance,
+            of_the_batch,
+            mean_of_group_std_of_batch,
+            singletons_keep_their_reward,
+            clamped,
+            rewards_clamped,
+            pairs_dropped,
+            branch_on_the_best,
+            branch_on_all_right,
+            each_prompt_is_contiguous,
+            sorted_rewards,
+        )
+    ),
     (own_reward_in_the_baseline, "leave_one_out"),
     (others_over_all, "leave_one_out"),
     (best_of_the_others, "leave_one_out"),
@@ -257,7 +283,7 @@ WRONG = [
     (eps_beside_the_mean, "maxrl"),
     (zero_stays, "signed"),
     (clamped_reward, "reward"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -283,7 +309,9 @@ def numbers_of_python(rewards, group):
 
 
 def cut_at_16(rewards, group):
-    of = lambda r: torch.cat([normed(r[:16]), 0 * r[16:]])
+    def of(r):
+        return torch.cat([normed(r[:16]), 0 * r[16:]])
+
     return by_group(rewards, group, of)
 
 
@@ -313,8 +341,10 @@ def test_a_state_is_no_proof():
 
 
 def test_settings_that_were_not_given_are_measured():
-    of = lambda rewards, group: by_group(rewards, group, lambda r: normed(r, 0, 1e-4))
-    proof = prove_advantages(of, "group_norm", responses=2)
+    def biased(rewards, group):
+        return by_group(rewards, group, lambda r: normed(r, 0, 1e-4))
+
+    proof = prove_advantages(biased, "group_norm", responses=2)
     assert proof.reference == "group_norm(ddof=0, eps=0.0001)"
     assert proof
 
@@ -325,10 +355,13 @@ def test_settings_that_were_not_given_are_measured():
         (lambda: upref.prove_advantages(a_loop, "group_nrm"), "group_norm"),
         (lambda: upref.prove_advantages(a_loop, "gae"), "of tokens"),
         (lambda: upref.prove_advantages(a_loop, "group_mean", eps=1.0), "no setting"),
-        (lambda: upref.prove_advantages(a_loop, "group_mean", responses=0), "responses"),
+        (
+            lambda: upref.prove_advantages(a_loop, "group_mean", responses=0),
+            "responses",
+        ),
     ],
     ids=["a typo", "of tokens", "a setting", "no responses"],
-)  # fmt: skip
+)
 def test_what_cannot_be_proved_is_one_sentence(call, said):
     with pytest.raises(InputError, match=said):
         call()

@@ -162,28 +162,79 @@ def test_a_right_step_with_a_shared_trunk_agrees(number):
 
 
 BUGS: list[Any] = [
-    ("another coefficient", "the coefficient of the value loss is 0.1, not 0.5", with_(coef=0.1)),
-    ("without the half", "is 1, not 0.5 (the value loss of a token is 1/2", with_(coef=1.0)),
+    (
+        "another coefficient",
+        "the coefficient of the value loss is 0.1, not 0.5",
+        with_(coef=0.1),
+    ),
+    (
+        "without the half",
+        "is 1, not 0.5 (the value loss of a token is 1/2",
+        with_(coef=1.0),
+    ),
     ("the sign", "the coefficient of the value loss is -0.5", with_(coef=-0.5)),
     ("no value loss", "the value loss has no gradient", with_(coef=0)),
-    ("a detached trunk", "does not reach the layers that policy and critic share", with_(values=detached)),
-    ("a detached trunk and coefficient", "; and its coefficient is 0.25, not 0.5", with_(coef=0.25, values=detached)),
+    (
+        "a detached trunk",
+        "does not reach the layers that policy and critic share",
+        with_(values=detached),
+    ),
+    (
+        "a detached trunk and coefficient",
+        "; and its coefficient is 0.25, not 0.5",
+        with_(coef=0.25, values=detached),
+    ),
     ("min", "the smaller of the two errors (min)", with_(loss=smaller)),
-    ("the clipped error alone", "has the clipped error alone", with_(loss=clipped_alone)),
+    (
+        "the clipped error alone",
+        "has the clipped error alone",
+        with_(loss=clipped_alone),
+    ),
     ("no clip", "the value loss is not clipped", with_(loss=mse)),
-    ("another range", "value_clip is another number, such as 0.1, not 0.2", with_(loss=near_clip)),
+    (
+        "another range",
+        "value_clip is another number, such as 0.1, not 0.2",
+        with_(loss=near_clip),
+    ),
     ("one token late", "the critic's values are read one token late", with_(place=1)),
-    ("one token early", "the critic's values are read one token early", with_(place=-1)),
-    ("masked tokens", "has masked tokens of responses too", with_(counts=lambda r: [True] * len(r.trains))),
+    (
+        "one token early",
+        "the critic's values are read one token early",
+        with_(place=-1),
+    ),
+    (
+        "masked tokens",
+        "has masked tokens of responses too",
+        with_(counts=lambda r: [True] * len(r.trains)),
+    ),
     ("prompts", "counts tokens of prompts and masked tokens too", over_prompts),
-    ("another divisor is another coefficient", "the value loss is 0.4057, not 0.5", with_(divisor=tokens_of_responses)),
-    ("the advantages", "the target of the value loss is the advantages", with_(target=advantages)),
-    ("the advantages, one token late", "one token late: at the token itself, not at the place that predicts it; the target",
-     with_(place=1, target=advantages)),
-    ("returns one late", "is the returns, one token late", with_(target=lambda r: [0.0, *r.returns[:-1]])),
-    ("old values", "the target of the value loss is the old values", with_(target=lambda r: r.old_values)),
+    (
+        "another divisor is another coefficient",
+        "the value loss is 0.4057, not 0.5",
+        with_(divisor=tokens_of_responses),
+    ),
+    (
+        "the advantages",
+        "the target of the value loss is the advantages",
+        with_(target=advantages),
+    ),
+    (
+        "the advantages, one token late",
+        "one token late: at the token itself, not at the place that predicts it; the target",
+        with_(place=1, target=advantages),
+    ),
+    (
+        "returns one late",
+        "is the returns, one token late",
+        with_(target=lambda r: [0.0, *r.returns[:-1]]),
+    ),
+    (
+        "old values",
+        "the target of the value loss is the old values",
+        with_(target=lambda r: r.old_values),
+    ),
     ("the policy's temperature", "the temperature is left out", with_(temperature=1.0)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name, cause, step", daily(BUGS, 6))
@@ -241,13 +292,22 @@ def with_values(row):
     return row
 
 
-@pytest.mark.parametrize("how, sentence", [
-    ({"value_coef": 0.5}, "pass value='mse' or value='clipped' as well"),
-    ({"value": "mse"}, "needs value_coef"),
-    ({"value": "huber", "value_coef": 1.0}, "huber"),
-    ({"value": "mse", "value_coef": 0.0}, "value_coef must be a finite number above 0"),
-    ({"value": "clipped", "value_coef": 1.0, "value_clip": -1}, "value_clip must be a finite number above 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "how, sentence",
+    [
+        ({"value_coef": 0.5}, "pass value='mse' or value='clipped' as well"),
+        ({"value": "mse"}, "needs value_coef"),
+        ({"value": "huber", "value_coef": 1.0}, "huber"),
+        (
+            {"value": "mse", "value_coef": 0.0},
+            "value_coef must be a finite number above 0",
+        ),
+        (
+            {"value": "clipped", "value_coef": 1.0, "value_clip": -1},
+            "value_clip must be a finite number above 0",
+        ),
+    ],
+)
 def test_what_cannot_be_declared_is_refused(how, sentence):
     with pytest.raises(upref.InputError, match=sentence):
         check_step(ppo, Shared(), "ppo_clip", temperature=T, **how)

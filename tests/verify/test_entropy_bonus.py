@@ -91,7 +91,10 @@ RIGHT = [
     (unreduced, "dapo"),
 ]
 WRONG = [
-    (sign, "the entropy is added to the loss, not subtracted: a penalty of 0.01 times it"),
+    (
+        sign,
+        "the entropy is added to the loss, not subtracted: a penalty of 0.01 times it",
+    ),
     (coefficient, "the coefficient of the entropy bonus is 0.001, not 0.01"),
     (detached, "the bonus is missing, or computed of a detached entropy"),
     (missing, "the bonus is missing, or computed of a detached entropy"),
@@ -99,7 +102,7 @@ WRONG = [
     (masked_added, "the entropy bonus counts masked slots"),
     (other_mean, "the entropy bonus is aggregated by seq-mean-token-mean, not by "),
     (squared, ""),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("loss, objective", RIGHT)

@@ -194,11 +194,22 @@ RIGHT = [
     (with_entropy, "", {"top_k": 5, "top_p": 0.9}),
     (of_hidden, "", {"top_k": 5, "top_p": 0.9}),
     (jointly, "both cut the whole distribution", {"top_k": 5, "top_p": 0.9}),
-    (some_of_ties, "of two equal logits at the edge of top_k one is kept", {"top_k": 5, "top_p": 0.9}),
-    (label_restored, "a token that the cut leaves out does not get -inf", {"top_k": 5, "top_p": 0.9}),
-]  # fmt: skip
+    (
+        some_of_ties,
+        "of two equal logits at the edge of top_k one is kept",
+        {"top_k": 5, "top_p": 0.9},
+    ),
+    (
+        label_restored,
+        "a token that the cut leaves out does not get -inf",
+        {"top_k": 5, "top_p": 0.9},
+    ),
+]
 WRONG = [
-    (not_renormalized, "normalized over the whole vocabulary, not over the tokens that are kept"),
+    (
+        not_renormalized,
+        "normalized over the whole vocabulary, not over the tokens that are kept",
+    ),
     (before_temperature, "the cut is made before the temperature"),
     (cold, "the temperature is left out"),
     (without_crossing, "the token that crosses top_p is left out"),
@@ -207,8 +218,11 @@ WRONG = [
     (no_top_k, "top_k is left out"),
     (one_k_more, "top_k keeps one token more"),
     (whole_entropy, "the entropy is that of the whole distribution"),
-    (whole_gradient, "the gradient of the log-probabilities is that of the whole distribution"),
-]  # fmt: skip
+    (
+        whole_gradient,
+        "the gradient of the log-probabilities is that of the whole distribution",
+    ),
+]
 
 
 @pytest.mark.parametrize("fn, says, settings", RIGHT)

@@ -82,9 +82,12 @@ def test_on_a_phone_the_map_comes_first_and_the_sliders_stay(browser, page):
     """A map is on the first screen, and while a map is on the screen the sliders of the
     token are too."""
     browser.open(page, READY, "", 390)
-    top = lambda css: browser.js(
-        f"document.querySelector('{css}').getBoundingClientRect().top"
-    )
+
+    def top(css):
+        return browser.js(
+            f"document.querySelector('{css}').getBoundingClientRect().top"
+        )
+
     assert top(".map") < 400 and top("#shared") < 1000
     assert top("#presets") > top(".map") and top(".lead.more") > top(".map")
     assert top(".try") < top(".map")  # what to try is read before it is tried
