@@ -5,7 +5,7 @@ aggregation, its KL term, its parts, and its weights on unusual inputs.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -179,11 +179,15 @@ def _cause_or_difference(finding: Finding) -> str:
 class Claim(LossCase):
     """A LossCase whose expected weights are those of the answer: an objective with a
     fault or a factor in it.
+
+    Attributes:
+        claimed_weights: from a batch to the answer's weights, [B, T].
     """
 
-    claimed_weights: Callable[[Rollouts], Tensor] = lambda batch: batch.logp
+    claimed_weights: Callable[[Rollouts], Tensor] = field(kw_only=True)
 
     def expected(self, batch: Rollouts) -> Tensor:
+        """Return the answer's weights, [B, T]."""
         return self.claimed_weights(batch)
 
 
