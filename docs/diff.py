@@ -44,7 +44,7 @@ def matrix(a: str, b: str) -> str:
             "",
             markdown.table(["case", "first difference", *names], rows),
             "",
-            f"The same are {', '.join(same)}.",
+            f"These {len(same)} do not differ: {', '.join(same)}.",
             "",
             "Left out:",
             "",

@@ -114,10 +114,10 @@ def suite_dates() -> str:
     added = [case for case in CASES.values() if case.suite == newest]
     ids = [f"`{case.id}`" for case in added if case.level <= SINGLE]
     rest = sorted({case.level for case in added if case.level > SINGLE})
-    levels = " and ".join(f"level {level}" for level in rest)
+    levels = "the levels " + " and ".join(map(str, rest))
     return (
-        f"{newest} is the newest, and the default. It has {', '.join(ids)} and {levels} "
-        f"beside what {before} has. It is open until the first release of upref; "
+        f"{newest} is the newest, and the default. It adds {', '.join(ids)} and {levels} "
+        f"to {before}. It is open until the first release of upref; "
         "a build that must not change names the one before."
     )
 

@@ -22,7 +22,7 @@ gradients g (of log π) and g_H (of H)
 and NaN padding never meets dW.
 
 All other products are float32, or float64 where an input is. Memory beyond dh and dW is
-O(N H + chunk). Where states and weights are bfloat16 on a GPU, its tensor cores add up
+O(N H + chunk), and O(N V) with `keep_logits`. Where states and weights are bfloat16 on a GPU, its tensor cores add up
 the products, which float32 holds exactly, in float32; dx, which bfloat16 does not hold,
 is the sum of two bfloat16 parts there, exact to 2^-17.
 """
@@ -113,10 +113,11 @@ def token_log_probs(
         chunk: logits in memory at once; 2^23 of them take 34 MB a copy in float32, and
             there are three copies.
         keep_logits: whether the backward takes the forward's logits instead of computing
-            them again. It saves a product and costs 4 bytes a logit, 4 · N · V in all.
+            them again. It saves a product and costs 4 bytes a logit (8 in float64), N · V in
+            all. Without a gradient to compute, none are kept.
         kernels: `torch`, or `triton` for one pass over each tile where torch makes many;
-            on a GPU, in float32 or less. The pass has the exact logit of the largest of
-            each 1,024 columns, not of a second large one there.
+            on a GPU, in float32 or less. Of each 1,024 columns it computes the largest
+            logit again in float64, and no second one.
 
     Returns:
         (log π, H), float64 if an input is, else float32. A token whose logits are not
@@ -127,7 +128,7 @@ def token_log_probs(
             backward pass, where a second gradient is asked for (`create_graph=True`, or
             one `torch.func.grad` inside another).
 
-    Works under `torch.func.vmap` over hidden and tokens. `torch.compile` runs it
+    Works under `torch.func.vmap` over hidden and tokens, without `keep_logits`. `torch.compile` runs it
     eagerly, between two graphs.
     """
     _check_tensors(hidden, weight, tokens, bias)
@@ -140,9 +141,8 @@ def token_log_probs(
             f"chunk must be a whole number of logits > 0, got {repr(chunk)[:60]}."
         )
     _check_kernels(kernels, hidden, weight)
-    head = _Head(
-        temperature, logit_scale, softcap, chunk, bool(keep_logits), kernels == "triton"
-    )
+    keeps = bool(keep_logits) and torch.is_grad_enabled()
+    head = _Head(temperature, logit_scale, softcap, chunk, keeps, kernels == "triton")
     return _LogProbs.apply(hidden, weight, bias, tokens, head)[:2]
 
 

@@ -81,7 +81,8 @@ def nucleus_log_probs(
         temperature: τ > 0 of the sampler.
 
     Returns:
-        [...], in nats, with gradients to the logits; -inf for a token that is not kept.
+        [...], in nats, with gradients to the logits; -inf for a token that is not kept, NaN
+        where none is.
     """
     z = _scaled(logits, temperature, None, 1.0)
     check_tokens(tokens, logits.shape[:-1], logits.shape[-1], "logits", "tokens")

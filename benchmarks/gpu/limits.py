@@ -6,7 +6,7 @@ the bytes that its passes over the tiles read and write, counted without a GPU.
 
 One forward and backward of log-probability and entropy runs on torch's device `meta`,
 which has shapes and no numbers, at the sizes of sizes.py. Each operation of torch reads
-its tensors once and writes its results once; topk reads more often, so the bytes are the
+its tensors once and writes its results once; topk may read more often, so the bytes are the
 least. The times are those of an H100 that does nothing else: dense bfloat16 products and
 memory by NVIDIA's data sheet of the H100 SXM.
 """
@@ -57,13 +57,10 @@ TOUCH_FEW = (
 
 @dataclass
 class Work:
-    """flop: of the products. passes: bytes of everything else. moved: bytes of the
-    products' factors and results.
-    """
+    """flop: of the products. passes: bytes of everything else."""
 
     flop: float = 0.0
     passes: float = 0.0
-    moved: float = 0.0
 
 
 class _Counter(TorchDispatchMode):
@@ -99,7 +96,6 @@ def _on_meta(work: Work) -> Iterator[None]:
     def product(a: Tensor, b: Tensor) -> Tensor:
         out = torch.empty(len(a), b.shape[1], device="meta")
         work.flop += 2 * out.numel() * a.shape[1]
-        work.moved += sum(map(_bytes, (a, b, out)))
         return out
 
     def every_token(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ FILES = {block.split()[1]: block for block in BLOCKS if block.startswith("# ")}
 
 def test_it_is_short_and_opens_with_the_reader_who_has_a_loss():
     assert README.count("\n") <= 120
-    assert README.index("## Is my loss PPO? Is it DAPO?") < 1400
+    assert README.index("## Is my loss PPO? Is it DAPO?") < 1100
 
 
 def test_the_first_screen_is_read_in_less_than_a_minute():

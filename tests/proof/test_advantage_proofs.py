@@ -7,20 +7,10 @@ import pytest
 import torch
 
 import upref
+from tests.support.cases.estimators import by_group, std
 from upref import InputError
 from upref.cli import main
 from upref.verify.advantages.proof import prove_advantages
-
-
-def by_group(rewards, group, of):
-    out = torch.zeros_like(rewards)
-    for g in group.unique():
-        out[group == g] = of(rewards[group == g])
-    return out
-
-
-def std(r, ddof=1):
-    return r.std(correction=ddof) if len(r) > 1 else r.new_zeros(())
 
 
 def normed(r, ddof=1, eps=1e-6):
@@ -108,7 +98,8 @@ def test_a_right_one_is_proved(fn, name, hp):
     proof = prove_advantages(fn, name, responses=3, **hp)
     assert proof, proof
     assert not proof.bounds
-    assert "for every reward" in str(proof)
+    words = "for rewards of 0 and 1" if name == "signed" else "for every reward"
+    assert words in str(proof)
 
 
 # ---- wrong ones ------------------------------------------------------------------------
@@ -338,6 +329,21 @@ def test_a_state_is_no_proof():
     proof = prove_advantages(counted, "group_mean", responses=2)
     assert proof.status == "no proof"
     assert "state" in proof.reason
+
+
+def test_what_the_first_call_sets_is_a_state():
+    memory = {}
+
+    def first_is_remembered(rewards, group):
+        first = memory.setdefault("largest", float(rewards.abs().max()) > 1e9)
+        return by_group(rewards, group, lambda r: r - r.mean()) * (1 - first)
+
+    proof = prove_advantages(first_is_remembered, "group_mean", responses=2)
+    assert proof.status == "no proof"
+
+
+def test_five_responses_have_ids_of_five_prompts():
+    assert prove_advantages(whitened, "whiten", responses=5)
 
 
 def test_settings_that_were_not_given_are_measured():

@@ -13,12 +13,7 @@ import pytest
 import torch
 
 import upref
-
-
-def dapo(lp, old, A, mask):
-    r = (lp - old).exp()
-    return (torch.max(-A * r, -A * r.clamp(0.8, 1.28)) * mask).sum() / mask.sum()
-
+from tests.support.plain import dapo
 
 python_generator = random.Random(0)
 numpy_generator = np.random.default_rng(0)
@@ -140,6 +135,32 @@ def by_an_array(lp, old, A, mask):
     return half_if(counts[0] > 5000, lp, old, A, mask)
 
 
+class Hidden:
+    """Its slot has the name that Python makes of it: _Hidden__calls."""
+
+    __slots__ = ("__calls",)
+
+    def __init__(self):
+        self.__calls = 0
+
+    def count(self):
+        self.__calls += 1
+        return self.__calls
+
+
+hidden = Hidden()
+small_counts = np.zeros(1, dtype=np.int32)
+
+
+def by_a_private_slot(lp, old, A, mask):
+    return half_if(hidden.count() > 5000, lp, old, A, mask)
+
+
+def by_a_small_array(lp, old, A, mask):
+    small_counts[0] += 1
+    return half_if(small_counts[0] > 5000, lp, old, A, mask)
+
+
 @functools.lru_cache(None)
 def seen(name):
     return []
@@ -153,7 +174,16 @@ def by_a_cached_list(lp, old, A, mask):
 
 @pytest.mark.parametrize(
     "loss",
-    [by_an_average, by_a_slot, by_an_entry, by_a_deque, by_an_array, by_a_cached_list],
+    [
+        by_an_average,
+        by_a_slot,
+        by_an_entry,
+        by_a_deque,
+        by_an_array,
+        by_a_cached_list,
+        by_a_private_slot,
+        by_a_small_array,
+    ],
 )
 def test_a_loss_that_a_state_changes_is_not_proved(loss):
     proof = upref.prove(loss, "dapo", rows=1, columns=1)

@@ -9,12 +9,8 @@ import pytest
 import torch
 
 import upref
+from tests.support.plain import dapo
 from upref.proof.domain import LEAST_LOG_PROB
-
-
-def dapo(lp, old, A, mask):
-    r = (lp - old).exp()
-    return (torch.max(-A * r, -A * r.clamp(0.8, 1.28)) * mask).sum() / mask.sum()
 
 
 def drops_rare(least):

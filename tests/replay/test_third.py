@@ -62,7 +62,7 @@ def test_the_page_has_the_shares_of_the_worst_seed():
         for row in ("all", "beyond rounding")
     ]
     page = PAGE.read_text(encoding="utf-8")
-    words = "On the worst seed {} % of all faults are named, and {} % of those beyond"
+    words = "On each seed at least {} % of all faults are named, and at least {} % of those beyond"
     assert words.format(*shares) in page, shares
 
 

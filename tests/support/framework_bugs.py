@@ -895,7 +895,7 @@ def stopped_tokens_uncounted(log_prob, old_log_prob, advantages, mask):
 @table(
     "dppo_kl_verl",
     "the truncated ratio is not detached",
-    "not detached: when(M, min(exp(log_prob - old_log_prob), 3.0) * A",
+    "not detached: when(M, min(exp(log_prob - old_log_prob), 3.0) * A) * log_prob",
     "nothing",
 )
 def truncated_ratio_on_the_tape(log_prob, old_log_prob, advantages, mask):

@@ -390,6 +390,22 @@ def test_each_setting_of_the_help_texts_runs(capsys, tmp_path, monkeypatch):
             )
 
 
+def test_the_name_of_an_adapter_is_no_unknown_loss(capsys):
+    """`upref diff trl verl` was refused: neither is a loss."""
+    code, _, err = run(capsys, "diff", "trl", "verl", "--case", "nothing")
+    assert code == 2 and "no case of one process begins with" in err
+
+
+def test_an_option_of_another_kind_is_refused_by_prove(capsys):
+    for argv, words in (
+        (("--as-kl", "k3", "--hp", "eps=1"), "leave --hp out"),
+        (("--as-advantage", "group_norm", "--columns", "2"), "--columns is for"),
+        (("--as-advantage", "group_norm", "--agg", "seq-mean"), "--agg is the"),
+    ):
+        code, _, err = run(capsys, "prove", "mine.py:fn", *argv)
+        assert code == 2 and words in err, (argv, err)
+
+
 def test_a_whole_number_is_an_int():
     assert [
         repr(v) for v in hyperparameters(["a=2", "b=2.0", "c=-3", "d=1e3"]).values()

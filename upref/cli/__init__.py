@@ -92,12 +92,14 @@ def _run(args: argparse.Namespace) -> int:
     """Run the verb in this process."""
     if (refused := _refused(args))[0]:
         return _print_sentence(args, *refused)
-    return max(
-        _print_sentence(
-            part, *_status_and_sentence(part, partial(args.chosen_verb.run, part))
-        )
-        for part in _by_loss(args)
-    )
+    return max(_run_one(part) for part in _by_loss(args))
+
+
+def _run_one(args: argparse.Namespace) -> int:
+    """Run the verb on one loss in this process."""
+    print(getattr(args, "above", ""), end="")
+    run = partial(args.chosen_verb.run, args)
+    return _print_sentence(args, *_status_and_sentence(args, run))
 
 
 def _refused(args: argparse.Namespace) -> tuple[int, str]:
@@ -124,16 +126,22 @@ def _by_loss(args: argparse.Namespace) -> list[argparse.Namespace]:
 
 def _check_apart(args: argparse.Namespace) -> int:
     """Check each loss in a child process of its own, and return the worst exit status.
-    With --watch, do so again at each save, and never return.
+    With --watch, do so again at each save, until Ctrl-C or until nobody reads.
     """
     if (refused := _refused(args))[0]:
         return _print_sentence(args, *refused)
     while True:
-        saved = _times_of_saves(args.losses)
+        saved = _times_of_saves(args.losses) if args.watch else {}
         status = max(_run_apart(part) for part in _by_loss(args))
-        if not args.watch:
+        if not args.watch or sys.stdout is None:
             return status
-        print(f"\n{time.strftime('%X')}: waiting for a save; Ctrl-C ends", flush=True)
+        try:
+            print(
+                f"\n{time.strftime('%X')}: waiting for a save; Ctrl-C ends", flush=True
+            )
+        except BrokenPipeError:
+            sys.stdout = None  # nobody reads
+            return status
         while _times_of_saves(args.losses) == saved:
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
@@ -282,10 +290,9 @@ class _Losses(argparse.Action):
             if namespace.name:
                 parser.error(f"one word too many: {names[-1]}")
             # the objective's name may stand on either side
-            loss, *_, name = sorted(values, key=_is_a_name)
-            parser.error(
-                f"the objective goes behind --as: `upref check {loss} --as {name}`"
-            )
+            *losses, name = sorted(values, key=_is_a_name)
+            command = f"upref check {' '.join(losses)} --as {name}"
+            parser.error(f"the objective goes behind --as: `{command}`")
         namespace.losses = values
 
 
@@ -455,9 +462,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="rows of the largest batch (2; of advantages 4)",
     )
-    c.add_argument(
-        "--columns", type=int, default=3, metavar="N", help="columns of it (3)"
-    )
+    c.add_argument("--columns", type=int, metavar="N", help="columns of it (3)")
     add_hyperparameters(c)
     add_time_limit(c, 600)
     c.add_argument(

@@ -34,11 +34,13 @@ def refuse_unknown_names(args: argparse.Namespace) -> None:
         catalog.require_estimators(args.as_kl, args.as_advantage, args.agg)
         catalog.require_distillation(args.as_distillation)
         catalog.require_value_loss(args.as_value)
+        _refuse_options_of_kinds(args)
         _refuse_options_of_check(args)
     losses = []
     objectives = []
     if args.command == "prove":
         catalog.require_estimators(args.as_kl, args.as_advantage, args.agg)
+        _refuse_options_of_kinds(args)
     if args.command == "check":
         losses = args.losses
     if args.command in ("identify", "prove"):
@@ -48,7 +50,8 @@ def refuse_unknown_names(args: argparse.Namespace) -> None:
     if args.command == "prove" and args.name and ":" not in args.name:
         objectives = [args.name]
     if args.command == "diff":
-        losses = [args.a, args.b]
+        # a word without a colon may be an adapter: `diff` looks it up
+        losses = [word for word in (args.a, args.b) if ":" in word]
     if args.command in ("cap", "weights"):
         losses = args.names
     if args.command in ("check", "show", "derive", "replay"):
@@ -71,14 +74,24 @@ def refuse_unknown_names(args: argparse.Namespace) -> None:
     hyperparameters(getattr(args, "hp", []))
 
 
-def _refuse_options_of_check(args: argparse.Namespace) -> None:
-    """Raise InputError for options of `upref check` that do not go together."""
-    if args.agg and not (args.name or args.as_distillation or args.as_value):
+def _refuse_options_of_kinds(args: argparse.Namespace) -> None:
+    """Raise InputError for an option that this kind of function has not."""
+    kinds_with_agg = ("name", "as_distillation", "as_value")
+    if args.agg and not any(getattr(args, kind, "") for kind in kinds_with_agg):
         raise InputError(
             "--agg is the aggregation of an objective: give it with --as NAME."
         )
     if args.as_kl and args.hp:
         raise InputError("a KL estimator has no hyperparameter: leave --hp out.")
+    if args.as_advantage and getattr(args, "columns", None) is not None:
+        raise InputError(
+            "--columns is for losses and KL estimators: of advantages, --rows gives the "
+            "largest batch."
+        )
+
+
+def _refuse_options_of_check(args: argparse.Namespace) -> None:
+    """Raise InputError for options of `upref check` that do not go together."""
     if args.json and len(args.losses) > 1:
         raise InputError("--json prints one report: give one LOSS.")
     if args.watch and any(not _is_function_of_file(loss) for loss in args.losses):
@@ -121,9 +134,10 @@ def check(args: argparse.Namespace) -> int:
 
         return answer(args, check_kl(args.loss, args.as_kl, skip=skip))
     if args.as_logprobs:
+        from upref.user_code.logprobs import CUTS
         from upref.verify.logprobs import check_logprobs
 
-        settings = {"softcap", "logit_scale", "ranks", "top_k", "top_p"}
+        settings = {"softcap", "logit_scale", "ranks", *CUTS.values()}
         if unknown := sorted(hp.keys() - settings):
             raise InputError(
                 f"a log-prob function has no setting {unknown[0]!r}: give softcap, logit_scale, ranks, top_k or top_p."
@@ -145,7 +159,8 @@ def prove(args: argparse.Namespace) -> int:
 
     hp = hyperparameters(args.hp)
     rows = 2 if args.rows is None else args.rows
-    size = {"rows": rows, "columns": args.columns}
+    columns = 3 if args.columns is None else args.columns
+    size = {"rows": rows, "columns": columns}
     # the child that runs this is ended at --timeout, however busy the machine is
     limit = {"seconds": args.timeout / WAITED}
     if args.as_kl:

@@ -266,9 +266,9 @@ def _level_6() -> Iterable[Case]:
 def _level_7() -> Iterable[Case]:
     """Cases of an engine that keeps gradients in buffers of its own.
 
-    Each step has at least three backward passes: of two, the first and the last are all
-    that there are. No other case clips the norm, which is far above 1, so that an
-    engine's own bound shows.
+    Each rank has at least three backward passes in a step, so that one is neither the
+    first nor the last. Only clip/norm clips: elsewhere the norm is far above 1, so that
+    an engine's own bound shows.
     """
 
     def case(name: str, objective: str = "ppo_clip", n: int = 4, **fields: Any) -> Case:

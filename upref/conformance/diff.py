@@ -104,7 +104,7 @@ class StepDifference(Result):
         if not self.compared:
             head = f"no case was compared: {self.a} and {self.b} have none together"
         elif self:
-            head = f"nothing differs between the steps of {self.a} and {self.b}"
+            head = f"no difference was found between the steps of {self.a} and {self.b}"
         else:
             head = f"the steps of {self.a} and {self.b} differ"
         lines = [
@@ -128,6 +128,10 @@ class StepDifference(Result):
                     lines.append(f"      {'':<{width}}  settings: {settings}")
         if verbose:
             lines += [f"same  {one.case}" for one in self.compared if not one.quantity]
+            lines.append(
+                f"same: two gradients that both agree with the objective, to {LARGEST_ROUNDING:g} of "
+                "their norm; of several steps, or with an entropy bonus, that both agree with it"
+            )
             lines += [f"left out  {case}: {why}" for case, why in self.left_out.items()]
         return "\n".join(lines)
 
@@ -232,24 +236,27 @@ def diff_steps(
         seed: of the rows, which are the same for both.
 
     Returns:
-        A StepDifference: true where nothing differs.
+        A StepDifference: true where no difference was found.
     """
     names = (a.name, b.name) if a.name != b.name else (f"{a.name} (1)", f"{b.name} (2)")
     compared = []
     left_out = {}
     with one_thread():
         for case in chosen:
-            if reason := _left_out(case, a, b):
+            if reason := _left_out(case):
                 left_out[case.id] = reason
                 continue
             kept = (_Kept(a), _Kept(b))
-            ends = tuple(run(one, case, seed=seed) for one in kept)
-            failed = [end for end in ends if end.status is Status.COULD_NOT_RUN]
-            if failed:
-                left_out[case.id] = failed[0].reason
-                continue
-            steps = [_without_scale(one, case) for one in kept]
-            compared.append(_compare(case, seed, ends, steps))
+            ends = []
+            for name, one in zip(names, kept, strict=True):
+                end = run(one, case, seed=seed)
+                if end.status in (Status.SKIPPED, Status.COULD_NOT_RUN):
+                    left_out[case.id] = f"{name}: {end.reason}"
+                    break
+                ends.append(end)
+            else:
+                steps = [_without_scale(one, case) for one in kept]
+                compared.append(_compare(case, seed, ends, steps))
     return StepDifference(*names, tuple(compared), left_out)
 
 
@@ -273,7 +280,7 @@ def _without_scale(kept: _Kept, case: Case) -> list[Step]:
     ]
 
 
-def _left_out(case: Case, a: Adapter, b: Adapter) -> str:
+def _left_out(case: Case) -> str:
     """Return why a case is not compared; "" where it is."""
     if case.ranks > 1:
         return "it has several ranks"
@@ -281,11 +288,6 @@ def _left_out(case: Case, a: Adapter, b: Adapter) -> str:
         return "it reads weights, and not the gradient"
     if case.dtype != "float32":
         return "half precision rounds two gradients apart"
-    for adapter in (a, b):
-        if case.advantages and not hasattr(adapter, "train"):
-            return f"{adapter.name} has no method train"
-        if reason := adapter.supports(case):
-            return f"{adapter.name}: {reason}"
     return ""
 
 
@@ -329,7 +331,10 @@ def _distance(a: Gradient, b: Gradient) -> float:
     if a.keys() != b.keys():
         return float("inf")
     difference = sum(float((a[n] - b[n]).pow(2).sum()) for n in b)
-    return float((difference / sum(float(g.pow(2).sum()) for g in b.values())) ** 0.5)
+    norm = sum(float(g.pow(2).sum()) for g in b.values()) ** 0.5
+    if not norm:
+        return float("inf") if difference else 0.0
+    return float(difference**0.5 / norm)
 
 
 def _first_difference(
@@ -389,26 +394,22 @@ def _compare_weights(
         where = (trains[0][i] != trains[1][i]) & is_mask
         if where.any():
             t = int(where.nonzero()[0])
-            shown = [
-                f"weight {float(w[i][t]) if own[i][t] else 0:.6g}"
-                for w, own in zip((ours, theirs), trains, strict=True)
-            ]
-            return f"mask: {_place(i, t, row)}", shown[0], shown[1]
+            place = _place(i, t, row)
+            return f"mask: {place}", *_shown(ours[i], theirs[i], trains, i, t)
     factors = []
     for i, row in enumerate(rows):
         a, b = ours[i], theirs[i]
+        if not (trains[0][i].any() or trains[1][i].any()):
+            continue  # it trains in neither: it has no factor
         factor = float(a @ b / (b @ b)) if b.any() else float(not a.any())
         apart = (a - factor * b).abs() / max(float(a.abs().max()), 1e-300)
         if float(apart.max()) > NEAR:
-            t = int((a - b).abs().argmax())
+            t = int(apart.argmax())
             quantity = _weight_words(case)
             if trains[0][i][t] != trains[1][i][t]:
                 quantity = f"mask, or {quantity}"
-            shown = [
-                f"weight {float(w[t]) if own[i][t] else 0:.6g}"
-                for w, own in zip((a, b), trains, strict=True)
-            ]
-            return f"{quantity}: {_place(i, t, row)}", shown[0], shown[1]
+            place = _place(i, t, row)
+            return f"{quantity}: {place}", *_shown(a, b, trains, i, t)
         factors.append(factor)
     spread = max(factors) - min(factors)
     if spread > NEAR * max(map(abs, factors)):
@@ -421,6 +422,21 @@ def _compare_weights(
         return quantity, f"{listed} times the other's", "1 for each response"
     quantity = "clip of the gradient's norm" if case.clip else "divisor"
     return quantity, f"{factors[0]:.6g} times the other's", "1"
+
+
+def _shown(
+    a: Tensor, b: Tensor, trains: Sequence[list[Tensor]], i: int, t: int
+) -> tuple[str, str]:
+    """Return the weights of a token in words; 0 where it does not train.
+
+    Args:
+        a, b: of both adapters, the weights of the tokens of its row.
+        trains: of both adapters, and of each row: which tokens train.
+        i, t: row and token.
+    """
+    of_a = float(a[t]) if trains[0][i][t] else 0
+    of_b = float(b[t]) if trains[1][i][t] else 0
+    return f"weight {of_a:.6g}", f"weight {of_b:.6g}"
 
 
 def _weight_words(case: Case) -> str:

@@ -124,7 +124,8 @@ def compare_moves(
             report = with_cause(report, fault)
         else:
             report = compare(steps, rows_of_steps, explain=True)
-    return replace(report, moved=str(read[0][1]))
+    largest = max((moved for _, moved in read), key=lambda moved: moved.allowed)
+    return replace(report, moved=str(largest))
 
 
 def _fault_between(

@@ -96,7 +96,7 @@ def explain_loss(loss: Loss) -> Explanation:
     subject = measure_subject(loss)
     found = (way.explain(subject) for way in sorted(WAYS, key=lambda way: way.rank))
     explanation = next(filter(None, found))
-    return _proved(_with_writes(_with_correction(explanation), subject))
+    return _proved(_with_writes(_with_correction(explanation)))
 
 
 def _may_fail_for_order(explanation: Explanation) -> bool:
@@ -286,9 +286,9 @@ def _has_its_weights(case: LossCase) -> bool:
     )
 
 
-def _with_writes(explanation: Explanation, subject: Subject) -> Explanation:
+def _with_writes(explanation: Explanation) -> Explanation:
     """Return the explanation with the inputs that the loss changes in place."""
-    findings = mutation.findings(subject.box.case)
+    findings = mutation.findings(explanation.subject.box.case)
     return explanation.but(*(Cause(f.regime) for f in failures_of(findings)))
 
 

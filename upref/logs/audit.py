@@ -821,7 +821,7 @@ def equal_rewards(known: Known) -> Iterator[Statement]:
         text += " {grad} is {at:.3g} there in the median"
         if math.isfinite(elsewhere):
             text += ", and {elsewhere:.3g} at the other steps"
-        text += ". With such advantages all of that gradient is of other terms (KL, entropy)."
+        text += ". With such advantages that gradient comes from other terms, such as KL, entropy or a value loss."
         if equal.sum() >= OFTEN * np.isfinite(known.values(keys[0])).sum():
             severity = "note"
     yield from known.state(

@@ -93,7 +93,7 @@ def patterns(rows: int, columns: int, with_groups: bool) -> Iterator[Pattern]:
     for mask in itertools.combinations_with_replacement(each_row, rows):
         yield Pattern(mask)
         if with_groups:
-            yield from (Pattern(mask, group) for group in _partitions(rows))
+            yield from (Pattern(mask, group) for group in _groups(rows))
     full, first = each_row[0], each_row[-1]
     for mask in dict.fromkeys([(full,) * rows, (full, *[first] * (rows - 1))]):
         yield Pattern(mask, on_policy=True)
@@ -113,12 +113,25 @@ def _zeros(rows: int, columns: int) -> Iterator[frozenset[tuple[int, int]]]:
         yield frozenset({(0, 0)})
 
 
-def _partitions(rows: int) -> Iterator[tuple[int, ...]]:
+def partitions(count: int) -> Iterator[tuple[int, ...]]:
+    """Yield the ways to divide things into sets, by the number of the set of each.
+
+    Args:
+        count: of the things.
+    """
+    if count == 0:
+        yield ()
+        return
+    for numbers in partitions(count - 1):
+        for number in range(max(numbers, default=-1) + 2):
+            yield (*numbers, number)
+
+
+def _groups(rows: int) -> Iterator[tuple[int, ...]]:
     """Yield the ways to divide rows into two prompts or more, by their ids."""
-    for numbers in itertools.product(range(rows), repeat=rows):
-        firsts = list(dict.fromkeys(numbers))
-        if len(firsts) > 1 and firsts == list(range(len(firsts))):
-            yield tuple(IDS[number % len(IDS)] + number for number in numbers)
+    for numbers in partitions(rows):
+        if any(numbers):
+            yield tuple(IDS[n % len(IDS)] + n + 10 * (n // len(IDS)) for n in numbers)
 
 
 @dataclass(frozen=True)

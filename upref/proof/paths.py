@@ -331,8 +331,13 @@ class Search:
                 formulas = self._numbers(ids, point)
                 if not numbers.isfinite().all():
                     self._must_be_finite(path, point)
+                    whose = (
+                        "its result"
+                        if of is self.function
+                        else "the reference's result"
+                    )
                     raise NoProof(
-                        f"its gradient is not finite where it was run ({self.domain.describe(point)})"
+                        f"{whose} is not finite where it was run ({self.domain.describe(point)})"
                     )
                 if not formulas.isfinite().all():
                     continue  # a float overflows in the formula alone
@@ -340,8 +345,8 @@ class Search:
                 size = max(formulas.abs().max().item(), self.domain.magnitude(batch))
                 if not gap <= tolerance * size:
                     raise NoProof(
-                        "its numbers do not follow from log-probabilities and advantages alone: "
-                        "it keeps a state, draws random numbers, or takes a value out of torch"
+                        "its numbers do not follow from its inputs alone, as where it keeps a state, "
+                        "draws random numbers, or takes a value out of torch"
                     )
 
     def _must_be_finite(self, path: Path, point: dict[str, float]) -> None:
@@ -515,7 +520,8 @@ class Search:
         own = {
             name: x
             for name, x in point.items()
-            if name.lstrip("AHkmrhou") in (f"{row}", f"{row}_{column}")
+            if name.removeprefix(name.rstrip("0123456789_"))
+            in (f"{row}", f"{row}_{column}")
         }
         for seed in range(BESIDE_OTHERS):
             moved = self.domain.complete(self.domain.draw(50 + seed), own)
@@ -563,8 +569,14 @@ def _points_of_answer(answer: Answer) -> Iterator[dict[str, float]]:
     """Yield the solver's point; and, where it took a number for a logarithm, the point at
     which this number is one. First with advantages that are easy to read.
     """
-    of_logs = {name: math.exp(x) for name, x in answer.logs.items() if x < MOST_LOG}
-    for point in [answer.point, answer.point | of_logs][: 1 + bool(of_logs)]:
+    # a float holds the exponential of such a number, and 1 over it
+    of_logs = {
+        name: math.exp(x) for name, x in answer.logs.items() if abs(x) < MOST_LOG
+    }
+    points = [answer.point]
+    if of_logs:
+        points.append(answer.point | of_logs)
+    for point in points:
         tiny = {
             name: math.copysign(1.0, x)
             for name, x in point.items()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from upref.proof.domain import IDS, Domain, Pattern
+from upref.proof.domain import IDS, Domain, Pattern, partitions
 from upref.rollouts import Rollouts
 
 LARGEST = 1e6  # |R|: beyond, a clamp is a guard
@@ -66,7 +66,7 @@ def reward_patterns(responses: int, contiguous: bool) -> list[RewardPattern]:
     """
     out: dict[RewardPattern, None] = {}
     for count in range(1, responses + 1):
-        for group in _partitions(count):
+        for group in partitions(count):
             if not contiguous or _is_even(group):
                 out |= dict.fromkeys(_of_prompts(group))
     return sorted(out, key=lambda pattern: pattern.tokens)
@@ -91,7 +91,7 @@ def _of_prompts(group: tuple[int, ...]) -> Iterator[RewardPattern]:
     count = len(group)
     free = [f"R{i}" for i in range(count)]
     yield pattern_of(free, group)
-    yield pattern_of(free, [IDS[g] for g in group])
+    yield pattern_of(free, [IDS[g % len(IDS)] + 10 * (g // len(IDS)) for g in group])
     yield pattern_of([f"R{g}" for g in group], group)  # each prompt's responses tie
     yield pattern_of(["R0"] * count, group)
     yield pattern_of([0.0] * count, group)
@@ -100,20 +100,12 @@ def _of_prompts(group: tuple[int, ...]) -> Iterator[RewardPattern]:
             [0.0 if i == j else name for j, name in enumerate(free)], group
         )
     if count <= ALL_TIES:
-        for ties in _partitions(count):
+        for ties in partitions(count):
             yield pattern_of([f"R{tie}" for tie in ties], group)
     if count <= ALL_TIES or group in ((0,) * count, (0,) * 2 + (1,) * (count - 2)):
         for values in TWO_VALUES:
             for rewards in itertools.product(values, repeat=count):
                 yield pattern_of(rewards, group)
-
-
-def _partitions(count: int) -> Iterator[tuple[int, ...]]:
-    """Yield the ways to divide things into sets, by the number of the set of each."""
-    for numbers in itertools.product(range(count), repeat=count):
-        firsts = list(dict.fromkeys(numbers))
-        if firsts == list(range(len(firsts))):
-            yield numbers
 
 
 def _is_even(group: tuple[int, ...]) -> bool:

@@ -149,6 +149,8 @@ def _attributes(x: Any) -> Iterator[tuple[str, Any, Write | None]]:
     for kind in type(x).__mro__:
         slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else tuple(slots):
+            if name.startswith("__") and not name.endswith("__"):
+                name = f"_{kind.__name__.lstrip('_')}{name}"  # as Python names it
             if hasattr(x, name):
                 yield f".{name}", getattr(x, name), partial(setattr, x, name)
 
@@ -225,7 +227,6 @@ def moved(state: dict[str, Kept], up: bool, far: float = FAR) -> Iterator[bool]:
 def _move(one: Kept, far: float) -> Callable[[], object] | None:
     """Move a number, a tensor or a list; return what moves it back, None where it stays."""
     x = one.held
-    whole = int(max(-LARGEST_MOVE, min(LARGEST_MOVE, far)))
     if isinstance(x, list | deque):
         return _move_list(x, far > 0)
     if isinstance(x, Tensor):
@@ -234,14 +235,22 @@ def _move(one: Kept, far: float) -> Callable[[], object] | None:
             if x.dtype is torch.bool:
                 x.logical_not_()
             else:
-                x.add_(far if x.is_floating_point() else whole)
+                x.add_(
+                    far
+                    if x.is_floating_point()
+                    else _whole(far, torch.iinfo(x.dtype).max)
+                )
         return lambda: x.detach().copy_(numbers)
     if isinstance(x, np.ndarray):
         if x.dtype.kind == "b" or not x.flags.writeable:
             return None
         held = x.copy()
+        moved_numbers: Any
         with np.errstate(all="ignore"):
-            moved_numbers = x + (far if x.dtype.kind == "f" else whole)
+            if x.dtype.kind == "f":
+                moved_numbers = x + far
+            else:
+                moved_numbers = x.astype(np.int64) + _whole(far, np.iinfo(x.dtype).max)
         x[...] = moved_numbers.astype(x.dtype)
         return lambda: x.__setitem__(..., held)
     if one.write is None or not isinstance(x, int | float):
@@ -249,8 +258,19 @@ def _move(one: Kept, far: float) -> Callable[[], object] | None:
     if isinstance(x, bool):
         one.write(not x)
     else:
-        one.write(x + (whole if isinstance(x, int) else far))
+        one.write(x + (_whole(far, LARGEST_MOVE) if isinstance(x, int) else far))
     return partial(one.write, x)
+
+
+def _whole(far: float, largest: int) -> int:
+    """Return the integer nearest to `far` by which numbers of a type are moved.
+
+    Args:
+        far: the distance.
+        largest: number of the type.
+    """
+    most = min(LARGEST_MOVE, largest)
+    return int(max(-most, min(most, far)))
 
 
 def _move_list(x: Any, longer: bool) -> Callable[[], object]:

@@ -355,16 +355,15 @@ def _undo_masking(
         A: the advantages of the responses that train.
         estimates: the names of estimators, and what they give these responses.
     """
-    kept = A != 0
-    if bool(kept.all()):
-        return None
     for name, estimated in estimates:
-        if _is_same(estimated[kept], A[kept]):
+        is_masked = (A == 0) & (estimated.abs() > _tolerance(A) * A.abs().max())
+        is_part = bool(is_masked.any()) and not bool(is_masked.all())
+        if is_part and _is_same(estimated[~is_masked], A[~is_masked]):
             return note(
                 "advantages",
                 "masked_advantages",
                 estimator=name,
-                kept=int(kept.sum()),
+                kept=int((~is_masked).sum()),
                 of=len(A),
             )
     return None

@@ -238,22 +238,20 @@ def _check_one_run(parts: Sequence[RecordedBatch]) -> None:
 
 
 def _untold_runs(parts: Sequence[RecordedBatch]) -> str:
-    """Say that files are joined which may be of two runs; "" where they are of different
-    ranks.
+    """Say that files are joined which may be of two runs; "" where each is of a rank of its
+    own.
     """
-    if any(part.rank is None for part in parts):
+    ranks = [
+        tuple(part.rank.unique().tolist()) for part in parts if part.rank is not None
+    ]
+    if not ranks:
         why = "name no rank"
-    elif (
-        len(
-            {
-                tuple(part.rank.unique().tolist())
-                for part in parts
-                if part.rank is not None
-            }
-        )
-        == 1
-    ):
+    elif len(ranks) < len(parts):
+        why = "do not all name a rank"
+    elif len(set(ranks)) == 1:
         why = "are of one rank"
+    elif len(set(ranks)) < len(ranks):
+        why = "are not all of different ranks"
     else:
         return ""
     return f"its {len(parts)} files {why}, and are joined: if they are of two runs, give those of one"

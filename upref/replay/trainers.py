@@ -6,12 +6,13 @@ its steps are recorded while it runs.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
 from upref.errors import InputError
 from upref.replay.schema import RecordedBatch
-from upref.user_code.frameworks import framework_plugins
+from upref.user_code.frameworks import from_plugins
 
 EVERY = 50
 # It takes a step of this rank and the process group of the data-parallel ranks (None:
@@ -107,11 +108,7 @@ def dump_readers() -> list[DumpReader]:
     Returns:
         Those of all installed packages.
     """
-    return [
-        reader
-        for plugin in framework_plugins()
-        for reader in getattr(plugin, "dump_readers", tuple)()
-    ]
+    return list(chain.from_iterable(from_plugins("dump_readers")))
 
 
 @cache
@@ -121,8 +118,4 @@ def recorders() -> list[Recorder]:
     Returns:
         Those of all installed packages.
     """
-    return [
-        recorder
-        for plugin in framework_plugins()
-        for recorder in getattr(plugin, "recorders", tuple)()
-    ]
+    return list(chain.from_iterable(from_plugins("recorders")))

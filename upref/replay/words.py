@@ -347,13 +347,13 @@ ADVANTAGES = {
     ),
     "shuffled_advantages": (
         "the advantages are those of {estimator}, exactly, but of other responses: the "
-        "same numbers are in another order. Rewards, responses or advantages were sorted "
-        "or shuffled alone."
+        "same numbers are in another order, as if rewards, responses or advantages had "
+        "been sorted or shuffled alone."
     ),
     "masked_advantages": (
         "the advantages are {estimator} on {kept} of {of} responses, and 0 on the others, "
-        "where that estimator's are not: as if these were filtered (responses that are too "
-        "long or were cut off)."
+        "where that estimator's are not: as if these had been filtered (responses that are "
+        "too long or were cut off)."
     ),
     "multiple_advantages": (
         "the advantages are {factor:g} times {estimator}: counted so often, or times a "

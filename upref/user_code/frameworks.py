@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What installed packages know of the losses of trainers."""
 
+from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
+from itertools import chain
 from typing import Any, Protocol
 
 from upref import plugins
@@ -105,6 +107,20 @@ def framework_plugins() -> list[FrameworkPlugin]:
     return list(plugins.load_entry_points("upref.frameworks").values())
 
 
+def from_plugins(member: str, *args: Any) -> list[Any]:
+    """Return what this function of each package returns, where a package has it.
+
+    Args:
+        member: its name.
+        *args: what it is called with.
+    """
+    return [
+        getattr(plugin, member)(*args)
+        for plugin in framework_plugins()
+        if hasattr(plugin, member)
+    ]
+
+
 def closing_settings(a: Any, b: Any) -> list[str]:
     """Return settings with which one of two losses is the other one.
 
@@ -114,11 +130,7 @@ def closing_settings(a: Any, b: Any) -> list[str]:
     Returns:
         Sentences of all installed packages.
     """
-    return [
-        words
-        for plugin in framework_plugins()
-        for words in getattr(plugin, "closing_settings", lambda *_: [])(a, b)
-    ]
+    return list(chain.from_iterable(from_plugins("closing_settings", a, b)))
 
 
 def adapters() -> dict[str, str]:
@@ -127,11 +139,7 @@ def adapters() -> dict[str, str]:
     Returns:
         Framework -> `package.module:CLASS`, of all installed packages.
     """
-    return {
-        name: target
-        for plugin in framework_plugins()
-        for name, target in getattr(plugin, "adapters", dict)().items()
-    }
+    return dict(ChainMap(*from_plugins("adapters")))
 
 
 def provider(framework: str) -> FrameworkPlugin | None:

@@ -19,8 +19,8 @@ from upref.errors import InputError
 from upref.user_code.guard import call_guarded
 from upref.user_code.load import load, name_of
 
-W = TypeVar("W")
-R = TypeVar("R")
+Way = TypeVar("Way")
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -150,13 +150,16 @@ def refuse_needed(name: str, needed: Iterable[str]) -> None:
     Raises:
         InputError: there is one.
     """
-    for argument in needed:
+    argument = next(iter(needed), None)
+    if argument is not None:
         raise InputError(
             f"{name} needs {argument!r}, which upref cannot give: bind it with functools.partial."
         )
 
 
-def first_that_runs(ways: Iterable[W], run: Callable[[W], R]) -> tuple[W, R]:
+def first_that_runs(
+    ways: Iterable[Way], run: Callable[[Way], Made]
+) -> tuple[Way, Made]:
     """Return the first way in which a function runs, and what it made.
 
     Args:

@@ -27,7 +27,6 @@ from upref.proof.domain import (
     Pattern,
 )
 from upref.proof.paths import Counterexample, Limits, Outputs
-from upref.proof.rewards import LARGEST
 from upref.proof.solver import require_z3
 from upref.proof.state import (
     FAR,
@@ -71,6 +70,7 @@ class Proof(Result):
         name: of the function.
         reference: what it is compared with, in words.
         unit: of the numbers that are compared.
+        of_rewards: for which rewards and prompts an advantage estimator is proved.
         status: proved, differs, or "no proof".
         reason: why there is no proof.
         shapes: [rows, columns] of the batches.
@@ -113,6 +113,7 @@ class Proof(Result):
     remarks: tuple[str, ...] = ()
     check_with: str = ""
     unit: str = GRADIENT
+    of_rewards: str = ""
     seconds: float = field(default=0.0, compare=False)
 
     def __bool__(self) -> bool:
@@ -122,7 +123,7 @@ class Proof(Result):
     def domain(self) -> str:
         """For which inputs the proof holds, in words."""
         if self.unit == ADVANTAGE:
-            return f"for every reward, |R| <= {LARGEST:,.0f}"
+            return self.of_rewards
         if self.unit in (VALUE_OF_TERM, SLOPE_OF_TERM):
             return (
                 "values and gradients, for every log-probability and reference of a token, "
@@ -216,9 +217,8 @@ class Proof(Result):
         """For which batches an advantage estimator is proved."""
         most = max(rows for rows, _ in self.shapes)
         return [
-            f"  {self.domain}, in {self.batches} batches of up to {counted(most, 'response')} (every way to divide "
-            f"them among prompts; equal rewards; rewards of 0 and 1, of -1 and 1); {counted(self.paths, 'path')}; "
-            f"{self.seconds:.1f} s"
+            f"  {self.domain}; in {self.batches} batches of up to {counted(most, 'response')}; "
+            f"{counted(self.paths, 'path')}; {self.seconds:.1f} s"
         ]
 
     def _bounds(self) -> list[str]:

@@ -73,7 +73,7 @@ def test_on_a_narrow_screen_nothing_is_wider_than_it(browser, page, hash_):
         == 390
     )
     # the examples are one row, which scrolls by itself
-    outside = "!e.closest('svg') && !e.closest('#presets')"
+    outside = "!e.closest('svg') && !e.parentElement?.closest('#presets')"
     wide = f"filter(e => e.getBoundingClientRect().right > 391 && {outside}).map(e => e.outerHTML.slice(0, 80))"
     assert browser.js(f"[...document.body.querySelectorAll('*')].{wide}") == []
 
@@ -88,14 +88,14 @@ def test_on_a_phone_the_map_comes_first_and_the_sliders_stay(browser, page):
             f"document.querySelector('{css}').getBoundingClientRect().top"
         )
 
-    assert top(".map") < 400 and top("#shared") < 1000
+    assert 0 <= top(".map") < 400
+    assert 0 <= top("#shared") < 1000
     assert top("#presets") > top(".map") and top(".lead.more") > top(".map")
     assert top(".try") < top(".map")  # what to try is read before it is tried
     browser.js("void scrollTo(0, document.querySelectorAll('.map')[1].offsetTop)")
-    assert -50 < browser.js(
-        "document.querySelectorAll('.map')[1].getBoundingClientRect().top"
-    )
-    assert top("#shared") < 1000
+    second_map = "document.querySelectorAll('.map')[1].getBoundingClientRect().top"
+    assert -50 < browser.js(second_map) < 400
+    assert 0 <= top("#shared") < 1000
 
 
 def test_the_question_to_begin_with_has_the_answer_of_the_library(browser, page):

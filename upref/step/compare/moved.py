@@ -137,7 +137,7 @@ class WeightReader:
         # the weights that the model's forward passes had, wherever they had changed
         self.fed_weights: list[dict[str, Tensor]] = []
         self.feeds = [Feed()]  # what was fed at the first weights, at the next, ...
-        self.forwards = 0
+        self.forwards = 0  # between the first optimizer step and the last
         # what the optimizer that steps now is about to change
         self.handed: list[_Handed] = []
         # weights of all optimizers, which may be copies that the engine has
@@ -229,7 +229,8 @@ class WeightReader:
                 weights from before.
         """
         weights: list[dict[str, Any]] = [self.before]
-        if isinstance(out, list | tuple):
+        is_list = isinstance(out, list | tuple)
+        if is_list:
             weights += [self._weights_after(one) for one in out]
         else:
             weights += self.fed_weights
@@ -238,7 +239,8 @@ class WeightReader:
                 weights.append(last)
         changes = len(weights) - 1
         made = max(self.times.values(), default=0)
-        if changes < self.steps and made == self.steps and self.forwards:
+        is_stale = changes < self.steps and made == self.steps and self.forwards
+        if is_stale and not is_list:
             raise StaleWeightsError(
                 f"the optimizer made {made} steps, and the model's weights changed {counted(changes, 'time')}: forward "
                 "passes after a step had the weights from before it"
@@ -265,12 +267,13 @@ class WeightReader:
 
         def keep(module: nn.Module, args: Any, kw: Any) -> None:
             """Keep what is fed, and the weights where they are not the last ones."""
-            self.forwards += 1
             now = {
                 name: p.detach().clone()
                 for name, p in self.model.named_parameters()
                 if name in self.before and p.shape == self.before[name].shape
             }
+            made = max(self.times.values(), default=0)
+            self.forwards += 0 < made < self.steps
             known = self.fed_weights[-1] if self.fed_weights else self.before
             if now.keys() == self.before.keys() and _differ(known, now):
                 self.fed_weights.append(now)

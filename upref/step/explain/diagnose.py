@@ -152,13 +152,14 @@ def diagnose(
         return _gradient_findings(comparison, cause)
     goal, unclipped = _before_clip(comparison)
     terms = Terms.of(goal, case.forward, case.padded)
+    critic = [] if goal.value is None else _parameters_of_critic(case.forward)
     # before the parameters: a small term is beyond the bound in some of them alone
     cause = (
         _find_wrong_term(terms, case.forward, case.padded, unclipped, bound)
         or _find_term_aggregation(
             goal, case.forward, case.padded, terms, unclipped, bound
         )
-        or _find_value_fault(comparison, terms, case, unclipped, bound)
+        or _find_value_fault(comparison, critic, terms, case, unclipped, bound)
         or _cause_of_some_parameters(comparison, model, bound)
     )
     if cause:
@@ -167,7 +168,7 @@ def diagnose(
     if (
         goal.value is not None
         and goal.clip is None
-        and not _wrong_parameters_of_critic(comparison, case.forward, bound)
+        and not _is_critic_wrong(comparison, critic, case.forward.model, bound)
     ):
         of_policy = _without_value_loss(comparison, terms, case)
         unclipped = of_policy.found
@@ -185,15 +186,21 @@ def _parameters_of_critic(forward: Forward) -> list[str]:
     return _without_effect_on_logits(forward, [*forward.model.shapes])
 
 
-def _wrong_parameters_of_critic(
-    comparison: GradientComparison, forward: Forward, bound: float
+def _is_critic_wrong(
+    comparison: GradientComparison, critic: list[str], model: Model, bound: float
 ) -> bool:
     """Tell whether the gradient of a parameter of the critic alone is wrong, or there is
-    no such parameter. If none is wrong, the value loss is right.
+    no such parameter. If none is wrong, the value loss is right, but for what it gives
+    the layers that policy and critic share.
+
+    Args:
+        comparison: the gradient beside the right one.
+        critic: the parameters that only the critic's values depend on.
+        model: the reference.
+        bound: the relative error that is allowed.
     """
-    critic = {*_parameters_of_critic(forward)}
-    wrong = {*wrong_parameters(forward.model, comparison.found, comparison.want, bound)}
-    return not critic or bool(critic & wrong)
+    wrong = wrong_parameters(model, comparison.found, comparison.want, bound)
+    return not critic or not set(critic).isdisjoint(wrong)
 
 
 def _without_value_loss(
@@ -216,6 +223,7 @@ def _without_value_loss(
 
 def _find_value_fault(
     comparison: GradientComparison,
+    critic: list[str],
     terms: "Terms",
     case: StepCase,
     gradient: Tensor,
@@ -225,6 +233,7 @@ def _find_value_fault(
 
     Args:
         comparison: the gradient beside the right one.
+        critic: the parameters that only the critic's values depend on.
         terms: of the goal.
         case: the rows and the reference's forward pass.
         gradient: the gradient that was found, before a clip, [P].
@@ -234,7 +243,6 @@ def _find_value_fault(
     if goal.value is None:
         return NO_CAUSE
     model = case.forward.model
-    critic = _parameters_of_critic(case.forward)
     of_critic = model.flat({name: torch.ones(model.shapes[name]) for name in critic})
     others = [term for term in goal.coefficients if term != "V"]
     search = ValueSearch(
@@ -246,7 +254,7 @@ def _find_value_fault(
         of_critic=of_critic,
     )
     cause = search.find()
-    if cause or not _wrong_parameters_of_critic(comparison, case.forward, bound):
+    if cause or not _is_critic_wrong(comparison, critic, model, bound):
         return cause
     return search.by_values()
 

@@ -85,14 +85,21 @@ class ValueSearch:
         return self.batch.returns
 
     def find(self) -> Cause:
-        """Return the fault of the value loss; no cause where none fits."""
+        """Return the fault of the value loss; no cause where none fits. A fault that
+        changes nothing on these rows fits any rest, and is none.
+        """
+        if self.rest.norm() <= self.allowed:
+            return NO_CAUSE
+        right = self._gradient(self._loss(self._values(self.forward)))
         for cause, gradient in self._faults():
             factor = self._factor(gradient)
-            if factor is not None:
+            changes = not cause or (gradient - right).norm() > self.allowed
+            if factor is not None and changes:
                 return join_causes(cause, self._other_coefficient(factor))
         # a coefficient beside another count of tokens would fit too much
         for cause, gradient in self._faults_of_tokens():
-            if (self.rest - gradient).norm() <= self.allowed:
+            changes = (gradient - right).norm() > self.allowed
+            if changes and (self.rest - gradient).norm() <= self.allowed:
                 return cause
         return NO_CAUSE
 
@@ -106,11 +113,16 @@ class ValueSearch:
         )
         places = self.batch.is_token.nonzero().tolist()
         columns = [self.forward.by_row(V[i, t]).sum(0) for i, t in places]
-        slopes, _, residual = solve_least_squares(torch.stack(columns, 1), self.rest)
-        if residual * float(self.rest.norm()) > self.allowed:
+        slopes, errors, residual = solve_least_squares(
+            torch.stack(columns, 1), self.rest
+        )
+        is_unclear = residual * float(self.rest.norm()) > self.allowed
+        if is_unclear or not errors.isfinite().any():
             return NO_CAUSE
         right = right_slopes[self.batch.is_token]
-        worst = int((slopes - right).abs().argmax())
+        # the slopes that the gradient determines
+        apart = torch.where(errors.isfinite(), (slopes - right).abs(), 0)
+        worst = int(apart.argmax())
         i, t = places[worst]
         return Cause(
             "the policy term is right, and the value loss is not: its slope by the value of "

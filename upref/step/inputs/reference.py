@@ -655,9 +655,11 @@ def _values(out: Any, z: Tensor) -> Tensor:
     Raises:
         InputError: there are none, or several tensors could be the values.
     """
-    fields = vars(out).values() if hasattr(out, "logits") else out
-    if isinstance(fields, Tensor):
-        fields = ()
+    fields: Any = ()
+    if isinstance(out, tuple):
+        fields = out
+    elif hasattr(out, "logits"):
+        fields = vars(out).values()
     found = [
         x.reshape(z.shape[:2])
         for x in fields

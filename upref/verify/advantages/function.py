@@ -171,10 +171,7 @@ class Function(UserFunction):
         inputs = self._inputs([0.0] * len(mask), group)
         inputs |= {"rewards": rewards.clone(), "mask": mask.clone()}
         returned = self._called(inputs).returned
-        A = returned[0] if isinstance(returned, tuple) and returned else returned
-        if isinstance(A, dict) and "advantages" in A:
-            A = A["advantages"]
-        A = torch.as_tensor(A).detach().cpu().double()
+        A = torch.as_tensor(_advantages_in(returned)).detach().cpu().double()
         if A.shape == mask.shape[:1] or A.shape == (len(mask), 1):
             A = A.reshape(-1, 1).expand(mask.shape)
         if A.shape != mask.shape:
@@ -234,10 +231,7 @@ class Function(UserFunction):
             self.lines,
             self.reading.passed(inputs, self.bound_args),
         )
-        if isinstance(returned, tuple) and returned:
-            returned = returned[0]
-        if isinstance(returned, dict) and "advantages" in returned:
-            returned = returned["advantages"]
+        returned = _advantages_in(returned)
         if not isinstance(returned, Tensor):
             kind = type(returned).__name__
             raise InputError(f"{self.name} returns a {kind}: a proof needs a tensor")
@@ -359,10 +353,7 @@ class Function(UserFunction):
             [N], and whether the tokens of a response have different advantages. Then
             [N] holds the first token's.
         """
-        if isinstance(returned, tuple) and returned:
-            returned = returned[0]
-        if isinstance(returned, dict) and "advantages" in returned:
-            returned = returned["advantages"]
+        returned = _advantages_in(returned)
         try:
             if isinstance(returned, Tensor):
                 A = returned.detach().cpu().to_dense()
@@ -441,6 +432,17 @@ def read(fn: Any, estimator: str, hp: Mapping[str, Any]) -> Function:
         and not function.takes_tokens
     )
     return replace(function, takes_matrix=takes_matrix)
+
+
+def _advantages_in(returned: Any) -> Any:
+    """Return the advantages of what a function returned: the first of a tuple, the entry
+    of a dictionary.
+    """
+    if isinstance(returned, tuple) and returned:
+        returned = returned[0]
+    if isinstance(returned, dict) and "advantages" in returned:
+        returned = returned["advantages"]
+    return returned
 
 
 def _find(name: str) -> Callable[..., Any]:

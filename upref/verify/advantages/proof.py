@@ -13,8 +13,15 @@ from torch import Tensor
 from upref import advantages, catalog, token_advantages
 from upref.errors import InputError
 from upref.proof.compare import Comparison, compare
-from upref.proof.rewards import RewardDomain, reward_patterns, two_valued_patterns
+from upref.proof.rewards import (
+    ALL_TIES,
+    LARGEST,
+    RewardDomain,
+    reward_patterns,
+    two_valued_patterns,
+)
 from upref.proof.solver import require_z3
+from upref.proof.state import kept
 from upref.proof.subjects import advantages_of
 from upref.rollouts import Rollouts
 from upref.user_code.guard import state_restored
@@ -76,7 +83,9 @@ def prove_advantages(
     if unknown := sorted(hp.keys() - settings):
         raise InputError(f"{estimator} has no setting {unknown[0]!r}.")
     with state_restored() as changed:
-        case = choose_inputs(read(fn, estimator, hp), estimator, hp)
+        function = read(fn, estimator, hp)
+        first = kept(function.fn)
+        case = choose_inputs(function, estimator, hp)
         full_hp = _with_defaults(estimator, hp)
         remarks: tuple[str, ...] = ()
         if case.denominator_is_known and settings - hp.keys():
@@ -88,7 +97,7 @@ def prove_advantages(
             most = 2 if is_small else responses
             return _proved(case.function, estimator, full_hp, most, seconds)
 
-        proof = without_state(case.function.fn, compared)
+        proof = without_state(case.function.fn, compared, first)
     proof = replace(proof, remarks=(*remarks, *proof.remarks))
     return with_changes(proof, changed)
 
@@ -130,7 +139,30 @@ def _proved(
     )
     settings = ", ".join(f"{name}={x:g}" for name, x in hp.items())
     words = f"{estimator}({settings})" if settings else estimator
-    return _report(function, words, found)
+    of_rewards = _words_for_rewards(estimator, function, most)
+    return _report(function, words, found, of_rewards)
+
+
+def _words_for_rewards(estimator: str, function: Function, most: int) -> str:
+    """Return for which rewards and prompts a proof holds, in words.
+
+    Args:
+        estimator: its name.
+        function: the user's.
+        most: responses of the largest batch.
+    """
+    if estimator in TWO_VALUED:
+        return "for rewards of 0 and 1, and of -1 and 1, all of one prompt"
+    prompts = "every way to divide responses among prompts"
+    if function.groups_are_contiguous:
+        prompts = "prompts of one size, each in one piece"
+    beyond = (
+        f" of up to {ALL_TIES} responses, and some of more" if most > ALL_TIES else ""
+    )
+    return (
+        f"for every reward, |R| <= {LARGEST:,.0f}; {prompts}; ties, and rewards of 0 and 1, "
+        f"of -1 and 1, in all batches{beyond}"
+    )
 
 
 def is_different(expected: Tensor, found: Tensor, batch: Rollouts) -> bool:
@@ -149,7 +181,9 @@ def is_different(expected: Tensor, found: Tensor, batch: Rollouts) -> bool:
     return bool(((expected - found).abs() > ROUNDING * size).any())
 
 
-def _report(function: Function, words: str, found: Comparison) -> Proof:
+def _report(
+    function: Function, words: str, found: Comparison, of_rewards: str
+) -> Proof:
     """Return what was found, in numbers and words."""
     is_rounded = found.is_rounded and found.status == "proved"
     proof = Proof(
@@ -165,6 +199,7 @@ def _report(function: Function, words: str, found: Comparison) -> Proof:
         read_as=str(function.reading),
         remarks=(ROUNDED,) if is_rounded else (),
         unit=ADVANTAGE,
+        of_rewards=of_rewards,
         seconds=found.seconds,
     )
     if found.counterexample is None:
@@ -176,14 +211,16 @@ def _report(function: Function, words: str, found: Comparison) -> Proof:
     assert batch.group is not None
     rewards, group = batch.adv[:, 0].tolist(), batch.group.tolist()
     peers = group.count(group[row])
-    first = expected[:, 0].tolist(), got[:, 0].tolist()
+    token = f", token {column + 1}" if gap.shape[1] > 1 else ""
     return replace(
         proof,
-        place=f"response {row}, one of {peers} to its prompt, of {len(group)} in the batch",
+        place=f"response {row}{token}, one of {peers} to its prompt, of {len(group)} in the batch",
         numbers={"R": rewards[row]},
         expected=expected[row, column].item(),
         found=got[row, column].item(),
         example=Example(
-            {"rewards": rewards, "group": group}, expected=first[0], found=first[1]
+            {"rewards": rewards, "group": group},
+            expected=expected[:, column].tolist(),
+            found=got[:, column].tolist(),
         ),
     )

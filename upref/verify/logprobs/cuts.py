@@ -5,6 +5,7 @@ its problems, its known faults, and its oracles.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,12 +13,14 @@ from torch import Tensor
 from upref import nucleus
 from upref.errors import InputError
 from upref.user_code.logprobs import Kernel, KernelOutcome, Problem
+from upref.verify.faults import Fault, first_fitting
+from upref.verify.faults.logprobs import states
 from upref.verify.finding import NO_CAUSE, Cause, Example, Number, number_pair
 from upref.verify.oracle import Oracle, oracle, untouched
 from upref.verify.report import Finding, fail, note
 
 TOL = 1e-4  # of every number: float32 passes, and each known fault is far larger
-MARGIN = 1e-3  # of a logit and of a mass, to the edge of a cut
+MARGIN = 2e-4  # of a logit and of a mass, to the edge of a cut
 VOCABULARIES = (9, 23, 40)
 HIDDEN = 6
 TOKENS = (2, 4)
@@ -50,12 +53,6 @@ class Nucleus:
     normalized: Callable[[Tensor, Tensor, Problem], Tensor]
     entropy_of: Callable[[Tensor, Tensor, Problem], Tensor] | None = None
     gradient_of: Callable[[Tensor, Tensor, Problem], Tensor] | None = None
-
-
-def logits_of(problem: Problem) -> Tensor:
-    """Return z of a problem, before the temperature."""
-    y = problem.x if problem.weight is None else problem.x @ problem.weight.T
-    return y if problem.bias is None else y + problem.bias
 
 
 def cut_first(z: Tensor, problem: Problem) -> Tensor:
@@ -102,7 +99,7 @@ def solved(problem: Problem, how: Nucleus) -> KernelOutcome:
     problem = problem.to(torch.float64)
     leaves = {k: v.detach().requires_grad_() for k, v in problem.leaves.items()}
     inner = replace(problem, x=next(iter(leaves.values())), weight=leaves.get("weight"))
-    z = logits_of(inner)
+    z = states(inner)
     keep = how.keep(z, inner)
     log_p = how.normalized(z, keep, inner)
     index = problem.tokens[..., None]
@@ -182,67 +179,67 @@ def _without_temperature(z: Tensor, keep: Tensor, problem: Problem) -> Tensor:
     return over_kept(z, keep, replace(problem, temperature=1.0))
 
 
-# (words, id, change): the first that gives all numbers is named
-FAULTS: tuple[tuple[str, str, Nucleus], ...] = (
-    (
+# the first that gives all numbers is named
+FAULTS: tuple[Fault[Nucleus], ...] = (
+    Fault(
         "log-probabilities are normalized over the whole vocabulary, not over the tokens that are kept",
-        "nucleus-not-renormalized",
         replace(TOP_K_FIRST, normalized=over_all, entropy_of=over_kept),
+        id="nucleus-not-renormalized",
     ),
-    (
+    Fault(
         "nothing is cut: log-probabilities are those of the whole distribution",
-        "nucleus-missing",
         replace(TOP_K_FIRST, normalized=over_all),
+        id="nucleus-missing",
     ),
-    (
+    Fault(
         "the cut is made before the temperature: which tokens are kept is decided at temperature 1",
-        "nucleus-before-temperature",
         replace(TOP_K_FIRST, keep=_in_another_temperature),
+        id="nucleus-before-temperature",
     ),
-    (
+    Fault(
         "the temperature is left out",
-        "temperature-missing",
         Nucleus(_in_another_temperature, _without_temperature),
+        id="temperature-missing",
     ),
-    (
+    Fault(
         "the token that crosses top_p is left out",
-        "nucleus-without-crossing-token",
         replace(TOP_K_FIRST, keep=_by_mass(at_least_one=True, include_next=False)),
+        id="nucleus-without-crossing-token",
     ),
-    (
+    Fault(
         "one token behind the one that crosses top_p is kept",
-        "nucleus-one-token-more",
         replace(TOP_K_FIRST, keep=_by_mass(at_least_one=False, include_next=True)),
+        id="nucleus-one-token-more",
     ),
-    (
+    Fault(
         "top_p is left out",
-        "top-p-missing",
         replace(TOP_K_FIRST, keep=_without_top_p),
+        id="top-p-missing",
     ),
-    (
+    Fault(
         "top_k is left out",
-        "top-k-missing",
         replace(TOP_K_FIRST, keep=_without_top_k),
+        id="top-k-missing",
     ),
-    (
+    Fault(
         "top_k keeps one token more",
-        "top-k-one-more",
         replace(TOP_K_FIRST, keep=_one_more_or_less(1)),
+        id="top-k-one-more",
     ),
-    (
+    Fault(
         "top_k keeps one token less",
-        "top-k-one-less",
         replace(TOP_K_FIRST, keep=_one_more_or_less(-1)),
+        id="top-k-one-less",
     ),
-    (
+    Fault(
         "the entropy is that of the whole distribution",
-        "entropy-of-whole-distribution",
         replace(TOP_K_FIRST, entropy_of=over_all),
+        id="entropy-of-whole-distribution",
     ),
-    (
+    Fault(
         "the gradient of the log-probabilities is that of the whole distribution",
-        "gradient-of-whole-distribution",
         replace(TOP_K_FIRST, gradient_of=over_all),
+        id="gradient-of-whole-distribution",
     ),
 )
 
@@ -252,7 +249,7 @@ def _margin(problem: Problem) -> float:
     """Return how far the cuts of a problem are from another result: the least distance
     of a mass to p, at any temperature and in either order, and of two logits.
     """
-    z = logits_of(problem)
+    z = states(problem)
     least = float("inf")
     for temperature in {1.0, problem.temperature}:
         scaled = z / temperature
@@ -308,14 +305,31 @@ def make_problem(
             top_k=top_k,
             top_p=top_p,
         )
-        if _margin(problem) > MARGIN / 5:
-            both = cut_first(logits_of(problem), problem)
-            both = both & cut_jointly(logits_of(problem), problem)
+        if _margin(problem) > MARGIN:
+            both = cut_first(states(problem), problem)
+            both = both & cut_jointly(states(problem), problem)
             chance = torch.rand(both.shape, generator=gen) * both
             return replace(problem, tokens=chance.argmax(-1))
     raise InputError(
         f"no clear problem was found for top_k={top_k}, top_p={top_p}: try other numbers."
     )
+
+
+class Worst(NamedTuple):
+    """The number that differs most.
+
+    Attributes:
+        error: of it, in tolerances.
+        name: of the numbers that it is one of.
+        place: of it among them.
+        expected, found: the number.
+    """
+
+    error: float
+    name: str
+    place: tuple[int, ...]
+    expected: float
+    found: float
 
 
 @dataclass
@@ -368,63 +382,46 @@ class NucleusCase:
                 self.done.append((words, problem, self.kernel(problem)))
         return self.done
 
-    def fits(self, how: Nucleus, names: frozenset[str] | None = None) -> bool:
+    def fits(self, how: Nucleus) -> bool:
         """Tell whether a cut gives the numbers of all problems.
 
         Args:
             how: the cut.
-            names: the numbers that are compared; None: all.
         """
         return all(
-            self.worst(problem, outcome, how, names)[0] <= 1
+            self.worst(problem, outcome, how).error <= 1
             for _, problem, outcome in self.solve()
         )
 
-    def worst(
-        self,
-        problem: Problem,
-        outcome: KernelOutcome,
-        how: Nucleus,
-        names: frozenset[str] | None = None,
-    ) -> tuple[float, str, tuple[int, ...], float, float]:
-        """Return the number that differs most: its error in tolerances, its name, its
-        index, and the expected and the found number.
+    def worst(self, problem: Problem, outcome: KernelOutcome, how: Nucleus) -> Worst:
+        """Return the number that differs most.
+
+        Args:
+            problem: the inputs.
+            outcome: what the function makes of them.
+            how: the cut.
         """
         right = solved(problem, how).numbers
-        worst: tuple[float, str, tuple[int, ...], float, float] = (
-            0.0,
-            "",
-            (),
-            0.0,
-            0.0,
-        )
+        worst = Worst(0.0, "", (), 0.0, 0.0)
         for name, found in outcome.numbers.items():
-            if names is not None and name not in names:
-                continue
             expected = right[name]
             size = max(1.0, float(expected.nan_to_num(0, 0, 0).abs().max()))
             errors = torch.where(found == expected, 0, (found - expected).abs())
             errors = errors.nan_to_num(nan=torch.inf) / size
             error = float(errors.max()) / TOL
-            if error > worst[0]:
+            if error > worst.error:
                 index = tuple(
                     int(i) for i in torch.unravel_index(errors.argmax(), errors.shape)
                 )
-                worst = (
-                    error,
-                    name,
-                    index,
-                    float(expected[index]),
-                    float(found[index]),
+                worst = Worst(
+                    error, name, index, float(expected[index]), float(found[index])
                 )
         return worst
 
     def cause(self) -> Cause:
         """Return the known fault that gives all numbers of all problems."""
-        for words, fault_id, how in FAULTS:
-            if self.fits(how):
-                return Cause(words, (fault_id,))
-        return NO_CAUSE
+        found = first_fitting(FAULTS, lambda known: self.fits(known.change))
+        return NO_CAUSE if found is None else found.cause
 
 
 # ---- oracles -------------------------------------------------------------------------
@@ -432,10 +429,11 @@ class NucleusCase:
 def values_and_gradients(case: NucleusCase) -> Iterator[Finding]:
     """Compare log-probabilities, entropies and gradients on tokens that are kept."""
     for words, problem, outcome in case.solve():
-        error, name, index, expected, found = case.worst(problem, outcome, case.how)
-        if error <= 1:
+        worst = case.worst(problem, outcome, case.how)
+        if worst.error <= 1:
             continue
-        numbers = number_pair(f"{name}{list(index)}", expected, found)
+        unit = f"{worst.name}{list(worst.place)}"
+        numbers = number_pair(unit, worst.expected, worst.found)
         yield fail("nucleus", words, *numbers, _shown(problem), case.cause())
         return
 
@@ -458,7 +456,7 @@ def _wrong(case: NucleusCase) -> str:
 def outside(case: NucleusCase) -> Iterator[Finding]:
     """Note what a token gets that the cut leaves out: its log-probability is -inf."""
     _, problem, _ = case.solve()[0]
-    keep = case.how.keep(logits_of(problem), problem)
+    keep = case.how.keep(states(problem), problem)
     left_out = torch.where(keep.all(-1), problem.tokens, keep.int().argmin(-1))
     if bool(keep.all()):
         return
@@ -473,7 +471,7 @@ def outside(case: NucleusCase) -> Iterator[Finding]:
         "outside",
         "a token that the cut leaves out does not get -inf",
         Number(float("-inf"), "log-prob"),
-        Number(float(lp[0]), "log-prob"),
+        Number(float(lp[~lp.isneginf()][0]), "log-prob"),
         "an engine that cuts elsewhere by rounding may sample such a token",
     )
 
@@ -487,8 +485,6 @@ def ties(case: NucleusCase) -> Iterator[Finding]:
     k = problem.top_k
     assert k is not None
     V = problem.x.shape[-1]
-    if k + 1 > V:
-        return
     z = torch.arange(V, 0, -1.0, dtype=torch.float64).repeat(*TOKENS, 1)
     z[..., k] = z[..., k - 1]
     tied = replace(
@@ -501,13 +497,25 @@ def ties(case: NucleusCase) -> Iterator[Finding]:
     )
     if "top_p" not in case.kernel.settings and problem.top_p is not None:
         return
-    error, *_ = case.worst(tied, case.kernel(tied), case.how)
-    if error > 1:
-        yield note(
-            "ties",
-            "of two equal logits at the edge of top_k one is kept",
-            cause="vLLM, transformers and NeMo-RL keep both",
-        )
+    outcome = case.kernel(tied)
+    if case.worst(tied, outcome, case.how).error <= 1:
+        return
+    words = "with two equal logits at the edge of top_k its numbers are not those of keeping both"
+    for column in (k - 1, k):
+        one_of_both = replace(case.how, keep=_less(case.how.keep, column))
+        if case.worst(tied, outcome, one_of_both).error <= 1:
+            words = "of two equal logits at the edge of top_k one is kept"
+    yield note("ties", words, cause="vLLM, transformers and NeMo-RL keep both")
+
+
+def _less(keep: Callable[..., Tensor], column: int) -> Callable[..., Tensor]:
+    """Return a cut that leaves out the token of this id too."""
+
+    def keep_less(z: Tensor, problem: Problem) -> Tensor:
+        """Return the tokens that it leaves."""
+        return keep(z, problem) & (torch.arange(z.shape[-1]) != column)
+
+    return keep_less
 
 
 def _shown(problem: Problem) -> Example | None:

@@ -100,24 +100,27 @@ def _cause(case: LossCase, batch: Rollouts) -> Cause:
             "the entropy has no gradient: the bonus is missing, or computed of a detached entropy",
             ("entropy-bonus-missing",),
         )
-    trained = found[mask]
-    for name in dict.fromkeys((case.agg, *FACTORS)):
-        bonus = common_value(trained / _bonus_slope(case, batch, name)[mask])
-        if bonus is None:
-            continue
-        is_own = name == case.agg
-        is_coefficient = abs(bonus - 1) < SAME
-        if not is_own and not is_coefficient:
-            continue  # another aggregation with a factor fits too much
-        if found[~mask].any():
-            return _cause_of_masked(case, batch, found)
-        if not is_own:
-            return Cause(
-                f"the entropy bonus is aggregated by {name}, not by {case.agg}",
-                (f"entropy-bonus-{aggregation_id(name)}",),
-            )
-        return _cause_of_coefficient(case, bonus * case.entropy_coef)
-    return _cause_of_masked(case, batch, found)
+    if found[~mask].any():
+        return _cause_of_masked(case, batch, found)
+    bonuses = {
+        name: common_value(found[mask] / _bonus_slope(case, batch, name)[mask])
+        for name in dict.fromkeys((case.agg, *FACTORS))
+    }
+    # another aggregation with a factor fits too much
+    exact = [
+        name
+        for name, bonus in bonuses.items()
+        if bonus is not None and abs(bonus - 1) < SAME
+    ]
+    if exact and exact[0] != case.agg:
+        return Cause(
+            f"the entropy bonus is aggregated by {exact[0]}, not by {case.agg}",
+            (f"entropy-bonus-{aggregation_id(exact[0])}",),
+        )
+    own = bonuses[case.agg]
+    if own is None:
+        return NO_CAUSE
+    return _cause_of_coefficient(case, own * case.entropy_coef)
 
 
 def _cause_of_coefficient(case: LossCase, coefficient: float) -> Cause:
@@ -139,16 +142,13 @@ def _cause_of_coefficient(case: LossCase, coefficient: float) -> Cause:
 
 
 def _cause_of_masked(case: LossCase, batch: Rollouts, found: Tensor) -> Cause:
-    """Return the cause that the bonus is over masked slots too; no cause where these
-    have no slope.
+    """Return the cause that the bonus is over masked slots too.
 
     Args:
         case: with the coefficient.
         batch: the batch.
         found: the slope of J by the entropy of each slot, [B, T].
     """
-    if not found[~batch.mask].any():
-        return NO_CAUSE
     words = "the entropy bonus counts masked slots"
     slots = batch.mask.numel()
     bonus = common_value(found.flatten())

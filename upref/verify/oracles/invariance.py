@@ -309,7 +309,8 @@ def _empty_prompt(
         return []
     text = "with a prompt of which all responses are masked throughout"
     advice = "drop such prompts, or divide by their tokens with clamp(min=1)"
-    return [note("padding", text, "a number", "NaN", advice)]
+    found = "NaN" if value.isnan() or gradient.isnan().any() else "inf"
+    return [note("padding", text, "a number", found, advice)]
 
 
 def _value_and_gradient_with_masked_row(

@@ -212,6 +212,7 @@ def _failure_on_axis(
         why = _cause_on_axis(case, axis, batch, (i, t), found[i, t].item())
     smaller = None if dtype_words else _smaller_batch(case, batch, i, t)
     shown: Example | None
+    extent = ""  # of what is wrong, where the whole batch is shown
     if smaller is not None:
         batch, errors = smaller
         found = case.weights(batch)
@@ -229,17 +230,17 @@ def _failure_on_axis(
         dtype_comment = "  # every number of it in float32" if dtype_words else ""
         code = f"from upref.weights.stress import stress_batch\nb = stress_batch({arguments}){dtype_comment}"
         shown = Example(code=code, rollouts=True)
-        is_wrong = errors > case.tol
+        is_wrong = errors > 10 * case.tol
         is_right = ~is_wrong & (case.expected(batch).abs() > case.tol)
-        dtype_words += _length_words(batch.mask.sum(1), is_wrong.any(1), is_right)
-        dtype_words += _range_words("row", is_wrong.any(1), is_right.any(1))
-        dtype_words += _range_words("column", is_wrong.any(0), is_right.any(0))
+        extent += _length_words(batch.mask.sum(1), is_wrong.any(1), is_right)
+        extent += _range_words("row", is_wrong.any(1), is_right.any(1))
+        extent += _range_words("column", is_wrong.any(0), is_right.any(0))
     length = int(batch.mask[i].sum())
     numbers = {
         "A": batch.adv[i, t].item(),
         "π_old": batch.logp_old[i, t].exp().item(),
     } | sampler_ratio(case, batch, (i, t))
-    where_words = f"column {t + 1}, in a response of {length} token{'s' if length > 1 else ''}{dtype_words}"
+    where_words = f"column {t + 1}, in a response of {length} token{'s' if length > 1 else ''}{dtype_words}{extent}"
     return fail(
         "unusual-inputs",
         AXES[axis].words,
