@@ -6,6 +6,7 @@ there is none.
 import json
 
 import pytest
+import torch
 
 pytest.importorskip(
     "transformers",
@@ -16,8 +17,9 @@ from tests.conformance.engine_adapters import SOURCE, Plain
 from tests.conformance.known_bugs import bugs, load, planted
 from tests.conformance.test_preparation import Loop, MasksEnd, MixedGroups, SamplerIsOld
 from upref.cli import main
-from upref.conformance import CASES
+from upref.conformance import CASES, diff
 from upref.conformance.diff import chosen_cases, diff_steps
+from upref.conformance.runner import make_model, make_rows
 from upref.errors import InputError
 
 CHANGES = {
@@ -114,7 +116,7 @@ def test_a_case_that_one_trainer_lacks_is_left_out():
     found = diff_steps(Plain(), Plain(), [CASES["objective/cispo"]])
     assert not found
     assert found.left_out == {
-        "objective/cispo": "plain loop 1.0: the loop has no cispo"
+        "objective/cispo": "plain loop 1.0 (1): the loop has no cispo"
     }
     assert "no case was compared" in str(found)
 
@@ -171,3 +173,18 @@ def test_a_difference_that_is_planted_in_a_release_is_found(
     (one,) = found.differing
     assert one.quantity.startswith(quantity), str(found)
     assert one.causes[0] == "agrees with the objective"
+
+
+def test_a_response_that_trains_in_neither_has_no_factor():
+    """What is read of it is rounding, and its quotient is no divisor."""
+    case = CASES["micro/2/token-mean"]
+    rows = make_rows(case, make_model(case), 0)[:2]
+    ours = [torch.ones(len(row.prompt) - 1 + len(row.trains)) for row in rows]
+    for weights, row in zip(ours, rows, strict=True):
+        masked = [False] * (len(row.prompt) - 1) + row.trains
+        weights[~torch.tensor(masked)] = 0
+    rounding = 1e-9 * torch.rand(len(ours[1]), generator=torch.Generator())
+    ours[1] = rounding
+    theirs = [ours[0] / 2, rounding.flip(0)]
+    quantity, a, b = diff._compare_weights(case, rows, ours, theirs)
+    assert (quantity, a, b) == ("divisor", "2 times the other's", "1")
