@@ -139,7 +139,7 @@ def test_the_step_from_which_the_gap_is_larger_is_named():
     )
     assert found and found.notes[0].cause == "jumps"
     assert "from step 12 on" in str(found.notes[0])
-    assert "at most 0.0009 up to step 11" in str(found.notes[0])
+    assert "the largest up to step 11 is 0.0009" in str(found.notes[0])
     assert "stands_out" not in [f.cause for f in found.notes]
 
 

@@ -295,7 +295,7 @@ SERIES = {
     ),
     "jumps": (
         "from step {since} on the gap is larger than before: the least capped k2 is "
-        "{after:.2g}, and the largest up to step {until} {before:.2g}."
+        "{after:.2g}, and the largest up to step {until} is {before:.2g}."
     ),
     "stands_out": (
         "the gap stands out at {lone} of {of} steps: {named}. The least capped k2 "
