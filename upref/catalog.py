@@ -269,8 +269,10 @@ MAKES_NAMES = (
 
 def _require_function(file: Path, name: str) -> None:
     """Raise InputError where a file has functions, and its text nowhere has this name. The
-    file is not run.
+    file is not run, and a pipe is not read: its text comes once.
     """
+    if not file.is_file():
+        return
     text = file.read_text(encoding="utf-8", errors="replace")
     if not name.isascii() or name in text or any(word in text for word in MAKES_NAMES):
         return

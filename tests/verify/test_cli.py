@@ -153,7 +153,7 @@ def test_the_other_losses_are_checked_where_one_cannot_run(capsys, tmp_path):
     losses = [f"{broken}:loss", f"{whole}:wrong"]
     code, out, err = run(capsys, "check", *losses, "--as", "dapo")
     assert code == 2
-    assert "nothing_of_this_name" in err and out.startswith("NOT dapo: ")
+    assert "nothing_of_this_name" in err and out.startswith("\nNOT dapo: ")
 
 
 def test_watch_checks_again_at_each_save_until_ctrl_c(tmp_path):
