@@ -456,6 +456,14 @@ def main(*pages: str) -> int:
     """Write the pages that are named, or all; print which of them changed."""
     if pages[:1] == ("--print",):
         return show(pages[1:])
+    if pages in (("--help",), ("-h",)):
+        print(__doc__)
+        return 0
+    missing = [page for page in pages if not (ROOT / page).is_file()]
+    if missing:
+        known = ", ".join(str(page) for page in PAGES)
+        print(f"There is no page {missing[0]}: choose of {known}.", file=sys.stderr)
+        return 2
     for page in [Path(p) for p in pages] or PAGES:
         old = (ROOT / page).read_text(encoding="utf-8")
         new = written(old)

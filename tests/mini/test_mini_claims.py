@@ -7,7 +7,7 @@ from scipy import stats
 
 from docs import record
 from repro.mini.experiment import curves, effects, frozen, plan, standing, words
-from repro.mini.experiment.questions import Question, Term
+from repro.mini.experiment.questions import Question, Term, known
 
 UP, DAPO = Term("up_dapo", "small", "avg"), Term("dapo", "small", "avg", weight=-1.0)
 MORE = Question("avg", (UP, DAPO))
@@ -19,6 +19,14 @@ def effect(question, values) -> effects.Effect:
     if len(d) < 2:
         return effects.described(question, d)
     return effects.described(question, d, *effects.interval(d.mean(1), 0.05))
+
+
+@pytest.mark.parametrize(
+    ("metric", "is_known"), [("pass@8", True), ("pass@x", False), ("pass@", False)]
+)
+def test_a_number_that_no_run_has_is_not_known(metric, is_known):
+    """`pass@x` was let in by the plan, and ended in an error at its first record."""
+    assert known(Term("dapo", "small", metric)) == is_known
 
 
 def test_an_interval_by_hand():

@@ -89,7 +89,7 @@ def test_every_table_of_the_site_stands_on_a_page():
 
 
 def test_a_part_that_is_not_there_is_one_sentence(capsys):
-    for words in (["--print"], ["--print", "nothing"]):
+    for words in (["--print"], ["--print", "nothing"], ["docs/nothing.md"]):
         assert make.main(*words) == 2
         assert capsys.readouterr().err.count("\n") == 1
 

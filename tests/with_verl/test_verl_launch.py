@@ -683,8 +683,12 @@ def test_a_run_that_dies_says_what_to_do_and_goes_on(
     # the same command makes progress
     assert launch.main([*args, "name=ahead"], BIG) == 75 and saved
     monkeypatch.setenv("STEPS", "3")
-    monkeypatch.setenv("STATUS", "0")
     time.sleep(1.1)  # a start's file is named by the second
+    # it died while it saved the last step
+    assert launch.main(args, BIG) == 7
+    assert "ended after 3 of 3 steps" in (run / "verl.log").read_text()
+    monkeypatch.setenv("STATUS", "0")
+    time.sleep(1.1)
     assert launch.main(args, BIG) == 0
     assert (
         (run / "verl.log")

@@ -405,8 +405,9 @@ LOSS = {
     ),
     "unexplained": (
         "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms "
-        "({value:.6g}), and no other divisor explains it: another mask in the loss than in "
-        "the file, a further term, other hyperparameters or another objective do."
+        "({value:.6g}), and no single divisor of its terms gives it. A divisor of its own "
+        "for each response or prompt, another mask in the loss than in the file, a further "
+        "term, other hyperparameters or another objective can."
     ),
     "beside_zero": (
         "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms, "

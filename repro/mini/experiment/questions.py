@@ -212,7 +212,8 @@ def known(term: Term) -> bool:
         return term.at in AT_EVALS
     if metric in STEP_METRICS or metric == "malformed":
         return term.at in AT_STEPS
-    return metric in ("survival", EQUAL) or metric.startswith("pass@")
+    of_k = metric.removeprefix("pass@")
+    return metric in ("survival", EQUAL) or (of_k != metric and of_k.isdigit())
 
 
 def number(run: RunRecord, term: Term) -> float:

@@ -120,9 +120,11 @@ def _claims(plan: Plan, known: Known, total: Checked) -> None:
         facts = s["word"], s["why"], s["seeds"], s["of"]
         same = facts == (verdict.word, verdict.why, verdict.n, verdict.of)
         total.compare("claims", name, same)
-        row = next(row for row in rows if row[1] == claim.title)
-        rows.remove(row)
-        total.compare("printed effects", name, _is_printed(row, s, verdict, effects))
+        row = next((row for row in rows if row[1] == claim.title), None)
+        is_printed = row is not None and _is_printed(row, s, verdict, effects)
+        total.compare("printed effects", name, is_printed)
+        if row is not None:
+            rows.remove(row)
 
 
 def _is_printed(

@@ -177,7 +177,10 @@ def last_words(
     done, kept = rows[-1]["step"] if rows else 0, checkpointed(run.directory)
     of = f"{done} of {total} steps" if total else f"{done} steps"
     report = f"python -m repro.with_verl.report {run.directory}"
-    if (total and done >= total) or (not total and status == 0):
+    # it saves checkpoints, and ended before the last one was whole
+    lost_its_end = bool(status or ended) and 0 < kept < done
+    trained = done >= total if total else status == 0
+    if trained and not lost_its_end:
         return f"upref: finished, {of}: `{report}`", 0
     how = ended or (
         f"verl ended with status {status}" if status else "verl ended early"
