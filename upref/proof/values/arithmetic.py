@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums and products of formulas."""
+
+from fractions import Fraction
+
+from upref.proof.values.nodes import (
+    POSITIVE,
+    TOTALS,
+    Choice,
+    Function,
+    Monomial,
+    TooHard,
+    Variable,
+)
+from upref.proof.values.points import Points
+from upref.proof.values.rationals import Number
+
+MOST_TERMS = 600  # of a product; longer ones are not multiplied out
+
+
+class Arithmetic(Points):
+    """Addition, multiplication, and the signs of factors."""
+
+    def add(self, x: int, y: int) -> int:
+        """Return the sum of two values."""
+        x, y = self.real(x), self.real(y)
+        if x == self.zero:
+            return y
+        if y == self.zero:
+            return x
+        key = (x, y) if x < y else (y, x)
+        known = self._sums.get(key)
+        if known is None:
+            known = self._sums[key] = self._add(x, y)
+        return known
+
+    def _add(self, x: int, y: int) -> int:
+        kinds = {self.special(x), self.special(y)} - {""}
+        if kinds:
+            if len(kinds) > 1 or "nan" in kinds:
+                return self.nan
+            return self.inf if "inf" in kinds else self.minus_inf
+        total = dict(self.terms(x))
+        for monomial, c in self.terms(y):
+            total[monomial] = total.get(monomial, Fraction(0)) + c
+        return self._polynomial(total)
+
+    def scale(self, x: int, factor: Number) -> int:
+        """Return a value times a number."""
+        return self.multiply(x, self.number(factor))
+
+    def negative(self, x: int) -> int:
+        """Return minus a value."""
+        return self.scale(x, -1)
+
+    def subtract(self, x: int, y: int) -> int:
+        """Return the difference of two values."""
+        return self.add(x, self.negative(y))
+
+    def multiply(self, x: int, y: int) -> int:
+        """Return the product of two values."""
+        x, y = self.real(x), self.real(y)
+        if x == self.one:
+            return y
+        if y == self.one:
+            return x
+        key = (x, y) if x < y else (y, x)
+        known = self._products.get(key)
+        if known is None:
+            known = self._products[key] = self._multiply(x, y)
+        return known
+
+    def _multiply(self, x: int, y: int) -> int:
+        if self.special(x) or self.special(y):
+            return self._multiply_special(x, y)
+        if self.zero in (x, y):
+            return self.zero
+        left, right = self.terms(x), self.terms(y)
+        if len(left) * len(right) > MOST_TERMS:
+            # the longer one becomes an atom of its own
+            longer, other = (x, y) if len(left) >= len(right) else (y, x)
+            longer = self._of_atom(Function("same", longer))
+            left, right = self.terms(longer), self.terms(other)
+        if len(left) * len(right) > MOST_TERMS:
+            raise TooHard(f"a product of more than {MOST_TERMS} terms")
+        total: dict[Monomial, Fraction] = {}
+        rest = self.zero
+        for a, c in left:
+            for b, d in right:
+                monomial, more = self._join(a, b)
+                if more is None:
+                    total[monomial] = total.get(monomial, Fraction(0)) + c * d
+                else:
+                    product = self.multiply(self._polynomial({monomial: c * d}), more)
+                    rest = self.add(rest, product)
+        return self.add(self._polynomial(total), rest)
+
+    def _multiply_special(self, x: int, y: int) -> int:
+        """Return a product one factor of which is infinite or not a number."""
+        if "nan" in (self.special(x), self.special(y)):
+            return self.nan
+        signs = [self._sign_of_factor(v) for v in (x, y)]
+        if 0 in signs:
+            return self.nan
+        return self.inf if signs[0] * signs[1] > 0 else self.minus_inf
+
+    def _sign_of_factor(self, x: int) -> int:
+        """Return the sign of a factor of infinity."""
+        if name := self.special(x):
+            return -1 if name == "-inf" else 1
+        sign = self.sign_of(x)
+        if sign is None:
+            raise TooHard("infinity times a value of unknown sign")
+        return sign
+
+    def sign_of(self, x: int) -> int | None:
+        """Return the sign that a value always has: 1, 0 or -1; None where that is open.
+
+        Args:
+            x: an id.
+        """
+        c = self.constant(x)
+        if c is not None:
+            return (c > 0) - (c < 0)
+        condition = self.above(x)
+        if condition in (self.zero, self.one):
+            return 1 if condition == self.one else -1
+        return None
+
+    def is_positive(self, atom: int) -> bool:
+        """Tell whether an atom is known to be above 0.
+
+        Args:
+            atom: its number.
+        """
+        kind = self.atoms[atom]
+        if isinstance(kind, Variable):
+            return kind.low >= 0
+        if not isinstance(kind, Function):
+            return False
+        if kind.name == "inverse":
+            return self.sign_of(kind.argument) == 1
+        if kind.name in TOTALS:
+            is_known = kind.argument in self.positive_totals
+            return is_known or self.sign_of(kind.argument) == 1
+        return kind.name in POSITIVE
+
+    def _join(self, a: Monomial, b: Monomial) -> tuple[Monomial, int | None]:
+        """Return the product of two monomials, and a value that is to be multiplied
+        with it: what became of two choices by one condition, or of a value times its
+        inverse.
+        """
+        if not a:
+            return b, None
+        if not b:
+            return a, None
+        powers = dict(a)
+        for atom, exponent in b:
+            powers[atom] = powers.get(atom, Fraction(0)) + exponent
+        choices: dict[int, list[int]] = {}
+        for atom in powers:
+            kind = self.atoms[atom]
+            if isinstance(kind, Choice) and powers[atom]:
+                choices.setdefault(kind.condition, []).append(atom)
+        for atoms in choices.values():
+            if len(atoms) > 1 or powers[atoms[0]] != 1:
+                return self._join_choices(powers, atoms)
+        for atom, exponent in powers.items():
+            kind = self.atoms[atom]
+            if isinstance(kind, Function) and kind.name == "sqrt":
+                whole = exponent // 2
+                if whole:
+                    powers[atom] = exponent - 2 * whole
+                    more = self.power(kind.argument, whole)
+                    return self._monomial(powers), more
+            if isinstance(kind, Function) and kind.name == "inverse" and exponent > 0:
+                reduced = self._reduce(powers, atom, kind.argument)
+                if reduced is not None:
+                    return reduced
+        return self._monomial(powers), None
+
+    def _join_choices(
+        self, powers: dict[int, Fraction], atoms: list[int]
+    ) -> tuple[Monomial, int]:
+        """Return the product with the choices of one condition made one."""
+        yes = no = self.one
+        condition = -1
+        for atom in atoms:
+            kind = self.atoms[atom]
+            assert isinstance(kind, Choice)
+            condition = kind.condition
+            yes = self.multiply(yes, self.power(kind.yes, powers[atom]))
+            no = self.multiply(no, self.power(kind.no, powers[atom]))
+        rest = {atom: e for atom, e in powers.items() if atom not in atoms}
+        return self._monomial(rest), self.choose(condition, yes, no)
+
+    def _reduce(
+        self, powers: dict[int, Fraction], inverse: int, argument: int
+    ) -> tuple[Monomial, int] | None:
+        """Return m / (l + rest), where m holds the leading monomial l, as
+        (m / l) (1 - rest / (l + rest)); None where m does not hold it.
+        """
+        (lead, c), *rest = reversed(self.terms(argument))
+        if not lead:
+            return None
+        for atom, exponent in lead:
+            have = powers.get(atom, Fraction(0))
+            if have * exponent <= 0 or abs(have) < abs(exponent):
+                return None
+        quotient = dict(powers)
+        for atom, exponent in lead:
+            quotient[atom] -= exponent
+        quotient[inverse] -= 1
+        others = self._polynomial(dict(rest))
+        once = self._polynomial({((inverse, Fraction(1)),): Fraction(1)})
+        more = self.subtract(self.one, self.multiply(others, once))
+        return self._monomial(quotient), self.scale(more, 1 / c)
