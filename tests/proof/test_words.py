@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a proof says where it has no answer, and of a name that it does not know."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import upref
 from upref.proof.paths import Path, _undecided
 from upref.proof.trace import Step
+from upref.verify.proof import Proof
 
 
 def shifted(log_prob, old_log_prob, advantages, mask):
@@ -31,3 +34,17 @@ def test_an_undecided_question_names_the_line_of_its_path():
     steps = (Step(5, True, "mine.py:3"), Step(6, True, ""))
     assert "mine.py:3" in _undecided(Path({}, steps, ids, ids))
     assert "fewer --rows" in _undecided(Path({}, (), ids, ids))
+
+
+def test_larger_batches_are_part_of_no_proof_but_that_of_every_size():
+    sizes = Proof("mine.py:loss", "dapo", "proved", shapes=((1, 1), (1, 3)), batches=23)
+    assert "not part of the proof: larger batches, rounding" in sizes.text()
+    assert "larger batches" not in replace(sizes, every_size=True).text()
+    assert "larger batches" not in replace(sizes, status="differs").text()
+
+
+def test_the_line_of_a_bound_names_all_that_the_number_may_be_about():
+    bounds = ((5000, "mine.py:9"),)
+    proof = Proof("mine.py:loss", "dapo", "proved", shapes=((1, 1),), bounds=bounds)
+    line = "a size, count, setting or kept state is compared with 5000 (mine.py:9)"
+    assert line in proof.text()

@@ -53,7 +53,7 @@ TIES_AT_ONE = (
     "tokens to which a policy gives the probability 1 are left out: there two arguments of a "
     "minimum or maximum are equal, and each gets half of the gradient"
 )
-NOT_PART = "not part of the proof: rounding, overflow, side effects, other dtypes"
+NOT_PART = ("rounding", "overflow", "side effects", "other dtypes")
 # units of what is compared
 GRADIENT, ADVANTAGE = "dJ/dlp", "A"
 VALUE_OF_TERM, SLOPE_OF_TERM = "value", "gradient"
@@ -180,7 +180,7 @@ class Proof(Result):
             lines = [f"{short(self.name)} is {self.reference}: PROVED", *self._extent()]
         lines += [f"  {remark}" for remark in self.remarks]
         if self.status != "no proof":
-            lines += [f"  {NOT_PART}{self.check_with}"]
+            lines += [f"  not part of the proof: {self._not_part()}{self.check_with}"]
         if self.read_as and verbose:
             lines.append(f"read as: {short(self.read_as)}")
         return "\n".join(lines)
@@ -221,10 +221,16 @@ class Proof(Result):
             f"{counted(self.paths, 'path')}; {self.seconds:.1f} s"
         ]
 
+    def _not_part(self) -> str:
+        """What is left out, in words."""
+        is_of_sizes = self.status == "proved" and not self.every_size
+        return ", ".join(("larger batches", *NOT_PART) if is_of_sizes else NOT_PART)
+
     def _bounds(self) -> list[str]:
-        """Beyond which sizes nothing is proved."""
+        """At which numbers the code may do something else."""
         return [
-            f"  a size, count or setting is compared with {number} ({line}): on the other side of it nothing is proved"
+            f"  a size, count, setting or kept state is compared with {number} ({line}): "
+            "on the other side of it nothing is proved"
             for number, line in self.bounds
         ]
 
@@ -490,7 +496,7 @@ def _for_every_size(
 ) -> Proof:
     """Return a proof with whether it holds for every number of rows and columns."""
     if proof.bounds:
-        reason = "it compares a size, count or setting with a number"
+        reason = "it compares a size, count, setting or kept state with a number"
         return replace(proof, sizes_open=reason)
     if _reads_prompts(loss, objective):
         return replace(proof, sizes_open="it reads the prompts of the rows")
