@@ -12,6 +12,6 @@ def names() -> str:
     for key, scalar in SCALARS.items():
         called = [f"`{name}`" for name in scalar.names]
         if key in beside:
-            called.append(f"`{beside[key]}` in TRL")
+            called.append(f"`{beside[key]}` in TRL's GRPO with vLLM")
         rows.append((f"`{key}`", scalar.words, ", ".join(called)))
     return table(("scalar", "what it is", "names"), rows)

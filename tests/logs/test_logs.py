@@ -418,3 +418,43 @@ def test_each_command_of_the_page_runs(tmp_path, monkeypatch, capsys):
     assert len(commands) == 3
     for command in commands:
         assert main(command.split()) == 0, (command, capsys.readouterr())
+
+
+def test_rows_may_be_in_any_order(tmp_path):
+    """Tokens since the start fall from row to row, and not from step to step."""
+    rows = log_of("trl")
+    (run,) = read(write(rows[::-1], tmp_path / "log.jsonl"))
+    assert list(run.steps) == sorted(run.steps)
+    assert not [s for s in audit(run).statements if s.name == "two runs"]
+
+
+def test_a_kl_of_rloo_is_no_k3(tmp_path):
+    """TRL's RLOO logs GRPO's names, and its kl is that of a reward: k1."""
+    rows = [
+        {name: x for name, x in row.items() if not name.startswith("sampling/")}
+        for row in log_of("trl")
+    ]
+    rows = [row | {"kl": -0.02} for row in rows]
+    (run,) = read(write(rows, tmp_path / "log.jsonl"))
+    report = audit(run)
+    assert not report.failures and not report.notes
+    assert "k1" in [f.name for f in report.facts]
+
+
+@pytest.mark.parametrize(("entropies", "fails"), [((-0.4, -0.3), 0), ((-0.4, 0.3), 1)])
+def test_an_entropy_loss_may_be_minus_the_entropy(entropies, fails, tmp_path):
+    rows = [
+        {"step": n, "train/entropy_loss": x, "train/grad_norm": 0.3}
+        for n, x in enumerate(entropies)
+    ]
+    (run,) = read(write_lines(rows, tmp_path / "log.jsonl"))
+    assert len(audit(run).failures) == fails
+
+
+def test_factors_that_are_means_may_exceed_that_of_the_mean_gap(tmp_path):
+    rows = [
+        row | {"sampling/importance_sampling_ratio/max": 2.9} for row in log_of("trl")
+    ]
+    (run,) = read(write(rows, tmp_path / "log.jsonl"))
+    (found,) = [f for f in audit(run).facts if f.name == "of responses"]
+    assert "or both numbers are means over several batches" in found.text

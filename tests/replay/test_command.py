@@ -289,3 +289,32 @@ def test_what_an_earlier_step_exercises_is_exercised(tmp_path, capsys):
         write(tmp_path / f"s{step}.npz", batch)
     said = " ".join(run(capsys, tmp_path, "--as", "dapo", "--only", "loss")[1].split())
     assert "not exercised: eps_high" in said and "eps_low" not in said
+
+
+def test_without_an_advantage_no_objective_is_compared(folder, tmp_path, capsys):
+    """A table of zeros, and a loss of 0 that agrees, say nothing."""
+    columns = FAULTS["healthy"](WORLD)
+    columns["adv"] = torch.zeros_like(columns["adv"])
+    batch = make_batch(columns, file="f", step=4, logged={"loss": 0.0})
+    write(tmp_path / "step4.npz", batch)
+    status, out, _ = run(capsys, tmp_path / "step4.npz", "--as", "dapo")
+    assert status == 0 and "the loss says nothing here" in out
+    assert "ok    loss" not in out and "what each would do" not in out
+
+
+def test_a_check_that_failed_stands_before_the_others(tmp_path, capsys):
+    columns = FAULTS["stale_by_four"](WORLD)
+    batch = make_batch(columns, file="f", step=4, logged={})
+    logged = {"loss": 4 * loss(batch, "dapo", 1.0).value}
+    write(tmp_path / "step4.npz", replace(batch, logged=logged))
+    status, out, _ = run(capsys, tmp_path / "step4.npz", "--as", "dapo")
+    assert status == 1 and out.index("FAIL  loss") < out.index("note  sampler"), out
+
+
+def test_a_run_names_the_step_whose_files_may_be_of_two_runs(tmp_path, capsys):
+    for number, step in enumerate((1, 2, 2)):
+        columns = FAULTS["healthy"](replace(WORLD, seed=60 + number))
+        batch = make_batch(columns, file="f", step=step)
+        write(tmp_path / f"run{number}-step{step}.npz", batch)
+    _, out, _ = run(capsys, tmp_path, "--only", "sampler")
+    assert "step 2: its 2 files name no rank, and are joined" in out

@@ -161,7 +161,7 @@ def test_files_of_a_step_with_other_losses_are_named():
     found = replay([whole], "dapo")
     assert found.status == 2
     assert "log different numbers" in found.not_run["loss"]
-    assert "0.5} in 0.npz" in found.not_run["loss"]
+    assert "(loss 0.5 in 0.npz and loss 0.25 in 1.npz)" in found.not_run["loss"]
     assert "loss" not in replay([whole], "dapo", logged=0.5).not_run
     # no objective was given, so no check of the loss was asked for
     assert "loss" not in replay([whole]).not_run
@@ -172,6 +172,29 @@ def test_another_divisor_is_a_note_with_its_number():
     found = loss(batch(), "dapo", value() * tokens / (tokens + 1))
     assert found and found.divisor == pytest.approx(tokens + 1, rel=1e-9)
     assert found.notes[0].cause == "divided"
+
+
+def test_a_divisor_that_is_no_count_is_said_to_be_none():
+    found = loss(batch(), "dapo", 1.2345 * value())
+    assert "(no whole number) in place of" in str(found.notes[0]), found
+    tokens = int(COLUMNS["mask"].sum())
+    found = loss(batch(), "dapo", value() * tokens / (tokens + 1))
+    assert f"about {tokens + 1} in place of" in str(found.notes[0]), found
+
+
+def test_a_loss_of_the_other_sign_has_no_divisor():
+    (found,) = loss(batch(), "dapo", -2.5 * value()).notes
+    assert found.cause == "other_sign" and "it is -2.5 times that" in str(found)
+
+
+def test_a_multiple_is_told_where_each_prompt_has_a_divisor():
+    groups = batch(group=torch.arange(B) % 3)
+    o = get("dapo").aggregated("group-token-mean")
+    logged = 1.2345 * float(o.loss(groups.rollouts()))
+    (found,) = loss(groups, o, logged).notes
+    assert found.cause == "times" and "is 1.2345 times the" in str(found)
+    (found,) = loss(groups, o, 0.0).notes
+    assert found.cause in ("unexplained", "logged_zero") and "divisor" in str(found)
 
 
 def test_few_digits_accuse_nobody():

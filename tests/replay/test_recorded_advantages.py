@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimator and grouping are named from rewards and advantages."""
 
+import re
+
 import pytest
 import torch
 
@@ -187,8 +189,21 @@ def test_unknown_advantages_are_a_note_and_no_failure():
     assert found and [f.cause for f in found.notes] == ["no_estimator"]
     found = advantages(batch(torch.rand(B, T, generator=generator)))
     assert found and [f.cause for f in found.notes] == ["per_token"]
-    found = advantages(batch(torch.zeros(B)))
-    assert found and [f.cause for f in found.notes] == ["no_signal"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, r"although the rewards of \d+ of \d+ prompts differ"),
+        ({"reward": torch.ones(B)}, "all rewards are 1"),
+        ({"reward": GROUP.double()}, "the rewards of each prompt are equal"),
+        ({"group": torch.arange(B)}, "each prompt has one response"),
+        ({"group": None}, "although the rewards differ"),
+    ],
+)
+def test_advantages_of_zero_are_a_note_that_says_why(changes, words):
+    (found,) = advantages(batch(torch.zeros(B), **changes)).notes
+    assert found.cause == "no_signal" and re.search(words, str(found)), found
 
 
 def test_groups_that_a_mini_batch_cuts_are_told():

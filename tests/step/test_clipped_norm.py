@@ -197,3 +197,27 @@ def test_in_low_precision_any_norm_is_a_round_number():
         assert not find_change(goal, Parts(), rows, total, found, 1e-2)
         clipped = total * (clip / total.norm())
         assert find_change(goal, Parts(), rows, total, clipped, 2e-5)
+
+
+@pytest.mark.nightly
+def test_a_divisor_of_masked_tokens_is_no_clip_to_a_round_number():
+    """The advantages are such that the wrong gradient has a norm of two digits."""
+    norms = []
+
+    def step(model, rows):
+        ids, there, trains, old, adv, _ = collated(rows)
+        lp = log_probs(model, ids, there)
+        J = surrogate(lp, old[:, 1:], adv[:, 1:])
+        responses = sum(len(r.response) for r in rows)
+        (-(J * trains[:, 1:]).sum() / responses).backward()
+        parts = [p.grad.norm() for p in model.parameters()]
+        norms.append(float(torch.stack(parts).norm()))
+
+    A = torch.tensor([1.0, -1, 2, -2, 1, -1, 3, -3], dtype=torch.float64)
+    check_step(step, qwen3(), "dapo", temperature=T, advantages=A.tolist())
+    scaled = float(f"{norms[0]:.2g}") / norms[0] * A
+    report = check_step(
+        step, qwen3(), "dapo", temperature=T, advantages=scaled.tolist()
+    )
+    words = "the normalizer counts masked tokens too"
+    assert report.failures[0].cause.startswith(words), report

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from upref.errors import InputError
-from upref.logs.names import SCALARS, recognize
+from upref.logs.names import SCALARS, bare, recognize
 from upref.logs.read import Numbers, Run
 from upref.result import Result
 
@@ -45,6 +45,7 @@ RELATED = (
 )
 BY_K3 = ("kl_k3", "sampler_k3", "gap_js")
 OFTEN = 0.25  # share of the steps from which on a fact is worth a note
+NEGATED_ENTROPY = "entropy_loss"  # some trainers log minus the entropy under this name
 FEWEST = 4  # steps from which a relation of two columns is read off
 
 
@@ -291,6 +292,11 @@ def possible_numbers(known: Known) -> Iterator[Statement]:
         kind, x, error = SCALARS[key].kind, known.values(key), known.error(key)
         if kind == "any" or key in BY_K3:
             continue
+        if (
+            bare(known.column[key]) == NEGATED_ENTROPY
+            and (x[np.isfinite(x)] <= 0).all()
+        ):
+            continue  # it is logged as a loss, with the other sign
         least = 1.0 if kind == "at least 1" else 0.0
         most = 1.0 if kind == "share" else math.inf
         wrong = (x < least - error - 1e-6) | (x > most + error + 1e-6)
@@ -698,7 +704,7 @@ def factor_of_responses(known: Known) -> Iterator[Statement]:
             x > most + error,
             keys,
             "{0} is {x:.4g} at step {step}, and a token's ratio is at most exp({1}) = {most:.4g}: the factors are of "
-            "whole responses, products over their tokens ({steps}).",
+            "whole responses, products over their tokens, or both numbers are means over several batches ({steps}).",
             x=x,
             most=most,
         )

@@ -289,8 +289,11 @@ SCALARS: dict[str, Scalar] = {
     ),
     "tokens_seen": Scalar("the tokens since the start", "at least 0", ("num_tokens",)),
 }
-# names that mean another scalar where a second name stands beside them: TRL's kl is k3
-BESIDE: dict[str, tuple[str, str]] = {"kl": ("completions/mean_length", "kl_k3")}
+# names that mean another scalar where a second name stands beside them: the kl of TRL's
+# GRPO is k3, and that of its RLOO, which logs no such gap, is k1
+BESIDE: dict[str, tuple[str, str]] = {
+    "kl": ("sampling/sampling_logp_difference/mean", "kl_k3")
+}
 # columns that count the steps, the most specific one first
 STEPS = (
     "global_step",

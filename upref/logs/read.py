@@ -256,7 +256,8 @@ def make_run(rows: Iterable[Mapping[str, float]], *, file: str, name: str = "") 
         name: of the run.
 
     Returns:
-        The run, in the order of the rows.
+        The run, in the order of the steps; in that of the rows where several columns
+        count the steps.
     """
     joined: dict[tuple[str, float], dict[str, float]] = {}
     repeated: dict[str, list[float]] = {}
@@ -269,6 +270,8 @@ def make_run(rows: Iterable[Mapping[str, float]], *, file: str, name: str = "") 
             if before != value and are_numbers:
                 repeated.setdefault(key, []).append(step)
             own[key] = value
+    if len({axis for axis, _ in joined}) == 1:
+        joined = dict(sorted(joined.items()))
     steps = tuple(step for _, step in joined)
     names = dict.fromkeys(key for own in joined.values() for key in own)
     columns, half_digit, not_finite = {}, {}, {}

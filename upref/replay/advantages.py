@@ -72,7 +72,8 @@ def advantages(batch: RecordedBatch) -> Advantages:
     A = per_response(batch.adv, batch.mask)[trains]
     informative = int((A != 0).sum())
     if not informative:
-        return _without_estimator(0.0, note("advantages", "no_signal"))
+        why = _why_no_advantage(batch)
+        return _without_estimator(0.0, note("advantages", "no_signal", why=why))
     if informative < LEAST_RESPONSES:
         too_few = note("advantages", "too_few", responses=informative)
         return _without_estimator(0.0, too_few)
@@ -95,6 +96,23 @@ def advantages(batch: RecordedBatch) -> Advantages:
 def _without_estimator(error: float, finding: ReplayFinding) -> Advantages:
     """Return the answer that no estimator is named, and why."""
     return Advantages(estimator="", grouping="", error=error, findings=(finding,))
+
+
+def _why_no_advantage(batch: RecordedBatch) -> str:
+    """Say what the rewards show of advantages that are all 0."""
+    assert batch.reward is not None
+    R = batch.reward
+    if bool((R == R[0]).all()):
+        return f"all rewards are {float(R[0]):g}"
+    if batch.group is None:
+        return "although the rewards differ"
+    prompts = [R[batch.group == number] for number in batch.group.unique()]
+    if all(len(own) == 1 for own in prompts):
+        return "each prompt has one response, which an estimator compares with itself"
+    differ = sum(bool((own != own[0]).any()) for own in prompts)
+    if not differ:
+        return "the rewards of each prompt are equal"
+    return f"although the rewards of {differ} of {len(prompts)} prompts differ"
 
 
 def _finding_per_token(batch: RecordedBatch) -> ReplayFinding:

@@ -156,10 +156,7 @@ def merge(parts: Sequence[RecordedBatch]) -> RecordedBatch:
     _check_one_run(parts)
     meta = dict(parts[0].meta)
     if "loss" not in logged and any("loss" in part.logged for part in parts):
-        first, second = _two_that_differ(parts)
-        meta[SEVERAL_LOSSES] = " and ".join(
-            f"{dict(part.logged)} in {part.file}" for part in (first, second)
-        )
+        meta[SEVERAL_LOSSES] = _words_for_two_that_differ(parts)
     if why := _untold_runs(parts):
         meta[UNTOLD] = why
     facts = {
@@ -173,11 +170,23 @@ def merge(parts: Sequence[RecordedBatch]) -> RecordedBatch:
     return RecordedBatch(**made, file=f"{parts[0].file} and {len(parts) - 1} more")
 
 
-def _two_that_differ(
-    parts: Sequence[RecordedBatch],
-) -> tuple[RecordedBatch, RecordedBatch]:
-    """The first file of a step, and one that logs other numbers."""
-    return parts[0], next(part for part in parts if part.logged != parts[0].logged)
+def _words_for_two_that_differ(parts: Sequence[RecordedBatch]) -> str:
+    """The numbers that differ in the first file of a step and in another one."""
+    first = parts[0]
+    second = next(part for part in parts if part.logged != first.logged)
+    names = [
+        name
+        for name in dict.fromkeys([*first.logged, *second.logged])
+        if first.logged.get(name) != second.logged.get(name)
+    ]
+    words = []
+    for part in (first, second):
+        numbers = [
+            f"{name} {part.logged[name]:.6g}" if name in part.logged else f"no {name}"
+            for name in names
+        ]
+        words.append(f"{', '.join(numbers)} in {part.file}")
+    return " and ".join(words)
 
 
 def _check_repeated(parts: Sequence[RecordedBatch]) -> None:

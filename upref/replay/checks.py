@@ -15,7 +15,16 @@ from upref.replay.zero import ZeroMismatch
 
 @dataclass(frozen=True)
 class StepChecks:
-    """What was found in one step."""
+    """What was found in one step.
+
+    Args:
+        step: its number.
+        summary: where it was read, its size, and its columns.
+        sampler, advantages, loss, zero: what each check found; None where it did not run.
+        old: a finding on the column old.
+        not_run: check -> why it did not run.
+        untold: that its files may be of two runs; "" where they are of one.
+    """
 
     step: int
     summary: str
@@ -25,6 +34,7 @@ class StepChecks:
     old: ReplayFinding | None
     not_run: dict[str, str]
     zero: ZeroMismatch | None = None
+    untold: str = ""
 
     @property
     def findings(self) -> list[ReplayFinding]:

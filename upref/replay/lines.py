@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from upref.replay.advantages import Advantages
 from upref.replay.checks import RunChecks, StepChecks
 from upref.replay.compare import HeavyToken, ObjectiveWeights
-from upref.replay.findings import ReplayFinding, name_steps
+from upref.replay.findings import Checked, ReplayFinding, name_steps
 from upref.replay.gap import Gap
 from upref.replay.loss import LoggedLoss
 from upref.replay.schema import UNTOLD, RecordedBatch
@@ -40,6 +41,9 @@ def report_lines(found: RunChecks, verbose: bool) -> Iterator[str]:
     for s in found.steps if verbose or not is_run else ():
         yield s.summary
         yield from _step_lines(s, unused)
+    for s in found.steps if is_run else ():
+        if s.untold:
+            yield _fold(f"      step {s.step}: {s.untold}")
     for check, why in found.not_run.items():
         yield _fold(f"not run  {check}: {why}")
     if found.table is not None:
@@ -186,8 +190,7 @@ def _agreements(s: StepChecks, unused: tuple[str, ...]) -> Iterator[tuple[str, s
     if s.loss is None:
         return
     terms = COUNT.sub("", _terms(s.loss))
-    says_nothing = any(f.cause == "uninformative" for f in s.loss.findings)
-    if s.loss.found == s.loss.expected and not says_nothing:
+    if _is_right(s.loss):
         yield f"loss: it is the {terms}", _not_exercised(unused)
     if s.loss.gradient == s.loss.expected:
         yield f"loss: dL/dlp of the recorded tokens is that of the {terms}", ""
@@ -233,7 +236,7 @@ def summary_line(batch: RecordedBatch) -> str:
     lengths = lengths[lengths > 0]
     step = "" if batch.step is None else f", step {batch.step}"
     return (
-        f"{batch.file}{step}: {len(batch.mask)} responses, {batch.tokens:,} trained tokens, lengths "
+        f"{batch.file}{step}: {len(batch.mask)} {_responses(len(batch.mask))}, {batch.tokens:,} trained tokens, lengths "
         f"{int(lengths.min())} to {int(lengths.max())}; has {', '.join(batch.recorded)}"
         + (
             ""
@@ -253,52 +256,91 @@ def summary_line(batch: RecordedBatch) -> str:
     )
 
 
+def _responses(count: int) -> str:
+    """The noun for so many responses."""
+    return "response" if count == 1 else "responses"
+
+
 def _step_lines(s: StepChecks, unused: tuple[str, ...]) -> Iterator[str]:
     """Yield the lines of one step: findings, and of a check without findings its sizes.
+    Checks that failed come first.
 
     Args:
         s: the step.
         unused: hyperparameters of which an agreement of its loss says nothing.
     """
+    checks: list[tuple[Checked, Iterable[str]]] = []
     if s.zero is not None:
-        yield from _finding_lines("zero", s.zero.findings)
-        yield from _zero_lines(s.zero)
-    gap = s.sampler
-    if gap is not None:
-        yield from _finding_lines("sampler", gap.findings)
-        word = "      sampler"
-        if not gap.findings:
-            if gap.largest > NO_ROUNDING:
-                word = "      sampler: rounding explains the mean, and not the largest"
-            else:
-                word = "ok    sampler: no more than rounding"
-        yield f"{word}; {_gap_numbers(gap)}"
-    advantages = s.advantages
-    if advantages is not None:
-        yield from _finding_lines("advantages", advantages.findings)
-        if advantages.estimator and not advantages.findings:
-            also = f" (so do {', '.join(advantages.also)})" if advantages.also else ""
-            yield _fold(
-                f"ok    advantages: {advantages.estimator} of {advantages.grouping}{also}"
-            )
+        checks.append((s.zero, _zero_check_lines(s.zero)))
+    if s.sampler is not None:
+        checks.append((s.sampler, _sampler_lines(s.sampler)))
+    if s.advantages is not None:
+        checks.append((s.advantages, _advantage_lines(s.advantages)))
     if s.loss is not None:
-        yield from _finding_lines("loss", s.loss.findings)
-        if s.loss.found == s.loss.expected:
-            yield _fold(
-                f"ok    loss: {s.loss.logged:.6g} is the {_terms(s.loss)}{_not_exercised(unused)}"
-            )
-        if s.loss.gradient == s.loss.expected:
-            gradient = "dL/dlp of the recorded tokens"
-            if s.loss.found == s.loss.expected:
-                sentence = f"so is {gradient}"
-            else:
-                sentence = f"{gradient} is that of the {_terms(s.loss)}"
-            precise = f"to {s.loss.gradient_tolerance:.2%}"
-            yield _fold(
-                f"ok    loss: {sentence}, {precise}, whatever the micro-batches and ranks"
-            )
+        checks.append((s.loss, _loss_lines(s.loss, unused)))
+    for _, lines in sorted(checks, key=lambda check: not check[0].failures):
+        yield from lines
     if s.old is not None:
         yield from _finding_lines("old", (s.old,))
+
+
+def _zero_check_lines(zero: ZeroMismatch) -> Iterator[str]:
+    """Yield the lines of the check of equal bits."""
+    yield from _finding_lines("zero", zero.findings)
+    yield from _zero_lines(zero)
+
+
+def _sampler_lines(gap: Gap) -> Iterator[str]:
+    """Yield the lines of the sampler's gap."""
+    yield from _finding_lines("sampler", gap.findings)
+    word = "      sampler"
+    if not gap.findings:
+        if gap.largest > NO_ROUNDING:
+            word = "      sampler: rounding explains the mean, and not the largest"
+        else:
+            word = "ok    sampler: no more than rounding"
+    yield f"{word}; {_gap_numbers(gap)}"
+
+
+def _advantage_lines(advantages: Advantages) -> Iterator[str]:
+    """Yield the lines of the advantages."""
+    yield from _finding_lines("advantages", advantages.findings)
+    if advantages.estimator and not advantages.findings:
+        also = f" (so do {', '.join(advantages.also)})" if advantages.also else ""
+        yield _fold(
+            f"ok    advantages: {advantages.estimator} of {advantages.grouping}{also}"
+        )
+
+
+def _loss_lines(loss: LoggedLoss, unused: tuple[str, ...]) -> Iterator[str]:
+    """Yield the lines of the logged loss.
+
+    Args:
+        loss: the check of the loss.
+        unused: hyperparameters of which an agreement says nothing.
+    """
+    yield from _finding_lines("loss", loss.findings)
+    is_right = _is_right(loss)
+    if is_right:
+        yield _fold(
+            f"ok    loss: {loss.logged:.6g} is the {_terms(loss)}{_not_exercised(unused)}"
+        )
+    if loss.gradient == loss.expected:
+        gradient = "dL/dlp of the recorded tokens"
+        if is_right:
+            sentence = f"so is {gradient}"
+        else:
+            sentence = f"{gradient} is that of the {_terms(loss)}"
+        precise = f"to {loss.gradient_tolerance:.2%}"
+        yield _fold(
+            f"ok    loss: {sentence}, {precise}, whatever the micro-batches and ranks"
+        )
+
+
+def _is_right(loss: LoggedLoss) -> bool:
+    """Whether the logged number is the objective's, and its terms do not cancel to 0."""
+    says_nothing = any(f.cause == "uninformative" for f in loss.findings)
+    return loss.found == loss.expected and not says_nothing
 
 
 def _zero_lines(zero: ZeroMismatch) -> Iterator[str]:

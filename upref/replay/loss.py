@@ -255,6 +255,13 @@ class _LoggedNumber:
         return float(f"{self.count * self.value / self.logged:.{digits}g}")
 
     @property
+    def may_be_count(self) -> bool:
+        """Whether a whole number in place of `count` gives the logged number."""
+        divisor = self.count * self.value / self.logged
+        error = divisor * self.tolerance / abs(self.logged)
+        return abs(divisor - round(divisor)) <= error
+
+    @property
     def numbers(self) -> dict[str, Any]:
         """The numbers that every finding about it needs."""
         return {
@@ -308,11 +315,31 @@ def _judge_number(
         return "", [ReplayFinding("loss", severity, "negated", numbers)]
     if number.cancels:
         return "", [note("loss", "beside_zero", **numbers)]
-    divisor = number.divisor
-    if divisor is not None and divisor > 0:
-        numbers |= {"divisor": divisor, "count": number.count, "unit": number.unit}
-        return "", [note("loss", "divided", **numbers)]
-    return "", [note("loss", "unexplained", **numbers)]
+    return "", [_note_on_factor(number)]
+
+
+def _note_on_factor(number: _LoggedNumber) -> ReplayFinding:
+    """Return the note on a logged loss that is no known sum and no usual multiple of the
+    objective's, by their quotient.
+
+    Args:
+        number: the logged loss beside the sums of the objective's terms.
+    """
+    numbers = number.numbers
+    if abs(number.logged) <= 10 * number.tolerance:
+        return note("loss", "unexplained", **numbers)
+    numbers["factor"] = number.logged / number.value
+    if numbers["factor"] < 0:
+        return note("loss", "other_sign", **numbers)
+    if number.divisor is None:
+        return note("loss", "times", **numbers)
+    numbers |= {
+        "divisor": number.divisor,
+        "count": number.count,
+        "unit": number.unit,
+        "remark": "" if number.may_be_count else " (no whole number)",
+    }
+    return note("loss", "divided", **numbers)
 
 
 def _without_accusation(finding: ReplayFinding, found: str) -> ReplayFinding:

@@ -17,7 +17,12 @@ from upref.replay.gap import gap
 from upref.replay.lines import summary_line
 from upref.replay.loss import loss, settle
 from upref.replay.report import Replay
-from upref.replay.schema import SEVERAL_LOSSES, RecordedBatch, expect_batch
+from upref.replay.schema import (
+    SEVERAL_LOSSES,
+    UNTOLD,
+    RecordedBatch,
+    expect_batch,
+)
 from upref.replay.series import StepGap, measure_step, ratio_one, series
 from upref.replay.terms import objective_as_run
 from upref.replay.zero import zero_mismatch
@@ -83,7 +88,7 @@ def replay(
             gaps.append(measure_step(batch, position))
             size = gaps[-1].size
         widest.compare(batch, size)
-        has_table = "objectives" not in checks.not_run
+        has_table = "objectives" not in checks.not_run and _has_advantage(batch)
         exercised.compare(batch, _mean_log_ratio(batch) if has_table else -1.0)
     if exercised.batch is None or widest.batch is None:
         raise InputError("there is no recorded batch: give at least one file.")
@@ -130,6 +135,11 @@ def _mean_log_ratio(batch: RecordedBatch) -> float:
     if batch.now is None or batch.old is None:
         return 0.0
     return float((batch.now - batch.old)[batch.mask].abs().clamp(max=1).mean())
+
+
+def _has_advantage(batch: RecordedBatch) -> bool:
+    """Whether a token that trains has an advantage other than 0."""
+    return batch.adv is not None and bool((batch.adv[batch.mask] != 0).any())
 
 
 def _settle_losses(steps: list[StepChecks]) -> list[StepChecks]:
@@ -191,6 +201,7 @@ def _check_step(
         results["loss"],
         ratio_one(batch),
         not_run,
+        untold=batch.meta.get(UNTOLD, ""),
     )
 
 
@@ -211,9 +222,9 @@ def _make_table(
     tokenizer: Any,
 ) -> tuple[ObjectiveWeights | None, tuple[HeavyToken, ...]]:
     """Return the table of objectives on a step, and its heaviest tokens; (None, ()) where
-    a column is missing.
+    a column is missing, or no token has an advantage.
     """
-    if "objectives" not in chosen:
+    if "objectives" not in chosen or not _has_advantage(batch):
         return None, ()
     names = list(others)
     if not names:

@@ -217,7 +217,7 @@ class StepTerms:
             yield f"{self.objective.agg} over {name}", self._over(tokens)
         slots = float(self.rollouts.mask.numel())
         if slots != float(self.rollouts.mask.sum()):
-            name = f"all {slots:g} slots, padding included"
+            name = f"all {slots:g} slots (padding included)"
             yield f"{self.objective.agg} over {name}", self._over(slots)
 
     def _over(self, tokens: float) -> "StepTerms":

@@ -364,8 +364,8 @@ ADVANTAGES = {
         "KL term in the reward), which rewards of responses do not give."
     ),
     "no_signal": (
-        "all advantages are 0, and give no gradient: what moves weights is a KL or "
-        "entropy term, or an optimizer's momentum."
+        "all advantages are 0, so they give no gradient: {why}. What moves weights is a KL "
+        "or entropy term, weight decay, or an optimizer's momentum."
     ),
     "too_few": (
         "too few responses have an advantage other than 0 to name an estimator: "
@@ -398,16 +398,30 @@ LOSS = {
     ),
     "divided": (
         "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms "
-        "({value:.6g}). It would be with a divisor of about {divisor:.12g} in place of "
-        "{count:.12g} {unit}; a coefficient, a further term (a KL, an entropy), a mean "
+        "({value:.6g}). It would be with a divisor of about {divisor:.12g}{remark} in place "
+        "of {count:.12g} {unit}; a coefficient, a further term (a KL, an entropy), a mean "
         "over several steps, another mask in the loss than in the file, other "
         "hyperparameters or another objective give that too."
     ),
+    "other_sign": (
+        "the logged loss {logged:.6g} does not have the sign of the {expected} of "
+        "{objective}'s terms ({value:.6g}): it is {factor:.6g} times that, which no divisor "
+        "gives. A further term (a KL, an entropy), another mask in the loss than in the "
+        "file, other hyperparameters or another objective can; so can the wrong sign "
+        "beside another divisor or a coefficient."
+    ),
+    "times": (
+        "the logged loss {logged:.6g} is {factor:.6g} times the {expected} of "
+        "{objective}'s terms ({value:.6g}), in which each prompt has a divisor of its own. "
+        "Other divisors, a coefficient, a further term (a KL, an entropy), a mean over "
+        "several steps, another mask in the loss than in the file, other hyperparameters "
+        "or another objective give that."
+    ),
     "unexplained": (
         "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms "
-        "({value:.6g}), and no single divisor of its terms gives it. A divisor of its own "
-        "for each response or prompt, another mask in the loss than in the file, a further "
-        "term, other hyperparameters or another objective can."
+        "({value:.6g}), and no divisor of their sum gives it. A divisor of its own for each "
+        "response or prompt, another mask in the loss than in the file, a further term, "
+        "other hyperparameters or another objective can."
     ),
     "beside_zero": (
         "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms, "

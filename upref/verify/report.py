@@ -131,6 +131,14 @@ class Finding:
         expected, found = describe_pair(self.expected, self.found)
         return f"{expected} is due, {found} found"
 
+    @property
+    def seen(self) -> str:
+        """What was found, and where, without its cause."""
+        if not isinstance(self.found, Number):
+            return self.regime
+        _, found = describe_pair(self.expected, self.found)
+        return f"{found} at {self.regime}"
+
     def text(self, verbose: bool = True, same: Sequence["Finding"] = ()) -> str:
         """Return it as a paragraph.
 
@@ -325,16 +333,15 @@ class Report(Result):
         lines = [self._verdict_line(), *self._failure_lines(verbose)]
         if self.failures and not any(f.cause for f in self.failures):
             lines.append(f"      likely    {UNKNOWN}; the numbers above are measured")
-        usual_oracles = (
-            [] if verbose else [f.oracle for f in self.notes if f.oracle in USUAL_NOTES]
-        )
+        usual = [] if verbose else [f for f in self.notes if f.oracle in USUAL_NOTES]
         lines += first_few(
-            [f.text(verbose) for f in self.notes if f.oracle not in usual_oracles],
-            "note",
+            [f.text(verbose) for f in self.notes if f not in usual], "note"
         )
-        if usual_oracles:
+        if usual:
+            usual_oracles = [f.oracle for f in usual]
+            seen = "; ".join(f.seen for f in usual)
             lines.append(
-                f"note  {', '.join(dict.fromkeys(usual_oracles))}: habits of nearly every loss (-v explains)"
+                f"note  {', '.join(dict.fromkeys(usual_oracles))}: as in nearly every loss, {seen} (-v explains)"
             )
         lines += describe_basis(self.read_as, self.not_checked)
         if verbose:

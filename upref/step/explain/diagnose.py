@@ -32,7 +32,11 @@ from upref.step.compare.goal import Goal
 from upref.step.explain.causes import find_fault
 from upref.step.explain.forwards import model_variants, run_variants
 from upref.step.explain.gradient_clipping import divided_after, find_change
-from upref.step.explain.normalizers import explain_factors, right_factors
+from upref.step.explain.normalizers import (
+    aggregations,
+    explain_factors,
+    right_factors,
+)
 from upref.step.explain.scores import Variant, log_prob_variants
 from upref.step.explain.value_causes import ValueSearch
 from upref.step.explain.weights import (
@@ -148,6 +152,9 @@ def diagnose(
         or _cause_in_clip(comparison, case, bound)
         or find_change(comparison.goal, model, comparison.rows, want, found, bound)
     )
+    if measured.NORM_CLIPPED.id in cause.ids:
+        # a norm of two digits may be chance, and the very factor of an aggregation is not
+        cause = _aggregation_of_factor(comparison, case, bound) or cause
     if cause:
         return _gradient_findings(comparison, cause)
     goal, unclipped = _before_clip(comparison)
@@ -179,6 +186,29 @@ def diagnose(
             of_policy, terms, unclipped, case.forward, case.padded, bound, only
         ),
     )
+
+
+def _aggregation_of_factor(
+    comparison: GradientComparison, case: StepCase, bound: float
+) -> Cause:
+    """Return the wrong aggregation that multiplies the right gradient by the factor that
+    was found; none where no aggregation does.
+
+    Args:
+        comparison: the gradient beside the right one, of which it is a multiple.
+        case: the rows.
+        bound: the relative error that is allowed.
+    """
+    goal = comparison.goal
+    right = comparison.rows.sum(0)
+    factor = comparison.found @ right / (right @ right)
+    trains = case.padded.mask.any(1)
+    factors = factor.double() * right_factors(goal, case.padded)
+    for cause, candidate in aggregations(goal, case.rows, case.padded, factors, []):
+        relative_errors = (candidate / factors - 1)[trains].abs()
+        if cause and bool((relative_errors <= 10 * bound).all()):
+            return cause
+    return NO_CAUSE
 
 
 def _parameters_of_critic(forward: Forward) -> list[str]:

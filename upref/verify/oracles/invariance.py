@@ -184,8 +184,11 @@ def _padded_side(
     if distances.max() == 0:
         if not (wider - value).abs() > 1e-6 * value.abs().clamp(min=1e-3):
             return []
-        text = f"the value moves with {side}, the gradient does not"
         expected_number, found_number = number_pair("value", value.item(), wider.item())
+        text = (
+            f"with {side} the value moves from {value.item():.6g} to {wider.item():.6g}, "
+            "and the gradient does not"
+        )
         return [note("padding", text, expected_number, found_number)]
     small = shrink(batch, lambda c: bool(difference(c).max() > 0), worst(distances))
     token = worst(difference(small))
@@ -263,8 +266,10 @@ def _empty_row(case: LossCase, batch: Rollouts, gradient: Tensor) -> list[Findin
     if case.objective.agg not in ("token-mean", "group-token-mean"):
         if value.isfinite() and longer_gradient.isfinite().all():
             return []
+        found = "NaN" if value.isnan() or longer_gradient.isnan().any() else "inf"
+        text = f"a row that is masked throughout makes the loss or its gradient {found}"
         advice = "drop such rows, or divide by lengths of at least 1"
-        return [note("padding", text, "a number", "NaN", advice)]
+        return [note("padding", text, "a number", found, advice)]
     distances = gradient_distance(
         longer_gradient[:-1], gradient, batch.mask, tolerance(case)
     )
@@ -307,9 +312,12 @@ def _empty_prompt(
         return []
     if value.isfinite() and gradient.isfinite().all():
         return []
-    text = "with a prompt of which all responses are masked throughout"
-    advice = "drop such prompts, or divide by their tokens with clamp(min=1)"
     found = "NaN" if value.isnan() or gradient.isnan().any() else "inf"
+    text = (
+        "a prompt of which all responses are masked throughout makes the loss or its "
+        f"gradient {found}"
+    )
+    advice = "drop such prompts, or divide by their tokens with clamp(min=1)"
     return [note("padding", text, "a number", found, advice)]
 
 
