@@ -449,3 +449,18 @@ def test_a_list_that_is_padded_with_minus_one_needs_no_unlikely_token():
     found = gap(replace(batch, old=trainer, sampler=sampler))
     assert not found and [f.cause for f in found.findings] == ["not_sampled"]
     assert found.findings[0].numbers["tokens"] == int(padded.sum())
+
+
+def test_the_place_of_missing_numbers_is_told():
+    made = FAULTS["healthy"](SMALL)
+    mask = made["mask"].bool()
+    order = mask.cumsum(1)
+    rows = torch.arange(len(mask)) < 3
+    for is_missing, words in (
+        (rows[:, None] & mask, "all of 3 whole responses"),
+        (mask & (order == 1), "each the first one that trains in its response"),
+        (mask & (order == 4), "trained tokens have no"),
+    ):
+        sampler = made["sampler"].masked_fill(is_missing, torch.nan)
+        (found,) = gap(make_batch(made | {"sampler": sampler}, file="f")).failures
+        assert words in str(found), found

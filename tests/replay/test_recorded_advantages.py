@@ -182,6 +182,9 @@ def test_advantages_whitened_over_tokens_are_named():
     A = estimators.group_mean(REWARD, GROUP)[:, None].expand(B, T).contiguous()
     found = advantages(batch(estimators.whiten_tokens(A, MASK)))
     assert found.estimator == "group_mean, whitened over tokens"
+    n = int(MASK.sum())  # OpenRLHF divides the variance by n, not n - 1
+    by_n = estimators.whiten_tokens(A, MASK) * (n / (n - 1)) ** 0.5
+    assert advantages(batch(by_n)).estimator.endswith("over tokens (ddof=0)")
 
 
 def test_unknown_advantages_are_a_note_and_no_failure():

@@ -37,6 +37,7 @@ NOTHING = Evidence(
     turns=False,
     same_ids=False,
     late=None,
+    lags="",
     bfloat16=False,
 )
 
@@ -218,3 +219,22 @@ def test_a_gap_of_few_tokens_is_sparse():
     batch = batch_of(difference)
     evidence = find_evidence(batch, Columns(batch.old, batch.sampler, batch.mask))
     assert evidence.sparse and evidence.small  # 2/30 nats on average
+
+
+def test_the_gap_at_each_lag_is_told_where_version_is_recorded():
+    """Half of the responses are late, and these alone are off."""
+    current = FAULTS["healthy"](WORLD)
+    late = FAULTS["stale_by_four"](WORLD)
+    is_late = torch.arange(len(current["mask"])) % 2 == 1
+    mixed = {
+        name: torch.where(is_late[:, None], late[name], current[name])
+        for name in ("ids", "mask", "old", "sampler")
+    }
+    mixed["version"] = torch.where(is_late, 3, 7)
+    (note,) = gap(make_batch(mixed, file="f", step=7)).notes
+    told = re.search(
+        r"by version, the mean gap is (\S+) nats at lag 0 and (\S+) nats at lag 4",
+        note.numbers["causes"],
+    )
+    at_none, at_four = map(float, told.groups())
+    assert at_none < 0.01 < at_four

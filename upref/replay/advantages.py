@@ -77,9 +77,7 @@ def advantages(batch: RecordedBatch) -> Advantages:
     if informative < LEAST_RESPONSES:
         too_few = note("advantages", "too_few", responses=informative)
         return _without_estimator(0.0, too_few)
-    for grouping, transform in product(
-        _possible_groupings(batch), (_leave_unchanged, _whiten)
-    ):
+    for grouping, transform in product(_possible_groupings(batch), TRANSFORMS):
         fits = _fitting_estimators(batch, A, grouping, transform)
         if fits:
             (name, error), *others = fits
@@ -238,19 +236,21 @@ def _leave_unchanged(A: Tensor, lengths: Tensor) -> tuple[str, Tensor]:
     return "", A
 
 
-def _whiten(A: Tensor, lengths: Tensor) -> tuple[str, Tensor]:
+def _whiten(A: Tensor, lengths: Tensor, ddof: int = 1) -> tuple[str, Tensor]:
     """The end of the estimator's name, and the advantages [B] whitened over tokens.
 
-    It is `upref.advantages.whiten_tokens` of advantages that the tokens of a response
-    share: those of n tokens count n times.
+    With ddof 1 it is `upref.advantages.whiten_tokens` of advantages that the tokens of a
+    response share: those of n tokens count n times. OpenRLHF divides by n, not n - 1.
     """
     tokens = lengths.sum()
     centred = A - (lengths * A).sum() / tokens
-    variance = (lengths * centred**2).sum() / (tokens - 1)
-    return ", whitened over tokens", centred / (variance + 1e-8).sqrt()
+    variance = (lengths * centred**2).sum() / (tokens - ddof)
+    name = ", whitened over tokens" if ddof else ", whitened over tokens (ddof=0)"
+    return name, centred / (variance + 1e-8).sqrt()
 
 
 Estimate = Callable[[Tensor, Tensor], Tensor]
+TRANSFORMS = (_leave_unchanged, _whiten, partial(_whiten, ddof=0))
 # responses of consecutive groups that are tried with a shorter last one, where the
 # prompts have different numbers of responses
 LARGEST_WITH_REST = 16
@@ -426,7 +426,7 @@ def _estimates(batch: RecordedBatch) -> Iterator[tuple[str, Tensor]]:
     for grouping in _possible_groupings(batch):
         if not grouping.name.endswith(wanted):
             continue
-        for transform in (_leave_unchanged, _whiten):
+        for transform in TRANSFORMS:
             for name, estimate in grouping.estimators():
                 estimated = _estimate_or_none(estimate, batch.reward, grouping.ids)
                 if estimated is not None:

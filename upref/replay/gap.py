@@ -39,6 +39,7 @@ from upref.replay.values import (
     is_bfloat16,
     is_constant,
     is_one_number_a_row,
+    words_for_place,
 )
 
 SIGNIFICANT = 5.0  # standard errors: 3e-7 one-sided, and a run asks thousands of times
@@ -276,6 +277,7 @@ def _without_unsampled(
             tokens=int(is_missing.sum()),
             trained=batch.tokens,
             value="missing",
+            place=words_for_place(is_missing, batch.mask),
         )
         columns = columns.without(is_missing)
     return columns

@@ -127,6 +127,8 @@ class Evidence:
         turns: whether the responses have several turns, or tools.
         same_ids: whether the sampler's own ids are recorded, and are the same.
         late: whether older weights sampled; None where the file does not tell.
+        lags: the mean gap at the least and at the largest lag of the weights that
+            sampled, in words; "" where the file does not tell.
         bfloat16: whether a column holds bfloat16 numbers.
     """
 
@@ -142,6 +144,7 @@ class Evidence:
     turns: bool
     same_ids: bool
     late: bool | None
+    lags: str
     bfloat16: bool
 
 
@@ -179,8 +182,23 @@ def find_evidence(batch: RecordedBatch, c: Columns) -> Evidence:
         turns=_has_turns(batch),
         same_ids=batch.sampler_ids is not None,
         late=late,
+        lags="" if late is None else _gap_by_lag(batch, c),
         bfloat16=is_bfloat16(c.trained(c.sampler)) or is_bfloat16(c.trained(c.trainer)),
     )
+
+
+def _gap_by_lag(batch: RecordedBatch, c: Columns) -> str:
+    """Say how large the gap is at the least and at the largest lag of the weights that
+    sampled.
+    """
+    drawn = batch.mask & c.sampler.isfinite()
+    lags = batch.lags()[drawn]
+    size = c.log_rho[drawn].abs()
+    words = [
+        f"{float(size[lags == lag].mean()):.2g} nats at lag {int(lag)}"
+        for lag in sorted({int(lags.min()), int(lags.max())})
+    ]
+    return f"by version, the mean gap is {' and '.join(words)}"
 
 
 def _is_one_sided(d: Tensor, least: float) -> bool:
@@ -344,5 +362,8 @@ def causes_in_words(finding: str, evidence: Evidence) -> str:
     Returns:
         The end of a sentence.
     """
-    named = [SUSPECTS[name] for name in rank(finding, evidence)]
+    told = dict(SUSPECTS)
+    if evidence.lags:
+        told["weights"] = (SUSPECTS["weights"][0], evidence.lags)
+    named = [told[name] for name in rank(finding, evidence)]
     return "; ".join(f"{cause} ({to_tell})" for cause, to_tell in named)

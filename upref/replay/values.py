@@ -212,7 +212,7 @@ def find_placeholder(c: Columns) -> Undone | None:
                 "value": f"{value.item():g}",
             }
             distances = (c.distance(), rest.distance())
-            numbers["place"] = _words_for_end(is_placeholder, c.mask)
+            numbers["place"] = words_for_place(is_placeholder, c.mask)
             may_be_certainty = value == 0 and _writes_certainty_as_zero(rest)
             if may_be_certainty and not _stand_alone(is_placeholder, rest):
                 return Undone("zero", rest, *distances, numbers, severity="note")
@@ -229,14 +229,24 @@ def _writes_certainty_as_zero(c: Columns) -> bool:
     return int((has_zero & is_certain).sum()) >= FEW
 
 
-def _words_for_end(tokens: Tensor, mask: Tensor) -> str:
-    """Say that all these tokens are the first, or the last, of their response; ""
-    where they are not.
+def words_for_place(tokens: Tensor, mask: Tensor) -> str:
+    """Say where tokens stand, if it is one place in their responses.
+
+    Args:
+        tokens: some of those that train, [B, T].
+        mask: the tokens that train, [B, T].
+
+    Returns:
+        That they are whole responses, or the first, or the last one of each; "" where
+        they are not.
     """
+    rows = tokens.any(1)
+    if bool((tokens == mask)[rows].all()):
+        return f", all of {int(rows.sum())} whole responses,"
     order = mask.cumsum(1)
     for word, end in (("first", order == 1), ("last", order == order[:, -1:])):
         if bool(end[tokens].all()):
-            return f": each is the {word} one that trains in its response"
+            return f", each the {word} one that trains in its response,"
     return ""
 
 

@@ -101,7 +101,7 @@ SAMPLER = {
         "the text was tokenized again, or tokens were inserted."
     ),
     "not_sampled": (
-        "{tokens} of {trained} trained tokens have no log-probability of the sampler "
+        "{tokens} of {trained} trained tokens{place} have no log-probability of the sampler "
         "(it is {value}): the sampler did not draw them (the text of a tool or an "
         "environment, an appended token, a token that a grammar forces), or did not "
         "report them. Mask what it did not draw."
@@ -248,8 +248,8 @@ SAMPLER = {
         "log-probabilities of these tokens."
     ),
     "zero": (
-        "on {tokens} of {trained} trained tokens, several of them unlikely for the "
-        "trainer, the sampler's number is 0{place}. Here 0 is also what the sampler has on "
+        "on {tokens} of {trained} trained tokens{place}, several of them unlikely for the "
+        "trainer, the sampler's number is 0. Here 0 is also what the sampler has on "
         "tokens of which the trainer is certain. So either it was certain of these "
         "tokens too, and the trainer has other ids, other weights or experts, or reads "
         + CONTEXT
@@ -361,7 +361,7 @@ ADVANTAGES = {
     ),
     "per_token": (
         "advantages differ within {rows} of {of} responses: they are of tokens (GAE, a "
-        "KL term in the reward), which rewards of responses do not give."
+        "KL term in the reward, a teacher), which rewards of responses do not give."
     ),
     "no_signal": (
         "all advantages are 0, so they give no gradient: {why}. What moves weights is a KL "
