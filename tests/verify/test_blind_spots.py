@@ -107,7 +107,7 @@ def test_a_prompt_without_tokens_that_makes_nan_is_noted():
     """A filter can mask all responses of a prompt, and 0 / 0 ends the training."""
     report = upref.check(aimed_losses.prompt_without_tokens, "dapo")
     assert any(
-        "with a prompt of which all responses" in f.regime and f.found == "NaN"
+        "a prompt of which all responses" in f.regime and f.found == "NaN"
         for f in report.notes
     ), str(report)
 

@@ -20,6 +20,7 @@ from upref.verify.report import (
     LINES_OF_SCREEN,
     MOST_CHARACTERS,
     MOST_FINDINGS,
+    Report,
     fail,
     first_few,
     note,
@@ -138,6 +139,21 @@ def test_a_report_fits_on_a_screen():
     assert "-v prints the smallest batch" in text and "xxx" not in text
     assert (
         text.startswith("NOT dapo: 2 failures") and text.count("so too    padding") == 2
+    )
+
+
+def test_notes_on_usual_habits_say_what_was_found():
+    found = [
+        note(
+            "stop-gradient", "a gradient would flow into advantages", cause="harmless"
+        ),
+        note("extremes", "log r = 800", 0.0, 1.5, "it overflows"),
+        note("extremes", "|log r| above 709 is refused", found="ValueError"),
+    ]
+    report = Report("my.py:loss", "dapo", {}, found, "", [], {}, {}, 0.0)
+    assert str(report).splitlines()[1] == (
+        "note  stop-gradient, extremes: a gradient would flow into advantages; "
+        "weight 1.5 at log r = 800; |log r| above 709 is refused (usual; -v explains)"
     )
 
 

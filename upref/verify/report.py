@@ -341,7 +341,7 @@ class Report(Result):
             usual_oracles = [f.oracle for f in usual]
             seen = "; ".join(f.seen for f in usual)
             lines.append(
-                f"note  {', '.join(dict.fromkeys(usual_oracles))}: as in nearly every loss, {seen} (-v explains)"
+                f"note  {', '.join(dict.fromkeys(usual_oracles))}: {seen} (usual; -v explains)"
             )
         lines += describe_basis(self.read_as, self.not_checked)
         if verbose:
