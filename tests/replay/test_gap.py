@@ -464,3 +464,20 @@ def test_the_place_of_missing_numbers_is_told():
         sampler = made["sampler"].masked_fill(is_missing, torch.nan)
         (found,) = gap(make_batch(made | {"sampler": sampler}, file="f")).failures
         assert words in str(found), found
+
+
+def test_a_rounded_column_is_named_by_its_own_name():
+    """Without old, now is what is compared."""
+    made = FAULTS["healthy"](SMALL)
+    made["now"] = made.pop("old").bfloat16().double()
+    (found,) = gap(make_batch(made, file="f")).notes
+    assert str(found).startswith("the column now holds bfloat16 numbers"), found
+
+
+def test_the_responses_that_are_counted_are_the_long_ones():
+    made = FAULTS["shifted"](SMALL)
+    mask = made["mask"].bool()
+    is_short = torch.arange(len(mask)) < 4
+    short = mask & ~(is_short[:, None] & (mask.cumsum(1) > 3))
+    (found,) = gap(make_batch(made | {"mask": short}, file="f")).failures
+    assert found.cause == "shift" and "responses of at least 8 tokens" in str(found)

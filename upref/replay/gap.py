@@ -30,8 +30,9 @@ from upref.replay.findings import Checked, ReplayFinding
 from upref.replay.places import find_alignment, find_exchanged_rows, find_shift
 from upref.replay.schema import SAME, RecordedBatch, expect_batch
 from upref.replay.suspects import USUAL, causes_in_words, find_evidence
-from upref.replay.undo import Columns
+from upref.replay.undo import Columns, words_for_long
 from upref.replay.values import (
+    LEAST_EQUAL,
     find_factor,
     find_floor,
     find_placeholder,
@@ -125,6 +126,8 @@ def gap(batch: RecordedBatch) -> Gap:
 
     def add_finding(severity: Any, cause: str, **numbers: Any) -> None:
         """Report one cause."""
+        if numbers.get("column") == "old" and trainer is batch.now:
+            numbers["column"] = "now"
         findings.append(ReplayFinding("sampler", severity, cause, numbers))
 
     trainer = batch.beside_sampler()
@@ -179,7 +182,9 @@ def _find_causes(
         add_finding("note", "constant", value=value)
         return columns
     if is_one_number_a_row(columns):
-        add_finding("failure", "one_number", responses=int(columns.mask.any(1).sum()))
+        is_long = columns.mask.sum(1) >= LEAST_EQUAL
+        long = words_for_long(columns.mask, LEAST_EQUAL)
+        add_finding("failure", "one_number", responses=int(is_long.sum()), long=long)
         return columns
     rows_were_exchanged = False
     for find_cause in (

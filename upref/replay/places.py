@@ -15,6 +15,7 @@ from upref.replay.undo import (
     NOTICEABLE_DISTANCE,
     Columns,
     Undone,
+    words_for_long,
 )
 
 SHIFTS = (1, -1, 2, -2, 3, -3, 4, -4)  # tokens
@@ -83,7 +84,12 @@ def find_shift(c: Columns) -> Undone | None:
         undone,
         float(distances[is_explained].mean()),
         float(shifted.row_distance()[is_explained].mean()),
-        {"shift": shift, "rows": count, "of": int(is_long_enough.sum())},
+        {
+            "shift": shift,
+            "rows": count,
+            "of": int(is_long_enough.sum()),
+            "long": words_for_long(c.mask, ROW_TOKENS),
+        },
     )
 
 
@@ -127,6 +133,7 @@ def find_alignment(c: Columns) -> Undone | None:
                 "side": side,
                 "rows": int(is_explained.sum()),
                 "of": int(is_long_enough.sum()),
+                "long": words_for_long(c.mask, ROW_TOKENS),
             },
         )
     return None

@@ -79,6 +79,18 @@ class Columns:
         return distances.sum(1) / self.mask.sum(1).clamp(min=1)
 
 
+def words_for_long(mask: Tensor, least: int) -> str:
+    """Say that only long responses are counted; "" where all are long.
+
+    Args:
+        mask: the tokens that train, [B, T].
+        least: tokens that train in a long response.
+    """
+    tokens = mask.sum(1)
+    are_all_long = bool((tokens[tokens > 0] >= least).all())
+    return "" if are_all_long else f" of at least {least} tokens"
+
+
 @dataclass(frozen=True)
 class Undone:
     """A cause, the columns without it, and the distances before and after on the same

@@ -116,7 +116,7 @@ SAMPLER = {
         "the sampler's column holds probabilities: record their logarithm."
     ),
     "shift": (
-        "in {rows} of {of} responses the sampler's number of a token stands {shift:+d} "
+        "in {rows} of {of} responses{long} the sampler's number of a token stands {shift:+d} "
         "slots from the trainer's. Moved back, " + UNDONE + "."
     ),
     "rows": (
@@ -144,7 +144,7 @@ SAMPLER = {
         "as the sampler's."
     ),
     "impossible_tokens": (
-        "{tokens} of {trained} tokens are {far:g} nats less likely for the trainer "
+        "{tokens} of {trained} tokens are more than {far:g} nats less likely for the trainer "
         "than for the sampler, and most others agree. " + LIKELY + "."
     ),
     "cut": (
@@ -197,7 +197,7 @@ SAMPLER = {
     ),
     "one_number": (
         "the sampler's column has one number for all tokens of a response, in each of "
-        "{responses} responses: a mean or a sum over the response, where the number of "
+        "{responses} responses{long}: a mean or a sum over the response, where the number of "
         "each token belongs."
     ),
     "temperature": (
@@ -227,7 +227,7 @@ SAMPLER = {
         "others agree to {rest:.2g}. " + LIKELY + "."
     ),
     "aligned": (
-        "in {rows} of {of} responses the sampler's numbers are at the {side} end of "
+        "in {rows} of {of} responses{long} the sampler's numbers are at the {side} end of "
         "the row, and the tokens are not: one column is padded on the left and the "
         "other on the right, or a prompt is missing in one. Moved back, " + UNDONE + "."
     ),
@@ -325,7 +325,8 @@ ADVANTAGES = {
     ),
     "subgroups": (
         "advantages are {estimator} of {grouping}, which divides the prompts into "
-        "smaller groups: a prompt that was drawn several times looks like this."
+        "smaller groups: a prompt that was drawn several times, or files of two runs, "
+        "look like this."
     ),
     "split_groups": (
         "no estimator gives the recorded advantages from the rewards that are here, "
