@@ -102,9 +102,9 @@ SAMPLER = {
     ),
     "not_sampled": (
         "{tokens} of {trained} trained tokens{place} have no log-probability of the sampler "
-        "(it is {value}): the sampler did not draw them (the text of a tool or an "
-        "environment, an appended token, a token that a grammar forces), or did not "
-        "report them. Mask what it did not draw."
+        "(it is {value}): the sampler did not draw them (the text of a prompt, "
+        "a tool or an environment, an appended token, a token that a grammar forces), or "
+        "did not report them. Mask what it did not draw."
     ),
     "factor": (
         "the sampler's log-probabilities are {factor:.4g} times the trainer's: one of "
@@ -335,9 +335,10 @@ ADVANTAGES = {
         "Shaped rewards and other estimators look like this too."
     ),
     "no_estimator": (
-        "no estimator gives the recorded advantages from the recorded rewards: shaped "
-        "or clipped rewards or advantages, advantages of other responses, a group that "
-        "is not whole in this file, another eps, or a custom estimator."
+        "no estimator gives the recorded advantages from the recorded rewards: shaped, "
+        "clipped or scaled rewards or advantages, a second normalization, advantages of "
+        "other responses, a group that is not whole in this file, another eps, or a custom "
+        "estimator."
     ),
     "negated_advantages": (
         "the advantages are minus {estimator}, exactly: they have the other sign, or the "
