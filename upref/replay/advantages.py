@@ -29,6 +29,8 @@ LEAST_RESPONSES = 3  # responses with an advantage: fewer fit anything
 LEAST_MOVED = 12
 # sizes of advantages that are equal in another order: fewer are so by chance
 LEAST_SIZES = 4
+# of advantages [B] and the lengths of their responses: the end of a name, and the result
+Transform = Callable[[Tensor, Tensor], tuple[str, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +133,7 @@ def _fitting_estimators(
     batch: RecordedBatch,
     A: Tensor,
     grouping: "Grouping",
-    transform: Callable[[Tensor, Tensor], tuple[str, Tensor]],
+    transform: Transform,
 ) -> list[tuple[str, float]]:
     """Return the estimators that reproduce the recorded advantages, by name, and their
     errors in units of the largest advantage.
@@ -250,7 +252,11 @@ def _whiten(A: Tensor, lengths: Tensor, ddof: int = 1) -> tuple[str, Tensor]:
 
 
 Estimate = Callable[[Tensor, Tensor], Tensor]
-TRANSFORMS = (_leave_unchanged, _whiten, partial(_whiten, ddof=0))
+TRANSFORMS: tuple[Transform, ...] = (
+    _leave_unchanged,
+    _whiten,
+    partial(_whiten, ddof=0),
+)
 # responses of consecutive groups that are tried with a shorter last one, where the
 # prompts have different numbers of responses
 LARGEST_WITH_REST = 16
