@@ -366,8 +366,8 @@ ADVANTAGES = {
         "KL term in the reward, a teacher), which rewards of responses do not give."
     ),
     "no_signal": (
-        "all advantages are 0, so they give no gradient: {why}. What moves weights is a KL "
-        "or entropy term, weight decay, or an optimizer's momentum."
+        "all advantages are 0 ({why}), so they give no gradient. What moves weights is a "
+        "KL or entropy term, weight decay, or an optimizer's momentum."
     ),
     "too_few": (
         "too few responses have an advantage other than 0 to name an estimator: "
