@@ -436,7 +436,9 @@ def test_one_placeholder_at_the_end_of_each_response_of_a_peaked_policy():
     batch = replace(batch, mask=torch.arange(24).expand(32, 24) < 23)
     found = gap(batch)
     assert [f.cause for f in found.findings] == ["zero"] and found
-    assert "each is the last one that trains in its response" in str(found.findings[0])
+    assert "each the last one that trains in its response, the" in str(
+        found.findings[0]
+    )
 
 
 def test_a_list_that_is_padded_with_minus_one_needs_no_unlikely_token():

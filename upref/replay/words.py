@@ -248,8 +248,8 @@ SAMPLER = {
         "log-probabilities of these tokens."
     ),
     "zero": (
-        "on {tokens} of {trained} trained tokens{place}, several of them unlikely for the "
-        "trainer, the sampler's number is 0. Here 0 is also what the sampler has on "
+        "on {tokens} of {trained} trained tokens{place} the sampler's number is 0, although "
+        "several of them are unlikely for the trainer. Here 0 is also what the sampler has on "
         "tokens of which the trainer is certain. So either it was certain of these "
         "tokens too, and the trainer has other ids, other weights or experts, or reads "
         + CONTEXT
