@@ -16,6 +16,7 @@ pytest.importorskip(
 from tests.conformance.engine_adapters import SOURCE, Plain
 from tests.conformance.known_bugs import bugs, load, planted
 from tests.conformance.test_preparation import Loop, MasksEnd, MixedGroups, SamplerIsOld
+from tests.support.daily import daily
 from upref.cli import main
 from upref.conformance import CASES, diff
 from upref.conformance.diff import chosen_cases, diff_steps
@@ -58,7 +59,7 @@ def _changed(change):
     return namespace["Plain"]()
 
 
-@pytest.mark.parametrize(("change", "case", "quantity"), FIRST)
+@pytest.mark.parametrize(("change", "case", "quantity"), daily(FIRST, 3))
 def test_the_first_quantity_that_differs_is_named(change, case, quantity):
     found = diff_steps(Plain(), _changed(change), [CASES[case]])
     assert not found
@@ -89,6 +90,7 @@ def test_what_a_trainer_makes_of_rewards_is_named(kind, case, quantity):
     assert one.quantity.startswith(quantity), str(found)
 
 
+@pytest.mark.nightly
 def test_old_log_probabilities_of_the_sampler_are_named():
     """The question of a public thread, as docs/howto/diff.md answers it."""
     case = CASES["prepare/old/iterations-2/token-mean"]

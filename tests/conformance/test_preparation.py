@@ -199,7 +199,7 @@ BY_DAY = (MixedGroups, CountsDropped)
         pytest.param(
             *fault,
             id=fault[0].__name__,
-            marks=() if fault[0] in BY_DAY else pytest.mark.slow,
+            marks=() if fault[0] in BY_DAY else pytest.mark.nightly,
         )
         for fault in FAULTS
     ],

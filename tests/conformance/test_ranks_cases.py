@@ -77,6 +77,7 @@ def _load(name, folder):
     return load_adapter(f"{folder / 'loops.py'}:{name}")
 
 
+@pytest.mark.nightly
 def test_a_loop_that_adds_the_ranks_gradients_passes(tmp_path):
     outcome = run_ranks(_load("Parallel", tmp_path), CASE, deadline=HANGING)
     assert outcome.status is Status.PASSED, str(outcome)

@@ -56,6 +56,7 @@ def test_committed_figure_is_what_the_code_draws(fresh, name):
     )
 
 
+@pytest.mark.nightly
 def test_figures_are_small_and_carry_no_date(fresh):
     for path in fresh.iterdir():
         assert path.stat().st_size < 800_000
@@ -106,6 +107,7 @@ def test_the_picture_is_not_blank(fresh):
         assert pixels(fresh / name).std() > 0.05
 
 
+@pytest.mark.nightly
 def test_atlas_has_every_objective_and_no_two_texts_touch(atlas):
     fig = atlas
     FigureCanvasAgg(fig).draw()

@@ -126,7 +126,7 @@ print(*(bool(upref.check_step(step, model, o, temperature=0.7)) for o in ("dapo"
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_upref_alone_checks_and_compares_steps(alone):
     status, out = alone("check", "my.py:loss", "--as", "dapo")
     assert status == 1 and out.startswith("NOT dapo: 1 failure"), out

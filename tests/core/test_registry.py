@@ -17,6 +17,7 @@ import torch
 
 import upref
 from repro import fork
+from tests.support.daily import daily
 from upref import catalog, definition, description, registry
 from upref.cli import main, show
 from upref.description import describe
@@ -158,7 +159,9 @@ def test_a_weight_that_cannot_be_one_leaves_the_name_free(registered):
     assert upref.get("mine") is mine
 
 
-@pytest.mark.parametrize("name", ["cispo", "cispo_verl", "vespo", "dppo_tv_verl"])
+@pytest.mark.parametrize(
+    "name", daily(["cispo", "cispo_verl", "vespo", "dppo_tv_verl"], 4)
+)
 def test_a_check_beside_another_thread(name):
     """The other thread takes the stop-gradients of the same functions, as a trainer
     does beside a check.

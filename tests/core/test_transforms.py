@@ -178,7 +178,7 @@ def tis_dapo(log_prob, old_log_prob, advantages, mask, rollout_log_probs=None, c
     return -J.sum() / mask.sum()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_check_knows_three_policies():
     assert upref.check(tis_dapo, "tis(dapo)")
     assert upref.check(tis_dapo, "dapo")  # its argument stays None: two policies

@@ -160,6 +160,7 @@ def test_exit_status(library, tmp_path):
     assert both.returncode == 2 and "not both" in both.stderr
 
 
+@pytest.mark.nightly
 def test_sigterm_ends_the_framework_too(library, tmp_path):
     """It is asked to end while the framework is imported, in a process of its own."""
     own = "import os, time, pathlib\npathlib.Path(__file__).with_name('pid').write_text(str(os.getpid()))\n"

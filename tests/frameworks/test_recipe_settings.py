@@ -88,6 +88,7 @@ SIZES = (  # what verl wants beside any recipe
 )  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.verl
 def test_verls_configuration_and_validation_take_each_recipe(capsys):
     """Hydra refuses a key that verl's YAML does not have, its dataclasses a value,

@@ -106,6 +106,7 @@ def test_a_generation_may_make_as_many_steps_as_it_has_micro_batches(accumulatio
     assert report and report.error < 2e-5, report
 
 
+@pytest.mark.nightly
 @pytest.mark.trl
 def test_a_family_for_which_trl_is_wrong_does_not_start():
     """TRL hands GPT-2 no positions beside its left padding (docs/steps.md)."""

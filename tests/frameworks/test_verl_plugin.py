@@ -427,6 +427,7 @@ def test_verls_rollout_correction_is_the_samplers_correction():
         verl_plugin.hyperparameters(upref.get("tis(dapo)"), {})
 
 
+@pytest.mark.nightly
 def test_upref_hidden_stands_for_verls_fused_heads():
     code = """
 import torch, upref_frameworks.verl.training

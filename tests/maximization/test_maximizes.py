@@ -73,6 +73,7 @@ def test_a_self_inclusive_baseline_shortens_the_gradient(size):
     }
 
 
+@pytest.mark.nightly
 def test_lengths_are_why_grpo_has_no_function():
     kinds = {row.setting: row.kind for row in maximizes("grpo").answers}
     assert kinds["0 or 1", "one length"] == "pass rate"

@@ -163,6 +163,7 @@ def test_the_command_trains_reports_and_reuses(command, tmp_path):
     assert code == 0 and "2 of 2 runs are finished; 0 to go" in out
 
 
+@pytest.mark.nightly
 def test_settings_may_follow_an_option(command):
     code, out, err = command(
         "cispo", "--against", "dapo", "steps=6", "--seeds", "1", "eval_every=3"

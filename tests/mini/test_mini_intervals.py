@@ -591,6 +591,7 @@ def test_seeds_of_the_second_round_are_those_of_its_power_calculation():
         assert name == "dose_high" or float(has) >= 0.8, name
 
 
+@pytest.mark.nightly
 def test_power_is_of_the_spread_in_a_finished_experiment(tmp_path, capsys):
     """Of Best@32 at equal Avg@32 and T = 1, from the effects of the controls."""
     found = [e for e in P.effects(records.load(P.results)) if e.reached]

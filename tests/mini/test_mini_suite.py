@@ -203,6 +203,7 @@ def test_no_new_run_after_the_hours(tmp_path, monkeypatch):
     assert not any(records.status(tmp_path / n) for n in QUEUE)
 
 
+@pytest.mark.nightly
 def test_interrupted_it_goes_on_and_one_suite_runs_at_a_time(
     tmp_path, monkeypatch, capfd
 ):

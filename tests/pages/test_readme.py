@@ -136,7 +136,7 @@ def test_the_pytest_file_passes_and_can_fail(tmp_path):
     assert "NOT ppo_clip" in run(quiet, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_weekly_job_runs_the_blocks_and_the_test(tmp_path):
     """With this torch they are as they say; one character more is a difference."""
     blocks = "".join(re.findall(r"```(?:python|console)\n.*?```\n", README, re.S))

@@ -58,7 +58,7 @@ def test_the_wheel_holds_the_whole_library_and_nothing_else(built):
     assert wheel.name.startswith(f"upref_rl-{upref.__version__}-")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_installed_wheel_judges_a_loss(built, tmp_path):
     """In a fresh environment whose only other packages are the ones it depends on."""
     (wheel,) = built.glob("*.whl")

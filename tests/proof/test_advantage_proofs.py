@@ -8,6 +8,7 @@ import torch
 
 import upref
 from tests.support.cases.estimators import by_group, std
+from tests.support.daily import daily
 from upref import InputError
 from upref.cli import main
 from upref.verify.advantages.proof import prove_advantages
@@ -92,7 +93,7 @@ RIGHT = [
 
 
 @pytest.mark.parametrize(
-    ("fn", "name", "hp"), RIGHT, ids=lambda x: getattr(x, "__name__", None)
+    ("fn", "name", "hp"), daily(RIGHT, 3), ids=lambda x: getattr(x, "__name__", None)
 )
 def test_a_right_one_is_proved(fn, name, hp):
     proof = prove_advantages(fn, name, responses=3, **hp)
@@ -278,7 +279,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(
-    ("fn", "name"), WRONG, ids=lambda x: getattr(x, "__name__", None)
+    ("fn", "name"), daily(WRONG, 2), ids=lambda x: getattr(x, "__name__", None)
 )
 def test_a_wrong_one_differs(fn, name):
     hp = {"ddof": 1, "eps": 1e-6} if name == "group_norm" else {}
@@ -342,6 +343,7 @@ def test_what_the_first_call_sets_is_a_state():
     assert proof.status == "no proof"
 
 
+@pytest.mark.nightly
 def test_five_responses_have_ids_of_five_prompts():
     assert prove_advantages(whitened, "whiten", responses=5)
 

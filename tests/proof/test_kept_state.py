@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import upref
+from tests.support.daily import daily
 from tests.support.plain import dapo
 
 python_generator = random.Random(0)
@@ -174,16 +175,19 @@ def by_a_cached_list(lp, old, A, mask):
 
 @pytest.mark.parametrize(
     "loss",
-    [
-        by_an_average,
-        by_a_slot,
-        by_an_entry,
-        by_a_deque,
-        by_an_array,
-        by_a_cached_list,
-        by_a_private_slot,
-        by_a_small_array,
-    ],
+    daily(
+        [
+            by_an_average,
+            by_a_slot,
+            by_an_entry,
+            by_a_deque,
+            by_an_array,
+            by_a_cached_list,
+            by_a_private_slot,
+            by_a_small_array,
+        ],
+        2,
+    ),
 )
 def test_a_loss_that_a_state_changes_is_not_proved(loss):
     proof = upref.prove(loss, "dapo", rows=1, columns=1)
@@ -213,6 +217,7 @@ def with_a_log(lp, old, A, mask):
     return dapo(lp, old, A, mask)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("loss", [with_a_cache, with_a_log])
 def test_what_changes_nothing_costs_no_proof(loss):
     proof = upref.prove(loss, "dapo", rows=1, columns=2)

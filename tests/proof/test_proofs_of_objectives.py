@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import upref
+from tests.support.daily import daily
 from upref.proof.compare import compare
 from upref.proof.domain import Pattern, patterns
 from upref.proof.subjects import closed_form_of, gradient_of
@@ -68,14 +69,14 @@ def test_the_weight_is_the_gradient(name):
 SYMBOLIC = [n for n in NAMES if n not in NOT_PROVED and not n.startswith("up")]
 
 
-@pytest.mark.parametrize("name", SYMBOLIC)
+@pytest.mark.parametrize("name", daily(SYMBOLIC, 3))
 def test_up_of_it_has_the_weight_of_up(name):
     found = proof_of(f"up({name})")
     assert found.status == "proved", found.reason
 
 
 @pytest.mark.parametrize("base", ["dapo", "gspo", "grpo"])
-@pytest.mark.parametrize("made", [*CORRECTIONS, "opsm"])
+@pytest.mark.parametrize("made", daily([*CORRECTIONS, "opsm"], 2))
 def test_a_transformed_weight_is_the_gradient(made, base):
     found = proof_of(f"{made}({base})")
     assert found.status == "proved", found.reason

@@ -135,6 +135,8 @@ SPECIAL = (
     mask_of_the_old_policy,
     mask_of_the_new_policy,
 )
+# each of them takes five seconds and more
+COUPLED = (equal_within_a_response, equal_responses, without_spread)
 
 
 @pytest.mark.parametrize("loss", NOT_SEEN, ids=lambda loss: loss.__name__)
@@ -142,7 +144,14 @@ def test_it_is_not_proved(loss):
     assert upref.prove(loss, "dapo", columns=2).status != "proved"
 
 
-@pytest.mark.parametrize("loss", SPECIAL, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(loss, marks=pytest.mark.nightly) if loss in COUPLED else loss
+        for loss in SPECIAL
+    ],
+    ids=lambda loss: loss.__name__,
+)
 def test_it_differs(loss):
     assert upref.prove(loss, "dapo", columns=3).status == "differs"
 

@@ -3,6 +3,7 @@
 says so.
 """
 
+import pytest
 import torch
 
 import upref
@@ -55,6 +56,7 @@ def test_half_a_loss_is_no_tie():
     assert prove(halved).status == "differs"
 
 
+@pytest.mark.nightly
 def test_a_proof_without_ties_says_nothing_of_them():
     def dapo(log_prob, old_log_prob, advantages, mask):
         r = (log_prob - old_log_prob).exp()

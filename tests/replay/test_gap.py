@@ -73,7 +73,7 @@ def test_quite_other_weights_are_no_failure_under_any_seed():
         assert found, [str(f) for f in found.failures]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_table_of_families_that_nothing_was_tuned_on():
     """The recorded table is of `python -m tests.replay.grade`; this draws two of its
     families with other seeds.

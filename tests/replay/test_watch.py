@@ -251,6 +251,7 @@ def a_rank(rank, place, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.nightly
 def test_a_rank_that_cannot_record_stops_all_and_nobody_waits(tmp_path):
     torch.multiprocessing.spawn(a_rank, (tmp_path / "store", tmp_path), nprocs=2)
     assert [(tmp_path / f"{rank}").read_text() for rank in (0, 1)] == ["[True]"] * 2

@@ -185,6 +185,7 @@ def test_a_clip_that_is_not_declared_is_one_factor(bound, model):
     assert "do not train" not in str(report)
 
 
+@pytest.mark.nightly
 def test_the_case_decides(model):
     """With equal lengths, r = 1 and no holes some of the bugs cannot be seen; with the
     case that upref makes, all.

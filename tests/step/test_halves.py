@@ -7,6 +7,7 @@ import pytest
 import torch
 from loops import BUGS, T, policy_step, qwen3, with_
 
+from tests.support.daily import daily
 from upref.step import (
     Row,
     TorchModel,
@@ -76,7 +77,9 @@ def test_a_cause_that_both_halves_have_is_named(tmp_path, step, cause):
         assert report.failures[0].cause.startswith(cause), report
 
 
-@pytest.mark.parametrize("name", ["gradients zeroed in the loop", "no attention mask"])
+@pytest.mark.parametrize(
+    "name", daily(["gradients zeroed in the loop", "no attention mask"], 2)
+)
 def test_so_is_one_of_rows_that_are_lost_or_padded(name):
     ((cause, step),) = [(cause, step) for key, cause, step in BUGS if key == name]
     said = recorded(step).failures[0].cause
@@ -99,6 +102,7 @@ def test_of_one_backward_pass_a_cause_is_called_possible(tmp_path):
     assert recorded(with_(size=8))
 
 
+@pytest.mark.nightly
 def test_of_gradients_that_are_changed_between_passes_nothing_is_tested(tmp_path):
     def halved(model):
         for p in model.parameters():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """identify_step: the name of a loop's objective, and where no name is true, none."""
 
+import pytest
 import torch
 from loops import T, collated, log_probs, policy_step, qwen3, surrogate, with_
 
@@ -46,6 +47,7 @@ def test_a_factor_that_is_no_short_number_is_found():
     assert "dapo (times 0.888889)" in str(found), found
 
 
+@pytest.mark.nightly
 def test_a_number_that_no_row_reaches_is_said():
     """Where no bound stops the ratio from below, any from 1 on is as true."""
 
@@ -66,6 +68,7 @@ def test_a_lost_token_is_no_bound_of_the_ratio():
     assert not found and "none above" not in found.why, found
 
 
+@pytest.mark.nightly
 def test_an_objective_with_a_small_term_beside_it_is_not_it():
     def with_bonus(lp, old, A):
         return surrogate(lp, old, A) + 1e-4 * lp
@@ -79,6 +82,7 @@ def test_a_loop_on_policy_is_dapo_without_ratio():
     assert str(found.matches[0]) == "dapo (without ratio)", found
 
 
+@pytest.mark.nightly
 def test_an_unusual_bound_is_bracketed():
     found = identified(with_(high=0.25))
     assert not found and "A > 0: none above r between" in found.why, found

@@ -13,6 +13,7 @@ from training import Own
 from tests.step.planted import padded, ragged
 from tests.step.planted.__main__ import FIRST_SIGHT, counts, judge, recorded, run
 from tests.step.planted.case import CASES
+from tests.support.daily import daily
 from upref.step import check_step
 
 assert padded.loop.name != ragged.loop.name  # both add to CASES
@@ -31,7 +32,7 @@ SAMPLE = (
 UNNAMED = ("old_not_shuffled",)  # the weights of most responses are within the noise
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", daily(SAMPLE, 2))
 def test_a_sample_of_the_set_has_its_cause(name):
     assert run(CASES[name])["judged"] in ("right", "accepted")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.daily import daily
 from tests.support.ports import on_a_network
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +51,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("name", IN)
+@pytest.mark.parametrize("name", daily(IN, 3))
 def test_only_this_machine_can_connect(name, tmp_path):
     (tmp_path / "program.py").write_text(HEAD + IN[name])
     out = tmp_path / "addresses"

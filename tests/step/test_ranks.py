@@ -117,6 +117,7 @@ class SlowLastRank:
         (self.folder / str(rank)).touch()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fails", daily([True, False], 2))
 def test_three_ranks_wait_for_the_slowest_and_pass_on_its_error(tmp_path, fails):
     step = SlowLastRank(tmp_path, fails)

@@ -473,6 +473,7 @@ def test_the_opposite_sign_is_named():
     assert cause(negated) == "the advantages have the opposite sign"
 
 
+@pytest.mark.nightly
 def test_where_an_exchange_makes_the_same_advantages_both_are_said():
     said = cause(negated, advantages=[1.5, -1.5, 0.5, -0.5, 2.0, -2.0, 0.7, -0.7])
     assert said == (

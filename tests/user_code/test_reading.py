@@ -18,6 +18,7 @@ from hypothesis import given, settings, strategies as st
 
 import upref
 import upref.weights.curve
+from tests.support.daily import daily
 from upref import catalog
 from upref.aggregation import aggregate
 from upref.cli import main
@@ -113,7 +114,7 @@ def refusals(loss) -> set[str]:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=6, derandomize=True)
+@settings(deadline=None, max_examples=2, derandomize=True)
 @given(
     order=st.permutations(list(CALLED)),
     called=st.fixed_dictionaries({r: st.sampled_from(c) for r, c in CALLED.items()}),
@@ -264,7 +265,7 @@ def test_a_loss_of_the_first_column_gets_one_advantage_each():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "agg", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
+    "agg", daily(["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"], 3)
 )
 def test_an_aggregation_in_place_of_the_objectives_own(agg):
     def loss(log_prob, old_log_prob, advantages, mask):
@@ -421,6 +422,7 @@ def clipped_alone_old_first(a, b, c, d):
     return -torch.where(d, r.clamp(0.8, 1.2) * c, 0).sum() / d.sum()
 
 
+@pytest.mark.nightly
 def test_a_loss_that_fails_for_its_order_alone_is_ambiguous():
     """Letters do not tell which policy is which: no accusation rests on their order."""
     for loss, name in (
@@ -447,6 +449,7 @@ def test_a_loss_that_fails_for_its_order_alone_is_ambiguous():
     assert "the ratio is inverted" in said
 
 
+@pytest.mark.nightly
 def test_a_fault_in_an_unknown_order_is_no_inverted_ratio():
     for judge in (lambda f: upref.check(f, "ppo_clip", skip=QUICK), upref.identify):
         try:
@@ -833,7 +836,7 @@ def test_a_hyperparameter_that_nobody_knows_is_an_error():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["up_dapo", "up(sapo)", "nothing:here", "dpao", "liger:dapo"]
+    "name", daily(["up_dapo", "up(sapo)", "nothing:here", "dpao", "liger:dapo"], 2)
 )
 def test_the_command_and_the_library_accept_the_same_names(name, capsys):
     """All verbs and their twins, and the same sentence where a name means nothing."""

@@ -35,7 +35,7 @@ from upref.verify.measure import make_case
 from upref.verify.oracles.batches import SCALES
 from upref.verify.shrink import cut
 
-EVERY = 30  # one case in so many runs by day
+EVERY = 60  # one case in so many runs by day
 
 
 def by_day(cases):
@@ -243,6 +243,7 @@ def test_an_optional_correction_that_is_left_out_is_said():
         assert not any("ref_scale" in line for line in answer.not_checked)
 
 
+@pytest.mark.nightly
 def test_a_correction_in_a_whole_batch_is_said():
     of_batch = lambda name: lambda b: upref.get(name).loss(b)
     for name, due in (("icepop(dapo)", True), ("dapo", False)):
@@ -260,6 +261,7 @@ def test_a_correction_in_a_whole_batch_is_said():
 SLOW = ["unusual-inputs", "one-response", "extremes"]
 
 
+@pytest.mark.nightly
 def test_what_was_not_checked_is_always_said():
     """A line of the short report, too."""
 

@@ -297,7 +297,7 @@ CLAMPS = {
 }
 
 
-@pytest.mark.parametrize("said", daily(CLAMPS, 2))
+@pytest.mark.parametrize("said", daily(CLAMPS, 4))
 def test_a_clamp_is_named_by_its_bounds(said):
     clamp = CLAMPS[said]
     causes = [
@@ -639,6 +639,7 @@ def quantile_of_the_batch(log_prob, old_log_prob, advantages, mask, entropy):
     return -(torch.where(alive, w, 0) * A * lp).sum() / mask.sum()
 
 
+@pytest.mark.nightly
 def test_the_printed_batch_shows_more_than_a_bound_in_float32():
     failures = upref.check(quantile_of_the_batch, "aspo_code").failures
     assert failures

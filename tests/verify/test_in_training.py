@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import upref
+from tests.support.daily import daily
 
 NETWORK = (
     "the gradient differs when log_prob is the output of a network, as in training"
@@ -59,7 +60,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("loss", WRONG)
+@pytest.mark.parametrize("loss", daily(WRONG, 2))
 def test_a_loss_that_is_wrong_on_the_output_of_a_network_alone(loss):
     report = upref.check(loss, "dapo")
     said = [f.regime for f in report.failures if f.oracle == "in-training"]

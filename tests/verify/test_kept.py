@@ -8,12 +8,15 @@ import torch
 
 import upref
 from tests.support.cases import kept
+from tests.support.daily import daily
 from upref.rollouts import Rollouts
 
 ids = lambda x: getattr(x, "__name__", None)
 
 
-@pytest.mark.parametrize(("loss", "objective", "agg", "hp"), kept.RIGHT, ids=ids)
+@pytest.mark.parametrize(
+    ("loss", "objective", "agg", "hp"), daily(kept.RIGHT, 2), ids=ids
+)
 def test_a_right_loss_is_accepted(loss, objective, agg, hp):
     report = upref.check(loss, objective, agg=agg, **hp)
     assert report, str(report)

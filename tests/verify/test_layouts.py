@@ -261,7 +261,7 @@ def test_the_same_losses_without_a_fault_are_right():
             assert not [f for f in found if f.severity == "failure"], (name, found)
 
 
-@pytest.mark.parametrize("name", daily(BOUNDS, 3))
+@pytest.mark.parametrize("name", daily(BOUNDS, 6))
 def test_a_bound_of_a_response_is_tested_on_both_sides(name):
     distances = []
 
@@ -280,6 +280,7 @@ def test_a_bound_of_a_response_is_tested_on_both_sides(name):
     assert (near > 0).any() and (near < 0).any()
 
 
+@pytest.mark.nightly
 def test_the_mean_that_decides_for_a_response_is_tested_on_both_sides():
     case = case_of(
         "opsm(dapo)",

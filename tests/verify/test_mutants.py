@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import upref
+from tests.support.daily import daily
 from tests.support.mutants import (
     batches,
     estimators,
@@ -74,7 +75,7 @@ def test_a_checker_without_one_of_its_oracles_is_caught(tmp_path, left_out):
         assert any(wrong(r) == "missed" for r in rows(tmp_path, few, seed=3))
 
 
-@pytest.mark.parametrize("n", [3, pytest.param(12, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("n", [1, pytest.param(12, marks=pytest.mark.nightly)])
 def test_what_keeps_the_meaning_is_accepted(tmp_path, n):
     seen = [
         judged(s, tmp_path, 5, large=0, few=40) for s in rewritings(n, 5, compiled=0)
@@ -84,6 +85,7 @@ def test_what_keeps_the_meaning_is_accepted(tmp_path, n):
     ]
 
 
+@pytest.mark.nightly
 def test_the_short_verdict_is_the_reports():
     for name, style in (("dapo", "verl"), ("gspo", "packed")):
         c = configs(upref.get(name))[0]
@@ -230,6 +232,7 @@ def test_a_part_in_float32_that_only_long_responses_show():
     assert report, str(report)
 
 
+@pytest.mark.nightly
 def test_bounds_of_an_uncertain_token_are_visited():
     c = configs(upref.get("aspo_code"))[0]
     moved = write(c, "ratio").replace("r <= 1 + 0.4", "r <= 1.001 + 0.4")
@@ -251,7 +254,9 @@ MOVED = [  # objective, hyperparameters, what is written, what should be
 
 
 @pytest.mark.parametrize(
-    ("name", "hp", "right", "slip"), MOVED, ids=[f"{m[0]}: {m[3]}" for m in MOVED]
+    ("name", "hp", "right", "slip"),
+    daily(MOVED, 3),
+    ids=[f"{m[0]}: {m[3]}" for m in MOVED],
 )
 def test_what_only_some_tokens_show(name, hp, right, slip):
     """Of some probabilities alone: nearly certain ones, or those between the grid's at
@@ -262,7 +267,7 @@ def test_what_only_some_tokens_show(name, hp, right, slip):
     assert not upref.check(compiled(source.replace(right, slip)), name, **hp)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dim", daily([0, 1], 2))
 def test_a_habit_in_the_denominator_of_a_chunk(dim):
     """1e-8 there weighs otherwise where rows or columns stand in other chunks."""
 
@@ -348,15 +353,15 @@ def test_rewards_of_any_size():
     )
 
 
-@pytest.mark.parametrize("each", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_estimators(each):
-    seen = [estimators.judged(*s, 5) for s in estimators.subjects(5, each=each)]
-    assert sum(r["truth"] == "differs" for r in seen) > 5 * each and not [
+@pytest.mark.nightly
+def test_estimators():
+    seen = [estimators.judged(*s, 5) for s in estimators.subjects(5, each=2)]
+    assert sum(r["truth"] == "differs" for r in seen) > 10 and not [
         r for r in seen if wrong(r)
     ]
 
 
-@pytest.mark.parametrize(("eps", "other"), [("0.2", "0.4"), ("0.4", "0.2")])
+@pytest.mark.parametrize(("eps", "other"), daily([("0.2", "0.4"), ("0.4", "0.2")], 2))
 def test_some_bounds_off_by_a_hair_are_no_rounding(eps, other):
     """Calm tokens, and uncertain ones, whose bound is another."""
     source = write(configs(upref.get("aspo_code"))[0], "ratio")
@@ -482,7 +487,7 @@ def test_nan_is_forgiven_only_beyond_what_a_sampler_draws(at, right):
     )
 
 
-@pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "m2po"])
+@pytest.mark.parametrize("name", daily(["clip_cov", "kl_cov", "m2po"], 3))
 def test_a_selection_that_rounding_to_float32_decides_is_not_compared(name):
     """log π_old + log r rounds to another float32 than log π: two tokens of clip_cov
     change places in the order of the batch, and another one is drawn.

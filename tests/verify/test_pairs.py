@@ -166,7 +166,7 @@ def test_every_two_levels_meet_where_the_gradient_shows_it(asked, name):
     assert any((p(*b) & q(*b) & live).any() for b, live in asked)
 
 
-@pytest.mark.parametrize(("a", "b"), daily(combinations(UNUSUAL, 2), 12))
+@pytest.mark.parametrize(("a", "b"), daily(combinations(UNUSUAL, 2), 30))
 def test_wrong_where_two_axes_meet(a, b):
     levels = [
         (x, y)
@@ -189,7 +189,7 @@ def test_wrong_where_two_axes_meet(a, b):
     }, f"{x}, {y}\n{report}"
 
 
-@pytest.mark.parametrize("axis", daily(UNUSUAL, 3))
+@pytest.mark.parametrize("axis", daily(UNUSUAL, 8))
 def test_wrong_along_one_axis(axis):
     for p in UNUSUAL[axis].values():
         assert not upref.check(
@@ -205,7 +205,7 @@ NARROW = [
 ]
 
 
-@pytest.mark.parametrize(("axis", "level"), NARROW)
+@pytest.mark.parametrize(("axis", "level"), daily(NARROW, 4))
 def test_wrong_near_narrow_bounds(axis, level):
     """Of GSPO, 3e-4 and 4e-4 beside 1."""
     near = lambda lp, old, A, m, ref, g: (

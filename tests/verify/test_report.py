@@ -75,7 +75,7 @@ def wrong_here_and_there(log_prob, old_log_prob, advantages, mask):
 LOSSES = [everything_wrong, long_words, huge_numbers, wrong_here_and_there]
 
 
-@pytest.mark.parametrize("loss", daily(LOSSES, 2))
+@pytest.mark.parametrize("loss", daily(LOSSES, 4))
 @pytest.mark.parametrize("name", ["dapo", "gspo", "up_grpo"])
 def test_a_report_is_short(loss, name):
     report = upref.check(loss, name)

@@ -144,7 +144,7 @@ DOUBLED = [
 ]
 
 
-@pytest.mark.parametrize(("loss", "cause"), daily(DOUBLED, 2))
+@pytest.mark.parametrize(("loss", "cause"), daily(DOUBLED, 7))
 def test_a_gradient_that_is_left_adds_to_the_returned_one(loss, cause):
     """Only what it left was compared, and each of these agreed."""
     report = upref.check(loss, "grpo", eps=0.2)

@@ -1158,6 +1158,7 @@ def test_a_fresh_process_has_loss_and_estimator(monkeypatch):
     processes.check_imports(run, validate(run))
 
 
+@pytest.mark.nightly
 def test_a_fresh_process_without_it_is_refused(monkeypatch):
     monkeypatch.setattr(c, "MODULES", ("no_such_module",))
     run = c.compose("up_dapo", "paper")
