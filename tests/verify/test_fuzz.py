@@ -34,6 +34,7 @@ def test_no_public_function_is_missing():
     assert not entries.there_is() - {*entries.PUBLIC}
 
 
+@pytest.mark.nightly
 def test_what_each_takes_is_what_it_accepts():
     """Else junk in one argument would be seen to be refused for another."""
     for name, (fn, good) in entries.PUBLIC.items():

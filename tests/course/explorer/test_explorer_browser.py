@@ -28,11 +28,8 @@ def browser(tmp_path_factory):
 
 
 def test_dragged_by_mouse_and_by_keyboard(browser, page):
-    """The state follows, the words follow, the address follows; the work of a frame is
-    less than 33 ms.
-    """
+    """The state follows, the words follow, the address follows."""
     browser.open(page, READY)
-    browser.js("void (explorer.spent.length = 0)")
     browser.drag(".map", (0.4, 0.7), (0.6, 0.2))
     state = browser.js("explorer.state()")
     assert state["mu"] == pytest.approx((60 - 9) / 89, abs=0.01) and state[
@@ -44,9 +41,6 @@ def test_dragged_by_mouse_and_by_keyboard(browser, page):
     moved = browser.js("explorer.state().o.map(o => o.hp.eps_low)")
     # one letter, one value
     assert moved[0] == pytest.approx(0.6, abs=0.03) and moved[0] == moved[1]
-    work = browser.js("explorer.spent")
-    # a busy machine stretches the others
-    assert len(work) > 5 and sorted(work)[len(work) // 4] < 33
     browser.keys(".map", KEYS["up"] * 2 + KEYS["right"])
     after = browser.js("explorer.state()")
     assert after["p"] == pytest.approx(state["p"] + 0.01) and after[
@@ -60,6 +54,15 @@ def test_dragged_by_mouse_and_by_keyboard(browser, page):
     browser.ask("POST", "/refresh", {})
     browser.until(READY)
     assert browser.js("explorer.state().p") == after["p"]
+
+
+@pytest.mark.nightly  # a busy machine takes longer
+def test_the_work_of_a_frame_takes_less_than_33_ms(browser, page):
+    browser.open(page, READY)
+    browser.js("void (explorer.spent.length = 0)")
+    browser.drag(".map", (0.4, 0.7), (0.6, 0.2))
+    work = browser.js("explorer.spent")
+    assert len(work) > 5 and sorted(work)[len(work) // 4] < 33
 
 
 @pytest.mark.parametrize(
