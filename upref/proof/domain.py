@@ -73,7 +73,8 @@ class Pattern:
 
 
 ADVANTAGES = ("of a response", "equal", "1 and -1", "-1 and 1")
-IDS = (7, 2, 4, 9)  # of prompts: with gaps, and in no order
+# of prompts: with gaps, in no order, with 0, and in another order as texts
+IDS = ((10, 9, 4, 13), (7, 3, 6, 12), (0, 5, 2, 11))
 
 
 def patterns(rows: int, columns: int, with_groups: bool) -> Iterator[Pattern]:
@@ -90,10 +91,11 @@ def patterns(rows: int, columns: int, with_groups: bool) -> Iterator[Pattern]:
     each_row = [
         row for row in itertools.product((True, False), repeat=columns) if any(row)
     ]
-    for mask in itertools.combinations_with_replacement(each_row, rows):
+    masks = itertools.combinations_with_replacement(each_row, rows)
+    for mask, ids in zip(masks, itertools.cycle(IDS)):
         yield Pattern(mask)
         if with_groups:
-            yield from (Pattern(mask, group) for group in _groups(rows))
+            yield from (Pattern(mask, group) for group in _groups(rows, ids))
     full, first = each_row[0], each_row[-1]
     for mask in dict.fromkeys([(full,) * rows, (full, *[first] * (rows - 1))]):
         yield Pattern(mask, on_policy=True)
@@ -127,11 +129,22 @@ def partitions(count: int) -> Iterator[tuple[int, ...]]:
             yield (*numbers, number)
 
 
-def _groups(rows: int) -> Iterator[tuple[int, ...]]:
+def _groups(rows: int, ids: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Yield the ways to divide rows into two prompts or more, by their ids."""
     for numbers in partitions(rows):
         if any(numbers):
-            yield tuple(IDS[n % len(IDS)] + n + 10 * (n // len(IDS)) for n in numbers)
+            yield named_by(numbers, ids)
+
+
+def named_by(numbers: tuple[int, ...], ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the ids of prompts that have a number each; more than there are ids get
+    larger ones.
+
+    Args:
+        numbers: of the prompt of each row.
+        ids: one of IDS.
+    """
+    return tuple(ids[n % len(ids)] + 20 * (n // len(ids)) for n in numbers)
 
 
 @dataclass(frozen=True)

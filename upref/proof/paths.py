@@ -311,6 +311,8 @@ class Search:
             outputs = of(batch, scale)
         if trace.stopped:
             raise NoProof(trace.stopped)
+        if not trace.is_intact():
+            raise NoProof("it writes to the memory of a tensor without torch")
         return trace.ids(outputs.detach())
 
     def _must_agree(self, path: Path, trace: Trace) -> None:

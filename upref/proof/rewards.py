@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from upref.proof.domain import IDS, Domain, Pattern, partitions
+from upref.proof.domain import IDS, Domain, Pattern, named_by, partitions
 from upref.rollouts import Rollouts
 
 LARGEST = 1e6  # |R|: beyond, a clamp is a guard
@@ -91,7 +91,7 @@ def _of_prompts(group: tuple[int, ...]) -> Iterator[RewardPattern]:
     count = len(group)
     free = [f"R{i}" for i in range(count)]
     yield pattern_of(free, group)
-    yield pattern_of(free, [IDS[g % len(IDS)] + 10 * (g // len(IDS)) for g in group])
+    yield pattern_of(free, named_by(group, IDS[0]))
     yield pattern_of([f"R{g}" for g in group], group)  # each prompt's responses tie
     yield pattern_of(["R0"] * count, group)
     yield pattern_of([0.0] * count, group)

@@ -29,6 +29,7 @@ COMPARES = {"gt", "lt", "ge", "le", "eq", "ne", "clamp", "clamp_min", "clamp_max
 DIVIDES = {"remainder", "fmod", "floor_divide"}
 TWO = COMPARES | {"minimum", "maximum", "fmin", "fmax", "searchsorted", "bucketize"}
 ROUNDS = {"floor", "ceil", "round", "trunc", "frac"}
+ADDS = {"sum", "cumsum", "prod", "cumprod", "mean", "nansum"}
 BENDS = {  # functions that are nearly constant where their argument is large
     *("sign", "sgn", "relu", "heaviside", "signbit", "abs", "sigmoid", "tanh", "erf"),
     *("exp", "exp2", "expm1", "softplus", "_softmax", "threshold", "bool"),
@@ -121,7 +122,7 @@ class Sizes:
         elif name == "_to_copy" and dtype in LARGEST:
             if args[0].dtype is not torch.bool:
                 self.add(LARGEST[dtype], line())
-        elif name == "sum" and dtype in LARGEST:
+        elif name in ADDS and dtype in LARGEST:
             self.add(LARGEST[dtype], line())
         if tensors and (number := self._compared(name, args, kwargs)):
             self.add(number, line())

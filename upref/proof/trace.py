@@ -43,6 +43,11 @@ SHORT = (torch.float32, torch.float16, torch.bfloat16)
 DECOYS = ((1e300, -1e300), (-1e300,), (0.5, -0.5), (1e300,), (1e-300, -1e-300))
 MOST_STEPS = 400  # of one path
 CALLERS = ("subjects.py", "every_size.py")  # that call the user's function
+# operators whose result has numbers that nobody has written
+EMPTY = {
+    *("empty", "empty_like", "empty_strided", "empty_permuted"),
+    *("new_empty", "new_empty_strided"),
+}
 REREADS = (torch.ops.aten.view.dtype, torch.ops.aten._neg_view.default)
 
 
@@ -65,7 +70,12 @@ class Memory:
 
     storage: Any
     ids: Tensor
-    itemsize: int
+    dtype: torch.dtype
+
+    def held(self) -> Tensor:
+        """Return what the memory holds."""
+        flat = torch.empty(0, dtype=self.dtype)
+        return flat.set_(self.storage, 0, (len(self.ids),), (1,))
 
 
 @dataclass
@@ -137,7 +147,7 @@ class Trace:
         memory = self.memories.get(x.untyped_storage()._cdata)
         if memory is None:
             return self._ids_of_constants(x)
-        if memory.itemsize != x.element_size():
+        if memory.dtype.itemsize != x.element_size():
             self.stop("reads the bytes of a tensor as another type")
         return memory.ids.as_strided(x.size(), x.stride(), x.storage_offset())
 
@@ -198,19 +208,32 @@ class Trace:
             self.stop("computes a value that is not finite")
         return _of_type(flat, x.dtype).view(x.shape)
 
+    def is_intact(self) -> bool:
+        """Tell whether each number that varies is still a decoy in memory: code that
+        writes there by other ways than torch's changes no formula.
+        """
+        parts: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        for memory in self.memories.values():
+            if memory.dtype.is_floating_point:
+                pair = memory.held(), memory.ids
+                parts.setdefault(memory.dtype, []).append(pair)
+        for dtype, pairs in parts.items():
+            held, ids = (torch.cat(part) for part in zip(*pairs, strict=True))
+            decoys = _of_type(list(self.decoys), dtype)
+            others = ids[~torch.isin(held, decoys)]
+            if not self.values.constants.issuperset(others.tolist()):
+                return False
+        return True
+
     def _make_memory(self, x: Tensor, storage: Any) -> Memory:
         """Make the ids of a storage, those of the numbers that it holds now."""
         size = storage.nbytes() // x.element_size()
         if size == x.numel() and x.is_contiguous():  # all of it is set now
-            memory = Memory(
-                storage, torch.zeros(size, dtype=torch.int64), x.element_size()
-            )
+            memory = Memory(storage, torch.zeros(size, dtype=torch.int64), x.dtype)
             self.memories[storage._cdata] = memory
             return memory
         whole = torch.empty(0, dtype=x.dtype).set_(storage, 0, (size,), (1,))
-        memory = Memory(
-            storage, self._ids_of_constants(whole.detach()), x.element_size()
-        )
+        memory = Memory(storage, self._ids_of_constants(whole.detach()), x.dtype)
         self.memories[storage._cdata] = memory
         return memory
 
@@ -223,7 +246,7 @@ class Trace:
         """
         storage = x.untyped_storage()
         size = storage.nbytes() // x.element_size()
-        memory = Memory(storage, torch.zeros(size, dtype=torch.int64), x.element_size())
+        memory = Memory(storage, torch.zeros(size, dtype=torch.int64), x.dtype)
         self.memories[storage._cdata] = memory
         memory.ids.as_strided(x.size(), x.stride(), x.storage_offset()).copy_(ids)
         self._hide(x, ids)
@@ -424,6 +447,9 @@ READS: dict[str, Callable[..., Any]] = {
             "__reduce_ex__",
             "__deepcopy__",
             "share_memory_",
+            "apply_",
+            "map_",
+            "map2_",
         ),
         _read_bytes,
     ),
@@ -548,12 +574,13 @@ def _slices_noted(trace: Trace) -> Iterator[None]:
 @contextmanager
 def _chance_refused(trace: Trace) -> Iterator[None]:
     """Stop where Python asks the operating system for random bytes, which numpy's new
-    generators, secrets and random.SystemRandom do too.
+    generators, secrets and random.SystemRandom do too. A module that is imported may.
     """
     from_system, seed = os.urandom, random.Random.seed
 
     def refuse(size: int) -> bytes:
-        trace.stop("draws random numbers", "a proof is of a function")
+        if not trace.is_busy and not _is_importing():
+            trace.stop("draws random numbers", "a proof is of a function")
         return from_system(size)
 
     def seed_with(self: random.Random, a: Any = None, version: int = 2) -> None:
@@ -570,6 +597,16 @@ def _chance_refused(trace: Trace) -> Iterator[None]:
         os.urandom = from_system
         setattr(random, "_urandom", from_system)  # noqa: B010
         setattr(random.Random, "seed", seed)  # noqa: B010
+
+
+def _is_importing() -> bool:
+    """Tell whether a module is being imported."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _tells_size(out: Any) -> bool:
@@ -629,6 +666,8 @@ class Operators(TorchDispatchMode):
         trace.sizes.note_cut(func, args, user_line)
         trace.sizes.note_places(func, args, kwargs, user_line)
         trace.constants.note_operator(args[1:], user_line)
+        if shape.name in EMPTY and trace.lifted is None:
+            return _spoilt(func(*args, **kwargs))
         if trace.lifted is not None:
             return self._run_alike(func, args, kwargs, tensors)
         if not any(map(trace.is_known, tensors)):
@@ -732,6 +771,13 @@ class Operators(TorchDispatchMode):
             name = func._schema.name.partition("::")[2]
             trace.stop(f"calls {name}, of which upref has no formula")
         return answer
+
+
+def _spoilt(x: Tensor) -> Tensor:
+    """Fill new memory, which often holds zeros, with what shows that it was read."""
+    if x.is_floating_point() or x.is_complex():
+        return x.fill_(float("nan"))
+    return x.fill_(1 if x.dtype is torch.bool else torch.iinfo(x.dtype).max)
 
 
 def find_decomposition(func: Any) -> Callable[..., Any] | None:

@@ -30,6 +30,8 @@ from upref.proof.paths import Counterexample, Limits, Outputs
 from upref.proof.solver import require_z3
 from upref.proof.state import (
     FAR,
+    MORE,
+    MOST,
     Kept,
     changed as changed_state,
     kept,
@@ -41,7 +43,7 @@ from upref.result import Result
 from upref.rollouts import Rollouts
 from upref.user_code import Loss, no_objective, read
 from upref.user_code.guard import state_restored
-from upref.user_code.kl import read as read_term
+from upref.user_code.kl import Term, read as read_term
 from upref.verify.finding import Example
 from upref.verify.render import describe_example
 from upref.verify.report import counted, short
@@ -53,7 +55,11 @@ TIES_AT_ONE = (
     "tokens to which a policy gives the probability 1 are left out: there two arguments of a "
     "minimum or maximum are equal, and each gets half of the gradient"
 )
-NOT_PART = ("rounding", "overflow", "side effects", "other dtypes")
+NOT_PART = (
+    *("ties of compared values", "what it reads beside its inputs"),
+    *("rounding", "overflow", "side effects", "other dtypes"),
+)
+NOT_ALL = f"it reaches more than {MOST:,} objects: what the others keep from call to call is not looked at"
 # units of what is compared
 GRADIENT, ADVANTAGE = "dJ/dlp", "A"
 VALUE_OF_TERM, SLOPE_OF_TERM = "value", "gradient"
@@ -284,17 +290,26 @@ def prove(
     """
     require_z3()
     check_limits(seconds, rows=rows, columns=columns)
-    function = loss.call if isinstance(loss, Loss) else loss
-    first = kept(function)
+    is_other_loss = _find_objective(objective) is None
+    given: list[Any] = [loss, objective] if is_other_loss else [loss]
+    # those that are given by name have not been called yet
+    first = None if any(isinstance(x, str) for x in given) else kept(_functions(given))
     with state_restored() as changed:
         both = _read_both(loss, objective, agg, hp)
+        for n, x in enumerate(given):
+            given[n] = both[n] if isinstance(x, str) else x
 
         def compared(is_small: bool) -> Proof:
             size = (1, 1) if is_small else (rows, columns)
             return _prove_losses(*both, *size, seconds)
 
-        proof = without_state(function, compared, first)
+        proof = without_state(_functions(given), compared, first)
     return with_changes(proof, changed)
+
+
+def _functions(losses: list[Any]) -> tuple[Any, ...]:
+    """Return losses as the functions that the user wrote."""
+    return tuple(x.call if isinstance(x, Loss) else x for x in losses)
 
 
 def without_state(
@@ -305,32 +320,34 @@ def without_state(
     """Return a proof; "no proof" where the function keeps a state that changes it.
 
     Args:
-        function: the user's.
+        function: the user's, or a tuple of two.
         compared: makes the proof; of the smallest batches where its argument is true.
         first: what it kept before its first call.
     """
     before = kept(function)
     proof = compared(False)
-    after = kept(function) if proof else {}
-    state = changed_state(before, after) if proof else {}
-    if first is not None and proof:
+    if not proof:
+        return proof
+    after = kept(function)
+    state = changed_state(before, after)
+    if first is not None:
         state |= changed_state(first, after)
+    if MORE in after:
+        proof = replace(proof, remarks=(*proof.remarks, NOT_ALL))
     if not state:
         return proof
+    unproved = replace(proof, status="no proof", every_size=False)
     chance = sorted(name for name, one in state.items() if one.is_chance)
     if chance:
-        return replace(proof, status="no proof", reason=f"it draws from {chance[0]}")
-    again = True
+        return replace(unproved, reason=f"it draws from {chance[0]}")
     # beyond each number with which the code compares: it may compare the state
     far = 2.0 * max([FAR, *(number for number, _ in proof.bounds)])
     for up, by in ((True, far), (False, far), (True, FARTHEST), (False, FARTHEST)):
         with moved(state, up, by) as is_whole:
-            proved = compared(True)
-            again = again and is_whole and bool(proved)
-    if again:
-        return proof
-    reason = f"it keeps a state from call to call: {min(state)} changes"
-    return replace(proof, status="no proof", reason=reason)
+            if not is_whole or not compared(True):
+                reason = f"it keeps a state from call to call: {min(state)} changes"
+                return replace(unproved, reason=reason)
+    return proof
 
 
 def check_limits(seconds: Any, **sizes: Any) -> None:
@@ -699,29 +716,42 @@ def prove_kl(
     check_limits(seconds, rows=rows, columns=columns)
     if name not in kl.ESTIMATORS:
         raise catalog.unknown_kl(name, kl.ESTIMATORS)
+    first = None if isinstance(estimator, str) else kept(estimator)
     with state_restored() as changed:
         term, known = read_term(estimator), read_term(kl.ESTIMATORS[name])
-        among = [
-            Pattern(((True,) * t,) * b)
-            for b, t in ((1, 1), (1, columns), (rows, columns))
-        ]
-        among = list(dict.fromkeys(among))
-        of_estimator, of_known = term_of(term), term_of(known)
-        found = compare(
-            of_estimator,
-            of_known,
-            among,
-            False,
-            {"logp_ref"},
-            seconds,
-            differs=is_different_anywhere,
-        )
-        proof = _report(term.name, str(term.reading), name, found, ())
-        proof = replace(proof, unit=VALUE_OF_TERM)
-        if found.counterexample is not None:
-            batch = found.counterexample.batch
-            proof = _shown_for_tokens(proof, batch, of_estimator, of_known)
+
+        def compared(is_small: bool) -> Proof:
+            size = (1, 1) if is_small else (rows, columns)
+            return _prove_terms(term, known, name, *size, seconds)
+
+        function = term.fn if isinstance(estimator, str) else estimator
+        proof = without_state(function, compared, first)
     return with_changes(proof, changed)
+
+
+def _prove_terms(
+    term: Term, known: Term, name: str, rows: int, columns: int, seconds: float
+) -> Proof:
+    """Compare the values and gradients of two KL estimators."""
+    among = [
+        Pattern(((True,) * t,) * b) for b, t in ((1, 1), (1, columns), (rows, columns))
+    ]
+    of_term, of_known = term_of(term), term_of(known)
+    found = compare(
+        of_term,
+        of_known,
+        list(dict.fromkeys(among)),
+        False,
+        {"logp_ref"},
+        seconds,
+        differs=is_different_anywhere,
+    )
+    proof = _report(term.name, str(term.reading), name, found, ())
+    proof = replace(proof, unit=VALUE_OF_TERM)
+    if found.counterexample is not None:
+        batch = found.counterexample.batch
+        proof = _shown_for_tokens(proof, batch, of_term, of_known)
+    return proof
 
 
 def _shown_for_tokens(
