@@ -36,11 +36,11 @@ def test_an_undecided_question_names_the_line_of_its_path():
     assert "fewer --rows" in _undecided(Path({}, (), ids, ids))
 
 
-def test_larger_batches_are_part_of_no_proof_but_that_of_every_size():
+def test_other_sizes_are_part_of_no_proof_but_that_of_every_size():
     sizes = Proof("mine.py:loss", "dapo", "proved", shapes=((1, 1), (1, 3)), batches=23)
-    assert "not part of the proof: larger batches, rounding" in sizes.text()
-    assert "larger batches" not in replace(sizes, every_size=True).text()
-    assert "larger batches" not in replace(sizes, status="differs").text()
+    assert "not part of the proof: batches of other sizes, ties" in sizes.text()
+    assert "other sizes" not in replace(sizes, every_size=True).text()
+    assert "other sizes" not in replace(sizes, status="differs").text()
 
 
 def test_the_line_of_a_bound_names_all_that_the_number_may_be_about():

@@ -230,7 +230,7 @@ class Proof(Result):
     def _not_part(self) -> str:
         """What is left out, in words."""
         is_of_sizes = self.status == "proved" and not self.every_size
-        return ", ".join(("larger batches", *NOT_PART) if is_of_sizes else NOT_PART)
+        return ", ".join(("batches of other sizes", *NOT_PART) if is_of_sizes else NOT_PART)
 
     def _bounds(self) -> list[str]:
         """At which numbers the code may do something else."""
