@@ -77,7 +77,7 @@ def kept(function: Any) -> dict[str, Kept]:
         function: the user's, or one that calls it.
     """
     out: dict[str, Kept] = {}
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # by ids, which stay theirs as long as these are held
     todo: deque[tuple[str, Any, Write | None, int]] = deque([("it", function, None, 0)])
     while todo:
         if len(seen) >= MOST:
@@ -93,7 +93,7 @@ def kept(function: Any) -> dict[str, Kept]:
             if isinstance(x, Tensor):
                 todo += [(f"{name}{m}", p, w, depth + 1) for m, p, w in _beside(x)]
         elif id(x) not in seen and depth < DEEPEST:
-            seen.add(id(x))
+            seen[id(x)] = x
             if isinstance(x, list | deque):
                 out[f"{LENGTH}{name}"] = Kept(len(x), x, None, is_length=True)
                 if len(x) > MOST_ENTRIES:
@@ -318,14 +318,18 @@ def changed(before: dict[str, Kept], after: dict[str, Kept]) -> dict[str, Kept]:
         f"{name.removeprefix(LENGTH)}[" for name in found if name.startswith(LENGTH)
     )
     return {
-        _words(name): now
+        name: now
         for name, now in found.items()
         if not (lists and name.startswith(lists))
     }
 
 
-def _words(name: str) -> str:
-    """Return the name of a state without how upref reaches it."""
+def in_words(name: str) -> str:
+    """Return the name of a state without how upref reaches it.
+
+    Args:
+        name: of `kept`.
+    """
     return re.sub(r" \(entry \d+\)|\bit(\[\d\])? > ", "", name)
 
 

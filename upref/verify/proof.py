@@ -34,6 +34,7 @@ from upref.proof.state import (
     MOST,
     Kept,
     changed as changed_state,
+    in_words,
     kept,
     moved,
 )
@@ -230,7 +231,9 @@ class Proof(Result):
     def _not_part(self) -> str:
         """What is left out, in words."""
         is_of_sizes = self.status == "proved" and not self.every_size
-        return ", ".join(("batches of other sizes", *NOT_PART) if is_of_sizes else NOT_PART)
+        return ", ".join(
+            ("batches of other sizes", *NOT_PART) if is_of_sizes else NOT_PART
+        )
 
     def _bounds(self) -> list[str]:
         """At which numbers the code may do something else."""
@@ -339,13 +342,14 @@ def without_state(
     unproved = replace(proof, status="no proof", every_size=False)
     chance = sorted(name for name, one in state.items() if one.is_chance)
     if chance:
-        return replace(unproved, reason=f"it draws from {chance[0]}")
+        return replace(unproved, reason=f"it draws from {in_words(chance[0])}")
     # beyond each number with which the code compares: it may compare the state
     far = 2.0 * max([FAR, *(number for number, _ in proof.bounds)])
     for up, by in ((True, far), (False, far), (True, FARTHEST), (False, FARTHEST)):
         with moved(state, up, by) as is_whole:
             if not is_whole or not compared(True):
-                reason = f"it keeps a state from call to call: {min(state)} changes"
+                name = in_words(min(state))
+                reason = f"it keeps a state from call to call: {name} changes"
                 return replace(unproved, reason=reason)
     return proof
 
