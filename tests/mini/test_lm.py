@@ -281,8 +281,8 @@ def test_killed_after_every_step_it_ends_as_if_nothing_had_happened(
         return once
 
     for moment in ("log", "checkpoint", "watch"):
+        died = set()
         for step in range(1, 4):
-            died = set() if step == 1 else died
             monkeypatch.setattr(files.Log, "add", add)
             monkeypatch.setattr(loop, "save", save)
             watch = lambda *_: None

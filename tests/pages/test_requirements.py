@@ -158,6 +158,7 @@ def needs(name):
     comment below its line.
     """
     found = {}
+    package = ""
     for line in read(name).splitlines():
         if line.startswith("# needs "):
             listed = line.removeprefix("# needs ").partition(";")[0]

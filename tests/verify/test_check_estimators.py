@@ -370,7 +370,7 @@ def test_verls_estimators(name, estimator, fails):
         (lambda: upref.check_advantages(lambda rewards, group, tokenizer: rewards, "group_norm"), "tokenizer"),
         (lambda: upref.check_advantages(lambda rewards, group: rewards[:2], "group_norm"), "returns shape"),
         (lambda: upref.check_advantages(lambda rewards, group: "A", "group_norm"), "returns a str"),
-        (lambda: upref.check_advantages(lambda rewards, group: rewards / missing, "group_norm"), "raised NameError"),  
+        (lambda: upref.check_advantages(lambda rewards, group: rewards / missing, "group_norm"), "raised NameError"),  # noqa: F821  
         (lambda: upref.check_advantages(lambda rewards, group: sys.exit(0), "group_norm"), "SystemExit"),
         (lambda: upref.check_advantages(zoo.Estimator, "group_norm"), "is a class"),
         (lambda: upref.check_advantages(lambda rewards, group: rewards * 1j, "group_norm"), "one real number"),

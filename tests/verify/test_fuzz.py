@@ -10,6 +10,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from docs import coverage, record
 from tests.support import entries, fuzz, typed
 from upref import cli, plugins
