@@ -113,11 +113,7 @@ def clipped_where_sure(log_prob, old_log_prob, advantages, mask, entropy):
 @pytest.mark.parametrize(
     "loss, why",
     [
-        pytest.param(
-            whitened,
-            "it depends on the other tokens of a batch",
-            marks=pytest.mark.nightly,
-        ),
+        (whitened, "it depends on the other tokens of a batch"),
         (thinned, "two calls on the same batch give different gradients"),
         (clipped_where_sure, "it depends on the token's entropy"),
     ],
@@ -154,7 +150,6 @@ def without_a_gradient_below(log_prob, old_log_prob, advantages, mask):
     return -terms[mask].mean()
 
 
-@pytest.mark.nightly
 def test_a_gradient_that_is_not_a_number_is_the_same_twice():
     assert not measure(read(without_a_gradient_below)).random
     assert "two calls" not in upref.identify(without_a_gradient_below).why

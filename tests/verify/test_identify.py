@@ -5,6 +5,7 @@ losses, and what is none.
 
 import json
 import zlib
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -18,6 +19,7 @@ from tests.support.cases.denominators import tis, tpo
 from tests.support.daily import daily
 from upref.cli import main
 from upref.identification import identify as module
+from upref.verify.match import ClosedFormWeights, Point
 from upref.weights.batches import interval_words
 
 # their bounds are of the order of 1e-3
@@ -527,3 +529,30 @@ def test_a_nearest_objective_has_the_bounds_that_are_found():
     if not identity.matches:
         assert "nearest" not in str(identity) and "next:" not in str(identity)
     assert not identity and "the weight jumps at r = " in str(identity), str(identity)
+
+
+POINTS = [
+    Point(A=A, r=r, mu=mu, high_entropy=False)
+    for A in (-1.0, 0.5)
+    for r in (0.5, 1.0, 1.9)
+    for mu in (0.2, 0.9)
+]
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "m2po", "up(clip_cov)"])
+def test_each_point_is_a_batch_of_its_own_where_the_form_reads_the_batch(name):
+    objective = upref.get(name)
+    hp = objective.surrogate_hyperparameters({})
+    together = ClosedFormWeights(objective, POINTS)(hp)
+    alone = [ClosedFormWeights(objective, [point])(hp)[0] for point in POINTS]
+    assert np.array_equal(together, alone)
+
+
+def test_so_it_is_where_the_form_branches_on_a_number():
+    def branches(log_r, A, mask):
+        return A if float((log_r * A).sum()) > 0 else 2 * A
+
+    objective = replace(upref.get("m2po"), closed_form=branches)
+    weights = ClosedFormWeights(objective, POINTS)({})
+    due = [p.A if p.A * np.log(p.r) > 0 else 2 * p.A for p in POINTS]
+    assert np.array_equal(weights, due)

@@ -87,20 +87,17 @@ class ClosedFormWeights:
             )
             return
         for high_entropy in (False, True):
-            indices = np.flatnonzero(self.high_entropy == high_entropy)
-            if not len(indices):
-                continue
-            # of a form that reads the whole batch, each point is a batch of its own
-            parts = len(indices) if objective.batch_coupled else 1
-            for rows in np.split(indices, parts):
+            rows = np.flatnonzero(self.high_entropy == high_entropy)
+            if len(rows):
                 yield rows, self._batch_form(rows, high_entropy)
 
     def _batch_form(
         self, rows: np.ndarray, high_entropy: bool
     ) -> Callable[..., np.ndarray]:
         """Return the function from hyperparameters to the weights of these points, for
-        a closed form that reads a batch. Each point is a row. With `high_entropy` the row
-        has a second token of half the entropy.
+        a closed form that reads a batch. Each point is a row, and a batch of its own
+        where the form reads other rows. With `high_entropy` the row has a second token
+        of half the entropy.
         """
         objective = self.objective
         r, A, mu = _column(self.r[rows]), _column(self.A[rows]), _column(self.mu[rows])
@@ -121,10 +118,39 @@ class ClosedFormWeights:
 
         def weights_at(**hp: Any) -> np.ndarray:
             """Return the weights of the points with these hyperparameters."""
-            weights = objective.closed_form(ratio, A, **inputs, **hp)
+            form = partial(objective.closed_form, **hp)
+            if objective.batch_coupled:
+                weights = _in_batches_of_one_row(form, ratio, A, inputs)
+            else:
+                weights = form(ratio, A, **inputs)
             return np.asarray(weights[:, 0].numpy())
 
         return weights_at
+
+
+def _in_batches_of_one_row(
+    form: Callable[..., torch.Tensor],
+    ratio: torch.Tensor,
+    A: torch.Tensor,
+    inputs: dict[str, torch.Tensor],
+) -> torch.Tensor:
+    """Return the weights of a closed form that is given each row as a whole batch."""
+
+    def of_batch(
+        ratio: torch.Tensor, A: torch.Tensor, inputs: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        return form(ratio, A, **inputs)
+
+    batches = {name: x[:, None] for name, x in inputs.items()}
+    try:
+        return torch.func.vmap(of_batch)(ratio[:, None], A[:, None], batches)[:, 0]
+    except RuntimeError:  # vmap cannot follow a form that branches on a number
+        rows = range(len(ratio))
+        weights = [
+            of_batch(ratio[[i]], A[[i]], {n: x[[i]] for n, x in inputs.items()})
+            for i in rows
+        ]
+        return torch.cat(weights)
 
 
 @dataclass(frozen=True)
