@@ -29,7 +29,7 @@ from upref.aggregation import (
     aggregate,
     row_weights,
 )
-from upref.description import ERRORS, LEVELS, citation
+from upref.description import ERRORS, LEVELS, RATIO_SYMBOLS, citation
 from upref.errors import InputError
 from upref.ops import exp, log, mean_t, sum_t, where
 from upref.rollouts import Rollouts, per_response
@@ -602,6 +602,11 @@ class Objective:
             raise InputError(
                 f"{self.name} has no weight at {given}: {type(e).__name__}: {e}"
             ) from e
+
+    @property
+    def ratio_symbol(self) -> str:
+        """The letter of the ratio on which it acts: r, or s or S of a response."""
+        return RATIO_SYMBOLS[self.level]
 
     @property
     def one_adv(self) -> bool:

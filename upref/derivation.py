@@ -25,7 +25,6 @@ from upref.registry import REDUCE, Objective, get
 from upref.rollouts import Rollouts
 from upref.symbolic import SymbolArray, breakpoints, forget_sg, in_regime
 
-RATIO = {"token": "r", "sequence_mean": "s", "sequence_product": "S", "custom": "r"}
 # an objective that couples the tokens of a response is derived on one of this length
 FREE_TOKENS = 3
 
@@ -223,7 +222,7 @@ def _regimes(
     lp, lp_old = (
         [Symbol(f"{name}{tag}", real=True) for tag in tags] for name in ("lp", "lp_old")
     )
-    r = [Symbol(f"{RATIO[objective.level]}{tag}", positive=True) for tag in tags]
+    r = [Symbol(f"{objective.ratio_symbol}{tag}", positive=True) for tag in tags]
     mu = Symbol("mu", positive=True)
     # log-probability -> what it is in terms of r and mu
     in_r = {

@@ -22,6 +22,18 @@ LEVELS = {
     "sequence_product": "acts on sum_t lp, the log-probability of a whole response: lp, lp_old, A are [B]",
     "custom": "couples tokens in a custom way: lp, lp_old, A are [B, T], with the mask",
 }
+# of the ratio on which an objective of the level acts: of a token, the geometric mean of
+# a response's, or their product
+RATIO_SYMBOLS = {
+    "token": "r",
+    "sequence_mean": "s",
+    "sequence_product": "S",
+    "custom": "r",
+}
+RATIOS_OF_RESPONSES = {
+    "s": "the geometric mean of r over the tokens of a response",
+    "S": "the product of r over the tokens of a response",
+}
 ERRORS = """Log-probabilities in nats, J and weights in units of the advantage. Raises InputError on log-probabilities
 that are positive, non-finite or of another shape, on a mask that is not boolean, on a response without a token, and on
 hyperparameters that it does not have or that are out of range."""

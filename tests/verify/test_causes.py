@@ -532,7 +532,7 @@ def test_a_pattern_is_said_of_tokens_that_show_it():
     b = upref.Rollouts(-ones, -ones, ones, ones.bool())
 
     def at(found, expected):
-        return MeasuredWeights(b, found, expected, ones, b.mask)
+        return MeasuredWeights(b, found, expected, ones, "r", b.mask)
 
     off = ones.clone()
     off[0, 0] += 1e-6

@@ -4,6 +4,7 @@ is called.
 """
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,8 @@ import upref
 from tests.support.daily import daily
 from upref.identification.identification import Identification
 from upref.step.identify import StepIdentification
+from upref.verify.check import every
+from upref.verify.faults import known
 from upref.verify.finding import Example, Number
 from upref.verify.render import LONGEST, describe_example
 from upref.verify.report import (
@@ -105,10 +108,10 @@ def test_one_fault_is_one_finding_with_numbers():
     place, (other,) = finding["place"], finding["also"]
     assert [f.oracle for f in report.failures] == ["gradient"]
     assert place["sign"] == 1 and place["intervals"] == [
-        {"low": None, "high": pytest.approx(0.8)}
+        {"low": None, "high": pytest.approx(0.8), "symbol": "r"}
     ]
     assert other["sign"] == -1 and other["intervals"] == [
-        {"low": pytest.approx(1.28), "high": None}
+        {"low": pytest.approx(1.28), "high": None, "symbol": "r"}
     ]
     r = place["numbers"]["r"]
     assert finding["expected"] == {
@@ -118,6 +121,43 @@ def test_one_fault_is_one_finding_with_numbers():
     }
     assert finding["found"]["value"] == 0 and finding["example"]["found"] == [[0]]
     assert read_finding(finding) == report.failures[0]
+
+
+def gspo_clipped_on_both_sides(log_prob, old_log_prob, advantages, mask):
+    log_s = torch.where(mask, log_prob - old_log_prob, 0).sum(1) / mask.sum(1)
+    A = torch.where(mask, advantages, 0).sum(1) / mask.sum(1)
+    return -(log_s.exp().clamp(1 - 3e-4, 1 + 4e-4) * A).mean()
+
+
+def test_the_ratio_of_a_response_is_printed_as_s_with_a_legend():
+    skipped = [o.name for o in every() if o.name != "gradient"]
+    report = upref.check(gspo_clipped_on_both_sides, "gspo", skip=skipped)
+    (finding,) = report.failures
+    assert finding.regime.startswith(
+        "A > 0, s < 0.9997; A < 0, s > 1.0004   (here A = "
+    )
+    assert "r" not in finding.place.numbers and ", s = " in finding.regime
+    assert "\ns is the geometric mean of r over the tokens" in report.text()
+    assert json.loads(report.json())["findings"][0]["also"][0]["intervals"] == [
+        {"low": pytest.approx(1.0004), "high": None, "symbol": "s"}
+    ]
+    dapo = upref.check(clipped_on_both_sides, "dapo", skip=skipped)
+    assert "geometric" not in dapo.text()
+
+
+@pytest.mark.parametrize("name", ("gspo", "vespo"))
+def test_a_cause_names_the_ratio_of_its_objective(name):
+    """All but a clamp of each token's own ratio."""
+    objective = upref.get(name)
+    hp = objective.resolve({})
+    words = [
+        fault.cause.words
+        for fault in known("losses", objective, hp, [1.28])
+        if "log-ratio-clamped" not in fault.cause.ids
+    ]
+    symbol = objective.ratio_symbol
+    assert any(f"beyond {symbol} = 1.28" in text for text in words)
+    assert not [text for text in words if re.search(r"\br\b", text)]
 
 
 def test_a_report_fits_on_a_screen():

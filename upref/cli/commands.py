@@ -329,7 +329,7 @@ def weights(args: argparse.Namespace) -> int:
     hp = hyperparameters(args.hp)
     import numpy as np
 
-    from upref.weights.curve import make_curves
+    from upref.weights.curve import common_ratio_symbol, make_curves
 
     curves = make_curves(losses, hp)
     if args.file:
@@ -343,7 +343,7 @@ def weights(args: argparse.Namespace) -> int:
     ]
     return _print_numbers(
         args,
-        "r",
+        common_ratio_symbol(curves),
         RATIOS,
         rows,
         "weight dJ/dlp (π_old = 0.01 where the bound depends on it)",

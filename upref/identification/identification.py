@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from upref.aggregation import AGGREGATIONS, BY_LENGTH
-from upref.registry import parts
+from upref.registry import get, parts
 from upref.result import Result
 from upref.verify.report import describe_assumptions, describe_basis, row, short
 
@@ -142,10 +142,11 @@ class Identification(Result):
             Lines, without a line break at the end.
         """
         lines = [self._answer_line()]
+        ratio = get(self.name).ratio_symbol if self else "r"
         jumps = {
-            sign: "the weight jumps at r = " + _first_few([f"{r:.7g}" for r in rs])
-            for sign, rs in self.bounds.items()
-            if rs
+            sign: f"the weight jumps at {ratio} = {_first_few([f'{x:.7g}' for x in xs])}"
+            for sign, xs in self.bounds.items()
+            if xs
         }
         if not self.matches:
             lines += [row(key, text) for key, text in jumps.items()]

@@ -817,7 +817,7 @@ def _other_hyperparameters(case: LossCase, bounds: list[float]) -> Iterator[Loss
         )
     for changed in recover(case):
         yield fault(
-            _words_for_hyperparameters(changed, hp),
+            _words_for_hyperparameters(changed, hp, case.objective.ratio_symbol),
             "hyperparameter",
             id=hyperparameter_id(*changed),
             hp=changed,
@@ -860,7 +860,9 @@ def _other_kl(
             continue
         if name == own_name:
             yield fault(
-                _words_for_hyperparameters({"beta": beta}, case.hp),
+                _words_for_hyperparameters(
+                    {"beta": beta}, case.hp, objective.ratio_symbol
+                ),
                 "hyperparameter",
                 id=hyperparameter_id("beta"),
                 hp={"beta": beta},
@@ -895,12 +897,15 @@ def _number_in_words(value: float | None) -> str:
 OF_FLOAT32 = 1e-7  # by which it rounds a bound near 1
 
 
-def _words_for_hyperparameters(changed: dict[str, Any], hp: dict[str, Any]) -> str:
+def _words_for_hyperparameters(
+    changed: dict[str, Any], hp: dict[str, Any], ratio: str
+) -> str:
     """Return the words for hyperparameters with other values.
 
     Args:
         changed: the values that were found.
         hp: the values that they should have.
+        ratio: the symbol of the objective's ratio.
     """
     words = "; ".join(
         f"{name} is {found}, not {meant}"
@@ -916,10 +921,12 @@ def _words_for_hyperparameters(changed: dict[str, Any], hp: dict[str, Any]) -> s
     if all(
         _is_bound_on_log_r(name, value, hp[name]) for name, value in changed.items()
     ):
-        words += ": the bounds are on log r, not on r"
+        words += f": the bounds are on log {ratio}, not on {ratio}"
     if "c" in changed and hp["c"] is None and changed["c"] is not None:
         # a mask does the same
-        words += f": where A < 0 no gradient is left beyond r = {changed['c']:.6g}"
+        words += (
+            f": where A < 0 no gradient is left beyond {ratio} = {changed['c']:.6g}"
+        )
     return words
 
 

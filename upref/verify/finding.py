@@ -64,10 +64,16 @@ def join_causes(*causes: Cause) -> Cause:
 
 @dataclass(frozen=True)
 class Interval:
-    """Ratios between two bounds. None: no bound on that side."""
+    """Ratios between two bounds. None: no bound on that side.
+
+    Args:
+        low, high: the bounds.
+        symbol: of the ratio: r of a token, s or S of a response.
+    """
 
     low: float | None = None
     high: float | None = None
+    symbol: str = "r"
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ class TokenPlace:
         decided_by: what tells these tokens from right ones, where the ratio does not:
             the sampler's ratio "ρ", "others", the other tokens of the batch; or that
             they are "scattered" among right ones.
-        numbers: of the token that is shown, by their symbols: A, r, ρ, log r.
+        numbers: of the token that is shown, by their symbols: A, r, s, ρ, log r.
         remark: what else tells this token apart.
     """
 

@@ -20,7 +20,8 @@ class MeasuredWeights:
         b: the batch.
         found: the weights found, [B, T].
         expected: the weights expected, [B, T].
-        r: the ratios, [B, T].
+        r: the ratios on which the objective acts, [B, T].
+        symbol: of these ratios: r, or s or S of a response.
         use: the tokens that are compared, [B, T].
     """
 
@@ -28,6 +29,7 @@ class MeasuredWeights:
     found: Tensor
     expected: Tensor
     r: Tensor
+    symbol: str
     use: Tensor
 
     @property
@@ -40,8 +42,8 @@ class MeasuredWeights:
         n = batch.mask.sum(-1, keepdim=True).expand_as(r).to(r.dtype)
         return {
             "": torch.ones_like(r),
-            " r": r,
-            " / r": 1 / r,
+            f" {self.symbol}": r,
+            f" / {self.symbol}": 1 / r,
             " π_θ": batch.logp.exp(),
             " π_old": batch.logp_old.exp(),
             " |o|": n,

@@ -71,7 +71,8 @@ def regions(
     ratios = r[tokens_of_sign][by_ratio].tolist()
     is_wrong = failing[tokens_of_sign][by_ratio].tolist()
     if all(is_wrong):
-        yield Region(TokenPlace(sign, (Interval(),)), sign, tokens_of_sign)
+        any_ratio = Interval(symbol=case.objective.ratio_symbol)
+        yield Region(TokenPlace(sign, (any_ratio,)), sign, tokens_of_sign)
         return
     groups = _merge_equal_ratios(ratios, is_wrong)
     runs = _runs_of_true([fails for *_, fails in groups])
@@ -110,7 +111,8 @@ def regions(
             & (r >= groups[first][0] * (1 - 1e-12))
             & (r <= groups[last][1] * (1 + 1e-12))
         )
-        yield Region(TokenPlace(sign, (Interval(low_bound, high_bound),)), sign, tokens)
+        interval = Interval(low_bound, high_bound, case.objective.ratio_symbol)
+        yield Region(TokenPlace(sign, (interval,)), sign, tokens)
 
 
 MOST_INTERVALS = 3  # of one sign of A that are named

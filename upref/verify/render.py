@@ -12,7 +12,7 @@ SIGNS = {1.0: "A > 0", -1.0: "A < 0", 0.0: "A = 0"}
 DECIDED_BY = {
     "ρ": "by ρ = π_old/μ",
     "others": "depending on the other tokens of the batch",
-    "scattered": "at some tokens, which no interval of r tells from right ones",
+    "scattered": "at some tokens, which no interval of the ratio tells from right ones",
 }
 DIGITS = (6, 9, 12, 17)  # of two numbers: as few as tell them apart
 GRADIENT_DIGITS = (6, 9, 12)  # of two printed gradients
@@ -103,18 +103,19 @@ def describe_interval(interval: Interval) -> str:
     """
     low = interval.low
     high = interval.high
+    ratio = interval.symbol
     if low is None and high is None:
-        return "any r"
+        return f"any {ratio}"
     if low is None:
-        return f"r < {high:.{BOUND_DIGITS}g}"
+        return f"{ratio} < {high:.{BOUND_DIGITS}g}"
     if high is None:
-        return f"r > {low:.{BOUND_DIGITS}g}"
+        return f"{ratio} > {low:.{BOUND_DIGITS}g}"
     digits = BOUND_DIGITS
     while digits < EXACT and f"{low:.{digits}g}" == f"{high:.{digits}g}":
         digits += 1
     if low == high:
-        return f"r = {low:.{BOUND_DIGITS}g} alone"
-    return f"{low:.{digits}g} < r < {high:.{digits}g}"
+        return f"{ratio} = {low:.{BOUND_DIGITS}g} alone"
+    return f"{low:.{digits}g} < {ratio} < {high:.{digits}g}"
 
 
 # ---- examples ------------------------------------------------------------------------

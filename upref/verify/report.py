@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from typing import Any, TypeVar
 
+from upref.description import RATIOS_OF_RESPONSES
 from upref.result import Result
 from upref.user_code.guard import state_restored
 from upref.verify.finding import (
@@ -343,6 +344,7 @@ class Report(Result):
             lines.append(
                 f"note  {', '.join(dict.fromkeys(usual_oracles))}: {seen} (usual; -v explains)"
             )
+        lines += self._legend()
         lines += describe_basis(self.read_as, self.not_checked)
         if verbose:
             ran = ", ".join(
@@ -359,6 +361,17 @@ class Report(Result):
             assumptions = counted(len(self.assumptions), "assumption")
             lines.append(f"{assumptions}; -v or .text(verbose=True) shows all")
         return "\n".join(lines)
+
+    def _legend(self) -> list[str]:
+        """Return a line for each ratio of a response that the findings name."""
+        places = [f.place for f in self.findings if f.place]
+        symbols = {symbol for place in places for symbol in place.numbers}
+        symbols |= {interval.symbol for place in places for interval in place.intervals}
+        return [
+            f"{symbol} is {words}"
+            for symbol, words in RATIOS_OF_RESPONSES.items()
+            if symbol in symbols
+        ]
 
     @property
     def faults(self) -> list[list[Finding]]:

@@ -298,7 +298,7 @@ def token_numbers(
     case: LossCase, batch: Rollouts, at: tuple[int, int]
 ) -> dict[str, float]:
     """Return the numbers on which the weight of this token depends, by their symbols:
-    A, r, and ρ where the objective has one.
+    A, the ratio on which the objective acts, and ρ where it has one.
 
     Args:
         case: the loss and its objective.
@@ -307,7 +307,7 @@ def token_numbers(
     """
     return {
         "A": batch.adv[at].item(),
-        "r": case.ratio(batch)[at].item(),
+        case.objective.ratio_symbol: case.ratio(batch)[at].item(),
     } | sampler_ratio(case, batch, at)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from upref import catalog
+from upref.description import RATIO_SYMBOLS
 from upref.registry import get
 from upref.weights.capacity import capacity
 from upref.weights.curve import Curve, make_curve, obstacle
@@ -227,9 +228,7 @@ def _draw_weight(ax: "Axes", curve: Curve, gray_lines: Any) -> None:
     format_ratio_axis(ax, reach)
     ax.set_ylim(-5.6, 5.6)
     ax.set_yticks([-5, -1, 1, 5], ["−5", "−1", "1", "5"])
-    unit = {"token": "r", "custom": "r", "sequence_mean": "s", "sequence_product": "S"}[
-        curve.level
-    ]
+    unit = RATIO_SYMBOLS[curve.level]
     ax.set_xlabel(unit if reach == WIDE else f"({unit} − 1) · 10$^4$", labelpad=0.5)
 
 

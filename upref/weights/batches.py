@@ -175,33 +175,39 @@ def ratios(
     return [r for r in [*beside_bounds, *np.exp(LOG_R)] if mu * r < 0.999]
 
 
-def interval_words(low: float | None, high: float | None, digits: int = 4) -> str:
+def interval_words(
+    low: float | None, high: float | None, digits: int = 4, ratio: str = "r"
+) -> str:
     """`r > 1.28`, or with both ends `0.8 < r <= 1.28`, in as many digits as tell the
     two apart.
 
     Args:
         low, high: the bounds; None: there is none.
         digits: at least so many.
+        ratio: its symbol.
 
     Returns:
         Words.
     """
     if low is None or high is None:
-        return f"r <= {high:.{digits}g}" if low is None else f"r > {low:.{digits}g}"
+        if low is None:
+            return f"{ratio} <= {high:.{digits}g}"
+        return f"{ratio} > {low:.{digits}g}"
     if low == high:
-        return f"r = {low:.{digits}g} alone"
+        return f"{ratio} = {low:.{digits}g} alone"
     while digits < 17 and f"{low:.{digits}g}" == f"{high:.{digits}g}":
         digits += 1
-    return f"{low:.{digits}g} < r <= {high:.{digits}g}"
+    return f"{low:.{digits}g} < {ratio} <= {high:.{digits}g}"
 
 
-def regime_words(A: float, r: float, bounds: list[float]) -> str:
+def regime_words(A: float, r: float, bounds: list[float], ratio: str = "r") -> str:
     """The regime of a token in words: `A < 0, r > 1.28`.
 
     Args:
         A: the advantage.
         r: the ratio.
         bounds: those of the objective.
+        ratio: the symbol of the ratio on which the objective acts.
 
     Returns:
         Words.
@@ -210,8 +216,10 @@ def regime_words(A: float, r: float, bounds: list[float]) -> str:
     below = [bound for bound in bounds if bound < r]
     above = [bound for bound in bounds if bound >= r]
     if not bounds:
-        return f"{sign}, any r"
-    return f"{sign}, {interval_words(below[-1] if below else None, above[0] if above else None)}"
+        return f"{sign}, any {ratio}"
+    low = below[-1] if below else None
+    high = above[0] if above else None
+    return f"{sign}, {interval_words(low, high, ratio=ratio)}"
 
 
 def batch(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from upref import user_code as losses
+from upref.description import RATIO_SYMBOLS
 from upref.errors import InputError
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
@@ -430,6 +431,16 @@ def make_curves(whats: Sequence[Any], hp: dict[str, Any]) -> list[Curve]:
         )
         for what in named
     ]
+
+
+def common_ratio_symbol(curves: Sequence[Curve]) -> str:
+    """Return the letter of the ratio on which these act: r where they act on several.
+
+    Args:
+        curves: of a token by itself, whose ratio is its response's too.
+    """
+    symbols = {RATIO_SYMBOLS[curve.level] for curve in curves}
+    return symbols.pop() if len(symbols) == 1 else "r"
 
 
 def _has_hyperparameter(what: Any, name: str) -> bool:

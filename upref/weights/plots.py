@@ -15,7 +15,7 @@ from upref.errors import InputError
 from upref.files import write_atomically
 from upref.registry import Objective
 from upref.weights.capacity import capacity
-from upref.weights.curve import Curve, make_curves
+from upref.weights.curve import Curve, common_ratio_symbol, make_curves
 from upref.weights.jumps import GRID
 
 if TYPE_CHECKING:
@@ -259,8 +259,8 @@ def _place_for_label(
 def weights(
     *objectives: str | Objective | Callable[..., Any], mu: float = 0.1, **hp: Any
 ) -> "Figure":
-    """Draw dJ/dlp against the ratio r (s for sequence level), for A = +1 and A = -1,
-    one labelled line per objective.
+    """Draw dJ/dlp against the ratio (r of a token, s or S of a response), for A = +1 and
+    A = -1, one labelled line per objective.
 
     The weight is that of a response of one token, alone in its batch. mu is π_old(o_t),
     for objectives whose weight depends on it. Raises InputError for objectives whose
@@ -286,7 +286,7 @@ def weights(
         raise InputError(f"mu is a probability in (0, 1], got {repr(mu)[:60]}.")
     chosen = make_curves(objectives, hp)
     reach = max(half_width(c, mu) for c in chosen)
-    unit = "s" if all(c.level == "sequence_mean" for c in chosen) else "r"
+    unit = common_ratio_symbol(chosen)
     note = f"  (mu = {mu:g})" if any(c.reads_mu for c in chosen) else ""
     x_words = f"ratio {unit}" if reach == WIDE else f"({unit} − 1) · 10$^4$"
     with matplotlib.rc_context(STYLE):

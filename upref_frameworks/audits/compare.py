@@ -20,6 +20,7 @@ from torch import Tensor
 
 from upref.advantages import group_norm
 from upref.aggregation import Totals, row_weights
+from upref.description import RATIO_SYMBOLS
 from upref.registry import REDUCE
 from upref.rollouts import Rollouts
 from upref.weights.batches import (
@@ -416,8 +417,7 @@ def _regime_of_token(
         of_promised = breakpoints(promised.objective, A, mu, **promised.hp)
         of_faulty = breakpoints(faulty.objective, A, mu, **faulty.hp)
         bounds = sorted({*of_promised, *of_faulty})
-    regime = regime_words(A, r, bounds)
+    regime = regime_words(A, r, bounds, RATIO_SYMBOLS[explanation.level])
     if promised.objective.reads_mu:
         regime += f" (mu = {mu:.2g})"
-    letters = {"sequence_mean": " s", "sequence_product": " S"}
-    return regime.replace(" r", letters.get(explanation.level, " r"))
+    return regime

@@ -121,9 +121,6 @@ def reach(goal: Goal, forward: Forward, padded: Padded) -> str:
     lp = forward.statistics().lp.detach()
     live = padded.mask.any(1)
     log_r = torch.zeros_like(lp) if padded.old is None else lp - padded.old
-    letter = {"sequence_mean": "s", "sequence_product": "S"}.get(
-        goal.objective.level, "r"
-    )
     ratios = (
         REDUCE[goal.objective.level](log_r, padded.mask)[live]
         if goal.objective.level in REDUCE
@@ -132,7 +129,9 @@ def reach(goal: Goal, forward: Forward, padded: Padded) -> str:
     low, high = (float(v) for v in (ratios.min(), ratios.max()))
     # ratios of responses may be 1e-5 from 1
     digits = 3 if f"{low:.3g}" != f"{high:.3g}" else 6
-    parts = [f"{letter} from {low:.{digits}g} to {high:.{digits}g}"]
+    parts = [
+        f"{goal.objective.ratio_symbol} from {low:.{digits}g} to {high:.{digits}g}"
+    ]
     if goal.objective.reads_mu:
         difference = (lp.exp() - (lp - log_r).exp())[padded.mask]
         parts.append(f"|p - mu| up to {float(difference.abs().max()):.2g}")

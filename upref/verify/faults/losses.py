@@ -792,9 +792,8 @@ def clamp_faults(
 
     clamps = [("log-ratio-clamped", "log r", clamp_token)]
     if objective.level in LOG_RATIO_OF_RESPONSE:
-        clamps.insert(
-            0, ("response-log-ratio-clamped", "the response's log r", clamp_response)
-        )
+        of_response = f"the response's log {objective.ratio_symbol}"
+        clamps.insert(0, ("response-log-ratio-clamped", of_response, clamp_response))
     for fault_id, what, clamp in clamps:
         words = f"{what} is clamped {interval}"
         yield fault(words, kind="clip", id=fault_id, J=partial(J_clamped, clamp=clamp))
@@ -1112,6 +1111,7 @@ def _lone_term_faults(form: ClippedForm) -> Iterator[LossFault]:
     in the ratio or in log π_θ: the penalty is missing, or its sign is flipped.
     """
     objective = form.objective
+    ratio = objective.ratio_symbol
     hp = form.hp
     hp_without_kl = _without_beta(hp)
 
@@ -1125,7 +1125,7 @@ def _lone_term_faults(form: ClippedForm) -> Iterator[LossFault]:
         )
 
     for fault_id, term, J in (
-        ("ratio-term-alone", "r A", form.term(lambda r, A, lp: r * A)),
+        ("ratio-term-alone", f"{ratio} A", form.term(lambda r, A, lp: r * A)),
         ("log-prob-term-alone", "A log π_θ", form.term(lambda r, A, lp: A * lp)),
     ):
         yield fault(
@@ -1177,6 +1177,7 @@ def _other_sign_faults(form: ClippedForm) -> Iterator[LossFault]:
 
 def _minimum_faults(form: ClippedForm) -> Iterator[LossFault]:
     """Yield the faults of the minimum of r A and clip(r) A."""
+    ratio = form.objective.ratio_symbol
 
     def maximum_of_two(r: Tensor, A: Tensor, lp: Tensor) -> Tensor:
         """Return the maximum of the two terms."""
@@ -1211,13 +1212,14 @@ def _minimum_faults(form: ClippedForm) -> Iterator[LossFault]:
         J=form.term(lambda r, A, lp: form.clip(r) * A),
     )
     yield fault(
-        "r A is clamped to [(1 - eps_low) A, (1 + eps_high) A], which is empty where A < 0: no gradient is left there",
+        f"{ratio} A is clamped to [(1 - eps_low) A, (1 + eps_high) A], which is empty where A < 0: "
+        "no gradient is left there",
         kind="clip",
         id="product-clamped-between-products",
         J=form.term(lambda r, A, lp: where(A > 0, form.clip(r) * A, 0 * r)),
     )
     yield fault(
-        "the clip acts on the product r A, not on r: its bounds move with the size of A",
+        f"the clip acts on the product {ratio} A, not on {ratio}: its bounds move with the size of A",
         kind="clip",
         id="product-clipped",
         J=form.term(lambda r, A, lp: minimum(r * A, form.clip(r * A))),
@@ -1256,7 +1258,7 @@ def _minimum_faults(form: ClippedForm) -> Iterator[LossFault]:
             J=form.term(partial(maximum_for_one_sign, has_sign=has_sign)),
         )
     yield fault(
-        "A multiplies after the minimum: min(r, clip(r)) A, which bounds the wrong side where A < 0",
+        f"A multiplies after the minimum: min({ratio}, clip({ratio})) A, which bounds the wrong side where A < 0",
         kind="clip",
         id="advantage-after-minimum",
         J=form.term(lambda r, A, lp: minimum(r, form.clip(r)) * A),
@@ -1608,7 +1610,7 @@ def _misread_bound_faults(form: ClippedForm) -> Iterator[LossFault]:
     else:
         of_token = ""
     yield fault(
-        f"the bounds are on log r: [-eps_low, eps_high]{of_token}",
+        f"the bounds are on log {form.objective.ratio_symbol}: [-eps_low, eps_high]{of_token}",
         kind="clip",
         id="bounds-on-log-ratio",
         J=form.term(
@@ -1622,6 +1624,7 @@ def _ratio_replaced_faults(form: ClippedForm) -> Iterator[LossFault]:
     that it replaces log π_θ.
     """
     j = form.own_term()
+    log_ratio = f"log {form.objective.ratio_symbol}"
 
     def ppo_at_log_ratio(lp: Tensor, old: Tensor, A: Tensor, m: Tensor) -> Tensor:
         """Return PPO's term with log r in place of r."""
@@ -1636,8 +1639,8 @@ def _ratio_replaced_faults(form: ClippedForm) -> Iterator[LossFault]:
 
     yield fault(
         # a constant beside log r has no gradient
-        "log r, or 1 + log r, replaces the ratio: the weight is A itself, up to "
-        f"log r = {form.eps_high:g} where A > 0 and down to log r = {-form.eps_low:g} where A < 0",
+        f"{log_ratio}, or 1 + {log_ratio}, replaces the ratio: the weight is A itself, up to "
+        f"{log_ratio} = {form.eps_high:g} where A > 0 and down to {log_ratio} = {-form.eps_low:g} where A < 0",
         kind="ratio",
         id="log-ratio-for-ratio",
         J=ppo_at_log_ratio,
@@ -1662,14 +1665,15 @@ def _weight_on_log_prob_faults(form: ClippedForm) -> Iterator[LossFault]:
     """Yield the faults that a bounded ratio multiplies A log π_θ: as a constant, and
     with its gradient.
     """
+    clipped = f"clip({form.objective.ratio_symbol}, 1 - eps_low, 1 + eps_high)"
     if form.weighs_log_prob:
         kind = "clip"
-        words = (
-            "the weight is bounded on both sides: clip(r, 1 - eps_low, 1 + eps_high)"
-        )
+        words = f"the weight is bounded on both sides: {clipped}"
     elif form.shape.survives_bounds:
         kind = "clip"
-        words = "the weight is clip(r, 1 - eps_low, 1 + eps_high) whatever the sign of A: the minimum is missing"
+        words = (
+            f"the weight is {clipped} whatever the sign of A: the minimum is missing"
+        )
     else:
         kind = "stop-gradient"
         words = "stop-gradient: the clipped ratio is a constant weight on log π_θ, though it should carry the gradient"
@@ -1705,6 +1709,7 @@ def _bound_elsewhere_faults(form: ClippedForm) -> Iterator[LossFault]:
     log r, a cap on r, or a dual clip.
     """
     j = form.own_term()
+    ratio = form.objective.ratio_symbol
 
     def guarded(lp: Tensor, old: Tensor, A: Tensor, m: Tensor, guard: float) -> Tensor:
         """Return the objective's term at log r clamped to ±guard."""
@@ -1730,31 +1735,34 @@ def _bound_elsewhere_faults(form: ClippedForm) -> Iterator[LossFault]:
         is_beyond_upper = bound >= form.upper  # A > 0 has no gradient there anyway
         yield fault(
             _words_beyond(
-                bound, "the ratio is capped there", only_negative=is_beyond_upper
+                ratio, bound, "the ratio is capped there", only_negative=is_beyond_upper
             ),
             kind="clip",
             id="ratio-capped",
             J=form.term(partial(ppo_of_capped_ratio, bound=bound)),
         )
         yield fault(
-            _words_beyond(bound, f"a dual clip at c = {bound:.6g}", only_negative=True),
+            _words_beyond(
+                ratio, bound, f"a dual clip at c = {bound:.6g}", only_negative=True
+            ),
             kind="clip",
             id="dual-clip",
             J=form.term(partial(dual_clip, bound=bound)),
         )
 
 
-def _words_beyond(bound: float, how: str, only_negative: bool) -> str:
+def _words_beyond(ratio: str, bound: float, how: str, only_negative: bool) -> str:
     """Return the words for a ratio beyond which no gradient is left.
 
     Args:
-        bound: the ratio.
+        ratio: its symbol.
+        bound: its value.
         how: the words for what the loss does there.
         only_negative: whether the words are about A < 0 alone.
     """
     where_negative = "where A < 0 " if only_negative else ""
     return (
-        f"{where_negative}no gradient is left beyond r = {bound:.6g}: {how}, or such tokens "
+        f"{where_negative}no gradient is left beyond {ratio} = {bound:.6g}: {how}, or such tokens "
         "are left out"
     )
 

@@ -18,7 +18,7 @@ from upref.verify.measure import LossCase
 from upref.verify.oracle import oracle
 from upref.verify.proof import compare_few, describe_bounds
 from upref.verify.report import Finding, fail
-from upref.verify.shrink import example, numbers, smallest, worst
+from upref.verify.shrink import example, numbers, smallest, token_numbers, worst
 
 LARGEST = 4100  # of the sizes that are tried
 MOST_BOUNDS = 8
@@ -89,7 +89,7 @@ def _difference(case: LossCase, found: Comparison) -> Iterator[Finding]:
         return
     small, i, t = smallest(case, batch, worst(errors))
     expected, got = numbers(case, small, i, t)
-    at = {"A": small.adv[i, t].item(), "r": case.ratio(small)[i, t].item()}
+    at = token_numbers(case, small, (i, t))
     where = describe_bounds(found.counterexample)
     about = f"{where} (found by a solver)" if where else "found by a solver"
     place = TokenPlace(numbers=at)
@@ -116,7 +116,7 @@ def _beyond(case: LossCase, bound: Bound) -> Iterator[Finding]:
             continue
         i, t = worst(errors)
         expected, got = numbers(case, batch, i, t)
-        at = {"A": batch.adv[i, t].item(), "r": case.ratio(batch)[i, t].item()}
+        at = token_numbers(case, batch, (i, t))
         where = f", with which {bound.line} compares a size" if bound.line else ""
         about = f"{rows} rows of {columns} columns: on one side of {size}{where}"
         shown = Example(rollouts=True, size=(rows, columns))

@@ -221,7 +221,7 @@ def _ties(
             i, t = (of_sign & ((r - bound).abs() < 1e-8)).nonzero()[0].tolist()
             place = TokenPlace(
                 sign,
-                numbers={"r": bound},
+                numbers={case.objective.ratio_symbol: bound},
                 remark="exactly on a bound, and not between the weights beside it",
             )
             notes.append(
@@ -259,8 +259,9 @@ def _regimes(
     if known_fault is not None:
         case.cause = known_fault.cause
         return _of_one_fault(case, batch, _by_sign(parts), failing, prefer, known_fault)
+    expected = case.expected(batch)
     compared = MeasuredWeights(
-        batch, found, case.expected(batch), r, batch.mask & ~ties
+        batch, found, expected, r, case.objective.ratio_symbol, batch.mask & ~ties
     )
     if len(parts) > 2:
         parts = _by_sign(parts)
@@ -315,7 +316,9 @@ def _pattern_of(case: LossCase, compared: MeasuredWeights, small: Rollouts) -> C
     """Return what the wrong weights have in common."""
     found = case.weights(small)
     expected = case.expected(small)
-    shown = MeasuredWeights(small, found, expected, case.ratio(small), small.mask)
+    r = case.ratio(small)
+    symbol = case.objective.ratio_symbol
+    shown = MeasuredWeights(small, found, expected, r, symbol, small.mask)
     words = pattern(compared, shown, case.tol, case.objective.level not in REDUCE)
     if words.startswith(UNKNOWN) and (cause := in_low_precision(case)):
         return cause
@@ -439,7 +442,8 @@ def _random(case: LossCase) -> list[Finding]:
             )
             batch, i, t = smallest(case, batch, worst(errors))
             sign = batch.adv[i, t].sign().item()
-            ratios = {"r": case.ratio(batch)[i, t].item()} | sampler_ratio(
+            ratio = case.ratio(batch)[i, t].item()
+            ratios = {case.objective.ratio_symbol: ratio} | sampler_ratio(
                 case, batch, (i, t)
             )
             place = TokenPlace(sign, numbers=ratios, remark=f"in random batch {n}")
@@ -514,7 +518,7 @@ def on_policy(case: LossCase) -> list[Finding]:
     cause = cause or case.cause
     place = TokenPlace(
         small.adv[i, t].sign().item(),
-        numbers={"r": 1.0} | sampler_ratio(case, small, (i, t)),
+        numbers={case.objective.ratio_symbol: 1.0} | sampler_ratio(case, small, (i, t)),
     )
     return [
         fail(
