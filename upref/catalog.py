@@ -13,6 +13,7 @@ tier, *paper only*, holds the others: no audited trainer has them.
 
 import ast
 import difflib
+import re
 import sys
 import tomllib
 from collections.abc import Collection, Iterable
@@ -274,7 +275,8 @@ def _require_function(file: Path, name: str) -> None:
     if not file.is_file():
         return
     text = file.read_text(encoding="utf-8", errors="replace")
-    if not name.isascii() or name in text or any(word in text for word in MAKES_NAMES):
+    has_name = re.search(rf"\b{re.escape(name)}\b", text)
+    if not name.isascii() or has_name or any(word in text for word in MAKES_NAMES):
         return
     try:
         statements = ast.parse(text).body
@@ -308,6 +310,8 @@ def no_loss(word: str, why: InputError) -> InputError:
         word: the word that a user typed.
         why: the error that there is no objective of that name.
     """
+    if word.endswith(".py"):
+        return why
     ways = "package.module:function, path/to/file.py:function, verl:loss_mode or trl:loss_type"
     reason = str(why)
     return InputError(

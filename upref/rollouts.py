@@ -185,10 +185,11 @@ class Rollouts:
                     isinstance(x, Tensor) and not is_materialized(x)
                 ):
                     want = " or ".join(getattr(k, "__name__", str(k)) for k in kinds)
+                    mend = ""
                     if field.name == "mask" and isinstance(x, Tensor):
                         mend = ": pass mask.bool()"
-                    else:
-                        mend = ""
+                    if field.name == "adv" and isinstance(x, Tensor) and x.dim() == 1:
+                        mend = ": pass adv[:, None]"
                     raise InputError(
                         f"{field.name} must be {want}, got {describe(x)}{shapes}{mend}."
                     )

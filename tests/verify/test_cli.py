@@ -200,6 +200,8 @@ def test_watch_checks_again_at_each_save_until_ctrl_c(tmp_path):
     [
         (["nofile.py:f", "--as", "dapo"], "there is no file"),
         (["FILE:rigth", "--as", "dapo"], "did you mean right?"),
+        (["FILE:righ", "--as", "dapo"], "did you mean right?"),  # a part of that word
+        (["FILE", "--as", "dapo"], "two.py is a file: name its function"),
         (["FILE:right", "--as", "dap"], "did you mean dapo"),
         (["FILE:right", "--as-advantage", "group"], "there is no"),
         (["FILE:right", "--as", "dapo", "--agg", "mean"], "aggregation"),
@@ -233,6 +235,16 @@ print(status, "torch" in sys.modules)
     )
     assert done.stdout == "2 False\n" and says in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_command_that_is_spelled_like_another_one_is_named(capsys):
+    assert run(capsys, "chek", "my.py:loss")[::2] == (
+        2,
+        "upref: there is no command 'chek': did you mean check? `upref -h` lists all.\n",
+    )
+    with pytest.raises(SystemExit):
+        main(["zzz"])
+    assert "choose from" in capsys.readouterr().err
 
 
 def test_a_function_that_a_file_makes_in_another_way_is_no_typo(tmp_path):

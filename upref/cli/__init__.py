@@ -8,12 +8,13 @@ import nothing heavy. Other packages add verbs (upref.plugins).
 
 import argparse
 import contextlib
+import difflib
 import io
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -53,10 +54,11 @@ def main(argv: list[str] | None = None) -> int:
     if not words:
         print(FIRST_SCREEN, end="", file=sys.stderr)
         return 2
-    if elsewhere := _advice_for_absent_verb(words):
-        print(f"upref: {elsewhere}", file=sys.stderr)
+    parser = _parser()
+    if advice := _advice_for_unknown_verb(words, parser.verbs):
+        print(f"upref: {advice}", file=sys.stderr)
         return 2
-    return execute(_parser(), argv)
+    return execute(parser, argv)
 
 
 def execute(parser: argparse.ArgumentParser, argv: list[str] | None) -> int:
@@ -304,6 +306,8 @@ def _is_a_name(word: str) -> bool:
 
 
 class _Parser(argparse.ArgumentParser):
+    verbs: Collection[str] = ()
+
     def error(self, message: str) -> NoReturn:
         self.exit(
             2,
@@ -313,7 +317,7 @@ class _Parser(argparse.ArgumentParser):
 
 def command_line(
     prog: str, about: str
-) -> tuple[argparse.ArgumentParser, Callable[..., argparse.ArgumentParser]]:
+) -> tuple[_Parser, Callable[..., argparse.ArgumentParser]]:
     """Return the parser of a command, and the function `(name, verb)` that adds a verb
     and returns its parser.
     """
@@ -323,6 +327,7 @@ def command_line(
         "--debug", action="store_true", help="show the traceback of an error"
     )
     sub = p.add_subparsers(required=True, metavar="COMMAND")
+    p.verbs = sub.choices
 
     def add(name: str, verb: Verb) -> argparse.ArgumentParser:
         c = sub.add_parser(name, help=verb.help, description=verb.help)
@@ -354,7 +359,7 @@ def _refuse_for_own_verb(args: argparse.Namespace) -> None:
     refuse_unknown_names(args)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> _Parser:
     """Return the parser of `upref`, with the verbs of installed packages."""
     p, add = command_line(
         "upref",
@@ -691,15 +696,19 @@ def _parser() -> argparse.ArgumentParser:
     return p
 
 
-def _advice_for_absent_verb(words: Iterable[str]) -> str:
+def _advice_for_unknown_verb(words: Iterable[str], known: Collection[str]) -> str:
     """Return a sentence about a verb that another package has and this installation
-    lacks; "" for any other verb.
+    lacks, or about one that is spelled like a known one; "" for any other.
     """
     word = next((w for w in words if not w.startswith("-")), "")
     if word in CHECKOUT:
         return f"{word} is a verb of `python -m paper`, in a checkout."
     if word in plugins.VERBS and word not in plugins.commands():
         return f"{word} is a verb of {plugins.VERBS[word]}, and {plugins.absent(plugins.VERBS[word])}."
+    if word and word not in known:
+        near = difflib.get_close_matches(word, known, n=1)
+        if near:
+            return f"there is no command {word!r}: did you mean {near[0]}? `upref -h` lists all."
     return ""
 
 

@@ -284,7 +284,7 @@ def identify_step(
         return StepIdentification(name, temperature, confirmed, passed=passed)
     reason = "no objective with the usual numbers has its weights"
     if candidates:
-        reason = f"{candidates[0]} has nearly its weights, and another gradient"
+        reason = f"{candidates[0]} has nearly its weights, but a different gradient"
     why = f"{reason} ({_describe_bounds(draws[0])}): give check_step the numbers of the loop"
     if rewards is None:
         why += (

@@ -113,7 +113,7 @@ class KernelOutcome:
     numbers: dict[str, Tensor]
     wrote: frozenset[str] = frozenset()
     printed: bool = False
-    # what differs in a second backward: "" nothing, "other numbers", or what it raised
+    # what differs in a second backward: "" nothing, "different numbers", or what it raised
     second_backward: str = ""
 
 
@@ -249,14 +249,14 @@ class Kernel(UserFunction):
         self, go_back: Callable[[], dict[str, Tensor]], grads: dict[str, Tensor]
     ) -> str:
         """Run the backward pass again, and return what differs: "" where it gives the
-        same gradients, "other numbers", or what it raises.
+        same gradients, "different numbers", or what it raises.
         """
         try:
             second, _ = call_guarded(f"the second backward of {self.name}", go_back)
         except InputError as e:
             return str(e)
         is_same = all(torch.equal(second[name], first) for name, first in grads.items())
-        return "" if is_same else "other numbers"
+        return "" if is_same else "different numbers"
 
     def _outputs(self, answer: Any, shape: torch.Size) -> dict[str, Tensor]:
         """Return the tensors of an answer by name, checked for shape and type."""

@@ -112,7 +112,7 @@ def check(
 
 
 MIXED_ADVANTAGES = (
-    "advantages that differ within a response get other weights: right if A is one "
+    "advantages that differ within a response get different weights: right if A is one "
     "number per response, as in the formula of {}: pass advantages[:, :1]"
 )
 

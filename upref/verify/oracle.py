@@ -80,7 +80,7 @@ def untouched(done: Done, cause: str = "") -> Iterator[Finding]:
             "mutation",
             f"{name} is changed in place",
             "inputs left alone",
-            "other numbers after the call",
+            "different numbers after the call",
             cause=cause,
         )
     if done.printed:

@@ -154,7 +154,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]  # TRL is untyped here
         )
         if not report:
             raise ParityError(
-                f"step_check: a two-layer twin of this run has another gradient.\n{report}"
+                f"step_check: a two-layer twin of this run has a different gradient.\n{report}"
             )
         log.info(
             "step_check: a two-layer twin agrees to %.1g of the gradient's norm",

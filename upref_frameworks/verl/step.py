@@ -376,7 +376,7 @@ def stop_unless_twin_agrees(settings: TwinSettings) -> str:
     wrong = child.stderr.decode().strip()
     if child.returncode == DIFFERS:
         raise RuntimeError(
-            f"step_check: a two-layer twin of this run has another gradient.\n{said}"
+            f"step_check: a two-layer twin of this run has a different gradient.\n{said}"
         )
     if child.returncode:
         raise InputError(

@@ -447,7 +447,7 @@ def determinism(case: AdvantageCase) -> Iterator[Finding]:
             "determinism",
             "the same batch twice",
             "the same numbers",
-            "other numbers",
+            "different numbers",
             cause="it draws random numbers or keeps state between calls",
         )
 

@@ -189,7 +189,7 @@ def _read_as_rows(
     advice = "it is a function of rows: flatten the batch before the call, [B, T, ...] to [N, ...]"
     differs = note(
         "layout",
-        "tokens [B, T] get other numbers than the same tokens as [N]",
+        "tokens [B, T] get different numbers from the same tokens as [N]",
         cause=advice,
     )
     return flat, case, [*notes, differs]

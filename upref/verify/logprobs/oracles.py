@@ -379,13 +379,13 @@ def repeated_backward(case: KernelCase) -> Iterator[Finding]:
     """Report a second backward pass that has other gradients, or raises."""
     outcome = case.kernel(problems.random_problem(case.kernel), twice=True)
     difference = outcome.second_backward
-    if difference == "other numbers":
+    if difference == "different numbers":
         why = "the backward changes a buffer that it reads"
         yield fail(
             "repeated-backward",
             "the backward, twice",
             "the same gradients",
-            "other gradients",
+            "different gradients",
             cause=why,
         )
     elif difference:
@@ -468,7 +468,7 @@ def determinism(case: KernelCase) -> Iterator[Finding]:
         for k, v in first_numbers.items()
     ):
         yield fail(
-            "determinism", "the same tokens twice", "the same numbers", "other numbers"
+            "determinism", "the same tokens twice", "the same numbers", "different numbers"
         )
 
 

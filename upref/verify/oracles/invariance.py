@@ -630,7 +630,7 @@ def _order_failure(
         "permutation",
         "rows in another order",
         "the same gradient, in that order",
-        "another gradient",
+        "a different gradient",
         shown,
         first_confirmed(case, group_order_faults(case), batch, *larger),
     )

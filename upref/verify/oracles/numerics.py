@@ -415,7 +415,7 @@ def clamps(case: LossCase) -> list[Finding]:
     if cause:
         words = f"clamped at {guard:g} or beyond"
     else:
-        words = f"another weight at {guard:g} or beyond"
+        words = f"a different weight at {guard:g} or beyond"
     return [
         note(
             "extremes",

@@ -133,7 +133,7 @@ def _differs(
                     "determinism",
                     "the same batch again",
                     "the same numbers",
-                    "other numbers",
+                    "different numbers",
                 )
             ]
 
@@ -325,7 +325,7 @@ def mutation(case: LossCase) -> list[Finding]:
             "mutation",
             f"{name} is changed in place",
             "inputs left alone",
-            "other numbers after the call",
+            "different numbers after the call",
             cause="it writes into the tensor that it was given",
             subject=name,
         )
@@ -382,7 +382,7 @@ def _effect_of(case: LossCase, key: str) -> list[Finding]:
             fail(
                 "dead-hyperparameter",
                 f"{key} = {new_value:g}",
-                "another gradient",
+                "a different gradient",
                 str(e),
                 subject=key,
             )
@@ -396,7 +396,7 @@ def _effect_of(case: LossCase, key: str) -> list[Finding]:
             "dead-hyperparameter",
             f"{key} from {_number_or_absent(value)} to {new_value:g}",
             f"the gradient of {name} at {key} = {new_value:g}",
-            "another gradient",
+            "a different gradient",
             cause=f"{key} has another effect than in {name}",
             subject=key,
         )
@@ -467,7 +467,7 @@ def _finding_of_dead_argument(
     return make(
         "dead-hyperparameter",
         f"{key} from {_number_or_absent(value)} to {new_value:g}",
-        "another gradient",
+        "a different gradient",
         "the same gradient, bit for bit",
         cause=why,
         subject=key,

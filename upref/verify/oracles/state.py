@@ -78,7 +78,7 @@ def determinism(case: LossCase) -> list[Finding]:
             "determinism",
             "the same batch twice",
             "the same numbers",
-            "other numbers",
+            "different numbers",
             shown,
             why,
         )
@@ -169,7 +169,7 @@ def _failure_of_counter(case: LossCase, batch: Rollouts, how: str) -> Finding:
         "determinism",
         "the same batch, after more calls",
         "the same numbers",
-        "other numbers",
+        "different numbers",
         make_example(batch, reads=case.loss.reads),
         f"it keeps state between calls: its gradient on one batch changes {how}",
     )
@@ -275,7 +275,7 @@ def state(case: LossCase) -> list[Finding]:
             why = f"{KEEPS_STATE}: {_words_for_change(log[: len(log) - 1], number)}"
             return [
                 fail(
-                    "determinism", text, "the same numbers", "other numbers", cause=why
+                    "determinism", text, "the same numbers", "different numbers", cause=why
                 )
             ]
     return []
