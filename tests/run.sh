@@ -25,7 +25,7 @@ judge_imports_and_types() {
 left_out() { echo "tests/run.sh: left out $*" >&2; }
 
 if [[ "$*" == save ]]; then
-    [[ -x $bin/pytest ]] || repro/venv.sh mini
+    [[ -x $bin/pytest && -x $bin/ruff ]] || repro/venv.sh mini
     "$bin"/python -m ruff check # code may be saved before it is formatted
     judge_imports_and_types upref upref_frameworks upref_course paper
     exec "$bin"/python -m pytest -n 2 --dist worksteal -q tests/core/test_{objectives,rollouts,aggregate,kl,ops,by_hand}.py

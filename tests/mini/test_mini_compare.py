@@ -105,6 +105,9 @@ def test_the_report_says_what_showed(report):
     )
     assert "cannot tell" in compare.chance(1) and "cannot tell" not in compare.chance(9)
     assert "bash repro/run.sh up_dapo reference" in text
+    metrics = [metric for metric, _ in compare.ROWS]
+    assert all(f"`{metric}`" in compare.LEGEND for metric in metrics)
+    assert compare.LEGEND in text
     assert sorted(p.name for p in folder.iterdir()) == [
         "cap.png",
         "cap.svg",

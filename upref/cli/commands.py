@@ -266,6 +266,10 @@ def listing(args: argparse.Namespace) -> int:
             for name in shown
         ]
         table(["name", "level", "aggregation", "paper", "trainers"], rows)
+        print(
+            "trainers: frameworks whose audit compares a loss with the objective; "
+            "`upref show NAME` explains the other columns"
+        )
         if number_left_out := len(facts_by_name) - len(shown):
             print(f"{number_left_out} more are in papers only: upref list --all")
     return 0

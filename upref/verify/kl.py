@@ -523,7 +523,10 @@ def determinism(case: KlCase) -> Iterator[Finding]:
     """
     if not same(case.term, case.term, tol=0.0):
         yield fail(
-            "determinism", "the same tokens twice", "the same numbers", "different numbers"
+            "determinism",
+            "the same tokens twice",
+            "the same numbers",
+            "different numbers",
         )
 
 

@@ -468,7 +468,10 @@ def determinism(case: KernelCase) -> Iterator[Finding]:
         for k, v in first_numbers.items()
     ):
         yield fail(
-            "determinism", "the same tokens twice", "the same numbers", "different numbers"
+            "determinism",
+            "the same tokens twice",
+            "the same numbers",
+            "different numbers",
         )
 
 

@@ -275,7 +275,11 @@ def state(case: LossCase) -> list[Finding]:
             why = f"{KEEPS_STATE}: {_words_for_change(log[: len(log) - 1], number)}"
             return [
                 fail(
-                    "determinism", text, "the same numbers", "different numbers", cause=why
+                    "determinism",
+                    text,
+                    "the same numbers",
+                    "different numbers",
+                    cause=why,
                 )
             ]
     return []
