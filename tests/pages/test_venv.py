@@ -80,6 +80,14 @@ def test_an_environment_of_ones_own_stays(checkout, python, command):
     assert ".venv is here and was not made by this script" in sentence
 
 
+def test_an_environment_of_ones_own_without_ruff_is_named(checkout, python):
+    own = checkout / ".venv" / "bin"
+    own.mkdir(parents=True)
+    shutil.copy(python, own / "pytest")
+    status, said = run(checkout, "tests/run.sh save", python)
+    assert status == 2 and ".venv is here and was not made by this script" in said
+
+
 def test_a_link_to_another_environment_is_not_followed(checkout, python, tmp_path):
     """Not even to one that the script made, in another checkout."""
     other = tmp_path / "other" / ".venv"
