@@ -33,10 +33,10 @@ def test_the_first_screen_is_read_in_less_than_a_minute():
 
 # a word -> the words that explain it, which stand with its first use or before
 EXPLAINED = {
-    "policy": "a language model that gives each next token a probability",
+    "policy": "a language model that gives each possible next token a probability",
     "verl": "framework (verl, TRL and others)",
     "TRL": "framework (verl, TRL and others)",
-    "DAPO": "writes these losses anew: PPO, GRPO, DAPO",
+    "DAPO": "implements these losses anew: PPO, GRPO, DAPO",
     "advantage": "(its advantage *A* is above 0)",
     "response": "an answer that the policy wrote",
     "weight": "does not push it (its *weight* is 0)",
