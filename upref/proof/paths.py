@@ -189,18 +189,20 @@ class Search:
             outcome.reason = stopped[0] if stopped else str(error)
 
     def is_repeated(self, path: Path) -> bool:
-        """Tell whether both functions have the same formulas when they are called again.
+        """Tell whether both functions have the same formulas when they are called again. A
+        reference that is compared at one point alone is known to keep no state.
 
         Args:
             path: an earlier path.
         """
+        compared = [(self.function, path.found)]
+        if self.limits.reference_points > 1:
+            compared.append((self.reference, path.expected))
+        trace = self._trace_at(path.point, Outcome())
         try:
-            again = self._run_at(path.point, Outcome())
+            return all(torch.equal(self._formulas(f, trace), x) for f, x in compared)
         except (NoProof, TooHard, InputError):
             return False
-        return torch.equal(again.found, path.found) and torch.equal(
-            again.expected, path.expected
-        )
 
     # ---- the paths -------------------------------------------------------------------
     def _explore(self, outcome: Outcome) -> None:
@@ -288,6 +290,13 @@ class Search:
 
     def _run_at(self, point: dict[str, float], outcome: Outcome) -> Path:
         """Run both functions at a point, with formulas."""
+        trace = self._trace_at(point, outcome)
+        found = self._formulas(self.function, trace)
+        expected = self._formulas(self.reference, trace)
+        return Path(point, tuple(trace.path), found, expected)
+
+    def _trace_at(self, point: dict[str, float], outcome: Outcome) -> Trace:
+        """Make the trace of the calls at a point, the next one of an outcome."""
         decoys = DECOYS[(self.number + len(outcome.traces)) % len(DECOYS)]
         trace = Trace(self.values, point, self.limits.operators, decoys)
         pattern = self.domain.pattern
@@ -295,9 +304,7 @@ class Search:
         trace.sizes.tokens = math.prod(pattern.shape)
         trace.sizes.ids = frozenset(pattern.group)
         outcome.traces.append(trace)
-        found = self._formulas(self.function, trace)
-        expected = self._formulas(self.reference, trace)
-        return Path(point, tuple(trace.path), found, expected)
+        return trace
 
     def _formulas(self, of: Outputs, trace: Trace) -> Tensor:
         """Return the ids of a function's outputs."""

@@ -61,7 +61,6 @@ from upref.verify.synthesis.search import comparison_for_every_value, edited
 from upref.weights.batches import (
     OFF_EDGES,
     SINGLE_EDGES,
-    on_policy_batch,
     random_batch,
 )
 from upref.weights.black_box import relative_error
@@ -333,7 +332,7 @@ def _measure_on(case: LossCase, batches: list[Rollouts]) -> ConfirmationBatches:
     measured = []
     for batch in batches:
         with contextlib.suppress(InputError):  # a refusal is another oracle's finding
-            found = case.weights(batch)
+            found = case.kept_weights(batch)
             compared = batch.mask & found.isfinite() & ~case.rounded(batch)
             measured.append((batch, found, compared))
     return ConfirmationBatches(measured)
@@ -348,9 +347,15 @@ def confirmation_batches(case: LossCase) -> list[Rollouts]:
         case: the loss and its objective.
 
     Returns:
-        Batches.
+        Batches, made once.
     """
-    on_policy = case.ready(on_policy_batch())
+    key = ("confirmation", case.objective.name, *case.hp_without_kl.items())
+    return case.cached(key, lambda: _make_confirmation_batches(case))
+
+
+def _make_confirmation_batches(case: LossCase) -> list[Rollouts]:
+    """Make what `confirmation_batches` returns."""
+    on_policy = case.on_policy()
     sizes = 1 + torch.arange(len(on_policy.adv), dtype=on_policy.adv.dtype) / 10
     batches = [
         on_policy,
@@ -1043,7 +1048,7 @@ def _words_for_aggregation(case: LossCase, objective: Objective) -> str:
     """Return the words for the aggregation of the loss, or "" where an objective has
     the same.
     """
-    batch = case.ready(on_policy_batch())
+    batch = case.on_policy()
     own_factors = case.factors(batch, declared_aggregation(objective))
     if alike(own_factors, case.factors(batch)):
         return ""

@@ -176,6 +176,19 @@ class LossCase:
         """
         return self.gradient(batch) / self.factors(batch)
 
+    def kept_weights(self, batch: Rollouts) -> Tensor:
+        """Return `weights`, of a gradient that is measured once: for a batch of which
+        several numbers are shown.
+
+        Args:
+            batch: the batch; another object with its numbers is asked again.
+
+        Returns:
+            [B, T].
+        """
+        _, gradient = self.kept_value_and_gradient(batch)
+        return gradient / self.factors(batch)
+
     def factors(self, batch: Rollouts, agg: str = "") -> Tensor:
         """Return what the aggregation multiplies the weights of each response by.
 
@@ -257,8 +270,10 @@ class LossCase:
         if "group" in self.objective.reads:
             floor = max(floor, expected.abs().max().item())
         errors = relative_error(found, expected, batch.adv, floor)
-        if errors.max() > self.tol:
-            errors = errors.masked_fill(self._is_tie_between_sides(batch, found), 0)
+        is_wrong = errors > self.tol
+        if is_wrong.any():
+            ties = self._is_tie_between_sides(batch, found, is_wrong)
+            errors = errors.masked_fill(ties, 0)
         if self.single and errors.max() > self.tol:
             scale = torch.maximum(expected.abs(), batch.adv.abs()).clamp(min=floor)
             errors = (
@@ -296,7 +311,9 @@ class LossCase:
             ties |= (ratio / bound - 1).abs() < ON_BOUND
         return ties & batch.mask
 
-    def _is_tie_between_sides(self, batch: Rollouts, found: Tensor) -> Tensor:
+    def _is_tie_between_sides(
+        self, batch: Rollouts, found: Tensor, is_wrong: Tensor
+    ) -> Tensor:
         """The tokens exactly on a bound whose weight lies between those on its two
         sides, or between these and none, [B, T]: there < or <=, rounding and the
         version of torch decide which share of the clipped ratio's gradient is left.
@@ -304,8 +321,9 @@ class LossCase:
         Args:
             batch: the batch.
             found: the loss's weights, [B, T].
+            is_wrong: the tokens that are asked about, [B, T].
         """
-        ties = self.is_on_bound(batch)
+        ties = self.is_on_bound(batch) & is_wrong
         if not ties.any():
             return ties
         possible = torch.stack(
@@ -412,6 +430,15 @@ class LossCase:
         return self.tol >= FLOAT32_TOL
 
     # ---- batches ---------------------------------------------------------------------
+    def on_policy(self) -> Rollouts:
+        """Return the batch at r = 1, made once.
+
+        Returns:
+            The batch, in the shapes that the loss takes. Do not write to it.
+        """
+        key = ("on policy", self.objective.name)
+        return self.cached(key, lambda: self.ready(on_policy_batch()))
+
     def grid(self, **options: Any) -> Rollouts:
         """Return the batch that visits every regime of the objective, made once.
 
@@ -671,7 +698,7 @@ def ignores_sampler(case: LossCase) -> bool:
         return False
     if not loss.takes_batch:
         return True
-    batch = case.ready(on_policy_batch())
+    batch = case.on_policy()
     near_sampler = sampler_logp(batch)
     far_sampler = (
         batch.logp_old + FAR_SAMPLER * (near_sampler - batch.logp_old)

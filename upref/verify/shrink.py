@@ -247,7 +247,8 @@ def example(
     inputs = batch if dtype is None else batch.floats(dtype)
     try:
         right = _expected_gradient(case, batch)
-        return make_example(inputs, right, case.gradient(inputs), case.loss.reads)
+        _, found = case.kept_value_and_gradient(inputs)
+        return make_example(inputs, right, found, case.loss.reads)
     except InputError:
         return make_example(inputs, reads=case.loss.reads)
 
@@ -270,7 +271,7 @@ def differ(case: LossCase, batch: Rollouts) -> Tensor:
         [B, T].
     """
     right = _expected_gradient(case, batch)
-    found = case.gradient(batch)
+    _, found = case.kept_value_and_gradient(batch)
     printed_precision = 10.0 ** (1 - GRADIENT_DIGITS[-1])
     is_same = torch.isclose(
         found, right, rtol=printed_precision, atol=0, equal_nan=True
@@ -326,7 +327,7 @@ def smallest(
         The batch, the response and the column.
     """
     small = shrink(batch, wrong(case), at)
-    return small, *worst(case.weight_error(small))
+    return small, *worst(case.weight_error(small, case.kept_weights(small)))
 
 
 def numbers(case: LossCase, batch: Rollouts, i: int, t: int) -> tuple[float, float]:
@@ -338,7 +339,7 @@ def numbers(case: LossCase, batch: Rollouts, i: int, t: int) -> tuple[float, flo
         i: the response.
         t: the column.
     """
-    return case.expected(batch)[i, t].item(), case.weights(batch)[i, t].item()
+    return case.expected(batch)[i, t].item(), case.kept_weights(batch)[i, t].item()
 
 
 def wrong(case: LossCase) -> Callable[[Rollouts], bool]:
@@ -351,7 +352,13 @@ def wrong(case: LossCase) -> Callable[[Rollouts], bool]:
     Returns:
         A function from a batch to whether it holds.
     """
-    return lambda batch: bool(case.weight_error(batch).max() > 10 * case.tol)
+
+    def is_wrong(batch: Rollouts) -> bool:
+        """Return whether some token of this batch has another weight."""
+        errors = case.weight_error(batch, case.kept_weights(batch))
+        return bool(errors.max() > 10 * case.tol)
+
+    return is_wrong
 
 
 def worst(errors: Tensor) -> tuple[int, int]:

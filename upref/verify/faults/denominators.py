@@ -19,7 +19,6 @@ from upref.verify.faults.corrections import divisor_ratio
 from upref.verify.faults.losses import LossFault, fault
 from upref.verify.finding import Cause
 from upref.verify.measure import LossCase
-from upref.weights.batches import on_policy_batch
 from upref.weights.black_box import part_with_advantage
 
 PARTS = (2, 3, 4, 8)  # into which a batch is cut
@@ -445,7 +444,7 @@ def _lengths_and_multiples(case: LossCase) -> tuple[Tensor, Tensor] | None:
     of each response over the expected one, [B]; None where the tokens of a response
     have several such multiples.
     """
-    batch = case.ready(on_policy_batch())
+    batch = case.on_policy()
     roles = ["logp", "logp_ref"]
     if case.objective.sampler:
         roles.append("logp_sampler")

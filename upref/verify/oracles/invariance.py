@@ -170,8 +170,9 @@ def _padded_side(
 
     def difference(batch: Rollouts) -> Tensor:
         """Return how much the gradient of each token changes, [B, T]."""
+        _, gradient = case.kept_value_and_gradient(batch)
         return gradient_distance(
-            padded(batch)[1], case.gradient(batch), batch.mask, tolerance(case)
+            padded(batch)[1], gradient, batch.mask, tolerance(case)
         )
 
     def by_width(batch: Rollouts) -> tuple[Tensor, Tensor]:
@@ -198,7 +199,7 @@ def _padded_side(
         why = FIRST_COLUMN
     else:
         why = NO_CAUSE
-    expected = case.gradient(small)
+    _, expected = case.kept_value_and_gradient(small)
     found = padded(small)[1]
     expected_number, found_number = gradient_pair(expected, found, token, "as without")
     wide = _widened(small, left, right)

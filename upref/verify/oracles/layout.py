@@ -20,7 +20,6 @@ from upref.verify.oracles.invariance import (
 )
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import gradient_pair, make_example, shrink, worst
-from upref.weights.batches import on_policy_batch
 
 COVERED = (
     "tensors that are slices of wider ones or a transposed [T, B], and advantages expanded from one number for each "
@@ -44,7 +43,7 @@ def layout(case: LossCase) -> list[Finding]:
     writes_to_inputs = any(outcome.wrote for outcome in case.noted_calls)
     if writes_to_inputs:  # the oracle `mutation` reports that
         return []
-    on_policy = case.ready(on_policy_batch())
+    on_policy = case.on_policy()
     near_on_policy = on_policy.but(
         logp=on_policy.logp - 0.05 * on_policy.logp.cos().abs()
     )

@@ -265,7 +265,12 @@ def state(case: LossCase) -> list[Finding]:
     answered = [number for number, question in enumerate(log) if question]
     if case.failed:
         first_calls = answered[:FIRST_REPEATED]
-        repeated = first_calls + answered[FIRST_REPEATED:][-LAST_REPEATED:]
+        calls = first_calls + answered[FIRST_REPEATED:][-LAST_REPEATED:]
+        # a batch that was asked often is asked once more
+        first_asked: dict[Any, int] = {}
+        for number in calls:
+            first_asked.setdefault(_asked(log[number]), number)
+        repeated = list(first_asked.values())
     else:
         repeated = answered[:1]
     for number in repeated:
@@ -283,6 +288,14 @@ def state(case: LossCase) -> list[Finding]:
                 )
             ]
     return []
+
+
+def _asked(question: Question) -> Any:
+    """Return what a call of the log was asked, equal for equal calls on one batch."""
+    if question.method != "measured":
+        return id(question)
+    batch, ranks, wanting, overrides = question.inputs
+    return batch, ranks, wanting, *overrides.items()
 
 
 def _shows_factor(gradient: Tensor | None) -> bool:
