@@ -1731,11 +1731,265 @@ def root_of_the_correction(log_prob, old_log_prob, advantages, mask, rollout_log
     return -response_mean(w * clipped(r, torch.where(mask, advantages, 0)), mask).mean()
 
 
+# ---- a third set, after later fixes: written before any check ran on it ------------------
+def later(*words: str, **hp: Any) -> Callable[..., Any]:
+    """Decorator: a loss of the third set."""
+    return bug(*words, part="later", **hp)
+
+
+@later(
+    "dapo",
+    "the dual clip acts where A > 0 too",
+    "as by a dual clip that acts where A > 0 too",
+    "why",
+    c=3.0,
+)
+def dual_clip_at_good_tokens(log_prob, old_log_prob, advantages, mask, c=3.0):
+    a = torch.where(mask, advantages, 0)
+    terms = clipped(ratio_of(log_prob, old_log_prob, mask), a, 0.8, 1.28)
+    return -token_mean(torch.maximum(terms, c * a), mask)
+
+
+@later(
+    "grpo",
+    "the loss is negated twice, its KL term too",
+    "the sign of the whole loss is flipped, of the KL term too",
+    "why",
+    beta=0.04,
+)
+def negated_twice(log_prob, old_log_prob, advantages, mask, ref_log_prob):
+    a = torch.where(mask, advantages, 0)
+    terms = clipped(ratio_of(log_prob, old_log_prob, mask), a)
+    return response_mean(terms - 0.04 * k3(log_prob, ref_log_prob, mask), mask).mean()
+
+
+@later("gspo", "token ratios are centered over the rows of the batch", "", "nothing")
+def centered_over_the_rows(log_prob, old_log_prob, advantages, mask):
+    d = log_prob - old_log_prob
+    return -token_mean((d - d.mean(0, keepdim=True)).exp() * advantages, mask)
+
+
+@later(
+    "grpo",
+    "responses without an advantage lose their KL term",
+    "the KL term is left out of responses of which every A is 0",
+    "where",
+    beta=0.04,
+)
+def no_kl_without_an_advantage(log_prob, old_log_prob, advantages, mask, ref_log_prob):
+    a = torch.where(mask, advantages, 0)
+    kl = 0.04 * k3(log_prob, ref_log_prob, mask) * (a != 0).any(1, keepdim=True)
+    terms = clipped(ratio_of(log_prob, old_log_prob, mask), a) - kl
+    return -response_mean(terms, mask).mean()
+
+
+@later(
+    "gmpo",
+    "the advantage of a response is its sum over the width",
+    "the mean over the padded width",
+    "why",
+)
+def advantage_over_the_width(log_prob, old_log_prob, advantages, mask):
+    a = torch.where(mask, advantages, 0).mean(1)
+    d = torch.where(mask, log_prob - old_log_prob, 0)
+    bounded = torch.where(a[:, None] > 0, d.clamp(max=0.4), d.clamp(min=-0.4))
+    return -(a * response_mean(bounded, mask).exp()).mean()
+
+
+@later(
+    "tis(dapo)",
+    "the cap of 2 is on the logarithm",
+    "is_max is 7.38906, not 2: the bound is on log ρ, not on ρ",
+    "why",
+)
+def cap_on_the_logarithm(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
+    w = torch.where(mask, old_log_prob - rollout_log_probs, 0).clamp(max=2.0).exp()
+    a = torch.where(mask, advantages, 0)
+    r = ratio_of(log_prob, old_log_prob, mask)
+    return -token_mean(w * clipped(r, a, 0.8, 1.28), mask)
+
+
+@later(
+    "grpo",
+    "the log-ratio of the KL term overwrites that of the policy",
+    "the ratio is π_ref/π_θ, as in the KL term, not π_θ/π_old",
+    "nothing",
+    beta=0.04,
+)
+def log_ratio_is_overwritten(log_prob, old_log_prob, advantages, mask, ref_log_prob):
+    r = ratio_of(ref_log_prob, log_prob, mask)
+    terms = clipped(r, torch.where(mask, advantages, 0))
+    return -response_mean(terms - 0.04 * k3(log_prob, ref_log_prob, mask), mask).mean()
+
+
+@later(
+    "grpo",
+    "k3 is of summed log-probabilities, and the other way round",
+    "the KL term is k3 the other way round of the response's summed log-probabilities",
+    "nothing",
+    beta=0.04,
+)
+def kl_of_the_response(log_prob, old_log_prob, advantages, mask, ref_log_prob):
+    d = torch.where(mask, log_prob - ref_log_prob, 0).sum(1)
+    a = torch.where(mask, advantages, 0)
+    terms = clipped(ratio_of(log_prob, old_log_prob, mask), a)
+    return 0.04 * (d.exp() - d - 1).mean() - response_mean(terms, mask).mean()
+
+
+@later(
+    "cispo",
+    "the truncated ratio multiplies A, without log π",
+    "the truncated ratio multiplies A itself",
+    "why",
+)
+def truncated_ratio_times_advantage(log_prob, old_log_prob, advantages, mask):
+    r = ratio_of(log_prob, old_log_prob, mask)
+    return -token_mean(r.clamp(max=5.0) * advantages, mask)
+
+
+@later(
+    "cispo",
+    "the cap is epsilon_high, not 1 + epsilon_high",
+    "eps_high is 3, not 4: taken as absolute, not as a distance from 1",
+    "why",
+)
+def cap_without_the_one(log_prob, old_log_prob, advantages, mask):
+    w = ratio_of(log_prob, old_log_prob, mask).clamp(max=4.0).detach()
+    return -token_mean(w * advantages * log_prob, mask)
+
+
+@later(
+    "drpo",
+    "masked terms are averaged over all slots",
+    "the mean over the padded width",
+    "why",
+)
+def mean_over_all_slots(log_prob, old_log_prob, advantages, mask):
+    r = ratio_of(log_prob, old_log_prob, mask)
+    a = torch.where(mask, advantages, 0)
+    mu = torch.where(mask, old_log_prob, 0).exp()
+    return -(r * a - a.abs() * mu * (r - 1) ** 2 / 25).mean()
+
+
+@later(
+    "dapo",
+    "the mean is divided by the accumulation steps once more",
+    "its gradient is 0.25 times that of dapo",
+    "why",
+)
+def divided_by_steps_too(log_prob, old_log_prob, advantages, mask):
+    a = torch.where(mask, advantages, 0)
+    terms = clipped(ratio_of(log_prob, old_log_prob, mask), a, 0.8, 1.28)
+    return -token_mean(terms, mask) / 4
+
+
+@later("ppo_clip", "A is whitened for the clipped term alone", "", "nothing")
+def whitened_between_the_terms(log_prob, old_log_prob, advantages, mask):
+    r = ratio_of(log_prob, old_log_prob, mask)
+    a = torch.where(mask, advantages, 0)
+    std = a[mask].std(correction=0).clamp(min=1e-6)
+    white = torch.where(mask, (a - a[mask].mean()) / std, 0)
+    return -token_mean(torch.minimum(r * a, r.clamp(0.8, 1.2) * white), mask)
+
+
+@later(
+    "ppo_clip",
+    "A multiplies after the minimum",
+    "where A < 0 the maximum is taken where the minimum belongs",
+    "why",
+)
+def minimum_of_the_ratios(log_prob, old_log_prob, advantages, mask):
+    r = ratio_of(log_prob, old_log_prob, mask)
+    return -token_mean(torch.minimum(r, r.clamp(0.8, 1.2)) * advantages, mask)
+
+
+@later(
+    "dapo",
+    "the old log-probabilities are one column to the left",
+    "old_log_prob is one token too early",
+    "nothing",
+)
+def old_policy_is_shifted(log_prob, old_log_prob, advantages, mask):
+    old = torch.cat([old_log_prob[:, 1:], old_log_prob[:, -1:]], 1)
+    a = torch.where(mask, advantages, 0)
+    return -token_mean(clipped(ratio_of(log_prob, old, mask), a, 0.8, 1.28), mask)
+
+
+@later(
+    "tis(dapo)",
+    "the sampler's log-probabilities are one column to the right",
+    "the sampler's log-probabilities are one token too late",
+    "nothing",
+)
+def sampler_is_shifted(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
+    w = ratio_of(old_log_prob, rollout_log_probs.roll(1, 1), mask).clamp(max=2.0)
+    a = torch.where(mask, advantages, 0)
+    r = ratio_of(log_prob, old_log_prob, mask)
+    return -token_mean(w * clipped(r, a, 0.8, 1.28), mask)
+
+
+@later(
+    "seq_mask(dapo)",
+    "the mean of log ρ is over the width",
+    "another function: exp(mean_over_width(log_rho))",
+    "why",
+)
+def geometric_mean_over_the_width(
+    log_prob, old_log_prob, advantages, mask, rollout_log_probs
+):
+    log_rho = torch.where(mask, old_log_prob - rollout_log_probs, 0)
+    g = log_rho.mean(1, keepdim=True).exp()
+    a = torch.where(mask, advantages, 0) * ((g >= 0.999) & (g <= 1.001))
+    r = ratio_of(log_prob, old_log_prob, mask)
+    return -token_mean(clipped(r, a, 0.8, 1.28), mask)
+
+
+@later(
+    "rloo",
+    "PPO's clip stands beside the leave-one-out baseline",
+    "the term is PPO's, min(r A, clip(r, 0.8, 1.2) A): rloo has no clip",
+    "why",
+)
+def clip_beside_leave_one_out(log_prob, old_log_prob, advantages, mask):
+    a = torch.where(mask, advantages, 0)
+    terms = clipped(ratio_of(log_prob, old_log_prob, mask), a)
+    return -torch.where(mask, terms, 0).sum(1).mean()
+
+
+@later(
+    "dapo",
+    "the dual clip has another name, and **kwargs takes the setting",
+    "c is absent, not 3",
+    "why",
+    c=3.0,
+)
+def setting_is_swallowed(
+    log_prob, old_log_prob, advantages, mask, c_clip=None, **kwargs
+):
+    a = torch.where(mask, advantages, 0)
+    terms = clipped(ratio_of(log_prob, old_log_prob, mask), a, 0.8, 1.28)
+    if c_clip is not None:
+        terms = torch.where(a < 0, torch.maximum(terms, c_clip * a), terms)
+    return -token_mean(terms, mask)
+
+
+@later(
+    "gmpo",
+    "log r is clipped on both sides",
+    "both bounds act in both cases: clip(log_r, -0.4, 0.4)",
+    "nothing",
+)
+def clipped_on_both_sides(log_prob, old_log_prob, advantages, mask):
+    d = torch.where(mask, log_prob - old_log_prob, 0).clamp(-0.4, 0.4)
+    return -(first(advantages, mask) * response_mean(d, mask).exp()).mean()
+
+
 # ---- the record ---------------------------------------------------------------------------
 PARTS = {
     "fixes": "as frameworks have fixed them",
     "table": "of which earlier reports said nothing",
     "unseen": "written after the search",
+    "later": "as frameworks have fixed them later",
 }
 JUDGED = ("why", "where", "nothing", "false")
 

@@ -11,9 +11,13 @@ import torch
 import upref
 from tests.fifth_set import aimed_losses
 from tests.support.zoo import blind_spots, numerics
+from upref.user_code import read
+from upref.verify.extent import bound_of_token
+from upref.verify.measure import make_case
 from upref.verify.render import describe_example
 from upref.verify.shrink import make_example
 from upref.weights.batches import FAR_RATIOS, breakpoints, fill_padding, interval_words
+from upref.weights.black_box import single_token_batch
 from upref.weights.curve import make_curve_of_objective
 from upref.weights.stress import AXES, LARGE, stress_batch
 
@@ -217,3 +221,34 @@ def test_masking_without_effect_is_named():
     """The clip of DAPO is PPO's, and was named as the cause."""
     report = upref.check(upref.get("dapo").loss, "opsm(dapo)")
     assert "opsm_delta has no effect" in report.failures[0].cause
+
+
+def up_beyond_a_threshold(log_prob, old_log_prob, advantages, mask):
+    lp = torch.where(mask, log_prob, 0)
+    a = torch.where(mask, advantages, 0)
+    r = (lp - torch.where(mask, old_log_prob, 0)).exp()
+    clipped = torch.minimum(r * a, r.clamp(min=0.8) * a)
+    terms = torch.where(a > 1e-5, a * lp, clipped)
+    return -torch.where(mask, terms, 0).sum() / mask.sum()
+
+
+def rare_tokens_alone(log_prob, old_log_prob, advantages, mask):
+    a = torch.where(mask & (old_log_prob.exp() <= 0.95), advantages, 0)
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    terms = torch.minimum(r * a, r.clamp(0.8, 1.28) * a)
+    return -torch.where(mask, terms, 0).sum() / mask.sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "name", "token", "where"),
+    [
+        (up_beyond_a_threshold, "up_dapo", (1e-6, 400.0, 0.002), "above |A| = 1e-05"),
+        (rare_tokens_alone, "dapo", (0.4, 1.0, 1.0), "below π_old = 0.95"),
+        (rare_tokens_alone, "dapo", (0.4, 1.0, 0.5), ""),
+    ],
+)
+def test_a_wrong_token_says_where_one_like_it_is_right(loss, name, token, where):
+    objective = upref.get(name)
+    case = make_case(read(loss, objective, {}), objective, objective.resolve({}))
+    found = bound_of_token(case, case.ready(single_token_batch(*([x] for x in token))))
+    assert found.words == (f"a token like it is right {where}" if where else "")

@@ -33,6 +33,7 @@ from upref.verify.factors import declared_aggregation
 from upref.verify.finding import Number
 from upref.verify.measure import make_case
 from upref.verify.oracles.batches import SCALES
+from upref.verify.report import LABELS
 from upref.verify.shrink import cut
 
 EVERY = 60  # one case in so many runs by day
@@ -168,7 +169,8 @@ def test_case(case):
         among = [f for f in report.findings if f.oracle in (case.oracles or {f.oracle})]
         assert not any(case.says[1:] in f.cause for f in among), str(report)
     if case.kind == "loss" and case.oracles:
-        assert "      likely    " in str(report), "a cause, or that none fits"
+        labels = [f"      {label:9} " for label in LABELS.values()]
+        assert any(label in str(report) for label in labels)
         assert strangers(case, report) == []
     if case.file == "kl" and report:
         assert (report.tolerances["per token, relative"] > 1e-5) == (

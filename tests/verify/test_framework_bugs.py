@@ -12,6 +12,7 @@ from tests.support.framework_bugs import BUGS, JUDGED, PARTS, table_of_causes
 from upref.proof.solver import find_z3
 from upref.user_code import read
 from upref.verify.measure import make_case
+from upref.verify.oracles.weights import ALONE_IS_NOTHING, COUPLED
 from upref.verify.synthesis.formula import formula_of
 from upref.verify.synthesis.search import EDIT_ID, edits, weights_of
 from upref.weights.batches import OFF_EDGES
@@ -38,6 +39,20 @@ def test_a_bug_is_rejected_and_its_cause_says_why(name):
     assert not report
     causes = [str(finding.cause) for finding in report.failures]
     assert not bug.says or any(bug.says in cause for cause in causes), str(report)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("centered_over_the_rows", ALONE_IS_NOTHING),
+        ("whitened_between_the_terms", COUPLED),
+    ],
+)
+def test_what_is_computed_across_responses_is_a_pattern(name, words):
+    bug = BUGS[name]
+    first = upref.check(bug.loss, bug.objective).failures[0]
+    assert (first.cause_kind, first.cause, first.fault_ids) == ("pattern", words, ())
 
 
 def case_of(objective, hp):

@@ -5,7 +5,7 @@ is called.
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from upref.identification.identification import Identification
 from upref.step.identify import StepIdentification
 from upref.verify.check import every
 from upref.verify.faults import known
-from upref.verify.finding import Example, Number
+from upref.verify.finding import Cause, Example, Number
 from upref.verify.render import LONGEST, describe_example
 from upref.verify.report import (
     COLUMNS,
@@ -273,6 +273,26 @@ def test_every_verdict_prints_its_text_and_strict_json(verdict):
     assert str(verdict) == verdict.text()
     assert "\n".join(str(line) for line in verdict.lines()) == verdict.text()
     json.loads(verdict.json(), parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("kind", "label"),
+    [("why", "likely"), ("pattern", "pattern"), ("unknown", "unknown")],
+)
+def test_what_is_no_cause_does_not_stand_under_likely(kind, label):
+    finding = fail("gradient", "here", cause=Cause("the words", kind=kind))
+    assert f"      {label:9} the words" in finding.text()
+    assert finding.is_explained == (kind == "why")
+    assert read_finding(json.loads(json.dumps(asdict(finding)))) == finding
+
+
+def test_failures_that_nothing_explains_stay_apart():
+    """A pattern is of the first failure alone, and one cause joins those that have it."""
+    report = upref.check(upref.get("dapo"), "dapo")
+    for kind, faults in (("why", 1), ("pattern", 2), ("unknown", 2)):
+        cause = Cause("the words", kind=kind)
+        both = [fail(oracle, "here", cause=cause) for oracle in ("gradient", "padding")]
+        assert len(replace(report, findings=both).faults) == faults
 
 
 def test_equal_numbers_are_no_difference_and_say_so():

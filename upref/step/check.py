@@ -60,9 +60,10 @@ LARGE = 5_000_000  # parameters of a model that threads make faster
 NOT_SEARCHED = "the cause was not searched"
 # times the bound: below that, rounding fits terms with coefficients too
 CLOSE_TO_BOUND = 3
-TOO_CLOSE = (
+TOO_CLOSE = Cause(
     f"{UNKNOWN}: the difference is less than {CLOSE_TO_BOUND} times what rounding may make, "
-    "which is too little to tell a cause from"
+    "which is too little to tell a cause from",
+    kind="unknown",
 )
 
 
@@ -598,7 +599,8 @@ def report_step(
         case.forward.model, comparison.found, comparison.want, bound
     )
     if is_wrong and not explain:
-        findings.append(_difference_finding(comparison, NOT_SEARCHED))
+        not_searched = Cause(NOT_SEARCHED, kind="unknown")
+        findings.append(_difference_finding(comparison, not_searched))
     elif is_wrong and not half and bound < comparison.error < CLOSE_TO_BOUND * bound:
         findings.append(_difference_finding(comparison, TOO_CLOSE))
     elif is_wrong:
@@ -764,7 +766,10 @@ def _findings_with_cause(
         return [
             _difference_finding(
                 attempt.comparison,
-                f"{UNKNOWN}: the search for one ends in {type(e).__name__}: {one_line(e)}",
+                Cause(
+                    f"{UNKNOWN}: the search for one ends in {type(e).__name__}: {one_line(e)}",
+                    kind="unknown",
+                ),
             )
         ]
     cause = Cause(findings[0].cause, findings[0].fault_ids)
@@ -784,8 +789,13 @@ def _findings_with_cause(
     except Exception:
         words = f"possible, and not tested on other rows: {cause}"
         return [replace(findings[0], cause=words), *findings[1:]]
-    words = f"{UNKNOWN} on two draws of rows"
-    return [replace(findings[0], cause=words, fault_ids=()), *findings[1:]]
+    unknown = replace(
+        findings[0],
+        cause=f"{UNKNOWN} on two draws of rows",
+        fault_ids=(),
+        cause_kind="unknown",
+    )
+    return [unknown, *findings[1:]]
 
 
 def _doubt_of_halves(passes: Sequence[Passed], first: Attempt, cause: Cause) -> str:
@@ -846,7 +856,7 @@ def with_cause(report: StepReport, cause: str) -> StepReport:
     return replace(report, findings=findings)
 
 
-def _difference_finding(comparison: GradientComparison, cause: str) -> Finding:
+def _difference_finding(comparison: GradientComparison, cause: str | Cause) -> Finding:
     """Return the finding that the gradients differ, and nothing beyond that."""
     right = Number(float(comparison.want.norm()), "norm")
     found = Number(comparison.error, "distance", "of that norm")

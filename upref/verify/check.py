@@ -168,10 +168,15 @@ def _with_own_defaults(
     options = " ".join(f"--hp {k}={v:g}" for k, v in own_defaults.items())
     whose = "the loss's own default" + ("s" if len(own_defaults) > 1 else "")
     words = f"it agrees with {options}, {whose}"
+
+    def explained(finding: Finding) -> Finding:
+        """Return the failure with these words beside the cause that it may have."""
+        own_words = finding.cause if finding.is_explained else ""
+        cause = "; ".join(filter(None, (own_words, words)))
+        return replace(finding, cause=cause, cause_kind="why")
+
     findings = [
-        replace(finding, cause="; ".join(filter(None, (finding.cause, words))))
-        if finding.severity == "failure"
-        else finding
+        explained(finding) if finding.severity == "failure" else finding
         for finding in report.findings
     ]
     return replace(report, findings=findings)

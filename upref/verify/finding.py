@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Severity = Literal["failure", "note"]
+# what the words of a cause are: why a function differs; what its wrong numbers have in
+# common, which says where; or that no known cause fits
+CauseKind = Literal["why", "pattern", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,12 @@ class Cause:
         words: for a reader.
         ids: of the known faults that it names, as `upref.verify.faults` has them. Empty
             where the words are an observation or an advice.
+        kind: what the words are.
     """
 
     words: str = ""
     ids: tuple[str, ...] = ()
+    kind: CauseKind = "why"
 
     def __bool__(self) -> bool:
         return bool(self.words)

@@ -364,10 +364,12 @@ def clamp(case: KlCase) -> Iterator[Finding]:
         return
     # a clamp gives one value to all wrong tokens of a side
     is_clamp = True
+    values = []
     for side in (FAR > 0, FAR < 0):
         if not (is_wrong & side).any():
             continue
         of_side = found_values[is_wrong & side]
+        values.append(f"{of_side[0].item():.5g}")
         from_first = (of_side - of_side[0]).abs()
         if not (from_first <= case.term.tol * of_side[0].abs()).all():
             is_clamp = False
@@ -381,6 +383,7 @@ def clamp(case: KlCase) -> Iterator[Finding]:
         why = "a clamp that bites"
         if not (found[is_wrong] != 0).any():
             why += ": the tokens furthest from the reference are not pulled back"
+        why += f" (its value stays at {' or '.join(dict.fromkeys(values))} there)"
     yield make(
         "clamp",
         "",

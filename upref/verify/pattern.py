@@ -3,13 +3,14 @@
 reproduces them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from upref.rollouts import Rollouts
-from upref.verify.report import UNKNOWN
+from upref.verify.finding import NO_CAUSE, Cause
+from upref.verify.report import NOTHING_FITS, UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,9 @@ class MeasuredWeights:
 
 def pattern(
     tested: MeasuredWeights, shown: MeasuredWeights, tol: float, by_token: bool
-) -> str:
-    """Return the words for a relation of found and expected weights that holds on all
-    tokens of two batches; if there is none, the words that no known cause fits.
+) -> Cause:
+    """Return the relation of found and expected weights that holds on all tokens of two
+    batches; if there is none, the words that no known cause fits.
 
     Args:
         tested: the weights of the batch that was compared.
@@ -69,12 +70,12 @@ def pattern(
     expected = tested.expected
     use = tested.use
     if not (found[use].isfinite().all() and shown.found[shown.use].isfinite().all()):
-        return ""
+        return NO_CAUSE
     x = found[use]
     y = expected[use]
     is_live = y.abs() > 1e-9  # the objective has a weight
     if not x.any():
-        return "no token of the tested batch has a weight; those of others have"
+        return _of("no token of the tested batch has a weight; those of others have")
     if (x[~is_live].abs() <= tol).all() and is_live.any():
         for name, factor in tested.factors.items():
             multiples = (x / (y * factor[use]))[is_live]
@@ -85,28 +86,44 @@ def pattern(
                 times = f"{multiple:.5g}{name}"
                 if name and abs(multiple - 1) < 1e-6:
                     times = name.strip()
-                return f"every weight of the tested batch is {times} times what it should be"
+                return _of(
+                    f"every weight of the tested batch is {times} times what it should be"
+                )
         is_right = (x - y).abs() <= tol * y.abs().clamp(min=0.1)
         is_zero = x == 0
         lost = int((is_zero & ~is_right).sum())
         if lost and (is_right | is_zero).all() and _lacks_gradients(shown, tol):
             verb = "have" if lost > 1 else "has"
-            return f"{lost} of {is_right.numel()} tokens {verb} no gradient and should have one; the others are right"
+            return _of(
+                f"{lost} of {is_right.numel()} tokens {verb} no gradient and should have one; the others are right"
+            )
         multiples = torch.where(
             use & (expected.abs() > 1e-9), found / expected, torch.nan
         )
         if by_token and all(_is_constant(row[~row.isnan()], tol) for row in multiples):
-            return "within each response of the tested batch the weights are right up to one factor"
+            return _of(
+                "within each response of the tested batch the weights are right up to one factor"
+            )
     extra = x - y
     added = float(extra.mean())
     if _is_constant(extra, 1e-6) and abs(added) > 1e-9 and _has_term(shown, added):
-        return f"{added:+.4g} is added to every weight of the tested batch, whatever A"
+        return _of(
+            f"{added:+.4g} is added to every weight of the tested batch, whatever A"
+        )
     without_advantage = (tested.b.adv.expand_as(found) == 0)[use]
     if without_advantage.any():
         largest = extra[without_advantage].abs().max()
         if largest > tol:
-            return f"{UNKNOWN}; where A = 0 the weight is off by up to {largest:.4g}"
-    return UNKNOWN
+            return replace(
+                NOTHING_FITS,
+                words=f"{UNKNOWN}; where A = 0 the weight is off by up to {largest:.4g}",
+            )
+    return NOTHING_FITS
+
+
+def _of(words: str) -> Cause:
+    """Return what the weights have in common, which is not why they are wrong."""
+    return Cause(words, kind="pattern")
 
 
 def _has_factor(weights: MeasuredWeights, name: str, k: float, tol: float) -> bool:

@@ -15,6 +15,7 @@ from upref.result import Result
 from upref.user_code.guard import state_restored
 from upref.verify.finding import (
     Cause,
+    CauseKind,
     Example,
     Interval,
     Number,
@@ -24,6 +25,12 @@ from upref.verify.finding import (
 from upref.verify.render import describe_example, describe_pair, describe_places
 
 UNKNOWN = "no known cause fits"
+NOTHING_FITS = Cause(UNKNOWN, kind="unknown")
+LABELS: dict[CauseKind, str] = {
+    "why": "likely",
+    "pattern": "pattern",
+    "unknown": "unknown",
+}
 SKIPPED = "skipped on request"
 RAN_OUTCOMES = ("ok", "failure", "note")
 USUAL_NOTES = ("stop-gradient", "extremes")  # notes on habits of nearly every loss
@@ -99,6 +106,8 @@ class Finding:
         found: what the function has there.
         example: the smallest input that shows it.
         cause: the mistake that gives the numbers that were found, in words.
+        cause_kind: whether the cause says why, or what the wrong numbers have in common,
+            or that nothing known fits.
         fault_ids: of the known faults that the cause names, which never change.
         subject: the argument or hyperparameter that it is about.
     """
@@ -114,6 +123,12 @@ class Finding:
     subject: str = ""
     also: tuple[TokenPlace, ...] = ()
     fault_ids: tuple[str, ...] = ()
+    cause_kind: CauseKind = "why"
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether its cause says why."""
+        return bool(self.cause) and self.cause_kind == "why"
 
     @property
     def regime(self) -> str:
@@ -152,10 +167,11 @@ class Finding:
             return f"note  {self.oracle}: {self.regime}{cause}"
         word = "FAIL" if self.severity == "failure" else "note"
         expected, found = describe_pair(self.expected, self.found)
+        label = LABELS[self.cause_kind] if self.severity == "failure" else "remark"
         lines = [f"{word}  {self.oracle}: {self.regime}"]
         lines += [f"      expected  {expected}"] if expected else []
         lines += [f"      found     {found}"] if found else []
-        lines += [f"      likely    {self.cause}"] if self.cause else []
+        lines += [f"      {label:9} {self.cause}"] if self.cause else []
         lines += [f"      so too    {other.oracle}: {other.regime}" for other in same]
         lines += ["      " + line for line in self.batch.splitlines()]
         return "\n".join(lines)
@@ -233,6 +249,7 @@ def fail(
         short(str(cause)),
         subject,
         fault_ids=cause.ids if isinstance(cause, Cause) else (),
+        cause_kind=cause.kind if isinstance(cause, Cause) else "why",
     )
 
 
@@ -333,7 +350,7 @@ class Report(Result):
         """
         lines = [self._verdict_line(), *self._failure_lines(verbose)]
         if self.failures and not any(f.cause for f in self.failures):
-            lines.append(f"      likely    {UNKNOWN}; the numbers above are measured")
+            lines.append(f"      unknown   {UNKNOWN}; the numbers above are measured")
         usual = [] if verbose else [f for f in self.notes if f.oracle in USUAL_NOTES]
         lines += first_few(
             [f.text(verbose) for f in self.notes if f not in usual], "note"
@@ -382,8 +399,8 @@ class Report(Result):
         """
         groups: dict[str, list[Finding]] = {}
         for index, f in enumerate(self.failures):
-            is_known = f.cause and not f.cause.startswith(UNKNOWN)
-            groups.setdefault(f.cause if is_known else f"failure {index}", []).append(f)
+            key = f.cause if f.is_explained else f"failure {index}"
+            groups.setdefault(key, []).append(f)
         return list(groups.values())
 
     def _failure_lines(self, verbose: bool) -> list[str]:
@@ -413,12 +430,13 @@ class Report(Result):
         return paragraphs
 
     def _faults_in_printed_order(self) -> list[list[Finding]]:
-        """Return the faults in the order of the text. If the first one has no cause,
-        those with a cause come next: they must not be left out for want of room.
+        """Return the faults in the order of the text. If nothing says why the first one
+        is there, those that are explained come next: they must not be left out for want
+        of room.
         """
         faults = self.faults
-        if faults and not faults[0][0].cause:
-            faults[1:] = sorted(faults[1:], key=lambda fault: not fault[0].cause)
+        if faults and not faults[0][0].is_explained:
+            faults[1:] = sorted(faults[1:], key=lambda fault: not fault[0].is_explained)
         return faults
 
     def _verdict_line(self) -> str:

@@ -54,7 +54,7 @@ from upref.step.inputs.reference import Gradient, Model, TorchModel, text_config
 from upref.step.inputs.rows import Padded, Row, locate
 from upref.verify.faults import measured
 from upref.verify.finding import NO_CAUSE, Cause, Number, join_causes
-from upref.verify.report import UNKNOWN, Finding, fail
+from upref.verify.report import NOTHING_FITS, UNKNOWN, Finding, fail
 
 TOKENS_BEHIND = 16  # tokens behind a row that may train
 # forward passes whose token weights are read where one factor a response does not
@@ -785,7 +785,7 @@ class _Search:
             words += ", or the value loss is wrong as well"
         if self.is_stopped:
             words += f"; the search stopped after {MOST_VARIANTS} forward passes"
-        return Cause(words)
+        return Cause(words, kind="unknown")
 
 
 def _least_residual(
@@ -1268,7 +1268,7 @@ def _explain_reading(
         causes += [what for what, _, _ in observations[:3]]
     elif cause:
         causes.append(OTHER_WEIGHTS)
-    return [join_causes(*causes) or Cause(UNKNOWN), *findings_of_weights]
+    return [join_causes(*causes) or NOTHING_FITS, *findings_of_weights]
 
 
 def _split_weights(

@@ -271,6 +271,8 @@ class AdvantageCase:
             "rewards": [float(reward) for reward in batch.R],
             "group": list(batch.group),
         }
+        if self.function.takes_tokens or "mask" in self.function.reads:
+            inputs["lengths"] = list(batch.lengths)
         return Example(
             inputs, expected=[float(a) for a in self.expected(batch)], found=found
         )

@@ -168,13 +168,52 @@ def group_ids(case: AdvantageCase) -> Iterator[Finding]:
             refused.append(words)
             why_refused = why_refused or str(e)
             continue
-        yield from case.compare("group-ids", f"prompt ids {words}", batch, cause)
+        findings = list(case.compare("group-ids", f"prompt ids {words}", batch, cause))
+        modulus = _modulus(case) if findings else None
+        if modulus:
+            equal = f"prompts whose ids are equal modulo {modulus:,} count as one"
+            findings = [replace(finding, cause=equal) for finding in findings]
+        yield from findings
     if refused:
         text = f"it takes no prompt ids {' or '.join(refused)}"
         yield note("group-ids", text, cause=why_refused)
     if untested:
         text = f"prompt ids {' or '.join(untested)} were not tested"
         yield note("group-ids", text, cause=why_untested)
+
+
+# by which a function may divide ids, the smallest first
+MODULI = sorted(
+    {*range(2, 13), *(2**n for n in range(4, 33)), *(10**n for n in range(2, 7))}
+)
+
+
+def _modulus(case: AdvantageCase) -> int | None:
+    """Return the smallest number such that ids with one rest count as one prompt, and
+    ids with different rests do not; None where no such number is found.
+    """
+    usual = exact.INTERLEAVED_PROMPTS
+    one_prompt = replace(usual, group=(0,) * len(usual.group))
+
+    def answers(m: int, rest_of_prompt: int, first: int) -> list[float]:
+        """Return the advantages where prompt g has the id first + g (m + rest_of_prompt)."""
+        step = m + rest_of_prompt
+        ids = tuple(first + g * step for g in usual.group)
+        return [float(x) for x in case.function(replace(usual, group=ids))]
+
+    def are_near(x: list[float], y: list[float]) -> bool:
+        """Return whether two lists of advantages are the same."""
+        return all(abs(a - b) <= 1e-5 for a, b in zip(x, y, strict=True))
+
+    try:
+        joined = [float(x) for x in case.function(one_prompt)]
+        apart = answers(0, 1, 0)
+        for m in MODULI:
+            if are_near(answers(m, 0, 3), joined):
+                return m if are_near(answers(m, 1, 0), apart) else None
+    except (InputError, OutOfMemory):  # it refuses such ids
+        return None
+    return None
 
 
 RANDOM_BATCHES = 200

@@ -162,6 +162,16 @@ def _changes_of_right_advantages() -> Iterator[AdvantageFault]:
         lambda x, k: max(x, 0.0),
         id="negative-advantages-dropped",
     )
+    yield Fault(
+        "responses with a reward of 0 or less have the advantage 0: only those above 0 train",
+        AdvantageChange(
+            lambda batch, right, k: [
+                x if reward > 0 else 0.0
+                for x, reward in zip(right, batch.R, strict=True)
+            ]
+        ),
+        id="advantages-of-not-positive-rewards-dropped",
+    )
     yield _change_of_each(
         "positive advantages are dropped",
         lambda x, k: min(x, 0.0),
@@ -272,6 +282,61 @@ def _changes_of_right_advantages() -> Iterator[AdvantageFault]:
         others = tuple(n for n in advantages.ADVANTAGES if n != name)
         for ddof in (1, 0) if name in exact.DIVIDED_BY_STD else (1,):
             yield _other_estimator(words, name, ddof, others, id=f"estimator-{name}")
+
+
+# ---- other rewards -------------------------------------------------------------------
+def _over_length(batch: RewardBatch) -> RewardBatch:
+    """Return the batch with each reward divided by the length of its response."""
+    pairs = zip(batch.R, batch.lengths, strict=True)
+    return replace(batch, R=tuple(reward / n for reward, n in pairs))
+
+
+def _times_length(batch: RewardBatch) -> RewardBatch:
+    """Return the batch with each reward multiplied by the length of its response."""
+    pairs = zip(batch.R, batch.lengths, strict=True)
+    return replace(batch, R=tuple(reward * n for reward, n in pairs))
+
+
+def _of_other_rewards() -> Iterator[AdvantageFault]:
+    """Yield the faults that the rewards are averaged over tokens, or added up over them,
+    before an estimator gets them.
+    """
+    for words, change, id in (
+        (
+            "the reward of a response is divided by its length: a mean over its tokens, not a sum",
+            _over_length,
+            "rewards-over-length",
+        ),
+        (
+            "the reward of a response is multiplied by its length: it is added once for each token",
+            _times_length,
+            "rewards-times-length",
+        ),
+    ):
+        for name in advantages.ADVANTAGES:
+            if name == "signed":
+                continue
+            for ddof in (1, 0) if name in exact.DIVIDED_BY_STD else (1,):
+                other = _other_estimator(words, name, ddof, (name,), id)
+                yield replace(other, change=_after(change, other.change))
+
+
+def _after(
+    rewards: Callable[[RewardBatch], RewardBatch], change: AdvantageChange
+) -> AdvantageChange:
+    """Return a change of the advantages of a batch with other rewards."""
+    variance = change.variance
+
+    def numbers(batch: RewardBatch, right: Floats, k: float) -> Floats | Rows:
+        """Return what the change makes of the other rewards."""
+        return change.numbers(rewards(batch), right, k)
+
+    def variance_of_other(batch: RewardBatch, numerators: Rows) -> Rows:
+        """Return the variances of the other rewards."""
+        assert variance is not None
+        return variance(rewards(batch), numerators)
+
+    return AdvantageChange(numbers, variance_of_other if variance else None)
 
 
 # ---- other formulas: a baseline of some rows, divided by a spread of some rows -------
@@ -507,4 +572,4 @@ def _variance_over_tokens(ddof: int, batch: RewardBatch, c: Rows) -> Rows:
 @cache
 def known() -> tuple[AdvantageFault, ...]:
     """Return every fault of this file, in the order in which they are tried."""
-    return (*_changes_of_right_advantages(), *_formulas())
+    return (*_changes_of_right_advantages(), *_of_other_rewards(), *_formulas())

@@ -22,7 +22,6 @@ from upref.verify.factors import common_value, own_factor
 from upref.verify.faults import Catalogue
 from upref.verify.faults.losses import LossFault, fault, term_of
 from upref.verify.measure import LossCase, unit_weights
-from upref.weights.batches import on_policy_batch
 from upref.weights.black_box import relative_error
 
 # by its words, a number of tokens for each token: 0 where a discount is 1
@@ -162,6 +161,15 @@ def moved(x: Tensor, by: int) -> Tensor:
     return result
 
 
+def moved_with_edge(x: Tensor, by: int) -> Tensor:
+    """Move each row by one place to the right, or to the left where `by` is negative. The
+    number at the edge stays there too.
+    """
+    if by > 0:
+        return torch.cat([x[:, :1], x[:, :-1]], 1)
+    return torch.cat([x[:, 1:], x[:, -1:]], 1)
+
+
 def shifted(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
     """Yield the faults that one argument is a token too late or too early. What its
     masked slots hold comes in at the mask's edge; or 0, where they are set to 0 before.
@@ -184,10 +192,14 @@ def shifted(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
             "logp_old": batch.logp_old,
             "adv": batch.adv.expand_as(batch.mask),
             "mask": batch.mask,
+            "logp_ref": batch.logp_ref,
+            "logp_sampler": batch.logp_sampler,
         }
         changed = {}
         for field in fields:
             x = values[field]
+            if x is None:
+                continue
             if zeros:
                 x = torch.where(batch.mask, x, torch.zeros_like(x))
             changed[field] = move(x, by)
@@ -203,22 +215,32 @@ def shifted(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
         """Return the mask, moved by so many tokens."""
         return move(batch.mask, by)
 
+    arguments = [
+        ("old_log_prob is", "old-log-prob", "logp_old"),
+        ("the advantages are", "advantages", "adv"),
+    ]
+    if objective.sampler is not None:
+        arguments.append(
+            (
+                "the sampler's log-probabilities are",
+                "sampler-log-probs",
+                "logp_sampler",
+            )
+        )
+    if hp.get("beta"):
+        arguments.append(("ref_log_prob is", "ref-log-prob", "logp_ref"))
+    moves = (moved, move_cyclically, moved_with_edge)
     for (by, where), move, zeros in product(
-        {1: "late", -1: "early"}.items(), (moved, move_cyclically), (False, True)
+        {1: "late", -1: "early"}.items(), moves, (False, True)
     ):
         moved_view = partial(view, by=by, move=move, zeros=zeros)
-        yield fault(
-            f"old_log_prob is one token too {where}",
-            "batches",
-            id=f"old-log-prob-one-token-{where}",
-            view=partial(moved_view, fields=["logp_old"]),
-        )
-        yield fault(
-            f"the advantages are one token too {where}",
-            "batches",
-            id=f"advantages-one-token-{where}",
-            view=partial(moved_view, fields=["adv"]),
-        )
+        for what, argument_id, field in arguments:
+            yield fault(
+                f"{what} one token too {where}",
+                "batches",
+                id=f"{argument_id}-one-token-{where}",
+                view=partial(moved_view, fields=[field]),
+            )
         # log_prob too late is all else too early
         opposite_view = partial(view, by=-by, move=move, zeros=zeros)
         yield fault(
@@ -481,7 +503,7 @@ def reweighted(case: LossCase) -> Iterator[LossFault]:
     Args:
         case: the loss and its objective.
     """
-    batch = case.ready(on_policy_batch())
+    batch = case.on_policy()
     found = case.weights(batch)
     expected = case.expected(batch)
     use = batch.mask & (batch.adv.expand_as(batch.mask) != 0) & found.isfinite()
@@ -497,6 +519,9 @@ def reweighted(case: LossCase) -> Iterator[LossFault]:
             id="constant-added-to-advantages",
             view=lambda batch: batch.but(adv=batch.adv + constant),
         )
+    added = common_value(((1 / ratio - 1) * batch.logp_old.exp())[use])
+    if added is not None and added > 0:
+        yield _added_to_old_probability(float(f"{added:.6g}"))
     positive = use & (ratio > 0)
     if positive.sum() > 2:
         slope = _slope(batch.logp[positive], ratio[positive].log())
@@ -594,6 +619,16 @@ def _discounted(
     return batch.but(adv=batch.adv * gamma ** position(batch.mask).double())
 
 
+def _added_to_old_probability(added: float) -> LossFault:
+    """Make the fault that a number is added to π_old, by which the ratio is divided."""
+    return fault(
+        f"{added:.6g} is added to π_old in the ratio: rare tokens lose their gradient",
+        "ratio",
+        id="number-added-to-old-probability",
+        view=lambda batch: batch.but(logp_old=(batch.logp_old.exp() + added).log()),
+    )
+
+
 def _factors_on_log_probs(case: LossCase, slope: float) -> Iterator[LossFault]:
     """Yield the faults that one of the two log-probabilities is multiplied by a factor.
 
@@ -624,7 +659,7 @@ def clipped(case: LossCase, times: float = 1.0) -> LossFault:
         case: the loss and its objective.
         times: a factor on the advantages of the batch; a large one shows a large bound.
     """
-    batch = case.ready(on_policy_batch())
+    batch = case.on_policy()
     advantages = times * batch.adv
     bound = 0.0
     with contextlib.suppress(InputError):  # it refuses such advantages
@@ -640,24 +675,45 @@ def clipped(case: LossCase, times: float = 1.0) -> LossFault:
     )
 
 
-def left_out(case: LossCase) -> Iterator[LossFault]:
+def left_out(case: LossCase, batch: Rollouts | None = None) -> Iterator[LossFault]:
     """Yield the faults that tokens beyond a limit do not train: a limit on a position,
     a length or a log-probability. It must separate the tokens with a weight from those
-    without one, on responses of 1 to 40 tokens.
+    without one.
 
     Args:
         case: the loss and its objective.
+        batch: on which the limit is measured; None: on responses of 1 to 40 tokens.
     """
-    n = torch.arange(1, LONGEST + 1, dtype=torch.float64)[:, None]
-    lp = -6 * (n * n.T.sqrt() % 1) - 0.01
-    A = (-1.0) ** n + 0 * lp
-    entropy = 1 + n / LONGEST + 0 * lp
-    batch = case.ready(Rollouts(lp, lp, A, n.T <= n, entropy=entropy))
+    if batch is None:
+        batch = _short_responses(case)
     try:
         found = case.weights(batch)
         should_train = batch.mask & (case.expected(batch) != 0)
     except InputError:  # it refuses such a batch
         return
+    yield from _left_out_beyond(case, batch, found, should_train)
+
+
+def _short_responses(case: LossCase) -> Rollouts:
+    """Return responses of 1 to 40 tokens, on policy."""
+    n = torch.arange(1, LONGEST + 1, dtype=torch.float64)[:, None]
+    lp = -6 * (n * n.T.sqrt() % 1) - 0.01
+    A = (-1.0) ** n + 0 * lp
+    entropy = 1 + n / LONGEST + 0 * lp
+    return case.ready(Rollouts(lp, lp, A, n.T <= n, entropy=entropy))
+
+
+def _left_out_beyond(
+    case: LossCase, batch: Rollouts, found: Tensor, should_train: Tensor
+) -> Iterator[LossFault]:
+    """Yield the faults of `left_out`, from the weights on a batch.
+
+    Args:
+        case: the loss and its objective.
+        batch: the batch.
+        found: the loss's weights on it, [B, T].
+        should_train: the tokens that have a weight in the objective, [B, T].
+    """
 
     def mask_within(
         batch: Rollouts, number: Callable[[Rollouts], Tensor], limit: float

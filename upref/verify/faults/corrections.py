@@ -104,6 +104,8 @@ def retuned(case: LossCase) -> Iterator[LossFault]:
         words = "; ".join(
             f"{k} is {v:.6g}, not {case.hp[k]:.6g}" for k, v in changed.items()
         )
+        if all(abs(v - math.exp(case.hp[k])) < 1e-6 for k, v in changed.items()):
+            words += ": the bound is on log ρ, not on ρ"
 
         def count_ratio(batch: Rollouts) -> Tensor | float:
             """Return by what the changed bounds change the divisor of a kept-mean."""

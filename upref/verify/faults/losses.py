@@ -505,13 +505,21 @@ def _faults_without_bounds(
         hp: its hyperparameters.
     """
     j = term_of(objective, hp)
+    ascends = "it ascends the loss"
+    beside_kl = "the KL term apart, " if hp.get("beta") else ""
     yield fault(
-        "the sign is flipped: it ascends the loss",
+        f"{beside_kl}the sign is flipped: {ascends}",
         "sign",
         id="sign-flipped",
         J=lambda lp, old, A, m: -j(lp, old, A, m),
     )
     if hp.get("beta"):
+        yield fault(
+            f"the sign of the whole loss is flipped, of the KL term too: {ascends}",
+            "sign",
+            id="sign-flipped",
+            scale=lambda batch: -1.0,
+        )
         yield from kl_faults(objective, hp)
     for fault_id, words, wrong_log_mu in SAMPLER_FAULTS if objective.sampler else ():
         yield fault(
@@ -528,10 +536,27 @@ def _faults_without_bounds(
             batch if batch.logp_ref is None else batch.but(logp_old=batch.logp_ref)
         ),
     )
+    if hp.get("beta"):
+        yield fault(
+            "the ratio is π_ref/π_θ, as in the KL term, not π_θ/π_old",
+            "ratio",
+            id="ratio-of-reference",
+            weigh=partial(_weights_at_ratio_of_reference, objective, hp),
+        )
     if objective.level == "custom" and (
         unbounded := {k: UNBOUNDED for k in hp if k.startswith("eps")}
     ):
         yield fault(NO_BOUND, "clip", id="no-bound", hp=unbounded)
+
+
+def _weights_at_ratio_of_reference(
+    objective: Objective, hp: dict[str, Any], batch: Rollouts
+) -> Tensor:
+    """Return the weights where the ratio is π_ref/π_θ, which falls with π_θ."""
+    own_hp = _without_beta(hp) | {"beta": 0.0}
+    of_reference = batch.but(logp=batch.logp_ref, logp_old=batch.logp)
+    of_term = -unit_weights(objective, of_reference, own_hp)
+    return of_term - hp["beta"] * kl_slope(objective.kl, batch)
 
 
 def _with_sampler(batch: Rollouts, log_mu: Callable[[Rollouts], Tensor]) -> Rollouts:
@@ -616,7 +641,7 @@ def kl_faults(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
         """Return the weights with the KL term only on the tokens that `selects` chooses
         by their A.
         """
-        selected = selects(batch.adv.expand_as(batch.mask))
+        selected = selects(torch.where(batch.mask, batch.adv, 0))
         kl_weights = beta * kl_slope(objective.kl, batch) * selected
         return weights_without_kl(batch) - kl_weights
 
@@ -663,6 +688,7 @@ def kl_faults(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
             partial(term_of_clamped_log_ratio, limit=limit),
             id="kl-log-ratio-clamped",
         )
+    yield from _kl_of_response_faults(objective, hp)
     for condition, selects in (
         ("A > 0", lambda A: A > 0),
         ("A <= 0", lambda A: A <= 0),
@@ -674,6 +700,43 @@ def kl_faults(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
             "term",
             id=f"kl-only-where-{SIGN_IDS[condition]}",
             weigh=partial(weights_with_kl_where, selects=selects),
+        )
+    yield fault(
+        "the KL term is left out of responses of which every A is 0",
+        "term",
+        id="kl-only-where-a-not-zero",
+        weigh=partial(
+            weights_with_kl_where, selects=lambda A: (A != 0).any(1, keepdim=True)
+        ),
+    )
+
+
+def _kl_of_response_faults(
+    objective: Objective, hp: dict[str, Any]
+) -> Iterator[LossFault]:
+    """Yield the faults that the KL term is one number for each response, of its summed or
+    averaged log-probabilities.
+    """
+
+    def weights(batch: Rollouts, k: Callable[..., Any], of_response: Any) -> Tensor:
+        """Return the weights with the mean of these numbers as the KL term."""
+        lp = batch.logp.detach().clone().requires_grad_()
+        ref = batch.logp_old if batch.logp_ref is None else batch.logp_ref
+        term = k(of_response(lp, batch.mask), of_response(ref, batch.mask)).mean()
+        (slope,) = torch.autograd.grad(term, lp)
+        rest = unit_weights(objective, batch, {**hp, "beta": 0.0})
+        return rest - hp["beta"] * slope / own_factor(objective)(batch)[:, None]
+
+    inverted = {"k3 the other way round": lambda lp, ref: kl.k3(ref, lp)}
+    estimators: dict[str, Callable[..., Any]] = kl.ESTIMATORS | inverted
+    for (name, k), (how, of_response) in product(
+        estimators.items(), (("summed", sum_t), ("averaged", mean_t))
+    ):
+        yield fault(
+            f"the KL term is {name} of the response's {how} log-probabilities, not of each token's",
+            "term",
+            id="kl-of-response",
+            weigh=partial(weights, k=k, of_response=of_response),
         )
 
 
@@ -1016,8 +1079,14 @@ def _dual_clip_faults(form: ClippedForm) -> Iterator[LossFault]:
 
 def _ppo_faults(form: ClippedForm) -> Iterator[LossFault]:
     """Yield the fault that the clip is PPO's."""
+    if form.shape.is_bounded:
+        words = "the clip is that of PPO on both sides"
+    else:
+        ratio = form.objective.ratio_symbol
+        clipped = f"min({ratio} A, clip({ratio}, {form.lower:g}, {form.upper:g}) A)"
+        words = f"the term is PPO's, {clipped}: {form.objective.name} has no clip"
     yield fault(
-        "the clip is that of PPO on both sides",
+        words,
         kind="clip",
         id="ppo-clip",
         J=form.term(lambda r, A, lp: form.ppo(r, A)),
@@ -1388,12 +1457,14 @@ def _advantage_faults(form: ClippedForm) -> Iterator[LossFault]:
             id=fault_id,
             J=partial(of_other_advantage, change=change),
         )
-    for sign, without_sign in (
-        ("A < 0", partial(torch.clamp, min=0.0)),
-        ("A > 0", partial(torch.clamp, max=0.0)),
+    dual_clip = ", as by a dual clip that acts where A > 0 too"
+    for sign, without_sign, how in (
+        ("A < 0", partial(torch.clamp, min=0.0), ""),
+        ("A > 0", partial(torch.clamp, max=0.0), dual_clip if form.hp.get("c") else ""),
     ):
         yield fault(
-            f"no token with {sign} has a gradient: its advantage is dropped, its term is detached, or its term is constant",
+            f"no token with {sign} has a gradient: its advantage is dropped, "
+            f"its term is detached, or its term is constant{how}",
             kind="advantage",
             id=DROPPED[sign],
             J=partial(of_other_advantage, change=without_sign),

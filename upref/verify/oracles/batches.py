@@ -13,16 +13,17 @@ from upref.aggregation import KEPT_MEAN, Totals
 from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.verify.explain import cause_if_confirmed_at, holds_on_other_batches
+from upref.verify.extent import bound_of_token
 from upref.verify.faults import measured
-from upref.verify.faults.batch_reading import LARGE, clipped
+from upref.verify.faults.batch_reading import LARGE, clipped, left_out
 from upref.verify.finding import NO_CAUSE, Cause
 from upref.verify.measure import LossCase
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import gradient_distance, tolerance
-from upref.verify.oracles.unusual import beyond_range, groups
+from upref.verify.oracles.unusual import beyond_range, groups, long_batches
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import example, gradient_pair, make_example, shrink, worst
-from upref.weights.batches import CLAMPS, on_policy_batch
+from upref.weights.batches import CLAMPS
 from upref.weights.black_box import single_token_batch
 
 
@@ -31,7 +32,7 @@ def _near_on_policy_batch(case: LossCase) -> Rollouts:
 
     def make() -> Rollouts:
         """Lower each log π_θ of the on-policy batch by at most 0.05."""
-        batch = case.ready(on_policy_batch())
+        batch = case.on_policy()
         return replace(batch, logp=batch.logp - 0.05 * batch.logp.cos().abs())
 
     return case.cached("near on policy", make)
@@ -297,7 +298,8 @@ def one_response(case: LossCase) -> list[Finding]:
         if errors.max() > 0:
             is_wrong = partial(_has_wrong_weight, case, dtype)
             small_batch = shrink(batch, is_wrong, worst(errors))
-            return [_failure_of_one_response(case, dtype, regime, small_batch)]
+            why = _cause_of_one_response(case, dtype, batch, small_batch)
+            return [_failure_of_one_response(case, dtype, regime, small_batch, why)]
     case.covered.append(ONE_RESPONSE)
     return []
 
@@ -337,21 +339,46 @@ def _has_wrong_weight(
     return bool(_unforgiven_errors(case, dtype, batch).max() > 0)
 
 
+def _cause_of_one_response(
+    case: LossCase, dtype: torch.dtype | None, batch: Rollouts, small_batch: Rollouts
+) -> Cause:
+    """Return the cause of a wrong weight in a batch of one response.
+
+    Args:
+        case: the loss and its objective.
+        dtype: in which it is wrong, where that is not float64.
+        batch: the batch.
+        small_batch: the smallest part of it with a wrong weight.
+    """
+    i, t = worst(_unforgiven_errors(case, dtype, small_batch))
+    _, weights = _case_and_weights(case, dtype, small_batch)
+    at = (small_batch, (i, t), weights[i, t].item())
+    cause = cause_if_confirmed_at(case, clipped(case, LARGE), *at)
+    for known_fault in () if cause else left_out(case, batch):
+        cause = cause_if_confirmed_at(case, known_fault, *at, *long_batches(case))
+        if cause:
+            return cause
+    return cause or bound_of_token(case, small_batch)
+
+
 def _failure_of_one_response(
-    case: LossCase, dtype: torch.dtype | None, regime: str, batch: Rollouts
+    case: LossCase,
+    dtype: torch.dtype | None,
+    regime: str,
+    batch: Rollouts,
+    why: Cause,
 ) -> Finding:
     """Return the failure of the worst weight of a batch of one response."""
     i, t = worst(_unforgiven_errors(case, dtype, batch))
     _, weights = _case_and_weights(case, dtype, batch)
     found = weights[i, t].item()
-    bounded_advantage = clipped(case, LARGE)
     return fail(
         "one-response",
         regime,
         case.expected(batch)[i, t].item(),
         found,
         example(case, batch, dtype),
-        cause_if_confirmed_at(case, bounded_advantage, batch, (i, t), found),
+        why,
     )
 
 

@@ -17,7 +17,7 @@ from upref.verify.finding import NO_CAUSE, Cause, TokenPlace
 from upref.verify.measure import HABIT_TOL, LossCase
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import grid_off_bounds
-from upref.verify.report import UNKNOWN, Finding, fail, note
+from upref.verify.report import NOTHING_FITS, Finding, fail, note
 from upref.verify.shrink import example, numbers, shrink, smallest, wrong
 from upref.weights.batches import (
     GUARD,
@@ -48,7 +48,7 @@ def extremes(case: LossCase) -> list[Finding]:
         (case.weight_error(grid_off_bounds(case)) <= case.tol).all()
     )
     if is_right_nearby and not case.single and not case.objective.batch_coupled:
-        findings += [f for f in clamps(case) if not case.wrong or f.cause != UNKNOWN]
+        findings += [f for f in clamps(case) if not case.wrong or f.is_explained]
     notes: dict[str, Finding] = {}
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         found = _overflows(case, dtype)
@@ -411,7 +411,7 @@ def clamps(case: LossCase) -> list[Finding]:
     worst = max(near_hits, key=lambda hit: (_lost_weight(hit), -abs(hit.log_r)))
     cause = _clamp_cause(case, hits)
     if abs(worst.log_r) < guard:
-        return [_clamp_failure(case, worst, cause or Cause(UNKNOWN))]
+        return [_clamp_failure(case, worst, cause or NOTHING_FITS)]
     if cause:
         words = f"clamped at {guard:g} or beyond"
     else:
@@ -422,7 +422,7 @@ def clamps(case: LossCase) -> list[Finding]:
             "",
             worst.expected,
             worst.found,
-            cause or Cause(UNKNOWN),
+            cause or NOTHING_FITS,
             place=TokenPlace(worst.A, numbers={"log r": worst.log_r}, remark=words),
         )
     ]

@@ -5,6 +5,7 @@ its gradient flows.
 
 import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.user_code.names import CALLED
-from upref.verify.explain import holds_on_other_batches
+from upref.verify.explain import confirmation_batches, holds_on_other_batches
 from upref.verify.factors import common_value
 from upref.verify.finding import Number
 from upref.verify.measure import EXACT_TOL, LossCase
@@ -457,8 +458,12 @@ def _finding_of_dead_argument(
         return change, torch.zeros_like(batch.logp)
 
     differ = _differing_tokens(case, changed_case, batch)
-    if not holds_on_other_batches(case, effect, *_parts_that_differ(batch, differ)):
+    parts = _parts_that_differ(batch, differ)
+    found = "the same gradient, bit for bit"
+    if not holds_on_other_batches(case, effect, *parts):
         why = ""
+        if _any_effect(effect, [*confirmation_batches(case), *parts]):
+            found += ", though it has an effect on other batches"
     elif key in case.loss.accepts:
         why = "the argument has no effect"
     else:
@@ -468,10 +473,27 @@ def _finding_of_dead_argument(
         "dead-hyperparameter",
         f"{key} from {_number_or_absent(value)} to {new_value:g}",
         "a different gradient",
-        "the same gradient, bit for bit",
+        found,
         cause=why,
         subject=key,
     )
+
+
+def _any_effect(
+    effect: Callable[[Rollouts], tuple[Tensor, Tensor]], batches: list[Rollouts]
+) -> bool:
+    """Return whether the gradient changes on any of these batches.
+
+    Args:
+        effect: from a batch to the change, and the change 0.
+        batches: the batches; those that the loss refuses show nothing.
+    """
+    for batch in batches:
+        with contextlib.suppress(InputError):
+            change, _ = effect(replace(batch, totals=None))
+            if change.any():
+                return True
+    return False
 
 
 MOST_ROWS = 70  # of a batch of repeated responses

@@ -16,6 +16,7 @@ from upref.errors import InputError, OutOfMemory, TooManyLines
 from upref.registry import REDUCE
 from upref.rollouts import Rollouts
 from upref.verify.explain import cause_if_confirmed_at
+from upref.verify.extent import bound_of_token
 from upref.verify.faults.batch_reading import LARGE, clipped, left_out
 from upref.verify.faults.corrections import corrected
 from upref.verify.faults.denominators import capped_lengths
@@ -34,7 +35,7 @@ from upref.verify.shrink import (
     shrink,
     worst,
 )
-from upref.weights.batches import LOG_R, on_policy_batch
+from upref.weights.batches import LOG_R
 from upref.weights.stress import AXES, GAPS, NEGATIVE, relabel_groups
 
 TOO_LONG = 0.8  # seconds: a loss that would take longer for a batch is not asked for it
@@ -215,6 +216,7 @@ def _failure_on_axis(
     extent = ""  # of what is wrong, where the whole batch is shown
     if smaller is not None:
         batch, errors = smaller
+        why = why or bound_of_token(case, batch)
         found = case.weights(batch)
         i, t = worst(errors)
         shown = example(case, batch)
@@ -311,12 +313,24 @@ def _smaller_batch(
     return None
 
 
+def long_batches(case: LossCase) -> list[Rollouts]:
+    """Return batches of long responses, with holes and behind masked columns: there a
+    limit on tokens is none on columns.
+
+    Args:
+        case: the loss and its objective.
+    """
+    return [case.stress_batch("lengths"), case.stress_batch("masks")]
+
+
 def _cause_on_axis(
     case: LossCase, axis: str, batch: Rollouts, token: tuple[int, int], found: float
 ) -> Cause:
     """Return the cause of a wrong weight, of the faults that this axis may show."""
     for known_fault in _faults_of_unusual_inputs(case, axis, batch):
-        cause = cause_if_confirmed_at(case, known_fault, batch, token, found)
+        cause = cause_if_confirmed_at(
+            case, known_fault, batch, token, found, *long_batches(case)
+        )
         if cause:
             return cause
     return NO_CAUSE
@@ -331,6 +345,7 @@ def _faults_of_unusual_inputs(
         return
     yield clipped(case, LARGE)
     yield from left_out(case)
+    yield from left_out(case, batch)
     yield from capped_lengths(case, batch)
 
 
@@ -441,7 +456,7 @@ def _measure_groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
     """Compute what `groups` returns. A loss may loop over all ids up to 2^40: Relabeled
     limits its lines.
     """
-    batch = case.ready(on_policy_batch())
+    batch = case.on_policy()
     relabeled = Relabeled(case, batch)
     notes: list[Finding] = []
     kinds_taken = []

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from upref.aggregation import KEPT_MEAN
+from upref.errors import InputError
 from upref.registry import REDUCE
 from upref.rollouts import Rollouts
 from upref.verify.explain import (
@@ -26,6 +27,7 @@ from upref.verify.explain import (
     in_low_precision,
     two_gradients,
 )
+from upref.verify.extent import bound_of_token
 from upref.verify.factors import aggregation_id, declared_aggregation
 from upref.verify.faults.denominators import DIVIDED_BY_ALL, DIVIDED_BY_KEPT
 from upref.verify.faults.losses import LossFault, fault
@@ -34,8 +36,9 @@ from upref.verify.measure import EXACT_TOL, HABIT_TOL, LossCase
 from upref.verify.oracle import oracle
 from upref.verify.pattern import MeasuredWeights, pattern
 from upref.verify.regions import Region, regions
-from upref.verify.report import UNKNOWN, Finding, fail, note
+from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import (
+    cut,
     differ,
     example,
     numbers,
@@ -51,7 +54,6 @@ from upref.weights.batches import (
     breakpoints,
     high_entropy_weight,
     make_batch,
-    on_policy_batch,
     random_batches,
 )
 from upref.weights.black_box import (
@@ -79,7 +81,7 @@ def gradient(case: LossCase) -> list[Finding]:
         Failures, one for each region in which weights differ, and notes.
     """
     batch = case.grid()
-    found = case.weights(batch)
+    found = case.kept_weights(batch)
     errors = case.weight_error(batch, found)
     r = case.ratio(batch)
     A = torch.where(batch.mask, batch.adv.expand_as(errors), 0)
@@ -314,17 +316,75 @@ def _in_region(
 
 def _pattern_of(case: LossCase, compared: MeasuredWeights, small: Rollouts) -> Cause:
     """Return what the wrong weights have in common."""
-    found = case.weights(small)
+    found = case.kept_weights(small)
     expected = case.expected(small)
     r = case.ratio(small)
     symbol = case.objective.ratio_symbol
     shown = MeasuredWeights(small, found, expected, r, symbol, small.mask)
-    words = pattern(compared, shown, case.tol, case.objective.level not in REDUCE)
-    if words.startswith(UNKNOWN) and (cause := in_low_precision(case)):
-        return cause
-    if case.search_ended:
-        words += f"; the search for a cause ended after {SEARCH_SECONDS:g} CPU seconds"
-    return Cause(words)
+    by_token = case.objective.level not in REDUCE
+    relation = pattern(compared, shown, case.tol, by_token)
+    if relation.kind == "unknown":
+        better = in_low_precision(case) or _coupling(case, compared)
+        relation = better or relation
+    if relation.kind != "why" and (bound := bound_of_token(case, small)):
+        words = [relation.words] if relation.kind == "pattern" else []
+        relation = replace(bound, words="; ".join([*words, bound.words]))
+    if case.search_ended and relation.kind != "why":
+        ended = f"the search for a cause ended after {SEARCH_SECONDS:g} CPU seconds"
+        relation = replace(relation, words=f"{relation.words}; {ended}")
+    return relation
+
+
+ROWS_ALONE = 8  # responses that are measured each by itself
+ALONE_IS_NOTHING = (
+    "a response that is alone in its batch has no gradient, as where something is "
+    "compared with its mean over the responses"
+)
+COUPLED = (
+    "the weights within a response change with the other responses of its batch, by more "
+    "than one factor: something is computed across responses, or from their number"
+)
+
+
+def _coupling(case: LossCase, compared: MeasuredWeights) -> Cause:
+    """Return how the weights within a response change where it is alone in its batch;
+    no cause where one factor explains it, as a denominator does.
+
+    Args:
+        case: the loss and its objective.
+        compared: the weights of the batch that was compared.
+    """
+    if case.objective.batch_coupled or "group" in case.objective.reads:
+        return NO_CAUSE
+    batch = replace(compared.b, group=None, totals=None)
+    rows = range(0, len(batch.mask), -(-len(batch.mask) // ROWS_ALONE))
+    is_nothing = []
+    for row in rows:
+        part = cut(batch, [row], None)
+        tokens = compared.use[row]
+        beside_others = compared.found[row][tokens]
+        if part is None or not beside_others.any():
+            continue
+        try:
+            alone = case.weights(case.visible_batch(part))[0][tokens]
+        except InputError:  # it refuses one response
+            return NO_CAUSE
+        is_nothing.append(
+            bool((alone.abs() <= 1e-12 * beside_others.abs().max()).all())
+        )
+        if not is_nothing[-1] and _differ_by_more_than_a_factor(alone, beside_others):
+            return Cause(COUPLED, kind="pattern")
+    if is_nothing and all(is_nothing):
+        return Cause(ALONE_IS_NOTHING, kind="pattern")
+    return NO_CAUSE
+
+
+def _differ_by_more_than_a_factor(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors of finite numbers differ by more than one factor."""
+    if not (x.isfinite().all() and y.isfinite().all()):
+        return False
+    factor = (x * y).sum() / (y * y).sum()
+    return bool((x - factor * y).abs().max() > 1e-3 * x.abs().max())
 
 
 def _smallest_of(
@@ -357,7 +417,8 @@ def _smallest_of(
         token = worst(torch.where(wrong_tokens, prefer, -1.0))
         small = shrink(batch, lambda x: bool(shows(case, x, part.sign).any()), token)
         shown = shows(case, small, part.sign)
-        return small, worst(case.weight_error(small).masked_fill(~shown, -1.0))
+        errors = case.weight_error(small, case.kept_weights(small))
+        return small, worst(errors.masked_fill(~shown, -1.0))
 
     small, token = smallest_with(shows, wrong_tokens)
     if not case.single and not _beyond_float32(case, small)[token]:
@@ -381,7 +442,7 @@ def _beyond_float32(case: LossCase, batch: Rollouts) -> Tensor:
     """
     single = replace(case)
     single.in_float32()
-    return single.weight_error(batch) > single.tol
+    return single.weight_error(batch, case.kept_weights(batch)) > single.tol
 
 
 def _by_sign(parts: list[Region]) -> list[Region]:
@@ -399,7 +460,8 @@ def _by_sign(parts: list[Region]) -> list[Region]:
 def _wrong_at(case: LossCase, batch: Rollouts, sign: float) -> Tensor:
     """Return the tokens of this sign of A whose weight is wrong, [B, T]."""
     has_sign = batch.adv.expand_as(batch.mask).sign() == sign
-    return (case.weight_error(batch) > case.tol) & has_sign
+    errors = case.weight_error(batch, case.kept_weights(batch))
+    return (errors > case.tol) & has_sign
 
 
 def _visibly_wrong_at(case: LossCase, batch: Rollouts, sign: float) -> Tensor:
@@ -438,7 +500,7 @@ def _random(case: LossCase) -> list[Finding]:
         errors = errors.masked_fill(case.rounded(batch), 0)
         if errors.max() > 10 * case.tol:
             known_fault = explain(
-                case, batch, case.weights(batch), case.rounded(batch), []
+                case, batch, case.kept_weights(batch), case.rounded(batch), []
             )
             batch, i, t = smallest(case, batch, worst(errors))
             sign = batch.adv[i, t].sign().item()
@@ -451,6 +513,7 @@ def _random(case: LossCase) -> list[Finding]:
             remark = _words_for_weight_alone(case, batch, i, t)
             found_number = Number(found, "weight", remark)
             cause = known_fault.cause if known_fault else in_low_precision(case)
+            cause = cause or bound_of_token(case, batch)
             return [
                 fail(
                     "gradient",
@@ -484,8 +547,8 @@ def _words_for_weight_alone(case: LossCase, batch: Rollouts, i: int, t: int) -> 
 @oracle("on-policy", 20, lambda case: case.objective.on_policy_exception, implied=True)
 def on_policy(case: LossCase) -> list[Finding]:
     """Compare the weights at r = 1."""
-    batch = case.ready(on_policy_batch())
-    errors = case.weight_error(batch)
+    batch = case.on_policy()
+    errors = case.weight_error(batch, case.kept_weights(batch))
     if errors.max() <= 10 * case.tol:
         return []
     if not differ(case, batch)[errors > 10 * case.tol].any():
@@ -493,12 +556,13 @@ def on_policy(case: LossCase) -> list[Finding]:
 
     def shows(batch: Rollouts) -> bool:
         """Return whether a weight is wrong, and dJ/dlp there is another number too."""
-        is_wrong = case.weight_error(batch) > 10 * case.tol
+        is_wrong = case.weight_error(batch, case.kept_weights(batch)) > 10 * case.tol
         return bool((differ(case, batch) & is_wrong).any())
 
     small = shrink(batch, shows, worst(errors.masked_fill(~differ(case, batch), 0)))
-    i, t = worst(case.weight_error(small).masked_fill(~differ(case, small), 0))
-    scaled = case.weights(batch) / case.scale
+    errors = case.weight_error(small, case.kept_weights(small))
+    i, t = worst(errors.masked_fill(~differ(case, small), 0))
+    scaled = case.kept_weights(batch) / case.scale
     scaling = fault(
         f"every weight is {case.scale:.5g} times what it should be",
         "rounding",
@@ -510,12 +574,11 @@ def on_policy(case: LossCase) -> list[Finding]:
         and abs(case.scale - 1) > 1e-5
         and bool(case.weight_error(batch, scaled).max() <= 10 * case.tol)
     )
-    cause = first_confirmed(case, two_gradients(case, batch))
+    cause = case.cause or first_confirmed(case, two_gradients(case, batch))
     if is_scaled:
         scaling = next(by_fixed_length(case), scaling)
     if not cause and is_scaled:  # on many rows too: few may have a factor of their own
         cause = cause_if_confirmed(case, scaling, case.grid(edges=OFF_EDGES))
-    cause = cause or case.cause
     place = TokenPlace(
         small.adv[i, t].sign().item(),
         numbers={case.objective.ratio_symbol: 1.0} | sampler_ratio(case, small, (i, t)),
@@ -537,7 +600,7 @@ def aggregation(case: LossCase) -> list[Finding]:
     """Compare the factors of the responses, by which the aggregation multiplies their
     weights.
     """
-    batch = case.ready(on_policy_batch())
+    batch = case.on_policy()
     declared = declared_aggregation(case.objective)
     declared_words = case.objective.agg if declared != case.agg else declared
     if case.agg == declared and HABIT_TOL < abs(case.scale - 1) < 1e-5:
@@ -565,7 +628,7 @@ def aggregation(case: LossCase) -> list[Finding]:
     found_factors = case.factors(small)[:, 0]
     row = int((found_factors / right_factors - 1).abs().argmax())
     has_group = case.loss.visible_batch(batch).group is not None
-    if has_group or declared == KEPT_MEAN:
+    if has_group or case.objective.agg != "group-token-mean":
         group = ""
     else:
         group = " (the loss takes no groups: the batch counts as one)"

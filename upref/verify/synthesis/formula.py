@@ -7,6 +7,7 @@ import ast
 import inspect
 import math
 import textwrap
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
@@ -129,7 +130,9 @@ class Formula:
         module = ast.Module(list(self.functions.values()), [])
         ast.fix_missing_locations(module)
         names = dict(self.names)
-        exec(compile(module, "<formula>", "exec"), names)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an edit may index a number
+            exec(compile(module, "<formula>", "exec"), names)
         J: Callable[..., Tensor] = names[ENTRY]
         return J
 

@@ -262,6 +262,15 @@ def _put_together(node: ast.expr) -> Iterator[Alternative]:
             args=[_, ast.BinOp(right=x), ast.BinOp(right=y)],
         ) if ast.dump(x) == ast.dump(y):
             yield "the factor is missing in both cases", x
+        case ast.Call(
+            func=ast.Name(id="where"),
+            args=[
+                _,
+                ast.Call(func=ast.Name(id="minimum"), args=[x, high]),
+                ast.Call(func=ast.Name(id="maximum"), args=[y, low]),
+            ],
+        ) if ast.dump(x) == ast.dump(y):
+            yield "both bounds act in both cases", call("clip", x, low, high)
     yield from _inside_of_term(node)
 
 
