@@ -238,3 +238,9 @@ def test_the_gap_at_each_lag_is_told_where_version_is_recorded():
     )
     at_none, at_four = map(float, told.groups())
     assert at_none < 0.01 < at_four
+
+
+def test_a_strong_penalty_may_leave_two_unrelated_columns():
+    """Of peaked policies that repeat themselves, nearly each token is penalized."""
+    assert rank("unrelated", replace(NOTHING, repeats=True))[0] == "penalties"
+    assert "penalties" not in rank("unrelated", NOTHING)

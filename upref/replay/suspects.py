@@ -86,7 +86,13 @@ USUAL: dict[str, dict[str, float]] = {
         "context": 1.5,
         "penalties": 1.0,
     },
-    "unrelated": {"order": 3.0, "ids": 2.5, "context": 2.0, "weights": 1.0},
+    "unrelated": {
+        "order": 3.0,
+        "ids": 2.5,
+        "context": 2.0,
+        "weights": 1.0,
+        "penalties": 0.0,
+    },
     "some_responses": {
         "rows": 2.5,
         "ids": 3.0,
