@@ -69,7 +69,11 @@ def test_the_weight_is_the_gradient(name):
 SYMBOLIC = [n for n in NAMES if n not in NOT_PROVED and not n.startswith("up")]
 
 
-@pytest.mark.parametrize("name", daily(SYMBOLIC, 3))
+QUICK = [n for n in SYMBOLIC if n != "m2po"]
+LONG = pytest.param("m2po", marks=pytest.mark.nightly)  # a dozen CPU seconds
+
+
+@pytest.mark.parametrize("name", [*daily(QUICK, 3), LONG])
 def test_up_of_it_has_the_weight_of_up(name):
     found = proof_of(f"up({name})")
     assert found.status == "proved", found.reason
