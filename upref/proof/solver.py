@@ -39,7 +39,7 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
-INSTALL = "a proof needs the solver z3: `pip install 'upref-rl[prove]'`, or `pip install z3-solver`."
+INSTALL = "a proof needs the solver z3: pip install z3-solver, or upref-rl with its extra prove."
 LARGEST_ROOT = 12  # of a variable; other powers are numbers of their own
 MOST_PAIRS = 6  # values of one function that are compared with each other
 MEMORY = 1500  # MB
