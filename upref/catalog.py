@@ -295,6 +295,11 @@ def no_function_named(name: str, where: str, known: Iterable[str]) -> InputError
         known: names that are there; those that begin with _ are not shown.
     """
     public = [x for x in known if not x.startswith("_")]
+    if "," in name:
+        return InputError(
+            f"{where} has no {name!r}: a function of a file takes no settings behind a "
+            "comma; set them in the file, as defaults or with functools.partial."
+        )
     if similar := difflib.get_close_matches(name, public, 3, 0.5):
         hint = f"did you mean {' or '.join(similar)}?"
     else:

@@ -264,7 +264,7 @@ def _sentence(error: BaseException, user_code: str) -> str:
         )
     whose = "a bug in upref"
     if user_code:  # which runs in the same process
-        whose += f", or {user_code} has changed a function of Python, torch or upref"
+        whose += f", or {user_code} changed a function of Python, torch or upref"
     return f"no answer: {type(error).__name__}: {error} ({whose}; --debug shows where)."
 
 

@@ -18,6 +18,14 @@ Kind = Literal[
 ]
 
 
+# what is maximized in words, where it is so in each setting
+WITHOUT_A_NAME = {
+    "some function": "a function of the policy without a name here",
+    "no function": "no function of the policy",
+    "unknown": "none of the functions that are known here",
+}
+
+
 @dataclass(frozen=True)
 class Term:
     """A named function of the policy, and how much of it is maximized."""
@@ -102,7 +110,7 @@ class Maximization(Result):
     """What a loss, an advantage estimator or a KL term maximizes on average.
 
     Its truth value is false where an expected gradient is 0, or points away from what
-    it should raise.
+    it should raise at every policy that is compared.
 
     Attributes:
         name: of the loss, the estimator or the term.
@@ -145,6 +153,9 @@ class Maximization(Result):
             name += f" with {self.advantages} advantages"
         if all(answer.kind == "nothing" for answer in self.answers):
             return f"{name} maximizes nothing: its expected gradient is 0"
+        kinds = {answer.kind for answer in self.answers}
+        if len(kinds) == 1 and kinds <= WITHOUT_A_NAME.keys():
+            return f"{name} maximizes {WITHOUT_A_NAME[kinds.pop()]}"
         named = {answer.signed_functions for answer in self.answers}
         if len(named) > 1 or () in named:
             return f"{name}: what it maximizes depends on the setting"
@@ -228,7 +239,7 @@ class Maximization(Result):
 def _fault(answer: Answer) -> str:
     """Say what is wrong with an answer."""
     if answer.kind == "nothing":
-        return "the expected gradient is 0, though that of a batch is not"
+        return "the expected gradient is 0: those of the batches cancel, or are 0"
     way = "lowers" if answer.direction > 0 else "raises"
     return f"on average it {way} {answer.target}"
 

@@ -43,7 +43,10 @@ FINE_ROUNDING = 1e-5  # below float32's own bound
 # times the rounding: a parameter that has all of it is allowed a quarter of the bound
 ALLOWED_ROUNDINGS = 3
 SMALLEST_SHARE = 1e-6  # of what the replaced optimizers move
-FINER = "let the step train with a larger lr, such as 1024, and pass moved=1024"
+FINER = (
+    "let the step train with a larger lr, such as 1024, and pass moved=1024; an adapter "
+    "whose engine makes one update says learning_rate = 1024"
+)
 SGD = "SGD with lr=1, momentum 0, weight decay 0 and no clip of the gradient"
 # of more weights than MANY, a share above MOST moves by one amount: these are signs
 MANY = 8
