@@ -455,7 +455,7 @@ def test_an_error_beside_user_code_is_not_surely_of_upref(capsys, monkeypatch):
 
     monkeypatch.setattr(commands, "RUN", {"check": fail, "list": fail})
     _, _, err = run(capsys, "check", "dapo", "--as", "dapo")
-    assert "a bug in upref, or the loss has changed a function of Python" in err
+    assert "a bug in upref, or the loss changed a function of Python" in err
     _, _, err = run(capsys, "list")
     assert "(a bug in upref; --debug" in err
 
@@ -703,3 +703,11 @@ def test_without_a_word_it_shows_what_one_types_first(capsys):
     assert len(shown) == 5 and max(map(len, said.splitlines())) <= 100
     for words in shown:
         _parser().parse_args(words.split())
+
+
+def test_a_setting_behind_a_function_of_a_file_is_refused_as_one(capsys, tmp_path):
+    """The sentence named the functions of the file, of which it was one."""
+    file = tmp_path / "mine.py"
+    file.write_text(RIGHT_AND_WRONG)
+    code, _, err = run(capsys, "check", f"{file}:right,high=0.28", "--as", "dapo")
+    assert code == 2 and "takes no settings behind a comma" in err
