@@ -8,11 +8,18 @@ from typing import Any
 from upref.errors import InputError
 from upref.identification.diff import compare_losses
 from upref.user_code import read
+from upref.verify.factors import WRONG_AGGREGATIONS
 from upref.verify.probe import BlackBox, measure
 
 FAR = 1e9  # a dual clip that never acts
 # aggregation -> loss_type
 TRL_TYPES = {"token-mean": "dapo", "seq-mean-token-mean": "grpo"}
+# aggregation -> loss_agg_mode, where upref has another name for it
+VERL_MODES = {
+    wrong.words: "seq-mean-token-sum-norm"  # verl divides by the padded width
+    for wrong in WRONG_AGGREGATIONS
+    if wrong.id == "mean-over-width"
+}
 
 
 def closing_settings(a: Any, b: Any) -> list[str]:
@@ -75,7 +82,8 @@ def _settings(framework: str, mode: str, box: BlackBox) -> list[str]:
             "clip_ratio_c": c,
         }
         settings = [f"{name}={value:.6g}" for name, value in numbers.items()]
-        return [*settings, f"loss_agg_mode={box.agg}"] if box.agg else settings
+        loss_agg_mode = VERL_MODES.get(box.agg, box.agg)
+        return [*settings, f"loss_agg_mode={loss_agg_mode}"] if box.agg else settings
     settings = [f"epsilon={1 - low:.6g}", f"epsilon_high={high - 1:.6g}"]
     if c < FAR:
         settings.append(f"delta={c:.6g}")

@@ -166,6 +166,22 @@ def test_the_settings_that_close_a_difference_are_named():
     assert compare_losses("verl:vanilla", closing[1])
 
 
+def over_the_width(log_prob, old_log_prob, advantages, mask):
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    A = torch.where(mask, advantages, 0)
+    terms = torch.minimum(r * A, r.clamp(0.8, 1.2) * A)
+    return -(terms * mask).sum() / mask.numel()
+
+
+@pytest.mark.verl
+def test_verls_name_of_the_padded_width_closes_a_difference():
+    pytest.importorskip("verl")
+    found = upref.diff(over_the_width, "verl:vanilla")
+    [closing] = [words.partition(", as run")[0] for words in found.closed_by]
+    assert closing.endswith("loss_agg_mode=seq-mean-token-sum-norm")
+    assert compare_losses(over_the_width, closing)
+
+
 @pytest.mark.verl
 def test_nothing_is_named_where_no_setting_closes_a_difference():
     pytest.importorskip("verl")
