@@ -174,6 +174,8 @@ def in_float64(device: torch.device = CPU) -> Iterator[None]:
     replacements = {
         "CheckpointFunction": _NotCheckpointed,
         "_checkpoint_without_reentrant_generator": _keep_activations,
+        # its name in newer versions, such as torch 2.15
+        "_checkpoint_without_reentrant_generator_impl": _keep_activations,
     }
     originals = {
         name: getattr(module, name) for name in replacements if hasattr(module, name)
