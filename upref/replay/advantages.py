@@ -6,7 +6,6 @@ the recorded rewards.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -79,17 +78,19 @@ def advantages(batch: RecordedBatch) -> Advantages:
     if informative < LEAST_RESPONSES:
         too_few = note("advantages", "too_few", responses=informative)
         return _without_estimator(0.0, too_few)
-    for grouping, transform in product(_possible_groupings(batch), TRANSFORMS):
-        fits = _fitting_estimators(batch, A, grouping, transform)
-        if fits:
-            (name, error), *others = fits
-            return Advantages(
-                estimator=name,
-                grouping=grouping.name,
-                error=error,
-                also=tuple(other for other, _ in others[:3]),
-                findings=_grouping_findings(batch, name, grouping),
-            )
+    for grouping in _possible_groupings(batch):
+        estimates = _estimates_of(grouping, batch.reward)
+        for transform in TRANSFORMS:
+            fits = _fitting_estimators(batch, A, estimates, transform)
+            if fits:
+                (name, error), *others = fits
+                return Advantages(
+                    estimator=name,
+                    grouping=grouping.name,
+                    error=error,
+                    also=tuple(other for other, _ in others[:3]),
+                    findings=_grouping_findings(batch, name, grouping),
+                )
     return _without_estimator(1.0, _undo_mistake(batch, A) or _no_estimator(batch))
 
 
@@ -132,7 +133,7 @@ def _finding_per_token(batch: RecordedBatch) -> ReplayFinding:
 def _fitting_estimators(
     batch: RecordedBatch,
     A: Tensor,
-    grouping: "Grouping",
+    estimates: list[tuple[str, Tensor]],
     transform: Transform,
 ) -> list[tuple[str, float]]:
     """Return the estimators that reproduce the recorded advantages, by name, and their
@@ -141,19 +142,16 @@ def _fitting_estimators(
     Args:
         batch: the recorded step.
         A: the advantages of the responses that train.
-        grouping: over which responses the estimators are taken.
+        estimates: the names of estimators, and what they give, [B].
         transform: what is done to the estimates, and the words for it.
     """
-    assert batch.reward is not None
     trains = batch.mask.any(1)
+    lengths = batch.mask.sum(1)
     tolerance = _tolerance(A)
     fits = []
-    for name, estimate in grouping.estimators():
-        estimated = _estimate_or_none(estimate, batch.reward, grouping.ids)
-        if estimated is None:
-            continue
-        suffix, estimated = transform(estimated, batch.mask.sum(1))
-        error = float((estimated[trains] - A).abs().max() / A.abs().max())
+    for name, estimated in estimates:
+        suffix, changed = transform(estimated, lengths)
+        error = float((changed[trains] - A).abs().max() / A.abs().max())
         if error < tolerance:
             fits.append((name + suffix, error))
     return fits
@@ -432,12 +430,23 @@ def _estimates(batch: RecordedBatch) -> Iterator[tuple[str, Tensor]]:
     for grouping in _possible_groupings(batch):
         if not grouping.name.endswith(wanted):
             continue
+        estimates = _estimates_of(grouping, batch.reward)
         for transform in TRANSFORMS:
-            for name, estimate in grouping.estimators():
-                estimated = _estimate_or_none(estimate, batch.reward, grouping.ids)
-                if estimated is not None:
-                    suffix, estimated = transform(estimated, lengths)
-                    yield f"{name}{suffix} of {grouping.name}", estimated
+            for name, estimated in estimates:
+                suffix, changed = transform(estimated, lengths)
+                yield f"{name}{suffix} of {grouping.name}", changed
+
+
+def _estimates_of(grouping: Grouping, rewards: Tensor) -> list[tuple[str, Tensor]]:
+    """Return the name and the advantages [B] of each estimator over a grouping, without
+    those that do not take these rewards.
+    """
+    estimates = []
+    for name, estimate in grouping.estimators():
+        estimated = _estimate_or_none(estimate, rewards, grouping.ids)
+        if estimated is not None:
+            estimates.append((name, estimated))
+    return estimates
 
 
 def _changes_of_place(A: Tensor, group: Tensor | None) -> Iterator[tuple[str, Tensor]]:
