@@ -58,7 +58,7 @@ TIES_AT_ONE = (
 )
 NOT_PART = (
     *("ties of compared values", "what it reads beside its inputs"),
-    *("rounding", "overflow", "side effects", "other dtypes"),
+    *("rounding", "overflow", "side effects", "other dtypes", "micro-batches", "ranks"),
 )
 NOT_ALL = f"it reaches more than {MOST:,} objects: what the others keep from call to call is not looked at"
 # units of what is compared
