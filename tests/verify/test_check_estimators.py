@@ -109,6 +109,11 @@ def reshaped(*shape):
             by_prompt(lambda x: (x - x.mean()) * (x > 0)),
             "responses with a reward of 0 or less have the advantage 0",
         ),
+        (
+            "group_norm",
+            by_prompt(lambda x: (x - x.mean()) / (std_of(x) + 1e-6) * (1 - 1 / len(x))),
+            "it is multiplied by (G - 1)/G, with G responses to its prompt",
+        ),
         ("group_norm", of_tokens(1), "the reward of a response is multiplied by its"),
         ("group_norm", of_tokens(-1), "the reward of a response is divided by its"),
     ],

@@ -231,6 +231,11 @@ def _changes_of_right_advantages() -> Iterator[AdvantageFault]:
         math.sqrt,
         id="divided-by-root-of-group-size",
     )
+    yield _divided_by_size(
+        "it is multiplied by (G - 1)/G, with G responses to its prompt",
+        lambda G: G / (G - 1) if G > 1 else math.inf,
+        id="advantages-times-share-of-others",
+    )
     yield Fault(
         "each response has the advantage of the row in front",
         AdvantageChange(lambda batch, right, k: _rotated(right, -1)),
