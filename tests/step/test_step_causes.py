@@ -409,7 +409,7 @@ def test_a_fault_keeps_the_mask_boolean():
     o = upref.get("dapo")
     b = random_batch(numpy.random.default_rng(0))
     views = [f.change.view for f in shifted(o, o.resolve({})) if f.change.weigh is None]
-    assert len(views) == 24 and all(view(b).mask.dtype == torch.bool for view in views)
+    assert len(views) == 36 and all(view(b).mask.dtype == torch.bool for view in views)
 
 
 # ---- a loop that makes its old log-probabilities itself ------------------------------

@@ -1778,7 +1778,8 @@ def centered_over_the_rows(log_prob, old_log_prob, advantages, mask):
 )
 def no_kl_without_an_advantage(log_prob, old_log_prob, advantages, mask, ref_log_prob):
     a = torch.where(mask, advantages, 0)
-    kl = 0.04 * k3(log_prob, ref_log_prob, mask) * (a != 0).any(1, keepdim=True)
+    has_advantage = (a != 0).any(1, keepdim=True)
+    kl = torch.where(has_advantage, 0.04 * k3(log_prob, ref_log_prob, mask), 0.0)
     terms = clipped(ratio_of(log_prob, old_log_prob, mask), a) - kl
     return -response_mean(terms, mask).mean()
 

@@ -18,6 +18,9 @@ SCALES = tuple(sign * power for power in range(1, 8) for sign in (1, -1))
 LOWER_BY = (0.02, 0.1, 0.3, 1.0, 3.0, 8.0)
 # the policies by their fields; a logarithm of 0 may stand for a number that is missing
 POLICIES = {"logp_sampler": "μ", "logp_ref": "π_ref", "logp_old": "π_old"}
+# the largest relative error of a right token. What is added to a weight is lost below
+# the tolerance of a verdict where A is large, and is there all the same
+EXACT = 1e-12
 HARDLY = 1e-9  # by how much such a logarithm is lowered
 
 
@@ -38,7 +41,7 @@ def bound_of_token(case: LossCase, batch: Rollouts) -> Cause:
             errors = case.weight_error(changed, case.weights(changed), 1e-12)
         except InputError:  # it refuses such a token
             return False
-        return bool(errors.max() <= 10 * case.tol)
+        return bool(errors.max() <= EXACT)
 
     def scaled(power: float) -> Rollouts:
         """Return the batch with another size of A."""

@@ -17,6 +17,7 @@ from upref.errors import InputError
 from upref.user_code import read
 from upref.verify import oracles
 from upref.verify.check import every
+from upref.verify.finding import NO_CAUSE
 from upref.verify.measure import make_case
 from upref.verify.oracle import run
 
@@ -46,7 +47,8 @@ class Verdict:
 @contextlib.contextmanager
 def without_words() -> Iterator[None]:
     """No search for the cause and no shrinking: neither moves a verdict."""
-    plain = {"explain": lambda *a: None, "pattern": lambda *a: "", "shrink": lambda b, *a: b, "example": lambda *a: "",
+    plain = {"explain": lambda *a: None, "pattern": lambda *a: NO_CAUSE,
+             "bound_of_token": lambda *a: NO_CAUSE, "shrink": lambda b, *a: b, "example": lambda *a: "",
              "smallest": lambda case, b, at: (b, *at)}  # fmt: skip
     with contextlib.ExitStack() as stack:
         for module in SEEN:
