@@ -8,18 +8,14 @@ from typing import Any
 from upref.errors import InputError
 from upref.identification.diff import compare_losses
 from upref.user_code import read
-from upref.verify.factors import WRONG_AGGREGATIONS
+from upref.verify.factors import MEAN_OVER_WIDTH
 from upref.verify.probe import BlackBox, measure
 
 FAR = 1e9  # a dual clip that never acts
 # aggregation -> loss_type
 TRL_TYPES = {"token-mean": "dapo", "seq-mean-token-mean": "grpo"}
 # aggregation -> loss_agg_mode, where upref has another name for it
-VERL_MODES = {
-    wrong.words: "seq-mean-token-sum-norm"  # verl divides by the padded width
-    for wrong in WRONG_AGGREGATIONS
-    if wrong.id == "mean-over-width"
-}
+VERL_MODES = {MEAN_OVER_WIDTH: "seq-mean-token-sum-norm"}
 
 
 def closing_settings(a: Any, b: Any) -> list[str]:

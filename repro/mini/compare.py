@@ -70,12 +70,13 @@ ROWS = [
     ("clip_pos_high", "mean"),
     ("alive", "mean"),
 ]
-LEGEND = """`avg`, `maj`, `best`: Avg@32, Maj@32 and Best@32 on held-out problems, at top-p 0.7, after the last step.
-All others are of the training steps: `last` is the mean of the last fifth, `mean` and `max` are over all of them.
-`reward`: the share of right answers. `entropy`, `kl_base`: the entropy and the KL to the base policy of a token, in nats.
-`grad_norm`: the norm before clipping, averaged over the minibatches of a step; `grad_norm_max`: the largest of them.
-`clip_pos_high`: the share of the tokens with A > 0 that have no gradient and a ratio of at least 1. `alive`: the
-share of the tokens with A ≠ 0 that have a gradient.
+LEGEND = """`avg`, `maj`, `best`: Avg@32, Maj@32 and Best@32 on held-out problems, at top-p 0.7,
+after the last step. All others are of the training steps: `last` is the mean of the last fifth,
+`mean` and `max` are over all of them. `reward`: the share of right answers. `entropy`, `kl_base`:
+the entropy and the KL to the base policy of a token, in nats. `grad_norm`: the norm before
+clipping, averaged over the minibatches of a step; `grad_norm_max`: the largest of them.
+`clip_pos_high`: the share of the tokens with A > 0 that have no gradient and a ratio of at least 1.
+`alive`: the share of the tokens with A ≠ 0 that have a gradient.
 """
 
 

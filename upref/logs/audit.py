@@ -703,8 +703,9 @@ def factor_of_responses(known: Known) -> Iterator[Statement]:
             "of responses",
             x > most + error,
             keys,
-            "{0} is {x:.4g} at step {step}, and a token's ratio is at most exp({1}) = {most:.4g}: the factors are of "
-            "whole responses, products over their tokens, or both numbers are means over several batches ({steps}).",
+            "{0} is {x:.4g} at step {step}, and a token's ratio is at most "
+            "exp({1}) = {most:.4g}: the factors are of whole responses, products over "
+            "their tokens, or both numbers are means over several batches ({steps}).",
             x=x,
             most=most,
         )

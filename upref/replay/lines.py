@@ -235,9 +235,11 @@ def summary_line(batch: RecordedBatch) -> str:
     lengths = batch.mask.sum(1)
     lengths = lengths[lengths > 0]
     step = "" if batch.step is None else f", step {batch.step}"
+    count = len(batch.mask)
     return (
-        f"{batch.file}{step}: {len(batch.mask)} {_responses(len(batch.mask))}, {batch.tokens:,} trained tokens, lengths "
-        f"{int(lengths.min())} to {int(lengths.max())}; has {', '.join(batch.recorded)}"
+        f"{batch.file}{step}: {count} {_responses(count)}, {batch.tokens:,} trained "
+        f"tokens, lengths {int(lengths.min())} to {int(lengths.max())}; has "
+        f"{', '.join(batch.recorded)}"
         + (
             ""
             if batch.now is not None or "now" in batch.dropped

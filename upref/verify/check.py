@@ -370,8 +370,9 @@ def assumptions(case: LossCase) -> list[str]:
         out.append("it returns a tuple or a dict; the loss is taken from it")
     if case.bounds(1.0) or case.bounds(-1.0):
         out.append(
-            "a token exactly on a bound may have the weight of either side, or one between: which one depends "
-            "on < or <=, on rounding and on torch's clamp, which changed in 2.14"
+            "a token exactly on a bound may have the weight of either side, or one "
+            "between: which one depends on < or <=, on rounding and on torch's clamp, "
+            "which changed in 2.14"
         )
     out.append(unusual.covered(case))
     if case.single:

@@ -14,6 +14,8 @@ from upref.registry import Objective
 from upref.rollouts import Rollouts
 
 Factor = Callable[[Rollouts], Tensor]
+# what verl calls seq-mean-token-sum-norm
+MEAN_OVER_WIDTH = "the mean over the padded width (seq-mean-token-sum-norm by it)"
 TOKEN_SUM = "a plain sum over all tokens"  # token-sum, as an unwanted aggregation
 SAME_FACTOR = 1e-5  # relative: factors that are one number
 
@@ -73,7 +75,7 @@ class WrongAggregation(NamedTuple):
 WRONG_AGGREGATIONS = (
     WrongAggregation(
         "mean-over-width",
-        "the mean over the padded width (seq-mean-token-sum-norm by it)",
+        MEAN_OVER_WIDTH,
         lambda batch: _ones(batch) / batch.mask.numel(),
     ),
     WrongAggregation("sum", TOKEN_SUM, _ones),

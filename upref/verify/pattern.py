@@ -95,7 +95,8 @@ def pattern(
         if lost and (is_right | is_zero).all() and _lacks_gradients(shown, tol):
             verb = "have" if lost > 1 else "has"
             return _of(
-                f"{lost} of {is_right.numel()} tokens {verb} no gradient and should have one; the others are right"
+                f"{lost} of {is_right.numel()} tokens {verb} no gradient and should "
+                "have one; the others are right"
             )
         multiples = torch.where(
             use & (expected.abs() > 1e-9), found / expected, torch.nan

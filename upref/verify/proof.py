@@ -60,7 +60,10 @@ NOT_PART = (
     *("ties of compared values", "what it reads beside its inputs"),
     *("rounding", "overflow", "side effects", "other dtypes", "micro-batches", "ranks"),
 )
-NOT_ALL = f"it reaches more than {MOST:,} objects: what the others keep from call to call is not looked at"
+NOT_ALL = (
+    f"it reaches more than {MOST:,} objects: what the others keep from call to call is "
+    "not looked at"
+)
 # units of what is compared
 GRADIENT, ADVANTAGE = "dJ/dlp", "A"
 VALUE_OF_TERM, SLOPE_OF_TERM = "value", "gradient"

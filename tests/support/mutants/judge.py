@@ -47,9 +47,14 @@ class Verdict:
 @contextlib.contextmanager
 def without_words() -> Iterator[None]:
     """No search for the cause and no shrinking: neither moves a verdict."""
-    plain = {"explain": lambda *a: None, "pattern": lambda *a: NO_CAUSE,
-             "bound_of_token": lambda *a: NO_CAUSE, "shrink": lambda b, *a: b, "example": lambda *a: "",
-             "smallest": lambda case, b, at: (b, *at)}  # fmt: skip
+    plain = {
+        "explain": lambda *a: None,
+        "pattern": lambda *a: NO_CAUSE,
+        "bound_of_token": lambda *a: NO_CAUSE,
+        "shrink": lambda b, *a: b,
+        "example": lambda *a: "",
+        "smallest": lambda case, b, at: (b, *at),
+    }
     with contextlib.ExitStack() as stack:
         for module in SEEN:
             for name, f in plain.items():

@@ -1288,7 +1288,8 @@ def _minimum_faults(form: ClippedForm) -> Iterator[LossFault]:
         J=form.term(lambda r, A, lp: where(A > 0, form.clip(r) * A, 0 * r)),
     )
     yield fault(
-        f"the clip acts on the product {ratio} A, not on {ratio}: its bounds move with the size of A",
+        f"the clip acts on the product {ratio} A, not on {ratio}: its bounds move with "
+        "the size of A",
         kind="clip",
         id="product-clipped",
         J=form.term(lambda r, A, lp: minimum(r * A, form.clip(r * A))),
@@ -1327,7 +1328,8 @@ def _minimum_faults(form: ClippedForm) -> Iterator[LossFault]:
             J=form.term(partial(maximum_for_one_sign, has_sign=has_sign)),
         )
     yield fault(
-        f"A multiplies after the minimum: min({ratio}, clip({ratio})) A, which bounds the wrong side where A < 0",
+        f"A multiplies after the minimum: min({ratio}, clip({ratio})) A, which bounds "
+        "the wrong side where A < 0",
         kind="clip",
         id="advantage-after-minimum",
         J=form.term(lambda r, A, lp: minimum(r, form.clip(r)) * A),
@@ -1711,7 +1713,8 @@ def _ratio_replaced_faults(form: ClippedForm) -> Iterator[LossFault]:
     yield fault(
         # a constant beside log r has no gradient
         f"{log_ratio}, or 1 + {log_ratio}, replaces the ratio: the weight is A itself, up to "
-        f"{log_ratio} = {form.eps_high:g} where A > 0 and down to {log_ratio} = {-form.eps_low:g} where A < 0",
+        f"{log_ratio} = {form.eps_high:g} where A > 0 and down to "
+        f"{log_ratio} = {-form.eps_low:g} where A < 0",
         kind="ratio",
         id="log-ratio-for-ratio",
         J=ppo_at_log_ratio,
