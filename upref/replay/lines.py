@@ -15,6 +15,7 @@ from upref.replay.gap import Gap
 from upref.replay.loss import LoggedLoss
 from upref.replay.schema import UNTOLD, RecordedBatch
 from upref.replay.zero import MOST_SHAPES, ZeroMismatch
+from upref.verify.report import counted
 
 SHOWN = 4  # findings of one check that are printed
 WIDTH = 118
@@ -235,9 +236,9 @@ def summary_line(batch: RecordedBatch) -> str:
     lengths = batch.mask.sum(1)
     lengths = lengths[lengths > 0]
     step = "" if batch.step is None else f", step {batch.step}"
-    count = len(batch.mask)
+    responses = counted(len(batch.mask), "response")
     return (
-        f"{batch.file}{step}: {count} {_responses(count)}, {batch.tokens:,} trained "
+        f"{batch.file}{step}: {responses}, {batch.tokens:,} trained "
         f"tokens, lengths {int(lengths.min())} to {int(lengths.max())}; has "
         f"{', '.join(batch.recorded)}"
         + (
@@ -256,11 +257,6 @@ def summary_line(batch: RecordedBatch) -> str:
         )
         + ("; " + batch.meta[UNTOLD] if UNTOLD in batch.meta else "")
     )
-
-
-def _responses(count: int) -> str:
-    """The noun for so many responses."""
-    return "response" if count == 1 else "responses"
 
 
 def _step_lines(s: StepChecks, unused: tuple[str, ...]) -> Iterator[str]:
