@@ -436,7 +436,7 @@ def test_one_placeholder_at_the_end_of_each_response_of_a_peaked_policy():
     batch = replace(batch, mask=torch.arange(24).expand(32, 24) < 23)
     found = gap(batch)
     assert [f.cause for f in found.findings] == ["zero"] and found
-    assert "each the last one that trains in its response, the" in str(
+    assert "each the last one with a number in its response, the" in str(
         found.findings[0]
     )
 
@@ -460,7 +460,7 @@ def test_the_place_of_missing_numbers_is_told():
     rows = torch.arange(len(mask)) < 3
     for is_missing, words in (
         (rows[:, None] & mask, "all of 3 whole responses"),
-        (mask & (order == 1), "each the first one that trains in its response"),
+        (mask & (order == 1), "each the first one with a number in its response"),
         (mask & (order == 4), "trained tokens have no"),
     ):
         sampler = made["sampler"].masked_fill(is_missing, torch.nan)

@@ -109,7 +109,10 @@ def _why_no_advantage(batch: RecordedBatch) -> str:
         return "although the rewards differ"
     prompts = [R[batch.group == number] for number in batch.group.unique()]
     if all(len(own) == 1 for own in prompts):
-        return "each prompt has one response, which an estimator compares with itself"
+        return (
+            "each prompt has one response, which a group-relative estimator compares with "
+            "itself"
+        )
     differ = sum(bool((own != own[0]).any()) for own in prompts)
     if not differ:
         return "the rewards of each prompt are equal"

@@ -252,6 +252,8 @@ class _LoggedNumber:
         if self.by_prompt or self.cancels or abs(self.logged) <= 10 * self.tolerance:
             return None
         digits = int(math.log10(abs(self.logged) / self.tolerance))
+        if not self.may_be_count:
+            digits += 1
         return float(f"{self.count * self.value / self.logged:.{digits}g}")
 
     @property

@@ -197,7 +197,7 @@ def _gap_by_lag(batch: RecordedBatch, c: Columns) -> str:
     """Say how large the gap is at the least and at the largest lag of the weights that
     sampled.
     """
-    drawn = batch.mask & c.sampler.isfinite()
+    drawn = c.mask & c.sampler.isfinite()
     lags = batch.lags()[drawn]
     size = c.log_rho[drawn].abs()
     words = [

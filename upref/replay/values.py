@@ -242,11 +242,13 @@ def words_for_place(tokens: Tensor, mask: Tensor) -> str:
     """
     rows = tokens.any(1)
     if bool((tokens == mask)[rows].all()):
-        return f", all of {int(rows.sum())} whole responses,"
+        count = int(rows.sum())
+        whole = "one whole response" if count == 1 else f"{count} whole responses"
+        return f", all of {whole},"
     order = mask.cumsum(1)
     for word, end in (("first", order == 1), ("last", order == order[:, -1:])):
         if bool(end[tokens].all()):
-            return f", each the {word} one that trains in its response,"
+            return f", each the {word} one with a number in its response,"
     return ""
 
 

@@ -366,8 +366,9 @@ ADVANTAGES = {
         "KL term in the reward, a teacher), which rewards of responses do not give."
     ),
     "no_signal": (
-        "all advantages are 0 ({why}), so they give no gradient. What moves weights is a "
-        "KL or entropy term, weight decay, or an optimizer's momentum."
+        "all advantages are 0 ({why}), so they give no gradient. What may still move "
+        "weights is another term (a KL, entropy, value or auxiliary loss), weight decay, or "
+        "an optimizer's momentum."
     ),
     "too_few": (
         "too few responses have an advantage other than 0 to name an estimator: "
@@ -407,10 +408,11 @@ LOSS = {
     ),
     "other_sign": (
         "the logged loss {logged:.6g} does not have the sign of the {expected} of "
-        "{objective}'s terms ({value:.6g}): it is {factor:.6g} times that, which no divisor "
-        "gives. A further term (a KL, an entropy), another mask in the loss than in the "
-        "file, other hyperparameters or another objective can; so can the wrong sign "
-        "beside another divisor or a coefficient."
+        "{objective}'s terms ({value:.6g}): it is {factor:.6g} times that, which no single "
+        "divisor gives. A divisor of its own for each response or prompt, a further term "
+        "(a KL, an entropy), another mask in the loss than in the file, other "
+        "hyperparameters or another objective can; so can the wrong sign beside another "
+        "divisor or a coefficient."
     ),
     "times": (
         "the logged loss {logged:.6g} is {factor:.6g} times the {expected} of "
@@ -421,7 +423,7 @@ LOSS = {
     ),
     "unexplained": (
         "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms "
-        "({value:.6g}), and no divisor of their sum gives it. A divisor of its own for each "
+        "({value:.6g}), and it is too near 0 to tell a divisor. A divisor of its own for each "
         "response or prompt, another mask in the loss than in the file, a further term, "
         "other hyperparameters or another objective can."
     ),
