@@ -88,7 +88,8 @@ def cut_to(k):
 
 def evidence_of(columns):
     batch = make_batch(columns, file="f")
-    return find_evidence(batch, Columns(batch.old, batch.sampler, batch.mask))
+    columns = Columns(batch.old, batch.sampler, batch.mask)
+    return find_evidence(batch, columns, columns)
 
 
 @pytest.mark.parametrize("temperature", [0.8, 1.25])
@@ -217,7 +218,8 @@ def test_a_gap_of_few_tokens_is_sparse():
     difference = torch.zeros(20, 30, dtype=torch.float64)
     difference[:, 3] = 2.0
     batch = batch_of(difference)
-    evidence = find_evidence(batch, Columns(batch.old, batch.sampler, batch.mask))
+    columns = Columns(batch.old, batch.sampler, batch.mask)
+    evidence = find_evidence(batch, columns, columns)
     assert evidence.sparse and evidence.small  # 2/30 nats on average
 
 

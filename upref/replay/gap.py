@@ -132,33 +132,42 @@ def gap(batch: RecordedBatch) -> Gap:
 
     trainer = batch.beside_sampler()
     columns = Columns(trainer, batch.sampler, batch.mask)
-    columns = _find_causes(batch, columns, add_finding)
+    compared, is_explained = _find_causes(batch, columns, add_finding)
+    columns = compared
+    if not is_explained:
+        columns = _without_responses_off(compared, add_finding)
+        _report_signatures(columns, _first_draws(batch), add_finding)
     if findings and batch.old is not None and trainer is batch.now:
         add_finding("note", "now_compared")
-    findings = [_with_likely_causes(f, batch, columns) for f in findings]
+    findings = [_with_likely_causes(f, batch, compared, columns) for f in findings]
     return _make_gap(columns, findings)
 
 
 def _with_likely_causes(
-    finding: ReplayFinding, batch: RecordedBatch, columns: Columns
+    finding: ReplayFinding, batch: RecordedBatch, compared: Columns, columns: Columns
 ) -> ReplayFinding:
-    """The finding with its likeliest causes, where several share its signature."""
+    """The finding with its likeliest causes, where several share its signature.
+
+    Args:
+        finding: one cause.
+        batch: the recorded step.
+        compared: the log-probabilities of trainer and sampler without what was undone.
+        columns: these without the responses that alone are off.
+    """
     if finding.cause not in USUAL:
         return finding
     if finding.cause == "some_responses":  # which are left out of the columns
-        is_drawn = batch.mask & columns.sampler.isfinite()
-        columns = replace(columns, mask=is_drawn)
-        is_off = columns.row_distance() > ROUNDING_GAP
-        columns = columns.without(~is_off[:, None])
-    evidence = find_evidence(batch, columns)
+        is_off = compared.row_distance() > ROUNDING_GAP
+        columns = compared.without(~is_off[:, None])
+    evidence = find_evidence(batch, columns, compared)
     causes = causes_in_words(finding.cause, evidence)
     return replace(finding, numbers=finding.numbers | {"causes": causes})
 
 
 def _find_causes(
     batch: RecordedBatch, columns: Columns, add_finding: AddFinding
-) -> Columns:
-    """Report the causes of the gap, those that can be undone first.
+) -> tuple[Columns, bool]:
+    """Report the causes of the gap that can be undone, or that explain all of it.
 
     Args:
         batch: the recorded step.
@@ -166,26 +175,27 @@ def _find_causes(
         add_finding: takes a severity, a cause and its numbers.
 
     Returns:
-        The columns without what was undone.
+        The columns without what was undone, and whether a gap that is left needs no
+        further cause.
     """
     columns = _without_unsampled(batch, columns, add_finding)
     if not columns.mask.any():
-        return columns
+        return columns, True
     if not columns.trained(columns.sampler).any():
         add_finding("note", "all_zero")
-        return columns
+        return columns, True
     if not (columns.trained(columns.log_rho).abs() > SAME).any():
         add_finding("note", "copied")
-        return columns
+        return columns, True
     if is_constant(columns):
         value = float(columns.trained(columns.sampler)[0])
         add_finding("note", "constant", value=value)
-        return columns
+        return columns, True
     if is_one_number_a_row(columns):
         is_long = columns.mask.sum(1) >= LEAST_EQUAL
         long = words_for_long(columns.mask, LEAST_EQUAL)
         add_finding("failure", "one_number", responses=int(is_long.sum()), long=long)
-        return columns
+        return columns, True
     rows_were_exchanged = False
     for find_cause in (
         find_factor,
@@ -209,7 +219,7 @@ def _find_causes(
         rows_were_exchanged |= undone.cause == "rows"
         columns = undone.columns
         if not columns.mask.any():
-            return columns
+            return columns, True
     is_positive = columns.trained(columns.sampler) > ROUNDED_ABOVE
     if is_positive.any():
         add_finding(
@@ -218,15 +228,13 @@ def _find_causes(
             tokens=int(is_positive.sum()),
             trained=int(columns.mask.sum()),
         )
-        return columns
+        return columns, True
     if rows_were_exchanged:
         # rows that are nearly certain are exchanged too, and nothing tells them
-        return columns
+        return columns, True
     if _report_reference_weights(batch, columns, add_finding):
-        return columns
-    columns = _without_responses_off(columns, add_finding)
-    _report_signatures(columns, _first_draws(batch), add_finding)
-    return columns
+        return columns, True
+    return columns, False
 
 
 def _report_reference_weights(

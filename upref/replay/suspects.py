@@ -154,12 +154,13 @@ class Evidence:
     bfloat16: bool
 
 
-def find_evidence(batch: RecordedBatch, c: Columns) -> Evidence:
+def find_evidence(batch: RecordedBatch, c: Columns, compared: Columns) -> Evidence:
     """Look where the gap lies.
 
     Args:
         batch: the recorded step.
-        c: the columns of trainer and sampler, and the tokens that are compared.
+        c: the columns of trainer and sampler, and the tokens whose gap is to be explained.
+        compared: these columns with every token that is compared.
     """
     d = c.trained(c.log_rho)
     size = d.abs()
@@ -188,18 +189,17 @@ def find_evidence(batch: RecordedBatch, c: Columns) -> Evidence:
         turns=_has_turns(batch),
         same_ids=batch.sampler_ids is not None,
         late=late,
-        lags="" if late is None else _gap_by_lag(batch, c),
+        lags="" if late is None else _gap_by_lag(batch, compared),
         bfloat16=is_bfloat16(c.trained(c.sampler)) or is_bfloat16(c.trained(c.trainer)),
     )
 
 
-def _gap_by_lag(batch: RecordedBatch, c: Columns) -> str:
+def _gap_by_lag(batch: RecordedBatch, compared: Columns) -> str:
     """Say how large the gap is at the least and at the largest lag of the weights that
     sampled.
     """
-    drawn = c.mask & c.sampler.isfinite()
-    lags = batch.lags()[drawn]
-    size = c.log_rho[drawn].abs()
+    lags = batch.lags()[compared.mask]
+    size = compared.trained(compared.log_rho).abs()
     words = [
         f"{float(size[lags == lag].mean()):.2g} nats at lag {int(lag)}"
         for lag in sorted({int(lags.min()), int(lags.max())})
