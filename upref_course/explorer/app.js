@@ -157,7 +157,7 @@ function begin() {
   $("save-svg").addEventListener("click", () => { download(figure(), "cap.svg", "image/svg+xml"); done("Saved as cap.svg."); });
   $("time").addEventListener("input", e => { S.flow.t = Number(e.target.value); draw("time"); });
   $("play").addEventListener("click", play);
-  $("try").addEventListener("click", e => { location.hash = e.target.dataset.state; });
+  $("try").addEventListener("click", e => { location.hash = e.target.dataset.state; $("maps").scrollIntoView(); });
   $("theme").addEventListener("click", () => theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", e => theme(e.matches ? "dark" : "light"));
   theme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");

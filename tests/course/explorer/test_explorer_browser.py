@@ -112,6 +112,16 @@ def test_the_question_to_begin_with_has_the_answer_of_the_library(browser, page)
     browser.until("explorer.state().mu === 0.05 && explorer.state().p === 0.06")
 
 
+def test_the_token_of_the_question_is_above_the_sliders_of_a_phone(browser, page):
+    browser.open(page, READY, "", 390)
+    browser.js("void document.querySelector('.try summary').click()")
+    browser.js("void document.querySelector('#try').click()")
+    browser.until("explorer.state().mu === 0.05")
+    token = "document.querySelector('.map circle').getBoundingClientRect().bottom"
+    sliders = "document.querySelector('#token').getBoundingClientRect().top"
+    browser.until(f"0 < {token} && {token} < Math.min({sliders}, 667)")
+
+
 def test_objectives_come_and_go_the_policy_plays_and_it_is_dark(browser, page):
     browser.open(page, READY, "o=dapo&t=0")
     browser.js("void document.querySelector('#add').click()")
