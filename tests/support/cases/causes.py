@@ -319,4 +319,6 @@ CASES = [
     *fails("on-policy", "on-policy", "every weight is 3 times",
         dapo(lambda lp, old, A: 3 * J(lp, old, A)),
         dapo(lambda lp, old, A: torch.where(A.abs() > 1, 3, 2) * J(lp, old, A))),
+    Case(up_dapo(lambda g, n: g.to(torch.int8)), "up_dapo", name="ids in int8",
+         oracles={"unusual-inputs"}, regime="group ids beyond 2^40", nightly=True),
 ]  # fmt: skip

@@ -465,9 +465,9 @@ def _finding_of_dead_argument(
         if _any_effect(effect, [*confirmation_batches(case), *parts]):
             found += ", though it has an effect on other batches"
     elif key in case.loss.accepts:
-        why = "the argument has no effect"
+        why = "the argument has no effect on any batch that was tried"
     else:
-        why = "it goes into **kwargs and has no effect"
+        why = "it goes into **kwargs, and has no effect on any batch that was tried"
     make = fail if _is_declared(case, key) else note
     return make(
         "dead-hyperparameter",

@@ -77,7 +77,7 @@ def unusual_inputs(case: LossCase) -> list[Finding]:
         start = time.process_time()
         findings = stress_findings(case, name, batch, ids)
         if any(f.severity == "failure" for f in findings):
-            return [*notes, *findings]
+            return [*notes, *_failures_of_ids(case), *findings]
         notes += [f for f in findings if f not in notes]
         case.covered[:] = dict.fromkeys((*case.covered, axis.words))
         if name == "lengths":
@@ -450,6 +450,15 @@ def groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
     takes.
     """
     return case.cached(("groups", case.tol), lambda: _measure_groups(case))
+
+
+def _failures_of_ids(case: LossCase) -> list[Finding]:
+    """Return the failure of a loss that confuses group ids, which shows the ids: a batch
+    of many prompts can be wrong for that alone, and shows none.
+    """
+    if "group" not in case.loss.reads:
+        return []
+    return [f for f in groups(case)[0] if f.severity == "failure"]
 
 
 def _measure_groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
