@@ -6,19 +6,17 @@ upref.user_code.frameworks.FrameworkPlugin for each function.
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from upref.registry import Objective
-from upref.replay.trainers import DumpReader, Recorder
 from upref.user_code.loss import Loss
 from upref.user_code.signature import parameters
 from upref_frameworks import names
-from upref_frameworks.nemo_rl import dump as nemo_rl
-from upref_frameworks.prime_rl import dump as prime_rl
-from upref_frameworks.skyrl import convert as skyrl
-from upref_frameworks.slime import dump as slime
-from upref_frameworks.trl import losses as trl, record as trl_record
+from upref_frameworks.trl import losses as trl
 from upref_frameworks.verl import losses as verl
+
+if TYPE_CHECKING:  # a check imports this module, and needs nothing of replay
+    from upref.replay.trainers import DumpReader, Recorder
 
 __all__ = [
     "adapters",
@@ -134,23 +132,30 @@ def tested_versions() -> dict[str, str]:
     return {name: _ledger(name)["ledger"]["version"] for name in HERE}
 
 
-def dump_readers() -> list[DumpReader]:
+def dump_readers() -> "list[DumpReader]":
     """Return the readers of the files that trainers write themselves.
 
     Returns:
         Those of NeMo-RL, prime-rl and slime (miles writes the same files), and one that
         refuses SkyRL's with advice.
     """
+    from upref_frameworks.nemo_rl import dump as nemo_rl
+    from upref_frameworks.prime_rl import dump as prime_rl
+    from upref_frameworks.skyrl import convert as skyrl
+    from upref_frameworks.slime import dump as slime
+
     return [nemo_rl, prime_rl, slime, skyrl]
 
 
-def recorders() -> list[Recorder]:
+def recorders() -> "list[Recorder]":
     """Return what records the steps of TRL's GRPOTrainer.
 
     Returns:
         One module.
     """
-    return [trl_record]
+    from upref_frameworks.trl import record
+
+    return [record]
 
 
 def closing_settings(a: Any, b: Any) -> list[str]:

@@ -265,6 +265,18 @@ def test_import_is_light():
     assert out.strip() == "[]"
 
 
+def test_a_check_imports_nothing_of_replay():
+    """A check asks the plug-in of frameworks for losses, and for no reader of dumps."""
+    script = (
+        "import sys, upref.verify.check, upref_frameworks.plugin as plugin; "
+        "print('upref.replay' in sys.modules, len(plugin.dump_readers()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["False", "4"], done.stderr
+
+
 def test_derive_exit_status(capsys, monkeypatch):
     from upref import definition
 

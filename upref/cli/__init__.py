@@ -9,6 +9,7 @@ import nothing heavy. Other packages add verbs (upref.plugins).
 import argparse
 import contextlib
 import difflib
+import gc
 import io
 import os
 import sys
@@ -166,9 +167,12 @@ def _run_apart(args: argparse.Namespace) -> int:
     from upref.cli.supervise import Printed, supervised
 
     def prepare() -> int:
+        gc.disable()  # almost all that an import makes stays
         import_module("upref.user_code")  # with torch: the time limit is for user code
         if args.command == "check":
             import_module("upref.verify.check")  # once for all losses and all saves
+        gc.freeze()  # the child does not look at it either
+        gc.enable()
         return 0
 
     stdout = sys.stdout
