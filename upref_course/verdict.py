@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from upref.errors import InputError
+from upref.proof.domain import EVERY_VALUE
 from upref.result import Result
 from upref.tensors import describe, is_materialized
 from upref.user_code.guard import call_guarded
@@ -72,7 +73,7 @@ class ExerciseVerdict(Result):
         Returns:
             Lines, without a line break at the end.
         """
-        right = "right, and proved for every value" if self.proved else "right"
+        right = f"right, and proved {EVERY_VALUE}" if self.proved else "right"
         head = f"lesson {self.lesson}, {self.title}: {right if self.ok else 'not yet'}   {self.file}"
         lines = [head]
         if self.batch:

@@ -23,6 +23,8 @@ from upref.rollouts import Rollouts
 # mean of a response (docs/what-check-sees.md)
 MOST_LOG_RATIO = 20.0
 MOST_MEAN_LOG_RATIO = 10.0
+# what is proved of a loss, in a few words; Proof.domain has all of them
+EVERY_VALUE = f"for every value within |log r| <= {MOST_LOG_RATIO:g}"
 LEAST_LOG_PROB = -200.0  # log π_old: beyond, a clamp is a guard
 FAR = {  # |log r| and |log |A|| of points that are far from common ones
     "far": (9.0, 14.0),

@@ -11,6 +11,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from upref.description import RATIOS_OF_RESPONSES
+from upref.proof.domain import EVERY_VALUE
 from upref.result import Result
 from upref.user_code.guard import state_restored
 from upref.verify.finding import (
@@ -448,7 +449,7 @@ class Report(Result):
         note_count = len(self.notes)
         counts = counted(fault_count, "failure") if fault_count else "agrees"
         if self.proved and not fault_count:
-            counts += ", and proved for every value"
+            counts += f", and proved {EVERY_VALUE}"
         if self.costs and not fault_count:
             counts += f", but {self.costs}"
         skipped = sum(became == SKIPPED for became in self.oracles.values())

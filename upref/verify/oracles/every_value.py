@@ -10,6 +10,7 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.proof.compare import Comparison
+from upref.proof.domain import EVERY_VALUE
 from upref.proof.sizes import Bound
 from upref.proof.solver import find_z3
 from upref.rollouts import Rollouts
@@ -75,7 +76,7 @@ def describe_few(case: LossCase) -> str:
         max(sizes) for sizes in zip(*(p.shape for p in found.patterns), strict=True)
     )
     return (
-        f"for every value, in {len(found.patterns)} batches of at most {rows} rows "
+        f"{EVERY_VALUE}, in {len(found.patterns)} batches of at most {rows} rows "
         f"and {columns} columns"
     )
 
