@@ -51,7 +51,9 @@ def few_rows(log_prob, old_log_prob, advantages, mask):
 
 def test_a_right_loss_is_proved():
     report = upref.check(dapo, "dapo", skip=QUICK)
-    assert report.proved and "proved for every value within |log r| <= 20" in str(report)
+    assert report.proved and "proved for every value within |log r| <= 20" in str(
+        report
+    )
     assert json.loads(report.json())["proved"]
 
 
@@ -105,7 +107,11 @@ def half(log_prob, old_log_prob, advantages, mask):
 @pytest.mark.parametrize(
     ("loss", "kind", "says"),
     [
-        (dapo, "objective", "proved       for every value within |log r| <= 20, in 6 batches of at most 2"),
+        (
+            dapo,
+            "objective",
+            "proved       for every value within |log r| <= 20, in 6 batches of at most 2",
+        ),
         (beyond_a_thousand, "pitfall", "it differs elsewhere: A > 1000, r > 0.8"),
         (rounded, "objective", ""),  # there is no formula of floor
         (half, "pitfall", ""),  # nothing is proved of an objective with a factor
