@@ -576,11 +576,8 @@ class Loss:
         }
         logp = inputs["logp"].requires_grad_()
         if self.adv_shape in ("BT", ROWS, FIRST) and batch.one_adv_per_response:
-            inputs["adv"] = (
-                per_response(batch.adv, batch.mask)
-                .clone()[:, None]
-                .expand(batch.mask.shape)
-            )
+            column = per_response(batch.adv, batch.mask)[:, None]
+            inputs["adv"] = change_layout(column).expand(batch.mask.shape)
         outcome = self.run(inputs, originals, batch, None, (logp,))
         if not outcome.attached:
             return torch.zeros_like(batch.logp)

@@ -73,6 +73,12 @@ def by_pointer(log_prob, old_log_prob, advantages, mask):
     return -torch.where(mask, clipped(d, torch.where(mask, A, 0)), 0).sum() / mask.sum()
 
 
+def without_offset(log_prob, old_log_prob, advantages, mask):
+    """A kernel that reads advantages from the start of their memory."""
+    A = torch.as_strided(advantages, mask.shape, advantages.stride(), 0)
+    return DAPO(log_prob, old_log_prob, A, mask)
+
+
 def viewed(log_prob, old_log_prob, advantages, mask):
     """It refuses what is not contiguous, loudly."""
     d = torch.where(mask, log_prob - old_log_prob, 0)
@@ -341,6 +347,7 @@ ROWS = [
         for name, on, hp, regime, body in LOSSES
     ),
     Case(by_pointer, "dapo", oracles={"layout"}, file="beyond", says="its result depends on how its inputs lie in memory"),
+    Case(without_offset, "dapo", oracles={"layout"}, file="beyond", nightly=True),
     Case(viewed, "dapo", file="beyond", verdict=NOTED, text="layout: inputs of which each tensor is a slice"),
     Case(unsolved_pushed_down, "group_norm", kind="advantages", file="beyond", verdict=REJECTED,
          oracles={"solved-prompts"}),

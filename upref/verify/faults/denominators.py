@@ -49,7 +49,7 @@ def divided(case: LossCase) -> Iterator[LossFault]:
     Args:
         case: the loss and its objective.
     """
-    yield from _lengths(case)
+    yield from length_faults(case)
     yield from _by_sign(case)
     yield from _parts(case)
     yield from _prompts(case)
@@ -311,10 +311,13 @@ def _length(batch: Rollouts) -> Tensor:
     return batch.mask.sum(1, keepdim=True).to(batch.logp.dtype)
 
 
-def _lengths(case: LossCase) -> Iterator[LossFault]:
+def length_faults(case: LossCase) -> Iterator[LossFault]:
     """Yield the faults that another number takes the place of a length or of the number
     of tokens: the padded width; a length with a number added to it; a length of at
     least a number.
+
+    Args:
+        case: the loss and its objective.
     """
 
     def over_width(batch: Rollouts) -> Tensor:
@@ -390,6 +393,8 @@ def _changed_lengths(
     total = lengths.sum()
     added = common_value(total / multiples - total)
     if added is not None and abs(added) > LEAST_ADDED:
+        if abs(added) < 0.01:  # a total in float32 has no more of its digits
+            added = float(f"{added:.2g}")
         yield _aggregated(
             case,
             f"{added:.6g} is added to the number of tokens",

@@ -29,7 +29,11 @@ from upref.verify.explain import (
 )
 from upref.verify.extent import bound_of_token
 from upref.verify.factors import aggregation_id, declared_aggregation
-from upref.verify.faults.denominators import DIVIDED_BY_ALL, DIVIDED_BY_KEPT
+from upref.verify.faults.denominators import (
+    DIVIDED_BY_ALL,
+    DIVIDED_BY_KEPT,
+    length_faults,
+)
 from upref.verify.faults.losses import LossFault, fault
 from upref.verify.finding import NO_CAUSE, Cause, Number, TokenPlace, number_pair
 from upref.verify.measure import EXACT_TOL, HABIT_TOL, LossCase
@@ -579,6 +583,8 @@ def on_policy(case: LossCase) -> list[Finding]:
         scaling = next(by_fixed_length(case), scaling)
     if not cause and is_scaled:  # on many rows too: few may have a factor of their own
         cause = cause_if_confirmed(case, scaling, case.grid(edges=OFF_EDGES))
+    if not cause and not case.wrong:  # too little to show in a batch of many tokens
+        cause = first_confirmed(case, length_faults(case))
     place = TokenPlace(
         small.adv[i, t].sign().item(),
         numbers={case.objective.ratio_symbol: 1.0} | sampler_ratio(case, small, (i, t)),
