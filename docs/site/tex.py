@@ -67,7 +67,7 @@ TOKEN = re.compile(
     rf"(?P<name>{OBJECTIVES})\b"
     r"|1/(?P<over>\([^()]*\)|Σ_i\|o_i\||\|o(?:_i)?\||[Gk]\b)"
     r"|\^(?P<power>\(|-?(?:[A-Za-z]+\d?|[^\s({]))|_(?P<sub>\{|[^\W\d_]+(?:_[^\W\d_]+)*|\d+)"
-    r"|(?P<numbered>\b[a-zβ]\d\b)|(?P<word>[A-Za-z]{2,}(?:['’-][a-z]+)*\.?)"
+    r"|(?P<numbered>\b[a-zβ]\d\b)|(?P<word>a(?= [a-z]{2})|[A-Za-z]{2,}(?:['’-][a-z]+)*\.?)"
     r"|(?P<sign><=|>=|->|[~%{}#])|(?P<gap>[,;] {2,})|(?P<char>.)",
     re.S,
 )
