@@ -137,11 +137,10 @@ def made(computed: dict) -> str:
     dates, commits = (
         sorted({c[key] for c in computed.values()}) for key in ("date", "commit")
     )
-    return (
-        f"Computed on {' and '.join(dates)} at commit {', '.join(commits)}."
-        if dates
-        else "Never computed."
-    )
+    if not dates:
+        return "Never computed."
+    at = "commit" if len(commits) == 1 else "commits"
+    return f"Computed on {', '.join(dates)} at {at} {', '.join(commits)}."
 
 
 def text(judged: Sequence[Judged], head: str, verbose: bool = False) -> str:
