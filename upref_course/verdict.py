@@ -33,7 +33,7 @@ from upref.verify.shrink import make_rollouts
 from upref_course.exercise import Exercise, ExerciseBatch
 
 TOL = 1e-6
-NOTHING = "it returns nothing"
+NOTHING = "it returns None"
 
 
 @dataclass(frozen=True)
@@ -420,7 +420,7 @@ def _known_mistake(
 def _hint_of_place(exercise: Exercise, at: int, amiss: str) -> str:
     """Return a hint from the place of the first wrong batch alone."""
     if amiss == NOTHING:
-        return "a function that ends without `return` answers None."
+        return "a function that ends without `return` returns None too."
     if "reduce them" in amiss:
         return "a loss is one number: average as the exercise says. The gradient is found by PyTorch, not by you."
     if amiss:

@@ -60,7 +60,8 @@ def _chapter(name: str, title: str, body: str) -> str:
     link, _, text = body.lstrip().partition("\n")
     if "(../" not in link:
         link = link.replace("(", "(../")
-    return f"# {title}\n\n{_equations(name)}\n{text.strip()}\n\nThe script: {link}\n"
+    heading = title.rstrip(".")
+    return f"# {heading}\n\n{_equations(name)}\n{text.strip()}\n\nThe script: {link}\n"
 
 
 def _equations(name: str) -> str:

@@ -556,3 +556,16 @@ def test_so_it_is_where_the_form_branches_on_a_number():
     weights = ClosedFormWeights(objective, POINTS)({})
     due = [p.A if p.A * np.log(p.r) > 0 else 2 * p.A for p in POINTS]
     assert np.array_equal(weights, due)
+
+
+def test_masked_slots_that_train_are_no_objective():
+    """The weights are DAPO's, and those of masked slots should be 0."""
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        r = torch.exp(log_prob - old_log_prob)
+        terms = torch.min(r * advantages, r.clamp(0.8, 1.28) * advantages)
+        return -terms.sum() / mask.sum()
+
+    identity = upref.identify(loss)
+    assert identity.kind == "pitfall" and identity.name == "dapo"
+    assert identity.why == "a gradient flows into masked slots"

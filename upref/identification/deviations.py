@@ -32,6 +32,7 @@ ROWS_OF_PARTS = 8  # TRL's micro-batches are equal: the rows are a multiple of t
 MEAN_OF_PARTS = Cause(
     "the mean is taken of each micro-batch: the gradients of parts do not add up to the batch's"
 )
+MASKED_TRAINED = Cause("a gradient flows into masked slots")
 PARTS_TOLERANCE = 1e-5  # of the largest gradient, by which the sum of parts may be off
 
 
@@ -66,6 +67,7 @@ def beside_weights(subject: Subject, match: Match) -> list[Cause]:
     if box.agg and box.agg not in AGGREGATIONS:
         wrong.append(Cause(f"aggregated by {box.agg}"))
     wrong += of_kl_term(subject, match)
+    wrong += _of_masked_slots(subject)
     in_training_mode = in_training.findings(subject.case_of(match))
     wrong += [Cause(finding.regime) for finding in in_training_mode]
     if box.loss.micro_batchable and not get(match.name).batch_coupled:
@@ -116,6 +118,13 @@ def _second_gradient(subject: Subject, match: Match) -> LossFault | None:
     batch = subject.first_batch
     faults = two_gradients(case, batch)
     return reproduces(faults, case, batch, case.weights(batch), batch.mask)
+
+
+def _of_masked_slots(subject: Subject) -> list[Cause]:
+    """Return that masked slots, which hold ordinary numbers, have a gradient, if so."""
+    first = subject.batches[0]
+    of_masked = first.gradient[~first.batch.mask]
+    return [MASKED_TRAINED] if (of_masked != 0).any() else []
 
 
 def _of_micro_batches(subject: Subject) -> list[Cause]:

@@ -63,7 +63,7 @@ def identify(loss: Any) -> Identification:
     Returns:
         An Identification: true if an objective is named, printable, and JSON. Gradients
             are compared for |log r| <= 15,
-        |A| from 1e-6 to 40 and responses of up to 520 tokens. The value of the loss, masked slots, and code that
+        |A| from 1e-6 to 40 and responses of up to 520 tokens. The value of the loss, NaN in masked slots, and code that
         changes the advantages before the call are not tested.
 
     Raises:
