@@ -43,6 +43,7 @@ class Exercise:
     # the argument whose gradient is compared; "" where there is none
     gradient: str = ""
     value: bool = False  # whether the value is compared
+    none_is_an_answer: bool = False  # else None is a `return` forgotten
     # the library's own check, once every batch agrees: a Report
     proof: Callable[[Callable[..., Any]], Any] | None = None
     # the function's, of a batch that the proof shows

@@ -4,8 +4,8 @@ mistake where it is a known one, and a hint that fits.
 
 A mistake is known if its function (the change of a Fault) gives the student's numbers
 on every batch: what is recognized is what was computed, however it was written. Where
-none does so, one that gives them on the batch that is shown, and is right on the
-smaller ones as the student is, is named with a `perhaps`.
+none does so, one that gives them on every batch on which the student is wrong, and is
+right on the ones before the first of these, is named with a `perhaps`.
 
 One file: measuring, comparing and naming all work on the same ValueAndGradient.
 """
@@ -138,7 +138,7 @@ def outcome(
     if exercise.gradient:
         inputs[exercise.gradient].requires_grad_()
     answer = fn(*inputs.values())
-    if answer is None:
+    if answer is None and not exercise.none_is_an_answer:
         return ValueAndGradient(amiss=NOTHING)
     if isinstance(answer, Tensor) and not is_materialized(answer):
         return ValueAndGradient(
@@ -246,9 +246,13 @@ def judge_function(exercise: Exercise, fn: Callable[..., Any]) -> ExerciseVerdic
     """
     yours = _outcomes_of_student(exercise, fn)
     right = [outcome(exercise, exercise.right, batch) for batch in exercise.batches]
-    for at, (expected, found) in enumerate(zip(right, yours, strict=True)):
-        if not equal(found, expected):
-            return _judge_wrong_batch(exercise, at, expected, yours)
+    wrong = [
+        at
+        for at, (expected, found) in enumerate(zip(right, yours, strict=True))
+        if not equal(found, expected)
+    ]
+    if wrong:
+        return _judge_wrong_batch(exercise, wrong, right[wrong[0]], yours)
     report = exercise.proof(fn) if exercise.proof else None
     if report is not None and not report:
         return _judge_failed_check(exercise, fn, report.failures[0])
@@ -282,19 +286,23 @@ def _outcomes_of_student(
 
 
 def _judge_wrong_batch(
-    exercise: Exercise, at: int, right: ValueAndGradient, yours: list[ValueAndGradient]
+    exercise: Exercise,
+    wrong: list[int],
+    right: ValueAndGradient,
+    yours: list[ValueAndGradient],
 ) -> ExerciseVerdict:
     """Return the verdict on a function that is wrong on a batch of the exercise.
 
     Args:
         exercise: the exercise.
-        at: the number of the first wrong batch.
-        right: the right outcome on it.
+        wrong: the numbers of the wrong batches.
+        right: the right outcome on the first of them.
         yours: the outcomes of the student's function on all batches.
     """
+    at = wrong[0]
     batch = exercise.batches[at]
     expected, found = _expected_and_found(exercise, right, yours[at])
-    fault, is_sure = _known_mistake(exercise, yours, at)
+    fault, is_sure = _known_mistake(exercise, yours, wrong)
     if fault:
         mistake = fault.words if is_sure else f"perhaps: {fault.words}"
         hint = fault.hint
@@ -390,14 +398,20 @@ def _finding_as_exercise(
 
 
 def _known_mistake(
-    exercise: Exercise, yours: list[ValueAndGradient], at: int
+    exercise: Exercise, yours: list[ValueAndGradient], wrong: list[int]
 ) -> tuple[Fault[Callable[..., Any]] | None, bool]:
     """Return the known mistake that gives these numbers, and whether it gives them on
     all batches.
 
-    Else it gives them on most batches, among them all up to the one shown. A mistake
-    whose gradients agree only where they are 0 does not count.
+    Else it gives them on all wrong batches and on those before the first of them. A
+    mistake whose gradients agree only where they are 0 does not count.
+
+    Args:
+        exercise: whose mistakes are tried.
+        yours: the outcomes of the student's function on all batches.
+        wrong: the numbers of the wrong batches.
     """
+    needed = {*range(wrong[0]), *wrong}
 
     def fit(fault: Fault[Callable[..., Any]]) -> int | None:
         """Return on how many batches the mistake gives these numbers."""
@@ -409,7 +423,8 @@ def _known_mistake(
             same and (x.gradient is None or x.gradient.any())
             for same, x in zip(alike, yours, strict=True)
         )
-        is_known = all(alike[: at + 1]) and (is_distinctive or all(alike))
+        fits_needed = all(alike[at] for at in needed)
+        is_known = fits_needed and (is_distinctive or all(alike))
         return sum(alike) if is_known else None
 
     found = fitting(exercise.faults, fit)

@@ -5,6 +5,7 @@ are named.
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,16 @@ def test_every_known_mistake_is_recognised_as_itself(n):
             and answer.batch
             and answer.expected != answer.found
         )
+
+
+def test_no_mistake_is_guessed_that_is_wrong_elsewhere():
+    """Up to the batch that is shown this loss does what one without the lower bound does."""
+    lone = replace(
+        EVERY[4], faults=[f for f in EVERY[4].faults if f.id == "no-lower-clip"]
+    )
+    before = next(f for f in EVERY[4].faults if f.id == "advantage-after-minimum")
+    answer = judge_function(lone, before.change)
+    assert not answer and "A < 0" in answer.shows and not answer.fault_ids, answer
 
 
 @lessons

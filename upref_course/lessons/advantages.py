@@ -105,6 +105,7 @@ EXERCISE = Exercise(
             [1.0, 1.0],
             [0, 0],
         ),
+        batch("one prompt, two rewards that are almost equal", [0.0, 0.001], [0, 0]),
         batch("one prompt, one of three answers right", [0.0, 1.0, 0.0], [5, 5, 5]),
         batch(
             "an easy prompt and a hard one",
@@ -169,6 +170,30 @@ EXERCISE = Exercise(
             hint="both are used in the field. The exercise asks for torch.std as it comes, without correction=0.",
         ),
         Fault(
+            "1e-6 is added to the variance, under the root, not to the deviation",
+            group_by_group(lambda R: (R - R.mean()) / (R.var() + EPS).sqrt()),
+            id="eps-under-the-root",
+            hint="under the root 1e-6 counts as 1e-3 where the deviation is small. Take the root first, then add.",
+        ),
+        Fault(
+            "the small number is 1e-4, TRL's, where the exercise says 1e-6",
+            group_by_group(lambda R: (R - R.mean()) / (R.std() + 1e-4)),
+            id="eps-of-trl",
+            hint="both are used in the field. The exercise asks for 1e-6.",
+        ),
+        Fault(
+            "the small number is 1e-8, where the exercise says 1e-6",
+            group_by_group(lambda R: (R - R.mean()) / (R.std() + 1e-8)),
+            id="eps-smaller",
+            hint="both are used in the field. The exercise asks for 1e-6.",
+        ),
+        Fault(
+            "1e-6 is the least deviation, by a clamp, where it is to be added to each",
+            group_by_group(lambda R: (R - R.mean()) / R.std().clamp(min=EPS)),
+            id="eps-by-clamp",
+            hint="the denominator is the deviation plus 1e-6.",
+        ),
+        Fault(
             "0/0: a group of equal rewards has no deviation",
             group_by_group(lambda R: (R - R.mean()) / R.std()),
             id="std-of-equal-rewards",
@@ -193,6 +218,12 @@ EXERCISE = Exercise(
             ),
             id="estimator-leave_one_out-divided",
             hint="that is RLOO's baseline; here the response itself is counted in the mean.",
+        ),
+        Fault(
+            "the mean of the others is the baseline, and nothing is divided: this is RLOO's advantage",
+            group_by_group(lambda R: R - (R.sum() - R) / max(len(R) - 1, 1)),
+            id="estimator-leave_one_out",
+            hint="a fine advantage, but the exercise asks for group_norm: the mean of the whole group, and its deviation.",
         ),
         Fault(
             "the baseline is the median",

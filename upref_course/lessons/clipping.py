@@ -171,6 +171,16 @@ EXERCISE = Exercise(
             hint="clip r; then multiply by A. With A = -1 the product is never near 1.",
         ),
         Fault(
+            "the minimum of r and clip(r) is taken before A multiplies it",
+            lambda lp, old, A: (
+                -(
+                    torch.minimum(ratio(lp, old), ratio(lp, old).clamp(LOW, HIGH)) * A
+                ).mean()
+            ),
+            id="advantage-after-minimum",
+            hint="A decides which of r A and clip(r) A is smaller: multiply both by A first, then take the minimum.",
+        ),
+        Fault(
             "the lower bound is missing",
             lambda lp, old, A: (
                 -torch.minimum(

@@ -100,6 +100,21 @@ def _not_sorted(f: Weight, g: Weight) -> Interval | None:
     return None
 
 
+def _whole_lists(f: Weight, g: Weight) -> Interval | None:
+    return next(intervals(f, g)) if f != g else None
+
+
+def _pieces_below(f: Weight, g: Weight) -> Interval | None:
+    for low, high in intervals(f, g):
+        if formula(f, low) != formula(g, low):
+            return low, high
+    return None
+
+
+def _always_none(f: Weight, g: Weight) -> Interval | None:
+    return None
+
+
 DAPO = [[1.28, 0.0, 1.0], [inf, 0.0, 0.0]]
 
 
@@ -122,6 +137,7 @@ EXERCISE = Exercise(
     title="equal for every value",
     function="first_difference",
     value=True,
+    none_is_an_answer=True,
     right=first_difference,
     batches=(
         batch("r and r, without a bound", [[inf, 0.0, 1.0]], [[inf, 0.0, 1.0]]),
@@ -177,6 +193,24 @@ EXERCISE = Exercise(
             _lists,
             id="lists-of-pieces",
             hint="one weight can be cut into pieces in many ways: compare on the intervals between the ends of both.",
+        ),
+        Fault(
+            "it compares the whole lists f and g, not the weights on one interval",
+            _whole_lists,
+            id="whole-lists",
+            hint="one weight can be cut into pieces in many ways: compare on the intervals between the ends of both.",
+        ),
+        Fault(
+            "it reads the piece that ends at low, not the one between low and high",
+            _pieces_below,
+            id="piece-below",
+            hint="formula(f, r) is the piece just below r: on the interval from low to high it is formula(f, high).",
+        ),
+        Fault(
+            "it answers None (equal for every ratio) whatever the two weights are",
+            _always_none,
+            id="always-none",
+            hint="a function that ends without `return` answers None, too.",
         ),
         Fault(
             "the last interval in which they differ, not the first",
