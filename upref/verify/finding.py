@@ -90,9 +90,10 @@ class TokenPlace:
         intervals: of the ratio, in which all tokens of this sign differ. One without
             bounds: whatever the ratio. Empty: `decided_by` tells, or one token is
                 meant.
-        decided_by: what tells these tokens from right ones, where the ratio does not:
-            the sampler's ratio "ρ", "others", the other tokens of the batch; or that
-            they are "scattered" among right ones.
+        decided_by: what may tell these tokens from right ones, where the ratio does
+            not: the sampler's ratio "ρ"; "others", what else is in the batch, since
+            those tried are right in a batch of one token; or that they are "scattered"
+            among right ones.
         numbers: of the token that is shown, by their symbols: A, r, s, ρ, log r.
         remark: what else tells this token apart.
     """

@@ -4,15 +4,16 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from upref.verify.finding import Example, Interval, Number, TokenPlace
 
 SIGNS = {1.0: "A > 0", -1.0: "A < 0", 0.0: "A = 0"}
 DECIDED_BY = {
-    "ρ": "by ρ = π_old/μ",
-    "others": "depending on the other tokens of the batch",
-    "scattered": "at some tokens, which no interval of the ratio tells from right ones",
+    "ρ": "at some tokens (ρ = π_old/μ may tell which)",
+    "others": "at some tokens (those tried are right in a batch of one token)",
+    "scattered": "at some tokens, among right ones of lower and higher ratio",
 }
 DIGITS = (6, 9, 12, 17)  # of two numbers: as few as tell them apart
 GRADIENT_DIGITS = (6, 9, 12)  # of two printed gradients
@@ -72,20 +73,23 @@ def describe_places(place: TokenPlace, also: Sequence[TokenPlace] = ()) -> str:
     remark = [place.remark] if place.remark else []
     if not (place.intervals or place.decided_by):
         return ", ".join([*_sign_words(place), *shown, *remark])
-    texts = [_describe_tokens(one_place) for one_place in (place, *also)]
+    texts = list(_tokens_of_places([place, *also]))
     text = ", ".join(["; ".join(texts), *remark])
     return f"{text}   (here {', '.join(shown)})" if shown else text
 
 
-def _describe_tokens(place: TokenPlace) -> str:
-    """Return the tokens that differ, in words."""
-    if place.decided_by:
-        tokens = DECIDED_BY[place.decided_by]
-    else:
-        tokens = " or ".join(
-            describe_interval(interval) for interval in place.intervals
-        )
-    return ", ".join([*_sign_words(place), tokens])
+def _tokens_of_places(places: Sequence[TokenPlace]) -> Iterator[str]:
+    """Yield the tokens that differ, in words: once for neighbors that only the sign of A
+    tells apart and that no intervals describe.
+    """
+    for decided_by, neighbors in groupby(places, lambda place: place.decided_by):
+        if decided_by:
+            signs = [word for place in neighbors for word in _sign_words(place)]
+            yield ", ".join(filter(None, [" or ".join(signs), DECIDED_BY[decided_by]]))
+            continue
+        for place in neighbors:
+            tokens = " or ".join(map(describe_interval, place.intervals))
+            yield ", ".join([*_sign_words(place), tokens])
 
 
 def _sign_words(place: TokenPlace) -> list[str]:
