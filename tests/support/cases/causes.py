@@ -319,6 +319,10 @@ CASES = [
     *fails("on-policy", "on-policy", "every weight is 3 times",
         dapo(lambda lp, old, A: 3 * J(lp, old, A)),
         dapo(lambda lp, old, A: torch.where(A.abs() > 1, 3, 2) * J(lp, old, A))),
+    Case(dapo(total=lambda x, m: -torch.where(m, x, 0).sum() / (m.sum() + 1e-3)), "dapo", nightly=True,
+         name="small denominator: true", oracles={"on-policy"}, says="0.001 is added to the number of tokens"),
+    Case(dapo(total=lambda x, m: -torch.where(m, x, 0).sum() / (m.sum() + 1e-3 * m.shape[1])), "dapo", nightly=True,
+         name="small denominator: by width", oracles={"on-policy"}, says="-is added to the number of tokens"),
     Case(up_dapo(lambda g, n: g.to(torch.int8)), "up_dapo", name="ids in int8",
          oracles={"unusual-inputs"}, regime="group ids beyond 2^40", nightly=True),
 ]  # fmt: skip
