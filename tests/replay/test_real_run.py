@@ -13,8 +13,10 @@ import torch
 from docs import lm
 from repro.mini.experiment.records import record
 from repro.mini.train.recorder import FOLDER
+from upref import registry
 from upref.cli import main
 from upref.replay import advantages, gap, loss, read_steps, replay
+from upref.replay.lines import heading
 
 STEPS = list(read_steps([lm.RUN / FOLDER]))
 OBJECTIVE = lm.settings().target()
@@ -140,3 +142,30 @@ def test_what_the_run_logged_is_in_its_files():
         rewards = torch.cat([b.reward for b in mine])
         assert rewards.mean().item() == pytest.approx(line["reward"])
         assert line["parity_of_bound"] < 1
+
+
+def test_the_gradient_of_another_objective_fails_and_names_it():
+    steps = [b for b in STEPS if b.step in (2, 3)]
+    found = replay(steps, registry.get("dapo"))
+    assert found.status == 1
+    assert [f.cause for f in found.failures] == ["gradient_of_another"] * 2
+    assert "of the terms of up_dapo " in found.failures[0].numbers["found"]
+    assert "not that of dapo at eps_low=0.2, eps_high=0.28" in found.text()
+
+
+def test_a_gradient_of_no_known_objective_does_not_fail_and_is_not_acquitted():
+    (step,) = [b for b in STEPS if b.step == 2]
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.rand(step.grad.shape, generator=generator) * step.grad.abs().max()
+    found = replay([replace(step, grad=step.grad + noise)], registry.get("dapo"))
+    assert found.status == 0
+    head = heading(found)
+    assert head.startswith("Nothing failed, but the recorded gradient is not dapo's")
+
+
+def test_two_steps_must_have_the_gradient_of_the_same_objective():
+    one, two = (b for b in STEPS if b.step in (2, 3))
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.rand(two.grad.shape, generator=generator) * two.grad.abs().max()
+    found = replay([one, replace(two, grad=two.grad + noise)], registry.get("dapo"))
+    assert not found.failures

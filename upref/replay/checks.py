@@ -12,6 +12,9 @@ from upref.replay.schema import RecordedBatch
 from upref.replay.series import Series
 from upref.replay.zero import ZeroMismatch
 
+# the recorded gradient has other weights than the named objective's
+OTHER_GRADIENT = ("gradient_other", "gradient_of_another")
+
 
 @dataclass(frozen=True)
 class StepChecks:
@@ -24,6 +27,8 @@ class StepChecks:
         old: a finding on the column old.
         not_run: check -> why it did not run.
         untold: that its files may be of two runs; "" where they are of one.
+        same_gradient: (sum, objective) of the other objectives that have the recorded
+            gradient, where the named one has not.
     """
 
     step: int
@@ -35,6 +40,14 @@ class StepChecks:
     not_run: dict[str, str]
     zero: ZeroMismatch | None = None
     untold: str = ""
+    same_gradient: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def has_other_gradient(self) -> bool:
+        """Whether the recorded gradient is not the named objective's."""
+        if self.loss is None:
+            return False
+        return any(f.cause in OTHER_GRADIENT for f in self.loss.findings)
 
     @property
     def findings(self) -> list[ReplayFinding]:

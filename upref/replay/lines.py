@@ -66,7 +66,12 @@ def heading(found: RunChecks) -> str:
         if named := _checks_with_steps(found, severity):
             parts.append(f"{words}: {'; '.join(named)}")
     if not found.failures:
-        parts.insert(0, "Nothing failed")
+        other = [s.step for s in found.steps if s.has_other_gradient]
+        but = ""
+        if other:
+            where = f" {_where(found, other)}" if len(found.steps) > 1 else ""
+            but = f", but the recorded gradient is not {found.objective}'s as named{where}"
+        parts.insert(0, f"Nothing failed{but}")
     if found.not_run:
         parts.append(f"not checked: {', '.join(found.not_run)}")
     return "; ".join(parts)

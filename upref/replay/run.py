@@ -8,9 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from upref import registry
 from upref.definition import Objective
 from upref.errors import InputError
 from upref.replay.advantages import advantages
+from upref.replay.another import settle_objective, sums_with_gradient
 from upref.replay.checks import StepChecks
 from upref.replay.compare import HeavyToken, ObjectiveWeights, heaviest_tokens, weights
 from upref.replay.gap import gap
@@ -97,6 +99,8 @@ def replay(
             "one number is the loss of one step: give the files of that step alone."
         )
     steps = _settle_losses(steps)
+    if o is not None:
+        steps = settle_objective(steps, settings, o)
     table, heaviest = _make_table(
         exercised.batch, o, settings, chosen, compared_names, tokenizer
     )
@@ -193,7 +197,7 @@ def _check_step(
         except InputError as e:
             not_run["objectives"] = str(e)
     step = batch.step if batch.step is not None else position
-    return StepChecks(
+    checks = StepChecks(
         step,
         summary_line(batch),
         results["sampler"],
@@ -203,6 +207,10 @@ def _check_step(
         not_run,
         untold=batch.meta.get(UNTOLD, ""),
     )
+    if o is not None and checks.has_other_gradient:
+        same = sums_with_gradient(batch, o, registry.names(), hp)
+        return replace(checks, same_gradient=same)
+    return checks
 
 
 def _with_zero_mismatch(checks: StepChecks, batch: RecordedBatch) -> StepChecks:

@@ -494,6 +494,11 @@ LOSS = {
         "compared tokens: other weights than this objective's with these "
         "hyperparameters and columns, so its normalizer cannot be told."
     ),
+    "gradient_of_another": (
+        "dL/dlp of the recorded tokens is that of the {found}, and not that of "
+        "{objective}{settings}, which {tokens} of {trained} compared tokens contradict. "
+        "If {objective} ran, its hyperparameters are others: give them with --hp."
+    ),
     "needs_now": (
         "the column now was not recorded, so the loss is that of the first optimizer "
         "step, r = 1."

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which other objective has the recorded gradient, where it is not that of the one that
+was named.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from upref.definition import Objective
+from upref.errors import InputError
+from upref.replay.checks import StepChecks
+from upref.replay.findings import ReplayFinding
+from upref.replay.normalizer import ROUNDING, normalizer
+from upref.replay.schema import RecordedBatch
+from upref.replay.terms import OR_ELSE, objective_as_run
+
+# notes that compare the logged number, or the gradient, with the named objective's
+EXPLAINED = (
+    "beside_zero",
+    "divided",
+    "gradient_other",
+    "only_here",
+    "other_sign",
+    "times",
+    "unexplained",
+)
+
+
+def sums_with_gradient(
+    batch: RecordedBatch, objective: Objective, names: Sequence[str], hp: dict[str, Any]
+) -> tuple[tuple[str, str], ...]:
+    """Name the sums of other objectives' terms whose gradient is the recorded one.
+
+    In bfloat16 none is named, because its rounding hides small differences.
+
+    Args:
+        batch: a step with the column grad.
+        objective: the one that was named.
+        names: of the others.
+        hp: hyperparameters; each objective takes those that it has.
+
+    Returns:
+        (sum, objective), for example (("token-mean", "up_dapo"),).
+    """
+    sums: list[tuple[str, str]] = []
+    for name in names:
+        other = objective_as_run(name, hp)
+        if other.name == objective.name:
+            continue
+        own_hp = {k: v for k, v in hp.items() if k in other.hyperparameters}
+        try:
+            found = normalizer(batch, other, **own_hp)
+        except InputError:
+            continue  # a column that it needs is missing
+        if found.found and found.tolerance <= ROUNDING:
+            sums += [(words, name) for words in found.found.split(OR_ELSE)]
+    return tuple(sums)
+
+
+def settle_objective(
+    steps: Sequence[StepChecks], hp: dict[str, Any], objective: Objective
+) -> list[StepChecks]:
+    """Let the gradient fail where at every step at which it is not the named
+    objective's it is that of one and the same other sum.
+
+    Args:
+        steps: of one run; `same_gradient` is what `sums_with_gradient` returned.
+        hp: hyperparameters of the named objective.
+        objective: the one that was named.
+    """
+    wrong = [s for s in steps if s.has_other_gradient]
+    if not wrong:
+        return list(steps)
+    in_all = set(wrong[0].same_gradient).intersection(*(s.same_gradient for s in wrong))
+    shared = [pair for pair in wrong[0].same_gradient if pair in in_all]
+    if not shared:
+        return list(steps)
+    used = {k: v for k, v in objective.resolve(hp).items() if v is not None}
+    settings = ", ".join(f"{k}={v:g}" for k, v in used.items())
+    numbers = {
+        "objective": objective.name,
+        "settings": f" at {settings}" if settings else "",
+        "found": _sums_in_words(shared),
+    }
+    return [_with_failure(s, numbers) if s.has_other_gradient else s for s in steps]
+
+
+def _sums_in_words(sums: Sequence[tuple[str, str]]) -> str:
+    """Name sums, each once with the objectives of whose terms it is."""
+    objectives: dict[str, list[str]] = {}
+    for words, name in sums:
+        objectives.setdefault(words, []).append(name)
+    return OR_ELSE.join(
+        f"{words} of the terms of {' or '.join(names)}"
+        for words, names in objectives.items()
+    )
+
+
+def _with_failure(step: StepChecks, numbers: dict[str, Any]) -> StepChecks:
+    """The step with a failure in place of the notes that it explains."""
+    assert step.loss is not None
+    (other,) = (f for f in step.loss.findings if f.cause == "gradient_other")
+    counts = {k: other.numbers[k] for k in ("tokens", "trained")}
+    failure = ReplayFinding("loss", "failure", "gradient_of_another", numbers | counts)
+    kept = [f for f in step.loss.findings if f.cause not in EXPLAINED]
+    return replace(step, loss=replace(step.loss, findings=(failure, *kept)))
