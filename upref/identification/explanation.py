@@ -4,9 +4,9 @@
 from dataclasses import dataclass, replace
 
 from upref.identification.identification import Identification, Match
-from upref.identification.subject import Subject, is_up
+from upref.identification.subject import Subject
 from upref.verify.finding import Cause
-from upref.verify.measure import ignores_sampler, sampler_words, unfed_words
+from upref.verify.measure import sampler_words
 
 NAMED = ("objective", "up")  # the kinds of an answer without anything wrong
 
@@ -48,7 +48,7 @@ class Explanation:
     @property
     def ignores_sampler(self) -> bool:
         """Whether the loss reads its sampler's log-probabilities, and none was given."""
-        return not self.is_corrected and ignores_sampler(self.subject.box.case)
+        return not self.is_corrected and self.subject.box.case.ignores_sampler()
 
     def has_fault(self, fault_id: str) -> bool:
         """Tell whether a known fault is among what is wrong.
@@ -68,20 +68,6 @@ class Explanation:
             return self
         kind = "none" if self.kind == "none" else "pitfall"
         return replace(self, kind=kind, why=(*self.why, *wrong))
-
-
-def explain_match(
-    subject: Subject, matches: list[Match], wrong: list[Cause]
-) -> Explanation:
-    """Return the explanation that the loss is the first match, with what is wrong.
-
-    Args:
-        subject: the loss.
-        matches: the simplest first.
-        wrong: what is wrong with it; where that is nothing, it is the objective.
-    """
-    kind = "up" if is_up(matches[0]) else "objective"
-    return Explanation(subject, kind, matches).but(*wrong)
 
 
 def answer(explanation: Explanation) -> Identification:
@@ -121,7 +107,7 @@ def _not_checked(explanation: Explanation, on_sampler: bool) -> list[str]:
     if on_sampler:
         matches = explanation.matches
         not_checked.append(sampler_words(matches[0].name if matches else ""))
-    not_checked += unfed_words(loss)
+    not_checked += loss.unfed_words
     if loss.form == "unreduced":
         not_checked.append("the aggregation, which its caller does")
     elif not loss.micro_batchable:

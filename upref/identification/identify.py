@@ -22,12 +22,13 @@ from upref.identification.deviations import (
     find_deviations,
     on_unusual_inputs,
 )
-from upref.identification.explanation import Explanation, answer, explain_match
+from upref.identification.explanation import Explanation, answer
 from upref.identification.identification import Identification, Match
 from upref.identification.pitfalls import explain_pitfall, only_those_of
 from upref.identification.subject import (
     LOOSE_BOUND,
     Subject,
+    is_up,
     measure_subject,
 )
 from upref.registry import get
@@ -38,7 +39,7 @@ from upref.verify.faults.corrections import retuned
 from upref.verify.finding import Cause
 from upref.verify.match import find_candidates
 from upref.verify.measure import FLOAT32_TOL, LossCase, make_case
-from upref.verify.oracles.every_value import describe_few, every_value, is_proved
+from upref.verify.oracles.every_value import prove_few
 from upref.verify.oracles.side_effects import mutation
 from upref.verify.oracles.weights import BESIDE_BOUND
 from upref.verify.probe import SIGNS, termed
@@ -127,7 +128,7 @@ def _as_objective(subject: Subject) -> Explanation | None:
     if not subject.matches:
         return None
     wrong = find_deviations(subject, subject.matches[0])
-    return explain_match(subject, subject.matches, wrong)
+    return _explain_match(subject, subject.matches, wrong)
 
 
 def _with_rounded_bound(subject: Subject) -> Explanation | None:
@@ -182,7 +183,7 @@ def _partly_in_float32(subject: Subject) -> Explanation | None:
     nearest = subject.nearest
     if nearest.distance > FLOAT32_TOL or not nearest.name:
         return None
-    explanation = explain_match(subject, [nearest], beside_weights(subject, nearest))
+    explanation = _explain_match(subject, [nearest], beside_weights(subject, nearest))
     assumed = "a part of it in float32: compared to 2e-5"
     return replace(explanation, assumptions=(assumed,))
 
@@ -220,6 +221,16 @@ WAYS = (
     Way(90, explain_coupled),
     Way(100, _as_none),
 )
+
+
+def _explain_match(
+    subject: Subject, matches: list[Match], wrong: list[Cause]
+) -> Explanation:
+    """Return the explanation that the loss is the first match, with what is wrong; where
+    that is nothing, it is the objective.
+    """
+    kind = "up" if is_up(matches[0]) else "objective"
+    return Explanation(subject, kind, matches).but(*wrong)
 
 
 def _has_its_bounds(subject: Subject, match: Match) -> bool:
@@ -298,12 +309,12 @@ def _proved(explanation: Explanation) -> Explanation:
     """
     with contextlib.suppress(InputError):
         case = _case_as_printed(explanation)
-        if case is None or every_value.not_run(case):
+        if case is None:
             return explanation
-        for finding in every_value.findings(case):
+        finding, proved = prove_few(case)
+        if finding:
             return replace(explanation, kind="pitfall", why=(elsewhere(finding),))
-        if is_proved(case):
-            return replace(explanation, proved=describe_few(case))
+        return replace(explanation, proved=proved)
     return explanation
 
 

@@ -170,6 +170,13 @@ class Loss:
         return f"sets {said}" if self.fields else "as shipped"
 
     @property
+    def unfed_words(self) -> list[str]:
+        """What it makes of optional arguments that no comparison gives it, in words."""
+        return [
+            f"what it makes of {name}, which is left at None" for name in self.unfed
+        ]
+
+    @property
     def micro_batchable(self) -> bool:
         """Whether the losses of micro-batches can be added up to that of a mini-batch."""
         return self.form == "unreduced" or bool({"totals", "parts"} & self.reads)

@@ -19,10 +19,8 @@ from upref.verify.measure import (
     EXACT_TOL,
     HABIT_TOL,
     LossCase,
-    ignores_sampler,
     make_case,
     sampler_words,
-    unfed_words,
 )
 from upref.verify.oracle import Oracle, by_rank, discover, run, validate_names
 from upref.verify.oracles.every_value import is_proved
@@ -317,9 +315,9 @@ def not_checked(case: LossCase) -> list[str]:
         case: the loss and its objective.
     """
     out = []
-    if ignores_sampler(case):
+    if case.ignores_sampler():
         out.append(sampler_words(case.objective.name))
-    out += [*unfed_words(case.loss), *case.loss.switched_off]
+    out += [*case.loss.unfed_words, *case.loss.switched_off]
     if case.loss.never_given:
         names = ", ".join(case.loss.never_given)
         out.append(f"what it makes of {names}, which its trainer may give it")

@@ -429,6 +429,39 @@ class LossCase:
         """Whether the loss is compared as one that computes in float32."""
         return self.tol >= FLOAT32_TOL
 
+    def allowed_error(self, least: float = HABIT_TOL) -> float:
+        """Return the relative error that is allowed. The default allows 1e-6 in a
+        denominator, which has another effect in a batch with other rows or columns.
+
+        Args:
+            least: the error that is allowed in float64.
+        """
+        return max(least, self.tol if self.single else 0)
+
+    def ignores_sampler(self) -> bool:
+        """Whether the loss can correct for its sampler and the comparison gives it π_old's
+        log-probabilities instead. Of a loss that takes the whole batch in one argument, its
+        gradient has to depend on the sampler's.
+        """
+        loss = self.loss
+        if self.objective.sampler is not None or "logp_sampler" not in loss.reads:
+            return False
+        if not loss.takes_batch:
+            return True
+        batch = self.on_policy()
+        near_sampler = sampler_logp(batch)
+        far_sampler = (
+            batch.logp_old + FAR_SAMPLER * (near_sampler - batch.logp_old)
+        ).clamp(max=-1e-3)
+        try:
+            gradient = self.gradient(batch)
+            return any(
+                not torch.equal(self.gradient(batch.but(logp_sampler=mu)), gradient)
+                for mu in (near_sampler, far_sampler)
+            )
+        except InputError:  # it refuses a sampler that is far away
+            return True
+
     # ---- batches ---------------------------------------------------------------------
     def on_policy(self) -> Rollouts:
         """Return the batch at r = 1, made once.
@@ -683,43 +716,6 @@ def _fitting_aggregation(measured: OnPolicy, sign: float) -> tuple[str, float] |
         if k_on_more is not None and is_one(k_on_more / k):
             return name, k
     return fits_with_factor[0]
-
-
-def ignores_sampler(case: LossCase) -> bool:
-    """Whether the loss can correct for its sampler and the comparison gives it π_old's
-    log-probabilities instead. Of a loss that takes the whole batch in one argument, its
-    gradient has to depend on the sampler's.
-
-    Args:
-        case: the loss and its objective.
-    """
-    loss = case.loss
-    if case.objective.sampler is not None or "logp_sampler" not in loss.reads:
-        return False
-    if not loss.takes_batch:
-        return True
-    batch = case.on_policy()
-    near_sampler = sampler_logp(batch)
-    far_sampler = (
-        batch.logp_old + FAR_SAMPLER * (near_sampler - batch.logp_old)
-    ).clamp(max=-1e-3)
-    try:
-        gradient = case.gradient(batch)
-        return any(
-            not torch.equal(case.gradient(batch.but(logp_sampler=mu)), gradient)
-            for mu in (near_sampler, far_sampler)
-        )
-    except InputError:  # it refuses a sampler that is far away
-        return True
-
-
-def unfed_words(loss: Loss) -> list[str]:
-    """Words for what the loss makes of optional arguments that no comparison gives it.
-
-    Args:
-        loss: as read.
-    """
-    return [f"what it makes of {name}, which is left at None" for name in loss.unfed]
 
 
 def sampler_words(name: str) -> str:

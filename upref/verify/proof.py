@@ -458,12 +458,15 @@ def compare_few_losses(
         The Comparison.
     """
     with_prompts = _reads_prompts(loss, objective)
+    one_per_response = _has_one_per_response(loss, objective)
+    optional = _optional_reads(loss, other, objective)
+    seeing = _seeing(other, loss)
     return compare(
         gradient_of(loss),
-        gradient_of(_seeing(other, loss)),
+        gradient_of(seeing),
         (*FEW, *FEW_PROMPTS) if with_prompts else FEW,
-        _has_one_per_response(loss, objective) or _may_have_one(objective),
-        _optional_reads(loss, other, objective),
+        one_per_response or _may_have_one(objective),
+        optional,
         seconds,
         objective.level == "sequence_mean",
         WITHIN_CHECK,

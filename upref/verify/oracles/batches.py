@@ -19,7 +19,7 @@ from upref.verify.faults.batch_reading import LARGE, clipped, left_out
 from upref.verify.finding import NO_CAUSE, Cause
 from upref.verify.measure import LossCase
 from upref.verify.oracle import oracle
-from upref.verify.oracles.invariance import gradient_distance, tolerance
+from upref.verify.oracles.invariance import gradient_distance
 from upref.verify.oracles.unusual import beyond_range, groups, long_batches
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import example, gradient_pair, make_example, shrink, worst
@@ -71,7 +71,7 @@ def micro_batches(case: LossCase) -> list[Finding]:
         summed_gradient = torch.cat([part_gradient for _, part_gradient in answers])
         summed_value = sum(part_value for part_value, _ in answers)
         distances = gradient_distance(
-            summed_gradient, gradient, batch.mask, tolerance(case)
+            summed_gradient, gradient, batch.mask, case.allowed_error()
         )
         if distances.max() > 0:
             return [_failure_of_micro_batches(case, batch, n)]
@@ -102,7 +102,7 @@ def _failure_of_micro_batches(case: LossCase, batch: Rollouts, n: int) -> Findin
     gradient_of_parts = gradient_in_parts(small_batch)
     place = worst(
         gradient_distance(
-            gradient_of_parts, whole_gradient, small_batch.mask, tolerance(case)
+            gradient_of_parts, whole_gradient, small_batch.mask, case.allowed_error()
         )
     )
     expected_number, found_number = gradient_pair(
@@ -168,7 +168,7 @@ def _differs_from_whole(
         batch: the batch.
     """
     distances = gradient_distance(
-        gradient_of(batch), case.gradient(batch), batch.mask, tolerance(case)
+        gradient_of(batch), case.gradient(batch), batch.mask, case.allowed_error()
     )
     return bool(distances.max() > 0)
 
@@ -200,7 +200,7 @@ def loss_scale(case: LossCase) -> list[Finding]:
                 -loss_gradient,
                 factor * gradient,
                 batch.mask & gradient.isfinite(),
-                tolerance(case, 1e-7),
+                case.allowed_error(1e-7),
             ).max()
             > 0
         ):
@@ -226,7 +226,7 @@ def _finding_of_scale(
             gradient_of_scaled_loss(batch),
             factor * case.gradient(batch),
             batch.mask,
-            tolerance(case, 1e-7),
+            case.allowed_error(1e-7),
         )
 
     def found_and_due(batch: Rollouts) -> tuple[Tensor, Tensor]:
@@ -491,7 +491,9 @@ def data_parallel(case: LossCase) -> list[Finding]:
     _, gradient = case.kept_value_and_gradient(batch)
     for ranks in RANK_COUNTS:
         averaged = _averaged_gradient(case, batch, ranks)
-        distances = gradient_distance(averaged, gradient, batch.mask, tolerance(case))
+        distances = gradient_distance(
+            averaged, gradient, batch.mask, case.allowed_error()
+        )
         if distances.max() > 0:
 
             def averaged_if_equal(batch: Rollouts, ranks: int = ranks) -> Tensor:
@@ -507,7 +509,9 @@ def data_parallel(case: LossCase) -> list[Finding]:
             whole_gradient = case.gradient(small)
             averaged = averaged_if_equal(small)
             i, t = worst(
-                gradient_distance(averaged, whole_gradient, small.mask, tolerance(case))
+                gradient_distance(
+                    averaged, whole_gradient, small.mask, case.allowed_error()
+                )
             )
             responses_of_rank = len(whole_gradient) // ranks
             responses = (

@@ -14,7 +14,6 @@ from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import (
     gradient_distance,
     grid_off_bounds,
-    tolerance,
 )
 from upref.verify.report import Finding, note
 from upref.verify.shrink import gradient_pair, worst
@@ -51,7 +50,7 @@ def contract(case: LossCase) -> Iterator[Finding]:
             continue
         # tokens that must not train are among what is compared
         every_slot = torch.ones_like(batch.mask)
-        distances = gradient_distance(found, due, every_slot, tolerance(case))
+        distances = gradient_distance(found, due, every_slot, case.allowed_error())
         if distances.max() > 0:
             numbers = gradient_pair(due, found, worst(distances))
             yield note("contract", other.words, *numbers, other.advice)

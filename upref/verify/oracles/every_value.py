@@ -65,13 +65,26 @@ def is_proved(case: LossCase) -> bool:
     return isinstance(found, Comparison) and found.status == "proved"
 
 
-def describe_few(case: LossCase) -> str:
-    """Return for what the loss was proved, in words.
+def prove_few(case: LossCase) -> tuple[Finding | None, str]:
+    """Run the oracle by itself, up to its first finding.
 
     Args:
-        case: the loss and its objective, after a proof.
+        case: the loss and its objective.
+
+    Returns:
+        The first difference, None where there is none; and for what the loss is proved,
+        in words, "" where it is not.
     """
+    if every_value.not_run(case):
+        return None, ""
+    for finding in every_value.findings(case):
+        return finding, ""
     found: Comparison = case.cache["every-value"]
+    return None, _describe(found) if found.status == "proved" else ""
+
+
+def _describe(found: Comparison) -> str:
+    """Return the batches of a comparison, in words."""
     rows, columns = (
         max(sizes) for sizes in zip(*(p.shape for p in found.patterns), strict=True)
     )

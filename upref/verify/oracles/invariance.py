@@ -25,7 +25,7 @@ from upref.verify.faults import measured
 from upref.verify.faults.batch_reading import LARGE, clipped
 from upref.verify.faults.denominators import group_order_faults
 from upref.verify.finding import NO_CAUSE, Cause, Number, number_pair
-from upref.verify.measure import HABIT_TOL, LossCase
+from upref.verify.measure import LossCase
 from upref.verify.oracle import oracle
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import example, gradient_pair, make_example, shrink, worst
@@ -71,17 +71,6 @@ def gradient_distance(found: Tensor, due: Tensor, mask: Tensor, tol: float) -> T
     distance = torch.where(found_is_finite & due_is_finite, distance, math.inf)
     is_compared = mask & (found_is_finite | due_is_finite)
     return torch.where(is_compared & (distance > tol), distance, 0)
-
-
-def tolerance(case: LossCase, least: float = HABIT_TOL) -> float:
-    """Return the relative error that is allowed. The default allows 1e-6 in a
-    denominator, which has another effect in a batch with other rows or columns.
-
-    Args:
-        case: the loss and its objective.
-        least: the error that is allowed in float64.
-    """
-    return max(least, case.tol if case.single else 0)
 
 
 def grid_off_bounds(case: LossCase) -> Rollouts:
@@ -172,7 +161,7 @@ def _padded_side(
         """Return how much the gradient of each token changes, [B, T]."""
         _, gradient = case.kept_value_and_gradient(batch)
         return gradient_distance(
-            padded(batch)[1], gradient, batch.mask, tolerance(case)
+            padded(batch)[1], gradient, batch.mask, case.allowed_error()
         )
 
     def by_width(batch: Rollouts) -> tuple[Tensor, Tensor]:
@@ -181,7 +170,7 @@ def _padded_side(
         return padded(batch)[1] * (width + columns), case.gradient(batch) * width
 
     wider, of_padded = padded(batch)
-    distances = gradient_distance(of_padded, g, batch.mask, tolerance(case))
+    distances = gradient_distance(of_padded, g, batch.mask, case.allowed_error())
     if distances.max() == 0:
         if not (wider - value).abs() > 1e-6 * value.abs().clamp(min=1e-3):
             return []
@@ -272,7 +261,7 @@ def _empty_row(case: LossCase, batch: Rollouts, gradient: Tensor) -> list[Findin
         advice = "drop such rows, or divide by lengths of at least 1"
         return [note("padding", text, "a number", found, advice)]
     distances = gradient_distance(
-        longer_gradient[:-1], gradient, batch.mask, tolerance(case)
+        longer_gradient[:-1], gradient, batch.mask, case.allowed_error()
     )
     if distances.max() != 0:
         expected_number, found_number = gradient_pair(
@@ -519,7 +508,7 @@ def _depends_on_order(
     reordered = case.gradient(batch.take(order))
     return bool(
         gradient_distance(
-            reordered, gradient[order], batch.mask[order], tolerance(case)
+            reordered, gradient[order], batch.mask[order], case.allowed_error()
         ).max()
         > 0
     )
@@ -663,7 +652,7 @@ def scaling(case: LossCase) -> list[Finding]:
     def distance(batch: Rollouts, gradient: Tensor) -> Tensor:
         """Return how far a third of it is from this gradient, [B, T]."""
         return gradient_distance(
-            gradient_at_3(batch) / 3, gradient, batch.mask, tolerance(case, 1e-7)
+            gradient_at_3(batch) / 3, gradient, batch.mask, case.allowed_error(1e-7)
         )
 
     _, gradient = case.kept_value_and_gradient(batch)

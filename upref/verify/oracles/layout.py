@@ -16,7 +16,6 @@ from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import (
     gradient_distance,
     grid_off_bounds,
-    tolerance,
 )
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import gradient_pair, make_example, shrink, worst
@@ -99,5 +98,5 @@ def _distance_in_layout(case: LossCase, batch: Rollouts, layout_name: str) -> Te
         case.loss.ask("gradient_in_layout", batch, layout_name),
         case.gradient(batch),
         batch.mask,
-        tolerance(case, 1e-7),
+        case.allowed_error(1e-7),
     )

@@ -20,7 +20,7 @@ from upref.verify.factors import common_value
 from upref.verify.finding import Number
 from upref.verify.measure import EXACT_TOL, LossCase
 from upref.verify.oracle import oracle
-from upref.verify.oracles.invariance import gradient_distance, tolerance
+from upref.verify.oracles.invariance import gradient_distance
 from upref.verify.report import HARMLESS_IF_DETACHED, Finding, fail, note
 from upref.verify.shrink import cut, gradient_pair, make_example, shrink, worst
 from upref.weights.batches import OFF_EDGES
@@ -93,7 +93,7 @@ def _moved_gradient(
         gradient,
         leaf_gradient,
         torch.ones_like(batch.mask),
-        tolerance(case, EXACT_TOL),
+        case.allowed_error(EXACT_TOL),
     )
     return gradient if distance.max() > 0 else None
 

@@ -24,7 +24,7 @@ from upref.verify.faults.losses import LossFault
 from upref.verify.finding import NO_CAUSE, Cause, Example, TokenPlace
 from upref.verify.measure import FLOAT32_ROUNDING, LossCase, unit_weights
 from upref.verify.oracle import oracle
-from upref.verify.oracles.invariance import gradient_distance, tolerance
+from upref.verify.oracles.invariance import gradient_distance
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import (
     cut,
@@ -422,7 +422,7 @@ class Relabeled:
     def __init__(self, case: LossCase, batch: Rollouts) -> None:
         # a loss that loops over all ids up to the largest is stopped
         self.case = replace(case, loss=replace(case.loss, lines=MOST_LINES))
-        self.tol = tolerance(case, 1e-7)
+        self.tol = case.allowed_error(1e-7)
         self.gradient = case.gradient(batch)
 
     def difference(self, renamed: Rollouts) -> Tensor:
