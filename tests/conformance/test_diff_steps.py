@@ -14,7 +14,7 @@ pytest.importorskip(
 )
 
 from tests.conformance.engine_adapters import SOURCE, Plain
-from tests.conformance.known_bugs import bugs, load, planted
+from tests.conformance.known_bugs import SKYRL_NEEDS, bugs, load, planted
 from tests.conformance.test_preparation import Loop, MasksEnd, MixedGroups, SamplerIsOld
 from tests.support.daily import daily
 from upref.cli import main
@@ -139,6 +139,13 @@ def test_the_command_takes_two_files(tmp_path, monkeypatch, capsys):
     assert "DIFF  objective/ppo_clip: log-probabilities" in capsys.readouterr().out
 
 
+def test_two_adapters_without_the_option_get_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").write_text(SOURCE)
+    assert main(["diff", "a.py:Plain", "ppo_clip"]) == 2
+    assert "`upref diff --steps a.py:Plain ppo_clip`" in capsys.readouterr().err
+
+
 PLANTED = [
     ("trl", "huggingface/trl#3029", "objective/ppo_clip", "log-probabilities"),
     ("trl", "huggingface/trl#4975", "objective/ppo_clip", "mask: "),
@@ -148,6 +155,13 @@ PLANTED = [
     ("verl", "modelscope/ms-swift#8427", "objective/ppo_clip", "mask: "),
     ("verl", "verl-project/verl#5625", "micro/2/token-mean", "divisor"),
     ("verl", "areal-project/AReaL#1419", "prepare/advantages/group-mean", "advantage"),
+    ("openrlhf", "OpenRLHF/OpenRLHF#857", "objective/ppo_clip", "log-probabilities"),
+    ("openrlhf", "OpenRLHF/OpenRLHF#1249", "micro/2/token-mean", "divisor"),
+    ("openrlhf", "OpenRLHF/OpenRLHF@de254567", "mask/end-inside", "mask"),
+    ("openrlhf", "verl-project/verl#2185", "prepare/advantages/group-mean", "advan"),
+    ("skyrl", "verl-project/verl#3133", "objective/ppo_clip", "log-probabilities"),
+    ("skyrl", "huggingface/trl#4975", "objective/ppo_clip", "mask: "),
+    ("skyrl", "NovaSky-AI/SkyRL#1353", "kl/seq-mean", "mask, or weight of a token, KL"),
 ]
 
 
@@ -156,9 +170,9 @@ PLANTED = [
 def test_a_difference_that_is_planted_in_a_release_is_found(
     name, source, case, quantity
 ):
-    pytest.importorskip(name)
-    if name == "verl":
-        pytest.importorskip("pydantic", reason="`repro/venv.sh smoke` installs it")
+    needed = {"verl": ("pydantic",), "openrlhf": ("peft",), "skyrl": SKYRL_NEEDS}
+    for package in needed.get(name, (name,)):
+        pytest.importorskip(package, reason="docs/howto/conformance.md says how")
     (bug,) = [one for one in bugs(name) if (one.source, one.case) == (source, case)]
     release = load(name)
 

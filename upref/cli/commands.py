@@ -204,7 +204,28 @@ def diff(args: argparse.Namespace) -> int:
 
         a, b = (_adapter(word) for word in (args.a, args.b))
         return answer(args, diff_steps(a, b, chosen_cases(args.case), args.seed))
-    return answer(args, difference_of(args.a, args.b))
+    try:
+        difference = difference_of(args.a, args.b)
+    except InputError as error:
+        if not any(map(_is_adapter, (args.a, args.b))):
+            raise
+        raise InputError(
+            f"{error} To compare whole training steps: `upref diff --steps {args.a} {args.b}`."
+        ) from error
+    return answer(args, difference)
+
+
+def _is_adapter(word: str) -> bool:
+    """Tell whether a word names an adapter in a file."""
+    from upref.conformance.adapter import load_adapter
+
+    if ".py:" not in word:
+        return False
+    try:
+        load_adapter(word)
+    except Exception:  # what its file or its constructor raises
+        return False
+    return True
 
 
 def _adapter(word: str) -> Any:

@@ -224,6 +224,81 @@ def chosen_cases(beginnings: Sequence[str]) -> list[Case]:
     return [case for case in every if case.id.startswith(tuple(beginnings))]
 
 
+@dataclass(frozen=True)
+class Ran:
+    """What a trainer made of cases of the suite.
+
+    Attributes:
+        name: the trainer's.
+        ends: case -> how its run compares with the objective.
+        steps: case -> its optimizer steps, without the documented factor of the loss.
+        left_out: case -> why the trainer has no step of it.
+    """
+
+    name: str
+    ends: dict[str, Outcome]
+    steps: dict[str, list[Step]]
+    left_out: dict[str, str]
+
+
+def run_cases(adapter: Adapter, chosen: Sequence[Case], seed: int = 0) -> Ran:
+    """Run cases of the suite with an adapter, and keep its optimizer steps.
+
+    Args:
+        adapter: of a trainer.
+        chosen: the cases; those of several ranks are left out.
+        seed: of the rows.
+
+    Returns:
+        What the trainer made of each.
+    """
+    ran = Ran(adapter.name, {}, {}, {})
+    with one_thread():
+        for case in chosen:
+            if why_left_out(case):
+                continue
+            kept = _Kept(adapter)
+            end = run(kept, case, seed=seed)
+            if end.status in (Status.SKIPPED, Status.COULD_NOT_RUN):
+                ran.left_out[case.id] = end.reason
+                continue
+            ran.ends[case.id] = end
+            ran.steps[case.id] = _without_scale(kept, case)
+    return ran
+
+
+def compare_runs(
+    a: Ran, b: Ran, chosen: Sequence[Case], seed: int = 0
+) -> StepDifference:
+    """Compare what two trainers made of cases that both ran.
+
+    Args:
+        a, b: their runs.
+        chosen: the cases.
+        seed: of the rows, which were the same for both.
+
+    Returns:
+        A StepDifference: true where no difference was found.
+    """
+    names = (a.name, b.name) if a.name != b.name else (f"{a.name} (1)", f"{b.name} (2)")
+    compared = []
+    left_out = {}
+    with one_thread():
+        for case in chosen:
+            reasons = [
+                f"{name}: {ran.left_out[case.id]}"
+                for name, ran in zip(names, (a, b), strict=True)
+                if case.id in ran.left_out
+            ]
+            if reason := why_left_out(case) or "".join(reasons[:1]):
+                left_out[case.id] = reason
+                continue
+            ends = [ran.ends[case.id] for ran in (a, b)]
+            steps = [ran.steps[case.id] for ran in (a, b)]
+            compared.append(_compare(case, seed, ends, steps))
+    return StepDifference(*names, tuple(compared), left_out)
+
+
 def diff_steps(
     a: Adapter, b: Adapter, chosen: Sequence[Case], seed: int = 0
 ) -> StepDifference:
@@ -238,26 +313,10 @@ def diff_steps(
     Returns:
         A StepDifference: true where no difference was found.
     """
-    names = (a.name, b.name) if a.name != b.name else (f"{a.name} (1)", f"{b.name} (2)")
-    compared = []
-    left_out = {}
-    with one_thread():
-        for case in chosen:
-            if reason := _left_out(case):
-                left_out[case.id] = reason
-                continue
-            kept = (_Kept(a), _Kept(b))
-            ends = []
-            for name, one in zip(names, kept, strict=True):
-                end = run(one, case, seed=seed)
-                if end.status in (Status.SKIPPED, Status.COULD_NOT_RUN):
-                    left_out[case.id] = f"{name}: {end.reason}"
-                    break
-                ends.append(end)
-            else:
-                steps = [_without_scale(one, case) for one in kept]
-                compared.append(_compare(case, seed, ends, steps))
-    return StepDifference(*names, tuple(compared), left_out)
+    first = run_cases(a, chosen, seed)
+    # what the first has not is not run with the second
+    second = run_cases(b, [case for case in chosen if case.id in first.ends], seed)
+    return compare_runs(first, second, chosen, seed)
 
 
 def _is_through_objective(case: Case) -> bool:
@@ -280,8 +339,15 @@ def _without_scale(kept: _Kept, case: Case) -> list[Step]:
     ]
 
 
-def _left_out(case: Case) -> str:
-    """Return why a case is not compared; "" where it is."""
+def why_left_out(case: Case) -> str:
+    """Tell why a case is not compared, whatever the trainers are.
+
+    Args:
+        case: of the suite.
+
+    Returns:
+        The reason; "" where it is compared.
+    """
     if case.ranks > 1:
         return "it has several ranks"
     if case.engine:
