@@ -2,7 +2,7 @@
 """Known bugs of trainers, planted one at a time in the released sources: which case of
 the suite kills each.
 
-    python -m tests.conformance.known_bugs trl|verl|openrlhf [--every-case]
+    python -m tests.conformance.known_bugs trl|verl|openrlhf|skyrl [--every-case]
 
 A bug is planted by compiling the changed text of one function in its module and giving
 the code to the function that everybody holds. Nothing is written to the installed
@@ -37,6 +37,8 @@ ADAPTERS = {
     "skyrl": "SkyRL",
     "torchtune": "Torchtune",
 }
+# what its adapter imports of other packages
+SKYRL_NEEDS = ("skyrl.train", "skyrl_gym", "cloudpathlib", "ray", "peft")
 IN_PACKAGE = ("trl", "verl", "openrlhf")  # the others are beside this file
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.known_bugs import target
+from tests.conformance.known_bugs import SKYRL_NEEDS, target
 from tests.conformance.options import alter_openrlhf
 from upref.conformance import CASES, Status, cases, load_adapter, run, run_ranks
 from upref.conformance.results import read_expected_failures
@@ -71,7 +71,7 @@ def test_torchtunes_recipe_agrees_on_all_that_it_has():
 
 def _skyrl():
     """The adapter of SkyRL, where it and what it imports are on PYTHONPATH."""
-    for name in ("skyrl.train", "skyrl_gym", "cloudpathlib", "ray", "peft"):
+    for name in SKYRL_NEEDS:
         pytest.importorskip(name, reason="docs/howto/conformance.md says how")
     return load_adapter(f"{HERE}/skyrl_adapter.py:SkyRL")
 
@@ -88,6 +88,23 @@ def test_two_ranks_of_skyrl_have_the_gradient_of_one_process():
     ids = [name for name in CASES if name.startswith(("ranks/dp2/", "ranks/sp2/"))]
     ends = {name: run_ranks(adapter, CASES[name], deadline=300).status for name in ids}
     assert ends == dict.fromkeys(ids, Status.PASSED)
+
+
+def test_openrlhf_makes_its_own_rows(monkeypatch):
+    """Its experience maker makes old log-probabilities and those of the model without
+    adapters.
+    """
+    adapter = _load("openrlhf", monkeypatch)
+    assert not _judge(adapter, [CASES["prepare/reference/adapter"]], expected={})
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_openrlhf_prepares_as_listed_for_three_seeds(seed, monkeypatch):
+    adapter = _load("openrlhf", monkeypatch)
+    expected = read_expected_failures(HERE / "openrlhf_xfails.toml")
+    prepared = [case for case in CASES.values() if case.advantages]
+    assert not _judge(adapter, prepared, expected, seed)
 
 
 def test_a_second_epoch_of_openrlhf_is_noticed(monkeypatch):

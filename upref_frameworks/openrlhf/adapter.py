@@ -11,7 +11,7 @@ import torch
 from upref.conformance import Case
 from upref.step.compare.record import Recorded
 from upref.step.inputs.rows import Row
-from upref_frameworks.openrlhf.step import record_training
+from upref_frameworks.openrlhf.step import record_from_rewards, record_training
 from upref_frameworks.steps.settings import attention_of
 
 SEQUENCES = dict(loss_agg_mode="seq-mean-token-mean")
@@ -22,6 +22,13 @@ FIELDS: dict[str, dict[str, Any]] = {
     "dapo": dict(eps_clip_low_high=(0.2, 0.28)),
     "grpo": SEQUENCES | dict(eps_clip_low_high=(0.2, 0.2)),
     "gspo": dict(eps_clip_low_high=(3e-4, 4e-4), policy_loss_type="gspo"),
+}
+
+# estimator of advantages -> algo.advantage.estimator
+ESTIMATORS = {
+    "group_mean": "dr_grpo",
+    "group_norm": "group_norm",
+    "leave_one_out": "rloo",
 }
 
 
@@ -40,6 +47,12 @@ class OpenRLHF:
             return f"OpenRLHF has no policy_loss_type of {case.objective}"
         if case.ranks > 1:
             return "DeepSpeed, which averages over ranks, is replaced here"
+        if case.advantages and case.advantages not in ESTIMATORS:
+            return f"OpenRLHF has no advantage.estimator of {case.advantages}"
+        if case.ddof != 1:
+            return "the standard deviation divides by G - 1"
+        if case.drop_truncated:
+            return "OpenRLHF has no option that drops responses that were cut off"
         return ""
 
     def scale(self, case: Case) -> float:
@@ -67,6 +80,10 @@ class OpenRLHF:
             fields |= dict(dual_clip=case.hp["c"])
         if case.beta:
             fields |= dict(beta=case.beta)
+        if case.reference == "adapter":
+            fields |= dict(lora_rank=4)
+        if case.iterations > 1:
+            fields |= dict(epochs=case.iterations)
         if case.entropy_coef:
             fields |= dict(entropy_coef=case.entropy_coef)
         if case.clip:
@@ -83,6 +100,8 @@ class OpenRLHF:
             Setting -> value, as Python writes it.
         """
         said = self.fields(case) | dict(temperature=case.temperature)
+        if case.advantages:
+            said |= dict(estimator=ESTIMATORS[case.advantages])
         return {key: repr(value) for key, value in said.items()}
 
     def step(self, model: Any, rows: list[Row], case: Case) -> Recorded:
@@ -103,5 +122,32 @@ class OpenRLHF:
             case.temperature,
             attention=attention_of(case.family),
             dtype=getattr(torch, case.dtype),
+            **self.fields(case),
+        )
+
+    def train(
+        self, model: Any, rows: list[Row], case: Case, reference: Any
+    ) -> Recorded:
+        """Let OpenRLHF's trainer make experiences of the rows of a case, and train on
+        them.
+
+        Args:
+            model: a small causal language model of transformers; OpenRLHF trains a
+                copy.
+            rows: the responses with their rewards.
+            case: one of level 6 that `supports` accepts.
+            reference: the reference model, or None.
+
+        Returns:
+            The recorded steps.
+        """
+        return record_from_rewards(
+            model,
+            rows,
+            case.temperature,
+            ESTIMATORS[case.advantages],
+            reference=reference,
+            attention=attention_of(case.family),
+            rate=0.005,
             **self.fields(case),
         )

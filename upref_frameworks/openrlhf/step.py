@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenRLHF's unmodified ActorPPOTrainer as a step: its own Actor, replay buffer and
-loss.
+loss. With rewards, its own experience maker before.
 
 DeepSpeed's engine, which needs a build of its own, is replaced by what it does with a
-loss: it divides each by the number of micro-batches of an optimizer step. Ray, vLLM and
-FlashAttention are not called.
+loss: it divides each by the number of micro-batches of an optimizer step. Ray's groups
+of workers are replaced by one worker of this process. vLLM and FlashAttention are not
+called.
 """
 
+import copy
 import importlib.util
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -21,8 +24,10 @@ from torch import nn
 
 from upref.errors import InputError, NotInstalled, importing
 from upref.step.compare.record import Recorded, Step, watched
+from upref.step.inputs.families import END
 from upref.step.inputs.reference import TorchModel
 from upref.step.inputs.rows import Padded, Row
+from upref_frameworks.steps.adapters import fill_adapters
 from upref_frameworks.steps.host import process_group
 
 ABSENT = (
@@ -108,9 +113,62 @@ class Engine:
         return 0.0
 
 
-def record_training(
+class WorkerGroup:
+    """One worker of this process, in the place of ray's group of workers."""
+
+    def __init__(self, worker: Any):
+        self.worker = worker
+
+    def async_run_method_batch(self, method_name: str, **columns: Any) -> list[Any]:
+        """Call a method of the worker on each element of the columns.
+
+        Args:
+            method_name: of the worker.
+            **columns: argument -> its value in each call.
+
+        Returns:
+            A list of what each worker returns: of one, the results of its calls.
+        """
+        return [self.worker.execute_batch(method_name, columns, 0, None)]
+
+    def async_run_method(self, method_name: str, **arguments: Any) -> list[Any]:
+        """Call a method of the worker once.
+
+        Args:
+            method_name: of the worker.
+            **arguments: of the method.
+
+        Returns:
+            A list of what each worker returns.
+        """
+        return [getattr(self.worker, method_name)(**arguments)]
+
+
+@dataclass
+class Opened:
+    """OpenRLHF's trainer of the actor, before it trains.
+
+    Attributes:
+        trainer: an ActorPPOTrainer.
+        actor: the Actor that it trains.
+        args: OpenRLHF's settings.
+        classes: OpenRLHF's own.
+        steps: the optimizer steps that it takes.
+        load: loads a model as an Actor.
+    """
+
+    trainer: Any
+    actor: Any
+    args: SimpleNamespace
+    classes: SimpleNamespace
+    steps: list[Step]
+    load: Callable[..., Any]
+
+
+@contextmanager
+def opened_trainer(
     model: Any,
-    rows: Sequence[Row],
+    n: int,
     temperature: float,
     *,
     micro: int = 2,
@@ -120,14 +178,17 @@ def record_training(
     max_tokens: int = 0,
     updates: int = 1,
     dtype: torch.dtype = torch.float32,
+    epochs: int = 1,
+    rate: float = 0.0,
+    lora_rank: int = 0,
     **actor: Any,
-) -> Recorded:
-    """Let OpenRLHF's trainer take optimizer steps on rows, and record them.
+) -> Iterator[Opened]:
+    """Make OpenRLHF's trainer of the actor, and record its steps in this context.
 
     Args:
         model: a small causal language model of transformers; OpenRLHF loads a copy of
             it.
-        rows: with old and reference log-probabilities.
+        n: the number of rows.
         temperature: by which OpenRLHF divides logits.
         micro: responses of a micro-batch.
         clip: bound of the gradient's norm; 0: it is not clipped.
@@ -135,24 +196,22 @@ def record_training(
         beta: kl.init_coef, with kl.use_loss and estimator k3.
         max_tokens: tokens of a dynamic micro-batch; 0: micro-batches have `micro`
             responses.
-        updates: optimizer steps, on equally many rows each, which its loader shuffles.
+        updates: optimizer steps of an epoch, on equally many rows each, which its
+            loader shuffles.
         dtype: of the parameters that it loads.
+        epochs: passes over the rows.
+        rate: the learning rate of SGD.
+        lora_rank: of adapters, which are not 0 at first; 0: there are none.
         **actor: arguments of its section `actor`: eps_clip_low_high, dual_clip,
             loss_agg_mode, policy_loss_type, ...
 
-    Returns:
-        The steps, and this model as the reference.
-
     Raises:
-        InputError: OpenRLHF is not installed, or its trainer fails, or it took no step.
+        InputError: OpenRLHF is not installed, or its trainer fails.
     """
-    imported = _import_classes()
-    reference = TorchModel(model)
-    steps = list[Step]()
-    n = len(rows)
+    classes = _import_classes()
     args = SimpleNamespace(
         train=SimpleNamespace(
-            max_epochs=1,
+            max_epochs=epochs,
             dynamic_batch_enable=bool(max_tokens),
             batch_size=n,
             max_tokens_per_gpu=max_tokens,
@@ -190,38 +249,206 @@ def record_training(
         rollout=SimpleNamespace(batch_size=n, n_samples_per_prompt=1),
         vllm=SimpleNamespace(sync_backend="gloo"),
     )
+    steps = list[Step]()
     with (
         process_group("OpenRLHF's trainer", "openrlhf"),
-        tempfile.TemporaryDirectory() as folder,
         ExitStack() as stack,
     ):
-        model.save_pretrained(folder)
-        for name, value in {"synchronize": None, "current_device": 0}.items():
-            stack.enter_context(patch(f"torch.cuda.{name}", return_value=value))
-        # it has halves only
-        with patch("openrlhf.utils.utils.convert_to_torch_dtype", return_value=dtype):
-            actor_model = imported.Actor(
-                folder, attn_implementation=attention, temperature=temperature
+        for name in ("synchronize", "empty_cache"):
+            stack.enter_context(patch(f"torch.cuda.{name}", return_value=None))
+
+        def load(weights: Any, **more: Any) -> Any:
+            """Load a model as OpenRLHF's Actor."""
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                # it has halves only
+                patch(
+                    "openrlhf.utils.utils.convert_to_torch_dtype", return_value=dtype
+                ),
+            ):
+                weights.save_pretrained(folder)
+                return classes.Actor(
+                    folder,
+                    attn_implementation=attention,
+                    temperature=temperature,
+                    **more,
+                )
+
+        lora = dict(lora_rank=lora_rank, target_modules="all-linear")
+        actor_model = load(model, **lora if lora_rank else {})
+        fill_adapters(actor_model)
+        optimizer = torch.optim.SGD(actor_model.parameters(), lr=rate)
+        with patch("torch.cuda.current_device", return_value=0):
+            trainer = classes.ActorPPOTrainer(
+                Engine(args, n // micro // updates, clip),
+                actor_model,
+                None,
+                optimizer,
+                MagicMock(),
+                micro_train_batch_size=micro,
+                dataloader_pin_memory=False,
+                buffer_cpu_offload=False,
             )
-        optimizer = torch.optim.SGD(actor_model.parameters(), lr=0.0)
-        trainer = imported.ActorPPOTrainer(
-            Engine(args, n // micro // updates, clip),
-            actor_model,
-            None,
-            optimizer,
-            MagicMock(),
-            micro_train_batch_size=micro,
-            dataloader_pin_memory=False,
-            buffer_cpu_offload=False,
-        )
-        trainer.replay_buffer.append(_experience(imported.Experience, rows))
         stack.enter_context(patch("torch.cuda.current_device", return_value="cpu"))
         # one more than it should take, so that an extra step is noticed
-        with watched(actor_model.model, steps, updates + 1):
-            trainer.ppo_train(beta)
-    if not steps:
+        with watched(actor_model.model, steps, updates * epochs + 1):
+            yield Opened(trainer, actor_model, args, classes, steps, load)
+
+
+def record_training(
+    model: Any, rows: Sequence[Row], temperature: float, **settings: Any
+) -> Recorded:
+    """Let OpenRLHF's trainer take optimizer steps on rows, and record them.
+
+    Args:
+        model: a small causal language model of transformers; OpenRLHF loads a copy of
+            it.
+        rows: with old and reference log-probabilities.
+        temperature: by which OpenRLHF divides logits.
+        **settings: the other arguments of `opened_trainer`.
+
+    Returns:
+        The steps, and this model as the reference.
+
+    Raises:
+        InputError: OpenRLHF is not installed, or its trainer fails, or it took no step.
+    """
+    reference = TorchModel(model)
+    with opened_trainer(model, len(rows), temperature, **settings) as opened:
+        experience = _experience(opened.classes.Experience, rows)
+        opened.trainer.replay_buffer.append(experience)
+        opened.trainer.ppo_train(settings.get("beta", 0.0))
+    if not opened.steps:
         raise InputError("OpenRLHF took no optimizer step on these rows.")
-    return Recorded(reference, steps)
+    return Recorded(reference, opened.steps)
+
+
+def record_from_rewards(
+    model: Any,
+    rows: Sequence[Row],
+    temperature: float,
+    estimator: str,
+    *,
+    group_size: int = 4,
+    reference: Any = None,
+    **settings: Any,
+) -> Recorded:
+    """Let OpenRLHF's trainer make experiences of rows and train on them, and record its
+    steps.
+
+    Args:
+        model: a small causal language model of transformers; OpenRLHF loads a copy of
+            it.
+        rows: with rewards and the sampler's log-probabilities.
+        temperature: of the sampler.
+        estimator: its option algo.advantage.estimator.
+        group_size: responses to a prompt.
+        reference: the reference model; None: there is none.
+        **settings: the other arguments of `opened_trainer`.
+
+    Returns:
+        The steps, and this model as the one that is compared.
+
+    Raises:
+        InputError: OpenRLHF is not installed, or its trainer fails, or it took no step.
+    """
+    before = TorchModel(model)
+    n = len(rows)
+    if settings.get("lora_rank"):
+        reference = model  # OpenRLHF loads it without adapters
+    with opened_trainer(model, n, temperature, **settings) as opened:
+        classes = opened.classes
+        args = opened.args
+        args.rollout.batch_size = n // group_size
+        args.rollout.n_samples_per_prompt = group_size
+        args.rollout.micro_batch_size = group_size // 2
+        args.train.colocate_actor_ref = False
+        args.algo.advantage.estimator = estimator
+        args.algo.advantage.gamma = 1.0
+        args.algo.kl.target = None
+        args.reward = SimpleNamespace(clip_range=None)
+        args.critic = SimpleNamespace(freezing_steps=-1)
+        args.ds.enable_sleep = False
+        args.logger = SimpleNamespace(
+            wandb=SimpleNamespace(key=None), tensorboard_dir=None
+        )
+        args.ckpt = SimpleNamespace(best_metric_key="none")
+        strategy = opened.trainer.strategy
+        policy: Any = object.__new__(classes.PolicyModelActor)
+        policy.trainer = opened.trainer
+        policy.actor = opened.actor
+        policy.strategy = strategy
+        others = None
+        if reference is not None:
+            other: Any = object.__new__(classes.ReferenceModelActor)
+            other.model = opened.load(reference).eval()
+            other.strategy = strategy
+            others = WorkerGroup(other)
+        tokenizer = MagicMock(pad_token_id=END)
+        with patch_ray(classes):
+            trainer = classes.BasePPOTrainer(
+                strategy, WorkerGroup(policy), None, None, others, None, tokenizer
+            )
+            generator = object.__new__(classes.SamplesGenerator)
+            samples = [
+                generator._process_response_into_experience(_response(row))
+                for row in rows
+            ]
+            trainer.train_step(samples, 1)
+        adapters = getattr(opened.actor.model, "peft_config", None)
+    if adapters:
+        from peft import get_peft_model
+
+        config = copy.copy(adapters["default"])
+        config.base_model_name_or_path = None  # the folder that OpenRLHF loaded is gone
+        adapted: Any = get_peft_model(copy.deepcopy(model), config)
+        before = TorchModel(adapted)
+    if not opened.steps:
+        raise InputError("OpenRLHF took no optimizer step on these rows.")
+    return Recorded(before, opened.steps)
+
+
+def patch_ray(classes: Any) -> ExitStack:
+    """Let what OpenRLHF's modules get from ray be the thing itself.
+
+    Args:
+        classes: OpenRLHF's own.
+
+    Returns:
+        A context.
+    """
+    here = SimpleNamespace(get=_itself, put=_itself)
+    stack = ExitStack()
+    for cls in (classes.BasePPOTrainer, classes.RemoteExperienceMaker):
+        stack.enter_context(patch(f"{cls.__module__}.ray", here))
+    return stack
+
+
+def _itself(x: Any) -> Any:
+    return x
+
+
+def _undecorated(cls: Any = None, **_: Any) -> Any:
+    """Return a class as it is, as a decorator with or without arguments."""
+    return cls or _itself
+
+
+def _response(row: Row) -> dict[str, Any]:
+    """Return a row as OpenRLHF's vLLM engine returns a response."""
+    start = len(row.prompt)
+    ranges = [
+        (start + i, start + i + 1) for i, trains in enumerate(row.trains) if trains
+    ]
+    return dict(
+        prompt=str(row.group),
+        label="",
+        observation_tokens=row.ids,
+        action_ranges=ranges,
+        reward=row.reward,
+        scores=row.reward,
+        rollout_log_probs=[0.0] * start + list(row.sampler or []),
+        truncated=row.response[-1] != END,
+    )
 
 
 def _experience(kind: Any, rows: Sequence[Row]) -> Any:
@@ -272,15 +499,35 @@ def _import_classes() -> SimpleNamespace:
     absent = {name: MagicMock() for name in ABSENT if name not in sys.modules}
     sys.modules.update(absent)
     try:
-        with patch("torch.compile", lambda f, **_: f):
+        with (
+            patch("torch.compile", lambda f, **_: f),
+            # its workers are then classes of this process
+            patch.object(sys.modules["ray"], "remote", _undecorated),
+        ):
             from openrlhf.models import Actor
+            from openrlhf.trainer.ppo_trainer import BasePPOTrainer
             from openrlhf.trainer.ppo_utils.experience import Experience
-            from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+            from openrlhf.trainer.ppo_utils.experience_maker import (
+                RemoteExperienceMaker,
+            )
+            from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
+            from openrlhf.trainer.ray.launcher import ReferenceModelActor
+            from openrlhf.trainer.ray.ppo_actor import (
+                ActorPPOTrainer,
+                PolicyModelActor,
+            )
     except ImportError as e:
         raise NotInstalled(f"OpenRLHF does not import here: {e}") from e
     finally:
         for name in absent:  # whoever asks for DeepSpeed from here on finds none
             del sys.modules[name]
     return SimpleNamespace(
-        Actor=Actor, Experience=Experience, ActorPPOTrainer=ActorPPOTrainer
+        Actor=Actor,
+        ActorPPOTrainer=ActorPPOTrainer,
+        BasePPOTrainer=BasePPOTrainer,
+        Experience=Experience,
+        PolicyModelActor=PolicyModelActor,
+        ReferenceModelActor=ReferenceModelActor,
+        RemoteExperienceMaker=RemoteExperienceMaker,
+        SamplesGenerator=SamplesGenerator,
     )

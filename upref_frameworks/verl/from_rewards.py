@@ -13,16 +13,14 @@ from typing import Any
 from unittest.mock import MagicMock, patch
 
 import torch
-from torch import nn
 
 from upref.errors import importing
 from upref.step.compare.record import Recorded, Step, watched
 from upref.step.inputs.reference import TorchModel
 from upref.step.inputs.rows import Row
+from upref_frameworks.steps.adapters import fill_adapters
 from upref_frameworks.steps.host import process_group
 from upref_frameworks.verl.step import ACTOR, _restored, adapted_like, make_worker
-
-ADAPTER_STD = 0.03  # of the adapters' second matrices, which are 0 at first
 
 
 class Table:
@@ -184,7 +182,7 @@ def record_from_rewards(
                 engine=engine | infers,
                 optimizer=dict(optimizer="SGD", lr=rate, clip_grad=1e9),
             )
-            _fill_adapters(worker.engine.module)
+            fill_adapters(worker.engine.module)
             trainer: Any = object.__new__(PPOTrainerSync)
             trainer.config = _config(settings, temperature, algorithm)
             trainer.actor_rollout_wg = WorkerGroup(worker, table)
@@ -276,16 +274,3 @@ def _put_samples(table: Table, rows: Sequence[Row]) -> Any:
         samples.append(sample)
         tags.append(dict(seq_len=len(row.ids)))
     return table.kv_batch_put(keys, "train", list_of_dict_to_tensordict(samples), tags)
-
-
-@torch.no_grad()
-def _fill_adapters(module: nn.Module) -> None:
-    """Give the second matrices of adapters numbers: at 0 the adapters have no effect."""
-    generator = torch.Generator().manual_seed(2)
-    for name, parameter in module.named_parameters():
-        if "lora_B" in name:
-            weights: Any = (
-                parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            )
-            noise = torch.randn(weights.shape, generator=generator)
-            weights.copy_(ADAPTER_STD * noise)
