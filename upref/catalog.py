@@ -142,6 +142,11 @@ def require_estimators(kl: str, advantage: str, agg: str) -> None:
         *description.names_of("advantages", "ADVANTAGES"),
         *description.names_of("token_advantages", "TOKEN_ADVANTAGES"),
     ]
+    if ":" in (advantage or ""):
+        raise InputError(
+            f"--as-advantage takes the name of an estimator, not {advantage}: no command compares two advantage functions "
+            "with each other. Check each of them against one name, such as group_norm."
+        )
     if advantage and advantage not in advantage_estimators:
         raise unknown_advantage(advantage, advantage_estimators)
     aggregations = description.names_of("aggregation", "AGGREGATIONS")

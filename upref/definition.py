@@ -6,6 +6,7 @@ One file, because the three are read together: what is registered, what it compu
 what its gradient is.
 """
 
+import difflib
 import inspect
 import os
 import re
@@ -213,8 +214,10 @@ class Objective:
         for key, value in hp.items():
             if key not in defaults:
                 known_names = ", ".join(defaults) or "none"
+                near = difflib.get_close_matches(str(key), defaults, n=1, cutoff=0.7)
+                meant = f" Did you mean {near[0]}?" if near else ""
                 raise InputError(
-                    f"{self.name} has no hyperparameter {key!r}; it takes: {known_names}."
+                    f"{self.name} has no hyperparameter {key!r}; it takes: {known_names}.{meant}"
                 )
             is_in_range, range_words = _RANGES.get(key, _POSITIVE)
             # c = None: no dual clip

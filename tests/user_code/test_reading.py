@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import traceback
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -494,6 +495,59 @@ def test_the_wrapper_of_an_error_can_be_pasted(signature):
     values = dict(log_prob=1, old_log_prob=2, advantages=3, mask=4)
     more = {"clip": 5} if "clip" in signature else {}
     assert set(scope["loss"](**values, **more).values()) >= {1, 2, 3}
+
+
+def test_a_count_of_tokens_is_not_bound_to_a_constant():
+    def trl_loss(lp, old_lp, adv, mask, num_items_in_batch):
+        return locals()
+
+    with pytest.raises(InputError) as e:
+        read(trl_loss)
+    assert "--hp" not in str(e.value)
+    scope = {"trl_loss": trl_loss}
+    code = str(e.value).partition("file, `")[2].partition("`")[0]
+    exec(code, scope)
+    totals = SimpleNamespace(tokens=7)
+    given = scope["loss"](1, 2, 3, 4, totals)
+    assert list(given.values()) == [1, 2, 3, 4, 7]
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "tokens", "num_items_per_gpu", "n"])
+def test_other_numbers_are_no_count_of_tokens(name):
+    assert not names.counts_tokens(name)
+
+
+def test_an_advantage_function_is_told_which_commands_take_it():
+    def advantages(rewards, group_ids, eps=1e-6):
+        raise AssertionError("it is not called")
+
+    def reinforce(rewards, logits):
+        raise AssertionError("it is not called")
+
+    [said] = {refused(advantages)}
+    assert "--as-advantage group_norm" in said and "`def " not in said
+    assert "--as-advantage" not in refused(reinforce)
+
+
+def test_the_wrapper_of_a_function_in_a_file_is_told_its_place(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def loss(lp, lp_old, A):\n    return lp.sum()\n")
+    assert "below `from mine import loss`." in refused(f"{file}:loss")
+
+
+def test_a_misspelled_hyperparameter_is_told_the_nearest():
+    with pytest.raises(InputError, match=r"'eps_hihg'.*Did you mean eps_high\?"):
+        get("dapo").resolve({"eps_hihg": 0.3})
+    with pytest.raises(InputError) as e:
+        get("dapo").resolve({"temperature": 0.3})
+    assert "mean" not in str(e.value)
+
+
+def refused(loss):
+    """The error with which a loss is refused."""
+    with pytest.raises(InputError) as e:
+        upref.check(loss, "dapo")
+    return str(e.value)
 
 
 CLIP = "r = (new - old).exp(); J = torch.minimum(r * A, r.clamp(0.8, high) * A)"

@@ -300,7 +300,17 @@ BAD = {
     "nan": ("return log_prob.sum() * float('nan')", "is nan on a good batch"),
     "vector": ("return log_prob.sum(0)[:3]", "returns shape"),
     "detached": ("return log_prob.detach().sum()", "no gradient"),
-    "number": ("return 1.0", "not a tensor"),
+    "number": ("return 1.0", "as .item() or float() gives it"),
+    "nothing": ("log_prob.sum()", "does it end without `return`?"),
+    "keys": (
+        "return {'clip': 0.0, 'pg': log_prob.sum()}",
+        "its keys are 'clip', 'pg'; of these only ['pg'] has",
+    ),
+    "last": (
+        "return {}, log_prob.sum()",
+        "holds dict, Tensor; of these only [1] has a gradient",
+    ),
+    "text": ("return 'a'", "returns a str, not a tensor"),
     "overwrites": ("log_prob.mul_(2); return log_prob.sum()", "raised RuntimeError"),
 }
 

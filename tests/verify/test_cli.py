@@ -204,6 +204,7 @@ def test_watch_checks_again_at_each_save_until_ctrl_c(tmp_path):
         (["FILE", "--as", "dapo"], "two.py is a file: name its function"),
         (["FILE:right", "--as", "dap"], "did you mean dapo"),
         (["FILE:right", "--as-advantage", "group"], "there is no"),
+        (["FILE:right", "--as-advantage", "FILE:wrong"], "against one name"),
         (["FILE:right", "--as", "dapo", "--agg", "mean"], "aggregation"),
         (["FILE:right", "--as-kl", "k3", "--agg", "token-mean"], "give it with --as"),
         (["FILE:right", "--as", "dapo", "--hp", "eps"], "is not NAME=NUMBER"),

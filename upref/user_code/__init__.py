@@ -352,7 +352,7 @@ def _loss_with_hyperparameters(
         )
     resolved = objective.resolve(hp)
     given = {*argument.values(), *passed}
-    _refuse_unbound(name, [p for p in reading.needed if p not in given])
+    _refuse_unbound(name, reading, [p for p in reading.needed if p not in given])
     bound = {k: v for k, v in hp.items() if k in argument or reading.accepts_kwargs}
     bound |= {k: resolved[k] for k, p in argument.items() if p in reading.needed}
     defaults = {
@@ -461,7 +461,7 @@ def _separate_settings(
     return {k: v for k, v in hp.items() if k not in of_loss}, passed
 
 
-def _refuse_unbound(name: str, unbound: list[str]) -> None:
+def _refuse_unbound(name: str, reading: Reading, unbound: list[str]) -> None:
     """Raise InputError where the loss needs arguments that have no value."""
     if not unbound:
         return
@@ -475,6 +475,19 @@ def _refuse_unbound(name: str, unbound: list[str]) -> None:
         raise InputError(
             f"{name} needs {of_critic[0]!r}, which a critic has: check the policy's term without it, by a wrapper, and "
             "the critic's loss by `--as-value`."
+        )
+    if all(map(names.counts_tokens, unbound)):
+        inner = name.rpartition(":")[2]
+        roles = {p: names.CALLED[r] for p, r in reading.roles.items()}
+        roles |= dict.fromkeys(unbound, "totals.tokens")
+        given = ", ".join(f"{p}={value}" for p, value in roles.items())
+        takes = ", ".join(
+            dict.fromkeys(value.partition(".")[0] for value in roles.values())
+        )
+        outer = "wrapped" if inner == "loss" else "loss"
+        raise InputError(
+            f"{name} needs {unbound[0]!r}, a number of tokens that changes with the batch: check a wrapper in its file, "
+            f"`def {outer}({takes}): return {inner}({given})`; {locate_page(WRAP_PAGE)} has examples."
         )
     raise InputError(
         f"{name} needs {unbound[0]!r}, which upref does not know: bind it, `--hp {unbound[0]}=VALUE` or "

@@ -426,7 +426,7 @@ class Loss:
                         f"{kind} of {len(answer)}, of which the first has no gradient. {_RETURN}"
                     )
         if not isinstance(first, Tensor):
-            raise InputError(f"{kind}, not a tensor: return the loss itself. {_RETURN}")
+            raise InputError(_no_tensor(self.name, answer))
         return first, where
 
     def outcome(
@@ -701,10 +701,48 @@ class _Stepped(torch.autograd.Function):
         )
 
 
-_RETURN = (
-    "Check a wrapper: `def loss(log_prob, old_log_prob, advantages, mask): return f(...)[i]` with the place or key of "
-    "the loss for i."
-)
+_WRAPPER = "def loss(log_prob, old_log_prob, advantages, mask): return f(...)"
+_RETURN = f"Check a wrapper: `{_WRAPPER}[i]` with the place or key of the loss for i."
+LISTED = 12  # keys or elements that a message lists
+
+
+def _no_tensor(name: str, answer: Any) -> str:
+    """Say that an answer holds no loss where one is looked for, and what to do.
+
+    Args:
+        name: of the function.
+        answer: what it returned.
+    """
+    kind = f"{name} returns a {type(answer).__name__}"
+    if answer is None:
+        return f"{name} returns None: does it end without `return`? Return the loss."
+    if isinstance(answer, int | float):
+        return (
+            f"{kind}, a number without a gradient, as .item() or float() gives it: "
+            "return the tensor."
+        )
+    holds: dict[Any, Any] = {}
+    if isinstance(answer, dict):
+        holds = answer
+        listed = "its keys are " + _listed([f"{key!r:.40}" for key in answer])
+    elif isinstance(answer, tuple | list):
+        holds = dict(enumerate(answer))
+        listed = "it holds " + _listed([type(x).__name__ for x in answer])
+    if not holds:
+        return f"{kind}, not a tensor: return the loss itself."
+    alive = [
+        key for key, x in holds.items() if isinstance(x, Tensor) and x.requires_grad
+    ]
+    if len(alive) == 1:
+        found = f"of these only [{alive[0]!r:.40}] has a gradient"
+        return f"{kind}, not a tensor: {listed}; {found}. Check a wrapper: `{_WRAPPER}[{alive[0]!r:.40}]`."
+    return f"{kind}, not a tensor: {listed}. {_RETURN}"
+
+
+def _listed(words: list[str]) -> str:
+    """Join words, the first few where they are many."""
+    more = f" and {len(words) - LISTED} more" if len(words) > LISTED else ""
+    return ", ".join(words[:LISTED]) + more
 
 
 def _as_slice(x: Tensor) -> Tensor:

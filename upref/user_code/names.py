@@ -173,6 +173,21 @@ def words(name: str) -> list[str]:
     return [w for w in re.split(r"[_\W\d]+", snake) if w]
 
 
+def counts_tokens(name: str) -> bool:
+    """Tell whether a name is of a number of tokens, as TRL's `num_items_in_batch` and
+    `total_tokens` are.
+
+    Args:
+        name: of an argument.
+    """
+    words_of_name = set(words(name))
+    return bool(
+        words_of_name & {"tokens", "items"}
+        and words_of_name & {"num", "n", "total", "count"}
+        and not words_of_name & {"max", "min", "per"}
+    )
+
+
 def is_of_sampler(name: str) -> bool:
     """Tell whether a name is of the engine that sampled, as `sampling_logps` and
     `rollout_is_weights` do.

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import PurePath
 from typing import Any
 
 from upref.errors import InputError
@@ -18,6 +19,7 @@ from upref.user_code.names import (
     may_be_old,
     not_given,
     older_of,
+    reward_role,
     sampler_of,
     tells_mask,
 )
@@ -165,6 +167,9 @@ def read(
 
     def refusal(words: str) -> InputError:
         """The error with these words, and what to do about it."""
+        if "logp" in main and _takes_rewards_alone(named):
+            words = f"it takes rewards and no log-probabilities. {_OF_ADVANTAGES}"
+            return InputError(f"{_shown(name, all_parameters)}: {words}")
         how_to_wrap = wrapper(name, main, all_parameters, roles)
         return InputError(f"{_shown(name, all_parameters)}: {words}. {how_to_wrap}")
 
@@ -199,6 +204,20 @@ def read(
         left_at_default=unread,
         order_unknown=order_unknown,
     )
+
+
+_OF_ADVANTAGES = (
+    "If it is an advantage function, `upref check FILE:FUNCTION --as-advantage group_norm` and `upref prove` with the same "
+    "option take it; `upref identify`, `upref diff` and --as take losses alone."
+)
+
+
+def _takes_rewards_alone(named: Sequence[inspect.Parameter]) -> bool:
+    """Tell whether each argument without a default is one of an advantage function, and
+    one of them the rewards.
+    """
+    roles = {reward_role(p.name) for p in named if p.default is p.empty}
+    return "rewards" in roles and "" not in roles
 
 
 def _why_not_by_position(
@@ -393,7 +412,16 @@ def wrapper(
     takes = ", ".join([called, *unfilled])
     code = f"`def {inner_name}({takes}): return {inner}({given})`"
     how = f"Use the names {called}, or check a wrapper: {code}{remark}."
-    return f"{how} {locate_page(WRAP_PAGE)} has examples."
+    return f"{how}{_where(name)} {locate_page(WRAP_PAGE)} has examples."
+
+
+def _where(name: str) -> str:
+    """Say where a wrapper of a function in a file stands; "" of another function."""
+    file, _, function = name.rpartition(":")
+    module = PurePath(file).name.removesuffix(".py")
+    if not (file.endswith(".py") and module.isidentifier() and function.isidentifier()):
+        return ""
+    return f" It stands in {PurePath(file).name}, or below `from {module} import {function}`."
 
 
 def _handed_over(
