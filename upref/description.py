@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from upref.errors import InputError
+
 LEVELS = {
     "token": "acts on each token separately: lp, lp_old, A are [B, T]",
     "sequence_mean": "acts on mean_t lp, the log of a response's geometric-mean probability: lp, lp_old, A are [B]",
@@ -209,8 +211,17 @@ def syntax_tree(path: Path) -> ast.Module:
 
     Args:
         path: of the file.
+
+    Raises:
+        InputError: it is no Python.
     """
-    return ast.parse(path.read_text(encoding="utf-8"))
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    except SyntaxError as error:
+        raise InputError(
+            f"{path}, line {error.lineno}: SyntaxError: {error.msg}. Every command reads "
+            "this folder: mend the file, or move it elsewhere."
+        ) from error
 
 
 def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:

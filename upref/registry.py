@@ -6,11 +6,14 @@ first asked for, and transforms.
 import copyreg
 import functools
 import importlib
+import inspect
 import pkgutil
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from upref import catalog, definition
+from upref import catalog, definition, ops
 from upref.definition import ERRORS, LEVELS, NO_DUAL_CLIP, REDUCE, TRANSFORMS, Objective
 from upref.errors import InputError
 
@@ -32,10 +35,49 @@ def _load() -> dict[str, Objective]:
     if not _loaded:
         from upref import objectives, transforms  # noqa: F401  # it registers them
 
-        for module in sorted(m.name for m in pkgutil.iter_modules(objectives.__path__)):
-            importlib.import_module(f"upref.objectives.{module}")
+        found = pkgutil.iter_modules(objectives.__path__)
+        for finder, name, _ in sorted(found, key=lambda module: module.name):
+            try:
+                importlib.import_module(f"upref.objectives.{name}")
+            except Exception as error:  # whatever a file of a user raises
+                file = Path(finder.path) / f"{name}.py"  # type: ignore[union-attr]
+                raise InputError(_why_not_imported(file, error)) from error
         _loaded.append(True)
     return definition.OBJECTIVES
+
+
+def _why_not_imported(file: Path, error: Exception) -> str:
+    """Say which file and line of the folder `objectives` does not import, and what to
+    do.
+
+    Args:
+        file: the file that was imported.
+        error: what the import raised.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if Path(f.filename).parent == file.parent]
+    where = f"{own[-1].filename}, line {own[-1].lineno}" if own else str(file)
+    what = str(error)
+    if isinstance(error, SyntaxError):
+        where = f"{error.filename}, line {error.lineno}"
+        what = error.msg
+    if not isinstance(error, InputError):
+        what = f"{type(error).__name__}: {what}"
+    if isinstance(error, ImportError) and error.name == ops.__name__:
+        what += f"; upref.ops has {', '.join(_operations())}"
+    return f"{where}: {what.removesuffix('.')}. Every command reads this folder: mend the file, or move it elsewhere."
+
+
+def _operations() -> list[str]:
+    """The functions of upref.ops with which an objective is written."""
+    functions = inspect.getmembers(ops, inspect.isfunction)
+    return [
+        name
+        for name, function in functions
+        if function.__module__ == ops.__name__
+        and not name.startswith("_")
+        and name not in ("recorded_sg", "with_signature")  # for upref itself
+    ]
 
 
 _loaded: list[bool] = []

@@ -397,3 +397,16 @@ def test_unknown_or_impossible_hyperparameters():
 def test_each_missing_input_of_a_weight_is_named():
     with pytest.raises(upref.errors.InputError, match="pass mu= and mask= and group="):
         upref.get("tpo").weight(torch.ones(2, 3), torch.ones(2, 1))
+
+
+def test_a_weight_that_fades_has_the_room_of_no_clip():
+    """As its docstring says: also where float64 rounds the weight to 0."""
+
+    def soft(log_prob, old_log_prob, advantages, mask):
+        r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+        weighed = (1 + torch.tanh((r - 1) / 0.5)) * torch.where(mask, advantages, 0)
+        return -weighed.sum() / mask.sum()
+
+    r = torch.tensor([50.0])
+    assert float(make_curve(soft)(r.numpy(), 1.0)[0]) == 0
+    assert upref.capacity(soft, 0.5, 0.01) == upref.capacity("up_dapo", 0.5, 0.01)

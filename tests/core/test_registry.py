@@ -386,3 +386,30 @@ def test_a_hyperparameter_that_is_not_keyword_only_is_refused(
     with pytest.raises(InputError, match=says):
         exec(POSITIONAL.format(of_function=of_function, of_weight=of_weight), {})
     assert "root_up" not in upref.names()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("\nfrom upref.ops import tanh\n", "line 2: ImportError: cannot import name"),
+        ("x = (\n", "line 1: SyntaxError: '(' was never closed"),
+        ("\n\nx = y\n", "line 3: NameError: name 'y' is not defined. Every command"),
+    ],
+)
+def test_a_file_that_does_not_import_is_named_with_its_line(
+    registered, tmp_path, monkeypatch, text, said
+):
+    from upref import objectives
+
+    (tmp_path / "my_objective_that_breaks.py").write_text(text)
+    folders = [*objectives.__path__, str(tmp_path)]
+    monkeypatch.setattr(objectives, "__path__", folders)
+    monkeypatch.setattr(registry, "_loaded", [])
+    with pytest.raises(InputError) as refused:
+        upref.names()
+    sentence = str(refused.value)
+    assert sentence.startswith(f"{tmp_path / 'my_objective_that_breaks.py'}, {said}")
+    if "tanh" in text:
+        assert "upref.ops has binary_kl, clip, " in sentence and "sigmoid" in sentence
+    monkeypatch.setattr(objectives, "__path__", folders[:-1])
+    assert "dapo" in upref.names()

@@ -67,8 +67,9 @@ def capacity(
     response.
 
     A dead band narrower than the scan (2 % of r in 1e-3..1e3, finer near 1) may be
-    missed. A weight that fades without a cut (SAPO) counts as nonzero until float64
-    rounds it to 0.
+    missed. Only a cut ends a token's room. A weight that fades without one (SAPO, a
+    tanh) counts as nonzero everywhere, also where float64 rounds it to 0: its Cap is
+    that of an objective without a clip, however small the weight.
     """
     p, mu, A = _checked_points(pi, pi_old, adv)
     shape = p.shape
