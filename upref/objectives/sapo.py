@@ -19,9 +19,9 @@ from upref.ops import exp, sigmoid, where
 def sapo(lp, lp_old, A, *, tau_pos=1.0, tau_neg=1.05):
     """J = E 1/G Σ_i 1/|o_i| Σ_t f(r) A_i,  f(r) = (4/τ) σ(τ(r-1)),  τ = τ_pos if A > 0 else τ_neg"""
     x = exp(lp - lp_old) - 1
-    # σ = 1 - p: p has the digits where σ rounds to 1
-    p = sigmoid(where(A > 0, -tau_pos * x, -tau_neg * x))
-    return where(A > 0, 4 / tau_pos * A, 4 / tau_neg * A) * (1 - p)
+    # σ = 1 - closed: closed has the digits where σ rounds to 1
+    closed = sigmoid(where(A > 0, -tau_pos * x, -tau_neg * x))
+    return where(A > 0, 4 / tau_pos * A, 4 / tau_neg * A) * (1 - closed)
 
 
 @sapo.with_weight
