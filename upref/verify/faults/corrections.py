@@ -149,9 +149,12 @@ def corrected(case: LossCase) -> Iterator[LossFault]:
             weigh=partial(_weights, case, measured, log_rho_of),
             whole=case.objective.agg == KEPT_MEAN,
         )
-    words = "a response is dropped if one of its tokens is, not by the ratio of the response"
+    words = (
+        "a whole response is dropped as soon as the sampler's correction is 0 at one of "
+        "its tokens; that of a token with the ratio ρ = π_old/μ was measured as"
+    )
     yield fault(
-        f"{words}: {function} of each token",
+        f"{words}: {function}",
         "ratio",
         id="response-dropped-by-one-token",
         weigh=partial(_weights, case, measured, LEVELS["of each token"], drops=True),
