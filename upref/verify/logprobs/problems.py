@@ -118,10 +118,13 @@ def plain(kernel: Kernel) -> dict[str, dict[str, Problem]]:
         Name of the oracle -> words -> problem.
     """
     no_gradients = dict[str, Any](g=None, g_H=None)
-    unused_gradients: dict[str, dict[str, Any]] = {"gradient": {"g_H": None}}
-    unused_gradients |= (
-        {"entropy-gradient": {"g": None}, "gradients": {}} if kernel.has_entropy else {}
-    )
+    # by the name of the oracle: of what the gradient is taken, and what that leaves out
+    gradients: dict[str, tuple[str, dict[str, Any]]] = {
+        "gradient": ("backward from the log-probs", {"g_H": None})
+    }
+    if kernel.has_entropy:
+        gradients["entropy-gradient"] = ("backward from the entropy", {"g": None})
+        gradients["gradients"] = ("backward from log-probs and entropy", {})
     small = random_problem(kernel, 1, **no_gradients)
     larger = random_problem(kernel, 10, 19, 6, 1, **no_gradients)
     problems = {
@@ -138,10 +141,10 @@ def plain(kernel: Kernel) -> dict[str, dict[str, Problem]]:
             )
             for temperature in (0.6, 1.7)
         }
-    for name, unused in unused_gradients.items():
-        problems[name] = {"temperature 1": random_problem(kernel, **unused)}
+    for name, (words, unused) in gradients.items():
+        problems[name] = {f"{words}, temperature 1": random_problem(kernel, **unused)}
         if "temperature" in kernel.settings:
-            problems[name]["temperature 0.6"] = random_problem(
+            problems[name][f"{words}, temperature 0.6"] = random_problem(
                 kernel, 10, 7, 3, 3, temperature=0.6, **unused
             )
     return problems
