@@ -412,7 +412,8 @@ def _single_batches(case: LossCase) -> Iterator[tuple[str, Rollouts]]:
                 group = all_responses.group[i : i + 1]
             else:
                 group = torch.zeros(1, dtype=torch.long)
-            yield "a batch of one response", Rollouts.unchecked(**row, group=group)
+            regime = "one response of the unusual inputs, as a batch of its own"
+            yield regime, Rollouts.unchecked(**row, group=group)
 
 
 # responses of the batches of AXES, each alone
