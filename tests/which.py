@@ -11,6 +11,7 @@ the fewest other modules, and these are printed too. Only the source is read.
 import argparse
 import ast
 import sys
+import tomllib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("upref", "upref_frameworks", "upref_course")
+FRAMEWORKS = "upref_frameworks"
+PACKAGES = ("upref", FRAMEWORKS, "upref_course")
 # packages whose files are found by the names of the files
 OF_FILES = (
     "upref.objectives",
@@ -48,7 +50,7 @@ class Belonging:
     def __str__(self) -> str:
         path = path_of(self.module)
         if not self.tests:
-            return f"{path}\n    no test reaches it"
+            return f"{path}\n    no test reaches it by imports"
         more = len(self.tests) - SHOWN
         lines = [str(path), *(f"    {test}" for test in self.tests[:SHOWN])]
         if more > 0:
@@ -99,9 +101,25 @@ def public_names() -> dict[str, str]:
 
 
 @cache
+def attached() -> tuple[str, ...]:
+    """Return the modules that upref.plugins imports: those of the entry points."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    groups = project["project"]["entry-points"]
+    named = (groups[group] for group in ("upref.frameworks", "upref.commands"))
+    targets = (target for points in named for target in points.values())
+    return tuple(sorted({target.partition(":")[0] for target in targets}))
+
+
+def audits() -> list[str]:
+    """Return the modules that upref_frameworks.audits imports, one of each framework."""
+    return sorted(m for m in modules() if m.split(".")[::2] == [FRAMEWORKS, "audit"])
+
+
+@cache
 def imported(module: str) -> tuple[str, ...]:
     """Return the modules that a module imports or whose public names it uses, each as
-    often as it does. A package of OF_FILES imports its own modules.
+    often as it does. A package of OF_FILES imports its own modules. What an entry point
+    or a name of a framework stands for is imported too.
 
     Args:
         module: its name.
@@ -116,6 +134,10 @@ def imported(module: str) -> tuple[str, ...]:
     found += sorted(packages - {*OF_FILES, *found})
     if module in OF_FILES:
         found += sorted(m for m in modules() if m.rpartition(".")[0] == module)
+    if module == "upref.plugins":
+        found += attached()
+    if module == f"{FRAMEWORKS}.audits":
+        found += audits()
     return tuple(name for name in found if name in modules() and name != module)
 
 

@@ -14,6 +14,8 @@ from tests import which
         ("upref/verify/faults/losses.py", "tests/verify/test_fault_search.py"),
         ("upref/user_code/function.py", "tests/user_code/test_function.py"),
         ("upref/identification/identify.py", "tests/verify/test_identify.py"),
+        ("upref_frameworks/commands.py", "tests/core/test_plugins.py"),
+        ("upref_frameworks/slime/audit.py", "tests/frameworks/test_audit.py"),
     ],
 )
 def test_the_tests_of_a_module_are_told(file, test, capsys):
