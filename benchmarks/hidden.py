@@ -11,7 +11,9 @@ seconds of forward and backward on one thread, as ratios to `naive`: at full siz
 in the process of the memory; at the miniature's size in 30 rounds in which both take
 their turn. Errors are against float64; half of the rows have a token with p near 0.9.
 `naive` is float32 logits and torch's log_softmax. torch's linear_cross_entropy has no
-entropy: it stands beside the log-probs alone of naive and of upref.hidden.
+entropy: it stands beside the log-probs alone of naive and of upref.hidden. `limit` is
+the time in which this machine multiplies three float32 matrices of 2 N V H operations:
+logits, dh and dW, and nothing else.
 """
 
 import argparse
@@ -234,6 +236,18 @@ def fresh(who, N, V, dtype="float32"):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def operations_per_second():
+    """Return how many operations of float32 products this machine does in a CPU second."""
+    a = torch.ones(1024, 1024)
+    product = torch.empty_like(a)
+    best = 0.0
+    for _ in range(5):
+        start = time.process_time()
+        torch.mm(a, a, out=product)
+        best = max(best, 2 * len(a) ** 3 / (time.process_time() - start))
+    return best
+
+
 # ---- the tables ----------------------------------------------------------------------
 def memory(cases, who, only=""):
     """Print the peak memory and the CPU seconds of one step of each function.
@@ -251,6 +265,7 @@ def memory(cases, who, only=""):
         f"{'':16} {'N':>5} {'V':>7} {'MB':>7} {'beyond dh, dW':>14} {'of naive':>9} {'seconds':>8} {'of naive':>9}"
     )
     naive_rest = naive_seconds = None
+    speed = operations_per_second()
     for N, V in cases:
         for name in who:
             measured = fresh(only + name, N, V)
@@ -269,6 +284,12 @@ def memory(cases, who, only=""):
                 f"{name:16} {N:5} {V:7} {peak:7.0f} {rest:14.0f} {rest_share:>9} {seconds:8.1f} {seconds_share:>9}",
                 flush=True,
             )
+        limit = 3 * 2 * N * V * H / speed
+        share = "" if naive_seconds is None else f"{limit / naive_seconds:9.3f}"
+        print(
+            f"{'limit':16} {N:5} {V:7} {'-':>7} {'-':>14} {'-':>9} {limit:8.1f} {share:>9}",
+            flush=True,
+        )
 
 
 def times(N, V, who, rounds, H=H):

@@ -164,7 +164,9 @@ def measure(
     }
 
 
-def table(names: list[str], versions: list[str], found: dict) -> list[str]:
+def table(
+    names: list[str], versions: list[str], found: dict[tuple[str, str], Took]
+) -> list[str]:
     """Return the lines of the table: whole, imports and rest of each version."""
     columns: dict[str, Callable[[Took], float]] = {
         "whole": lambda one: one.whole,

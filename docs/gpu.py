@@ -212,7 +212,11 @@ def verdict_on_liger(row: dict[str, Any]) -> str:
 
 
 def sizes() -> str:
-    """Time, memory and error of log-probability heads at real sizes."""
+    """Time, memory and error of log-probability heads at real sizes, and the time that
+    the card leaves to all of them.
+    """
+    from benchmarks.gpu.limits import least_milliseconds
+
     parts = []
     cases: dict[tuple, Rows] = {}
     for row in rows("sizes"):
@@ -220,19 +224,28 @@ def sizes() -> str:
             cases.setdefault((row["dtype"], row["H"], row["N"]), []).append(row)
     for (dtype, H, N), measured in sorted(cases.items()):
         body = []
+        limit = least_milliseconds(dtype, H, N)
         for row in measured:
             errors = [row.get(f"error of {k}") for k in ("log-prob", "entropy", "dW")]
             cells = [
                 row["who"],
                 row["of"] + 1,
                 f"{row['milliseconds']:.1f}",
+                f"{row['milliseconds'] / limit:.1f}",
                 f"{row['peak_bytes'] / 1e9:.2f}",
                 *("" if error is None else size(error) for error in errors),
             ]
             body.append(cells)
         head = [
-            f"{dtype}, H = {H:,}, {N:,} tokens", "run", "ms", "GB", "log-prob off by", "entropy off by", "dW off by",
-        ]  # fmt: skip
+            f"{dtype}, H = {H:,}, {N:,} tokens",
+            "run",
+            "ms",
+            f"times the limit of {limit:.2g} ms",
+            "GB",
+            "log-prob off by",
+            "entropy off by",
+            "dW off by",
+        ]
         parts.append(table(head, body))
     return "\n\n".join(parts)
 

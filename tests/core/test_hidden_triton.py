@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernels of upref.hidden, run by Triton's interpreter on a CPU.
 
-Where Triton is missing the tests are skipped. A wrong kernel fails them without a GPU;
-what they do not show is that the kernels compile for one.
+Where Triton is missing the tests are skipped. A wrong kernel fails them without a GPU.
+One test compiles the kernels to machine code of three GPUs, which needs none either. What
+no test here shows is how long they take.
 """
 
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -36,6 +38,65 @@ def test_the_others_pass_in_a_process_with_the_interpreter():
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+NUMBERS = {"scale", "outer"}
+IDS = {"row_ptr", "id_ptr", "best_column_ptr"}
+COUNTS = {"start", "width", "n_blocks"}
+
+
+def types_of(kernel, constants, of_parts="fp32"):
+    """Return the type of each argument of a kernel, as Triton writes it."""
+    types = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            types[name] = "constexpr"
+        elif name in COUNTS:
+            types[name] = "i32"
+        elif name in NUMBERS:
+            types[name] = "fp32"
+        elif name in IDS:
+            types[name] = "*i64"
+        else:
+            types[name] = (
+                f"*{of_parts if name in ('large_ptr', 'rest_ptr') else 'fp32'}"
+            )
+    return types
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter is on")
+@pytest.mark.parametrize("capability", [80, 90, 100])  # A100, H100, B200
+def test_the_kernels_compile_for_a_gpu(capability, tmp_path, monkeypatch):
+    """Triton's wheel has NVIDIA's assembler, so no GPU is needed."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from upref import hidden_triton
+
+    def machine_code(kernel, constants, of_parts="fp32"):
+        names = kernel.arg_names
+        places = {(names.index(name),): x for name, x in constants.items()}
+        types = types_of(kernel, constants, of_parts)
+        source = ASTSource(kernel, types, constexprs=places)
+        target = GPUTarget("cuda", capability, 32)
+        return triton.compile(source, target=target).asm["cubin"]
+
+    block = {"BLOCK": hidden_triton.BLOCK}
+    assert machine_code(hidden_triton._sum_row, block).startswith(b"\x7fELF")
+    for has_entropy, has_cap, has_rest in itertools.product([False, True], repeat=3):
+        constants = block | {
+            "HAS_ENTROPY": has_entropy,
+            "HAS_CAP": has_cap,
+            "HAS_REST": has_rest,
+        }
+        if not has_entropy:
+            constants["g_H_ptr"] = None
+        kernel = hidden_triton._gradient_of_block
+        code = machine_code(kernel, constants, "bf16" if has_rest else "fp32")
+        assert code.startswith(b"\x7fELF")
 
 
 @pytest.mark.skipif(HAS_TRITON, reason="needs a machine without triton")

@@ -299,6 +299,22 @@ def test_the_products_and_passes_of_hidden_are_counted_on_its_path_for_a_gpu():
     assert not upref.hidden._multiplies_bfloat16(torch.ones(1, 1), torch.ones(1, 1))
 
 
+def test_the_limit_of_a_head_is_the_longer_of_products_and_memory():
+    """By hand, for one token: W is read and its gradient written, 2 bytes a number."""
+    W = limits.V * 4096
+    for_one = limits.least_milliseconds("bfloat16", 4096, 1)
+    assert for_one == pytest.approx(1e3 * 4 * (W + 4096) / 3.35e12)
+    for_many = limits.least_milliseconds("float32", 4096, 4096)
+    assert for_many == pytest.approx(1e3 * 6 * 4096 * W / 67e12)
+
+
+def test_no_recorded_head_is_faster_than_the_card():
+    for row in gpu_rows("sizes"):
+        if "milliseconds" in row:
+            least = limits.least_milliseconds(row["dtype"], row["H"], row["N"])
+            assert row["milliseconds"] > least, row["who"]
+
+
 def test_narrow_tiles_pass_over_the_gradient_of_the_states_more_often():
     sizes = {"hidden_size": 256, "tokens": 128, "words": 4096}
     narrow, wide = (
