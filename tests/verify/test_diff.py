@@ -186,3 +186,22 @@ def test_verls_name_of_the_padded_width_closes_a_difference():
 def test_nothing_is_named_where_no_setting_closes_a_difference():
     pytest.importorskip("verl")
     assert not upref.diff("verl:vanilla", with_kl).closed_by
+
+
+def a_function_whose_name_is_longer_than_a_column(
+    log_prob, old_log_prob, advantages, mask
+):
+    """Clipped on both sides of the window, as if A had one sign."""
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    A = torch.where(mask, advantages, 0)
+    return -(r.clamp(0.8, 1.2) * A)[mask].mean()
+
+
+def test_a_region_leaves_its_bounds_out_and_the_columns_align():
+    long = a_function_whose_name_is_longer_than_a_column
+    found = compare_losses(ppo, long)
+    assert found.first.where == "A > 0, r < 0.8; A < 0, r > 1.2"
+    lines = found.text().splitlines()
+    named = [line for line in lines if line.startswith(("      ppo ", "      a_"))]
+    assert len(named) == 2
+    assert named[0].index(found.first.a) == named[1].index(found.first.b)

@@ -129,10 +129,12 @@ class Difference(Result):
             lines = [f"{self.a} and {self.b} differ first in the {self.first.name}"]
         else:
             lines = [f"{self.a} and {self.b} differ, in none of the parts below"]
+        width = max(24, len(self.a), len(self.b))
         for q in self.quantities:
             if q.differs:
                 lines.append(f"DIFF  {q.name}{f': {q.where}' if q.where else ''}")
-                lines += [f"      {self.a:<24}  {q.a}", f"      {self.b:<24}  {q.b}"]
+                lines.append(f"      {self.a:<{width}}  {q.a}")
+                lines.append(f"      {self.b:<{width}}  {q.b}")
             elif verbose or not self:
                 lines.append(f"same  {q.name}: {q.a}")
         if self.example is not None:
@@ -343,7 +345,7 @@ def _intervals(
     for start, stop in zip(edges[::2], edges[1::2], strict=True):
         low = None if start == 0 else _end(jumps, r[start - 1], r[start])
         high = None if stop == len(r) else _end(jumps, r[stop - 1], r[stop])
-        yield interval_words(low, high)
+        yield interval_words(low, high, below="<")
 
 
 def _end(jumps: np.ndarray, below: float, above: float) -> float:

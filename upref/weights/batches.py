@@ -176,7 +176,11 @@ def ratios(
 
 
 def interval_words(
-    low: float | None, high: float | None, digits: int = 4, ratio: str = "r"
+    low: float | None,
+    high: float | None,
+    digits: int = 4,
+    ratio: str = "r",
+    below: str = "<=",
 ) -> str:
     """`r > 1.28`, or with both ends `0.8 < r <= 1.28`, in as many digits as tell the
     two apart.
@@ -185,19 +189,20 @@ def interval_words(
         low, high: the bounds; None: there is none.
         digits: at least so many.
         ratio: its symbol.
+        below: "<=", or "<" where the upper bound itself was not looked at.
 
     Returns:
         Words.
     """
     if low is None or high is None:
         if low is None:
-            return f"{ratio} <= {high:.{digits}g}"
+            return f"{ratio} {below} {high:.{digits}g}"
         return f"{ratio} > {low:.{digits}g}"
     if low == high:
         return f"{ratio} = {low:.{digits}g} alone"
     while digits < 17 and f"{low:.{digits}g}" == f"{high:.{digits}g}":
         digits += 1
-    return f"{low:.{digits}g} < {ratio} <= {high:.{digits}g}"
+    return f"{low:.{digits}g} < {ratio} {below} {high:.{digits}g}"
 
 
 def regime_words(A: float, r: float, bounds: list[float], ratio: str = "r") -> str:
