@@ -354,7 +354,7 @@ def test_another_size_and_aggregation_are_both_named():
     report = upref.check(half_k3, "grpo", eps=0.2, beta=0.04)
     assert gradient(report) == "beta is 0.02, not 0.04"
     assert [f.cause for f in report.failures if f.oracle == "aggregation"] == [
-        "token-mean"
+        "token-mean: the sum over all tokens is divided by their number"
     ]
 
 

@@ -20,6 +20,23 @@ TOKEN_SUM = "a plain sum over all tokens"  # token-sum, as an unwanted aggregati
 SAME_FACTOR = 1e-5  # relative: factors that are one number
 
 
+# what the name of an aggregation means
+MEANING = {
+    "token-mean": "the sum over all tokens is divided by their number",
+    "group-token-mean": (
+        "the sum over the tokens of each group is divided by their number, and the sum over "
+        "the groups by the number of groups"
+    ),
+    "seq-mean-token-mean": (
+        "the sum over the tokens of each response is divided by their number, and the sum "
+        "over the responses by the number of responses"
+    ),
+    "seq-mean-token-sum": (
+        "the sum over all tokens is divided by the number of responses"
+    ),
+}
+
+
 def declared_aggregation(objective: Objective) -> str:
     """The objective's aggregation as row weights of terms per token.
 

@@ -28,7 +28,12 @@ from upref.verify.explain import (
     two_gradients,
 )
 from upref.verify.extent import bound_of_token
-from upref.verify.factors import aggregation_id, declared_aggregation
+from upref.verify.factors import (
+    MEANING,
+    SAME_FACTOR,
+    aggregation_id,
+    declared_aggregation,
+)
 from upref.verify.faults.denominators import (
     DIVIDED_BY_ALL,
     DIVIDED_BY_KEPT,
@@ -674,7 +679,12 @@ def _cause_of_factors(case: LossCase, batch: Rollouts) -> Cause:
         return DIVIDED_BY_KEPT
     if case.objective.agg == KEPT_MEAN and case.agg == "token-mean":
         return DIVIDED_BY_ALL
-    return Cause(case.agg, (aggregation_id(case.agg),))
+    words = case.agg
+    # a response's own number may have the factor of a sum over its tokens without one
+    is_of_tokens = case.objective.level == "token"
+    if is_of_tokens and case.agg in MEANING and abs(case.scale - 1) < SAME_FACTOR:
+        words = f"{words}: {MEANING[case.agg]}"
+    return Cause(words, (aggregation_id(case.agg),))
 
 
 VALUE_BATCHES = 10  # random batches on which the value is compared
