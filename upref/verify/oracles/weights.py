@@ -73,7 +73,9 @@ from upref.weights.black_box import (
 from upref.weights.curve import make_curve_of_objective
 
 RANDOM_BATCHES = 60  # beside the grid
-BELOW_LIMIT = f"below the limit of {HABIT_TOL:g}, as 1e-6 in a denominator is"
+BELOW_LIMIT = (
+    f"below the limit of {HABIT_TOL:g}, which leaves room for 1e-6 in a denominator"
+)
 ONLY_IN_FLOAT32 = (
     "weights are right up to what rounding its inputs to float32 makes of them"
 )
