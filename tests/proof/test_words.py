@@ -38,7 +38,7 @@ def test_an_undecided_question_names_the_line_of_its_path():
 
 def test_other_sizes_are_part_of_no_proof_but_that_of_every_size():
     sizes = Proof("mine.py:loss", "dapo", "proved", shapes=((1, 1), (1, 3)), batches=23)
-    assert "not part of the proof: batches of other sizes, ties" in sizes.text()
+    assert "not part of the proof: batches of other sizes; ties" in sizes.text()
     assert "other sizes" not in replace(sizes, every_size=True).text()
     assert "other sizes" not in replace(sizes, status="differs").text()
 
@@ -48,3 +48,28 @@ def test_the_line_of_a_bound_names_all_that_the_number_may_be_about():
     proof = Proof("mine.py:loss", "dapo", "proved", shapes=((1, 1),), bounds=bounds)
     line = "a size, count, setting or kept state is compared with 5000 (mine.py:9)"
     assert line in proof.text()
+
+
+def _terms(logp, logp_old, adv, mask):
+    """DAPO's terms, [B, T]."""
+    r = (logp - logp_old).exp()
+    return -torch.minimum(r * adv, r.clamp(0.8, 1.28) * adv) * mask
+
+
+def _sums(logp, logp_old, adv, mask):
+    """One number for each response, [B]."""
+    return _terms(logp, logp_old, adv, mask).sum(1)
+
+
+def test_what_a_loss_leaves_to_its_caller_is_no_part_of_the_proof():
+    terms = upref.prove(_terms, "dapo", rows=1, columns=1)
+    assert terms
+    assert "proof: the aggregation, which its caller does; the mean of" in terms.text()
+    sums = upref.prove(_sums, "dapo", rows=1, columns=2)
+    assert not sums
+    assert "proof: the mean over responses, which its caller takes; " in sums.text()
+    report = upref.check(_sums, "dapo", skip=("every-value",))
+    assert "result -> one number for each response, whose mean upref takes" in str(
+        report
+    )
+    assert "the aggregation, which its caller does" not in str(report)

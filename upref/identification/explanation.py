@@ -108,8 +108,8 @@ def _not_checked(explanation: Explanation, on_sampler: bool) -> list[str]:
         matches = explanation.matches
         not_checked.append(sampler_words(matches[0].name if matches else ""))
     not_checked += loss.unfed_words
-    if loss.form == "unreduced":
-        not_checked.append("the aggregation, which its caller does")
+    if loss.left_to_caller:
+        not_checked.append(loss.left_to_caller)
     elif not loss.micro_batchable:
         not_checked.append("micro-batches")
     return not_checked

@@ -30,7 +30,16 @@ from upref.rollouts import Rollouts
 from upref.user_code import names
 from upref.user_code.frameworks import framework_plugins, provider as find_provider
 from upref.user_code.load import load, name_of, no_function
-from upref.user_code.loss import FIRST, MAIN, ROWS, SHAPES, Loss, LossOutcome
+from upref.user_code.loss import (
+    FIRST,
+    MAIN,
+    PER_RESPONSE,
+    ROWS,
+    SHAPES,
+    UNREDUCED,
+    Loss,
+    LossOutcome,
+)
 from upref.user_code.settings import Shipped
 from upref.user_code.shapes import infer_shapes
 from upref.user_code.signature import (
@@ -45,8 +54,10 @@ __all__ = [
     "ENTROPY_COEF",
     "FIRST",
     "MAIN",
+    "PER_RESPONSE",
     "ROWS",
     "SHAPES",
+    "UNREDUCED",
     "Loss",
     "LossOutcome",
     "accepts",

@@ -28,6 +28,13 @@ MAIN = ("logp", "logp_old", "adv", "mask")
 SHAPES = {"BT": "[B, T]", "B1": "[B, 1]", "B": "[B]"}
 FIRST = "first"  # [B, T], of which only the first column is read
 ROWS = "rows"  # [B, T], one number for all tokens of a response
+# the form of a result, and what of the aggregation it leaves to its caller, in words
+SCALAR, PER_RESPONSE, UNREDUCED = "scalar", "per-response", "unreduced"
+LEFT_TO_CALLER = {
+    SCALAR: "",
+    PER_RESPONSE: "the mean over responses, which its caller takes",
+    UNREDUCED: "the aggregation, which its caller does",
+}
 # where the loss stands in such an answer
 ALSO_LIVE = "its first element; another one has a gradient too"
 
@@ -36,8 +43,7 @@ ALSO_LIVE = "its first element; another one has a gradient too"
 class LossOutcome:
     """What one call of a loss did.
 
-    value: the scalar. form: `scalar`, or `unreduced` where the loss left the sum to its
-    caller.
+    value: the scalar. form: a key of LEFT_TO_CALLER.
     """
 
     value: Tensor
@@ -109,7 +115,7 @@ class Loss:
     takes_batch: bool = False  # it takes the whole batch in one argument
     adv_shape: str = "BT"
     float_mask: bool = False
-    form: str = "scalar"
+    form: str = SCALAR
     # where it stands in the answer, in words; empty where it is the answer
     wrapped: str = ""
     calls_backward: bool = False  # it calls .backward() itself
@@ -179,7 +185,12 @@ class Loss:
     @property
     def micro_batchable(self) -> bool:
         """Whether the losses of micro-batches can be added up to that of a mini-batch."""
-        return self.form == "unreduced" or bool({"totals", "parts"} & self.reads)
+        return self.form != SCALAR or bool({"totals", "parts"} & self.reads)
+
+    @property
+    def left_to_caller(self) -> str:
+        """What of the aggregation its caller does, in words; empty: nothing."""
+        return LEFT_TO_CALLER[self.form]
 
     @property
     def equal_cuts(self) -> bool:
@@ -290,7 +301,7 @@ class Loss:
         outcome = LossOutcome(value, form, wrapped, value.requires_grad, wrote, printed)
         if all(x.grad is None for x in leaves):
             return outcome
-        if form != "scalar":
+        if form != SCALAR:
             raise InputError(
                 f"{self.name} calls .backward() itself and returns {form} numbers: return the loss."
             )
@@ -386,17 +397,15 @@ class Loss:
                     agg = "seq-mean-token-mean"
             else:
                 agg = "seq-mean" if terms.ndim == 1 else objective.agg
-            return (
-                aggregate(terms, batch.mask, agg, visible.group, visible.totals),
-                "unreduced",
-                wrapped,
-            )
+            form = PER_RESPONSE if terms.ndim == 1 else UNREDUCED
+            value = aggregate(terms, batch.mask, agg, visible.group, visible.totals)
+            return value, form, wrapped
         if first.numel() != 1:
             raise InputError(
                 f"{self.name} returns shape {list(first.shape)} for inputs of shape {list(batch.mask.shape)}: "
                 "return a scalar, or an unreduced [B, T] or [B]."
             )
-        return first.reshape(()), "scalar", wrapped
+        return first.reshape(()), SCALAR, wrapped
 
     def _tensor(self, answer: Any) -> tuple[Tensor, str]:
         """Find the loss in what the function returned.

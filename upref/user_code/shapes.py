@@ -11,8 +11,22 @@ from upref.aggregation import Totals
 from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.user_code.guard import without_call
-from upref.user_code.loss import ALSO_LIVE, FIRST, SHAPES, Loss
+from upref.user_code.loss import (
+    ALSO_LIVE,
+    FIRST,
+    PER_RESPONSE,
+    SCALAR,
+    SHAPES,
+    UNREDUCED,
+    Loss,
+)
 
+# what a loss returns -> how it was read
+RESULTS = {
+    SCALAR: "",
+    PER_RESPONSE: "result -> one number for each response, whose mean upref takes",
+    UNREDUCED: "result -> unreduced, aggregated by upref",
+}
 # whether the loss that it returns has a gradient too -> what is compared
 BACKWARD = {
     False: "what its own .backward() leaves",
@@ -81,12 +95,7 @@ def _run_on_probe(loss: Loss) -> tuple[Loss, float]:
         raise InputError(
             f"{loss.name} is {outcome.value.item()} on a good batch (π_θ = π_old, finite log-probabilities)."
         )
-    read_as = _join(
-        loss.read_as,
-        "result -> unreduced, aggregated by upref"
-        if outcome.form == "unreduced"
-        else "",
-    )
+    read_as = _join(loss.read_as, RESULTS[outcome.form])
     if outcome.calls_backward:
         read_as = _join(
             read_as, f"gradient -> {BACKWARD[outcome.own_gradient is not None]}"

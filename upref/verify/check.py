@@ -13,7 +13,17 @@ import torch
 from upref.aggregation import KEPT_MEAN
 from upref.errors import InputError
 from upref.registry import Objective, get
-from upref.user_code import ENTROPY_COEF, FIRST, ROWS, SHAPES, Loss, infer_shapes, read
+from upref.user_code import (
+    ENTROPY_COEF,
+    FIRST,
+    PER_RESPONSE,
+    ROWS,
+    SHAPES,
+    UNREDUCED,
+    Loss,
+    infer_shapes,
+    read,
+)
 from upref.verify import oracles
 from upref.verify.measure import (
     EXACT_TOL,
@@ -323,8 +333,8 @@ def not_checked(case: LossCase) -> list[str]:
         out.append(f"what it makes of {names}, which its trainer may give it")
     if "group" not in case.loss.reads and case.objective.agg == "group-token-mean":
         out.append("the mean of each prompt (it takes no group ids)")
-    if case.loss.form == "unreduced":
-        out.append("the aggregation, which its caller does")
+    if case.loss.left_to_caller:
+        out.append(case.loss.left_to_caller)
     return out
 
 
@@ -348,10 +358,12 @@ def assumptions(case: LossCase) -> list[str]:
         out.append(f"it takes advantages as {SHAPES[loss.adv_shape]}: one per response")
     if loss.float_mask:
         out.append("it takes the mask as numbers")
-    if loss.form == "unreduced":
+    if loss.form == UNREDUCED:
         out.append(
             f"it returns an unreduced tensor: upref aggregates it by {case.objective.agg}"
         )
+    if loss.form == PER_RESPONSE:
+        out.append("it returns one number for each response: upref takes their mean")
     if loss.returns_live:
         out.append(
             "it calls .backward() itself and returns a loss that has a gradient too: their sum is compared"

@@ -50,7 +50,8 @@ from upref.verify.render import describe_example
 from upref.verify.report import counted, short
 
 ROUNDED = (
-    "a part of it is computed in less than float64, whose rounding the proof leaves out"
+    "a part of it, or of what it returns beside the loss, is computed in less than float64: "
+    "the proof leaves that rounding out"
 )
 TIES_AT_ONE = (
     "tokens to which a policy gives the probability 1 are left out: there two arguments of a "
@@ -98,6 +99,7 @@ class Proof(Result):
         example: the counterexample.
         read_as: which argument was taken for what.
         remarks: what else the reader should know, a sentence each.
+        left_out: what of this loss is not part of the proof, in words.
         seconds: of CPU time that it took.
     """
 
@@ -121,7 +123,7 @@ class Proof(Result):
     example: Example | None = None
     read_as: str = ""
     remarks: tuple[str, ...] = ()
-    check_with: str = ""
+    left_out: tuple[str, ...] = ()
     unit: str = GRADIENT
     of_rewards: str = ""
     seconds: float = field(default=0.0, compare=False)
@@ -190,7 +192,7 @@ class Proof(Result):
             lines = [f"{short(self.name)} is {self.reference}: PROVED", *self._extent()]
         lines += [f"  {remark}" for remark in self.remarks]
         if self.status != "no proof":
-            lines += [f"  not part of the proof: {self._not_part()}{self.check_with}"]
+            lines += [f"  not part of the proof: {self._not_part()}"]
         if self.read_as and verbose:
             lines.append(f"read as: {short(self.read_as)}")
         return "\n".join(lines)
@@ -233,10 +235,11 @@ class Proof(Result):
 
     def _not_part(self) -> str:
         """What is left out, in words."""
-        is_of_sizes = self.status == "proved" and not self.every_size
-        return ", ".join(
-            ("batches of other sizes", *NOT_PART) if is_of_sizes else NOT_PART
-        )
+        left_out = list(self.left_out)
+        if self.status == "proved" and not self.every_size:
+            why = self.sizes_open.removeprefix("it ")
+            left_out.append("batches of other sizes" + (f" (it {why})" if why else ""))
+        return "; ".join([*left_out, ", ".join(NOT_PART)])
 
     def _bounds(self) -> list[str]:
         """At which numbers the code may do something else."""
@@ -515,7 +518,17 @@ def _prove_losses(
     if found.status == "differs" and loss.order_unknown:
         raise InputError(loss.order_unknown)
     proof = _report(loss.name, loss.read_as, words, found, remarks)
+    proof = replace(proof, left_out=_left_out(loss, objective))
     return _for_every_size(proof, loss, other, objective) if proof else proof
+
+
+def _left_out(loss: Loss, objective: Objective | None) -> tuple[str, ...]:
+    """Return in words what of the aggregation is not part of the proof."""
+    left_out = [loss.left_to_caller] if loss.left_to_caller else []
+    by_prompt = objective is not None and objective.agg == "group-token-mean"
+    if by_prompt and "group" not in loss.reads:
+        left_out.append("the mean of each prompt (it takes no group ids)")
+    return tuple(left_out)
 
 
 def _for_every_size(

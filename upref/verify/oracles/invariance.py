@@ -246,7 +246,7 @@ def _empty_row(case: LossCase, batch: Rollouts, gradient: Tensor) -> list[Findin
     mean over tokens. What it counts in a mean over responses is not defined; there, NaN
     is a note.
     """
-    if case.loss.form == "unreduced":
+    if case.loss.left_to_caller:
         return []
     try:
         value, longer_gradient = _value_and_gradient_with_masked_row(case, batch)
@@ -290,7 +290,7 @@ def _empty_prompt(
     """Note a prompt whose responses are all masked, as a filter leaves them, if it makes
     the loss or its gradient NaN. What it counts in a mean over prompts is not defined.
     """
-    if batch.group is None or case.loss.form == "unreduced":
+    if batch.group is None or case.loss.left_to_caller:
         return []
     if any(finding.found == "NaN" for finding in findings):
         return []  # such a row alone is enough
