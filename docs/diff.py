@@ -2,67 +2,117 @@
 """What docs/howto/diff.md has generated: where the steps of two trainers differ, case by
 case.
 
-    python -m docs.diff trl verl
+    python -m docs.diff trl verl openrlhf skyrl
 
-runs `upref diff` and records its answer in docs/steps/diff-trl-verl.json.
+runs each case of one process once with each trainer, compares every two of them, and
+records the answers in docs/steps/diff.json.
 """
 
+import itertools
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from docs import record
-from upref import markdown, plugins
-from upref.conformance import load_adapter
-from upref.conformance.diff import chosen_cases, diff_steps
+from tests.conformance.known_bugs import load
+from upref import markdown
+from upref.conformance import CASES
+from upref.conformance.diff import chosen_cases, compare_runs, run_cases, why_left_out
 
-HERE = Path(__file__).parent / "steps"
+FILE = Path(__file__).parent / "steps" / "diff.json"
 
 
-def matrix(a: str, b: str) -> str:
-    """Say in how many cases the steps of two trainers are the same, with a table of
-    those that differ and a line of those that were left out.
-    """
-    found = record.rows(HERE / f"diff-{a}-{b}.json")
-    names = (found["a"], found["b"])
-    compared = found["compared"]
-    differing = [one for one in compared if one["quantity"]]
-    same = [f"`{one['case']}`" for one in compared if not one["quantity"]]
+def pairs() -> str:
+    """Say of every two trainers in how many cases their steps differ, and in which."""
     rows = []
-    for one in differing:
-        cells = [
-            value if value == cause else f"{value}; {cause}"
-            for value, cause in zip((one["a"], one["b"]), one["causes"], strict=True)
-        ]
-        shown = [cell.replace("|", "\\|") for cell in cells]
-        rows.append([f"`{one['case']}`", one["quantity"], *shown])
-    left_out = [f"`{case}`: {why}" for case, why in found["left_out"].items()]
-    return "\n".join(
-        [
-            f"Of {len(compared)} cases that both {names[0]} and {names[1]} have, {len(differing)} differ:",
-            "",
-            markdown.table(["case", "first difference", *names], rows),
-            "",
-            f"These {len(same)} do not differ: {', '.join(same)}.",
-            "",
-            "Left out:",
-            "",
-            *[f"* {words}" for words in left_out],
-        ]
-    )
+    for pair in record.rows(FILE)["pairs"]:
+        differing = [f"`{one['case']}`" for one in _differing(pair)]
+        names = f"{pair['a']} and {pair['b']}"
+        cells = (len(pair["compared"]), len(differing), ", ".join(differing))
+        rows.append([names, *cells])
+    return markdown.table(["trainers", "cases that both have", "differ", "which"], rows)
 
 
-def main(a: str, b: str) -> None:
-    """Compare two trainers, and record where they differ."""
-    targets = plugins.adapters()
-    adapters = [load_adapter(targets[name]) for name in (a, b)]
-    found = diff_steps(*adapters, chosen_cases([]))
-    print(found)
-    file = HERE / f"diff-{a}-{b}.json"
-    record.add(file, f"python -m docs.diff {a} {b}", found.data(), [0])
+def differences() -> str:
+    """Say of each case in which two trainers differ what each of them does, and what
+    the first difference of each pair is.
+    """
+    found = record.rows(FILE)
+    names = found["trainers"]
+    said: dict[str, dict[str, str]] = {}
+    quantities: dict[str, dict[str, str]] = {}
+    for pair in found["pairs"]:
+        for one in pair["compared"]:
+            causes = dict(zip((pair["a"], pair["b"]), one["causes"], strict=True))
+            said.setdefault(one["case"], {}).update(causes)
+        for one in _differing(pair):
+            words = one["quantity"].partition(":")[0]
+            between = f"{_short(pair['a'])} and {_short(pair['b'])}"
+            of_case = quantities.setdefault(one["case"], {})
+            of_case[words] = "; ".join(filter(None, [of_case.get(words), between]))
+    lines = []
+    for case, words_of in quantities.items():
+        first = [f"{words} ({between})" for words, between in words_of.items()]
+        lines.append(f"* `{case}`: {', '.join(first)}.")
+        for name in names:
+            cause = said[case].get(name, "left out")
+            lines.append(f"  * {name}: {cause}")
+    return "\n".join(lines)
+
+
+def left_out() -> str:
+    """Say which cases each trainer does not have, and why."""
+    reasons: dict[str, list[str]] = {}
+    for case, why in record.rows(FILE)["left_out"]:
+        reasons.setdefault(why, []).append(case)
+    prepared = [case for case in CASES if case.startswith("prepare/")]
+    lines = []
+    for why, cases in reasons.items():
+        shown = ["prepare/*"] if cases == prepared else cases
+        lines.append(f"* {', '.join(f'`{case}`' for case in shown)}: {why}")
+    return "\n".join(lines)
+
+
+def _differing(pair: dict[str, Any]) -> list[dict[str, Any]]:
+    return [one for one in pair["compared"] if one["quantity"]]
+
+
+def _short(name: str) -> str:
+    """Return the name of a trainer without its version."""
+    return name.partition(" ")[0]
+
+
+def main(names: list[str]) -> None:
+    """Compare every two trainers, and record where they differ.
+
+    Args:
+        names: of frameworks with adapters.
+    """
+    chosen = chosen_cases([])
+    runs = [run_cases(load(name), chosen) for name in names]
+    found = []
+    for a, b in itertools.combinations(runs, 2):
+        difference = compare_runs(a, b, chosen)
+        print(difference, flush=True)
+        data = difference.data()
+        for one in data["compared"]:
+            del one["settings"]  # the adapters have them
+        del data["left_out"]
+        found.append(data)
+    of_all = {case.id: why for case in chosen if (why := why_left_out(case))}
+    lacking = [*of_all.items()]
+    for run in runs:
+        lacking += [(c, f"{run.name}: {why}") for c, why in run.left_out.items()]
+    rows = {
+        "trainers": [run.name for run in runs],
+        "pairs": found,
+        "left_out": lacking,
+    }
+    record.add(FILE, f"python -m docs.diff {' '.join(names)}", rows, [0])
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # the models are tiny: more threads wait for each other
-    main(*sys.argv[1:3])
+    main(sys.argv[1:])

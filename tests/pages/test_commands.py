@@ -94,7 +94,7 @@ ELSEWHERE = {
     "python -m docs.make": ("tests/pages/test_pages.py::test_it_is_fresh", "make.written"),
     "python figures/make.py": ("tests/core/test_figures.py::test_", "make"),
     "python -m paper claims --run": ("tests/claims/test_claims.py::test_a_claim_is_as_red_as_its_evidence", "evidence"),
-    "python -m docs.diff trl verl": (f"{DIFF}_difference_that_is_planted", "diff_steps(release"),
+    "python -m docs.diff trl verl openrlhf skyrl": (f"{DIFF}_difference_that_is_planted", "diff_steps(release"),
     "upref diff trl verl": (f"{DIFF}_difference_that_is_planted", "PLANTED"),
     "upref diff trl verl --case generation/2 --case prepare/": (f"{DIFF}_difference_that_is_planted", "PLANTED"),
     "upref diff --steps adapter.py:Plain means.py:Plain --case micro/2/token": (f"{DIFF}_difference", '"means"'),
