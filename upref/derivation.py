@@ -138,6 +138,10 @@ def _describe_objective(objective: Objective) -> list[str]:
         f"  {doc}",
         _describe_chain_rule(objective),
     ]
+    if objective.hyperparameters.get("c", 0) is None:
+        lines.append(
+            "  c is a dual clip. The formula has none: c is None, no bound, unless you set it"
+        )
     if objective.sampler:
         lines.append(
             f"  times the constant {inspect.getdoc(objective.sampler)}: what follows is without it"
@@ -179,7 +183,7 @@ def _describe_chain_rule(objective: Objective) -> str:
     row = SimpleNamespace(
         sum=lambda _: SimpleNamespace(clamp=lambda min: Symbol("|o_i|"))
     )
-    totals = Totals(*map(Symbol, ("N", "B", "G", "N_g")))
+    totals = Totals(*map(Symbol, ("N", "B", "P", "N_g")))
     rows: Any = row_weights(objective.agg, row, totals)  # type: ignore[arg-type]
     T, t, k = sympy.symbols("T t k", integer=True, positive=True)
     lp = sympy.IndexedBase("lp")
@@ -196,7 +200,7 @@ def _describe_chain_rule(objective: Objective) -> str:
     symbol_words = {
         "N": "N tokens in all",
         "B": "B responses",
-        "G": "G prompts",
+        "P": "P prompts",
         "N_g": "N_g tokens of prompt g",
     }
     legend = ", ".join(

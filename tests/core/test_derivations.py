@@ -94,6 +94,14 @@ FALSE = {
 }
 
 
+@pytest.mark.parametrize("name, has_one", [("dapo", True), ("is_pg", False)])
+def test_a_dual_clip_that_the_formula_lacks_is_said(name, has_one):
+    text = str(derive(name))
+    assert ("c is a dual clip. The formula has none" in text) == has_one
+    assert ("r > c" in text) == has_one
+    assert "(G prompts" not in text
+
+
 README = (DERIVATIONS / "README.md").read_text(encoding="utf-8")
 SECTIONS = dict(
     zip([*page.CLAIMS, "mutants"], re.split(r"(?=\n## )", README)[1:], strict=True)

@@ -20,6 +20,7 @@ from upref.verify.finding import Cause, Example, Number
 from upref.verify.render import LONGEST, describe_example
 from upref.verify.report import (
     COLUMNS,
+    COVERED,
     LINES_OF_SCREEN,
     MOST_CHARACTERS,
     MOST_FINDINGS,
@@ -195,6 +196,15 @@ def test_notes_on_usual_habits_say_what_was_found():
         "note  stop-gradient, extremes: a gradient would flow into advantages; "
         "weight 1.5 at log r = 800; |log r| above 709 is refused (usual; -v explains)"
     )
+
+
+def test_what_was_covered_is_printed_whole():
+    covered = f"{COVERED}{'batches; ' * MOST_CHARACTERS}the last"
+    long = "x" * (MOST_CHARACTERS + 7)
+    report = Report("loss", "dapo", {}, [], "", [long, covered], {}, {}, 0.0)
+    lines = report.text(verbose=True).splitlines()
+    assert covered in lines
+    assert any(line.endswith("and 7 characters more") for line in lines)
 
 
 def test_an_identity_is_short():

@@ -373,6 +373,9 @@ def _loss_with_hyperparameters(
     }
     renamed = [f"{k} = {hp[k]} -> {argument[k]}" for k in hp if argument.get(k, k) != k]
 
+    if objective.name != no_objective().name:
+        renamed += _of_the_loss_alone(objective, argument, passed)
+
     def call_with_settings(full: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
         """What the loss returns with these hyperparameters, each given as the argument
         that means it, and with what only the loss has.
@@ -397,6 +400,20 @@ def _loss_with_hyperparameters(
             if isinstance(v, int | float) and not isinstance(v, bool)
         },
     )
+
+
+def _of_the_loss_alone(
+    objective: Objective, argument: dict[str, str], passed: dict[str, Any]
+) -> list[str]:
+    """Return in words the arguments that were set by the loss's own name for a
+    hyperparameter, which the objective does not get.
+    """
+    meaning = {p: k for k, p in argument.items()}
+    return [
+        f"{p} = {value} -> the loss alone, not {objective.name} ({meaning[p]} sets both)"
+        for p, value in passed.items()
+        if p in meaning
+    ]
 
 
 ENTROPY_COEF = "entropy_coef"  # declares an entropy bonus

@@ -421,7 +421,7 @@ def _where(name: str) -> str:
     module = PurePath(file).name.removesuffix(".py")
     if not (file.endswith(".py") and module.isidentifier() and function.isidentifier()):
         return ""
-    return f" It stands in {PurePath(file).name}, or below `from {module} import {function}`."
+    return f" Put it into {PurePath(file).name}, or below `from {module} import {function}`."
 
 
 def _handed_over(

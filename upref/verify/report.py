@@ -43,6 +43,9 @@ HARMLESS_IF_DETACHED = (
 # findings of a kind that are printed; characters of a field
 MOST_FINDINGS = 8
 MOST_CHARACTERS = 400
+COVERED = (
+    "covered: "  # begins what was tested, a sentence of upref that -v prints whole
+)
 # lines of failures on one screen, and its width
 LINES_OF_SCREEN = 28
 COLUMNS = 118
@@ -377,7 +380,7 @@ class Report(Result):
             lines += [f"oracles: {ran} ({self.seconds:.1f} s)"]
         elif self.assumptions:
             assumptions = counted(len(self.assumptions), "assumption")
-            lines.append(f"{assumptions}; -v or .text(verbose=True) shows all")
+            lines.append(f"{assumptions}; -v shows all (in Python .text(verbose=True))")
         return "\n".join(lines)
 
     def _legend(self) -> list[str]:
@@ -496,7 +499,9 @@ def describe_assumptions(
     Returns:
         Lines of a report.
     """
-    lines = [f"assumed: {short(sentence)}" for sentence in assumptions]
+    lines = [
+        s if s.startswith(COVERED) else f"assumed: {short(s)}" for s in assumptions
+    ]
     return first_few(lines, "assumption", most)
 
 

@@ -25,7 +25,7 @@ from upref.verify.finding import NO_CAUSE, Cause, Example, TokenPlace
 from upref.verify.measure import FLOAT32_ROUNDING, LossCase, unit_weights
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import gradient_distance
-from upref.verify.report import Finding, fail, note
+from upref.verify.report import COVERED, Finding, fail, note
 from upref.verify.shrink import (
     cut,
     example,
@@ -573,4 +573,4 @@ def covered(case: LossCase) -> str:
     Args:
         case: the loss and its objective, after all oracles.
     """
-    return "covered: " + "; ".join(["every bound, |log r| up to 800", *case.covered])
+    return COVERED + "; ".join(["every bound, |log r| up to 800", *case.covered])
