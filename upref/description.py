@@ -220,7 +220,7 @@ def syntax_tree(path: Path) -> ast.Module:
     except SyntaxError as error:
         raise InputError(
             f"{path}, line {error.lineno}: SyntaxError: {error.msg}. Every command reads "
-            "this folder: mend the file, or move it elsewhere."
+            "this folder: fix the file, or move it elsewhere."
         ) from error
 
 

@@ -65,7 +65,7 @@ def _why_not_imported(file: Path, error: Exception) -> str:
         what = f"{type(error).__name__}: {what}"
     if isinstance(error, ImportError) and error.name == ops.__name__:
         what += f"; upref.ops has {', '.join(_operations())}"
-    return f"{where}: {what.removesuffix('.')}. Every command reads this folder: mend the file, or move it elsewhere."
+    return f"{where}: {what.removesuffix('.')}. Every command reads this folder: fix the file, or move it elsewhere."
 
 
 def _operations() -> list[str]:
