@@ -546,6 +546,15 @@ def test_a_pattern_is_said_of_tokens_that_show_it():
     lost = pattern(at(off, ones), at(off, ones), 1e-9, False)
     assert lost.words.startswith("1 of 6 tokens has no gradient")
     assert pattern(at(off, ones), at(ones, ones), 1e-9, False) == NOTHING_FITS
+    falling = ones * torch.tensor([1, 0.99, 0.98], dtype=torch.float64)
+    of_column = pattern(at(falling, ones), at(falling, ones), 1e-9, True)
+    assert of_column.words.endswith("1 in column 0, 0.99 in column 1, 0.98 in column 2")
+    flipped = falling.flip(-1)
+    assert pattern(at(falling, ones), at(flipped, ones), 1e-9, True) == NOTHING_FITS
+    in_one_row = ones.clone()
+    in_one_row[0] = falling[0]
+    by_row = at(in_one_row, ones)
+    assert pattern(by_row, by_row, 1e-9, True) == NOTHING_FITS
 
 
 SLOW = ("unusual-inputs", "one-response", "in-training")

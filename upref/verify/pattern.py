@@ -105,6 +105,14 @@ def pattern(
             return _of(
                 "within each response of the tested batch the weights are right up to one factor"
             )
+        factors = _factor_of_each_column(multiples, tol) if by_token else {}
+        if factors and _has_factors_of_columns(shown, factors, tol):
+            first = [f"{x:.5g} in column {t}" for t, x in factors.items()]
+            first = [*first[:COLUMNS_NAMED], *["..."] * (len(first) > COLUMNS_NAMED)]
+            return _of(
+                "within each column of the tested batch the weights are right up to one "
+                f"factor: {', '.join(first)}"
+            )
     extra = x - y
     added = float(extra.mean())
     if _is_constant(extra, 1e-6) and abs(added) > 1e-9 and _has_term(shown, added):
@@ -120,6 +128,38 @@ def pattern(
                 words=f"{UNKNOWN}; where A = 0 the weight is off by up to {largest:.4g}",
             )
     return NOTHING_FITS
+
+
+COLUMNS_NAMED = 3
+
+
+def _factor_of_each_column(multiples: Tensor, tol: float) -> dict[int, float]:
+    """Return the factor of each column in which weights are compared; none where one
+    column has several, or where no two columns have several weights.
+
+    Args:
+        multiples: the factor of each weight, [B, T]; NaN where none is compared.
+        tol: the relative error that is allowed.
+    """
+    columns = {t: x[~x.isnan()] for t, x in enumerate(multiples.T)}
+    several = [x for x in columns.values() if len(x) > 1]
+    if len(several) < 2 or not all(_is_constant(x, tol) for x in several):
+        return {}
+    return {t: float(x[0]) for t, x in columns.items() if len(x)}
+
+
+def _has_factors_of_columns(
+    weights: MeasuredWeights, factors: dict[int, float], tol: float
+) -> bool:
+    """Return whether every weight is the factor of its column times what it should be."""
+    width = weights.found.shape[1]
+    of_columns = weights.found.new_tensor(
+        [factors.get(t, torch.nan) for t in range(width)]
+    )
+    expected = of_columns * weights.expected
+    room = 10 * tol * expected.abs().clamp(min=1e-9)
+    is_equal = (weights.found - expected).abs() <= room
+    return bool(is_equal[weights.use].all())
 
 
 def _of(words: str) -> Cause:
