@@ -279,10 +279,40 @@ def _outcomes_of_student(
         try:
             outcomes.append(call_guarded(name, run)[0])
         except InputError as error:
+            slip = next((told for said, told in SLIPS if said in str(error)), "")
             raise InputError(
-                f"{error}, on the batch {_call_as_python(exercise, batch, '; ')}"
+                f"{slip}{error}, on the batch {_call_as_python(exercise, batch, '; ')}"
             ) from error
     return outcomes
+
+
+# words of PyTorch, and what a student did who reads them
+SLIPS = (
+    (
+        "shape mismatch: value tensor",
+        "what is assigned has not as many elements as its place: select the same ones on both sides. ",
+    ),
+    (
+        "Boolean value of Tensor with more than one value",
+        "Python's min, max, if, and, or take single numbers: for tensors there are torch.minimum, torch.maximum, "
+        "torch.where, &, |. ",
+    ),
+    (
+        "backward through the graph a second time",
+        "return the loss without a .backward() of your own: upref finds the gradient. ",
+    ),
+    (
+        "Can't call numpy() on Tensor that requires grad",
+        "numpy has no gradient: compute with torch. ",
+    ),
+    *(
+        (
+            words,
+            "float(), int() and the functions of math take single numbers: for tensors there are those of torch. ",
+        )
+        for words in ("cannot be converted to Scalar", "converted to Python scalars")
+    ),
+)
 
 
 def _judge_wrong_batch(

@@ -189,6 +189,26 @@ def test_bad_input_is_one_sentence(asked, text, words):
     assert status == 2 and words in said and said.startswith("upref: "), said
 
 
+@pytest.mark.parametrize(
+    "n, old, new, words",
+    [
+        (1, "    return -", "    loss = -", "without a .backward()"),
+        (2, "(rewards[here] - rewards[here].mean())", "rewards", "as many elements"),
+        (4, "torch.minimum(", "min(", "there are torch.minimum"),
+        (3, "torch.exp(lp - lp_old)", "math.exp(lp - lp_old)", "take single numbers"),
+        (3, "lp - lp_old", "lp.numpy() - lp_old", "numpy has no gradient"),
+    ],
+)
+def test_a_common_slip_is_told_before_the_words_of_torch(asked, n, old, new, words):
+    text = SOLUTION[n].replace(old, new)
+    assert text != SOLUTION[n]
+    if new == "    loss = -":
+        text += "    loss.backward()\n    return loss\n"
+    status, said = asked(n, "import math\n" + text)
+    assert status == 2 and words in said, said
+    assert said.index(words) < said.index("raised ")
+
+
 def test_a_loop_without_end_is_stopped(tmp_path):
     import os
     import subprocess
