@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import io
 import json
 import os
 import re
@@ -724,3 +725,28 @@ def test_a_setting_behind_a_function_of_a_file_is_refused_as_one(capsys, tmp_pat
     file.write_text(RIGHT_AND_WRONG)
     code, _, err = run(capsys, "check", f"{file}:right,high=0.28", "--as", "dapo")
     assert code == 2 and "takes no settings behind a comma" in err
+
+
+def test_a_terminal_shows_how_long_a_verb_has_worked(monkeypatch):
+    from upref.cli.supervise import _Progress
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    progress = _Progress(600)
+    for passed in (0.2, 1.9, 3.1, 3.3, 4.0):
+        progress.show(passed)
+    shown = terminal.getvalue()
+    assert shown.split("\r")[1:] == [
+        f"working for {n} s, at most 600 s ..." for n in (3, 4)
+    ]
+    progress.clear()
+    assert terminal.getvalue().endswith(f"\r{'':60}\r")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    quiet = _Progress(600)
+    quiet.show(5)
+    quiet.clear()
+    assert sys.stderr.getvalue() == ""

@@ -28,6 +28,7 @@ from upref.errors import Gone
 
 ENDS = {signal.SIGINT, signal.SIGTERM}
 LONGEST = 2**26  # bytes of a report
+QUIET = 2  # seconds after which a terminal shows that work goes on
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux
 
 
@@ -80,12 +81,14 @@ def supervised(
         os.close(reading_end)
         _run_in_child(work, writing_end, parent, token)
     os.close(writing_end)
+    progress = _Progress(seconds)
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
         return _parse_report(
-            _read_line(reading_end, pid, deadline, what, seconds), token, what
+            _read_line(reading_end, pid, deadline, what, progress), token, what
         )
     finally:  # after Ctrl-C and SIGTERM too
+        progress.clear()
         os.close(reading_end)
         for kill in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -96,13 +99,35 @@ def supervised(
 
 
 # ---- the parent ----------------------------------------------------------------------
+class _Progress:
+    """Shows on a terminal how long the child has worked; nothing where stderr is none."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds  # the time limit
+        self.shown = 0  # seconds that stand there
+        self.has_terminal = sys.stderr is not None and sys.stderr.isatty()
+
+    def show(self, passed: float) -> None:
+        """Show whole seconds, each once."""
+        if self.has_terminal and passed >= max(QUIET, self.shown + 1):
+            self.shown = int(passed)
+            words = f"working for {self.shown} s, at most {self.seconds:g} s ..."
+            print(f"\r{words}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Remove what is shown."""
+        if self.shown:
+            print(f"\r{'':60}\r", end="", file=sys.stderr, flush=True)
+
+
 def _read_line(
-    pipe: int, pid: int, deadline: float, what: str, seconds: float
+    pipe: int, pid: int, deadline: float, what: str, progress: _Progress
 ) -> bytes:
     """Read what the child sends, up to the chunk that has a line break."""
     line = bytearray()
     closed = False
     while (seconds_left := deadline - time.monotonic()) > 0:
+        progress.show(progress.seconds - seconds_left)
         # a process that the child has forked may hold the other end open
         exit_state = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         ready = (
@@ -128,7 +153,7 @@ def _read_line(
             )
         elif closed:
             time.sleep(0.01)
-    raise Gone(f"{what} timed out after {seconds:g} s; raise --timeout.")
+    raise Gone(f"{what} timed out after {progress.seconds:g} s; raise --timeout.")
 
 
 def _describe_end(status: int, code: int) -> str:
