@@ -215,7 +215,11 @@ def _counts(task: Task, pi: Tensor, adv: str, G: int) -> Rows:
     table = A[:, R[:, None].expand(N, G), K]
     weight = pi[..., None] * peers / P.shape[1]
     policy, response = torch.arange(S)[:, None, None], torch.arange(N)[:, None]
-    flat = lambda x: x.expand(S, N, G).reshape(-1)
+
+    def flat(x: Tensor) -> Tensor:
+        """Return one number per policy, response and count of right peers."""
+        return x.expand(S, N, G).reshape(-1)
+
     return Rows(flat(policy), flat(response), flat(table), flat(weight))
 
 
@@ -224,7 +228,11 @@ def _infinite(task: Task, pi: Tensor, adv: str) -> Rows:
     P, square = task.right(pi), per_prompt(task, pi * task.reward**2)
     mean, var = P[:, task.prompt], (square - P**2).clamp(min=0)
     centred = task.reward - mean
-    over = lambda x, v: torch.where(v > 0, x / (v.sqrt() + EPS[adv]), 0)
+
+    def over(x: Tensor, variance: Tensor) -> Tensor:
+        """Divide by a standard deviation; 0 where there is none."""
+        return torch.where(variance > 0, x / (variance.sqrt() + EPS[adv]), 0)
+
     if adv == "group_norm":
         A = over(centred, var[:, task.prompt])
     elif adv in ("group_mean", "leave_one_out"):
@@ -239,7 +247,11 @@ def _infinite(task: Task, pi: Tensor, adv: str) -> Rows:
         )
     else:
         A = advantages.get(adv)(task.reward).expand(S, N)
-    flat = lambda x: x.expand(S, N).reshape(-1)
+
+    def flat(x: Tensor) -> Tensor:
+        """Return a number for each policy and response, in one column."""
+        return x.expand(S, N).reshape(-1)
+
     return Rows(
         flat(torch.arange(S)[:, None]),
         flat(torch.arange(N)),
@@ -282,7 +294,11 @@ def _groups(task: Task, pi: Tensor, adv: str, G: int) -> Rows:
     A = advantages.get(adv)(task.reward[response].reshape(-1), ids.reshape(-1)).reshape(
         M, G
     )
-    flat = lambda x: x.expand(S, M, G).reshape(-1)
+
+    def flat(x: Tensor) -> Tensor:
+        """Return a number for each response of each group, in one column."""
+        return x.expand(S, M, G).reshape(-1)
+
     policy, group = (
         torch.arange(S)[:, None, None],
         torch.arange(S)[:, None, None] * M + ids,

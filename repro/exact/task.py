@@ -10,6 +10,7 @@ layer.
 θ is [S, D, V]: S policies at once, which know nothing of each other. All in float64.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 
@@ -124,7 +125,12 @@ def strings(
         raise InputError(
             f"{sorted(right - set(whole))[0]} is not a response of this task."
         )
-    pad = lambda row: list(row) + [0] * (length - len(row))
+
+    def pad(row: Iterable[int]) -> list[int]:
+        """Return the row with zeros up to the length of the longest response."""
+        numbers = list(row)
+        return numbers + [0] * (length - len(numbers))
+
     return Task(
         torch.tensor([pad([prefixes[o[:t]] for t in range(len(o))]) for o in whole]),
         torch.tensor([pad(o) for o in whole]),

@@ -6,6 +6,7 @@ each with its source.
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -218,9 +219,11 @@ def compose(
         notes.append(
             f"{objective} couples the batch and sees one micro-batch at a time: {o.batch_coupled}"
         )
-    own = lambda places: [
-        f"{key}={_hydra(_fill(value, places))}" for key, value in lines.items()
-    ]
+
+    def own(places: Mapping[str, object]) -> list[str]:
+        """Return the overrides of this run, with these folders and names in them."""
+        return [f"{key}={_hydra(_fill(value, places))}" for key, value in lines.items()]
+
     nowhere = dict.fromkeys(("root", "data", "run", "name"), "")
     directory = RUNS / (name or name_of(f"{objective}-{scale}", own(nowhere), given))
     env = environment(directory)

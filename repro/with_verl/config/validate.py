@@ -13,7 +13,7 @@ import math
 import traceback
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hydra import compose, initialize_config_module
@@ -277,7 +277,11 @@ def _hint(cfg: DictConfig, key: str) -> str:
     known.sort(key=lambda k: (k.count("."), rank(k)))
     leaves = {k.rpartition(".")[2]: k for k in reversed(known)}
     beside = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == parent]
-    close = lambda among, share: difflib.get_close_matches(leaf, among, 1, share)
+
+    def close(among: Iterable[str], share: float) -> list[str]:
+        """Return the nearest of these names, if one is as near as this share."""
+        return difflib.get_close_matches(leaf, list(among), 1, share)
+
     if leaf in leaves:
         meant = leaves[leaf]
     elif any(leaf in upref.get(name).hyperparameters for name in upref.names()):

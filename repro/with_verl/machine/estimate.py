@@ -210,9 +210,11 @@ def estimate(
     )
     at_once = max(1.0, min(rollout.max_num_seqs, kv_tokens / (prompt + 0.7 * mean)))
     replicas = n_gpus // tp
-    sample = lambda count: sampling(
-        shape, gpu, tp, count, replicas, at_once, prompt, mean, longest
-    )
+
+    def sample(count: float) -> float:
+        """Return the seconds in which so many responses are sampled."""
+        return sampling(shape, gpu, tp, count, replicas, at_once, prompt, mean, longest)
+
     tokens = responses * (prompt + mean)
     recompute = (
         actor.get("megatron") is not None
