@@ -6,7 +6,6 @@ each with its source.
 import json
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -220,7 +219,7 @@ def compose(
             f"{objective} couples the batch and sees one micro-batch at a time: {o.batch_coupled}"
         )
 
-    def own(places: Mapping[str, object]) -> list[str]:
+    def own(places: dict[str, Any]) -> list[str]:
         """Return the overrides of this run, with these folders and names in them."""
         return [f"{key}={_hydra(_fill(value, places))}" for key, value in lines.items()]
 
