@@ -127,12 +127,17 @@ def interleaving(case: AdvantageCase) -> Iterator[Finding]:
     )
 
 
+@oracle("graded-rewards", not_run=wrong_already)
+def graded_rewards(case: AdvantageCase) -> Iterator[Finding]:
+    """Compare on rewards that float32 rounds."""
+    yield from case.compare(
+        "graded-rewards", "rewards between 0 and 1", exact.GRADED_REWARDS
+    )
+
+
 @oracle("large-groups", not_run=wrong_already)
 def large_groups(case: AdvantageCase) -> Iterator[Finding]:
-    """Compare on graded rewards, on many responses to a prompt, and on many prompts."""
-    yield from case.compare(
-        "large-groups", "graded rewards between 0 and 1", exact.GRADED_REWARDS
-    )
+    """Compare on many responses to a prompt, and on many prompts."""
     yield from case.compare(
         "large-groups",
         "groups of 128 with one success and with two",
@@ -507,6 +512,7 @@ ORACLES: tuple[Oracle, ...] = (
     values,
     uneven_groups,
     interleaving,
+    graded_rewards,
     large_groups,
     group_ids,
     shift_and_scale,
