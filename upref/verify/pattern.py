@@ -107,8 +107,10 @@ def pattern(
             )
         factors = _factor_of_each_column(multiples, tol) if by_token else {}
         if factors and _has_factors_of_columns(shown, factors, tol):
-            first = [f"{x:.5g} in column {t}" for t, x in factors.items()]
-            first = [*first[:COLUMNS_NAMED], *["..."] * (len(first) > COLUMNS_NAMED)]
+            named = [f"{x:.5g} in column {t}" for t, x in factors.items()]
+            first = named[:COLUMNS_NAMED]
+            if len(named) > COLUMNS_NAMED:
+                first.append("...")
             return _of(
                 "within each column of the tested batch the weights are right up to one "
                 f"factor: {', '.join(first)}"
