@@ -209,8 +209,8 @@ REFUSED = {
     "sparse": (lambda lp, old, A, mask: (lp * mask).to_sparse(), "sparse"),
     "meta": (lambda lp, old, A, mask: dapo(lp, old, A, mask).to("meta"), "meta"),
     "nested": (lambda lp, old, A, mask: torch.nested.nested_tensor(list(lp)), "nested"),
-    "a number": (lambda lp, old, A, mask: dapo(lp, old, A, mask).item(), "def loss("),
-    "a generator": (lambda lp, old, A, mask: (x for x in lp), "def loss("),
+    "a number": (lambda lp, old, A, mask: dapo(lp, old, A, mask).item(), "return the tensor"),
+    "a generator": (lambda lp, old, A, mask: (x for x in lp), "return the loss itself"),
 }  # fmt: skip
 
 
