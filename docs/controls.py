@@ -71,7 +71,7 @@ def at_equal_average() -> str:
     least, most = clip_at_one_rate()
     return (
         "16 stale, at [equal average](repro/mini/controls/README.md) (T = 1's level): UP "
-        f"minus DAPO {dapo}; minus an entropy bonus ({bonus:g}) {with_bonus}; minus no "
+        f"minus DAPO {dapo}; minus DAPO with entropy bonus ({bonus:g}) {with_bonus}; without "
         f"upper clip {without_clip} at half UP's learning rate, {least:+.0f} to "
         f"{most:+.0f} at UP's (unregistered). The paper's run without that clip "
         "explodes; ours do not."
