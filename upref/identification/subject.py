@@ -157,8 +157,8 @@ class Subject:
         return replace(self, box=box, candidates=candidates)
 
     def loosened(self, near: float) -> "Subject":
-        """Return the subject as it is compared no nearer to a bound than a distance, with
-        the candidates that are worth it.
+        """Return the subject as it is measured at a distance from each bound, with the
+        candidates that are wrong at few of the points. They are fitted anew.
 
         Args:
             near: the relative distance.

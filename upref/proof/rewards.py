@@ -68,7 +68,7 @@ def reward_patterns(responses: int, contiguous: bool) -> list[RewardPattern]:
     for count in range(1, responses + 1):
         for group in partitions(count):
             if not contiguous or _is_even(group):
-                out |= dict.fromkeys(_of_prompts(group))
+                out |= dict.fromkeys(_free_tied_and_two_valued(group))
     return sorted(out, key=lambda pattern: pattern.tokens)
 
 
@@ -86,8 +86,10 @@ def two_valued_patterns(responses: int) -> list[RewardPattern]:
     ]
 
 
-def _of_prompts(group: tuple[int, ...]) -> Iterator[RewardPattern]:
-    """Yield the patterns of a way to divide responses among prompts."""
+def _free_tied_and_two_valued(group: tuple[int, ...]) -> Iterator[RewardPattern]:
+    """Yield the batches of one way to divide responses among prompts: with rewards that
+    are variables, with equal ones, and with rewards of two values.
+    """
     count = len(group)
     free = [f"R{i}" for i in range(count)]
     yield pattern_of(free, group)

@@ -132,7 +132,7 @@ def judged(
     if known and key not in truths.known:
         return None
 
-    def true() -> dict[str, Any]:
+    def find_truth() -> dict[str, Any]:
         try:
             f = compiled(s.text)
         except Exception:
@@ -143,7 +143,7 @@ def judged(
             )
         )
 
-    def said() -> dict[str, Any]:
+    def find_verdict() -> dict[str, Any]:
         f = compiled(s.text)
         start = time.process_time()
         v = judge.verdict(f, s.config)
@@ -161,7 +161,7 @@ def judged(
             row |= asdict(judge.whole(f, s.config, some, s.names))
         return row
 
-    t = truths.get(key, true)
+    t = truths.get(key, find_truth)
     out = {"id": s.key, "config": str(s.config), "objective": s.config.o.name, "style": s.style, "operator": s.kind,
            "what": s.what, "truth": t["kind"], "apart": t["apart"], "tokens": t["tokens"]}  # fmt: skip
     if out["truth"] == "equal" and not large and s.kind != "rewriting":
@@ -180,7 +180,7 @@ def judged(
         bool(wrong(out | row) or row.get("true") == "no")
         and row["library"] != library()
     )
-    return with_habit(out | verdicts.get(key, said, stale), s, seed, few)
+    return with_habit(out | verdicts.get(key, find_verdict, stale), s, seed, few)
 
 
 def with_habit(row: dict[str, Any], s: Subject, seed: int, few: int) -> dict[str, Any]:

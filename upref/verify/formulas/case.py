@@ -377,14 +377,16 @@ def worst(expected: Tensor, found: Tensor) -> tuple[int, ...]:
     )
 
 
-def settle(
+def choose_case(
     function: NamedFunction,
     make: Callable[[NamedFunction, Settings, float], FormulaCase],
     grid: Sequence[Settings],
 ) -> tuple[FormulaCase, bool]:
-    """Choose the way in which inputs are passed, the tolerance and the settings: the
-    first with which the function is right; else the first way that it accepts, at the
-    first settings with which a known fault explains it.
+    """Choose the way in which inputs are passed, the tolerance and the settings.
+
+    The first with which the function is right on every problem is chosen; else the first
+    with which it is right on the first problem; else the first way that it accepts, at
+    the first settings with which a known fault explains it.
 
     Args:
         function: as read.

@@ -29,7 +29,7 @@ from upref.verify.formulas.case import (
     Problem,
     Settings,
     alike,
-    settle,
+    choose_case,
 )
 from upref.verify.formulas.losses import (
     AGGREGATIONS,
@@ -785,7 +785,7 @@ def check_distillation(
             f"{', '.join(own) or 'none'}."
         )
     given = {k: v for k, v in hp.items() if k in own}
-    case, is_right = _settle(function, divergence, agg, own, given)
+    case, is_right = _choose_case(function, divergence, agg, own, given)
     findings, outcomes = run(every, case, skip)
     shown = {k: v for k, v in case.settings.items() if k != "agg"}
     unreduced = case.settings["agg"] == UNREDUCED
@@ -824,7 +824,7 @@ def _require_inputs(function: NamedFunction, is_sampled: bool) -> None:
             )
 
 
-def _settle(
+def _choose_case(
     function: NamedFunction,
     divergence: str,
     agg: str,
@@ -876,7 +876,7 @@ def _settle(
             right = gradient_formula(shifted, "log_prob")(inputs, at_agg)
             if alike(right, found, FLOAT32_TOL):
                 loss = shifted
-        return settle(function, make, [{**row, "agg": own_agg} for row in grid])
+        return choose_case(function, make, [{**row, "agg": own_agg} for row in grid])
     assert first_error is not None
     raise first_error
 

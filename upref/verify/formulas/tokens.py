@@ -30,7 +30,7 @@ from upref.verify.formulas.case import (
     Problem,
     Settings,
     alike,
-    settle,
+    choose_case,
     worst,
 )
 from upref.verify.formulas.token_faults import (
@@ -599,7 +599,7 @@ def check_token_advantages(
             f"{estimator} has no setting {unknown[0]!r}, and {function.name} no such argument; it takes {known_names}."
         )
     given = {k: v for k, v in hp.items() if k in own}
-    case, is_right = settle(
+    case, is_right = choose_case(
         function, partial(_make, estimator), _grid(function, own, given)
     )
     findings, outcomes = run(ORACLES, case, skip)

@@ -28,7 +28,7 @@ from upref.verify.formulas.case import (
     Inputs,
     Problem,
     Settings,
-    settle,
+    choose_case,
 )
 from upref.verify.formulas.losses import (
     AGGREGATIONS,
@@ -503,7 +503,7 @@ def check_value(
         if key in own and not (is_number and 0 <= number < 1e300):
             raise InputError(f"{key} must be a number >= 0, got {repr(number)[:60]}.")
     given = {k: v for k, v in hp.items() if k in own}
-    case, is_right = _settle(function, loss, agg, given)
+    case, is_right = _choose_case(function, loss, agg, given)
     findings, outcomes = run(every, case, skip)
     unreduced = case.settings["agg"] == UNREDUCED
     plain = unreduced or agg == "token-mean"
@@ -521,7 +521,7 @@ def check_value(
     )
 
 
-def _settle(
+def _choose_case(
     function: NamedFunction, loss: str, agg: str, given: Settings
 ) -> tuple[FormulaCase, bool]:
     """Choose how inputs are passed, and the settings."""
@@ -565,7 +565,7 @@ def _settle(
             first_error = first_error or e
             continue
         own_agg = UNREDUCED if is_unreduced(outcome, inputs) else agg
-        return settle(function, make, [{**row, "agg": own_agg} for row in grid])
+        return choose_case(function, make, [{**row, "agg": own_agg} for row in grid])
     assert first_error is not None
     raise first_error
 

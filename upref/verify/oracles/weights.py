@@ -99,7 +99,11 @@ def gradient(case: LossCase) -> list[Finding]:
     ties = case.is_on_bound(batch)
     is_wrong = errors > case.tol
     failing = is_wrong & ~ties
-    if failing.any() and not case.single and _fits_float32(case, batch, found, ties):
+    if (
+        failing.any()
+        and not case.single
+        and _switches_to_float32(case, batch, found, ties)
+    ):
         return [note("gradient", ONLY_IN_FLOAT32), *_random(case)]
     if failing.any():
         return _regimes(case, batch, failing, r, A, found, ties)
@@ -111,7 +115,9 @@ def gradient(case: LossCase) -> list[Finding]:
     return findings or _random(case)
 
 
-def _fits_float32(case: LossCase, batch: Rollouts, found: Tensor, ties: Tensor) -> bool:
+def _switches_to_float32(
+    case: LossCase, batch: Rollouts, found: Tensor, ties: Tensor
+) -> bool:
     """Return whether the weights are right to the precision of float32. If they are,
     the case is compared to that precision from here on.
     """
