@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from upref.errors import InputError
-from upref.proof.domain import EVERY_VALUE
 from upref.result import Result
 from upref.tensors import describe, is_materialized
 from upref.user_code.guard import call_guarded
@@ -52,6 +51,7 @@ class ExerciseVerdict(Result):
     hint: str = ""
     fault_ids: tuple[str, ...] = ()  # of the known faults that the mistake names
     proved: bool = False  # for every value, on small batches
+    proved_for: str = ""  # for which values, in words
 
     def __bool__(self) -> bool:
         return self.ok
@@ -73,7 +73,7 @@ class ExerciseVerdict(Result):
         Returns:
             Lines, without a line break at the end.
         """
-        right = f"right, and proved {EVERY_VALUE}" if self.proved else "right"
+        right = f"right, and proved {self.proved_for}" if self.proved else "right"
         head = f"lesson {self.lesson}, {self.title}: {right if self.ok else 'not yet'}   {self.file}"
         lines = [head]
         if self.batch:
@@ -261,6 +261,7 @@ def judge_function(exercise: Exercise, fn: Callable[..., Any]) -> ExerciseVerdic
         ok=True,
         hint=exercise.notice,
         proved=bool(getattr(report, "proved", False)),
+        proved_for=getattr(report, "proved_for", ""),
     )
 
 

@@ -211,3 +211,8 @@ def with_options(log_prob, old_log_prob, advantages, mask):
 
 def test_a_comparison_without_numbers_is_no_obstacle():
     assert upref.prove(with_options, "dapo", rows=1, columns=1)
+
+
+def test_a_proof_of_a_mean_of_responses_names_the_bound_of_that_mean():
+    report = upref.check(upref.get("gspo").loss, "gspo", skip=QUICK)
+    assert "|log r| <= 20 (the mean of a response: 10)" in str(report)

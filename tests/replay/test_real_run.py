@@ -169,3 +169,12 @@ def test_two_steps_must_have_the_gradient_of_the_same_objective():
     noise = torch.rand(two.grad.shape, generator=generator) * two.grad.abs().max()
     found = replay([one, replace(two, grad=two.grad + noise)], registry.get("dapo"))
     assert not found.failures
+
+
+def test_a_trainer_with_a_ratio_of_1_is_not_accused_of_another_objective():
+    """REINFORCE has this gradient, and so has each objective at r = 1."""
+    (step,) = [b for b in STEPS if b.step == 2]
+    at_one = -step.adv.expand(step.mask.shape) * step.mask / step.mask.sum()
+    found = replay([replace(step, grad=at_one)], registry.get("dapo"))
+    assert found.status == 0
+    assert heading(found).startswith("Nothing failed, but")

@@ -112,12 +112,18 @@ class _Progress:
         if self.has_terminal and passed >= max(QUIET, self.shown + 1):
             self.shown = int(passed)
             words = f"working for {self.shown} s, at most {self.seconds:g} s ..."
-            print(f"\r{words}", end="", file=sys.stderr, flush=True)
+            _print_to_terminal(f"\r{words}")
 
     def clear(self) -> None:
         """Remove what is shown."""
         if self.shown:
-            print(f"\r{'':60}\r", end="", file=sys.stderr, flush=True)
+            _print_to_terminal(f"\r{'':60}\r")
+
+
+def _print_to_terminal(words: str) -> None:
+    """Print on stderr; nothing where the terminal is gone."""
+    with contextlib.suppress(OSError):
+        print(words, end="", file=sys.stderr, flush=True)
 
 
 def _read_line(

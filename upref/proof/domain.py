@@ -23,13 +23,15 @@ from upref.rollouts import Rollouts
 # mean of a response (docs/what-check-sees.md)
 MOST_LOG_RATIO = 20.0
 MOST_MEAN_LOG_RATIO = 10.0
-# what is proved of a loss, in a few words; Proof.domain has all of them
-EVERY_VALUE = f"for every value within |log r| <= {MOST_LOG_RATIO:g}"
 LEAST_LOG_PROB = -200.0  # log π_old: beyond, a clamp is a guard
 FAR = {  # |log r| and |log |A|| of points that are far from common ones
     "far": (9.0, 14.0),
     "extreme": (19.5, 30.0),
 }
+# for what a loss is proved, in a few words; Proof.domain has all of them. Then the same
+# for an objective of the mean of a response
+EVERY_VALUE = f"for every value within |log r| <= {MOST_LOG_RATIO:g}"
+EVERY_MEAN = f"{EVERY_VALUE} (the mean of a response: {MOST_MEAN_LOG_RATIO:g})"
 RATIO = (math.exp(-MOST_LOG_RATIO), math.exp(MOST_LOG_RATIO))
 PROBABILITY = (math.exp(LEAST_LOG_PROB), 1.0)
 

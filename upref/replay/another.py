@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from upref import registry
 from upref.definition import Objective
 from upref.errors import InputError
 from upref.replay.checks import StepChecks
@@ -64,6 +67,9 @@ def settle_objective(
     """Let the gradient fail where at every step at which it is not the named
     objective's it is that of one and the same other sum.
 
+    It stays a note where it is also the gradient of an objective without a ratio: the
+    trainer may have used the named one with r = 1.
+
     Args:
         steps: of one run; `same_gradient` is what `sums_with_gradient` returned.
         hp: hyperparameters of the named objective.
@@ -74,7 +80,7 @@ def settle_objective(
         return list(steps)
     in_all = set(wrong[0].same_gradient).intersection(*(s.same_gradient for s in wrong))
     shared = [pair for pair in wrong[0].same_gradient if pair in in_all]
-    if not shared:
+    if not shared or any(_has_no_ratio(name) for _, name in shared):
         return list(steps)
     used = {k: v for k, v in objective.resolve(hp).items() if v is not None}
     settings = ", ".join(f"{k}={v:g}" for k, v in used.items())
@@ -84,6 +90,15 @@ def settle_objective(
         "found": _sums_in_words(shared),
     }
     return [_with_failure(s, numbers) if s.has_other_gradient else s for s in steps]
+
+
+def _has_no_ratio(name: str) -> bool:
+    """Tell whether the weights of an objective are the same at every ratio."""
+    objective = registry.get(name)
+    if objective.reads or objective.level == "custom":
+        return False
+    weights = objective.weight(torch.tensor([0.5, 1.0, 1.5]), torch.ones(3))
+    return bool((weights == weights[0]).all())
 
 
 def _sums_in_words(sums: Sequence[tuple[str, str]]) -> str:

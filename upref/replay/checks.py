@@ -44,10 +44,11 @@ class StepChecks:
 
     @property
     def has_other_gradient(self) -> bool:
-        """Whether the recorded gradient is not the named objective's."""
-        if self.loss is None:
-            return False
-        return any(f.cause in OTHER_GRADIENT for f in self.loss.findings)
+        """Whether the recorded gradient is not the named objective's. Without the column
+        now nothing tells.
+        """
+        causes = {f.cause for f in self.loss.findings} if self.loss else set()
+        return not causes.isdisjoint(OTHER_GRADIENT) and "needs_now" not in causes
 
     @property
     def findings(self) -> list[ReplayFinding]:

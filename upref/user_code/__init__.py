@@ -514,8 +514,9 @@ def _refuse_unbound(name: str, reading: Reading, unbound: list[str]) -> None:
         )
         outer = "wrapped" if inner == "loss" else "loss"
         raise InputError(
-            f"{name} needs {unbound[0]!r}, a number of tokens that changes with the batch: check a wrapper in its file, "
-            f"`def {outer}({takes}): return {inner}({given})`; {locate_page(WRAP_PAGE)} has examples."
+            f"{name} needs {unbound[0]!r}, by its name a number of tokens, which changes with the batch: "
+            f"check a wrapper in its file, `def {outer}({takes}): return {inner}({given})`; "
+            f"{locate_page(WRAP_PAGE)} has examples."
         )
     raise InputError(
         f"{name} needs {unbound[0]!r}, which upref does not know: bind it, `--hp {unbound[0]}=VALUE` or "

@@ -732,6 +732,11 @@ def _no_tensor(name: str, answer: Any) -> str:
         )
     holds: dict[Any, Any] = {}
     if isinstance(answer, dict):
+        if "loss" in answer:
+            entry = type(answer["loss"]).__name__
+            return (
+                f"{kind} whose entry 'loss' is a {entry}: put the tensor itself there."
+            )
         holds = answer
         listed = "its keys are " + _listed([f"{key!r:.40}" for key in answer])
     elif isinstance(answer, tuple | list):

@@ -181,10 +181,12 @@ def counts_tokens(name: str) -> bool:
         name: of an argument.
     """
     words_of_name = set(words(name))
+    if words_of_name == {"num", "items", "in", "batch"}:
+        return True
     return bool(
-        words_of_name & {"tokens", "items"}
-        and words_of_name & {"num", "n", "total", "count"}
-        and not words_of_name & {"max", "min", "per"}
+        "tokens" in words_of_name
+        and words_of_name & {"total", "global", "batch"}
+        and not words_of_name & {"max", "min", "per", "prompt", "pad", "padding"}
     )
 
 

@@ -167,7 +167,7 @@ def read(
 
     def refusal(words: str) -> InputError:
         """The error with these words, and what to do about it."""
-        if "logp" in main and _takes_rewards_alone(named):
+        if "logp" in main and _takes_rewards_alone(named, role):
             words = f"it takes rewards and no log-probabilities. {_OF_ADVANTAGES}"
             return InputError(f"{_shown(name, all_parameters)}: {words}")
         how_to_wrap = wrapper(name, main, all_parameters, roles)
@@ -212,12 +212,15 @@ _OF_ADVANTAGES = (
 )
 
 
-def _takes_rewards_alone(named: Sequence[inspect.Parameter]) -> bool:
+def _takes_rewards_alone(
+    named: Sequence[inspect.Parameter], role: Callable[[str], str]
+) -> bool:
     """Tell whether each argument without a default is one of an advantage function, and
-    one of them the rewards.
+    one of them the rewards, and none of the others is a log-probability.
     """
     roles = {reward_role(p.name) for p in named if p.default is p.empty}
-    return "rewards" in roles and "" not in roles
+    takes_logp = any(role(p.name).startswith("logp") for p in named)
+    return "rewards" in roles and "" not in roles and not takes_logp
 
 
 def _why_not_by_position(

@@ -33,7 +33,7 @@ from upref.verify.measure import (
     sampler_words,
 )
 from upref.verify.oracle import Oracle, by_rank, discover, run, validate_names
-from upref.verify.oracles.every_value import is_proved
+from upref.verify.oracles.every_value import is_proved, values_in_words
 from upref.verify.oracles.state import state
 from upref.verify.report import (
     SKIPPED,
@@ -265,6 +265,7 @@ def _report_of(
         outcomes.get("every-value") == "ok"
         and is_proved(case)
         and not case.entropy_coef,
+        values_in_words(case),
     )
 
 

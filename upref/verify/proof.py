@@ -237,8 +237,8 @@ class Proof(Result):
         """What is left out, in words."""
         left_out = list(self.left_out)
         if self.status == "proved" and not self.every_size:
-            why = self.sizes_open.removeprefix("it ")
-            left_out.append("batches of other sizes" + (f" (it {why})" if why else ""))
+            why = f" ({self.sizes_open})" if self.sizes_open else ""
+            left_out.append(f"batches of other sizes{why}")
         return "; ".join([*left_out, ", ".join(NOT_PART)])
 
     def _bounds(self) -> list[str]:

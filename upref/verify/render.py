@@ -13,7 +13,7 @@ SIGNS = {1.0: "A > 0", -1.0: "A < 0", 0.0: "A = 0"}
 DECIDED_BY = {
     "ρ": "at some tokens (ρ = π_old/μ may tell which)",
     "others": "at some tokens (those tried are right in a batch of one token)",
-    "scattered": "at some tokens, among right ones of lower and higher ratio",
+    "scattered": "at some tokens; tokens of lower or higher ratio are right",
 }
 DIGITS = (6, 9, 12, 17)  # of two numbers: as few as tell them apart
 GRADIENT_DIGITS = (6, 9, 12)  # of two printed gradients

@@ -11,7 +11,6 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from upref.description import RATIOS_OF_RESPONSES
-from upref.proof.domain import EVERY_VALUE
 from upref.result import Result
 from upref.user_code.guard import state_restored
 from upref.verify.finding import (
@@ -310,6 +309,7 @@ class Report(Result):
     not_checked: list[str] = field(default_factory=list)
     # the weights are proved for every value on small batches: upref.prove
     proved: bool = False
+    proved_for: str = ""  # for which values, in words
     # what a note costs whoever trains with it, in words, for the first line
     costs: str = ""
 
@@ -452,7 +452,7 @@ class Report(Result):
         note_count = len(self.notes)
         counts = counted(fault_count, "failure") if fault_count else "agrees"
         if self.proved and not fault_count:
-            counts += f", and proved {EVERY_VALUE}"
+            counts += f", and proved {self.proved_for}"
         if self.costs and not fault_count:
             counts += f", but {self.costs}"
         skipped = sum(became == SKIPPED for became in self.oracles.values())

@@ -393,7 +393,9 @@ def _changed_lengths(
     total = lengths.sum()
     added = common_value(total / multiples - total)
     if added is not None and abs(added) > LEAST_ADDED:
-        if abs(added) < 0.01:  # a total in float32 has no more of its digits
+        if (
+            case.single and abs(added) < 0.01
+        ):  # a total in float32 has no more of its digits
             added = float(f"{added:.2g}")
         yield _aggregated(
             case,

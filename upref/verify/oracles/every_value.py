@@ -10,7 +10,7 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.proof.compare import Comparison
-from upref.proof.domain import EVERY_VALUE
+from upref.proof.domain import EVERY_MEAN, EVERY_VALUE
 from upref.proof.sizes import Bound
 from upref.proof.solver import find_z3
 from upref.rollouts import Rollouts
@@ -80,16 +80,26 @@ def prove_few(case: LossCase) -> tuple[Finding | None, str]:
     for finding in every_value.findings(case):
         return finding, ""
     found: Comparison = case.cache["every-value"]
-    return None, _describe(found) if found.status == "proved" else ""
+    return None, _describe(case, found) if found.status == "proved" else ""
 
 
-def _describe(found: Comparison) -> str:
-    """Return the batches of a comparison, in words."""
+def values_in_words(case: LossCase) -> str:
+    """Return for which values a proof holds, in a few words.
+
+    Args:
+        case: the loss and its objective.
+    """
+    of_means = case.objective.level == "sequence_mean"
+    return EVERY_MEAN if of_means else EVERY_VALUE
+
+
+def _describe(case: LossCase, found: Comparison) -> str:
+    """Return the values and batches of a comparison, in words."""
     rows, columns = (
         max(sizes) for sizes in zip(*(p.shape for p in found.patterns), strict=True)
     )
     return (
-        f"{EVERY_VALUE}, in {len(found.patterns)} batches of at most {rows} rows "
+        f"{values_in_words(case)}, in {len(found.patterns)} batches of at most {rows} rows "
         f"and {columns} columns"
     )
 

@@ -622,10 +622,12 @@ def aggregation(case: LossCase) -> list[Finding]:
     batch = case.on_policy()
     declared = declared_aggregation(case.objective)
     declared_words = case.objective.agg if declared != case.agg else declared
-    if case.agg == declared and HABIT_TOL < abs(case.scale - 1) < 1e-5:
+    if case.agg == declared and HABIT_TOL < abs(case.scale - 1) < SAME_FACTOR:
         return [
             note(
-                "aggregation", f"a factor of 1 {case.scale - 1:+.1e}", cause=BELOW_LIMIT
+                "aggregation",
+                f"a factor of 1 {case.scale - 1:+.1e}",
+                cause=f"below the limit of {SAME_FACTOR:g} of a factor",
             )
         ]
 
@@ -690,7 +692,13 @@ def _cause_of_factors(case: LossCase, batch: Rollouts) -> Cause:
     words = case.agg
     # a response's own number may have the factor of a sum over its tokens without one
     is_of_tokens = case.objective.level == "token"
-    if is_of_tokens and case.agg in MEANING and abs(case.scale - 1) < SAME_FACTOR:
+    is_own = not case.loss.left_to_caller
+    if (
+        is_own
+        and is_of_tokens
+        and case.agg in MEANING
+        and abs(case.scale - 1) < SAME_FACTOR
+    ):
         words = f"{words}: {MEANING[case.agg]}"
     return Cause(words, (aggregation_id(case.agg),))
 
