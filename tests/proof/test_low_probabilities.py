@@ -68,7 +68,9 @@ def test_a_proof_of_a_kl_term_says_it_too():
 def test_a_ratio_of_responses_has_a_bound_of_its_own():
     proof = upref.prove(upref.get("gspo"), "gspo", rows=1, columns=2)
     assert "the mean of a response: 10" in str(proof)
-    assert "the mean" not in str(upref.prove(dapo, "dapo", rows=1, columns=1))
+    assert "the mean of a response" not in str(
+        upref.prove(dapo, "dapo", rows=1, columns=1)
+    )
 
 
 def keeps_tokens_with_a_signal(log_prob, old_log_prob, advantages, mask):

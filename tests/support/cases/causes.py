@@ -316,7 +316,7 @@ CASES = [
     *fails("stop-gradient: bonus", "stop-gradient", "a bonus of 0.01 times the entropy",
         entropy(lambda x, H: x + 0.01 * H),
         entropy(lambda x, H: x * (1 + H - H.detach()))),
-    *fails("on-policy", "on-policy", "every weight is 3 times",
+    *fails("on-policy", "on-policy", "its gradient is 3 times that of dapo",
         dapo(lambda lp, old, A: 3 * J(lp, old, A)),
         dapo(lambda lp, old, A: torch.where(A.abs() > 1, 3, 2) * J(lp, old, A))),
     Case(dapo(total=lambda x, m: -torch.where(m, x, 0).sum() / (m.sum() + 1e-3)), "dapo", nightly=True,
