@@ -97,8 +97,9 @@ def _has_no_ratio(name: str) -> bool:
     objective = registry.get(name)
     if objective.reads or objective.level == "custom":
         return False
-    weights = objective.weight(torch.tensor([0.5, 1.0, 1.5]), torch.ones(3))
-    return bool((weights == weights[0]).all())
+    r, A = torch.tensor([0.5, 1.0, 1.5]), torch.tensor([[1.0], [-1.0]])
+    weights = objective.weight(r, A)
+    return bool((weights == weights[:, :1]).all())
 
 
 def _sums_in_words(sums: Sequence[tuple[str, str]]) -> str:
