@@ -50,7 +50,7 @@ def text() -> str:
         "[top-p 0.7](docs/findings.md#the-words): Best@32 "
         f"{shown(gains[0])}, average {shown(average)}. Fresh data: no gain shown at 8 "
         f"updates a rollout, [{least:+.0f} to {most:+.0f} at 16](docs/findings.md#without-a-lag). "
-        f"{controls.at_equal_average()} [All evidence](docs/findings.md)."
+        f"{controls.at_equal_average()} [Evidence](docs/findings.md)."
     )
     count = len(re.sub(r"\]\([^)]*\)", "]", words).split())
     assert count <= 120, f"README's answer has {count} words"

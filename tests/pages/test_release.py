@@ -308,7 +308,7 @@ def test_it_is_said_whose_code_runs_as_whom(capsys):
         "imported and run with your rights" in help_
         and "in a container without network and secrets" in help_
     )
-    assert "It runs your file, as you ([security](SECURITY.md))" in README
+    assert "`upref check` runs your file, as you ([security](SECURITY.md))" in README
     guide = (ROOT / "docs/howto/check-in-ci.md").read_text(encoding="utf-8")
     assert "--network none" in guide and "never `pull_request_target`" in guide
     security = (ROOT / "SECURITY.md").read_text(encoding="utf-8")

@@ -497,8 +497,8 @@ LOSS = {
     "gradient_of_another": (
         "dL/dlp of the recorded tokens is that of the {found}, and not that of "
         "{objective}{settings}, which {tokens} of {trained} compared tokens contradict. "
-        "If {objective} ran, its hyperparameters, or the columns old and now, are others than "
-        "those of the comparison."
+        "If {objective} ran, its hyperparameters or its columns old and now differ from "
+        "those that were compared."
     ),
     "needs_now": (
         "the column now was not recorded, so the loss is that of the first optimizer "
