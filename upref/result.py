@@ -106,6 +106,21 @@ class Result:
         yield from self.lines()
 
 
+def name_first(names: Sequence[object], most: int) -> str:
+    """Name the first of many things, so that a long list does not hide the sentence.
+
+    Args:
+        names: of all of them.
+        most: how many are named.
+
+    Returns:
+        The names, and how many more there are.
+    """
+    named = ", ".join(map(str, names[:most]))
+    left_out = len(names) - most
+    return f"{named} and {left_out} more" if left_out > 0 else named
+
+
 def encode(x: Any) -> Any:
     """Make a value fit for JSON, which has no word for infinity and not-a-number.
 

@@ -13,6 +13,7 @@ import torch
 import upref
 from tests.support.daily import daily
 from upref.identification.identification import Identification
+from upref.result import name_first
 from upref.step.identify import StepIdentification
 from upref.verify.check import every
 from upref.verify.faults import known
@@ -321,3 +322,8 @@ def test_two_numbers_have_digits_that_tell_them_apart_whatever_the_remark(digits
     text = fail("gradient", "", right, found).text()
     expected_line, found_line = text.splitlines()[1:]
     assert expected_line.split("norm ")[1] != found_line.split("norm ")[1].split(",")[0]
+
+
+def test_a_long_list_ends_with_how_many_it_leaves_out():
+    assert name_first([1, 2, 3], 2) == "1, 2 and 1 more"
+    assert name_first([1, 2, 3], 3) == "1, 2, 3"

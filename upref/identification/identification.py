@@ -9,7 +9,7 @@ from typing import Any
 
 from upref.aggregation import AGGREGATIONS, BY_LENGTH
 from upref.registry import get, parts
-from upref.result import Result
+from upref.result import Result, name_first
 from upref.verify.report import describe_assumptions, describe_basis, row, short
 
 MOST_SHOWN = 8  # of a longer list
@@ -143,11 +143,11 @@ class Identification(Result):
         """
         lines = [self._answer_line()]
         ratio = get(self.name).ratio_symbol if self else "r"
-        jumps = {
-            sign: f"the weight jumps at {ratio} = {_first_few([f'{x:.7g}' for x in xs])}"
-            for sign, xs in self.bounds.items()
-            if xs
-        }
+        jumps = {}
+        for sign, places in self.bounds.items():
+            if places:
+                named = name_first([f"{x:.7g}" for x in places], MOST_SHOWN)
+                jumps[sign] = f"the weight jumps at {ratio} = {named}"
         if not self.matches:
             lines += [row(key, text) for key, text in jumps.items()]
         if self.matches:
@@ -164,10 +164,10 @@ class Identification(Result):
             if self.proved:
                 rows["proved"] = self.proved
             if self.also:
-                rows["the same"] = _first_few(self.also)
+                rows["the same"] = name_first(self.also, MOST_SHOWN)
             if self.elsewhere:
                 rows["weights of"] = (
-                    _first_few(self.elsewhere)
+                    name_first(self.elsewhere, MOST_SHOWN)
                     + ", aggregated otherwise in their papers"
                 )
             lines += [row(key, text) for key, text in rows.items()]
@@ -231,9 +231,3 @@ class Identification(Result):
         """Yellow where the objective has a known pitfall."""
         styles = {"pitfall": "bold yellow", "none": "bold red"}
         return styles.get(self.kind, "bold green")
-
-
-def _first_few(words: list[str]) -> str:
-    """Return the first words of a list, and how many more there are."""
-    more = f" and {len(words) - MOST_SHOWN} more" if len(words) > MOST_SHOWN else ""
-    return ", ".join(words[:MOST_SHOWN]) + more

@@ -18,7 +18,7 @@ import numpy as np
 from upref.errors import InputError
 from upref.logs.names import SCALARS, bare, recognize
 from upref.logs.read import Numbers, Run
-from upref.result import Result
+from upref.result import Result, name_first
 
 Steps = np.ndarray[tuple[int], np.dtype[np.bool_]]
 Severity = Literal["failure", "note", "fact"]
@@ -280,9 +280,8 @@ def name_steps(steps: Sequence[float], where: Steps) -> str:
         return f"at step {at[0]:g}"
     if len(at) == len(steps):
         return f"at all {len(steps)} steps"
-    listed = ", ".join(f"{s:g}" for s in at[:STEPS_NAMED])
-    more = f" and {len(at) - STEPS_NAMED} more" if len(at) > STEPS_NAMED else ""
-    return f"at {len(at)} of {len(steps)} steps: {listed}{more}"
+    listed = name_first([f"{s:g}" for s in at], STEPS_NAMED)
+    return f"at {len(at)} of {len(steps)} steps: {listed}"
 
 
 # ---- each number by itself -----------------------------------------------------------

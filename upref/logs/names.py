@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from upref.errors import InputError
+from upref.result import name_first
 
+COLUMNS_NAMED = 12  # of a log, in a message
 # what a number of that kind may be: a share is in [0, 1]
 Kind = Literal["any", "share", "at least 0", "at least 1"]
 
@@ -337,8 +339,9 @@ def recognize(columns: Iterable[str], given: Mapping[str, str]) -> dict[str, str
                 f"--map {key}={column}: upref logs knows no scalar {key!r}. It knows {', '.join(SCALARS)}."
             )
         if column not in there:
+            named = name_first(there, COLUMNS_NAMED)
             raise InputError(
-                f"--map {key}={column}: the log has no column {column!r}. It has {_some(there)}."
+                f"--map {key}={column}: the log has no column {column!r}. It has {named}."
             )
         found[key] = column
     bare_names = {bare(column) for column in there}
@@ -352,9 +355,3 @@ def recognize(columns: Iterable[str], given: Mapping[str, str]) -> dict[str, str
         if scalar is not None:
             found.setdefault(scalar, column)
     return found
-
-
-def _some(names: list[str]) -> str:
-    """The first names of many."""
-    shown = ", ".join(names[:12])
-    return f"{shown} and {len(names) - 12} more" if len(names) > 12 else shown

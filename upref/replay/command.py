@@ -12,6 +12,7 @@ from upref.errors import InputError
 from upref.registry import get
 from upref.replay.files import other_files, read_steps
 from upref.replay.run import CHECKS, replay
+from upref.result import name_first
 
 NAMED = 3  # files that a sentence names
 
@@ -54,9 +55,8 @@ def run(args: Any, hp: dict[str, Any]) -> int:
 
 def _left_out(others: list[Path]) -> str:
     """One sentence for the files of a folder that are no recorded batches."""
-    named = ", ".join(map(str, others[:NAMED]))
-    more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
-    return f"upref: left out, because another program wrote it: {named}{more}"
+    named = name_first(others, NAMED)
+    return f"upref: left out, because another program wrote it: {named}"
 
 
 def _number(text: str) -> tuple[float | None, float]:

@@ -4,7 +4,6 @@
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -46,17 +45,6 @@ def note(check: str, cause: str, **numbers: Any) -> ReplayFinding:
         **numbers: for the sentence.
     """
     return ReplayFinding(check, "note", cause, numbers)
-
-
-def name_steps(numbers: Sequence[int]) -> str:
-    """Name steps by their numbers; of many, the first ones.
-
-    Args:
-        numbers: of the steps, in order.
-    """
-    named = ", ".join(map(str, numbers[:STEPS_NAMED]))
-    more = len(numbers) - STEPS_NAMED
-    return f"{named} and {more} more" if more > 0 else named
 
 
 @dataclass(frozen=True, kw_only=True)

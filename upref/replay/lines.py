@@ -10,11 +10,12 @@ import torch
 from upref.replay.advantages import Advantages
 from upref.replay.checks import RunChecks, StepChecks
 from upref.replay.compare import HeavyToken, ObjectiveWeights
-from upref.replay.findings import Checked, ReplayFinding, name_steps
+from upref.replay.findings import STEPS_NAMED, Checked, ReplayFinding
 from upref.replay.gap import Gap
 from upref.replay.loss import LoggedLoss
 from upref.replay.schema import UNTOLD, RecordedBatch
 from upref.replay.zero import MOST_SHAPES, ZeroMismatch
+from upref.result import name_first
 from upref.verify.report import counted
 
 SHOWN = 4  # findings of one check that are printed
@@ -104,7 +105,7 @@ def _where(found: RunChecks, numbers: list[int]) -> str:
         return f"at all {count} steps"
     if count > 1 and order[-count:] == numbers:
         return f"from step {numbers[0]} on ({count} of {len(order)} steps)"
-    return f"at {count} of {len(order)} steps: {name_steps(numbers)}"
+    return f"at {count} of {len(order)} steps: {name_first(numbers, STEPS_NAMED)}"
 
 
 def _run_lines(found: RunChecks, unused: tuple[str, ...]) -> Iterator[str]:
@@ -355,15 +356,12 @@ def _zero_lines(zero: ZeroMismatch) -> Iterator[str]:
     quarters = ", ".join(f"{share:.0%}" for share in zero.quarters)
     yield f"      zero: {tails} nats; differing by quarter of the response: {quarters}"
     if zero.shapes:
-        shapes = ", ".join(
+        shapes = [
             f"{rows} x {width}: {share:.0%}"
-            for (rows, width), share in list(zero.shapes.items())[:MOST_SHAPES]
-        )
-        more = len(zero.shapes) - MOST_SHAPES
-        rest = f" and {more} more" if more > 0 else ""
-        yield _fold(
-            f"      zero: differing by shape of the micro-batch: {shapes}{rest}"
-        )
+            for (rows, width), share in zero.shapes.items()
+        ]
+        named = name_first(shapes, MOST_SHAPES)
+        yield _fold(f"      zero: differing by shape of the micro-batch: {named}")
     ids = ", ".join(
         f"{number} ({off} of {of})" for number, (off, of) in zero.ids.items()
     )

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upref.replay.findings import Checked, ReplayFinding, name_steps, note
+from upref.replay.findings import STEPS_NAMED, Checked, ReplayFinding, note
 from upref.replay.schema import RecordedBatch
+from upref.result import name_first
 
 LEAST_STEPS = 4
 UNLIKELY = 0.12  # of as many rising pairs by chance; of five steps, two pairs may fall
@@ -137,7 +138,7 @@ def _find_lone_steps(steps: Sequence[StepGap]) -> Iterator[ReplayFinding]:
         "stands_out",
         lone=len(lone),
         of=len(steps),
-        named=name_steps(lone),
+        named=name_first(lone, STEPS_NAMED),
         least=float(sizes[stands_out].min()),
         median=float(sizes[~stands_out].median()),
     )

@@ -18,6 +18,7 @@ from upref.aggregation import Totals, aggregate
 from upref.errors import Gone, InputError
 from upref.ops import recorded_sg
 from upref.registry import Objective
+from upref.result import name_first
 from upref.rollouts import Rollouts, per_response
 from upref.user_code import names
 from upref.user_code.function import is_same
@@ -738,10 +739,12 @@ def _no_tensor(name: str, answer: Any) -> str:
                 f"{kind} whose entry 'loss' is a {entry}: put the tensor itself there."
             )
         holds = answer
-        listed = "its keys are " + _listed([f"{key!r:.40}" for key in answer])
+        keys = [f"{key!r:.40}" for key in answer]
+        listed = f"its keys are {name_first(keys, LISTED)}"
     elif isinstance(answer, tuple | list):
         holds = dict(enumerate(answer))
-        listed = "it holds " + _listed([type(x).__name__ for x in answer])
+        types = [type(x).__name__ for x in answer]
+        listed = f"it holds {name_first(types, LISTED)}"
     if not holds:
         return f"{kind}, not a tensor: return the loss itself."
     alive = [
@@ -751,12 +754,6 @@ def _no_tensor(name: str, answer: Any) -> str:
         found = f"of these only [{alive[0]!r:.40}] has a gradient"
         return f"{kind}, not a tensor: {listed}; {found}. Check a wrapper: `{_WRAPPER}[{alive[0]!r:.40}]`."
     return f"{kind}, not a tensor: {listed}. {_RETURN}"
-
-
-def _listed(words: list[str]) -> str:
-    """Join words, the first few where they are many."""
-    more = f" and {len(words) - LISTED} more" if len(words) > LISTED else ""
-    return ", ".join(words[:LISTED]) + more
 
 
 def _as_slice(x: Tensor) -> Tensor:

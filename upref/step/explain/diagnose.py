@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from upref.errors import InputError
 from upref.kl import ESTIMATORS
+from upref.result import name_first
 from upref.step.compare.case import HALF_PRECISIONS, GradientComparison, StepCase
 from upref.step.compare.forward import (
     MAX_RESIDUAL,
@@ -56,6 +57,7 @@ from upref.verify.faults import measured
 from upref.verify.finding import NO_CAUSE, Cause, Number, join_causes
 from upref.verify.report import NOTHING_FITS, UNKNOWN, Finding, fail
 
+PARAMETERS_NAMED = 3  # of several, in a cause
 TOKENS_BEHIND = 16  # tokens behind a row that may train
 # forward passes whose token weights are read where one factor a response does not
 # suffice
@@ -358,7 +360,8 @@ def _cause_of_other_loss(
     of_other_loss = _without_effect_on_logits(forward, outside_objective)
     if not of_other_loss:
         return NO_CAUSE
-    return measured.LOSS_OF_OTHER_PARAMETERS.cause(parameters=_first_few(of_other_loss))
+    named = name_first(of_other_loss, PARAMETERS_NAMED)
+    return measured.LOSS_OF_OTHER_PARAMETERS.cause(parameters=named)
 
 
 def _cause_in_clip(
@@ -397,7 +400,8 @@ def _cause_of_some_parameters(
     if cause := _cause_in_parameters(found_parts, right_parts, wrong, bound):
         return cause
     if len(wrong) <= len(right_parts) // 4:
-        return measured.SOME_PARAMETERS_WRONG.cause(parameters=_first_few(wrong))
+        named = name_first(wrong, PARAMETERS_NAMED)
+        return measured.SOME_PARAMETERS_WRONG.cause(parameters=named)
     return NO_CAUSE
 
 
@@ -448,7 +452,9 @@ def _cause_in_parameters(
     none where one of them has another gradient.
     """
     without_gradient = [name for name in wrong if not found[name].any()]
-    words = [f"no gradient: {_first_few(without_gradient)}"] if without_gradient else []
+    words = []
+    if without_gradient:
+        words = [f"no gradient: {name_first(without_gradient, PARAMETERS_NAMED)}"]
     for name in wrong:
         if name in without_gradient:
             continue
@@ -462,14 +468,6 @@ def _cause_in_parameters(
             return NO_CAUSE  # it is right
         words.append(f"{name} has {times:.5g} times its gradient")
     return measured.SOME_PARAMETERS_SCALED.cause(each="; ".join(words[:4]))
-
-
-def _first_few(names: Sequence[str]) -> str:
-    """The first three names, and how many more there are, in words."""
-    words = ", ".join(names[:3])
-    if len(names) > 3:
-        words += f" and {len(names) - 3} more"
-    return words
 
 
 # ---- weights and forward passes ------------------------------------------------------
