@@ -9,9 +9,6 @@ other work on the machine disturbs them less. `upref -h` is a new process each t
 first check, which imports, is not counted.
 """
 
-import os
-import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -20,6 +17,8 @@ import time
 import torch
 
 import upref
+from benchmarks import cpu
+from docs import record
 from tests.support import zoo
 
 STARTS = 7
@@ -35,12 +34,11 @@ def seconds(loss, objective: str, **hp) -> float:
 
 def starting() -> float:
     """CPU seconds of `upref -h`, the process and all."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = cpu.of_children()
     subprocess.run(
         [sys.executable, "-m", "upref", "-h"], check=True, capture_output=True
     )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return cpu.of_children() - before
 
 
 def table(times: dict[str, float], limit: float, judged: str) -> bool:
@@ -61,8 +59,7 @@ def table(times: dict[str, float], limit: float, judged: str) -> bool:
 def main() -> int:
     """Print the times; 1 if one of them is over its limit."""
     torch.set_num_threads(1)
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}, upref {upref.__version__}"
-    print(f"{platform.machine()}, {os.cpu_count()} cores, {versions}")
+    print(f"{record.machine()}, upref {upref.__version__}")
     print("CPU seconds on one thread; the five slowest of each\n")
     upref.check(upref.get("dapo"), "dapo")
     print(f"upref.check on the zoo of tests/support/zoo, {len(zoo.ALL)} losses")

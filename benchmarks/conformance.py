@@ -27,7 +27,6 @@ import argparse
 import json
 import os
 import re
-import resource
 import shlex
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import cpu
 from docs import record
 from tests.conformance.known_bugs import ADAPTERS, target
 from tests.conformance.megatron_parallel import rank_errors
@@ -100,11 +100,11 @@ def run_suite(
             *(("--upref-xfails", str(expected)) if known else ()),
             *(("-k", chosen) if chosen else ()),
         ]
-        before = _cpu_seconds()
+        before = cpu.of_children()
         done = subprocess.run(
             command, capture_output=True, text=True, env=_environment(name), check=False
         )
-        seconds = _cpu_seconds() - before
+        seconds = cpu.of_children() - before
         if not file.exists():
             raise RuntimeError(f"{adapter}: {(done.stdout + done.stderr)[-2000:]}")
         results = json.loads(file.read_text(encoding="utf-8"))
@@ -177,11 +177,6 @@ def run_plain(case: Case, seed: int) -> dict[str, Any]:
         "allowed": float(f"{outcome.report.tolerances['gradient, relative']:.2g}"),
         "status": str(outcome.status),
     }
-
-
-def _cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def _environment(name: str) -> dict[str, str]:

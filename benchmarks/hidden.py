@@ -35,6 +35,7 @@ import torch
 
 import upref.hidden
 import upref.logprobs
+from benchmarks.speed import operations_per_second
 
 V, H = 151_936, 896  # of Qwen2.5-0.5B
 TAU = 0.8
@@ -234,18 +235,6 @@ def fresh(who, N, V, dtype="float32"):
     if done.returncode:
         return None
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def operations_per_second():
-    """Return how many operations of float32 products this machine does in a CPU second."""
-    a = torch.ones(1024, 1024)
-    product = torch.empty_like(a)
-    best = 0.0
-    for _ in range(5):
-        start = time.process_time()
-        torch.mm(a, a, out=product)
-        best = max(best, 2 * len(a) ** 3 / (time.process_time() - start))
-    return best
 
 
 # ---- the tables ----------------------------------------------------------------------

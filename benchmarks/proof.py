@@ -9,25 +9,16 @@ where a check tries none, its two figures differ by chance alone. The first chec
 imports, is not counted.
 """
 
-import resource
 import statistics
 import sys
 
 import torch
 
 import upref
+from upref.proof.solver import cpu_seconds
 from upref.registry import get, names
 
 ORACLE = "every-value"
-
-
-def cpu_seconds() -> float:
-    """Return the CPU time of this process and of those that it waited for."""
-    total = 0.0
-    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-        used = resource.getrusage(who)
-        total += used.ru_utime + used.ru_stime
-    return total
 
 
 def measured(name: str, skip: tuple[str, ...]) -> tuple[float, bool]:

@@ -12,8 +12,6 @@ busy machine CPU seconds rise too: compare what stands side by side. Imports are
 
 import argparse
 import os
-import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -21,6 +19,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+from benchmarks import cpu
+from docs import record
 
 ROOT = Path(__file__).parents[1]
 LOSSES = """\
@@ -117,7 +118,7 @@ def took(row: Row, folder: Path, root: Path) -> Took | None:
     """
     imports = folder / "imports"
     imports.write_text("")
-    before = _child_seconds()
+    before = cpu.of_children()
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(imports), *row.words.split()],
         cwd=folder,
@@ -125,16 +126,10 @@ def took(row: Row, folder: Path, root: Path) -> Took | None:
         capture_output=True,
         check=False,
     )
-    whole = _child_seconds() - before
+    whole = cpu.of_children() - before
     if done.returncode != row.status:
         return None
     return Took(whole, sum(map(float, imports.read_text().split())))
-
-
-def _child_seconds() -> float:
-    """CPU seconds of all children that have ended."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def unpack(commit: str, folder: Path) -> None:
@@ -197,12 +192,8 @@ def main() -> None:
     names = args.names or list(ROWS)
     if unknown := [name for name in names if name not in ROWS]:
         parser.error(f"no row {unknown[0]!r}: {', '.join(ROWS)}")
-    from importlib.metadata import version
-
-    print(
-        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"torch {version('torch')}; {args.rounds} rounds; load {os.getloadavg()[0]:.1f} at the start"
-    )
+    load = os.getloadavg()[0]
+    print(f"{record.machine()}; {args.rounds} rounds; load {load:.1f} at the start")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         roots = {"now": ROOT}

@@ -11,7 +11,6 @@ take.
 """
 
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import cpu
 from upref.files import write_atomically
 
 LOG = "UPREF_TEST_TIME"
@@ -30,8 +30,7 @@ SLOW = 2.0  # processor seconds of a test that is recorded
 
 def used() -> float:
     """Processor seconds so far, of this process and of those that it waited for."""
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
+    return time.process_time() + cpu.of_children()
 
 
 @pytest.hookimpl(hookwrapper=True)

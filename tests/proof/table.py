@@ -10,7 +10,6 @@ counts, the reasons for "no proof", and the CPU time of a proof, z3 included.
 import argparse
 import itertools
 import re
-import resource
 import statistics
 import sys
 import warnings
@@ -24,6 +23,7 @@ import upref
 from tests.support.cases import ACCEPTED, NOTED, REJECTED, Case, objective
 from tests.support.cases.table import ALL
 from upref.errors import InputError
+from upref.proof.solver import cpu_seconds
 
 VERDICTS = {"right": (ACCEPTED, NOTED), "wrong": (REJECTED,)}
 LINE = re.compile(r"^(\S+\.py:\d+|of a batch) ")
@@ -39,15 +39,6 @@ def cases(verdict: str, every: int = 1) -> Iterator[Case]:
     """
     of = (c for c in ALL if c.kind == "loss" and c.verdict in VERDICTS[verdict])
     return itertools.islice(of, 0, None, every)
-
-
-def cpu_seconds() -> float:
-    """Return the CPU time of this process and of those that it waited for."""
-    own, others = (
-        resource.getrusage(who)
-        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    )
-    return own.ru_utime + own.ru_stime + others.ru_utime + others.ru_stime
 
 
 def answer(case: Case, rows: int, columns: int) -> tuple[str, str, Any]:

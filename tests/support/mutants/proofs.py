@@ -13,7 +13,6 @@ apart and that is said to differ; then it writes proofs.md.
 import argparse
 import random
 import re
-import resource
 import sys
 from collections import Counter
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 import upref
 from upref import markdown
 from upref.errors import InputError
+from upref.proof.solver import cpu_seconds
 
 from . import search
 from .losses import Subject, subjects
@@ -45,13 +45,6 @@ STATUSES = ("differs", "no proof", "refused", "proved")
 Row = dict[str, Any]
 
 
-def spent() -> float:
-    """CPU seconds of this process and of the solver's."""
-    uses = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    found = [resource.getrusage(use) for use in uses]
-    return sum(use.ru_utime + use.ru_stime for use in found)
-
-
 def drawn(mutants: int, seed: int) -> list[Subject]:
     """The mutants of the whole run, in a random order."""
     found = list(subjects(mutants, seed))
@@ -71,14 +64,14 @@ def judged(s: Subject, seed: int) -> Row:
     row: Row = {"truth": truth.kind, "apart": truth.apart}
     if truth.kind == "stillborn":
         return row
-    start = spent()
+    start = cpu_seconds()
     try:
         hp = dict(s.config.hp)
         proof = upref.prove(loss, s.config.o, columns=COLUMNS, seconds=SECONDS, **hp)
         row |= {"status": proof.status, "reason": proof.reason}
     except InputError as error:
         row |= {"status": "refused", "reason": str(error)}
-    return row | {"seconds": spent() - start}
+    return row | {"seconds": cpu_seconds() - start}
 
 
 def kept(row: Row, s: Subject) -> Row:
@@ -150,7 +143,7 @@ def main() -> int:
     rows: list[Row] = []
     for s in drawn(args.mutants, args.seed):
         key = digest(s.key, str(args.seed))
-        if key not in store.known and spent() > args.cpu:
+        if key not in store.known and cpu_seconds() > args.cpu:
             break
         row = kept(store.get(key, lambda s=s: judged(s, args.seed)), s)
         rows.append(row)
@@ -160,7 +153,7 @@ def main() -> int:
             print(s.text, flush=True)
         if len(rows) % 50 == 0:
             counts = Counter((r["truth"], r.get("status")) for r in rows)
-            print(len(rows), f"{spent():.0f} s", counts, flush=True)
+            print(len(rows), f"{cpu_seconds():.0f} s", counts, flush=True)
     PAGE.write_text(page(rows, args.mutants, args.seed))
     return 0
 
