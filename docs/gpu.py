@@ -218,7 +218,7 @@ def sizes() -> str:
     from benchmarks.gpu.limits import least_milliseconds
 
     parts = []
-    cases: dict[tuple, Rows] = {}
+    cases: dict[tuple[str, int, int], Rows] = {}
     for row in rows("sizes"):
         if "failed" not in row and "milliseconds" in row:
             cases.setdefault((row["dtype"], row["H"], row["N"]), []).append(row)
