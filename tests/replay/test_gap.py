@@ -197,6 +197,7 @@ SHARED = {  # of those without a failure: what may be named
     "weights_change_within_a_response": {*CLEAN, "not_the_sampler", "above_one"},
     "temperatures_of_requests": {
         "agree",
+        "some_responses",
         "two_policies",
         "temperature",
         "some_temperature",

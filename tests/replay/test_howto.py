@@ -174,7 +174,7 @@ def test_trls_script_runs_on_two_ranks(monkeypatch, capsys):
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(list(Path("dumps").glob("step000012-rank000?.npz"))) == RANKS
     (command, _) = commands("TRL")
-    main(command.split()[1:])
+    main([*command.split()[1:], "-v"])
     out = capsys.readouterr().out
     assert "ok    loss" in out and "so is dL/dlp" in out and "FAIL" not in out
 

@@ -97,6 +97,7 @@ USUAL: dict[str, dict[str, float]] = {
         "rows": 2.5,
         "ids": 3.0,
         "weights": 2.5,
+        "settings": 2.0,  # of a request
         "context": 1.5,
         "arithmetic": 1.0,
         "likeliest": -1.0,
