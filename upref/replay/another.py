@@ -18,8 +18,9 @@ from upref.replay.normalizer import ROUNDING, normalizer
 from upref.replay.schema import RecordedBatch
 from upref.replay.terms import OR_ELSE, objective_as_run
 
-# notes that compare the logged number, or the gradient, with the named objective's
-EXPLAINED = (
+# causes of the notes that compare the logged number, or the gradient, with those of the
+# named objective: the failure replaces them
+NOTES_ON_NAMED = (
     "beside_zero",
     "divided",
     "gradient_other",
@@ -114,10 +115,10 @@ def _sums_in_words(sums: Sequence[tuple[str, str]]) -> str:
 
 
 def _with_failure(step: StepChecks, numbers: dict[str, Any]) -> StepChecks:
-    """The step with a failure in place of the notes that it explains."""
+    """The step with a failure in place of NOTES_ON_NAMED."""
     assert step.loss is not None
     (other,) = (f for f in step.loss.findings if f.cause == "gradient_other")
     counts = {k: other.numbers[k] for k in ("tokens", "trained")}
     failure = ReplayFinding("loss", "failure", "gradient_of_another", numbers | counts)
-    kept = [f for f in step.loss.findings if f.cause not in EXPLAINED]
+    kept = [f for f in step.loss.findings if f.cause not in NOTES_ON_NAMED]
     return replace(step, loss=replace(step.loss, findings=(failure, *kept)))

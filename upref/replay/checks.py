@@ -12,9 +12,6 @@ from upref.replay.schema import RecordedBatch
 from upref.replay.series import Series
 from upref.replay.zero import ZeroMismatch
 
-# the recorded gradient has other weights than the named objective's
-OTHER_GRADIENT = ("gradient_other", "gradient_of_another")
-
 
 @dataclass(frozen=True)
 class StepChecks:
@@ -44,11 +41,11 @@ class StepChecks:
 
     @property
     def has_other_gradient(self) -> bool:
-        """Whether the recorded gradient is not the named objective's. Without the column
-        now nothing tells.
+        """Whether a note says that the recorded gradient is not the named objective's.
+        Without the column now nothing tells.
         """
         causes = {f.cause for f in self.loss.findings} if self.loss else set()
-        return not causes.isdisjoint(OTHER_GRADIENT) and "needs_now" not in causes
+        return "gradient_other" in causes and "needs_now" not in causes
 
     @property
     def findings(self) -> list[ReplayFinding]:
