@@ -18,9 +18,7 @@ Factor = Callable[[Rollouts], Tensor]
 MEAN_OVER_WIDTH = "the mean over the padded width (seq-mean-token-sum-norm by it)"
 TOKEN_SUM = "a plain sum over all tokens"  # token-sum, as an unwanted aggregation
 SAME_FACTOR = 1e-5  # relative: factors that are one number
-
-
-# what the name of an aggregation means
+# the right aggregations: the name of each, and what it divides
 MEANING = {
     "token-mean": "the sum over all tokens is divided by their number",
     "group-token-mean": (
@@ -150,15 +148,7 @@ WRONG_AGGREGATIONS = (
         lambda batch: _lengths(batch) / batch.mask.sum(),
     ),
 )
-FACTORS: dict[str, Factor] = {
-    name: _row_weights_of(name)
-    for name in (
-        "token-mean",
-        "group-token-mean",
-        "seq-mean-token-mean",
-        "seq-mean-token-sum",
-    )
-}
+FACTORS: dict[str, Factor] = {name: _row_weights_of(name) for name in MEANING}
 FACTORS |= {wrong.words: wrong.factor for wrong in WRONG_AGGREGATIONS}
 IDS = {wrong.words: wrong.id for wrong in WRONG_AGGREGATIONS}
 
