@@ -50,19 +50,24 @@ class ExerciseVerdict(Result):
     mistake: str = ""
     hint: str = ""
     fault_ids: tuple[str, ...] = ()  # of the known faults that the mistake names
-    proved: bool = False  # for every value, on small batches
-    proved_for: str = ""  # for which values, in words
+    # for which values it is proved on small batches, in words; "" where it is not
+    proved_for: str = ""
 
     def __bool__(self) -> bool:
         return self.ok
 
+    @property
+    def proved(self) -> bool:
+        """Whether it is proved for the values of `proved_for`."""
+        return bool(self.proved_for)
+
     def data(self) -> dict[str, Any]:
-        """Return the fields.
+        """Return the fields, and `proved`.
 
         Returns:
             Their values by name.
         """
-        return asdict(self)
+        return asdict(self) | {"proved": self.proved}
 
     def text(self, verbose: bool = False) -> str:
         """Return the verdict, the batch, the mistake and the hint.
@@ -260,7 +265,6 @@ def judge_function(exercise: Exercise, fn: Callable[..., Any]) -> ExerciseVerdic
         **_fields_of_exercise(exercise),
         ok=True,
         hint=exercise.notice,
-        proved=bool(getattr(report, "proved", False)),
         proved_for=getattr(report, "proved_for", ""),
     )
 

@@ -249,6 +249,12 @@ def _report_of(
     unchecked = not_checked(case) + not_run(
         {name: became for name, became in outcomes.items() if name not in implied}
     )
+    # the proof is of J, and says nothing of a bonus
+    proved = (
+        outcomes.get("every-value") == "ok"
+        and is_proved(case)
+        and not case.entropy_coef
+    )
     return Report(
         loss.name,
         name,
@@ -261,11 +267,7 @@ def _report_of(
         seconds,
         settings,
         unchecked,
-        # the proof is of J, and says nothing of a bonus
-        outcomes.get("every-value") == "ok"
-        and is_proved(case)
-        and not case.entropy_coef,
-        values_in_words(case),
+        values_in_words(case) if proved else "",
     )
 
 

@@ -307,14 +307,19 @@ class Report(Result):
     settings: str = ""
     # what it says nothing about, in words
     not_checked: list[str] = field(default_factory=list)
-    # the weights are proved for every value on small batches: upref.prove
-    proved: bool = False
-    proved_for: str = ""  # for which values, in words
+    # for which values the weights are proved on small batches (upref.prove), in words;
+    # "" where they are not
+    proved_for: str = ""
     # what a note costs whoever trains with it, in words, for the first line
     costs: str = ""
 
     def __bool__(self) -> bool:
         return not self.failures
+
+    @property
+    def proved(self) -> bool:
+        """Whether the weights are proved for the values of `proved_for`."""
+        return bool(self.proved_for)
 
     @property
     def failures(self) -> list[Finding]:
@@ -335,12 +340,12 @@ class Report(Result):
         return [f for f in self.findings if f.severity == "note"]
 
     def data(self) -> dict[str, Any]:
-        """The fields of the report, and `ok`.
+        """The fields of the report, `ok` and `proved`.
 
         Returns:
             Their values by name.
         """
-        return {"ok": bool(self)} | asdict(self)
+        return {"ok": bool(self)} | asdict(self) | {"proved": self.proved}
 
     def text(self, verbose: bool = False) -> str:
         """The verdict, the failures, a line for each note; verbose: all that was
