@@ -71,6 +71,7 @@ class Rollouts:
     logp_sampler: Float[Tensor, "B T"] | None = None
 
     def __post_init__(self) -> None:
+        """Check the types, the devices, the totals and every column."""
         self._check_types()
         self._check_devices()
         self._check_totals()

@@ -291,6 +291,7 @@ class _Losses(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
+        """Keep the losses. Refuse the objective's name among them, and say where it goes."""
         names = [word for word in values if _is_a_name(word)]
         if len(values) > 1 and names:
             if namespace.name:
@@ -334,6 +335,7 @@ def command_line(
     p.verbs = sub.choices
 
     def add(name: str, verb: Verb) -> argparse.ArgumentParser:
+        """Add a verb, with the options that every verb has."""
         c = sub.add_parser(name, help=verb.help, description=verb.help)
         c.set_defaults(command=name, chosen_verb=verb, verbose=False)
         c.add_argument(

@@ -107,6 +107,7 @@ def _is_function_of_file(loss: str) -> bool:
 
 # ---- verdicts ------------------------------------------------------------------------
 def check(args: argparse.Namespace) -> int:
+    """Check a function as what an option --as-... says; without one, as a loss."""
     hp = hyperparameters(args.hp)
     skip = tuple(args.skip)
     if args.as_distillation:
@@ -155,6 +156,9 @@ def check(args: argparse.Namespace) -> int:
 
 
 def prove(args: argparse.Namespace) -> int:
+    """Prove a KL term, an advantage estimator, or a loss. The status is 2 where there is no
+    proof.
+    """
     from upref.verify import proof
 
     hp = hyperparameters(args.hp)
@@ -195,6 +199,9 @@ def identify(args: argparse.Namespace) -> int:
 
 
 def diff(args: argparse.Namespace) -> int:
+    """Compare the steps of two trainers where adapters, or --steps or --case, are given;
+    else two losses.
+    """
     from upref.identification.diff import diff as difference_of
     from upref.user_code.frameworks import adapters
 
@@ -242,6 +249,7 @@ def _adapter(word: str) -> Any:
 
 
 def maximizes(args: argparse.Namespace) -> int:
+    """Say which function of the policy a loss, advantages or a KL term maximize."""
     from upref.maximization.maximizes import maximizes as answer_of
     from upref.user_code import from_signature, no_objective
 
@@ -266,6 +274,7 @@ def maximizes(args: argparse.Namespace) -> int:
 
 
 def listing(args: argparse.Namespace) -> int:
+    """List the objectives: as JSON, as a Markdown table, or as a table with the trainers."""
     if args.json:
         from upref.cli.show import every
 
@@ -330,6 +339,7 @@ def _resolve_losses(given: list[str]) -> list[Any]:
 
 
 def cap(args: argparse.Namespace) -> int:
+    """Draw or print the Probability Capacity of losses."""
     if args.adv == 0 or not math.isfinite(args.adv):
         raise InputError("--adv is a sign: give +1 or -1.")
     losses = _resolve_losses(args.names)
@@ -350,6 +360,7 @@ def cap(args: argparse.Namespace) -> int:
 
 
 def weights(args: argparse.Namespace) -> int:
+    """Draw or print the gradient weights of losses."""
     losses = _resolve_losses(args.names)
     hp = hyperparameters(args.hp)
     import numpy as np
@@ -398,6 +409,7 @@ def _print_numbers(
 
 # ---- proofs and health ---------------------------------------------------------------
 def derive(args: argparse.Namespace) -> int:
+    """Print derivations. The status is 1 where one of them is wrong."""
     from upref.derivation import derive as derivation
     from upref.registry import names
 
@@ -420,6 +432,7 @@ def replay(args: argparse.Namespace) -> int:
 
 
 def logs(args: argparse.Namespace) -> int:
+    """Audit the logged numbers of runs."""
     from upref.logs.audit import audit
     from upref.logs.read import read
 

@@ -106,6 +106,9 @@ class Constants:
         return self.follow
 
     def _read(self, place: Place, frame: FrameType) -> None:
+        """Keep the numbers that a place compares with what the code has computed; of computed
+        ones alone, the largest.
+        """
         local: list[float] = []  # what the code has computed
         fixed = list(place.numbers)
         for name in place.names:

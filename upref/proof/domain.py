@@ -175,6 +175,7 @@ class Domain:
     known_assumptions: dict[frozenset[str], list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Make the columns: a variable for each slot, or what the pattern fixes there."""
         v = self.values
         B, T = self.pattern.shape
         on_policy = self.pattern.on_policy

@@ -374,6 +374,7 @@ class Lifted:
         return known
 
     def _of_atom(self, atom: int) -> frozenset[str]:
+        """Return the axes along which an atom may vary."""
         kind = self.values.atoms[atom]
         match kind:
             case Variable():
@@ -516,6 +517,7 @@ def gradient_of_objective(
         inputs["entropy"] = batch.entropy.clone()
 
     def value() -> Tensor:
+        """Return the loss of the objective."""
         return -objective.J(
             inputs["logp"],
             batch.logp_old,
@@ -689,6 +691,7 @@ class _Numbers:
         return have
 
     def _of(self, value: int) -> Tensor:
+        """Compute what `of` keeps."""
         node = self.values.nodes[value]
         match node:
             case Compare():
@@ -707,6 +710,7 @@ class _Numbers:
         raise NoProof("a value is infinite or not a number")
 
     def _of_atom(self, atom: int) -> Tensor:
+        """Return the numbers of an atom."""
         kind = self.values.atoms[atom]
         match kind:
             case Variable():

@@ -419,6 +419,9 @@ class Search:
         return self.values.variables((condition,)) <= names
 
     def _conclude(self, outcome: Outcome, answers: list[Answer]) -> None:
+        """Read the solver's answers. The first confirmed counterexample ends it; else the
+        first reason why nothing is proved is kept.
+        """
         reason = ""
         for (path, kind), question, answer in zip(
             outcome.meant, outcome.questions, answers, strict=True
@@ -456,6 +459,7 @@ class Search:
                 yield conditions, (x, y)
 
     def _describe_open(self, path: Path, kind: str, answer: Answer) -> str:
+        """Say why an answer leaves a path open, neither proved nor disproved."""
         if answer.outcome == "unknown":
             return _undecided(path)
         if kind == "difference":

@@ -286,6 +286,7 @@ class Text:
         return constants.get(node_id) or self.node(node_id)
 
     def _define(self, node_id: int) -> str:
+        """Write the definition of a node, and return its name."""
         node = self.values.nodes[node_id]
         match node:
             case Polynomial():
@@ -321,6 +322,7 @@ class Text:
         return terms[0] if len(terms) == 1 else f"(+ {' '.join(terms)})"
 
     def _term(self, monomial: Monomial, c: Fraction) -> str:
+        """Return a monomial times its coefficient, as a fraction of two products."""
         above: list[str] = []
         below: list[str] = []
         for atom, exponent in monomial:
@@ -365,6 +367,7 @@ class Text:
         return known
 
     def _declare(self, atom: int) -> str:
+        """Declare an atom with the facts that hold of it, and return what stands for it."""
         kind = self.values.atoms[atom]
         root = self.roots.get(atom, 1)
         match kind:
@@ -421,6 +424,9 @@ class Text:
         return name
 
     def _declare_function(self, atom: int, kind: Function, root: int) -> str:
+        """Declare the value of a function as a number, with the facts that hold of it. With
+        a root above 1, the number is that root of the value.
+        """
         if kind.name in TOTALS:
             return self._declare_total(atom)
         argument = self.node(kind.argument)

@@ -494,6 +494,14 @@ def _reads_answered(trace: Trace) -> Iterator[None]:
 def _answer_in_front(
     trace: Trace, method: Callable[..., Any], read: Callable[..., Any]
 ) -> Callable[..., Any]:
+    """Return a method of tensors that asks `read` where the tensor varies.
+
+    Args:
+        trace: the call that is traced.
+        method: torch's own.
+        read: answers in its place, and gets both.
+    """
+
     @wraps(method)
     def answer(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if trace.is_busy:
@@ -653,6 +661,7 @@ class Operators(TorchDispatchMode):
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run one operator of torch, and stop the trace at what no proof can follow."""
         trace = self.trace
         tensors = [
             x for x in _leaves((*args, *kwargs.values())) if isinstance(x, Tensor)
@@ -719,6 +728,9 @@ class Operators(TorchDispatchMode):
         return answer
 
     def _run_rule(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator by its rule, and keep the formulas of its results. One without
+        a rule is decomposed.
+        """
         trace = self.trace
         operation = Operation(trace, func, args, kwargs)
         rule = find_rule(operation.name)

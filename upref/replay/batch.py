@@ -271,6 +271,7 @@ def _has_same_responses(one: RecordedBatch, other: RecordedBatch) -> bool:
 
 
 def _tensor(name: str, value: Any, file: str) -> Tensor:
+    """Return a column as a tensor on the CPU; group ids that are text become numbers."""
     if isinstance(value, Tensor):
         if value.is_sparse or value.is_meta or value.numel() > MOST_SLOTS:
             raise InputError(

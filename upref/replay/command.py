@@ -74,6 +74,7 @@ def _number(text: str) -> tuple[float | None, float]:
 
 
 def _tokenizer(folder: str) -> Any:
+    """Load the tokenizer of a folder, without the network; None where no folder is given."""
     if not folder:
         return None
     try:

@@ -93,6 +93,9 @@ def _load(group: Sequence[Source]) -> RecordedBatch:
 
 
 def _by_step(files: list[str | Path]) -> list[list[Source]]:
+    """Return the files by step: those with a number in its order, then each of the others
+    as a step of its own.
+    """
     paths: list[Path] = []
     for path in map(Path, files):
         paths += (

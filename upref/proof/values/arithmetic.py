@@ -71,6 +71,7 @@ class Arithmetic(Points):
         return known
 
     def _multiply(self, x: int, y: int) -> int:
+        """Compute what `multiply` keeps: the sum of the products of all pairs of terms."""
         if self.special(x) or self.special(y):
             return self._multiply_special(x, y)
         if self.zero in (x, y):

@@ -148,6 +148,7 @@ class Choices(Signs):
         return known
 
     def _assume_anew(self, value: int, comparison: int, truth: bool) -> int:
+        """Compute what `_assume` keeps: a value where a comparison is decided."""
         node = self.nodes[value]
         if isinstance(node, Branch):
             if node.comparison == comparison:
@@ -171,6 +172,7 @@ class Choices(Signs):
         return out
 
     def _assume_atom(self, atom: int, comparison: int, truth: bool) -> int:
+        """Return an atom where a comparison is decided, as a value."""
         kind = self.atoms[atom]
         if isinstance(kind, Choice):
             condition = self._assume(kind.condition, comparison, truth)

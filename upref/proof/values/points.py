@@ -54,6 +54,7 @@ class Points(Table):
         return have
 
     def _evaluate(self, value: int, point: Mapping[str, float], known: Known) -> float:
+        """Compute what `evaluate` keeps."""
         node = self.nodes[value]
         match node:
             case Special():
@@ -75,6 +76,7 @@ class Points(Table):
     def _evaluate_atom(
         self, atom: int, point: Mapping[str, float], known: Known
     ) -> float:
+        """Return the number that an atom has at a point."""
         have = known.get(-1 - atom)
         if have is not None:
             return have

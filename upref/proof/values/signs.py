@@ -48,6 +48,7 @@ class Signs(Conditions):
         return known
 
     def _above(self, x: int, or_equal: bool) -> int:
+        """Compute what `above` keeps. The comparisons in the value are decided first."""
         c = self.constant(x)
         if c is not None:
             return self.one if c > 0 or (or_equal and c == 0) else self.zero

@@ -331,6 +331,7 @@ class _Folded(ast.NodeTransformer):
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
+        """Write a call as a reader would: a mean without its mask, a rounding as `.to`."""
         self.generic_visit(node)
         match node:
             case ast.Call(func=ast.Name(id="per_response"), args=[A, _]):
