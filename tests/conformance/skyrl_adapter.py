@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """An adapter for SkyRL: the unmodified `forward_backward` and `optim_step` of its
-policy worker, after its trainer's own scaling of the advantages. It needs no import of
-upref.
+policy worker, after its trainer's own scaling of the advantages. From rewards, its
+trainer's own preparation before. It needs no import of upref.
 
 It runs where skyrl 0.3.0, skyrl-gym, ray, omegaconf, loguru, peft and cloudpathlib can
 be imported.
 """
 
 import contextlib
+import copy
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -19,6 +20,8 @@ import warnings
 
 import torch
 import typing_extensions
+from loguru import logger
+from peft import LoraConfig, get_peft_model
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -42,6 +45,12 @@ FIELDS = {
     ),
     "sapo": dict(policy_loss_type="sapo", loss_reduction="sequence_mean"),
     "cispo": dict(policy_loss_type="cispo"),
+}
+# estimator of advantages -> the fields of AlgorithmConfig that ask for it
+ESTIMATORS = {
+    "group_mean": dict(grpo_norm_by_std=False),
+    "group_norm": dict(grpo_norm_by_std=True),
+    "leave_one_out": dict(advantage_estimator="rloo"),
 }
 # CISPO has no lower bound: a ratio is never below 0.
 CISPO_CLIP = dict(cispo_eps_clip_low=1.0, cispo_eps_clip_high=4.0)
@@ -75,8 +84,9 @@ from skyrl.backends.skyrl_train.distributed.ulysses import (
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
 from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper
-from skyrl.backends.skyrl_train.workers.worker import PolicyWorkerBase
+from skyrl.backends.skyrl_train.workers.worker import PolicyWorkerBase, RefWorkerBase
 from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.generators.utils import apply_overlong_filtering
 from skyrl.train.trainer import RayPPOTrainer
 
 
@@ -92,6 +102,10 @@ class SkyRL:
             return f"SkyRL has no policy_loss_type of {case.objective}"
         if case.parallel not in ("data", "sequence"):
             return f"the FSDP worker has no {case.parallel} parallelism"
+        if case.advantages and case.advantages not in ESTIMATORS:
+            return f"SkyRL has no estimator of {case.advantages}"
+        if case.ddof != 1:
+            return "the standard deviation divides by G - 1"
         return ""
 
     def scale(self, case):
@@ -110,12 +124,17 @@ class SkyRL:
         )
         if "c" in case.hp:
             fields |= dict(policy_loss_type="dual_clip", clip_ratio_c=case.hp["c"])
+        if case.advantages:
+            fields |= ESTIMATORS[case.advantages]
         return fields
 
     def settings(self, case):
         said = self.algorithm(case)
         said["micro_train_batch_size_per_gpu"] = self.micro_batch(case)
         said["max_grad_norm"] = case.clip or 0.0
+        if case.advantages:
+            said["apply_overlong_filtering"] = case.drop_truncated
+            said["update_epochs_per_batch"] = case.iterations
         return {key: repr(value) for key, value in said.items()}
 
     def micro_batch(self, case):
@@ -151,6 +170,112 @@ class SkyRL:
                     worker.forward_backward(data[start : start + mine])
                     worker.optim_step()
 
+    def train(self, model, rows, case, reference):
+        config = self.config(case)
+        config.trainer.train_batch_size = len({row.group for row in rows})
+        config.trainer.policy_mini_batch_size = (
+            config.trainer.train_batch_size // case.updates
+        )
+        config.trainer.update_epochs_per_batch = case.iterations
+        config.generator.n_samples_per_prompt = (
+            len(rows) // config.trainer.train_batch_size
+        )
+        if case.reference == "adapter":
+            reference = copy.deepcopy(model)  # by default of the policy's own path
+            model = add_adapters(model)
+        with on_cpu(), group_of_one():
+            workers = {"policy": make_worker(model, config, case, rate=0.005)}
+            if reference is not None:
+                workers["ref"] = make_reference_worker(reference, config)
+            trainer = make_trainer(config, workers)
+            # what follows generation in the trainer's own loop
+            output, uids = trainer.postprocess_generator_output(
+                generator_output(rows, case.drop_truncated),
+                [str(row.group) for row in rows],
+            )
+            data = trainer.convert_to_training_input(output, uids)
+            data = trainer.fwd_logprobs_values_reward(data)
+            data = trainer.compute_advantages_and_returns(data)
+            trainer.train_critic_and_policy(data)
+
+
+class Dispatch:
+    """Workers of this process, in the place of WorkerDispatch and its groups of ray."""
+
+    def __init__(self, workers):
+        self.workers = workers
+
+    def get_lcm_dp_size(self):
+        return 1
+
+    def empty_cache(self, _=None):
+        pass
+
+    def forward(self, name, data):
+        return self.workers[name].forward(data)
+
+    def stage_data(self, _, data, boundaries):
+        return [data[start:end] for start, end in boundaries]
+
+    def forward_from_staged(self, name, chunk):
+        return self.workers[name].forward(chunk)
+
+    def forward_backward_from_staged(self, name, chunk):
+        return self.workers[name].forward_backward(chunk)
+
+    def optim_step(self, name):
+        return self.workers[name].optim_step()
+
+
+def make_trainer(config, workers):
+    """A trainer that was not set up by ray, with its workers."""
+    trainer = object.__new__(RayPPOTrainer)
+    trainer.cfg = config
+    trainer.tokenizer = types.SimpleNamespace(pad_token_id=PAD)
+    trainer.dispatch = Dispatch(workers)
+    trainer.ref_model = workers.get("ref")
+    trainer.critic_model = None
+    trainer.all_metrics = {}
+    trainer.all_timings = {}
+    trainer.global_step = 1
+    return trainer
+
+
+def make_reference_worker(model, config):
+    """A worker of the reference model that was not set up by ray."""
+    worker = object.__new__(RefWorkerBase)
+    worker.cfg = config.trainer
+    worker.model = HFModelWrapper(model, bf16=False).eval()
+    return worker
+
+
+@torch.no_grad()
+def add_adapters(model):
+    """The model with LoRA adapters, as HFModelWrapper adds them. Their second matrices
+    are not 0, and small: the KL estimate of no token reaches 10, where SkyRL clamps it.
+    """
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    adapted = get_peft_model(model, lora)
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.copy_(0.03 * torch.randn(parameter.shape, generator=generator))
+    return adapted
+
+
+def generator_output(rows, drop_truncated):
+    """The rows as SkyRL's generator returns them."""
+    masks = [[int(t) for t in row.trains] for row in rows]
+    ends = ["stop" if row.response[-1] == PAD else "length" for row in rows]
+    return dict(
+        prompt_token_ids=[row.prompt for row in rows],
+        response_ids=[row.response for row in rows],
+        rewards=[row.reward for row in rows],
+        loss_masks=apply_overlong_filtering(masks, ends) if drop_truncated else masks,
+        stop_reasons=ends,
+        rollout_logprobs=[row.sampler for row in rows],
+    )
+
 
 def share(rows, case):
     """All rows of the mini-batch, whose advantages the trainer scales before it divides
@@ -164,7 +289,7 @@ def share(rows, case):
     return [row for part in gathered for row in part], slice(start, start + len(rows))
 
 
-def make_worker(model, config, case):
+def make_worker(model, config, case, rate=1e-6):
     """A policy worker that was not set up by ray: with a model, an optimizer, and the
     strategy that steps it.
     """
@@ -175,7 +300,8 @@ def make_worker(model, config, case):
     worker = object.__new__(PolicyWorkerBase)
     worker.cfg = config.trainer
     worker.model = HFModelWrapper(model, bf16=False, sequence_parallel_size=ulysses)
-    worker.optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    worker.optimizer = torch.optim.SGD(trained, lr=rate)
     worker.scheduler = torch.optim.lr_scheduler.ConstantLR(worker.optimizer, factor=1.0)
     worker.policy_loss_fn = PolicyLossRegistry.get(
         config.trainer.algorithm.policy_loss_type
@@ -236,6 +362,7 @@ def on_cpu():
     before = torch.cuda.current_device
     torch.cuda.current_device = lambda: torch.device("cpu")
     logging.disable(logging.WARNING)
+    logger.disable("skyrl")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -243,6 +370,7 @@ def on_cpu():
     finally:
         torch.cuda.current_device = before
         logging.disable(logging.NOTSET)
+        logger.enable("skyrl")
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ its known failures nightly.
 Those of torchtune and SkyRL run whole, where these are there.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,49 @@ def _skyrl():
 def test_skyrls_worker_agrees_but_for_its_known_failures():
     expected = read_expected_failures(HERE / "skyrl_xfails.toml")
     assert not _judge(_skyrl(), cases(), expected)
+
+
+def test_skyrls_trainer_makes_its_own_rows():
+    """Advantages of each prompt's group, old log-probabilities before the first update,
+    and no token of a response that was cut off.
+    """
+    chosen = [CASES["prepare/old/updates-2"], CASES["prepare/old/cut-off"]]
+    assert not _judge(_skyrl(), chosen, expected={})
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_skyrl_prepares_as_listed_for_three_seeds(seed):
+    expected = read_expected_failures(HERE / "skyrl_xfails.toml")
+    prepared = [case for case in CASES.values() if case.advantages]
+    assert not _judge(_skyrl(), prepared, expected, seed)
+
+
+@pytest.mark.nightly
+def test_skyrls_references_fail_by_temperature_and_aggregation_alone(monkeypatch):
+    """With the case's temperature, and an objective whose mean is the KL term's, the
+    reference is as the case means it.
+    """
+    adapter = _skyrl()
+    wrapper = adapter.train.__globals__["HFModelWrapper"]
+    forward = wrapper.forward
+    listed = [
+        case
+        for case in CASES.values()
+        if case.advantages
+        and case.id in read_expected_failures(HERE / "skyrl_xfails.toml")
+    ]
+    assert len(listed) == 5
+    for case in listed:
+        at_its_own = dict(temperature=case.temperature)
+        monkeypatch.setattr(
+            wrapper,
+            "forward",
+            lambda self, *args, own=at_its_own, **more: forward(
+                self, *args, **own | more
+            ),
+        )
+        assert not _judge(adapter, [replace(case, objective="grpo")], expected={})
 
 
 @pytest.mark.nightly
