@@ -54,8 +54,8 @@ def differences() -> str:
             of_case[words] = "; ".join(filter(None, [of_case.get(words), between]))
     lines = []
     for case, words_of in quantities.items():
-        first = [f"{words} ({between})" for words, between in words_of.items()]
-        lines.append(f"* `{case}`: {', '.join(first)}.")
+        first = [f"{who} differ first in *{words}*." for words, who in words_of.items()]
+        lines.append(f"* `{case}`: {' '.join(first)}")
         for name in names:
             cause = said[case].get(name, "left out")
             lines.append(f"  * {name}: {cause}")

@@ -123,8 +123,6 @@ def put(name: str, code: str, folder: Path):
         )
     assert not (folder / name).exists(), f"{name} is there already"
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    if "/" not in name:  # without the line that has its name
-        code = code.partition("\n")[2].lstrip("\n")
     (folder / name).write_text(code, encoding="utf-8")
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run upref in empty environments and record what passed:
-`python tests/matrix.py PYTHON [WHAT]`.
+`python tests/matrix.py PYTHON [WHAT]`, or `python tests/matrix.py PYTHON tests COUNT`.
 
     checkout   a copy of this checkout in a folder whose name has a space and a letter that is not ASCII, with LC_ALL=C:
                `tests/run.sh quick`; `repro/run.sh up_dapo mini`, of two steps; every
@@ -10,7 +10,7 @@
     newest     the same with the newest of everything, and the sdist
     tests      a sample of the tests with the packages that PYTHON already has, by
                `pip install -e ".[test]"`; where TRL is one of them, the conformance suite
-               with its adapter too
+               with its adapter too. COUNT is the number of tests, 1500 without it
     places     both commands without .git, HOME, a network or the rights of root. Needs Linux, and root at first
     stopped    an install that a full disk and a lost network stop, and that goes on. Needs Linux, root, and a mount
                namespace of its own:
@@ -240,12 +240,14 @@ def wheel(folder: Path, python: str, which: str) -> tuple[Steps, str]:
     return steps, "env/bin/python"
 
 
-def sampled(names: list[str]) -> list[str]:
-    """A sample of the names of tests, the same for the same names."""
-    return sorted(random.Random(0).sample(sorted(names), min(SAMPLE, len(names))))
+def sampled(names: list[str], count: int = SAMPLE) -> list[str]:
+    """A sample of the names of tests, the same for the same names. A smaller one is
+    part of a larger one."""
+    drawn = random.Random(0).sample(sorted(names), len(names))
+    return sorted(drawn[:count])
 
 
-def tests(folder: Path, python: str) -> tuple[Steps, str]:
+def tests(folder: Path, python: str, count: int) -> tuple[Steps, str]:
     """A sample of the tests, and the suite with TRL's adapter where TRL is installed."""
     steps = Steps(ROOT, os.environ | {"PYTHONPATH": str(ROOT)})
     pytest = f'"{python}" -m pytest -q -p no:cacheprovider'
@@ -257,7 +259,8 @@ def tests(folder: Path, python: str) -> tuple[Steps, str]:
         stdout=subprocess.PIPE,
         encoding="utf-8",
     ).stdout
-    chosen = sampled([line for line in listed.splitlines() if "::" in line])
+    names = [line for line in listed.splitlines() if "::" in line]
+    chosen = sampled(names, count)
     (folder / "sample").write_text("\n".join(chosen), encoding="utf-8")
     steps.run(f'{pytest} "@{folder}/sample"', name=f"a sample of {len(chosen)} tests")
     if "trl" in versions(python):
@@ -337,7 +340,7 @@ def awkward() -> str:
     return markdown.table(["Python", "place", "what happened", "seconds"], rows)
 
 
-def main(python: str = "python3", what: str = "checkout") -> int:
+def main(python: str = "python3", what: str = "checkout", count: str = "") -> int:
     python = shutil.which(python) or python
     with tempfile.TemporaryDirectory(prefix="upref-") as folder:
         run: Callable[..., tuple[Steps, str]]
@@ -345,14 +348,14 @@ def main(python: str = "python3", what: str = "checkout") -> int:
             "checkout": checkout,
             "places": places,
             "stopped": stopped,
-            "tests": tests,
+            "tests": functools.partial(tests, count=int(count or SAMPLE)),
         }.get(what, functools.partial(wheel, which=what))
         steps, inside = run(Path(folder), python)
         row: dict[str, Any] = versions(str(steps.folder / inside)) | {"what": what}
         if what == "stopped":
             subprocess.run(["umount", "--lazy", f"{folder}/disk"], check=True)
     row |= {"steps": steps.done} | ({"KB": steps.sizes} if steps.sizes else {})
-    command = f"python tests/matrix.py {Path(python).name} {what}"
+    command = f"python tests/matrix.py {Path(python).name} {what} {count}".strip()
     name = f"{row['python']} {what}"
     if what == "tests":
         name += f" torch {row['torch']}"

@@ -50,9 +50,9 @@ def differences(page: str, folder: Path, python: str) -> list[str]:
         folder: where the files are written and the commands run.
         python: the interpreter.
     """
-    files = re.findall(r"```python\n# (\S+\.py)\n(.*?)```", page, re.S)
-    for name, code in files:
-        (folder / name).write_text(code.lstrip("\n"), encoding="utf-8")
+    files = re.findall(r"```python\n(# (\S+\.py)\n.*?)```", page, re.S)
+    for code, name in files:
+        (folder / name).write_text(code, encoding="utf-8")
     consoles = re.findall(r"```console\n(.*?)```", page, re.S)
     found = []
     for command, said in re.findall(
@@ -61,7 +61,7 @@ def differences(page: str, folder: Path, python: str) -> list[str]:
         printed = run(command, folder, python)
         if without_ends(printed) != without_ends(said):
             found.append(f"$ {command}\n{printed}-- and not\n{said}")
-    for name, _ in files:
+    for _, name in files:
         if name.startswith("test_"):
             printed = run(f"python -m pytest -q {name}", folder, python)
             if not re.search(r"^\d+ passed in ", printed, re.M):

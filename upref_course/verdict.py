@@ -284,40 +284,41 @@ def _outcomes_of_student(
         try:
             outcomes.append(call_guarded(name, run)[0])
         except InputError as error:
-            slip = next((told for said, told in SLIPS if said in str(error)), "")
+            slip = next(
+                (told for said, told in SLIPS.items() if said in str(error)), ""
+            )
             raise InputError(
                 f"{slip}{error}, on the batch {_call_as_python(exercise, batch, '; ')}"
             ) from error
     return outcomes
 
 
-# words of PyTorch, and what a student did who reads them
-SLIPS = (
-    (
-        "shape mismatch: value tensor",
-        "what is assigned has not as many elements as its place: select the same ones on both sides. ",
-    ),
-    (
-        "Boolean value of Tensor with more than one value",
-        "Python's min, max, if, and, or take single numbers: for tensors there are torch.minimum, torch.maximum, "
-        "torch.where, &, |. ",
-    ),
-    (
-        "backward through the graph a second time",
-        "return the loss without a .backward() of your own: upref finds the gradient. ",
-    ),
-    (
-        "Can't call numpy() on Tensor that requires grad",
-        "numpy has no gradient: compute with torch. ",
-    ),
-    *(
-        (
-            words,
-            "float(), int() and the functions of math take single numbers: for tensors there are those of torch. ",
-        )
-        for words in ("cannot be converted to Scalar", "converted to Python scalars")
-    ),
+_OF_ONE_ELEMENT = (
+    "float(), int(), .item(), the functions of math and a list in torch.tensor() take "
+    "tensors of one element: for more there are the functions of torch, such as "
+    "torch.exp and torch.stack. "
 )
+# words of PyTorch, and what is true of every code that raises them
+SLIPS = {
+    "shape mismatch: value tensor": (
+        "what is assigned has another shape than its place: if one side selects "
+        "elements, the other must select the same ones. "
+    ),
+    "Boolean value of Tensor with more than one value": (
+        "Python's if, and, or, not, min, max and a < b < c need one truth value, and a "
+        "tensor of several elements has none: use torch.where, &, |, ~, torch.minimum "
+        "or torch.maximum. "
+    ),
+    "backward through the graph a second time": (
+        "upref finds the gradient: return the loss without .backward() or "
+        "torch.autograd.grad() of your own, and without tensors of an earlier call. "
+    ),
+    "Can't call numpy() on Tensor that requires grad": (
+        "numpy has no gradient: compute with torch. "
+    ),
+    "cannot be converted to Scalar": _OF_ONE_ELEMENT,
+    "converted to Python scalars": _OF_ONE_ELEMENT,
+}
 
 
 def _judge_wrong_batch(

@@ -192,10 +192,12 @@ def test_bad_input_is_one_sentence(asked, text, words):
 @pytest.mark.parametrize(
     "n, old, new, words",
     [
-        (1, "    return -", "    loss = -", "without a .backward()"),
-        (2, "(rewards[here] - rewards[here].mean())", "rewards", "as many elements"),
-        (4, "torch.minimum(", "min(", "there are torch.minimum"),
-        (3, "torch.exp(lp - lp_old)", "math.exp(lp - lp_old)", "take single numbers"),
+        (1, "    return -", "    loss = -", "without .backward()"),
+        (2, "(rewards[here] - rewards[here].mean())", "rewards", "another shape"),
+        (4, "torch.minimum(", "min(", "one truth value"),
+        (4, "torch.minimum(", "torch.where(0.8 < r < 1.28, ", "one truth value"),
+        (3, "torch.exp(lp - lp_old)", "math.exp(lp - lp_old)", "of one element"),
+        (3, "* A", "* A.item()", "of one element"),
         (3, "lp - lp_old", "lp.numpy() - lp_old", "numpy has no gradient"),
     ],
 )

@@ -148,7 +148,7 @@ def test_what_a_block_prints_is_what_its_commands_print(tmp_path):
     page = file + console + "```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n"
     new = make.written(page)
     assert (
-        "$ cat f.py; ls\nx = 3\nf.py\n```" in new
+        "$ cat f.py; ls\n# f.py\nx = 3\nf.py\n```" in new
         and "```text\n2\n```" in new
         and "old" not in new
     )

@@ -169,6 +169,8 @@ def test_a_sample_of_tests_is_the_same_for_the_same_tests():
     chosen = matrix.sampled(names)
     assert chosen == matrix.sampled(names[::-1]) and len(set(chosen)) == 1500
     assert matrix.sampled(names[:3]) == names[:3]
+    fewer = set(matrix.sampled(names, 300))
+    assert len(fewer) == 300 and fewer < set(chosen)
 
 
 def test_what_is_read_by_name_and_what_is_refused():

@@ -543,14 +543,14 @@ def test_a_misspelled_hyperparameter_is_told_the_nearest():
     assert "mean" not in str(e.value)
 
 
-def test_a_setting_of_the_loss_alone_is_told():
+def test_a_setting_that_only_the_loss_gets_is_told():
     def loss(lp, old_lp, adv, mask, clip_high=0.28):
         r = (lp - old_lp).exp()
         return -(torch.minimum(r * adv, r.clamp(0.8, 1 + clip_high) * adv) * mask).sum()
 
-    alone = "clip_high = 0.3 -> the loss alone, not dapo (eps_high sets both)"
-    assert alone in read(loss, get("dapo"), {"clip_high": 0.3}).read_as
-    assert "alone" not in read(loss, get("dapo"), {"eps_high": 0.3}).read_as
+    told = "clip_high = 0.3 -> only the loss, not dapo (set eps_high for both)"
+    assert told in read(loss, get("dapo"), {"clip_high": 0.3}).read_as
+    assert "only the loss" not in read(loss, get("dapo"), {"eps_high": 0.3}).read_as
 
 
 def refused(loss):

@@ -128,7 +128,7 @@ class Lifted:
 
     # ---- operators -------------------------------------------------------------------
     def refuse(self, trace: Trace, func: Any, args: Any, kwargs: Any) -> None:
-        """Stop at an operator that may treat tokens apart."""
+        """Stop at an operator that may not treat all tokens alike."""
         name = shape_of(func).name
         tensors = list(_tensors((*args, *kwargs.values())))
         for x in tensors:
@@ -140,7 +140,7 @@ class Lifted:
         elif name in VIEWS:
             self._look_at_view(trace, name, args)
         elif not (name in MADE and not tensors):
-            trace.stop(f"calls {name}, which may treat tokens apart")
+            trace.stop(f"calls {name}, which may not treat all tokens alike")
 
     def accept(self, trace: Trace, name: str, given: list[Tensor], answer: Any) -> None:
         """Stop at a result of which not all entries are of one formula, and at one that
@@ -267,7 +267,7 @@ class Lifted:
         old = [a for a in self._axes(trace, before) if a]
         new = [a for a in self._axes(trace, after) if a]
         if old != new and {"".join(old), "".join(new)} != {"bt"}:
-            trace.stop("orders the tokens of a batch anew")
+            trace.stop("puts the tokens of a batch in another order")
 
     def reduce(self, o: Operation) -> Tensor:
         """The rule of a sum, a mean, any and all over axes."""
@@ -609,7 +609,7 @@ def _differ(batch: Open, found: list[int], expected: list[int]) -> str:
     if model.outcome != "point":
         return "the solver found no model of the assumptions"
     if any(answer.outcome != "impossible" for answer in answers):
-        return "its formula for every size is another one, or undecided"
+        return "its formula for every size differs, or is undecided"
     return ""
 
 
@@ -650,7 +650,7 @@ def _must_agree(
             y = numbers.of(value).expand(x.shape)
             gap = (x - y).abs().max().item()
             if not gap <= AGREES * max(1.0, y.abs().max().item()):
-                raise NoProof("its numbers on larger batches are others")
+                raise NoProof("its numbers on larger batches differ from its formula's")
 
 
 def _point(rows: int, columns: int, seed: int, per_response: bool) -> dict[str, Tensor]:

@@ -43,6 +43,7 @@ SHORT = (torch.float32, torch.float16, torch.bfloat16)
 DECOYS = ((1e300, -1e300), (-1e300,), (0.5, -0.5), (1e300,), (1e-300, -1e-300))
 MOST_STEPS = 400  # of one path
 CALLERS = ("subjects.py", "every_size.py")  # that call the user's function
+RULES = "Lifted."  # the class in one of them that the operators of a trace call
 # operators whose result has numbers that nobody has written
 EMPTY = {
     *("empty", "empty_like", "empty_strided", "empty_permuted"),
@@ -310,13 +311,13 @@ class Trace:
         """End the trace.
 
         Args:
-            why: a verb and its objects; the user's line goes in front.
+            why: a verb and its objects; the user's line goes in front, or "it".
             instead: what to write instead.
 
         Raises:
             NoProof: always.
         """
-        words = f"{user_line()} {why}".strip()
+        words = f"{user_line() or 'it'} {why}"
         if instead:
             words += f": {instead}"
         self.stopped = self.stopped or words
@@ -352,7 +353,8 @@ def user_line() -> str:
         file = frame.f_code.co_filename
         real = _real_path(file)
         line = f"{os.path.basename(file)}:{frame.f_lineno}"
-        if real.startswith(_HERE) and os.path.basename(real) in CALLERS:
+        is_caller = real.startswith(_HERE) and os.path.basename(real) in CALLERS
+        if is_caller and not frame.f_code.co_qualname.startswith(RULES):
             break
         if not real.startswith(NOT_USER_CODE) and not file.startswith("<"):
             return line
@@ -550,7 +552,9 @@ class Slices(TorchFunctionMode):
             out = func(*args, **(kwargs or {}))
         except Exception:
             if trace.lifted is not None and is_code_of_user():
-                trace.stopped = trace.stopped or f"{user_line()} raises an error"
+                trace.stopped = (
+                    trace.stopped or f"{user_line() or 'it'} raises an error"
+                )
             raise
         if trace.lifted is not None and not trace.is_busy:
             of = func.__self__ if func.__name__ == "__get__" else func  # an attribute

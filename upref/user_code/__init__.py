@@ -410,7 +410,7 @@ def _of_the_loss_alone(
     """
     meaning = {p: k for k, p in argument.items()}
     return [
-        f"{p} = {value} -> the loss alone, not {objective.name} ({meaning[p]} sets both)"
+        f"{p} = {value} -> only the loss, not {objective.name} (set {meaning[p]} for both)"
         for p, value in passed.items()
         if p in meaning
     ]

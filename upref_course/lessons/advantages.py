@@ -188,10 +188,10 @@ EXERCISE = Exercise(
             hint="both are used in the field. The exercise asks for 1e-6.",
         ),
         Fault(
-            "1e-6 is the least deviation, by a clamp, where it is to be added to each",
+            "1e-6 is not added to a deviation above 0: nothing is, or much less",
             group_by_group(lambda R: (R - R.mean()) / R.std().clamp(min=EPS)),
             id="eps-by-clamp",
-            hint="the denominator is the deviation plus 1e-6.",
+            hint="the denominator is the deviation plus 1e-6 in every group, without a clamp or a test for 0.",
         ),
         Fault(
             "0/0: a group of equal rewards has no deviation",
@@ -223,7 +223,8 @@ EXERCISE = Exercise(
             "the mean of the others is the baseline, and nothing is divided: this is RLOO's advantage",
             group_by_group(lambda R: R - (R.sum() - R) / max(len(R) - 1, 1)),
             id="estimator-leave_one_out",
-            hint="a fine advantage, but the exercise asks for group_norm: the mean of the whole group, and its deviation.",
+            hint="a fine advantage, but the exercise asks for group_norm: the mean of the "
+            "whole group, and its deviation.",
         ),
         Fault(
             "the baseline is the median",

@@ -171,7 +171,7 @@ EXERCISE = Exercise(
             hint="clip r; then multiply by A. With A = -1 the product is never near 1.",
         ),
         Fault(
-            "the minimum of r and clip(r) is taken before A multiplies it",
+            "A multiplies the minimum of r and clip(r), which is min(r, 1 + eps_high), whatever the sign of A",
             lambda lp, old, A: (
                 -(
                     torch.minimum(ratio(lp, old), ratio(lp, old).clamp(LOW, HIGH)) * A

@@ -26,7 +26,7 @@ from upref.verify.measure import LossCase, unit_weights
 LOG_RHO = np.linspace(-14, 14, 57)  # at which the function is measured
 BOUNDS = ("is_min", "is_max")  # the hyperparameters of a correction
 SIGNS = {1.0: "A > 0", -1.0: "A < 0"}
-# by its words, a function from log ρ of each token and the mask to log ρ of a level
+# the words for a level -> log ρ at that level, from log ρ of each token and the mask
 LEVELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "of each token": lambda x, m: x,
     "of the response, multiplied over its tokens": lambda x, m: sum_t(x, m)[
@@ -40,14 +40,14 @@ LEVELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Correction:
-    """A function of ρ: ρ or 1 between two bounds, and beyond each bound its value there,
-    or 0.
+    """A function of ρ. Between two bounds it is ρ or 1. Beyond each bound it is its value
+    at the bound, or 0.
 
     Attributes:
         is_ratio: whether it is ρ between the bounds; if not, it is 1.
         low: the lower bound; 0 where there is none.
         high: the upper bound; inf where there is none.
-        cut_low: whether it is 0 below the lower bound; if not, it is its value there.
+        cut_low: whether it is 0 below the lower bound; if not, it is its value at it.
         cut_high: the same above the upper bound.
     """
 
@@ -80,8 +80,8 @@ class Correction:
 
 
 def retuned(case: LossCase) -> Iterator[LossFault]:
-    """Yield the fault that the objective's own correction has other bounds, which are
-    measured.
+    """Yield the fault that the loss has the objective's correction with other bounds.
+    The bounds are measured.
 
     Args:
         case: the loss and its objective.
@@ -108,7 +108,7 @@ def retuned(case: LossCase) -> Iterator[LossFault]:
             words += ": the bound is on log ρ, not on ρ"
 
         def count_ratio(batch: Rollouts) -> Tensor | float:
-            """Return by what the changed bounds change the divisor of a kept-mean."""
+            """Return the factor by which the bounds change a kept-mean's divisor."""
             kept = case.objective.kept(batch, **case.hp_without_kl | changed)
             return divisor_ratio(case, batch, kept)
 
@@ -123,8 +123,8 @@ def retuned(case: LossCase) -> Iterator[LossFault]:
 
 
 def corrected(case: LossCase) -> Iterator[LossFault]:
-    """Yield the faults that the sampler's correction is another function of ρ, which is
-    measured on responses of one token: of ρ of each token, or of ρ of the response.
+    """Yield the faults that the sampler's correction is another function of ρ. The
+    function is measured on responses of one token, where every level has the same ρ.
 
     Args:
         case: the loss and its objective.
@@ -163,8 +163,8 @@ def corrected(case: LossCase) -> Iterator[LossFault]:
 
 
 def divisor_ratio(case: LossCase, batch: Rollouts, kept: Tensor) -> Tensor | float:
-    """Return by what other kept tokens multiply the weights of a mean over kept tokens,
-    [B, 1]; 1 of another aggregation.
+    """Return the factor by which other kept tokens change the weights of a mean over kept
+    tokens, [B, 1]; 1 for another aggregation.
 
     Args:
         case: the loss and its objective.
@@ -178,8 +178,8 @@ def divisor_ratio(case: LossCase, batch: Rollouts, kept: Tensor) -> Tensor | flo
 
 
 def _measured_by_sign(case: LossCase) -> dict[float, Correction]:
-    """Return the correction that is measured for each sign of A; nothing where one of
-    them has none.
+    """Return the measured correction by the sign of A; {} if none is measured for one of
+    the signs.
     """
     if case.objective.sampler is None:
         return {}
@@ -207,7 +207,7 @@ def _weights(
     Args:
         case: the loss and its objective.
         corrections: the correction of each sign of A.
-        log_rho_of: from log ρ of each token and the mask to what they are functions of.
+        log_rho_of: a function of LEVELS; its result is what the corrections are given.
         batch: the batch.
         drops: whether one token whose correction is 0 drops its response.
     """
@@ -230,8 +230,8 @@ def _weights(
 
 
 def _measured(case: LossCase, A: float) -> Correction | None:
-    """Measure the correction on responses of one token at r = 1; return None where the
-    factor is no such function of ρ.
+    """Measure the correction on responses of one token at r = 1; return None if the
+    factor is not a Correction.
     """
     factor = partial(_factor, case, A)
     factors = factor(LOG_RHO)
@@ -256,7 +256,7 @@ def _bound(
     beyond: int,
 ) -> tuple[float, bool] | None:
     """Return the bound between two places of LOG_RHO, and whether the factor is 0
-    beyond it; None where LOG_RHO ends.
+    beyond it; None if there is no place beyond.
 
     Args:
         factor: the factor, as a function of log ρ.
@@ -278,8 +278,8 @@ def _bound(
 
 
 def _factor(case: LossCase, A: float, log_rho: np.ndarray) -> np.ndarray:
-    """Return the weight of single tokens at r = 1 over the objective's without a
-    correction, for each log ρ.
+    """Return the loss's weight of a single token at r = 1, divided by the objective's
+    weight without a correction, for each log ρ.
     """
     ones = torch.ones(len(log_rho), 1, dtype=torch.float64)
     old = -15 * ones
@@ -310,8 +310,8 @@ def _uncorrected(case: LossCase) -> dict[str, Any]:
 
 
 def _round(x: float) -> float:
-    """Return the number of six digits that a bisection or a product missed by rounding;
-    x itself where there is none.
+    """Return x in six digits if the two differ by no more than the rounding of a
+    bisection or a product; else x itself.
     """
     short = float(f"{x:.6g}")
     return short if abs(short - x) <= 1e-9 * x else x
