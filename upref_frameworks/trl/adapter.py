@@ -69,7 +69,7 @@ class TRL:
         if case.parallel != "data":
             return "one row is on one rank: the trainer has no such parallelism here"
         if case.advantages and case.advantages not in SCALES:
-            return f"scale_rewards has no {case.advantages}"
+            return f"GRPOTrainer's scale_rewards has no {case.advantages}"
         if case.ddof != 1:
             return "the standard deviation divides by G - 1"
         if case.reference == "adapter" and importlib.util.find_spec("peft") is None:
