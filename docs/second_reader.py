@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a second reader made of hard verdicts, of verdicts drawn at random, and of
-blaming entries: `python -m docs.second_reader` prints each judgment.
+"""What a second reader made of hard verdicts, of verdicts drawn at random, of blaming
+entries, and of what is said of other people's steps: `python -m docs.second_reader`
+prints each judgment.
 
 The entries were drawn by `draw` from the bugs and surprising defaults of all ledgers,
 twice. An entry that came after a draw is in no draw: it is read by itself, and stands
@@ -19,6 +20,7 @@ from upref_frameworks.ledger import Entry
 FILE = Path(__file__).parent / "second_reader.toml"
 HARD = ("false as written", "contradicted", "not seen here", "excluded")
 BLAMING = ("bug", "surprising default")
+SOURCES = ("differences", "refusals", "bugs")  # what is said of other people's steps
 JUDGMENTS = {
     "holds": "neither false nor overstated",
     "softened": "was overstated, and has a softer word now",
@@ -32,7 +34,8 @@ JUDGMENTS = {
 def judged() -> dict[str, Any]:
     """Return the record: by id of a verdict the judgment and why; `drawn`, the same of
     verdicts drawn at random; and `reading`, a list of readings, each with its date, the
-    same by key of an entry, and its seed where the entries were drawn.
+    same by key of an entry, and its seed where the entries were drawn; and `sources`,
+    the same by case, by sentence and by bug.
     """
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
@@ -75,6 +78,9 @@ def text() -> str:
         how = f"drawn with seed {reading['seed']}" if "seed" in reading else "all new"
         head = f"entries, {how}, read on {reading['date']}"
         parts.append((head, reading["entries"]))
+    sources = record["sources"]
+    for kind in SOURCES:
+        parts.append((f"{kind}, read on {sources['date']}", sources[kind]))
     out = []
     for head, judgments in parts:
         count = Counter(word for word, _ in judgments.values())

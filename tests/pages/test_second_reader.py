@@ -3,8 +3,19 @@
 
 from dataclasses import replace
 
-from docs.second_reader import BLAMING, HARD, JUDGMENTS, came_after, draw, judged, text
+from docs import diff, record
+from docs.second_reader import (
+    BLAMING,
+    HARD,
+    JUDGMENTS,
+    SOURCES,
+    came_after,
+    draw,
+    judged,
+    text,
+)
 from paper.claims import as_computed
+from tests.conformance.known_bugs import bugs
 from upref_frameworks.ledger import read
 
 
@@ -75,3 +86,31 @@ def test_what_was_false_is_gone():
     for key in ("trinity-micro-batch-means", "trinity-micro-batch-tokens"):
         assert "sums it across micro-batches" in entries[key].code
     assert text().count("\n") > 40
+
+
+def test_each_difference_between_steps_is_read_by_two_or_listed_as_unread():
+    sources = judged()["sources"]
+    rows = record.rows(diff.FILE)
+    differing = {
+        one["case"]
+        for pair in rows["pairs"]
+        for one in pair["compared"]
+        if one["quantity"]
+    }
+    read_by_two, unread = sources["differences"].keys(), set(sources["unread"])
+    assert not read_by_two & unread
+    assert read_by_two <= differing <= read_by_two | unread
+    said = tuple(why for _, why in rows["left_out"])
+    for sentence in sources["refusals"]:
+        assert any(why.endswith(sentence) for why in said), sentence
+    planted = {f"{bug.framework}: {bug.source}" for bug in bugs()}
+    assert sources["bugs"].keys() <= planted
+    words = [w for kind in SOURCES for w, _ in sources[kind].values()]
+    assert set(words) <= JUDGMENTS.keys()
+
+
+def test_what_the_second_reader_found_false_of_bugs_is_gone():
+    what = {f"{bug.framework}: {bug.source}": bug.what for bug in bugs()}
+    assert "puts them back in order" in what["verl: verl-project/verl#2185"]
+    assert "documented choice" in what["openrlhf: meta-pytorch/torchforge#571"]
+    assert "#857 was merged" in what["openrlhf: OpenRLHF/OpenRLHF#853"]
