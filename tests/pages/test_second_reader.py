@@ -105,6 +105,7 @@ def test_each_difference_between_steps_is_read_by_two_or_listed_as_unread():
         assert any(why.endswith(sentence) for why in said), sentence
     planted = {f"{bug.framework}: {bug.source}" for bug in bugs()}
     assert sources["bugs"].keys() <= planted
+    assert sources["claims"].keys() <= {j.claim.id for j in as_computed()}
     words = [w for kind in SOURCES for w, _ in sources[kind].values()]
     assert set(words) <= JUDGMENTS.keys()
 
