@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import cycle, product
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -38,17 +38,40 @@ LATE = (33, 100)  # masked columns in front of a response
 VERY_LATE = (1030, 2000)  # the same in batches of LONGEST
 MASKS = ("plain", "a hole", "turns", "left padding", "late")
 MOSTLY = ("A = 0", "A > 0", "A < 0", "clipped")
-# in which order a trainer deals out rows, beside "" for a random one
-ORDERS = (
-    "longest first",
-    "shortest first",
-    "longest first, rank by rank",
-    "shortest first, rank by rank",
-    "shortest at both ends, rank by rank",
-    "best first",
-    "prompt by prompt",
-)
 RANKS = 4
+
+
+class Order(NamedTuple):
+    """An order in which a trainer deals out rows.
+
+    Attributes:
+        by: what is sorted.
+        first: which lengths are in front; "shortest, and last" has the longest in the
+            middle.
+        by_rank: whether the rows of each of RANKS ranks are sorted by themselves.
+    """
+
+    by: Literal["length", "A", "prompt"]
+    first: Literal["longest", "shortest", "shortest, and last"] = "shortest"
+    by_rank: bool = False
+
+
+LONGEST_FIRST = Order("length", "longest")
+SHORTEST_FIRST = Order("length", "shortest")
+LONGEST_FIRST_BY_RANK = Order("length", "longest", by_rank=True)
+SHORTEST_FIRST_BY_RANK = Order("length", "shortest", by_rank=True)
+SHORTEST_AT_BOTH_ENDS_BY_RANK = Order("length", "shortest, and last", by_rank=True)
+BEST_FIRST = Order("A")
+PROMPT_BY_PROMPT = Order("prompt")
+ORDERS = (
+    LONGEST_FIRST,
+    SHORTEST_FIRST,
+    LONGEST_FIRST_BY_RANK,
+    SHORTEST_FIRST_BY_RANK,
+    SHORTEST_AT_BOTH_ENDS_BY_RANK,
+    BEST_FIRST,
+    PROMPT_BY_PROMPT,
+)
 MOST_NEAR_MEAN = 40  # tokens of a response whose mean log r is near a bound
 MOST_LOG_PRODUCT = 80.0  # |log| of a product of ratios that float32 holds
 RHO = (3.0, -3.0, 6.0, -6.0, 12.0, -12.0, 18.0, -18.0)  # log π_old/μ of a token
@@ -92,12 +115,14 @@ class Axis:
     by_token: bool = False  # each token has an advantage of its own, of either sign
     holes: tuple[int, ...] = HOLES
     late: tuple[int, ...] = LATE
-    order: str = ""  # one of ORDERS
+    order: Order | None = None  # None: a random one
     # neighbors that answer one prompt; ids ascend from block to block. 0: ids in random
     # order
     block: int = 0
     prompts_in_turn: int = 0  # ids begin again after so many blocks; 0: they do not
     behind: int = 0  # masked columns in front of all responses
+    # what the weights of a loss must depend on, where not all losses are tested
+    needs: Literal["", "reference", "sampler", "advantages of tokens", "entropies"] = ""
 
     def rounded(self, numbers: np.ndarray) -> np.ndarray:
         """Return the numbers, rounded to float32 where a loss is measured in it."""
@@ -136,7 +161,7 @@ AXES = {
         "responses of up to 520 tokens, of 256 and 512 too",
         lengths=LONG,
         rows=65,
-        order=ORDERS[0],
+        order=LONGEST_FIRST,
     ),
     "masks": Axis(
         f"holes of {HOLES[0]} to {HOLES[-1]} tokens, {TURNS[0]} to {TURNS[-1]} turns, left padding, "
@@ -144,7 +169,7 @@ AXES = {
         lengths=(1, 6, 40, 300),
         rows=63,
         masks=MASKS,
-        order=ORDERS[1],
+        order=SHORTEST_FIRST,
     ),
     "reference": Axis(
         f"|log π_ref / π_θ| up to 19; up to {max(CROSSED_REF):g} in the batches below",
@@ -152,6 +177,7 @@ AXES = {
         mu=(1e-9, *MU),
         block=1,
         prompts_in_turn=12,
+        needs="reference",
     ),
 }
 _ORDINARY = tuple(AXES.values())
@@ -162,6 +188,7 @@ AXES["sampler"] = Axis(
     rows=65,
     rho=RHO,
     block=5,
+    needs="sampler",
 )
 AXES["entropies"] = Axis(
     f"beside entropies: 0 for half of the tokens, the rest up to {MOST_ENTROPY:g} nats",
@@ -170,6 +197,7 @@ AXES["entropies"] = Axis(
     zero_entropy=True,
     block=2,
     prompts_in_turn=6,
+    needs="entropies",
 )
 TILED = (
     f"{TILES[0]}, {TILES[1]} and {TILES[2]:,} columns, all of which some responses fill"
@@ -180,7 +208,7 @@ for _T in TILES:
         lengths=(1, _T // 4, _T - 1, _T),
         rows=4096 // _T,
         width=_T,
-        order=ORDERS[2],
+        order=LONGEST_FIRST_BY_RANK,
     )
 AXES["no padding"] = Axis(
     f"batches in which every response fills all {FULL_WIDTH} columns",
@@ -217,13 +245,13 @@ _BEHIND = Axis(
     rows=32,
 )
 AXES[f"behind {BEHIND[0]} columns"] = replace(
-    _BEHIND, behind=BEHIND[0], order=ORDERS[3], block=1, prompts_in_turn=8
+    _BEHIND, behind=BEHIND[0], order=SHORTEST_FIRST_BY_RANK, block=1, prompts_in_turn=8
 )
 AXES[f"behind {BEHIND[1]} columns"] = replace(
     _BEHIND,
     lengths=(8, 16, 24, 32),  # as padded to a multiple of 8
     behind=BEHIND[1],
-    order=ORDERS[4],
+    order=SHORTEST_AT_BOTH_ENDS_BY_RANK,
     block=4,
     prompts_in_turn=4,
 )
@@ -231,7 +259,7 @@ AXES["right-aligned"] = replace(
     _BEHIND,
     words="responses that all end in the last column, the best first",
     masks=("left padding",),
-    order=ORDERS[5],
+    order=BEST_FIRST,
     block=4,
 )
 AXES["advantages of tokens"] = Axis(
@@ -239,6 +267,7 @@ AXES["advantages of tokens"] = Axis(
     lengths=(17, 65, 129, 300),
     rows=16,
     by_token=True,
+    needs="advantages of tokens",
 )
 AXES["first step"] = Axis(
     "64 responses of a first step, where π_θ, π_old and π_ref are equal; none of them has a token in the first "
@@ -282,7 +311,7 @@ for _i, _kind in enumerate(("", *MOSTLY)):
             mostly=_kind,
             width=_T,
             in_float32=_dtype,
-            order=next(_next_order[_dtype]) if _kind else "",
+            order=next(_next_order[_dtype]) if _kind else None,
         )
 _ALL = replace(
     _EVERY_TWO,
@@ -554,7 +583,7 @@ def _draw_numbers(
     entropy = rng.uniform(0, stress.entropy, (B, T)).astype(np.float32).astype(float)
     if stress.zero_entropy:
         entropy = _with_zero_entropies(entropy, mask, lengths)
-    is_by_prompt = stress.order == "prompt by prompt"
+    is_by_prompt = stress.order == PROMPT_BY_PROMPT
     prompt = rng.permutation(B) % max(1, B // 4)
     if stress.block:
         prompt = np.arange(B) // stress.block
@@ -730,25 +759,23 @@ def _compose_responses(
 
 
 def _order_of_rows(
-    order: str, A: np.ndarray, lengths: np.ndarray, id_kind: np.ndarray
+    order: Order | None, A: np.ndarray, lengths: np.ndarray, id_kind: np.ndarray
 ) -> np.ndarray:
-    """Return the places of the rows in this order, one of ORDERS, [B]; "" leaves them as
-    they are.
-    """
+    """Return the places of the rows in this order, [B]; None leaves them as they are."""
     B = len(lengths)
-    if not order:
+    if order is None:
         return np.arange(B)
-    if order == "prompt by prompt":
+    if order.by == "prompt":
         return id_kind.argsort(kind="stable")
-    if order == "best first":
+    if order.by == "A":
         return (-A).argsort(kind="stable")
-    rank_count = RANKS if order.endswith("rank by rank") else 1
+    rank_count = RANKS if order.by_rank else 1
     parts = []
     for rows in np.array_split(np.arange(B), rank_count):
         in_order = rows[lengths[rows].argsort(kind="stable")]
-        if order.startswith("longest"):
+        if order.first == "longest":
             in_order = in_order[::-1]
-        elif order.startswith("shortest at both ends"):
+        elif order.first == "shortest, and last":
             in_order = np.concatenate([in_order[::2], in_order[1::2][::-1]])
         parts.append(in_order)
     return np.concatenate(parts)

@@ -36,12 +36,16 @@ from upref.verify.shrink import (
     worst,
 )
 from upref.weights.batches import LOG_R
-from upref.weights.stress import AXES, GAPS, NEGATIVE, relabel_groups
+from upref.weights.stress import AXES, GAPS, NEGATIVE, Axis, relabel_groups
 
 TOO_LONG = 0.8  # seconds: a loss that would take longer for a batch is not asked for it
 MOST_TOKENS = 100_000  # more than any batch has
 # of Python, for a loss that goes through all ids up to the largest
 MOST_LINES = 100_000
+TIMED = "lengths"  # the axis whose batch tells how long a token takes
+WITH_IDS = (
+    "every two"  # from this axis on, batches have the group ids that a loss takes
+)
 
 
 @oracle(
@@ -57,10 +61,9 @@ def unusual_inputs(case: LossCase) -> list[Finding]:
     ids: tuple[str, ...] = ()
     notes: list[Finding] = []
     for name, axis in AXES.items():
-        if not applies(case, name):
+        if not _has_what_it_needs(case, axis):
             continue
-        # from here on the batches have the group ids that the loss takes
-        if name == "every two" and "group" in case.loss.reads:
+        if name == WITH_IDS and "group" in case.loss.reads:
             findings, ids = groups(case)
             if any(f.severity == "failure" for f in findings):
                 return [*notes, *findings]
@@ -80,7 +83,7 @@ def unusual_inputs(case: LossCase) -> list[Finding]:
             return [*notes, *_failures_of_ids(case), *findings]
         notes += [f for f in findings if f not in notes]
         case.covered[:] = dict.fromkeys((*case.covered, axis.words))
-        if name == "lengths":
+        if name == TIMED:
             seconds_per_token = (time.process_time() - start) / token_count
             if seconds_per_token * MOST_TOKENS > TOO_LONG:
                 start = time.process_time()
@@ -90,14 +93,14 @@ def unusual_inputs(case: LossCase) -> list[Finding]:
     return notes
 
 
-def applies(case: LossCase, name: str) -> bool:
+def _has_what_it_needs(case: LossCase, axis: Axis) -> bool:
     """Whether the weights depend on what is unusual on this axis.
 
     Args:
         case: the loss and its objective.
-        name: a key of AXES.
+        axis: the axis.
     """
-    match name:
+    match axis.needs:
         case "reference":
             return bool(case.hp.get("beta"))
         case "sampler":
@@ -340,7 +343,7 @@ def _faults_of_unusual_inputs(
     case: LossCase, axis: str, batch: Rollouts
 ) -> Iterator[LossFault]:
     """Yield the known faults that show on this axis, and not on ordinary batches."""
-    if axis == "sampler":
+    if AXES[axis].needs == "sampler":
         yield from corrected(case)
         return
     yield clipped(case, LARGE)
