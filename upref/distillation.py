@@ -32,7 +32,7 @@ The teacher is a constant: no gradient flows into it.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -157,14 +157,26 @@ def _renormalized(
     return first.log_softmax(-1), second.log_softmax(-1)
 
 
-Truncation = Callable[[Tensor, Tensor, int, Tensor], tuple[Tensor, Tensor]]
-TRUNCATIONS: dict[str, Truncation] = {
-    "student_top_k": _top_k,
-    "student_top_k_tail": _tail,
-    "student_top_k_renormalized": _renormalized,
-    "teacher_top_k": _top_k,
-    "teacher_top_k_tail": _tail,
-    "teacher_top_k_renormalized": _renormalized,
+class Truncation(NamedTuple):
+    """A way to leave out tokens.
+
+    Attributes:
+        of_student: whether the k tokens are the student's likeliest; else the teacher's.
+        truncate: (log π, log π_T, k, the log-probabilities that choose the k tokens) ->
+            both over the tokens that are kept.
+    """
+
+    of_student: bool
+    truncate: Callable[[Tensor, Tensor, int, Tensor], tuple[Tensor, Tensor]]
+
+
+TRUNCATIONS = {
+    "student_top_k": Truncation(True, _top_k),
+    "student_top_k_tail": Truncation(True, _tail),
+    "student_top_k_renormalized": Truncation(True, _renormalized),
+    "teacher_top_k": Truncation(False, _top_k),
+    "teacher_top_k_tail": Truncation(False, _tail),
+    "teacher_top_k_renormalized": Truncation(False, _renormalized),
 }
 
 
@@ -272,9 +284,9 @@ class Distillation:
         lp = (student_logits / temperature).log_softmax(-1)
         lp_teacher = (teacher_logits.detach() / temperature).log_softmax(-1)
         if self.truncation:
-            by = lp if self.truncation.startswith("student") else lp_teacher
-            truncate = TRUNCATIONS[self.truncation]
-            lp, lp_teacher = truncate(lp, lp_teacher, int(values["k"]), by.detach())
+            truncation = TRUNCATIONS[self.truncation]
+            by = (lp if truncation.of_student else lp_teacher).detach()
+            lp, lp_teacher = truncation.truncate(lp, lp_teacher, int(values["k"]), by)
         own = {"beta": values["beta"]} if "beta" in values else {}
         return DIVERGENCES[self.divergence](lp, lp_teacher, **own)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from upref import catalog, distillation
-from upref.distillation import DIVERGENCES, SAMPLED, Distillation
+from upref.distillation import DIVERGENCES, SAMPLED, TRUNCATIONS, Distillation
 from upref.errors import InputError
 from upref.user_code import names
 from upref.user_code.named import NamedFunction, Vocabulary, read
@@ -323,7 +323,7 @@ def _normalized_apart(
 ) -> Tensor:
     """Return the divergence over k tokens of which one distribution is normalized."""
     q, p = _log_probs(inputs, settings)
-    by = q if d.truncation.startswith("student") else p
+    by = q if TRUNCATIONS[d.truncation].of_student else p
     top = by.detach().topk(min(int(settings["k"]), by.shape[-1]), -1).indices
     q, p = q.gather(-1, top), p.gather(-1, top)
     q = q.log_softmax(-1) if student else q
