@@ -262,18 +262,26 @@ TRANSFORMS: tuple[Transform, ...] = (
 # prompts have different numbers of responses
 LARGEST_WITH_REST = 16
 PROMPTS = "each prompt"
-CONSECUTIVE = "consecutive rows"
 NO_GROUPS = "no group"
 WHOLE = "the whole batch"
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """A way to group the responses, and the estimators to try on it."""
+    """A way to group the responses, and the estimators to try on it.
+
+    Attributes:
+        name: in words.
+        ids: the group of each response, [B].
+        estimators: yields the names and functions of estimators.
+        is_usual: whether trainers group like this: by prompts, by consecutive rows where
+            the prompts are not known, or not at all.
+    """
 
     name: str
     ids: Tensor
     estimators: Callable[[], Iterator[tuple[str, Estimate]]]
+    is_usual: bool = False
 
 
 def _possible_groupings(batch: RecordedBatch) -> Iterator[Grouping]:
@@ -285,12 +293,17 @@ def _possible_groupings(batch: RecordedBatch) -> Iterator[Grouping]:
     rows = torch.arange(count)
     one_group = torch.zeros(count, dtype=torch.int64)
     if batch.group is not None:
-        yield Grouping(PROMPTS, batch.group, _group_estimators)
-    yield Grouping(NO_GROUPS, one_group, _estimators_without_groups)
+        yield Grouping(PROMPTS, batch.group, _group_estimators, is_usual=True)
+    yield Grouping(NO_GROUPS, one_group, _estimators_without_groups, is_usual=True)
     has_rest = batch.group is not None and _have_other_sizes(batch.group)
     for size in range(2, count):
         if count % size == 0 or (has_rest and size <= LARGEST_WITH_REST):
-            yield Grouping(f"{size} {CONSECUTIVE}", rows // size, _group_estimators)
+            yield Grouping(
+                f"{size} consecutive rows",
+                rows // size,
+                _group_estimators,
+                is_usual=batch.group is None,
+            )
     for step in range(2, count):
         if count % step == 0:
             name = f"rows that stand {step} apart"
@@ -426,12 +439,8 @@ def _estimates(batch: RecordedBatch) -> Iterator[tuple[str, Tensor]]:
     """
     assert batch.reward is not None
     lengths = batch.mask.sum(1)
-    if batch.group is not None:
-        wanted = (PROMPTS, NO_GROUPS)
-    else:
-        wanted = (CONSECUTIVE, NO_GROUPS)
     for grouping in _possible_groupings(batch):
-        if not grouping.name.endswith(wanted):
+        if not grouping.is_usual:
             continue
         estimates = _estimates_of(grouping, batch.reward)
         for transform in TRANSFORMS:
