@@ -37,6 +37,13 @@ NEGATED = -1.0  # times the loss: the wrong sign
 LARGEST_TOLERANCE = (
     1e-4  # of the sum of |terms|: with fewer digits another sum may agree by chance
 )
+# causes of a failure that the recorded gradient shows by itself
+GRADIENT_FAILURES = (
+    "gradient_multiple",
+    "gradient_of_another",
+    "gradient_other_sum",
+    "gradient_sign",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +84,7 @@ class LoggedLoss(Checked):
     @property
     def gradient_failed(self) -> bool:
         """Whether dL/dlp is that of another sum, or a multiple."""
-        return any(f.cause.startswith("gradient") for f in self.failures)
+        return any(f.cause in GRADIENT_FAILURES for f in self.failures)
 
 
 def loss(
