@@ -45,6 +45,13 @@ AGGREGATIONS = (
     "seq-mean-token-sum-norm",
     "seq-mean",
 )
+# those that divide by the number of responses, and by no count of all tokens
+OVER_RESPONSES = (
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "seq-mean",
+)
 
 
 def verl_name(level: str, agg: str) -> str:

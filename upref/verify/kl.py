@@ -232,6 +232,10 @@ DIVERGENCES = {
     "forward": "KL(π_ref ‖ π_θ), the forward divergence",
     "zero": "nothing: it is 0",
 }
+NEGATIVES = {
+    f"-{name}": f"minus {DIVERGENCES[name]}: it pushes away from the reference"
+    for name in ("reverse", "forward")
+}
 
 
 def expectation(term: Formula, off_policy: bool = False) -> tuple[float, Tensor]:
@@ -284,7 +288,7 @@ def divergence_of(term: Formula, off_policy: bool = False, tol: float = 1e-5) ->
             must agree to a tenth of it.
 
     Returns:
-        A key of DIVERGENCES; with a "-" in front for the negative of one; "" for none.
+        A key of DIVERGENCES or of NEGATIVES; "" for none.
     """
     _, estimator_gradient = expectation(term, off_policy)
     for name, (_, divergence_gradient) in divergences().items():
@@ -302,10 +306,7 @@ def _same_gradient(x: Tensor, y: Tensor, tol: float) -> bool:
 
 def _divergence_in_words(key: str) -> str:
     """Return the words for an answer of `divergence_of`."""
-    words = DIVERGENCES.get(key.removeprefix("-"), "neither divergence")
-    if key.startswith("-"):
-        return f"minus {words}: it pushes away from the reference"
-    return words
+    return (DIVERGENCES | NEGATIVES).get(key, "neither divergence")
 
 
 # ---- the oracles ---------------------------------------------------------------------

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from upref.aggregation import KEPT_MEAN, Totals
+from upref.aggregation import KEPT_MEAN, OVER_RESPONSES, Totals
 from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.verify.explain import cause_if_confirmed_at, holds_on_other_batches
@@ -456,7 +456,7 @@ def not_parallel(case: LossCase) -> str:
         The reason; "" where it can be tested.
     """
     if not case.loss.micro_batchable and (
-        not case.objective.agg.startswith("seq-mean") or "group" in case.loss.reads
+        case.objective.agg not in OVER_RESPONSES or "group" in case.loss.reads
     ):
         return "it takes no `totals`: the ranks' own token means, averaged, are not the mini-batch's"
     return case.objective.batch_coupled
