@@ -66,6 +66,16 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 _POSITIVE = (lambda v: v > 0, "a number > 0")
 
 
+def is_clip_width(name: str) -> bool:
+    """Tell whether a hyperparameter is a width of the clip: such names begin with eps,
+    as the letter of the papers. A width of 0 puts the bound at r = 1.
+
+    Args:
+        name: of the hyperparameter.
+    """
+    return name.startswith("eps")
+
+
 def _no_weight(*_: Any, **__: Any) -> None:
     """Stand for a closed form that nobody has attached yet."""
     raise InputError(

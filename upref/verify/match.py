@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from upref.definition import is_clip_width
 from upref.errors import InputError
 from upref.registry import Objective, get, names
 from upref.user_code import Loss
@@ -247,7 +248,7 @@ class HyperparameterSearch:
             if value is not None and value != self.objective.hyperparameters[name]
         )
         at_limit = any(
-            not 1e-7 < value < 9e3 and not (value == 0 and _is_clip_width(name))
+            not 1e-7 < value < 9e3 and not (value == 0 and is_clip_width(name))
             for name, value in changed
         )
         return miss[0] == 0 and not at_limit and in_range(self.objective, hp)
@@ -445,7 +446,7 @@ class HyperparameterSearch:
         """
         if self.objective.hyperparameters[key] is None:
             yield None
-        if _is_clip_width(key) and any(_is_at_1(point) for point, _ in self.box.jumps):
+        if is_clip_width(key) and any(_is_at_1(point) for point, _ in self.box.jumps):
             yield 0.0
         jumps = [
             (point, middle)
@@ -564,11 +565,6 @@ def in_range(objective: Objective, hp: dict[str, Any]) -> bool:
 def _is_at_1(point: Point) -> bool:
     """Tell whether the ratio of this point is 1."""
     return abs(point.r - 1) < 1e-9
-
-
-def _is_clip_width(key: str) -> bool:
-    """Tell whether this names a width of the clip: a width of 0 puts the bound at r = 1."""
-    return key.startswith("eps")
 
 
 def candidate_or_none(objective: Objective, box: BlackBox) -> Candidate | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from upref import kl
-from upref.definition import weighed
+from upref.definition import is_clip_width, weighed
 from upref.ops import clip, exp, maximum, mean_t, minimum, sg, sum_t, where
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
@@ -544,7 +544,7 @@ def _faults_without_bounds(
             weigh=partial(_weights_at_ratio_of_reference, objective, hp),
         )
     if objective.level == "custom" and (
-        unbounded := {k: UNBOUNDED for k in hp if k.startswith("eps")}
+        unbounded := {k: UNBOUNDED for k in hp if is_clip_width(k)}
     ):
         yield fault(NO_BOUND, "clip", id="no-bound", hp=unbounded)
 
