@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,7 +78,28 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 GAE = ("gae", "gae_whitened")
 RETURNS = ("discounted_returns", "discounted_returns_whitened")
-TURNS = tuple(name for name in SETTINGS if name.startswith("turn"))
+
+
+class Turns(NamedTuple):
+    """How an estimator of turns makes advantages of rewards.
+
+    Attributes:
+        normalizes_first: whether it normalizes rewards and discounts them then; else the
+            other way round.
+        by_number: whether it normalizes among the turns of the same number; else among
+            all turns of the prompt.
+    """
+
+    normalizes_first: bool
+    by_number: bool
+
+
+TURNS = {
+    "turns_normalized_discounted": Turns(normalizes_first=True, by_number=False),
+    "turns_discounted_normalized": Turns(normalizes_first=False, by_number=False),
+    "turn_index_normalized_discounted": Turns(normalizes_first=True, by_number=True),
+    "turn_index_discounted_normalized": Turns(normalizes_first=False, by_number=True),
+}
 STEPS = ("step_group_norm", "gigpo")
 RESPONSES = ("opo", "gpg", "pass_at_k")  # one advantage for each response
 BASELINES = (*RESPONSES, "remax", "optimal_token_baseline")
@@ -539,9 +560,7 @@ def _turn_faults(name: str) -> Iterator[TokenFault]:
         return normalize(rewards) if order == "normalize" else discount(rewards)
 
     own_order = (
-        "normalize, discount"
-        if name.endswith("normalized_discounted")
-        else "discount, normalize"
+        "normalize, discount" if TURNS[name].normalizes_first else "discount, normalize"
     )
     orders = {
         "normalize, discount": "normalized first and then discounted",
@@ -551,7 +570,7 @@ def _turn_faults(name: str) -> Iterator[TokenFault]:
     }
     own_ids = (
         "among the turns of the same number"
-        if name.startswith("turn_index")
+        if TURNS[name].by_number
         else "among the turns of the prompt"
     )
     cases = [
@@ -591,14 +610,14 @@ def _missing_turn_faults(name: str) -> Iterator[TokenFault]:
         rewards = torch.where(mask, inputs["rewards"], 0)
         gamma = settings["gamma"]
         ids = _spread(inputs["group"], inputs)
-        key = torch.stack([ids, full.cumsum(1)], -1) if is_by_turn else ids[..., None]
-        if name.endswith("normalized_discounted"):
+        key = torch.stack([ids, full.cumsum(1)], -1) if by_number else ids[..., None]
+        if TURNS[name].normalizes_first:
             normalized = _normalized(rewards, full, key, settings)
             return token_advantages.discounted_returns(normalized, mask, gamma=gamma)
         returns = token_advantages.discounted_returns(rewards, mask, gamma=gamma)
         return torch.where(mask, _normalized(returns, full, key, settings), 0)
 
-    is_by_turn = name.startswith("turn_index")
+    by_number = TURNS[name].by_number
     yield Fault(
         "a turn that a response does not have enters the mean as a reward of 0",
         with_all_slots,

@@ -79,7 +79,10 @@ READS: dict[str, tuple[str, ...]] = {
     "distillation": ("log_prob", "teacher_log_prob", "mask", "advantages"),
 }
 # which compare the k-th slots of responses
-BY_NUMBER = (*(name for name in TURNS if "index" in name), "optimal_token_baseline")
+BY_NUMBER = (
+    *(name for name, turns in TURNS.items() if turns.by_number),
+    "optimal_token_baseline",
+)
 OPTIONAL = ("bootstrap", "mask", "advantages")  # an estimator is defined without them
 
 
