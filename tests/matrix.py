@@ -106,11 +106,11 @@ class Steps:
             **both,
         )
         passed = got.returncode == status and says in got.stdout
-        counted = re.findall(r"\d+ (?:passed|failed|skipped|errors?)", got.stdout)
+        counted = re.findall(r"\d+ (?:passed|x?failed|skipped|errors?)", got.stdout)
         self.done[name or command] = {
             "passed": passed,
             "seconds": round(time.time() - start),
-            "tests": ", ".join(counted),
+            "tests": _once(", ".join(counted)),
         }
         print(
             f"{'ok  ' if passed else 'FAIL'} {name or command} {self.done[name or command]}",
@@ -302,6 +302,11 @@ def _version_and_name(row: dict[str, Any]) -> tuple[list[int], str]:
     return [int(part) for part in row["python"].split(".")], row["what"]
 
 
+def _once(counts: str) -> str:
+    """Counts without those that a suite printed twice."""
+    return ", ".join(dict.fromkeys(counts.split(", ")))
+
+
 def table() -> str:
     """The rows of interpreters and versions, in markdown."""
     rows = []
@@ -310,7 +315,7 @@ def table() -> str:
             continue
         failed = [name for name, step in r["steps"].items() if not step["passed"]]
         tested = [
-            f"{s['tests']} in {s['seconds'] / 60:.0f} minutes"
+            f"{_once(s['tests'])} in {s['seconds'] / 60:.0f} minutes"
             for s in r["steps"].values()
             if s["tests"]
         ]
