@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from upref.rollouts import Rollouts
     from upref.step import check_recorded, check_step, identify_step, record_step
     from upref.transforms import up, up_anchored
+    from upref.user_code.arrays import from_jax, from_mlx
     from upref.verify.advantages import check_advantages
     from upref.verify.advantages.proof import prove_advantages
     from upref.verify.check import check
@@ -61,6 +62,8 @@ _HOME = {
     "check_step": "step",
     "check_value": "verify.formulas.value",
     "derive": "derivation",
+    "from_jax": "user_code.arrays",
+    "from_mlx": "user_code.arrays",
     "get": "registry",
     "diff": "identification.diff",
     "identify": "identification.identify",
@@ -99,6 +102,8 @@ __all__ = [
     "check_value",
     "derive",
     "diff",
+    "from_jax",
+    "from_mlx",
     "get",
     "identify",
     "identify_step",

@@ -29,6 +29,7 @@ GROUPS = {
         "check_value",
         "check_logprobs",
     ],
+    "Losses of other array libraries": ["from_jax", "from_mlx"],
     "Check a training step": [
         "check_step",
         "identify_step",

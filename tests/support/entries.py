@@ -233,6 +233,8 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
                                                   "objective": "dapo", "temperature": 0.7}),
         "identify_step": (upref.identify_step, {"step": _step, "model": _model(), "temperature": 0.7}),
         "record_step": (_recorded, {"model": _model(), "first": 1}),
+        "from_jax": (upref.from_jax, {"fn": _loss, "float32": False}),
+        "from_mlx": (upref.from_mlx, {"fn": _loss}),
         "InputError": (upref.InputError, {"sentence": "x"}),
         "weights.curve.make_curve": (curve.make_curve, {"what": "dapo", "eps_low": 0.1}),
         "weights.capacity.capacity": (cap.capacity, {"objective": _loss, "pi": 0.1, "pi_old": 0.1, "adv": -1.0}),

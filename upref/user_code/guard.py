@@ -33,6 +33,7 @@ from torch import Tensor
 
 from upref.errors import Gone, InputError, OutOfMemory, TooManyLines
 from upref.tensors import describe
+from upref.user_code.arrays import advice_on_error
 
 
 def one_line(error: BaseException) -> str:
@@ -442,8 +443,9 @@ def call_guarded(
     except BaseException as e:
         if is_out_of_memory(e) or is_gpu_lost(e):
             raise stopped(gone(name, e)) from e
+        advice = f"{asks_for_gpu(e)}{advice_on_error(e)}{_called_with(passed)}"
         raise InputError(
-            f"{name} raised {type(e).__name__}: {one_line(e)}{_where_raised(e)}{asks_for_gpu(e)}{_called_with(passed)}"
+            f"{name} raised {type(e).__name__}: {one_line(e)}{_where_raised(e)}{advice}"
         ) from e
     finally:
         # it forked, and this is the copy: one report is enough

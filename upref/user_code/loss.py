@@ -21,6 +21,7 @@ from upref.registry import Objective
 from upref.result import name_first
 from upref.rollouts import Rollouts, per_response
 from upref.user_code import names
+from upref.user_code.arrays import ArrayFunction, advice_on_array
 from upref.user_code.function import is_same
 from upref.user_code.guard import call_guarded, state_restored, stopped
 from upref.user_code.settings import describe_fields
@@ -144,6 +145,8 @@ class Loss:
     own_defaults: dict[str, float] = field(default_factory=dict)
     # the error where it fails, and its two policies were read by position alone
     order_unknown: str = ""
+    # the function of another array library that computes it; None: it is torch's own
+    arrays: ArrayFunction | None = None
     # a Loss: itself as shipped, where it was matched
     shipped: Any = field(default=None, repr=False)
 
@@ -726,6 +729,8 @@ def _no_tensor(name: str, answer: Any) -> str:
     kind = f"{name} returns a {type(answer).__name__}"
     if answer is None:
         return f"{name} returns None: does it end without `return`? Return the loss."
+    if advice := advice_on_array(answer):
+        return f"{kind} of another library, not a torch tensor: {advice}."
     if isinstance(answer, int | float):
         return (
             f"{kind}, a number without a gradient, as .item() or float() gives it: "

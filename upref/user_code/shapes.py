@@ -10,6 +10,7 @@ import torch
 from upref.aggregation import Totals
 from upref.errors import InputError
 from upref.rollouts import Rollouts
+from upref.user_code.arrays import watched
 from upref.user_code.guard import without_call
 from upref.user_code.loss import (
     ALSO_LIVE,
@@ -86,7 +87,8 @@ def _run_on_probe(loss: Loss) -> tuple[Loss, float]:
     one response moves the gradients of others, relative to the largest gradient.
     """
     batch = loss.visible_batch(probe())
-    outcome, gradient = loss.outcome(batch)
+    with watched() as called:
+        outcome, gradient = loss.outcome(batch)
     if not outcome.attached:
         raise InputError(
             f"the result of {loss.name} has no gradient: it is computed under no_grad, detached, or a new tensor."
@@ -104,6 +106,7 @@ def _run_on_probe(loss: Loss) -> tuple[Loss, float]:
         read_as = _join(read_as, f"result -> {ALSO_LIVE}")
     loss = replace(
         loss,
+        arrays=called[-1] if called else None,
         form=outcome.form,
         wrapped=outcome.wrapped,
         calls_backward=outcome.calls_backward,

@@ -24,6 +24,7 @@ from upref.user_code import (
     infer_shapes,
     read,
 )
+from upref.user_code.arrays import NOT_EXERCISED
 from upref.verify import oracles
 from upref.verify.measure import (
     EXACT_TOL,
@@ -244,7 +245,9 @@ def _report_of(
     implied = [
         oracle.name
         for oracle in every()
-        if oracle.implied and outcomes.get(oracle.name) != SKIPPED
+        if oracle.implied
+        and outcomes.get(oracle.name) != SKIPPED
+        and not (loss.arrays and oracle.name in NOT_EXERCISED)
     ]
     unchecked = not_checked(case) + not_run(
         {name: became for name, became in outcomes.items() if name not in implied}
@@ -271,6 +274,30 @@ def _report_of(
     )
 
 
+# the oracles of a function of another library that is not compiled
+CORE = frozenset({"determinism", "gradient", "on-policy", "aggregation", "value"})
+NOT_COMPILED = "without jax.jit a check of all batches takes minutes"
+
+
+def _oracles_of(loss: Loss) -> list[Oracle]:
+    """Return the oracles, of which those do not run that a function of another array
+    library gives nothing to look at.
+    """
+    if loss.arrays is None:
+        return every()
+    reasons = dict(NOT_EXERCISED)
+    if loss.arrays.is_slow:
+        slow = {oracle.name: NOT_COMPILED for oracle in every()}
+        reasons = {k: why for k, why in slow.items() if k not in CORE} | reasons
+
+    def with_reason(oracle: Oracle) -> Oracle:
+        """The oracle, which does not run if there is a reason."""
+        reason = reasons.get(oracle.name, "")
+        return replace(oracle, not_run=lambda case: reason) if reason else oracle
+
+    return [with_reason(oracle) for oracle in every()]
+
+
 def _run_every_oracle(
     case: LossCase, skip: Sequence[str]
 ) -> tuple[list[Finding], dict[str, str]]:
@@ -278,7 +305,7 @@ def _run_every_oracle(
     has several answers, this alone is found, and no oracle can compare.
     """
     # the first oracle calls the loss twice
-    first, *rest = every()
+    first, *rest = _oracles_of(case.loss)
     findings, outcomes = run([first], case, skip)
     if not case.failed:
         other_findings, other_outcomes = run(rest, case, skip)
@@ -331,6 +358,8 @@ def not_checked(case: LossCase) -> list[str]:
     if case.ignores_sampler():
         out.append(sampler_words(case.objective.name))
     out += [*case.loss.unfed_words, *case.loss.switched_off]
+    if case.loss.arrays is not None:
+        out += case.loss.arrays.not_checked()
     if case.loss.never_given:
         names = ", ".join(case.loss.never_given)
         out.append(f"what it makes of {names}, which its trainer may give it")

@@ -312,8 +312,20 @@ def prove(
             size = (1, 1) if is_small else (rows, columns)
             return _prove_losses(*both, *size, seconds)
 
+        library = next((x.arrays.library for x in both[:2] if x.arrays), "")
+        if library:
+            return _of_another_library(both[0], both[3], library)
         proof = without_state(_functions(given), compared, first)
     return with_changes(proof, changed)
+
+
+def _of_another_library(loss: Loss, words: str, library: str) -> Proof:
+    """Return that there is no proof of a function that torch does not compute."""
+    reason = (
+        f"{library} computes it, and a proof reads torch operations alone: "
+        "`upref check` compares its gradients"
+    )
+    return Proof(loss.name, words, "no proof", reason, read_as=loss.read_as)
 
 
 def _functions(losses: list[Any]) -> tuple[Any, ...]:
