@@ -281,22 +281,31 @@ def memory(cases, who, only=""):
         )
 
 
-def times(N, V, who, rounds, H=H):
-    """Print CPU times of forward and backward pass, as ratios to naive's."""
+def seconds(N, V, who, rounds, H=H):
+    """Return the CPU seconds of forward and backward pass of each function in each round;
+    all take their turn in a round.
+    """
     functions = {name: WHO[name]() for name in who}
     h, W, tokens = inputs(N, V, H)
-    ratios = {name: [] for name in functions}
     small = inputs(4, 1000)
     for function in functions.values():
         step(function, *small)  # what is imported and compiled at the first call
+    taken = {name: [] for name in functions}
     for _ in range(rounds):
-        seconds = {}
         for name, function in functions.items():
             start = time.process_time()
             step(function, h, W, tokens)
-            seconds[name] = time.process_time() - start
-        for name in functions:
-            ratios[name].append(seconds[name] / seconds["naive"])
+            taken[name].append(time.process_time() - start)
+    return taken
+
+
+def times(N, V, who, rounds, H=H):
+    """Print CPU times of forward and backward pass, as ratios to naive's."""
+    taken = seconds(N, V, who, rounds, H)
+    ratios = {
+        name: [a / b for a, b in zip(of_name, taken["naive"], strict=True)]
+        for name, of_name in taken.items()
+    }
     load = os.getloadavg()[0]
     print(
         f"\nCPU time of forward and backward, of naive's; N = {N}, V = {V}, H = {H}; {rounds} rounds, load {load:.0f}"
@@ -433,6 +442,8 @@ def main():
     print(
         f"H = {H}, 1 thread, {platform.machine()}, "
         + ", ".join(f"{k} {x}" for k, x in versions.items())
+        + f"; load {os.getloadavg()[0]:.1f} at the start",
+        flush=True,
     )
     sections = args.sections or ["accuracy", "time", "memory", "growth", "alone"]
     if "accuracy" in sections:
