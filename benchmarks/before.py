@@ -7,8 +7,9 @@
 A figure is the CPU time of forward and backward of upref over that of the peer: below 1
 upref takes less. Both are measured in one process, where all take turns, as in
 benchmarks.speed and benchmarks.hidden. Each version has processes of its own, and one of
-each run at the same time; a figure is the median over the processes. `best` compares the faster form of upref,
-eager or compiled, with the faster form of the peer. upref.hidden has no compiled form.
+each run at the same time. A figure is the median over the processes. `best` compares the
+faster form of upref, eager or compiled, with the faster form of the peer. upref.hidden
+has no compiled form.
 """
 
 import argparse

@@ -150,7 +150,9 @@ def load(name: str) -> Any:
     makes.
     """
     if name == "openrlhf":
-        for path in place("openrlhf", framework("openrlhf").pin).paths:
+        pin = framework("openrlhf").pin
+        assert pin is not None
+        for path in place("openrlhf", pin).paths:
             if str(path) not in sys.path:
                 sys.path.insert(0, str(path))
     adapter = load_adapter(target(name))

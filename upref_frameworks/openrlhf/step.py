@@ -354,59 +354,87 @@ def record_from_rewards(
         InputError: OpenRLHF is not installed, or its trainer fails, or it took no step.
     """
     before = TorchModel(model)
-    n = len(rows)
     if settings.get("lora_rank"):
         reference = model  # OpenRLHF loads it without adapters
-    with opened_trainer(model, n, temperature, **settings) as opened:
-        classes = opened.classes
-        args = opened.args
-        args.rollout.batch_size = n // group_size
-        args.rollout.n_samples_per_prompt = group_size
-        args.rollout.micro_batch_size = group_size // 2
-        args.train.colocate_actor_ref = False
-        args.algo.advantage.estimator = estimator
-        args.algo.advantage.gamma = 1.0
-        args.algo.kl.target = None
-        args.reward = SimpleNamespace(clip_range=None)
-        args.critic = SimpleNamespace(freezing_steps=-1)
-        args.ds.enable_sleep = False
-        args.logger = SimpleNamespace(
-            wandb=SimpleNamespace(key=None), tensorboard_dir=None
-        )
-        args.ckpt = SimpleNamespace(best_metric_key="none")
-        strategy = opened.trainer.strategy
-        policy: Any = object.__new__(classes.PolicyModelActor)
-        policy.trainer = opened.trainer
-        policy.actor = opened.actor
-        policy.strategy = strategy
-        others = None
-        if reference is not None:
-            other: Any = object.__new__(classes.ReferenceModelActor)
-            other.model = opened.load(reference).eval()
-            other.strategy = strategy
-            others = WorkerGroup(other)
-        tokenizer = MagicMock(pad_token_id=END)
-        with patch_ray(classes):
-            trainer = classes.BasePPOTrainer(
-                strategy, WorkerGroup(policy), None, None, others, None, tokenizer
-            )
-            generator = object.__new__(classes.SamplesGenerator)
-            samples = [
-                generator._process_response_into_experience(_response(row))
-                for row in rows
-            ]
-            trainer.train_step(samples, 1)
+    with opened_trainer(model, len(rows), temperature, **settings) as opened:
+        _set_for_rewards(opened.args, len(rows), group_size, estimator)
+        _train_on_rewards(opened, rows, reference)
         adapters = getattr(opened.actor.model, "peft_config", None)
-    if adapters:
-        from peft import get_peft_model
-
-        config = copy.copy(adapters["default"])
-        config.base_model_name_or_path = None  # the folder that OpenRLHF loaded is gone
-        adapted: Any = get_peft_model(copy.deepcopy(model), config)
-        before = TorchModel(adapted)
     if not opened.steps:
         raise InputError("OpenRLHF took no optimizer step on these rows.")
+    if adapters:
+        before = TorchModel(_with_adapters(model, adapters["default"]))
     return Recorded(before, opened.steps)
+
+
+def _set_for_rewards(args: Any, n: int, group_size: int, estimator: str) -> None:
+    """Set the options that OpenRLHF's PPO trainer reads and its actor's does not.
+
+    Args:
+        args: the options of the actor's trainer.
+        n: responses.
+        group_size: responses to a prompt.
+        estimator: of the advantages.
+    """
+    args.rollout.batch_size = n // group_size
+    args.rollout.n_samples_per_prompt = group_size
+    args.rollout.micro_batch_size = group_size // 2
+    args.train.colocate_actor_ref = False
+    args.algo.advantage.estimator = estimator
+    args.algo.advantage.gamma = 1.0
+    args.algo.kl.target = None
+    args.reward = SimpleNamespace(clip_range=None)
+    args.critic = SimpleNamespace(freezing_steps=-1)
+    args.ds.enable_sleep = False
+    args.logger = SimpleNamespace(wandb=SimpleNamespace(key=None), tensorboard_dir=None)
+    args.ckpt = SimpleNamespace(best_metric_key="none")
+
+
+def _train_on_rewards(opened: Opened, rows: Sequence[Row], reference: Any) -> None:
+    """Let OpenRLHF's PPO trainer make experiences of rows, and train on them.
+
+    Args:
+        opened: the actor's trainer.
+        rows: with rewards.
+        reference: the reference model, or None.
+    """
+    classes = opened.classes
+    strategy = opened.trainer.strategy
+    policy: Any = object.__new__(classes.PolicyModelActor)
+    policy.trainer = opened.trainer
+    policy.actor = opened.actor
+    policy.strategy = strategy
+    others = None
+    if reference is not None:
+        other: Any = object.__new__(classes.ReferenceModelActor)
+        other.model = opened.load(reference).eval()
+        other.strategy = strategy
+        others = WorkerGroup(other)
+    tokenizer = MagicMock(pad_token_id=END)
+    with patch_ray(classes):
+        trainer = classes.BasePPOTrainer(
+            strategy, WorkerGroup(policy), None, None, others, None, tokenizer
+        )
+        generator = object.__new__(classes.SamplesGenerator)
+        samples = [
+            generator._process_response_into_experience(_response(row)) for row in rows
+        ]
+        trainer.train_step(samples, 1)
+
+
+def _with_adapters(model: Any, config: Any) -> Any:
+    """Return a copy of a model with adapters of PEFT.
+
+    Args:
+        model: without adapters.
+        config: of the adapters that OpenRLHF made.
+    """
+    from peft import get_peft_model
+
+    config = copy.copy(config)
+    config.base_model_name_or_path = None  # the folder that OpenRLHF loaded is gone
+    adapted: Any = get_peft_model(copy.deepcopy(model), config)
+    return adapted
 
 
 def patch_ray(classes: Any) -> ExitStack:
