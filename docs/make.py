@@ -250,7 +250,8 @@ def benchmarks() -> str:
         printed = record.read(file)[0]
         if not isinstance(printed.rows, list):
             continue  # docs.steps has it
-        source = file.with_suffix(".py")
+        named = re.search(r"-m benchmarks\.(\w+)", printed.command)
+        source = ROOT / f"benchmarks/{named[1] if named else file.stem}.py"
         what = "The program that printed this is in the history."
         if source.exists():
             docstring = source.read_text(encoding="utf-8").split('"""')[1]

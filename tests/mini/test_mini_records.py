@@ -269,7 +269,6 @@ DRAFTS = {
     "docs/make.py": "temporary folder",
     "docs/site/gather.py": "folder that is made anew",
     "docs/site/objectives.py": "folder that is made anew",
-    "benchmarks/before.py": "temporary folder",
     "benchmarks/conformance.py": "temporary folder",
     "benchmarks/gpu/training.py": "temporary folder",
     "benchmarks/hidden.py": "/proc",
