@@ -6,6 +6,7 @@ tests/support/cases/table.py.
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,12 +26,15 @@ from tests.support.cases.styles import (
     wrong,
 )
 from upref.cli import main
+from upref.errors import InputError
 from upref.pytest_plugin import _assert_policy_loss, assert_policy_loss  # noqa: F401  the fixture, as pytest finds it
 from upref.user_code import read
 from upref.verify.check import every
 from upref.verify.faults import known
 from upref.verify.measure import make_case
+from upref.verify.oracle import Oracle, run
 from upref.verify.oracles.invariance import gradient_distance
+from upref.verify.report import fail
 from upref.weights.batches import random_batch
 
 
@@ -633,3 +637,42 @@ def test_a_gradient_of_a_fully_masked_row_is_shown_in_numbers_that_differ():
     assert failure.oracle == "padding" and "masked throughout" in failure.regime
     assert (failure.expected.value, failure.found.value) == (0, 1)
     assert failure.cause == "the masked row has a gradient of its own"
+
+
+# ---- losses that raise ---------------------------------------------------------------
+def refusing(is_refused):
+    """A loss of DAPO's clip that raises on some masks."""
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        if is_refused(mask):
+            raise ValueError("not such a batch")
+        r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+        return -(ppo(r, advantages, 0.8, 1.28) * mask).sum() / mask.sum()
+
+    return loss
+
+
+def test_a_batch_without_which_there_is_no_verdict_may_not_be_refused():
+    loss = refusing(lambda mask: len(mask) % 2)
+    with pytest.raises(InputError, match=r"float64\[33, 10\].* of the oracle determ"):
+        upref.check(loss, "dapo")
+
+
+def test_what_is_not_tested_for_a_refusal_is_a_note():
+    others = [oracle.name for oracle in every() if oracle.name != "unusual-inputs"]
+    loss = refusing(lambda mask: mask.shape[1] > 64)
+    report = upref.check(loss, "dapo", skip=others)
+    (said,) = [f for f in report.notes if "refused, so not tested" in f.regime]
+    assert report and "520 tokens" in said.regime and "more kinds" in said.regime
+    assert "520 tokens" not in report.assumptions[-1]
+
+
+def test_a_difference_stays_found_where_another_batch_is_refused():
+    def findings(case):
+        yield fail("one", "here")
+        raise InputError("not such a batch")
+
+    case = SimpleNamespace(failed=set())
+    found, outcomes = run([Oracle("one", findings)], case)
+    assert [f.severity for f in found] == ["failure", "note"]
+    assert outcomes == {"one": "failure"} and case.failed == {"one"}

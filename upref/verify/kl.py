@@ -340,7 +340,7 @@ def _pointwise(which: int, name: str, what: str) -> Oracle:
             place=TokenPlace(numbers={DIFFERENCE: d}),
         )
 
-    return Oracle(name, find)
+    return Oracle(name, find, needed=True)
 
 
 @oracle(

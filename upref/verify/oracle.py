@@ -33,17 +33,22 @@ class Case(Protocol):
 class Oracle:
     """findings: the Findings of a case. not_run: why it does not apply, "" where it does.
     rank: small goes first. implied: where it does not apply, other oracles have
-    compared the same weights."""
+    compared the same weights. needed: without its batches there is no verdict."""
 
     name: str
     findings: Callable[[Any], Iterable[Finding]]
     not_run: Not = lambda case: ""
     rank: float = 50
     implied: bool = False
+    needed: bool = False
 
 
 def oracle(
-    name: str, rank: float = 50, not_run: Not = lambda case: "", implied: bool = False
+    name: str,
+    rank: float = 50,
+    not_run: Not = lambda case: "",
+    implied: bool = False,
+    needed: bool = False,
 ) -> Callable[[Callable[..., Any]], Oracle]:
     """Decorator of a function of a case.
 
@@ -52,11 +57,13 @@ def oracle(
         rank: small goes first.
         not_run: why it does not apply to a case; "" where it does.
         implied: where it does not apply, others have compared the same weights.
+        needed: what the user's code raises on its batches is an input error; on the
+            batches of another oracle it is a note.
 
     Returns:
         The decorator, which makes an Oracle.
     """
-    return lambda findings: Oracle(name, findings, not_run, rank, implied)
+    return lambda findings: Oracle(name, findings, not_run, rank, implied, needed)
 
 
 class Done(Protocol):
@@ -66,6 +73,18 @@ class Done(Protocol):
     def wrote(self) -> frozenset[str]: ...  # arguments whose values it changed
     @property
     def printed(self) -> bool: ...
+
+
+def refused(oracle: str, batch: str, error: Exception) -> Finding:
+    """Return the note that the user's code raises on a batch, so that nothing is known
+    of its numbers there.
+
+    Args:
+        oracle: the name of the oracle that asks.
+        batch: what the batch is, in words.
+        error: what was raised.
+    """
+    return note(oracle, f"{batch}: refused, so not tested", found=str(error))
 
 
 def untouched(done: Done, cause: str = "") -> Iterator[Finding]:
@@ -159,6 +178,9 @@ def run(
     Returns:
         The findings, and name -> what became of the oracle: ok, note, failure, or why it
             was not run.
+
+    Raises:
+        InputError: the user's code raises on a batch without which there is no verdict.
     """
     all_findings: list[Finding] = []
     outcomes: dict[str, str] = {}
@@ -166,12 +188,19 @@ def run(
         if why := SKIPPED if current.name in skip else current.not_run(case):
             outcomes[current.name] = why
             continue
+        findings: list[Finding] = []
+        error: InputError | None = None
         try:
-            findings = list(current.findings(case))
+            # what is found before an error stays found
+            for finding in current.findings(case):
+                findings.append(finding)
         except InputError as e:
-            findings = [
-                fail(current.name, "on a batch of this oracle", "an answer", str(e))
-            ]
+            if current.needed:
+                raise InputError(
+                    f"{e}: without an answer on this batch, of the oracle {current.name}, there is no verdict."
+                ) from e
+            error = e
+            findings.append(refused(current.name, "a batch of this oracle", e))
         kept_findings = [finding for finding in findings if finding.oracle not in skip]
         all_findings += kept_findings
         severities = {finding.severity for finding in kept_findings}
@@ -179,6 +208,10 @@ def run(
             outcomes[current.name] = (
                 f"what it found is for {findings[0].oracle}, which is skipped"
             )
+        elif error is not None and not any(
+            finding.severity == "failure" for finding in kept_findings
+        ):
+            outcomes[current.name] = "a batch of it is refused"
         else:
             outcomes[current.name] = next(
                 (

@@ -154,14 +154,7 @@ class AdvantageCase:
             if self.differs(batch) is None:
                 return
         except InputError as e:
-            yield fail(
-                oracle,
-                regime,
-                "one advantage per response",
-                str(e),
-                self.example(batch),
-            )
-            return
+            raise InputError(f"{e}, on {regime}") from e
         small = self._shrunk(batch)
         row = self.differs(small)
         if row is None:

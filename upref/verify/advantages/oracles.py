@@ -90,7 +90,7 @@ def silent_if_wrong(
     return find_unless_wrong
 
 
-@oracle("values")
+@oracle("values", needed=True)
 def values(case: AdvantageCase) -> Iterator[Finding]:
     """Compare on groups of one size, and report the eps that was measured."""
     yield from case.compare("values", "even groups", EVEN_GROUPS)

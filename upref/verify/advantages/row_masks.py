@@ -47,8 +47,7 @@ def response_mask(case: AdvantageCase) -> Iterator[Finding]:
     try:
         found = case.function.on_rows(batch.R, batch.group, KEPT)
     except InputError as e:
-        yield fail("response-mask", words, "an answer", str(e))
-        return
+        raise InputError(f"{e}, on {words}") from e
     at_kept = [found[row] for row in ROWS]
     tol = max(case.function.tol, 1e-6)
     if nearly_equal(at_kept, expected, tol):

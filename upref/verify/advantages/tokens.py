@@ -211,7 +211,7 @@ def _compare(case: AdvantageCase, batch: TokenRewards) -> Finding | None:
     try:
         found = case.function.on_tokens(batch.rewards, batch.mask, batch.group)
     except InputError as e:
-        return fail("token-rewards", batch.words, "an answer", str(e))
+        raise InputError(f"{e}, on {batch.words}") from e
     expected = case.expected(batch.read(_summed))
     tol = max(case.function.tol, 1e-6)
     if nearly_equal(found, expected, tol):

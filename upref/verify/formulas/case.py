@@ -240,8 +240,7 @@ class FormulaCase:
         try:
             found = case.found(problem)
         except InputError as e:
-            yield fail(oracle, problem.words, "an answer", str(e))
-            return
+            raise InputError(f"{e}, on {problem.words}") from e
         if case.alike(problem, case.expected(problem), found):
             return
         why = why or case.cause(problem)

@@ -298,7 +298,7 @@ def mutation(case: FormulaCase) -> Iterator[Finding]:
     yield from untouched(case.call(case.problems[0])[0])
 
 
-@oracle("gradient")
+@oracle("gradient", needed=True)
 def gradient(case: FormulaCase) -> Iterator[Finding]:
     """Compare on a batch without padding."""
     yield from case.compare("gradient", case.problems[0])

@@ -338,7 +338,7 @@ def wrong_already(case: FormulaCase) -> str:
     return "the values are wrong already" if case.wrong else ""
 
 
-@oracle("values")
+@oracle("values", needed=True)
 def values(case: FormulaCase) -> Iterator[Finding]:
     """Compare on responses without padding."""
     yield from case.compare("values", FULL)

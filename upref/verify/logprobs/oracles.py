@@ -319,7 +319,10 @@ def plain(name: str, why: str = "it returns no entropy") -> Oracle:
         return []
 
     return Oracle(
-        name, find, lambda case: "" if name in problems.plain(case.kernel) else why
+        name,
+        find,
+        lambda case: "" if name in problems.plain(case.kernel) else why,
+        needed=True,
     )
 
 

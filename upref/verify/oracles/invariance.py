@@ -26,7 +26,7 @@ from upref.verify.faults.batch_reading import LARGE, clipped
 from upref.verify.faults.denominators import group_order_faults
 from upref.verify.finding import NO_CAUSE, Cause, Number, number_pair
 from upref.verify.measure import LossCase
-from upref.verify.oracle import oracle
+from upref.verify.oracle import oracle, refused
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import example, gradient_pair, make_example, shrink, worst
 from upref.weights.batches import OFF_EDGES
@@ -395,8 +395,7 @@ def masked_values(case: LossCase) -> list[Finding]:
         try:
             change = _changes(batch, clean, case.value_and_gradient(fill(batch)))
         except InputError as e:
-            make = fail if number in JUNK else note
-            return [make("masked-values", regime, "no effect", str(e))]
+            return [refused("masked-values", regime, e)]
         if not change:
             continue
         if number in JUNK and not case.loss.framework:

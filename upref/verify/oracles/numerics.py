@@ -15,7 +15,7 @@ from upref.verify.explain import cause_if_confirmed
 from upref.verify.faults.losses import clamp_faults
 from upref.verify.finding import NO_CAUSE, Cause, TokenPlace
 from upref.verify.measure import HABIT_TOL, LossCase
-from upref.verify.oracle import oracle
+from upref.verify.oracle import oracle, refused
 from upref.verify.oracles.invariance import grid_off_bounds
 from upref.verify.report import NOTHING_FITS, Finding, fail, note
 from upref.verify.shrink import example, numbers, shrink, smallest, wrong
@@ -78,11 +78,7 @@ def _overflows(case: LossCase, dtype: torch.dtype) -> dict[str, Finding]:
         gradient = case.gradient(low).double()
     except InputError as e:
         if dtype is torch.float64 and not _runs_below_overflow(case, low):
-            return {
-                "refused": fail(
-                    "extremes", "float64, |log r| up to 800", "a finite loss", str(e)
-                )
-            }
+            return {"refused": refused("extremes", "float64, |log r| up to 800", e)}
         if dtype is torch.float64:
             words = f"|log r| above {LARGEST_FLOAT64:.0f} is"
         else:

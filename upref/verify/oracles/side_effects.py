@@ -19,7 +19,7 @@ from upref.verify.explain import confirmation_batches, holds_on_other_batches
 from upref.verify.factors import common_value
 from upref.verify.finding import Number
 from upref.verify.measure import EXACT_TOL, LossCase
-from upref.verify.oracle import oracle
+from upref.verify.oracle import oracle, refused
 from upref.verify.oracles.invariance import gradient_distance
 from upref.verify.report import HARMLESS_IF_DETACHED, Finding, fail, note
 from upref.verify.shrink import cut, gradient_pair, make_example, shrink, worst
@@ -379,15 +379,7 @@ def _effect_of(case: LossCase, key: str) -> list[Finding]:
             _gradient_at(case, key, value, batch), changed_gradient
         )
     except InputError as e:
-        return [
-            fail(
-                "dead-hyperparameter",
-                f"{key} = {new_value:g}",
-                "a different gradient",
-                str(e),
-                subject=key,
-            )
-        ]
+        return [refused("dead-hyperparameter", f"{key} = {new_value:g}", e)]
     if not has_effect:
         return [_finding_of_dead_argument(case, changed_case, key, batch)]
     if _is_right_or_wrong_before(changed_case, batch, changed_gradient):

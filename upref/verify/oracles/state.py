@@ -34,7 +34,7 @@ LAST_REPEATED = 200
 CALLS_ON_CHANGED_BATCH = 128
 
 
-@oracle("determinism", 0)
+@oracle("determinism", 0, needed=True)
 def determinism(case: LossCase) -> list[Finding]:
     """Report a loss that has two values, or two gradients, for one batch.
 

@@ -23,7 +23,7 @@ from upref.verify.faults.denominators import capped_lengths
 from upref.verify.faults.losses import LossFault
 from upref.verify.finding import NO_CAUSE, Cause, Example, TokenPlace
 from upref.verify.measure import FLOAT32_ROUNDING, LossCase, unit_weights
-from upref.verify.oracle import oracle
+from upref.verify.oracle import oracle, refused
 from upref.verify.oracles.invariance import gradient_distance
 from upref.verify.report import COVERED, Finding, fail, note
 from upref.verify.shrink import (
@@ -36,7 +36,7 @@ from upref.verify.shrink import (
     worst,
 )
 from upref.weights.batches import LOG_R
-from upref.weights.stress import AXES, GAPS, NEGATIVE, Axis, relabel_groups
+from upref.weights.stress import AXES, NEGATIVE, Axis, relabel_groups
 
 TOO_LONG = 0.8  # seconds: a loss that would take longer for a batch is not asked for it
 MOST_TOKENS = 100_000  # more than any batch has
@@ -60,6 +60,7 @@ def unusual_inputs(case: LossCase) -> list[Finding]:
     seconds_per_token = 0.0
     ids: tuple[str, ...] = ()
     notes: list[Finding] = []
+    refusals: dict[str, InputError] = {}  # of axes, in words
     for name, axis in AXES.items():
         if not _has_what_it_needs(case, axis):
             continue
@@ -78,7 +79,11 @@ def unusual_inputs(case: LossCase) -> list[Finding]:
                 notes.append(too_slow)
             continue
         start = time.process_time()
-        findings = stress_findings(case, name, batch, ids)
+        try:
+            findings = stress_findings(case, name, batch, ids)
+        except InputError as e:
+            refusals.setdefault(axis.words, e)
+            continue
         if any(f.severity == "failure" for f in findings):
             return [*notes, *_failures_of_ids(case), *findings]
         notes += [f for f in findings if f not in notes]
@@ -90,6 +95,11 @@ def unusual_inputs(case: LossCase) -> list[Finding]:
                 # measure again: the first call may be slow by itself
                 case.gradient(batch)
                 seconds_per_token = (time.process_time() - start) / token_count
+    if refusals:
+        words, error = next(iter(refusals.items()))
+        if len(refusals) > 1:
+            words += f"; and {len(refusals) - 1} more kinds of batches"
+        notes.append(refused("unusual-inputs", words, error))
     return notes
 
 
@@ -120,17 +130,12 @@ def stress_findings(
     """
     notes: list[Finding] = []
     if AXES[name].in_float32 != "alone":
-        try:
-            if (errors := _unforgiven_errors(case, batch)).max() > 10 * case.tol:
-                if case.single or not _switch_to_float32_if_that_explains(case, batch):
-                    return [
-                        _failure_on_axis(
-                            case, name, batch, errors, case.weights(batch), ids
-                        )
-                    ]
-                notes = [note("unusual-inputs", f"{AXES[name].words}: {PARTLY}")]
-        except InputError as e:
-            return [fail("unusual-inputs", AXES[name].words, "a finite loss", str(e))]
+        errors = _unforgiven_errors(case, batch)
+        if errors.max() > 10 * case.tol:
+            if case.single or not _switch_to_float32_if_that_explains(case, batch):
+                found = case.weights(batch)
+                return [_failure_on_axis(case, name, batch, errors, found, ids)]
+            notes = [note("unusual-inputs", f"{AXES[name].words}: {PARTLY}")]
     if not AXES[name].in_float32:
         return notes
     try:
@@ -500,12 +505,9 @@ def _findings_of_ids(
         try:
             distances = relabeled.difference(renamed)
         except (InputError, OutOfMemory) as e:  # a table of 2^40 ids needs memory
-            refusal = _finding_of_refused_ids(kind, e)
-            if refusal.severity == "failure":
-                return [refusal]
             # one note of a refusal is enough
             if not notes:
-                notes.append(refusal)
+                notes.append(_note_of_refused_ids(kind, e))
             continue
         if not distances.max() > 0:
             continue
@@ -517,16 +519,12 @@ def _findings_of_ids(
     return notes
 
 
-def _finding_of_refused_ids(kind: str, error: Exception) -> Finding:
-    """Return the finding of a loss that raises this error on group ids of this kind."""
+def _note_of_refused_ids(kind: str, error: Exception) -> Finding:
+    """Return the note of a loss that raises this error on group ids of this kind."""
     if isinstance(error, TooManyLines):
         about = f"group ids {kind} were not tested"
         return note("unusual-inputs", about, found=str(error))
-    if kind == GAPS:
-        about = f"group ids {kind}"
-        return fail("unusual-inputs", about, "the same gradient", str(error))
-    about = f"group ids {kind} are refused"
-    return note("unusual-inputs", about, found=str(error))
+    return refused("unusual-inputs", f"group ids {kind}", error)
 
 
 def _note_of_dropped_group(

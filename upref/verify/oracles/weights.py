@@ -81,7 +81,7 @@ ONLY_IN_FLOAT32 = (
 )
 
 
-@oracle("gradient", 10)
+@oracle("gradient", 10, needed=True)
 def gradient(case: LossCase) -> list[Finding]:
     """Compare the weight of each token on the grid, then on random batches.
 
@@ -561,7 +561,13 @@ def _words_for_weight_alone(case: LossCase, batch: Rollouts, i: int, t: int) -> 
     return f"and {alone:.6g} alone in its batch"
 
 
-@oracle("on-policy", 20, lambda case: case.objective.on_policy_exception, implied=True)
+@oracle(
+    "on-policy",
+    20,
+    lambda case: case.objective.on_policy_exception,
+    implied=True,
+    needed=True,
+)
 def on_policy(case: LossCase) -> list[Finding]:
     """Compare the weights at r = 1."""
     batch = case.on_policy()
@@ -614,7 +620,7 @@ def on_policy(case: LossCase) -> list[Finding]:
     ]
 
 
-@oracle("aggregation", 30)
+@oracle("aggregation", 30, needed=True)
 def aggregation(case: LossCase) -> list[Finding]:
     """Compare the factors of the responses, by which the aggregation multiplies their
     weights.
