@@ -15,9 +15,11 @@ import torch
 
 import upref
 from repro import fork
+from tests.fifth_set import log_probs
 from tests.support.cases.logprob_changes import naive, of, x_is
 from upref import InputError, check_logprobs
 from upref.user_code import logprobs as read_logprobs
+from upref.verify.logprobs import ORACLES
 
 
 def test_the_command_and_the_assertion(tmp_path):
@@ -215,3 +217,26 @@ def test_the_first_line_says_what_a_note_costs():
         report = check_logprobs(function)
         first_line = report.text().splitlines()[0]
         assert report and "agrees, but " in first_line and words in first_line, report
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("fn", "where"),
+    [
+        (log_probs.temperature_floored, "temperature 0.02"),
+        (log_probs.temperature_nearly_one, "temperature 0.97"),
+        (log_probs.eight_rows, "130 responses"),
+    ],
+)
+def test_what_acts_near_1_far_below_it_or_in_many_rows_is_wrong(fn, where):
+    report = upref.check_logprobs(fn)
+    assert any(where in f.regime for f in report.failures), str(report)
+
+
+def test_right_functions_agree_at_every_temperature_and_in_many_rows():
+    def plain(logits, tokens, temperature=1.0):
+        logp = (logits / temperature).log_softmax(-1)
+        return logp.gather(-1, tokens[..., None])[..., 0]
+
+    others = [o.name for o in ORACLES if o.name not in ("temperatures", "tiles")]
+    assert upref.check_logprobs(plain, skip=others)

@@ -20,7 +20,9 @@ TILES += [
 
 # as many tokens as ids, columns as ids, ids as hidden sizes
 SQUARE = [(6, 6, 2), (6, 3, 2), (6, 5, 5)]
-TEMPERATURES = (0.1, 4.0)
+# beside 1 too: a function may take what is near 1 for it
+TEMPERATURES = (0.1, 4.0, 0.97, 1.001)
+LOWEST = 0.02  # below the floors of 0.05 and 0.1 that samplers have
 # of a peak above the rest: e^-87 is a normal number of float32, e^-104 is 0 in float32,
 # and e^-746 in float64
 HEIGHTS = (40.0, 80.0, 120.0, 800.0)
@@ -159,14 +161,38 @@ def tiles(kernel: Kernel) -> dict[str, Problem]:
     Returns:
         Problems by their words.
     """
-    return {
+    problems = {
         f"{N} tokens, {V} ids, hidden size {H}": random_problem(kernel, N, V, H, 9)
         for N, V, H in [*SQUARE, *TILES]
     }
+    if not kernel.flat:
+        B = 130
+        of_two = random_problem(kernel, 2 * B, 5, 2, 9)
+        problems[f"{B} responses of 2 tokens"] = in_rows(of_two, B)
+    return problems
+
+
+def in_rows(problem: Problem, B: int) -> Problem:
+    """Return the problem with its tokens in so many responses of equal length.
+
+    Args:
+        problem: the problem.
+        B: the number of responses.
+    """
+
+    def dealt(x: Tensor | None) -> Tensor | None:
+        """Return a tensor [B, T, ...] of the tokens."""
+        return None if x is None else x.reshape(B, -1, *x.shape[2:])
+
+    parts = {
+        name: dealt(getattr(problem, name)) for name in ("x", "tokens", "g", "g_H")
+    }
+    return replace(problem, **parts)
 
 
 def temperatures(kernel: Kernel) -> dict[str, Problem]:
-    """Make problems at a lower and a higher temperature than the plain ones.
+    """Make problems at lower and higher temperatures than the plain ones, and beside 1.
+    The lowest has values alone: its gradients are 50 times what a logit's rounding is.
 
     Args:
         kernel: the function, whose kind of inputs is made.
@@ -174,10 +200,14 @@ def temperatures(kernel: Kernel) -> dict[str, Problem]:
     Returns:
         Problems by their words.
     """
-    return {
+    problems = {
         f"temperature {t:g}": random_problem(kernel, 6, 9, 3, 15, temperature=t)
         for t in TEMPERATURES
     }
+    problems[f"temperature {LOWEST:g}"] = random_problem(
+        kernel, 6, 9, 3, 15, temperature=LOWEST, g=None, g_H=None
+    )
+    return problems
 
 
 def offset(kernel: Kernel) -> dict[str, Problem]:
