@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import upref
+from tests.seventh_set.losses import make
 from tests.support.cases.bodies import calm
 from tests.support.cases.causes import J, dapo
 from tests.support.daily import daily
@@ -778,3 +779,64 @@ def test_both_bounds_exchanged_are_swapped():
 
     report = upref.check(loss, "gspo")
     assert "the two sides of the clip are swapped" in report.failures[0].cause
+
+
+# of each: the objective, the body of the loss, and of what its cause speaks; None: of
+# nothing, since a fault that resembles it is not it
+LOOKALIKES = {
+    "whitened over slots": (
+        "ppo_clip",
+        "A=(A-A.mean())/(A.std()+1e-8)",
+        "tok(torch.minimum(r*A,r.clamp(.8,1.2)*A))",
+        "masked ones count, as 0",
+    ),
+    "centered over slots": (
+        "ppo_clip",
+        "A=torch.where(m,advantages-advantages.mean(),0.)",
+        "tok(torch.minimum(r*A,r.clamp(.8,1.2)*A))",
+        "all slots of each batch: masked ones count",
+    ),
+    "whitened over columns": (
+        "ppo_clip",
+        "A=(A-A.mean(1,keepdim=True))/(A.std(1,keepdim=True)+1e-8)",
+        "tok(torch.minimum(r*A,r.clamp(.8,1.2)*A))",
+        None,
+    ),
+    "floor where A > 0": (
+        "up_dapo",
+        "x=A*lp.clamp(min=-8)",
+        "tok(torch.where(A>0,x,torch.minimum(r*A,r.clamp(min=.8)*A)))",
+        "below -8",
+    ),
+    "floor of losses": (
+        "dapo",
+        "r=torch.where(A<0,(lp.clamp(min=-8)-old).exp(),r)",
+        "tok(torch.minimum(r*A,r.clamp(.8,1.28)*A))",
+        None,
+    ),
+    "cap on the product": (
+        "wapo",
+        "x=(r*A).clamp(max=10.)",
+        "tsum(torch.where(A>0,x,0.))",
+        "the bound acts on the product with A",
+    ),
+    "cap on some products": (
+        "wapo",
+        "x=torch.where(A<1,(r*A).clamp(max=10.),r.clamp(max=10.)*A)",
+        "tsum(torch.where(A>0,x,0.))",
+        None,
+    ),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", LOOKALIKES)
+def test_a_cause_is_not_said_of_what_resembles_it(name):
+    objective, first, last, says = LOOKALIKES[name]
+    report = upref.check(make(f"{first}\nreturn {last}"), objective)
+    explained = [f.cause for f in report.failures if f.is_explained]
+    assert report.failures
+    if says is None:
+        assert not explained, str(report)
+    else:
+        assert any(says in cause for cause in explained), str(report)

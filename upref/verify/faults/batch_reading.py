@@ -372,6 +372,23 @@ def _advantages_of_tokens(batch: Rollouts) -> tuple[Tensor, Tensor]:
     return advantages, advantages.new_ones(len(batch.mask), len(advantages))
 
 
+def _advantages_of_slots(
+    batch: Rollouts, masked_as_zero: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the advantages of all slots, masked ones too, [B * T], and which of them
+    belong to the sample of each row: all, [B, B * T].
+
+    Args:
+        batch: the batch.
+        masked_as_zero: whether a masked slot counts as 0, not as what it holds.
+    """
+    advantages = batch.adv.expand_as(batch.mask)
+    if masked_as_zero:
+        advantages = torch.where(batch.mask, advantages, 0)
+    slots = advantages.flatten()
+    return slots, slots.new_ones(len(batch.mask), len(slots))
+
+
 def _advantages_of_responses(
     batch: Rollouts, reduce: Callable[[Tensor, Tensor], Tensor], grouped: bool
 ) -> tuple[Tensor, Tensor]:
@@ -401,6 +418,16 @@ SAMPLES: tuple[tuple[str, str, Callable[..., tuple[Tensor, Tensor]]], ...] = (
             partial(_advantages_of_responses, reduce=reduce, grouped=which == "group"),
         )
         for reduce, which in product((per_response, mean_t), ("batch", "group"))
+    ),
+    (
+        "slots",
+        "all slots of each batch: masked ones count",
+        partial(_advantages_of_slots, masked_as_zero=False),
+    ),
+    (
+        "slots",
+        "all slots of each batch: masked ones count, as 0",
+        partial(_advantages_of_slots, masked_as_zero=True),
     ),
 )
 # whether advantages are centered and divided: the id, and the words
@@ -822,14 +849,25 @@ def _floor_faults(case: LossCase, low: float) -> Iterator[LossFault]:
             f"tokens with a log_prob below {low:g} have no gradient: they are left out, "
             "or log_prob is set to it"
         )
-    for fault_id, words, J in (
+
+    def of_current_where_positive(
+        lp: Tensor, old: Tensor, A: Tensor, m: Tensor
+    ) -> Tensor:
+        """Return J where π_θ has the floor on tokens of A > 0 alone."""
+        return torch.where(A > 0, of_current(lp, old, A, m), term(lp, old, A, m))
+
+    floors = [
         (
             "log-probs-floored",
             f"log-probabilities below {low:g} are set to it",
             of_both,
         ),
         ("log-prob-floored", words_for_current, of_current),
-    ):
+    ]
+    if case.objective.level == "token":
+        words = f"{words_for_current}, where A > 0 alone"
+        floors.append(("log-prob-floored-a-positive", words, of_current_where_positive))
+    for fault_id, words, J in floors:
         floor_fault = fault(words, "rounding", id=fault_id, J=J)
         if _fits_across_floor(case, floor_fault, low):
             yield floor_fault

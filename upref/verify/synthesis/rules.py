@@ -242,6 +242,18 @@ def _put_together(node: ast.expr) -> Iterator[Alternative]:
         ) if more:
             bounded = ast.Call(f.func, [ast.BinOp(x, ast.Mult(), a), *more], [])
             yield "the bound acts on the product with A", call("sg", bounded)
+        case ast.BinOp(
+            left=ast.Call(
+                func=ast.Name(id="minimum" | "maximum" | "clip"), args=[x, *more]
+            ) as f,
+            op=ast.Mult(),
+            right=ast.Name(id="A") as a,
+        ):
+            product = ast.BinOp(x, ast.Mult(), a)
+            yield (
+                "the bound acts on the product with A",
+                ast.Call(f.func, [product, *more], []),
+            )
         case ast.Call(
             func=ast.Name(id="minimum"),
             args=[
