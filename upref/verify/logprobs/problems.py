@@ -180,14 +180,17 @@ def in_rows(problem: Problem, B: int) -> Problem:
         B: the number of responses.
     """
 
-    def dealt(x: Tensor | None) -> Tensor | None:
+    def dealt(x: Tensor) -> Tensor:
         """Return a tensor [B, T, ...] of the tokens."""
-        return None if x is None else x.reshape(B, -1, *x.shape[2:])
+        return x.reshape(B, -1, *x.shape[2:])
 
-    parts = {
-        name: dealt(getattr(problem, name)) for name in ("x", "tokens", "g", "g_H")
-    }
-    return replace(problem, **parts)
+    return replace(
+        problem,
+        x=dealt(problem.x),
+        tokens=dealt(problem.tokens),
+        g=None if problem.g is None else dealt(problem.g),
+        g_H=None if problem.g_H is None else dealt(problem.g_H),
+    )
 
 
 def temperatures(kernel: Kernel) -> dict[str, Problem]:
