@@ -52,6 +52,36 @@ def with_kl(log_prob, old_log_prob, advantages, mask, ref_log_prob):
     return ppo(log_prob, old_log_prob, advantages, mask) + 0.1 * k3[mask].mean()
 
 
+def kept(log_prob, old_log_prob, advantages, mask):
+    """The mean over the tokens whose ratio is at most 2."""
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    A = torch.where(mask, advantages, 0)
+    keep = mask & (r.detach() <= 2)
+    J = torch.minimum(r * A, r.clamp(0.8, 1.2) * A)
+    return -(J * keep).sum() / keep.sum().clamp(min=1)
+
+
+def dropped(log_prob, old_log_prob, advantages, mask):
+    """The same tokens, divided by all."""
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    A = torch.where(mask, advantages, 0)
+    keep = mask & (r.detach() <= 2)
+    J = torch.minimum(r * A, r.clamp(0.8, 1.2) * A)
+    return -(J * keep).sum() / mask.sum()
+
+
+def truncated(log_prob, old_log_prob, sampler_log_prob, advantages, mask, cap=2.0):
+    """PPO times the ratio to a sampler, at most `cap`."""
+    rho = torch.where(mask, old_log_prob - sampler_log_prob, 0).exp().clamp(max=cap)
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    A = torch.where(mask, advantages, 0)
+    return -(rho * torch.minimum(r * A, r.clamp(0.8, 1.2) * A))[mask].mean()
+
+
+def with_higher_cap(log_prob, old_log_prob, sampler_log_prob, advantages, mask):
+    return truncated(log_prob, old_log_prob, sampler_log_prob, advantages, mask, 5.0)
+
+
 PLANTED = [
     (wider, "weight of a token", "A > 0"),
     (of_responses, "divisor", ""),
@@ -73,7 +103,28 @@ def test_a_planted_difference_is_found_in_its_quantity(loss, quantity, where):
     assert f"differ first in the {quantity}" in str(found)
 
 
-@pytest.mark.parametrize("loss", [ppo, of_responses, with_kl, "gspo", "up_dapo"])
+def test_a_divisor_that_counts_kept_tokens_alone_is_a_divisor():
+    found = upref.diff(kept, dropped)
+    assert found.first.name == "divisor", found
+    assert "token-mean, where all ratios are 1; times 1.0" in found.first.a
+    assert found.first.b == "token-mean"
+
+
+@pytest.mark.parametrize("other", [ppo, with_higher_cap, "mis(ppo_clip)"])
+def test_a_correction_for_a_sampler_is_a_quantity(other):
+    found = upref.diff(truncated, other)
+    assert found.first.name == "sampler's correction", found
+    assert "where π_old/μ = " in found.first.a
+    assert "of a sampler" in found.example.batch
+
+
+def test_an_objective_with_a_correction_equals_a_loss_that_is_it():
+    assert compare_losses(truncated, "tis(ppo_clip)")
+
+
+@pytest.mark.parametrize(
+    "loss", [ppo, of_responses, with_kl, kept, truncated, "gspo", "up_dapo"]
+)
 def test_a_loss_does_not_differ_from_itself(loss):
     found = upref.diff(loss, loss)
     assert found, found

@@ -20,7 +20,12 @@ from upref.user_code import Loss, read
 from upref.user_code.frameworks import closing_settings
 from upref.user_code.guard import state_restored
 from upref.verify.probe import BlackBox, measure
-from upref.weights.batches import interval_words, on_policy_batch, random_batches
+from upref.weights.batches import (
+    interval_words,
+    on_policy_batch,
+    random_batches,
+    sampler_logp,
+)
 from upref.weights.black_box import MANY_LOG_R
 
 ADVANTAGES = (1.0, -1.0, 0.5, -2.0)
@@ -29,9 +34,13 @@ NOT_COMPARED = (
     "not compared: long responses, many rows, other orders of rows, half precision; "
     "`upref check` has batches for these"
 )
+SAMPLER_NOT_COMPARED = (
+    "not compared: what a framework's loss does with the log-probabilities of a sampler"
+)
 BATCHES = 3  # random ones on which whole gradients are compared
 BESIDE = 1e-3  # a ratio so near to a jump is not shown: it prints as the jump itself
 SMALLEST_PART = 1e-12  # of the largest weight of a batch: below, it is rounding
+SAME_FACTOR = 1e-3  # relative: factors of tokens that are one number
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,7 @@ class Difference(Result):
         quantities: in the order in which a loss makes them.
         example: the first token of the first batch whose gradients differ.
         compared: what was compared, in words.
+        not_compared: what was not, a sentence each.
         closed_by: settings of a framework's loss with which nothing differs; each was
             run.
         seconds: the wall time.
@@ -98,6 +108,7 @@ class Difference(Result):
     quantities: tuple[Quantity, ...]
     example: Example | None
     compared: str
+    not_compared: tuple[str, ...] = (NOT_COMPARED,)
     closed_by: tuple[str, ...] = ()
     seconds: float = field(default=0.0, compare=False)
 
@@ -142,13 +153,13 @@ class Difference(Result):
         lines += [f"closed by: {words}" for words in self.closed_by]
         if verbose or self:
             lines.append(f"compared: {self.compared}")
-            lines.append(NOT_COMPARED)
+            lines += self.not_compared
         return "\n".join(lines)
 
 
 def diff(a: Any, b: Any) -> Difference:
     """Compare the gradients of two losses: which tokens train, the weight of a token,
-    the divisor, the KL term, and what all of these leave.
+    the divisor, the KL term, a sampler's correction, and what all of these leave.
 
     Args:
         a, b: losses as for `upref.check`: functions, objectives, or names such as
@@ -184,6 +195,8 @@ def compare_losses(a: Any, b: Any) -> Difference:
         tol = max(box.tol for box in boxes)
         quantities = tuple(_quantities(boxes, tol))
         example = _first_token(boxes, tol)
+    reads_sampler = any("logp_sampler" in loss.reads for loss in losses)
+    is_framework = any(loss.framework for loss in losses)
     compared = (
         f"weights of {len(ADVANTAGES) * len(_ratios(boxes))} tokens by themselves, a batch on policy and "
         f"{BATCHES} random ones, to {tol:.1g} of a weight"
@@ -193,6 +206,7 @@ def compare_losses(a: Any, b: Any) -> Difference:
         quantities,
         example,
         compared,
+        (NOT_COMPARED, *[SAMPLER_NOT_COMPARED] * (reads_sampler and is_framework)),
         seconds=time.perf_counter() - start,
     )
 
@@ -220,18 +234,18 @@ def _quantities(boxes: Sequence[BlackBox], tol: float) -> Iterator[Quantity]:
     if masks_differ:
         return  # what is measured on other tokens is not comparable
     yield _token_weight(boxes, tol)
-    yield _weight_beside_others(boxes)
+    beside = [_beside_others(box) for box in boxes]
     yield Quantity(
-        "divisor",
-        boxes[0].agg != boxes[1].agg
-        or abs(boxes[0].scale - boxes[1].scale) > tol * abs(boxes[0].scale),
-        *map(_divisor_words, boxes),
+        "ratio", beside[0].words != beside[1].words, *(b.words for b in beside)
     )
+    yield _divisor(boxes, [b.factors for b in beside], tol)
     yield Quantity(
         "KL term",
         boxes[0].kl != boxes[1].kl or abs(boxes[0].beta - boxes[1].beta) > tol,
         *(f"{box.beta:.6g} x {box.kl}" if box.beta else "none" for box in boxes),
     )
+    if _sampler_is_compared(boxes):
+        yield _sampler_correction(boxes, tol)
 
 
 def _trained_tokens(box: BlackBox) -> torch.Tensor:
@@ -241,10 +255,27 @@ def _trained_tokens(box: BlackBox) -> torch.Tensor:
     return gradient > SMALLEST_PART * gradient.max()
 
 
-def _divisor_words(box: BlackBox) -> str:
-    """Return the aggregation of a loss, and a factor beside it."""
+def _divisor(
+    boxes: Sequence[BlackBox], factors: Sequence[tuple[float, ...]], tol: float
+) -> Quantity:
+    """Compare the aggregations, and the factors that all tokens of a batch share."""
+    differs = (
+        boxes[0].agg != boxes[1].agg
+        or abs(boxes[0].scale - boxes[1].scale) > tol * abs(boxes[0].scale)
+        or not np.allclose(*factors, rtol=SAME_FACTOR)
+    )
+    return Quantity("divisor", differs, *map(_divisor_words, boxes, factors))
+
+
+def _divisor_words(box: BlackBox, factors: tuple[float, ...]) -> str:
+    """Return the aggregation of a loss, and the factors beside it."""
     words = box.agg or "no aggregation that is known"
-    return words if box.scale == 1 else f"{words}, times {box.scale:.6g}"
+    if box.scale != 1:
+        words += f", times {box.scale:.6g}"
+    for i, factor in enumerate(factors):
+        if abs(factor - 1) > SAME_FACTOR:
+            return f"{words}, where all ratios are 1; times {factor:.6g} on random batch {i}"
+    return words
 
 
 def _ratios(boxes: Sequence[BlackBox]) -> np.ndarray:
@@ -299,30 +330,91 @@ def _clearest(r: np.ndarray, x: np.ndarray, y: np.ndarray, wrong: np.ndarray) ->
     return int(np.where(clear, abs(np.log(r)), np.inf).argmin())
 
 
-def _weight_beside_others(boxes: Sequence[BlackBox]) -> Quantity:
-    """Compare whether the weight of a token depends on the other tokens of its batch."""
-    words = [_dependence_words(box) for box in boxes]
-    return Quantity("ratio", words[0] != words[1], *words)
+@dataclass(frozen=True)
+class BesideOthers:
+    """How the weights of tokens depend on the other tokens of their batch.
+
+    Attributes:
+        words: on which tokens the weight of one depends.
+        factors: of each random batch, the factor of all its weights beside those of
+            the same tokens alone; 1 where there is no such factor.
+    """
+
+    words: str
+    factors: tuple[float, ...] = (1.0,) * BATCHES
 
 
-def _dependence_words(box: BlackBox) -> str:
-    """Say on which tokens the weight of a token depends, from random batches."""
+def _beside_others(box: BlackBox) -> BesideOthers:
+    """Compare the weights of the tokens of random batches with those of each alone."""
     if not box.agg:
-        return "not measured: no aggregation that is known"
-    if box.batch_coupled:
-        return "the weight of a token depends on other responses"
-    for batch in _random_batches([box], 1):
-        ready = box.case.ready(batch)
-        weights = box.gradient(ready) - box.kl_weights(ready)
-        mask = ready.mask
-        adv = ready.adv.expand_as(ready.logp)[mask].numpy()
-        r = (ready.logp - ready.logp_old)[mask].exp().numpy()
-        mu = ready.logp_old[mask].exp().numpy()
-        alone = box.curve()(r, adv, mu)
-        error = abs(weights[mask].numpy() - alone)
-        if (error > 1e-3 * np.maximum(abs(alone), 0.1 * abs(adv))).any():
-            return "of the response: the weight of a token depends on its other tokens"
-    return "of the token"
+        return BesideOthers("not measured: no aggregation that is known")
+    factors = []
+    for batch in _random_batches([box], BATCHES):
+        factor = _common_factor(box, box.case.ready(batch))
+        if factor is None and box.batch_coupled:
+            return BesideOthers("the weight of a token depends on other responses")
+        if factor is None:
+            return BesideOthers(
+                "of the response: the weight of a token depends on its other tokens"
+            )
+        factors.append(factor)
+    is_one = np.allclose(factors, 1, rtol=SAME_FACTOR)
+    if box.batch_coupled and is_one:  # on other batches than these
+        return BesideOthers("the weight of a token depends on other responses")
+    return BesideOthers("of the token", tuple(factors))
+
+
+def _common_factor(box: BlackBox, batch: Rollouts) -> float | None:
+    """Return the one factor of the weights of a batch beside those of the same tokens
+    alone; None where they have several.
+    """
+    mask = batch.mask
+    weights = (box.gradient(batch) - box.kl_weights(batch))[mask].numpy()
+    adv = batch.adv.expand_as(batch.logp)[mask].numpy()
+    r = (batch.logp - batch.logp_old)[mask].exp().numpy()
+    alone = box.curve()(r, adv, batch.logp_old[mask].exp().numpy())
+    trains = abs(alone) > SAME_FACTOR * abs(alone).max(initial=0)
+    factor = float(np.median(weights[trains] / alone[trains])) if trains.any() else 1.0
+    error = abs(weights - factor * alone)
+    least = np.maximum(abs(alone), 0.1 * abs(adv))
+    return None if (error > SAME_FACTOR * abs(factor) * least).any() else factor
+
+
+def _sampler_is_compared(boxes: Sequence[BlackBox]) -> bool:
+    """Whether a loss reads log-probabilities of a sampler, and no loss is a framework's,
+    whose settings decide what it does with them.
+    """
+    return any("logp_sampler" in box.loss.reads for box in boxes) and not any(
+        box.loss.framework for box in boxes
+    )
+
+
+def _with_sampler(batch: Rollouts) -> Rollouts:
+    """Return the batch with log-probabilities of a sampler other than π_old."""
+    return batch.but(logp_sampler=sampler_logp(batch))
+
+
+def _sampler_correction(boxes: Sequence[BlackBox], tol: float) -> Quantity:
+    """Compare the factors that a sampler's log-probabilities put on the gradients."""
+    words = ["none", "none"]
+    for name, batch in _batches_of_policies(boxes):
+        factors, is_large = [], batch.mask
+        for box in boxes:
+            plain = box.case.gradient(box.case.ready(batch))
+            corrected = box.case.gradient(box.case.ready(_with_sampler(batch)))
+            is_large = is_large & (plain.abs() > 1e-3 * plain.abs().max())
+            factors.append(corrected / plain)
+        a, b = factors
+        differs = is_large & ((a - b).abs() > 10 * tol * a.abs().clamp(min=1))
+        shown = differs if differs.any() else is_large & ((a - 1).abs() > 10 * tol)
+        if shown.any():
+            i, t = shown.nonzero()[0].tolist()
+            rho = (batch.logp_old - sampler_logp(batch))[i, t].exp()
+            at = f"where π_old/μ = {rho:.6g} ({name}, response {i}, column {t})"
+            words = [f"times {x[i, t]:.6g} {at}" for x in factors]
+        if differs.any():
+            return Quantity("sampler's correction", True, *words)
+    return Quantity("sampler's correction", False, *words)
 
 
 def _bound_words(box: BlackBox) -> str:
@@ -356,6 +448,14 @@ def _end(jumps: np.ndarray, below: float, above: float) -> float:
 
 def _batches(boxes: Sequence[BlackBox]) -> Iterator[tuple[str, Rollouts]]:
     """Yield batches that both losses take, each with its name."""
+    yield from _batches_of_policies(boxes)
+    if _sampler_is_compared(boxes):
+        for name, batch in _batches_of_policies(boxes):
+            yield f"{name} of a sampler", _with_sampler(batch)
+
+
+def _batches_of_policies(boxes: Sequence[BlackBox]) -> Iterator[tuple[str, Rollouts]]:
+    """Yield batches whose sampler is π_old, each with its name."""
     yield "batch on policy", on_policy_batch()
     for i, batch in enumerate(_random_batches(boxes, BATCHES)):
         yield f"random batch {i}", batch

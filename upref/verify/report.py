@@ -307,6 +307,8 @@ class Report(Result):
     settings: str = ""
     # what it says nothing about, in words
     not_checked: list[str] = field(default_factory=list)
+    # of a wrong function: settings of hp that nobody gave
+    guessed: tuple[str, ...] = ()
     # for which values the weights are proved on small batches (upref.prove), in words;
     # "" where they are not
     proved_for: str = ""
@@ -372,6 +374,12 @@ class Report(Result):
             )
         lines += self._legend()
         lines += describe_basis(self.read_as, self.not_checked)
+        if self.guessed:
+            values = ", ".join(f"{key}={self.hp[key]:g}" for key in self.guessed)
+            lines.append(
+                f"guessed: {values}, for no usual value makes it right; "
+                f"give yours with --hp {self.guessed[0]}=VALUE"
+            )
         if verbose:
             ran = ", ".join(
                 name for name, became in self.oracles.items() if became in RAN_OUTCOMES

@@ -243,8 +243,9 @@ class FormulaCase:
             raise InputError(f"{e}, on {problem.words}") from e
         if case.alike(problem, case.expected(problem), found):
             return
-        why = why or case.cause(problem)
-        small = case.shrunk(problem)
+        fault = None if why else case.fault(problem)
+        why = why or (fault.cause if fault else case.common_factor(problem))
+        small = case.shrunk(problem, fault)
         expected, found = case.expected(small), case.found(small)
         index = worst(expected, found)
         place = f"{problem.words}: response {index[0]}, slot {index[1]}"
@@ -253,24 +254,30 @@ class FormulaCase:
         numbers = number_pair(case.unit, expected[index].item(), found[index].item())
         yield fail(oracle, place, *numbers, case.example(small), why)
 
-    def cause(self, problem: Problem) -> Cause:
-        """Return the first fault that gives the numbers found on a batch and on all
-        problems; else a common factor; else no cause.
+    def fault(self, problem: Problem) -> Fault[Formula] | None:
+        """Return the first known fault that gives the numbers found on a batch and on all
+        problems.
 
         Args:
             problem: a batch on which the function differs.
         """
-        answers: list[tuple[Problem, Tensor]] = []
-        for one in (problem, *self.problems):
-            with contextlib.suppress(InputError):  # it refuses the batch
-                answers.append((one, self.found(one)))
+        answers = self._answers(problem)
 
         def fits(fault: Fault[Formula]) -> bool:
             """Return whether a fault has the numbers of every batch."""
             return all(self._has_fault(fault, one, found) for one, found in answers)
 
-        fault = first_fitting(self.faults, fits)
-        return fault.cause if fault else self._common_factor(answers)
+        return first_fitting(self.faults, fits)
+
+    def _answers(self, problem: Problem) -> list[tuple[Problem, Tensor]]:
+        """Return the function's numbers of a batch and of all problems, but for those
+        that it refuses.
+        """
+        answers = []
+        for one in (problem, *self.problems):
+            with contextlib.suppress(InputError):
+                answers.append((one, self.found(one)))
+        return answers
 
     def _has_fault(self, fault: Fault[Formula], one: Problem, found: Tensor) -> bool:
         """Return whether the formula with this fault has the numbers found."""
@@ -279,10 +286,15 @@ class FormulaCase:
             return self.alike(one, change, found)
         return False
 
-    def _common_factor(self, answers: Sequence[tuple[Problem, Tensor]]) -> Cause:
-        """Return the cause that all numbers are one factor of the right ones."""
+    def common_factor(self, problem: Problem) -> Cause:
+        """Return the cause that all numbers are one factor of the right ones, if that
+        holds on a batch and on all problems.
+
+        Args:
+            problem: a batch on which the function differs.
+        """
         factors = []
-        for one, found in answers:
+        for one, found in self._answers(problem):
             expected = self.expected(one)
             square = (expected * expected).sum()
             if not square or not found.isfinite().all():
@@ -297,13 +309,26 @@ class FormulaCase:
             return NO_CAUSE
         return measured.NUMBERS_SCALED.cause(factor=k)
 
-    def shrunk(self, problem: Problem) -> Problem:
+    def shrunk(self, problem: Problem, fault: Fault[Formula] | None) -> Problem:
         """Return the batch without the responses and slots that the difference does not
-        need.
+        need. What is left shows the same difference: the fault gives its numbers too,
+        and they are finite if all of the batch are.
 
         Args:
             problem: a batch on which the function differs.
+            fault: a known fault that gives the numbers found; None: none does.
         """
+        is_finite = bool(self.found(problem).isfinite().all())
+
+        def shows_the_same(small: Problem) -> bool:
+            """Return whether a part of the batch shows this difference."""
+            if not self.differs(small):
+                return False
+            found = self.found(small)
+            if is_finite and not found.isfinite().all():
+                return False
+            return fault is None or self._has_fault(fault, small, found)
+
         kept = [list(range(size)) for size in problem.shape]
         for axis, size in enumerate(problem.shape):
             for index in reversed(range(size)):
@@ -312,7 +337,7 @@ class FormulaCase:
                 if not fewer[axis]:
                     continue
                 small = problem.take(*fewer)
-                if small.inputs["mask"].any() and self.differs(small):
+                if small.inputs["mask"].any() and shows_the_same(small):
                     kept = fewer
         return problem.take(*kept)
 
@@ -374,6 +399,40 @@ def worst(expected: Tensor, found: Tensor) -> tuple[int, ...]:
     return tuple(
         int(i) for i in torch.unravel_index(torch.tensor(flat), expected.shape)
     )
+
+
+def guessed_settings(
+    case: FormulaCase, given: Settings, is_right: bool
+) -> tuple[str, ...]:
+    """Return the settings at which a wrong function was compared although nobody gave
+    them: no usual value makes it right.
+
+    Args:
+        case: the case.
+        given: settings that the user gave.
+        is_right: whether the function is right on the first problem.
+    """
+    if is_right:
+        return ()
+    known = {*given, *case.function.takes, "agg"}
+    return tuple(key for key in case.settings if key not in known)
+
+
+def precision_in_words(case: FormulaCase, is_right: bool) -> str:
+    """Say to which precision numbers were compared, where it is not float64's.
+
+    Args:
+        case: the case.
+        is_right: whether the function is right on the first problem.
+
+    Returns:
+        A sentence; "" at the precision of float64.
+    """
+    if case.tol < FLOAT32_TOL:
+        return ""
+    if is_right:
+        return "it is right to the precision of float32 alone: compared to 1e-4"
+    return "compared to 1e-4, the precision of float32"
 
 
 def choose_case(

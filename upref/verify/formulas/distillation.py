@@ -30,6 +30,8 @@ from upref.verify.formulas.case import (
     Settings,
     alike,
     choose_case,
+    guessed_settings,
+    precision_in_words,
 )
 from upref.verify.formulas.losses import (
     AGGREGATIONS,
@@ -798,6 +800,7 @@ def check_distillation(
         findings=findings,
         read_as=function.read_as,
         assumptions=_assumptions(case, given, is_right),
+        guessed=guessed_settings(case, given, is_right),
         oracles=outcomes,
         tolerances={"gradient, relative": case.tol},
         seconds=time.perf_counter() - start,
@@ -912,18 +915,14 @@ def _assumptions(case: FormulaCase, given: Settings, is_right: bool) -> list[str
             sentences.append(f"it takes {key}: compared at {value:g} and other values")
         elif is_right:
             sentences.append(f"{key} = {value:g} was found among the usual values")
-        else:
-            sentences.append(
-                f"no usual {key} makes it right: compared at {value:g}; give yours with --hp {key}=VALUE"
-            )
     if case.name in SAMPLED and case.agrees(PLAIN) and _has_baseline(case):
         sentences.append(
             "1 is added to the weight of every token, as in k3: in expectation that changes nothing"
         )
     if case.settings["agg"] == UNREDUCED:
         sentences.append("it returns one number per token: its caller sums them")
-    if case.tol >= FLOAT32_TOL:
-        sentences.append("it computes in float32: compared to 1e-4")
+    if precision := precision_in_words(case, is_right):
+        sentences.append(precision)
     return sentences
 
 

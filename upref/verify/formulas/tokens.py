@@ -24,13 +24,14 @@ from upref.user_code.load import verl_estimator
 from upref.user_code.named import NamedFunction, Vocabulary, read
 from upref.verify.finding import Number, number_pair
 from upref.verify.formulas.case import (
-    FLOAT32_TOL,
     FormulaCase,
     Inputs,
     Problem,
     Settings,
     alike,
     choose_case,
+    guessed_settings,
+    precision_in_words,
     worst,
 )
 from upref.verify.formulas.token_faults import (
@@ -410,7 +411,7 @@ def large(case: FormulaCase) -> Iterator[Finding]:
 @oracle("bootstrap", not_run=wrong_already)
 def bootstrap(case: FormulaCase) -> Iterator[Finding]:
     """Compare on truncated responses, behind which the critic has a value."""
-    if "bootstrap" not in case.function.reads:
+    if case.name not in GAE or "bootstrap" not in case.function.reads:
         return
     value = torch.tensor([0.5, 0.0, -0.25, 0.75, 1.0, 0.0, 0.5], dtype=torch.float64)
     for problem in (FULL, PADDED) if case.has_mask else (FULL,):
@@ -613,6 +614,7 @@ def check_token_advantages(
         findings=findings,
         read_as=function.read_as,
         assumptions=_assumptions(case, given, is_right),
+        guessed=guessed_settings(case, given, is_right),
         oracles=outcomes,
         tolerances={"advantage, relative": case.tol},
         seconds=time.perf_counter() - start,
@@ -678,16 +680,12 @@ def _assumptions(case: FormulaCase, given: Settings, is_right: bool) -> list[str
             sentences.append(f"it takes {key}: compared at {value:g} and other values")
         elif is_right:
             sentences.append(f"{key} = {value:g} was found among the usual values")
-        else:
-            sentences.append(
-                f"no usual {key} makes it right: compared at {value:g}; give yours with --hp {key}=VALUE"
-            )
     if case.function.mask_kind != "bool" and case.has_mask:
         sentences.append("it takes the mask as numbers")
     if case.function.id_kind != "tensor":
         sentences.append("it takes prompts as numpy strings")
-    if case.tol >= FLOAT32_TOL:
-        sentences.append("it computes in float32: compared to 1e-4")
+    if precision := precision_in_words(case, is_right):
+        sentences.append(precision)
     return sentences
 
 
@@ -698,4 +696,8 @@ def _not_checked(case: FormulaCase) -> list[str]:
         out.append("masks, which it does not take")
     if case.name in GAE and "bootstrap" not in case.function.reads:
         out.append("truncated responses: it takes no value behind the last slot")
+    if case.name not in GAE and "bootstrap" in case.function.reads:
+        out.append(
+            f"values behind the last slot, which {case.name} does not have: they are 0"
+        )
     return out

@@ -29,6 +29,8 @@ from upref.verify.formulas.case import (
     Problem,
     Settings,
     choose_case,
+    guessed_settings,
+    precision_in_words,
 )
 from upref.verify.formulas.losses import (
     AGGREGATIONS,
@@ -514,6 +516,7 @@ def check_value(
         findings=findings,
         read_as=function.read_as,
         assumptions=_assumptions(case, given, is_right),
+        guessed=guessed_settings(case, given, is_right),
         oracles=outcomes,
         tolerances={"gradient, relative": case.tol},
         seconds=time.perf_counter() - start,
@@ -581,14 +584,10 @@ def _assumptions(case: FormulaCase, given: Settings, is_right: bool) -> list[str
             sentences.append(f"it takes {key}: compared at {number:g} and other values")
         elif is_right:
             sentences.append(f"{what} is {number:g}, found among the usual values")
-        else:
-            sentences.append(
-                f"no usual {key} makes it right: compared at {number:g}; give yours with --hp {key}=VALUE"
-            )
     if case.settings["agg"] == UNREDUCED:
         sentences.append("it returns one number per token: its caller sums them")
-    if case.tol >= FLOAT32_TOL:
-        sentences.append("it computes in float32: compared to 1e-4")
+    if precision := precision_in_words(case, is_right):
+        sentences.append(precision)
     return sentences
 
 
