@@ -115,13 +115,41 @@ def require_distillation(name: str) -> None:
     Args:
         name: the word that a user typed, or "".
     """
-    divergences = description.names_of("distillation", "DIVERGENCES")
-    truncations = description.names_of("distillation", "TRUNCATIONS")
-    sampled = description.names_of("distillation", "SAMPLED")
-    truncated = [f"{t}({d})" for t in truncations for d in divergences]
-    known = [*divergences, *truncated, *sampled]
+    known = _divergences()
     if name and name not in known:
         raise unknown_distillation(name, known)
+
+
+def _option_of(name: str) -> str:
+    """Return the option of `upref check` that takes a name, "" if none does.
+
+    Args:
+        name: the word that a user typed.
+    """
+    options = {
+        "--as-distillation": _divergences(),
+        "--as-kl": description.names_of("kl", "ESTIMATORS"),
+        "--as-advantage": _advantage_estimators(),
+        "--as-value": description.names_of("critic", "VALUE_LOSSES"),
+    }
+    return next((option for option, names in options.items() if name in names), "")
+
+
+def _divergences() -> list[str]:
+    """Return the names of the divergences from a teacher."""
+    divergences = description.names_of("distillation", "DIVERGENCES")
+    truncations = description.names_of("distillation", "TRUNCATIONS")
+    truncated = [f"{t}({d})" for t in truncations for d in divergences]
+    sampled = description.names_of("distillation", "SAMPLED")
+    return [*divergences, *truncated, *sampled]
+
+
+def _advantage_estimators() -> list[str]:
+    """Return the names of the advantage estimators of responses, tokens and turns."""
+    return [
+        *description.names_of("advantages", "ADVANTAGES"),
+        *description.names_of("token_advantages", "TOKEN_ADVANTAGES"),
+    ]
 
 
 def require_estimators(kl: str, advantage: str, agg: str) -> None:
@@ -138,10 +166,7 @@ def require_estimators(kl: str, advantage: str, agg: str) -> None:
     kl_estimators = description.names_of("kl", "ESTIMATORS")
     if kl and kl not in kl_estimators:
         raise unknown_kl(kl, kl_estimators)
-    advantage_estimators = [
-        *description.names_of("advantages", "ADVANTAGES"),
-        *description.names_of("token_advantages", "TOKEN_ADVANTAGES"),
-    ]
+    advantage_estimators = _advantage_estimators()
     if ":" in (advantage or ""):
         raise InputError(
             f"--as-advantage takes the name of an estimator, not {advantage}: no command compares two advantage functions "
@@ -339,6 +364,10 @@ def unknown(name: str, known: Collection[str]) -> InputError:
     """
     if name.endswith(".py"):
         return InputError(f"{name} is a file: name its function, as in {name}:loss.")
+    if option := _option_of(name):
+        return InputError(
+            f"{name} is no objective: `upref check FILE.py:function {option} {name}` compares with it."
+        )
     spelled_like_names = name.lower().replace("-", "_")
     if spelled_like_names in known:
         similar = [spelled_like_names]

@@ -93,7 +93,7 @@ def jsd(lp: Logits, lp_teacher: Logits, *, beta: float = 0.5) -> PerToken:
     """
     if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 < beta < 1:
         raise InputError(
-            f"beta must be between 0 and 1, got {repr(beta)[:60]}: at the ends give forward_kl or reverse_kl."
+            f"beta must be between 0 and 1, got {repr(beta)[:60]}: at 0 use forward_kl, at 1 reverse_kl."
         )
     _check_pair(lp, lp_teacher)
     weights = torch.tensor([1 - beta, beta], dtype=lp.dtype, device=lp.device).log()

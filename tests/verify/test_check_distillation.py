@@ -6,7 +6,7 @@ import torch
 
 import upref
 from tests.support.cases import distill
-from upref import distillation
+from upref import cli, distillation
 
 ids = lambda x: getattr(x, "__name__", None)
 
@@ -131,3 +131,64 @@ def test_a_token_that_both_forbid_adds_nothing():
         torch.testing.assert_close(
             whole, distillation.get(name)(z[..., 1:], t[..., 1:])
         )
+
+
+@pytest.mark.parametrize("floor", [1e-6, 1e-8])
+@pytest.mark.parametrize("is_added", [False, True])
+def test_a_floor_of_the_teachers_probabilities_is_wrong(floor, is_added):
+    def loss(student_logits, teacher_logits, mask):
+        q, p = student_logits.softmax(-1), teacher_logits.softmax(-1)
+        p = p + floor if is_added else p.clamp(min=floor)
+        return (q * (q.log() - p.log())).sum(-1)[mask].mean()
+
+    assert not upref.check_distillation(loss, "reverse_kl")
+
+
+@pytest.mark.parametrize(("floor", "is_right"), [(1e-3, False), (1e-7, True)])
+def test_a_floor_of_the_teachers_tail_is_wrong_where_it_acts(floor, is_right):
+    def loss(student_logits, teacher_logits, mask, k=8):
+        q, p = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
+        top = p.topk(k, -1)
+        q = q.gather(-1, top.indices)
+        tails = [
+            torch.log1p(-x.exp().sum(-1).clamp(max=1 - floor)) for x in (q, top.values)
+        ]
+        of_tail = tails[0].exp() * (tails[0] - tails[1])
+        of_top = (q.exp() * (q - top.values)).sum(-1)
+        return (of_top + of_tail)[mask].mean()
+
+    report = upref.check_distillation(loss, "teacher_top_k_tail(reverse_kl)")
+    assert bool(report) is is_right, str(report)
+
+
+def test_a_gradient_of_0_has_all_its_causes():
+    def loss(student_logits, teacher_logits, mask):
+        q, p = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
+        return (q.exp().detach() * (q - p)).sum(-1)[mask].mean()
+
+    cause = str(upref.check_distillation(loss, "reverse_kl").failures[0].cause)
+    assert "or the weights π alone are detached" in cause
+
+
+def test_a_setting_of_the_function_alone_is_passed_to_it():
+    def loss(student_logits, teacher_logits, mask, beta=0.5):
+        q, p = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
+        assert beta == 0
+        return (p.exp() * (p - q)).sum(-1)[mask].mean()
+
+    assert upref.check_distillation(loss, "forward_kl", beta=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("reverse_kl", "--as-distillation"),
+        ("k3", "--as-kl"),
+        ("gae", "--as-advantage"),
+        ("mse", "--as-value"),
+    ],
+)
+def test_a_name_of_another_option_is_told_its_option(name, option, capsys, tmp_path):
+    (tmp_path / "my.py").write_text("def loss(a, b): return a")
+    assert cli.main(["check", f"{tmp_path}/my.py:loss", "--as", name]) == 2
+    assert f"{option} {name}" in capsys.readouterr().err

@@ -120,3 +120,51 @@ def test_the_command_takes_them(capsys, tmp_path):
     assert "NOT discounted_returns" in capsys.readouterr().out
     assert main(["check", f"{file}:wrong", "--as-advantage", "gaee"]) == 2
     assert "did you mean 'gae'" in capsys.readouterr().err
+
+
+def turns_with_absent_ones(rewards, group, mask, eps=1e-6):
+    """A turn that a response does not have counts as a reward of 0; a prompt of one
+    response has no deviation.
+    """
+    to_go = (rewards * mask).flip(1).cumsum(1).flip(1)
+    A = torch.zeros_like(to_go)
+    for prompt in group.unique():
+        rows = group == prompt
+        x = to_go[rows]
+        A[rows] = (x - x.mean(0)) / (x.std(0) + eps)
+    return A * mask
+
+
+def test_the_example_shows_the_fault_that_the_report_names():
+    report = upref.check_advantages(
+        turns_with_absent_ones, "turn_index_discounted_normalized", gamma=1.0
+    )
+    first = report.failures[0]
+    assert "a turn that a response does not have" in str(first.cause)
+    assert "nan" not in str(first.example)
+    assert first.example.inputs["mask"].count([False]) == 1
+
+
+def test_a_wrong_function_is_told_at_which_settings_it_was_compared():
+    def own_reward_discounted(rewards, mask):
+        return 0.5 * token_advantages.discounted_returns(rewards, mask, gamma=0.5) ** 2
+
+    report = upref.check_advantages(own_reward_discounted, "discounted_returns")
+    assert not report and report.guessed == ("gamma",)
+    assert "give yours with --hp gamma=VALUE" in str(report)
+    assert "float32" not in str([a for a in report.assumptions if "right" in a])
+    assert not upref.check_advantages(
+        own_reward_discounted, "discounted_returns", gamma=0.5
+    ).guessed
+
+
+def test_returns_have_no_value_behind_the_last_slot():
+    def with_bootstrap(rewards, mask, bootstrap, gamma=1.0):
+        last = torch.where(mask, torch.arange(mask.shape[1]), -1).amax(1)
+        here = torch.arange(mask.shape[1]) == last[:, None]
+        r = rewards + torch.where(here, gamma * bootstrap[:, None], 0)
+        return token_advantages.discounted_returns(r, mask, gamma=gamma)
+
+    report = upref.check_advantages(with_bootstrap, "discounted_returns")
+    assert report, str(report)
+    assert "which discounted_returns does not have: they are 0" in str(report)

@@ -262,7 +262,7 @@ def _divisor(
     differs = (
         boxes[0].agg != boxes[1].agg
         or abs(boxes[0].scale - boxes[1].scale) > tol * abs(boxes[0].scale)
-        or not np.allclose(*factors, rtol=SAME_FACTOR)
+        or not np.allclose(factors[0], factors[1], rtol=SAME_FACTOR)
     )
     return Quantity("divisor", differs, *map(_divisor_words, boxes, factors))
 

@@ -5,7 +5,7 @@ arguments alone tell what it gets: no argument is filled by its position.
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -133,7 +133,11 @@ class NamedFunction(UserFunction):
 
 
 def read(
-    fn: Any, vocabulary: Vocabulary, required: Iterable[str], hp: Mapping[str, Any]
+    fn: Any,
+    vocabulary: Vocabulary,
+    required: Iterable[str],
+    hp: Mapping[str, Any],
+    own: Container[str],
 ) -> NamedFunction:
     """Read the arguments of a function by their names.
 
@@ -142,6 +146,7 @@ def read(
         vocabulary: what its arguments may be called.
         required: the inputs that it must take.
         hp: settings that the user gave, by upref's names or by the function's own.
+        own: the settings of the formula that it is compared with.
 
     Returns:
         The function, in the first way in which inputs may be passed.
@@ -161,7 +166,7 @@ def read(
             continue
         role = vocabulary.role(p.name)
         setting = vocabulary.setting(p.name)
-        if p.name in hp and not setting:
+        if p.name in hp and setting not in own:
             bound[p.name] = hp[p.name]
         elif setting:
             settings[p.name] = setting

@@ -307,13 +307,13 @@ class Report(Result):
     settings: str = ""
     # what it says nothing about, in words
     not_checked: list[str] = field(default_factory=list)
-    # of a wrong function: settings of hp that nobody gave
-    guessed: tuple[str, ...] = ()
     # for which values the weights are proved on small batches (upref.prove), in words;
     # "" where they are not
     proved_for: str = ""
     # what a note costs whoever trains with it, in words, for the first line
     costs: str = ""
+    # of a wrong function: settings of hp that nobody gave
+    guessed: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return not self.failures

@@ -286,6 +286,16 @@ class FormulaCase:
             return self.alike(one, change, found)
         return False
 
+    def cause(self, problem: Problem) -> Cause:
+        """Return the cause of the first fault that fits; else a common factor; else no
+        cause.
+
+        Args:
+            problem: a batch on which the function differs.
+        """
+        fault = self.fault(problem)
+        return fault.cause if fault else self.common_factor(problem)
+
     def common_factor(self, problem: Problem) -> Cause:
         """Return the cause that all numbers are one factor of the right ones, if that
         holds on a batch and on all problems.

@@ -66,6 +66,7 @@ OTHER: tuple[dict[str, float], ...] = (
     {"temperature": 0.5, "k": 5, "beta": 0.75},
 )
 V, WIDE_V = 24, 40  # tokens of the vocabulary
+REFUSED = 19.5  # nats; from 20 on a clamp of log π_T is a guard
 CLAMPS = (1.0, 2.0, 5.0, 10.0)  # usual bounds of a log-ratio or of a token's loss
 IGNORED = -100  # the label of an untrained slot
 
@@ -169,6 +170,28 @@ def _far(problem: Problem) -> Problem:
     return problem.but("a student that is nearly certain", student_logits=far)
 
 
+def _refused_by_teacher(problem: Problem) -> Problem:
+    """Return the batch with a teacher to which the student's likeliest token has a
+    probability of e^-REFUSED.
+    """
+    likeliest = problem.inputs["student_logits"].argmax(-1, keepdim=True)
+    others = problem.inputs["teacher_logits"].scatter(-1, likeliest, -torch.inf)
+    # a multiple of 1/8 is exact in float32
+    rare = ((others.logsumexp(-1, keepdim=True) - REFUSED) * 8).round() / 8
+    return problem.but(
+        "a teacher that refuses what the student likes",
+        teacher_logits=others.scatter(-1, likeliest, rare),
+    )
+
+
+def _sharper(problem: Problem) -> Problem:
+    """Return the batch with a teacher whose k likeliest tokens have nearly all of the
+    probability.
+    """
+    sharper = problem.inputs["teacher_logits"] * 3
+    return problem.but("a teacher that is surer", teacher_logits=sharper)
+
+
 PLAIN = _problem("no padding", [4, 4, 4], 4, V, 1)
 PADDED = _problem("responses of several lengths", [3, 5, 1, 4], 6, V, 2)
 WIDE = _problem("a vocabulary of 40 tokens", [3, 2], 3, WIDE_V, 3)
@@ -181,7 +204,16 @@ SHIFTED = PLAIN.but(
     student_logits=PLAIN.inputs["student_logits"] + 300,
     teacher_logits=PLAIN.inputs["teacher_logits"] - 300,
 )
-PROBLEMS = (PLAIN, PADDED, WIDE, _far(PLAIN), NEAR, SHIFTED)
+PROBLEMS = (
+    PLAIN,
+    PADDED,
+    WIDE,
+    _far(PLAIN),
+    _refused_by_teacher(PLAIN),
+    _sharper(PLAIN),
+    NEAR,
+    SHIFTED,
+)
 
 
 def _share_of_token(inputs: Inputs) -> float:
@@ -592,13 +624,16 @@ def known(name: str, agg: str) -> tuple[Fault[Formula], ...]:
         agg: the aggregation that it should have.
     """
     role_of_gradient = "log_prob" if name in SAMPLED else "student_logits"
-    words = (
+    words = tuple(
         _faults_of_sampled(name)
         if name in SAMPLED
         else _faults_of_divergence(distillation.get(name))
     )
+    cut = "no gradient reaches the student: it is detached, or computed under no_grad"
+    if any(fault_id == "weights-detached" for _, fault_id, _ in words):
+        cut += ", or the weights π alone are detached, and Σ π ∇ log π is 0"
     no_gradient = Fault[Formula](
-        "no gradient reaches the student: it is detached, or computed under no_grad",
+        cut,
         lambda inputs, settings: torch.zeros_like(inputs[role_of_gradient]),
         id="no-gradient",
     )
@@ -779,7 +814,7 @@ def check_distillation(
     own: dict[str, float] = {}
     if not is_sampled:
         own = distillation.get(divergence).hyperparameters
-    function = read(fn, VOCABULARY, (), hp)
+    function = read(fn, VOCABULARY, (), hp, own)
     _require_inputs(function, is_sampled)
     if unknown := [k for k in hp if k not in own and k not in function.bound]:
         raise InputError(

@@ -596,7 +596,7 @@ def check_token_advantages(
     validate_names(ORACLES, skip)
     own = SETTINGS[estimator]
     required = [r for r in READS[estimator] if r not in OPTIONAL]
-    function = read(_framework(fn), VOCABULARY, required, hp)
+    function = read(_framework(fn), VOCABULARY, required, hp, own)
     if unknown := [k for k in hp if k not in own and k not in function.bound]:
         known_names = ", ".join(own)
         raise InputError(

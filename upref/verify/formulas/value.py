@@ -495,7 +495,7 @@ def check_value(
     validate_names(every, skip)
     own = SETTINGS[loss]
     required = ["values", "returns", *(["old_values"] if loss == "clipped" else [])]
-    function = read(fn, vocabulary(fn), required, hp)
+    function = read(fn, vocabulary(fn), required, hp, own)
     if unknown := [k for k in hp if k not in own and k not in function.bound]:
         raise InputError(
             f"{loss} has no setting {unknown[0]!r}, and {function.name} no such argument; it takes {', '.join(own)}."
