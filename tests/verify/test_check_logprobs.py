@@ -240,3 +240,25 @@ def test_right_functions_agree_at_every_temperature_and_in_many_rows():
 
     others = [o.name for o in ORACLES if o.name not in ("temperatures", "tiles")]
     assert upref.check_logprobs(plain, skip=others)
+
+
+def entropy_alone(logits):
+    lp = logits.log_softmax(-1)
+    return -(lp.exp() * lp).sum(-1)
+
+
+def shifted(logits, tokens):
+    lp = logits[:, :-1].log_softmax(-1)
+    return lp.gather(-1, tokens[:, 1:, None])[..., 0]
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (entropy_alone, r"takes no tokens: an entropy is checked beside"),
+        (shifted, r"return one each. If it shifts the labels"),
+    ],
+)
+def test_what_is_checked_in_another_form_is_told_the_form(fn, words):
+    with pytest.raises(InputError, match=words):
+        upref.check_logprobs(fn)

@@ -168,3 +168,14 @@ def test_returns_have_no_value_behind_the_last_slot():
     report = upref.check_advantages(with_bootstrap, "discounted_returns")
     assert report, str(report)
     assert "which discounted_returns does not have: they are 0" in str(report)
+
+
+@pytest.mark.parametrize("is_detached", [True, False])
+def test_a_gradient_through_the_advantages_of_a_teacher_is_a_note(is_detached):
+    def advantages(log_prob, teacher_log_prob, mask):
+        A = (teacher_log_prob - log_prob) * mask
+        return A.detach() if is_detached else A
+
+    report = upref.check_advantages(advantages, "distillation")
+    assert report
+    assert ("stop-gradient" in str(report)) is not is_detached

@@ -280,9 +280,12 @@ class Kernel(UserFunction):
                 else:
                     got = type(output).__name__
                 words = (
-                    f"{self.name} returns {got} for the {name} of tokens {list(shape)}"
+                    f"{self.name} returns {got} for the {name} of tokens {list(shape)}: "
+                    "return one each."
                 )
-                raise InputError(f"{words}: return one each.")
+                if got == str([*shape[:-1], shape[-1] - 1]):
+                    words += " If it shifts the labels, check what it calls with shifted logits."
+                raise InputError(words)
         return outputs
 
 
@@ -368,6 +371,11 @@ def read(fn: Any, softcap: float | None = None, logit_scale: float = 1.0) -> Ker
     if len(free) == len(missing):
         settings |= {"temperature": free.pop()} if temperature_missing else {}
         roles |= dict(zip(free, missing, strict=False))
+    if kind == "logits" and "tokens" not in roles.values() and not free:
+        raise InputError(
+            f"{name} takes no tokens: an entropy is checked beside the log-probabilities. Check "
+            f"`def f(logits, tokens): return logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0], {name}(logits)`."
+        )
     reading = read_signature(fn, name, lambda n: roles.get(n, ""), MAIN[kind])
     refuse_needed(name, (p for p in reading.needed if p not in settings.values()))
     return _find_dtype_and_shape(

@@ -555,6 +555,21 @@ def mutation(case: FormulaCase) -> Iterator[Finding]:
     yield from untouched(case.call(FULL)[0])
 
 
+@oracle("stop-gradient", not_run=wrong_already)
+def stop_gradient(case: FormulaCase) -> Iterator[Finding]:
+    """Report a gradient that flows through advantages from the policy that trains."""
+    if case.name not in TEACHER or "log_prob" not in case.function.reads:
+        return
+    log_prob = FULL.inputs["log_prob"].detach().clone().requires_grad_()
+    A = case.call(FULL.but("", log_prob=log_prob))[0].returned
+    if isinstance(A, Tensor) and A.requires_grad:
+        yield note(
+            "stop-gradient",
+            "a gradient flows through the advantages into log_prob",
+            cause="detach them, or compute them under no_grad",
+        )
+
+
 ORACLES: tuple[Oracle, ...] = (
     determinism,
     values,
@@ -570,6 +585,7 @@ ORACLES: tuple[Oracle, ...] = (
     untrained_rewards,
     untrained_numbers,
     untrained_answers,
+    stop_gradient,
     mutation,
 )
 

@@ -6,6 +6,7 @@ One file: a catalogue is read as one.
 
 import contextlib
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -326,6 +327,11 @@ def plain(name: str, why: str = "it returns no entropy") -> Oracle:
     )
 
 
+def _shortened(words: object) -> str:
+    """Return words on one line, without the end of many, which "..." stands for."""
+    return textwrap.shorten(str(words), 200, placeholder=" ...")
+
+
 def compared(
     name: str,
     make_problems: Callable[[Kernel], dict[str, Problem]],
@@ -357,7 +363,7 @@ def compared(
                 if refused is None:
                     raise
                 if not has_refused:
-                    yield note(name, f"refused: {words}{refused} ({str(e)[:120]})")
+                    yield note(name, f"refused: {words}{refused} ({_shortened(e)})")
                 has_refused = True
                 continue
             with_nan = sorted(k for k, v in outcome.numbers.items() if v.isnan().any())
@@ -392,7 +398,7 @@ def repeated_backward(case: KernelCase) -> Iterator[Finding]:
             cause=why,
         )
     elif difference:
-        words = f"a second backward is refused ({difference[:120]})"
+        words = f"a second backward is refused ({_shortened(difference)})"
         yield note("repeated-backward", words)
 
 
@@ -408,7 +414,7 @@ def padding(case: KernelCase) -> Iterator[Finding]:
         outcome = case.kernel(replace(problem, x=states_with_nan))
     except InputError as e:
         yield note(
-            "padding", f"refused: NaN in the states of a masked token ({str(e)[:120]})"
+            "padding", f"refused: NaN in the states of a masked token ({_shortened(e)})"
         )
         return
     values = KernelOutcome({k: v for k, v in outcome.numbers.items() if k in VALUES})
@@ -441,7 +447,7 @@ def ignored_ids(case: KernelCase) -> Iterator[Finding]:
     except InputError as e:
         yield note(
             "ignored-ids",
-            f"refused: {words}: give padding any valid id ({str(e)[:120]})",
+            f"refused: {words}: give padding any valid id ({_shortened(e)})",
         )
         return
     yield from case.compare("ignored-ids", words, problem, outcome)
@@ -588,7 +594,7 @@ def bfloat16(case: KernelCase) -> Iterator[Finding]:
     try:
         outcome = case.kernel(problem)
     except InputError as e:
-        yield note("bfloat16", f"bfloat16 is refused ({str(e)[:120]})")
+        yield note("bfloat16", f"bfloat16 is refused ({_shortened(e)})")
         return
     right = solved(problem)
     differences = gaps(outcome, right)
