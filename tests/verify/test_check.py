@@ -676,3 +676,21 @@ def test_a_difference_stays_found_where_another_batch_is_refused():
     found, outcomes = run([Oracle("one", findings)], case)
     assert [f.severity for f in found] == ["failure", "note"]
     assert outcomes == {"one": "failure"} and case.failed == {"one"}
+
+
+def test_a_loss_that_refuses_batches_is_not_said_to_refuse_float32():
+    many = refusing(lambda mask: mask.shape[1] > 64)
+    one = refusing(lambda mask: len(mask) == 1)
+    assert "float32 inputs are refused" not in str(upref.check(many, "dapo"))
+    said = str(upref.check(one, "dapo"))
+    assert "one-response: a batch of one token is refused" in said
+
+
+def test_a_loss_that_refuses_float32_is_told_so_once():
+    def loss(log_prob, old_log_prob, advantages, mask):
+        assert log_prob.dtype == torch.float64
+        return refusing(lambda mask: False)(log_prob, old_log_prob, advantages, mask)
+
+    said = str(upref.check(loss, "dapo"))
+    assert said.count("unusual-inputs: float32 inputs are refused") == 1
+    assert "a batch of one token, in float32, is refused" in said

@@ -288,18 +288,24 @@ def one_response(case: LossCase) -> list[Finding]:
     """
     if case.wrong:
         return []
+    refusals: dict[str, Finding] = {}  # by dtype
     for index, (regime, batch) in enumerate(_single_batches(case)):
         # float32 and float64 in turn
         dtype = None if index % 2 or case.single else torch.float32
         try:
             errors = _unforgiven_errors(case, dtype, batch)
         except InputError as e:  # one that asks for several responses, or for whole groups, says so itself
-            return [note("one-response", f"{regime} is refused", found=str(e))]
+            in_float32 = ", in float32," if dtype else ""
+            words = f"{regime}{in_float32} is refused"
+            refusals.setdefault(in_float32, note("one-response", words, found=str(e)))
+            continue
         if errors.max() > 0:
             is_wrong = partial(_has_wrong_weight, case, dtype)
             small_batch = shrink(batch, is_wrong, worst(errors))
             why = _cause_of_one_response(case, dtype, batch, small_batch)
             return [_failure_of_one_response(case, dtype, regime, small_batch, why)]
+    if refusals:
+        return [refusals[min(refusals)]]  # in float64, if there is one
     case.covered.append(ONE_RESPONSE)
     return []
 
