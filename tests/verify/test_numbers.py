@@ -9,7 +9,7 @@ import upref
 from tests.support.daily import daily
 from upref.user_code import read
 from upref.verify.measure import make_case
-from upref.verify.oracles.unusual import _unforgiven_errors, applies
+from upref.verify.oracles.unusual import _has_what_it_needs, _unforgiven_errors
 from upref.verify.oracles.weights import _random_batches
 from upref.weights.stress import AXES
 
@@ -73,7 +73,7 @@ def is_noticed(name, number, factor):
     return any(
         _unforgiven_errors(case, case.stress_batch(axis)).max() > 10 * case.tol
         for axis in AXES
-        if applies(case, axis)
+        if _has_what_it_needs(case, AXES[axis])
     )
 
 

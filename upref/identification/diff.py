@@ -201,12 +201,15 @@ def compare_losses(a: Any, b: Any) -> Difference:
         f"weights of {len(ADVANTAGES) * len(_ratios(boxes))} tokens by themselves, a batch on policy and "
         f"{BATCHES} random ones, to {tol:.1g} of a weight"
     )
+    not_compared = (NOT_COMPARED,)
+    if reads_sampler and is_framework:
+        not_compared += (SAMPLER_NOT_COMPARED,)
     return Difference(
         *names,
         quantities,
         example,
         compared,
-        (NOT_COMPARED, *[SAMPLER_NOT_COMPARED] * (reads_sampler and is_framework)),
+        not_compared,
         seconds=time.perf_counter() - start,
     )
 
@@ -236,7 +239,7 @@ def _quantities(boxes: Sequence[BlackBox], tol: float) -> Iterator[Quantity]:
     yield _token_weight(boxes, tol)
     beside = [_beside_others(box) for box in boxes]
     yield Quantity(
-        "ratio", beside[0].words != beside[1].words, *(b.words for b in beside)
+        "ratio", beside[0].level != beside[1].level, *(LEVELS[b.level] for b in beside)
     )
     yield _divisor(boxes, [b.factors for b in beside], tol)
     yield Quantity(
@@ -330,38 +333,45 @@ def _clearest(r: np.ndarray, x: np.ndarray, y: np.ndarray, wrong: np.ndarray) ->
     return int(np.where(clear, abs(np.log(r)), np.inf).argmin())
 
 
+# on which tokens the weight of one depends
+LEVELS = {
+    "token": "of the token",
+    "response": "of the response: the weight of a token depends on its other tokens",
+    "batch": "the weight of a token depends on other responses",
+    "unknown": "not measured: no aggregation that is known",
+}
+
+
 @dataclass(frozen=True)
 class BesideOthers:
     """How the weights of tokens depend on the other tokens of their batch.
 
     Attributes:
-        words: on which tokens the weight of one depends.
+        level: on which tokens the weight of one depends, a key of LEVELS.
         factors: of each random batch, the factor of all its weights beside those of
             the same tokens alone; 1 where there is no such factor.
     """
 
-    words: str
+    level: str
     factors: tuple[float, ...] = (1.0,) * BATCHES
 
 
 def _beside_others(box: BlackBox) -> BesideOthers:
     """Compare the weights of the tokens of random batches with those of each alone."""
     if not box.agg:
-        return BesideOthers("not measured: no aggregation that is known")
+        return BesideOthers("unknown")
     factors = []
     for batch in _random_batches([box], BATCHES):
         factor = _common_factor(box, box.case.ready(batch))
         if factor is None and box.batch_coupled:
-            return BesideOthers("the weight of a token depends on other responses")
+            return BesideOthers("batch")
         if factor is None:
-            return BesideOthers(
-                "of the response: the weight of a token depends on its other tokens"
-            )
+            return BesideOthers("response")
         factors.append(factor)
     is_one = np.allclose(factors, 1, rtol=SAME_FACTOR)
     if box.batch_coupled and is_one:  # on other batches than these
-        return BesideOthers("the weight of a token depends on other responses")
-    return BesideOthers("of the token", tuple(factors))
+        return BesideOthers("batch")
+    return BesideOthers("token", tuple(factors))
 
 
 def _common_factor(box: BlackBox, batch: Rollouts) -> float | None:

@@ -418,8 +418,13 @@ def advice_on_error(error: BaseException) -> str:
     Args:
         error: what it raised.
     """
-    message = str(error)
-    if not isinstance(error, TypeError) or "torch" not in message:
+    if not isinstance(error, TypeError):
+        return ""
+    try:
+        message = str(error)
+    except Exception:  # of a user's class
+        return ""
+    if "torch" not in message:
         return ""
     frames = traceback.walk_tb(error.__traceback__)
     packages = {

@@ -751,10 +751,17 @@ def in_low_precision(case: LossCase) -> Cause:
         x = getattr(batch, role)
         if x is None:
             continue
-        step = STEP * x if role == "adv" else STEP
-        up = case.weights(batch.but(**{role: x + step}))
-        down = case.weights(batch.but(**{role: x - step}))
-        bends = ((up - 2 * found + down).abs() / size)[use]
+        if role == "adv":
+            above = x + STEP * x
+            below = x - STEP * x
+            moves = use
+        else:
+            above = (x + STEP).clamp(max=0)  # no log-probability is above 0
+            below = x - STEP
+            moves = use & (x < -STEP)
+        up = case.weights(batch.but(**{role: above}))
+        down = case.weights(batch.but(**{role: below}))
+        bends = ((up - 2 * found + down).abs() / size)[moves]
         jumps = bends[bends > LEAST_JUMP]
         if len(jumps) < LEAST_SHARE * len(bends):
             continue
