@@ -201,7 +201,7 @@ def compare_losses(a: Any, b: Any) -> Difference:
         f"weights of {len(ADVANTAGES) * len(_ratios(boxes))} tokens by themselves, a batch on policy and "
         f"{BATCHES} random ones, to {tol:.1g} of a weight"
     )
-    not_compared = (NOT_COMPARED,)
+    not_compared: tuple[str, ...] = (NOT_COMPARED,)
     if reads_sampler and is_framework:
         not_compared += (SAMPLER_NOT_COMPARED,)
     return Difference(
