@@ -118,6 +118,18 @@ def test_a_correction_for_a_sampler_is_a_quantity(other):
     assert "of a sampler" in found.example.batch
 
 
+def with_clamped_kl(log_prob, old_log_prob, advantages, mask, ref_log_prob):
+    d = torch.where(mask, ref_log_prob - log_prob, 0).clamp(-10, 10)
+    k3 = d.exp() - d - 1
+    return ppo(log_prob, old_log_prob, advantages, mask) + 0.1 * k3[mask].mean()
+
+
+def test_a_clamp_of_the_kl_term_far_from_the_reference_is_found():
+    found = upref.diff(with_kl, with_clamped_kl)
+    assert not found
+    assert found.example.batch.endswith("with a far reference")
+
+
 def test_an_objective_with_a_correction_equals_a_loss_that_is_it():
     assert compare_losses(truncated, "tis(ppo_clip)")
 

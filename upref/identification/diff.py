@@ -40,6 +40,7 @@ SAMPLER_NOT_COMPARED = (
 BATCHES = 3  # random ones on which whole gradients are compared
 BESIDE = 1e-3  # a ratio so near to a jump is not shown: it prints as the jump itself
 SMALLEST_PART = 1e-12  # of the largest weight of a batch: below, it is rounding
+FAR_REFERENCE = 12.0  # |log π_ref/π_θ|, beyond the usual clamp of 10
 SAME_FACTOR = 1e-3  # relative: factors of tokens that are one number
 
 
@@ -404,6 +405,15 @@ def _with_sampler(batch: Rollouts) -> Rollouts:
     return batch.but(logp_sampler=sampler_logp(batch))
 
 
+def _with_far_reference(batch: Rollouts) -> Rollouts:
+    """Return the batch with a reference policy near to π_θ on some tokens and far on
+    others, where a KL term may be clamped.
+    """
+    wave = torch.arange(batch.mask.numel(), dtype=batch.logp.dtype).sin()
+    log_ratio = FAR_REFERENCE * wave.reshape(batch.mask.shape)
+    return batch.but(logp_ref=(batch.logp + log_ratio).clamp(max=0))
+
+
 def _sampler_correction(boxes: Sequence[BlackBox], tol: float) -> Quantity:
     """Compare the factors that a sampler's log-probabilities put on the gradients."""
     words = ["none", "none"]
@@ -462,6 +472,9 @@ def _batches(boxes: Sequence[BlackBox]) -> Iterator[tuple[str, Rollouts]]:
     if _sampler_is_compared(boxes):
         for name, batch in _batches_of_policies(boxes):
             yield f"{name} of a sampler", _with_sampler(batch)
+    if any(box.beta for box in boxes):
+        for name, batch in _batches_of_policies(boxes):
+            yield f"{name} with a far reference", _with_far_reference(batch)
 
 
 def _batches_of_policies(boxes: Sequence[BlackBox]) -> Iterator[tuple[str, Rollouts]]:
