@@ -12,12 +12,13 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.identification.explanation import Explanation
 from upref.identification.identification import Match
-from upref.identification.subject import RANDOM_BATCHES, Subject
+from upref.identification.subject import Subject
 from upref.registry import Objective, get, names
 from upref.rollouts import Rollouts
 from upref.verify.factors import declared_aggregation
 from upref.verify.faults.targets import ETAS
 from upref.verify.measure import LossCase
+from upref.verify.probe import RANDOM_BATCHES
 from upref.weights.batches import on_policy_batch, random_batches
 
 LEAST_FACTOR_APART = 1.25  # the factor between two values that batches must tell apart
@@ -40,7 +41,7 @@ def explain_coupled(subject: Subject) -> Explanation | None:
     if not matches:
         return None
     not_checked = tuple(undetermined(matches[0]))
-    return Explanation(subject, "objective", matches, not_checked=not_checked)
+    return Explanation(subject, matches, not_checked=not_checked)
 
 
 def _ask(subject: Subject) -> Answers:

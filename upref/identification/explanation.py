@@ -4,11 +4,9 @@
 from dataclasses import dataclass, replace
 
 from upref.identification.identification import Identification, Match
-from upref.identification.subject import Subject
+from upref.identification.subject import Subject, is_up
 from upref.verify.finding import Cause
 from upref.verify.measure import sampler_words
-
-NAMED = ("objective", "up")  # the kinds of an answer without anything wrong
 
 
 @dataclass(frozen=True)
@@ -17,9 +15,9 @@ class Explanation:
 
     Attributes:
         subject: the loss, as it was compared.
-        kind: objective, up, pitfall or none.
         matches: objectives, the simplest first; for none, the nearest.
         why: what is wrong with it, or why it is none.
+        is_none: no objective explains it, with or without a fault.
         assumptions: what the comparison assumes, beside the usual.
         not_checked: what it says nothing about, beside the usual.
         is_corrected: the match has the loss's correction for its sampler.
@@ -27,9 +25,9 @@ class Explanation:
     """
 
     subject: Subject
-    kind: str
     matches: list[Match]
     why: tuple[Cause, ...] = ()
+    is_none: bool = False
     assumptions: tuple[str, ...] = ()
     not_checked: tuple[str, ...] = ()
     is_corrected: bool = False
@@ -43,7 +41,16 @@ class Explanation:
     @property
     def is_named(self) -> bool:
         """Whether it is an objective, or up(...) of one, and nothing is wrong."""
-        return self.kind in NAMED
+        return not self.is_none and not self.why
+
+    @property
+    def kind(self) -> str:
+        """The kind of the answer: none, pitfall, up or objective."""
+        if self.is_none:
+            return "none"
+        if self.why:
+            return "pitfall"
+        return "up" if is_up(self.match) else "objective"
 
     @property
     def ignores_sampler(self) -> bool:
@@ -64,10 +71,7 @@ class Explanation:
         Args:
             *wrong: what is wrong; none changes nothing.
         """
-        if not wrong:
-            return self
-        kind = "none" if self.kind == "none" else "pitfall"
-        return replace(self, kind=kind, why=(*self.why, *wrong))
+        return replace(self, why=(*self.why, *wrong))
 
 
 def answer(explanation: Explanation) -> Identification:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`upref.identify`: which objective a loss is, by its gradients alone.
 
-The loss is measured, with the objectives that it may be (subject.py). WAYS is the table
-of explanations: the first that applies, by its rank, is taken. It is completed by what
-is beside the weights, and printed as the answer (explanation.py).
+The loss is measured, and the objectives that it may be are fitted (subject.py). WAYS is
+the table of explanations: the first that applies, by its rank, is taken. It is completed
+by what is beside the weights, and printed as the answer (explanation.py).
 """
 
 import contextlib
@@ -25,12 +25,7 @@ from upref.identification.deviations import (
 from upref.identification.explanation import Explanation, answer
 from upref.identification.identification import Identification, Match
 from upref.identification.pitfalls import explain_pitfall, only_those_of
-from upref.identification.subject import (
-    LOOSE_BOUND,
-    Subject,
-    is_up,
-    measure_subject,
-)
+from upref.identification.subject import LOOSE_BOUND, Subject
 from upref.registry import get
 from upref.transforms import CORRECTIONS
 from upref.user_code import Loss, read
@@ -42,7 +37,7 @@ from upref.verify.measure import FLOAT32_TOL, LossCase, make_case
 from upref.verify.oracles.every_value import prove_few
 from upref.verify.oracles.side_effects import mutation
 from upref.verify.oracles.weights import BESIDE_BOUND
-from upref.verify.probe import SIGNS, termed
+from upref.verify.probe import SIGNS, measure, measure_batches, termed
 from upref.weights.batches import USUAL_MU, breakpoints, on_policy_batch
 from upref.weights.black_box import same_numbers
 
@@ -94,7 +89,8 @@ def explain_loss(loss: Loss) -> Explanation:
     Raises:
         InputError: the loss cannot be run, or is not differentiable.
     """
-    subject = measure_subject(loss)
+    box = measure(loss)
+    subject = Subject(box, measure_batches(box), find_candidates(box))
     found = (way.explain(subject) for way in sorted(WAYS, key=lambda way: way.rank))
     explanation = next(filter(None, found))
     return _proved(_with_writes(_with_correction(explanation)))
@@ -119,7 +115,7 @@ def _as_noise(subject: Subject) -> Explanation | None:
     first = subject.batches[0]
     again = subject.box.case.gradient(first.batch)
     if subject.box.random or not same_numbers(again, first.gradient):
-        return Explanation(subject, "none", [subject.nearest], (TWO_ANSWERS,))
+        return Explanation(subject, [subject.nearest], (TWO_ANSWERS,), is_none=True)
     return None
 
 
@@ -128,7 +124,7 @@ def _as_objective(subject: Subject) -> Explanation | None:
     if not subject.matches:
         return None
     wrong = find_deviations(subject, subject.matches[0])
-    return _explain_match(subject, subject.matches, wrong)
+    return Explanation(subject, subject.matches, tuple(wrong))
 
 
 def _with_rounded_bound(subject: Subject) -> Explanation | None:
@@ -173,7 +169,7 @@ def _with_other_kl(subject: Subject) -> Explanation | None:
         return None
     match = other.matches[0]
     why = (*beside_weights(other, match), *on_unusual_inputs(other, match))
-    return Explanation(other, "pitfall", other.matches, why)
+    return Explanation(other, other.matches, why)
 
 
 def _partly_in_float32(subject: Subject) -> Explanation | None:
@@ -183,9 +179,9 @@ def _partly_in_float32(subject: Subject) -> Explanation | None:
     nearest = subject.nearest
     if nearest.distance > FLOAT32_TOL or not nearest.name:
         return None
-    explanation = _explain_match(subject, [nearest], beside_weights(subject, nearest))
+    wrong = beside_weights(subject, nearest)
     assumed = "a part of it in float32: compared to 2e-5"
-    return replace(explanation, assumptions=(assumed,))
+    return Explanation(subject, [nearest], tuple(wrong), assumptions=(assumed,))
 
 
 def _as_none(subject: Subject) -> Explanation:
@@ -193,7 +189,7 @@ def _as_none(subject: Subject) -> Explanation:
     nearest = subject.nearest
     is_near = nearest.distance < FAR_DISTANCE and _has_its_bounds(subject, nearest)
     why = (BOTH_COMPARED,) if subject.loss.returns_live else ()
-    return Explanation(subject, "none", [nearest] if is_near else [], why)
+    return Explanation(subject, [nearest] if is_near else [], why, is_none=True)
 
 
 @dataclass(frozen=True)
@@ -221,16 +217,6 @@ WAYS = (
     Way(90, explain_coupled),
     Way(100, _as_none),
 )
-
-
-def _explain_match(
-    subject: Subject, matches: list[Match], wrong: list[Cause]
-) -> Explanation:
-    """Return the explanation that the loss is the first match, with what is wrong; where
-    that is nothing, it is the objective.
-    """
-    kind = "up" if is_up(matches[0]) else "objective"
-    return Explanation(subject, kind, matches).but(*wrong)
 
 
 def _has_its_bounds(subject: Subject, match: Match) -> bool:
@@ -313,7 +299,7 @@ def _proved(explanation: Explanation) -> Explanation:
             return explanation
         finding, proved = prove_few(case)
         if finding:
-            return replace(explanation, kind="pitfall", why=(elsewhere(finding),))
+            return replace(explanation, why=(elsewhere(finding),))
         return replace(explanation, proved=proved)
     return explanation
 

@@ -17,7 +17,7 @@ from upref.identification.deviations import (
 )
 from upref.identification.explanation import Explanation
 from upref.identification.identification import Match
-from upref.identification.subject import RANDOM_BATCHES, Measured, Subject
+from upref.identification.subject import Subject
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
 from upref.verify.explain import fits, reproduces, two_gradients
@@ -25,6 +25,7 @@ from upref.verify.factors import declared_aggregation
 from upref.verify.faults import known
 from upref.verify.faults.losses import LossFault, fault
 from upref.verify.measure import LossCase
+from upref.verify.probe import RANDOM_BATCHES, Measured
 
 # aggregation -> the objective that has PPO's clip with it
 OBJECTIVE_OF_MEAN = {"seq-mean-token-mean": "grpo", "seq-mean-token-sum": "dr_grpo"}
@@ -88,7 +89,7 @@ def explain_pitfall(subject: Subject) -> Explanation | None:
         *of_kl_term(subject, match),
         *not_as_claimed(subject, case, claimed_weights),
     )
-    return Explanation(subject, "pitfall", [match], why)
+    return Explanation(subject, [match], why)
 
 
 def _find_pitfall(subject: Subject) -> Pitfall | None:

@@ -7,58 +7,33 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from upref.aggregation import BY_LENGTH
 from upref.identification.identification import Match
-from upref.registry import REDUCE, Objective, get, parts
+from upref.registry import Objective, get, parts
 from upref.rollouts import Rollouts
 from upref.user_code import Loss
 from upref.verify.factors import declared_aggregation
 from upref.verify.match import (
     Candidate,
     best_candidate,
-    find_candidates,
     in_range,
     uncoupled_candidates,
 )
 from upref.verify.measure import LossCase, unit_weights
 from upref.verify.oracles.weights import BESIDE_BOUND
-from upref.verify.probe import SIGNS, BlackBox, measure
-from upref.weights.batches import (
-    GRID_ADVANTAGES,
-    LOG_R,
-    MU,
-    is_near_bound,
-    make_batch,
-    random_batch,
-)
+from upref.verify.probe import SIGNS, BlackBox, Measured, measure_batches
+from upref.weights.batches import is_near_bound
 from upref.weights.black_box import relative_error
 
 # bounds that agree so far are the same bound, moved by a constant in a logarithm
 LOOSE_BOUND = 1e-3
-RANDOM_BATCHES = 12  # random batches beside the grid
 MOST_CANDIDATES = 6  # whose distance is measured, where none fits
 WORTH_A_REFIT = (
     0.1  # the largest share of wrong points of a candidate that is tried again
 )
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A batch and the gradient of the loss on it.
-
-    Attributes:
-        batch: the batch.
-        advantages_differ: the tokens of a response have advantages of their own.
-        gradient: dJ/dlp of the loss, [B, T].
-    """
-
-    batch: Rollouts
-    advantages_differ: bool
-    gradient: Tensor
 
 
 @dataclass(frozen=True)
@@ -238,20 +213,6 @@ class Subject:
         return torch.where(batch.mask, errors, 0)
 
 
-def measure_subject(loss: Loss) -> Subject:
-    """Measure a loss, and find the objectives that it may be.
-
-    Args:
-        loss: as read.
-
-    Raises:
-        InputError: the loss cannot be run, or has no finite gradient on policy.
-    """
-    box = measure(loss)
-    candidates = find_candidates(box)
-    return Subject(box, measure_batches(box), candidates)
-
-
 def _distance_on_curve(candidate: Candidate) -> tuple[Any, ...]:
     """Return a key for sorting: what is nearest to the curve goes first."""
     is_possible = in_range(candidate.objective, candidate.hp)
@@ -291,66 +252,3 @@ def is_up(match: Match) -> bool:
     """
     transform, _ = parts(match.name)
     return transform == "up"
-
-
-# ---- batches -------------------------------------------------------------------------
-Token = tuple[float, float, float]  # A, π_old, r
-
-
-def measure_batches(box: BlackBox) -> list[Measured]:
-    """Measure the loss on a batch of tokens, on batches of responses (their log-ratio
-    is a mean, and a sum), and on random ones.
-
-    Args:
-        box: the loss, measured on single tokens.
-    """
-    rng = np.random.default_rng(0)
-    tokens = _tokens_to_measure(box)
-    tokens = [tokens[i] for i in rng.permutation(len(tokens))]
-    # the bounds of a response's ratio do not depend on mu
-    fewer = [(A, mu, r) for A, mu, r in tokens if mu not in MU[1:] and r < 60]
-    batches = [make_batch(tokens, "token", True, rng)]
-    batches += [make_batch(fewer, level, True, rng) for level in REDUCE]
-    with_own_advantages = make_batch(tokens, "token", False, rng)
-    differing = [with_own_advantages] if box.accepts(with_own_advantages) else []
-    random = [random_batch(rng, one_adv=True) for _ in range(RANDOM_BATCHES)]
-    in_order = [
-        *((batch, False) for batch in batches),
-        *((batch, True) for batch in differing),
-        *((batch, False) for batch in random),
-    ]
-    ready = [(box.case.ready(batch), differs) for batch, differs in in_order]
-    return [
-        Measured(batch, differs, box.case.gradient(batch)) for batch, differs in ready
-    ]
-
-
-def _tokens_to_measure(box: BlackBox) -> list[Token]:
-    """Return tokens of every ratio of the grid, and beside every jump of the weight.
-    Ratios on a bound are left out: there rounding decides, and so does torch's clamp.
-    """
-    jumps = [point for point, _ in box.jumps if not point.high_entropy]
-    tokens = [
-        (A, mu, float(r))
-        for A in GRID_ADVANTAGES
-        for mu in MU
-        for r in np.exp(LOG_R)
-        if mu * r < 0.999
-    ]
-    for jump in jumps:
-        beside = (jump.r * (1 - box.resolution), jump.r * (1 + box.resolution))
-        probabilities = [jump.mu] if box.reads_mu else MU
-        tokens += [
-            (A, mu, r)
-            for A in GRID_ADVANTAGES
-            if A * jump.A > 0
-            for r in beside
-            for mu in probabilities
-            if mu * r < 0.999
-        ]
-    bounds = [] if box.reads_mu else [jump.r for jump in jumps]
-    return [
-        (A, mu, r)
-        for A, mu, r in tokens
-        if not any(abs(r / bound - 1) < 0.9 * box.resolution for bound in bounds)
-    ]

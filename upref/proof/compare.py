@@ -59,6 +59,16 @@ class Comparison:
     ties_at_one: bool = False
     seconds: float = 0.0
 
+    @property
+    def batches_in_words(self) -> str:
+        """For which batches it is proved, in words."""
+        rows, columns = (
+            max(sizes) for sizes in zip(*(p.shape for p in self.patterns), strict=True)
+        )
+        return (
+            f"{len(self.patterns)} batches of at most {rows} rows and {columns} columns"
+        )
+
 
 def sizes_up_to(rows: int, columns: int, with_groups: bool) -> list[Pattern]:
     """Return the patterns of a proof, the smallest first.

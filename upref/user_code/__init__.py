@@ -121,16 +121,21 @@ class Target:
     """What is to be read as a Loss, and what it is compared with.
 
     Attributes:
-        name: for messages.
-        value: the object that the user's name stands for, or that was passed.
+        given: what the user passed: an object, or its name.
+        value: the object itself.
         o: the objective.
         hp: its hyperparameters, as the user gave them.
     """
 
-    name: str
+    given: Any
     value: Any
     o: Objective
     hp: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name for messages."""
+        return name_of(self.given)
 
 
 def from_signature(
@@ -152,7 +157,7 @@ def from_signature(
         InputError: it cannot be read as a loss.
     """
     value = resolve(loss, objective, hp, alone) if isinstance(loss, str) else loss
-    target = Target(name_of(loss), value, objective, hp)
+    target = Target(loss, value, objective, hp)
     losses = (read_kind(target) for read_kind in READERS)
     return next(candidate for candidate in losses if candidate is not None)
 

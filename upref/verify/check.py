@@ -270,7 +270,7 @@ def _report_of(
         seconds,
         settings,
         unchecked,
-        values_in_words(case) if proved else "",
+        values_in_words(case.objective) if proved else "",
     )
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loss as a black box: its aggregation, its KL term, and its weight w(r, A, π_old) as
-a curve, every jump located.
+"""A loss as a black box: its aggregation, its KL term, its weight w(r, A, π_old) as a
+curve, every jump located, and its gradients on batches beside these jumps.
 
 The curve is measured on responses of one token, where token, sequence and trajectory
 ratios are the same number.
@@ -18,6 +18,7 @@ from torch import Tensor
 from upref import kl
 from upref.aggregation import AGGREGATIONS
 from upref.errors import InputError
+from upref.registry import REDUCE
 from upref.rollouts import Rollouts
 from upref.user_code import Loss, no_objective
 from upref.verify.factors import SAME_FACTOR, common_value, is_one, names
@@ -29,7 +30,14 @@ from upref.verify.measure import (
     measure_on_policy,
 )
 from upref.weights import black_box
-from upref.weights.batches import on_policy_batch
+from upref.weights.batches import (
+    GRID_ADVANTAGES,
+    LOG_R,
+    MU,
+    make_batch,
+    on_policy_batch,
+    random_batch,
+)
 from upref.weights.black_box import (
     AT_ONCE,
     MANY_LOG_R,
@@ -46,6 +54,7 @@ from upref.weights.curve import Curve
 FEWER_ROWS = (0, 1, 2, 3, 4)  # of the on-policy batch
 FADED_WEIGHT = 1e-9  # a weight per advantage below which a jump to 0 is one of rounding
 MUS = (0.3, 0.9)  # π_old, beside that of a rare token, where the weight depends on it
+RANDOM_BATCHES = 12  # of a measured loss, beside the grid
 
 
 class Point(NamedTuple):
@@ -430,3 +439,81 @@ def _with_curve(box: BlackBox) -> BlackBox:
         jumps=tuple(jumps),
         faded=frozenset(faded),
     ).beside()
+
+
+# ---- batches ------------------------------------------------------------------------
+Token = tuple[float, float, float]  # A, π_old, r
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A batch and the gradient of the loss on it.
+
+    Attributes:
+        batch: the batch.
+        advantages_differ: the tokens of a response have advantages of their own.
+        gradient: dJ/dlp of the loss, [B, T].
+    """
+
+    batch: Rollouts
+    advantages_differ: bool
+    gradient: Tensor
+
+
+def measure_batches(box: BlackBox) -> list[Measured]:
+    """Measure the loss on a batch of tokens, on batches of responses (their log-ratio
+    is a mean, and a sum), and on random ones.
+
+    Args:
+        box: the loss, measured on single tokens.
+    """
+    rng = np.random.default_rng(0)
+    tokens = _tokens_to_measure(box)
+    tokens = [tokens[i] for i in rng.permutation(len(tokens))]
+    # the bounds of a response's ratio do not depend on mu
+    fewer = [(A, mu, r) for A, mu, r in tokens if mu not in MU[1:] and r < 60]
+    batches = [make_batch(tokens, "token", True, rng)]
+    batches += [make_batch(fewer, level, True, rng) for level in REDUCE]
+    with_own_advantages = make_batch(tokens, "token", False, rng)
+    differing = [with_own_advantages] if box.accepts(with_own_advantages) else []
+    random = [random_batch(rng, one_adv=True) for _ in range(RANDOM_BATCHES)]
+    in_order = [
+        *((batch, False) for batch in batches),
+        *((batch, True) for batch in differing),
+        *((batch, False) for batch in random),
+    ]
+    ready = [(box.case.ready(batch), differs) for batch, differs in in_order]
+    return [
+        Measured(batch, differs, box.case.gradient(batch)) for batch, differs in ready
+    ]
+
+
+def _tokens_to_measure(box: BlackBox) -> list[Token]:
+    """Return tokens of every ratio of the grid, and beside every jump of the weight.
+    Ratios on a bound are left out: there rounding decides, and so does torch's clamp.
+    """
+    jumps = [point for point, _ in box.jumps if not point.high_entropy]
+    tokens = [
+        (A, mu, float(r))
+        for A in GRID_ADVANTAGES
+        for mu in MU
+        for r in np.exp(LOG_R)
+        if mu * r < 0.999
+    ]
+    for jump in jumps:
+        beside = (jump.r * (1 - box.resolution), jump.r * (1 + box.resolution))
+        probabilities = [jump.mu] if box.reads_mu else MU
+        tokens += [
+            (A, mu, r)
+            for A in GRID_ADVANTAGES
+            if A * jump.A > 0
+            for r in beside
+            for mu in probabilities
+            if mu * r < 0.999
+        ]
+    bounds = [] if box.reads_mu else [jump.r for jump in jumps]
+    return [
+        (A, mu, r)
+        for A, mu, r in tokens
+        if not any(abs(r / bound - 1) < 0.9 * box.resolution for bound in bounds)
+    ]

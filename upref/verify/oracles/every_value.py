@@ -13,6 +13,7 @@ from upref.proof.compare import Comparison
 from upref.proof.domain import EVERY_MEAN, EVERY_VALUE
 from upref.proof.sizes import Bound
 from upref.proof.solver import find_z3
+from upref.registry import Objective
 from upref.rollouts import Rollouts
 from upref.user_code.arrays import NOT_EXERCISED
 from upref.verify.finding import Example, TokenPlace
@@ -83,28 +84,18 @@ def prove_few(case: LossCase) -> tuple[Finding | None, str]:
     for finding in every_value.findings(case):
         return finding, ""
     found: Comparison = case.cache["every-value"]
-    return None, _describe(case, found) if found.status == "proved" else ""
+    if found.status != "proved":
+        return None, ""
+    return None, f"{values_in_words(case.objective)}, in {found.batches_in_words}"
 
 
-def values_in_words(case: LossCase) -> str:
+def values_in_words(objective: Objective) -> str:
     """Return for which values a proof holds, in a few words.
 
     Args:
-        case: the loss and its objective.
+        objective: that of the proof.
     """
-    of_means = case.objective.level == "sequence_mean"
-    return EVERY_MEAN if of_means else EVERY_VALUE
-
-
-def _describe(case: LossCase, found: Comparison) -> str:
-    """Return the values and batches of a comparison, in words."""
-    rows, columns = (
-        max(sizes) for sizes in zip(*(p.shape for p in found.patterns), strict=True)
-    )
-    return (
-        f"{values_in_words(case)}, in {len(found.patterns)} batches of at most {rows} rows "
-        f"and {columns} columns"
-    )
+    return EVERY_MEAN if objective.level == "sequence_mean" else EVERY_VALUE
 
 
 def _difference(case: LossCase, found: Comparison) -> Iterator[Finding]:
