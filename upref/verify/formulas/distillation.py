@@ -204,6 +204,27 @@ SHIFTED = PLAIN.but(
     student_logits=PLAIN.inputs["student_logits"] + 300,
     teacher_logits=PLAIN.inputs["teacher_logits"] - 300,
 )
+_HOLES = _problem("untrained tokens before and between trained ones", [5] * 3, 5, V, 4)
+
+
+def _masked(problem: Problem, rows: list[str]) -> Problem:
+    """Return the batch with a mask that is written with x on trained slots."""
+    mask = torch.tensor([[c == "x" for c in row] for row in rows])
+    labels = torch.where(
+        mask, problem.inputs["labels"].clamp(min=0), torch.tensor(IGNORED)
+    )
+    return problem.but(problem.words, mask=mask, labels=labels)
+
+
+HOLES = _masked(_HOLES, ["x..xx", "..xx.", ".x.x."])
+ONE_TOKEN = _masked(_problem("one trained token in all", [2], 2, V, 5), [".x"])
+RARE = PADDED.but(
+    "sampled tokens that are rare to the student or the teacher",
+    log_prob=PADDED.inputs["log_prob"] * 6,
+    teacher_log_prob=PADDED.inputs["teacher_log_prob"] * 6,
+)
+# of the forms that have the sampled tokens alone
+SAMPLED_PROBLEMS = (PLAIN, PADDED, HOLES, ONE_TOKEN, RARE)
 PROBLEMS = (
     PLAIN,
     PADDED,
@@ -213,6 +234,8 @@ PROBLEMS = (
     _sharper(PLAIN),
     NEAR,
     SHIFTED,
+    HOLES,
+    ONE_TOKEN,
 )
 
 
@@ -873,7 +896,7 @@ def _choose_case(
     grid = _grid(function, own, given)
     is_sampled = divergence in SAMPLED
     has_mask = bool({"mask", "labels"} & function.reads)
-    problems: tuple[Problem, ...] = PROBLEMS[:2] if is_sampled else PROBLEMS
+    problems: tuple[Problem, ...] = SAMPLED_PROBLEMS if is_sampled else PROBLEMS
     if not has_mask:
         problems = tuple(p for p in problems if bool(p.inputs["mask"].all()))
 

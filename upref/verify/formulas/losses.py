@@ -294,8 +294,12 @@ def determinism(case: FormulaCase) -> Iterator[Finding]:
 
 @oracle("mutation")
 def mutation(case: FormulaCase) -> Iterator[Finding]:
-    """Report what the function changes or prints."""
-    yield from untouched(case.call(case.problems[0])[0])
+    """Report what the function changes or prints, with padding and without."""
+    for problem in case.problems[:3]:
+        findings = list(untouched(case.call(problem)[0]))
+        yield from findings
+        if findings:
+            return
 
 
 @oracle("gradient", needed=True)
@@ -334,7 +338,13 @@ def constant_input(role: str, called: str) -> Oracle:
         loss = scalar(case.function.name, outcome, inputs)
         if not loss.requires_grad:
             return
-        (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True)
+        try:
+            (gradient,), _ = call_guarded(
+                case.function.name,
+                lambda: torch.autograd.grad(loss, leaf, allow_unused=True),
+            )
+        except InputError:
+            return  # a loss that writes into this input has no gradient by it
         if gradient is not None and bool(gradient.any()):
             text = f"a gradient would flow into {called}"
             why = "harmless as long as callers pass it without requires_grad; add .detach() to be safe"

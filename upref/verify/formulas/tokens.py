@@ -312,6 +312,34 @@ def _one_prompt_solved() -> Problem:
 ONE_SOLVED = _one_prompt_solved()
 
 
+def _far() -> Problem:
+    """Return a batch of large rewards and values, and of log-probabilities of student and
+    teacher that are far apart.
+    """
+    problem = _inputs(_prefixes([3, 6, 2, 5, 1, 4, 6], 7), UNEVEN, 10)
+    large = {r: 40 * problem[r] for r in ("rewards", "values", "greedy_reward")}
+    rng = np.random.default_rng(11)
+    for r in ("log_prob", "teacher_log_prob"):
+        large[r] = -torch.tensor(rng.integers(1, 156, (7, 7)) / 8.0)
+    words = "large rewards, values and log-ratios"
+    return Problem(words, {**problem, **large})
+
+
+FAR = _far()
+
+
+def _best_tie() -> Problem:
+    """Return a batch in which two responses to a prompt share the largest reward."""
+    mask = _prefixes([1, 2, 1, 2, 1, 1], 2)
+    first = torch.tensor([1.0, 1.0, 0.0, 0.5, -1.0, 0.5]).double()
+    rewards = torch.nn.functional.pad(first[:, None], (0, 1))
+    words = "two responses that share the largest reward"
+    return Problem(words, {**_inputs(mask, EVEN, 12), "rewards": rewards})
+
+
+BEST_TIE = _best_tie()
+
+
 def problems_of(name: str) -> list[Problem]:
     """Return the batches on which an estimator is compared, the plain one first.
 
@@ -319,8 +347,9 @@ def problems_of(name: str) -> list[Problem]:
         name: a key of TOKEN_ADVANTAGES.
     """
     has_holes = name not in (*TEACHER, *BY_NUMBER)
-    solved = [ONE_SOLVED] if name in RESPONSES else []
-    return [FULL, PADDED, *([HOLES] if has_holes else []), MIXED, LARGE, *solved]
+    of_responses = [ONE_SOLVED, BEST_TIE] if name in RESPONSES else []
+    holes = [HOLES] if has_holes else []
+    return [FULL, PADDED, *holes, MIXED, LARGE, *of_responses, FAR]
 
 
 # ---- the oracles ---------------------------------------------------------------------
@@ -404,8 +433,12 @@ def single_slots(case: FormulaCase) -> Iterator[Finding]:
 
 @oracle("large", not_run=no_mask_or_wrong)
 def large(case: FormulaCase) -> Iterator[Finding]:
-    """Compare on many long responses."""
-    yield from case.compare("large", LARGE)
+    """Compare on many long responses, and on large numbers."""
+    for problem in (LARGE, FAR):
+        found = list(case.compare("large", problem))
+        yield from found
+        if found:
+            return
 
 
 @oracle("bootstrap", not_run=wrong_already)
@@ -414,12 +447,15 @@ def bootstrap(case: FormulaCase) -> Iterator[Finding]:
     if case.name not in GAE or "bootstrap" not in case.function.reads:
         return
     value = torch.tensor([0.5, 0.0, -0.25, 0.75, 1.0, 0.0, 0.5], dtype=torch.float64)
-    for problem in (FULL, PADDED) if case.has_mask else (FULL,):
-        n = len(problem.inputs["mask"])
-        truncated = problem.but(
-            "truncated responses, with a value behind them", bootstrap=value[:n]
-        )
-        yield from case.compare("bootstrap", truncated)
+    words = "truncated responses, with a value behind them"
+    truncated = [
+        problem.but(words, bootstrap=value[: len(problem.inputs["mask"])])
+        for problem in ((FULL, PADDED) if case.has_mask else (FULL,))
+    ]
+    # a cause must hold on those that fill the batch too
+    case = replace(case, problems=[*case.problems, *truncated])
+    for problem in truncated:
+        yield from case.compare("bootstrap", problem)
 
 
 @oracle("empty-response", not_run=no_mask_or_wrong)
@@ -514,7 +550,11 @@ def equal_rewards(case: FormulaCase) -> Iterator[Finding]:
     if not case.has_mask:
         return
     if case.name in RESPONSES:
-        yield from case.compare("equal-rewards", ONE_SOLVED)
+        for problem in (ONE_SOLVED, BEST_TIE):
+            found = list(case.compare("equal-rewards", problem))
+            yield from found
+            if found:
+                return
     if case.name not in (*TURNS, *STEPS):
         return
     one_each = _prefixes([1, 1, 1, 1], 2)

@@ -174,7 +174,25 @@ HOLES = _HOLES.but(
 LARGE = _problem(
     "40 responses of up to 30 tokens", [1 + i % 30 for i in range(40)], 30, 4
 )
-PROBLEMS = (PLAIN, PADDED, HOLES, LARGE)
+_SIZED = _problem("values and returns of up to 45", [5, 3, 6, 4], 6, 5)
+
+
+def _far() -> Problem:
+    """Return a batch with values and returns far from 0, returns of exactly 0, and large
+    errors.
+    """
+    x = _SIZED.inputs
+    level = torch.tensor([-45.0, 20.0, 45.0, -20.0]).double()[:, None].repeat(1, 6)
+    level[:, 1::2] = -x["returns"][:, 1::2]
+    moved = {role: x[role] + level for role in ("values", "old_values", "returns")}
+    moved["returns"][:, 0] = x["returns"][:, 0]
+    return _SIZED.but(_SIZED.words, **moved)
+
+
+FAR = _far()
+TINY = _problem("two trained tokens in all, behind untrained ones", [3, 3], 3, 6)
+TINY = TINY.but(TINY.words, mask=torch.tensor([[False, False, True]] * 2))
+PROBLEMS = (PLAIN, PADDED, HOLES, LARGE, FAR, TINY)
 
 
 # ---- faults --------------------------------------------------------------------------
