@@ -29,13 +29,26 @@ def _adapter(name):
     return load(name)
 
 
-def test_the_records_are_seventy_four_and_have_cases():
+def test_each_record_is_there_once_and_has_a_case():
     every = bugs()
-    assert len(every) == 74
-    assert len({(bug.framework, bug.source, bug.what) for bug in every}) == 74
+    assert len(every) == 83
+    assert len({(bug.framework, bug.source, bug.what) for bug in every}) == 83
     assert not [bug.source for bug in every if bug.case not in CASES]
-    assert sum(not bug.survives for bug in every) == 72
-    assert sum(bug.case.startswith("prepare/") for bug in every) == 30
+    assert sum(not bug.survives for bug in every) == 81
+    assert sum(bug.case.startswith("prepare/") for bug in every) == 39
+
+
+def test_each_killed_bug_of_the_four_frameworks_preparation_counts_once():
+    """By source, whichever frameworks it is planted in."""
+    homes = ("huggingface/trl", "verl-project/", "OpenRLHF/", "NovaSky-AI/")
+    sources = {
+        bug.source
+        for bug in bugs()
+        if bug.case.startswith("prepare/")
+        and bug.source.startswith(homes)
+        and not bug.survives
+    }
+    assert len(sources) == 21
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
