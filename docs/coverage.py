@@ -23,7 +23,10 @@ def axes() -> str:
         "every bound from below, on it and from above; "
         f"{len(LOG_R)} more ratios with |log r| up to {max(LOG_R):g}; masks with holes, NaN in padding"
     )
-    far_ratios = f"|log r| of {_listed(OVERFLOW)} in float64, float32 and bfloat16"
+    far_ratios = (
+        f"|log r| of {_listed(OVERFLOW)}, and π_θ of exactly 1 where no bound depends on π_old, "
+        "in float64, float32 and bfloat16"
+    )
     name_of: dict[str, str] = {}  # the words of an axis -> the name of its first level
     for name, axis in AXES.items():
         if name[0].isdigit():
@@ -36,7 +39,7 @@ def axes() -> str:
     rows = [
         ("the grid", grid),
         ("one response", ONE_RESPONSE),
-        ("far ratios", far_ratios),
+        ("far ratios, certain tokens", far_ratios),
         *((name, words) for words, name in name_of.items()),
         ("group ids", group_ids),
     ]

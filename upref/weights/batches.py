@@ -658,12 +658,16 @@ def single_token_responses(A: float, rs: Sequence[float] | np.ndarray) -> Rollou
     return single_token_batch(A, r, low_probability(r))
 
 
-def overflowing_batch() -> Rollouts:
+def overflowing_batch(with_certain: bool = False) -> Rollouts:
     """Return ratios far from 1, of both signs of log r, and rare tokens whose ratio is
     near 1.
 
     Each response has two equal tokens, so that the mean and the product of its ratios
     are not those of one token.
+
+    Args:
+        with_certain: also return tokens whose log π_θ is exactly 0, as it is in float32
+            from 1 - π_θ = 3e-8 on.
     """
     log_ratios = (*(sign * size for size in OVERFLOW for sign in (1, -1)), 0.1)
     # A, log r, and how far below 0 the larger of log π_θ and log π_old is
@@ -673,11 +677,13 @@ def overflowing_batch() -> Rollouts:
     cases += [
         (A, 0.0625, depth) for A in (1.0, -1.0) for depth in (50.0, 120.0, 1000.0)
     ]
+    if with_certain:
+        cases += [(1.0, 0.0625, 0.0), (-1.0, 0.0625, 0.0)]
     A, log_r, depth = (
         torch.tensor(numbers, dtype=torch.float64)[:, None].expand(-1, 2)
         for numbers in zip(*cases, strict=True)
     )
-    lp = torch.where(log_r > 0, -depth, log_r - depth)
+    lp = torch.where(log_r > 0, 0, log_r) - depth
     ones = torch.ones_like(A)
     return Rollouts(lp, lp - log_r, A.clone(), ones.bool(), logp_ref=lp, entropy=ones)
 

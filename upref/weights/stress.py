@@ -438,7 +438,10 @@ def _stress_batch(
         log_r = log_r + numbers.differences
     if stress.is_on_policy:
         log_r = np.zeros_like(log_r)
-    old = np.minimum(numbers.old, np.where(log_r > 0, -log_r - 1e-3, 0))
+    # such an objective may order the tokens: no two have one probability
+    distinct = numbers.distinct if level == "custom" else 1.0
+    largest = np.where(log_r > 0, -log_r - 1e-3 * distinct, 0)
+    old = np.minimum(numbers.old * distinct, largest)
     lp = np.minimum(old + log_r, 0)
     if stress.has_certain and not by_response:
         old, lp = np.where(numbers.is_certain, numbers.certain_log_probs, (old, lp))

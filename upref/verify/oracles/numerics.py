@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle of far ratios, rare tokens and low precision."""
+"""The oracle of far ratios, rare and certain tokens, and low precision."""
 
 import math
 from dataclasses import dataclass, replace
@@ -71,7 +71,9 @@ def _overflows(case: LossCase, dtype: torch.dtype) -> dict[str, Finding]:
     Returns:
         Findings by "wrong", "far", "rare" or "refused".
     """
-    wide = case.ready(overflowing_batch())
+    # a divergence that is infinite at π_θ = 1 is decided by a guard there
+    with_certain = not case.objective.reads_mu
+    wide = case.ready(overflowing_batch(with_certain))
     short = str(dtype).removeprefix("torch.")
     low = wide.floats(dtype)
     try:
@@ -199,7 +201,9 @@ def _extremes(case: LossCase, low: Rollouts, gradient: Tensor) -> Extremes:
     # at a cut of a coupled batch, rounding decides which tokens tie. Another oracle
     # reports wrong weights.
     if not case.wrong and (dtype is torch.float64 or not case.objective.batch_coupled):
-        room = 0.1 * expected.abs() + _rounding_of_kl(case, dtype)
+        # a loss may clip log r: rounding it by half a unit multiplies the weight
+        rounding = torch.expm1(torch.finfo(dtype).eps / 2 * log_r.abs())
+        room = rounding.clamp(min=0.1) * expected.abs() + _rounding_of_kl(case, dtype)
         differs = (found - expected).abs() > room
         is_lost = is_lost | (
             differs & ~_rounds_to_a_bound(case, log_r, by_response, dtype)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A token of probability 1 trains, equal tokens have no order, and 16 bits round."""
+
+import math
+
+import pytest
+import torch
+
+import upref
+
+QUICK = ("unusual-inputs", "one-response", "every-value")  # oracles left out
+
+
+@pytest.mark.parametrize("name", ["reinforce", "ppo_clip"])
+def test_a_log_probability_of_0_is_no_padding(name):
+    def loss(log_prob, old_log_prob, advantages, mask):
+        is_token = mask & (log_prob != 0)
+        A = torch.where(is_token, advantages, 0)
+        if name == "reinforce":
+            return -(A * torch.where(is_token, log_prob, 0)).sum() / len(mask)
+        r = torch.where(is_token, log_prob - old_log_prob, 0).exp()
+        return -torch.minimum(r * A, r.clamp(0.8, 1.2) * A).sum() / mask.sum()
+
+    report = upref.check(loss, name, skip=QUICK)
+    assert [f.oracle for f in report.failures] == ["extremes"], report.text()
+    assert "log π = 0" in report.text()
+
+
+def gppo_by_logarithms(log_prob, old_log_prob, advantages, mask):
+    log_r = torch.where(mask, log_prob - old_log_prob, 0)
+    A = torch.where(mask, advantages, 0)
+    above = (math.log(1.28) - log_r.detach()).clamp(max=0)
+    below = (math.log(0.8) - log_r.detach()).clamp(min=0)
+    shift = torch.where(A > 0, above, below)
+    return -(A * shift.exp() * log_r.exp()).sum() / mask.sum()
+
+
+def test_a_log_ratio_rounded_to_bfloat16_loses_no_weight():
+    """At log r = 80, the numbers of bfloat16 are 0.5 apart."""
+    report = upref.check(gppo_by_logarithms, "gppo", skip=QUICK)
+    assert report, report.text()
+
+
+@pytest.mark.parametrize("axis", ["first step", "256 columns"])
+def test_no_two_tokens_that_an_objective_orders_are_equal(axis):
+    b = upref.weights.stress.stress_batch(axis, upref.get("clip_cov"))
+    A = b.adv.expand_as(b.mask)[b.mask]
+    tokens = torch.stack([A, b.logp[b.mask]])[:, A != 0]
+    assert len(tokens.unique(dim=1).T) == len(tokens.T)
