@@ -275,6 +275,8 @@ def top_entropy(base: Objective) -> Objective:
 def _of_high_entropy(mask, entropy, quantile):
     """True on the trained tokens whose entropy is at least this quantile of theirs."""
     entropy = entropy.detach()
+    if entropy.element_size() < 4:
+        entropy = entropy.float()  # torch has no quantile of 16 bits
     return mask & (entropy >= entropy[mask].quantile(quantile))
 
 

@@ -29,6 +29,35 @@ def test_a_wrong_divisor_has_its_cause(loss, objective, agg, hp, id):
     assert report.failures[0].fault_ids == (id,), str(report)
 
 
+@pytest.mark.parametrize(
+    ("loss", "objective", "agg", "hp", "id"), daily(kept.NOT_COUNTED, 2), ids=ids
+)
+def test_tokens_that_are_not_counted_are_named(loss, objective, agg, hp, id):
+    report = upref.check(loss, objective, agg=agg, **hp)
+    assert report.failures[0].fault_ids == (id,), str(report)
+
+
+def test_a_sum_without_divisor_is_not_said_to_divide_by_all_tokens():
+    report = upref.check(kept.mis_dropped, "mis(dapo)", agg="token-sum")
+    causes = [failure.cause for failure in report.failures]
+    assert causes and not any("not by all trained" in cause for cause in causes)
+
+
+def test_another_correction_is_named_with_the_divisor_that_stays():
+    report = upref.check(kept.tis_over_kept, "mis(dapo)", agg="kept-mean")
+    assert "tokens that mis(dapo) keeps" in report.failures[0].cause
+
+
+def test_entropies_of_16_bits_have_a_quantile():
+    b = batch().floats(torch.bfloat16)
+    assert 0 < upref.get("top_entropy(dapo)").kept(b).sum() < b.mask.sum()
+
+
+@pytest.mark.nightly
+def test_a_search_of_the_quantile_stays_within_its_range():
+    assert not upref.check(kept.fifth_of_tokens, "top_entropy(dapo)", agg="kept-mean")
+
+
 def test_tokens_of_low_entropy_alone_are_wrong():
     assert not upref.check(kept.low_trains, "top_entropy(dapo)", agg="kept-mean")
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from upref.aggregation import KEPT_MEAN
 from upref.errors import InputError
 from upref.registry import Objective, get, names
 from upref.rollouts import Rollouts
@@ -985,7 +986,7 @@ def _other_objectives(case: LossCase) -> Iterator[LossFault]:
         other = get(re.sub(f"({'|'.join(CORRECTIONS)})[(]", f"{name}(", objective.name))
         shared_hp = {k: v for k, v in hp.items() if k in other.hyperparameters}
         for other_hp in (shared_hp, {}):
-            yield _fault_of_other_objective(other, other_hp)
+            yield _fault_of_other_objective(other, other_hp, _words_for_divisor(case))
     objectives = [
         get(name)
         for name in names()
@@ -998,9 +999,8 @@ def _other_objectives(case: LossCase) -> Iterator[LossFault]:
             k: v for k, v in hp.items() if k in other.hyperparameters and v is not None
         }
         for other_hp in (shared_hp, {}):
-            yield _fault_of_other_objective(
-                other, other_hp, _words_for_aggregation(case, other)
-            )
+            words = _words_for_aggregation(case, other) or _words_for_divisor(case)
+            yield _fault_of_other_objective(other, other_hp, words)
 
 
 def _fault_of_other_objective(
@@ -1049,6 +1049,15 @@ def _other_objectives_as_recovered(case: LossCase) -> Iterator[LossFault]:
             id=f"other-objective-{other.name}",
             weigh=partial(weights, box=box, objective=other, own_hp=own_hp),
         )
+
+
+def _words_for_divisor(case: LossCase) -> str:
+    """Return the words for a divisor that stays the objective's own, or "" where no
+    rejection changes it.
+    """
+    if case.agg != KEPT_MEAN:
+        return ""
+    return f", divided by the number of tokens that {case.objective.name} keeps"
 
 
 def _words_for_aggregation(case: LossCase, objective: Objective) -> str:

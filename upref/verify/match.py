@@ -27,7 +27,7 @@ from upref.verify.measure import LossCase
 from upref.verify.probe import BlackBox, Point, measure, termed
 
 # hyperparameter -> its smallest and largest value in a search; c <= 1 is no dual clip
-SEARCH_RANGE = {"c": (1 + 1e-9, 1e4)}
+SEARCH_RANGE = {"c": (1 + 1e-9, 1e4), "entropy_quantile": (0.0, 0.99)}
 DEFAULT_RANGE = (1e-9, 1e4)
 HALVINGS = 52  # halvings of the logarithm of the range: to 1e-14
 # A search ends if a larger share of the points disagrees after each hyperparameter was

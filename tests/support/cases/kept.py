@@ -37,6 +37,32 @@ def icepop_by_response(log_probs, old_log_probs, rollout_log_probs, advantages, 
     return -(J.sum(1) / keep.sum(1).clamp(min=1)).mean()
 
 
+def icepop_over_responses(
+    log_probs, old_log_probs, rollout_log_probs, advantages, mask
+):
+    J, keep = _icepop(log_probs, old_log_probs, rollout_log_probs, advantages, mask)
+    return -J.sum() / keep.any(1).sum().clamp(min=1)
+
+
+def icepop_over_padding(log_probs, old_log_probs, rollout_log_probs, advantages, mask):
+    J, keep = _icepop(log_probs, old_log_probs, rollout_log_probs, advantages, mask)
+    return -J.sum() / (keep | ~mask).sum()
+
+
+def icepop_over_advantages(
+    log_probs, old_log_probs, rollout_log_probs, advantages, mask
+):
+    J, keep = _icepop(log_probs, old_log_probs, rollout_log_probs, advantages, mask)
+    return -J.sum() / (keep & (advantages != 0)).sum().clamp(min=1)
+
+
+def unclipped_counted(log_probs, old_log_probs, advantages, mask):
+    r = torch.where(mask, log_probs - old_log_probs, 0).exp()
+    A = torch.where(mask, advantages, 0)
+    keep = mask & ~((A > 0) & (r > 1.28)) & ~((A < 0) & (r < 0.8))
+    return -(r * A * keep).sum() / keep.sum().clamp(min=1)
+
+
 def icepop_summed(log_probs, old_log_probs, rollout_log_probs, advantages, mask):
     J, _ = _icepop(log_probs, old_log_probs, rollout_log_probs, advantages, mask)
     return -J.sum()
@@ -82,6 +108,23 @@ def low_trains(log_probs, old_log_probs, advantages, mask, entropies):
     return -(J * low).sum() / low.sum()
 
 
+def tis_over_kept(log_probs, old_log_probs, rollout_log_probs, advantages, mask):
+    rho = _rho(old_log_probs, rollout_log_probs, mask)
+    keep = (rho <= 2) & mask
+    J = _ratios(log_probs, old_log_probs, advantages, mask) * rho.clamp(max=2)
+    return -J.sum() / keep.sum().clamp(min=1)
+
+
+def fifth_of_tokens(log_probs, old_log_probs, advantages, mask, entropies):
+    """Exactly a fifth of the tokens, where the quantile keeps one more."""
+    H = entropies.masked_fill(~mask, -torch.inf).flatten()
+    top = torch.zeros_like(mask).flatten()
+    top[H.topk(max(int(0.2 * int(mask.sum())), 1)).indices] = True
+    top = top.view_as(mask) & mask
+    J = _ratios(log_probs, old_log_probs, advantages, mask)
+    return -(J * top).sum() / top.sum().clamp(min=1)
+
+
 ICEPOP = "icepop(dapo)"
 GEO = {"is_min": 0.8, "is_max": 1.25}
 RIGHT = [
@@ -92,6 +135,21 @@ RIGHT = [
     (responses_dropped, "seq_mask(dapo)", "kept-mean", GEO),
     (top_counted, "top_entropy(dapo)", "token-mean", {}),
     (top_dropped, "top_entropy(dapo)", "kept-mean", {}),
+]
+# another sum than the objective's, and rejected tokens beside it
+OVER_RESPONSES = "divided-by-kept-responses"
+OVER_PADDING = "divided-by-kept-tokens-and-padding"
+NOT_COUNTED = [
+    (icepop_over_responses, ICEPOP, "kept-mean", {}, OVER_RESPONSES),
+    (icepop_over_padding, ICEPOP, "kept-mean", {}, OVER_PADDING),
+    (
+        icepop_over_advantages,
+        ICEPOP,
+        "kept-mean",
+        {},
+        "divided-by-tokens-with-advantage",
+    ),
+    (unclipped_counted, "dapo", "token-mean", {}, "divided-by-unclipped-tokens"),
 ]
 KEPT, ALL = "divided-by-kept-tokens", "divided-by-rejected-tokens-too"
 WRONG = [

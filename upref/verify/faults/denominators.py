@@ -5,6 +5,7 @@ means over parts of a batch.
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -50,6 +51,7 @@ def divided(case: LossCase) -> Iterator[LossFault]:
         case: the loss and its objective.
     """
     yield from length_faults(case)
+    yield from counted_faults(case)
     yield from _by_sign(case)
     yield from _parts(case)
     yield from _prompts(case)
@@ -59,6 +61,7 @@ DIVIDED_BY_KEPT = Cause(
     "it divides by the tokens that were kept, not by all trained tokens: that is --agg kept-mean",
     ("divided-by-kept-tokens",),
 )
+BY_TOKENS = ("token-mean", "group-token-mean", KEPT_MEAN)
 DIVIDED_BY_ALL = Cause(
     "it divides by all trained tokens, rejected ones too, not by those that were kept: that is --agg token-mean",
     ("divided-by-rejected-tokens-too",),
@@ -88,7 +91,7 @@ def kept_faults(case: LossCase) -> Iterator[LossFault]:
         cause = DIVIDED_BY_ALL
         factor: ByToken = partial(case.factors, agg="token-mean")
     else:
-        cause = DIVIDED_BY_KEPT
+        cause = divided_by_kept(case)
         factor = over_kept
     yield _aggregated(case, cause.words, factor, id=cause.ids[0])
     yield _aggregated(
@@ -96,6 +99,18 @@ def kept_faults(case: LossCase) -> Iterator[LossFault]:
         "each response is divided by its own tokens that were kept",
         over_kept_of_response,
         id="divided-by-kept-tokens-of-response",
+    )
+    yield _aggregated(
+        case,
+        "it divides by the number of responses with a token that was kept, not by a number of tokens",
+        lambda batch: _over(case.kept(batch).any(1), batch),
+        id="divided-by-kept-responses",
+    )
+    yield _aggregated(
+        case,
+        "padding counts as kept: it divides by the tokens that were kept and by all masked slots",
+        lambda batch: _over(case.kept(batch) | ~batch.mask, batch),
+        id="divided-by-kept-tokens-and-padding",
     )
     if case.objective.sampler is not None:
         yield _aggregated(
@@ -106,6 +121,67 @@ def kept_faults(case: LossCase) -> Iterator[LossFault]:
         )
     if case.objective.keeps is not None and "entropy" in case.objective.reads:
         yield from _entropy_faults(case)
+
+
+def divided_by_kept(case: LossCase) -> Cause:
+    """Return the cause that a sum is divided by the tokens that were kept.
+
+    Args:
+        case: a loss and its objective, which divides by something else.
+    """
+    if declared_aggregation(case.objective) in BY_TOKENS:
+        return DIVIDED_BY_KEPT
+    words = "it divides by the number of tokens that were kept: that is --agg kept-mean"
+    return replace(DIVIDED_BY_KEPT, words=words)
+
+
+def counted_faults(case: LossCase) -> Iterator[LossFault]:
+    """Yield the faults that a mean over tokens leaves tokens out of its divisor because
+    their term is 0 or clipped.
+
+    Args:
+        case: the loss and its objective.
+    """
+    if declared_aggregation(case.objective) not in BY_TOKENS:
+        return
+
+    def moves(batch: Rollouts) -> Tensor:
+        """Return the tokens with A other than 0, [B, T]."""
+        return batch.adv.expand_as(batch.logp) != 0
+
+    def counted(batch: Rollouts) -> Tensor:
+        """Return the tokens that the objective counts, [B, T]."""
+        is_kept_mean = case.objective.agg == KEPT_MEAN
+        return case.kept(batch) if is_kept_mean else batch.mask
+
+    def trained(batch: Rollouts) -> Tensor:
+        """Return the tokens with a gradient, [B, T]."""
+        return case.expected(batch) != 0
+
+    yield _aggregated(
+        case,
+        "clipped tokens are left out of the divisor: it counts those without a clip",
+        lambda batch: _over(trained(batch) | (counted(batch) & ~moves(batch)), batch),
+        id="divided-by-unclipped-tokens",
+    )
+    yield _aggregated(
+        case,
+        "tokens with A = 0 are left out of the divisor",
+        lambda batch: _over(counted(batch) & moves(batch), batch),
+        id="divided-by-tokens-with-advantage",
+    )
+    yield _aggregated(
+        case,
+        "tokens without a gradient, clipped or with A = 0, are left out of the divisor",
+        lambda batch: _over(trained(batch), batch),
+        id="divided-by-tokens-with-gradient",
+    )
+
+
+def _over(counted: Tensor, batch: Rollouts) -> Tensor:
+    """Return the factor that divides by a count, at least 1, [B, 1]."""
+    count = counted.sum().clamp(min=1).to(batch.logp.dtype)
+    return (1 / count).expand(len(batch.mask), 1)
 
 
 def _over_sum_of_weights(case: LossCase, batch: Rollouts) -> Tensor:
@@ -148,6 +224,13 @@ def _below(H: Tensor, mask: Tensor, q: float) -> Tensor:
     return mask & (H <= H[mask].quantile(round(1 - q, 12)))
 
 
+def _below_unrounded(H: Tensor, mask: Tensor, q: float) -> Tensor:
+    """Return the same, where 1 - q is rounded to binary: it moves a bound that is one of
+    the entropies.
+    """
+    return mask & (H <= H[mask].quantile(1 - q))
+
+
 def _not_above(H: Tensor, mask: Tensor, q: float) -> Tensor:
     """Return the trained tokens whose entropy is below the quantile q."""
     return mask & ~_above(H, mask, q)
@@ -163,6 +246,11 @@ SELECTIONS: tuple[tuple[str, str, Selection], ...] = (
         "the tokens of low entropy train, not those of high entropy",
         "low-entropy-alone-trains",
         _below,
+    ),
+    (
+        "the tokens of low entropy train, not those of high entropy",
+        "low-entropy-alone-trains",
+        _below_unrounded,
     ),
     (
         "the tokens below the quantile train, not those above it",

@@ -36,7 +36,7 @@ from upref.verify.factors import (
 )
 from upref.verify.faults.denominators import (
     DIVIDED_BY_ALL,
-    DIVIDED_BY_KEPT,
+    divided_by_kept,
     length_faults,
 )
 from upref.verify.faults.losses import LossFault, fault
@@ -692,7 +692,7 @@ def _cause_of_factors(case: LossCase, batch: Rollouts) -> Cause:
     if may_be_power or not holds_on_other_batches(case, gradients_at_old_policy, batch):
         return NO_CAUSE
     if case.agg == KEPT_MEAN:
-        return DIVIDED_BY_KEPT
+        return divided_by_kept(case)
     if case.objective.agg == KEPT_MEAN and case.agg == "token-mean":
         return DIVIDED_BY_ALL
     words = case.agg
@@ -706,6 +706,8 @@ def _cause_of_factors(case: LossCase, batch: Rollouts) -> Cause:
         and abs(case.scale - 1) < SAME_FACTOR
     ):
         words = f"{words}: {MEANING[case.agg]}"
+    if case.objective.rejects and "gradient" in case.failed:
+        words += ", in batches that lose no token to a rejection"
     return Cause(words, (aggregation_id(case.agg),))
 
 
