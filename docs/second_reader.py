@@ -20,7 +20,7 @@ from upref_frameworks.ledger import Entry
 FILE = Path(__file__).parent / "second_reader.toml"
 HARD = ("false as written", "contradicted", "not seen here", "excluded")
 BLAMING = ("bug", "surprising default")
-SOURCES = ("differences", "refusals", "bugs", "claims")
+SOURCES = ("differences", "expected_failures", "refusals", "bugs", "claims")
 JUDGMENTS = {
     "holds": "neither false nor overstated",
     "softened": "was overstated, and has a softer word now",
