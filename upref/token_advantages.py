@@ -85,9 +85,7 @@ def gae_whitened(
     gamma: float = 1.0,
     lam: float = 1.0,
 ) -> Slots:
-    """A'_k = (A_k - mean) / √(var + 1e-8) of `gae`, over the trained slots of the batch: verl's and TRL's PPO.
-
-    The variance divides by n - 1, n the number of trained slots.
+    """A'_k = (A_k - mean) / √(var + 1e-8) of `gae`, over the batch's n trained slots, var by n - 1: verl's and TRL's PPO.
 
     Args:
         rewards, values, mask, bootstrap, gamma, lam: as of `gae`.
@@ -119,9 +117,9 @@ def discounted_returns(rewards: Slots, mask: Mask, *, gamma: float = 1.0) -> Slo
 def discounted_returns_whitened(
     rewards: Slots, mask: Mask, *, gamma: float = 1.0
 ) -> Slots:
-    """A_k = (G_k - mean) / √(var + 1e-8), G the discounted returns, over the trained slots of the batch.
+    """A_k = (G_k - mean) / √(var + 1e-8), G the discounted returns, over the batch's n trained slots, var by n - 1.
 
-    It is verl's REINFORCE++ where no untrained slot lies between trained ones. The variance divides by n - 1.
+    It is verl's REINFORCE++ where no untrained slot lies between trained ones.
 
     Args:
         rewards, mask, gamma: as of `discounted_returns`.
@@ -319,9 +317,9 @@ def opo(rewards: Slots, mask: Mask, group: Group) -> Slots:
 
 
 def gpg(rewards: Slots, mask: Mask, group: Group) -> Slots:
-    """A_i = N / (N - M) (R_i - mean_g): GPG (arXiv 2504.02546), M of N responses have no gradient.
+    """A_i = N / (N - M) (R_i - mean_g): GPG (arXiv 2504.02546), M of N responses are to prompts with equal rewards.
 
-    These are the responses to prompts whose rewards are all equal. If all are, A is 0.
+    If all are, A is 0.
 
     Args:
         rewards, mask, group: as of `opo`.

@@ -336,14 +336,32 @@ def _faults_of_divergence(d: Distillation) -> Words:
         ("the temperature divides the teacher's logits alone", "temperature-of-student-missing", 1.0, 0.0),
         ("the temperature divides the student's logits alone", "temperature-of-teacher-missing", 0.0, 1.0),
         ("logits are multiplied by the temperature", "temperature-inverted", 2.0, 2.0),
+        ("logits are divided by the temperature twice", "temperature-twice", -1.0, -1.0),
     ):  # fmt: skip
         yield words, fault_id, partial(_scaled, d.name, student, teacher)
+    yield (
+        "the loss is multiplied by the temperature",
+        "loss-times-temperature",
+        lambda x, s: right(x, s) * s["temperature"],
+    )
+    for bound in CLAMPS:
+        yield (
+            f"logits are clamped to ±{bound:g}: beyond it the gradient is gone",
+            "logits-clamped",
+            partial(_with_logits_clamped, d.name, bound),
+        )
     yield (
         "it is averaged over the vocabulary, not summed",
         "vocabulary-averaged",
         lambda x, s: right(x, s) / x["student_logits"].shape[-1],
     )
     if d.truncation:
+        for more in (1, -1):
+            yield (
+                f"one token {'more' if more > 0 else 'less'} than k counts",
+                "top-k-off-by-one",
+                partial(_with_more_tokens, d.name, more),
+            )
         for words, fault_id, student, teacher in NORMALIZED:
             yield words, fault_id, partial(_normalized_apart, d, student, teacher)
         yield (
@@ -407,6 +425,24 @@ def _other_with_k(name: str, k: int, inputs: Inputs, settings: Settings) -> Tens
     return _other(name, inputs, {**settings, "k": k})
 
 
+def _with_more_tokens(
+    name: str, more: int, inputs: Inputs, settings: Settings
+) -> Tensor:
+    """Return the divergence with other than k tokens."""
+    return _other_with_k(name, max(int(settings["k"]) + more, 1), inputs, settings)
+
+
+def _with_logits_clamped(
+    name: str, bound: float, inputs: Inputs, settings: Settings
+) -> Tensor:
+    """Return the divergence of clamped logits."""
+    clamped = {
+        role: inputs[role].clamp(-bound, bound)
+        for role in ("student_logits", "teacher_logits")
+    }
+    return _other(name, {**inputs, **clamped}, settings)
+
+
 def _bounded(
     loss: PerToken,
     low: float | None,
@@ -429,6 +465,11 @@ def _with_teacher_moved(
 def _sampled_with_clamp(bound: float, q: Tensor, p: Tensor) -> Tensor:
     """Return the loss of sampled tokens whose log-ratio is clamped."""
     return (q - p).clamp(-bound, bound).detach() * q
+
+
+def _ratio_with_clamp(bound: float, q: Tensor, p: Tensor) -> Tensor:
+    """Return the forward KL of sampled tokens whose ratio is clamped."""
+    return -(p - q).exp().clamp(max=bound).detach() * q
 
 
 def _beta(d: Distillation, settings: Settings) -> dict[str, float]:
@@ -465,6 +506,11 @@ def _faults_of_terms(
             lambda x, s: _jsd_from_mixture(*_log_probs(x, s), s["beta"]),
         )
         yield (
+            "β is in the mixture alone: both divergences count half",
+            "beta-in-mixture-alone",
+            lambda x, s: _jsd_unweighted(*_log_probs(x, s), s["beta"]) / 2,
+        )
+        yield (
             "the two divergences are added, not weighted by β and 1 - β",
             "beta-missing",
             lambda x, s: _jsd_unweighted(*_log_probs(x, s), s["beta"]),
@@ -497,6 +543,22 @@ def _faults_of_terms(
         of_logs(lambda q, p: (q.exp() * (q - p)).abs().sum(-1)),
     )
     yield (
+        "the mean of the forward and the reverse KL",
+        "other-divergence",
+        of_logs(lambda q, p: ((q.exp() - p.exp()) * (q - p)).sum(-1) / 2),
+    )
+    yield (
+        "the teacher's likeliest token is the label: its other probabilities are lost",
+        "hard-labels",
+        of_logs(lambda q, p: -q.gather(-1, p.argmax(-1, keepdim=True))[..., 0]),
+    )
+    for guard in (1e-4, 1e-5, 1e-6, 1e-8, 1e-10, 1e-12):
+        yield (
+            f"{guard:g} is added to probabilities inside of the logarithms",
+            "guard-in-logarithm",
+            of_logs(partial(_with_guard, d.divergence, guard)),
+        )
+    yield (
         "the squared difference of the probabilities",
         "squared-difference-of-probabilities",
         of_logs(lambda q, p: ((q.exp() - p.exp()) ** 2).sum(-1)),
@@ -527,6 +589,13 @@ def _faults_of_terms(
             f"teacher-one-token-{where}",
             partial(_with_teacher_moved, d.name, places),
         )
+
+
+def _with_guard(divergence: str, guard: float, q: Tensor, p: Tensor) -> Tensor:
+    """Return a divergence with a number added inside of its logarithms."""
+    ratio = (q.exp() + guard).log() - (p.exp() + guard).log()
+    weight, sign = (q, 1) if divergence == "reverse_kl" else (p, -1)
+    return (weight.exp() * sign * ratio).sum(-1)
 
 
 def _clamped(divergence: str, bound: float, q: Tensor, p: Tensor) -> Tensor:
@@ -632,6 +701,12 @@ def _faults_of_sampled(name: str) -> Words:
             "log-ratio-clamped",
             logs(partial(_sampled_with_clamp, bound)),
         )
+        if name == "sampled_forward_kl":
+            yield (
+                f"the ratio π_T/π is clamped at {bound:g}",
+                "teacher-ratio-clamped",
+                logs(partial(_ratio_with_clamp, bound)),
+            )
     yield (
         "the sign is flipped: it pushes away from the teacher",
         "teacher-sign-flipped",
@@ -652,7 +727,7 @@ def known(name: str, agg: str) -> tuple[Fault[Formula], ...]:
         if name in SAMPLED
         else _faults_of_divergence(distillation.get(name))
     )
-    cut = "no gradient reaches the student: it is detached, or computed under no_grad"
+    cut = "no gradient reaches the student: it is detached, computed under no_grad, or it cancels"
     if any(fault_id == "weights-detached" for _, fault_id, _ in words):
         cut += ", or the weights π alone are detached, and Σ π ∇ log π is 0"
     no_gradient = Fault[Formula](

@@ -17,6 +17,8 @@ from upref.user_code.function import Called
 from upref.user_code.guard import call_guarded
 from upref.verify.faults import Fault
 from upref.verify.formulas.case import (
+    STATE,
+    WRITES,
     Formula,
     FormulaCase,
     Inputs,
@@ -37,6 +39,7 @@ AGGREGATIONS = (
 )
 WIDTH = "the mean over all slots, padding included"
 SEQ_MEANS_SUMMED = "the sum of the responses' token means"
+LENGTHS = "the mask is read as lengths: the first slots train, as many as are trained"
 BY_ROWS_AND_TOKENS = "the token mean, divided by the number of responses once more"
 
 
@@ -185,12 +188,33 @@ def aggregation_faults(
         (BY_ROWS_AND_TOKENS, "aggregated-by-token-mean-over-responses"),
     ):
         yield Fault(agg, gradient_formula(per_token, role, agg), id=fault_id)
+    yield Fault(
+        LENGTHS,
+        _by_lengths(gradient_formula(per_token, role, own)),
+        id="mask-read-as-lengths",
+    )
     for agg in (own, *AGGREGATIONS):
         words = "the mask is ignored: padding and untrained tokens count"
         if agg != own:
             words += f"; aggregated by {agg}"
         formula = _with_full_mask(gradient_formula(per_token, role, agg))
         yield Fault(words, formula, id="padding-trains")
+
+
+def _by_lengths(formula: Formula) -> Formula:
+    """Return a formula on a batch whose first slots train, as many as the mask has."""
+    return lambda inputs, settings: formula(
+        {**inputs, "mask": first_slots(inputs["mask"])}, settings
+    )
+
+
+def first_slots(mask: Tensor) -> Tensor:
+    """Return a mask of as many slots of each response, from its first one on.
+
+    Args:
+        mask: [B, T].
+    """
+    return torch.arange(mask.shape[1]) < mask.sum(1, keepdim=True)
 
 
 def _with_full_mask(formula: Formula) -> Formula:
@@ -289,14 +313,16 @@ def determinism(case: FormulaCase) -> Iterator[Finding]:
     first, second = (case.found(case.problems[0]) for _ in range(2))
     if not torch.equal(first.nan_to_num(), second.nan_to_num()):
         words = "the same batch twice"
-        yield fail("determinism", words, "the same gradient", "another one")
+        yield fail(
+            "determinism", words, "the same gradient", "another one", cause=STATE
+        )
 
 
 @oracle("mutation")
 def mutation(case: FormulaCase) -> Iterator[Finding]:
     """Report what the function changes or prints, with padding and without."""
     for problem in case.problems[:3]:
-        findings = list(untouched(case.call(problem)[0]))
+        findings = list(untouched(case.call(problem)[0], WRITES))
         yield from findings
         if findings:
             return

@@ -14,8 +14,10 @@ from upref import token_advantages
 from upref.advantages import whiten_tokens
 from upref.verify.faults import Fault
 from upref.verify.formulas.case import Formula, Inputs, Settings
+from upref.verify.formulas.losses import LENGTHS, first_slots
 
 TokenFault = Fault[Formula]
+CLAMPS = (1.0, 2.0, 5.0, 10.0)  # usual bounds
 
 
 def compute(name: str, inputs: Inputs, settings: Settings) -> Tensor:
@@ -440,6 +442,11 @@ def _whitening_faults(name: str) -> Iterator[TokenFault]:
             lambda A, mask: (A - A.mean()) / (A.var() + 1e-8).sqrt(),
         ),
         (
+            "it is whitened over all slots, untrained ones and padding included, and the variance divides by n",
+            "whitened-with-padding",
+            lambda A, mask: (A - A.mean()) / (A.var(correction=0) + 1e-8).sqrt(),
+        ),
+        (
             "each response is whitened by itself",
             "whitened-by-response",
             _whitened_rows,
@@ -453,6 +460,11 @@ def _whitening_faults(name: str) -> Iterator[TokenFault]:
             "it is divided by the standard deviation, and the mean is kept (shift_mean=False)",
             "mean-kept",
             lambda A, mask: whiten_tokens(A, mask) + A[mask].mean(),
+        ),
+        (
+            "it is divided by the standard deviation, and the mean is kept (shift_mean=False); the variance divides by n",
+            "mean-kept",
+            lambda A, mask: whiten_tokens(A, mask, ddof=0) + A[mask].mean(),
         ),
         (
             "the mean over the trained slots is subtracted, and nothing divides",
@@ -782,7 +794,25 @@ def _teacher_faults(name: str) -> Iterator[TokenFault]:
             out[:, k] = total
         return torch.where(inputs["mask"], out, 0)
 
+    for bound in CLAMPS:
+        yield Fault(
+            f"the log-ratio of each token is clamped to ±{bound:g}",
+            partial(_with_ratio_clamped, name, bound),
+            id="log-ratio-clamped",
+        )
     if name != "distillation":
+        yield Fault(
+            "the sum is divided by the number of tokens that are left, discounted or not",
+            lambda x, s: (
+                compute("minillm", x, s)
+                / compute(
+                    "discounted_returns",
+                    {**x, "rewards": torch.ones_like(x["log_prob"])},
+                    {"gamma": 1.0},
+                ).clamp(min=1)
+            ),
+            id="divided-by-tokens-left",
+        )
         for masked in (True, False):
             padding = "" if masked else "; padding is not masked"
             yield Fault(
@@ -831,6 +861,11 @@ def _teacher_faults(name: str) -> Iterator[TokenFault]:
             id="coefficient-missing",
         )
         yield Fault(
+            "the coefficient multiplies the advantage to which it is added too",
+            lambda x, s: s["coef"] * compute(name, x, {**s, "coef": 1.0}),
+            id="coefficient-on-both",
+        )
+        yield Fault(
             "it is added with the wrong sign: it pushes away from the teacher",
             lambda x, s: compute(name, x, {**s, "coef": -s["coef"]}),
             id="teacher-sign-flipped",
@@ -840,6 +875,32 @@ def _teacher_faults(name: str) -> Iterator[TokenFault]:
         lambda x, s: -compute(name, x, s),
         id="teacher-sign-flipped",
     )
+    if name == "minillm":
+        for words, fault_id, recursion in RECURSIONS:
+            if not _is_of_values(recursion) and not _changes(recursion) & set(HOLES):
+                yield Fault(
+                    words.replace("reward", "difference"),
+                    partial(
+                        _of_differences, _recursive("discounted_returns", recursion)
+                    ),
+                    id=fault_id,
+                )
+
+
+def _with_ratio_clamped(
+    name: str, bound: float, inputs: Inputs, settings: Settings
+) -> Tensor:
+    """Return the advantages of log-ratios that are clamped."""
+    ratio = (inputs["teacher_log_prob"] - inputs["log_prob"]).clamp(-bound, bound)
+    clamped = {"log_prob": torch.zeros_like(ratio), "teacher_log_prob": ratio}
+    return compute(name, {**inputs, **clamped}, settings)
+
+
+def _of_differences(formula: Formula, inputs: Inputs, settings: Settings) -> Tensor:
+    """Return what a formula of rewards makes of log π_teacher - log π."""
+    difference = inputs["teacher_log_prob"] - inputs["log_prob"]
+    rewards = torch.where(inputs["mask"], difference, 0)
+    return formula({**inputs, "rewards": rewards}, settings)
 
 
 # ---- baselines -----------------------------------------------------------------------
@@ -880,6 +941,13 @@ def _baseline_faults(name: str) -> Iterator[TokenFault]:
                 partial(of_responses, mean),
             ),
             (
+                "a response counts to M where its own A is 0, also beside responses with a gradient",
+                "gpg-factor-of-nonzero-advantages",
+                lambda x, s: _times_nonzero_advantages(
+                    partial(of_responses, mean)(x, s), x
+                ),
+            ),
+            (
                 "the factor is N over the number of rewards that are not 0",
                 "gpg-factor-of-nonzero-rewards",
                 lambda x, s: _times_nonzero(partial(of_responses, mean)(x, s), x),
@@ -915,6 +983,11 @@ def _baseline_faults(name: str) -> Iterator[TokenFault]:
                 lambda x, s: _token_baseline(x, _squared_norm(x)),
             ),
             (
+                "where no other response has a t-th token, the baseline is the token's own return, and A = 0",
+                "lone-token-without-advantage",
+                lambda x, s: _token_baseline(x, _cumulated(x), lone=True),
+            ),
+            (
                 "the baseline is the plain mean of the t-th tokens",
                 "baseline-weights-missing",
                 lambda x, s: _token_baseline(x, torch.ones_like(x["rewards"])),
@@ -948,6 +1021,13 @@ def _times_nonzero(A: Tensor, inputs: Inputs) -> Tensor:
     return A * len(R) / R.count_nonzero().clamp(min=1)
 
 
+def _times_nonzero_advantages(A: Tensor, inputs: Inputs) -> Tensor:
+    """Return advantages times N over the number of responses whose own is not 0."""
+    has_slots = inputs["mask"].any(1)
+    count = (A.abs() > 1e-12).any(1).sum().clamp(min=1)
+    return A * has_slots.sum() / count
+
+
 def _minus_best_other(inputs: Inputs, settings: Settings) -> Tensor:
     """Return R minus the largest reward of the other responses."""
     mask, group = inputs["mask"], inputs["group"]
@@ -963,8 +1043,19 @@ def _squared_norm(inputs: Inputs) -> Tensor:
     return 1 - 2 * inputs["log_prob"].double().exp() + inputs["sum_pi_squared"]
 
 
-def _token_baseline(inputs: Inputs, weights: Tensor) -> Tensor:
-    """Return G minus its mean over the t-th tokens, with these weights."""
+def _cumulated(inputs: Inputs) -> Tensor:
+    """Return the weights, added up from the first trained token on."""
+    return torch.where(inputs["mask"], _squared_norm(inputs), 0).cumsum(1)
+
+
+def _token_baseline(inputs: Inputs, weights: Tensor, lone: bool = False) -> Tensor:
+    """Return G minus its mean over the t-th tokens, with these weights.
+
+    Args:
+        inputs: tensors by role.
+        weights: [N, K].
+        lone: whether a t-th token without another has a baseline.
+    """
     mask = inputs["mask"]
     returns = compute("discounted_returns", inputs, {"gamma": 1.0})
     ids = torch.stack([_spread(inputs["group"], inputs), mask.long().cumsum(1)], -1)
@@ -972,8 +1063,26 @@ def _token_baseline(inputs: Inputs, weights: Tensor) -> Tensor:
     for one in torch.unique(ids[mask], dim=0):
         cells = mask & (ids == one).all(-1)
         g, w = returns[cells], weights[cells]
-        out[cells] = g - (g @ w / w.sum() if len(g) > 1 else 0)
+        out[cells] = g - (g @ w / w.sum() if lone or len(g) > 1 else 0)
     return out
+
+
+def _clamped(name: str, bound: float) -> TokenFault:
+    """Return the fault that advantages are clamped."""
+    return Fault(
+        f"advantages are clamped to ±{bound:g}",
+        lambda x, s: compute(name, x, s).clamp(-bound, bound),
+        id="advantages-clamped",
+    )
+
+
+def _by_lengths(name: str, inputs: Inputs, settings: Settings) -> Tensor:
+    """Return the advantages of a batch whose first slots are taken for the trained
+    ones.
+    """
+    mask = inputs["mask"]
+    A = compute(name, {**inputs, "mask": first_slots(mask)}, settings)
+    return torch.where(mask, A, 0)
 
 
 def _other_estimator(name: str) -> TokenFault:
@@ -1004,6 +1113,11 @@ def known(name: str) -> tuple[TokenFault, ...]:
         faults += _baseline_faults(name)
     if name in TEACHER:
         faults += _teacher_faults(name)
+    faults += [_clamped(name, bound) for bound in CLAMPS]
+    if name not in TEACHER:
+        faults.append(
+            Fault(LENGTHS, partial(_by_lengths, name), id="mask-read-as-lengths")
+        )
     faults.append(
         Fault(
             "the sign is flipped: bad answers are reinforced",

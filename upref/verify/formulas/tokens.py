@@ -24,6 +24,8 @@ from upref.user_code.load import verl_estimator
 from upref.user_code.named import NamedFunction, Vocabulary, read
 from upref.verify.finding import Number, number_pair
 from upref.verify.formulas.case import (
+    STATE,
+    WRITES,
     FormulaCase,
     Inputs,
     Problem,
@@ -586,13 +588,18 @@ def determinism(case: FormulaCase) -> Iterator[Finding]:
     """Report other numbers for the same batch."""
     first, second = case.found(FULL), case.found(FULL)
     if not torch.equal(first.nan_to_num(), second.nan_to_num()):
-        yield fail("determinism", "the same batch twice", "the same numbers", "others")
+        words = "the same batch twice"
+        yield fail("determinism", words, "the same numbers", "others", cause=STATE)
 
 
 @oracle("mutation")
 def mutation(case: FormulaCase) -> Iterator[Finding]:
     """Report what the function changes or prints."""
-    yield from untouched(case.call(FULL)[0])
+    for problem in (FULL, PADDED) if case.has_mask else (FULL,):
+        findings = list(untouched(case.call(problem)[0], WRITES))
+        yield from findings
+        if findings:
+            return
 
 
 @oracle("stop-gradient", not_run=wrong_already)

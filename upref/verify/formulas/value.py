@@ -63,6 +63,7 @@ USUAL: dict[str, tuple[float, ...]] = {
     "clip": (0.2, 0.5, 0.1, 0.25, 0.3, 0.4, 10.0),
 }
 OTHER = ({"clip": 0.5}, {"clip": 0.05})
+CLAMPS = (1.0, 2.0, 5.0, 10.0)  # usual bounds
 
 
 # ---- what arguments are called -------------------------------------------------------
@@ -192,7 +193,13 @@ def _far() -> Problem:
 FAR = _far()
 TINY = _problem("two trained tokens in all, behind untrained ones", [3, 3], 3, 6)
 TINY = TINY.but(TINY.words, mask=torch.tensor([[False, False, True]] * 2))
-PROBLEMS = (PLAIN, PADDED, HOLES, LARGE, FAR, TINY)
+# here the clipped errors are the larger ones in sum too
+REACHED = _problem("values that are near their returns", [4, 6, 5], 6, 7)
+REACHED = REACHED.but(
+    REACHED.words,
+    returns=REACHED.inputs["values"] + 1 / 64,
+)
+PROBLEMS = (PLAIN, PADDED, HOLES, LARGE, FAR, TINY, REACHED)
 
 
 # ---- faults --------------------------------------------------------------------------
@@ -222,6 +229,34 @@ def _with_errors(
     clip = settings.get("clip", 0.2)
     near = old + (V - old).clamp(-clip, clip)
     return settings["scale"] * combine(V - R, near - R)
+
+
+def _larger_in_sum(of_responses: bool, inputs: Inputs, settings: Settings) -> Tensor:
+    """Return the errors of the value or those of the clipped value, whichever are larger
+    in sum.
+
+    Args:
+        of_responses: whether the sums of each response are compared, or those of the
+            batch.
+        inputs: tensors by role.
+        settings: clip, scale and agg.
+    """
+    errors = _with_errors(lambda e, near: e**2, inputs, settings)
+    near = _with_errors(lambda e, near: near**2, inputs, settings)
+    mask = inputs["mask"]
+    if of_responses:
+        sums = [torch.where(mask, x, 0).sum(1, keepdim=True) for x in (errors, near)]
+    else:
+        sums = [total(x, mask, settings["agg"]) for x in (errors, near)]
+    return torch.where(sums[0] >= sums[1], errors, near)
+
+
+def _clamped(
+    name: str, clamped_role: str, bound: float, inputs: Inputs, settings: Settings
+) -> Tensor:
+    """Return the loss with one input clamped."""
+    x = inputs[clamped_role].clamp(-bound, bound)
+    return per_token(name)({**inputs, clamped_role: x}, settings)
 
 
 def _with_clip(
@@ -283,6 +318,16 @@ def _words(name: str) -> Iterator[tuple[str, str, PerToken]]:
             partial(_with_errors, lambda e, near: near**2),
         )
         yield "nothing is clipped: it is mse", "value-clip-missing", per_token("mse")
+        yield (
+            "the maximum is taken after the sum: the larger of the two sums counts, not the larger error of each token",
+            "value-maximum-of-sums",
+            partial(_larger_in_sum, False),
+        )
+        yield (
+            "the maximum is taken of the two sums of each response, not of each token",
+            "value-maximum-of-sums",
+            partial(_larger_in_sum, True),
+        )
         yield (
             "the two errors are averaged, not the larger taken",
             "value-errors-averaged",
@@ -366,6 +411,13 @@ def _words(name: str) -> Iterator[tuple[str, str, PerToken]]:
                 ),
             ),
         )
+    for bound in CLAMPS:
+        for clamped_role in ("values", "returns"):
+            yield (
+                f"the {clamped_role} are clamped to ±{bound:g}",
+                f"{clamped_role}-clamped",
+                partial(_clamped, name, clamped_role, bound),
+            )
     for places, where in ((1, "early"), (-1, "late")):
         yield (
             f"the return is that of the token {'in front' if places > 0 else 'behind'}",
@@ -408,7 +460,7 @@ def known(name: str, agg: str) -> tuple[Fault[Formula], ...]:
         agg: the aggregation that it should have.
     """
     no_gradient = Fault[Formula](
-        "no gradient reaches the values: they are detached, or computed under no_grad",
+        "no gradient reaches the values: they are detached, computed under no_grad, or they cancel",
         lambda inputs, settings: torch.zeros_like(inputs["values"]),
         id="no-gradient",
     )
