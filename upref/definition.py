@@ -126,6 +126,8 @@ class Objective:
     keeps: Callable[..., Any] | None = field(default=None, repr=False)
     # why splitting the batch changes it, where it does
     batch_coupled: str = field(default="", repr=False)
+    # it is UP's: A log π_θ, or the anchored form of that, where A > 0
+    is_up: bool = field(default=False, repr=False)
     closed_form: Callable[..., Any] = field(default=_no_weight, repr=False)
 
     # read off the two signatures once

@@ -89,6 +89,7 @@ def _asymmetric(base: Objective, prefix: str, positive) -> Objective:
         paper="fan2026up",
         eq="Sec. 4.2",
         on_policy_exception=base.on_policy_exception if base.sampler else "",
+        is_up=True,
         note=f"The plug-in on {base.name}. {base.note}".strip(),
     )
 
@@ -268,6 +269,7 @@ def top_entropy(base: Objective) -> Objective:
         keeps=_keeps_by_entropy,
         not_symbolic="which tokens count depends on the whole batch",
         batch_coupled="which tokens count depends on the whole batch",
+        is_up=False,
         note=f"Needs entropy. {base.note}".strip(),
     )
 

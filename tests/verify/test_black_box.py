@@ -6,6 +6,7 @@ import torch
 
 import upref
 from upref.user_code import read
+from upref.verify.factors import TOKEN_SUM
 from upref.verify.measure import make_case
 from upref.verify.probe import measure
 from upref.weights.batches import fill_padding, on_policy_batch
@@ -73,7 +74,7 @@ def doubled(log_prob, old_log_prob, advantages, mask):
         (clipped, "token-mean", 1.0),
         (doubled, "token-mean", 2.0),
         # on one batch a mean over tokens is this sum, times a number
-        (summed_over_100, "a plain sum over all tokens", 0.01),
+        (summed_over_100, TOKEN_SUM, 0.01),
     ],
 )
 def test_check_and_identify_measure_the_same_aggregation(loss, agg, scale):

@@ -171,6 +171,7 @@ def test_a_fixed_length_is_recovered():
         and identity.name == "dr_grpo"
         and identity.agg == "seq-mean-token-sum-norm, L = 1024"
     )
+    assert identity.kind == "objective", identity.why
     # check has no length: the command alone would not agree
     assert "next: multiply the loss by 1024 in a wrapper" in identity.text()
     assert upref.check(

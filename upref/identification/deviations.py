@@ -16,6 +16,7 @@ from upref.identification.subject import Subject
 from upref.registry import get
 from upref.rollouts import Rollouts
 from upref.verify.explain import reproduces, two_gradients
+from upref.verify.factors import aggregation_words
 from upref.verify.faults.losses import LossFault, words_for_other_kl
 from upref.verify.finding import Cause
 from upref.verify.measure import LossCase, unit_weights
@@ -65,7 +66,7 @@ def beside_weights(subject: Subject, match: Match) -> list[Cause]:
     if second_gradient:
         wrong.append(second_gradient.cause)
     if box.agg and box.agg not in AGGREGATIONS:
-        wrong.append(Cause(f"aggregated by {box.agg}"))
+        wrong.append(Cause(f"aggregated by {aggregation_words(box.agg)}"))
     wrong += of_kl_term(subject, match)
     wrong += _of_masked_slots(subject)
     in_training_mode = in_training.findings(subject.case_of(match))

@@ -19,6 +19,7 @@ from upref.rollouts import Rollouts
 from upref.user_code import Loss, read
 from upref.user_code.frameworks import closing_settings
 from upref.user_code.guard import state_restored
+from upref.verify.factors import aggregation_words
 from upref.verify.probe import BlackBox, measure
 from upref.weights.batches import (
     interval_words,
@@ -273,7 +274,7 @@ def _divisor(
 
 def _divisor_words(box: BlackBox, factors: tuple[float, ...]) -> str:
     """Return the aggregation of a loss, and the factors beside it."""
-    words = box.agg or "no aggregation that is known"
+    words = aggregation_words(box.agg) or "no aggregation that is known"
     if box.scale != 1:
         words += f", times {box.scale:.6g}"
     for i, factor in enumerate(factors):

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from upref.aggregation import AGGREGATIONS, BY_LENGTH
+from upref.aggregation import AGGREGATIONS
 from upref.registry import get, parts
 from upref.result import Result, name_first
 from upref.verify.report import describe_assumptions, describe_basis, row, short
@@ -23,12 +23,13 @@ class Match:
 
     name: str
     hp: dict[str, Any]  # those that have an effect; None: no dual clip
-    agg: str  # the loss's aggregation, "" where none was recognized
+    agg: str  # the loss's aggregation in words, "" where none was recognized
     own: bool  # ... which is the objective's own
     same_kl: bool  # the loss has no KL term, or the one this objective has
     # largest difference of weights, of |w|, |A| or 0.1, whichever is largest
     distance: float
     mean: float  # the mean of it, each at most 1
+    length: float | None = None  # the fixed length by which the loss divides
 
     def __str__(self) -> str:
         arguments = [
@@ -129,7 +130,10 @@ class Identification(Result):
             k: getattr(self, k)
             for k in ("name", "hp", "agg", "distance", "also", "elsewhere")
         }
-        return {"identified": bool(self)} | own | asdict(self)
+        fields = asdict(self)
+        for match in fields["matches"]:
+            del match["length"]  # `agg` has it
+        return {"identified": bool(self)} | own | fields
 
     def text(self, verbose: bool = False) -> str:
         """The answer, what it rests on, and the command that goes on from here;
@@ -180,11 +184,11 @@ class Identification(Result):
 
     def _step_before_check(self) -> str:
         """Return what to do before the command; "" where it agrees as it is."""
-        length = self.agg.partition(f"{BY_LENGTH}, L = ")[2]
-        if not length:
+        length = self.matches[0].length
+        if length is None:
             return ""
         return (
-            f"multiply the loss by {length} in a wrapper (or give it L = 1, if L is an argument): "
+            f"multiply the loss by {length:.7g} in a wrapper (or give it L = 1, if L is an argument): "
             "check has no fixed length; then "
         )
 

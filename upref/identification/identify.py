@@ -312,7 +312,10 @@ def _case_as_printed(explanation: Explanation) -> LossCase | None:
         return None
     match = explanation.match
     objective = get(match.name)
-    is_whole = match.same_kl and (match.own or match.agg in AGGREGATIONS)
+    # a proof has no fixed length by which a loss divides
+    has_no_length = match.length is None
+    has_named_sum = match.own or match.agg in AGGREGATIONS
+    is_whole = match.same_kl and has_no_length and has_named_sum
     if not is_whole or (objective.batch_coupled and undetermined(match)):
         return None
     if not match.own:

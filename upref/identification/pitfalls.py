@@ -21,7 +21,7 @@ from upref.identification.subject import Subject
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
 from upref.verify.explain import fits, reproduces, two_gradients
-from upref.verify.factors import declared_aggregation
+from upref.verify.factors import aggregation_words, declared_aggregation
 from upref.verify.faults import known
 from upref.verify.faults.losses import LossFault, fault
 from upref.verify.measure import LossCase
@@ -220,11 +220,12 @@ def _match_of(subject: Subject, pitfall: Pitfall) -> Match:
     return Match(
         objective.name,
         shown,
-        subject.aggregation or pitfall.case.agg,
+        subject.aggregation or aggregation_words(pitfall.case.agg),
         subject.has_aggregation_of(objective),
         same_kl,
         distance=0.0,
         mean=0.0,
+        length=subject.length,
     )
 
 

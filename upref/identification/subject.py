@@ -15,7 +15,7 @@ from upref.identification.identification import Match
 from upref.registry import Objective, get, parts
 from upref.rollouts import Rollouts
 from upref.user_code import Loss
-from upref.verify.factors import declared_aggregation
+from upref.verify.factors import aggregation_words, declared_aggregation
 from upref.verify.match import (
     Candidate,
     best_candidate,
@@ -80,13 +80,16 @@ class Subject:
         return self.box.agg == "seq-mean-token-sum" and 0 < self.box.scale < 1
 
     @property
+    def length(self) -> float | None:
+        """The fixed length by which it divides, None where it divides by none."""
+        return 1 / self.box.scale if self.divides_by_length else None
+
+    @property
     def aggregation(self) -> str:
-        """The name of its aggregation, with the fixed length; "" where none was
-        recognized.
-        """
-        if self.divides_by_length:
-            return f"{BY_LENGTH}, L = {1 / self.box.scale:.7g}"
-        return self.box.agg
+        """Its aggregation in words, with the fixed length; "" where none was recognized."""
+        if self.length:
+            return f"{BY_LENGTH}, L = {self.length:.7g}"
+        return aggregation_words(self.box.agg)
 
     def has_aggregation_of(self, objective: Objective) -> bool:
         """Tell whether its aggregation is the objective's. A loss that takes no group ids
@@ -194,6 +197,7 @@ class Subject:
             same_kl,
             distance=max(error.max().item() for error in errors),
             mean=in_total / tokens,
+            length=self.length,
         )
 
     def _errors(self, candidate: Candidate, measured: Measured) -> Tensor:

@@ -14,6 +14,7 @@ DEFAULTS = {
     level="token",
     agg="group-token-mean",
     adv="group_norm",
+    is_up=True,
     defaults=DEFAULTS,
     note="Eq. 14 prints 1+ε_high, which is inert for A <= 0 (derivations/eps_high_inert.py). "
     "Without group ids the batch is one group.",
@@ -35,6 +36,7 @@ def up_dapo_weight(r, A, *, eps_low, c):
     level="token",
     agg="group-token-mean",
     adv="group_norm",
+    is_up=True,
     defaults=DEFAULTS,
     note="The self-anchored form: gradient of up_dapo, but not its value nor its Hessian.",
 )

@@ -15,6 +15,7 @@ DEFAULTS = {
     level="token",
     agg="seq-mean-token-mean",
     adv="group_norm",
+    is_up=True,
     kl="k3",
     defaults=DEFAULTS,
     note="Eq. 15 prints 1+ε, which is inert for A <= 0.",
@@ -36,6 +37,7 @@ def up_grpo_weight(r, A, *, eps, c):
     level="token",
     agg="seq-mean-token-mean",
     adv="group_norm",
+    is_up=True,
     kl="k3",
     defaults=DEFAULTS,
     note="The self-anchored form: gradient of up_grpo, but not its value nor its Hessian.",
@@ -55,6 +57,7 @@ up_grpo_anchored.with_weight(up_grpo.closed_form)
     level="token",
     agg="token-mean",
     adv="group_norm",
+    is_up=True,
     known_from="the pull request's description and a public copy of its compute_policy_loss_up",
     defaults={
         "eps": "0.2: verl's ActorConfig.clip_ratio",

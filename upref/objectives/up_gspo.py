@@ -13,6 +13,7 @@ DEFAULTS = {
     level="sequence_mean",
     agg="seq-mean",
     adv="group_norm",
+    is_up=True,
     defaults=DEFAULTS,
     note="UP-DAPO's function, handed mean_t lp: for A > 0 it equals UP-GRPO's, no ratio being left to have a "
     "granularity.",
@@ -34,6 +35,7 @@ def up_gspo_weight(s, A, *, eps_low):
     level="sequence_mean",
     agg="seq-mean",
     adv="group_norm",
+    is_up=True,
     defaults=DEFAULTS,
     note="The self-anchored form: gradient of up_gspo, but not its value nor its Hessian.",
 )

@@ -238,7 +238,7 @@ def _make_table(
     if not names:
         base = o if o is not None and o.sampler is None else None
         names = list(OTHERS)
-        if base is not None and base.name != "dapo" and not base.name.startswith("up"):
+        if base is not None and base.name != "dapo" and not base.is_up:
             names.append(f"up({base.name})")
         if batch.sampler is not None and not batch.sampler.isnan().any():
             names += [f"{c}({base.name if base else 'dapo'})" for c in CORRECTIONS]

@@ -22,7 +22,12 @@ from upref.errors import InputError
 from upref.registry import Objective, get, names
 from upref.rollouts import Rollouts
 from upref.transforms import CORRECTIONS, up
-from upref.verify.factors import FACTORS, aggregation_id, declared_aggregation
+from upref.verify.factors import (
+    FACTORS,
+    aggregation_id,
+    aggregation_words,
+    declared_aggregation,
+)
 from upref.verify.faults import first_fitting, hyperparameter_id, known
 from upref.verify.faults.batch_reading import floored, left_out, reweighted
 from upref.verify.faults.corrections import corrected, retuned
@@ -630,7 +635,7 @@ def _kl_aggregated(case: LossCase) -> Iterator[LossFault]:
     for name in FACTORS:
         if name != case.agg:
             yield fault(
-                f"the KL term has another aggregation than the rest: {name}",
+                f"the KL term has another aggregation than the rest: {aggregation_words(name)}",
                 "term",
                 id=f"kl-{aggregation_id(name)}",
                 weigh=partial(weights, name=name),
@@ -1071,7 +1076,7 @@ def _words_for_aggregation(case: LossCase, objective: Objective) -> str:
     # a loss that reads no group ids has no groups: the two aggregations are one
     if case.agg == "group-token-mean" and "group" not in case.loss.reads:
         return ", aggregated by token-mean"
-    return f", aggregated by {case.agg}"
+    return f", aggregated by {aggregation_words(case.agg)}"
 
 
 def _call_in_words(objective: Objective, hp: dict[str, Any]) -> str:

@@ -14,9 +14,8 @@ from upref.registry import Objective
 from upref.rollouts import Rollouts
 
 Factor = Callable[[Rollouts], Tensor]
-# what verl calls seq-mean-token-sum-norm
-MEAN_OVER_WIDTH = "the mean over the padded width (seq-mean-token-sum-norm by it)"
-TOKEN_SUM = "a plain sum over all tokens"  # token-sum, as an unwanted aggregation
+MEAN_OVER_WIDTH = "mean-over-width"  # what verl calls seq-mean-token-sum-norm
+TOKEN_SUM = "sum"  # token-sum, as an unwanted aggregation
 SAME_FACTOR = 1e-5  # relative: factors that are one number
 # the right aggregations: the name of each, and what it divides
 MEANING = {
@@ -77,7 +76,7 @@ class WrongAggregation(NamedTuple):
     """An aggregation that a loss may have by mistake.
 
     Attributes:
-        id: of the fault.
+        id: its key in FACTORS, and part of the id of the fault.
         words: its name, as reports print it.
         factor: the factor of each response.
     """
@@ -89,11 +88,11 @@ class WrongAggregation(NamedTuple):
 
 WRONG_AGGREGATIONS = (
     WrongAggregation(
-        "mean-over-width",
         MEAN_OVER_WIDTH,
+        "the mean over the padded width (seq-mean-token-sum-norm by it)",
         lambda batch: _ones(batch) / batch.mask.numel(),
     ),
-    WrongAggregation("sum", TOKEN_SUM, _ones),
+    WrongAggregation(TOKEN_SUM, "a plain sum over all tokens", _ones),
     WrongAggregation(
         "sum-of-token-means",
         "the sum, not the mean, of the responses' token means",
@@ -149,8 +148,8 @@ WRONG_AGGREGATIONS = (
     ),
 )
 FACTORS: dict[str, Factor] = {name: _row_weights_of(name) for name in MEANING}
-FACTORS |= {wrong.words: wrong.factor for wrong in WRONG_AGGREGATIONS}
-IDS = {wrong.words: wrong.id for wrong in WRONG_AGGREGATIONS}
+FACTORS |= {wrong.id: wrong.factor for wrong in WRONG_AGGREGATIONS}
+WORDS = {wrong.id: wrong.words for wrong in WRONG_AGGREGATIONS}
 
 
 def aggregation_id(name: str) -> str:
@@ -159,7 +158,16 @@ def aggregation_id(name: str) -> str:
     Args:
         name: a key of FACTORS, or a declared aggregation.
     """
-    return f"aggregated-by-{IDS.get(name, name)}"
+    return f"aggregated-by-{name}"
+
+
+def aggregation_words(name: str) -> str:
+    """Return what reports call an aggregation: a right one by its name.
+
+    Args:
+        name: a key of FACTORS, or a declared aggregation.
+    """
+    return WORDS.get(name, name)
 
 
 def own_factor(objective: Objective) -> Factor:

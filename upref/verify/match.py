@@ -600,9 +600,7 @@ def all_objectives() -> list[Objective]:
     """
     registered = [get(n) for n in names()]
     return registered + [
-        get(f"up({objective.name})")
-        for objective in registered
-        if not objective.name.startswith("up_")
+        get(f"up({objective.name})") for objective in registered if not objective.is_up
     ]
 
 

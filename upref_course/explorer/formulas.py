@@ -99,7 +99,7 @@ def formulas() -> dict[str, dict[str, Any]]:
     read = [n for n in names() if not obstacle_of(get(n))]
     return {
         n: record(get(n))
-        for n in [*read, *(f"up({n})" for n in read if not n.startswith("up_"))]
+        for n in [*read, *(f"up({n})" for n in read if not get(n).is_up)]
     }
 
 

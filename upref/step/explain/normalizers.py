@@ -14,7 +14,13 @@ from torch import Tensor
 from upref.rollouts import Rollouts
 from upref.step.compare.goal import Goal
 from upref.step.inputs.rows import Padded, Row
-from upref.verify.factors import FACTORS, aggregation_id, declared_aggregation, names
+from upref.verify.factors import (
+    FACTORS,
+    aggregation_id,
+    aggregation_words,
+    declared_aggregation,
+    names,
+)
 from upref.verify.faults import measured
 from upref.verify.finding import NO_CAUSE, Cause, join_causes
 
@@ -338,7 +344,8 @@ def _mean_aggregations(step: _Step) -> list[Factors]:
         for agg in names(step.goal_agg):
             other = NO_CAUSE
             if agg != step.goal_agg:
-                words = f"aggregated by {agg}, not by {step.goal_agg}"
+                due = aggregation_words(step.goal_agg)
+                words = f"aggregated by {aggregation_words(agg)}, not by {due}"
                 other = Cause(words, (aggregation_id(agg),))
             means.append((join_causes(counted, other), _factors(agg, mask, group)))
         out.append([*means, *of_parts])

@@ -14,7 +14,12 @@ from torch import Tensor
 from upref.aggregation import KEPT_MEAN
 from upref.errors import InputError
 from upref.rollouts import Rollouts
-from upref.verify.factors import FACTORS, common_value, declared_aggregation
+from upref.verify.factors import (
+    FACTORS,
+    aggregation_words,
+    common_value,
+    declared_aggregation,
+)
 from upref.verify.faults import SIGN_IDS, hyperparameter_id
 from upref.verify.faults.corrections import divisor_ratio
 from upref.verify.faults.losses import LossFault, fault
@@ -579,7 +584,7 @@ def _by_sign(case: LossCase) -> Iterator[LossFault]:
         for name in FACTORS:
             yield _aggregated(
                 case,
-                f"the terms of {sign} have another aggregation than the rest: {name}",
+                f"the terms of {sign} have another aggregation than the rest: {aggregation_words(name)}",
                 partial(factor_by_sign, has_sign=has_sign, name=name),
                 id=f"other-aggregation-where-{SIGN_IDS[sign]}",
             )

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from upref.rollouts import Rollouts
-from upref.verify.factors import FACTORS, aggregation_id, common_value
+from upref.verify.factors import (
+    FACTORS,
+    aggregation_id,
+    aggregation_words,
+    common_value,
+)
 from upref.verify.finding import NO_CAUSE, Cause, number_pair
 from upref.verify.measure import LossCase
 from upref.verify.oracle import oracle
@@ -113,8 +118,9 @@ def _cause(case: LossCase, batch: Rollouts) -> Cause:
         if bonus is not None and abs(bonus - 1) < SAME
     ]
     if exact and exact[0] != case.agg:
+        due = aggregation_words(case.agg)
         return Cause(
-            f"the entropy bonus is aggregated by {exact[0]}, not by {case.agg}",
+            f"the entropy bonus is aggregated by {aggregation_words(exact[0])}, not by {due}",
             (f"entropy-bonus-{aggregation_id(exact[0])}",),
         )
     own = bonuses[case.agg]

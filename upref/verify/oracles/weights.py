@@ -32,6 +32,7 @@ from upref.verify.factors import (
     MEANING,
     SAME_FACTOR,
     aggregation_id,
+    aggregation_words,
     declared_aggregation,
 )
 from upref.verify.faults.denominators import (
@@ -627,7 +628,8 @@ def aggregation(case: LossCase) -> list[Finding]:
     """
     batch = case.on_policy()
     declared = declared_aggregation(case.objective)
-    declared_words = case.objective.agg if declared != case.agg else declared
+    is_declared = declared == case.agg
+    declared_words = aggregation_words(declared) if is_declared else case.objective.agg
     if case.agg == declared and HABIT_TOL < abs(case.scale - 1) < SAME_FACTOR:
         return [
             note(
@@ -663,7 +665,9 @@ def aggregation(case: LossCase) -> list[Finding]:
     expected = Number(
         right_factors[row].item(), "factor", f"by {declared_words}{group}"
     )
-    found = Number(found_factors[row].item(), "factor", f"by {case.agg}")
+    found = Number(
+        found_factors[row].item(), "factor", f"by {aggregation_words(case.agg)}"
+    )
 
     why = _cause_of_factors(case, batch)
     return [fail("aggregation", text, expected, found, example(case, small), why)]
@@ -695,7 +699,7 @@ def _cause_of_factors(case: LossCase, batch: Rollouts) -> Cause:
         return divided_by_kept(case)
     if case.objective.agg == KEPT_MEAN and case.agg == "token-mean":
         return DIVIDED_BY_ALL
-    words = case.agg
+    words = aggregation_words(case.agg)
     # a response's own number may have the factor of a sum over its tokens without one
     is_of_tokens = case.objective.level == "token"
     is_own = not case.loss.left_to_caller
