@@ -167,6 +167,7 @@ def _run_apart(args: argparse.Namespace) -> int:
     from upref.cli.supervise import Printed, supervised
 
     def prepare() -> int:
+        """Import what the child needs, before its time limit begins."""
         gc.disable()  # almost all that an import makes stays
         import_module("upref.user_code")  # with torch: the time limit is for user code
         if args.command == "check":

@@ -152,6 +152,7 @@ def _loads(text: str, path: Path, where: str) -> Any:
 
 
 def _row_of(row: Any, path: Path) -> Row:
+    """Return the numbers of a step by name, with those in verl's `data`."""
     if not isinstance(row, dict):
         raise InputError(
             f"{path}: each step must be a JSON object of numbers by name, and one is a {type(row).__name__}."

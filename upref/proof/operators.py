@@ -139,6 +139,7 @@ class Operation:
         return self._call(self.arguments | {"self": self.trace.numbers(self["self"])})
 
     def _call(self, arguments: dict[str, Any]) -> Any:
+        """Run the operator on these arguments, by position where its schema allows it."""
         positional, by_name = [], {}
         for a in self.func._schema.arguments:
             if a.kwarg_only:
@@ -295,6 +296,7 @@ def _move(o: Operation) -> Tensor | tuple[Tensor, ...]:
 # ---- numbers as they are -------------------------------------------------------------
 @rule("_to_copy")
 def _to_copy(o: Operation) -> Tensor:
+    """Convert to another dtype. The trace stops where a varying value would be rounded."""
     ids = o.ids("self")
     dtype = o["dtype"]
     if dtype is None or dtype == o["self"].dtype:
@@ -378,6 +380,9 @@ def _where(o: Operation) -> Tensor | tuple[Tensor, ...]:
 
 
 def _choose(o: Operation, condition: Tensor, yes: Tensor, no: Tensor) -> Tensor:
+    """Return one of two values by a condition. One that decides about infinity or NaN is
+    a step of the path.
+    """
     v = o.values
 
     def of(c: int, x: int, y: int) -> int:
@@ -390,6 +395,7 @@ def _choose(o: Operation, condition: Tensor, yes: Tensor, no: Tensor) -> Tensor:
 
 @rule("nan_to_num")
 def _nan_to_num(o: Operation) -> Tensor:
+    """Put numbers in place of NaN and infinity: those given, else torch's own."""
     v = o.values
     largest = torch.finfo(o["self"].dtype).max
     instead = {
@@ -408,6 +414,7 @@ def _nan_to_num(o: Operation) -> Tensor:
 # ---- arithmetic ----------------------------------------------------------------------
 @rule("add sub rsub")
 def _add(o: Operation) -> Tensor:
+    """Add or subtract, with the factor alpha of the second value."""
     v = o.values
     factor = Fraction(-1 if o.name in ("sub", "rsub") else 1)
     x, y = o.ids("self"), o.ids("other")
@@ -438,6 +445,7 @@ def _div(o: Operation) -> Tensor:
 
 
 def _quotient(o: Operation, x: int, y: int) -> int:
+    """Divide. A divisor that varies must not be 0; by 0 the quotient is infinite, or NaN."""
     v = o.values
     if y == v.zero:
         if x == v.zero:
@@ -495,6 +503,7 @@ def _square(o: Operation) -> Tensor:
 
 @rule("pow")
 def _pow(o: Operation) -> Tensor:
+    """Raise to a power. Where the exponent e varies, x ** e is exp(e log x)."""
     v = o.values
 
     def of(x: int, e: int) -> int:
@@ -604,6 +613,7 @@ def _tanh_backward(o: Operation) -> Tensor:
 
 @rule("softplus", "of logarithms")
 def _softplus(o: Operation) -> Tensor:
+    """Return log(1 + exp(beta x)) / beta, and x above the threshold."""
     v = o.values
     beta, threshold = o.get("beta", 1), o.get("threshold", 20)
 
@@ -617,6 +627,7 @@ def _softplus(o: Operation) -> Tensor:
 
 @rule("softplus_backward", "of logarithms")
 def _softplus_backward(o: Operation) -> Tensor:
+    """Return the gradient of `_softplus`, and that from above beyond the threshold."""
     v = o.values
     beta, threshold = o.get("beta", 1), o.get("threshold", 20)
 
@@ -638,6 +649,7 @@ def _relu(o: Operation) -> Tensor:
 
 @rule("threshold_backward")
 def _threshold_backward(o: Operation) -> Tensor:
+    """Return the gradient from above where a value exceeds the threshold, else 0."""
     v = o.values
     level = v.number(o["threshold"])
     return elementwise(
@@ -696,6 +708,7 @@ def _compare(o: Operation) -> Tensor:
 
 @rule("eq ne")
 def _equal(o: Operation) -> Tensor:
+    """Compare for equality: conditions by their truth, other values by their numbers."""
     v = o.values
 
     def of(x: int, y: int) -> int:
@@ -735,6 +748,7 @@ def most(v: Values, x: int, y: int) -> int:
 
 @rule("clamp clamp_min clamp_max clip hardtanh")
 def _clamp(o: Operation) -> Tensor:
+    """Bound values from below and from above, by what is given of the two."""
     low = o.get("min", o.get("min_val"))
     high = o.get("max", o.get("max_val"))
     ids = o.ids("self")
@@ -749,6 +763,7 @@ def _clamp(o: Operation) -> Tensor:
     "logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__"
 )
 def _logic(o: Operation) -> Tensor:
+    """Join two conditions. Bits of integers are joined where they are constants alone."""
     v = o.values
     logical = o.name.startswith("logical")
     if not logical and o["self"].dtype is not torch.bool:
@@ -772,6 +787,7 @@ def _not(o: Operation) -> Tensor:
 
 @rule("isnan isinf isfinite isposinf isneginf")
 def _is_special(o: Operation) -> Tensor:
+    """Tell which values are NaN, infinite or finite."""
     names = {
         "isnan": ("nan",),
         "isinf": ("inf", "-inf"),
@@ -791,6 +807,7 @@ def _signbit(o: Operation) -> Tensor:
 
 @rule("copysign")
 def _copysign(o: Operation) -> Tensor:
+    """Return the size of one value with the sign of another. 0 counts as above 0."""
     v = o.values
 
     def of(x: int, y: int) -> int:
@@ -802,6 +819,7 @@ def _copysign(o: Operation) -> Tensor:
 
 @rule("heaviside")
 def _heaviside(o: Operation) -> Tensor:
+    """Return 1 above 0, 0 below 0, and the second value at 0."""
     v = o.values
 
     def of(x: int, at_zero: int) -> int:
@@ -831,6 +849,7 @@ def _mean(o: Operation) -> Tensor:
 
 @rule("var std")
 def _var(o: Operation) -> Tensor:
+    """Return the variance or its root, and NaN of too few values."""
     v = o.values
     correction = o.get("correction", 1)
     if "unbiased" in o.arguments:
@@ -850,6 +869,7 @@ def _var(o: Operation) -> Tensor:
 
 @rule("prod")
 def _prod(o: Operation) -> Tensor:
+    """Multiply all values along dimensions."""
     v = o.values
     return along(
         lambda row: reduce(v.multiply, row, v.one),
@@ -861,6 +881,7 @@ def _prod(o: Operation) -> Tensor:
 
 @rule("any all")
 def _any(o: Operation) -> Tensor:
+    """Tell whether any, or all, of the values along dimensions are true."""
     v = o.values
     of = v.either if o.name == "any" else v.both
     start = v.zero if o.name == "any" else v.one
@@ -874,6 +895,7 @@ def _any(o: Operation) -> Tensor:
 
 @rule("amax amin")
 def _extreme(o: Operation) -> Tensor:
+    """Return the largest, or the smallest, value along dimensions."""
     of = most if o.name == "amax" else least
     return along(
         lambda row: reduce(lambda x, y: of(o.values, x, y), row),
@@ -885,6 +907,7 @@ def _extreme(o: Operation) -> Tensor:
 
 @rule("max min", "places")
 def _extreme_and_place(o: Operation) -> Any:
+    """Return the extreme of two tensors, of all values, or along a dimension with its place."""
     of = most if o.name == "max" else least
     if "other" in o.arguments:
         return elementwise(
@@ -929,6 +952,9 @@ def _put_answer(o: Operation, ids: Tensor) -> None:
 
 @rule("argmax argmin", "places")
 def _place(o: Operation) -> Any:
+    """Return the place of the extreme value at the witness, and make it a step of the path
+    that it is there.
+    """
     o.answer = o.at_witness()
     ids = o.ids("self")
     dim = o.get("dim")
@@ -1007,6 +1033,7 @@ def _running(o: Operation, of: Callable[[int, int], int]) -> Tensor:
 
 @rule("logsumexp", "of logarithms")
 def _logsumexp(o: Operation) -> Tensor:
+    """Return the logarithm of the sum of exponentials along dimensions."""
     v = o.values
     return along(
         lambda row: v.log(add_all(v, [v.exp(x) for x in row])),
@@ -1027,6 +1054,7 @@ def _softmax(o: Operation) -> Tensor:
 
 @rule("_softmax_backward_data _log_softmax_backward_data", "of logarithms")
 def _softmax_backward(o: Operation) -> Tensor:
+    """Return the gradient of a softmax, or of its logarithm, by its input."""
     v = o.values
     g, y = o.ids("grad_output"), o.ids("output")
     if o.name == "_softmax_backward_data":
@@ -1066,6 +1094,7 @@ def _dot(o: Operation) -> Tensor:
 
 @rule("addmm baddbmm")
 def _addmm(o: Operation) -> Tensor:
+    """Return beta times a tensor plus alpha times a product of matrices."""
     v = o.values
     first, second = ("mat1", "mat2") if o.name == "addmm" else ("batch1", "batch2")
     made = product(v, o.ids(first), o.ids(second))
@@ -1077,6 +1106,7 @@ def _addmm(o: Operation) -> Tensor:
 
 @rule("addcmul addcdiv")
 def _addcmul(o: Operation) -> Tensor:
+    """Add a multiple of the product, or of the quotient, of two tensors."""
     v = o.values
     of = v.multiply if o.name == "addcmul" else lambda x, y: _quotient(o, x, y)
     by = o.get("value", 1)
@@ -1090,6 +1120,7 @@ def _addcmul(o: Operation) -> Tensor:
 
 @rule("lerp")
 def _lerp(o: Operation) -> Tensor:
+    """Move from one value toward another by a weight."""
     v = o.values
     return elementwise(
         lambda x, y, w: v.add(x, v.multiply(w, v.subtract(y, x))),
@@ -1128,6 +1159,9 @@ def _masked_select(o: Operation) -> Tensor:
 
 @rule("_local_scalar_dense is_nonzero", "places")
 def _read(o: Operation) -> Any:
+    """Read one value as a number of Python. A condition is decided, and what varies stops
+    the trace.
+    """
     x = o["self"]
     value = int(o.ids("self").reshape(()))
     if x.dtype is torch.bool or o.name == "is_nonzero":
@@ -1141,6 +1175,7 @@ def _read(o: Operation) -> Any:
 
 @rule("equal", "places")
 def _all_equal(o: Operation) -> Any:
+    """Tell whether two tensors are equal. Each pair of values is a step of the path."""
     v = o.values
     if o["self"].shape != o["other"].shape:
         o.answer = False
@@ -1171,6 +1206,7 @@ def _index(o: Operation) -> Tensor:
 
 @rule("index_put _unsafe_index_put _index_put_impl")
 def _index_put(o: Operation) -> Tensor:
+    """Write values at places, or add them there."""
     ids = o.ids("self").clone()
     places = _places(o, o["indices"])
     if not o.get("accumulate", False):
@@ -1193,6 +1229,7 @@ def _add_at(o: Operation, ids: Tensor, targets: Tensor, added: Tensor) -> Tensor
 
 @rule("scatter")
 def _scatter(o: Operation) -> Tensor:
+    """Write values at places along a dimension."""
     if o.get("reduce"):
         o.trace.stop("calls scatter with reduce=", "use scatter_add")
     ids = o.ids("self").clone()
@@ -1214,6 +1251,7 @@ def _scatter_add(o: Operation) -> Tensor:
 
 @rule("scatter_reduce")
 def _scatter_reduce(o: Operation) -> Tensor:
+    """Gather the values that go to each place, and reduce each lot to one value."""
     v = o.values
     how = o["reduce"]
     reductions: dict[str, Callable[[int, int], int]] = {
@@ -1259,6 +1297,7 @@ def _gather_places(numbers: Tensor, dim: int, index: Tensor) -> Tensor:
 
 @rule("index_add")
 def _index_add(o: Operation) -> Tensor:
+    """Add a multiple of a tensor at places along a dimension."""
     v = o.values
     ids = o.ids("self")
     index = o.trace.concrete(o["index"])
@@ -1284,6 +1323,7 @@ def _search(o: Operation) -> Tensor:
 
 @rule("count_nonzero")
 def _count(o: Operation) -> Tensor:
+    """Count the values that are not 0 along dimensions."""
     v = o.values
     return along(
         lambda row: add_all(v, [v.real(v.condition(x)) for x in row]),

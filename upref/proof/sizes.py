@@ -315,6 +315,8 @@ def _division(name: str) -> Callable[..., Any]:
 
 
 def _arithmetic(name: str) -> Callable[..., Any]:
+    """Return the arithmetic method of this name; `made` wraps its answer."""
+
     def compute(self: Any, other: Any) -> Any:
         found = getattr(super(type(self), self), name)(other)
         if found is NotImplemented and isinstance(other, float):  # an int by a float

@@ -520,6 +520,8 @@ def _answer_in_front(
 
 
 def _size_in_front(trace: Trace, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that tells a size, which notes that it was read and marks its answer."""
+
     def size(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         found = method(x, *args, **kwargs)
         if trace.is_busy:

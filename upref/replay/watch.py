@@ -214,6 +214,7 @@ class Watch:
 
 
 def _gap_metrics(found: Gap) -> dict[str, float]:
+    """Return the metrics of a gap that a trainer logs. `gap_cause` is 0 where it has none."""
     cause = found.findings[0].cause if found.findings else ""
     return {
         "rho_mean": found.rho_mean,

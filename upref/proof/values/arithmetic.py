@@ -35,6 +35,7 @@ class Arithmetic(Points):
         return known
 
     def _add(self, x: int, y: int) -> int:
+        """Compute what `add` keeps. Infinity and NaN are added as floats are."""
         kinds = {self.special(x), self.special(y)} - {""}
         if kinds:
             if len(kinds) > 1 or "nan" in kinds:

@@ -139,6 +139,7 @@ class Choices(Signs):
                 yield other, False
 
     def _assume(self, value: int, comparison: int, truth: bool) -> int:
+        """Return a value where a comparison is decided; it is computed once."""
         if comparison not in self.support(value):
             return value
         key = (value, comparison, truth)

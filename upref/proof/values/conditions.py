@@ -53,6 +53,7 @@ class Conditions(Functions):
         return known
 
     def _both(self, x: int, y: int) -> int:
+        """Compute what `both` keeps, by the first comparison of either condition."""
         left, right = self.nodes[x], self.nodes[y]
         assert isinstance(left, Branch) and isinstance(right, Branch)
         first = min(left.comparison, right.comparison)

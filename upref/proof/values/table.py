@@ -89,6 +89,7 @@ class Table(ABC):
 
     # ---- nodes and atoms -------------------------------------------------------------
     def _node(self, node: Node) -> int:
+        """Return the id of a node, a new one where it is not known."""
         known = self._node_ids.get(node)
         if known is None:
             known = self._node_ids[node] = len(self.nodes)
@@ -101,6 +102,7 @@ class Table(ABC):
         return known
 
     def _atom(self, atom: Atom) -> int:
+        """Return the id of an atom, a new one where neither it nor a near one is known."""
         known = self._atom_ids.get(atom)
         if known is None:
             known = self._nearly_known(atom)
@@ -186,6 +188,7 @@ class Table(ABC):
         return known
 
     def _make_number(self, x: Number) -> int:
+        """Return the id of a number, a float as its simplest fraction."""
         if isinstance(x, float):
             if math.isnan(x):
                 return self.nan
@@ -353,6 +356,7 @@ class Table(ABC):
         return known
 
     def _support(self, value: int) -> frozenset[int]:
+        """Compute what `support` keeps: the comparisons on which a value depends."""
         node = self.nodes[value]
         match node:
             case Polynomial():

@@ -271,6 +271,7 @@ class _Numbers(ast.NodeTransformer):
         return node
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
+        """Replace a choice by whether a number is None by the branch that is taken."""
         self.generic_visit(node)
         match node.test:
             case ast.Compare(
@@ -282,6 +283,7 @@ class _Numbers(ast.NodeTransformer):
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
+        """Replace a dual clip without a bound by its ratio."""
         self.generic_visit(node)
         match node:
             case ast.Call(
@@ -312,6 +314,7 @@ class _Folded(ast.NodeTransformer):
     """Compute what is made of numbers alone, and write a reader's names."""
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        """Compute an operation on two numbers, and keep one that has no value."""
         self.generic_visit(node)
         match node:
             case ast.BinOp(left=ast.Constant(), right=ast.Constant()):
