@@ -28,6 +28,7 @@ from repro.mini.experiment import (
     curves,
     effects,
     plan,
+    questions,
     records,
     suite,
     words as in_words,
@@ -217,7 +218,7 @@ def words(e: Plan, known: dict[str, RunRecord]) -> list[str]:
     runs, seeds = e.runs(known), e.main["seeds"]
     for claim in e.claims:
         (contrast,) = claim["contrasts"]
-        question = plan.contrast(contrast, e.name)
+        question = questions.contrast(contrast, e.name)
         found = effects.plain(question, runs, seeds, [""])
         side, bound = _bound(contrast)
         agree = sum(side * (d - bound) > 0 for d in found.values)

@@ -10,7 +10,7 @@ from math import floor
 import torch
 
 from paper.table1 import mean, mean_fits, read
-from repro.mini.experiment import effects, plan, records
+from repro.mini.experiment import effects, plan, questions, records
 from repro.mini.experiment.words import shown
 from repro.with_verl.config.scales import paper
 from tests.support.on_tokens import weight
@@ -247,7 +247,7 @@ def test_w_reinforce_in_its_authors_form_keeps_its_entropy(holds, seen_in_round_
     (claim,) = (c for c in tuned.claims if c["id"] == "entropy_collapses")
     for contrast in claim["contrasts"]:
         assert len(contrast["arms"]) == 1
-        question = plan.contrast(contrast, tuned.name)
+        question = questions.contrast(contrast, tuned.name)
         other = effects.plain(question, runs, seeds, [""])
         assert other.high < contrast["effect"] == -0.1
     found = seen_in_round_2["w_reinforce"]

@@ -74,8 +74,8 @@ def head(plan: Plan, known: Known) -> str:
     written = f"Written by `{plan.command} --collect`."
     if plan.others:
         return f"{written} {NOT_REGISTERED}"
-    commit = registration.load(plan.results.parent).get("commit", "none yet")
     hours = records.hours(_mine(plan, known))
+    commit = registration.load(plan.results.parent).get("commit", "none yet")
     note = f"{plan.note.strip()}\n\n" if plan.note else ""
     return f"""{written} Rule, arms, rates, seeds, stopping and margins were registered in
 commit `{commit}`, before any run.
@@ -162,6 +162,8 @@ def limits(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) -> s
 
 def all_claims(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) -> str:
     """What the second round's registered rule says of each claim of a closed round."""
+    if not plan.claims:
+        return ""
     rows = []
     for claim, v in zip(plan.claims, frozen.verdicts(plan, known), strict=True):
         word = f"**{v.word}**" + (f"<br>{v.why}" if v.why else "")
@@ -169,7 +171,7 @@ def all_claims(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) 
         row = [claim["figure"], claim["says"], word, seeds, f"{v.p_for:.2g}"]
         rows.append(row)
     columns = ["", "claim", "by the registered rule", "seeds", "p"]
-    return f"## The claims\n\n{table(columns, rows)}\n" if rows else ""
+    return f"## The claims\n\n{table(columns, rows)}\n"
 
 
 def stopped(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) -> str:

@@ -36,7 +36,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -47,11 +47,8 @@ from repro.mini.experiment.effects import Effect, Look, Runs
 from repro.mini.experiment.questions import (
     Question,
     RunRecord,
-    Term,
-    difference,
-    known,
-    slope,
-    term_of,
+    contrast,
+    questions_of,
 )
 from repro.mini.experiment.search import (
     Choice,
@@ -547,93 +544,12 @@ def _check_groups(raw: dict[str, Any]) -> None:
 
 def _family(table: dict[str, Any], groups: dict[str, dict[str, Any]]) -> Family:
     """A family of a plan, with its questions written out."""
-    asked = [_question(q) for q in table.get("questions", ())]
-    if "metrics" in table:
-        asked += _differences(table, groups)
-    asked += _of_one_arm(table)
-    bases = tuple(table.get("bases", ()))
-    asked = [replace(question, bases=bases) for question in asked]
-    for question in asked:
-        _check_question(question, table["name"], groups)
     title = table.get("title", table["name"])
-    return Family(table["name"], title, tuple(asked), table.get("primary", False))
-
-
-def _of_one_arm(table: dict[str, Any]) -> list[Question]:
-    """Numbers and changes of each arm in each group."""
-    asked = [[name] for name in table.get("numbers", ())] + table.get("changes", [])
-    found = []
-    for names, group in product(asked, table.get("groups", ())):
-        for arm in table.get("arms", ()):
-            terms = [term_of(names[0], arm, group)]
-            if len(names) == 2:
-                terms.append(term_of(names[1], arm, group, -1.0))
-            found.append(Question(" minus ".join(names), tuple(terms)))
-    return found
-
-
-def _differences(
-    table: dict[str, Any], groups: dict[str, dict[str, Any]]
-) -> list[Question]:
-    """Every metric in every group against every other arm; slopes over the groups."""
-    first = table["first"]
-    margins = table.get("margins", {})
-    found = []
-    for name in table["metrics"]:
-        if table.get("slope"):
-            levels = {g: groups[g]["settings"]["staleness"] for g in table["groups"]}
-            found += [slope(name, first, other, levels) for other in table["others"]]
-            continue
-        margin = margins.get(name, 0.0)
-        for group in table["groups"]:
-            for other in table["others"]:
-                found.append(difference(name, first, other, group, margin))
-    return found
+    asked = questions_of(table, groups)
+    return Family(table["name"], title, asked, table.get("primary", False))
 
 
 def _claim(table: dict[str, Any], group: str) -> Family:
     """A claim of a closed round; without questions where it was not testable."""
     asked = [contrast(c, group) for c in table.get("contrasts", ())]
     return Family(table["id"], table["says"], tuple(asked))
-
-
-def contrast(table: dict[str, Any], group: str) -> Question:
-    """The question of a contrast: one or two arms, metric, at, set, decoding, ratio."""
-    where = f"{table.get('set', 'test')}/{table.get('decoding', 'top_p_0.7')}"
-    terms = [
-        Term(arm, group, table["metric"], table.get("at", "last"), where, weight)
-        for arm, weight in zip(table["arms"], (1.0, -1.0), strict=False)
-    ]
-    return Question(table["metric"], tuple(terms), ratio=table.get("ratio", False))
-
-
-def _question(table: dict[str, Any]) -> Question:
-    """A question whose terms are written out: [weight, arm, group, number]."""
-    terms = tuple(
-        term_of(name, arm, group, float(weight))
-        for weight, arm, group, name in table["terms"]
-    )
-    return Question(
-        table["name"],
-        terms,
-        ratio=table.get("ratio", False),
-        margin=table.get("margin", 0.0),
-        says=table.get("says", ""),
-    )
-
-
-def _check_question(
-    question: Question, family: str, groups: dict[str, dict[str, Any]]
-) -> None:
-    """Its arms are in its groups, and there are such numbers."""
-    for term in question.terms:
-        if term.group not in groups:
-            raise InputError(f"the family {family!r} names no group {term.group!r}.")
-        if term.arm not in groups[term.group]["arms"]:
-            raise InputError(
-                f"the family {family!r} names {term.arm!r}, which is not in the group {term.group!r}."
-            )
-        if not known(term):
-            raise InputError(
-                f"the family {family!r} asks for {term.metric} at {term.at!r}: there is no such number."
-            )

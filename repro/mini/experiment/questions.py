@@ -8,7 +8,8 @@ its groups. Shares are in points of 100.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from math import comb
 from typing import Any
 
@@ -163,6 +164,104 @@ def term_of(name: str, arm: str, group: str, weight: float = 1.0) -> Term:
         metric, _, at = metric.partition("@")
     where = f"test/{decoding}" if decoding else WHERE
     return Term(arm, group, metric, at, where, weight)
+
+
+# ---- what the tables of a plan ask ----------------------------------------------------
+def questions_of(
+    table: dict[str, Any], groups: dict[str, dict[str, Any]]
+) -> tuple[Question, ...]:
+    """The questions of a family.
+
+    Args:
+        table: of the family, as plan.py describes it.
+        groups: of the plan, by name.
+
+    Raises:
+        InputError: a question names an arm, a group or a number that is not there.
+    """
+    asked = [_question(q) for q in table.get("questions", ())]
+    if "metrics" in table:
+        asked += _differences(table, groups)
+    asked += _of_one_arm(table)
+    bases = tuple(table.get("bases", ()))
+    asked = [replace(question, bases=bases) for question in asked]
+    for question in asked:
+        _check_question(question, table["name"], groups)
+    return tuple(asked)
+
+
+def _of_one_arm(table: dict[str, Any]) -> list[Question]:
+    """Numbers and changes of each arm in each group."""
+    asked = [[name] for name in table.get("numbers", ())] + table.get("changes", [])
+    found = []
+    for names, group in product(asked, table.get("groups", ())):
+        for arm in table.get("arms", ()):
+            terms = [term_of(names[0], arm, group)]
+            if len(names) == 2:
+                terms.append(term_of(names[1], arm, group, -1.0))
+            found.append(Question(" minus ".join(names), tuple(terms)))
+    return found
+
+
+def _differences(
+    table: dict[str, Any], groups: dict[str, dict[str, Any]]
+) -> list[Question]:
+    """Every metric in every group against every other arm; slopes over the groups."""
+    first = table["first"]
+    margins = table.get("margins", {})
+    found = []
+    for name in table["metrics"]:
+        if table.get("slope"):
+            levels = {g: groups[g]["settings"]["staleness"] for g in table["groups"]}
+            found += [slope(name, first, other, levels) for other in table["others"]]
+            continue
+        margin = margins.get(name, 0.0)
+        for group in table["groups"]:
+            for other in table["others"]:
+                found.append(difference(name, first, other, group, margin))
+    return found
+
+
+def contrast(table: dict[str, Any], group: str) -> Question:
+    """The question of a contrast: one or two arms, metric, at, set, decoding, ratio."""
+    where = f"{table.get('set', 'test')}/{table.get('decoding', 'top_p_0.7')}"
+    terms = [
+        Term(arm, group, table["metric"], table.get("at", "last"), where, weight)
+        for arm, weight in zip(table["arms"], (1.0, -1.0), strict=False)
+    ]
+    return Question(table["metric"], tuple(terms), ratio=table.get("ratio", False))
+
+
+def _question(table: dict[str, Any]) -> Question:
+    """A question whose terms are written out: [weight, arm, group, number]."""
+    terms = tuple(
+        term_of(name, arm, group, float(weight))
+        for weight, arm, group, name in table["terms"]
+    )
+    return Question(
+        table["name"],
+        terms,
+        ratio=table.get("ratio", False),
+        margin=table.get("margin", 0.0),
+        says=table.get("says", ""),
+    )
+
+
+def _check_question(
+    question: Question, family: str, groups: dict[str, dict[str, Any]]
+) -> None:
+    """Its arms are in its groups, and there are such numbers."""
+    for term in question.terms:
+        if term.group not in groups:
+            raise InputError(f"the family {family!r} names no group {term.group!r}.")
+        if term.arm not in groups[term.group]["arms"]:
+            raise InputError(
+                f"the family {family!r} names {term.arm!r}, which is not in the group {term.group!r}."
+            )
+        if not known(term):
+            raise InputError(
+                f"the family {family!r} asks for {term.metric} at {term.at!r}: there is no such number."
+            )
 
 
 # ---- one number of one run -----------------------------------------------------------
