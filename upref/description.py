@@ -76,6 +76,7 @@ class Description:
     scale_exception: str = ""
     known_from: str = ""
     batch_coupled: str = ""
+    is_up: bool = False
 
     @property
     def source(self) -> str:
