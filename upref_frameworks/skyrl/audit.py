@@ -348,6 +348,8 @@ REMARKS = (
     "It computes ratios in float32: compared to 1e-6. prompt_mean gets the prompts' places in the mini-batch, as its "
     "trainer computes them.",
     "Not covered: several ranks, off_policy_correction, the maxrl and gae estimators.",
+    "Not covered: advantage_batch_normalize (off by default). Its deviation is over tokens, and its mean over padding too, "
+    "which counts as 0 (skyrl/train/trainer.py, lines 1451 and 1452; NovaSky-AI/SkyRL#1305, open when it was read).",
 )
 SKYRL = Framework(
     "skyrl",
