@@ -22,6 +22,7 @@ from upref.step.compare.case import (
     RowOptions,
     StepCase,
     allowed_error,
+    are_routes_own,
     build_case,
     call_step,
     compare,
@@ -164,6 +165,7 @@ def check_step(
     group_size: int | None = None,
     rewards: Sequence[float] | None = None,
     advantages: Sequence[float] | Callable[[Tensor, Tensor], Tensor] | None = None,
+    routes: bool = False,
     explain: bool = True,
     moved: bool | float = False,
     **hp: Any,
@@ -205,6 +207,9 @@ def check_step(
         advantages: what the step should make of the rewards: eight numbers, or a
             function of (rewards [8], group [8]); None: the objective's own. Without
             rewards the eight numbers are the advantages of the rows.
+        routes: give each row the experts that its tokens take, in `routes`, for a step
+            that replays what the sampler recorded. A third of them are not those that the
+            model would choose. A router is a call of `topk` in the model's forward pass.
         explain: search for the cause of a difference, which may take longer than the
             step.
         moved: read the gradient from what the weights moved, for an engine that hides
@@ -226,7 +231,7 @@ def check_step(
     if is_follower():
         report: StepReport = follow(step, model, call_step, learning_rate)
         return report
-    row_options = RowOptions(group_size, rewards, advantages)
+    row_options = RowOptions(group_size, rewards, advantages, routes or None)
 
     def check() -> StepReport:
         """Make the rows, do the step on them, and compare its gradient."""
@@ -722,6 +727,8 @@ def _exercised(goal: Goal, case: StepCase, passes: int) -> list[str]:
     exercised = batch.describe_rows(case.rows, goal.temperature, case.forward.lp())
     if goal.value is not None:
         exercised.append(f"the value loss {goal.value.loss}")
+    if case.rows[0].routes is not None:
+        exercised.append("replayed routes of experts")
     if passes == 1:
         exercised.append("one backward pass")
     elif passes > 1:
@@ -734,6 +741,8 @@ def _unexercised(goal: Goal, case: StepCase, passes: int) -> list[str]:
     unexercised = [f"{k} ({why})" for k, why in case.unvaried.items()]
     if goal.value is not None and not _values_leave_their_range(goal.value, case):
         unexercised.append("the clip of values (no value has left its range)")
+    if case.rows[0].routes is not None and are_routes_own(case):
+        unexercised.append("the replay of routes (they are what the model chooses)")
     if passes == 1:
         unexercised.append("micro-batches")
     if world_size() == 1:

@@ -223,6 +223,10 @@ def dump_step(
     if Path(path).suffix != ".npz":
         raise InputError(f"{path}: a dumped step is written as .npz.")
     checked = validate_rows(rows, max((max(r.ids) for r in rows), default=0) + 1)
+    if any(row.routes is not None for row in checked):
+        raise InputError(
+            "a dumped step has no place for routes of experts: check such a step by check_recorded."
+        )
     net = unwrapped(model)
     meta: dict[str, str] = {}
     halves = _TwoHalves(net, checked)

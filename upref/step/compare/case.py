@@ -42,6 +42,7 @@ from upref.step.inputs.reference import (
     gather_tensor,
     unwrapped,
 )
+from upref.step.inputs.routes import draw_routes, routes_of
 from upref.step.inputs.rows import CASE_AXES, Padded, Row
 from upref.user_code.guard import one_line, refuse_exit
 
@@ -79,6 +80,7 @@ class RowOptions:
     group_size: int | None = None
     rewards: Sequence[float] | None = None
     advantages: Sequence[float] | Callable[[Tensor, Tensor], Tensor] | None = None
+    routes: bool | None = None  # None: the rows have none
 
     def refuse_beside(self, other: str) -> None:
         """Raise InputError if any option is set.
@@ -144,6 +146,7 @@ def draw_old_policy(
     seed: int = 0,
     on_policy: bool = False,
     coarse: bool = False,
+    routes: bool = False,
 ) -> Forward:
     """Give made rows the log-probabilities of an older policy, so that each number of
     the objective acts on them.
@@ -156,6 +159,7 @@ def draw_old_policy(
         seed: of the ratios.
         on_policy: r = 1 everywhere.
         coarse: no token is beside a bound, for a step in half precision.
+        routes: the rows get routes of experts, which the reference takes.
 
     Returns:
         The forward pass of the model over the rows.
@@ -168,6 +172,11 @@ def draw_old_policy(
             step_rows.make_probable(
                 rows, lambda ids: model.without_values(model.logits(ids)), model.end
             )
+        if routes:
+            drawn = draw_routes(model.logits, [row.ids for row in rows], seed)
+            for row, experts in zip(rows, drawn, strict=True):
+                row.routes = experts
+            take_routes(model, rows)
         forward = Forward(model, rows, goal.temperature)
     entropy = (
         [*forward.statistics().H.detach()]
@@ -185,6 +194,42 @@ def draw_old_policy(
         entropy=entropy,
     )
     return forward
+
+
+def take_routes(model: Model, rows: Sequence[Row]) -> None:
+    """Let the reference take the routes of rows, if they have any.
+
+    Args:
+        model: the reference.
+        rows: of the step.
+
+    Raises:
+        InputError: it is no torch module, or the routes are of another form.
+    """
+    routes = routes_of(rows)
+    if not routes:
+        return
+    if not isinstance(model, TorchModel):
+        raise InputError(
+            "routes need a torch module: functions of (params, ids) take none."
+        )
+    model.routes = model.routes | routes
+
+
+def are_routes_own(case: StepCase) -> bool:
+    """Tell whether the routes of the rows are those that the model takes anyway, so that a
+    step which does not replay them has the same gradient.
+
+    Args:
+        case: whose rows have routes.
+    """
+    model = copy.copy(case.forward.model)
+    assert isinstance(model, TorchModel)  # others have no routes
+    model.routes = {}
+    return all(
+        torch.equal(model.logits(row.ids), z)
+        for row, z in zip(case.rows, case.forward.z, strict=True)
+    )
 
 
 def build_case(
@@ -234,6 +279,7 @@ def build_case(
             seed=seed,
             on_policy="ratio" in without,
             coarse=coarse,
+            routes=row_options.routes is not None,
         )
         if goal.value is not None:
             values = forward.statistics().V
@@ -251,6 +297,7 @@ def build_case(
                 f"{goal.objective.name} needs the log-probabilities of the engine that sampled: "
                 "give every row `sampler`."
             )
+        take_routes(model, case_rows)
         with as_input_error(_longest(case_rows)):
             forward = Forward(model, case_rows, goal.temperature)
     unvaried = step_rows.find_unvaried_axes(case_rows, goal.temperature, forward.lp())

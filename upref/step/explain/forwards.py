@@ -8,7 +8,7 @@ is the gradient of the log-probabilities that the reference then has.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any, TypeAlias
@@ -29,6 +29,7 @@ from upref.step.explain.scores import (
 )
 from upref.step.explain.weights import is_named
 from upref.step.inputs.reference import TorchModel
+from upref.step.inputs.routes import Routes, shifted
 from upref.step.inputs.rows import Row, locate, micro_batch
 from upref.verify.faults import Fault
 from upref.verify.finding import NO_CAUSE, Cause
@@ -49,12 +50,54 @@ def model_variants(right: Forward) -> Iterator[Variant]:
         Variants, whose change makes the forward pass that has the fault.
     """
     if isinstance(model := right.model, TorchModel):
+        # first: of two faults with the same log-probabilities the later one is left out
+        yield from _route_variants(model, right)
         if any(right.before):
             yield from _pack_variants(model, right)
         yield from head_variants(model, right)
         yield from _input_variants(Remembering.of(model, right), right)
         yield from _configuration_variants(model, right)
         yield from _attention_variants(model, right)
+
+
+def _route_variants(model: TorchModel, right: Forward) -> Iterator[Variant]:
+    """Make the faults of a step that replays recorded routes of experts."""
+    routes_of_rows = {
+        ids: model.routes[ids] for ids in map(tuple, right.ids) if ids in model.routes
+    }
+
+    def with_routes(change: Callable[[Routes], Routes | None]) -> Forward:
+        """Return the forward pass whose rows have changed routes; None: the routers
+        choose.
+        """
+        other = copy.copy(model)
+        changed = {ids: change(routes) for ids, routes in routes_of_rows.items()}
+        other.routes = {ids: routes for ids, routes in changed.items() if routes}
+        return with_logits(right, [other.logits(row.ids) for row in right.rows])
+
+    if not routes_of_rows:
+        return
+    yield Fault(
+        "the recorded routes are not replayed: routers choose experts again",
+        lambda: with_routes(lambda routes: None),
+        id="routes-not-replayed",
+    )
+    yield Fault(
+        "the scores of replayed experts have no gradient, so that no router trains",
+        lambda: with_routes(lambda routes: replace(routes, has_gradient=False)),
+        id="routes-without-gradient",
+    )
+    for words, by in (("before", 1), ("behind", -1)):
+        yield Fault(
+            f"each layer of experts has the routes of the layer {words} it",
+            partial(with_routes, partial(shifted, layers=by)),
+            id="routes-of-other-layers",
+        )
+        yield Fault(
+            f"each token has the routes of the token {words} it",
+            partial(with_routes, partial(shifted, tokens=by)),
+            id="routes-of-other-tokens",
+        )
 
 
 SMALL_MODEL = 5_000_000  # parameters of a model whose logits are kept

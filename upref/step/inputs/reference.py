@@ -7,7 +7,7 @@ import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from upref.errors import InputError
 from upref.step.inputs.model_errors import as_input_error
+from upref.step.inputs.routes import Routes
 
 # operations whose factors, weights among them, are rounded too
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
@@ -387,6 +388,8 @@ class TorchModel(Model):
         self._takes_cache = config is not None and hasattr(config, "use_cache")
         arguments = inspect.signature(self.net.forward).parameters
         self.takes_mask = "attention_mask" in arguments
+        # tokens -> the experts that they take; other tokens take what the model chooses
+        self.routes: dict[tuple[int, ...], Routes] = {}
         self._position_argument = next(
             (name for name in arguments if name.startswith("pos")), None
         )
@@ -404,7 +407,8 @@ class TorchModel(Model):
         on_device = {
             k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in how.items()
         }
-        with in_float64(self.device):
+        routes = self.routes.get(tuple(ids))
+        with in_float64(self.device), routes.replayed() if routes else nullcontext():
             return self.net(torch.tensor([list(ids)]).to(self.device), **on_device)
 
     def logits(self, ids: Sequence[int], **how: Any) -> Tensor:
@@ -469,6 +473,7 @@ class TorchModel(Model):
         """
         other = type(self)(net)
         other.reads_values = self.reads_values
+        other.routes = self.routes
         return other
 
     def pull_head(self, z: Tensor, dz: Tensor) -> Tensor:

@@ -63,7 +63,8 @@ class Row:
     a KL term needs `ref`. `sampler` is log μ of the engine that sampled, which an
     objective with a correction needs. A loop that computes advantages itself starts from
     `reward`, and should arrive at `adv`. A value loss reads `returns`, and `old_values` if
-    it clips, one entry per response token.
+    it clips, one entry per response token. `routes` are the experts that the sampler took:
+    routes[token][layer] is a list of them, of each token of prompt and response.
     """
 
     prompt: list[int]
@@ -77,6 +78,7 @@ class Row:
     sampler: list[float] | None = None
     returns: list[float] | None = None
     old_values: list[float] | None = None
+    routes: list[list[list[int]]] | None = None
 
     @property
     def ids(self) -> list[int]:
