@@ -176,3 +176,28 @@ def lone_tokens_at_0(rewards, log_prob, sum_pi_squared, mask, group):
 def test_wrong_advantages_have_their_cause(fn, name, id):
     report = upref.check_advantages(fn, name)
     assert report.failures[0].fault_ids == (id,), str(report)
+
+
+def with_ratio(log_prob, old_log_prob, teacher_log_prob, mask):
+    A = (teacher_log_prob - old_log_prob).detach()
+    return -mean((log_prob - old_log_prob).exp() * A, mask)
+
+
+def with_ratio_detached(logps, rollout_logps, teacher_logps, mask):
+    A = teacher_logps - rollout_logps
+    return -mean((logps - rollout_logps).exp().detach() * A, mask)
+
+
+def test_a_sampled_loss_may_have_an_old_policy():
+    report = upref.check_distillation(with_ratio, "sampled_reverse_kl")
+    assert report, str(report)
+    assert any("off policy" in what for what in report.not_checked)
+    assert not upref.check_distillation(with_ratio_detached, "sampled_reverse_kl")
+
+
+def test_an_old_policy_beside_logits_is_one_sentence():
+    def mixed(student_logits, teacher_logits, old_log_prob, mask):
+        return kl(student_logits, teacher_logits, mask)
+
+    with pytest.raises(upref.InputError, match="only the sampled forms have"):
+        upref.check_distillation(mixed, "reverse_kl")

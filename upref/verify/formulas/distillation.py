@@ -73,6 +73,7 @@ IGNORED = -100  # the label of an untrained slot
 
 # ---- what arguments are called -------------------------------------------------------
 TEACHER = {"teacher", "ref", "reference", "expert", "target", "t", "tea"}
+OLD = {"old", "prev", "previous", "behavior", "behaviour", "rollout", "sampler"}
 STUDENT = {"student", "policy", "actor", "model", "s", "stu"}
 LOGITS = {"logits", "logit", "z"}
 
@@ -96,6 +97,8 @@ def role(name: str) -> str:
     is_log_prob = names.LOG_P.search("_".join(words)) or every & {"logps", "logp"}
     if is_log_prob and of_teacher and (every & {"top", "topk"}):
         return "teacher_top_log_prob"
+    if is_log_prob and not of_teacher and every & OLD:
+        return "old_log_prob"
     if is_log_prob:
         return "teacher_log_prob" if of_teacher else "log_prob"
     if every & LOGITS:
@@ -131,6 +134,7 @@ VOCABULARY = Vocabulary(
         "teacher_log_prob",
         "teacher_top_log_prob",
         "teacher_ids",
+        "old_log_prob",
     ),
 )
 
@@ -248,11 +252,11 @@ def _share_of_token(inputs: Inputs) -> float:
 
 def _derive(is_sampled: bool, inputs: Inputs, settings: Settings) -> dict[str, Tensor]:
     """Add log-probabilities of the logits, at the temperature, and the teacher's k most
-    likely tokens.
+    likely tokens; of sampled tokens those of the old policy, which is the student.
     """
     out = dict(inputs)
     if is_sampled:
-        return out
+        return out | {"old_log_prob": out["log_prob"].detach().clone()}
     temperature = settings.get("temperature", 1.0)
     lp = (inputs["student_logits"] / temperature).log_softmax(-1)
     lp_teacher = (inputs["teacher_logits"] / temperature).log_softmax(-1)
@@ -886,7 +890,8 @@ def check_distillation(
             [B, T, V] and mask [B, T], read by the names of its arguments; or its name.
             It returns a scalar, or one number per token, [B, T]. labels [B, T] (-100
             on untrained tokens) and log-probabilities of the whole vocabulary are
-            recognized too. Of the sampled forms: log_prob and teacher_log_prob, [B, T].
+            recognized too. Of the sampled forms: log_prob and teacher_log_prob, [B, T],
+            and old_log_prob, which equals log_prob.
         divergence: reverse_kl, forward_kl, jsd, student_top_k_tail(reverse_kl), ... of
             `upref.distillation.names()`.
         agg: how the tokens are summed: token-mean, seq-mean-token-mean,
@@ -951,6 +956,11 @@ def _require_inputs(function: NamedFunction, is_sampled: bool) -> None:
             {"teacher_logits", "teacher_log_prob", "teacher_top_log_prob"},
         ]
     )
+    if "old_log_prob" in function.reads and not is_sampled:
+        raise InputError(
+            f"{function.name} takes log-probabilities of an old policy, which only the sampled forms have: "
+            f"{' or '.join(SAMPLED)}."
+        )
     for names_of_one in pairs:
         if not names_of_one & function.reads:
             read_as = ", ".join(f"{p} ({r})" for p, r in function.roles.items())
@@ -1073,4 +1083,8 @@ def _not_checked(case: FormulaCase) -> list[str]:
         out.append("masks, which it does not take")
     if case.settings["agg"] == UNREDUCED:
         out.append("the aggregation, which its caller does")
+    if "old_log_prob" in case.function.reads:
+        out.append(
+            "steps off policy: the old policy is the student, so that every ratio is 1"
+        )
     return out
