@@ -7,6 +7,7 @@ no test here shows is how long they take.
 """
 
 import importlib.util
+import inspect
 import itertools
 import os
 import subprocess
@@ -75,6 +76,11 @@ def test_the_kernels_compile_for_a_gpu(capability, tmp_path, monkeypatch):
     from triton.compiler import ASTSource
 
     from upref import hidden_triton
+
+    if "constexprs" not in inspect.signature(ASTSource).parameters:
+        pytest.skip(
+            f"the compiler of triton {triton.__version__} takes other arguments"
+        )
 
     def machine_code(kernel, constants, of_parts="fp32"):
         names = kernel.arg_names

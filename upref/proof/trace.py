@@ -21,7 +21,12 @@ import random
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass, field
 from functools import cache, wraps
 from types import FrameType
@@ -833,9 +838,13 @@ def tracing(trace: Trace) -> Iterator[None]:
     Args:
         trace: the state, which is added to.
     """
-    # compiled code needs the compiler, which is imported where it was compiled
+    # compiled code needs the compiler, which is imported where it was compiled;
+    # torch 2.4 and 2.5 cannot switch it off, and a compiled loss ends without a proof
     is_compiled = "torch._dynamo" in sys.modules
-    eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+    can_switch = hasattr(torch.compiler, "set_stance")
+    eager: AbstractContextManager[Any] = nullcontext()
+    if is_compiled and can_switch:
+        eager = torch.compiler.set_stance("force_eager")
     with (
         eager,
         _reads_answered(trace),
