@@ -369,6 +369,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "field_logprobs": ("docs.logprobs", "field_logprobs"),
     "peers": ("docs.logprobs", "peers"),
     "where_it_helps": ("docs.logprobs", "where_it_helps"),
+    "upgrades": ("docs.upgrades", "table"),
+    "repairs": ("docs.upgrades", "repairs"),
     "thirteen_trainers": ("docs.thirteen_trainers", "thirteen_trainers"),
     "thirteen_counts": ("docs.thirteen_trainers", "thirteen_counts"),
     "planted": ("tests.step.planted.__main__", "first_sight_and_today"),

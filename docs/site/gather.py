@@ -132,6 +132,7 @@ SECTIONS = [
             "faults",
             "in-the-wild",
             "thirteen-trainers",
+            "upgrading",
         ],
     ),
     Section(

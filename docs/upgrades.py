@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each release of a framework changed in its losses.
+
+`python -m docs.upgrades NAME VERSION...` audits these releases, the oldest first, and
+records in upgrades.json what the audit of each says otherwise than that of the one
+before. docs.make makes the table of docs/upgrading.md from it. It needs a package index.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from itertools import pairwise
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from docs import record
+from docs.framework_pages import FOLDER, link
+from docs.nightly import key
+from upref import markdown
+from upref_frameworks.audits import framework, frameworks
+from upref_frameworks.ledger import read
+
+FILE = Path(__file__).parent / "upgrades.json"
+
+
+def audit(name: str, version: str) -> dict[str, Any]:
+    """Return the audit of a release: the committed one, or what `upref audit --json`
+    prints.
+
+    Args:
+        name: the framework. One without a pin is audited as it is installed, so that
+            the release is installed in a temporary folder, without what it depends on.
+        version: the release.
+
+    Raises:
+        ValueError: there is no verdict; the message says why.
+    """
+    committed = record.rows(FOLDER / f"{name}.json")
+    if committed["version"] == version:
+        return committed
+    command = [sys.executable, "-m", "upref", "audit", name, "--json"]
+    with tempfile.TemporaryDirectory(prefix="upref-") as folder:
+        env = dict(os.environ)
+        if framework(name).pin:
+            command += ["--version", version]
+        else:
+            pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps"]
+            where = ["--target", folder, f"{name}=={version}"]
+            subprocess.run([*pip, *where], check=True)
+            env["PYTHONPATH"] = os.pathsep.join(
+                [folder, *env.get("PYTHONPATH", "").split(os.pathsep)]
+            )
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=env, check=False
+        )
+    if done.returncode == 2:
+        raise ValueError(done.stderr.strip().splitlines()[-1])
+    said = json.loads(done.stdout)
+    assert said["version"] == version, said["version"]
+    return said
+
+
+def says(row: dict[str, Any]) -> str:
+    """Return what a row of an audit says, without its numbers."""
+    if row["difference"] <= row["tol"]:
+        return "agrees"
+    if not row["ok"]:
+        return row["verdict"]
+    return "; ".join(sorted(words for words, _ in row["reasons"]))
+
+
+def said_of_each(audit: dict[str, Any], keys: Iterable[tuple]) -> dict[tuple, str]:
+    """Return what an audit says of each loss that is named; it has a row of
+    micro-batches only where these change the gradient."""
+    rows = {key(row): says(row) for row in audit["rows"]}
+    whole = {one: rows.get((*one[:2], 1), "not compared") for one in keys}
+    return whole | {one: rows[one] for one in keys if one in rows}
+
+
+def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return in Markdown what an audit says otherwise than the one of the release
+    before: losses, defaults, and what is compared in both."""
+    modes = then["defaults"].keys(), now["defaults"].keys()
+    lines = [f"the loss `{mode}` is gone" for mode in sorted(modes[0] - modes[1])]
+    lines += [f"the loss `{mode}` is new" for mode in sorted(modes[1] - modes[0])]
+    defaults: dict[str, list[str]] = {}
+    for mode in sorted(modes[0] & modes[1]):
+        fields = now["defaults"][mode]
+        for field, was in then["defaults"][mode].items():
+            if field not in fields:
+                said = f"the setting `{field}` is gone"
+            elif fields[field] != was:
+                said = f"the default of `{field}` is {fields[field]}, was {was}"
+            else:
+                continue
+            defaults.setdefault(said, []).append(mode)
+    lines += [f"{said} ({_codes(which)})" for said, which in defaults.items()]
+    every = dict.fromkeys(key(row) for row in then["rows"] + now["rows"])
+    before, after = said_of_each(then, every), said_of_each(now, every)
+    compared: dict[str, list[str]] = {}
+    for one in every:
+        label, promise, micro = one
+        if before[one] == after[one]:
+            continue
+        split = f"in {micro} micro-batches " if micro > 1 else ""
+        what = f"{split}against {promise}: {after[one]}; was: {before[one]}"
+        compared.setdefault(what, []).append(label)
+    return lines + [f"{_codes(which)} {what}" for what, which in compared.items()]
+
+
+def _codes(names: Iterable[str]) -> str:
+    """Return names as code, each once."""
+    return ", ".join(f"`{name}`" for name in dict.fromkeys(names))
+
+
+def table() -> str:
+    """Return what each audited release changed in its losses, in Markdown."""
+    rows = []
+    for row in sorted(record.rows(FILE).values(), key=itemgetter("framework")):
+        said = "<br>".join(row["changes"]) or "nothing"
+        if row["refused"]:
+            said = "not known"
+        rows.append([link(row["framework"]), row["before"], row["version"], said])
+    return markdown.table(["framework", "from", "to", "what changed"], rows)
+
+
+def repairs() -> str:
+    """Return the entries of the ledgers that a newer version has repaired, in
+    Markdown."""
+    rows = []
+    for name in frameworks():
+        for entry in read(name):
+            if entry.fixed:
+                key = f"[{entry.key}](frameworks/{name}.json#{entry.key})"
+                rows.append([link(name), entry.version, key, entry.reason, entry.fixed])
+    columns = ["framework", "audited", "entry", "what differs there", "repaired in"]
+    return markdown.table(columns, rows)
+
+
+def main(name: str, *versions: str) -> int:
+    """Audit the releases of a framework and record what each changed; return 0."""
+    found: dict[str, Any] = {}
+    refused = {}
+    for version in versions:
+        try:
+            found[version] = audit(name, version)
+        except ValueError as error:
+            refused[version] = str(error)
+    rows = {}
+    for before, version in pairwise(versions):
+        why = refused.get(before) or refused.get(version) or ""
+        rows[f"{name} {version}"] = {
+            "framework": name,
+            "before": before,
+            "version": version,
+            "refused": why,
+            "changes": [] if why else changes(found[before], found[version]),
+        }
+    record.add(FILE, f"python -m docs.upgrades {name} {' '.join(versions)}", rows)
+    print(json.dumps(rows, indent=1, ensure_ascii=False))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
