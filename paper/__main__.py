@@ -9,6 +9,7 @@ from upref.cli.verb import Verb
 
 
 def _claims_arguments(c: argparse.ArgumentParser) -> None:
+    """Add the options of `python -m paper claims`."""
     c.add_argument("--section", metavar="3|4.1|B", help="only this section or appendix")
     c.add_argument(
         "--verdict",

@@ -11,6 +11,7 @@ from upref_course import require_exercise
 
 
 def _learn_arguments(c: argparse.ArgumentParser) -> None:
+    """Add the arguments of `upref learn`."""
     c.add_argument(
         "lesson",
         nargs="?",
@@ -27,6 +28,7 @@ def _refuse_learn(args: argparse.Namespace) -> None:
 
 
 def _learn(args: argparse.Namespace) -> int:
+    """Write the exercise of a lesson, or grade it if it is there; without one, list all."""
     here = Path.cwd()
     if (
         args.lesson
@@ -94,6 +96,7 @@ def _explorer_arguments(c: argparse.ArgumentParser) -> None:
 
 
 def _explorer(args: argparse.Namespace) -> int:
+    """Write the explorer, and print the name of its file."""
     from upref_course.explorer import write
 
     file = str(write(args.file))

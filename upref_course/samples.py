@@ -93,6 +93,7 @@ def check_samples(
         mask: Tensor,
         **given: Any,
     ) -> Tensor:
+        """Call the function with the trained tokens alone."""
         return fn(log_prob[mask], old_log_prob[mask], advantages[mask], **given)
 
     own = list(inspect.signature(wrapped).parameters.values())[:4]

@@ -116,6 +116,7 @@ def _ended(jobs: list[Future]) -> Iterator[None]:
 
 
 def process(root: Path, *argv: str) -> subprocess.CompletedProcess:
+    """Run Python on a module or file of the checkout, in a session of its own, on one thread."""
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
@@ -147,6 +148,7 @@ def derivations(names: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
 
 
 def derivation(name: str, root: Path) -> Outcome:
+    """Run a derivation; it is a proof if it ends well."""
     file = root / "derivations" / f"{name}.py"
     if not file.exists():
         return failed("derivations", name, "there is no such derivation")
@@ -204,6 +206,7 @@ def has_test(root: Path, node: str) -> bool:
 
 
 def test_outcome(node: str, cases: list[ElementTree.Element]) -> Outcome:
+    """Return what a test found, by the properties that its cases recorded."""
     if not cases:
         return failed("tests", node, "it did not run")
     for case in cases:
@@ -234,6 +237,7 @@ def test_outcome(node: str, cases: list[ElementTree.Element]) -> Outcome:
 
 # ---- experiments ---------------------------------------------------------------------
 def mini(names: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
+    """Return what the records of the tiny transformers say of each claim."""
     if not names:
         return {}
     done = process(root, "-m", "repro.mini.experiment", "--standing")
@@ -310,6 +314,7 @@ def exact(names: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
 
 
 def exact_outcome(name: str, finding: dict) -> Outcome:
+    """Return what an exact experiment found."""
     finds = {
         "holds": ("reproduced",),
         "does not hold": ("contradicted",),

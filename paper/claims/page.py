@@ -144,6 +144,7 @@ def made(computed: dict) -> str:
 
 
 def text(judged: Sequence[Judged], head: str, verbose: bool = False) -> str:
+    """Return the claims as lines for a terminal, each with its verdict and evidence."""
     out = [f"{tally(judged)}.", head, ""]
     for j in right_first(judged):
         out.append(
@@ -190,6 +191,8 @@ def shown(j: Judged) -> list[str]:
 
 
 def as_json(judged: Sequence[Judged], computed: dict) -> str:
+    """Return the claims as JSON, with the date and commit at which each was judged."""
+
     def when(j: Judged) -> dict[str, Any]:
         """Return the date and the commit at which the claim was judged."""
         return {k: computed.get(j.claim.id, {}).get(k) for k in ("date", "commit")}
@@ -248,6 +251,7 @@ def _table(what: str, judged: Sequence[Judged]) -> str:
 
 
 def row(j: Judged) -> list[str]:
+    """Return the row of a claim: where it stands, what it says, its verdict, its evidence."""
     c = j.claim
     says = [f"“{plain(c.quote)}”<br>*Reading:* {c.says}" if c.quote else c.says]
     if c.note:
@@ -301,6 +305,7 @@ def meanings() -> str:
 
 
 def link(o: Outcome) -> str:
+    """Return the Markdown link to what holds a piece of evidence."""
     name, _, _ = o.pointer.partition("/")
     if o.kind == "absent":
         return "a search of the printed text"

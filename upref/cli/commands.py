@@ -454,6 +454,7 @@ def logs(args: argparse.Namespace) -> int:
 
 
 def doctor(args: argparse.Namespace) -> int:
+    """Print what is installed. The status is 1 where something of it is wrong."""
     from upref.cli.doctor import examine
 
     report = examine()
@@ -467,6 +468,7 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def badge(args: argparse.Namespace) -> int:
+    """Print the counts of a results file, and draw its badge where a file is named."""
     from upref.conformance.results import draw_badge, read_badge
     from upref.files import write_atomically
 
