@@ -507,6 +507,27 @@ def reading_faults(
     yield from uncounted(objective, hp)
     yield from shifted(objective, hp)
     yield from renormalized()
+    if objective.level == "custom" and "entropy" in objective.reads:
+        yield fault(
+            "the entropies of all responses of the batch are compared, not those of one response",
+            "advantage",
+            id="entropies-of-batch",
+            weigh=partial(_weights_as_one_response, objective, hp),
+            whole=True,
+        )
+
+
+def _weights_as_one_response(
+    objective: Objective, hp: dict[str, Any], batch: Rollouts
+) -> Tensor:
+    """Return the weights of the tokens where all of them are one response, [B, T]."""
+
+    def in_one_row(_field: str, x: Tensor) -> Tensor:
+        """Return a field with all tokens in one row, [1, B T]."""
+        return x.expand_as(batch.mask).reshape(1, -1)
+
+    one_response = batch.but(group=None, totals=None).map(in_one_row)
+    return unit_weights(objective, one_response, hp).reshape(batch.mask.shape)
 
 
 CATALOGUE = Catalogue("losses", reading_faults)
@@ -549,6 +570,9 @@ def reweighted(case: LossCase) -> Iterator[LossFault]:
     added = common_value(((1 / ratio - 1) * batch.logp_old.exp())[use])
     if added is not None and added > 0:
         yield _added_to_old_probability(float(f"{added:.6g}"))
+    multiple = common_value(ratio[use])
+    if multiple is not None and multiple > 0 and not math.isclose(multiple, 1):
+        yield _factor_on_log_ratio(case, multiple)
     positive = use & (ratio > 0)
     if positive.sum() > 2:
         slope = _slope(batch.logp[positive], ratio[positive].log())
@@ -653,6 +677,17 @@ def _added_to_old_probability(added: float) -> LossFault:
         "ratio",
         id="number-added-to-old-probability",
         view=lambda batch: batch.but(logp_old=(batch.logp_old.exp() + added).log()),
+    )
+
+
+def _factor_on_log_ratio(case: LossCase, multiple: float) -> LossFault:
+    """Make the fault that log r is multiplied by a factor."""
+    j = term_of(case.objective, case.hp)
+    return fault(
+        f"log r is multiplied by {multiple:.5g}, as by one over a temperature",
+        "ratio",
+        id="log-ratio-scaled",
+        J=lambda lp, old, A, m: j(old + multiple * (lp - old), old, A, m),
     )
 
 

@@ -438,7 +438,11 @@ def length_faults(case: LossCase) -> Iterator[LossFault]:
         times_width,
         id="padded-width-as-factor",
     )
-    if declared_aggregation(case.objective) == "seq-mean-token-mean":
+    for words, fault_id, count in COUNTED:
+        yield _aggregated(
+            case, words, partial(_factor_of_counted, case, count=count), id=fault_id
+        )
+    if declared_aggregation(case.objective) != "seq-mean":
         yield _aggregated(
             case,
             "sums [B] are divided by lengths [B, 1], which makes [B, B]: each response "
@@ -449,6 +453,49 @@ def length_faults(case: LossCase) -> Iterator[LossFault]:
     measured = _lengths_and_multiples(case)
     if measured is not None:
         yield from _changed_lengths(case, *measured)
+
+
+def _from_first_token(mask: Tensor) -> Tensor:
+    """Return the columns from the first token of each response on, [B, T]."""
+    return mask.cumsum(1) > 0
+
+
+def _to_last_token(mask: Tensor) -> Tensor:
+    """Return the columns up to the last token of each response, [B, T]."""
+    return _from_first_token(mask.flip(1)).flip(1)
+
+
+# words, the id of a fault, and what is counted for the tokens of a response
+COUNTED: tuple[tuple[str, str, Callable[[Tensor], Tensor]], ...] = (
+    (
+        "a response is as long as from its first to its last token: holes are counted",
+        "holes-counted",
+        lambda mask: _from_first_token(mask) & _to_last_token(mask),
+    ),
+    (
+        "the columns before the first token of a response are counted as its tokens",
+        "columns-before-response-counted",
+        lambda mask: mask | ~_from_first_token(mask) & mask.any(1, keepdim=True),
+    ),
+    (
+        "all columns up to the last token of a response are counted as its tokens",
+        "columns-to-last-token-counted",
+        _to_last_token,
+    ),
+)
+
+
+def _factor_of_counted(
+    case: LossCase, batch: Rollouts, count: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return the factor of the objective's own aggregation, with other tokens counted.
+
+    Args:
+        case: the loss and its objective.
+        batch: the batch.
+        count: from the mask to what is counted, both [B, T].
+    """
+    return _own_factor(case, batch.but(mask=count(batch.mask), totals=None))
 
 
 def _changed_lengths(

@@ -794,7 +794,9 @@ DROPPED = {
     "A < 0": "negative-advantages-dropped",
     "A > 0": "positive-advantages-dropped",
 }
-LONGEST = "log-ratio-over-longest-response"  # the id of a fault
+# ids of faults
+LONGEST = "log-ratio-over-longest-response"
+MEAN_LENGTH = "log-ratio-over-mean-length"
 CLAMPED = (10.0, 5.0, 20.0, 1.0, 0.1)  # where KL terms are clamped
 CAPS = (math.inf, 1.0, 2.0, 3.0, 5.0, 10.0)  # of importance weights, as people set them
 # the log-ratio of a response from those of its tokens, by the level of the objective
@@ -1557,6 +1559,11 @@ OTHER_LOG_RATIOS: tuple[tuple[str, str, Callable[[Any, Any], Any]], ...] = (
         lambda x, m: sum_t(x, m)[:, None] / m.sum(1).max(),
     ),
     (
+        MEAN_LENGTH,
+        "the response's log-ratio is divided by the mean length of the batch's responses",
+        lambda x, m: sum_t(x, m)[:, None] / (m.sum() / len(m)),
+    ),
+    (
         "log-ratio-over-length-plus-one",
         "the response's log-ratio is divided by its length plus 1",
         lambda x, m: sum_t(x, m)[:, None] / (m.sum(1, keepdim=True) + 1),
@@ -1589,8 +1596,8 @@ def _response_ratio_faults(form: ClippedForm) -> Iterator[LossFault]:
         return form.ppo(exp(by_token(log_ratio(lp - old, m).expand_as(lp), lp)), A)
 
     for fault_id, words, log_ratio in OTHER_LOG_RATIOS:
-        # a few rows of a batch have another longest response
-        whole = fault_id == LONGEST
+        # a few rows of a batch have other lengths
+        whole = fault_id in (LONGEST, MEAN_LENGTH)
         yield fault(
             words,
             kind="ratio",

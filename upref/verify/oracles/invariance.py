@@ -35,6 +35,7 @@ from upref.weights.batches import OFF_EDGES
 MASK_IGNORED = measured.MASK_IGNORED.cause()
 OVER_WIDTH = measured.PADDED_WIDTH_FOR_LENGTH.cause()
 OVER_SLOTS = "it divides by the number of all slots of the batch, padding included"
+OVER_TOKENS = "a row without tokens counts as one token"
 OVER_ROWS = "the row is counted among the responses of a mean"
 FIRST_COLUMN = Cause(
     "the advantage of a response is read from the first column, which may be padding",
@@ -317,12 +318,19 @@ def _value_and_gradient_with_masked_row(
     """Return the value and the gradient with a masked row behind the others, [B + 1,
     T]. It belongs to the first row's prompt, or to none of the others.
     """
+    longer = _with_masked_row(batch)
+    if is_of_own_prompt:
+        assert longer.group is not None
+        longer.group[-1] = longer.group.max() + 1
+    return case.value_and_gradient(longer)
+
+
+def _with_masked_row(batch: Rollouts) -> Rollouts:
+    """Return the batch with a masked row of the first row's prompt behind the others."""
     rows = {name: torch.cat([x, x[:1]]) for name, x in batch.tensors().items()}
     rows["mask"][-1] = False
-    if is_of_own_prompt:
-        rows["group"][-1] = rows["group"].max() + 1
     # Rollouts itself refuses such a row
-    return case.value_and_gradient(Rollouts.unchecked(**rows))
+    return Rollouts.unchecked(**rows)
 
 
 def _cause_of_counted_row(case: LossCase) -> str:
@@ -338,6 +346,16 @@ def _cause_of_counted_row(case: LossCase) -> str:
         found = longer_gradient[:-1] * (len(batch.mask) + 1)
         return found, case.gradient(batch) * len(batch.mask)
 
+    def by_tokens(batch: Rollouts) -> tuple[Tensor, Tensor]:
+        """Return the gradients with and without that row, each over the factor that
+        counts a token of the row, or none.
+        """
+        _, longer_gradient = _value_and_gradient_with_masked_row(case, batch)
+        counted = _with_masked_row(batch)
+        counted.mask[-1, 0] = True
+        found = longer_gradient / case.factors(counted)
+        return found[:-1], case.gradient(batch) / case.factors(batch)
+
     def by_slots(batch: Rollouts) -> tuple[Tensor, Tensor]:
         """Return the gradients with that row and one more column, and without them, each
         times its number of slots.
@@ -350,7 +368,9 @@ def _cause_of_counted_row(case: LossCase) -> str:
 
     if holds_on_other_batches(case, by_slots):
         return OVER_SLOTS
-    return OVER_ROWS if holds_on_other_batches(case, by_rows) else ""
+    if holds_on_other_batches(case, by_rows):
+        return OVER_ROWS
+    return OVER_TOKENS if holds_on_other_batches(case, by_tokens) else ""
 
 
 # the numbers that padding may hold

@@ -46,7 +46,7 @@ def rules(hp: dict[str, Any], numbers: list[float]) -> list[tuple[Rule, bool]]:
         (_by_sign, False),
         (_detached, False),
         (partial(_bounded, bounds=bounds), False),
-        (_wrapped, False),
+        (wrapped, False),
         (_in_formats, False),
         (_averaged, False),
         (partial(_multiplied, bounds=bounds), True),
@@ -110,6 +110,11 @@ def _without(node: ast.expr) -> Iterator[Alternative]:
                 yield "a part is missing", right
         case ast.UnaryOp(op=ast.USub() | ast.Invert(), operand=operand):
             yield "the sign is missing", operand
+    match node:
+        case ast.Call(func=ast.Name(id="binary_kl"), args=[p, q]):
+            log_ratio = ast.BinOp(q, ast.Sub(), p)
+            of_sampled = ast.BinOp(call("exp", q), ast.Mult(), log_ratio)
+            yield "the divergence has the term of the sampled token alone", of_sampled
 
 
 def _exchanged(node: ast.expr) -> Iterator[Alternative]:
@@ -126,6 +131,11 @@ def _exchanged(node: ast.expr) -> Iterator[Alternative]:
                 yield "two arguments are exchanged", call(name, y, x, *rest)
             if name == "abs":
                 yield "a square", ast.BinOp(arguments[0], ast.Mult(), arguments[0])
+        case ast.Call(
+            func=ast.Attribute(value=ast.Name(id="mask"), attr="sum"), args=[]
+        ):
+            slots = ast.Attribute(variable("mask"), "numel", ast.Load())
+            yield "all slots are counted, padding included", ast.Call(slots, [], [])
         case ast.BinOp(left=left, op=op, right=right):
             for operator in OTHER_OPERATOR.get(type(op), ()):
                 yield "another operator", ast.BinOp(left, operator(), right)
@@ -142,6 +152,9 @@ def _exchanged(node: ast.expr) -> Iterator[Alternative]:
                 quotient = call("log", ast.BinOp(left, ast.Div(), right))
                 yield "a quotient of logarithms is taken for the ratio", quotient
             if isinstance(op, ast.Pow):
+                if _is_log_ratio(left):
+                    shift = ast.BinOp(call("exp", left), ast.Sub(), ast.Constant(1))
+                    yield "r - 1 for log r", ast.BinOp(shift, op, right)
                 yield "an absolute value", call("abs", left)
                 yield "a power of e", call("exp", right)
         case ast.Compare(left=left, ops=[op], comparators=[right]):
@@ -150,6 +163,14 @@ def _exchanged(node: ast.expr) -> Iterator[Alternative]:
                     "the comparison is the other way round",
                     ast.Compare(left, [other_comparison()], [right]),
                 )
+
+
+def _is_log_ratio(node: ast.expr) -> bool:
+    """Return whether the node is a difference of two policies' log-probabilities."""
+    match node:
+        case ast.BinOp(left=ast.Name(id=x), op=ast.Sub(), right=ast.Name(id=y)):
+            return x in POLICIES and y in POLICIES
+    return False
 
 
 def _policies(node: ast.expr) -> Iterator[Alternative]:
@@ -283,7 +304,21 @@ def _put_together(node: ast.expr) -> Iterator[Alternative]:
             ],
         ) if ast.dump(x) == ast.dump(y):
             yield "both bounds act in both cases", call("clip", x, low, high)
+            below = call("minimum", x, _log_of_one_plus(high))
+            above = call("maximum", y, _log_of_one_plus(low))
+            yield (
+                "the bounds of the ratio are 1 - ε and 1 + ε, not their exponentials",
+                call("where", node.args[0], below, above),
+            )
     yield from _inside_of_term(node)
+
+
+def _log_of_one_plus(bound: ast.expr) -> ast.expr:
+    """Return log(1 + bound)."""
+    one = ast.Constant(1.0)
+    if isinstance(bound, ast.UnaryOp):
+        return call("log", ast.BinOp(one, ast.Sub(), bound.operand))
+    return call("log", ast.BinOp(one, ast.Add(), bound))
 
 
 def _in_both_cases(node: ast.expr) -> Iterator[Alternative]:
@@ -417,9 +452,14 @@ def _bounded(node: ast.expr, bounds: list[str]) -> Iterator[Alternative]:
         yield "a bound too many", call("maximum", node, low)
 
 
-def _wrapped(node: ast.expr) -> Iterator[Alternative]:
-    """Yield edits that put a function around a node."""
-    if isinstance(node, NOT_NUMBERS):
+def wrapped(node: ast.expr) -> Iterator[Alternative]:
+    """Yield edits that put a function around a node.
+
+    Args:
+        node: the node.
+    """
+    is_mask = isinstance(node, ast.Name) and node.id == "mask"
+    if is_mask or isinstance(node, NOT_NUMBERS):
         return
     yield "an absolute value too many", call("abs", node)
     yield "a square too many", ast.BinOp(node, ast.Mult(), node)

@@ -29,7 +29,7 @@ from upref.verify.faults.losses import LossFault, fault
 from upref.verify.measure import LossCase
 from upref.verify.proof import compare_few_losses
 from upref.verify.synthesis.formula import INPUTS, Formula, formula_of, in_letters
-from upref.verify.synthesis.rules import rules
+from upref.verify.synthesis.rules import rules, wrapped
 
 EDIT_ID = "edited-formula"
 PROOF_SECONDS = 2.0  # that the proof of an edit may take
@@ -137,10 +137,22 @@ def edits(formula: Formula, numbers: list[float]) -> Iterator[Edit]:
             for statement, parent, field, index, node in _nodes(tree):
                 if of_summands and not _is_summand(statement, parent):
                     continue
+                if rule is wrapped and _compares_two_formulas(parent):
+                    continue
                 for words, new in rule(node):
                     yield Edit(
                         formula, words, statement, parent, field, index, node, new
                     )
+
+
+def _compares_two_formulas(parent: ast.AST) -> bool:
+    """Return whether a node is compared with another formula, which has its unit: a
+    function around one of them may make the comparison constant, whatever the fault.
+    """
+    if not isinstance(parent, ast.Compare):
+        return False
+    sides = (parent.left, *parent.comparators)
+    return not any(isinstance(side, ast.Constant) for side in sides)
 
 
 def _is_summand(statement: ast.stmt, parent: ast.AST) -> bool:
