@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -102,10 +103,9 @@ def has_experts(family: str) -> bool:
 
 def make_model(family: str, seed: int) -> nn.Module:
     """A tiny model of a family of `upref.step.inputs.families`, of EXPERTS, or of MORE."""
+    transformers = pytest.importorskip("transformers")
     if family not in EXPERTS | MORE:
         return tiny(family, seed=seed, vocab_size=VOCABULARY)
-    import transformers
-
     transformers.logging.set_verbosity_error()
     name, fields = (EXPERTS | MORE)[family]
     config = getattr(transformers, name + "Config")(**GATED | fields)
