@@ -175,3 +175,16 @@ def compares_settings(lp, old, A, mask, warmup=20.0):
 def test_numbers_beside_settings_and_tensors_are_no_bounds():
     proof = upref.prove(compares_settings, "dapo", rows=1, columns=1)
     assert proof and not proof.bounds
+
+
+def prompts_as_floats(lp, old, A, mask, group):
+    r = torch.where(mask, lp - old, 0).exp().clamp(max=5).detach()
+    J = torch.where(mask, r * A * lp, 0).sum(1)
+    ids = group.float()
+    same = (ids[:, None] == ids).to(lp.dtype)
+    return -(J / (same @ mask.sum(1).to(lp.dtype))).sum() / len(ids.unique())
+
+
+def test_ids_of_prompts_that_are_compared_are_no_bounds():
+    proof = upref.prove(prompts_as_floats, "cispo", rows=2, columns=1, eps_high=4)
+    assert proof and not proof.bounds

@@ -145,7 +145,9 @@ class Sizes:
         else:
             return 0
         is_whole = not x.is_floating_point()
-        pairs = (pair for y in others for pair in _pairs(x, y))
+        pairs = [pair for y in others for pair in _pairs(x, y)]
+        if name in ("eq", "ne"):
+            pairs = [pair for pair in pairs if not self.ids.issuperset(pair)]
         return self.threshold(pairs, is_whole)
 
     def threshold(self, pairs: Iterable[tuple[float, float]], is_whole: bool) -> int:
