@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from itertools import pairwise
+from math import isclose
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -73,12 +74,50 @@ def says(row: dict[str, Any]) -> str:
     return "; ".join(sorted(words for words, _ in row["reasons"]))
 
 
-def said_of_each(audit: dict[str, Any], keys: Iterable[tuple]) -> dict[tuple, str]:
-    """Return what an audit says of each loss that is named; it has a row of
-    micro-batches only where these change the gradient."""
-    rows = {key(row): says(row) for row in audit["rows"]}
-    whole = {one: rows.get((*one[:2], 1), "not compared") for one in keys}
-    return whole | {one: rows[one] for one in keys if one in rows}
+def numbers(row: dict[str, Any]) -> list[float]:
+    """Return the difference of each reason, in the order of says, then of the row."""
+    reasons = sorted(row["reasons"], key=itemgetter(0))
+    return [*(spot["difference"] for _, spot in reasons), row["difference"]]
+
+
+def otherwise(then: dict[str, Any] | None, now: dict[str, Any] | None) -> str:
+    """Return what the second of two rows says otherwise than the first, "" if nothing.
+
+    Args:
+        then: a row of the audit before, or None where that has no such row.
+        now: the row of the same comparison in the audit after.
+    """
+    before, after = (says(row) if row else "not compared" for row in (then, now))
+    if before != after:
+        return f"{after}; was: {before}"
+    if not then or not now or after == "agrees":
+        return ""
+    if not now["ok"]:
+        by = f"by {now['difference']:.4g}, was {then['difference']:.4g}"
+        return f"not known: {after} in both, {by}"
+    first, second = numbers(then), numbers(now)
+    if all(map(_close, first, second)):
+        return ""
+    return f"{after}: {_listed(second)} in all; was: {_listed(first)} in all"
+
+
+def _listed(values: list[float]) -> str:
+    """Return numbers as words."""
+    return ", ".join(f"{value:.7g}" for value in values)
+
+
+def _close(one: float, other: float) -> bool:
+    """Return whether two numbers are the same but for rounding."""
+    return isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
+
+
+def row_of_each(
+    audit: dict[str, Any], keys: Iterable[tuple[str, str, int]]
+) -> dict[tuple[str, str, int], dict[str, Any] | None]:
+    """Return the row of each comparison that is named, None where there is none; an
+    audit has a row of micro-batches only where these change the gradient."""
+    rows = {key(row): row for row in audit["rows"]}
+    return {one: rows.get(one, rows.get((*one[:2], 1))) for one in keys}
 
 
 def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -98,16 +137,20 @@ def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
             else:
                 continue
             defaults.setdefault(said, []).append(mode)
+        for field in sorted(fields.keys() - then["defaults"][mode].keys()):
+            said = f"the setting `{field}` is new, its default is {fields[field]}"
+            defaults.setdefault(said, []).append(mode)
     lines += [f"{said} ({_codes(which)})" for said, which in defaults.items()]
     every = dict.fromkeys(key(row) for row in then["rows"] + now["rows"])
-    before, after = said_of_each(then, every), said_of_each(now, every)
+    before, after = row_of_each(then, every), row_of_each(now, every)
     compared: dict[str, list[str]] = {}
     for one in every:
         label, promise, micro = one
-        if before[one] == after[one]:
+        said = otherwise(before[one], after[one])
+        if not said:
             continue
         split = f"in {micro} micro-batches " if micro > 1 else ""
-        what = f"{split}against {promise}: {after[one]}; was: {before[one]}"
+        what = f"{split}against {promise}: {said}"
         compared.setdefault(what, []).append(label)
     return lines + [f"{_codes(which)} {what}" for what, which in compared.items()]
 
