@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that replay recorded routes of experts: a model of two experts takes them by an
+"""Steps that replay recorded routes of experts: a model of a few experts takes them by an
 argument, and gathers the scores itself.
 """
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import upref
 from upref.errors import InputError
 from upref.step import Row, dump_step
+from upref.step.inputs.reference import TorchModel
+from upref.step.inputs.routes import Routes, draw_routes, routes_in, routes_of
 
 V, H = 40, 12
 
@@ -19,21 +23,23 @@ V, H = 40, 12
 class Experts(nn.Module):
     """A layer of two experts, of which each token takes one."""
 
+    count, taken = 2, 1
+
     def __init__(self):
         super().__init__()
-        self.router = nn.Linear(H, 2)
-        self.experts = nn.Parameter(torch.randn(2, H, H) / H**0.5)
+        self.router = nn.Linear(H, self.count)
+        self.experts = nn.Parameter(torch.randn(self.count, H, H) / H**0.5)
 
     def forward(self, x, routes=None):
         scores = self.router(x).softmax(-1)
         if routes is None:
-            score, chosen = scores.topk(1, -1)
+            score, chosen = scores.topk(self.taken, -1)
         else:
             chosen = routes
             score = self.gather(scores, routes)
         outputs = torch.einsum("bsh,ehk->bsek", x, self.experts).tanh()
-        picked = outputs.gather(2, chosen[..., None].expand(-1, -1, -1, H))[:, :, 0]
-        return x + score * picked
+        picked = outputs.gather(2, chosen[..., None].expand(-1, -1, -1, H))
+        return x + (score[..., None] * picked).sum(2)
 
     def gather(self, scores, routes):
         return scores.gather(-1, routes)
@@ -42,6 +48,10 @@ class Experts(nn.Module):
 class NoGradient(Experts):
     def gather(self, scores, routes):
         return scores.detach().gather(-1, routes)
+
+
+class ThreeOfFive(Experts):
+    count, taken = 5, 3
 
 
 class Model(nn.Module):
@@ -57,8 +67,47 @@ class Model(nn.Module):
         x = self.embed(ids)
         x = x + x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
         for i, layer in enumerate(self.layers):
-            x = layer(x, None if routes is None else routes[:, :, i])
+            x = self.run_layer(layer, x, None if routes is None else routes[:, :, i])
         return self.head(x)
+
+    def run_layer(self, layer, x, routes):
+        return layer(x, routes)
+
+
+class Checkpointed(Model):
+    """A model that computes its layers again in the backward pass."""
+
+    reentrant = False
+
+    def run_layer(self, layer, x, routes):
+        return checkpoint(layer, x, routes, use_reentrant=self.reentrant)
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+class Again(torch.autograd.Function):
+    """A checkpoint that is not torch's, of a layer that takes no routes."""
+
+    @staticmethod
+    def forward(ctx, layer, x):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.layer(x)
+        out.backward(gradient)
+        return None, x.grad
+
+
+class OwnCheckpoint(Model):
+    def run_layer(self, layer, x, routes):
+        return Again.apply(layer, x)
 
 
 def step_with(change):
@@ -79,6 +128,23 @@ def step_with(change):
 
 right = step_with(lambda routes: routes)
 ignores = step_with(lambda routes: None)
+
+
+def pads_on_the_left(model, rows):
+    """A step that attends to padding in front of rows, whose routes are 0."""
+    width = max(len(row.ids) for row in rows)
+    lefts = [width - len(row.ids) for row in rows]
+    padded = [
+        replace(
+            row,
+            prompt=[0] * left + row.prompt,
+            routes=[[[0]] * 2] * left + row.routes,
+        )
+        for row, left in zip(rows, lefts, strict=True)
+    ]
+    right(model, padded)
+
+
 FAULTS = [
     (ignores, Experts, "the recorded routes are not replayed: routers choose experts"),
     (right, NoGradient, "the scores of replayed experts have no gradient"),
@@ -97,6 +163,7 @@ FAULTS = [
         Experts,
         "each token has the routes of the token behind it",
     ),
+    (pads_on_the_left, Experts, "what precedes a row is attended to"),
 ]
 
 
@@ -189,6 +256,127 @@ def test_routes_that_the_model_takes_anyway_exercise_nothing():
         ignores, model, "dapo", temperature=0.7, rows=rows, perturb_weights=False
     )
     assert "the replay of routes" in " ".join(report.unexercised), report
+
+
+def test_the_order_of_the_experts_of_a_token_exercises_nothing():
+    model = Model(ThreeOfFive)
+    rows = []
+
+    def step(model, given):
+        rows.extend(given)
+        right(model, given)
+
+    replayed = check(step, model)
+    assert replayed, replayed
+    assert all(len({*experts}) == 3 for t in rows[0].routes for experts in t)
+    assert "the replay of routes" not in " ".join(replayed.unexercised)
+    own = [
+        replace(row, routes=torch.tensor(x).flip(-1).tolist())
+        for row, x in zip(rows, own_routes(model, rows), strict=True)
+    ]
+    report = upref.check_step(
+        ignores, model, "dapo", temperature=0.7, rows=own, perturb_weights=False
+    )
+    assert "the replay of routes" in " ".join(report.unexercised), report
+    assert "replayed routes" not in " ".join(report.exercised), report
+
+
+def own_routes(model, rows):
+    """The experts that a model chooses in float64, of each row."""
+    reference = TorchModel(model)
+    routes = []
+    for row in rows:
+        layers = []
+        hooks = [
+            layer.router.register_forward_hook(
+                lambda _, __, z: layers.append(z.topk(3).indices[0])  # noqa: B023
+            )
+            for layer in reference.net.layers
+        ]
+        reference.logits(row.ids)
+        routes.append(torch.stack(layers, 1).tolist())
+        for hook in hooks:
+            hook.remove()
+    return routes
+
+
+def test_a_step_in_half_precision_gets_routes_once_more():
+    def step(model, rows):
+        with torch.autocast("cpu", torch.bfloat16):
+            right(model, rows)
+
+    report = check(step, Model(), explain=False)
+    assert "the step computes in bfloat16" in str(report), report
+
+
+def test_other_tokens_than_those_of_a_row_take_expert_0():
+    routes = {
+        (5, 6, 7): Routes(torch.tensor([[[2, 1]], [[3, 1]], [[1, 2]]])),
+        (8, 9): Routes(torch.tensor([[[4, 2]], [[2, 3]]])),
+    }
+    first, second = ([[[2, 1]], [[3, 1]], [[1, 2]]], [[[4, 2]], [[2, 3]]])
+    for ids, want in (
+        ([5, 6, 7], first),
+        ([0, 0, 8, 9], [[[0, 0]], [[0, 0]], *second]),
+        ([5, 6, 7, 8, 9, 0], [*first, *second, [[0, 0]]]),
+        ([6, 7], first[1:]),
+    ):
+        assert routes_in(routes, ids).experts.tolist() == want
+    assert routes_in(routes, [5, 7]) is None
+
+
+@pytest.mark.parametrize(
+    ("routes", "words"),
+    [
+        ([[[True]], [[False]]], "row 0: routes are whole numbers"),
+        ([[[0.0]], [[1.0]]], "row 0: routes are whole numbers"),
+        ([[[0]], [[-1]]], "row 0: routes name expert -1"),
+        (
+            [[[0, 1, 2]], [[1, 2, 1]]],
+            "row 0: token 1 takes an expert twice in layer 0",
+        ),
+        ([[[0]]], r"row 0: routes are lists \[token\]\[layer\]\[expert\]"),
+        ([[], []], r"row 0: routes are lists \[token\]\[layer\]\[expert\]"),
+    ],
+)
+def test_routes_that_no_router_chooses_are_refused(routes, words):
+    with pytest.raises(InputError, match=words):
+        routes_of([Row([3], [4], [True], 1.0, routes=routes)])
+
+
+def test_routes_are_numbers_of_any_width_of_experts_that_there_are():
+    scores = torch.tensor([[0.1, 0.7, 0.2], [0.3, 0.3, 0.4]])
+    table = np.array([[[2]], [[0]]], np.int16)
+    (routes,) = routes_of([Row([3], [4], [True], 1.0, routes=table)]).values()
+    with routes.replayed():
+        assert torch.equal(scores.topk(1).values, scores[[0, 1], [2, 0]][:, None])
+    with (
+        pytest.raises(InputError, match="expert 99, and a router of the model chooses"),
+        Routes(torch.tensor([[[2]], [[99]]])).replayed(),
+    ):
+        scores.topk(1)
+
+
+def test_routers_that_choose_tokens_have_no_routes():
+    with pytest.raises(InputError, match=r"calls topk with dim=1 on scores of 3"):
+        draw_routes(lambda ids: torch.rand(1, len(ids), 4).topk(2, dim=1), [[3, 4]], 0)
+
+
+@pytest.mark.parametrize("kind", [Checkpointed, Reentrant])
+def test_a_checkpoint_of_torch_changes_nothing(kind):
+    ids = [3, 4, 5]
+    gradients = []
+    for model in (Model(), kind()):
+        reference = TorchModel(model)
+        reference.routes = {tuple(ids): Routes(torch.tensor([[[0], [1]]] * 3))}
+        z = reference.logits(ids)
+        gradients.append(reference.pull(z, z.detach(), ids))
+    assert torch.equal(*gradients)
+
+
+def test_a_checkpoint_that_chooses_again_is_refused():
+    with pytest.raises(InputError, match="calls topk in the backward pass"):
+        check(right, OwnCheckpoint())
 
 
 def test_a_model_without_routers_has_no_routes():

@@ -727,7 +727,7 @@ def _exercised(goal: Goal, case: StepCase, passes: int) -> list[str]:
     exercised = batch.describe_rows(case.rows, goal.temperature, case.forward.lp())
     if goal.value is not None:
         exercised.append(f"the value loss {goal.value.loss}")
-    if case.rows[0].routes is not None:
+    if case.rows[0].routes is not None and not are_routes_own(case):
         exercised.append("replayed routes of experts")
     if passes == 1:
         exercised.append("one backward pass")

@@ -42,7 +42,7 @@ from upref.step.inputs.reference import (
     gather_tensor,
     unwrapped,
 )
-from upref.step.inputs.routes import draw_routes, routes_of
+from upref.step.inputs.routes import draw_routes, own_experts, routes_of
 from upref.step.inputs.rows import CASE_AXES, Padded, Row
 from upref.user_code.guard import one_line, refuse_exit
 
@@ -167,13 +167,16 @@ def draw_old_policy(
     Raises:
         InputError: the model fails on a row.
     """
+    choosing = _without_routes(model)
     with as_input_error(_longest(rows)):
         if goal.objective.reads_mu and not on_policy:
             step_rows.make_probable(
-                rows, lambda ids: model.without_values(model.logits(ids)), model.end
+                rows,
+                lambda ids: choosing.without_values(choosing.logits(ids)),
+                choosing.end,
             )
         if routes:
-            drawn = draw_routes(model.logits, [row.ids for row in rows], seed)
+            drawn = draw_routes(choosing.logits, [row.ids for row in rows], seed)
             for row, experts in zip(rows, drawn, strict=True):
                 row.routes = experts
             take_routes(model, rows)
@@ -216,20 +219,35 @@ def take_routes(model: Model, rows: Sequence[Row]) -> None:
     model.routes = model.routes | routes
 
 
+def _without_routes(model: Model) -> Model:
+    """Return a reference whose routers choose: a case before this one may have left it
+    routes to replay.
+    """
+    if not isinstance(model, TorchModel):
+        return model
+    choosing = copy.copy(model)
+    choosing.routes = {}
+    return choosing
+
+
 def are_routes_own(case: StepCase) -> bool:
     """Tell whether the routes of the rows are those that the model takes anyway, so that a
-    step which does not replay them has the same gradient.
+    step which does not replay them has the same gradient. The order of a token's experts
+    does not matter.
 
     Args:
         case: whose rows have routes.
     """
-    model = copy.copy(case.forward.model)
+    model = case.forward.model
     assert isinstance(model, TorchModel)  # others have no routes
-    model.routes = {}
-    return all(
-        torch.equal(model.logits(row.ids), z)
-        for row, z in zip(case.rows, case.forward.z, strict=True)
-    )
+    choosing = _without_routes(model)
+    for row in case.rows:
+        own = torch.stack(own_experts(choosing.logits, row.ids)[0], 1)
+        if not torch.equal(
+            own.sort(-1).values, model.routes[tuple(row.ids)].experts.sort(-1).values
+        ):
+            return False
+    return True
 
 
 def build_case(

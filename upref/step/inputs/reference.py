@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from upref.errors import InputError
 from upref.step.inputs.model_errors import as_input_error
-from upref.step.inputs.routes import Routes
+from upref.step.inputs.routes import RefusedChoices, Routes, routes_in
 
 # operations whose factors, weights among them, are rounded too
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
@@ -407,7 +407,7 @@ class TorchModel(Model):
         on_device = {
             k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in how.items()
         }
-        routes = self.routes.get(tuple(ids))
+        routes = routes_in(self.routes, ids)
         with in_float64(self.device), routes.replayed() if routes else nullcontext():
             return self.net(torch.tensor([list(ids)]).to(self.device), **on_device)
 
@@ -457,7 +457,8 @@ class TorchModel(Model):
         Returns:
             [P], in the order of the parameters.
         """
-        with as_input_error(ids), in_float64(self.device):
+        refusal = RefusedChoices() if self.routes else nullcontext()
+        with as_input_error(ids), in_float64(self.device), refusal:
             gradients = torch.autograd.grad(
                 z, [*self.params.values()], dz, retain_graph=True, allow_unused=True
             )

@@ -14,12 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from upref.errors import InputError
 
 CHOICES = (torch.topk, torch.Tensor.topk)
 # of the experts of a token in a layer, the part that is not what the model would choose
 OTHER_EXPERTS = 1 / 3
+INTEGERS = (
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+)
 
 
 @dataclass(frozen=True)
@@ -68,14 +78,19 @@ class _Replayed(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         scores, k = _scores_and_count(args, kwargs or {})
         layer = min(self.done, self.routes.experts.shape[1] - 1)
-        experts = self.routes.experts[:, layer].to(scores.device)
+        experts = self.routes.experts[:, layer]
         self.done += 1
         if experts.shape != (scores[..., 0].numel(), k):
             raise InputError(
                 f"the routes have {experts.shape[1]} experts for each of {experts.shape[0]} tokens, and a "
                 f"router of the model chooses {k} for each of {scores[..., 0].numel()}."
             )
-        experts = experts.reshape(*scores.shape[:-1], k)
+        if int(experts.max()) >= scores.shape[-1]:
+            raise InputError(
+                f"the routes name expert {int(experts.max())}, and a router of the model chooses among "
+                f"{scores.shape[-1]}: experts count from 0."
+            )
+        experts = experts.reshape(*scores.shape[:-1], k).to(scores.device)
         chosen = scores.gather(-1, experts)
         if not self.routes.has_gradient:
             chosen = chosen.detach()
@@ -93,19 +108,64 @@ class _Recorded(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func not in CHOICES:
+            return func(*args, **(kwargs or {}))
+        scores, k = _scores_and_count(args, kwargs or {})
         out = func(*args, **(kwargs or {}))
-        if func in CHOICES:
-            scores, k = _scores_and_count(args, kwargs or {})
-            self.layers.append(out[1].detach().reshape(-1, k).cpu())
-            self.counts.append(scores.shape[-1])
+        self.layers.append(out[1].detach().reshape(-1, k).cpu())
+        self.counts.append(scores.shape[-1])
         return out
 
 
+class RefusedChoices(TorchDispatchMode):
+    """Refuses `topk` in a backward pass: a model that recomputes its layers there would
+    choose other experts than the recorded ones.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func.overloadpacket is torch.ops.aten.topk:
+            raise InputError(
+                "the model calls topk in the backward pass, as a checkpoint of its own does: "
+                "turn its checkpoints off for a check with routes."
+            )
+        return func(*args, **(kwargs or {}))
+
+
 def _scores_and_count(args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, int]:
-    """Return the scores and the k of a call of `topk`."""
+    """Return the scores and the k of a call of `topk`.
+
+    Raises:
+        InputError: it does not choose in the last dimension.
+    """
     scores = args[0] if args else kwargs["input"]
     k = args[1] if len(args) > 1 else kwargs["k"]
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+    if dim % scores.ndim != scores.ndim - 1:
+        raise InputError(
+            f"the model calls topk with dim={dim} on scores of {scores.ndim} dimensions: "
+            "routes need routers that choose in the last one."
+        )
     return scores, k
+
+
+def own_experts(forward: Any, ids: Sequence[int]) -> tuple[list[Tensor], list[int]]:
+    """Return the experts that a model chooses itself, and of how many.
+
+    Args:
+        forward: runs the model on token ids.
+        ids: of a row.
+
+    Returns:
+        Of each layer [S, K], and the number of experts.
+
+    Raises:
+        InputError: a router does not choose in the last dimension.
+    """
+    with _Recorded() as mode, torch.no_grad():
+        forward(ids)
+    return mode.layers, mode.counts
 
 
 def draw_routes(
@@ -128,15 +188,14 @@ def draw_routes(
     generator = torch.Generator().manual_seed(seed)
     drawn = []
     for ids in tokens:
-        with _Recorded() as mode, torch.no_grad():
-            forward(ids)
-        shapes = {layer.shape for layer in mode.layers}
-        if len(shapes) != 1 or len(mode.layers[0]) != len(ids):
+        own_layers, counts = own_experts(forward, ids)
+        shapes = {layer.shape for layer in own_layers}
+        if len(shapes) != 1 or len(own_layers[0]) != len(ids):
             raise InputError(
                 "routes=True needs a model whose routers choose equally many experts for each token by topk: "
                 f"of {len(ids)} tokens its calls of topk choose {sorted(map(tuple, shapes)) or 'nothing'}."
             )
-        layers_and_counts = [*zip(mode.layers, mode.counts, strict=True)]
+        layers_and_counts = [*zip(own_layers, counts, strict=True)]
         if any(count <= layer.shape[1] for layer, count in layers_and_counts):
             raise InputError("routes=True needs more experts than a token takes.")
         layers = []
@@ -154,8 +213,8 @@ def routes_of(rows: Sequence[Any]) -> dict[tuple[int, ...], Routes]:
         rows: all with routes, or none.
 
     Raises:
-        InputError: some rows have none, routes are not [S][L][K], or two rows with the same
-            tokens have different ones.
+        InputError: some rows have none, routes are not [S][L][K], an expert is negative or
+            twice in a list, or two rows with the same tokens have different ones.
     """
     given = [row for row in rows if row.routes is not None]
     if len(given) not in (0, len(rows)):
@@ -166,18 +225,35 @@ def routes_of(rows: Sequence[Any]) -> dict[tuple[int, ...], Routes]:
     for i, row in enumerate(given):
         try:
             experts = torch.tensor(row.routes)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(
                 f"row {i}: routes are no table of numbers: {error}"
             ) from error
-        if (
-            experts.ndim != 3
-            or len(experts) != len(row.ids)
-            or experts.is_floating_point()
-        ):
+        if experts.ndim != 3 or len(experts) != len(row.ids) or not experts.numel():
             raise InputError(
                 f"row {i}: routes are lists [token][layer][expert], for the {len(row.ids)} tokens of prompt "
                 f"and response, got {list(experts.shape)}."
+            )
+        if experts.dtype not in INTEGERS:
+            raise InputError(
+                f"row {i}: routes are whole numbers, those of experts, got {experts.dtype}."
+            )
+        experts = experts.long()
+        if (experts < 0).any():
+            raise InputError(
+                f"row {i}: routes name expert {int(experts.min())}, and experts count from 0."
+            )
+        ordered = experts.sort(-1).values
+        if (
+            repeated := (ordered[..., 1:] == ordered[..., :-1])
+            .any(-1)
+            .nonzero()
+            .tolist()
+        ):
+            token, layer = repeated[0]
+            raise InputError(
+                f"row {i}: token {token} takes an expert twice in layer {layer}: "
+                f"{experts[token, layer].tolist()}."
             )
         known = routes.setdefault(tuple(row.ids), Routes(experts))
         if not torch.equal(known.experts, experts):
@@ -185,6 +261,37 @@ def routes_of(rows: Sequence[Any]) -> dict[tuple[int, ...], Routes]:
                 f"row {i} has the tokens of another row, and other routes: the check needs distinct rows."
             )
     return routes
+
+
+def routes_in(
+    routes: dict[tuple[int, ...], Routes], ids: Sequence[int]
+) -> Routes | None:
+    """Return the routes of tokens that are fed to the model: a row, rows among other
+    tokens, or the end of a row.
+
+    Args:
+        routes: of the rows.
+        ids: what is fed.
+
+    Returns:
+        Tokens of no row, such as padding, have 0 in place of each expert, as in the routes
+        that verl pads. None: no row is fed.
+    """
+    fed = tuple(ids)
+    if fed in routes:
+        return routes[fed]
+    for row, known in routes.items():
+        if row[-len(fed) :] == fed:
+            return replace(known, experts=known.experts[-len(fed) :])
+    found = None
+    for row, known in routes.items():
+        for start in range(len(fed) - len(row) + 1):
+            if fed[start : start + len(row)] == row:
+                if found is None:
+                    shape = (len(fed), *known.experts.shape[1:])
+                    found = replace(known, experts=known.experts.new_zeros(shape))
+                found.experts[start : start + len(row)] = known.experts
+    return found
 
 
 def shifted(routes: Routes, *, layers: int = 0, tokens: int = 0) -> Routes:
