@@ -57,6 +57,17 @@ def test_a_right_loss_is_proved():
     assert json.loads(report.json())["proved"]
 
 
+def zero_is_padding(log_prob, advantages, mask):
+    trained = mask & (log_prob != 0)
+    return -torch.where(trained, log_prob * advantages, 0).sum() / len(mask)
+
+
+def test_another_weight_at_probability_1_is_no_failure_and_no_proof():
+    report = upref.check(zero_is_padding, "reinforce", skip=QUICK)
+    assert report and not report.proved
+    assert "proved" not in str(report).splitlines()[0]
+
+
 def test_a_value_that_no_batch_has_is_found():
     """Advantages above 100 are in none of the batches of check."""
     report = upref.check(beyond_a_thousand, "dapo", skip=QUICK)
@@ -110,7 +121,7 @@ def half(log_prob, old_log_prob, advantages, mask):
         (
             dapo,
             "objective",
-            "proved       for every value within |log r| <= 20, in 6 batches of at most 2",
+            "proved       for every value within |log r| <= 20, in 7 batches of at most 2",
         ),
         (beyond_a_thousand, "pitfall", "it differs elsewhere: A > 1000, r > 0.8"),
         (rounded, "objective", ""),  # there is no formula of floor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A token of probability 1 trains, equal tokens have no order, and 16 bits round."""
+"""Tokens of probability 1, equal tokens that have no order, and 16 bits that round."""
 
 import math
 
@@ -12,7 +12,7 @@ QUICK = ("unusual-inputs", "one-response", "every-value")  # oracles left out
 
 
 @pytest.mark.parametrize("name", ["reinforce", "ppo_clip"])
-def test_a_log_probability_of_0_is_no_padding(name):
+def test_another_weight_at_log_probability_0_is_a_note(name):
     def loss(log_prob, old_log_prob, advantages, mask):
         is_token = mask & (log_prob != 0)
         A = torch.where(is_token, advantages, 0)
@@ -22,6 +22,33 @@ def test_a_log_probability_of_0_is_no_padding(name):
         return -torch.minimum(r * A, r.clamp(0.8, 1.2) * A).sum() / mask.sum()
 
     report = upref.check(loss, name, skip=QUICK)
+    assert report, report.text()
+    text = report.text(verbose=True)
+    assert "log π = 0" in text and "no logit has a gradient" in text
+
+
+@pytest.mark.parametrize(
+    "guard",
+    [lambda x: x.clamp(max=0), lambda x: torch.minimum(x, torch.zeros(()))],
+    ids=["clamp", "minimum"],
+)
+def test_a_guard_at_0_is_no_failure(guard):
+    def loss(log_prob, advantages, mask):
+        A = torch.where(mask, advantages, 0)
+        return -(A * torch.where(mask, guard(log_prob), 0)).sum() / len(mask)
+
+    report = upref.check(loss, "reinforce", skip=QUICK)
+    assert report, report.text()
+
+
+def test_nan_at_log_probability_0_is_a_failure():
+    def loss(log_prob, advantages, mask):
+        x = torch.where(mask, log_prob, -1.0)
+        odds = x - torch.log(-torch.expm1(x))
+        own = -torch.nn.functional.softplus(-odds)  # log π again, by its odds
+        return -torch.where(mask, advantages * own, 0).sum() / len(mask)
+
+    report = upref.check(loss, "reinforce", skip=QUICK)
     assert [f.oracle for f in report.failures] == ["extremes"], report.text()
     assert "log π = 0" in report.text()
 

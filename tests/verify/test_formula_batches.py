@@ -128,3 +128,14 @@ def test_a_bootstrap_that_is_read_on_some_responses_is_not_called_unread():
     report = upref.check_advantages(on_full_responses, "gae")
     assert not report
     assert "bootstrap-missing" not in report.failures[0].fault_ids
+
+
+def prints_and_clears(values, returns, mask):
+    print("a step")
+    returns[~mask] = 0
+    return 0.5 * mean((values - returns) ** 2, mask)
+
+
+def test_a_printing_function_is_not_excused_for_what_it_writes():
+    report = upref.check_value(prints_and_clears, "mse")
+    assert "mutation" in [finding.oracle for finding in report.failures]

@@ -146,3 +146,12 @@ def test_a_mean_over_all_slots_is_not_called_an_inverse():
     text = upref.check(kl_cov_over_all_slots, "kl_cov", skip=QUICK).text()
     assert "an inverse" not in text
     assert "all slots are counted, padding included" in text
+
+
+def test_a_loss_without_a_ratio_has_no_factor_on_it():
+    def doubled(log_prob, advantages, mask):
+        return -2 * filled(log_prob * advantages, mask).sum() / len(mask)
+
+    report = upref.check(doubled, "reinforce", skip=QUICK)
+    assert "2 times" in report.text()
+    assert "log r" not in report.failures[0].cause

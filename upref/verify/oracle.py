@@ -106,6 +106,23 @@ def untouched(done: Done, cause: str = "") -> Iterator[Finding]:
         yield note("mutation", "it prints")
 
 
+def untouched_on(calls: Iterable[Done], cause: str = "") -> list[Finding]:
+    """Return the findings of the oracle `mutation` on the first batch that is changed; if
+    none is, those of the first batch with a note.
+
+    Args:
+        calls: what the call on each batch changed.
+        cause: as of `untouched`.
+    """
+    notes: list[Finding] = []
+    for done in calls:
+        findings = list(untouched(done, cause))
+        if any(finding.severity == "failure" for finding in findings):
+            return findings
+        notes = notes or findings
+    return notes
+
+
 T = TypeVar("T")
 
 

@@ -440,6 +440,7 @@ FEW = (
     Pattern(((True, False), (False, True))),
     Pattern(PAIR, on_policy=True),
     Pattern(PAIR, zeros=frozenset({(1, 0), (1, 1)})),
+    Pattern(((True,),), certain=True),
 )
 FEW_PROMPTS = (Pattern(PAIR, (7, 3)),)
 

@@ -666,8 +666,8 @@ def overflowing_batch(with_certain: bool = False) -> Rollouts:
     are not those of one token.
 
     Args:
-        with_certain: also return tokens whose log π_θ is exactly 0, as it is in float32
-            from 1 - π_θ = 3e-8 on.
+        with_certain: also return tokens whose log π_θ is exactly 0, as float32 rounds it
+            where π_θ is near 1.
     """
     log_ratios = (*(sign * size for size in OVERFLOW for sign in (1, -1)), 0.1)
     # A, log r, and how far below 0 the larger of log π_θ and log π_old is

@@ -570,7 +570,7 @@ def reweighted(case: LossCase) -> Iterator[LossFault]:
     added = common_value(((1 / ratio - 1) * batch.logp_old.exp())[use])
     if added is not None and added > 0:
         yield _added_to_old_probability(float(f"{added:.6g}"))
-    multiple = common_value(ratio[use])
+    multiple = common_value(ratio[use]) if _has_ratio(case, batch) else None
     if multiple is not None and multiple > 0 and not math.isclose(multiple, 1):
         yield _factor_on_log_ratio(case, multiple)
     positive = use & (ratio > 0)
@@ -678,6 +678,13 @@ def _added_to_old_probability(added: float) -> LossFault:
         id="number-added-to-old-probability",
         view=lambda batch: batch.but(logp_old=(batch.logp_old.exp() + added).log()),
     )
+
+
+def _has_ratio(case: LossCase, batch: Rollouts) -> bool:
+    """Return whether the objective's weights on a batch depend on π_old."""
+    older = batch.but(logp_old=batch.logp_old - 0.05)
+    weights = [unit_weights(case.objective, x, case.hp) for x in (batch, older)]
+    return not torch.equal(*weights)
 
 
 def _factor_on_log_ratio(case: LossCase, multiple: float) -> LossFault:

@@ -141,8 +141,8 @@ def divided_by_kept(case: LossCase) -> Cause:
 
 
 def counted_faults(case: LossCase) -> Iterator[LossFault]:
-    """Yield the faults that a mean over tokens leaves tokens out of its divisor because
-    their term is 0 or clipped.
+    """Yield the faults that a mean over tokens leaves clipped tokens, or those with A = 0,
+    out of its divisor.
 
     Args:
         case: the loss and its objective.
@@ -174,12 +174,6 @@ def counted_faults(case: LossCase) -> Iterator[LossFault]:
         "tokens with A = 0 are left out of the divisor",
         lambda batch: _over(counted(batch) & moves(batch), batch),
         id="divided-by-tokens-with-advantage",
-    )
-    yield _aggregated(
-        case,
-        "tokens without a gradient, clipped or with A = 0, are left out of the divisor",
-        lambda batch: _over(trained(batch), batch),
-        id="divided-by-tokens-with-gradient",
     )
 
 

@@ -28,6 +28,7 @@ Formula = Callable[[Inputs, Settings], Tensor]
 FLOAT64_TOL = 1e-6  # relative: a guard of 1e-8 in a denominator is below it
 FLOAT32_TOL = 1e-4
 LEAST_FACTOR = 1e-9  # a smaller common factor is a missing gradient
+CLAMPS = (1.0, 2.0, 5.0, 10.0)  # usual bounds of values, log-ratios and losses
 # causes that an oracle has without a search
 WRITES = "it writes into a tensor that it was given: let it write into a copy"
 STATE = "it keeps state from call to call, or draws random numbers"

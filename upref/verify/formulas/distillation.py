@@ -22,6 +22,7 @@ from upref.user_code import names
 from upref.user_code.named import NamedFunction, Vocabulary, read
 from upref.verify.faults import Fault
 from upref.verify.formulas.case import (
+    CLAMPS,
     FLOAT32_TOL,
     Formula,
     FormulaCase,
@@ -67,7 +68,6 @@ OTHER: tuple[dict[str, float], ...] = (
 )
 V, WIDE_V = 24, 40  # tokens of the vocabulary
 REFUSED = 19.5  # nats; from 20 on a clamp of log π_T is a guard
-CLAMPS = (1.0, 2.0, 5.0, 10.0)  # usual bounds of a log-ratio or of a token's loss
 IGNORED = -100  # the label of an untrained slot
 
 

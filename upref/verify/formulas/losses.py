@@ -25,7 +25,7 @@ from upref.verify.formulas.case import (
     Settings,
     alike,
 )
-from upref.verify.oracle import Oracle, oracle, untouched
+from upref.verify.oracle import Oracle, oracle, untouched_on
 from upref.verify.report import Finding, fail, note
 
 # one number per token, [B, T]
@@ -321,11 +321,8 @@ def determinism(case: FormulaCase) -> Iterator[Finding]:
 @oracle("mutation")
 def mutation(case: FormulaCase) -> Iterator[Finding]:
     """Report what the function changes or prints, with padding and without."""
-    for problem in case.problems[:3]:
-        findings = list(untouched(case.call(problem)[0], WRITES))
-        yield from findings
-        if findings:
-            return
+    calls = (case.call(problem)[0] for problem in case.problems[:3])
+    yield from untouched_on(calls, WRITES)
 
 
 @oracle("gradient", needed=True)

@@ -13,11 +13,10 @@ from torch import Tensor
 from upref import token_advantages
 from upref.advantages import whiten_tokens
 from upref.verify.faults import Fault
-from upref.verify.formulas.case import Formula, Inputs, Settings
+from upref.verify.formulas.case import CLAMPS, Formula, Inputs, Settings
 from upref.verify.formulas.losses import LENGTHS, first_slots
 
 TokenFault = Fault[Formula]
-CLAMPS = (1.0, 2.0, 5.0, 10.0)  # usual bounds
 
 
 def compute(name: str, inputs: Inputs, settings: Settings) -> Tensor:

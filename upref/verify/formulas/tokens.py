@@ -47,7 +47,7 @@ from upref.verify.formulas.token_faults import (
     compute,
     known,
 )
-from upref.verify.oracle import Oracle, oracle, run, untouched, validate_names
+from upref.verify.oracle import Oracle, oracle, run, untouched_on, validate_names
 from upref.verify.report import Finding, Report, fail, not_run, note
 
 # values that are tried for a setting which the function neither takes nor is given
@@ -548,7 +548,9 @@ def untrained_rewards(case: FormulaCase) -> Iterator[Finding]:
 
 @oracle("equal-rewards", not_run=wrong_already)
 def equal_rewards(case: FormulaCase) -> Iterator[Finding]:
-    """Report numbers that are not 0 where all rewards of a prompt are equal."""
+    """Report numbers that are not 0 where all rewards of a prompt are equal, and wrong ones
+    where the largest two are.
+    """
     if not case.has_mask:
         return
     if case.name in RESPONSES:
@@ -595,11 +597,9 @@ def determinism(case: FormulaCase) -> Iterator[Finding]:
 @oracle("mutation")
 def mutation(case: FormulaCase) -> Iterator[Finding]:
     """Report what the function changes or prints."""
-    for problem in (FULL, PADDED) if case.has_mask else (FULL,):
-        findings = list(untouched(case.call(problem)[0], WRITES))
-        yield from findings
-        if findings:
-            return
+    problems = (FULL, PADDED) if case.has_mask else (FULL,)
+    calls = (case.call(problem)[0] for problem in problems)
+    yield from untouched_on(calls, WRITES)
 
 
 @oracle("stop-gradient", not_run=wrong_already)

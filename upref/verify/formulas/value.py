@@ -22,6 +22,7 @@ from upref.user_code.named import NamedFunction, Vocabulary, read
 from upref.user_code.signature import parameters
 from upref.verify.faults import Fault
 from upref.verify.formulas.case import (
+    CLAMPS,
     FLOAT32_TOL,
     Formula,
     FormulaCase,
@@ -63,7 +64,6 @@ USUAL: dict[str, tuple[float, ...]] = {
     "clip": (0.2, 0.5, 0.1, 0.25, 0.3, 0.4, 10.0),
 }
 OTHER = ({"clip": 0.5}, {"clip": 0.05})
-CLAMPS = (1.0, 2.0, 5.0, 10.0)  # usual bounds
 
 
 # ---- what arguments are called -------------------------------------------------------

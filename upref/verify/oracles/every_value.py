@@ -52,11 +52,21 @@ def every_value(case: LossCase) -> Iterator[Finding]:
     found = compare_few(case.loss, case.objective, case.hp)
     case.cache["every-value"] = found
     if found.counterexample is not None:
-        yield from _difference(case, found)
+        if not _is_of_certain_tokens(found):
+            yield from _difference(case, found)
         return
     for bound in found.bounds[:MOST_BOUNDS]:
         if bound.number <= LARGEST:
             yield from _beyond(case, bound)
+
+
+def _is_of_certain_tokens(found: Comparison) -> bool:
+    """Tell whether finite weights differ of tokens of probability 1 alone. No logit has a
+    gradient there, so that this is no failure, and no proof.
+    """
+    assert found.counterexample is not None
+    is_certain = found.where is not None and found.where.certain
+    return is_certain and bool(found.counterexample.found.isfinite().all())
 
 
 def is_proved(case: LossCase) -> bool:

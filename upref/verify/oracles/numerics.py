@@ -35,6 +35,7 @@ LARGEST_SAMPLED = math.log(torch.finfo(torch.float32).max) - 1
 LARGEST_SQUARED = math.log(torch.finfo(torch.float32).max) / 2 - 1
 LARGEST_FLOAT64 = math.log(torch.finfo(torch.float64).max) - 1  # of log r
 LARGE_WEIGHT = 1e30  # an expected weight above this may overflow
+CERTAIN = "harmless: where π_θ is 1, no logit has a gradient"
 
 
 @oracle("extremes", 90)
@@ -62,14 +63,15 @@ def extremes(case: LossCase) -> list[Finding]:
 def _overflows(case: LossCase, dtype: torch.dtype) -> dict[str, Finding]:
     """Return a failure for NaN, or for a weight that is lost, where the objective's own
     weight is an ordinary number; notes for ratios and tokens that no sampler can
-    produce. There exp(log r) overflows float32, and exp(log π_old) underflows it.
+    produce, and for another weight where π_θ is 1. Of the former exp(log r) overflows
+    float32, and exp(log π_old) underflows it.
 
     Args:
         case: the loss and its objective.
         dtype: the dtype of the inputs.
 
     Returns:
-        Findings by "wrong", "far", "rare" or "refused".
+        Findings by "wrong", "far", "rare", "certain" or "refused".
     """
     # a divergence that is infinite at π_θ = 1 is decided by a guard there
     with_certain = not case.objective.reads_mu
@@ -93,7 +95,10 @@ def _overflows(case: LossCase, dtype: torch.dtype) -> dict[str, Finding]:
             continue
         i, t = hit.nonzero()[0].tolist()
         is_nan = math.isnan(extreme.found[i, t].item())
-        why = _dtype_that_overflows(case, extreme.b, low, i, t, is_nan)
+        if kind == "certain":
+            why = CERTAIN
+        else:
+            why = _dtype_that_overflows(case, extreme.b, low, i, t, is_nan)
         if kind != "wrong":
             notes[kind] = note(
                 "extremes",
@@ -132,7 +137,8 @@ class Extremes:
         expected: the expected weights, [B, T].
         found: the weights found, [B, T].
         hits: masks [B, T] of the tokens that differ: "wrong"; "far" and "rare" are
-            those that no sampler produces.
+            those that no sampler produces, "certain" those of probability 1 whose weight
+            is finite.
     """
 
     b: Rollouts
@@ -210,14 +216,17 @@ def _extremes(case: LossCase, low: Rollouts, gradient: Tensor) -> Extremes:
         )
     is_lost_ordinary = is_lost & is_ordinary
     is_overflow = is_not_finite & (expected.abs() < LARGE_WEIGHT)
-    is_wrong = (is_overflow | is_lost_ordinary) & ~is_unseen & batch.mask
-    is_forgiven = (is_not_finite | is_lost_ordinary) & ~is_wrong & batch.mask
-    return Extremes(
-        batch,
-        expected,
-        found,
-        {"wrong": is_wrong, "far": is_forgiven & is_far, "rare": is_forgiven & ~is_far},
-    )
+    is_hit = is_not_finite | is_lost_ordinary
+    is_certain = (batch.logp == 0) & ~is_not_finite & batch.mask
+    is_wrong = (is_overflow | is_lost_ordinary) & ~is_unseen & batch.mask & ~is_certain
+    is_forgiven = is_hit & ~is_wrong & ~is_certain & batch.mask
+    hits = {
+        "wrong": is_wrong,
+        "far": is_forgiven & is_far,
+        "rare": is_forgiven & ~is_far,
+        "certain": is_hit & is_certain,
+    }
+    return Extremes(batch, expected, found, hits)
 
 
 def _rounds_to_a_bound(
