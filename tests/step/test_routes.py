@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import upref
 from upref.errors import InputError
 from upref.step import Row, dump_step
+from upref.step.compare.case import RowOptions, build_case, make_goal
 from upref.step.inputs.reference import TorchModel
 from upref.step.inputs.routes import Routes, draw_routes, routes_in, routes_of
 
@@ -300,7 +301,19 @@ def own_routes(model, rows):
     return routes
 
 
-def test_a_step_in_half_precision_gets_routes_once_more():
+def test_a_step_in_half_precision_gets_the_same_routes_once_more():
+    model, goal = TorchModel(Model()), make_goal("dapo", {}, 0.7)
+    options = RowOptions(routes=True)
+    cases = [
+        build_case(model, goal, None, [], coarse=coarse, row_options=options)
+        for coarse in (False, True)
+    ]
+    first, second = ([row.routes for row in case.rows] for case in cases)
+    assert first == second
+
+
+@pytest.mark.nightly
+def test_a_step_in_half_precision_is_checked():
     def step(model, rows):
         with torch.autocast("cpu", torch.bfloat16):
             right(model, rows)
