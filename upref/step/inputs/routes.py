@@ -244,12 +244,9 @@ def routes_of(rows: Sequence[Any]) -> dict[tuple[int, ...], Routes]:
                 f"row {i}: routes name expert {int(experts.min())}, and experts count from 0."
             )
         ordered = experts.sort(-1).values
-        if (
-            repeated := (ordered[..., 1:] == ordered[..., :-1])
-            .any(-1)
-            .nonzero()
-            .tolist()
-        ):
+        is_repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+        repeated = is_repeated.nonzero().tolist()
+        if repeated:
             token, layer = repeated[0]
             raise InputError(
                 f"row {i}: token {token} takes an expert twice in layer {layer}: "
