@@ -208,8 +208,8 @@ def check_step(
             function of (rewards [8], group [8]); None: the objective's own. Without
             rewards the eight numbers are the advantages of the rows.
         routes: give each row the experts that its tokens take, in `routes`, for a step
-            that replays what the sampler recorded. A third of them are not those that the
-            model would choose. A router is a call of `topk` in the model's forward pass.
+            that replays what the sampler recorded. About a third of them are not those that
+            the model would choose. A router is a call of `topk` in the model's forward pass.
         explain: search for the cause of a difference, which may take longer than the
             step.
         moved: read the gradient from what the weights moved, for an engine that hides
@@ -613,6 +613,13 @@ def report_step(
         causes = _findings_with_cause(attempt, make_other_attempt, doubts)
         findings += name_single_passes(causes, goal, passes, len(case.rows))
     has_failure = any(f.severity == "failure" for f in findings)
+    exercised = _exercised(goal, case, passes)
+    unexercised = _unexercised(goal, case, passes)
+    if case.rows[0].routes is not None:
+        if are_routes_own(case):
+            unexercised.append("the replay of routes (they are what the model chooses)")
+        else:
+            exercised.append("replayed routes of experts")
     return StepReport(
         name,
         goal.objective.name,
@@ -624,8 +631,8 @@ def report_step(
         {"gradient, relative": bound},
         time.perf_counter() - start,
         error=comparison.error,
-        exercised=_exercised(goal, case, passes),
-        unexercised=_unexercised(goal, case, passes),
+        exercised=exercised,
+        unexercised=unexercised,
         at_bound=comparison.at_bound,
         other_side=comparison.other_side,
         reach=reach(goal, case.forward, case.padded),
@@ -727,8 +734,6 @@ def _exercised(goal: Goal, case: StepCase, passes: int) -> list[str]:
     exercised = batch.describe_rows(case.rows, goal.temperature, case.forward.lp())
     if goal.value is not None:
         exercised.append(f"the value loss {goal.value.loss}")
-    if case.rows[0].routes is not None and not are_routes_own(case):
-        exercised.append("replayed routes of experts")
     if passes == 1:
         exercised.append("one backward pass")
     elif passes > 1:
@@ -741,8 +746,6 @@ def _unexercised(goal: Goal, case: StepCase, passes: int) -> list[str]:
     unexercised = [f"{k} ({why})" for k, why in case.unvaried.items()]
     if goal.value is not None and not _values_leave_their_range(goal.value, case):
         unexercised.append("the clip of values (no value has left its range)")
-    if case.rows[0].routes is not None and are_routes_own(case):
-        unexercised.append("the replay of routes (they are what the model chooses)")
     if passes == 1:
         unexercised.append("micro-batches")
     if world_size() == 1:

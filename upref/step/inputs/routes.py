@@ -6,9 +6,11 @@ A router is a call of `topk` in the forward pass, one for each layer of experts.
 routes are replayed, it gets its scores at the recorded experts, whatever the largest are.
 """
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +65,30 @@ class Routes:
             )
 
 
-class _Replayed(TorchFunctionMode):
+class _Choices(TorchFunctionMode, ABC):
+    """Hands each call of `topk`, which is a router, to `choose`."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        call = partial(func, *args, **(kwargs or {}))
+        if func not in CHOICES:
+            return call()
+        scores, k = _scores_and_count(args, kwargs or {})
+        return self.choose(scores, k, call)
+
+    @abstractmethod
+    def choose(self, scores: Tensor, k: int, call: Callable[[], Any]) -> Any:
+        """Return what the router gets.
+
+        Args:
+            scores: of the experts, [..., E].
+            k: how many experts a token takes.
+            call: the call of `topk` itself.
+        """
+
+
+class _Replayed(_Choices):
     """Replaces each call of `topk` by the next layer of the routes."""
 
     def __init__(self, routes: Routes):
@@ -71,24 +96,22 @@ class _Replayed(TorchFunctionMode):
         self.routes = routes
         self.done = 0  # layers
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func not in CHOICES:
-            return func(*args, **(kwargs or {}))
-        scores, k = _scores_and_count(args, kwargs or {})
+    def choose(self, scores: Tensor, k: int, call: Callable[[], Any]) -> Any:
+        """Return the scores at the recorded experts, and these experts."""
         layer = min(self.done, self.routes.experts.shape[1] - 1)
         experts = self.routes.experts[:, layer]
         self.done += 1
-        if experts.shape != (scores[..., 0].numel(), k):
+        tokens = scores[..., 0].numel()
+        if experts.shape != (tokens, k):
             raise InputError(
-                f"the routes have {experts.shape[1]} experts for each of {experts.shape[0]} tokens, and a "
-                f"router of the model chooses {k} for each of {scores[..., 0].numel()}."
+                f"the routes have {experts.shape[1]} experts for each of {experts.shape[0]} tokens, "
+                f"and a router of the model chooses {k} for each of {tokens}."
             )
-        if int(experts.max()) >= scores.shape[-1]:
+        largest, count = int(experts.max()), scores.shape[-1]
+        if largest >= count:
             raise InputError(
-                f"the routes name expert {int(experts.max())}, and a router of the model chooses among "
-                f"{scores.shape[-1]}: experts count from 0."
+                f"the routes name expert {largest}, and a router of the model chooses among {count}: "
+                "experts count from 0."
             )
         experts = experts.reshape(*scores.shape[:-1], k).to(scores.device)
         chosen = scores.gather(-1, experts)
@@ -97,7 +120,7 @@ class _Replayed(TorchFunctionMode):
         return torch.return_types.topk((chosen, experts))
 
 
-class _Recorded(TorchFunctionMode):
+class _Recorded(_Choices):
     """Keeps what each call of `topk` chooses, and of how many."""
 
     def __init__(self) -> None:
@@ -105,13 +128,9 @@ class _Recorded(TorchFunctionMode):
         self.layers: list[Tensor] = []  # [S, K] each
         self.counts: list[int] = []  # of experts
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func not in CHOICES:
-            return func(*args, **(kwargs or {}))
-        scores, k = _scores_and_count(args, kwargs or {})
-        out = func(*args, **(kwargs or {}))
+    def choose(self, scores: Tensor, k: int, call: Callable[[], Any]) -> Any:
+        """Return what the router chooses itself."""
+        out = call()
         self.layers.append(out[1].detach().reshape(-1, k).cpu())
         self.counts.append(scores.shape[-1])
         return out
