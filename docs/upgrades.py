@@ -6,6 +6,7 @@ records in upgrades.json what the audit of each says otherwise than that of the 
 before. docs.make makes the table of docs/upgrading.md from it. It needs a package index.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -184,8 +185,15 @@ def repairs() -> str:
     return markdown.table(columns, rows)
 
 
-def main(name: str, *versions: str) -> int:
-    """Audit the releases of a framework and record what each changed; return 0."""
+def main() -> None:
+    """Audit the releases of a framework and record what each changed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=frameworks(), help="the framework")
+    parser.add_argument("versions", nargs="+", help="its releases, the oldest first")
+    arguments = parser.parse_args()
+    name, versions = arguments.name, arguments.versions
+    if len(versions) < 2:
+        parser.error("name two releases or more")
     found: dict[str, Any] = {}
     refused = {}
     for version in versions:
@@ -205,8 +213,7 @@ def main(name: str, *versions: str) -> int:
         }
     record.add(FILE, f"python -m docs.upgrades {name} {' '.join(versions)}", rows)
     print(json.dumps(rows, indent=1, ensure_ascii=False))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    main()
