@@ -342,6 +342,8 @@ def test_other_tokens_than_those_of_a_row_take_expert_0():
     ("routes", "words"),
     [
         ([[[True]], [[False]]], "row 0: routes are whole numbers"),
+        ([[[0, True]], [[2, 3]]], "row 0: routes are whole numbers"),
+        (([[2, 3]], ((0, np.True_),)), "row 0: routes are whole numbers"),
         ([[[0.0]], [[1.0]]], "row 0: routes are whole numbers"),
         ([[[0]], [[-1]]], "row 0: routes name expert -1"),
         (
@@ -373,6 +375,63 @@ def test_routes_are_numbers_of_any_width_of_experts_that_there_are():
 def test_routers_that_choose_tokens_have_no_routes():
     with pytest.raises(InputError, match=r"calls topk with dim=1 on scores of 3"):
         draw_routes(lambda ids: torch.rand(1, len(ids), 4).topk(2, dim=1), [[3, 4]], 0)
+
+
+class Grouped(Experts):
+    """Two of the four experts in the best two of three groups, as DeepSeek-V3 chooses."""
+
+    count, taken = 12, 2
+    fill = 0.0
+
+    def forward(self, x, routes=None):
+        scores = self.router(x).sigmoid()
+        groups = scores.unflatten(-1, (3, 4))
+        best = self.group_scores(groups).topk(2, -1).indices
+        is_best = torch.zeros(groups.shape[:-1]).scatter(-1, best, 1)[..., None].bool()
+        masked = torch.where(is_best, groups, self.fill).flatten(-2)
+        chosen = masked.topk(self.taken, -1).indices
+        return x + scores.gather(-1, chosen).sum(-1, keepdim=True)
+
+    def group_scores(self, groups):
+        return groups.topk(2, -1).values.sum(-1)
+
+
+class GroupedByTheBest(Grouped):
+    fill = -torch.inf
+
+    def group_scores(self, groups):
+        return groups.amax(-1)
+
+
+@pytest.mark.parametrize("layer", [Grouped, GroupedByTheBest])
+def test_routers_that_choose_groups_first_are_refused(layer):
+    with pytest.raises(
+        InputError, match="chooses 2 of 3 groups of experts for a token, and then 2 of"
+    ):
+        check(right, Model(layer))
+
+
+def test_routes_of_ones_own_are_refused_for_a_router_that_chooses_groups_first():
+    with (
+        pytest.raises(
+            InputError, match="chooses 2 for each of 6: upref replays no router"
+        ),
+        Routes(torch.tensor([[[2, 1]], [[3, 0]]])).replayed(),
+    ):
+        Grouped()(torch.ones(1, 2, H))
+
+
+class TwoThenFour(Model):
+    """Two layers of different numbers of experts, which are no groups."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[1].router = nn.Linear(H, 4)
+        self.layers[1].experts = nn.Parameter(torch.randn(4, H, H) / H**0.5)
+
+
+def test_layers_may_have_different_numbers_of_experts():
+    assert check(right, TwoThenFour())
 
 
 @pytest.mark.parametrize("kind", [Checkpointed, Reentrant])

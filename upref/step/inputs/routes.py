@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -21,6 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from upref.errors import InputError
 
 CHOICES = (torch.topk, torch.Tensor.topk)
+NO_GROUPS = (
+    "upref replays no router that chooses groups of experts first, as DeepSeek-V3 does."
+)
 # of the experts of a token in a layer, the part that is not what the model would choose
 OTHER_EXPERTS = 1 / 3
 INTEGERS = (
@@ -103,9 +107,11 @@ class _Replayed(_Choices):
         self.done += 1
         tokens = scores[..., 0].numel()
         if experts.shape != (tokens, k):
+            other = tokens > len(experts) and tokens % len(experts) == 0
             raise InputError(
                 f"the routes have {experts.shape[1]} experts for each of {experts.shape[0]} tokens, "
-                f"and a router of the model chooses {k} for each of {tokens}."
+                f"and {'a call of topk in' if other else 'a router of'} the model chooses {k} for each of "
+                f"{tokens}{f': {NO_GROUPS}' if other else '.'}"
             )
         largest, count = int(experts.max()), scores.shape[-1]
         if largest >= count:
@@ -129,11 +135,41 @@ class _Recorded(_Choices):
         self.counts: list[int] = []  # of experts
 
     def choose(self, scores: Tensor, k: int, call: Callable[[], Any]) -> Any:
-        """Return what the router chooses itself."""
+        """Return what the router chooses itself.
+
+        Raises:
+            InputError: the call before it chose groups of the experts.
+        """
+        count = scores.shape[-1]
+        flat = scores.detach().reshape(-1, count).cpu()
+        if self.layers and _are_groups(self.layers[-1], self.counts[-1], flat):
+            raise InputError(
+                f"the model chooses {self.layers[-1].shape[1]} of {self.counts[-1]} groups of experts for a "
+                f"token, and then {k} of their experts: {NO_GROUPS}"
+            )
         out = call()
         self.layers.append(out[1].detach().reshape(-1, k).cpu())
-        self.counts.append(scores.shape[-1])
+        self.counts.append(count)
         return out
+
+
+def _are_groups(chosen: Tensor, count: int, scores: Tensor) -> bool:
+    """Tell whether choices are groups of the experts that the next call chooses among:
+    then the experts of all other groups have one score, which stands for a mask.
+
+    Args:
+        chosen: the choices [S, K].
+        count: of what they were chosen among.
+        scores: of the experts, [S, E].
+    """
+    tokens, experts = scores.shape
+    if len(chosen) != tokens or chosen.shape[1] >= count:
+        return False
+    if experts <= count or experts % count:
+        return False
+    is_other = torch.ones(tokens, count, dtype=torch.bool).scatter(1, chosen, False)
+    others = scores.reshape(tokens, count, -1)[is_other]
+    return bool((others == others[0, 0]).all())
 
 
 class RefusedChoices(TorchDispatchMode):
@@ -225,6 +261,15 @@ def draw_routes(
     return drawn
 
 
+def _has_bool(table: Any) -> bool:
+    """Tell whether lists in lists hold a bool, which torch takes for 0 or 1 among whole
+    numbers.
+    """
+    if isinstance(table, list | tuple):
+        return any(_has_bool(entry) for entry in table)
+    return isinstance(table, bool | np.bool_)
+
+
 def routes_of(rows: Sequence[Any]) -> dict[tuple[int, ...], Routes]:
     """Return the routes of rows by their tokens; {} where they have none.
 
@@ -242,6 +287,10 @@ def routes_of(rows: Sequence[Any]) -> dict[tuple[int, ...], Routes]:
         )
     routes: dict[tuple[int, ...], Routes] = {}
     for i, row in enumerate(given):
+        if _has_bool(row.routes):
+            raise InputError(
+                f"row {i}: routes are whole numbers, those of experts, got a bool among them."
+            )
         try:
             experts = torch.tensor(row.routes)
         except (TypeError, ValueError, RuntimeError) as error:
