@@ -115,8 +115,10 @@ def require_distillation(name: str) -> None:
     Args:
         name: the word that a user typed, or "".
     """
+    if not name:
+        return
     known = _divergences()
-    if name and name not in known:
+    if name not in known:
         raise unknown_distillation(name, known)
 
 
@@ -163,20 +165,23 @@ def require_estimators(kl: str, advantage: str, agg: str) -> None:
     Raises:
         InputError: the message lists the names, or the nearest.
     """
-    kl_estimators = description.names_of("kl", "ESTIMATORS")
-    if kl and kl not in kl_estimators:
-        raise unknown_kl(kl, kl_estimators)
-    advantage_estimators = _advantage_estimators()
+    if kl:
+        kl_estimators = description.names_of("kl", "ESTIMATORS")
+        if kl not in kl_estimators:
+            raise unknown_kl(kl, kl_estimators)
     if ":" in (advantage or ""):
         raise InputError(
             f"--as-advantage takes the name of an estimator, not {advantage}: no command compares two advantage functions "
             "with each other. Check each of them against one name, such as group_norm."
         )
-    if advantage and advantage not in advantage_estimators:
-        raise unknown_advantage(advantage, advantage_estimators)
-    aggregations = description.names_of("aggregation", "AGGREGATIONS")
-    if agg and agg not in aggregations:
-        raise unknown_aggregation(agg, aggregations)
+    if advantage:
+        advantage_estimators = _advantage_estimators()
+        if advantage not in advantage_estimators:
+            raise unknown_advantage(advantage, advantage_estimators)
+    if agg:
+        aggregations = description.names_of("aggregation", "AGGREGATIONS")
+        if agg not in aggregations:
+            raise unknown_aggregation(agg, aggregations)
 
 
 def unknown_kl(name: str, known: Iterable[str]) -> InputError:
@@ -235,8 +240,10 @@ def require_value_loss(name: str) -> None:
     Args:
         name: the word that a user typed, or "".
     """
+    if not name:
+        return
     known = description.names_of("critic", "VALUE_LOSSES")
-    if name and name not in known:
+    if name not in known:
         raise unknown_value_loss(name, known)
 
 
