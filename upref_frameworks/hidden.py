@@ -37,6 +37,9 @@ def in_trl() -> None:
             scale: Any,
             outputs: Any,
         ) -> Any:
+            """Compute log-probs and entropy by upref, or call TRL's own function if
+            other outputs are asked for.
+            """
             if not set(outputs) <= {"log_probs", "entropy"}:
                 return function.apply(
                     h, W, bias, tokens, tau, chunk, cap, scale, outputs
@@ -64,6 +67,7 @@ def in_verl() -> None:
         input_ids: Tensor,
         temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
+        """Compute log-probs and entropy by upref, with the arguments of verl's layer."""
         return token_log_probs(
             hidden_states, vocab_weights, input_ids, temperature=temperature
         )

@@ -104,6 +104,9 @@ class Entry:
         return self.source + self.line.replace("#L", anchor) if self.line else ""
 
     def __str__(self) -> str:
+        """Return the entry as paragraphs: what the paper and the code have, where it
+        was told, and each recorded check.
+        """
         lines = [
             f"{self.key} ({self.status}; {self.framework} {self.version}): {self.reason}"
         ]

@@ -48,6 +48,7 @@ def split_name(name: str, mode: str) -> tuple[str, dict[str, Any], bool]:
 
 
 def _field(name: str, word: str) -> tuple[str, Any]:
+    """Read FIELD=VALUE: None, True, False, a number, or else text."""
     key, equals, value = word.partition("=")
     if not (key and equals and value):
         raise InputError(

@@ -13,7 +13,7 @@ from upref.cli import main
 from upref.maximization import expected
 from upref.maximization.functions import FUNCTIONS, MEAN_REWARD, Point, gradient
 from upref.maximization.maximizes import (
-    FACTORS,
+    FUNCTIONS_OF_RATE,
     GROUP_SIZE,
     PASS_RATES,
     _at_pass_rate,
@@ -61,7 +61,7 @@ def test_an_unbiased_loss_maximizes_the_mean_reward(name):
     assert answer
     for row in answer.answers:
         (term,) = row.terms
-        assert term.function == MEAN_REWARD
+        assert term.function == FUNCTIONS[MEAN_REWARD].words
         assert term.times == pytest.approx(MAXIMIZE_THE_MEAN_REWARD[name], 1e-4)
 
 
@@ -84,7 +84,7 @@ def test_lengths_are_why_grpo_has_no_function():
 def test_reward_over_length_has_its_own_name():
     answer = maximizes("reinforce_pp", advantages="reward", group_size=2)
     assert [row.signed_functions for row in answer.answers] == [
-        ((1, MEAN_REWARD),),
+        ((1, FUNCTIONS[MEAN_REWARD].words),),
         ((1, "the mean of reward / length"),),
     ] * 2
 
@@ -124,7 +124,7 @@ def test_the_factor_of_group_norm_is_a_sum_over_binomials(size):
 def test_small_groups_have_one_deviation(size):
     answer = maximizes("group_norm", kind="advantage", group_size=size).answers[0]
     assert answer.kind == "functions"
-    assert answer.signed_functions == ((1, MEAN_REWARD),)
+    assert answer.signed_functions == ((1, FUNCTIONS[MEAN_REWARD].words),)
 
 
 KL = {
@@ -154,7 +154,10 @@ def test_a_kl_term_in_a_loss_is_found_with_its_coefficient():
     assert answer
     for row in answer.answers:
         found = {term.function: term.times for term in row.terms}
-        assert found == {MEAN_REWARD: 1, "KL(π ‖ π_ref) per prefix": -0.1}
+        assert found == {
+            FUNCTIONS[MEAN_REWARD].words: 1,
+            "KL(π ‖ π_ref) per prefix": -0.1,
+        }
 
 
 # ---- wrong ones ----------------------------------------------------------------------
@@ -303,35 +306,53 @@ def test_the_pass_rate_is_set_exactly(p):
     )
 
 
-@pytest.mark.parametrize("name", FACTORS)
-def test_a_factor_is_the_derivative_of_its_function(name):
-    values = {
-        "the logarithm of the pass rate": math.log,
-        "the log-odds of the pass rate": lambda p: math.log(p / (1 - p)),
-        "2 arcsin √(pass rate)": lambda p: 2 * math.asin(math.sqrt(p)),
-    }
+def pass_at(k, p):
+    """Return pass@k at the pass rate p."""
+    return 1 - (1 - p) ** k
 
-    def value(p):
-        if name in values:
-            return values[name](p)
-        numbers = [
-            int(word) for word in name.replace("@", " ").split() if word.isdigit()
-        ]
-        most = numbers[-1]
-        ks = range(1, most + 1) if name.startswith("Σ") else (most,)
-        divisor = (lambda k: k) if name.startswith("Σ") else (lambda k: 1)
-        return sum((1 - (1 - p) ** k) / divisor(k) for k in ks)
 
+def harmonic_pass_at(most, p):
+    """Return Σ pass@k / k for k from 1 to `most`."""
+    return sum(pass_at(k, p) / k for k in range(1, most + 1))
+
+
+def function_of_rate(id, p):
+    """Return the function of this id at the pass rate p, by its own formula."""
+    if id == "log":
+        return math.log(p)
+    if id == "log-odds":
+        return math.log(p / (1 - p))
+    if id == "arcsine":
+        return 2 * math.asin(math.sqrt(p))
+    family, _, k = id.rpartition("-")
+    formulas = {"pass-at": pass_at, "harmonic-pass-at": harmonic_pass_at}
+    return formulas[family](int(k), p)
+
+
+@pytest.mark.parametrize("id", FUNCTIONS_OF_RATE)
+def test_a_factor_is_the_derivative_of_its_function(id):
     h = 1e-6
-    slope = (value(0.3 + h) - value(0.3 - h)) / (2 * h)
-    assert FACTORS[name](0.3) == pytest.approx(slope, rel=1e-6)
+    slope = (function_of_rate(id, 0.3 + h) - function_of_rate(id, 0.3 - h)) / (2 * h)
+    assert FUNCTIONS_OF_RATE[id].derivative(0.3) == pytest.approx(slope, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_has_a_gradient_somewhere(name):
+@pytest.mark.parametrize("id", FUNCTIONS_OF_RATE)
+def test_the_words_of_a_function_of_the_pass_rate_are_its_own(id):
+    words = FUNCTIONS_OF_RATE[id].words
+    of_another = {other.words for k, other in FUNCTIONS_OF_RATE.items() if k != id}
+    assert words not in of_another
+    family, _, k = id.rpartition("-")
+    if family == "pass-at":
+        assert words == f"pass@{k}"
+    if family == "harmonic-pass-at":
+        assert words == f"Σ pass@k / k, k = 1 to {k}"
+
+
+@pytest.mark.parametrize("id", FUNCTIONS)
+def test_a_function_has_a_gradient_somewhere(id):
     point = _settings()[-1].points()[0]
     assert isinstance(point, Point)
-    assert gradient(name, point).norm() > 1e-3
+    assert gradient(id, point).norm() > 1e-3
 
 
 # ---- input ---------------------------------------------------------------------------
@@ -388,4 +409,6 @@ def test_the_command(tmp_path, capsys):
 def test_the_json_has_the_numbers():
     data = maximizes("leave_one_out", kind="advantage", group_size=2).data()
     assert data["ok"]
-    assert data["answers"][0]["terms"] == ({"times": 1.0, "function": MEAN_REWARD},)
+    assert data["answers"][0]["terms"] == (
+        {"times": 1.0, "function": FUNCTIONS[MEAN_REWARD].words},
+    )

@@ -153,6 +153,7 @@ class _Kept:
     """
 
     def __init__(self, adapter: Adapter):
+        """Take the attributes of the adapter, and its `train` if it has one."""
         self.adapter = adapter
         self.name = adapter.name
         self.supports = adapter.supports

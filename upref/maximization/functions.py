@@ -108,28 +108,59 @@ def kl_from_reference_per_prefix(point: Point, z: Tensor) -> Tensor:
     return (_reach(point) * _kl_per_prefix(point.z_ref, z)).sum()
 
 
-FUNCTIONS: dict[str, Value] = {
-    "the mean reward": mean_reward,
-    "the mean of reward / length": mean_reward_per_token,
-    "the mean length": mean_length,
-    "the entropy of responses": entropy,
-    f"the entropy {PER_PREFIX}": entropy_per_prefix,
-    "KL(π ‖ π_ref) of responses": kl,
-    "KL(π_ref ‖ π) of responses": kl_from_reference,
-    f"KL(π ‖ π_ref) {PER_PREFIX}": kl_per_prefix,
-    f"KL(π_ref ‖ π) {PER_PREFIX}": kl_from_reference_per_prefix,
+@dataclass(frozen=True)
+class PolicyFunction:
+    """A function of the policy that has a name.
+
+    Attributes:
+        words: for the report.
+        value: what it is at a point, where the policy has the logits z.
+        is_divergence: whether it is one from the reference policy.
+        is_per_prefix: whether it is a sum over prefixes, with their reach held fixed.
+    """
+
+    words: str
+    value: Value
+    is_divergence: bool = False
+    is_per_prefix: bool = False
+
+
+def divergence(words: str, value: Value, *, per_prefix: bool = False) -> PolicyFunction:
+    """Make the PolicyFunction of a divergence from the reference policy."""
+    return PolicyFunction(words, value, is_divergence=True, is_per_prefix=per_prefix)
+
+
+# by id; of two that have one gradient, a sum names the earlier
+FUNCTIONS: dict[str, PolicyFunction] = {
+    "mean-reward": PolicyFunction("the mean reward", mean_reward),
+    "mean-reward-per-token": PolicyFunction(
+        "the mean of reward / length", mean_reward_per_token
+    ),
+    "mean-length": PolicyFunction("the mean length", mean_length),
+    "entropy": PolicyFunction("the entropy of responses", entropy),
+    "entropy-per-prefix": PolicyFunction(
+        f"the entropy {PER_PREFIX}", entropy_per_prefix, is_per_prefix=True
+    ),
+    "kl": divergence("KL(π ‖ π_ref) of responses", kl),
+    "kl-from-reference": divergence("KL(π_ref ‖ π) of responses", kl_from_reference),
+    "kl-per-prefix": divergence(
+        f"KL(π ‖ π_ref) {PER_PREFIX}", kl_per_prefix, per_prefix=True
+    ),
+    "kl-from-reference-per-prefix": divergence(
+        f"KL(π_ref ‖ π) {PER_PREFIX}", kl_from_reference_per_prefix, per_prefix=True
+    ),
 }
-MEAN_REWARD = "the mean reward"
-KL_OF_RESPONSES = "KL(π ‖ π_ref) of responses"
+MEAN_REWARD = "mean-reward"
+KL_OF_RESPONSES = "kl"
 
 
-def gradient(name: str, point: Point) -> Tensor:
+def gradient(id: str, point: Point) -> Tensor:
     """Return the gradient of a function of the policy by the logits, [K].
 
     Args:
-        name: a key of FUNCTIONS.
+        id: a key of FUNCTIONS.
         point: the policy.
     """
     z = point.z.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(FUNCTIONS[name](point, z), z)
+    (slope,) = torch.autograd.grad(FUNCTIONS[id].value(point, z), z)
     return slope

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from upref.maximization.functions import MEAN_REWARD, PER_PREFIX
+from upref.maximization.functions import FUNCTIONS, MEAN_REWARD, PER_PREFIX
 from upref.result import Result
 
 Kind = Literal[
@@ -96,7 +96,7 @@ class Answer:
         if self.kind == "pass rate":
             if self.terms:
                 return f"that of {_sum(self.terms)}"
-            return f"that of {MEAN_REWARD}, times a factor of the pass rate"
+            return f"that of {FUNCTIONS[MEAN_REWARD].words}, times a factor of the pass rate"
         which = {
             "some function": "that of a function without a name here",
             "no function": "that of no function of the policy",
@@ -186,7 +186,8 @@ class Maximization(Result):
                     ("factor", *(f"{x:.4g}" for _, x in factors)),
                 ]
             )
-        if any(PER_PREFIX in term.function for a in self.answers for term in a.terms):
+        per_prefix = {f.words for f in FUNCTIONS.values() if f.is_per_prefix}
+        if any(term.function in per_prefix for a in self.answers for term in a.terms):
             lines += [
                 f"  {PER_PREFIX}: a sum over prefixes, in which how often each is reached is held fixed"
             ]

@@ -50,24 +50,57 @@ BISECTIONS = 60
 Field: TypeAlias = Callable[[Point], Expected]
 
 
-def _pass_at(k: int) -> Callable[[float], float]:
+def _pass_at_slope(k: int) -> Callable[[float], float]:
     """Return the derivative of pass@k = 1 - (1 - p)^k."""
     return lambda p: k * (1 - p) ** (k - 1)
 
 
-def _harmonic_pass_at(most: int) -> Callable[[float], float]:
+def _harmonic_pass_at_slope(most: int) -> Callable[[float], float]:
     """Return the derivative of Σ pass@k / k for k from 1 to `most`."""
     return lambda p: (1 - (1 - p) ** most) / p
 
 
-# a function of the pass rate p -> its derivative, the factor of the gradient of p
-FACTORS: dict[str, Callable[[float], float]] = {
-    "the logarithm of the pass rate": lambda p: 1 / p,
-    "the log-odds of the pass rate": lambda p: 1 / (p * (1 - p)),
-    "2 arcsin √(pass rate)": lambda p: (p * (1 - p)) ** -0.5,
-    **{f"pass@{k}": _pass_at(k) for k in range(2, LARGEST_GROUP + 1)},
+@dataclass(frozen=True)
+class RateFunction:
+    """A function of the pass rate p that has a name.
+
+    Attributes:
+        words: for the report.
+        derivative: by p. It is the factor of the gradient of p.
+    """
+
+    words: str
+    derivative: Callable[[float], float]
+
+
+def _log_slope(p: float) -> float:
+    """Return the derivative of log p."""
+    return 1 / p
+
+
+def _log_odds_slope(p: float) -> float:
+    """Return the derivative of log p/(1 - p)."""
+    return 1 / (p * (1 - p))
+
+
+def _arcsine_slope(p: float) -> float:
+    """Return the derivative of 2 arcsin √p."""
+    return (p * (1 - p)) ** -0.5
+
+
+# functions of the pass rate by id; the first whose derivative fits is the answer
+FUNCTIONS_OF_RATE: dict[str, RateFunction] = {
+    "log": RateFunction("the logarithm of the pass rate", _log_slope),
+    "log-odds": RateFunction("the log-odds of the pass rate", _log_odds_slope),
+    "arcsine": RateFunction("2 arcsin √(pass rate)", _arcsine_slope),
     **{
-        f"Σ pass@k / k, k = 1 to {most}": _harmonic_pass_at(most)
+        f"pass-at-{k}": RateFunction(f"pass@{k}", _pass_at_slope(k))
+        for k in range(2, LARGEST_GROUP + 1)
+    },
+    **{
+        f"harmonic-pass-at-{most}": RateFunction(
+            f"Σ pass@k / k, k = 1 to {most}", _harmonic_pass_at_slope(most)
+        )
         for most in range(2, LARGEST_GROUP + 1)
     },
 }
@@ -192,9 +225,9 @@ class Question:
         advantages: the estimator of a loss, in words.
         settings: where it is asked.
         heads: the names of the parts of a setting.
-        target: the function that should be raised or lowered.
+        target: the function that should be raised or lowered, a key of FUNCTIONS.
         direction: 1 to raise it, -1 to lower it.
-        functions: the names of the functions that it is compared with.
+        functions: keys of those that it is compared with.
         field: the expected gradient at a policy.
         off_policy: the same one step after sampling, with the policy that sampled.
         estimator: of the advantages; None without one.
@@ -263,7 +296,7 @@ class Question:
             setting.words,
             "unknown",
             (),
-            self.target,
+            FUNCTIONS[self.target].words,
             self.direction,
             _cosines(E, target),
             off_policy,
@@ -441,7 +474,7 @@ def _kl_question(use: str) -> Callable[..., Question]:
         settings = [
             replace(setting, words=setting.words[1:]) for setting in _settings()[2:]
         ]
-        names = tuple(name for name in FUNCTIONS if "KL" in name)
+        divergences = tuple(id for id, f in FUNCTIONS.items() if f.is_divergence)
         return Question(
             f"{term.name} {WHERE[use]}",
             "",
@@ -449,7 +482,7 @@ def _kl_question(use: str) -> Callable[..., Question]:
             ("responses",),
             KL_OF_RESPONSES,
             -1,
-            names,
+            divergences,
             lambda point: expected.of_kl(term, point, use),
         )
 
@@ -475,32 +508,30 @@ def _number_of_groups(size: int, ordered: bool) -> int:
 
 # ---- what a field of gradients is ----------------------------------------------------
 def named_sum(
-    E: Sequence[Tensor], points: Sequence[Point], names: Sequence[str]
+    E: Sequence[Tensor], points: Sequence[Point], ids: Sequence[str]
 ) -> tuple[Term, ...]:
     """Return the smallest sum of named functions whose gradient is E at every policy.
 
     Args:
         E: the expected gradient at each policy.
         points: the policies.
-        names: keys of FUNCTIONS.
+        ids: keys of FUNCTIONS.
 
     Returns:
         The terms, with factors that are the same at all policies; empty if no sum of up
         to three fits.
     """
     goal = torch.cat(list(E))
-    columns = {
-        name: torch.cat([gradient(name, point) for point in points]) for name in names
-    }
+    columns = {id: torch.cat([gradient(id, point) for point in points]) for id in ids}
     columns = _without_doubles(columns)
     for size in range(1, MOST_TERMS + 1):
         for chosen in itertools.combinations(columns, size):
-            matrix = torch.stack([columns[name] for name in chosen], 1)
+            matrix = torch.stack([columns[id] for id in chosen], 1)
             times = torch.linalg.lstsq(matrix, goal[:, None]).solution[:, 0]
             if float((matrix @ times - goal).norm()) <= TOLERANCE * float(goal.norm()):
                 return tuple(
-                    Term(_rounded(float(factor)), name)
-                    for factor, name in zip(times, chosen, strict=True)
+                    Term(_rounded(float(factor)), FUNCTIONS[id].words)
+                    for factor, id in zip(times, chosen, strict=True)
                 )
     return ()
 
@@ -571,10 +602,10 @@ def _named_factor(factors: Mapping[float, float]) -> tuple[Term, ...]:
     """Return the function of the pass rate to which the factors belong, if it has a
     name.
     """
-    for name, derivative in FACTORS.items():
-        ratios = [factor / derivative(p) for p, factor in factors.items()]
+    for function in FUNCTIONS_OF_RATE.values():
+        ratios = [factor / function.derivative(p) for p, factor in factors.items()]
         if max(ratios) - min(ratios) <= TOLERANCE * abs(ratios[0]):
-            return (Term(_rounded(ratios[0]), name),)
+            return (Term(_rounded(ratios[0]), function.words),)
     return ()
 
 

@@ -30,6 +30,7 @@ class Schedule:
     every: int = EVERY
 
     def __post_init__(self) -> None:
+        """Refuse what is not a whole number of 1 or more."""
         if (
             not isinstance(self.every, int)
             or isinstance(self.every, bool)

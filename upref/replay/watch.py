@@ -143,6 +143,7 @@ class Watch:
         keep: str = "all",
         known: bool = False,
     ) -> None:
+        """Resolve the objective as it was run, and begin without failures."""
         expect_choices(on_fail, keep)
         self.objective = objective_as_run(objective, hp)
         self.objective.resolve(hp)

@@ -87,6 +87,10 @@ class StepReport(Report):
     moved: str = ""  # how the gradient was read from the weights, in words
 
     def text(self, verbose: bool = False) -> str:
+        """Return the report, the error of the gradient, and what was exercised and what
+        was not. What another number would leave unchanged is listed only if the step
+        agrees.
+        """
         lines = [
             super().text(verbose),
             f"error of the gradient: {self.error:.2g} of its norm",

@@ -100,6 +100,7 @@ class _TwoHalves:
     """
 
     def __init__(self, net: nn.Module, rows: Sequence[Row]):
+        """Begin with no pass; `watching` starts to look at the passes."""
         self.net = net
         self.rows = rows
         self.feed = Feed()

@@ -89,6 +89,9 @@ class StepMatch:
         return ", ".join(arguments)
 
     def __str__(self) -> str:
+        """Return the name, and in parentheses the hyperparameters and what differs from
+        them: a factor, a clip of the norm, no ratio.
+        """
         facts = [f"{k}={v:g}" for k, v in self.hp.items()]
         if self.scale != 1:
             facts.append(f"times {self.scale:.6g}")
@@ -129,6 +132,9 @@ class StepIdentification(Result):
         return {"identified": bool(self)} | asdict(self)
 
     def text(self, verbose: bool = False) -> str:
+        """Return the objective of the step with the call of `check_step` that holds the
+        step to it, or why there is none.
+        """
         if not self.matches:
             return f"{self.step} is none of these objectives: {self.why}"
         first, *others = self.matches

@@ -52,6 +52,9 @@ class ArrayFunction:
     library: ClassVar[str]
 
     def __init__(self, fn: Callable[..., Any], float32: bool) -> None:
+        """Refuse what is not callable; keep the name and the signature of the function,
+        from which upref reads its roles.
+        """
         if not callable(fn):
             raise InputError(
                 f"a function of {self.library}'s arrays is expected, got {repr(fn)[:60]}."
@@ -65,6 +68,10 @@ class ArrayFunction:
             self.__signature__ = inspect.signature(fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function with arrays in place of tensors, and return its answer as
+        tensors. The value, or the loss in a tuple or dict, has the gradient that the
+        library computes.
+        """
         tensors: list[Tensor] = []
 
         def slot(x: Any) -> Any:
@@ -208,6 +215,9 @@ class JaxFunction(ArrayFunction):
     def _call(
         self, arguments: Any, arrays: list[Any], needed: tuple[int, ...]
     ) -> tuple[Any, Any]:
+        """Return the answer, and the gradients of a scalar by the needed arrays. They
+        are None for any other answer, and where no array needs one.
+        """
         jax = import_module("jax")
 
         def forward(arrays: list[Any]) -> tuple[Any, Any]:
@@ -231,6 +241,9 @@ class JaxFunction(ArrayFunction):
     def _pull(
         self, arguments: Any, arrays: list[Any], needed: tuple[int, ...], upstream: Any
     ) -> Any:
+        """Return the gradients by the needed arrays of the value times `upstream`, by
+        one more forward pass.
+        """
         vjp = import_module("jax").vjp
 
         def backward(arrays: list[Any], upstream: Any) -> Any:
@@ -302,6 +315,8 @@ class MlxFunction(ArrayFunction):
     def _pull(
         self, arguments: Any, arrays: list[Any], needed: tuple[int, ...], upstream: Any
     ) -> Any:
+        """Return the gradients by the needed arrays of the value times `upstream`."""
+
         def loss_by(*moved: Any) -> Any:
             """The loss as a function of the needed arrays."""
             return _loss_in(_filled(self.fn, arguments, _with(arrays, needed, moved)))
@@ -359,6 +374,9 @@ class _Pulled(torch.autograd.Function):
         pull: Callable[[Tensor], list[Tensor]],
         *tensors: Tensor,
     ) -> Tensor:
+        """Return a copy of the value, and keep for `backward` which tensors need a
+        gradient.
+        """
         ctx.pull = pull
         ctx.needed = _needed(tensors)
         ctx.dtypes = [x.dtype for x in tensors]

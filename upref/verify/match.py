@@ -53,6 +53,7 @@ class ClosedFormWeights:
     """
 
     def __init__(self, objective: Objective, points: list[Point]):
+        """Take the points apart into arrays, and prepare the calls of the closed form."""
         self.objective = objective
         self.A, self.r, self.mu = (
             np.array([getattr(point, name) for point in points])

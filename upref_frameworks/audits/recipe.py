@@ -98,6 +98,9 @@ class Recipe:
         return json.dumps(asdict(self), indent=1, ensure_ascii=False)
 
     def __str__(self) -> str:
+        """Return the settings, what still differs with them, and the command that
+        checks them.
+        """
         lines = [
             f"# {self.objective} in {self.framework} {self.version}: {self.surface}",
             *self.settings,

@@ -101,6 +101,7 @@ def _kl_fault(words: str, weight: Callable[[Tensor, Tensor], Tensor]) -> LossFau
     """
 
     def term(batch: Rollouts) -> Tensor:
+        """Return the faulty term of a batch, with the coefficient 0.04."""
         assert batch.logp_ref is not None
         m = batch.mask.to(batch.logp)
         return (

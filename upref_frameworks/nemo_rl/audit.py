@@ -252,6 +252,7 @@ def _normalized_by_peers(
     """
 
     def advantages(R: Tensor, group: Tensor) -> Tensor:
+        """Return the advantage of each response; 0 for the only one in its group."""
         A = torch.zeros_like(R)
         rewards = R.float() if in_float32 else R
         for i in (torch.bincount(group)[group] > 1).nonzero()[:, 0]:

@@ -490,6 +490,9 @@ def _experience(kind: Any, rows: Sequence[Row]) -> Any:
     batch = Padded.of(rows)
 
     def place(x: torch.Tensor | None) -> torch.Tensor | None:
+        """Put the numbers of each response at its tokens' slots of the shifted
+        sequence; 0 elsewhere. None stays None.
+        """
         if x is None:
             return None
         out = torch.zeros(len(rows), width - 1)

@@ -67,6 +67,9 @@ class StepOutcome:
         return "fails" if self.failed else "refused"
 
     def __str__(self) -> str:
+        """Return the line of the table, with the cause and what was not exercised below
+        it.
+        """
         error = "-" if self.error is None else f"{self.error:.1e}"
         lines = [f"{self.end:7}  {error:>7}  {self.family:16} {self.setting}"]
         lines += [f"         {self.cause}"] if self.cause else []

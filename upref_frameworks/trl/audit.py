@@ -163,6 +163,9 @@ def _kernels() -> dict[str, Callable[..., Any]]:
         softcap: float | None = None,
         logit_scale: float = 1.0,
     ) -> tuple[Tensor, ...]:
+        """Return log-probabilities and entropy by TRL's function of hidden states, in
+        chunks of 8,192.
+        """
         given = (
             hidden.flatten(0, -2),
             weight,

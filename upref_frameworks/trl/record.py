@@ -104,6 +104,7 @@ class Hooks:
     """
 
     def __init__(self, trainer: Any, schedule: Schedule, sink: Sink) -> None:
+        """Wrap the methods of the trainer."""
         self.trainer = trainer
         self.schedule = schedule
         self.sink = sink

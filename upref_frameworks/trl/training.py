@@ -124,6 +124,9 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]  # TRL is untyped here
         step_check: bool = False,
         **kw: Any,
     ) -> None:
+        """Refuse a loss of another class, and settings that contradict the objective.
+        Then set TRL's trainer up with a loss_type that is 0 without advantages.
+        """
         behind = super()._compute_loss.__func__
         if behind is not trl.GRPOTrainer._compute_loss:
             raise InputError(
@@ -186,6 +189,9 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]  # TRL is untyped here
         return rest
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """Return the objective's loss on a micro-batch, plus its KL term and what TRL
+        adds to a loss. Parity compares the loss on the way, and the metrics are logged.
+        """
         rest = self._rest(model, inputs)
         lp, entropy, *_ = self._forward
         self._forward = ()

@@ -208,6 +208,7 @@ def _kernels() -> dict[str, Callable[..., Any]]:
         temperature: float,
         bias: Tensor | None = None,
     ) -> Any:
+        """Return log-probabilities and entropy by the fused output layer."""
         return fused(
             hidden,
             weight,

@@ -61,6 +61,7 @@ class StandInConfig(SimpleNamespace):
     """
 
     def __init__(self, **fields: Any) -> None:
+        """Take fields over the defaults."""
         clip = dict(
             clip_ratio=0.2,
             clip_ratio_low=0.2,

@@ -257,6 +257,7 @@ class Steps:
     """The wrapped `train_batch`, and the number of steps of each engine."""
 
     def __init__(self, schedule: Schedule, sink: Sink, folder: str | Path) -> None:
+        """Put a wrapper in the place of verl's `train_batch`."""
         from verl.workers.engine.base import BaseEngine
 
         self.engines: Any = BaseEngine

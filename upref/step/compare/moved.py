@@ -73,6 +73,9 @@ class Moved:
     rounding: float
 
     def __str__(self) -> str:
+        """Describe how the gradient was read: by replaced optimizers, or else by the
+        step's own update, which is then taken for plain SGD.
+        """
         said = f"from what the weights moved, to {self.rounding:.1g} of its norm"
         if self.replaced:
             return (
@@ -121,6 +124,9 @@ class WeightReader:
     """
 
     def __init__(self, model: nn.Module, learning_rate: float, steps: int = 1):
+        """Copy the trained weights, and choose the learning rate that replaced
+        optimizers get.
+        """
         self.model = unwrapped(model)
         self.learning_rate = learning_rate
         self.steps = steps

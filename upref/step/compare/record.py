@@ -134,6 +134,9 @@ class Feed:
         return Feed, ()
 
     def __call__(self, module: nn.Module, args: Any, kw: Any) -> None:
+        """Keep the ids of a forward pass that has gradients, if they are [B, S]
+        integers.
+        """
         ids = kw.get("input_ids", args[0] if args else None)
         if (
             torch.is_grad_enabled()
@@ -187,6 +190,7 @@ class _Recorder:
         weights: bool,
         by_pass: bool,
     ):
+        """Begin with no pass and no step; `hooks` starts to watch."""
         self.model, self.steps, self.first = model, steps, first
         self.keeps_weights, self.sketches_passes = weights, by_pass
         self.is_closed = False  # a step began that is not kept

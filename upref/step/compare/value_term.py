@@ -35,6 +35,9 @@ class ValueTerm:
     clip: float = 0.2
 
     def __post_init__(self) -> None:
+        """Refuse an unknown loss, and a coefficient or clip that is not a finite number
+        above 0.
+        """
         critic.get(self.loss)
         for name, number in (("value_coef", self.coef), ("value_clip", self.clip)):
             is_number = isinstance(number, int | float) and not isinstance(number, bool)

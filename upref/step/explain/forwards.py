@@ -476,6 +476,10 @@ class AttentionBias(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Call `func`. Attention of torch gets the bias in place of its masks and of
+        `is_causal`; `scaled_dot_product_attention` only if the bias has its number of
+        queries.
+        """
         options = dict(kwargs or {})
         if func is F.multi_head_attention_forward:
             self.acted = True

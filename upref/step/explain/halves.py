@@ -56,6 +56,10 @@ class HalvedModel(TorchModel):
     def __init__(
         self, whole: TorchModel, of_row: Sequence[int], half: int | None = None
     ):
+        """Take all of the whole model, with shapes twice as long.
+
+        half: the half that the gradients are in; None where no row is chosen yet.
+        """
         vars(self).update(vars(whole))
         self.whole = whole
         self.of_row_halves = of_row

@@ -82,6 +82,7 @@ class WideOperations(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Call `func` with float64 for each narrower dtype that it is given."""
         args = [_widen_dtype(argument) for argument in args]
         kwargs = {k: _widen_dtype(argument) for k, argument in (kwargs or {}).items()}
         if func in NARROWING_METHODS:
@@ -110,6 +111,10 @@ class RoundedOperations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Call `func`, and round its result, unless that is memory of an input. Products
+        get rounded arguments too.
+        """
+
         def rounded(x: Any) -> Any:
             """A real tensor rounded to the half precision; everything else as it is."""
             real = isinstance(x, Tensor) and x.is_floating_point()
@@ -133,6 +138,8 @@ class PerturbedOperations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Call `func`, and move its result, unless that is memory of an input."""
+
         def perturbed(x: Any) -> Any:
             """A tensor of float64 moved by up to half a unit in float32's last place."""
             if not isinstance(x, Tensor) or x.dtype != torch.float64:
@@ -342,6 +349,12 @@ class TorchModel(Model):
     """
 
     def __init__(self, model: nn.Module):
+        """Copy the model in float64, and read what the check needs of it: its trained
+        parameters, vocabulary, output layer, end token and arguments.
+
+        Attention and experts are computed eagerly, and checkpoints are off, where the
+        model has switches for that.
+        """
         if not isinstance(model, nn.Module):
             raise InputError(
                 f"model must be an nn.Module, or upref.step.Functions, got {type(model).__name__}."

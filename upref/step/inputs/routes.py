@@ -75,6 +75,7 @@ class _Choices(TorchFunctionMode, ABC):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Call `func`; hand a call of `topk` to `choose` in its place."""
         call = partial(func, *args, **(kwargs or {}))
         if func not in CHOICES:
             return call()
@@ -180,6 +181,7 @@ class RefusedChoices(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Call `func`, unless it is `topk`."""
         if func.overloadpacket is torch.ops.aten.topk:
             raise InputError(
                 "the model calls topk in the backward pass, as a checkpoint of its own does: "

@@ -62,6 +62,10 @@ class _FinderOfAllowed:
     def find_spec(
         self, name: str, path: Any = None, target: Any = None
     ) -> ModuleSpec | None:
+        """Return the module that the finders find first. Return None for a top-level
+        module that is elsewhere than in the folders, the standard library and upref's
+        dependencies.
+        """
         found = (
             f.find_spec(name, path, target)
             for f in self.finders
@@ -149,6 +153,9 @@ class Absent:
         """There is nothing to be deleted."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for a decorator: return a stand-in for what it decorates, or, called
+        with options, a decorator. Any other call raises.
+        """
         alone = len(args) == 1 and not kwargs and callable(args[0])
         if self._decorates and alone:
             return Absent(f"{self._name}({getattr(args[0], '__name__', '...')})")
@@ -161,6 +168,10 @@ class Absent:
         )
 
     def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
+        """Let a class derive from this: its base is an empty class, which refuses to
+        make objects.
+        """
+
         def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
             raise NotImplementedError(
                 f"{type(self).__name__} derives from a stand-in, and it was called"
