@@ -15,7 +15,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from docs.second_reader import BLAMING
 from upref.files import write_atomically
 from upref_frameworks.audits import framework
 from upref_frameworks.ledger import Entry, read
@@ -26,6 +25,7 @@ THREAD = "a thread upstream"
 WORDS = "the framework's own words"
 DRAFT = "a draft of an issue"
 NONE = "none"
+BLAMING = ("bug", "surprising default")
 HEAD = """# Issues to ask about: {name}
 
 These are drafts: nobody has sent them. Each asks about one entry of

@@ -272,7 +272,6 @@ DRAFTS = {
     "benchmarks/conformance.py": "temporary folder",
     "benchmarks/gpu/training.py": "temporary folder",
     "benchmarks/hidden.py": "/proc",
-    "benchmarks/startup.py": "temporary folder",
 }
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import upref.hidden
-from benchmarks import before, check, conformance, speed, tests as seconds
+from benchmarks import check, conformance, speed, tests as seconds
 from benchmarks.gpu import keep, limits, place
 from docs import gpu, record
 from tests import conftest
@@ -53,21 +53,6 @@ def test_all_that_stand_in_one_row_have_one_gradient(pair):
             atol=1e-9,
             msg=lambda s, who=who: f"{who}: {s}",
         )
-
-
-def test_the_faster_forms_of_both_are_compared():
-    times = {"upref": 4, "upref compiled": 2, "TRL": 3, "TRL compiled": 6}
-    forms = before.ratios(times, "TRL")
-    assert forms == {"eager": 4 / 3, "compiled": 2 / 6, "best": 2 / 3}
-
-
-def test_a_figure_before_and_now_is_the_median_of_its_own_version():
-    def process(eager):
-        return {"gmpo beside verl": {"eager": eager}}
-
-    found = {"fa2bc552": [process(5), process(7)], "now": [process(1), process(2)]}
-    *_, line = before.table(found)
-    assert line.split()[3:] == ["6.00", "-", "-", "1.50", "-", "-"]
 
 
 @pytest.mark.nightly
@@ -116,7 +101,6 @@ def test_the_rows_of_a_gpu_run_name_no_folder_of_the_machine(tmp_path):
 # each benchmark at its smallest: what follows its name, and the exit statuses that a
 # busy machine may have
 COMMANDS: dict[str, tuple[str, set[int]]] = {
-    "before": ("HEAD upref.hidden --rounds 1 --turns 1", {0}),
     "check": ("", {0, 1}),  # 1: slower than a limit
     "conformance": ("plain --out {folder}/runs.json", {0}),
     "gpu": ("--out {folder} --trial kernels-11 steps-7", {0}),
@@ -124,9 +108,7 @@ COMMANDS: dict[str, tuple[str, set[int]]] = {
     "step": ("--only padding_filled rounded_down", {0, 1}),  # 1: slower than a limit
     "proof": ("dapo", {0}),
     "readability": ("", {0}),
-    "record": ("", {0}),
     "replay": ("", {0}),
-    "startup": ("--rounds 1 list", {0}),
     "speed": ("--rows 4 --tokens 64 --rounds 1", {0}),
     "tests": ("tests/core/test_kl.py", {0}),
     "verdicts": ("dump {folder}/verdicts.json estimators", {0}),

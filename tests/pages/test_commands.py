@@ -125,7 +125,6 @@ ELSEWHERE = {
     )},
     "python -m docs.gallery": ("tests/replay/test_gallery.py::test_the_command", "gallery.main"),
     "python -m docs.drafts": ("tests/pages/test_drafts.py::test_the_command", "main"),
-    "python -m docs.second_reader": ("tests/pages/test_second_reader.py::test_", "text"),
     "repro/venv.sh verl trl": ("tests/pages/test_requirements.py::test_", "venv.sh"),
 }  # fmt: skip
 NOT_RUN = {
