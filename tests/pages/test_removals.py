@@ -21,7 +21,6 @@ KNOWN = {
     "repro/fork.py": "a socket of its own, and folders of dead processes by their name",
     "repro/mini/files.py": "drafts, and what stands where a draft is to go",
     "repro/mini/train/checkpoint.py": "require_no_run",
-    "repro/mini/train/trackers.py": "require_no_run",
     "repro/with_verl/data/prepare.py": "a folder of tempfile",
     "repro/with_verl/gpu_trial.py": "own_folder",
     "repro/with_verl/pack.py": "own_folder",
@@ -106,7 +105,7 @@ def test_the_site_is_not_built_among_somebodys_files(own, capsys):
     assert content(own) == before
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "wandb", "steps.jsonl"])
+@pytest.mark.parametrize("name", ["checkpoints", "steps.jsonl"])
 def test_the_miniature_does_not_train_among_somebodys_files(
     tmp_path, own, name, capsys
 ):

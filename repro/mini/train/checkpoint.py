@@ -22,7 +22,6 @@ from repro.mini import files, provenance, tasks
 from repro.mini.policy import bases, models
 from repro.mini.policy.tokens import tokenizer
 from repro.mini.train.settings import Settings
-from repro.mini.train.trackers import MODULES
 from upref.errors import InputError
 
 MOST_SEEN = 20_000  # tokens in seen.npz
@@ -78,7 +77,7 @@ def require_no_run(out: Path) -> None:
     """Raise InputError where the folder, which has no settings, has what a run writes
     anew or removes: it is somebody else's.
     """
-    for name in (*LOGS, "seen.npz", "done.json", "checkpoints", *MODULES):
+    for name in (*LOGS, "seen.npz", "done.json", "checkpoints"):
         if (out / name).exists():
             raise InputError(
                 f"{out / name} is not of a run of this program, which would replace it: choose another folder with --out."

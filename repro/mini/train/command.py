@@ -23,7 +23,6 @@ from rich.progress import (
 from repro.mini.train import loop
 from repro.mini.train.failed_minibatch import NotFinite
 from repro.mini.train.settings import Settings
-from repro.mini.train.trackers import MODULES, Tracker
 from upref import interrupt
 from upref.errors import InputError
 
@@ -47,9 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         s = Settings.of(given)
         loop.require_device(args.device)
         out = args.out or OUT / s.key
-        with Live(
-            s, [Tracker(name, s, out) for name in MODULES if getattr(args, name)]
-        ) as live:
+        with Live(s) as live:
             loop.train(s, out, live.watch, live.say, device=args.device)
         print(f"done: {out}")
         return 0
@@ -93,12 +90,6 @@ def arguments() -> argparse.ArgumentParser:
         "--device", default="cpu", help="cpu (default), or a GPU as torch names it"
     )
     parser.add_argument("--minibatch", type=Path, help="a minibatch-*.safetensors file")
-    parser.add_argument(
-        "--tensorboard", action="store_true", help="into the run's folder as well"
-    )
-    parser.add_argument(
-        "--wandb", action="store_true", help="offline, into the run's folder as well"
-    )
     for f in fields(Settings):
         parser.add_argument(
             f"--{f.name.replace('_', '-')}",
@@ -119,9 +110,9 @@ def value(text: str):
 class Live:
     """A bar with the time left in a terminal; a line every tenth of the run elsewhere."""
 
-    def __init__(self, s: Settings, trackers=()):
+    def __init__(self, s: Settings):
         console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self.s, self.say, self.trackers = s, console.print, trackers
+        self.s, self.say = s, console.print
         columns = (
             TextColumn(s.objective),
             BarColumn(20),
@@ -140,12 +131,8 @@ class Live:
 
     def __exit__(self, *_):
         self.bar.stop()
-        for tracker in self.trackers:
-            tracker.close()
 
     def watch(self, step: int, numbers: dict) -> None:
-        for tracker in self.trackers:
-            tracker.update()
         if not self.first:
             self.first, self.start = step, time.monotonic()
         now = SHOWN.format(**numbers)
