@@ -272,6 +272,7 @@ DRAFTS = {
     "benchmarks/conformance.py": "temporary folder",
     "benchmarks/gpu/training.py": "temporary folder",
     "benchmarks/hidden.py": "/proc",
+    "benchmarks/startup.py": "temporary folder",
 }
 
 

@@ -109,6 +109,7 @@ COMMANDS: dict[str, tuple[str, set[int]]] = {
     "proof": ("dapo", {0}),
     "readability": ("", {0}),
     "replay": ("", {0}),
+    "startup": ("--rounds 1 list", {0}),
     "speed": ("--rows 4 --tokens 64 --rounds 1", {0}),
     "tests": ("tests/core/test_kl.py", {0}),
     "verdicts": ("dump {folder}/verdicts.json estimators", {0}),
