@@ -51,19 +51,6 @@ class Rows:
     group: Tensor | None = None  # by groups only: which of them
     groups: int = 0
 
-    def only(self, keep: Tensor) -> "Rows":
-        """The same batch in which the other rows weigh nothing: a part of the
-        expectation.
-        """
-        return Rows(
-            self.policy,
-            self.response,
-            self.A,
-            self.weight * keep,
-            self.group,
-            self.groups,
-        )
-
 
 def rows(
     task: Task,

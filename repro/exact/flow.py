@@ -22,7 +22,7 @@ from repro.exact.expected import Rows
 from repro.exact.task import F64, Task
 from upref import advantages
 from upref.errors import InputError
-from upref.registry import Objective, get
+from upref.registry import Objective
 
 
 @dataclass(frozen=True)
@@ -119,18 +119,3 @@ def drawn(
         watch(g)
         theta = theta + lr * g
     return theta
-
-
-def arm(text: str) -> tuple[str, Objective, dict]:
-    """NAME or NAME:K=V,K=V -> itself, the objective, its hyperparameters."""
-    name, _, settings = text.partition(":")
-    hp: dict = {}
-    for pair in filter(None, settings.split(",")):
-        key, _, value = pair.partition("=")
-        try:
-            hp[key] = None if value == "None" else float(value)
-        except ValueError:
-            raise InputError(f"{pair!r} in {text!r} is not NAME=NUMBER.") from None
-    objective = get(name)
-    objective.resolve(hp)
-    return text, objective, hp

@@ -107,7 +107,6 @@ COMMANDS: dict[str, tuple[str, set[int]]] = {
     "hidden": ("--quick accuracy memory", {0}),
     "step": ("--only padding_filled rounded_down", {0, 1}),  # 1: slower than a limit
     "proof": ("dapo", {0}),
-    "readability": ("", {0}),
     "replay": ("", {0}),
     "startup": ("--rounds 1 list", {0}),
     "speed": ("--rows 4 --tokens 64 --rounds 1", {0}),
