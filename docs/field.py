@@ -91,8 +91,10 @@ def column_of(e: Entry) -> str:
     it.
     """
     kinds = {x.loss.partition(":")[0] for x in e.evidence}
-    if kinds <= {"advantages"}:
+    if kinds <= {"advantages", "token_advantages"}:
         return "advantages"
+    if kinds <= {"value"}:
+        return "critic"
     if kinds <= {"kl"} or all("beta=" in x.held_against for x in e.evidence):
         return "KL"
     if kinds <= {"aggregation"} or all(x.where == MASKED for x in e.evidence):
@@ -106,7 +108,9 @@ def shows(row: dict[str, Any], column: str) -> bool:
     if column == "KL":
         return kind == "kl" or "beta=" in row["promise"]
     if column == "advantages":
-        return kind == "advantages"
+        return kind in ("advantages", "token_advantages")
+    if column == "critic":
+        return kind == "value"
     # the audit splits its batch at the papers' settings alone
     if column == "micro-batches":
         return kind == "loss" and row["setting"] == "paper"
@@ -242,6 +246,7 @@ COLUMNS = (
     "masks",
     "sampler correction",
     "advantages",
+    "critic",
     "KL",
     "step",
 )

@@ -149,7 +149,7 @@ class ComparisonRow:
     reasons: list[tuple[str, Example]]
     remains: float
     tol: float = TOL  # wider for a framework that computes in float32
-    kind: str = "loss"  # or what else it is: advantages, kl, logprobs, aggregation
+    kind: str = "loss"  # or that of a Component
     effects: list[FaultEffect] = field(default_factory=list)  # of each reason
 
     @property

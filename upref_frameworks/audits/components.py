@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a framework computes beside its losses, on fixed inputs: advantages, KL terms,
-log-probabilities, aggregation.
+log-probabilities, aggregation; GAE, a critic's loss and a teacher's (token_parts.py).
 
 As with losses, a difference is accounted for by reasons: what the reference becomes
 with each of them, until nothing is left. Values are compared and, but for advantages,
@@ -21,6 +21,7 @@ from upref.aggregation import aggregate
 from upref.errors import InputError
 from upref.logprobs import token_log_probs
 from upref.verify.faults import Fault
+from upref_frameworks.audits import token_parts
 from upref_frameworks.audits.case import TOL
 from upref_frameworks.audits.compare import (
     ComparisonRow,
@@ -189,7 +190,11 @@ CASES = {
     "kl": _kl_cases,
     "logprobs": _logit_cases,
     "aggregation": _mask_cases,
+    "token_advantages": token_parts.advantage_cases,
+    "value": token_parts.value_cases,
+    "distillation": token_parts.divergence_cases,
 }
+WITHOUT_GRADIENT = ("advantages", "token_advantages")
 REFERENCES: dict[str, dict[str, Function]] = {
     "advantages": advantages.ADVANTAGES,
     "kl": kl.ESTIMATORS,
@@ -207,8 +212,15 @@ REFERENCES: dict[str, dict[str, Function]] = {
             "seq-mean-token-sum-norm",
         )
     },
+    "token_advantages": token_parts.ADVANTAGES,
+    "value": token_parts.VALUES,
+    "distillation": token_parts.DIVERGENCES,
 }
-LABELS = {"advantages": "advantage of response {}", "logprobs": "log π of token {}"}
+LABELS = {
+    "advantages": "advantage of response {}",
+    "logprobs": "log π of token {}",
+    "token_advantages": "slot {}",
+}
 
 
 def rows(framework: str, parts: tuple[Component, ...]) -> list[ComparisonRow]:
@@ -285,7 +297,7 @@ def _row(framework: str, part: Component) -> ComparisonRow:
 
 def _typical_arguments(kind: str) -> tuple[Any, ...]:
     """Return the arguments of a part of this kind on the typical batch of compare.py;
-    for log-probabilities, logits of ordinary size.
+    for log-probabilities, critics and teachers, numbers of ordinary size.
     """
     batch = typical_batch()
     if kind == "advantages":
@@ -296,7 +308,12 @@ def _typical_arguments(kind: str) -> tuple[Any, ...]:
         return batch.logp[batch.mask][None], batch.logp_ref[batch.mask][None]
     if kind == "aggregation":
         return (batch.logp * batch.adv, batch.mask)
-    return _logit_cases()["temperature 1"]
+    if kind == "token_advantages":
+        return token_parts.typical_advantage_arguments()
+    if kind == "logprobs":
+        return _logit_cases()["temperature 1"]
+    # numbers of ordinary size
+    return next(iter(CASES[kind]().values()))
 
 
 def _labels_and_numbers(
@@ -311,7 +328,7 @@ def _labels_and_numbers(
     numbers: list[Tensor] = []
     for words, args in cases.items():
         arguments = [a.clone() if isinstance(a, Tensor) else a for a in args]
-        if part.kind != "advantages":
+        if part.kind not in WITHOUT_GRADIENT:
             arguments[0].requires_grad_()
         value = function(*arguments)
         flat = value.detach().double().reshape(-1)
@@ -320,7 +337,7 @@ def _labels_and_numbers(
             for i in range(len(flat))
         ]
         numbers.append(flat)
-        if part.kind != "advantages":
+        if part.kind not in WITHOUT_GRADIENT:
             if value.requires_grad:
                 gradient = torch.autograd.grad(value.sum(), arguments[0])[0].double()
             else:

@@ -17,6 +17,7 @@ from upref import kl
 from upref.aggregation import Totals
 from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, aggregated, with_hp
+from upref_frameworks.audits import token_parts
 from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
 from upref_frameworks.audits.shared import CLAMP, clamp_kl
 from upref_frameworks.audits.sources import arguments
@@ -171,6 +172,64 @@ def _clamped_k3_with_gradient_of_k2(lp: Tensor, ref: Tensor) -> Tensor:
     )
 
 
+def _gae(which: int, gamma: float, lam: float) -> Callable[..., Tensor]:
+    """Return OpenRLHF's GAE (0) or its returns (1), as a function of rewards, values and
+    mask.
+    """
+
+    def answer(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Return OpenRLHF's advantages or returns. The method reads no attribute."""
+        maker = _module("trainer.ppo_utils.experience_maker").RemoteExperienceMaker
+        both = maker.get_advantages_and_returns(
+            SimpleNamespace(), values, rewards, mask, gamma, lam
+        )
+        return both[which]
+
+    return token_parts.on_trained(answer)
+
+
+def _gae_through_zeros(
+    name: str, gamma: float, lam: float
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return a reference of GAE in which each slot is a step, and the value of an
+    untrained one is 0.
+    """
+
+    def answer(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Return the advantages or returns of trained slots."""
+        every = torch.ones_like(mask)
+        of_name = token_parts.ADVANTAGES[name]
+        A = of_name(rewards, values * mask, every, gamma=gamma, lam=lam)
+        return torch.where(mask, A, 0)
+
+    return answer
+
+
+def _gae_parts(gamma: float, lam: float) -> tuple[Component, ...]:
+    """Return OpenRLHF's GAE and its returns, with these settings."""
+    hp = {"gamma": gamma, "lam": lam}
+    return tuple(
+        Component(
+            "token_advantages",
+            f"{name}, gamma={gamma:g}, lambd={lam:g}",
+            _gae(which, gamma, lam),
+            name,
+            hp,
+            (Fault(TOOL_ZERO, _gae_through_zeros(name, gamma, lam)),),
+        )
+        for which, name in enumerate(("gae", "gae_returns"))
+    )
+
+
+def _value_loss(clip: float | None) -> Callable[..., Tensor]:
+    """Return OpenRLHF's loss of a critic, as a function of values, old values, returns
+    and mask.
+    """
+    return lambda values, old, returns, mask: _module("models.loss").ValueLoss(clip)(
+        values, old, returns, action_mask=mask
+    )
+
+
 def _parts() -> tuple[Component, ...]:
     """Return the parts of OpenRLHF that are compared by themselves, such as its
     advantages.
@@ -263,14 +322,34 @@ def _parts() -> tuple[Component, ...]:
             ),
             "seq-mean-token-mean",
         ),
+        *_gae_parts(1.0, 1.0),
+        *_gae_parts(0.9, 0.8),
+        Component(
+            "value",
+            "ValueLoss, clip_eps=0.5",
+            _value_loss(0.5),
+            "clipped, token-mean",
+            {"clip": 0.5},
+        ),
+        Component(
+            "value",
+            "ValueLoss, clip_eps=0.2",
+            _value_loss(0.2),
+            "clipped, token-mean",
+            {"clip": 0.2},
+        ),
+        Component(
+            "value", "ValueLoss, clip_eps=None", _value_loss(None), "mse, token-mean"
+        ),
     )
 
 
+TOOL_ZERO = "a tool's token is a step of its own, and the value there is 0"
 REMARKS = (
     "Micro-batches as its trainer does it: batch_num_tokens and global_batch_size are the mini-batch's, and the "
     "losses of micro-batches add up.",
     "KL terms and advantages are computed in float32: compared to 1e-4, advantages over a deviation to 2e-3.",
-    "Not covered: several ranks, the correction of the sampler's probabilities, gae, flash_reinforce.",
+    "Not covered: several ranks, the correction of the sampler's probabilities, flash_reinforce.",
 )
 OPENRLHF = Framework(
     "openrlhf",

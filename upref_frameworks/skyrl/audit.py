@@ -18,6 +18,7 @@ from upref.ops import binary_kl
 from upref.rollouts import Rollouts
 from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
+from upref_frameworks.audits import token_parts
 from upref_frameworks.audits.components import kls
 from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
 from upref_frameworks.audits.shared import (
@@ -298,6 +299,74 @@ def _advantages(name: str, **options: bool) -> Callable[..., Tensor]:
     return advantages
 
 
+def _responses(mask: Tensor) -> Tensor:
+    """Return SkyRL's response mask: from the first to the last trained slot, a tool's
+    tokens included.
+    """
+    begun = mask.cumsum(1) > 0
+    to_come = mask.flip(1).cumsum(1).flip(1) > 0
+    return begun & to_come
+
+
+def _gae(which: int, gamma: float, lam: float) -> Callable[..., Tensor]:
+    """Return SkyRL's GAE (0) or its returns (1), as a function of rewards, values and
+    mask. Like its trainer it passes the response mask.
+    """
+
+    def answer(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Return SkyRL's advantages or returns."""
+        whole = _responses(mask).to(values)
+        both = _utils().compute_gae_advantage_return(rewards, values, whole, gamma, lam)
+        return both[which]
+
+    return token_parts.on_trained(answer)
+
+
+def _gae_through_tools(
+    name: str, gamma: float, lam: float
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return a reference of GAE in which a tool's tokens are steps like the others."""
+
+    def answer(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Return the advantages or returns of trained slots."""
+        of_name = token_parts.ADVANTAGES[name]
+        A = of_name(rewards, values, _responses(mask), gamma=gamma, lam=lam)
+        return torch.where(mask, A, 0)
+
+    return answer
+
+
+def _gae_parts(gamma: float, lam: float) -> tuple[Component, ...]:
+    """Return SkyRL's GAE and its returns, with these settings."""
+    return tuple(
+        Component(
+            "token_advantages",
+            f"{name}, gamma={gamma:g}, lambd={lam:g}",
+            _gae(which, gamma, lam),
+            name,
+            {"gamma": gamma, "lam": lam},
+            (Fault(TOOL_STEP, _gae_through_tools(name, gamma, lam)),),
+            leaves_out=(token_parts.BEHIND,),
+        )
+        for which, name in enumerate(("gae_whitened", "gae_returns"))
+    )
+
+
+def _value_loss(clip: float | None) -> Callable[..., Tensor]:
+    """Return SkyRL's loss of a critic, as a function of values, old values, returns and
+    mask.
+    """
+
+    def loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+        """Return the loss at this clip."""
+        config = _settings("regular", {"value_clip": clip})
+        numbers = mask.to(values)
+        value, _ = _utils().ppo_critic_loss(values, old, returns, config, numbers)
+        return value
+
+    return loss
+
+
 def _parts() -> tuple[Component, ...]:
     """Return the parts of SkyRL that are compared by themselves, such as its
     advantages.
@@ -341,13 +410,31 @@ def _parts() -> tuple[Component, ...]:
             lambda z, tokens, t: logprobs(z / t, tokens),
             "token_log_probs",
         ),
+        *_gae_parts(1.0, 1.0),
+        *_gae_parts(0.9, 0.8),
+        Component(
+            "value",
+            "ppo_critic_loss, value_clip=0.2",
+            _value_loss(0.2),
+            "clipped, seq-mean-token-mean",
+            {"clip": 0.2},
+        ),
+        Component(
+            "value",
+            "ppo_critic_loss, value_clip=None",
+            _value_loss(None),
+            "mse, seq-mean-token-mean",
+        ),
     )
 
 
+TOOL_STEP = "a tool's token is a step of its own, with its value"
 REMARKS = (
     "It computes ratios in float32: compared to 1e-6. prompt_mean gets the prompts' places in the mini-batch, as its "
     "trainer computes them.",
-    "Not covered: several ranks, off_policy_correction, the maxrl and gae estimators.",
+    "Not covered: several ranks, off_policy_correction, the maxrl estimator.",
+    "gae gets a batch as its trainer makes it: padding before the responses, and the response mask, which has a "
+    "tool's tokens too.",
     "Not covered: advantage_batch_normalize (off by default). Its deviation is over tokens, and its mean over padding too, "
     "which counts as 0 (skyrl/train/trainer.py, lines 1451 and 1452; NovaSky-AI/SkyRL#1305, open when it was read).",
 )
