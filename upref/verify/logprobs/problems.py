@@ -322,6 +322,24 @@ def large(kernel: Kernel, V: int = 151_936) -> dict[str, Problem]:
     }
 
 
+def largest(kernel: Kernel, V: int = 262_208) -> dict[str, Problem]:
+    """Make one problem with the vocabulary of Gemma 3 in float32, with gradients. Its
+    tokens are from all parts of the vocabulary, the last id among them.
+
+    Args:
+        kernel: the function that will get it.
+        V: size of the vocabulary.
+
+    Returns:
+        One problem by its words.
+    """
+    problem = random_problem(kernel, 6, V, 2, 16)
+    places = torch.arange(5, -1, -1) / 5
+    tokens = ((V - 1) * places.double()).round().long().reshape(problem.tokens.shape)
+    problem = replace(problem, tokens=tokens, g=torch.ones_like(tokens).double())
+    return {f"{V:,} ids in float32": problem.to(torch.float32)}
+
+
 def forbidden(kernel: Kernel) -> dict[str, Problem]:
     """Two ids with a logit of -inf, which no token has.
 
