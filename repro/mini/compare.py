@@ -13,7 +13,6 @@ import io
 import json
 import sys
 from dataclasses import replace
-from math import log
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +23,7 @@ from rich.markdown import Markdown
 import upref
 from figures.make import save
 from repro import Parser
-from repro.mini.experiment import (
-    curves,
-    effects,
-    plan,
-    questions,
-    records,
-    suite,
-    words as in_words,
-)
+from repro.mini.experiment import curves, plan, records, suite
 from repro.mini.experiment.plan import Cell, Plan
 from repro.mini.experiment.questions import SHARES, RunRecord, Term, number
 from repro.mini.experiment.search import Choice
@@ -43,7 +34,7 @@ from upref.files import own_folder, write_atomically
 from upref.weights.curve import obstacle
 from upref.weights.plots import Panel, cap_panels
 
-PATTERN = "up_dapo_vs_dapo"  # the experiment whose settings and claims are taken over
+PATTERN = "up_dapo_vs_dapo"  # the experiment whose settings are taken over
 CAUTION = """No verdict follows from this page. The pre-registered experiments, `python -m repro.mini.experiment`, have
 more seeds, and verdicts: repro/mini/results/verdicts.md, repro/mini/round2/results/report.md."""
 PANELS: list[dict[str, Any]] = [
@@ -107,33 +98,19 @@ def pair(name: str, against: str) -> tuple[str, str]:
 def experiment(
     name: str, seeds: int, overrides: dict[str, Any], against: str = ""
 ) -> Plan:
-    """The pattern's settings with these two arms. Its claims are about UP: none where
-    the user chose the baseline.
-    """
+    """The pattern's settings with these two arms."""
     base, up = pair(name, against)
     pattern = plan.load(PATTERN)
-    about_up = () if against else pattern.claims
     return replace(
         pattern,
         name=name,
         arms={arm: {"objective": arm} for arm in (base, up)},
         groups=[{"name": name, "arms": [base, up], "bases": [""]}],
-        claims=tuple(_about(c, base, up) for c in about_up if "contrasts" in c),
+        claims=(),
         families=(),
         main={"seeds": list(range(seeds))},
         settings=pattern.settings | overrides,
     )
-
-
-def _about(claim: dict[str, Any], base: str, up: str) -> dict[str, Any]:
-    """A claim of the pattern, of these two arms."""
-    stand_in = {"dapo": base, "up_dapo": up}
-    contrasts = [
-        contrast | {"arms": [stand_in[arm] for arm in contrast["arms"]]}
-        for contrast in claim["contrasts"]
-    ]
-    says = claim["says"].replace("UP-DAPO", "\0").replace("DAPO", base)
-    return claim | {"says": says.replace("\0", up), "contrasts": contrasts}
 
 
 def settings_of(e: Plan, arm: str, seed: int) -> Settings:
@@ -159,12 +136,6 @@ def write(e: Plan, known: dict[str, RunRecord], out: Path, folder: Path) -> str:
         LEGEND,
         lit,
     ]
-    if e.claims:
-        text += [
-            "## The paper's claims, and what these seeds show\n",
-            *words(e, known),
-            "",
-        ]
     text += [chance(n), CAUTION, ""]
     text += [f"The proof and the gradients: `bash repro/run.sh {e.name} reference`.\n"]
     write_atomically(folder / "report.md", "\n".join(text))
@@ -210,36 +181,6 @@ def table(e: Plan, known: dict[str, RunRecord]) -> str:
         rows.append([f"{metric}{unit}, {at}", *means, apart])
     columns = ["", base, up, "difference, seed by seed"]
     return markdown.table(columns, rows) + "\n"
-
-
-def words(e: Plan, known: dict[str, RunRecord]) -> list[str]:
-    """A line a claim: in how many seeds the sign agrees, and the effect."""
-    lines = []
-    runs, seeds = e.runs(known), e.main["seeds"]
-    for claim in e.claims:
-        (contrast,) = claim["contrasts"]
-        question = questions.contrast(contrast, e.name)
-        found = effects.plain(question, runs, seeds, [""])
-        side, bound = _bound(contrast)
-        agree = sum(side * (d - bound) > 0 for d in found.values)
-        shares = f"{agree} of {found.n} seeds"
-        said = "The sign agrees in" if bound == 0 else "Within its bound in"
-        size = in_words.rounded(question, found.mean)
-        if found.n > 1:
-            size = in_words.shown(found)
-        lines.append(
-            f"* {claim['figure']}: {claim['says']} **{said} {shares}**: {size}."
-        )
-    return lines
-
-
-def _bound(contrast: dict[str, Any]) -> tuple[int, float]:
-    """The side on which the claim is that d lies, 1 or -1, and of which bound."""
-    key, side = ("more_than", 1) if "more_than" in contrast else ("less_than", -1)
-    if contrast.get("ratio"):
-        return side, log(contrast[key])
-    scale = 100 if contrast["metric"] in SHARES else 1
-    return side, scale * contrast[key]
 
 
 def cap_map(e: Plan, out: Path, folder: Path) -> str:

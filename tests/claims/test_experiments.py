@@ -9,11 +9,11 @@ from math import floor
 
 import torch
 
-from paper.table1 import mean, mean_fits, read
 from repro.mini.experiment import effects, plan, questions, records
 from repro.mini.experiment.words import shown
 from repro.with_verl.config.scales import paper
 from tests.support.on_tokens import weight
+from tests.support.table1 import mean, mean_fits, read
 from upref import get
 from upref.metrics import best_at_k_replaced
 

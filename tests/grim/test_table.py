@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paper.table1 import likeliest, mean, mean_fits, numerators, possible, read
+from tests.support.table1 import likeliest, mean, mean_fits, numerators, possible, read
 
 ROOT = Path(__file__).parents[2]
 TEX = next(

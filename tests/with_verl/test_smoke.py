@@ -98,9 +98,11 @@ def test_a_trainer_that_ends_is_left_to_end(tmp_path):
 def test_a_trainer_that_fails_says_so(tmp_path):
     out, rows = trainer(tmp_path, "fails")
     assert out.status == 1 and smoke.judge(rows, 8, out)[1] == ["step 4 of 8 failed"]
-    assert advice.error_in(tmp_path / "output") == "ValueError: no such thing"
+    said = advice.cure(tmp_path / "output", tmp_path)
+    assert said == "its last error was: ValueError: no such thing"
     (tmp_path / "output").write_text("Training Progress:  17%|#   | 2/12\n")
-    assert advice.error_in(tmp_path / "output") == "it names no error"
+    said = advice.cure(tmp_path / "output", tmp_path)
+    assert said == "its output names no error"
 
 
 def test_a_trainer_that_ends_because_an_actor_died_names_it(tmp_path):

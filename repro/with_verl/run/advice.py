@@ -50,20 +50,6 @@ def plain(text: str) -> list[str]:
     return [prefix.sub("", x).strip() for x in text.splitlines()]
 
 
-def error_in(output: Path) -> str:
-    """The last line of the trainer's output that names an error."""
-    lines = (
-        plain(output.read_text(encoding="utf-8", errors="replace"))
-        if output.exists()
-        else []
-    )
-    ours = re.compile(r"\w*(InputError|ParityError)[^:]*: ")
-    named = [x for x in lines if ours.search(x)] or [
-        x for x in lines if re.search(r"^\S*(Error|Exception)\b.*: ", x)
-    ]
-    return named[-1][-400:] if named else "it names no error"
-
-
 def cure(output: Path, folder: Path) -> str:
     """One clause for the last line of the log."""
     text = (
