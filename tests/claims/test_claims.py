@@ -339,23 +339,26 @@ def test_experiments_speak_by_their_own_rule():
         "needed": None,
         "bounds_alone": False,
     }
-    say = lambda verdict, **k: evidence.mini_outcome(
-        "x", base | {"word": verdict, "verdict": verdict} | k
-    )
-    assert say("reproduced").finds == ("reproduced",) and say("contradicted").finds == (
-        "contradicted",
-    )
-    assert say("contradicted", bounds_alone=True).finds == ("not seen",)
-    assert say("excluded", limit="excluded above +1").text.startswith(
+
+    def word_of(verdict, **k):
+        return evidence.mini_outcome(
+            "x", base | {"word": verdict, "verdict": verdict} | k
+        )
+
+    assert word_of("reproduced").finds == ("reproduced",) and word_of(
+        "contradicted"
+    ).finds == ("contradicted",)
+    assert word_of("contradicted", bounds_alone=True).finds == ("not seen",)
+    assert word_of("excluded", limit="excluded above +1").text.startswith(
         "excluded above +1"
     )
-    assert say("not testable", why="no gate").finds == ("not testable",)
-    few = say("not finished", seeds=2, of=17, needed=16)
+    assert word_of("not testable", why="no gate").finds == ("not testable",)
+    few = word_of("not finished", seeds=2, of=17, needed=16)
     assert (
         few.finds == ("undecided",)
         and "2 of 17 seeds: it would take 16 seeds" in few.text
     )
-    enough = say("undecided", seeds=17, of=17, needed=12)
+    enough = word_of("undecided", seeds=17, of=17, needed=12)
     assert (
         enough.finds == ("undecided",)
         and "17 of 17 seeds: the power was there" in enough.text

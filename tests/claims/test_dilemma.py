@@ -76,13 +76,20 @@ def test_the_factor_r_is_what_makes_it_right(counterexample):
     """
     z, A, mu = T(0.0, 0.0, 0.693147), T(1.0, 0.0, 0.0), T(1.0, 1.0, 1.0) / 3
     target = gradient(lambda z: (torch.softmax(z, 0) * A).sum(), z)
-    by = lambda name: gradient(
-        lambda z: (mu * upref.get(name).fn(torch.log_softmax(z, 0), mu.log(), A)).sum(),
-        z,
-    )
-    assert torch.allclose(by("is_pg"), target, atol=1e-15)
+
+    def gradient_by_logits(name):
+        return gradient(
+            lambda z: (
+                mu * upref.get(name).fn(torch.log_softmax(z, 0), mu.log(), A)
+            ).sum(),
+            z,
+        )
+
+    assert torch.allclose(gradient_by_logits("is_pg"), target, atol=1e-15)
     counterexample(
-        "∂/∂z_1 without the factor r", target[0].item(), by("up_grpo")[0].item()
+        "∂/∂z_1 without the factor r",
+        target[0].item(),
+        gradient_by_logits("up_grpo")[0].item(),
     )
 
 
@@ -229,10 +236,16 @@ def test_the_methods_of_section_2_read_the_old_policy(holds):
     """One right response of two tokens under the same π_θ, at two old policies."""
     now, mask = T(0.5, 0.4).log()[None], torch.ones(1, 2, dtype=torch.bool)
     for name in ("bandpo_kl", "sapo", "gmpo", "m2po"):
-        J = lambda old, name=name: gradient(
-            lambda lp: upref.get(name)(upref.Rollouts(lp, old, T(1.0)[None], mask)), now
+
+        def gradient_of_name(old, name=name):
+            return gradient(
+                lambda lp: upref.get(name)(upref.Rollouts(lp, old, T(1.0)[None], mask)),
+                now,
+            )
+
+        apart = (
+            (gradient_of_name(now) - gradient_of_name(now + 0.05)).abs().max().item()
         )
-        apart = (J(now) - J(now + 0.05)).abs().max().item()
         holds(
             f"largest change of the gradient of {name} with the old policy",
             1e-6,
@@ -242,9 +255,14 @@ def test_the_methods_of_section_2_read_the_old_policy(holds):
 
 
 def test_the_derivative_at_the_kink(holds, counterexample):
-    J = lambda x: upref.get("grpo").fn(T(x), T(0.0), T(1.0), eps=1.0).item()
+    def J(x):
+        return upref.get("grpo").fn(T(x), T(0.0), T(1.0), eps=1.0).item()
+
     at, h = torch.log(T(2.0)).item(), 1e-7
-    near = lambda found, claimed: abs(found - claimed) < 1e-5
+
+    def near(found, claimed):
+        return abs(found - claimed) < 1e-5
+
     holds("left derivative at r = 1+ε = 2", 2, (J(at) - J(at - h)) / h, near)
     counterexample("right derivative at r = 1+ε = 2", 2, (J(at + h) - J(at)) / h, near)
 
@@ -271,7 +289,9 @@ def test_small_steps_pass_the_bound(counterexample):
 
 
 def test_cap_is_linear_only_while_the_bound_is_below_1(counterexample, holds):
-    cap = lambda mu: upref.capacity("dapo", mu, mu, 1.0).item()
+    def cap(mu):
+        return upref.capacity("dapo", mu, mu, 1.0).item()
+
     holds("Cap at π_θ = π_old = 0.02 over that at 0.01", 2, cap(0.02) / cap(0.01))
     counterexample("Cap at π_θ = π_old = 0.9", 0.28 * 0.9, cap(0.9))
 

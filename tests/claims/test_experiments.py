@@ -26,7 +26,10 @@ AVERAGE = dict(zip(TABLE.rows, map(float, TABLE.averages), strict=True))
 OURS = "UP-GRPO"
 KEPT = paper()
 PEAKS = KEPT["peaks"]
-close = lambda found, claimed: abs(found - claimed) < 0.005 + 1e-9
+
+
+def close(found, claimed):
+    return abs(found - claimed) < 0.005 + 1e-9
 
 
 def best_other(j):
@@ -51,8 +54,12 @@ def test_which_estimators_can_give_best32(holds, counterexample):
     """Drawing 32 of 32 answers with replacement, a problem with k right ones counts 1 -
     (1 - k/32)^32.
     """
-    one = lambda k: best_at_k_replaced(torch.arange(32)[None] < k, 32).value
-    few = [one(k) for k in (1, 2, 3, 4)]
+
+    def best_of_32_with(k):
+        """Return Best@32 of a problem with k right answers of 32."""
+        return best_at_k_replaced(torch.arange(32)[None] < k, 32).value
+
+    few = [best_of_32_with(k) for k in (1, 2, 3, 4)]
     for name, p in PEAKS["best32"].items():
         values = (
             100 * (solved + sum(n * x for n, x in zip(rarely, few, strict=True))) / 30

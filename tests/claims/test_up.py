@@ -135,10 +135,12 @@ def test_up_grpo_has_grpo_s_kl_term_for_both_signs(holds):
     o, base = upref.get("up_grpo"), upref.get("grpo")
     b = batch(o)
     b = replace(b, logp_ref=torch.where(b.mask, b.logp_old - 0.1, 0))
-    term = lambda f: (
-        autograd_gradient(lambda x: f(x, beta=0.5), b)
-        - autograd_gradient(lambda x: f(x, beta=0.0), b)
-    )
+
+    def term(f):
+        return autograd_gradient(lambda x: f(x, beta=0.5), b) - autograd_gradient(
+            lambda x: f(x, beta=0.0), b
+        )
+
     ours, theirs = term(o), term(base)
     assert torch.allclose(ours, theirs, atol=1e-15)
     A = b.adv.expand(b.mask.shape)
@@ -222,18 +224,24 @@ def test_the_dual_clip_and_the_whole_policy():
     where the step is large.
     """
     old = torch.tensor([0.01, 0.99], dtype=F64)
-    kl = lambda logits: (old * (old.log() - logits.log_softmax(0))).sum().item()
+
+    def kl(logits):
+        return (old * (old.log() - logits.log_softmax(0))).sum().item()
+
     # ∇ log π of the wrong token at π_θ = (1/2, 1/2), r = 50
     push = torch.tensor([0.5, -0.5], dtype=F64)
     assert weight("dapo", 50.0, -1.0, c=3.0) == 0
     for lr, further in ((0.1, False), (2.0, True), (5.0, True)):
         assert (kl(lr * weight("dapo", 50.0, -1.0) * push) > kl(0 * push)) == further
+
     # by the reverse KL and by total variation the push that c cuts leads back at every
     # step size
-    reverse = lambda logits: (
-        (logits.softmax(0) * (logits.log_softmax(0) - old.log())).sum().item()
-    )
-    variation = lambda logits: (logits.softmax(0) - old).abs().sum().item() / 2
+    def reverse(logits):
+        return (logits.softmax(0) * (logits.log_softmax(0) - old.log())).sum().item()
+
+    def variation(logits):
+        return (logits.softmax(0) - old).abs().sum().item() / 2
+
     for lr in (0.1, 2.0, 5.0):
         moved = lr * weight("dapo", 50.0, -1.0) * push
         assert reverse(moved) < reverse(0 * push) and variation(moved) < variation(
@@ -263,8 +271,13 @@ def test_at_zero_advantage_there_is_no_gradient(holds, counterexample):
 
 def test_cap_is_largest_at_the_dual_clip(holds, counterexample):
     p = torch.linspace(0.001, 1, 1000, dtype=F64).numpy()
-    best = lambda mu: float(p[upref.capacity("dapo", p, mu, -1.0, c=3.0).argmax()])
-    near = lambda found, claimed: abs(found - claimed) < 0.002
+
+    def best(mu):
+        return float(p[upref.capacity("dapo", p, mu, -1.0, c=3.0).argmax()])
+
+    def near(found, claimed):
+        return abs(found - claimed) < 0.002
+
     holds("π_θ at which Cap is largest, π_old = 0.1, c = 3", 0.3, best(0.1), near)
     counterexample(
         "π_θ at which Cap is largest, π_old = 0.5, c = 3", 1.5, best(0.5), near
@@ -281,7 +294,10 @@ def test_averaging_over_tokens_reduces_the_variance_of_a_response(holds):
     lp = torch.zeros(1, 8, dtype=F64, requires_grad=True)
     J = upref.get("up_gspo_anchored").fn(lp.mean(1), T(0.0), T(1.0))
     w = torch.autograd.grad(J.sum(), lp)[0]  # 1/T each
-    near = lambda found, claimed: abs(found / claimed - 1) < 0.05
+
+    def near(found, claimed):
+        return abs(found / claimed - 1) < 0.05
+
     holds(
         "variance of a response's gradient over that of a token's, T = 8",
         1 / 8,

@@ -25,10 +25,14 @@ def formula(agg: str) -> F:
     if agg in ("token-mean", "kept-mean"):
         return sum(map(sum, X)) / sum(LENGTHS)
     if agg == "group-token-mean":
-        of = lambda g: [i for i in range(5) if GROUP[i] == g]
+
+        def responses_of(g):
+            return [i for i in range(5) if GROUP[i] == g]
+
         return (
             sum(
-                sum(sum(X[i]) for i in of(g)) / sum(LENGTHS[i] for i in of(g))
+                sum(sum(X[i]) for i in responses_of(g))
+                / sum(LENGTHS[i] for i in responses_of(g))
                 for g in (7, 9)
             )
             / 2

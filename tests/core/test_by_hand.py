@@ -55,7 +55,10 @@ def test_tpo_pulls_to_the_target_of_its_own_group():
     """Three responses of probabilities .2, .3, .5 now and .5, .3, .2 before, and e^A 1,
     2, 4: q = .5, .6, .8 over 1.9. The fourth is alone in its group, and the fifth has
     no token: neither is pulled, and neither is a share."""
-    T = lambda x: torch.tensor(x, dtype=torch.float64)
+
+    def T(x):
+        return torch.tensor(x, dtype=torch.float64)
+
     lp, old = (
         T([*p, 0.1, 0.9]).log()[:, None].expand(-1, 2) / 2
         for p in ((0.2, 0.3, 0.5), (0.5, 0.3, 0.2))

@@ -177,9 +177,9 @@ def test_gmpo_clips_in_log_space():
 
 
 def test_narrow_windows_are_found():
-    cuts = lambda name, A, **hp: [
-        j.r for j in make_curve(name, **hp).jumps(A, 0.5) if j.end
-    ]
+    def cuts(name, A, **hp):
+        return [j.r for j in make_curve(name, **hp).jumps(A, 0.5) if j.end]
+
     assert cuts("gspo", 1.0) == pytest.approx([1 + 4e-4], abs=1e-15)
     assert cuts("gspo", -1.0, eps_low=1e-9) == pytest.approx([1 - 1e-9], abs=1e-15)
     assert cuts("dapo", -1.0, eps_low=1e-8, c=1 + 1e-7) == pytest.approx(

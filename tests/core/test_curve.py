@@ -40,10 +40,13 @@ BOUND = st.floats(-2.5, 2.5).map(np.exp) | st.sampled_from(GRID[(GRID > 0.1) & (
 @given(st.data())
 def test_every_jump_is_found_and_nothing_else(data):
     bounds = sorted(data.draw(st.lists(BOUND, max_size=4, unique=True)))
-    # wider than the scan, whose steps are 2 %, and a quarter of r - 1 near 1
-    apart = lambda x, y: (
-        y / x > 1.05 or y - x > max(1e-11, 0.3 * abs(x - 1), 0.3 * abs(y - 1))
-    )
+
+    def apart(x, y):
+        """Tell whether two ratios are wider apart than the scan, whose steps are 2 %, and
+        than a quarter of r - 1 near 1.
+        """
+        return y / x > 1.05 or y - x > max(1e-11, 0.3 * abs(x - 1), 0.3 * abs(y - 1))
+
     bounds = [b for n, b in enumerate(bounds) if not n or apart(bounds[n - 1], b)]
     heights = [
         data.draw(st.sampled_from([0.0, 1.0, 1.3, 0.2, 3.0, -1.0]))
@@ -54,7 +57,10 @@ def test_every_jump_is_found_and_nothing_else(data):
         piecewise(bounds, heights, slopes),
         data.draw(st.sampled_from([1.0, -2.5])),
     )
-    value = lambda n, r: heights[n] * (1 + slopes[n] * np.log(r)) * A
+
+    def value(n, r):
+        return heights[n] * (1 + slopes[n] * np.log(r)) * A
+
     sides = [(value(n, b), value(n + 1, b)) for n, b in enumerate(bounds)]
     true = [
         (b, *s)

@@ -35,7 +35,10 @@ def drawn(seed):
     everything random.
     """
     r, g = random.Random(seed), torch.Generator().manual_seed(seed)
-    randn = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
     shape, V, H = (
         r.choice([(5,), (1,), (2, 3), (2, 1, 4), (0,), (40,)]),
         r.choice([1, 2, 7, 33, 257]),
@@ -107,17 +110,20 @@ def test_gradients_are_those_of_finite_differences(softcap):
         for s in ((2, 3, 4), (7, 4), (7,))
     )
     tokens = torch.randint(7, (2, 3), generator=g)
-    f = lambda h, W, bias: token_log_probs(
-        h,
-        W,
-        tokens,
-        bias=bias,
-        temperature=0.7,
-        logit_scale=0.5,
-        softcap=softcap,
-        chunk=20,
-    )
-    assert gradcheck(f, (h, W, bias))
+
+    def log_prob_and_entropy(h, W, bias):
+        return token_log_probs(
+            h,
+            W,
+            tokens,
+            bias=bias,
+            temperature=0.7,
+            logit_scale=0.5,
+            softcap=softcap,
+            chunk=20,
+        )
+
+    assert gradcheck(log_prob_and_entropy, (h, W, bias))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -314,13 +320,16 @@ def test_a_second_gradient_is_refused():
         first = inner(lambda w: token_log_probs(h, w, tokens)[0].sum())
         with pytest.raises(InputError, match="no second gradient"):
             torch.func.grad(lambda w, first=first: (first(w) ** 2).sum())(W)
-    of_hidden = lambda w: torch.func.grad(
-        lambda x: token_log_probs(x, w, tokens)[0].sum()
-    )(h)
+
+    def gradient_by_hidden(w):
+        return torch.func.grad(lambda x: token_log_probs(x, w, tokens)[0].sum())(h)
+
     with pytest.raises(InputError, match="no second gradient"):
-        torch.func.grad(lambda w: (of_hidden(w) ** 2).sum())(W)
+        torch.func.grad(lambda w: (gradient_by_hidden(w) ** 2).sum())(W)
     # a parameter that nothing tracks
-    torch.testing.assert_close(of_hidden(W.clone().requires_grad_()), of_hidden(W))
+    torch.testing.assert_close(
+        gradient_by_hidden(W.clone().requires_grad_()), gradient_by_hidden(W)
+    )
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -341,10 +350,16 @@ def test_compiled_code_calls_it_between_two_graphs():
         torch.randn(9, 5),
         torch.randint(9, (4,)),
     )
-    f = lambda h: token_log_probs(2 * h, W, tokens)[0].exp().sum()
-    want = torch.autograd.grad(f(h), h)[0]
+
+    def sum_of_probabilities(h):
+        return token_log_probs(2 * h, W, tokens)[0].exp().sum()
+
+    want = torch.autograd.grad(sum_of_probabilities(h), h)[0]
     torch.testing.assert_close(
-        torch.autograd.grad(torch.compile(f, backend="aot_eager")(h), h)[0], want
+        torch.autograd.grad(
+            torch.compile(sum_of_probabilities, backend="aot_eager")(h), h
+        )[0],
+        want,
     )
 
 

@@ -62,9 +62,14 @@ def test_no_decision_on_the_words_of_a_fault():
     for file in FILES:
         nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
         called = {id(n.func) for n in nodes if isinstance(n, ast.Call)}
-        words = lambda n: (
-            isinstance(n, ast.Attribute) and n.attr == "words" and id(n) not in called  # noqa: B023
-        )
+
+        def words(n):
+            return (
+                isinstance(n, ast.Attribute)
+                and n.attr == "words"
+                and id(n) not in called  # noqa: B023
+            )
+
         asked = [
             n
             for n in nodes

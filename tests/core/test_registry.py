@@ -133,7 +133,10 @@ def test_a_cell_that_runs_again_replaces_its_own(registered):
     """All cells of a notebook share one namespace, which has no file."""
     cells = {"__name__": "__main__"}
     first, _, second = lines("mine").partition("@mine.with_weight")
-    run = lambda text, at: exec(compile(text, f"<ipython-input-{at}>", "exec"), cells)
+
+    def run(text, at):
+        return exec(compile(text, f"<ipython-input-{at}>", "exec"), cells)
+
     run(first, 1)
     run("@mine.with_weight" + second, 2)
     run(

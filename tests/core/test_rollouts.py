@@ -167,12 +167,18 @@ def test_sampler_weights_multiply_a_token_or_a_mean():
 
 def test_batches_and_counts_are_compared_by_identity():
     """It raised: a tensor of several numbers has no truth value."""
-    batch = lambda: upref.Rollouts(
-        -torch.ones(2, 3), -torch.ones(2, 3), torch.ones(2, 1), torch.ones(2, 3).bool()
-    )
-    of_groups = lambda: upref.Totals.of(
-        torch.ones(4, 3).bool(), torch.tensor([0, 0, 1, 1])
-    )
+
+    def batch():
+        return upref.Rollouts(
+            -torch.ones(2, 3),
+            -torch.ones(2, 3),
+            torch.ones(2, 1),
+            torch.ones(2, 3).bool(),
+        )
+
+    def of_groups():
+        return upref.Totals.of(torch.ones(4, 3).bool(), torch.tensor([0, 0, 1, 1]))
+
     for make in (batch, of_groups):
         b, other = make(), make()
         assert b == b and b != other and b in [other, b] and other not in [b]

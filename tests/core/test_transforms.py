@@ -184,9 +184,10 @@ def test_check_knows_three_policies():
     assert upref.check(tis_dapo, "dapo")  # its argument stays None: two policies
     assert not upref.check(partial(tis_dapo, cap=3.0), "tis(dapo)")
     assert not upref.check(tis_dapo, "icepop(dapo)")
-    required = lambda log_prob, old_log_prob, advantages, mask, vllm_logprobs: tis_dapo(
-        log_prob, old_log_prob, advantages, mask, vllm_logprobs
-    )
+
+    def required(log_prob, old_log_prob, advantages, mask, vllm_logprobs):
+        return tis_dapo(log_prob, old_log_prob, advantages, mask, vllm_logprobs)
+
     assert upref.check(required, "tis(dapo)") and upref.check(required, "dapo")
 
 

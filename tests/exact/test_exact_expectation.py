@@ -115,9 +115,12 @@ def test_policies_do_not_know_of_each_other():
     (a, old_a), (b, old_b) = case(task, 1), case(task, 2)
     together, olds = torch.cat([a, b]), torch.cat([old_a, old_b])
     for way in ("counts", "groups"):
-        grad = lambda theta, old, way=way: flow.gradient(
-            task, o, theta, old, expected.rows(task, old, o, 4, way=way)
-        )
+
+        def grad(theta, old, way=way):
+            return flow.gradient(
+                task, o, theta, old, expected.rows(task, old, o, 4, way=way)
+            )
+
         assert torch.allclose(
             grad(together, olds),
             torch.cat([grad(a, old_a), grad(b, old_b)]),
@@ -143,9 +146,12 @@ def test_probabilities_add_up():
 def test_a_large_group_is_nearly_an_infinite_one(adv):
     task, o = bandit([1.0, 0, 0]), upref.get("up_dapo")
     theta, lp_old = case(task)
-    grad = lambda G: flow.gradient(
-        task, o, theta, lp_old, expected.rows(task, lp_old, o, G, adv)
-    )
+
+    def grad(G):
+        return flow.gradient(
+            task, o, theta, lp_old, expected.rows(task, lp_old, o, G, adv)
+        )
+
     gap = [float((grad(G) - grad(None)).abs().max()) for G in (64, 512)]
     assert gap[1] < 0.01 * float(grad(None).abs().max()) and gap[1] < gap[0] / 4 + 1e-12
 

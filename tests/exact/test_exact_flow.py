@@ -46,7 +46,10 @@ def test_up_with_constant_advantages_is_this_curve(start):
         300,
     )
     S, q = float(mu @ A), float(mu[0] * A[0] / (mu @ A))
-    F = lambda p: log(p) / q + log(1 - p) / (1 - q) - log(abs(q - p)) / (q * (1 - q))
+
+    def F(p):
+        return log(p) / q + log(1 - p) / (1 - q) - log(abs(q - p)) / (q * (1 - q))
+
     task = bandit(A.tolist())
     p = float(
         last(
@@ -66,7 +69,10 @@ def test_importance_sampling_is_the_gradient_of_the_reward():
     """
     task, lr, n = bandit([2.0, 1.0]), 1e-3, 2000
     theta = task.start([[0.3, 0.7]])
-    F = lambda p: 1 / (1 - p) - 1 / p + 2 * log(p / (1 - p))
+
+    def F(p):
+        return 1 / (1 - p) - 1 / p + 2 * log(p / (1 - p))
+
     p = float(
         last(flow.path(task, IS, theta, lr=lr, k=0, G=None, adv="reward"), n).pi[0, 0]
     )
@@ -176,7 +182,10 @@ def test_common_right_answers_win_on_policy():
     theta, lr = task.start([[0.3, 0.1, 0.6]]), 1e-4
     s0, s1 = islice(flow.path(task, UP, theta, lr=lr, k=1, G=None), 2)
     A = sqrt((1 - 0.4) / 0.4)
-    log_ratio = lambda s: float((s.pi[0, 0] / s.pi[0, 1]).log())
+
+    def log_ratio(s):
+        return float((s.pi[0, 0] / s.pi[0, 1]).log())
+
     assert (log_ratio(s1) - log_ratio(s0)) / lr == pytest.approx(
         A * (0.3 - 0.1), rel=1e-3
     )

@@ -234,11 +234,14 @@ def wheel(folder: Path, version: str, text: str):
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: plainrl\nVersion: {version}\nRequires-Dist: not-there\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
-    digest = lambda s: (
-        base64.urlsafe_b64encode(hashlib.sha256(s.encode()).digest())
-        .decode()
-        .rstrip("=")
-    )
+
+    def digest(s):
+        return (
+            base64.urlsafe_b64encode(hashlib.sha256(s.encode()).digest())
+            .decode()
+            .rstrip("=")
+        )
+
     record = (
         "".join(f"{k},sha256={digest(v)},{len(v.encode())}\n" for k, v in files.items())
         + f"{info}/RECORD,,\n"
@@ -356,11 +359,12 @@ def test_a_pinned_commit(index, tmp_path):
     there = tmp_path / "there"
     there.mkdir()
     (there / "plainrl.py").write_text(OWN, encoding="utf-8")
-    git = lambda *a: (
-        subprocess.run(
+
+    def git(*a):
+        return subprocess.run(
             ["git", "-C", str(there), *a], capture_output=True, text=True, check=True
         ).stdout
-    )
+
     git("init", "--quiet")
     git("add", "-A")
     git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", "one")

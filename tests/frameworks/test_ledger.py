@@ -66,9 +66,10 @@ def test_each_entry_is_still_so(entry):
 @pytest.mark.parametrize("name", BOTH)
 def test_a_deviation_that_comes_changes_or_goes_is_said(name):
     table, mine = audit(name), [e for e in ENTRIES if e.framework == name]
-    said = lambda entries, rows=table.rows: check_ledger(
-        rows, entries, table.version, complete=True
-    )
+
+    def said(entries, rows=table.rows):
+        return check_ledger(rows, entries, table.version, complete=True)
+
     assert said(mine) == []
     (new,) = said([replace(mine[0], evidence=mine[0].evidence[1:]), *mine[1:]])
     assert "not recorded" in new and mine[0].evidence[0].loss in new

@@ -163,7 +163,9 @@ def test_a_loss_in_half_precision_under_float32_is_noticed():
     o = upref.get("up_dapo")
 
     def careless(J, lp, b):
-        half = lambda x: x.to(torch.bfloat16)
+        def half(x):
+            return x.to(torch.bfloat16)
+
         return o.J(half(lp), half(b.logp_old), half(b.adv), b.mask)
 
     assert parity("up_dapo", wrong=careless).of_bound > 10

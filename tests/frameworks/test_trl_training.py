@@ -241,7 +241,10 @@ def test_the_kl_term_is_the_objectives(name, token_advantages):
 def test_masked_slots_may_hold_anything_in_the_policy_term(token_advantages):
     """As far as TRL's own arithmetic allows it: old log-probabilities and advantages."""
     b = plain("up_dapo", thin=5)
-    fill = lambda x: x.masked_fill(~b.mask, float("nan"))
+
+    def fill(x):
+        return x.masked_fill(~b.mask, float("nan"))
+
     c = b.unchecked(**{**b.__dict__, "logp_old": fill(b.logp_old)})
     x = b.logp.clone().requires_grad_()
     y = b.unchecked(**{**c.__dict__, "logp": x})
@@ -317,7 +320,9 @@ def test_another_loss_behind_it_is_refused():
 
 
 def test_what_else_is_refused():
-    config = lambda **kw: trl.GRPOConfig(**CONFIG, **kw)
+    def config(**kw):
+        return trl.GRPOConfig(**CONFIG, **kw)
+
     refused(
         "up_dapo has no KL term", args=config(beta=0.1, use_bias_correction_kl=False)
     )
@@ -437,7 +442,10 @@ def test_whole_runs_end_at_the_same_weights(name, more, policy, tmp_path):
             for k in other
             if re.search("^(eval_)?(reward|entropy|kl|loss|num_tokens)$", k)
         ]
-        scaled = lambda k: times if k.endswith("loss") else 1
+
+        def scaled(k):
+            return times if k.endswith("loss") else 1
+
         for k in shared:
             assert scaled(k) * mine[k] == pytest.approx(other[k], abs=2e-5), (
                 k,

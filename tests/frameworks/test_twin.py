@@ -62,7 +62,10 @@ def trainer(family, **kw):
         temperature=0.7, per_device_train_batch_size=8, num_generations=4, gradient_accumulation_steps=2,
         steps_per_generation=4, generation_batch_size=None, report_to="none"))  # fmt: skip
     data = Dataset.from_list([{"prompt": "w3"}] * 8)
-    reward = lambda completions, **_: [0.0] * len(completions)
+
+    def reward(completions, **_):
+        return [0.0] * len(completions)
+
     return GRPOTrainer(tiny(family), reward, args, train_dataset=data, processing_class=tokenizer(),
                        objective="up_dapo", step_check=True, **kw)  # fmt: skip
 
@@ -199,9 +202,10 @@ def test_a_plug_in_that_trains_by_another_objective_differs(monkeypatch):
 
     whole = trl.report
     dapo = upref.get("dapo")
-    judged = lambda model, fields, rows, o, hp, goal, **kw: whole(
-        model, fields, rows, dapo, {}, goal, **kw
-    )
+
+    def judged(model, fields, rows, o, hp, goal, **kw):
+        return whole(model, fields, rows, dapo, {}, goal, **kw)
+
     monkeypatch.setattr(trl, "report", judged)
     assert steps.by_trl("dapo").error < 2e-5
     with pytest.raises(RuntimeError, match="NOT dapo"):

@@ -214,10 +214,15 @@ def test_end_to_end_through_verls_ppo_loss(monkeypatch):
 
     torch.manual_seed(0)
     prompts, responses = (3, 2, 4), (2, 5, 1)
-    nested = lambda lengths, make: torch.nested.as_nested_tensor(
-        [make(n) for n in lengths], layout=torch.jagged
-    )
-    floats = lambda n: -torch.rand(n, dtype=torch.float64)
+
+    def nested(lengths, make):
+        return torch.nested.as_nested_tensor(
+            [make(n) for n in lengths], layout=torch.jagged
+        )
+
+    def floats(n):
+        return -torch.rand(n, dtype=torch.float64)
+
     mask = nested(responses, lambda n: torch.ones(n, dtype=torch.long))
     fields = {
         "prompts": nested(prompts, lambda n: torch.ones(n, dtype=torch.long)),
@@ -247,7 +252,10 @@ def test_end_to_end_through_verls_ppo_loss(monkeypatch):
     pieces = [
         flat.detach()[e - r - 1 : e - 1] for e, r in zip(ends, responses, strict=True)
     ]
-    pad = lambda xs: torch.nn.utils.rnn.pad_sequence(list(xs), batch_first=True)
+
+    def pad(xs):
+        return torch.nn.utils.rnn.pad_sequence(list(xs), batch_first=True)
+
     lp = pad(pieces).requires_grad_()
     old, ref, A = (
         pad(fields[k].unbind()) for k in ("old_log_probs", "ref_log_prob", "advantages")

@@ -99,11 +99,15 @@ def test_hyperparameters_and_is_weights_reach_the_reference(name):
         .masked_fill(~b.mask, float("nan"))
         .requires_grad_()
     )
-    f = lambda b: o.J(b.logp, b.logp_old, b.adv, b.mask, is_weights=w, **hp)
+
+    def weighted_objective(b):
+        return o.J(b.logp, b.logp_old, b.adv, b.mask, is_weights=w, **hp)
+
     loss, _ = call(name, b, config(hp), rollout_is_weights=w)
-    assert torch.equal(loss, -f(b)) and not loss.requires_grad
+    assert torch.equal(loss, -weighted_objective(b)) and not loss.requires_grad
     assert torch.equal(
-        gradient(name, b, config(hp), rollout_is_weights=w), -autograd_gradient(f, b)
+        gradient(name, b, config(hp), rollout_is_weights=w),
+        -autograd_gradient(weighted_objective, b),
     )
     assert not torch.equal(loss, call(name, b)[0])
 
@@ -111,15 +115,18 @@ def test_hyperparameters_and_is_weights_reach_the_reference(name):
 def test_is_weights_multiply_token_terms_as_in_verl():
     b = replace(batch(upref.get("cispo_verl")), group=None)
     w = torch.rand(b.mask.shape, dtype=b.logp.dtype)
-    theirs = lambda b: core_algos.get_policy_loss_fn("cispo")(
-        b.logp_old.nan_to_num(),
-        b.logp.nan_to_num(),
-        b.adv.nan_to_num(),
-        b.mask,
-        "token-mean",
-        config(),
-        w,
-    )[0]
+
+    def theirs(b):
+        return core_algos.get_policy_loss_fn("cispo")(
+            b.logp_old.nan_to_num(),
+            b.logp.nan_to_num(),
+            b.adv.nan_to_num(),
+            b.mask,
+            "token-mean",
+            config(),
+            w,
+        )[0]
+
     same(
         gradient("cispo_verl", b, rollout_is_weights=w),
         autograd_gradient(theirs, b),
@@ -233,7 +240,10 @@ def test_masked_slots_may_hold_anything(name):
     b = replace(batch(upref.get(name), thin=3), group=None)
     expected = gradient(name, b)
     for poison in (float("nan"), float("inf"), -float("inf"), 0.0):
-        fill = lambda x: x.masked_fill(~b.mask, poison)  # noqa: B023
+
+        def fill(x):
+            return x.masked_fill(~b.mask, poison)  # noqa: B023
+
         c = replace(b, logp=fill(b.logp), logp_old=fill(b.logp_old), adv=fill(b.adv))
         assert torch.equal(gradient(name, c), expected)
         assert call(name, c)[1] == call(name, b)[1]
@@ -348,7 +358,10 @@ def test_parity_inside_verls_bf16_autocast(name, dtype):
     log-probabilities in float32 or bfloat16.
     """
     b = replace(batch(upref.get(name), thin=3), group=None)
-    cast = lambda x: x.to(dtype)
+
+    def cast(x):
+        return x.to(dtype)
+
     x = object.__new__(type(b))
     x.__dict__.update(
         b.__dict__,

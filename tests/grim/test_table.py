@@ -30,9 +30,12 @@ def test_the_data_are_the_latex():
     tex = TEX.read_text(encoding="utf-8")
     body = tex[tex.index(r"\label{tab:baseline_comparison}") :]
     body = body[: body.index(r"\bottomrule")]
-    clean = lambda cell: re.sub(
-        r"\\cite\{[^}]*\}|\\textbf|\\rowcolor\{[^}]*\}|[{}]|\(Ours\)", "", cell
-    )
+
+    def clean(cell):
+        return re.sub(
+            r"\\cite\{[^}]*\}|\\textbf|\\rowcolor\{[^}]*\}|[{}]|\(Ours\)", "", cell
+        )
+
     lines = [
         line.rstrip().removesuffix(r"\\")
         for line in body.splitlines()

@@ -43,7 +43,10 @@ def evaluation(s, step: int) -> list[dict]:
     base = 0.1 + 0.001 * step + 0.02 * np.random.default_rng([s.seed, step, 1]).normal()
     own = 0.001 * np.random.default_rng([s.seed, len(s.objective), step, 1]).normal()
     more = SHIFT.get(s.objective, {})
-    score = lambda metric, plus: base + own + plus + more.get(metric, 0)
+
+    def score(metric, plus):
+        return base + own + plus + more.get(metric, 0)
+
     plus = {"avg": 0, "maj": 0.05, "best": 0.4, "best_bootstrap": 0.38, "pass1": 0}
     return [
         {"step": step, "set": name, "decoding": decoding, "n_problems": 256, "k": 32}

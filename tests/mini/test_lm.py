@@ -285,7 +285,10 @@ def test_killed_after_every_step_it_ends_as_if_nothing_had_happened(
         for step in range(1, 4):
             monkeypatch.setattr(files.Log, "add", add)
             monkeypatch.setattr(loop, "save", save)
-            watch = lambda *_: None
+
+            def watch(*_):
+                return None
+
             key = f"{moment}{step}"
             if moment == "log":
                 monkeypatch.setattr(files.Log, "add", deadly(key, add))

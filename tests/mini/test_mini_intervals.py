@@ -246,9 +246,12 @@ def test_intervals_at_fixed_decodings_by_independent_code(played):
     assert len(fixed) == 24
     for e in fixed:
         name, decoding, other = e.question.metric, e.question.decoding, e.question.other
-        end = lambda arm, b, k: (
-            100 * by[arm, b, k]["evals"][f"test/{decoding}"][name][-1]  # noqa: B023
-        )
+
+        def end(arm, b, k):
+            return (
+                100 * by[arm, b, k]["evals"][f"test/{decoding}"][name][-1]  # noqa: B023
+            )
+
         x = [
             np.mean(
                 [end("up_dapo", b, k) - end(other, b, k) for b in ("walk", "biased")]
@@ -421,7 +424,10 @@ def end(r: questions.RunRecord, metric: str) -> float:
             32, np.arange(33), int(metric.removeprefix("pass@"))
         ).pmf(0)
         return 100 * float((counts * (1 - none)).sum() / counts.sum())
-    last = lambda name: float(np.mean(np.array_split(r["steps"][name], 5)[-1]))
+
+    def last(name):
+        return float(np.mean(np.array_split(r["steps"][name], 5)[-1]))
+
     if metric == "survival":
         peak, steps = 0.0, zip(r["steps"]["step"], r["steps"]["reward"], strict=True)
         for step, reward in steps:

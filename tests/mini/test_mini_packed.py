@@ -136,7 +136,10 @@ def test_gradients_by_hand_are_those_of_finite_differences():
     hide = torch.zeros(2, 3, 20, dtype=torch.float64).masked_fill_(
         torch.arange(20) > 12, -1e300
     )
-    attend = lambda q, k, v: fused.Attend.apply(q, k, v, hide, 0.5)
+
+    def attend(q, k, v):
+        return fused.Attend.apply(q, k, v, hide, 0.5)
+
     assert check(attend, (random(2, 3, 4), random(2, 20, 4), random(2, 20, 4)))
 
 

@@ -184,7 +184,10 @@ def interrupted(whole, tmp_path):
     checkpoint knows of.
     """
     out = tmp_path / "run"
-    watch = lambda step, _: (_ for _ in ()).throw(Killed) if step == 4 else None
+
+    def watch(step, _):
+        return (_ for _ in ()).throw(Killed) if step == 4 else None
+
     with pytest.raises(Killed):
         loop.train(S, out, watch=watch, say=lambda _: None)
     assert [p.name for p in checkpoint.checkpoints(out)] == ["step-2", "step-3"]

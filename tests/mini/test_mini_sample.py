@@ -160,7 +160,10 @@ def eyes(tmp_path_factory):
     models.read_prompts(model, prompts, torch.arange(6))
     pixels = ((prompts["pictures"] + 1) * 127.5).round().to(torch.uint8)
     pictures = [Image.fromarray(p.permute(1, 2, 0).numpy()) for p in pixels]
-    question = lambda ids: " ".join(task.words[i] for i in ids[-2:])
+
+    def question(ids):
+        return " ".join(task.words[i] for i in ids[-2:])
+
     texts = [
         f"<|vision_start|> <|image_pad|> <|vision_end|> {question(row)}"
         for row in prompts["input_ids"].tolist()
@@ -223,9 +226,12 @@ def test_samples_follow_the_policy():
 
 def test_the_generator_decides_alone():
     task, model, prompts = untrained("qwen3", "countdown")
-    draw = lambda seed: (
-        sample(model, prompts, 3, task.response_length, tasks.generator(seed)).tokens
-    )
+
+    def draw(seed):
+        return sample(
+            model, prompts, 3, task.response_length, tasks.generator(seed)
+        ).tokens
+
     first = draw(0)
     set_seed(99)
     assert torch.equal(first, draw(0))

@@ -130,9 +130,10 @@ def test_pictures_train(tmp_path, monkeypatch):
     """
     task = tasks.get("geometry")
     models.save(tmp_path / "blind", models.new("qwen3_vl", task), tokenizer(task))
-    even = lambda problems, tokens: Verdict(
-        (tokens[:, 0] % 2 == 0).float(), tokens[:, 0] >= 0, tokens[:, 0]
-    )
+
+    def even(problems, tokens):
+        return Verdict((tokens[:, 0] % 2 == 0).float(), tokens[:, 0] >= 0, tokens[:, 0])
+
     monkeypatch.setattr(task, "verify", even)
     s = replace(
         SMALL, base=str(tmp_path / "blind"), task="geometry", objective="up_grpo"
@@ -252,7 +253,10 @@ def test_evaluating_changes_nothing(tmp_path):
         tmp_path / "with",
         say=lambda _: None,
     )
-    read = lambda name: (tmp_path / name / "steps.jsonl").read_bytes()
+
+    def read(name):
+        return (tmp_path / name / "steps.jsonl").read_bytes()
+
     assert read("with") == read("without")
     evals = lines(tmp_path / "with" / "evals.jsonl")
     assert [e["step"] for e in evals] == [0, 0, 1, 1] + [2] * 8

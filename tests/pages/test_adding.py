@@ -169,7 +169,10 @@ def test_an_oracle(added, upref_says, tmp_path):
 def test_a_fault(added, upref_says, tmp_path):
     put("halved.py", FILES["halved.py"], tmp_path)
     check = "upref check halved.py:loss --as dapo --json"
-    causes = lambda text: {f["cause"] for f in json.loads(text)["findings"]}
+
+    def causes(text):
+        return {f["cause"] for f in json.loads(text)["findings"]}
+
     added("upref/verify/faults/halved.py")
     assert "negative advantages are halved" in causes(upref_says(check)[0])
     (tmp_path / "upref/verify/faults/halved.py").unlink()

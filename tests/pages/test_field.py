@@ -65,9 +65,9 @@ def test_each_entry_stands_in_one_column():
 
 
 def test_what_the_records_say():
-    cell = lambda name, column: field.cell(
-        next(a for a in AUDITS if a["framework"] == name), column
-    )
+    def cell(name, column):
+        return field.cell(next(a for a in AUDITS if a["framework"] == name), column)
+
     assert (
         cell("trinity", "micro-batches").status == "bug"
         and cell("verl", "ranks").status == "agrees"

@@ -134,7 +134,10 @@ def test_every_requirement_of_a_list_is_met(name):
             f"{looked} of {len(pins(name))} packages are installed here: too few to say anything"
         )
     (first, *_) = pins(name)
-    worse = lambda pin: ["no-such-package>=1"] if pin.name == first.name else None
+
+    def worse(pin):
+        return ["no-such-package>=1"] if pin.name == first.name else None
+
     assert unmet(name, worse) == (
         [f"{first.name} needs no-such-package>=1, and pinned is none"],
         1,
@@ -250,8 +253,11 @@ def venv_sh(tmp_path):
 
     def start(*parts, pip=""):
         env = os.environ | {"PYTHON": str(tmp_path / "fake"), "PIP": pip}
+
         # a command in the background has it ignored
-        heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+        def heard():
+            return signal.signal(signal.SIGINT, signal.SIG_DFL)
+
         return subprocess.Popen(["bash", "repro/venv.sh", *parts], cwd=tmp_path, env=env, text=True, preexec_fn=heard,
                                 stderr=subprocess.PIPE, start_new_session=True)  # fmt: skip
 

@@ -75,7 +75,9 @@ def test_a_point_that_only_the_solver_has_is_no_difference():
 def test_log_ratios_are_compared_with_the_ratios():
     def clamped(bound):
         def loss(log_prob, old_log_prob, advantages, mask):
-            clamp = lambda d: d.clamp(-bound, bound)
+            def clamp(d):
+                return d.clamp(-bound, bound)
+
             return dapo(log_prob, old_log_prob, advantages, mask, clamp)
 
         return loss

@@ -753,8 +753,10 @@ def kl_over_holes(model, rows):
     Own,
 )
 def group_std(model, rows):
-    of = lambda r: torch.tensor([q.adv for q in rows if q.group == r.group]).std()
-    k = torch.stack([1 / of(r) for r in rows])[:, None]
+    def deviation_in_group_of(r):
+        return torch.tensor([q.adv for q in rows if q.group == r.group]).std()
+
+    k = torch.stack([1 / deviation_in_group_of(r) for r in rows])[:, None]
     with_loss(model, rows, lambda lp, old, A, *_: surrogate(lp, old, k * A))
 
 

@@ -82,9 +82,15 @@ def packed(model, rows):
     # with a cache, rows see each other
     z = model(input_ids=ids, position_ids=where, use_cache=False).logits[0] / T
     lp = z[:-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    flat = lambda f, x: torch.tensor(
-        [v for r in rows for v in [x] * len(r.prompt) + list(f(r))]
-    )[1:]
+
+    def flat(f, x):
+        """Return the numbers of all rows behind each other, x at prompts, without the
+        first.
+        """
+        return torch.tensor(
+            [v for r in rows for v in [x] * len(r.prompt) + list(f(r))]
+        )[1:]
+
     J = surrogate(
         lp, flat(lambda r: r.old, 0.0), flat(lambda r: [r.adv] * len(r.response), 0.0)
     )

@@ -79,10 +79,14 @@ def verls(model, rows, T, over_all):
     from upref_frameworks.verl.step import record_training
 
     reduce = dist.all_reduce
-    some = lambda x, *a, **kw: (
-        reduce(x, *a, **kw) if over_all or x.ndim or x.is_floating_point() else None
-    )
-    with patch.object(dist, "all_reduce", some):
+
+    def reduce_all_but_counts(x, *a, **kw):
+        """Reduce over the ranks, but no scalar count unless `over_all`."""
+        return (
+            reduce(x, *a, **kw) if over_all or x.ndim or x.is_floating_point() else None
+        )
+
+    with patch.object(dist, "all_reduce", reduce_all_but_counts):
         return record_training(model, rows, T, actor=dict(clip_ratio_high=0.28))
 
 

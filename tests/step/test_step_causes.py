@@ -216,9 +216,15 @@ class Fading(torch.nn.Module):
 
 def packed(model, rows):
     ids = torch.tensor([[t for r in rows for t in r.ids]])
-    flat = lambda f: torch.tensor(
-        [x for r in rows for x in [0.0] * len(r.prompt) + [float(v) for v in f(r)]]
-    )[1:]
+
+    def flat(f):
+        """Return the numbers of all rows behind each other, 0 at prompts, without the
+        first.
+        """
+        return torch.tensor(
+            [x for r in rows for x in [0.0] * len(r.prompt) + [float(v) for v in f(r)]]
+        )[1:]
+
     old, A, mask = (
         flat(lambda r: r.old),
         flat(lambda r: [r.adv] * len(r.response)),

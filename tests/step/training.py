@@ -64,9 +64,12 @@ class Own(nn.Module):
         super().__init__()
         self.embed, self.pos = nn.Embedding(V, h), nn.Embedding(512, h)
         self.norm, self.head = nn.LayerNorm(h), nn.Linear(h, V)
-        block = lambda: nn.TransformerEncoderLayer(
-            h, 4, 2 * h, 0.0, "gelu", batch_first=True, norm_first=True
-        )
+
+        def block():
+            return nn.TransformerEncoderLayer(
+                h, 4, 2 * h, 0.0, "gelu", batch_first=True, norm_first=True
+            )
+
         self.blocks = nn.ModuleList(block() for _ in range(2))
         nn.init.normal_(self.head.bias, std=0.3)
 
@@ -107,7 +110,9 @@ def collate(rows, side="right", pad=0, multiple=1):
             out[i, at : at + len(x)] = x
         return out
 
-    after = lambda of: lambda r: [0.0] * len(r.prompt) + [float(x) for x in of(r)]
+    def after(of):
+        return lambda r: [0.0] * len(r.prompt) + [float(x) for x in of(r)]
+
     of = dict(mask=lambda r: r.trains, old=lambda r: r.old, ref=lambda r: r.ref,
               resp=lambda r: [1] * len(r.response), adv=lambda r: [r.adv] * len(r.response))  # fmt: skip
     b = Batch(

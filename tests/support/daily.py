@@ -11,7 +11,10 @@ def daily(cases: Iterable[Any], every: int) -> list[Any]:
     """The cases as parameters of a test, of which one in `every` runs by day; tuples
     are several arguments.
     """
-    row = lambda case: case if isinstance(case, tuple) else (case,)
+
+    def row(case):
+        return case if isinstance(case, tuple) else (case,)
+
     return [
         pytest.param(*row(c), marks=[pytest.mark.nightly] if n % every else [])
         for n, c in enumerate(cases)

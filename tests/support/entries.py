@@ -168,13 +168,16 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
         "agg": "token-mean",
         "adv": "group_norm",
     }
-    lp_of = lambda logits, tokens, temperature: upref.logprobs.token_log_probs(
-        logits, tokens, temperature=temperature
-    )
-    k3 = lambda log_prob, ref_log_prob: (
-        (ref_log_prob - log_prob).expm1() - (ref_log_prob - log_prob)
-    )
-    mean = lambda rewards, group: upref_advantages.group_mean(rewards, group)
+
+    def lp_of(logits, tokens, temperature):
+        return upref.logprobs.token_log_probs(logits, tokens, temperature=temperature)
+
+    def k3(log_prob, ref_log_prob):
+        return (ref_log_prob - log_prob).expm1() - (ref_log_prob - log_prob)
+
+    def mean(rewards, group):
+        return upref_advantages.group_mean(rewards, group)
+
     from upref import advantages as upref_advantages, logprobs, metrics
     from upref.weights import capacity as cap, curve, plots
     from upref_course import explorer

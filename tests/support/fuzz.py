@@ -61,14 +61,25 @@ LEDGER = (
 
 def tries(rng: random.Random):
     """(what it is called, a function to call)."""
-    some = lambda: rng.choice(JUNK)
-    hp = lambda: {
-        rng.choice(["eps_low", "eps_high", "c", "beta", "x", "eps"]): some()
-        for _ in range(rng.randint(0, 2))
-    }
-    number = lambda: rng.choice([0.1, 0.5, 1.0, -1.0, some()])
-    name = lambda: rng.choice(["dapo", "gspo", "grpo", some()])
-    any_name = lambda: rng.choice(upref.names())
+
+    def some():
+        return rng.choice(JUNK)
+
+    def hp():
+        return {
+            rng.choice(["eps_low", "eps_high", "c", "beta", "x", "eps"]): some()
+            for _ in range(rng.randint(0, 2))
+        }
+
+    def number():
+        return rng.choice([0.1, 0.5, 1.0, -1.0, some()])
+
+    def name():
+        return rng.choice(["dapo", "gspo", "grpo", some()])
+
+    def any_name():
+        return rng.choice(upref.names())
+
     fields = (
         "logp",
         "logp_old",
@@ -81,10 +92,15 @@ def tries(rng: random.Random):
     )
     b = upref.weights.batches.on_policy_batch()
     good = {k: getattr(b, k) for k in fields}
-    mixed = lambda: upref.Rollouts(
-        **good | {k: some() for k in rng.sample(fields, rng.randint(1, 3))}
-    )
-    a_moody = lambda: moody(rng, ends=False)
+
+    def mixed():
+        return upref.Rollouts(
+            **good | {k: some() for k in rng.sample(fields, rng.randint(1, 3))}
+        )
+
+    def a_moody():
+        return moody(rng, ends=False)
+
     calls = {
         entries.qualified(name): functools.partial(entry, name, rng)
         for name in entries.PUBLIC

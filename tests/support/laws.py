@@ -95,10 +95,15 @@ def padding_is_inert(o):
     tokens.
     """
     b = batch(o, edges=OFF_EDGES)
-    calm = lambda x: x.masked_fill(~b.mask, -1.0) if x.is_floating_point() else x
-    pad = lambda x: torch.nn.functional.pad(
-        calm(x), (3, 2), value=-0.5 if x.is_floating_point() else 0
-    )
+
+    def calm(x):
+        return x.masked_fill(~b.mask, -1.0) if x.is_floating_point() else x
+
+    def pad(x):
+        return torch.nn.functional.pad(
+            calm(x), (3, 2), value=-0.5 if x.is_floating_point() else 0
+        )
+
     wide = b.map(lambda name, x: x if name == "group" else pad(x))
     close(autograd_gradient(o, wide)[:, 3:-2], autograd_gradient(o, b))
 

@@ -8,7 +8,10 @@ import torch
 import upref
 
 F64 = torch.float64
-T = lambda *x: torch.tensor(x, dtype=F64)
+
+
+def T(*x):
+    return torch.tensor(x, dtype=F64)
 
 
 def weight(name, r, A, **hp):

@@ -887,9 +887,9 @@ def test_a_hyperparameter_that_nobody_knows_is_an_error():
     def loss(log_prob, old_log_prob, advantages, mask, clip=0.2, **more):
         return up_dapo(log_prob, old_log_prob, advantages, mask)
 
-    up_dapo = lambda lp, old, A, m: upref.get("up_dapo").loss(
-        upref.Rollouts(lp, old, A, m)
-    )
+    def up_dapo(lp, old, A, m):
+        return upref.get("up_dapo").loss(upref.Rollouts(lp, old, A, m))
+
     with pytest.raises(
         InputError,
         match="'epsilon_hihg' is not a hyperparameter of up_dapo or a named argument",

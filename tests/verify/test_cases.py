@@ -247,7 +247,9 @@ def test_an_optional_correction_that_is_left_out_is_said():
 
 @pytest.mark.nightly
 def test_a_correction_in_a_whole_batch_is_said():
-    of_batch = lambda name: lambda b: upref.get(name).loss(b)
+    def of_batch(name):
+        return lambda b: upref.get(name).loss(b)
+
     for name, due in (("icepop(dapo)", True), ("dapo", False)):
         for mine in (name, of_batch(name)):
             report, identity = (
@@ -280,9 +282,9 @@ def test_what_was_not_checked_is_always_said():
             of_tokens(log_prob, old_log_prob, advantages, mask).sum(1) / mask.sum(1)
         ).mean()
 
-    line = lambda answer: [
-        x for x in str(answer).splitlines() if x.startswith("not checked: ")
-    ]
+    def line(answer):
+        return [x for x in str(answer).splitlines() if x.startswith("not checked: ")]
+
     assert line(upref.check(of_batch, "grpo")) == ["not checked: micro-batches"]
     assert line(upref.identify(of_batch)) == ["not checked: micro-batches"]
     assert line(upref.check(of_tokens, "grpo")) == [
@@ -327,14 +329,18 @@ def batches():
     )
     g = torch.Generator().manual_seed(0)
     for (B, T), kind, composition in itertools.product(sizes, kinds, compositions):
-        some = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
-        old = (-some(B, T).abs() * 3 - 0.002) * (1 + 4 * (some(B, T) > 2))
-        lp = (old + (3.0 if composition == "far" else 0.25) * some(B, T)).clamp(
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+        old = (-normal(B, T).abs() * 3 - 0.002) * (1 + 4 * (normal(B, T) > 2))
+        lp = (old + (3.0 if composition == "far" else 0.25) * normal(B, T)).clamp(
             max=-1e-3
         )
-        A = {"zeros": some(B, 1) * (some(B, 1) > 1), "positive": some(B, 1).abs()}.get(
-            composition, 2 * some(B, 1)
-        )
+        A = {
+            "zeros": normal(B, 1) * (normal(B, 1) > 1),
+            "positive": normal(B, 1).abs(),
+        }.get(composition, 2 * normal(B, 1))
         if composition == "mixed":
             A[0], A[-1] = 37.0, -5e-4
         m = masks(kind, B, T, g)
@@ -344,8 +350,8 @@ def batches():
             else torch.zeros(B, dtype=torch.long)
         )
         yield Rollouts(lp, old, A.expand(B, T).clone(), m & m.any(1, keepdim=True), group if B > 1 else None,
-                       logp_ref=(lp + 0.3 * some(B, T)).clamp(max=-1e-3), entropy=some(B, T).abs(),
-                       logp_sampler=(old + 0.4 * some(B, T)).clamp(max=-1e-3))  # fmt: skip
+                       logp_ref=(lp + 0.3 * normal(B, T)).clamp(max=-1e-3), entropy=normal(B, T).abs(),
+                       logp_sampler=(old + 0.4 * normal(B, T)).clamp(max=-1e-3))  # fmt: skip
 
 
 ARGUMENTS = dict(log_prob="logp", old_log_prob="logp_old", advantages="adv", mask="mask", ref_log_prob="logp_ref",

@@ -27,7 +27,10 @@ from upref.verify.report import NOTHING_FITS, UNKNOWN
 @pytest.mark.parametrize("low", [torch.float32, torch.bfloat16])
 def test_a_note_in_float64_hides_no_failure_in_another_dtype(low):
     """J itself has a note there: exp(800) overflows."""
-    far = lambda lp, old: (lp.dtype is low) & ((lp - old).abs() > 15)
+
+    def far(lp, old):
+        return (lp.dtype is low) & ((lp - old).abs() > 15)
+
     loss = dapo(
         lambda lp, old, A: J(lp, old, A) * torch.where(far(lp, old), math.nan, 1.0)
     )
@@ -93,10 +96,16 @@ def by_indicator(c, x, y):
     ):
         return ops.where(c, x, y)
     c = torch.as_tensor(c)
-    number = lambda on: on.to(
-        next((v.dtype for v in (x, y) if isinstance(v, torch.Tensor)), torch.float64)
-    )
-    return number(c) * x + number(~c) * y
+
+    def as_number(on):
+        """Return the condition as 0 and 1, in the dtype of the tensors."""
+        return on.to(
+            next(
+                (v.dtype for v in (x, y) if isinstance(v, torch.Tensor)), torch.float64
+            )
+        )
+
+    return as_number(c) * x + as_number(~c) * y
 
 
 def written(fn, words):
@@ -120,13 +129,14 @@ def written(fn, words):
 def test_a_value_in_float32_has_the_gradient_of_its_value():
     """A finite difference of a rounded value is no derivative."""
     o = upref.get("cispo")
-    loss = lambda total: (
-        lambda log_prob, old_log_prob, advantages, mask: total(
+
+    def loss(total):
+        return lambda log_prob, old_log_prob, advantages, mask: total(
             o.loss(
                 upref.Rollouts(log_prob, old_log_prob, advantages, mask), eps_high=0.28
             )
         )
-    )
+
     assert upref.check(loss(lambda x: x.float()), "cispo", eps_high=0.28)
 
     def undeclared(log_prob, old_log_prob, advantages, mask):
@@ -158,10 +168,15 @@ def test_where_no_cause_is_known_the_report_says_so():
 
 def test_a_gradient_lost_on_one_batch_is_not_called_lost():
     # such are all that the grid holds
-    halves = lambda lp, old, A: J(lp, old, torch.where(2 * A % 1 == 0, 0.0, A))
+    def halves(lp, old, A):
+        return J(lp, old, torch.where(2 * A % 1 == 0, 0.0, A))
+
     said = [f.cause for f in upref.check(dapo(halves), "dapo").failures]
     assert said and not any("no gradient reaches" in s for s in said)
-    nowhere = lambda lp, old, A: J(lp.detach(), old, A) + 0 * lp
+
+    def nowhere(lp, old, A):
+        return J(lp.detach(), old, A) + 0 * lp
+
     assert any(
         "no gradient reaches" in f.cause
         for f in upref.check(dapo(nowhere), "dapo").failures
@@ -278,9 +293,10 @@ def test_a_batch_that_is_skipped_is_not_said_to_be_detached(skip):
 def test_an_addition_on_one_batch_is_not_said_of_another():
     """Its size is that of the batch: a part of its largest advantage, or 1 by its rows."""
     for less in (lambda A: A.max() / 7, lambda A: 1 / len(A)):
-        loss = lambda log_prob, advantages, less=less: (
-            -((advantages[:, 0] - less(advantages)) * log_prob.sum(1)).mean()
-        )
+
+        def loss(log_prob, advantages, less=less):
+            return -((advantages[:, 0] - less(advantages)) * log_prob.sum(1)).mean()
+
         said = str([f.cause for f in upref.check(masked(loss), "rloo").failures])
         assert "is added" not in said, said
 
@@ -375,9 +391,16 @@ def by_tokens(change, total):
     return loss
 
 
-token_mean = lambda x, m: x.sum() / m.sum()
-mean_of_means = lambda x, m: (x.sum(1) / m.sum(1)).mean()
-mean_of_sums = lambda x, m: x.sum(1).mean()
+def token_mean(x, m):
+    return x.sum() / m.sum()
+
+
+def mean_of_means(x, m):
+    return (x.sum(1) / m.sum(1)).mean()
+
+
+def mean_of_sums(x, m):
+    return x.sum(1).mean()
 
 
 def within_delta(r, lp, old, A):

@@ -58,16 +58,19 @@ def test_no_false_alarm(loss, name, batches):
 def rollouts(draw):
     """Ragged, with holes, any signs and ratios, groups or none."""
     B, T = draw(st.integers(2, 5)), draw(st.integers(1, 6))
-    table = lambda low, high: torch.tensor(
-        draw(
-            st.lists(
-                st.lists(st.floats(low, high, width=32), min_size=T, max_size=T),
-                min_size=B,
-                max_size=B,
-            )
-        ),
-        dtype=torch.float64,
-    )
+
+    def table(low, high):
+        return torch.tensor(
+            draw(
+                st.lists(
+                    st.lists(st.floats(low, high, width=32), min_size=T, max_size=T),
+                    min_size=B,
+                    max_size=B,
+                )
+            ),
+            dtype=torch.float64,
+        )
+
     mask = table(0, 1) > 0.3
     mask[:, draw(st.integers(0, T - 1))] = True
     old = table(-9, -1)
@@ -143,10 +146,13 @@ def test_a_loss_centered_over_the_batch_is_a_verdict():
 @pytest.mark.parametrize("name", ["gspo", "cispo", "dapo"])
 def test_the_search_for_causes_takes_bounds_of_numpy(name):
     o = upref.get(name)
-    number = lambda kind: [
-        f.words for f in known("losses", o, o.resolve({}), [kind(0.8), kind(1.28)])
-    ]
-    assert number(np.float64) == number(float)
+
+    def words_of_faults(kind):
+        return [
+            f.words for f in known("losses", o, o.resolve({}), [kind(0.8), kind(1.28)])
+        ]
+
+    assert words_of_faults(np.float64) == words_of_faults(float)
 
 
 def test_determinism_can_be_skipped():

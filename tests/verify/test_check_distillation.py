@@ -8,7 +8,9 @@ import upref
 from tests.support.cases import distill
 from upref import cli, distillation
 
-ids = lambda x: getattr(x, "__name__", None)
+
+def ids(x):
+    return getattr(x, "__name__", None)
 
 
 @pytest.mark.parametrize(("loss", "name", "agg"), distill.RIGHT, ids=ids)
@@ -83,12 +85,20 @@ def test_divergences_by_their_definitions():
     z, t = logits(2, 3, 7), logits(2, 3, 7, seed=1)
     q, p = z.softmax(-1), t.softmax(-1)
     d = torch.distributions
-    of = lambda a, b: d.kl_divergence(d.Categorical(a), d.Categorical(b))
-    torch.testing.assert_close(distillation.get("reverse_kl")(z, t), of(q, p))
-    torch.testing.assert_close(distillation.get("forward_kl")(z, t), of(p, q))
+
+    def categorical_kl(a, b):
+        return d.kl_divergence(d.Categorical(a), d.Categorical(b))
+
+    torch.testing.assert_close(
+        distillation.get("reverse_kl")(z, t), categorical_kl(q, p)
+    )
+    torch.testing.assert_close(
+        distillation.get("forward_kl")(z, t), categorical_kl(p, q)
+    )
     m = 0.25 * p + 0.75 * q
     torch.testing.assert_close(
-        distillation.get("jsd")(z, t, beta=0.25), 0.25 * of(p, m) + 0.75 * of(q, m)
+        distillation.get("jsd")(z, t, beta=0.25),
+        0.25 * categorical_kl(p, m) + 0.75 * categorical_kl(q, m),
     )
 
 

@@ -31,7 +31,9 @@ from upref.verify import faults, kl as kl_check
 from upref.verify.exact import Denominator, RewardBatch, advantage
 from upref.verify.finding import Number
 
-ids = lambda x: getattr(x, "__name__", None)
+
+def ids(x):
+    return getattr(x, "__name__", None)
 
 
 # ---- advantages ----------------------------------------------------------------------
@@ -227,15 +229,18 @@ def test_a_cause_holds_where_the_function_is_right_too():
         partial(zoo.each, divide=penalty), "group_norm"
     ).failures
     assert [f.cause for f in failures if f.oracle == "equal-rewards"] == [""]
-    even = lambda group: (
-        len(set(torch.unique(group, return_counts=True)[1].tolist())) == 1
-    )
-    some = lambda rewards, group: (
-        zoo.loop_over_prompts if even(group) else zoo.over_the_batch
-    )(rewards, group)
+
+    def are_equally_large(group):
+        return len(set(torch.unique(group, return_counts=True)[1].tolist())) == 1
+
+    def by_prompts_if_even(rewards, group):
+        return (
+            zoo.loop_over_prompts if are_equally_large(group) else zoo.over_the_batch
+        )(rewards, group)
+
     causes = [
         f.cause
-        for f in upref.check_advantages(some, "group_norm").failures
+        for f in upref.check_advantages(by_prompts_if_even, "group_norm").failures
         if f.oracle == "uneven-groups"
     ]
     assert causes == [""]
@@ -520,10 +525,12 @@ def mine(tmp_path, monkeypatch):
 
 
 def test_a_file_adds_a_fault_of_any_kind_of_function(mine):
-    tripled = lambda rewards, group: advantages.group_mean(rewards, group) ** 3
-    shifted = lambda logits, tokens, temperature: (
-        token_log_probs(logits, tokens, temperature=temperature) + 13
-    )
+    def tripled(rewards, group):
+        return advantages.group_mean(rewards, group) ** 3
+
+    def shifted(logits, tokens, temperature):
+        return token_log_probs(logits, tokens, temperature=temperature) + 13
+
     assert "seven times k1" in str(
         upref.check_kl(
             lambda log_prob, ref_log_prob: 7 * (log_prob - ref_log_prob), "k3"

@@ -8,7 +8,9 @@ import upref
 from tests.support.cases import critics
 from upref import critic
 
-ids = lambda x: getattr(x, "__name__", None)
+
+def ids(x):
+    return getattr(x, "__name__", None)
 
 
 @pytest.mark.parametrize(("loss", "name", "agg"), critics.RIGHT, ids=ids)

@@ -48,10 +48,12 @@ def test_what_each_takes_is_what_it_accepts():
 
 
 def test_no_verb_and_no_option_is_missing():
-    of = lambda p: (
-        next(a for a in p._actions if isinstance(a, argparse._SubParsersAction)).choices
-    )
-    verbs, paper = of(cli._parser()), of(typed.paper_parser())
+    def subparsers_of(p):
+        return next(
+            a for a in p._actions if isinstance(a, argparse._SubParsersAction)
+        ).choices
+
+    verbs, paper = subparsers_of(cli._parser()), subparsers_of(typed.paper_parser())
     assert {*verbs} == {*commands.RUN, *plugins.commands()} and {*plugins.VERBS} <= {
         *plugins.commands()
     }

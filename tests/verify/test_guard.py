@@ -113,12 +113,15 @@ FAST = [
 
 def test_the_command_line_says_0_only_after_a_report(tmp_path):
     (tmp_path / "mine.py").write_text(DAPO)
-    start = lambda loss: subprocess.Popen(
-        [*fork.executable(), "-m", "upref", "check", f"mine.py:{loss}", "--as", "dapo", *FAST, "--json", "--timeout",
-         "12" if loss in ("loops", "stops") else "300"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
-        env=os.environ | fork.environment() | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+
+    def start(loss):
+        return subprocess.Popen(
+            [*fork.executable(), "-m", "upref", "check", f"mine.py:{loss}", "--as", "dapo", *FAST, "--json", "--timeout",
+             "12" if loss in ("loops", "stops") else "300"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+            env=os.environ | fork.environment() | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+
     ends = COMMAND | {
         f"{name}_late": COMMAND[name]
         for name in ("leaves", "leaves_by_c", "crashes", "exits", "asks")
@@ -261,9 +264,10 @@ def test_what_a_loss_changes_of_the_process_is_set_back():
     torch.use_deterministic_algorithms(False)
     every = STATE | RANDOM | AROUND
     before = {name: read() for name, (read, _) in every.items()}
-    loss = lambda log_prob, old_log_prob, advantages, mask: all_of_it(
-        dapo(log_prob, old_log_prob, advantages, mask)
-    )
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        return all_of_it(dapo(log_prob, old_log_prob, advantages, mask))
+
     report = upref.check(loss, "dapo", skip=("extremes", "masked-values"))
     assert report and {f"it changes {name}" for name in CHANGES} <= {
         f.regime for f in report.notes

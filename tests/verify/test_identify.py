@@ -404,9 +404,11 @@ def clipped(log_prob, old_log_prob, advantages, mask, guard=lambda x: x):
 
 
 def test_a_guard_far_from_1_is_not_taken_for_the_clip():
-    loss = lambda log_prob, old_log_prob, advantages, mask: clipped(
-        log_prob, old_log_prob, advantages, mask, lambda x: x.clamp(-5, 5)
-    )
+    def loss(log_prob, old_log_prob, advantages, mask):
+        return clipped(
+            log_prob, old_log_prob, advantages, mask, lambda x: x.clamp(-5, 5)
+        )
+
     identity = upref.identify(loss)
     assert (identity.name, identity.hp["eps"]) == (
         "grpo",
@@ -416,9 +418,10 @@ def test_a_guard_far_from_1_is_not_taken_for_the_clip():
 
 def test_no_slip_is_named_that_changes_nothing():
     """Padding is averaged into the advantages: of that identify knows no slip."""
-    loss = lambda log_prob, old_log_prob, advantages, mask: clipped(
-        log_prob, old_log_prob, advantages.mean(1, keepdim=True), mask
-    )
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        return clipped(log_prob, old_log_prob, advantages.mean(1, keepdim=True), mask)
+
     identity = upref.identify(loss)
     assert not identity and not identity.why, identity
 

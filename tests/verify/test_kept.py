@@ -11,7 +11,9 @@ from tests.support.cases import kept
 from tests.support.daily import daily
 from upref.rollouts import Rollouts
 
-ids = lambda x: getattr(x, "__name__", None)
+
+def ids(x):
+    return getattr(x, "__name__", None)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,10 @@ HP = {
 # ---- the reference -------------------------------------------------------------------
 def batch(seed=0, rows=4, columns=6):
     rng = torch.Generator().manual_seed(seed)
-    normal = lambda: torch.randn(rows, columns, generator=rng, dtype=torch.float64)
+
+    def normal():
+        return torch.randn(rows, columns, generator=rng, dtype=torch.float64)
+
     mask = torch.rand(rows, columns, generator=rng) < 0.8
     mask[:, 0] = True
     old = -1 - normal().abs()

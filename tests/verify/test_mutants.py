@@ -111,11 +111,12 @@ def test_a_cause_that_is_printed_is_put_into_the_objective():
 def test_the_search_sees_what_is_rare():
     c = configs(upref.get("dapo"))[0]
     source = write(c, "ratio")
-    truth = lambda text, **how: (
-        search.truth(
+
+    def truth(text, **how):
+        return search.truth(
             compiled(text), c, arguments(c, "ratio"), "BT", 0, few=30, **how
         ).kind
-    )
+
     late = source.replace(
         "J = torch.where(mask, J, 0.0)",
         "J = torch.where(mask & (mask.cumsum(1) < 500), J, 0.0)",
@@ -160,9 +161,10 @@ def test_a_habit_is_accepted_and_nothing_else():
         "what": "lp - old -> torch.clamp((lp) - (old), -10, 10)",
         "truth": "differs",
     }
-    said = lambda name, quick: figure.misjudged(
-        clamped | {"objective": name, "quick": quick}
-    )
+
+    def said(name, quick):
+        return figure.misjudged(clamped | {"objective": name, "quick": quick})
+
     assert (said("gspo", True), said("gspo", False)) == ("", "alarm")
     assert (said("dapo", True), said("dapo", False)) == ("missed", "")
 
@@ -324,7 +326,9 @@ def test_another_seed_is_another_search():
 
 
 def test_rewards_that_are_no_halves():
-    rounded = lambda rewards, group: rewards.bfloat16().to(rewards.dtype)
+    def rounded(rewards, group):
+        return rewards.bfloat16().to(rewards.dtype)
+
     assert not upref.check_advantages(rounded, "reward")
     assert upref.check_advantages(
         lambda rewards, group: rewards.float().double(), "reward"
@@ -420,9 +424,10 @@ def test_sums_of_long_responses_may_round_apart_in_float32():
 
     def vespo(log_prob, old_log_prob, advantages, mask):
         rows, n = mask.nonzero()[:, 0], mask.sum(-1)
-        total = lambda x: torch.zeros(len(mask), dtype=x.dtype).index_add(
-            0, rows, x[mask]
-        )
+
+        def total(x):
+            return torch.zeros(len(mask), dtype=x.dtype).index_add(0, rows, x[mask])
+
         lp, A = total(log_prob), advantages[mask][n.cumsum(0) - n]
         log_W = lp - total(old_log_prob)
         φ = torch.where(

@@ -98,7 +98,9 @@ def loss_wrong_where(objective, *predicates, **hp):
     """
 
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, group):
-        calm = lambda x: torch.where(mask, x, -1.0)
+        def calm(x):
+            return torch.where(mask, x, -1.0)
+
         given = (
             calm(log_prob),
             calm(old_log_prob),
@@ -125,7 +127,9 @@ def asked():
     batches = []
 
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, group):
-        calm = lambda x: torch.where(mask, x.detach(), -1.0)
+        def calm(x):
+            return torch.where(mask, x.detach(), -1.0)
+
         given = (
             calm(log_prob),
             calm(old_log_prob),
@@ -149,9 +153,12 @@ def asked():
         batches[:], before = [], batches[:]
         assert not [f for f in one.findings(case) if f.severity == "failure"]
         batches[:0] = before
-    as_batch = lambda lp, old, A, m, ref, g: upref.Rollouts.unchecked(
-        logp=lp, logp_old=old, adv=A, mask=m, logp_ref=ref
-    )
+
+    def as_batch(lp, old, A, m, ref, g):
+        return upref.Rollouts.unchecked(
+            logp=lp, logp_old=old, adv=A, mask=m, logp_ref=ref
+        )
+
     return [(b, unit_weights(o, as_batch(*b), case.hp) != 0) for b in batches]
 
 
@@ -208,15 +215,20 @@ NARROW = [
 @pytest.mark.parametrize(("axis", "level"), daily(NARROW, 4))
 def test_wrong_near_narrow_bounds(axis, level):
     """Of GSPO, 3e-4 and 4e-4 beside 1."""
-    near = lambda lp, old, A, m, ref, g: (
-        (((lp - old) * m).sum(1, keepdim=True) / m.sum(1, keepdim=True)).abs() < 1e-3
-    )
+
+    def near(lp, old, A, m, ref, g):
+        return (
+            ((lp - old) * m).sum(1, keepdim=True) / m.sum(1, keepdim=True)
+        ).abs() < 1e-3
+
     loss = loss_wrong_where("gspo", near, UNUSUAL[axis][level])
     assert not upref.check(loss, "gspo")
 
 
 def test_the_same_loss_without_its_fault_is_right():
-    never = lambda lp, *_: torch.tensor(False)
+    def never(lp, *_):
+        return torch.tensor(False)
+
     for report in (upref.check(loss_wrong_where("grpo", never, beta=0.04), "grpo", beta=0.04),
                    upref.check(loss_wrong_where("gspo", never), "gspo")):  # fmt: skip
         assert report, str(report)

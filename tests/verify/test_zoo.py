@@ -28,14 +28,17 @@ RIGHT = dict(rtol=2e-7, atol=1e-9)
 # ---- the two sides -------------------------------------------------------------------
 def inputs(b: Rollouts, fill: float = 0.0) -> dict[str, torch.Tensor]:
     """The arguments of a loss, masked slots filled, advantages [B, T]."""
-    put = lambda x: torch.where(b.mask, x, fill)
+
+    def filled(x):
+        return torch.where(b.mask, x, fill)
+
     x = dict(
-        log_prob=put(b.logp),
-        old_log_prob=put(b.logp_old),
-        advantages=put(b.adv.expand_as(b.logp)),
+        log_prob=filled(b.logp),
+        old_log_prob=filled(b.logp_old),
+        advantages=filled(b.adv.expand_as(b.logp)),
         mask=b.mask,
     )
-    x["ref_log_prob"] = put(b.logp_ref if b.logp_ref is not None else b.logp_old)
+    x["ref_log_prob"] = filled(b.logp_ref if b.logp_ref is not None else b.logp_old)
     return x | {
         "group": b.group
         if b.group is not None
@@ -126,12 +129,18 @@ def off(case, b: Rollouts, **hp) -> bool:
 
 def bigger(hp: dict) -> list[dict]:
     """Each hyperparameter moved by itself, so far that it must matter."""
-    move = lambda k, v: (
-        2.0
-        if v is None
-        else (v * 1.3 if k in ("c", "tau_pos", "tau_neg", "beta") else v * 0.6)
-    )
-    return [{k: move(k, v)} for k, v in hp.items()]
+
+    def moved(k, v):
+        """Return another value of the hyperparameter: 2 for None, a larger one for
+        bounds that a step up reaches, a smaller one for others.
+        """
+        return (
+            2.0
+            if v is None
+            else (v * 1.3 if k in ("c", "tau_pos", "tau_neg", "beta") else v * 0.6)
+        )
+
+    return [{k: moved(k, v)} for k, v in hp.items()]
 
 
 def poisoned(case, hp) -> bool:
@@ -153,7 +162,10 @@ def poisoned(case, hp) -> bool:
 
 def padded(case, hp) -> bool:
     b = full()
-    pad = lambda x, v: torch.nn.functional.pad(x, (3, 2), value=v)
+
+    def pad(x, v):
+        return torch.nn.functional.pad(x, (3, 2), value=v)
+
     x = inputs(b)
     wide = {
         k: pad(v, 0.7 if k == "advantages" else -2.0)

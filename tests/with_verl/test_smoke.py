@@ -175,7 +175,9 @@ def test_a_line_half_written_is_not_a_step(tmp_path):
 
 
 def test_a_flat_score_and_a_missing_plug_in_are_wrong():
-    row = lambda i, score: {"step": i, "data": {smoke.SCORE: score}}
+    def row(i, score):
+        return {"step": i, "data": {smoke.SCORE: score}}
+
     wrong = smoke.judge(
         [row(i, 0.1) for i in range(1, 25)], 24, watch.Outcome(0, "", 1.0)
     )[1]
@@ -185,7 +187,9 @@ def test_a_flat_score_and_a_missing_plug_in_are_wrong():
 
 
 def test_the_toy_task():
-    score = lambda text: toy.compute_score("toy", text, "2")
+    def score(text):
+        return toy.compute_score("toy", text, "2")
+
     assert score("2 2 2 2 2 2 2 2") == {"score": 1.0, "acc": 1.0, "pred": "2"}
     assert (
         score("2 a 2") == {"score": 2 / toy.RESPONSE, "acc": 0.0, "pred": "2"}

@@ -107,7 +107,10 @@ def absent_in_the_smallest():
     """Top-level modules of all that is installed here beside what `repro/venv.sh verl`
     installs.
     """
-    plain = lambda name: re.sub(r"[-_.]+", "-", name).lower()
+
+    def plain(name):
+        return re.sub(r"[-_.]+", "-", name).lower()
+
     lists = [
         (ROOT / f"repro/requirements/{part}.txt").read_text()
         for part in ("base", "verl")
@@ -615,9 +618,10 @@ def verl_does(tmp_path, monkeypatch):
     program = tmp_path / "verl_does.py"
     program.write_text(VERL_DOES)
     real = watch.run
-    stand_in = lambda command, *a, **kw: real(
-        [sys.executable, str(program), *command[3:]], *a, **kw
-    )
+
+    def stand_in(command, *a, **kw):
+        return real([sys.executable, str(program), *command[3:]], *a, **kw)
+
     monkeypatch.setattr(watch, "run", stand_in)
     monkeypatch.setattr(processes, "check_imports", lambda *_: None)
 
@@ -1030,8 +1034,14 @@ def test_megatron_recomputes_and_routes_in_float32():
 
 
 def test_settings_that_are_not_the_papers_are_its_protocols_own():
-    of = lambda scale: {k: v for k, (v, _) in scales.load_scale(scale).values.items()}
-    dapo, math, geo = of("paper_dapo"), of("paper_math"), of("paper_geo3k")
+    def values_of(scale):
+        return {k: v for k, (v, _) in scales.load_scale(scale).values.items()}
+
+    dapo, math, geo = (
+        values_of("paper_dapo"),
+        values_of("paper_math"),
+        values_of("paper_geo3k"),
+    )
     optim = "actor_rollout_ref.actor.optim"
     assert (
         dapo[f"{optim}.weight_decay"],
@@ -1049,7 +1059,7 @@ def test_settings_that_are_not_the_papers_are_its_protocols_own():
         2,
     )
     for name in scales.scale_names():
-        s = of(name)
+        s = values_of(name)
         # logged, in any case
         assert s[f"{actor}.use_kl_loss"] is True and f"{actor}.kl_loss_coef" in s
         # nothing without an end

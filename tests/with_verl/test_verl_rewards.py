@@ -207,7 +207,10 @@ def test_a_time_limit_from_a_thread():
     ever.
     """
     out = {}
-    ask = lambda: out.update(right=rewards.equal("9!!!!!!!!!", "2", seconds=1.0))
+
+    def ask():
+        return out.update(right=rewards.equal("9!!!!!!!!!", "2", seconds=1.0))
+
     rewards.equal("1/2", "0.50", seconds=60)  # started and warm
     began = time.monotonic()
     thread = threading.Thread(target=ask)

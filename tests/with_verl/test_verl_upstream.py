@@ -72,10 +72,12 @@ def slurm(tmp_path):
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "n[1-2]",
     }
-    start = lambda *a, **more: subprocess.Popen(
-        ["bash", str(SLURM), *a], env=env | more
-    )
-    called = lambda: log.read_text().splitlines() if log.exists() else []
+
+    def start(*a, **more):
+        return subprocess.Popen(["bash", str(SLURM), *a], env=env | more)
+
+    def called():
+        return log.read_text().splitlines() if log.exists() else []
 
     def time_is_nearly_up(job):
         """man sbatch, --signal: B: signals the batch shell alone; without it all job

@@ -131,7 +131,10 @@ def test_objectives_come_and_go_the_policy_plays_and_it_is_dark(browser, page):
     browser.js("void document.querySelector('#play').click()")
     browser.until("explorer.state().flow.t > 10")
     browser.js("void document.querySelector('#play').click()")
-    paper = lambda: browser.js("getComputedStyle(document.body).backgroundColor")
+
+    def paper():
+        return browser.js("getComputedStyle(document.body).backgroundColor")
+
     light = paper()
     browser.js("void document.querySelector('#theme').click()")
     assert paper() != light

@@ -27,11 +27,14 @@ return {points}.map(([p, m, A, r]) => {{
 
 
 def settings(name: str, rng) -> list[dict]:
-    draw = lambda k, of: (
-        None
-        if k == "c" and rng.random() < 0.3
-        else float(rng.uniform(of["low"], of["high"]))
-    )
+    def draw(k, of):
+        """Draw a hyperparameter; `c` is off three times in ten."""
+        return (
+            None
+            if k == "c" and rng.random() < 0.3
+            else float(rng.uniform(of["low"], of["high"]))
+        )
+
     return [
         {},
         *(

@@ -80,7 +80,10 @@ def test_the_formula_is_read_from_the_function_that_trains(js):
             lp, lp_old, A, eps_low=eps_low / 2, eps_high=eps_high, c=c
         ),
     )
-    w = lambda o: f"(({javascript(weight(o))}))"
+
+    def w(o):
+        return f"(({javascript(weight(o))}))"
+
     at = "((r, A, mu, h) => {})(0.85, -1, 0.1, {{eps_low: 0.2, eps_high: 0.28, c: Infinity}})"
     assert js(at.format(w(get("dapo")))) == -0.85 and js(at.format(w(narrow))) == 0
 
@@ -95,9 +98,9 @@ def test_every_hyperparameter_has_a_letter_and_a_sentence():
 
 
 def test_regions_and_bounds_are_named(js):
-    say = lambda name, p, mu, A, hp="{}", eta=0: js(
-        f"verdict({json.dumps(name)}, {hp}, {p}, {mu}, {A}, {eta})"
-    )
+    def say(name, p, mu, A, hp="{}", eta=0):
+        return js(f"verdict({json.dumps(name)}, {hp}, {p}, {mu}, {A}, {eta})")
+
     cut = say("dapo", 0.5, 0.25, 1)
     assert (
         cut["tag"] == "Upper Clip"
@@ -184,9 +187,12 @@ def test_a_tokens_own_push_is_what_its_rows_alone_would_do(js):
     an advantage.
     """
     mu, A, lr = [0.1, 0.3, 0.6], [1.5, 0.8, -0.7], 1e-5
-    step = lambda A: js(
-        f"stateAt(flowPath('up_dapo', {{}}, {{mu: {mu}, A: {A}, lr: {lr}, k: 0, n: 1}}), 1)"
-    )
+
+    def step(A):
+        return js(
+            f"stateAt(flowPath('up_dapo', {{}}, {{mu: {mu}, A: {A}, lr: {lr}, k: 0, n: 1}}), 1)"
+        )
+
     both = step(A)
     for a in range(3):
         alone = np.log(
@@ -202,18 +208,25 @@ def test_up_comes_to_rest_at_pi_old_times_A(js):
     mu, A = [0.5, 0.3, 0.2], [1, 2, 4]
     rest = np.multiply(mu, A) / np.dot(mu, A)
     np.testing.assert_allclose(js(f"restOfUp({mu}, {A})"), rest)
-    go = lambda name: js(
-        f"stateAt(flowPath('{name}', {{}}, {{mu: {mu}, A: {A}, lr: 0.25, k: 0, n: 3000}}), 3000).p"
-    )
-    np.testing.assert_allclose(go("up_dapo"), rest, atol=1e-6)
-    assert abs(np.array(go("is_pg")) - rest).max() > 0.2  # which rests in a corner
+
+    def end_of_flow(name):
+        return js(
+            f"stateAt(flowPath('{name}', {{}}, {{mu: {mu}, A: {A}, lr: 0.25, k: 0, n: 3000}}), 3000).p"
+        )
+
+    np.testing.assert_allclose(end_of_flow("up_dapo"), rest, atol=1e-6)
+    assert (
+        abs(np.array(end_of_flow("is_pg")) - rest).max() > 0.2
+    )  # which rests in a corner
     assert js("restOfUp([0.5, 0.5], [-1, 0])") is None
 
 
 def test_the_clipped_token_is_named_with_who_moves_it(js):
-    say = lambda t: js(
-        f"flowWords(stateAt(flowPath('dapo', {{}}, FLOW), {t}), {t}, FLOW.A, TOKENS)"
-    )
+    def say(t):
+        return js(
+            f"flowWords(stateAt(flowPath('dapo', {{}}, FLOW), {t}), {t}, FLOW.A, TOKENS)"
+        )
+
     assert say(0).startswith("Every token is at π_old")
     assert "“common, right” is at" in say(40) and "they still push it up" in say(40)
     assert say(1200).startswith(

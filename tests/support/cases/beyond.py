@@ -105,19 +105,23 @@ def in_blocks(d, A, m):
     return -sum(part.sum() for part in J.split(1024, 1)) / m.sum()
 
 
-CLAMP = lambda low, high: lambda x, m: x.exp().clamp(low, high)
+def clamped_ratio(low, high):
+    """Return the factor ρ, clamped, as a function of log ρ and the mask."""
+    return lambda x, m: x.exp().clamp(low, high)
+
+
 # name, objective, hyperparameters, words of the regime, body; a right one has no words
 LOSSES = [
-    ("ρ capped at 10", "decoupled(dapo)", {}, "beside a sampler", corrected(CLAMP(0, 10))),
-    ("log ρ in ±5", "decoupled(dapo)", {}, "beside a sampler", corrected(CLAMP(torch.e**-5, torch.e**5))),
-    ("ρ of at least 0.1", "tis(dapo)", {}, "beside a sampler", corrected(CLAMP(0.1, 2))),
+    ("ρ capped at 10", "decoupled(dapo)", {}, "beside a sampler", corrected(clamped_ratio(0, 10))),
+    ("log ρ in ±5", "decoupled(dapo)", {}, "beside a sampler", corrected(clamped_ratio(torch.e**-5, torch.e**5))),
+    ("ρ of at least 0.1", "tis(dapo)", {}, "beside a sampler", corrected(clamped_ratio(0.1, 2))),
     ("a token's veto at 1e-4", "tis(dapo)", {}, "beside a sampler",
      corrected(lambda x, m: x.exp().clamp(max=2) * (x.amin(1, keepdim=True) > -9.2))),
     ("a token's mask at e^3", "tis(dapo)", {}, "beside a sampler",
      corrected(lambda x, m: x.exp().clamp(max=2) * (x.abs() < 3))),
     ("S of at least 1e-3", "tis_seq(dapo)", {}, "beside a sampler", corrected(whole(lambda S: S.exp().clamp(1e-3, 2)))),
     ("ρ as it is", "decoupled(dapo)", {}, "", corrected(lambda x, m: x.exp())),
-    ("log ρ in ±20", "decoupled(dapo)", {}, "", corrected(CLAMP(torch.e**-20, torch.e**20))),
+    ("log ρ in ±20", "decoupled(dapo)", {}, "", corrected(clamped_ratio(torch.e**-20, torch.e**20))),
     ("ρ in float32", "tis(dapo)", {}, "", corrected(lambda x, m: x.float().exp().clamp(max=2).double())),
     ("S in ±20", "tis_seq(dapo)", {}, "", corrected(whole(lambda S: S.clamp(-20, 20).exp().clamp(max=2)))),
     ("entropies as they are", "aspo_code", {}, "", aspo(lambda H: H)),

@@ -137,9 +137,12 @@ def by_length(where):
     """Each response's own mean where this holds of the mask, one mean of all tokens
     elsewhere.
     """
-    mean = lambda x, m: (
-        (x.sum(1) / m.sum(1).clamp(min=1)).mean() if where(m) else x.sum() / m.sum()
-    )
+
+    def mean(x, m):
+        return (
+            (x.sum(1) / m.sum(1).clamp(min=1)).mean() if where(m) else x.sum() / m.sum()
+        )
+
     return dapo(total=lambda x, m: -mean(torch.where(m, x, 0), m))
 
 
@@ -182,7 +185,10 @@ def up_where(log_prob, old_log_prob, advantages, mask):
 
 def rare(below, times=math.nan):
     """DAPO, and other weights of tokens rarer than that whose ratio is near 1."""
-    hit = lambda lp, old: (lp < below) & ((lp - old).abs() < 1)
+
+    def hit(lp, old):
+        return (lp < below) & ((lp - old).abs() < 1)
+
     return dapo(
         lambda lp, old, A: J(lp, old, A) * torch.where(hit(lp, old), times, 1.0)
     )
@@ -204,7 +210,10 @@ def whitened(where=lambda m: True, eps=1e-8):
 
 def cut(columns, where=lambda m: True):
     """Some columns alone, in the numerator and in the denominator."""
-    mean = lambda x, m: -torch.where(m, x, 0).sum() / m.sum().clamp(min=1)
+
+    def mean(x, m):
+        return -torch.where(m, x, 0).sum() / m.sum().clamp(min=1)
+
     return dapo(
         total=lambda x, m: (
             mean(x[:, columns], m[:, columns]) if where(m) else mean(x, m)
@@ -212,7 +221,9 @@ def cut(columns, where=lambda m: True):
     )
 
 
-FLOOR = lambda x, at: torch.where(x.abs() > at, 0.5 * x + 0.5 * x.detach(), x)
+def half_stopped(x, at):
+    """Stop half of the gradient where |x| is above `at`."""
+    return torch.where(x.abs() > at, 0.5 * x + 0.5 * x.detach(), x)
 
 
 def near(name, says, true, *others, on="dapo", verdict=REJECTED, **hp):
@@ -312,7 +323,7 @@ CASES = [
         micro(lambda m, t: t.tokens + 0.1 * (t.tokens - m.sum()))),
     *fails("extremes: clamp", "extremes", "log r is clamped to ±10",
         dapo(lambda lp, old, A: J((lp - old).clamp(-10, 10), 0 * old, A)),
-        dapo(lambda lp, old, A: J(FLOOR(lp - old, 10), 0 * old, A))),
+        dapo(lambda lp, old, A: J(half_stopped(lp - old, 10), 0 * old, A))),
     *fails("stop-gradient: bonus", "stop-gradient", "a bonus of 0.01 times the entropy",
         entropy(lambda x, H: x + 0.01 * H),
         entropy(lambda x, H: x * (1 + H - H.detach()))),

@@ -98,8 +98,12 @@ def cut(rewards, group):
 
 def remembered():
     memory = {}
-    of = lambda r: (r - memory.setdefault("mean", r.mean())) / (std(r) + 1e-6)
-    return lambda rewards, group: by_group(rewards, group, of)
+
+    def less_first_mean(r):
+        """Subtract the mean of the first group that was ever seen."""
+        return (r - memory.setdefault("mean", r.mean())) / (std(r) + 1e-6)
+
+    return lambda rewards, group: by_group(rewards, group, less_first_mean)
 
 
 CASES = [

@@ -32,7 +32,9 @@ def up_sums(d, A, m, lp, ref_log_prob):
 
 
 def up_gspo(d, A, m, lp):
-    mean = lambda x: torch.einsum("bt,bt->b", x, m.to(d.dtype) / m.sum(1, keepdim=True))
+    def mean(x):
+        return torch.einsum("bt,bt->b", x, m.to(d.dtype) / m.sum(1, keepdim=True))
+
     return -torch.where(
         mean(A) > 0, mean(A) * mean(lp), mean(A) * mean(d).exp().clamp(min=1 - 3e-4)
     ).mean()

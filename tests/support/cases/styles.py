@@ -152,10 +152,14 @@ def poisoned(log_prob, old_log_prob, advantages, mask):
     return -(ppo(r, advantages) * mask).sum() / mask.sum()
 
 
-by_response = lambda x, m: (x.sum(1) / m.sum(1)).mean()
-one_side = lambda lp, r, A: torch.min(
-    r.log().clamp(-9, 9).exp() * A, r.clamp(0.8, 1.28) * A
-)
+def by_response(x, m):
+    return (x.sum(1) / m.sum(1)).mean()
+
+
+def one_side(lp, r, A):
+    return torch.min(r.log().clamp(-9, 9).exp() * A, r.clamp(0.8, 1.28) * A)
+
+
 WRONG = [
     ("minus", wrong(lambda lp, r, A: -ppo(r, A)), "gradient", "A > 0", "sign"),
     ("no minimum", wrong(lambda lp, r, A: r.clamp(0.8, 1.28) * A), "gradient", "A > 0, r < 0.8", "minimum is missing"),

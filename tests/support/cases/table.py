@@ -46,7 +46,10 @@ MISSED = {
     "first advantage": "it is read as a loss of one advantage per response, which the report says",
     "it calls backward itself": "refused, because it returns nothing",
 }
-judged = lambda cause: REJECTED if cause else ACCEPTED
+
+
+def judged(cause):
+    return REJECTED if cause else ACCEPTED
 
 
 def sample(cases, every, keep=lambda c: False):
@@ -167,17 +170,20 @@ def others():
         *blind_spots.CAUSES,
         *blind_spots.NAMED,
     )
-    of = lambda fn, on, **more: Case(
-        fn,
-        on,
-        kind="advantages",
-        file="advantages",
-        name=getattr(fn, "__name__", "object"),
-        **more,
-    )
-    yield from (of(fn, on, text=text) for fn, on, text in advantages.RIGHT)
+
+    def advantage_case(fn, on, **more):
+        return Case(
+            fn,
+            on,
+            kind="advantages",
+            file="advantages",
+            name=getattr(fn, "__name__", "object"),
+            **more,
+        )
+
+    yield from (advantage_case(fn, on, text=text) for fn, on, text in advantages.RIGHT)
     yield from (
-        of(fn, on, oracles={oracle}, says=says)
+        advantage_case(fn, on, oracles={oracle}, says=says)
         for fn, on, oracle, says in advantages.WRONG
     )
     yield from causes.CASES
@@ -185,35 +191,47 @@ def others():
     yield from sample(denominators.ROWS, 2, lambda c: c.name in denominators.BY_DAY)
     yield from (Case(loss(body), on, file="batch_reading", name=name, verdict=REJECTED, says=says)
                 for name, on, says, body in batch_reading.CASES)  # fmt: skip
-    style = lambda name, fn, on, hp={}, **more: Case(
-        fn, on, hp, file="styles", name=name, **more
-    )
-    yield from (style(*row) for row in styles.RIGHT)
-    yield from (style(name, fn, "dapo", oracles={oracle}, regime=regime, says=says, why=name)
+
+    def style_case(name, fn, on, hp=None, **more):
+        return Case(fn, on, hp or {}, file="styles", name=name, **more)
+
+    yield from (style_case(*row) for row in styles.RIGHT)
+    yield from (style_case(name, fn, "dapo", oracles={oracle}, regime=regime, says=says, why=name)
                 for name, fn, oracle, regime, says in styles.WRONG)  # fmt: skip
-    term = lambda fn, of, **more: Case(
-        fn, kind="kl", file="kl", name=fn.__name__.replace("<lambda>", of), **more
-    )
+
+    def kl_case(fn, of, **more):
+        return Case(
+            fn, kind="kl", file="kl", name=fn.__name__.replace("<lambda>", of), **more
+        )
+
     yield from (
-        term(fn, text.replace(", by position", "") or "plain", objective=on, text=text)
+        kl_case(
+            fn, text.replace(", by position", "") or "plain", objective=on, text=text
+        )
         for fn, on, text in kl.RIGHT
     )
     yield from (
-        term(fn, says or oracle, objective=on, oracles={oracle}, says=says)
+        kl_case(fn, says or oracle, objective=on, oracles={oracle}, says=says)
         for fn, on, oracle, says in kl.WRONG
     )
-    is_long = lambda name: bool(re.search(logprobs.LONG, name))
+
+    def is_long(name):
+        return bool(re.search(logprobs.LONG, name))
+
     kept = [
         Case(fn, "", hp, kind="logprobs", file="logprobs", name=name)
         for name, fn, hp in logprobs.RIGHT
     ]
     yield from sample(kept, 2)
-    change = lambda name, fn, hp={}, **more: Case(
-        fn, "", hp, kind="logprobs", file="changes", name=name, **more
-    )
-    yield from (change(*row) for row in logprob_changes.RIGHT)
+
+    def logprob_case(name, fn, hp=None, **more):
+        return Case(
+            fn, "", hp or {}, kind="logprobs", file="changes", name=name, **more
+        )
+
+    yield from (logprob_case(*row) for row in logprob_changes.RIGHT)
     yield from (
-        change(name, *row, verdict=REJECTED, says=cause)
+        logprob_case(name, *row, verdict=REJECTED, says=cause)
         for name, cause, *row in logprob_changes.WRONG
     )
     yield from (Case(fn, "", hp, kind="logprobs", file="logprobs", name=name, verdict=REJECTED,

@@ -217,7 +217,9 @@ def no_value_subtracted(rewards, values, mask, gamma, lam):
 
 
 def reward_late(rewards, values, mask, gamma, lam):
-    late = lambda r: torch.nn.functional.pad(r[:, 1:], (0, 1))
+    def late(r):
+        return torch.nn.functional.pad(r[:, 1:], (0, 1))
+
     return _gae(rewards, values, mask, gamma, lam, moved=late)
 
 

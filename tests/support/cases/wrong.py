@@ -42,15 +42,21 @@ def after_hole(m, size):
 
 def turn_means(d, A, m):
     J, n = even(d, A), turns(m)
-    of = lambda i: torch.stack(
-        [J[i][n[i] == k].mean() for k in range(1, int(n[i].max()) + 1)]
-    ).mean()
-    return -torch.stack([of(i) for i in range(len(m))]).mean()
+
+    def mean_of_turns(i):
+        """Return the mean over the turns of a response, each by its own tokens."""
+        return torch.stack(
+            [J[i][n[i] == k].mean() for k in range(1, int(n[i].max()) + 1)]
+        ).mean()
+
+    return -torch.stack([mean_of_turns(i) for i in range(len(m))]).mean()
 
 
 def by_group(d, A, m, group, keep=lambda a: 1.0):
-    of = lambda i: tok(clipped(d[i], A[i]), m[i]) * keep(A[i][m[i]])
-    return torch.stack([of(group == k) for k in group.unique()]).mean()
+    def loss_of(i):
+        return tok(clipped(d[i], A[i]), m[i]) * keep(A[i][m[i]])
+
+    return torch.stack([loss_of(group == k) for k in group.unique()]).mean()
 
 
 def contiguous(d, A, m, group):
@@ -93,8 +99,11 @@ def outliers(d, A, m):
 
 def balanced(d, A, m):
     J = clipped(d, A)
-    of = lambda side: -(J * side).sum() / (2 * side.sum().clamp(min=1))
-    return of(m & (A > 0)) + of(m & (A < 0))
+
+    def half_of_mean(side):
+        return -(J * side).sum() / (2 * side.sum().clamp(min=1))
+
+    return half_of_mean(m & (A > 0)) + half_of_mean(m & (A < 0))
 
 
 def dppo_reversed(d, A, m, lp, old):

@@ -186,9 +186,11 @@ def kl_clamped(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.04
     return per_row(clipped(lp - old, A, 0.2, 0.2) - beta * k3, mask)
 
 
-W = lambda name, J, objective, why, agg=mean, **hp: Spot(
-    named(name, token(J, agg)), objective, why, hp
-)
+def wrong_spot(name, J, objective, why, agg=mean, **hp):
+    """Make the Spot of a wrong loss, from its term of each token."""
+    return Spot(named(name, token(J, agg)), objective, why, hp)
+
+
 WRONG = [
     Spot(advantages_in_bfloat16, "reinforce", "the advantages are rounded to 0.4 %"),
     Spot(float32_and_a_factor, "dapo", "every weight is 1.0012 times too large, in float32"),
@@ -196,10 +198,10 @@ WRONG = [
     Spot(named("gspo_swapped", gspo_of(4e-4, 3e-4, torch.float32)), "gspo", "its sides are swapped, in float32"),
     Spot(named("gspo_of_3_5e_4", gspo_of(3e-4, 3.5e-4)), "gspo", "eps_high is 3.5e-4"),
     Spot(entropy_bonus, "dapo", "an entropy bonus that reaches the policy through `entropy`"),
-    W("certain_tokens_dropped", certain_tokens_dropped, "dapo", "tokens with π_old > 0.95 count nothing"),
-    W("certain_tokens_to_nan", certain_tokens_to_nan, "dapo", "0 / 0 at π_old = 1"),
-    W("first_16_tokens", first_16_tokens, "dapo", "tokens after the 16th count nothing"),
-    W("first_200_tokens", first_200_tokens, "dapo", "tokens after the 200th count nothing"),
+    wrong_spot("certain_tokens_dropped", certain_tokens_dropped, "dapo", "tokens with π_old > 0.95 count nothing"),
+    wrong_spot("certain_tokens_to_nan", certain_tokens_to_nan, "dapo", "0 / 0 at π_old = 1"),
+    wrong_spot("first_16_tokens", first_16_tokens, "dapo", "tokens after the 16th count nothing"),
+    wrong_spot("first_200_tokens", first_200_tokens, "dapo", "tokens after the 200th count nothing"),
     Spot(lengths_in_uint8, "grpo", "a length of 256 is 0"),
     Spot(lengths_in_bfloat16, "grpo", "a length of 257 is 256"),
     Spot(tokens_in_float16, "dapo", "more than 65,504 tokens are infinitely many"),
@@ -208,9 +210,9 @@ WRONG = [
     Spot(groups_in_float32, "up_dapo", "large ids are one"),
     Spot(groups_in_int8, "up_dapo", "ids beyond 127 collide"),
     Spot(groups_in_int32, "up_dapo", "ids that are equal in their lower 32 bits collide"),
-    W("large_advantages_clipped", large_advantages_clipped, "dapo", "|A| is at most 8"),
-    W("tiny_advantages_dropped", tiny_advantages_dropped, "dapo", "|A| below 1e-5 counts nothing"),
-    W("positive_beyond_a_threshold", positive_beyond_a_threshold, "up_dapo", "A = 1e-5 is clipped as if negative"),
+    wrong_spot("large_advantages_clipped", large_advantages_clipped, "dapo", "|A| is at most 8"),
+    wrong_spot("tiny_advantages_dropped", tiny_advantages_dropped, "dapo", "|A| below 1e-5 counts nothing"),
+    wrong_spot("positive_beyond_a_threshold", positive_beyond_a_threshold, "up_dapo", "A = 1e-5 is clipped as if negative"),
     Spot(kl_on_one_sign, "grpo", "the KL term where A <= 0 alone", {"beta": 0.04}),
     Spot(kl_clamped, "grpo", "the KL term is clamped at 10", {"beta": 0.04}),
 ]  # fmt: skip
@@ -344,10 +346,13 @@ PARTLY = [
 ]  # fmt: skip
 RIGHT += PARTLY
 
+
 # ---- what identify must say ----------------------------------------------------------
-NAME = lambda name, J, objective, says="", agg=mean, **hp: Spot(
-    named(name, token(J, agg)), objective, says, hp
-)
+def named_spot(name, J, objective, says="", agg=mean, **hp):
+    """Make the Spot of a loss that identify must name, from its term of each token."""
+    return Spot(named(name, token(J, agg)), objective, says, hp)
+
+
 e = math.exp
 
 
@@ -375,12 +380,12 @@ def with_constant(x, mask):
 
 
 NAMED = [
-    NAME("bounds_of_e_0_25", lambda lp, x, A, m: clipped(x, A, 1 - e(-0.25), e(0.25) - 1), "dapo", eps_low=1 - e(-0.25), eps_high=e(0.25) - 1),
+    named_spot("bounds_of_e_0_25", lambda lp, x, A, m: clipped(x, A, 1 - e(-0.25), e(0.25) - 1), "dapo", eps_low=1 - e(-0.25), eps_high=e(0.25) - 1),
     *(Spot(gmpo_of(x), "gmpo", "", {"eps": x}) for x in (0.25, 0.3, 0.5, 0.75, 1.0)),
-    NAME("bound_at_1", lambda lp, x, A, m: clipped(x, A, 0.2, 0.0), "dapo", eps_low=0.2, eps_high=0.0),
-    NAME("quarter_of_grpo", lambda lp, x, A, m: clipped(x, A, 0.2, 0.2), "grpo", "0.25 times", quarter, eps=0.2),
-    NAME("constant_in_grpo", lambda lp, x, A, m: clipped(x, A, 0.2, 0.2), "grpo", "", with_constant, eps=0.2),
-    NAME("inverted", lambda lp, x, A, m: clipped(-x, A, 0.2, 0.2), "grpo", "inverted", per_row),
+    named_spot("bound_at_1", lambda lp, x, A, m: clipped(x, A, 0.2, 0.0), "dapo", eps_low=0.2, eps_high=0.0),
+    named_spot("quarter_of_grpo", lambda lp, x, A, m: clipped(x, A, 0.2, 0.2), "grpo", "0.25 times", quarter, eps=0.2),
+    named_spot("constant_in_grpo", lambda lp, x, A, m: clipped(x, A, 0.2, 0.2), "grpo", "", with_constant, eps=0.2),
+    named_spot("inverted", lambda lp, x, A, m: clipped(-x, A, 0.2, 0.2), "grpo", "inverted", per_row),
     Spot(aspo_capped, "aspo", "", {"cap": 0.5}),
 ]  # fmt: skip
 NAMED = [replace(s, says=s.why, **BOX) for s in NAMED]
@@ -413,16 +418,19 @@ def K(name, f, why):
     return Spot(named(name, klx(f)), "grpo", why, {"beta": 0.04})
 
 
-ppo = lambda x, A: clipped(x, A, 0.2, 0.2)
+def ppo(x, A):
+    return clipped(x, A, 0.2, 0.2)
+
+
 CAUSES = [
     Spot(named("stateful", token(stateful())), "dapo", "keeps state"),
-    NAME("cap_absolute", lambda lp, x, A, m: x.exp().clamp(max=4.0).detach() * A * lp, "cispo", "absolute"),
-    NAME("soft_gate_detached", lambda lp, x, A, m: torch.sigmoid(x.exp() - 1).detach() * 4 * A * lp, "sapo", "detach", per_row, tau_pos=1.0, tau_neg=1.0),
-    NAME("token_ratio_in_gspo", lambda lp, x, A, m: clipped(x, A, 3e-4, 4e-4), "gspo", "ratio of the token", per_row),
-    NAME("max_for_a_negative", lambda lp, x, A, m: torch.where(A < 0, torch.maximum(x.exp() * A, x.exp().clamp(0.8, 1.28) * A), clipped(x, A)), "dapo", "maximum"),
-    NAME("max_for_a_positive", lambda lp, x, A, m: torch.where(A > 0, torch.maximum(x.exp() * A, x.exp().clamp(0.8, 1.28) * A), clipped(x, A)), "dapo", "maximum"),
-    NAME("whole_batch_sum", lambda lp, x, A, m: clipped((x.where(m, 0).sum() / m.sum()).expand_as(x), A, 3e-4, 4e-4), "gspo", "whole batch", per_row),
-    NAME("missing_stop_gradient", lambda lp, x, A, m: x.exp().clamp(max=5.0) * A * lp, "cispo", "not detached"),
+    named_spot("cap_absolute", lambda lp, x, A, m: x.exp().clamp(max=4.0).detach() * A * lp, "cispo", "absolute"),
+    named_spot("soft_gate_detached", lambda lp, x, A, m: torch.sigmoid(x.exp() - 1).detach() * 4 * A * lp, "sapo", "detach", per_row, tau_pos=1.0, tau_neg=1.0),
+    named_spot("token_ratio_in_gspo", lambda lp, x, A, m: clipped(x, A, 3e-4, 4e-4), "gspo", "ratio of the token", per_row),
+    named_spot("max_for_a_negative", lambda lp, x, A, m: torch.where(A < 0, torch.maximum(x.exp() * A, x.exp().clamp(0.8, 1.28) * A), clipped(x, A)), "dapo", "maximum"),
+    named_spot("max_for_a_positive", lambda lp, x, A, m: torch.where(A > 0, torch.maximum(x.exp() * A, x.exp().clamp(0.8, 1.28) * A), clipped(x, A)), "dapo", "maximum"),
+    named_spot("whole_batch_sum", lambda lp, x, A, m: clipped((x.where(m, 0).sum() / m.sum()).expand_as(x), A, 3e-4, 4e-4), "gspo", "whole batch", per_row),
+    named_spot("missing_stop_gradient", lambda lp, x, A, m: x.exp().clamp(max=5.0) * A * lp, "cispo", "not detached"),
     K("kl_clamped_low", lambda lp, x, A, d, beta: ppo(x, A) - beta * k3(d).clamp(max=1.0), "clamped"),
     K("kl_in_the_advantage", lambda lp, x, A, d, beta: ppo(x, A - beta * k3(d).detach()), "advantage"),
     K("kl_times_the_ratio", lambda lp, x, A, d, beta: ppo(x, A) - beta * k3(d) * x.exp(), "multiplied by the ratio"),

@@ -91,8 +91,12 @@ def gspo(clamp):
     return loss
 
 
-plain = lambda lp, old, A: ppo((lp - old).exp(), A)
-clamped = lambda x: lambda lp, old, A: ppo((lp - old).clamp(-x, x).exp(), A)
+def plain(lp, old, A):
+    return ppo((lp - old).exp(), A)
+
+
+def clamped(x):
+    return lambda lp, old, A: ppo((lp - old).clamp(-x, x).exp(), A)
 
 
 def mask_multiplied(log_prob, old_log_prob, advantages, mask):

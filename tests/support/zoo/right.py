@@ -133,7 +133,10 @@ def masked_select_style(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
     """Everything flattened at once; piecewise by multiplication with a detached gate."""
-    select = lambda x: torch.masked_select(x, mask)
+
+    def select(x):
+        return torch.masked_select(x, mask)
+
     ratio, A = select(log_prob).sub(select(old_log_prob)).exp(), select(advantages)
     gate = torch.where(A > 0, ratio <= 1 + eps_high, ratio >= 1 - eps_low).to(
         ratio.dtype
