@@ -176,6 +176,7 @@ def serve(early: str, late: str, parent: str) -> list[str]:
 
 
 def adopt(environment: dict[str, str], folder: str) -> None:
+    """Take over the environment and the folder of the process that asked."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

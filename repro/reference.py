@@ -104,6 +104,7 @@ def audit(_):
 
 
 def maps(o):
+    """Draw Cap and weights of the objective, beside its base if it has one."""
     from figures.make import save
     from upref.weights.plots import cap_map, weights
 
@@ -130,6 +131,9 @@ STEPS = {
 
 
 def main(name: str) -> int:
+    """Run all STEPS on an objective; print and write the report. Return 0, or 1 if a
+    step failed, 2 if there is none to run on.
+    """
     try:
         o = upref.get(name)
         out = ROOT / "out" / o.name

@@ -193,6 +193,9 @@ def binomial(n: int, p: Tensor) -> Tensor:
 
 
 def _counts(task: Task, pi: Tensor, adv: str, G: int) -> Rows:
+    """Return the rows of groups of G, one for each response and number of right peers. The
+    advantage must depend on this number and the response's own reward alone.
+    """
     S, N = pi.shape
     P = task.right(pi).clamp(0, 1)
     peers = binomial(G - 1, P)[:, task.prompt]  # [S, N, G]: right ones among the others
@@ -211,6 +214,9 @@ def _counts(task: Task, pi: Tensor, adv: str, G: int) -> Rows:
 
 
 def _infinite(task: Task, pi: Tensor, adv: str) -> Rows:
+    """Return the rows of groups that are infinitely large: mean and deviation of a
+    group are those of the policy.
+    """
     S, N = pi.shape
     P, square = task.right(pi), per_prompt(task, pi * task.reward**2)
     mean, var = P[:, task.prompt], (square - P**2).clamp(min=0)
@@ -266,6 +272,7 @@ def group_probability(groups: Tensor, pi: Tensor) -> Tensor:
 
 
 def _groups(task: Task, pi: Tensor, adv: str, G: int) -> Rows:
+    """Return the rows of every possible group of G responses, with its probability."""
     if adv in ("whiten", "group_mean_whiten"):
         raise InputError(
             f"{adv} looks beyond the group, and groups are enumerated one by one: choose group_norm."

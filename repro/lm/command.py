@@ -23,7 +23,7 @@ import torch
 
 from repro import Parser
 from repro.lm import report, room
-from repro.mini.compare import _override as override
+from repro.mini.compare import parse_override
 from repro.mini.experiment.suite import said
 from repro.mini.policy import smollm2
 from repro.mini.train import loop
@@ -57,6 +57,12 @@ SETTINGS: dict[str, Any] = {
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Do what the options say.
+
+    Returns:
+        0; 1 if a number was not finite or a step was not the objective's; 2 if the run
+        cannot start or go on.
+    """
     args = arguments().parse_intermixed_args(argv)
     try:
         return said(lambda: work(args), "lm")
@@ -74,6 +80,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def arguments() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = Parser(
         prog="repro/run.sh",
         description=__doc__,
@@ -107,6 +114,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def work(args: argparse.Namespace) -> int:
+    """Train the runs that are not finished, report on all, and return 0."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device != "cpu" and not torch.cuda.is_available():
         raise InputError(f"--device {device}: no GPU is visible to torch here.")
@@ -141,7 +149,7 @@ def settings_of(args: argparse.Namespace, device: str) -> list[Settings]:
     """The settings of each run, the objective's first. Raises InputError on a name or a
     value that no run could be made of.
     """
-    given = dict(map(override, args.overrides))
+    given = dict(map(parse_override, args.overrides))
     for name in given.keys() & {"seed", "objective"}:
         raise InputError(
             f"{name} is not a setting to change here: the objective comes first, a seed by --seed."

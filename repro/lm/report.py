@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from repro.mini import tasks
-from repro.mini.compare import both
+from repro.mini.compare import save_both
 from repro.mini.policy import evals
 from repro.mini.tasks import NO_ANSWER
 from repro.mini.train.recorder import FOLDER
@@ -43,7 +43,7 @@ def write(runs: list[tuple[Settings, Path]], folder: Path) -> str:
         The text.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    both(draw(runs), folder / "training")
+    save_both(draw(runs), folder / "training")
     text = ["# SmolLM2-135M-Instruct, trained on two-digit addition\n"]
     for s, run in runs:
         text += [
@@ -140,6 +140,7 @@ def _counted(said: list[int], right: int) -> str:
 
 
 def parity(run: Path) -> str:
+    """Say how far the recorded steps were from the reference; "" if none was recorded."""
     steps = [line for line in _lines(run / "steps.jsonl") if "parity_of_bound" in line]
     if not steps:
         return ""

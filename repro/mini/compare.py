@@ -123,7 +123,7 @@ def write(e: Plan, known: dict[str, RunRecord], out: Path, folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     base, up = e.arms
     found = [curves.series(e, known, panel) for panel in PANELS]
-    both(
+    save_both(
         curves.draw(PANELS, found, f"{base} and {up} from the same base policy"),
         folder / "curves",
     )
@@ -155,9 +155,9 @@ def chance(seeds: int) -> str:
     return f"These {seeds} seeds {cannot}: {agree}."
 
 
-def shown(text: str) -> None:
-    """The report on a terminal, wrapped: a soft wrap would cut what is longer than a
-    line.
+def print_report(text: str) -> None:
+    """Print the report on a terminal, wrapped: a soft wrap would cut what is longer
+    than a line.
     """
     suite.say(Markdown(text), soft_wrap=False)
 
@@ -237,21 +237,22 @@ def cap_map(e: Plan, out: Path, folder: Path) -> str:
             ax.scatter(
                 x[~alive], y[~alive], s=7, color="#CC0000", lw=0, rasterized=True
             )
-        both(fig, folder / "cap")
+        save_both(fig, folder / "cap")
         lines += [
             "\nFigure cap.svg: orange, tokens that have a gradient of their own; red, tokens that have none."
         ]
     return "\n".join(lines) + "\n"
 
 
-def both(fig: Figure, path: Path) -> None:
+def save_both(fig: Figure, path: Path) -> None:
+    """Save a figure as .svg and as .png."""
     save(fig, path.with_suffix(".svg"))
     picture = io.BytesIO()
     fig.savefig(picture, dpi=130)
     write_atomically(path.with_suffix(".png"), picture.getvalue())
 
 
-def _override(text: str) -> tuple[str, Any]:
+def parse_override(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise InputError(f"{text!r} is not name=value, for example steps=50.")
@@ -262,6 +263,7 @@ def _override(text: str) -> tuple[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Train an objective and its other half, report, and return the exit status."""
     parser = Parser(
         prog="repro/run.sh",
         description="Train an objective and its other half, and report.",
@@ -294,9 +296,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_intermixed_args(argv)  # name=value behind an option too
 
     def work() -> int:
+        """Do it, and return 0, or 1 if a run failed."""
         if args.seeds < 1 or args.jobs < 1:
             raise InputError("--seeds and --jobs must be at least 1.")
-        overrides = dict(map(_override, args.overrides))
+        overrides = dict(map(parse_override, args.overrides))
         for name in overrides.keys() & {"seed", "objective"}:
             raise InputError(
                 f"{name} is not a setting to change here: the objective comes first, seeds by --seeds."
@@ -320,7 +323,7 @@ def main(argv: list[str] | None = None) -> int:
             args.out,
             folder,
         )
-        shown(text)
+        print_report(text)
         suite.say(f"\nReport and figures: {folder}", markup=False)
         return 0
 

@@ -212,6 +212,7 @@ def _digest_of_tree(plain: str, tensors: dict[str, Tensor]) -> str:
 
 
 def _plain(x: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return the tree as JSON holds it, and put its tensors into `tensors` by number."""
     if isinstance(x, Tensor):
         x = x.detach().cpu()
         # a file cannot hold two tensors that share memory; gigabytes are not copied
@@ -227,6 +228,7 @@ def _plain(x: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _tree(x: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """Return the tree that `_plain` wrote; `tensor` reads one by its number."""
     if isinstance(x, dict):
         return (
             tensor(x["tensor"])

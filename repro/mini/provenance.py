@@ -16,6 +16,7 @@ import upref
 
 
 def of_this_machine() -> dict:
+    """Return the commit, the versions of the packages, and the machine."""
     return {
         "commit": commit(),
         "versions": {
@@ -69,6 +70,7 @@ def commit() -> dict:
 
 
 def cpu() -> str:
+    """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(

@@ -43,6 +43,9 @@ TINY_STEPS, STEPS = 48, 300
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Train the objectives that the options name, with each seed, and return the exit
+    status.
+    """
     p = Parser(
         prog="trl", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -223,6 +226,7 @@ def in_parts(trainer: type, count: int) -> type:
         def _generate_single_turn(
             self, prompt_ids: list, *rest: Any, **more: Any
         ) -> tuple[list, Any]:
+            """Generate for `count` prompts at a time, and join the completions."""
             turn = super()._generate_single_turn
             parts = [
                 turn(prompt_ids[i : i + count], *rest, **more)

@@ -269,7 +269,7 @@ def pack(site: Path, out: Path) -> None:
         fits = [n for n, heads in ARCHIVES.items() if own in heads or "" in heads]
         groups[fits[0]].append(path)
     for name, paths in groups.items():
-        written(out / f"part-{name}.tar.xz", archive_of(paths, "w:xz", preset=3))
+        write_and_tell(out / f"part-{name}.tar.xz", archive_of(paths, "w:xz", preset=3))
     write_atomically(out / "unpack.sh", UNPACK)
 
 
@@ -281,7 +281,7 @@ def pack_model(site: Path, out: Path) -> None:
     count = -(-len(content) // PIECE)
     for i in range(count):
         piece = content[i * PIECE : (i + 1) * PIECE]
-        written(out / f"model-{i + 1}-of-{count}", piece)
+        write_and_tell(out / f"model-{i + 1}-of-{count}", piece)
 
 
 def archive_of(paths: list[Path], mode: str, **how: int) -> bytes:
@@ -293,7 +293,7 @@ def archive_of(paths: list[Path], mode: str, **how: int) -> bytes:
     return content.getvalue()
 
 
-def written(target: Path, content: bytes) -> None:
+def write_and_tell(target: Path, content: bytes) -> None:
     """Write a file, and print its size."""
     write_atomically(target, content)
     print(f"{target.name}: {len(content) / 2**20:.1f} MiB", flush=True)

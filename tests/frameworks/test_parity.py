@@ -195,7 +195,7 @@ def test_masked_slots_and_empty_responses_and_dtypes_of_old():
     assert p.of_bound <= 1
 
 
-def test_the_count_is_that_of_the_graph():
+def test_roundings_are_counted_in_the_graph():
     x = torch.ones(2, requires_grad=True)
     assert roundings((x * 2).exp().sum(), x) == 4 * 4  # x's own node, then three
     y = x * 3

@@ -237,5 +237,5 @@ def test_pictures_are_not_blank(report):
 
 def test_what_is_shown_loses_no_word(capsys):
     claim = "up_dapo ends with a higher Avg@32 than dapo, after as many words as two lines hold. (+0.8 [-21.9, +23.4])"
-    compare.shown(f"* Fig. 2a: **showed in 1 of 2 seeds**. {claim}")
+    compare.print_report(f"* Fig. 2a: **showed in 1 of 2 seeds**. {claim}")
     assert claim in " ".join(capsys.readouterr().out.split())

@@ -164,7 +164,7 @@ class _Kept:
             self.train = self._train
 
     def step(self, model: Any, rows: list[Row], case: Case) -> Any:
-        """Let the adapter train, as its own `step` does.
+        """Let the adapter train, as its own `step` does, and keep its optimizer steps.
 
         Args:
             model: a small one.

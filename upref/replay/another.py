@@ -115,7 +115,9 @@ def _sums_in_words(sums: Sequence[tuple[str, str]]) -> str:
 
 
 def _with_failure(step: StepChecks, numbers: dict[str, Any]) -> StepChecks:
-    """The step with a failure in place of NOTES_ON_NAMED."""
+    """Return the step with the failure that its gradient is another objective's, in
+    place of the notes of NOTES_ON_NAMED.
+    """
     assert step.loss is not None
     (other,) = (f for f in step.loss.findings if f.cause == "gradient_other")
     counts = {k: other.numbers[k] for k in ("tokens", "trained")}

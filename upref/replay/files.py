@@ -206,9 +206,10 @@ def _call_parser(work: Callable[[Path], Parsed], path: Path) -> Parsed:
 
 
 # ---- .npz ----------------------------------------------------------------------------
-def _npz_headers(path: Path) -> None:
-    """Check what each array announces against what the archive holds, before anything
-    is allocated.
+def _refuse_npz_headers(path: Path) -> None:
+    """Refuse an archive by its headers, before anything is allocated: columns that are
+    unknown or there twice, Python objects, and arrays that announce more than is
+    allowed or another size than the archive holds.
     """
     total = 0
     with zipfile.ZipFile(path) as archive:
@@ -260,7 +261,7 @@ def _npz_has_schema(path: Path) -> bool:
 
 
 def _npz_step(path: Path) -> int | None:
-    _npz_headers(path)
+    _refuse_npz_headers(path)
     with np.load(path, allow_pickle=False) as archive:
         return _step_number(str(archive["step"]), path) if "step" in archive else None
 

@@ -134,8 +134,12 @@ def _with_one_advantage(
     skip: Sequence[str],
     hp: dict[str, Any],
 ) -> Report:
-    """Return the report, or that of one advantage for each response where this agrees
-    and the formula has no other: it has a note on advantages of tokens.
+    """Check a loss that failed with advantages of tokens once more, with one advantage
+    for each response, if the objective's formula has no other.
+
+    Returns:
+        The new report with a note on advantages of tokens, if it agrees; else the report
+        that is given.
     """
     if loss.adv_shape != "BT" or loss.framework or not objective.has_response_advantage:
         return report

@@ -64,7 +64,14 @@ class Curve:
     floor: float = 1e-6  # weights of a smaller relative distance count as one
 
     def __call__(self, r: Numbers, A: Numbers, mu: Numbers | None = None) -> np.ndarray:
-        """Return dJ/dlp in float64. Raise InputError where a loss has no finite gradient."""
+        """Return dJ/dlp in float64.
+
+        A ratio above 1/mu, which no probability has, counts as 1/mu. Without mu, mu is
+        `low_probability(r)`.
+
+        Raises:
+            InputError: a loss has no finite gradient.
+        """
         r = np.asarray(r, dtype=float)
         A = np.asarray(A, dtype=float)
         with np.errstate(all="ignore"):

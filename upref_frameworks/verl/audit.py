@@ -89,7 +89,7 @@ def _clip_fields(low: float, high: float, c: float | None = None) -> dict[str, f
     )
 
 
-def _is_tied(batch: Rollouts) -> Tensor:
+def _tied_at_the_cut(batch: Rollouts) -> Tensor:
     """Return the tokens whose covariance equals the last that is penalized, where
     several tie.
     """
@@ -104,7 +104,7 @@ def _is_tied(batch: Rollouts) -> Tensor:
 TIES = fault(
     "of tokens that tie for the last place as many as there are places (ties left out)",
     "rounding",
-    skip=_is_tied,
+    skip=_tied_at_the_cut,
 )
 TOKENS, MEANS, SUMS = (
     {"loss_agg_mode": a}

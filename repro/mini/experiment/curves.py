@@ -95,7 +95,7 @@ def draw(
         for ax in axes[len(panels) :]:
             ax.set_visible(False)
         for ax, panel, s in zip(axes, panels, found, strict=False):
-            _panel(ax, panel, s, colour, dashes, highlight)
+            _draw_panel(ax, panel, s, colour, dashes, highlight)
         lines = []
         labels = []
         for arm in arms:
@@ -142,7 +142,7 @@ def _of(arm: str, arms: Sequence[str]) -> str | None:
     return next((name for name in names if name != arm and name in arms), None)
 
 
-def _panel(
+def _draw_panel(
     ax: Axes,
     panel: dict[str, Any],
     s: Series,
@@ -150,7 +150,7 @@ def _panel(
     dashes: dict[str, str],
     highlight: str,
 ) -> None:
-    """The curves of every arm, and their means."""
+    """Draw the curves of every arm, and their means."""
     for arm, curves in s.items():
         for x, y in curves:
             thin: dict[str, Any] = {

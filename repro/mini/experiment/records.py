@@ -114,7 +114,11 @@ def record(folder: Path) -> RunRecord:
 
 
 def _facts(folder: Path) -> dict[str, Any]:
-    """What done.json says, without its own digest; {} for a run that stopped."""
+    """Return what done.json says, without its own digest; {} for a run that stopped.
+
+    Raises:
+        InputError: its digest is another one.
+    """
     done = folder / "done.json"
     if not done.exists():
         return {}

@@ -44,7 +44,7 @@ class Checked:
         if plan.results not in self.known:
             self.known[plan.results] = records.load(plan.results)
             self.counts["records"] += len(self.known[plan.results])
-            _registered_files(plan, self)
+            _compare_registered_files(plan, self)
         return self.known[plan.results]
 
 
@@ -76,23 +76,23 @@ def main(names: Iterable[str]) -> int:
 
 
 def _verify(plan: Plan, total: Checked) -> None:
-    """Check one experiment."""
+    """Compare all that is known of one experiment with what was registered."""
     known = total.records_of(plan)
     names = plan.folder / "runs.sha256"
     if names.exists() and not plan.others:
         same = names.read_text(encoding="utf-8").strip() == plan.digest()
         total.compare("lists of runs", plan.name, same)
     if plan.others:
-        _post_hoc(plan, known, total)
+        _compare_post_hoc(plan, known, total)
     elif plan.folder.parent.name == "round2":
-        _claims(plan, known, total)
+        _compare_claims(plan, known, total)
     elif plan.stopping:
-        _intervals(plan, known, total)
+        _compare_intervals(plan, known, total)
     # the first round is closed: its rule is in the history, its words are committed
 
 
-def _registered_files(plan: Plan, total: Checked) -> None:
-    """Against the digests beside them."""
+def _compare_registered_files(plan: Plan, total: Checked) -> None:
+    """Compare the registered files with the digests beside them."""
     folder = plan.results.parent
     changed = registration.changed(folder)
     for name in registration.load(folder).get("sha256", {}):
@@ -100,12 +100,12 @@ def _registered_files(plan: Plan, total: Checked) -> None:
 
 
 # ---- the second round ----------------------------------------------------------------
-def _claims(plan: Plan, known: Known, total: Checked) -> None:
-    """The claims of an experiment of the second round: what its rule says of today's
-    records, what was kept of each claim, and the row of the report.
+def _compare_claims(plan: Plan, known: Known, total: Checked) -> None:
+    """Compare the claims of an experiment of the second round: what its rule says of
+    today's records, what was kept of each claim, and the row of the report.
     """
     kept = standing.of_plan(plan)
-    rows = _rows(plan.results / "report.md", f"| {plan.name}<br>")
+    rows = _rows_of_report(plan.results / "report.md", f"| {plan.name}<br>")
     verdicts = frozen.verdicts(plan, known)
     of_families = plan.by_family(plan.effects(known))
     for verdict, (claim, effects) in zip(verdicts, of_families, strict=True):
@@ -145,13 +145,13 @@ def _is_printed(
 
 
 def _scale(e: Effect) -> int:
-    """From shares to points."""
+    """Return the factor from shares to points; 1 for other numbers."""
     is_share = e.question.metric in SHARES and not e.question.ratio
     return 100 if is_share else 1
 
 
-def _rows(report: Path, start: str) -> list[list[str]]:
-    """The cells of the rows that start so."""
+def _rows_of_report(report: Path, start: str) -> list[list[str]]:
+    """Return the cells of the rows of a report that begin with `start`."""
     lines = report.read_text(encoding="utf-8").splitlines()
     return [
         line.strip("|").strip().split(" | ") for line in lines if line.startswith(start)
@@ -159,9 +159,9 @@ def _rows(report: Path, start: str) -> list[list[str]]:
 
 
 # ---- experiments with families of intervals ----------------------------------------------
-def _intervals(plan: Plan, known: Known, total: Checked) -> None:
-    """Each effect against the rule, where one was registered beside the plan; the printed
-    ones against the report.
+def _compare_intervals(plan: Plan, known: Known, total: Checked) -> None:
+    """Compare each effect with the rule, where one was registered beside the plan, and
+    with what the report prints.
     """
     found = plan.effects(known)
     if theirs := frozen.intervals(plan, known):
@@ -169,25 +169,27 @@ def _intervals(plan: Plan, known: Known, total: Checked) -> None:
             for e in effects:
                 q = e.question
                 key = family.name, q.name, q.other, q.group
-                total.compare("effects", "/".join(key), _same(e, theirs.pop(key)))
+                total.compare("effects", "/".join(key), _is_same(e, theirs.pop(key)))
         for key in theirs:
             total.compare("effects", "/".join(key), False)
     report = plan.results / plan.page_name
     if report.exists():
         text = report.read_text(encoding="utf-8").partition("## Every effect")[2]
-        _printed(plan, found, text, total)
+        _compare_printed(plan, found, text, total)
 
 
-def _same(e: Effect, old: Any) -> bool:
-    """Seeds, word and every number."""
+def _is_same(e: Effect, old: Any) -> bool:
+    """Tell whether an effect and the rule's have the same seeds, word and numbers."""
     mine = e.mean, e.low, e.high, e.sd, *e.by_base
     theirs = old.mean, old.low, old.high, old.sd, *old.by_base
     numbers = np.allclose(mine, theirs, rtol=1e-12, atol=CLOSE, equal_nan=True)
     return bool(numbers) and (e.n, e.word) == (old.n, old.word)
 
 
-def _printed(plan: Plan, found: Sequence[Effect], text: str, total: Checked) -> None:
-    """Every effect that has an interval is printed in the report, and no other."""
+def _compare_printed(
+    plan: Plan, found: Sequence[Effect], text: str, total: Checked
+) -> None:
+    """Compare what the report prints: every effect that has an interval, and no other."""
     printed = Counter(PRINTED.findall(text))
     for e in found:
         said = words.shown(e)
@@ -200,8 +202,8 @@ def _printed(plan: Plan, found: Sequence[Effect], text: str, total: Checked) -> 
 
 
 # ---- what nobody registered ----------------------------------------------------------
-def _post_hoc(plan: Plan, known: Known, total: Checked) -> None:
-    """Each effect is printed on the committed page of such facts."""
+def _compare_post_hoc(plan: Plan, known: Known, total: Checked) -> None:
+    """Compare facts that nobody registered with the committed page that prints them."""
     text = "".join(
         path.read_text(encoding="utf-8")
         for path in sorted(plan.results.glob("*.md"))

@@ -35,6 +35,9 @@ class Qwen3:
     """The weights as they are now: made anew after every update."""
 
     def __init__(self, model: PreTrainedModel):
+        """Take the weights of the model. Those that are applied to the same input are
+        joined, and the weights of a norm go into the matrix behind it.
+        """
         c, m = model.config, model.model
         self.heads, self.kv, self.width = (
             c.num_attention_heads,
@@ -127,6 +130,11 @@ class Places(NamedTuple):
 
 
 def places(prompts: Tensor, of: Tensor, tokens: Tensor, mask: Tensor) -> Places:
+    """Arrange prompts and responses so that a token stands once for all responses of a
+    prompt that begin alike up to it.
+
+    of: the prompt of each response. mask: the tokens whose logits are asked for.
+    """
     (P, L), width = prompts.shape, mask.shape[1]
     # what comes after a response's last token is nobody's business
     lengths = (mask * torch.arange(width)).amax(1)
@@ -204,6 +212,7 @@ class Reader:
     """
 
     def __init__(self, model: PreTrainedModel, prompts: Tensor, length: int):
+        """Read the prompts, and leave room for `length` more tokens."""
         self.net, self.done = Qwen3(model), prompts.shape[1]
         net, (P, L) = self.net, prompts.shape
         self.rope = net.turns(torch.arange(L + length))

@@ -71,6 +71,7 @@ def packaged() -> Path:
 
 
 def _convert(path: Path) -> None:
+    """Convert the GGUF file to a folder that transformers reads, and publish it."""
     here = {"gguf_file": path.name, "local_files_only": True}
     with contextlib.redirect_stderr(io.StringIO()):  # a bar that nobody can switch off
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **here)

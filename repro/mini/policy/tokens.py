@@ -13,6 +13,9 @@ from repro.mini.tasks import BOS, SPECIAL, Task
 
 
 def tokenizer(task: Task) -> PreTrainedTokenizerFast:
+    """Make the tokenizer of a task, which knows the words of its vocabulary and no
+    others.
+    """
     pad, eos, bos = SPECIAL
     # without an unknown-word token a word outside the vocabulary is an error
     words = Tokenizer(WordLevel({word: i for i, word in enumerate(task.words)}))

@@ -44,6 +44,9 @@ class Countdown:
     levels = ("one_step", "two_steps", "three_steps")
 
     def problems(self, split: str, n: int, seed: int) -> Tensor:
+        """Draw n problems of a set: the numbers, then the target, which two or three
+        steps reach; in a set by difficulty, not fewer than its steps.
+        """
         g = generator("countdown", split, seed)
         found: list[Tensor] = []
         while sum(map(len, found)) < n:
@@ -97,6 +100,9 @@ class Countdown:
         return torch.cat([numbers, target[:, None]], 1), responses
 
     def verify(self, problems: Tensor, tokens: Tensor) -> Verdict:
+        """Check the arithmetic of each step and that it uses numbers that are left;
+        right is a valid answer that is the target.
+        """
         N = len(tokens)
         pool = torch.cat([problems[:, :4], torch.full((N, STEPS), NO_ANSWER)], 1)
         alive = pool >= 0

@@ -33,6 +33,7 @@ FINAL = ("settings.json", *LOGS, "seen.npz")
 
 class Run:
     def __init__(self, s: Settings):
+        """Begin at the base, before the first step."""
         self.s, self.task, self.objective = s, tasks.get(s.task), s.target()
         self.base = bases.load(s.base, s.task).to(torch.get_default_device())
         self.policy = copy.deepcopy(self.base)

@@ -31,6 +31,9 @@ SHOWN = "reward {reward:.3f}  entropy {entropy:.3f}  KL to the base {kl_base:.4f
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Train as the options say. Return 0; 1 if a number was not finite; 2 if the run
+    cannot start or go on.
+    """
     args = arguments().parse_args(argv)
     interrupt.then("the same command goes on from the last checkpoint")
     try:
@@ -73,6 +76,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def arguments() -> argparse.ArgumentParser:
+    """Return the parser of the options, one for each setting among them."""
     parser = argparse.ArgumentParser(
         prog="python -m repro.mini.train",
         description=loop.__doc__,
@@ -111,6 +115,7 @@ class Live:
     """A bar with the time left in a terminal; a line every tenth of the run elsewhere."""
 
     def __init__(self, s: Settings):
+        """Make the bar of the run; `with` shows it."""
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         self.s, self.say = s, console.print
         columns = (
@@ -133,6 +138,7 @@ class Live:
         self.bar.stop()
 
     def watch(self, step: int, numbers: dict) -> None:
+        """Show the numbers of a step."""
         if not self.first:
             self.first, self.start = step, time.monotonic()
         now = SHOWN.format(**numbers)

@@ -80,6 +80,9 @@ def require_device(device: str) -> None:
 
 
 def _train(s: Settings, out: Path, watch, say) -> None:
+    """Train from the last checkpoint to the end, with a line in the logs for every
+    step; return at once if the run is finished.
+    """
     if not (out / "settings.json").exists():
         require_no_run(out)
     elif Settings.read(out / "settings.json") != s:

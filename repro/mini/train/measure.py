@@ -39,6 +39,7 @@ class Tally:
         self.norms: list[float] = []
 
     def add(self, lp, lp_old, A, mask, entropy, kl_old, loss, grad_norm) -> None:
+        """Keep what a minibatch saw."""
         wide = lambda x: pad(x.detach(), (0, self.width - x.shape[1]))
         self.rows.append((wide(lp), wide(lp_old), A, wide(mask)))
         if entropy is not None:
@@ -57,6 +58,7 @@ class Tally:
         return seen.cpu().numpy()
 
     def numbers(self, objective: Objective, hp: dict) -> dict[str, float | list[float]]:
+        """Return the numbers of the step for steps.jsonl, over all minibatches."""
         lp, lp_old, A, mask = (torch.cat(x) for x in zip(*self.rows, strict=True))
         entropy = torch.cat(self.entropy) if self.entropy else None
         found = clipping(

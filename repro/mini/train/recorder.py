@@ -109,6 +109,7 @@ class Recorder:
         old: Tensor,
         A: Tensor,
     ) -> None:
+        """Write the minibatch as a file that `upref replay` reads."""
         s, rows = self.run.s, self.rows
         sampled = self.batch.log_probs[state, tokens]
         rollout = max(0, self.run.step - s.staleness)

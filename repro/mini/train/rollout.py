@@ -48,6 +48,11 @@ class Batch:
 def rollout(
     policy: PreTrainedModel, task: Task, problems: Tensor, s: Settings, step: int
 ) -> Batch:
+    """Sample responses, score them, and compute their advantages.
+
+    With dynamic sampling, prompts are drawn until enough have responses of different
+    rewards, or MOST_ROUNDS are over; then those come first.
+    """
     kept: list[tuple[Tensor, ...]] = []
     judged: list[tuple[Tensor, ...]] = []
     said: list[Tensor] = []

@@ -91,6 +91,9 @@ class Settings:
     problem_counts: bool = False
 
     def __post_init__(self):
+        """Refuse settings that no run can have. A list from a file becomes a tuple, and a whole
+        number a float where a float is due.
+        """
         tasks.get(self.task)
         decodings: Any = self.decodings
         if isinstance(decodings, list):  # from a file

@@ -227,6 +227,10 @@ def _compose(overrides: tuple[str, ...]) -> DictConfig:
 
 
 def _refusal(line: str, cfg: DictConfig, e: Exception) -> str:
+    """Return the sentence for an override that hydra refuses.
+
+    line: the override. e: what hydra raised.
+    """
     name, equals, text = (s.strip() for s in line.partition("="))
     key = name.lstrip("+~")
     if not equals:
@@ -352,6 +356,7 @@ def _class(cfg: DictConfig, key: str) -> tuple[Any, str]:
 
 
 def _fits(value: Any, want: Any) -> bool:
+    """Tell whether a value of the configuration has a type."""
     origin = typing.get_origin(want)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, w) for w in typing.get_args(want))
@@ -416,6 +421,9 @@ def _classes(cfg: DictConfig):
 
 
 def _check_loss(cfg: DictConfig, actor) -> None:
+    """Refuse a loss or an estimator that is not registered, and settings that
+    contradict a loss of upref.
+    """
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
     from verl.workers.config import ActorConfig
 

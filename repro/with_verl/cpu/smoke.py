@@ -43,6 +43,7 @@ STALL, FIRST = 45, 300
 
 
 def environment(log: Path, modules: tuple[str, ...] = ()) -> dict[str, str]:
+    """Return the environment of a run of verl on this CPU, which logs to a file."""
     ours = ("repro.with_verl.cpu.device", "upref_frameworks.verl.training", *modules)
     given = os.environ.get(MODULES, "").split(",")
     return {
@@ -237,6 +238,7 @@ def summary(
     wrong: list[str],
     extra=(),
 ) -> dict:
+    """Return the record of a run."""
     versions: dict[str, str | None] = {}
     for package in (
         "verl",

@@ -33,6 +33,9 @@ from upref import InputError
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Prepare the data sets that the options name. Return 0; 2 if the
+    options are wrong or one failed.
+    """
     p = Parser(
         prog="prepare",
         description=__doc__,

@@ -150,6 +150,7 @@ class Estimate:
         }
 
     def __str__(self) -> str:
+        """Return time, price and memory of the run, and what they assume, in words."""
         parts = ", ".join(
             f"{name} {seconds:,.0f}" for name, seconds in self.parts.items()
         )

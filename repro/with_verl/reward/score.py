@@ -138,6 +138,7 @@ class Grader:
     def __init__(
         self, command: list[str] | None = None, start_seconds: float = START_SECONDS
     ):
+        """Start no process yet; it ends with this one."""
         self.start_seconds = start_seconds
         self.command = command or [
             sys.executable,
@@ -150,6 +151,9 @@ class Grader:
         atexit.register(self.close)
 
     def ask(self, truth: str, pred: str, seconds: float) -> bool:
+        """Tell whether two answers are equal; False if that takes too long or the
+        process dies.
+        """
         with self.lock:
             try:
                 if (
@@ -196,6 +200,7 @@ class Grader:
         return self.process.stdin, self.process.stdout
 
     def _start(self) -> None:
+        """Start the process, and wait until it has imported math-verify."""
         self.process = subprocess.Popen(
             self.command,
             stdin=subprocess.PIPE,

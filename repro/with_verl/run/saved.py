@@ -31,6 +31,9 @@ def checkpoints(folder: Path) -> Path:
 
 
 def save(run: Run, where: Path, **facts: Any) -> Path:
+    """Write the settings of a run and further facts to overrides.json in the folder,
+    and return its path.
+    """
     rows = [{"override": line, "source": run.source(line)} for line in run.overrides]
     saved = {
         "objective": run.objective,

@@ -63,6 +63,9 @@ class Family:
         self.worked = 0.0  # seconds of CPU so far
 
     def look(self):
+        """Find all processes of the family, add up their CPU seconds, and note actors
+        of Ray that are gone.
+        """
         wanted = ["ppid", "cmdline", "status", "cpu_times"]
         everybody = [
             p for p in psutil.process_iter(wanted) if p.info["status"] != "zombie"

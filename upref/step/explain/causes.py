@@ -540,7 +540,9 @@ def _kl_faults(tokens: Tokens, batch: Rollouts) -> Iterator[LossFault]:
 def _hyperparameter_faults(
     objective: Objective, hp: dict[str, Any]
 ) -> Iterator[LossFault]:
-    """Yield the objective with other clip bounds."""
+    """Yield the objective with each of USUAL_VALUES in place of its own bound, then with
+    its clip bounds exchanged.
+    """
     for key in sorted(USUAL_VALUES.keys() & hp.keys()):
         for value in USUAL_VALUES[key]:
             if value == hp[key] or not _is_accepted(objective, key, value):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -66,6 +66,9 @@ ON_POLICY = 1e-6  # a log r below that is 0
 NOTICEABLE_NORM = 1e-6  # of a parameter's gradient, relative to that of the whole
 MOST_VARIANTS = 150  # forward passes with a fault that are tried
 PROMPTS = measured.PROMPTS_TRAIN.cause()
+# [cause, *more findings]; [] where no cause is found
+CauseAndMore: TypeAlias = list[Any]
+
 OTHER_WEIGHTS = Cause("with it the weights of tokens differ too, by no known cause")
 
 
@@ -479,7 +482,7 @@ def _explain_by_weights(
     padded: Padded,
     bound: float,
     only: Cause = NO_CAUSE,
-) -> list[Any]:
+) -> CauseAndMore:
     """Find the faulty forward pass, or the token weights, that give a gradient.
 
     Args:
@@ -547,7 +550,7 @@ class _Search:
         goal = self.goal
         return bool(goal.entropy_coef or goal.z_loss_coef or goal.value)
 
-    def explain(self) -> list[Any]:
+    def explain(self) -> CauseAndMore:
         """Try each explanation in turn, the cheapest first."""
         factors, residual = best_factors(self.comparison.rows, self.gradient)
         if residual <= self.bound:
@@ -571,7 +574,7 @@ class _Search:
             or [self._unknown()]
         )
 
-    def _explain_by_log_probs(self, residual: float) -> list[Any]:
+    def _explain_by_log_probs(self, residual: float) -> CauseAndMore:
         """Try faults of the log-probabilities, if the right ones do not fit.
 
         Args:
@@ -588,8 +591,9 @@ class _Search:
         """The rows without old log-probabilities, so that r = 1."""
         return replace(self.padded, old=None)
 
-    def _explain_right_forward(self, factors: Tensor, residual: float) -> list[Any]:
-        """Read the token weights of the right forward pass.
+    def _explain_right_forward(self, factors: Tensor, residual: float) -> CauseAndMore:
+        """Explain the gradient by the token weights that are read with the right forward
+        pass.
 
         Args:
             factors: of the rows, which fit the gradient best, [B].
@@ -601,9 +605,9 @@ class _Search:
             candidate, row_factors=factors if factors_fit else None
         )
 
-    def _explain_with_padding(self) -> list[Any]:
-        """Read the weights with the tokens that were fed behind each row: they may
-        train too.
+    def _explain_with_padding(self) -> CauseAndMore:
+        """Explain the gradient by token weights that are read with the tokens that were
+        fed behind each row: they may train too.
         """
         fed_behind = _without_other_responses(self.forward)
         if not any(fed_behind):
@@ -621,7 +625,7 @@ class _Search:
 
     def _explain_by_variants(
         self, variants: Callable[[Forward], Iterator[Variant]]
-    ) -> list[Any]:
+    ) -> CauseAndMore:
         """Find the first faulty forward pass that explains the gradient.
 
         A loop that makes its old log-probabilities itself makes them with its fault, so
@@ -666,7 +670,7 @@ class _Search:
             return NO_CAUSE
         return measured.RATIO_ALWAYS_ONE.cause()
 
-    def _explain_by_head(self, candidate: _Candidate) -> list[Any]:
+    def _explain_by_head(self, candidate: _Candidate) -> CauseAndMore:
         """Read the weights of a candidate whose token weights may give the head's part
         of the gradient, though no factors of its rows do.
         """
@@ -676,7 +680,7 @@ class _Search:
             return self._explain_candidate(candidate)
         return []
 
-    def _explain_by_rows(self, candidate: _Candidate, rows: Tensor) -> list[Any]:
+    def _explain_by_rows(self, candidate: _Candidate, rows: Tensor) -> CauseAndMore:
         """Compare the gradient with that of a candidate, then with factors of its rows.
 
         Args:
@@ -703,7 +707,7 @@ class _Search:
         candidate: _Candidate,
         scored: Forward | None = None,
         row_factors: Tensor | None = None,
-    ) -> list[Any]:
+    ) -> CauseAndMore:
         """Explain the gradient by the token weights that are read with a forward pass.
 
         Args:
@@ -747,8 +751,10 @@ class _Search:
             self.only,
         )
 
-    def _explain_nearest(self) -> list[Any]:
-        """Read the weights of the candidates that left the least of the gradient."""
+    def _explain_nearest(self) -> CauseAndMore:
+        """Explain the gradient by token weights that are read with the candidates that
+        left the least of it.
+        """
         by_head = sorted(self.by_head_residual, key=itemgetter(0))
         for _, candidate in by_head[: 2 * PASSES_READ]:
             with suppress(InputError):
@@ -761,7 +767,7 @@ class _Search:
                 return findings
         return []
 
-    def _explain_bonus(self) -> list[Any]:
+    def _explain_bonus(self) -> CauseAndMore:
         """Try an entropy bonus and a z-loss of any coefficients."""
         bonus_gradients = [self.terms.gradients["H"], self.terms.gradients["Z"]]
         reading = read_weights(self.forward, self.gradient, bonus_gradients)
@@ -1192,7 +1198,7 @@ def _explain_reading(
     give_the_gradient: Callable[[list[Tensor]], bool],
     row_factors: Tensor | None = None,
     only: Cause = NO_CAUSE,
-) -> list[Any]:
+) -> CauseAndMore:
     """Explain the token weights that were read with a forward pass.
 
     Args:

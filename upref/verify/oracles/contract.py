@@ -19,7 +19,7 @@ from upref.verify.report import Finding, note
 from upref.verify.shrink import gradient_pair, worst
 
 
-def _has_one_way(case: LossCase) -> str:
+def _why_one_way(case: LossCase) -> str:
     """Return why no other inputs are tried; "" where they are."""
     if case.wrong:
         return "the weights are wrong already"
@@ -28,7 +28,7 @@ def _has_one_way(case: LossCase) -> str:
     return ""
 
 
-@oracle("contract", 75, _has_one_way, implied=True)
+@oracle("contract", 75, _why_one_way, implied=True)
 def contract(case: LossCase) -> Iterator[Finding]:
     """Note each way of giving the loss the same batch in which it has another gradient
     than it must have, or refuses the inputs.

@@ -417,7 +417,7 @@ class _Policy(ast.NodeTransformer):
         return ast.Name(self.new if node.id == self.old else node.id, node.ctx)
 
 
-def _is_positive() -> ast.expr:
+def _positive_advantage() -> ast.expr:
     """Return the condition A > 0."""
     return ast.Compare(variable("A"), [ast.Gt()], [ast.Constant(0)])
 
@@ -428,8 +428,14 @@ def _by_sign(node: ast.expr) -> Iterator[Alternative]:
         return
     for rule in (_without, _exchanged, _policies):
         for words, new in rule(node):
-            yield f"{words} where A > 0", call("where", _is_positive(), new, node)
-            yield f"{words} where A <= 0", call("where", _is_positive(), node, new)
+            yield (
+                f"{words} where A > 0",
+                call("where", _positive_advantage(), new, node),
+            )
+            yield (
+                f"{words} where A <= 0",
+                call("where", _positive_advantage(), node, new),
+            )
 
 
 def _detached(node: ast.expr) -> Iterator[Alternative]:
