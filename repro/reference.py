@@ -80,9 +80,22 @@ def plugged(o):
     b = batch(o)
     config = ActorConfig(strategy="fsdp", rollout_n=8, ppo_micro_batch_size_per_gpu=1)
     loss = register(o)
-    zero = lambda x: x.masked_fill(~b.mask, 0)
+
+    def zero_if_masked(x):
+        return x.masked_fill(~b.mask, 0)
+
     found = autograd_gradient(
-        lambda x: -loss(zero(b.logp_old), x.logp, zero(b.adv), b.mask, "", config)[0], b
+        lambda x: (
+            -loss(
+                zero_if_masked(b.logp_old),
+                x.logp,
+                zero_if_masked(b.adv),
+                b.mask,
+                "",
+                config,
+            )[0]
+        ),
+        b,
     )
     expected = autograd_gradient(lambda x: o.J(x.logp, x.logp_old, x.adv, x.mask), b)
     error = (found - expected).abs().max().item()

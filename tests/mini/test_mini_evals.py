@@ -34,11 +34,12 @@ def exact_avg(problems, top_p=0.7):
                 for (said, w), row in odds
                 for t in row.nonzero()[:, 0].tolist()
             }
-            over = lambda said: (
-                said[-1] == tasks.EOS or len(said) == task.response_length
-            )
-            ended |= {said: w for said, w in grown.items() if over(said)}
-            begun = {said: w for said, w in grown.items() if not over(said)}
+
+            def is_over(said):
+                return said[-1] == tasks.EOS or len(said) == task.response_length
+
+            ended |= {said: w for said, w in grown.items() if is_over(said)}
+            begun = {said: w for said, w in grown.items() if not is_over(said)}
         assert sum(ended.values()) == pytest.approx(1)
         tokens = torch.tensor(
             [

@@ -194,7 +194,10 @@ def main(argv: list[str] | None = None) -> int:
             return 1 if other else 0
         facts = {"recipe": asdict(recipe), **provenance.of_this_machine()}
         accuracy = describe(model, task)
-        write = lambda folder: models.save(folder, model, tokenizer(task))
+
+        def write(folder: Path) -> None:
+            models.save(folder, model, tokenizer(task))
+
         files.publish(ROOT / name, write, **facts, accuracy=accuracy)
     except (InputError, OSError) as e:
         print(f"bases: {e}", file=sys.stderr)

@@ -40,7 +40,10 @@ class Tally:
 
     def add(self, lp, lp_old, A, mask, entropy, kl_old, loss, grad_norm) -> None:
         """Keep what a minibatch saw."""
-        wide = lambda x: pad(x.detach(), (0, self.width - x.shape[1]))
+
+        def wide(x: Tensor) -> Tensor:
+            return pad(x.detach(), (0, self.width - x.shape[1]))
+
         self.rows.append((wide(lp), wide(lp_old), A, wide(mask)))
         if entropy is not None:
             self.entropy.append(wide(entropy))

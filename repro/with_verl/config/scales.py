@@ -58,7 +58,10 @@ def load_scale(name: str) -> Scale:
         if "extends" in raw
         else {}
     )
-    pairs = lambda table: {k: (v[0], v[1]) for k, v in table.items()}
+
+    def pairs(table: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+        return {k: (v[0], v[1]) for k, v in table.items()}
+
     return Scale(
         name,
         raw["about"],

@@ -253,9 +253,10 @@ def summary(
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = None
-    value = lambda row, key: (
-        round(float(row["data"][key]), 4) if key in row["data"] else None
-    )
+
+    def value(row: dict, key: str) -> float | None:
+        return round(float(row["data"][key]), 4) if key in row["data"] else None
+
     return {
         "objective": name,
         "overrides": [str(x) for x in extra],

@@ -24,9 +24,10 @@ def equal(truth: str, pred: str) -> bool:
         asked = pairs(truth, pred)
         if isinstance(asked, bool):
             return asked
-        same = lambda a, b: bool(
-            verify(expressions(a), expressions(b), timeout_seconds=None)
-        )
+
+        def same(a, b):
+            return bool(verify(expressions(a), expressions(b), timeout_seconds=None))
+
         return any(same(a, b) for a, b in asked)
     except Exception:  # math-verify, sympy and ANTLR raise anything; RecursionError and MemoryError too
         return False
