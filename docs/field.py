@@ -95,7 +95,9 @@ def column_of(e: Entry) -> str:
         return "advantages"
     if kinds <= {"value"}:
         return "critic"
-    if kinds <= {"kl"} or all("beta=" in x.held_against for x in e.evidence):
+    if kinds <= {"kl", "distillation"} or all(
+        "beta=" in x.held_against for x in e.evidence
+    ):
         return "KL"
     if kinds <= {"aggregation"} or all(x.where == MASKED for x in e.evidence):
         return "masks"
@@ -106,7 +108,8 @@ def shows(row: dict[str, Any], column: str) -> bool:
     """Whether a row of an audit tests what a column is of."""
     kind = row["kind"]
     if column == "KL":
-        return kind == "kl" or "beta=" in row["promise"]
+        is_loss = kind == "loss" and "beta=" in row["promise"]
+        return kind in ("kl", "distillation") or is_loss
     if column == "advantages":
         return kind in ("advantages", "token_advantages")
     if column == "critic":

@@ -73,6 +73,20 @@ def test_a_gradient_is_seen_where_the_value_is_right():
     assert difference("value", detached, "clipped, token-mean") > 0.01
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_a_loss_of_sampled_tokens_is_judged_in_expectation(right):
+    def of_tokens(student, teacher, tokens):
+        """The right weight is a constant; the log-ratio itself (k1) pulls nowhere."""
+        at = tokens[..., None]
+        lp = student.log_softmax(-1).gather(-1, at)[..., 0]
+        lp_teacher = teacher.log_softmax(-1).gather(-1, at)[..., 0]
+        return (lp - lp_teacher).detach() * lp if right else lp - lp_teacher
+
+    found = token_parts.in_expectation(of_tokens)
+    off = difference("distillation", found, "sampled_reverse_kl")
+    assert off < 1e-9 if right else off > 0.01
+
+
 def test_the_typical_batch_has_a_tool_s_tokens():
     rewards, values, mask = token_parts.typical_advantage_arguments()
     inside = ~mask & (mask.cumsum(1) > 0) & (mask.flip(1).cumsum(1).flip(1) > 0)

@@ -164,8 +164,47 @@ def _averaged_divergence(
     return aggregate(per_token, mask, agg="token-mean")
 
 
+def without_value(loss: Function) -> Function:
+    """Return a loss whose gradient is this one's, and whose value is 0."""
+
+    def difference(*args: Tensor, **hp: float) -> Tensor:
+        """Return the loss minus itself as a constant."""
+        value = loss(*args, **hp)
+        return value - value.detach()
+
+    return difference
+
+
+def in_expectation(of_tokens: Function) -> Function:
+    """Return the expected gradient of a loss of sampled tokens.
+
+    Args:
+        of_tokens: (student's logits, teacher's logits, tokens [B, T]) -> [B, T].
+
+    Returns:
+        A function in the signature of the cases. Its value is 0: that of a loss of
+        sampled tokens means nothing.
+    """
+
+    def loss(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+        """Return the mean over the tokens, each drawn from the student."""
+        probability = student.detach().softmax(-1)
+        expected = torch.zeros_like(probability[..., 0])
+        for token in range(student.shape[-1]):
+            drawn = torch.full(mask.shape, token)
+            of_token = of_tokens(student, teacher, drawn)
+            expected = expected + probability[..., token] * of_token
+        return aggregate(expected, mask, agg="token-mean")
+
+    return without_value(loss)
+
+
 DIVERGENCES: dict[str, Function] = {
     name: partial(_averaged_divergence, name)
     for name in distillation.names()
     if name not in distillation.SAMPLED
+}
+DIVERGENCES |= {
+    f"sampled_{name}": without_value(DIVERGENCES[name])
+    for name in ("reverse_kl", "forward_kl")
 }

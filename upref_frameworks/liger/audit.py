@@ -197,9 +197,33 @@ def _chunk_forward(
     return base.chunk_forward(hidden, weight, tokens, temperature=temperature)
 
 
+def _jsd(beta: float, temperature: float) -> Callable[..., Tensor]:
+    """Return LigerFusedLinearJSDLoss without its loss of labels, as a function of logits
+    and mask: the hidden states are the logits, and the heads the identity.
+    """
+
+    def loss(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+        """Return the loss, the mean over the tokens."""
+        module = importlib.import_module("liger_kernel.chunked_loss.jsd_loss")
+        of_class = module.LigerFusedLinearJSDLoss(
+            weight_hard_loss=0.0,
+            weight_soft_loss=1.0,
+            beta=beta,
+            temperature=temperature,
+            compiled=False,
+        )
+        head = torch.eye(student.shape[-1], dtype=student.dtype)
+        labels = torch.where(mask, 0, -100).flatten()
+        given = (student.flatten(0, -2), head, teacher.flatten(0, -2), head, labels)
+        value: Tensor = of_class(*given)
+        return value
+
+    return loss
+
+
 def _parts() -> tuple[Component, ...]:
-    """Return the parts of Liger that are compared by themselves: its KL term and its
-    log-probabilities.
+    """Return the parts of Liger that are compared by themselves: its KL term, its
+    log-probabilities and its loss of a teacher.
     """
     return (
         Component(
@@ -207,6 +231,22 @@ def _parts() -> tuple[Component, ...]:
         ),
         Component(
             "logprobs", "chunk_forward", _chunked_log_probs, "token_log_probs", tol=1e-4
+        ),
+        *(
+            Component(
+                "distillation",
+                f"LigerFusedLinearJSDLoss, beta={beta:g}, temperature={temperature:g}",
+                _jsd(beta, temperature),
+                promise,
+                hp | {"temperature": temperature},
+                tol=1e-6,
+            )
+            for beta, temperature, promise, hp in (
+                (0.5, 1.0, "jsd", {"beta": 0.5}),
+                (0.1, 2.0, "jsd", {"beta": 0.1}),
+                (0.0, 1.0, "forward_kl", {}),
+                (1.0, 1.0, "reverse_kl", {}),
+            )
         ),
     )
 
@@ -238,7 +278,7 @@ def _kernels() -> dict[str, Callable[..., Any]]:
 REMARKS = (
     "Micro-batches as TRL's Liger path had it: the loss of each is divided by their number, but for dapo, cispo "
     "and vespo, which are given num_items_in_batch.",
-    "chunk_forward computes in float32: compared to 1e-4.",
+    "chunk_forward computes in float32: compared to 1e-4. LigerFusedLinearJSDLoss adds up its value in float32: to 1e-6.",
     "Not covered: several ranks, the Triton kernels, torch.compile, vLLM's correction weights.",
 )
 LIGER = Framework(

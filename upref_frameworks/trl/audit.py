@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TRL's policy losses as the audit compares them with the papers, and why they differ."""
 
+import importlib
 import inspect
 import re
 import sys
@@ -18,7 +19,9 @@ from upref.advantages import group_mean
 from upref.kl import k3
 from upref.ops import exp
 from upref.registry import get
+from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, LossFault, aggregated, fault, with_hp
+from upref_frameworks.audits import token_parts
 from upref_frameworks.audits.framework import Comparison, Component, Framework
 from upref_frameworks.audits.shared import (
     BETA,
@@ -266,6 +269,141 @@ def _part(mode: str, found: Any, promise: Any, **more: Any) -> Component:
     )
 
 
+def _labels(mask: Tensor) -> Tensor:
+    """Return labels that leave out what the mask leaves out."""
+    return torch.where(mask, 0, -100)
+
+
+def _of_trainer(trainer: str, **settings: Any) -> Callable[..., Tensor]:
+    """Return generalized_jsd_loss of an experimental trainer, such as gkd.GKDTrainer, as
+    a function of logits and mask.
+    """
+
+    def loss(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+        """Return the loss, the mean over the tokens."""
+        folder, _, name = trainer.partition(".")
+        module = importlib.import_module(f"trl.experimental.{folder}")
+        of_class = getattr(module, name).generalized_jsd_loss
+        return of_class(student, teacher, _labels(mask), **settings)
+
+    return loss
+
+
+def _of_sdpo(function: str, **settings: Any) -> Callable[..., Tensor]:
+    """Return a function of SDPO's loss_utils, as a function of logits and mask; the
+    trainer aggregates as the policy loss does, and here the mean is over the tokens.
+    """
+
+    def loss(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+        """Return the mean over the tokens."""
+        module = importlib.import_module("trl.experimental.sdpo.loss_utils")
+        per_token = getattr(module, function)(student, teacher, **settings)
+        return per_token[mask].mean()
+
+    return loss
+
+
+def _sampled_of_sdpo(student: Tensor, teacher: Tensor, tokens: Tensor) -> Tensor:
+    """Return SDPO's loss of sampled tokens, [B, T]."""
+    module = importlib.import_module("trl.experimental.sdpo.loss_utils")
+    return module.compute_sampled_token_self_distillation_loss(
+        student, teacher, tokens, distillation_alpha=1.0
+    )
+
+
+def _floored_tail(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+    """Return the forward KL over the student's 3 most likely tokens and the rest, which
+    has at least 1e-7.
+    """
+    lp, lp_teacher = student.log_softmax(-1), teacher.log_softmax(-1)
+    top = lp.topk(3, -1).indices
+
+    def with_rest(x: Tensor) -> Tensor:
+        """Return the log-probabilities of the 3 tokens and of the rest."""
+        kept = x.gather(-1, top)
+        in_all = kept.logsumexp(-1, keepdim=True).clamp(max=-1e-7)
+        return torch.cat([kept, (-in_all.expm1()).log()], -1)
+
+    lp, lp_teacher = with_rest(lp), with_rest(lp_teacher)
+    return (lp_teacher.exp() * (lp_teacher - lp)).sum(-1)[mask].mean()
+
+
+def _divergences() -> tuple[Component, ...]:
+    """Return the losses of GKD, IW-OPD and SDPO that read a teacher."""
+    gkd, iw_opd = "gkd.GKDTrainer", "iw_opd.IWOPDTrainer"
+    full = "compute_full_logit_self_distillation_loss"
+    top = "compute_topk_self_distillation_loss"
+
+    def part(
+        mode: str, found: Any, promise: str, *reasons: Fault[Any], **hp: float
+    ) -> Component:
+        """Return a loss of a teacher, and what it is compared with."""
+        return Component("distillation", mode, found, promise, hp, reasons, tol=1e-6)
+
+    def of_topk(alpha: float, tail: bool) -> Callable[..., Tensor]:
+        """Return SDPO's loss over the student's 3 most likely tokens."""
+        return _of_sdpo(
+            top,
+            distillation_topk=3,
+            distillation_alpha=alpha,
+            distillation_add_tail=tail,
+        )
+
+    return (
+        part("gkd, beta=0.5", _of_trainer(gkd), "jsd"),
+        part(
+            "gkd, beta=0.1, temperature=2",
+            _of_trainer(gkd, beta=0.1, temperature=2.0),
+            "jsd",
+            beta=0.1,
+            temperature=2.0,
+        ),
+        part("gkd, beta=0", _of_trainer(gkd, beta=0), "forward_kl"),
+        part("gkd, beta=1", _of_trainer(gkd, beta=1), "reverse_kl"),
+        part(
+            "iw_opd, beta=0, top_k=3",
+            _of_trainer(iw_opd, beta=0, top_k=3),
+            "teacher_top_k_tail(forward_kl)",
+            k=3,
+        ),
+        part(
+            "iw_opd, beta=1, top_k=3",
+            _of_trainer(iw_opd, beta=1, top_k=3),
+            "student_top_k_tail(reverse_kl)",
+            k=3,
+        ),
+        part(
+            "iw_opd, beta=1, top_k=3, add_tail=False",
+            _of_trainer(iw_opd, beta=1, top_k=3, add_tail=False),
+            "student_top_k_renormalized(reverse_kl)",
+            k=3,
+        ),
+        part(
+            "sdpo, sampled_token",
+            token_parts.in_expectation(_sampled_of_sdpo),
+            "sampled_reverse_kl",
+        ),
+        part(
+            "sdpo, full_logits, alpha=0.5",
+            _of_sdpo(full, distillation_alpha=0.5),
+            "jsd",
+        ),
+        part(
+            "sdpo, topk_logits, alpha=1",
+            of_topk(1.0, False),
+            "student_top_k_renormalized(reverse_kl)",
+            k=3,
+        ),
+        part(
+            "sdpo, topk_logits, alpha=0, add_tail",
+            of_topk(0.0, True),
+            "student_top_k_tail(forward_kl)",
+            Fault("the rest has at least 1e-7", _floored_tail),
+            k=3,
+        ),
+    )
+
+
 def _parts() -> tuple[Component, ...]:
     """Return the parts of TRL that are compared by themselves, such as its advantages."""
     grpo = import_trl().GRPOTrainer
@@ -289,6 +427,7 @@ def _parts() -> tuple[Component, ...]:
             "group_mean",
         ),
         _part("rloo", _advantages(rloo, normalize_advantages=False), "leave_one_out"),
+        *_divergences(),
     )
 
 
@@ -297,6 +436,8 @@ REMARKS = (
     "num_items_in_batch counts the tokens of a generation batch, which is one optimizer step.",
     "Not covered: several ranks, generation batches of several optimizer steps, vLLM's correction weights, the "
     "off-policy mask, entropy terms.",
+    "Of the experimental trainers the losses of a teacher of GKD, IW-OPD and SDPO are compared, over logits that are "
+    "aligned with the tokens; of GOLD and the distillation by a server nothing is.",
 )
 TRL = Framework(
     "trl",

@@ -19,6 +19,7 @@ from upref.ops import binary_kl
 from upref.rollouts import Rollouts
 from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, LossFault, aggregated, fault, with_hp
+from upref_frameworks.audits import token_parts
 from upref_frameworks.audits.case import MICRO
 from upref_frameworks.audits.components import kls
 from upref_frameworks.audits.framework import Comparison, Component, Framework
@@ -463,46 +464,45 @@ def _truncated_kl_from_0(lp: Tensor, teacher: Tensor) -> Tensor:
     return _truncated_kl(lp, teacher).clamp_min(0)
 
 
-# of a critic, for every response
-VALUES = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64)
-
-
-def _gae(lam: float) -> Callable[..., Tensor]:
-    """Return verl's GAE on the first of three tokens, as a function of rewards and
-    groups.
+def _gae(which: int, gamma: float, lam: float) -> Callable[..., Tensor]:
+    """Return verl's whitened GAE (0) or its returns (1), as a function of rewards, values
+    and mask.
     """
 
-    def advantages(R: Tensor, group: Tensor) -> Tensor:
-        """Return the advantage of the first of three tokens. The reward is on the last,
-        and all advantages are whitened together.
-        """
-        rewards = torch.nn.functional.pad(R[:, None], (2, 0))
-        ones = torch.ones(len(R), 3, dtype=R.dtype)
+    def answer(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Return verl's advantages or returns."""
         f = import_verl().core_algos.get_adv_estimator_fn("gae")
-        return f(rewards, VALUES.expand(len(R), 3), ones, gamma=0.9, lam=lam)[0][:, 0]
+        both: tuple[Tensor, Tensor] = f(rewards, values, mask, gamma=gamma, lam=lam)
+        return both[which]
 
-    return advantages
+    return token_parts.on_trained(answer)
 
 
-def _gae_reference(lam: float) -> Callable[..., Tensor]:
-    """Return the reference of GAE, as a function of rewards and groups."""
-
-    def reference(R: Tensor, group: Tensor) -> Tensor:
-        """Return GAE written as a sum, A_t = Σ_k (γλ)^k δ_(t+k), whitened as by
-        masked_whiten.
-        """
-        after = torch.cat([VALUES[1:], VALUES.new_zeros(1)])
-        deltas = torch.nn.functional.pad(R[:, None], (2, 0)) + 0.9 * after - VALUES
-        power = torch.tensor(
-            [
-                [(0.9 * lam) ** (k - t) if k >= t else 0.0 for k in range(3)]
-                for t in range(3)
-            ]
+def _gae_parts(gamma: float, lam: float) -> tuple[Component, ...]:
+    """Return verl's GAE and its returns, with these settings."""
+    return tuple(
+        Component(
+            "token_advantages",
+            f"{name}, gamma={gamma:g}, lam={lam:g}",
+            _gae(which, gamma, lam),
+            name,
+            {"gamma": gamma, "lam": lam},
         )
-        A = deltas @ power.to(deltas).T
-        return whiten_by_sample(A.flatten()).view_as(A)[:, 0]
+        for which, name in enumerate(("gae_whitened", "gae_returns"))
+    )
 
-    return reference
+
+def _value_loss(agg: str, clip: float) -> Component:
+    """Return verl's loss of a critic with this aggregation and clip."""
+
+    def loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+        """Return the value of verl's loss."""
+        of_verl = import_verl().core_algos.compute_value_loss
+        value, _ = of_verl(values, returns, old, mask.to(values), clip, agg)
+        return value
+
+    mode = f"compute_value_loss, cliprange_value={clip:g}, {agg}"
+    return Component("value", mode, loss, f"clipped, {agg}", {"clip": clip}, tol=1e-6)
 
 
 def _centred(R: Tensor, group: Tensor) -> Tensor:
@@ -622,17 +622,9 @@ def _parts() -> tuple[Component, ...]:
             )
             for std in (True, False)
         ),
-        *(
-            Component(
-                "advantages",
-                f"gae, lam={lam:g}",
-                _gae(lam),
-                _gae_reference(lam),
-                words="GAE, whitened over all tokens",
-                tol=1e-6,
-            )
-            for lam in (1.0, 0.5)
-        ),
+        *_gae_parts(1.0, 1.0),
+        *_gae_parts(0.9, 0.8),
+        *(_value_loss(agg, 0.5) for agg in ("token-mean", "seq-mean-token-mean")),
         *kls(
             kl,
             {"k1": "k1", "k2": "k2", "low_var_kl": "k3"},
