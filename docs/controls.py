@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 
 from docs import stale
-from repro.mini.experiment import answer, page, plan, records
+from repro.mini.experiment import answer, plan, records
 from repro.mini.experiment.effects import Effect
 from repro.mini.experiment.questions import RunRecord, curve, number, term_of
 from repro.mini.experiment.words import by_base, rounded, shown
@@ -266,7 +266,7 @@ def text() -> str:
     """Return the answer, and the effects that docs/findings.md shows, as tables."""
     registered, known, effects = _load()
     verdict = answer.answer(registered, effects)
-    progress = page.progress(registered, known)
+    progress = registered.progress(known)
     first = registered.stopping["first"]["seeds"]
     if verdict == "not finished":
         return f"{progress} The first look is at {first} seeds; before it nothing is known."

@@ -14,7 +14,7 @@ from pathlib import Path
 import mini_fake_train as fake
 import pytest
 
-from repro.mini.experiment import command, page, plan, records, suite
+from repro.mini.experiment import command, plan, records, suite
 from repro.mini.train.settings import Settings
 from tests.support.hanging import HANGING
 from upref import interrupt
@@ -149,7 +149,7 @@ def test_nothing_is_foretold_of_a_base_that_nobody_timed(collected):
     known = collected(small(seeds=1))
     [first, *_] = [run.settings for run in small().todo({})]
     assert math.isnan(records.forecast([replace(first, base="smollm2")], known))
-    said = page.progress(plan.load("language_model"), {})
+    said = plan.load("language_model").progress({})
     assert "runs of the experiment proper: `python" in said
 
 

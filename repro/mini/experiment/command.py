@@ -81,7 +81,7 @@ def _work(args: argparse.Namespace) -> int:
         suite.say(f"wrote {registration.register(plan, args.register)}")
         return 0
     if args.list:
-        suite.say(page.progress(plan, records.load(results)), markup=False)
+        suite.say(plan.progress(records.load(results)), markup=False)
         return 0
     if _is_closed(plan) and results == plan.results:
         raise InputError(
@@ -144,5 +144,5 @@ def _train(
             page.write(plan, _take(plan, out, results), results)
     for sentence in failures:
         print(sentence, file=sys.stderr)
-    suite.say(page.progress(plan, records.load(results)), markup=False)
+    suite.say(plan.progress(records.load(results)), markup=False)
     return 1 if failures else 0

@@ -5,7 +5,6 @@ A plan names the sections of its page: page = ["answer", "plane", ...], SECTIONS
 """
 
 import html
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from repro.mini.experiment import (
     words,
 )
 from repro.mini.experiment.effects import Effect
-from repro.mini.experiment.plan import Plan, load
+from repro.mini.experiment.plan import Plan
 from repro.mini.experiment.questions import RunRecord
 from upref.markdown import table
 
@@ -37,23 +36,6 @@ NOT_REGISTERED = """Nobody registered what is on this page: it was chosen after 
 mean over the bases, paired by seed, with a plain 95 % interval: no correction for many comparisons, and no verdict.
 """
 Known = dict[str, RunRecord]
-
-
-def progress(plan: Plan, known: Known) -> str:
-    """What is finished, what comes next, and how long that takes."""
-    todo = plan.todo(known)
-    done = len(_mine(plan, known))
-    expected = plan.expected(known)
-    finished = f"{done} of {expected} runs are finished."
-    if not todo:
-        return finished
-    searching = plan.search and todo[0].settings.seed in plan.search.seeds
-    stage = "of the search" if searching else "of the experiment proper"
-    # before the first run, by those of the experiment on stale data
-    timed = known or records.load(load("stale").results)
-    hours = records.forecast([run.settings for run in todo], timed) / 3600
-    time = "" if math.isnan(hours) else f", about {hours:.1f} hours of one core"
-    return f"{finished} Next are {len(todo)} runs {stage}{time}: `{plan.command}`."
 
 
 def write(plan: Plan, known: Known, folder: Path) -> None:
@@ -74,23 +56,17 @@ def head(plan: Plan, known: Known) -> str:
     written = f"Written by `{plan.command} --collect`."
     if plan.others:
         return f"{written} {NOT_REGISTERED}"
-    hours = records.hours(_mine(plan, known))
+    hours = records.hours(plan.own_records(known))
     commit = registration.load(plan.results.parent).get("commit", "none yet")
     note = f"{plan.note.strip()}\n\n" if plan.note else ""
     return f"""{written} Rule, arms, rates, seeds, stopping and margins were registered in
 commit `{commit}`, before any run.
 
-{note}{progress(plan, known)}
+{note}{plan.progress(known)}
 
 The finished runs took {hours:.2f} hours of one core. Effects are means over the bases, with simultaneous intervals
 (95 % for each family). The words follow from the intervals.
 """
-
-
-def _mine(plan: Plan, known: Known) -> list[RunRecord]:
-    """The records of the plan's own runs."""
-    keys = dict.fromkeys(run.key for run in plan.reachable(known))
-    return [known[key] for key in keys if key in known]
 
 
 # ---- sections ------------------------------------------------------------------------
@@ -176,7 +152,7 @@ def all_claims(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) 
 
 def stopped(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) -> str:
     """The runs whose numbers ended being finite."""
-    ended = [r for r in _mine(plan, known) if r["status"] != "done"]
+    ended = [r for r in plan.own_records(known) if r["status"] != "done"]
     lines = [f"* {r['name']} {as_text(r['status'])}" for r in ended]
     return "## Runs that stopped\n\n" + "\n".join(lines) + "\n" if lines else ""
 

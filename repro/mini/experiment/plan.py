@@ -34,6 +34,7 @@ What was said of each claim, by a rule that is closed too, is in results/standin
 
 import hashlib
 import json
+import math
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from repro.mini.experiment import effects
+from repro.mini.experiment import effects, records as recorded
 from repro.mini.experiment.effects import Effect, Look, Runs
 from repro.mini.experiment.questions import (
     Question,
@@ -180,8 +181,11 @@ class Plan:
         """The run of "search" or "main"."""
         arm = dict(self.arms[cell.arm])
         coefficient = arm.pop("coefficient", None)
-        settings = self.settings | self._settings_of(stage)
-        settings |= self.group(cell.group).get("settings", {}) | arm
+        of_stage = self.main.get("settings", {})
+        if stage == "search" and self.search:
+            of_stage = self.search.settings
+        of_group = self.group(cell.group).get("settings", {})
+        settings = self.settings | of_stage | of_group | arm
         if choice.rate is not None:
             settings["lr"] = choice.rate
         if coefficient and choice.coefficient is not None:
@@ -192,12 +196,6 @@ class Plan:
             settings["eval_seed"] = seed
         s = Settings(**settings | {"seed": seed})
         return Run(s.key, s)
-
-    def _settings_of(self, stage: str) -> dict[str, Any]:
-        """Those of the search or of the experiment proper."""
-        if stage == "search" and self.search:
-            return self.search.settings
-        return dict(self.main.get("settings", {}))
 
     # ---- the search ------------------------------------------------------------------
     def rates(self, arm: str) -> list[float]:
@@ -346,6 +344,26 @@ class Plan:
         if coefficient and not self.choice(cell, records):
             return len(tried) + len(coefficient["grid"]) - 1
         return len(tried)
+
+    def own_records(self, records: dict[str, RunRecord]) -> list[RunRecord]:
+        """The records of the plan's own runs."""
+        keys = dict.fromkeys(run.key for run in self.reachable(records))
+        return [records[key] for key in keys if key in records]
+
+    def progress(self, records: dict[str, RunRecord]) -> str:
+        """What is finished, what comes next, and how long that takes."""
+        todo = self.todo(records)
+        done = len(self.own_records(records))
+        finished = f"{done} of {self.expected(records)} runs are finished."
+        if not todo:
+            return finished
+        searching = self.search and todo[0].settings.seed in self.search.seeds
+        stage = "of the search" if searching else "of the experiment proper"
+        # before the first run, by those of the experiment on stale data
+        timed = records or recorded.load(load("stale").results)
+        hours = recorded.forecast([run.settings for run in todo], timed) / 3600
+        time = "" if math.isnan(hours) else f", about {hours:.1f} hours of one core"
+        return f"{finished} Next are {len(todo)} runs {stage}{time}: `{self.command}`."
 
     def digest(self) -> str:
         """Of the names of all runs that the plan can ask for, so that no setting
