@@ -712,6 +712,44 @@ def clamped_batch() -> Rollouts:
     )
 
 
+def concatenate(batches: Sequence[Rollouts], multiple_of: int = 1) -> Rollouts:
+    """Return several batches as one, with groups of their own.
+
+    Args:
+        batches: with groups; other fields than log-probabilities, advantages and masks
+            are left out.
+        multiple_of: the number of rows is a multiple of it: rows from the start occur
+            twice where it would not be.
+
+    Returns:
+        Rollouts [B, T], as wide as the widest batch; added slots are masked.
+    """
+    T = max(batch.mask.shape[1] for batch in batches)
+
+    def padded(name: str) -> Tensor:
+        """Return this field of all batches, padded to the widest."""
+        return torch.cat(
+            [
+                torch.nn.functional.pad(
+                    getattr(batch, name), (0, T - batch.mask.shape[1])
+                )
+                for batch in batches
+            ]
+        )
+
+    groups = []
+    next_id = 0
+    for batch in batches:
+        assert batch.group is not None
+        groups.append(batch.group + next_id)
+        next_id = int(groups[-1].max()) + 1
+    fields = [*map(padded, ("logp", "logp_old", "adv", "mask")), torch.cat(groups)]
+    logp, old, adv, mask, group = (
+        torch.cat([x, x[: -len(x) % multiple_of]]) for x in fields
+    )
+    return Rollouts(logp, old, adv, mask, group)
+
+
 def fill_padding(batch: Rollouts) -> Rollouts:
     """The batch with plausible numbers in its masked slots, and with a reference
     policy.

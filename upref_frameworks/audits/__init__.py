@@ -249,7 +249,10 @@ def audit(
         InputError: the framework cannot be installed or run.
     """
     f = framework(name)
-    if comparisons is not None and not _are_comparisons(comparisons):
+    is_table = isinstance(comparisons, list | tuple)
+    if comparisons is not None and not (
+        is_table and all(isinstance(c, Comparison) for c in comparisons)
+    ):
         raise InputError(
             "comparisons are a tuple of upref_frameworks.audits.case.Comparison, or None for all of them."
         )
@@ -333,8 +336,3 @@ def _compare_losses(
             words = [v for v in comparison.config.values() if isinstance(v, str)]
             nan_in_padding.add(f"{mode} ({', '.join(words)})" if words else mode)
     return rows, sorted(nan_in_padding)
-
-
-def _are_comparisons(x: object) -> bool:
-    """Return whether this is a list or a tuple of Comparisons, or an empty one."""
-    return isinstance(x, list | tuple) and all(isinstance(c, Comparison) for c in x)

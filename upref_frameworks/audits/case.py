@@ -20,6 +20,7 @@ from upref.weights.batches import (
     SINGLE_EDGES,
     batch,
     clamped_batch,
+    concatenate,
     reference_logp,
 )
 from upref_frameworks.settings import loss_name
@@ -240,7 +241,9 @@ def grid(
         edges = tuple(edge for edge in BOUND_EDGES if edge)
     of_promised = batch(objectives[0], edges=edges, seed=0, **promised.hp)
     of_faulty = batch(objectives[1], edges=edges, seed=1, **faulty.hp)
-    rows = _concatenate(of_promised, of_faulty, clamped_batch())
+    # some rows twice, so that micro-batches are of one size, as TRL's are
+    parts = [of_promised, of_faulty, clamped_batch()]
+    rows = concatenate(parts, multiple_of=MICRO)
     # masked slots hold what could pass for tokens, as a tool's answer in a multi-turn
     # response does
     rows = replace(
@@ -259,43 +262,6 @@ def _with_one_adv(objective: Objective) -> Objective:
     if objective.level in REDUCE:
         return objective
     return replace(objective, agg="seq-mean")
-
-
-def _concatenate(*batches: Rollouts) -> Rollouts:
-    """Return several batches as one, with groups of their own. Some rows occur twice,
-    so that all micro-batches are of one size.
-    """
-    T = max(batch.mask.shape[1] for batch in batches)
-
-    def padded(name: str) -> Tensor:
-        """Return this array of all batches, padded to the longest response."""
-        return torch.cat(
-            [
-                torch.nn.functional.pad(
-                    getattr(part, name), (0, T - part.mask.shape[1])
-                )
-                for part in batches
-            ]
-        )
-
-    group = []
-    n = 0
-    for part in batches:
-        assert part.group is not None
-        group.append(part.group + n)
-        n = int(group[-1].max()) + 1
-    arrays = [
-        padded("logp"),
-        padded("logp_old"),
-        padded("adv"),
-        padded("mask"),
-        torch.cat(group),
-    ]
-    # some rows twice, so that micro-batches are of one size, as TRL's are
-    logp, old, adv, mask, groups = (
-        torch.cat([v, v[: -len(v) % MICRO]]) for v in arrays
-    )
-    return Rollouts(logp, old, adv, mask, groups)
 
 
 def unit(objective: Objective, batch: Rollouts) -> Tensor:

@@ -321,6 +321,7 @@ def _row(
     if not differs:
         explanation = case.without_faults
     faults = explanation.faulty.faults
+    effects = _effects_of_faults(explanation)
     explained = gradient_with_faults(explanation.faulty, case.batch) / case.unit
     skip = torch.zeros_like(case.batch.mask)
     for fault in faults:
@@ -352,7 +353,7 @@ def _row(
         reasons=reasons,
         remains=remains,
         tol=tol,
-        effects=_effects_of_faults(explanation),
+        effects=effects,
     )
 
 
