@@ -225,6 +225,10 @@ def whiten_tokens(
 
     Returns:
         [B, T], 0 on masked slots.
+
+    Raises:
+        InputError: the shapes differ, mask is no bool tensor or is False everywhere, or
+            an unmasked advantage is not finite.
     """
     is_checked = (
         is_materialized(adv) and is_materialized(mask) and adv.shape == mask.shape

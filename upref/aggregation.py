@@ -155,6 +155,9 @@ class Totals(NamedTuple):
 
         Returns:
             The counts as that part needs them.
+
+        Raises:
+            InputError: there are no such rows.
         """
         fits = (
             is_materialized(i)

@@ -59,6 +59,9 @@ def clipped(
 
     Returns:
         [B, T], to be minimized.
+
+    Raises:
+        InputError: clip is no number >= 0, or the tensors do not fit each other.
     """
     _check(values, returns, old_values)
     if isinstance(clip, bool) or not isinstance(clip, int | float) or not clip >= 0:

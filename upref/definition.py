@@ -341,6 +341,9 @@ class Objective:
 
         Returns:
             The scalar J, to be maximized.
+
+        Raises:
+            InputError: lp_ref is missing, or the kept tokens of the whole mini-batch.
         """
         hp = self.resolve(hp)
         beta = hp.pop("beta", 0.0)
@@ -424,6 +427,9 @@ class Objective:
 
         Returns:
             [B, T], within the mask.
+
+        Raises:
+            InputError: b is no Rollouts, or lacks the entropy.
         """
         if not isinstance(b, Rollouts):
             raise InputError(
@@ -468,6 +474,9 @@ class Objective:
 
         Returns:
             [B, T], or None.
+
+        Raises:
+            InputError: b is no Rollouts, or lacks logp_sampler.
         """
         if not isinstance(b, Rollouts):
             raise InputError(
@@ -489,6 +498,9 @@ class Objective:
 
         Returns:
             [B, T], or None.
+
+        Raises:
+            InputError: lp_sampler is None, and the objective reads it.
         """
         if self.sampler is None:
             return None
@@ -590,6 +602,9 @@ class Objective:
 
         Returns:
             The weights, of the kind and the broadcast shape of r.
+
+        Raises:
+            InputError: the closed form cannot be computed there.
         """
         try:
             log_mu = None if mu is None else log(mu)

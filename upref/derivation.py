@@ -70,6 +70,9 @@ def derive(objective: str | Objective, mu: float = 0.25, **hp: Any) -> Derivatio
 
     Returns:
         A Derivation; `ok` is False if a regime does not match.
+
+    Raises:
+        InputError: mu is no probability above 0.
     """
     if isinstance(mu, bool) or not isinstance(mu, int | float) or not 0 < mu <= 1:
         raise InputError(f"mu is a probability in (0, 1], got {repr(mu)[:60]}.")

@@ -70,6 +70,9 @@ def shifted_log_probs(
 
     Returns:
         [B, S - 1], in nats.
+
+    Raises:
+        InputError: logits are not [B, S, V], one row for each token.
     """
     _check_logits(logits, temperature)
     check_tokens(input_ids, logits.shape[:-1], logits.shape[-1], "logits", "input_ids")
@@ -115,6 +118,9 @@ def categorical_kl(
 
     Returns:
         [..., T], in nats.
+
+    Raises:
+        InputError: the logits differ in shape.
     """
     _check_logits(logits_p, temperature)
     _check_logits(logits_q, temperature)

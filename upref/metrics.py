@@ -153,6 +153,9 @@ def best_at_k_bootstrap(
 
     Returns:
         A mean in [0, 1] with its interval.
+
+    Raises:
+        InputError: k times draws is above 1e9, or the seed is out of range.
     """
     table = _checked_table(correct)
     _check_count("k", k)

@@ -83,6 +83,9 @@ def nucleus_log_probs(
     Returns:
         [...], in nats, with gradients to the logits; -inf for a token that is not kept, NaN
         where none is.
+
+    Raises:
+        InputError: keep is no bool tensor of the shape of the logits.
     """
     z = _scaled(logits, temperature, None, 1.0)
     check_tokens(tokens, logits.shape[:-1], logits.shape[-1], "logits", "tokens")

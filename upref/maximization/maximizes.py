@@ -280,6 +280,9 @@ class Question:
 
         Args:
             setting: the rewards and the lengths.
+
+        Raises:
+            InputError: an expected gradient is not finite.
         """
         points = setting.points()
         found = [self.field(point) for point in points]

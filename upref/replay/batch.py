@@ -112,6 +112,9 @@ def merge(parts: Sequence[RecordedBatch]) -> RecordedBatch:
 
     Returns:
         The step.
+
+    Raises:
+        InputError: the step has more than MOST_SLOTS slots.
     """
     if len(parts) == 1:
         return parts[0]

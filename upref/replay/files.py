@@ -348,6 +348,9 @@ def write(path: str | Path, batch: RecordedBatch) -> None:
     Args:
         path: the file, which ends in .npz. Its folder must exist.
         batch: what to write.
+
+    Raises:
+        InputError: the path does not end in .npz.
     """
     path = Path(path)
     if path.suffix != ".npz":

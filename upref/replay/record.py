@@ -114,6 +114,9 @@ def open_folder(folder: str | Path) -> Path:
 
     Args:
         folder: its path.
+
+    Raises:
+        InputError: the folder cannot be made or written to.
     """
     place = Path(folder)
     try:

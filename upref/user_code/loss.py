@@ -374,6 +374,9 @@ class Loss:
 
         Returns:
             The scalar, its form, and where the loss was in the answer, in words.
+
+        Raises:
+            InputError: it returned no scalar and no terms of these shapes.
         """
         first, wrapped = self._tensor(answer)
         first = _plain(first)
@@ -416,6 +419,9 @@ class Loss:
 
         Returns:
             The loss, and where it was, in words; no words where it is the whole answer.
+
+        Raises:
+            InputError: it returned no loss with a gradient.
         """
         if isinstance(answer, Tensor):
             return answer, ""

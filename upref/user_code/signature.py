@@ -103,6 +103,9 @@ def parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
 
     Args:
         fn: any callable.
+
+    Raises:
+        InputError: they cannot be read.
     """
     try:
         if hasattr(fn, "forward") and hasattr(fn, "register_buffer"):

@@ -100,6 +100,10 @@ class RowOptions:
         Args:
             rows: they are changed.
             estimator: the name of the objective's own advantages.
+
+        Raises:
+            InputError: rewards or advantages are not one finite number for each row, or
+                advantages are a function and there are no rewards.
         """
         if self.rewards is None and self.advantages is None:
             return
@@ -559,6 +563,9 @@ def compare(
 
     Returns:
         Both gradients, their error, and the goal that they were compared under.
+
+    Raises:
+        InputError: the objective's gradient on these rows is not finite, or is 0.
     """
     comparisons = []
     for tried_goal in (

@@ -56,6 +56,9 @@ class Goal:
 
         Returns:
             J, KL, H, Z and V -> a scalar.
+
+        Raises:
+            InputError: beta is not 0, and the rows have no `ref`.
         """
         lp, H, Z, V = statistics
         agg = agg or declared_aggregation(self.objective)

@@ -319,6 +319,9 @@ class Model(ABC):
 
         Returns:
             [P].
+
+        Raises:
+            InputError: a gradient has another number of entries than its parameter.
         """
         for n, shape in self.shapes.items():
             if n in g and g[n].numel() != shape.numel():

@@ -260,6 +260,9 @@ def make_rows(
             it. It stands inside most prompts, and in those that groups share.
         group_size: so many responses in a row share a prompt and a group; None: each
             has a prompt of its own.
+
+    Raises:
+        InputError: the vocabulary is too small, or group_size is none of GROUP_SIZES.
     """
     if vocabulary < 8:
         raise InputError(

@@ -148,6 +148,9 @@ class AdvantageCase:
 
         Yields:
             One failure, or nothing.
+
+        Raises:
+            InputError: the function cannot be called on the batch.
         """
         batch = self.batch(batch)
         try:

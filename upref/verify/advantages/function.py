@@ -352,6 +352,9 @@ class Function(UserFunction):
         Returns:
             [N], and whether the tokens of a response have different advantages. Then
             [N] holds the first token's.
+
+        Raises:
+            InputError: it returned no real number for each response.
         """
         returned = _advantages_in(returned)
         try:

@@ -239,6 +239,9 @@ class FormulaCase:
             problem: the batch.
             settings: other settings than those of the case.
             why: the cause, where the oracle has it; "" searches the known faults.
+
+        Raises:
+            InputError: the function cannot be called on the batch.
         """
         case = replace(self, settings=settings) if settings else self
         try:

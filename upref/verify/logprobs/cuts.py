@@ -284,6 +284,9 @@ def make_problem(
         seed: of all numbers.
         temperature: of the sampler.
         top_k, top_p: the cuts; None: there is none.
+
+    Raises:
+        InputError: no clear problem was found.
     """
     for draw in range(MOST_DRAWS):
         gen = torch.Generator().manual_seed(1000 * seed + draw)

@@ -205,6 +205,9 @@ def weights_of(
 
     Returns:
         The weights, [B, T].
+
+    Raises:
+        InputError: the formula cannot be computed.
     """
     mask = batch.mask
     lp = batch.logp.detach().clone().requires_grad_()
