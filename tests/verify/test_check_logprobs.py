@@ -205,21 +205,23 @@ def test_a_copy_of_the_weight_from_an_earlier_step_is_found(dtype):
     assert report.failures[0].fault_ids == ("weight-of-earlier-call",)
 
 
-def test_ids_beyond_a_quarter_of_a_million_are_tried_with_gradients():
-    def last_ids_are_cut(logits, tokens):
-        return of(logits.log_softmax(-1), tokens.clamp(max=249_999))[0]
+def last_ids_are_cut(logits, tokens):
+    return of(logits.log_softmax(-1), tokens.clamp(max=249_999))[0]
 
-    def last_ids_are_frozen(hidden, weight, tokens):
-        last = weight[250_000:].detach()
-        logits = hidden @ torch.cat([weight[:250_000], last]).T
-        return of(logits.log_softmax(-1), tokens)[0]
 
+def last_ids_are_frozen(hidden, weight, tokens):
+    last = weight[250_000:].detach()
+    logits = hidden @ torch.cat([weight[:250_000], last]).T
+    return of(logits.log_softmax(-1), tokens)[0]
+
+
+@pytest.mark.parametrize("function", [last_ids_are_cut, last_ids_are_frozen])
+def test_ids_beyond_a_quarter_of_a_million_are_tried_with_gradients(function):
     others = [o.name for o in ORACLES if o.name != "large-vocabulary"]
-    for function in (last_ids_are_cut, last_ids_are_frozen):
-        report = check_logprobs(function, skip=others)
-        (failure,) = report.failures
-        assert "262,208 ids" in failure.regime, report.text()
-        assert failure.cause == "with 151,936 ids it is right"
+    report = check_logprobs(function, skip=others)
+    [failure] = report.failures
+    assert "262,208 ids" in failure.regime, report.text()
+    assert failure.cause == "with 151,936 ids it is right"
 
 
 def test_the_first_line_says_what_a_note_costs():

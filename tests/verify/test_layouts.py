@@ -299,6 +299,56 @@ def test_the_grid_is_put_in_these_orders(what):
     assert [f for f in permutation.findings(case) if f.severity == "failure"]
 
 
+def are_dealt_to_ranks(group, ranks=4):
+    """Whether rows that were sorted by prompt were dealt to ranks like cards."""
+    places = torch.cat([torch.arange(len(group))[i::ranks] for i in range(ranks)])
+    before = torch.empty_like(group).scatter(0, places, group)
+    is_mixed = len(group.unique_consecutive()) > len(group.unique())
+    return bool((before.diff() >= 0).all()) and is_mixed and not are_in_turn(group)
+
+
+def test_the_grid_is_dealt_to_ranks_prompt_by_prompt():
+    case = case_of("dapo", always(lambda mask, group: are_dealt_to_ranks(group)))
+    [failure] = permutation.findings(case)
+    assert failure.about == "rows in another order"
+
+
+def reads_behind_each_response(log_prob, old_log_prob, advantages, mask):
+    """GRPO whose sums of responses are differences of a running sum. Where the first
+    response has no token, its end is -1: the whole batch.
+    """
+    r = (log_prob[mask] - old_log_prob[mask]).exp()
+    A = advantages[mask]
+    running = torch.minimum(r * A, r.clamp(0.8, 1.2) * A).cumsum(0)
+    lengths = mask.sum(1)
+    ends = running[lengths.cumsum(0) - 1]
+    sums = torch.cat([ends[:1], ends.diff()])
+    return -(sums / lengths.clamp(min=1)).mean()
+
+
+def counts_from_zero(log_prob, old_log_prob, advantages, mask):
+    """The same with a zero in front of the running sum, which is right."""
+    r = (log_prob[mask] - old_log_prob[mask]).exp()
+    A = advantages[mask]
+    summands = torch.minimum(r * A, r.clamp(0.8, 1.2) * A)
+    running = torch.cat([summands.new_zeros(1), summands.cumsum(0)])
+    lengths = mask.sum(1)
+    ends = lengths.cumsum(0)
+    sums = running[ends] - running[ends - lengths]
+    return -(sums / lengths.clamp(min=1)).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "count"), [(reads_behind_each_response, 1), (counts_from_zero, 0)]
+)
+def test_the_place_of_a_row_without_tokens_does_not_matter(loss, count):
+    objective = upref.get("grpo")
+    case = make_case(read(loss, objective, {}), objective, objective.resolve({}))
+    failures = permutation.findings(case)
+    assert len(failures) == count
+    assert all("in front of the others" in f.about for f in failures)
+
+
 def clamps_tokens(
     log_prob, old_log_prob, advantages, mask, eps_low=3e-4, eps_high=4e-4
 ):

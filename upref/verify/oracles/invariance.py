@@ -583,6 +583,17 @@ def _prompts_in_turn(batch: Rollouts) -> Tensor:
     return (place_in_prompt * len(ids) + ids).argsort()
 
 
+RANKS = 4
+
+
+def _dealt_to_ranks(batch: Rollouts) -> Tensor:
+    """Return the order in which rows that are sorted by prompt, or as they are without
+    ids, are dealt to ranks like cards: those of the first rank, then of the second.
+    """
+    order = _prompt_by_prompt(batch)
+    return torch.cat([order[rank::RANKS] for rank in range(RANKS)])
+
+
 ORDERS = (
     _rolled,
     _reversed,
@@ -592,6 +603,7 @@ ORDERS = (
     _best_first,
     _prompt_by_prompt,
     _prompts_in_turn,
+    _dealt_to_ranks,
 )
 
 
@@ -610,7 +622,31 @@ def permutation(case: LossCase) -> list[Finding]:
     for order in ORDERS:
         if _depends_on_order(case, batch, gradient, order(batch)):
             return [_order_failure(case, batch, order)]
-    return []
+    return _moved_empty_row(case, batch)
+
+
+def _moved_empty_row(case: LossCase, batch: Rollouts) -> list[Finding]:
+    """Report that the gradient of the other rows depends on where a fully masked row
+    stands: in front of all, or behind them. What the row counts in a mean is the same at
+    either place.
+    """
+    longer = _with_masked_row(batch)
+    order = _rolled(longer)
+    rows = {name: x[order] for name, x in longer.tensors().items()}
+    try:
+        behind = case.gradient(longer)
+        # Rollouts itself refuses such a row
+        in_front = case.gradient(Rollouts.unchecked(**rows))[order.argsort()]
+    except InputError:
+        return []
+    distances = gradient_distance(in_front, behind, longer.mask, case.allowed_error())
+    if distances.max() == 0:
+        return []
+    expected_number, found_number = gradient_pair(
+        behind, in_front, worst(distances), "as with it behind the others"
+    )
+    text = "with a row that is masked throughout in front of the others"
+    return [fail("permutation", text, expected_number, found_number)]
 
 
 def _order_failure(
