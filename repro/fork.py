@@ -63,6 +63,7 @@ def _folder() -> "tempfile.TemporaryDirectory[str]":
 
 
 def _lives(pid: int) -> bool:
+    """Tell whether a process of this number runs."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

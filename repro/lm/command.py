@@ -24,7 +24,7 @@ import torch
 from repro import Parser
 from repro.lm import report, room
 from repro.mini.compare import parse_override
-from repro.mini.experiment.suite import said
+from repro.mini.experiment.suite import exit_status_of
 from repro.mini.policy import smollm2
 from repro.mini.train import loop
 from repro.mini.train.command import Live
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     args = arguments().parse_intermixed_args(argv)
     try:
-        return said(lambda: work(args), "lm")
+        return exit_status_of(lambda: work(args), "lm")
     except (NotFinite, ParityError) as e:
         print(f"lm: {e}", file=sys.stderr)
         return 1

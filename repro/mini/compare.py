@@ -253,6 +253,7 @@ def save_both(fig: Figure, path: Path) -> None:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
+    """Read NAME=VALUE; a value that is no JSON is text."""
     name, equals, value = text.partition("=")
     if not equals:
         raise InputError(f"{text!r} is not name=value, for example steps=50.")
@@ -327,7 +328,7 @@ def main(argv: list[str] | None = None) -> int:
         suite.say(f"\nReport and figures: {folder}", markup=False)
         return 0
 
-    return suite.said(work, "run.sh")
+    return suite.exit_status_of(work, "run.sh")
 
 
 if __name__ == "__main__":

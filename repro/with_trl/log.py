@@ -66,6 +66,7 @@ class StepLog(TrainerCallback):
         def scored(
             prompts: list, completions: list, answer: list[str], **more: Any
         ) -> list[float]:
+            """Score the completions, and keep them with their scores."""
             scores = reward(prompts, completions, answer, **more)
             texts = [c[0]["content"] if isinstance(c, list) else c for c in completions]
             rows = zip(texts, answer, scores, strict=True)
@@ -87,6 +88,7 @@ class StepLog(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict | None = None, **_: Any
     ) -> None:
+        """Write what TRL logs under verl's names, and print the score."""
         import torch
 
         logs = logs or {}

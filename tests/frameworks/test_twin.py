@@ -122,7 +122,7 @@ def test_a_family_for_which_trl_is_wrong_does_not_start():
 
 
 # ---- verl ----------------------------------------------------------------------------
-def spec(config, **model):
+def twin_of_verl(config, **model):
     from upref_frameworks.verl.step import settings_of_twin
 
     actor = dict(strategy="fsdp", use_kl_loss=True, kl_loss_coef=0.04, kl_loss_type="low_var_kl", entropy_coeff=0.01,
@@ -148,11 +148,11 @@ def test_a_family_for_which_verl_is_wrong_does_not_start(fused):
     config = transformers.CohereConfig()
     try:
         if not fused:
-            assert "up_grpo: agrees" in stop_unless_twin_agrees(spec(config))
+            assert "up_grpo: agrees" in stop_unless_twin_agrees(twin_of_verl(config))
             return
         with pytest.raises(RuntimeError, match="logit scale or softcap is left out"):
             stop_unless_twin_agrees(
-                spec(config, use_fused_kernels=True, use_remove_padding=False)
+                twin_of_verl(config, use_fused_kernels=True, use_remove_padding=False)
             )
     except upref.InputError as e:
         if "does not import" in str(e):
@@ -163,7 +163,7 @@ def test_a_family_for_which_verl_is_wrong_does_not_start(fused):
 def test_a_twin_that_breaks_is_no_verdict():
     from upref_frameworks.verl.step import stop_unless_twin_agrees
 
-    broken = replace(spec(None), actor={})
+    broken = replace(twin_of_verl(None), actor={})
     with pytest.raises(upref.InputError, match="step_check could not run: KeyError"):
         stop_unless_twin_agrees(broken)
 

@@ -263,7 +263,7 @@ def child(out: Path) -> int:
             return len(suite.run_all(QUEUE, out, 2, lock, train="mini_fake_train"))
 
     interrupt.handled("suite")
-    return suite.said(work, "suite")
+    return suite.exit_status_of(work, "suite")
 
 
 def test_the_command(tmp_path, capsys):

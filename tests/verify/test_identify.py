@@ -298,7 +298,7 @@ def test_a_wrong_loss_is_not_called_an_objective(case):
         ("clip_cov", None, None, None),
     ],
 )
-def test_verl(mode, name, agg, hp):
+def test_losses_of_verl_are_identified(mode, name, agg, hp):
     pytest.importorskip("verl")
     identity = upref.identify(f"verl:{mode}")
     if name is None:

@@ -361,7 +361,7 @@ def _find_kl_term(
     box: BlackBox, batch: Rollouts, among: Iterable[str]
 ) -> dict[str, Any]:
     """Return the KL term and its coefficient as fields of BlackBox, {} where there is
-    none. With A = 0 nothing else is left of the gradient.
+    none; of several that fit, the last. With A = 0 nothing else is left of the gradient.
     """
     # a term in log r is none
     unevenness = (

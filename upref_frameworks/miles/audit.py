@@ -157,9 +157,9 @@ def _log_probs(first: Tensor) -> Tensor:
 
 
 def _distillation(top_k: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what on-policy distillation with --opd-log-prob-top-k does on policy, as a
-    function of the student's and the teacher's log-probability of the first of two
-    tokens, both [1, T].
+    """Return the expected advantage of on-policy distillation with
+    --opd-log-prob-top-k where the policy has not moved, as a function of the student's
+    and the teacher's log-probability of the first of two tokens, both [1, T].
     """
 
     def expected(lp: Tensor, teacher: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from upref.errors import InputError
 def main(argv: list[str] | None = None) -> int:
     """The command line."""
     args = _parser().parse_args(argv)
-    return suite.said(lambda: _work(args), "experiment")
+    return suite.exit_status_of(lambda: _work(args), "experiment")
 
 
 def _parser() -> Parser:

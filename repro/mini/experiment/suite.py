@@ -157,8 +157,14 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def said(work: Callable[[], int], who: str) -> int:
-    """work(), with what a user can set right said in one sentence."""
+def exit_status_of(work: Callable[[], int], who: str) -> int:
+    """Do the work and return its exit status; 2 after a sentence on what a user can set
+    right.
+
+    Args:
+        work: returns its own status.
+        who: the name in front of the sentence.
+    """
     interrupt.then("the same command goes on from here")
     try:
         return work()

@@ -152,6 +152,9 @@ def describe(model: PreTrainedModel, task: tasks.Task) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Train the base of a name and publish it, or compare it with the committed
+    weights; without a name, list the bases.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -48,6 +48,7 @@ class Addition:
         return mine[torch.cat(orders)[:n]]
 
     def prompts(self, problems: Tensor) -> Tensor:
+        """Return a worked example, then the sum that is asked for."""
         example = torch.tensor([EXAMPLE], device=problems.device)
         total = example.sum(1)
         line = torch.full_like(total, LINE)

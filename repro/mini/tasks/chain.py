@@ -73,6 +73,9 @@ class Chain:
         return problems, torch.stack(said, 1)
 
     def verify(self, problems: Tensor, tokens: Tensor) -> Verdict:
+        """Read the last of the partial sums; right is a valid answer that is the sum
+        modulo 100.
+        """
         parts = tokens.view(len(tokens), TERMS - 1, 3)
         digits = ((parts[..., :2] >= ZERO) & (parts[..., :2] < ZERO + 10)).all(2).all(1)
         ends = (parts[:, :-1, 2] == THEN).all(1) & (parts[:, -1, 2] == EOS)

@@ -70,6 +70,7 @@ class Countdown:
         return torch.cat(found)[:n]
 
     def prompts(self, problems: Tensor) -> Tensor:
+        """Return the four numbers, then the target."""
         start = torch.full((len(problems), 1), BOS)
         return torch.cat(
             [

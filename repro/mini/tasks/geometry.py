@@ -73,6 +73,9 @@ class Geometry:
     def demonstrations(
         self, n: int, style: str, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
+        """Draw problems with answers. In a share MISREAD of the rectangles, the answer takes
+        one side for longer or shorter by one.
+        """
         problems = self._draw(n, False, generator)
         seen = problems.clone()
         for start in (0, 4):

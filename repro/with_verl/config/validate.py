@@ -302,6 +302,7 @@ def _hint(cfg: DictConfig, key: str) -> str:
 
 
 def _keys(node: DictConfig, prefix: str = "") -> list[str]:
+    """Return the names of all settings, those of inner tables too."""
     found = []
     for key in node:
         found.append(f"{prefix}{key}")
@@ -375,6 +376,7 @@ def _fits(value: Any, want: Any) -> bool:
 
 
 def _words(want: Any) -> str:
+    """Describe a type in words."""
     words = {
         int: "a whole number",
         float: "a number",

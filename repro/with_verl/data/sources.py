@@ -80,6 +80,7 @@ def _field(r: Row, i: int, *names: str) -> Any:
 
 
 def _boxed(s: Source, i: int, problem: str, answer: str) -> Row:
+    """Make a row whose prompt asks for a boxed answer."""
     return row(
         s.name.removesuffix("_x32"),
         i,

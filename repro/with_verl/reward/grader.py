@@ -20,6 +20,7 @@ def expressions(answer: str):
 
 
 def equal(truth: str, pred: str) -> bool:
+    """Tell whether two answers are equal; False where math-verify fails on them."""
     try:
         asked = pairs(truth, pred)
         if isinstance(asked, bool):

@@ -85,7 +85,7 @@ def start(
 
         def tell(row: dict) -> None:
             records.collect(run.directory)
-            print(said(row, total), flush=True)
+            print(line_of_step(row, total), flush=True)
             told.append(row["data"].get("timing_s/step", 0.0))
             if len(told) == 2 and total:
                 print(
@@ -157,7 +157,8 @@ def joins(run: Run) -> bool:
     return bool(os.environ.get("RAY_ADDRESS")) or (bool(nodes) and nodes[-1] != "1")
 
 
-def said(row: dict, total: int | None) -> str:
+def line_of_step(row: dict, total: int | None) -> str:
+    """Return a step of the log as one line."""
     d = row["data"]
     parity = (
         f"  parity {d['actor/upref/parity_of_bound']:.2g}"
