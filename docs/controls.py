@@ -303,7 +303,8 @@ def text() -> str:
             "",
             table(["where", "UP-DAPO minus", *AT_LEVELS], _rows_elsewhere()),
             "",
-            _choices(registered, known),
+            "[The report](../repro/mini/controls/results/report.md#rates-and-coefficients) has "
+            "the learning rate and the coefficient that the search chose for each method.",
         ]
     )
 
@@ -391,35 +392,6 @@ def _rows_elsewhere() -> list[list[str]]:
         of_group = [e for e in _family("elsewhere") if e.question.group == group]
         rows += [[where, *row] for row in _rows(of_group, *LEVELS)]
     return rows
-
-
-def _choices(registered: plan.Plan, known: dict[str, RunRecord]) -> str:
-    """Return the rates and coefficients that the search chose 16 rollouts stale, and
-    the coefficients elsewhere, as sentences.
-    """
-    rates: dict[float, list[str]] = {}
-    coefficients = {}
-    for cell in registered.cells():
-        choice = registered.choice(cell, known)
-        if choice is None:
-            continue
-        if cell.group == "s16":
-            name = NAMES.get(cell.arm, "UP-DAPO")
-            rates.setdefault(choice.rate, []).append(name)
-        if choice.coefficient is not None:
-            words = ELSEWHERE.get(cell.group, "16 rollouts stale")
-            coefficients[words] = choice.coefficient
-    most_chosen = max(rates, key=lambda rate: len(rates[rate]))
-    others = [
-        f"{rate:g} for {' and '.join(names)}"
-        for rate, names in sorted(rates.items())
-        if rate != most_chosen
-    ]
-    bonus = ", ".join(f"{c:g} ({words})" for words, c in coefficients.items())
-    return (
-        f"The search chose the learning rate {most_chosen:g} for most methods, 16 rollouts stale; "
-        f"{', '.join(others)}. It chose these coefficients of the bonus: {bonus}."
-    )
 
 
 def _rows(effects: list[Effect], first: str, second: str) -> list[list[str]]:
