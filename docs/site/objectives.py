@@ -13,6 +13,7 @@ import numpy as np
 
 from docs.site import tex
 from docs.site.prose import papers
+from repro.mini.experiment import curves, plan, records
 from upref import markdown
 from upref.cli.show import _source, bib_entry
 from upref.derivation import derive
@@ -57,6 +58,8 @@ def page(o: Objective, folder: Path) -> str:
         "## Pictures",
         _pictures(o, folder),
     ]
+    if runs := _runs(o, folder):
+        parts += ["## Training curves", runs]
     if o.hyperparameters:
         parts += ["## Hyperparameters", _hyperparameters(o)]
     parts += ["## Where frameworks differ", _frameworks(o)]
@@ -255,6 +258,107 @@ def _pictures(o: Objective, folder: Path) -> str:
         f"![Gradient weight of {o.name} against the ratio, described below.]({o.name}-weight.svg)\n\n"
         f"The weight where A = 1: {weights[0]}; where A = −1: {weights[1]}."
     )
+
+
+PANELS = [
+    {"metric": "reward", "label": "reward in training"},
+    {"metric": "avg", "label": "test problems, Avg@32"},
+    {"metric": "best", "label": "test problems, Best@32"},
+]
+
+
+Arms = dict[str, list[dict]]  # objective -> its recorded runs
+
+
+@functools.cache
+def _recorded() -> dict[tuple, Arms]:
+    """Return the runs of objectives at their defaults, by all settings but objective
+    and seed.
+    """
+    recorded: dict[tuple, Arms] = {}
+    folders = plan.ROUNDS.values()
+    runs = [run for folder in folders for run in records.load(folder).values()]
+    for run in runs:
+        settings = run["settings"]
+        if run["status"] != "done" or settings["hp"]:
+            continue
+        others = tuple(
+            (name, str(value))
+            for name, value in settings.items()
+            if name not in ("objective", "seed")
+        )
+        arms = recorded.setdefault(others, {})
+        arms.setdefault(settings["objective"], []).append(run)
+    return recorded
+
+
+def _runs(o: Objective, folder: Path) -> str:
+    """Draw the runs of an objective into the folder, with DAPO's of the same setting.
+
+    The setting is the one in which most seeds of the objective are recorded.
+
+    Returns:
+        The figure with its text; "" if there is no run.
+    """
+    settings_with_it = [arms for arms in _recorded().values() if o.name in arms]
+    if not settings_with_it:
+        return ""
+
+    def rank(arms: Arms) -> tuple[int, bool, int]:
+        runs = arms[o.name]
+        return len(runs), "dapo" in arms, runs[0]["settings"]["steps"]
+
+    arms = max(settings_with_it, key=rank)
+    drawn = {o.name: arms[o.name]}
+    if "dapo" in arms:
+        drawn["dapo"] = arms["dapo"]
+    panels = []
+    for panel in PANELS:
+        curves_of = {
+            name: [curves.curve(run, panel) for run in runs]
+            for name, runs in drawn.items()
+        }
+        panels.append(curves_of)
+    curves.draw(PANELS, panels, "", o.name).savefig(folder / f"{o.name}-runs.svg")
+    seeds = []
+    for name, runs in drawn.items():
+        numbers = _ranges(run["settings"]["seed"] for run in runs)
+        seeds.append(f"{name}: seeds {numbers}")
+    return (
+        f"![Reward, Avg@32 and Best@32 of {o.name} in recorded runs, described below.]({o.name}-runs.svg)\n\n"
+        "Recorded runs of the [miniature](../repro/mini/README.md): "
+        f"{_settings_text(arms[o.name][0]['settings'])} ({'; '.join(seeds)}). Bold: {o.name}'s mean over its seeds. "
+        "Thin: one seed. The learning rate is the same for every objective and may suit some of them better than "
+        "others, so the figure does not rank them."
+    )
+
+
+def _settings_text(s: dict) -> str:
+    """Return the settings of a recorded run in words."""
+    parts = [
+        f"task `{s['task']}`",
+        f"base `{s['base']}`",
+        f"{s['steps']} steps",
+        f"learning rate {s['lr']:g}",
+        f"{s['minibatches']} mini-batches a step",
+    ]
+    if s["epochs"] > 1:
+        parts.append(f"{s['epochs']} epochs")
+    if s["beta"]:
+        parts.append(f"KL coefficient {s['beta']:g}")
+    parts += [f"{k} `{s[k]}`" for k in ("advantages", "aggregation") if s[k]]
+    return ", ".join(parts)
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as ranges: 0 to 4, 1000 to 1012."""
+    out: list[list[int]] = []
+    for n in sorted({*numbers}):
+        if out and n == out[-1][1] + 1:
+            out[-1][1] = n
+        else:
+            out.append([n, n])
+    return ", ".join(f"{a} to {b}" if b > a else str(a) for a, b in out)
 
 
 def _hyperparameters(o: Objective) -> str:
