@@ -20,6 +20,7 @@ from upref.kl import k3
 from upref.ops import exp, sg
 from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, LossFault, aggregated, with_hp
+from upref_frameworks.audits import token_parts
 from upref_frameworks.audits.components import kls
 from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
 from upref_frameworks.audits.shared import ALWAYS, CLAMP_K3, FLOOR, NARROW, kl_term
@@ -302,6 +303,182 @@ def _log_probs(chunk: int | None) -> Callable[..., Tensor]:
     return log_probs
 
 
+def _gae(name: str, gamma: float, lam: float) -> Callable[..., Tensor]:
+    """Return NeMo RL's GAE of tokens, whitened or not, or its returns, as a function of
+    rewards, values and mask.
+    """
+    settings: dict[str, Any] = {"gae_lambda": lam, "gae_gamma": gamma}
+    settings["length_adaptive_alpha"] = 0.0
+    settings["normalize_advantages"] = name == "gae_whitened"
+    off = {"gae_lambda_value": None, "gae_lambda_policy": None}
+
+    def answer(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Return NeMo RL's advantages or returns, with a reward on any token in place of
+        one on the last.
+        """
+        of_module = _module("algorithms.advantage_estimator")
+        estimator = of_module.GeneralizedAdvantageEstimator(
+            settings | off, _losses().ClippedPGLossConfig()
+        )
+        vars(estimator)["_build_token_level_rewards"] = lambda *_: rewards
+        both = estimator.compute_advantage(None, None, mask, values)
+        return both[1 if name == "gae_returns" else 0]
+
+    return token_parts.on_trained(answer)
+
+
+def _gae_parts(gamma: float, lam: float) -> tuple[Component, ...]:
+    """Return NeMo RL's GAE and its returns, with these settings."""
+    return tuple(
+        Component(
+            "token_advantages",
+            f"{name}, gae_gamma={gamma:g}, gae_lambda={lam:g}",
+            _gae(name, gamma, lam),
+            name,
+            {"gamma": gamma, "lam": lam},
+            tol=1e-6,
+        )
+        for name in token_parts.ADVANTAGES
+    )
+
+
+def _value_loss(clip: float | None) -> Callable[..., Tensor]:
+    """Return NeMo RL's loss of a critic, as a function of values, old values, returns and
+    mask.
+    """
+
+    def loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+        """Return the loss, divided by the tokens of the batch."""
+        config = _losses().MseValueLossConfig(cliprange=clip)
+        data = {"token_mask": mask.to(values), "sample_mask": torch.ones(len(mask))}
+        data |= {"returns": returns, "values": old}
+        counts = (torch.tensor(len(mask)), mask.sum())
+        value, _ = _losses().MseValueLossFn(config)(values, data, *counts)
+        return value
+
+    return loss
+
+
+def _distillation(kl_type: str, zero_outside_topk: bool) -> Callable[..., Tensor]:
+    """Return NeMo RL's distillation over the teacher's 3 most likely tokens, as a
+    function of logits and mask.
+    """
+
+    def loss(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+        """Return the loss, divided by the tokens of the batch. Its functions shift: the
+        logits get a last place, and the mask a first one.
+        """
+        top = pad(teacher, (0, 0, 0, 1)).topk(3, -1)
+        prepare = _module(
+            "distributed.model_utils"
+        ).get_distillation_topk_logprobs_from_logits
+        of_tokens = prepare(
+            pad(student, (0, 0, 0, 1)),
+            top.values,
+            top.indices,
+            zero_outside_topk,
+            zero_outside_topk and kl_type != "forward",
+        )
+        config = _losses().DistillationLossConfig(
+            kl_type=kl_type, zero_outside_topk=zero_outside_topk
+        )
+        data = {"token_mask": pad(mask.to(student), (1, 0)), "input_ids": mask}
+        data |= {"sample_mask": torch.ones(len(mask))}
+        counts = (torch.tensor(len(mask)), mask.sum())
+        value, _ = _losses().DistillationLossFn(config)(*of_tokens, data, *counts)
+        return value
+
+    return loss
+
+
+def _mixed_kl(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+    """Return half the forward and half the reverse KL over the teacher's 3 most likely
+    tokens, both normalized over them.
+    """
+    both = [
+        token_parts.DIVERGENCES[f"teacher_top_k_renormalized({name})"](
+            student, teacher, mask, k=3
+        )
+        for name in ("forward_kl", "reverse_kl")
+    ]
+    return (both[0] + both[1]) / 2
+
+
+def _kl_to_top(kl_type: str) -> Callable[..., Tensor]:
+    """Return a KL to the teacher's 3 most likely tokens, normalized over them; the other
+    tokens have the log-probability -100.
+    """
+
+    def loss(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+        """Return the mean over the tokens."""
+        top = teacher.topk(3, -1)
+        lp_teacher = torch.full_like(teacher, -100.0)
+        lp_teacher.scatter_(-1, top.indices, top.values.log_softmax(-1))
+        lp = student.log_softmax(-1)
+        if kl_type == "forward":
+            terms = lp_teacher.exp() * (lp_teacher - lp)
+        else:
+            terms = lp.exp() * (lp - lp_teacher)
+        return terms.sum(-1)[mask].mean()
+
+    return loss
+
+
+def _sampled_distillation(student: Tensor, teacher: Tensor, tokens: Tensor) -> Tensor:
+    """Return -A log π of sampled tokens, A the advantage of OPDAdvantageEstimator."""
+    at = tokens[..., None]
+    lp = student.log_softmax(-1).gather(-1, at)[..., 0]
+    lp_teacher = teacher.log_softmax(-1).gather(-1, at)[..., 0]
+    of_class = _module("algorithms.advantage_estimator").OPDAdvantageEstimator
+    A = of_class({}, {}).compute_advantage(
+        None, None, torch.ones_like(lp), teacher_logprobs=lp_teacher, prev_logprobs=lp
+    )
+    return -A * lp
+
+
+def _distillations() -> tuple[Component, ...]:
+    """Return NeMo RL's losses of a teacher."""
+
+    def part(mode: str, found: Any, promise: Any, words: str = "") -> Component:
+        """Return a loss of a teacher, and what it is compared with."""
+        hp = {"k": 3} if "top_k" in str(promise) and not words else {}
+        return Component(
+            "distillation", mode, found, promise, hp, tol=1e-5, words=words
+        )
+
+    outside = "KL over the vocabulary, the teacher's log-probability outside its top 3 is -100"
+    return (
+        *(
+            part(
+                f"DistillationLossFn, kl_type={name}",
+                _distillation(name, False),
+                f"teacher_top_k_renormalized({name}_kl)",
+            )
+            for name in ("forward", "reverse")
+        ),
+        part(
+            "DistillationLossFn, kl_type=mixed",
+            _distillation("mixed", False),
+            _mixed_kl,
+            "half of each KL over the teacher's top 3, normalized",
+        ),
+        *(
+            part(
+                f"DistillationLossFn, kl_type={name}, zero_outside_topk=True",
+                _distillation(name, True),
+                _kl_to_top(name),
+                f"{name} {outside}",
+            )
+            for name in ("forward", "reverse")
+        ),
+        part(
+            "OPDAdvantageEstimator",
+            token_parts.in_expectation(_sampled_distillation),
+            "sampled_reverse_kl",
+        ),
+    )
+
+
 def _parts() -> tuple[Component, ...]:
     """Return the parts of NeMo RL that are compared by themselves, such as its
     advantages.
@@ -378,6 +555,24 @@ def _parts() -> tuple[Component, ...]:
             "token_log_probs",
             tol=1e-4,
         ),
+        *_gae_parts(1.0, 1.0),
+        *_gae_parts(0.9, 0.8),
+        Component(
+            "value",
+            "MseValueLossFn, cliprange=0.2",
+            _value_loss(0.2),
+            "clipped, token-mean",
+            {"clip": 0.2},
+            tol=1e-6,
+        ),
+        Component(
+            "value",
+            "MseValueLossFn, cliprange=None",
+            _value_loss(None),
+            "mse, token-mean",
+            tol=1e-6,
+        ),
+        *_distillations(),
     )
 
 
@@ -388,7 +583,7 @@ REMARKS = (
     "docstring of ClippedPGLossFn says to set. Denominators are those of the global batch; a mean "
     "divides by n + 1e-8, so that weights are compared to 1e-6.",
     "Not covered: several ranks, packed sequences, icepop and seq-mask-tis, VAPO's positive-example loss, "
-    "KL in the reward, the GDPO, GAE and distillation estimators. Dr. GRPO's constant denominator is not offered.",
+    "KL in the reward, the GDPO estimator, cross-tokenizer distillation. Dr. GRPO's constant denominator is not offered.",
 )
 NEMO_RL = Framework(
     "nemo_rl",
@@ -406,10 +601,11 @@ NEMO_RL = Framework(
             "NLLLossFn",
             "PreferenceLossFn",
             "DPOLossFn",
-            "DistillationLossFn",
-            "MseValueLossFn",
             "CrossTokenizerDistillationLossFn",
         ),
         ELSE,
+    )
+    | dict.fromkeys(
+        ("DistillationLossFn", "MseValueLossFn"), "no policy loss: a row of its own"
     ),
 )
