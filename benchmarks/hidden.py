@@ -33,8 +33,8 @@ from pathlib import Path
 
 import torch
 
-import upref.hidden
 import upref.logprobs
+from benchmarks.gpu import kernels
 from benchmarks.speed import operations_per_second
 
 V, H = 151_936, 896  # of Qwen2.5-0.5B
@@ -44,13 +44,14 @@ TAU = 0.8
 # ---- what is compared ----------------------------------------------------------------
 # Each returns a function: (hidden [N, H], weight [V, H], tokens [N]) -> (log-probs [N],
 # entropy [N] or None).
-def upref_hidden():
-    """Return upref's function, which makes no logits of all tokens at once."""
+def at_tau(make):
+    """Return what makes a function of benchmarks/gpu/kernels.py at the temperature TAU."""
 
-    def log_probs(h, W, tokens):
-        return upref.hidden.token_log_probs(h, W, tokens, temperature=TAU)
+    def made():
+        function = make()
+        return lambda h, W, tokens: function(h, W, tokens, TAU)
 
-    return log_probs
+    return made
 
 
 def naive():
@@ -59,28 +60,6 @@ def naive():
     def log_probs(h, W, tokens):
         lp = ((h @ W.T).float() / TAU).log_softmax(-1)
         return lp.gather(1, tokens[:, None])[:, 0], -(lp.exp() * lp).sum(1)
-
-    return log_probs
-
-
-def trl_chunked():
-    """Return TRL's function, in chunks of the vocabulary."""
-    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
-
-    def log_probs(h, W, tokens):
-        return ChunkedLogProbFunction.apply(
-            h, W, None, tokens, TAU, 32768, None, 1.0, ("entropy",)
-        )[:2]
-
-    return log_probs
-
-
-def verl_fused():
-    """Return verl's function, in chunks of tokens."""
-    from verl.utils.experimental.torch_functional import FusedLinearForPPO
-
-    def log_probs(h, W, tokens):
-        return FusedLinearForPPO()(h, W, tokens, TAU)
 
     return log_probs
 
@@ -154,10 +133,10 @@ def without_entropy(function):
 
 
 WHO = {
-    "upref.hidden": upref_hidden,
+    "upref.hidden": at_tau(kernels.upref_hidden),
     "naive": naive,
-    "TRL chunked": trl_chunked,
-    "verl fused": verl_fused,
+    "TRL chunked": at_tau(kernels.trl_chunked),
+    "verl fused": at_tau(kernels.verl_fused),
     "Liger scaled": liger_scaled,
     "Unsloth fused": unsloth_fused,
 }
@@ -320,7 +299,7 @@ def times(N, V, who, rounds, H=H):
 def exact_step(h, W, tokens):
     """Return what `step` returns of upref's function in float64."""
     h, W = (x.detach().double().requires_grad_() for x in (h, W))
-    return step(upref_hidden(), h, W, tokens)
+    return step(WHO["upref.hidden"](), h, W, tokens)
 
 
 def largest_difference(x, y):
