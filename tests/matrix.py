@@ -96,6 +96,11 @@ class Steps:
         self.sizes: dict[str, int] = {}  # KB of what was built
 
     def run(self, command: str, status: int = 0, says: str = "", name: str = "") -> str:
+        """Run a command, keep whether it ended as expected, and return its output.
+
+        status: the expected one. says: what the output must contain. name: of the
+        record; by default the command.
+        """
         start = time.time()
         both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         got = subprocess.run(

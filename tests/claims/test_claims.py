@@ -301,6 +301,9 @@ def test_what_a_library_prints_does_not_hide_the_experiments(checkout):
 
 
 def test_a_claim_is_as_red_as_its_evidence(checkout):
+    """Claims that point to derivations and tests of a checkout made for this: some
+    hold, some fail, some do not exist.
+    """
     pointers = {
         "proved": {"derivations": ("right",)},
         "false as written": {"tests": ("tests/test_fake.py::test_right",)},
@@ -330,6 +333,9 @@ def test_a_claim_is_as_red_as_its_evidence(checkout):
 
 
 def test_experiments_speak_by_their_own_rule():
+    """The word that a rule gave is the verdict. A contradiction by bounds alone is not
+    seen, and without enough seeds nothing is decided.
+    """
     base = {
         "shown": "×2",
         "seeds": 5,

@@ -32,6 +32,7 @@ class Zero(Plain):
         return "" if case.ranks == 1 else "one process"
 
     def step(self, model, rows, case):
+        """Train a copy with a DeepSpeed engine; return the weights after each update."""
         import deepspeed
 
         own = copy.deepcopy(model)  # ZeRO-3 replaces the parameters

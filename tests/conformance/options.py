@@ -460,6 +460,9 @@ def print_one(option: Option, one: Mapping[str, Any]) -> None:
 
 
 def main() -> int:
+    """Measure the options of a framework that the command names, and keep each result
+    as soon as it is there.
+    """
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("framework", choices=TRAINERS)
     parser.add_argument("--only", default="", help="options whose name holds this text")

@@ -171,6 +171,9 @@ class SkyRL:
                     worker.optim_step()
 
     def train(self, model, rows, case, reference):
+        """Let SkyRL's trainer do all that follows generation, with workers in this
+        process.
+        """
         config = self.config(case)
         config.trainer.train_batch_size = len({row.group for row in rows})
         config.trainer.policy_mini_batch_size = (

@@ -476,6 +476,9 @@ class Cold(Plain):
 
 @pytest.mark.slow
 def test_the_command_and_the_list_of_known_failures(tmp_path):
+    """One case passes, one fails and one cannot run: without a list, with one that
+    names both, and with one that also names the case that passes.
+    """
     (tmp_path / "adapter.py").write_text(ADAPTER)
     some = (
         "--adapter",

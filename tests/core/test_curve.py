@@ -39,6 +39,7 @@ BOUND = st.floats(-2.5, 2.5).map(np.exp) | st.sampled_from(GRID[(GRID > 0.1) & (
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_every_jump_is_found_and_nothing_else(data):
+    """On curves with up to four jumps, whose weights may slope between them."""
     bounds = sorted(data.draw(st.lists(BOUND, max_size=4, unique=True)))
 
     def apart(x, y):

@@ -247,6 +247,9 @@ def test_gradients_are_those_of_finite_differences():
 
 
 def test_forbidden_tokens_leave_a_smaller_vocabulary():
+    """Logits of NEG beside three others: numbers and gradients are those of the three
+    alone.
+    """
     torch.manual_seed(3)
     small_p, small_q = (
         torch.randn(2, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)

@@ -57,6 +57,9 @@ def evaluation(s, step: int) -> list[dict]:
 
 
 def write(s, out: Path, pause: float = 0.0, nan: bool = False) -> None:
+    """Write the files that a run of these settings would write, or those of one that
+    stops at step 3 if `nan` is set.
+    """
     out.mkdir(parents=True, exist_ok=True)
     (out / "settings.json").write_text(json.dumps(vars(s)))
     with (

@@ -268,6 +268,9 @@ class Killed(BaseException):
 def test_killed_after_every_step_it_ends_as_if_nothing_had_happened(
     settings, whole, tmp_path, monkeypatch
 ):
+    """Killed before each log line and checkpoint and after each step, and resumed each
+    time: the files are those of an unbroken run.
+    """
     out, deaths = tmp_path / "run", 0
     add, save = files.Log.add, checkpoint.save
 

@@ -78,6 +78,9 @@ def report(tmp_path_factory):
 
 
 def test_the_report_says_what_showed(report):
+    """Both seeds of a stand-in for training show higher and lower numbers; two seeds
+    alone prove nothing, and the report says so.
+    """
     text, folder = report
     rows = {
         line.split(" | ")[0].removeprefix("| "): line

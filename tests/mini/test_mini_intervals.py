@@ -236,6 +236,9 @@ def test_every_arm_has_the_same_effort_of_search(played):
 
 
 def test_intervals_at_fixed_decodings_by_independent_code(played):
+    """The interval at both looks by scipy, over paired differences of the two bases'
+    mean.
+    """
     by = {
         (arm_of(s), s.base, s.seed): r
         for r in played["more"].values()

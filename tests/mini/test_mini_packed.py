@@ -34,6 +34,7 @@ def policy():
 )
 @pytest.mark.parametrize("lengths", MASKS.values(), ids=MASKS)
 def test_logits_and_every_gradient_are_those_of_transformers(policy, lengths, words):
+    """Responses of several lengths, with holes in a mask: in one long row, and padded."""
     task, model, prompts = policy
     of = torch.tensor([2, 0, 0, 1, 1, 1, 2])
     tokens = torch.randint(

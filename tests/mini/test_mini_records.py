@@ -105,6 +105,7 @@ def test_a_collection_killed_between_its_two_files_loses_nothing(folder, monkeyp
 
 
 def test_a_run_with_a_log_changed_after_its_end_is_refused(tmp_path):
+    """So is one whose done.json is damaged, or that has failed."""
     run = tmp_path / "runs" / "a"
     run.mkdir(parents=True)
     for name in ("settings.json", "steps.jsonl", "evals.jsonl"):

@@ -351,6 +351,7 @@ def test_bad_arguments_are_one_sentence(args, tmp_path, capsys):
 def test_a_loss_that_is_no_number_stops_and_can_be_repeated(
     tmp_path, capsys, monkeypatch
 ):
+    """The minibatch is kept, and its command stops again until the code is mended."""
     args = [
         "--steps",
         "3",

@@ -312,6 +312,9 @@ def test_each_base_apart(runs):
 
 
 def test_both_measures_in_one_number(runs):
+    """Best@32 plus Avg@32 at the rate at which DAPO trades them by its decoding, by
+    independent code.
+    """
     top, t_1 = "test/top_p_0.7", "test/t_1"
     moved = [
         np.mean(

@@ -25,6 +25,7 @@ def test_it_is_fresh(page):
 
 @pytest.mark.parametrize("page", TEXT)
 def test_links_and_named_files_exist(page):
+    """Links with their headings, scripts in commands, and modules after `python -m`."""
     for target in re.findall(r"\]\(([^)]+)\)", TEXT[page]):
         if target.startswith("http"):
             continue

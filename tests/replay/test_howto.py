@@ -106,6 +106,9 @@ def train_with_verl(monkeypatch):
     ],
 )
 def test_each_command_of_the_page_runs(part, capsys, monkeypatch):
+    """On files that the trainer's own code or a stand-in for it writes; each finds what
+    the page says.
+    """
     if part == "slime and miles":
         slimes_files()
     if part == "SkyRL":

@@ -239,6 +239,7 @@ def old_trainer():
 
 
 def test_the_divisor_of_6024_is_named(tmp_path, capsys):
+    """TRL's old divisor is recognized in the recorded loss and in the gradient."""
     train(tmp_path, 2, base=old_trainer())
     for b in read_steps([tmp_path]):
         found = loss(b, "dapo", eps_high=0.2)

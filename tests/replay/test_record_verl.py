@@ -84,6 +84,9 @@ def test_the_first_step_and_each_second_one_are_recorded(run):
 
 
 def test_the_columns_are_those_of_the_batch(run):
+    """Each recorded row holds the mask, old log-probabilities and reward of the
+    response that was trained.
+    """
     rows = {tuple(r.response): r for r in ROWS}
     for b in read_steps([run[0]]):
         assert {

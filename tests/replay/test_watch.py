@@ -87,6 +87,9 @@ def test_what_does_not_exist_is_said_at_once():
 # ---- in the trainers -----------------------------------------------------------------
 @pytest.mark.trl
 def test_trls_own_loss_is_watched(tmp_path):
+    """Today's loss passes at each step; the old one stops the run, or is logged and
+    written where on_fail is "warn".
+    """
     trl = pytest.importorskip("trl")
     from tests.replay.test_record import ROWS, old_trainer
     from upref.replay import watch
@@ -124,6 +127,9 @@ def test_trls_own_loss_is_watched(tmp_path):
 
 @pytest.mark.verl
 def test_verls_own_loss_is_watched(monkeypatch, tmp_path):
+    """The objective of the environment variable passes at each step; another one stops
+    the run.
+    """
     pytest.importorskip("verl")
     pytest.importorskip(
         "pydantic", reason="`repro/venv.sh smoke` installs verl's trainer"

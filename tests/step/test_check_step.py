@@ -141,6 +141,9 @@ def test_a_trainer_that_cannot_be_handed_rows_is_recorded(model):
     ],
 )  # fmt: skip
 def test_a_token_near_a_bound_may_be_on_either_side(model, above, moved, others, clip):
+    """The step's own bound is moved, so that one token is on the other side than in
+    float64: rounding explains that only very near the bound.
+    """
     goal, model = make_goal("dapo", {}, T), copy.deepcopy(model)
     case = build_case(TorchModel(model), goal, None, (), coarse=True)
     t, lp = case.rows[0].trains.index(True), case.forward.lp()[0]
@@ -262,6 +265,7 @@ def test_a_model_by_two_functions():
 
 
 def test_a_model_of_jax():
+    """A table of bigrams, with a step by jax.grad."""
     jax = pytest.importorskip("jax", reason="JAX is not installed: `pip install jax`")
     jnp = jax.numpy
     params = {"table": jnp.array(numpy.random.default_rng(0).normal(size=(64, 64)))}

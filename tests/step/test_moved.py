@@ -235,6 +235,8 @@ def test_a_replaced_optimizer_needs_no_larger_one():
 
 
 def test_what_cannot_be_read_is_refused(model):
+    """Steps whose gradient cannot be told from the weights, each with its reason."""
+
     def still(model, rows):
         """Trains nothing."""
 

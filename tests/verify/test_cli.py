@@ -158,6 +158,7 @@ def test_the_other_losses_are_checked_where_one_cannot_run(capsys, tmp_path):
 
 
 def test_watch_checks_again_at_each_save_until_ctrl_c(tmp_path):
+    """A saved import counts as well, and a file that cannot be read is no end."""
     file = tmp_path / "watched.py"
     text = RIGHT_AND_WRONG.replace("1.28", "HIGH")
     file.write_text(f"from bound import HIGH\n{text}")
@@ -553,6 +554,9 @@ ENDLESS = {  # where a file does not end
 )
 @pytest.mark.parametrize("where", ENDLESS)
 def test_no_process_goes_on_where_the_command_is_killed(where, tmp_path):
+    """Neither the child that checks nor a process that the loss has started in a
+    session of its own.
+    """
     says = (
         "import os, subprocess\ndef say():\n"
         "    apart = subprocess.Popen(['sleep', '600'], start_new_session=True).pid\n"

@@ -254,6 +254,10 @@ CHANGES = {
 
 
 def test_what_a_loss_changes_of_the_process_is_set_back():
+    """All of CHANGES at once, in a loss and in a KL term: each is a note, and the state
+    is as before.
+    """
+
     def all_of_it(answer):
         for change in CHANGES.values():
             change()

@@ -300,6 +300,7 @@ def test_its_row_is_kept_beside_those_of_benchmarks_gpu(tmp_path):
 
 @pytest.mark.verl
 def test_without_engines_the_trainer_makes_none_and_sends_no_weights():
+    """In a fresh process, because the patch stays."""
     pytest.importorskip(
         "verl.trainer.ppo.v1", reason="`repro/venv.sh smoke` installs it"
     )

@@ -132,6 +132,7 @@ def test_pieces_of_a_model_that_come_one_by_one_are_joined(tmp_path, monkeypatch
 
 
 def test_a_wheel_is_unpacked_packed_and_unpacked_again(tmp_path):
+    """What is left out is gone, the rest can be imported, and it is compiled."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     with zipfile.ZipFile(wheels / "ray-1-py3-none-any.whl", "w") as wheel:

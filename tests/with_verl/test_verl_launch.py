@@ -651,6 +651,9 @@ def folder_of(tmp_path, start="up_dapo-paper_dapo-"):
 def test_a_run_that_dies_says_what_to_do_and_goes_on(
     ready, verl_does, tmp_path, monkeypatch, capsys
 ):
+    """A stand-in for verl ends at several steps and statuses, with and without a
+    checkpoint; the same command is typed each time.
+    """
     args, *_ = ready
     args = [*args, "trainer.total_training_steps=3"]
     monkeypatch.setenv("PYTHONPATH", "/somewhere/of/the/user")
@@ -748,6 +751,9 @@ def test_checkpoints_that_lie_elsewhere_count(
 def test_a_folder_is_that_of_what_was_asked(
     ready, verl_does, tmp_path, monkeypatch, capsys
 ):
+    """A setting that changes the training has a folder of its own; a name has one
+    folder, and refuses other settings.
+    """
     monkeypatch.setenv("STEPS", "2")
     monkeypatch.setenv("STATUS", "0")
     args, *_ = ready
@@ -1034,6 +1040,8 @@ def test_megatron_recomputes_and_routes_in_float32():
 
 
 def test_settings_that_are_not_the_papers_are_its_protocols_own():
+    """The optimizers of three scales, and what every scale has: a logged KL and an end."""
+
     def values_of(scale):
         return {k: v for k, (v, _) in scales.load_scale(scale).values.items()}
 

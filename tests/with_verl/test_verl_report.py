@@ -54,6 +54,7 @@ def text_of(out, *folders):
 
 
 def test_curves_and_numbers_beside_the_estimate(tmp_path):
+    """Two runs, one with an estimate of its time and memory."""
     estimate = {"step_seconds": 45.0, "step_tokens": 2_000_000, "train_gb": 40.0}
     up = run(
         tmp_path,

@@ -56,6 +56,7 @@ def test_wrong(answer, truth):
     not HAS_VERL, reason="`repro/venv.sh verl` installs it, on Python 3.11 and 3.12"
 )
 def test_the_protocols():
+    """What counts as an answer and what it is worth, by each protocol."""
     assert score("Answer: 5\nno, wait\nAnswer: $34$", "34", "dapo") == {
         "score": 1.0,
         "acc": 1.0,

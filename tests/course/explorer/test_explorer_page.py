@@ -98,6 +98,10 @@ def test_every_hyperparameter_has_a_letter_and_a_sentence():
 
 
 def test_regions_and_bounds_are_named(js):
+    """The page's verdict on a token in each region: cut by a bound, free, or without an
+    update.
+    """
+
     def say(name, p, mu, A, hp="{}", eta=0):
         return js(f"verdict({json.dumps(name)}, {hp}, {p}, {mu}, {A}, {eta})")
 

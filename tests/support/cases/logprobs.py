@@ -493,6 +493,7 @@ class Kernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g, gh):
+        """Return the gradient by the logits, with the bug in it."""
         logp, tokens, ent, y = ctx.saved_tensors
         bug = ctx.bug
         p = logp.exp()
@@ -572,6 +573,7 @@ class Tiles(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, tokens, tau, bug, chunk):
+        """Return log-probabilities and entropies, from running sums over the tiles."""
         h, ids = hidden.reshape(-1, hidden.shape[-1]), tokens.reshape(-1)
         wide = torch.float64 if h.dtype == torch.float64 else torch.float32
         n, v = len(ids), len(weight)
@@ -608,6 +610,9 @@ class Tiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g, gh):
+        """Return the gradients by hidden states and weight, with the tiles computed
+        anew.
+        """
         h, weight, ids, lse, ent = ctx.saved_tensors
         bug, tau = ctx.bug, ctx.tau
         g, gh = g.reshape(-1, 1), gh.reshape(-1, 1)
