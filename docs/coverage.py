@@ -24,8 +24,8 @@ def axes() -> str:
         f"{len(LOG_R)} more ratios with |log r| up to {max(LOG_R):g}; masks with holes, NaN in padding"
     )
     far_ratios = (
-        f"|log r| of {_listed(OVERFLOW)}, and π_θ of exactly 1 where no bound depends on π_old, "
-        "in float64, float32 and bfloat16"
+        f"|log r| of {_listed(OVERFLOW)}, and π_θ of exactly 1, in float64, float32 and bfloat16; where a bound depends "
+        "on π_old, any finite weight passes at π_θ = 1"
     )
     name_of: dict[str, str] = {}  # the words of an axis -> the name of its first level
     for name, axis in AXES.items():

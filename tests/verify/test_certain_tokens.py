@@ -53,6 +53,37 @@ def test_nan_at_log_probability_0_is_a_failure():
     assert "log π = 0" in report.text()
 
 
+def with_divergence(derivative):
+    """DPPO-KL that multiplies by a mask, whose divergence has no gradient of its own,
+    or one of 0 times infinity where π_θ is 1.
+    """
+
+    def loss(log_prob, old_log_prob, advantages, mask, delta=0.05):
+        lp, old = (torch.where(mask, x, -1.0) for x in (log_prob, old_log_prob))
+        A = torch.where(mask, advantages, 0)
+        p = (lp if derivative else lp.detach()).exp()
+        q = old.exp()
+        rest = torch.where(q < 1, (1 - q) * ((1 - q) / (1 - p)).log(), 0)
+        kl = q * (q / p).log() + rest
+        is_away = torch.where(A > 0, lp > old, lp < old)
+        kept = torch.where(is_away, (delta - kl).sign().clamp(min=0), 1)
+        return -((lp - old).exp() * A * kept).sum(1).mean()
+
+    return loss
+
+
+def test_a_divergence_that_is_nan_in_the_backward_at_log_probability_0_fails():
+    report = upref.check(with_divergence(True), "dppo_kl", skip=QUICK)
+    assert [f.oracle for f in report.failures] == ["extremes"], report.text()
+    assert "log π = 0" in report.text()
+
+
+def test_a_guard_decides_what_a_divergence_is_at_log_probability_0():
+    report = upref.check(with_divergence(False), "dppo_kl", skip=QUICK)
+    assert report, report.text()
+    assert "log π = 0" not in report.text()
+
+
 def gppo_by_logarithms(log_prob, old_log_prob, advantages, mask):
     log_r = torch.where(mask, log_prob - old_log_prob, 0)
     A = torch.where(mask, advantages, 0)

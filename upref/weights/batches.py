@@ -658,16 +658,12 @@ def single_token_responses(A: float, rs: Sequence[float] | np.ndarray) -> Rollou
     return single_token_batch(A, r, low_probability(r))
 
 
-def overflowing_batch(with_certain: bool = False) -> Rollouts:
-    """Return ratios far from 1, of both signs of log r, and rare tokens whose ratio is
-    near 1.
+def overflowing_batch() -> Rollouts:
+    """Return ratios far from 1, of both signs of log r, rare tokens whose ratio is near
+    1, and tokens whose log π_θ is exactly 0, as float32 rounds it where π_θ is near 1.
 
     Each response has two equal tokens, so that the mean and the product of its ratios
     are not those of one token.
-
-    Args:
-        with_certain: also return tokens whose log π_θ is exactly 0, as float32 rounds it
-            where π_θ is near 1.
     """
     log_ratios = (*(sign * size for size in OVERFLOW for sign in (1, -1)), 0.1)
     # A, log r, and how far below 0 the larger of log π_θ and log π_old is
@@ -677,8 +673,7 @@ def overflowing_batch(with_certain: bool = False) -> Rollouts:
     cases += [
         (A, 0.0625, depth) for A in (1.0, -1.0) for depth in (50.0, 120.0, 1000.0)
     ]
-    if with_certain:
-        cases += [(1.0, 0.0625, 0.0), (-1.0, 0.0625, 0.0)]
+    cases += [(1.0, 0.0625, 0.0), (-1.0, 0.0625, 0.0)]
     A, log_r, depth = (
         torch.tensor(numbers, dtype=torch.float64)[:, None].expand(-1, 2)
         for numbers in zip(*cases, strict=True)

@@ -73,9 +73,7 @@ def _overflows(case: LossCase, dtype: torch.dtype) -> dict[str, Finding]:
     Returns:
         Findings by "wrong", "far", "rare", "certain" or "refused".
     """
-    # a divergence that is infinite at π_θ = 1 is decided by a guard there
-    with_certain = not case.objective.reads_mu
-    wide = case.ready(overflowing_batch(with_certain))
+    wide = case.ready(overflowing_batch())
     short = str(dtype).removeprefix("torch.")
     low = wide.floats(dtype)
     try:
@@ -224,7 +222,8 @@ def _extremes(case: LossCase, low: Rollouts, gradient: Tensor) -> Extremes:
         "wrong": is_wrong,
         "far": is_forgiven & is_far,
         "rare": is_forgiven & ~is_far,
-        "certain": is_hit & is_certain,
+        # a divergence that is infinite at π_θ = 1 is decided by a guard there
+        "certain": is_hit & is_certain & (not case.objective.reads_mu),
     }
     return Extremes(batch, expected, found, hits)
 
