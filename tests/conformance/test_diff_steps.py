@@ -3,7 +3,10 @@
 there is none.
 """
 
+import copy
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +21,8 @@ from tests.conformance.known_bugs import SKYRL_NEEDS, bugs, load, planted
 from tests.conformance.test_preparation import Loop, MasksEnd, MixedGroups, SamplerIsOld
 from tests.support.daily import daily
 from upref.cli import main
-from upref.conformance import CASES, diff
+from upref.conformance import CASES, Status, diff, run
+from upref.conformance.closing import find_closing
 from upref.conformance.diff import chosen_cases, diff_steps
 from upref.conformance.runner import make_model, make_rows
 from upref.errors import InputError
@@ -101,6 +105,113 @@ def test_old_log_probabilities_of_the_sampler_are_named():
         "agrees with the objective",
         "old log-probabilities: the sampler's own",
     )
+
+
+class Adjustable(Plain):
+    """The loop, of which a case's fields are the settings."""
+
+    changed: Mapping[str, float] = {}
+    tries: tuple[dict[str, float], ...] = (dict(temperature=1.0), dict(beta=0.1))
+
+    def settings(self, case):
+        said = super().settings(case)
+        return said | {key: repr(value) for key, value in self.changed.items()}
+
+    def alternatives(self, case):
+        return [*self.tries]
+
+    def with_settings(self, changed):
+        other = copy.copy(self)
+        other.changed = {**self.changed, **changed}
+        return other
+
+    def step(self, model, rows, case):
+        super().step(model, rows, replace(case, **self.changed))
+
+
+def test_the_setting_that_closes_a_difference_is_run_before_it_is_named(monkeypatch):
+    monkeypatch.setattr(
+        diff, "run", lambda *a, seed, explain=True: run(*a, seed=seed, explain=False)
+    )
+    found = diff_steps(Adjustable(), _changed("hot"), [CASES["objective/ppo_clip"]])
+    (one,) = found.differing
+    # the other loop cannot change its settings
+    assert [(c.settings, c.runs) for c in one.closings] == [({"temperature": "1.0"}, 1)]
+    words = "closed by temperature=1.0 of plain loop 1.0 (1), as run: nothing differs"
+    assert words in str(found)
+    assert json.loads(found.json())["compared"][0]["closings"][0]["runs"] == 1
+
+
+def _closing(names, other_settings, is_closed):
+    case = CASES["objective/ppo_clip"]
+    return find_closing(Adjustable(), case, names, other_settings, is_closed)
+
+
+def test_no_setting_that_closes_nothing_is_named():
+    found = _closing(("a 1", "b 1"), {}, lambda _: False)
+    assert found.text() == "closed by none of the 2 settings of a 1 that were run"
+    # a setting that cannot run is not counted
+    found = _closing(
+        ("a 1", "b 1"), {}, lambda a: None if "beta" in a.changed else False
+    )
+    assert found.runs == 1
+    assert find_closing(Plain(), None, ("a 1", "b 1"), {}, None) is None
+
+
+def test_the_settings_of_another_adapter_of_a_trainer_are_tried():
+    settings = {"eps_low": "0.2", "temperature": "1.5", "clip": "0.5", "f": "<f>"}
+    tried = []
+    for names in (("a 1", "a 2"), ("a 1", "b 1")):
+        found = _closing(names, settings, lambda a: tried.append(a.changed))
+        assert (found.settings, found.runs) == ({}, 0)
+        tried.append("next")
+    own = [dict(temperature=1.0), dict(beta=0.1)]
+    assert tried == [
+        *(dict(temperature=1.5), dict(clip=0.5), dict(temperature=1.5, clip=0.5), *own),
+        "next",
+        # a setting that only another trainer has is none of this one
+        *(dict(temperature=1.5), *own),
+        "next",
+    ]
+
+
+@pytest.mark.trl
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("case", "closing"),
+    [
+        ("generation/2/token-mean", {"loss_type": "'bnpo'"}),
+        (
+            "generation/2/micro-2",
+            {
+                "per_device_train_batch_size": "4",
+                "gradient_accumulation_steps": "1",
+                "steps_per_generation": "2",
+                "loss_type": "'bnpo'",
+            },
+        ),
+    ],
+)
+def test_a_setting_of_trl_closes_a_difference(case, closing):
+    pytest.importorskip("trl", reason="docs/howto/conformance.md says how")
+    (one,) = diff_steps(load("trl"), Plain(), [CASES[case]]).differing
+    assert [found.settings for found in one.closings] == [closing]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["trl", "verl", "openrlhf"])
+@pytest.mark.parametrize("case", ["kl/micro-4", "prepare/advantages/group-mean"])
+def test_each_setting_that_an_adapter_names_can_run(name, case):
+    needed = {"verl": ("pydantic", "peft"), "openrlhf": ("peft",)}
+    for package in needed.get(name, (name,)):
+        pytest.importorskip(package, reason="docs/howto/conformance.md says how")
+    adapter = load(name)
+    for changed in adapter.alternatives(CASES[case]):
+        other = adapter.with_settings(changed)
+        said = other.settings(CASES[case])
+        assert all(said[key] == repr(value) for key, value in changed.items())
+        end = run(other, CASES[case], explain=False)
+        assert end.status in (Status.PASSED, Status.FAILED), (changed, end.reason)
 
 
 def test_a_documented_factor_is_no_difference():

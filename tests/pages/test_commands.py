@@ -96,6 +96,7 @@ ELSEWHERE = {
     "python -m paper claims --run": ("tests/claims/test_claims.py::test_a_claim_is_as_red_as_its_evidence", "evidence"),
     "python -m docs.diff trl verl openrlhf skyrl": (f"{DIFF}_difference_that_is_planted", "diff_steps(release"),
     "upref diff trl verl": (f"{DIFF}_difference_that_is_planted", "PLANTED"),
+    "upref diff trl verl --case generation/2": (f"{DIFF}_setting_of_trl_closes", "generation/2/micro-2"),
     "upref diff trl verl --case generation/2 --case prepare/": (f"{DIFF}_difference_that_is_planted", "PLANTED"),
     "upref diff --steps adapter.py:Plain means.py:Plain --case micro/2/token": (f"{DIFF}_difference", '"means"'),
     "upref diff --steps a.py:Adapter b.py:Adapter --case prepare/old": (f"{DIFF}_difference", "SamplerIsOld"),

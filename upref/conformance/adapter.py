@@ -122,6 +122,30 @@ class EngineAdapter(Adapter, Protocol):
         """
 
 
+class AdjustableAdapter(Adapter, Protocol):
+    """An adapter whose settings `upref diff` changes, to find those that close a
+    difference.
+    """
+
+    def alternatives(self, case: Case) -> list[dict[str, Any]]:
+        """Return settings to try in place of those of a case.
+
+        Args:
+            case: one that `supports` accepts.
+
+        Returns:
+            Changes of `settings`, one after the other: setting -> value.
+        """
+
+    def with_settings(self, changed: dict[str, Any]) -> Adapter:
+        """Return an adapter like this one, with other settings.
+
+        Args:
+            changed: setting -> value, over those of each case. `settings` has them, and
+                `step` trains with them.
+        """
+
+
 def load_adapter(target: str) -> Adapter:
     """Load the adapter that `FILE.py:CLASS` or `package.module:CLASS` names, and make
     it without arguments.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from upref.conformance.adapter import Adapter
 from upref.conformance.cases import CASES, Case
+from upref.conformance.closing import Closing, find_closing
 from upref.conformance.preparation import make_samples
 from upref.conformance.runner import (
     Outcome,
@@ -51,6 +52,8 @@ class CaseDifference:
         a, b: its values, in words.
         causes: why each differs from the objective, or that it agrees.
         settings: those of each, by the trainer's name.
+        closings: of each trainer that can change its settings: whether some close the
+            difference.
     """
 
     case: str
@@ -59,6 +62,7 @@ class CaseDifference:
     b: str
     causes: tuple[str, str]
     settings: tuple[dict[str, str], dict[str, str]]
+    closings: tuple[Closing, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ class StepDifference(Result):
                     lines.append(f"      {'':<{width}}  {cause}")
                 if settings:
                     lines.append(f"      {'':<{width}}  settings: {settings}")
+            lines += [f"      {closing.text()}" for closing in one.closings]
         if verbose:
             lines += [f"same  {one.case}" for one in self.compared if not one.quantity]
             lines.append(
@@ -258,14 +263,24 @@ def run_cases(adapter: Adapter, chosen: Sequence[Case], seed: int = 0) -> Ran:
         for case in chosen:
             if why_left_out(case):
                 continue
-            kept = _Kept(adapter)
-            end = run(kept, case, seed=seed)
+            end, steps = _run_once(adapter, case, seed)
             if end.status in (Status.SKIPPED, Status.COULD_NOT_RUN):
                 ran.left_out[case.id] = end.reason
                 continue
             ran.ends[case.id] = end
-            ran.steps[case.id] = _without_scale(kept, case)
+            ran.steps[case.id] = steps
     return ran
+
+
+def _run_once(
+    adapter: Adapter, case: Case, seed: int, explain: bool = True
+) -> tuple[Outcome, list[Step]]:
+    """Run a case, and return its end and its optimizer steps; [] where it has none."""
+    kept = _Kept(adapter)
+    end = run(kept, case, seed=seed, explain=explain)
+    if end.status in (Status.SKIPPED, Status.COULD_NOT_RUN):
+        return end, []
+    return end, _without_scale(kept, case)
 
 
 def compare_runs(
@@ -317,7 +332,54 @@ def diff_steps(
     first = run_cases(a, chosen, seed)
     # what the first has not is not run with the second
     second = run_cases(b, [case for case in chosen if case.id in first.ends], seed)
-    return compare_runs(first, second, chosen, seed)
+    found = compare_runs(first, second, chosen, seed)
+    by_id = {case.id: case for case in chosen}
+    names = (found.a, found.b)
+    compared = tuple(
+        _with_closings(one, by_id[one.case], (a, b), (first, second), names, seed)
+        if one.quantity
+        else one
+        for one in found.compared
+    )
+    return replace(found, compared=compared)
+
+
+def _with_closings(
+    one: CaseDifference,
+    case: Case,
+    adapters: tuple[Adapter, Adapter],
+    runs: tuple[Ran, Ran],
+    names: tuple[str, str],
+    seed: int,
+) -> CaseDifference:
+    """Look for settings of each trainer with which nothing differs from the other one.
+
+    Args:
+        one: how they differ in a case.
+        case: the case.
+        adapters: of both trainers.
+        runs: of both.
+        names: of both, as the report has them.
+        seed: of the rows.
+    """
+
+    def closing_of(i: int) -> Closing | None:
+        other = runs[1 - i]
+
+        def is_closed(adapter: Adapter) -> bool | None:
+            end, steps = _run_once(adapter, case, seed, explain=False)
+            if end.status in (Status.SKIPPED, Status.COULD_NOT_RUN):
+                return None
+            ends = [end, other.ends[case.id]]
+            return not _differ(case, ends, [steps, other.steps[case.id]])
+
+        pair = (names[i], names[1 - i])
+        settings = one.settings[1 - i]
+        return find_closing(adapters[i], case, pair, settings, is_closed)
+
+    with one_thread():
+        closings = [closing_of(i) for i in range(2)]
+    return replace(one, closings=tuple(filter(None, closings)))
 
 
 def _is_through_objective(case: Case) -> bool:
@@ -363,11 +425,8 @@ def _compare(
 ) -> CaseDifference:
     """Compare what two adapters made of one case."""
     causes = [end.reason or AGREES for end in ends]
-    both_agree = all(end.status is Status.PASSED for end in ends)
     quantity, a, b = "", "", ""
-    if both_agree and _is_through_objective(case):
-        steps = ([], [])
-    if not _are_same(steps, LARGEST_ROUNDING if both_agree else SAME):
+    if _differ(case, ends, steps):
         quantity, a, b = _first_difference(case, seed, steps, causes)
     return CaseDifference(
         case.id,
@@ -377,6 +436,14 @@ def _compare(
         (causes[0], causes[1]),
         (ends[0].settings, ends[1].settings),
     )
+
+
+def _differ(case: Case, ends: Sequence[Outcome], steps: Sequence[list[Step]]) -> bool:
+    """Tell whether what two adapters made of a case differs."""
+    both_agree = all(end.status is Status.PASSED for end in ends)
+    if both_agree and _is_through_objective(case):
+        return False
+    return not _are_same(steps, LARGEST_ROUNDING if both_agree else SAME)
 
 
 def _are_same(steps: Sequence[list[Step]], limit: float) -> bool:

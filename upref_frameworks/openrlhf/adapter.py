@@ -3,7 +3,9 @@
 stand-in for DeepSpeed's engine.
 """
 
+import copy
 import importlib.metadata
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,11 +33,30 @@ ESTIMATORS = {
     "leave_one_out": "rloo",
 }
 
+# settings that `upref diff` tries where the step differs from another trainer's
+ALTERNATIVES: tuple[dict[str, Any], ...] = (
+    dict(loss_agg_mode="token-mean"),
+    SEQUENCES,
+    dict(temperature=1.0),
+    dict(eps_clip_low_high=(0.2, 0.2)),
+    dict(eps_clip_low_high=(0.2, 0.28)),
+    dict(dual_clip=None),
+    dict(dual_clip=3.0),
+    dict(policy_loss_type="gspo"),
+    dict(beta=0.0),
+    dict(entropy_coef=None),
+    dict(clip=0.0),
+    dict(clip=1.0),
+)
+# where it makes the advantages, these too
+PREPARING = tuple(dict(estimator=name) for name in ESTIMATORS.values())
+
 
 class OpenRLHF:
     """ActorPPOTrainer of the installed OpenRLHF."""
 
     name = f"openrlhf {importlib.metadata.version('openrlhf')}"
+    changed: Mapping[str, Any] = {}  # over the settings of each case
 
     def supports(self, case: Case) -> str:
         """Return why OpenRLHF lacks what the case sets; "" where it lacks nothing.
@@ -102,7 +123,38 @@ class OpenRLHF:
         said = self.fields(case) | dict(temperature=case.temperature)
         if case.advantages:
             said |= dict(estimator=ESTIMATORS[case.advantages])
+        said |= self.changed
         return {key: repr(value) for key, value in said.items()}
+
+    def alternatives(self, case: Case) -> list[dict[str, Any]]:
+        """Return settings to try in place of those of a case.
+
+        Args:
+            case: one that `supports` accepts.
+
+        Returns:
+            Changes of its settings: one micro-batch for an optimizer step; then those
+            of the tables.
+        """
+        one_pass = dict(micro=8 // case.updates)
+        return [one_pass, *ALTERNATIVES, *(PREPARING if case.advantages else ())]
+
+    def with_settings(self, changed: dict[str, Any]) -> "OpenRLHF":
+        """Return this adapter with other settings.
+
+        Args:
+            changed: setting -> value, over those of each case.
+        """
+        other = copy.copy(self)
+        other.changed = {**self.changed, **changed}
+        return other
+
+    def _fields(self, case: Case) -> dict[str, Any]:
+        """Return the arguments of `record_training`, changed ones among them."""
+        rest = ("temperature", "estimator")
+        return self.fields(case) | {
+            key: value for key, value in self.changed.items() if key not in rest
+        }
 
     def step(self, model: Any, rows: list[Row], case: Case) -> Recorded:
         """Let OpenRLHF's trainer take the optimizer steps of a case.
@@ -119,10 +171,10 @@ class OpenRLHF:
         return record_training(
             model,
             rows,
-            case.temperature,
+            self.changed.get("temperature", case.temperature),
             attention=attention_of(case.family),
             dtype=getattr(torch, case.dtype),
-            **self.fields(case),
+            **self._fields(case),
         )
 
     def train(
@@ -144,10 +196,10 @@ class OpenRLHF:
         return record_from_rewards(
             model,
             rows,
-            case.temperature,
-            ESTIMATORS[case.advantages],
+            self.changed.get("temperature", case.temperature),
+            self.changed.get("estimator", ESTIMATORS[case.advantages]),
             reference=reference,
             attention=attention_of(case.family),
             rate=0.005,
-            **self.fields(case),
+            **self._fields(case),
         )

@@ -4,6 +4,7 @@ for a type alone, not when it runs.
 """
 
 import contextlib
+import copy
 import importlib.util
 import io
 import logging
@@ -52,11 +53,37 @@ FIELDS: dict[str, dict[str, Any]] = {
 # estimator of advantages -> scale_rewards
 SCALES = {"group_mean": "none", "group_norm": "group", "batch_norm": "batch"}
 
+# fields that `upref diff` tries where the step differs from another trainer's
+ALTERNATIVES: tuple[dict[str, Any], ...] = (
+    dict(loss_type="dapo"),
+    dict(loss_type="grpo"),
+    dict(loss_type="bnpo"),
+    dict(temperature=1.0),
+    dict(epsilon_high=0.2),
+    dict(epsilon_high=0.28),
+    dict(delta=None),
+    dict(delta=3.0),
+    dict(importance_sampling_level="sequence"),
+    dict(beta=0.0),
+    dict(entropy_coef=0.0),
+    dict(max_grad_norm=0.0),
+    dict(max_grad_norm=1.0),
+)
+# where it makes the advantages and the masks, these too
+PREPARING: tuple[dict[str, Any], ...] = (
+    dict(scale_rewards="none"),
+    dict(scale_rewards="group"),
+    dict(scale_rewards="batch"),
+    dict(mask_truncated_completions=True),
+    dict(mask_truncated_completions=False),
+)
+
 
 class TRL:
     """GRPOTrainer of the installed TRL."""
 
     name = f"trl {trl.__version__}"
+    changed: Mapping[str, Any] = {}  # over the fields of each case
 
     def supports(self, case: "Case") -> str:
         """Return why TRL lacks what the case sets; "" where it lacks nothing.
@@ -125,7 +152,38 @@ class TRL:
         Returns:
             Field -> value, as Python writes it.
         """
-        return {key: repr(value) for key, value in self.config(case).items()}
+        return {key: repr(value) for key, value in self._fields(case).items()}
+
+    def alternatives(self, case: "Case") -> list[dict[str, Any]]:
+        """Return fields to try in place of those of a case.
+
+        Args:
+            case: one that `supports` accepts.
+
+        Returns:
+            Changes of its fields: one micro-batch for an optimizer step, with each
+            mean over tokens; then those of the tables.
+        """
+        one_pass: dict[str, Any] = dict(
+            per_device_train_batch_size=8 // (case.updates * case.ranks),
+            gradient_accumulation_steps=1,
+            steps_per_generation=case.updates,
+        )
+        means = [one_pass, dict(loss_type="bnpo"), one_pass | dict(loss_type="bnpo")]
+        return [*means, *ALTERNATIVES, *(PREPARING if case.advantages else ())]
+
+    def with_settings(self, changed: dict[str, Any]) -> "TRL":
+        """Return this adapter with other fields.
+
+        Args:
+            changed: field -> value, over those of each case.
+        """
+        other = copy.copy(self)
+        other.changed = {**self.changed, **changed}
+        return other
+
+    def _fields(self, case: "Case") -> dict[str, Any]:
+        return {**self.config(case), **self.changed}
 
     def step(self, model: Any, rows: list[Any], case: "Case") -> None:
         """Let TRL's `training_step` train a model on the rows of a case.
@@ -137,7 +195,7 @@ class TRL:
             case: one that `supports` accepts.
         """
         with mute(), tempfile.TemporaryDirectory() as folder:
-            trainer = make_trainer(model, self.config(case), folder)
+            trainer = make_trainer(model, self._fields(case), folder)
 
             def given_batch(_: Any) -> dict[str, Any]:
                 return batch(rows, trainer.accelerator)
@@ -152,7 +210,7 @@ class TRL:
             for _ in range(passes // micro_batches):
                 for _ in range(micro_batches):
                     trainer.training_step(prepared, {}, None)
-                if case.clip:
+                if trainer.args.max_grad_norm:
                     torch.nn.utils.clip_grad_norm_(
                         model.parameters(), trainer.args.max_grad_norm
                     )
@@ -172,7 +230,7 @@ class TRL:
             case: one of level 6 that `supports` accepts.
             reference: the reference model, or None.
         """
-        fields = self.config(case) | dict(
+        fields = self._fields(case) | dict(
             optim="sgd",
             learning_rate=0.005,
             lr_scheduler_type="constant",

@@ -3,7 +3,9 @@
 rows.
 """
 
+import copy
 import importlib.metadata
+from collections.abc import Mapping
 from typing import Any
 
 from upref.conformance import Case
@@ -46,11 +48,39 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "leave_one_out": dict(adv_estimator="rloo"),
 }
 
+# settings that `upref diff` tries where the step differs from another trainer's
+ALTERNATIVES: tuple[dict[str, Any], ...] = (
+    dict(loss_agg_mode="token-mean"),
+    SEQUENCES,
+    dict(loss_agg_mode="seq-mean-token-sum"),
+    dict(temperature=1.0),
+    dict(clip_ratio_high=0.2),
+    dict(clip_ratio_high=0.28),
+    dict(clip_ratio_c=1e9),
+    dict(clip_ratio_c=3.0),
+    dict(policy_loss=dict(loss_mode="gspo")),
+    dict(use_kl_loss=False),
+    dict(entropy_coeff=0.0),
+    dict(clip_grad=1e9),
+    dict(clip_grad=1.0),
+)
+# where it makes the advantages, these too
+PREPARING: tuple[dict[str, Any], ...] = (
+    dict(norm_adv_by_std_in_grpo=True),
+    dict(norm_adv_by_std_in_grpo=False),
+    dict(adv_estimator="rloo"),
+)
+# the sections of the settings that are not of ActorConfig
+ENGINE = ("micro_batch_size_per_gpu", "mixed_precision")
+ALGORITHM = ("adv_estimator", "norm_adv_by_std_in_grpo")
+RUN = ("temperature", "clip_grad")
+
 
 class Verl:
     """TrainingWorker of the installed verl."""
 
     name = f"verl {importlib.metadata.version('verl')}"
+    changed: Mapping[str, Any] = {}  # over the settings of each case
 
     def supports(self, case: Case) -> str:
         """Return why verl lacks what the case sets; "" where it lacks nothing.
@@ -134,7 +164,42 @@ class Verl:
         )
         if case.clip:
             said |= dict(clip_grad=case.clip)
+        said |= self.changed
         return {key: repr(value) for key, value in said.items()}
+
+    def alternatives(self, case: Case) -> list[dict[str, Any]]:
+        """Return settings to try in place of those of a case.
+
+        Args:
+            case: one that `supports` accepts.
+
+        Returns:
+            Changes of its settings: one micro-batch for an optimizer step; then those
+            of the tables.
+        """
+        one_pass = dict(micro_batch_size_per_gpu=8 // (case.updates * case.ranks))
+        return [one_pass, *ALTERNATIVES, *(PREPARING if case.advantages else ())]
+
+    def with_settings(self, changed: dict[str, Any]) -> "Verl":
+        """Return this adapter with other settings.
+
+        Args:
+            changed: setting -> value, over those of each case.
+        """
+        other = copy.copy(self)
+        other.changed = {**self.changed, **changed}
+        return other
+
+    def _changed_in(self, *names: str) -> dict[str, Any]:
+        """Return the changed settings that have these names; without names those of
+        ActorConfig.
+        """
+        others = (*ENGINE, *ALGORITHM, *RUN)
+        return {
+            key: value
+            for key, value in self.changed.items()
+            if key in names or (not names and key not in others)
+        }
 
     def step(self, model: Any, rows: list[Row], case: Case) -> Recorded:
         """Let verl's worker take the optimizer steps of a case.
@@ -150,10 +215,10 @@ class Verl:
         return record_training(
             model,
             rows,
-            case.temperature,
-            actor=self.actor(case),
-            engine=self.engine(case),
-            clip=case.clip or 1e9,
+            self.changed.get("temperature", case.temperature),
+            actor=self.actor(case) | self._changed_in(),
+            engine=self.engine(case) | self._changed_in(*ENGINE),
+            clip=self.changed.get("clip_grad", case.clip or 1e9),
             attention=attention_of(case.family),
             mini_batches=case.updates,
             rate=1e-6,
@@ -177,10 +242,12 @@ class Verl:
         return record_from_rewards(
             model,
             rows,
-            case.temperature,
-            algorithm=ALGORITHMS[case.advantages],
-            actor=self.actor(case) | dict(ppo_epochs=case.iterations),
-            engine=self.engine(case),
+            self.changed.get("temperature", case.temperature),
+            algorithm=ALGORITHMS[case.advantages] | self._changed_in(*ALGORITHM),
+            actor=self.actor(case)
+            | dict(ppo_epochs=case.iterations)
+            | self._changed_in(),
+            engine=self.engine(case) | self._changed_in(*ENGINE),
             updates=case.updates,
             reference=reference,
             lora_rank=4 if case.reference == "adapter" else 0,
