@@ -183,6 +183,7 @@ def test_it_is_the_registrys_own_eps():
 
 
 def test_what_cannot_be_is_one_sentence():
+    """Objectives, groups, advantages and tasks that have no exact expectation here."""
     task = bandit([1.0, 0, 0])
     _, lp_old = case(task)
     with pytest.raises(InputError, match="couples the batch"):

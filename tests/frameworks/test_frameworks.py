@@ -76,6 +76,9 @@ def test_every_deviation_is_proved_by_a_script_too(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_the_ledger_is_whole(name):
+    """Each entry has what an entry of its status needs: a script, a fix, a line,
+    upstream's words.
+    """
     for e in read(name):
         blamed = e.status in ("bug", "surprising default")
         assert (

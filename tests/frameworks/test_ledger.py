@@ -164,6 +164,7 @@ def test_a_row_of_several_frameworks_is_true_of_each():
 
 
 def test_a_row_links_all_threads_and_repairs_of_its_frameworks():
+    """Or says that no thread is known; three threads and two frameworks are named here."""
     lines = first().splitlines()[2:]
     for e in ROWS:
         [line] = [

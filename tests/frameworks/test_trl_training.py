@@ -172,6 +172,9 @@ def test_it_is_trls_own_loss_where_trl_has_the_objective(name, token_advantages)
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "sapo"])
 @pytest.mark.parametrize("shape", ["tokens", "responses"])
 def test_sampler_corrections_and_masks_are_trls(name, shape):
+    """Our trainer and TRL's own get the same gradient from the same weights of tokens
+    or responses, and the same mask of tools.
+    """
     hp, settings, times = TWINS[name]
     b = plain(name, thin=5, **hp)
     ratio = torch.rand(
@@ -430,6 +433,9 @@ def run(policy, trainer, tmp_path, lr=0.5, **settings):
          *((name, {}) for name in TWINS), ("grpo", dict(beta=0.04, use_bias_correction_kl=False))], 4),
 )  # fmt: skip
 def test_whole_runs_end_at_the_same_weights(name, more, policy, tmp_path):
+    """Our trainer and TRL's own end alike and log the same, off policy, with clipped
+    tokens.
+    """
     hp, settings, times = TWINS[name]
     lr = 1e-2 if "optim" in more else 0.5
     ours, our_log = run(policy, bound(name, **hp), tmp_path, lr * times, **more)
@@ -573,6 +579,9 @@ def test_import_upref_loads_nothing_heavy():
 
 
 def test_a_sampler_correction_reads_vllms_log_probabilities():
+    """Without vLLM it is refused; with its log-probabilities the gradient is the
+    objective's.
+    """
     b, o = plain("dapo", thin=5), upref.get("tis(dapo)")
     b = replace(b, adv=b.adv[:, :1], logp_sampler=sampler_logp(b))
     with pytest.raises(InputError, match="use_vllm=True"):
@@ -609,6 +618,7 @@ def test_a_sampler_correction_reads_vllms_log_probabilities():
 
 
 def test_log_probs_of_upref_hidden_stand_for_trls(monkeypatch):
+    """On a model with a fused output layer, numbers and gradients stay what they were."""
     from trl.trainer import utils
 
     from upref_frameworks.hidden import in_trl

@@ -236,6 +236,7 @@ def minimind(folder: Path, loss_type: str = "grpo") -> tuple[Step, nn.Module]:
     its = definitions(folder / "trainer/train_grpo.py", "grpo_train_epoch", **names)
 
     def step(model, rows):
+        """Train for one epoch on a rollout that is made of the rows."""
         prompts = pad([r.prompt for r in rows], PAD, left=True)
         completions = pad([r.response for r in rows], PAD)
         width, n = prompts.shape[1], completions.shape[1]

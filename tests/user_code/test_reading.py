@@ -768,6 +768,9 @@ LOSS = "import torch\n" + BODY.format(
 
 
 def test_files_and_packages_of_one_name(tmp_path):
+    """Each file finds the neighbor in its own folder, also if it is named as a module
+    of Python, or in a package.
+    """
     for folder, eps in (("a", 0.1), ("b", 0.5)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "the_bounds_of_it.py").write_text(f"EPS = {eps}\n")

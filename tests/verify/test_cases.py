@@ -144,6 +144,7 @@ SAMPLE = {id(case) for case in by_day([case for case in CASES if not case.nightl
 
 @pytest.mark.parametrize("case", [parameter(c, id(c) in SAMPLE) for c in CASES])
 def test_case(case):
+    """The verdict is that of the case, with its oracle, regime and words."""
     if case.verdict == REFUSED:
         with pytest.raises(upref.InputError, match=case.says):
             case.judged()

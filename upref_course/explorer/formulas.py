@@ -280,6 +280,7 @@ class _Letters(StrPrinter):  # type: ignore[misc]
         return f"√({self._print(sympy.Mul(*(x**2 for x in roots)))})"
 
     def _print_Add(self, e: Any, order: Any = None) -> Any:  # 1 + ε, not ε + 1
+        """Print a number first, and terms with a minus last."""
         first, *rest = sorted(
             e.args, key=lambda x: (not x.is_number, x.could_extract_minus_sign())
         )

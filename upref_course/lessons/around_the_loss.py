@@ -48,6 +48,7 @@ def step(
         tokens: int,
         temperature: float,
     ) -> Tensor:
+        """Return the loss of one response."""
         n = len(ids) - prompt
         log_prob = heat(logits, temperature).log_softmax(-1)
         lp = log_prob[prompt - shift :][:n].gather(-1, ids[prompt:, None])[:, 0]
@@ -121,6 +122,7 @@ def proof(loss: Callable[..., Tensor]) -> "StepReport":
     model = nn.Sequential(nn.Embedding(48, 16), nn.Linear(16, 48))
 
     def student_step(model: nn.Module, rows: "list[Row]") -> None:
+        """Backpropagate the student's loss of each row."""
         tokens = sum(sum(r.trains) for r in rows)
         for r in rows:
             ids = torch.tensor(r.ids)

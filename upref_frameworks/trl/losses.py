@@ -533,6 +533,9 @@ def make_loss(
         return partial(call, change=change)
 
     def call(full: dict[str, Any], moved: dict[str, Any], change: Any = None) -> Tensor:
+        """Return TRL's loss of a batch. `moved`: hyperparameters over hp. `change`: of
+        the inputs.
+        """
         batch = Bare(
             **{
                 k: full[k]

@@ -321,6 +321,7 @@ def make_loss(
     def call(
         full: dict[str, Any], moved: dict[str, Any], is_weights: Tensor | None = None
     ) -> Tensor:
+        """Return verl's loss of a batch. `moved`: hyperparameters over hp."""
         batch = Bare(
             **{k: full[k] for k in ("logp", "logp_old", "mask", "totals", "adv")}
         )

@@ -158,6 +158,9 @@ def test_a_step_is_gradient_ascent_on_one_logit(js):
     "name", ["dapo", "up_dapo", "cispo", "up(sapo)", "dppo_tv", "gspo", "is_pg"]
 )
 def test_the_small_policy_moves_as_the_exact_miniature_does(js, name, k):
+    """Each of 40 steps from one old policy; the shares of a token's own pushes and of
+    the others' add up.
+    """
     mu, A, lr, n = [0.05, 0.25, 0.4, 0.3], [1.5, 0.8, -0.7, -0.2], 0.5, 40
     states = islice(
         path(
@@ -310,6 +313,9 @@ def test_examples_are_read_whole(js):
 
 @pytest.mark.parametrize("text", STATES)
 def test_the_line_of_python_draws_the_same(js, text, tmp_path, monkeypatch):
+    """Run the line that the page shows for its state: every cell of the map, and Cap at
+    the point, are the page's.
+    """
     monkeypatch.chdir(tmp_path)
     drawn = []
     monkeypatch.setattr(
