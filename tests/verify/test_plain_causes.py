@@ -92,11 +92,25 @@ def entropies_of_batch(log_prob, old_log_prob, advantages, mask, entropy):
     return -(filled(weight * A * trains, mask) * lp).sum() / mask.sum()
 
 
+def over_one_response_less(log_prob, advantages, mask):
+    terms = filled(log_prob, mask) * filled(advantages, mask)
+    return -terms.sum() / max(len(mask) - 1, 1)
+
+
+def mean_of_parts_of_two_rows(log_prob, old_log_prob, advantages, mask):
+    terms = ppo(log_prob, old_log_prob, advantages, mask)
+    parts = zip(terms.split(2), mask.split(2), strict=True)
+    means = [part.sum() / m.sum().clamp(min=1) for part, m in parts]
+    return -torch.stack(means).mean()
+
+
 CASES = [
+    (over_one_response_less, "rloo", "divided-by-one-response-less"),
     (left_padding_in_count, "ppo_clip", "columns-before-response-counted"),
     (tempered, "is_pg", "log-ratio-scaled"),
 ]
 BY_NIGHT = [
+    (mean_of_parts_of_two_rows, "ppo_clip", "parts-averaged"),
     (holes_in_lengths, "reinforce_pp", "holes-counted"),
     (up_to_last_token, "reinforce_pp", "columns-to-last-token-counted"),
     (over_mean_length, "gspo", "log-ratio-over-mean-length"),

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from upref.aggregation import KEPT_MEAN
+from upref.aggregation import KEPT_MEAN, OVER_RESPONSES
 from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.verify.factors import (
@@ -28,6 +28,7 @@ from upref.verify.measure import LossCase
 from upref.weights.black_box import part_with_advantage
 
 PARTS = (2, 3, 4, 8)  # into which a batch is cut
+PART_SIZES = (2, 4, 8, 16)  # rows of a part
 QUANTILES = tuple(k / 20 for k in range(1, 20))  # of the entropy, that are tried
 BLOCKS = range(2, 17)  # rows that are taken for the responses to one prompt
 LEAST_ADDED = 1e-4  # to a length: a smaller number is a guard against 0
@@ -420,6 +421,18 @@ def length_faults(case: LossCase) -> Iterator[LossFault]:
         factor = (1 / _length(batch).clamp(min=1)).mean() / len(batch.mask)
         return factor.expand(len(batch.mask), 1)
 
+    def over_one_response_less(batch: Rollouts) -> Tensor:
+        """Return the factor that is divided by B - 1, and by 1 where B is 1."""
+        B = len(batch.mask)
+        return _own_factor(case, batch) * B / max(B - 1, 1)
+
+    if declared_aggregation(case.objective) in OVER_RESPONSES:
+        yield _aggregated(
+            case,
+            "it divides by B - 1, not by the number B of responses",
+            over_one_response_less,
+            id="divided-by-one-response-less",
+        )
     yield _aggregated(
         case,
         "the padded width T replaces the length |o|",
@@ -746,6 +759,18 @@ def _parts(case: LossCase) -> Iterator[LossFault]:
             yield _aggregated(
                 case, words, partial(factor, n=n, split=split), id="parts-averaged"
             )
+
+    def factor_by_size(batch: Rollouts, size: int) -> Tensor:
+        """Return the factor of the averages over parts of so many rows, [B, 1]."""
+        parts = torch.arange(len(batch.mask)).split(size)
+        factors = [_own_factor(case, _rows(batch, rows)) for rows in parts]
+        return torch.cat(factors) / len(parts)
+
+    for size in PART_SIZES:
+        words = f"the batch is cut into parts of {size} rows; each part is averaged by itself, then the parts"
+        yield _aggregated(
+            case, words, partial(factor_by_size, size=size), id="parts-averaged"
+        )
 
 
 def _split_evenly(rows: int, n: int) -> list[Tensor]:
