@@ -18,6 +18,7 @@ from upref.ops import clip, exp, sg, when, where
 from upref.registry import get
 from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
+from upref_frameworks.audits import token_parts
 from upref_frameworks.audits.components import kls
 from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
 from upref_frameworks.audits.shared import CLAMP_K3, SAMPLE, clamp_kl, whiten_by_sample
@@ -28,6 +29,8 @@ PIN = Pin(
     commit="8eb27cc2dc34c4d1310b169d9b86d339004d811a",
     date="2026-08-19",
     files={
+        "roll/pipeline/base_worker.py": "3c0def0577d5f49fe4c8666e94e8e0fa",
+        "roll/pipeline/distill/various_divergence.py": "b0097c678ca6132e506f4f8b1a40e473",
         "roll/pipeline/rlvr/actor_pg_worker.py": "96c08e7ab2593967c1c5e836dfd8b1e4",
         "roll/pipeline/rlvr/actor_worker.py": "24ebc7737d76ba4e583204c5cd0125c3",
         "roll/utils/functionals.py": "969d9fbc5afc896557c8834d1c35d60c",
@@ -351,6 +354,90 @@ def _zeros(R: Tensor, group: Tensor) -> Tensor:
     return torch.zeros_like(R)
 
 
+def _gae(name: str, lam: float) -> Callable[..., Tensor]:
+    """Return ROLL's GAE (gae) or its returns (gae_returns), as a function of rewards,
+    values and mask.
+    """
+
+    def answer(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Return what compute_advantage writes into the batch."""
+        batch = {"token_level_rewards": rewards, "values": values}
+        data = SimpleNamespace(batch=batch, meta_info={})
+        _functions().compute_advantage(data, 1.0, lam, "gae", response_mask=mask)
+        return batch["advantages" if name == "gae" else "returns"]
+
+    return token_parts.on_trained(answer)
+
+
+def _gae_of_every_slot(name: str, lam: float) -> Callable[..., Tensor]:
+    """Return a reference of GAE in which each slot is a step, with its value."""
+
+    def answer(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Return the advantages or returns of trained slots."""
+        every = torch.ones_like(mask)
+        of_name = token_parts.ADVANTAGES[name]
+        A = of_name(rewards, values, every, gamma=1.0, lam=lam)
+        return torch.where(mask, A, 0)
+
+    return answer
+
+
+def _gae_parts(lam: float) -> tuple[Component, ...]:
+    """Return ROLL's GAE and its returns, with this lambd."""
+    return tuple(
+        Component(
+            "token_advantages",
+            f"{name}, gamma=1, lambd={lam:g}",
+            _gae(name, lam),
+            name,
+            {"gamma": 1.0, "lam": lam},
+            (Fault(EVERY_SLOT, _gae_of_every_slot(name, lam)),),
+            tol=1e-5,
+        )
+        for name in ("gae", "gae_returns")
+    )
+
+
+def _value_loss(clip: float | None) -> Callable[..., Tensor]:
+    """Return the loss of ROLL's CriticWorker, as a function of values, old values,
+    returns and mask.
+    """
+
+    def loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+        """Return the loss of a worker that was not set up."""
+        worker_class = importlib.import_module("roll.pipeline.base_worker").CriticWorker
+        worker = object.__new__(worker_class)
+        worker.pipeline_config = SimpleNamespace(value_clip=clip)
+        worker.forward_func_values = lambda **_: (values, None)
+        batch = {"values": old, "returns": returns}
+        batch["response_mask"] = torch.cat([mask[:, :1], mask], 1).to(values)
+        value, _ = worker.loss_func(SimpleNamespace(batch=batch), values)
+        return value
+
+    return loss
+
+
+def _divergence(objective: str, temperature: float) -> Callable[..., Tensor]:
+    """Return ROLL's divergence of this kd_objective, as a function of logits and mask,
+    with the mean over the tokens as its worker has it.
+    """
+
+    def loss(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+        """Return the mean over the tokens."""
+        module = importlib.import_module("roll.pipeline.distill.various_divergence")
+        config = SimpleNamespace(kd_temperature=temperature, kd_objective=objective)
+        lp = (teacher / temperature).log_softmax(-1)
+        impossible = torch.zeros_like(lp, dtype=torch.bool)
+        per_token = module.VariousDivergence(config)(student, lp.exp(), lp, impossible)
+        mean: Tensor = per_token[mask].mean()
+        return mean
+
+    return loss
+
+
+EVERY_SLOT = "slots outside of the response are steps too, with their values"
+
+
 def _parts() -> tuple[Component, ...]:
     """The parts of ROLL that are compared by themselves, such as its advantages."""
     equal = ("uneven", "one")  # its groups are of one size
@@ -455,6 +542,39 @@ def _parts() -> tuple[Component, ...]:
                 ),
             ),
         ),
+        *_gae_parts(1.0),
+        *_gae_parts(0.95),
+        Component(
+            "value",
+            "CriticWorker, value_clip=0.2",
+            _value_loss(0.2),
+            "clipped, seq-mean-token-mean",
+            {"clip": 0.2},
+            tol=1e-6,
+        ),
+        Component(
+            "value",
+            "CriticWorker, value_clip=None",
+            _value_loss(None),
+            "mse, seq-mean-token-mean",
+            tol=1e-6,
+        ),
+        *(
+            Component(
+                "distillation",
+                f"{objective}, kd_temperature={temperature:g}",
+                _divergence(objective, temperature),
+                promise,
+                {"temperature": temperature},
+                tol=1e-5,
+            )
+            for objective, promise in (
+                ("forward_kl", "forward_kl"),
+                ("reverse_kl", "reverse_kl"),
+                ("js_divergence", "jsd"),
+            )
+            for temperature in (1.0, 2.0)
+        ),
     )
 
 
@@ -463,6 +583,8 @@ REMARKS = (
     f"{DEFAULT_WORKER} is the one that a pipeline has unless it names ActorPGWorker, whose losses are the other rows.",
     "Its strategies multiply by the number of micro-batches and divide by the accumulation steps, so that "
     "micro-batches add up; log-probabilities and advantages arrive masked. TOPR's sign is the score's, here A's.",
+    "Divergences get the teacher's probabilities at kd_temperature. Not covered: adaptive_kl, the skewed ones, a teacher's "
+    "top k, tensor parallelism of the vocabulary.",
     "Not covered: the agentic workers, train-infer weights and filters, difficulty and length weights, several ranks.",
 )
 ROLL = Framework(
