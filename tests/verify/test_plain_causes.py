@@ -104,7 +104,13 @@ def mean_of_parts_of_two_rows(log_prob, old_log_prob, advantages, mask):
     return -torch.stack(means).mean()
 
 
+def weighted_up_to_10(log_prob, old_log_prob, advantages, mask):
+    r = filled(log_prob - old_log_prob, mask).exp().clamp(max=10)
+    return -(r * filled(advantages, mask)).sum() / len(mask)
+
+
 CASES = [
+    (weighted_up_to_10, "is_pg", "ratio-capped"),
     (over_one_response_less, "rloo", "divided-by-one-response-less"),
     (left_padding_in_count, "ppo_clip", "columns-before-response-counted"),
     (tempered, "is_pg", "log-ratio-scaled"),

@@ -1796,6 +1796,10 @@ def _bound_elsewhere_faults(form: ClippedForm) -> Iterator[LossFault]:
         """Return the objective's term at log r clamped to ±guard."""
         return j(old + (lp - old).clamp(-guard, guard), old, A, m)
 
+    def capped(lp: Tensor, old: Tensor, A: Tensor, m: Tensor, bound: float) -> Tensor:
+        """Return the objective's term at a ratio of at most the bound."""
+        return j(old + (lp - old).clamp(max=math.log(bound)), old, A, m)
+
     def ppo_of_capped_ratio(r: Tensor, A: Tensor, lp: Tensor, bound: float) -> Tensor:
         """Return PPO's term at a ratio of at most the bound."""
         return form.ppo(r.clamp(max=bound), A)
@@ -1822,6 +1826,15 @@ def _bound_elsewhere_faults(form: ClippedForm) -> Iterator[LossFault]:
             id="ratio-capped",
             J=form.term(partial(ppo_of_capped_ratio, bound=bound)),
         )
+        if bound > 0 and not (form.shape.is_bounded or form.has_ratio_of_response):
+            yield fault(
+                _words_beyond(
+                    ratio, bound, "the ratio is capped there", only_negative=False
+                ),
+                kind="clip",
+                id="ratio-capped",
+                J=partial(capped, bound=bound),
+            )
         yield fault(
             _words_beyond(
                 ratio, bound, f"a dual clip at c = {bound:.6g}", only_negative=True
