@@ -14,6 +14,7 @@ from torch import Tensor
 from upref.aggregation import Totals
 from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, with_hp
+from upref_frameworks.audits import token_parts
 from upref_frameworks.audits.components import Component, kls
 from upref_frameworks.audits.framework import Comparison, Framework, Pin
 from upref_frameworks.audits.shared import (
@@ -147,6 +148,66 @@ def _loss(
     )
     value, _ = losses.policy_loss_function(args, batch, log_prob, reduced)
     return value / (totals.tokens if per_token else totals.sequences)
+
+
+def _gae(which: int, hp: dict[str, float], chunked: bool) -> Callable[..., Tensor]:
+    """Return miles's GAE (0) or its returns (1), as a function of rewards, values and
+    mask.
+    """
+
+    def answer(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Return the advantages or returns, with a reward on any token beside the one
+        that it puts on the last.
+        """
+        lengths = [mask.shape[1]] * len(mask)
+        both = _modules()[1].get_advantages_and_returns_batch(
+            total_lengths=lengths,
+            response_lengths=lengths,
+            values_list=list(values),
+            rewards_list=list(rewards),
+            terminal_rewards=[0.0] * len(mask),
+            qkv_format="thd",
+            max_seq_lens=None,
+            loss_masks=list(mask),
+            gamma=hp["gamma"],
+            lambd=hp["lam"],
+            chunked=chunked,
+        )
+        return torch.stack(both[which])
+
+    return token_parts.on_trained(answer)
+
+
+def _gae_parts(gamma: float, lam: float) -> tuple[Component, ...]:
+    """Return miles's GAE and its returns, with these settings, in one scan and in
+    chunks.
+    """
+    hp = {"gamma": gamma, "lam": lam}
+    return tuple(
+        Component(
+            "token_advantages",
+            f"{name}, gamma={gamma:g}, lambd={lam:g}, chunked={chunked}",
+            _gae(which, hp, chunked),
+            name,
+            hp,
+            tol=1e-6,
+        )
+        for which, name in enumerate(("gae", "gae_returns"))
+        for chunked in (True, False)
+    )
+
+
+def _value_loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """Return value_loss_function at value_clip = 0.2, divided by the responses."""
+    losses, _, cp = _modules()
+    lengths = [mask.shape[1]] * len(mask)
+    reduced = cp.get_sum_of_sample_mean(lengths, lengths, list(mask.to(values)), False)
+    vars(losses)["get_values"] = lambda *_, **__: {"values": list(values)}
+    batch = {"values": list(old), "returns": list(returns), "unconcat_tokens": None}
+    batch |= {"total_lengths": lengths, "response_lengths": lengths}
+    args = SimpleNamespace(value_clip=0.2)
+    value, _ = losses.value_loss_function(args, batch, values, reduced)
+    return value / len(mask)
 
 
 def _log_probs(first: Tensor) -> Tensor:
@@ -302,6 +363,16 @@ MILES = Framework(
             tol=1e-5,
         ),
         *_distillations(),
+        *_gae_parts(1.0, 1.0),
+        *_gae_parts(0.9, 0.8),
+        Component(
+            "value",
+            "value_loss_function, value_clip=0.2",
+            _value_loss,
+            "clipped, seq-mean-token-mean",
+            {"clip": 0.2, "scale": 1.0},
+            tol=1e-6,
+        ),
     ),
     out_of_scope=dict.fromkeys(
         ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"),
