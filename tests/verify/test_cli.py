@@ -723,6 +723,13 @@ def test_without_a_word_it_shows_what_one_types_first(capsys):
         _parser().parse_args(words.split())
 
 
+def test_an_option_without_its_word_says_which_words_there_are(capsys):
+    with pytest.raises(SystemExit):
+        main(["maximizes", "my.py:kl", "--as-kl"])
+    said = capsys.readouterr().err
+    assert "--as-kl: expected one argument: loss, reward, advantage (`upref" in said
+
+
 def test_a_setting_behind_a_function_of_a_file_is_refused_as_one(capsys, tmp_path):
     """The sentence named the functions of the file, of which it was one."""
     file = tmp_path / "mine.py"

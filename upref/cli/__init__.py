@@ -315,6 +315,10 @@ class _Parser(argparse.ArgumentParser):
     verbs: Collection[str] = ()
 
     def error(self, message: str) -> NoReturn:
+        option, _, lacks = message.removeprefix("argument ").partition(": ")
+        action = self._option_string_actions.get(option)
+        if lacks == "expected one argument" and action and action.choices:
+            message += f": {', '.join(action.choices)}"
         self.exit(
             2,
             f"{self.prog}: {InputError(message)} (`{self.prog} -h` shows what it takes).\n",
