@@ -104,12 +104,19 @@ def mean_of_parts_of_two_rows(log_prob, old_log_prob, advantages, mask):
     return -torch.stack(means).mean()
 
 
+def tapered_by_token(log_prob, old_log_prob, advantages, mask):
+    lp, A = filled(log_prob, mask), filled(advantages, mask)
+    r = (lp - filled(old_log_prob, mask)).exp().detach()
+    return -(torch.where(A >= 0, 1, r.clamp(max=1)) * A * lp).sum(1).mean()
+
+
 def weighted_up_to_10(log_prob, old_log_prob, advantages, mask):
     r = filled(log_prob - old_log_prob, mask).exp().clamp(max=10)
     return -(r * filled(advantages, mask)).sum() / len(mask)
 
 
 CASES = [
+    (tapered_by_token, "topr", "ratio-of-token"),
     (weighted_up_to_10, "is_pg", "ratio-capped"),
     (over_one_response_less, "rloo", "divided-by-one-response-less"),
     (left_padding_in_count, "ppo_clip", "columns-before-response-counted"),

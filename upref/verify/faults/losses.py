@@ -1578,7 +1578,8 @@ OTHER_LOG_RATIOS: tuple[tuple[str, str, Callable[[Any, Any], Any]], ...] = (
 
 def _response_ratio_faults(form: ClippedForm) -> Iterator[LossFault]:
     """Yield the faults that PPO's term has another ratio: a response's for a token's, a
-    token's for a response's, or another average over the response.
+    token's for a response's, or another average over the response. Yield too that the
+    term of an objective on the product of a response's ratios is that of each token.
     """
 
     def ppo_at(
@@ -1595,6 +1596,15 @@ def _response_ratio_faults(form: ClippedForm) -> Iterator[LossFault]:
         """
         return form.ppo(exp(by_token(log_ratio(lp - old, m).expand_as(lp), lp)), A)
 
+    objective = form.objective
+    if objective.level == "sequence_product" and not objective.batch_coupled:
+        surrogate, hp = _without_sampler(objective, _without_beta(form.hp))
+        yield fault(
+            "the ratio of the token replaces the response's",
+            kind="ratio",
+            id="ratio-of-token",
+            J=lambda lp, old, A, m: surrogate.fn(lp, old, A.expand_as(lp), **hp),
+        )
     for fault_id, words, log_ratio in OTHER_LOG_RATIOS:
         # a few rows of a batch have other lengths
         whole = fault_id in (LONGEST, MEAN_LENGTH)
