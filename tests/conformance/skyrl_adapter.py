@@ -52,6 +52,25 @@ ESTIMATORS = {
     "group_norm": dict(grpo_norm_by_std=True),
     "leave_one_out": dict(advantage_estimator="rloo"),
 }
+# settings that `upref diff` tries where the step differs from another trainer's
+ALTERNATIVES = (
+    dict(loss_reduction="token_mean"),
+    dict(loss_reduction="sequence_mean"),
+    dict(temperature=1.0),
+    dict(eps_clip_high=0.2),
+    dict(eps_clip_high=0.28),
+    dict(policy_loss_type="gspo"),
+    dict(use_kl_loss=False),
+    dict(use_entropy_loss=False),
+    dict(max_grad_norm=0.0),
+    dict(max_grad_norm=1.0),
+)
+# where it makes the advantages, these too
+PREPARING = (
+    dict(grpo_norm_by_std=True),
+    dict(grpo_norm_by_std=False),
+    dict(advantage_estimator="rloo"),
+)
 # CISPO has no lower bound: a ratio is never below 0.
 CISPO_CLIP = dict(cispo_eps_clip_low=1.0, cispo_eps_clip_high=4.0)
 
@@ -96,6 +115,7 @@ class SkyRL:
     """
 
     name = f"skyrl {importlib.metadata.version('skyrl')}"
+    changed = types.MappingProxyType({})  # over the settings of each case
 
     def supports(self, case):
         if case.objective not in FIELDS:
@@ -135,7 +155,18 @@ class SkyRL:
         if case.advantages:
             said["apply_overlong_filtering"] = case.drop_truncated
             said["update_epochs_per_batch"] = case.iterations
+        said.update(self.changed)
         return {key: repr(value) for key, value in said.items()}
+
+    def alternatives(self, case):
+        ranks = case.ranks if case.parallel == "data" else 1
+        one_pass = dict(micro_train_batch_size_per_gpu=8 // (case.updates * ranks))
+        return [one_pass, *ALTERNATIVES, *(PREPARING if case.advantages else ())]
+
+    def with_settings(self, changed):
+        other = copy.copy(self)
+        other.changed = {**self.changed, **changed}
+        return other
 
     def micro_batch(self, case):
         ranks = case.ranks if case.parallel == "data" else 1
@@ -148,7 +179,14 @@ class SkyRL:
         for key, value in CISPO_CLIP.items():
             setattr(config.trainer.algorithm.cispo, key, value)
         config.trainer.micro_train_batch_size_per_gpu = self.micro_batch(case)
-        config.trainer.policy.optimizer_config.max_grad_norm = case.clip or 0.0
+        optimizer = config.trainer.policy.optimizer_config
+        optimizer.max_grad_norm = case.clip or 0.0
+        places = {
+            "max_grad_norm": optimizer,
+            "micro_train_batch_size_per_gpu": config.trainer,
+        }
+        for key, value in self.changed.items():
+            setattr(places.get(key, config.trainer.algorithm), key, value)
         config.trainer.policy_mini_batch_size = 8 // case.updates
         return config
 

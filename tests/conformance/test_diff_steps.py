@@ -199,10 +199,10 @@ def test_a_setting_of_trl_closes_a_difference(case, closing):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["trl", "verl", "openrlhf"])
+@pytest.mark.parametrize("name", ["trl", "verl", "openrlhf", "skyrl"])
 @pytest.mark.parametrize("case", ["kl/micro-4", "prepare/advantages/group-mean"])
 def test_each_setting_that_an_adapter_names_can_run(name, case):
-    needed = {"verl": ("pydantic", "peft"), "openrlhf": ("peft",)}
+    needed = {"verl": ("pydantic", "peft"), "openrlhf": ("peft",), "skyrl": SKYRL_NEEDS}
     for package in needed.get(name, (name,)):
         pytest.importorskip(package, reason="docs/howto/conformance.md says how")
     adapter = load(name)
