@@ -582,7 +582,7 @@ def gate_without_its_factor(log_prob, old_log_prob, advantages, mask):
 @bug(
     "sapo",
     "the two temperatures are exchanged",
-    "tau_pos is 1.05, not 1; tau_neg is 1, not 1.05",
+    "tau_pos is 1.05, not 1; tau_neg is 1, not 1.05: they are swapped",
     "why",
 )
 def temperatures_exchanged(log_prob, old_log_prob, advantages, mask):

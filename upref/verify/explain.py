@@ -946,7 +946,38 @@ def _words_for_hyperparameters(
         words += (
             f": where A < 0 no gradient is left beyond {ratio} = {changed['c']:.6g}"
         )
-    return words
+    return words + _words_for_partners(changed, hp)
+
+
+def _words_for_partners(changed: dict[str, Any], hp: dict[str, Any]) -> str:
+    """Return the words for hyperparameters that have each the value of its partner, as
+    tau_pos that of tau_neg; "" where one has not.
+
+    Args:
+        changed: the values that were found.
+        hp: the values that they should have.
+    """
+    partners = {name: _partner(name) for name in changed}
+    for name, partner in partners.items():
+        value, meant = changed[name], hp.get(partner)
+        if value is None or meant is None:
+            return ""
+        if value != meant and not abs(value - meant) <= SAME_BOUND:
+            return ""
+    if set(partners.values()) == set(changed):
+        return ": they are swapped"
+    of_partners = "this is the value" if len(changed) == 1 else "these are the values"
+    return f": {of_partners} of {', '.join(partners.values())}"
+
+
+def _partner(name: str) -> str:
+    """Return the name of the hyperparameter for the other sign of A, or the other side."""
+    for one, other in (("_pos", "_neg"), ("_low", "_high")):
+        if one in name:
+            return name.replace(one, other)
+        if other in name:
+            return name.replace(other, one)
+    return name
 
 
 SAME_BOUND = 1e-6  # two bounds are equal up to this

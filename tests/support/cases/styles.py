@@ -164,7 +164,7 @@ WRONG = [
     ("minus", wrong(lambda lp, r, A: -ppo(r, A)), "gradient", "A > 0", "sign"),
     ("no minimum", wrong(lambda lp, r, A: r.clamp(0.8, 1.28) * A), "gradient", "A > 0, r < 0.8", "minimum is missing"),
     ("eps_high 0.2", wrong(lambda lp, r, A: ppo(r, A, 0.8, 1.2)), "gradient", "A > 0, 1.2 < r < 1.28",
-     "eps_high is 0.2, not 0.28"),
+     "eps_high is 0.2, not 0.28: this is the value of eps_low"),
     ("swapped bounds", wrong(lambda lp, r, A: ppo(r, A, 0.72, 1.2)), "gradient", "A > 0", "swapped"),
     ("dual clip", wrong(lambda lp, r, A: torch.where(A < 0, torch.max(ppo(r, A), 3 * A), ppo(r, A))), "gradient",
      "A < 0, r > 3", "c is 3"),
