@@ -158,12 +158,13 @@ def slowly(pool, words):
 
 
 def test_countdown_levels_are_the_fewest_steps():
+    """By a search of all pools of numbers that one, two and three steps can leave."""
     for steps, level in enumerate(COUNTDOWN.levels, 1):
         for *numbers, target in COUNTDOWN.problems(level, 6, 0).tolist():
             reached = {0: {tuple(sorted(numbers))}}
             for depth in range(1, 4):
                 reached[depth] = {
-                    s for pool in reached[depth - 1] for s in combinations(pool)
+                    s for pool in reached[depth - 1] for s in pools_after(pool)
                 }
             first = min(
                 d
@@ -173,7 +174,8 @@ def test_countdown_levels_are_the_fewest_steps():
             assert first == steps
 
 
-def combinations(pool):
+def pools_after(pool):
+    """Yield each pool that one step makes of a pool: two of its numbers become one."""
     for i, a in enumerate(pool):
         for j, b in enumerate(pool):
             for c in (a + b, a - b, a * b) if i != j else ():
@@ -184,7 +186,7 @@ def combinations(pool):
 
 
 def values(reached, depth):
-    """Each pool before the last step, and what its last step can make."""
+    """Yield each pool before the last step, and the numbers that its last step makes."""
     for pool in reached[depth - 1]:
         made = {
             c

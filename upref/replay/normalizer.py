@@ -77,7 +77,8 @@ def normalizer(
 
     Returns:
         The Normalizer. It is false where the gradient is that of another sum of the
-        same terms, or a simple multiple.
+        same terms, or a simple multiple. True does not mean equal: where no sum fits,
+        `found` is empty, and a finding of the replay is a note.
 
     Raises:
         InputError: a column or the file of a rank is missing.

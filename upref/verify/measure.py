@@ -636,12 +636,14 @@ class OnPolicy:
 
 
 def measure_on_policy(case: LossCase, rows: Sequence[int] = ()) -> OnPolicy:
-    """Measure what an aggregation is read off.
+    """Measure the gradient of a loss on a batch with π_θ = π_old = π_ref, beside the
+    weights of its objective there.
 
     Args:
         case: the loss and its objective.
-        rows: these of the eight responses, in a column less; empty: the whole batch.
-            What a sum is divided by may be one number in one batch, and two in two.
+        rows: indices of responses, of eight; then the batch has these alone, without its
+            last column. Empty: the whole batch. Two divisors may be equal in one batch,
+            and differ in another.
 
     Returns:
         The measurement.
@@ -653,7 +655,9 @@ def measure_on_policy(case: LossCase, rows: Sequence[int] = ()) -> OnPolicy:
     # a KL term, right or wrong, has no gradient there, or one without A
     batch = replace(ready, logp_ref=ready.logp)
     if rows:
-        batch = case.loss.visible_batch(batch.take(list(rows), range(8)))
+        part = batch.take(list(rows), range(whole.mask.shape[1] - 1))
+        # fewer rows may have another layout, if the loss takes one
+        batch = case.loss.visible_batch(part)
     found = part_with_advantage(case.gradient, batch)
     return OnPolicy(case, batch, found, case.expected(batch))
 

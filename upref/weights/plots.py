@@ -231,15 +231,20 @@ def _cap_square(
 def _place_for_label(
     region: np.ndarray, width: float = 0.28, height: float = 0.09
 ) -> tuple[float, float] | None:
-    """Return the center of the largest box inside the region that has a label's
-    proportions; None where a label does not fit.
+    """Return the center of a label in the largest size that fits into the region; None
+    where none fits. It is the mean of all places where the label fits, or the place
+    nearest to the mean if the label does not fit there.
+
+    Args:
+        region: the cells that the label may cover, [n, n].
+        width, height: of the smallest label, as parts of n.
     """
     n = len(region)
     cells_before = np.pad(region, ((1, 0), (1, 0))).cumsum(0).cumsum(1)
     for scale in np.arange(3, 0.999, -0.05):
         h = round(height * scale * n)
         w = round(width * scale * n)
-        if h > n or w > n:
+        if not (0 < h <= n and 0 < w <= n):
             continue
         # the cells of the region in each box of h x w: all of them where it fits
         is_inside = (
@@ -250,7 +255,10 @@ def _place_for_label(
             == h * w
         )
         if is_inside.any():
-            y, x = np.argwhere(is_inside).mean(0)
+            places = np.argwhere(is_inside)
+            y, x = places.mean(0)
+            if not is_inside[round(y), round(x)]:
+                y, x = places[np.abs(places - (y, x)).sum(1).argmin()]
             return (x + w / 2) / n, (y + h / 2) / n
     return None
 

@@ -141,8 +141,8 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]  # TRL is untyped here
             self._check_twin(model, args, kw.get("peft_config"))
         super().__init__(model, reward_funcs, args, *more, **kw)
         tell(self.objective, self.args)
-        # of what TRL still computes (_rest): without advantages 0, and no metrics of
-        # its own
+        # of what TRL still computes, see _loss_beside_the_objective: 0 without advantages,
+        # and no metrics of its own
         self.loss_type = "sapo"
         self._forward: tuple[Any, ...] = ()
 
@@ -170,9 +170,10 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]  # TRL is untyped here
         self._forward = super()._get_per_token_logps_and_entropies(*args, **kw)
         return self._forward
 
-    def _rest(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """What TRL adds to the policy and KL terms, which are 0 here: entropy bonus,
-        router's loss, their metrics.
+    def _loss_beside_the_objective(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """Return TRL's loss with advantages and beta of 0: its entropy bonus and its
+        router's loss are left. TRL logs their metrics on the way, and this keeps the
+        forward pass in `self._forward`.
         """
         inputs = {k: v for k, v in inputs.items() if k != "old_per_token_logps"}
         inputs["advantages"] = torch.zeros_like(inputs["advantages"])
@@ -192,7 +193,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]  # TRL is untyped here
         """Return the objective's loss on a micro-batch, plus its KL term and what TRL
         adds to a loss. Parity compares the loss on the way, and the metrics are logged.
         """
-        rest = self._rest(model, inputs)
+        rest = self._loss_beside_the_objective(model, inputs)
         lp, entropy, *_ = self._forward
         self._forward = ()
         mode = "train" if self.model.training else "eval"

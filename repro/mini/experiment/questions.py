@@ -305,14 +305,16 @@ AT_EVALS: dict[str, Callable[[Numbers, Numbers], float]] = {
 
 
 def known(term: Term) -> bool:
-    """Whether there is such a number."""
+    """Return whether records have the number of a term: its metric exists, and its `at` is
+    one of that metric's. `equal_avg` is computed of two arms' records.
+    """
     metric = term.metric
     if metric in EVAL_METRICS:
         return term.at in AT_EVALS
     if metric in STEP_METRICS or metric == "malformed":
         return term.at in AT_STEPS
     of_k = metric.removeprefix("pass@")
-    return metric in ("survival", EQUAL) or (of_k != metric and of_k.isdigit())
+    return metric in ("survival", EQUAL) or (of_k != metric and of_k.isdecimal())
 
 
 def number(run: RunRecord, term: Term) -> float:

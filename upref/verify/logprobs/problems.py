@@ -92,7 +92,7 @@ def masked(problem: Problem, keep: list[list[int]], **changes: Any) -> Problem:
 
     Args:
         problem: the problem.
-        keep: for each row, the tokens that are compared.
+        keep: for each token of each row, 1 if it is compared, else 0.
         **changes: other fields of the Problem.
     """
     is_kept = torch.tensor(keep, dtype=torch.bool)
