@@ -8,9 +8,7 @@ has their audits. The ledgers' form is held for all of them, wherever this runs.
 
 import json
 import math
-import tomllib
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -38,7 +36,6 @@ proof = "print(1)"
 prints = "1"
 evidence = [{{ loss = "l", held_against = "o" }}]
 """
-SECOND_READER = Path(__file__).parents[2] / "docs/second_reader.toml"
 ALL = audits.frameworks()
 APART = [name for name in ALL if audits.framework(name).pin]
 MARKED = [
@@ -108,15 +105,12 @@ def test_the_ledger_is_whole(name):
 
 
 def test_a_second_reader_judged_what_is_blamed(monkeypatch):
-    once = {
+    once = [
         e.key
         for e in read()
         if e.status in ("bug", "surprising default") and not e.twice
-    }
-    record = tomllib.loads(SECOND_READER.read_text(encoding="utf-8"))
-    assert once == record["awaiting"].keys(), (
-        "who did not write these entries reads the sources"
-    )
+    ]
+    assert not once, f"who did not write these entries reads the sources: {once}"
     once = '[ledger]\nversion = "1"\n' + ENTRY.format(status="bug")
     assert (
         not read("x", once)[0].twice
