@@ -137,7 +137,13 @@ def _errors(case: LossCase, batch: Rollouts) -> Tensor | None:
 def _beyond(case: LossCase, bound: Bound) -> Iterator[Finding]:
     """Compare on batches a little below and above a size, in columns and in rows."""
     size = bound.number
-    for rows, columns in ((2, size - 1), (2, size + 1), (size - 1, 2), (size + 1, 2)):
+    sizes = {
+        "fewer columns than": (2, size - 1),
+        "more columns than": (2, size + 1),
+        "fewer rows than": (size - 1, 2),
+        "more rows than": (size + 1, 2),
+    }
+    for side, (rows, columns) in sizes.items():
         batch = case.visible_batch(_long_batch(case, rows, columns))
         errors = _errors(case, batch)
         if errors is None:
@@ -146,11 +152,32 @@ def _beyond(case: LossCase, bound: Bound) -> Iterator[Finding]:
         expected, got = numbers(case, batch, i, t)
         at = token_numbers(case, batch, (i, t))
         where = f", with which {bound.line} compares a size" if bound.line else ""
-        about = f"{rows} rows of {columns} columns: on one side of {size}{where}"
+        about = f"{rows} rows of {columns} columns: {side} {size}{where}"
+        about += _without_gradient(case, batch)
         shown = Example(rollouts=True, size=(rows, columns))
         place = TokenPlace(numbers=at)
         yield fail("every-value", about, expected, got, shown, place=place)
         return
+
+
+def _without_gradient(case: LossCase, batch: Rollouts) -> str:
+    """Return in words where tokens have no gradient, of those that should have one; "" if
+    all have one.
+    """
+    is_lost = (case.gradient(batch) == 0) & (case.expected(batch) != 0) & batch.mask
+    if not is_lost.any():
+        return ""
+    rows, columns = is_lost.nonzero(as_tuple=True)
+    return (
+        f"; without a gradient: {len(rows)} of {int(batch.mask.sum())} tokens, in {_range('row', rows)} and "
+        f"{_range('column', columns)}, counted from 0"
+    )
+
+
+def _range(what: str, numbers: Tensor) -> str:
+    """Return the range of numbers of rows or columns in words."""
+    first, last = int(numbers.min()), int(numbers.max())
+    return f"{what} {first}" if first == last else f"{what}s {first} to {last}"
 
 
 def _long_batch(case: LossCase, rows: int, columns: int) -> Rollouts:
