@@ -3,6 +3,8 @@
 says why. By day a sample; all by night.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,7 +14,12 @@ from tests.support.framework_bugs import BUGS, JUDGED, PARTS, table_of_causes
 from upref.proof.solver import find_z3
 from upref.user_code import read
 from upref.verify.measure import make_case
-from upref.verify.oracles.weights import ALONE_IS_NOTHING, COUPLED
+from upref.verify.oracles.weights import (
+    ALONE_IS_NOTHING,
+    COUPLED,
+    RIGHT_WITHOUT_HOLES,
+    _right_without_holes,
+)
 from upref.verify.synthesis.formula import formula_of
 from upref.verify.synthesis.search import EDIT_ID, edits, weights_of
 from upref.weights.batches import OFF_EDGES
@@ -53,6 +60,50 @@ def test_what_is_computed_across_responses_is_a_pattern(name, words):
     bug = BUGS[name]
     first = upref.check(bug.loss, bug.objective).failures[0]
     assert (first.cause_kind, first.cause, first.fault_ids) == ("pattern", words, ())
+
+
+def clipped_terms(log_prob, old_log_prob, advantages, mask):
+    r = torch.where(mask, log_prob - old_log_prob.detach(), 0).exp()
+    A = torch.where(mask, advantages, 0)
+    return torch.minimum(r * A, r.clamp(0.8, 1.28) * A)
+
+
+def as_if_responses_began_at_column_0(log_prob, old_log_prob, advantages, mask):
+    terms = clipped_terms(log_prob, old_log_prob, advantages, mask)
+    lengths = mask.sum(1, keepdim=True)
+    is_read = torch.arange(mask.shape[1]) < lengths
+    return -torch.where(is_read, terms, 0).sum() / mask.sum()
+
+
+def over_the_width_where_all_are_as_long(log_prob, old_log_prob, advantages, mask):
+    terms = clipped_terms(log_prob, old_log_prob, advantages, mask)
+    lengths = mask.sum(1)
+    is_one_length = len(lengths) > 1 and (lengths == lengths[0]).all()
+    return -terms.sum() / (mask.numel() if is_one_length else mask.sum())
+
+
+@pytest.mark.nightly
+def test_masked_slots_before_a_token_are_said_where_they_alone_change_it():
+    first = upref.check(as_if_responses_began_at_column_0, "dapo").failures[0]
+    assert (first.cause_kind, first.cause) == ("pattern", RIGHT_WITHOUT_HOLES)
+    # wrong at the front of the rows too
+    other = upref.check(over_the_width_where_all_are_as_long, "dapo")
+    assert not other and RIGHT_WITHOUT_HOLES not in str(other)
+
+
+def test_tokens_are_moved_to_the_front_of_their_rows():
+    mask = torch.tensor([[False, True], [False, True]])
+    log_probs = torch.tensor([[-1.0, -0.5], [-2.0, -1.5]], dtype=torch.float64)
+    batch = upref.Rollouts(log_probs, log_probs, torch.ones(2, 1).double(), mask)
+
+    def cause(loss, mask):
+        reference = upref.get("dapo")
+        case = make_case(read(loss, reference, {}), reference, reference.resolve({}))
+        return _right_without_holes(case, replace(batch, mask=mask)).words
+
+    assert cause(as_if_responses_began_at_column_0, mask) == RIGHT_WITHOUT_HOLES
+    assert cause(as_if_responses_began_at_column_0, mask.flip(1)) == ""
+    assert cause(over_the_width_where_all_are_as_long, mask) == ""
 
 
 def case_of(objective, hp):

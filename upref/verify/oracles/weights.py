@@ -531,6 +531,7 @@ def _random(case: LossCase) -> list[Finding]:
             remark = _words_for_weight_alone(case, batch, i, t)
             found_number = Number(found, "weight", remark)
             cause = known_fault.cause if known_fault else in_low_precision(case)
+            cause = cause or _right_without_holes(case, batch)
             cause = cause or bound_of_token(case, batch)
             return [
                 fail(
@@ -544,6 +545,31 @@ def _random(case: LossCase) -> list[Finding]:
                 )
             ]
     return []
+
+
+RIGHT_WITHOUT_HOLES = (
+    "with the same tokens at the front of their rows the weights are right: masked slots "
+    "before or between the tokens change them"
+)
+
+
+def _right_without_holes(case: LossCase, batch: Rollouts) -> Cause:
+    """Return that the weights are right where the tokens of each row stand in front of
+    its masked slots; no cause where they do so already, or where they are wrong there.
+    """
+    order = (~batch.mask).int().argsort(stable=True, dim=1)
+    if torch.equal(batch.mask.gather(1, order), batch.mask):
+        return NO_CAUSE
+    fields = {
+        name: x.gather(1, order) if x.shape == batch.mask.shape else x
+        for name, x in batch.tensors().items()
+    }
+    try:
+        errors = case.weight_error(case.visible_batch(Rollouts.unchecked(**fields)))
+    except InputError:
+        return NO_CAUSE
+    is_right = bool(errors.max() <= case.tol)
+    return Cause(RIGHT_WITHOUT_HOLES, kind="pattern") if is_right else NO_CAUSE
 
 
 def _words_for_weight_alone(case: LossCase, batch: Rollouts, i: int, t: int) -> str:
