@@ -456,7 +456,7 @@ def test_an_exception_that_does_not_recur_is_no_verdict(part):
         with pytest.raises(
             InputError,
             match=r"raised ValueError: no \(test_guard.py, line \d+, in throw\) "
-            r"\(it was called with log_prob = float.*\); on the same inputs loss then answered",
+            r"\(it was called with log_prob = b?float.*\); on the same inputs loss then answered",
         ):
             upref.check(loss, "dapo")
 
