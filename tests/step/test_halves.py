@@ -125,7 +125,7 @@ def test_a_clip_behind_the_last_pass_is_named_and_hides_no_cause():
 
 @pytest.mark.nightly
 def test_of_large_parameters_some_entries_tell(tmp_path, monkeypatch):
-    for module in ("sketch", "halves"):
+    for module in ("compare.sketch", "explain.halves"):
         monkeypatch.setattr(f"upref.step.{module}.KEPT", 200)
     for report in (recorded(COLD), dumped(tmp_path, COLD)):
         assert report.failures[0].cause == FORGOTTEN, report
