@@ -540,10 +540,12 @@ def _changed_lengths(
     total = lengths.sum()
     added = common_value(total / multiples - total)
     if added is not None and abs(added) > LEAST_ADDED:
-        if (
-            case.single and abs(added) < 0.01
-        ):  # a total in float32 has no more of its digits
-            added = float(f"{added:.2g}")
+        # a total in float32 has no more of its digits
+        short = float(f"{added:.2g}")
+        total_in_float32 = (total + short).float().double()
+        is_rounded = abs(float(total_in_float32 - total) - added) < 1e-9
+        if (case.single and abs(added) < 0.01) or is_rounded:
+            added = short
         yield _aggregated(
             case,
             f"{added:.6g} is added to the number of tokens",
