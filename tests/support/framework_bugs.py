@@ -332,7 +332,7 @@ def linear_ratio(log_prob, old_log_prob, advantages, mask):
 @bug(
     "gmpo",
     "the log-ratio is clamped on both sides, whatever the sign of A",
-    "no token has a gradient where |log r| > 0.4",
+    "both bounds act in both cases: clip(log_r, -0.4, 0.4)",
     "why",
 )
 def geometric_without_sign(log_prob, old_log_prob, advantages, mask):
