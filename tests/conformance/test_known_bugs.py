@@ -75,6 +75,9 @@ def test_the_command_names_the_case_that_kills_a_bug(capsys, monkeypatch):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_every_bug_ends_as_recorded(name):
+    pytest.importorskip("peft", reason="a case trains a model with adapters")
+    if name == "verl":
+        pytest.importorskip("tensordict", reason="verl's trainer imports it")
     adapter = _adapter(name)
     ends = {bug.source: killers(bug, adapter) for bug in bugs(name)}
     assert ends == {

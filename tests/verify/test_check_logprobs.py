@@ -281,3 +281,11 @@ def shifted(logits, tokens):
 def test_what_is_checked_in_another_form_is_told_the_form(fn, words):
     with pytest.raises(InputError, match=words):
         upref.check_logprobs(fn)
+
+
+def test_an_option_with_a_default_is_no_tensor():
+    def log_probs(logits, labels, keep_logits=False, num_tokens=0, head="lm"):
+        return logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+    assert read_logprobs.read(log_probs).kind == "logits"
+    assert read_logprobs.read(upref.hidden.token_log_probs).kind == "hidden"

@@ -357,7 +357,7 @@ def read(fn: Any, softcap: float | None = None, logit_scale: float = 1.0) -> Ker
     roles = {
         p.name: r
         for p in all_parameters
-        if (r := _role(p.name)) and p.name not in cuts.values()
+        if (r := _role(p.name)) and p.name not in cuts.values() and _may_be_tensor(p)
     }
     free = [
         p.name
@@ -410,6 +410,13 @@ def _kind_of_inputs(
 def _entry_named(name: str, table: Mapping[str, set[str]]) -> str:
     """The key of the first entry that shares a word with the name, or ""."""
     return next((k for k, told in table.items() if told & set(names.words(name))), "")
+
+
+def _may_be_tensor(parameter: inspect.Parameter) -> bool:
+    """Whether an argument may be a tensor by its default: `keep_logits=False` and
+    `num_tokens=0` are none.
+    """
+    return parameter.default is parameter.empty or parameter.default is None
 
 
 def _role(name: str) -> str:

@@ -111,7 +111,7 @@ def not_detached(log_prob, old_log_prob, advantages, mask):
 def strictly_inside(lp, old, A):
     r = (lp - old).exp()
     dead = (A > 0) & (r >= 1.28) | (A < 0) & (r <= 0.8)
-    return r * A * ~dead
+    return torch.where(dead, (r.clamp(0.8, 1.28) * A).detach(), r * A)
 
 
 def anchored(lp, old, A):
