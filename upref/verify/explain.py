@@ -22,6 +22,7 @@ from upref.errors import InputError
 from upref.registry import Objective, get, names
 from upref.rollouts import Rollouts
 from upref.transforms import CORRECTIONS, up
+from upref.user_code import ROWS
 from upref.verify.factors import (
     FACTORS,
     aggregation_id,
@@ -30,7 +31,7 @@ from upref.verify.factors import (
 )
 from upref.verify.faults import first_fitting, hyperparameter_id, known
 from upref.verify.faults.batch_reading import floored, left_out, reweighted
-from upref.verify.faults.corrections import corrected, retuned
+from upref.verify.faults.corrections import corrected, misread_bands, retuned
 from upref.verify.faults.denominators import (
     OF_LENGTHS,
     divided,
@@ -61,6 +62,7 @@ from upref.verify.measure import (
     BESIDE_TIE,
     SLACK_OF_TIE,
     LossCase,
+    make_case,
     unit_weights,
 )
 from upref.verify.synthesis.search import comparison_for_every_value, edited
@@ -71,6 +73,9 @@ from upref.weights.batches import (
 )
 from upref.weights.black_box import relative_error
 
+SEARCH_SECONDS = 6.0  # of CPU time, for the cause of one difference
+# the same where the search begins again with one advantage for each response
+MORE_SECONDS = 3.0
 MOST_KL_TERMS = 3  # that are tried beside a fault of the rest
 FEW = 24  # responses of the batch that each fault is compared on first
 LEAST_ANSWERS = 3  # other batches on which a cause must hold
@@ -93,7 +98,12 @@ def _has_gradient(case: LossCase) -> bool:
 
 
 def explain(
-    case: LossCase, batch: Rollouts, found: Tensor, ignore: Tensor, bounds: list[float]
+    case: LossCase,
+    batch: Rollouts,
+    found: Tensor,
+    ignore: Tensor,
+    bounds: list[float],
+    seconds: float = SEARCH_SECONDS,
 ) -> LossFault | None:
     """Return the first known fault that reproduces the weights found, on every token of
     the batch and on other batches.
@@ -109,12 +119,13 @@ def explain(
         found: the loss's weights on it, [B, T].
         ignore: tokens at a bound, where rounding decides, [B, T].
         bounds: ratios at which the loss was seen to change.
+        seconds: the CPU time that the search may take.
 
     Returns:
         The fault, or None.
     """
     compared = batch.mask & ~ignore
-    time_left = SearchTime(case)
+    time_left = SearchTime(case, seconds)
     confirmation = _measure_confirmation(case)
     difference = Difference(
         case, batch, found, compared, bounds, confirmation, time_left
@@ -132,6 +143,7 @@ def explain(
         reweighted(case),
         left_out(case),
         floored(case),
+        misread_bands(case),
         retuned(case),
         divided(case),
         ratio_power_faults(case.objective, case.hp, case.scale),
@@ -167,7 +179,6 @@ def explain(
     )
 
 
-SEARCH_SECONDS = 6.0  # of CPU time, for the cause of one difference
 T = TypeVar("T")
 
 
@@ -176,11 +187,12 @@ class SearchTime:
 
     Args:
         case: it is told where the search ended without a cause.
+        seconds: of CPU time.
     """
 
-    def __init__(self, case: LossCase) -> None:
+    def __init__(self, case: LossCase, seconds: float) -> None:
         self.case = case
-        self.end = time.process_time() + SEARCH_SECONDS
+        self.end = time.process_time() + seconds
 
     def within(self, candidates: Iterable[T]) -> Iterator[T]:
         """Yield the candidates until the time is over."""
@@ -189,6 +201,36 @@ class SearchTime:
                 self.case.search_ended = True
                 return
             yield candidate
+
+
+def cause_with_one_advantage(case: LossCase) -> Cause:
+    """Search for a cause with one advantage for each response, where the objective's
+    formula has no other: a loss may read the A of a response off one of its tokens.
+
+    Args:
+        case: the loss, which takes advantages of tokens, and its objective.
+
+    Returns:
+        The cause, or an empty one.
+    """
+    loss = case.loss
+    has_own = loss.adv_shape == "BT" and case.objective.has_response_advantage
+    if loss.framework or not has_own or case.search_ended:
+        return NO_CAUSE
+    with contextlib.suppress(InputError):  # it refuses such advantages
+        one_each = replace(loss, adv_shape=ROWS, log=[])
+        case_of_rows = make_case(one_each, case.objective, case.hp)
+        batch = case_of_rows.grid()
+        found = case_of_rows.kept_weights(batch)
+        ties = case_of_rows.is_on_bound(batch)
+        errors = case_of_rows.weight_error(batch, found)
+        if errors.masked_fill(ties, 0).max() <= case.tol:
+            return NO_CAUSE
+        known_fault = explain(case_of_rows, batch, found, ties, [], MORE_SECONDS)
+        if known_fault is not None:
+            words = f"{known_fault.words} (where each response has one A)"
+            return replace(known_fault.cause, words=words)
+    return NO_CAUSE
 
 
 NUMBERS_ALONE = ("weights-scaled-by-sign",)  # ids of faults that say how much, not why
@@ -705,6 +747,7 @@ def fits(
     try:
         weights = candidate.change.weights(case.objective, case.hp, batch)
         errors = relative_error(found, weights, batch.adv)
+        compared = compared & ~candidate.change.skip(batch)
     # the fault needs a form that this objective does not have
     except (
         InputError,

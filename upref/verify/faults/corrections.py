@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,76 @@ def retuned(case: LossCase) -> Iterator[LossFault]:
             hp=changed,
             scale=count_ratio,
             whole=case.objective.agg == KEPT_MEAN,
+        )
+
+
+def _old_over_updated(batch: Rollouts) -> Tensor:
+    """Return the log μ that makes π_θ/π_old of the sampler's ratio."""
+    return 2 * batch.logp_old - batch.logp
+
+
+def _sampler_over_updated(batch: Rollouts) -> Tensor:
+    """Return the log μ that makes π_θ/μ of the sampler's ratio."""
+    assert batch.logp_sampler is not None
+    return batch.logp_old + batch.logp_sampler - batch.logp
+
+
+# ratios that a correction may bound in the place of π_old/μ, and the log μ of each
+OTHER_BANDS: tuple[tuple[str, Callable[[Rollouts], Tensor]], ...] = (
+    ("π_θ/π_old", _old_over_updated),
+    ("π_θ/μ", _sampler_over_updated),
+)
+NO_BAND = {"is_min": 0.0, "is_max": math.inf}
+
+
+def misread_bands(case: LossCase) -> Iterator[LossFault]:
+    """Yield the faults that the bounds of a correction that rejects act on another ratio
+    than π_old/μ; what is kept has the weight of the correction, or the weight 1.
+
+    Args:
+        case: the loss and its objective.
+    """
+    objective = case.objective
+    if objective.sampler is None or not objective.rejects:
+        return
+    own_bounds = {name: case.hp[name] for name in NO_BAND if name in case.hp}
+    if not own_bounds:
+        return
+    without_band = {name: NO_BAND[name] for name in own_bounds}
+    without_sampler = replace(objective, sampler=None)
+
+    def weights(
+        batch: Rollouts, log_mu: Callable[[Rollouts], Tensor], is_weighed: bool
+    ) -> Tensor:
+        """Return the weights of the tokens whose other ratio is within the bounds."""
+        misread = batch.but(logp_sampler=log_mu(batch))
+        factors = objective.factors(misread, **case.hp_without_kl)
+        assert factors is not None
+        kept = (factors != 0) & batch.mask
+        if is_weighed:
+            w = unit_weights(objective, batch, case.hp_without_kl | without_band)
+        else:
+            w = unit_weights(without_sampler, batch, _uncorrected(case))
+        w = w * kept * divisor_ratio(case, batch, kept)
+        if case.hp.get("beta"):
+            w = w - case.hp["beta"] * kl_slope(objective.kl, batch)
+        return w
+
+    named = " and ".join(own_bounds)
+    act = "act" if len(own_bounds) > 1 else "acts"
+    for (ratio, log_mu), is_weighed in product(OTHER_BANDS, (True, False)):
+        words = (
+            f"{named} {act} on {ratio}: what is rejected depends on that ratio, not on "
+            "ρ = π_old/μ"
+        )
+        if not is_weighed:
+            words += "; and what is kept is not weighed by ρ"
+        yield fault(
+            words,
+            "ratio",
+            id="sampler-bounds-on-other-ratio",
+            weigh=partial(weights, log_mu=log_mu, is_weighed=is_weighed),
+            whole=objective.agg == KEPT_MEAN,
         )
 
 

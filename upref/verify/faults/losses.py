@@ -419,6 +419,11 @@ SAMPLER_FAULTS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
         lambda batch: batch.logp_old + batch.logp_sampler - batch.logp,
     ),
     (
+        "sampler-ratio-of-update",
+        "the sampler's correction reads π_θ/π_old, the ratio of the update, not π_old/μ",
+        lambda batch: 2 * batch.logp_old - batch.logp,
+    ),
+    (
         "sampler-ratio-unused",
         "the sampler's ratio has no effect",
         lambda batch: batch.logp_old,
@@ -1092,6 +1097,21 @@ def _ppo_faults(form: ClippedForm) -> Iterator[LossFault]:
         kind="clip",
         id="ppo-clip",
         J=form.term(lambda r, A, lp: form.ppo(r, A)),
+    )
+
+
+def _early_factor_faults(form: ClippedForm) -> Iterator[LossFault]:
+    """Yield the fault that the factor lam on positive advantages multiplies the ratio,
+    so that the clip acts on the product.
+    """
+    ratio = form.objective.ratio_symbol
+    lam = form.hp["lam"]
+    yield fault(
+        f"lam multiplies the ratio before the clip where A > 0: the bounds act on lam {ratio}, "
+        f"so that {ratio} is clipped at {form.upper / lam:.6g}, not at {form.upper:g}",
+        kind="clip",
+        id="factor-before-clip",
+        J=form.term(lambda r, A, lp: form.ppo(where(A > 0, lam * r, r), A)),
     )
 
 
@@ -1907,6 +1927,11 @@ FAMILIES = (
     Family(10, _capped_weight_faults, lambda form: form.weighs_log_prob),
     Family(20, _lone_term_faults, lambda form: form.shape.is_smooth),
     Family(30, _other_sign_faults),
+    Family(
+        35,
+        _early_factor_faults,
+        lambda form: bool(form.hp.get("lam")) and _is_bounded(form),
+    ),
     Family(40, _minimum_faults, lambda form: form.shape.has_minimum),
     Family(50, _log_prob_where_negative_faults, _is_like_up),
     Family(60, _unbounded_positive_faults, _is_like_up),

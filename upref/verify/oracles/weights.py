@@ -21,6 +21,7 @@ from upref.verify.explain import (
     SEARCH_SECONDS,
     by_fixed_length,
     cause_if_confirmed,
+    cause_with_one_advantage,
     explain,
     first_confirmed,
     holds_on_other_batches,
@@ -285,11 +286,15 @@ def _regimes(
     )
     if len(parts) > 2:
         parts = _by_sign(parts)
+    of_responses = cause_with_one_advantage(case)
     failures: list[Finding] = []
     for part in parts:
         small, token = _smallest_of(case, batch, part, failing, prefer)
         # the pattern is that of all regions: the first failure has it
-        why = NO_CAUSE if failures else _pattern_of(case, compared, small)
+        if failures:
+            why = NO_CAUSE
+        else:
+            why = of_responses or _pattern_of(case, compared, small)
         failures.append(_in_region(case, part, small, token, why))
     return failures
 
