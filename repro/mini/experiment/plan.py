@@ -359,9 +359,7 @@ class Plan:
             return finished
         searching = self.search and todo[0].settings.seed in self.search.seeds
         stage = "of the search" if searching else "of the experiment proper"
-        # before the first run, by those of the experiment on stale data
-        timed = records or recorded.load(load("stale").results)
-        hours = recorded.forecast([run.settings for run in todo], timed) / 3600
+        hours = recorded.forecast([run.settings for run in todo], records) / 3600
         time = "" if math.isnan(hours) else f", about {hours:.1f} hours of one core"
         return f"{finished} Next are {len(todo)} runs {stage}{time}: `{self.command}`."
 

@@ -30,6 +30,7 @@ from repro.mini.train.settings import Settings
 from upref.errors import InputError
 
 MANIFEST = "manifest.json"
+OF_STALE = Path(__file__).parents[1] / "stale" / "results"
 NEEDED = ("name", "status", "settings", "provenance", "steps", "evals")
 
 
@@ -289,8 +290,10 @@ def forecast(todo: Sequence[Settings], known: dict[str, RunRecord]) -> float:
 
     Args:
         todo: the settings of the runs.
-        known: the finished and stopped runs.
+        known: the finished and stopped runs; where there is none yet, those of the
+            experiment on stale data count.
     """
+    known = known or load(OF_STALE)
     timed = {r["settings"]["base"] for r in known.values() if r["status"] == "done"}
     if not timed.issuperset(s.base for s in todo):
         return math.nan
