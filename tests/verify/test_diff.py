@@ -176,6 +176,58 @@ def test_the_ratio_of_a_response_is_a_quantity():
     assert ratio.a.startswith("of the response")
 
 
+def test_a_kl_term_makes_no_other_ratio_and_a_divisor_is_named():
+    def over_width(log_prob, old_log_prob, advantages, mask, ref_log_prob):
+        tokens = mask.sum() / mask.numel()
+        loss = with_kl(log_prob, old_log_prob, advantages, mask, ref_log_prob)
+        return loss * tokens
+
+    found = compare_losses(with_kl, over_width)
+    assert [q.name for q in found.quantities if q.differs] == ["divisor"]
+    assert all(q.a == "of the token" for q in found.quantities if q.name == "ratio")
+
+
+def of_a_response(log_prob, old_log_prob, advantages, mask, is_mean, most=10.0):
+    """GSPO's form of its ratio: its value is the response's, its gradient the token's."""
+    d = torch.where(mask, log_prob - old_log_prob, 0)
+    log_s = d.sum(-1, keepdim=True)
+    log_s = log_s / mask.sum(-1, keepdim=True) if is_mean else log_s
+    s = (d - d.detach() + log_s.detach()).clamp(max=most).exp()
+    A = torch.where(mask, advantages, 0)
+    J = torch.minimum(s * A, s.clamp(1 - 3e-4, 1 + 4e-4) * A) * mask
+    return -(J.sum(-1) / mask.sum(-1)).mean()
+
+
+def of_a_mean(log_prob, old_log_prob, advantages, mask):
+    return of_a_response(log_prob, old_log_prob, advantages, mask, is_mean=True)
+
+
+def of_a_product(log_prob, old_log_prob, advantages, mask):
+    return of_a_response(log_prob, old_log_prob, advantages, mask, is_mean=False)
+
+
+def test_the_mean_and_the_product_of_a_response_are_two_ratios():
+    found = compare_losses(of_a_mean, of_a_product)
+    assert found.first.name == "ratio", found
+    assert "the geometric mean" in found.first.a
+    assert "the product" in found.first.b
+
+
+def test_two_unknown_ratios_of_responses_are_not_called_the_same():
+    def times_a_power(power):
+        def loss(log_prob, old_log_prob, advantages, mask):
+            r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+            A = torch.where(mask, advantages, 0)
+            largest = r.amax(-1, keepdim=True).detach() ** power
+            return -(r * A * (largest / r.detach() ** power))[mask].mean()
+
+        return loss
+
+    found = compare_losses(times_a_power(1), times_a_power(2))
+    assert found.first.name == "ratio", found
+    assert found.first.b == f"{found.first.a}, in another way"
+
+
 def test_the_command_answers_by_its_status_and_json(capsys):
     assert cli.main(["diff", "dapo", "dapo"]) == 0
     assert capsys.readouterr().out.startswith("nothing differs between dapo (1)")

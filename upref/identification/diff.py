@@ -6,7 +6,7 @@ Both losses are measured as `upref.identify` measures one. No objective is invol
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -141,7 +141,9 @@ class Difference(Result):
         elif self.first is not None:
             lines = [f"{self.a} and {self.b} differ first in the {self.first.name}"]
         else:
-            lines = [f"{self.a} and {self.b} differ, in none of the parts below"]
+            lines = [
+                f"{self.a} and {self.b} differ, but in none of the quantities below"
+            ]
         width = max(24, len(self.a), len(self.b))
         for q in self.quantities:
             if q.differs:
@@ -240,9 +242,7 @@ def _quantities(boxes: Sequence[BlackBox], tol: float) -> Iterator[Quantity]:
         return  # what is measured on other tokens is not comparable
     yield _token_weight(boxes, tol)
     beside = [_beside_others(box) for box in boxes]
-    yield Quantity(
-        "ratio", beside[0].level != beside[1].level, *(LEVELS[b.level] for b in beside)
-    )
+    yield _ratio(boxes, beside)
     yield _divisor(boxes, [b.factors for b in beside], tol)
     yield Quantity(
         "KL term",
@@ -338,10 +338,14 @@ def _clearest(r: np.ndarray, x: np.ndarray, y: np.ndarray, wrong: np.ndarray) ->
 # on which tokens the weight of one depends
 LEVELS = {
     "token": "of the token",
+    "mean": "of the response: the geometric mean of the ratios of its tokens",
+    "product": "of the response: the product of the ratios of its tokens",
     "response": "of the response: the weight of a token depends on its other tokens",
     "batch": "the weight of a token depends on other responses",
     "unknown": "not measured: no aggregation that is known",
 }
+OF_RESPONSES = ("mean", "product", "response")
+IN_ANOTHER_WAY = ", in another way"
 
 
 @dataclass(frozen=True)
@@ -358,6 +362,76 @@ class BesideOthers:
     factors: tuple[float, ...] = (1.0,) * BATCHES
 
 
+def _ratio(boxes: Sequence[BlackBox], beside: Sequence[BesideOthers]) -> Quantity:
+    """Compare whose ratio the weight of a token reads."""
+    levels = [b.level for b in beside]
+    a, b = (LEVELS[level] for level in levels)
+    if levels[0] != levels[1]:
+        return Quantity("ratio", True, a, b)
+    if levels[0] not in OF_RESPONSES or _weights_are_equal(boxes):
+        return Quantity("ratio", False, a, b)
+    if levels[0] != "response":  # equal where a response has one advantage
+        a = b = LEVELS["response"]
+    return Quantity("ratio", True, a, b + IN_ANOTHER_WAY)
+
+
+def _weights_are_equal(boxes: Sequence[BlackBox]) -> bool:
+    """Tell whether the weights of two losses on each random batch are equal, but for a
+    factor that all tokens of the batch share.
+    """
+    for batch in _random_batches(boxes, BATCHES):
+        one, other = (_Weights.of(box, box.case.ready(batch)) for box in boxes)
+        if one.factor_beside(other.weights, other.rounding) is None:
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The weights of the tokens of a batch, without the KL term and the aggregation.
+
+    Attributes:
+        weights: of each token.
+        adv: the advantage of each token.
+        rounding: how far rounding may move each weight.
+    """
+
+    weights: np.ndarray
+    adv: np.ndarray
+    rounding: np.ndarray
+
+    @classmethod
+    def of(cls, box: BlackBox, batch: Rollouts) -> "_Weights":
+        """Measure the weights of a loss on a batch."""
+        mask = batch.mask
+        gradient, kl_weights = box.gradient(batch), box.kl_weights(batch)
+        # where A is 0, only the rounding of the two KL weights is left
+        rounding = box.tol * kl_weights.abs() + SMALLEST_PART * gradient.abs().max()
+        return cls(
+            (gradient - kl_weights)[mask].numpy(),
+            batch.adv.expand_as(batch.logp)[mask].numpy(),
+            rounding[mask].numpy(),
+        )
+
+    def factor_beside(
+        self, others: np.ndarray, rounding: np.ndarray | float = 0.0
+    ) -> float | None:
+        """Return the one factor of these weights beside others of the same tokens; None
+        where they have several.
+
+        Args:
+            others: the other weights.
+            rounding: how far rounding may move each of them.
+        """
+        trains = abs(others) > SAME_FACTOR * abs(others).max(initial=0)
+        ratios = self.weights[trains] / others[trains]
+        factor = float(np.median(ratios)) if trains.any() else 1.0
+        error = abs(self.weights - factor * others)
+        least = np.maximum(abs(others), 0.1 * abs(self.adv))
+        allowed = abs(factor) * (SAME_FACTOR * least + rounding) + self.rounding
+        return None if (error > allowed).any() else factor
+
+
 def _beside_others(box: BlackBox) -> BesideOthers:
     """Compare the weights of the tokens of random batches with those of each alone."""
     if not box.agg:
@@ -368,7 +442,7 @@ def _beside_others(box: BlackBox) -> BesideOthers:
         if factor is None and box.batch_coupled:
             return BesideOthers("batch")
         if factor is None:
-            return BesideOthers("response")
+            return BesideOthers(_level_of_response(box))
         factors.append(factor)
     is_one = np.allclose(factors, 1, rtol=SAME_FACTOR)
     if box.batch_coupled and is_one:  # on other batches than these
@@ -380,16 +454,45 @@ def _common_factor(box: BlackBox, batch: Rollouts) -> float | None:
     """Return the one factor of the weights of a batch beside those of the same tokens
     alone; None where they have several.
     """
-    mask = batch.mask
-    weights = (box.gradient(batch) - box.kl_weights(batch))[mask].numpy()
-    adv = batch.adv.expand_as(batch.logp)[mask].numpy()
-    r = (batch.logp - batch.logp_old)[mask].exp().numpy()
-    alone = box.curve()(r, adv, batch.logp_old[mask].exp().numpy())
-    trains = abs(alone) > SAME_FACTOR * abs(alone).max(initial=0)
-    factor = float(np.median(weights[trains] / alone[trains])) if trains.any() else 1.0
-    error = abs(weights - factor * alone)
-    least = np.maximum(abs(alone), 0.1 * abs(adv))
-    return None if (error > SAME_FACTOR * abs(factor) * least).any() else factor
+    log_r = (batch.logp - batch.logp_old)[batch.mask]
+    mu = batch.logp_old[batch.mask].exp().numpy()
+    found = _Weights.of(box, batch)
+    return found.factor_beside(box.curve()(log_r.exp().numpy(), found.adv, mu))
+
+
+def _level_of_response(box: BlackBox) -> str:
+    """Return which ratio of a response gives the weight that one token of this ratio
+    has alone, a key of LEVELS; "response" where neither does. All tokens of a response
+    have one advantage here.
+    """
+    for level, reduce in (("mean", torch.div), ("product", _undivided)):
+        factors = [
+            _factor_of_response(box, box.case.ready(batch), reduce)
+            for batch in random_batches(0, BATCHES, one_adv=True)
+        ]
+        if None not in factors and np.allclose(factors, 1, rtol=SAME_FACTOR):
+            return level
+    return "response"
+
+
+def _undivided(total: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+    """Return the total."""
+    return total
+
+
+def _factor_of_response(
+    box: BlackBox,
+    batch: Rollouts,
+    reduce: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> float | None:
+    """Return the one factor of the weights of a batch beside those of single tokens
+    that have the ratio of their response; None where they have several.
+    """
+    log_r = torch.where(batch.mask, batch.logp - batch.logp_old, 0)
+    log_s = reduce(log_r.sum(1, keepdim=True), batch.mask.sum(1, keepdim=True))
+    s = log_s.exp().expand_as(log_r)[batch.mask].numpy()
+    found = _Weights.of(box, batch)
+    return found.factor_beside(box.curve()(s, found.adv, None))
 
 
 def _sampler_is_compared(boxes: Sequence[BlackBox]) -> bool:
