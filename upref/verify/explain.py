@@ -34,7 +34,10 @@ from upref.verify.faults.batch_reading import floored, left_out, reweighted
 from upref.verify.faults.corrections import corrected, misread_bands, retuned
 from upref.verify.faults.denominators import (
     OF_LENGTHS,
+    WHERE_LENGTHS_EQUAL,
+    batches_of_equal_lengths,
     divided,
+    equal_length_faults,
     group_order_faults,
     kept_faults,
 )
@@ -146,6 +149,7 @@ def explain(
         misread_bands(case),
         retuned(case),
         divided(case),
+        equal_length_faults(case),
         ratio_power_faults(case.objective, case.hp, case.scale),
         _other_objectives(case),
         corrected(case),
@@ -160,6 +164,8 @@ def explain(
         more = [case.stress_batch("lengths")] if candidate.id in OF_LENGTHS else []
         if candidate.kind == "hyperparameter":
             more.append(_beside_bounds_of(case, candidate.change.hp))
+        if candidate.id == WHERE_LENGTHS_EQUAL:
+            more += batches_of_equal_lengths(case)
         return _measure_on(case, more).fits(candidate, case)
 
     def first(faults: Iterable[LossFault]) -> LossFault | None:

@@ -102,9 +102,7 @@ def pattern(
             use & (expected.abs() > 1e-9), found / expected, torch.nan
         )
         if by_token and all(_is_constant(row[~row.isnan()], tol) for row in multiples):
-            return _of(
-                "within each response of the tested batch the weights are right up to one factor"
-            )
+            return _of(ONE_FACTOR + _near_1(multiples))
         factors = _factor_of_each_column(multiples, tol) if by_token else {}
         if factors and _has_factors_of_columns(shown, factors, tol):
             named = [f"{x:.5g} in column {t}" for t, x in factors.items()]
@@ -133,6 +131,28 @@ def pattern(
 
 
 COLUMNS_NAMED = 3
+ONE_FACTOR = (
+    "within each response of the tested batch the weights are right up to one factor"
+)
+LARGEST_ROUNDING = (
+    2**-8
+)  # relative: twice what rounding to bfloat16 changes a number by
+
+
+def _near_1(multiples: Tensor) -> str:
+    """Return the words for factors that differ from 1 by no more than rounding; "" where
+    one differs by more.
+
+    Args:
+        multiples: the factor of each weight, [B, T]; NaN where none is compared.
+    """
+    factors = multiples[~multiples.isnan()]
+    if not len(factors) or (factors - 1).abs().max() > LARGEST_ROUNDING:
+        return ""
+    return (
+        f", from {factors.min():.6g} to {factors.max():.6g}: an error as small as that of "
+        "rounding to bfloat16, as of a length or of one over it"
+    )
 
 
 def _factor_of_each_column(multiples: Tensor, tol: float) -> dict[int, float]:

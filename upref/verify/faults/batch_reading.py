@@ -126,6 +126,16 @@ LACKING: tuple[tuple[str, str, Callable[[Tensor], Tensor]], ...] = (
         lambda m: m.flip(1).cumsum(1).flip(1) == 1,
     ),
     (
+        "tokens-behind-hole",
+        "every token behind the first masked slot of its row",
+        lambda m: m & ~m.cumprod(1).bool(),
+    ),
+    (
+        "tokens-behind-first-columns",
+        "every token behind the first |o| columns of its row, |o| the response's length,",
+        lambda m: m & (torch.arange(m.shape[1]) >= m.sum(1, keepdim=True)),
+    ),
+    (
         "responses-at-last-column",
         "every response that reaches the last column of the batch",
         lambda m: m[:, -1:].expand_as(m),

@@ -7,7 +7,9 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,10 +27,12 @@ from upref.verify.faults.corrections import divisor_ratio
 from upref.verify.faults.losses import LossFault, fault
 from upref.verify.finding import Cause
 from upref.verify.measure import LossCase
+from upref.weights.batches import random_batch
 from upref.weights.black_box import part_with_advantage
 
-PARTS = (2, 3, 4, 8)  # into which a batch is cut
-PART_SIZES = (2, 4, 8, 16)  # rows of a part
+PARTS = range(2, 9)  # into which a batch is cut
+PART_SIZES = range(2, 17)  # rows of a part
+COLUMN_SIZES = (1, 2, 3, 4, 5, 8, 10, 16, 32)  # columns of a part
 QUANTILES = tuple(k / 20 for k in range(1, 20))  # of the entropy, that are tried
 BLOCKS = range(2, 17)  # rows that are taken for the responses to one prompt
 LEAST_ADDED = 1e-4  # to a length: a smaller number is a guard against 0
@@ -58,8 +62,10 @@ def divided(case: LossCase) -> Iterator[LossFault]:
     """
     yield from length_faults(case)
     yield from counted_faults(case)
+    yield from _rounded(case)
     yield from _by_sign(case)
     yield from _parts(case)
+    yield from _column_parts(case)
     yield from _prompts(case)
 
 
@@ -489,6 +495,12 @@ COUNTED: tuple[tuple[str, str, Callable[[Tensor], Tensor]], ...] = (
         "columns-to-last-token-counted",
         _to_last_token,
     ),
+    (
+        "a response is as long as the tokens in front of the first masked slot of its "
+        "row: those behind a hole are not counted",
+        "tokens-behind-hole-not-counted",
+        lambda mask: mask.cumprod(1).bool(),
+    ),
 )
 
 
@@ -503,6 +515,110 @@ def _factor_of_counted(
         count: from the mask to what is counted, both [B, T].
     """
     return _own_factor(case, batch.but(mask=count(batch.mask), totals=None))
+
+
+# ---- equal lengths -------------------------------------------------------------------
+WHERE_LENGTHS_EQUAL = "padded-width-where-lengths-equal"  # the id of a fault
+
+
+def equal_length_faults(case: LossCase) -> Iterator[LossFault]:
+    """Yield the faults that the padded width replaces the lengths only in a batch whose
+    responses all have one length.
+
+    Args:
+        case: the loss and its objective.
+    """
+
+    def over_width(batch: Rollouts, least_rows: int) -> Tensor:
+        """Return the factor that is divided by T where all lengths are equal, and the
+        objective's own elsewhere.
+        """
+        lengths = _length(batch)
+        is_equal = bool((lengths == lengths[:1]).all()) and len(lengths) >= least_rows
+        share = lengths / batch.mask.shape[1] if is_equal else 1
+        return _own_factor(case, batch) * share
+
+    for least_rows in (1, 2):
+        yield _aggregated(
+            case,
+            "where all responses of a batch have one length, it divides by the padded "
+            "width: masked slots are counted as tokens",
+            partial(over_width, least_rows=least_rows),
+            id=WHERE_LENGTHS_EQUAL,
+        )
+
+
+def batches_of_equal_lengths(case: LossCase) -> list[Rollouts]:
+    """Return batches of which all responses have one length, beside masked slots.
+
+    Args:
+        case: the loss and its objective.
+    """
+    batches = []
+    for seed, length in ((41, 2), (42, 3), (43, 1)):
+        batch = random_batch(np.random.default_rng(seed), case.one_adv, (5, 4))
+        first = seed % 2  # padding on both sides, or behind the tokens alone
+        columns = torch.arange(4)
+        is_token = (columns >= first) & (columns < first + length)
+        batch = batch.but(mask=is_token.expand(5, 4).clone(), totals=None)
+        batches.append(case.ready(batch))
+    return batches
+
+
+# ---- numbers of 16 bits --------------------------------------------------------------
+# the name of a format, its type, and the largest relative error of its rounding
+FORMATS = (
+    ("bfloat16", torch.bfloat16, "0.2 %"),
+    ("float16", torch.float16, "0.05 %"),
+)
+
+
+def _rounded(case: LossCase) -> Iterator[LossFault]:
+    """Yield the faults that what a sum is divided by, or one over it, is rounded to a
+    format of 16 bits.
+
+    Args:
+        case: the loss and its objective.
+    """
+
+    def inverse_of_length(batch: Rollouts, dtype: torch.dtype) -> Tensor:
+        """Return the factor where 1/|o| is rounded."""
+        lengths = _length(batch).clamp(min=1)
+        return _own_factor(case, batch) * lengths * (1 / lengths).to(dtype)
+
+    def length(batch: Rollouts, dtype: torch.dtype) -> Tensor:
+        """Return the factor where |o| is rounded."""
+        lengths = _length(batch).clamp(min=1)
+        return _own_factor(case, batch) * lengths / lengths.to(dtype)
+
+    def count(batch: Rollouts, dtype: torch.dtype) -> Tensor:
+        """Return the factor where the number of tokens is rounded."""
+        tokens = batch.mask.sum().to(batch.logp.dtype)
+        return _own_factor(case, batch) * tokens / tokens.to(dtype)
+
+    def factor(batch: Rollouts, dtype: torch.dtype) -> Tensor:
+        """Return the whole factor of each response, rounded."""
+        return _own_factor(case, batch).to(dtype).to(batch.logp.dtype)
+
+    what_is_rounded: tuple[tuple[str, Callable[[Rollouts, torch.dtype], Tensor]], ...]
+    if declared_aggregation(case.objective) in BY_TOKENS:
+        what_is_rounded = (
+            ("one over the number of tokens", factor),
+            ("the number of tokens", count),
+        )
+    else:
+        what_is_rounded = (
+            ("one over the length |o|", inverse_of_length),
+            ("the length |o|", length),
+            ("the factor of each response, one over its divisors,", factor),
+        )
+    for (what, rounded), (name, dtype, error) in product(what_is_rounded, FORMATS):
+        yield _aggregated(
+            case,
+            f"rounding: {what} is computed in {name}, with an error of up to {error}",
+            partial(rounded, dtype=dtype),
+            id="divisor-in-low-precision",
+        )
 
 
 def _changed_lengths(
@@ -772,6 +888,35 @@ def _parts(case: LossCase) -> Iterator[LossFault]:
         words = f"the batch is cut into parts of {size} rows; each part is averaged by itself, then the parts"
         yield _aggregated(
             case, words, partial(factor_by_size, size=size), id="parts-averaged"
+        )
+
+
+def _column_parts(case: LossCase) -> Iterator[LossFault]:
+    """Yield the faults that the columns are cut into parts, the tokens of each part are
+    averaged, and the averages are averaged.
+
+    Args:
+        case: the loss and its objective.
+    """
+    is_of_tokens = declared_aggregation(case.objective) in BY_TOKENS
+    if not is_of_tokens or "group" in case.loss.reads:
+        return
+
+    def factor(batch: Rollouts, size: int, counts_empty: bool) -> Tensor:
+        """Return the factor of the averages over parts of so many columns, [B, T]."""
+        tokens = [part.sum() for part in batch.mask.split(size, 1)]
+        parts = len(tokens) if counts_empty else sum(1 for n in tokens if n)
+        of_part = [1 / (n.clamp(min=1).double() * max(parts, 1)) for n in tokens]
+        of_column = torch.stack(of_part).repeat_interleave(size)
+        return of_column[: batch.mask.shape[1]].to(batch.logp.dtype)
+
+    for size, counts_empty in product(COLUMN_SIZES, (True, False)):
+        part = f"parts of {size} columns" if size > 1 else "single columns"
+        yield _aggregated(
+            case,
+            f"the batch is cut into {part}; each part is averaged by itself, then the parts",
+            partial(factor, size=size, counts_empty=counts_empty),
+            id="column-parts-averaged",
         )
 
 

@@ -1584,6 +1584,31 @@ OTHER_LOG_RATIOS: tuple[tuple[str, str, Callable[[Any, Any], Any]], ...] = (
         lambda x, m: sum_t(x, m)[:, None] / (m.sum() / len(m)),
     ),
     (
+        "log-ratio-over-columns-with-holes",
+        "the response's log-ratio is divided by the number of columns from its first to "
+        "its last token: holes are counted",
+        lambda x, m: (
+            sum_t(x, m)[:, None]
+            / ((m.cumsum(1) > 0) & (m.flip(1).cumsum(1) > 0).flip(1)).sum(1, True)
+        ),
+    ),
+    (
+        "log-ratio-over-columns-to-last-token",
+        "the response's log-ratio is divided by the number of columns up to its last token: "
+        "masked slots before it are counted",
+        lambda x, m: (
+            sum_t(x, m)[:, None] / (m.flip(1).cumsum(1) > 0).sum(1, keepdim=True)
+        ),
+    ),
+    (
+        "log-ratio-over-tokens-before-hole",
+        "the response's log-ratio is divided by the number of tokens in front of the first "
+        "masked slot of its row: those behind a hole are not counted",
+        lambda x, m: (
+            sum_t(x, m)[:, None] / m.cumprod(1).sum(1, keepdim=True).clamp(min=1)
+        ),
+    ),
+    (
         "log-ratio-over-length-plus-one",
         "the response's log-ratio is divided by its length plus 1",
         lambda x, m: sum_t(x, m)[:, None] / (m.sum(1, keepdim=True) + 1),

@@ -17,6 +17,7 @@ from upref.rollouts import Rollouts, per_response
 from upref.user_code import ROWS
 from upref.user_code.names import CALLED
 from upref.verify.explain import (
+    alike,
     cause_if_confirmed_at,
     first_confirmed,
     holds_on_other_batches,
@@ -28,7 +29,14 @@ from upref.verify.finding import NO_CAUSE, Cause, Number, number_pair
 from upref.verify.measure import LossCase
 from upref.verify.oracle import oracle, refused
 from upref.verify.report import Finding, fail, note
-from upref.verify.shrink import example, gradient_pair, make_example, shrink, worst
+from upref.verify.shrink import (
+    cut,
+    example,
+    gradient_pair,
+    make_example,
+    shrink,
+    worst,
+)
 from upref.weights.batches import OFF_EDGES
 
 # causes that are read off a gradient at once, without a search
@@ -229,6 +237,24 @@ def _reads_first_column(case: LossCase, left: int) -> bool:
         expected = case.expected(first_for_all) * case.factors(first_for_all)
         return case.gradient(widened), expected
 
+    def is_right_around_hole() -> bool:
+        """Return whether the cause holds where the second column is masked and the first
+        one is not: a loss that loses all tokens behind a masked slot has no gradient
+        either where padding that is set to 0 is first.
+        """
+        batch = case.on_policy()
+        rows = (batch.mask[:, 0] & (batch.mask.sum(1) > 2)).nonzero()[:, 0].tolist()
+        part = cut(replace(batch, totals=None), rows, None)
+        if part is None:
+            return False
+        mask = part.mask.clone()
+        mask[:, 1] = False
+        holed = case.visible_batch(part.but(mask=mask))
+        try:
+            return alike(*gradients_of_first_column(holed, 0, zeroed=True))
+        except InputError:
+            return False
+
     def holds(zeroed: bool) -> bool:
         """Return whether the cause holds for padding that is set to 0, or that is not."""
         return all(
@@ -239,7 +265,7 @@ def _reads_first_column(case: LossCase, left: int) -> bool:
             for columns in (1, left)
         )
 
-    return holds(zeroed=False) or holds(zeroed=True)
+    return holds(zeroed=False) or (holds(zeroed=True) and is_right_around_hole())
 
 
 def _empty_row(case: LossCase, batch: Rollouts, gradient: Tensor) -> list[Finding]:

@@ -34,6 +34,7 @@ from upref.verify.factors import (
     SAME_FACTOR,
     aggregation_id,
     aggregation_words,
+    common_value,
     declared_aggregation,
 )
 from upref.verify.faults.denominators import (
@@ -349,6 +350,9 @@ def _pattern_of(case: LossCase, compared: MeasuredWeights, small: Rollouts) -> C
     if relation.kind == "unknown":
         better = in_low_precision(case) or _coupling(case, compared)
         relation = better or relation
+    if relation.kind != "why" and _depends_on_order(case, compared.b):
+        words = [relation.words] if relation.kind == "pattern" else []
+        relation = Cause("; ".join([*words, ORDER_MATTERS]), kind="pattern")
     if relation.kind != "why" and (bound := bound_of_token(case, small)):
         words = [relation.words] if relation.kind == "pattern" else []
         relation = replace(bound, words="; ".join([*words, bound.words]))
@@ -356,6 +360,32 @@ def _pattern_of(case: LossCase, compared: MeasuredWeights, small: Rollouts) -> C
         ended = f"the search for a cause ended after {SEARCH_SECONDS:g} CPU seconds"
         relation = replace(relation, words=f"{relation.words}; {ended}")
     return relation
+
+
+ORDER_MATTERS = (
+    "the weights of a response change with its place among the rows, as where the rows are "
+    "cut into parts that are averaged each by itself"
+)
+
+
+def _depends_on_order(case: LossCase, batch: Rollouts) -> bool:
+    """Return whether the weights of the responses are others where the rows are in the
+    opposite order.
+    """
+    batch = replace(batch, group=None, totals=None)
+    opposite = list(reversed(range(len(batch.mask))))
+    reordered = cut(batch, opposite, None)
+    if reordered is None:
+        return False
+    try:
+        found, again = (case.weights(case.visible_batch(batch)) for _ in range(2))
+        turned = case.weights(case.visible_batch(reordered)).flip(0)
+    except InputError:  # it refuses a batch without groups
+        return False
+    is_random = not torch.equal(found, again)
+    if is_random or not (found.isfinite().all() and turned.isfinite().all()):
+        return False
+    return bool((turned - found).abs().max() > 1e-3 * found.abs().max())
 
 
 ROWS_ALONE = 8  # responses that are measured each by itself
@@ -538,6 +568,7 @@ def _random(case: LossCase) -> list[Finding]:
             cause = known_fault.cause if known_fault else in_low_precision(case)
             cause = cause or _right_without_holes(case, batch)
             cause = cause or bound_of_token(case, batch)
+            cause = cause or _one_factor_of_batch(case, batch)
             return [
                 fail(
                     "gradient",
@@ -550,6 +581,31 @@ def _random(case: LossCase) -> list[Finding]:
                 )
             ]
     return []
+
+
+def _one_factor_of_batch(case: LossCase, batch: Rollouts) -> Cause:
+    """Return by which factor all weights of a small batch are off, and whether it is the
+    share of its slots that are tokens; no cause where they have several factors.
+
+    Args:
+        case: the loss and its objective.
+        batch: the batch.
+    """
+    expected = case.expected(batch)
+    use = batch.mask & (expected.abs() > 1e-9)
+    factor = common_value((case.kept_weights(batch) / expected)[use])
+    if factor is None or abs(factor - 1) < 1e-6:
+        return NO_CAUSE
+    words = f"every weight of the batch below is {factor:.5g} times what it should be"
+    tokens = int(batch.mask.sum())
+    slots = batch.mask.numel()
+    if tokens < slots and abs(factor - tokens / slots) < 1e-6:
+        words += (
+            f", as where all of its {slots} slots are counted, not its {tokens} tokens"
+        )
+    elif use.sum() < 2:
+        return NO_CAUSE  # of one number alone this says nothing
+    return Cause(words, kind="pattern")
 
 
 RIGHT_WITHOUT_HOLES = (
