@@ -9,7 +9,8 @@ What is written anew; all else in a page is left alone:
 
     ```text after ```python         what the Python prints; the blocks of a page are one program
     what follows `$ ` in ```console what the command prints
-    <!-- NAME --> ... <!-- end -->  what the part of that name in GENERATED is
+    <!-- NAME --> ... <!-- end -->  what the function of that name returns; NAME is
+                                    MODULE.FUNCTION, or MODULE.FUNCTION:ARGUMENT
 
 A ```python block that begins with `# FILE.py` is that file. It stands in the folder where the page's commands run; a
 file under upref/ or upref_frameworks/ stands in a copy of that package there.
@@ -28,7 +29,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from docs import record
@@ -46,7 +46,7 @@ PACKAGES = ("upref", "upref_frameworks")  # to which the pages add files
 WORDS_A_MINUTE = 230
 BLOCK = re.compile(r"```(python|console)\n(.*?)```\n(?:(\s*)```text\n.*?```\n)?", re.S)
 FILE = re.compile(r"# (\S+\.py)\n")
-MARKED = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->\n", re.S)
+MARKED = re.compile(r"<!-- ([\w.:]+) -->\n.*?<!-- end -->\n", re.S)
 SHELL = f'python() {{ {shlex.join(fork.executable())} "$@"; }}; upref() {{ python -m upref "$@"; }}; '
 
 
@@ -62,7 +62,7 @@ def written(text: str) -> str:
 def _marked(m: re.Match) -> str:
     """A generated part, written anew; of ON_SITE, where to find it."""
     name = m[1]
-    text = _elsewhere(name) if name in ON_SITE else GENERATED[name]().rstrip()
+    text = _elsewhere(name) if name in ON_SITE else part(name).rstrip()
     return f"<!-- {name} -->\n{text}\n<!-- end -->\n"
 
 
@@ -79,7 +79,7 @@ def for_site(text: str) -> str:
     """The page as the site has it: with the parts of ON_SITE."""
 
     def filled(m: re.Match) -> str:
-        return f"{GENERATED[m[1]]()}\n" if m[1] in ON_SITE else m[0]
+        return f"{part(m[1])}\n" if m[1] in ON_SITE else m[0]
 
     return MARKED.sub(filled, text)
 
@@ -289,167 +289,65 @@ def lessons() -> str:
 
 def reading(page: str) -> list[str]:
     """The words that a reader reads: not code, what it prints, or generated tables."""
-    text = re.sub(r"<!-- \w+ -->.*?<!-- end -->", "", page, flags=re.S)
+    text = re.sub(r"<!-- [\w.:]+ -->.*?<!-- end -->", "", page, flags=re.S)
     return re.sub(r"^```.*?^```", "", text, flags=re.S | re.M).split()
 
 
-ON_GPU = (
-    "machine",
-    "asks",
-    "verl",
-    "tests",
-    "steps",
-    "suite",
-    "samplers",
-    "kernels",
-    "losses",
-    "liger",
-    "sizes",
-    "limits",
-    "training",
-    "launchers",
-)
-WITH_ADAPTER = ("trl", "verl", "openrlhf", "skyrl")
 # The parts that the site has and this repository has not: the name -> the records that
 # it is made of, from docs/; "" where it is read from the code.
 ON_SITE = {
-    "benchmarks": "../benchmarks",
-    "claims": "../paper/claims/computed.json",
-    "gpu_kernels": "../benchmarks/gpu/results.json",
-    "gpu_sizes": "../benchmarks/gpu/results.json",
-    "known_faults": "",
-    "proved_losses": "proved.json",
-    "recipes": "",
-    "steps_trl": "steps/trl.json",
-    "steps_verl": "steps/verl.json",
-    "steps_openrlhf": "steps/openrlhf.json",
-    "steps_suite": "steps/suite",
-    "steps_plugins": "steps/plugins.json",
-    "steps_bounds": "steps/bounds.json",
-    **{f"options_{name}": f"steps/options/{name}.json" for name in WITH_ADAPTER},
-}
-# The parts that other modules make: the name in a page -> the module, its function, and
-# arguments. A module is imported when a page needs it.
-PARTS: dict[str, tuple[str, ...]] = {
-    "objectives": ("upref.cli.show", "markdown_table"),
-    "does_up_help": ("docs.answer", "text"),
-    "up_in_numbers": ("docs.answer", "numbers"),
-    "up_paths": ("docs.answer", "paths"),
-    "up_explanations": ("docs.answer", "explanations"),
-    "up_controls": ("docs.controls", "text"),
-    "up_without_lag": ("docs.without_lag", "text"),
-    "mistakes_cost": ("docs.mistakes", "text"),
-    "lm_need": ("docs.lm", "need"),
-    "lm_steps": ("docs.lm", "steps"),
-    "lm_scores": ("docs.lm", "scores"),
-    "lm_answers": ("docs.lm", "answers"),
-    "lm_spent": ("docs.lm", "spent"),
-    "lm_parity": ("docs.lm", "parity"),
-    "lm_count": ("docs.lm", "count"),
-    "lm_recorded": ("docs.lm", "recorded"),
-    "lm_tokens_read": ("docs.lm", "tokens_read"),
-    "lm_replay": ("docs.lm", "replayed"),
-    "log_names": ("docs.logs", "names"),
-    "sharp_bits": ("docs.sharp", "text"),
-    "gallery_plate": ("docs.gallery", "plate"),
-    "gallery_sections": ("docs.gallery", "sections"),
-    "frameworks": ("docs.framework_pages", "summary"),
-    "field_objectives": ("docs.framework_pages", "objectives"),
-    "field_first": ("docs.framework_pages", "first"),
-    "recipes": ("docs.framework_pages", "recipes"),
-    "surfaces": ("docs.framework_pages", "surfaces"),
-    "statuses": ("docs.framework_pages", "statuses"),
-    "state_of_the_field": ("docs.field", "table"),
-    "sampler_corrections": ("docs.samplers", "table"),
-    "proved_losses": ("docs.proved", "losses"),
-    "proved_counts": ("docs.proved", "counts"),
-    "proof_operators": ("docs.proved", "operators"),
-    "proof_mutants": ("docs.proved", "mutants"),
-    "proved_objectives": ("docs.proved", "objectives"),
-    "field_logprobs": ("docs.logprobs", "field_logprobs"),
-    "peers": ("docs.logprobs", "peers"),
-    "where_it_helps": ("docs.logprobs", "where_it_helps"),
-    "upgrades": ("docs.upgrades", "table"),
-    "repairs": ("docs.upgrades", "repairs"),
-    "thirteen_trainers": ("docs.thirteen_trainers", "thirteen_trainers"),
-    "thirteen_counts": ("docs.thirteen_trainers", "thirteen_counts"),
-    "planted": ("tests.step.planted.__main__", "first_sight_and_today"),
-    "framework_bugs": ("tests.support.framework_bugs", "table_of_causes"),
-    "claims": ("paper.claims.page", "markdown"),
-    "claims_counts": ("paper.claims.page", "counts"),
-    "claims_words": ("paper.claims.page", "meanings"),
-    "claims_tally": ("paper.claims.page", "summary"),
-    "axes": ("docs.coverage", "axes"),
-    "quantities": ("docs.coverage", "quantities"),
-    "layouts": ("docs.coverage", "layouts"),
-    "tolerances": ("docs.coverage", "tolerances"),
-    "habits": ("docs.coverage", "habits"),
-    "fuzzed": ("docs.coverage", "fuzzed"),
-    "ends": ("docs.coverage", "ends"),
-    "known_faults": ("docs.faults", "table"),
-    "token_advantages": ("docs.functions", "token_advantages"),
-    "value_losses": ("docs.functions", "value_losses"),
-    "divergences": ("docs.functions", "divergences"),
-    "options_of_check": ("docs.functions", "options_of_check"),
-    "maximized_estimators": ("docs.maximized", "estimators"),
-    "maximized_aggregations": ("docs.maximized", "aggregations"),
-    "maximized_kl": ("docs.maximized", "kl_terms"),
-    "steps_trl": ("docs.steps", "table", "trl"),
-    "steps_verl": ("docs.steps", "table", "verl"),
-    "steps_openrlhf": ("docs.steps", "table", "openrlhf"),
-    "steps_suite": ("docs.steps", "suite"),
-    "suite_green": ("docs.steps", "green"),
-    "suite_red": ("docs.steps", "red"),
-    "suite_ranks": ("docs.steps", "ranks"),
-    "suite_rounding": ("docs.steps", "rounding"),
-    "suite_objectives": ("docs.steps", "suite_objectives"),
-    "suite_dates": ("docs.steps", "suite_dates"),
-    "engines": ("docs.steps", "engines"),
-    "diff_pairs": ("docs.diff", "pairs"),
-    "diff_cases": ("docs.diff", "differences"),
-    "diff_left_out": ("docs.diff", "left_out"),
-    "suite_bugs": ("docs.steps", "bugs"),
-    "steps_notes": ("docs.steps", "notes"),
-    "steps_plugins": ("docs.steps", "plugins"),
-    "steps_bounds": ("docs.bounds", "table"),
-    "options_tally": ("docs.options", "tally"),
-    **{f"gpu_{name}": ("docs.gpu", name) for name in ON_GPU},
-    "hidden_in_bfloat16": ("docs.gpu", "hidden_in_bfloat16"),
-    **{f"options_{name}": ("docs.options", "table", name) for name in WITH_ADAPTER},
+    "docs.make.benchmarks": "../benchmarks",
+    "paper.claims.page.markdown": "../paper/claims/computed.json",
+    "docs.gpu.kernels": "../benchmarks/gpu/results.json",
+    "docs.gpu.sizes": "../benchmarks/gpu/results.json",
+    "docs.faults.table": "",
+    "docs.proved.losses": "proved.json",
+    "docs.framework_pages.recipes": "",
+    "docs.steps.table:trl": "steps/trl.json",
+    "docs.steps.table:verl": "steps/verl.json",
+    "docs.steps.table:openrlhf": "steps/openrlhf.json",
+    "docs.steps.suite": "steps/suite",
+    "docs.steps.plugins": "steps/plugins.json",
+    "docs.bounds.table": "steps/bounds.json",
+    "docs.options.table:trl": "steps/options/trl.json",
+    "docs.options.table:verl": "steps/options/verl.json",
+    "docs.options.table:openrlhf": "steps/options/openrlhf.json",
+    "docs.options.table:skyrl": "steps/options/skyrl.json",
 }
 
 
 def part(name: str) -> str:
-    """Return a part of PARTS by its name."""
-    module, function, *arguments = PARTS[name]
+    """Return a part by its name.
+
+    Args:
+        name: MODULE.FUNCTION, which makes it; or MODULE.FUNCTION:ARGUMENT.
+    """
+    maker, _, argument = name.partition(":")
+    module, _, function = maker.rpartition(".")
+    arguments = [argument] if argument else []
     return getattr(importlib.import_module(module), function)(*arguments)
 
 
-OWN = (
-    letters,
-    tally,
-    verdicts,
-    environments,
-    places,
-    trl_memory,
-    benchmarks,
-    lessons,
-)
-GENERATED = {function.__name__: function for function in OWN} | {
-    name: partial(part, name) for name in PARTS
-}
+def names() -> set[str]:
+    """Return the names of all parts that a page has."""
+    return {
+        name
+        for page in PAGES
+        for name in MARKED.findall((ROOT / page).read_text(encoding="utf-8"))
+    }
 
 
-def show(names: Sequence[str]) -> int:
+def show(wanted: Sequence[str]) -> int:
     """Print the parts of these names; return the exit status."""
-    unknown = [name for name in names if name not in GENERATED]
-    if unknown or not names:
+    there = names()
+    unknown = [name for name in wanted if name not in there]
+    if unknown or not wanted:
         said = f"There is no part {unknown[0]}" if unknown else "Name a part"
         print(f"{said}: choose of {', '.join(ON_SITE)}.", file=sys.stderr)
         return 2
     try:
-        for name in names:
-            print(GENERATED[name](), end="\n\n", flush=True)
+        for name in wanted:
+            print(part(name), end="\n\n", flush=True)
     except BrokenPipeError:  # whoever reads it has seen enough
         sys.stdout = None  # type: ignore[assignment]
     return 0

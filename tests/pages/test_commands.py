@@ -132,7 +132,7 @@ NOT_RUN = {
     "python -m tests.support.mutants.proofs --mutants 5900 --seed 0": "judges mutants for an hour",
     "python -m tests.proof.table": "proves losses for half an hour",
     "python -m benchmarks.tests": "measures all tests",
-    "python -m docs.make --print proved_losses": "test_pages.py has all parts of the site",
+    "python -m docs.make --print docs.proved.losses": "test_pages.py has all parts of the site",
     ".venv/bin/python -m pytest -q tests/core/test_kl.py": "runs tests of this suite",
     ".venv/bin/python -m pytest -q tests/core/test_rollouts.py::test_masked_slots_may_hold_anything": "the same",
     ".venv/bin/python -m pytest -q tests/core -k dual_clip": "the same",

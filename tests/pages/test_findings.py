@@ -55,7 +55,9 @@ def without_lag():
 
 
 def test_without_a_lag(without_lag):
-    part = PAGE.partition("<!-- up_without_lag -->")[2].partition("<!-- end -->")[0]
+    part = PAGE.partition("<!-- docs.without_lag.text -->")[2].partition(
+        "<!-- end -->"
+    )[0]
     rows = [
         [c.strip() for c in line.strip("|").split("|")] for line in part.split("\n")
     ]

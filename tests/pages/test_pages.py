@@ -73,7 +73,7 @@ def test_tables_are_whole(page):
 def test_the_tables_of_the_site_are_whole():
     """Each is printed, its rows are whole, and what it links to is there."""
     for name in make.ON_SITE:
-        text = make.GENERATED[name]()
+        text = make.part(name)
         assert text.count("\n") > 5, name
         test_tables_are_whole(text)
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
@@ -84,9 +84,9 @@ def test_the_tables_of_the_site_are_whole():
 def test_every_table_of_the_site_stands_on_a_page():
     named = {name for text in TEXT.values() for name in make.MARKED.findall(text)}
     assert named >= make.ON_SITE.keys()
-    page = "# A\n\n<!-- proved_losses -->\nold\n<!-- end -->\n"
+    page = "# A\n\n<!-- docs.proved.losses -->\nold\n<!-- end -->\n"
     assert "| loss | promise |" in make.for_site(page)
-    assert "--print proved_losses" in make.written(page)
+    assert "--print docs.proved.losses" in make.written(page)
 
 
 def test_a_part_that_is_not_there_is_one_sentence(capsys):
