@@ -317,6 +317,39 @@ def test_hyperparameters_by_their_words(name, of, meant):
     assert names.hyperparameter(name, {*get(of).hyperparameters}) == meant
 
 
+def with_halves(
+    log_prob, old_log_prob, advantages, mask, clip_ratio_low=0.2, clip_ratio_high=0.2
+):
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    A = torch.where(mask, advantages, 0)
+    clipped = r.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    return -torch.minimum(r * A, clipped * A).sum() / mask.sum()
+
+
+def with_bounds(log_prob, old_log_prob, advantages, mask, clip_min=0.8, clip_max=1.2):
+    return with_halves(
+        log_prob, old_log_prob, advantages, mask, 1 - clip_min, clip_max - 1
+    )
+
+
+def test_one_eps_goes_to_both_halves_of_a_clip():
+    loss = read(with_halves, get("ppo_clip"), {"eps": 0.1})
+    assert "eps = 0.1 -> clip_ratio_low, clip_ratio_high" in loss.read_as
+    assert loss.bound_args == {"eps": 0.1}
+    assert not loss.unbound
+    assert read(with_halves, get("ppo_clip")).own_defaults == {"eps": 0.2}
+    curve = upref.weights.curve.make_curve(with_halves, eps=0.1)
+    assert np.allclose(curve(np.array([0.95, 1.15]), 1.0), [0.95, 0])
+    with pytest.raises(InputError, match="eps and clip_ratio_low are one argument"):
+        read(with_halves, get("ppo_clip"), {"eps": 0.1, "clip_ratio_low": 0.2})
+
+
+def test_bounds_of_the_ratio_are_no_halves_of_a_clip():
+    loss = read(with_bounds, get("ppo_clip"), {"eps": 0.1})
+    assert not loss.bound_args
+    assert loss.unbound == {"eps": 0.1}
+
+
 class Configured:
     """A loss with a config, as an instance."""
 
@@ -934,11 +967,13 @@ def test_the_command_and_the_library_accept_the_same_names(name, capsys):
     "low, high", [("eps_lo", "eps_hi"), ("clip_bottom", "clip_top"), ("eps_a", "eps_b")]
 )
 def test_one_of_two_bounds_is_not_the_whole_clip(low, high):
-    """GRPO has one eps: a loss with two bounds keeps its own."""
+    """GRPO has one eps, which goes to both bounds of a loss, or to none."""
     text = f"def loss(log_prob, old_log_prob, advantages, mask, {low}=0.2, {high}=0.2): return log_prob.sum()"
     space: dict = {}
     exec(text, space)
-    assert not read(space["loss"], upref.get("grpo"), {}).accepts
+    whole = read(space["loss"], upref.get("grpo"), {"eps": 0.1})
+    assert whole.accepts == ({"eps"} if high != "eps_b" else set())
+    assert whole.unbound == ({} if high != "eps_b" else {"eps": 0.1})
     assert read(space["loss"], upref.get("dapo"), {}).accepts == (
         {"eps_low", "eps_high"} if high != "eps_b" else set()
     )

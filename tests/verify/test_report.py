@@ -334,3 +334,20 @@ def test_two_numbers_have_digits_that_tell_them_apart_whatever_the_remark(digits
 def test_a_long_list_ends_with_how_many_it_leaves_out():
     assert name_first([1, 2, 3], 2) == "1, 2 and 1 more"
     assert name_first([1, 2, 3], 3) == "1, 2, 3"
+
+
+def test_a_value_that_reaches_no_argument_is_said_below_the_verdict():
+    report = Report("my.py:loss", "ppo_clip", {}, [], "", [], {}, {}, 0.0)
+    assert "no argument" not in report.text()
+    one = replace(report, unbound={"eps": 0.1}).text().splitlines()
+    assert one[1].startswith("eps=0.1 reaches no argument of the loss")
+    two = replace(report, unbound={"eps": 0.1, "c": 3}).text().splitlines()
+    assert two[1].startswith("eps=0.1, c=3 reach no argument of the loss")
+
+
+def test_the_verdict_says_that_the_loss_has_no_such_argument():
+    def loss(log_prob, old_log_prob, advantages, mask):
+        return (torch.where(mask, log_prob, 0) * advantages).sum()
+
+    report = upref.check(loss, "ppo_clip", skip=[o.name for o in every()], eps=0.1)
+    assert report.unbound == {"eps": 0.1}

@@ -470,7 +470,7 @@ def _level_of_response(box: BlackBox) -> str:
             _factor_of_response(box, box.case.ready(batch), reduce)
             for batch in random_batches(0, BATCHES, one_adv=True)
         ]
-        if None not in factors and np.allclose(factors, 1, rtol=SAME_FACTOR):
+        if all(f is not None and abs(f - 1) <= SAME_FACTOR for f in factors):
             return level
     return "response"
 

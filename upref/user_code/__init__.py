@@ -16,7 +16,7 @@ calls backward on it trains with the sum.
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -359,33 +359,44 @@ def _loss_with_hyperparameters(
     """Return the Loss of a function, bound to the hyperparameters that it takes: by the
     objective's name for each, or by the argument's own.
     """
-    argument = _argument_of_each(reading, objective)
+    arguments = _arguments_of_each(reading, objective)
     hp = _without_bonus(name, reading, objective, reads, hp)
     hp, passed = _separate_settings(name, reading, objective, hp)
-    if twice := [k for k in hp if argument.get(k) in passed]:
+    if twice := [(k, p) for k in hp for p in arguments.get(k, ()) if p in passed]:
+        key, argument = twice[0]
         raise InputError(
-            f"{twice[0]} and {argument[twice[0]]} are one argument of {name}: give {twice[0]} alone."
+            f"{key} and {argument} are one argument of {name}: give {key} alone."
         )
     resolved = objective.resolve(hp)
-    given = {*argument.values(), *passed}
+    given = {p for pair in arguments.values() for p in pair} | {*passed}
     _refuse_unbound(name, reading, [p for p in reading.needed if p not in given])
-    bound = {k: v for k, v in hp.items() if k in argument or reading.accepts_kwargs}
-    bound |= {k: resolved[k] for k, p in argument.items() if p in reading.needed}
-    defaults = {
-        k: reading.settings[p].default
-        for k, p in argument.items()
-        if p in reading.settings and k not in bound and p not in passed
+    bound = {k: v for k, v in hp.items() if k in arguments or reading.accepts_kwargs}
+    bound |= {
+        k: resolved[k]
+        for k, pair in arguments.items()
+        if any(p in reading.needed for p in pair)
     }
-    renamed = [f"{k} = {hp[k]} -> {argument[k]}" for k in hp if argument.get(k, k) != k]
+    own_defaults = {
+        k: _common_default(reading, pair)
+        for k, pair in arguments.items()
+        if k not in bound and not any(p in passed for p in pair)
+    }
+    renamed = [
+        f"{k} = {hp[k]} -> {', '.join(arguments[k])}"
+        for k in hp
+        if arguments.get(k, (k,)) != (k,)
+    ]
 
     if objective.name != no_objective().name:
-        renamed += _of_the_loss_alone(objective, argument, passed)
+        renamed += _of_the_loss_alone(objective, arguments, passed)
 
     def call_with_settings(full: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
         """What the loss returns with these hyperparameters, each given as the argument
         that means it, and with what only the loss has.
         """
-        by_argument = {argument.get(k, k): v for k, v in settings.items()}
+        by_argument = {
+            p: v for k, v in settings.items() for p in arguments.get(k, (k,))
+        }
         return call(full, passed | by_argument)
 
     return Loss(
@@ -393,27 +404,40 @@ def _loss_with_hyperparameters(
         call_with_settings,
         objective,
         reads,
-        frozenset(argument),
+        frozenset(arguments),
         reading.accepts_kwargs,
         bound,
         read_as="; ".join(filter(None, (read_as, *renamed))),
-        assumptions=_assumptions_on_settings(reading, argument, hp),
+        assumptions=_assumptions_on_settings(reading),
         unfed=_unfed_arguments(reading, given),
+        unbound={
+            k: v
+            for k, v in hp.items()
+            if k not in arguments and not reading.accepts_kwargs
+        },
         own_defaults={
             k: v
-            for k, v in defaults.items()
+            for k, v in own_defaults.items()
             if isinstance(v, int | float) and not isinstance(v, bool)
         },
     )
 
 
+def _common_default(reading: Reading, arguments: Sequence[str]) -> Any:
+    """Return the default that all of these arguments have; None where they differ."""
+    first, *others = (reading.settings[p].default for p in arguments)
+    return first if all(other == first for other in others) else None
+
+
 def _of_the_loss_alone(
-    objective: Objective, argument: dict[str, str], passed: dict[str, Any]
+    objective: Objective,
+    arguments: Mapping[str, Sequence[str]],
+    passed: dict[str, Any],
 ) -> list[str]:
     """Return in words the arguments that were set by the loss's own name for a
     hyperparameter, which the objective does not get.
     """
-    meaning = {p: k for k, p in argument.items()}
+    meaning = {p: k for k, pair in arguments.items() for p in pair}
     return [
         f"{p} = {value} -> only the loss, not {objective.name} (set {meaning[p]} for both)"
         for p, value in passed.items()
@@ -444,17 +468,35 @@ def _without_bonus(
     return {k: v for k, v in hp.items() if k != ENTROPY_COEF}
 
 
-def _argument_of_each(reading: Reading, objective: Objective) -> dict[str, str]:
+def _arguments_of_each(
+    reading: Reading, objective: Objective
+) -> dict[str, tuple[str, ...]]:
     """Return hyperparameter -> the argument of the loss that means it. Two arguments
-    that could mean one hyperparameter are left out, unless one has its name.
+    that could mean one hyperparameter are left out, unless one has its name, or they
+    are the two halves of a clip that the objective has one `eps` for.
     """
     known = set(objective.hyperparameters)
     meaning = {p: names.hyperparameter(p, known) for p in reading.settings}
     arguments_for = Counter(meaning.values())
-    argument = {
-        meant: p for p, meant in meaning.items() if meant and arguments_for[meant] == 1
+    arguments: dict[str, tuple[str, ...]] = {
+        meant: (p,)
+        for p, meant in meaning.items()
+        if meant and arguments_for[meant] == 1
     }
-    return argument | {p: p for p in reading.settings if p in known}
+    arguments |= {p: (p,) for p in reading.settings if p in known}
+    if (
+        "eps" in known
+        and not arguments_for["eps"]
+        and not known & {"eps_low", "eps_high"}
+    ):
+        halves = names.halves(_defaults(reading.settings))
+        arguments |= {"eps": halves} if halves else {}
+    return arguments
+
+
+def _defaults(arguments: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+    """Return the default of each argument."""
+    return {name: parameter.default for name, parameter in arguments.items()}
 
 
 def _separate_settings(
@@ -477,20 +519,20 @@ def _separate_settings(
     """
     # what is no hyperparameter of the objective -> the loss's own argument of that name
     others = {
-        k: names.argument(k, reading.settings)
+        k: names.arguments(k, _defaults(reading.settings))
         for k in hp
         if k not in objective.hyperparameters
     }
     if unknown := [
         k
-        for k, p in others.items()
-        if not p and reading.accepts_kwargs and objective.name != no_objective().name
+        for k, pair in others.items()
+        if not pair and reading.accepts_kwargs and objective.name != no_objective().name
     ]:
         raise InputError(
             f"{unknown[0]!r} is not a hyperparameter of {objective.name} or a named argument of {name}."
         )
-    of_loss = {k: p for k, p in others.items() if p or reading.accepts_kwargs}
-    passed = {p or k: hp[k] for k, p in of_loss.items()}
+    of_loss = {k: pair for k, pair in others.items() if pair or reading.accepts_kwargs}
+    passed = {p: hp[k] for k, pair in of_loss.items() for p in pair or (k,)}
     return {k: v for k, v in hp.items() if k not in of_loss}, passed
 
 
@@ -530,22 +572,12 @@ def _refuse_unbound(name: str, reading: Reading, unbound: list[str]) -> None:
     )
 
 
-def _assumptions_on_settings(
-    reading: Reading, argument: dict[str, str], hp: dict[str, Any]
-) -> tuple[str, ...]:
-    """Return in words the hyperparameters that the loss has no argument for, and its
-    arguments that stay at their defaults.
-    """
-    expected = [
-        f"{k} is not an argument of the loss: {k} = {v} is expected of it"
-        for k, v in hp.items()
-        if k not in argument and not reading.accepts_kwargs
-    ]
-    left = [
+def _assumptions_on_settings(reading: Reading) -> tuple[str, ...]:
+    """Return in words the arguments of the loss that stay at their defaults."""
+    return tuple(
         f"{p} is left at its default, {reading.settings[p].default!r:.40}"
         for p in reading.left_at_default
-    ]
-    return (*expected, *left)
+    )
 
 
 def _unfed_arguments(reading: Reading, given: set[str]) -> tuple[str, ...]:
@@ -570,7 +602,7 @@ def accepts(loss: Any, key: str) -> bool:
     all_parameters = {
         p.name: p for p in parameters(load(loss) if isinstance(loss, str) else loss)
     }
-    return bool(names.argument(key, all_parameters)) or any(
+    return bool(names.arguments(key, _defaults(all_parameters))) or any(
         p.kind is p.VAR_KEYWORD for p in all_parameters.values()
     )
 

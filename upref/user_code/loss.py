@@ -141,6 +141,8 @@ class Loss:
     never_given: tuple[str, ...] = ()
     # other ways in which its trainer may give it a batch
     given_otherwise: tuple["OtherInputs", ...] = ()
+    # hyperparameters that were given, and that none of its arguments takes
+    unbound: dict[str, Any] = field(default_factory=dict)
     # hyperparameters of which it has a default of its own that was left as it is
     own_defaults: dict[str, float] = field(default_factory=dict)
     # the error where it fails, and its two policies were read by position alone

@@ -7,7 +7,8 @@ is old and `curr_logps` new.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 # role -> what upref calls it
 CALLED = {
@@ -479,6 +480,39 @@ def argument(key: str, arguments: Iterable[str]) -> str:
         if key in arguments
         else next((p for p in arguments if hyperparameter(p, {key})), "")
     )
+
+
+def arguments(key: str, defaults: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return which arguments a hyperparameter goes to: the one that `argument` returns,
+    or the two of `halves`; () where there is none.
+
+    Args:
+        key: the hyperparameter.
+        defaults: argument -> default.
+    """
+    if one := argument(key, defaults):
+        return (one,)
+    return halves(defaults) if key == "eps" else ()
+
+
+def halves(defaults: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the two arguments that one `eps` goes to: the lower and the upper half of
+    a clip, as `clip_low` and `clip_high`; () where there are none, or several, or
+    where one is a bound of the ratio itself, as `clip_max = 1.2`.
+
+    Args:
+        defaults: argument -> default.
+    """
+    low, high = (
+        [p for p in defaults if hyperparameter(p, {key}) == key]
+        for key in ("eps_low", "eps_high")
+    )
+    if len(low) != 1 or len(high) != 1:
+        return ()
+    pair = (low[0], high[0])
+    numbers = [defaults[p] for p in pair if isinstance(defaults[p], int | float)]
+    are_bounds = any(number >= 1 for number in numbers)
+    return () if are_bounds else pair
 
 
 REWARDS = {"reward", "rewards", "score", "scores", "return", "returns", "r"}

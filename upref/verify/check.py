@@ -275,6 +275,7 @@ def _report_of(
         settings,
         unchecked,
         values_in_words(case.objective) if proved else "",
+        unbound=loss.unbound,
     )
 
 

@@ -47,7 +47,7 @@ from upref.user_code.guard import state_restored
 from upref.user_code.kl import Term, read as read_term
 from upref.verify.finding import Example
 from upref.verify.render import describe_example
-from upref.verify.report import counted, short
+from upref.verify.report import counted, describe_unbound, short
 
 ROUNDED = (
     "a part of it, or of what it returns beside the loss, is computed in less than float64: "
@@ -316,7 +316,8 @@ def prove(
         if library:
             return _of_another_library(both[0], both[3], library)
         proof = without_state(_functions(given), compared, first)
-    return with_changes(proof, changed)
+    not_passed = (*describe_unbound(both[0].unbound), *proof.remarks)
+    return with_changes(replace(proof, remarks=not_passed), changed)
 
 
 def _of_another_library(loss: Loss, words: str, library: str) -> Proof:

@@ -5,7 +5,7 @@ whole, and JSON.
 
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from upref.description import RATIOS_OF_RESPONSES
 from upref.result import Result
 from upref.user_code.guard import state_restored
+from upref.user_code.settings import pairs
 from upref.verify.finding import (
     Cause,
     CauseKind,
@@ -314,6 +315,8 @@ class Report(Result):
     costs: str = ""
     # of a wrong function: settings of hp that nobody gave
     guessed: tuple[str, ...] = ()
+    # hyperparameters that were given, and that no argument of the function takes
+    unbound: dict[str, Any] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return not self.failures
@@ -359,7 +362,11 @@ class Report(Result):
         Returns:
             Lines, without a line break at the end.
         """
-        lines = [self._verdict_line(), *self._failure_lines(verbose)]
+        lines = [
+            self._verdict_line(),
+            *describe_unbound(self.unbound),
+            *self._failure_lines(verbose),
+        ]
         if self.failures and not any(f.cause for f in self.failures):
             lines.append(f"      unknown   {UNKNOWN}; the numbers above are measured")
         usual = [] if verbose else [f for f in self.notes if f.oracle in USUAL_NOTES]
@@ -482,6 +489,25 @@ class Report(Result):
 
 
 R = TypeVar("R", bound=Report)
+
+
+def describe_unbound(unbound: Mapping[str, Any]) -> list[str]:
+    """Say which hyperparameters were given and could not be passed to the function.
+
+    Args:
+        unbound: name -> value.
+
+    Returns:
+        One line of a report; none where all were passed.
+    """
+    if not unbound:
+        return []
+    given = ", ".join(pairs(dict(unbound)))
+    reach, value = ("reaches", "value") if len(unbound) == 1 else ("reach", "values")
+    return [
+        f"{given} {reach} no argument of the loss: only what it is compared with has "
+        f"the {value}"
+    ]
 
 
 def describe_basis(read_as: str, not_checked: Sequence[str]) -> list[str]:
