@@ -137,6 +137,25 @@ def test_tokens_lost_behind_a_masked_slot_are_no_advantage_of_the_first_column()
     assert "advantage-of-first-column" not in causes, report.text()
 
 
+def weighed_mean(log_prob, old_log_prob, advantages, mask, totals, *, least):
+    J = terms(log_prob, old_log_prob, advantages, mask, 1.28)
+    share = mask.sum() / totals.tokens
+    return -J.sum() / mask.sum().clamp(min=least) * share
+
+
+def test_a_micro_batch_without_tokens_may_not_be_nan():
+    report = upref.check(partial(weighed_mean, least=0), "dapo", skip=QUICK)
+    assert [f.oracle for f in report.failures] == ["micro-batches"]
+    assert "no token is trained" in report.text()
+    assert "0/0" in report.text()
+
+
+def test_a_right_loss_takes_a_micro_batch_without_tokens():
+    report = upref.check(partial(weighed_mean, least=1), "dapo", skip=QUICK)
+    assert report, report.text()
+    assert "micro-batches" not in [f.oracle for f in report.findings]
+
+
 @pytest.mark.nightly
 def test_that_the_order_of_the_rows_matters_is_said_without_a_cause():
     loss = partial(dapo, mean=of_a_fifth_of_the_rows)

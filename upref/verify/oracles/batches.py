@@ -14,9 +14,11 @@ from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.verify.explain import cause_if_confirmed_at, holds_on_other_batches
 from upref.verify.extent import bound_of_token
+from upref.verify.factors import declared_aggregation
 from upref.verify.faults import measured
 from upref.verify.faults.batch_reading import LARGE, clipped, left_out
-from upref.verify.finding import NO_CAUSE, Cause
+from upref.verify.faults.denominators import BY_TOKENS
+from upref.verify.finding import NO_CAUSE, Cause, Number
 from upref.verify.measure import LossCase
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import gradient_distance
@@ -82,7 +84,49 @@ def micro_batches(case: LossCase) -> list[Finding]:
                     f"the value of {n} micro-batches does not add up, the gradient does",
                 )
             ]
-    return []
+    return _without_tokens(case, batch)
+
+
+def _without_tokens(case: LossCase, batch: Rollouts) -> list[Finding]:
+    """Report a micro-batch of which no token is trained, as a filter leaves it, that adds
+    something to the others. Where a mean is over responses, what such rows count is not
+    defined.
+
+    Args:
+        case: the loss and its objective.
+        batch: the mini-batch.
+    """
+    if declared_aggregation(case.objective) not in BY_TOKENS or batch.group is not None:
+        return []
+    half = len(batch.mask) // 2
+    fields = {name: x[half:] for name, x in batch.tensors().items()}
+    fields["mask"] = torch.zeros_like(fields["mask"])
+    mask = batch.mask.clone()
+    mask[half:] = False
+    # Rollouts itself refuses such rows
+    empty = Rollouts.unchecked(**fields, totals=Totals.of(mask))
+    try:
+        value, gradient = case.value_and_gradient(empty)
+    except InputError:  # it refuses such a micro-batch
+        return []
+    if value == 0 and (gradient == 0).all():
+        return []
+    text = "a micro-batch of which no token is trained, beside others"
+    if not (value.isfinite() and gradient.isfinite().all()):
+        found = "NaN" if value.isnan() or gradient.isnan().any() else "inf"
+        why = Cause(EMPTY_IS_NOT_FINITE.format(found), kind="pattern")
+        return [fail("micro-batches", text, Number(0, "loss"), found, cause=why)]
+    if (gradient != 0).any():
+        i, t = worst(gradient.abs())
+        found_number = Number(gradient[i, t].item(), "dJ/dlp")
+        return [fail("micro-batches", text, Number(0, "dJ/dlp"), found_number)]
+    return [note("micro-batches", f"{text}, has the value {value:.6g}, not 0")]
+
+
+EMPTY_IS_NOT_FINITE = (
+    "the gradient of the whole step is then {} too, as 0/0 or a mean over nothing makes it: "
+    "divide by a count of the mini-batch, or by at least 1"
+)
 
 
 def _micro_batch_counts(case: LossCase) -> tuple[int, ...]:
