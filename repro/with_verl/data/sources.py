@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each data set comes from, and how its rows become verl's: one small function a
-source.
+"""Where each data set comes from (sources.toml), and how its rows become verl's: one
+small function a source.
 
 A revision is the full commit hash of the repository on the Hugging Face hub, as other
 public projects pin it, or on GitHub, read off its history with the file's hash. The
@@ -10,8 +10,10 @@ hub's files were not downloaded when this was written.
 import ast
 import io
 import re
+import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from repro.with_verl.data.schema import row
@@ -220,127 +222,26 @@ def geometry3k(s: Source, rows: Iterable[Row]) -> list[Row]:
     return out
 
 
-TRAIN, TEST = "train", "test"
-AIME = (
-    "BytedTsinghua-SIA/AIME-2024",
-    ("data/aime-2024.parquet",),
-    "aa49075e24ad594b79fdf0bdcefa735c2181be67",
+CONVERT = (
+    dapo,
+    aime24_x32,
+    question_answer,
+    gsm8k,
+    olympiad,
+    math_3to5,
+    geometry3k,
 )
-GSM = "openai/gsm8k", "e53f048856ff4f594e959d75785d2c2d37b678ee"
-GEO = ("hiyouga/geometry3k", "fd21e533e1e50d0662a2bf7b223e60511bd5f8b7")
-SOURCES = {
-    s.name: s
-    for s in (
-        Source(
-            "dapo_math_17k",
-            "BytedTsinghua-SIA/DAPO-Math-17k",
-            ("data/dapo-math-17k.parquet",),
-            "65877096c24ffa7abc4e4fa5edb95cf3413a5674",
-            17917,
-            dapo,
-            TRAIN,
-            "1,791,700 rows, each problem 100 times",
-            copies=100,
-        ),
-        Source("aime24", *AIME, 30, dapo, TEST, "two exams of 15 problems"),
-        Source(
-            "aime24_x32",
-            *AIME,
-            960,
-            aime24_x32,
-            TEST,
-            "30 problems, each 32 times: Table 1 has k/960",
-        ),
-        Source(
-            "math_3to5",
-            "sail-sg/understand-r1-zero",
-            ("datasets/train/math_lvl3to5_8k/train/data-00000-of-00001.arrow",),
-            "dfca49dd460ee7cc8e4a5a162c876a7fd6993b87",
-            8523,
-            math_3to5,
-            TRAIN,
-            "the problems of the protocol of Liu et al.",
-            "4845e21e2437b0fc2413f9bf9e6c4745b0265104",
-        ),
-        Source(
-            "amc23",
-            "math-ai/amc23",
-            ("test-00000-of-00001.parquet",),
-            "80815d37005feb82cd7f8fbc6901d5d3eff43057",
-            40,
-            question_answer,
-            TEST,
-            "Table 1 has k/40",
-        ),
-        Source(
-            "math500",
-            "HuggingFaceH4/MATH-500",
-            ("test.jsonl",),
-            "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be",
-            500,
-            question_answer,
-            TEST,
-            "Table 1 has k/500",
-        ),
-        Source(
-            "minerva",
-            "math-ai/minervamath",
-            ("test.jsonl",),
-            "ee46ddc498933b1977577953250ca5c66be64f96",
-            272,
-            question_answer,
-            TEST,
-            "Table 1 has k/272",
-        ),
-        Source(
-            "olympiadbench",
-            "math-ai/olympiadbench",
-            ("test.parquet",),
-            "4faaf1e6ec17d11a4218a9bf4c049ecaf954dd84",
-            674,
-            olympiad,
-            TEST,
-            "Table 1 has k/672: the paper does not say which two of these it left out",
-        ),
-        Source(
-            "gsm8k_train",
-            GSM[0],
-            ("main/train-00000-of-00001.parquet",),
-            GSM[1],
-            7473,
-            gsm8k,
-            TRAIN,
-            "repro/with_trl's training set",
-        ),
-        Source(
-            "gsm8k_test",
-            GSM[0],
-            ("main/test-00000-of-00001.parquet",),
-            GSM[1],
-            1319,
-            gsm8k,
-            TEST,
-            "its test set",
-        ),
-        Source(
-            "geometry3k_train",
-            GEO[0],
-            ("data/train-00000-of-00001.parquet",),
-            GEO[1],
-            2101,
-            geometry3k,
-            TRAIN,
-            "the training set",
-        ),
-        Source(
-            "geometry3k_test",
-            GEO[0],
-            ("data/test-00000-of-00001.parquet",),
-            GEO[1],
-            601,
-            geometry3k,
-            TEST,
-            "the test set",
-        ),
-    )
-}
+
+
+def _read() -> dict[str, Source]:
+    """The sources of sources.toml, by name."""
+    text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    by_name = {function.__name__: function for function in CONVERT}
+    found = {}
+    for name, table in tomllib.loads(text).items():
+        files, convert = tuple(table.pop("files")), by_name[table.pop("convert")]
+        found[name] = Source(name=name, files=files, convert=convert, **table)
+    return found
+
+
+SOURCES = _read()
