@@ -2,13 +2,14 @@
 """What verl, its workers and vLLM assert of a configuration hours later, or never: said
 before anything starts.
 
-Hydra and verl's own checks run before these, and refuse more. Here are tables of the
-values that are possible, and rules: each yields a sentence for what cannot work.
+Hydra and verl's own checks run before these, and refuse more. sizes.toml has the values
+that are possible. Here are rules: each yields a sentence for what cannot work.
 """
 
 import difflib
 import symtable
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,90 +27,14 @@ STRATEGIES = {"dp": ("fsdp", "fsdp2"), "megatron": ("megatron",)}
 MANAGERS = ("naive", "dapo")  # the two whose rewards upref's function answers
 # estimators that compare the responses to one prompt
 GROUPED = ("grpo", "rloo", "reinforce_plus_plus_baseline")
-# vLLM's load formats
-LOAD = (
-    "auto",
-    "dummy",
-    "safetensors",
-    "hf",
-    "pt",
-    "npcache",
-    "mistral",
-    "runai_streamer",
-)
 # what reward/score.py returns as numbers, and verl's sum of the token rewards
 METRICS = ("acc", "score", "reward")
-AT_LEAST = dict.fromkeys(
-    (
-        "data.train_batch_size",
-        "data.max_prompt_length",
-        "data.max_response_length",
-        f"{ROLLOUT}.n",
-        f"{ROLLOUT}.val_kwargs.n",
-        f"{ROLLOUT}.tensor_model_parallel_size",
-        f"{ACTOR}.ppo_mini_batch_size",
-        f"{ACTOR}.ppo_epochs",
-        "trainer.nnodes",
-        "trainer.n_gpus_per_node",
-        "trainer.total_epochs",
-        f"{ROLLOUT}.max_num_seqs",
-        "trainer.total_training_steps",
-        "trainer.max_actor_ckpt_to_keep",
-        "reward.num_workers",
-        f"{ROLLOUT}.agent.num_workers",
-        "data.filter_overlong_prompts_workers",
-        f"{ACTOR}.loss_scale_factor",
-        f"{ACTOR}.ulysses_sequence_parallel_size",
-        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
-    ),
-    1,
-) | dict.fromkeys(
-    (
-        *SEEDS,
-        f"{ACTOR}.optim.weight_decay",
-        f"{ACTOR}.kl_loss_coef",
-        "data.dataloader_num_workers",
-        f"{ROLLOUT}.val_kwargs.temperature",
-        "algorithm.kl_ctrl.kl_coef",
-        "actor_rollout_ref.model.lora_rank",
-        "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor",
-    ),
-    0,
-)
-ABOVE_0 = (
-    f"{ACTOR}.optim.lr",
-    f"{ACTOR}.optim.clip_grad",
-    f"{ROLLOUT}.temperature",  # at 0 the answers of a group are one answer
-    "algorithm.rollout_correction.rollout_is_threshold",
-)
-SHARES = (  # numbers from 0 to 1
-    f"{ACTOR}.optim.lr_warmup_steps_ratio",
-    f"{ACTOR}.optim.min_lr_ratio",
-    "algorithm.gamma",
-    "algorithm.lam",
-)
-FIXED: dict[str, tuple[Any, str]] = {  # what every scale needs as it is, and why
-    "actor_rollout_ref.hybrid_engine": (
-        True,
-        "false asks for GPUs that sample alone, and no scale has them",
-    ),
-    f"{ACTOR}.fsdp_config.forward_only": (
-        False,
-        "an actor that runs forward only cannot be trained",
-    ),
-    "actor_rollout_ref.model.use_liger": (False, "the environment has no liger-kernel"),
-    "reward.reward_model.enable": (False, "no scale has a reward model"),
-    f"{ROLLOUT}.name": ("vllm", "the environment has no other sampler"),
-    "trainer.critic_warmup": (
-        0,
-        "a warm-up of the critic leaves the policy as it is, and no critic trains",
-    ),
-    "trainer.val_only": (False, "a run that only validates trains no step"),
-    "trainer.del_local_ckpt_after_load": (
-        False,
-        "a run that is interrupted again would have nothing to go on from",
-    ),
-}
+_VALUES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+AT_LEAST: dict[str, int] = _VALUES["at_least"] | dict.fromkeys(SEEDS, 0)
+ABOVE_0: list[str] = _VALUES["above_0"]
+SHARES: list[str] = _VALUES["shares"]
+FIXED: dict[str, tuple[Any, str]] = _VALUES["fixed"]
+KNOWN: dict[str, list[str]] = _VALUES["known"]
 # verl's default is a reference, and what reads the second knows nothing of the first
 FOLLOWS = {
     f"{ROLLOUT}.prompt_length": "data.max_prompt_length",
@@ -130,28 +55,6 @@ LARGE_RATE = 0.1
 SMALL_RATE = 1e-4
 # parts of a checkpoint; hf_model is a copy of the weights for others
 RESUMED = ("model", "optimizer", "extra")
-HALF = ("fp16", "float16", "bf16", "bfloat16", "fp32", "float32")
-KNOWN: dict[str, tuple[str, ...]] = {
-    "trainer.resume_mode": ("auto", "disable", "resume_path"),
-    "trainer.device": ("cuda", "cpu"),
-    "data.truncation": ("error", "left", "right", "middle"),
-    "data.prompt_key": ("prompt",),  # of the files that data.prepare writes
-    "data.reward_fn_key": ("data_source",),
-    "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
-    "algorithm.rollout_correction.rollout_is": ("token", "sequence"),
-    # separate_async needs GPUs that sample alone
-    "trainer.v1.trainer_mode": ("sync", "colocate_async"),
-    f"{ROLLOUT}.load_format": LOAD,
-    f"{ROLLOUT}.dtype": ("auto", "half", "float16", "bfloat16", "float", "float32"),
-    f"{ROLLOUT}.logprobs_mode": (
-        "raw_logits",
-        "raw_logprobs",
-        "processed_logits",
-        "processed_logprobs",
-    ),
-    f"{ACTOR}.fsdp_config.model_dtype": HALF,
-    f"{REF}.fsdp_config.model_dtype": HALF,
-}
 
 
 def check(cfg: DictConfig, shape: Shape | None = None) -> None:
@@ -233,7 +136,7 @@ def ranges(cfg: DictConfig) -> Iterator[str]:
 
 
 def one_of(
-    key: str, value: Any, known: tuple[str, ...] | set[str], what: str = ""
+    key: str, value: Any, known: Collection[str], what: str = ""
 ) -> Iterator[str]:
     """Refuse a value that is not a known one. what: its kind, for the sentence."""
     if value not in known:

@@ -10,10 +10,12 @@ import difflib
 import functools
 import io
 import math
+import tomllib
 import traceback
 import types
 import typing
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_module
@@ -36,63 +38,11 @@ NAMES = (
     "trainer.default_local_dir=",
     "+ray_kwargs.ray_init.runtime_env.env_vars.",
 )
-# Where verl takes names that its configuration does not list, and who reads them.
-OPEN = {
-    f"{ACTOR}.policy_loss.upref": "the objective, by upref",
-    "actor_rollout_ref.rollout.engine_kwargs.vllm": "vLLM's engine",
-    "actor_rollout_ref.model.override_config": "the model's configuration, by transformers",
-    f"{ACTOR}.megatron.override_transformer_config": "Megatron-Core",
-    f"{ACTOR}.megatron.override_ddp_config": "Megatron-Core",
-    f"{ACTOR}.optim.override_optimizer_config": "the optimizer",
-    "reward.reward_kwargs": "the reward manager",
-    "reward.custom_reward_function.reward_kwargs": "the reward function",
-    "data.apply_chat_template_kwargs": "the tokenizer's chat template",
-    "ray_kwargs.ray_init": "ray.init",
-    "hydra": "hydra",
-}
-NEAR = (  # names that these places are known to take: a near miss is a typo
-    "attn_implementation",
-    "attention_dropout",
-    "rope_theta",
-    "rope_scaling",
-    "max_position_embeddings",
-    "max_resp_len",
-    "overlong_buffer_cfg",
-    "penalty_factor",
-    "enable_thinking",
-    "num_cpus",
-    "num_gpus",
-    "object_store_memory",
-    "runtime_env",
-    "env_vars",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "moe_router_dtype",
-)
-WHOLE = (  # null by default, so that neither a class nor the default has their type
-    "trainer.total_training_steps",
-    "trainer.max_actor_ckpt_to_keep",
-    "data.seed",
-    "data.gen_batch_size",
-    "data.val_batch_size",
-    "ray_kwargs.ray_init.num_cpus",
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
-)
-# settings of verl that its V1 trainer or the agent loop leaves alone, and what to do
-# instead
-UNREAD = {
-    f"{ACTOR}.grad_clip": f"set {ACTOR}.optim.clip_grad",
-    f"{ACTOR}.optim.total_training_steps": "verl writes trainer.total_training_steps there, so set that",
-    "actor_rollout_ref.rollout.do_sample": "set actor_rollout_ref.rollout.temperature",
-    "actor_rollout_ref.rollout.val_kwargs.do_sample": "set actor_rollout_ref.rollout.val_kwargs.temperature",
-    "algorithm.filter_groups.max_num_gen_batches": "the V1 trainer refills groups one by one, without a limit",
-    f"{ACTOR}.freeze_vision_tower": "verl 0.9.1 has no code for it",
-    "trainer.ray_wait_register_center_timeout": "the V1 trainer does not wait for it",
-    "trainer.esi_redundant_time": "the V1 trainer does not ask when its machine ends",
-    "data.gen_batch_size": "the V1 trainer sets it to 1 where it filters groups",
-    "actor_rollout_ref.rollout.multi_turn.enable": "set actor_rollout_ref.rollout.agent.default_agent_loop",
-}
+_NAMES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+OPEN: dict[str, str] = _NAMES["open"]
+NEAR: list[str] = _NAMES["near"]
+WHOLE: list[str] = _NAMES["whole"]
+UNREAD: dict[str, str] = _NAMES["unread"]
 HYDRA = ("hydra.run.", "hydra.output_subdir", "hydra.job.")
 MICRO = f"{ACTOR}.ppo_micro_batch_size"  # and ..._per_gpu
 USUAL = {
