@@ -13,89 +13,11 @@ from types import ModuleType
 
 import upref
 
-# Each name of upref.__all__ is in one of these.
-GROUPS = {
-    "Judge a loss": [
-        "check",
-        "prove",
-        "prove_advantages",
-        "prove_kl",
-        "diff",
-        "identify",
-        "maximizes",
-        "check_advantages",
-        "check_kl",
-        "check_distillation",
-        "check_value",
-        "check_logprobs",
-    ],
-    "Losses of other array libraries": ["from_jax", "from_mlx"],
-    "Check a training step": [
-        "check_step",
-        "identify_step",
-        "record_step",
-        "check_recorded",
-    ],
-    "In pytest": [
-        "assert_policy_loss",
-        "assert_advantages",
-        "assert_kl",
-        "assert_logprobs",
-        "assert_step",
-    ],
-    "Objectives": [
-        "get",
-        "names",
-        "Objective",
-        "objective",
-        "up",
-        "up_anchored",
-        "derive",
-    ],
-    "Batches and aggregation": ["Rollouts", "Totals", "aggregate", "row_weights"],
-    "Pictures and numbers": ["cap_map", "capacity"],
-    "Errors": ["InputError"],
-}
-# What these modules define and do not begin with an underscore; of a package, also what
-# its __all__ has from its own modules.
-MODULES = {
-    "upref.advantages": "Advantages",
-    "upref.token_advantages": "Advantages of tokens and turns",
-    "upref.aggregation": "Aggregations",
-    "upref.kl": "KL estimators",
-    "upref.distillation": "Distillation",
-    "upref.critic": "Losses of a critic",
-    "upref.logprobs": "Log-probabilities",
-    "upref.hidden": "Log-probabilities from hidden states",
-    "upref.metrics": "Metrics",
-    "upref.ops": "The words of an objective",
-    "upref.weights.plots": "Pictures",
-    "upref.weights.atlas": "The atlas",
-    "upref.weights.curve": "Weights as curves",
-    "upref.weights.capacity": "Probability Capacity",
-    "upref.weights.batches": "Synthetic batches",
-    "upref.weights.stress": "Batches of unusual inputs",
-    "upref.derivation": "Derivations",
-    "upref.verify.report": "The report of a check",
-    "upref.identification.identification": "The answer of identify",
-    "upref.identification.diff": "The answer of diff",
-    "upref.maximization.maximization": "The answer of maximizes",
-    "upref.verify.oracle": "Oracles",
-    "upref.replay": "Recorded batches of a run",
-    "upref.logs": "Logged scalars of a run",
-    "upref.plugins": "What other packages add",
-    "upref.user_code.frameworks": "Losses that other packages add",
-    "upref.replay.trainers": "Trainers that other packages add",
-    "upref.cli.verb": "A verb of the command",
-    "upref_frameworks.audits": "Audits of frameworks",
-    "upref_frameworks.audits.recipe": "Recipes",
-    "upref_frameworks.parity": "Parity while training",
-    "upref_course.explorer": "The Cap explorer",
-    "upref_frameworks.trl.training": "TRL's trainer",
-    "upref_frameworks.verl.training": "verl's plug-in",
-}
-
-
+_CONTENTS = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
+GROUPS: dict[str, list[str]] = _CONTENTS["groups"]
+MODULES: dict[str, str] = _CONTENTS["modules"]
 EXAMPLES: dict[str, str] = tomllib.loads(
     (Path(__file__).parent / "examples.toml").read_text(encoding="utf-8")
 )

@@ -3,7 +3,7 @@
 test_fuzz.py holds that none is missing.
 
 PUBLIC: every name of upref.__all__, the methods of its types, and the functions of the
-modules that docs/site/api.py
+modules that docs/site/api.toml
 shows. INNER: what of those answers to no user, with the reason.
 """
 
@@ -21,7 +21,7 @@ import upref.hidden
 import upref.weights.batches
 from tests.support.bad_inputs import JUNK
 
-# of docs/site/api.py: module or function -> why it need not answer with a sentence
+# of docs/site/api.toml: module or function -> why it need not answer with a sentence
 INNER = {
     "ops": "the words in which objectives are written, for tensors, arrays and symbols: their own errors",
     "kl": "two tensors in, elementwise: torch's own errors",
