@@ -26,6 +26,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from argparse import RawDescriptionHelpFormatter
 from collections import Counter
 from datetime import UTC, datetime
@@ -36,7 +37,7 @@ from typing import Any
 import upref
 from repro import Parser
 from repro.with_verl import addition
-from repro.with_verl.config.compose import ACTOR, watched
+from repro.with_verl.config.compose import watched
 from repro.with_verl.cpu import smoke, toy
 from repro.with_verl.health import STEPS
 from repro.with_verl.place import pythonpath
@@ -48,93 +49,22 @@ ROLLOUT = "actor_rollout_ref.rollout"
 # seconds: without a sign of life before the first step, without a step, to shut down
 FIRST, STALL, END = 100, 60, 20
 REPLAY = 120  # seconds that replay may take; a CPU may be busy
-# Qwen2.5-0.5B's sizes, in Qwen3's form
-HALF: dict[str, Any] = {
-    "vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-    "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64,
-    "max_position_embeddings": 4096, "tie_word_embeddings": True,
-}  # fmt: skip
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+EVERYWHERE: dict[str, object] = _TABLES["everywhere"]
+ONE_GPU: dict[str, object] = _TABLES["one_gpu"]
+FAULT: dict[str, object] = _TABLES["fault"]
+SHOWN: dict[str, str] = _TABLES["shown"]
+MILESTONES: dict[str, str] = _TABLES["milestones"]
+HALF: dict[str, Any] = _TABLES["shape"]
 # FlashAttention 3 has kernels for heads of 64, 96, 128, 192 and 256
 TOY: dict[str, Any] = toy.SIZES | {"head_dim": 64}
-BF16 = "{param_dtype: bf16, reduce_dtype: fp32, buffer_dtype: fp32}"
-# on a GPU and on a CPU
-EVERYWHERE = {
-    f"{ROLLOUT}.calculate_log_probs": True,
-    f"+{ACTOR}.policy_loss.upref": "{parity: {on_fail: warn, every: 1}}",
-}
-# vLLM's sleep mode, which verl uses by default, is left to `half`
-ONE_GPU = {
-    f"{ROLLOUT}.dtype": "bfloat16",  # FlashAttention takes no float32
-    f"{ROLLOUT}.gpu_memory_utilization": 0.4,
-    f"{ROLLOUT}.free_cache_engine": False,
-    f"+{ROLLOUT}.enable_sleep_mode": False,
-    f"{smoke.VLLM}.kv_cache_memory_bytes": 2**28,
-    f"{smoke.VLLM}.distributed_executor_backend": "uni",  # one process fewer to start
-    "ray_kwargs.ray_init.num_cpus": 12,
-    "+ray_kwargs.ray_init.object_store_memory": 1_000_000_000,
-}
-LARGE = {
-    f"{smoke.VLLM}.kv_cache_memory_bytes": 2**33,
-    f"{ROLLOUT}.free_cache_engine": True,
-    f"+{ROLLOUT}.enable_sleep_mode": True,
-    f"+{ACTOR}.fsdp_config.mixed_precision": BF16,
-    "+actor_rollout_ref.ref.fsdp_config.mixed_precision": BF16,
-    # 1e-6 keeps the ratios of random weights within 0.95 and 1.05: no bound acts
-    f"{ACTOR}.optim.lr": 1e-5,
-    "reward.custom_reward_function.path": "pkg://repro.with_verl.gpu_trial",
-    f"{ACTOR}.use_dynamic_bsz": True,
-    f"{ACTOR}.ppo_max_token_len_per_gpu": 16384,
-    f"{ROLLOUT}.log_prob_use_dynamic_bsz": True,
-    f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 16384,
-    "actor_rollout_ref.model.use_remove_padding": True,
-    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
-    "data.max_response_length": 256,
-    f"{ROLLOUT}.max_model_len": 512,
-    f"{ROLLOUT}.max_num_batched_tokens": 8192,
-    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 512,
-    "trainer.save_freq": -1,  # 6 GB a checkpoint
-}
 OF_SIZE: dict[str, dict[str, object]] = {
     "toy": {},
-    "half": LARGE,
+    "half": _TABLES["half"],
     "smollm2": addition.SETTINGS,
 }
 SHAPES = {"toy": TOY, "half": HALF, "smollm2": addition.SIZES}
-# steps of 512 responses: 128 tokens do not tell which temperature it is
-FAULT = {
-    f"{ROLLOUT}.logprobs_mode": "raw_logprobs",
-    f"{ROLLOUT}.temperature": 0.7,
-    "data.train_batch_size": 64,
-    f"{ACTOR}.ppo_mini_batch_size": 64,
-    f"{ACTOR}.ppo_micro_batch_size_per_gpu": 256,
-    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 256,
-}
 NAMED = "raw_temperature"  # the cause that replay must give to a step of it
-SHOWN = {
-    smoke.SCORE: "score",
-    "actor/upref/parity_of_bound": "parity",
-    "actor/upref/normalizer": "normalizer",
-    "actor/upref/ratio/max": "ratio",
-    "actor/upref/above_high": "above",
-    "actor/upref/clip/neg_low": "clipped",
-    "training/rollout_probs_diff_mean": "sampler",
-    "timing_s/gen": "gen",
-    "timing_s/update_actor": "actor",
-    "timing_s/update_weights": "weights",
-    "timing_s/step": "step",
-    "perf/max_memory_allocated_gb": "GB",
-}
-# what verl, Ray and vLLM write on their way to the first step, and what it means
-MILESTONES = {
-    "Started a local Ray instance": "Ray runs",
-    "worker group kwargs": "verl's controller has the data",
-    "actor and ref model engine initialized": "the trainer's model is on the GPU",
-    "Initializing a V1 LLM engine": "vLLM's engine begins",
-    "Model loading took": "vLLM has the model on the GPU",
-    "init engine (profile": "vLLM's engine is ready",
-    "all initialize finished, ready to fit": "verl is ready to train",
-    "Successfully reset prefix cache": "vLLM's cache is empty for new weights",
-}
 DAY = 24 * 3600  # seconds
 MADE = ("model", "data.parquet")  # what `make` makes, and a later run uses again
 BAND = ("clip/pos_high", "clip/pos_low", "clip/neg_high", "clip/neg_low", "above_high")
