@@ -84,6 +84,7 @@ ELSEWHERE = {
     'pip install -e ".[plot]"': (INSTALL, "optional-dependencies"),
     'pip install -e ".[prove]" pytest': (INSTALL, "optional-dependencies"),
     'pip install -e ".[prove]"': (INSTALL, "optional-dependencies"),
+    'pip install -e ".[prove,plot]"': (INSTALL, "optional-dependencies"),
     "python -m docs.site.picture picture.html": ("tests/pages/test_picture.py::test_one_file_that_loads", "picture"),
     'pip install -e ".[trl]"': (INSTALL, "trl"),
     "bash repro/run.sh up_dapo": ("tests/matrix.py", "bash repro/run.sh up_dapo mini steps=2"),

@@ -43,6 +43,12 @@ def test_other_sizes_are_part_of_no_proof_but_that_of_every_size():
     assert "other sizes" not in replace(sizes, status="differs").text()
 
 
+def test_masked_slots_have_the_advantage_of_their_response_in_a_proof():
+    proof = Proof("mine.py:loss", "gspo", "proved", shapes=((1, 2),), per_response=True)
+    assert "masked slots with another advantage" in proof.text()
+    assert "masked slots" not in replace(proof, per_response=False).text()
+
+
 def test_the_line_of_a_bound_names_all_that_the_number_may_be_about():
     bounds = ((5000, "mine.py:9"),)
     proof = Proof("mine.py:loss", "dapo", "proved", shapes=((1, 1),), bounds=bounds)

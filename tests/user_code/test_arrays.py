@@ -4,6 +4,7 @@ has JAX and MLX.
 """
 
 import contextlib
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -138,3 +139,11 @@ def test_an_error_of_a_library_that_got_tensors_says_what_to_do():
     exec("def exp(x): raise TypeError('exp requires arrays, got torch.Tensor')", where)
     with pytest.raises(upref.InputError, match=r"torch tensors: check upref\.from_jax"):
         call_guarded("loss", lambda: where["exp"](1))
+
+
+def test_an_error_of_jax_says_what_to_do_though_jax_leaves_its_frames_out():
+    jax = ModuleType("jax")
+    loss = {"__name__": "mine", "jnp": ModuleType("jax.numpy"), "jax": jax}
+    exec("def loss(x): raise TypeError('the value is a torch.Tensor')", loss)
+    with pytest.raises(upref.InputError, match=r"torch tensors: check upref\.from_jax"):
+        call_guarded("loss", lambda: loss["loss"](1))

@@ -882,6 +882,17 @@ def test_a_name_that_is_none_is_one_sentence(name):
     assert "\n" not in str(e.value)
 
 
+def test_rewards_beside_groups_are_not_taken_for_advantages():
+    """The function may normalize them itself, which would be done to advantages."""
+
+    def loss(log_prob, old_log_prob, rewards, group, mask):
+        """Read the names alone."""
+
+    [said] = refusals(loss)
+    assert "'rewards' may be the advantages, or rewards" in said
+    assert "--as-advantage group_norm" in said
+
+
 def test_an_optional_argument_gives_way_to_a_required_one():
     """As where a correction between the sampler's log-probabilities and the trainer's
     is an option.

@@ -286,6 +286,29 @@ def test_what_a_loss_changes_of_the_process_is_set_back():
     torch.use_deterministic_algorithms(on)
 
 
+def test_what_an_import_changes_is_no_habit_of_the_function(tmp_path, monkeypatch):
+    """`import jax` sets environment variables and draws from numpy's generator."""
+    monkeypatch.setenv("UPREF_TEST_OF_IMPORTS", "before")
+    file = tmp_path / "sets_up.py"
+    file.write_text(
+        "import os, numpy\n"
+        "numpy.random.rand()\n"
+        "os.environ['UPREF_TEST_OF_IMPORTS'] = 'import'\n"
+        "def k1(log_prob, ref_log_prob):\n"
+        "    assert os.environ['UPREF_TEST_OF_IMPORTS'] == 'import'\n"
+        "    return log_prob - ref_log_prob\n"
+        "def draws(log_prob, ref_log_prob):\n"
+        "    numpy.random.rand()\n"
+        "    return log_prob - ref_log_prob\n"
+    )
+    quiet = upref.check_kl(f"{file}:k1", "k1")
+    assert quiet and not [f for f in quiet.notes if f.oracle == "mutation"]
+    [drawn] = [
+        f for f in upref.check_kl(f"{file}:draws", "k1").notes if f.oracle == "mutation"
+    ]
+    assert drawn.regime == "it changes numpy's random generator"
+
+
 def test_a_check_computes_in_one_thread():
     """Two threads that wait for each other on a busy machine took ten times the CPU
     time, and the largest batches were left out as too slow.

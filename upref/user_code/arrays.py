@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -444,10 +445,15 @@ def advice_on_error(error: BaseException) -> str:
         return ""
     if "torch" not in message:
         return ""
-    frames = traceback.walk_tb(error.__traceback__)
-    packages = {
-        str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in frames
-    }
+    packages = set()
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        packages.add(str(frame.f_globals.get("__name__")).partition(".")[0])
+        # JAX leaves its own frames out
+        packages |= {
+            value.__name__.partition(".")[0]
+            for value in frame.f_globals.values()
+            if isinstance(value, ModuleType)
+        }
     if "mlx.core" in message:
         packages.add("mlx")
     wrapper = next((WRAPPERS[name] for name in WRAPPERS if name in packages), "")

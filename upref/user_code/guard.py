@@ -19,6 +19,7 @@ import os
 import random
 import sys
 import sysconfig
+import textwrap
 import threading
 import traceback
 import warnings
@@ -37,13 +38,14 @@ from upref.user_code.arrays import advice_on_error
 
 
 def one_line(error: BaseException) -> str:
-    """The first 200 characters of the message of an exception, on one line.
+    """The words of an exception, on one line: those that fit into 200 characters.
 
     Args:
         error: the exception.
     """
     try:
-        return " ".join(str(error).split())[:200] or "(it says no more)"
+        words = " ".join(str(error).split())
+        return textwrap.shorten(words, 200, placeholder=" ...") or "(it says no more)"
     except BaseException:
         return "(its message cannot be read)"
 
@@ -166,8 +168,12 @@ AROUND: State = {
 }
 
 
+# what an import may change, as JAX's and Transformers' do: no habit of the function
+CHANGED_BY_IMPORTS = (*RANDOM, "the environment", "the root logger")
 # names of what was changed, a set for each `state_restored` that is open
 _changed_in_checks: list[set[str]] = []
+# name -> value before, of each `_with_state_restored` that is open
+_open_states: list[dict[str, Any]] = []
 _turn = threading.RLock()  # one thread at a time
 
 
@@ -185,14 +191,30 @@ if hasattr(os, "register_at_fork"):
 @contextlib.contextmanager
 def _with_state_restored(state: State) -> Iterator[None]:
     """Restore this state at the end, and note what was changed."""
-    before = [read() for read, _ in state.values()]
+    before = {name: read() for name, (read, _) in state.items()}
+    _open_states.append(before)
     try:
         yield
     finally:
+        _open_states[:] = [s for s in _open_states if s is not before]
         after = [read() for read, _ in state.values()]
+        values = list(before.values())
         # one comparison for all, where none of them is an array
-        if state is not STATE or before != after:
-            _restore_changed(state, before, after)
+        if state is not STATE or values != after:
+            _restore_changed(state, values, after)
+
+
+@contextlib.contextmanager
+def keeping_what_imports_change() -> Iterator[None]:
+    """Import inside: what this changes of CHANGED_BY_IMPORTS stays, and is no change of
+    the function that a check calls afterwards."""
+    try:
+        yield
+    finally:
+        everything = STATE | RANDOM | AROUND
+        for before in _open_states:
+            for name in before.keys() & set(CHANGED_BY_IMPORTS):
+                before[name] = everything[name][0]()
 
 
 def _restore_changed(state: State, before: list[Any], after: list[Any]) -> None:

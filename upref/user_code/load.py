@@ -19,7 +19,11 @@ from upref.catalog import no_function_named
 from upref.errors import InputError, importing
 from upref.files import require_readable
 from upref.interrupt import Terminated
-from upref.user_code.guard import asks_for_gpu, one_line
+from upref.user_code.guard import (
+    asks_for_gpu,
+    keeping_what_imports_change,
+    one_line,
+)
 
 
 def load(target: str) -> Callable[..., Any]:
@@ -35,9 +39,12 @@ def load(target: str) -> Callable[..., Any]:
             f"{target!r} is not a function: write package.module:function, path/to/file.py:function, verl:loss_mode or "
             "trl:loss_type."
         )
-    module = (
-        _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
-    )
+    with keeping_what_imports_change():
+        module = (
+            _import_file(Path(where))
+            if where.endswith(".py")
+            else _import_module(where)
+        )
     found: Any = module
     for part in attr.split("."):
         try:

@@ -190,6 +190,11 @@ def read(
     ]
     placed: list[tuple[str, str]] = []
     if missing and (free or not set(missing) <= set(spare)):
+        if "adv" in missing and (rewards := _rewards_of_groups(free, roles)):
+            raise refusal(
+                f"{rewards!r} may be the advantages, or rewards that it normalizes by group. upref gives a loss advantages; "
+                "`upref check FILE:FUNCTION --as-advantage group_norm` takes the function that computes them"
+            )
         if why_not := _why_not_by_position(free, missing, main):
             raise refusal(why_not)
         placed = list(zip((p.name for p in free), missing, strict=False))
@@ -224,6 +229,21 @@ def _takes_rewards_alone(
     roles = {reward_role(p.name) for p in named if p.default is p.empty}
     takes_logp = any(role(p.name).startswith("logp") for p in named)
     return "rewards" in roles and "" not in roles and not takes_logp
+
+
+def _rewards_of_groups(
+    free: list[inspect.Parameter], roles: Mapping[str, str]
+) -> str:
+    """Return the argument that holds rewards by its name, in a function that takes groups
+    too; "" where there is none.
+
+    Args:
+        free: the arguments without a role.
+        roles: of the others, by name.
+    """
+    if "group" not in roles.values():
+        return ""
+    return next((p.name for p in free if reward_role(p.name) == "rewards"), "")
 
 
 def _why_not_by_position(

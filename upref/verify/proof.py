@@ -71,6 +71,7 @@ VALUE_OF_TERM, SLOPE_OF_TERM = "value", "gradient"
 SECONDS = 60.0
 FARTHEST = 1e300  # by which a state is moved
 ONE_PER_RESPONSE = ("A_i", "A_it = A_i")
+OTHER_ADVANTAGES = "masked slots with another advantage than their response"
 
 
 @dataclass(frozen=True)
@@ -239,6 +240,8 @@ class Proof(Result):
         if self.status == "proved" and not self.every_size:
             why = f" ({self.sizes_open})" if self.sizes_open else ""
             left_out.append(f"batches of other sizes{why}")
+        if self.status == "proved" and self.per_response:
+            left_out.append(OTHER_ADVANTAGES)
         return "; ".join([*left_out, ", ".join(NOT_PART)])
 
     def _bounds(self) -> list[str]:

@@ -29,6 +29,7 @@ import upref
 from upref import markdown
 from upref.errors import InputError
 from upref.proof.solver import cpu_seconds
+from upref.verify.proof import OTHER_ADVANTAGES
 
 from . import search
 from .batches import draw, made
@@ -79,23 +80,23 @@ def judged(s: Subject, seed: int) -> Row:
         proof = upref.prove(loss, s.config.o, columns=COLUMNS, seconds=SECONDS, **hp)
         row |= {"status": proof.status, "reason": proof.reason}
         if truth.kind == "differs" and proof.status == "proved":
-            row["inside"] = apart_inside(loss, s, PER_RESPONSE in str(proof), seed)
+            row["inside"] = apart_inside(loss, s, str(proof), seed)
     except InputError as error:
         row |= {"status": "refused", "reason": str(error)}
     return row | {"seconds": cpu_seconds() - start}
 
 
-def apart_inside(
-    loss: Callable[..., Any], s: Subject, per_response: bool, seed: int
-) -> float:
+def apart_inside(loss: Callable[..., Any], s: Subject, report: str, seed: int) -> float:
     """The largest relative difference on random batches within what a proof states.
 
     Args:
         loss: the mutant.
         s: where it is from.
-        per_response: whether the proof is of one advantage per response.
+        report: of the proof. It states whether a response has one advantage, and
+            whether its masked slots have it too.
         seed: of the batches.
     """
+    per_response = PER_RESPONSE in report
     rng = np.random.default_rng([seed, 4])
     grouped = "group" in s.names
     worst, ran = 0.0, 0
@@ -103,11 +104,15 @@ def apart_inside(
         shape = (int(rng.integers(1 + grouped, 3)), int(rng.integers(1, COLUMNS + 1)))
         b = made(s.config, draw(s.config, rng, shape), rng, False, grouped, False)
         mask, old = b.of["mask"], b.of["old_log_prob"]
+        if OTHER_ADVANTAGES in report and b.one_adv:
+            first_token = mask.int().argmax(1, keepdim=True)
+            of_response = b.of["advantages"].gather(1, first_token)
+            b.of["advantages"] = of_response.expand(mask.shape).clone()
         log_r = torch.where(mask, b.of["log_prob"] - old, 0)
         mean = log_r.sum(1) / mask.sum(1)
-        of_response = s.config.o.level == "sequence_mean"
+        is_of_response = s.config.o.level == "sequence_mean"
         is_inside = log_r.abs().max() <= 20 and old[mask].min() >= -200
-        is_inside &= not of_response or mean.abs().max() <= 10
+        is_inside &= not is_of_response or mean.abs().max() <= 10
         if is_inside and (b.one_adv or not (per_response or s.adv == "B")):
             ran += 1
             worst = max(worst, search.apart(loss, s.config, b, s.names, s.adv))
