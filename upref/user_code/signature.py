@@ -192,8 +192,8 @@ def read(
     if missing and (free or not set(missing) <= set(spare)):
         if "adv" in missing and (rewards := _rewards_of_groups(free, roles)):
             raise refusal(
-                f"{rewards!r} may be the advantages, or rewards that it normalizes by group. upref gives a loss advantages; "
-                "`upref check FILE:FUNCTION --as-advantage group_norm` takes the function that computes them"
+                f"{rewards!r} may be the advantages, or rewards that it normalizes by group. upref gives a loss "
+                "advantages; `upref check FILE:FUNCTION --as-advantage group_norm` takes the function that computes them"
             )
         if why_not := _why_not_by_position(free, missing, main):
             raise refusal(why_not)
@@ -231,9 +231,7 @@ def _takes_rewards_alone(
     return "rewards" in roles and "" not in roles and not takes_logp
 
 
-def _rewards_of_groups(
-    free: list[inspect.Parameter], roles: Mapping[str, str]
-) -> str:
+def _rewards_of_groups(free: list[inspect.Parameter], roles: Mapping[str, str]) -> str:
     """Return the argument that holds rewards by its name, in a function that takes groups
     too; "" where there is none.
 
