@@ -31,7 +31,7 @@ from upref.aggregation import (
     row_weights,
 )
 from upref.description import ERRORS, LEVELS, RATIO_SYMBOLS, citation
-from upref.errors import InputError
+from upref.errors import InputError, describe_kind
 from upref.ops import exp, log, mean_t, sum_t, where
 from upref.rollouts import Rollouts, per_response
 
@@ -221,7 +221,7 @@ class Objective:
         defaults = self._own
         if not isinstance(hp, dict):
             raise InputError(
-                f"hyperparameters are a dictionary, name -> value, not a {type(hp).__name__}."
+                f"hyperparameters are a dictionary, name -> value, not {describe_kind(hp)}."
             )
         for key, value in hp.items():
             if key not in defaults:
@@ -279,7 +279,7 @@ class Objective:
         """
         if not isinstance(b, Rollouts):
             raise InputError(
-                f"{self.name} is computed from upref.Rollouts, not from a {type(b).__name__}."
+                f"{self.name} is computed from upref.Rollouts, not from {describe_kind(b)}."
             )
         if self.one_adv and not b.one_adv_per_response:
             raise InputError(
@@ -433,7 +433,7 @@ class Objective:
         """
         if not isinstance(b, Rollouts):
             raise InputError(
-                f"the kept tokens of {self.name} are computed from upref.Rollouts, not from a {type(b).__name__}."
+                f"the kept tokens of {self.name} are computed from upref.Rollouts, not from {describe_kind(b)}."
             )
         policies = (b.logp, b.logp_old, b.adv, b.mask, b.entropy, b.logp_sampler)
         return self._kept(*policies, **hp)
@@ -480,7 +480,7 @@ class Objective:
         """
         if not isinstance(b, Rollouts):
             raise InputError(
-                f"the factors of {self.name} are computed from upref.Rollouts, not from a {type(b).__name__}."
+                f"the factors of {self.name} are computed from upref.Rollouts, not from {describe_kind(b)}."
             )
         return self.sampler_weights(b.logp_old, b.logp_sampler, b.mask, **hp)
 

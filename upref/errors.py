@@ -2,6 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+
+def describe_kind(value: Any) -> str:
+    """Return the type of a value with its article: `a float`, `an int`.
+
+    Args:
+        value: anything.
+    """
+    kind = type(value).__name__
+    is_an = kind[0] in "aeioAEIO" or kind == "ndarray"
+    return f"{'an' if is_an else 'a'} {kind}"
 
 
 class InputError(ValueError):

@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import Any
 
 from upref.definition import Objective, transform
-from upref.errors import InputError
+from upref.errors import InputError, describe_kind
 from upref.ops import binary_kl, exp, mean_t, minimum, sg, sum_t, when, where
 
 
@@ -58,7 +58,7 @@ def _asymmetric(base: Objective, prefix: str, positive) -> Objective:
     """where(A > 0, A positive(lp), base): lp is reduced as the base reduces it."""
     if not isinstance(base, Objective):
         raise InputError(
-            f"up(...) takes an Objective, e.g. upref.get('dapo'), not a {type(base).__name__}."
+            f"up(...) takes an Objective, e.g. upref.get('dapo'), not {describe_kind(base)}."
         )
     # one term per response: the positive branch averages too
     mean = base.level == "custom" and base.agg == "seq-mean"
@@ -114,7 +114,7 @@ def opsm(base: Objective) -> Objective:
     """
     if not isinstance(base, Objective):
         raise InputError(
-            f"opsm(...) takes an Objective, e.g. upref.get('dapo'), not a {type(base).__name__}."
+            f"opsm(...) takes an Objective, e.g. upref.get('dapo'), not {describe_kind(base)}."
         )
     if base.level == "sequence_product":
         raise InputError(
@@ -240,7 +240,7 @@ def top_entropy(base: Objective) -> Objective:
         InputError: the base is no Objective, or has one ratio per response.
     """
     if not isinstance(base, Objective) or base.level not in ("token", "custom"):
-        named = base.name if isinstance(base, Objective) else f"a {type(base).__name__}"
+        named = base.name if isinstance(base, Objective) else describe_kind(base)
         raise InputError(
             f"top_entropy(...) takes an Objective with one ratio per token, e.g. upref.get('dapo'), not {named}."
         )
@@ -328,7 +328,7 @@ def unbiased_kl(base: Objective) -> Objective:
         InputError: the base is no Objective, or has no KL term.
     """
     if not isinstance(base, Objective) or not base.kl:
-        named = base.name if isinstance(base, Objective) else f"a {type(base).__name__}"
+        named = base.name if isinstance(base, Objective) else describe_kind(base)
         raise InputError(
             f"unbiased_kl(...) takes an Objective with a KL term, e.g. upref.get('grpo'), not {named}."
         )

@@ -8,6 +8,7 @@ refusal of -100 or of a layout are notes.
 """
 
 import os
+import re
 import subprocess
 
 import pytest
@@ -289,3 +290,46 @@ def test_an_option_with_a_default_is_no_tensor():
 
     assert read_logprobs.read(log_probs).kind == "logits"
     assert read_logprobs.read(upref.hidden.token_log_probs).kind == "hidden"
+
+
+def test_what_is_not_checked_is_no_name_of_an_oracle_that_needs_an_entropy():
+    report = upref.check_logprobs(
+        log_probs_alone, skip=[o.name for o in ORACLES if o.name != "values"]
+    )
+    assert "the entropy, which it does not return" in report.not_checked
+    assert "gradients" not in report.not_checked[-1].split(", ")
+    assert "in its caller" in report.not_checked[0]
+
+
+def log_probs_alone(logits, tokens):
+    return logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+
+
+def shifted_of_input_ids(logits, input_ids, temperature=1.0):
+    lp = (logits[:, :-1] / temperature).log_softmax(-1)
+    return lp.gather(-1, input_ids[:, 1:, None])[..., 0]
+
+
+def test_the_wrapper_of_a_function_that_shifts_labels_can_be_pasted():
+    with pytest.raises(InputError) as refused:
+        upref.check_logprobs(shifted_of_input_ids)
+    code = re.search("`(def unshifted.*)`", str(refused.value))[1]
+    space = {"torch": torch, "shifted_of_input_ids": shifted_of_input_ids}
+    exec(code, space)
+    logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
+    tokens = torch.tensor([[0, 4, 2], [1, 1, 3]])
+    due = log_probs_alone(logits / 0.7, tokens)
+    assert torch.allclose(space["unshifted"](logits, tokens, 0.7), due)
+
+
+def test_rounding_is_a_note_that_says_how_a_test_refuses_it():
+    def in_bfloat16(logits, tokens):
+        lp = logits.bfloat16().log_softmax(-1)
+        return lp.gather(-1, tokens[..., None])[..., 0]
+
+    names = [o.name for o in ORACLES if o.name != "values"]
+    report = upref.check_logprobs(in_bfloat16, skip=names)
+    assert report
+    assert "`assert not report.costs`" in report.notes[0].cause
+    with pytest.raises(AssertionError):
+        assert not report.costs

@@ -9,7 +9,9 @@ import torch
 import upref
 from tests.support.cases import tokens
 from upref import token_advantages
+from upref.verify.advantages.oracles import ORACLES as OF_RESPONSES
 from upref.verify.formulas.token_faults import SETTINGS
+from upref.verify.formulas.tokens import ORACLES as OF_TOKENS
 
 
 def name(value):
@@ -179,3 +181,29 @@ def test_a_gradient_through_the_advantages_of_a_teacher_is_a_note(is_detached):
     report = upref.check_advantages(advantages, "distillation")
     assert report
     assert ("stop-gradient" in str(report)) is not is_detached
+
+
+def test_outputs_beside_the_advantages_are_called_unchecked():
+    def with_targets(rewards, values, mask, gamma=1.0, lam=0.95):
+        A = token_advantages.gae(rewards, values, mask, gamma=gamma, lam=lam)
+        return A, A - values
+
+    skip = [o.name for o in OF_TOKENS if o.name != "determinism"]
+    said = upref.check_advantages(with_targets, "gae", skip=skip).not_checked
+    assert said[0] == "its second output"
+
+    def alone(rewards, values, mask, gamma=1.0, lam=0.95):
+        return with_targets(rewards, values, mask, gamma, lam)[0]
+
+    said = upref.check_advantages(alone, "gae", skip=skip).not_checked
+    assert "its second output" not in said
+
+
+def test_outputs_beside_the_advantages_of_responses_are_called_unchecked():
+    def of_groups(rewards, group):
+        A = upref.advantages.group_mean(rewards, group)
+        return {"advantages": A, "returns": rewards}
+
+    skip = [o.name for o in OF_RESPONSES if o.name != "determinism"]
+    said = upref.check_advantages(of_groups, "group_mean", skip=skip).not_checked
+    assert said[0] == "what else it returns, 'returns'"

@@ -18,6 +18,7 @@ from tests.support.hanging import HANGING
 from upref import catalog, interrupt
 from upref.cli import _parser, commands, main
 from upref.cli.verb import hyperparameters
+from upref.errors import describe_kind
 from upref.result import Result
 from upref.user_code.guard import call_guarded
 from upref_frameworks.audits import Audit
@@ -213,7 +214,7 @@ def test_watch_checks_again_at_each_save_until_ctrl_c(tmp_path):
         (["FILE:right", "--as-kl", "k3", "--hp", "beta=1"], "leave --hp out"),
         (["FILE:right", "FILE:wrong", "--as", "dapo", "--json"], "give one LOSS"),
         (["torch:exp", "--as", "dapo", "--watch"], "path/to/file.py:function"),
-        (["FILE:right", "--as", "dapo", "--unknown"], "unrecognized"),
+        (["FILE:right", "--as", "dapo", "--unknown"], "there is no option --unknown"),
     ],
 )
 def test_wrong_words_are_refused_before_torch_is_imported(tmp_path, words, says):
@@ -761,3 +762,23 @@ def test_a_terminal_shows_how_long_a_verb_has_worked(monkeypatch):
     quiet.show(5)
     quiet.clear()
     assert sys.stderr.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["check", "my.py:f", "--ass", "dapo"], "no option --ass: did you mean --as?"),
+        (["check", "my.py:f", "--as", "dapo", "--verbos"], "did you mean --verbose?"),
+        (["list", "--frobnicate=3"], "there is no option --frobnicate ("),
+    ],
+)
+def test_an_option_is_not_abbreviated_and_an_unknown_one_is_named(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_number_is_an_int_or_a_float():
+    said = [describe_kind(x) for x in (3, 0.5, bytearray(), None)]
+    assert said == ["an int", "a float", "a bytearray", "a NoneType"]

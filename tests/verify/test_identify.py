@@ -248,7 +248,7 @@ def test_none_of_these(loss, capsys):
 
 PITFALLS = {
     "no_minimum": "clipped on both sides, whatever the sign of A",
-    "maximum_of_objectives": "maximum is taken",
+    "maximum_of_objectives": "of losses: the minimum where the maximum belongs",
     "plain_sum": "plain sum",
     "normalised_twice": "divided by all tokens",
     "divided_again_by_accumulation": "0.25 times",

@@ -10,6 +10,7 @@ import upref
 from tests.support.daily import daily
 from upref.errors import InputError
 from upref.verify.explain import GRADIENT_LEFT, GRADIENT_RETURNED, GRADIENT_TWICE
+from upref.verify.faults.losses import MAXIMUM_TAKEN
 from upref.verify.oracles.side_effects import OWN_GRADIENT_ADDED
 
 
@@ -430,7 +431,7 @@ TWO = {
                        f"two faults together: {OLD}; and the KL term has the gradient of k1, not of k3: another "
                        "estimator, or a part of it is detached"),
     maximum_and_k3: ("dapo", {},
-                     "two faults together: the maximum is taken where the minimum belongs; and a KL term is subtracted "
+                     f"two faults together: {MAXIMUM_TAKEN}; and a KL term is subtracted "
                      "that dapo does not have: 0.01 k3"),
 }  # fmt: skip
 

@@ -11,11 +11,12 @@ import contextlib
 import difflib
 import gc
 import io
+import itertools
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -312,7 +313,30 @@ def _is_a_name(word: str) -> bool:
 
 
 class _Parser(argparse.ArgumentParser):
+    """A parser that takes no abbreviated option, and names one that it does not know."""
+
     verbs: Collection[str] = ()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False} | kwargs)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the words as argparse does. An unknown option is refused before a
+        missing one.
+        """
+        if args is not None and not self.verbs:
+            self._refuse_unknown_option(args)
+        return super().parse_known_args(args, namespace)
+
+    def _refuse_unknown_option(self, words: Sequence[str]) -> None:
+        """Refuse the first long option that is not known, with the nearest name."""
+        known = self._option_string_actions
+        for word in itertools.takewhile(lambda word: word != "--", words):
+            option = word.partition("=")[0]
+            if option.startswith("--") and option not in known:
+                near = difflib.get_close_matches(option, known, n=1)
+                advice = f": did you mean {near[0]}?" if near else ""
+                self.error(f"there is no option {option}{advice}")
 
     def error(self, message: str) -> NoReturn:
         option, _, lacks = message.removeprefix("argument ").partition(": ")

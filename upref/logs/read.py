@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from upref.errors import InputError
+from upref.errors import InputError, describe_kind
 from upref.logs.names import STEPS, bare
 
 LARGEST = 2**28  # bytes of a file
@@ -155,7 +155,7 @@ def _row_of(row: Any, path: Path) -> Row:
     """Return the numbers of a step by name, with those in verl's `data`."""
     if not isinstance(row, dict):
         raise InputError(
-            f"{path}: each step must be a JSON object of numbers by name, and one is a {type(row).__name__}."
+            f"{path}: each step must be a JSON object of numbers by name, and one is {describe_kind(row)}."
         )
     data = row.get("data")
     if isinstance(data, dict):  # verl's file logger: {"step": 1, "data": {...}}

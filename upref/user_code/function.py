@@ -15,10 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from upref.errors import InputError
+from upref.errors import InputError, describe_kind
+from upref.result import name_first
 from upref.user_code.guard import call_guarded
 from upref.user_code.load import load, name_of
 
+LISTED = 6  # outputs that a report names
 Way = TypeVar("Way")
 Made = TypeVar("Made")
 
@@ -36,6 +38,28 @@ class Called:
     returned: Any
     wrote: frozenset[str]
     printed: bool
+
+
+def other_outputs(returned: Any, taken: Any) -> list[str]:
+    """Say which parts of what a function returned are left aside.
+
+    Args:
+        returned: a value, a tuple or a dictionary.
+        taken: the part that is compared.
+
+    Returns:
+        One item of what a report says nothing about, or none.
+    """
+    if returned is taken:
+        return []
+    if isinstance(returned, dict):
+        others = [f"{key!r:.40}" for key, x in returned.items() if x is not taken]
+        return [f"what else it returns, {name_first(others, LISTED)}"] if others else []
+    if not isinstance(returned, tuple) or len(returned) < 2:
+        return []
+    if len(returned) == 2:
+        return ["its second output"]
+    return [f"its outputs 2 to {len(returned)}"]
 
 
 class Snapshot:
@@ -135,7 +159,7 @@ def load_function(
         raise InputError(f"{name} is a class, not {kind}: pass a function or its name.")
     if not callable(found):
         raise InputError(
-            f"a {type(found).__name__} is not {kind}: pass a function or its name."
+            f"{describe_kind(found)} is not {kind}: pass a function or its name."
         )
     return name, found
 

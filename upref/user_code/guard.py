@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from upref.errors import Gone, InputError, OutOfMemory, TooManyLines
+from upref.errors import Gone, InputError, OutOfMemory, TooManyLines, describe_kind
 from upref.tensors import describe
 from upref.user_code.arrays import advice_on_error
 
@@ -501,7 +501,7 @@ def _shown(x: Any) -> str:
     if isinstance(x, Tensor):
         return describe(x)
     if isinstance(x, np.ndarray | list):
-        return f"{len(x)} in a {type(x).__name__}"
+        return f"{len(x)} in {describe_kind(x)}"
     return repr(x)[:40]
 
 

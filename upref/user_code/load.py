@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from upref.catalog import no_function_named
-from upref.errors import InputError, importing
+from upref.errors import InputError, describe_kind, importing
 from upref.files import require_readable
 from upref.interrupt import Terminated
 from upref.user_code.guard import (
@@ -76,10 +76,14 @@ def no_function(name: str, value: Any) -> str:
     if not methods and name == kind:
         return f"a loss is a function or its name, got {name}."
     if not methods:
-        return f"{name} is a {kind}, not a function: pass a function or its name."
+        return f"{name} is {describe_kind(value)}, not a function: pass a function or its name."
     owner = "" if name == kind else name
     which = " or ".join(f"{owner}.{method}" for method in methods[:3])
-    what = f"an instance of {kind} is" if name == kind else f"{name} is a {kind},"
+    what = (
+        f"an instance of {kind} is"
+        if name == kind
+        else f"{name} is {describe_kind(value)},"
+    )
     return f"{what} not a function: check its method, {which}."
 
 

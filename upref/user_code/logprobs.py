@@ -284,9 +284,27 @@ class Kernel(UserFunction):
                     "return one each."
                 )
                 if got == str([*shape[:-1], shape[-1] - 1]):
-                    words += " If it shifts the labels, check what it calls with shifted logits."
+                    words += self._unshifted()
                 raise InputError(words)
         return outputs
+
+    def _unshifted(self) -> str:
+        """Say how a function that shifts the labels itself is checked: a wrapper puts
+        one slot more in front of the tokens and behind the logits, which it drops.
+        """
+        inner = self.name.rpartition(":")[2].rpartition(".")[2]
+        arguments = [*self.reading.roles, *self.settings.values()]
+        values = {p: p for p in arguments}
+        for argument, role in self.reading.roles.items():
+            if role == "tokens":
+                values[argument] = f"torch.cat([{argument}[:, :1], {argument}], 1)"
+            elif role in ("hidden", "logits"):
+                values[argument] = f"torch.cat([{argument}, {argument}[:, :1]], 1)"
+        given = ", ".join(f"{p}={value}" for p, value in values.items())
+        return (
+            " If it shifts the labels itself, check a wrapper: "
+            f"`def unshifted({', '.join(arguments)}): return {inner}({given})`."
+        )
 
 
 def _entry(answer: Mapping[Any, Any], *parts: str) -> Any:

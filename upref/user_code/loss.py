@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from upref.aggregation import Totals, aggregate
-from upref.errors import Gone, InputError
+from upref.errors import Gone, InputError, describe_kind
 from upref.ops import recorded_sg
 from upref.registry import Objective
 from upref.result import name_first
@@ -427,7 +427,7 @@ class Loss:
         """
         if isinstance(answer, Tensor):
             return answer, ""
-        kind = f"{self.name} returns a {type(answer).__name__}"
+        kind = f"{self.name} returns {describe_kind(answer)}"
         where = "its entry `loss`"
         if isinstance(answer, dict):
             first = answer.get("loss")
@@ -734,7 +734,7 @@ def _no_tensor(name: str, answer: Any) -> str:
         name: of the function.
         answer: what it returned.
     """
-    kind = f"{name} returns a {type(answer).__name__}"
+    kind = f"{name} returns {describe_kind(answer)}"
     if answer is None:
         return f"{name} returns None: does it end without `return`? Return the loss."
     if advice := advice_on_array(answer):
@@ -747,10 +747,8 @@ def _no_tensor(name: str, answer: Any) -> str:
     holds: dict[Any, Any] = {}
     if isinstance(answer, dict):
         if "loss" in answer:
-            entry = type(answer["loss"]).__name__
-            return (
-                f"{kind} whose entry 'loss' is a {entry}: put the tensor itself there."
-            )
+            entry = describe_kind(answer["loss"])
+            return f"{kind} whose entry 'loss' is {entry}: put the tensor itself there."
         holds = answer
         keys = [f"{key!r:.40}" for key in answer]
         listed = f"its keys are {name_first(keys, LISTED)}"

@@ -10,7 +10,7 @@ from itertools import takewhile
 from pathlib import PurePath
 from typing import Any
 
-from upref.errors import InputError
+from upref.errors import InputError, describe_kind
 from upref.pages import locate_page
 from upref.user_code.guard import one_line
 from upref.user_code.names import (
@@ -122,7 +122,7 @@ def parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
         return []
     except Exception as e:  # what anybody's __getattr__ or __signature__ does
         raise InputError(
-            f"the arguments of a {type(fn).__name__} cannot be read ({type(e).__name__}: {one_line(e)}). Check a "
+            f"the arguments of {describe_kind(fn)} cannot be read ({type(e).__name__}: {one_line(e)}). Check a "
             "wrapper: `def loss(log_prob, old_log_prob, advantages, mask): return f(...)`."
         ) from e
 

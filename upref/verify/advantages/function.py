@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from upref.errors import InputError
+from upref.errors import InputError, describe_kind
 from upref.user_code import names
 from upref.user_code.function import (
     Called,
     UserFunction,
     load_function,
+    other_outputs,
     refuse_needed,
 )
 from upref.user_code.guard import call_guarded
@@ -151,6 +152,15 @@ class Function(UserFunction):
             differs_within_response,
         )
 
+    def other_outputs(self, batch: RewardBatch) -> list[str]:
+        """Say which outputs are no advantages, as `upref.user_code.function` does.
+
+        Args:
+            batch: of one call.
+        """
+        returned = self._called(self._inputs(batch.R, batch.group)).returned
+        return other_outputs(returned, _advantages_in(returned))
+
     def on_tokens(
         self, rewards: Tensor, mask: Tensor, group: Sequence[int]
     ) -> list[float]:
@@ -233,8 +243,8 @@ class Function(UserFunction):
         )
         returned = _advantages_in(returned)
         if not isinstance(returned, Tensor):
-            kind = type(returned).__name__
-            raise InputError(f"{self.name} returns a {kind}: a proof needs a tensor")
+            kind = describe_kind(returned)
+            raise InputError(f"{self.name} returns {kind}: a proof needs a tensor")
         return self.per_token(returned.detach(), len(group))
 
     def per_token(self, A: Tensor, N: int) -> Tensor:
@@ -367,7 +377,7 @@ class Function(UserFunction):
         # torch raises a RuntimeError for a meta tensor
         except (TypeError, ValueError, RuntimeError) as e:
             raise InputError(
-                f"{self.name} returns a {type(returned).__name__}: return one real number per response."
+                f"{self.name} returns {describe_kind(returned)}: return one real number per response."
             ) from e
         has_tokens = A.ndim == 2 and A.shape[0] == N and A.shape != (N, 1)
         differs_within_response = False

@@ -187,6 +187,11 @@ def _with_sampler_and_kl(
 
 # ---- what an objective has, which a fault may be about -------------------------------
 INVERTED_RATIO = "the ratio is inverted: exp(old - new)"
+# a loss is -J: its source has the opposite words
+MAXIMUM_TAKEN = (
+    "the maximum is taken where the minimum belongs (of losses: the minimum where the "
+    "maximum belongs)"
+)
 SIGNS = (1.0, -1.0)  # of A
 SIDES = {"below": -1, "above": 1}  # of a ratio of 1
 NEAR = 1e-5  # |log r| below the narrowest bound
@@ -1317,7 +1322,7 @@ def _minimum_faults(form: ClippedForm) -> Iterator[LossFault]:
         J=form.term(lambda r, A, lp: minimum(r * A, form.clip(r * A))),
     )
     yield fault(
-        "the maximum is taken where the minimum belongs",
+        MAXIMUM_TAKEN,
         kind="clip",
         id="maximum-for-minimum",
         J=form.term(maximum_of_two),
@@ -1344,7 +1349,7 @@ def _minimum_faults(form: ClippedForm) -> Iterator[LossFault]:
         )
     for sign, has_sign in BY_SIGN:
         yield fault(
-            f"where {sign} the maximum is taken where the minimum belongs",
+            f"where {sign} {MAXIMUM_TAKEN}",
             kind="clip",
             id=f"maximum-for-minimum-where-{SIGN_IDS[sign]}",
             J=form.term(partial(maximum_for_one_sign, has_sign=has_sign)),

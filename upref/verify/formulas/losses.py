@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from upref.aggregation import aggregate
-from upref.errors import InputError
+from upref.errors import InputError, describe_kind
 from upref.user_code.function import Called
 from upref.user_code.guard import call_guarded
 from upref.verify.faults import Fault
@@ -107,7 +107,7 @@ def scalar(name: str, outcome: Called, inputs: Inputs) -> Tensor:
     got = (
         f"shape {list(returned.shape)}"
         if isinstance(returned, Tensor)
-        else f"a {type(returned).__name__}"
+        else describe_kind(returned)
     )
     raise InputError(
         f"{name} returns {got} for a mask {list(mask.shape)}: return a scalar, or one number per token."

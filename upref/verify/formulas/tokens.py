@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from upref.errors import InputError
+from upref.errors import InputError, describe_kind
 from upref.user_code import names
-from upref.user_code.function import Called
+from upref.user_code.function import Called, other_outputs
 from upref.user_code.load import verl_estimator
 from upref.user_code.named import NamedFunction, Vocabulary, read
 from upref.verify.finding import Number, number_pair
@@ -194,21 +194,27 @@ def advantages_of(name: str, outcome: Called, inputs: Inputs) -> Tensor:
     return torch.where(inputs["mask"], A.double(), 0)
 
 
-def _tensor(name: str, returned: Any) -> Tensor:
-    """Return the tensor of advantages: the value itself, the first of a tuple, or the
-    entry "advantages".
+def _advantages_in(returned: Any) -> Any:
+    """Return the advantages of what a function returned: the value itself, the first of
+    a tuple, or the entry "advantages".
     """
     if isinstance(returned, tuple) and returned:
         returned = returned[0]
     if isinstance(returned, dict) and "advantages" in returned:
         returned = returned["advantages"]
+    return returned
+
+
+def _tensor(name: str, returned: Any) -> Tensor:
+    """Return the advantages in what a function returned, as a tensor."""
+    returned = _advantages_in(returned)
     try:
         if isinstance(returned, Tensor):
             return returned.detach().cpu()
         return torch.as_tensor(np.asarray(returned, dtype=float))
     except (TypeError, ValueError) as e:
         raise InputError(
-            f"{name} returns a {type(returned).__name__}: return advantages [N, K]."
+            f"{name} returns {describe_kind(returned)}: return advantages [N, K]."
         ) from e
 
 
@@ -681,8 +687,23 @@ def check_token_advantages(
         oracles=outcomes,
         tolerances={"advantage, relative": case.tol},
         seconds=time.perf_counter() - start,
-        not_checked=[*_not_checked(case), *not_run(outcomes)],
+        not_checked=[
+            *_other_outputs(case),
+            *_not_checked(case),
+            *not_run(outcomes),
+        ],
     )
+
+
+def _other_outputs(case: FormulaCase) -> list[str]:
+    """Say which outputs of the function are no advantages; none where it refuses a
+    batch.
+    """
+    try:
+        returned = case.call(FULL)[0].returned
+    except InputError:
+        return []
+    return other_outputs(returned, _advantages_in(returned))
 
 
 def _framework(fn: Any) -> Any:

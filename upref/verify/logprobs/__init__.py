@@ -109,7 +109,7 @@ def check_logprobs(
     seconds = time.perf_counter() - start
     findings = [*notes, *oracle_findings]
     read_as = str(kernel.reading)
-    unchecked = [SHIFT, *not_run(outcomes)]
+    unchecked = [SHIFT, *_not_run(kernel, outcomes)]
     return Report(
         kernel.name,
         "log-probs",
@@ -151,15 +151,28 @@ def _check_nucleus(
         time.perf_counter() - start,
         not_checked=[
             SHIFT,
-            *not_run(outcomes),
+            *_not_run(case.kernel, outcomes),
             "what --as-logprobs checks without a cut: tiles, layouts, peaks, logits of -inf",
         ],
     )
 
 
-SHIFT = "the shift of the labels: the logits of a slot are those of its token"
+SHIFT = "a shift of the labels in its caller: here the logits of a slot are those of its token"
+NO_ENTROPY = "the entropy, which it does not return"
+OF_ENTROPY = ("entropy-gradient", "gradients")  # oracles that need it
+REFUSE = "`assert not report.costs` in a test refuses it"
 # oracles whose notes are of numbers that training uses
 COSTLY = ("values", "forbidden")
+
+
+def _not_run(kernel: Kernel, outcomes: dict[str, str]) -> list[str]:
+    """Return what was not run, as items of what a report says nothing about. Oracles of
+    an entropy that the function does not return are called by what they need.
+    """
+    if kernel.has_entropy:
+        return not_run(outcomes)
+    others = {k: v for k, v in outcomes.items() if k not in OF_ENTROPY}
+    return [NO_ENTROPY, *not_run(others)]
 
 
 def _is_note(finding: Finding) -> bool:
@@ -232,7 +245,11 @@ def choose_tolerances(
         f"{key} off by {errors[key]:.1e}" for key in rough_outputs
     )
     return KernelCase(kernel, dict.fromkeys(tol, HALF_TOL), ranks), [
-        note("values", f"half precision: {errors_in_words}", cause="rounding")
+        note(
+            "values",
+            f"half precision: {errors_in_words}",
+            cause=f"rounding; {REFUSE}",
+        )
     ]
 
 
