@@ -16,6 +16,7 @@ import platform
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,123 +35,57 @@ from upref.files import own_folder, write_atomically
 # a rollout: 8 prompts x 8 responses, in 4 mini-batches, so that 3 are off-policy
 PROMPTS, GROUP, MINI = 8, 8, 2
 SCORE, PARITY = "critic/score/mean", "actor/upref/parity_max_abs"
-# verl's default is bf16
-FP32 = "{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}"
-VLLM = "+actor_rollout_ref.rollout.engine_kwargs.vllm"
 MODULES = "VERL_USE_EXTERNAL_MODULES"  # what every process of verl imports
 # seconds without a step, without a word: a step takes 3, the start 60 to 90
 STALL, FIRST = 45, 300
+TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def environment(log: Path, modules: tuple[str, ...] = ()) -> dict[str, str]:
     """Return the environment of a run of verl on this CPU, which logs to a file."""
     ours = ("repro.with_verl.cpu.device", "upref_frameworks.verl.training", *modules)
     given = os.environ.get(MODULES, "").split(",")
-    return {
+    return TABLES["environment"] | {
         "PYTHONPATH": pythonpath(),
         MODULES: ",".join([*ours, *(m for m in given if m and m not in ours)]),
-        "VERL_USE_EXTERNAL_PLUGINS": "none",  # upref once is enough
-        "VERL_PLATFORM": "cpu",
-        # verl's FSDP engine is registered for cuda and npu; it asks the platform where
-        "VERL_ENGINE_DEVICE": "cuda",
         "VERL_FILE_LOGGER_PATH": str(log),
         # short: 107 letters at most
         fork.SOCKET: f"{tempfile.gettempdir()}/upref-{os.getpid()}-{time.time_ns()}",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # the model runs in the engine's process: one start fewer
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        # vLLM's sampler would be compiled, half a minute for nothing
-        "TORCHDYNAMO_DISABLE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        # 15 lets every other process of the machine go first
-        "RAY_worker_niceness": "0",
-        # 16 processes that would wait for nothing
-        "RAY_prestart_worker_first_driver": "0",
-        # 60 and 60 are too short on a busy machine
-        "RAY_raylet_start_wait_time_s": "300",
-        "RAY_worker_register_timeout_seconds": "300",
-        "HYDRA_FULL_ERROR": "1",
     }
 
 
 def settings(objective: upref.Objective, steps: int, out: Path) -> dict[str, object]:
     """What verl is given on a CPU: the toy's settings, and those that a CPU needs."""
-    return toy_settings(objective, steps, out) | {
-        "actor_rollout_ref.rollout.dtype": "float32",
-        "actor_rollout_ref.rollout.free_cache_engine": False,
-        "+actor_rollout_ref.rollout.enable_sleep_mode": False,
-        f"{VLLM}.distributed_executor_backend": "uni",
-        f"{VLLM}.worker_extension_cls": "repro.with_verl.cpu.vllm_worker.WorkerExtension",
-        "trainer.device": "cpu",
-        "+ray_kwargs.ray_init.runtime_env.py_executable": f'"{" ".join(fork.executable())}"',
-        "ray_kwargs.ray_init.num_cpus": 16,
-        "+ray_kwargs.ray_init.object_store_memory": 400_000_000,
+    python = f'"{" ".join(fork.executable())}"'
+    of_cpu = TABLES["cpu"] | {
+        "+ray_kwargs.ray_init.runtime_env.py_executable": python,
     }
+    return toy_settings(objective, steps, out) | of_cpu
 
 
 def toy_settings(
     objective: upref.Objective, steps: int, out: Path
 ) -> dict[str, object]:
     """What verl is given for the toy on any device."""
-    return {
+    return TABLES["toy"] | {
         "data.train_files": out / "data.parquet",
         "data.val_files": out / "data.parquet",
         "data.train_batch_size": PROMPTS,
-        "data.max_prompt_length": 8,
         "data.max_response_length": toy.RESPONSE,
-        "data.dataloader_num_workers": 0,
-        "data.seed": 0,
         "actor_rollout_ref.model.path": out / "model",
-        "actor_rollout_ref.model.use_remove_padding": False,
-        "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
-        "actor_rollout_ref.model.enable_gradient_checkpointing": False,
-        "actor_rollout_ref.actor.strategy": "fsdp2",
-        "+actor_rollout_ref.actor.fsdp_config.mixed_precision": FP32,
-        "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
-        "actor_rollout_ref.actor.use_torch_compile": False,
         "actor_rollout_ref.actor.ppo_mini_batch_size": MINI,
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": MINI * GROUP,
-        "actor_rollout_ref.actor.optim.lr": 5e-3,
-        "actor_rollout_ref.actor.optim.weight_decay": 0,
         "actor_rollout_ref.actor.policy_loss.loss_mode": f"upref/{objective.name}",
-        "actor_rollout_ref.actor.policy_loss._target_": "upref_frameworks.verl.training.PolicyLoss",
         "actor_rollout_ref.actor.loss_agg_mode": verl_name(
             objective.level, objective.agg
         ),
-        "actor_rollout_ref.ref.fsdp_config.use_torch_compile": False,
-        "+actor_rollout_ref.ref.fsdp_config.mixed_precision": FP32,
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": MINI * GROUP,
-        "actor_rollout_ref.rollout.name": "vllm",
         "actor_rollout_ref.rollout.n": GROUP,
-        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
-        "actor_rollout_ref.rollout.enforce_eager": True,
-        "actor_rollout_ref.rollout.max_model_len": 32,
         "actor_rollout_ref.rollout.max_num_seqs": PROMPTS * GROUP,
-        "actor_rollout_ref.rollout.max_num_batched_tokens": 1024,
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": MINI * GROUP,
-        "actor_rollout_ref.rollout.agent.num_workers": 1,
-        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": 16,
-        "algorithm.adv_estimator": "grpo",
-        "reward.num_workers": 1,
-        "reward.custom_reward_function.path": "pkg://repro.with_verl.cpu.toy",
-        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
         "hydra.run.dir": out / "hydra",
-        "trainer.logger": "[file]",
-        "trainer.nnodes": 1,
-        "trainer.n_gpus_per_node": 1,
         "trainer.total_training_steps": steps,
-        "trainer.total_epochs": 1000,
-        "trainer.val_before_train": False,
-        "trainer.save_freq": 10,
-        # with 1, verl removes the old one before the new one counts
-        "trainer.max_actor_ckpt_to_keep": 2,
         "trainer.default_local_dir": out / "checkpoints",
-        "+ray_kwargs.ray_init.num_gpus": 1,
-        "+ray_kwargs.ray_init.include_dashboard": False,
     }
 
 

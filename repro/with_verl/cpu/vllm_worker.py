@@ -2,7 +2,7 @@
 """The part that runs inside vLLM's worker processes: keep weights where the trainer can
 overwrite them.
 
-smoke.py names it: +actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls.
+smoke.toml names it: +actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls.
 vLLM's CPU build packs every linear layer for oneDNN when it loads a model and frees the
 original, so the first weight sync finds an empty parameter. Without oneDNN it
 multiplies by the weight itself, through torch. So it does with the weights of experts,
