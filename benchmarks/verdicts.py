@@ -29,7 +29,7 @@ from upref import advantages, hidden, kl
 from upref.files import write_atomically
 from upref.identification.identification import Identification
 from upref.verify.report import Report
-from upref_frameworks import audits
+from upref_frameworks import audits, names
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -142,7 +142,7 @@ def oracles() -> Subjects:
 
 def ledgers() -> Subjects:
     """Every entry of the ledger of every framework."""
-    for name in audits.frameworks():
+    for name in names():
         for entry in audits.read(name):
             evidence = [str(x) for x in entry.evidence]
             facts = [entry.status, entry.severity, entry.change, entry.reason, evidence]
@@ -151,7 +151,7 @@ def ledgers() -> Subjects:
 
 def frameworks() -> Subjects:
     """The audit of every framework that is here or can be fetched."""
-    for name in audits.frameworks():
+    for name in names():
         yield name, partial(audit_as_data, name)
 
 

@@ -16,7 +16,8 @@ from upref.catalog import TRAINERS
 from upref.files import write_atomically
 from upref.registry import get, names
 from upref.verify.faults.losses import GROUPS
-from upref_frameworks.audits import framework, frameworks
+from upref_frameworks import names as frameworks
+from upref_frameworks.audits import framework
 from upref_frameworks.audits.compare import FaultEffect
 from upref_frameworks.audits.recipe import Recipe, covered_objectives, no_kl, recipe
 from upref_frameworks.ledger import (

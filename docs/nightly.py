@@ -13,7 +13,8 @@ from typing import Any
 
 from docs import record
 from docs.framework_pages import FOLDER
-from upref_frameworks.audits import framework, frameworks
+from upref_frameworks import names as frameworks
+from upref_frameworks.audits import framework
 from upref_frameworks.audits.isolated.pin import NEWEST
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from docs import record
 from upref.errors import InputError
-from upref_frameworks.audits import framework, frameworks
+from upref_frameworks import names as frameworks
+from upref_frameworks.audits import framework
 from upref_frameworks.audits.isolated.pin import place
 from upref_frameworks.audits.recipe import covered_objectives, recipe, typed_fields
 from upref_frameworks.ledger import read_tables

@@ -23,7 +23,8 @@ from docs import record
 from docs.framework_pages import FOLDER, link
 from docs.nightly import key
 from upref import markdown
-from upref_frameworks.audits import framework, frameworks
+from upref_frameworks import names as frameworks
+from upref_frameworks.audits import framework
 from upref_frameworks.ledger import read
 
 FILE = Path(__file__).parent / "upgrades.json"

@@ -14,7 +14,8 @@ from rich.console import Console
 import upref
 from upref.derivation import derive
 from upref.files import write_atomically
-from upref.weights.batches import autograd_gradient, batch
+from upref.rollouts import autograd_gradient
+from upref.weights.batches import batch
 from upref_frameworks import audits
 
 ROOT = Path(__file__).parent

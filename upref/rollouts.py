@@ -407,3 +407,18 @@ def _ends(x: Tensor) -> tuple[float, float]:
 
 def _first(bad: Tensor) -> tuple[int, ...]:
     return tuple(bad.nonzero()[0].tolist())
+
+
+def autograd_gradient(f: Callable[[Rollouts], Tensor], batch: Rollouts) -> Tensor:
+    """Compute d f(batch) / d logp by autograd.
+
+    Args:
+        f: maps Rollouts to a scalar.
+        batch: the batch.
+
+    Returns:
+        [B, T].
+    """
+    logp = batch.logp.detach().clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(f(batch.but(logp=logp)), logp)
+    return gradient

@@ -21,7 +21,7 @@ from upref.errors import InputError
 from upref.registry import LEVELS, Objective, get, names
 from upref.weights import plots
 from upref.weights.curve import make_curve
-from upref_frameworks.audits import frameworks
+from upref_frameworks import names as frameworks
 from upref_frameworks.audits.recipe import covered_objectives
 from upref_frameworks.ledger import read
 

@@ -12,7 +12,8 @@ import torch
 
 import upref
 from tests.support.on_tokens import F64, T, flow, gradient, weight
-from upref.weights.batches import autograd_gradient, batch
+from upref.rollouts import autograd_gradient
+from upref.weights.batches import batch
 
 RATIOS = (1e-3, 0.5, 0.8, 1.0, 1.28, 2.0, 50.0, 1e3)
 

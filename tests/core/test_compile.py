@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import upref
 from upref import ops
-from upref.weights.batches import OFF_EDGES, autograd_gradient, batch
+from upref.rollouts import autograd_gradient
+from upref.weights.batches import OFF_EDGES, batch
 
 
 @pytest.mark.parametrize("name", [*upref.names(), "up(sapo)"])

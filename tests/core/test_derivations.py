@@ -23,7 +23,8 @@ from upref import advantages
 from upref.derivation import derive, sympy_gradient
 from upref.kl import ESTIMATORS
 from upref.ops import exp, where
-from upref.weights.batches import OFF_EDGES, autograd_gradient, batch
+from upref.rollouts import autograd_gradient
+from upref.weights.batches import OFF_EDGES, batch
 
 DERIVATIONS = Path(__file__).parents[2] / "derivations"
 ENV = os.environ | {"PYTHONPATH": str(DERIVATIONS.parent)}

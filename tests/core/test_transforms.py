@@ -11,8 +11,9 @@ import torch
 
 import upref
 from upref.registry import get
+from upref.rollouts import autograd_gradient
 from upref.transforms import opsm
-from upref.weights.batches import autograd_gradient, batch
+from upref.weights.batches import batch
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

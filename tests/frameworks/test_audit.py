@@ -13,9 +13,11 @@ import torch
 
 from upref import InputError, Rollouts
 from upref.registry import get
-from upref.weights.batches import autograd_gradient, batch
+from upref.rollouts import autograd_gradient
+from upref.weights.batches import batch
 from upref_frameworks import audits as A
-from upref_frameworks.audits.case import MICRO, TOL
+from upref_frameworks.audits.case import TOL
+from upref_frameworks.audits.grid import MICRO
 
 NEED = "`repro/venv.sh verl` installs what verl's losses need"
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=NEED)

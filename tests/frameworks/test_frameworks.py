@@ -16,11 +16,12 @@ import torch
 from upref.errors import InputError
 from upref.verify.faults.losses import fault
 from upref.weights.batches import on_policy_batch
-from upref_frameworks import audits
-from upref_frameworks.audits.case import Comparison, make_comparison_case
+from upref_frameworks import audits, names
+from upref_frameworks.audits.case import Comparison
 from upref_frameworks.audits.compare import compare
 from upref_frameworks.audits.framework import Framework
 from upref_frameworks.audits.isolated import pin as pins
+from upref_frameworks.audits.losses import make_comparison_case
 from upref_frameworks.audits.report import Proofs, proofs, report
 from upref_frameworks.ledger import FRAMEWORKS, read
 
@@ -36,7 +37,7 @@ proof = "print(1)"
 prints = "1"
 evidence = [{{ loss = "l", held_against = "o" }}]
 """
-ALL = audits.frameworks()
+ALL = names()
 APART = [name for name in ALL if audits.framework(name).pin]
 MARKED = [
     pytest.param(name, marks=getattr(pytest.mark, "nightly" if name in APART else name))

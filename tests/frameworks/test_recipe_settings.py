@@ -12,7 +12,7 @@ import pytest
 
 from docs import record
 from docs.recipe_keys import FILE, keys_of, lines_of
-from upref_frameworks import audits as A, ledger
+from upref_frameworks import ledger, names
 from upref_frameworks.audits.recipe import (
     Recipe,
     covered_objectives,
@@ -22,7 +22,7 @@ from upref_frameworks.audits.recipe import (
 
 recipe = cache(once)
 STARTED = ("trl", "unsloth", "verl")  # configurations that this environment has
-READ = [n for n in A.frameworks() if n not in STARTED]
+READ = [n for n in names() if n not in STARTED]
 
 
 def settings(r: Recipe) -> dict:

@@ -10,20 +10,20 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 import upref
 from docs import record
 from upref import InputError
 from upref.advantages import ADVANTAGES
+from upref.aggregation import row_weights
 from upref.cli import main
-from upref.weights.batches import autograd_gradient, batch
-from upref_frameworks import audits as A, ledger
-from upref_frameworks.audits.case import Comparison, make_explanation, unit
-from upref_frameworks.audits.compare import (
-    difference,
-    gradient_with_faults,
-    typical_batch,
-)
+from upref.rollouts import autograd_gradient
+from upref.weights.batches import batch, typical_batch
+from upref_frameworks import audits as A, ledger, names
+from upref_frameworks.audits.case import Comparison
+from upref_frameworks.audits.compare import difference, gradient_with_faults
+from upref_frameworks.audits.faulty import make_explanation
 from upref_frameworks.audits.recipe import (
     SAME_LOSS,
     covered_objectives,
@@ -35,7 +35,7 @@ from upref_frameworks.ledger import read_tables
 recipe = cache(once)  # one reads the ledger for each
 entries = cache(ledger.read)
 JSON = Path(__file__).parents[2] / "docs/frameworks"
-EVERY = [(o, n) for n in A.frameworks() for o in covered_objectives(n, {})]
+EVERY = [(o, n) for n in names() for o in covered_objectives(n, {})]
 
 
 def comparison(objective: str, name: str) -> Comparison:
@@ -59,9 +59,7 @@ def measured_elsewhere(objective: str, name: str) -> dict:
 
 def test_each_recipe_is_of_an_explained_comparison():
     """At least eight objectives, in all frameworks that reach them."""
-    assert len({o for o, _ in EVERY}) >= 8 and {n for _, n in EVERY} == {
-        *A.frameworks()
-    }
+    assert len({o for o, _ in EVERY}) >= 8 and {n for _, n in EVERY} == {*names()}
     for o, n in EVERY:
         r, c = recipe(o, n), comparison(o, n)
         rows = record.rows(JSON / f"{n}.json")["rows"]
@@ -131,7 +129,7 @@ def test_the_advantages_are_the_objectives_own():
 
 
 def test_measured_advantages_are_a_row_of_the_audit():
-    for n in A.frameworks():
+    for n in names():
         rows = {
             (r["label"], r["promise"].split(", ")[0])
             for r in audited(n)
@@ -418,7 +416,8 @@ def test_the_frameworks_own_loss_with_the_typed_settings(name, objective):
     )
     promised = upref.get(c.objective)
     explanation = make_explanation(promised, c.hp, c.reasons)
-    each = unit(promised, b)
+    weights = row_weights(promised.agg, b.mask, upref.Totals.of(b.mask, b.group))
+    each = torch.as_tensor(weights, dtype=torch.float64).expand(len(b.mask))[:, None]
     expected = gradient_with_faults(explanation.faulty, typical_batch())
     assert difference(found / each, expected / each).max() < 1e-6
 

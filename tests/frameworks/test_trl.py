@@ -13,10 +13,11 @@ import torch
 import upref
 from upref import InputError
 from upref.cli import main
+from upref.rollouts import autograd_gradient
 from upref.user_code import read
 from upref.verify.measure import make_case
 from upref.verify.oracles.contract import contract
-from upref.weights.batches import OFF_EDGES, autograd_gradient, batch
+from upref.weights.batches import OFF_EDGES, batch
 from upref_frameworks import audits as A
 
 pytest.importorskip("trl", reason="`repro/venv.sh trl` installs what TRL's losses need")

@@ -18,9 +18,9 @@ import torch
 import upref
 from tests.support.daily import daily
 from upref import InputError, Totals
+from upref.rollouts import autograd_gradient
 from upref.weights.batches import (
     OFF_EDGES,
-    autograd_gradient,
     batch,
     fill_padding,
     sampler_logp,

@@ -15,8 +15,9 @@ from plugged import RUNS, call, config, core_algos, forget  # noqa: F401
 import upref
 from upref import InputError, aggregate
 from upref.replay import clipping
-from upref.weights.batches import autograd_gradient, batch
-from upref_frameworks.audits.compare import FaultEffect, typical_batch
+from upref.rollouts import autograd_gradient
+from upref.weights.batches import batch, typical_batch
+from upref_frameworks.audits.compare import FaultEffect
 from upref_frameworks.audits.recipe import _effects
 from upref_frameworks.parity import ParityError
 from upref_frameworks.verl import training as verl_plugin

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from docs import framework_pages, make
-from upref_frameworks.audits import frameworks
+from upref_frameworks import names as frameworks
 from upref_frameworks.ledger import read
 
 ROOT = Path(__file__).parents[2]

@@ -56,7 +56,6 @@ INNER = {
     "replay.trainers": "for who writes a package",
     "cli.verb": "parts of a parser",
     "upref_frameworks.audits.framework": "the first step of `audit`",
-    "upref_frameworks.audits.frameworks": "takes nothing",
     "upref_frameworks.audits.recipe.covered_objectives": "a part of `recipe`",
     "upref_frameworks.audits.recipe.no_kl": "a part of `recipe`",
     "upref_frameworks.audits.recipe.value": "a part of `recipe`",

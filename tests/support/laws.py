@@ -18,7 +18,8 @@ from upref import kl
 from upref.advantages import ADVANTAGES
 from upref.ops import recorded_sg
 from upref.registry import REDUCE
-from upref.weights.batches import OFF_EDGES, autograd_gradient, batch
+from upref.rollouts import autograd_gradient
+from upref.weights.batches import OFF_EDGES, batch
 
 TOL = 1e-12
 FLOATS = ("logp", "logp_old", "adv", "entropy", "logp_sampler")

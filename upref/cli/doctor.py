@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from upref.registry import get, names
+from upref.rollouts import autograd_gradient
 from upref.user_code.frameworks import framework_plugins
-from upref.weights.batches import autograd_gradient, batch
+from upref.weights.batches import batch
 
 PARTS = (
     "torch",

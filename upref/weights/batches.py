@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import cycle, product
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from upref.advantages import group_norm
 from upref.errors import InputError
 from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts
@@ -847,16 +848,45 @@ def token_at(batch: Rollouts, i: int, t: int) -> tuple[float, float, float]:
     )
 
 
-def autograd_gradient(f: Callable[[Rollouts], Tensor], batch: Rollouts) -> Tensor:
-    """Compute d f(batch) / d logp by autograd.
+@cache
+def typical_batch() -> Rollouts:
+    """Make a batch such as training meets, from a fixed seed.
 
-    Args:
-        f: maps Rollouts to a scalar.
-        batch: the batch.
+    π_old is above 0.9 for half of the tokens and has a long tail; log r has a standard
+    deviation of 0.15 (1 - π_old), log π_θ - log π_ref of 0.3 (1 - π_old). Each prompt
+    has at least one right and one wrong response; A is group-normalized. A tenth of the
+    responses has a tool's answer inside, which is masked.
 
     Returns:
-        [B, T].
+        Rollouts [128, 160] in float64: 16 prompts with 8 responses of 8 to 160 tokens.
     """
-    logp = batch.logp.detach().clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(f(batch.but(logp=logp)), logp)
-    return gradient
+    generator = torch.Generator().manual_seed(25)
+    G = 16
+    n = 8
+    T = 160
+
+    def normal(*shape: int) -> Tensor:
+        """Return standard normal numbers of this batch's own generator."""
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def rand(*shape: int) -> Tensor:
+        """Return uniform numbers of the same generator."""
+        return torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    length = (60 * (0.7 * normal(G * n)).exp()).clamp(8, T).long()
+    slot = torch.arange(T)
+    mask = slot < length[:, None]
+    tool = (
+        (rand(G * n) < 0.1)[:, None]
+        & (slot >= length[:, None] // 3)
+        & (slot < length[:, None] // 2)
+    )
+    lp_old = -(4 * rand(G * n, T).clamp(min=1e-12).log().neg()) * rand(G * n, T) ** 4
+    open_ = 1 - lp_old.exp()
+    lp = (lp_old + 0.15 * open_ * normal(G * n, T)).clamp(max=-1e-9)
+    ref = (lp + 0.3 * open_ * normal(G * n, T)).clamp(max=-1e-9)
+    right = rand(G, n) < (0.1 + 0.8 * rand(G))[:, None]
+    right[:, 0], right[:, 1] = True, False
+    group = torch.arange(G).repeat_interleave(n)
+    adv = group_norm(right.double().flatten(), group)[:, None].expand(-1, T)
+    return Rollouts(lp, lp_old, adv, mask & ~tool, group, logp_ref=ref)

@@ -10,17 +10,18 @@ packages and a process of its own (isolated/).
 
 import datetime
 import importlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from upref.errors import InputError
 from upref.result import Result
 from upref_frameworks import names
-from upref_frameworks.audits import components as parts, isolated
-from upref_frameworks.audits.case import MICRO, TOL, Comparison, make_comparison_case
-from upref_frameworks.audits.compare import ComparisonRow, Example, compare
+from upref_frameworks.audits import components, isolated, losses
+from upref_frameworks.audits.case import Comparison
+from upref_frameworks.audits.compare import ComparisonRow, Example
 from upref_frameworks.audits.framework import Framework
+from upref_frameworks.audits.grid import MICRO
 from upref_frameworks.audits.ledger import as_toml_value, changed_defaults, check_ledger
 from upref_frameworks.ledger import Entry, read, read_tables, summary
 
@@ -193,20 +194,11 @@ class Audit(Result):
         return (f"{reason}; {spot}" if spot.difference else reason) + tag
 
 
-def frameworks() -> list[str]:
-    """Return the frameworks that can be audited.
-
-    Returns:
-        Names in alphabetical order: the folders of upref_frameworks with an audit.py.
-    """
-    return names()
-
-
 def framework(name: str) -> Framework:
     """Import the audit of a framework and return its tables.
 
     Args:
-        name: a name of `frameworks()`.
+        name: a name of `upref_frameworks.names()`.
 
     Returns:
         The Framework that upref_frameworks/NAME/audit.py defines. The framework itself
@@ -215,9 +207,9 @@ def framework(name: str) -> Framework:
     Raises:
         InputError: there is no audit of that name.
     """
-    if not isinstance(name, str) or name not in frameworks():
+    if not isinstance(name, str) or name not in names():
         raise InputError(
-            f"no audit of {repr(name)[:60]}: choose {' or '.join(frameworks())}."
+            f"no audit of {repr(name)[:60]}: choose {' or '.join(names())}."
         )
     module = importlib.import_module(f"upref_frameworks.{name}.audit")
     return next(x for x in vars(module).values() if isinstance(x, Framework))
@@ -270,9 +262,9 @@ def audit(
     )
     compared = [c for c in asked if c.mode not in gone]
     defaults = {m: f.defaults(m) for m in sorted({c.mode for c in compared} & {*modes})}
-    rows, nan_in_padding = _compare_losses(f, compared, defaults.keys())
+    rows, nan_in_padding = losses.rows(f, compared, defaults.keys())
     if comparisons is None:
-        rows += parts.rows(name, f.parts())
+        rows += components.rows(name, f.parts())
     known = {c.mode for c in f.comparisons} | f.out_of_scope.keys()
     entries = read(name)
     recorded_defaults = read_tables(name).get("defaults", {})
@@ -301,38 +293,3 @@ def audit(
         defaults=plain_defaults,
         date=datetime.date.today().isoformat(),
     )
-
-
-def _compare_losses(
-    framework: Framework,
-    comparisons: list[Comparison],
-    with_defaults: Collection[str],
-) -> tuple[list[ComparisonRow], list[str]]:
-    """Return the rows of these comparisons, and the losses that are NaN when a masked
-    slot holds NaN.
-
-    Args:
-        framework: the tables.
-        comparisons: the rows.
-        with_defaults: the modes that have defaults.
-    """
-    rows = []
-    nan_in_padding = set()
-    for comparison in comparisons:
-        mode = comparison.mode
-        case = make_comparison_case(
-            comparison,
-            framework.split_reasons,
-            one_adv=framework.one_adv,
-            single=framework.tol > TOL,
-        )
-        # read again for each loss: a framework may write to the objects in its config
-        defaults = framework.defaults(mode) if mode in with_defaults else {}
-        measured = framework.measure(comparison, defaults, case.batch)
-        rows += compare(
-            framework.name, case, measured.in_one, measured.split, framework.tol
-        )
-        if measured.nan_in_padding:
-            words = [v for v in comparison.config.values() if isinstance(v, str)]
-            nan_in_padding.add(f"{mode} ({', '.join(words)})" if words else mode)
-    return rows, sorted(nan_in_padding)

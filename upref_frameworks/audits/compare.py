@@ -7,36 +7,29 @@ difference that remains is the proof: at most TOL, or the row is unexplained. Ea
 is then shown by itself: on the token, and on the share of a typical batch's gradient,
 that repairing it alone would change. No number is of a step between the paper and the
 framework.
-case.py makes what is compared. A row of the table and its numbers are here, in one file,
+losses.py makes what is compared. A row of the table and its numbers are here, in one file,
 because they are read together.
 """
 
 import math
 from dataclasses import dataclass, field
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from upref.advantages import group_norm
 from upref.aggregation import Totals, row_weights
 from upref.description import RATIO_SYMBOLS
 from upref.registry import REDUCE
-from upref.rollouts import Rollouts
+from upref.rollouts import Rollouts, autograd_gradient
 from upref.weights.batches import (
     LOG_R,
-    autograd_gradient,
     breakpoints,
     regime_words,
     token_at,
 )
-from upref_frameworks.audits.case import (
-    MICRO,
-    TOL,
-    ComparisonCase,
-    Explanation,
-    FaultyObjective,
-)
+from upref_frameworks.audits.case import TOL, ComparisonCase
+from upref_frameworks.audits.faulty import Explanation, FaultyObjective
+from upref_frameworks.audits.grid import MICRO
 
 MASKED = "a masked slot"  # the regime of a token that does not count
 
@@ -173,50 +166,6 @@ class ComparisonRow:
 
 
 # ---- comparing -----------------------------------------------------------------------
-@cache
-def typical_batch() -> Rollouts:
-    """Make a batch such as training meets, from a fixed seed.
-
-    π_old is above 0.9 for half of the tokens and has a long tail; log r has a standard
-    deviation of 0.15 (1 - π_old), log π_θ - log π_ref of 0.3 (1 - π_old). Each prompt
-    has at least one right and one wrong response; A is group-normalized. A tenth of the
-    responses has a tool's answer inside, which is masked.
-
-    Returns:
-        Rollouts [128, 160] in float64: 16 prompts with 8 responses of 8 to 160 tokens.
-    """
-    generator = torch.Generator().manual_seed(25)
-    G = 16
-    n = 8
-    T = 160
-
-    def normal(*shape: int) -> Tensor:
-        """Return standard normal numbers of this batch's own generator."""
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    def rand(*shape: int) -> Tensor:
-        """Return uniform numbers of the same generator."""
-        return torch.rand(*shape, generator=generator, dtype=torch.float64)
-
-    length = (60 * (0.7 * normal(G * n)).exp()).clamp(8, T).long()
-    slot = torch.arange(T)
-    mask = slot < length[:, None]
-    tool = (
-        (rand(G * n) < 0.1)[:, None]
-        & (slot >= length[:, None] // 3)
-        & (slot < length[:, None] // 2)
-    )
-    lp_old = -(4 * rand(G * n, T).clamp(min=1e-12).log().neg()) * rand(G * n, T) ** 4
-    open_ = 1 - lp_old.exp()
-    lp = (lp_old + 0.15 * open_ * normal(G * n, T)).clamp(max=-1e-9)
-    ref = (lp + 0.3 * open_ * normal(G * n, T)).clamp(max=-1e-9)
-    right = rand(G, n) < (0.1 + 0.8 * rand(G))[:, None]
-    right[:, 0], right[:, 1] = True, False
-    group = torch.arange(G).repeat_interleave(n)
-    adv = group_norm(right.double().flatten(), group)[:, None].expand(-1, T)
-    return Rollouts(lp, lp_old, adv, mask & ~tool, group, logp_ref=ref)
-
-
 def gradient_with_faults(faulty: FaultyObjective, batch: Rollouts) -> Tensor:
     """Return the gradient of an objective with faults put into it.
 
@@ -321,7 +270,7 @@ def _row(
     if not differs:
         explanation = case.without_faults
     faults = explanation.faulty.faults
-    effects = _effects_of_faults(explanation)
+    effects = _effects_of_faults(explanation, case.typical)
     explained = gradient_with_faults(explanation.faulty, case.batch) / case.unit
     skip = torch.zeros_like(case.batch.mask)
     for fault in faults:
@@ -357,13 +306,15 @@ def _row(
     )
 
 
-def _effects_of_faults(explanation: Explanation) -> list[FaultEffect]:
+def _effects_of_faults(
+    explanation: Explanation, typical: Rollouts
+) -> list[FaultEffect]:
     """Return what each fault does to the gradient of a typical batch."""
     if not explanation.repaired:
         return []
-    faulty = gradient_with_faults(explanation.faulty, typical_batch())
+    faulty = gradient_with_faults(explanation.faulty, typical)
     return [
-        FaultEffect.between(faulty, gradient_with_faults(repaired, typical_batch()))
+        FaultEffect.between(faulty, gradient_with_faults(repaired, typical))
         for repaired in explanation.repaired
     ]
 

@@ -21,6 +21,7 @@ from upref.aggregation import aggregate
 from upref.errors import InputError
 from upref.logprobs import token_log_probs
 from upref.verify.faults import Fault
+from upref.weights.batches import typical_batch
 from upref_frameworks.audits import token_parts
 from upref_frameworks.audits.case import TOL
 from upref_frameworks.audits.compare import (
@@ -28,7 +29,6 @@ from upref_frameworks.audits.compare import (
     Example,
     FaultEffect,
     difference,
-    typical_batch,
 )
 
 Function = Callable[..., Tensor]
@@ -39,11 +39,10 @@ class Component:
     """A framework's function, what it is compared with, and why they differ.
 
     Attributes:
-        kind: a key of CASES.
+        kind: a key of KINDS.
         mode: the framework's name of the function.
-        found: calls the framework's function, in the signature of the reference (see
-            CASES).
-        promise: a name of REFERENCES[kind], or a function in that signature.
+        found: calls the framework's function, in the signature of the reference.
+        promise: a reference of its kind by name, or a function in that signature.
         hp: hyperparameters of the reference.
         reasons: why they differ; the change of each is the reference with this and all
             earlier reasons in it.
@@ -81,11 +80,11 @@ class Component:
         """Return the function that the framework's is compared with.
 
         Returns:
-            A function in the signature of CASES[kind], with the hyperparameters in it.
+            A function in the signature of the cases, with the hyperparameters in it.
         """
         if callable(self.promise):
             return self.promise
-        f = REFERENCES[self.kind][self.promise]
+        f = KINDS[self.kind].references[self.promise]
         hp = self.hp
         return lambda *args: f(*args, **hp)
 
@@ -185,41 +184,91 @@ def _mask_cases() -> dict[str, tuple[Any, ...]]:
     }
 
 
-CASES = {
-    "advantages": _reward_cases,
-    "kl": _kl_cases,
-    "logprobs": _logit_cases,
-    "aggregation": _mask_cases,
-    "token_advantages": token_parts.advantage_cases,
-    "value": token_parts.value_cases,
-    "distillation": token_parts.divergence_cases,
-}
-WITHOUT_GRADIENT = ("advantages", "token_advantages")
-REFERENCES: dict[str, dict[str, Function]] = {
-    "advantages": advantages.ADVANTAGES,
-    "kl": kl.ESTIMATORS,
-    "logprobs": {
-        "token_log_probs": lambda z, tokens, t: token_log_probs(
-            z, tokens, temperature=t
-        )
-    },
-    "aggregation": {
-        name: partial(aggregate, agg=name)
-        for name in (
-            "token-mean",
-            "seq-mean-token-mean",
-            "seq-mean-token-sum",
-            "seq-mean-token-sum-norm",
-        )
-    },
-    "token_advantages": token_parts.ADVANTAGES,
-    "value": token_parts.VALUES,
-    "distillation": token_parts.DIVERGENCES,
-}
-LABELS = {
-    "advantages": "advantage of response {}",
-    "logprobs": "log π of token {}",
-    "token_advantages": "slot {}",
+def _typical_rewards() -> tuple[Tensor, Tensor]:
+    """Return the rewards and the groups of the typical batch: 1 for a right response."""
+    batch = typical_batch()
+    assert batch.group is not None
+    return (batch.adv[:, 0] > 0).to(batch.adv), batch.group
+
+
+def _typical_log_probs() -> tuple[Tensor, Tensor]:
+    """Return log π_θ and log π_ref of the typical batch's tokens, each [1, n]."""
+    batch = typical_batch()
+    assert batch.logp_ref is not None
+    return batch.logp[batch.mask][None], batch.logp_ref[batch.mask][None]
+
+
+def _typical_terms() -> tuple[Tensor, Tensor]:
+    """Return a number for each token of the typical batch, and its mask."""
+    batch = typical_batch()
+    return batch.logp * batch.adv, batch.mask
+
+
+@dataclass(frozen=True)
+class Kind:
+    """On what functions of one kind are compared, and with what.
+
+    Attributes:
+        references: the functions with which they are compared, by name.
+        cases: makes the inputs, by the words of each: the arguments of a reference.
+        typical: makes the arguments on which the effect of a reason is measured; None:
+            the first of the cases, whose numbers are of ordinary size.
+        label: how a number of the result is called, by its place.
+        has_gradient: whether the gradient by the first argument is compared too.
+    """
+
+    references: dict[str, Function]
+    cases: Callable[[], dict[str, tuple[Any, ...]]]
+    typical: Callable[[], tuple[Any, ...]] | None = None
+    label: str = "value"
+    has_gradient: bool = True
+
+    def typical_case(self) -> dict[str, tuple[Any, ...]]:
+        """Return the one case on which the effect of a reason is measured."""
+        if self.typical is not None:
+            return {"a typical batch": self.typical()}
+        return {"a typical batch": next(iter(self.cases().values()))}
+
+
+def _token_log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """Return `token_log_probs` in the signature of the cases, [B, T]."""
+    return token_log_probs(logits, tokens, temperature=temperature)
+
+
+KINDS = {
+    "advantages": Kind(
+        advantages.ADVANTAGES,
+        _reward_cases,
+        _typical_rewards,
+        label="advantage of response {}",
+        has_gradient=False,
+    ),
+    "kl": Kind(kl.ESTIMATORS, _kl_cases, _typical_log_probs),
+    "logprobs": Kind(
+        {"token_log_probs": _token_log_probs}, _logit_cases, label="log π of token {}"
+    ),
+    "aggregation": Kind(
+        {
+            name: partial(aggregate, agg=name)
+            for name in (
+                "token-mean",
+                "seq-mean-token-mean",
+                "seq-mean-token-sum",
+                "seq-mean-token-sum-norm",
+            )
+        },
+        _mask_cases,
+        _typical_terms,
+    ),
+    "token_advantages": Kind(
+        token_parts.ADVANTAGES,
+        token_parts.advantage_cases,
+        token_parts.typical_advantage_arguments,
+        label="slot {}",
+        has_gradient=False,
+    ),
+    "value": Kind(token_parts.VALUES, token_parts.value_cases),
+    "distillation": Kind(token_parts.DIVERGENCES, token_parts.divergence_cases),
 }
 
 
@@ -241,13 +290,14 @@ def rows(framework: str, parts: tuple[Component, ...]) -> list[ComparisonRow]:
 
 def _row(framework: str, part: Component) -> ComparisonRow:
     """Compare a part of a framework with its reference, and its faults with both."""
-    if part.kind not in CASES or (
-        isinstance(part.promise, str) and part.promise not in REFERENCES[part.kind]
+    kind = KINDS.get(part.kind)
+    if kind is None or (
+        isinstance(part.promise, str) and part.promise not in kind.references
     ):
         raise InputError(
             f"{part.label}: there is no {part.promise!r} to compare it with."
         )
-    cases = {k: v for k, v in CASES[part.kind]().items() if k not in part.leaves_out}
+    cases = {k: v for k, v in kind.cases().items() if k not in part.leaves_out}
     steps = [part.reference(), *(f.change for f in part.reasons)]
     labels, theirs = _labels_and_numbers(part, part.found, cases)
     numbers_of_steps = [_labels_and_numbers(part, f, cases)[1] for f in steps]
@@ -270,7 +320,7 @@ def _row(framework: str, part: Component) -> ComparisonRow:
         )
     typical_numbers = []
     if reasons:
-        typical_case = {"a typical batch": _typical_arguments(part.kind)}
+        typical_case = kind.typical_case()
         typical_numbers = [
             _labels_and_numbers(part, f, typical_case)[1]
             for f in steps[: len(reasons) + 1]
@@ -295,27 +345,6 @@ def _row(framework: str, part: Component) -> ComparisonRow:
     )
 
 
-def _typical_arguments(kind: str) -> tuple[Any, ...]:
-    """Return the arguments of a part of this kind on the typical batch of compare.py;
-    for log-probabilities, critics and teachers, numbers of ordinary size.
-    """
-    batch = typical_batch()
-    if kind == "advantages":
-        assert batch.group is not None
-        return (batch.adv[:, 0] > 0).to(batch.adv), batch.group
-    if kind == "kl":
-        assert batch.logp_ref is not None
-        return batch.logp[batch.mask][None], batch.logp_ref[batch.mask][None]
-    if kind == "aggregation":
-        return (batch.logp * batch.adv, batch.mask)
-    if kind == "token_advantages":
-        return token_parts.typical_advantage_arguments()
-    if kind == "logprobs":
-        return _logit_cases()["temperature 1"]
-    # numbers of ordinary size
-    return next(iter(CASES[kind]().values()))
-
-
 def _labels_and_numbers(
     part: Component, function: Function, cases: dict[str, tuple[Any, ...]]
 ) -> tuple[list[str], Tensor]:
@@ -324,20 +353,18 @@ def _labels_and_numbers(
     Returns a label for each number, and all numbers in one vector: for each case the
     values, then their gradient by the first argument unless these are advantages.
     """
+    kind = KINDS[part.kind]
     labels: list[str] = []
     numbers: list[Tensor] = []
     for words, args in cases.items():
         arguments = [a.clone() if isinstance(a, Tensor) else a for a in args]
-        if part.kind not in WITHOUT_GRADIENT:
+        if kind.has_gradient:
             arguments[0].requires_grad_()
         value = function(*arguments)
         flat = value.detach().double().reshape(-1)
-        labels += [
-            f"{words}: {LABELS.get(part.kind, 'value').format(i)}"
-            for i in range(len(flat))
-        ]
+        labels += [f"{words}: {kind.label.format(i)}" for i in range(len(flat))]
         numbers.append(flat)
-        if part.kind not in WITHOUT_GRADIENT:
+        if kind.has_gradient:
             if value.requires_grad:
                 gradient = torch.autograd.grad(value.sum(), arguments[0])[0].double()
             else:

@@ -18,12 +18,9 @@ from upref.proof.domain import Pattern, patterns
 from upref.proof.paths import Outputs
 from upref.rollouts import Rollouts
 from upref.user_code.guard import call_guarded
-from upref_frameworks.audits.case import (
-    Comparison,
-    FaultyObjective,
-    make_explanation,
-)
+from upref_frameworks.audits.case import Comparison
 from upref_frameworks.audits.compare import gradient_with_faults
+from upref_frameworks.audits.faulty import FaultyObjective, make_explanation
 from upref_frameworks.audits.framework import Framework
 
 FULL = Pattern(((True, True), (True, False)))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from upref import critic, distillation, token_advantages
 from upref.aggregation import aggregate
-from upref_frameworks.audits.compare import typical_batch
+from upref.weights.batches import typical_batch
 
 Function = Callable[..., Tensor]
 Cases = dict[str, tuple[Any, ...]]
