@@ -229,6 +229,29 @@ def test_groups_that_a_mini_batch_cuts_are_told():
     )
 
 
+@pytest.mark.parametrize(("lone", "is_noted"), [(1.0, True), (0.0, False)])
+def test_prompts_that_lost_the_reward_that_differed_are_noted(lone, is_noted):
+    """Of the third and the fourth prompt the first response is missing; where the next
+    one has another reward too, a part of the difference is left.
+    """
+    reward = REWARD.clone()
+    reward[2 * G :] = 1.0
+    reward[[2 * G + 1, 3 * G + 1]] = lone
+    rows = torch.tensor([n for n in range(B) if n not in (2 * G, 3 * G)])
+    fields = {
+        "ids": torch.ones(len(rows), T).long(),
+        "mask": MASK[rows],
+        "adv": estimators.leave_one_out(reward[rows], GROUP[rows]),
+        "reward": reward[rows],
+        "group": GROUP[rows],
+    }
+    found = advantages(make_batch(fields, file="f"))
+    assert found.estimator.startswith("leave_one_out")
+    causes = [note.cause for note in found.notes]
+    assert causes == (["rests_of_prompts"] if is_noted else [])
+    assert not is_noted or "2 of 4 prompts" in str(found.notes[0])
+
+
 def test_the_standard_deviation_of_all_rewards_is_named():
     reward = torch.randn(
         32, generator=torch.Generator().manual_seed(1), dtype=torch.float64

@@ -87,6 +87,14 @@ def with_holes(mask):
     return last - first + 1
 
 
+def rejecting(log_prob, old_log_prob, advantages, mask, *, clips):
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    A = torch.where(mask, advantages, 0)
+    kept = mask & (r >= 0.5) & (r <= 2)
+    J = torch.minimum(r * A, r.clamp(0.8, 1.28) * A) if clips else r * A
+    return -(J * kept).sum() / kept.sum().clamp(min=1)
+
+
 low = torch.bfloat16
 WRONG = [
     (partial(grpo, inverse=partial(of_length, dtype=low)), "divisor-in-low-precision"),
@@ -123,6 +131,21 @@ RIGHT = [
 def test_the_divisor_is_named(loss, fault_id):
     report = upref.check(loss, loss.func.__name__, skip=QUICK)
     assert report.failures[0].fault_ids == (fault_id,), report.text()
+
+
+@pytest.mark.parametrize(
+    ("clips", "fault_id"),
+    [
+        (True, "rejected-by-ratio"),
+        pytest.param(
+            False, "rejected-by-ratio-without-clip", marks=pytest.mark.nightly
+        ),
+    ],
+)
+def test_a_rejection_by_the_ratio_of_the_update_is_named(clips, fault_id):
+    report = upref.check(partial(rejecting, clips=clips), "dapo", skip=QUICK)
+    assert report.failures[0].fault_ids == (fault_id,), report.text()
+    assert "below 0.5 or above 2" in report.failures[0].cause
 
 
 @pytest.mark.parametrize("loss", RIGHT)

@@ -163,9 +163,13 @@ def _fitting_estimators(
 def _grouping_findings(
     batch: RecordedBatch, estimator: str, grouping: "Grouping"
 ) -> tuple[ReplayFinding, ...]:
-    """Return the findings on a grouping that is not the prompts' own."""
-    if batch.group is None or grouping.name in (PROMPTS, NO_GROUPS):
+    """Return the findings on a grouping that is not the prompts' own, or on prompts of
+    which responses are missing.
+    """
+    if batch.group is None or grouping.name == NO_GROUPS:
         return ()
+    if grouping.name == PROMPTS:
+        return _rests_of_prompts(batch, estimator)
     if grouping.name == WHOLE:
         return (note("advantages", "whole_batch", estimator=estimator),)
     mixed = sum(
@@ -185,6 +189,37 @@ def _grouping_findings(
         return (ReplayFinding("advantages", severity, "wrong_grouping", numbers),)
     return (
         note("advantages", "subgroups", estimator=estimator, grouping=grouping.name),
+    )
+
+
+LEAST_RESTS = 2  # prompts that lack responses: one may have equal rewards by chance
+
+
+def _rests_of_prompts(
+    batch: RecordedBatch, estimator: str
+) -> tuple[ReplayFinding, ...]:
+    """Return the note that all prompts with fewer responses than the others have equal
+    rewards, where the rewards of others differ: those that differed may be missing.
+    """
+    assert batch.group is not None and batch.reward is not None
+    rewards = [batch.reward[batch.group == number] for number in batch.group.unique()]
+    size = max(map(len, rewards))
+    rests = [own for own in rewards if len(own) < size]
+    wholes = [own for own in rewards if len(own) == size]
+    some_differ = any(bool((own != own[0]).any()) for own in wholes)
+    all_equal = all(bool((own == own[0]).all()) for own in rests)
+    is_of_several = all(len(own) > 1 for own in rests)
+    if len(rests) < LEAST_RESTS or not (all_equal and some_differ and is_of_several):
+        return ()
+    return (
+        note(
+            "advantages",
+            "rests_of_prompts",
+            estimator=estimator,
+            rests=len(rests),
+            prompts=len(rewards),
+            size=size,
+        ),
     )
 
 

@@ -328,6 +328,12 @@ ADVANTAGES = {
         "smaller groups: a prompt that was drawn several times, or files of two runs, "
         "look like this."
     ),
+    "rests_of_prompts": (
+        "advantages are {estimator} of each prompt. But {rests} of {prompts} prompts have "
+        "fewer than {size} responses here, and the rewards of each of these are all equal: a "
+        "filter that drops single responses may have dropped those that differed. Filter "
+        "whole prompts."
+    ),
     "split_groups": (
         "no estimator gives the recorded advantages from the rewards that are here, "
         "where the prompts have from {low} to {high} responses: others may be in other "

@@ -40,6 +40,7 @@ from upref.verify.faults.denominators import (
     equal_length_faults,
     group_order_faults,
     kept_faults,
+    rejected_by_ratio,
 )
 from upref.verify.faults.losses import (
     KL_MISSING,
@@ -146,6 +147,7 @@ def explain(
         reweighted(case),
         left_out(case),
         floored(case),
+        rejected_by_ratio(case),
         misread_bands(case),
         retuned(case),
         divided(case),

@@ -23,6 +23,7 @@ from upref.verify.factors import (
     declared_aggregation,
 )
 from upref.verify.faults import SIGN_IDS, hyperparameter_id
+from upref.verify.faults.batch_reading import bisected
 from upref.verify.faults.corrections import divisor_ratio
 from upref.verify.faults.losses import LossFault, fault
 from upref.verify.finding import Cause
@@ -133,6 +134,98 @@ def kept_faults(case: LossCase) -> Iterator[LossFault]:
         )
     if case.objective.keeps is not None and "entropy" in case.objective.reads:
         yield from _entropy_faults(case)
+
+
+# ---- a rejection by the ratio of the update -------------------------------------------
+LOG_RATIOS = np.linspace(-4, 4, 80)  # at which a rejection is measured: none is 0
+LOG_OLD = -5.0  # log π_old of these tokens: log π_θ is below 0 too
+
+
+def rejected_by_ratio(case: LossCase) -> Iterator[LossFault]:
+    """Yield the faults that tokens are rejected by their ratio π_θ/π_old, and that the
+    divisor counts them or does not. The bounds are measured.
+
+    Args:
+        case: the loss and its objective, of tokens.
+    """
+    if case.objective.level != "token":
+        return
+
+    def has_lost_gradient(log_ratios: np.ndarray) -> np.ndarray:
+        """Return which tokens of these log-ratios should have a weight and have none.
+        A pushes each towards a ratio of 1, so that no clip stops it.
+        """
+        log_r = torch.as_tensor(log_ratios)[:, None]
+        old = torch.full_like(log_r, LOG_OLD)
+        A = -log_r.sign()
+        batch = case.ready(
+            Rollouts(old + log_r, old, A, log_r == log_r, logp_ref=old, entropy=A.abs())
+        )
+        found = case.weights(batch)
+        return ((found == 0) & (case.expected(batch) != 0))[:, 0].numpy()
+
+    def is_lost_at(log_ratio: float) -> bool:
+        """Return whether a token of this log-ratio has lost its gradient."""
+        return bool(has_lost_gradient(np.array([log_ratio]))[0])
+
+    def bound(start: int, step: int) -> float:
+        """Return the ratio beyond which tokens are lost, from a place of LOG_RATIOS on in
+        steps; 0 or infinity where none is.
+        """
+        places = range(start, len(LOG_RATIOS) if step > 0 else -1, step)
+        lost = next((n for n in places if is_lost[n]), None)
+        if lost is None or lost == start:
+            return 0.0 if step < 0 else math.inf
+        found = bisected(is_lost_at, LOG_RATIOS[lost - step], LOG_RATIOS[lost])
+        return float(f"{math.exp(found):.6g}")
+
+    try:
+        is_lost = has_lost_gradient(LOG_RATIOS)
+        half = len(LOG_RATIOS) // 2
+        low = bound(half - 1, -1)
+        high = bound(half, 1)
+    except InputError:  # it refuses such a batch
+        return
+    if low == 0 and high == math.inf:
+        return
+
+    def kept(batch: Rollouts) -> Tensor:
+        """Return the tokens whose ratio is within the bounds, [B, T]."""
+        r = torch.where(batch.mask, batch.logp - batch.logp_old, 0).exp()
+        return batch.mask & (r >= low) & (r <= high)
+
+    def counted(batch: Rollouts) -> Tensor:
+        """Return the factor of each token where the divisor counts all, [B, T]."""
+        return _own_factor(case, batch) * kept(batch)
+
+    def not_counted(batch: Rollouts) -> Tensor:
+        """Return the factor of each token where the divisor counts the kept ones."""
+        return _over(kept(batch), batch) * kept(batch)
+
+    def unclipped(batch: Rollouts, factor: ByToken) -> Tensor:
+        """Return the weights r A with this factor, [B, T]."""
+        r = torch.where(batch.mask, batch.logp - batch.logp_old, 0).exp()
+        return r * batch.adv * factor(batch) / case.factors(batch)
+
+    sides = [f"below {low:g}" if low else "", f"above {high:g}" if high < 9e9 else ""]
+    rejected = (
+        f"tokens whose ratio π_θ/π_old is {' or '.join(filter(None, sides))} are rejected, "
+        "for both signs of A: they have no gradient"
+    )
+    divisors = [("counts them", "rejected-by-ratio-but-counted", counted)]
+    if declared_aggregation(case.objective) in BY_TOKENS:
+        divisors.append(("does not count them", "rejected-by-ratio", not_counted))
+    for counts, fault_id, factor in divisors:
+        words = f"{rejected}, and the divisor {counts}"
+        yield _aggregated(case, words, factor, id=fault_id)
+        if not case.hp.get("beta"):
+            yield fault(
+                f"{words}; between these bounds no clip acts",
+                "clip",
+                id=f"{fault_id}-without-clip",
+                weigh=partial(unclipped, factor=factor),
+                whole=True,
+            )
 
 
 def divided_by_kept(case: LossCase) -> Cause:
