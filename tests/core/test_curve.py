@@ -13,7 +13,12 @@ from hypothesis import given, settings, strategies as st
 
 import upref
 from upref.weights.batches import breakpoints
-from upref.weights.curve import Curve, make_curve, make_curve_of_loss
+from upref.weights.curve import (
+    Curve,
+    make_curve,
+    make_curve_of_loss,
+    words_for_one_token,
+)
 from upref.weights.jumps import GRID
 
 
@@ -240,6 +245,33 @@ def test_coupled_tokens_have_no_weight_by_themselves():
         match=r"whitened has no weight of a single token: .*other tokens",
     ):
         make_curve(whitened)
+
+
+def gated(log_prob, old_log_prob, advantages, mask):
+    """Clip each response at a ratio of its own, 1.05."""
+    d = torch.where(mask, log_prob - old_log_prob, 0)
+    s = (d.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).exp().detach()
+    A = torch.where(mask, advantages, 0)
+    return -(((A < 0) | (s <= 1.05)) * A * d.exp()).sum() / mask.sum()
+
+
+def by_factor(log_prob, old_log_prob, advantages, mask):
+    """Multiply each response by a power of its ratio."""
+    d = torch.where(mask, log_prob - old_log_prob, 0)
+    s = (d.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).exp().detach()
+    return -(s**0.5 * torch.where(mask, advantages, 0) * d.exp()).sum() / mask.sum()
+
+
+def test_a_weight_says_that_it_is_measured_on_one_token():
+    """One token tells nothing of a response of several, where s is not r."""
+    own = [make_curve(loss) for loss in (gated, by_factor)]
+    of_objectives = [make_curve(name) for name in ("gspo", "gmpo", "topr", "dapo")]
+    of_tokens = [make_curve(loss) for loss in (ppo, by_length, one_a_response, with_kl)]
+    assert words_for_one_token(own + of_tokens + of_objectives) == (
+        "gated, by_factor, gspo, gmpo: of a response of one token, where s = r; "
+        "topr: of a response of one token, where S = r"
+    )
+    assert words_for_one_token(of_objectives[:1], "s") == ""
 
 
 class Seen:

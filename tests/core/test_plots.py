@@ -5,6 +5,7 @@ cannot.
 
 import io
 import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -213,6 +214,23 @@ def test_atlas_orders_by_cap():
     assert {"dr_grpo", "grpo", "ppo_clip"} <= {
         o.name for g in pairs if g[0].name == "grpo" for o in g
     }
+
+
+def test_tables_and_pictures_say_what_holds_for_one_token_only(capsys):
+    words = "gspo: of a response of one token, where s = r"
+    for verb in ("weights", "cap"):
+        assert main([verb, "gspo", "dapo"]) == 0
+        assert words in capsys.readouterr().out.splitlines()
+        assert main([verb, "gspo", "dapo", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["measured"] == words
+    assert words in texts(weights("gspo", "dapo"))
+    assert not any("one token" in text for text in texts(weights("gspo")))
+
+
+@pytest.mark.nightly
+def test_a_cap_map_says_what_holds_for_one_token_only():
+    words = "gspo: of a response of one token, where s = r"
+    assert words in texts(cap_map("gspo", "dapo"))
 
 
 def test_a_cap_map_on_logarithmic_scales():

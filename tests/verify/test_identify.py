@@ -19,6 +19,7 @@ from tests.support.cases.denominators import tis, tpo
 from tests.support.daily import daily
 from upref.cli import main
 from upref.identification import identify as module
+from upref.identification.identification import Identification
 from upref.verify.match import ClosedFormWeights, Point
 from upref.weights.batches import interval_words
 
@@ -533,6 +534,38 @@ def test_a_nearest_objective_has_the_bounds_that_are_found():
     if not identity.matches:
         assert "nearest" not in str(identity) and "next:" not in str(identity)
     assert not identity and "the weight jumps at r = " in str(identity), str(identity)
+
+
+@pytest.mark.nightly
+def test_the_bounds_of_a_ratio_of_responses_are_not_those_of_a_token():
+    """A bound on s = 1.05 is not one on r, and no objective has it."""
+
+    def body(d, A, m):
+        s = (d.sum(1, keepdim=True) / m.sum(1, keepdim=True)).exp().detach()
+        gate = ((A < 0) | (s <= 1.05)) & ((A > 0) | (s >= 0.95))
+        return tok(gate * A * 2 * torch.tanh((d.exp() - 1) / 2), m)
+
+    identity = upref.identify(loss(body))
+    text = str(identity)
+    assert identity.kind == "none" and identity.reads_others
+    assert "of the response: the weight of a token depends on its other tokens" in text
+    assert "jumps at s = r = 1.05, in a response of one token" in text
+    assert "jumps at r" not in text and "aggregation  token-mean" in text
+    assert f"upref.diff({identity.loss}, {identity.far!r})" in text
+
+
+def test_an_answer_says_what_its_bounds_were_measured_on():
+    seen = Identification(
+        "own.py:f", "none", [], "", {"A > 0": [1.05]}, "", [], [], False, 0.1,
+        reads_others=True, aggregation="token-mean", far="sapo",
+    )  # fmt: skip
+    assert str(seen).splitlines()[1:] == [
+        "  nearest      sapo, which is not near",
+        "  aggregation  token-mean",
+        "  ratio        of the response: the weight of a token depends on its other tokens",
+        "  A > 0        the weight jumps at s = r = 1.05, in a response of one token",
+        "next: upref diff own.py:f sapo",
+    ]
 
 
 POINTS = [

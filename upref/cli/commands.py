@@ -346,7 +346,7 @@ def cap(args: argparse.Namespace) -> int:
     hp = hyperparameters(args.hp)
     from upref.cli.show import PI_OLD
     from upref.weights.capacity import capacity
-    from upref.weights.curve import make_curves
+    from upref.weights.curve import make_curves, words_for_one_token
 
     curves = make_curves(losses, hp)
     if args.file:
@@ -354,9 +354,9 @@ def cap(args: argparse.Namespace) -> int:
 
         return save(lambda: cap_map(*curves, adv=args.adv, log=args.log), args.file)
     rows = [[c.name, *capacity(c, PI_OLD, PI_OLD, args.adv).tolist()] for c in curves]
-    return _print_numbers(
-        args, "π_old", PI_OLD, rows, f"Cap at π_θ = π_old, A = {args.adv:+g}"
-    )
+    title = f"Cap at π_θ = π_old, A = {args.adv:+g}"
+    measured = words_for_one_token(curves)
+    return _print_numbers(args, "π_old", PI_OLD, rows, title, measured)
 
 
 def weights(args: argparse.Namespace) -> int:
@@ -365,7 +365,11 @@ def weights(args: argparse.Namespace) -> int:
     hp = hyperparameters(args.hp)
     import numpy as np
 
-    from upref.weights.curve import common_ratio_symbol, make_curves
+    from upref.weights.curve import (
+        common_ratio_symbol,
+        make_curves,
+        words_for_one_token,
+    )
 
     curves = make_curves(losses, hp)
     if args.file:
@@ -377,29 +381,39 @@ def weights(args: argparse.Namespace) -> int:
         for c in curves
         for A in (1, -1)
     ]
-    return _print_numbers(
-        args,
-        common_ratio_symbol(curves),
-        RATIOS,
-        rows,
-        "weight dJ/dlp (π_old = 0.01 where the bound depends on it)",
-    )
+    ratio = common_ratio_symbol(curves)
+    title = "weight dJ/dlp (π_old = 0.01 where the bound depends on it)"
+    measured = words_for_one_token(curves, ratio)
+    return _print_numbers(args, ratio, RATIOS, rows, title, measured)
 
 
 def _print_numbers(
-    args: argparse.Namespace, axis: str, points: Any, rows: Any, title: str
+    args: argparse.Namespace,
+    axis: str,
+    points: Any,
+    rows: Any,
+    title: str,
+    measured: str,
 ) -> int:
-    """Print a table of curves, or with --json its numbers; return the exit status."""
+    """Print a table of curves, or with --json its numbers; return the exit status.
+
+    Args:
+        args: the command line.
+        axis: the letter of the first row.
+        points: the numbers of the first row.
+        rows: the name and the numbers of each curve.
+        title: what the numbers are.
+        measured: which curves hold for a response of one token, "" for none.
+    """
     if args.json:
-        print(
-            json.dumps(
-                {"title": title, axis: points, **{r[0]: r[1:] for r in rows}},
-                indent=1,
-                ensure_ascii=False,
-            )
-        )
+        data = {"title": title, axis: points, **{r[0]: r[1:] for r in rows}}
+        if measured:
+            data["measured"] = measured
+        print(json.dumps(data, indent=1, ensure_ascii=False))
     else:
         print(title)
+        if measured:
+            print(measured)
         table(
             [axis, *(f"{p:g}" for p in points)],
             [[row[0], *(f"{v:.4g}" for v in row[1:])] for row in rows],

@@ -148,8 +148,9 @@ def page(o: Description) -> str:
         )
         add("defaults", "\n".join(lines))
     add("weight dJ/dlp, by hand", o.weight)
+    of_one_token = "" if o.level == "token" else ", of a response of one token"
     add(
-        "Probability Capacity at π_θ = π_old",
+        f"Probability Capacity at π_θ = π_old{of_one_token}",
         capacity_text(o.name) or capacity_lines(o.name),
     )
     add("source", o.function)

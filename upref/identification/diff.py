@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from upref.identification.identification import OF_RESPONSE
 from upref.registry import get
 from upref.result import Result
 from upref.rollouts import Rollouts
@@ -340,7 +341,7 @@ LEVELS = {
     "token": "of the token",
     "mean": "of the response: the geometric mean of the ratios of its tokens",
     "product": "of the response: the product of the ratios of its tokens",
-    "response": "of the response: the weight of a token depends on its other tokens",
+    "response": OF_RESPONSE,
     "batch": "the weight of a token depends on other responses",
     "unknown": "not measured: no aggregation that is known",
 }

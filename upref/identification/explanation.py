@@ -3,10 +3,14 @@
 
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from upref.identification.identification import Identification, Match
 from upref.identification.subject import Subject, is_up
+from upref.rollouts import Rollouts
 from upref.verify.finding import Cause
 from upref.verify.measure import sampler_words
+from upref.weights.black_box import SIGNS, reads_other_tokens
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,7 @@ class Explanation:
         not_checked: what it says nothing about, beside the usual.
         is_corrected: the match has the loss's correction for its sampler.
         proved: for which values and batches it is proved, in words.
+        far: for none, the nearest objective by its name, where that is far.
     """
 
     subject: Subject
@@ -32,6 +37,7 @@ class Explanation:
     not_checked: tuple[str, ...] = ()
     is_corrected: bool = False
     proved: str = ""
+    far: str = ""
 
     @property
     def match(self) -> Match:
@@ -101,7 +107,26 @@ def answer(explanation: Explanation) -> Identification:
         on_sampler,
         seconds=0.0,
         proved=explanation.proved,
+        reads_others=_reads_others(subject),
+        aggregation=subject.aggregation,
+        far=explanation.far,
     )
+
+
+def _reads_others(subject: Subject) -> bool:
+    """Tell whether the weight of a token depends on the other tokens of its response. It
+    is not measured of a loss whose weights depend on other responses, or on chance.
+    """
+    box = subject.box
+    if box.batch_coupled or box.random:
+        return False
+
+    def gradient(batch: Rollouts) -> Tensor:
+        """Return the gradient, less that of the KL term."""
+        ready = box.case.ready(batch)
+        return box.case.gradient(ready) - box.kl_weights(ready)
+
+    return reads_other_tokens(gradient, SIGNS, 10 * box.tol)
 
 
 def _not_checked(explanation: Explanation, on_sampler: bool) -> list[str]:

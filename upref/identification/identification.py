@@ -8,11 +8,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from upref.aggregation import AGGREGATIONS
+from upref.description import RATIOS_OF_RESPONSES
 from upref.registry import get, parts
 from upref.result import Result, name_first
 from upref.verify.report import describe_assumptions, describe_basis, row, short
 
 MOST_SHOWN = 8  # of a longer list
+OF_RESPONSE = "of the response: the weight of a token depends on its other tokens"
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,11 @@ class Identification(Result):
     on_sampler: bool
     seconds: float = field(compare=False)
     proved: str = ""  # for which values and batches, in words; "": it is not proved
+    # the weight of a token depends on the other tokens of its response: the bounds are
+    # those of a response of one token
+    reads_others: bool = False
+    aggregation: str = ""  # of the loss, in words; "" where none was recognized
+    far: str = ""  # for none, the name of the nearest objective, where that is far
 
     def __bool__(self) -> bool:
         return self.kind != "none"
@@ -146,14 +153,12 @@ class Identification(Result):
             Lines, without a line break at the end.
         """
         lines = [self._answer_line()]
-        ratio = get(self.name).ratio_symbol if self else "r"
-        jumps = {}
-        for sign, places in self.bounds.items():
-            if places:
-                named = name_first([f"{x:.7g}" for x in places], MOST_SHOWN)
-                jumps[sign] = f"the weight jumps at {ratio} = {named}"
+        jumps = self._jumps()
         if not self.matches:
-            lines += [row(key, text) for key, text in jumps.items()]
+            rows = {"aggregation": self.aggregation or "none recognized"}
+            if self.far:
+                rows = {"nearest": f"{self.far}, which is not near"} | rows
+            lines += [row(key, text) for key, text in (rows | jumps).items()]
         if self.matches:
             first = self.matches[0]
             remark = "" if first.own or not first.agg else " (not the one of its paper)"
@@ -180,7 +185,26 @@ class Identification(Result):
             lines += describe_assumptions(self.assumptions)
         if self.matches:
             lines.append(f"next: {self._step_before_check()}{self._check_command()}")
+        elif self.far:
+            lines.append(f"next: {self._diff_command()}")
         return "\n".join(lines)
+
+    def _jumps(self) -> dict[str, str]:
+        """Return where the weight jumps, by sign of A, in words; and first that it is not
+        a function of the token's ratio alone, where the loss is no objective of responses.
+        """
+        ratio = get(self.name).ratio_symbol if self else "r"
+        rows = {}
+        where = ""
+        if self.reads_others and ratio not in RATIOS_OF_RESPONSES:
+            rows["ratio"] = OF_RESPONSE
+            ratio = "s = r"
+            where = ", in a response of one token"
+        for sign, places in self.bounds.items():
+            if places:
+                named = name_first([f"{x:.7g}" for x in places], MOST_SHOWN)
+                rows[sign] = f"the weight jumps at {ratio} = {named}{where}"
+        return rows
 
     def _step_before_check(self) -> str:
         """Return what to do before the command; "" where it agrees as it is."""
@@ -214,6 +238,14 @@ class Identification(Result):
         if agg:
             hp.insert(0, f"agg={agg!r}")
         return f"upref.check({', '.join([self.loss, repr(match.name), *hp])})"
+
+    def _diff_command(self) -> str:
+        """Return the command that compares the loss with the nearest objective, quantity
+        by quantity.
+        """
+        if ":" in self.loss:
+            return f"upref diff {shlex.quote(self.loss)} {shlex.quote(self.far)}"
+        return f"upref.diff({self.loss}, {self.far!r})"
 
     def _answer_line(self) -> str:
         """Return the answer in one sentence."""

@@ -187,9 +187,13 @@ def _partly_in_float32(subject: Subject) -> Explanation | None:
 def _as_none(subject: Subject) -> Explanation:
     """Nothing explains it: the nearest objective is shown where that helps."""
     nearest = subject.nearest
-    is_near = nearest.distance < FAR_DISTANCE and _has_its_bounds(subject, nearest)
     why = (BOTH_COMPARED,) if subject.loss.returns_live else ()
-    return Explanation(subject, [nearest] if is_near else [], why, is_none=True)
+    none = Explanation(subject, [], why, is_none=True)
+    if not nearest.name or not _has_its_bounds(subject, nearest):
+        return none
+    if nearest.distance < FAR_DISTANCE:
+        return replace(none, matches=[nearest])
+    return replace(none, far=nearest.name)
 
 
 @dataclass(frozen=True)

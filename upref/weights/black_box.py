@@ -58,6 +58,10 @@ MANY_LOG_R = np.unique(
 # log r of tokens of every probability
 MIDDLE_LOG_R = np.linspace(-3, 3, 41) + 0.0123
 MOST_LIKELY = 0.99  # no token that is compared has a larger probability
+# of the second token of a response, whose ratio and probability are changed
+SECOND_RATIOS = np.exp([-3.0, -1.0, -0.3, -0.05, 0.05, 0.3, 1.0, 3.0])
+MU_OF_SECOND = 0.02
+SMALLEST_WEIGHT = 1e-3  # of the largest one: less is not compared any closer
 ALONE_STEP = 5  # of so many of the few tokens, one is measured alone too
 
 
@@ -278,6 +282,47 @@ def reads_entropy(gradient: Gradient) -> bool:
     for entropy in ENTROPIES:
         of_all = replace(batch, entropy=torch.full_like(batch.logp, entropy))
         if not torch.allclose(found, gradient(of_all), rtol=1e-6, atol=0):
+            return True
+    return False
+
+
+def reads_other_tokens(
+    gradient: Gradient, advantages: Sequence[float], tol: float
+) -> bool:
+    """Tell whether the weight of a token depends on the other tokens of its response.
+
+    The second token of each response gets another ratio, or another probability, and
+    the gradient of the first one is compared. No aggregation divides it out, so a factor
+    that the responses share is one too.
+
+    Args:
+        gradient: of a loss whose weights do not depend on other responses.
+        advantages: of the tokens.
+        tol: weights with a smaller relative difference count as equal.
+
+    Returns:
+        True if some weight is another one beside another token.
+    """
+    columns = np.meshgrid(np.exp(MIDDLE_LOG_R), advantages)
+    r, A = (column.ravel() for column in columns)
+    batch = two_token_batch(A, r, low_probability(r))
+
+    def first_weights(second: float, mu: float) -> Tensor:
+        """Return the gradients of the first tokens beside second ones of this ratio."""
+        lp_old = batch.logp_old.clone()
+        lp_old[:, 1] = np.log(mu)
+        logp = batch.logp.clone()
+        logp[:, 1] = np.log(mu * second)
+        changed = batch.but(logp=logp, logp_old=lp_old, logp_ref=logp)
+        return gradient(changed)[:, 0].double()
+
+    beside_same = first_weights(1.0, MU_OF_SECOND)
+    floor = SMALLEST_WEIGHT * beside_same.abs().max()
+    others = [(float(second), MU_OF_SECOND) for second in SECOND_RATIOS]
+    for second, mu in [*others, (1.0, MOST_LIKELY)]:
+        found = first_weights(second, mu)
+        error = relative_error(found, beside_same, found, floor)
+        if (error > 10 * tol).any():
             return True
     return False
 

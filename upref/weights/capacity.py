@@ -64,7 +64,8 @@ def capacity(
     the geometric-mean probability, under a common shift of all lp: then pi = p̄, pi_old
     = p̄_old and the same formula holds. One token that moves alone goes further:
     `own_token_bound`. At level "sequence_product", pi is the probability of the whole
-    response.
+    response. Of any other loss whose weight depends on the other tokens of the response,
+    Cap is that of a response of one token.
 
     A dead band narrower than the scan (2 % of r in 1e-3..1e3, finer near 1) may be
     missed. Only a cut ends a token's room. A weight that fades without one (SAPO, a

@@ -3,7 +3,8 @@
 jumps.
 
 It is the weight of a response of one token, alone in its batch, where the token's, the
-sequence's and the trajectory's ratio are one number. The rule for mu = π_old(o_t): mu r
+sequence's and the trajectory's ratio are one number: `words_for_one_token` says so of a
+weight that depends on the other tokens of its response. The rule for mu = π_old(o_t): mu r
 = π_θ(o_t) <= 1 always. A curve that reads mu stays at r = 1/mu from there on; any other
 is asked about a token of low probability (`low_probability`), whatever mu is given.
 """
@@ -18,9 +19,9 @@ import torch
 from torch import Tensor
 
 from upref import user_code as losses
-from upref.description import RATIO_SYMBOLS
+from upref.description import RATIO_SYMBOLS, RATIOS_OF_RESPONSES
 from upref.errors import InputError
-from upref.registry import Objective, get
+from upref.registry import REDUCE, Objective, get
 from upref.rollouts import Rollouts
 from upref.user_code.guard import state_restored
 from upref.weights import black_box
@@ -60,6 +61,8 @@ class Curve:
     settings: dict[str, Any] = field(default_factory=dict)  # the hyperparameters
     # a token's weight depends on the others of its batch, so each is measured alone
     batch_coupled: bool = False
+    # the weight depends on the other tokens of its response; `make_curve` finds out
+    reads_others: bool = False
     rtol_ratio: float = RTOL_RATIO  # ratios of a smaller relative distance count as one
     floor: float = 1e-6  # weights of a smaller relative distance count as one
 
@@ -378,7 +381,8 @@ def make_curve(
         what.resolve(hp)
         if why := obstacle(what):
             raise InputError(f"{what.name} has no weight of a single token: {why}.")
-        return make_curve_of_objective(what, **hp)
+        curve = make_curve_of_objective(what, **hp)
+        return replace(curve, reads_others=_couples_a_response(what, hp))
     loss = losses.read(what, None, hp)
     why = _obstacle_of_loss(loss)
     curve = make_curve_of_loss(loss, hp)
@@ -386,7 +390,23 @@ def make_curve(
         why = "it depends on the other tokens of a batch"
     if why:
         raise InputError(f"{curve.name} has no weight of a single token: {why}.")
-    return curve
+    gradient = partial(_without_kl_term, loss)
+    reads_others = black_box.reads_other_tokens(gradient, ADVANTAGES, curve.floor)
+    return replace(curve, reads_others=reads_others)
+
+
+def _couples_a_response(objective: Objective, hp: dict[str, Any]) -> bool:
+    """Tell whether the weight of a token depends on the other tokens of its response."""
+    if objective.level != "custom":
+        return objective.level in REDUCE
+
+    def weights(b: Rollouts) -> Tensor:
+        """Return the weights of a batch, [B, T]."""
+        r = (b.logp - b.logp_old).exp()
+        mu = b.logp_old.exp()
+        return objective.weight(r, b.adv, mu, b.mask, b.entropy, **hp)
+
+    return black_box.reads_other_tokens(weights, ADVANTAGES, 1e-6)
 
 
 def _obstacle_of_loss(loss: losses.Loss) -> str:
@@ -448,6 +468,31 @@ def common_ratio_symbol(curves: Sequence[Curve]) -> str:
     """
     symbols = {RATIO_SYMBOLS[curve.level] for curve in curves}
     return symbols.pop() if len(symbols) == 1 else "r"
+
+
+def words_for_one_token(curves: Sequence[Curve], ratio: str = "") -> str:
+    """Say of which curves the numbers hold for a response of one token alone.
+
+    Args:
+        curves: of a token by itself.
+        ratio: the letter under which they are shown. A curve of a level whose own letter
+            it is holds for every response, and is left out.
+
+    Returns:
+        A line without its end; "" where there is no such curve.
+    """
+    names_by_letter: dict[str, list[str]] = {}
+    for curve in curves:
+        letter = RATIO_SYMBOLS[curve.level]
+        is_of_response = letter in RATIOS_OF_RESPONSES
+        if curve.reads_others and not (is_of_response and letter == ratio):
+            letter = letter if is_of_response else "s"
+            names_by_letter.setdefault(letter, []).append(curve.name)
+    parts = [
+        f"{', '.join(names)}: of a response of one token, where {letter} = r"
+        for letter, names in names_by_letter.items()
+    ]
+    return "; ".join(parts)
 
 
 def _has_hyperparameter(what: Any, name: str) -> bool:

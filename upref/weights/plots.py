@@ -15,7 +15,12 @@ from upref.errors import InputError
 from upref.files import write_atomically
 from upref.registry import Objective
 from upref.weights.capacity import capacity
-from upref.weights.curve import Curve, common_ratio_symbol, make_curves
+from upref.weights.curve import (
+    Curve,
+    common_ratio_symbol,
+    make_curves,
+    words_for_one_token,
+)
 from upref.weights.jumps import GRID
 
 if TYPE_CHECKING:
@@ -113,11 +118,14 @@ def cap_map(
     if not isinstance(adv, int | float | np.number) or not abs(adv) < np.inf:
         raise InputError(f"adv is an advantage, a number: got {repr(adv)[:60]}.")
     sign = "A > 0" if adv > 0 else "A < 0" if adv < 0 else "A = 0"
+    curves = make_curves(objectives, hp)
     panels = [
-        Panel(c.name, c, adv, subtitle=", ".join([sign, *_settings(c)]))
-        for c in make_curves(objectives, hp)
+        Panel(c.name, c, adv, subtitle=", ".join([sign, *_settings(c)])) for c in curves
     ]
-    return cap_panels(panels, log=log)
+    figure = cap_panels(panels, log=log)
+    if measured := words_for_one_token(curves):
+        figure.supxlabel(measured, fontsize=8, wrap=True)
+    return figure
 
 
 def need_matplotlib() -> None:
@@ -270,7 +278,8 @@ def weights(
     """Draw dJ/dlp against the ratio (r of a token, s or S of a response), for A = +1 and
     A = -1, one labelled line per objective.
 
-    The weight is that of a response of one token, alone in its batch. mu is π_old(o_t),
+    The weight is that of a response of one token, alone in its batch; the figure says so
+    of a weight that depends on the other tokens of its response. mu is π_old(o_t),
     for objectives whose weight depends on it. Raises InputError for objectives whose
     weight depends on the batch, and as `cap_map`.
 
@@ -322,6 +331,8 @@ def weights(
             ]
             _label_ends(ax, ends)
         fig.axes[0].set_ylabel("gradient weight  dJ/dlp")
+        if measured := words_for_one_token(chosen, unit):
+            fig.text(0.075, 0.97, measured, fontsize=8, va="center", wrap=True)
     return fig
 
 
