@@ -134,3 +134,14 @@ def test_a_tokenizer_without_the_token_is_one_sentence():
 
     with pytest.raises(InputError, match="token 1"):
         heaviest_tokens(batch(), weights(batch(), ["dapo"])["dapo"], tokenizer=Other())
+
+
+@pytest.mark.parametrize("agg", ["token-mean", "group-token-mean"])
+def test_a_correction_has_the_aggregation_of_the_run(agg):
+    """Beside a run of another aggregation, its row showed two differences as one."""
+    ran = upref.get("up_dapo").aggregated(agg)
+    recorded = batch(sampler=COLUMNS["old"])
+    table = replay([recorded], ran, only=["objectives"]).table
+    for name in ("tis(up_dapo)", "icepop(up_dapo)", "mis(up_dapo)"):
+        gradient = table[name].gradient
+        assert torch.allclose(gradient, table["up_dapo"].gradient, atol=1e-12)

@@ -98,7 +98,7 @@ class ObjectiveWeights(Checked):
 
 def weights(
     batch: RecordedBatch,
-    names: Sequence[str],
+    names: Sequence[str | Objective],
     *,
     ran: str | Objective = "",
     agg: str = "",
@@ -109,7 +109,8 @@ def weights(
     Args:
         batch: with the columns adv and old; `now` gives ratios other than 1, `sampler`
             the corrections.
-        names: objectives, for example ["dapo", "up_dapo", "tis(dapo)"].
+        names: objectives, for example ["dapo", "up_dapo", "tis(dapo)"]. One that is
+            given by its name is that of frameworks, as `loss` compares it.
         ran: the objective that ran, with which the others are compared. By its name it
             is that of frameworks, as `loss` compares it.
         agg: one aggregation for all, in place of each objective's own.
@@ -127,8 +128,9 @@ def weights(
     objective_ran = [objective_as_run(ran, {})] if ran else []
     objectives = objective_ran + [
         o
-        for name in names
-        if (o := objective_as_run(name, {})).name not in {f.name for f in objective_ran}
+        for given in names
+        if (o := objective_as_run(given, {})).name
+        not in {f.name for f in objective_ran}
     ]
     reference: Tensor | None = None
     rows: list[ObjectiveRow] = []

@@ -234,14 +234,16 @@ def _make_table(
     """
     if "objectives" not in chosen or not _has_advantage(batch):
         return None, ()
-    names = list(others)
+    names: list[str | Objective] = list(others)
     if not names:
         base = o if o is not None and o.sampler is None else None
         names = list(OTHERS)
+        derived = []
         if base is not None and base.name != "dapo" and not base.is_up:
-            names.append(f"up({base.name})")
+            derived.append("up")
         if batch.sampler is not None and not batch.sampler.isnan().any():
-            names += [f"{c}({base.name if base else 'dapo'})" for c in CORRECTIONS]
+            derived += CORRECTIONS
+        names += [_derived(transform, base) for transform in derived]
     try:
         table = weights(batch, names, ran=o or "", **hp)
     except InputError:
@@ -250,3 +252,13 @@ def _make_table(
         return table, ()
     heaviest = heaviest_tokens(batch, table.rows[0], tokenizer=tokenizer)
     return table, tuple(heaviest)
+
+
+def _derived(transform: str, base: Objective | None) -> str | Objective:
+    """Return what a transform makes of the objective that ran, with the aggregation of
+    the run; of DAPO where that is not known.
+    """
+    if base is None:
+        return f"{transform}(dapo)"
+    derived = registry.get(f"{transform}({base.name})")
+    return derived if derived.agg == base.agg else derived.aggregated(base.agg)
