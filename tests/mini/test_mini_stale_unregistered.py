@@ -384,3 +384,23 @@ def test_how_each_effect_stands_is_what_the_report_says():
 def test_the_answer_stays_short():
     words = re.sub(r"!\[.*|\]\([^)]*\)|[|*]", " ", answer.text()).split()
     assert sum(bool(re.search("[A-Za-z]", w)) for w in words) <= 130
+
+
+def test_a_page_says_where_a_command_is_that_it_names():
+    """A reader typed the command of a page whose program had been deleted."""
+    said = (ROOT / "docs/findings.md").read_text(encoding="utf-8")
+    gone = set()
+    for page in (ROOT / "repro/mini").rglob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        for module, commit in re.findall(
+            r"python -m (repro[\w.]*)[^`]*`( of commit \w+)?", text
+        ):
+            path = ROOT / module.replace(".", "/")
+            is_here = (
+                path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+            )
+            if not is_here and not commit:
+                gone.add(module.split(".")[2])
+    assert gone == {"round2", "stale", "controls", "study"}
+    for folder in gone - {"study"}:
+        assert f"repro.mini.{folder}" in said
