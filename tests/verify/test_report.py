@@ -12,9 +12,10 @@ import torch
 
 import upref
 from tests.support.daily import daily
-from upref.identification.identification import Identification
+from upref.identification.identification import Identification, Match
 from upref.result import name_first
 from upref.step.identify import StepIdentification
+from upref.verify.advantages.oracles import ORACLES as OF_RESPONSES
 from upref.verify.check import every
 from upref.verify.faults import known
 from upref.verify.finding import Cause, Example, Number
@@ -351,3 +352,26 @@ def test_the_verdict_says_that_the_loss_has_no_such_argument():
 
     report = upref.check(loss, "ppo_clip", skip=[o.name for o in every()], eps=0.1)
     assert report.unbound == {"eps": 0.1}
+
+
+def test_other_objectives_are_the_same_given_the_same_advantages():
+    def match(name, own):
+        return Match(name, {}, "token-mean", own, True, distance=0.0, mean=0.0)
+
+    matches = [match("ppo_clip", True), match("grpo", True), match("dr_grpo", False)]
+    said = Identification("f", "match", matches, "", {}, "", [], [], False, 0.1).text()
+    assert "the same     grpo, given the same advantages" in said
+    assert "same weight  dr_grpo, given the same advantages" in said
+
+
+def test_a_cut_batch_of_rewards_says_that_it_is_cut():
+    def of_four_rows(rewards, group):
+        return torch.cat([part - part.mean() for part in rewards.split(4)])
+
+    names = [o.name for o in OF_RESPONSES if o.name != "uneven-groups"]
+    report = upref.check_advantages(of_four_rows, "group_mean", skip=names)
+    size = len(
+        re.findall(r"group = torch.tensor\(\[(.*)\]\)", report.text())[0].split(",")
+    )
+    assert size < 12
+    assert f"of the {size} below, which show it alone" in report.failures[0].about

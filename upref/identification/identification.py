@@ -15,6 +15,7 @@ from upref.verify.report import describe_assumptions, describe_basis, row, short
 
 MOST_SHOWN = 8  # of a longer list
 OF_RESPONSE = "of the response: the weight of a token depends on its other tokens"
+OF_ONE_A = "given the same advantages"
 
 
 @dataclass(frozen=True)
@@ -173,11 +174,11 @@ class Identification(Result):
             if self.proved:
                 rows["proved"] = self.proved
             if self.also:
-                rows["the same"] = name_first(self.also, MOST_SHOWN)
+                rows["the same"] = f"{name_first(self.also, MOST_SHOWN)}, {OF_ONE_A}"
             if self.elsewhere:
-                rows["weights of"] = (
-                    name_first(self.elsewhere, MOST_SHOWN)
-                    + ", aggregated otherwise in their papers"
+                rows["same weight"] = (
+                    f"{name_first(self.elsewhere, MOST_SHOWN)}, {OF_ONE_A}; "
+                    "their papers aggregate in another way"
                 )
             lines += [row(key, text) for key, text in rows.items()]
         lines += describe_basis(self.read_as, self.not_checked)

@@ -221,7 +221,7 @@ def _match_of(subject: Subject, pitfall: Pitfall) -> Match:
         objective.name,
         shown,
         subject.aggregation or aggregation_words(pitfall.case.agg),
-        subject.has_aggregation_of(objective),
+        subject.has_aggregation_of(objective, pitfall.case.agg),
         same_kl,
         distance=0.0,
         mean=0.0,

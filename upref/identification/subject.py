@@ -91,14 +91,15 @@ class Subject:
             return f"{BY_LENGTH}, L = {self.length:.7g}"
         return aggregation_words(self.box.agg)
 
-    def has_aggregation_of(self, objective: Objective) -> bool:
+    def has_aggregation_of(self, objective: Objective, agg: str = "") -> bool:
         """Tell whether its aggregation is the objective's. A loss that takes no group ids
         gets a batch of one group, where both token means are equal.
 
         Args:
             objective: the objective.
+            agg: the aggregation where none was recognized on policy.
         """
-        aggregations = {declared_aggregation(objective), self.box.agg}
+        aggregations = {declared_aggregation(objective), self.box.agg or agg}
         return len(aggregations) == 1 or (
             "group" not in self.loss.reads
             and aggregations == {"token-mean", "group-token-mean"}

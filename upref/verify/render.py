@@ -12,7 +12,7 @@ from upref.verify.finding import Example, Interval, Number, TokenPlace
 SIGNS = {1.0: "A > 0", -1.0: "A < 0", 0.0: "A = 0"}
 DECIDED_BY = {
     "ρ": "at some tokens (ρ = π_old/μ may tell which)",
-    "others": "at some tokens (each one that was tried alone, in a batch of one token, is right)",
+    "others": "at some tokens beside others (each one that was tried as the only token of a batch is right)",
     "scattered": "at some tokens; tokens of lower or higher ratio are right",
 }
 DIGITS = (6, 9, 12, 17)  # of two numbers: as few as tell them apart

@@ -164,7 +164,11 @@ class AdvantageCase:
             return  # it draws random numbers, which `determinism` reports
         numbers = number_pair("A", self.expected(small)[row], self.function(small)[row])
         peers = small.group.count(small.group[row])
-        text = f"{regime}: response {row}, one of {peers} to its prompt, of {len(small.R)} in the batch"
+        size = len(small.R)
+        shown = f"of {size} in the batch"
+        if size < len(batch.R):
+            shown = f"of the {size} below, which show it alone"
+        text = f"{regime}: response {row}, one of {peers} to its prompt, {shown}"
         if not why:
             usual = [self.batch(EVEN_GROUPS), self.batch(UNEVEN_GROUPS)]
             if len(batch.R) <= ROWS_AT_ONCE:

@@ -1749,8 +1749,10 @@ def _misread_bound_faults(form: ClippedForm) -> Iterator[LossFault]:
         of_token = " of each token: the ratio of the token replaces the response's"
     else:
         of_token = ""
+    is_one = "eps" in form.objective.hyperparameters
+    bounds = "[-eps, eps]" if is_one else "[-eps_low, eps_high]"
     yield fault(
-        f"the bounds are on log {form.objective.ratio_symbol}: [-eps_low, eps_high]{of_token}",
+        f"the bounds are on log {form.objective.ratio_symbol}: {bounds}{of_token}",
         kind="clip",
         id="bounds-on-log-ratio",
         J=form.term(

@@ -390,7 +390,7 @@ def _effect_of(case: LossCase, key: str) -> list[Finding]:
             f"{key} from {_number_or_absent(value)} to {new_value:g}",
             f"the gradient of {name} at {key} = {new_value:g}",
             "a different gradient",
-            cause=f"{key} has another effect than in {name}",
+            cause=f"{key} has an effect, but another one than in {name}",
             subject=key,
         )
     ]

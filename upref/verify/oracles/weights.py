@@ -561,7 +561,9 @@ def _random(case: LossCase) -> list[Finding]:
             ratios = {case.objective.ratio_symbol: ratio} | sampler_ratio(
                 case, batch, (i, t)
             )
-            place = TokenPlace(sign, numbers=ratios, remark=f"in random batch {n}")
+            place = TokenPlace(
+                sign, numbers=ratios, remark=f"first seen in random batch {n}"
+            )
             expected, found = numbers(case, batch, i, t)
             remark = _words_for_weight_alone(case, batch, i, t)
             found_number = Number(found, "weight", remark)
