@@ -455,6 +455,13 @@ def test_the_command(capsys):
         recipe("dapo", "areal", c=3.5)
 
 
+def test_how_trl_counts_tokens_differs_from_the_paper_in_its_own_loss_and_the_plug_in():
+    for name in ("dapo", "cispo", "up_dapo"):
+        found = recipe(name, "trl")
+        assert any("over the generation batch" in line for line in found.differs)
+        assert not any("over the generation batch" in line for line in found.notes)
+
+
 def test_a_framework_that_gives_an_objective_by_the_plug_in_is_named():
     with pytest.raises(InputError, match="up_grpo: verl with upref's plug-in"):
         recipe("up_grpo", "openrlhf")

@@ -320,3 +320,18 @@ def test_a_region_leaves_its_bounds_out_and_the_columns_align():
     named = [line for line in lines if line.startswith(("      ppo ", "      a_"))]
     assert len(named) == 2
     assert named[0].index(found.first.a) == named[1].index(found.first.b)
+
+
+def test_the_token_that_is_shown_has_another_weight_where_that_is_named_first():
+    """Two divisors differ on every token, and the clip on few."""
+    found = upref.diff(upref.get("grpo").aggregated("token-mean"), upref.get("dapo"))
+    assert found.first.name == "weight of a token" and "divisor" in found.failures[-1]
+    A, r = found.example.A, found.example.r
+    assert 1.2 < r < 1.28 if A > 0 else r > 1, found.example
+
+
+def test_an_end_at_which_neither_weight_jumps_is_no_bound():
+    soft = upref.diff("is_pg", "sapo")
+    assert "(near " in soft.first.where and "neither jumps" in soft.first.where
+    clipped = upref.diff("is_pg", "dapo")
+    assert "neither jumps" not in clipped.first.where

@@ -199,7 +199,8 @@ def compare_losses(a: Any, b: Any) -> Difference:
         names = _names(losses)
         tol = max(box.tol for box in boxes)
         quantities = tuple(_quantities(boxes, tol))
-        example = _first_token(boxes, tol)
+        first = next((q.name for q in quantities if q.differs), "")
+        example = _first_token(boxes, tol, by_weight=first == "weight of a token")
     reads_sampler = any("logp_sampler" in loss.reads for loss in losses)
     is_framework = any(loss.framework for loss in losses)
     compared = (
@@ -308,11 +309,17 @@ def _token_weight(boxes: Sequence[BlackBox], tol: float) -> Quantity:
     if not regions:
         bounds = [_bound_words(box) for box in boxes]
         return Quantity("weight of a token", False, *bounds)
-    where = dict.fromkeys(
-        f"A {'>' if A > 0 else '<'} 0, {interval}"
+    intervals = [
+        ("A > 0" if A > 0 else "A < 0", interval)
         for A, _, r, _, _, wrong in regions
         for interval in _intervals(boxes, r, wrong)
-    )
+    ]
+    places = dict.fromkeys(f"{sign}, {interval}" for sign, interval in intervals)
+    where = "; ".join(places)
+    met = sorted(end for _, interval in intervals for end in interval.met)
+    if met:
+        named = ", ".join(dict.fromkeys(f"{end:.4g}" for end in met))
+        where += f" (near {named} neither jumps: there the two meet)"
     A, mu, r, x, y, wrong = regions[0]
     jumps = [jump.r for box in boxes for jump, _ in box.jumps]
     far = np.array([all(abs(ratio / j - 1) > BESIDE for j in jumps) for ratio in r])
@@ -322,7 +329,7 @@ def _token_weight(boxes: Sequence[BlackBox], tol: float) -> Quantity:
         f"{w[shown]:.6g} {at}; {_bound_words(box)}"
         for w, box in zip((x, y), boxes, strict=True)
     )
-    return Quantity("weight of a token", True, a, b, "; ".join(where))
+    return Quantity("weight of a token", True, a, b, where)
 
 
 def _clearest(r: np.ndarray, x: np.ndarray, y: np.ndarray, wrong: np.ndarray) -> int:
@@ -551,18 +558,36 @@ def _bound_words(box: BlackBox) -> str:
     return f"jumps at {'; '.join(parts)}"
 
 
+@dataclass(frozen=True)
+class Interval:
+    """Ratios at which two weights differ.
+
+    Attributes:
+        low, high: the ends; None: there is none.
+        met: those ends at which no weight jumps, so that the two meet there.
+    """
+
+    low: float | None
+    high: float | None
+    met: tuple[float, ...]
+
+    def __str__(self) -> str:
+        return interval_words(self.low, self.high, below="<")
+
+
 def _intervals(
     boxes: Sequence[BlackBox], r: np.ndarray, wrong: np.ndarray
-) -> Iterator[str]:
-    """Yield the intervals of ratios on which the weights differ, in words. Their ends
-    are jumps of a loss where there is one.
+) -> Iterator[Interval]:
+    """Yield the intervals of ratios on which the weights differ. Their ends are jumps of
+    a loss where there is one.
     """
     jumps = np.array(sorted(jump.r for box in boxes for jump, _ in box.jumps))
     edges = np.flatnonzero(np.diff(np.r_[False, wrong, False].astype(int)))
     for start, stop in zip(edges[::2], edges[1::2], strict=True):
         low = None if start == 0 else _end(jumps, r[start - 1], r[start])
         high = None if stop == len(r) else _end(jumps, r[stop - 1], r[stop])
-        yield interval_words(low, high, below="<")
+        ends = [end for end in (low, high) if end is not None]
+        yield Interval(low, high, tuple(end for end in ends if end not in jumps))
 
 
 def _end(jumps: np.ndarray, below: float, above: float) -> float:
@@ -595,19 +620,55 @@ def _random_batches(boxes: Sequence[BlackBox], n: int) -> list[Rollouts]:
     return random_batches(0, n, not all(box.accepts(varied) for box in boxes))
 
 
-def _first_token(boxes: Sequence[BlackBox], tol: float) -> Example | None:
-    """Return the first token of the first batch whose gradients differ."""
+def _first_token(
+    boxes: Sequence[BlackBox], tol: float, by_weight: bool
+) -> Example | None:
+    """Return the first token of the first batch whose gradients differ.
+
+    Args:
+        boxes: the losses.
+        tol: the relative error that is allowed.
+        by_weight: a token is preferred whose weights differ by itself: another one
+            shows what differs later alone, such as the divisor.
+    """
+    first = None
     for name, batch in _batches(boxes):
         gradients = [box.case.gradient(box.case.ready(batch)) for box in boxes]
-        x, y = gradients
-        size = torch.maximum(x.abs(), y.abs())
-        differs = (x - y).abs() > 10 * tol * size.clamp(min=1e-3 * float(size.max()))
-        differs &= batch.mask
-        if differs.any():
-            i, t = differs.nonzero()[0].tolist()
-            A = batch.adv[i, t if batch.adv.shape[1] > 1 else 0]
-            r = (batch.logp - batch.logp_old)[i, t].exp()
-            return Example(
-                name, i, t, float(A), float(r), float(x[i, t]), float(y[i, t])
-            )
-    return None
+        differs = _differ(*gradients, tol) & batch.mask
+        weights_differ = differs
+        if by_weight:
+            weights = [_weights_alone(box, box.case.ready(batch)) for box in boxes]
+            weights_differ = differs & _differ(*weights, tol)
+        if weights_differ.any():
+            return _example(name, batch, gradients, weights_differ)
+        if differs.any() and first is None:
+            first = _example(name, batch, gradients, differs)
+    return first
+
+
+def _differ(x: torch.Tensor, y: torch.Tensor, tol: float) -> torch.Tensor:
+    """Return where two gradients differ, relative to the larger one."""
+    size = torch.maximum(x.abs(), y.abs())
+    return (x - y).abs() > 10 * tol * size.clamp(min=1e-3 * float(size.max()))
+
+
+def _weights_alone(box: BlackBox, batch: Rollouts) -> torch.Tensor:
+    """Return the weight of each token by itself, [B, T]; 0 on masked slots."""
+    mask = batch.mask
+    r = (batch.logp - batch.logp_old)[mask].exp().numpy()
+    adv = batch.adv.expand_as(batch.logp)[mask].numpy()
+    alone = box.curve()(r, adv, batch.logp_old[mask].exp().numpy())
+    weights = torch.zeros(mask.shape, dtype=torch.float64)
+    weights[mask] = torch.from_numpy(alone)
+    return weights
+
+
+def _example(
+    name: str, batch: Rollouts, gradients: Sequence[torch.Tensor], chosen: torch.Tensor
+) -> Example:
+    """Return the first of the chosen tokens of a batch."""
+    i, t = chosen.nonzero()[0].tolist()
+    A = batch.adv[i, t if batch.adv.shape[1] > 1 else 0]
+    r = (batch.logp - batch.logp_old)[i, t].exp()
+    x, y = gradients
+    return Example(name, i, t, float(A), float(r), float(x[i, t]), float(y[i, t]))

@@ -152,6 +152,8 @@ def recipe(objective: str, name: str, **hp: float) -> Recipe:
             ),
         )
         r = _recipe_of_comparison(o, best, f, how, entries)
+        known = how.get("differs", {}).get(o.name)
+        r = replace(r, differs=[*r.differs, *([known] if known else [])])
     else:
         _refuse_without_recipe(o, f, hp)
         r = _recipe_of_plug_in(o, f)
