@@ -90,6 +90,13 @@ class Operation:
     """
 
     def __init__(self, trace: Any, func: Any, args: Any, kwargs: Any) -> None:
+        """Give each argument its name; those that are not given have their defaults.
+
+        Args:
+            trace: the state of the call of the user's function.
+            func: the operator, an overload such as torch.ops.aten.sum.dim_IntList.
+            args, kwargs: the arguments of the call.
+        """
         self.trace = trace
         self.values: Values = trace.values
         self.func = func
@@ -856,6 +863,7 @@ def _var(o: Operation) -> Tensor:
         correction = int(o["unbiased"])
 
     def of(row: list[int]) -> int:
+        """Return the formula of the variance of one row of formulas, or of its root."""
         mean = v.scale(add_all(v, row), Fraction(1, len(row)))
         gaps = [v.subtract(x, mean) for x in row]
         total = add_all(v, [v.multiply(x, x) for x in gaps])

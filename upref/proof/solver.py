@@ -212,6 +212,11 @@ class Text:
     """Writes one question as SMT-LIB."""
 
     def __init__(self, values: Values) -> None:
+        """Begin an empty text.
+
+        Args:
+            values: the formulas that questions name by their ids.
+        """
         self.values = values
         self.lines: list[str] = []
         self.facts: list[str] = []

@@ -511,6 +511,7 @@ def _answer_in_front(
 
     @wraps(method)
     def answer(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call `read` where the tensor varies, else torch's own method."""
         if trace.is_busy:
             return method(x, *args, **kwargs)
         with trace.busy():
@@ -550,6 +551,7 @@ class Slices(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Call a function of torch; note an index, a read size and an error of the user's."""
         trace = self.trace
         is_index = func in (Tensor.__getitem__, Tensor.__setitem__)
         if is_index and not trace.is_busy:

@@ -215,8 +215,12 @@ def made(
         ]
         keep &= sum((x - g).abs() / scale for x in there) < 1e-3
     d = SINGLE * torch.maximum(lp.abs(), old.abs()).clamp(min=1)
-    moved = lambda: [gradient(old + s * d) for s in (-1, 1)] + [gradient(old, lp - d)]
-    jump = lambda: sum(((x - g).abs() / scale for x in moved()), torch.zeros_like(g))
+
+    def jump() -> Tensor:
+        """Return by how much the gradient moves where a log-probability is rounded."""
+        moved = [gradient(old - d), gradient(old + d), gradient(old, lp - d)]
+        return sum(((x - g).abs() / scale for x in moved), torch.zeros_like(g))
+
     return Batch(t, one, g, torch.where(keep, scale, 0), far, jump)
 
 

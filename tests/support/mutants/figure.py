@@ -81,15 +81,24 @@ def survivors() -> list[dict[str, str]]:
     ]
 
 
+def of_truth(rows: list[dict[str, Any]], truth: str) -> list[dict[str, Any]]:
+    """Return the rows of this truth, such as "equal"."""
+    return [row for row in rows if row["truth"] == truth]
+
+
+def count(rows: list[dict[str, Any]], accepted: bool) -> int:
+    """Count the rows that the quick check accepts, or those that it rejects."""
+    return sum(row.get("quick") is accepted for row in rows)
+
+
 def page(plan: run.Draw, rows: list[dict[str, Any]], name: str = "figure.md") -> str:
     ending = "`--write`" if name == "figure.md" else f"`--write --page {name}`"
     new = [r for r in rows if r.get("operator") == "rewriting"]
     old = [r for r in rows if r.get("operator") != "rewriting"]
-    of = lambda rs, truth: [r for r in rs if r["truth"] == truth]
-    n = lambda rs, accepted: sum(r.get("quick") is accepted for r in rs)
     habits = [r for r in rows if habit(r)]
-    differ, equal = [r for r in of(old, "differs") if r not in habits], of(old, "equal")
-    same = of(new, "equal")
+    differ = [r for r in of_truth(old, "differs") if r not in habits]
+    equal = of_truth(old, "equal")
+    same = of_truth(new, "equal")
     whole = [r for r in rows if "accepted" in r]
     agree = sum(r["accepted"] == r["quick"] for r in whole)
     no = [r for r in whole if not r["accepted"]]
@@ -99,7 +108,7 @@ def page(plan: run.Draw, rows: list[dict[str, Any]], name: str = "figure.md") ->
     spent = sorted(r["seconds"] for r in whole) or [0.0]
     kinds = collections.Counter(r["operator"] for r in differ)
     slips = [
-        [k, f"{n([r for r in differ if r['operator'] == k], False)} of {c}"]
+        [k, f"{count([r for r in differ if r['operator'] == k], False)} of {c}"]
         for k, c in sorted(kinds.items())
     ]
     ran = {r["objective"] for r in old if r["truth"] not in ("stillborn", "unsearched")}
@@ -124,19 +133,19 @@ def page(plan: run.Draw, rows: list[dict[str, Any]], name: str = "figure.md") ->
     counted = [
         [
             "mutants that differ, rejected",
-            f"{n(differ, False)} of {len(differ)}",
+            f"{count(differ, False)} of {len(differ)}",
         ],
         [
             f"mutants that differ by a habit that the table notes alone ({HABIT}), accepted",
-            f"{n(habits, True)} of {len(habits)}",
+            f"{count(habits, True)} of {len(habits)}",
         ],
         [
             "mutants that do not, accepted",
-            f"{n(equal, True)} of {len(equal)}",
+            f"{count(equal, True)} of {len(equal)}",
         ],
         [
             "rewritings, accepted",
-            f"{n(same, True)} of {len(same)}",
+            f"{count(same, True)} of {len(same)}",
         ],
         [
             "rejections with the whole report (every tenth mutant) that print more than that no known cause fits",
@@ -148,11 +157,11 @@ def page(plan: run.Draw, rows: list[dict[str, Any]], name: str = "figure.md") ->
         ],
         [
             "identify, of rewritings: the objective is named, or one of the same gradient",
-            f"{sum(r['right'] for r in of(who, 'equal'))} of {len(of(who, 'equal'))}",
+            f"{sum(r['right'] for r in of_truth(who, 'equal'))} of {len(of_truth(who, 'equal'))}",
         ],
         [
             "identify, of mutants that differ: not the objective's name, and a name that is given holds in check",
-            f"{sum(r['right'] for r in of(who, 'differs'))} of {len(of(who, 'differs'))}",
+            f"{sum(r['right'] for r in of_truth(who, 'differs'))} of {len(of_truth(who, 'differs'))}",
         ],
         [
             "verdict up to the first failure the same as the whole report's",
@@ -177,10 +186,10 @@ def page(plan: run.Draw, rows: list[dict[str, Any]], name: str = "figure.md") ->
         "The objectives are those of the library that judged most.",
         f"{len(rows):,} losses have an answer" + ("; the same command goes on." if len(rows) < plan.mutants + plan.rewritings else "."),
         "",
-        f"Not judged: {len(of(old, 'stillborn'))} mutants that run on no batch, {len(of(rows, 'unclear'))} between the two",
-        f"tolerances (2e-6 and 2e-5), {len(of(old, 'unsearched'))} that {run.FIRST} small batches do not tell apart and that were",
+        f"Not judged: {len(of_truth(old, 'stillborn'))} mutants that run on no batch, {len(of_truth(rows, 'unclear'))} between the two",
+        f"tolerances (2e-6 and 2e-5), {len(of_truth(old, 'unsearched'))} that {run.FIRST} small batches do not tell apart and that were",
         f"not drawn for the whole search. {searched}{unwritten}",
-        f"{len(of(new, 'differs')) + len(of(new, 'stillborn'))} rewritings were dropped because they do not keep the meaning.",
+        f"{len(of_truth(new, 'differs')) + len(of_truth(new, 'stillborn'))} rewritings were dropped because they do not keep the meaning.",
         f"Of those accepted or not, {sum('compiled' in r['what'] for r in same)} run under torch.compile: {sum('inductor' in r['what'] for r in same)} by inductor, which takes half a minute of CPU for one, the others by aot_eager.",
         "The other words that are printed, as that every weight is twice what it should be, say what the numbers are, of the batch shown.",
         "",

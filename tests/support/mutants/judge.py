@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 import upref
 from upref.errors import InputError
@@ -132,12 +133,16 @@ def _holds(fault, case, c: Config, held_against: list[Batch]) -> str:
             logp=x["log_prob"], logp_old=x["old_log_prob"], adv=x["advantages"], mask=x["mask"], group=x["group"],
             logp_ref=x["ref_log_prob"], entropy=x["entropy"]))  # fmt: skip
         f = case.factors(rollouts)
-        near = lambda s, r=rollouts: fault.change.weights(
-            c.o, case.hp, replace(r, logp_old=r.logp_old + s)
-        )
+
+        def near(step: float, rollouts: upref.Rollouts) -> Tensor:
+            """Return the faulty reference's weights where log π_old is moved."""
+            moved = replace(rollouts, logp_old=rollouts.logp_old + step)
+            return fault.change.weights(c.o, case.hp, moved)
+
         try:
-            found, want = case.gradient(rollouts) / f, near(0.0)
-            edge = (near(1e-7) - want).abs() + (near(-1e-7) - want).abs()
+            found, want = case.gradient(rollouts) / f, near(0.0, rollouts)
+            above, below = near(1e-7, rollouts), near(-1e-7, rollouts)
+            edge = (above - want).abs() + (below - want).abs()
         except (InputError, RuntimeError, TypeError):
             return "no"
         A = x["advantages"].abs()

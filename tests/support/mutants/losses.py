@@ -17,7 +17,7 @@ from torch import Tensor
 import upref
 
 from . import batches, judge, search
-from .operators import sample
+from .operators import Mutant, sample
 from .store import Store, digest, library, searcher
 from .styles import STYLES, Config, arguments, compiled, configs, fits, write
 
@@ -55,7 +55,12 @@ def every_config() -> list[Config]:
 def of(c: Config, style: str, n: int, seed: int) -> list[Subject]:
     rng = np.random.default_rng([seed, *map(ord, f"{c}{style}")])
     # bounds that rounding moves at will
-    allowed = lambda m: not (m.single and (c.o.reads_mu or c.o.batch_coupled))
+    rounding_decides = c.o.reads_mu or c.o.batch_coupled
+
+    def allowed(m: Mutant) -> bool:
+        """Return whether rounding does not decide what the mutant computes."""
+        return not (m.single and rounding_decides)
+
     picked = sample(write(c, style), n, rng, allowed)
     return [Subject(c, style, m.kind, m.what, m.text, m.single) for m in picked]
 
@@ -175,11 +180,14 @@ def judged(
         if known_verdict is None:
             return None
         return with_habit(out | verdicts.known[known_verdict], s, seed, few)
-    # what was misjudged, or had a false cause, is judged again
-    stale = lambda row: (
-        bool(wrong(out | row) or row.get("true") == "no")
-        and row["library"] != library()
-    )
+
+    def stale(row: dict[str, Any]) -> bool:
+        """Return whether an older library misjudged this, or gave a false cause: then it
+        is judged again.
+        """
+        is_bad = bool(wrong(out | row) or row.get("true") == "no")
+        return is_bad and row["library"] != library()
+
     return with_habit(out | verdicts.get(key, find_verdict, stale), s, seed, few)
 
 

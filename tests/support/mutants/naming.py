@@ -58,17 +58,22 @@ def named(loss: Callable, c: Config, kind: str) -> Named:
     return Named(not here and (not claimed or _holds(loss, claimed[0])), said, seconds)
 
 
+def _same(x: float | None, y: float | None) -> bool:
+    """Return whether two hyperparameters are equal to six digits, or both None."""
+    if x is None or y is None:
+        return x is y
+    return x == y or abs(x - y) <= 1e-6 * max(1.0, abs(y))
+
+
 def _is(m: Match, c: Config) -> bool:
     """The objective at its hyperparameters; those without effect are not among the
     match's.
     """
     want = c.all_hp
-    same = lambda x, y: (
-        x == y
-        or (x is not None and y is not None and abs(x - y) <= 1e-6 * max(1.0, abs(y)))
-    )
     return m.name == c.o.name and all(
-        same(v, want.get(k)) for k, v in m.hp.items() if k != "beta" or v or want.get(k)
+        _same(v, want.get(k))
+        for k, v in m.hp.items()
+        if k != "beta" or v or want.get(k)
     )
 
 

@@ -94,6 +94,11 @@ def arguments(c: Config, style: str) -> list[str]:
     ]
 
 
+def _local(line: str) -> str:
+    """Return a line of code in which `entropy` is called H, and `mask` m."""
+    return re.sub(r"\bentropy\b", "H", re.sub(r"\bmask\b", "m", line))
+
+
 def write(c: Config, style: str) -> str:
     """The source of a module with the function `loss`."""
     of = "weights" if style == "weights" else "fn"
@@ -107,8 +112,8 @@ def write(c: Config, style: str) -> str:
             for s in lines
         ]
     if style == "loop" and c.o.level == "custom":
-        local = lambda s: re.sub(r"\bentropy\b", "H", re.sub(r"\bmask\b", "m", s))
-        lines, J = [local(s) for s in lines], local(J)
+        lines = [_local(line) for line in lines]
+        J = _local(J)
     beta = c.all_hp.get("beta")
     rowwise, packed = style == "loop", style == "packed"
     inner = _inputs(c, style)

@@ -31,6 +31,7 @@ class Table(ABC):
     """
 
     def __init__(self) -> None:
+        """Begin a table that has 0, 1, both infinities and NaN."""
         self.nodes: list[Node] = []
         self.atoms: list[Atom] = []
         self._node_ids: dict[Node, int] = {}
