@@ -216,7 +216,7 @@ def verdict(make: Callable[[], Any]) -> Any:
 
 
 def drawn(name: str, one_in: int) -> bool:
-    """Whether this subject is in the sample."""
+    """Return whether this subject is in the sample."""
     return zlib.crc32(name.encode()) % one_in == 0
 
 

@@ -105,7 +105,7 @@ def column_of(e: Entry) -> str:
 
 
 def shows(row: dict[str, Any], column: str) -> bool:
-    """Whether a row of an audit tests what a column is of."""
+    """Return whether a row of an audit tests what a column is of."""
     kind = row["kind"]
     if column == "KL":
         is_loss = kind == "loss" and "beta=" in row["promise"]

@@ -59,7 +59,7 @@ def machine() -> str:
 
 
 def tests() -> str:
-    """How many tests passed, and which did not."""
+    """Return how many tests passed, and which did not."""
     every = rows("tests")
     bad = [row["test"] for row in every if row["outcome"] not in ("passed", "skipped")]
     passed = sum(row["outcome"] == "passed" for row in every)

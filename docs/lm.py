@@ -72,8 +72,8 @@ def recorded() -> str:
 
 
 def tokens_read() -> str:
-    """How many tokens an update reads, with each prompt once and with each prompt again
-    for each of its answers.
+    """Return how many tokens an update reads, with each prompt once and with each
+    prompt again for each of its answers.
     """
     s = settings()
     task = tasks.get(s.task)
@@ -124,7 +124,7 @@ def tokens() -> dict[str, torch.Tensor]:
 
 
 def count() -> str:
-    """How many tokens and steps the picture has."""
+    """Return how many tokens and steps the picture has."""
     number = len(list((RUN / FOLDER).glob("*.npz")))
     return (
         f"These are {gallery.POINTS:,} of the {len(tokens()['mask']):,} tokens of {number} "

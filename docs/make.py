@@ -188,7 +188,9 @@ def _verdicts() -> tuple[str, list[list[str]]]:
 
 
 def tally() -> str:
-    """How many experiments and runs there are, and how many claims have each verdict."""
+    """Return how many experiments and runs there are, and how many claims have each
+    verdict.
+    """
     text, rows = _verdicts()
     counts = {
         verdict: sum(row[2].startswith(f"**{verdict}**") for row in rows)

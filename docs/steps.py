@@ -63,7 +63,7 @@ def table(trainer: str) -> str:
 
 
 def _verdict(trainer: str, step: dict) -> str:
-    """Whether a step agrees; if not, why, with the status of the note on it."""
+    """Return whether a step agrees; if not, why, with the status of the note on it."""
     cause = step["cause"]
     if step["error"] is None:
         return f"does not run: {cause.split(': ', 2)[-1][:90]}"
@@ -284,7 +284,7 @@ def rounding() -> str:
 
 
 def bugs() -> str:
-    """How many of the recorded bugs the suite kills, and those that survive."""
+    """Return how many of the recorded bugs the suite kills, and those that survive."""
     text = (ADAPTERS / "known_bugs.toml").read_text(encoding="utf-8")
     every = tomllib.loads(text)["bug"]
     alive = [bug for bug in every if bug.get("survives")]

@@ -69,7 +69,7 @@ def thirteen_trainers() -> str:
 
 
 def thirteen_counts() -> str:
-    """How many verdicts there are, in a sentence."""
+    """Return how many verdicts there are, in a sentence."""
     each = [(c, x) for c in cases() for x in c["verdicts"]]
     agree = sum(bool(x.get("agrees")) for _, x in each)
     refused = sum("refused" in x for _, x in each)

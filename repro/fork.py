@@ -43,8 +43,12 @@ def executable() -> list[str]:
 
 
 def start(path: str, early: Iterable[str], late: Iterable[str] = ()) -> None:
-    """The forking process of that socket. early, late: modules, imported at once, and
-    when the first one asks.
+    """Start the process that forks.
+
+    Args:
+        path: of the Unix socket on which it listens.
+        early: modules that it imports at once.
+        late: modules that it imports when the first fork is asked for.
     """
     env = {
         k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")

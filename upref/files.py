@@ -104,8 +104,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds its lock, in a container or on a machine with the same
-    file system too; where the system cannot tell, yes.
+    """Return whether a process holds its lock, in a container or on a machine with the
+    same file system too; where the system cannot tell, yes.
 
     Args:
         path: of the file or folder.

@@ -138,8 +138,8 @@ class Rollouts:
             )
 
     def _plain(self) -> bool:
-        """Whether every field has the commonest types and the right shape: no need to
-        ask jaxtyping, which is slow.
+        """Return whether every field has the commonest types and the right shape: no
+        need to ask jaxtyping, which is slow.
         """
         optional = [
             x for x in (self.logp_ref, self.entropy, self.logp_sampler) if x is not None
@@ -382,7 +382,7 @@ def per_response(A: Tensor, mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
 
 
 def one_per_response(A: Tensor, mask: Bool[Tensor, "B T"]) -> bool:
-    """Whether the unmasked advantages of each response are equal.
+    """Return whether the unmasked advantages of each response are equal.
 
     Args:
         A: [B, T] or [B, 1].

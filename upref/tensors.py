@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def is_materialized(x: Any) -> TypeGuard[Tensor]:
-    """Whether it is a tensor that holds its numbers: not sparse, not on the device
-    `meta`.
+    """Return whether it is a tensor that holds its numbers: not sparse, not on the
+    device `meta`.
 
     Args:
         x: anything.

@@ -60,8 +60,8 @@ def _module(name: str, head: str) -> str:
 
 
 def _is_of(value: object, public: str, module: ModuleType) -> bool:
-    """Whether a value is a function or a class of this module, not an imported one; a
-    package has those of its modules that are in its __all__.
+    """Return whether a value is a function or a class of this module, not an imported
+    one; a package has those of its modules that are in its __all__.
     """
     if not inspect.isroutine(value) and not inspect.isclass(value):
         return False

@@ -206,7 +206,7 @@ def as_json(judged: Sequence[Judged], computed: dict) -> str:
 
 # ---- pages ---------------------------------------------------------------------------
 def counts() -> str:
-    """How many statements have each verdict, and when that was computed."""
+    """Return how many statements have each verdict, and when that was computed."""
     return f"{tally(as_computed())}. {made(last())}"
 
 

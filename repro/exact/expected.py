@@ -254,7 +254,7 @@ def _infinite(task: Task, pi: Tensor, adv: str) -> Rows:
 
 
 def all_groups(n: int, G: int) -> Tensor:
-    """Every multiset of G out of n, one a row, in order."""
+    """Return every multiset of G out of n, one a row, in order."""
     if comb(n + G - 1, G) > MOST_GROUPS:
         raise InputError(
             f"{n} responses make {comb(n + G - 1, G)} groups of {G}, more than {MOST_GROUPS}: lower G."

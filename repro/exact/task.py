@@ -59,7 +59,7 @@ class Task:
         return (lp * self.mask).sum(-1).exp()
 
     def right(self, pi: Float[Tensor, "S N"]) -> Float[Tensor, "S Q"]:
-        """The expected reward of each prompt."""
+        """Return the expected reward of each prompt."""
         return per_prompt(self, pi * self.reward)
 
     def start(self, probs: Float[Tensor, "... C V"] | list) -> Float[Tensor, "S D V"]:

@@ -146,8 +146,8 @@ def work(args: argparse.Namespace) -> int:
 
 
 def settings_of(args: argparse.Namespace, device: str) -> list[Settings]:
-    """The settings of each run, the objective's first. Raises InputError on a name or a
-    value that no run could be made of.
+    """Return the settings of each run, the objective's first. Raises InputError on a
+    name or a value that no run could be made of.
     """
     given = dict(map(parse_override, args.overrides))
     for name in given.keys() & {"seed", "objective"}:
@@ -169,7 +169,7 @@ def settings_of(args: argparse.Namespace, device: str) -> list[Settings]:
 
 
 def out_of_memory(e: BaseException) -> bool:
-    """Whether the machine's or the GPU's memory was too small: torch raises a
+    """Return whether the machine's or the GPU's memory was too small: torch raises a
     RuntimeError for both.
     """
     words = ("can't allocate memory", "out of memory", "not enough memory")

@@ -69,7 +69,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def of_step(run: Path, step: int, decoding: str) -> dict[str, Any]:
-    """The evaluation of that step by that decoding."""
+    """Return the evaluation of that step by that decoding."""
     (found,) = (
         e
         for e in evaluations(run)
@@ -79,7 +79,7 @@ def of_step(run: Path, step: int, decoding: str) -> dict[str, Any]:
 
 
 def per_problem(evaluation: dict[str, Any], metric: str) -> np.ndarray:
-    """The metric of each problem, [P]."""
+    """Return the metric of each problem, [P]."""
     right = np.array(evaluation["right"], dtype=bool)
     if metric == "avg":
         return right.mean(1)
@@ -110,14 +110,14 @@ def _estimate(e: metrics.Estimate) -> str:
 
 
 def _difference(d: np.ndarray) -> str:
-    """The mean of differences of the same problems, with a normal interval."""
+    """Return the mean of differences of the same problems, with a normal interval."""
     half = 1.96 * d.std(ddof=1) / sqrt(len(d)) if len(d) > 1 else float("nan")
     mean = d.mean()
     return f"{100 * mean:+.1f} [{100 * (mean - half):+.1f}, {100 * (mean + half):+.1f}]"
 
 
 def answers(s: Settings, run: Path) -> str:
-    """What the first problems were answered before and after, at T = 1."""
+    """Return what the first problems were answered before and after, at T = 1."""
     task = tasks.get(s.task)
     problems = task.problems("test", s.eval_problems, seed=s.eval_seed)[:SHOWN]
     first, last = (of_step(run, step, "t_1") for step in (0, s.steps))
@@ -153,7 +153,7 @@ def parity(run: Path) -> str:
 
 
 def replayed(s: Settings, run: Path) -> str:
-    """What `upref replay` says of the recorded steps."""
+    """Return what `upref replay` says of the recorded steps."""
     folder = run / FOLDER
     if not folder.exists():
         return ""
@@ -162,7 +162,7 @@ def replayed(s: Settings, run: Path) -> str:
 
 
 def facts(run: Path) -> dict[str, Any]:
-    """What done.json says: machine, versions, processor time."""
+    """Return what done.json says: machine, versions, processor time."""
     found: dict[str, Any] = json.loads((run / "done.json").read_text())
     return found
 

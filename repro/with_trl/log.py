@@ -61,7 +61,7 @@ class StepLog(TrainerCallback):
             print(f"  resumes from step {kept}", flush=True)
 
     def scored(self, reward: Callable) -> Callable:
-        """The reward function, which also keeps the answers that it scored last."""
+        """Return the reward function, which also keeps the answers that it scored last."""
 
         def scored(
             prompts: list, completions: list, answer: list[str], **more: Any

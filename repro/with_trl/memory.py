@@ -56,7 +56,7 @@ def generating(shape: Shape, together: int, longest: int) -> float:
 
 
 def together(shape: Shape, memory: float, micro: int, longest: int) -> int:
-    """How many responses fit a GPU when they are generated together.
+    """Return how many responses fit a GPU when they are generated together.
 
     Args:
         shape: of the model.
@@ -85,7 +85,7 @@ def together(shape: Shape, memory: float, micro: int, longest: int) -> int:
 
 
 def words(shape: Shape, memory: float, micro: int, longest: int, count: int) -> str:
-    """The estimate of a GPU, as a clause."""
+    """Return the estimate of a GPU, as a clause."""
     return (
         f"{training(shape, micro, longest) / GB:.1f} GB to train on micro-batches of {micro}, "
         f"{generating(shape, count, longest) / GB:.1f} GB to generate {count} responses together, "

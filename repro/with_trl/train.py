@@ -193,7 +193,7 @@ def run(args: argparse.Namespace, name: str, seed: int) -> Path:
 
 
 def generated_together(args: argparse.Namespace) -> int:
-    """How many responses the GPU generates at a time, by the estimate, which is
+    """Return how many responses the GPU generates at a time, by the estimate, which is
     printed.
     """
     if not gpu():
@@ -209,8 +209,8 @@ def generated_together(args: argparse.Namespace) -> int:
 
 
 def in_parts(trainer: type, count: int) -> type:
-    """The trainer that generates `count` responses at a time: TRL generates all of a
-    batch together.
+    """Return the trainer that generates `count` responses at a time: TRL generates all
+    of a batch together.
 
     Args:
         trainer: TRL's GRPOTrainer, or a class of it.
@@ -240,8 +240,8 @@ def in_parts(trainer: type, count: int) -> type:
 
 
 def last_whole(folder: Path) -> Path | None:
-    """The last checkpoint whose files can be read: one may have been written when the
-    process or the machine died.
+    """Return the last checkpoint whose files can be read: one may have been written
+    when the process or the machine died.
     """
     import torch
     from safetensors import safe_open
@@ -310,7 +310,7 @@ def settings(tiny: bool, folder: Path, seed: int, steps: int) -> Any:
 
 
 def rows_of(args: argparse.Namespace, split: str) -> Any:
-    """The prepared file as TRL reads it: prompt, answer."""
+    """Return the prepared file as TRL reads it: prompt, answer."""
     import pyarrow.parquet as pq
     from datasets import Dataset
 

@@ -40,7 +40,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
 def text(a: int, b: int) -> str:
-    """The prompt: a worked example, and the sum that is asked for."""
+    """Return the prompt: a worked example, and the sum that is asked for."""
     c, d = EXAMPLE
     return f"{c} + {d} = {c + d}\n{a} + {b} ="
 

@@ -91,7 +91,7 @@ def settings(
     fault: bool,
     cpu: bool = False,
 ) -> dict[str, object]:
-    """What verl is given.
+    """Return what verl is given.
 
     Args:
         objective: that is trained.
@@ -203,13 +203,13 @@ def outside(rows: list[dict[str, Any]]) -> int:
 
 
 def causes(replay: dict[str, Any]) -> list[str]:
-    """The cause that replay gives the sampler's column of each recorded step."""
+    """Return the cause that replay gives the sampler's column of each recorded step."""
     steps = replay.get("report", {}).get("steps", [])
     return [step.get("sampler", {}).get("cause", "") for step in steps]
 
 
 def replayed(folder: Path, objective: str, limit: float = REPLAY) -> dict[str, Any]:
-    """What `upref replay` says of the recorded steps.
+    """Return what `upref replay` says of the recorded steps.
 
     Args:
         folder: of the recorded steps.
@@ -257,7 +257,7 @@ def judge(
     size: str,
     fault: bool,
 ) -> tuple[list[str], list[str]]:
-    """What is to be reported, and what is wrong.
+    """Return what is to be reported, and what is wrong.
 
     Args:
         rows: the logged steps.
@@ -301,7 +301,7 @@ def versions() -> dict[str, str]:
 
 
 def device() -> str:
-    """The name of the GPU, and its driver."""
+    """Return the name of the GPU, and its driver."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(

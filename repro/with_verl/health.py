@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 def furthest_from_1(numbers: list[float]) -> float:
-    """The one of the numbers that is farthest from 1.
+    """Return the one of the numbers that is farthest from 1.
 
     Args:
         numbers: one or more.
@@ -46,14 +46,14 @@ HOW: dict[str, Callable[[list[float]], float]] = {
 
 @cache
 def table() -> list[Row]:
-    """The lines of the page, from health.toml."""
+    """Return the lines of the page, from health.toml."""
     text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
     lines: list[Row] = tomllib.loads(text)["line"]
     return lines
 
 
 def is_normal(line: Row, value: float) -> bool:
-    """Whether a value is where the line has it."""
+    """Return whether a value is where the line has it."""
     return (
         value < line.get("below", inf)
         and value <= line.get("at_most", inf)
@@ -76,8 +76,8 @@ def with_ended(data: Row) -> Row:
 
 
 def ours(saved: Row) -> bool:
-    """Whether the reward reads `Answer:` or a box: the toy of the scale cpu and a
-    user's own need not.
+    """Return whether the reward reads `Answer:` or a box: the toy of the scale cpu and
+    a user's own need not.
     """
     given = [
         row["override"]
@@ -129,8 +129,8 @@ def lines(rows: list[Row], saved: Row) -> tuple[list[list[str]], list[str]]:
 
 
 def answers(run: Path) -> list[Row]:
-    """What the last step that was written down sampled: {"input", "output", "gts",
-    "score"}.
+    """Return what the last step that was written down sampled: {"input", "output",
+    "gts", "score"}.
     """
     files = sorted(
         run.glob("answers/*.jsonl"),

@@ -89,7 +89,7 @@ python3 -m compileall -q -j 0 "$2" || true
 
 
 def pinned(names: list[str], text: str) -> str:
-    """The lines of a list of requirements, versions and hashes, for these names.
+    """Return the lines of a list of requirements, versions and hashes, for these names.
 
     Args:
         names: of packages.
@@ -108,7 +108,7 @@ def pinned(names: list[str], text: str) -> str:
 
 
 def _normal(name: str) -> str:
-    """A package's name as package indexes compare it."""
+    """Return a package's name as package indexes compare it."""
     return re.sub("[-_.]+", "-", name).lower()
 
 
@@ -171,7 +171,7 @@ def unpack_wheel(wheel: Path, site: Path) -> None:
 
 
 def _installed_name(name: str) -> str:
-    """Where a file of a wheel goes in site-packages; "": nowhere."""
+    """Return where a file of a wheel goes in site-packages; "": nowhere."""
     head, _, rest = name.partition("/")
     if not head.endswith(".data"):
         return name
@@ -253,7 +253,7 @@ def images(content: bytearray, first: int, last: int) -> Iterator[Image]:
 
 
 def _of_one_gpu(found: Iterator[Image]) -> list[Image]:
-    """Those that sm_90 runs: its cubins, or else its newest PTX."""
+    """Return those that sm_90 runs: its cubins, or else its newest PTX."""
     every = list(found)
     own = [x for x in every if x.kind == CUBIN and x.capability == CAPABILITY]
     older = [x for x in every if x.kind == PTX and x.capability <= CAPABILITY]
@@ -285,7 +285,7 @@ def pack_model(site: Path, out: Path) -> None:
 
 
 def archive_of(paths: list[Path], mode: str, **how: int) -> bytes:
-    """The files and folders as a tar archive."""
+    """Return the files and folders as a tar archive."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode=mode, **how) as archive:  # type: ignore[call-overload]
         for path in paths:

@@ -105,13 +105,13 @@ class Kept:
         return [step for step, _ in kept], [value for _, value in kept]
 
     def largest(self, key: str) -> float:
-        """The largest value of a metric; 0 where there is none."""
+        """Return the largest value of a metric; 0 where there is none."""
         return max(self.series(key)[1], default=0.0)
 
 
 def validation(data: dict[str, Any], kind: str) -> float | None:
-    """The mean over the validation sets of one kind of accuracy, each of the most
-    answers; None where there was none. verl's names: val-core/aime24/acc/mean@32,
+    """Return the mean over the validation sets of one kind of accuracy, each of the
+    most answers; None where there was none. verl's names: val-core/aime24/acc/mean@32,
     val-core/aime24/acc/best@32/mean.
     """
     most: dict[str, tuple[int, float]] = {}
@@ -125,7 +125,7 @@ def validation(data: dict[str, Any], kind: str) -> float | None:
 
 
 def read(folder: Path) -> Kept:
-    """The run in a folder.
+    """Return the run in a folder.
 
     Raises:
         InputError: nothing was logged there.
@@ -150,7 +150,7 @@ def read(folder: Path) -> Kept:
 
 # ---- the report ----------------------------------------------------------------------
 def write(runs: list[Kept], out: Path) -> str:
-    """The report's text; its figure goes to `out`."""
+    """Return the report's text; its figure goes to `out`."""
     scales = ", ".join(sorted({r.scale for r in runs}))
     parts = [
         "# " + ", ".join(dict.fromkeys(r.objective for r in runs)),
@@ -167,7 +167,7 @@ def write(runs: list[Kept], out: Path) -> str:
 
 
 def table_of(runs: list[Kept]) -> str:
-    """How far each run is, and its score at both ends."""
+    """Return how far each run is, and its score at both ends."""
     rows = []
     for r in runs:
         steps = records.training(r.rows)
@@ -181,7 +181,7 @@ def table_of(runs: list[Kept]) -> str:
 
 
 def alarms(r: Kept) -> list[str]:
-    """What a reader must know before the curves."""
+    """Return what a reader must know before the curves."""
     found = []
     if r.largest(ALARMS) > 0:
         found.append(
@@ -236,7 +236,7 @@ def draw(runs: list[Kept], out: Path) -> str:
 
 
 def numbers(runs: list[Kept]) -> str:
-    """What was logged of NUMBERS, and what was estimated."""
+    """Return what was logged of NUMBERS, and what was estimated."""
     rows = []
     for r in runs:
         estimate = r.saved.get("estimate", {})

@@ -119,8 +119,8 @@ def at(fn, A, hp):
 
 
 def excluded(script, name, mutate):
-    """Whether the mutant differs from the objective where the script's claim speaks of
-    it.
+    """Return whether the mutant differs from the objective where the script's claim
+    speaks of it.
     """
     scope, value, hp = SCOPE[script]
     o = upref.get(name)

@@ -69,7 +69,7 @@ def answer(case: Case) -> Any:
 
 
 def is_named(case: Case, identity: Any) -> bool:
-    """Whether identify gave a true name, with the hyperparameters of the box."""
+    """Return whether identify gave a true name, with the hyperparameters of the box."""
     if identity.kind == "none":
         return "none" in case.target.split("|")
     pitfall = identity.kind == "pitfall"
@@ -84,7 +84,7 @@ def is_named(case: Case, identity: Any) -> bool:
 
 
 def is_as_meant(case: Case, got: Any) -> bool:
-    """Whether the answer is the true one."""
+    """Return whether the answer is the true one."""
     return is_named(case, got) if case.kind == "box" else bool(got) == case.right
 
 

@@ -165,7 +165,7 @@ def test_verl_refuses_what_is_no_recipe():
 
 # ---- what their sources declare ------------------------------------------------------
 def admits(kind: str, value: object) -> bool:
-    """Whether a declared type, as the source writes it, admits this value."""
+    """Return whether a declared type, as the source writes it, admits this value."""
     if not kind:  # an argument without an annotation
         return True
     if isinstance(value, str) and "Literal" in kind:

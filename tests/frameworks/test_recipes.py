@@ -179,7 +179,7 @@ def test_every_entry_that_concerns_the_recipe_is_mentioned():
 
 
 def of_micro_batches_alone(e, c: Comparison) -> bool:
-    """Whether the entry is of micro-batches alone."""
+    """Return whether the entry is of micro-batches alone."""
     return not any(
         (x.loss, x.held_against, x.micro_batches) == (c.label, c.promise, 1)
         for x in e.evidence

@@ -57,7 +57,7 @@ class AveragesMicroBatches(OnDevice):
 
 
 def tokens_of(rows):
-    """How many tokens of the rows train."""
+    """Return how many tokens of the rows train."""
     return sum(sum(row.trains) for row in rows)
 
 

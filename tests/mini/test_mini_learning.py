@@ -32,9 +32,10 @@ FAST = Settings(
 
 
 def learns(s, spoil=lambda batch: None, run=None):
-    """Whether the reward on 64 problems rises by half within twelve steps, and the
-    gradient of a step's first minibatch (on-policy: nothing is clipped) reaches the
-    logits of each token of a response with an advantage, and no others."""
+    """Return whether the reward on 64 problems rises by half within twelve steps, and
+    the gradient of a step's first minibatch (on-policy: nothing is clipped) reaches the
+    logits of each token of a response with an advantage, and no others.
+    """
     models.deterministic()
     run = run or Run(s)
     problems = run.task.problems("train", s.train_problems, 0)

@@ -168,8 +168,8 @@ def cell(fault: str, world: World) -> Cell:
 
 
 def _is_weak(made: dict[str, torch.Tensor]) -> bool:
-    """Whether the columns differ by at most 0.03 nats on average, which bfloat16 makes
-    too, and at most one token in 200 by half a nat.
+    """Return whether the columns differ by at most 0.03 nats on average, which bfloat16
+    makes too, and at most one token in 200 by half a nat.
     """
     d = (made["old"] - made["sampler"])[made["mask"].bool()].abs()
     if not bool(d.isfinite().all()):
@@ -178,7 +178,7 @@ def _is_weak(made: dict[str, torch.Tensor]) -> bool:
 
 
 def _true_by_cause(fault: str, world: World, finding: ReplayFinding) -> bool:
-    """Whether a finding is one of EXPECTED, and its severity that of UNDONE."""
+    """Return whether a finding is one of EXPECTED, and its severity that of UNDONE."""
     if finding.severity == "failure":
         return finding.cause in EXPECTED[fault] and finding.cause in UNDONE
     return finding.cause in (*EXPECTED[fault], *ANY_TIME, *_of_precision(fault, world))
@@ -195,7 +195,7 @@ def _of_precision(fault: str, world: World) -> tuple[str, ...]:
 
 
 def _true_by_words(fault: str, world: World, finding: ReplayFinding) -> bool:
-    """Whether a finding holds a word of the fault's truth, and may be a failure."""
+    """Return whether a finding holds a word of the fault's truth, and may be a failure."""
     truth = second.TRUTHS[fault]
     if finding.severity == "failure" and truth.fails is False:
         return False
@@ -207,7 +207,7 @@ def _true_by_words(fault: str, world: World, finding: ReplayFinding) -> bool:
 
 
 def _holds(truth: second.Truth, finding: ReplayFinding) -> bool:
-    """Whether the finding holds a word of the truth."""
+    """Return whether the finding holds a word of the truth."""
     return any(word in str(finding).lower() for word in truth.words)
 
 

@@ -97,7 +97,7 @@ class _noisy_routers:
 
 
 def has_experts(family: str) -> bool:
-    """Whether the family is a mixture of experts; all of MORE are."""
+    """Return whether the family is a mixture of experts; all of MORE are."""
     return family in ("qwen3_moe", *EXPERTS, *MORE)
 
 

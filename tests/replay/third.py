@@ -958,8 +958,8 @@ class Cell:
 
 
 def effect(place: Place, made: Columns) -> bool:
-    """Whether a fault moves the difference of the columns enough to count: against the
-    healthy run where the tokens are the same, else by itself.
+    """Return whether a fault moves the difference of the columns enough to count:
+    against the healthy run where the tokens are the same, else by itself.
     """
     m = made["mask"]
     d = (made["sampler"] - made["old"])[m]

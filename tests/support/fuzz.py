@@ -195,7 +195,7 @@ VERDICTS = Path(paper.claims.__file__).with_name("computed.json")
 
 # ---- one input -----------------------------------------------------------------------
 def _children() -> int:
-    """How many live on; those that a loss forked get a moment to end."""
+    """Return how many live on; those that a loss forked get a moment to end."""
     with contextlib.suppress(ChildProcessError):
         for _ in range(200):
             while os.waitpid(-1, os.WNOHANG)[0]:

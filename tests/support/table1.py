@@ -87,7 +87,7 @@ def likeliest(texts: list[str]) -> tuple[int, float]:
 
 
 def _printable(text: str) -> int:
-    """How many percentages can be printed with as many places."""
+    """Return how many percentages can be printed with as many places."""
     return 100 * 10 ** len(text.partition(".")[2]) + 1
 
 
@@ -101,7 +101,7 @@ def mean(cells: list[str], answers: list[int]) -> Fraction:
 
 
 def mean_fits(average: str, cells: list[str], answers: list[int]) -> bool:
-    """Whether the printed average is the mean of the unrounded cells."""
+    """Return whether the printed average is the mean of the unrounded cells."""
     ks = [numerators(t, n) for t, n in zip(cells, answers, strict=True)]
     least = [Fraction(100 * k[0], n) for k, n in zip(ks, answers, strict=True)]
     most = [Fraction(100 * k[-1], n) for k, n in zip(ks, answers, strict=True)]

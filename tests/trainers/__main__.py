@@ -61,7 +61,7 @@ def found(one: Case, folder: Path, seed: int) -> dict[str, Any]:
 
 
 def is_expected(one: Case, its: dict[str, Any]) -> bool:
-    """Whether the verdict is the one that was read in the code."""
+    """Return whether the verdict is the one that was read in the code."""
     if "refused" in its:
         return False
     if not one.found:

@@ -590,7 +590,7 @@ def test_no_process_goes_on_where_the_command_is_killed(where, tmp_path):
 
 
 def is_running(pid):
-    """Whether there is such a process, and it has not ended."""
+    """Return whether there is such a process, and it has not ended."""
     try:
         return (
             Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -44,7 +44,7 @@ def wrong_where(name, condition, **hp):
 
 
 def are_blocks(group, n):
-    """Whether rows are prompts in equal blocks of n rows or more, two or more."""
+    """Return whether rows are prompts in equal blocks of n rows or more, two or more."""
     ids, counts = group.unique_consecutive(return_counts=True)
     is_grouped = len(ids.unique()) == len(ids) > 1
     return bool(is_grouped and len(counts.unique()) == 1 and counts[0] >= n)
@@ -300,7 +300,7 @@ def test_the_grid_is_put_in_these_orders(what):
 
 
 def are_dealt_to_ranks(group, ranks=4):
-    """Whether rows that were sorted by prompt were dealt to ranks like cards."""
+    """Return whether rows that were sorted by prompt were dealt to ranks like cards."""
     places = torch.cat([torch.arange(len(group))[i::ranks] for i in range(ranks)])
     before = torch.empty_like(group).scatter(0, places, group)
     is_mixed = len(group.unique_consecutive()) > len(group.unique())

@@ -57,7 +57,7 @@ def settings(name):
 
 
 def is_noticed(name, number, factor):
-    """Whether a weight of a batch of a check tells the two numbers apart."""
+    """Return whether a weight of a batch of a check tells the two numbers apart."""
     objective = upref.get(name)
     hp = settings(name)
     changed = hp | {number: factor * hp[number]}

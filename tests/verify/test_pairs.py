@@ -20,7 +20,7 @@ from upref.weights.stress import AXES, NAMED, SMALL_MODULUS, WIDE_SIZES, stress_
 
 
 def runs(m):
-    """How many runs of live tokens each response has, [B, 1]."""
+    """Return how many runs of live tokens each response has, [B, 1]."""
     return (m & ~m.roll(1, 1)).sum(1, keepdim=True) + (m[:, :1] & m[:, -1:])
 
 

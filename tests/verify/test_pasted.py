@@ -72,7 +72,7 @@ def test_a_printed_batch_runs(case):
 
 
 def shows_a_difference(batch):
-    """Whether the two gradients below a printed batch, where there are two, are
+    """Return whether the two gradients below a printed batch, where there are two, are
     different numbers.
     """
     said = re.findall(r"# (?:expected|found   ) dJ/dlp: (.*)", batch)

@@ -504,8 +504,8 @@ def _factor_of_response(
 
 
 def _sampler_is_compared(boxes: Sequence[BlackBox]) -> bool:
-    """Whether a loss reads log-probabilities of a sampler, and no loss is a framework's,
-    whose settings decide what it does with them.
+    """Return whether a loss reads log-probabilities of a sampler, and no loss is a
+    framework's, whose settings decide what it does with them.
     """
     return any("logp_sampler" in box.loss.reads for box in boxes) and not any(
         box.loss.framework for box in boxes

@@ -155,12 +155,12 @@ class Known:
     column: dict[str, str]  # scalar -> column
 
     def has(self, *keys: str) -> bool:
-        """Whether all of them are there."""
+        """Return whether all of them are there."""
         return all(key in self.column for key in keys)
 
     def lone(self) -> bool:
-        """Whether no law applies: one scalar that may be any number, or several of
-        which no two are related.
+        """Return whether no law applies: one scalar that may be any number, or several
+        of which no two are related.
         """
         related = sum(key in RELATED for key in self.column)
         has_sign = self.has("kl_loss") or self.has("kl")
@@ -188,7 +188,7 @@ class Known:
         return total
 
     def is_finer(self, key: str, digit: float) -> bool:
-        """Whether the column was written with finer digits than that."""
+        """Return whether the column was written with finer digits than that."""
         return self.run.half_digit[self.column[key]] < digit
 
     def state(

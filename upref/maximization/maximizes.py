@@ -572,7 +572,7 @@ def _cosines(E: Sequence[Tensor], other: Sequence[Tensor]) -> tuple[float, float
 
 
 def _is_pass_rate(setting: Setting, points: Sequence[Point]) -> bool:
-    """Whether all rewards are 0 or 1, so that the mean reward is a pass rate."""
+    """Return whether all rewards are 0 or 1, so that the mean reward is a pass rate."""
     return all(bool(((point.R == 0) | (point.R == 1)).all()) for point in points)
 
 

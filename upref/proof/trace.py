@@ -657,8 +657,8 @@ class Operators(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Whether torch wraps the method below for its compiler, which takes a second
-        to import; `tracing` runs compiled code eagerly.
+        """Return whether torch wraps the method below for its compiler, which takes a
+        second to import; `tracing` runs compiled code eagerly.
         """
         return False
 

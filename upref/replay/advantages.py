@@ -224,7 +224,8 @@ def _rests_of_prompts(
 
 
 def _is_line_of_rewards(batch: RecordedBatch) -> bool:
-    """Whether the advantages are a (R - b) with the same a and b in all responses.
+    """Return whether the advantages are a (R - b) with the same a and b in all
+    responses.
 
     Then a fixed baseline gives them as well as any grouping.
     """
@@ -257,7 +258,7 @@ def _no_estimator(batch: RecordedBatch) -> ReplayFinding:
 
 
 def _groups_are_prompts(batch: RecordedBatch) -> bool:
-    """Whether the groups are sure to be the prompts.
+    """Return whether the groups are sure to be the prompts.
 
     A reader takes responses with equal prompts for a group. Where an agent varies the
     prompt, such groups have several sizes.
@@ -350,7 +351,7 @@ def _possible_groupings(batch: RecordedBatch) -> Iterator[Grouping]:
 
 
 def _have_other_sizes(group: Tensor) -> bool:
-    """Whether the groups have different numbers of responses."""
+    """Return whether the groups have different numbers of responses."""
     return len(group.unique(return_counts=True)[1].unique()) > 1
 
 
@@ -463,7 +464,7 @@ def _undo_order(A: Tensor, estimates: list[tuple[str, Tensor]]) -> ReplayFinding
 
 
 def _is_same(estimated: Tensor, A: Tensor) -> bool:
-    """Whether the estimates are the recorded advantages, to rounding."""
+    """Return whether the estimates are the recorded advantages, to rounding."""
     error = (estimated - A).abs().max() / A.abs().max()
     return bool(error < _tolerance(A))
 

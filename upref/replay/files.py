@@ -138,7 +138,7 @@ def _batch_files_in(folder: Path) -> list[Path]:
 
 
 def _is_recorded(path: Path) -> bool:
-    """Whether a file is one of docs/dump.md or of a trainer that upref reads."""
+    """Return whether a file is one of docs/dump.md or of a trainer that upref reads."""
     if path.suffix == ".npz":
         return bool(_call_parser(_npz_has_schema, path))
     if path.suffix == ".safetensors":

@@ -529,8 +529,8 @@ def _side_of_differences(d: Tensor) -> int:
 
 
 def _lacks_mass(d: Tensor, least: float = 0.0) -> bool:
-    """Whether the mean of e^d is below 1, by more than chance and by more than `least`,
-    and d varies little: mass is missing.
+    """Return whether the mean of e^d is below 1, by more than chance and by more than
+    `least`, and d varies little: mass is missing.
 
     Of quite other weights the few tokens with a large e^d, which would make the mean 1,
     are missing from a small batch; but their d varies.
@@ -544,8 +544,8 @@ def _lacks_mass(d: Tensor, least: float = 0.0) -> bool:
 
 
 def _is_rarely_above(d: Tensor) -> bool:
-    """Whether d is below 0 on most tokens and above it, by more than rounding, on fewer
-    than one in a thousand.
+    """Return whether d is below 0 on most tokens and above it, by more than rounding,
+    on fewer than one in a thousand.
 
     Other weights raise many tokens, whatever their size; a cut raises none, however
     little it keeps.
@@ -556,8 +556,8 @@ def _is_rarely_above(d: Tensor) -> bool:
 
 
 def _has_excess_mass(d: Tensor) -> bool:
-    """Whether the mean of ρ is above 1 by more than chance: no normalized policy gives
-    more mass than 1.
+    """Return whether the mean of ρ is above 1 by more than chance: no normalized policy
+    gives more mass than 1.
     """
     excess = d.clamp(max=LARGE_EXPONENT).expm1()
     significant = float(excess.sum()) > SIGNIFICANT * float((excess**2).sum().sqrt())
@@ -565,8 +565,8 @@ def _has_excess_mass(d: Tensor) -> bool:
 
 
 def _is_stretched(x: Tensor, y: Tensor) -> bool:
-    """Whether one column is at another temperature: above the other one on likely
-    tokens and below it on rare ones.
+    """Return whether one column is at another temperature: above the other one on
+    likely tokens and below it on rare ones.
 
     Other weights and rounding move a token either way, whatever its probability.
     """

@@ -342,7 +342,9 @@ def _loss_lines(loss: LoggedLoss, unused: tuple[str, ...]) -> Iterator[str]:
 
 
 def _is_right(loss: LoggedLoss) -> bool:
-    """Whether the logged number is the objective's, and its terms do not cancel to 0."""
+    """Return whether the logged number is the objective's, and its terms do not cancel
+    to 0.
+    """
     says_nothing = any(f.cause == "uninformative" for f in loss.findings)
     return loss.found == loss.expected and not says_nothing
 

@@ -365,14 +365,14 @@ def _without_accusation(finding: ReplayFinding, found: str) -> ReplayFinding:
 
 
 def _is_gradient_negated(gradient: Normalizer | None) -> bool:
-    """Whether the recorded gradient has the other sign, and the right size."""
+    """Return whether the recorded gradient has the other sign, and the right size."""
     if gradient is None or gradient.factor is None:
         return False
     return abs(gradient.factor - NEGATED) <= gradient.tolerance
 
 
 def _gradient_fails_too(gradient: Normalizer | None) -> bool:
-    """Whether the recorded gradient is another sum's too."""
+    """Return whether the recorded gradient is another sum's too."""
     return gradient is not None and bool(gradient.failures)
 
 
@@ -465,8 +465,8 @@ def _unused_hyperparameters(step: StepTerms) -> Iterator[str]:
 
 
 def _number_may_fail(gradient: Normalizer | None) -> bool:
-    """Whether one number may be called another sum: dL/dlp is not recorded, has nothing
-    to say, or is another sum too.
+    """Return whether one number may be called another sum: dL/dlp is not recorded, has
+    nothing to say, or is another sum too.
 
     With few tokens at r = 1 a mean over some of them can equal another sum of all of
     them by chance.

@@ -93,8 +93,8 @@ def normalizer(
 
 
 def _is_bfloat16(batch: RecordedBatch) -> bool:
-    """Whether the trainer's log-probabilities are bfloat16 numbers; their gradients
-    have the same type.
+    """Return whether the trainer's log-probabilities are bfloat16 numbers; their
+    gradients have the same type.
     """
     now = batch.now
     return now is not None and bool((now.float() == now.bfloat16().float()).all())
@@ -220,7 +220,7 @@ class _Comparison:
         return "", (note("loss", "gradient_rows", **numbers),)
 
     def _is_gradient(self, gradient: Tensor) -> bool:
-        """Whether the recorded gradient is this one."""
+        """Return whether the recorded gradient is this one."""
         factor, _ = self.factors(gradient)
         known = factor[~factor.isnan()]
         return bool(len(known) and (known - 1).abs().max() <= self.tolerance)
@@ -237,7 +237,7 @@ class _Comparison:
         return mean if are_equal else None
 
     def _is_constant_in_parts(self, factor: Tensor, column: Tensor) -> bool:
-        """Whether the factors are one number within each part.
+        """Return whether the factors are one number within each part.
 
         Args:
             factor: of each response, [B].

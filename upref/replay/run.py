@@ -142,7 +142,7 @@ def _mean_log_ratio(batch: RecordedBatch) -> float:
 
 
 def _has_advantage(batch: RecordedBatch) -> bool:
-    """Whether a token that trains has an advantage other than 0."""
+    """Return whether a token that trains has an advantage other than 0."""
     return batch.adv is not None and bool((batch.adv[batch.mask] != 0).any())
 
 

@@ -192,8 +192,8 @@ class RecordedBatch:
         return column
 
     def old_is_sampler(self) -> bool:
-        """Whether `old` is the sampler's own column, as where a run takes the engine's
-        numbers as π_old: two engines differ by more than SAME on some token.
+        """Return whether `old` is the sampler's own column, as where a run takes the
+        engine's numbers as π_old: two engines differ by more than SAME on some token.
         """
         if self.old is None or self.sampler is None:
             return False

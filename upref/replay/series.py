@@ -196,8 +196,8 @@ def _find_trend(steps: Sequence[StepGap]) -> Iterator[ReplayFinding]:
 
 
 def _is_reference(steps: Sequence[StepGap]) -> bool:
-    """Whether the sampler's column is that of the reference model, from which the
-    trainer moves away.
+    """Return whether the sampler's column is that of the reference model, from which
+    the trainer moves away.
 
     A reference that follows the policy, as where each iteration begins with the policy
     as its reference, brings the gap back to 0; and its first step may be any step of
@@ -218,8 +218,8 @@ def _is_reference(steps: Sequence[StepGap]) -> bool:
 
 
 def _grows(sizes: Sequence[float]) -> bool:
-    """Whether the later steps have the larger gaps, by Kendall's test on all steps but
-    the first.
+    """Return whether the later steps have the larger gaps, by Kendall's test on all
+    steps but the first.
 
     The first one may be before any update, where the gap is rounding: from there to the
     second it grows in any run that is late at all.
@@ -230,7 +230,7 @@ def _grows(sizes: Sequence[float]) -> bool:
 
 
 def _rises(sizes: Sequence[float]) -> bool:
-    """Whether later numbers are larger than earlier ones, by Kendall's test."""
+    """Return whether later numbers are larger than earlier ones, by Kendall's test."""
     pairs = [(a, b) for i, a in enumerate(sizes) for b in sizes[i + 1 :]]
     falling = sum(b <= a for a, b in pairs)
     return _probability_of_order(
@@ -239,7 +239,7 @@ def _rises(sizes: Sequence[float]) -> bool:
 
 
 def _is_second_half_larger(sizes: Sequence[float]) -> bool:
-    """Whether the second half is larger than the first half."""
+    """Return whether the second half is larger than the first half."""
     half = len(sizes) // 2
     return sum(sizes[-half:]) > LEAST_RISE * sum(sizes[:half])
 

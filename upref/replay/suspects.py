@@ -209,14 +209,16 @@ def _gap_by_lag(batch: RecordedBatch, compared: Columns) -> str:
 
 
 def _is_one_sided(d: Tensor, least: float) -> bool:
-    """Whether, of the tokens that differ by so much, nearly all are above the trainer."""
+    """Return whether, of the tokens that differ by so much, nearly all are above the
+    trainer.
+    """
     above, below = int((d < -least).sum()), int((d > least).sum())
     return above > ONE_SIDED * below and above >= FEW
 
 
 def _means_differ(x: Tensor, is_one: Tensor) -> bool:
-    """Whether the mean of x [N] on some tokens is another than on the rest, by more than
-    chance.
+    """Return whether the mean of x [N] on some tokens is another than on the rest, by
+    more than chance.
     """
     one, other = x[is_one], x[~is_one]
     if min(len(one), len(other)) < LEAST_TOKENS:
@@ -236,8 +238,8 @@ def _less_mean_of_as_likely(x: Tensor, likelihood: Tensor) -> Tensor:
 
 
 def _has_both_signs(d: Tensor, likelihood: Tensor) -> bool:
-    """Whether d [N] is below 0 on average on tokens of one probability, and above it on those
-    of another, by more than chance.
+    """Return whether d [N] is below 0 on average on tokens of one probability, and
+    above it on those of another, by more than chance.
 
     Tokens are drawn from the sampler, so under other weights it is above the trainer on
     average whatever their probability.
@@ -256,9 +258,9 @@ def _mean_in_errors(x: Tensor) -> float:
 
 
 def _are_repeats_off(d: Tensor, likelihood: Tensor, repeated: Tensor) -> bool:
-    """Whether repeated tokens have another mean of d [N] than new ones that are as likely, and
-    the other sign: a cut or a temperature, which changes what is likely or certain more,
-    gives both kinds one sign.
+    """Return whether repeated tokens have another mean of d [N] than new ones that are
+    as likely, and the other sign: a cut or a temperature, which changes what is likely
+    or certain more, gives both kinds one sign.
     """
     have_other_signs = bool(d[repeated].mean() * d[~repeated].mean() < 0)
     rest = _less_mean_of_as_likely(d, likelihood)
@@ -280,7 +282,7 @@ def _is_in_last_half(mask: Tensor) -> Tensor:
 
 
 def _has_turns(batch: RecordedBatch) -> bool:
-    """Whether a response has several turns, or a part that does not train."""
+    """Return whether a response has several turns, or a part that does not train."""
     if batch.turn is not None and len(batch.turn[batch.mask].unique()) > 1:
         return True
     starts = batch.mask[:, 1:] & ~batch.mask[:, :-1]

@@ -40,7 +40,7 @@ class Schedule:
             raise InputError(f"every is {wanted}, not {self.every!r}.")
 
     def due(self, step: int) -> bool:
-        """Whether this step is recorded."""
+        """Return whether this step is recorded."""
         return step == 1 or step % self.every == 0
 
 

@@ -67,7 +67,9 @@ class Columns:
         return float(clamped.corrcoef()[0, 1])
 
     def unrelated(self) -> bool:
-        """Whether a token's numbers in the columns have little to do with each other."""
+        """Return whether a token's numbers in the columns have little to do with each
+        other.
+        """
         return (
             self.distance() > NOTICEABLE_DISTANCE
             and self.correlation() < UNRELATED_CORRELATION

@@ -68,8 +68,8 @@ def find_sums(c: Columns) -> Undone | None:
 
 
 def is_constant(c: Columns) -> bool:
-    """Whether the sampler has one number on every token and the trainer has several: no
-    number is that of a token.
+    """Return whether the sampler has one number on every token and the trainer has
+    several: no number is that of a token.
 
     Args:
         c: the columns of the trainer and the sampler.
@@ -81,8 +81,8 @@ def is_constant(c: Columns) -> bool:
 
 
 def is_one_number_a_row(c: Columns) -> bool:
-    """Whether each response has one number for all its tokens, and the responses have
-    different ones: then no number is that of a token.
+    """Return whether each response has one number for all its tokens, and the responses
+    have different ones: then no number is that of a token.
 
     Args:
         c: the columns of the trainer and the sampler.
@@ -135,8 +135,9 @@ def find_factor(c: Columns) -> Undone | None:
 
 
 def _has_one_factor(x: Tensor, y: Tensor) -> bool:
-    """Whether likely and rare tokens have the same factor. At another temperature they
-    do not: likely tokens come much nearer to 0 than rare ones."""
+    """Return whether likely and rare tokens have the same factor. At another
+    temperature they do not: likely tokens come much nearer to 0 than rare ones.
+    """
     likely = (x > -0.7) & (x < -0.02)
     rare = x < -1.5
     if min(int(likely.sum()), int(rare.sum())) < LEAST_RATIOS:
@@ -221,8 +222,8 @@ def find_placeholder(c: Columns) -> Undone | None:
 
 
 def _writes_certainty_as_zero(c: Columns) -> bool:
-    """Whether the sampler has 0 on tokens of which the trainer is certain too: then its 0
-    on another token may be certainty as well.
+    """Return whether the sampler has 0 on tokens of which the trainer is certain too:
+    then its 0 on another token may be certainty as well.
     """
     has_zero = c.trained(c.sampler) == 0
     is_certain = c.trained(c.trainer) > math.log(CERTAIN_TOKEN)
@@ -253,8 +254,8 @@ def words_for_place(tokens: Tensor, mask: Tensor) -> str:
 
 
 def _stand_alone(is_placeholder: Tensor, rest: Columns) -> bool:
-    """Whether tokens with a placeholder stand in runs, each behind a token that trains, and
-    all other tokens agree.
+    """Return whether tokens with a placeholder stand in runs, each behind a token that
+    trains, and all other tokens agree.
 
     A trainer that lacks a part of the context, or reads other ids, disagrees with the
     sampler on the tokens behind as well; and where it lacks the prompt or a turn, it
@@ -270,8 +271,8 @@ def _stand_alone(is_placeholder: Tensor, rest: Columns) -> bool:
 
 
 def _is_coarse(column: Tensor) -> bool:
-    """Whether all numbers are of float16 or bfloat16, or have four decimals: there whole
-    numbers are no rarity.
+    """Return whether all numbers are of float16 or bfloat16, or have four decimals:
+    there whole numbers are no rarity.
     """
     decimals = (column * 1e4).round() / 1e4
     grids = (column.half().double(), column.bfloat16().double())
@@ -280,8 +281,8 @@ def _is_coarse(column: Tensor) -> bool:
 
 
 def is_bfloat16(column: Tensor) -> bool:
-    """Whether every number of the column is one of bfloat16, and there are enough to
-    tell.
+    """Return whether every number of the column is one of bfloat16, and there are
+    enough to tell.
 
     Args:
         column: any shape; zeros and numbers that are not finite do not count.
@@ -293,8 +294,8 @@ def is_bfloat16(column: Tensor) -> bool:
 
 
 def _is_floor_or_ceiling(c: Columns, has_value: Tensor, value: Tensor) -> bool:
-    """Whether the number is the floor or the ceiling of its column, beyond which the
-    other column goes on.
+    """Return whether the number is the floor or the ceiling of its column, beyond which
+    the other column goes on.
     """
     y = c.trained(c.sampler)
     beyond = c.trainer[has_value] - value

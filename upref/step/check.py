@@ -387,8 +387,8 @@ def _allowed_error(goal: Goal, case: StepCase, half: torch.dtype | None) -> floa
 def _agrees_with_rounded_rows(
     goal: Goal, case: StepCase, found: Gradient, bound: float
 ) -> bool:
-    """Whether the reference has the gradient that was found, once numbers of the rows
-    are rounded to half precision and nothing else is.
+    """Return whether the reference has the gradient that was found, once numbers of the
+    rows are rounded to half precision and nothing else is.
     """
     for kind in HALF_PRECISIONS:
         for names in (("old",), ("adv",), ("ref",), ("old", "adv", "ref")):

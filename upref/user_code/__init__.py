@@ -108,7 +108,7 @@ def read(
 
 
 def _runs(loss: Loss) -> bool:
-    """Whether the loss runs on a good batch."""
+    """Return whether the loss runs on a good batch."""
     try:
         infer_shapes(loss)
     except InputError:
@@ -338,7 +338,7 @@ def _read_by_batch(
 
 
 def _reads_old(objective: Objective) -> bool:
-    """Whether the weight depends on the ratio; that of REINFORCE does not."""
+    """Return whether the weight depends on the ratio; that of REINFORCE does not."""
     if objective.reads or objective.sampler:
         return True
     return any(
@@ -590,7 +590,7 @@ def _unfed_arguments(reading: Reading, given: set[str]) -> tuple[str, ...]:
 
 
 def accepts(loss: Any, key: str) -> bool:
-    """Whether a loss that is compared with nothing has an argument for this
+    """Return whether a loss that is compared with nothing has an argument for this
     hyperparameter.
 
     Args:

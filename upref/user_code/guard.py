@@ -227,7 +227,7 @@ def _restore_changed(state: State, before: list[Any], after: list[Any]) -> None:
 
 
 def _equal(x: Any, y: Any) -> bool:
-    """Whether two values of a state are the same, arrays and tensors among them."""
+    """Return whether two values of a state are the same, arrays and tensors among them."""
     if isinstance(x, torch.Tensor):
         return torch.equal(x, y)
     if isinstance(x, np.ndarray):
@@ -343,7 +343,8 @@ GPU_LOST = (
 
 
 def is_gpu_lost(error: BaseException) -> bool:
-    """Whether the GPU answers nothing more in this process, in whatever was called.
+    """Return whether the GPU answers nothing more in this process, in whatever was
+    called.
 
     Args:
         error: what was raised.

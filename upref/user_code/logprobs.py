@@ -431,8 +431,8 @@ def _entry_named(name: str, table: Mapping[str, set[str]]) -> str:
 
 
 def _may_be_tensor(parameter: inspect.Parameter) -> bool:
-    """Whether an argument may be a tensor by its default: `keep_logits=False` and
-    `num_tokens=0` are none.
+    """Return whether an argument may be a tensor by its default: `keep_logits=False`
+    and `num_tokens=0` are none.
     """
     return parameter.default is parameter.empty or parameter.default is None
 

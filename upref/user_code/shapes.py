@@ -121,7 +121,7 @@ def _run_on_probe(loss: Loss) -> tuple[Loss, float]:
 
 
 def _reads_first_column(loss: Loss) -> bool:
-    """Whether the advantages act through their first column alone."""
+    """Return whether the advantages act through their first column alone."""
     batch = loss.visible_batch(probe())
     column = torch.arange(batch.mask.shape[1])
     others = torch.where(column > 0, batch.adv * (2 + column.sin()), batch.adv)

@@ -387,8 +387,8 @@ def _order_unknown(
 
 
 def _passes_on(fn: Callable[..., Any], names: Iterable[str]) -> bool:
-    """Whether a function is wrapped in another one that passes arguments on by position,
-    and that lacks some of these names.
+    """Return whether a function is wrapped in another one that passes arguments on by
+    position, and that lacks some of these names.
     """
     try:
         outer = inspect.signature(fn, follow_wrapped=False).parameters

@@ -439,9 +439,9 @@ class LossCase:
         return max(least, self.tol if self.single else 0)
 
     def ignores_sampler(self) -> bool:
-        """Whether the loss can correct for its sampler and the comparison gives it π_old's
-        log-probabilities instead. Of a loss that takes the whole batch in one argument, its
-        gradient has to depend on the sampler's.
+        """Return whether the loss can correct for its sampler and the comparison gives
+        it π_old's log-probabilities instead. Of a loss that takes the whole batch in
+        one argument, its gradient has to depend on the sampler's.
         """
         loss = self.loss
         if self.objective.sampler is not None or "logp_sampler" not in loss.reads:

@@ -145,7 +145,7 @@ def compose(
     data: Path | None = None,
     flash: bool = True,
 ) -> Run:
-    """The overrides of one run, the user's last. Raises InputError on an unknown
+    """Return the overrides of one run, the user's last. Raises InputError on an unknown
     objective or scale.
 
     flash: whether flash-attn is there; without it the scales for one GPU attend
@@ -260,7 +260,7 @@ def _fill(value: Any, places: dict) -> Any:
 
 
 def _hydra(value: Any) -> str:
-    """A value in hydra's grammar."""
+    """Return a value in hydra's grammar."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k}: {_hydra(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):

@@ -75,19 +75,19 @@ def shape_of(path: str) -> Shape:
 
 
 def revision_of(name: str) -> str | None:
-    """The commit to which a model of the hub is pinned; None where it is not."""
+    """Return the commit to which a model of the hub is pinned; None where it is not."""
     return tomllib.loads(PINNED.read_text(encoding="utf-8")).get(name)
 
 
 def download(name: str) -> str:
-    """The command that fetches a model of the hub, at its pinned commit."""
+    """Return the command that fetches a model of the hub, at its pinned commit."""
     revision = revision_of(name)
     return f"hf download {name}" + (f" --revision {revision}" if revision else "")
 
 
 def local(path: str) -> Path | None:
-    """The directory of a model's files: a path, or the pinned commit in the hub's
-    cache; None where it is not there.
+    """Return the directory of a model's files: a path, or the pinned commit in the
+    hub's cache; None where it is not there.
     """
     if not path:
         raise InputError(

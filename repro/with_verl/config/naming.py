@@ -39,8 +39,8 @@ def asked(overrides: list[str]) -> dict[str, str]:
 
 
 def model_of(value: str) -> str:
-    """The name of a model in the hub's cache, wherever that lies; its commit too, where
-    it is not the pinned one.
+    """Return the name of a model in the hub's cache, wherever that lies; its commit
+    too, where it is not the pinned one.
     """
     found = CACHED.search(value)
     if not found:

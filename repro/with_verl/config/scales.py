@@ -75,7 +75,8 @@ def load_scale(name: str) -> Scale:
 
 
 def paper_scale(objective: str) -> tuple[str, str]:
-    """Which of the paper's experiments is meant by the objective's name, and why.
+    """Return which of the paper's experiments is meant by the objective's name, and
+    why.
 
     Methods of two experiments (GRPO, GSPO) get the one that the paper's text is about:
     GSPO on 30B, GRPO in Table 1.

@@ -75,7 +75,7 @@ def check(cfg: DictConfig, shape: Shape | None = None) -> None:
 
 
 def get(cfg: DictConfig, key: str) -> Any:
-    """The value of a setting; None where it is not set."""
+    """Return the value of a setting; None where it is not set."""
     return OmegaConf.select(cfg, key)
 
 
@@ -201,7 +201,9 @@ def files(cfg: DictConfig) -> Iterator[str]:
 
 
 def defines(path: Path, name: str) -> bool:
-    """Whether a Python file has a function or a name of that name at its top level."""
+    """Return whether a Python file has a function or a name of that name at its top
+    level.
+    """
     top = symtable.symtable(path.read_text(encoding="utf-8"), str(path), "exec")
     if name not in top.get_identifiers():
         return False
@@ -329,12 +331,12 @@ def fsdp(cfg: DictConfig, shape: Shape, gpus: int) -> Iterator[str]:
 
 
 def gpus_of(cfg: DictConfig) -> int:
-    """All GPUs of the run."""
+    """Return all GPUs of the run."""
     return cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
 
 
 def ulysses(cfg: DictConfig) -> int:
-    """How many GPUs share a sequence under FSDP: verl has two settings for it."""
+    """Return how many GPUs share a sequence under FSDP: verl has two settings for it."""
     actor = cfg.actor_rollout_ref.actor
     return max(
         actor.ulysses_sequence_parallel_size,
@@ -343,7 +345,7 @@ def ulysses(cfg: DictConfig) -> int:
 
 
 def replica(m: DictConfig) -> int:
-    """How many GPUs hold one copy of the model under Megatron. m: its section."""
+    """Return how many GPUs hold one copy of the model under Megatron. m: its section."""
     tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
     return tp * pp * m.context_parallel_size
 

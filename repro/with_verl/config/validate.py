@@ -66,8 +66,8 @@ SECTIONS = ("actor_rollout_ref.rollout", "algorithm")
 
 
 def validate(run: Run, shape: Shape | None = None) -> DictConfig:
-    """The composed configuration. Raises InputError naming the override that verl would
-    refuse or never read.
+    """Return the composed configuration. Raises InputError naming the override that
+    verl would refuse or never read.
 
     shape: of the model, where its files are not made yet.
     """
@@ -149,7 +149,7 @@ def _compose(overrides: tuple[str, ...]) -> DictConfig:
     cfg = copy.deepcopy(_base(groups))
 
     def value_of(key: str) -> Any:
-        """The value at a key; None where there is none."""
+        """Return the value at a key; None where there is none."""
         return OmegaConf.select(cfg, key, throw_on_missing=False)
 
     for line in overrides:
@@ -201,8 +201,8 @@ def _refusal(line: str, cfg: DictConfig, e: Exception) -> str:
 
 
 def reader(cfg: DictConfig, key: str) -> str:
-    """What reads this key; "" if nothing does. A key under OPEN counts, unless it is
-    nearly one that is known there.
+    """Return what reads this key; "" if nothing does. A key under OPEN counts, unless
+    it is nearly one that is known there.
     """
     for place, who in OPEN.items():
         if f"{key}.".startswith(f"{place}."):
@@ -217,8 +217,8 @@ def reader(cfg: DictConfig, key: str) -> str:
 
 
 def _hint(cfg: DictConfig, key: str) -> str:
-    """What was probably meant: the same last component elsewhere, a hyperparameter of
-    an objective, or a like name.
+    """Return what was probably meant: the same last component elsewhere, a
+    hyperparameter of an objective, or a like name.
     """
     parent, _, leaf = key.rpartition(".")
     leaf = USUAL.get(leaf, leaf)
@@ -280,8 +280,8 @@ def _check_types(cfg: DictConfig, overrides: tuple[str, ...]) -> None:
 
 
 def _annotation(cfg: DictConfig, key: str) -> Any:
-    """The type of a key by verl's class, by verl's default where no class has it, or
-    None.
+    """Return the type of a key by verl's class, by verl's default where no class has
+    it, or None.
     """
     cls, leaf = _class(cfg, key)
     if cls and leaf in {f.name for f in dataclasses.fields(cls)}:

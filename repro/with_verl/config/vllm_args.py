@@ -22,7 +22,7 @@ FILE, CLASSES = "vllm/engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")
 
 
 def names(source: str) -> list[str]:
-    """The fields of its argument classes."""
+    """Return the fields of its argument classes."""
     tree = ast.parse(source)
     classes = [
         n for n in tree.body if isinstance(n, ast.ClassDef) and n.name in CLASSES

@@ -48,8 +48,8 @@ OF_ONE_MACHINE = tuple(
 def compose(
     objective: str, overrides: list[str], address: str = ""
 ) -> tuple[Run, int | None]:
-    """The run, and its number of steps. InputError on what is wrong. address: of a
-    running Ray cluster.
+    """Return the run, and its number of steps. InputError on what is wrong. address: of
+    a running Ray cluster.
     """
     o = upref.get(objective)
     given, name = composing.spelled_out(overrides)

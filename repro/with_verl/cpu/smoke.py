@@ -55,7 +55,9 @@ def environment(log: Path, modules: tuple[str, ...] = ()) -> dict[str, str]:
 
 
 def settings(objective: upref.Objective, steps: int, out: Path) -> dict[str, object]:
-    """What verl is given on a CPU: the toy's settings, and those that a CPU needs."""
+    """Return what verl is given on a CPU: the toy's settings, and those that a CPU
+    needs.
+    """
     python = f'"{" ".join(fork.executable())}"'
     of_cpu = TABLES["cpu"] | {
         "+ray_kwargs.ray_init.runtime_env.py_executable": python,
@@ -66,7 +68,7 @@ def settings(objective: upref.Objective, steps: int, out: Path) -> dict[str, obj
 def toy_settings(
     objective: upref.Objective, steps: int, out: Path
 ) -> dict[str, object]:
-    """What verl is given for the toy on any device."""
+    """Return what verl is given for the toy on any device."""
     return TABLES["toy"] | {
         "data.train_files": out / "data.parquet",
         "data.val_files": out / "data.parquet",
@@ -94,8 +96,8 @@ def overrides(objective: upref.Objective, steps: int, out: Path) -> list[str]:
 
 
 def dry_run(objective: upref.Objective, extra: Sequence[str] = ()) -> Any:
-    """The settings, read by the installed verl and checked as those of the GPU scales;
-    InputError on what is wrong.
+    """Return the settings, read by the installed verl and checked as those of the GPU
+    scales; InputError on what is wrong.
     """
     from repro.with_verl.config.compose import Run
     from repro.with_verl.config.model import parse

@@ -122,8 +122,8 @@ def prepare(
 
 
 def fetch(s: Source, revision: str) -> Path:
-    """The upstream file: in the hub's cache, which resumes what was interrupted, or,
-    from GitHub, a temporary one.
+    """Return the upstream file: in the hub's cache, which resumes what was interrupted,
+    or, from GitHub, a temporary one.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import logging

@@ -53,7 +53,7 @@ def write(path: Path, rows: list[dict[str, Any]], facts: dict[str, str]) -> None
 
 
 def facts(path: Path) -> dict[str, str]:
-    """What `write` was told; empty if the file is missing or no parquet file."""
+    """Return what `write` was told; empty if the file is missing or no parquet file."""
     try:
         return {
             k.decode(): v.decode()
@@ -64,8 +64,8 @@ def facts(path: Path) -> dict[str, str]:
 
 
 def check_file(path: Path) -> int:
-    """The number of rows. Raises InputError on what verl or the reward would stumble
-    over.
+    """Return the number of rows. Raises InputError on what verl or the reward would
+    stumble over.
     """
     try:
         table = pq.read_table(path, columns=[*SCHEMA.names])

@@ -234,7 +234,7 @@ CONVERT = (
 
 
 def _read() -> dict[str, Source]:
-    """The sources of sources.toml, by name."""
+    """Return the sources of sources.toml, by name."""
     text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
     by_name = {function.__name__: function for function in CONVERT}
     found = {}

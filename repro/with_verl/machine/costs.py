@@ -16,7 +16,7 @@ ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
 
 
 def price(cfg: DictConfig, gpu: GPU, gpu_bytes: float) -> Estimate:
-    """The estimate, with as many prompts as the files have, or, before they are
+    """Return the estimate, with as many prompts as the files have, or, before they are
     prepared, as their sources have.
     """
     rows = count_rows(cfg.data.val_files), count_rows(cfg.data.train_files)
@@ -56,14 +56,14 @@ def save_hourly(run: Run, cfg: DictConfig, e: Estimate) -> Estimate:
 
 
 def notes(run: Run, cfg: DictConfig, e: Estimate, gpu_bytes: float) -> list[str]:
-    """The sentences that are printed beside the estimate."""
+    """Return the sentences that are printed beside the estimate."""
     found = at_risk(cfg, e), price_of_flash(run, cfg, e.gpu, gpu_bytes)
     return [sentence for sentence in found if sentence]
 
 
 def at_risk(cfg: DictConfig, e: Estimate) -> str:
-    """A sentence where a machine that goes away takes all of the run, or more than an
-    hour of it; "" elsewhere.
+    """Return a sentence where a machine that goes away takes all of the run, or more
+    than an hour of it; "" elsewhere.
     """
     often, steps = cfg.trainer.save_freq, e.steps or 0
     if often <= 0:
@@ -75,8 +75,8 @@ def at_risk(cfg: DictConfig, e: Estimate) -> str:
 
 
 def price_of_flash(run: Run, cfg: DictConfig, gpu: GPU, gpu_bytes: float) -> str:
-    """A sentence with what the run costs with and without flash-attn; "" where the
-    scale needs it.
+    """Return a sentence with what the run costs with and without flash-attn; "" where
+    the scale needs it.
     """
     chosen = any("attn_implementation" in line for line in run.given)
     if chosen or not run.scale.without_flash:

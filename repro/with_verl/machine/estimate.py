@@ -77,8 +77,8 @@ def gpus() -> dict[str, GPU]:
 
 
 def gpu_of(name: str) -> GPU:
-    """The row whose name the GPU's own contains; an unknown one counts as an A100, and
-    its name says so.
+    """Return the row whose name the GPU's own contains; an unknown one counts as an
+    A100, and its name says so.
     """
     found = next((g for key, g in gpus().items() if key in name), None)
     return found or replace(
@@ -135,7 +135,7 @@ class Estimate:
         return self.gpu_hours * self.gpu.dollars
 
     def facts(self) -> dict[str, Any]:
-        """What the report compares with what happened."""
+        """Return what the report compares with what happened."""
         return {
             "train_gb": self.train / GB,
             "rollout_gb": self.rollout / GB,
@@ -385,8 +385,8 @@ def offloads(cfg: DictConfig, what: str) -> bool:
 
 
 def flash(cfg: DictConfig) -> bool:
-    """Whether a run uses flash-attn: verl's models attend by it unless told otherwise,
-    and then fail without it, late, in a worker.
+    """Return whether a run uses flash-attn: verl's models attend by it unless told
+    otherwise, and then fail without it, late, in a worker.
     """
     override = cfg.actor_rollout_ref.model.override_config or {}
     default = "flash_attention_2"

@@ -105,7 +105,7 @@ def look(where: Path = ROOT) -> Machine:
 
 
 def newest_cuda() -> int:
-    """The newest CUDA that libcuda runs, 13000 for 13.0; 0 where there is none.
+    """Return the newest CUDA that libcuda runs, 13000 for 13.0; 0 where there is none.
 
     A package of NVIDIA's, cuda-compat, brings a newer libcuda than the driver's own,
     and nvidia-smi names the driver.

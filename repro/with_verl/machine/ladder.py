@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import sys
+from dataclasses import dataclass
 
 from repro.with_verl.config.scales import HANDED_OVER, load_scale, paper_scale
 from repro.with_verl.machine.here import Machine, look, old_driver
@@ -47,29 +48,57 @@ def largest(objective: str, m: Machine) -> tuple[str, str]:
     )
     too_small: list[str] = []
     for name in (paper_scale(objective)[0], "gpu8", "gpu1", "gpu1_24gb", "trl"):
-        nodes, gpus, memory, about = needs(name)
-        if m.nodes >= nodes and m.gpus >= gpus and m.gpu_bytes >= SOLD_AS * memory * GB:
-            why = f"{found} carry {nodes} x {gpus} GPUs of {memory:.0f} GB ({about})"
+        needed = needs(name)
+        if m.nodes >= needed.nodes and needed.are_met_by(m.gpus, m.gpu_bytes):
+            why = f"{found} carry {needed} ({needed.about})"
             return name, "; ".join([why, *too_small])
-        too_small.append(f"{name} needs {nodes} x {gpus} GPUs of {memory:.0f} GB")
+        too_small.append(f"{name} needs {needed}")
     return "mini", f"{found} are too small: {'; '.join(too_small)}"
 
 
-def needs(scale: str) -> tuple[int, int, float, str]:
-    """Machines, GPUs of each, GB of each GPU, and what the scale is."""
+@dataclass(frozen=True)
+class Needs:
+    """The machines on which a scale runs.
+
+    Attributes:
+        nodes: machines.
+        gpus: of each machine.
+        gpu_gb: memory of each GPU, in GB.
+        about: what the scale trains, in words.
+    """
+
+    nodes: int
+    gpus: int
+    gpu_gb: float
+    about: str
+
+    def __str__(self) -> str:
+        return f"{self.nodes} x {self.gpus} GPUs of {self.gpu_gb:.0f} GB"
+
+    def are_met_by(self, gpus: int, gpu_bytes: float) -> bool:
+        """Return whether a machine has as many GPUs, and as much memory on each."""
+        return gpus >= self.gpus and gpu_bytes >= SOLD_AS * self.gpu_gb * GB
+
+
+def needs(scale: str) -> Needs:
+    """Return what a scale needs.
+
+    Args:
+        scale: `trl`, or a name of a scale of verl, such as `gpu1`.
+    """
     if scale == "trl":
-        return 1, 1, TRL_GB, TRL_ABOUT
+        return Needs(nodes=1, gpus=1, gpu_gb=TRL_GB, about=TRL_ABOUT)
     s = load_scale(scale)
-    return (
-        s.values["trainer.nnodes"][0],
-        s.values["trainer.n_gpus_per_node"][0],
-        s.gpu_gb,
-        s.about,
+    return Needs(
+        nodes=s.values["trainer.nnodes"][0],
+        gpus=s.values["trainer.n_gpus_per_node"][0],
+        gpu_gb=s.gpu_gb,
+        about=s.about,
     )
 
 
 def parts(scale: str) -> list[str]:
-    """What `repro/venv.sh` installs for a scale with this Python.
+    """Return what `repro/venv.sh` installs for a scale with this Python.
 
     Raises:
         InputError: the scale needs flash-attn, and its wheel is for another Python.
@@ -99,8 +128,8 @@ def check_gpus(scale: str, m: Machine, changed: bool) -> None:
     """Refuse what these GPUs cannot carry; only say it where settings are changed,
     which may make it fit.
     """
-    nodes, gpus, memory, _ = needs(scale)
-    want = f"{scale} needs {nodes} x {gpus} GPUs of {memory:.0f} GB"
+    needed = needs(scale)
+    want = f"{scale} needs {needed}"
     if not m.gpus:
         cure = (
             "--tiny takes the same path on the CPU"
@@ -110,7 +139,7 @@ def check_gpus(scale: str, m: Machine, changed: bool) -> None:
         raise InputError(
             f"no GPU is visible here, and {want}: take the scale mini or smoke; {cure}."
         )
-    if m.gpus >= gpus and m.gpu_bytes >= SOLD_AS * memory * GB:
+    if needed.are_met_by(m.gpus, m.gpu_bytes):
         return
     said = f"{want}, and {m.gpus} x {m.gpu_name or 'GPU'} with {m.gpu_bytes / GB:.0f} GB are here"
     if not changed:
@@ -183,7 +212,7 @@ def choose(objective: str, scale: str, words: list[str], m: Machine) -> str:
 
 
 def pinned_cuda(name: str) -> str:
-    """The version of CUDA that a list of requirements pins."""
+    """Return the version of CUDA that a list of requirements pins."""
     text = (ROOT / f"repro/requirements/{name}.txt").read_text(encoding="utf-8")
     found = re.search(r"^cuda-toolkit(?:\[.*?\])?==(\S+)", text, re.M)
     return found[1] if found else ""

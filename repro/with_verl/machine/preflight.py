@@ -215,7 +215,7 @@ def check(s: Start) -> None:
 
 
 def missing(s: Start) -> list[str]:
-    """All sentences about packages, model and data that are not here."""
+    """Return all sentences about packages, model and data that are not here."""
     return [sentence for one in INSTALLED for sentence in one(s)]
 
 

@@ -43,7 +43,7 @@ for name in asked["modules"]:
 
 
 def modules(cfg: DictConfig) -> list[str]:
-    """What driver and workers of this run import, heaviest last."""
+    """Return what driver and workers of this run import, heaviest last."""
     engine = ["verl.workers.engine.fsdp.transformer_impl"]
     if cfg.actor_rollout_ref.actor.get("megatron"):
         engine = ["megatron.bridge", "verl.workers.engine.megatron.transformer_impl"]
@@ -103,8 +103,8 @@ def check_imports(run: Run, cfg: DictConfig) -> None:
 
 
 def check_cluster(run: Run, loss: str) -> int:
-    """How many machines the Ray cluster has, 1 where none runs; each must find the
-    plug-in and the run's folder.
+    """Return how many machines the Ray cluster has, 1 where none runs; each must find
+    the plug-in and the run's folder.
     """
     import ray
 

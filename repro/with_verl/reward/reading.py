@@ -79,8 +79,8 @@ def pairs(truth: str, pred: str) -> bool | list[tuple[str, str]]:
 
 
 def letters(text: str) -> frozenset[str] | None:
-    """Which of A to J were chosen, where that is the answer: "A, C", "AC", "(B)", "{A,
-    C}", "A and C".
+    """Return which of A to J were chosen, where that is the answer: "A, C", "AC",
+    "(B)", "{A, C}", "A and C".
     """
     text = WORDS.sub(r"\1", text)
     text = re.sub(r"\\[{}]|[(){}.,;$\s]|\band\b|\bor\b|\\ ", " ", text)

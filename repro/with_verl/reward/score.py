@@ -181,8 +181,8 @@ class Grader:
         return bool(json.loads(line))
 
     def _line(self, deadline: float) -> bytes | None:
-        """What it wrote up to the end of a line, which may come in pieces; None if it
-        is late or dead.
+        """Return what it wrote up to the end of a line, which may come in pieces; None
+        if it is late or dead.
         """
         line, out = b"", self._pipes()[1]
         while not line.endswith(b"\n"):

@@ -275,8 +275,8 @@ def dry_train(run: Run, cfg: Any, m: Machine, gpu: str, seeds: int) -> int:
 
 
 def flash_there(machine: Machine | None, dry_run: bool) -> bool:
-    """Whether a run attends by flash-attn: it is installed; or this is a dry run where
-    nothing could train.
+    """Return whether a run attends by flash-attn: it is installed; or this is a dry run
+    where nothing could train.
     """
     have = (
         machine.versions
@@ -287,8 +287,8 @@ def flash_there(machine: Machine | None, dry_run: bool) -> bool:
 
 
 def check_step(cfg: Any) -> bool:
-    """Whether one optimizer step of a two-layer twin of this run, on this CPU, has the
-    objective's gradient.
+    """Return whether one optimizer step of a two-layer twin of this run, on this CPU,
+    has the objective's gradient.
     """
     from omegaconf import OmegaConf
 
@@ -310,7 +310,9 @@ def check_step(cfg: Any) -> bool:
 
 
 def _objective_of(cfg: Any) -> tuple[Objective, dict[str, Any]]:
-    """The objective that a run trains, and those of its hyperparameters that are set."""
+    """Return the objective that a run trains, and those of its hyperparameters that are
+    set.
+    """
     loss = cfg.actor_rollout_ref.actor.policy_loss
     name = loss.loss_mode.removeprefix("upref/")
     o = get(name) if name in names() else extra(name)
@@ -320,8 +322,8 @@ def _objective_of(cfg: Any) -> tuple[Objective, dict[str, Any]]:
 
 
 def hyperparameters_in_force(cfg: Any) -> str:
-    """The numbers that define the loss, and which of them are defaults: verl prints those
-    alone that are set. verl has its own coefficient of the KL term.
+    """Return the numbers that define the loss, and which of them are defaults: verl
+    prints those alone that are set. verl has its own coefficient of the KL term.
     """
     o, given = _objective_of(cfg)
     values = [

@@ -19,12 +19,12 @@ STEP = "training/global_step"
 
 
 def new_part(folder: Path) -> Path:
-    """Where the next start is to log; later ones sort behind it."""
+    """Return where the next start is to log; later ones sort behind it."""
     return folder / f"steps-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
 
 
 def read(file: Path) -> list[dict]:
-    """All whole lines; one half written is left for later."""
+    """Return all whole lines; one half written is left for later."""
     if not file.exists():
         return []
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
@@ -32,7 +32,7 @@ def read(file: Path) -> list[dict]:
 
 
 def merged(folder: Path) -> list[dict]:
-    """All rows of all starts, by step; a later start replaces what it did again."""
+    """Return all rows of all starts, by step; a later start replaces what it did again."""
     parts = sorted(folder.glob("steps-*.jsonl")) or [folder / "steps.jsonl"]
     rows: dict[int, dict] = {}
     for part in parts:

@@ -42,7 +42,7 @@ class Patience:
 
 
 def checkpointed(directory: Path) -> int:
-    """The step of the last whole checkpoint; 0: none."""
+    """Return the step of the last whole checkpoint; 0: none."""
     try:
         return int(
             (checkpoints(directory) / "latest_checkpointed_iteration.txt").read_text()
@@ -132,8 +132,8 @@ def start(
 
 
 def predicted_again(estimate: dict[str, Any], seconds: float, left: int) -> str:
-    """What is left of the run, from a measured step; the first two steps compile and
-    warm up, so take it as a bound.
+    """Return what is left of the run, from a measured step; the first two steps compile
+    and warm up, so take it as a bound.
     """
     hours = left * seconds / 3600
     line = f"  measured {seconds:,.0f} s a step: the {left} steps that are left take {hours:,.1f} hours"
@@ -148,7 +148,7 @@ def predicted_again(estimate: dict[str, Any], seconds: float, left: int) -> str:
 
 
 def joins(run: Run) -> bool:
-    """Whether it is over several machines, or the user named a cluster."""
+    """Return whether it is over several machines, or the user named a cluster."""
     nodes = [
         line.partition("=")[2]
         for line in run.overrides
@@ -173,7 +173,7 @@ def line_of_step(row: dict, total: int | None) -> str:
 def last_words(
     run: Run, total: int | None, status: int | None, ended: str, log: Path, again: str
 ) -> tuple[str, int]:
-    """The last line of the log, and the exit status."""
+    """Return the last line of the log, and the exit status."""
     rows = records.training(records.merged(run.directory))
     done, kept = rows[-1]["step"] if rows else 0, checkpointed(run.directory)
     of = f"{done} of {total} steps" if total else f"{done} steps"

@@ -45,7 +45,7 @@ class Outcome:
 
 
 def steps(log: Path) -> list[dict]:
-    """The steps of training that verl's file logger has written so far."""
+    """Return the steps of training that verl's file logger has written so far."""
     return records.training(records.read(log))
 
 
@@ -101,7 +101,7 @@ class Family:
 
 
 def crowd() -> float:
-    """How many want each core, 1 at least; a run keeps about two busy itself."""
+    """Return how many want each core, 1 at least; a run keeps about two busy itself."""
     return max(1.0, (os.getloadavg()[0] - 2) / (os.cpu_count() or 1))
 
 

@@ -94,7 +94,8 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def counts(results: list[dict[str, Any]]) -> str:
-    """How many bugs are rejected and named, and how many right loops are accepted.
+    """Return how many bugs are rejected and named, and how many right loops are
+    accepted.
 
     Args:
         results: of `run`.

@@ -52,8 +52,8 @@ class Reference:
         )
 
     def agrees(self, goal: Goal) -> bool:
-        """Whether a step that has this goal in place of its own passes the check on
-        these rows.
+        """Return whether a step that has this goal in place of its own passes the check
+        on these rows.
 
         Args:
             goal: with another number.

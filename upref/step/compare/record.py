@@ -313,7 +313,7 @@ class _Recorder:
 
 
 def is_alone() -> bool:
-    """Whether this process has the whole gradient: no other ranks share it."""
+    """Return whether this process has the whole gradient: no other ranks share it."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized():
         return True

@@ -145,12 +145,12 @@ def halves_of(passes: Sequence[Passed], rows: Sequence[Row]) -> Halves | None:
 
 
 def _holds(gradient: Gradient) -> bool:
-    """Whether anything has accumulated."""
+    """Return whether anything has accumulated."""
     return any(bool(x.any()) for x in gradient.values())
 
 
 def _equal(one: Gradient, other: Gradient) -> bool:
-    """Whether two sketches are the same numbers."""
+    """Return whether two sketches are the same numbers."""
     return one.keys() == other.keys() and all(
         torch.equal(x, other[name]) for name, x in one.items()
     )
@@ -159,8 +159,8 @@ def _equal(one: Gradient, other: Gradient) -> bool:
 def fits(
     halves: Halves, it: GradientComparison, case: StepCase, bound: float, cause: Cause
 ) -> bool | None:
-    """Whether a cause that was found for a gradient is found for its two halves; None
-    where the optimizer got another gradient than had accumulated.
+    """Return whether a cause that was found for a gradient is found for its two halves;
+    None where the optimizer got another gradient than had accumulated.
 
     Args:
         halves: of its rows.

@@ -105,7 +105,7 @@ def unusual_inputs(case: LossCase) -> list[Finding]:
 
 
 def _has_what_it_needs(case: LossCase, axis: Axis) -> bool:
-    """Whether the weights depend on what is unusual on this axis.
+    """Return whether the weights depend on what is unusual on this axis.
 
     Args:
         case: the loss and its objective.
@@ -449,7 +449,7 @@ class Relabeled:
         return self.case.gradient(batch), self.case.gradient(_with_plain_ids(batch))
 
     def differs(self, batch: Rollouts) -> bool:
-        """Whether the ids change the gradient."""
+        """Return whether the ids change the gradient."""
         if batch.group is None:
             return False
         found, plain = self.gradients(batch)
