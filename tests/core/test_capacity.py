@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 import upref
 from tests.support.daily import daily
-from upref.weights.capacity import capacity, own_token_bound
+from upref.weights.capacity import capacity, own_token_bound, words_for_fading
 from upref.weights.curve import make_curve, obstacle
 
 TOL = 1e-9
@@ -410,3 +410,11 @@ def test_a_weight_that_fades_has_the_room_of_no_clip():
     r = torch.tensor([50.0])
     assert float(make_curve(soft)(r.numpy(), 1.0)[0]) == 0
     assert upref.capacity(soft, 0.5, 0.01) == upref.capacity("up_dapo", 0.5, 0.01)
+
+
+def test_a_weight_that_fades_is_named_beside_its_cap():
+    """SAPO's row was that of UP-DAPO, and no word told the two apart."""
+    curves = [make_curve(name) for name in ("sapo", "dapo", "up_dapo", "is_pg")]
+    words = words_for_fading(curves)
+    assert words.startswith("sapo: the weight fades without a cut")
+    assert words_for_fading(curves[1:]) == ""

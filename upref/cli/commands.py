@@ -345,7 +345,7 @@ def cap(args: argparse.Namespace) -> int:
     losses = _resolve_losses(args.names)
     hp = hyperparameters(args.hp)
     from upref.cli.show import PI_OLD
-    from upref.weights.capacity import capacity
+    from upref.weights.capacity import capacity, words_for_fading
     from upref.weights.curve import make_curves, words_for_one_token
 
     curves = make_curves(losses, hp)
@@ -355,8 +355,10 @@ def cap(args: argparse.Namespace) -> int:
         return save(lambda: cap_map(*curves, adv=args.adv, log=args.log), args.file)
     rows = [[c.name, *capacity(c, PI_OLD, PI_OLD, args.adv).tolist()] for c in curves]
     title = f"Cap at π_θ = π_old, A = {args.adv:+g}"
-    measured = words_for_one_token(curves)
-    return _print_numbers(args, "π_old", PI_OLD, rows, title, measured)
+    remarks = {"measured": words_for_one_token(curves)}
+    if args.adv > 0:
+        remarks["fades"] = words_for_fading(curves)
+    return _print_numbers(args, "π_old", PI_OLD, rows, title, remarks)
 
 
 def weights(args: argparse.Namespace) -> int:
@@ -383,8 +385,8 @@ def weights(args: argparse.Namespace) -> int:
     ]
     ratio = common_ratio_symbol(curves)
     title = "weight dJ/dlp (π_old = 0.01 where the bound depends on it)"
-    measured = words_for_one_token(curves, ratio)
-    return _print_numbers(args, ratio, RATIOS, rows, title, measured)
+    remarks = {"measured": words_for_one_token(curves, ratio)}
+    return _print_numbers(args, ratio, RATIOS, rows, title, remarks)
 
 
 def _print_numbers(
@@ -393,7 +395,7 @@ def _print_numbers(
     points: Any,
     rows: Any,
     title: str,
-    measured: str,
+    remarks: dict[str, str],
 ) -> int:
     """Print a table of curves, or with --json its numbers; return the exit status.
 
@@ -403,17 +405,16 @@ def _print_numbers(
         points: the numbers of the first row.
         rows: the name and the numbers of each curve.
         title: what the numbers are.
-        measured: which curves hold for a response of one token, "" for none.
+        remarks: what the numbers do not show, a line each; an empty one is left out.
     """
     if args.json:
         data = {"title": title, axis: points, **{r[0]: r[1:] for r in rows}}
-        if measured:
-            data["measured"] = measured
+        data |= {key: words for key, words in remarks.items() if words}
         print(json.dumps(data, indent=1, ensure_ascii=False))
     else:
         print(title)
-        if measured:
-            print(measured)
+        for words in filter(None, remarks.values()):
+            print(words)
         table(
             [axis, *(f"{p:g}" for p in points)],
             [[row[0], *(f"{v:.4g}" for v in row[1:])] for row in rows],

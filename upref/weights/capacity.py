@@ -17,7 +17,7 @@ still alive (Eq. A3 includes its end). At p = 0 and mu = 0 the limit is meant. A
 there is no update: Cap = 0 (the paper's A <= 0 means A < 0).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,8 @@ from upref.errors import InputError
 from upref.registry import Objective
 from upref.weights.curve import Curve, make_curve
 
+FADED_MU = 0.01  # π_old of a token whose ratio may grow to 100
+FADED_WEIGHT = 1e-3  # per advantage: a smaller weight at that ratio has faded
 TINY = 1e-30  # stands for probability 0
 
 
@@ -101,6 +103,30 @@ def capacity(
     # no more than a bound times TINY, which stands for a probability of 0
     cap = np.where(cap < 1e9 * TINY, 0, cap)
     return np.where(alive_here & (A != 0), cap, 0).reshape(shape)
+
+
+def words_for_fading(curves: Sequence[Curve]) -> str:
+    """Say which weights fade where A > 0, without a cut that would end the room.
+
+    Args:
+        curves: of a token by itself.
+
+    Returns:
+        A line without its end; "" where there is no such curve.
+    """
+    far = 1 / FADED_MU
+    names = [
+        curve.name
+        for curve in curves
+        if abs(float(curve(far, 1.0, FADED_MU))) < FADED_WEIGHT
+        and capacity(curve, FADED_MU, FADED_MU) == 1 - FADED_MU
+    ]
+    if not names:
+        return ""
+    return (
+        f"{', '.join(names)}: the weight fades without a cut, and Cap counts only cuts "
+        "(see `upref weights`)"
+    )
 
 
 def _toward_the_update(curve: Curve) -> Curve:
