@@ -41,6 +41,7 @@ INNER = {
     "upref_frameworks.verl.training": "inside a training step: a trainer's own errors",
     "aggregation.verl_name": "two words from the registry",
     "weights.capacity.own_token_bound": "one line of numpy",
+    "weights.capacity.words_for_fading": "handed curves",
     "logprobs.clamp_log_probs": "for tensors that the library made",
     "logprobs.check_temperature": "a check of an argument",
     "logprobs.check_tokens": "a check of an argument",
