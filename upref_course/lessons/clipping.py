@@ -86,6 +86,14 @@ EXERCISE = Exercise(
             hint="a good token that is less likely now must be pushed up again. Which is smaller, r A or clip(r) A?",
         ),
         Fault(
+            "two mistakes: the minimum is missing, and the sum over the samples stands where "
+            "their mean belongs",
+            lambda lp, old, A: -(ratio(lp, old).clamp(LOW, HIGH) * A).sum(),
+            id="minimum-missing-and-summed",
+            hint="a good token that is less likely now must be pushed up again. And how does the size of a step "
+            "depend on the number of samples?",
+        ),
+        Fault(
             "the larger of the two, where the smaller belongs",
             lambda lp, old, A: (
                 -torch.maximum(

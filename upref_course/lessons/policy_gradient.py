@@ -96,6 +96,13 @@ EXERCISE = Exercise(
             "hand it?",
         ),
         Fault(
+            "`action` is not used: the log-probabilities of all actions are trained",
+            lambda z, a, R: -(R * log_softmax(z)).mean(),
+            id="action-unused",
+            hint="reward[i] belongs to the action that was taken in sample i: pick its log-probability by "
+            "`action`.",
+        ),
+        Fault(
             "π itself where log π belongs",
             lambda z, a, R: -(R * softmax(z)[a]).mean(),
             id="probabilities-for-log-probs",
