@@ -203,7 +203,7 @@ def row_weights(
         totals,
     )
     # derivation.py asks for the weight as a formula
-    symbols = not isinstance(totals.tokens, Tensor | int | float)
+    symbols = not isinstance(totals.tokens, (Tensor, int, float))
     _must(symbols or _is_mask(mask), "mask must be a boolean tensor [B, T]", mask)
     match agg:
         case "token-mean" | "kept-mean":

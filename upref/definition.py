@@ -888,7 +888,7 @@ def _is_number(x: Any) -> bool:
     """Tell whether x is a number that a float can hold. Infinity is one: no bound."""
     try:
         return (
-            isinstance(x, int | float | np.number)
+            isinstance(x, (int, float, np.number))
             and not isinstance(x, bool)
             and float(x) == float(x)
         )

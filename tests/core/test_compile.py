@@ -23,6 +23,8 @@ def test_no_host_synchronisation(name):
     """On fake tensors, which have no values, whatever asks for one (`.item()`,
     `if x.any()`) raises.
     """
+    if name == "aspo_code" and torch.__version__ < (2, 5):
+        pytest.skip("nanquantile of torch 2.4 asks for a value")
     o = upref.get(name)
     with FakeTensorMode():
         lp = torch.empty(4, 6, requires_grad=True)
@@ -97,6 +99,8 @@ def test_one_graph_and_the_eager_gradient(name, hp, backend):
 @pytest.mark.parametrize("name", ["dppo_kl_verl", "dppo_tv_verl", "gmpo"])
 def test_compiled_forward_keeps_no_comparison(name):
     """Inductor's C++ writes a boolean tensor 20 times slower than eager torch does."""
+    if name == "gmpo" and torch.__version__ < (2, 5):
+        pytest.skip("the partitioner of torch 2.4 keeps one of gmpo's comparisons")
     o = upref.get(name)
     b = batch(o, edges=OFF_EDGES)
     kept = []

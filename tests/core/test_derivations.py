@@ -290,7 +290,12 @@ def test_sympy_gradient_says_what_it_cannot_read():
 
 
 def test_importing_upref_leaves_sympy_alone():
-    code = "import sys, upref; upref.get('up_dapo').weight(1.5, -1.0); sys.exit('sympy.core' in sys.modules)"
+    """But for checkpoint of torch 2.4, which imports it."""
+    code = (
+        "import sys, torch.utils.checkpoint; by_torch = 'sympy.core' in sys.modules; "
+        "import upref; upref.get('up_dapo').weight(1.5, -1.0); "
+        "sys.exit('sympy.core' in sys.modules and not by_torch)"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", code], env=ENV, cwd=DERIVATIONS.parent

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -418,6 +419,7 @@ def test_each_setting_of_the_help_texts_runs(capsys, tmp_path, monkeypatch):
             )
 
 
+@pytest.mark.skipif(not find_spec("trl"), reason="it imports TRL's adapter")
 def test_the_name_of_an_adapter_is_no_unknown_loss(capsys):
     """`upref diff trl verl` was refused: neither is a loss."""
     code, _, err = run(capsys, "diff", "trl", "verl", "--case", "nothing")
