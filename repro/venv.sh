@@ -15,11 +15,11 @@
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 lists=repro/requirements
-venv=.venv pythons=(python3.11 python3.12 python3.13 python3) size="one to three minutes, 1 to 2 GB"
+venv=.venv pythons=(python3.11 python3.12 python3.13 python3) size="it downloads the test tools${*:+, and what $* needs}"
 which=
 [[ ${1-} != which ]] || { which=yes && shift; }
 if [[ ${1-} == gpu ]]; then # flash-attn and Megatron's parts are prebuilt for Python 3.12 only
-    venv=.venv-gpu pythons=(python3.12 python3.11 python3) size="five to ten minutes, 11 GB"
+    venv=.venv-gpu pythons=(python3.12 python3.11 python3) size="11 GB"
 fi
 py=$venv/bin/python
 

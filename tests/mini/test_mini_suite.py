@@ -305,3 +305,13 @@ def test_an_experiment_is_trained_and_reported(tmp_path, monkeypatch, capsys):
 
 def test_settings_of_the_fake_are_the_real_ones():
     assert isinstance(next(iter(QUEUE.values())), Settings)
+
+
+def test_a_line_says_how_far_the_runs_are(tmp_path):
+    """Nothing but `0 of 4 runs are finished` was printed for minutes."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/steps.jsonl").write_text("{}\n" * 25)
+    running = {"a": Settings(), "b": Settings(steps=7)}
+    assert suite.progress(tmp_path, running) == (
+        "training: a at step 25 of 100, b at step 0 of 7"
+    )

@@ -26,6 +26,7 @@ from upref.errors import InputError
 ROOT = Path(__file__).parents[3]
 OUT = ROOT / "repro" / "out" / "mini"
 TRAIN = "repro.mini.train"
+PROGRESS_SECONDS = 60  # between two lines on the runs that train
 say = Console(highlight=False, soft_wrap=True).print
 
 
@@ -59,6 +60,7 @@ def run_all(
     failures: list[str] = []
     running: dict[str, subprocess.Popen[bytes]] = {}
     end = time.monotonic() + 3600 * hours
+    next_line = time.monotonic() + PROGRESS_SECONDS
     try:
         while running or (todo and time.monotonic() < end):
             while todo and len(running) < jobs and time.monotonic() < end:
@@ -71,10 +73,31 @@ def run_all(
                 word = records.status(out / name) or "failed"
                 say(f"{word:8} {name}; {len(running) + len(todo)} to go", markup=False)
                 ended()
+            if running and time.monotonic() >= next_line:
+                say(
+                    progress(out, {name: wanted[name] for name in running}),
+                    markup=False,
+                )
+                next_line += PROGRESS_SECONDS
             time.sleep(0.3)
     finally:
         _stop(running.values())
     return failures
+
+
+def progress(out: Path, running: dict[str, Settings]) -> str:
+    """Say how many steps of each run have ended.
+
+    Args:
+        out: the folder of the runs.
+        running: the settings of each run by its name.
+    """
+    parts = []
+    for name, settings in running.items():
+        steps = out / name / "steps.jsonl"
+        ended = steps.read_bytes().count(b"\n") if steps.exists() else 0
+        parts.append(f"{name} at step {ended} of {settings.steps}")
+    return f"training: {', '.join(parts)}"
 
 
 def _launch(
