@@ -700,3 +700,16 @@ def test_a_loss_that_refuses_float32_is_told_so_once():
     said = str(upref.check(loss, "dapo"))
     assert said.count("unusual-inputs: float32 inputs are refused") == 1
     assert "a batch of one token, in float32, is refused" in said
+
+
+def test_a_masked_row_that_makes_the_loss_nan_says_so():
+    def of_responses(log_prob, old_log_prob, advantages, mask):
+        r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+        J = torch.where(
+            mask, torch.minimum(r * advantages, r.clamp(0.8, 1.28) * advantages), 0
+        )
+        return -(J.sum(1) / mask.sum(1)).mean()
+
+    skip = [o.name for o in every() if o.name != "padding"]
+    [failure] = upref.check(of_responses, "dapo", skip=skip).failures
+    assert failure.about.endswith("masked throughout, where the loss itself is NaN")

@@ -295,6 +295,8 @@ def _empty_row(case: LossCase, batch: Rollouts, gradient: Tensor) -> list[Findin
             gradient, longer_gradient, worst(distances), "as without"
         )
         why = _cause_of_counted_row(case)
+        if not value.isfinite():
+            text += f", where the loss itself is {'NaN' if value.isnan() else 'inf'}"
         return [fail("padding", text, expected_number, found_number, cause=why)]
     own_gradient = longer_gradient[-1]
     if (own_gradient == 0).all():
