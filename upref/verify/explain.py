@@ -235,12 +235,14 @@ def cause_with_one_advantage(case: LossCase) -> Cause:
         if errors.masked_fill(ties, 0).max() <= case.tol:
             return NO_CAUSE
         known_fault = explain(case_of_rows, batch, found, ties, [], MORE_SECONDS)
-        if known_fault is not None:
+        if known_fault is not None and known_fault.id not in OF_ONE_SLOT:
             words = f"{known_fault.words} (where each response has one A)"
             return replace(known_fault.cause, words=words)
     return NO_CAUSE
 
 
+# of a response with one A, only what masked slots hold tells them from other faults
+OF_ONE_SLOT = ("advantages-one-token-late", "advantages-one-token-early")
 NUMBERS_ALONE = ("weights-scaled-by-sign",)  # ids of faults that say how much, not why
 
 

@@ -259,15 +259,16 @@ def shifted(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
             id=f"log-prob-one-token-{where}",
             view=partial(opposite_view, fields=["logp_old", "adv", "mask"]),
         )
-        yield fault(
-            f"the mask is one token too {where}",
-            "batches",
-            id=f"mask-one-token-{where}",
-            weigh=_weights_under_mask(
-                objective, hp, partial(moved_mask, move=move, by=by)
-            ),
-            whole=True,
-        )
+        moved_alone = partial(moved_mask, move=move, by=by)
+        for counted in (False, True):
+            yield fault(
+                f"the mask is one token too {where}"
+                + ("; the denominator counts the right tokens" if counted else ""),
+                "batches",
+                id=f"mask-one-token-{where}" + ("-but-counted" if counted else ""),
+                weigh=_weights_under_mask(objective, hp, moved_alone, counted),
+                whole=True,
+            )
 
 
 def untrained(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
