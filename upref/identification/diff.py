@@ -634,11 +634,11 @@ def _first_token(
     first = None
     for name, batch in _batches(boxes):
         gradients = [box.case.gradient(box.case.ready(batch)) for box in boxes]
-        differs = _differ(*gradients, tol) & batch.mask
+        differs = _differ(gradients, tol) & batch.mask
         weights_differ = differs
         if by_weight:
             weights = [_weights_alone(box, box.case.ready(batch)) for box in boxes]
-            weights_differ = differs & _differ(*weights, tol)
+            weights_differ = differs & _differ(weights, tol)
         if weights_differ.any():
             return _example(name, batch, gradients, weights_differ)
         if differs.any() and first is None:
@@ -646,8 +646,9 @@ def _first_token(
     return first
 
 
-def _differ(x: torch.Tensor, y: torch.Tensor, tol: float) -> torch.Tensor:
+def _differ(pair: Sequence[torch.Tensor], tol: float) -> torch.Tensor:
     """Return where two gradients differ, relative to the larger one."""
+    x, y = pair
     size = torch.maximum(x.abs(), y.abs())
     return (x - y).abs() > 10 * tol * size.clamp(min=1e-3 * float(size.max()))
 

@@ -160,9 +160,9 @@ def names(cfg: DictConfig) -> Iterator[str]:
         yield from one_of("trainer.logger", name, known, "logger")
     if "file" not in loggers:
         yield "trainer.logger must have file: the report and the watchdog read what it writes."
-    for key, known in KNOWN.items():
+    for key, allowed in KNOWN.items():
         if (value := get(cfg, key)) is not None:
-            yield from one_of(key, value, known)
+            yield from one_of(key, value, allowed)
     optim = cfg.actor_rollout_ref.actor.optim
     if optim.get("optimizer_impl") == "torch.optim":
         known = tuple(x for x in vars(torch.optim) if x[0].isupper())
