@@ -551,7 +551,6 @@ def test_the_bounds_of_a_ratio_of_responses_are_not_those_of_a_token():
     assert "of the response: the weight of a token depends on its other tokens" in text
     assert "jumps at s = r = 1.05, in a response of one token" in text
     assert "jumps at r" not in text and "aggregation  token-mean" in text
-    assert f"upref.diff({identity.loss}, {identity.far!r})" in text
 
 
 def test_an_answer_says_what_its_bounds_were_measured_on():
