@@ -70,10 +70,10 @@ def at_equal_average() -> str:
     assert _largest_norm("dapo_no_upper_clip") < _largest_norm("dapo")
     least, most = clip_at_one_rate()
     return (
-        "Stale, at [equal average](repro/mini/controls/README.md) (T = 1's level): UP "
-        f"minus DAPO {dapo}; minus DAPO with entropy bonus ({bonus:g}) {with_bonus}; minus "
-        f"DAPO without upper clip {without_clip} at half UP's learning rate, {least:+.0f} to "
-        f"{most:+.0f} at UP's (unregistered). The paper's run without that clip "
+        "Stale, Best@32 at [equal average](repro/mini/controls/README.md): UP minus DAPO "
+        f"{dapo}; minus DAPO with entropy bonus ({bonus:g}) {with_bonus}; minus DAPO "
+        f"without upper clip, at half UP's learning rate, {without_clip}, and at one rate "
+        f"{least:+.0f} to {most:+.0f} (unregistered). The paper's run without that clip "
         "explodes; ours do not."
     )
 

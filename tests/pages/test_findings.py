@@ -193,7 +193,7 @@ def test_both_numbers_of_the_clip_with_their_rates():
     effects = [apart[:, 0] + x * apart[:, 1] / 2 for x in (3.4, slope)]
     assert f"{shown(effects[0])} to {shown(effects[1])} at equal Avg@32" in PAGE
     least, most = (np.mean(e) for e in effects)
-    assert f"at half UP's learning rate, {least:+.0f} to {most:+.0f} at UP's" in ANSWER
+    assert f"and at one rate {least:+.0f} to {most:+.0f} (unregistered)" in ANSWER
 
 
 # ---- the bonus -----------------------------------------------------------------------

@@ -134,9 +134,7 @@ COLUMNS_NAMED = 3
 ONE_FACTOR = (
     "within each response of the tested batch the weights are right up to one factor"
 )
-LARGEST_ROUNDING = (
-    2**-8
-)  # relative: twice what rounding to bfloat16 changes a number by
+LARGEST_ROUNDING = 2**-8  # relative: twice that of a number in bfloat16
 
 
 def _near_1(multiples: Tensor) -> str:
