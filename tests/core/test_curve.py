@@ -268,7 +268,8 @@ def test_a_weight_says_that_it_is_measured_on_one_token():
     of_objectives = [make_curve(name) for name in ("gspo", "gmpo", "topr", "dapo")]
     of_tokens = [make_curve(loss) for loss in (ppo, by_length, one_a_response, with_kl)]
     assert words_for_one_token(own + of_tokens + of_objectives) == (
-        "gated, by_factor, gspo, gmpo: of a response of one token, where s = r; "
+        "gated, by_factor, gmpo: of a response of one token, where its ratio = r; "
+        "gspo: of a response of one token, where s = r; "
         "topr: of a response of one token, where S = r"
     )
     assert words_for_one_token(of_objectives[:1], "s") == ""

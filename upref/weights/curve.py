@@ -481,16 +481,16 @@ def words_for_one_token(curves: Sequence[Curve], ratio: str = "") -> str:
     Returns:
         A line without its end; "" where there is no such curve.
     """
-    names_by_letter: dict[str, list[str]] = {}
+    names_by_ratio: dict[str, list[str]] = {}
     for curve in curves:
         letter = RATIO_SYMBOLS[curve.level]
         is_of_response = letter in RATIOS_OF_RESPONSES
         if curve.reads_others and not (is_of_response and letter == ratio):
-            letter = letter if is_of_response else "s"
-            names_by_letter.setdefault(letter, []).append(curve.name)
+            its_ratio = letter if is_of_response else "its ratio"
+            names_by_ratio.setdefault(its_ratio, []).append(curve.name)
     parts = [
-        f"{', '.join(names)}: of a response of one token, where {letter} = r"
-        for letter, names in names_by_letter.items()
+        f"{', '.join(names)}: of a response of one token, where {its_ratio} = r"
+        for its_ratio, names in names_by_ratio.items()
     ]
     return "; ".join(parts)
 
