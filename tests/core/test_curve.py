@@ -273,6 +273,8 @@ def test_a_weight_says_that_it_is_measured_on_one_token():
         "topr: of a response of one token, where S = r"
     )
     assert words_for_one_token(of_objectives[:1], "s") == ""
+    of_prefix = words_for_one_token([make_curve("cppo")])  # only later tokens change
+    assert of_prefix == "cppo: of a response of one token, where its ratio = r"
 
 
 class Seen:

@@ -340,7 +340,7 @@ def test_one_eps_goes_to_both_halves_of_a_clip():
     assert read(with_halves, get("ppo_clip")).own_defaults == {"eps": 0.2}
     curve = upref.weights.curve.make_curve(with_halves, eps=0.1)
     assert np.allclose(curve(np.array([0.95, 1.15]), 1.0), [0.95, 0])
-    with pytest.raises(InputError, match="eps and clip_ratio_low are one argument"):
+    with pytest.raises(InputError, match="eps sets clip_ratio_low and clip_ratio_high"):
         read(with_halves, get("ppo_clip"), {"eps": 0.1, "clip_ratio_low": 0.2})
 
 
@@ -348,6 +348,9 @@ def test_bounds_of_the_ratio_are_no_halves_of_a_clip():
     loss = read(with_bounds, get("ppo_clip"), {"eps": 0.1})
     assert not loss.bound_args
     assert loss.unbound == {"eps": 0.1}
+    assert names.halves({"clip_low": 0.2, "clip_high": 0.2})
+    assert not names.halves({"clip_low": 0.8, "clip_high": None})
+    assert not names.halves({"clip_min": None, "clip_max": None})
 
 
 class Configured:
@@ -891,6 +894,14 @@ def test_rewards_beside_groups_are_not_taken_for_advantages():
     [said] = refusals(loss)
     assert "'rewards' may be the advantages, or rewards" in said
     assert "--as-advantage group_norm" in said
+
+    def of_normalized(log_prob, old_log_prob, normalized_rewards, group, mask):
+        r = (log_prob - old_log_prob).exp()
+        return -torch.where(mask, r * normalized_rewards, 0).sum() / mask.sum()
+
+    assert read(of_normalized, get("is_pg"), {}).read_as.startswith(
+        "normalized_rewards"
+    )
 
 
 def test_an_optional_argument_gives_way_to_a_required_one():

@@ -216,6 +216,7 @@ def test_watch_checks_again_at_each_save_until_ctrl_c(tmp_path):
         (["FILE:right", "FILE:wrong", "--as", "dapo", "--json"], "give one LOSS"),
         (["torch:exp", "--as", "dapo", "--watch"], "path/to/file.py:function"),
         (["FILE:right", "--as", "dapo", "--unknown"], "there is no option --unknown"),
+        (["FILE:right", "--as", "dapo", "--beta", "1"], "--hp beta=VALUE sets"),
     ],
 )
 def test_wrong_words_are_refused_before_torch_is_imported(tmp_path, words, says):

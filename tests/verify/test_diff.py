@@ -213,6 +213,20 @@ def test_the_mean_and_the_product_of_a_response_are_two_ratios():
     assert "the product" in found.first.b
 
 
+def test_two_clips_of_one_ratio_of_a_response_have_the_same_ratio():
+    def clipped(eps):
+        def loss(log_prob, old_log_prob, advantages, mask):
+            log_s = torch.where(mask, log_prob - old_log_prob, 0).sum(1)
+            s, A = log_s.exp(), advantages[:, 0]
+            return -torch.minimum(s * A, s.clamp(1 - eps, 1 + eps) * A).mean()
+
+        return loss
+
+    found = {q.name: q for q in compare_losses(clipped(0.2), clipped(0.3)).quantities}
+    assert found["weight of a token"].differs
+    assert not found["ratio"].differs and "product" in found["ratio"].a
+
+
 def test_two_unknown_ratios_of_responses_are_not_called_the_same():
     def times_a_power(power):
         def loss(log_prob, old_log_prob, advantages, mask):

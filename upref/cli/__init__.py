@@ -334,8 +334,11 @@ class _Parser(argparse.ArgumentParser):
         for word in itertools.takewhile(lambda word: word != "--", words):
             option = word.partition("=")[0]
             if option.startswith("--") and option not in known:
-                near = difflib.get_close_matches(option, known, n=1)
+                near = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
                 advice = f": did you mean {near[0]}?" if near else ""
+                if not near and "--hp" in known:
+                    name = option.lstrip("-").replace("-", "_")
+                    advice = f". --hp {name}=VALUE sets a hyperparameter of that name"
                 self.error(f"there is no option {option}{advice}")
 
     def error(self, message: str) -> NoReturn:

@@ -242,9 +242,10 @@ def _quantities(boxes: Sequence[BlackBox], tol: float) -> Iterator[Quantity]:
     yield Quantity("mask", masks_differ, a, b)
     if masks_differ:
         return  # what is measured on other tokens is not comparable
-    yield _token_weight(boxes, tol)
+    of_token = _token_weight(boxes, tol)
+    yield of_token
     beside = [_beside_others(box) for box in boxes]
-    yield _ratio(boxes, beside)
+    yield _ratio(boxes, beside, of_token.differs)
     yield _divisor(boxes, [b.factors for b in beside], tol)
     yield Quantity(
         "KL term",
@@ -354,6 +355,7 @@ LEVELS = {
 }
 OF_RESPONSES = ("mean", "product", "response")
 IN_ANOTHER_WAY = ", in another way"
+ADVANTAGES_DIFFER = "; advantages that differ within a response are used otherwise"
 
 
 @dataclass(frozen=True)
@@ -370,16 +372,26 @@ class BesideOthers:
     factors: tuple[float, ...] = (1.0,) * BATCHES
 
 
-def _ratio(boxes: Sequence[BlackBox], beside: Sequence[BesideOthers]) -> Quantity:
-    """Compare whose ratio the weight of a token reads."""
+def _ratio(
+    boxes: Sequence[BlackBox], beside: Sequence[BesideOthers], weights_differ: bool
+) -> Quantity:
+    """Compare whose ratio the weight of a token reads.
+
+    Args:
+        boxes: the losses.
+        beside: what each weight depends on.
+        weights_differ: the weights of a token by itself differ, so that those of several
+            tokens tell nothing of the ratio.
+    """
     levels = [b.level for b in beside]
     a, b = (LEVELS[level] for level in levels)
     if levels[0] != levels[1]:
         return Quantity("ratio", True, a, b)
-    if levels[0] not in OF_RESPONSES or _weights_are_equal(boxes):
+    is_same = levels[0] not in OF_RESPONSES or weights_differ
+    if is_same or _weights_are_equal(boxes):
         return Quantity("ratio", False, a, b)
     if levels[0] != "response":  # equal where a response has one advantage
-        a = b = LEVELS["response"]
+        return Quantity("ratio", True, f"{a}{ADVANTAGES_DIFFER}", f"{b}, the same")
     return Quantity("ratio", True, a, b + IN_ANOTHER_WAY)
 
 

@@ -156,7 +156,8 @@ class Identification(Result):
         lines = [self._answer_line()]
         jumps = self._jumps()
         if not self.matches:
-            rows = {"aggregation": self.aggregation or "none recognized"}
+            on_policy = f"{self.aggregation} on policy" if self.aggregation else ""
+            rows = {"aggregation": on_policy or "none recognized"}
             if self.far:
                 rows = {"nearest": f"{self.far}, which is not near"} | rows
             lines += [row(key, text) for key, text in (rows | jumps).items()]

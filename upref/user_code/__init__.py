@@ -364,9 +364,11 @@ def _loss_with_hyperparameters(
     hp, passed = _separate_settings(name, reading, objective, hp)
     if twice := [(k, p) for k in hp for p in arguments.get(k, ()) if p in passed]:
         key, argument = twice[0]
-        raise InputError(
-            f"{key} and {argument} are one argument of {name}: give {key} alone."
-        )
+        if len(arguments[key]) > 1:
+            sets = f"{key} sets {' and '.join(arguments[key])} of {name}"
+        else:
+            sets = f"{key} and {argument} are one argument of {name}"
+        raise InputError(f"{sets}: give {key} alone.")
     resolved = objective.resolve(hp)
     given = {p for pair in arguments.values() for p in pair} | {*passed}
     _refuse_unbound(name, reading, [p for p in reading.needed if p not in given])

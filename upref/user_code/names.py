@@ -495,6 +495,9 @@ def arguments(key: str, defaults: Mapping[str, Any]) -> tuple[str, ...]:
     return halves(defaults) if key == "eps" else ()
 
 
+MOST_EPS = 0.5  # a larger number is a bound of the ratio, as 0.8 or 1.2
+
+
 def halves(defaults: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the two arguments that one `eps` goes to: the lower and the upper half of
     a clip, as `clip_low` and `clip_high`; () where there are none, or several, or
@@ -511,8 +514,9 @@ def halves(defaults: Mapping[str, Any]) -> tuple[str, ...]:
         return ()
     pair = (low[0], high[0])
     numbers = [defaults[p] for p in pair if isinstance(defaults[p], int | float)]
-    are_bounds = any(number >= 1 for number in numbers)
-    return () if are_bounds else pair
+    are_bounds = any(number > MOST_EPS for number in numbers)
+    may_be_bounds = not numbers and any({"min", "max"} & set(words(p)) for p in pair)
+    return () if are_bounds or may_be_bounds else pair
 
 
 REWARDS = {"reward", "rewards", "score", "scores", "return", "returns", "r"}

@@ -22,6 +22,7 @@ from upref.user_code.names import (
     reward_role,
     sampler_of,
     tells_mask,
+    words,
 )
 
 WRAP_PAGE = "docs/howto/wrap-your-loss.md"
@@ -231,6 +232,10 @@ def _takes_rewards_alone(
     return "rewards" in roles and "" not in roles and not takes_logp
 
 
+# beginnings of words of a name: such rewards are advantages
+NORMALIZED = ("normal", "whiten", "standard", "center", "scaled")
+
+
 def _rewards_of_groups(free: list[inspect.Parameter], roles: Mapping[str, str]) -> str:
     """Return the argument that holds rewards by its name, in a function that takes groups
     too; "" where there is none.
@@ -241,7 +246,11 @@ def _rewards_of_groups(free: list[inspect.Parameter], roles: Mapping[str, str]) 
     """
     if "group" not in roles.values():
         return ""
-    return next((p.name for p in free if reward_role(p.name) == "rewards"), "")
+    for p in free:
+        is_normalized = any(word.startswith(NORMALIZED) for word in words(p.name))
+        if reward_role(p.name) == "rewards" and not is_normalized:
+            return p.name
+    return ""
 
 
 def _why_not_by_position(

@@ -134,7 +134,7 @@ COLUMNS_NAMED = 3
 ONE_FACTOR = (
     "within each response of the tested batch the weights are right up to one factor"
 )
-LARGEST_ROUNDING = 2**-8  # relative: twice that of a number in bfloat16
+LARGEST_ROUNDING = 2**-8  # relative, of a number in bfloat16
 
 
 def _near_1(multiples: Tensor) -> str:

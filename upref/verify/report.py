@@ -503,10 +503,9 @@ def describe_unbound(unbound: Mapping[str, Any]) -> list[str]:
     if not unbound:
         return []
     given = ", ".join(pairs(dict(unbound)))
-    reach, value = ("reaches", "value") if len(unbound) == 1 else ("reach", "values")
+    reach, it = ("reaches", "it") if len(unbound) == 1 else ("reach", "them")
     return [
-        f"{given} {reach} no argument of the loss: only what it is compared with has "
-        f"the {value}"
+        f"{given} {reach} no argument of the loss: only what it is compared with gets {it}"
     ]
 
 

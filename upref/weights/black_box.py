@@ -58,9 +58,9 @@ MANY_LOG_R = np.unique(
 # log r of tokens of every probability
 MIDDLE_LOG_R = np.linspace(-3, 3, 41) + 0.0123
 MOST_LIKELY = 0.99  # no token that is compared has a larger probability
-# of the second token of a response, whose ratio and probability are changed
-SECOND_RATIOS = np.exp([-3.0, -1.0, -0.3, -0.05, 0.05, 0.3, 1.0, 3.0])
-MU_OF_SECOND = 0.02
+# of the token of a response whose ratio and probability are changed
+OTHER_RATIOS = np.exp([-3.0, -1.0, -0.3, -0.05, 0.05, 0.3, 1.0, 3.0])
+MU_OF_OTHER = 0.02
 SMALLEST_WEIGHT = 1e-3  # of the largest one: less is not compared any closer
 ALONE_STEP = 5  # of so many of the few tokens, one is measured alone too
 
@@ -291,8 +291,8 @@ def reads_other_tokens(
 ) -> bool:
     """Tell whether the weight of a token depends on the other tokens of its response.
 
-    The second token of each response gets another ratio, or another probability, and
-    the gradient of the first one is compared. No aggregation divides it out, so a factor
+    One token of each response gets another ratio, or another probability, and the
+    gradient of the other one is compared: of the first, and of the second. No aggregation divides it out, so a factor
     that the responses share is one too.
 
     Args:
@@ -306,24 +306,26 @@ def reads_other_tokens(
     columns = np.meshgrid(np.exp(MIDDLE_LOG_R), advantages)
     r, A = (column.ravel() for column in columns)
     batch = two_token_batch(A, r, low_probability(r))
+    lp, old = batch.logp, batch.logp_old
 
-    def first_weights(second: float, mu: float) -> Tensor:
-        """Return the gradients of the first tokens beside second ones of this ratio."""
-        lp_old = batch.logp_old.clone()
-        lp_old[:, 1] = np.log(mu)
-        logp = batch.logp.clone()
-        logp[:, 1] = np.log(mu * second)
+    def weights_beside(ratio: float, mu: float, column: int) -> Tensor:
+        """Return the gradients of these tokens beside others of this ratio."""
+        other = 1 - column
+        logp, lp_old = (x.flip(1) if column else x.clone() for x in (lp, old))
+        lp_old[:, other] = np.log(mu)
+        logp[:, other] = np.log(mu * ratio)
         changed = batch.but(logp=logp, logp_old=lp_old, logp_ref=logp)
-        return gradient(changed)[:, 0].double()
+        return gradient(changed)[:, column].double()
 
-    beside_same = first_weights(1.0, MU_OF_SECOND)
-    floor = SMALLEST_WEIGHT * beside_same.abs().max()
-    others = [(float(second), MU_OF_SECOND) for second in SECOND_RATIOS]
-    for second, mu in [*others, (1.0, MOST_LIKELY)]:
-        found = first_weights(second, mu)
-        error = relative_error(found, beside_same, found, floor)
-        if (error > 10 * tol).any():
-            return True
+    others = [(float(ratio), MU_OF_OTHER) for ratio in OTHER_RATIOS]
+    for column in (0, 1):
+        beside_same = weights_beside(1.0, MU_OF_OTHER, column)
+        floor = SMALLEST_WEIGHT * beside_same.abs().max()
+        for ratio, mu in [*others, (1.0, MOST_LIKELY)]:
+            found = weights_beside(ratio, mu, column)
+            error = relative_error(found, beside_same, found, floor)
+            if (error > 10 * tol).any():
+                return True
     return False
 
 

@@ -29,7 +29,7 @@ from upref.registry import Objective
 from upref.weights.curve import Curve, make_curve
 
 FADED_MU = 0.01  # π_old of a token whose ratio may grow to 100
-FADED_WEIGHT = 1e-3  # per advantage: a smaller weight at that ratio has faded
+FADED_WEIGHT = 1e-3  # of that at r = 1: a smaller weight at that ratio has faded
 TINY = 1e-30  # stands for probability 0
 
 
@@ -118,7 +118,8 @@ def words_for_fading(curves: Sequence[Curve]) -> str:
     names = [
         curve.name
         for curve in curves
-        if abs(float(curve(far, 1.0, FADED_MU))) < FADED_WEIGHT
+        if abs(float(curve(far, 1.0, FADED_MU)))
+        < FADED_WEIGHT * abs(float(curve(1.0, 1.0, FADED_MU)))
         and capacity(curve, FADED_MU, FADED_MU) == 1 - FADED_MU
     ]
     if not names:

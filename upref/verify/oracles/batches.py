@@ -109,23 +109,24 @@ def _without_tokens(case: LossCase, batch: Rollouts) -> list[Finding]:
         value, gradient = case.value_and_gradient(empty)
     except InputError:  # it refuses such a micro-batch
         return []
-    if value == 0 and (gradient == 0).all():
-        return []
     text = "a micro-batch of which no token is trained, beside others"
-    if not (value.isfinite() and gradient.isfinite().all()):
-        found = "NaN" if value.isnan() or gradient.isnan().any() else "inf"
-        why = Cause(EMPTY_IS_NOT_FINITE.format(found), kind="pattern")
-        return [fail("micro-batches", text, Number(0, "loss"), found, cause=why)]
-    if (gradient != 0).any():
+    if not gradient.isfinite().all():
+        found = "nan" if gradient.isnan().any() else "inf"
+        why = EMPTY_IS_NOT_FINITE.format(found)
+        return [note("micro-batches", f"{text}, has the gradient {found}", cause=why)]
+    largest = case.gradient(case.ready(batch)).abs().max()
+    if (gradient.abs() > case.tol * largest).any():
         i, t = worst(gradient.abs())
         found_number = Number(gradient[i, t].item(), "dJ/dlp")
         return [fail("micro-batches", text, Number(0, "dJ/dlp"), found_number)]
-    return [note("micro-batches", f"{text}, has the value {value:.6g}, not 0")]
+    if value.abs() > case.tol * largest or value.isnan():
+        return [note("micro-batches", f"{text}, has the value {value:.6g}, not 0")]
+    return []
 
 
 EMPTY_IS_NOT_FINITE = (
-    "the gradient of the whole step is then {} too, as 0/0 or a mean over nothing makes it: "
-    "divide by a count of the mini-batch, or by at least 1"
+    "the gradient of the whole step is then {} too, unless the trainer leaves such micro-batches "
+    "out: divide by a count of the mini-batch, or by at least 1"
 )
 
 

@@ -66,6 +66,7 @@ from upref.weights.batches import (
     breakpoints,
     high_entropy_weight,
     make_batch,
+    random_batch,
     random_batches,
 )
 from upref.weights.black_box import (
@@ -350,7 +351,7 @@ def _pattern_of(case: LossCase, compared: MeasuredWeights, small: Rollouts) -> C
     if relation.kind == "unknown":
         better = in_low_precision(case) or _coupling(case, compared)
         relation = better or relation
-    if relation.kind != "why" and _depends_on_order(case, compared.b):
+    if relation.kind != "why" and _depends_on_order(case):
         words = [relation.words] if relation.kind == "pattern" else []
         relation = Cause("; ".join([*words, ORDER_MATTERS]), kind="pattern")
     if relation.kind != "why" and (bound := bound_of_token(case, small)):
@@ -368,11 +369,12 @@ ORDER_MATTERS = (
 )
 
 
-def _depends_on_order(case: LossCase, batch: Rollouts) -> bool:
+def _depends_on_order(case: LossCase) -> bool:
     """Return whether the weights of the responses are others where the rows are in the
     opposite order.
     """
-    batch = replace(batch, group=None, totals=None)
+    # random numbers have no ties, which an order of rows may break
+    batch = case.ready(random_batch(np.random.default_rng(37), case.one_adv, (24, 4)))
     opposite = list(reversed(range(len(batch.mask))))
     reordered = cut(batch, opposite, None)
     if reordered is None:
