@@ -455,7 +455,7 @@ def test_the_command(capsys):
         recipe("dapo", "areal", c=3.5)
 
 
-def test_how_trl_counts_tokens_differs_from_the_paper_in_its_own_loss_and_the_plug_in():
+def test_how_trl_counts_tokens_differs_from_the_paper_in_both_losses():
     for name in ("dapo", "cispo", "up_dapo"):
         found = recipe(name, "trl")
         assert any("over the generation batch" in line for line in found.differs)

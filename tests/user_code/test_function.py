@@ -60,7 +60,7 @@ class Estimator:
 def test_a_class_and_a_number_are_refused_in_one_way(check, kind):
     with pytest.raises(InputError, match=f"Estimator is a class, not {kind}: pass a"):
         check(Estimator)
-    with pytest.raises(InputError, match=f"a int is not {kind}: pass a function"):
+    with pytest.raises(InputError, match=f"an int is not {kind}: pass a function"):
         check(3)
 
 

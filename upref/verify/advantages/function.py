@@ -153,12 +153,16 @@ class Function(UserFunction):
         )
 
     def other_outputs(self, batch: RewardBatch) -> list[str]:
-        """Say which outputs are no advantages, as `upref.user_code.function` does.
+        """Say which outputs are no advantages, as `upref.user_code.function` does; none
+        where the function refuses the batch.
 
         Args:
             batch: of one call.
         """
-        returned = self._called(self._inputs(batch.R, batch.group)).returned
+        try:
+            returned = self._called(self._inputs(batch.R, batch.group)).returned
+        except InputError:
+            return []
         return other_outputs(returned, _advantages_in(returned))
 
     def on_tokens(
