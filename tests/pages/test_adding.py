@@ -74,12 +74,20 @@ def upref_says(tmp_path):
 
 
 def test_the_page_adds_one_file_for_each():
+    """Of objectives it has two: of a token, and of a response."""
     assert [str(Path(name).parent) for name in ADDED] == [
+        "upref/objectives",
         "upref/objectives",
         "upref/verify/oracles",
         "upref/verify/faults",
         "upref_frameworks/plain",
     ]
+
+
+def test_an_objective_whose_weight_depends_on_its_response(added, upref_says):
+    added("upref/objectives/response_pg.py")
+    (derived,) = upref_says("upref derive response_pg")
+    assert "equal to the weight written by hand: yes" in derived
 
 
 def test_an_objective(added, upref_says, tmp_path):

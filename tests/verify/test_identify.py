@@ -560,7 +560,7 @@ def test_an_answer_says_what_its_bounds_were_measured_on():
     )  # fmt: skip
     assert str(seen).splitlines()[1:] == [
         "  nearest      sapo, which is not near",
-        "  aggregation  token-mean",
+        "  aggregation  token-mean on policy",
         "  ratio        of the response: the weight of a token depends on its other tokens",
         "  A > 0        the weight jumps at s = r = 1.05, in a response of one token",
         "next: upref diff own.py:f sapo",
