@@ -500,8 +500,9 @@ MOST_EPS = 0.5  # a larger number is a bound of the ratio, as 0.8 or 1.2
 
 def halves(defaults: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the two arguments that one `eps` goes to: the lower and the upper half of
-    a clip, as `clip_low` and `clip_high`; () where there are none, or several, or
-    where one is a bound of the ratio itself, as `clip_max = 1.2`.
+    a clip, as `clip_low` and `clip_high`; () where there are none, or several, or where
+    one is a bound of the ratio itself by its default, as `clip_max = 1.2`, or may be one
+    by its name, as `clip_max` without a number.
 
     Args:
         defaults: argument -> default.

@@ -351,7 +351,7 @@ def _pattern_of(case: LossCase, compared: MeasuredWeights, small: Rollouts) -> C
     if relation.kind == "unknown":
         better = in_low_precision(case) or _coupling(case, compared)
         relation = better or relation
-    if relation.kind != "why" and _depends_on_order(case):
+    if relation.kind != "why" and _changes_with_row_order(case):
         words = [relation.words] if relation.kind == "pattern" else []
         relation = Cause("; ".join([*words, ORDER_MATTERS]), kind="pattern")
     if relation.kind != "why" and (bound := bound_of_token(case, small)):
@@ -369,25 +369,23 @@ ORDER_MATTERS = (
 )
 
 
-def _depends_on_order(case: LossCase) -> bool:
-    """Return whether the weights of the responses are others where the rows are in the
-    opposite order.
+def _changes_with_row_order(case: LossCase) -> bool:
+    """Return whether the gradients of the responses are others where the last row
+    comes first. The opposite order would keep parts of equal size together.
     """
     # random numbers have no ties, which an order of rows may break
     batch = case.ready(random_batch(np.random.default_rng(37), case.one_adv, (24, 4)))
-    opposite = list(reversed(range(len(batch.mask))))
-    reordered = cut(batch, opposite, None)
-    if reordered is None:
-        return False
+    rolled = torch.arange(len(batch.mask)).roll(1)
     try:
-        found, again = (case.weights(case.visible_batch(batch)) for _ in range(2))
-        turned = case.weights(case.visible_batch(reordered)).flip(0)
-    except InputError:  # it refuses a batch without groups
+        found, again = (case.gradient(batch) for _ in range(2))
+        reordered = case.gradient(batch.take(rolled))
+    except InputError:  # it refuses such a batch
         return False
     is_random = not torch.equal(found, again)
-    if is_random or not (found.isfinite().all() and turned.isfinite().all()):
+    if is_random or not (found.isfinite().all() and reordered.isfinite().all()):
         return False
-    return bool((turned - found).abs().max() > 1e-3 * found.abs().max())
+    largest_change = (reordered - found[rolled]).abs().max()
+    return bool(largest_change > 1e-3 * found.abs().max())
 
 
 ROWS_ALONE = 8  # responses that are measured each by itself
