@@ -53,6 +53,7 @@ CELLS = [
 
 
 def _forever(*_):
+    """Sleep without end; whatever it is given."""
     while True:
         time.sleep(0.01)
 
@@ -73,6 +74,12 @@ ANSWERS: dict[str, Callable] = {
 
 
 def a_loss(rng: random.Random) -> Callable:
+    """Return a function whose parameters and answer are drawn at random: up to six
+    names of NAMES with defaults and marks, and one of ANSWERS of all of them.
+
+    Half of the time it has the four arguments of a loss. If the drawn signature is no
+    Python, it is a plain sum of log_prob. One in ten is a functools.partial.
+    """
     chosen = rng.sample(NAMES, rng.randint(0, 6))
     if rng.random() < 0.5:
         chosen = [*rng.sample(NAMES[:4], 4), *chosen[:1]]
@@ -185,8 +192,11 @@ ENDS: dict[str, Callable] = {  # what only a parent process can see
 
 
 def moody(rng: random.Random, ends: bool = True) -> Callable:
-    """A loss that runs, until it is asked for something particular. ends: it may end
-    the process.
+    """Return a loss that computes something, and that answers in a bad way on the
+    inputs or calls that WHEN selects.
+
+    The bad way is one of THEN. With `ends`, one in five losses may have one of ENDS
+    too, which end the process or hang.
     """
     J, total, when = (rng.choice(list(x.values())) for x in (SURROGATES, SUMS, WHEN))
     then = rng.choice(
@@ -196,6 +206,9 @@ def moody(rng: random.Random, ends: bool = True) -> Callable:
     FORKS[:] = [True] * 5
 
     def loss(log_prob, old_log_prob, advantages, mask) -> Any:
+        """Return a random total of a random surrogate (minus it, if it is a tensor), or
+        the bad answer where it is due. An answer of None stands for the ordinary one.
+        """
         calls[0] += 1
         given = log_prob, old_log_prob, advantages, mask
         if when(*given, calls[0]) and (got := then(*given)) is not None:
@@ -217,7 +230,9 @@ def moody(rng: random.Random, ends: bool = True) -> Callable:
 
 
 def a_ledger(rng: random.Random, text: str) -> str:
-    """A ledger with a few lines or characters otherwise."""
+    """Return up to 40 lines of the ledger from a random place on, with up to three
+    lines dropped, doubled, cut in half or replaced by junk.
+    """
     lines = text.splitlines()
     start = rng.randrange(max(1, len(lines) - 40))
     lines = lines[start : start + 40]
@@ -251,8 +266,10 @@ TURNED: dict[str, Callable] = {  # of the answer of a solution
 
 
 def student(number: int, rng: random.Random, ends: bool = True) -> Callable:
-    """A solution of that exercise: right or with a known mistake, answered oddly, or
-    that turns bad at some call.
+    """Return a solution of that exercise: right or with a known mistake, with its
+    answer turned in one of the ways of TURNED, and bad at one call of the first thirty.
+
+    With `ends`, three in ten may end the process or hang there.
     """
     from upref_course.grader import exercise
 

@@ -30,6 +30,9 @@ class Browser:
     """
 
     def __init__(self, url: str, flags: list[str]):
+        """Begin a session with chromedriver at this address; `url` becomes the
+        session's.
+        """
         self.url = url
         options = {"binary": CHROMIUM, "args": flags}
         made = self.ask(
@@ -40,6 +43,9 @@ class Browser:
         self.url += f"/session/{made['sessionId']}"
 
     def ask(self, method: str, path: str, body: dict | None = None):
+        """Send one request of the WebDriver protocol, and return the value of the
+        answer. It raises an error of urllib where chromedriver refuses.
+        """
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             self.url + path, data, {"Content-Type": "application/json"}, method=method
@@ -48,6 +54,7 @@ class Browser:
             return json.load(answer)["value"]
 
     def js(self, code: str):
+        """Evaluate an expression of JavaScript on the page, and return its value."""
         return self.ask(
             "POST", "/execute/sync", {"script": f"return {code};", "args": []}
         )
@@ -82,7 +89,9 @@ class Browser:
         self.ask("POST", f"/element/{found}/value", {"text": text})
 
     def drag(self, css: str, start: tuple, end: tuple, steps: int = 40):
-        """From one place to another of an element, in parts of its width and height."""
+        """Press the mouse at one place of an element, move it to another in steps, and
+        release it. Places are shares of the element's width and height.
+        """
         self.js(f"document.querySelector({css!r}).scrollIntoView({{block: 'center'}})")
         box = self.js(
             f"document.querySelector({css!r}).getBoundingClientRect().toJSON()"
@@ -113,7 +122,11 @@ class Browser:
 
 @contextmanager
 def chromium(folder: Path) -> Iterator[Browser]:
-    """A session, whose profile is in an empty folder."""
+    """Yield a session of Chromium, whose profile is in an empty folder; end it and
+    chromedriver afterwards.
+
+    It waits some ten seconds for chromedriver to listen.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -8,8 +8,8 @@ import pytest
 
 
 def daily(cases: Iterable[Any], every: int) -> list[Any]:
-    """The cases as parameters of a test, of which one in `every` runs by day; tuples
-    are several arguments.
+    """Return the cases as parameters of a test, of which one in `every` runs by day and
+    the rest by night. A tuple becomes several arguments.
     """
 
     def row(case):

@@ -92,6 +92,7 @@ def _plain(lp, lp_old, A, *, eps=0.2):
 
 
 def _loss(log_prob, old_log_prob, advantages, mask):
+    """Return DAPO's loss."""
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     return (
         -(torch.min(r * advantages, r.clamp(0.8, 1.28) * advantages) * mask).sum()
@@ -100,7 +101,9 @@ def _loss(log_prob, old_log_prob, advantages, mask):
 
 
 def _step(model, rows):
-    """DAPO, one response at a time."""
+    """Compute DAPO's gradient at a temperature of 0.7, one response at a time;
+    gradients add up in the model.
+    """
     for r in rows:
         z = model(torch.tensor([r.ids]))[0, len(r.prompt) - 1 : -1] / 0.7
         lp = z.log_softmax(-1).gather(-1, torch.tensor(r.response)[:, None])[:, 0]
@@ -117,7 +120,7 @@ def _model():
 
 
 def _rows(model):
-    """The rows that check_step would make."""
+    """Return the rows that check_step would make for DAPO at a temperature of 0.7."""
     from upref.step.compare import case
 
     return case.build_case(
@@ -131,7 +134,7 @@ def _rows(model):
 
 
 def _recorded(model, first=8):
-    """What `record_step` records of one step."""
+    """Return what `record_step` records of one step of SGD with DAPO."""
     with upref.record_step(model, first) as seen:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         _step(model, _rows(model))
@@ -149,8 +152,11 @@ def _valued(values, returns, mask):
 
 
 def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
-    """What it is called -> the function, and arguments that it accepts, by name; `*`
-    before what goes by position.
+    """Return {name: (function, arguments that it accepts)} of every public function and
+    method.
+
+    An argument with the name `*` goes by position. The names are those of the public
+    interface, as in "Objective.loss".
     """
     b, o = upref.weights.batches.on_policy_batch(), upref.get("dapo")
     totals = upref.Totals.of(b.mask, b.group)
@@ -355,8 +361,8 @@ PUBLIC = public()
 
 
 def an_argument(good: Any, rng: random.Random) -> Any:
-    """Something in its place: junk; or, of a tensor, one like it of another size, type
-    or content.
+    """Return something in place of an argument: junk, or of a tensor (half of the time)
+    one like it with another size, dtype or content.
     """
     if not isinstance(good, torch.Tensor) or rng.random() < 0.5:
         return rng.choice(JUNK)
@@ -390,8 +396,8 @@ def an_argument(good: Any, rng: random.Random) -> Any:
 
 
 def called(name: str, rng: random.Random) -> Callable[[], Any]:
-    """The public function with one of its arguments otherwise, or two, or with one
-    more.
+    """Return a call of the public function, with up to two of its arguments replaced,
+    and now and then one more hyperparameter.
     """
     fn, good = PUBLIC[name]
     given = dict(good)
@@ -407,8 +413,8 @@ def called(name: str, rng: random.Random) -> Callable[[], Any]:
 
 # ---- what there is, asked of the library itself --------------------------------------
 def there_is() -> set[str]:
-    """Every public function and method, as PUBLIC calls them; without INNER and
-    UNCHECKED.
+    """Return the name of every public function and method, as PUBLIC has them, but for
+    those of INNER and UNCHECKED.
     """
     from docs.site.api import MODULES
 

@@ -50,7 +50,20 @@ def bug(
     part: str = "fixes",
     **hp: Any,
 ) -> Callable[[Any], Any]:
-    """Decorator: add the loss under its own name."""
+    """Return a decorator that adds a loss to BUGS under its own name, and returns it
+    unchanged.
+
+    Args:
+        objective: the objective that it is meant as.
+        fault: what is wrong, in a sentence.
+        says: words that its cause has if it says why.
+        first: what the first report of it said.
+        part: the set that it belongs to.
+        hp: hyperparameters of the objective.
+
+    Raises:
+        ValueError: two losses have one name.
+    """
 
     def add(loss: Any) -> Any:
         if loss.__name__ in BUGS:
@@ -62,12 +75,14 @@ def bug(
 
 
 def ratio_of(log_prob, other, mask):
-    """Return π_θ over another policy, 1 in masked slots."""
+    """Return the ratio of two policies from their log-probabilities, [B, T]; 1 in
+    masked slots.
+    """
     return torch.where(mask, log_prob - other, 0).exp()
 
 
 def clipped(r, a, low=0.8, high=1.2):
-    """Return PPO's terms."""
+    """Return PPO's terms min(r a, clip(r) a); low and high are the bounds themselves."""
     return torch.minimum(r * a, r.clamp(low, high) * a)
 
 
@@ -77,7 +92,7 @@ def token_mean(x, mask):
 
 
 def response_mean(x, mask):
-    """Return the mean of each response, [B]."""
+    """Return the mean of each response, [B]; 0 where it has no token."""
     return torch.where(mask, x, 0).sum(1) / mask.sum(1).clamp(min=1)
 
 
@@ -88,7 +103,7 @@ def first(x, mask):
 
 
 def k3(log_prob, ref_log_prob, mask):
-    """Return k3 of each token."""
+    """Return k3 of log π_θ and log π_ref for each token, [B, T]; 0 in masked slots."""
     d = torch.where(mask, ref_log_prob - log_prob, 0)
     return d.exp() - d - 1
 
@@ -920,7 +935,12 @@ def tapered_weight_on_the_tape(log_prob, old_log_prob, advantages, mask):
 
 
 def influence_of(log_ratio, mask, half_life=32.0, skip=0, gamma=None):
-    """Return FIPO's factor of each token."""
+    """Return FIPO's factor of each token, [B, T], between 1 and 1.2: exp of the
+    discounted sum of log-ratios from this token on.
+
+    Log-ratios above log 10 are left out of the sum. skip: how many tokens from this one
+    on are left out. gamma: the discount, given instead of its half-life in tokens.
+    """
     counts = mask & (log_ratio <= torch.tensor(10.0, dtype=log_ratio.dtype).log())
     x = torch.where(counts, log_ratio, 0)
     gamma = 2 ** (-1 / half_life) if gamma is None else gamma
@@ -931,7 +951,9 @@ def influence_of(log_ratio, mask, half_life=32.0, skip=0, gamma=None):
 
 
 def fipo_of(log_prob, old_log_prob, advantages, mask, factor):
-    """Return FIPO's loss with this factor."""
+    """Return FIPO's loss with this factor: DAPO's clip of r times the factor, with r at
+    most 10 where A < 0.
+    """
     r = ratio_of(log_prob, old_log_prob, mask)
     a = torch.where(mask, advantages, 0)
     r = torch.where(a < 0, r.clamp(max=10), r)
@@ -1111,7 +1133,9 @@ def unbiased_kl_of_clipped_ratio(
 
 
 def prime_rl(log_prob, old_log_prob, advantages, mask, penalty):
-    """Return prime-rl's loss with this penalty of (log r, kept)."""
+    """Return prime-rl's loss: r A where π_θ - π_old is at most 0.2 in the direction of
+    A, less 1e-3 times penalty(log r, kept).
+    """
     lp, old = torch.where(mask, log_prob, 0), torch.where(mask, old_log_prob, 0)
     a = torch.where(mask, advantages, 0)
     gain = lp.exp() - old.exp()
@@ -1263,7 +1287,9 @@ def one_direction_of_kpop(log_prob, old_log_prob, advantages, mask, rollout_log_
 
 
 def by_prompt(x, mask, group, combine):
-    """Return what combine makes of (terms, tokens, rows) of each prompt, summed."""
+    """Return the sum over prompts of combine(sum of terms, number of tokens, number of
+    rows).
+    """
     total = 0
     for g in group.unique():
         rows = group == g
@@ -1409,7 +1435,9 @@ def gate_of_the_log_ratio(log_prob, old_log_prob, advantages, mask):
 
 
 def vespo_of(log_prob, old_log_prob, advantages, mask, weight):
-    """Return VESPO's loss with this weight of (log W, c1, c2)."""
+    """Return VESPO's loss with weight(log W, c1, c2), detached, on the log-probability
+    of each response. W is the product of its ratios.
+    """
     d = torch.where(mask, log_prob - old_log_prob, 0).sum(1)
     a = first(advantages, mask)
     c1, c2 = torch.where(a > 0, 2.0, 3.0), torch.where(a > 0, 3.0, 2.0)
@@ -1996,7 +2024,9 @@ JUDGED = ("why", "where", "nothing", "false")
 
 
 def table_of_causes() -> str:
-    """Return the table of what causes said at first, and how many say why today."""
+    """Return a markdown table: for each set of losses, what their causes said at first,
+    and how many say why today.
+    """
     rows = []
     for part, words in PARTS.items():
         bugs = [bug for bug in BUGS.values() if bug.part == part]

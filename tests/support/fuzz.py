@@ -60,7 +60,11 @@ LEDGER = (
 
 
 def tries(rng: random.Random):
-    """(what it is called, a function to call)."""
+    """Draw an input: return what it is called, and a function without arguments that
+    runs it.
+
+    Slow kinds are replaced six times in ten by quick ones.
+    """
 
     def some():
         return rng.choice(JUNK)
@@ -195,7 +199,9 @@ VERDICTS = Path(paper.claims.__file__).with_name("computed.json")
 
 # ---- one input -----------------------------------------------------------------------
 def _children() -> int:
-    """Return how many live on; those that a loss forked get a moment to end."""
+    """Reap the children that have ended; return 1 if one lives on after two seconds,
+    else 0.
+    """
     with contextlib.suppress(ChildProcessError):
         for _ in range(200):
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -224,7 +230,11 @@ OTHER: dict[str, Callable] = {
 
 
 def broken(kind: str, call) -> str:
-    """What does not hold of this input, "" if all does."""
+    """Run an input, and return the first rule that it broke, or "" if it broke none.
+
+    A rule is broken by a report that is too long, an InputError of several lines, any
+    other exception, or a state of the process that is changed. The state is restored.
+    """
     every = STATE | RANDOM
     before, other = (
         {name: get() for name, (get, _) in every.items()},
@@ -282,9 +292,18 @@ def broken(kind: str, call) -> str:
 def fuzz(
     inputs: int, seed: int, file: Path | None = None
 ) -> tuple[collections.Counter, dict[str, list[str]]]:
-    """(how many of each kind, what broke -> the inputs, as `seed number`)."""
+    """Run the inputs, and return how many of each kind there were, and what broke with
+    its inputs as "seed number".
+
+    Args:
+        inputs: how many.
+        seed: of all inputs.
+        file: where the run is kept at every hundredth input; it goes on from what is
+            there.
+    """
 
     def late(number, frame):
+        """Raise a TimeoutError: the signal's handler."""
         raise TimeoutError(f"no end within {LIMIT} s")
 
     begun = (
@@ -336,7 +355,9 @@ def record_run(
 
 
 def main(words: list[str]) -> int:
-    """Run the fuzzer on `[inputs] [seed] [FILE] [--record]`; return the exit status."""
+    """Run the fuzzer on `[inputs] [seed] [FILE] [--record]`, and print what broke;
+    return 1 if something did, else 0.
+    """
     given = [word for word in words if word != "--record"]
     inputs_word, seed_word, kept_word = [*given, *("2000", "0", "")[len(given) :]]
     inputs = int(inputs_word)

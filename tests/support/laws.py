@@ -27,11 +27,15 @@ LAWS = []
 
 
 def law(f):
+    """Add the function to LAWS, and return it."""
     LAWS.append(f)
     return f
 
 
 def close(found, expected, tol=TOL):
+    """Assert that two tensors have one shape, and differ by at most tol, relative to
+    numbers above 1.
+    """
     assert found.shape == expected.shape, (found.shape, expected.shape)
     worst = ((found - expected).abs() / expected.abs().clamp(min=1)).max().item()
     assert worst <= tol, f"off by {worst:.3g}"
@@ -39,8 +43,11 @@ def close(found, expected, tol=TOL):
 
 @law
 def autograd_is_weight_times_aggregation(o):
-    """Over the whole regime grid, masks ragged and masked slots poisoned; the gradient
-    scaled up by the batch size.
+    """Assert that autograd's gradient is the hand-written weight times the
+    aggregation's, over the regime grid and several hyperparameters.
+
+    Masks are ragged, and masked slots are poisoned. The gradients are scaled up by the
+    number of tokens.
     """
     for hp in settings(o):
         b = batch(o, **hp)
@@ -52,8 +59,8 @@ def autograd_is_weight_times_aggregation(o):
 
 @law
 def sympy_derivative_is_autograd(o):
-    """sympy differentiates the same source over the whole grid, mask and aggregation
-    included.
+    """Assert that sympy's derivative of the same source is autograd's, mask and
+    aggregation included. Skip an objective that is not symbolic.
     """
     from upref.derivation import sympy_gradient
 
@@ -67,7 +74,9 @@ def sympy_derivative_is_autograd(o):
 
 @law
 def masked_slots_are_inert(o):
-    """Zero gradient there, and what they hold changes nothing, not a bit."""
+    """Assert that masked slots have no gradient, and that NaN, infinity or 1e30 in them
+    changes no bit of it.
+    """
     b = batch(o)
     b = replace(
         b, logp_sampler=b.logp_old if b.logp_sampler is None else b.logp_sampler
@@ -92,15 +101,17 @@ def masked_slots_are_inert(o):
 
 @law
 def padding_is_inert(o):
-    """Columns of padding on either side, filled with finite numbers that could pass for
-    tokens.
+    """Assert that three columns of padding in front and two behind, with finite numbers
+    that could pass for tokens, change no gradient.
     """
     b = batch(o, edges=OFF_EDGES)
 
     def calm(x):
+        """Fill masked slots of floats with -1."""
         return x.masked_fill(~b.mask, -1.0) if x.is_floating_point() else x
 
     def pad(x):
+        """Add the columns: -0.5 in floats, 0 or False in others."""
         return torch.nn.functional.pad(
             calm(x), (3, 2), value=-0.5 if x.is_floating_point() else 0
         )
@@ -119,8 +130,8 @@ def rows_commute(o):
 
 @law
 def micro_batches_add_up(o):
-    """Unequal lengths, groups torn apart: the losses and gradients of the parts sum to
-    the whole's.
+    """Assert that the losses and gradients of 2, 3 and 8 parts sum to those of the
+    whole. Skip an objective that couples the batch.
     """
     if o.batch_coupled:
         pytest.skip(o.batch_coupled)
@@ -136,7 +147,7 @@ def micro_batches_add_up(o):
 
 @law
 def zero_advantage_is_silent(o):
-    """Where every A is 0, so is the gradient."""
+    """Assert that the gradient is 0 where every A is 0. Skip listed exceptions."""
     if o.scale_exception:
         pytest.skip(o.scale_exception)
     b = batch(o)
@@ -146,7 +157,9 @@ def zero_advantage_is_silent(o):
 
 @law
 def scales_with_the_advantage(o):
-    """Three times the advantages give three times the gradient, but for listed exceptions."""
+    """Assert that three times the advantages give three times the gradient; or, for a
+    listed exception, that they do not.
+    """
     b = batch(o)
     found = autograd_gradient(o, replace(b, adv=3 * b.adv))
     expected = 3 * autograd_gradient(o, b)
@@ -160,8 +173,10 @@ def scales_with_the_advantage(o):
 
 @law
 def on_policy_weight_is_the_advantage(o):
-    """At r = 1 the weight of a token is A, but for listed exceptions. Under the mean over
-    responses it is A / length, unless the ratio is a product.
+    """Assert that at r = 1 the weight of a token is A; or, for a listed exception, that
+    it is not.
+
+    Under the mean over responses it is A / length, unless the ratio is a product.
     """
     b = batch(o)
     on = replace(b, logp=b.logp_old)
@@ -180,8 +195,8 @@ def on_policy_weight_is_the_advantage(o):
 
 @law
 def finite_differences_agree(o):
-    """Of the declared surrogate, sg(x) held where it was: ties the value of J to its
-    gradient.
+    """Assert that differences of J along two directions are the gradient, to 1e-7. What
+    is detached is held where it was, and so the value of J is tied to its gradient.
     """
     b = batch(o, edges=OFF_EDGES, thin=7)
     b = replace(b, logp=b.logp - 1e-4)  # a bound may lie at r = 1 itself
@@ -208,7 +223,9 @@ def finite_differences_agree(o):
 
 @law
 def nothing_flows_into_constants(o):
-    """Old log-probabilities, advantages and entropy get no gradient."""
+    """Assert that old log-probabilities, advantages, entropies and the sampler's
+    log-probabilities get no gradient.
+    """
     b = batch(o)
     free = {
         k: v.clone().requires_grad_()
@@ -225,7 +242,9 @@ def nothing_flows_into_constants(o):
 
 @law
 def inputs_are_left_alone(o):
-    """The loss and its gradient change no log-probability, advantage or mask."""
+    """Assert that the loss and its gradient change no log-probability, advantage or
+    mask.
+    """
     b = batch(o)
     before = [x.clone() for x in (b.logp, b.logp_old, b.adv, b.mask)]
     o(b)
@@ -255,8 +274,8 @@ EXTREME = (
 
 @law
 def extreme_ratios_never_make_nan(o):
-    """|log r| up to 1000, in four dtypes: never NaN, and right wherever the exact
-    weight is representable.
+    """Assert that for |log r| up to 1000, in four dtypes, the gradient is never NaN,
+    and right wherever the exact weight is representable.
     """
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         b = extreme_batch(o, dtype)
@@ -285,7 +304,9 @@ def extreme_ratios_never_make_nan(o):
 
 
 def log_ratio(o, b):
-    """The log-ratio of each token that the surrogate is a function of."""
+    """Return the log-ratio that the surrogate gets for each token, [B, T]: its own, or
+    the sum or mean of its response.
+    """
     log_r = (b.logp - b.logp_old).double().masked_fill(~b.mask, 0)
     if o.level not in REDUCE and o.agg != "seq-mean":
         return log_r
@@ -300,8 +321,11 @@ def widened(b):
 
 
 def extreme_batch(o, dtype):
-    """Every extreme ratio beside a calm token, both signs; one row a case where a
-    response acts as one.
+    """Return a batch in this dtype with every extreme log-ratio of EXTREME at A = 1, -1
+    and 0, a row each.
+
+    Two calm tokens stand beside it, the second one masked in every other row; where a
+    response acts as one, all its tokens have the extreme ratio.
     """
     rows = [(A, x) for A in (1.0, -1.0, 0.0) for x in EXTREME]
     log_r = torch.tensor([[x, -0.5, 0.125] for _, x in rows], dtype=dtype)
@@ -337,7 +361,9 @@ MOVED = {
 
 @law
 def every_hyperparameter_is_alive(o):
-    """Moving it moves the gradient somewhere; a name it does not have is refused."""
+    """Assert that moving each hyperparameter moves the gradient somewhere, and that a
+    name that the objective does not have is refused.
+    """
     for key, default in o.hyperparameters.items():
         other = MOVED.get(key, default * 1.5 if default else None)
         moved = {key: other}
@@ -352,8 +378,8 @@ def every_hyperparameter_is_alive(o):
 
 @law
 def record_is_complete(o):
-    """The record of an objective names its estimators, its equation and a source of each
-    default.
+    """Assert that the record of an objective names known estimators, an equation, and a
+    source of each default where it has a paper.
     """
     assert o.adv in ADVANTAGES
     assert not o.kl or o.kl in kl.NAMES

@@ -15,7 +15,9 @@ def T(*x):
 
 
 def weight(name, r, A, **hp):
-    """dJ/dlp of the function that trains."""
+    """Return dJ/dlp of an objective's function for one token with this ratio and
+    advantage.
+    """
     lp = T(r).log().requires_grad_()
     return torch.autograd.grad(
         upref.get(name).fn(lp, T(1.0).log(), T(A), **hp).sum(), lp
@@ -28,8 +30,15 @@ def gradient(J, z):
 
 
 def flow(steps, lr, mu, A, name="dapo"):
-    """Gradient ascent on the expectation of the objective's own function, over arms:
-    π/π_old at the end.
+    """Return π/π_old of each arm after gradient ascent on the expectation of the
+    objective's function.
+
+    Args:
+        steps: of the ascent.
+        lr: its learning rate.
+        mu: π_old of each arm, where it begins.
+        A: the advantage of each arm.
+        name: of the objective.
     """
     z, mu, A = T(*mu).log(), T(*mu), T(*A)
     for _ in range(steps):

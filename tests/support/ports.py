@@ -10,8 +10,8 @@ import pytest
 
 
 def listening() -> list[str]:
-    """The addresses at which this process waits for connections, by the kernel's
-    tables: hexadecimal, ADDRESS:PORT.
+    """Return the addresses at which this process waits for TCP connections, as
+    hexadecimal ADDRESS:PORT of the kernel's tables.
     """
     mine = set()
     for descriptor in Path("/proc/self/fd").iterdir():
@@ -29,8 +29,10 @@ def listening() -> list[str]:
 
 
 def on_a_network(*command: str, cwd: Path) -> subprocess.CompletedProcess:
-    """Runs the command where the host's name means the address of this machine's
-    network, as on most clusters.
+    """Run the command where the host's name means the address of this machine's
+    network, as on most clusters; return the completed process.
+
+    The test is skipped where there is no network, or unshare may not name the host.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_route:
         try:

@@ -52,7 +52,9 @@ def read() -> ResultsTable:
 
 @lru_cache(maxsize=100_000)
 def numerators(text: str, n: int) -> range:
-    """All k with 100 k/n rounded to that, a tie either way."""
+    """Return all k from 0 to n for which 100 k/n rounds to that text, a tie either way;
+    an empty range where there is none.
+    """
     value, half = Fraction(text), half_a_unit(text)
     least = ceil((value - half) * n / 100)
     most = floor((value + half) * n / 100)
@@ -79,6 +81,7 @@ def likeliest(texts: list[str]) -> tuple[int, float]:
     distinct = set(texts)
 
     def likelihood(n: int) -> float:
+        """Return the log-likelihood of n."""
         slip = log(0.005 / _printable(texts[0]))
         return sum(-log(n + 1) if numerators(t, n) else slip for t in distinct)
 
@@ -92,7 +95,9 @@ def _printable(text: str) -> int:
 
 
 def mean(cells: list[str], answers: list[int]) -> Fraction:
-    """The mean of the unrounded cells of a row: of the middle of what each can be."""
+    """Return the mean of the unrounded cells of a row, each taken in the middle of what
+    it can be.
+    """
     middles = []
     for text, n in zip(cells, answers, strict=True):
         k = numerators(text, n)

@@ -120,8 +120,11 @@ def beside() -> None:
 
 
 def argv(rng: random.Random) -> list[str]:
-    """A verb with a few of its words, others' words and things that it may name; or
-    none of that.
+    """Return random words after `upref`: a verb, or something that is none, with some
+    of its own words, others' and losses.
+
+    Slow verbs are often replaced by `list`. The file of a lesson is written where the
+    verb reads it.
     """
     verb = rng.choice([*VERBS] * 5 + NO_VERB)
     if rng.random() > SLOW.get(verb, 1):
@@ -150,7 +153,9 @@ def argv(rng: random.Random) -> list[str]:
 
 
 def a_lesson(number: int, rng: random.Random, ends: bool) -> None:
-    """What a student may have in the file of that exercise; now and then no file."""
+    """Write what a student may have in the file of that exercise: a solution, an odd
+    text, bytes, a folder, or nothing. What was there is removed.
+    """
     e = next(e for e in exercises() if e.number == number)
     file = Path(e.file)
     file.rmdir() if file.is_dir() else file.unlink(missing_ok=True)
@@ -172,7 +177,7 @@ def a_lesson(number: int, rng: random.Random, ends: bool) -> None:
 
 # ---- run -----------------------------------------------------------------------------
 def command(argv: list[str]) -> None:
-    """In this process."""
+    """Run the words in this process, and assert what `judge` asserts."""
     out, err = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -183,8 +188,8 @@ def command(argv: list[str]) -> None:
 
 
 def judging(rng: random.Random) -> list[str]:
-    """A verb that runs somebody's function, and one that may turn bad or end the
-    process.
+    """Return words of a verb that runs somebody's function, and one that may turn bad
+    or end the process. For `learn` the lesson's file is written.
     """
     loss = f"mine.py:{rng.choice(['loss', 'wrong', *[f'moody_{rng.randrange(10**9)}'] * 6])}"
     objective, number = rng.choice(["dapo", "grpo", "gspo", "no"]), rng.randint(1, 10)
@@ -208,7 +213,9 @@ def judging(rng: random.Random) -> list[str]:
 
 
 def child(argv: list[str], forked: bool) -> None:
-    """As it is typed: in a child of this process, or in a process of its own."""
+    """Run the words as they are typed, in a child of this process or in a process of
+    its own, and assert what `judge` asserts.
+    """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         if forked:
             status = _forked(argv, out.fileno(), err.fileno())
@@ -225,6 +232,9 @@ def child(argv: list[str], forked: bool) -> None:
 
 
 def _forked(argv: list[str], out: int, err: int) -> int:
+    """Run upref's main function with stdout and stderr on these file descriptors;
+    return its exit status. Both, and sys.argv, are restored.
+    """
     kept, streams, before = (os.dup(1), os.dup(2)), (sys.stdout, sys.stderr), sys.argv
     os.dup2(out, 1), os.dup2(err, 2)
     sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))  # noqa: SIM115
@@ -250,7 +260,14 @@ TRUTH = {"check": "ok", "identify": "identified", "learn": "ok"}
 
 
 def judge(argv: list[str], status, out: str, err: str, noisy: bool = False) -> None:
-    """noisy: the loss may have written to stderr too."""
+    """Assert that the exit status, the report and the errors of a command agree.
+
+    Args:
+        argv: the words.
+        status: 0, 1 or 2, or the assertion fails.
+        out, err: what was printed.
+        noisy: the loss may have written to stderr too.
+    """
     verb, tail = argv[0], f"{[x[:60] for x in argv]}: status {status}, {err[-300:]!r}"
     assert status in (0, 1, 2), tail
     if "--debug" not in argv:

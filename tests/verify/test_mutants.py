@@ -91,10 +91,7 @@ def test_the_short_verdict_is_the_reports():
         c = configs(upref.get(name))[0]
         for s in of(c, style, 3, 11):
             loss = compiled(s.text)
-            assert (
-                judge.verdict(loss, c).accepted
-                == judge.whole(loss, c, [], s.names).accepted
-            )
+            assert judge.verdict(loss, c).accepted == judge.whole(loss, c, []).accepted
 
 
 def test_a_cause_that_is_printed_is_put_into_the_objective():
@@ -103,7 +100,7 @@ def test_a_cause_that_is_printed_is_put_into_the_objective():
     text = write(c, "ratio").replace("torch.exp(lp - old)", "torch.exp(old - lp)")
     drawn = batches.small(c, False, 5, 8)[:8]
     some = [b for b in drawn if b.of["mask"].any(1).all()]
-    judged_whole = judge.whole(compiled(text), c, some, arguments(c, "ratio"))
+    judged_whole = judge.whole(compiled(text), c, some)
     assert judged_whole.cause == "the ratio is inverted: exp(old - new)"
     assert judged_whole.true == "yes"
 

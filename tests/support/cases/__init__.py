@@ -24,7 +24,9 @@ ORACLES = (
 
 
 def objective(name):
-    """By its name, or `tis(dapo)`."""
+    """Return the objective of that name, or of a name such as `tis(dapo)`, to which the
+    transform is applied.
+    """
     made, _, base = name.rstrip(")").rpartition("(")
     return getattr(transforms, made)(upref.get(base)) if made else upref.get(base)
 
@@ -40,6 +42,8 @@ JUDGES = {
 
 @dataclass(frozen=True)
 class Case:
+    """A function with the verdict that upref must have on it."""
+
     function: Callable
     # what its author believes it to be; an estimator; of a box, every name that is
     # right
@@ -66,6 +70,12 @@ class Case:
     nightly: bool = False
 
     def __post_init__(self):
+        """Fill in what was left out: the file is the function's module, the name the
+        function's, the verdict "rejected" if oracles are named, else "accepted".
+
+        Raises:
+            AssertionError: an oracle of a loss that there is not.
+        """
         put = partial(object.__setattr__, self)
         put("file", self.file or self.function.__module__.rpartition(".")[2])
         put("name", self.name or self.function.__name__)
@@ -75,6 +85,9 @@ class Case:
         )
 
     def judged(self):
+        """Run the check of its kind, and return the report (an identity for a box). It
+        raises InputError where the check refuses.
+        """
         return JUDGES[self.kind](self.function, self.objective, **self.hp)
 
     def __str__(self):

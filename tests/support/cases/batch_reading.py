@@ -10,6 +10,9 @@ from .bodies import clipped, even, mean, seq, tok, up
 
 
 def moved(x, by):
+    """Return x [B, T] moved by so many columns to the right (to the left if negative),
+    with 0 in the columns that become free.
+    """
     out = torch.zeros_like(x)
     out[:, max(by, 0) : len(x[0]) + min(by, 0)] = x[
         :, max(-by, 0) : len(x[0]) + min(-by, 0)

@@ -13,7 +13,9 @@ from .estimators import by_group
 
 
 def corrected(factor):
-    """DAPO times a factor of log ρ and the mask."""
+    """Return a body: DAPO times factor(log ρ, mask), where ρ = π_old/μ, and log ρ is 0
+    in masked slots.
+    """
 
     def body(d, A, m, old, rollout_log_probs):
         return tok(
@@ -29,9 +31,14 @@ def whole(f):
 
 
 def aspo(change):
-    """ASPO as its authors code it, with the entropies changed before their quantile."""
+    """Return a body: ASPO as its authors code it, with `change` applied to the
+    entropies (NaN in masked slots) before their quantile.
+    """
 
     def body(lp, d, A, m, entropy):
+        """Return ASPO's loss. Tokens whose entropy is at most the 0.8 quantile of their
+        response have the narrower bounds.
+        """
         H = change(torch.where(m, entropy, torch.nan))
         calm = H <= H.nanquantile(0.8, 1, keepdim=True)
         eps, r = torch.where(calm, 0.2, 0.4), d.exp()
@@ -45,7 +52,7 @@ def aspo(change):
 
 
 def referred(limit):
-    """GRPO with k3, its log-ratio clamped to that."""
+    """Return a body: GRPO with k3, the log-ratio to the reference clamped to ±limit."""
 
     def body(lp, d, A, m, ref_log_prob):
         x = torch.where(m, ref_log_prob - lp, 0).clamp(-limit, limit)
@@ -80,7 +87,9 @@ def without_offset(log_prob, old_log_prob, advantages, mask):
 
 
 def viewed(log_prob, old_log_prob, advantages, mask):
-    """It refuses what is not contiguous, loudly."""
+    """Return DAPO's loss; raise where advantages or the mask are not contiguous, as
+    `view` does.
+    """
     d = torch.where(mask, log_prob - old_log_prob, 0)
     return (
         -clipped(d, torch.where(mask, advantages.view(mask.shape), 0)).sum()
@@ -146,7 +155,9 @@ LOSSES = [
 
 
 def unsolved_pushed_down(rewards, group):
-    """A = -1 to every response of a prompt of which all fail."""
+    """Return group_norm's advantages, but -1 for every response of a prompt of two
+    responses and more whose rewards are all 0.
+    """
     A = torch.empty_like(rewards)
     for g in group.unique():
         x = rewards[group == g]
@@ -180,7 +191,9 @@ def one_each(logits, tokens, temperature):
 
 
 def of_rows(logits, tokens, temperature):
-    """Right for rows [N, V]; it accepts [B, T, V] and answers otherwise."""
+    """Return right log-probabilities for logits [N, V]; logits [B, T, V] get a
+    log_softmax over the wrong axis.
+    """
     lp, n = (
         (logits / temperature).log_softmax(1),
         min(logits.shape[1], logits.shape[-1]),
@@ -191,6 +204,9 @@ def of_rows(logits, tokens, temperature):
 
 
 def categorical(logits, tokens, temperature):
+    """Return the log-probabilities by torch's Categorical with validation on, which
+    raises on NaN and on ids out of range.
+    """
     # the default of validate_args is the process's, and packages change it
     of = torch.distributions.Categorical(
         logits=logits / temperature, validate_args=True
@@ -199,6 +215,9 @@ def categorical(logits, tokens, temperature):
 
 
 def turned_squares(logits, tokens, temperature):
+    """Return the log-probabilities, with the last two axes of the logits exchanged
+    where they have one size: wrong there.
+    """
     return one_each(
         logits.mT if logits.shape[-1] == logits.shape[-2] else logits,
         tokens,
@@ -218,19 +237,21 @@ LOGPROBS = [
 
 
 def by_row_stride(log_prob, old_log_prob, advantages, mask):
-    """A kernel that takes the distance of rows for given and reads columns beside each
-    other.
+    """Return DAPO's loss of what a kernel reads that takes the distance of rows from
+    the tensor, and columns to be beside each other in memory.
     """
 
     def read(x):
-        """What lies in memory where the columns of a row would be side by side."""
+        """Return what lies in memory where the columns of a row would be side by side."""
         return torch.as_strided(x, x.shape, (x.stride(0), 1), x.storage_offset())
 
     return DAPO(read(log_prob), read(old_log_prob), advantages, mask)
 
 
 def passed_on(change):
-    """DAPO under a backward pass of its own, which changes what comes from above."""
+    """Return a loss: DAPO's under a backward pass of its own, which applies `change` to
+    the gradient from above.
+    """
 
     class Under(torch.autograd.Function):
         @staticmethod
@@ -248,7 +269,9 @@ def passed_on(change):
 
 
 def failed_pushed_down(rewards, group):
-    """Of a prompt all of whose rewards are -1, A = -0.1."""
+    """Return group_norm's advantages, but -0.1 for a prompt all of whose rewards are
+    -1.
+    """
 
     def of_prompt(r):
         return (
@@ -268,7 +291,7 @@ def sixteen_prompts(rewards, group):
 
 
 def cut_k3(keep):
-    """k3 where this holds of log π_θ and of the place of a token, else 0."""
+    """Return a KL term: k3 where keep(log π_θ, row, column) is true, else 0."""
 
     def term(log_prob, ref_log_prob):
         row, column = (torch.arange(n) for n in log_prob.shape)
@@ -279,7 +302,9 @@ def cut_k3(keep):
 
 
 def nucleus(logits, tokens, temperature):
-    """The log-probs of the smallest set of ids with a probability of 0.99."""
+    """Return the log-probabilities after all but the smallest set of ids with a
+    probability of 0.99 got the logit -1e4.
+    """
     p, order = (logits / temperature).softmax(-1).sort(-1, descending=True)
     out = torch.zeros_like(logits, dtype=torch.bool).scatter(
         -1, order, p.cumsum(-1) - p > 0.99

@@ -20,6 +20,7 @@ def vespo(d, A, m, lp):
 
 
 def aspo(d, A, m, lp):
+    """Return ASPO's loss with a cap of 2 and a bound of 0.15."""
     r = d.exp().detach()
     w = torch.where(
         A > 0, (1 / r).clamp(max=2) * (r <= 1.15), r.clamp(max=2) * (r >= 0.85)

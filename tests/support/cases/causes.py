@@ -12,23 +12,29 @@ from .bodies import calm, clipped
 
 
 def J(lp, old, A, low=0.2, high=0.28):
+    """Return DAPO's terms; low and high are the distances of the bounds from 1."""
     return clipped(lp - old, A, 1 - low, 1 + high)
 
 
 def dapo(change=J, total=lambda x, m: -torch.where(m, x, 0).sum() / m.sum()):
-    """`change`: the surrogate of (lp, old, A); total: its sum."""
+    """Return a loss: total(change(lp, old, A), mask). By default that is DAPO's."""
     return lambda log_prob, old_log_prob, advantages, mask: total(
         change(*calm(mask, log_prob, old_log_prob, advantages)), mask
     )
 
 
 def unmasked(total):
+    """Return a loss of DAPO's terms, with what masked slots hold left in; `total` gets
+    the mask.
+    """
     return lambda log_prob, old_log_prob, advantages, mask: total(
         J(log_prob, old_log_prob, advantages), mask
     )
 
 
 def up_dapo(ids):
+    """Return UP-DAPO's loss, with ids(group, number of rows) in place of the group ids."""
+
     def loss(log_prob, old_log_prob, advantages, mask, group):
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
         r = torch.where(A > 0, lp - lp.detach(), lp - old).exp()
@@ -44,6 +50,7 @@ def up_dapo(ids):
 
 
 def by_row(log_prob, old_log_prob, advantages, mask, group):
+    """Return UP-DAPO's loss with the advantages of row i scaled by 1 + i/10."""
     weight = 1 + torch.arange(len(mask), dtype=log_prob.dtype)[:, None] / 10
     return up_dapo(lambda g, n: g)(
         log_prob, old_log_prob, weight * advantages, mask, group
@@ -51,13 +58,18 @@ def by_row(log_prob, old_log_prob, advantages, mask, group):
 
 
 def counted(n):
+    """Return a total: minus the sum of the terms, divided by n(lengths, number of
+    rows).
+    """
     return lambda x, m: -torch.where(m, x, 0).sum() / n(m.sum(1), len(m))
 
 
 def stateful():
+    """Return a surrogate that grows by 0.1 % with each call."""
     calls = [0]
 
     def change(lp, old, A):
+        """Return DAPO's terms times 1 + (the number of the call)/1000."""
         calls[0] += 1
         return J(lp, old, A) * (1 + calls[0] / 1000)
 
@@ -65,7 +77,10 @@ def stateful():
 
 
 def entropy(of):
+    """Return a loss with of(DAPO's terms, entropies) in place of the terms."""
+
     def loss(log_prob, old_log_prob, advantages, mask, entropy):
+        """Return minus the mean over tokens of the terms."""
         lp, old, A, H = calm(mask, log_prob, old_log_prob, advantages, entropy)
         return -torch.where(mask, of(J(lp, old, A), H), 0).sum() / mask.sum()
 
@@ -73,7 +88,9 @@ def entropy(of):
 
 
 def micro(n):
-    """Unreduced by a denominator of its own, though it is told the mini-batch's totals."""
+    """Return a loss of the sum over a micro-batch, divided by n(mask, totals), where
+    totals are the mini-batch's.
+    """
 
     def loss(log_prob, old_log_prob, advantages, mask, totals):
         x = J(*calm(mask, log_prob, old_log_prob, advantages))
@@ -88,8 +105,8 @@ def quotient(lp, old, A):
 
 
 def ranked(by):
-    """Told the totals and the number of ranks n, multiplied by what it makes of these
-    and of its mask.
+    """Return a loss of the sum over a micro-batch, times by(number of ranks, mask),
+    over the mini-batch's tokens.
     """
 
     def loss(log_prob, old_log_prob, advantages, mask, totals, num_ranks=1):
@@ -119,7 +136,9 @@ def passed(by):
 
 
 def eps_high(acts):
-    """The argument counts only where this holds of log r and the mask."""
+    """Return DAPO's loss, whose argument eps_high is used only if acts(log r, mask),
+    and is 0.28 otherwise.
+    """
 
     def loss(log_prob, old_log_prob, advantages, mask, eps_high=0.28):
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
@@ -134,8 +153,8 @@ def eps_high(acts):
 
 
 def by_length(where):
-    """Each response's own mean where this holds of the mask, one mean of all tokens
-    elsewhere.
+    """Return DAPO's loss averaged over responses first if where(mask), and over all
+    tokens otherwise.
     """
 
     def mean(x, m):
@@ -147,6 +166,8 @@ def by_length(where):
 
 
 def bonus(of):
+    """Return a loss with of(entropies, log r) added to DAPO's terms."""
+
     def loss(log_prob, old_log_prob, advantages, mask, entropy):
         lp, old, A, H = calm(mask, log_prob, old_log_prob, advantages, entropy)
         return -torch.where(mask, J(lp, old, A) + of(H, lp - old), 0).sum() / mask.sum()
@@ -155,8 +176,8 @@ def bonus(of):
 
 
 def up_nan(where):
-    """UP whose terms are NaN where this holds of (log π, log r, A); no exp of it
-    overflows.
+    """Return UP's loss with NaN terms where where(log π, log r, A) is true. Its ratio
+    stops at e^60, so that nothing else overflows.
     """
 
     def loss(log_prob, old_log_prob, advantages, mask):
@@ -174,7 +195,9 @@ def up_nan(where):
 
 
 def up_where(log_prob, old_log_prob, advantages, mask):
-    """UP as nearly everybody writes it."""
+    """Return UP's loss as nearly everybody writes it: with both branches computed, so
+    that the one not taken may overflow.
+    """
     lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
     r = (lp - old).exp()
     x = torch.where(
@@ -184,7 +207,9 @@ def up_where(log_prob, old_log_prob, advantages, mask):
 
 
 def rare(below, times=math.nan):
-    """DAPO, and other weights of tokens rarer than that whose ratio is near 1."""
+    """Return DAPO's loss with terms times `times` (NaN by default) for tokens with log
+    π_θ below `below` and |log r| < 1.
+    """
 
     def hit(lp, old):
         return (lp < below) & ((lp - old).abs() < 1)
@@ -195,8 +220,9 @@ def rare(below, times=math.nan):
 
 
 def whitened(where=lambda m: True, eps=1e-8):
-    """As verl whitens: with a variance that divides by the number of tokens, and eps
-    under its root.
+    """Return DAPO's loss with advantages whitened over the batch if where(mask).
+
+    As in verl, the variance divides by the number of tokens, and eps is under its root.
     """
 
     def loss(log_prob, old_log_prob, advantages, mask):
@@ -209,7 +235,9 @@ def whitened(where=lambda m: True, eps=1e-8):
 
 
 def cut(columns, where=lambda m: True):
-    """Some columns alone, in the numerator and in the denominator."""
+    """Return DAPO's loss over some columns alone if where(mask): in the numerator and
+    in the denominator.
+    """
 
     def mean(x, m):
         return -torch.where(m, x, 0).sum() / m.sum().clamp(min=1)
@@ -227,8 +255,8 @@ def half_stopped(x, at):
 
 
 def near(name, says, true, *others, on="dapo", verdict=REJECTED, **hp):
-    """A loss of which the sentence holds, and losses of which it holds on some batches
-    only.
+    """Yield a case whose cause is the sentence `says`, and cases of losses that look
+    alike, whose cause must be another.
     """
     yield Case(true, on, hp, name=f"{name}: true", verdict=verdict, says=says)
     yield from (
@@ -238,8 +266,8 @@ def near(name, says, true, *others, on="dapo", verdict=REJECTED, **hp):
 
 
 def fails(name, oracle, says, true, other, on="dapo"):
-    """A loss of which the sentence is true, and one that fails the oracle for another
-    reason.
+    """Yield two cases that fail the same oracle: one whose cause is the sentence
+    `says`, and one whose cause must be another.
     """
     yield Case(true, on, name=f"{name}: true", oracles={oracle}, says=says)
     yield Case(other, on, name=f"{name}: another", oracles={oracle}, says=f"-{says}")

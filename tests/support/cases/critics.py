@@ -12,6 +12,7 @@ def _mean(x, mask):
 
 # ---- right ---------------------------------------------------------------------------
 def as_in_verl(vpreds, returns, values, response_mask, cliprange_value):
+    """Return verl's clipped value loss, and the share of clipped tokens."""
     near = torch.minimum(
         torch.maximum(vpreds, values - cliprange_value), values + cliprange_value
     )
@@ -33,7 +34,9 @@ class ValueLoss(torch.nn.Module):
 
 
 def as_in_rsl_rl(value_batch, target_values_batch, returns_batch, clip_param=0.2):
-    """No mask, and no half."""
+    """Return rsl_rl's clipped value loss: a mean over all slots, with no mask and no
+    half.
+    """
     moved = (value_batch - target_values_batch).clamp(-clip_param, clip_param)
     near = target_values_batch + moved
     return torch.max(

@@ -23,7 +23,9 @@ def halves(J, m, size=lambda B: B // 2):
 
 
 def in_runs(lp, d, A, m, group):
-    """UP-DAPO with a new prompt wherever the id changes from one row to the next."""
+    """Return UP-DAPO's loss with a new prompt wherever the id changes from one row to
+    the next.
+    """
     run = pad((group[1:] != group[:-1]).cumsum(0), (1, 0))
     J = up(lp, d, A, torch.inf)
     return -torch.stack(
@@ -32,6 +34,10 @@ def in_runs(lp, d, A, m, group):
 
 
 def tpo(lp, old, A, m, group, eta=1.0, by=lambda n: n):
+    """Return TPO's loss: for each prompt the cross-entropy of its responses to the
+    target softmax(log π_old + A / eta), times by(number of responses), over all
+    responses.
+    """
     policy, start, a = (lp * m).sum(1), (old * m).sum(1), mean(A, m)
     out = 0
     for i in group.unique():

@@ -80,7 +80,9 @@ def teacher_top(student_logits, teacher_logits, mask, top_k=16):
 def teacher_top_of_engine(
     student_logits, teacher_topk_log_probs, teacher_topk_ids, mask
 ):
-    """The teacher's server returns k log-probabilities, as for verl."""
+    """Return KL(teacher ‖ student) over the teacher's k ids, whose log-probabilities a
+    server returned, as for verl.
+    """
     q = student_logits.log_softmax(-1).gather(-1, teacher_topk_ids)
     d = teacher_topk_log_probs.exp() * (teacher_topk_log_probs - q)
     return _mean(d.sum(-1), mask)

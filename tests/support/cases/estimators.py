@@ -9,6 +9,7 @@ import torch
 
 
 def by_group(rewards, group, fn):
+    """Return the advantages that fn(rewards of one prompt) gives, prompt by prompt."""
     out = torch.zeros_like(rewards)
     for g in group.unique():
         out[group == g] = fn(rewards[group == g])
@@ -16,10 +17,14 @@ def by_group(rewards, group, fn):
 
 
 def std(r, ddof=1):
+    """Return the standard deviation, or 0 of a single reward."""
     return r.std(correction=ddof) if len(r) > 1 else r.new_zeros(())
 
 
 def normed(r, ddof=1):
+    """Return one prompt's rewards less their mean, over their deviation plus 1e-6; 0
+    where there is one reward or all are equal.
+    """
     return (
         (r - r.mean()) / (std(r, ddof) + 1e-6)
         if len(r) > 1 and r.max() > r.min()
@@ -36,6 +41,9 @@ def norm(rewards, group):
 
 
 def scatter(scores, uid):
+    """Return group_norm's advantages by sums over ids, in float64; 0 where all rewards
+    of a prompt are equal.
+    """
     ids, g, n = uid.unique(return_inverse=True, return_counts=True)
     x, z = scores.double(), torch.zeros(len(ids), dtype=torch.float64)
     c = x - (z.index_add(0, g, x) / n)[g]
@@ -49,6 +57,9 @@ def scatter(scores, uid):
 
 
 def pairs(rewards, group):
+    """Return leave_one_out's advantages as the mean difference to the other responses
+    of the prompt.
+    """
     same = (group[:, None] == group[None, :]).double()
     x = rewards.double()
     return (((x[:, None] - x) * same).sum(1) / (same.sum(1) - 1).clamp(min=1)).to(
@@ -57,6 +68,9 @@ def pairs(rewards, group):
 
 
 def matrix(rewards, group):
+    """Return group_mean's advantages by a matrix of equal ids; exactly 0 where all
+    rewards of a prompt are equal.
+    """
     same = (group[:, None] == group[None, :]).double()
     equal = torch.stack(
         [(rewards[group == k] == r).all() for r, k in zip(rewards, group, strict=True)]
@@ -80,6 +94,10 @@ def batch_whitened(rewards):
 
 
 def viewed(rewards, group):
+    """Return group_norm's advantages of rewards taken to be ordered by prompt and all
+    of the first prompt's size: wrong for others. Where that does not divide the batch,
+    the batch is one prompt.
+    """
     n = int((group == group[0]).sum())
     x = rewards.view(-1, n if len(rewards) % n == 0 else len(rewards))
     return ((x - x.mean(1, True)) / (x.std(1, keepdim=True).nan_to_num() + 1e-6)).view(
@@ -97,6 +115,9 @@ def cut(rewards, group):
 
 
 def remembered():
+    """Return an estimator that divides by each prompt's own deviation, but subtracts
+    the mean of the first prompt that it ever got.
+    """
     memory = {}
 
     def less_first_mean(r):

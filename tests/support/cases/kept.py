@@ -76,6 +76,9 @@ def mis_dropped(log_probs, old_log_probs, rollout_log_probs, advantages, mask):
 
 
 def responses_dropped(log_probs, old_log_probs, rollout_log_probs, advantages, mask):
+    """Return DAPO's loss over responses whose geometric mean of π_old/μ is in [0.8,
+    1.25], divided by the tokens of these alone.
+    """
     log_rho = torch.where(mask, old_log_probs - rollout_log_probs, 0)
     s = (log_rho.sum(1) / mask.sum(1).clamp(min=1)).exp().detach()
     keep = ((s >= 0.8) & (s <= 1.25))[:, None] & mask
@@ -116,7 +119,9 @@ def tis_over_kept(log_probs, old_log_probs, rollout_log_probs, advantages, mask)
 
 
 def fifth_of_tokens(log_probs, old_log_probs, advantages, mask, entropies):
-    """Exactly a fifth of the tokens, where the quantile keeps one more."""
+    """Return DAPO's loss over the fifth of the tokens with the highest entropies, where
+    a quantile would keep one token more.
+    """
     H = entropies.masked_fill(~mask, -torch.inf).flatten()
     top = torch.zeros_like(mask).flatten()
     top[H.topk(max(int(0.2 * int(mask.sum())), 1)).indices] = True

@@ -13,6 +13,7 @@ from upref import hidden, logprobs
 
 
 def of(x, tokens):
+    """Return (log-probabilities of the tokens, entropies) of logits at temperature 1."""
     lp = x.log_softmax(-1)
     p = lp.exp()
     return lp.gather(-1, tokens[..., None])[..., 0], -(
@@ -21,10 +22,12 @@ def of(x, tokens):
 
 
 def picked(x, tokens, log_Z):
+    """Return the tokens' logits less log Z."""
     return x.gather(-1, tokens[..., None])[..., 0] - log_Z
 
 
 def as_if(value, gradient):
+    """Return `value` with the gradient of `gradient`."""
     return gradient + (value - gradient).detach()
 
 
@@ -50,6 +53,7 @@ def flat_only(h, w, ids, temperature):
 
 
 def in_rows(hidden, weight, tokens, temperature):
+    """Return log-probabilities and entropies, computed for 512 tokens at a time."""
     rows = zip(
         hidden.flatten(0, -2).split(512), tokens.flatten().split(512), strict=True
     )
@@ -76,6 +80,7 @@ def with_bias(hidden, weight, tokens, temperature, bias):
 def fused(
     hidden, weight, tokens, temperature, bias=None, softcap=None, logit_scale=1.0
 ):
+    """Return upref's own log-probabilities of hidden states, at every setting."""
     settings = {
         "temperature": temperature,
         "bias": bias,
@@ -119,7 +124,7 @@ def x_is(change):
 
 
 def normalized(log_Z):
-    """From logits, with this normalizer."""
+    """Return a function of logits with log_Z(logits) as the normalizer."""
 
     def f(logits, tokens, temperature):
         x = logits / temperature
@@ -129,6 +134,10 @@ def normalized(log_Z):
 
 
 def entropy_is(change):
+    """Return a function with change(entropies, logits, log-probabilities) in place of
+    the entropies.
+    """
+
     def f(hidden, weight, tokens, temperature):
         x = hidden @ weight.T / temperature
         lp, H = of(x, tokens)
@@ -162,6 +171,11 @@ def overwritten(g):
 
 
 def summed_in_bfloat16(n):
+    """Return a function whose gradient by the weight is summed over chunks of n tokens
+    in the weight's dtype. Its values, and its gradient by the hidden states, are
+    computed in float64.
+    """
+
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx, h, W, tokens):
@@ -187,7 +201,9 @@ def summed_in_bfloat16(n):
 
 
 def in_tiles_of_64(dropped):
-    """Online softmax over tiles of 64 columns; `dropped` says which tiles are left out."""
+    """Return a function whose normalizer is a logsumexp over tiles of 64 columns,
+    without those for which dropped(tile, logits) is true.
+    """
 
     def f(hidden, weight, tokens, temperature):
         x = hidden @ weight.T / temperature
@@ -247,7 +263,12 @@ class Reduced(torch.autograd.Function):
         return g
 
 
-def parallel(logits, tokens, temperature, reduce=Reduced.apply, own=False):
+def parallel(logits, tokens, temperature, reduce=Reduced.apply):
+    """Return log-probabilities of logits that are sharded over the ranks by columns;
+    without ranks, of whole logits.
+
+    reduce: the sum over ranks, with its gradient.
+    """
     x, rank = logits / temperature, dist.get_rank() if dist.is_initialized() else 0
     if not dist.is_initialized():
         return picked(x, tokens, x.logsumexp(-1))
@@ -266,6 +287,8 @@ def unreduced(x):
 
 
 def plain_all_reduce(logits, tokens, temperature):
+    """Return sharded log-probabilities by an all_reduce that has no gradient."""
+
     def summed(x):
         x = x.clone()
         dist.all_reduce(x.detach())
@@ -275,6 +298,7 @@ def plain_all_reduce(logits, tokens, temperature):
 
 
 def log_ranks(logits, tokens, temperature):
+    """Return sharded log-probabilities less the logarithm of the number of ranks."""
     lp = parallel(logits, tokens, temperature)
     return (
         lp - torch.tensor(float(dist.get_world_size())).log()

@@ -44,6 +44,7 @@ def plain(logits, tokens, temperature):
 
 @right("cross_entropy with the sign turned")
 def by_cross_entropy(logits, tokens, temperature):
+    """Return log-probabilities as minus a cross-entropy in float32."""
     loss = F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float() / temperature,
         tokens.reshape(-1),
@@ -62,6 +63,7 @@ def by_categorical(logits, tokens, temperature):
 
 @right("one row at a time")
 def by_rows(logits, tokens, temperature):
+    """Return log-probabilities, computed row by row."""
     flat, ids = logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1)
     rows = [
         row[i] / temperature - (row / temperature).logsumexp(-1)
@@ -72,6 +74,9 @@ def by_rows(logits, tokens, temperature):
 
 @right("nll_loss of a float64 log_softmax, cast back")
 def in_double(logits, tokens, temperature):
+    """Return log-probabilities and entropies computed in float64, cast to the dtype of
+    the logits.
+    """
     logp = (logits.double() / temperature).log_softmax(-1)
     lp = -F.nll_loss(logp.flatten(0, -2), tokens.flatten(), reduction="none").view(
         tokens.shape
@@ -145,6 +150,9 @@ class SavedBf16(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
+        """Return the gradient by the logits, from probabilities that were saved in
+        bfloat16.
+        """
         p, tokens = ctx.saved_tensors
         dx = -p.float() * g[..., None]
         return (
@@ -172,6 +180,9 @@ def scaled_states(hidden, weight, tokens, temperature):
 
 @right("the token's logit from its own row of the head")
 def own_row(hidden, weight, tokens, temperature):
+    """Return log-probabilities with the token's logit computed from its own row of the
+    weight.
+    """
     y = (
         torch.einsum("...h,...h->...", hidden.float(), weight[tokens].float())
         / temperature
@@ -183,6 +194,10 @@ def own_row(hidden, weight, tokens, temperature):
 
 @right("checkpointed chunks of tokens")
 def checkpointed(hidden, weight, tokens, temperature, chunk=37):
+    """Return log-probabilities and entropies, chunk by chunk of tokens under activation
+    checkpointing.
+    """
+
     def part(h, w, ids):
         logp = (h.float() @ w.T / temperature).log_softmax(-1)
         return pick(logp, ids), entropy_of(logp)
@@ -202,6 +217,7 @@ def checkpointed(hidden, weight, tokens, temperature, chunk=37):
 
 @right("logsumexp over tiles of columns by logaddexp")
 def by_logaddexp(hidden, weight, tokens, temperature, chunk=1000):
+    """Return log-probabilities, their normalizer added up over tiles of the vocabulary."""
     lse = None
     for w in weight.split(chunk):
         part = (F.linear(hidden, w).float() / temperature).logsumexp(-1)
@@ -232,6 +248,11 @@ class Sharded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, tokens, tau, bug):
+        """Return log-probabilities of logits that are sharded by columns.
+
+        bug: "max" leaves the maximum, and "sum" the sum, on each rank alone; "offset"
+        takes the ids for the shard's own.
+        """
         x = logits.float() / tau
         top = x.amax(-1)
         v, world, rank = x.shape[-1], 1, 0
@@ -254,6 +275,7 @@ class Sharded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
+        """Return the gradient by this rank's logits."""
         p, local, here = ctx.saved_tensors
         dx = -p * g[..., None]
         dx.scatter_add_(
@@ -403,6 +425,7 @@ def averaged(logits, tokens, temperature):
 
 @wrong("label smoothing")
 def smoothed(logits, tokens, temperature):
+    """Return log-probabilities with a label smoothing of 0.05."""
     loss = F.cross_entropy(
         logits.flatten(0, -2) / temperature,
         tokens.flatten(),
@@ -414,6 +437,7 @@ def smoothed(logits, tokens, temperature):
 
 @wrong("id 0 treated as padding")
 def pad_zero(logits, tokens, temperature):
+    """Return log-probabilities that are 0 for the id 0."""
     loss = F.cross_entropy(
         logits.flatten(0, -2) / temperature,
         tokens.flatten(),
@@ -482,6 +506,9 @@ class Kernel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, tokens, tau, bug):
+        """Return log-probabilities and entropies in float32 or float64. Where the bug's
+        name has "cap", logits are capped at 30 by tanh.
+        """
         cap = 30.0 if "cap" in bug else None
         y = logits.float() if logits.dtype != torch.float64 else logits
         x = (cap * (y / cap).tanh() if cap else y) / tau
@@ -493,7 +520,9 @@ class Kernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g, gh):
-        """Return the gradient by the logits, with the bug in it."""
+        """Return the gradient by the logits, with the bug in it: each `if` below is
+        one.
+        """
         logp, tokens, ent, y = ctx.saved_tensors
         bug = ctx.bug
         p = logp.exp()
@@ -573,7 +602,13 @@ class Tiles(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, tokens, tau, bug, chunk):
-        """Return log-probabilities and entropies, from running sums over the tiles."""
+        """Return log-probabilities and entropies, from running sums over tiles of
+        `chunk` rows of the weight.
+
+        m is the running maximum, s the sum of exp, t the sum of exp times logit, y the
+        token's own logit; each is rescaled when m grows. Each comparison with `bug` is
+        one bug.
+        """
         h, ids = hidden.reshape(-1, hidden.shape[-1]), tokens.reshape(-1)
         wide = torch.float64 if h.dtype == torch.float64 else torch.float32
         n, v = len(ids), len(weight)
@@ -611,7 +646,7 @@ class Tiles(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g, gh):
         """Return the gradients by hidden states and weight, with the tiles computed
-        anew.
+        anew. bug "frozen" returns none by the weight.
         """
         h, weight, ids, lse, ent = ctx.saved_tensors
         bug, tau = ctx.bug, ctx.tau
@@ -675,6 +710,9 @@ class Chunks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, tokens, tau, bug, chunk):
+        """Return log-probabilities, computed for `chunk` tokens at a time. The bug
+        "rows" leaves out a last chunk that is not whole.
+        """
         h, ids = hidden.reshape(-1, hidden.shape[-1]), tokens.reshape(-1)
         lp = torch.zeros(len(ids), dtype=torch.promote_types(h.dtype, torch.float32))
         end = (
@@ -691,6 +729,11 @@ class Chunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
+        """Return the gradients by hidden states and weight.
+
+        bug: "ones" takes the gradient from above to be 1, "bf16" sums the weight's
+        gradient in its dtype, "last" keeps the last chunk's alone.
+        """
         h, weight, ids = ctx.saved_tensors
         tau, bug, chunk, shape = ctx.args
         g = g.reshape(-1, 1)

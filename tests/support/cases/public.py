@@ -25,6 +25,9 @@ def masked_mean(values, mask, axis=None):
 
 
 def agg_loss(loss_mat, loss_mask, loss_agg_mode):
+    """Return the mean of a matrix of losses, over tokens or over responses, as verl's
+    function of that name does.
+    """
     if loss_agg_mode == "token-mean":
         return masked_mean(loss_mat, loss_mask)
     seq_losses = torch.sum(loss_mat * loss_mask, dim=-1)
@@ -35,6 +38,7 @@ def agg_loss(loss_mat, loss_mask, loss_agg_mode):
 
 def vanilla(old_log_prob, log_prob, advantages, response_mask, clip_ratio_low=0.2, clip_ratio_high=0.28,
             clip_ratio_c=3.0, loss_agg_mode="token-mean"):  # fmt: skip
+    """Return verl's PPO loss with a dual clip."""
     negative_approx_kl = log_prob - old_log_prob
     negative_approx_kl = torch.clamp(negative_approx_kl, min=-20.0, max=20.0)
     ratio = torch.exp(negative_approx_kl)
@@ -48,6 +52,7 @@ def vanilla(old_log_prob, log_prob, advantages, response_mask, clip_ratio_low=0.
 
 
 def sequence(old_log_prob, log_prob, advantages, response_mask, clip_ratio_low=3e-4, clip_ratio_high=4e-4):
+    """Return verl's GSPO loss."""
     negative_approx_kl = log_prob - old_log_prob
     seq_lengths = torch.sum(response_mask, dim=-1).clamp(min=1)
     negative_approx_kl_seq = torch.sum(negative_approx_kl * response_mask, dim=-1) / seq_lengths
@@ -62,6 +67,7 @@ def sequence(old_log_prob, log_prob, advantages, response_mask, clip_ratio_low=3
 
 def grpo(per_token_logps, old_per_token_logps, ref_per_token_logps, advantages, completion_mask, epsilon=0.2,
          beta=0.04):  # fmt: skip
+    """Return TRL's GRPO loss with a KL term, one advantage per response."""
     per_token_kl = torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps) - 1
     log_ratio = per_token_logps - old_per_token_logps
     coef_1 = torch.exp(log_ratio)
@@ -74,6 +80,7 @@ def grpo(per_token_logps, old_per_token_logps, ref_per_token_logps, advantages, 
 
 
 def cispo(per_token_logps, old_per_token_logps, advantages, completion_mask, epsilon_high=4.0):
+    """Return TRL's CISPO loss, one advantage per response."""
     log_ratio = per_token_logps - old_per_token_logps
     coef_1 = torch.exp(log_ratio)
     clamped_ratios = torch.clamp(coef_1, max=1 + epsilon_high).detach()
@@ -89,6 +96,7 @@ def dr(per_token_logps, old_per_token_logps, advantages, completion_mask, epsilo
 
 
 def policy_loss(log_probs, old_log_probs, advantages, action_mask=None, clip_eps_low=0.2, clip_eps_high=0.28):
+    """Return OpenRLHF's PPO loss."""
     ratio = (log_probs - old_log_probs).exp()
     surr1 = ratio * advantages
     surr2 = ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high) * advantages
@@ -97,6 +105,9 @@ def policy_loss(log_probs, old_log_probs, advantages, action_mask=None, clip_eps
 
 
 def unclipped_positives(logprobs, old_logprobs, advantages, loss_mask, cliprange_low=0.2):
+    """Return UP-DAPO's loss, with the ratio of positive tokens anchored at the policy
+    itself.
+    """
     ratio = torch.exp(logprobs - old_logprobs)
     anchored = torch.exp(logprobs - logprobs.detach())
     positive = anchored * advantages
@@ -107,6 +118,7 @@ def unclipped_positives(logprobs, old_logprobs, advantages, loss_mask, cliprange
 
 def with_engine(log_prob, old_log_prob, rollout_log_probs, advantages, response_mask, clip_ratio_low=0.2,
                 clip_ratio_high=0.28, tis_imp_ratio_cap=2.0):  # fmt: skip
+    """Return verl's PPO loss times the truncated ratio to the inference engine."""
     ratio = torch.exp(log_prob - old_log_prob)
     pg_losses1 = -advantages * ratio
     pg_losses2 = -advantages * torch.clamp(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)
@@ -118,6 +130,7 @@ def with_engine(log_prob, old_log_prob, rollout_log_probs, advantages, response_
 
 
 def soft(per_token_logps, old_per_token_logps, advantages, completion_mask, tau_pos=1.0, tau_neg=1.05):
+    """Return TRL's SAPO loss."""
     log_ratio = per_token_logps - old_per_token_logps
     coef_1 = torch.exp(log_ratio)
     temperatures = torch.where(advantages > 0, tau_pos, tau_neg)
@@ -132,6 +145,9 @@ def leave_one_out_pg(logprobs, advantages, action_mask):
 
 
 def tapered(log_probs, old_log_probs, advantages, loss_mask):
+    """Return TOPR's loss: a response with a negative reward is weighted by its ratio,
+    at most 1.
+    """
     seq_logp = (log_probs * loss_mask).sum(-1)
     seq_old = (old_log_probs * loss_mask).sum(-1)
     rewards = advantages[:, 0]
@@ -140,6 +156,7 @@ def tapered(log_probs, old_log_probs, advantages, loss_mask):
 
 
 def geometric(log_probs, old_log_probs, advantages, mask, clip=0.4):
+    """Return GMPO's loss."""
     sgn_A = advantages.sign()
     sgn_diff = sgn_A * (log_probs - old_log_probs)
     sgn_min = torch.min(sgn_diff, torch.clamp(sgn_diff, -clip, clip))
@@ -149,6 +166,9 @@ def geometric(log_probs, old_log_probs, advantages, mask, clip=0.4):
 
 
 def divergence_mask(log_prob, old_log_prob, advantages, response_mask, delta=0.15):
+    """Return DPPO's loss by total variation: tokens beyond delta on the side of A are
+    masked.
+    """
     prob, old_prob = log_prob.detach().exp(), old_log_prob.exp()
     invalid_pos = (advantages > 0) & (prob - old_prob > delta)
     invalid_neg = (advantages < 0) & (old_prob - prob > delta)
@@ -158,6 +178,7 @@ def divergence_mask(log_prob, old_log_prob, advantages, response_mask, delta=0.1
 
 
 def preserved(log_prob, old_log_prob, advantages, response_mask, clip_ratio_low=0.2, clip_ratio_high=0.28):
+    """Return a PPO loss whose clipped tokens keep a gradient, as in GPPO."""
     ratio = torch.exp(log_prob - old_log_prob)
     low, high = (1 - clip_ratio_low) / ratio.detach(), (1 + clip_ratio_high) / ratio.detach()
     clipped = torch.where(ratio > 1 + clip_ratio_high, ratio * high, ratio)
@@ -166,6 +187,9 @@ def preserved(log_prob, old_log_prob, advantages, response_mask, clip_ratio_low=
 
 
 def areal(logprobs, proximal_logprobs, old_logprobs, advantages, loss_mask, eps_clip=0.2):
+    """Return AReaL's decoupled PPO loss, clipped around a proximal policy, times the
+    ratio of that to the old policy.
+    """
     ratio = torch.exp(logprobs - proximal_logprobs)
     clipped_ratio = torch.clamp(ratio, 1.0 - eps_clip, 1.0 + eps_clip)
     pg_loss = torch.max(-advantages * ratio, -advantages * clipped_ratio)
@@ -313,7 +337,12 @@ HARMLESS = [
 
 
 def edited(base, edit=()):
-    """The base with its text changed; every old text stands there once at least."""
+    """Return the base with old texts of its source replaced by new ones. edit: old,
+    new, old, new, ...
+
+    Raises:
+        AssertionError: an old text is not there.
+    """
     source = textwrap.dedent(inspect.getsource(globals()[base]))
     for old, new in zip(edit[::2], edit[1::2], strict=True):
         assert old in source, (base, old)
@@ -353,6 +382,7 @@ BOXES = [
 
 # ---- estimators of advantages --------------------------------------------------------
 def grpo_outcome(rewards, group, epsilon=1e-6, norm_adv_by_std=True):
+    """Return verl's GRPO advantages by dictionaries; 0 for a single response."""
     scores, index = rewards.clone(), group.tolist()
     id2score, id2mean, id2std = defaultdict(list), {}, {}
     for i in range(len(scores)):
@@ -377,6 +407,7 @@ def grpo_outcome(rewards, group, epsilon=1e-6, norm_adv_by_std=True):
 
 
 def rloo_outcome(rewards, group):
+    """Return verl's RLOO advantages by a dictionary; 0 for a single response."""
     scores, index = rewards.clone(), group.tolist()
     id2score = defaultdict(list)
     for i in range(len(scores)):
@@ -389,6 +420,9 @@ def rloo_outcome(rewards, group):
 
 
 def pandas_like(rewards, group):
+    """Return group_norm's advantages with the population's deviation, by numpy; 0 where
+    all rewards are equal.
+    """
     r, g = rewards.double().numpy(), group.numpy()
     out = np.zeros_like(r)
     for k in np.unique(g):
@@ -398,6 +432,9 @@ def pandas_like(rewards, group):
 
 
 def one_hot(rewards, group):
+    """Return group_mean's advantages by a matrix of memberships; below 1e-12 they are
+    0.
+    """
     member = F.one_hot(group.unique(return_inverse=True)[1]).double()
     mean = member.T @ rewards.double() / member.sum(0)
     out = rewards.double() - member @ mean

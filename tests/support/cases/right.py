@@ -22,6 +22,7 @@ def sapo_tanh(d, A, m):
 
 
 def up_sums(d, A, m, lp, ref_log_prob):
+    """Return UP's loss with a KL term of 0.02, as one weighted sum over all slots."""
     w = (m / m.sum(1, keepdim=True) / len(m)).to(d.dtype)
     J = (
         A.clamp(min=0) * lp
@@ -32,6 +33,8 @@ def up_sums(d, A, m, lp, ref_log_prob):
 
 
 def up_gspo(d, A, m, lp):
+    """Return UP-GSPO's loss by means as einsum."""
+
     def mean(x):
         return torch.einsum("bt,bt->b", x, m.to(d.dtype) / m.sum(1, keepdim=True))
 
@@ -41,6 +44,9 @@ def up_gspo(d, A, m, lp):
 
 
 def gppo(d, A, m):
+    """Return GPPO's loss: a token beyond a bound has the value of the bound and the
+    gradient of log π_θ.
+    """
     r = d.exp()
     bound = torch.where(
         r < 0.8, 0.8 / r.detach() * r, torch.where(r > 1.28, 1.28 / r.detach() * r, r)
@@ -56,6 +62,7 @@ def m2po(d, A, m):
 
 
 def groups(d, A, m, lp, group):
+    """Return CISPO's loss with a denominator for each prompt, by index_add."""
     ids, g = group.unique(return_inverse=True)
     x, zero = (
         d.exp().clamp(max=5).detach() * A * lp,
@@ -67,8 +74,8 @@ def groups(d, A, m, lp, group):
 
 
 def tpo(A, m, lp, old, group):
-    """Cross-entropy to the target, group by group: the sketch of the paper
-    (kaddour2026target).
+    """Return TPO's loss as the paper's sketch has it (kaddour2026target): for each
+    prompt the cross-entropy to the target, weighted by its responses.
     """
     total = lp.sum() * 0
     for i in (group == g for g in group.unique()):
@@ -145,6 +152,7 @@ def right(name, objective, **hp):
 
 @right("only the trained tokens, flat", "dapo")
 def flat(log_prob, old_log_prob, advantages, mask):
+    """Return DAPO's loss over the trained tokens alone, flat."""
     lp, old, A = (
         x.expand_as(log_prob)[mask.bool()] for x in (log_prob, old_log_prob, advantages)
     )
@@ -154,6 +162,7 @@ def flat(log_prob, old_log_prob, advantages, mask):
 
 @right("a loop over rows", "grpo")
 def rows(per_token_logps, old_per_token_logps, advantages, completion_mask):
+    """Return GRPO's loss by a loop over rows."""
     out = []
     for i in range(len(per_token_logps)):
         at = completion_mask[i].bool().nonzero()[:, 0]
@@ -165,6 +174,7 @@ def rows(per_token_logps, old_per_token_logps, advantages, completion_mask):
 
 @right("a dict with metrics", "ppo_clip")
 def metrics(logprobs, old_logprobs, advantages, mask, clip_range=0.2):
+    """Return PPO's loss in a dict, beside a metric."""
     m = mask.bool()
     d, A = (
         torch.where(m, logprobs - old_logprobs, 0),
@@ -189,6 +199,7 @@ class Module(torch.nn.Module):
         self.eps = eps
 
     def forward(self, logps, old_logps, advantages, response_mask):
+        """Return GRPO's loss with the module's eps."""
         m = response_mask.bool()
         d, A = (
             torch.where(m, logps - old_logps, 0),
@@ -203,6 +214,7 @@ class Callable:
 
 
 def bounded(low, high, log_prob, old_log_prob, advantages, mask):
+    """Return DAPO's loss with these distances of the bounds from 1."""
     m = mask.bool()
     d, A = (
         torch.where(m, log_prob - old_log_prob, 0),
@@ -227,6 +239,9 @@ def short(new, old, ref, adv, mask, beta=0.04):
 
 @right("IcePop, inference names", "icepop(grpo)")
 def icepop(logprobs, old_logprobs, advantages, loss_mask, inference_logprobs):
+    """Return IcePop's loss over GRPO: the ratio to the engine is a weight in [0.5, 5],
+    and 0 outside.
+    """
     m = loss_mask.bool()
     d, A = (
         torch.where(m, logprobs - old_logprobs, 0),
@@ -238,6 +253,7 @@ def icepop(logprobs, old_logprobs, advantages, loss_mask, inference_logprobs):
 
 @right("an absolute cap, as in TRL", "cispo")
 def cispo(per_token_logps, old_per_token_logps, advantages, completion_mask):
+    """Return CISPO's loss with the cap itself as a number, one advantage per response."""
     m = completion_mask.bool()
     w = (
         torch.where(m, per_token_logps - old_per_token_logps, 0)
@@ -251,6 +267,7 @@ def cispo(per_token_logps, old_per_token_logps, advantages, completion_mask):
 class Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx, lp, old, A, m):
+        """Return DAPO's loss, and save its gradient by log r."""
         r = torch.where(m, lp - old, 0).exp()
         ctx.save_for_backward(
             torch.where(torch.where(A > 0, r <= 1.28, r >= 0.8), r * A, 0) * m / m.sum()
@@ -271,6 +288,7 @@ def by_hand(log_prob, old_log_prob, advantages, mask):
 
 @right("recomputed in the backward pass", "dapo")
 def recomputed(log_prob, old_log_prob, advantages, mask):
+    """Return DAPO's loss under activation checkpointing."""
     return checkpoint(
         bounded,
         0.2,
@@ -285,6 +303,8 @@ def recomputed(log_prob, old_log_prob, advantages, mask):
 
 @right("vmap over rows", "grpo")
 def vmapped(log_prob, old_log_prob, advantages, mask):
+    """Return GRPO's loss as a vmap over rows."""
+
     def row(lp, old, A, m):
         return (
             even(torch.where(m, lp - old, 0), torch.where(m, A, 0)) * m
@@ -302,6 +322,7 @@ def steps(log_prob, old_log_prob, advantages, mask):
 
 @right("the mini-batch's totals", "dapo")
 def totalled(log_prob, old_log_prob, advantages, mask, totals):
+    """Return DAPO's loss of a micro-batch, divided by the mini-batch's tokens."""
     return (
         bounded(0.2, 0.28, log_prob, old_log_prob, advantages, mask)
         * mask.sum()

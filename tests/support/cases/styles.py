@@ -16,6 +16,7 @@ from .bodies import calm
 
 # ---- right, in several styles --------------------------------------------------------
 def plain(log_prob, old_log_prob, advantages, mask, eps_low=0.2, eps_high=0.28, c=None):
+    """Return DAPO's loss, with a dual clip if c is given."""
     lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
     r = (lp - old).clamp(-20, 20).exp()
     J = torch.min(r * A, r.clamp(1 - eps_low, 1 + eps_high) * A)
@@ -25,6 +26,7 @@ def plain(log_prob, old_log_prob, advantages, mask, eps_low=0.2, eps_high=0.28, 
 
 
 def trl(per_token_logps, old_per_token_logps, advantages, completion_mask, eps=0.2):
+    """Return GRPO's loss in TRL's style, one advantage per response."""
     r = torch.exp(
         (per_token_logps - old_per_token_logps).masked_fill(~completion_mask, 0)
     )
@@ -42,6 +44,7 @@ def unreduced(log_prob, old_log_prob, advantages, mask, eps_low=0.2):
 
 
 def float_mask(lp, old_lp, adv, mask, eps_low=3e-4, eps_high=4e-4):
+    """Return GSPO's loss with a mask of numbers, beside a metric."""
     lp, old, A = calm(mask > 0, lp, old_lp, adv)
     one = 1 - (1 - mask)
     s = (((lp - old) * one).sum(1) / one.sum(1)).exp()
@@ -60,6 +63,7 @@ def packed(log_prob, old_log_prob, advantages, mask, totals, eps_low=0.2, eps_hi
 def grouped(
     log_prob, old_log_prob, advantages, mask, group, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's loss with a denominator for each prompt."""
     loss, ids = 0.0, group.unique()
     for g in ids:
         m = mask & (group == g)[:, None]
@@ -70,6 +74,7 @@ def grouped(
 
 
 def single(log_prob, old_log_prob, advantages, mask, eps_low=0.2, eps_high=0.28):
+    """Return DAPO's loss, computed in float32."""
     return plain(
         *(x.float() for x in (log_prob, old_log_prob, advantages)),
         mask,
@@ -96,6 +101,8 @@ RIGHT = [
 
 # ---- wrong ---------------------------------------------------------------------------
 def wrong(J, agg=lambda x, mask: x.sum() / mask.sum()):
+    """Return a loss: minus agg(J(lp, r, A), mask)."""
+
     def loss(log_prob, old_log_prob, advantages, mask):
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
         return -agg(torch.where(mask, J(lp, (lp - old).exp(), A), 0), mask)

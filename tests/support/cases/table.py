@@ -60,7 +60,9 @@ def sample(cases, every, keep=lambda c: False):
 
 
 def number(cases):
-    """Those of one name in a file get a number."""
+    """Return the cases; where several have one name, the position in the list is added
+    to it.
+    """
     names = [c.name for c in cases]
     return [
         replace(c, name=f"{c.name} {n}") if names.count(c.name) > 1 else c
@@ -69,7 +71,9 @@ def number(cases):
 
 
 def both(name, first):
-    """(file, row) of the first set and of the unseen one."""
+    """Return (file, row) of a table of the first set, and of the same table of the
+    unseen one.
+    """
     return [
         (m.__name__.rpartition(".")[2], row)
         for m in (first, unseen)
@@ -78,7 +82,9 @@ def both(name, first):
 
 
 def written():
-    """Losses, boxes and estimators written before the checker ran on them."""
+    """Yield the cases that were written before the checker ran on them: losses, boxes,
+    estimators and KL terms. A sample runs by day.
+    """
     known, x = (lambda c: c.name in CAUSES), MISSED.get
     lost = [Case(loss(body), on, hp, file=f, name=name, why=why, verdict=REJECTED, says=CAUSES.get(name, ""),
                  xfail=x(name, "")) for f, (name, on, hp, why, body) in both("WRONG", wrong)]  # fmt: skip
@@ -104,7 +110,9 @@ def written():
 
 
 def edits():
-    """Edits of public losses."""
+    """Yield the edits of public losses: wrong ones, harmless ones, boxes and
+    estimators. A sample runs by day.
+    """
 
     def row(base, name, edit, verdict, says=""):
         on, hp = public.BASES[base]
@@ -151,8 +159,8 @@ def meant(names):
 
 
 def others():
-    """The objectives themselves, the zoo, habits, blind spots, estimators, log-prob
-    functions.
+    """Yield the objectives themselves, the zoo, habits, blind spots, estimators,
+    causes, styles, KL terms and log-prob functions.
     """
     own = [
         Case(upref.get(name), name, file="objectives", name=name)

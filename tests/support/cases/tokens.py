@@ -9,7 +9,7 @@ import torch
 
 # ---- right ---------------------------------------------------------------------------
 def gae_of_lists(rewards, values, response_mask, gamma=0.99, lam=0.95):
-    """Plain Python over the trained tokens of each response."""
+    """Return GAE's advantages by plain Python over the trained tokens of each response."""
     out = torch.zeros_like(rewards)
     for i in range(len(rewards)):
         where = response_mask[i].bool().nonzero()[:, 0].tolist()
@@ -23,7 +23,9 @@ def gae_of_lists(rewards, values, response_mask, gamma=0.99, lam=0.95):
 
 
 def gae_with_carry(token_level_rewards, values, loss_mask, gamma, lambd):
-    """As verl has it: what lies on an untrained token is carried over."""
+    """Return GAE's advantages and returns as verl computes them: an untrained token
+    passes on what came from behind it.
+    """
     next_value = last = 0.0
     reversed_advantages = []
     for t in reversed(range(values.shape[1])):
@@ -38,7 +40,9 @@ def gae_with_carry(token_level_rewards, values, loss_mask, gamma, lambd):
 
 
 def gae_truncated(rewards, values, mask, bootstrap_value, gamma=1.0, lam=0.95):
-    """With the critic's value behind a response that was cut off."""
+    """Return GAE's advantages, with the critic's value behind a response that was cut
+    off.
+    """
     out = np.zeros(rewards.shape)
     for i in range(len(out)):
         steps = np.flatnonzero(mask[i])
@@ -76,7 +80,9 @@ def to_go(rewards, mask):
 
 
 def returns_by_matrix(step_rewards, step_mask, discount):
-    """A matrix of powers of γ over the ranks of the trained steps."""
+    """Return discounted returns of the trained steps, by a matrix of powers of the
+    discount over their ranks.
+    """
     rank = step_mask.long().cumsum(1)
     distance = rank[:, None, :] - rank[:, :, None]
     power = torch.where(distance >= 0, float(discount) ** distance.clamp(min=0), 0.0)
@@ -85,7 +91,7 @@ def returns_by_matrix(step_rewards, step_mask, discount):
 
 
 def turns_then_discount(turn_rewards, turn_mask, uid, gamma):
-    """Normalize over all turns of a prompt, then discount."""
+    """Normalize the rewards over all turns of a prompt, then discount them."""
     adv = torch.zeros_like(turn_rewards)
     for one in sorted(set(map(str, uid))):
         rows = torch.tensor([str(u) == one for u in uid])[:, None] & turn_mask
@@ -96,6 +102,9 @@ def turns_then_discount(turn_rewards, turn_mask, uid, gamma):
 
 
 def turns_of_one_number(rewards, mask, group, gamma):
+    """Return returns of rewards that are normalized over the turns with one column,
+    prompt by prompt; a single one gives 0.
+    """
     adv = torch.zeros_like(rewards)
     for g in group.unique():
         for k in range(rewards.shape[1]):
@@ -107,6 +116,9 @@ def turns_of_one_number(rewards, mask, group, gamma):
 
 
 def _steps(returns, mask, group, state):
+    """Return the returns normalized over the slots of one prompt that share a state; 0
+    for a slot without a peer.
+    """
     out = torch.zeros_like(returns)
     for g in group.unique():
         for s in state.unique():
@@ -118,6 +130,9 @@ def _steps(returns, mask, group, state):
 
 
 def _responses(rewards, mask, group):
+    """Return the sums of rewards normalized over the responses of each prompt, [B]; 0
+    for a response without a peer.
+    """
     total = (rewards * mask).sum(1)
     out = torch.zeros_like(total)
     for g in group.unique():
@@ -168,7 +183,12 @@ RIGHT = [
 
 # ---- wrong ---------------------------------------------------------------------------
 def _gae(rewards, values, mask, gamma, lam, next_value=0.0, last=0.0, **change):
-    """GAE over every slot, with one thing done otherwise."""
+    """Return GAE's advantages by a loop over every slot, with one thing changed.
+
+    change: moved: what is applied to the rewards first. on_value, on_sum: other factors
+    of the next value, and of the sum. no_value: no value is subtracted. through:
+    untrained slots count as steps. reset: they end the sum.
+    """
     rewards = change.get("moved", lambda r: r)(rewards)
     out = torch.zeros_like(rewards)
     for t in reversed(range(rewards.shape[1])):
@@ -241,6 +261,7 @@ def whitened_with_padding(rewards, values, mask, gamma, lam):
 
 
 def whitened_by_row(rewards, values, mask, gamma, lam):
+    """Return GAE's advantages whitened within each response; 0 where it has one token."""
     adv = gae_of_lists(rewards, values, mask, gamma, lam)
     out = torch.zeros_like(adv)
     for i in range(len(adv)):
@@ -255,7 +276,9 @@ def returns_undiscounted(rewards, mask, gamma):
 
 
 def returns_reset(token_level_rewards, response_mask, gamma):
-    """verl's REINFORCE++ before whitening."""
+    """Return the returns of verl's REINFORCE++ before whitening: an untrained slot ends
+    the sum.
+    """
     out = torch.zeros_like(token_level_rewards)
     running = 0
     for t in reversed(range(out.shape[1])):
@@ -266,6 +289,9 @@ def returns_reset(token_level_rewards, response_mask, gamma):
 
 
 def returns_from_front(rewards, mask, gamma):
+    """Return returns that are summed from the first token on, where they must be from
+    the last one.
+    """
     out = torch.zeros_like(rewards)
     total = torch.zeros(len(rewards), dtype=rewards.dtype)
     for t in range(rewards.shape[1]):
@@ -275,6 +301,9 @@ def returns_from_front(rewards, mask, gamma):
 
 
 def discounted_then_turns(turn_rewards, turn_mask, group, gamma):
+    """Return discounted returns, normalized over all turns of a prompt: the reverse of
+    the right order.
+    """
     returns = returns_by_matrix(turn_rewards, turn_mask, gamma)
     adv = torch.zeros_like(returns)
     for g in group.unique():
@@ -332,6 +361,9 @@ def opo_without_lengths(rewards, mask, group):
 
 
 def token_baseline_without_sum(rewards, old_log_probs, sum_pi_squared, mask, group):
+    """Return the optimal token baseline's advantages with weights that are not summed
+    from the first token on.
+    """
     w = 1 - 2 * old_log_probs.exp() + sum_pi_squared
     returns = (rewards * mask).flip(1).cumsum(1).flip(1)
     out = torch.zeros_like(returns)

@@ -53,8 +53,8 @@ def longest_turn(m):
 
 
 def packed_left(old, m):
-    """The old log-probabilities of an engine that does not emit the masked slots, laid
-    beside the columns.
+    """Return the old log-probabilities as an engine gives them that leaves out masked
+    slots: packed to the left in the span of the response, 0 elsewhere.
     """
     at = (m.cumsum(1) - 1).clamp(min=0)
     dense = torch.zeros_like(old).scatter_add(1, at, torch.where(m, old, 0))
@@ -71,7 +71,7 @@ def kept_tokens(J, m):
 
 
 def top_half(A, m):
-    """The half of the responses with the largest |A|."""
+    """Return the mask without the responses of the lower half of |A|; ties stay."""
     size = mean(A, m).abs()
     return (
         m & (size >= size.sort(descending=True).values[(len(size) - 1) // 2])[:, None]
@@ -83,6 +83,7 @@ def relu_kl(x):
 
 
 def tapered(lp, d, A, m, low=0.0):
+    """Return TOPR's loss, the weight of a bad response at least `low`."""
     return (
         -(
             torch.where(
@@ -104,6 +105,9 @@ def previous(memory, lp, old):
 
 
 def m2po_rows(d, A, m):
+    """Return M2PO's loss with the mean of (log r)² bounded in each response, not over
+    the batch.
+    """
     beyond, x = m & (d * A > 0), d.detach() ** 2
     v, at = torch.where(beyond, x, float("inf")).sort(1)
     fine = (
@@ -271,6 +275,7 @@ def rows_of(x, m):
 
 
 def packed_grpo(d, A, m):
+    """Return GRPO's loss of packed tokens, each divided by the length of its response."""
     row = torch.arange(len(m))[:, None].expand_as(m)[m]
     n = torch.bincount(row, minlength=len(m)).to(d)
     r, a = d[m].exp(), A[m]
@@ -300,6 +305,7 @@ class Constant(torch.autograd.Function):
 class GSPO(torch.autograd.Function):
     @staticmethod
     def forward(ctx, d, a, m):
+        """Return GSPO's terms [B], and save their gradient by log r [B, T]."""
         s = ((d * m).sum(1) / m.sum(1)).exp()
         alive = torch.where(a > 0, s <= 1 + 4e-4, s >= 1 - 3e-4)
         ctx.save_for_backward(
@@ -313,6 +319,7 @@ class GSPO(torch.autograd.Function):
 
 
 def in_place(d, A, m):
+    """Return DAPO's loss by writes into a tensor of zeros."""
     r = d.exp()
     J = torch.zeros_like(r)
     J[A > 0] = (r.clamp(max=1.28) * A)[A > 0]
@@ -338,6 +345,10 @@ def dppo_tv(d, A, m, old):
 
 
 def m2po_loop(d, A, m):
+    """Return M2PO's loss by a loop over the tokens that moved in the direction of A,
+    the smallest (log r)² first. A token is dropped where the running mean of these
+    exceeds 0.04.
+    """
     beyond = m & (d.detach() * A > 0)
     total, drop = 0.0, torch.zeros_like(m)
     for k, i in enumerate(
@@ -353,6 +364,9 @@ def m2po_loop(d, A, m):
 
 
 def ce_gppo(d, A, m, lp):
+    """Return CE-GPPO's loss with bounds of 1 ± 0.2, and shares of 1 above and 0.75
+    below.
+    """
     r = d.detach().exp()
     w = r.clone()
     w[(A > 0) & (r > 1.2)] = 1.2
@@ -361,6 +375,7 @@ def ce_gppo(d, A, m, lp):
 
 
 def bandpo(d, A, m, old):
+    """Return BandPO's loss by total variation with delta = 0.05."""
     mu = old.exp()
     r = d.exp()
     low = F.relu(1 - 0.05 / mu)
@@ -373,6 +388,7 @@ def bandpo(d, A, m, old):
 
 
 def by_halves(d, A, m):
+    """Return DAPO's loss as one sum over positive and one over negative advantages."""
     positive, negative = A.clamp(min=0), A.clamp(max=0)
     r = d.exp()
     return (
@@ -434,6 +450,7 @@ RIGHT = [(name, objective, hp, loss(body)) for name, objective, hp, body in BODI
 def actor_names(
     actor_log_probs, behavior_log_probs, A, loss_mask, clip_low=0.2, clip_high=0.28
 ):
+    """Return DAPO's loss, with the names of an actor and a behavior policy."""
     keep = loss_mask.bool()
     ratio = torch.where(keep, actor_log_probs - behavior_log_probs, 0.0).exp()
     A = A.expand_as(ratio)
@@ -445,6 +462,7 @@ def actor_names(
 
 
 def only_keywords(*, curr_logps, prev_logps, advs, response_mask, eps=0.2):
+    """Return GRPO's loss by a loop over rows, with keyword-only arguments."""
     valid = response_mask.bool()
     pieces = []
     for lp, old, a, keep in zip(curr_logps, prev_logps, advs, valid, strict=True):
@@ -552,6 +570,9 @@ def sorted_groups(rewards, group):
 
 
 def welford(rewards, group):
+    """Return group_norm's advantages with Welford's running mean and variance; 0 where
+    the spread is 1e-9 of the mean or less.
+    """
     out = torch.zeros_like(rewards)
     for g in group.unique().tolist():
         n, m, s = 0, 0.0, 0.0
@@ -569,6 +590,9 @@ def welford(rewards, group):
 
 
 def padded(rewards, group):
+    """Return group_mean's advantages by a matrix [prompts, N] that has NaN where a
+    response is of another prompt; 0 where all rewards of a prompt are equal.
+    """
     ids, g = group.unique(return_inverse=True)
     x = torch.full((len(ids), len(rewards)), math.nan, dtype=torch.float64)
     x[g, torch.arange(len(rewards))] = rewards.double()
@@ -585,6 +609,9 @@ def padded(rewards, group):
 
 
 def loo_matrix(rewards, group):
+    """Return leave_one_out's advantages by a matrix of peers; 0 where there is none, or
+    all rewards of the prompt are equal.
+    """
     same = (group[:, None] == group) & ~torch.eye(len(group), dtype=torch.bool)
     others = (same * rewards.double()).sum(1) / same.sum(1).clamp(min=1)
     out = torch.where(same.any(1), rewards.double() - others, 0)

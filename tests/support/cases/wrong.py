@@ -33,7 +33,9 @@ from .bodies import (
 
 
 def after_hole(m, size):
-    """True from the end of the first hole of this size on."""
+    """Return where a slot lies at or behind the column in which the first hole of this
+    many columns is complete.
+    """
     run, out = torch.zeros(len(m)), torch.zeros(m.shape)
     for t, inside in enumerate(span(m).T):
         run = out[:, t] = torch.where(m[:, t], 0.0, run + inside)
@@ -41,6 +43,9 @@ def after_hole(m, size):
 
 
 def turn_means(d, A, m):
+    """Return minus the mean over responses of the mean over their turns, each by its
+    own tokens.
+    """
     J, n = even(d, A), turns(m)
 
     def mean_of_turns(i):
@@ -60,6 +65,9 @@ def by_group(d, A, m, group, keep=lambda a: 1.0):
 
 
 def contiguous(d, A, m, group):
+    """Return DAPO's loss of consecutive blocks of rows, all of the first prompt's size,
+    averaged.
+    """
     n = int((group == group[0]).sum())
     return torch.stack(
         [
@@ -70,6 +78,9 @@ def contiguous(d, A, m, group):
 
 
 def chunk_means(d, A, m):
+    """Return DAPO's loss averaged over chunks of 64 columns, where the width is a
+    multiple of 64; elsewhere over tokens.
+    """
     J, width = clipped(d, A) * m, m.shape[1]
     if width % 64:
         return -J.sum() / m.sum()
@@ -98,6 +109,9 @@ def outliers(d, A, m):
 
 
 def balanced(d, A, m):
+    """Return DAPO's loss with half of the mean over good tokens and half of the mean
+    over bad ones.
+    """
     J = clipped(d, A)
 
     def half_of_mean(side):
@@ -112,6 +126,7 @@ def dppo_reversed(d, A, m, lp, old):
 
 
 def aspo_cap(d, A, m, lp):
+    """Return ASPO's loss with its bound, 1.2, as the cap of the weight."""
     r = d.exp().detach()
     w = torch.where(
         A > 0, (1 / r).clamp(max=1.2) * (r <= 1.2), r.clamp(max=1.2) * (r >= 0.8)
@@ -130,7 +145,7 @@ def running(memory, x):
 
 
 def hooked(x, change):
-    """x, whose gradient is changed."""
+    """Return a copy of x whose gradient goes through `change`."""
     x = x * 1.0
     if x.requires_grad:
         x.register_hook(change)

@@ -14,6 +14,13 @@ from tests.support.mutants import figure, naming, run
 
 
 def main() -> int:
+    """Run the mutants and the rewritings, print what the checker misjudges, and keep
+    every answer in the scratch folder; return 0.
+
+    With --write, run nothing: write the page (and beside figure.md the survivors) from
+    the answers that are kept. The first part of a run in parts puts some subjects to
+    `identify` too. It prints a line with its CPU seconds at every hundredth row.
+    """
     take = argparse.ArgumentParser(
         prog="python -m tests.support.mutants", description=__doc__
     )

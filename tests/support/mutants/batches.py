@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E501
-"""What the search holds a loss against: batches drawn over the declared domain, and the
-gradient that is due on each.
+"""The batches on which the search compares a loss with its objective, drawn over the
+declared domain, each with the gradient that the objective has there.
 
 Written with numpy's generator and the registry's closed forms alone; it shares no batch
-with the checker.
+with the checker. o is the objective of a configuration c, B the number of responses, T
+the number of columns, w the weight of a token in the aggregation, and g the gradient
+dJ/dlp, [B, T].
 """
 
 import math
@@ -42,11 +44,17 @@ class Batch:
 
     @property
     def tokens(self) -> int:
+        """Count the trained tokens."""
         return int(self.of["mask"].sum())
 
 
 def bounds(c: Config) -> np.ndarray:
-    """Ratios that the hyperparameters name, one way or another."""
+    """Return the ratios at which a hyperparameter may put a bound, and 1; all above
+    1e-3.
+
+    Each hyperparameter v but beta, where it is a number other than 0, gives 1 + v, 1 -
+    v, v, 1 / v, exp(v) and exp(-v). The ratios are unordered.
+    """
     hp = [
         v
         for k, v in c.all_hp.items()
@@ -64,7 +72,18 @@ def draw(
     far: bool = False,
     dense: bool = False,
 ) -> dict[str, Any]:
-    """One batch as arrays."""
+    """Draw one batch as arrays [B, T], with `group` [B] and `one`, which is true where
+    each response has one advantage.
+
+    Args:
+        c: the configuration, whose bounds the ratios lie around.
+        rng: the generator; its state moves.
+        shape: B and T.
+        far: draw one |log r| of 18 to 900 for each response, where exp may overflow.
+        dense: let most responses fill all columns, with few holes in the mask.
+
+    Every response has a token. Masked slots are not set apart yet: `made` does that.
+    """
     B, T = shape
     o = c.o
     wide = o.level in REDUCE
@@ -165,7 +184,22 @@ def made(
     grouped: bool,
     empty: bool,
 ) -> Batch:
-    """With numbers in the masked slots, and what the objective has for a gradient."""
+    """Turn drawn arrays into a Batch: put junk into the masked slots, and compute the
+    objective's gradient and where it is compared.
+
+    Args:
+        c: the configuration.
+        arrays: what `draw` returned; its `one` is taken out of it.
+        rng: chooses the junk, one number for each tensor.
+        far: compare only where the gradient lies between a tenth of w |A| and ten times
+            it.
+        grouped: give the objective the groups.
+        empty: add a response without a token.
+
+    Tokens are left out of the comparison (scale 0) where the gradient is not finite;
+    and, where the objective reads π_old, where log π_θ is 0 or a shift of 1e-9 moves
+    the gradient by a thousandth.
+    """
     one = arrays.pop("one")
     t = {k: torch.tensor(np.array(v)) for k, v in arrays.items()}
     mask = t["mask"]
@@ -186,7 +220,7 @@ def made(
     beta = hp.pop("beta", 0)
 
     def gradient(old: Tensor, lp: Tensor = t["log_prob"]) -> Tensor:
-        """The closed form of the weight, and of the KL term's."""
+        """Return dJ/dlp by the closed form of the weight, with the KL term's."""
         g = o.gradient(
             Rollouts.unchecked(**fields | {"logp": lp, "logp_old": old}), **hp
         )
@@ -217,7 +251,9 @@ def made(
     d = SINGLE * torch.maximum(lp.abs(), old.abs()).clamp(min=1)
 
     def jump() -> Tensor:
-        """Return by how much the gradient moves where a log-probability is rounded."""
+        """Return by how much the gradient moves, relative to scale, [B, T], where a
+        log-probability is rounded to float32.
+        """
         moved = [gradient(old - d), gradient(old + d), gradient(old, lp - d)]
         return sum(((x - g).abs() / scale for x in moved), torch.zeros_like(g))
 
@@ -226,8 +262,11 @@ def made(
 
 @lru_cache(3)
 def small(c: Config, grouped: bool, seed: int, n: int) -> list[Batch]:
-    """Batches of some dozen tokens: every eighth of ratios out of reach, some with a
-    row without a token.
+    """Return n batches of up to 8 responses and 40 columns, then the rare ones.
+
+    Every eighth has ratios out of reach of floating point. Where the aggregation is a
+    mean over tokens, every sixteenth has one more response, without a token. The last
+    three calls are cached.
     """
     rng, out = np.random.default_rng([seed, 1]), []
     means = c.o.agg in ("token-mean", "group-token-mean")
@@ -242,8 +281,8 @@ def small(c: Config, grouped: bool, seed: int, n: int) -> list[Batch]:
 
 
 def rare(c: Config, grouped: bool, seed: int) -> list[Batch]:
-    """What chance seldom draws: one token, one response, and tokens that π_old gave all
-    its probability.
+    """Return batches that chance seldom draws: with tokens that π_old gave a
+    probability of 1, and without groups those of one token and of one response.
     """
     rng, out = np.random.default_rng([seed, 3]), []
     shapes = (
@@ -270,7 +309,9 @@ def rare(c: Config, grouped: bool, seed: int) -> list[Batch]:
 
 @lru_cache(1)
 def bulk(c: Config, grouped: bool, seed: int, n: int) -> list[Batch]:
-    """Batches of 16,384 slots, most of them tokens, up to 4,096 in a response."""
+    """Return n batches of 16,384 slots, most of them tokens, with up to 4,096 in a
+    response. The last call is cached.
+    """
     rng = np.random.default_rng([seed, 2])
     shapes = [(4, 4096), (8, 2048), (16, 1024), (32, 512)]
     return [

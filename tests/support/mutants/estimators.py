@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E501
-"""The same for advantage and KL estimators: written as others do, changed by one slip,
-searched, judged.
+"""Mutants of advantage and KL estimators: each estimator written as others write it,
+changed by one slip, searched, and judged by the checker.
 """
 
 import math
@@ -61,6 +61,9 @@ FORMS: dict[str, list[tuple[str, dict[str, float]]]] = {
 
 
 def compiled(text: str):
+    """Run a module's text and return its function `loss`. It raises what the text
+    raises.
+    """
     scope: dict[str, Any] = {}
     exec(compile(text, "<mutant>", "exec"), scope)
     return scope["loss"]
@@ -69,8 +72,12 @@ def compiled(text: str):
 def batches(
     name: str, seed: int, n: int = 400
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Rewards and groups: correct or not, graded, normal, from 1e-3 to 1e4; even,
-    uneven, interleaved, large, any ids.
+    """Yield n batches (rewards [N], groups [N]) of N = 4 to 300 responses.
+
+    Rewards are 0 or 1, normal, or quarters from -2 to 2; those of `signed` are only 0
+    or 1. Other estimators' rewards are scaled by 5e-4 to 1e4 and shifted by 3 or -3 at
+    times. Groups are of four in a row or random, and some ids are larger than float16
+    or float32 holds. A constant batch is left out for `whiten`.
     """
     rng = np.random.default_rng([seed, 3])
     for i in range(n):
@@ -100,6 +107,14 @@ def batches(
 
 
 def advantage_truth(f, name: str, hp: dict[str, float], seed: int) -> str:
+    """Compare an estimator with the registry's on the search's batches: return "equal",
+    "differs", "unclear" or "stillborn".
+
+    The difference is relative to the largest advantage of the batch: over 1e-3 it
+    differs, over 1e-7 it is unclear, and the first such batch decides. "stillborn" is
+    an error on the first batch; a later error, or a NaN, is a difference. Any number
+    will do that `leave_one_out` gives a response without a peer.
+    """
     right, ran = advantages.get(name), False
     for R, group in batches(name, seed):
         want = right(R, group, **hp)
@@ -124,6 +139,12 @@ def advantage_truth(f, name: str, hp: dict[str, float], seed: int) -> str:
 
 
 def kl_truth(f, name: str, seed: int) -> str:
+    """Compare a KL estimator's values and slopes by log π_θ with the registry's, on 200
+    batches [4, 7]: return "equal", "differs", "unclear" or "stillborn".
+
+    The tolerances are those of `advantage_truth`, relative to values above 1. An error
+    or another shape on the first batch is "stillborn", and on a later one "differs".
+    """
     rng, right = np.random.default_rng([seed, 4]), kl.ESTIMATORS[name]
     for n in range(200):
         lp = torch.tensor(-rng.exponential(2, (4, 7)), requires_grad=True)
@@ -162,7 +183,13 @@ def kl_truth(f, name: str, seed: int) -> str:
 def subjects(
     seed: int, each: int = 40
 ) -> Iterator[tuple[str, str, dict[str, float], str, str]]:
-    """(advantage or KL, estimator, hp, what, text)."""
+    """Yield (kind, estimator, hyperparameters, slip, text of a module) of every form,
+    unchanged (its slip is "") and then with one slip.
+
+    Args:
+        seed: of the slips.
+        each: the most mutants of one form.
+    """
     for name, forms in FORMS.items():
         for i, (text, hp) in enumerate(forms):
             yield "advantage", name, hp, "", text
@@ -178,6 +205,20 @@ def subjects(
 def judged(
     kind: str, name: str, hp: dict[str, float], what: str, text: str, seed: int
 ) -> dict[str, Any]:
+    """Return the row of one estimator: its truth, and unless it is stillborn the
+    checker's verdict.
+
+    Args:
+        kind: "advantage" or "KL".
+        name: of the registry's estimator.
+        hp: hyperparameters of an advantage estimator.
+        what: the slip, as in "x -> y"; "" where there is none.
+        text: of the module.
+        seed: of the search.
+
+    `quick` is whether it was accepted, `said` the first failure or the refusal,
+    `seconds_` CPU seconds.
+    """
     row = {
         "id": digest(kind, name, text),
         "config": name,

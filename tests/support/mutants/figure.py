@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E501
-"""The figure: what the run said, as a page, and what was misjudged, as a table that
-must not grow.
+"""The figure: the results of the run, as a page; and what the checker misjudged (the
+*survivors*), as a table that must not grow.
 """
 
 import collections
@@ -52,7 +52,11 @@ def write(plan: run.Draw, name: str = "figure.md") -> None:
 
 
 def habit(row: dict[str, Any]) -> bool:
-    """Whether it differs only as the table of habits lets pass: it is to be accepted."""
+    """Return whether a loss differs only by a habit that the checker is to accept.
+
+    These are an overflow of exp(log r), and log r clamped to [-10, 10] in an objective
+    whose ratio is a mean over the response.
+    """
     if row.get("overflow"):
         return True
     clamped = row.get("operator") == "clamp" and row["what"].endswith(
@@ -66,13 +70,19 @@ def habit(row: dict[str, Any]) -> bool:
 
 
 def misjudged(row: dict[str, Any]) -> str:
-    """missed, or alarm; "" where it is right, or a rewriting that changed the meaning."""
+    """Return "missed" (a wrong loss was accepted), "alarm" (a right one was rejected),
+    or "".
+
+    A rewriting that changed the meaning is never misjudged. A loss that differs by a
+    habit is an alarm if it was rejected.
+    """
     if row.get("operator") == "rewriting" and row["truth"] == "differs":
         return ""
     return ("" if row["quick"] else "alarm") if habit(row) else wrong(row)
 
 
 def survivors() -> list[dict[str, str]]:
+    """Read survivors.tsv as rows by column name; return [] if there is no such file."""
     if not SURVIVORS.exists():
         return []
     head, *lines = SURVIVORS.read_text().splitlines()
@@ -92,6 +102,15 @@ def count(rows: list[dict[str, Any]], accepted: bool) -> int:
 
 
 def page(plan: run.Draw, rows: list[dict[str, Any]], name: str = "figure.md") -> str:
+    """Return the page in markdown: the counts, the slips that were rejected, and what
+    was named wrongly.
+
+    Args:
+        plan: what the run consists of.
+        rows: one for each loss, as `run.rows` yields them.
+        name: of the page. On any other than figure.md the losses that were misjudged
+            are listed one by one.
+    """
     ending = "`--write`" if name == "figure.md" else f"`--write --page {name}`"
     new = [r for r in rows if r.get("operator") == "rewriting"]
     old = [r for r in rows if r.get("operator") != "rewriting"]

@@ -47,7 +47,9 @@ class Verdict:
 
 @contextlib.contextmanager
 def without_words() -> Iterator[None]:
-    """No search for the cause and no shrinking: neither moves a verdict."""
+    """Patch every oracle to look for no cause and to shrink no batch while the context
+    lasts. Neither changes a verdict.
+    """
     plain = {
         "explain": lambda *a: None,
         "pattern": lambda *a: NO_CAUSE,
@@ -65,7 +67,9 @@ def without_words() -> Iterator[None]:
 
 
 def verdict(loss: Callable, c: Config) -> Verdict:
-    """As upref.check, up to the first failure: an oracle after the other."""
+    """Return the verdict of upref.check up to the first failure: the oracles run one
+    after the other. A refusal is no acceptance.
+    """
     start = time.process_time()
     try:
         one = read(loss, c.o, dict(c.hp))
@@ -88,11 +92,17 @@ class Watch:
     faults: list = field(default_factory=list)
 
 
-def whole(
-    loss: Callable, c: Config, held_against: list[Batch], names: list[str]
-) -> Verdict:
-    """upref.check itself; its cause put into the reference and compared with the loss
-    on batches of the search.
+def whole(loss: Callable, c: Config, held_against: list[Batch]) -> Verdict:
+    """Run upref.check itself; return its verdict, and whether the cause that it found
+    is true.
+
+    Args:
+        loss: the loss.
+        c: the objective at its hyperparameters.
+        held_against: batches of the search. With the fault that was named put into it,
+            the reference must have the loss's gradient on them.
+
+    Of several faults the last that was found counts.
     """
     watch = Watch()
     with contextlib.ExitStack() as stack:
@@ -100,6 +110,9 @@ def whole(
             if inner := getattr(module, "explain", None):
 
                 def seen(case, *a, inner=inner):
+                    """Call the oracle's own `explain`, and keep the fault that it found
+                    with the case.
+                    """
                     fault = inner(case, *a)
                     watch.faults.append((fault, case))
                     return fault
@@ -122,8 +135,12 @@ def whole(
 
 
 def _holds(fault, case, c: Config, held_against: list[Batch]) -> str:
-    """Whether the reference with this fault in it has the loss's gradient, where a bound
-    does not decide.
+    """Return "yes" if the reference with this fault in it has the loss's gradient on
+    every batch, else "no".
+
+    Within 3 times what a step of 1e-7 across a bound moves, and 1e-4 relative. Tokens
+    with |log r| above 8 are not compared. Where the reference or the loss raises, the
+    answer is "no".
     """
     for b in held_against:
         if case.loss.adv_shape != "BT" and not b.one_adv:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mutants of every registered objective, one after the other: the truth, then the
-verdict.
+"""The mutants of every registered objective, one after the other: the truth of each,
+then the checker's verdict.
 """
 
 import math
@@ -37,10 +37,16 @@ class Subject:
 
     @property
     def key(self) -> str:
+        """Return the digest that identifies the subject: of its configuration, style
+        and text.
+        """
         return digest(str(self.config), self.style, self.text)
 
     @property
     def adv(self) -> str:
+        """Return the shape of the advantages that its style takes: "B" in the style of
+        TRL, else "BT".
+        """
         return "B" if self.style == "trl" else "BT"
 
     @property
@@ -49,10 +55,18 @@ class Subject:
 
 
 def every_config() -> list[Config]:
+    """Return every registered objective at its defaults, and at other hyperparameters
+    where it has some.
+    """
     return [c for name in upref.names() for c in configs(upref.get(name))]
 
 
 def of(c: Config, style: str, n: int, seed: int) -> list[Subject]:
+    """Return up to n mutants of one configuration in one style.
+
+    Without those that compute a part in float32, where the objective reads π_old or
+    couples the batch: there rounding decides on which side of a bound a token is.
+    """
     rng = np.random.default_rng([seed, *map(ord, f"{c}{style}")])
     # bounds that rounding moves at will
     rounding_decides = c.o.reads_mu or c.o.batch_coupled
@@ -71,7 +85,13 @@ ROUNDS = 6  # a run that is cut off has seen every objective
 def subjects(
     total: int, seed: int, only: list[Config] | None = None
 ) -> Iterator[Subject]:
-    """So many in all, as evenly as it goes over configurations and styles."""
+    """Yield about `total` mutants in all, spread evenly over the configurations and
+    styles.
+
+    They come in ROUNDS rounds over all configurations, so that a run that is cut off
+    has judged some of each. With `only`, those configurations alone are yielded, each
+    with the share that it has of the whole.
+    """
     places = [(c, s) for c in every_config() for s in STYLES if fits(s, c)]
     counts = [
         total * (i + 1) // len(places) - total * i // len(places)
@@ -124,10 +144,20 @@ def judged(
     s: Subject, scratch: Path, seed: int, nth: int = 1, *, large: int = search.BULK, few: int = search.SMALL,
     known: bool = False,
 ) -> dict[str, Any] | None:  # fmt: skip
-    """Truth and verdict of one, kept. Without a large search no mutant is called equal
-    to its objective.
+    """Return the row of one mutant or rewriting: its truth and its verdict, which are
+    kept in the scratch folder.
 
-    known: only what is kept already; None where it is not.
+    Args:
+        s: the mutant or rewriting.
+        scratch: the folder of the answers.
+        seed: of the search.
+        nth: where it is divisible by WHOLE, the whole report is made too.
+        large: how many large batches the search has. With 0, a mutant that does not
+            differ is called "unsearched", not "equal".
+        few: how many small batches.
+        known: use only answers that are kept; return None where there is none.
+
+    A "stillborn" or "unsearched" row has no verdict.
     """
     truths, verdicts = store_of(scratch, "truth"), store_of(scratch, "verdict")
     key, full = (
@@ -138,6 +168,9 @@ def judged(
         return None
 
     def find_truth() -> dict[str, Any]:
+        """Run the search on the subject and return the truth as a row; "stillborn"
+        where its text is no Python.
+        """
         try:
             f = compiled(s.text)
         except Exception:
@@ -149,6 +182,9 @@ def judged(
         )
 
     def find_verdict() -> dict[str, Any]:
+        """Run the checker up to the first failure, and where it is due the whole
+        report; return the verdict as a row.
+        """
         f = compiled(s.text)
         start = time.process_time()
         v = judge.verdict(f, s.config)
@@ -163,7 +199,7 @@ def judged(
             some = batches.small(s.config, "group" in s.names, seed, 24)[:24]
             # the reference refuses a row without a token
             some = [b for b in some if b.of["mask"].any(1).all()]
-            row |= asdict(judge.whole(f, s.config, some, s.names))
+            row |= asdict(judge.whole(f, s.config, some))
         return row
 
     t = truths.get(key, find_truth)
@@ -208,6 +244,7 @@ _stores: dict[Path, Store] = {}
 
 
 def store_of(scratch: Path, name: str) -> Store:
+    """Return the store NAME.jsonl of a folder; there is one object for each file."""
     path = scratch / f"{name}.jsonl"
     if path not in _stores:
         _stores[path] = Store(path)
@@ -215,8 +252,10 @@ def store_of(scratch: Path, name: str) -> Store:
 
 
 def wrong(row: dict[str, Any]) -> str:
-    """missed, or alarm: what the checker got wrong of it; "" where it is right or
-    nothing is known.
+    """Return "missed" if a loss that differs was accepted, "alarm" if an equal one was
+    rejected, else "".
+
+    It is "" too where there is no verdict or the truth is neither.
     """
     if "quick" not in row:
         return ""

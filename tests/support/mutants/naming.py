@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same for identify: what it calls a loss whose truth is known."""
+"""What `identify` calls a loss whose truth is known."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +27,9 @@ FEW = 60
 
 @dataclass(frozen=True)
 class Named:
-    """right: as the package says. said: what identify answered."""
+    """An answer of `identify`. right: whether it is right, as the head of this module
+    has it. said: the first line of the answer. seconds: of CPU.
+    """
 
     right: bool
     said: str
@@ -35,8 +37,11 @@ class Named:
 
 
 def named(loss: Callable, c: Config, kind: str) -> Named:
-    """equal: the objective, or one of its gradient, is to be named. differs: it is not,
-    and a given name holds.
+    """Put a loss to `identify`, and return whether the answer is right.
+
+    For kind "equal", it is right if it names the objective, or another that check
+    accepts. For "differs", it is right if it does not name the objective, and any name
+    that it gives is one that check accepts. A refusal is right only for "differs".
     """
     start = time.process_time()
     try:
@@ -66,8 +71,8 @@ def _same(x: float | None, y: float | None) -> bool:
 
 
 def _is(m: Match, c: Config) -> bool:
-    """The objective at its hyperparameters; those without effect are not among the
-    match's.
+    """Return whether a match is this objective at these hyperparameters, to six digits;
+    those that the match leaves out are not compared.
     """
     want = c.all_hp
     return m.name == c.o.name and all(
@@ -78,7 +83,9 @@ def _is(m: Match, c: Config) -> bool:
 
 
 def _holds(loss: Callable, m: Match) -> bool:
-    """Whether check agrees with the name, at the digits that identify prints."""
+    """Return whether check accepts the loss as the match's objective, with
+    hyperparameters at the seven digits that identify prints.
+    """
     hp = {
         k: float(f"{v:.7g}")
         for k, v in m.hp.items()
@@ -88,7 +95,9 @@ def _holds(loss: Callable, m: Match) -> bool:
 
 
 def subjects(total: int, seed: int) -> Iterator[Subject]:
-    """So many mutants, over all configurations and styles, and half as many rewritings."""
+    """Yield one mutant each of up to `total` random pairs of configuration and style,
+    then half as many rewritings.
+    """
     places = [(c, s) for c in every_config() for s in STYLES if fits(s, c)]
     for i in np.random.default_rng([seed, 8]).permutation(len(places))[:total]:
         yield from of(*places[i], 1, seed + 1)
@@ -98,6 +107,10 @@ def subjects(total: int, seed: int) -> Iterator[Subject]:
 def rows(
     total: int, seed: int, scratch: Path, known: bool = False
 ) -> Iterator[dict[str, Any]]:
+    """Yield a row for each subject, with the answers that are kept. A wrong answer of
+    another library is computed anew. With `known`, skip the subjects that have no
+    answer yet.
+    """
     store = store_of(scratch, "named")
     for s in subjects(total, seed):
         key = digest(s.key, searcher(), str(seed))
@@ -111,6 +124,12 @@ def rows(
 
 
 def _row(s: Subject, seed: int) -> dict[str, Any]:
+    """Return one subject's truth, and what `identify` says of it.
+
+    The row of a subject that is neither equal nor different counts as right, and
+    `identify` is not called. A mutant (not a rewriting) that does not differ is
+    "unsearched": the search has only FEW small batches here.
+    """
     row = {
         "config": str(s.config),
         "style": s.style,

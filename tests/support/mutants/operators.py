@@ -20,21 +20,34 @@ KINDS = ("sign", "side", "bound", "order", "detach", "mask", "denominator", "red
 
 @dataclass(frozen=True)
 class Mutant:
+    """A module with one slip. kind: one of KINDS. what: "old -> new". text: the
+    module's source.
+    """
+
     kind: str
     what: str
     text: str
 
     @property
     def single(self) -> bool:
-        """Whether it computes in float32 in part, which is a habit and not a slip."""
+        """Return whether it computes in float32 in part, which is a habit and not a
+        slip.
+        """
         return ".float().double()" in self.what.partition(" -> ")[2]
 
 
 def _walk(tree: ast.AST) -> list[tuple[ast.AST, str, int | None, ast.AST, bool]]:
-    """(parent, field, place in it, node, whether it is an index or a dimension)."""
+    """Return (parent, field, position in the field's list or None, node, whether it is
+    an index or a dimension) of every node, outermost first.
+
+    Targets of an assignment and parameters are left out.
+    """
     out = []
 
     def go(node: ast.AST, index: bool):
+        """Add the node's children to `out`, each before its own. index: the node is
+        inside an index or a dimension already.
+        """
         for field, value in ast.iter_fields(node):
             if field in ("targets", "args") and isinstance(
                 node, ast.Assign | ast.FunctionDef | ast.Lambda
@@ -67,7 +80,9 @@ def _walk(tree: ast.AST) -> list[tuple[ast.AST, str, int | None, ast.AST, bool]]
 
 
 def sites(source: str) -> tuple[ast.Module, list[tuple[str, str, tuple]]]:
-    """The tree, and (kind, what, where and how) of every slip: `put` makes its text."""
+    """Return the tree, and (kind, "old -> new", where and how) of every slip; `put`
+    turns the last into a text.
+    """
     tree = ast.parse(source)
     out = []
     for parent, field, i, node, index in _walk(tree):
@@ -80,7 +95,9 @@ def sites(source: str) -> tuple[ast.Module, list[tuple[str, str, tuple]]]:
 
 
 def put(tree: ast.Module, parent: ast.AST, field: str, i: int | None, new: str) -> str:
-    """The module's text with that in the node's place; "" where it is no Python."""
+    """Return the module's text with `new` in place of one node, or "" if `new` is no
+    Python. The tree is as before afterwards.
+    """
     try:
         fresh = parsed(new)
     except SyntaxError:
@@ -95,8 +112,11 @@ def put(tree: ast.Module, parent: ast.AST, field: str, i: int | None, new: str) 
 def sample(
     source: str, n: int, rng: np.random.Generator, allowed=lambda m: True
 ) -> list[Mutant]:
-    """n mutants of one slip, each kind as likely as the others; none is the original or
-    another one's text.
+    """Return up to n mutants with one slip each, drawn kind by kind so that each kind
+    has the same chance.
+
+    No text occurs twice, and none is the original. A mutant that `allowed` refuses is
+    left out. There are fewer than n when the slips run out.
     """
     tree, every = sites(source)
     by: dict[str, list] = {}

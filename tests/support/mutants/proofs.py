@@ -56,14 +56,20 @@ Row = dict[str, Any]
 
 
 def drawn(mutants: int, seed: int) -> list[Subject]:
-    """The mutants of the whole run, in a random order."""
+    """Return the mutants of the whole run, in a random order."""
     found = list(subjects(mutants, seed))
     random.Random(seed).shuffle(found)
     return found
 
 
 def judged(s: Subject, seed: int) -> Row:
-    """The truth of one mutant, what the proof says of it, and the CPU seconds of that."""
+    """Return the truth of one mutant by the small batches, the status and reason of its
+    proof, and the proof's CPU seconds.
+
+    A mutant that is no Python or runs on no batch has only its truth, "stillborn".
+    Where a mutant that differs is proved, `inside` is the difference within what the
+    proof states.
+    """
     try:
         loss = compiled(s.text)
     except Exception:  # no Python
@@ -87,11 +93,12 @@ def judged(s: Subject, seed: int) -> Row:
 
 
 def apart_inside(loss: Callable[..., Any], s: Subject, report: str, seed: int) -> float:
-    """The largest relative difference on random batches within what a proof states.
+    """Return the largest relative difference of the gradients on 200 random batches
+    within what a proof states.
 
     Args:
         loss: the mutant.
-        s: where it is from.
+        s: its configuration and style.
         report: of the proof. It states whether a response has one advantage, and
             whether its masked slots have it too.
         seed: of the batches.
@@ -120,7 +127,9 @@ def apart_inside(loss: Callable[..., Any], s: Subject, report: str, seed: int) -
 
 
 def kept(row: Row, s: Subject) -> Row:
-    """A row of a mutant. Where the slip is a shorter float, the difference is rounding."""
+    """Return the row with its truth corrected: "rounds" where the slip is a shorter
+    float, "outside" where the mutant differs only outside of what the proof states.
+    """
     if row["truth"] == "differs" and s.kind == "dtype":
         return row | {"truth": "rounds"}
     if row.get("inside", math.inf) <= search.SAME:
@@ -129,13 +138,17 @@ def kept(row: Row, s: Subject) -> Row:
 
 
 def has_no_look_inside(row: Row) -> bool:
-    """Whether a row is of a proved mutant that differs, from before the random batches."""
+    """Return whether the row is of a proved mutant that differs, from before the random
+    batches were added.
+    """
     pair = row["truth"], row.get("status")
     return pair == ("differs", "proved") and "inside" not in row
 
 
 def kind_of(reason: str) -> str:
-    """A reason without the lines and the numbers of one loss."""
+    """Return the first line of a reason without the lines and the numbers of one loss,
+    at most 120 characters.
+    """
     short = re.sub(r"\S*\.py:\d+|the loss's code", "a line", reason.partition("\n")[0])
     short = re.sub(r"\(r = .*?\)", "", short)
     short = re.sub(r" at [x. ]+:", ":", short)
@@ -143,7 +156,9 @@ def kind_of(reason: str) -> str:
 
 
 def page(rows: list[Row], mutants: int, seed: int) -> str:
-    """The page, in markdown."""
+    """Return the page in markdown: a table of truth by status, and how often each
+    reason was given for no proof.
+    """
     ran = [row for row in rows if row["truth"] != "stillborn"]
     counts = Counter((row["truth"], row["status"]) for row in ran)
     table = [
@@ -186,6 +201,9 @@ def page(rows: list[Row], mutants: int, seed: int) -> str:
 
 
 def main() -> int:
+    """Judge mutants in a random order until the CPU seconds are spent, print the
+    doubtful ones, and write proofs.md; return 0. Answers that are kept cost nothing.
+    """
     take = argparse.ArgumentParser(description=__doc__)
     take.add_argument("--mutants", type=int, default=5900)
     take.add_argument("--seed", type=int, default=0)

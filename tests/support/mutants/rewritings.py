@@ -32,8 +32,8 @@ FLOAT32 = "float32"
 
 
 def others(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """(what it is called, other text of the same meaning); FLOAT32 where a number is
-    rounded to that.
+    """Yield (kind of rewriting, other text of the same meaning) of one node. The kind
+    is FLOAT32 where a number is rounded to that.
     """
     if isinstance(node, ast.BinOp):
         a, b = f"({text(node.left)})", f"({text(node.right)})"
@@ -89,6 +89,9 @@ def others(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def _calls(node: ast.Call) -> Iterator[tuple[str, str]]:
+    """Yield (kind of rewriting, other text of the same meaning) of a call of torch;
+    nothing of a function that is not listed here.
+    """
     f, args = text(node.func), [text(a) for a in node.args]
     kw = {k.arg: text(k.value) for k in node.keywords}
     if f in ("torch.minimum", "torch.maximum"):
@@ -164,7 +167,12 @@ def _calls(node: ast.Call) -> Iterator[tuple[str, str]]:
 
 
 def inside(source: str, n: int, rng: np.random.Generator) -> tuple[str, list[str]]:
-    """The source with n nodes written otherwise."""
+    """Return the source with up to n nodes rewritten one after the other, and the kinds
+    of rewriting, in order.
+
+    Each kind has the same chance. There are fewer than n where nothing is left to
+    rewrite.
+    """
     said: list[str] = []
     for _ in range(n):
         tree = ast.parse(source)
@@ -218,6 +226,16 @@ AROUND = {
 
 
 def around(s: str, names: list[str], how: str, c: Config) -> str:
+    """Return the source with its `loss` renamed to `whole`, and a new `loss` that calls
+    it in one of the ways of AROUND.
+
+    Args:
+        s: the source.
+        names: the arguments of `loss`.
+        how: a key of AROUND.
+        c: the configuration, whose aggregation says which share of the whole a chunk of
+            rows has.
+    """
     share = (
         "p['mask'].sum() / mask.sum()"
         if "token-mean" in c.o.agg and "seq" not in c.o.agg
@@ -245,7 +263,16 @@ INDUCTOR = 3
 def rewritings(
     total: int, seed: int, compiled: int = 20, only: list[Config] | None = None
 ) -> Iterator[Subject]:
-    """So many in all, as evenly as it goes; some under torch.compile, and these first."""
+    """Yield `total` rewritings, spread over the configurations and styles, each with
+    one to six nodes rewritten and at times wrapped as a whole.
+
+    Args:
+        total: how many.
+        seed: of the choices.
+        compiled: how many of them run under torch.compile; these come first, and
+            INDUCTOR of them use inductor where there is a compiler of C++.
+        only: yield those of these configurations alone.
+    """
     places = [(c, s) for c in every_config() for s in STYLES if fits(s, c)]
     for n in sorted(range(total), key=lambda n: n < total - compiled):
         rng = np.random.default_rng([seed, 7, n])

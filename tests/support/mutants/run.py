@@ -31,7 +31,15 @@ class Draw:
 def rows(
     plan: Draw, part: int = 0, parts: int = 1, known: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """One row for each loss; known: those alone whose answers are kept."""
+    """Yield one row for each loss that has an answer: mutants, estimators, rewritings,
+    then the whole search of a few mutants that the small batches do not tell apart.
+
+    Args:
+        plan: what the run consists of.
+        part, parts: judge every `parts`-th configuration from `part` on; estimators
+            belong to part 0.
+        known: compute nothing; yield only what is kept.
+    """
     mine = every_config()[part::parts]
     unlike: list[Subject] = []
     for n, s in enumerate(subjects(plan.mutants, plan.seed, mine)):
@@ -62,8 +70,10 @@ def rows(
 
 
 def drawn(unlike: list[Subject], seed: int) -> Iterator[tuple[Config, list[Subject]]]:
-    """By configuration, the LOT that is to be searched first, in the order of its
-    batches; the rest behind it.
+    """Yield each configuration with its mutants: first the LOT that get the whole
+    search, chosen at random, then the rest.
+
+    Of the LOT, those without groups come first: they share batches.
     """
     by: dict[Config, list[Subject]] = {}
     for s in unlike:
@@ -74,6 +84,9 @@ def drawn(unlike: list[Subject], seed: int) -> Iterator[tuple[Config, list[Subje
 
 
 def kept(plan: Draw, one: tuple, known: bool) -> dict[str, Any] | None:
+    """Return the row of one estimator, computed if it is not kept yet; with `known`,
+    None instead.
+    """
     store, key = store_of(plan.scratch, "estimators"), digest(one[1], one[4], library())
     if known:
         return store.known.get(key)

@@ -38,15 +38,26 @@ SMALL, BULK = 240, 640  # batches of some dozen tokens, batches of 16,384 slots
 def size(
     c: Config, grouped: bool, seed: int, few: int = SMALL, large: int = BULK
 ) -> int:
-    """How many tokens the whole search holds."""
+    """Count the tokens of all batches of the search."""
     return sum(
         b.tokens for b in small(c, grouped, seed, few) + bulk(c, grouped, seed, large)
     )
 
 
 def gradient(loss: Callable, c: Config, b: Batch, names: list[str], adv: str) -> Tensor:
-    """dJ/dlp of a loss, [B, T], NaN where its value is no number; an answer without
-    reduction is reduced as the objective says."""
+    """Return dJ/dlp of a loss, [B, T].
+
+    It is NaN everywhere if the loss is not finite (but for batches of far ratios), and
+    0 if the loss does not depend on log π_θ. An answer without reduction is reduced as
+    the objective says.
+
+    Args:
+        loss: the function.
+        c: the objective at its hyperparameters.
+        b: the batch.
+        names: the arguments of the loss.
+        adv: the shape of its advantages, "B" or "BT".
+    """
     x = {k: b.of[k] for k in names}
     x["log_prob"] = x["log_prob"].clone().requires_grad_()
     if adv == "B":
@@ -66,6 +77,12 @@ def gradient(loss: Callable, c: Config, b: Batch, names: list[str], adv: str) ->
 
 
 def _reduced(value: Tensor, c: Config, b: Batch) -> Tensor:
+    """Reduce a loss's answer to a scalar: per token as the objective aggregates, per
+    response by their mean.
+
+    Raises:
+        ValueError: any other shape.
+    """
     m = b.of["mask"]
     if value.numel() == 1:
         return value.reshape(())
@@ -92,8 +109,12 @@ def apart(
     adv: str,
     single: bool = False,
 ) -> float:
-    """The largest relative difference of a token's gradient; infinite where it is not a
-    number or leaks.
+    """Return the largest difference of a token's gradient, relative to the batch's
+    scale.
+
+    It is infinite where the gradient is not a number, or not 0 in a masked slot of a
+    response that is compared. For a loss that computes in float32 in part (`single`),
+    what rounding explains is subtracted first.
     """
     g = gradient(loss, c, b, names, adv)
     mask = b.of["mask"]
@@ -108,7 +129,9 @@ def apart(
 
 
 def _beside(c: Config, b: Batch) -> Tensor:
-    """Tokens whose ratio is as near to a bound as rounding to float32 moves it."""
+    """Return where a token's ratio is so near to a bound that rounding to float32 can
+    move it across, [B, T].
+    """
     x = torch.where(b.of["mask"], b.of["log_prob"] - b.of["old_log_prob"], 0)
     if c.o.level in REDUCE:
         x = x.sum(-1, keepdim=True) / (
@@ -136,6 +159,13 @@ class Truth:
 
 def truth(loss: Callable, c: Config, names: list[str], adv: str, seed: int, *, few: int = SMALL, large: int = BULK,
           single: bool = False) -> Truth:  # fmt: skip
+    """Compare a loss with its objective on batch after batch, and return what it is.
+
+    The first batch with a difference over OTHER ends the search: "differs". Otherwise
+    it is "equal" up to SAME, and "unclear" between the two. An error on the first batch
+    that is tried is "stillborn", and a later one is a difference. Batches with an
+    advantage for each token are skipped for a loss that takes one for each response.
+    """
     grouped = "group" in names
     worst, tokens, ran = 0.0, 0, False
     for which in (

@@ -39,6 +39,9 @@ def text(node: ast.AST) -> str:
 
 
 def _constant(node: ast.Constant, index: bool) -> Iterator[Swap]:
+    """Yield other numbers in place of one: its neighbors for an index; else neighbors
+    of an integer or 0, multiples, the negative, and 0. Nothing for a bool or a text.
+    """
     v = node.value
     if isinstance(v, bool) or not isinstance(v, int | float):
         return
@@ -54,6 +57,9 @@ def _constant(node: ast.Constant, index: bool) -> Iterator[Swap]:
 
 
 def _binary(node: ast.BinOp) -> Iterator[Swap]:
+    """Yield what may replace a sum, product, quotient or logical operation: one side
+    alone, another operator, exchanged sides, changed denominators.
+    """
     a, b = f"({text(node.left)})", f"({text(node.right)})"
     numeric = number(node.left) and number(node.right)
     kind = "bound" if numeric else "dropped"
@@ -100,6 +106,9 @@ def _binary(node: ast.BinOp) -> Iterator[Swap]:
 
 
 def _compare(node: ast.Compare) -> Iterator[Swap]:
+    """Yield what may replace an inequality: the other direction, with or without the
+    bound itself, a shifted bound, always true. Nothing for other comparisons.
+    """
     a, b = text(node.left), text(node.comparators[0])
     op = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "=="}.get(
         type(node.ops[0])
@@ -113,6 +122,9 @@ def _compare(node: ast.Compare) -> Iterator[Swap]:
 
 
 def _call(node: ast.Call) -> Iterator[Swap]:
+    """Yield what may replace a call: of min and max, clamp, where, exp and its like,
+    and the methods detach, sum, mean, clamp, cumsum and unique.
+    """
     f, args = text(node.func), [text(a) for a in node.args]
     kw = {k.arg: text(k.value) for k in node.keywords}
     if f in ("torch.minimum", "torch.maximum"):
@@ -223,6 +235,9 @@ def _call(node: ast.Call) -> Iterator[Swap]:
 
 
 def _name(node: ast.Name) -> Iterator[Swap]:
+    """Yield what may replace a variable: changed masks, another sign, dtype, scale or
+    column, a detach; other advantages; and the name that it is confused with.
+    """
     n = node.id
     if n in ("mask", "m"):
         yield "mask", f"torch.ones_like({n})"
@@ -249,6 +264,12 @@ def _name(node: ast.Name) -> Iterator[Swap]:
 
 
 def swaps(node: ast.AST, index: bool) -> Iterator[Swap]:
+    """Yield every slip of one node, as (kind, text in its place).
+
+    Args:
+        node: of the syntax tree.
+        index: whether it is an index or a dimension, which concerns constants alone.
+    """
     if isinstance(node, ast.Constant):
         yield from _constant(node, index)
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Invert):

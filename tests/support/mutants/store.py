@@ -12,12 +12,13 @@ import upref
 
 
 def digest(*parts: str) -> str:
+    """Return the first 16 hexadecimal digits of the SHA-1 of these texts."""
     return hashlib.sha1("\0".join(parts).encode()).hexdigest()[:16]
 
 
 @cache
 def library() -> str:
-    """Of all that judges: an answer of the checker holds for this code only."""
+    """Return the digest of the checker's code: a verdict is valid for this code only."""
     root = Path(upref.__file__).parent
     folders = (
         "verify",
@@ -36,6 +37,7 @@ def library() -> str:
 
 @cache
 def searcher() -> str:
+    """Return the digest of the search's code: a truth is valid for this code only."""
     here = Path(__file__).parent
     return digest(
         *(
@@ -46,7 +48,12 @@ def searcher() -> str:
 
 
 class Store:
+    """Rows by key, kept in a file with a line of JSON for each; a later line replaces
+    an earlier one of its key.
+    """
+
     def __init__(self, path: Path):
+        """Read the rows of the file if there is one; make its folder if there is none."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.known = path, {}
         if path.exists():
@@ -55,8 +62,8 @@ class Store:
                 self.known[row["key"]] = row
 
     def get(self, key: str, make, again=lambda row: False) -> dict:
-        """The row of that key, made and written where it is not known, or is to be
-        asked again.
+        """Return the row of that key. Where it is not known, or `again(row)` is true,
+        compute it with `make`, and append it to the file.
         """
         if key not in self.known or again(self.known[key]):
             self.known[key] = {"key": key} | make()

@@ -42,6 +42,7 @@ class Config:
 
     @property
     def all_hp(self) -> dict[str, Any]:
+        """Return every hyperparameter, defaults included."""
         return self.o.resolve(dict(self.hp))
 
     def __str__(self):
@@ -49,7 +50,9 @@ class Config:
 
 
 def configs(o: Objective) -> list[Config]:
-    """The defaults; and everything optional switched on, with other bounds."""
+    """Return the objective at its defaults; and, if it has any of these
+    hyperparameters, with optional terms switched on and other bounds.
+    """
     more: dict[str, Any] = {}
     own = o.hyperparameters
     more |= {"c": 3.0} if "c" in own else {}
@@ -61,6 +64,12 @@ def configs(o: Objective) -> list[Config]:
 
 
 def fits(style: str, c: Config) -> bool:
+    """Return whether an objective can be written in the style.
+
+    `groups` is for objectives with a mean for each prompt. An objective with a level of
+    its own has three styles, and `loop` where a response does not depend on the others.
+    `logs` needs a bound.
+    """
     o = c.o
     if style == "groups":
         return o.agg == "group-token-mean"
@@ -75,11 +84,18 @@ def fits(style: str, c: Config) -> bool:
 
 
 def core(c: Config, of: str) -> tuple[list[str], list[str], str]:
+    """Return (helpers, statements, expression of J or of the weight) of the objective
+    as torch, with its hyperparameters as numbers. of: "fn" for J, anything else for the
+    weight.
+    """
     given = {k: v for k, v in c.all_hp.items() if k != "beta"}
     return body(c.o.fn if of == "fn" else c.o.closed_form, given)
 
 
 def arguments(c: Config, style: str) -> list[str]:
+    """Return the names of the loss's arguments: four, and ref_log_prob, entropy and
+    group where it needs them.
+    """
     more = {
         "ref_log_prob": c.all_hp.get("beta"),
         "entropy": "entropy" in c.o.reads,
@@ -100,7 +116,9 @@ def _local(line: str) -> str:
 
 
 def write(c: Config, style: str) -> str:
-    """The source of a module with the function `loss`."""
+    """Return the source of a module with the function `loss`: the objective at its
+    hyperparameters in the style.
+    """
     of = "weights" if style == "weights" else "fn"
     aids, lines, J = core(c, of)
     # the branch not taken must not overflow
@@ -175,7 +193,9 @@ def write(c: Config, style: str) -> str:
 
 
 def _inputs(c: Config, style: str) -> list[str]:
-    """lp, old, A (ref, entropy) as the core reads them."""
+    """Return the lines that define lp, old and A (and ref, H, m, n where the style
+    needs them) from the arguments.
+    """
     o = c.o
     pairs = {"lp": "log_prob", "old": "old_log_prob", "A": "advantages"} | (
         {"ref": "ref_log_prob"} if c.all_hp.get("beta") else {}
@@ -231,7 +251,9 @@ def _inputs(c: Config, style: str) -> list[str]:
 
 
 def _reduced(c: Config, style: str, tokens: bool) -> list[str]:
-    """From J to the loss."""
+    """Return the lines that turn J into the loss, by the objective's aggregation in the
+    style. tokens: J has a value for each token, not one for each response.
+    """
     agg = c.o.agg
     if style == "loop":
         m = "m"
@@ -298,12 +320,17 @@ def _reduced(c: Config, style: str, tokens: bool) -> list[str]:
 
 
 class _Logs(ast.NodeTransformer):
-    """Bounds on a ratio become bounds on its logarithm. of: which names hold a ratio."""
+    """Turn bounds on a ratio into bounds on its logarithm. of: the names that hold a
+    ratio so far.
+    """
 
     def __init__(self):
         self.of: set[str] = set()
 
     def visit_Assign(self, node):
+        """Define log_r before a line such as `r = torch.exp(...)`, and remember that r
+        is a ratio.
+        """
         name = node.targets[0]
         if (
             isinstance(name, ast.Name)
@@ -316,6 +343,9 @@ class _Logs(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Call(self, node):
+        """Turn torch.clamp(r, ...) into torch.exp(torch.clamp(log_r, ...)) with
+        logarithms of the bounds. Leave it if a bound is not a positive number.
+        """
         node = self.generic_visit(node)
         if (
             ast.unparse(node.func) != "torch.clamp"
@@ -335,6 +365,9 @@ class _Logs(ast.NodeTransformer):
         return ast.Call(parsed("torch.exp"), [node], [])
 
     def visit_Compare(self, node):
+        """Turn `r < number` into `log_r < math.log(number)`, and so for the other
+        comparisons.
+        """
         node = self.generic_visit(node)
         if ast.unparse(node.left) in self.of and number(node.comparators[0]):
             return ast.Compare(
@@ -350,6 +383,7 @@ def _log(b: ast.expr) -> ast.expr:
 
 
 def logs(lines: list[str]) -> list[str]:
+    """Return the lines with every bound on a ratio put on its logarithm."""
     tree = ast.parse(
         "def f():\n" + "\n".join("    " + s.replace("\n", "\n    ") for s in lines)
     )
@@ -358,7 +392,9 @@ def logs(lines: list[str]) -> list[str]:
 
 
 def compiled(text: str):
-    """The function `loss` of a module's source."""
+    """Run a module's source and return its function `loss`. It raises what the source
+    raises.
+    """
     scope: dict[str, Any] = {"torch": torch, "math": math}
     exec(compile(text, "<mutant>", "exec"), scope)
     return scope["loss"]

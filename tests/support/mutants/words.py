@@ -23,7 +23,9 @@ def parsed(text: str) -> ast.expr:
 
 
 def number(x: ast.AST) -> bool:
-    """Whether an expression holds no tensor."""
+    """Return whether an expression holds no tensor: only names of hyperparameters and
+    math, and no subscript.
+    """
     names = {n.id for n in ast.walk(x) if isinstance(n, ast.Name)}
     return names <= NUMBERS | {"math"} and not any(
         isinstance(n, ast.Subscript) for n in ast.walk(x)
@@ -31,22 +33,25 @@ def number(x: ast.AST) -> bool:
 
 
 def call(f: str, *args: ast.expr, **kw: ast.expr) -> ast.Call:
+    """Return the syntax of a call of f."""
     return ast.Call(parsed(f), list(args), [ast.keyword(k, v) for k, v in kw.items()])
 
 
 def constant(v: Any) -> ast.expr:
+    """Return the syntax of a number; infinity is math.inf."""
     return parsed("math.inf" if v == math.inf else repr(v))
 
 
 class Translate(ast.NodeTransformer):
-    """From the words of upref.ops to torch. given: names that become numbers. used:
-    helpers that it met.
+    """Turn the words of upref.ops into torch. given: names that become numbers. used:
+    functions of the objective's file that were called.
     """
 
     def __init__(self, given: dict[str, Any], scope: dict[str, Any]):
         self.given, self.scope, self.used = given, scope, {}
 
     def visit_Name(self, node):
+        """Replace a hyperparameter by its number, lp_old by old, and inf by math.inf."""
         if node.id in self.given and isinstance(node.ctx, ast.Load):
             return constant(self.given[node.id])
         renamed = {"lp_old": "old", "inf": "math.inf"}.get(node.id)
@@ -57,16 +62,26 @@ class Translate(ast.NodeTransformer):
         return ast.arg({"lp_old": "old"}.get(node.arg, node.arg))
 
     def visit_IfExp(self, node):  # only `... if c is None else ...`
+        """Choose the branch of `... if c is None else ...`, the only conditional of an
+        objective, by the given c. In a helper, which has c as its argument, leave it.
+        """
         if "c" not in self.given:  # the argument of a helper
             return self.generic_visit(node)
         return self.visit(node.body if self.given["c"] is None else node.orelse)
 
     def visit_BoolOp(self, node):
+        """Replace `c or inf` by its number."""
         if ast.unparse(node) == "c or inf":
             return constant(self.given["c"] or math.inf)
         return self.generic_visit(node)
 
     def visit_Call(self, node):
+        """Translate a call: `when` is a `where` with 0, `clip` a clamp, a minimum with
+        a number a clamp, `sg` a detach, `mean_t` and `sum_t` masked sums over tokens.
+
+        `dual_clip(r, A, c)` is r clamped at c where A < 0, or r where c is None.
+        Functions of numbers become those of math.
+        """
         f = node.func.id if isinstance(node.func, ast.Name) else ""
         if f == "dual_clip":
             r, A, _ = (self.visit(a) for a in node.args)
@@ -103,7 +118,9 @@ class Translate(ast.NodeTransformer):
 
 
 def function(f) -> ast.FunctionDef:
-    """Its source without decorators, docstring and idle terms."""
+    """Return the syntax of a function without decorators, docstring, and terms such as
+    `+ 0 * r`.
+    """
     node = ast.parse(textwrap.dedent(inspect.getsource(f))).body[0]
     assert isinstance(node, ast.FunctionDef)
     node.decorator_list = []
@@ -115,9 +132,10 @@ def function(f) -> ast.FunctionDef:
 
 
 class Idle(ast.NodeTransformer):
-    """Without `+ 0 * r`."""
+    """Remove terms such as `+ 0 * r`, which are there for their shape alone."""
 
     def visit_BinOp(self, node):
+        """Return the left side of a sum whose right side begins with `0 * `."""
         node = self.generic_visit(node)
         return (
             node.left
@@ -128,7 +146,9 @@ class Idle(ast.NodeTransformer):
 
 
 def helpers(found: dict[str, Any]) -> list[str]:
-    """The sources of these functions and of what they call, translated."""
+    """Return the sources of these functions and of all that they call in their file,
+    translated, without annotations.
+    """
     done: dict[str, str] = {}
     queue = dict(found)
     while queue:
@@ -145,8 +165,8 @@ def helpers(found: dict[str, Any]) -> list[str]:
 
 
 def body(f, given: dict[str, Any]) -> tuple[list[str], list[str], str]:
-    """(helpers, statements, the expression returned) of a function in the words of
-    upref.ops.
+    """Return (sources of helpers, statements, the expression returned) of a function
+    written in the words of upref.ops, as torch.
     """
     t = Translate(given, f.__globals__)
     *before, last = [ast.fix_missing_locations(s) for s in t.visit(function(f)).body]

@@ -13,6 +13,9 @@ from tests.support import cases
 def Case(
     function, objective, hp=None, oracles=frozenset(), why="", source="", leaks=False
 ):
+    """Return a case of the zoo, with arguments in the order of its tables. leaks:
+    whether a NaN in a masked slot reaches its gradient.
+    """
     return cases.Case(function, objective, hp or {}, oracles, why, leaks, source)
 
 

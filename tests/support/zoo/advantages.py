@@ -13,6 +13,7 @@ from tests.support.cases.bodies import named as N
 
 # ---- right ---------------------------------------------------------------------------
 def loop_over_prompts(rewards, group):
+    """Return group_norm's advantages by a loop over prompts; 0 for a single response."""
     out = torch.empty_like(rewards)
     for g in group.unique():
         rows = group == g
@@ -23,6 +24,9 @@ def loop_over_prompts(rewards, group):
 
 
 def population_by_bincount(rewards, group):
+    """Return group_norm's advantages with the population's deviation and 1e-4, by
+    counts of ids.
+    """
     n = torch.bincount(group)
     total = torch.zeros(len(n), dtype=rewards.dtype).index_add(0, group, rewards)
     centred = rewards - (total / n)[group]
@@ -31,7 +35,9 @@ def population_by_bincount(rewards, group):
 
 
 def dictionary_of_lists(scores, index):
-    """Plain Python, as reward managers do it: prompts are strings."""
+    """Return group_mean's advantages as a list, by plain Python as reward managers have
+    it: ids may be strings.
+    """
     by_prompt = defaultdict(list)
     for s, i in zip(scores, index, strict=True):
         by_prompt[i].append(float(s))
@@ -40,6 +46,9 @@ def dictionary_of_lists(scores, index):
 
 
 def numpy_population(rewards: np.ndarray, groups: np.ndarray):
+    """Return group_norm's advantages with the population's deviation and 1e-8, as
+    numpy.
+    """
     out = np.zeros_like(rewards)
     for g in np.unique(groups):
         rows = groups == g
@@ -54,6 +63,9 @@ def single_precision(rewards, group):
 
 
 def view_of_prompts(rewards, num_generations):
+    """Return group_norm's advantages of a batch in which each `num_generations`
+    consecutive rewards are one prompt.
+    """
     grouped = rewards.view(-1, num_generations)
     return (
         (grouped - grouped.mean(1, keepdim=True))
@@ -66,6 +78,9 @@ def rectangular(rewards):
 
 
 def sum_of_the_others(rewards, group):
+    """Return leave_one_out's advantages by a matrix of equal ids; 0 for a single
+    response.
+    """
     same = (group[:, None] == group[None, :]).to(rewards.dtype)
     n = same.sum(1)
     return torch.where(
@@ -74,7 +89,9 @@ def sum_of_the_others(rewards, group):
 
 
 def onto_tokens(token_level_rewards, response_mask, index, epsilon=1e-6):
-    """verl's signature."""
+    """Return group_norm's advantages [B, T] twice, with verl's signature: rewards of
+    tokens in, advantages and returns out.
+    """
     scores = token_level_rewards.sum(-1)
     ids = np.unique(index, return_inverse=True)[1]
     A = loop_over_prompts(scores, torch.as_tensor(ids))
@@ -93,7 +110,9 @@ def refuses_missing(rewards, group):
 
 
 def each(rewards, group, divide):
-    """Groups one by one; divide: of the differences and their std."""
+    """Return divide(rewards less their mean, their deviation) of each prompt; the
+    deviation of a single response is 0.
+    """
     out = torch.zeros_like(rewards)
     for g in group.unique():
         x = rewards[group == g]
@@ -213,6 +232,7 @@ def one_too_few(rewards, group):
 
 
 def nan_for_one(rewards, group):
+    """Return group_norm's advantages, NaN for a single response."""
     out = torch.empty_like(rewards)
     for g in group.unique():
         x = rewards[group == g]
@@ -221,6 +241,9 @@ def nan_for_one(rewards, group):
 
 
 def no_eps(rewards, group):
+    """Return group_norm's advantages without an epsilon: NaN where all rewards of a
+    prompt are equal.
+    """
     out = torch.zeros_like(rewards)
     for g in group.unique():
         x = rewards[group == g]
@@ -299,6 +322,9 @@ def ids_through_floats(rewards, group):
 
 
 def ids_are_counted_up_to(rewards, group):
+    """Return group_mean's advantages by a loop over all ids from 0 to the largest: 0
+    for negative ids, and endless for large ones.
+    """
     out = torch.zeros_like(rewards)
     # none is below 0, and up to 2^60 it takes a while
     for g in range(int(group.max()) + 1):
@@ -333,6 +359,7 @@ def changed(change):
 
 
 def peers_of_none(rewards, group):
+    """Return leave_one_out's advantages, NaN for a single response."""
     out = torch.empty_like(rewards)
     for g in group.unique():
         x = rewards[group == g]

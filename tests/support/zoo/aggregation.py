@@ -31,6 +31,7 @@ def mean_over_padded_width(log_prob, old_log_prob, advantages, mask, *, eps=0.2)
 def mean_over_the_rectangle(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, c=None
 ):
+    """Return UP-DAPO's terms averaged over all slots, masked ones included."""
     ratio = torch.exp(log_prob - old_log_prob)
     ratio = (
         ratio if c is None else torch.where(advantages < 0, ratio.clamp(max=c), ratio)
@@ -42,6 +43,7 @@ def mean_over_the_rectangle(
 
 
 def plain_sum(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+    """Return DAPO's terms summed over tokens, without a denominator."""
     ratio = torch.exp(log_prob - old_log_prob)
     terms = torch.min(
         ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
@@ -61,6 +63,7 @@ def empty_rows_count_a_token(
 
 
 def normalised_twice(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    """Return GRPO's means of responses, summed and divided by the number of tokens."""
     ratio = torch.exp(log_prob - old_log_prob)
     terms = torch.min(
         ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages
@@ -72,6 +75,7 @@ def normalised_twice(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
 def token_level_in_name_only(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's terms divided by the number of responses, taken for that of tokens."""
     ratio = torch.exp(log_prob - old_log_prob)
     terms = torch.min(
         ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
@@ -82,6 +86,7 @@ def token_level_in_name_only(
 
 
 def length_is_the_padded_width(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    """Return GRPO's loss with the number of columns in place of each length."""
     ratio = torch.exp(log_prob - old_log_prob)
     terms = torch.min(
         ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages
@@ -90,6 +95,9 @@ def length_is_the_padded_width(log_prob, old_log_prob, advantages, mask, *, eps=
 
 
 def dr_grpo_keeps_the_length(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    """Return GRPO's loss where Dr. GRPO's was meant: each response is divided by its
+    length.
+    """
     ratio = torch.exp(log_prob - old_log_prob)
     terms = torch.min(
         ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages
@@ -98,6 +106,7 @@ def dr_grpo_keeps_the_length(log_prob, old_log_prob, advantages, mask, *, eps=0.
 
 
 def sum_of_group_means(log_prob, old_log_prob, advantages, mask, group, *, eps_low=0.2):
+    """Return UP-DAPO's means of prompts, summed, not averaged."""
     ratio = torch.exp(log_prob - old_log_prob)
     negative = torch.min(ratio * advantages, ratio.clamp(min=1 - eps_low) * advantages)
     terms = torch.where(advantages > 0, advantages * log_prob, negative)
@@ -144,6 +153,7 @@ def divided_again_by_accumulation(
 
 
 def longest_response_as_unit(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    """Return PPO's terms divided by the number of responses times the longest length."""
     ratio = torch.exp(log_prob - old_log_prob)
     terms = torch.min(
         ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages
@@ -152,6 +162,7 @@ def longest_response_as_unit(log_prob, old_log_prob, advantages, mask, *, eps=0.
 
 
 def first_length_for_all(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    """Return GRPO's loss with the first response's length in place of each."""
     ratio = torch.exp(log_prob - old_log_prob)
     terms = torch.min(
         ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages
@@ -160,6 +171,9 @@ def first_length_for_all(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
 
 
 def mean_over_live_responses(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    """Return GRPO's loss averaged over the responses that have an advantage other than
+    0.
+    """
     ratio = torch.exp(log_prob - old_log_prob)
     terms = torch.min(
         ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages

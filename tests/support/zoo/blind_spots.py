@@ -20,24 +20,30 @@ BOX = {"kind": "box", "verdict": IS, "within": {"abs": 1e-6}}
 
 
 def Spot(function, objective, why="", hp=None, **more):
+    """Return a case of this file."""
     return Case(function, objective, hp or {}, why=why, file="blind_spots", **more)
 
 
 def clipped(log_r, A, low=0.2, high=0.28):
+    """Return PPO's terms of log r; low and high are the distances of the bounds from 1."""
     r = log_r.exp()
     return torch.minimum(r * A, r.clamp(1 - low, 1 + high) * A)
 
 
 def mean(x, mask):
+    """Return minus the mean over the tokens of the batch."""
     return -torch.where(mask, x, 0).sum() / mask.sum()
 
 
 def per_row(x, mask):
+    """Return minus the mean over responses of their means over tokens."""
     return -(torch.where(mask, x, 0).sum(1) / mask.sum(1)).mean()
 
 
 def token(J, agg=mean):
-    """A loss of J(lp, log r, A, mask)."""
+    """Return a loss: agg(J(lp, log r, A, mask), mask), with inputs that are 0 in masked
+    slots.
+    """
 
     def loss(log_prob, old_log_prob, advantages, mask):
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
@@ -47,6 +53,10 @@ def token(J, agg=mean):
 
 
 def gspo_of(low, high, dtype=torch.float64):
+    """Return GSPO's loss with these distances of the bounds from 1, computed in this
+    dtype.
+    """
+
     def loss(log_prob, old_log_prob, advantages, mask):
         lp, old, A = (
             x.to(dtype) for x in calm(mask, log_prob, old_log_prob, advantages)
@@ -84,6 +94,9 @@ def certain_tokens_to_nan(lp, log_r, A, mask):
 
 
 def probabilities_floored(lp, log_r, A, mask):
+    """Return DAPO's terms with log π_old at most -0.02, at the ratio that this gives
+    and with log r's gradient.
+    """
     old = (lp - log_r).clamp(max=-0.02)
     return clipped(
         torch.where(
@@ -126,6 +139,7 @@ def log_ratio_summed_then_clamped(log_prob, old_log_prob, advantages, mask):
 
 
 def groups_counted_by_the_largest_id(log_prob, old_log_prob, advantages, mask, group):
+    """Return DAPO's means of prompts, summed and divided by the largest id plus 1."""
     lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
     J = clipped(lp - old, A).where(mask, 0).sum(1)
     tokens = torch.zeros(len(mask), dtype=J.dtype)
@@ -135,6 +149,7 @@ def groups_counted_by_the_largest_id(log_prob, old_log_prob, advantages, mask, g
 
 
 def groups_in_float32(log_prob, old_log_prob, advantages, mask, group):
+    """Return DAPO's mean over prompts, whose ids are told apart in float32."""
     lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
     group = group.float()
     J, ids, out = clipped(lp - old, A).where(mask, 0).sum(1), group.unique(), 0.0
@@ -221,6 +236,10 @@ WRONG = [
 
 
 def _up(f):
+    """Return the loss f with UP's terms in place of the clipped ones of this module,
+    which it exchanges while f runs.
+    """
+
     def loss(log_prob, old_log_prob, advantages, mask, group):
         global clipped
         keep, clipped = (
@@ -264,6 +283,7 @@ def advantages_in_float32(log_prob, old_log_prob, advantages, mask):
 
 
 def bounds_in_float32(log_prob, old_log_prob, advantages, mask):
+    """Return DAPO's loss with bounds that are float32 tensors."""
     lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
     low, high = torch.tensor(1 - 0.2), torch.tensor(1.28)
     r = (lp - old).exp()
@@ -273,6 +293,7 @@ def bounds_in_float32(log_prob, old_log_prob, advantages, mask):
 
 
 def denominator_in_float32(log_prob, old_log_prob, advantages, mask):
+    """Return GRPO's loss with 1/length in float32."""
     lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
     return -(
         clipped(lp - old, A, 0.2, 0.2).where(mask, 0)
@@ -319,7 +340,9 @@ RIGHT = [
 
 
 def partly(objective, part, agg=mean):
-    """part: the surrogate of (lp, log r, A), a factor of it in float32."""
+    """Return a case of an objective whose surrogate, part(lp, log r, A, mask), has a
+    factor in float32.
+    """
     return Spot(
         named(f"{objective}_in_part", token(part, agg)),
         objective,
@@ -328,6 +351,7 @@ def partly(objective, part, agg=mean):
 
 
 def _s_in_float32(lp, log_r, A, mask):
+    """Return GSPO's terms for each token, [B, T], with the ratio computed in float32."""
     s = (
         (torch.where(mask, log_r, 0).sum(1, keepdim=True) / mask.sum(1, keepdim=True))
         .float()
@@ -364,6 +388,7 @@ def gmpo_of(eps):
 
 
 def aspo_capped(log_prob, old_log_prob, advantages, mask):
+    """Return ASPO's loss with a cap of 0.5."""
     import upref
 
     return upref.get("aspo").loss(
@@ -393,9 +418,11 @@ NAMED = [replace(s, says=s.why, **BOX) for s in NAMED]
 
 # ---- what the report must say --------------------------------------------------------
 def stateful():
+    """Return a surrogate that grows by 0.1 % with each call."""
     calls = [0]
 
     def J(lp, x, A, m):
+        """Return DAPO's terms times 1 + (the number of the call)/1000."""
         calls[0] += 1
         return clipped(x, A) * (1 + 0.001 * calls[0])
 
@@ -403,6 +430,8 @@ def stateful():
 
 
 def klx(f, agg=per_row):
+    """Return a loss: agg(f(lp, log r, A, log π_ref - log π_θ, beta), mask)."""
+
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.04):
         lp, old, A, ref = calm(mask, log_prob, old_log_prob, advantages, ref_log_prob)
         return agg(f(lp, lp - old, A, ref - lp, beta), mask)

@@ -9,6 +9,7 @@ from . import Case
 def sides_swapped(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's loss with eps_low above and eps_high below."""
     ratio = torch.exp(log_prob - old_log_prob)
     clipped = torch.clamp(ratio, 1 - eps_high, 1 + eps_low)
     losses = -torch.min(ratio * advantages, clipped * advantages)
@@ -37,6 +38,7 @@ def maximum_of_objectives(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
 def dual_clip_on_positives(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28, c=3.0
 ):
+    """Return DAPO's loss whose dual clip acts where A > 0 too."""
     ratio = torch.exp(log_prob - old_log_prob)
     clip1 = torch.min(
         ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
@@ -48,6 +50,7 @@ def dual_clip_on_positives(
 def dual_clip_below_one(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28, c=3.0
 ):
+    """Return DAPO's loss with a dual clip at 1/c in place of c."""
     ratio = torch.exp(log_prob - old_log_prob)
     clip1 = torch.min(
         ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
@@ -59,6 +62,9 @@ def dual_clip_below_one(
 def dual_clip_wrong_way(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28, c=3.0
 ):
+    """Return DAPO's loss with a maximum for the dual clip of losses, which must be a
+    minimum.
+    """
     ratio = torch.exp(log_prob - old_log_prob)
     loss = torch.max(
         -advantages * ratio, -advantages * ratio.clamp(1 - eps_low, 1 + eps_high)
@@ -70,6 +76,9 @@ def dual_clip_wrong_way(
 def dual_clip_is_soft(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28, c=3.0
 ):
+    """Return DAPO's loss whose dual clip scales the term and its gradient down, where
+    it must stop the gradient.
+    """
     ratio = torch.exp(log_prob - old_log_prob)
     scale = torch.where((advantages < 0) & (ratio > c), c / ratio.detach(), 1.0)
     surr = torch.min(
@@ -79,6 +88,7 @@ def dual_clip_is_soft(
 
 
 def log_ratio_in_eps(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    """Return GRPO's loss with log r clipped to ±eps in place of r."""
     log_ratio = log_prob - old_log_prob
     ratio, clipped = log_ratio.exp(), log_ratio.clamp(-eps, eps).exp()
     per_token = torch.where(
@@ -96,6 +106,7 @@ def lower_bound_is_reciprocal(log_prob, old_log_prob, advantages, mask, *, eps=0
 def one_eps_for_both_sides(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's loss with eps_low on both sides."""
     ratio = torch.exp(log_prob - old_log_prob)
     clipped = ratio.clamp(1 - eps_low, 1 + eps_low)
     return -torch.min(ratio * advantages, clipped * advantages)[mask].mean()
@@ -104,6 +115,7 @@ def one_eps_for_both_sides(
 def bounds_are_absolute(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's loss with eps_low itself as the lower bound."""
     ratio = torch.exp(log_prob - old_log_prob)
     clipped = ratio.clamp(eps_low, 1 + eps_high)
     return -torch.min(ratio * advantages, clipped * advantages)[mask].mean()
@@ -127,6 +139,7 @@ def outside_the_window_is_dead(
 def survivors_in_the_denominator(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's loss divided by the tokens that the clip leaves."""
     ratio = torch.exp(log_prob - old_log_prob)
     dead = ((advantages > 0) & (ratio > 1 + eps_high)) | (
         (advantages < 0) & (ratio < 1 - eps_low)
@@ -136,6 +149,7 @@ def survivors_in_the_denominator(
 
 
 def ratio_upside_down(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    """Return PPO's loss of π_old/π_θ."""
     neglogp, old_neglogp = -log_prob, -old_log_prob
     ratio = torch.exp(neglogp - old_neglogp)
     return -torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)[
@@ -146,6 +160,7 @@ def ratio_upside_down(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
 def upper_clip_forgotten(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's loss without the upper bound."""
     ratio = torch.exp(log_prob - old_log_prob)
     clipped = ratio.clamp(min=1 - eps_low)
     return -torch.min(ratio * advantages, clipped * advantages)[mask].mean()

@@ -9,6 +9,7 @@ from . import Case
 
 
 def up_on_the_wrong_branch(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2):
+    """Return UP's loss with the branches of good and bad tokens exchanged."""
     ratio = torch.exp(log_prob - old_log_prob)
     clipped = torch.min(ratio * advantages, ratio.clamp(min=1 - eps_low) * advantages)
     return -torch.where(advantages < 0, advantages * log_prob, clipped)[mask].mean()
@@ -19,6 +20,7 @@ def up_for_both_signs(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2):
 
 
 def up_only_where_clipped(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2):
+    """Return UP's loss whose unclipped branch acts only where A > 0 and r > 1."""
     ratio = torch.exp(log_prob - old_log_prob)
     clipped = torch.min(ratio * advantages, ratio.clamp(min=1 - eps_low) * advantages)
     return -torch.where((advantages > 0) & (ratio > 1), advantages * log_prob, clipped)[
@@ -35,6 +37,7 @@ def up_without_the_clip(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
 def up_clips_positives(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return UP's loss whose good tokens beyond 1 + eps_high have no gradient."""
     ratio = torch.exp(log_prob - old_log_prob)
     positive = torch.where(
         ratio <= 1 + eps_high, advantages * log_prob, (advantages * log_prob).detach()
@@ -56,6 +59,7 @@ def cispo_cap_below_one(log_prob, old_log_prob, advantages, mask, *, eps_high=0.
 def cispo_offsets_twice(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.2
 ):
+    """Return CISPO's loss with bounds taken for distances from 1, and so counted twice."""
     # the config holds bounds, the code wants offsets
     low, high = 1 - (1 - eps_low), 1 + (1 + eps_high)
     weight = torch.exp(log_prob - old_log_prob).clamp(low, high).detach()
@@ -76,6 +80,7 @@ def cispo_drops_tokens(log_prob, old_log_prob, advantages, mask, *, eps_high=4.0
 def sapo_times_ratio(
     log_prob, old_log_prob, advantages, mask, *, tau_pos=1.0, tau_neg=1.05
 ):
+    """Return SAPO's loss with the ratio as one more factor."""
     ratio = torch.exp(log_prob - old_log_prob)
     tau = torch.where(advantages > 0, tau_pos, tau_neg)
     terms = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * ratio * advantages
@@ -85,6 +90,7 @@ def sapo_times_ratio(
 def sapo_taus_swapped(
     log_prob, old_log_prob, advantages, mask, *, tau_pos=1.0, tau_neg=1.05
 ):
+    """Return SAPO's loss with the temperatures of good and bad tokens exchanged."""
     ratio = torch.exp(log_prob - old_log_prob)
     tau = torch.where(advantages > 0, tau_neg, tau_pos)
     terms = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
@@ -94,6 +100,7 @@ def sapo_taus_swapped(
 def sapo_without_its_scale(
     log_prob, old_log_prob, advantages, mask, *, tau_pos=1.0, tau_neg=1.05
 ):
+    """Return SAPO's loss without the factor 4/τ."""
     ratio = torch.exp(log_prob - old_log_prob)
     tau = torch.where(advantages > 0, tau_pos, tau_neg)
     terms = torch.sigmoid(tau * (ratio - 1)) * advantages
@@ -101,6 +108,7 @@ def sapo_without_its_scale(
 
 
 def gmpo_over_the_micro_batch(log_prob, old_log_prob, advantages, mask, *, eps=0.4):
+    """Return GMPO's loss with one geometric mean over the whole batch."""
     log_ratio = log_prob - old_log_prob
     bounded = torch.where(
         advantages > 0, log_ratio.clamp(max=eps), log_ratio.clamp(min=-eps)
@@ -111,6 +119,7 @@ def gmpo_over_the_micro_batch(log_prob, old_log_prob, advantages, mask, *, eps=0
 
 
 def gmpo_clips_the_ratio(log_prob, old_log_prob, advantages, mask, *, eps=0.4):
+    """Return GMPO's loss with r clipped to 1 ± eps in place of log r to ±eps."""
     ratio = torch.exp(log_prob - old_log_prob)
     bounded = torch.where(
         advantages > 0, ratio.clamp(max=1 + eps), ratio.clamp(min=1 - eps)
@@ -128,6 +137,9 @@ def gmpo_ignores_the_sign(log_prob, old_log_prob, advantages, mask, *, eps=0.4):
 
 
 def dppo_masks_both_sides(log_prob, old_log_prob, advantages, mask, *, delta=0.15):
+    """Return DPPO's loss that masks a token beyond delta on either side, whatever the
+    sign of A.
+    """
     p, mu = log_prob.exp(), old_log_prob.exp()
     keep = ((p - mu).abs() <= delta).detach()
     terms = torch.where(
@@ -143,6 +155,7 @@ def dppo_thresholds_the_ratio(log_prob, old_log_prob, advantages, mask, *, delta
 
 
 def dppo_kl_reversed(log_prob, old_log_prob, advantages, mask, *, delta=0.05):
+    """Return DPPO-KL's loss with the divergence the other way: KL(π_θ ‖ π_old)."""
     lp, old = torch.where(mask, log_prob, -1.0), torch.where(mask, old_log_prob, -1.0)
     p, mu = lp.detach().exp(), old.exp()
     kl = p * (p.log() - old) + (1 - p) * (torch.log1p(-p) - torch.log1p(-mu))
@@ -159,6 +172,7 @@ def dppo_kl_reversed(log_prob, old_log_prob, advantages, mask, *, delta=0.05):
 def aspo_soft_clip_at_eps(
     log_prob, old_log_prob, advantages, mask, *, eps=0.2, cap=3.0
 ):
+    """Return ASPO's loss whose weight is capped at 1 + eps in place of cap."""
     ratio = torch.exp(log_prob - old_log_prob)
     weight = torch.where(
         advantages > 0, (1 / ratio).clamp(max=1 + eps), ratio.clamp(max=1 + eps)
@@ -173,6 +187,7 @@ def aspo_soft_clip_at_eps(
 def aspo_flips_negatives_too(
     log_prob, old_log_prob, advantages, mask, *, eps=0.2, cap=3.0
 ):
+    """Return ASPO's loss with 1/r for bad tokens too."""
     ratio = torch.exp(log_prob - old_log_prob)
     weight = (1 / ratio).clamp(max=cap).detach()
     alive = torch.where(advantages > 0, ratio <= 1 + eps, ratio >= 1 - eps)
@@ -183,6 +198,7 @@ def aspo_flips_negatives_too(
 
 
 def topr_divided_by_length(log_prob, old_log_prob, advantages, mask):
+    """Return TOPR's loss with each response divided by its length."""
     lp, old = (
         torch.where(mask, log_prob, 0.0).sum(-1),
         torch.where(mask, old_log_prob, 0.0).sum(-1),
@@ -213,12 +229,16 @@ def rloo_with_a_clip(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
 def gppo_is_dapo(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return GPPO's loss whose clipped tokens lose their gradient, as in DAPO."""
     ratio = torch.exp(log_prob - old_log_prob)
     clipped = ratio.clamp(1 - eps_low, 1 + eps_high) / ratio.detach() * ratio.detach()
     return -torch.min(ratio * advantages, clipped * advantages)[mask].mean()
 
 
 def band_from_the_new_policy(log_prob, old_log_prob, advantages, mask, *, delta=0.05):
+    """Return BandPO's loss with a band around the current policy in place of the old
+    one.
+    """
     p = log_prob.detach().exp()
     ratio = torch.exp(log_prob - old_log_prob)
     low, high = (1 - delta / p).clamp(min=0), 1 + delta / p

@@ -21,6 +21,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, log_prob, old_log_prob, advantages, mask):
+        """Return GRPO's loss, and save its gradient by log_prob."""
         with torch.enable_grad():
             x = log_prob.detach().requires_grad_()
             ratio = torch.exp(x - old_log_prob)
@@ -59,6 +60,7 @@ def objective_returned(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
 def unsigned_advantage(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's loss with |A| in place of A as a factor."""
     ratio = torch.exp(log_prob - old_log_prob)
     bounded = torch.where(
         advantages > 0, ratio.clamp(max=1 + eps_high), ratio.clamp(min=1 - eps_low)
@@ -76,6 +78,9 @@ def ratio_twice(log_prob, old_log_prob, advantages, mask):
 def reward_shaped_with_a_gradient(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's loss whose advantages have a KL term subtracted that is not
+    detached.
+    """
     log_ratio = log_prob - old_log_prob
     shaped = advantages - 0.01 * log_ratio  # k1 in the reward, the graph attached
     ratio = log_ratio.exp()
@@ -97,6 +102,9 @@ def straight_through_clip(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
 def weight_instead_of_clip(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's terms, detached, as weights of log π_θ: clipped tokens keep a
+    gradient.
+    """
     ratio = torch.exp(log_prob - old_log_prob)
     surrogate = torch.min(
         ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
@@ -114,6 +122,9 @@ def clip_in_the_log_domain(log_prob, old_log_prob, advantages, mask, *, eps=0.2)
 def anchored_on_the_wrong_policy(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2
 ):
+    """Return UP's loss whose good tokens have the ratio to the old policy, not to
+    itself.
+    """
     anchored = torch.exp(log_prob - old_log_prob)  # for A > 0 meant to be π/sg(π)
     negative = torch.min(
         anchored * advantages, anchored.clamp(min=1 - eps_low) * advantages
@@ -122,6 +133,9 @@ def anchored_on_the_wrong_policy(
 
 
 def negative_branch_anchored(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2):
+    """Return UP's loss whose bad tokens too have the ratio to the policy itself, which
+    is 1.
+    """
     anchored = torch.exp(log_prob - log_prob.detach())
     negative = torch.min(
         anchored * advantages, anchored.clamp(min=1 - eps_low) * advantages
@@ -130,6 +144,7 @@ def negative_branch_anchored(log_prob, old_log_prob, advantages, mask, *, eps_lo
 
 
 def silent_entropy_bonus(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    """Return PPO's loss plus 0.001 times the mean of log π_θ."""
     ratio = torch.exp(log_prob - old_log_prob)
     policy = -torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)[
         mask
@@ -140,6 +155,7 @@ def silent_entropy_bonus(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
 def kl_under_no_grad(
     log_prob, old_log_prob, advantages, mask, ref_log_prob, *, eps=0.2, beta=0.04
 ):
+    """Return GRPO's loss whose KL term has no gradient."""
     ratio = torch.exp(log_prob - old_log_prob)
     terms = torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)
     with torch.no_grad():
@@ -151,6 +167,7 @@ def kl_under_no_grad(
 def kl_the_other_way(
     log_prob, old_log_prob, advantages, mask, ref_log_prob, *, eps=0.2, beta=0.04
 ):
+    """Return GRPO's loss with k3 of log π_θ - log π_ref, the wrong sign."""
     ratio = torch.exp(log_prob - old_log_prob)
     terms = torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)
     d = log_prob - ref_log_prob
@@ -161,6 +178,7 @@ def kl_the_other_way(
 def tie_with_a_detached_clip(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's loss with the ratio detached before its clip."""
     ratio = torch.exp(log_prob - old_log_prob)
     # "it is a constant there anyway"
     clipped = ratio.detach().clamp(1 - eps_low, 1 + eps_high)

@@ -13,6 +13,7 @@ from tests.support.cases.bodies import calm, named as N
 
 
 def Habit(words, verdict, why, function, on, text="", kind="loss"):
+    """Return a case of this file. words: what people do."""
     return Case(
         function,
         on,
@@ -27,7 +28,9 @@ def Habit(words, verdict, why, function, on, text="", kind="loss"):
 
 # ---- overflow beyond what a sampler draws --------------------------------------------
 def up_as_most_write_it(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2):
-    """The ratio of the branch that is not taken overflows, and 0 * inf is NaN."""
+    """Return UP's loss with a ratio that is computed on both branches: where the branch
+    that is not taken overflows, 0 * inf is NaN.
+    """
     lp, old, A = log_prob[mask], old_log_prob[mask], advantages[mask]
     r = torch.exp(lp - old)
     negative = torch.min(r * A, r.clamp(min=1 - eps_low) * A)
@@ -35,6 +38,7 @@ def up_as_most_write_it(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2
 
 
 def infinite_ratio_is_zero(log_prob, old_log_prob, advantages, mask, *, eps_high=4.0):
+    """Return CISPO's loss with a ratio in float32, and 0 where it overflows."""
     weight = torch.exp((log_prob - old_log_prob).detach().float())
     weight = (
         torch.where(weight.isinf(), 0.0, weight)
@@ -45,12 +49,14 @@ def infinite_ratio_is_zero(log_prob, old_log_prob, advantages, mask, *, eps_high
 
 
 def inverse_of_the_inverse_ratio(log_prob, old_log_prob, advantages, mask):
+    """Return DAPO's loss with the ratio as 1 / exp(lp_old - lp)."""
     r = 1 / torch.exp(old_log_prob - log_prob)
     J = torch.minimum(r * advantages, r.clamp(0.8, 1.28) * advantages)
     return -torch.where(mask, J, 0).sum() / mask.sum()
 
 
 def quotient_of_probabilities(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    """Return PPO's loss with the ratio as a quotient of probabilities."""
     ratio = log_prob[mask].exp() / old_log_prob[mask].exp()
     A = advantages[mask]
     return -torch.min(ratio * A, ratio.clamp(1 - eps, 1 + eps) * A).mean()
@@ -62,7 +68,9 @@ def ppo(r, A, low=0.2, high=0.28):
 
 
 def dapo(change, add=0.0):
-    """-Σ J / (Σ mask + add) of what `change` makes of (lp, lp_old, A)."""
+    """Return a loss: minus the sum of change(lp, old, A) over tokens, divided by the
+    number of tokens plus `add`.
+    """
 
     def loss(log_prob, old_log_prob, advantages, mask):
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
@@ -72,6 +80,10 @@ def dapo(change, add=0.0):
 
 
 def grpo(add=0.0, least=0.0):
+    """Return GRPO's loss with `add` added to each length, and lengths of at least
+    `least`.
+    """
+
     def loss(log_prob, old_log_prob, advantages, mask):
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
         n = (mask.sum(1) + add).clamp(min=least)
@@ -83,6 +95,8 @@ def grpo(add=0.0, least=0.0):
 
 
 def gspo(clamp):
+    """Return GSPO's loss with log s at most `clamp`."""
+
     def loss(log_prob, old_log_prob, advantages, mask):
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
         s = ((lp - old).sum(1) / mask.sum(1)).clamp(max=clamp).exp()
@@ -120,8 +134,10 @@ def anchored(lp, old, A):
 
 
 def up_dapo_by_groups(present, counted):
-    """UP-DAPO in a loop over all ids up to the largest; present: absent ids are passed
-    over.
+    """Return UP-DAPO's loss by a loop over all ids up to the largest.
+
+    present: pass over ids that are absent. counted: divide by the number of ids that
+    the loop used, not by the largest plus 1.
     """
 
     def loss(log_prob, old_log_prob, advantages, mask, group):
@@ -138,8 +154,8 @@ def up_dapo_by_groups(present, counted):
 
 
 def ties_one_by_one(log_prob, old_log_prob, advantages, mask):
-    """M2PO's Algorithm 1 as it is written: the largest is dropped until the mean is
-    small enough.
+    """Return M2PO's loss by its Algorithm 1 as it is written: the largest (log r)² are
+    dropped one by one, until the mean of the rest is at most 0.04.
     """
     lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
     x = lp.detach() - old
@@ -159,6 +175,7 @@ def ties_one_by_one(log_prob, old_log_prob, advantages, mask):
 
 
 def scaled_by_the_largest(log_prob, old_log_prob, advantages, mask):
+    """Return DAPO's loss with advantages over the largest |A| of the batch."""
     lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
     return (
         -torch.where(
@@ -275,6 +292,10 @@ LOSSES = [
 
 # ---- estimators ----------------------------------------------------------------------
 def normed(scale, reward=lambda x: x):
+    """Return an estimator: reward(rewards) less their mean, over scale(rewards), prompt
+    by prompt; 0 for a single response.
+    """
+
     def estimator(rewards, group):
         rewards, out = reward(rewards), torch.zeros_like(rewards)
         for g in group.unique():
@@ -293,6 +314,8 @@ def left_out(rewards, group):
 
 
 def k3(clamp):
+    """Return k3 with the log-ratio clamped to ±clamp."""
+
     def estimator(log_prob, ref_log_prob):
         d = (ref_log_prob - log_prob).clamp(-clamp, clamp)
         return d.exp() - d - 1

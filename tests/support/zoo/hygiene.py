@@ -9,6 +9,7 @@ from . import Case
 def fills_advantages_in_place(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's loss, and set the caller's masked advantages to 0."""
     advantages.masked_fill_(~mask, 0)
     ratio = torch.exp((log_prob - old_log_prob).masked_fill(~mask, 0))
     return (
@@ -22,6 +23,7 @@ def fills_advantages_in_place(
 def clamps_old_in_place(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's loss, and clamp the caller's old log-probabilities at -700."""
     old_log_prob.clamp_(min=-700)
     ratio = torch.exp(log_prob - old_log_prob)
     return -torch.min(
@@ -30,6 +32,7 @@ def clamps_old_in_place(
 
 
 def scales_advantages_in_place(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    """Return GRPO's loss, and divide the caller's advantages by the lengths."""
     # right the first time, wrong in the second epoch
     advantages /= mask.sum(-1, keepdim=True)
     ratio = torch.exp(log_prob - old_log_prob)
@@ -38,6 +41,7 @@ def scales_advantages_in_place(log_prob, old_log_prob, advantages, mask, *, eps=
 
 
 def drops_tokens_at_random(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2):
+    """Return UP-DAPO's loss over nine in ten tokens, chosen at random."""
     keep = mask & (torch.rand(mask.shape) < 0.9)
     ratio = torch.exp(log_prob - old_log_prob)
     negative = torch.min(ratio * advantages, ratio.clamp(min=1 - eps_low) * advantages)
@@ -59,6 +63,9 @@ def remembers_the_last_batch(log_prob, old_log_prob, advantages, mask, *, eps=0.
 def swallows_the_dual_clip(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28, **kwargs
 ):
+    """Return DAPO's loss, whose dual clip is on only under the name clip_ratio_c;
+    **kwargs swallows c.
+    """
     clip_ratio_c = kwargs.get("clip_ratio_c")
     ratio = torch.exp(log_prob - old_log_prob)
     ratio = (
@@ -81,6 +88,7 @@ def eps_written_into_the_code(log_prob, old_log_prob, advantages, mask, *, eps=0
 def c_read_as_a_flag(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28, c=None
 ):
+    """Return DAPO's loss with a dual clip at 3, whatever c is."""
     ratio = torch.exp(log_prob - old_log_prob)
     if c is not None:
         ratio = torch.where(advantages < 0, ratio.clamp(max=3.0), ratio)
@@ -105,6 +113,7 @@ def whitened_again(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
 def spike_guard(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's loss, clamped to ±20."""
     ratio = torch.exp(log_prob - old_log_prob)
     loss = -torch.min(
         ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
@@ -122,6 +131,7 @@ def tiny_advantage_for_zero(log_prob, old_log_prob, advantages, mask, *, eps_low
 def leash_to_old(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's loss plus 0.01 times k3 to the old policy."""
     log_ratio = log_prob - old_log_prob
     ratio = log_ratio.exp()
     policy = -torch.min(
@@ -136,6 +146,7 @@ def first_row_as_baseline(log_prob, old_log_prob, advantages, mask):
 
 
 def later_rows_weigh_less(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    """Return GRPO's loss with weights that fall by 1 % from row to row."""
     decay = 0.99 ** torch.arange(len(mask), dtype=log_prob.dtype)
     ratio = torch.exp(log_prob - old_log_prob)
     terms = torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)
@@ -153,6 +164,9 @@ def later_tokens_weigh_less(log_prob, old_log_prob, advantages, mask):
 def stops_at_a_kl(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's loss without the responses whose mean of log π_old - log π_θ
+    exceeds 1, divided by all tokens.
+    """
     log_ratio = log_prob - old_log_prob
     ratio = log_ratio.exp()
     terms = torch.min(

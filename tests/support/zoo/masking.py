@@ -11,6 +11,7 @@ from . import Case
 def mask_never_read(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's terms averaged over all slots."""
     ratio = torch.exp(log_prob - old_log_prob)
     return -torch.min(
         ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
@@ -20,6 +21,7 @@ def mask_never_read(
 def denominator_only(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's terms of all slots, divided by the number of tokens."""
     ratio = torch.exp(log_prob - old_log_prob)
     return (
         -torch.min(
@@ -41,6 +43,7 @@ def shifted_by_one(
 
 
 def inverted(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    """Return PPO's loss with log r set to 0 inside the mask, in place of outside."""
     # the polarity of attention masks
     log_ratio = (log_prob - old_log_prob).masked_fill(mask, 0)
     ratio = log_ratio.exp()
@@ -51,6 +54,7 @@ def inverted(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
 def advantage_averaged_over_padding(
     log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4
 ):
+    """Return GSPO's loss with each advantage averaged over all columns."""
     log_ratio = torch.where(mask, log_prob - old_log_prob, 0.0)
     s = (log_ratio.sum(-1) / mask.sum(-1)).exp()
     A = advantages.masked_fill(~mask, 0).mean(-1)
@@ -60,6 +64,7 @@ def advantage_averaged_over_padding(
 def nonzero_advantage_is_the_mask(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2
 ):
+    """Return UP-DAPO's loss over the tokens with an advantage other than 0."""
     response = mask & (advantages != 0)
     ratio = torch.exp(log_prob - old_log_prob)
     negative = torch.min(ratio * advantages, ratio.clamp(min=1 - eps_low) * advantages)
@@ -71,6 +76,9 @@ def nonzero_advantage_is_the_mask(
 def zero_log_prob_is_padding(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's loss over the slots whose old log-probability is not 0, whatever
+    the mask.
+    """
     real = old_log_prob != 0  # the engine pads its log-probabilities with zeros
     ratio = torch.exp(log_prob - old_log_prob)
     terms = torch.min(
@@ -82,6 +90,7 @@ def zero_log_prob_is_padding(
 def last_column_lost(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's loss without the last column, divided by all tokens."""
     lp, old, A, inside = (x[:, :-1] for x in (log_prob, old_log_prob, advantages, mask))
     ratio = torch.exp(lp - old)
     terms = torch.min(ratio * A, ratio.clamp(1 - eps_low, 1 + eps_high) * A)
@@ -91,6 +100,7 @@ def last_column_lost(
 def mask_is_a_prefix(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's loss over as many slots from the left as the response has tokens."""
     lengths = mask.sum(-1)
     inside = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
     ratio = torch.exp(log_prob - old_log_prob)
@@ -101,6 +111,9 @@ def mask_is_a_prefix(
 
 
 def until_the_last_token(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    """Return GRPO's loss over all slots up to each response's last token, holes
+    included.
+    """
     total = log_prob.new_zeros(())
     for lp, old, A, inside in zip(
         log_prob, old_log_prob, advantages, mask, strict=True
@@ -122,6 +135,7 @@ def padding_in_the_batch_mean(log_prob, old_log_prob, advantages, mask):
 def padding_reported(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's loss plus a detached term that holds what masked slots hold."""
     log_ratio = (log_prob - old_log_prob)[mask]
     ratio, A = log_ratio.exp(), advantages[mask]
     loss = -torch.min(ratio * A, ratio.clamp(1 - eps_low, 1 + eps_high) * A).mean()

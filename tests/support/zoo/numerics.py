@@ -9,6 +9,7 @@ from . import Case
 def log_ratio_clamped_at_two(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's loss with log r clamped to ±2."""
     ratio = torch.clamp(log_prob - old_log_prob, -2, 2).exp()
     return -torch.min(
         ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
@@ -18,6 +19,7 @@ def log_ratio_clamped_at_two(
 def ratio_capped_at_ten(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's loss with r at most 10."""
     ratio = torch.exp(log_prob - old_log_prob).clamp(max=10)
     return -torch.min(
         ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
@@ -37,6 +39,7 @@ def log_of_probability_plus_eps(log_prob, old_log_prob, advantages, mask):
 def half_precision_ratio(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's loss with r computed in float16."""
     ratio = (log_prob.half() - old_log_prob.half()).exp().to(log_prob.dtype)
     return -torch.min(
         ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
@@ -46,6 +49,7 @@ def half_precision_ratio(
 def bfloat16_sequence_ratio(
     log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4
 ):
+    """Return GSPO's loss with s computed in bfloat16."""
     log_ratio = torch.where(mask, log_prob - old_log_prob, 0.0).bfloat16()
     s = (log_ratio.sum(-1) / mask.sum(-1)).exp()
     A = torch.where(mask, advantages, 0.0).sum(-1) / mask.sum(-1)
@@ -61,6 +65,9 @@ def integer_advantages(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
 def integer_mean_length(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return DAPO's loss divided by the number of responses times their mean length,
+    rounded down.
+    """
     ratio = torch.exp(log_prob - old_log_prob)
     terms = torch.min(
         ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages

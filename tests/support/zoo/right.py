@@ -13,8 +13,8 @@ from . import Case
 def verl_style(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28, c=3.0
 ):
-    """Losses rather than objectives, a clamp at 20, dual clip by two nested
-    torch.min/max, 1e-8 in the denominator.
+    """Return DAPO's loss in verl's style: losses rather than objectives, log r clamped
+    at 20, a dual clip by min and max, 1e-8 in the denominator.
     """
     lp, old, A = (
         torch.where(mask, x, 0.0) for x in (log_prob, old_log_prob, advantages)
@@ -30,7 +30,7 @@ def verl_style(
 
 
 def verl_style_sequence_mean(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
-    """seq-mean-token-mean with 1e-8 added to each length."""
+    """Return GRPO's loss in verl's style, with 1e-8 added to each length."""
     lp, old, A = (x.masked_fill(~mask, 0) for x in (log_prob, old_log_prob, advantages))
     ratio = (lp - old).clamp(-20, 20).exp()
     pg_losses = torch.maximum(-A * ratio, -A * ratio.clamp(1 - eps, 1 + eps))
@@ -38,7 +38,7 @@ def verl_style_sequence_mean(log_prob, old_log_prob, advantages, mask, *, eps=0.
 
 
 def trl_style(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
-    """coef_1, coef_2, no clamp of the exponent, the mean of each completion."""
+    """Return GRPO's loss in TRL's style: coef_1 and coef_2, no clamp of the exponent."""
     completion_mask = mask.to(log_prob.dtype)
     log_ratio = torch.where(mask, log_prob - old_log_prob, 0.0)
     advantages = torch.where(mask, advantages, 0.0)
@@ -52,7 +52,7 @@ def trl_style(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
 
 
 def anchored(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2):
-    """π/sg(π) for positives; the value is A, not A log π."""
+    """Return UP-DAPO's loss with π/sg(π) for positives; their value is A, not A log π."""
     lp, old, A = log_prob[mask], old_log_prob[mask], advantages[mask]
     positive = torch.exp(lp - lp.detach()) * A
     ratio = torch.exp(torch.where(A > 0, torch.zeros_like(lp), lp - old))
@@ -61,8 +61,8 @@ def anchored(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2):
 
 
 def log_form(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, c=None):
-    """A log π for positives, PPO for negatives on a subset of tokens, by boolean
-    indexing.
+    """Return UP-DAPO's loss: A log π for positives, PPO's terms for negatives alone, by
+    boolean indexing.
     """
     lp, old, A = log_prob[mask], old_log_prob[mask], advantages[mask]
     up = A > 0
@@ -74,7 +74,7 @@ def log_form(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, c=None):
 
 
 def python_loops(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
-    """One token after the other, as in a lecture."""
+    """Return GRPO's loss token by token, as in a lecture."""
     total = 0.0
     for i in range(mask.shape[0]):
         response = []
@@ -91,7 +91,9 @@ def python_loops(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
 
 
 def packed(log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4):
-    """Padding removed, responses laid end to end, cu_seqlens and index_add."""
+    """Return GSPO's loss with padding removed and responses laid end to end, by
+    cu_seqlens and index_add.
+    """
     lengths = mask.sum(-1)
     cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     lp, old, A = log_prob[mask], old_log_prob[mask], advantages[mask]
@@ -108,7 +110,9 @@ def packed(log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4
 def gspo_token(
     log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4
 ):
-    """sg(s) π/sg(π) per token: another value of every summand, the same gradient."""
+    """Return GSPO-token's loss: sg(s) π/sg(π) for each token has another value than
+    GSPO's terms and the same gradient.
+    """
     lengths = mask.sum(-1, keepdim=True)
     log_ratio = torch.where(mask, log_prob - old_log_prob, 0.0)
     lp, A = torch.where(mask, log_prob, 0.0), torch.where(mask, advantages, 0.0)
@@ -120,7 +124,9 @@ def gspo_token(
 
 
 def einsum_style(log_prob, old_log_prob, advantages, mask, *, eps_high=4.0):
-    """CISPO with a weight under no_grad and one einsum for product, mask and sum."""
+    """Return CISPO's loss with a weight under no_grad, and one einsum for product, mask
+    and sum.
+    """
     lp, old, A = (
         x.masked_fill(~mask, 0.0) for x in (log_prob, old_log_prob, advantages)
     )
@@ -132,7 +138,9 @@ def einsum_style(log_prob, old_log_prob, advantages, mask, *, eps_high=4.0):
 def masked_select_style(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
-    """Everything flattened at once; piecewise by multiplication with a detached gate."""
+    """Return DAPO's loss of flattened tokens, piecewise by multiplication with a
+    detached gate.
+    """
 
     def select(x):
         return torch.masked_select(x, mask)
@@ -145,7 +153,7 @@ def masked_select_style(
 
 
 def nan_to_num_style(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
-    """Inputs are cleaned, then multiplied by a float mask; Dr. GRPO's sum."""
+    """Return Dr. GRPO's loss of inputs that are cleaned and multiplied by a float mask."""
     keep = mask.to(log_prob.dtype)
     lp, old, A = (
         torch.where(mask, x, 0.0).nan_to_num()
@@ -157,7 +165,9 @@ def nan_to_num_style(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
 
 
 def detached_score_function(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
-    """The gradient written down: sg(weight) log π, with another value than PPO's."""
+    """Return PPO's loss as its gradient written down: sg(weight) log π, with another
+    value.
+    """
     lp, old, A = log_prob[mask], old_log_prob[mask], advantages[mask]
     r = (lp.detach() - old).exp()
     clipped = ((A > 0) & (r > 1 + eps)) | ((A < 0) & (r < 1 - eps))
@@ -166,8 +176,8 @@ def detached_score_function(log_prob, old_log_prob, advantages, mask, *, eps=0.2
 
 
 def centred_value(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
-    """min((r - 1) A, ...) has value zero on-policy: another constant, the same
-    gradient.
+    """Return PPO's loss of min((r - 1) A, ...), whose value is 0 on-policy: another
+    constant, the same gradient.
     """
     lp, old, A = log_prob[mask], old_log_prob[mask], advantages[mask]
     gain = torch.expm1(lp - old)
@@ -175,7 +185,7 @@ def centred_value(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
 
 
 def sign_trick(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
-    """r A + relu of the excess, as a hinge."""
+    """Return DAPO's loss as r A less the excess of r over the bound, as a hinge."""
     lp, old, A = log_prob[mask], old_log_prob[mask], advantages[mask]
     r = torch.exp(lp - old)
     excess = torch.where(
@@ -187,7 +197,9 @@ def sign_trick(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_hig
 def log_domain_bounds(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
-    """The clip in log r with the right bounds, then one exp."""
+    """Return DAPO's loss with log r clipped at the logarithms of the bounds, then one
+    exp.
+    """
     log_r = (log_prob - old_log_prob)[mask]
     A = advantages[mask]
     bounded = torch.where(
@@ -201,7 +213,9 @@ def log_domain_bounds(
 def loop_over_groups(
     log_prob, old_log_prob, advantages, mask, group, *, eps_low=0.2, eps_high=0.28
 ):
-    """Eq. 14's denominator: the tokens of one prompt, then the mean over prompts."""
+    """Return DAPO's loss with Eq. 14's denominator: the tokens of one prompt, then the
+    mean over prompts.
+    """
     losses = []
     for g in torch.unique(group):
         rows = group == g
@@ -219,7 +233,7 @@ def loop_over_groups(
 def with_a_reference(
     log_prob, old_log_prob, advantages, mask, ref_log_prob, *, eps=0.2, beta=0.04
 ):
-    """GRPO with k3 through expm1."""
+    """Return GRPO's loss with k3 through expm1."""
     lp, old, A, ref = (
         x.masked_fill(~mask, 0.0)
         for x in (log_prob, old_log_prob, advantages, ref_log_prob)
@@ -231,8 +245,8 @@ def with_a_reference(
 
 
 def geometric_by_logs(log_prob, old_log_prob, advantages, mask, *, eps=0.4):
-    """GMPO: the sign-aware clip written with sgn A, the geometric mean by prod and a
-    root.
+    """Return GMPO's loss: a clip with the sign of A, and the geometric mean by prod and
+    a root.
     """
     sign = torch.where(mask, advantages, 0.0).sum(-1, keepdim=True).sign()
     signed = sign * torch.where(mask, log_prob - old_log_prob, 0.0)
@@ -258,7 +272,7 @@ def soft_gate(log_prob, old_log_prob, advantages, mask, *, tau_pos=1.0, tau_neg=
 
 
 def one_response_at_a_time(log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4):
-    """UP-GSPO in a loop over responses, with .item() on each advantage."""
+    """Return UP-GSPO's loss by a loop over responses, with .item() on each advantage."""
     losses = []
     for lp, old, A, inside in zip(
         log_prob, old_log_prob, advantages, mask, strict=True
@@ -273,7 +287,7 @@ def one_response_at_a_time(log_prob, old_log_prob, advantages, mask, *, eps_low=
 
 
 def masks_of_signs(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2):
-    """UP with one float mask for each sign of A."""
+    """Return UP-DAPO's loss with one float mask for each sign of A."""
     pos, neg = (((advantages > 0) == side) & mask for side in (True, False))
     ratio = torch.exp((log_prob - old_log_prob) * neg)
     negative = torch.min(ratio * advantages, ratio.clamp(min=1 - eps_low) * advantages)
@@ -283,9 +297,10 @@ def masks_of_signs(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2):
 def rows_under_vmap(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
-    """Every row under vmap, the clip as a hinge."""
+    """Return DAPO's loss, each row under vmap, the clip as a hinge."""
 
     def row(lp, old, A, inside):
+        """Return the sum of one row's terms."""
         r = torch.exp(torch.where(inside, lp - old, 0.0))
         over = torch.where(
             A >= 0, (r - (1 + eps_high)).relu(), -((1 - eps_low) - r).relu()
@@ -296,8 +311,8 @@ def rows_under_vmap(
 
 
 def multiplied_by_the_mask(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
-    """The textbook: multiplied by the mask, which keeps a NaN of a masked slot
-    (OpenRLHF/OpenRLHF#1240).
+    """Return GRPO's loss as the textbook has it: multiplied by the mask, which keeps a
+    NaN of a masked slot (OpenRLHF/OpenRLHF#1240).
     """
     ratio = torch.exp(log_prob - old_log_prob)
     terms = torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)
@@ -307,8 +322,8 @@ def multiplied_by_the_mask(log_prob, old_log_prob, advantages, mask, *, eps=0.2)
 def masked_after_exp(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
-    """The value is clean, the gradient of a NaN in a masked slot is not
-    (NVIDIA-NeMo/RL#4120).
+    """Return DAPO's loss masked after exp: its value is clean, the gradient of a NaN in
+    a masked slot is not (NVIDIA-NeMo/RL#4120).
     """
     ratio = torch.exp(log_prob - old_log_prob)
     terms = torch.min(

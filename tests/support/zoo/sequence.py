@@ -19,6 +19,7 @@ def product_of_ratios(
 def mean_over_the_width(
     log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4
 ):
+    """Return GSPO's loss with log r averaged over all columns."""
     s = torch.where(mask, log_prob - old_log_prob, 0.0).mean(-1, keepdim=True).exp()
     loss = -torch.min(s * advantages, s.clamp(1 - eps_low, 1 + eps_high) * advantages)
     return (torch.where(mask, loss, 0.0).sum(-1) / mask.sum(-1)).mean()
@@ -27,6 +28,7 @@ def mean_over_the_width(
 def tokens_are_clipped(
     log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4
 ):
+    """Return GRPO's loss with GSPO's bounds: each token has its own ratio."""
     ratio = torch.exp(log_prob - old_log_prob)
     loss = -torch.min(
         ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
@@ -37,6 +39,7 @@ def tokens_are_clipped(
 def weighted_by_length(
     log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4
 ):
+    """Return GSPO's loss averaged over tokens, so that long responses count more."""
     lengths = mask.sum(-1, keepdim=True)
     s = (
         torch.where(mask, log_prob - old_log_prob, 0.0).sum(-1, keepdim=True) / lengths
@@ -61,6 +64,7 @@ def summed_over_tokens(
 def outer_product(
     log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4
 ):
+    """Return GSPO's loss of s [B] and A [B, 1], whose product is [B, B]."""
     # [B]
     s = (torch.where(mask, log_prob - old_log_prob, 0.0).sum(-1) / mask.sum(-1)).exp()
     # [B, 1]
@@ -73,6 +77,7 @@ def outer_product(
 def arithmetic_mean(
     log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4
 ):
+    """Return GSPO's loss with the mean of r in place of its geometric mean."""
     ratio = torch.where(mask, log_prob - old_log_prob, 0.0).exp()
     s = torch.where(mask, ratio, 0.0).sum(-1) / mask.sum(-1)
     A = torch.where(mask, advantages, 0.0).sum(-1) / mask.sum(-1)
@@ -82,6 +87,7 @@ def arithmetic_mean(
 def token_variant_anchored_on_old(
     log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4
 ):
+    """Return GSPO-token's loss with r of each token as one more factor."""
     log_ratio = torch.where(mask, log_prob - old_log_prob, 0.0)
     s = (log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)).exp()
     token = s.detach() * log_ratio.exp()  # should be log_prob - log_prob.detach()
@@ -95,6 +101,9 @@ def token_variant_anchored_on_old(
 def token_variant_clips_tokens(
     log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4
 ):
+    """Return GSPO-token's loss, masked where a token's own ratio is outside of the
+    bounds.
+    """
     log_ratio = torch.where(mask, log_prob - old_log_prob, 0.0)
     mean = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
     token = log_ratio.exp()
@@ -107,6 +116,7 @@ def token_variant_clips_tokens(
 def centred_over_the_batch(
     log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4
 ):
+    """Return GSPO's loss with the batch's mean of each column subtracted from log r."""
     log_ratio = log_prob - old_log_prob
     stable = log_ratio - log_ratio.mean(dim=0, keepdim=True)
     s = (
@@ -118,6 +128,9 @@ def centred_over_the_batch(
 
 
 def sum_for_positives(log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4):
+    """Return UP-GSPO's loss with the sum over tokens in place of the mean for good
+    responses.
+    """
     lp, old = (
         torch.where(mask, log_prob, 0.0).sum(-1),
         torch.where(mask, old_log_prob, 0.0).sum(-1),
@@ -132,6 +145,7 @@ def sum_for_positives(log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4)
 def clip_of_dapo(
     log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
 ):
+    """Return GSPO's loss with DAPO's bounds by default."""
     s = (torch.where(mask, log_prob - old_log_prob, 0.0).sum(-1) / mask.sum(-1)).exp()
     A = torch.where(mask, advantages, 0.0).sum(-1) / mask.sum(-1)
     return -torch.min(s * A, s.clamp(1 - eps_low, 1 + eps_high) * A).mean()
