@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bare training steps, right ones, and ones with one bug each: a table to which rows
-can be added.
+can be added. Shapes: B rows, S columns, and S - 1 predicted tokens.
 
 A row of BUGS is `(name, cause, step)`:
 
@@ -23,6 +23,9 @@ T = 0.7
 
 
 def qwen3(seed=0, **changes):
+    """Return a Qwen3 of two layers with weights of this seed; `changes` are settings of
+    its config.
+    """
     torch.manual_seed(seed)
     settings = dict(
         vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -32,7 +35,10 @@ def qwen3(seed=0, **changes):
 
 
 def collated(rows, left=False, pad=2):
-    """ids, attention mask, positions, and per-token arrays aligned with ids."""
+    """Return ids, attention mask, trains, old, adv and ref of rows, each [B, S].
+
+    The last four are 0 outside of the responses. left: pad on the left.
+    """
     width = max(len(r.ids) for r in rows)
     ids = torch.full((len(rows), width), pad)
     seen = torch.zeros(len(rows), width)
@@ -50,6 +56,11 @@ def collated(rows, left=False, pad=2):
 
 
 def log_probs(model, ids, seen, temperature=T, positions=True, shift=True):
+    """Return the log-probabilities of the tokens behind the first, [B, S - 1].
+
+    seen: the attention mask. positions: count positions from it. shift: if False, each
+    token is scored by its own logits (the bug of a forgotten shift).
+    """
     where = (seen.cumsum(1) - 1).clamp(min=0).long() if positions else None
     z = (
         model(input_ids=ids, attention_mask=seen, position_ids=where).logits.float()
@@ -60,6 +71,7 @@ def log_probs(model, ids, seen, temperature=T, positions=True, shift=True):
 
 
 def surrogate(lp, old, adv, low=0.2, high=0.28):
+    """Return DAPO's terms; low and high are the distances of the bounds from 1."""
     r = (lp - old).exp()
     return torch.minimum(r * adv, r.clamp(1 - low, 1 + high) * adv)
 
@@ -68,7 +80,23 @@ def policy_step(
     model, rows, *, size=4, left=False, temperature=T, normalizer="step", mask=lambda m, *_: m, low=0.2, high=0.28,
     old=lambda o, lp: o, after=lambda model: None, seen=lambda s, ids: s, **forward,
 ):  # fmt: skip
-    """DAPO's loss in micro-batches; without switches, right."""
+    """Compute the gradient of DAPO's loss in micro-batches; without switches, it is
+    right.
+
+    Args:
+        model, rows: of the step.
+        size: rows of a micro-batch.
+        left: pad on the left.
+        temperature: of the logits.
+        normalizer: "step" divides by all tokens, "micro-batch" averages the means of
+            micro-batches, and "twice" divides by their number once more.
+        mask: of (trains, attention mask, ids), what trains.
+        low, high: distances of the bounds from 1.
+        old: of (old, lp), the old log-probabilities.
+        after: is called with the model after each backward pass.
+        seen: of (attention mask, ids), what is attended to.
+        forward: settings of `log_probs`.
+    """
     total = sum(sum(r.trains) for r in rows)
     parts = [rows[i : i + size] for i in range(0, len(rows), size)]
     for part in parts:
@@ -100,6 +128,7 @@ def last_only(model, rows):
 
 
 def zeroed(model, rows):
+    """Run the step twice, and leave the sum of both gradients: twice the right one."""
     policy_step(model, rows, after=lambda model: None)
     kept = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()

@@ -24,6 +24,9 @@ class Model(nn.Module):
         )
 
     def forward(self, ids, of=None):
+        """Return logits [B, S, V] of one layer of attention; tokens attend to earlier
+        ones with the same number in `of`.
+        """
         of = torch.zeros_like(ids) if of is None else of
         x = self.embed(ids)
         attends = (of[:, :, None] == of[:, None, :]).tril()
@@ -32,9 +35,12 @@ class Model(nn.Module):
 
 
 def loss_sum(model, rows):
-    """DAPO's loss summed over the tokens of one pack, and how many tokens train."""
+    """Return DAPO's loss summed over the tokens of one pack, and how many tokens train."""
 
     def flat(of):
+        """Return of(row) of all rows behind each other, 0 at prompts, without the first
+        token.
+        """
         return torch.tensor(
             [x for r in rows for x in [0.0] * len(r.prompt) + [float(v) for v in of(r)]]
         )[1:]
@@ -53,6 +59,9 @@ def loss_sum(model, rows):
 
 
 def sharded(model, rows, over_all=True):
+    """Train the model under FSDP2 for one step of SGD. over_all: divide by the tokens
+    of all ranks, not of this one.
+    """
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loss, n = loss_sum(model, rows)
@@ -82,7 +91,9 @@ def one_fails(model, rows):
 
 
 def flat_shards(model, rows):
-    """FSDP1 keeps parameters and gradients in flat buffers of its own."""
+    """Compute the gradient under FSDP1, which keeps parameters and gradients in flat
+    buffers of its own.
+    """
     net = torch.distributed.fsdp.FullyShardedDataParallel(
         model, device_id=torch.device("cpu"), use_orig_params=True
     )

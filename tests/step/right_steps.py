@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Right training steps in unusual forms."""
+"""Right training steps in unusual forms: each leaves the right gradient in the model,
+or returns it by name.
+"""
 
 import threading
 

@@ -30,7 +30,9 @@ class OnDevice(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor):
-        """A tensor without storage that has the shape and strides of the one held."""
+        """Return a tensor without storage that has the shape and strides of the one
+        held.
+        """
         out = Tensor._make_wrapper_subclass(
             cls,
             held.shape,
@@ -65,6 +67,7 @@ class MadeOnDevice(TorchFunctionMode):
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Make a tensor with a device on the CPU first, and move it there."""
         its = dict(kwargs or {})
         if func is not torch.tensor or its.get("device") is None:
             return func(*args, **its)
@@ -94,6 +97,9 @@ class StandIn(TorchDispatchMode):
         self.made.__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run the operation by `run`, and note its name in `met` where it gets tensors
+        of both devices.
+        """
         try:
             return run(func, args, kwargs or {})
         except DevicesMeetError:
@@ -106,7 +112,7 @@ class DevicesMeetError(RuntimeError):
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operation, on the device where a GPU would leave it.
+    """Return the result of an operation, on the device where a GPU would leave it.
 
     Raises:
         DevicesMeetError: it got tensors of both devices.
@@ -119,7 +125,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         raise DevicesMeetError(f"expected all tensors on the same device: {func}")
 
     def held(x: Any) -> Any:
-        """What the CPU computes with in place of an argument."""
+        """Return what the CPU computes with in place of an argument."""
         return x.held if isinstance(x, OnDevice) else x
 
     its = tree_map(held, kwargs)

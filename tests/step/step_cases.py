@@ -2,7 +2,9 @@
 """Training steps with one bug each, in the styles in which loops are written.
 
 They were written from the documentation of `check_step` and from bug reports, before
-the checker ran on them. One file: a catalogue is read as one.
+the checker ran on them. Each step leaves its gradients in the model. Its decorator says
+what was planted, and which words the cause must hold. One file: a catalogue is read as
+one.
 """
 
 import functools
@@ -283,6 +285,9 @@ def label_smoothing(model, rows):
 
 
 def with_prefix(model, rows, grad):
+    """Compute DAPO's gradient with the prompt's keys and values computed first, without
+    a graph unless `grad`.
+    """
     for r in rows:
         with torch.set_grad_enabled(grad):
             past = model(torch.tensor([r.prompt[:-1]]), use_cache=True).past_key_values
@@ -465,8 +470,8 @@ def eos_is_pad(model, rows):
 @bug("logits_to_keep takes the last columns, where short rows have padding", "last columns are taken for the response",
      qwen)  # fmt: skip
 def kept(model, rows):
-    """The last T columns are scored, T the longest response; arrays start with the
-    response.
+    """Score the last n columns, n the longest response, where arrays start with the
+    response: wrong for rows that end earlier.
     """
     for part in parts(rows, 4):
         b = collate(part)
@@ -490,8 +495,13 @@ def kept(model, rows):
 def in_parts(
     model, rows, size=3, divide=None, after=lambda model: None, keep=lambda parts: parts
 ):
-    """Micro-batches; divide: their denominators from (batch, rows of the part), else
-    all tokens.
+    """Compute DAPO's gradient in micro-batches of `size` rows.
+
+    Args:
+        divide: of (batch, rows of the part), the denominator of a part, in place of all
+            tokens.
+        after: is called with the model after each backward pass.
+        keep: of the micro-batches, those that run.
     """
     for part in keep(parts(rows, size)):
         b = collate(part)
@@ -560,7 +570,9 @@ def per_response_mean(model, rows):
 
 # ---- the loss and what goes in ----
 def with_loss(model, rows, J, side="right"):
-    """J(lp, old, A, ref, batch, logits) of [B, S - 1]."""
+    """Compute the gradient of the terms J(lp, old, A, ref, batch, logits), each [B, S -
+    1], averaged over tokens. side: of the padding.
+    """
     b = collate(rows, side)
     z = hf(model, b) if side == "left" else model(b.ids)
     z = getattr(z, "logits", z)
@@ -650,6 +662,7 @@ for words, term_of, options in (
 
     @bug(f"{words} is a mean over responses", said, Own, **options)
     def averaged_otherwise(model, rows, term_of=term_of):
+        """Add a term that is a mean over responses to DAPO's mean over tokens."""
         b, z = (x := collate(rows)), model(x.ids)
         lp, m = log_probs(z, b.ids), b.mask[:, 1:]
         (
@@ -799,6 +812,9 @@ def weight_decay(model, rows):
 
 
 def sequences(model, rows, of):
+    """Compute GSPO's gradient with of(log-ratios, mask, response with holes) as the
+    log-ratio of each response.
+    """
     b = collate(rows, "left")
     d = log_probs(hf(model, b), b.ids) - b.old[:, 1:]
     s, A = (
@@ -817,6 +833,7 @@ bug("GSPO: the mean is over the padded width", "divided by the padded width", qw
 
 
 def means(model, rows, length):
+    """Compute GRPO's gradient with length(batch) as the length of each response."""
     b = collate(rows)
     J = (
         surrogate(log_probs(model(b.ids), b.ids), b.old[:, 1:], b.adv[:, 1:], 0.8, 1.2)
@@ -835,7 +852,9 @@ bug("GRPO: divided by the length with holes", "the normalizer counts masked toke
 
 # ---- ranks ----
 def ranks(model, rows, shares, divide):
-    """One backward per rank, then the mean that DDP takes."""
+    """Run one backward pass for each rank's rows, and leave the mean of their
+    gradients, as DDP does. divide: of a rank's batch, its denominator.
+    """
     found = []
     for share in shares:
         model.zero_grad()
@@ -874,6 +893,9 @@ def last_reduced(model, rows):
 
 
 def one_rank(rank, store, model, rows, local, out):
+    """Run one of two ranks: compute its gradient, average it over both, and let rank 0
+    write it to a file.
+    """
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2
     )
@@ -892,7 +914,9 @@ def one_rank(rank, store, model, rows, local, out):
 
 
 def gloo(model, rows, local):
-    """Two processes, which are handed the model."""
+    """Run the step in two processes, and leave their gradients in the model. local:
+    each divides by its own tokens.
+    """
     with tempfile.TemporaryDirectory() as d:
         torch.multiprocessing.spawn(
             one_rank, (f"{d}/store", model, rows, local, f"{d}/out"), nprocs=2

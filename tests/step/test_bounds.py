@@ -50,6 +50,9 @@ def test_the_list_holds_numbers_of_objectives():
 
 
 def pairs():
+    """Yield (objective, its number, another value) of every number that a step must
+    notice.
+    """
     for name in judged():
         o = upref.get(name)
         for number, value in o.hyperparameters.items():

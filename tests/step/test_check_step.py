@@ -198,6 +198,9 @@ def test_the_case_decides(model):
     goal, bound = make_goal("dapo", {}, T), FLOAT32_BOUND
 
     def seen(without):
+        """Return the names of the bugs whose error is larger than the bound on a case
+        without those parts.
+        """
         with perturbed(model, True):
             case = build_case(TorchModel(model), goal, None, without)
             error = {
@@ -219,8 +222,10 @@ def test_the_case_decides(model):
 
 # ---- models that are not torch's -----------------------------------------------------
 def bigram(np=numpy):
-    """(logits, pull) of a table of logits, one row per token before: numpy, or JAX's
-    numpy.
+    """Return (logits, pull) of a table of logits with a row for the token before, by
+    numpy or JAX's numpy.
+
+    pull(params, ids, dz) is the gradient by the table.
     """
 
     def pull(params, ids, dz):
@@ -232,7 +237,7 @@ def bigram(np=numpy):
 
 
 def by_hand(params, rows, temperature=T):
-    """DAPO's gradient with respect to the table, without autograd."""
+    """Return DAPO's gradient by the table, without autograd."""
     total, g = sum(sum(r.trains) for r in rows), numpy.zeros_like(params["table"])
     for r in rows:
         before, n = r.ids[len(r.prompt) - 1 : -1], range(len(r.response))
@@ -328,7 +333,7 @@ def test_ids_of_rows_that_start_again_are_tried_once_each():
 
 
 def half_softmax(model, rows):
-    """The log-softmax of a float32 model is taken in bfloat16."""
+    """Compute DAPO's gradient with the log-softmax of a float32 model in bfloat16."""
     ids, there, trains, old, adv, _ = collated(rows)
     z = model(input_ids=ids, attention_mask=there).logits[:, :-1]
     lp = (z.bfloat16() / T).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].float()

@@ -19,7 +19,8 @@ CLIP = 0.05  # it acts on each of these steps
 
 
 def clipped_step(*, temperature=T, k1=0.0, k3=0.0, clip=CLIP, larger=1.0):
-    """DAPO with a KL term, in two micro-batches, whose gradient's norm is clipped.
+    """Return a step of DAPO with a KL term, in two micro-batches, whose gradient's norm
+    is clipped.
 
     Args:
         temperature: by which the logits are divided.

@@ -32,7 +32,7 @@ class Recurrent(nn.Module):
 
 
 def make_step(temperature=T, left=False, exponent=1.0):
-    """A DAPO step that moves what it makes to the model's device.
+    """Return a DAPO step that moves what it makes to the model's device.
 
     Args:
         temperature: by which logits are divided.

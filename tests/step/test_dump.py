@@ -17,7 +17,11 @@ def rows_of(model):
 
 
 def written(folder, step, clip=None, model=None):
-    """The file of one optimizer step, and the model from before it."""
+    """Write the first of two optimizer steps to a file; return the file, the model from
+    before it, and the model after both.
+
+    clip: the bound of the first gradient's norm.
+    """
     model = model or qwen3()
     before = qwen3()
     before.load_state_dict(model.state_dict())

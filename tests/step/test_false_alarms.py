@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 
 def hooked(model, rows):
+    """Run the right step with hooks on parameters and modules, which only read."""
     seen = []
     handles = [
         p.register_hook(lambda g: seen.append(g.norm())) for p in model.parameters()
@@ -28,7 +29,9 @@ def hooked(model, rows):
 
 
 def in_backward(model, rows):
-    """One optimizer per parameter, stepped as soon as its gradient is there."""
+    """Run the right step with one optimizer for each parameter, stepped as soon as its
+    gradient is there.
+    """
     each = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
 
     def hook(p):
@@ -49,7 +52,7 @@ def optimized(model, rows):
 
 
 def maximized(model, rows):
-    """The optimizer ascends: its gradients are those of J."""
+    """Run the right step with an optimizer that ascends: its gradients are those of J."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
     policy_step(model, rows)
     for p in model.parameters():
@@ -76,7 +79,9 @@ def sorted_by_length(model, rows):
 
 
 def packed(model, rows):
-    """All rows in one sequence, told apart by their positions."""
+    """Compute DAPO's gradient of all rows in one sequence, told apart by their
+    positions.
+    """
     ids = torch.tensor([[t for r in rows for t in r.ids]])
     where = torch.cat([torch.arange(len(r.ids)) for r in rows])[None]
     # with a cache, rows see each other
@@ -99,6 +104,7 @@ def packed(model, rows):
 
 
 def with_z_loss(model, rows):
+    """Compute DAPO's gradient with a penalty of the squared log-normalizer."""
     total = sum(sum(r.trains) for r in rows)
     ids, there, trains, old, adv, _ = collated(rows)
     z = model(input_ids=ids, attention_mask=there).logits[:, :-1] / T
@@ -108,8 +114,8 @@ def with_z_loss(model, rows):
 
 
 def two_ranks(model, rows):
-    """Each rank's sum over its own rows by the tokens of all ranks; gradients are added
-    as an all-reduce does.
+    """Compute DAPO's gradient as two ranks do: each has the sum over its own rows
+    divided by the tokens of all, times two, and the mean of both is left.
     """
     total = sum(sum(r.trains) for r in rows)
     parts = []

@@ -26,8 +26,8 @@ MICRO_BATCHES = "token-mean is taken over micro-batches of 4"
 
 
 def coincidence(model, rows):
-    """The whole gradient is that of a forgotten temperature. What its first backward
-    pass adds to that, the second one takes away.
+    """Leave the gradient of a forgotten temperature. Its first backward pass adds
+    noise, which the second one takes away.
     """
     random, sign = torch.Generator().manual_seed(1), [1e-3]
 
@@ -45,7 +45,9 @@ def coincidence(model, rows):
 
 
 def recorded(step, *, clip=None, bound=None):
-    """The report on one recorded step. clip: what it does; bound: what is meant."""
+    """Return the report on one recorded step of a Qwen3. clip: the bound to which the
+    step clips; bound: the one that is meant.
+    """
     model = qwen3()
     rows = build_case(TorchModel(model), make_goal("dapo", {}, T), None, ()).rows
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -58,7 +60,7 @@ def recorded(step, *, clip=None, bound=None):
 
 
 def dumped(folder, step):
-    """The same of a step in a file."""
+    """Return the report on one step of a Qwen3 that was written to a file."""
     model = qwen3()
     rows = build_case(TorchModel(model), make_goal("dapo", {}, T), None, ()).rows
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

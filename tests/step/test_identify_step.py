@@ -13,7 +13,11 @@ def identified(step, **how):
 
 
 def of_terms(terms, over="tokens", times=1.0, trained=lambda trains: trains):
-    """A step with these terms [B, S - 1] of (lp, old, A), averaged over tokens or responses."""
+    """Return a step with these terms [B, S - 1] of (lp, old, A), averaged over tokens
+    or responses, times a constant.
+
+    trained: of the mask of trained tokens, those that count.
+    """
 
     def step(model, rows):
         ids, there, trains, old, adv, _ = collated(rows)

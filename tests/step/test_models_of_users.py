@@ -40,6 +40,7 @@ class Tiny(nn.Module):
 
 
 def step(model, rows):
+    """Compute DAPO's gradient, one row at a time."""
     total = sum(sum(r.trains) for r in rows)
     for r in rows:
         z = model(torch.tensor([r.ids]))[0, len(r.prompt) - 1 : -1] / T
@@ -59,6 +60,9 @@ class Narrows(Tiny):
         self.shift = torch.ones(1, dtype=torch.float32)
 
     def hidden(self, ids):
+        """Return the hidden states, after asserting that no way of narrowing them
+        leaves float64.
+        """
         x = super().hidden(ids)
         for narrowed in (
             x.float(),
@@ -192,6 +196,9 @@ class Cached(Tiny):
         self.name = name
 
     def forward(self, ids, use_cache=False, **given):
+        """Return logits and a cache of running sums, which the argument of this name
+        takes; any other argument fails.
+        """
         assert not given.keys() - {self.name}, given
         total, count = given.get(self.name, (0.0, 0))
         x = self.embed(ids)

@@ -24,7 +24,7 @@ class Model(torch.nn.Module):
 
 
 def loss_of(model, rows, total):
-    """DAPO's share of the loss of a micro-batch, at a temperature of 0.7."""
+    """Return DAPO's loss of some rows at a temperature of 0.7, divided by `total`."""
     loss = 0
     for row in rows:
         ids = torch.tensor(row.ids)
@@ -37,7 +37,9 @@ def loss_of(model, rows, total):
 
 
 def gradient_of(model, rows, kept):
-    """The gradient of these micro-batches, in one vector, as flat engines keep it."""
+    """Return the gradient of these micro-batches in one vector, as flat engines keep
+    it.
+    """
     total = sum(sum(row.trains) for row in rows)
     weights = list(model.parameters())
     flat = torch.zeros(sum(p.numel() for p in weights))
@@ -56,8 +58,9 @@ def pieces(flat, model):
 
 
 def engine(kept, learning_rate=1.0):
-    """A step of an engine that keeps these micro-batches. It has flat gradients and an
-    SGD of its own: no .grad, and no optimizer of torch.
+    """Return a step of an engine that keeps these micro-batches.
+
+    It has flat gradients and an SGD of its own: no .grad, and no optimizer of torch.
     """
 
     def step(model, rows):
@@ -70,8 +73,8 @@ def engine(kept, learning_rate=1.0):
 
 
 def flat_engine(kept, make_optimizer, master=None):
-    """The same, whose optimizer of torch trains a flat copy of the weights: `master`,
-    which lives longer than the step, or one that the step makes.
+    """Return a step whose optimizer of torch trains a flat copy of the weights:
+    `master`, which lives longer than the step, or one that the step makes.
     """
 
     def step(model, rows):
@@ -253,7 +256,9 @@ def test_what_cannot_be_read_is_refused(model):
                 p.sub_(piece)
 
     def another(model, rows):
-        """An optimizer of torch trains another model; this one moves by itself."""
+        """Let an optimizer of torch train another model, while this one moves by
+        itself.
+        """
         other = torch.ones(3, requires_grad=True)
         other.grad = torch.ones(3)
         adam([other]).step()

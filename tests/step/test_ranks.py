@@ -34,7 +34,11 @@ class Small(nn.Module):
 
 
 def bare(net, rows, T, over_all):
-    """DDP averages gradients, so that each rank's sum is multiplied by their number."""
+    """Return what record_step records of one DAPO step under DDP. over_all: divide by
+    the tokens of all ranks.
+
+    DDP averages gradients, so that the count is divided by the number of ranks.
+    """
     counted = torch.tensor(float(sum(sum(r.trains) for r in rows)))
     if over_all:
         dist.all_reduce(counted)
@@ -73,8 +77,9 @@ def test_a_loop_that_counts_its_own_tokens_is_named():
 
 
 def verls(model, rows, T, over_all):
-    """verl's worker; over_all=False: the counts of tokens are not reduced over the
-    ranks.
+    """Return what is recorded of one step of verl's worker.
+
+    over_all=False: the counts of tokens are not reduced over the ranks.
     """
     from upref_frameworks.verl.step import record_training
 
@@ -113,6 +118,9 @@ class SlowLastRank:
         self.folder, self.fails = folder, fails
 
     def __call__(self, model, rows, temperature):
+        """Leave a file named by the rank. Rank 2 waits two seconds first, and then
+        raises a ValueError if `fails`.
+        """
         rank = dist.get_rank()
         if rank == 2:
             time.sleep(2)

@@ -54,6 +54,7 @@ def test_each_number_makes_a_difference_or_is_printed(reference, name):
     printed = not_reached(goal, case.forward, case.padded, FLOAT32_BOUND, rows)
 
     def error(**hp):
+        """Return the relative error of the case's gradient at other numbers."""
         other = make_goal(
             o,
             goal.hp | {k: v for k, v in hp.items() if k != "beta"},
@@ -78,7 +79,7 @@ def test_each_number_makes_a_difference_or_is_printed(reference, name):
 
 
 def step_of(name, **hp):
-    """A step written with the registered objective at these numbers."""
+    """Return a step written with the registered objective at these numbers."""
     o = upref.get(name)
 
     def step(model, rows):
@@ -109,7 +110,7 @@ def test_a_bound_of_gspo_is_noticed(low, high):
 
 
 def clamped(log_r=None, A=None, c=None):
-    """DAPO with a guard: of log r, of the advantage, or a dual clip."""
+    """Return a DAPO step with a guard: of log r, of the advantage, or a dual clip."""
 
     def surrogate(lp, old, adv):
         d = (lp - old).clamp(-log_r, log_r) if log_r else lp - old
@@ -211,6 +212,7 @@ class Gated(Bigram):
 
 
 def bare_step(model, rows):
+    """Compute DAPO's gradient, one row at a time."""
     total = sum(sum(r.trains) for r in rows)
     for r in rows:
         z = model(torch.tensor([r.ids]))[0, len(r.prompt) - 1 : -1] / T

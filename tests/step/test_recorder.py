@@ -29,7 +29,7 @@ def sgd(net):
 
 
 def take_steps(net, rows, optimizers, count):
-    """A right loop: so many optimizer steps on these rows."""
+    """Run a right loop: so many optimizer steps on these rows."""
     for _ in range(count):
         policy_step(net, rows)
         for optimizer in optimizers:
@@ -38,8 +38,8 @@ def take_steps(net, rows, optimizers, count):
 
 
 def closure_of(net, rows):
-    """What torch documents for `optimizer.step`: it zeroes the gradients and makes
-    them.
+    """Return a closure for `optimizer.step` as torch documents it: it zeroes the
+    gradients and makes them.
     """
 
     def closure():

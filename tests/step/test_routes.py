@@ -32,6 +32,9 @@ class Experts(nn.Module):
         self.experts = nn.Parameter(torch.randn(self.count, H, H) / H**0.5)
 
     def forward(self, x, routes=None):
+        """Return x plus the outputs of the chosen experts, weighted by their scores.
+        routes: their indices [B, S, taken], in place of the router's.
+        """
         scores = self.router(x).softmax(-1)
         if routes is None:
             score, chosen = scores.topk(self.taken, -1)
@@ -65,6 +68,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList([layer(), layer()])
 
     def forward(self, ids, routes=None):
+        """Return logits [B, S, V]. routes: [B, S, layers, taken]."""
         x = self.embed(ids)
         x = x + x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
         for i, layer in enumerate(self.layers):
@@ -99,6 +103,7 @@ class Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
+        """Run the layer again for the gradient, as activation checkpointing does."""
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
             out = ctx.layer(x)
@@ -112,7 +117,7 @@ class OwnCheckpoint(Model):
 
 
 def step_with(change):
-    """A step of DAPO whose rows have changed routes."""
+    """Return a step of DAPO whose rows have changed routes."""
 
     def step(model, rows):
         total = sum(sum(row.trains) for row in rows)
@@ -132,7 +137,9 @@ ignores = step_with(lambda routes: None)
 
 
 def pads_on_the_left(model, rows):
-    """A step that attends to padding in front of rows, whose routes are 0."""
+    """Run the right step on rows with padding in front, whose routes are 0, and to
+    which tokens attend.
+    """
     width = max(len(row.ids) for row in rows)
     lefts = [width - len(row.ids) for row in rows]
     padded = [
@@ -283,7 +290,9 @@ def test_the_order_of_the_experts_of_a_token_exercises_nothing():
 
 
 def own_routes(model, rows):
-    """The experts that a model chooses in float64, of each row."""
+    """Return the experts that a model chooses in float64, for each row as nested lists
+    [tokens, layers, 3].
+    """
     reference = TorchModel(model)
     routes = []
     for row in rows:
@@ -384,6 +393,9 @@ class Grouped(Experts):
     fill = 0.0
 
     def forward(self, x, routes=None):
+        """Return x plus the scores of the experts chosen within the best two of three
+        groups.
+        """
         scores = self.router(x).sigmoid()
         groups = scores.unflatten(-1, (3, 4))
         best = self.group_scores(groups).topk(2, -1).indices

@@ -27,7 +27,9 @@ def test_an_end_token_ends_each_response_but_one_of_full_length(vocabulary, end,
 
 
 def masked_behind_the_end(model, rows):
-    """Many loops take the first end token of a response as its last token."""
+    """Run the right step on responses that train up to their first end token alone. It
+    writes into the rows.
+    """
 
     def cut(r):
         return r.response.index(2) + 1 if 2 in r.response else len(r.response)
@@ -59,8 +61,8 @@ def test_responses_of_a_group_share_their_prompt(size):
 
 
 def one_prompt(model, rows):
-    """The prompt runs once, and all responses are scored behind it; the group is
-    normalized here.
+    """Compute DAPO's gradient with all responses scored behind one prompt, and
+    advantages normalized here from their rewards.
     """
     R = torch.tensor([r.reward for r in rows])
     A = (R - R.mean()) / (R.std() + 1e-4)

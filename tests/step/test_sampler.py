@@ -14,7 +14,9 @@ from upref.step import Row, check_step
 
 
 def log_rho(rows, width):
-    """[B, width - 1]: log π_old - log μ of each predicted token; 0 in prompts."""
+    """Return log π_old - log μ of each predicted token, [B, width - 1]; 0 in prompts
+    and padding.
+    """
     each = [torch.zeros(len(r.prompt)) for r in rows]
     own = [torch.tensor(r.old) - torch.tensor(r.sampler) for r in rows]
     whole = [torch.cat(pair) for pair in zip(each, own, strict=True)]
@@ -23,7 +25,7 @@ def log_rho(rows, width):
 
 
 def make_step(factor):
-    """A DAPO step whose terms are multiplied by factor(log ρ, mask)."""
+    """Return a DAPO step whose terms are multiplied by factor(log ρ, mask)."""
 
     def step(model, rows):
         ids, there, trains, old, adv, _ = collated(rows)

@@ -18,6 +18,9 @@ pytestmark = pytest.mark.nightly
 
 
 def checked(step, model, options):
+    """Return the report of check_step on a row of the tables; DAPO unless its options
+    name another objective.
+    """
     torch.manual_seed(0)
     options = {"objective": "dapo"} | options
     return upref.check_step(

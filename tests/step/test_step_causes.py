@@ -31,7 +31,7 @@ def cause(step, objective="dapo", model=None, **how):
 
 # ---- what the sum is divided by ------------------------------------------------------
 def divided(by):
-    """DAPO's sum over all tokens, divided by a function of the rows."""
+    """Return a step of DAPO's sum over all tokens, divided by by(rows)."""
 
     def step(model, rows):
         ids, there, trains, old, adv, _ = collated(rows)
@@ -73,8 +73,10 @@ def test_no_number_is_taken_for_a_divisor_because_it_is_large(by, said):
 
 
 def in_micro_batches(size, J, times=1.0):
-    """A step that averages the token means of its micro-batches, times a constant; J:
-    of log-probabilities, a batch and logits at T.
+    """Return a step that averages the token means of its micro-batches, times a
+    constant.
+
+    J: the terms of (log-probabilities, batch, logits at T).
     """
 
     def step(model, rows):
@@ -153,7 +155,9 @@ def test_a_mean_over_responses_and_one_over_passes_of_one_are_both_named():
 
 # ---- responses that do not train -----------------------------------------------------
 def of_responses(bounded):
-    """A step of responses' ratios; bounded: ratio, A to the term of each response."""
+    """Return a step of responses' ratios s (geometric means) with the terms bounded(s,
+    A).
+    """
 
     def step(model, rows):
         ids, there, trains, old, adv, _ = collated(rows)
@@ -206,6 +210,7 @@ class Fading(torch.nn.Module):
         self.gate, self.value = torch.nn.Linear(H, H), torch.nn.Linear(H, H)
 
     def forward(self, ids):
+        """Return logits of a linear recurrence, whose state fades by a gate."""
         x = self.embed(ids)
         keep, h, out = self.gate(x).sigmoid() * 0.9, torch.zeros_like(x[:, 0]), []
         for t in range(x.shape[1]):
@@ -215,6 +220,9 @@ class Fading(torch.nn.Module):
 
 
 def packed(model, rows):
+    """Compute DAPO's gradient of all rows in one sequence. model: of ids [1, N], their
+    logits.
+    """
     ids = torch.tensor([[t for r in rows for t in r.ids]])
 
     def flat(f):
@@ -316,7 +324,7 @@ def test_a_value_loss_is_named():
 
 
 def of_rows(J):
-    """A step with these terms of (lp, old, A, ref), averaged over all tokens."""
+    """Return a step with the terms J(lp, old, A, ref), averaged over all tokens."""
 
     def step(model, rows):
         ids, there, trains, old, adv, ref = collated(rows)
@@ -420,8 +428,8 @@ def test_a_fault_keeps_the_mask_boolean():
 
 # ---- a loop that makes its old log-probabilities itself ------------------------------
 def own_old(model, rows):
-    """A loop that takes log-probabilities at temperature 1, makes the old ones itself,
-    and adds the means of its four micro-batches.
+    """Compute a gradient with log-probabilities at temperature 1, old ones of its own,
+    and the sum of the means of four micro-batches.
     """
     for i in range(0, len(rows), 2):
         ids, there, trains, _, adv, _ = collated(rows[i : i + 2])

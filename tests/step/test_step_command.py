@@ -32,7 +32,9 @@ TWO_RANKS = [
 
 
 def on_two_ranks(step, *more):
-    """What rank 0 prints, and what stands on stderr."""
+    """Run `upref step` on two ranks of torchrun; return the exit status, stdout and
+    stderr.
+    """
     run = subprocess.run(
         [*TWO_RANKS, f"on_ranks.py:{step}", "--as", "dapo", *more],
         cwd=HERE,

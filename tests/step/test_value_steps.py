@@ -21,6 +21,9 @@ class Shared(nn.Module):
     """A trunk with a head for the policy and one for the critic."""
 
     def __init__(self, V=64, H=32):
+        """Make a policy and a critic on one recurrent network, always with the same
+        weights.
+        """
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(V, H)
@@ -97,7 +100,20 @@ def ppo(
     divisor=None,
     bonus=0.0,
 ):
-    """PPO's loss with a value loss, a row at a time; without options, right."""
+    """Compute the gradient of PPO's loss with a value loss, a row at a time; without
+    options, it is right.
+
+    Args:
+        coef: of the value loss.
+        loss: of (values, targets, old values).
+        place: by how many tokens the values are shifted.
+        target: of a row, what values are compared with.
+        values: of (model, hidden states), the values.
+        temperature: of the logits.
+        counts: of a row, the tokens that the value loss counts.
+        divisor: of the rows, that of the value loss.
+        bonus: coefficient of the entropy.
+    """
     total = sum(sum(r.trains) for r in rows)
     for r in rows:
         h = model.hidden(torch.tensor([r.ids]))[0]
@@ -121,7 +137,9 @@ def with_(**options):
 
 
 def over_prompts(model, rows):
-    """The value loss is the mean over all tokens, with returns of 0 on prompts."""
+    """Compute PPO's gradient with a value loss averaged over all tokens, with returns
+    of 0 on prompts.
+    """
     count = sum(len(r.ids) - 1 for r in rows)
     ppo(model, rows, coef=0)
     for r in rows:
@@ -132,6 +150,7 @@ def over_prompts(model, rows):
 
 
 def check(step, model: nn.Module | None = None, value="clipped", coef=0.5, **how):
+    """Return the report of check_step on a PPO step with a value loss."""
     return check_step(
         step,
         model or Shared(),

@@ -31,6 +31,7 @@ def qwen(**more):
 
 
 def gpt2(drop=0.0):
+    """Return a GPT-2 of two layers, whose dropouts are `drop`."""
     c = transformers.GPT2Config(
         vocab_size=V, n_positions=256, n_embd=32, n_layer=2, n_head=4
     )
@@ -39,6 +40,7 @@ def gpt2(drop=0.0):
 
 
 def gemma():
+    """Return a Gemma-2 whose logits have a softcap of 5."""
     c = transformers.Gemma2Config(
         **SMALL,
         num_key_value_heads=2,
@@ -74,6 +76,11 @@ class Own(nn.Module):
         nn.init.normal_(self.head.bias, std=0.3)
 
     def hidden(self, ids, allowed=None, positions=None, causal=True, bias=None):
+        """Return hidden states [B, S, h].
+
+        allowed: which tokens attend to which, beside causality. bias: is added to the
+        scores in place of a mask. A token always attends to itself.
+        """
         S = ids.shape[1]
         ok = torch.ones(len(ids), S, S, dtype=torch.bool)
         ok = (ok.tril() if causal else ok) & (
@@ -97,12 +104,15 @@ class Own(nn.Module):
 
 # ---- what trainers share ----
 def collate(rows, side="right", pad=0, multiple=1):
-    """ids, attn, pos, and mask, resp (the response with its holes), old, ref, adv at
-    the places of ids.
+    """Return a batch of rows: ids, attn and pos; and mask, resp (the response with its
+    holes), old, ref and adv in the columns of ids, [B, S].
+
+    side: of the padding. multiple: S is a multiple of it.
     """
     n = -(-max(len(r.ids) for r in rows) // multiple) * multiple
 
     def place(of, fill=0.0):
+        """Return of(row) of all rows, padded with `fill`."""
         out = torch.full((len(rows), n), fill)
         for i, r in enumerate(rows):
             x = torch.tensor(of(r))
@@ -123,8 +133,8 @@ def collate(rows, side="right", pad=0, multiple=1):
 
 
 def pack(rows):
-    """The same for one row that holds all; doc is the number of each token's row, same
-    says which have the same.
+    """Return a batch [1, N] of all rows behind each other. doc is the number of each
+    token's row, same where two tokens have the same.
     """
     each = [collate([r]) for r in rows]
     b = Batch(**{k: torch.cat([getattr(x, k) for x in each], 1) for k in vars(each[0])})
@@ -146,6 +156,7 @@ def hf(model, b, **kw):
 
 
 def log_probs(z, ids, temperature=T):
+    """Return the log-probabilities of the tokens behind the first, [B, S - 1]."""
     return (
         (z[:, :-1].float() / temperature)
         .log_softmax(-1)
@@ -166,6 +177,7 @@ def term(lp, b, total=None, J=None, mask=None):
 
 
 def row_term(lp, r, total):
+    """Return DAPO's loss of one row, divided by `total`."""
     return (
         -(
             surrogate(lp, torch.tensor(r.old), torch.tensor(r.adv))

@@ -21,7 +21,7 @@ SKIP = [oracle.name for oracle in every() if oracle.name not in RUN]
 
 
 def _dapo(log_prob, old_log_prob, advantages, mask, clip_high=0.28):
-    """DAPO's loss in numpy, beside a count."""
+    """Return DAPO's loss in numpy, and a count."""
     r = np.exp(np.where(mask, log_prob - old_log_prob, 0))
     A = np.where(mask, advantages, 0)
     J = np.minimum(r * A, r.clip(0.8, 1 + clip_high) * A)
@@ -29,7 +29,7 @@ def _dapo(log_prob, old_log_prob, advantages, mask, clip_high=0.28):
 
 
 def _slope(log_prob, old_log_prob, advantages, mask, clip_high=0.28):
-    """The gradient of that loss by log_prob."""
+    """Return the gradient of that loss by log_prob."""
     r = np.exp(np.where(mask, log_prob - old_log_prob, 0))
     A = np.where(mask, advantages, 0)
     trains = np.where(A > 0, r < 1 + clip_high, r > 0.8)
@@ -59,6 +59,7 @@ class OfNumpy(ArrayFunction):
         return x.astype("float32")
 
     def _given(self, arguments, arrays):
+        """Return the arguments by name, with the array in place of each placeholder."""
         args, kwargs = arguments
         given = {
             **dict(zip(self.__signature__.parameters, args, strict=False)),

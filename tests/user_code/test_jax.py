@@ -15,7 +15,9 @@ MINIMUM = "jnp.minimum(r * A, jnp.clip(r, 0.8, 1.28) * A)"
 
 
 def of_the_page(change: str = MINIMUM, library: str = "jax"):
-    """The function `loss` of the page, with another surrogate, or in MLX."""
+    """Run the code of the page, with another surrogate, or in MLX, and return its
+    names.
+    """
     section = PAGE.read_text().partition("## A loss in JAX or MLX")[2]
     blocks = re.findall(r"^(?: {4}.*|)$", section, re.M)
     code = textwrap.dedent("\n".join(blocks)).partition("$ upref")[0]

@@ -84,7 +84,7 @@ USUAL = make({r: c[0] for r, c in CALLED.items()}, CALLED)
 
 
 def answers(loss) -> list:
-    """What each door says of it."""
+    """Return what check, identify, capacity and the weights say of the loss."""
     out: list = [
         bool(upref.check(loss, "dapo", skip=QUICK)),
         str(upref.identify(loss).matches[0]),
@@ -102,6 +102,12 @@ def usual() -> list:
 
 
 def refusals(loss) -> set[str]:
+    """Return the sentences with which check, identify, capacity, cap_map and the
+    weights refuse the loss.
+
+    Raises:
+        Failed: one of them does not.
+    """
     doors = (
         lambda: upref.check(loss, "dapo"), lambda: upref.identify(loss), lambda: upref.capacity(loss, 0.01, 0.01),
         lambda: upref.cap_map(loss), lambda: upref.weights.curve.make_curve(loss),
@@ -241,6 +247,7 @@ def test_shapes_and_masks_are_found_out():
 
 def test_a_loss_of_the_first_column_gets_one_advantage_each():
     def first(log_prob, old_log_prob, advantages, mask):
+        """Return DAPO's loss with the first column's advantage for each token."""
         r, A = (
             torch.where(mask, log_prob - old_log_prob, 0).exp(),
             advantages[:, 0][:, None],
@@ -320,6 +327,7 @@ def test_hyperparameters_by_their_words(name, of, meant):
 def with_halves(
     log_prob, old_log_prob, advantages, mask, clip_ratio_low=0.2, clip_ratio_high=0.2
 ):
+    """Return DAPO's loss, with the two bounds as arguments of other names."""
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     A = torch.where(mask, advantages, 0)
     clipped = r.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
@@ -667,7 +675,9 @@ RIGHT_LOSSES = {
 
 
 def pasted(said, dots):
-    """The wrapper that an error suggests, with code in place of each of its dots."""
+    """Return the wrapper that an error suggests, with code in place of each of its
+    dots.
+    """
     code = re.search(r"`(def \w+\(.*?\): return .*?)`", said)[1]
     for place, value in dots.items():
         assert place in code, code
@@ -771,7 +781,9 @@ def test_the_loss_in_an_answer_is_found_or_the_answer_refused(wrap, right):
 
 def test_the_first_element_is_the_loss_though_another_trains_too():
     def older_verl(old_log_prob, log_prob, advantages, response_mask, cliprange=0.2):
-        """As verl's older function: beside pg_loss stands ppo_kl, which has a gradient."""
+        """Return verl's older tuple: pg_loss, a share, ppo_kl, which has a gradient
+        too, and 0.
+        """
         ppo_kl = ((old_log_prob - log_prob) * response_mask).sum() / response_mask.sum()
         pg_loss = USUAL(
             log_prob, old_log_prob, advantages, response_mask, cliprange, cliprange

@@ -104,6 +104,9 @@ def thinned(log_prob, old_log_prob, advantages, mask):
 
 
 def clipped_where_sure(log_prob, old_log_prob, advantages, mask, entropy):
+    """Return PPO's loss without a clip where a token's entropy is above the batch's
+    mean.
+    """
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     mean = torch.where(mask, entropy, 0).sum() / mask.sum()
     bounded = clipped_terms(log_prob, old_log_prob, advantages, mask)

@@ -144,7 +144,9 @@ def dapo_terms(log_prob, old_log_prob, advantages, mask):
 
 
 def averaged_by_response_in_a_first_step(log_prob, old_log_prob, advantages, mask):
-    """More than 8 responses, and no ratio but 1."""
+    """Return DAPO's loss; but a mean over responses where there are more than 8 and
+    every ratio is 1.
+    """
     t = dapo_terms(log_prob, old_log_prob, advantages, mask)
     if len(mask) > 8 and torch.equal(log_prob.detach()[mask], old_log_prob[mask]):
         return -(t.sum(1) / mask.sum(1)).mean()
@@ -152,7 +154,9 @@ def averaged_by_response_in_a_first_step(log_prob, old_log_prob, advantages, mas
 
 
 def without_the_column_behind_a_prompt(log_prob, old_log_prob, advantages, mask):
-    """No response has a token in the first 32 columns."""
+    """Return DAPO's loss, without the first trained column where that is the 33rd or
+    later.
+    """
     t = dapo_terms(log_prob, old_log_prob, advantages, mask)
     start = int(mask.any(0).int().argmax())
     lost = torch.arange(mask.shape[1]) == (start if start >= 32 else -1)
@@ -181,6 +185,9 @@ def test_a_first_step_and_a_batch_without_padding_are_asked(loss):
 
 def test_a_response_of_several_certain_samples_is_asked():
     def dropped(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
+        """Return DAPO's loss times the ratio to the sampler, without the responses of
+        more than three tokens that are all certain to the sampler.
+        """
         t = dapo_terms(log_prob, old_log_prob, advantages, mask)
         rho = torch.where(mask, old_log_prob - rollout_log_probs, 0).exp()
         certain = (torch.where(mask, rollout_log_probs, 0) == 0).all(1)
@@ -224,6 +231,7 @@ def test_masking_without_effect_is_named():
 
 
 def up_beyond_a_threshold(log_prob, old_log_prob, advantages, mask):
+    """Return UP-DAPO's loss whose unclipped branch begins at A = 1e-5, not at 0."""
     lp = torch.where(mask, log_prob, 0)
     a = torch.where(mask, advantages, 0)
     r = (lp - torch.where(mask, old_log_prob, 0)).exp()

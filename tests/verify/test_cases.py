@@ -40,8 +40,8 @@ EVERY = 60  # one case in so many runs by day
 
 
 def by_day(cases):
-    """The cases of a sample: one in EVERY, and the first of each file, kind and verdict.
-    The others run by night.
+    """Return the cases of a sample: one in EVERY, and the first of each file, kind and
+    verdict. The others run by night.
     """
     kept, classes = [], set()
     for n, case in enumerate(cases):
@@ -60,6 +60,9 @@ def parameter(case, daily=True):
 
 
 def identified(case, identity):
+    """Assert that an identity is what a box's case says: none, one up to an input, or
+    one of its names at its hyperparameters.
+    """
     if case.verdict == UNKNOWN:
         assert not identity or (
             case.file.startswith("public") and identity.kind == "pitfall"
@@ -80,7 +83,9 @@ def identified(case, identity):
 
 
 def _without_padding(case, b):
-    """The gradient of the batch without its columns of padding, where they were."""
+    """Return the gradient of the batch without its columns of padding, in the columns
+    of the whole batch; 0 in the padding.
+    """
     used, g = b.mask.any(0), torch.zeros_like(b.logp)
     g[:, used] = case.gradient(
         cut(b, list(range(len(b.mask))), used.nonzero().flatten().tolist())
@@ -89,8 +94,10 @@ def _without_padding(case, b):
 
 
 def numbers_on(one, b, g, unit, remark):
-    """What the objective and the loss have at each token, in this unit; None where the
-    loss gets another batch.
+    """Return what the objective has at each token and what the loss has, in this unit.
+
+    The second is None where the loss gets another batch, which the remark of a finding
+    says.
     """
     if unit == "weight":
         return one.expected(b), g / one.factors(b)
@@ -112,9 +119,7 @@ def near(x, value):
 
 
 def strangers(case, report) -> list[str]:
-    """The findings whose two numbers no token of the batch has that is printed below
-    them.
-    """
+    """Return the findings whose two numbers no token of their printed batch has."""
     o, out = upref.get(case.objective), []
     one = make_case(read(case.function, o, case.hp), o, o.resolve(case.hp))
     for f in report.failures:
@@ -302,6 +307,11 @@ def test_what_was_not_checked_is_always_said():
 
 # ---- without the checker -------------------------------------------------------------
 def masks(kind, B, T, g):
+    """Return a mask [B, T] of this kind: full, right or left (each row padded at random
+    there), turns of three columns, or one hole of half the columns.
+
+    g: the generator of the paddings.
+    """
     t, m, ends = (
         torch.arange(T),
         torch.ones(B, T, dtype=torch.bool),
@@ -312,7 +322,9 @@ def masks(kind, B, T, g):
 
 
 def batches():
-    """Sizes, masks and compositions at which the wrong losses are wrong."""
+    """Yield batches of sizes, masks and compositions at which the wrong losses are
+    wrong.
+    """
     sizes = [
         (1, 5),
         (4, 8),
@@ -360,6 +372,9 @@ ARGUMENTS = dict(log_prob="logp", old_log_prob="logp_old", advantages="adv", mas
 
 
 def error(fn, o, hp, b):
+    """Return the norm of the difference of a loss's gradient and the objective's at
+    tokens, relative to the objective's norm.
+    """
     takes = inspect.signature(fn).parameters
     lp = b.logp.clone().requires_grad_()
     given = {k: getattr(b, v) for k, v in ARGUMENTS.items() if k in takes} | {

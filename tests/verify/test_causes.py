@@ -88,6 +88,9 @@ def test_what_no_sampler_draws_is_a_note_for_every_objective(name):
 
 
 def by_indicator(c, x, y):
+    """Return where(c, x, y) as c x + (1 - c) y; `where` itself if x or y is a truth
+    value.
+    """
     if any(
         v is True
         or v is False
@@ -109,7 +112,9 @@ def by_indicator(c, x, y):
 
 
 def written(fn, words):
-    """The function, and those of its module that it calls, with other words."""
+    """Return a copy of the function, and of those of the objectives that it calls, with
+    other functions in place of the named words.
+    """
     names = dict(fn.__globals__)
     made = types.FunctionType(
         fn.__code__, names, fn.__name__, fn.__defaults__, fn.__closure__
@@ -185,7 +190,7 @@ def test_a_gradient_lost_on_one_batch_is_not_called_lost():
 
 # ---- state, and what looks like another cause on some batches ------------------------
 def after(n):
-    """Another answer from call n + 1 on."""
+    """Return DAPO's loss, whose terms are multiplied by 1.5 from call n + 1 on."""
     calls = [0]
 
     def change(lp, old, A):
@@ -196,7 +201,13 @@ def after(n):
 
 
 def calls_said(report):
-    """The calls that a report names: an answer has changed at one of them."""
+    """Return the range of calls that a report names, at one of which an answer has
+    changed.
+
+    Raises:
+        AssertionError: the report has another failure, or the range is longer than
+            twelve calls.
+    """
     (failure,) = report.failures
     assert failure.oracle == "determinism" and "keeps state" in failure.cause, str(
         report
@@ -340,6 +351,8 @@ def test_a_clamp_is_named_by_its_bounds(said):
 
 
 def up_dapo_of(clamp):
+    """Return UP-DAPO's loss with clamp(log r) in the branch of bad tokens."""
+
     def loss(log_prob, old_log_prob, advantages, mask):
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
         return (
@@ -382,7 +395,7 @@ def test_a_clamp_is_said_once_and_its_bound_is_round(name, of, cause):
 
 # ---- a fault of what the objective does not have is no cause -------------------------
 def by_tokens(change, total):
-    """`change`: the term of (r, lp, old, A)."""
+    """Return a loss: minus total(change(r, lp, old, A), mask)."""
 
     def loss(log_prob, old_log_prob, advantages, mask):
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages.expand_as(mask))
@@ -417,7 +430,9 @@ def rootless_gmpo(log_prob, old_log_prob, advantages, mask):
 
 
 def corrected(change):
-    """The same under tis: the weights of the sampler, at most 2."""
+    """Return a loss: minus the mean over tokens of change(r, lp, old, A), weighted by
+    the ratio to the sampler, at most 2.
+    """
 
     def loss(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
         lp, old, A, mu = calm(
@@ -646,7 +661,9 @@ def test_log_r_and_one_plus_log_r_are_not_told_apart_by_a_gradient():
 
 
 def rootless_ripo(log_prob, old_log_prob, advantages, mask):
-    """The band of RIPO without its root, averaged over all tokens; it has no groups."""
+    """Return RIPO's loss without the root in its band, averaged over all tokens, not
+    within groups.
+    """
     A = torch.where(mask, advantages, 0)
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     e = 0.05 / torch.where(mask, old_log_prob, 0).exp()
@@ -662,7 +679,9 @@ def test_a_loss_without_groups_is_not_said_to_average_over_groups():
 
 
 def quantile_of_the_batch(log_prob, old_log_prob, advantages, mask, entropy):
-    """ASPO whose quantile is over the batch, with bounds that are float32 tensors."""
+    """Return ASPO's loss with one quantile of the entropies over the whole batch, and
+    bounds that are float32 tensors.
+    """
     x, A, lp = (
         torch.where(mask, v, 0) for v in (log_prob - old_log_prob, advantages, log_prob)
     )
@@ -686,7 +705,7 @@ def test_the_printed_batch_shows_more_than_a_bound_in_float32():
 
 
 def masked_beyond(bounds):
-    """DAPO whose clipped terms are left out by a mask, with bounds of (A, log r)."""
+    """Return DAPO's loss without a clip, its terms multiplied by bounds(A, log r)."""
 
     def loss(log_prob, old_log_prob, advantages, mask):
         A, x = (torch.where(mask, v, 0) for v in (advantages, log_prob - old_log_prob))
@@ -732,7 +751,7 @@ def test_a_mask_or_a_missing_ratio_is_not_called_a_clip_or_a_ratio(loss, cause):
 
 
 def left_out_kl(keep):
-    """GRPO whose KL term is left out where log π_ref - log π_θ is so."""
+    """Return GRPO's loss whose KL term is left out unless keep(log π_ref - log π_θ)."""
 
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
         A, x, d = (

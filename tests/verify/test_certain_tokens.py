@@ -54,8 +54,8 @@ def test_nan_at_log_probability_0_is_a_failure():
 
 
 def with_divergence(derivative):
-    """DPPO-KL that multiplies by a mask, whose divergence has no gradient of its own,
-    or one of 0 times infinity where π_θ is 1.
+    """Return DPPO-KL's loss by a product with a mask. derivative: the divergence has a
+    gradient, which is 0 times infinity where π_θ is 1.
     """
 
     def loss(log_prob, old_log_prob, advantages, mask, delta=0.05):
@@ -85,6 +85,7 @@ def test_a_guard_decides_what_a_divergence_is_at_log_probability_0():
 
 
 def gppo_by_logarithms(log_prob, old_log_prob, advantages, mask):
+    """Return GPPO's loss with the clip as a detached shift of log r."""
     log_r = torch.where(mask, log_prob - old_log_prob, 0)
     A = torch.where(mask, advantages, 0)
     above = (math.log(1.28) - log_r.detach()).clamp(max=0)

@@ -56,7 +56,7 @@ def test_no_false_alarm(loss, name, batches):
 
 @st.composite
 def rollouts(draw):
-    """Ragged, with holes, any signs and ratios, groups or none."""
+    """Draw a batch: ragged, with holes, any signs and ratios."""
     B, T = draw(st.integers(2, 5)), draw(st.integers(1, 6))
 
     def table(low, high):
@@ -99,6 +99,7 @@ def test_a_loss_that_is_told_the_number_of_micro_batches():
     def by_tokens(
         log_prob, old_log_prob, advantages, mask, gradient_accumulation_steps
     ):
+        """Return DAPO's loss divided by the number of micro-batches."""
         return (
             plain(log_prob, old_log_prob, advantages, mask)
             / gradient_accumulation_steps
@@ -380,7 +381,7 @@ def test_an_aggregation_by_a_length_is_refused(tmp_path, capsys):
 
 
 def by_length(log_prob, old_log_prob, advantages, mask, max_len=1024):
-    """Dr. GRPO, divided by a fixed length as its code does."""
+    """Return Dr. GRPO's loss divided by a fixed length, as its code does."""
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     A = torch.where(mask, advantages, 0)
     J = torch.minimum(r * A, r.clamp(0.8, 1.2) * A) * mask
@@ -537,6 +538,9 @@ def verl_style(
     config=None,
     **_,
 ):
+    """Return DAPO's loss in verl's style: settings in a config, the number of tokens in
+    its global_batch_info.
+    """
     lp, old, A = calm(response_mask, log_prob, old_log_prob, advantages)
     r = (lp - old).clamp(-20, 20).exp()
     J = torch.min(
@@ -629,6 +633,7 @@ def test_a_config_that_is_not_verls_needs_a_wrapper(no_verl):
 
 def test_a_gradient_of_a_fully_masked_row_is_shown_in_numbers_that_differ():
     def leaks(log_prob, old_log_prob, advantages, mask):
+        """Return PPO's loss less the log-probabilities of responses without a token."""
         r = (log_prob - old_log_prob).exp()
         J = torch.minimum(r * advantages, r.clamp(0.8, 1.2) * advantages)
         empty_rows = mask.sum(1) == 0
@@ -647,7 +652,9 @@ def test_a_gradient_of_a_fully_masked_row_is_shown_in_numbers_that_differ():
 
 # ---- losses that raise ---------------------------------------------------------------
 def refusing(is_refused):
-    """A loss of DAPO's clip that raises on some masks."""
+    """Return DAPO's loss, which raises a ValueError on the masks that is_refused
+    selects.
+    """
 
     def loss(log_prob, old_log_prob, advantages, mask):
         if is_refused(mask):
@@ -704,6 +711,7 @@ def test_a_loss_that_refuses_float32_is_told_so_once():
 
 def test_a_masked_row_that_makes_the_loss_nan_says_so():
     def of_responses(log_prob, old_log_prob, advantages, mask):
+        """Return the mean of responses' means: NaN where one has no token."""
         r = torch.where(mask, log_prob - old_log_prob, 0).exp()
         J = torch.where(
             mask, torch.minimum(r * advantages, r.clamp(0.8, 1.28) * advantages), 0

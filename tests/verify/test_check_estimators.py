@@ -42,7 +42,7 @@ def std_of(x):
 
 
 def by_prompt(change):
-    """An advantage function that changes the rewards of each prompt."""
+    """Return an advantage function that applies `change` to the rewards of each prompt."""
 
     def advantages_of(rewards, group):
         out = torch.zeros_like(rewards)
@@ -54,7 +54,9 @@ def by_prompt(change):
 
 
 def of_tokens(power):
-    """group_norm of the rewards times a power of the lengths."""
+    """Return an estimator of token rewards: group_norm of each response's sum times its
+    length to this power.
+    """
     normed = by_prompt(lambda x: (x - x.mean()) / (std_of(x) + 1e-6))
 
     def advantages_of(token_level_rewards, response_mask, group):
@@ -66,7 +68,10 @@ def of_tokens(power):
 
 
 def reshaped(*shape):
-    """group_norm of a batch that is reshaped, its prompts taken to be of one size."""
+    """Return group_norm of a batch that is reshaped to equal prompts: in blocks of rows
+    for ("prompts", -1), else dealt like cards. Where the prompts do not divide the
+    batch, it is right.
+    """
 
     def advantages_of(rewards, group):
         prompts = len(group.unique())
@@ -517,7 +522,9 @@ LOGPROBS = Catalogue("logprobs", lambda p: [fault("thirteen too much", id="thirt
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """A file of somebody's own in the folder of known faults."""
+    """Put a file with a known fault of a user's own into the folder of known faults,
+    and take it out at the end.
+    """
     (tmp_path / "mine_of_a_test.py").write_text(MINE)
     monkeypatch.setattr(faults, "__path__", [*faults.__path__, str(tmp_path)])
     yield

@@ -191,6 +191,9 @@ class WideHead:
         self.of = self.copy = None
 
     def __call__(self, hidden, weight, tokens):
+        """Return log-probabilities of a head whose weight is kept as a copy in another
+        dtype, made anew for each new weight.
+        """
         if self.of is not weight:
             self.of = weight
             self.copy = weight.detach().to(self.dtype, copy=self.dtype != weight.dtype)

@@ -178,6 +178,7 @@ def test_watch_checks_again_at_each_save_until_ctrl_c(tmp_path):
     assert process.stdout is not None
 
     def next_verdict() -> str:
+        """Return what the command prints up to the next line that it waits for a save."""
         lines = []
         for line in process.stdout:
             lines.append(line)

@@ -38,6 +38,7 @@ def halved(log_prob, old_log_prob, advantages, mask):
 
 
 def without_last(log_prob, old_log_prob, advantages, mask):
+    """Return PPO's loss without the last token of each response, divided by all tokens."""
     last = mask & (mask.long().flip(1).cumsum(1).flip(1) == 1)
     kept = mask & ~last
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
@@ -53,7 +54,7 @@ def with_kl(log_prob, old_log_prob, advantages, mask, ref_log_prob):
 
 
 def kept(log_prob, old_log_prob, advantages, mask):
-    """The mean over the tokens whose ratio is at most 2."""
+    """Return PPO's loss as a mean over the tokens whose ratio is at most 2."""
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     A = torch.where(mask, advantages, 0)
     keep = mask & (r.detach() <= 2)
@@ -62,7 +63,9 @@ def kept(log_prob, old_log_prob, advantages, mask):
 
 
 def dropped(log_prob, old_log_prob, advantages, mask):
-    """The same tokens, divided by all."""
+    """Return PPO's loss over the tokens whose ratio is at most 2, divided by all
+    tokens.
+    """
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     A = torch.where(mask, advantages, 0)
     keep = mask & (r.detach() <= 2)
@@ -71,7 +74,7 @@ def dropped(log_prob, old_log_prob, advantages, mask):
 
 
 def truncated(log_prob, old_log_prob, sampler_log_prob, advantages, mask, cap=2.0):
-    """PPO times the ratio to a sampler, at most `cap`."""
+    """Return PPO's loss times the ratio to a sampler, at most `cap`."""
     rho = torch.where(mask, old_log_prob - sampler_log_prob, 0).exp().clamp(max=cap)
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     A = torch.where(mask, advantages, 0)
@@ -188,7 +191,9 @@ def test_a_kl_term_makes_no_other_ratio_and_a_divisor_is_named():
 
 
 def of_a_response(log_prob, old_log_prob, advantages, mask, is_mean, most=10.0):
-    """GSPO's form of its ratio: its value is the response's, its gradient the token's."""
+    """Return a loss with GSPO's form of a ratio: its value is the response's (the mean,
+    or the product), its gradient the token's.
+    """
     d = torch.where(mask, log_prob - old_log_prob, 0)
     log_s = d.sum(-1, keepdim=True)
     log_s = log_s / mask.sum(-1, keepdim=True) if is_mean else log_s
@@ -215,6 +220,8 @@ def test_the_mean_and_the_product_of_a_response_are_two_ratios():
 
 def test_two_clips_of_one_ratio_of_a_response_have_the_same_ratio():
     def clipped(eps):
+        """Return a loss of responses whose ratio, a product, is clipped to 1 ± eps."""
+
         def loss(log_prob, old_log_prob, advantages, mask):
             log_s = torch.where(mask, log_prob - old_log_prob, 0).sum(1)
             s, A = log_s.exp(), advantages[:, 0]
@@ -229,6 +236,10 @@ def test_two_clips_of_one_ratio_of_a_response_have_the_same_ratio():
 
 def test_two_unknown_ratios_of_responses_are_not_called_the_same():
     def times_a_power(power):
+        """Return a loss whose terms have a detached factor: the largest ratio of the
+        response over the token's own, to this power.
+        """
+
         def loss(log_prob, old_log_prob, advantages, mask):
             r = torch.where(mask, log_prob - old_log_prob, 0).exp()
             A = torch.where(mask, advantages, 0)
@@ -320,7 +331,7 @@ def test_nothing_is_named_where_no_setting_closes_a_difference():
 def a_function_whose_name_is_longer_than_a_column(
     log_prob, old_log_prob, advantages, mask
 ):
-    """Clipped on both sides of the window, as if A had one sign."""
+    """Return a loss clipped on both sides of the window, as if A had one sign."""
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     A = torch.where(mask, advantages, 0)
     return -(r.clamp(0.8, 1.2) * A)[mask].mean()

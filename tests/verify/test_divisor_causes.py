@@ -88,6 +88,9 @@ def with_holes(mask):
 
 
 def rejecting(log_prob, old_log_prob, advantages, mask, *, clips):
+    """Return DAPO's loss (without the clip unless `clips`) over tokens with a ratio in
+    [0.5, 2], divided by these alone.
+    """
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     A = torch.where(mask, advantages, 0)
     kept = mask & (r >= 0.5) & (r <= 2)

@@ -63,6 +63,7 @@ def test_a_step_a_function_and_a_lesson_name_a_forgotten_temperature_by_one_id()
     pytest.importorskip("transformers")
 
     def step(model, rows):
+        """Compute DAPO's gradient with logits at temperature 1, one row at a time."""
         total = 0
         for row in rows:
             ids = torch.tensor([row.prompt + row.response])

@@ -103,6 +103,9 @@ def ratio_clamped(log_prob, teacher_log_prob, mask, gamma):
 
 
 def second_distinct(rewards, mask, group):
+    """Return pass_at_k's advantages with the best response compared with the second
+    distinct reward, not with the second best response.
+    """
     A = pass_at_k(rewards, mask, group)
     R = torch.where(mask, rewards, 0).sum(1)
     for i in range(len(R)):

@@ -140,6 +140,9 @@ def mean_kept_by_n(rewards, values, mask, gamma, lam):
 
 
 def counted_by_own_advantage(rewards, mask, group):
+    """Return GPG's advantages, scaled by all responses over those whose own advantage
+    is not 0.
+    """
     A = gpg(rewards, mask, group)
     R = torch.where(mask, rewards, 0).sum(1)
     same = (group[:, None] == group) & mask.any(1) & mask.any(1)[:, None]
@@ -150,6 +153,9 @@ def counted_by_own_advantage(rewards, mask, group):
 
 
 def lone_tokens_at_0(rewards, log_prob, sum_pi_squared, mask, group):
+    """Return the optimal token baseline's advantages, 0 for a token without a peer at
+    its number.
+    """
     A = optimal_token_baseline(rewards, log_prob, sum_pi_squared, mask, group)
     number = mask.long().cumsum(1)
     for i, k in mask.nonzero().tolist():

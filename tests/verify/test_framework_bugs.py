@@ -146,9 +146,12 @@ def test_an_edit_leaves_the_formula_as_it_was():
 
 
 def vespo(phi_of):
-    """VESPO with this weight of (log W, φ) on the log-probabilities."""
+    """Return VESPO's loss with phi_of(φ, length), which is not detached, on the
+    log-probabilities of responses.
+    """
 
     def loss(log_prob, old_log_prob, advantages, mask):
+        """Return the loss."""
         d = torch.where(mask, log_prob - old_log_prob, 0).sum(1)
         a = advantages[:, 0]
         c1, c2 = torch.where(a > 0, 2.0, 3.0), torch.where(a > 0, 3.0, 2.0)

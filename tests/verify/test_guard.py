@@ -115,6 +115,9 @@ def test_the_command_line_says_0_only_after_a_report(tmp_path):
     (tmp_path / "mine.py").write_text(DAPO)
 
     def start(loss):
+        """Start `upref check --json` on a loss of mine.py as a process of its own, and
+        return it.
+        """
         return subprocess.Popen(
             [*fork.executable(), "-m", "upref", "check", f"mine.py:{loss}", "--as", "dapo", *FAST, "--json", "--timeout",
              "12" if loss in ("loops", "stops") else "300"],
@@ -162,6 +165,8 @@ def dapo(log_prob, old_log_prob, advantages, mask):
 
 
 def after(what, answer=dapo):
+    """Return a loss that calls `what` first, and then answers as DAPO."""
+
     def loss(log_prob, old_log_prob, advantages, mask):
         what()
         return answer(log_prob, old_log_prob, advantages, mask)
@@ -335,6 +340,9 @@ def test_the_rest_is_set_back_without_a_working_directory(tmp_path, monkeypatch)
     before = random.getstate()
 
     def removes(log_prob, old_log_prob, advantages, mask):
+        """Remove the working directory, and change a random state and an environment
+        variable; then answer as DAPO.
+        """
         if (tmp_path / "here").exists():
             (tmp_path / "here").rmdir()
             random.seed(1)
@@ -379,7 +387,11 @@ LEAVING = {
 
 
 def counting(at, what, back):
-    """That call does this, or the first backward pass from it on."""
+    """Return DAPO's loss, which runs `what` at call number `at`, and the list of its
+    calls.
+
+    back: run it in the first backward pass from that call on, not in the call.
+    """
     calls = []
 
     def loss(log_prob, old_log_prob, advantages, mask, eps_low=0.2, eps_high=0.28):
@@ -402,7 +414,9 @@ PARTS = daily(range(4), 4)  # of the calls of a loss: every fourth by day
 
 
 def spread(most, first=12, later=12):
-    """Calls of a loss by number: each of the first, and some of the later ones."""
+    """Return (number, call) of calls of a loss: each of the first ones, and `later` of
+    those up to `most`.
+    """
     return list(
         enumerate(
             [

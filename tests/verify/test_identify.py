@@ -33,8 +33,8 @@ RANGES = {
 
 
 def draw(name: str) -> dict:
-    """Random hyperparameters, others for every objective; the optional ones (c, beta)
-    are there half of the time.
+    """Return random hyperparameters of an objective, always the same for a name; c and
+    beta stay absent half of the time.
     """
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     hp = {}
@@ -128,6 +128,7 @@ def quarter(*args):
 
 
 def single(log_prob, old_log_prob, advantages, mask):
+    """Return DAPO's loss computed in float32, at other hyperparameters."""
     return mean(
         log_prob.float(),
         old_log_prob.float(),
@@ -428,8 +429,8 @@ def test_no_slip_is_named_that_changes_nothing():
 
 
 def ce_gppo(d, A, m):
-    """CE-GPPO away from its defaults: 0.6 and 0.9 of the bounds 0.85 and 1.3 beyond
-    them.
+    """Return CE-GPPO's loss away from its defaults: beyond the bounds 0.85 and 1.3 a
+    token has 0.6 and 0.9 of the bound.
     """
     r = d.exp()
     above, below = (

@@ -17,6 +17,7 @@ NETWORK = (
 
 
 def dapo(log_prob, old_log_prob, advantages, mask, factor=1.0):
+    """Return DAPO's loss times a factor."""
     lp, old, A = (
         torch.where(mask, x, 0.0) for x in (log_prob, old_log_prob, advantages)
     )
@@ -29,6 +30,7 @@ def dapo(log_prob, old_log_prob, advantages, mask, factor=1.0):
 
 
 def reads_grad(log_prob, old_log_prob, advantages, mask):
+    """Return DAPO's loss; half of its gradient where log_prob has a graph."""
     calm = log_prob.grad_fn is None
     return dapo(
         log_prob if calm else 0.5 * log_prob + 0.5 * log_prob.detach(),
@@ -45,6 +47,9 @@ def writes(log_prob, old_log_prob, advantages, mask):
 
 
 def steps(log_prob, old_log_prob, advantages, mask):
+    """Return DAPO's loss without its graph, after its own backward pass: twice as large
+    where log_prob has a graph.
+    """
     loss = dapo(
         log_prob, old_log_prob, advantages, mask, 1.0 if log_prob.is_leaf else 2.0
     )

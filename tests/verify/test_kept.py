@@ -81,6 +81,9 @@ HP = {
 
 # ---- the reference -------------------------------------------------------------------
 def batch(seed=0, rows=4, columns=6):
+    """Return a random batch of four responses of up to six tokens, with entropies and a
+    sampler's log-probabilities.
+    """
     rng = torch.Generator().manual_seed(seed)
 
     def normal():

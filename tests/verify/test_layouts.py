@@ -25,8 +25,8 @@ from upref.verify.oracles.weights import gradient
 
 
 def wrong_where(name, condition, **hp):
-    """The objective, whose gradient is half as large again on the tokens where the
-    condition on (lp, old, A, mask, group, log μ) holds.
+    """Return the objective's loss, whose gradient is half as large again on tokens
+    where condition(lp, old, A, mask, group, log μ) is true.
     """
     objective = upref.get(name)
 
@@ -62,6 +62,10 @@ def is_sorted(mask, sign):
 
 
 def is_sorted_by_rank(mask, sign):
+    """Return whether each quarter of the rows is sorted by length (sign 1: ascending),
+    with a difference in each, and the whole is not. False if the rows are not divisible
+    by 4.
+    """
     if len(mask) % 4:
         return False
     parts = [sign * part.sum(1).diff() for part in mask.chunk(4)]
@@ -87,7 +91,9 @@ def start(mask):
 
 
 def gap(mask):
-    """The columns without a token between each token and the one before it."""
+    """Return the number of columns without a token between each token and the one
+    before it, [B, T]; 0 before the first.
+    """
     at = torch.arange(mask.shape[1]).expand(mask.shape)
     last = torch.where(mask, at, -1).cummax(1).values.roll(1, 1)
     last[:, 0] = -1
@@ -300,7 +306,9 @@ def test_the_grid_is_put_in_these_orders(what):
 
 
 def are_dealt_to_ranks(group, ranks=4):
-    """Return whether rows that were sorted by prompt were dealt to ranks like cards."""
+    """Return whether rows that were sorted by prompt were dealt to ranks like cards,
+    and stand neither by prompt nor in turn.
+    """
     places = torch.cat([torch.arange(len(group))[i::ranks] for i in range(ranks)])
     before = torch.empty_like(group).scatter(0, places, group)
     is_mixed = len(group.unique_consecutive()) > len(group.unique())
@@ -314,8 +322,9 @@ def test_the_grid_is_dealt_to_ranks_prompt_by_prompt():
 
 
 def reads_behind_each_response(log_prob, old_log_prob, advantages, mask):
-    """GRPO whose sums of responses are differences of a running sum. Where the first
-    response has no token, its end is -1: the whole batch.
+    """Return GRPO's loss with sums of responses as differences of a running sum.
+
+    Where the first response has no token, its end is -1: the whole batch.
     """
     r = (log_prob[mask] - old_log_prob[mask]).exp()
     A = advantages[mask]
@@ -327,7 +336,7 @@ def reads_behind_each_response(log_prob, old_log_prob, advantages, mask):
 
 
 def counts_from_zero(log_prob, old_log_prob, advantages, mask):
-    """The same with a zero in front of the running sum, which is right."""
+    """Return GRPO's loss with a zero in front of that running sum, which is right."""
     r = (log_prob[mask] - old_log_prob[mask]).exp()
     A = advantages[mask]
     summands = torch.minimum(r * A, r.clamp(0.8, 1.2) * A)
@@ -352,7 +361,7 @@ def test_the_place_of_a_row_without_tokens_does_not_matter(loss, count):
 def clamps_tokens(
     log_prob, old_log_prob, advantages, mask, eps_low=3e-4, eps_high=4e-4
 ):
-    """GSPO with log r of each token clamped to ±10 before the mean."""
+    """Return GSPO's loss with log r of each token clamped to ±10 before the mean."""
     log_r = torch.where(mask, log_prob - old_log_prob, 0).clamp(-10, 10)
     s = (log_r.sum(1) / mask.sum(1)).exp()
     A = advantages.gather(1, mask.int().argmax(1, keepdim=True))[:, 0]
@@ -389,6 +398,7 @@ class Annealed:
 
 
 def in_a_closure(after):
+    """Return GRPO's loss whose bound is 0.1 in place of 0.2 at every `after`-th call."""
     calls = 0
 
     def loss(log_prob, old_log_prob, advantages, mask):
@@ -401,6 +411,7 @@ def in_a_closure(after):
 
 
 def counts_and_is_right():
+    """Return GRPO's loss, and the counts of calls and tokens that it keeps."""
     seen = {"calls": 0, "tokens": 0}
 
     def loss(log_prob, old_log_prob, advantages, mask):

@@ -46,6 +46,9 @@ MISSED = 2  # survivors that the checker misses: it must not grow
 
 
 def rows(tmp_path, names=SAMPLE, seed=5):
+    """Yield a row with truth and verdict for `n` mutants of each of these objectives in
+    each style.
+    """
     for name, n in names.items():
         c = configs(upref.get(name))[-1]
         for style in STYLES:
@@ -188,6 +191,10 @@ def calm(mask, *xs):
 
 
 def gspo_of(high, by=len, dtype=torch.float64):
+    """Return GSPO's loss with this distance of the upper bound from 1, divided by
+    by(mask); log-probabilities are rounded to dtype.
+    """
+
     def loss(log_prob, old_log_prob, advantages, mask):
         lp, old = (x.to(dtype).double() for x in calm(mask, log_prob, old_log_prob))
         s, A = (
@@ -336,6 +343,9 @@ def test_rewards_that_are_no_halves():
 @pytest.mark.parametrize("least", [0.01, 1e-9])
 def test_small_rewards_are_rewards(name, least):
     def gated(rewards, group):
+        """Return the estimator's advantages, but 0 for a prompt whose rewards differ by
+        at most `least`.
+        """
         out = torch.zeros_like(rewards)
         for g in group.unique():
             x = rewards[group == g]
@@ -420,6 +430,7 @@ def test_sums_of_long_responses_may_round_apart_in_float32():
     """Σ log π_θ and Σ log π_old, each summed by itself."""
 
     def vespo(log_prob, old_log_prob, advantages, mask):
+        """Return VESPO's loss of packed tokens, with sums by index_add."""
         rows, n = mask.nonzero()[:, 0], mask.sum(-1)
 
         def total(x):
@@ -459,6 +470,9 @@ def test_a_bound_that_depends_on_a_rare_token_is_asked_too():
 
 def test_overflow_is_noted_at_tiny_advantages_too():
     def up_dapo_anchored(log_prob, old_log_prob, advantages, mask):
+        """Return UP-DAPO's loss whose ratio overflows in the branch not taken where 0 <
+        A <= 1e-3.
+        """
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
         # infinite for 0 < A <= 1e-3, in the branch that is not taken
         r = torch.where(A > 1e-3, 0.0, lp - old).exp()
@@ -477,6 +491,9 @@ def test_overflow_is_noted_at_tiny_advantages_too():
 @pytest.mark.parametrize("at, right", [(88.7, True), (79.0, False)])
 def test_nan_is_forgiven_only_beyond_what_a_sampler_draws(at, right):
     def w_reinforce_code(log_prob, old_log_prob, advantages, mask):
+        """Return a loss of w_reinforce_code's form that is NaN where A is 0 and log r
+        above `at`.
+        """
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
         r = (lp - old).exp()
         w = torch.where(torch.where(A > 0, r <= 1.15, r >= 0.85), A, 0.0)
@@ -509,6 +526,7 @@ def test_rounding_does_not_explain_that_every_weight_is_wrong_in_float32(wrong_f
     right_loss = compiled(write(configs(upref.get("kl_cov"))[0], "weights"))
 
     def kl_cov(log_prob, old_log_prob, advantages, mask):
+        """Return the right loss; times a wrong factor in float32 on large batches."""
         loss = right_loss(log_prob, old_log_prob, advantages, mask)
         is_large = len(mask) > 40 and mask.shape[1] > 2
         return (

@@ -24,6 +24,9 @@ def pessimistic(r, A, low, high):
 
 
 def kl_cov(log_prob, old_log_prob, advantages, mask, *, score):
+    """Return KL-Cov's loss, which penalizes the tokens with the largest
+    score(covariance).
+    """
     lp, old, A = ready(mask, log_prob, old_log_prob, advantages)
     n = mask.sum()
     centered = [x.detach() - x.sum().detach() / n for x in (A, lp)]
@@ -36,6 +39,9 @@ def kl_cov(log_prob, old_log_prob, advantages, mask, *, score):
 
 
 def fipo(log_prob, old_log_prob, advantages, mask, *, counts):
+    """Return FIPO's loss, whose factor sums over the tokens for which counts(columns
+    behind) is 1.
+    """
     lp, old, A = ready(mask, log_prob, old_log_prob, advantages)
     log_r = (lp - old).detach()
     columns = torch.arange(mask.shape[1])
@@ -49,6 +55,7 @@ def fipo(log_prob, old_log_prob, advantages, mask, *, counts):
 
 
 def w_reinforce_code(log_prob, old_log_prob, advantages, mask, *, before_clip):
+    """Return a weighted loss whose weight is inside the clip (before_clip) or outside."""
     lp, old, A = ready(mask, log_prob, old_log_prob, advantages)
     lam = torch.where(A > 0, 0.1, 1.0)
     r = (lp - old).exp()
@@ -62,6 +69,9 @@ def w_reinforce_code(log_prob, old_log_prob, advantages, mask, *, before_clip):
 def icepop(
     log_prob, old_log_prob, rollout_log_probs, advantages, mask, *, bounded, weighed=1
 ):
+    """Return IcePop's loss, whose band bounds exp(bounded(lp, old, log μ)). weighed:
+    the power of the ratio to the sampler.
+    """
     lp, old, mu, A = ready(mask, log_prob, old_log_prob, rollout_log_probs, advantages)
     log_bounded = bounded(lp, old, mu).detach()
     kept = (log_bounded >= math.log(0.5)) & (log_bounded <= math.log(5))
@@ -90,6 +100,9 @@ def of_both(lp, old, mu):
 
 
 def grpo(log_prob, old_log_prob, advantages, mask, *, apart):
+    """Return GRPO's loss; or, with `apart`, the mean over good responses plus the mean
+    over the others.
+    """
     lp, old, A = ready(mask, log_prob, old_log_prob, advantages)
     J = pessimistic((lp - old).exp(), A, 0.8, 1.2).sum(1) / mask.sum(1)
     good = A.sum(1) > 0

@@ -54,7 +54,9 @@ def test_cuts_that_are_none_are_refused(settings):
 
 # ---- functions of other people's kind --------------------------------------------------
 def keep_of(z, top_k=None, top_p=1.0):
-    """As vLLM's torch sampler: ascending order, what is at most 1 - p goes."""
+    """Return which ids stay after top-k and top-p, as in vLLM's torch sampler: in
+    ascending order, what cumulates to at most 1 - p goes.
+    """
     z = z.detach()
     s, order = z.sort(-1)
     if top_k:
@@ -138,6 +140,9 @@ def cold(logits, tokens, temperature, top_k, top_p):
 
 
 def by_order(logits, tokens, temperature, top_k, top_p, kept):
+    """Return log-probabilities after top-k and a top-p by descending order, in which
+    kept(p, cumulated p, top_p) says what stays. The most probable id always stays.
+    """
     z = logits / temperature
     p, order = cut(z, keep_of(z, top_k)).detach().exp().sort(-1, descending=True)
     keep = kept(p, p.cumsum(-1), top_p)
@@ -155,6 +160,8 @@ def without_crossing(logits, tokens, temperature, top_k, top_p):
 
 
 def one_more(logits, tokens, temperature, top_k, top_p):
+    """Return log-probabilities of a nucleus with one id more than needed."""
+
     def kept(p, mass, top):
         crossed = mass - p < top
         return crossed | crossed.roll(1, -1)

@@ -43,7 +43,9 @@ MISSED = (
 
 
 def numbers():
-    """(objective, its number, a factor) of all."""
+    """Yield (objective, its number, a factor) of every number of every objective and
+    transform.
+    """
     for name in [*upref.names(), *TRANSFORMED]:
         for number, value in settings(name).items():
             if isinstance(value, float) and value and number != "seed":
@@ -57,7 +59,9 @@ def settings(name):
 
 
 def is_noticed(name, number, factor):
-    """Return whether a weight of a batch of a check tells the two numbers apart."""
+    """Return whether a weight on some batch of a check differs between the number and
+    the number times the factor.
+    """
     objective = upref.get(name)
     hp = settings(name)
     changed = hp | {number: factor * hp[number]}

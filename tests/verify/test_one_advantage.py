@@ -11,7 +11,9 @@ from tests.support.daily import daily
 
 
 def group_average(log_prob, old_log_prob, advantages, mask, eps=0.2):
-    """GRPO whose A is the mean of the response's."""
+    """Return GRPO's loss with the mean of a response's advantages for each of its
+    tokens.
+    """
     A = (torch.where(mask, advantages, 0).sum(1) / mask.sum(1))[:, None]
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     J = torch.minimum(r * A, r.clamp(1 - eps, 1 + eps) * A)
@@ -19,7 +21,7 @@ def group_average(log_prob, old_log_prob, advantages, mask, eps=0.2):
 
 
 def winners_by_rows(log_prob, old_log_prob, advantages, mask):
-    """WAPO that selects responses by the advantage of their first token."""
+    """Return WAPO's loss of the responses whose first token has A > 0."""
     first = mask.int().argmax(1, keepdim=True)
     wins = advantages.gather(1, first)[:, 0] > 0
     lp, old, A, m = (x[wins] for x in (log_prob, old_log_prob, advantages, mask))
@@ -28,7 +30,9 @@ def winners_by_rows(log_prob, old_log_prob, advantages, mask):
 
 
 def masked_by_rows(log_prob, old_log_prob, advantages, mask):
-    """Off-policy sequence masking of DAPO, responses selected in the same way."""
+    """Return DAPO's loss with off-policy sequence masking of the responses whose first
+    token has A < 0.
+    """
     first = mask.int().argmax(1, keepdim=True)
     bad = advantages.gather(1, first)[:, 0] < 0
     log_r = torch.where(mask, log_prob - old_log_prob, 0)

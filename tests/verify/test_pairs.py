@@ -25,8 +25,8 @@ def runs(m):
 
 
 def gap(m):
-    """The columns without a token between each token and the one before it; 0 before
-    the first.
+    """Return the number of columns without a token between each token and the one
+    before it, [B, T]; 0 before the first.
     """
     at = torch.arange(m.shape[1]).expand(m.shape)
     last = torch.where(m, at, -1).cummax(1).values.roll(1, 1)
@@ -93,8 +93,8 @@ IMPOSSIBLE = re.compile(
 
 
 def loss_wrong_where(objective, *predicates, **hp):
-    """The objective, the gradient of whose tokens is half as large again where all of
-    these hold.
+    """Return the objective's loss, whose gradient is half as large again on tokens
+    where all predicates(lp, old, A, mask, ref, group) hold.
     """
 
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, group):
@@ -121,12 +121,14 @@ def loss_wrong_where(objective, *predicates, **hp):
 
 @pytest.fixture(scope="module")
 def asked():
-    """Every batch that the oracles of unusual inputs and of one response ask, where the
-    objective's weight is not 0.
+    """Return every batch on which two oracles call a loss (the one of unusual inputs
+    and the one of one response), with where the objective's weight is not 0.
     """
     batches = []
 
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, group):
+        """Keep the batch, and return GRPO's loss."""
+
         def calm(x):
             return torch.where(mask, x.detach(), -1.0)
 

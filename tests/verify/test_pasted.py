@@ -47,8 +47,9 @@ def test_every_import_that_is_printed_is_there():
 
 
 def names_at_the_top_of(module):
-    """What a module defines or imports, read without running it: it may import a
-    framework that is not installed."""
+    """Return the names that a module defines or imports, read without running it: it
+    may import a framework that is not installed.
+    """
     file = importlib.util.find_spec(module).origin
     found = set()
     for node in ast.parse(Path(file).read_text(encoding="utf-8")).body:
@@ -72,15 +73,15 @@ def test_a_printed_batch_runs(case):
 
 
 def shows_a_difference(batch):
-    """Return whether the two gradients below a printed batch, where there are two, are
-    different numbers.
+    """Return whether the two gradients printed below a batch differ; true if there are
+    not two.
     """
     said = re.findall(r"# (?:expected|found   ) dJ/dlp: (.*)", batch)
     return len(said) != 2 or said[0] != said[1]
 
 
 def positives_over_the_width(log_prob, old_log_prob, advantages, mask):
-    """UP-GSPO whose A > 0 are divided by the padded width; A < 0 is right."""
+    """Return UP-GSPO's loss whose good responses are divided by the padded width."""
     A, s = mean(advantages, mask), mean(log_prob - old_log_prob, mask).exp()
     good = A * torch.where(mask, log_prob, 0).sum(1) / mask.shape[1]
     return -torch.where(
@@ -89,7 +90,7 @@ def positives_over_the_width(log_prob, old_log_prob, advantages, mask):
 
 
 def width_in_place_of_length(log_prob, old_log_prob, advantages, mask):
-    """LUSPO with T for |o|."""
+    """Return LUSPO's loss with the padded width in place of the length."""
     A, s = mean(advantages, mask), mean(log_prob - old_log_prob, mask).exp()
     return -(
         mask.shape[1] * torch.minimum(s * A, s.clamp(1 - 2e-3, 1 + 2.5e-3) * A)
@@ -170,7 +171,9 @@ def test_gradients_that_print_as_one_number_are_no_batch():
 
 
 def off_beyond(tokens, objective, only_in=torch.float64):
-    """The objective, and twice of it where a batch has more tokens."""
+    """Return the objective's loss, and twice of it where a batch of dtype `only_in` has
+    more than `tokens` tokens.
+    """
 
     def loss(log_prob, old_log_prob, advantages, mask):
         value = upref.get(objective).loss(
@@ -182,6 +185,10 @@ def off_beyond(tokens, objective, only_in=torch.float64):
 
 
 def off_beyond_by_group(tokens, objective):
+    """Return the objective's loss with groups, and twice of it where a batch has more
+    than `tokens` tokens.
+    """
+
     def loss(log_prob, old_log_prob, advantages, mask, group):
         value = upref.get(objective).loss(
             upref.Rollouts.unchecked(

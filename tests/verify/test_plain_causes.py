@@ -60,6 +60,7 @@ def over_mean_length(log_prob, old_log_prob, advantages, mask):
 
 
 def gmpo_with_bounds_of_ppo(log_prob, old_log_prob, advantages, mask):
+    """Return GMPO's loss with the bounds 0.6 and 1.4 of r in place of ±0.4 of log r."""
     A = advantages[:, 0]
     log_r = filled(log_prob - old_log_prob, mask)
     high = log_r.clamp(max=math.log(1.4))
@@ -75,6 +76,7 @@ def dro_of_ratios(log_prob, old_log_prob, advantages, mask):
 
 
 def sampled_term_alone(log_prob, old_log_prob, advantages, mask):
+    """Return DPPO-KL's loss with only the sampled token's term of the divergence."""
     lp, old, A = (filled(x, mask) for x in (log_prob, old_log_prob, advantages))
     divergence = old.exp() * (old - lp).detach()
     grows = torch.where(A > 0, lp > old, lp < old)
@@ -83,6 +85,7 @@ def sampled_term_alone(log_prob, old_log_prob, advantages, mask):
 
 
 def entropies_of_batch(log_prob, old_log_prob, advantages, mask, entropy):
+    """Return ASPO's loss with one quantile of the entropies over the whole batch."""
     lp, old, A = (filled(x, mask) for x in (log_prob, old_log_prob, advantages))
     is_calm = entropy <= entropy[mask].double().quantile(0.8)
     eps = torch.where(is_calm, torch.full_like(lp, 0.2), torch.full_like(lp, 0.4))
@@ -159,6 +162,9 @@ def test_an_edit_that_people_make_is_named(loss, name, words):
 
 
 def kl_cov_over_all_slots(log_prob, old_log_prob, advantages, mask):
+    """Return KL-Cov's loss with means over all slots, masked ones (which hold 0)
+    included.
+    """
     lp, old, A = (filled(x, mask) for x in (log_prob, old_log_prob, advantages))
     covariance = (A - A.mean()) * (lp - lp.mean()).detach()
     covariance = covariance.masked_fill(~mask, -math.inf)

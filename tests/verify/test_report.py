@@ -52,8 +52,8 @@ def everything_wrong(
     eps_low=0.2,
     **kwargs,
 ):
-    """Wrong in weights, value, aggregation, padding, order, scale, sign; it writes and
-    prints.
+    """Return a loss that is wrong in weights, value, aggregation, padding, order, scale
+    and sign; write into an argument and print.
     """
     print("x" * 10_000)
     old_log_prob += 1e-3

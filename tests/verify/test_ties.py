@@ -26,6 +26,7 @@ class StrictClamp(torch.autograd.Function):
 
 
 def gspo(log_prob, old_log_prob, advantages, mask, eps_low=3e-4, eps_high=4e-4):
+    """Return GSPO's loss with a clamp that has no gradient on a bound."""
     log_r = torch.where(mask, log_prob - old_log_prob, 0)
     s = (log_r.sum(1) / mask.sum(1)).exp()
     A = advantages[:, 0]
@@ -34,7 +35,9 @@ def gspo(log_prob, old_log_prob, advantages, mask, eps_low=3e-4, eps_high=4e-4):
 
 
 def dapo(log_prob, old_log_prob, advantages, mask):
-    """Its bounds are e^±0.25, which the batches have too."""
+    """Return DAPO's loss with bounds of e^±0.25, which the batches have too, and a
+    clamp that has no gradient on them.
+    """
     log_r = torch.where(mask, log_prob - old_log_prob, 0)
     A = torch.where(mask, advantages, 0)
     clipped = StrictClamp.apply(log_r, -0.25, 0.25).exp()
@@ -70,7 +73,9 @@ def ppo(log_prob, old_log_prob, advantages, mask, eps=0.2):
 
 
 def ppo_of_tensors(log_prob, old_log_prob, advantages, mask, eps=0.2):
-    """Half of the gradient at a bound that is a tensor, as torch 2.14 has it."""
+    """Return PPO's loss with half of the clamp's gradient on a bound, as torch 2.14 has
+    it for a bound that is a tensor.
+    """
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     A = torch.where(mask, advantages, 0)
     strict = StrictClamp.apply(r, 1 - eps, 1 + eps)
@@ -87,7 +92,9 @@ def test_a_bound_on_a_ratio_of_any_batch_is_no_failure(loss, eps):
 
 
 def strictly_inside(log_prob, old_log_prob, advantages, mask, eps=0.2):
-    """PPO as cases, with < for <=: all or nothing of the gradient on a bound."""
+    """Return PPO's loss as cases, with < for <=: on a bound a token has all of its
+    gradient or none.
+    """
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     A = torch.where(mask, advantages, 0)
     trains = torch.where(A > 0, r < 1 + eps, r > 1 - eps)

@@ -10,9 +10,12 @@ import upref
 
 
 def estimator(read):
-    """verl's interface to GRPO, with a way to read a response's reward."""
+    """Return verl's interface to GRPO, with read(token rewards, mask) as a response's
+    reward.
+    """
 
     def compute(token_level_rewards, response_mask, index):
+        """Return the advantages twice, [B, T]; 0 for a response without a peer."""
         score = torch.stack(
             [
                 read(r, m)

@@ -25,6 +25,7 @@ def seq_mean(x, mask):
 
 # ---- a training step: it goes back itself --------------------------------------------
 def step(policy_log_probs, response_mask, advantages, old_log_probs, cliprange=0.2):
+    """Compute the gradient of PPO's loss, and return the loss with a metric."""
     r = (policy_log_probs - old_log_probs).exp()
     loss = seq_mean(
         per_token(policy_log_probs, old_log_probs, advantages, cliprange), response_mask
@@ -40,7 +41,9 @@ def detached(log_prob, old_log_prob, advantages, mask):
 
 
 def two_steps(log_prob, old_log_prob, advantages, mask):
-    """The first half of the batch, then the second: the gradients add up."""
+    """Run the backward passes of the first and the second half of the batch, and return
+    the value: the gradients add up.
+    """
     x = (
         per_token(log_prob, old_log_prob, advantages, 0.2)
         * mask
@@ -54,7 +57,9 @@ def two_steps(log_prob, old_log_prob, advantages, mask):
 
 
 def first_half_left(log_prob, old_log_prob, advantages, mask):
-    """Its caller goes back for the second half."""
+    """Run the backward pass of the first half of the batch, and return the loss of the
+    second.
+    """
     x = (
         per_token(log_prob, old_log_prob, advantages, 0.2)
         * mask
@@ -105,8 +110,8 @@ def test_and_a_wrong_step_is_rejected():
 
 # ---- ... and returns a loss from which its caller goes back again --------------------
 def left(part):
-    """What `part` makes of the terms [B, T] and of their sum is left in .grad, and the
-    sum is returned.
+    """Return a loss that leaves the gradients of each of part(terms) in .grad, and
+    returns the sum of the terms.
     """
 
     def loss(log_prob, old_log_prob, advantages, mask):
@@ -169,8 +174,8 @@ def test_the_gradient_of_one_input_alone_is_added_too():
 
 
 def cleared(log_prob, old_log_prob, advantages, mask):
-    """The norm of the gradient by log_prob, for a log: the gradients of the network
-    stay.
+    """Return PPO's loss after a backward pass of its own, whose gradient by log_prob is
+    removed: those of the network stay.
     """
     log_prob.retain_grad()
     loss = seq_mean(per_token(log_prob, old_log_prob, advantages, 0.2), mask)
@@ -197,7 +202,7 @@ def test_a_gradient_that_is_measured_leaves_nothing():
 
 
 def measured_on_a_copy(log_prob, old_log_prob, advantages, mask):
-    """The same norm by a backward pass of a copy."""
+    """Return PPO's loss after a backward pass of a copy, for the norm of its gradient."""
     copy = log_prob.detach().clone().requires_grad_()
     seq_mean(per_token(copy, old_log_prob, advantages, 0.2), mask).backward()
     copy.grad.norm()
@@ -285,6 +290,7 @@ def k3(log_prob, ref_log_prob):
 
 
 def dapo_and_k3(log_prob, old_log_prob, advantages, mask, ref_log_prob):
+    """Return DAPO's loss with an upper bound of 1.3 and a KL term k3 of 0.01."""
     r = (log_prob - old_log_prob).exp()
     x = torch.minimum(r * advantages, r.clamp(0.8, 1.3) * advantages) - 0.01 * k3(
         log_prob, ref_log_prob
@@ -293,7 +299,7 @@ def dapo_and_k3(log_prob, old_log_prob, advantages, mask, ref_log_prob):
 
 
 def gspo_and_k3(log_prob, old_log_prob, advantages, mask, ref_log_prob):
-    """advantages: [B]"""
+    """Return GSPO's loss of advantages [B] with a KL term of 0.04."""
     n = mask.sum(1)
     s = (((log_prob - old_log_prob) * mask).sum(1) / n).exp()
     x = torch.minimum(s * advantages, s.clamp(0.8, 1.2) * advantages)
@@ -301,7 +307,7 @@ def gspo_and_k3(log_prob, old_log_prob, advantages, mask, ref_log_prob):
 
 
 def half_k3(log_prob, old_log_prob, advantages, mask, ref_log_prob):
-    """Its aggregation is another one too: each is told."""
+    """Return PPO's loss with half of k3 times 0.04, averaged over all tokens."""
     x = per_token(log_prob, old_log_prob, advantages, 0.2) + 0.04 * 0.5 * k3(
         log_prob, ref_log_prob
     )
@@ -409,6 +415,7 @@ def kl_by_tokens(log_prob, old_log_prob, advantages, mask, ref_log_prob):
 
 
 def maximum_and_k3(log_prob, old_log_prob, advantages, mask, ref_log_prob):
+    """Return DAPO's loss with a maximum in place of the minimum, and a KL term of 0.01."""
     r = (log_prob - old_log_prob).exp()
     x = torch.maximum(r * advantages, r.clamp(0.8, 1.28) * advantages) - 0.01 * k3(
         log_prob, ref_log_prob

@@ -27,7 +27,9 @@ RIGHT = dict(rtol=2e-7, atol=1e-9)
 
 # ---- the two sides -------------------------------------------------------------------
 def inputs(b: Rollouts, fill: float = 0.0) -> dict[str, torch.Tensor]:
-    """The arguments of a loss, masked slots filled, advantages [B, T]."""
+    """Return the arguments of a loss: the batch with `fill` in masked slots, advantages
+    [B, T], the old policy for a missing reference.
+    """
 
     def filled(x):
         return torch.where(b.mask, x, fill)
@@ -47,7 +49,9 @@ def inputs(b: Rollouts, fill: float = 0.0) -> dict[str, torch.Tensor]:
 
 
 def found(case, x: dict[str, torch.Tensor], **hp):
-    """(value, gradient by log_prob) of the loss on copies."""
+    """Return (value, gradient by log_prob) of the case's loss on copies of those inputs
+    that it takes.
+    """
     takes = inspect.signature(case.function).parameters
     x = {k: v.clone() for k, v in x.items() if k in takes}
     lp = x["log_prob"].requires_grad_()
@@ -61,8 +65,8 @@ def found(case, x: dict[str, torch.Tensor], **hp):
 
 
 def expected(case, b: Rollouts, **hp):
-    """The gradient of the objective promised; a loss that takes no `group` sees one
-    group.
+    """Return the gradient of the objective that the case promises; one group if the
+    loss takes no `group`.
     """
     if "group" not in inspect.signature(case.function).parameters:
         b = replace(b, group=None, totals=b.totals and Totals.of(b.mask))
@@ -86,6 +90,9 @@ def grid(case, **hp) -> Rollouts:
 
 
 def build(log_r, old, A, mask=None, group=None) -> Rollouts:
+    """Return a batch of log-ratios, old log-probabilities and advantages that are
+    broadcast to one shape; every slot trains unless a mask is given.
+    """
     log_r, old, A = (torch.as_tensor(x, dtype=torch.float64) for x in (log_r, old, A))
     shape = torch.broadcast_shapes(log_r.shape, old.shape, A.shape)
     mask = torch.ones(shape, dtype=torch.bool) if mask is None else mask
@@ -113,8 +120,9 @@ def full(r=1.0) -> Rollouts:
 
 
 def ragged(prefix=True) -> Rollouts:
-    """On policy, lengths 1 to 8; prefix=False: left padding, and a hole in the longest
-    response.
+    """Return an on-policy batch of six responses of one to eight tokens.
+
+    prefix=False: padded on the left, with a hole in the longest response.
     """
     t = torch.arange(8)
     mask = t < LENGTHS if prefix else t >= 8 - LENGTHS
@@ -128,7 +136,9 @@ def off(case, b: Rollouts, **hp) -> bool:
 
 
 def bigger(hp: dict) -> list[dict]:
-    """Each hyperparameter moved by itself, so far that it must matter."""
+    """Return the hyperparameters with each one moved by itself, so far that it must
+    matter; a dict for each.
+    """
 
     def moved(k, v):
         """Return another value of the hyperparameter: 2 for None, a larger one for
@@ -144,6 +154,9 @@ def bigger(hp: dict) -> list[dict]:
 
 
 def poisoned(case, hp) -> bool:
+    """Return whether 30 or -30 in masked slots changes the value or the gradient, or
+    gives them one.
+    """
     b = grid(case, **hp)
     clean = found(case, inputs(b), **hp)
     for bad in (30.0, -30.0):
@@ -161,6 +174,9 @@ def poisoned(case, hp) -> bool:
 
 
 def padded(case, hp) -> bool:
+    """Return whether columns of padding change the gradient; and, of a mean over tokens
+    without groups, whether a masked row does.
+    """
     b = full()
 
     def pad(x, v):
@@ -186,9 +202,7 @@ def padded(case, hp) -> bool:
 
 
 def split(case, hp) -> bool:
-    """Responses of equal length: whatever a mean counts, halves are worth one half
-    each.
-    """
+    """Return whether halves of a batch of equal lengths do not average to the whole."""
     x = inputs(replace(full(), group=torch.zeros(6, dtype=torch.long)))
     halves = [
         found(case, {k: v[i] for k, v in x.items()}, **hp)[1] / 2
@@ -205,8 +219,8 @@ def permuted(case, hp) -> bool:
 
 
 def extreme(case, hp) -> bool:
-    """|log r| up to 800 in float64, where the reference has a finite weight; beyond
-    e^20 anything finite goes.
+    """Return whether the gradient is wrong at |log r| up to 800 in float64, where the
+    reference has a finite weight; beyond e^20 anything finite is right.
     """
     rare = build(
         0.0,
@@ -234,6 +248,7 @@ def extreme(case, hp) -> bool:
 
 
 def mutates(case, hp) -> bool:
+    """Return whether the loss writes into an argument."""
     x = inputs(grid(case, **hp), fill=7.0)
     x["old_log_prob"][0, 0] = -750.0
     takes = inspect.signature(case.function).parameters
@@ -250,6 +265,9 @@ def random(case, hp) -> bool:
 
 
 def scales(case, hp) -> bool:
+    """Return whether the gradient of 0.01 or 100 times the advantages is not that
+    multiple.
+    """
     x = inputs(full())
     base = found(case, x, **hp)[1]
     return any(
@@ -259,6 +277,7 @@ def scales(case, hp) -> bool:
 
 
 def unscaled(case, hp) -> bool:
+    """Return whether the gradient of twice the loss is not twice its gradient."""
     x = inputs(full())
     twice = functools.wraps(case.function)(lambda **given: 2 * case.function(**given))
     return differs(
@@ -296,7 +315,7 @@ KL = {"zero-advantage", "on-policy", "scaling", "extremes"}
 
 
 def witnesses(case, among=frozenset(PROBES)) -> set[str]:
-    """Those of these oracles that have something to say about this loss."""
+    """Return those of these oracles whose probe finds something wrong with the case."""
     skip = KL if case.hp.get("beta") else set()
     return {
         name

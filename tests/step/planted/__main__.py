@@ -26,7 +26,7 @@ TODAY = Path(__file__).with_name("today.json")
 
 
 def run(case: Case) -> dict[str, Any]:
-    """The verdict on a step and the cause that is named.
+    """Run check_step on a step, and return its verdict and the cause that it names.
 
     Args:
         case: the step.
@@ -54,7 +54,7 @@ def run(case: Case) -> dict[str, Any]:
 
 
 def judge(case: Case, agrees: bool, cause: str, observed: bool) -> str:
-    """What an answer is worth.
+    """Return what an answer is worth.
 
     Args:
         case: the step.
@@ -78,7 +78,7 @@ def judge(case: Case, agrees: bool, cause: str, observed: bool) -> str:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """A row for each step, as Markdown.
+    """Return a row for each step, as Markdown.
 
     Args:
         results: of `run`.
@@ -122,7 +122,7 @@ def recorded(file: Path) -> list[dict[str, Any]]:
 
 
 def first_sight_and_today() -> str:
-    """The counts of both runs, as two lines of a list."""
+    """Return the counts of both recorded runs, as two lines of a list."""
     return "\n".join(
         f"* {when}: {counts(recorded(file))}."
         for when, file in (("at first sight", FIRST_SIGHT), ("today", TODAY))
@@ -130,7 +130,9 @@ def first_sight_and_today() -> str:
 
 
 def main() -> int:
-    """Run the steps, print the table; 1 where a verdict or a cause is false."""
+    """Run the steps, and print the table and the counts; return 1 where a verdict or a
+    cause is false. --record writes today.json, unless only some steps were run.
+    """
     parser = argparse.ArgumentParser(prog="python -m tests.step.planted")
     parser.add_argument("ids", nargs="*", help="steps to run; all by default")
     parser.add_argument("--record", action="store_true", help="write today.json")

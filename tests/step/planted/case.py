@@ -41,6 +41,12 @@ class Loop:
     options: dict[str, Any]
 
     def _add(self, truth: str, words: str, own: dict[str, Any]) -> Callable[[Any], Any]:
+        """Return a decorator that adds a step to CASES under its own name.
+
+        Raises:
+            ValueError: two steps have one name.
+        """
+
         def add(step: Any) -> Any:
             if step.__name__ in CASES:
                 raise ValueError(f"two steps are called {step.__name__}")

@@ -3,7 +3,8 @@
 micro-batches, old log-probabilities handed in.
 
 A batch is [B, P + T]: P columns of prompts, then T columns of responses. All numbers of
-response tokens are [B, T].
+response tokens are [B, T]. Each step leaves its gradients in the model; its decorator
+says what was planted, or which unusual form is right.
 """
 
 import copy
@@ -22,7 +23,7 @@ SIZE = 3  # rows of a micro-batch: 3, 3, 2
 
 
 def llama():
-    """A Llama of two layers whose sequences end in token 2."""
+    """Return a Llama of two layers whose sequences end in token 2."""
     torch.manual_seed(3)
     config = transformers.LlamaConfig(
         vocab_size=112,
@@ -62,7 +63,9 @@ def columns(lists, value, left=False):
 
 
 def collate(rows: list[Row]) -> Batch:
-    """Prompts on the left, responses on the right of one seam."""
+    """Return a micro-batch of rows, with prompts on the left and responses on the right
+    of one seam.
+    """
     prompts = columns([r.prompt for r in rows], PAD, left=True)
     responses = columns([r.response for r in rows], PAD)
     seen_left = columns([[1] * len(r.prompt) for r in rows], 0, left=True)
@@ -79,7 +82,12 @@ def collate(rows: list[Row]) -> Batch:
 
 
 def response_logits(model, b: Batch, seen=None, positions=None):
-    """Logits over the temperature that predict the response tokens, [B, T, V]."""
+    """Return the logits over the temperature that predict the response tokens, [B, T,
+    V].
+
+    seen, positions: in place of the batch's attention mask and of positions counted
+    from it.
+    """
     seen = b.seen if seen is None else seen
     if positions is None:
         positions = (seen.cumsum(1) - 1).clamp(min=0)

@@ -20,7 +20,7 @@ BUDGET = 40  # tokens of a bin
 
 # ---- the model ----
 def rotated(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotary positions; x: [1, heads, N, D]."""
+    """Return x [1, heads, N, D] with rotary positions."""
     half = x.shape[-1] // 2
     frequencies = 50.0 ** -(torch.arange(half) / half)
     angle = (positions[0, :, None] * frequencies).to(x.dtype)
@@ -43,6 +43,9 @@ class Block(nn.Module):
         self.down = nn.Linear(48, width, bias=False)
 
     def forward(self, x: Tensor, positions: Tensor, allowed: Tensor) -> Tensor:
+        """Return x after attention and the gated layer; allowed: which tokens attend to
+        which.
+        """
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in self.qkv(self.norm_in(x)).chunk(3, -1)
@@ -66,6 +69,7 @@ class Ragged(nn.Module):
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary)
 
     def hidden(self, ids, segments=None, positions=None):
+        """Return the hidden states behind the last norm, [1, S, width]."""
         if positions is None:
             positions = torch.arange(ids.shape[1])[None]
         segments = torch.zeros_like(ids) if segments is None else segments
@@ -107,7 +111,9 @@ class Trainer:
             self.loss(self.forward(part)).backward()
 
     def bins(self, rows: list[Row]) -> list[list[Row]]:
-        """Consecutive rows, as many as fit into the budget."""
+        """Return consecutive rows in bins, as many rows as fit into the budget; a
+        longer row has a bin of its own.
+        """
         out: list[list[Row]] = [[]]
         for row in rows:
             if out[-1] and sum(len(r.ids) for r in [*out[-1], row]) > BUDGET:
@@ -120,7 +126,9 @@ class Trainer:
         return 1.0 / self.inverse_temperature
 
     def pack(self, part: list[Row]) -> SimpleNamespace:
-        """ids, segments, positions [1, S], and numbers of the S - 1 predicted tokens."""
+        """Return a pack of rows: ids, segments and positions [1, S], and numbers of the
+        S - 1 predicted tokens, which are 0 in prompts.
+        """
 
         def flat(values) -> Tensor:
             each = [[0.0] * len(r.prompt) + list(map(float, values(r))) for r in part]
@@ -144,7 +152,7 @@ class Trainer:
         return z / self.temperature
 
     def forward(self, part: list[Row]) -> SimpleNamespace:
-        """The pack with its log-probabilities and entropies."""
+        """Return the pack with its log-probabilities and entropies, [S - 1]."""
         p = self.pack(part)
         z = self.logits(p)
         logp = z.log_softmax(-1)
@@ -153,18 +161,18 @@ class Trainer:
         return p
 
     def policy(self, p: SimpleNamespace) -> Tensor:
-        """The surrogate of each token."""
+        """Return the surrogate of each token."""
         ratio = (p.lp - p.old).exp()
         bounded = ratio.clamp(1 - self.low, 1 + self.high)
         return torch.minimum(ratio * p.adv, bounded * p.adv)
 
     def kl(self, p: SimpleNamespace) -> Tensor:
-        """k3 of each token."""
+        """Return k3 of each token."""
         d = p.ref - p.lp
         return d.exp() - 1 - d
 
     def bonus(self, p: SimpleNamespace) -> Tensor:
-        """The entropy's part of the sum."""
+        """Return the entropy's part of the sum."""
         return (p.entropy * p.mask).sum() / self.total
 
     @property
@@ -178,7 +186,7 @@ class Trainer:
 
 
 def run(kind):
-    """A step that lets a new trainer of that kind train."""
+    """Return a step that lets a new trainer of that kind train."""
 
     def step(model, rows):
         kind(model)(rows)
@@ -496,6 +504,9 @@ class SharedPrompt(Trainer):
             self.group_loss(its, A, len(rows)).backward()
 
     def group_loss(self, rows, A, count):
+        """Return the loss of the responses to one prompt, whose prompt is there once;
+        all responses attend to it, and not to each other.
+        """
         prompt = rows[0].prompt
         lengths = [len(prompt), *(len(r.response) for r in rows)]
         of = torch.tensor([i for i, n in enumerate(lengths) for _ in range(n)])
