@@ -351,6 +351,9 @@ def awkward() -> str:
 
 
 def main(python: str = "python3", what: str = "checkout", count: str = "") -> int:
+    """Run one kind of trial in empty environments, and record what passed; return 1 if
+    a step failed, else 0.
+    """
     python = shutil.which(python) or python
     with tempfile.TemporaryDirectory(prefix="upref-") as folder:
         run: Callable[..., tuple[Steps, str]]

@@ -48,6 +48,7 @@ class Belonging:
     through: tuple[str, ...]
 
     def __str__(self) -> str:
+        """Return the module's path and its tests, a line each; at most SHOWN of them."""
         path = path_of(self.module)
         if not self.tests:
             return f"{path}\n    no test reaches it by imports"

@@ -35,6 +35,10 @@ def words(where, claimed, found, relation):
 
 @pytest.fixture
 def counterexample(record_property):
+    """Return a function that asserts that the relation does not hold between what was
+    found and what is claimed, and records both.
+    """
+
     def contradicts(where, claimed, found, relation=equal):
         assert not relation(found, claimed), words(where, claimed, found, relation)
         record_property("counterexample", words(where, claimed, found, relation))
@@ -44,6 +48,10 @@ def counterexample(record_property):
 
 @pytest.fixture
 def holds(record_property):
+    """Return a function that asserts that the relation holds between what was found and
+    what is claimed, and records both.
+    """
+
     def agrees(where, claimed, found, relation=equal):
         assert relation(found, claimed), words(where, claimed, found, relation)
         record_property("identity", words(where, claimed, found, relation))

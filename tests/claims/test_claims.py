@@ -275,6 +275,9 @@ def test_what_cannot_run_leaves_the_last_verdict_standing():
 # ---- evidence that is wrong ----------------------------------------------------------
 @pytest.fixture
 def checkout(tmp_path):
+    """Make a folder with two derivations and a file of tests, right and wrong ones;
+    return it.
+    """
     (tmp_path / "derivations").mkdir()
     (tmp_path / "tests").mkdir()
     (tmp_path / "derivations/right.py").write_text('"""It is so.\n\nClaim."""')

@@ -78,6 +78,9 @@ def test_the_factor_r_is_what_makes_it_right(counterexample):
     target = gradient(lambda z: (torch.softmax(z, 0) * A).sum(), z)
 
     def gradient_by_logits(name):
+        """Return the gradient by the logits of the expectation of an objective's
+        function.
+        """
         return gradient(
             lambda z: (
                 mu * upref.get(name).fn(torch.log_softmax(z, 0), mu.log(), A)
@@ -144,6 +147,7 @@ LENGTHS, ADV = [3, 2, 3], [1.0, -0.5, 1.5]
 
 
 def batch():
+    """Return the batch of the claims, [B, 3], with its mask."""
     mask = torch.tensor([[t < n for t in range(3)] for n in LENGTHS])
     return upref.Rollouts(
         torch.tensor(LP, dtype=F64),

@@ -81,6 +81,9 @@ def test_which_estimators_can_give_best32(holds, counterexample):
 
 
 def lead(metric, one, other, holds, said):
+    """Assert that the difference of two peaks of a metric, in points, is what the paper
+    says.
+    """
     holds(
         f"{one} minus {other}, {metric}, points",
         said,
@@ -216,6 +219,9 @@ def test_methods_that_collapse_are_asymmetric_too(holds, counterexample):
 
 # ---- settings ------------------------------------------------------------------------
 def pairs(table):
+    """Return (two column names, rows of (name, one number, the other)) for each two
+    columns of a table.
+    """
     t = KEPT[table]
     return [
         (

@@ -165,6 +165,9 @@ def test_granularity_is_left_in_the_negative_branch_only(holds, counterexample):
     now = (old + 0.2 * torch.randn(4, 4, generator=g, dtype=F64)).clamp(max=-1e-3)
 
     def apart(sign, one, other):
+        """Return the largest difference of two objectives' gradients at advantages of
+        this sign.
+        """
         b = upref.Rollouts(now, old, sign * T(1.0, 2.0, 0.5, 1.0)[:, None], mask)
         return (
             (

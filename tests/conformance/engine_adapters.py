@@ -45,6 +45,9 @@ class Flat(Plain):
         vector_to_parameters(flat, model.parameters())
 
     def step(self, model, rows, case):
+        """Train a flat copy of the weights by AdamW, and put it into the model after
+        each update. The faults are in `accumulated`, `cleared` and `place`.
+        """
         self.flat = parameters_to_vector(model.parameters()).detach().clone()
         optimizer = torch.optim.AdamW([self.flat], lr=1e-3)
         for update in chunks(rows, case.updates):
@@ -152,6 +155,9 @@ class Fsdp1(Plain):
         return tokens
 
     def step(self, model, rows, case):
+        """Train a copy of the model under FSDP1; return its weights after each update
+        as a list, or after the only one.
+        """
         ranks = distributed.get_world_size()
         own = copy.deepcopy(model)  # whose parameters are replaced
         wrapped = FullyShardedDataParallel(own, device_id=torch.device("cpu"))
@@ -199,6 +205,9 @@ class Remote(Plain):
         return "" if case.ranks == 1 else "one process"
 
     def move(self, model, rows, case):
+        """Train the model in a process of its own, and return the weights that it
+        sends.
+        """
         context = multiprocessing.get_context("fork")
         here, there = context.Pipe(duplex=False)
         child = context.Process(target=self.train, args=(there, model, rows, case))

@@ -187,6 +187,9 @@ def killers(bug: Bug, adapter: Any, every: bool = False) -> list[str]:
 
 
 def main() -> int:
+    """Plant the bugs of a framework one by one, and print which cases kill each; return
+    0.
+    """
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("framework", choices=sorted({bug.framework for bug in bugs()}))
     parser.add_argument(

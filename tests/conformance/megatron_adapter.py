@@ -30,6 +30,7 @@ class Megatron:
     values, per_token = 2, False
 
     def supports(self, case):
+        """Return "" for a case that the adapter can run, else why not."""
         if case.parallel not in SIZES:
             return "the adapter has the cases of ranks that divide a row"
         if self.values == 3 and case.objective != "ppo_clip":
@@ -40,6 +41,7 @@ class Megatron:
         return 1.0
 
     def settings(self, case):
+        """Return the settings of Megatron in which a case runs, as texts."""
         return {
             SIZES[case.parallel]: str(case.ranks),
             "values of the loss function": str(self.values),
@@ -47,6 +49,9 @@ class Megatron:
         }
 
     def step(self, model, rows, case):
+        """Run Megatron's schedule on this rank's part of the model, and return the
+        gathered gradients.
+        """
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -122,6 +127,7 @@ class MegatronThreeValues(Megatron):
 
 
 def make_config(case, per_token):
+    """Return Megatron's configuration of two layers, divided over the case's ranks."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
@@ -153,6 +159,7 @@ class Part(nn.Module):
         self.take(model)
 
     def take(self, model):
+        """Take the embedding, the norm and the head of the model."""
         self.embed, self.norm, self.head = (
             model.model.embed_tokens,
             model.model.norm,
@@ -181,6 +188,9 @@ class TensorPart(Part):
     """Half of the vocabulary in Megatron's embedding and head."""
 
     def take(self, model):
+        """Take this rank's half of the vocabulary's weights, in Megatron's parallel
+        layers.
+        """
         from megatron.core.tensor_parallel import (
             ColumnParallelLinear,
             VocabParallelEmbedding,
@@ -206,6 +216,9 @@ class TensorPart(Part):
         return self.head(self.norm(self.embed(ids)))[0]
 
     def log_probs(self, logits, ids, temperature):
+        """Return the log-probabilities from this rank's half of the logits, by
+        Megatron's cross entropy.
+        """
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
         scores = (logits[:, :-1] / temperature).transpose(0, 1).contiguous()

@@ -54,6 +54,7 @@ def without_cuda() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _patching() -> Iterator[Any]:
+    """Yield patch(owner, attribute, value), and restore each attribute at the end."""
     before = []
 
     def patch(owner: Any, name: str, value: Any) -> None:

@@ -19,6 +19,7 @@ class OnCpu(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, arguments: Any = (), named: Any = None
     ) -> Any:
+        """Call the function with "cpu" in place of a CUDA device."""
         named = dict(named or {})
         if str(named.get("device", "")).startswith("cuda"):
             named["device"] = "cpu"

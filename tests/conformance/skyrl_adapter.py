@@ -118,6 +118,7 @@ class SkyRL:
     changed = types.MappingProxyType({})  # over the settings of each case
 
     def supports(self, case):
+        """Return "" for a case that SkyRL can run, else why not."""
         if case.objective not in FIELDS:
             return f"SkyRL has no policy_loss_type of {case.objective}"
         if case.parallel not in ("data", "sequence"):
@@ -133,6 +134,7 @@ class SkyRL:
         return 1 / LENGTH if case.objective == "dr_grpo" else 1.0
 
     def algorithm(self, case):
+        """Return SkyRL's settings of the algorithm for a case."""
         fields = dict(FIELDS[case.objective]) | dict(
             temperature=case.temperature,
             max_seq_len=LENGTH,
@@ -149,6 +151,7 @@ class SkyRL:
         return fields
 
     def settings(self, case):
+        """Return the settings in which a case runs, as texts, changed ones included."""
         said = self.algorithm(case)
         said["micro_train_batch_size_per_gpu"] = self.micro_batch(case)
         said["max_grad_norm"] = case.clip or 0.0
@@ -173,6 +176,7 @@ class SkyRL:
         return 8 // (case.micro_batches * case.updates * ranks)
 
     def config(self, case):
+        """Return SkyRL's configuration for a case, with what is changed."""
         config = SkyRLTrainConfig()
         for key, value in self.algorithm(case).items():
             setattr(config.trainer.algorithm, key, value)
@@ -191,6 +195,9 @@ class SkyRL:
         return config
 
     def step(self, model, rows, case):
+        """Let SkyRL's trainer normalize the advantages, and its worker train on this
+        rank's share of the rows.
+        """
         config = self.config(case)
         with on_cpu(), group_of_one():
             every, share_of_rank = share(rows, case)

@@ -56,6 +56,7 @@ FIRST = [
 
 
 def _changed(change):
+    """Return the plain adapter with one of CHANGES made in its source."""
     old, new = CHANGES[change]
     assert old in SOURCE
     namespace = {}

@@ -15,6 +15,9 @@ STAGES = "ranks/pp2/micro-4"
 
 
 def _ends(kind, ids):
+    """Return how each of these cases ends with an adapter of this kind, on its ranks.
+    Skip without Megatron.
+    """
     pytest.importorskip(
         "megatron.core", reason="pip install --no-deps megatron-core==0.16.1 einops"
     )

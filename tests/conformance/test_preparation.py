@@ -27,6 +27,7 @@ class Loop:
     rate = 0.005
 
     def supports(self, case):
+        """Return "" for a case that the loop can run, else why not."""
         if case.objective != "ppo_clip" or case.reference == "adapter":
             return "the loop has one objective, and no adapters"
         if case.advantages not in ("group_mean", "group_norm"):
@@ -43,6 +44,7 @@ class Loop:
         raise AssertionError("cases of level 6 call train")
 
     def advantages(self, rewards, case):
+        """Return the advantages of rewards whose groups are four in a row."""
         grouped = rewards.view(-1, 4)
         centered = grouped - grouped.mean(1, keepdim=True)
         if case.advantages == "group_norm":
@@ -63,6 +65,9 @@ class Loop:
         return self.log_probs(model, rows, case.temperature)
 
     def train(self, model, rows, case, reference):
+        """Make advantages, masks and old log-probabilities from the rows, and train by
+        SGD on PPO's loss with a KL term, averaged over tokens.
+        """
         A = self.advantages(torch.tensor([row.reward for row in rows]), case)
         mask = pad([self.trains(row, case) for row in rows])
         with torch.no_grad():
@@ -87,6 +92,9 @@ class Loop:
             optimizer.zero_grad()
 
     def log_probs(self, model, rows, temperature):
+        """Return the log-probabilities of the responses, [B, longest response], 0
+        behind each.
+        """
         ids = pad([row.ids for row in rows])
         attention = pad([[1] * len(row.ids) for row in rows])
         logits = model(ids, attention_mask=attention).logits[:, :-1] / temperature

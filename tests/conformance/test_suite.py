@@ -136,6 +136,9 @@ class ReturnsGradients(Plain):
     """A framework that trains a copy, and returns what reached it."""
 
     def step(self, model, rows, case):
+        """Leave the model alone, and return the gradients by name, or a recording of
+        several updates.
+        """
         if case.updates > 1:
             own = copy.deepcopy(model)
             with record_step(own) as seen:
@@ -184,6 +187,9 @@ class AveragesGroups(Plain):
     """The mean of each group's token mean."""
 
     def loss(self, model, rows, case, tokens, responses):
+        """Return the mean over groups of their means over tokens: another aggregation
+        than the case's.
+        """
         by_group = {row.group: [] for row in rows}
         for row in rows:
             by_group[row.group].append(row)
@@ -209,6 +215,7 @@ class LearnsFast(Plain):
     """The first update moves each weight by 1, so that the second starts elsewhere."""
 
     def step(self, model, rows, case):
+        """Train by AdamW at a learning rate of 1, with weight decay, on two updates."""
         optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.1)
         for update in (rows[:4], rows[4:]):
             tokens = sum(sum(row.trains) for row in update)
@@ -428,6 +435,9 @@ def test_a_badge_counts_what_was_tried(tmp_path, capsys):
 
 # ---- the command ---------------------------------------------------------------------
 def _pytest(folder, *arguments):
+    """Run the suite by pytest in a process of its own; return its exit status and what
+    it printed.
+    """
     command = [
         *fork.executable(),
         "-m",

@@ -58,6 +58,7 @@ class Torchtune:
     name = f"torchtune {(CHECKOUT / 'version.txt').read_text().strip()}, {commit()}"
 
     def supports(self, case):
+        """Return "" for a case that the recipe can run, else why not."""
         if case.objective != "ppo_clip" or case.hp:
             return "GRPOLoss is PPO's clip with a mean over all tokens, without a dual clip"
         if case.entropy_coef:
@@ -76,6 +77,7 @@ class Torchtune:
         return 1.0
 
     def settings(self, case):
+        """Return the settings in which a case runs, as texts."""
         return {
             "loss": f"GRPOLoss(epsilon=0.2, kl_coeff={case.beta})",
             "temperature": str(case.temperature),
@@ -83,6 +85,9 @@ class Torchtune:
         }
 
     def step(self, model, rows, case):
+        """Run the recipe's `grpo_step` on the rows, with a clip of the norm if the case
+        has one, and take a step of SGD.
+        """
         recipe = object.__new__(Recipe)
         recipe._model = Decoder(model)
         recipe._temperature = case.temperature
@@ -103,6 +108,7 @@ class Decoder(torch.nn.Module):
         self.model = model
 
     def forward(self, tokens, *, input_pos, mask):
+        """Return logits in float32, with torchtune's arguments."""
         blocked = torch.zeros(mask.shape, dtype=self.model.dtype).masked_fill(
             ~mask, torch.finfo(self.model.dtype).min
         )
@@ -141,6 +147,7 @@ def trajectory(rows):
 
 
 def pad(lists, value, side="right"):
+    """Return the lists as one tensor, padded with `value` on this side."""
     return pad_sequence(
         [torch.tensor(x) for x in lists],
         batch_first=True,

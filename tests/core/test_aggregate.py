@@ -20,6 +20,7 @@ L = 6
 
 
 def formula(agg: str) -> F:
+    """Return the aggregation of X in exact rationals, by its formula."""
     if agg == "token-sum":
         return sum(map(sum, X))
     if agg in ("token-mean", "kept-mean"):
@@ -44,6 +45,7 @@ def formula(agg: str) -> F:
 
 
 def padded():
+    """Return X as a tensor [5, 4] with NaN in the padding, and its mask."""
     x, mask = (
         torch.full((5, 4), float("nan"), dtype=torch.float64),
         torch.zeros(5, 4, dtype=torch.bool),

@@ -7,6 +7,9 @@ import upref
 
 
 def made(log_r, adv, entropy=None):
+    """Return a batch of one response with these log-ratios and advantages, and π_old =
+    e^-3.
+    """
     log_r, adv = (
         torch.tensor([log_r], dtype=torch.float64),
         torch.tensor([adv], dtype=torch.float64),

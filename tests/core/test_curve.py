@@ -165,6 +165,7 @@ def test_breakpoints_bound_the_regimes_within_the_unit_square(name):
 
 # ---- losses nobody here wrote --------------------------------------------------------
 def ppo(log_prob, old_log_prob, advantages, mask, eps=0.25):
+    """Return PPO's loss as a mean over tokens."""
     r = torch.exp(log_prob - old_log_prob)
     return (
         -(
@@ -183,6 +184,7 @@ def single(log_prob, old_log_prob, advantages, mask):
 
 
 def by_length(log_prob, old_log_prob, advantages, mask):
+    """Return PPO's loss with each token weighted by the length of its response."""
     r, n = (log_prob - old_log_prob).exp(), mask.sum(1, keepdim=True)
     return (
         -(torch.min(r * advantages, r.clamp(0.75, 1.25) * advantages) * mask * n).sum()

@@ -175,6 +175,9 @@ def test_the_derivation_fails_where_its_objective_is_another(name, monkeypatch):
 
 
 def fails(name, mutant, monkeypatch):
+    """Return whether the derivation fails with this mutant in place of the objective of
+    its name.
+    """
     get = upref.get
     monkeypatch.setattr(
         upref, "get", lambda one: mutant if one == mutant.name else get(one)

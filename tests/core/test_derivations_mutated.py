@@ -143,6 +143,9 @@ def excluded(script, name, mutate):
 
 
 def rejected(script, name, mutate):
+    """Return whether the script fails with the objective's function changed by
+    `mutate`.
+    """
     get = upref.get
     mutant = replace(get(name), fn=mutate(get(name).fn))
     with (

@@ -32,6 +32,7 @@ def atlas():
 
 @pytest.fixture(scope="module")
 def fresh(atlas, tmp_path_factory):
+    """Draw every figure into a new folder, and return it."""
     folder = tmp_path_factory.mktemp("figures")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(make, "atlas", lambda: atlas)  # drawn once

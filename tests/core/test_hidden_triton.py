@@ -83,6 +83,7 @@ def test_the_kernels_compile_for_a_gpu(capability, tmp_path, monkeypatch):
         )
 
     def machine_code(kernel, constants, of_parts="fp32"):
+        """Compile a kernel for this GPU, and return its machine code."""
         names = kernel.arg_names
         places = {(names.index(name),): x for name, x in constants.items()}
         types = types_of(kernel, constants, of_parts)

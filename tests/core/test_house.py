@@ -139,10 +139,11 @@ def test_a_product_with_a_number_or_a_mask_is_none(tmp_path):
 def multiplied_by_a_condition(
     file: Path, fields: frozenset[str] = frozenset()
 ) -> list[ast.BinOp]:
-    """Products of a condition, and of anything that repeats if the other side is one. A
-    comparison may be a mask.
+    """Return the products of a condition, and of anything that repeats if the other
+    side is one.
 
-    fields: attributes that are True or False.
+    A comparison counts only beside what repeats, since it may be a mask. fields:
+    attributes that are True or False.
     """
     tree = ast.parse(file.read_text(encoding="utf-8"))
     flags = flags_of(tree)
@@ -162,7 +163,7 @@ def multiplied_by_a_condition(
 
 
 def true_or_false(files: list[Path]) -> frozenset[str]:
-    """The attributes that are annotated as bool, in every class that has them."""
+    """Return the attributes that are annotated as bool, in every class that has them."""
     annotated: dict[str, set[str]] = {}
     for file in files:
         for one in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -176,13 +177,14 @@ def true_or_false(files: list[Path]) -> frozenset[str]:
 
 
 def repeats(n: ast.expr) -> bool:
+    """Return whether this is a list, a tuple or a text, which a product repeats."""
     return isinstance(n, ast.List | ast.Tuple | ast.JoinedStr) or (
         isinstance(n, ast.Constant) and isinstance(n.value, str | bytes)
     )
 
 
 def is_truth(n: ast.expr) -> bool:
-    """This is True or False, never a mask."""
+    """Return whether this is True or False, never a mask."""
     if isinstance(n, ast.Call):
         called = (
             n.func.id
@@ -202,6 +204,9 @@ def is_truth(n: ast.expr) -> bool:
 
 
 def is_condition(n: ast.expr, flags: set[str]) -> bool:
+    """Return whether this is a comparison, a truth value, a name of `flags`, or `and`
+    and `or` of one.
+    """
     if isinstance(n, ast.BoolOp):
         return any(is_condition(x, flags) for x in n.values)
     named = isinstance(n, ast.Name) and n.id in flags
@@ -214,8 +219,8 @@ def is_condition(n: ast.expr, flags: set[str]) -> bool:
 
 
 def flags_of(tree: ast.Module) -> set[str]:
-    """Names that hold True or False somewhere in a file, as a parameter, a variable of
-    a loop or a result.
+    """Return the names that hold True or False somewhere in a file, as a parameter, a
+    variable of a loop or a result.
     """
     flags = set()
     for n in ast.walk(tree):

@@ -114,6 +114,9 @@ class TinyPolicy:
     """
 
     def __init__(self, seed=0):
+        """Draw logits of two policies over three tokens, for every prefix of up to two
+        tokens; token 0 ends a response. List every response.
+        """
         draw = torch.Generator().manual_seed(seed)
         steps = [itertools.product((1, 2), repeat=n) for n in range(3)]
         self.prefixes = [prefix for of_length in steps for prefix in of_length]

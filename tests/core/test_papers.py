@@ -23,6 +23,9 @@ NAMES = upref.names()
 
 
 def read_bib():
+    """Return the fields of each entry of papers.bib by its key. It fails if the pattern
+    misses an entry, or a key is there twice.
+    """
     text = (ROOT / "upref/papers.bib").read_text("utf-8")
     entries = ENTRY.findall(text)
     assert len(entries) == text.count("\n@"), "an entry that the regex does not read"

@@ -38,6 +38,9 @@ def said(tmp_path):
     """
 
     def run(*argv):
+        """Run a program with these arguments; return its exit status and what it
+        printed.
+        """
         done = subprocess.run(
             [*fork.executable(), *argv],
             cwd=tmp_path,

@@ -167,6 +167,9 @@ def test_a_correction_needs_the_sampler_and_there_is_one():
 
 
 def tis_dapo(log_prob, old_log_prob, advantages, mask, rollout_log_probs=None, cap=2.0):
+    """Return DAPO's loss, times the truncated ratio to the sampler if its
+    log-probabilities are given.
+    """
     r, A = (
         torch.where(mask, log_prob - old_log_prob, 0).exp(),
         torch.where(mask, advantages, 0),

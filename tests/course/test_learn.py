@@ -47,6 +47,9 @@ def asked(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def ask(n, text="", *options):
+        """Write a solution's file if a text is given, run `upref learn`, and return the
+        exit status and what it printed, in one line.
+        """
         if text:
             Path(EVERY[n].file).write_text(text, encoding="utf-8")
         status = main(["learn", str(n), *options])

@@ -54,6 +54,9 @@ def case(task, seed=0, spread=0.7):
 
 
 def both_gradients(task, o, G, way=""):
+    """Return the gradient by the expectation's formula, and by listing every group of
+    G.
+    """
     theta, lp_old = case(task)
     theta.requires_grad_()
     truth = torch.autograd.grad(brute(task, o, theta, lp_old, G), theta)[0]

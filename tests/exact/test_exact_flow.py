@@ -139,6 +139,9 @@ def test_first_order_rise_time(name):
     mu, size, lr = 0.02, 8, 0.05
 
     def speed(p):
+        """Return the speed at which the probability p of the right arm rises, by its
+        formula.
+        """
         e = [0.0, 0.0]
         for right in (0, 1):
             for K in range(size):

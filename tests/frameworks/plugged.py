@@ -15,6 +15,9 @@ RUNS = [n for n in upref.names() if not upref.get(n).needs]
 
 
 def config(hp=None, agg="token-mean", info=None, **fields):
+    """Return verl's configuration of an actor for the plug-in. hp: hyperparameters;
+    info: of the global batch.
+    """
     section = verl_plugin.PolicyLoss(upref=hp) if hp is not None else PolicyLossConfig()
     fields |= {"policy_loss": section, "loss_agg_mode": agg}
     c = ActorConfig(
@@ -25,6 +28,12 @@ def config(hp=None, agg="token-mean", info=None, **fields):
 
 
 def call(name, b, c=None, **kw):
+    """Return the loss and the metrics of the plug-in's objective on a batch, as verl's
+    actor calls it.
+
+    It asserts that four metrics of parity are there and raise no alarm, and leaves them
+    out.
+    """
     c = c or config()
     args = dict(
         old_log_prob=b.logp_old, log_prob=b.logp, advantages=b.adv, response_mask=b.mask

@@ -381,6 +381,7 @@ def test_a_pinned_commit(index, tmp_path):
 
 def test_one_of_its_losses_is_checked_by_name(index, library):
     def check(loss):
+        """Run `upref check` on this loss as ppo_clip, and return the completed process."""
         command = [*fork.executable(), "-m", "upref", "check", loss, "--as", "ppo_clip"]
         env = os.environ | fork.environment()
         return subprocess.run(

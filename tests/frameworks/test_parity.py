@@ -40,6 +40,9 @@ def trained(name, dtype, wrong=lambda J, lp, b: J, dp_size=2, **hp):
 
 
 def parity(name, dtype=torch.float32, wrong=lambda J, lp, b: J, **hp):
+    """Return the comparison of a trained loss with the objective; `wrong` changes its
+    terms.
+    """
     loss, args, hp = trained(name, dtype, wrong, **hp)
     (g,) = torch.autograd.grad(loss, args["logp"], retain_graph=True)
     return compare(

@@ -46,6 +46,7 @@ def pass_at_k(token_level_rewards, response_mask, index):
 def token_baseline(
     token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared
 ):
+    """Return verl's advantages of the optimal token baseline."""
     return verl_algorithms().compute_optimal_token_baseline_advantage(
         token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared
     )
@@ -81,6 +82,7 @@ def test_verls_value_loss_is_the_clipped_one():
 
 
 def gkd(student_logits, teacher_logits, labels, beta, temperature):
+    """Return TRL's generalized JSD loss. Skip without TRL."""
     pytest.importorskip("trl")
     from trl.experimental.gkd.gkd_trainer import GKDTrainer
 

@@ -184,6 +184,7 @@ def test_sampler_corrections_and_masks_are_trls(name, shape):
     tools[0] = 0  # as mask_truncated_completions leaves a response
 
     def theirs(trainer, x):
+        """Return the loss of TRL's trainer with vLLM's correction on."""
         (
             trainer.use_vllm,
             trainer.current_gradient_accumulation_steps,

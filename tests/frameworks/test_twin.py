@@ -51,6 +51,9 @@ def test_what_has_no_twin_gets_a_sentence():
 
 # ---- TRL -----------------------------------------------------------------------------
 def trainer(family, **kw):
+    """Return upref's trainer in TRL on a tiny model of this family, with the check of
+    its step on. Skip without TRL.
+    """
     trl = pytest.importorskip("trl")
     from datasets import Dataset
 
@@ -123,6 +126,7 @@ def test_a_family_for_which_trl_is_wrong_does_not_start():
 
 # ---- verl ----------------------------------------------------------------------------
 def twin_of_verl(config, **model):
+    """Return the settings of the twin of a verl run with this model."""
     from upref_frameworks.verl.step import settings_of_twin
 
     actor = dict(strategy="fsdp", use_kl_loss=True, kl_loss_coef=0.04, kl_loss_type="low_var_kl", entropy_coeff=0.01,

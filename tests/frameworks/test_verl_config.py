@@ -152,6 +152,9 @@ print("loss", loss.item())
 
 
 def python(code, **env):
+    """Run code in a new Python without verl's environment variables, and return the
+    completed process. path: folders behind the checkout.
+    """
     root = str(Path(upref.__file__).parents[1])
     path = os.pathsep.join([root, *env.pop("path", [])])
     return subprocess.run(

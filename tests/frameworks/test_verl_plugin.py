@@ -160,6 +160,7 @@ def blank_row(b, i):
 
 
 def rows(b, i):
+    """Return some rows of a batch, without validating them."""
     x = object.__new__(type(b))
     x.__dict__.update(
         {k: v[i] if isinstance(v, torch.Tensor) else v for k, v in b.__dict__.items()}
@@ -192,6 +193,7 @@ def test_micro_batches_and_ranks_add_up(name):
 
 
 def gradient_of(name, b, info):
+    """Return the gradient by log_prob of the plug-in's loss on a batch."""
     x = b.logp.clone().requires_grad_()
     y = object.__new__(type(b))
     y.__dict__.update(b.__dict__, logp=x)

@@ -82,6 +82,7 @@ def test_hidden_is_within_float32_of_float64(dtype, settings):
 
 
 def by_logits(h, W, tokens, temperature):
+    """Return log-probabilities and entropies through the logits of hidden states."""
     z = h @ W.T
     return (
         logprobs.token_log_probs(z, tokens, temperature=temperature),

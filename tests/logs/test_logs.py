@@ -50,6 +50,9 @@ def test_hundreds_of_healthy_logs_have_no_finding(tmp_path):
 
 
 def _hold_healthy(seeds, folder):
+    """Assert that the logs of these seeds have no finding, in several formats and
+    numbers of digits.
+    """
     for seed in seeds:
         rows = healthy(seed)
         digits = DIGITS[seed % len(DIGITS)]
@@ -86,6 +89,8 @@ def log_of(framework, steps=12):
 
 
 def scale(column, factor, only=None):
+    """Return a change of rows that multiplies a column, in all rows or in some."""
+
     def change(rows):
         for i, row in enumerate(rows):
             if column in row and (only is None or i in only):
@@ -95,6 +100,8 @@ def scale(column, factor, only=None):
 
 
 def put(column, value, only):
+    """Return a change of rows that writes a value into a column of some rows."""
+
     def change(rows):
         for i in only:
             rows[i][column] = value

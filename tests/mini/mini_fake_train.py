@@ -40,6 +40,9 @@ def numbers(s, step: int) -> dict:
 
 
 def evaluation(s, step: int) -> list[dict]:
+    """Return made-up rows of an evaluation at this step: they depend on the seed, the
+    step, and SHIFT of the objective.
+    """
     base = 0.1 + 0.001 * step + 0.02 * np.random.default_rng([s.seed, step, 1]).normal()
     own = 0.001 * np.random.default_rng([s.seed, len(s.objective), step, 1]).normal()
     more = SHIFT.get(s.objective, {})

@@ -275,6 +275,8 @@ def test_killed_after_every_step_it_ends_as_if_nothing_had_happened(
     add, save = files.Log.add, checkpoint.save
 
     def deadly(name, work):
+        """Return the function, which raises Killed at its first call under this name."""
+
         def once(*args):
             if name not in died:
                 died.add(name)

@@ -70,6 +70,7 @@ def written(name, shift, folder):
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
+    """Write a report of two made-up arms, and return what `written` returns."""
     return written(
         "up_dapo",
         {"up_dapo": {"avg": 0.05, "entropy": -0.1, "kl_base": 0.3}},
@@ -135,6 +136,9 @@ def test_what_has_no_map_of_tokens_says_why(tmp_path):
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
+    """Return a function that runs the command with the fake trainer: (exit status,
+    stdout, stderr).
+    """
     monkeypatch.setattr(suite, "TRAIN", "mini_fake_train")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests' / 'mini'}")
 

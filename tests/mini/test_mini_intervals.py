@@ -380,6 +380,9 @@ def test_rates_at_an_edge_extend_the_grid():
 
 def test_survival():
     def lived(reward, status="done"):
+        """Return up to which step a run with these binned rewards is said to have
+        lived.
+        """
         steps = [questions.BIN * i for i in range(len(reward))]
         return questions.survival(
             {

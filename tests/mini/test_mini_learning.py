@@ -89,6 +89,7 @@ def test_it_learns(name):
 
 
 def flipped_loss():
+    """Return whether a run learns whose loss has the wrong sign."""
     run = Run(FAST)
     o = upref.get("up_dapo")
     run.objective = replace(
@@ -102,6 +103,9 @@ def flipped_advantages():
 
 
 def advantages_of_others():
+    """Return whether a run learns whose advantages are those of the next response of
+    the group.
+    """
     return learns(
         FAST,
         lambda batch: setattr(
@@ -121,6 +125,7 @@ def padding_trained_too():
 
 
 def mask_shifted_by_one():
+    """Return whether a run learns whose mask is one token late."""
     return learns(
         FAST,
         lambda batch: setattr(
@@ -137,6 +142,8 @@ def mask_turned_around():
 
 
 def eos_not_trained():
+    """Return whether a run learns whose end tokens do not train."""
+
     def spoil(batch):
         last = batch.mask.sum(1, keepdim=True) - 1
         batch.mask = batch.mask & ((torch.arange(13) != last) | (last == 0))

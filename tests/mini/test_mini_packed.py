@@ -21,6 +21,7 @@ MASKS = {
 
 @pytest.fixture(scope="module")
 def policy():
+    """Return the task countdown, a small Qwen3, and three prompts."""
     task = tasks.get("countdown")
     return (
         task,

@@ -87,6 +87,8 @@ def test_killed_at_every_moment(whole, tmp_path, monkeypatch):
     touches = {"left": 0}
 
     def deadly(original):
+        """Return the function, which raises Killed once the calls left are used up."""
+
         def touch(*args, **kwargs):
             if touches["left"] == 0:
                 raise Killed

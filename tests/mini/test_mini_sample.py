@@ -133,6 +133,9 @@ def test_reading_a_prompt_once_is_reading_it_with_every_response(kind, task_name
 
 
 def whole_sequences(model, prompts, of, tokens):
+    """Return transformers' logits of the responses to prompts, pictures included,
+    without a cache.
+    """
     ids = torch.cat([prompts["input_ids"][of], tokens[:, :-1]], 1)
     pictures = {}
     if "pictures" in prompts:

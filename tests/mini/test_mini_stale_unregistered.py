@@ -44,6 +44,9 @@ def runs():
 
 
 def per_seed(runs, arm, s, metric, where="test/top_p_0.7", old="sampler", at=-1):
+    """Return the mean over bases of a metric at one evaluation, in points, for each
+    seed.
+    """
     ends = [
         [runs[arm, s, old, base, k]["evals"][where][metric][at] for base in BASES]
         for k in SEEDS
@@ -72,6 +75,7 @@ def printed(mean, low, high):
 
 
 def rows(heading):
+    """Return the cells of the table under a heading of the page, without its head."""
     table = PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     return [
         line.strip("| ").split(" | ")
@@ -134,6 +138,9 @@ def test_against_the_base_and_with_lp_old_recomputed(runs):
 
 def test_peaks_in_place_of_ends(runs):
     def peak(arm, s, metric):
+        """Return the mean over bases of the largest value of a metric, in points, for
+        each seed.
+        """
         tops = [
             [
                 max(runs[arm, s, "sampler", b, k]["evals"]["test/top_p_0.7"][metric])
@@ -277,6 +284,7 @@ def test_each_base_apart(runs):
     """No sum of the page: of each base, at the start and at the end, and the effect."""
 
     def of_base(base, arm, s, at=-1):
+        """Return Best@32 of one base at one evaluation, in points, for each seed."""
         found = [
             runs[arm, s, "sampler", base, k]["evals"]["test/top_p_0.7"]["best"][at]
             for k in SEEDS

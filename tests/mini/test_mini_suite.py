@@ -28,6 +28,7 @@ SHORT = {"steps": 40, "eval_every": 20}
 
 
 def small(seeds=5) -> plan.Plan:
+    """Return a plan of three arms and this many seeds."""
     arms = {a: {"objective": a} for a in ("dapo", "up_dapo", "is_pg")}
     return plan.Plan(
         name="small",
@@ -213,6 +214,9 @@ def test_interrupted_it_goes_on_and_one_suite_runs_at_a_time(
     code = "import sys; from pathlib import Path; from test_mini_suite import child; sys.exit(child(Path(sys.argv[1])))"
 
     def start():
+        """Start a suite in a process of its own, and return it after five more steps
+        are written.
+        """
         env = os.environ | {"FAKE": "slow"}
         p = subprocess.Popen(
             [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env=env
@@ -258,6 +262,8 @@ def test_interrupted_it_goes_on_and_one_suite_runs_at_a_time(
 
 
 def child(out: Path) -> int:
+    """Run the queue in this folder, interrupts handled; return the suite's exit status."""
+
     def work():
         with suite.alone(out) as lock:
             return len(suite.run_all(QUEUE, out, 2, lock, train="mini_fake_train"))

@@ -36,6 +36,7 @@ def test_what_is_demonstrated_is_well_formed(task):
 @each_task
 def test_held_out_problems_are_never_trained_on(task):
     def seen(split, n):
+        """Return the prompts of a split's problems as a set of rows, pictures included."""
         problems = task.problems(split, n, seed=3)
         inputs = [task.prompts(problems)]
         if (pictures := task.pictures(problems)) is not None:

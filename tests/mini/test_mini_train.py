@@ -73,6 +73,9 @@ def a_step(s):
 
 
 def gradient(run):
+    """Return the gradient of one update with this entropy bonus; or of minus the mean
+    entropy alone.
+    """
     return torch.cat([p.grad.flatten() for p in run.policy.parameters()])
 
 

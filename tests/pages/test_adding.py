@@ -26,6 +26,7 @@ pytestmark = pytest.mark.slow
 
 
 def digests(folder):
+    """Return the digest of every file of a folder by its path, caches left out."""
     files = (
         f for f in folder.rglob("*") if f.is_file() and "__pycache__" not in f.parts
     )
@@ -49,8 +50,8 @@ print(json.dumps([said(command) for command in sys.argv[1:]]))
 
 @pytest.fixture
 def added(tmp_path):
-    """Puts one of the page's files into a copy of its package; no other file differs
-    from the checkout's.
+    """Return a function that puts one of the page's files into a copy of its package,
+    and asserts that no other file of the copy differs from the checkout's.
     """
 
     def add(name):

@@ -205,6 +205,9 @@ def test_the_bonus_is_below_dapo_at_the_length_of_the_search_too():
     runs = of_controls("dapo")
 
     def score(has_bonus, at):
+        """Return the largest mean of Best@32 + 3.4 Avg@32, in points, of the arms with
+        or without a bonus.
+        """
         mine = [r for r in runs if bool(r["settings"]["entropy_bonus"]) == has_bonus]
         sums = [
             [

@@ -88,6 +88,7 @@ def test_the_installed_wheel_judges_a_loss(built, tmp_path):
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
 
     def said(*words, status=0):
+        """Run the installed command, assert its exit status, and return its stdout."""
         done = subprocess.run(
             [tmp_path / "env/bin/upref", *words],
             cwd=tmp_path,

@@ -31,6 +31,7 @@ KNOWN = {
 
 
 def removes(file: Path) -> bool:
+    """Return whether a file's code may remove files; `remove` counts only as os.remove."""
     calls = (
         node.func
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))

@@ -252,6 +252,9 @@ def venv_sh(tmp_path):
     (tmp_path / "fake").chmod(0o755)
 
     def start(*parts, pip=""):
+        """Start repro/venv.sh in a process group of its own, with a fake Python and a
+        fake pip.
+        """
         env = os.environ | {"PYTHON": str(tmp_path / "fake"), "PIP": pip}
 
         # a command in the background has it ignored

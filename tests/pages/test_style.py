@@ -48,6 +48,7 @@ GENERATED = ("claims.md",)  # quotations, and records with dates
 
 
 def pages():
+    """Return the pages that people read, without those of GENERATED."""
     named = [
         ROOT / n
         for n in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
@@ -61,7 +62,9 @@ def pages():
 
 
 def faults(text):
-    """Phrases of PLAIN in a text, its code left out, with their lines."""
+    """Return the phrases of PLAIN in a text without its code, each with its line and
+    what to write.
+    """
     text = re.sub(
         r"^(`{3,}|~{3,}).*?^\1",
         lambda m: "\n" * m[0].count("\n"),
@@ -101,8 +104,8 @@ def test_help_has_no_odd_phrase():
 
 
 def printed(file):
-    """The strings of three words and more in a file, but for docstrings: errors, notes,
-    causes, hints, pages.
+    """Return the strings of three words and more in a file, but for docstrings: errors,
+    notes, causes, hints, pages.
     """
     tree = ast.parse(file.read_text(encoding="utf-8"))
     said = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}

@@ -48,6 +48,9 @@ def python(tmp_path):
 
 
 def run(place: Path, command: str, python: Path) -> tuple[int, str]:
+    """Run a script by bash with this Python; return its exit status and what it
+    printed.
+    """
     done = subprocess.run(
         ["bash", *command.split()],
         cwd=place,
@@ -60,6 +63,7 @@ def run(place: Path, command: str, python: Path) -> tuple[int, str]:
 
 
 def files(folder: Path) -> dict[str, str]:
+    """Return the text of every file of a folder by its path."""
     return {
         str(p.relative_to(folder)): p.read_text()
         for p in folder.rglob("*")

@@ -80,6 +80,10 @@ class _noisy_routers:
         self.size = size
 
     def __enter__(self) -> None:
+        """Add noise to the inputs of every router, always the same for a number of
+        inputs.
+        """
+
         def shake(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             x = inputs[0]
             noise = torch.randn(
@@ -569,6 +573,9 @@ def eight_bit_floats(world: World) -> dict[str, Tensor]:
 
 @held_out
 def temperature_in_trainer_only(world: World) -> dict[str, Tensor]:
+    """Return a batch whose trainer scores at 0.6 of the temperature at which it was
+    sampled.
+    """
     trainer = make_policy(world)
     drawn = sample(world, trainer)
     return columns(

@@ -12,6 +12,9 @@ from upref.replay import clipping
 
 
 def made(ratios, advantages, dtype=torch.float64):
+    """Return a batch of one response with these ratios and advantages, and one of a
+    single token with A = 0.
+    """
     log_r = torch.tensor(
         [[math.log(r) for r in ratios], [0.0] * len(ratios)], dtype=dtype
     )

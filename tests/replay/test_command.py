@@ -28,6 +28,9 @@ WORLD = World("qwen3", 51, responses=32, length=20)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    """Write dumps of a healthy step, a shifted one, and a run of several steps; return
+    their folder.
+    """
     at = tmp_path_factory.mktemp("dumps")
     for name in ("healthy_bfloat16", "shifted"):
         write(

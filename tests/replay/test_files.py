@@ -48,6 +48,9 @@ PADDED = {
 
 
 def arrays(columns=PADDED, ragged=False, **more):
+    """Return the arrays of a file of docs/dump.md; `more` replaces some. ragged:
+    columns of tokens are [N] with offsets, not [B, T].
+    """
     out = {k: v.numpy() for k, v in columns.items()}
     if ragged:
         inside = MASK.numpy()
@@ -73,6 +76,9 @@ def refused(path, words):
 
 
 def same(batch):
+    """Assert that a batch that was read has every column as it was written, at trained
+    tokens.
+    """
     assert set(batch.recorded) == set(COLUMNS)
     for name, value in PADDED.items():
         read_back = getattr(batch, name)

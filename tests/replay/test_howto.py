@@ -67,6 +67,9 @@ def prime_rls_files():
 
 
 def train_with_trl():
+    """Run the page's program for TRL, and assert which files it writes. Skip without
+    TRL.
+    """
     pytest.importorskip("trl")
     line, whole = programs("TRL")
     assert (
@@ -79,6 +82,9 @@ def train_with_trl():
 
 
 def train_with_verl(monkeypatch):
+    """Train with verl under the page's variables, and assert which file it writes. Skip
+    without verl.
+    """
     pytest.importorskip("verl")
     from tests.replay.trained import settings, verl_steps
 

@@ -178,6 +178,7 @@ def first_tokens_late(seed):
 
 
 def padded_on_the_left(seed):
+    """Return healthy columns whose padding is in front."""
     made = columns(seed)
     free = (~made["mask"]).sum(1).tolist()
     return {
@@ -189,6 +190,9 @@ def padded_on_the_left(seed):
 
 
 def tools(seed):
+    """Return healthy columns of up to 80 tokens in which a tool wrote columns 20 to 39
+    of every second response; the sampler has NaN there.
+    """
     made = columns(seed, Size(length=80))
     mask = made["mask"].clone()
     mask[::2, 20:40] = False
@@ -203,6 +207,9 @@ def untrained_responses(seed):
 
 
 def equal_responses(seed):
+    """Return healthy columns of six responses, each eight times with rewards of its
+    own.
+    """
     made = columns(seed, Size(6, 1))
     rows = torch.arange(6).repeat_interleave(8)
     made = {name: x[rows] for name, x in made.items()}

@@ -60,6 +60,9 @@ plain = step._batch
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
+    """Record four updates of verl's worker, every second one; return the folder and
+    what was recorded of the step.
+    """
     pytest.importorskip(
         "pydantic", reason="`repro/venv.sh smoke` installs verl's trainer"
     )

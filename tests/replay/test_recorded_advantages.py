@@ -20,6 +20,9 @@ MASK[:, 0] = True
 
 
 def batch(adv, dtype=torch.float32, **more):
+    """Return a recorded batch with these advantages, [B] or [B, T]; `more` replaces
+    columns, None removes one.
+    """
     adv = adv if adv.ndim == 2 else adv[:, None].expand(B, T)
     fields = {
         "ids": torch.ones(B, T).long(),

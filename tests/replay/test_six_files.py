@@ -16,6 +16,9 @@ SMALL = 40_000  # bytes of a file
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
+    """Write two runs of several steps, whose adapter is never delivered or late; return
+    their folders by delivery.
+    """
     out = {}
     for delivery in ("never", "late"):
         folder = out[delivery] = tmp_path_factory.mktemp(delivery)

@@ -50,6 +50,9 @@ def test_at_most_four_causes_are_named(finding):
 
 
 def text_of(columns, **more):
+    """Return the sentence of causes in the note on the gap, after asserting that it
+    names at most MOST_NAMED.
+    """
     found = gap(make_batch(columns | more, file="f"))
     (note,) = (f for f in found.notes if "causes" in f.numbers)
     named = re.split(r"\)\s*;|\);", note.numbers["causes"])

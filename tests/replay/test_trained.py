@@ -29,6 +29,9 @@ BY_DAY = (
 
 
 def case(trainer, s):
+    """Return a parameter of a test: a trainer and a setting, nightly unless it is in
+    BY_DAY.
+    """
     marks = [pytest.mark.trl if trainer == "trl" else pytest.mark.verl]
     return pytest.param(
         trainer,

@@ -98,6 +98,10 @@ def test_trls_own_loss_is_watched(tmp_path):
     from upref_frameworks.trl import step as trls
 
     def train(base, **more):
+        """Train by a trainer of this class under watch for some steps, and return the
+        trainer.
+        """
+
         class Watched(base):
             def __init__(self, *args, **kw):
                 super().__init__(*args, **kw)

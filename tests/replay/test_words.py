@@ -13,6 +13,7 @@ FOLDER = Path(upref.replay.__file__).parent
 
 
 def literals(file):
+    """Return the texts in a file's code."""
     nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
     return {
         n.value

@@ -169,6 +169,9 @@ def make_policy(place: Place) -> Policy:
 
 
 def _policy_of(place: Place, level: float) -> Policy:
+    """Return the weights of a recurrent policy of a place, at this level of its
+    log-probabilities.
+    """
     g, V = place.generator(1), place.vocabulary
 
     def normal(*shape: int) -> Tensor:
@@ -434,6 +437,8 @@ NOT_DRAWN = ("did not draw", "not drawn", "no log-probability of the sampler")
 
 
 def _at_the_end(place: Place, value: float) -> Columns:
+    """Return columns whose sampler has this value at the last token of each response."""
+
     def put(made: Columns) -> Tensor:
         rows = torch.arange(len(made["mask"]))
         changed = made["sampler"].clone()
@@ -475,6 +480,9 @@ def short_lists(place: Place) -> Columns:
 
 
 def _tools_train(place: Place, value: float) -> Columns:
+    """Return columns in which tokens of tools train, with this value in the sampler's
+    column.
+    """
     place = replace(place, tools=True)
     rows, old = drawn_rows(place)
     made = columns(place, rows, old)
@@ -528,6 +536,9 @@ def exchanged_in_groups(place: Place) -> Columns:
     """The rows of each prompt are in another order."""
 
     def exchange(made: Columns) -> Tensor:
+        """Return the sampler's column with the responses of each group in reverse
+        order.
+        """
         changed = made["sampler"].nan_to_num(0).clone()
         for k in made["group"].unique():
             own = (made["group"] == k).nonzero()[:, 0]
@@ -995,6 +1006,9 @@ def cell(name: str, place: Place) -> Cell:
         return any(word in str(f).lower() for word in truth.words)
 
     def true(f: ReplayFinding) -> bool:
+        """Return whether a finding is true of what was planted, or of how the place
+        computes.
+        """
         both = place.engine_bfloat16 or place.trainer_bfloat16 or place.experts
         beside = both and f.severity == "note" and any(w in str(f) for w in POLICIES)
         if f.severity == "failure" and truth.fails is False:

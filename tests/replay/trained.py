@@ -121,6 +121,9 @@ class Line:
         return not self.said
 
     def __str__(self) -> str:
+        """Return the line of the table: trainer, verdict, steps, differences, setting;
+        then remarks.
+        """
         word = "agrees" if self.agrees else "differs"
         numbers = f"{self.off:8.1e} {self.factors:8.1e} {self.moved:7.2g}"
         more = [self.said, f"not exercised: {self.unused}" if self.unused else ""]

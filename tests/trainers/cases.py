@@ -61,6 +61,9 @@ def cases_of(repository: str, function: Callable[..., Any], **shared: Any) -> Ca
     def make_case(
         variant: str, objective: str, found: str = "", its: Any = None, **options: Any
     ) -> Case:
+        """Return a case of this repository and function. its: arguments of the
+        function; options: of check_step.
+        """
         make = partial(function, **(its or {}))
         return Case(
             repository, function, variant, make, objective, shared | options, found

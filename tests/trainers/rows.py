@@ -52,6 +52,9 @@ class Frozen(nn.Module):
         self.rows, self.V, self.T = rows, vocabulary, temperature
 
     def forward(self, input_ids: Tensor, *_: Any, logits_to_keep: int = 0, **__: Any):
+        """Return logits that give each response found in the ids its reference
+        log-probabilities; 0 elsewhere.
+        """
         z = torch.zeros(*input_ids.shape, self.V)
         for at, ids in enumerate(input_ids.tolist()):
             for r in self.rows:

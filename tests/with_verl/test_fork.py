@@ -43,6 +43,7 @@ def place(tmp_path):
 
 @pytest.fixture
 def server(place):
+    """Start the server of forks, yield it when it listens, and kill it."""
     process = subprocess.Popen([sys.executable, "-c", SERVER], env=place[1])
     while not os.path.exists(place[1]["UPREF_FORK"]):
         time.sleep(0.05)
@@ -52,6 +53,9 @@ def server(place):
 
 
 def worker(place, seconds):
+    """Start a worker by fork.executable(): it prints what it found, sleeps for some
+    seconds, and exits with 3.
+    """
     folder, env = place
     return subprocess.Popen(
         [*fork.executable(), folder / "worker.py", str(seconds)],

@@ -26,6 +26,7 @@ ENDED = watch.Outcome(0, "", 60.0)
 
 
 def rows(count=3, **extra):
+    """Return logged rows of `count` steps, with rewards that grow; `extra` is in each."""
     data = {
         "training/global_step": 1,
         smoke.SCORE: 0.1,

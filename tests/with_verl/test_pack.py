@@ -16,6 +16,7 @@ SM_80, SM_90, SM_100 = 80, 90, 100
 
 
 def image(kind, capability, payload):
+    """Return the bytes of a device image of this kind and compute capability."""
     header = 64
     head = struct.pack(
         "<HHIQIIHHI", kind, 0, header, len(payload), 0, 0, 0, 0, capability

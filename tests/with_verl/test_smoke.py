@@ -61,6 +61,11 @@ def quick(monkeypatch):
 
 
 def trainer(tmp_path, plan, stall=600.0, do=None, asked=9, limit=math.inf):
+    """Watch a trainer that follows a plan; return how it ended and its steps.
+
+    It asserts that three steps were told, and that no process of it is left. do: is run
+    beside it with the file of its process id.
+    """
     script, log = tmp_path / "trainer.py", tmp_path / "log.jsonl"
     script.write_text(TRAINER)
     if do:
@@ -229,6 +234,7 @@ def test_a_wrong_override_starts_nothing_and_removes_nothing(tmp_path):
 
 
 def real(test):
+    """Mark a test as slow and of the trainer, and skip it without vLLM."""
     no_vllm = not importlib.util.find_spec("vllm")
     skip = pytest.mark.skipif(
         no_vllm, reason="no vLLM here: `repro/venv.sh smoke` installs it"

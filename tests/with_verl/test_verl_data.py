@@ -28,6 +28,7 @@ PNG = base64.b64decode(
 
 
 def dapo_rows(problems: int, copies: int):
+    """Return rows of DAPO's data set: this many problems, each so many times."""
     before = (
         "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
         "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"
@@ -55,6 +56,7 @@ def dapo_rows(problems: int, copies: int):
 
 
 def write(path, rows):
+    """Write rows as parquet, arrow or lines of JSON, by the suffix; return the path."""
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
     elif path.suffix == ".arrow":

@@ -980,6 +980,9 @@ def test_checkpoints_cost_an_hour_at_most(ready, capsys):
 
 
 def estimated(scale, *overrides, gpu="H100", gb=80e9, objective="grpo"):
+    """Return the estimated memory of an objective at a scale on this GPU, `gb` bytes
+    large.
+    """
     prompts = {
         "paper_math": (2400, 8523),
         "paper_geo3k": (601, 2101),

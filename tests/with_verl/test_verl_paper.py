@@ -31,6 +31,7 @@ GREEK = {
 
 
 def plain(cell: str) -> str:
+    """Return a cell of a LaTeX table as plain text."""
     for tex, text in GREEK.items():
         cell = cell.replace(tex, text)
     cell = re.sub(
@@ -40,6 +41,7 @@ def plain(cell: str) -> str:
 
 
 def value(text: str):
+    """Return a cell as a number, as a list of numbers if it has " / ", or as it is."""
     if " / " in text and text.replace(",", "").replace(" / ", "").isdigit():
         return [value(t) for t in text.split(" / ")]
     if m := re.fullmatch(r"(\d+) \\times 10\^(-\d+)", text):

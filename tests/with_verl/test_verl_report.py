@@ -20,6 +20,7 @@ def row(step, **other):
 
 
 def run(place, name, objective, scale, steps, seed=1, **other):
+    """Write the folder of a run with these logged steps; return it."""
     folder = place / name
     folder.mkdir()
     lines = [{"override": f"data.seed={seed}", "source": "x"}]
@@ -37,6 +38,7 @@ def run(place, name, objective, scale, steps, seed=1, **other):
 
 
 def validated(step, mean, task="aime24", n=32):
+    """Return a logged row with the scores of a validation."""
     kinds = {
         "best@2/mean": 0.01,
         "maj@2/mean": 0.99,

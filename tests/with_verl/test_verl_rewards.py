@@ -153,6 +153,7 @@ def test_a_whole_number_is_itself_with_commas_too(n):
 
 
 def program(*lines: str) -> list[str]:
+    """Return the command of a Python that prints "ready", and then runs these lines."""
     return [
         sys.executable,
         "-S",

@@ -104,6 +104,9 @@ def slurm(tmp_path):
 
 
 def wait_for(called, word):
+    """Wait until a call holds this word, and return its line. It fails after HANGING
+    seconds.
+    """
     until = time.monotonic() + HANGING
     while not any(word in line for line in called()):
         assert time.monotonic() < until, called()

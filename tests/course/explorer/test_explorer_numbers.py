@@ -27,6 +27,8 @@ return {points}.map(([p, m, A, r]) => {{
 
 
 def settings(name: str, rng) -> list[dict]:
+    """Return SETTINGS dicts of hyperparameters of an objective: none, then random ones."""
+
     def draw(k, of):
         """Draw a hyperparameter; `c` is off three times in ten."""
         return (
