@@ -21,15 +21,18 @@ RECORD = Path(__file__).with_name(
 
 
 def longest_first(items):
-    """The tests that are recorded as slow, the longest first, and then the others as they
-    were: a long test that begins last keeps one worker waiting for the other."""
+    """Return the tests that are recorded as slow, the longest first, and then the
+    others as they were.
+
+    A long test that begins last keeps one worker waiting for the other.
+    """
     lines = RECORD.read_text(encoding="utf-8").splitlines()
     place = {line.partition("\t")[2]: n for n, line in enumerate(lines)}
     return sorted(items, key=lambda item: place.get(item.nodeid, len(place)))
 
 
 def pytest_collection_modifyitems(config, items):
-    """What is nightly runs only where it is asked for: -m nightly."""
+    """Deselect nightly tests unless -m asks for them, and put the longest tests first."""
     if "nightly" not in config.option.markexpr:
         nightly = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=nightly)
@@ -38,8 +41,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """What is imported and collected lives until the end: the garbage collector leaves
-    it alone, and comes less often.
+    """Let the garbage collector leave alone what is imported and collected, which lives
+    until the end, and come less often.
     """
     gc.collect()
     gc.freeze()

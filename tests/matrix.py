@@ -131,7 +131,9 @@ class Steps:
 
 
 def checkout(folder: Path, python: str) -> tuple[Steps, str]:
-    """Both README commands, and each list's resolution."""
+    """Run both commands of README in a copy of the checkout, and resolve each list;
+    return the steps and the Python that they made.
+    """
     place = folder / AWKWARD
     keep = shutil.ignore_patterns(
         ".venv*", ".git", "__pycache__", ".mypy_cache", ".hypothesis", "build", "out"
@@ -152,7 +154,9 @@ def checkout(folder: Path, python: str) -> tuple[Steps, str]:
 
 
 def archived(folder: Path, python: str) -> Steps:
-    """A folder with what `git archive` holds, where the commands run in the C locale."""
+    """Unpack what `git archive` holds into a folder, and return the steps to run there,
+    in the C locale.
+    """
     place = folder / AWKWARD
     place.mkdir(parents=True)
     unpack = (
@@ -166,7 +170,9 @@ def archived(folder: Path, python: str) -> Steps:
 
 
 def places(folder: Path, python: str) -> tuple[Steps, str]:
-    """One environment for all places."""
+    """Run both commands in one environment after the other kind of place; return the
+    steps and the Python that they made.
+    """
     steps, both = (
         archived(folder, python),
         f"bash -c '{TRAIN} && bash tests/run.sh quick'",
@@ -183,7 +189,9 @@ def places(folder: Path, python: str) -> tuple[Steps, str]:
 
 
 def stopped(folder: Path, python: str) -> tuple[Steps, str]:
-    """An install on a disk of its own that is stopped twice, and goes on."""
+    """Stop an install on a disk of its own twice, and let it go on; return the steps
+    and the Python that they made. It needs to mount a disk.
+    """
     disk = folder / "disk"
     disk.mkdir()
     subprocess.run(
@@ -206,8 +214,8 @@ def stopped(folder: Path, python: str) -> tuple[Steps, str]:
 
 
 def wheel(folder: Path, python: str, which: str) -> tuple[Steps, str]:
-    """The wheel and the sdist, installed by that Python's own pip, in a folder with
-    nothing but a loss.
+    """Install the wheel and the sdist by that Python's own pip, in a folder with
+    nothing but a loss; return the steps and the Python.
     """
     steps = Steps(folder, {k: v for k, v in os.environ.items() if k != "PYTHONPATH"})
     steps.env["PATH"] = f"{folder / 'env/bin'}{os.pathsep}{os.environ['PATH']}"
@@ -246,14 +254,17 @@ def wheel(folder: Path, python: str, which: str) -> tuple[Steps, str]:
 
 
 def sampled(names: list[str], count: int = SAMPLE) -> list[str]:
-    """A sample of the names of tests, the same for the same names. A smaller one is
-    part of a larger one."""
+    """Return a sample of the names of tests, the same for the same names, sorted. A
+    smaller one is part of a larger one.
+    """
     drawn = random.Random(0).sample(sorted(names), len(names))
     return sorted(drawn[:count])
 
 
 def tests(folder: Path, python: str, count: int) -> tuple[Steps, str]:
-    """A sample of the tests, and the suite with TRL's adapter where TRL is installed."""
+    """Run a sample of the tests, and the suite with TRL's adapter where TRL is
+    installed; return the steps and the Python.
+    """
     steps = Steps(ROOT, os.environ | {"PYTHONPATH": str(ROOT)})
     pytest = f'"{python}" -m pytest -q -p no:cacheprovider'
     places = " ".join(f"tests/{name}" for name in SAMPLED)
@@ -279,7 +290,9 @@ def tests(folder: Path, python: str, count: int) -> tuple[Steps, str]:
 
 
 def versions(python: str) -> dict[str, str]:
-    """The versions of Python and of the packages that an interpreter has, by name."""
+    """Return the versions of Python and of the packages that an interpreter has, by
+    name.
+    """
     ask = (
         "import json, platform, importlib.metadata as m; "
         "there = {d.name.lower(): d.version for d in m.distributions()}; "
@@ -293,7 +306,7 @@ def versions(python: str) -> dict[str, str]:
 
 
 def recorded() -> list[dict[str, Any]]:
-    """The rows with their dates, by the version of Python."""
+    """Return the rows with their dates, by the version of Python."""
     found = [
         row | {"date": one.date}
         for one in record.read(RECORDS)
@@ -313,7 +326,7 @@ def _once(counts: str) -> str:
 
 
 def table() -> str:
-    """The rows of interpreters and versions, in markdown."""
+    """Return the rows of interpreters and versions, in markdown."""
     rows = []
     for r in recorded():
         if r["what"] in PLACES:
@@ -338,7 +351,7 @@ def table() -> str:
 
 
 def awkward() -> str:
-    """What happened in each awkward place, and to an install that is stopped, in
+    """Return what happened in each awkward place, and to an install that is stopped, in
     markdown.
     """
     rows = []

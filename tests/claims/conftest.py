@@ -61,7 +61,7 @@ def holds(record_property):
 
 @pytest.fixture(scope="session")
 def seen_in_round_2():
-    """Name -> effect, of the facts of the second round that nobody registered."""
+    """Return {name: effect} of the facts of the second round that nobody registered."""
     post_hoc = plan.load("round2/post_hoc")
     found = post_hoc.effects(records.load(post_hoc.results))
     return {e.question.name: e for e in found}
@@ -69,8 +69,8 @@ def seen_in_round_2():
 
 @pytest.fixture
 def seen(record_property, seen_in_round_2):
-    """Of a question of repro/mini/round2/post_hoc.toml: records the effect, which
-    decides nothing.
+    """Return a function that records the effect of a question of
+    repro/mini/round2/post_hoc.toml, which decides nothing, and returns it.
     """
 
     def describes(name):
@@ -90,8 +90,8 @@ def stale_runs():
 
 @pytest.fixture
 def seen_on_stale_data(record_property, stale_runs):
-    """Of UP-DAPO minus DAPO and a number of a run: records the effect, which decides
-    nothing.
+    """Return a function that records the effect of UP-DAPO minus DAPO on a number of a
+    run, which decides nothing, and returns it.
     """
 
     def describes(says, number, s):

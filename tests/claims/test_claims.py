@@ -43,7 +43,7 @@ FAKE = Claim("fake", "Sec. 3.1", "w", "s")
 
 @functools.cache
 def experiments():
-    """The names of what the records of both experiments answer."""
+    """Return the names of what the records of both experiments answer."""
     found = set()
     for experiment in map(plan.load, ("stale", "controls")):
         found |= set(standing.of_plan(experiment))

@@ -78,7 +78,9 @@ class Megatron:
         return gathered(part, case, self.divisor(case, counted))
 
     def divisor(self, case, counted):
-        """What Megatron's own `finalize_model_grads` divides by, which is replaced."""
+        """Return what Megatron's own `finalize_model_grads`, which is replaced here,
+        divides by.
+        """
         if not self.per_token:  # its data parallelism averages over context ranks too
             return float(case.ranks) if case.parallel == "context" else 1.0
         tokens = counted[-1].float().clone()
@@ -87,7 +89,9 @@ class Megatron:
         return tokens
 
     def forward_step(self, rows, case):
-        """What Megatron's schedule calls with each micro-batch."""
+        """Return the function that Megatron's schedule calls with each micro-batch: it
+        returns the part's output, and the loss as a function of it.
+        """
         tokens = sum(sum(row.trains) for row in rows)
 
         def one(data, part):
@@ -173,7 +177,9 @@ class Part(nn.Module):
         return self.head(self.norm(self.embed(ids)))
 
     def log_probs(self, logits, ids, temperature):
-        """Of each token, given the last one; the first has 0."""
+        """Return the log-probabilities of the tokens, [B, S]: of each, given those
+        before it; the first has 0.
+        """
         every = (logits[:, :-1] / temperature).log_softmax(-1)
         lp = every.gather(-1, ids[:, 1:, None])[..., 0]
         return behind_zero(lp)
@@ -250,7 +256,7 @@ NAMES = {
 
 
 def gathered(part, case, divisor):
-    """All gradients on each rank, by the names of the model."""
+    """Return all gradients on each rank, by the names of the model."""
     found = {}
     for short, name in NAMES.items():
         weight = getattr(part, short).weight
@@ -272,8 +278,10 @@ def longest(rows):
 
 
 def collated(rows, width, case):
-    """The rows of a micro-batch, padded on the right to one width; under context
-    parallelism only this rank's half of each row trains.
+    """Return the rows of a micro-batch, padded on the right to one width.
+
+    Under context parallelism only this rank's half of each row trains; `counts` are of
+    the whole row.
     """
     ids = pad([row.ids for row in rows], PAD, width)
     trains = pad([[False] * len(row.prompt) + row.trains for row in rows], False, width)

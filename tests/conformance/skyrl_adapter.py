@@ -276,7 +276,7 @@ class Dispatch:
 
 
 def make_trainer(config, workers):
-    """A trainer that was not set up by ray, with its workers."""
+    """Return a trainer that was not set up by ray, with its workers."""
     trainer = object.__new__(RayPPOTrainer)
     trainer.cfg = config
     trainer.tokenizer = types.SimpleNamespace(pad_token_id=PAD)
@@ -290,7 +290,7 @@ def make_trainer(config, workers):
 
 
 def make_reference_worker(model, config):
-    """A worker of the reference model that was not set up by ray."""
+    """Return a worker of the reference model that was not set up by ray."""
     worker = object.__new__(RefWorkerBase)
     worker.cfg = config.trainer
     worker.model = HFModelWrapper(model, bf16=False).eval()
@@ -299,8 +299,10 @@ def make_reference_worker(model, config):
 
 @torch.no_grad()
 def add_adapters(model):
-    """The model with LoRA adapters, as HFModelWrapper adds them. Their second matrices
-    are not 0, and small: the KL estimate of no token reaches 10, where SkyRL clamps it.
+    """Return the model with LoRA adapters, as HFModelWrapper adds them.
+
+    Their second matrices are not 0, and small: the KL estimate of no token reaches 10,
+    where SkyRL clamps it.
     """
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
     adapted = get_peft_model(model, lora)
@@ -312,7 +314,7 @@ def add_adapters(model):
 
 
 def generator_output(rows, drop_truncated):
-    """The rows as SkyRL's generator returns them."""
+    """Return the rows as SkyRL's generator returns them."""
     masks = [[int(t) for t in row.trains] for row in rows]
     ends = ["stop" if row.response[-1] == PAD else "length" for row in rows]
     return dict(
@@ -326,8 +328,8 @@ def generator_output(rows, drop_truncated):
 
 
 def share(rows, case):
-    """All rows of the mini-batch, whose advantages the trainer scales before it divides
-    them, and the part of this rank.
+    """Return all rows of the mini-batch, whose advantages the trainer scales before it
+    divides them, and the slice of this rank.
     """
     if case.ranks == 1 or case.parallel != "data":
         return rows, slice(0, len(rows))
@@ -338,8 +340,8 @@ def share(rows, case):
 
 
 def make_worker(model, config, case, rate=1e-6):
-    """A policy worker that was not set up by ray: with a model, an optimizer, and the
-    strategy that steps it.
+    """Return a policy worker that was not set up by ray: with a model, an optimizer,
+    and the strategy that steps it.
     """
     ulysses = case.ranks if case.parallel == "sequence" else 1
     if case.ranks > 1:
@@ -371,8 +373,8 @@ def make_worker(model, config, case, rate=1e-6):
 
 
 def batch(rows):
-    """The rows as the trainer's batch: prompts padded on the left, responses on the
-    right.
+    """Return the rows as the trainer's batch: prompts padded on the left, responses on
+    the right.
     """
     prompts = pad([row.prompt for row in rows], PAD, "left")
     responses = pad([row.response for row in rows], PAD)
@@ -423,7 +425,9 @@ def on_cpu():
 
 @contextlib.contextmanager
 def group_of_one():
-    """A process group of this process alone: the worker reduces its metrics over one."""
+    """Make a process group of this process alone while the context lasts, unless there
+    is one: the worker reduces its metrics over one.
+    """
     if dist.is_initialized():
         yield
         return

@@ -71,7 +71,9 @@ def test_torchtunes_recipe_agrees_on_all_that_it_has():
 
 
 def _skyrl():
-    """The adapter of SkyRL, where it and what it imports are on PYTHONPATH."""
+    """Return the adapter of SkyRL. Skip where it or what it imports is not on
+    PYTHONPATH.
+    """
     for name in SKYRL_NEEDS:
         pytest.importorskip(name, reason="docs/howto/conformance.md says how")
     return load_adapter(f"{HERE}/skyrl_adapter.py:SkyRL")

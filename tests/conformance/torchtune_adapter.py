@@ -118,8 +118,8 @@ class Decoder(torch.nn.Module):
 
 
 def trajectory(rows):
-    """The rows as the recipe keeps them: prompts padded on the left, responses on the
-    right; and the prompts' width.
+    """Return the rows as the recipe keeps them: prompts padded on the left, responses
+    on the right; and the prompts' width.
     """
     prompts = pad([row.prompt for row in rows], PAD, "left")
     there = torch.cat(

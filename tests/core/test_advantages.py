@@ -46,7 +46,7 @@ def exact_std(xs, ddof):
 
 
 def exact_norm(xs, ddof, eps):
-    """(R - mean) / (std + eps) of one group, evaluated to 30 digits from exact
+    """Return (R - mean) / (std + eps) of one group, evaluated to 30 digits from exact
     rationals.
     """
     m, std = exact_mean(xs), exact_std(xs, ddof)

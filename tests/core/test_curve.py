@@ -23,8 +23,8 @@ from upref.weights.jumps import GRID
 
 
 def piecewise(bounds, heights, slopes):
-    """A weight that on each piece between two bounds is height * (1 + slope log r), or
-    0; bounds belong below.
+    """Return a weight that on each piece between two bounds is height * (1 + slope log
+    r), or 0; bounds belong below.
     """
     bounds = np.array(bounds)
 

@@ -34,7 +34,9 @@ spec.loader.exec_module(page)
 
 
 def wrong(o, factor=2):
-    """The objective with another function, its hand-written weight left as it is."""
+    """Return the objective with its function multiplied by a factor, and its
+    hand-written weight as it is.
+    """
     return replace(
         o, fn=functools.wraps(o.fn)(lambda *args, **hp: factor * o.fn(*args, **hp))
     )
@@ -111,8 +113,8 @@ SECTIONS = dict(
 
 @functools.cache
 def shown(name):
-    """Its section of the page, and the objectives whose function that derivation asks
-    for.
+    """Return a derivation's section of the page, and the objectives whose function it
+    asks for.
     """
     asked, get = [], upref.get
     with mock.patch.object(upref, "get", lambda o: asked.append(o) or get(o)):
@@ -136,14 +138,14 @@ def test_the_claim_can_fail(name, i):
 
 
 def alive(fn):
-    """A gradient of A more, wherever there is one and where there is none."""
+    """Return the function with A lp added: its gradient is larger by A everywhere."""
     return functools.wraps(fn)(
         lambda lp, lp_old, A, *more, **hp: fn(lp, lp_old, A, *more, **hp) + A * lp
     )
 
 
 def dead(fn):
-    """No gradient above r = 1.1."""
+    """Return the function with no gradient above r = e^0.1."""
 
     @functools.wraps(fn)
     def mutant(lp, lp_old, A, *more, **hp):

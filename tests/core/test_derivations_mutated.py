@@ -38,7 +38,9 @@ RATIOS = [0.3, 0.65, 0.9, 0.9999, 1.0002, 1.1, 1.24, 1.5, 2.5, 6.0]
 
 
 def changed(sign, low=0.0, high=inf, to=lambda lp, lp_old, A, J: 0 * lp):
-    """Of fn: another J for this sign of A and low < r < high."""
+    """Return a change of a function: its J is to(lp, lp_old, A, J), 0 by default, for
+    this sign of A and low < r < high.
+    """
 
     def mutate(fn):
         @functools.wraps(fn)
@@ -112,7 +114,7 @@ NO_SCOPE = {
 
 
 def at(fn, A, hp):
-    """J and dJ/dlp of tokens at RATIOS, π_old = 1/e^8."""
+    """Return J and dJ/dlp of tokens at RATIOS, with π_old = e^-8."""
     lp = (torch.tensor(RATIOS, dtype=torch.float64).log() - 8).requires_grad_()
     J = fn(lp, torch.full_like(lp, -8.0), torch.full_like(lp, A), **hp)
     return J.detach(), torch.autograd.grad(J.sum(), lp)[0]
@@ -168,7 +170,9 @@ def legend():
 
 
 def line(script, name, judge):
-    """The row of the record: this judge, `rejected` or `excluded`, of each mutant."""
+    """Return the row of the record: a letter for each mutant that this judge,
+    `rejected` or `excluded`, selects, and a dot for each other.
+    """
     verdicts = "".join(
         chr(97 + i) if judge(script, name, m) else "."
         for i, m in enumerate(MUTANTS.values())

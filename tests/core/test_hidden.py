@@ -20,7 +20,7 @@ NEG = -math.inf
 def naive(
     h, W, tokens, *, temperature=1.0, bias=None, logit_scale=1.0, softcap=None, chunk=0
 ):
-    """The same through logits."""
+    """Return log-probabilities and entropies through the [N, V] logits."""
     y = h @ W.T * logit_scale if bias is None else (h @ W.T + bias) * logit_scale
     x = (y if softcap is None else softcap * (y / softcap).tanh()) / temperature
     lp = x.log_softmax(-1)
@@ -31,8 +31,8 @@ def naive(
 
 
 def drawn(seed):
-    """(hidden, weight, tokens, settings, upstream gradients, some of them 0),
-    everything random.
+    """Return random (hidden, weight, tokens, settings, upstream gradients), some of the
+    gradients 0.
     """
     r, g = random.Random(seed), torch.Generator().manual_seed(seed)
 
@@ -63,8 +63,9 @@ def drawn(seed):
 
 
 def run(f, h, W, tokens, settings, up):
-    """Both outputs and all gradients; of `up` an entry may be None: that output is not
-    used.
+    """Return both outputs of f and all gradients.
+
+    up: upstream gradients of the two; None: that output is not used.
     """
     leaves = [
         x.detach().clone().requires_grad_()
@@ -294,7 +295,7 @@ def test_vmap_and_func_grad_agree_with_a_loop():
 
 
 def gradient_penalty(log_probs, x):
-    """A sum of log-probs, and the squared norm of its gradient."""
+    """Return a sum of log-probs, and the squared norm of its gradient."""
     total = log_probs(x).sum()
     (gradient,) = torch.autograd.grad(total, x, create_graph=True)
     return total + (gradient**2).sum()

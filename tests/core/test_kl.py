@@ -131,12 +131,12 @@ class TinyPolicy:
         self.responses = [*ended, *whole]
 
     def tokens(self, table, response):
-        """Log-probabilities of the tokens of a response, [T]."""
+        """Return log-probabilities of the tokens of a response, [T]."""
         rows = [self.prefixes.index(response[:t]) for t in range(len(response))]
         return table[rows, list(response)]
 
     def mean(self, function):
-        """The mean of function(lp, lp_ref) over responses, which are held fixed."""
+        """Return the mean of function(lp, lp_ref) over responses, which are held fixed."""
         total = 0
         for response in self.responses:
             lp = self.tokens(self.policy, response)
@@ -149,7 +149,7 @@ class TinyPolicy:
         return gradient
 
     def divergence(self):
-        """KL(π_θ ‖ π_ref) of responses."""
+        """Return KL(π_θ ‖ π_ref) of responses."""
         total = 0
         for response in self.responses:
             lp = self.tokens(self.policy, response)
@@ -158,7 +158,9 @@ class TinyPolicy:
         return total
 
     def at_fixed_prefixes(self):
-        """Σ of KL(π_θ ‖ π_ref) at each prefix, how often it is reached held fixed."""
+        """Return the sum of KL(π_θ ‖ π_ref) at each prefix times how often the prefix
+        is reached, which is held fixed.
+        """
         every = self.policy.exp() * (self.policy - self.reference)
         total = 0
         for prefix, token_mean in zip(self.prefixes, every.sum(1), strict=True):

@@ -105,8 +105,8 @@ def test_best_at_k_is_exact_for_large_n():
 
 # ---- verl's bootstrap ----------------------------------------------------------------
 def verl_best(row, k, draws, seed):
-    """The procedure of verl's `bootstrap_metric`, one tuple at a time, from the global
-    generator.
+    """Return Best@k of a row by the procedure of verl's `bootstrap_metric`, one tuple
+    at a time, from the global generator, whose state is restored.
     """
     state = np.random.get_state()
     np.random.seed(seed)
@@ -221,9 +221,7 @@ def test_majority_refuses_what_does_not_fit(answers, correct, says):
 
 # ---- the interval --------------------------------------------------------------------
 def solves_wilson(bound, m, N):
-    """A Wilson bound μ is where |m - μ| = z √(μ(1-μ)/N): the definition, not the solved
-    quadratic.
-    """
+    """Return whether |m - μ| = z √(μ(1-μ)/N) for a bound μ, which defines Wilson's."""
     return math.isclose(
         (m - bound) ** 2,
         1.959963984540054**2 * bound * (1 - bound) / N,

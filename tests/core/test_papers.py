@@ -104,7 +104,7 @@ def test_every_hyperparameter_says_where_its_default_comes_from(name):
 
 
 def stated(value):
-    """The ways a sentence may print a default."""
+    """Return the ways a sentence may print a default."""
     return (
         {"None"}
         if value is None

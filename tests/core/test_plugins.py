@@ -33,8 +33,8 @@ MY_LOSS = next(
 
 @pytest.fixture
 def said(tmp_path):
-    """What a command prints on both streams, and its exit status, in a folder whose
-    packages come first.
+    """Return a function that runs a command in a folder whose packages come first, and
+    returns its exit status and what it prints on both streams.
     """
 
     def run(*argv):
@@ -102,7 +102,9 @@ else:
 
 @pytest.fixture
 def alone(said, tmp_path):
-    """The same where the other two packages of the distribution have been deleted."""
+    """Return that function for a copy of `upref` alone: the other two packages of the
+    distribution are not there.
+    """
     site, packages = tmp_path / "site", Path(upref.__file__).parents[1]
     shutil.copytree(
         packages / "upref", site / "upref", ignore=shutil.ignore_patterns("__pycache__")

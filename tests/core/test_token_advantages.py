@@ -73,7 +73,7 @@ def test_untrained_slots_are_neither_read_nor_answered(name):
 
 
 def _packed(inputs):
-    """The inputs with the trained slots of each response in front."""
+    """Return the inputs with the trained slots of each response in front."""
     order = (~inputs["mask"]).int().argsort(dim=1, stable=True)
     return {r: x.gather(1, order) for r, x in inputs.items() if x.ndim == 2}
 

@@ -106,7 +106,9 @@ CORRECTIONS = (
 
 
 def three_policies(ratios):
-    """One response on policy (r = 1, A = 1) whose tokens have these ratios ρ = π_old/μ."""
+    """Return one response on policy (r = 1, A = 1) whose tokens have these ratios ρ =
+    π_old/μ.
+    """
     rho = torch.tensor([ratios], dtype=torch.float64)
     lp = torch.full_like(rho, -3.0)
     one = torch.ones_like(rho)
@@ -197,8 +199,8 @@ def test_check_knows_three_policies():
 
 # ---- off-policy sequence masking -----------------------------------------------------
 def drifted(adv):
-    """Two responses whose mean log(π_old/π_θ) is 0.4 and 0.6, with one masked slot
-    each.
+    """Return two responses whose mean log(π_old/π_θ) is 0.4 and 0.6, with one masked
+    slot each.
     """
     log_r = torch.tensor([[-1.0, 0.2, -9.0], [-1.4, 0.2, 9.0]], dtype=torch.float64)
     old = torch.full_like(log_r, -9.5)

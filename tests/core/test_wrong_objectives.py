@@ -47,8 +47,8 @@ def clipped_before_multiplying(lp, lp_old, A, *, eps=0.2):
 
 
 def nan_branch(lp, lp_old, A, *, eps=0.2):
-    """The naive torch form of UP: the ratio of the branch not taken overflows, and 0 *
-    inf = NaN comes back.
+    """Return UP's terms as torch's where computes them naively: the ratio of the branch
+    not taken overflows, and 0 * inf = NaN comes back.
     """
     r = torch.exp(lp - lp_old)
     return torch.where(A > 0, A * lp, torch.minimum(r * A, r.clamp(min=1 - eps) * A))
@@ -59,14 +59,14 @@ def up_weight(r, A, *, eps):
 
 
 def rounds_to_nothing(lp, lp_old, A, *, eps=0.2):
-    """SAPO through the sigmoid that rounds to 1: in half precision the gate's gradient
-    is lost far too early.
+    """Return SAPO's terms through the sigmoid that rounds to 1: in half precision the
+    gate's gradient is lost far too early.
     """
     return A * 4 * torch.sigmoid(torch.exp((lp - lp_old).clamp(max=20)) - 1) + 0 * eps
 
 
 def padding_leak(lp, lp_old, A, mask, *, eps=0.2):
-    """The response's mean taken over the padded width."""
+    """Return the terms with the response's mean taken over the padded width."""
     s = exp((lp - lp_old).mean(-1))
     return A[..., 0] * s + 0 * eps
 
@@ -91,8 +91,8 @@ def squared_advantage(lp, lp_old, A, *, eps=0.2):
 
 
 def value_off(lp, lp_old, A, *, eps=0.2):
-    """Right gradient, wrong value: a constant that depends on lp sneaks in through
-    detach.
+    """Return terms with the right gradient and a wrong value: a constant that depends
+    on lp comes in through detach.
     """
     from upref.ops import sg
 

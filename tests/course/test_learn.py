@@ -41,8 +41,8 @@ PROVED = (3, 4, 6, 7)  # the exercises whose answer is a loss
 
 @pytest.fixture
 def asked(tmp_path, monkeypatch, capsys):
-    """(exit status, what it prints) of `upref learn N` in a folder where the file has
-    this text.
+    """Return a function that runs `upref learn N` in an empty folder where the file has
+    this text, and returns (exit status, what it prints).
     """
     monkeypatch.chdir(tmp_path)
 

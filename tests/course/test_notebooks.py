@@ -18,7 +18,7 @@ PAGES = [ROOT / page.page for page in grader.course_pages()]
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """Notebooks by the name of their page."""
+    """Return notebooks by the name of their page."""
     files = notebooks.write(tmp_path_factory.mktemp("notebooks"))
     return {f.stem: json.loads(f.read_text(encoding="utf-8")) for f in files}
 

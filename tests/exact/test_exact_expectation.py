@@ -19,8 +19,8 @@ ONE_GROUP = [n for n in upref.names() if upref.get(n).adv not in BATCH_WIDE]
 
 
 def brute(task, o, theta, lp_old, G, **hp):
-    """Σ over ordered groups of their probability times the objective, as anybody would
-    call it.
+    """Return the sum over ordered groups of their probability times the objective, as a
+    user would call it.
     """
     lp = task.log_probs(theta)
     table = task.table(theta)
@@ -42,8 +42,8 @@ def brute(task, o, theta, lp_old, G, **hp):
 
 
 def case(task, seed=0, spread=0.7):
-    """A policy, and another that the samples are from: ratios on all sides of every
-    bound.
+    """Return a policy's parameters, and the log-probabilities of another one that the
+    samples are from: ratios are on all sides of every bound.
     """
     g = torch.Generator().manual_seed(seed)
     shape = (1, task.features.shape[1], int(task.tokens.max()) + 1)

@@ -25,7 +25,9 @@ UP, DAPO, IS, OFF = (
 
 @pytest.fixture(autouse=True, scope="module")
 def in_one_thread():
-    """The tensors are small: threads would wait for each other."""
+    """Run each test in one thread: the tensors are small, and threads would wait for
+    each other.
+    """
     with one_thread():
         yield
 

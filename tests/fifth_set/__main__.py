@@ -55,7 +55,7 @@ def stop(*_: Any) -> None:
 
 
 def answer(case: Case) -> Any:
-    """What upref answers about a case."""
+    """Return what upref answers about a case."""
     match case.kind:
         case "loss":
             return upref.check(case.function, case.target, **case.hp)
@@ -120,7 +120,7 @@ def run(case: Case) -> dict[str, Any]:
 
 
 def table(good: dict[str, bool]) -> str:
-    """The table of verdicts, as Markdown; good: by id, of the cases that ran."""
+    """Return the table of verdicts, as Markdown; good: by id, of the cases that ran."""
     rows = []
     ran = [case for case in CASES.values() if case.id in good]
     for kind in ("loss", "advantage", "kl", "logprobs"):
@@ -138,7 +138,9 @@ def table(good: dict[str, bool]) -> str:
 
 
 def first_sight() -> Iterator[str]:
-    """What was recorded at first sight: verdicts, causes, reports, debatable cases."""
+    """Yield what was recorded at first sight: verdicts, causes, reports, debatable
+    cases.
+    """
     yield table({name: entry["as_meant"] for name, entry in FIRST_SIGHT.items()})
     judged = Counter(e["cause"] for e in FIRST_SIGHT.values() if "cause" in e)
     words = ("true", "empty", "false", "none")

@@ -13,7 +13,7 @@ from tests.fifth_set.parts import clipped, ratios
 
 
 def terms(mask, log_prob, old_log_prob, advantages, low=0.8, high=1.28):
-    """PPO's terms, 0 in masked slots."""
+    """Return PPO's terms, 0 in masked slots."""
     r, a = ratios(mask, log_prob, old_log_prob, advantages)
     return clipped(r, a, low, high)
 
@@ -100,7 +100,11 @@ def bounds_of_the_default_dtype(log_prob, old_log_prob, advantages, mask):
 
 # ---- sizes of prompts ----------------------------------------------------------------
 def by_prompt(t, mask, ids, most=10**9, least=0):
-    """Eq. 14 of DAPO; of each prompt the first `most` responses, if it has `least`."""
+    """Return the loss of Eq. 14 of DAPO: the mean over prompts of the mean over tokens.
+
+    most: how many responses of a prompt count, the first ones. least: a prompt with
+    fewer is left out, unless it is the only one.
+    """
     total, prompts = 0.0, 0
     several = len(ids.unique()) > 1
     for g in ids.unique():
@@ -413,7 +417,7 @@ def nearly_zero_advantages(log_prob, old_log_prob, advantages, mask):
 
 
 def aspo(calm, log_prob, old_log_prob, advantages, mask):
-    """The loss of ASPO's code; calm: the tokens with the narrow bounds."""
+    """Return the loss of ASPO's code; calm: the tokens with the narrow bounds."""
     eps = torch.where(calm, 0.2, 0.4)
     r = torch.where(mask, log_prob - old_log_prob, 0).exp().detach()
     a, lp = torch.where(mask, advantages, 0), torch.where(mask, log_prob, 0)

@@ -42,7 +42,12 @@ def case(
     shows: str = "gradient",
     **hp: Any,
 ) -> Callable[[Any], Any]:
-    """Decorator: add the function to the set under its own name."""
+    """Return a decorator that adds a function, or an object, to the set under its own
+    name, and returns it.
+
+    Raises:
+        ValueError: two cases have one name.
+    """
 
     def add(function: Any) -> Any:
         name = getattr(function, "__name__", type(function).__name__)
@@ -67,5 +72,5 @@ def right(target: str, **hp: Any) -> Callable[[Any], Any]:
 def aimed(
     target: str, fault: str, shows: str = "by hand", **hp: Any
 ) -> Callable[[Any], Any]:
-    """Decorator: a wrong loss that was written to slip through."""
+    """Return a decorator that adds a wrong loss that was written to slip through."""
     return case("loss", target, fault, aimed=True, shows=shows, **hp)

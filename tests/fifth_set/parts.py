@@ -10,7 +10,7 @@ def zeroed(mask, *tensors):
 
 
 def ratios(mask, log_prob, old_log_prob, advantages):
-    """The ratio and the advantage of each token; 1 and 0 in masked slots."""
+    """Return the ratio and the advantage of each token; 1 and 0 in masked slots."""
     log_ratio, a = zeroed(mask, log_prob - old_log_prob, advantages)
     return log_ratio.exp(), a
 
@@ -21,7 +21,7 @@ def clipped(r, a, low, high):
 
 
 def by_prompt(estimate):
-    """Decorator: what `estimate` makes of one prompt's rewards, for all prompts."""
+    """Return an estimator that applies `estimate` to the rewards of each prompt."""
 
     def estimator(rewards, group):
         out = torch.zeros_like(rewards)

@@ -85,7 +85,7 @@ def one_row_at_a_time(log_prob, old_log_prob, advantages, mask):
 
 
 def one_token(lp, old, a, m):
-    """The term of one token."""
+    """Return DAPO's term of one token."""
     r = torch.where(m, lp - old, 0).exp()
     a = torch.where(m, a, 0)
     return torch.minimum(r * a, torch.clamp(r, 0.8, 1.28) * a)
@@ -632,7 +632,7 @@ def m2po_dropped_one_by_one(log_prob, old_log_prob, advantages, mask):
 
 # ---- samplers ------------------------------------------------------------------------
 def clipped(mask, log_prob, old_log_prob, advantages, high):
-    """PPO's terms, 0 in masked slots."""
+    """Return PPO's terms, 0 in masked slots."""
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     a = torch.where(mask, advantages, 0)
     return torch.minimum(r * a, r.clamp(0.8, high) * a)

@@ -18,7 +18,9 @@ from upref.user_code import read
 
 
 def private(seed: int, spread: float, rows: int = 14, columns: int = 23) -> Rollouts:
-    """A ragged batch with holes, prompts of uneven sizes, a reference and a sampler."""
+    """Return a ragged batch with holes, prompts of uneven sizes, a reference and a
+    sampler.
+    """
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -57,7 +59,7 @@ BATCHES = [(1, 0.3), (2, 1.0), (3, 2.5), (4, 3e-4), (5, 0.02)]
 
 
 def reference(case: Case, b: Rollouts) -> Tensor:
-    """dJ/dlp of the objective."""
+    """Return dJ/dlp of the objective."""
     hp = dict(case.hp)
     o = get(case.target)
     o = o.aggregated(agg) if (agg := hp.pop("agg", "")) else o
@@ -67,7 +69,9 @@ def reference(case: Case, b: Rollouts) -> Tensor:
 
 
 def gap(case: Case) -> float:
-    """How far a loss's gradients are from its objective's, of the largest gradient."""
+    """Return how far a loss's gradients are from its objective's, of the largest
+    gradient.
+    """
     hp = dict(case.hp)
     o = get(case.target)
     o = o.aggregated(agg) if (agg := hp.pop("agg", "")) else o
@@ -83,7 +87,9 @@ def gap(case: Case) -> float:
 
 
 def disagreements(cases: Iterable[Case]) -> Iterator[str]:
-    """Losses of which the set says something else than these batches show."""
+    """Yield a line for each loss of which the set says something else than these
+    batches show.
+    """
     for case in cases:
         if case.kind != "loss" or case.shows != "gradient":
             continue

@@ -546,7 +546,7 @@ def whitened_over_tokens(log_prob, old_log_prob, advantages, mask):
 
 # ---- corrections for the sampler -----------------------------------------------------
 def ppo_terms(mask, log_prob, old_log_prob, advantages, low=0.8, high=1.28):
-    """PPO's terms, 0 in masked slots."""
+    """Return PPO's terms, 0 in masked slots."""
     x, a = zeroed(mask, log_prob - old_log_prob, advantages)
     r = x.exp()
     return clipped(r, a, low, high)

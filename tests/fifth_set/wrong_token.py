@@ -597,7 +597,7 @@ def k3_for_k2(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.05)
 def scripted_terms(
     lp: torch.Tensor, old: torch.Tensor, a: torch.Tensor, m: torch.Tensor
 ):
-    """Terms of DAPO; right in eager mode."""
+    """Return DAPO's loss; right in eager mode."""
     d = (lp - old).masked_fill(m.logical_not(), 0.0)
     r = torch.exp(d)
     a = a.masked_fill(m.logical_not(), 0.0)

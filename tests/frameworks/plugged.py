@@ -55,6 +55,6 @@ def call(name, b, c=None, **kw):
 
 @pytest.fixture(autouse=True)
 def forget(monkeypatch):
-    """What it has said and compared in another test."""
+    """Let the plug-in forget what it has logged and compared in another test."""
     monkeypatch.setattr(verl_plugin, "_logged", set())
     monkeypatch.setattr(verl_plugin, "_monitors", {})

@@ -46,7 +46,7 @@ MARKED = [
 
 
 def at_hand(name: str):
-    """The framework, if nothing would have to be fetched for it."""
+    """Return the framework. Skip if something would have to be fetched for it."""
     f = audits.framework(name)
     if not f.pin:
         pytest.importorskip(name, reason=f"`repro/venv.sh {name}` installs it")

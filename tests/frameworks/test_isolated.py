@@ -41,8 +41,8 @@ PIN = Pin(packages=("plainrl==1.0",), files={"plainrl.py": DIGEST})
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """A copy of the library that knows the framework of docs/adding.md, with some
-    stand-ins.
+    """Return a copy of the library that knows the framework of docs/adding.md, with
+    some stand-ins.
     """
     folder = tmp_path_factory.mktemp("library")
     known = FILES["upref_frameworks/plain/audit.py"].replace(
@@ -56,7 +56,9 @@ def library(tmp_path_factory):
 
 @pytest.fixture
 def audited(library, tmp_path, monkeypatch):
-    """The audit of a working copy in which this was written in place of that."""
+    """Return a function that audits a working copy in which `new` is written in place
+    of `old`.
+    """
     monkeypatch.setattr(isolated, "LIBRARY", library)
     monkeypatch.setattr(isolated, "PYTHON", fork.executable())
     for name, value in fork.environment().items():
@@ -227,7 +229,7 @@ def test_nothing_it_sees_is_fake_or_of_this_environment(library, tmp_path, monke
 
 # ---- the folder ----------------------------------------------------------------------
 def wheel(folder: Path, version: str, text: str):
-    """plainrl of that version, as pip takes it."""
+    """Write a wheel of plainrl of that version into the folder, as pip takes it."""
     info = f"plainrl-{version}.dist-info"
     files = {
         "plainrl.py": text,
@@ -253,7 +255,9 @@ def wheel(folder: Path, version: str, text: str):
 
 @pytest.fixture
 def index(tmp_path, monkeypatch):
-    """An index of two versions, no network, and an empty cache."""
+    """Make an index of two versions, and let pip have no network and an empty cache;
+    return the index's folder.
+    """
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     wheel(wheels, "1.0", OWN)

@@ -22,8 +22,8 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def trained(name, dtype, wrong=lambda J, lp, b: J, dp_size=2, **hp):
-    """(loss, what else `compare` takes) of the regime grid in that dtype; `wrong` may
-    spoil J.
+    """Return (loss, what else `compare` takes, hyperparameters) of the regime grid in
+    that dtype; `wrong` may spoil J.
     """
     o = upref.get(name)
     b = replace(batch(o), group=None)
@@ -252,8 +252,8 @@ def test_on_fail_warn_trains_on_and_counts(caplog):
 
 
 def a_mini_batch(name, dtype):
-    """As a run has them: 16 responses of 64 tokens, a policy that has moved by a
-    thousandth.
+    """Return (loss, what else `compare` takes, hyperparameters) of a mini-batch as a
+    run has them: 16 responses of 64 tokens, a policy that has moved by a thousandth.
     """
     o, g = upref.get(name), torch.Generator().manual_seed(0)
     old = -torch.rand(16, 64, generator=g) * 2

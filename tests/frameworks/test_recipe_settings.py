@@ -26,7 +26,7 @@ READ = [n for n in names() if n not in STARTED]
 
 
 def settings(r: Recipe) -> dict:
-    """The keys of a recipe with their values, those for the advantages included."""
+    """Return the keys of a recipe with their values, those for the advantages included."""
     how = r.advantages.partition(": ")[2]
     lines = r.settings if "set them yourself" in r.advantages else [*r.settings, how]
     return {k: v for line in lines for k, v in typed_fields(line)}
@@ -35,8 +35,8 @@ def settings(r: Recipe) -> dict:
 # ---- TRL -----------------------------------------------------------------------------
 @pytest.fixture
 def accelerate_as_before():
-    """A configuration of TRL's sets the device of the process, which the trainers of
-    other tests choose.
+    """Restore accelerate's state after each test: a configuration of TRL's sets the
+    device of the process, which the trainers of other tests choose.
     """
     state = pytest.importorskip(
         "accelerate.state", reason="`repro/venv.sh trl` installs it"

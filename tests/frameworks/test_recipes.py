@@ -39,7 +39,7 @@ EVERY = [(o, n) for n in names() for o in covered_objectives(n, {})]
 
 
 def comparison(objective: str, name: str) -> Comparison:
-    """The audit's comparison of which the recipe speaks."""
+    """Return the audit's comparison of which the recipe speaks."""
     said = recipe(objective, name).command.removeprefix(f"upref check {name}:")
     return next(
         c
@@ -49,8 +49,8 @@ def comparison(objective: str, name: str) -> Comparison:
 
 
 def measured_elsewhere(objective: str, name: str) -> dict:
-    """The fields that the recipe leaves otherwise than the comparison has them, because
-    the loss draws at random.
+    """Return the fields that the recipe leaves otherwise than the comparison has them,
+    because the loss draws at random.
     """
     return (
         read_tables(name)["recipe"].get("at", {}).get(objective, {}).get("fields", {})
@@ -96,7 +96,7 @@ PLUGGED = [
 
 
 def plugged() -> list[tuple[str, str]]:
-    """The objectives that upref's plug-in gives, in verl and in TRL."""
+    """Return the objectives that upref's plug-in gives, in verl and in TRL."""
     found = []
     for o, n in PLUGGED:
         with contextlib.suppress(InputError):
@@ -385,7 +385,7 @@ def test_sampler_corrections_that_are_on_by_default_are_named():
 
 
 def typed_back(lines: list[str]) -> dict:
-    """The fields of the framework's config, from the lines as one types them."""
+    """Return the fields of the framework's config, from the lines as one types them."""
     return {
         key.rpartition(".")[2]: value
         for line in lines

@@ -99,7 +99,7 @@ def gkd_at_1(student_logits, teacher_logits, labels, temperature):
 
 
 def chunked(student_logits, teacher_logits, mask, beta, temperature):
-    """TRL's distillation loss of hidden states, with heads that copy the logits."""
+    """Return TRL's distillation loss of hidden states, with heads that copy the logits."""
     pytest.importorskip("trl")
     from trl.trainer.distillation_trainer import _chunked_divergence_loss as compute
 

@@ -65,8 +65,8 @@ WRONG = replace(
 
 
 def answered(monkeypatch, capsys, *answers, arguments=()):
-    """The status and the last line of `upref step trl` where its settings have these
-    reports, or raise.
+    """Return the exit status and the output of `upref step trl` where its settings have
+    these reports, or raise these exceptions.
     """
     names = [f"setting {i}" for i, _ in enumerate(answers)]
     settings = [table.Setting(name) for name in names]

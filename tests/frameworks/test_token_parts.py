@@ -42,7 +42,7 @@ def test_each_reference_is_told_from_the_others(kind, promises):
 
 
 def gae(r: Tensor, v: Tensor, m: Tensor, skips: bool, lam: float = 0.8) -> Tensor:
-    """GAE in numbers; `skips`: it carries the sum over slots that are not trained."""
+    """Return GAE in numbers. skips: the sum is carried over slots that are not trained."""
     A, next_value, total = [], torch.zeros(len(r)).to(r), torch.zeros(len(r)).to(r)
     for k in reversed(range(r.shape[1])):
         now = r[:, k] + 0.9 * next_value - v[:, k] + 0.9 * lam * total
@@ -65,7 +65,7 @@ def test_a_tool_s_tokens_are_seen(right, settings):
 
 def test_a_gradient_is_seen_where_the_value_is_right():
     def detached(values, old, returns, mask):
-        """The clipped loss of a critic, whose gradient is that of the plain one."""
+        """Return the clipped loss of a critic, whose gradient is that of the plain one."""
         clipped = token_parts.VALUES["clipped, token-mean"](values, old, returns, mask)
         plain = token_parts.VALUES["mse, token-mean"](values, old, returns, mask)
         return plain - plain.detach() + clipped.detach()
@@ -76,7 +76,9 @@ def test_a_gradient_is_seen_where_the_value_is_right():
 @pytest.mark.parametrize("right", [True, False])
 def test_a_loss_of_sampled_tokens_is_judged_in_expectation(right):
     def of_tokens(student, teacher, tokens):
-        """The right weight is a constant; the log-ratio itself (k1) pulls nowhere."""
+        """Return the loss of sampled tokens whose weight is a constant (right), or the
+        log-ratio itself (k1), whose gradient is 0 on average.
+        """
         at = tokens[..., None]
         lp = student.log_softmax(-1).gather(-1, at)[..., 0]
         lp_teacher = teacher.log_softmax(-1).gather(-1, at)[..., 0]

@@ -46,8 +46,8 @@ DOC = Path(__file__).parents[2] / "docs" / "trl.md"
 
 @lru_cache
 def bound(name, **hp):
-    """The trainer as a class of its own: upref_frameworks.trl.losses makes trainers
-    from a class and a config.
+    """Return a trainer class of this objective: upref_frameworks.trl.losses makes
+    trainers from a class and a config.
     """
 
     class Bound(GRPOTrainer):
@@ -65,8 +65,8 @@ def at_home(monkeypatch):
 
 
 def shared():
-    """A config that was made forgets the state that trainers made before it share: make
-    it again.
+    """Make accelerate's state again: a config that was made forgets the state that
+    trainers made before it share.
     """
     AcceleratorState._reset_state(reset_partial_state=True)
     Accelerator()
@@ -79,7 +79,7 @@ def token_advantages(monkeypatch):
 
 
 def plain(name, thin=1, rows=8, edges=OFF_EDGES, **hp):
-    """The regime grid as TRL batches it: no groups, numbers in masked slots,
+    """Return the regime grid as TRL batches it: no groups, numbers in masked slots,
     micro-batches of equal size.
     """
     b = replace(
@@ -90,7 +90,9 @@ def plain(name, thin=1, rows=8, edges=OFF_EDGES, **hp):
 
 
 def gradient(trainer, b, parts=1, **settings):
-    """Of what TRL hands to backward, micro-batch by micro-batch."""
+    """Return the gradient by log_prob of what TRL gives to backward, micro-batch by
+    micro-batch.
+    """
     return torch.cat(
         [
             autograd_gradient(lambda x: given.trl_loss(trainer, x, **settings), p)
@@ -367,8 +369,8 @@ DIGITS = list("01234567")
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    """A tiny Qwen3 in a folder, with its tokenizer; TRL loads the reference model from
-    there.
+    """Write a tiny Qwen3 with its tokenizer to a folder, from which TRL loads the
+    reference model; return the folder and the tokenizer.
     """
     words = Tokenizer(
         models.WordLevel(
@@ -404,8 +406,8 @@ def echo(prompts, completions, **_):
 
 
 def run(policy, trainer, tmp_path, lr=0.5, **settings):
-    """Six optimizer steps of two micro-batches each, on three generation batches; the
-    weights, and what was logged.
+    """Run six optimizer steps of two micro-batches each, on three generation batches;
+    return the weights and what was logged.
     """
     path, words = policy
     fields = dict(

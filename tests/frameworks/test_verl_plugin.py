@@ -151,7 +151,7 @@ def test_up_of_anything_and_objectives_of_ones_own():
 
 
 def blank_row(b, i):
-    """Response i without a token, as verl pads batches."""
+    """Return the batch with response i without a token, as verl pads batches."""
     mask = b.mask.clone()
     mask[i] = False
     x = object.__new__(type(b))  # Rollouts itself refuses such rows

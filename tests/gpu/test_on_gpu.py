@@ -25,7 +25,7 @@ T = 0.7
 
 
 def there(b):
-    """A batch on the device."""
+    """Return a batch on the device."""
     return type(b)(
         **{
             f.name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x
@@ -123,7 +123,7 @@ def test_advantages_are_the_same_on_both_devices(name):
 
 
 def dapo(log_prob, old_log_prob, advantages, mask):
-    """DAPO, computed on the device from tensors of the CPU."""
+    """Return DAPO's loss, computed on the device from tensors of the CPU."""
     lp, old, A, m = (x.to(DEVICE) for x in (log_prob, old_log_prob, advantages, mask))
     r = torch.where(m, lp - old, 0).exp()
     A = torch.where(m, A, 0)
@@ -150,7 +150,7 @@ def test_check_logprobs_reads_a_function_that_computes_on_the_device():
 
 
 def step(model, rows, temperature=T):
-    """The loop of the guide, on the model's device."""
+    """Run the loop of the guide on the model's device: it leaves DAPO's gradient."""
     device = next(model.parameters()).device
     total = sum(sum(r.trains) for r in rows)
     for part in (rows[:3], rows[3:]):

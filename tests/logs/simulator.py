@@ -47,7 +47,7 @@ class Setting:
 
 
 def draw_setting(seed: int) -> Setting:
-    """A run out of a seed."""
+    """Return the setting of a run, drawn from a seed."""
     draw = np.random.default_rng([seed, 7])
     return Setting(
         seed,
@@ -85,7 +85,7 @@ class Batch:
         return float(np.float32((x * self.mask).sum() / self.mask.sum()))
 
     def of_responses(self, x: np.ndarray) -> float:
-        """The mean over responses of the means over their tokens."""
+        """Return the mean over responses of the means over their tokens."""
         per_response = (x * self.mask).sum(1) / self.mask.sum(1)
         return float(np.float32(per_response.mean()))
 
@@ -95,7 +95,7 @@ class Batch:
 
     @property
     def pg(self) -> np.ndarray:
-        """The clipped loss of each token, with bounds 0.2."""
+        """Return the clipped loss of each token, with bounds 0.2."""
         A, r = self.adv[:, None], self.ratio
         return -np.minimum(r * A, r.clip(0.8, 1.2) * A)
 
@@ -118,7 +118,7 @@ class Batch:
 
 
 def batches(setting: Setting, steps: int) -> list[list[Batch]]:
-    """The optimizer steps of each step of the run."""
+    """Return the optimizer steps of each step of the run."""
     random, out = setting.random, []
     B = setting.prompts * setting.group
     drift = 0.0
@@ -158,7 +158,7 @@ def batches(setting: Setting, steps: int) -> list[list[Batch]]:
 
 
 def _averaged(rows: list[Row]) -> Row:
-    """The mean of each number over some rows."""
+    """Return the mean of each number over some rows."""
     return {
         key: float(np.mean([row[key] for row in rows if key in row]))
         for key in dict.fromkeys(k for row in rows for k in row)
@@ -167,7 +167,7 @@ def _averaged(rows: list[Row]) -> Row:
 
 # ---- what each framework logs --------------------------------------------------------
 def trl(setting: Setting, steps: list[list[Batch]]) -> list[Row]:
-    """GRPOTrainer's log_history of TRL 1.16: means over the logging steps."""
+    """Return GRPOTrainer's log_history of TRL 1.16: means over the logging steps."""
     rows, out, seen = [], [], 0
     with_vllm = setting.gap > 0
     for number, updates in enumerate(steps, 1):
@@ -226,7 +226,9 @@ def trl(setting: Setting, steps: list[list[Batch]]) -> list[Row]:
 
 
 def verl(setting: Setting, steps: list[list[Batch]]) -> list[Row]:
-    """verl's ray trainer: data metrics, rollout_corr, the actor's means over updates."""
+    """Return the log of verl's ray trainer: data metrics, rollout_corr, and the actor's
+    means over updates.
+    """
     out = []
     for number, updates in enumerate(steps, 1):
         b = updates[0]
@@ -279,7 +281,7 @@ def verl(setting: Setting, steps: list[list[Batch]]) -> list[Row]:
 
 
 def openrlhf(setting: Setting, steps: list[list[Batch]]) -> list[Row]:
-    """OpenRLHF's train/ scalars; the KL is in the reward, by k1."""
+    """Return openRLHF's train/ scalars; the KL is in the reward, by k1."""
     out = []
     for number, updates in enumerate(steps, 1):
         row = _averaged(
@@ -311,7 +313,7 @@ def openrlhf(setting: Setting, steps: list[list[Batch]]) -> list[Row]:
 
 
 def skyrl(setting: Setting, steps: list[list[Batch]]) -> list[Row]:
-    """SkyRL's policy/, reward/ and generate/ scalars."""
+    """Return skyRL's policy/, reward/ and generate/ scalars."""
     out = []
     for number, updates in enumerate(steps, 1):
         row = _averaged(
@@ -345,7 +347,7 @@ def skyrl(setting: Setting, steps: list[list[Batch]]) -> list[Row]:
 
 
 def slime(setting: Setting, steps: list[list[Batch]]) -> list[Row]:
-    """slime's train/ and rollout/ scalars, each with a step of its own."""
+    """Return slime's train/ and rollout/ scalars, each with a step of its own."""
     out, count = [], 0
     for number, updates in enumerate(steps):
         b = updates[0]
@@ -382,7 +384,7 @@ def slime(setting: Setting, steps: list[list[Batch]]) -> list[Row]:
 
 
 def nemo_rl(setting: Setting, steps: list[list[Batch]]) -> list[Row]:
-    """NeMo-RL's train/ scalars: means are summed over the updates of a step."""
+    """Return neMo-RL's train/ scalars: means are summed over the updates of a step."""
     out = []
     for number, updates in enumerate(steps, 1):
         b = updates[0]
@@ -419,7 +421,7 @@ def nemo_rl(setting: Setting, steps: list[list[Batch]]) -> list[Row]:
 
 
 def prime_rl(setting: Setting, steps: list[list[Batch]]) -> list[Row]:
-    """prime-rl's statistics of tensors."""
+    """Return prime-rl's statistics of tensors."""
     out = []
     for number, updates in enumerate(steps):
         b = updates[0]
@@ -469,7 +471,9 @@ def write(rows: list[Row], path: Path) -> Path:
 
 
 def healthy(seed: int, framework: str = "", steps: int = 14) -> list[Row]:
-    """The log of a healthy run; without a name, of the framework that the seed draws."""
+    """Return the log of a healthy run; without a name, of the framework that the seed
+    draws.
+    """
     names = list(FRAMEWORKS)
     make = FRAMEWORKS[framework or names[seed % len(names)]]
     setting = draw_setting(seed)

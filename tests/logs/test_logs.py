@@ -33,7 +33,7 @@ SEED = 3  # four updates on a batch, with a KL
 
 
 def findings_of(rows, path):
-    """The contradictions and notes of a log."""
+    """Return the contradictions and notes of a log."""
     (run,) = read(write(rows, path))
     report = audit(run)
     return [*report.failures, *report.notes]
@@ -70,14 +70,16 @@ def test_the_names_of_each_framework_are_known(framework, tmp_path):
 
 
 def write_lines(rows, path):
-    """A file with one JSON object in a line."""
+    """Write a file with one JSON object in a line, and return its path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 # ---- planted contradictions ----------------------------------------------------------
 def setting_with_kl():
-    """A run with updates, a gap and a KL."""
+    """Return the setting of a run with updates, a gap between sampler and trainer, and
+    a KL term.
+    """
     return replace(
         draw_setting(SEED), updates=2, beta=0.04, gap=0.01, averaged=1, longest=120
     )
@@ -120,7 +122,9 @@ def entropy_is_a_sum(rows):
 
 
 def k1_in_slime(rows):
-    """The KL of the loss is the mean of log π_old − log π_ref of the same step."""
+    """Change the rows: the KL of the loss is the mean of log π_old − log π_ref of the
+    same step.
+    """
     for row in rows:
         if "train/loss" in row:
             k1 = 0.01 * math.sin(7 * row["train/step"])
@@ -142,7 +146,9 @@ def nan_loss(rows):
 
 
 def averages_apart(rows):
-    """The gap is a mean over tokens, and the log-probabilities are means of responses."""
+    """Change the rows: the gap is a mean over tokens, and the log-probabilities are
+    means of responses.
+    """
     for row in rows:
         if "rollout/step" in row:
             row["train/train_rollout_logprob_abs_diff"] = 0.001

@@ -96,7 +96,8 @@ def test_maxrl_maximizes_a_truncated_logarithm():
 
 
 def binomial_factor(p, G, deviation):
-    """The factor of ∇p for (R - mean) / deviation(k), k right ones in a group of G.
+    """Return the factor of ∇p for (R - mean) / deviation(k), k right ones in a group of
+    G.
 
     A right response has E[∇log π] = ∇p / p, a wrong one -∇p / (1 - p).
     """

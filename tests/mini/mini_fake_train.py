@@ -24,8 +24,8 @@ SHIFT: dict[str, dict[str, float]] = {}
 
 
 def numbers(s, step: int) -> dict:
-    """A step whose noise belongs to the seed, so that arms of one seed are alike but
-    for SHIFT.
+    """Return the logged line of a step. Its noise belongs to the seed, so that arms of
+    one seed differ little but for SHIFT.
     """
     noise = np.random.default_rng([s.seed, step]).normal()
     own = np.random.default_rng([s.seed, len(s.objective), step]).normal()

@@ -57,8 +57,8 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A model of SmolLM2's family with two layers, which answers the few problems that it
-    trains on, half of the time rightly.
+    """Train a model of SmolLM2's family with two layers until it answers a few
+    problems, half of them rightly, and return its folder.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Addition, "vocabulary", WORDS)
@@ -83,14 +83,14 @@ def base(tmp_path_factory):
 
 
 def written(numbers):
-    """[n, 5], as the task wants them."""
+    """Return the answers as token ids [n, 5], as the task wants them."""
     rows = [[SPACE, *(DIGIT + int(d) for d in str(x)), LINE] for x in numbers.tolist()]
     return torch.tensor([row + [0] * (5 - len(row)) for row in rows])
 
 
 @pytest.fixture
 def small(base, monkeypatch):
-    """Settings of `command` for the two-layer model."""
+    """Return settings of `command` for the two-layer model."""
     monkeypatch.setattr(Addition, "vocabulary", WORDS)
     return command.SETTINGS | SMALL | {"base": str(base), "eval_every": 3}
 
@@ -183,7 +183,7 @@ def test_a_response_ends_with_its_line(base, small):
 # ---- a run ---------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def whole(base, tmp_path_factory):
-    """A run of up_dapo that nothing happened to."""
+    """Train up_dapo without interruption, and return the run's folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Addition, "vocabulary", WORDS)
         common = command.SETTINGS | SMALL | {"base": str(base), "eval_every": 3}

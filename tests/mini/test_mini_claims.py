@@ -14,7 +14,7 @@ MORE = Question("avg", (UP, DAPO))
 
 
 def effect(question, values) -> effects.Effect:
-    """The effect of these values, with its 95 % interval."""
+    """Return the effect of these values, with its 95 % interval."""
     d = np.array(values, float)[:, None]
     if len(d) < 2:
         return effects.described(question, d)

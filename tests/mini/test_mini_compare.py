@@ -58,7 +58,9 @@ def test_an_unknown_objective_names_the_nearest():
 
 
 def written(name, shift, folder):
-    """The report of two seeds whose numbers differ by `shift`."""
+    """Write the report of two seeds whose numbers differ by `shift`; return its text
+    and its folder.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake, "SHIFT", shift)
         e = compare.experiment(name, 2, SHORT)

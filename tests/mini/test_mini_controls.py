@@ -34,7 +34,7 @@ def group(settings):
 
 @pytest.fixture(scope="module")
 def runs():
-    """(arm, group) -> base -> seed -> record, of the experiment proper."""
+    """Return {(arm, group): {base: {seed: record}}} of the experiment proper."""
     found = defaultdict(lambda: defaultdict(dict))
     with open(RESULTS / "runs.jsonl", encoding="utf-8") as lines:
         for r in map(json.loads, lines):
@@ -47,7 +47,7 @@ def runs():
 
 @pytest.fixture(scope="module")
 def rows():
-    """The rows of the report's tables: section -> cells."""
+    """Return {section: rows of cells} of the report's tables."""
     found, title = defaultdict(list), ""
     for line in (RESULTS / "report.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("### "):
@@ -59,7 +59,9 @@ def rows():
 
 
 def upper_hull(points):
-    """The vertices of the upper convex hull of points (x, y), from left to right."""
+    """Return the vertices of the upper convex hull of points (x, y), from left to
+    right.
+    """
     hull = []
     for x, y in sorted(map(tuple, points)):
         while len(hull) > 1:
@@ -72,7 +74,9 @@ def upper_hull(points):
 
 
 def best_at(points, level):
-    """The highest Best@32 of a mixture of points whose Avg@32 is at least the level."""
+    """Return the highest Best@32 of a mixture of points whose Avg@32 is at least the
+    level; NaN if none has it.
+    """
     x, y = upper_hull(points)
     if level > x[-1]:
         return np.nan
@@ -80,7 +84,7 @@ def best_at(points, level):
 
 
 def points(records):
-    """Avg@32 and Best@32 of records, [seeds, steps and decodings, 2]."""
+    """Return Avg@32 and Best@32 of records, in points, [seeds, steps and decodings, 2]."""
     columns = [[r["evals"][f"test/{d}"] for d in DECODINGS] for r in records]
     return 100 * np.array(
         [
@@ -91,7 +95,7 @@ def points(records):
 
 
 def equal_avg(first, other, decoding):
-    """The jackknife's pseudo-values of the distance of two arms on one base."""
+    """Return the jackknife's pseudo-values of the distance of two arms on one base."""
     at_end = (
         [100 * r["evals"][f"test/{decoding}"]["avg"][-1] for r in first],
         [100 * r["evals"][f"test/{decoding}"]["avg"][-1] for r in other],
@@ -108,7 +112,7 @@ def equal_avg(first, other, decoding):
 
 
 def number(record, metric):
-    """One number of one run, in the units of the report."""
+    """Return one number of one run, in the units of the report."""
     name, _, decoding = metric.partition("/")
     if name in ("avg", "best"):
         return 100 * record["evals"][f"test/{decoding}"][name][-1]
@@ -118,7 +122,7 @@ def number(record, metric):
 
 
 def per_seed(runs, metric, first, other, where, seeds):
-    """The effect of each seed, as the mean over the bases."""
+    """Return the effect of each seed, as the mean over the bases."""
     by_base = []
     for base, of_first in runs[first, where].items():
         mine = [of_first[k] for k in seeds]

@@ -13,8 +13,8 @@ from repro.mini.policy.sample import nucleus
 
 @torch.inference_mode()
 def exact_avg(problems, top_p=0.7):
-    """What Avg@k estimates, without drawing: every response that WALK's nucleus allows,
-    by its probability.
+    """Return what Avg@k estimates, without drawing: every response that WALK's nucleus
+    allows, by its probability.
     """
     task, policy = tasks.get("countdown"), bases.load("walk", "countdown")
     problems = task.problems("test", problems, 0)
@@ -57,7 +57,7 @@ def exact_avg(problems, top_p=0.7):
 
 
 def scores(problems, k, seed=0):
-    """What the evaluation of WALK prints, at top-p 0.7."""
+    """Return what the evaluation of WALK prints, at top-p 0.7."""
     task, policy = tasks.get("countdown"), bases.load("walk", "countdown")
     g = tasks.generator("evaluate", seed)
     asked = task.problems("test", problems, 0)

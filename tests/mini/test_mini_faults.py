@@ -21,7 +21,9 @@ HP = DAPO.resolve({})
 
 
 def minibatch(groups=4, size=4, tokens=6):
-    """Ratios on both sides of both bounds, lengths from 1 to `tokens`."""
+    """Return a minibatch with ratios on both sides of both bounds, and lengths from 1
+    to `tokens`.
+    """
     g = torch.Generator().manual_seed(3)
     rows = groups * size
     lengths = torch.randint(1, tokens + 1, (rows,), generator=g)
@@ -36,7 +38,7 @@ def minibatch(groups=4, size=4, tokens=6):
 
 
 def weights(fault, o=DAPO, hp=HP, m=None):
-    """dJ/dlp of each token with a fault; "" is the objective's own."""
+    """Return dJ/dlp of each token with a fault; "" is the objective's own."""
     m = m or minibatch()
     (found,) = torch.autograd.grad(faults.loss_of(fault)(o, m, hp), m.lp)
     return found

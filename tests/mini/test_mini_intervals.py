@@ -68,8 +68,8 @@ TRUE = np.stack([DECODED + shift for shift in BEFORE])
 
 
 def simulated(rng, true: np.ndarray, seeds: int) -> np.ndarray:
-    """Curves [seeds, steps, decodings, 2]: each seed is better or worse, and keeps more
-    or less entropy.
+    """Return curves [seeds, steps, decodings, 2]: each seed is better or worse, and
+    keeps more or less entropy.
     """
     better = rng.normal(0, 1.0, (seeds, 1, 1))
     entropy = rng.normal(0, 1.0, (seeds, 1, 1))
@@ -87,8 +87,8 @@ def simulated(rng, true: np.ndarray, seeds: int) -> np.ndarray:
 def covered(
     gain: list[float], level: int, seeds: int, repetitions: int
 ) -> tuple[float, float]:
-    """How often a plain 95 % interval holds the true difference, and the mean error;
-    two bases.
+    """Return how often a plain 95 % interval holds the true difference, and the mean
+    error; with two bases.
 
     The gain is one number a decoding. The first arm also stands at another place on the
     plane.
@@ -135,8 +135,8 @@ CURVES = {  # added to the points of DAPO's curves, by arm: (Avg@32, Best@32)
 
 
 def fake(s: Settings, world: str) -> questions.RunRecord:
-    """A record of a run: the arm's true curve, with a seed's luck. Of the choices, 1e-4
-    and 0.01 are the best.
+    """Return a record of a run: the arm's true curve, with a seed's luck. Of the
+    choices, 1e-4 and 0.01 are the best.
     """
     rng = np.random.default_rng([s.seed, *f"{s.key} {world}".encode()])
     steps = [step for step in range(1, s.steps + 1) if step % s.eval_every == 0]
@@ -172,7 +172,9 @@ def arm_of(s: Settings) -> str:
 
 
 def play(world: str, stages: int = 99):
-    """The experiment as the plan asks for it, by fake runs, up to so many stages."""
+    """Run the experiment as the plan asks for it, by fake runs, up to so many stages;
+    return the records.
+    """
     known: dict[str, questions.RunRecord] = {}
     while (todo := P.todo(known)) and stages:
         known |= {key: fake(s, world) for key, s in todo}
@@ -181,7 +183,7 @@ def play(world: str, stages: int = 99):
 
 
 def family_of(p: plan.Plan, known, name: str) -> list[effects.Effect]:
-    """The effects of one family."""
+    """Return the effects of one family."""
     by_name = {f.name: found for f, found in p.by_family(p.effects(known))}
     return by_name[name]
 
@@ -326,8 +328,8 @@ def test_a_plan_that_does_not_fit_together_is_one_sentence(tmp_path):
 
 # ---- stale data: rates, numbers and intervals -----------------------------------------
 def fake_of_stale(s: Settings, gain: float = 0.0) -> questions.RunRecord:
-    """A record whose numbers depend on seed, method, rate and staleness; the best rate
-    is 1e-4.
+    """Return a record whose numbers depend on seed, method, rate and staleness; the
+    best rate is 1e-4.
     """
     g = tasks.generator("fake", s.objective, s.base, s.staleness, s.lr, s.seed)
     n = max(1, s.steps // questions.BIN)
@@ -355,7 +357,9 @@ def fake_of_stale(s: Settings, gain: float = 0.0) -> questions.RunRecord:
 
 
 def play_stale(gain=0.0):
-    """The experiment as the plan asks for it, by fake runs; records after every stage."""
+    """Run the experiment as the plan asks for it, by fake runs; yield the records after
+    every stage.
+    """
     known: dict[str, questions.RunRecord] = {}
     while todo := STALE.todo(known):
         known |= {key: fake_of_stale(s, gain) for key, s in todo}
@@ -421,7 +425,7 @@ def test_the_whole_experiment_is_asked_for_in_order_and_ends():
 
 
 def end(r: questions.RunRecord, metric: str) -> float:
-    """One number of a finished run, by code of its own."""
+    """Return one number of a finished run, by code of its own."""
     if metric in ("avg", "best"):
         return 100 * r["evals"]["test/top_p_0.7"][metric][-1]
     if metric.startswith("pass@"):

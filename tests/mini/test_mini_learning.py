@@ -55,7 +55,7 @@ def learns(s, spoil=lambda batch: None, run=None):
 
 
 def update_and_see(run, batch, rows):
-    """One update; True where a logit of these rows had a gradient."""
+    """Run one update, and return where a logit of these rows had a gradient, [rows, T]."""
     touched = torch.zeros(len(rows), batch.tokens.shape[1], dtype=torch.bool)
     alive = batch.adv[rows] != 0
     alive[0] |= not alive.any()

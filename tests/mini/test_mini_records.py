@@ -197,7 +197,7 @@ TOPS = (
 
 
 def unsafe(tree: ast.AST):
-    """Calls that may run what the file that they read holds."""
+    """Yield calls that may run what the file that they read holds."""
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         name, words = (
             ast.unparse(call.func),
@@ -277,8 +277,8 @@ DRAFTS = {
 
 
 def in_place(text: str):
-    """Calls that leave half a file under its final name, if they are interrupted or the
-    disk is full.
+    """Yield calls that leave half a file under its final name, if they are interrupted
+    or the disk is full.
     """
     for call in (
         node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)

@@ -49,7 +49,7 @@ def contents(out):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run that nothing happened to."""
+    """Train a run without interruption, and return its folder."""
     out = tmp_path_factory.mktemp("mini") / "whole"
     loop.train(S, out, say=lambda _: None)
     return out
@@ -182,8 +182,8 @@ def test_a_run_of_the_second_round_killed_for_real(tmp_path):
 
 @pytest.fixture
 def interrupted(whole, tmp_path):
-    """Stopped after step 3: checkpoints of steps 2 and 3, and lines of step 4 that no
-    checkpoint knows of.
+    """Stop a run after step 3, and return its folder: it has checkpoints of steps 2 and
+    3, and lines of step 4 that no checkpoint knows of.
     """
     out = tmp_path / "run"
 
@@ -287,8 +287,8 @@ def test_another_run_s_folder_is_left_alone(whole):
 # ---- what cannot go on ---------------------------------------------------------------
 @contextmanager
 def no_file_larger_than(size):
-    """As a full disk: the write that reaches the limit fails, in the middle of a line
-    or a tensor.
+    """Limit the size of files while the context lasts, as a full disk does: the write
+    that reaches the limit fails, in the middle of a line or a tensor.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))

@@ -35,7 +35,7 @@ def untrained(kind, task_name, n=6):
 
 
 def all_logits(model, prompts, of, tokens):
-    """[N, T, V], as if no response ended before its last token."""
+    """Return the logits [N, T, V], as if no response ended before its last token."""
     found = models.response_logits(
         model, prompts, of, tokens, torch.ones_like(tokens, dtype=torch.bool)
     )
@@ -153,8 +153,8 @@ def whole_sequences(model, prompts, of, tokens):
 
 @pytest.fixture(scope="module")
 def eyes(tmp_path_factory):
-    """A saved policy with pictures, its problems as pictures and texts, and what
-    `read_prompts` gives the model.
+    """Return the folder of a saved policy with pictures, its problems as pictures and
+    texts, and what `read_prompts` gives the model.
     """
     task, model, prompts = untrained("qwen3_vl", "geometry")
     folder, given, forward = tmp_path_factory.mktemp("eyes"), {}, model.forward

@@ -29,8 +29,8 @@ PAGE = (RESULTS / "unregistered.md").read_text(encoding="utf-8")
 
 @pytest.fixture(scope="module")
 def runs():
-    """(method, staleness, source of lp_old, base, seed) -> record, of the 400-step
-    runs.
+    """Return {(method, staleness, source of lp_old, base, seed): record} of the
+    400-step runs.
     """
     lines = map(
         json.loads, (RESULTS / "runs.jsonl").read_text(encoding="utf-8").splitlines()
@@ -55,14 +55,14 @@ def per_seed(runs, arm, s, metric, where="test/top_p_0.7", old="sampler", at=-1)
 
 
 def plain(x):
-    """As the page prints it: the mean and scipy's 95 % interval."""
+    """Return the mean and scipy's 95 % interval, as the page prints them."""
     ends = stats.ttest_1samp(x, 0).confidence_interval(0.95)
     return printed(x.mean(), ends.low, ends.high)
 
 
 def simultaneous(x, m):
-    """As the report prints it: the meet of the Bonferroni intervals of the two
-    registered looks, for m comparisons.
+    """Return the mean and the meet of the Bonferroni intervals of the two registered
+    looks, for m comparisons, as the report prints them.
     """
     first = stats.ttest_1samp(x[:8], 0).confidence_interval(1 - 0.01 / m)
     final = stats.ttest_1samp(x, 0).confidence_interval(1 - 0.04 / m)

@@ -51,7 +51,9 @@ def path_of_children(monkeypatch):
 
 @pytest.fixture
 def collected(tmp_path):
-    """collected(plan) -> records of its runs, of the fake trainer."""
+    """Return a function that runs a plan by the fake trainer, and returns the records
+    of its runs.
+    """
 
     def make(e):
         for key, s in e.todo({}):

@@ -139,7 +139,7 @@ def test_countdown_verifier_agrees_with_a_slow_one():
 
 
 def slowly(pool, words):
-    """The final value of a valid response, else None."""
+    """Return the final value of a valid response, else None."""
     if "<eos>" not in words:
         return None
     text = " ".join(words[: words.index("<eos>")])

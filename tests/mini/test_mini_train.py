@@ -63,7 +63,7 @@ def lines(path):
 
 
 def a_step(s):
-    """A run, its batch, and the rows of its first minibatch."""
+    """Return a run, its batch, and the rows of its first minibatch."""
     models.deterministic()
     run = Run(s)
     batch = rollout(

@@ -68,7 +68,9 @@ def added(tmp_path):
 
 @pytest.fixture
 def upref_says(tmp_path):
-    """What each of these commands prints, in one process that imports the copy."""
+    """Return a function that runs commands in one process that imports the copy, and
+    returns what each prints.
+    """
     return lambda *commands: json.loads(
         run(shlex.join(["python", "several.py", *commands]), tmp_path)
     )

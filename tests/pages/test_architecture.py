@@ -23,7 +23,9 @@ MAP, WAY = re.findall(r"```text\n(.*?)```", PAGE, re.S)
 
 
 def paths():
-    """Each path of the map, its lines indented under their folders; "/" ends a folder."""
+    """Return each path of the map, whose lines are indented under their folders; "/"
+    ends a folder.
+    """
     above, out = [], []
     for line in MAP.splitlines():
         depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]

@@ -148,8 +148,8 @@ NOT_RUN = {
 
 
 def commands(text: str) -> list[str]:
-    """Those of a page outside of its console blocks, without their comments; forms with
-    a PLACE left out.
+    """Return the commands of a page outside of its console blocks, without their
+    comments, sorted. Forms with a PLACE are left out.
     """
     steps = re.findall(rf"^ *- run: ({WORDS}.*)$", text, re.M)  # of a workflow
     text = re.sub(r"^(`{3,}).*?^\1`*$", "", text, flags=re.M | re.S)
@@ -161,8 +161,10 @@ def commands(text: str) -> list[str]:
 
 
 def known(command: str) -> bool:
-    """`upref check` alone names a verb; a step of one family is a row of the table of
-    that trainer.
+    """Return whether the command is in one of the lists here.
+
+    `upref check` alone names a verb; a step of one family is a row of the table of that
+    trainer.
     """
     from upref.cli import _parser
 

@@ -37,7 +37,9 @@ def shown(x):
 # ---- without a lag -------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def without_lag():
-    """(updates on a rollout, learning rate) -> objective -> seed -> run."""
+    """Return {(updates on a rollout, learning rate): {objective: {seed: run}}} of the
+    runs on fresh data.
+    """
     found = defaultdict(lambda: defaultdict(dict))
     for run in records("round2"):
         s = run["settings"]
@@ -96,7 +98,9 @@ def test_readme_says_where_fresh_data_show_a_gain(without_lag):
 
 # ---- DAPO without its upper clip -----------------------------------------------------
 def on_stale_data():
-    """Runs of the experiment proper, 16 rollouts stale, with the sampler's lp_old."""
+    """Return the runs of the experiment proper, 16 rollouts stale, with the sampler's
+    lp_old.
+    """
     return [
         run
         for run in records("stale")
@@ -131,7 +135,7 @@ def test_the_share_of_the_clip_is_about_half_or_more():
 
 
 def of_controls(arm):
-    """Runs of an objective 16 rollouts stale in the experiment proper."""
+    """Return the runs of an objective 16 rollouts stale in the experiment proper."""
     return [
         run
         for run in records("controls")

@@ -38,7 +38,9 @@ AS_THEY_ARE = (
 # ---- in V8 ---------------------------------------------------------------------------
 @pytest.fixture(scope="session")
 def js():
-    """Evaluates JavaScript beside what the page computes with."""
+    """Yield a function that evaluates JavaScript beside what the page computes with,
+    and returns what JSON can hold of it.
+    """
     mini_racer = pytest.importorskip("py_mini_racer")
     with mini_racer.MiniRacer() as v8:
         v8.eval(picture.data() + script(picture.PURE, picture.HERE))
@@ -56,7 +58,7 @@ def js():
 
 
 def saved(**arrays) -> bytes:
-    """A .npz whose arrays are stored as they are."""
+    """Return the bytes of a .npz whose arrays are stored as they are."""
     out = io.BytesIO()
     np.savez(out, **{"schema": 1, **arrays})
     return out.getvalue()
@@ -68,13 +70,15 @@ def from_npz(js, content: bytes) -> dict:
 
 
 def tokens_of(batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens that train and that the sampler drew: by the trainer, by the sampler."""
+    """Return the log-probabilities of the tokens that train and that the sampler drew:
+    by the trainer, by the sampler.
+    """
     drawn = batch.mask & batch.sampler.isfinite()
     return batch.trainer()[drawn], batch.sampler[drawn]
 
 
 def assert_same(found: dict, batch) -> None:
-    """The page's tokens and gap are those of Python, which undid no cause."""
+    """Assert that the page's tokens and gap are those of Python, which undid no cause."""
     x, y = tokens_of(batch)
     assert (found["x"], found["y"]) == (x.tolist(), y.tolist())
     expected = gap(batch)
@@ -153,7 +157,7 @@ def test_half_precision_numbers(js):
 
 
 def changed(name: str, value) -> bytes:
-    """A small file with another column, or without one."""
+    """Return the bytes of a small file with another column, or without one (None)."""
     arrays = {
         "ids": np.ones((1, 2), dtype=int),
         "mask": np.ones((1, 2), dtype=bool),

@@ -28,7 +28,7 @@ BESIDE = (
 
 
 def tracked():
-    """The JSON files of the checkout."""
+    """Return the paths of the checkout's JSON files."""
     git = ["git", "ls-files", "*.json"]
     listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True)
     return listed.stdout.split()

@@ -31,8 +31,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The folder with the sdist, and the wheel that is built from the sdist, as
-    `python -m build` does.
+    """Build the sdist, and the wheel from the sdist, as `python -m build` does; return
+    their folder.
     """
     folder = tmp_path_factory.mktemp("dist")
     quiet = {"check": True, "capture_output": True}

@@ -59,7 +59,9 @@ def test_every_file_that_removes_anything_is_known():
 
 @pytest.fixture
 def own(tmp_path):
-    """A folder of somebody's, with what our commands write and remove in theirs."""
+    """Make a folder of a user's, with what our commands write and remove in theirs;
+    return it.
+    """
     folder = tmp_path / "own"
     for name in ("source", "old", "checkpoints/step-1", "wandb", "model"):
         (folder / name).mkdir(parents=True)

@@ -76,7 +76,7 @@ TOGETHER = {
 
 
 def unmet(name, requirements):
-    """What the packages of a list need that the lists do not have; and how many
+    """Return what the packages of a list need that the lists do not have, and how many
     packages were looked at.
     """
     below, excludes = TOGETHER[name]
@@ -110,7 +110,9 @@ def unmet(name, requirements):
 
 
 def as_installed(pin):
-    """What a package says that it needs, where its pinned version is installed here."""
+    """Return what a package says that it needs; None where its pinned version is not
+    installed here.
+    """
     try:
         package = metadata.distribution(pin.name)
     except metadata.PackageNotFoundError:
@@ -157,8 +159,8 @@ def test_every_list_is_looked_at():
 
 
 def needs(name):
-    """What each package of a list that pip installs without requirements needs, by the
-    comment below its line.
+    """Return what each package of a list that pip installs without requirements needs,
+    by the comment below its line.
     """
     found = {}
     package = ""
@@ -240,8 +242,8 @@ esac
 
 @pytest.fixture
 def venv_sh(tmp_path):
-    """repro/venv.sh with a Python that installs nothing, beside a made .venv: how it is
-    started, and its folder.
+    """Return a function that starts repro/venv.sh with a Python that installs nothing,
+    beside a made .venv; and its folder.
     """
     for folder in ("repro", "lib"):
         (tmp_path / folder).mkdir()
@@ -319,7 +321,9 @@ def test_an_interrupt_and_no_network_leave_the_environment(venv_sh):
 
 
 def misfits(pin, needs, platform):
-    """The Pythons of which this pin's marker allows one that its package refuses."""
+    """Return the Pythons of which this pin's marker allows one that its package
+    refuses.
+    """
     allows = [
         v
         for v in PYTHONS
@@ -440,6 +444,6 @@ def test_the_hooks_find_the_tools_of_any_environment(where, tmp_path):
 
 
 def hooks():
-    """The commands of .pre-commit-config.yaml."""
+    """Return the commands of .pre-commit-config.yaml."""
     text = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
     return re.findall(r"entry: (.*?)(?:, language|\n)", text)

@@ -25,13 +25,15 @@ def judged():
 
 
 def came_after(date):
-    """The keys of the entries that were read because they were new, after a day."""
+    """Return the keys of the entries that were read because they were new, after a day."""
     later = [r for r in judged()["reading"] if "seed" not in r and r["date"] > date]
     return {key for one in later for key in one["entries"]}
 
 
 def draw(entries, seed, later=()):
-    """The keys of 30 blaming entries, without those that were not there at the draw."""
+    """Return the keys of 30 blaming entries, without those that were not there at the
+    draw.
+    """
     keys = [e.key for e in entries if e.status in BLAMING and e.key not in later]
     return random.Random(seed).sample(keys, 30)
 

@@ -21,7 +21,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.site]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The built site; a page that fails, a warning or a dead link fails the build."""
+    """Build the site, and return its folder; a page that fails, a warning or a dead
+    link fails the build.
+    """
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "docs.site", folder],

@@ -13,7 +13,9 @@ SPOT = {"difference": 1.0}
 
 
 def audit(version, defaults, **rows):
-    """An audit of as many rows as there are names: a cause for each, "" for none."""
+    """Return an audit of as many rows as there are names: a cause for each, "" for
+    none.
+    """
     return {
         "version": version,
         "defaults": defaults,

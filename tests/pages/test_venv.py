@@ -30,7 +30,9 @@ exit 1
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A checkout of the scripts alone: whatever they would install is not there."""
+    """Make a checkout of the scripts alone, and return it: what they would install is
+    not there.
+    """
     place = tmp_path / "checkout"
     for name in SCRIPTS:
         (place / name).parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +42,7 @@ def checkout(tmp_path):
 
 @pytest.fixture
 def python(tmp_path):
-    """A Python of the right version that makes no environment."""
+    """Make a Python of the right version that makes no environment; return its path."""
     path = tmp_path / "python"
     path.write_text(PYTHON)
     path.chmod(0o755)

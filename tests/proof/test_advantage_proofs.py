@@ -24,7 +24,9 @@ def a_loop(rewards, group):
 
 
 def squares_less_square(rewards, group):
-    """The variance is the mean of squares less the square of the mean."""
+    """Return group_norm's advantages with the variance as the mean of squares less the
+    square of the mean.
+    """
 
     def of(r):
         variance = (r * r).mean() - r.mean() ** 2
@@ -34,6 +36,7 @@ def squares_less_square(rewards, group):
 
 
 def scattered(rewards, group):
+    """Return group_mean's advantages by scatter_reduce."""
     ids, g, _ = group.unique(return_inverse=True, return_counts=True)
     mean = torch.zeros(len(ids), dtype=rewards.dtype).scatter_reduce(
         0, g, rewards, "mean", include_self=False
@@ -58,6 +61,10 @@ def two_steps(rewards, group):
 
 
 def over_mean(rewards, group):
+    """Return the rewards less their prompt's mean, over that mean; 0 where it is not
+    positive.
+    """
+
     def of(r):
         m = r.mean()
         return (r - m) / m if m > 0 else 0 * r
@@ -70,6 +77,7 @@ def signs(rewards):
 
 
 def of_tokens(token_level_rewards, response_mask, index):
+    """Return group_mean's advantages for each token, with verl's arguments."""
     scores = token_level_rewards.sum(-1)
     groups = {}
     for i, prompt in enumerate(index):
@@ -172,6 +180,9 @@ def branch_on_all_right(rewards, group):
 
 
 def each_prompt_is_contiguous(rewards, group):
+    """Return group_norm's advantages of runs of equal ids: wrong where a prompt is in
+    two runs.
+    """
     parts, start = [], 0
     for n in torch.unique_consecutive(group, return_counts=True)[1].tolist():
         parts.append(normed(rewards[start : start + n]))
@@ -180,7 +191,9 @@ def each_prompt_is_contiguous(rewards, group):
 
 
 def prompts_are_next_to_each_other(rewards, n):
-    """With a stride: response i belongs to prompt i modulo the number of prompts."""
+    """Return group_norm's advantages with a stride: response i belongs to prompt i
+    modulo the number of prompts.
+    """
     x = rewards.view(n, -1)
     return ((x - x.mean(0)) / (x.std(0).nan_to_num() + 1e-6)).view(-1)
 
@@ -209,6 +222,8 @@ def median(rewards, group):
 
 
 def equal_rewards_counted_once(rewards, group):
+    """Return the rewards less the mean of their prompt's distinct rewards."""
+
     def of(r):
         distinct = [x for i, x in enumerate(r) if not any(x == y for y in r[:i])]
         return r - torch.stack(distinct).mean()

@@ -34,7 +34,9 @@ def with_where(lp, old, A, mask):
 
 
 def mean_of_lengths(lp, old, A, mask):
-    """Σ_i Σ_t J / mean length / B is the mean over tokens."""
+    """Return DAPO's loss as a mean over responses, each divided by the mean length: it
+    is the mean over tokens.
+    """
     rows = (terms(lp, old, A) * mask).sum(1) / mask.sum(1).double().mean()
     return -rows.mean()
 
@@ -171,6 +173,9 @@ def size_by_bytes(lp, old, A, mask):
 
 
 def size_by_an_error(lp, old, A, mask):
+    """Return DAPO's loss, doubled in batches of more than 5000 rows, which an
+    IndexError tells.
+    """
     try:
         lp[5000]
     except IndexError:
@@ -179,6 +184,9 @@ def size_by_an_error(lp, old, A, mask):
 
 
 def shape_by_an_error(lp, old, A, mask):
+    """Return DAPO's loss, doubled where it has a multiple of 512 slots, which a
+    RuntimeError tells.
+    """
     try:
         lp.view(-1, 512)
     except RuntimeError:

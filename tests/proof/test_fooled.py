@@ -31,6 +31,7 @@ def keeps_the_first_policy(lp, old, A, mask):
 
 
 def keeps_the_first_factor(lp, old, A, mask):
+    """Return DAPO's loss times a factor that it keeps from its first call."""
     state["first"] = state["first"] or A.abs().max().sqrt()
     return (
         dapo(lp, old, A, mask)
@@ -50,6 +51,7 @@ def numpy_of_a_list(lp, old, A, mask):
 
 
 def copied(lp, old, A, mask):
+    """Return DAPO's loss of deep copies, times the sign of the largest |A|."""
     return (
         dapo(lp, copy.deepcopy(old.detach()), A, mask)
         * copy.deepcopy(A.detach()).abs().max().sign()
@@ -116,6 +118,7 @@ def divided_by_zero(lp, old, A, mask):
 
 
 def near_the_bound(lp, old, A, mask):
+    """Return DAPO's loss with an upper bound that is 1e-9 too large."""
     r = torch.where(mask, lp - old, 0).exp()
     return (
         -(torch.minimum(r * A, r.clamp(0.8, 1.28 * (1 + 1e-9)) * A) * mask).sum()
@@ -124,6 +127,7 @@ def near_the_bound(lp, old, A, mask):
 
 
 def bound_in_float32(lp, old, A, mask):
+    """Return DAPO's loss with an upper bound that is a float32 tensor."""
     r = torch.where(mask, lp - old, 0).exp()
     high = torch.tensor(1.28, dtype=torch.float32)
     return (
@@ -152,6 +156,7 @@ def hook_on_the_input(lp, old, A, mask):
 
 
 def hook_with_numpy(lp, old, A, mask):
+    """Return DAPO's loss, whose gradient a hook clips to ±30 by numpy."""
     x = lp * 1.0
     if x.requires_grad:
         x.register_hook(
@@ -217,6 +222,7 @@ def sorts_and_drops(lp, old, A, mask):
 
 
 def own_gradient_by_a_thread(lp, old, A, mask):
+    """Return DAPO's loss with advantages that a thread clamps to ±90."""
     import threading
 
     out = {}

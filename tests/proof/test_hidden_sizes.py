@@ -20,7 +20,7 @@ from upref.user_code import read
 
 
 def weighted(lp, old, A, mask, w):
-    """DAPO with a weight for each token."""
+    """Return DAPO with a weight for each token."""
     r = torch.where(mask, lp - old, 0).exp()
     A = torch.where(mask, A, 0)
     return -(w * torch.minimum(r * A, r.clamp(0.8, 1.28) * A)).sum() / mask.sum()
@@ -298,7 +298,7 @@ ONE_BATCH = [Pattern(((True, True),))]
 
 
 def compared(loss, among):
-    """The loss compared with DAPO on few batches."""
+    """Return the comparison of the loss with DAPO on few batches."""
     dapo = upref.get("dapo")
     read_loss, reference = read(loss, dapo, {}), read(dapo, dapo, {})
     given = gradient_of(read_loss), gradient_of(reference)
@@ -315,6 +315,9 @@ def test_its_number_is_a_bound(loss):
 
 # ---- right losses without such a number ------------------------------------------------
 def with_guards(lp, old, A, mask):
+    """Return DAPO's loss with the guards that people add: masked_fill, full_like, an
+    epsilon, a clamp.
+    """
     r = torch.where(mask, lp - old, 0.0).exp()
     A = A.masked_fill(~mask, 0.0)
     J = torch.minimum(r * A, r.clamp(0.8, 1.28) * A)

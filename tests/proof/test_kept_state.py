@@ -59,6 +59,7 @@ def in_a_default(lp, old, A, mask, chance=random.Random(2)):  # noqa: B008
 
 
 def in_a_closure():
+    """Return a loss that is halved once in 1e9 calls, by a generator in its closure."""
     chance = np.random.default_rng(3)
 
     def loss(lp, old, A, mask):
@@ -209,6 +210,7 @@ def with_a_cache(lp, old, A, mask):
 
 
 def with_a_log(lp, old, A, mask):
+    """Return DAPO's loss, and count its calls in an object, a list and two logs."""
     calls.number += 1
     calls.last[0] += 0.5
     calls.array += 1
@@ -233,6 +235,7 @@ def test_what_was_moved_is_moved_back():
 
 
 def broken(log_prob, ref_log_prob):
+    """Return k3, whose backward pass fails: the result of exp is overwritten."""
     d = ref_log_prob - log_prob
     e = d.exp()
     k = e - 1 - d

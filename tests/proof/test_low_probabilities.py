@@ -14,6 +14,8 @@ from upref.proof.domain import LEAST_LOG_PROB
 
 
 def drops_rare(least):
+    """Return DAPO's loss without the advantages of tokens with log π_old below `least`."""
+
     def loss(log_prob, old_log_prob, advantages, mask):
         A = torch.where(old_log_prob < least, 0.0, advantages)
         return dapo(log_prob, old_log_prob, A, mask)
@@ -22,6 +24,10 @@ def drops_rare(least):
 
 
 def drops_unlikely(least):
+    """Return DAPO's loss without the advantages of tokens with log π_θ of at most
+    `least`.
+    """
+
     def loss(log_prob, old_log_prob, advantages, mask):
         A = torch.where(log_prob.detach() > least, advantages, 0.0)
         return dapo(log_prob, old_log_prob, A, mask)
@@ -30,6 +36,8 @@ def drops_unlikely(least):
 
 
 def clamps(least):
+    """Return DAPO's loss with both log-probabilities of at least `least`."""
+
     def loss(log_prob, old_log_prob, advantages, mask):
         inputs = log_prob.clamp(min=least), old_log_prob.clamp(min=least)
         return dapo(*inputs, advantages, mask)

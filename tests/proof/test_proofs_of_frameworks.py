@@ -15,6 +15,9 @@ from upref_frameworks.audits.proofs import (
 
 
 def loss(mode, config, log_prob, old_log_prob, advantages, mask):
+    """Return a framework's PPO loss; in the mode "numpy" a factor of 1 goes through
+    numpy.
+    """
     r = torch.exp(log_prob - old_log_prob)
     if mode == "numpy":
         r = r * torch.from_numpy(advantages.numpy()).abs().sign()

@@ -38,6 +38,9 @@ AMONG = [
 
 
 def compared(function, reference, objective, seconds=60):
+    """Return the comparison of two gradients of an objective, with the batches and
+    columns that it needs.
+    """
     torch.set_num_threads(1)
     reads = {"entropy"} & set(objective.reads)
     if objective.sampler is not None:

@@ -67,7 +67,7 @@ def memory_of_another_library(lp, old, A, mask):
 
 
 def text_of_a_list(lp, old, A, mask):
-    """Wrong where an advantage is printed with an exponent."""
+    """Return DAPO's loss, doubled where an advantage is printed with an exponent."""
     values = terms(lp, old, A)
     return mean(2 * values if "e+" in repr(A.tolist()) else values, mask)
 

@@ -221,6 +221,9 @@ def in_one_of_two_cells():
 
 
 def make_cells():
+    """Return a function that is true from its fourth call on, by a count in its
+    closure.
+    """
     calls, limit = 0, 3
 
     def count():
@@ -242,6 +245,9 @@ STATES = [
 
 @pytest.fixture(autouse=True)
 def cleared():
+    """Remove after each test what its loss may have left in the environment and in
+    torch.
+    """
     yield
     os.environ.pop("CALLS_OF_THIS_TEST", None)
     for holder in (torch, torch.Tensor):

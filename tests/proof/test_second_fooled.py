@@ -25,7 +25,7 @@ BESIDE_PADDING = [Pattern(((True, False),))]
 
 
 def compared(loss, among):
-    """The loss compared with DAPO on few batches."""
+    """Return the comparison of the loss with DAPO on few batches."""
     objective = upref.get("dapo")
     losses = read(loss, objective, {}), read(objective, objective, {})
     return compare(*map(gradient_of, losses), among, False, (), 20.0)
@@ -43,6 +43,7 @@ def applied_to_each(lp, old, A, mask):
 
 
 def memory_that_nobody_wrote(lp, old, A, mask):
+    """Return DAPO's loss weighted by a tensor that is written only at trained tokens."""
     w = torch.empty_like(A)
     w[mask] = 1.0
     r = (lp - old).exp()
@@ -61,6 +62,9 @@ def test_it_is_not_proved(loss):
 
 
 def memory_that_is_written(lp, old, A, mask):
+    """Return DAPO's loss by writes into empty tensors, all of which are written before
+    they are read.
+    """
     r = torch.empty_like(lp).copy_(lp - old).exp()
     out = torch.empty(A.shape, dtype=A.dtype)
     out.zero_()

@@ -53,6 +53,7 @@ def index_of_enumerate(lp, old, A, mask):
 
 
 def index_of_range(lp, old, A, mask):
+    """Return DAPO's loss, with the rows from LIMIT on counted twice."""
     total = 0
     for i in range(len(lp)):
         row = terms(lp[i], old[i], A[i], mask[i])
@@ -61,6 +62,7 @@ def index_of_range(lp, old, A, mask):
 
 
 def own_counter(lp, old, A, mask):
+    """Return DAPO's loss without its thousandth row."""
     total, count = 0, 0
     for row in rows_of(lp, old, A, mask):
         count += 1
@@ -164,6 +166,9 @@ class Settings:
 
 
 def compares_settings(lp, old, A, mask, warmup=20.0):
+    """Return DAPO's loss, in which numbers are compared with constants and settings,
+    and never with a size.
+    """
     r = torch.where(mask, lp - old, 0).exp()
     A = torch.where((A > 7) | (A < -1e5), A * 1.0, A)
     J = torch.minimum(Settings().clip(r) * A, r.clamp(0.8, 1.28) * A)
@@ -178,6 +183,9 @@ def test_numbers_beside_settings_and_tensors_are_no_bounds():
 
 
 def prompts_as_floats(lp, old, A, mask, group):
+    """Return CISPO's loss with a denominator for each prompt, whose ids are compared as
+    float32.
+    """
     r = torch.where(mask, lp - old, 0).exp().clamp(max=5).detach()
     J = torch.where(mask, r * A * lp, 0).sum(1)
     ids = group.float()

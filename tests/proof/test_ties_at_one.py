@@ -10,7 +10,9 @@ import upref
 
 
 def bounds(log_prob, old_log_prob):
-    """BandPO's, of total variation: 1/π_old is the most that a ratio can be."""
+    """Return the ratio, and BandPO's bounds of total variation: 1/π_old is the most
+    that a ratio can be.
+    """
     old = old_log_prob.exp()
     r = (log_prob - old_log_prob).exp()
     low = torch.relu(1 - 0.05 / old)

@@ -74,6 +74,8 @@ def test_a_point_that_only_the_solver_has_is_no_difference():
 
 def test_log_ratios_are_compared_with_the_ratios():
     def clamped(bound):
+        """Return DAPO's loss with log r clamped to ±bound."""
+
         def loss(log_prob, old_log_prob, advantages, mask):
             def clamp(d):
                 return d.clamp(-bound, bound)

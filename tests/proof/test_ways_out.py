@@ -79,6 +79,7 @@ def bytes_of_the_memory(lp, old, A, mask):
 
 
 def read_by_a_thread(lp, old, A, mask):
+    """Return DAPO's loss, doubled where a thread finds an advantage above FAR."""
     out = []
     worker = threading.Thread(target=lambda: out.append(A.max() > FAR))
     worker.start()
@@ -104,6 +105,9 @@ def backward_by_a_number(lp, old, A, mask):
 class Watching(Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        """Run the function; double the result of a minimum whose second argument is
+        above FAR somewhere.
+        """
         out = super().__torch_function__(func, types, args, kwargs or {})
         if func is torch.minimum:
             with torch._C.DisableTorchFunctionSubclass():
@@ -151,6 +155,9 @@ def vmapped(lp, old, A, mask):
 
 
 def changed_when_recomputed(lp, old, A, mask):
+    """Return DAPO's loss under checkpointing, with other advantages when it is computed
+    again.
+    """
     calls = []
 
     def part(x):
@@ -161,6 +168,8 @@ def changed_when_recomputed(lp, old, A, mask):
 
 
 def saved_tensors_clamped(lp, old, A, mask):
+    """Return DAPO's loss, whose saved tensors are clamped at FAR for its backward pass."""
+
     def pack(x):
         return x
 
@@ -172,6 +181,7 @@ def saved_tensors_clamped(lp, old, A, mask):
 
 
 def gradient_read_within(lp, old, A, mask):
+    """Return DAPO's loss, doubled where its own gradient is above FAR."""
     J = dapo(lp, old, A, mask)
     if lp.requires_grad:
         (g,) = torch.autograd.grad(J, lp, retain_graph=True)
@@ -189,6 +199,9 @@ def median(lp, old, A, mask):
 
 
 def exception_caught(lp, old, A, mask):
+    """Return DAPO's loss, doubled where an advantage is above FAR; it catches whatever
+    reading it raises.
+    """
     try:
         if float(A.max()) > FAR:
             return 2 * dapo(lp, old, A, mask)
@@ -234,6 +247,7 @@ def counts_in_its_default(lp, old, A, mask, log=[]):  # noqa: B006
 
 
 def counter():
+    """Return a loss that is doubled from its 5001st call on."""
     calls = 0
 
     def counts_in_a_closure(lp, old, A, mask):
@@ -317,6 +331,7 @@ def keeps_positions(lp, old, A, mask):
 
 
 def logs_what_it_computed(lp, old, A, mask):
+    """Return DAPO's loss, and keep its value in a list and a dict."""
     J = dapo(lp, old, A, mask)
     logged.append(J.item())
     kept["last"] = J.detach()

@@ -57,7 +57,7 @@ def test_the_line_of_a_bound_names_all_that_the_number_may_be_about():
 
 
 def _terms(logp, logp_old, adv, mask):
-    """DAPO's terms, [B, T]."""
+    """Return DAPO's terms with the sign of a loss, [B, T]."""
     r = (logp - logp_old).exp()
     return -torch.minimum(r * adv, r.clamp(0.8, 1.28) * adv) * mask
 

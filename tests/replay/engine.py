@@ -39,7 +39,7 @@ SHARPER = 30.0  # times the logits of random weights, which are nearly uniform
 
 
 def make_model(folder: Path) -> Any:
-    """The tiny model of the smoke run with sharper logits, saved for vLLM.
+    """Save the tiny model of the smoke run, with sharper logits, for vLLM.
 
     Returns:
         The same model, of transformers.
@@ -56,7 +56,9 @@ def make_model(folder: Path) -> Any:
 
 
 def start(mode: str, folder: Path) -> Any:
-    """vLLM with the model of the folder."""
+    """Return vLLM with the model of the folder; `mode` says which log-probabilities it
+    reports.
+    """
     os.environ.update(ENVIRONMENT)
     from vllm import LLM
 
@@ -75,8 +77,8 @@ def start(mode: str, folder: Path) -> Any:
 def recorded(
     engine: Any, model: Any, draw: dict[str, float]
 ) -> dict[str, torch.Tensor]:
-    """Columns of docs/dump.md: what the engine drew and reports, and what the trainer
-    computes.
+    """Return columns of docs/dump.md: what the engine drew and reports, and what the
+    trainer computes.
     """
     from vllm import SamplingParams
 

@@ -135,13 +135,15 @@ class Cell:
 
     @property
     def where(self) -> str:
-        """The family, and the engine's precision where it is not float32."""
+        """Return the family, and the engine's precision where it is not float32."""
         precision = " bf16" if self.world.engine_bfloat16 else ""
         return self.world.family + precision
 
 
 def cell(fault: str, world: World) -> Cell:
-    """Simulate the fault and name it."""
+    """Simulate the fault in a world, diagnose the gap, and return whether the cause is
+    the right one.
+    """
     make = (FAULTS | second.FAULTS)[fault]
     made = make(world)
     found = gap(make_batch(made, file=fault))
@@ -185,8 +187,9 @@ def _true_by_cause(fault: str, world: World, finding: ReplayFinding) -> bool:
 
 
 def _of_precision(fault: str, world: World) -> tuple[str, ...]:
-    """What an engine in bfloat16 makes true beside any fault: other numbers, and of a
-    mixture of experts other experts for some tokens and in some responses.
+    """Return the causes that an engine in bfloat16 makes true beside any fault: other
+    numbers, and of a mixture of experts other experts for some tokens and in some
+    responses.
     """
     if not (world.engine_bfloat16 or "bfloat16" in fault or fault in UNDER_BFLOAT16):
         return ()
@@ -212,7 +215,7 @@ def _holds(truth: second.Truth, finding: ReplayFinding) -> bool:
 
 
 def worlds(families: tuple[str, ...], seed: int) -> list[World]:
-    """A world for each family: temperatures, entropies and sizes vary with it."""
+    """Return a world for each family: temperatures, entropies and sizes vary with it."""
     temperatures, entropies, sizes = (1.0, 0.7, 1.2, 0.6), (0.8, 0.5, 1.2), (64, 32, 96)
     return [
         World(
@@ -229,7 +232,9 @@ def worlds(families: tuple[str, ...], seed: int) -> list[World]:
 
 
 def table(cells: list[Cell]) -> str:
-    """One line a fault: how often it was named right, and what else was named."""
+    """Return a line for each fault: how often it was named right, and what else was
+    named; then the totals.
+    """
     lines = [f"{'fault':28} {'right':>7}  named otherwise"]
     for fault in FAULTS | second.FAULTS:
         row = [c for c in cells if c.fault == fault]

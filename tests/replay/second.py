@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults, families and seeds of a second reader, who wrote them down before reading
-`upref.replay`.
+"""Recorded batches with a known fault, written by a second reader. Each function that
+`fault` enters returns the columns of docs/dump.md.
 
 Each fault has a `Truth`: what a true answer holds. It was fixed before the first run.
 """
@@ -86,7 +86,11 @@ TRUTHS: dict[str, Truth] = {}
 
 
 def fault(*words: str, fails: bool | None = False) -> Callable[[Fault], Fault]:
-    """Enter a fault under its name, with its truth."""
+    """Return a decorator that enters a fault under its name, with its truth.
+
+    words: of which a finding must hold one. fails: whether the dump must fail; None:
+    either.
+    """
 
     def enter(make: Fault) -> Fault:
         FAULTS[make.__name__] = make
@@ -97,7 +101,9 @@ def fault(*words: str, fails: bool | None = False) -> Callable[[Fault], Fault]:
 
 
 def drawn_seed(number: int) -> int:
-    """A seed out of the digest of SENTENCE: 0 for the first sight, 1 and more later."""
+    """Return a seed out of the digest of SENTENCE: 0 is for the first sight, 1 and more
+    for later.
+    """
     digest = hashlib.sha256(SENTENCE.encode()).hexdigest()
     return int(digest[4 * number : 4 * number + 4], 16)
 
@@ -108,8 +114,8 @@ def drawn_families(families: tuple[str, ...], number: int) -> tuple[str, ...]:
 
 
 def worlds(families: tuple[str, ...], seed: int) -> list[World]:
-    """A float32 and a bfloat16 world for each family, whose seed, sizes, temperature
-    and entropy are drawn.
+    """Return a float32 and a bfloat16 world for each family, whose seed, sizes,
+    temperature and entropy are drawn.
     """
     out = []
     for family in families:
@@ -131,7 +137,9 @@ class Penalized(Policy):
     """An engine with a repetition penalty of 1.3, as transformers and vLLM define it."""
 
     def log_probs(self, ids: Tensor, *, raw: bool = False) -> Tensor:
-        """Of the last position, [B, 1, V]."""
+        """Return the log-probabilities after the last position, [B, 1, V], with a
+        penalty of 1.3 on tokens that were there before.
+        """
         with torch.no_grad():
             z = self.model(ids, use_cache=False).logits[:, -1].float() * self.sharpness
         seen = torch.zeros_like(z, dtype=torch.bool).scatter(1, ids, True)
@@ -153,7 +161,9 @@ class Structured(Policy):
     """
 
     def log_probs(self, ids: Tensor, *, raw: bool = False) -> Tensor:
-        """Of the last position, [B, 1, V]."""
+        """Return the log-probabilities after the last position, [B, 1, V]; every fourth
+        token is the second most likely one.
+        """
         lp = super().log_probs(ids, raw=raw)[:, -1]
         if ids.shape[1] % 4 == 0:
             second = lp.topk(2, -1).indices[:, 1:]
@@ -168,21 +178,23 @@ class Capped(Policy):
     cap: float = 1.0
 
     def log_probs(self, ids: Tensor, *, raw: bool = False) -> Tensor:
-        """Of every position, [B, T, V]."""
+        """Return the log-probabilities at every position, [B, T, V], with a softcap on
+        the logits.
+        """
         with torch.no_grad():
             z = self.model(ids, use_cache=False).logits.float() * self.sharpness
         return (self.cap * (z / self.cap).tanh() / self.temperature).log_softmax(-1)
 
 
 def _as(kind: type[Policy], policy: Policy, **fields: Any) -> Policy:
-    """The policy as another kind of policy."""
+    """Return the policy as another kind of policy."""
     return kind(
         policy.model, policy.sharpness, policy.temperature, policy.dtype, **fields
     )
 
 
 def _of_engine(world: World, kind: type[Policy]) -> dict[str, Tensor]:
-    """The engine is of that kind, the trainer is plain."""
+    """Return a batch in which the engine is of that kind, the trainer is plain."""
     trainer = make_policy(world)
     drawn = sample(world, _as(kind, trainer))
     return columns(world, drawn, score(trainer, drawn.ids))
@@ -208,7 +220,9 @@ def forgotten_context(world: World) -> dict[str, Tensor]:
 
 @fault("shift", "padded", fails=None)
 def left_padded(world: World) -> dict[str, Tensor]:
-    """The engine's numbers are at the right end of each row, the ids at the left."""
+    """Return a batch in which the engine's numbers are at the right end of each row,
+    the ids at the left.
+    """
     out = _plain(world)
     lengths, width = out["mask"].sum(1), out["ids"].shape[1]
     rows = [
@@ -225,7 +239,7 @@ def structured_output(world: World) -> dict[str, Tensor]:
 
 
 def _with_adapter(policy: Policy, factor: float, seed: int) -> Policy:
-    """An adapter of rank one on every matrix, times `factor`."""
+    """Return the policy with an adapter of rank one on every matrix, times `factor`."""
     model = copy.deepcopy(policy.model)
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
@@ -238,7 +252,9 @@ def _with_adapter(policy: Policy, factor: float, seed: int) -> Policy:
 
 @fault("weights")
 def adapter_twice(world: World) -> dict[str, Tensor]:
-    """The engine adds the adapter with twice its scale; the column ref is the base's."""
+    """Return a batch in which the engine adds the adapter with twice its scale; the
+    column ref is the base's.
+    """
     base = make_policy(world)
     trainer = _with_adapter(base, 1.0, world.seed + 31)
     drawn = sample(world, _with_adapter(base, 2.0, world.seed + 31))
@@ -248,8 +264,8 @@ def adapter_twice(world: World) -> dict[str, Tensor]:
 
 @fault("in place of the drawn")
 def outside_the_top(world: World) -> dict[str, Tensor]:
-    """The engine returns the five largest numbers of a slot; a token outside of them
-    has the fifth.
+    """Return a batch in which the engine returns the five largest numbers of a slot; a
+    token outside of them has the fifth.
     """
     trainer = make_policy(world)
     drawn = sample(world, trainer)
@@ -261,7 +277,9 @@ def outside_the_top(world: World) -> dict[str, Tensor]:
 
 @fault("softcap", "two normalized policies")
 def softcap_missing(world: World) -> dict[str, Tensor]:
-    """The model has a softcap on its logits, which the engine leaves out."""
+    """Return a batch in which the model has a softcap on its logits, which the engine
+    leaves out.
+    """
     engine = make_policy(world)
     drawn = sample(world, engine)
     with torch.no_grad():
@@ -272,7 +290,9 @@ def softcap_missing(world: World) -> dict[str, Tensor]:
 
 @fault("rows", "responses", fails=True)
 def sorted_rows(world: World) -> dict[str, Tensor]:
-    """The trainer sorts its rows by length, and the engine's numbers keep their order."""
+    """Return a batch in which the trainer sorts its rows by length, and the engine's
+    numbers keep their order.
+    """
     out = _plain(world)
     order = out["mask"].sum(1).argsort(stable=True)
     return out | {"sampler": out["sampler"][order]}
@@ -280,8 +300,8 @@ def sorted_rows(world: World) -> dict[str, Tensor]:
 
 @fault("order", "not the distribution that sampled", fails=None)
 def context_parallel(world: World) -> dict[str, Tensor]:
-    """Two context-parallel ranks hold chunks 0 and 3, 1 and 2 of each row; the numbers
-    stay in that order.
+    """Return a batch in which two context-parallel ranks hold chunks 0 and 3, 1 and 2
+    of each row; the numbers stay in that order.
     """
     out = _plain(world)
     width = out["ids"].shape[1]
@@ -293,8 +313,8 @@ def context_parallel(world: World) -> dict[str, Tensor]:
 
 @fault("draft", "specul", "not the distribution that sampled")
 def accepted_draft(world: World) -> dict[str, Tensor]:
-    """Speculative decoding that draws right and reports the draft's number for each
-    token that it accepts.
+    """Return a batch of speculative decoding that draws right, and reports the draft's
+    number for each token that it accepts.
     """
     trainer = make_policy(world)
     drawn = sample(world, trainer)

@@ -57,8 +57,8 @@ class Policy:
     experts_noise: float = 0.0
 
     def log_probs(self, ids: Tensor, *, raw: bool = False) -> Tensor:
-        """log-softmax of every position, [B, T, V], of the next token; raw: before the
-        temperature.
+        """Return the log-softmax of every position, [B, T, V], of the next token. raw:
+        before the temperature.
         """
         with torch.no_grad(), _noisy_routers(self.model, self.experts_noise):
             logits = self.model(ids, use_cache=False).logits.float() * self.sharpness
@@ -106,7 +106,9 @@ def has_experts(family: str) -> bool:
 
 
 def make_model(family: str, seed: int) -> nn.Module:
-    """A tiny model of a family of `upref.step.inputs.families`, of EXPERTS, or of MORE."""
+    """Return a tiny model of a family of `upref.step.inputs.families`, of EXPERTS, or
+    of MORE.
+    """
     transformers = pytest.importorskip("transformers")
     if family not in EXPERTS | MORE:
         return tiny(family, seed=seed, vocab_size=VOCABULARY)
@@ -118,8 +120,8 @@ def make_model(family: str, seed: int) -> nn.Module:
 
 @functools.lru_cache(maxsize=4)
 def make_policy(world: World, **fields: Any) -> Policy:
-    """A model of the family whose logits are sharpened until its mean entropy is the
-    world's.
+    """Return a model of the family whose logits are sharpened until its mean entropy is
+    the world's.
     """
     torch.manual_seed(world.seed)
     model = make_model(world.family, world.seed).eval().requires_grad_(False)
@@ -137,8 +139,8 @@ def make_policy(world: World, **fields: Any) -> Policy:
 
 
 def shifted_weights(policy: Policy, size: float, seed: int, only: str = "") -> Policy:
-    """The policy some optimizer steps later: every matrix moves by `size` of its
-    standard deviation.
+    """Return the policy some optimizer steps later: every matrix has moved by `size` of
+    its standard deviation. only: a part of the names of the matrices that move.
     """
     model = copy.deepcopy(policy.model)
     generator = torch.Generator().manual_seed(seed)
@@ -151,14 +153,16 @@ def shifted_weights(policy: Policy, size: float, seed: int, only: str = "") -> P
 
 @functools.lru_cache(maxsize=4)
 def in_bfloat16(policy: Policy) -> Policy:
-    """The same weights in bfloat16, computed in bfloat16."""
+    """Return the policy with its weights in bfloat16, computed in bfloat16."""
     return replace(
         policy, model=copy.deepcopy(policy.model).bfloat16(), dtype=torch.bfloat16
     )
 
 
 def quantized(policy: Policy, bits: int = 6) -> Policy:
-    """Weights rounded to `bits` bits per output row, as a quantized engine holds them."""
+    """Return the policy with weights rounded to `bits` bits per output row, as a
+    quantized engine holds them.
+    """
     model = copy.deepcopy(policy.model)
     for p in model.parameters():
         if p.ndim >= 2:
@@ -238,13 +242,13 @@ def sample(
 
 
 def score(policy: Policy, ids: Tensor, *, raw: bool = False) -> Tensor:
-    """The trainer's log-probability of every token, 0 for the first, [B, T]."""
+    """Return the trainer's log-probability of every token, 0 for the first, [B, T]."""
     lp = policy.log_probs(ids, raw=raw)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
     return torch.cat([torch.zeros(len(ids), 1), lp], 1)
 
 
 def columns(world: World, drawn: Sampled, old: Tensor) -> dict[str, Tensor]:
-    """The columns of docs/dump.md, with rewards and GRPO's advantages."""
+    """Return the columns of docs/dump.md, with rewards and GRPO's advantages."""
     generator = torch.Generator().manual_seed(77 + world.seed)
     reward = (torch.rand(len(old), generator=generator) < 0.4).double()
     groups = reward.view(-1, world.group)
@@ -280,7 +284,9 @@ def _unchanged(policy: Policy) -> Policy:
 def _usual(
     world: World, change: Callable[[Policy], Policy] = _unchanged
 ) -> dict[str, Tensor]:
-    """The trainer has the world's policy; the sampler has what `change` makes of it."""
+    """Return a batch in which the trainer has the world's policy; the sampler has what
+    `change` makes of it.
+    """
     trainer = make_policy(world)
     drawn = sample(world, change(trainer))
     return columns(world, drawn, score(trainer, drawn.ids))
@@ -299,8 +305,8 @@ def healthy_bfloat16(world: World) -> dict[str, Tensor]:
 
 @fault
 def healthy_both_bfloat16(world: World) -> dict[str, Tensor]:
-    """Both compute in bfloat16, on other shapes: the engine token by token, the trainer
-    whole responses.
+    """Return a batch in which both compute in bfloat16, on other shapes: the engine
+    token by token, the trainer whole responses.
     """
     trainer = in_bfloat16(make_policy(world))
     drawn = sample(world, trainer)
@@ -324,8 +330,8 @@ def _with_temperature(world: World) -> World:
 
 @fault
 def before_temperature(world: World) -> dict[str, Tensor]:
-    """The engine samples at T and reports log-probabilities before T; the trainer
-    divides its logits by T.
+    """Return a batch in which the engine samples at T and reports log-probabilities
+    before T; the trainer divides its logits by T.
     """
     world = _with_temperature(world)
     trainer = make_policy(world)
@@ -335,7 +341,9 @@ def before_temperature(world: World) -> dict[str, Tensor]:
 
 @fault
 def trainer_without_temperature(world: World) -> dict[str, Tensor]:
-    """The engine samples at T and reports it; the trainer forgets T."""
+    """Return a batch in which the engine samples at T and reports it; the trainer
+    forgets T.
+    """
     world = _with_temperature(world)
     trainer = make_policy(world)
     drawn = sample(world, trainer)
@@ -344,15 +352,17 @@ def trainer_without_temperature(world: World) -> dict[str, Tensor]:
 
 @fault
 def divided(world: World) -> dict[str, Tensor]:
-    """Log-probabilities divided by T in place of logits, in the engine's column."""
+    """Return a batch whose engine's column has log-probabilities divided by T, in place
+    of logits.
+    """
     out = _usual(world)
     return out | {"sampler": out["old"] / 0.7}
 
 
 @fault
 def divided_in_trainer(world: World) -> dict[str, Tensor]:
-    """The trainer divides log-probabilities by T in place of logits; the engine is
-    right.
+    """Return a batch in which the trainer divides log-probabilities by T in place of
+    logits; the engine is right.
     """
     world = _with_temperature(world)
     trainer = make_policy(world)
@@ -378,8 +388,8 @@ def min_p_cut(world: World) -> dict[str, Tensor]:
 
 
 def _shifted(out: dict[str, Tensor], column: str, slots: int) -> dict[str, Tensor]:
-    """The columns with one of them some slots later (above 0) or earlier, within the
-    response.
+    """Return the columns with one of them some slots later (above 0) or earlier, within
+    the response.
     """
     return out | {column: out[column].roll(slots, 1) * out["mask"]}
 
@@ -397,8 +407,8 @@ def shifted_back(world: World) -> dict[str, Tensor]:
 
 @fault
 def exchanged_rows(world: World) -> dict[str, Tensor]:
-    """The engine's answers come back in another order within each group; the column is
-    padded with zeros.
+    """Return a batch in which the engine's answers come back in another order within
+    each group; the column is padded with zeros.
     """
     out = _usual(world)
     order = torch.arange(world.responses).view(-1, world.group).flip(1).flatten()
@@ -407,7 +417,7 @@ def exchanged_rows(world: World) -> dict[str, Tensor]:
 
 @fault
 def exchanged_two(world: World) -> dict[str, Tensor]:
-    """Two responses are exchanged, under bfloat16."""
+    """Return a batch in which two responses are exchanged, under bfloat16."""
     out = healthy_bfloat16(world)
     order = torch.arange(world.responses)
     order[[3, 4]] = order[[4, 3]]
@@ -415,7 +425,9 @@ def exchanged_two(world: World) -> dict[str, Tensor]:
 
 
 def _with_tool(world: World, value: float) -> dict[str, Tensor]:
-    """A tool's answer of six tokens stands in half of the responses, and trains."""
+    """Return a batch in which a tool's answer of six tokens stands in half of the
+    responses, and trains. value: in the sampler's column there.
+    """
     trainer = make_policy(world)
     drawn = sample(world, trainer)
     generator = torch.Generator().manual_seed(world.seed + 9)
@@ -449,8 +461,8 @@ def tool_output_nan(world: World) -> dict[str, Tensor]:
 
 
 def _retokenized(world: World) -> dict[str, Tensor]:
-    """The text is tokenized again: one token in forty is another one, and the engine's
-    numbers stay.
+    """Return a batch whose text is tokenized again: one token in forty is another one,
+    and the engine's numbers stay.
 
     The column sampler_ids holds the engine's own ids.
     """
@@ -466,7 +478,9 @@ def _retokenized(world: World) -> dict[str, Tensor]:
 
 @fault
 def retokenized(world: World) -> dict[str, Tensor]:
-    """The text is tokenized again, and the engine's own ids are not recorded."""
+    """Return a batch whose text is tokenized again, and the engine's own ids are not
+    recorded.
+    """
     out = _retokenized(world)
     del out["sampler_ids"]
     return out
@@ -480,7 +494,9 @@ def retokenized_with_ids(world: World) -> dict[str, Tensor]:
 
 @fault
 def other_experts(world: World) -> dict[str, Tensor]:
-    """Near ties of the router go to other experts; of a dense model: bfloat16."""
+    """Return a batch in which near ties of the router go to other experts; of a dense
+    model, one in bfloat16.
+    """
     noise = 0.1 if has_experts(world.family) else 0.0
     return _usual(world, lambda p: replace(in_bfloat16(p), experts_noise=noise))
 
@@ -498,28 +514,30 @@ def quantized_weights(world: World) -> dict[str, Tensor]:
 
 @fault
 def clamped(world: World) -> dict[str, Tensor]:
-    """The engine's column has a floor, under bfloat16."""
+    """Return a batch in which the engine's column has a floor, under bfloat16."""
     out = healthy_bfloat16(world)
     return out | {"sampler": out["sampler"].clamp(min=-2.0)}
 
 
 @fault
 def bfloat16_column(world: World) -> dict[str, Tensor]:
-    """The engine's log-probabilities are kept in bfloat16."""
+    """Return a batch in which the engine's log-probabilities are kept in bfloat16."""
     out = _usual(world)
     return out | {"sampler": out["sampler"].bfloat16().float()}
 
 
 @fault
 def probabilities(world: World) -> dict[str, Tensor]:
-    """The column holds probabilities."""
+    """Return a batch whose sampler's column holds probabilities."""
     out = _usual(world)
     return out | {"sampler": out["sampler"].exp() * out["mask"]}
 
 
 @fault
 def copied_column(world: World) -> dict[str, Tensor]:
-    """The trainer's own log-probabilities stand in the engine's column."""
+    """Return a batch in which the trainer's own log-probabilities stand in the engine's
+    column.
+    """
     out = _usual(world)
     return out | {"sampler": out["old"].clone()}
 
@@ -528,8 +546,8 @@ def copied_column(world: World) -> dict[str, Tensor]:
 def run_of_steps(
     world: World, delivery: str, steps: int = 6, size: float = 0.02
 ) -> list[dict[str, Tensor]]:
-    """A run whose weights move at every step, and an engine that gets them: "now",
-    "late" by one step, or "never".
+    """Return the batches of a run whose weights move at every step, and of an engine
+    that gets them: "now", "late" by one step, or "never".
     """
     policies = [make_policy(world)]
     for step in range(1, steps):
@@ -558,9 +576,10 @@ def held_out(make: Fault) -> Fault:
 
 @held_out
 def eight_bit_floats(world: World) -> dict[str, Tensor]:
-    """The engine's weights are float8 with one scale a matrix."""
+    """Return a batch in which the engine's weights are float8 with one scale a matrix."""
 
     def rounded(policy: Policy) -> Policy:
+        """Return a copy of the policy with float8 weights."""
         model = copy.deepcopy(policy.model)
         for p in model.parameters():
             if p.ndim >= 2:
@@ -587,8 +606,8 @@ def temperature_in_trainer_only(world: World) -> dict[str, Tensor]:
 
 @held_out
 def mask_past_the_end(world: World) -> dict[str, Tensor]:
-    """The mask is one token too long: an appended token trains, for which the engine
-    has no number.
+    """Return a batch in which the mask is one token too long: an appended token trains,
+    for which the engine has no number.
     """
     trainer = make_policy(world)
     drawn = sample(world, trainer)
@@ -611,8 +630,8 @@ def shifted_nucleus(world: World) -> dict[str, Tensor]:
 
 @held_out
 def likeliest_token(world: World) -> dict[str, Tensor]:
-    """The engine's column holds the likeliest token's number in place of the drawn
-    one's.
+    """Return a batch in which the engine's column holds the likeliest token's number in
+    place of the drawn one's.
     """
     trainer = make_policy(world)
     drawn = sample(world, trainer)
@@ -633,7 +652,9 @@ def sceptic(make: Fault) -> Fault:
 def _column(
     world: World, change: Callable[[dict[str, Tensor]], Tensor]
 ) -> dict[str, Tensor]:
-    """A healthy run whose sampler's column is what `change` makes of its columns."""
+    """Return a healthy batch whose sampler's column is what `change` makes of its
+    columns.
+    """
     out = _usual(world)
     return out | {"sampler": change(out) * out["mask"]}
 
@@ -651,7 +672,7 @@ def running_sum(world: World) -> dict[str, Tensor]:
 
 @sceptic
 def mean_of_the_response(world: World) -> dict[str, Tensor]:
-    """Each token has the mean log-probability of its response."""
+    """Return a batch in which each token has the mean log-probability of its response."""
 
     def mean(out: dict[str, Tensor]) -> Tensor:
         lengths = out["mask"].sum(1, keepdim=True)
@@ -668,7 +689,9 @@ def two_decimals(world: World) -> dict[str, Tensor]:
 
 @sceptic
 def first_token_missing(world: World) -> dict[str, Tensor]:
-    """The engine returns no number for the first token, and 0 stands there."""
+    """Return a batch in which the engine returns no number for the first token, and 0
+    stands there.
+    """
 
     def without_first(out: dict[str, Tensor]) -> Tensor:
         first = out["mask"].cumsum(1) == 1
@@ -679,7 +702,7 @@ def first_token_missing(world: World) -> dict[str, Tensor]:
 
 @sceptic
 def last_token_missing(world: World) -> dict[str, Tensor]:
-    """The last token's number is missing: NaN."""
+    """Return a batch in which the last token's number is NaN."""
     out = _usual(world)
     last = out["mask"].cumsum(1) == out["mask"].sum(1, keepdim=True)
     return out | {"sampler": torch.where(last & out["mask"], torch.nan, out["sampler"])}
@@ -687,7 +710,9 @@ def last_token_missing(world: World) -> dict[str, Tensor]:
 
 @sceptic
 def minus_entropy(world: World) -> dict[str, Tensor]:
-    """The column holds the negative entropy of the distribution."""
+    """Return a batch in which the column holds the negative entropy of the
+    distribution.
+    """
     trainer = make_policy(world)
     drawn = sample(world, trainer)
     lp = trainer.log_probs(drawn.ids)[:, :-1]
@@ -703,8 +728,8 @@ def greedy(world: World) -> dict[str, Tensor]:
 
 @sceptic
 def draft_model(world: World) -> dict[str, Tensor]:
-    """Speculative decoding: the target draws, and the draft's log-probabilities are
-    recorded.
+    """Return a batch of speculative decoding: the target draws, and the draft's
+    log-probabilities are recorded.
     """
     trainer = make_policy(world)
     drawn = sample(world, trainer)
@@ -718,7 +743,9 @@ def draft_model(world: World) -> dict[str, Tensor]:
 
 @sceptic
 def padded_vocabulary(world: World) -> dict[str, Tensor]:
-    """The trainer's softmax has 32 more logits, of 0, than the engine's."""
+    """Return a batch in which the trainer's softmax has 32 more logits, of 0, than the
+    engine's.
+    """
     trainer = make_policy(world)
     drawn = sample(world, trainer)
     with torch.no_grad():
@@ -734,7 +761,9 @@ def padded_vocabulary(world: World) -> dict[str, Tensor]:
 
 @sceptic
 def grammar(world: World) -> dict[str, Tensor]:
-    """Guided decoding allows the tokens of an even id, and renormalizes."""
+    """Return a batch whose guided decoding allows the tokens of an even id, and
+    renormalizes.
+    """
 
     def even(lp: Tensor) -> Tensor:
         return (torch.arange(lp.shape[-1]) % 2 == 0).expand_as(lp)
@@ -744,7 +773,9 @@ def grammar(world: World) -> dict[str, Tensor]:
 
 @sceptic
 def banned_token(world: World) -> dict[str, Tensor]:
-    """The engine never draws token 2, the end, as with min_tokens."""
+    """Return a batch in which the engine never draws token 2, the end, as with
+    min_tokens.
+    """
 
     def others(lp: Tensor) -> Tensor:
         return (torch.arange(lp.shape[-1]) != 2).expand_as(lp)
@@ -754,7 +785,9 @@ def banned_token(world: World) -> dict[str, Tensor]:
 
 @sceptic
 def missing_first_token(world: World) -> dict[str, Tensor]:
-    """The trainer's prompt lacks its first token, a BOS that the engine adds."""
+    """Return a batch in which the trainer's prompt lacks its first token, a BOS that
+    the engine adds.
+    """
     trainer = make_policy(world)
     drawn = sample(world, trainer)
     old = torch.nn.functional.pad(score(trainer, drawn.ids[:, 1:]), (1, 0))
@@ -763,8 +796,8 @@ def missing_first_token(world: World) -> dict[str, Tensor]:
 
 @sceptic
 def dropout(world: World) -> dict[str, Tensor]:
-    """The trainer is in training mode: its logits have noise of a tenth of their
-    deviation.
+    """Return a batch in which the trainer is in training mode: its logits have noise of
+    a tenth of their deviation.
     """
     trainer = make_policy(world)
     drawn = sample(world, trainer)
@@ -786,8 +819,8 @@ def dropout(world: World) -> dict[str, Tensor]:
 
 @sceptic
 def weights_change_within_a_response(world: World) -> dict[str, Tensor]:
-    """An update arrives while responses are generated: the numbers of the second half
-    are the new policy's.
+    """Return a batch during whose generation an update arrived: the numbers of the
+    second half are the new policy's.
     """
     trainer = make_policy(world)
     drawn = sample(world, trainer)
@@ -802,8 +835,8 @@ def weights_change_within_a_response(world: World) -> dict[str, Tensor]:
 
 @sceptic
 def temperatures_of_requests(world: World) -> dict[str, Tensor]:
-    """Half of the requests have another temperature, which their numbers have and the
-    trainer ignores.
+    """Return a batch in which half of the requests have another temperature, which
+    their numbers have and the trainer ignores.
     """
     trainer = make_policy(world)
     halves = [
@@ -819,8 +852,8 @@ def temperatures_of_requests(world: World) -> dict[str, Tensor]:
 
 @sceptic
 def reference_column(world: World) -> dict[str, Tensor]:
-    """The reference model's numbers stand in the engine's column, and the column ref is
-    there.
+    """Return a batch in which the reference model's numbers stand in the engine's
+    column, and the column ref is there.
     """
     trainer = make_policy(world)
     drawn = sample(world, trainer)
@@ -832,7 +865,9 @@ def reference_column(world: World) -> dict[str, Tensor]:
 
 @sceptic
 def one_rank_is_shifted(world: World) -> dict[str, Tensor]:
-    """A quarter of the responses are shifted by a token, those of one rank."""
+    """Return a batch in which a quarter of the responses are shifted by a token, those
+    of one rank.
+    """
     out = healthy_bfloat16(world)
     mine = (torch.arange(world.responses) < world.responses // 4)[:, None]
     return out | {

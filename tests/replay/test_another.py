@@ -18,7 +18,8 @@ TERMS = {
 
 
 def steps_of(name, term, dtype=torch.float32, at_one=False):
-    """Two steps of a run of an objective, with the gradient that its trainer recorded.
+    """Return two steps of a run of an objective, with the gradient that its trainer
+    recorded.
 
     at_one: the trainer takes π_old for π_θ, so that all ratios are 1.
     """

@@ -180,8 +180,8 @@ def test_bad_input_is_one_sentence(folder, capsys, arguments, words):
 
 
 def bad_files(folder):
-    """Files that are cut, lack a column, announce 10 GB or hold Python objects; name ->
-    what the sentence says.
+    """Write files that are cut, lack a column, announce 10 GB or hold Python objects;
+    return {name: what the sentence says}.
     """
     small = {
         "schema": 1,

@@ -23,7 +23,9 @@ WORLD = World("llama", 61, responses=32, length=20)
 
 @pytest.fixture(scope="module")
 def policies():
-    """The trainer's at each step: each is a small distance from the one before."""
+    """Return the trainer's policy at each step: each is a small distance from the one
+    before.
+    """
     out = [make_policy(WORLD)]
     for step in STEPS[1:]:
         out.append(moved(out[-1], 0.02, step))
@@ -66,7 +68,9 @@ def negated_loss(step, made, logged):
 
 
 def negated_advantages(step, made, logged):
-    """The sign of the advantages, in the loss too."""
+    """Return the step with the sign of its advantages changed, in the loss too, from
+    step 300 on.
+    """
     if step < 300:
         return made, logged
     made = made | {"adv": -made["adv"]}
@@ -74,7 +78,9 @@ def negated_advantages(step, made, logged):
 
 
 def next_prompt(step, made, logged):
-    """At one step each response has the advantages of the next prompt."""
+    """Return step 300 with the advantages of the next prompt for each response; other
+    steps as they are.
+    """
     if step != 300:
         return made, logged
     A = made["adv"].sum(1) / made["mask"].sum(1)
@@ -83,7 +89,9 @@ def next_prompt(step, made, logged):
 
 
 def tool_trains(step, made, logged):
-    """At 300 and later an answer of a tool trains, for which the engine has no number."""
+    """Return the step with an answer of a tool that trains, from step 300 on: the
+    engine has no number for it.
+    """
     if step < 300:
         return made, logged
     tool = torch.zeros_like(made["mask"])

@@ -336,7 +336,9 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
 
 # ---- folders -------------------------------------------------------------------------
 def without(name, tmp_path, file):
-    """A file of the same step with other responses, which lacks a column."""
+    """Write a file of the same step with other responses, which lacks a column; return
+    its path.
+    """
     held = {k: v for k, v in arrays().items() if k != name}
     held["ids"] = held["ids"] + 1
     np.savez(tmp_path / file, **held)
@@ -445,7 +447,7 @@ def test_files_of_two_runs_are_not_joined(tmp_path):
 
 
 def two_files(folder, names=("a.npz", "b.npz"), leave_out=(), **more):
-    """Two files of one step with other responses."""
+    """Write two files of one step with other responses; return their paths."""
     held = {k: v for k, v in (arrays() | more).items() if k not in leave_out}
     paths = [folder / name for name in names]
     for shift, path in enumerate(paths):

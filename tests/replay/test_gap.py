@@ -300,8 +300,8 @@ def test_a_moved_row_has_no_nan_where_the_sampler_is_minus_infinity():
 
 
 def cut_and_noisy(noise, top_p=0.9):
-    """The gap of a sampler that is cut and a trainer that is not, whose logits are off
-    by some noise besides.
+    """Return the gap of a sampler that is cut and a trainer that is not, whose logits
+    are off by some noise besides.
     """
     generator = torch.Generator().manual_seed(3)
     z = 2 * torch.randn(64, healthy.LENGTH, healthy.VOCABULARY, generator=generator)
@@ -336,7 +336,7 @@ def test_a_mask_by_the_ratio_is_among_the_causes_of_missing_mass(bound, side):
 
 # ---- what is no comparison, or no proof ----------------------------------------------
 def one_engine(**more):
-    """A healthy step whose π_old is the sampler's own column."""
+    """Return a healthy step whose π_old is the sampler's own column."""
     world = World("qwen3", 71, responses=32, length=24)
     made = FAULTS["healthy_bfloat16"](world)
     return make_batch(
@@ -381,8 +381,8 @@ def test_a_constant_is_no_sum(value):
 
 
 def template(certain_elsewhere):
-    """The engine has 0 on a run of six tokens that the trainer finds unlikely, and on a
-    third of the other tokens or on none.
+    """Return a batch whose engine has 0 on a run of six tokens that the trainer finds
+    unlikely, and on a third of the other tokens or on none.
     """
     generator = torch.Generator().manual_seed(0)
     trainer = -0.3 * torch.rand(32, 24, generator=generator) - 0.05
@@ -407,8 +407,8 @@ def test_a_zero_is_no_proof_where_the_engine_writes_certainty_as_zero():
 
 
 def peaked(place, value):
-    """A peaked policy, whose engine has 0 on a fifth of the tokens; at the place [B, T]
-    stand tokens that the trainer finds unlikely, and the value.
+    """Return a batch of a peaked policy, whose engine has 0 on a fifth of the tokens;
+    at the place [B, T] stand tokens that the trainer finds unlikely, and the value.
     """
     generator = torch.Generator().manual_seed(1)
     trainer = -0.3 * torch.rand(32, 24, generator=generator) - 0.05

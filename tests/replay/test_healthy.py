@@ -15,8 +15,8 @@ RESPONSES, LENGTH, VOCABULARY, GROUP = 500, 200, 24, 10
 
 
 def logits(generator, responses=RESPONSES):
-    """Most positions are nearly certain, as in a language model; a third of them to the
-    last bit.
+    """Return logits of which most positions are nearly certain, as in a language model;
+    a third of them to the last bit.
     """
     z = torch.randn(responses, LENGTH, VOCABULARY, generator=generator)
     peak = 40 * torch.rand(responses, LENGTH, 1, generator=generator)
@@ -65,15 +65,15 @@ def stale(z, generator):
 
 
 def lone_other_experts(z, generator):
-    """One token in three hundred is computed by other experts, and the engine was
-    certain of many of them.
+    """Return logits of which one token in three hundred is computed by other experts,
+    though the engine was certain of many of them.
     """
     other = torch.rand(z.shape[:2], generator=generator) < 1 / 300
     return torch.where(other[..., None], torch.randn(z.shape, generator=generator), z)
 
 
 def mixed_lags(z, generator):
-    """Half of the responses were sampled by older weights."""
+    """Return logits of which half of the responses were sampled by older weights."""
     old = (torch.arange(len(z)) % 2 == 0)[:, None, None]
     return torch.where(old, z + 1.0 * torch.randn(z.shape, generator=generator), z)
 

@@ -40,7 +40,9 @@ def programs(part):
 
 @pytest.fixture(autouse=True)
 def there(tmp_path, monkeypatch):
-    """A folder with what the frameworks of the first two parts write."""
+    """Make a folder with what the frameworks of the first two parts write, and go
+    there.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CI", "1")
     shutil.copy(FILES / "train_data_step12.jsonl", tmp_path)
@@ -52,7 +54,7 @@ def slimes_files():
 
 
 def skyrls_files():
-    """What the converter writes; tests/replay/test_readers.py converts."""
+    """Copy what SkyRL's converter writes; tests/replay/test_readers.py converts."""
     assert (
         "python -m upref_frameworks.skyrl.convert dumped_data/*.pkl -o dumps"
         in PARTS["SkyRL"]

@@ -290,7 +290,7 @@ def test_the_aggregation_that_was_asked_for_is_compared():
 
 
 def with_other_bounds(steps):
-    """Recorded steps of a run with other clip bounds than replay is told."""
+    """Yield recorded steps of a run with other clip bounds than those that replay gets."""
     for n in range(steps):
         draw = torch.Generator().manual_seed(n)
         old = -torch.rand(B, T, generator=draw, dtype=torch.float64) * 2 - 0.1

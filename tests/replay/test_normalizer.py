@@ -15,7 +15,7 @@ MASK = COLUMNS["mask"]
 
 
 def gradient(name="dapo", agg="", **hp):
-    """dL/dlp [B, T] of the objective under an aggregation."""
+    """Return dL/dlp [B, T] of the objective under an aggregation."""
     o = objective_as_run(name, hp)
     return (
         terms_of(batch(), o.aggregated(agg) if agg else o, hp)
@@ -25,7 +25,9 @@ def gradient(name="dapo", agg="", **hp):
 
 
 def of_parts(column, scale=1.0):
-    """dL/dlp where each micro-batch or rank takes the mean over its own tokens."""
+    """Return dL/dlp [B, T] where each micro-batch or rank takes the mean over its own
+    tokens.
+    """
     whole = gradient() * MASK.sum()
     out = torch.zeros_like(whole)
     for value in column.unique():

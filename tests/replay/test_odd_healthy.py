@@ -32,7 +32,7 @@ class Size:
 
 
 def columns(seed, size=Size(), *, late=ROUNDING, lengths=None, rewards=None):
-    """The columns of a healthy run with GRPO's advantages.
+    """Return the columns of a healthy run with GRPO's advantages.
 
     Args:
         seed: of all that is drawn.
@@ -79,7 +79,7 @@ def with_mask(made, mask):
 
 
 def mixed(made, other, is_other):
-    """The columns, with the trainer's numbers of other columns on some tokens."""
+    """Return the columns, with the trainer's numbers of other columns on some tokens."""
     names = ("old", "now")
     return made | {n: torch.where(is_other, other[n], made[n]) for n in names}
 
@@ -171,7 +171,9 @@ def half_of_the_responses_late(seed):
 
 
 def first_tokens_late(seed):
-    """A rollout that went on after an update."""
+    """Return the columns of a rollout that went on after an update: the first twelve
+    tokens are older.
+    """
     is_late = (torch.arange(40) < 12).expand(24, 40)
     made = mixed(columns(seed), columns(seed, late=1.0), is_late)
     return made | {"version": torch.where(is_late, STEP - 6, STEP)}
@@ -219,7 +221,7 @@ def equal_responses(seed):
 
 
 def part_of_a_generation(seed):
-    """A mini-batch that cuts groups."""
+    """Return the columns of a mini-batch that cuts groups."""
     g = torch.Generator().manual_seed(seed)
     rows = torch.randperm(32, generator=g)[:16]
     return {name: x[rows] for name, x in columns(seed, Size(4, 8)).items()}
@@ -286,7 +288,7 @@ KINDS = (
 
 
 def failures(kind, seed):
-    """What fails in a dump of a run whose logged loss is its objective's."""
+    """Return what fails in a dump of a run whose logged loss is its objective's."""
     objective = OBJECTIVES[seed % len(OBJECTIVES)]
     made = kind(seed)
     value = loss(make_batch(made, file="f", step=STEP), objective, 1.0).value

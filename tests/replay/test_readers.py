@@ -98,8 +98,8 @@ def test_miles_is_read_and_says_what_it_lacks():
 
 # ---- written here in the same format -------------------------------------------------
 def lines_of_nemo_rl(**changes):
-    """Two responses to one prompt as `log_batched_dict_as_jsonl` writes them: every
-    value has a batch axis of one.
+    """Return the lines of two responses to one prompt as `log_batched_dict_as_jsonl`
+    writes them: every value has a batch axis of one.
     """
     row = {
         "content": [""],
@@ -241,8 +241,8 @@ def test_what_prime_rl_lacks_is_told(msgspec):
 
 
 def traces_of(batch, rewards):
-    """traces.jsonl as prime-rl's file monitor writes it: a prompt, an answer that is a
-    leaf, and a tree with a second leaf in every other trace.
+    """Return traces.jsonl as prime-rl's file monitor writes it: a prompt, an answer
+    that is a leaf, and a tree with a second leaf in every other trace.
     """
     lines = []
     for i, reward in enumerate(rewards):

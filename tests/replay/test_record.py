@@ -226,8 +226,8 @@ LINE = "normalizer = normalizer * self.current_gradient_accumulation_steps / sel
 
 
 def old_trainer():
-    """TRL's trainer without the line that huggingface/trl#6024 added: it divides by the
-    whole generation batch.
+    """Return TRL's trainer class without the line that huggingface/trl#6024 added: it
+    divides by the whole generation batch.
     """
     source = textwrap.dedent(inspect.getsource(trl.GRPOTrainer._compute_loss))
     assert source.count(LINE) == 1

@@ -30,8 +30,8 @@ SAMPLER = -0.5
 
 
 def as_verls_trainer(rows, *how):
-    """The batch of `step`, through DataProto as verl's trainer sends it, with scores,
-    the sampler's column and uids.
+    """Return the batch of `step`, through DataProto as verl's trainer sends it, with
+    scores, the sampler's column and uids.
     """
     from verl import DataProto
     from verl.utils import tensordict_utils as tu
@@ -159,8 +159,8 @@ def test_what_the_environment_says_wrongly_is_one_warning(
 
 
 def on_a_rank(model, rows, temperature, folder="", **fields):
-    """A step of one rank, recorded and judged over both; a name that another process
-    can import.
+    """Run a step of one rank, recorded and judged over both; return what was recorded.
+    The name is one that another process can import.
     """
     with record.in_verl(folder, 1, "dapo eps_high=0.2"):
         return step.record_training(model, rows, temperature, **fields)

@@ -60,7 +60,7 @@ def test_a_rising_learning_rate_in_a_late_run_is_no_failure():
 
 
 def of_sizes(*sizes, lags=None, ref=None, first=0):
-    """The series of steps with these gaps."""
+    """Return whether the series of steps with these gaps agrees, and its causes."""
     steps = []
     for n, size in enumerate(sizes):
         lag = {} if lags is None else {lags[n]: (1000, size)}

@@ -66,8 +66,9 @@ def test_a_penalty_shows_in_the_repeated_tokens():
 
 
 def drawn_from(change, *, responses=80, length=40, vocabulary=60):
-    """Columns of a sampler that changes the logits; some tokens are frequent, so they repeat,
-    and most of all in sharp contexts.
+    """Return columns of a sampler that changes the logits.
+
+    Some tokens are frequent, so they repeat, and most of all in sharp contexts.
     """
     g = torch.Generator().manual_seed(4)
     shape = (responses, length, vocabulary)
@@ -195,7 +196,9 @@ def test_a_token_that_stands_earlier_is_found_in_its_own_row():
 
 
 def batch_of(difference):
-    """A batch whose columns differ so, [B, T]."""
+    """Return a batch in which log π_old less the sampler's log-probability is this, [B,
+    T].
+    """
     B, T = difference.shape
     generator = torch.Generator().manual_seed(0)
     old = -torch.rand(B, T, dtype=torch.float64, generator=generator)

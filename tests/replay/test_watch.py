@@ -22,7 +22,7 @@ DAPO = {"eps_high": 0.2}
 
 
 def step(scale=1.0, **columns):
-    """A recorded step whose loss and gradient are dapo's, times a factor."""
+    """Return a recorded step whose loss and gradient are dapo's, times a factor."""
     held = COLUMNS | {"grad": scale * gradient("dapo", **DAPO)} | columns
     value = (
         terms_of(make_batch(COLUMNS, file="f"), objective_as_run("dapo", DAPO), DAPO)
@@ -185,7 +185,9 @@ META = {
 
 @pytest.fixture
 def losses(monkeypatch):
-    """The losses of upref that a verl with the plug-in would know."""
+    """Let the recorder know the losses of upref that a verl with the plug-in would
+    have; return it.
+    """
     import upref
     from upref_frameworks.verl import record
 
@@ -238,7 +240,9 @@ def test_own_judges_by_it(losses):
 
 # ---- several ranks -------------------------------------------------------------------
 def a_rank(rank, place, folder):
-    """A process that records one step together with another one, which cannot."""
+    """Run a process that records one step together with another one, which cannot;
+    write whether it was stopped to a file.
+    """
     import torch.distributed as dist
 
     from upref.replay.record import finish, hand_over

@@ -21,7 +21,9 @@ OLD = -torch.rand(B, T, generator=torch.Generator().manual_seed(0)) - 0.1
 
 
 def batch(off=None, **more):
-    """The sampler's numbers are the trainer's, but on the tokens `off` a little more."""
+    """Return a batch in which the sampler's numbers are the trainer's, but on the
+    tokens `off` a little more.
+    """
     sampler = OLD.clone()
     if off is not None:
         sampler[off] += 2**-20

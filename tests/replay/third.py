@@ -73,7 +73,7 @@ class Place:
 
 
 def draw_place(seed: int) -> Place:
-    """A place whose every attribute is drawn."""
+    """Return a place whose every attribute is drawn."""
     draw = torch.Generator().manual_seed(seed + 77)
 
     def choose(*values: Any) -> Any:
@@ -121,7 +121,7 @@ class Policy:
         return x.bfloat16().float() if self.bfloat16 else x
 
     def step(self, state: Tensor, ids: Tensor, position: int, chance: Any) -> Tensor:
-        """The state [B, H] after one more token of each row."""
+        """Return the state [B, H] after one more token of each row."""
         x = self.embedding[ids] + 0.3 * _wave(position + self.offset)
         scores = state @ self.router
         if self.router_noise:
@@ -135,7 +135,9 @@ class Policy:
         return state
 
     def logits(self, state: Tensor, left: Tensor) -> Tensor:
-        """Before the temperature, [B, V]; left: [B], tokens until the end is near."""
+        """Return the logits before the temperature, [B, V]. left: [B], tokens until the
+        end is near.
+        """
         sharpness = (self.level + 1.8 * (state @ self.peak)).clamp(-2, 4).exp()
         dtype = PRECISE if self.exact else torch.float32
         z = (state.to(dtype) @ self.head.to(dtype)).float()
@@ -145,7 +147,7 @@ class Policy:
 
 
 def _wave(position: int) -> Tensor:
-    """A token's position as a state [H]."""
+    """Return a token's position as a state [H]."""
     k = torch.arange(HIDDEN)
     return torch.sin(position / 1.7 ** (k / 3) + k)
 
@@ -155,8 +157,8 @@ PEAKED = 0.6  # share of tokens above a probability of 0.9
 
 @functools.lru_cache(maxsize=8)
 def make_policy(place: Place) -> Policy:
-    """A policy whose tokens are peaked as those of a model that was trained: the level
-    of its sharpness is found by bisection.
+    """Return a policy whose tokens are peaked as those of a model that was trained: the
+    level of its sharpness is found by bisection.
     """
     small = replace(place, prompts=4, longest=30, tools=False)
     low, high = -1.0, 4.0
@@ -202,7 +204,9 @@ def trainer_of(place: Place) -> Policy:
 
 
 def moved(policy: Policy, size: float, seed: int) -> Policy:
-    """The policy some updates later: each matrix moves by a share of its deviation."""
+    """Return the policy some updates later: each matrix has moved by a share of its
+    deviation.
+    """
     g = torch.Generator().manual_seed(seed)
 
     def move(x: Tensor) -> Tensor:
@@ -239,7 +243,9 @@ class Plan:
 
 
 def make_plan(place: Place) -> Plan:
-    """Long-tailed lengths; in half of the rows of tools, one to three answers."""
+    """Return the plan of the rows: long-tailed lengths, and in half of the rows of
+    tools one to three answers.
+    """
     g, V = place.generator(2), place.vocabulary
     sizes = torch.randint(4, 10, (place.prompts,), generator=g)
     group = torch.repeat_interleave(torch.arange(place.prompts), sizes)
@@ -301,8 +307,8 @@ def draw(place: Place, engine: Policy, *, keep: Any = None) -> Rows:
 
 
 def score(place: Place, rows: Rows, trainer: Policy, *, skip: int = 0) -> Tensor:
-    """The trainer's log-probabilities of the rows, [B, T]; skip: tokens of the prompt
-    that the trainer lacks.
+    """Return the trainer's log-probabilities of the rows, [B, T]; skip: tokens of the
+    prompt that the trainer lacks.
     """
     chance = place.generator(4)
     B, P = len(rows.ids), make_plan(place).prompt.shape[1]
@@ -319,13 +325,13 @@ def score(place: Place, rows: Rows, trainer: Policy, *, skip: int = 0) -> Tensor
 
 @functools.lru_cache(maxsize=2)
 def drawn_rows(place: Place) -> tuple[Rows, Tensor]:
-    """Rows of the healthy engine, and the trainer's log-probabilities of them."""
+    """Return rows of the healthy engine, and the trainer's log-probabilities of them."""
     rows = draw(place, engine_of(place))
     return rows, score(place, rows, trainer_of(place))
 
 
 def columns(place: Place, rows: Rows, old: Tensor) -> Columns:
-    """The columns of a file, with rewards and GRPO's advantages."""
+    """Return the columns of a file, with rewards and GRPO's advantages."""
     g = place.generator(5)
     mask = rows.kind == 1
     reward = torch.bernoulli(torch.full((len(mask),), 0.5), generator=g).to(PRECISE)
@@ -389,7 +395,7 @@ POLICIES = ("weights", "experts", "precision", "two normalized policies", "quant
 
 
 def fault(*words: str, fails: bool | None = False) -> Callable[[Fault], Fault]:
-    """Enter a fault under its name, with its truth."""
+    """Return a decorator that enters a fault under its name, with its truth."""
 
     def enter(make: Fault) -> Fault:
         FAULTS[make.__name__] = make
@@ -400,7 +406,9 @@ def fault(*words: str, fails: bool | None = False) -> Callable[[Fault], Fault]:
 
 
 def advantage_fault(*words: str) -> Callable[[Fault], Fault]:
-    """Enter a fault of the advantages under its name, with its truth."""
+    """Return a decorator that enters a fault of the advantages under its name, with its
+    truth.
+    """
 
     def enter(make: Fault) -> Fault:
         FAULTS[make.__name__] = make
@@ -411,19 +419,23 @@ def advantage_fault(*words: str) -> Callable[[Fault], Fault]:
 
 
 def by_engine(place: Place, engine: Policy, **options: Any) -> Columns:
-    """Another engine draws; the trainer is the healthy one."""
+    """Return the columns of a batch that another engine drew; the trainer is the
+    healthy one.
+    """
     rows = draw(place, engine, **options)
     return columns(place, rows, score(place, rows, trainer_of(place)))
 
 
 def by_trainer(place: Place, trainer: Policy, **options: Any) -> Columns:
-    """The healthy engine draws; another trainer scores."""
+    """Return the columns of a batch that the healthy engine drew, and another trainer
+    scores.
+    """
     rows, _ = drawn_rows(place)
     return columns(place, rows, score(place, rows, trainer, **options))
 
 
 def of_sampler(place: Place, change: Callable[[Columns], Tensor]) -> Columns:
-    """A healthy run whose sampler's column is changed."""
+    """Return the columns of a healthy run whose sampler's column is changed."""
     made = plain(place)
     return made | {"sampler": change(made)}
 
@@ -450,7 +462,7 @@ def _at_the_end(place: Place, value: float) -> Columns:
 
 @fault(*NOT_DRAWN, fails=None)
 def end_token_zero(place: Place) -> Columns:
-    """The engine's list lacks the end token; the slot has 0."""
+    """Return a batch in which the engine's list lacks the end token; the slot has 0."""
     made = plain(place)
     last = ends_of(made["mask"])
     rows = torch.arange(len(last))
@@ -468,7 +480,7 @@ def end_token_minus_one(place: Place) -> Columns:
 
 @fault(*NOT_DRAWN, "-1", fails=None)
 def short_lists(place: Place) -> Columns:
-    """Lists that are a tenth short and padded with -1."""
+    """Return a batch whose engine's lists are a tenth short and padded with -1."""
 
     def cut(made: Columns) -> Tensor:
         count = made["mask"].sum(1, keepdim=True)
@@ -533,7 +545,9 @@ def next_row(place: Place) -> Columns:
 
 @fault("rows", "responses", fails=None)
 def exchanged_in_groups(place: Place) -> Columns:
-    """The rows of each prompt are in another order."""
+    """Return a batch in which the engine's rows of each prompt are in the reverse
+    order.
+    """
 
     def exchange(made: Columns) -> Tensor:
         """Return the sampler's column with the responses of each group in reverse
@@ -550,7 +564,9 @@ def exchanged_in_groups(place: Place) -> Columns:
 
 @fault("temperature", fails=None)
 def raw_numbers(place: Place) -> Columns:
-    """The engine draws at T = 0.6 and reports the numbers of T = 1."""
+    """Return a batch in which the engine draws at T = 0.6 and reports the numbers of T
+    = 1.
+    """
     place = replace(place, temperature=0.6)
     rows, old = drawn_rows(place)
     raw = score(place, rows, replace(engine_of(place), temperature=1.0))
@@ -559,13 +575,15 @@ def raw_numbers(place: Place) -> Columns:
 
 @fault("temperature", fails=None)
 def trainer_at_one(place: Place) -> Columns:
-    """Everything is drawn at T = 0.6, and the trainer forgets it."""
+    """Return a batch in which everything is drawn at T = 0.6, and the trainer takes T =
+    1.
+    """
     place = replace(place, temperature=0.6)
     return by_trainer(place, replace(trainer_of(place), temperature=1.0))
 
 
 def nucleus(top_p: float) -> Callable[[Tensor], Tensor]:
-    """Which tokens top_p keeps."""
+    """Return a function that says which tokens top_p keeps."""
 
     def keep(lp: Tensor) -> Tensor:
         p, order = lp.exp().sort(-1, descending=True)
@@ -586,7 +604,9 @@ def nucleus_cut(place: Place) -> Columns:
 
 @fault(*CUT)
 def top_k_cut(place: Place) -> Columns:
-    """The engine draws from the four likeliest tokens, renormalized."""
+    """Return a batch in which the engine draws from the four likeliest tokens,
+    renormalized.
+    """
 
     def keep(lp: Tensor) -> Tensor:
         return lp >= lp.topk(4, -1).values[:, -1:]
@@ -622,7 +642,9 @@ def stale(place: Place) -> Columns:
 
 @fault("weights")
 def half_stale(place: Place) -> Columns:
-    """Every second response was drawn by the weights of some updates ago."""
+    """Return a batch in which every second response was drawn by the weights of some
+    updates ago.
+    """
     new = plain(place)
     rows = draw(place, moved(engine_of(place), 0.3, place.seed))
     old = columns(place, rows, score(place, rows, trainer_of(place)))
@@ -660,14 +682,14 @@ def dropout(place: Place) -> Columns:
 
 @fault("experts", "rout", *POLICIES)
 def other_experts(place: Place) -> Columns:
-    """The engine's router sends near ties to other experts."""
+    """Return a batch in which the engine's router sends near ties to other experts."""
     place = replace(place, experts=True)
     return by_engine(place, replace(engine_of(place), router_noise=0.3))
 
 
 @fault(*POLICIES)
 def quantized(place: Place) -> Columns:
-    """The engine has weights of four bits."""
+    """Return a batch in which the engine has weights of four bits."""
 
     def few(x: Tensor) -> Tensor:
         scale = x.abs().max() / 7
@@ -692,7 +714,7 @@ def probabilities(place: Place) -> Columns:
 
 @fault("sum", "up to each token", "neighbors", fails=None)
 def running_sum(place: Place) -> Columns:
-    """The column has the sum up to each token."""
+    """Return a batch whose sampler's column has the sum up to each token."""
 
     def add(made: Columns) -> Tensor:
         return (made["sampler"].nan_to_num(0) * made["mask"]).cumsum(1)
@@ -702,7 +724,7 @@ def running_sum(place: Place) -> Columns:
 
 @fault("mean", "sum", "one number", fails=None)
 def means(place: Place) -> Columns:
-    """Each token has the mean of its response."""
+    """Return a batch in which each token has the mean of its response."""
 
     def average(made: Columns) -> Tensor:
         mask = made["mask"]
@@ -732,8 +754,8 @@ def floor(place: Place) -> Columns:
 
 @fault("other ids", "tokens of its own", "retoken", "ids", fails=None)
 def other_ids(place: Place) -> Columns:
-    """One token in forty is another one than the engine drew, as after a text is made
-    into tokens anew; the engine's ids are not recorded.
+    """Return a batch in which one token in forty is another one than the engine drew,
+    as after a text is made into tokens anew; the engine's ids are not recorded.
     """
     rows, _ = drawn_rows(place)
     g = place.generator(11)
@@ -745,7 +767,7 @@ def other_ids(place: Place) -> Columns:
 
 @fault("copied", "copy", "of the reference", "reference", fails=None)
 def of_reference(place: Place) -> Columns:
-    """The engine has the weights of the reference model."""
+    """Return a batch in which the engine has the weights of the reference model."""
     base = moved(engine_of(place), 0.3, place.seed + 5)
     made = by_engine(place, base)
     rows = draw(place, base)
@@ -755,7 +777,9 @@ def of_reference(place: Place) -> Columns:
 
 @fault("padded", "end", "left", "right", "shift", fails=None)
 def other_end(place: Place) -> Columns:
-    """The numbers stand at the right end of each row, the ids at the left."""
+    """Return a batch in which the numbers stand at the right end of each row, the ids
+    at the left.
+    """
     place = replace(place, left=False, tools=False)
 
     def move(made: Columns) -> Tensor:
@@ -769,7 +793,7 @@ def other_end(place: Place) -> Columns:
 
 @fault("draft", "specul", "not the distribution that sampled", *POLICIES)
 def draft(place: Place) -> Columns:
-    """The numbers are those of a draft model."""
+    """Return a batch whose engine's numbers are those of a draft model."""
     rows, old = drawn_rows(place)
     of_draft = score(place, rows, moved(engine_of(place), 0.25, place.seed + 8))
     return columns(place, replace(rows, sampler=of_draft), old)
@@ -777,7 +801,7 @@ def draft(place: Place) -> Columns:
 
 @fault("largest", "likeliest", "not the distribution that sampled", "in place of")
 def of_the_top(place: Place) -> Columns:
-    """Each slot has the number of its likeliest token."""
+    """Return a batch in which each slot has the number of its likeliest token."""
     rows, old = drawn_rows(place)
     engine, P = engine_of(place), 6
     best = torch.zeros(rows.ids.shape, dtype=PRECISE)
@@ -800,14 +824,14 @@ def in_bfloat16(place: Place) -> Columns:
 def with_advantages(
     place: Place, change: Callable[[Tensor, Columns], Tensor]
 ) -> Columns:
-    """A healthy run with all its rows, whose advantages [B] are changed."""
+    """Return a healthy run with all its rows, whose advantages [B] are changed."""
     made = plain(replace(place, missing=0.0))
     A = made["adv"].sum(1) / made["mask"].sum(1)
     return made | {"adv": change(A, made)[:, None] * made["mask"]}
 
 
 def of_groups(reward: Tensor, group: Tensor, *, divide: bool = True) -> Tensor:
-    """GRPO's advantages [B] over any groups; without dividing, Dr. GRPO's."""
+    """Return GRPO's advantages [B] over any groups; without dividing, Dr. GRPO's."""
     out = torch.zeros_like(reward)
     for k in group.unique():
         own = group == k
@@ -837,7 +861,9 @@ def doubled(place: Place) -> Columns:
 
 @advantage_fault("whole batch", "fixed baseline")
 def over_the_batch(place: Place) -> Columns:
-    """Mean and deviation are those of the whole batch."""
+    """Return a batch whose advantages are normalized by the mean and deviation of all
+    rows.
+    """
 
     def change(A: Tensor, made: Columns) -> Tensor:
         return of_groups(made["reward"], torch.zeros_like(made["group"]))
@@ -847,7 +873,9 @@ def over_the_batch(place: Place) -> Columns:
 
 @advantage_fault("consecutive rows", "mix prompts")
 def of_eight_rows(place: Place) -> Columns:
-    """Groups of eight rows, where the prompts have from four to nine responses."""
+    """Return a batch whose advantages are of groups of eight rows, where the prompts
+    have from four to nine responses.
+    """
 
     def change(A: Tensor, made: Columns) -> Tensor:
         return of_groups(made["reward"], torch.arange(len(A)) // 8)
@@ -863,7 +891,9 @@ def clipped_advantages(place: Place) -> Columns:
 
 @advantage_fault("shaped")
 def shaped_rewards(place: Place) -> Columns:
-    """A penalty of the length is taken from the reward after it was recorded."""
+    """Return a batch whose rewards had a penalty of the length subtracted after they
+    were recorded.
+    """
 
     def change(A: Tensor, made: Columns) -> Tensor:
         penalty = 0.3 * made["mask"].sum(1) / made["mask"].sum(1).max()
@@ -879,14 +909,14 @@ def slightly_stale(place: Place) -> Columns:
 
 
 def second_update(place: Place) -> Columns:
-    """A later optimizer step on the same batch."""
+    """Return a healthy batch at a later optimizer step on it."""
     rows, old = drawn_rows(place)
     now = score(place, rows, moved(trainer_of(place), 0.02, place.seed))
     return columns(place, rows, old) | {"now": now.masked_fill(rows.kind < 0, 0.0)}
 
 
 def bypass(place: Place) -> Columns:
-    """The run takes the engine's numbers as π_old."""
+    """Return a healthy batch of a run that takes the engine's numbers as π_old."""
     made = second_update(place)
     return made | {"old": made["sampler"].masked_fill(~made["mask"], 0.0)}
 
@@ -897,20 +927,24 @@ def nearly_greedy(place: Place) -> Columns:
 
 
 def some_router_noise(place: Place) -> Columns:
-    """A mixture of experts in which one near tie in many goes another way."""
+    """Return a healthy batch of a mixture of experts in which one near tie in many goes
+    another way.
+    """
     place = replace(place, experts=True)
     return by_engine(place, replace(engine_of(place), router_noise=0.02))
 
 
 def both_cut(place: Place) -> Columns:
-    """Engine and trainer renormalize over the same kept tokens."""
+    """Return a healthy batch in which engine and trainer renormalize over the same kept
+    tokens.
+    """
     rows = draw(place, engine_of(place), keep=nucleus(0.95))
     noise = 1e-3 * torch.randn(rows.sampler.shape, generator=place.generator(12))
     return columns(place, rows, (rows.sampler + noise.to(PRECISE)).clamp(max=0))
 
 
 def without_deviation(place: Place) -> Columns:
-    """Dr. GRPO's advantages."""
+    """Return a healthy batch with Dr. GRPO's advantages."""
 
     def change(A: Tensor, made: Columns) -> Tensor:
         return of_groups(made["reward"], made["group"], divide=False)
@@ -919,14 +953,16 @@ def without_deviation(place: Place) -> Columns:
 
 
 def filtered_rows(place: Place) -> Columns:
-    """A third of the rows was taken out after the advantages were computed."""
+    """Return a healthy batch of which a third of the rows was taken out after the
+    advantages were computed.
+    """
     made = plain(place)
     kept = torch.rand(len(made["mask"]), generator=place.generator(13)) < 2 / 3
     return {name: x[kept] for name, x in made.items()}
 
 
 def one_token(place: Place) -> Columns:
-    """Only the first token of each response trains."""
+    """Return a healthy batch in which only the first token of each response trains."""
     made = plain(place)
     first = made["mask"] & (made["mask"].cumsum(1) == 1)
     return made | {"mask": first, "adv": made["adv"] * first}
@@ -1031,7 +1067,7 @@ def cell(name: str, place: Place) -> Cell:
 
 
 def report(cells: list[Cell], verbose: bool) -> str:
-    """One line a fault, and the totals."""
+    """Return a line for each fault, and the totals."""
     lines = []
     for name in FAULTS:
         row = [c for c in cells if c.fault == name and not c.weak]

@@ -64,7 +64,7 @@ VERLS = (
 def verls_loss(
     mode: str, objective: str, hp: dict[str, float] | None = None, **actor: Any
 ) -> Setting:
-    """A loss of verl for which `upref step` has no setting."""
+    """Return a loss of verl for which `upref step` has no setting."""
     fields = {
         "actor": actor
         | {"policy_loss": {"loss_mode": mode}, "loss_agg_mode": "token-mean"},
@@ -137,7 +137,9 @@ HEAD = f"{'':5} {'':8} {'steps':>5} {'loss':>8} {'gradient':>8} {'|log r|':>7}  
 
 
 def settings(trainer: str) -> Iterator[Setting]:
-    """The settings of `upref step` with these names, of the small model of the table."""
+    """Yield the settings of `upref step` with these names, of the small model of the
+    table.
+    """
     found = {s.name: s for s in select_settings(trainer) if s.family == "qwen3"}
     for name in NAMES[trainer]:
         yield found[name]
@@ -214,7 +216,7 @@ def judged(trainer: str, s: Setting, batches: list[RecordedBatch]) -> Line:
 
 
 def unused(o: str, hp: dict[str, Any], batches: list[RecordedBatch]) -> list[str]:
-    """The numbers that can be doubled without another loss at any step."""
+    """Return the numbers that can be doubled without another loss at any step."""
     first = [loss(b, o, **hp).value for b in batches]
     return [
         k

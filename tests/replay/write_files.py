@@ -34,7 +34,7 @@ def stand_in(name: str, **names: Any) -> None:
 
 
 def columns() -> dict[str, torch.Tensor]:
-    """One step of the simulator, in float32."""
+    """Return the columns of one step of the simulator, in float32."""
     out = FAULTS["healthy_bfloat16"](WORLD)
     return {
         name: value.float() if value.is_floating_point() else value

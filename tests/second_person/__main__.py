@@ -27,7 +27,7 @@ FIRST_SIGHT: dict[str, Any] = record.rows(Path(__file__).with_name("first_sight.
 
 
 def report(case: Case) -> Any:
-    """What upref answers about a case."""
+    """Return what upref answers about a case."""
     agg = {"agg": case.agg} if case.agg else {}
     match case.part:
         case "tokens":

@@ -39,7 +39,7 @@ def _add(function: Any, **facts: Any) -> Any:
 def wrong(
     target: str, fault: str, cause: str, *, agg: str = "", **hp: Any
 ) -> Callable[[Any], Any]:
-    """Decorator: add a wrong function."""
+    """Return a decorator that adds a wrong function."""
 
     def add(function: Any) -> Any:
         return _add(function, target=target, fault=fault, cause=cause, agg=agg, hp=hp)
@@ -48,7 +48,7 @@ def wrong(
 
 
 def right(target: str, *, agg: str = "", **hp: Any) -> Callable[[Any], Any]:
-    """Decorator: add a right function."""
+    """Return a decorator that adds a right function."""
 
     def add(function: Any) -> Any:
         return _add(function, target=target, agg=agg, hp=hp)

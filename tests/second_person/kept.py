@@ -20,7 +20,7 @@ def engine_ratio(old_log_probs, rollout_log_probs, mask):
 
 
 def popped(log_probs, old_log_probs, rollout_log_probs, advantages, mask):
-    """The terms of IcePop on DAPO, and what is kept."""
+    """Return the terms of IcePop on DAPO, and what is kept."""
     rho = engine_ratio(old_log_probs, rollout_log_probs, mask)
     keep = ((rho >= 0.5) & (rho <= 2.0) & mask.bool()).to(log_probs.dtype)
     terms = dapo_terms(log_probs, old_log_probs, advantages, mask)

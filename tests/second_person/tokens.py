@@ -21,7 +21,9 @@ def masked_whiten(x, mask, shift_mean=True):
 
 
 def skip_scan(rewards, values, mask, gamma, lam, tail=0.0):
-    """GAE over the trained tokens, as a loop over columns."""
+    """Return GAE's advantages over the trained tokens, by a loop over columns; 0 in
+    masked slots.
+    """
     last = torch.zeros_like(values[:, 0])
     next_value = torch.zeros_like(values[:, 0]) + tail
     out = torch.zeros_like(values)

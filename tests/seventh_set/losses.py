@@ -659,7 +659,7 @@ class Case:
 
     @property
     def target(self) -> tuple[str, dict[str, Any]]:
-        """The objective that a check is told, and its settings."""
+        """Return the objective that a check is told, and its settings."""
         if self.objective == "grpo kl":
             return "grpo", {"beta": 0.04}
         if "g" in self.reads.split():
@@ -672,7 +672,7 @@ class Case:
 
 
 def reads_of(objective: str) -> str:
-    """What a body of this objective reads beside the main inputs."""
+    """Return what a body of this objective reads beside the main inputs."""
     if objective == "grpo kl":
         return "ref"
     corrections = ("tis", "mis", "icepop", "seq_mask", "decoupled")

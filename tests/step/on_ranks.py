@@ -78,7 +78,9 @@ def own_tokens(model, rows):
 
 
 def not_reduced(model, rows):
-    """Nothing adds up the ranks' gradients."""
+    """Compute the gradient of each rank's own rows: nothing adds up the ranks'
+    gradients.
+    """
     loss, n = loss_sum(model, rows)
     dist.all_reduce(n)
     (loss / n).backward()

@@ -75,7 +75,9 @@ CASES = {
 
 
 def marked(case):
-    """A search for a cause takes up to half a minute of CPU time, and runs by night."""
+    """Return the case as a parameter of a test: a search for a cause takes up to half a
+    minute of CPU time, and runs by night.
+    """
     marks = [] if case.startswith("a right step") else [pytest.mark.nightly]
     return pytest.param(case, marks=marks)
 

@@ -51,7 +51,7 @@ def gradient_of(model, rows, kept):
 
 
 def pieces(flat, model):
-    """The parts of a flat vector, in the shapes of the model's parameters."""
+    """Return the parts of a flat vector, in the shapes of the model's parameters."""
     weights = list(model.parameters())
     parts = flat.split([p.numel() for p in weights])
     return [part.view_as(p) for p, part in zip(weights, parts, strict=True)]

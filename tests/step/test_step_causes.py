@@ -477,7 +477,7 @@ def test_one_ratio_of_the_whole_batch_is_no_other_objective():
 
 # ---- the sign ------------------------------------------------------------------------
 def negated(model, rows):
-    """DAPO with the advantages of the opposite sign."""
+    """Compute DAPO's gradient with the advantages of the opposite sign."""
     ids, there, trains, old, adv, _ = collated(rows)
     J = surrogate(log_probs(model, ids, there), old[:, 1:], -adv[:, 1:])
     (-(J * trains[:, 1:]).sum() / tokens(rows)).backward()

@@ -170,7 +170,11 @@ def surrogate(lp, old, A, low=0.8, high=1.28):
 
 
 def term(lp, b, total=None, J=None, mask=None):
-    """DAPO's loss of [B, S - 1] log-probabilities."""
+    """Return DAPO's loss of log-probabilities [B, S - 1].
+
+    total: the denominator in place of the trained tokens. J: terms in place of DAPO's.
+    mask: [B, S], in place of the batch's.
+    """
     m = (b.mask if mask is None else mask)[:, 1:]
     J = surrogate(lp, b.old[:, 1:], b.adv[:, 1:]) if J is None else J
     return -(J * m).sum() / (m.sum() if total is None else total)

@@ -177,7 +177,9 @@ def tries(rng: random.Random):
 
 
 def entry(name: str, rng: random.Random):
-    """A public function; what fails a test is an answer."""
+    """Call a public function with drawn arguments, and return its answer; a test that
+    it fails is an answer too.
+    """
     with contextlib.suppress(pytest.fail.Exception):
         return entries.called(name, rng)()
 
@@ -188,7 +190,7 @@ def a_student(rng: random.Random):
 
 
 def framework(rng: random.Random):
-    """One comparison of an installed framework's audit."""
+    """Run one comparison of an installed framework's audit, drawn at random."""
     name = rng.choice(names())
     one = rng.choice(audits.framework(name).comparisons)
     return audits.audit(name, (one,))

@@ -122,7 +122,7 @@ def padding_is_inert(o):
 
 @law
 def rows_commute(o):
-    """Rows in another order have the same gradient each."""
+    """Assert that rows in another order have the same gradient each."""
     b = batch(o, edges=OFF_EDGES)
     i = torch.randperm(len(b.mask), generator=torch.Generator().manual_seed(1))
     close(autograd_gradient(o, b.take(i)), autograd_gradient(o, b)[i])

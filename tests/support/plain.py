@@ -5,6 +5,6 @@ import torch
 
 
 def dapo(lp, old, A, mask):
-    """The loss at the paper's bounds, a mean over tokens."""
+    """Return DAPO's loss at the paper's bounds, a mean over tokens."""
     r = (lp - old).exp()
     return (torch.max(-A * r, -A * r.clamp(0.8, 1.28)) * mask).sum() / mask.sum()

@@ -114,7 +114,7 @@ def __getattr__(name):
 
 
 def beside() -> None:
-    """The files that the words name, in the working directory."""
+    """Write the files that the words name into the working directory."""
     Path("mine.py").write_text(LOSS)
     Path("table.csv").write_text("method,a,Average\nx,50.00,50.00\ny,25,25.0\n")
 

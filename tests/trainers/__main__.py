@@ -25,7 +25,7 @@ KEYS = ("repository", "variant", "objective")
 
 
 def commit_of(folder: Path) -> str:
-    """The commit of a checkout, or of a file `.commit` beside an exported tree."""
+    """Return the commit of a checkout, or of a file `.commit` beside an exported tree."""
     if (file := folder / ".commit").exists():
         return file.read_text(encoding="utf-8").strip()
     git = ["git", "-C", str(folder), "rev-parse", "HEAD"]
@@ -40,7 +40,7 @@ def glue_lines(function: Any) -> int:
 
 
 def found(one: Case, folder: Path, seed: int) -> dict[str, Any]:
-    """The verdict of one case on one draw of rows."""
+    """Return the verdict of one case on one draw of rows."""
     torch.manual_seed(0)
     start = time.process_time()
     try:
@@ -70,7 +70,7 @@ def is_expected(one: Case, its: dict[str, Any]) -> bool:
 
 
 def misquoted(folder: Path) -> list[str]:
-    """The quotes of the page that do not stand in the line that it names."""
+    """Return the quotes of the page that do not stand in the line that it names."""
     out = []
     for read in readings():
         checkout = folder / read["repository"].split("/")[1]
@@ -83,7 +83,7 @@ def misquoted(folder: Path) -> list[str]:
 
 
 def merged(new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was recorded, with what ran in its place, in the order of the cases."""
+    """Return what was recorded, with what ran in its place, in the order of the cases."""
     found = {tuple(x[k] for k in KEYS): x for x in [*record.rows(VERDICTS), *new]}
     keys = [(x.repository, x.variant, x.objective) for x in CASES]
     return [found[key] for key in keys if key in found]

@@ -50,13 +50,15 @@ class Case:
     found: str = ""
 
     def step_and_model(self, folder: Path) -> tuple[glue.Step, nn.Module]:
-        """The step, and its own model or a tiny Qwen3."""
+        """Return the step, and its own model or a tiny Qwen3."""
         made = self.make(folder)
         return made if isinstance(made, tuple) else (made, tiny("qwen3"))
 
 
 def cases_of(repository: str, function: Callable[..., Any], **shared: Any) -> Callable:
-    """A constructor of one repository's cases, with the options that all of them have."""
+    """Return a constructor of one repository's cases, with the options that all of them
+    have.
+    """
 
     def make_case(
         variant: str, objective: str, found: str = "", its: Any = None, **options: Any

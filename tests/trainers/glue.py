@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The glue: for each repository a function that makes a step of its training loop.
 
-A step `(model, rows)` hands the rows to the repository's own lines. What such a
-function repeats of those lines is named in its docstring.
+A step `(model, rows)` passes the rows to the repository's own lines, and leaves the
+gradients in the model. `folder` is a checkout of the repository. A function returns the
+step, or (step, model) where the repository has a model of its own. Which of its lines
+run, and what the function repeats of them, is in its docstring.
 """
 
 import contextlib
@@ -34,8 +36,10 @@ V = 96  # tokens of the tiny models
 
 
 def nano_aha_moment(folder: Path, reference_first: bool = True) -> Step:
-    """Its preparation, its reference pass, its count and its loss; `.backward` and the
-    optimizer are DeepSpeed's, and its count of zero advantages is a metric.
+    """Return a step of its preparation, its reference pass, its count and its loss.
+
+    `.backward` and the optimizer are DeepSpeed's, and its count of zero advantages is a
+    metric. reference_first: count the tokens after the reference pass, as it does.
     """
     utils = definitions(
         folder / "utils.py",
@@ -76,7 +80,7 @@ def nano_aha_moment(folder: Path, reference_first: bool = True) -> Step:
 
 
 def grpo_zero(folder: Path) -> tuple[Step, nn.Module]:
-    """Its update of the policy, and its model."""
+    """Return a step of its update of the policy, and its model."""
     grpo, data = module(folder, "grpo"), module(folder, "data_types")
     config = module(folder, "qwen2_model").Qwen2Config(
         hidden_size=32,
@@ -103,7 +107,9 @@ def grpo_zero(folder: Path) -> tuple[Step, nn.Module]:
 
 
 def tiny_grpo(folder: Path, end: int = END) -> Step:
-    """Its forward pass and its loss; the masks of lines 107, 108 and 282 are repeated."""
+    """Return a step of its forward pass and its loss; the masks of lines 107, 108 and
+    282 are repeated.
+    """
     loss = module(folder, "loss")
     its = definitions(
         folder / "train.py",
@@ -130,7 +136,7 @@ def tiny_grpo(folder: Path, end: int = END) -> Step:
 
 
 def simple_grpo(folder: Path) -> Step:
-    """Its step; `.backward` is DeepSpeed's."""
+    """Return a step of its own; `.backward` is DeepSpeed's."""
     its = definitions(
         folder / "grpo_vllm_one.py",
         "GRPO_step",
@@ -157,8 +163,8 @@ def simple_grpo(folder: Path) -> Step:
 
 
 def nanochat(folder: Path, size: int = 4) -> tuple[Step, nn.Module]:
-    """Lines 252 to 283 of its script, and its model, whose assertion on a dtype is met
-    by the dtype of its buffers.
+    """Return a step of lines 252 to 283 of its script, and its model, whose assertion
+    on a dtype is met by the dtype of its buffers.
     """
     gpt = module(folder, "nanochat.gpt")
 
@@ -218,8 +224,8 @@ class Tokenizer:
 
 
 def minimind(folder: Path, loss_type: str = "grpo") -> tuple[Step, nn.Module]:
-    """Its whole training epoch, of one batch, and its model; sampling and rewards are
-    given.
+    """Return a step of its whole training epoch, of one batch, and its model; sampling
+    and rewards are given.
     """
     model_of = module(folder, "model.model_minimind")
     config = model_of.MiniMindConfig(
@@ -271,7 +277,9 @@ def minimind(folder: Path, loss_type: str = "grpo") -> tuple[Step, nn.Module]:
 
 
 def reasoning_from_scratch(folder: Path) -> tuple[Step, nn.Module]:
-    """Its loss of chapter 6, and its model; sampling and rewards are given."""
+    """Return a step of its loss of chapter 6, and its model; sampling and rewards are
+    given.
+    """
     qwen = module(folder, "reasoning_from_scratch.qwen3")
     its = definitions(
         folder / "reasoning_from_scratch/ch06.py",
@@ -301,7 +309,7 @@ def reasoning_from_scratch(folder: Path) -> tuple[Step, nn.Module]:
 
 
 def nano_grpo(folder: Path) -> Step:
-    """Its whole train(); sampling is given."""
+    """Return a step of its whole train(); sampling is given."""
     import datetime
     import time
 
@@ -339,7 +347,7 @@ def nano_grpo(folder: Path) -> Step:
 
 
 def the_lm_book(folder: Path) -> Step:
-    """Its update; prompts are padded left as its tokenizer pads them."""
+    """Return a step of its update; prompts are padded left as its tokenizer pads them."""
     its = definitions(
         folder / "GRPO.py",
         "maximize_grpo_objective",
@@ -382,8 +390,8 @@ def the_lm_book(folder: Path) -> Step:
 
 
 def deepseek_rl_extended(folder: Path) -> Step:
-    """Its loss, of four questions with two chains each; lines 527, 528 and 535 of its
-    loop are repeated, and 534 clips the norm.
+    """Return a step of its loss, of four questions with two chains each; lines 527, 528
+    and 535 of its loop are repeated, and 534 clips the norm.
     """
     utils = definitions(
         folder / "utils.py",
@@ -417,8 +425,8 @@ def deepseek_rl_extended(folder: Path) -> Step:
 
 
 def prime_rl(folder: Path) -> Step:
-    """Its loss of packed sequences with the default component, divided by the trained
-    tokens of the step.
+    """Return a step of its loss of packed sequences with the default component, divided
+    by the trained tokens of the step.
     """
     from dataclasses import dataclass, field
 
@@ -461,8 +469,8 @@ def prime_rl(folder: Path) -> Step:
 
 
 def open_instruct(folder: Path, loss_fn: str = "dapo") -> Step:
-    """Its forward pass, its loss and its masked mean, a response a pass, divided by the
-    trained tokens of the step; `.backward` is DeepSpeed's.
+    """Return a step of its forward pass, its loss and its masked mean, a response a
+    pass, divided by the trained tokens of the step; `.backward` is DeepSpeed's.
     """
     mean = definitions(folder / "open_instruct/rl_utils.py", "masked_mean", torch=torch)
 
@@ -497,7 +505,7 @@ def open_instruct(folder: Path, loss_fn: str = "dapo") -> Step:
 
 
 def torchtune(folder: Path, name: str = "GRPOLoss", temperature: float = 0.7) -> Step:
-    """One of its losses, in a loop of our own."""
+    """Return a step of one of its losses, in a loop of our own."""
     rewards = definitions(
         folder / "torchtune/rlhf/rewards.py",
         "masked_mean",

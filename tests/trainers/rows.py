@@ -16,7 +16,7 @@ END, PAD = 2, 0
 
 
 def pad(lists: Sequence[Sequence[float]], value: float = 0.0, left: bool = False):
-    """Lists of any length as one tensor, padded on the right, or on the left."""
+    """Return lists of any length as one tensor, padded on the right, or on the left."""
     tensors = [torch.tensor(list(x)) for x in lists]
     side = "left" if left else "right"
     return nn.utils.rnn.pad_sequence(tensors, True, value, side)

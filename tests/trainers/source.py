@@ -17,7 +17,8 @@ from typing import Any
 
 
 def definitions(file: Path, *names: str, **known: Any) -> dict[str, Any]:
-    """The functions and classes of a file that have these names, and what they refer to.
+    """Return the functions and classes of a file that have these names, and what they
+    refer to.
 
     Args:
         file: the path of a Python file.
@@ -69,7 +70,9 @@ def lines(file: Path, first: str, last: str, space: dict[str, Any]) -> None:
 
 @contextmanager
 def _first_in_path(folder: Path) -> Iterator[None]:
-    """Import from a folder, and leave none of its modules behind."""
+    """Import from a folder while the context lasts, and leave none of its modules
+    behind.
+    """
     before = set(sys.modules)
     sys.path.insert(0, str(folder))
     try:
@@ -83,6 +86,6 @@ def _first_in_path(folder: Path) -> Iterator[None]:
 
 
 def module(folder: Path, name: str) -> ModuleType:
-    """A module of a checkout, imported whole."""
+    """Import a module of a checkout as a whole, and return it."""
     with _first_in_path(folder):
         return importlib.import_module(name)

@@ -76,7 +76,7 @@ def test_an_argument_that_nothing_fills_is_refused_in_one_way():
 
 def test_the_first_way_that_runs_is_taken_and_the_first_error_raised():
     def run(way):
-        """It refuses numbers below 2."""
+        """Return ten times the number; raise an InputError for numbers below 2."""
         if way < 2:
             raise InputError(f"{way} is too small")
         return 10 * way

@@ -443,7 +443,7 @@ def test_names_that_are_no_role():
 
 
 def old_first(a, b, c, d):
-    """Right PPO in verl's order, its arguments called by letters."""
+    """Return PPO's loss, right in verl's order, with its arguments called by letters."""
     r = torch.where(d, b - a, 0).exp()
     return -(torch.where(d, torch.min(r * c, r.clamp(0.8, 1.2) * c), 0)).sum() / d.sum()
 
@@ -462,7 +462,7 @@ def cispo_old_first(a, b, c, d):
 
 
 def clipped_alone_old_first(a, b, c, d):
-    """Wrong in either order: the minimum is missing."""
+    """Return a loss that is wrong in either order: the minimum is missing."""
     r = torch.where(d, b - a, 0).exp()
     return -torch.where(d, r.clamp(0.8, 1.2) * c, 0).sum() / d.sum()
 
@@ -598,7 +598,7 @@ def test_a_setting_that_only_the_loss_gets_is_told():
 
 
 def refused(loss):
-    """The error with which a loss is refused."""
+    """Return the error with which a loss is refused."""
     with pytest.raises(InputError) as e:
         upref.check(loss, "dapo")
     return str(e.value)

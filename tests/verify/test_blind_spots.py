@@ -137,7 +137,7 @@ def test_objectives_of_the_same_bounds_share_their_batches():
 
 # what ordinary batches of a run have, and the others lack
 def dapo_terms(log_prob, old_log_prob, advantages, mask):
-    """DAPO's terms of a batch, 0 in masked slots."""
+    """Return DAPO's terms of a batch, 0 in masked slots."""
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     A = torch.where(mask, advantages, 0)
     return torch.minimum(r * A, r.clamp(0.8, 1.28) * A)
@@ -164,7 +164,9 @@ def without_the_column_behind_a_prompt(log_prob, old_log_prob, advantages, mask)
 
 
 def without_a_clip_where_nothing_is_padded(log_prob, old_log_prob, advantages, mask):
-    """Each of several responses fills more than 16 columns."""
+    """Return DAPO's loss; without a clip where each of several responses fills more
+    than 16 columns.
+    """
     if min(mask.shape) > 1 and mask.shape[1] > 16 and mask.all():
         return -((log_prob - old_log_prob).exp() * advantages).mean()
     return -dapo_terms(log_prob, old_log_prob, advantages, mask).sum() / mask.sum()

@@ -417,7 +417,7 @@ def mean_of_sums(x, m):
 
 
 def within_delta(r, lp, old, A):
-    """CPPO without its budget."""
+    """Return CPPO's terms without its budget."""
     return torch.where(
         (A * (lp - old) <= 0) | ((lp.exp() - old.exp()).abs() <= 0.15), r * A, 0
     )
@@ -647,7 +647,7 @@ def test_no_interval_of_the_ratio_is_named_where_other_tokens_decide():
 
 # ---- words that claim no more than the batches tell apart ----------------------------
 def first_order(log_prob, old_log_prob, advantages, mask):
-    """r is 1 + log r, whose gradient is that of log r."""
+    """Return PPO's loss with 1 + log r in place of r."""
     r = 1 + torch.where(mask, log_prob - old_log_prob, 0)
     A = torch.where(mask, advantages, 0)
     return -torch.minimum(r * A, r.clamp(0.8, 1.2) * A).sum() / mask.sum()

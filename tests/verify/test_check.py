@@ -556,7 +556,7 @@ def verl_style(
 
 @pytest.fixture
 def no_verl(monkeypatch):
-    """An installation without verl."""
+    """Make verl impossible to import, as in an installation without it."""
     for name in [m for m in sys.modules if m.split(".")[0] == "verl"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "verl", None)

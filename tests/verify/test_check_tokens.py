@@ -86,7 +86,9 @@ def test_an_exception_says_what_was_passed():
 
 def test_a_reward_behind_the_last_trained_slot_is_counted_dropped_or_wrong():
     def moved(rewards, mask, gamma):
-        """Rewards of untrained slots belong to the trained slot in front of them."""
+        """Return the returns, with the rewards of untrained slots moved to the trained
+        slot in front of them.
+        """
         rewards = rewards.clone()
         for k in reversed(range(1, rewards.shape[1])):
             is_left_out = ~mask[:, k]
@@ -94,7 +96,9 @@ def test_a_reward_behind_the_last_trained_slot_is_counted_dropped_or_wrong():
         return tokens.returns_by_matrix(rewards, mask, gamma)
 
     def decays(rewards, mask, gamma):
-        """Only trained slots discount, but a reward behind the last one decays once."""
+        """Return the returns; only trained slots discount, but a reward behind the last
+        one decays once.
+        """
         total, out = torch.zeros(len(rewards), dtype=rewards.dtype), rewards.clone()
         for k in reversed(range(rewards.shape[1])):
             m = mask[:, k]
@@ -125,8 +129,8 @@ def test_the_command_takes_them(capsys, tmp_path):
 
 
 def turns_with_absent_ones(rewards, group, mask, eps=1e-6):
-    """A turn that a response does not have counts as a reward of 0; a prompt of one
-    response has no deviation.
+    """Return the advantages of turns, in which a turn that a response does not have
+    counts as a reward of 0. A prompt of one response has no deviation: NaN.
     """
     to_go = (rewards * mask).flip(1).cumsum(1).flip(1)
     A = torch.zeros_like(to_go)

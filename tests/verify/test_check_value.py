@@ -51,7 +51,7 @@ def test_what_cannot_be_read_is_one_sentence():
 
 # ---- the reference -------------------------------------------------------------------
 def one(values, old, returns, **settings):
-    """The loss and its gradient of single tokens."""
+    """Return the loss and its gradient of single tokens."""
     V = torch.tensor([values], dtype=torch.float64, requires_grad=True)
     R, before = (torch.tensor([x], dtype=torch.float64) for x in (returns, old))
     loss = critic.clipped(V, R, before, **settings)

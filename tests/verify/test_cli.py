@@ -350,7 +350,7 @@ def test_a_missing_module_is_one_sentence(capsys, monkeypatch):
 
 
 def helps():
-    """Command -> all that its help says."""
+    """Return {command: all that its help says}."""
     commands = next(a for a in _parser()._actions if a.choices)
     return {name: c.format_help() for name, c in commands.choices.items()}
 

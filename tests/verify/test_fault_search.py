@@ -54,7 +54,7 @@ def test_the_first_that_fits_is_found_and_none_is_tried_after_it():
     tried = []
 
     def is_even(fault):
-        """Remember the fault that is tried."""
+        """Remember the fault that is tried, and return whether its change is even."""
         tried.append(fault.change)
         return fault.change % 2 == 0
 

@@ -85,7 +85,9 @@ def is_up_and_down(mask):
 
 
 def start(mask):
-    """The one column in which all of several rows begin; 0 where there is none."""
+    """Return the one column in which all of more than three rows begin; 0 where there
+    is none.
+    """
     starts = mask.int().argmax(1).unique()
     return int(starts[0]) if len(starts) == 1 and len(mask) > 3 else 0
 
@@ -101,7 +103,7 @@ def gap(mask):
 
 
 def always(condition):
-    """A condition on the whole batch, from one on (mask, group)."""
+    """Return a condition on the whole batch, made of one on (mask, group)."""
     return lambda lp, old, A, mask, group, mu: torch.tensor(
         bool(condition(mask, group))
     )

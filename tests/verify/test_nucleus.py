@@ -111,7 +111,9 @@ def some_of_ties(logits, tokens, temperature, top_k, top_p):
 
 
 def label_restored(logits, tokens, temperature, top_k, top_p):
-    """A token that the cut leaves out is counted as kept."""
+    """Return log-probabilities in which a token that the cut leaves out is counted as
+    kept.
+    """
     z = logits / temperature
     keep = keep_of(z, top_k, top_p).scatter(-1, tokens[..., None], True)
     return pick(cut(z, keep), tokens)
@@ -129,7 +131,9 @@ def before_temperature(logits, tokens, temperature, top_k, top_p):
 
 
 def in_ascending_order(logits, tokens, temperature, top_k, top_p):
-    """The least probable tokens are kept: no known fault, and every token is left out."""
+    """Return log-probabilities that keep the least probable tokens: no known fault, and
+    every token is left out.
+    """
     return pick(
         cut(logits / temperature, ~keep_of(logits / temperature, top_k, top_p)), tokens
     )

@@ -53,7 +53,9 @@ def numbers():
 
 
 def settings(name):
-    """The numbers at which an objective is checked: its own, and a KL term if it has one."""
+    """Return the numbers at which an objective is checked: its own, and a KL term if it
+    has one.
+    """
     own = upref.get(name).resolve({})
     return own | ({"beta": 0.04} if "beta" in own else {})
 

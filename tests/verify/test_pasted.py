@@ -98,20 +98,24 @@ def width_in_place_of_length(log_prob, old_log_prob, advantages, mask):
 
 
 def prompts_in_a_table(log_prob, old_log_prob, advantages, mask, group):
-    """DAPO of at most 16 responses to a prompt."""
+    """Return DAPO's loss of at most 16 responses to a prompt."""
     J = torch.where(mask, clipped(log_prob - old_log_prob, advantages), 0)
     rows = [(group == i).nonzero()[:16, 0] for i in group.unique()]
     return -torch.stack([J[i].sum() / mask[i].sum() for i in rows]).mean()
 
 
 def advantages_below_2(log_prob, old_log_prob, advantages, mask):
-    """DAPO with |A| of at most 2: shows where a batch's advantages are tripled."""
+    """Return DAPO's loss with |A| of at most 2, which shows where a batch's advantages
+    are tripled.
+    """
     J = clipped(log_prob - old_log_prob, advantages.clamp(-2, 2))
     return -torch.where(mask, J, 0).sum() / mask.sum()
 
 
 def a_denominator_of_its_own(log_prob, old_log_prob, advantages, mask, totals):
-    """GRPO whose micro-batches and ranks divide by their own number of responses."""
+    """Return GRPO's loss, in which micro-batches and ranks divide by their own number
+    of responses.
+    """
     J = torch.where(mask, clipped(log_prob - old_log_prob, advantages, 0.8, 1.2), 0)
     return -(J.sum(1) / mask.sum(1)).mean()
 

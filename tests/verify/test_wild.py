@@ -190,7 +190,9 @@ def test_a_gradient_that_is_left_in_the_network_alone():
 
 
 def measured(log_prob, old_log_prob, advantages, mask):
-    """The same norm by autograd.grad, which leaves nothing."""
+    """Return PPO's loss after measuring its gradient by autograd.grad, which leaves
+    nothing.
+    """
     loss = seq_mean(per_token(log_prob, old_log_prob, advantages, 0.2), mask)
     torch.autograd.grad(loss, log_prob, retain_graph=True)[0].norm()
     return loss

@@ -113,7 +113,9 @@ LENGTHS = torch.tensor([[1], [5], [3], [8], [2], [4]])
 
 
 def full(r=1.0) -> Rollouts:
-    """Six responses of eight tokens, all inside every bound or at r = 1."""
+    """Return six responses of eight tokens, all inside every bound, or with r = 0 at a
+    ratio of 1.
+    """
     return build(
         r * spread((6, 8), 1, 0.4), -3 - spread((6, 8), 2).abs(), ADV, group=GROUP
     )

@@ -116,7 +116,9 @@ def test_verl_accepts_the_settings_of_each_size(tmp_path, size):
 
 
 def started(monkeypatch, tmp_path, **how):
-    """What gpu_trial gives to watch.run; verl is not started."""
+    """Return what gpu_trial gives to watch.run, and its exit status; verl is not
+    started.
+    """
     given = {}
 
     def run(command, log, output, **more):

@@ -30,7 +30,7 @@ def container(*images):
 
 
 def shared_object(device_code):
-    """A 64-bit ELF file with the sections .nv_fatbin and .shstrtab."""
+    """Return the bytes of a 64-bit ELF file with the sections .nv_fatbin and .shstrtab."""
     names = b"\0.nv_fatbin\0.shstrtab\0"
     at_code = 64
     at_names = at_code + len(device_code)

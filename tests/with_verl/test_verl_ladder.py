@@ -195,8 +195,8 @@ def test_run_sh_looks_at_gpu_and_driver_first(card, scale, said, tmp_path):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """The checkout with stand-ins for installer, environments and driver, which print
-    how they are called.
+    """Make a checkout with stand-ins for installer, environments and driver, which
+    print how they are called; return it.
     """
     for folder in ("repro", "bin", ".venv/bin", ".venv-gpu/bin"):
         (tmp_path / folder).mkdir(parents=True)

@@ -74,7 +74,9 @@ BIG = Machine(8, 85e9, "H100", 1e13, HERE, nodes=4, driver="580.95.05")
 
 @pytest.fixture(autouse=True)
 def _runs_elsewhere(tmp_path, monkeypatch):
-    """compose() of a real run writes below the checkout; here it must not."""
+    """Let real runs write below the test's folder: compose() writes below the checkout,
+    and here it must not.
+    """
     monkeypatch.setattr(c, "RUNS", tmp_path)
     monkeypatch.setattr(launch, "RUNS", tmp_path)
 
@@ -104,8 +106,8 @@ for scale in SCALES:
 
 
 def absent_in_the_smallest():
-    """Top-level modules of all that is installed here beside what `repro/venv.sh verl`
-    installs.
+    """Return the top-level modules of all that is installed here beside what
+    `repro/venv.sh verl` installs.
     """
 
     def plain(name):
@@ -223,7 +225,7 @@ def test_what_vllm_would_check_is_not_called_wrong(capsys):
 
 
 def dry_run(capsys, *words):
-    """What a dry run of these words prints."""
+    """Return what a dry run of these words prints."""
     assert launch.main([*words, "--dry-run"]) == 0
     return capsys.readouterr().out
 
@@ -268,8 +270,8 @@ def test_the_table_of_wrong_inputs_is_long():
 
 @pytest.fixture
 def ready(tmp_path, monkeypatch):
-    """A run whose model and data are there: (arguments, the model's directory, the data
-    directory).
+    """Make a run whose model and data are there; return (arguments, the model's
+    directory, the data directory).
     """
     model = tmp_path / "model"
     model.mkdir()
@@ -293,7 +295,7 @@ def ready(tmp_path, monkeypatch):
 
 
 def without(what, ready):
-    """The status of a launch where one thing is missing."""
+    """Return the exit status of a launch where one thing is missing."""
     args, model, data = ready
     config, exam = model / "config.json", data / "aime24.parquet"
     machine = replace(BIG, versions=dict(HERE))
@@ -419,7 +421,7 @@ def test_the_page_of_a_run_has_the_numbers_of_the_loss(scale, objective, said, c
 
 
 def module_that_fails(folder, name):
-    """A package whose first import ends at one that is not installed."""
+    """Write a package whose first import ends at one that is not installed."""
     package = folder / name.replace(".", "/")
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("import a_solver_that_is_not_installed\n")
@@ -607,8 +609,8 @@ sys.exit(int(os.environ["STATUS"]))
 
 @pytest.fixture
 def verl_does(tmp_path, monkeypatch):
-    """In the place of verl's trainer, a program that logs STEPS steps and ends with
-    STATUS.
+    """Put a program that logs STEPS steps and ends with STATUS in place of verl's
+    trainer.
     """
     pytest.importorskip(
         "psutil", reason="`repro/venv.sh smoke` installs what watches a trainer"
@@ -627,7 +629,9 @@ def verl_does(tmp_path, monkeypatch):
 
 
 def launch_saves_a_checkpoint(monkeypatch):
-    """The stand-in for the trainer saves one before it dies, once."""
+    """Let the stand-in for the trainer save a checkpoint before it dies, once; return
+    the list of where it did.
+    """
     from repro.with_verl.run import watch
 
     before, saved = watch.run, []

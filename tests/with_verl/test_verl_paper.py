@@ -54,7 +54,9 @@ def value(text: str):
 
 
 def rows_of(label: str) -> tuple[list[list], list[list]]:
-    """The rows printed and those commented out, of the LaTeX table with that label."""
+    """Return the rows printed and those commented out, of the LaTeX table with that
+    label.
+    """
     tex = TEX.read_text(encoding="utf-8")
     body = tex[tex.index(r"\label{" + label + "}") :]
     body = body[body.index(r"\midrule") : body.index(r"\bottomrule")]
@@ -131,8 +133,8 @@ def test_names_are_registered():
 
 
 def from_table(source: str, method: str):
-    """What the source names, in that method's column: 'Table A1: Prompt / Response max,
-    first'.
+    """Return what the source names in that method's column: 'Table A1: Prompt /
+    Response max, first'.
     """
     table, label = re.match(r"Table (A\d)(?:, commented)?: ([^;]+)", source).groups()
     data = PAPER[table]

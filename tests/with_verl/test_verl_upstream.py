@@ -52,7 +52,7 @@ esac
 
 @pytest.fixture
 def slurm(tmp_path):
-    """A cluster of two nodes: its programs write down how they are called, and its
+    """Make a cluster of two nodes: its programs write down how they are called, and its
     sbatch signals as SLURM's does.
     """
     log = tmp_path / "called"
@@ -80,7 +80,9 @@ def slurm(tmp_path):
         return log.read_text().splitlines() if log.exists() else []
 
     def time_is_nearly_up(job):
-        """man sbatch, --signal: B: signals the batch shell alone; without it all job
+        """Signal the job as sbatch does near its time limit.
+
+        man sbatch, --signal: B: signals the batch shell alone; without it all job
         steps, but not the shell.
         """
         [asked] = re.findall(r"^#SBATCH --signal=(\S+)$", SLURM.read_text(), re.M)

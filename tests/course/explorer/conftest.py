@@ -11,7 +11,9 @@ from upref_course import explorer
 
 @pytest.fixture(scope="session")
 def js():
-    """Evaluates JavaScript beside the explorer's own, and gives back what JSON can say."""
+    """Yield a function that evaluates JavaScript beside the explorer's own, and returns
+    what JSON can hold of it.
+    """
     with MiniRacer() as v8:  # closed by all means: its thread would outlive the tests
         v8.eval(explorer.data() + explorer.script() + explorer.script(("curves",)))
         yield lambda code: json.loads(v8.eval(f"JSON.stringify({code})"))

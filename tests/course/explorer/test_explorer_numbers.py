@@ -47,9 +47,11 @@ def settings(name: str, rng) -> list[dict]:
 
 
 def points(name: str, hp: dict, rng, n: int):
-    """p, mu, A, and which of them lie on a bound to the last bit. Tokens anywhere in
-    the square and near the diagonal, of a probability down to 1e-8; every fifth on the
-    first bound or just beside it."""
+    """Return p, mu and A of n tokens, and which of them lie on a bound to the last bit.
+
+    Tokens are anywhere in the square and near the diagonal, with a probability down to
+    1e-8; every fifth is on the first bound or just beside it.
+    """
     mu = np.where(
         rng.random(n) < 0.5,
         (rng.integers(0, 40, n) + 0.5) / 40,

@@ -56,7 +56,7 @@ class Batch:
 
 
 def columns(lists, value, left=False):
-    """Lists of any length as a tensor."""
+    """Return lists of any length as one tensor, padded with `value`."""
     tensors = [torch.tensor(x) for x in lists]
     side = "left" if left else "right"
     return torch.nn.utils.rnn.pad_sequence(tensors, True, value, side)
@@ -102,13 +102,13 @@ def responses(b: Batch):
 
 
 def log_probs(model, b: Batch, **how):
-    """Log-probabilities of the response tokens, [B, T]."""
+    """Return the log-probabilities of the response tokens, [B, T]."""
     z = response_logits(model, b, **how)
     return z.log_softmax(-1).gather(-1, responses(b)[..., None])[..., 0]
 
 
 def surrogate(lp, old, A, low=0.8, high=1.2):
-    """PPO's clipped surrogate of each token."""
+    """Return PPO's clipped surrogate of each token."""
     ratio = (lp - old).exp()
     return torch.minimum(ratio * A, ratio.clamp(low, high) * A)
 

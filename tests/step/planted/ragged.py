@@ -84,7 +84,7 @@ class Ragged(nn.Module):
 
 
 def ragged():
-    """The model, with a seed of its own."""
+    """Return the model, with weights of a seed of its own."""
     torch.manual_seed(5)
     return Ragged()
 
@@ -147,7 +147,7 @@ class Trainer:
         )
 
     def logits(self, p: SimpleNamespace) -> Tensor:
-        """[S - 1, V], over the temperature."""
+        """Return the logits of the predicted tokens over the temperature, [S - 1, V]."""
         z = self.model(p.ids, p.segments, p.positions)[0, :-1]
         return z / self.temperature
 

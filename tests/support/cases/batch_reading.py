@@ -34,7 +34,7 @@ def rows(A, m):
 
 
 def standard(A, m):
-    """Normalized over the responses."""
+    """Return the advantages normalized over the responses."""
     x = rows(A, m)
     return (A - x.mean()) / (x.std() + 1e-6)
 

@@ -62,7 +62,9 @@ def referred(limit):
 
 
 def lost_tile(d, A, m):
-    """The last tile of 256 columns is lost where they fill all columns."""
+    """Return DAPO's loss, without the last 256 columns where the width is a larger
+    multiple of 256.
+    """
     J, T = clipped(d, A), m.shape[1]
     kept = torch.arange(T) < (T - 256 if T % 256 == 0 and T > 256 else T)
     return tok(J, m, kept)
@@ -74,14 +76,18 @@ def truncated_at(limit):
 
 
 def by_pointer(log_prob, old_log_prob, advantages, mask):
-    """A kernel that reads advantages by their address and the width of the mask."""
+    """Return DAPO's loss of a kernel that reads advantages by their address and the
+    width of the mask.
+    """
     A = torch.as_strided(advantages, mask.shape, (mask.shape[1], 1))
     d = torch.where(mask, log_prob - old_log_prob, 0)
     return -torch.where(mask, clipped(d, torch.where(mask, A, 0)), 0).sum() / mask.sum()
 
 
 def without_offset(log_prob, old_log_prob, advantages, mask):
-    """A kernel that reads advantages from the start of their memory."""
+    """Return DAPO's loss of a kernel that reads advantages from the start of their
+    memory.
+    """
     A = torch.as_strided(advantages, mask.shape, advantages.stride(), 0)
     return DAPO(log_prob, old_log_prob, A, mask)
 
@@ -103,13 +109,15 @@ def first_tokens(limit):
 
 
 def one_sign(d, A, m):
-    """In responses of more than 16 tokens, the mean advantage has the sign for all."""
+    """Return DAPO's loss in which, in responses of more than 16 tokens, the mean
+    advantage has the sign for all.
+    """
     mean = (A * m).sum(1, keepdim=True).sign() * A.abs()
     return tok(clipped(d, torch.where(m.sum(1, keepdim=True) > 16, mean, A)), m)
 
 
 def in_blocks(d, A, m):
-    """Right, one block of 1,024 columns after the other."""
+    """Return DAPO's loss, one block of 1,024 columns after the other, which is right."""
     J = clipped(d, A) * m
     return -sum(part.sum() for part in J.split(1024, 1)) / m.sum()
 
@@ -284,7 +292,9 @@ def failed_pushed_down(rewards, group):
 
 
 def sixteen_prompts(rewards, group):
-    """Prompts after the sixteenth share a baseline."""
+    """Return group_mean's advantages in which the prompts after the sixteenth share a
+    baseline.
+    """
     first = group.unique()[:16]
     rest = torch.where(torch.isin(group, first), group, first.max() + 1)
     return by_group(rewards, rest, lambda r: r - r.mean())

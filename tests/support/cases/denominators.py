@@ -11,13 +11,17 @@ from .bodies import clipped, even, gspo, loss, mean, ratio, seq, tok, up
 
 
 def two_means(J, A, m, share=1.0):
-    """The terms of A > 0 and those of A <= 0 over their own tokens."""
+    """Return minus the means of the terms of A > 0 and of those of A <= 0, each over
+    their own tokens, times `share`.
+    """
     parts = [m & (A > 0), m & (A <= 0)]
     return -share * sum((J * p).sum() / p.sum().clamp(min=1) for p in parts)
 
 
 def halves(J, m, size=lambda B: B // 2):
-    """The mean of the means of two parts of the batch."""
+    """Return the mean of the means of two parts of the batch; size(B) is the rows of
+    the first.
+    """
     h = size(len(m))
     return tok(J, m) if h == 0 else (tok(J[:h], m[:h]) + tok(J[h:], m[h:])) / 2
 
@@ -48,7 +52,7 @@ def tpo(lp, old, A, m, group, eta=1.0, by=lambda n: n):
 
 
 def topr(lp, d, A, m):
-    """TOPR without its truncation."""
+    """Return TOPR's loss without its truncation."""
     a, S = mean(A, m), (d * m).sum(1).exp().detach()
     return -(torch.where(a > 0, a, S * a) * (lp * m).sum(1)).mean()
 
@@ -59,7 +63,7 @@ def luspo(d, A, m, times):
 
 
 def by_product(d, A, m):
-    """GSPO, clipped where the product of the ratios leaves the bounds."""
+    """Return GSPO's loss, clipped where the product of the ratios leaves the bounds."""
     a, S = mean(A, m), (d * m).sum(1).exp()
     inside = torch.where(a > 0, S <= 1 + 4e-4, S >= 1 - 3e-4)
     return -torch.where(inside, mean(d, m).exp() * a, 0).mean()

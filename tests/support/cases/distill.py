@@ -30,7 +30,9 @@ def reverse_by_kl_div(student_logits, teacher_logits, mask, temperature):
 
 
 def forward_by_cross_entropy(student_logits, teacher_logits, mask):
-    """The teacher's entropy is a constant."""
+    """Return the cross-entropy of the student under the teacher, which is the forward
+    KL divergence less a constant.
+    """
     q, p = _logs(student_logits, teacher_logits)
     return -_mean((p.exp() * q).sum(-1), mask)
 

@@ -117,7 +117,9 @@ def in_place(logits, tokens, temperature):
 
 # ---- wrong ---------------------------------------------------------------------------
 def x_is(change):
-    """From hidden states, x as this makes it of the logits and the temperature."""
+    """Return a function of hidden states, with change(logits, temperature) as the
+    scores of its softmax.
+    """
     return lambda hidden, weight, tokens, temperature: of(
         change(hidden @ weight.T, temperature), tokens
     )

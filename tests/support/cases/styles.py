@@ -144,7 +144,7 @@ def forgets_the_ranks(log_prob, old_log_prob, advantages, mask, totals, dp_size=
 
 
 def in_words(log_prob, old_log_prob, advantages, mask):
-    """upref's own words, and one .detach() that is not among them."""
+    """Return a loss in upref's own words, with one .detach() that is not among them."""
     lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
     weight = sg((lp - old).exp().clamp(0.8, 1.2)) * (1 + lp - lp.detach())
     return -(weight * A * lp).sum() / mask.sum()

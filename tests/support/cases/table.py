@@ -53,7 +53,9 @@ def judged(cause):
 
 
 def sample(cases, every, keep=lambda c: False):
-    """Of which one in `every` runs by day, and what is to be kept."""
+    """Return the cases, of which one in `every` and those to `keep` run by day, and the
+    rest by night.
+    """
     return [
         replace(c, nightly=bool(n % every) and not keep(c)) for n, c in enumerate(cases)
     ]

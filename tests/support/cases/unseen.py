@@ -99,7 +99,9 @@ def tapered(lp, d, A, m, low=0.0):
 
 
 def previous(memory, lp, old):
-    """The log-probabilities of the call before, where it had this shape."""
+    """Return the log-probabilities of the call before, where they had this shape, else
+    `old`; keep those of this call.
+    """
     last, memory["lp"] = memory.get("lp", old), lp.detach().clone()
     return last if last.shape == lp.shape else old
 
@@ -264,7 +266,9 @@ WRONG = [
 
 # ---- right, in unusual forms ---------------------------------------------------------
 def softmax_mean(J, m):
-    """The mean over tokens, as an expectation under a uniform distribution."""
+    """Return minus the mean over tokens, as an expectation under a uniform
+    distribution.
+    """
     p = torch.zeros_like(J).masked_fill(~m, -math.inf).flatten().softmax(0)
     return -torch.where(m, J, 0).flatten() @ p
 

@@ -258,8 +258,8 @@ def geometric_by_logs(log_prob, old_log_prob, advantages, mask, *, eps=0.4):
 
 
 def soft_gate(log_prob, old_log_prob, advantages, mask, *, tau_pos=1.0, tau_neg=1.05):
-    """SAPO with σ written as tanh: σ(x) = (1 + tanh(x/2))/2, whose constant only moves
-    the value.
+    """Return SAPO's loss with σ written as tanh: σ(x) = (1 + tanh(x/2))/2, whose
+    constant only moves the value.
 
     torch.where on two Python numbers makes float32: 1.05 is off by 2e-8, as in many
     trainers, and nobody is harmed.
