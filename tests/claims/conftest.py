@@ -95,6 +95,7 @@ def seen_on_stale_data(record_property, stale_runs):
     """
 
     def describes(says, number, s):
+        """Record the effect, and return it."""
         question = difference(number, "up_dapo", "dapo", f"s{s}")
         seeds = sorted({seed for *_, seed in stale_runs})
         found = effects.plain(question, stale_runs, seeds, ["walk", "biased"])

@@ -95,11 +95,17 @@ class Megatron:
         tokens = sum(sum(row.trains) for row in rows)
 
         def one(data, part):
+            """Return the part's output for the next micro-batch, and the function that
+            makes the loss of it.
+            """
             micro = next(data)
             batch = collated(micro, longest(rows), case)
             output = part(batch["ids"])
 
             def loss(output):
+                """Return the loss and a log; or, with three values, the sum, the number
+                of tokens and a log.
+                """
                 lp = part.log_probs(output, batch["ids"], case.temperature)
                 ratio = torch.where(batch["trains"], lp - batch["old"], 0).exp()
                 adv = batch["adv"]

@@ -149,6 +149,9 @@ def gradients(model: nn.Module, times: int = MICRO_BATCHES) -> dict[str, torch.T
     model.config.finalize_model_grads_func = _nothing  # of its own buffers
 
     def forward_step(data: Any, model: nn.Module) -> tuple[torch.Tensor, Any]:
+        """Return the model's output for the next batch, and the function that makes
+        DAPO's loss of it.
+        """
         batch = next(data)
         places = torch.arange(LENGTH).expand(ROWS, -1)
         output = model(batch["ids"], places, None)

@@ -111,6 +111,7 @@ def alter_openrlhf(adapter: Any, _: str, values: Values) -> Iterator[None]:
     def record_training(
         model: Any, rows: Any, temperature: float, **fields: Any
     ) -> Any:
+        """Run the real step with the options that are changed in place of its own."""
         changed = {"temperature": temperature} | fields | handed
         changed = {key: value for key, value in changed.items() if "." not in key}
         return real_step(model, rows, **changed)

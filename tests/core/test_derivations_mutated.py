@@ -43,6 +43,8 @@ def changed(sign, low=0.0, high=inf, to=lambda lp, lp_old, A, J: 0 * lp):
     """
 
     def mutate(fn):
+        """Return the function with J changed."""
+
         @functools.wraps(fn)
         def mutant(lp, lp_old, A, *more, **hp):
             J, d = (

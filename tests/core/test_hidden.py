@@ -185,6 +185,9 @@ def test_no_tensor_is_larger_than_the_inputs_or_the_chunk():
 
     class Sizes(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            """Run the operation, and note how many numbers each tensor of its result
+            has.
+            """
             out = func(*args, **(kwargs or {}))
             sizes.extend(
                 x.numel()

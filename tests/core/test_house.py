@@ -64,6 +64,7 @@ def test_no_decision_on_the_words_of_a_fault():
         called = {id(n.func) for n in nodes if isinstance(n, ast.Call)}
 
         def words(n):
+            """Return whether this is an attribute `words` that is not called."""
             return (
                 isinstance(n, ast.Attribute)
                 and n.attr == "words"

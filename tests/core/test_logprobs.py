@@ -257,6 +257,7 @@ def test_forbidden_tokens_leave_a_smaller_vocabulary():
     tokens = torch.tensor([[0, 2], [1, 1]])
 
     def grow(x):
+        """Return the logits with two forbidden tokens more, as a leaf."""
         return (
             torch.cat([x, torch.full((2, 2, 2), NEG, dtype=x.dtype)], -1)
             .detach()

@@ -151,6 +151,9 @@ def test_bootstrap_converges_to_the_replaced_form():
 @given(rows(st.sampled_from("abcd"), 6), st.sampled_from("abcd"))
 def test_majority_is_the_expectation_over_fair_tie_breaks(answers, truth):
     def fair(row):  # each of the tied answers is as likely to win
+        """Return the probability that the truth wins a majority vote whose ties are
+        broken at random.
+        """
         candidates = sorted(set(row))
         winners = [
             a

@@ -179,6 +179,7 @@ def test_a_check_beside_another_thread(name):
     o = upref.get(name)
 
     def beside():
+        """Call the objective until the check is done, and keep what it raises."""
         while not done.is_set():
             try:
                 o(b)

@@ -55,6 +55,7 @@ def box_capped(log_prob, old_log_prob, advantages, mask):
 
 @box("ce_gppo", share_low=0.5, share_high=0.8)
 def box_ce_gppo(log_prob, old_log_prob, advantages, mask):
+    """Return CE-GPPO's loss with the shares 0.8 above and 0.5 below."""
     x, lp, a = zeroed(mask, log_prob - old_log_prob, log_prob, advantages)
     r = x.exp().detach()
     w = torch.where(
@@ -78,6 +79,7 @@ def box_up_of_cispo(log_prob, old_log_prob, advantages, mask):
 
 @box("tis(dapo)", is_max=4.0)
 def box_tis(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
+    """Return DAPO's loss times the ratio to the sampler, at most 4."""
     x, a, y = zeroed(
         mask, log_prob - old_log_prob, advantages, old_log_prob - rollout_log_probs
     )
@@ -87,6 +89,7 @@ def box_tis(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
 
 @box("mis(grpo)", is_max=2.5)
 def box_mis(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
+    """Return GRPO's loss times the ratio to the sampler, which is 0 above 2.5."""
     x, a, y = zeroed(
         mask, log_prob - old_log_prob, advantages, old_log_prob - rollout_log_probs
     )
@@ -97,6 +100,7 @@ def box_mis(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
 
 @box("tis_seq(gspo)", is_max=2.0)
 def box_tis_of_responses(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
+    """Return GSPO's loss times the response's ratio to the sampler, at most 2."""
     x, a, y = zeroed(
         mask, log_prob - old_log_prob, advantages, old_log_prob - rollout_log_probs
     )
@@ -107,6 +111,7 @@ def box_tis_of_responses(log_prob, old_log_prob, advantages, mask, rollout_log_p
 
 @box("tpo", eta=1.0)
 def box_targets(log_prob, old_log_prob, advantages, mask, group):
+    """Return TPO's loss with eta = 1."""
     lp, old, a = (x.sum(1) for x in zeroed(mask, log_prob, old_log_prob, advantages))
     a = a / mask.sum(1)
     loss = 0.0
@@ -169,6 +174,7 @@ def box_weighted(log_prob, old_log_prob, advantages, mask):
 
 @box("kl_cov", share=0.002, coef=1.0)
 def box_covariance(log_prob, old_log_prob, advantages, mask):
+    """Return KL-Cov's loss with a share of 0.002 of the tokens."""
     x, lp, a = zeroed(mask, log_prob - old_log_prob, log_prob, advantages)
     n = mask.sum()
     c = (a - a.sum() / n) * (lp.detach() - lp.detach().sum() / n)

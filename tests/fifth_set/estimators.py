@@ -192,6 +192,7 @@ def duplicates_once(x):
 # ---- right ones ----------------------------------------------------------------------
 @estimator("group_norm")
 def by_scatter(rewards, group):
+    """Return group_norm's advantages by scatter_add; 0 for a single response."""
     ids, i = torch.unique(group, return_inverse=True)
     n = torch.bincount(i).to(rewards.dtype)
     zero = torch.zeros(len(ids), dtype=rewards.dtype)
@@ -203,6 +204,7 @@ def by_scatter(rewards, group):
 
 @estimator("group_norm")
 def as_lists(scores: list, uids: list):
+    """Return group_norm's advantages of lists, by numpy; 0 for a single response."""
     table = defaultdict(list)
     for s, u in zip(scores, uids, strict=True):
         table[u].append(s)

@@ -156,6 +156,7 @@ class Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
+        """Return the gradients by hidden states and weight, from saved probabilities."""
         h, w, tokens, p = ctx.saved_tensors
         d = F.one_hot(tokens, w.shape[0]) - p
         dh = (g[..., None] * d) @ w / ctx.temperature
@@ -222,6 +223,7 @@ def by_logsumexp(logits, tokens, temperature=1.0):
 
 @function()
 def row_by_row(logits, tokens, temperature=1.0):
+    """Return log-probabilities, computed row by row."""
     return torch.stack(
         [
             pick((x / temperature).log_softmax(-1), t)
@@ -254,6 +256,7 @@ def entropy_by_logsumexp(logits, tokens, temperature=1.0):
 
 @function()
 def in_chunks_of_tokens(hidden, lm_head, input_ids, temperature=1.0):
+    """Return log-probabilities, computed for 64 tokens at a time."""
     h, t = hidden.flatten(0, 1), input_ids.flatten()
     parts = [
         pick((a @ lm_head.T / temperature).log_softmax(-1), b)
@@ -264,6 +267,9 @@ def in_chunks_of_tokens(hidden, lm_head, input_ids, temperature=1.0):
 
 @function()
 def online_normalizer(hidden, weight, tokens, temperature=1.0):
+    """Return log-probabilities, whose normalizer runs over tiles of 512 rows of the
+    weight.
+    """
     top = total = None
     for w in weight.split(512):
         x = hidden @ w.T / temperature

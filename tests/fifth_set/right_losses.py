@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Right losses in unusual styles, shapes, precisions and libraries."""
+"""Right losses in unusual styles, shapes, precisions and libraries. The decorator of
+each names its objective.
+"""
 
 import functools
 import math
@@ -25,6 +27,7 @@ def hinge_of_two_bounds(log_prob, old_log_prob, advantages, mask):
 
 @right("dapo")
 def indicator_times_gradient(log_prob, old_log_prob, advantages, mask):
+    """Return DAPO's gradient weight, computed without a graph, times log π_θ."""
     with torch.no_grad():
         r = torch.where(mask, log_prob - old_log_prob, 0).exp()
         a = torch.where(mask, advantages, 0)
@@ -38,6 +41,7 @@ class DapoByHand(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, lp, old, adv, mask):
+        """Return DAPO's loss by numpy, and save its gradient by log_prob."""
         m = mask.numpy()
         x = np.where(m, lp.detach().numpy() - old.numpy(), 0)
         r = np.exp(x)
@@ -75,6 +79,7 @@ def sorted_then_summed(log_prob, old_log_prob, advantages, mask):
 
 @right("dapo")
 def one_row_at_a_time(log_prob, old_log_prob, advantages, mask):
+    """Return DAPO's loss by a loop over rows."""
     total, n = log_prob.new_zeros(()), 0
     for lp, old, a, m in zip(log_prob, old_log_prob, advantages, mask, strict=True):
         i = m.nonzero().squeeze(1)
@@ -107,6 +112,7 @@ class Stats(NamedTuple):
 
 @right("dapo")
 def named_tuple_of_stats(log_prob, old_log_prob, advantages, mask):
+    """Return DAPO's loss in a named tuple, beside two metrics."""
     d = torch.where(mask, log_prob - old_log_prob, 0)
     r, a = d.exp(), torch.where(mask, advantages, 0)
     t = torch.minimum(r * a, r.clamp(0.8, 1.28) * a)
@@ -132,6 +138,7 @@ class PolicyLoss(torch.nn.Module):
         )
 
     def forward(self, logprobs, old_logprobs, advantages, action_mask):
+        """Return DAPO's loss in a dict, with bounds from a buffer of the module."""
         keep = action_mask.bool()
         r = torch.where(keep, logprobs - old_logprobs, 0.0).exp()
         a = torch.where(keep, advantages, 0.0)
@@ -147,6 +154,7 @@ def module_with_buffers(logprobs, old_logprobs, advantages, action_mask):
 
 @right("dapo")
 def padded_with_nan_kept_away(log_prob, old_log_prob, advantages, mask):
+    """Return DAPO's loss of the trained slots alone, by their row and column."""
     i, j = mask.nonzero(as_tuple=True)
     r = (log_prob[i, j] - old_log_prob[i, j]).exp()
     a = advantages[i, j]
@@ -156,6 +164,7 @@ def padded_with_nan_kept_away(log_prob, old_log_prob, advantages, mask):
 
 @right("dapo")
 def in_chunks_of_rows(log_prob, old_log_prob, advantages, mask):
+    """Return DAPO's loss by chunks of three rows."""
     n = mask.sum()
     parts = zip(
         *(x.split(3) for x in (log_prob, old_log_prob, advantages, mask)), strict=True
@@ -186,6 +195,7 @@ def keyword_only(*, old_per_token_logps, per_token_logps, completion_mask, advan
 
 @right("dapo")
 def prompts_by_scatter(log_prob, old_log_prob, advantages, mask, uid):
+    """Return DAPO's loss with a denominator for each prompt, by scatter_add."""
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     a = torch.where(mask, advantages, 0)
     t = torch.minimum(r * a, r.clamp(0.8, 1.28) * a).sum(1)
@@ -198,6 +208,7 @@ def prompts_by_scatter(log_prob, old_log_prob, advantages, mask, uid):
 
 @right("dapo")
 def prompts_by_one_hot(log_prob, old_log_prob, advantages, mask, group_index):
+    """Return DAPO's loss with a denominator for each prompt, by a matrix of equal ids."""
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     a = torch.where(mask, advantages, 0)
     t = torch.minimum(r * a, r.clamp(0.8, 1.28) * a)
@@ -210,6 +221,7 @@ def prompts_by_one_hot(log_prob, old_log_prob, advantages, mask, group_index):
 
 @right("dapo")
 def prompts_by_a_dict(log_prob, old_log_prob, advantages, mask, prompt_ids):
+    """Return DAPO's loss with a denominator for each prompt, by a dict of rows."""
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     a = torch.where(mask, advantages, 0)
     t = torch.minimum(r * a, r.clamp(0.8, 1.28) * a).sum(1)
@@ -245,6 +257,7 @@ def float32_inside(log_prob, old_log_prob, advantages, mask):
 
 @right("dapo")
 def a_training_step(log_prob, old_log_prob, advantages, mask):
+    """Run the backward pass of DAPO's loss, and return its value without a graph."""
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     a = torch.where(mask, advantages, 0)
     loss = -torch.minimum(r * a, r.clamp(0.8, 1.28) * a).sum() / mask.sum()
@@ -261,6 +274,7 @@ def an_unreduced_table(log_prob, old_log_prob, advantages, mask):
 
 @right("dapo", c=3.0)
 def dual_clip_as_verl(log_prob, old_log_prob, advantages, mask, clip_ratio_c=3.0):
+    """Return DAPO's loss with verl's dual clip."""
     d = torch.where(mask, (log_prob - old_log_prob).clamp(-20, 20), 0)
     r, a = d.exp(), torch.where(mask, advantages, 0)
     one = torch.maximum(-a * r, -a * torch.clamp(r, 1 - 0.2, 1 + 0.28))
@@ -287,6 +301,7 @@ def advantages_of_responses(log_prob, old_log_prob, advantages, mask):
 
 @right("grpo", beta=0.04)
 def trl_like(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.04):
+    """Return GRPO's loss with a KL term, in TRL's style."""
     m = mask.to(log_prob.dtype)
     ref, new = (torch.where(mask, x, 0) for x in (ref_log_prob, log_prob))
     kl = torch.exp(ref - new) - (ref - new) - 1
@@ -299,6 +314,7 @@ def trl_like(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.04):
 
 @right("grpo", beta=0.1)
 def kl_by_expm1(log_prob, old_log_prob, advantages, mask, ref_log_prob, kl_coef=0.1):
+    """Return GRPO's loss with k3 by expm1."""
     d = torch.where(mask, ref_log_prob - log_prob, 0)
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     a = torch.where(mask, advantages, 0)
@@ -309,6 +325,7 @@ def kl_by_expm1(log_prob, old_log_prob, advantages, mask, ref_log_prob, kl_coef=
 
 @right("grpo")
 def packed_segments(log_prob, old_log_prob, advantages, mask):
+    """Return GRPO's loss of packed tokens, with sums by index_add."""
     n = mask.sum(1)
     row = torch.repeat_interleave(torch.arange(len(n)), n)
     r = (log_prob[mask] - old_log_prob[mask]).exp()
@@ -367,6 +384,7 @@ def clip_by_relu(log_prob, old_log_prob, advantages, mask):
 
 @right("ppo_clip")
 def a_dictionary_batch(log_prob, old_log_prob, advantages, mask):
+    """Return PPO's loss of a batch that is a dict, with a mask of integers."""
     batch = dict(
         log_prob=log_prob,
         old_log_prob=old_log_prob,
@@ -390,6 +408,7 @@ def sums_of_rows(log_prob, old_log_prob, advantages, mask):
 
 @right("reinforce_pp_baseline", beta=0.05)
 def with_k2(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.05):
+    """Return a PPO loss with a KL term k2, averaged over responses."""
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     a = torch.where(mask, advantages, 0)
     k2 = 0.5 * torch.where(mask, log_prob - ref_log_prob, 0).square()
@@ -400,6 +419,9 @@ def with_k2(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.05):
 # ---- responses -----------------------------------------------------------------------
 @right("gspo")
 def gspo_token_form(log_prob, old_log_prob, advantages, mask):
+    """Return GSPO's loss in its form for tokens: the response's value, the token's
+    gradient.
+    """
     n = mask.sum(1, keepdim=True)
     lp = torch.where(mask, log_prob, 0)
     log_s = torch.where(mask, log_prob - old_log_prob, 0).sum(1, keepdim=True) / n
@@ -411,6 +433,7 @@ def gspo_token_form(log_prob, old_log_prob, advantages, mask):
 
 @right("gspo")
 def gspo_by_logsumexp(log_prob, old_log_prob, advantages, mask):
+    """Return GSPO's loss with the ratio through a logsumexp of one number."""
     x = torch.where(mask, log_prob - old_log_prob, 0)
     n = mask.sum(1)
     s = torch.logsumexp((x.sum(1) / n)[:, None], 1).exp()
@@ -428,6 +451,7 @@ def gspo_one_number_per_response(log_prob, old_log_prob, advantages, mask):
 
 @right("luspo")
 def luspo_over_tokens(log_prob, old_log_prob, advantages, mask):
+    """Return LUSPO's loss as a sum of the response's term over its tokens."""
     x = torch.where(mask, log_prob - old_log_prob, 0)
     n = mask.sum(1, keepdim=True)
     s = (x.sum(1, keepdim=True) / n).exp()
@@ -438,6 +462,7 @@ def luspo_over_tokens(log_prob, old_log_prob, advantages, mask):
 
 @right("gmpo")
 def gmpo_with_signs(log_prob, old_log_prob, advantages, mask):
+    """Return GMPO's loss with a clip of sign(A) log r."""
     x = torch.where(mask, log_prob - old_log_prob, 0)
     a = torch.where(mask, advantages, 0)
     sign = a.sign()
@@ -448,6 +473,7 @@ def gmpo_with_signs(log_prob, old_log_prob, advantages, mask):
 
 @right("up_gspo")
 def up_gspo_in_one_where(log_prob, old_log_prob, advantages, mask):
+    """Return UP-GSPO's loss of means over responses, in one where."""
     n = mask.sum(1)
     new, old, a = (
         torch.where(mask, x, 0).sum(1) / n for x in (log_prob, old_log_prob, advantages)
@@ -460,6 +486,7 @@ def up_gspo_in_one_where(log_prob, old_log_prob, advantages, mask):
 
 @right("topr")
 def topr_in_two_sums(log_prob, old_log_prob, advantages, mask):
+    """Return TOPR's loss with the weight of bad responses as exp of a clamp."""
     lp, x, a = (
         torch.where(mask, v, 0) for v in (log_prob, log_prob - old_log_prob, advantages)
     )
@@ -470,6 +497,7 @@ def topr_in_two_sums(log_prob, old_log_prob, advantages, mask):
 
 @right("tpo")
 def tpo_as_cross_entropy(log_prob, old_log_prob, advantages, mask, group):
+    """Return TPO's loss by torch's cross entropy with a target of probabilities."""
     lp, old, a = (
         torch.where(mask, x, 0).sum(1) for x in (log_prob, old_log_prob, advantages)
     )
@@ -493,6 +521,7 @@ def vespo_in_the_authors_letters(
     k_neg=3.0,
     lambda_neg=2.0,
 ):
+    """Return VESPO's loss with the authors' k and λ."""
     lw = torch.where(mask, log_prob - old_log_prob, 0).sum(1).detach()
     A = torch.where(mask, advantages, 0).sum(1) / mask.sum(1)
     k = torch.where(A > 0, k_pos, k_neg)
@@ -510,6 +539,9 @@ def rloo_of_responses(log_prob, old_log_prob, advantages, mask):
 # ---- UP ------------------------------------------------------------------------------
 @right("up_dapo")
 def up_anchored_to_itself(log_prob, old_log_prob, advantages, mask):
+    """Return UP-DAPO's loss by one ratio, whose anchor is the policy itself for good
+    tokens.
+    """
     lp, x, a = (
         torch.where(mask, v, 0) for v in (log_prob, log_prob - old_log_prob, advantages)
     )
@@ -521,6 +553,7 @@ def up_anchored_to_itself(log_prob, old_log_prob, advantages, mask):
 
 @right("up_dapo")
 def up_by_selected_signs(log_prob, old_log_prob, advantages, mask):
+    """Return UP-DAPO's loss as a sum over good and a sum over bad tokens."""
     good, bad = mask & (advantages > 0), mask & (advantages < 0)
     r = (log_prob[bad] - old_log_prob[bad]).exp()
     J = (advantages[good] * log_prob[good]).sum() + (
@@ -548,6 +581,7 @@ def cispo_by_no_grad(log_prob, old_log_prob, advantages, mask):
 
 @right("cispo_verl")
 def cispo_in_a_hook(log_prob, old_log_prob, advantages, mask):
+    """Return CISPO's loss whose weight is in a hook of its gradient."""
     lp = torch.where(mask, log_prob, 0)
     r = torch.where(mask, log_prob - old_log_prob, 0).exp().detach().clamp(0.8, 1.2)
     a = torch.where(mask, advantages, 0)
@@ -558,6 +592,7 @@ def cispo_in_a_hook(log_prob, old_log_prob, advantages, mask):
 
 @right("gppo")
 def gppo_by_two_ratios(log_prob, old_log_prob, advantages, mask):
+    """Return GPPO's loss as a detached, bounded ratio times a ratio of 1."""
     lp = torch.where(mask, log_prob, 0)
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     a = torch.where(mask, advantages, 0)
@@ -568,6 +603,7 @@ def gppo_by_two_ratios(log_prob, old_log_prob, advantages, mask):
 
 @right("aspo")
 def aspo_in_log_space(log_prob, old_log_prob, advantages, mask):
+    """Return ASPO's loss with its weight and cap as logarithms."""
     x = torch.where(mask, log_prob - old_log_prob, 0)
     a, lp = torch.where(mask, advantages, 0), torch.where(mask, log_prob, 0)
     w = torch.where(a > 0, -x, x).clamp(max=math.log(3)).exp()
@@ -577,6 +613,7 @@ def aspo_in_log_space(log_prob, old_log_prob, advantages, mask):
 
 @right("sapo")
 def sapo_by_tanh(log_prob, old_log_prob, advantages, mask):
+    """Return SAPO's loss by tanh."""
     x = torch.where(mask, log_prob - old_log_prob, 0).expm1()
     a = torch.where(mask, advantages, 0)
     tau = torch.where(a > 0, 1.0, 1.05).to(x.dtype)
@@ -586,6 +623,7 @@ def sapo_by_tanh(log_prob, old_log_prob, advantages, mask):
 
 @right("dro")
 def dro_as_a_square(log_prob, old_log_prob, advantages, mask):
+    """Return DRO's loss as the square of a difference."""
     x, a = (
         torch.where(mask, log_prob - old_log_prob, 0),
         torch.where(mask, advantages, 0),
@@ -603,6 +641,7 @@ def cfpo_as_a_parabola(log_prob, old_log_prob, advantages, mask):
 
 @right("dppo_tv")
 def dppo_in_probabilities(log_prob, old_log_prob, advantages, mask):
+    """Return DPPO's loss by total variation, with the mask as one inequality."""
     p, mu = (torch.where(mask, v, 0).exp() for v in (log_prob, old_log_prob))
     a = torch.where(mask, advantages, 0)
     M = (a.sign() * (p - mu) <= 0.15).detach()
@@ -612,6 +651,9 @@ def dppo_in_probabilities(log_prob, old_log_prob, advantages, mask):
 
 @right("m2po")
 def m2po_dropped_one_by_one(log_prob, old_log_prob, advantages, mask):
+    """Return M2PO's loss: the largest (log r)² are dropped one by one, until the mean
+    of the rest is at most 0.04.
+    """
     x, a = (
         torch.where(mask, log_prob - old_log_prob, 0),
         torch.where(mask, advantages, 0),
@@ -640,6 +682,7 @@ def clipped(mask, log_prob, old_log_prob, advantages, high):
 
 @right("tis(dapo)")
 def tis_by_minimum(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
+    """Return DAPO's loss times the ratio to the sampler, bounded in its logarithm."""
     y = torch.where(mask, old_log_prob - rollout_log_probs, 0).detach()
     w = torch.minimum(y, torch.full_like(y, math.log(2))).exp()
     return (
@@ -652,6 +695,7 @@ def tis_by_minimum(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
 def tis_with_a_cap_of_three(
     log_prob, old_log_prob, advantages, mask, vllm_logprobs, tis_cap=3.0
 ):
+    """Return DAPO's loss times the ratio to the sampler, at most 3."""
     rho = torch.where(mask, old_log_prob - vllm_logprobs, 0).exp().clamp(max=tis_cap)
     return (
         -(rho * clipped(mask, log_prob, old_log_prob, advantages, 1.28)).sum()
@@ -661,6 +705,7 @@ def tis_with_a_cap_of_three(
 
 @right("mis_seq(gspo)")
 def mis_seq_of_gspo(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
+    """Return GSPO's loss times the response's ratio to the sampler, which is 0 above 3."""
     n = mask.sum(1)
     x, a = (
         torch.where(mask, v, 0).sum(1) / n
@@ -684,6 +729,9 @@ def icepop_in_logs(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
 def decoupled_by_exponents(
     log_prob, proximal_log_probs, behavior_log_probs, advantages, mask
 ):
+    """Return PPO's loss clipped around a proximal policy, times the ratio of that to
+    the behavior policy.
+    """
     d = torch.where(mask, proximal_log_probs - behavior_log_probs, 0)
     return (
         -(d.exp() * clipped(mask, log_prob, proximal_log_probs, advantages, 1.2)).sum()

@@ -238,6 +238,7 @@ def wheel(folder: Path, version: str, text: str):
     }
 
     def digest(s):
+        """Return the SHA-256 digest of a text as RECORD of a wheel has it."""
         return (
             base64.urlsafe_b64encode(hashlib.sha256(s.encode()).digest())
             .decode()

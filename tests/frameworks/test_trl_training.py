@@ -603,6 +603,7 @@ def test_a_sampler_correction_reads_vllms_log_probabilities():
     )
 
     def J(x):
+        """Return minus the loss of TRL's trainer on a batch."""
         inputs = {
             "prompt_ids": torch.zeros(len(x.mask), 1, dtype=torch.int64),
             "prompt_mask": torch.ones(len(x.mask), 1, dtype=torch.int64),
@@ -640,6 +641,7 @@ def test_log_probs_of_upref_hidden_stand_for_trls(monkeypatch):
     ids = torch.randint(50, (2, 6))
 
     def step():
+        """Return log-probabilities, entropies, and the gradients by the parameters."""
         out = model(
             ids, labels=ids.masked_fill(ids == ids[0, 2], -100), fused_lm_head=True
         )

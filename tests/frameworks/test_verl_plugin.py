@@ -118,6 +118,7 @@ def test_is_weights_multiply_token_terms_as_in_verl():
     w = torch.rand(b.mask.shape, dtype=b.logp.dtype)
 
     def theirs(b):
+        """Return the loss of verl's own CISPO on a batch."""
         return core_algos.get_policy_loss_fn("cispo")(
             b.logp_old.nan_to_num(),
             b.logp.nan_to_num(),

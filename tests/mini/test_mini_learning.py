@@ -61,6 +61,7 @@ def update_and_see(run, batch, rows):
     alive[0] |= not alive.any()
 
     def see(grad):
+        """Note which trained tokens have a gradient: the hook of the logits."""
         mask = batch.mask[rows][alive]
         # as wide as `update` reads
         mask = mask & (torch.arange(mask.shape[1]) < mask.any(0).sum())

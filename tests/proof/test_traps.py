@@ -51,6 +51,7 @@ def test_values_that_are_equal_within_a_region_are_compared_there():
     """r A and clip(r) A are equal inside the clip range: no point of it is left out."""
 
     def loss(log_prob, old_log_prob, advantages, mask):
+        """Return DAPO's loss, doubled where the clip changes nothing."""
         r = (log_prob - old_log_prob).exp()
         clipped = r.clamp(0.8, 1.28)
         inside = r * advantages == clipped * advantages

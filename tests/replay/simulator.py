@@ -85,6 +85,9 @@ class _noisy_routers:
         """
 
         def shake(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            """Return the inputs with noise added to the first, of `size` times its
+            deviation.
+            """
             x = inputs[0]
             noise = torch.randn(
                 x.shape,

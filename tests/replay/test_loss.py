@@ -326,6 +326,7 @@ def test_a_failure_of_a_step_stays_with_a_sum_that_all_steps_share():
     from upref.replay.loss import OR_ELSE, LoggedLoss, settle
 
     def step(*names):
+        """Return a step whose logged loss fits each of these sums, and fails."""
         found = OR_ELSE.join(names)
         failure = ReplayFinding("loss", "failure", "other_sum", {"found": found})
         return LoggedLoss(

@@ -173,6 +173,9 @@ def test_a_correction_of_the_sampler_is_recorded_and_enters(tmp_path):
 
     class Corrected(trl.GRPOTrainer):
         def _compute_loss(self, model, inputs):
+            """Run TRL's loss with a correction of the sampler, drawn by the step's
+            number, as if vLLM were used.
+            """
             mask = inputs["completion_mask"]
             generator = torch.Generator().manual_seed(int(self.state.global_step))
             inputs["importance_sampling_ratio"] = 0.5 + torch.rand(

@@ -28,6 +28,11 @@ class Case:
 
 
 def _add(function: Any, **facts: Any) -> Any:
+    """Add a function to CASES under its own name, and return it.
+
+    Raises:
+        ValueError: two cases have one name.
+    """
     name = function.__name__
     if name in CASES:
         raise ValueError(f"two cases are called {name}")

@@ -154,6 +154,7 @@ def nothing_outside(values, old_values, returns, mask, clip=0.2):
 # ---- right ---------------------------------------------------------------------------
 @right("clipped")
 def as_verl(vpreds, returns, values, response_mask, cliprange_value=0.5):
+    """Return verl's clipped value loss, and the share of tokens that the clip changes."""
     low, high = values - cliprange_value, values + cliprange_value
     clipped = torch.max(torch.min(vpreds, high), low)
     losses = torch.max((vpreds - returns) ** 2, (clipped - returns) ** 2)
@@ -172,6 +173,9 @@ def as_openrlhf(values, old_values, returns, action_mask, clip_eps=0.2):
 
 @right("clipped")
 def by_where(values, old_values, returns, mask, value_clip=0.2):
+    """Return the clipped value loss in which a token that the clip stops has no
+    gradient.
+    """
     far = (values - old_values).abs() > value_clip
     near = torch.where(
         far, old_values + value_clip * (values - old_values).sign(), values
@@ -200,6 +204,7 @@ def masked_mse(values, returns, mask):
 
 @right("mse", agg="seq-mean-token-sum")
 def by_row(values, returns, mask):
+    """Return the mean over responses of their sums of squared errors, halved."""
     rows = [
         ((v - r)[m] ** 2).sum()
         for v, r, m in zip(values, returns, mask.bool(), strict=True)

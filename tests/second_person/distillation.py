@@ -204,6 +204,7 @@ def mean_of_responses(student_logits, teacher_logits, mask):
 # ---- right ---------------------------------------------------------------------------
 @right("jsd")
 def gkd_of_trl(student_logits, teacher_logits, labels, beta=0.5, temperature=1.0):
+    """Return TRL's generalized JSD loss over the labels that are not -100."""
     student = F.log_softmax(student_logits / temperature, dim=-1)
     teacher = F.log_softmax(teacher_logits / temperature, dim=-1)
     if beta == 0:
@@ -239,6 +240,9 @@ def soft_cross_entropy(student_logits, teacher_logits, mask):
 
 @right("forward_kl", agg="seq-mean-token-sum")
 def by_response(student_logits, teacher_logits, mask):
+    """Return the forward KL divergence, summed over each response and averaged over
+    these.
+    """
     losses = []
     for s, t, m in zip(student_logits, teacher_logits, mask.bool(), strict=True):
         p = t[m].log_softmax(-1)
@@ -264,6 +268,9 @@ def both_renormalized(student_logits, teacher_logits, mask, k=8):
 
 @right("student_top_k_tail(reverse_kl)")
 def with_a_tail(student_logits, teacher_logits, mask, k=8):
+    """Return the reverse KL divergence over the student's top k and one bucket for the
+    rest.
+    """
     q, p = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
     top = q.detach().topk(k, -1).indices
     inside = torch.zeros_like(q).scatter(-1, top, 1.0).bool()

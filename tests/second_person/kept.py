@@ -326,6 +326,7 @@ def weighed_by_entropy(logps, old_logps, advantages, completion_mask, entropies)
 def kept_by_indexing(
     log_probs, old_log_probs, rollout_log_probs, advantages, response_mask
 ):
+    """Return IcePop's loss over DAPO of the kept tokens alone, divided by their number."""
     m = response_mask.bool()
     lp, old, mu, A = (
         x[m] for x in (log_probs, old_log_probs, rollout_log_probs, advantages)
@@ -341,6 +342,7 @@ def kept_by_indexing(
 def zero_weight_counted(
     log_probs, old_log_probs, rollout_log_probs, advantages, response_mask
 ):
+    """Return IcePop's loss over DAPO, divided by all trained tokens."""
     m = response_mask.to(log_probs.dtype)
     rho = engine_ratio(old_log_probs, rollout_log_probs, response_mask)
     w = torch.where((rho < 0.5) | (rho > 2.0), torch.zeros_like(rho), rho)
@@ -371,6 +373,9 @@ def entropy_mask_kept(logps, old_logps, advantages, completion_mask, entropies):
 
 @right("top_entropy(dapo)", agg="token-mean")
 def entropy_mask_all(logps, old_logps, advantages, completion_mask, entropies):
+    """Return DAPO's loss over the fifth of the tokens with the highest entropies,
+    divided by all.
+    """
     J = dapo_terms(logps, old_logps, advantages, completion_mask)
     pad = completion_mask.bool()
     flat = entropies[pad].float()
@@ -381,6 +386,9 @@ def entropy_mask_all(logps, old_logps, advantages, completion_mask, entropies):
 
 @right("top_entropy(dapo)", agg="kept-mean")
 def entropy_detached(logps, old_logps, advantages, completion_mask, entropies):
+    """Return DAPO's loss over the fifth of the tokens with the highest entropies,
+    divided by their number.
+    """
     with torch.no_grad():
         m = completion_mask.bool()
         values = entropies.masked_fill(~m, -1.0)
@@ -402,6 +410,9 @@ def mis_kept(log_probs, old_log_probs, rollout_log_probs, advantages, response_m
 def responses_dropped(
     log_probs, old_log_probs, rollout_log_probs, advantages, response_mask
 ):
+    """Return DAPO's loss over responses whose geometric mean of π_old/μ is in [0.8,
+    1.25], divided by their tokens.
+    """
     m = response_mask.to(log_probs.dtype)
     gap = torch.where(response_mask.bool(), old_log_probs - rollout_log_probs, 0.0)
     s = (gap.sum(1) / m.sum(1).clamp(min=1)).exp()
@@ -412,6 +423,7 @@ def responses_dropped(
 
 @right("dapo", agg="token-sum")
 def sum_of_python(logprobs, old_logprobs, advantages, mask):
+    """Return DAPO's terms summed over all tokens, by a loop over rows."""
     total = logprobs.new_zeros(())
     for lp, old, a, m in zip(
         logprobs, old_logprobs, advantages, mask.bool(), strict=True

@@ -37,6 +37,9 @@ def skip_scan(rewards, values, mask, gamma, lam, tail=0.0):
 
 
 def returns_to_go(x, mask, gamma):
+    """Return discounted returns over the trained tokens of each response; 0 in masked
+    slots.
+    """
     run, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x)
     for t in reversed(range(x.shape[1])):
         m = mask[:, t].bool()

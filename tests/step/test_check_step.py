@@ -276,6 +276,7 @@ def test_a_model_of_jax():
     params = {"table": jnp.array(numpy.random.default_rng(0).normal(size=(64, 64)))}
 
     def loss(params, rows):
+        """Return DAPO's loss of a table of logits, in JAX."""
         J = 0.0
         for r in rows:
             z = params["table"][jnp.array(r.ids[len(r.prompt) - 1 : -1])] / T

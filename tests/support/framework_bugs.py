@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong losses with bugs of the kinds that public fixes of frameworks repair.
 
-The first sixty were written before the catalogue of known faults was read, and before any
-check ran on them. tests/verify/test_framework_bugs.py runs them; `python -m
-tests.support.framework_bugs` prints what causes said of them at first.
+Each is a loss `(log_prob, old_log_prob, advantages, mask, ...) -> scalar`; its
+decorator says which objective it is meant as, and what is wrong. The first sixty were
+written before the catalogue of known faults was read, and before any check ran on them.
+tests/verify/test_framework_bugs.py runs them; `python -m tests.support.framework_bugs`
+prints what causes said of them at first.
 """
 
 import math

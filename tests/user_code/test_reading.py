@@ -296,6 +296,7 @@ def test_an_aggregation_in_place_of_the_objectives_own(agg):
 
 def test_hyperparameters_by_what_they_mean():
     def clipped(log_prob, old_log_prob, advantages, mask, cliprange, kl_coef=0.0):
+        """Return GRPO's loss; kl_coef has no effect."""
         r = torch.where(mask, log_prob - old_log_prob, 0).exp()
         J = torch.min(
             r * advantages, r.clamp(1 - cliprange, 1 + cliprange) * advantages

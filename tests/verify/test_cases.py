@@ -235,6 +235,7 @@ def test_an_optional_correction_that_is_left_out_is_said():
         rollout_is_weights=None,
         ref_scale=None,
     ):
+        """Return DAPO's loss, times weights if they are given."""
         r = torch.where(mask, log_prob - old_log_prob, 0).exp()
         A = torch.where(mask, advantages, 0)
         J = torch.minimum(r * A, r.clamp(0.8, 1.28) * A)
@@ -276,6 +277,7 @@ def test_what_was_not_checked_is_always_said():
     """A line of the short report, too."""
 
     def of_tokens(log_prob, old_log_prob, advantages, mask):
+        """Return GRPO's loss without reduction, [B, T]."""
         return (
             torch.where(
                 mask, upref.get("grpo").surrogate(log_prob, old_log_prob, advantages), 0

@@ -354,6 +354,7 @@ def up_dapo_of(clamp):
     """Return UP-DAPO's loss with clamp(log r) in the branch of bad tokens."""
 
     def loss(log_prob, old_log_prob, advantages, mask):
+        """Return the loss."""
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
         return (
             -torch.where(

@@ -60,6 +60,7 @@ def rollouts(draw):
     B, T = draw(st.integers(2, 5)), draw(st.integers(1, 6))
 
     def table(low, high):
+        """Draw a [B, T] tensor of floats in this range."""
         return torch.tensor(
             draw(
                 st.lists(
@@ -205,6 +206,9 @@ def test_a_refusal_of_group_ids_is_noted_once():
     """A table over all ids asks for terabytes, each time for another number of bytes."""
 
     def table(log_prob, old_log_prob, advantages, mask, group):
+        """Return DAPO's loss with the tokens of each prompt in a table over all ids up
+        to the largest, which asks for too much memory where ids are large.
+        """
         sizes = torch.zeros(int(group.max()) + 1, dtype=log_prob.dtype).index_add(
             0, group, mask.sum(1).double()
         )
@@ -587,6 +591,7 @@ def test_a_loss_with_verls_argument_names_is_told_that_it_counts_as_verls(no_ver
         config,
         rollout_is_weights,
     ):
+        """Return verl's PPO loss by a config, averaged over the tokens of the batch."""
         r = (log_prob - old_log_prob).exp()
         J = torch.min(
             r * advantages,
@@ -625,6 +630,7 @@ def test_a_config_that_is_not_verls_needs_a_wrapper(no_verl):
         config,
         rollout_is_weights,
     ):
+        """Return a loss that reads a setting of its own from the config."""
         return -(log_prob * advantages * config.my_scale * response_mask).sum(), {}
 
     with pytest.raises(upref.InputError, match="ActorConfig does not have"):

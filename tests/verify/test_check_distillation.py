@@ -157,6 +157,9 @@ def test_a_floor_of_the_teachers_probabilities_is_wrong(floor, is_added):
 @pytest.mark.parametrize(("floor", "is_right"), [(1e-3, False), (1e-7, True)])
 def test_a_floor_of_the_teachers_tail_is_wrong_where_it_acts(floor, is_right):
     def loss(student_logits, teacher_logits, mask, k=8):
+        """Return the reverse KL divergence over the teacher's top k and one tail, whose
+        probabilities are at least `floor`.
+        """
         q, p = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
         top = p.topk(k, -1)
         q = q.gather(-1, top.indices)

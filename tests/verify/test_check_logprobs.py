@@ -101,6 +101,7 @@ def test_a_function_on_a_gpu_gets_no_id_that_is_out_of_range(monkeypatch):
 
 def test_a_lost_gpu_is_no_verdict():
     def fn(logits, tokens, temperature):
+        """Return log-probabilities; raise an error of CUDA for more than 100 columns."""
         if logits.shape[-1] > 100:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return (

@@ -227,6 +227,7 @@ def test_a_slip_around_the_right_weights(loss, says):
 )
 def test_a_weight_that_is_not_detached_is_still_a_weight(low, name, hp):
     def loss(log_prob, old_log_prob, advantages, mask):
+        """Return CISPO's form of a loss whose weight has a gradient."""
         r, A, lp = (
             torch.where(mask, x, 0)
             for x in (log_prob - old_log_prob, advantages, log_prob)
@@ -319,6 +320,7 @@ def test_a_fault_is_named_whether_or_not_the_cap_scales_the_weight_on_policy(
     objective = upref.get("dppo_tv_verl")
 
     def loss(log_prob, old_log_prob, advantages, mask):
+        """Return the objective's loss with the fault in it."""
         if fault == "weight found":
             advantages = advantages.clamp(-20, 20)
         J = objective.unreduced(

@@ -103,6 +103,9 @@ def test_what_wants_a_gradient_changes_no_other(name):
 
 def test_one_that_is_refused_hides_no_other():
     def loss(log_prob, old_log_prob, advantages, mask):
+        """Return DAPO's loss, doubled where the advantages have a graph; fail where the
+        old log-probabilities do.
+        """
         assert not old_log_prob.requires_grad
         return dapo(
             log_prob,

@@ -222,6 +222,9 @@ def test_a_habit_in_a_denominator_is_one_on_every_rank_too():
 
 def test_a_part_in_float32_that_only_long_responses_show():
     def loss(log_prob, old_log_prob, advantages):
+        """Return TOPR's loss of whole responses, with log π_θ rounded to float32 in the
+        ratio.
+        """
         A = advantages
         S = log_prob.float().double() - old_log_prob
         return -torch.where(
@@ -278,6 +281,7 @@ def test_a_habit_in_the_denominator_of_a_chunk(dim):
     """1e-8 there weighs otherwise where rows or columns stand in other chunks."""
 
     def loss(log_prob, old_log_prob, advantages, mask):
+        """Return DAPO's loss by chunks, each with 1e-8 in its denominator."""
         total = 0.0
         for given in zip(
             *(x.split(3, dim) for x in (log_prob, old_log_prob, advantages, mask)),
@@ -543,6 +547,9 @@ def test_nan_in_float32_at_a_small_ratio_is_a_failure():
     """Where log r is -60, π_old is 0.6: exp(-2 log r) overflows on an ordinary token."""
 
     def dapo(log_prob, old_log_prob, advantages, mask):
+        """Return DAPO's loss that is NaN in float32 where the gradient of a branch not
+        taken overflows.
+        """
         log_r = log_prob - old_log_prob
         r = log_r.exp()
         J = torch.minimum(r * advantages, r.clamp(0.8, 1.28) * advantages)
