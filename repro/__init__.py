@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experiments; run.sh starts them."""
+"""Experiments; run.sh starts them.
+
+On import, Ctrl-C and SIGTERM end the program with one sentence (`upref.interrupt`).
+"""
 
 import argparse
 
@@ -9,9 +12,17 @@ interrupt.handled()
 
 
 class Parser(argparse.ArgumentParser):
-    """Words that it does not take are refused in one line, status 2."""
+    """A command line that ends with one sentence and status 2 on wrong arguments."""
 
     def error(self, message):
+        """Print the message in one line on stderr, and exit with status 2.
+
+        Args:
+            message: what argparse says of the arguments.
+
+        Raises:
+            SystemExit: always.
+        """
         self.exit(
             2, f"{self.prog}: {message} (`-h` in its place shows what it takes).\n"
         )

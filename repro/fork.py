@@ -39,6 +39,7 @@ SLOW = ("torch", "sympy")  # to import, of what upref needs
 
 
 def executable() -> list[str]:
+    """Return the command that starts like Python, without its arguments."""
     return [sys.executable, "-S", "-E", "-P", os.path.abspath(__file__)]
 
 
@@ -59,6 +60,7 @@ def start(path: str, early: Iterable[str], late: Iterable[str] = ()) -> None:
 
 @cache
 def _folder() -> "tempfile.TemporaryDirectory[str]":
+    """Make this process's folder of sockets; remove those of processes that are gone."""
     for name in os.listdir(tempfile.gettempdir()):
         if (of := OURS.fullmatch(name)) and not _lives(int(of[1])):
             shutil.rmtree(os.path.join(tempfile.gettempdir(), name), ignore_errors=True)
@@ -67,7 +69,7 @@ def _folder() -> "tempfile.TemporaryDirectory[str]":
 
 
 def _lives(pid: int) -> bool:
-    """Tell whether a process of this number runs."""
+    """Return whether a process of this number runs."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -79,15 +81,18 @@ def _lives(pid: int) -> bool:
 
 @cache
 def environment(*late: str) -> dict[str, str]:
-    """In this environment `executable` forks from a process of our own, which this
-    starts; empty where none can. late: modules that it imports when the first one asks,
-    beside SLOW.
+    """Return an environment in which `executable` forks from a process of our own,
+    which this starts; {} where no process can fork, or not within 20 s.
+
+    Args:
+        *late: modules that it imports when the first fork is asked for, beside SLOW,
+            which it imports at once.
     """
     if sys.platform != "linux":
         return {}
     path = os.path.join(_folder().name, "-".join(["s", *late]))
     start(path, SLOW, late)
-    for _ in range(1000):
+    for _ in range(1000):  # 20 s
         if os.path.exists(path):
             break
         time.sleep(0.02)
@@ -95,7 +100,12 @@ def environment(*late: str) -> dict[str, str]:
 
 
 def ask(arguments: list[str]) -> int:
-    """A process, from its start to its end."""
+    """Ask for a fork with these arguments, wait for its end, and return its exit status
+    (1 if that is not known).
+
+    Where there is no forking process, or the first argument is an option of Python
+    beside -c and -m, this process becomes Python itself.
+    """
     server = socket.socket(socket.AF_UNIX)
     try:
         if arguments[:1] in ([], ["-"]) or (
@@ -105,7 +115,7 @@ def ask(arguments: list[str]) -> int:
         server.connect(os.environ[SOCKET])
     except (OSError, KeyError):
         os.execv(sys.executable, [sys.executable, *arguments])
-    socket.send_fds(server, [b"+"], [0, 1, 2])
+    socket.send_fds(server, [b"+"], [0, 1, 2])  # stdin, stdout, stderr
     server.sendall(
         json.dumps([arguments, dict(os.environ), os.getcwd()]).encode() + b"\n"
     )
@@ -113,8 +123,17 @@ def ask(arguments: list[str]) -> int:
 
 
 def serve(early: str, late: str, parent: str) -> list[str]:
-    """Fork for each that asks, as long as the parent with this process id lives.
-    Returns in the forks, with their arguments."""
+    """Fork for each process that asks, as long as the parent with this process id
+    lives.
+
+    It returns in the forks, with their arguments. The forking process itself never
+    returns: it exits, and removes the socket.
+
+    Args:
+        early: modules that are imported at once, with commas between them.
+        late: modules that are imported at the first fork.
+        parent: process id.
+    """
     listener = socket.socket(socket.AF_UNIX)
     path = os.environ[SOCKET]
     try:
@@ -181,14 +200,21 @@ def serve(early: str, late: str, parent: str) -> list[str]:
 
 
 def adopt(environment: dict[str, str], folder: str) -> None:
-    """Take over the environment and the folder of the process that asked."""
+    """Take over the environment variables and the folder of the process that asked."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
 
 
 def become(arguments: list[str]) -> None:
-    """The process, as Python would have started it."""
+    """Run the program that the arguments name, as Python would have started it.
+
+    Args:
+        arguments: -m MODULE, -c CODE or a FILE, and what follows.
+
+    Raises:
+        BaseException: what the program raises, SystemExit included.
+    """
     import random
 
     import numpy
@@ -214,8 +240,8 @@ def become(arguments: list[str]) -> None:
 
 
 def end(arguments: list[str]) -> NoReturn:
-    """Become it, and end as Python would, but for the 0.6 s in which it takes down what
-    was imported.
+    """Run the program of these arguments, and end the process as Python would, but for
+    the 0.6 s in which it takes down what was imported.
     """
     status = 1
     try:

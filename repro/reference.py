@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One objective, from proof to picture: what `repro/run.sh OBJECTIVE` runs. Writes
 repro/out/OBJECTIVE/.
+
+Each step takes the objective and returns whether it holds, and a sentence for the
+report. Some print what they do.
 """
 
 import subprocess
@@ -23,7 +26,7 @@ say = Console(highlight=False, soft_wrap=True).print
 
 
 def proof(o):
-    """sympy, from the very function that trains."""
+    """Derive the weight by sympy from the very function that trains, and print it."""
     derivation = derive(o)
     say(f"{derivation}\n", markup=False)
     return (
@@ -33,7 +36,9 @@ def proof(o):
 
 
 def claims(_):
-    """The paper's claims, one script each; a false one ends with status 1."""
+    """Run the scripts of the paper's claims; a false one ends with a status that is not
+    0.
+    """
     scripts = sorted((ROOT.parent / "derivations").glob("*.py"))
     scripts = [s for s in scripts if s.name not in ("make_page.py", "weights.py")]
     ok = True
@@ -50,8 +55,8 @@ def claims(_):
 
 
 def gradients(o):
-    """Autograd against weight x aggregation over the regime grid, and against UP of the
-    base.
+    """Compare autograd with weight x aggregation over the regime grid, and with UP of
+    the base where the objective is one.
     """
     b = batch(o)
     expected = o.gradient(b)
@@ -73,7 +78,9 @@ def gradients(o):
 
 
 def plugged(o):
-    """verl calls the registered loss; its gradient must be the reference's, exactly."""
+    """Compare the gradient of the loss that verl calls with the reference's, which must
+    be equal to the bit.
+    """
     from verl.workers.config import ActorConfig
 
     from upref_frameworks.verl.training import register
@@ -107,7 +114,7 @@ def plugged(o):
 
 
 def audit(_):
-    """verl's and TRL's own losses against the papers."""
+    """Compare verl's and TRL's own losses with the papers, and print the tables."""
     tables = [audits.audit(framework) for framework in ("verl", "trl")]
     for table in tables:
         Console(width=160).print(table)
@@ -118,7 +125,12 @@ def audit(_):
 
 
 def maps(o):
-    """Draw Cap and weights of the objective, beside its base if it has one."""
+    """Draw Cap and weights of the objective, beside its base if it has one; the sentence
+    names the files.
+
+    Raises:
+        InputError: the objective has no map.
+    """
     from figures.make import save
     from upref.weights.plots import cap_map, weights
 
@@ -145,8 +157,13 @@ STEPS = {
 
 
 def main(name: str) -> int:
-    """Run all STEPS on an objective; print and write the report. Return 0, or 1 if a
-    step failed, 2 if there is none to run on.
+    """Run all STEPS on an objective; print and write the report.
+
+    A step that cannot run on this objective does not count.
+
+    Returns:
+        0; 1 if a step failed; 2 if there is no such objective, or no folder for the
+        report.
     """
     try:
         o = upref.get(name)

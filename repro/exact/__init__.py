@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every objective trains a real, tiny transformer: tasks, policy (what samples), train
-(one run), study (many runs).
+"""Expectations of the objectives without sampling: tasks whose responses are all listed
+(task.py), the expected objective (expected.py), gradient ascent on it (flow.py).
 """

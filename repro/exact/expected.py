@@ -38,17 +38,24 @@ MOST_GROUPS = 20_000
 
 @dataclass(frozen=True)
 class Rows:
-    """What stands in the batch: row b is response[b] of policy[b], of advantage A[b],
-    and counts weight[b] times.
+    """What is in the batch: row b is response[b] of policy[b], of advantage A[b], and
+    counts weight[b] times.
+
+    Attributes:
+        policy: index, 0 to S - 1.
+        response: index, 0 to N - 1.
+        A: advantage.
+        weight: a probability; the rows of one policy add up to 1 (by groups: each of
+            the G rows has P(group) / G).
+        group: by groups only, which group a row is of.
+        groups: how many groups there are; 0 by counts.
     """
 
     policy: Tensor
     response: Tensor
     A: Tensor
-    # probability; the rows of one policy add up to 1 (by groups: each of the G rows has
-    # P(group) / G)
     weight: Tensor
-    group: Tensor | None = None  # by groups only: which of them
+    group: Tensor | None = None
     groups: int = 0
 
 
@@ -60,8 +67,19 @@ def rows(
     adv: str | None = None,
     way: str = "",
 ):
-    """Rows of the expectation under π_old; adv: an advantage instead of the objective's
-    own; way: counts or groups.
+    """Return the rows of the expectation under π_old.
+
+    Args:
+        task: all responses.
+        lp_old: log π_old of their tokens, [S, N, T].
+        objective: decides the advantage and the way, unless these are given.
+        G: responses to a prompt; None: infinitely many.
+        adv: an advantage estimator.
+        way: "infinite", "counts" or "groups"; "": `choose` decides.
+
+    Raises:
+        InputError: the estimator or the way does not fit G, or there are too many
+            groups.
     """
     adv = adv or objective.adv
     if G is not None and G < 2 and adv not in ("signed", "reward", "whiten"):
@@ -77,7 +95,11 @@ def rows(
 
 
 def choose(task: Task, objective: Objective, G: int | None) -> str:
-    """infinite, counts or groups: the cheapest that is exact."""
+    """Return "infinite", "counts" or "groups": the cheapest way that is exact.
+
+    Raises:
+        InputError: G is None, and the objective couples a batch.
+    """
     per_group = objective.agg == "group-token-mean" and not task.one_length
     if G is None:
         if objective.batch_coupled:
@@ -101,9 +123,21 @@ def J(
     table: Tensor,
     **hp,
 ) -> Tensor:
-    """Σ over the policies of the expected J; lp [S, N, T] carries the gradient.
-    `table`, log π of every token in every context, gives the entropy to those who ask
-    for it."""
+    """Return the sum over the policies of the expected J, a scalar.
+
+    Args:
+        task: all responses.
+        objective: whose J.
+        lp: log π_θ, [S, N, T]; carries the gradient.
+        lp_old: log π_old, [S, N, T].
+        rows: of the expectation.
+        table: log π of every token in every context, [S, C, V], for objectives that
+            read the entropy.
+        **hp: hyperparameters; beta must be 0.
+
+    Raises:
+        InputError: beta is not 0.
+    """
     if hp.get("beta"):
         raise InputError("the exact expectation has no KL term: leave beta at 0.")
     b = (rows.policy, rows.response)
@@ -116,6 +150,7 @@ def J(
         return torch.stack(
             [_one_group(objective, batch, rows, g, hp) for g in range(rows.groups)]
         ).sum()
+    # `objective.J` divides by the number of rows
     weights = (rows.weight * len(rows.weight))[:, None].expand_as(batch[3])
     totals = _totals(batch[3], rows)
     return objective.J(
@@ -129,8 +164,8 @@ def J(
 
 
 def _totals(mask: Tensor, rows: Rows) -> Totals:
-    """Counts such that every aggregation is Σ weight (what it makes of that row in a
-    batch of infinitely many).
+    """Return counts by which every aggregation becomes Σ weight · (what it makes of
+    that row in a batch of infinitely many).
     """
     B, lengths, S = len(mask), mask.sum(1).to(F64), int(rows.policy.max()) + 1
     # E|o|
@@ -148,7 +183,9 @@ def _totals(mask: Tensor, rows: Rows) -> Totals:
 
 
 def _one_group(objective, batch, rows, g, hp):
-    """P(group) J of that group alone."""
+    """Return P(group) times J of group number g alone; 0, with a gradient of 0, where
+    it is never drawn.
+    """
     here = rows.group == g
     lp, lp_old, A, mask = (x[here] for x in batch)
     P = rows.weight[here].sum()
@@ -157,11 +194,17 @@ def _one_group(objective, batch, rows, g, hp):
 
 # ---- advantages ----------------------------------------------------------------------
 def _advantage_by_count(adv: str, G: int, P: Tensor) -> Tensor:
-    """A of a right and of a wrong response in a group with K right ones: [S, 2, G + 1],
-    P the prompts' share of right.
+    """Return A of a wrong (0) and of a right (1) response in a group of G with K right
+    ones, [S, 2, G + 1].
 
-    By the registry's own function on the rewards themselves, except where it looks
-    beyond the group.
+    It is computed by the registry's own function on the rewards themselves. A
+    normalization over the batch is computed here, from the moments of the infinite
+    batch.
+
+    Args:
+        adv: an estimator.
+        G: responses to a prompt.
+        P: the share of right responses to each prompt, [S, Q].
     """
     own = {"whiten": "reward", "group_mean_whiten": "group_mean"}.get(adv, adv)
     A = torch.zeros(2, G + 1, dtype=F64)
@@ -186,15 +229,17 @@ def _advantage_by_count(adv: str, G: int, P: Tensor) -> Tensor:
 
 
 def binomial(n: int, p: Tensor) -> Tensor:
-    """P(K = 0..n), a new last dimension."""
+    """Return P(K = 0..n) for each probability p, in a new last dimension."""
     k = torch.arange(n + 1)
     ways = torch.tensor([float(comb(n, i)) for i in range(n + 1)], dtype=F64)
     return ways * p[..., None] ** k * (1 - p).clamp(min=0)[..., None] ** (n - k)
 
 
 def _counts(task: Task, pi: Tensor, adv: str, G: int) -> Rows:
-    """Return the rows of groups of G, one for each response and number of right peers. The
-    advantage must depend on this number and the response's own reward alone.
+    """Return the rows of groups of G, one for each response and number of right peers.
+
+    The advantage must depend on this number and the response's own reward alone. π is
+    [S, N].
     """
     S, N = pi.shape
     P = task.right(pi).clamp(0, 1)
@@ -214,8 +259,8 @@ def _counts(task: Task, pi: Tensor, adv: str, G: int) -> Rows:
 
 
 def _infinite(task: Task, pi: Tensor, adv: str) -> Rows:
-    """Return the rows of groups that are infinitely large: mean and deviation of a
-    group are those of the policy.
+    """Return the rows of groups that are infinitely large, one for each response: mean
+    and deviation of a group are those of the policy. π is [S, N].
     """
     S, N = pi.shape
     P, square = task.right(pi), per_prompt(task, pi * task.reward**2)
@@ -254,7 +299,11 @@ def _infinite(task: Task, pi: Tensor, adv: str) -> Rows:
 
 
 def all_groups(n: int, G: int) -> Tensor:
-    """Return every multiset of G out of n, one a row, in order."""
+    """Return every multiset of G out of n, one a row of sorted indices.
+
+    Raises:
+        InputError: there are more than MOST_GROUPS.
+    """
     if comb(n + G - 1, G) > MOST_GROUPS:
         raise InputError(
             f"{n} responses make {comb(n + G - 1, G)} groups of {G}, more than {MOST_GROUPS}: lower G."
@@ -263,8 +312,12 @@ def all_groups(n: int, G: int) -> Tensor:
 
 
 def group_probability(groups: Tensor, pi: Tensor) -> Tensor:
-    """Multinomial: how often a group of G draws from pi [S, n] is that multiset, [S,
+    """Return the multinomial probability that G draws from pi give each multiset, [S,
     M].
+
+    Args:
+        groups: [M, G].
+        pi: [S, n].
     """
     counts = torch.stack([(groups == i).sum(1) for i in range(pi.shape[1])], 1).to(F64)
     orders = lgamma(groups.shape[1] + 1) - (counts + 1).lgamma().sum(1)
@@ -272,7 +325,12 @@ def group_probability(groups: Tensor, pi: Tensor) -> Tensor:
 
 
 def _groups(task: Task, pi: Tensor, adv: str, G: int) -> Rows:
-    """Return the rows of every possible group of G responses, with its probability."""
+    """Return the rows of every possible group of G responses, G rows each, with its
+    probability. π is [S, N].
+
+    Raises:
+        InputError: the estimator normalizes over the batch.
+    """
     if adv in ("whiten", "group_mean_whiten"):
         raise InputError(
             f"{adv} looks beyond the group, and groups are enumerated one by one: choose group_norm."

@@ -27,14 +27,23 @@ from upref.registry import Objective
 
 @dataclass(frozen=True)
 class State:
-    """Before the update number `update` (0, 1, ...): S policies and the π_old of each."""
+    """Before the update number `update` (0, 1, ...): S policies and the π_old of each.
+
+    Attributes:
+        theta: [S, D, V].
+        lp: log π of every token of every response.
+        lp_old: likewise of π_old.
+        pi: probability of every response.
+        gradient: of the expected J at theta, [S, D, V].
+        rows: of the expectation under π_old.
+    """
 
     update: int
     theta: Tensor
     lp: Tensor  # [S, N, T]
-    lp_old: Tensor
+    lp_old: Tensor  # [S, N, T]
     pi: Tensor  # [S, N]
-    gradient: Tensor  # of the expected J at theta, [S, D, V]
+    gradient: Tensor
     rows: Rows
 
 
@@ -51,9 +60,23 @@ def path(
     adam: bool = False,
     **hp,
 ) -> Iterator[State]:
-    """The states one after another, without end. lr and k: a number, or one per policy
-    (k = 0: π_old stays); adam: Adam's steps (betas 0.9, 0.999; eps 1e-8) in place of
-    plain ascent."""
+    """Yield the states one after another, without end.
+
+    Args:
+        task: all responses.
+        objective: whose expectation rises.
+        theta: where it starts, [S, D, V].
+        lr: learning rate, a number, or one per policy.
+        k: updates from one π_old, a number, or one per policy; 0: π_old stays.
+        G: responses to a prompt; None: infinitely many.
+        adv: an advantage estimator instead of the objective's own.
+        way: "counts" or "groups"; "": `expected.choose` decides.
+        adam: Adam's steps (betas 0.9, 0.999; eps 1e-8) instead of plain ascent.
+        **hp: hyperparameters of the objective.
+
+    Raises:
+        InputError: lr is not above 0 or k is below 0, or there is no such expectation.
+    """
     theta, S = theta.clone(), len(theta)
     lr, k = torch.as_tensor(lr, dtype=F64).expand(S), torch.as_tensor(k).expand(S)
     if not (lr.isfinite() & (lr > 0)).all() or (k < 0).any():
@@ -84,7 +107,9 @@ def path(
 def gradient(
     task: Task, objective: Objective, theta: Tensor, lp_old: Tensor, rows: Rows, **hp
 ) -> Tensor:
-    """∇ of the expected J, by autograd through the function that trains."""
+    """Return ∇ of the expected J by theta, [S, D, V], by autograd through the function
+    that trains.
+    """
     theta = theta.detach().requires_grad_()
     table = task.table(theta)
     lp = table[:, task.contexts, task.tokens]
@@ -105,8 +130,19 @@ def drawn(
     watch: Callable[[Tensor], object] = lambda g: None,
     **hp,
 ) -> Tensor:
-    """θ after k epochs on each group alone: groups [M, G] of responses to one prompt,
-    one policy each, θ [M, D, V]; watch is shown the gradient of each epoch."""
+    """Return θ after k epochs on each group alone, by plain ascent, [M, D, V].
+
+    Args:
+        task: all responses.
+        objective: whose J rises.
+        theta: where each starts, [1, D, V] or [M, D, V].
+        groups: [M, G], indices of responses to one prompt; one policy each.
+        lr: learning rate.
+        k: epochs.
+        adv: an advantage estimator instead of the objective's own.
+        watch: called with the gradient of each epoch.
+        **hp: hyperparameters of the objective.
+    """
     (M, G), start = groups.shape, theta.expand(len(groups), *theta.shape[1:])
     policy = torch.arange(M)[:, None].expand(M, G).reshape(-1)
     A = advantages.get(adv or objective.adv)(task.reward[groups].reshape(-1), policy)

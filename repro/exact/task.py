@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks so small that every response is listed, and policies that are one table or one
-layer.
+"""Tasks so small that every response is listed, and policies that are one table or one layer.
 
-    N responses of at most T tokens, each with its prompt and its reward; a token is
-    chosen in a context, its prefix logits z = features θ, [C, V]: features = identity
-    is a table, anything else one layer shared by the contexts log π(o_t) =
-    log_softmax(z[context of o_t])[o_t]
+    N responses of at most T tokens, each with its prompt and its reward;
+    a token is chosen in a context, its prefix;
+    logits z = features θ, [C, V]: features = identity is a table, anything else one
+    layer shared by the contexts;
+    log π(o_t) = log_softmax(z[context of o_t])[o_t]
 
-θ is [S, D, V]: S policies at once, which know nothing of each other. All in float64.
+θ is [S, D, V]: S policies at once, each by itself. All in float64. In the shapes Q is the
+number of prompts, C that of contexts, D that of features, V that of tokens.
 """
 
 from collections.abc import Iterable
@@ -25,8 +26,16 @@ F64 = torch.float64
 
 @dataclass(frozen=True)
 class Task:
-    """All responses to all prompts; the responses to one prompt are all that can be
-    said to it.
+    """All responses to all prompts; the responses to one prompt are all that the policy
+    can answer to it.
+
+    Attributes:
+        contexts: index of the context in which each token is chosen.
+        tokens: of each response.
+        mask: False on padding.
+        prompt: index of each response's prompt.
+        reward: of each response.
+        features: of each context; the identity for a table.
     """
 
     contexts: Int[Tensor, "N T"]
@@ -47,15 +56,17 @@ class Task:
         return len(self.mask.sum(1).unique()) == 1
 
     def table(self, theta: Float[Tensor, "S D V"]) -> Float[Tensor, "S C V"]:
-        """log π of every token in every context."""
+        """Return log π of every token in every context."""
         return (self.features @ theta).log_softmax(-1)
 
     def log_probs(self, theta: Float[Tensor, "S D V"]) -> Float[Tensor, "S N T"]:
-        """log π of every token of every response; masked slots hold something finite."""
+        """Return log π of every token of every response; masked slots have something
+        finite.
+        """
         return self.table(theta)[:, self.contexts, self.tokens]
 
     def responses(self, lp: Float[Tensor, "S N T"]) -> Float[Tensor, "S N"]:
-        """π(o), from the tokens' log π."""
+        """Return π(o) of every response, from its tokens' log π."""
         return (lp * self.mask).sum(-1).exp()
 
     def right(self, pi: Float[Tensor, "S N"]) -> Float[Tensor, "S Q"]:
@@ -63,8 +74,14 @@ class Task:
         return per_prompt(self, pi * self.reward)
 
     def start(self, probs: Float[Tensor, "... C V"] | list) -> Float[Tensor, "S D V"]:
-        """θ of the policy with these probabilities of tokens in each context (least
-        squares where one layer cannot).
+        """Return θ of the policy with these probabilities of tokens in each context, by
+        least squares on the logits where one layer cannot have them.
+
+        Args:
+            probs: [C, V] of one policy, or with a first dimension of several.
+
+        Raises:
+            InputError: a probability is not above 0, or a context's do not add up to 1.
         """
         p = torch.as_tensor(probs, dtype=F64)
         if (p <= 0).any() or ((p.sum(-1) - 1).abs() > 1e-9).any():
@@ -77,7 +94,7 @@ class Task:
 
 
 def per_prompt(task: Task, x: Float[Tensor, "S N"]) -> Float[Tensor, "S Q"]:
-    """x added up over the responses to each prompt."""
+    """Return the sum of x over the responses to each prompt."""
     return torch.zeros(len(x), int(task.prompt.max()) + 1, dtype=F64).index_add(
         1, task.prompt, x
     )
@@ -86,7 +103,16 @@ def per_prompt(task: Task, x: Float[Tensor, "S N"]) -> Float[Tensor, "S Q"]:
 def bandit(
     reward: list[float], prompts: int = 1, features: Tensor | None = None
 ) -> Task:
-    """One-token responses: arm v of prompt q has reward[q V + v]; one context a prompt."""
+    """Return a task of responses of one token: arm v of prompt q has reward[q V + v].
+
+    Args:
+        reward: of each arm of each prompt, of which there are equally many.
+        prompts: how many; each is one context.
+        features: [prompts, D]; None for a table.
+
+    Raises:
+        InputError: the rewards are not a multiple of the prompts.
+    """
     N = len(reward)
     if N % prompts:
         raise InputError(
@@ -107,10 +133,17 @@ def bandit(
 def strings(
     vocabulary: int, length: int, right: set[tuple[int, ...]], end: int | None = None
 ) -> Task:
-    """All strings of that many tokens, a table with one context a prefix; reward 1 for
-    those in `right`.
+    """Return a task of all strings of that many tokens to one prompt, with a table that
+    has a context for each prefix.
 
-    end   a token after which a response is over: responses then differ in length
+    Args:
+        vocabulary: tokens are 0, ..., vocabulary - 1.
+        length: of a response, or the longest with `end`.
+        right: the responses of reward 1; others have 0.
+        end: a token after which a response is over: responses then differ in length.
+
+    Raises:
+        InputError: one in `right` is no response.
     """
     whole: list[tuple[int, ...]] = []
     prefixes: dict[tuple[int, ...], int] = {(): 0}

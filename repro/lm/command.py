@@ -60,8 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     """Do what the options say.
 
     Returns:
-        0; 1 if a number was not finite or a step was not the objective's; 2 if the run
-        cannot start or go on.
+        0; 1 if a number was not finite or a step was not the objective's; 2, with a
+        sentence on stderr, if the run cannot start or go on.
     """
     args = arguments().parse_intermixed_args(argv)
     try:
@@ -114,7 +114,13 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def work(args: argparse.Namespace) -> int:
-    """Train the runs that are not finished, report on all, and return 0."""
+    """Train the runs that are not finished, and print the report on all; return 0.
+
+    Raises:
+        InputError: no run can be made of the options, or the machine is too small.
+        NotFinite: a loss or gradient is not finite.
+        ParityError: a recorded step is not the objective's.
+    """
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device != "cpu" and not torch.cuda.is_available():
         raise InputError(f"--device {device}: no GPU is visible to torch here.")
@@ -146,8 +152,14 @@ def work(args: argparse.Namespace) -> int:
 
 
 def settings_of(args: argparse.Namespace, device: str) -> list[Settings]:
-    """Return the settings of each run, the objective's first. Raises InputError on a
-    name or a value that no run could be made of.
+    """Return the settings of each run, the objective's first, then that of --against.
+
+    Args:
+        args: the options.
+        device: "cuda" computes in bfloat16.
+
+    Raises:
+        InputError: no run could be made of a name or a value.
     """
     given = dict(map(parse_override, args.overrides))
     for name in given.keys() & {"seed", "objective"}:
@@ -170,7 +182,7 @@ def settings_of(args: argparse.Namespace, device: str) -> list[Settings]:
 
 def out_of_memory(e: BaseException) -> bool:
     """Return whether the machine's or the GPU's memory was too small: torch raises a
-    RuntimeError for both.
+    RuntimeError for both, with these words.
     """
     words = ("can't allocate memory", "out of memory", "not enough memory")
     return isinstance(e, MemoryError) or any(w in str(e) for w in words)

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run of SmolLM2 shows: scores before and after with intervals, some answers,
-its figure, parity with the reference, and the replay of its recorded steps.
+"""What a run of SmolLM2 shows: scores before and after with intervals, some answers, its
+figure, parity with the reference, and the replay of its recorded steps.
+
+In all functions `run` is the folder of a finished run, and `s` its settings. A line of its
+evals.jsonl is an evaluation; `right` and `said` in it have for each problem its samples:
+whether they are right, and what they answer.
 """
 
 import json
@@ -33,14 +37,11 @@ CAUTION = (
 
 
 def write(runs: list[tuple[Settings, Path]], folder: Path) -> str:
-    """report.md and its figure, from what the runs left.
+    """Write report.md and its figure, from what the runs left; return the text.
 
     Args:
-        runs: settings and folder of each.
+        runs: settings and folder of each; the figure's scores are those of the first.
         folder: where the report goes; it is made.
-
-    Returns:
-        The text.
     """
     folder.mkdir(parents=True, exist_ok=True)
     save_both(draw(runs), folder / "training")
@@ -61,15 +62,22 @@ def write(runs: list[tuple[Settings, Path]], folder: Path) -> str:
 
 
 def evaluations(run: Path) -> list[dict[str, Any]]:
+    """Return the evaluations of a run, in order."""
     return _lines(run / "evals.jsonl")
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a JSONL file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def of_step(run: Path, step: int, decoding: str) -> dict[str, Any]:
-    """Return the evaluation of that step by that decoding."""
+    """Return the evaluation on the test set at that step by that decoding, a key of
+    DECODINGS.
+
+    Raises:
+        ValueError: there is none, or more than one.
+    """
     (found,) = (
         e
         for e in evaluations(run)
@@ -79,7 +87,12 @@ def of_step(run: Path, step: int, decoding: str) -> dict[str, Any]:
 
 
 def per_problem(evaluation: dict[str, Any], metric: str) -> np.ndarray:
-    """Return the metric of each problem, [P]."""
+    """Return the metric of each problem, [P], from 0 to 1.
+
+    Args:
+        evaluation: of a run.
+        metric: a key of METRICS.
+    """
     right = np.array(evaluation["right"], dtype=bool)
     if metric == "avg":
         return right.mean(1)
@@ -91,7 +104,9 @@ def per_problem(evaluation: dict[str, Any], metric: str) -> np.ndarray:
 
 
 def table(s: Settings, run: Path) -> str:
-    """Scores before and after in points of 100, with 95 % intervals over problems."""
+    """Return a table of the scores before and after, and of their difference problem by
+    problem, in points of 100 with 95 % intervals over problems.
+    """
     k, n = s.eval_samples, s.eval_problems
     rows = []
     for decoding, words in DECODINGS.items():
@@ -106,18 +121,26 @@ def table(s: Settings, run: Path) -> str:
 
 
 def _estimate(e: metrics.Estimate) -> str:
+    """Return an estimate with its interval in points: `41.2 [35.0, 47.4]`."""
     return f"{100 * e.value:.1f} [{100 * e.low:.1f}, {100 * e.high:.1f}]"
 
 
 def _difference(d: np.ndarray) -> str:
-    """Return the mean of differences of the same problems, with a normal interval."""
+    """Return the mean of differences with a normal 95 % interval, in points; the
+    interval is nan for one problem.
+
+    Args:
+        d: after minus before, of each problem.
+    """
     half = 1.96 * d.std(ddof=1) / sqrt(len(d)) if len(d) > 1 else float("nan")
     mean = d.mean()
     return f"{100 * mean:+.1f} [{100 * (mean - half):+.1f}, {100 * (mean + half):+.1f}]"
 
 
 def answers(s: Settings, run: Path) -> str:
-    """Return what the first problems were answered before and after, at T = 1."""
+    """Return a table of what the first SHOWN problems were answered before and after,
+    at T = 1.
+    """
     task = tasks.get(s.task)
     problems = task.problems("test", s.eval_problems, seed=s.eval_seed)[:SHOWN]
     first, last = (of_step(run, step, "t_1") for step in (0, s.steps))
@@ -130,7 +153,9 @@ def answers(s: Settings, run: Path) -> str:
 
 
 def _counted(said: list[int], right: int) -> str:
-    """`**125** x 9, 115 x 4, no number x 3`; the right one in bold."""
+    """Return answers with their counts, the most frequent first, the right one in bold:
+    `**125** × 9, 115 × 4, no number × 3`.
+    """
     parts = []
     for answer, count in Counter(said).most_common():
         words = "no number" if answer == NO_ANSWER else str(answer)
@@ -140,7 +165,9 @@ def _counted(said: list[int], right: int) -> str:
 
 
 def parity(run: Path) -> str:
-    """Say how far the recorded steps were from the reference; "" if none was recorded."""
+    """Return a sentence on how far the recorded steps were from the reference; "" if
+    none was recorded.
+    """
     steps = [line for line in _lines(run / "steps.jsonl") if "parity_of_bound" in line]
     if not steps:
         return ""
@@ -153,7 +180,7 @@ def parity(run: Path) -> str:
 
 
 def replayed(s: Settings, run: Path) -> str:
-    """Return what `upref replay` says of the recorded steps."""
+    """Return what `upref replay` prints of the recorded steps; "" if there are none."""
     folder = run / FOLDER
     if not folder.exists():
         return ""
@@ -162,18 +189,19 @@ def replayed(s: Settings, run: Path) -> str:
 
 
 def facts(run: Path) -> dict[str, Any]:
-    """Return what done.json says: machine, versions, processor time."""
+    """Return what done.json has: machine, versions, seconds of processor time."""
     found: dict[str, Any] = json.loads((run / "done.json").read_text())
     return found
 
 
 def parts_of_time(run: Path) -> str:
-    """`eval 40, sample 90, ...`: seconds of processor time."""
+    """Return the seconds of processor time of each part: `eval 40, sample 90, ...`."""
     seconds = facts(run)["seconds"]
     return ", ".join(f"{k} {v:.0f}" for k, v in seconds.items() if k != "all")
 
 
 def spent(run: Path) -> str:
+    """Return a sentence on the processor time, the machine, and where the model is."""
     machine = facts(run)["machine"]
     return (
         f"Seconds of processor time: {facts(run)['seconds']['all']:.0f} ({parts_of_time(run)}), "
@@ -182,6 +210,7 @@ def spent(run: Path) -> str:
 
 
 def _last_checkpoint(run: Path) -> str:
+    """Return the path of the last checkpoint, "removed" if there is none."""
     found = sorted(
         (run / "checkpoints").glob("step-*"), key=lambda p: int(p.name.split("-")[1])
     )
@@ -189,7 +218,9 @@ def _last_checkpoint(run: Path) -> str:
 
 
 def draw(runs: list[tuple[Settings, Path]]) -> Figure:
-    """The share of right answers while it trains; scores before and after."""
+    """Draw the share of right answers while the runs train, and the scores of the first
+    run before and after.
+    """
     fig = Figure(figsize=(9, 3.4), layout="constrained")
     curve, bars = fig.subplots(1, 2)
     for color, (s, run) in zip(PALETTE, runs, strict=False):

@@ -23,10 +23,10 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def check(out: Path = OUT) -> None:
-    """Raise InputError where memory or disk is too small.
+    """Raise InputError where free memory or disk is too small for a run.
 
     Args:
-        out: folder of the runs.
+        out: folder of the runs; it need not exist.
     """
     memory = free_memory()
     if memory < MEMORY:
@@ -45,7 +45,8 @@ def check(out: Path = OUT) -> None:
 
 
 def needed_disk(out: Path) -> float:
-    """Bytes of disk that a run still takes: what is there already is not needed again.
+    """Return the bytes of disk that a run still takes: environment, model and
+    checkpoints, less what is there already.
 
     Args:
         out: folder of the runs.
@@ -60,14 +61,15 @@ def needed_disk(out: Path) -> float:
 
 
 def _files(folder: Path) -> list[Path]:
+    """Return all files below a folder; [] if it is not there."""
     return [p for p in folder.rglob("*") if p.is_file()]
 
 
 def free_memory(
     read: Callable[[Path], str] = Path.read_text,
 ) -> float:
-    """Bytes of memory that this process may still take: the machine's, or those of its
-    control group; infinite where neither can be read.
+    """Return the bytes of memory that this process may still take: the machine's or
+    those of its control group, whichever is less; infinite where neither can be read.
 
     Args:
         read: reads a file.
@@ -83,6 +85,7 @@ def free_memory(
         most = float(read(CGROUP / "memory.max"))
         used = float(read(CGROUP / "memory.current"))
         stat = dict(line.split() for line in read(CGROUP / "memory.stat").splitlines())
+        # a cache of files that the kernel gives up when memory is needed
         found.append(most - used + float(stat["inactive_file"]))
     except (OSError, ValueError, LookupError):  # "max": no limit
         pass
@@ -90,6 +93,7 @@ def free_memory(
 
 
 def main() -> int:
+    """Check the default folder; return 0, or 2 after a sentence on stderr."""
     try:
         check()
     except InputError as e:

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every objective trains a real, tiny transformer: tasks, policy (what samples), train
-(one run), study (many runs).
+"""Every objective trains a real, tiny transformer: tasks, policy (what samples), train (one
+run), experiment (many runs).
 """

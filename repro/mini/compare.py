@@ -73,7 +73,9 @@ clipping, averaged over the minibatches of a step; `grad_norm_max`: the largest 
 
 
 def partner(name: str) -> str:
-    """The baseline of a UP objective, the UP of any other."""
+    """Return the other half of an objective: the baseline of a UP objective, the UP of
+    any other (`up(NAME)` where the registry has no `up_NAME`).
+    """
     if name.startswith("up(") and name.endswith(")"):
         return name[3:-1]
     other = name.removeprefix("up_") if name.startswith("up_") else f"up_{name}"
@@ -81,7 +83,15 @@ def partner(name: str) -> str:
 
 
 def pair(name: str, against: str) -> tuple[str, str]:
-    """The two arms: the baseline, and what is compared with it."""
+    """Return the names of the two arms: the baseline, and what is compared with it.
+
+    Args:
+        name: the objective. Against its other half, the one with UP comes second.
+        against: the baseline instead of the other half; "": none.
+
+    Raises:
+        InputError: there is no such objective, or both are the same.
+    """
     known = upref.get(name).name
     if against:
         baseline = upref.get(against).name
@@ -98,7 +108,14 @@ def pair(name: str, against: str) -> tuple[str, str]:
 def experiment(
     name: str, seeds: int, overrides: dict[str, Any], against: str = ""
 ) -> Plan:
-    """The pattern's settings with these two arms."""
+    """Return a plan with the pattern's settings and these two arms, without claims.
+
+    Args:
+        name: the objective, which the plan and its only group are named after.
+        seeds: how many, from 0 on.
+        overrides: settings that differ from the pattern's.
+        against: as for `pair`.
+    """
     base, up = pair(name, against)
     pattern = plan.load(PATTERN)
     return replace(
@@ -114,12 +131,19 @@ def experiment(
 
 
 def settings_of(e: Plan, arm: str, seed: int) -> Settings:
-    """Of one run."""
+    """Return the settings of one run."""
     return e.run("main", Cell(arm, e.name), "", Choice(), seed).settings
 
 
 def write(e: Plan, known: dict[str, RunRecord], out: Path, folder: Path) -> str:
-    """report.md and its figures; returns the text."""
+    """Write report.md and its figures into the folder, which is made; return the text.
+
+    Args:
+        e: the plan.
+        known: the records of all its runs, by name.
+        out: folder of the runs.
+        folder: of the report.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     base, up = e.arms
     found = [curves.series(e, known, panel) for panel in PANELS]
@@ -127,14 +151,14 @@ def write(e: Plan, known: dict[str, RunRecord], out: Path, folder: Path) -> str:
         curves.draw(PANELS, found, f"{base} and {up} from the same base policy"),
         folder / "curves",
     )
-    lit = cap_map(e, out, folder)
+    tokens_seen = cap_map(e, out, folder)
     n = len(e.main["seeds"])
     seeds = f"{n} seed{'s' if n > 1 else ''}"
     text = [
         f"# {base} and {up}, trained from the same base policy ({seeds})\n",
         table(e, known),
         LEGEND,
-        lit,
+        tokens_seen,
     ]
     text += [chance(n), CAUTION, ""]
     text += [f"The proof and the gradients: `bash repro/run.sh {e.name} reference`.\n"]
@@ -143,13 +167,13 @@ def write(e: Plan, known: dict[str, RunRecord], out: Path, folder: Path) -> str:
 
 
 def chance(seeds: int) -> str:
-    """What so many seeds can tell."""
+    """Return a sentence on what so many seeds can tell of an effect."""
     if seeds == 1:
         return "One seed cannot tell an effect from chance: two seeds of one method can differ more than two methods do."
     agree = f"where nothing differs, the signs of {seeds} seeds all agree with probability {2 ** (1 - seeds):.2g}"
     cannot = (
         "cannot tell an effect from chance"
-        if seeds < 6
+        if seeds < 6  # 2 ** -5 = 0.03 is below 0.05
         else "are not tested on this page"
     )
     return f"These {seeds} seeds {cannot}: {agree}."
@@ -163,31 +187,41 @@ def print_report(text: str) -> None:
 
 
 def table(e: Plan, known: dict[str, RunRecord]) -> str:
-    """What each arm has, and their differences seed by seed."""
+    """Return a table with a row for each of ROWS: the mean of each arm over the seeds,
+    and the second arm minus the first, seed by seed.
+    """
     base, up = e.arms
     runs, seeds = e.runs(known), e.main["seeds"]
     rows = []
     for metric, at in ROWS:
-        x = {}
+        x: dict[str, list[float]] = {}  # arm -> the number of each seed
         for arm in e.arms:
             term = Term(arm, e.name, metric, at)
             x[arm] = [number(runs[arm, e.name, "", seed], term) for seed in seeds]
-        scale = 100 if metric in FRACTIONS else 1
+        scale = 100 if metric in FRACTIONS else 1  # `number` gives SHARES in points
         form = ".1f" if metric in (*SHARES, *FRACTIONS) else ".3g"
         means = [f"{scale * float(np.mean(x[arm])):{form}}" for arm in e.arms]
         pairs = zip(x[base], x[up], strict=True)
-        apart = ", ".join(f"{scale * (b - a):+{form}}" for a, b in pairs)
+        differences = ", ".join(f"{scale * (b - a):+{form}}" for a, b in pairs)
         unit = " (%)" if form == ".1f" else ""
-        rows.append([f"{metric}{unit}, {at}", *means, apart])
+        rows.append([f"{metric}{unit}, {at}", *means, differences])
     columns = ["", base, up, "difference, seed by seed"]
     return markdown.table(columns, rows) + "\n"
 
 
 def cap_map(e: Plan, out: Path, folder: Path) -> str:
-    """The Cap maps of both, lit by the tokens that the first seed's runs saw; returns
-    what it shows, in words.
+    """Draw the Cap maps of both arms with the tokens that the first seed's runs kept,
+    as cap.svg and cap.png; return a section in Markdown: what they show, or why there
+    is no map of an arm.
+
+    Args:
+        e: the plan.
+        out: folder of the runs.
+        folder: where the figure goes.
     """
-    lines, panels, seen = ["## Where the tokens were\n"], [], []
+    lines = ["## Where the tokens were\n"]
+    panels = []
+    seen = []  # of each panel: π_old(o_t), π_θ(o_t), whether it has a gradient
     for sign, adv in (("A > 0", 1.0), ("A < 0", -1.0)):
         for arm in e.arms:
             s = settings_of(e, arm, e.main["seeds"][0])
@@ -203,11 +237,10 @@ def cap_map(e: Plan, out: Path, folder: Path) -> str:
                 continue
             pi_old, pi, A = (np.load(path)[k] for k in ("pi_old", "pi", "adv"))
             here = np.sign(A) == adv
-            alive = np.broadcast_to(
-                o.weight(pi[here] / pi_old[here], A[here], mu=pi_old[here], **s.hp)
-                != 0,
-                here.sum(),
-            )
+            ratio = pi[here] / pi_old[here]
+            weight = o.weight(ratio, A[here], mu=pi_old[here], **s.hp)
+            # an objective may have one weight for all tokens
+            alive = np.broadcast_to(weight != 0, here.sum())
             panels.append(
                 Panel(
                     f"{arm}, {sign}",
@@ -245,7 +278,7 @@ def cap_map(e: Plan, out: Path, folder: Path) -> str:
 
 
 def save_both(fig: Figure, path: Path) -> None:
-    """Save a figure as .svg and as .png."""
+    """Save a figure as .svg and as .png, whatever suffix the path has."""
     save(fig, path.with_suffix(".svg"))
     picture = io.BytesIO()
     fig.savefig(picture, dpi=130)
@@ -253,7 +286,11 @@ def save_both(fig: Figure, path: Path) -> None:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Read NAME=VALUE; a value that is no JSON is text."""
+    """Return name and value of NAME=VALUE; a value that is no JSON is text.
+
+    Raises:
+        InputError: there is no `=`.
+    """
     name, equals, value = text.partition("=")
     if not equals:
         raise InputError(f"{text!r} is not name=value, for example steps=50.")
@@ -264,7 +301,9 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train an objective and its other half, report, and return the exit status."""
+    """Train an objective and its other half, report, and return the exit status, as
+    described above.
+    """
     parser = Parser(
         prog="repro/run.sh",
         description="Train an objective and its other half, and report.",
@@ -297,7 +336,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_intermixed_args(argv)  # name=value behind an option too
 
     def work() -> int:
-        """Do it, and return 0, or 1 if a run failed."""
+        """Train and report; return 0, or 1 without a report if a run failed."""
         if args.seeds < 1 or args.jobs < 1:
             raise InputError("--seeds and --jobs must be at least 1.")
         overrides = dict(map(parse_override, args.overrides))

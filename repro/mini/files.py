@@ -42,11 +42,18 @@ __all__ = [
 
 @contextmanager
 def alone(folder: Path, other: str) -> Iterator[int]:
-    """One process at a time in the folder, which is made; gives the number of the lock.
+    """Lock the folder, which is made, for one process at a time; gives the file
+    descriptor of the lock.
 
-    kill -9 frees it. Processes that inherit the number hold it as well, until the last
-    of them ends. Raises InputError where the folder is in use (by `other`, says the
-    sentence) or cannot be made.
+    kill -9 frees it. Processes that inherit the descriptor hold the lock as well, until
+    the last of them ends.
+
+    Args:
+        folder: it is made.
+        other: by what it may be in use, for the message.
+
+    Raises:
+        InputError: the folder is in use or cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,8 +76,8 @@ def alone(folder: Path, other: str) -> Iterator[int]:
 
 @contextmanager
 def locked(folder: Path, *, write: bool) -> Iterator[None]:
-    """Wait for the folder, which exists; then one writer is alone in it, or any number
-    of readers. kill -9 frees it.
+    """Wait for the lock of the folder, which exists: with `write` alone, else together
+    with any number of readers. kill -9 frees it.
     """
     lock = os.open(folder, os.O_RDONLY)
     try:
@@ -81,8 +88,15 @@ def locked(folder: Path, *, write: bool) -> Iterator[None]:
 
 
 def publish(folder: Path, write: Callable[[Path], None], **facts) -> None:
-    """Make the folder by `write`, all or nothing; provenance.json holds the facts and
-    the sha256 of every file.
+    """Make the folder by `write`, all or nothing, in place of one that is there.
+
+    Args:
+        folder: its name beside its parent's other folders.
+        write: writes files, and no folders, into the folder that it is given.
+        **facts: for provenance.json, which also has the sha256 of every file.
+
+    Raises:
+        OSError: the disk is full, or cannot be written.
     """
     draft = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)
@@ -106,15 +120,20 @@ def publish(folder: Path, write: Callable[[Path], None], **facts) -> None:
 
 
 def _disk_error(e: Exception, path: Path) -> OSError:
-    """What torch and safetensors raise where the disk is full, as an OSError."""
+    """Return as an OSError what torch and safetensors raise where a file cannot be
+    written: by its words it is a full disk, or something else.
+    """
     said = str(e).splitlines()[0]
     full = "unexpected pos" in said or "os error 28" in said or "iostream" in said
     return OSError(ENOSPC, os.strerror(ENOSPC) if full else said, str(path))
 
 
 def checked(folder: Path) -> dict[str, Any]:
-    """The facts of a folder whose files are all what they were. Raises InputError if
-    one is not.
+    """Return the facts in provenance.json of a folder whose files are all what they
+    were.
+
+    Raises:
+        InputError: a file is missing or differs from its sha256.
     """
     try:
         facts = json.loads((folder / PROVENANCE).read_text())
@@ -140,7 +159,7 @@ def checked(folder: Path) -> dict[str, Any]:
 
 
 def facts_digest(facts: dict[str, Any]) -> str:
-    """The sha256 of these facts, their own `digest` left out."""
+    """Return the sha256 of these facts as sorted JSON, without their own `digest`."""
     plain = json.dumps(
         {k: v for k, v in facts.items() if k != "digest"}, sort_keys=True
     )
@@ -148,17 +167,21 @@ def facts_digest(facts: dict[str, Any]) -> str:
 
 
 def sha256(path: Path) -> str:
+    """Return the sha256 of a file in hexadecimal."""
     with path.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def save_tree(path: Path, tree: Any) -> None:
-    """Nested dicts, lists and tuples of tensors, numbers, words and None, in one
-    safetensors file.
+    """Write nested dicts, lists and tuples of tensors, numbers, text and None to one
+    safetensors file, all or nothing.
 
     The structure is JSON in the file's metadata, so that reading it runs no code, which
     reading a pickle does; beside it is a digest of it and of the tensors. Tuples come
     back as lists.
+
+    Raises:
+        OSError: the disk is full, or cannot be written.
     """
     tensors: dict[str, Tensor] = {}
     plain = json.dumps(_plain(tree, tensors))
@@ -176,8 +199,10 @@ def save_tree(path: Path, tree: Any) -> None:
 
 
 def load_tree(path: Path) -> Any:
-    """What `save_tree` wrote. Raises InputError on anything else, and where the content
-    is not what was written.
+    """Return what `save_tree` wrote, with tensors on the CPU.
+
+    Raises:
+        InputError: the file is something else, or not what was written.
     """
     try:
         with safe_open(path, "pt") as f:
@@ -203,6 +228,7 @@ def load_tree(path: Path) -> Any:
 
 
 def _digest_of_tree(plain: str, tensors: dict[str, Tensor]) -> str:
+    """Return the sha256 of the JSON and of each tensor's name, dtype, shape and bytes."""
     total = hashlib.sha256(plain.encode())
     for name in sorted(tensors):
         x = tensors[name]
@@ -212,7 +238,11 @@ def _digest_of_tree(plain: str, tensors: dict[str, Tensor]) -> str:
 
 
 def _plain(x: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return the tree as JSON holds it, and put its tensors into `tensors` by number."""
+    """Return the tree as JSON holds it, and put its tensors into `tensors` by number.
+
+    A tensor becomes {"tensor": NUMBER}, a dict {"dict": [[key, value], ...]}, so that
+    keys need not be text.
+    """
     if isinstance(x, Tensor):
         x = x.detach().cpu()
         # a file cannot hold two tensors that share memory; gigabytes are not copied
@@ -239,25 +269,35 @@ def _tree(x: Any, tensor: Callable[[str], Tensor]) -> Any:
 
 
 class Log:
-    """A JSONL file. `here` is how far it is written, and the digest of that; `back_to`
-    drops what a killed run wrote after its checkpoint."""
+    """A JSONL file to which a run adds, and which goes back to where it was at a
+    checkpoint.
+
+    `here` is kept in the checkpoint; `back_to` then drops what a killed run wrote after
+    it.
+    """
 
     def __init__(self, path: Path):
         self.path = path
 
     def add(self, row: dict[str, Any]) -> None:
+        """Add a line. Raises ValueError where a number is not finite."""
         with self.path.open("a") as f:
             f.write(json.dumps(row, allow_nan=False) + "\n")
 
     def here(self) -> list[Any]:
-        """[bytes, their sha256]."""
+        """Return [how many bytes are written, their sha256], once they are on
+        the disk.
+        """
         self.path.touch()
         flush(self.path)
         return [self.path.stat().st_size, sha256(self.path)]
 
     def back_to(self, size: int, digest: str = hashlib.sha256().hexdigest()) -> None:
-        """Raises InputError if the first `size` bytes are not those that the checkpoint
-        was made with.
+        """Cut the file to its first `size` bytes.
+
+        Raises:
+            InputError: these are not the bytes with this digest, that of no bytes by
+                default.
         """
         self.path.touch()
         content = self.path.read_bytes()

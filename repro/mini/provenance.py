@@ -36,17 +36,17 @@ def of_this_machine() -> dict:
 
 
 def gpu() -> dict:
-    """{"gpu": its name} where tensors are made on one."""
+    """Return {"gpu": its name} where tensors are made on a GPU, else {}."""
     if torch.get_default_device().type != "cuda":
         return {}
     return {"gpu": torch.cuda.get_device_name()}
 
 
 def commit() -> dict:
-    """Of the code that runs, and whether tracked files differ from it; {"id": None}
-    outside git.
+    """Return {"id": the commit of the code that runs, "dirty": whether tracked files
+    differ from it}; both None outside git.
 
-    The records themselves do not count: the suite writes them between runs.
+    Files of results do not count: the suite writes them between runs.
     """
     # kill -9 leaves no lock behind
     git = ("git", "--no-optional-locks", "-C", str(Path(__file__).parent))
@@ -70,7 +70,7 @@ def commit() -> dict:
 
 
 def cpu() -> str:
-    """Return the name of the processor."""
+    """Return the name of the processor, or else its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(

@@ -21,12 +21,15 @@ from upref.errors import InputError
 
 
 def of_control(plan: Plan, found: Sequence[Effect], control: str) -> list[Effect]:
-    """The effects of the answer's family against one control.
+    """Return the effects of the answer's family against one control.
 
     Args:
         plan: with an [answer].
-        found: the effects of the whole plan.
+        found: the effects of the whole plan, in its order.
         control: an arm.
+
+    Returns:
+        Those of the answer's group, in the order of the plan; [] if there is none.
     """
     wanted = plan.answer
     for family, effects in plan.by_family(found):
@@ -40,12 +43,17 @@ def of_control(plan: Plan, found: Sequence[Effect], control: str) -> list[Effect
 
 
 def against(plan: Plan, found: Sequence[Effect], control: str) -> str:
-    """The word against one control.
+    """Return the word against one control: one of those at the top of this file.
+
+    "not finished" if at least one of the effects is.
 
     Args:
         plan: with an [answer].
-        found: the effects of the whole plan.
+        found: the effects of the whole plan, in its order.
         control: an arm.
+
+    Raises:
+        InputError: no effect of the answer's family and group is against it.
     """
     effects = of_control(plan, found, control)
     if not effects:
@@ -66,11 +74,16 @@ def against(plan: Plan, found: Sequence[Effect], control: str) -> str:
 
 
 def answer(plan: Plan, found: Sequence[Effect]) -> str:
-    """ "yes", "no", "undecided" or "not finished".
+    """Return "yes", "no", "undecided" or "not finished", as described above.
+
+    "not finished" if it is against at least one control.
 
     Args:
         plan: with an [answer].
-        found: the effects of the whole plan.
+        found: the effects of the whole plan, in its order.
+
+    Raises:
+        InputError: no effect is against one of the controls.
     """
     words = [against(plan, found, control) for control in plan.answer["controls"]]
     if "not finished" in words:

@@ -31,13 +31,13 @@ from upref.errors import InputError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line, and return its exit status, as described above."""
     args = _parser().parse_args(argv)
     return suite.exit_status_of(lambda: _work(args), "experiment")
 
 
 def _parser() -> Parser:
-    """The options."""
+    """Return the parser of the options."""
     parser = Parser(
         prog="python -m repro.mini.experiment",
         description=(__doc__ or "").split("\n\n")[0],
@@ -59,11 +59,20 @@ def _parser() -> Parser:
 
 
 def _work(args: argparse.Namespace) -> int:
-    """What the options ask for."""
+    """Do what the options ask for, the first of them that is given, in this order:
+    --verify, --standing, a list where there is no name, --power, --register, --list,
+    --collect; else train.
+
+    Returns:
+        The exit status: 0, or 1 if a run failed or something differs.
+
+    Raises:
+        InputError: the options or the plan do not allow it.
+    """
     if args.verify:
         return verify.main([args.name] if args.name else list(paths()))
     if args.standing:
-        # the last line: libraries print where they load
+        # the caller reads the last line: libraries may print when they are loaded
         print(json.dumps(standing.everything(), ensure_ascii=False))
         return 0
     if not args.name:
@@ -102,13 +111,20 @@ def _work(args: argparse.Namespace) -> int:
 
 
 def _is_closed(plan: Plan) -> bool:
-    """Whether a report of all its runs is committed."""
+    """Return whether all runs of a plan are in its committed records, so that its
+    report is final. False for a plan that reads other plans' runs.
+    """
     known = records.load(plan.results)
     return bool(known) and not plan.others and not plan.todo(known)
 
 
 def _take(plan: Plan, out: Path, results: Path) -> dict[str, RunRecord]:
-    """The records, with those of finished runs, whichever choice they make known."""
+    """Return the records by name, with those of finished runs under `out` added to
+    `results`.
+
+    A new record may make a choice known, and so other runs reachable: repeat until
+    there is none.
+    """
     known = records.load(results)
     while new := {
         run.key
@@ -122,7 +138,14 @@ def _take(plan: Plan, out: Path, results: Path) -> dict[str, RunRecord]:
 def _train(
     plan: Plan, out: Path, results: Path, jobs: int, hours: float, device: str
 ) -> int:
-    """Stage after stage until all is done, a run fails or the hours are over."""
+    """Train stage after stage until all is done, a run fails or the hours are over.
+
+    In any case, write the page at the end; print a sentence for each failure, and the
+    progress.
+
+    Returns:
+        1 if a run failed, else 0.
+    """
     end = time.monotonic() + 3600 * hours
     failures: list[str] = []
     with suite.alone(out) as lock:

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws what runs logged: panels of mean curves over seeds, each seed thin behind, in
 the paper's layout.
+
+A panel is a table of the plan: metric, label (its title), and optional log (True: the
+vertical axis is logarithmic), set and decoding (of an evaluation).
 """
 
 from collections.abc import Sequence
+from math import ceil
 from typing import Any
 
 import matplotlib
@@ -21,7 +25,7 @@ from repro.mini.experiment.questions import (
 )
 from upref.weights.plots import PALETTE, STYLE
 
-COLOURS = {  # by name, so that an objective looks the same in every figure
+COLOURS = {  # by arm, so that an objective looks the same in every figure
     "dapo": PALETTE[0],
     "grpo": PALETTE[0],
     "gspo": PALETTE[0],
@@ -32,6 +36,7 @@ COLOURS = {  # by name, so that an objective looks the same in every figure
     "reinforce_off_policy": "#00A6A6",
     "is_pg": "#8C6D1F",
 }
+# for arms without a colour of their own, in the order in which they are taken
 OTHERS = [
     "#009E73",
     "#CC79A7",
@@ -46,14 +51,17 @@ OTHERS = [
     "#6B8E23",
     "#1B1B8F",
 ]
-FORMS = ("_code", "_clipped")  # of an arm's ending: the same method in another form
+# endings of the name of an arm that is another form of the same method
+FORMS = ("_code", "_clipped")
 Curve = tuple[Numbers, Numbers]  # steps, values
 Series = dict[str, list[Curve]]  # arm -> the curve of each seed
-BOLD, PLAIN = 2.4, 1.6  # width of a line
+BOLD, PLAIN = 2.4, 1.6  # width of a line in points
 
 
 def series(plan: Plan, records: dict[str, RunRecord], panel: dict[str, Any]) -> Series:
-    """Arm -> one curve a seed, of the runs that are there."""
+    """Return the curves of a panel's metric: arm -> one for each run that is there, of
+    every group, base and seed of the plan.
+    """
     found: Series = {}
     for (arm, _, _, _), run in plan.runs(records).items():
         found.setdefault(arm, []).append(curve(run, panel))
@@ -61,7 +69,11 @@ def series(plan: Plan, records: dict[str, RunRecord], panel: dict[str, Any]) -> 
 
 
 def curve(r: RunRecord, panel: dict[str, Any]) -> Curve:
-    """A metric of one run along training; shares of evaluations in points."""
+    """Return steps and values of a panel's metric in one run.
+
+    A metric of the evaluations is in points of 100, by default on the test set at top-p
+    0.7; any other is as it was logged.
+    """
     metric = panel["metric"]
     if metric in EVAL_METRICS:
         columns = r["evals"][
@@ -78,13 +90,22 @@ def draw(
     highlight: str = "",
     each: str = "seed",
 ) -> Figure:
-    """A matplotlib Figure: one panel a metric, one colour an arm."""
+    """Draw one panel for each metric, with one color for each arm.
+
+    Args:
+        panels: at most 3 side by side; more in two rows.
+        found: of each panel its curves.
+        title: of the figure.
+        highlight: the arm whose mean is drawn bold and on top; "": none.
+        each: what the legend counts.
+    """
     arms = list(dict.fromkeys(arm for s in found for arm in s))
     colour, dashes = looks(arms)
-    columns = len(panels) if len(panels) < 4 else -(-len(panels) // 2)
-    rows = -(-len(panels) // columns)
-    beside = min(len(arms), {1: 2, 2: 4}.get(columns, 5))
-    keys = -(-len(arms) // beside)
+    columns = len(panels) if len(panels) < 4 else ceil(len(panels) / 2)
+    rows = ceil(len(panels) / columns)
+    fitting = {1: 2, 2: 4}.get(columns, 5)  # legend entries in the width
+    beside = min(len(arms), fitting)
+    keys = ceil(len(arms) / beside)  # rows of the legend
     with matplotlib.rc_context(STYLE):
         fig = Figure(
             figsize=(4.1 * columns, 2.9 * rows + 0.35 + 0.2 * keys),
@@ -116,11 +137,15 @@ def draw(
 
 
 def looks(arms: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Colour and dash of each arm. One that has no colour of its own is dashed in that
-    of the arm it is a form of.
+    """Return color and dash of each arm, two dictionaries.
+
+    An arm has its own color of COLOURS if no other arm has it. An arm without one that
+    is UP or another form of a plain arm here has the plain arm's color, dashed. Every
+    other arm has the first free color of OTHERS, or its first one when all are taken.
     """
     colour: dict[str, str] = {}
     dashes = dict.fromkeys(arms, "-")
+    # plain arms first: the others may take over their colors
     for arm in sorted(arms, key=lambda a: _of(a, arms) is not None):
         own = COLOURS.get(arm, PALETTE[1] if arm.startswith("up(") else "")
         plain = _of(arm, arms)
@@ -137,7 +162,9 @@ def looks(arms: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _of(arm: str, arms: Sequence[str]) -> str | None:
-    """The arm that this one is UP of, or another form of."""
+    """Return the arm of `arms` that this one is UP of ("up_dapo": "dapo") or another
+    form of ("dapo_code": "dapo"); None if there is none.
+    """
     names = [arm.removeprefix("up_"), *(arm.removesuffix(form) for form in FORMS)]
     return next((name for name in names if name != arm and name in arms), None)
 
@@ -150,13 +177,13 @@ def _draw_panel(
     dashes: dict[str, str],
     highlight: str,
 ) -> None:
-    """Draw the curves of every arm, and their means."""
+    """Draw the curves of every arm thin, their mean over them, and title and axes."""
     for arm, curves in s.items():
         for x, y in curves:
             thin: dict[str, Any] = {
                 "lw": 0.6,
                 "ms": 3,
-                "alpha": 0.3 if len(s) < 8 else 0.12,
+                "alpha": 0.3 if len(s) < 8 else 0.12,  # many arms hide each other
             }
             ax.plot(x, y, color=colour[arm], marker=_marker(x), **thin)
         x, mean = _mean(curves)
@@ -177,12 +204,15 @@ def _draw_panel(
 
 
 def _marker(x: np.ndarray) -> str:
-    """A dot for a run too short for a line: its curve is one point."""
+    """Return "o", a dot, for a curve of one point; else "", no marker."""
     return "o" if len(x) == 1 else ""
 
 
 def _mean(curves: list[Curve]) -> Curve:
-    """The mean over the seeds at every step that all of them reached."""
+    """Return the mean over the seeds at every step that all of them reached.
+
+    The curves have the same steps, up to where each ends.
+    """
     n = min(len(x) for x, _ in curves)
     return curves[0][0][:n], np.mean([y[:n] for _, y in curves], axis=0)
 
@@ -192,16 +222,19 @@ def draw_plane(
     titles: dict[str, str],
     arms: Sequence[str],
 ) -> Figure:
-    """Avg@32 against Best@32 at the end, one line an arm through its decodings.
+    """Draw Avg@32 against Best@32 at the end, one line an arm through its decodings.
+
+    A point is the mean over the arm's runs. An arm without a run is left out, and keeps
+    its color.
 
     Args:
         by_group: group, one panel each -> arm -> runs.
-        titles: of the panels.
-        arms: all of them, in the order of their colours.
+        titles: of the panels, by group.
+        arms: all of them, in the order of their colors.
     """
     colour, dashes = looks(arms)
     columns = 2 * len(by_group)  # of the legend; more do not fit into the width
-    legend_rows = -(-len(arms) // columns)
+    legend_rows = ceil(len(arms) / columns)
     with matplotlib.rc_context(STYLE):
         size = (4.5 * len(by_group), 3.6 + 0.2 * legend_rows)
         fig = Figure(figsize=size, layout="constrained")

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """From runs to effects: paired differences, and the intervals by which many are judged.
 
-D_k is the mean over the bases of d(k, base). With n seeds, mean D ± t_{n-1}
-sd(D) / √n, with t at level α / m, is one of m simultaneous intervals of a family
-(Bonferroni). There are up to two looks; at the second an interval is the intersection of
-both, or the second alone if they do not meet.
+d[seed, base] is the value of a question (questions.py) for one seed and one base, and
+D[seed] is its mean over the bases. With n seeds, mean D ± t_{n-1} sd(D) / √n, with t at
+level α / m, is one of m simultaneous intervals of a family (Bonferroni). There are up to
+two looks; at the second an interval is the intersection of both, or the second alone if
+they do not meet.
 
     gains, loses      the interval lies above 0, below 0 ("by less than the margin" where
                       it lies within it)
@@ -34,7 +35,7 @@ from repro.mini.experiment.questions import (
 
 # (arm, group, base, seed) -> record
 Runs = dict[tuple[str, str, str, int], RunRecord]
-Places = NDArray[np.int_]  # of seeds
+Places = NDArray[np.int_]  # indices of seeds
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Look:
 
     Attributes:
         seeds: how many.
-        level: of the intervals, over a family.
+        level: the probability, at most, that an interval of a family misses its true
+            value.
     """
 
     seeds: int
@@ -52,15 +54,18 @@ class Look:
 
 @dataclass(frozen=True)
 class Effect:
-    """What the seeds say of a question, on the scale of d.
+    """The estimate of a question, on the scale of d.
 
     Attributes:
         n: seeds.
+        mean: of `values`.
         low: end of the interval; infinite before the first look.
         high: the other end.
+        sd: standard deviation of `values`, with n - 1; nan for one seed.
         by_base: the mean over the seeds on each base.
         values: D of each seed.
-        reached: False where a curve has no point at equal Avg@32.
+        reached: False where a curve has no point at equal Avg@32; then `mean`, the
+            interval and `values` are missing.
     """
 
     question: Question
@@ -75,7 +80,7 @@ class Effect:
 
     @property
     def word(self) -> str:
-        """What the interval says."""
+        """What the interval shows: one of the words at the top of this file."""
         if not self.reached:
             return "out of reach"
         if not np.isfinite([self.low, self.high]).all():
@@ -89,7 +94,7 @@ class Effect:
 
     @property
     def decided(self) -> bool:
-        """Whether the word says something of the effect."""
+        """Whether the word is gains, loses or no difference."""
         return self.word not in ("not finished", "undecided", "out of reach")
 
 
@@ -97,17 +102,22 @@ class Effect:
 def finished(
     question: Question, runs: Runs, seeds: Sequence[int], bases: Sequence[str]
 ) -> list[int]:
-    """The seeds of which every run of the question is there and has its numbers."""
+    """Return the seeds, in order, of which every run of the question is there and has
+    its numbers.
+    """
     return [seed for seed in seeds if _complete(question, runs, seed, bases)]
 
 
 def _complete(question: Question, runs: Runs, seed: int, bases: Sequence[str]) -> bool:
-    """The same for one seed."""
+    """Return whether, for one seed, every run of the question is there and has its
+    numbers.
+    """
     for term in question.terms:
         for base in bases:
             run = runs.get((term.arm, term.group, base, seed))
             if run is None:
                 return False
+            # a curve has its numbers always: 0 where a stopped run did not get
             if question.metric != EQUAL and not answers(run, term, question.ratio):
                 return False
     return True
@@ -116,7 +126,8 @@ def _complete(question: Question, runs: Runs, seed: int, bases: Sequence[str]) -
 def differences(
     question: Question, runs: Runs, seeds: Sequence[int], bases: Sequence[str]
 ) -> Numbers:
-    """d[seed, base].
+    """Return d[seed, base]: the weighted sum of the question's numbers, or of their
+    logarithms if it is a ratio.
 
     Args:
         question: what is compared.
@@ -127,6 +138,10 @@ def differences(
     Returns:
         Numbers [seeds, bases]; of a difference at equal Avg@32 the jackknife's
         pseudo-values, which are NaN where a curve does not reach.
+
+    Raises:
+        KeyError: a run is missing.
+        InputError: a run lacks a number.
     """
     if question.metric == EQUAL:
         columns = [_pseudo_values(question, runs, seeds, base) for base in bases]
@@ -142,17 +157,18 @@ def differences(
 
 # ---- the distance of two curves at equal Avg@32 ----------------------------------------
 def frontier(points: Numbers, level: float) -> float:
-    """The highest Best@32 on a segment between two points with Avg@32 of the level.
+    """Return the highest Best@32 that is to be had with Avg@32 of the level or more.
 
-    Who answers some problems by one decoding and the rest by another gets the point
-    between, and who asks for less Avg@32 may get more.
+    The candidates are the points with at least this Avg@32, and the segments between
+    such a point and one below the level: who answers some problems by one decoding and
+    the rest by another gets a point between.
 
     Args:
         points: (Avg@32, Best@32), [n, 2].
         level: of Avg@32.
 
     Returns:
-        Best@32; NaN beyond the greatest Avg@32.
+        Best@32; NaN if no point has this Avg@32.
     """
     reach = points[:, 0] >= level
     if not reach.any():
@@ -168,13 +184,17 @@ def frontier(points: Numbers, level: float) -> float:
 
 
 def at_equal_avg(first: Numbers, other: Numbers, decoding: int) -> float:
-    """The distance of two arms' frontiers, half-way between what both have by a
-    decoding at the end.
+    """Return the first arm's frontier minus the other's, in Best@32, at one Avg@32:
+    half-way between what both have by a decoding at the last evaluation.
 
     Args:
-        first: curves [seeds, steps, decodings, 2].
+        first: curves [seeds, steps, decodings, 2], of Avg@32 and Best@32; they are
+            averaged over the seeds.
         other: likewise.
-        decoding: its place.
+        decoding: its index.
+
+    Returns:
+        Points of Best@32; NaN if an arm does not reach this Avg@32.
     """
     mine = first.mean(0)
     others = other.mean(0)
@@ -184,11 +204,12 @@ def at_equal_avg(first: Numbers, other: Numbers, decoding: int) -> float:
 
 
 def jackknife(statistic: Callable[[Places], float], n: int) -> Numbers:
-    """The pseudo-values n θ - (n-1) θ_(-k) of a statistic of which seeds are there.
+    """Return the pseudo-values n θ - (n-1) θ_(-k) of a statistic, one for each seed k:
+    θ is of all seeds, θ_(-k) of all but k.
 
     Args:
-        statistic: of the places of the seeds.
-        n: how many seeds.
+        statistic: takes the indices of the seeds that it is computed of.
+        n: how many seeds, at least 2.
     """
     every = np.arange(n)
     without = np.array([statistic(np.delete(every, k)) for k in every])
@@ -198,7 +219,9 @@ def jackknife(statistic: Callable[[Places], float], n: int) -> Numbers:
 def _pseudo_values(
     question: Question, runs: Runs, seeds: Sequence[int], base: str
 ) -> Numbers:
-    """Of the distance of two arms on one base."""
+    """Return the jackknife's pseudo-values of the distance of two arms at equal Avg@32,
+    on one base, [seeds].
+    """
     first, other = (
         np.stack(
             [questions.curve(runs[term.arm, term.group, base, seed]) for seed in seeds]
@@ -219,7 +242,12 @@ def _pseudo_values(
 
 # ---- intervals -----------------------------------------------------------------------
 def interval(D: Numbers, level: float) -> tuple[float, float]:
-    """mean ± t_{n-1} sd / √n, at this level."""
+    """Return the ends of mean ± t_{n-1} sd / √n: Student's interval of the mean.
+
+    Args:
+        D: one number a seed, at least 2.
+        level: 0.05 for a 95 % interval.
+    """
     n = len(D)
     half = float(t.ppf(1 - level / 2, n - 1)) * float(D.std(ddof=1)) / sqrt(n)
     return float(D.mean()) - half, float(D.mean()) + half
@@ -228,7 +256,10 @@ def interval(D: Numbers, level: float) -> tuple[float, float]:
 def described(
     question: Question, d: Numbers, low: float = -inf, high: float = inf
 ) -> Effect:
-    """The effect of these d[seed, base], with this interval."""
+    """Return the effect of these d[seed, base], with this interval.
+
+    Without a seed it has no number; with a value that is not finite it is out of reach.
+    """
     if not len(d):
         return Effect(question)
     if not np.isfinite(d).all():
@@ -253,19 +284,21 @@ def plain(
     bases: Sequence[str],
     level: float = 0.05,
 ) -> Effect:
-    """The effect over all finished seeds, with an interval that is corrected for nothing.
+    """Return the effect over all finished seeds, with an interval that is corrected for
+    nothing; without one, and so "not finished", below two seeds.
 
     Args:
         question: what is compared.
         runs: (arm, group, base, seed) -> record.
-        seeds: those that are asked about.
+        seeds: of which the finished ones count.
         bases: of all its groups.
         level: of the interval.
     """
     d = differences(question, runs, finished(question, runs, seeds, bases), bases)
     if len(d) < 2:
         return described(question, d)
-    d = np.round(d, 9)  # a tie is 0, and not the rounding error of its two sums
+    # equal numbers differ by 0, and not by the rounding error of their sums
+    d = np.round(d, 9)
     return described(question, d, *interval(d.mean(1), level))
 
 
@@ -277,21 +310,24 @@ def at_looks(
     looks: tuple[Look, Look],
     size: int,
 ) -> Effect:
-    """The effect with its simultaneous interval at the looks that are due.
+    """Return the effect with its simultaneous interval at the last look that is due.
 
-    Seeds count from the first on, without gaps.
+    Only the seeds count that are finished from the first one on, without a gap. Before
+    the first look there is no interval; between the looks the effect is that of the
+    first.
 
     Args:
         question: what is compared.
         runs: (arm, group, base, seed) -> record.
-        seeds: all of the plan.
+        seeds: all of the plan, in order.
         bases: of all its groups.
-        looks: the second one with the seeds that are due.
+        looks: the first; the final one, with the seeds that are due.
         size: how many questions the family has.
     """
     first, final = looks
     n = _without_gaps(question, runs, seeds, bases)
     if n < first.seeds:
+        # the jackknife of few seeds would show nothing
         if n == 0 or question.metric == EQUAL:
             return Effect(question)
         return described(question, differences(question, runs, seeds[:n], bases))
@@ -301,33 +337,43 @@ def at_looks(
         return described(question, early, low, high)
     late = differences(question, runs, seeds[: final.seeds], bases)
     low_now, high_now = interval(late.mean(1), final.level / size)
-    both = max(low, low_now), min(high, high_now)
-    if both[0] < both[1]:
-        return described(question, late, *both)
+    low_of_both = max(low, low_now)
+    high_of_both = min(high, high_now)
+    if low_of_both < high_of_both:
+        return described(question, late, low_of_both, high_of_both)
     return described(question, late, low_now, high_now)
 
 
 def _without_gaps(
     question: Question, runs: Runs, seeds: Sequence[int], bases: Sequence[str]
 ) -> int:
-    """How many seeds are finished from the first one on."""
+    """Return how many seeds are finished from the first one on, without a gap."""
     there = set(finished(question, runs, seeds, bases))
     return next((i for i, seed in enumerate(seeds) if seed not in there), len(seeds))
 
 
 # ---- power ---------------------------------------------------------------------------
 def power(effect: float, sd: float, n: int, level: float) -> float:
-    """Of the two-sided t-test: the probability that the interval at this level lies on
-    the effect's side of 0.
+    """Return the probability that Student's interval at this level lies on the effect's
+    side of 0: the power of the two-sided t-test, where a rejection on the other side
+    does not count.
+
+    Args:
+        effect: its true size, above 0.
+        sd: of one seed; for 0 the power is 1.
+        n: seeds, at least 2.
+        level: 0.05 for a 95 % interval.
     """
     if not sd:
         return 1.0
-    far = effect * sqrt(n) / sd
+    far = effect * sqrt(n) / sd  # the noncentrality
     return float(nct.sf(t.ppf(1 - level / 2, n - 1), n - 1, far))
 
 
 def fewest(power_of: Callable[[int], float], wanted: float, most: int) -> int:
-    """The fewest seeds with the power wanted; `most` if none of fewer has it."""
+    """Return the fewest seeds, from 2 on, with the power wanted; `most` if none of
+    fewer has it.
+    """
     return next((n for n in range(2, most) if power_of(n) >= wanted), most)
 
 
@@ -338,7 +384,10 @@ def seeds_due(
     level: float,
     wanted: float,
 ) -> int:
-    """The final number of seeds, by the spread at the first look.
+    """Return the final number of seeds: enough for each number's margin, by the spread
+    at the first look.
+
+    The spread of a number is pooled over all questions with this number and margin.
 
     Args:
         asked: each question of the primary families, with d[seed, base] at the first
@@ -346,12 +395,12 @@ def seeds_due(
         planned: the least.
         most: no more than these.
         level: of one interval at the final look.
-        wanted: the power for the margin.
+        wanted: the power for a true difference of the margin.
     """
     due = planned
-    for margin, variances in _spreads(asked).items():
+    for (_, margin), variances in _spreads(asked).items():
         sd = sqrt(float(np.mean(variances)))
-        enough = fewest(lambda n: power(margin[1], sd, n, level), wanted, most)  # noqa: B023
+        enough = fewest(lambda n: power(margin, sd, n, level), wanted, most)  # noqa: B023
         due = max(due, enough)
     return due
 
@@ -359,7 +408,9 @@ def seeds_due(
 def _spreads(
     asked: Sequence[tuple[Question, Numbers]],
 ) -> dict[tuple[str, float], list[float]]:
-    """(name, margin) -> the variance of D of each question."""
+    """Return (name, margin) -> the variances of D over the seeds, one for each
+    question.
+    """
     found: dict[tuple[str, float], list[float]] = {}
     for question, d in asked:
         variance = float(d.mean(1).var(ddof=1))

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules that were registered, byte for byte, run on today's records.
 
-A rule imports the modules of its day. Those that are gone are given to it under their old
-names, made of this engine's parts: what a run's number is in the second round, which runs
-there are, Holm's procedure. What the rules themselves compute, they compute.
+A rule is the file rule.py of a closed experiment. It imports modules of its day. Those
+that are gone are given to it under their old names, made of this engine's parts: what a
+run's number is in the second round, which runs there are, Holm's procedure. What the
+rules themselves compute, they compute.
+
+What a rule returns has the types of its own module, and is `Any` here.
 """
 
 import functools
@@ -21,12 +24,24 @@ from repro.mini.experiment.questions import SHARES, RunRecord, Term, number
 
 # always positive: these may be compared as ratios
 POSITIVE = {"kl_base", "kl_old", "grad_norm", "grad_norm_max"}
-Known = dict[str, RunRecord]
+Known = dict[str, RunRecord]  # name of a run -> record
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """A contrast as the second round's rule knows it, in shares and not in points."""
+    """A contrast as the second round's rule reads it, in shares and not in points: one
+    arm's number, or one minus that of a second arm.
+
+    Attributes:
+        arms: one or two.
+        metric: as of a Term of questions.py, likewise `at`; set/decoding is its
+            `where`.
+        more_than: the bound, if the claim is that the contrast is above it.
+        less_than: the bound, if the claim is that it is below it.
+        within: the bound, if the claim is that its size is below it.
+        ratio: logarithms are subtracted.
+        effect: the size that was expected, if one was registered.
+    """
 
     arms: tuple[str, ...]
     metric: str
@@ -41,21 +56,21 @@ class Contrast:
 
     @property
     def bound(self) -> float:
-        """The only one that is given."""
+        """The first that is given of more_than, less_than and within."""
         given = (self.more_than, self.less_than, self.within)
         return next(x for x in given if x is not None)
 
 
 def _value(run: RunRecord, c: Contrast) -> float:
-    """The number of one run."""
+    """Return the number of one run that a contrast is of: a share where it is one."""
     where = f"{c.set}/{c.decoding}"
     scale = 100 if c.metric in SHARES else 1
     return number(run, Term("", "", c.metric, c.at, where)) / scale
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Holm's adjusted p-values, in the given order: p_(i) -> max_{j <= i} min(1, (m - j
-    + 1) p_(j)) (Holm 1979).
+    """Return Holm's adjusted p-values, in the given order: for the i-th smallest of m
+    it is the maximum over j <= i of min(1, (m - j + 1) p_(j)) (Holm 1979).
     """
     adjusted = [0.0] * len(ps)
     worst = 0.0
@@ -67,7 +82,8 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 @cache
 def _rule(name: str) -> ModuleType:
-    """A registered rule.py.
+    """Return the module of a registered rule.py, run once with the modules of its day
+    in sys.modules; these are restored afterwards.
 
     Args:
         name: its folder below repro/mini.
@@ -100,11 +116,12 @@ def _rule(name: str) -> ModuleType:
 
 # ---- the second round ----------------------------------------------------------------
 def verdicts(plan: Plan, known: Known) -> list[Any]:
-    """What the second round's rule says of each claim.
+    """Return what the second round's rule finds for each claim, in the order of the
+    plan.
 
     Args:
         plan: one of its experiments.
-        known: its records.
+        known: its records, by name.
     """
     runs = plan.main_runs(plan.cells(), plan.main["seeds"], known)
     experiment = SimpleNamespace(
@@ -118,7 +135,7 @@ def verdicts(plan: Plan, known: Known) -> list[Any]:
 
 
 def _old_claim(table: dict[str, Any]) -> SimpleNamespace:
-    """A claim with its contrasts, as that rule knows it."""
+    """Return a claim with its contrasts as that rule reads it, with its defaults."""
     contrasts = [
         Contrast(**contrast | {"arms": tuple(contrast["arms"])})
         for contrast in table.get("contrasts", ())
@@ -128,16 +145,18 @@ def _old_claim(table: dict[str, Any]) -> SimpleNamespace:
 
 
 # ---- stale data, and UP's controls -----------------------------------------------------
-Key = tuple[str, str, str, str]  # family, number, other arm, group
+# family, number, arm that is subtracted, group; as in this engine's plan
+Key = tuple[str, str, str, str]
 
 
 def intervals(plan: Plan, known: Known) -> dict[Key, Any]:
-    """What the registered rule of an experiment with intervals says, by this engine's
-    names; {} where none was registered.
+    """Return the effects by the registered rule of an experiment with intervals, by
+    this engine's names.
 
     Args:
-        plan: "stale", by its design.toml, or "controls", by its plan.toml.
-        known: its records.
+        plan: "stale", by its design.toml, or "controls", by its plan.toml; {} for
+            others, which have no registered rule.
+        known: its records, by name.
     """
     if plan.name == "stale":
         return {_key_of_stale(e): e for e in _of_stale(plan, known)}
@@ -150,11 +169,12 @@ def intervals(plan: Plan, known: Known) -> dict[Key, Any]:
 
 
 def _of_stale(plan: Plan, known: Known) -> list[Any]:
-    """The effects of the rule of the experiment on stale data."""
+    """Return the effects by the rule of the experiment on stale data."""
     rule = _rule("stale")
     design = tomllib.loads((plan.folder / "design.toml").read_text(encoding="utf-8"))
 
     def cell_of(cell: Cell) -> Any:
+        """Return a cell of this engine as one of the rule."""
         settings = plan.group(cell.group)["settings"]
         old = settings.get("old_log_probs", "sampler")
         return rule.Cell(cell.arm, settings["staleness"], old)
@@ -163,7 +183,9 @@ def _of_stale(plan: Plan, known: Known) -> list[Any]:
 
 
 def _key_of_stale(e: Any) -> Key:
-    """The name of an effect of that rule."""
+    """Return the key of an effect of that rule; its group is "" where the rule names no
+    staleness.
+    """
     group = "" if e.staleness is None else f"s{e.staleness}"
     if e.family == "recomputed":
         group = "recomputed"
@@ -177,11 +199,20 @@ def _effects(
     known: Known,
     cell_of: Callable[[Cell], Any],
 ) -> list[Any]:
-    """A rule's effects of a plan, whose runs this engine names."""
+    """Return a rule's effects of a plan.
+
+    Args:
+        rule: the module.
+        its_plan: the plan as the rule reads it; its runs and cells are added here.
+        plan: the same in this engine, which names the runs.
+        known: the records, by name.
+        cell_of: a cell of this engine -> one of the rule.
+    """
     runs = plan.main_runs(plan.cells(), plan.main["seeds"], known)
     theirs = {(cell_of(cell), b, seed): run for (cell, b, seed), run in runs.items()}
 
     def runs_of_seeds(cells: Any, seeds: Any, records: Any) -> dict[Any, Any]:
+        """Return the runs of these seeds, with the arguments that the rule passes."""
         return {at: run for at, run in theirs.items() if at[2] in seeds}
 
     its_plan.main_runs = runs_of_seeds

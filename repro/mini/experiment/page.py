@@ -2,6 +2,8 @@
 """What the runs of a plan say, on one page: report.md and its figures. It runs nothing.
 
 A plan names the sections of its page: page = ["answer", "plane", ...], SECTIONS below.
+Each section is a function of the plan, the records by name, the effects of the whole
+plan and the folder of the page. It returns Markdown, or "" where it has nothing to say.
 """
 
 import html
@@ -35,11 +37,11 @@ ANSWERS = {
 NOT_REGISTERED = """Nobody registered what is on this page: it was chosen after the runs were seen. An effect is the
 mean over the bases, paired by seed, with a plain 95 % interval: no correction for many comparisons, and no verdict.
 """
-Known = dict[str, RunRecord]
+Known = dict[str, RunRecord]  # name of a run -> record
 
 
 def write(plan: Plan, known: Known, folder: Path) -> None:
-    """Write the page and its figures into the folder."""
+    """Write the page and its figures into the folder, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
     found = plan.effects(known)
     parts = [f"# {plan.question}\n", head(plan, known)]
@@ -52,7 +54,10 @@ def write(plan: Plan, known: Known, folder: Path) -> None:
 
 
 def head(plan: Plan, known: Known) -> str:
-    """The registration, and what is finished."""
+    """Return the first paragraphs: who wrote the page, the registration, and what is
+    finished. A plan that reads other plans' runs was not registered, and the text says
+    so.
+    """
     written = f"Written by `{plan.command} --collect`."
     if plan.others:
         return f"{written} {NOT_REGISTERED}"
@@ -71,7 +76,7 @@ The finished runs took {hours:.2f} hours of one core. Effects are means over the
 
 # ---- sections ------------------------------------------------------------------------
 def answered(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) -> str:
-    """The plan's own verdict, and that against each control."""
+    """Return the plan's own verdict, and the word against each control."""
     if not plan.answer:
         return ""
     lines = [f"## The answer\n\n{ANSWERS[answer.answer(plan, found)]}\n"]
@@ -88,7 +93,7 @@ def answered(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) ->
 
 
 def all_effects(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) -> str:
-    """A table of each family."""
+    """Return a table of the effects of each family that has a finished seed."""
     text = "## Every effect\n\n"
     for family, effects in plan.by_family(found):
         there = [e for e in effects if e.n]
@@ -100,7 +105,9 @@ def all_effects(plan: Plan, known: Known, found: Sequence[Effect], folder: Path)
 
 
 def _effects(plan: Plan, effects: Sequence[Effect]) -> str:
-    """A row for each."""
+    """Return a table with a row for each effect; its word only where the plan has
+    looks, since a plain interval decides nothing.
+    """
     columns = ["metric", "minus", "group", "seeds", "effect", "on each base"]
     rows = []
     for e in effects:
@@ -118,7 +125,9 @@ def _effects(plan: Plan, effects: Sequence[Effect]) -> str:
 
 
 def choices(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) -> str:
-    """The rates and coefficients that were chosen, and the scores."""
+    """Return a table of the rate and coefficient of each cell, "not yet" where it is
+    not known, and the scores that were compared; "" without a search.
+    """
     if not plan.search:
         return ""
     rows = []
@@ -132,12 +141,12 @@ def choices(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) -> 
 
 
 def limits(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) -> str:
-    """What the experiment cannot say."""
+    """Return what the experiment cannot say, as the plan has it."""
     return f"## Limits\n\n{plan.limits}" if plan.limits else ""
 
 
 def all_claims(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) -> str:
-    """What the second round's registered rule says of each claim of a closed round."""
+    """Return a table of each claim of a closed round, by the second round's rule."""
     if not plan.claims:
         return ""
     rows = []
@@ -151,15 +160,15 @@ def all_claims(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) 
 
 
 def stopped(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) -> str:
-    """The runs whose numbers ended being finite."""
+    """Return a list of the runs that stopped, because a number was not finite."""
     ended = [r for r in plan.own_records(known) if r["status"] != "done"]
     lines = [f"* {r['name']} {as_text(r['status'])}" for r in ended]
     return "## Runs that stopped\n\n" + "\n".join(lines) + "\n" if lines else ""
 
 
 def as_text(said: str) -> str:
-    """A record's own words in a page: somebody may have sent the record, and its HTML
-    and links are to be letters.
+    """Return a record's words so that Markdown shows them as letters, in one line:
+    somebody else may have sent the record, with HTML or links in it.
     """
     plain = html.escape(" ".join(said.split()), quote=False)
     return "".join(f"\\{x}" if x in "\\`|[]" else x for x in plain)
@@ -168,7 +177,10 @@ def as_text(said: str) -> str:
 def drawn_curves(
     plan: Plan, known: Known, found: Sequence[Effect], folder: Path
 ) -> str:
-    """The figures of the plan: mean curves over seeds, one panel a metric."""
+    """Draw the figures of the plan, mean curves over seeds with one panel a metric,
+    into the folder; return the Markdown that shows them. A figure without a run is left
+    out.
+    """
     lines = []
     for figure in plan.figures:
         series = [curves.series(plan, known, panel) for panel in figure["panels"]]
@@ -181,7 +193,9 @@ def drawn_curves(
 
 
 def drawn_plane(plan: Plan, known: Known, found: Sequence[Effect], folder: Path) -> str:
-    """Avg@32 against Best@32 at the end, by decoding."""
+    """Draw Avg@32 against Best@32 at the end, by decoding, as curves.svg; return the
+    Markdown that shows it, "" without runs of several decodings.
+    """
     by_group = _with_decodings(plan, known)
     if not by_group:
         return ""
@@ -193,8 +207,8 @@ def drawn_plane(plan: Plan, known: Known, found: Sequence[Effect], folder: Path)
 
 
 def _with_decodings(plan: Plan, known: Known) -> dict[str, dict[str, list[RunRecord]]]:
-    """Group -> arm -> the runs that were evaluated by several decodings, of the seeds that
-    every arm of the group has.
+    """Return group -> arm -> the runs that were evaluated by several decodings, of the
+    seeds that every arm with a run in this group has, on any base.
     """
     there = plan.runs(known)
     found: dict[str, dict[str, list[RunRecord]]] = {}
@@ -212,7 +226,7 @@ def _with_decodings(plan: Plan, known: Known) -> dict[str, dict[str, list[RunRec
 
 
 def _plane(plan: Plan, by_group: dict[str, dict[str, list[RunRecord]]]) -> Figure:
-    """One panel a group."""
+    """Draw one panel for each group, with the number of seeds in its title."""
     titles = {}
     for name, by_arm in by_group.items():
         seeds = {r["settings"]["seed"] for runs in by_arm.values() for r in runs}
@@ -223,7 +237,9 @@ def _plane(plan: Plan, by_group: dict[str, dict[str, list[RunRecord]]]) -> Figur
 
 
 def _trained_on(plan: Plan, name: str) -> str:
-    """What a group trains on, in words."""
+    """Return what a group trains on, in words: its staleness and task, or its name
+    where no staleness is set.
+    """
     settings: dict[str, Any] = plan.group(name).get("settings", {})
     if "staleness" not in settings:
         return name

@@ -61,7 +61,7 @@ from repro.mini.train.settings import Settings
 from upref.errors import InputError
 
 MINI = Path(__file__).parents[1]
-# folder of plans of claims -> folder of their results
+# the two closed rounds: folder of their plans -> folder of their results
 ROUNDS = {
     MINI / "experiments": MINI / "results",
     MINI / "round2" / "experiments": MINI / "round2" / "results",
@@ -92,9 +92,9 @@ class Searched(NamedTuple):
     """How far the search of a cell is.
 
     Attributes:
-        choice: None while it cannot be told.
-        wanted: the choices to try before.
-        scores: of every choice in reach; None while a run is missing.
+        choice: None while a run is missing that decides it.
+        wanted: the choices whose runs are missing; [] once `choice` is known.
+        scores: of every choice that may be tried; None while a run of it is missing.
     """
 
     choice: Choice | None
@@ -103,7 +103,7 @@ class Searched(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A run that a plan asks for; the key is the name of its folder."""
+    """A run that a plan asks for; `key` is the name of its folder and of its record."""
 
     key: str
     settings: Settings
@@ -114,7 +114,7 @@ class Family:
     """Questions that are judged together.
 
     Attributes:
-        primary: whether its spread decides the number of seeds.
+        primary: whether its spread at the first look decides the number of seeds.
     """
 
     name: str
@@ -125,7 +125,11 @@ class Family:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """An experiment as data; the keys are described at the top of this file."""
+    """An experiment as data; the keys are described at the top of this file.
+
+    `records`, an argument of many methods, is name -> record of the runs that are
+    finished.
+    """
 
     name: str
     folder: Path
@@ -153,7 +157,7 @@ class Plan:
 
     # ---- cells and runs --------------------------------------------------------------
     def cells(self, groups: Sequence[str] | None = None) -> list[Cell]:
-        """The cells of these groups, or of all, in the order of the plan."""
+        """Return the cells of these groups, or of all, in the order of the plan."""
         return [
             Cell(arm, group["name"])
             for group in self.groups
@@ -162,23 +166,42 @@ class Plan:
         ]
 
     def group(self, name: str) -> dict[str, Any]:
-        """The table of the group of that name."""
+        """Return the table of the group of that name.
+
+        Raises:
+            StopIteration: there is none.
+        """
         return next(group for group in self.groups if group["name"] == name)
 
     def bases(self, cell: Cell) -> list[str]:
-        """The bases that the cell is trained from; "" is that of the settings."""
+        """Return the bases that the cell is trained from; "" is the base of the
+        settings.
+        """
         bases: list[str] = self.group(cell.group)["bases"]
         return bases
 
     def bases_of(self, question: Question) -> list[str]:
-        """The bases that a question asks about."""
+        """Return the bases that a question is about: its own, or else those of its
+        first group.
+        """
         if question.bases:
             return list(question.bases)
         return self.bases(Cell(question.first, question.groups[0]))
 
     @cache  # noqa: B019  a process has few plans
     def run(self, stage: str, cell: Cell, base: str, choice: Choice, seed: int) -> Run:
-        """The run of "search" or "main"."""
+        """Return the run of a stage, with its settings.
+
+        The settings of the stage, the group and the arm replace those of the plan, in
+        this order; the choice, the base and the seed come last.
+
+        Args:
+            stage: "search" or "main".
+            cell: an arm in a group.
+            base: "" for that of the settings.
+            choice: rate and coefficient; None in it leaves that of the settings.
+            seed: of the training.
+        """
         arm = dict(self.arms[cell.arm])
         coefficient = arm.pop("coefficient", None)
         of_stage = self.main.get("settings", {})
@@ -199,29 +222,33 @@ class Plan:
 
     # ---- the search ------------------------------------------------------------------
     def rates(self, arm: str) -> list[float]:
-        """The rates that are tried in any case."""
+        """Return the rates that are tried for an arm in any case: its own, or those of
+        the search.
+        """
         assert self.search
         found: list[float] = self._coefficient(arm).get("rates", self.search.rates)
         return found
 
     def every_rate(self, arm: str) -> list[float]:
-        """Those, and the ones beyond an edge."""
+        """Return those, and the ones beyond an edge that may be tried, sorted."""
         assert self.search
         return sorted([*self.rates(arm), *self.search.more_rates])
 
     def _coefficient(self, arm: str) -> dict[str, Any]:
-        """How the arm's coefficient is searched; {} where it has none."""
+        """Return how the arm's coefficient is searched; {} where it has none."""
         found: dict[str, Any] = self.arms[arm].get("coefficient", {})
         return found
 
     def every_choice(self, cell: Cell) -> Iterator[Choice]:
-        """All that the search can choose."""
+        """Yield every rate with every coefficient: all that the search can choose."""
         grid = self._coefficient(cell.arm).get("grid", [None])
         for rate, coefficient in product(self.every_rate(cell.arm), grid):
             yield Choice(rate, coefficient)
 
     def search_runs(self, cell: Cell, choice: Choice) -> list[Run]:
-        """The runs that say how good a choice is for a cell."""
+        """Return the runs whose mean is the score of a choice, one for each seed and
+        base; [] without a search.
+        """
         if self.search is None:
             return []
         return [
@@ -233,20 +260,23 @@ class Plan:
     def score(
         self, cell: Cell, choice: Choice, records: dict[str, RunRecord]
     ) -> float | None:
-        """How good a choice is; None while a run of it is missing."""
+        """Return the score of a choice, higher is better; None while a run is
+        missing.
+        """
         assert self.search
         runs = [records.get(run.key) for run in self.search_runs(cell, choice)]
         there = [run for run in runs if run]
         return self.search.score_of(there) if len(there) == len(runs) else None
 
     def searched(self, cell: Cell, records: dict[str, RunRecord]) -> Searched:
-        """How far the search of a cell is: first the rates at the starting coefficient,
-        then the coefficients at the chosen rate.
+        """Return how far the search of a cell is: first the rates at the starting
+        coefficient, then the coefficients at the chosen rate.
         """
         coefficient = self._coefficient(cell.arm)
         rates = self.every_rate(cell.arm)
         by_rate = [Choice(x, coefficient.get("start")) for x in rates]
         scores = {choice: self.score(cell, choice, records) for choice in by_rate}
+        # the same scores, by the number that is chosen now
         of_rates = {x: scores[c] for x, c in zip(rates, by_rate, strict=True)}
         rate, missing = choose_rate(of_rates, self.rates(cell.arm))
         if rate is None:
@@ -264,13 +294,18 @@ class Plan:
         return Searched(Choice(rate, value), [], scores)
 
     def choice(self, cell: Cell, records: dict[str, RunRecord]) -> Choice | None:
-        """The rate and coefficient of the cell; None while they cannot be told."""
+        """Return the rate and coefficient of the cell; None while the search is not
+        done. Without a search: the rate that another plan chose, or that of the
+        settings.
+        """
         if self.search:
             return self.searched(cell, records).choice
         return Choice(self.given_rates.get(cell.arm))
 
     def next_search(self, cell: Cell, records: dict[str, RunRecord]) -> list[Run]:
-        """The runs to make before the choice for the cell can be told, seed by seed."""
+        """Return the missing runs that the choice for the cell waits for: for one seed
+        and base the runs of all wanted choices, then for the next.
+        """
         wanted = self.searched(cell, records).wanted
         by_choice = [self.search_runs(cell, choice) for choice in wanted]
         turns = zip(*by_choice, strict=True)
@@ -278,8 +313,8 @@ class Plan:
 
     # ---- what comes next -------------------------------------------------------------
     def todo(self, records: dict[str, RunRecord]) -> list[Run]:
-        """What to train next: the missing runs of the first stage that has any; []
-        where all is done.
+        """Return what to train next: the missing runs of the first stage that has any;
+        [] where all is done.
         """
         for stage in self.stages:
             cells = self.cells(stage.get("groups"))
@@ -287,7 +322,8 @@ class Plan:
                 missing = _in_turns([self.next_search(c, records) for c in cells])
             else:
                 due = self.seeds_due(records)
-                seeds = self.main["seeds"][: min(stage.get("seeds") or due, due)]
+                of_stage = stage.get("seeds") or due  # 0: all that are due
+                seeds = self.main["seeds"][: min(of_stage, due)]
                 runs = self.main_runs(cells, seeds, records).values()
                 missing = [run for run in runs if run.key not in records]
             if missing:
@@ -297,7 +333,9 @@ class Plan:
     def main_runs(
         self, cells: Sequence[Cell], seeds: Sequence[int], records: dict[str, RunRecord]
     ) -> dict[tuple[Cell, str, int], Run]:
-        """(cell, base, seed) -> run, seed by seed, of the cells whose choice is known."""
+        """Return (cell, base, seed) -> run of the experiment proper, seed by seed;
+        without the cells whose choice is not known yet.
+        """
         choices = {cell: self.choice(cell, records) for cell in cells}
         return {
             (cell, base, seed): self.run("main", cell, base, choice, seed)
@@ -308,12 +346,14 @@ class Plan:
         }
 
     def reachable(self, records: dict[str, RunRecord]) -> list[Run]:
-        """All runs that may be made, or may have been made, given what is finished."""
+        """Return every run of the search, and of the experiment proper for all seeds of
+        the plan where the choice is known: all that may be in the records.
+        """
         main = self.main_runs(self.cells(), self.main["seeds"], records)
         return [*self._every_search_run(), *main.values()]
 
     def _every_search_run(self) -> list[Run]:
-        """Those of every choice of every cell."""
+        """Return the runs of every choice of every cell; [] without a search."""
         if self.search is None:
             return []
         return [
@@ -324,7 +364,7 @@ class Plan:
         ]
 
     def expected(self, records: dict[str, RunRecord]) -> int:
-        """How many runs there will be, as far as it is known now."""
+        """Return how many runs there will be in all, as far as it is known now."""
         due = self.seeds_due(records)
         total = 0
         for cell in self.cells():
@@ -336,22 +376,25 @@ class Plan:
         return total
 
     def _choices_to_try(self, cell: Cell, records: dict[str, RunRecord]) -> int:
-        """How many the search of a cell tries, as far as it is known now."""
+        """Return how many choices the search of a cell tries, as far as it is known
+        now: those that have a score or are tried in any case, and the rest of the grid.
+        """
         coefficient = self._coefficient(cell.arm)
         scores = self.searched(cell, records).scores
         tried = {choice for choice, score in scores.items() if score is not None}
         tried |= {Choice(x, coefficient.get("start")) for x in self.rates(cell.arm)}
         if coefficient and not self.choice(cell, records):
+            # one of the grid is the starting coefficient, which is counted
             return len(tried) + len(coefficient["grid"]) - 1
         return len(tried)
 
     def own_records(self, records: dict[str, RunRecord]) -> list[RunRecord]:
-        """The records of the plan's own runs."""
+        """Return the records of the plan's own runs, those of the search first."""
         keys = dict.fromkeys(run.key for run in self.reachable(records))
         return [records[key] for key in keys if key in records]
 
     def progress(self, records: dict[str, RunRecord]) -> str:
-        """What is finished, what comes next, and how long that takes."""
+        """Say what is finished, what comes next, and how many hours that takes."""
         todo = self.todo(records)
         done = len(self.own_records(records))
         finished = f"{done} of {self.expected(records)} runs are finished."
@@ -364,8 +407,8 @@ class Plan:
         return f"{finished} Next are {len(todo)} runs {stage}{time}: `{self.command}`."
 
     def digest(self) -> str:
-        """Of the names of all runs that the plan can ask for, so that no setting
-        changes unnoticed: runs.sha256.
+        """Return the sha256 of the names of all runs that the plan can ask for:
+        runs.sha256. A name changes with any setting, so that none changes unnoticed.
         """
         keys = [run.key for run in self._every_search_run()]
         for cell in self.cells():
@@ -377,7 +420,9 @@ class Plan:
 
     # ---- effects ---------------------------------------------------------------------
     def runs(self, records: dict[str, RunRecord]) -> Runs:
-        """(arm, group, base, seed) -> record, of the runs of the experiment proper."""
+        """Return (arm, group, base, seed) -> record, of the finished runs of the
+        experiment proper; those of `others` where the plan reads these.
+        """
         if self.others:
             return {at: r for p in self.others for at, r in p.runs(records).items()}
         asked = self.main_runs(self.cells(), self.main["seeds"], records)
@@ -388,14 +433,16 @@ class Plan:
         }
 
     def looks(self, records: dict[str, RunRecord]) -> tuple[Look, Look]:
-        """The first look, and the final one with the seeds that are due."""
+        """Return the first look, and the final one with the seeds that are due."""
         first = Look(**self.stopping["first"])
         level = self.stopping["final"]["level"]
         return first, Look(self.seeds_due(records), level)
 
     def effects(self, records: dict[str, RunRecord]) -> list[Effect]:
-        """Of all families in the order of the plan; an effect whose seeds are too few
-        has an infinite interval.
+        """Return the effect of each question, family by family in the order of the
+        plan: by looks where the plan has them, else with a plain interval.
+
+        An effect whose seeds are too few has an infinite interval.
         """
         runs = self.runs(records)
         seeds = self.main["seeds"]
@@ -412,15 +459,19 @@ class Plan:
         return found
 
     def by_family(self, found: Sequence[Effect]) -> list[tuple[Family, list[Effect]]]:
-        """The effects of each family."""
+        """Return each family with its effects.
+
+        Args:
+            found: the effects of the whole plan, in its order.
+        """
         left = iter(found)
         return [
             (family, [next(left) for _ in family.questions]) for family in self.families
         ]
 
     def seeds_due(self, records: dict[str, RunRecord]) -> int:
-        """The final number of seeds: as planned until the first look, then by the
-        spread that was seen there.
+        """Return the final number of seeds: as planned until every run of the first
+        look is there, then by the spread that was found there (`effects.seeds_due`).
         """
         if not self.stopping:
             return len(self.main["seeds"])
@@ -444,15 +495,17 @@ class Plan:
 
 
 def _in_turns(turns: Sequence[Sequence[Run]]) -> list[Run]:
-    """The first of each, the second of each, and so on."""
+    """Return the first run of each list, then the second of each, and so on."""
     longest = max(map(len, turns), default=0)
     return [turn[i] for i in range(longest) for turn in turns if i < len(turn)]
 
 
 # ---- reading -------------------------------------------------------------------------
 def paths() -> dict[str, Path]:
-    """Name -> file of every plan: FOLDER, FOLDER/post_hoc, or the name of a plan of
-    claims.
+    """Return name -> file of every plan.
+
+    A name is FOLDER for its plan.toml, FOLDER/post_hoc, or the name of a file of the
+    two closed rounds.
     """
     found = {}
     for path in sorted(MINI.glob("*/plan.toml")):
@@ -466,8 +519,10 @@ def paths() -> dict[str, Path]:
 
 
 def load(name: str) -> Plan:
-    """The plan of that name. InputError, saying where, if there is none or if it does
-    not fit together.
+    """Return the plan of that name.
+
+    Raises:
+        InputError: there is none, or it does not fit together; the message says where.
     """
     there = paths()
     if name not in there:
@@ -478,7 +533,7 @@ def load(name: str) -> Plan:
 
 
 def read(path: Path, name: str = "") -> Plan:
-    """The plan in a file.
+    """Return the plan in a file.
 
     Args:
         path: of the file.
@@ -496,7 +551,7 @@ def read(path: Path, name: str = "") -> Plan:
         if path.name == "plan.toml" and of_effects.exists():
             text = of_effects.read_text(encoding="utf-8")
             raw["standing"] = tomllib.loads(text)
-        if "seeds" in raw:
+        if "seeds" in raw:  # a plan of a closed round
             _translate_claims(raw)
         if "of" in raw:
             _take_runs_of(raw)
@@ -517,7 +572,9 @@ def read(path: Path, name: str = "") -> Plan:
 
 
 def _translate_claims(raw: dict[str, Any]) -> None:
-    """Put a plan of claims into the words of this file: one group, one stage."""
+    """Change a plan of a closed round in place into the words of this file: one group,
+    one stage. Tables that only its old engine read are dropped.
+    """
     for unused in ("answers", "queue", "core", "table"):
         raw.pop(unused, None)
     if raw.pop("rates_from", ""):  # another plan of that round chose them
@@ -532,7 +589,9 @@ def _translate_claims(raw: dict[str, Any]) -> None:
 
 
 def _take_runs_of(raw: dict[str, Any]) -> None:
-    """Give a plan of facts that nobody registered the groups of the plans that it reads."""
+    """Give a plan of facts that nobody registered, in place, the groups, arms, seeds
+    and results of the plans that it reads, which `of` names.
+    """
     others = tuple(load(name) for name in raw.pop("of"))
     raw["others"] = others
     raw["results"] = others[0].results
@@ -543,7 +602,9 @@ def _take_runs_of(raw: dict[str, Any]) -> None:
 
 
 def _check_groups(raw: dict[str, Any]) -> None:
-    """Every group, arm and stage that is named is there."""
+    """Raise InputError where a group names an arm, or a stage or family a group, that
+    has no table.
+    """
     there = {group["name"]: group["arms"] for group in raw["groups"]}
     for name, arms in there.items():
         if unknown := [arm for arm in arms if arm not in raw["arms"]]:
@@ -559,13 +620,15 @@ def _check_groups(raw: dict[str, Any]) -> None:
 
 
 def _family(table: dict[str, Any], groups: dict[str, dict[str, Any]]) -> Family:
-    """A family of a plan, with its questions written out."""
+    """Return a family of a plan, with its questions written out."""
     title = table.get("title", table["name"])
     asked = questions_of(table, groups)
     return Family(table["name"], title, asked, table.get("primary", False))
 
 
 def _claim(table: dict[str, Any], group: str) -> Family:
-    """A claim of a closed round; without questions where it was not testable."""
+    """Return a claim of a closed round as a family with one question for each contrast;
+    it has none where the claim was not testable.
+    """
     asked = [contrast(c, group) for c in table.get("contrasts", ())]
     return Family(table["id"], table["says"], tuple(asked))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many seeds, before registration: `python -m repro.mini.experiment NAME --power FROM`.
 
-It writes power.md, and runs.sha256, the digest of the names of all runs. The spread of each
-number is that of D in a finished experiment, FROM: the root of the mean variance over its
-effects on the same number. Nothing is run.
+It writes power.md, and runs.sha256, the digest of the names of all runs. FROM is a
+finished experiment: a number (of a question, "best/top_p_0.7") is taken to have the same
+spread in NAME. Its spread is the root mean square of sd(D), the standard deviation over
+seeds of an effect, over the effects on the same number. Nothing is run.
 """
 
 from math import sqrt
@@ -28,10 +29,10 @@ COLUMNS = ("family", "number", "sd(D)", "seeds", "half an interval", "margin", "
 
 
 def spreads(source: Plan) -> dict[str, float]:
-    """Number -> sd(D) in a finished experiment.
+    """Return number -> its spread over seeds in a finished experiment.
 
     Args:
-        source: the experiment.
+        source: the experiment. Effects of one seed, or out of reach, do not count.
     """
     variances: dict[str, list[float]] = {}
     for e in source.effects(records.load(source.results)):
@@ -41,12 +42,12 @@ def spreads(source: Plan) -> dict[str, float]:
 
 
 def rows(family: Family, look: Look, sd: dict[str, float]) -> list[list[object]]:
-    """A row for each number of a family that has a margin.
+    """Return a row for each number of a family that has a margin, with COLUMNS.
 
     Args:
         family: of the plan.
         look: at how many seeds, and at which level.
-        sd: number -> sd(D).
+        sd: number -> its spread.
 
     Raises:
         InputError: the spread of a number is not known.
@@ -68,11 +69,14 @@ def rows(family: Family, look: Look, sd: dict[str, float]) -> list[list[object]]
 
 
 def text(plan: Plan, source: Plan) -> str:
-    """power.md.
+    """Return the text of power.md.
 
     Args:
         plan: with looks.
         source: a finished experiment with the same numbers.
+
+    Raises:
+        InputError: the plan has no looks, or the source lacks a number.
     """
     if not plan.stopping:
         raise InputError(f"{plan.name} has no [stopping]: it has no looks to plan for.")

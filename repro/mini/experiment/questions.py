@@ -5,6 +5,10 @@
 
 A difference of two arms has the weights 1 and -1. A slope has those of least squares over
 its groups. Shares are in points of 100.
+
+In a plan a number has a name: METRIC, METRIC@AT, METRIC/DECODING or METRIC@AT/DECODING. AT
+is a moment of training (AT_STEPS, AT_EVALS), "last" if it is left out; DECODING is by which
+temperature or top-p the test set was answered ("t_1", "top_p_0.9").
 """
 
 from collections.abc import Callable, Sequence
@@ -38,8 +42,10 @@ STEP_METRICS = (
     "overflow",
 )
 EVAL_METRICS = ("avg", "maj", "best", "best_bootstrap", "pass1")
+# from 0 to 1 in a record; "malformed" is 1 minus "valid"
 SHARES = ("reward", "malformed", *EVAL_METRICS)
-EQUAL = "equal_avg"  # a difference at equal Avg@32 is no number of one run
+# a difference at equal Avg@32 is computed of two arms' curves: no number of one run
+EQUAL = "equal_avg"
 WHERE = "test/top_p_0.7"  # the evaluation that a metric means if it names none
 BIN = 5  # training steps in one entry of a record's columns
 PER = 16  # rollouts: the unit of a slope over stalenesses
@@ -70,12 +76,12 @@ class Question:
     """An estimand, and what was said of it before the runs.
 
     Attributes:
-        name: of what is compared, as the plan writes it ("best/top_p_0.7").
+        name: the number that is compared, as the plan writes it ("best/top_p_0.7").
         terms: the first has the arm that the question is about.
-        says: the same in words, where the plan gives them.
-        bases: that are asked about; () for all of the groups.
-        ratio: the terms are logarithms.
+        ratio: the terms are logarithms, so that d is the logarithm of a ratio.
         margin: the smallest size of interest; 0 where none is registered.
+        says: the same in words, where the plan gives them.
+        bases: that are asked about; () for all of the first group.
     """
 
     name: str
@@ -87,17 +93,17 @@ class Question:
 
     @property
     def metric(self) -> str:
-        """What is measured; EQUAL for a distance of two curves."""
+        """The metric of the first term; EQUAL for a distance of two curves."""
         return self.terms[0].metric
 
     @property
     def decoding(self) -> str:
-        """By what is decoded."""
+        """The decoding of the first term, "t_1" or "top_p_0.7"."""
         return self.terms[0].where.partition("/")[2]
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """The arms in the order of the terms."""
+        """The arms in the order of the terms, each once."""
         return tuple(dict.fromkeys(term.arm for term in self.terms))
 
     @property
@@ -107,12 +113,14 @@ class Question:
 
     @property
     def other(self) -> str:
-        """The arm that it is compared with; "" for an arm's own number."""
+        """The second arm, which the first is compared with; "" for an arm's
+        own number.
+        """
         return self.arms[1] if len(self.arms) > 1 else ""
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The groups in the order of the terms."""
+        """The groups in the order of the terms, each once."""
         return tuple(dict.fromkeys(term.group for term in self.terms))
 
     @property
@@ -124,11 +132,10 @@ class Question:
 def difference(
     name: str, first: str, other: str, group: str, margin: float = 0.0
 ) -> Question:
-    """One arm minus another in one group.
+    """Return the question of one arm minus another in one group.
 
     Args:
-        name: METRIC, METRIC@AT, METRIC/DECODING or METRIC@AT/DECODING; the evaluation is
-            of the test set.
+        name: of the number, on the test set.
         first: the arm that is asked about.
         other: the arm that is subtracted.
         group: of both.
@@ -139,16 +146,18 @@ def difference(
 
 
 def slope(name: str, first: str, other: str, levels: dict[str, float]) -> Question:
-    """The slope of a difference over groups, by least squares, per PER of their levels.
+    """Return the question of the slope of a difference over groups, by least squares,
+    per PER of their levels.
 
     Args:
-        name: as for `difference`.
+        name: of the number, on the test set.
         first: the arm that is asked about.
         other: the arm that is subtracted.
-        levels: group -> its place on the axis (its staleness).
+        levels: group -> its place on the axis (its staleness in rollouts).
     """
     x = np.array(list(levels.values()), float)
-    weights = PER * (x - x.mean()) / ((x - x.mean()) ** 2).sum()
+    from_mean = x - x.mean()
+    weights = PER * from_mean / (from_mean**2).sum()
     terms = []
     for group, weight in zip(levels, weights, strict=True):
         terms.append(term_of(name, first, group, float(weight)))
@@ -157,7 +166,10 @@ def slope(name: str, first: str, other: str, levels: dict[str, float]) -> Questi
 
 
 def term_of(name: str, arm: str, group: str, weight: float = 1.0) -> Term:
-    """The term that a name in a plan means: METRIC, METRIC@AT, METRIC/DECODING."""
+    """Return the term that the name of a number in a plan means, on the test set.
+
+    In "pass@K" the @ belongs to the metric, and no AT can follow.
+    """
     metric, _, decoding = name.partition("/")
     at = "last"
     if "@" in metric and not metric.startswith("pass@"):
@@ -170,7 +182,8 @@ def term_of(name: str, arm: str, group: str, weight: float = 1.0) -> Term:
 def questions_of(
     table: dict[str, Any], groups: dict[str, dict[str, Any]]
 ) -> tuple[Question, ...]:
-    """The questions of a family.
+    """Return the questions of a family: those written out, then differences or slopes,
+    then numbers and changes of single arms.
 
     Args:
         table: of the family, as plan.py describes it.
@@ -191,7 +204,9 @@ def questions_of(
 
 
 def _of_one_arm(table: dict[str, Any]) -> list[Question]:
-    """Numbers and changes of each arm in each group."""
+    """Return the questions of `numbers` and `changes` of a family, for each arm in each
+    group; a change is its first number minus its second.
+    """
     asked = [[name] for name in table.get("numbers", ())] + table.get("changes", [])
     found = []
     for names, group in product(asked, table.get("groups", ())):
@@ -206,7 +221,9 @@ def _of_one_arm(table: dict[str, Any]) -> list[Question]:
 def _differences(
     table: dict[str, Any], groups: dict[str, dict[str, Any]]
 ) -> list[Question]:
-    """Every metric in every group against every other arm; slopes over the groups."""
+    """Return the questions of `metrics` of a family: one for every metric, group and
+    other arm; with `slope` one for every metric and other arm.
+    """
     first = table["first"]
     margins = table.get("margins", {})
     found = []
@@ -223,7 +240,14 @@ def _differences(
 
 
 def contrast(table: dict[str, Any], group: str) -> Question:
-    """The question of a contrast: one or two arms, metric, at, set, decoding, ratio."""
+    """Return the question of a contrast of a closed round: one arm's number, or one arm
+    minus another.
+
+    Args:
+        table: arms (one or two) and metric; at, set, decoding and ratio where they are
+            given.
+        group: of the arms.
+    """
     where = f"{table.get('set', 'test')}/{table.get('decoding', 'top_p_0.7')}"
     terms = [
         Term(arm, group, table["metric"], table.get("at", "last"), where, weight)
@@ -233,7 +257,7 @@ def contrast(table: dict[str, Any], group: str) -> Question:
 
 
 def _question(table: dict[str, Any]) -> Question:
-    """A question whose terms are written out: [weight, arm, group, number]."""
+    """Return a question whose terms are written out: [weight, arm, group, number]."""
     terms = tuple(
         term_of(name, arm, group, float(weight))
         for weight, arm, group, name in table["terms"]
@@ -250,7 +274,9 @@ def _question(table: dict[str, Any]) -> Question:
 def _check_question(
     question: Question, family: str, groups: dict[str, dict[str, Any]]
 ) -> None:
-    """Its arms are in its groups, and there are such numbers."""
+    """Raise InputError where a term names an arm that its group lacks, a group that is
+    not there, or a number that no record has.
+    """
     for term in question.terms:
         if term.group not in groups:
             raise InputError(f"the family {family!r} names no group {term.group!r}.")
@@ -266,25 +292,26 @@ def _check_question(
 
 # ---- one number of one run -----------------------------------------------------------
 def last_fifth(x: Numbers) -> float:
-    """The mean of the last fifth."""
+    """Return the mean of the last fifth, of at least one entry."""
     return float(x[-max(1, len(x) // 5) :].mean())
 
 
 def _change(x: Numbers) -> float:
-    """The last fifth minus the first entry."""
+    """Return the mean of the last fifth minus the first entry."""
     return last_fifth(x) - float(x[0])
 
 
 def _gain(x: Numbers) -> float:
-    """The last fifth minus the first fifth."""
+    """Return the mean of the last fifth minus that of the first fifth."""
     return last_fifth(x) - float(x[: max(1, len(x) // 5)].mean())
 
 
 def _largest_of_25(x: Numbers) -> float:
-    """The largest of the first 25 steps."""
+    """Return the largest entry of the first 25 training steps."""
     return float(x[: 25 // BIN].max())
 
 
+# moment -> the number, of a column of a step metric
 AT_STEPS: dict[str, Callable[[Numbers], float]] = {
     "mean": lambda x: float(x.mean()),
     "last": last_fifth,
@@ -293,7 +320,7 @@ AT_STEPS: dict[str, Callable[[Numbers], float]] = {
     "change": _change,
     "gain": _gain,
 }
-# of the evaluated steps x and the values y
+# moment -> the number, of the evaluated steps x and the values y
 AT_EVALS: dict[str, Callable[[Numbers, Numbers], float]] = {
     "first": lambda x, y: float(y[0]),
     "last": lambda x, y: float(y[-1]),
@@ -305,8 +332,10 @@ AT_EVALS: dict[str, Callable[[Numbers, Numbers], float]] = {
 
 
 def known(term: Term) -> bool:
-    """Return whether records have the number of a term: its metric exists, and its `at` is
-    one of that metric's. `equal_avg` is computed of two arms' records.
+    """Return whether records have the number of a term: its metric exists, and its `at`
+    is one of that metric's.
+
+    "survival", "pass@K" and EQUAL have no `at`. K is a whole number.
     """
     metric = term.metric
     if metric in EVAL_METRICS:
@@ -318,9 +347,9 @@ def known(term: Term) -> bool:
 
 
 def number(run: RunRecord, term: Term) -> float:
-    """The term's number of one run, without its weight; shares in points of 100.
+    """Return the term's number of one run, without its weight; shares in points of 100.
 
-    An evaluation that a stopped run did not reach counts as 0.
+    Of a run that stopped, every number of the evaluations counts as 0.
 
     Args:
         run: a record.
@@ -328,6 +357,7 @@ def number(run: RunRecord, term: Term) -> float:
 
     Raises:
         InputError: the record has no such number.
+        KeyError: it has no such column, or no such counts for Pass@k.
     """
     if term.metric == "survival":
         return survival(run)
@@ -345,7 +375,11 @@ def number(run: RunRecord, term: Term) -> float:
 
 
 def _of_steps(run: RunRecord, metric: str, at: str) -> float:
-    """A number of the training steps that have a finite value."""
+    """Return the number of a step metric at a moment, of the entries that are finite.
+
+    Raises:
+        InputError: none is.
+    """
     x = np.array(run["steps"].get(metric, ()), float)
     x = x[np.isfinite(x)]
     if not len(x):
@@ -354,7 +388,12 @@ def _of_steps(run: RunRecord, metric: str, at: str) -> float:
 
 
 def _of_evaluations(run: RunRecord, term: Term) -> float:
-    """A number of the evaluations, the mean over the sets where several are meant."""
+    """Return a number of the evaluations, as a share; for the set "average" the mean
+    over the sets by difficulty, each with equal weight.
+
+    Raises:
+        InputError: the record has no such evaluation.
+    """
     set_name, _, decoding = term.where.partition("/")
     names = [term.where]
     if set_name == "average":
@@ -378,23 +417,30 @@ def _of_evaluations(run: RunRecord, term: Term) -> float:
 
 
 def survival(run: RunRecord) -> float:
-    """The first step at which the reward is below half of its highest so far.
+    """Return the step of the first entry in which the reward is below half of its
+    highest so far.
 
-    The step at which the run stopped, or all its steps, if there is none.
+    If there is none: how many steps the run has, or, if it stopped, one more than the
+    step of its last entry. An entry has the mean of BIN steps, and the first of them as
+    its step.
     """
     steps = run["steps"]["step"]
     reward = np.array(run["steps"]["reward"])
     fallen = np.flatnonzero(reward < np.maximum.accumulate(reward) / 2)
     if len(fallen):
         return float(steps[fallen[0]])
-    return float(run["settings"]["steps"] if run["status"] == "done" else steps[-1] + 1)
+    if run["status"] == "done":
+        return float(run["settings"]["steps"])
+    return float(steps[-1] + 1)
 
 
 def pass_at(k: int, counts: Sequence[int]) -> float:
-    """Pass@k of problems, the mean over them.
+    """Return Pass@k, from 0 to 1, the mean over problems.
+
+    Of a problem with c of n samples right it is 1 - C(n - c, k) / C(n, k), unbiased.
 
     Args:
-        k: samples of which one must be right.
+        k: samples of which one must be right, at most n.
         counts: of how many problems 0, 1, ..., n of n samples are right.
     """
     n = len(counts) - 1
@@ -403,7 +449,7 @@ def pass_at(k: int, counts: Sequence[int]) -> float:
 
 
 def answers(run: RunRecord, term: Term, ratio: bool = False) -> bool:
-    """Whether the run has a finite number for the term.
+    """Return whether the run has a finite number for the term.
 
     A run that stopped at its first step has none, and a KL of 0 has no logarithm.
 
@@ -421,9 +467,10 @@ def answers(run: RunRecord, term: Term, ratio: bool = False) -> bool:
 
 # ---- Avg@32 and Best@32 by decoding: the points of an arm's curve -----------------------
 def curve(run: RunRecord) -> Numbers:
-    """Avg@32 and Best@32 in points, [evaluated steps, decodings, 2].
+    """Return Avg@32 and Best@32 on the test set in points, [evaluated steps, decodings,
+    2].
 
-    0 where a stopped run did not get.
+    The decodings are in the order of the settings. 0 where a stopped run did not get.
     """
     s = run["settings"]
     names = [f"test/{decoding_name(p)}" for p in s["decodings"]]
@@ -441,5 +488,5 @@ def curve(run: RunRecord) -> Numbers:
 
 
 def decoding_name(top_p: float) -> str:
-    """The name of a decoding in a record."""
+    """Return the name of a decoding in a record: "t_1" or "top_p_0.7"."""
     return "t_1" if top_p == 1 else f"top_p_{top_p:g}"

@@ -35,8 +35,11 @@ NEEDED = ("name", "status", "settings", "provenance", "steps", "evals")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file that is perhaps being written: an unfinished last line
-    is left out.
+    """Return the lines of a JSONL file that is perhaps being written: an unfinished
+    last line is left out. [] if it is not there.
+
+    Raises:
+        InputError: a line is no JSON object.
     """
     content = path.read_bytes() if path.exists() else b""
     whole = content.rpartition(b"\n")[0]
@@ -44,7 +47,16 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _objects(path: Path, content: bytes, how: str) -> list[dict[str, Any]]:
-    """One JSON object a line. Raises InputError, with how to restore the file."""
+    """Return one JSON object a line.
+
+    Args:
+        path: of the file, for the message.
+        content: of the file.
+        how: how to restore it, for the message.
+
+    Raises:
+        InputError: a line is no JSON object.
+    """
     found = []
     for n, line in enumerate(content.splitlines(), 1):
         try:
@@ -60,8 +72,11 @@ def _objects(path: Path, content: bytes, how: str) -> list[dict[str, Any]]:
 
 # ---- a run's folder ------------------------------------------------------------------
 def status(folder: Path) -> str:
-    """ "done", "stopped at step N: why", or "" for a run that is not there or not
+    """Return "done", "stopped at step N: why", or "" for a run that is not there or not
     finished.
+
+    Raises:
+        InputError: failed.json cannot be read.
     """
     if (folder / "done.json").exists():
         return "done"
@@ -74,7 +89,9 @@ def status(folder: Path) -> str:
 
 @contextmanager
 def _whole(folder: Path) -> Iterator[None]:
-    """One sentence for a folder whose files are not what a run writes."""
+    """Turn the errors of reading a folder whose files are not what a run writes into
+    one sentence, an InputError.
+    """
     try:
         yield
     except InputError:
@@ -93,8 +110,10 @@ def _whole(folder: Path) -> Iterator[None]:
 
 
 def record(folder: Path) -> RunRecord:
-    """The line of a finished run. Raises InputError if one of its files is not what it
-    was when the run ended.
+    """Return the record of a finished run: its line of runs.jsonl, from its folder.
+
+    Raises:
+        InputError: one of its files is not what it was when the run ended.
     """
     with _whole(folder):
         facts = _facts(folder)
@@ -118,14 +137,14 @@ def _facts(folder: Path) -> dict[str, Any]:
     """Return what done.json says, without its own digest; {} for a run that stopped.
 
     Raises:
-        InputError: its digest is another one.
+        InputError: its digest is another one. Older files have none.
     """
     done = folder / "done.json"
     if not done.exists():
         return {}
     facts: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
     is_now = files.facts_digest(facts)
-    if facts.pop("digest", is_now) != is_now:  # older ones have none
+    if facts.pop("digest", is_now) != is_now:
         raise InputError(
             f"{done} is not what it was when the run ended: remove the folder and run again."
         )
@@ -133,7 +152,11 @@ def _facts(folder: Path) -> dict[str, Any]:
 
 
 def _bins(lines: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Columns of steps.jsonl, BIN steps in one number."""
+    """Return the columns of steps.jsonl, BIN steps in one number: their mean, or their
+    largest for grad_norm_max. `step` is the first of each BIN.
+
+    NaN where a line lacks the metric, or has no number there.
+    """
     if not lines:
         return {}
     starts = range(0, len(lines), BIN)
@@ -146,7 +169,9 @@ def _bins(lines: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def _evals(lines: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
-    """Columns of evals.jsonl by set and decoding."""
+    """Return the columns of evals.jsonl: "SET/DECODING" -> step and EVAL_METRICS, in
+    the order of the lines.
+    """
     table: dict[str, dict[str, list[float]]] = {}
     for line in lines:
         name = f"{line['set']}/{line['decoding']}"
@@ -158,8 +183,10 @@ def _evals(lines: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
 
 
 def _at_the_end(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Where the run has them: which problems were solved at least once; how many
-    problems were solved how often; how often each was solved.
+    """Return what some runs have of each "SET/DECODING" at the end, by these keys:
+    "solved", which problems were solved at least once (evals.bits); "counts", how many
+    problems were solved how often (evals.counts); "solved_times", how often each was
+    solved (evals.times).
     """
     found: dict[str, dict[str, Any]] = {}
     for line in lines:
@@ -171,21 +198,22 @@ def _at_the_end(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _number(x: Any) -> float:
-    """NaN where the line has none."""
+    """Return it as a float; NaN for None."""
     return float("nan") if x is None else float(x)
 
 
 def _short(x: float) -> float:
-    """With five digits."""
+    """Return the number rounded to five significant digits."""
     return float(f"{x:.5g}")
 
 
 # ---- the committed file --------------------------------------------------------------
 def load(folder: Path) -> dict[str, RunRecord]:
-    """Name -> line of runs.jsonl, each held against the digest in manifest.json.
+    """Return name -> record of runs.jsonl, each compared with its digest in
+    manifest.json; {} if neither file is there.
 
-    No file: {}. Raises InputError on a line that is missing, changed, too many, twice
-    there or no record.
+    Raises:
+        InputError: a line is missing, changed, added, there twice or no record.
     """
     if not folder.exists():
         return {}
@@ -194,7 +222,7 @@ def load(folder: Path) -> dict[str, RunRecord]:
 
 
 def _load(folder: Path) -> dict[str, RunRecord]:
-    """The same in a folder that is locked."""
+    """Do what `load` does, in a folder that is locked."""
     path = folder / "runs.jsonl"
     if not path.exists() and not (folder / MANIFEST).exists():
         return {}
@@ -223,13 +251,16 @@ def _load(folder: Path) -> dict[str, RunRecord]:
             raise InputError(f"{path} has two records {name!r}: {how}.")
         found[name] = row
         digests[name] = _digest(line)
+    # "before": `keep` was killed before it had replaced the lines
     if digests != promised and _digest(content) != manifest.get("before"):
         raise InputError(f"{path} {_difference(digests, promised)}: {how}.")
     return found
 
 
 def _difference(there: dict[str, str], promised: dict[str, str]) -> str:
-    """How the records differ from their manifest."""
+    """Return in words how the records differ from their manifest; each argument is name
+    -> digest of its line.
+    """
     said = f"holds {len(there)} records where {MANIFEST} promises {len(promised)}"
     both = there.keys() & promised.keys()
     changed = sorted(name for name in both if there[name] != promised[name])
@@ -239,10 +270,18 @@ def _difference(there: dict[str, str], promised: dict[str, str]) -> str:
 
 
 def collect(out: Path, wanted: set[str], folder: Path) -> dict[str, RunRecord]:
-    """Add the finished ones of the wanted runs under `out` to runs.jsonl; lines that
-    are there stay.
+    """Add the finished ones of the wanted runs to runs.jsonl, and return all its
+    records by name; lines that are there stay.
 
     Another process that does the same waits, so that neither drops the other's lines.
+
+    Args:
+        out: the folder of the runs' folders.
+        wanted: names of runs.
+        folder: of runs.jsonl; it is made.
+
+    Raises:
+        InputError: a record or a run's folder is damaged.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with files.locked(folder, write=True):
@@ -258,9 +297,10 @@ def collect(out: Path, wanted: set[str], folder: Path) -> dict[str, RunRecord]:
 
 
 def keep(records: dict[str, RunRecord], folder: Path) -> None:
-    """Write runs.jsonl and manifest.json in a folder that nobody else writes.
+    """Write runs.jsonl and manifest.json, sorted by name, in place of what is there.
 
-    Until both are written, the manifest allows the lines from before as well.
+    The folder must be locked, or no other process write in it. Until both files are
+    written, the manifest allows the lines from before as well.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "runs.jsonl"
@@ -273,10 +313,12 @@ def keep(records: dict[str, RunRecord], folder: Path) -> None:
 
 
 def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write manifest.json: `lines`, name -> digest, and for a moment `before`."""
     files.write_atomically(folder / MANIFEST, json.dumps(manifest, indent=0) + "\n")
 
 
 def _digest(content: bytes) -> str:
+    """Return the sha256 in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -300,22 +342,25 @@ def forecast(todo: Sequence[Settings], known: dict[str, RunRecord]) -> float:
     spent: dict[tuple[Any, ...], list[float]] = {}
     for r in known.values():
         if r["status"] == "done":
-            seconds = r["provenance"]["seconds"]["all"] / r["settings"]["steps"]
-            spent.setdefault(_kind(r["settings"]), []).append(seconds)
+            a_step = r["provenance"]["seconds"]["all"] / r["settings"]["steps"]
+            spent.setdefault(_kind(r["settings"]), []).append(a_step)
     total = 0.0
     for s in todo:
         of_kind = spent.get(_kind(asdict(s)))
+        # the guess is in seconds
         a_step = float(np.mean(of_kind)) if of_kind else 0.3 + 0.4 * s.epochs
         total += s.steps * a_step
     return total
 
 
 def _kind(settings: dict[str, Any]) -> tuple[Any, ...]:
-    """What the time of a step depends on."""
+    """Return the settings on which the time of a step depends."""
     return settings["base"], settings["epochs"], settings["dynamic_sampling"]
 
 
 def hours(runs: Sequence[RunRecord]) -> float:
-    """Hours of one core that the runs took."""
+    """Return the hours of one core that the runs took; those that stopped are not
+    counted.
+    """
     made = [run["provenance"] for run in runs if run["provenance"]]
     return float(sum(p["seconds"]["all"] for p in made) / 3600)

@@ -21,7 +21,7 @@ OWN = ("plan.toml", "power.md", "runs.sha256")
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """The commit and the digests; {} if nothing is registered yet."""
+    """Return the commit and the digests; {} if nothing is registered yet."""
     path = folder / "registration.json"
     if not path.exists():
         return {}
@@ -30,7 +30,7 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 def register(plan: Plan, commit: str) -> Path:
-    """Write registration.json, once, before any run.
+    """Write registration.json, once, before any run; return its path.
 
     Args:
         plan: of a folder of its own.
@@ -50,8 +50,8 @@ def register(plan: Plan, commit: str) -> Path:
 
 
 def digests(plan: Plan) -> dict[str, str]:
-    """Path below the plan's folder, or below repro/mini -> sha256 of every file that
-    decides.
+    """Return path -> sha256 of every file that decides what the experiment is. A path
+    is below the plan's folder (OWN, where it is there), or below repro/mini (DECIDE).
     """
     found = {name: files.sha256(MINI / name) for name in DECIDE}
     for name in OWN:
@@ -61,7 +61,8 @@ def digests(plan: Plan) -> dict[str, str]:
 
 
 def changed(folder: Path) -> list[str]:
-    """The registered files that are not what they were.
+    """Return the paths of the registered files that are gone or differ from their
+    digests; [] without a registration.
 
     Args:
         folder: of the registration; its paths are below it, or below repro/mini.

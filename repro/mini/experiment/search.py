@@ -21,7 +21,7 @@ import numpy as np
 
 from repro.mini.experiment.questions import RunRecord, curve, last_fifth
 
-Scores = dict[float, float | None]
+Scores = dict[float, float | None]  # a rate or coefficient -> score
 
 
 class Choice(NamedTuple):
@@ -47,11 +47,11 @@ class Search:
 
     Attributes:
         rates: tried in any case.
-        more_rates: those beyond an edge.
-        seeds: not used again.
+        more_rates: tried only where the best rate is at the edge of those tried so far.
+        seeds: of its runs; the experiment proper has others.
         settings: of its runs.
-        score: "reward" or "exchange".
-        exchange: points of Best@32 for one of Avg@32.
+        score: "reward" or "exchange", as described above.
+        exchange: points of Best@32 that one point of Avg@32 is worth.
     """
 
     rates: list[float]
@@ -62,7 +62,9 @@ class Search:
     exchange: float = 0.0
 
     def score_of(self, runs: Sequence[RunRecord]) -> float:
-        """Of one choice, from all runs of its search."""
+        """Return the score of one choice, from all runs of its search; higher is
+        better.
+        """
         if self.score == "reward":
             return float(np.mean([_reward(run) for run in runs]))
         points = np.mean([curve(run)[-1] for run in runs], axis=0)
@@ -70,7 +72,9 @@ class Search:
 
 
 def _reward(run: RunRecord) -> float:
-    """At the end of training."""
+    """Return the mean reward in the last fifth of the steps where it is finite; 0 for a
+    run that stopped.
+    """
     if run["status"] != "done":
         return 0.0
     reward = np.array(run["steps"]["reward"])
@@ -80,10 +84,14 @@ def _reward(run: RunRecord) -> float:
 def choose_rate(
     scores: Scores, grid: Sequence[float]
 ) -> tuple[float | None, list[float]]:
-    """The rate, or None and the rates that must be tried before it can be told.
+    """Return the rate with the highest score and []; or None and the rates whose scores
+    are missing.
+
+    Starts with the grid, and adds the next rate on a side while the best is at this
+    edge.
 
     Args:
-        scores: of every rate in reach; None while a run is missing.
+        scores: of every rate that may be tried; None while a run is missing.
         grid: the rates that are tried in any case.
     """
     order = sorted(scores)
@@ -102,8 +110,8 @@ def choose_rate(
 
 
 def choose_value(scores: Scores) -> tuple[float | None, list[float]]:
-    """The value with the highest score, or None and those that must be tried before it
-    can be told.
+    """Return the value with the highest score, the lower of equal ones, and []; or None
+    and the values whose scores are missing, sorted.
     """
     told = {value: score for value, score in scores.items() if score is not None}
     missing = sorted(scores.keys() - told.keys())

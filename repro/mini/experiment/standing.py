@@ -28,7 +28,7 @@ MOST = 200  # seeds: no more are looked for
 
 
 def everything() -> dict[str, dict[str, Any]]:
-    """Of all experiments that are registered."""
+    """Return PLAN/CLAIM -> how it stands, of all plans."""
     found: dict[str, dict[str, Any]] = {}
     for plan in map(load, paths()):
         found |= of_plan(plan)
@@ -36,17 +36,21 @@ def everything() -> dict[str, dict[str, Any]]:
 
 
 def of_plan(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Of one plan."""
+    """Return PLAN/CLAIM -> how it stands, of one plan: as results/standing.json has it
+    for a closed round, computed by standing.toml for another; {} where there is
+    neither.
+    """
     if plan.claims:
         every = record.rows(plan.results / "standing.json").items()
         return {name: s for name, s in every if name.startswith(f"{plan.name}/")}
     return _of_effects(plan) if plan.standing else {}
 
 
+# the word of an effect, without its size -> the verdict
 OF_INTERVAL = {
     "gains": verdicts.REPRODUCED,
     "loses": verdicts.CONTRADICTED,
-    # of the margin, for which the seeds were counted
+    # an effect of the margin is excluded: the seeds were counted for it
     "no difference": verdicts.EXCLUDED,
     "undecided": verdicts.UNDECIDED,
     "not finished": verdicts.UNDECIDED,
@@ -55,7 +59,9 @@ OF_INTERVAL = {
 
 
 def _of_effects(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Of the reading that the first arm is above another, by the words of intervals."""
+    """Return how the effects of a plan stand that its standing.toml names, read as the
+    claim that the first arm has more than another.
+    """
     known = load_records(plan.results)
     rule = plan.standing
     level = plan.stopping["final"]["level"]
@@ -92,7 +98,7 @@ def _of_effects(plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 def _names(e: Effect, plan: Plan) -> dict[str, Any]:
-    """What a template of a plan's standing may name."""
+    """Return the values for the braces of the templates in a plan's standing.toml."""
     q = e.question
     return {
         "metric": q.metric,
@@ -107,7 +113,15 @@ def _names(e: Effect, plan: Plan) -> dict[str, Any]:
 
 
 def _seeds_for(e: Effect, level: float, wanted: float) -> int | None:
-    """For that power, if the effect and the spread that were seen are the true ones."""
+    """Return the fewest seeds with this power, if the effect and the spread that were
+    found are the true ones; None if they are more than MOST, or the effect is not above
+    0.
+
+    Args:
+        e: the effect.
+        level: of its interval.
+        wanted: the power.
+    """
     if not e.mean > 0:
         return None
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains runs over the cores there are: one process a core, one thread each.
+"""Trains runs on the cores that there are: one process a core, one thread each.
 
 Stop it at any moment and start it again: finished runs are kept, begun ones go on from
-their last checkpoint.
+their last checkpoint. `say` prints a line on stdout.
 """
 
 import json
@@ -31,8 +31,13 @@ say = Console(highlight=False, soft_wrap=True).print
 
 
 def alone(out: Path) -> AbstractContextManager[int]:
-    """One suite at a time in one folder. The runs inherit the lock: it lasts while one
-    of them lives.
+    """Lock the folder, so that one suite at a time writes in it; gives the file
+    descriptor.
+
+    The runs inherit the lock: it lasts while one of them lives.
+
+    Raises:
+        InputError: another suite, or one of its runs, has the lock.
     """
     return files.alone(out, "another suite or by its runs")
 
@@ -47,10 +52,24 @@ def run_all(
     device: str = "cpu",
     ended: Callable[[], object] = lambda: None,
 ) -> list[str]:
-    """Train what is not finished, `jobs` at a time; no new one after `hours`. Returns a
-    sentence for each failure.
+    """Train what is not finished, `jobs` at a time, and print a line when a run ends
+    and every PROGRESS_SECONDS.
 
-    `ended` is called whenever one more has ended.
+    Where it is interrupted, the runs are ended and go on from a checkpoint later.
+
+    Args:
+        wanted: name -> settings.
+        out: folder of the runs.
+        jobs: runs at a time.
+        lock: from `alone`.
+        hours: no run is started after these; those that train are waited for.
+        train: the module that trains, instead of TRAIN.
+        device: as torch names it.
+        ended: called whenever one more has ended.
+
+    Returns:
+        A sentence for each failure; a run that stopped at a number that is not finite
+        is a result, and no failure.
     """
     todo = [name for name in wanted if not records.status(out / name)]
     done = len(wanted) - len(todo)
@@ -86,7 +105,7 @@ def run_all(
 
 
 def progress(out: Path, running: dict[str, Settings]) -> str:
-    """Say how many steps of each run have ended.
+    """Return in a sentence how many steps of each run have ended.
 
     Args:
         out: the folder of the runs.
@@ -103,7 +122,9 @@ def progress(out: Path, running: dict[str, Settings]) -> str:
 def _launch(
     folder: Path, settings: Settings, lock: int, train: str, device: str
 ) -> subprocess.Popen[bytes]:
-    """Start a run with one thread; it inherits the lock."""
+    """Start a run with one thread in a process of its own; it inherits the lock. Its
+    settings are in asked.json, what it prints is added to log.txt.
+    """
     folder = folder.resolve()  # the run works in ROOT
     folder.mkdir(parents=True, exist_ok=True)
     asked = folder / "asked.json"
@@ -135,16 +156,21 @@ def _launch(
 
 
 def _finished(folder: Path, code: int) -> list[str]:
-    """Nothing for a run that is a result; a sentence for one that failed and will be
-    tried again.
+    """Return [] for a run that is a result, or one sentence for a run that failed and
+    is tried again next time.
+
+    For a run that stopped at a number that is not finite, write failed.json: it is a
+    result.
+
+    Args:
+        folder: of the run.
+        code: its exit status.
     """
     if code == 0 and records.status(folder):
         return []
-    last = (
-        [line.strip() for line in _tail(folder / "log.txt") if line.strip()]
-        or ["no word"]
-    )[-1]
-    # not finite: the same seed would end there again
+    said = [line.strip() for line in _tail(folder / "log.txt") if line.strip()]
+    last = said[-1] if said else "no word"
+    # a number was not finite (train/command.py): the same seed would end there again
     if code == 1 and list(folder.glob("minibatch-*")):
         why = f"stopped at step {_steps(folder)}: {last}"
         files.write_atomically(folder / "failed.json", json.dumps({"status": why}))
@@ -155,18 +181,22 @@ def _finished(folder: Path, code: int) -> list[str]:
 
 
 def _tail(path: Path, size: int = 4000) -> list[str]:
+    """Return the lines in the last `size` bytes of a file; the first may be cut."""
     with path.open("rb") as f:
         f.seek(max(0, path.stat().st_size - size))
         return f.read().decode(errors="replace").splitlines()
 
 
 def _steps(folder: Path) -> int:
+    """Return how many steps of a run have ended, by the lines of steps.jsonl."""
     path = folder / "steps.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def _stop(processes: Iterable[subprocess.Popen[bytes]]) -> None:
-    """End the runs, by force after ten seconds."""
+    """End the processes by SIGTERM, or SIGKILL where one still lives after ten
+    seconds.
+    """
     for p in processes:
         p.terminate()
     for p in processes:
@@ -177,12 +207,15 @@ def _stop(processes: Iterable[subprocess.Popen[bytes]]) -> None:
 
 
 def cores() -> int:
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def exit_status_of(work: Callable[[], int], who: str) -> int:
-    """Do the work and return its exit status; 2 after a sentence on what a user can set
-    right.
+    """Do the work and return its exit status; 2, after a sentence on stderr, where it
+    raises InputError or OSError.
+
+    An interruption prints that the same command goes on.
 
     Args:
         work: returns its own status.

@@ -20,13 +20,21 @@ from repro.mini.experiment.effects import Effect
 from repro.mini.experiment.plan import Plan, load
 from repro.mini.experiment.questions import SHARES, RunRecord
 
-Known = dict[str, RunRecord]
-CLOSE = 1e-9  # of two ways to compute the same number
+Known = dict[str, RunRecord]  # name of a run -> record
+# absolute tolerance: two ways to compute the same number differ by rounding alone
+CLOSE = 1e-9
+# an effect as words.shown prints it: +2.1 [+1.6, +2.6]
 PRINTED = re.compile(r"[×+-][\d.]+ \[[+-]?[\d.]+, [+-]?[\d.]+\]")
 
 
 class Checked:
-    """What was compared, and what differs."""
+    """What was compared, and what differs.
+
+    Attributes:
+        counts: kind of thing ("effects") -> how many were compared.
+        wrong: kind -> the names of those that differ.
+        known: folder of results -> its records.
+    """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -40,7 +48,14 @@ class Checked:
             self.wrong.setdefault(what, []).append(name)
 
     def records_of(self, plan: Plan) -> Known:
-        """Its records, each held against its digest when they are first asked for."""
+        """Return the records of a plan by name.
+
+        When a folder of results is first asked for, its records are loaded and counted,
+        each compared with its digest, and its registered files are compared.
+
+        Raises:
+            InputError: a record differs from its digest.
+        """
         if plan.results not in self.known:
             self.known[plan.results] = records.load(plan.results)
             self.counts["records"] += len(self.known[plan.results])
@@ -76,7 +91,9 @@ def main(names: Iterable[str]) -> int:
 
 
 def _verify(plan: Plan, total: Checked) -> None:
-    """Compare all that is known of one experiment with what was registered."""
+    """Compare what is known of one experiment with what was registered: the list of its
+    runs, and its effects or claims.
+    """
     known = total.records_of(plan)
     names = plan.folder / "runs.sha256"
     if names.exists() and not plan.others:
@@ -130,8 +147,14 @@ def _compare_claims(plan: Plan, known: Known, total: Checked) -> None:
 def _is_printed(
     row: list[str], s: dict[str, Any], verdict: Any, effects: Sequence[Effect]
 ) -> bool:
-    """Whether a row of the report has what was kept of a claim, its rule's p, and the
-    mean of each effect that it shows.
+    """Return whether a row of the report has the verdict and the words that were kept
+    of a claim, its rule's p, and the mean of each effect that it shows.
+
+    Args:
+        row: the cells of the row.
+        s: what was kept, as standing.py describes it.
+        verdict: of the registered rule.
+        effects: of the claim.
     """
     shown = [e for e in effects if e.n]
     means = [words.rounded(e.question, e.mean) for e in shown]
@@ -179,7 +202,7 @@ def _compare_intervals(plan: Plan, known: Known, total: Checked) -> None:
 
 
 def _is_same(e: Effect, old: Any) -> bool:
-    """Tell whether an effect and the rule's have the same seeds, word and numbers."""
+    """Return whether an effect and the rule's have the same seeds, word and numbers."""
     mine = e.mean, e.low, e.high, e.sd, *e.by_base
     theirs = old.mean, old.low, old.high, old.sd, *old.by_base
     numbers = np.allclose(mine, theirs, rtol=1e-12, atol=CLOSE, equal_nan=True)
@@ -189,7 +212,15 @@ def _is_same(e: Effect, old: Any) -> bool:
 def _compare_printed(
     plan: Plan, found: Sequence[Effect], text: str, total: Checked
 ) -> None:
-    """Compare what the report prints: every effect that has an interval, and no other."""
+    """Compare what the report prints with the effects: every one with an interval is
+    there, as often as it is found, and no other.
+
+    Args:
+        plan: of the report.
+        found: its effects.
+        text: of the report.
+        total: takes the comparisons.
+    """
     printed = Counter(PRINTED.findall(text))
     for e in found:
         said = words.shown(e)
@@ -197,7 +228,7 @@ def _compare_printed(
             continue
         total.compare("printed effects", f"{plan.name} {said}", printed[said] > 0)
         printed[said] -= 1
-    for said in +printed:
+    for said in +printed:  # what is left, counts above 0
         total.compare("printed effects", f"{plan.name} {said}", False)
 
 

@@ -19,20 +19,21 @@ LARGEST = 700  # of an exponent that a float can hold
 
 
 def unit(question: Question) -> str:
-    """What a difference is measured in."""
+    """Return the unit of a difference: "points", "steps", "nats", or "" for others."""
     if in_points(question):
         return "points"
     return {"survival": "steps", "entropy": "nats"}.get(question.metric, "")
 
 
 def in_points(question: Question) -> bool:
-    """Whether it is a share, or a distance of curves of shares."""
+    """Return whether it is a share, or a distance of curves of shares."""
     metric = question.terms[0].metric
     return metric in SHARES or metric == EQUAL or metric.startswith("pass@")
 
 
 def rounded(question: Question, x: float, times: str = "×") -> str:
-    """A number on the scale of d, with as many digits as the metric has.
+    """Return a number on the scale of d as text: with its sign, and one digit after the
+    point for points, none for steps, three for others; of a ratio its factor.
 
     Args:
         question: whose number it is.
@@ -49,21 +50,25 @@ def rounded(question: Question, x: float, times: str = "×") -> str:
 
 
 def shown(e: Effect) -> str:
-    """The mean and its interval, or why there is none."""
+    """Return an effect as text, `+2.1 [+1.6, +2.6]`; its word where it has no
+    interval.
+    """
     if e.word == "out of reach" or not e.n:
         return e.word
-    mean = rounded(e.question, e.mean)
     if e.word == "not finished":
         return e.word
+    mean = rounded(e.question, e.mean)
     low, high = (rounded(e.question, x, "") for x in (e.low, e.high))
     return f"{mean} [{low}, {high}]"
 
 
 def by_base(e: Effect) -> str:
-    """The mean over the seeds on each base."""
+    """Return the mean over the seeds on each base, with commas between them."""
     return ", ".join(rounded(e.question, x) for x in e.by_base)
 
 
 def level(question: Question) -> str:
-    """The decoding that a name gives, in words."""
+    """Return the decoding of a question in words, `T = 1` or `top-p 0.7`: at equal
+    Avg@32 it gives the level of Avg@32.
+    """
     return question.decoding.replace("top_p_", "top-p ").replace("t_1", "T = 1")

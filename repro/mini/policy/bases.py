@@ -29,10 +29,19 @@ ROOT = Path(__file__).parents[1] / "bases"
 
 @dataclass(frozen=True)
 class Recipe:
+    """How a base is trained: on which task, from which start, with which settings.
+
+    Attributes:
+        policy: architecture, a name of models.CLASSES.
+        style: of the demonstrations.
+        start: a base to go on from; "": a fresh policy.
+        lr: the highest learning rate of the cycle.
+    """
+
     task: str
     policy: str = "qwen3"
     style: str = "walk"
-    start: str = ""  # a base to go on from; "" a fresh policy
+    start: str = ""
     steps: int = 3000
     batch: int = 256
     lr: float = 6e-3
@@ -48,18 +57,20 @@ RECIPES = {
 
 
 def folder_of(name: str) -> Path:
-    """Where the base of that name is, or the folder of that name."""
+    """Return the folder of the base of that name, or else the path that the name is;
+    SmolLM2 is converted first where that was not done.
+    """
     if name == smollm2.NAME:
         return smollm2.folder()
     return ROOT / name if (ROOT / name).exists() else Path(name)
 
 
 def load(name: str, task_name: str) -> PreTrainedModel:
-    """The base of that name, or the policy of any folder; its checksums are verified
-    where it has some.
+    """Return the base of that name, or the policy of any folder; its checksums are
+    verified where it has some.
 
-    Raises InputError if there is none, if a file is damaged, and if it was made for
-    another task.
+    Raises:
+        InputError: there is none, a file is damaged, or it was made for another task.
     """
     folder = folder_of(name)
     if not (folder / "config.json").is_file():
@@ -85,7 +96,12 @@ def load(name: str, task_name: str) -> PreTrainedModel:
 
 
 def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
-    """That of a base whose task has the tokens of another model."""
+    """Return the tokenizer in the folder of a base, for a task whose tokens are another
+    model's.
+
+    Raises:
+        InputError: there is none.
+    """
     folder = folder_of(name)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -94,7 +110,13 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
 
 
 def build(recipe: Recipe, say=print) -> PreTrainedModel:
-    """Cross-entropy on the responses of fresh demonstrations, lr in one cosine cycle."""
+    """Return a policy that was trained with cross-entropy on the responses of fresh
+    demonstrations, the learning rate in one cosine cycle.
+
+    Args:
+        recipe: of the base.
+        say: called with a line every 100 steps.
+    """
     task = tasks.get(recipe.task)
     model = (
         load(recipe.start, recipe.task)
@@ -128,8 +150,9 @@ def build(recipe: Recipe, say=print) -> PreTrainedModel:
 
 
 def describe(model: PreTrainedModel, task: tasks.Task) -> dict:
-    """What the base can do at T = 1, 256 held-out problems of each set, 32 samples
-    each.
+    """Return what the base can do at T = 1: of each set of problems the scores of 256
+    held-out problems with 32 samples each, by name; and "entropy", its mean over the
+    tokens sampled for the last set, in nats.
     """
     facts = {}
     for name in ("test", *task.levels):
@@ -154,6 +177,9 @@ def describe(model: PreTrainedModel, task: tasks.Task) -> dict:
 def main(argv: list[str] | None = None) -> int:
     """Train the base of a name and publish it, or compare it with the committed
     weights; without a name, list the bases.
+
+    Returns:
+        0; 1 if a weight differs; 2 if there is no such base, or it cannot be made.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

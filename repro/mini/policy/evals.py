@@ -13,8 +13,11 @@ CHUNK = 32  # problems sampled at once
 
 
 def tables(model, task: Task, problems, k: int, top_p: float, g: torch.Generator):
-    """Of k samples a problem at T = 1: whether right, bool [P, k], and what they
-    answer, int [P, k].
+    """Sample k responses to each problem at T = 1 and verify them.
+
+    Returns:
+        Whether each is right, bool [P, k], and what it answers, int [P, k], both on the
+        CPU.
     """
     right, said = [], []
     for part in problems.to(torch.get_default_device()).split(CHUNK):
@@ -35,32 +38,46 @@ def tables(model, task: Task, problems, k: int, top_p: float, g: torch.Generator
 
 
 def scores(correct, answers) -> dict[str, float | int]:
+    """Return the value of each estimate, as a share, with `n_problems` and `k`."""
     values = {name: e.value for name, e in estimates(correct, answers).items()}
     return values | {"n_problems": len(correct), "k": correct.shape[1]}
 
 
 def bits(which) -> str:
-    """Of bool [P], hexadecimal, the first problem first."""
+    """Return bool [P] as hexadecimal text, 8 problems a byte, the first
+    problem first.
+    """
     return np.packbits(which.numpy()).tobytes().hex()
 
 
 def times(right) -> str:
-    """Of bool [P, k], k at most 255: how many samples of each problem are right, a byte
-    each, hexadecimal, the first problem first.
+    """Return how many samples of each problem are right, a byte each, as hexadecimal
+    text, the first problem first.
+
+    Args:
+        right: bool [P, k], k at most 255.
     """
     return bytes(right.sum(1).tolist()).hex()
 
 
 def counts(right) -> list[int]:
-    """Of bool [P, k]: how many problems have 0, 1, ..., k right samples. Every Pass@k
-    follows from it.
+    """Return how many problems have 0, 1, ..., k right samples. Every Pass@k follows
+    from it.
+
+    Args:
+        right: bool [P, k].
     """
     return right.sum(1).bincount(minlength=right.shape[1] + 1).tolist()
 
 
 def estimates(correct, answers) -> dict[str, metrics.Estimate]:
-    """Of a bool table [P, k] and answers [P, k], as what votes: a number or a word,
-    NO_ANSWER and None do not.
+    """Return Avg@k, Maj@k, Best@k, Best@k by bootstrap and Pass@1, by the names of
+    EVAL_METRICS (questions.py).
+
+    Args:
+        correct: bool [P, k].
+        answers: [P, k], numbers or text, of which the most frequent of a problem counts
+            for Maj@k; NO_ANSWER and None have no vote.
     """
     k = correct.shape[1]
     votes = [[None if a == NO_ANSWER else a for a in row] for row in answers.tolist()]

@@ -2,8 +2,9 @@
 """The parts of a tiny transformer with their gradients written out: fewer passes over
 memory than autograd's.
 
-tests/mini/test_mini_packed.py holds each against finite differences and against
-transformers.
+In each class `forward` is the formula of its first line and `backward` takes g, the
+gradient of the output. tests/mini/test_mini_packed.py compares each with finite
+differences and with transformers.
 """
 
 import torch
@@ -12,11 +13,14 @@ from torch.autograd import Function
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """Return 1 / √(mean x² + ε) over the last dimension, which stays with size 1."""
     return x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
 
 
 def through_rms(g: Tensor, y: Tensor, inverse: Tensor) -> Tensor:
-    """The gradient of x from that of y = x · inverse_rms(x)."""
+    """Return the gradient of x from g, that of y = x · inverse_rms(x): (g - y mean(g
+    y)) times the inverse.
+    """
     return torch.addcmul(g, y, (g * y).mean(-1, keepdim=True), value=-1).mul_(inverse)
 
 
@@ -77,8 +81,10 @@ class Gate(Function):
 
 
 def softmax(x: Tensor) -> Tensor:
-    """Over the last dimension, perhaps in place: where a row is shorter than a vector
-    register, torch's is slow.
+    """Return the softmax over the last dimension; x may be overwritten.
+
+    Where a row is shorter than a vector register (16 numbers of float32), torch's
+    softmax is slow, and this one is computed in place.
     """
     if x.shape[-1] >= 16:
         return x.softmax(-1)

@@ -72,7 +72,13 @@ CLASSES = {
 
 
 def new(kind: str, task: Task, seed: int = 0) -> PreTrainedModel:
-    """An untrained policy for the task's vocabulary; kind is a name of CLASSES."""
+    """Return an untrained policy for the task's vocabulary.
+
+    Args:
+        kind: a name of CLASSES.
+        task: qwen3_vl needs one with pictures.
+        seed: of torch's global generator, which is set.
+    """
     torch.manual_seed(seed)
     words = {"vocab_size": task.vocabulary, "tie_word_embeddings": True, **TOKENS}
     if kind == "llama":
@@ -108,8 +114,8 @@ def new(kind: str, task: Task, seed: int = 0) -> PreTrainedModel:
 
 
 def ready(model: PreTrainedModel) -> PreTrainedModel:
-    """As a policy is used here: float32, no dropout, sdpa attention, the tokens of an
-    expert multiplied together.
+    """Return the model as a policy is used here, changed in place: float32, no dropout,
+    sdpa attention; a mixture of experts multiplies all tokens of an expert together.
     """
     model.set_attn_implementation("sdpa")
     if model.config.model_type == "qwen3_moe":
@@ -118,7 +124,9 @@ def ready(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def inputs(task: Task, problems: Tensor) -> dict[str, Tensor]:
-    """The prompts as the model takes them, one row a problem."""
+    """Return the prompts as the model takes them, one row a problem: input_ids, and
+    pictures where the task has some.
+    """
     pictures = task.pictures(problems)
     return {"input_ids": task.prompts(problems)} | (
         {} if pictures is None else {"pictures": pictures}
@@ -126,11 +134,16 @@ def inputs(task: Task, problems: Tensor) -> dict[str, Tensor]:
 
 
 def reader(model: PreTrainedModel, prompts: dict[str, Tensor], length: int):
-    """Reads prompts, then token by token what follows: `first` are logits [P, V], those
-    of `read` [len(tokens), V].
+    """Return an object that reads the prompts, then token by token what follows: its
+    `first` has logits [P, V], its `read` returns [len(tokens), V].
 
     `read(after, tokens)` goes on from what was read last: tokens[i] comes after its row
-    after[i], any number of times.
+    after[i], which may occur any number of times, or not at all.
+
+    Args:
+        model: a policy.
+        prompts: from `inputs`, P rows.
+        length: how many tokens may follow.
     """
     if packed.fits(model):
         return packed.Reader(model, prompts["input_ids"], length)
@@ -138,7 +151,7 @@ def reader(model: PreTrainedModel, prompts: dict[str, Tensor], length: int):
 
 
 class Reader:
-    """By transformers."""
+    """Reads prompts, then one token a row at a time, by transformers."""
 
     def __init__(self, model: PreTrainedModel, prompts: dict[str, Tensor]):
         self.model = model
@@ -147,6 +160,7 @@ class Reader:
         )
 
     def read(self, after: Tensor, tokens: Tensor) -> Tensor:
+        """Return logits [n, V] after tokens [n], each of which follows row after[i]."""
         keep_rows(self.model, self.cache, after)
         read = self.model(
             input_ids=tokens[:, None], past_key_values=self.cache, use_cache=True
@@ -157,8 +171,11 @@ class Reader:
 def read_prompts(
     model: PreTrainedModel, prompts: dict[str, Tensor], of: Tensor
 ) -> tuple[Tensor, DynamicCache]:
-    """Each prompt is read once; row i goes on from prompt of[i]: logits [N, V] of what
-    comes next, and the cache.
+    """Read each prompt once. Row i of N goes on from prompt of[i].
+
+    Returns:
+        Logits [N, V] of the token that comes next, in float32; and the cache, of N
+        rows.
     """
     ids, cache, pictures = prompts["input_ids"], DynamicCache(), {}
     if "pictures" in prompts:
@@ -191,6 +208,7 @@ def read_prompts(
 
 
 def keep_rows(model: PreTrainedModel, cache: DynamicCache, rows: Tensor) -> None:
+    """Replace the rows of the cache by these of its rows, in place."""
     cache.reorder_cache(rows)  # index_select: its gradient is deterministic and fast
     # after a picture positions are not those of the text
     if getattr(model.model, "rope_deltas", None) is not None:
@@ -204,8 +222,14 @@ def response_logits(
     tokens: Tensor,
     mask: Tensor,
 ) -> Tensor:
-    """Logits [mask.sum(), V], in the order of tokens[mask], of what predicts them; row
-    i answers prompt of[i].
+    """Return the logits of what predicts tokens[mask], [mask.sum(), V], in this order.
+
+    Args:
+        model: a policy.
+        prompts: from `inputs`.
+        of: [N], row i answers prompt of[i].
+        tokens: responses, [N, T].
+        mask: bool [N, T], the tokens whose logits are needed.
     """
     if packed.fits(model):
         return packed.response_logits(model, prompts["input_ids"], of, tokens, mask)
@@ -215,8 +239,10 @@ def response_logits(
 def padded_logits(
     model: PreTrainedModel, prompts: dict[str, Tensor], of: Tensor, tokens: Tensor
 ) -> Tensor:
-    """The same by transformers, [N, T, V]. Attention is causal: nobody looks at the
-    padding.
+    """Return the logits of what predicts every token, [N, T, V], by transformers, with
+    the arguments of `response_logits`.
+
+    Attention is causal, so that padding after a response changes none of its logits.
     """
     length = tokens.shape[1]
     # tiny weights, short prompts: to read them again is faster than to share them
@@ -231,8 +257,13 @@ def padded_logits(
 
 
 def save(folder: Path, model: PreTrainedModel, words: PreTrainedTokenizerBase) -> None:
-    """An ordinary save_pretrained folder, which transformers and vLLM load; for
-    pictures, the processor too.
+    """Save the policy as a save_pretrained folder, which transformers and vLLM load;
+    for pictures, the processor too.
+
+    Args:
+        folder: it exists.
+        model: a policy.
+        words: its tokenizer.
     """
     model.save_pretrained(folder)
     words.save_pretrained(folder)
@@ -251,8 +282,10 @@ def save(folder: Path, model: PreTrainedModel, words: PreTrainedTokenizerBase) -
 
 
 def load(folder: Path, task: Task) -> PreTrainedModel:
-    """What `save` wrote. Raises InputError if it is not a policy, or not one for the
-    task's vocabulary.
+    """Return the policy of a folder that `save` wrote.
+
+    Raises:
+        InputError: it is not a policy, or not one for the task's vocabulary.
     """
     try:
         kind = transformers.AutoConfig.from_pretrained(
@@ -271,17 +304,19 @@ def load(folder: Path, task: Task) -> PreTrainedModel:
 
 
 def precision(name: str) -> torch.autocast:
-    """The context of forward passes in float32 or bfloat16; weights are float32.
+    """Return the context of forward passes in this precision, "float32" or "bfloat16";
+    weights are float32.
 
-    It ends before the weights change: autocast keeps their copies.
+    It ends before the weights change: autocast keeps copies of them.
     """
     device = torch.get_default_device().type
     return torch.autocast(device, torch.bfloat16, enabled=name == "bfloat16")
 
 
 def deterministic(threads: int = 1) -> None:
-    """So many threads and deterministic algorithms: the same numbers to the bit on the
-    same machine. And memory kept.
+    """Give torch so many threads and deterministic algorithms: the same numbers to the
+    bit on the same machine. Also call `keep_memory`, and switch transformers' progress
+    bars off.
     """
     keep_memory()
     torch.set_num_threads(threads)
@@ -291,9 +326,12 @@ def deterministic(threads: int = 1) -> None:
 
 
 def keep_memory() -> None:
-    """Freed memory stays with the process: glibc would give tensors of 128 kB and more
-    back to the kernel, which clears every page again before the next one. Here, where
-    tensors are small and many, that was most of the time."""
+    """Make freed memory stay with the process, where the C library is glibc.
+
+    It would give tensors of 128 kB and more back to the kernel, which clears every page
+    again before the next one. Here, where tensors are small and many, that was most of
+    the time.
+    """
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):  # no glibc

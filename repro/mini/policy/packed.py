@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny Qwen3, computed from the weights of transformers' own class, several times as
-fast as by it.
+"""Tiny Qwen3, computed from the weights of transformers' own class, several times as fast as
+by it.
 
 At 100k weights the time goes into many small operations on padding and on what was read
 before. Here what responses have in common, their prompt and the tokens they begin with,
-is read once; all tokens stand in one long row without padding, and only attention,
-which is small, sees them row by row. tests/mini/test_mini_packed.py holds logits and
-gradients against transformers.
+is read once; all tokens are in one long row without padding, and only attention, which is
+small, reads them row by row. tests/mini/test_mini_packed.py compares logits and gradients
+with transformers.
+
+In the shapes H is the number of query heads, G that of key-value heads (H / G query heads
+share the keys of one), D the width of a head, d that of a token, P the number of prompts,
+L their length, N that of responses, V the size of the vocabulary.
 """
 
 from typing import NamedTuple
@@ -20,12 +24,12 @@ from repro.mini.policy.fused import Attend, Gate, Rms, RmsTurn, softmax
 
 
 class Layer(NamedTuple):
-    """Weights that read the same input side by side, with those of the norm before them
-    multiplied in.
+    """The weights of one layer. Those that read the same input are side by side in one
+    matrix, with the weights of the norm before them multiplied in.
     """
 
     qkv: Tensor
-    turn: Tensor  # [H + G, D], of the norms of H heads of queries and G of keys
+    turn: Tensor  # [H + G, D], of the norms of the heads, queries first
     out: Tensor
     gate_up: Tensor
     down: Tensor
@@ -39,15 +43,15 @@ class Qwen3:
         joined, and the weights of a norm go into the matrix behind it.
         """
         c, m = model.config, model.model
-        self.heads, self.kv, self.width = (
-            c.num_attention_heads,
-            c.num_key_value_heads,
-            c.head_dim,
-        )
+        self.heads = c.num_attention_heads  # H
+        self.kv = c.num_key_value_heads  # G
+        self.width = c.head_dim  # D
         self.eps = c.rms_norm_eps
-        self.share, self.scale = self.heads // self.kv, self.width**-0.5
-        self.frequencies, self.words = m.rotary_emb.inv_freq, m.embed_tokens.weight
-        self.last = self.words * m.norm.weight
+        self.share = self.heads // self.kv  # query heads for each key-value head
+        self.scale = self.width**-0.5
+        self.frequencies = m.rotary_emb.inv_freq
+        self.words = m.embed_tokens.weight  # [V, d]
+        self.last = self.words * m.norm.weight  # output weights are tied to the input's
         self.layers = []
         for layer in m.layers:
             a, mlp = layer.self_attn, layer.mlp
@@ -69,8 +73,10 @@ class Qwen3:
             )
 
     def turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """RoPE of tokens at these positions: x·cos + roll(x)·sin, the sign of half a
-        rotation in sin.
+        """Return cos and sin of RoPE for tokens at these positions, each [n, 1, D].
+
+        A vector is rotated as x·cos + roll(x)·sin (fused.RmsTurn): sin has the sign of
+        its first half turned.
         """
         angles = positions[:, None, None].float() * self.frequencies
         sin = angles.sin()
@@ -79,7 +85,7 @@ class Qwen3:
     def read(
         self, x: Tensor, layer: Layer, turns: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [n, H, D], keys and values [n, G, D] of tokens x [n, d]."""
+        """Return queries [n, H, D], keys and values [n, G, D] of tokens x [n, d]."""
         qkv = linear(Rms.apply(x, self.eps), layer.qkv).view(len(x), -1, self.width)
         qk, v = qkv.split([self.heads + self.kv, self.kv], 1)
         q, k = RmsTurn.apply(qk, layer.turn, *turns, self.eps).split(
@@ -88,23 +94,26 @@ class Qwen3:
         return q, k, v
 
     def go_on(self, x: Tensor, layer: Layer, attended: Tensor) -> Tensor:
+        """Return x [n, d] after a layer, from what its attention gave, [n, H · D]."""
         x = x + linear(attended, layer.out)
         return x + linear(
             Gate.apply(linear(Rms.apply(x, self.eps), layer.gate_up)), layer.down
         )
 
     def logits(self, x: Tensor) -> Tensor:
+        """Return logits [n, V] of x [n, d] after the last layer."""
         return linear(Rms.apply(x, self.eps), self.last)
 
     def rows(self, slots: Tensor, T: int, heads: int) -> Tensor:
-        """[rows · T, heads · D] to [rows · G, heads / G · T, D]: query heads that share
-        keys stand in one row.
+        """Return slots [rows · T, heads · D] as [rows · G, heads / G · T, D], so that
+        query heads that share keys are in one row.
         """
         x = slots.view(-1, T, heads, self.width).transpose(1, 2)
         return x.reshape(len(x) * self.kv, -1, self.width)
 
 
 def fits(model: PreTrainedModel) -> bool:
+    """Return whether this module computes the model: a Qwen3 without experts or pictures."""
     return model.config.model_type == "qwen3"
 
 
@@ -130,10 +139,14 @@ class Places(NamedTuple):
 
 
 def places(prompts: Tensor, of: Tensor, tokens: Tensor, mask: Tensor) -> Places:
-    """Arrange prompts and responses so that a token stands once for all responses of a
+    """Arrange prompts and responses so that a token is read once for all responses of a
     prompt that begin alike up to it.
 
-    of: the prompt of each response. mask: the tokens whose logits are asked for.
+    Args:
+        prompts: tokens, [P, L].
+        of: [N], the prompt of each response.
+        tokens: responses, [N, width].
+        mask: bool [N, width], the tokens whose logits are needed.
     """
     (P, L), width = prompts.shape, mask.shape[1]
     # what comes after a response's last token is nobody's business
@@ -185,12 +198,14 @@ def places(prompts: Tensor, of: Tensor, tokens: Tensor, mask: Tensor) -> Places:
 def response_logits(
     model: PreTrainedModel, prompts: Tensor, of: Tensor, tokens: Tensor, mask: Tensor
 ) -> Tensor:
-    """Logits [mask.sum(), V], in the order of tokens[mask], of what predicts them; row
-    i follows prompt of[i].
+    """Return the logits of what predicts tokens[mask], [mask.sum(), V], in this order;
+    row i follows prompt of[i].
     """
     net, at = Qwen3(model), places(prompts, of, tokens, mask)
     x, turns = net.words[at.tokens], net.turns(at.positions)
-    n, T, K = len(x), at.queries.shape[1], at.keys.shape[1]
+    n = len(x)
+    T = at.queries.shape[1]  # slots of a row that look
+    K = at.keys.shape[1]  # slots of a row that are looked at
     hide = at.hide.repeat(1, net.share, 1).repeat_interleave(net.kv, 0)
     for layer in net.layers:
         q, k, v = (y.reshape(n, -1) for y in net.read(x, layer, turns))
@@ -207,12 +222,12 @@ def response_logits(
 
 
 class Reader:
-    """Reads prompts, then one token a row at a time; its cache has a place for all of
-    them from the start.
+    """Reads prompts, then one token a row at a time; its cache has a place for all
+    tokens from the start.
     """
 
     def __init__(self, model: PreTrainedModel, prompts: Tensor, length: int):
-        """Read the prompts, and leave room for `length` more tokens."""
+        """Read the prompts [P, L], and leave room for `length` more tokens."""
         self.net, self.done = Qwen3(model), prompts.shape[1]
         net, (P, L) = self.net, prompts.shape
         self.rope = net.turns(torch.arange(L + length))
@@ -239,7 +254,9 @@ class Reader:
         self.first = net.logits(x.view(P, L, -1)[:, -1])
 
     def read(self, after: Tensor, tokens: Tensor) -> Tensor:
-        """Logits [n, V] of tokens [n], each after row after[i] of what was read last."""
+        """Return logits [n, V] after tokens [n], each of which follows row after[i] of
+        what was read last.
+        """
         net, n, at = self.net, len(tokens), self.done
         if n != len(self.cache[0][0]) or not torch.equal(after, torch.arange(n)):
             self.cache = [

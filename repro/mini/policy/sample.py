@@ -16,12 +16,17 @@ from repro.mini.tasks import EOS, PAD, response_mask
 
 
 class Samples(NamedTuple):
+    """Responses, N = prompts · responses, those of one prompt side by side.
+
+    A state is a prompt with a beginning of its responses. Responses that begin alike share
+    it, so that there are S states, and not N · T.
+    """
+
     tokens: Tensor  # int64 [N, T], <pad> after the end
     mask: Tensor  # bool [N, T], True on the response, its end included
-    # float32 [S, V], what the policy said in each state it was in, before temperature
-    # and top-p
+    # float32 [S, V] of the policy in each state, before temperature and top-p
     logits: Tensor
-    state: Tensor  # int64 [N, T], the one in which each token was drawn; 0 on padding
+    state: Tensor  # int64 [N, T], row of `logits` of each token; 0 on padding
 
 
 def sample(
@@ -35,17 +40,25 @@ def sample(
     keep: bool = True,
     end: int = EOS,
 ) -> Samples:
-    """`responses` samples of at most `length` tokens for each prompt, those of one
-    prompt side by side; `end` ends a response.
+    """Return `responses` samples of at most `length` tokens for each prompt.
 
-    Without `keep` the policy's logits are forgotten.
+    Args:
+        model: a policy.
+        prompts: from models.inputs.
+        responses: to each prompt.
+        length: of a response, T.
+        generator: on the CPU.
+        temperature: the logits are divided by it.
+        top_p: 1 for all tokens.
+        keep: without it `logits` is empty and `state` is 0.
+        end: the token that ends a response.
     """
-    # of each response that goes on
+    # the state of each response that goes on
     state = torch.arange(len(prompts["input_ids"])).repeat_interleave(responses)
     # made outside inference_mode: they are to be trained on
     tokens = torch.full((len(state), length), PAD)
     words = model.config.get_text_config().vocab_size
-    said: list[Tensor] = []
+    said: list[Tensor] = []  # logits of the states, position by position
     at = torch.zeros_like(tokens)
     with torch.inference_mode():
         reader = models.reader(model, prompts, length)
@@ -61,11 +74,11 @@ def sample(
             on = (drawn != end).nonzero()[:, 0]
             if not len(on) or t == length - 1:
                 break
-            going, (said_so_far, state) = (
-                going[on],
-                (state * words + drawn)[on].unique(return_inverse=True),
-            )
-            seen = reader.read(said_so_far // words, said_so_far % words)
+            going = going[on]
+            # one number for a state and the token after it
+            pairs = (state * words + drawn)[on]
+            new_states, state = pairs.unique(return_inverse=True)
+            seen = reader.read(new_states // words, new_states % words)
     return Samples(
         tokens,
         response_mask(tokens, end),
@@ -75,8 +88,8 @@ def sample(
 
 
 def draw(p: Tensor, of: Tensor, generator: torch.Generator) -> Tensor:
-    """One token from each p[of], by inverting the distribution function; p need not add
-    up to 1.
+    """Return one token drawn from each p[of], int64 [len(of)], by inverting the
+    distribution function; p [S, V] need not add up to 1.
 
     `multinomial` would draw V numbers for each.
     """
@@ -90,14 +103,16 @@ def draw(p: Tensor, of: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def nucleus(p: Tensor, top_p: float) -> Tensor:
-    """p with everything outside the fewest tokens that hold top_p of it set to 0 (not
-    renormalized).
+    """Return p [S, V] with everything set to 0 outside the fewest tokens that hold
+    top_p of it; it is not renormalized.
+
+    The token that reaches top_p is kept.
     """
     if top_p >= 1:
         return p
     largest = p.amax(-1, keepdim=True)
     kept = p * (p == largest)
-    # else one token does; sorting is slow
+    # sorting is slow, and these rows alone need it: in the others one token holds top_p
     hard = ((largest < top_p) | (largest <= 0.5))[:, 0].nonzero()[:, 0]
     ordered, which = p[hard].sort(-1, descending=True)
     before = ordered.cumsum(-1) - ordered

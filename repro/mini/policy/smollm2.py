@@ -32,9 +32,12 @@ READERS: dict[str, Callable[[], bool]] = {
 
 
 def folder() -> Path:
-    """Where the converted model is; it is made at the first call, by one process.
+    """Return the folder of the converted model; it is made at the first call, by one
+    process.
 
-    Raises InputError where the package is missing or its file is another one.
+    Raises:
+        InputError: the package, or one that reads its file, is missing, or its file is
+            another one.
     """
     if not _is_there():
         FOLDER.parent.mkdir(parents=True, exist_ok=True)
@@ -46,11 +49,16 @@ def folder() -> Path:
 
 
 def _is_there() -> bool:
+    """Return whether the model is converted."""
     return (FOLDER / files.PROVENANCE).exists()
 
 
 def packaged() -> Path:
-    """The file of the package. Raises InputError where it is missing, or another one."""
+    """Return the path of the package's file.
+
+    Raises:
+        InputError: it is missing or another one, or a package that reads it is missing.
+    """
     try:
         package = importlib.metadata.distribution(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -71,7 +79,9 @@ def packaged() -> Path:
 
 
 def _convert(path: Path) -> None:
-    """Convert the GGUF file to a folder that transformers reads, and publish it."""
+    """Convert the GGUF file to a folder that transformers reads, and publish it as
+    FOLDER.
+    """
     here = {"gguf_file": path.name, "local_files_only": True}
     with contextlib.redirect_stderr(io.StringIO()):  # a bar that nobody can switch off
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **here)

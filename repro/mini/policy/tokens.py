@@ -13,8 +13,10 @@ from repro.mini.tasks import BOS, SPECIAL, Task
 
 
 def tokenizer(task: Task) -> PreTrainedTokenizerFast:
-    """Make the tokenizer of a task, which knows the words of its vocabulary and no
+    """Return the tokenizer of a task, which has the words of its vocabulary and no
     others.
+
+    It raises an error on any other word, and writes <bos> in front of a text.
     """
     pad, eos, bos = SPECIAL
     # without an unknown-word token a word outside the vocabulary is an error

@@ -28,12 +28,16 @@ OF_SMOLLM2 = ("addition",)
 
 
 class Verdict(NamedTuple):
+    """What a task's verifier finds in N responses."""
+
     reward: Tensor  # float32 [N], 0 or 1
     valid: Tensor  # bool [N]
     answer: Tensor  # int64 [N], NO_ANSWER where not valid: it has no vote
 
 
 class Task(Protocol):
+    """What a task has; its methods are described at the top of this file."""
+
     words: tuple[str, ...]  # token i is words[i]; () where another model has them
     vocabulary: int  # how many tokens there are
     end: int  # the token that ends a response
@@ -51,7 +55,11 @@ class Task(Protocol):
 
 
 def get(name: str) -> Task:
-    """The task of that name. Raises InputError if there is none."""
+    """Return the task of that name.
+
+    Raises:
+        InputError: there is none.
+    """
     names = TASKS + OF_SMOLLM2
     if name not in names:
         raise InputError(
@@ -61,14 +69,18 @@ def get(name: str) -> Task:
 
 
 def response_mask(tokens: Tensor, end: int = EOS) -> Tensor:
-    """True up to and including the first `end`; everywhere if there is none."""
+    """Return bool [N, T]: True up to and including the first `end`, or everywhere if
+    there is none.
+    """
     ended = tokens == end
     return ended.cumsum(1) - ended.long() == 0
 
 
 def generator(*key: int | str) -> torch.Generator:
-    """A random generator of its own for every purpose: ("rollout", seed, step) has
-    nothing to do with ("eval", ...).
+    """Return a random generator on the CPU, seeded by a digest of the key.
+
+    Every purpose has its own: ("rollout", seed, step) has nothing to do with ("eval",
+    ...).
     """
     import hashlib
 

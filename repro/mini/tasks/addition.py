@@ -21,6 +21,8 @@ EXAMPLE = (14, 23)
 
 
 class Addition:
+    """The task of this file, as tasks.Task describes it."""
+
     words = ()
     vocabulary, end = 49152, LINE
     prompt_length = 18
@@ -28,9 +30,14 @@ class Addition:
     levels = ()
 
     def problems(self, split: str, n: int, seed: int) -> Tensor:
-        """Pairs of numbers, [n, 2]; none comes twice before all of the set came once.
+        """Return pairs of numbers, [n, 2]; none comes twice before all of the set came
+        once.
 
-        Held out is a fifth of all pairs, by a hash that no digit decides.
+        Held out is a fifth of all pairs, by a hash that no digit decides. The worked
+        example is in no set.
+
+        Raises:
+            InputError: there is no such set.
         """
         if split not in ("train", "test"):
             raise InputError(f"addition has no set {split!r}: choose train or test.")
@@ -48,7 +55,9 @@ class Addition:
         return mine[torch.cat(orders)[:n]]
 
     def prompts(self, problems: Tensor) -> Tensor:
-        """Return a worked example, then the sum that is asked for."""
+        """Return the tokens of a worked example, then of the sum that is asked for, [n,
+        18].
+        """
         example = torch.tensor([EXAMPLE], device=problems.device)
         total = example.sum(1)
         line = torch.full_like(total, LINE)
@@ -58,14 +67,18 @@ class Addition:
         return torch.cat([asked.expand(len(problems), -1), self._sum(problems)], 1)
 
     def pictures(self, problems: Tensor) -> None:
+        """Return None: the task has no pictures."""
         return None
 
     def verify(self, problems: Tensor, tokens: Tensor) -> Verdict:
-        """A space, a number that does not begin with 0, the end of the line."""
+        """Judge responses [N, T]: a valid one is a space, a number that does not begin
+        with 0, and the end of the line; what follows is not read.
+        """
         is_digit = (tokens >= DIGIT) & (tokens < DIGIT + 10)
         goes_on = (tokens[:, 0] == SPACE) & (tokens[:, 1] != DIGIT)
         value = torch.zeros_like(tokens[:, 0])
         valid = torch.zeros_like(goes_on)
+        # token by token: goes_on while there were digits only, value is their number
         for t in range(1, tokens.shape[1]):
             valid |= goes_on & (tokens[:, t] == LINE) & (t > 1)
             goes_on = goes_on & is_digit[:, t]
@@ -74,7 +87,7 @@ class Addition:
         return Verdict(right.float(), valid, torch.where(valid, value, NO_ANSWER))
 
     def _sum(self, problems: Tensor) -> Tensor:
-        """`58 + 67 =`, [n, 7]."""
+        """Return the tokens of `58 + 67 =`, [n, 7]."""
         a, b = problems.unbind(1)
         plus = torch.full_like(a, PLUS)
         space = torch.full_like(a, SPACE)
@@ -83,7 +96,7 @@ class Addition:
 
 
 def _digits(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens of numbers of two digits."""
+    """Return the tokens of tens and ones of numbers of two digits."""
     return numbers // 10 + DIGIT, numbers % 10 + DIGIT
 
 

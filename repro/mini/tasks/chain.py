@@ -24,6 +24,8 @@ MISTAKE = 0.5
 
 
 class Chain:
+    """The task of this file, as tasks.Task describes it."""
+
     words = (*SPECIAL, *map(str, range(10)), "+", "-", "=", ";")
     vocabulary, end = len(words), EOS
     prompt_length = 1 + 3 * TERMS
@@ -31,7 +33,12 @@ class Chain:
     levels = ("two_terms", "three_terms", "four_terms")
 
     def problems(self, split: str, n: int, seed: int) -> Tensor:
-        """Rows of the first term and the signed others, [n, 4]."""
+        """Return rows of the first term and the signed others, 0 where a term is
+        missing, [n, 4].
+
+        Raises:
+            InputError: there is no such set.
+        """
         if split not in ("train", "test", *self.levels):
             raise InputError(
                 f"chain has no set {split!r}: choose test, {', '.join(self.levels)}."
@@ -40,6 +47,7 @@ class Chain:
         return self._draw(n, terms, split != "train", generator("chain", split, seed))
 
     def prompts(self, problems: Tensor) -> Tensor:
+        """Return the tokens of <bos>, each term with its sign, and =, [n, 13]."""
         n, size = len(problems), problems.abs()
         signs = torch.where(problems < 0, MINUS, PLUS)
         signs[:, 0] = BOS
@@ -47,24 +55,25 @@ class Chain:
         return torch.cat([parts, torch.full((n, 1), EQUALS)], 1)
 
     def pictures(self, problems: Tensor) -> None:
+        """Return None: the task has no pictures."""
         return None
 
     def demonstrations(
         self, n: int, style: str, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Totals as somebody writes them who errs now and then, and goes on from the
-        error.
+        """Return problems [n, 4] and responses [n, 9] of somebody who errs in a share
+        MISTAKE of the totals, and goes on from the error; the style is not read.
         """
         problems = self._draw(n, None, False, generator)
         total, said = problems[:, 0], []
         for term in problems[:, 1:].unbind(1):
             exact = (total + term) % 100
-            slip = torch.where(
-                torch.rand(n, generator=generator) < 0.5,
-                (total // 10 + term.sign() * (term.abs() // 10)) % 10 * 10 + exact % 10,
-                exact // 10 * 10
-                + (exact + 1 - 2 * torch.randint(2, (n,), generator=generator)) % 10,
-            )
+            is_of_carry = torch.rand(n, generator=generator) < 0.5
+            tens = (total // 10 + term.sign() * (term.abs() // 10)) % 10
+            without_carry = tens * 10 + exact % 10
+            step = 1 - 2 * torch.randint(2, (n,), generator=generator)  # 1 or -1
+            one_off = exact // 10 * 10 + (exact + step) % 10
+            slip = torch.where(is_of_carry, without_carry, one_off)
             total = torch.where(
                 torch.rand(n, generator=generator) < MISTAKE, slip, exact
             )
@@ -73,8 +82,8 @@ class Chain:
         return problems, torch.stack(said, 1)
 
     def verify(self, problems: Tensor, tokens: Tensor) -> Verdict:
-        """Read the last of the partial sums; right is a valid answer that is the sum
-        modulo 100.
+        """Judge responses [N, 9]: a valid one has the form of three totals; right is
+        one whose last total is the sum modulo 100.
         """
         parts = tokens.view(len(tokens), TERMS - 1, 3)
         digits = ((parts[..., :2] >= ZERO) & (parts[..., :2] < ZERO + 10)).all(2).all(1)
@@ -87,9 +96,16 @@ class Chain:
     def _draw(
         self, n: int, terms: int | None, held_out: bool, g: torch.Generator
     ) -> Tensor:
-        """Held out are the problems whose terms, without their signs, add up to a
-        multiple of 5.
+        """Return n problems, [n, 4]; held out are those whose terms, without their
+        signs, add up to a multiple of 5.
+
+        Args:
+            n: how many.
+            terms: of each; None draws 2 to 4 for each.
+            held_out: whether to return held-out problems alone, or the others alone.
+            g: draws them.
         """
+        # a fifth of the rows is held out
         rows = torch.randint(1, 100, (10 * n + 20, TERMS), generator=g)
         signs = 1 - 2 * torch.randint(2, rows.shape, generator=g)
         signs[:, 0] = 1

@@ -12,7 +12,7 @@ from torch import Tensor
 from repro.mini.tasks import BOS, EOS, NO_ANSWER, SPECIAL, Verdict, generator
 from upref.errors import InputError
 
-GRID, CELL, HALF = 6, 8, 3
+GRID, CELL, HALF = 6, 8, 3  # cells of a side, pixels of a cell, cells of half a side
 MOST = 49  # a rectangle is misread as 4 x 6 at most, and two of those add up to 48
 ZERO = len(SPECIAL)  # the token of number n is ZERO + n
 AREA, SUM = ZERO + MOST, ZERO + MOST + 2  # then perimeter, and difference
@@ -26,6 +26,8 @@ WHAT, HOW = 8, 9
 
 
 class Geometry:
+    """The task of this file, as tasks.Task describes it."""
+
     words = (
         *SPECIAL,
         *map(str, range(MOST)),
@@ -38,8 +40,11 @@ class Geometry:
     levels = ("area", "perimeter")
 
     def problems(self, split: str, n: int, seed: int) -> Tensor:
-        """Rows of w, h, x, y of the red and the blue rectangle, area or perimeter, sum
-        or difference, [n, 10].
+        """Return rows of w, h, x, y of the red and then of the blue rectangle, in
+        cells; 0 for area or 1 for perimeter; 0 for sum or 1 for difference; [n, 10].
+
+        Raises:
+            InputError: there is no such set.
         """
         if split not in ("train", "test", *self.levels):
             raise InputError(
@@ -51,13 +56,14 @@ class Geometry:
         return rows
 
     def prompts(self, problems: Tensor) -> Tensor:
+        """Return the tokens of the picture's place and of the question, [n, 14]."""
         before = torch.tensor([BOS, START, *[IMAGE] * IMAGE_TOKENS, END]).expand(
             len(problems), -1
         )
         return torch.cat([before, problems[:, WHAT:] + torch.tensor([AREA, SUM])], 1)
 
     def pictures(self, problems: Tensor) -> Tensor:
-        """float32 [n, 3, 48, 48] in [-1, 1]."""
+        """Return float32 [n, 3, 48, 48] in [-1, 1]: both rectangles on white."""
         at = torch.arange(GRID)
         picture = torch.ones(len(problems), 3, GRID, GRID)
         for start, colour in ((0, (1.0, -1.0, -1.0)), (4, (-1.0, -1.0, 1.0))):
@@ -73,8 +79,9 @@ class Geometry:
     def demonstrations(
         self, n: int, style: str, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Draw problems with answers. In a share MISREAD of the rectangles, the answer takes
-        one side for longer or shorter by one.
+        """Return problems [n, 10] and responses [n, 4]. In a share MISREAD of the
+        rectangles, one side is taken for longer or shorter by one, but never below 1;
+        the style is not read.
         """
         problems = self._draw(n, False, generator)
         seen = problems.clone()
@@ -91,13 +98,16 @@ class Geometry:
         )
 
     def verify(self, problems: Tensor, tokens: Tensor) -> Verdict:
+        """Judge responses [N, 4]: valid is three numbers and <eos>, right is the last."""
         numbers = (tokens[:, :3] >= ZERO) & (tokens[:, :3] < ZERO + MOST)
         valid = numbers.all(1) & (tokens[:, 3] == EOS)
         answer = torch.where(valid, tokens[:, 2] - ZERO, NO_ANSWER)
         return Verdict((answer == self._answers(problems)[:, 2]).float(), valid, answer)
 
     def _answers(self, problems: Tensor) -> Tensor:
-        """Of the red rectangle, of the blue one, and of both, [n, 3]."""
+        """Return the number of the red rectangle, of the blue one, and of
+        both, [n, 3].
+        """
         w, h = problems[:, [W, 4 + W]], problems[:, [H, 4 + H]]
         each = torch.where(problems[:, WHAT, None] == 0, w * h, 2 * (w + h))
         a, b = each.unbind(1)
@@ -106,9 +116,17 @@ class Geometry:
         )
 
     def _draw(self, n: int, held_out: bool, g: torch.Generator) -> Tensor:
-        """A fifth of all pairs of shapes is held out, wherever they lie."""
+        """Return n problems, [n, 10]; a fifth of all pairs of shapes is held out,
+        wherever they are.
+
+        Args:
+            n: how many.
+            held_out: whether to return held-out problems alone, or the others alone.
+            g: draws them.
+        """
 
         def below(most: Tensor) -> Tensor:
+            """Draw a whole number from 0 to most - 1 for each entry."""
             return (torch.rand(len(most), generator=g) * most).long()
 
         N = 10 * n + 40
@@ -118,6 +136,7 @@ class Geometry:
             h = 1 + torch.randint(GRID, (N,), generator=g)
             sides += [w, h, left + below(HALF - w + 1), below(GRID - h + 1)]
         rows = torch.stack([*sides, *torch.randint(2, (2, N), generator=g)], 1)
+        # a hash of the sides
         shapes = rows[:, [W, H, 4 + W, 4 + H]] @ torch.tensor([1, 2, 3, 4])
         return rows[(shapes % 5 == 0) == held_out][:n]
 

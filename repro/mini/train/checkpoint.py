@@ -32,8 +32,23 @@ FINAL = ("settings.json", *LOGS, "seen.npz")
 
 
 class Run:
+    """A run between two steps: its policy, optimizer, and what it has logged so far.
+
+    Attributes:
+        s: settings.
+        base: the policy before training, which stays.
+        step: how many steps are done.
+        seen: of some steps, [n, 3] of tokens: π_old(o_t), π_θ(o_t), A (measure.Tally.last).
+        ring: the weights at the last `staleness` + 1 rollouts, the oldest first.
+        seconds: part of a step ("sample", "update") -> processor time so far.
+    """
+
     def __init__(self, s: Settings):
-        """Begin at the base, before the first step."""
+        """Begin at the base, before the first step.
+
+        Raises:
+            InputError: there is no such task or base.
+        """
         self.s, self.task, self.objective = s, tasks.get(s.task), s.target()
         self.base = bases.load(s.base, s.task).to(torch.get_default_device())
         self.policy = copy.deepcopy(self.base)
@@ -47,15 +62,16 @@ class Run:
             fused=True,
             betas=(0.9, 0.999),
         )
-        self.step = 0  # steps done
+        self.step = 0
         self.seen: list[np.ndarray] = []
-        # the weights at the last `staleness` rollouts, the oldest first
         self.ring: list[dict[str, Tensor]] = []
         self.seconds: dict[str, float] = defaultdict(float)
 
     def sampler(self) -> PreTrainedModel:
-        """The policy of `staleness` rollouts ago; in the first steps, where there is
-        none yet, the base.
+        """Return the policy of `staleness` rollouts ago, as a copy; in the first steps,
+        where there is none yet, the base. Without staleness, return the policy itself.
+
+        It keeps the weights of this rollout, so it must be called once a step.
         """
         if not self.s.staleness:
             return self.policy
@@ -69,14 +85,15 @@ class Run:
 
     @contextmanager
     def clock(self, part: str):
+        """Add the processor time that the `with` block takes to a part's seconds."""
         start = time.process_time()
         yield
         self.seconds[part] += time.process_time() - start
 
 
 def require_no_run(out: Path) -> None:
-    """Raise InputError where the folder, which has no settings, has what a run writes
-    anew or removes: it is somebody else's.
+    """Raise InputError where the folder, which has no settings, has a file of a name
+    that a run replaces or removes: it is of something else.
     """
     for name in (*LOGS, "seen.npz", "done.json", "checkpoints"):
         if (out / name).exists():
@@ -86,7 +103,18 @@ def require_no_run(out: Path) -> None:
 
 
 def resume(run: Run, out: Path, logs: dict[str, files.Log], say) -> None:
-    """Go back to the last whole checkpoint, and the logs with it; else to the start."""
+    """Change the run in place to its last whole checkpoint, and cut the logs to what
+    they were then; without one, leave the run at its start and empty the logs.
+
+    Args:
+        run: before its first step.
+        out: its folder.
+        logs: by name.
+        say: called with a sentence on what happened.
+
+    Raises:
+        InputError: a log is not what it was at the checkpoint.
+    """
     folder = latest(out, say)
     if folder is None:
         for log in logs.values():
@@ -95,11 +123,9 @@ def resume(run: Run, out: Path, logs: dict[str, files.Log], say) -> None:
     kept = files.load_tree(folder / TRAINER)
     run.policy.load_state_dict(models.load(folder, run.task).state_dict())
     run.optimizer.load_state_dict(kept["optimizer"])
-    run.step, run.seen, run.ring = (
-        kept["step"],
-        [x.numpy() for x in kept["seen"]],
-        kept["ring"],
-    )
+    run.step = kept["step"]
+    run.seen = [x.numpy() for x in kept["seen"]]
+    run.ring = kept["ring"]
     run.seconds |= kept["seconds"]
     for name, log in logs.items():
         log.back_to(*kept["logs"][name])
@@ -107,7 +133,7 @@ def resume(run: Run, out: Path, logs: dict[str, files.Log], say) -> None:
 
 
 def checkpoints(out: Path) -> list[Path]:
-    """Oldest first."""
+    """Return the folders of the checkpoints, oldest first."""
     return sorted(
         (out / "checkpoints").glob("step-*[0-9]"),
         key=lambda p: int(p.name.removeprefix("step-")),
@@ -115,7 +141,11 @@ def checkpoints(out: Path) -> list[Path]:
 
 
 def latest(out: Path, say: Callable[[str], None]) -> Path | None:
-    """The last whole checkpoint; one that is not is reported and deleted."""
+    """Return the folder of the last whole checkpoint, None if there is none.
+
+    Delete those after it, which are damaged, each with a sentence to `say`, and drafts
+    that a killed run left.
+    """
     for draft in (out / "checkpoints").glob(".step-*"):
         shutil.rmtree(draft)
     for folder in reversed(checkpoints(out)):
@@ -130,8 +160,8 @@ def latest(out: Path, say: Callable[[str], None]) -> Path | None:
 
 
 def save(run: Run, out: Path, logs: dict[str, files.Log]) -> None:
-    """A folder that transformers and vLLM load, with all else that changes; the last
-    two are kept.
+    """Write a checkpoint: a folder that transformers and vLLM load, with all else that
+    changes; delete all but the last two.
 
     Random generators are made afresh from the seed at every step, so they need no
     saving.
@@ -155,7 +185,9 @@ def save(run: Run, out: Path, logs: dict[str, files.Log]) -> None:
 
 
 def finish(run: Run, out: Path) -> None:
-    """seen.npz, then done.json: once that is there, the run is never started again."""
+    """Write seen.npz, then done.json: once that is there, the run is never started
+    again.
+    """
     seen = np.concatenate(run.seen)[:MOST_SEEN].astype(np.float32)
     arrays = io.BytesIO()
     np.savez_compressed(arrays, pi_old=seen[:, 0], pi=seen[:, 1], adv=seen[:, 2])

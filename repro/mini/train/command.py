@@ -31,8 +31,11 @@ SHOWN = "reward {reward:.3f}  entropy {entropy:.3f}  KL to the base {kl_base:.4f
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as the options say. Return 0; 1 if a number was not finite; 2 if the run
-    cannot start or go on.
+    """Train, or repeat a kept minibatch, as the options say.
+
+    Returns:
+        0; 1 if a number was not finite; 2, with a sentence or a traceback on stderr, if
+        the run cannot start or go on.
     """
     args = arguments().parse_args(argv)
     interrupt.then("the same command goes on from the last checkpoint")
@@ -104,7 +107,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def value(text: str):
-    """A number, a table or True as Python writes them; anything else is a word."""
+    """Return a number, a table or True that Python would read, else the text itself."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -127,8 +130,8 @@ class Live:
         )
         self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
         self.task = self.bar.add_task(s.objective, total=s.steps, now="")
-        self.first = 0  # the first step of this process, and when it ended
-        self.start = 0.0
+        self.first = 0  # the first step of this process
+        self.start = 0.0  # when it ended
 
     def __enter__(self):
         self.bar.start()
@@ -138,7 +141,13 @@ class Live:
         self.bar.stop()
 
     def watch(self, step: int, numbers: dict) -> None:
-        """Show the numbers of a step."""
+        """Show the numbers of a step: in the bar, or as a line at every tenth of the
+        run where there is no terminal.
+
+        Args:
+            step: how many are done.
+            numbers: of steps.jsonl.
+        """
         if not self.first:
             self.first, self.start = step, time.monotonic()
         now = SHOWN.format(**numbers)
@@ -149,7 +158,9 @@ class Live:
             )
 
     def left(self, step: int) -> str:
-        """How long the rest takes, where that is minutes: by the steps of this process."""
+        """Return in words how many minutes are left, by the time of this process's
+        steps after its first; "" for less than one, or at its first step.
+        """
         if step == self.first:
             return ""
         each = (time.monotonic() - self.start) / (step - self.first)

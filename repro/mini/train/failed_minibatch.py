@@ -14,6 +14,7 @@ from repro.mini.train.rollout import Batch
 from repro.mini.train.settings import Settings
 from upref.errors import InputError
 
+# what making a run and a batch of a file's content may raise
 UNREADABLE = (RuntimeError, LookupError, TypeError, ValueError, AttributeError)
 
 
@@ -24,8 +25,21 @@ class NotFinite(Exception):
 def keep_minibatch(
     run: Run, batch: Batch, ref, rows: Tensor, out: Path, number: int, why: Exception
 ) -> str:
-    """Without pickle: people send such a file with a report, and reading it must not
-    run what it holds.
+    """Write a minibatch and the policy before it to
+    OUT/minibatch-STEP-NUMBER.safetensors; return a sentence on what happened and how to
+    repeat it.
+
+    Without pickle: people send such a file with a report, and reading it must not run
+    what it holds.
+
+    Args:
+        run: before the update.
+        batch: of the step.
+        ref: log-probabilities of the base, or None.
+        rows: of the batch, in the minibatch.
+        out: folder of the run.
+        number: of the minibatch in the step, from 0.
+        why: what was not finite.
     """
     path = out / f"minibatch-{run.step}-{number}.safetensors"
     at = {
@@ -48,8 +62,11 @@ def keep_minibatch(
 
 
 def load_minibatch(path: Path) -> tuple[Run, Batch, Tensor | None, Tensor]:
-    """The run as it was before that minibatch, and what `update` takes of the
-    minibatch.
+    """Return the run as it was before a kept minibatch, and what `loop.update` takes of
+    it: batch, ref and rows.
+
+    Raises:
+        InputError: the file is no minibatch of this version.
     """
     try:
         at = files.load_tree(path)

@@ -46,14 +46,23 @@ def train(
     threads: int = 1,
     device: str = "cpu",
 ) -> None:
-    """Train by the settings, into the folder `out`; `watch(step, numbers)` is called
-    after every step.
+    """Train by the settings, into the folder `out`; go on from its last checkpoint.
 
     The same numbers to the bit need the same machine and as many threads; a GPU rounds
     as it likes.
 
-    Raises InputError on what no run can start from, NotFinite where a run cannot go on
-    and ParityError where a recorded step is not the objective's.
+    Args:
+        s: the settings.
+        out: it is made.
+        watch: called with (steps done, numbers of steps.jsonl) after every step.
+        say: called with a sentence on what happened to a checkpoint.
+        threads: of the CPU.
+        device: as torch names it.
+
+    Raises:
+        InputError: no run can start from these settings or in this folder.
+        NotFinite: a loss or gradient is not finite; the minibatch is kept.
+        ParityError: a recorded step is not the objective's.
     """
     if device == "cpu":
         models.deterministic(threads)
@@ -62,8 +71,8 @@ def train(
 
 
 def default_device(device: str) -> AbstractContextManager:
-    """Where new tensors are; on the CPU they are there already, and the context costs
-    time.
+    """Return the context in which new tensors are on the device; it does nothing for
+    the CPU, where it would only cost time.
     """
     return nullcontext() if device == "cpu" else torch.device(device)
 
@@ -82,6 +91,9 @@ def require_device(device: str) -> None:
 def _train(s: Settings, out: Path, watch, say) -> None:
     """Train from the last checkpoint to the end, with a line in the logs for every
     step; return at once if the run is finished.
+
+    Raises:
+        InputError: the folder has a run with other settings, or something else.
     """
     if not (out / "settings.json").exists():
         require_no_run(out)
@@ -92,13 +104,10 @@ def _train(s: Settings, out: Path, watch, say) -> None:
     if (out / "done.json").exists():
         return
     s.write(out / "settings.json")
-    run, logs = (
-        Run(s),
-        {
-            name: files.Log(out / f"{name}.jsonl")
-            for name in ("steps", "evals", "times")
-        },
-    )
+    run = Run(s)
+    logs = {
+        name: files.Log(out / f"{name}.jsonl") for name in ("steps", "evals", "times")
+    }
     resume(run, out, logs, say)
     problems = run.task.problems("train", s.train_problems, seed=0)
     if run.step == 0:
@@ -125,8 +134,18 @@ def _train(s: Settings, out: Path, watch, say) -> None:
 
 
 def one_step(run: Run, problems: Tensor, out: Path) -> dict:
-    """Sample, score, update: one line of steps.jsonl."""
+    """Sample, score and update; return the line of steps.jsonl.
+
+    Args:
+        run: its policy and optimizer change, and `seen` may; its `step` does not.
+        problems: all that it trains on.
+        out: folder of the run.
+
+    Raises:
+        NotFinite: a loss or gradient is not finite; the minibatch is kept in `out`.
+    """
     s = run.s
+    # the rate rises linearly: step number `warmup`, from 0, is the first at s.lr
     for group in run.optimizer.param_groups:
         group["lr"] = s.lr * min(1.0, (run.step + 1) / (s.warmup + 1))
     with run.clock("sample"), models.precision(s.precision):
@@ -195,6 +214,7 @@ def one_step(run: Run, problems: Tensor, out: Path) -> dict:
         numbers = tally.numbers(run.objective, s.hyperparameters())
         if recorder is not None:
             numbers |= recorder.numbers()
+    # tokens of about twenty steps, for the Cap map
     if run.step % max(1, s.steps // 20) == 0 and sum(map(len, run.seen)) < MOST_SEEN:
         run.seen.append(tally.last())
     lr = run.optimizer.param_groups[0]["lr"]
@@ -209,13 +229,28 @@ def update(
     tally: Tally,
     recorder: Recorder | None = None,
 ) -> None:
-    """One gradient step on one minibatch.
+    """Make one gradient step on one minibatch, and count what it saw in the tally.
 
     A response with advantage 0 has no gradient (unless a KL term, a bonus, a penalty or
-    its group gives it one): it is counted, but not computed, unless it is recorded.
+    its group gives it one): it is counted in the denominators, but not computed, unless
+    it is recorded.
+
+    Args:
+        run: its policy and optimizer change.
+        batch: of the step.
+        ref: log-probabilities of the base, [B, T], or None without a KL term.
+        rows: of the batch, in the minibatch.
+        tally: of the step.
+        recorder: takes the minibatch, if the step is recorded.
+
+    Raises:
+        NotFinite: the loss or the gradient's norm is not finite; the policy is
+            unchanged.
+        ParityError: the recorded loss or gradient is not the objective's.
     """
     s = run.s
     totals = Totals.of_lengths(batch.mask[rows].sum(1), batch.group[rows])
+    # whether responses with advantage 0 are computed too
     every = (
         s.beta
         or s.entropy_bonus
@@ -275,19 +310,30 @@ def log_probs(
     temperature: float,
     precision: str = "float32",
 ):
-    """Of every word, where the responses' tokens stand: [mask.sum(), V]."""
+    """Return the log-probabilities of every token of the vocabulary where responses
+    have tokens: [mask.sum(), V], in the order of tokens[mask].
+
+    Args:
+        policy: a model.
+        prompts: from Batch.prompts_of.
+        tokens: [N, T].
+        mask: [N, T].
+        temperature: the logits are divided by it.
+        precision: of the forward pass.
+    """
     with models.precision(precision):
         logits = models.response_logits(policy, *prompts, tokens, mask)
     return (logits / temperature).log_softmax(-1)
 
 
 def of_tokens(log_probs: Tensor, tokens: Tensor) -> Tensor:
+    """Return the entry of each token, [n], in its row of [n, V]."""
     return log_probs.gather(1, tokens[:, None])[:, 0]
 
 
 def evaluate(run: Run, logs: dict[str, files.Log]) -> None:
-    """The test set each time, the sets by difficulty at the end. Without eval_every,
-    never.
+    """Add a line to evals.jsonl for each evaluation that is due at this step; without
+    eval_every, never.
 
     The problems are the same for every seed; training shares no random generator with
     this.
@@ -304,7 +350,7 @@ def evaluate(run: Run, logs: dict[str, files.Log]) -> None:
                 right, said = evals.tables(
                     run.policy, run.task, problems, s.eval_samples, top_p, g
                 )
-            where = {
+            line = {
                 "step": run.step,
                 "set": name,
                 "decoding": f"top_p_{top_p:g}" if top_p < 1 else "t_1",
@@ -317,11 +363,16 @@ def evaluate(run: Run, logs: dict[str, files.Log]) -> None:
                 more["solved_times"] = evals.times(right)
             if s.keep_answers:
                 more |= {"said": said.tolist(), "right": right.int().tolist()}
-            logs["evals"].add(where | evals.scores(right, said) | more)
+            logs["evals"].add(line | evals.scores(right, said) | more)
 
 
 def evaluations(run: Run) -> list[tuple[str, float]]:
-    """The sets of problems and the top-p of each that are due at this step."""
+    """Return (set of problems, top-p) of each evaluation that is due at this step.
+
+    With `decodings`, these on the test set, but not before the first step. Else the
+    test set at eval_top_p and 1; at the end the sets by difficulty too. `lean_eval`
+    leaves out top-p 1 before the end, and eval_top_p for the sets by difficulty.
+    """
     s, end = run.s, run.step == run.s.steps
     if s.decodings:
         return [("test", float(top_p)) for top_p in s.decodings] if run.step else []
@@ -342,8 +393,12 @@ def evaluations(run: Run) -> list[tuple[str, float]]:
 
 
 def repeat_minibatch(path: Path) -> None:
-    """A minibatch that stopped a run once more, from the policy before it; raises
-    NotFinite if it stops again.
+    """Update once more on a minibatch that stopped a run, from the policy before it,
+    and print its numbers.
+
+    Raises:
+        NotFinite: it stops again.
+        InputError: the file is no kept minibatch.
     """
     run, batch, ref, rows = load_minibatch(path)
     tally = Tally(batch.tokens.shape[1])

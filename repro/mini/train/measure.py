@@ -27,21 +27,37 @@ CLIPS = {
 
 
 class Tally:
-    """Collects what each minibatch of one step saw."""
+    """Collects what each minibatch of one step saw.
+
+    Args:
+        width: T of the step's batch; a minibatch may have fewer columns.
+    """
 
     def __init__(self, width: int):
         self.width = width
         # lp, lp_old, A, mask
         self.rows: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self.entropy: list[Tensor] = []  # where the objective reads it
-        self.kl = [0.0, 0.0]
+        self.kl = [0.0, 0.0]  # sum of the KLs of all tokens, and how many
         self.losses: list[float] = []
         self.norms: list[float] = []
 
     def add(self, lp, lp_old, A, mask, entropy, kl_old, loss, grad_norm) -> None:
-        """Keep what a minibatch saw."""
+        """Keep what a minibatch saw: all of the policy before its update.
+
+        Args:
+            lp: log π_θ of its tokens, [N, T].
+            lp_old: likewise of π_old.
+            A: [N, 1].
+            mask: [N, T].
+            entropy: [N, T], or None where the objective does not read it.
+            kl_old: KL(π_old ‖ π_θ) of its unmasked tokens, one number each.
+            loss: the scalar.
+            grad_norm: before clipping.
+        """
 
         def wide(x: Tensor) -> Tensor:
+            """Return it with zeros up to the width of the step."""
             return pad(x.detach(), (0, self.width - x.shape[1]))
 
         self.rows.append((wide(lp), wide(lp_old), A, wide(mask)))
@@ -53,7 +69,7 @@ class Tally:
         self.norms.append(grad_norm)
 
     def last(self) -> np.ndarray:
-        """Of the last minibatch's tokens: π_old(o_t), π_θ(o_t), A, [n, 3]."""
+        """Return π_old(o_t), π_θ(o_t) and A of the last minibatch's tokens, [n, 3]."""
         lp, lp_old, A, mask = self.rows[-1]
         seen = torch.stack(
             [lp_old.exp()[mask], lp.exp()[mask], A.expand_as(mask)[mask]], 1
@@ -81,12 +97,14 @@ class Tally:
 
 
 def entropy(lp: Tensor) -> Tensor:
-    """-Σ_v p(v) log p(v) in nats. Takes log-probabilities [n, V], which are there;
-    `upref.logprobs` takes logits.
+    """Return -Σ_v p(v) log p(v) in nats, [n], of log-probabilities [n, V].
+    `upref.logprobs` takes logits instead.
     """
     return -(lp.exp() * lp).sum(-1)
 
 
 def kl(lp: Tensor, lq: Tensor) -> Tensor:
-    """KL(p‖q) = Σ_v p(v) (log p(v) - log q(v)) likewise."""
+    """Return KL(p ‖ q) = Σ_v p(v) (log p(v) - log q(v)) in nats, [n], of
+    log-probabilities [n, V].
+    """
     return (lp.exp() * (lp - lq)).sum(-1)

@@ -12,7 +12,11 @@ from upref.ops import where
 
 
 def get(name: str) -> upref.Objective:
-    """mirror(NAME), or whatever the registry knows."""
+    """Return the objective mirror(NAME), or whatever the registry has of this name.
+
+    Raises:
+        InputError: there is no such objective, or it is not one of single tokens.
+    """
     if not (name.startswith("mirror(") and name.endswith(")")):
         return upref.get(name)
     base = upref.get(name[7:-1])
@@ -22,9 +26,11 @@ def get(name: str) -> upref.Objective:
         )
 
     def fn(lp, lp_old, A, **hp):
+        """Return J of a token."""
         return where(A < 0, A * lp, base.fn(lp, lp_old, A, **hp))
 
     def weight(r, A, **hp):
+        """Return dJ/dlp of a token."""
         return where(A < 0, A, base.closed_form(r, A, **hp))
 
     fn.__signature__ = inspect.signature(base.fn)  # type: ignore[attr-defined]

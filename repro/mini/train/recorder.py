@@ -35,7 +35,8 @@ class Recorder:
         self.folder = out / FOLDER
         self.folder.mkdir(exist_ok=True)
         self.updates = run.s.epochs * run.s.minibatches
-        self.done = 0
+        self.done = 0  # minibatches
+        # the comparison that is farthest off, in units of what rounding allows
         self.worst = parity.Parity(0.0, 0.0, 0, (-1, -1))
 
     def begin(
@@ -142,8 +143,8 @@ class Recorder:
         file_sink(self.folder)(step, None)
 
     def numbers(self) -> dict[str, float]:
-        """For steps.jsonl: the largest difference from the reference of all minibatches,
-        also in units of what rounding allows.
+        """Return two numbers for steps.jsonl: the largest difference from the reference
+        of all minibatches so far, and the same in units of what rounding allows.
         """
         return {
             "parity_max_abs": self.worst.max_abs,

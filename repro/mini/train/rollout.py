@@ -23,24 +23,29 @@ MOST_ROUNDS = 8
 
 @dataclass
 class Batch:
-    """prompts of `prompts` problems; everything else has one row a response, those of
-    one prompt side by side.
+    """The responses of one step, B = prompts · responses rows, those of one prompt side
+    by side.
+
+    A state is a prompt with a beginning of its responses (policy/sample.py). Of the
+    problems, `prompts` has each once.
     """
 
     prompts: dict[str, Tensor]
     tokens: Tensor  # [B, T]
     mask: Tensor  # [B, T]
-    # [S, V] of π_old in each state it was in, at the temperature of the sampling
+    # [S, V] of the sampler in each state, at the temperature of the sampling
     log_probs: Tensor
-    state: Tensor  # [B, T], the one of each token
-    logp: Tensor  # [B, T] of π_old
+    state: Tensor  # [B, T], row of log_probs of each token
+    logp: Tensor  # [B, T], lp_old: of the sampler, or recomputed by the policy
     adv: Tensor  # [B]
     reward: Tensor  # [B], of which the advantages were made
-    group: Tensor  # [B]
+    group: Tensor  # [B], the index of its prompt
     seen: dict[str, float]  # for steps.jsonl: over all that was sampled
 
     def prompts_of(self, rows: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """The prompts of these rows, each once, and which of them each row has."""
+        """Return the prompts of these rows, each once, and the index of each row's
+        prompt among them, [len(rows)].
+        """
         which, of = self.group[rows].unique(return_inverse=True)
         return {name: x[which] for name, x in self.prompts.items()}, of
 
@@ -50,12 +55,21 @@ def rollout(
 ) -> Batch:
     """Sample responses, score them, and compute their advantages.
 
-    With dynamic sampling, prompts are drawn until enough have responses of different
-    rewards, or MOST_ROUNDS are over; then those come first.
+    With dynamic sampling, prompts are drawn in rounds until enough have responses of
+    different rewards, or MOST_ROUNDS are over; then those come first.
+
+    Args:
+        policy: samples.
+        task: of the problems.
+        problems: all that are trained on, from which `prompts` are drawn each round.
+        s: the settings.
+        step: decides, with the seed, what is drawn.
     """
+    # of each round: mixed, problems, tokens, mask, state, rewards, one row a prompt
     kept: list[tuple[Tensor, ...]] = []
+    # of each round: reward, valid, length, sum of entropies, one number a response
     judged: list[tuple[Tensor, ...]] = []
-    said: list[Tensor] = []
+    said: list[Tensor] = []  # log-probabilities in the states of each round
     for attempt in range(MOST_ROUNDS if s.dynamic_sampling else 1):
         g = generator("rollout", s.seed, step, attempt)
         order = torch.randperm(len(problems), generator=g, device="cpu")
@@ -80,9 +94,8 @@ def rollout(
             )
         )
         rewards = verdict.reward - too_long(mask, s)
-        mixed = (rewards.view(s.prompts, -1) != rewards.view(s.prompts, -1)[:, :1]).any(
-            1
-        )
+        by_prompt = rewards.view(s.prompts, -1)
+        mixed = (by_prompt != by_prompt[:, :1]).any(1)  # rewards differ in the group
         state += sum(map(len, said[:-1]))
         kept.append(
             (
@@ -104,10 +117,8 @@ def rollout(
         else torch.arange(s.prompts)
     )
     tokens, mask, state, rewards = (x[first].flatten(0, 1) for x in rest)
-    log_probs, group = (
-        torch.cat(said),
-        torch.arange(s.prompts).repeat_interleave(s.responses),
-    )
+    log_probs = torch.cat(said)
+    group = torch.arange(s.prompts).repeat_interleave(s.responses)
     right, valid, length, H = (torch.cat(x).double() for x in zip(*judged, strict=True))
     return Batch(
         models.inputs(task, drawn[first]),
@@ -133,13 +144,15 @@ def rollout(
 
 
 def spread(x: Tensor, mask: Tensor) -> Tensor:
-    """[mask.sum()] to [B, T], 0 elsewhere: the opposite of x[mask], gradient included."""
+    """Return x, [mask.sum()], in the places of the mask, [B, T], with 0 elsewhere: the
+    opposite of x[mask]. The gradient passes through.
+    """
     return x.new_zeros(mask.shape).masked_scatter(mask, x)
 
 
 def too_long(mask: Tensor, s: Settings) -> Tensor:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, Eq. 13): 0 before the last
-    `overlong` tokens, then up to 1.
+    """Return DAPO's soft overlong punishment (arXiv 2503.14476, Eq. 13), [B]: 0 until
+    the last `overlong` tokens, then up to 1, linearly; 0 for all where it is not set.
     """
     if s.overlong is None:
         return torch.zeros(len(mask))

@@ -33,7 +33,11 @@ LATER = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Raises InputError, in one sentence, on whatever no run could be made of."""
+    """The settings of a run.
+
+    Raises:
+        InputError: no run could be made of them; the message is one sentence.
+    """
 
     task: str = "countdown"
     # a folder of repro/mini/bases, or any folder that save_pretrained wrote
@@ -99,10 +103,8 @@ class Settings:
         if isinstance(decodings, list):  # from a file
             object.__setattr__(self, "decodings", tuple(decodings))
         for f in fields(self):
-            want, value = (
-                type(f.default) if f.name != "hp" else dict,
-                getattr(self, f.name),
-            )
+            want = type(f.default) if f.name != "hp" else dict
+            value = getattr(self, f.name)
             if want is type(None):
                 want = int if f.name == "overlong" else str
                 if value is None:
@@ -193,7 +195,12 @@ class Settings:
         self.target().resolve(self.hyperparameters())
 
     def target(self) -> upref.Objective:
-        """The objective, with the aggregation of these settings."""
+        """Return the objective, with the aggregation of these settings.
+
+        Raises:
+            InputError: there is no such objective or aggregation, or it cannot be
+                replaced.
+        """
         o = halves.get(self.objective)
         if self.aggregation is None or self.aggregation == o.agg:
             return o
@@ -208,23 +215,33 @@ class Settings:
         return replace(o, agg=self.aggregation)
 
     def hyperparameters(self) -> dict[str, Any]:
+        """Return those of the objective that are set, and `beta` unless it is 0."""
         return self.hp | ({"beta": self.beta} if self.beta else {})
 
     @property
     def key(self) -> str:
-        """The name of this run's folder."""
+        """The name of this run's folder: objective, base, seed, and a digest of all
+        settings.
+
+        Settings of LATER count only where they differ from what earlier runs did, so
+        that the names of these stay.
+        """
         said = {
             k: v for k, v in asdict(self).items() if k not in LATER or v != LATER[k]
         }
-        digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[
-            :10
-        ]
+        text = json.dumps(said, sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:10]
         name = self.objective.replace("(", "_of_").replace(")", "")
         return f"{name}-{Path(self.base).name}-s{self.seed}-{digest}"
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> "Settings":
-        """From what a file or a command line says; an unknown name raises InputError."""
+        """Return the settings that a file or a command line gives, with defaults for
+        the rest.
+
+        Raises:
+            InputError: a name is unknown, or a value is one that no run can have.
+        """
         if not isinstance(given, dict):
             raise InputError("settings must be a table of names and values.")
         known = [f.name for f in fields(cls)]
@@ -238,12 +255,14 @@ class Settings:
 
     @classmethod
     def read(cls, path: Path) -> "Settings":
+        """Return the settings in a JSON file. Raises InputError where it has none."""
         try:
             return cls.of(json.loads(Path(path).read_text()))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
             raise InputError(f"cannot read settings from {path}: {e}.") from e
 
     def write(self, path: Path) -> None:
+        """Write the settings as JSON."""
         files.write_atomically(
             path, (json.dumps(asdict(self), indent=1) + "\n").encode()
         )
