@@ -21,7 +21,11 @@ AT = {eps_high: Rational(28, 100), A: 1}
 
 
 def ceiling(name, weight, bound, **hp):
-    """The largest p at which the function that trains has a gradient: it must be `weight` below `bound`, 0 above."""
+    """Return the largest p at which the function that trains has a gradient.
+
+    Raises:
+        AssertionError: dJ/dlp is not `weight` below the ratio `bound`, or not 0 above.
+    """
     J = get(name).fn(lp, lp_old, A, eps_low=Rational(1, 5), c=None, **hp)
     alive = []
     for low, high, [(_, found)] in pieces([J], lp, lp_old, r, AT):

@@ -18,8 +18,12 @@ DAPO = get("dapo").fn
 
 
 def flow(fn, step=0.1, most=4000):
-    """Euler steps on the logits z, up J = Σ_a mu_a fn(lp_a): ratios at the end, steps till the first token's own
-    gradient is dead, till all are."""
+    """Make Euler steps on the logits z, up J = Σ_a mu_a fn(lp_a).
+
+    Returns:
+        The ratios at the end, the steps until the first token's own gradient is 0 (None
+        if it never is), and those until all are.
+    """
     z, left = MU.log(), None
     for i in range(most):
         lp = torch.log_softmax(z, 0).requires_grad_()

@@ -24,7 +24,9 @@ LOW = Rational(1, 5)
 
 
 def terms(name, A):
-    """J of the base and of its UP variant; GRPO's one ε is read as both bounds."""
+    """Return J of the base and of its UP variant; GRPO's one ε is used as both
+    bounds.
+    """
     both = {
         "dapo": {"eps_low": eps_low, "c": c},
         "gspo": {"eps_low": eps_low},

@@ -24,7 +24,9 @@ lp = [log(k) - log(sum(x)) for k in x]
 
 
 def expected(o):
-    """E_old of the objective's own function over three arms: mu need not be normalized."""
+    """Return Σ_a mu_a times the objective's own function over three arms: E_old, up to
+    the sum of mu, which need not be 1.
+    """
     return sum(m * o.fn(p, log(m), a) for m, p, a in zip(mu, lp, A, strict=True))
 
 

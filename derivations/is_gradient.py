@@ -30,7 +30,7 @@ lp, lp_old = symbols("lp lp_old", real=True)
 
 
 def weights(fn):
-    """dJ/dlp of the function that trains, at each arm."""
+    """Return dJ/dlp of the function that trains, at each arm."""
     at = zip(PI, MU, ADV, strict=True)
     return [
         fn(lp, lp_old, a).diff(lp).subs({lp: log(p), lp_old: log(m)}) for p, m, a in at
@@ -38,7 +38,9 @@ def weights(fn):
 
 
 def one_step(fn):
-    """E_old[w ∇log π] - ∇E_π[A], w = A r for importance sampling, A for UP."""
+    """Return E_old[w ∇log π] - ∇E_π[A], its part in z_1; w = A r for importance
+    sampling, A for UP.
+    """
     target = sum(p * a for p, a in zip(PI, ADV, strict=True)).diff(X[0]) * X[0]
     return simplify(
         sum(m * w * s for m, w, s in zip(MU, weights(fn), SCORE, strict=True)) - target
@@ -46,15 +48,21 @@ def one_step(fn):
 
 
 def second_moment(fn):
+    """Return E_old[(w ∂log π/∂z_1)²]."""
     return sum(m * (w * s) ** 2 for m, w, s in zip(MU, weights(fn), SCORE, strict=True))
 
 
 def bern(k, p):
+    """Return the probability of a token k, 0 or 1, where 1 has the probability p."""
     return p if k else 1 - p
 
 
 def two_steps(weights):
-    """The same for two binary tokens, in π(1) and π(1|1); weights(r1, r2) are those of either token's score."""
+    """Return the bias of the gradient of two binary tokens, in π(1) and in π(1|1).
+
+    Args:
+        weights: the ratios r1, r2 of the tokens -> the weights of their scores.
+    """
     p, p0, p1, q, q0, q1 = symbols("p p0 p1 q q0 q1", positive=True)
     R = dict(zip(product((0, 1), repeat=2), symbols("R00 R01 R10 R11"), strict=True))
     bias = [0, 0]

@@ -19,10 +19,12 @@ lp, lp_ref = [log(k) - log(sum(x)) for k in x], [log(k) - log(sum(y)) for k in y
 
 
 def grad(f):
+    """Return ∂f/∂z of each logit: z = log x, so ∂/∂z = x ∂/∂x."""
     return [k * f.diff(k) for k in x]
 
 
 def mean(values):
+    """Return the mean of a value of each arm under π."""
     return sum(p * v for p, v in zip(pi, values, strict=True))
 
 

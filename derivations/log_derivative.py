@@ -20,11 +20,14 @@ J = get("reinforce").fn
 
 
 def grad(f):
-    """d f / dz of the first and second logit: z = log x, so d/dz = x d/dx; the other two follow by symmetry."""
+    """Return ∂f/∂z of the first and second logit: z = log x, so ∂/∂z = x ∂/∂x; the
+    other two follow by symmetry.
+    """
     return [k * f.diff(k) for k in x[:2]]
 
 
 def mean(values, under=pi):
+    """Return the mean of a value of each arm, under π or other probabilities."""
     return sum(q * v for q, v in zip(under, values, strict=True))
 
 

@@ -38,6 +38,7 @@ that it leaves open), and the script passes. The nightly test runs every row.
 
 
 def load(name: str):
+    """Return the module of a derivation, run anew from its file."""
     spec = importlib.util.spec_from_file_location(
         f"derivations.{name}", HERE / f"{name}.py"
     )
@@ -47,7 +48,11 @@ def load(name: str):
 
 
 def section(name: str) -> str:
-    """Docstring and printed steps; raises AssertionError where the claim is false."""
+    """Return the section of a claim: its docstring and the steps that it prints.
+
+    Raises:
+        AssertionError: the claim is false.
+    """
     module, steps = load(name), io.StringIO()
     with contextlib.redirect_stdout(steps):
         module.main()
@@ -56,7 +61,7 @@ def section(name: str) -> str:
 
 
 def table() -> str:
-    """The record of the mutants."""
+    """Return the section on the mutants, from mutants.txt."""
     return TABLE.format((HERE / "mutants.txt").read_text(encoding="utf-8"))
 
 

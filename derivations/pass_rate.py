@@ -25,7 +25,9 @@ HALF = Rational(1, 2)
 
 
 def advantage(name, k, G):
-    """Advantages of a right and of a wrong response among k right ones of G."""
+    """Return the advantages of a right and of a wrong response among k right
+    ones of G.
+    """
     mean = Rational(k, G)
     right, wrong = 1 - mean, -mean
     if name == "group_mean":
@@ -39,7 +41,7 @@ def advantage(name, k, G):
 
 
 def factor(name, G):
-    """w(p), summed over the number of right responses."""
+    """Return w(p), summed over the number of right responses."""
     total = 0
     for k in range(G + 1):
         A, B = advantage(name, k, G)
@@ -49,7 +51,7 @@ def factor(name, G):
 
 
 def of_group_norm(G):
-    """The sum of the claim."""
+    """Return w(p) of GRPO's advantages by the claim."""
     return (
         sum(
             binomial(G, k)
@@ -63,12 +65,12 @@ def of_group_norm(G):
 
 
 def harmonic_pass_at(most):
-    """Σ pass@k / k for k from 1 to most."""
+    """Return Σ pass@k / k for k from 1 to most."""
     return sum((1 - (1 - p) ** k) / k for k in range(1, most + 1))
 
 
 def claims(G):
-    """Name of an estimator -> its factor by the claim."""
+    """Return name of an estimator -> its w(p) by the claim."""
     return {
         "leave_one_out": Rational(1),
         "group_mean": Rational(G - 1, G),
@@ -78,7 +80,9 @@ def claims(G):
 
 
 def difference_from_code(name, G):
-    """The largest difference of the advantages above from those of upref.advantages."""
+    """Return the largest difference of the advantages above from those of
+    upref.advantages, over all groups with right and wrong responses.
+    """
     largest = 0.0
     for k in range(1, G):
         rewards = torch.tensor([1.0] * k + [0.0] * (G - k), dtype=torch.float64)

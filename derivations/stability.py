@@ -28,7 +28,7 @@ q, old, r = (
 
 
 def everywhere(objective, A_t):
-    """J in the logits, which is one expression for every r."""
+    """Return J in the logits, which must be one expression for every r."""
     Js = {
         J for _, _, [(J, _)] in pieces([objective.fn(q, old, A_t)], q, old, r, {A: 1})
     }

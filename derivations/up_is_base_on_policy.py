@@ -22,7 +22,7 @@ LOW = {"grpo": Rational(1, 5), "dapo": Rational(1, 5), "gspo": Rational(3, 10000
 
 
 def J(o):
-    """The function that trains, at the base's bounds as exact numbers."""
+    """Return the function that trains, at the base's bounds as exact numbers."""
     bounds = {"eps": LOW, "eps_low": LOW, "eps_high": HIGH}
     base = o.name.removeprefix("up_")
     return o.fn(
@@ -31,7 +31,9 @@ def J(o):
 
 
 def weight(o, sign, at_r):
-    """dJ/dlp from the function that trains, in the regime of r = at_r, as an expression in r."""
+    """Return dJ/dlp from the function that trains, in the regime of r = at_r, as an
+    expression in r.
+    """
     J = in_regime(o.fn(lp, lp_old, A), {A: sign, lp: log(at_r), lp_old: 0})
     return simplify(J.diff(lp).subs(lp, lp_old + log(r)))
 

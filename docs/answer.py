@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README's answer to "Does UP help?", from the records of the experiment on stale data:
-its best-powered evidence.
+"""README's answer to "Does UP help?", from the records of the experiment on stale data: its
+best-powered evidence.
+
+Each function writes a part of README or of docs/findings.md. Its words are typed, its
+numbers computed; an AssertionError says that the records no longer support the words.
+s0, s4 and s16 are the groups of 0, 4 and 16 rollouts of staleness.
 """
 
 import re
@@ -18,7 +22,11 @@ METRICS = {
 
 
 def text() -> str:
-    """Return README's section: at most 120 words and one figure."""
+    """Return README's section: at most 120 words and one figure.
+
+    Raises:
+        AssertionError: the records do not support it, or it is longer.
+    """
     test, n = stale.registered(), len(stale.seeds())
     gains = [test["dapo", "best", "dapo", s] for s in ("s16", "s4", "s0")]
     anchor = test["neighbours", "best", "dapo_no_upper_clip", "s16"]

@@ -37,6 +37,12 @@ DUAL_CLIP = 3.0  # where an objective takes one and has none by default
 class Number:
     """One number of an objective, and which other values change the gradient on the
     rows.
+
+    Attributes:
+        objective: its name.
+        name: of the number.
+        value: at the defaults.
+        noticed: other value -> whether check_step notices it.
     """
 
     objective: str
@@ -46,36 +52,43 @@ class Number:
 
     @property
     def reached(self) -> bool:
+        """Whether every other value is noticed."""
         return all(self.noticed.values())
 
 
 def exceptions() -> dict[tuple[str, str], str]:
-    """(objective, number) -> the reason why the rows do not reach it."""
+    """Return (objective, number) -> the reason why the rows do not reach it."""
     listed = tomllib.loads(UNREACHED.read_text(encoding="utf-8"))["number"]
     return {(one["objective"], one["name"]): one["reason"] for one in listed}
 
 
 def judged() -> list[str]:
-    """The objectives that check_step takes."""
+    """Return the objectives that check_step takes: none that reads group ids."""
     return [name for name in names() if "group" not in get(name).reads]
 
 
 def other_values(name: str, value: float) -> tuple[float, float]:
-    """The two other values of a number."""
+    """Return the two other values of a number: half and twice of it, 0.1 and 0.2 for 0,
+    1 and 2 for a seed.
+    """
     if name == "seed":
         return 1, 2
     return (0.1, 0.2) if value == 0 else (value / 2, value * 2)
 
 
 def default_goal(name: str) -> Goal:
-    """The objective at its defaults, with a dual clip where it takes one."""
+    """Return the objective at its defaults, with a dual clip where it takes one."""
     o = get(name)
     hp = {"c": DUAL_CLIP} if "c" in o.hyperparameters else {}
     return make_goal(o, hp, TEMPERATURE)
 
 
 def changed(goal: Goal, name: str, value: float) -> Goal:
-    """The goal with another value of one number."""
+    """Return the goal with another value of one number.
+
+    Raises:
+        InputError: the number cannot have this value.
+    """
     if name == "beta":
         return replace(goal, beta=value)
     resolved: dict[str, Any] = goal.objective.resolve(goal.hp | {name: value})
@@ -83,7 +96,14 @@ def changed(goal: Goal, name: str, value: float) -> Goal:
 
 
 def numbers(model: TorchModel, name: str, seed: int = 0) -> Iterator[Number]:
-    """Each number of one objective on the rows of that seed."""
+    """Yield each number of one objective, compared on the rows of that seed. A value
+    that the number cannot have is left out.
+
+    Args:
+        model: makes the rows.
+        name: of the objective.
+        seed: of the rows.
+    """
     goal = default_goal(name)
     case = build_case(model, goal, None, (), seed)
     reference = Reference.of(
@@ -107,19 +127,19 @@ def numbers(model: TorchModel, name: str, seed: int = 0) -> Iterator[Number]:
 
 
 def reference_model() -> TorchModel:
-    """The two-layer model of the trainers' tables."""
+    """Return the two-layer model of the trainers' tables."""
     return TorchModel(perturb(tiny("qwen3")))
 
 
 def compute() -> list[Number]:
-    """All numbers of all objectives."""
+    """Return all numbers of all objectives, computed on one thread."""
     torch.set_num_threads(1)
     model = reference_model()
     return [number for name in judged() for number in numbers(model, name)]
 
 
 def recorded() -> list[Number]:
-    """What `python -m docs.bounds` computed last."""
+    """Return what `python -m docs.bounds` computed last."""
     numbers = []
     for row in record.rows(RECORD):
         # the keys of JSON are text
@@ -129,7 +149,11 @@ def recorded() -> list[Number]:
 
 
 def table() -> str:
-    """The recorded table, in markdown."""
+    """Return the recorded table, in Markdown, below how many numbers are noticed.
+
+    Raises:
+        KeyError: a value is not noticed, and steps/unreached.toml has no reason.
+    """
     every, reasons = recorded(), exceptions()
     rows = []
     for number in every:

@@ -17,11 +17,7 @@ HEAD = """# SPDX-License-Identifier: Apache-2.0
 
 
 def capacities() -> str:
-    """Compute the table of every objective of the folder.
-
-    Returns:
-        The whole file.
-    """
+    """Return the whole file, with the table of every objective of upref/objectives."""
     parts = [HEAD]
     for name, objective in sorted(written().items()):
         of, text = digest(objective.file), capacity_lines(name)

@@ -13,7 +13,7 @@ from upref import markdown
 
 
 def axes() -> str:
-    """The axes of the input, from upref.weights.stress."""
+    """Return the table of the axes of the input, from upref.weights.stress."""
     from upref.verify.oracles.batches import ONE_RESPONSE
     from upref.weights.batches import GRID_ADVANTAGES, LOG_R, MU, MU_READ, OVERFLOW
     from upref.weights.stress import AXES, NAMED, TILED
@@ -47,10 +47,11 @@ def axes() -> str:
 
 
 def _listed(numbers: Iterable[float]) -> str:
+    """Return numbers with commas between them."""
     return ", ".join(f"{x:g}" for x in numbers)
 
 
-# objectives that read, together, everything that a batch may hold; their settings
+# objectives that read, together, everything that a batch may have -> their settings
 READERS = {
     "dapo": {},
     "gspo": {},
@@ -63,7 +64,9 @@ READERS = {
 
 
 def quantities() -> str:
-    """Every quantity of a batch, with the values that it takes in the calls of checks."""
+    """Return the table of every quantity of a batch, with the values that it takes in
+    the calls of the checks of READERS.
+    """
     values_of: dict[str, set[float]] = {}
     for name, settings in READERS.items():
         for batch in _inputs_of_check(name, settings):
@@ -76,6 +79,10 @@ def quantities() -> str:
 def _inputs_of_check(name: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the inputs of every call that a check of this objective makes beside its
     proof, whose calls compare nothing.
+
+    Args:
+        name: of the objective, which is checked against itself.
+        settings: its hyperparameters; those with settings read logp_ref.
     """
     import upref
 
@@ -92,7 +99,7 @@ def _inputs_of_check(name: str, settings: dict[str, Any]) -> list[dict[str, Any]
         entropy: Any,
         rollout_log_probs: Any,
     ) -> Any:
-        """The objective itself, which keeps its inputs."""
+        """Return the loss of the objective itself, and keep the inputs in `calls`."""
         fields = {
             "logp": log_prob,
             "logp_old": old_log_prob,
@@ -118,7 +125,10 @@ PROOF = ("every-value",)  # the oracle that proves
 
 
 def _measured(batch: dict[str, Any]) -> dict[str, list[float]]:
-    """The values of every quantity in one batch; of a continuous one, its ends."""
+    """Return every quantity of one batch with its values; of a continuous one, the
+    least and the largest. Fields of a batch are [B, T], mask and group as in
+    upref.Rollouts.
+    """
     import torch
 
     mask = batch["mask"]
@@ -126,8 +136,10 @@ def _measured(batch: dict[str, Any]) -> dict[str, list[float]]:
     lengths = mask.sum(1)
     per_prompt = batch["group"].unique(return_counts=True)[1]
     sizes = at["adv"].abs()
-    pieces = (mask & ~mask.roll(1, 1)).sum(1) + (mask[:, 0] & mask[:, -1]).int()
-    whole = [
+    # where a run of tokens begins; roll takes the last column for that before the first
+    begins = (mask & ~mask.roll(1, 1)).sum(1)
+    pieces = begins + (mask[:, 0] & mask[:, -1]).int()
+    signs_of_long = [
         x[m].sign() for x, m in zip(batch["adv"], mask, strict=True) if m.sum() > 9
     ]
     out = {
@@ -141,7 +153,7 @@ def _measured(batch: dict[str, Any]) -> dict[str, list[float]]:
         "responses to a prompt": per_prompt.tolist(),
         "size of A, where it is not 0": _ends(sizes[sizes > 0]),
         "signs of A in a response of more than 9 tokens": [
-            len(x.unique()) for x in whole
+            len(signs.unique()) for signs in signs_of_long
         ],
         "log π_θ": _ends(at["logp"]),
         "log π_old": _ends(at["logp_old"]),
@@ -156,6 +168,7 @@ def _measured(batch: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def _ends(x: Any) -> list[float]:
+    """Return the least and the largest number of a tensor; [] for an empty one."""
     return [x.min().item(), x.max().item()] if x.numel() else []
 
 
@@ -163,7 +176,9 @@ MANY = 24  # different values: of more, the page has the least and the largest
 
 
 def _range(values: set[float]) -> str:
-    """Return all values where they are few and whole, else the least and the largest."""
+    """Return all values as text where they are few and whole, else the least and the
+    largest.
+    """
     ordered = sorted(values)
     least, largest = ordered[0], ordered[-1]
     whole = all(float(x).is_integer() for x in ordered)
@@ -203,7 +218,7 @@ ORDERS = {
 
 
 def _blocks(in_turn: bool) -> str:
-    """The sizes of the blocks of the axes, with prompts in turn or without."""
+    """Return the sizes of the blocks of the axes, with prompts in turn or without."""
     from upref.weights.stress import AXES
 
     axes = [axis for axis in AXES.values() if axis.block]
@@ -212,7 +227,9 @@ def _blocks(in_turn: bool) -> str:
 
 
 def layouts() -> str:
-    """The order of the rows in which frameworks hand them to their losses."""
+    """Return the table of the order of the rows in which frameworks call their losses,
+    from layouts.toml.
+    """
     rows = []
     for layout in tomllib.loads(LAYOUTS.read_text(encoding="utf-8"))["layout"]:
         words, tried = ORDERS[layout["order"]]
@@ -232,7 +249,7 @@ LAYOUTS = Path(__file__).with_name("layouts.toml")
 
 
 def tolerances() -> str:
-    """Every tolerance of a verdict, from where it is used."""
+    """Return the table of every tolerance of a verdict, from where it is used."""
     from upref.verify.advantages.case import SINGLE_TOL
     from upref.verify.measure import EXACT_TOL, FLOAT32_ROUNDING, FLOAT32_TOL, HABIT_TOL
     from upref.verify.oracles.unusual import TOO_LONG
@@ -306,14 +323,18 @@ def _rows(head: str, rows: list[tuple[str, ...]]) -> str:
 
 
 def habits() -> str:
-    """The table of tests/support/zoo/habits.py; a test judges a function with each."""
+    """Return the table of tests/support/zoo/habits.py; a test judges a function with
+    each.
+    """
     from tests.support.zoo.habits import HABITS
 
     return _rows("habit | verdict | why", [(h.words, h.verdict, h.why) for h in HABITS])
 
 
 def ends() -> str:
-    """The table of tests/support/exit_status.py, and what upref.user_code.guard sets back."""
+    """Return the table of tests/support/exit_status.py, and what upref.user_code.guard
+    restores.
+    """
     from tests.support.exit_status import COMMAND
     from upref.user_code.guard import AROUND, RANDOM, STATE
 
@@ -322,17 +343,22 @@ def ends() -> str:
         for words, status, printed, report in COMMAND.values()
     ]
     table = _rows("the loss | exit status | what is printed", rows)
-    return f"{table}\n\nThese are restored after a check, and noted in its report: {', '.join(STATE | RANDOM | AROUND)}."
+    restored = ", ".join(STATE | RANDOM | AROUND)
+    return f"{table}\n\nThese are restored after a check, and noted in its report: {restored}."
 
 
 def fuzzed() -> str:
-    """The complete runs of the fuzzer, from tests/support/fuzz.json."""
+    """Return a line for each complete run of the fuzzer, from
+    tests/support/fuzz.json.
+    """
     runs = record.read(Path(__file__).parents[1] / "tests/support/fuzz.json")
     return "\n".join(map(_run, runs))
 
 
 def _run(found: record.Record) -> str:
-    """Return the line of one run of the fuzzer."""
+    """Return the line of one run of the fuzzer: how many inputs, and how many of them
+    broke.
+    """
     (seed,) = found.seeds
     run = found.rows[f"seed {seed}"]
     counts = run["counts"]

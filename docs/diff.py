@@ -25,7 +25,9 @@ FILE = Path(__file__).parent / "steps" / "diff.json"
 
 
 def pairs() -> str:
-    """Say of every two trainers in how many cases their steps differ, and in which."""
+    """Return a table of every two trainers: in how many cases their steps differ, and
+    in which.
+    """
     rows = []
     for pair in record.rows(FILE)["pairs"]:
         differing = [f"`{one['case']}`" for one in _differing(pair)]
@@ -36,13 +38,13 @@ def pairs() -> str:
 
 
 def differences() -> str:
-    """Say of each case in which two trainers differ what each of them does, and what
-    the first difference of each pair is.
+    """Return a list of the cases in which two trainers differ: in each, what each
+    trainer does, and the first quantity in which each pair differs.
     """
     found = record.rows(FILE)
     names = found["trainers"]
-    said: dict[str, dict[str, str]] = {}
-    quantities: dict[str, dict[str, str]] = {}
+    said: dict[str, dict[str, str]] = {}  # case -> trainer -> what it does
+    quantities: dict[str, dict[str, str]] = {}  # case -> quantity -> pairs
     for pair in found["pairs"]:
         for one in pair["compared"]:
             causes = dict(zip((pair["a"], pair["b"]), one["causes"], strict=True))
@@ -63,7 +65,7 @@ def differences() -> str:
 
 
 def left_out() -> str:
-    """Say which cases each trainer does not have, and why."""
+    """Return a list of the cases that are left out, by the reason why."""
     reasons: dict[str, list[str]] = {}
     for case, why in record.rows(FILE)["left_out"]:
         reasons.setdefault(why, []).append(case)
@@ -76,6 +78,7 @@ def left_out() -> str:
 
 
 def _differing(pair: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the compared cases of a pair in which a quantity differs."""
     return [one for one in pair["compared"] if one["quantity"]]
 
 

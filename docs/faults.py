@@ -46,7 +46,11 @@ KINDS = (
 
 
 def faults() -> Iterator[tuple[str, str, Cause]]:
-    """A kind of function, the objective or exercise, and a fault of it."""
+    """Yield for each known fault a kind of function (KINDS), the name of the objective
+    or exercise ("" for other kinds), and the fault as a cause.
+
+    A fault may come several times: once for each objective that can have it.
+    """
     for name in upref.names():
         o = upref.get(name)
         hp = o.resolve({}) | ({"beta": 0.1} if o.kl in ESTIMATORS else {})
@@ -84,7 +88,7 @@ def faults() -> Iterator[tuple[str, str, Cause]]:
 
 
 def _objectives(fault: measured.MeasuredFault) -> list[str]:
-    """The objectives of which a loss can have the fault."""
+    """Return the objectives of which a loss can have the fault."""
     own = (measured.OWN_DENOMINATOR_OF_MICRO_BATCH, measured.OWN_DENOMINATOR_OF_RANK)
     if fault not in own:
         return upref.names()
@@ -93,7 +97,9 @@ def _objectives(fault: measured.MeasuredFault) -> list[str]:
 
 
 def _of_steps() -> Iterator[Cause]:
-    """Of the forward pass, of the tokens' weights, and of the responses' factors."""
+    """Yield the faults of a step: of the forward pass, of the tokens' weights, and of
+    the responses' factors.
+    """
     model = TorchModel(tiny("qwen3"))
     goal = make_goal("gspo", {}, 0.7, beta=0.1)
     case = build_case(model, goal, None, ())
@@ -113,7 +119,9 @@ def _of_steps() -> Iterator[Cause]:
 
 
 def table() -> str:
-    """Return the rows of the page, sorted by id."""
+    """Return the table of the page, by id: an example in words, and the kinds of
+    functions that can have the fault. Faults that are another objective have no row.
+    """
     words: dict[str, str] = {}
     of: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for kind, name, cause in faults():
@@ -132,7 +140,14 @@ def table() -> str:
 
 
 def _where(kind: str, names: set[str], number: int) -> str:
-    """A kind of function, and of how many objectives it is a fault."""
+    """Return a kind of function; of losses also of how many objectives it is a fault,
+    unless of all.
+
+    Args:
+        kind: one of KINDS.
+        names: of the objectives that have it.
+        number: of all objectives.
+    """
     if kind != "loss" or len(names) == number:
         return kind
     return f"loss ({len(names)} of {number})"

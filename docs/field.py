@@ -72,8 +72,11 @@ def status_of(e: Entry) -> str:
 
 
 def worst(entries: list[Entry]) -> tuple[str, str, str]:
-    """Return the status of these entries together, how severe with how many others, and
-    the key of the entry shown.
+    """Return the worst of these entries: its status, how severe it is with how many
+    others there are, and its key; "agrees" and "" twice where none but numerical ones
+    are there.
+
+    A cosmetic entry comes after all that are not.
     """
     blamed = [e for e in entries if e.status != "numerical"]
     if not blamed:
@@ -88,7 +91,7 @@ def worst(entries: list[Entry]) -> tuple[str, str, str]:
 
 def column_of(e: Entry) -> str:
     """Return the column that an entry belongs to, by the rows of the audit that show
-    it.
+    it: "loss" unless all of them are of another column.
     """
     kinds = {x.loss.partition(":")[0] for x in e.evidence}
     if kinds <= {"advantages", "token_advantages"}:
@@ -139,16 +142,17 @@ def recorded_steps(name: str) -> list[dict[str, Any]]:
 
 
 def _file_of_steps(name: str) -> Path:
-    """The file of the recorded steps of a trainer."""
+    """Return the file of the recorded steps of a trainer."""
     return steps.HERE / f"{name}.json"
 
 
 def stepped(name: str, rows: list[dict[str, Any]]) -> Cell:
-    """Return the cell of a trainer's whole step.
+    """Return the cell of a trainer's whole step: how many settings agree, and the worst
+    status of the notes on those that differ.
 
     Args:
         name: the trainer.
-        rows: its recorded steps that are of the column.
+        rows: its recorded steps that are of the column; "not tested" without one.
     """
     if not rows:
         return Cell()
@@ -214,8 +218,8 @@ def sampler(name: str) -> Cell:
 
 
 def tried(name: str, column: str) -> list[str]:
-    """Return the cases of one process that the adapter of a framework does not skip, in
-    this column.
+    """Return the cases of one process of this column that the adapter of a framework
+    does not skip; [] for a framework without an adapter, or a column without cases.
     """
     if name not in ADAPTERS or column not in GROUPS:
         return []
@@ -225,12 +229,14 @@ def tried(name: str, column: str) -> list[str]:
 
 
 def _file_of_suite(name: str) -> Path:
-    """The file of what each case of the suite gave."""
+    """Return the file of what each case of the suite gave."""
     return steps.HERE / f"suite/{name}.json"
 
 
 def suite(name: str, column: str) -> str:
-    """Return how many of these cases pass, where the framework has an adapter."""
+    """Return how many of these cases pass, with a link to the known failures; "" where
+    there are none.
+    """
     ids = tried(name, column)
     if not ids:
         return ""

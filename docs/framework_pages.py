@@ -136,7 +136,8 @@ def _remarks(audit: dict[str, Any]) -> list[str]:
 def _reason(
     row: dict[str, Any], words: str, spot: dict[str, Any], entries: list[Entry]
 ) -> str:
-    """Return one reason of a row: where its difference is largest, and its entry.
+    """Return one reason of a row: in words, where its difference is largest, and a link
+    to the entry that records it.
 
     Args:
         row: the row of the audit.
@@ -163,12 +164,14 @@ def entry(row: dict[str, Any], words: str, entries: list[Entry]) -> Entry | None
 
 
 def _largest_difference(spot: dict[str, Any]) -> str:
-    # "nan" is a string
+    """Return where it is, and the expected and the found weight."""
+    # JSON has no NaN: it is the text "nan"
     expected, measured = float(spot["expected"]), float(spot["found"])
     return f"{spot['where']}: {expected:.4g} -> {measured:.4g}"
 
 
 def _code(label: str) -> str:
+    """Return it as code in Markdown."""
     return f"`{label}`"
 
 
@@ -212,7 +215,9 @@ def _entry(name: str, e: Entry) -> list[str]:
 
 # ---- the tables of all ---------------------------------------------------------------
 def first() -> str:
-    """The entries that a user should read first, the most severe first."""
+    """Return the table of the entries that a user should read first (those with `ask`),
+    the most severe first.
+    """
     every = read()
     rows = []
     for e in sort_by_severity([e for e in every if e.ask]):
@@ -235,16 +240,16 @@ def first() -> str:
 
 
 def of_row(e: Entry, every: list[Entry]) -> list[Entry]:
-    """The entries of whose frameworks a row of `first` speaks: this one, and those that
-    it names.
+    """Return the entries that a row of `first` is about: those of this reason of its
+    framework and of the frameworks that `also` names.
     """
     frameworks = {e.framework, *e.also.split()}
     return [x for x in every if x.reason == e.reason and x.framework in frameworks]
 
 
 def _status(same: list[Entry]) -> str:
-    """The severity and the status of a row, and which frameworks document it where not
-    all do.
+    """Return the severity and the status of the first entry of a row, and which
+    frameworks document it where some do and some do not.
     """
     status = f"**{same[0].severity}**, {same[0].status}"
     documented = [x.framework for x in same if x.words]
@@ -259,6 +264,7 @@ def link(name: str) -> str:
 
 
 def _short(thread: str) -> str:
+    """Return OWNER/REPOSITORY#NUMBER of the address of a thread on GitHub."""
     owner, repo, _, number = thread.removeprefix("https://github.com/").split("/")[:4]
     return f"{owner}/{repo}#{number}"
 
@@ -358,7 +364,9 @@ def remaining(row: dict[str, Any], entries: list[Entry]) -> int:
 
 
 def recipes() -> str:
-    """For each objective that a framework has, what to set in each framework."""
+    """Return for each objective that a framework has a table of what to set in each
+    framework.
+    """
     out = []
     for objective in names():
         each = [
@@ -396,8 +404,8 @@ def _recipes_of(objective: str, each: list[Recipe]) -> list[str]:
 
 
 def surfaces() -> str:
-    """Where the settings of each framework are typed, what has taken them, and its
-    parts beside the loss.
+    """Return the table of where the settings of each framework are typed, what has
+    taken them, and its parts beside the loss.
     """
     columns = ["framework", "where to put the lines", "the lines"]
     columns += ["dynamic sampling", "overlong shaping"]
@@ -417,8 +425,8 @@ def statuses() -> str:
 
 
 def trainers() -> str:
-    """upref/trainers.toml: for each objective the frameworks whose audits compare a
-    loss with it.
+    """Return the text of upref/trainers.toml: objective -> the frameworks whose audits
+    compare a loss with it.
     """
     trainers_of: dict[str, list[str]] = {}
     for audit in audits():
@@ -432,7 +440,9 @@ def trainers() -> str:
 
 
 def main(*frameworks: str):
-    """Audit the frameworks; write the audits, and which objectives they compare with."""
+    """Audit the frameworks and record the audits; print their files. Then write which
+    objectives all committed audits compare with.
+    """
     from upref_frameworks.audits import audit
 
     for name in frameworks:

@@ -23,18 +23,22 @@ RESTS = {
 
 
 def _summary(function: Callable) -> str:
-    """The first line of a docstring, without its verb, as the cell of a table."""
+    """Return the first line of a docstring, without its "Return", as the cell of a
+    table.
+    """
     first = (function.__doc__ or "").partition("\n")[0].removeprefix("Return ")
     return first.replace("|", r"\|")
 
 
 def _summaries(functions: Mapping[str, Callable]) -> list[list[str]]:
-    """A row for each function: its name and its first line."""
+    """Return a row for each function: its name and its first line."""
     return [[f"`{name}`", _summary(function)] for name, function in functions.items()]
 
 
 def token_advantages() -> str:
-    """Each estimator with the arguments and settings that it has."""
+    """Return the table of the estimators of tokens, with their arguments and
+    settings.
+    """
     rows = []
     for name, estimator in TOKEN_ADVANTAGES.items():
         arguments = ", ".join(
@@ -47,7 +51,9 @@ def token_advantages() -> str:
 
 
 def divergences() -> str:
-    """Each divergence with its formula, and each truncation in words."""
+    """Return the table of the divergences with their formulas, then of the
+    truncations.
+    """
     rows = _summaries(distillation.DIVERGENCES | distillation.SAMPLED)
     for name in distillation.TRUNCATIONS:
         whose, _, rest = name.partition("_top_k")
@@ -57,21 +63,27 @@ def divergences() -> str:
 
 
 def value_losses() -> str:
-    """Each value loss with its formula."""
+    """Return the table of the value losses with their formulas."""
     rows = _summaries(critic.VALUE_LOSSES)
     return markdown.table(["`--as-value`", "the loss of a token"], rows)
 
 
 # ---- what each option takes ----------------------------------------------------------
 def _called(roles: Iterable[str]) -> str:
-    """Inputs by the names that they have in a signature."""
+    """Return inputs by the names that they have in a signature, with commas between."""
     return ", ".join(f"`{names.CALLED[role]}`" for role in roles)
 
 
 def _with_shapes(
     roles: Iterable[str], problem: Problem, shapes: Mapping[int, str]
 ) -> str:
-    """Inputs with their shapes, which a batch of the check has."""
+    """Return inputs with their shapes, with commas between.
+
+    Args:
+        roles: the inputs.
+        problem: a batch of the check; an input that it lacks gets no shape.
+        shapes: number of dimensions -> the shape in print.
+    """
     words = []
     for role in roles:
         x = problem.inputs.get(role)
@@ -81,7 +93,9 @@ def _with_shapes(
 
 
 def options_of_check() -> str:
-    """What `upref check` passes to a function, for each of its options."""
+    """Return the table of what `upref check` passes to a function, for each of its
+    options.
+    """
     # beside an old policy, what rollout_log_probs are is the sampler's
     more_of_loss = [
         role

@@ -72,26 +72,26 @@ class Entry:
 
 @cache
 def entries() -> tuple[Entry, ...]:
-    """The entries of gallery.toml, in their order."""
+    """Return the entries of gallery.toml, in their order."""
     tables = tomllib.loads((HERE / "gallery.toml").read_text(encoding="utf-8"))
     return tuple(Entry(fault=name, **fields) for name, fields in tables.items())
 
 
 # ---- the pictures --------------------------------------------------------------------
 def columns(fault: str) -> dict[str, torch.Tensor]:
-    """The recorded columns of one step with this fault."""
+    """Return the recorded columns of one step with this fault, from the simulator."""
     return (FAULTS | HELD_OUT)[fault](WORLD)
 
 
 def runs() -> dict[str, list[dict[str, torch.Tensor]]]:
-    """The recorded columns of each step of two runs, by when the weights reach the
-    engine.
+    """Return the recorded columns of each step of two runs: "never", in which new
+    weights do not reach the engine, and "late", in which they do one step later.
     """
     return {when: run_of_steps(RUN, when, STEPS) for when in ("never", "late")}
 
 
 def empty(title: str) -> tuple["Figure", Any]:
-    """A square figure with one panel."""
+    """Return a square figure with one panel, and the panel."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(SIZE, SIZE), layout="constrained")
@@ -102,8 +102,12 @@ def empty(title: str) -> tuple["Figure", Any]:
 
 
 def scatter(title: str, step: dict[str, torch.Tensor]) -> "Figure":
-    """Probability by the sampler against probability by the trainer, a point for each
-    token.
+    """Draw probability by the sampler against probability by the trainer, a point for
+    each of at most POINTS tokens, evenly chosen.
+
+    Args:
+        title: of the figure.
+        step: columns mask, sampler and old (the trainer's), as logarithms.
     """
     figure, ax = empty(title)
     trained = step["mask"] & step["sampler"].isfinite()
@@ -121,7 +125,9 @@ def scatter(title: str, step: dict[str, torch.Tensor]) -> "Figure":
 
 
 def over_steps(title: str, runs: dict[str, list[dict[str, torch.Tensor]]]) -> "Figure":
-    """The gap of each step: weights that never arrive, beside weights one step late."""
+    """Draw the gap of each step: weights that never arrive, beside weights one step
+    late.
+    """
     figure, ax = empty(title)
     for when, color, words in (
         ("never", UP, "never delivered"),
@@ -137,12 +143,16 @@ def over_steps(title: str, runs: dict[str, list[dict[str, torch.Tensor]]]) -> "F
 
 
 def gap_of(step: dict[str, torch.Tensor], number: int) -> StepGap:
-    """What a series keeps of a step."""
+    """Return what upref.replay.series keeps of a step: the gap of sampler and
+    trainer.
+    """
     return measure_step(make_batch(step, file="run", step=number), number)
 
 
 def finding_of_step(step: dict[str, torch.Tensor]) -> dict[str, str]:
-    """What replay finds first in a step: severity, cause, text."""
+    """Return severity, cause and text of what replay finds first in a step; severity
+    "ok" if it finds nothing.
+    """
     result = gap(make_batch(step, file="gallery"))
     if not result.findings:
         return {
@@ -154,13 +164,15 @@ def finding_of_step(step: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def finding_of_run(steps: list[dict[str, torch.Tensor]]) -> dict[str, str]:
-    """What replay finds first over the steps of a run: severity, cause, text."""
+    """Return severity, cause and text of what replay finds first over the steps of a
+    run.
+    """
     result = series([gap_of(step, n) for n, step in enumerate(steps)])
     return facts_of(result.findings[0])
 
 
 def facts_of(finding: ReplayFinding) -> dict[str, str]:
-    """What the page needs of a finding: severity, cause, text."""
+    """Return what the page needs of a finding: severity, cause, text."""
     return {
         "severity": finding.severity,
         "cause": finding.cause,
@@ -194,13 +206,13 @@ WORD = {"failure": "FAIL", "note": "note", "ok": "ok"}
 
 
 def anchor(title: str) -> str:
-    """The address of a heading, as GitHub and the site make it."""
+    """Return the address of a heading, as GitHub and the site make it."""
     text = "".join(c for c in title.lower() if c.isalnum() or c in " -")
     return text.replace(" ", "-")
 
 
 def plate() -> str:
-    """All pictures, each a link to its section."""
+    """Return all pictures in Markdown, each a link to its section."""
     return "\n".join(
         f"[![{entry.title}](pictures/{entry.file})](#{anchor(entry.title)})"
         for entry in entries()
@@ -208,13 +220,15 @@ def plate() -> str:
 
 
 def sections() -> str:
-    """A section for each picture."""
+    """Return a section for each picture, in Markdown."""
     said = record.rows(RECORD)
     return "\n\n".join(section(entry, said[entry.fault]) for entry in entries())
 
 
 def section(entry: Entry, finding: dict[str, str]) -> str:
-    """What one looks at, what it means, what it cost, what to change, what replay says."""
+    """Return the section of a picture: what one looks at, what it means, what it cost,
+    what to change, what replay prints.
+    """
     lines = [
         f"### {entry.title}",
         "",

@@ -28,11 +28,14 @@ ARGUMENTS = "--as up_dapo --agg group-token-mean"
 
 
 def settings() -> Settings:
+    """Return the settings of the recorded run."""
     return Settings.read(RUN / "settings.json")
 
 
 def need() -> str:
-    """What a run takes, from the command that looks at it."""
+    """Return a sentence on the memory and disk that a run takes, from
+    repro/lm/room.py.
+    """
     checkpoints = room.CHECKPOINTS * room.CHECKPOINT
     disk = room.ENVIRONMENT + room.MODEL + checkpoints
     return (
@@ -43,7 +46,7 @@ def need() -> str:
 
 
 def steps() -> str:
-    """What a step of the run is."""
+    """Return sentences on what a step of the run is, from its settings."""
     s = settings()
     return (
         f"Each of {s.steps} steps draws {s.prompts} problems and samples {s.responses} answers to each "
@@ -54,15 +57,17 @@ def steps() -> str:
 
 
 def scores() -> str:
+    """Return the table of scores before and after training."""
     return report.table(settings(), RUN)
 
 
 def answers() -> str:
+    """Return the table of some answers before and after training."""
     return report.answers(settings(), RUN)
 
 
 def recorded() -> str:
-    """Which steps of the run are recorded."""
+    """Return a sentence on which steps of the run are recorded."""
     s = settings()
     number = len(list((RUN / FOLDER).glob("*.npz")))
     return (
@@ -90,11 +95,12 @@ def tokens_read() -> str:
 
 
 def parity() -> str:
+    """Return a sentence on how far the recorded steps are from the reference."""
     return report.parity(RUN)
 
 
 def spent() -> str:
-    """Processor time, machine and versions of the run."""
+    """Return sentences on processor time, machine and versions of the run."""
     facts = report.facts(RUN)
     seconds = facts["seconds"]["all"]
     threads = facts["machine"]["threads"]
@@ -107,7 +113,7 @@ def spent() -> str:
 
 
 def replayed() -> str:
-    """The command on the recorded steps, and what it prints."""
+    """Return the command on the recorded steps, and what it prints, in Markdown."""
     place = (RUN / FOLDER).relative_to(ROOT)
     with contextlib.chdir(ROOT):  # the report names the files as they were given
         said = replay(read_steps([place]), settings().target()).text()
@@ -115,7 +121,9 @@ def replayed() -> str:
 
 
 def tokens() -> dict[str, torch.Tensor]:
-    """The tokens of all recorded steps that train: mask, old, sampler."""
+    """Return the columns of all recorded steps, one entry for each token that trains:
+    mask (all True), old and sampler.
+    """
     found = [batch for batch in read_steps([RUN / FOLDER])]
     columns = {}
     for name in ("old", "sampler"):
@@ -133,14 +141,20 @@ def count() -> str:
 
 
 def draw(folder: Path = PICTURES) -> None:
-    """Both pictures."""
+    """Draw both pictures into the folder, which is made: training.svg and
+    tokens.svg.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     save(report.draw([(settings(), RUN)]), folder / "training.svg")
     save(gallery.scatter("A real run", tokens()), folder / "tokens.svg")
 
 
 def take_over(run: Path) -> None:
-    """Copy what a finished run recorded."""
+    """Copy what a finished run recorded to RUN, in place of what is there.
+
+    Raises:
+        FileNotFoundError: the run is not done.
+    """
     report.facts(run)  # it is done
     shutil.rmtree(RUN, ignore_errors=True)
     RUN.mkdir(parents=True)

@@ -17,7 +17,9 @@ MEASURED = Path(__file__).parents[1] / "benchmarks/hidden.json"
 
 
 def field_logprobs(*names: str) -> str:
-    """Each framework's functions through check_logprobs; all frameworks, unless named."""
+    """Return the table of what check_logprobs finds in each framework's functions; of
+    all frameworks, unless some are named.
+    """
     columns = ["framework", "function", "verdict"]
     columns.append("notes: what rounds, and what is NaN or refused")
     rows = []
@@ -37,7 +39,9 @@ def field_logprobs(*names: str) -> str:
 
 
 def peers() -> str:
-    """upref.hidden beside what it can stand for."""
+    """Return the table that compares upref.hidden with what it can stand for, from what
+    the benchmark printed; "-" where that has no number.
+    """
     text = "\n".join(record.rows(MEASURED))
     columns = {
         "CPU time, of naive's": FULL + r" +\d+ +\d+ +[\d.]+ +[\d.]+ +([\d.]+)",
@@ -56,7 +60,7 @@ def peers() -> str:
 
 
 def where_it_helps() -> str:
-    """The times at full size and at the miniature's."""
+    """Return a sentence on the times at full size and at the miniature's."""
     text = "\n".join(record.rows(MEASURED))
     large = re.search(rf"^upref.hidden +{FULL} .* ([\d.]+)$", text, re.M)
     small = re.search(

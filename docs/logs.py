@@ -6,7 +6,7 @@ from upref.markdown import table
 
 
 def names() -> str:
-    """Each scalar, what it is, and how frameworks call it."""
+    """Return the table of the scalars: what each is, and how frameworks call it."""
     beside = {scalar: name for name, (_, scalar) in BESIDE.items()}
     rows = []
     for key, scalar in SCALARS.items():

@@ -52,7 +52,11 @@ SHELL = f'python() {{ {shlex.join(fork.executable())} "$@"; }}; upref() {{ pytho
 
 # ---- pages ---------------------------------------------------------------------------
 def written(text: str) -> str:
-    """The page as it should be."""
+    """Return the page with all that is generated written anew.
+
+    Raises:
+        AssertionError: a command prints a traceback, or a file is there twice.
+    """
     text = MARKED.sub(_marked, text)
     with tempfile.TemporaryDirectory() as folder:
         program: dict = {"__name__": "page"}
@@ -60,14 +64,14 @@ def written(text: str) -> str:
 
 
 def _marked(m: re.Match) -> str:
-    """A generated part, written anew; of ON_SITE, where to find it."""
+    """Return a generated part, written anew; of ON_SITE, where to find it."""
     name = m[1]
     text = _elsewhere(name) if name in ON_SITE else part(name).rstrip()
     return f"<!-- {name} -->\n{text}\n<!-- end -->\n"
 
 
 def _elsewhere(name: str) -> str:
-    """Where a part of ON_SITE is."""
+    """Return sentences on where a part of ON_SITE is, and how to print it."""
     source = ON_SITE[name]
     made_of = f", made of [these records]({source})" if source else ""
     command = f"`python -m docs.make --print {name}`"
@@ -76,20 +80,22 @@ def _elsewhere(name: str) -> str:
 
 
 def for_site(text: str) -> str:
-    """The page as the site has it: with the parts of ON_SITE."""
+    """Return the page as the site has it: with the parts of ON_SITE."""
 
     def filled(m: re.Match) -> str:
+        """Return a part of ON_SITE itself; another one as the page has it."""
         return f"{part(m[1])}\n" if m[1] in ON_SITE else m[0]
 
     return MARKED.sub(filled, text)
 
 
 def _block(m: re.Match, program: dict, folder: Path) -> str:
-    """A block of code with what it prints, written anew.
+    """Return a block of code with what it prints, written anew. A block of Python
+    without printed text behind it gets none.
 
     Args:
         m: the match of BLOCK.
-        program: the names that the blocks before it have defined.
+        program: the names that the blocks before it have defined; it adds its own.
         folder: where it runs.
     """
     kind, code, gap = m.groups()
@@ -111,8 +117,11 @@ def _block(m: re.Match, program: dict, folder: Path) -> str:
 
 
 def put(name: str, code: str, folder: Path):
-    """Write that file into the folder; beside a copy of its package where it is part of
-    the library.
+    """Write that file into the folder, for the page's next commands. A file of a
+    package of PACKAGES is beside a copy of this package there.
+
+    Raises:
+        AssertionError: it is there already.
     """
     package = name.partition("/")[0]
     if package in PACKAGES and not (folder / package).exists():
@@ -127,7 +136,12 @@ def put(name: str, code: str, folder: Path):
 
 
 def run(command: str, folder: Path) -> str:
-    """What it prints, in that folder; files of the checkout are named from its top."""
+    """Return what a command prints in that folder, on stdout and stderr, without spaces
+    at the ends of lines; files of the checkout are named from its top.
+
+    Raises:
+        AssertionError: it prints a traceback.
+    """
     path = [str(ROOT)]
     if any((folder / package).exists() for package in PACKAGES):
         path.insert(0, str(folder))
@@ -148,7 +162,9 @@ def run(command: str, folder: Path) -> str:
 
 # ---- what is generated ---------------------------------------------------------------
 def letters() -> str:
-    """The seven letters of upref/rollouts.py, each with its number in one example."""
+    """Return the table of the letters of upref/rollouts.py, with numbers of one
+    example.
+    """
     from math import log
 
     mu, p = 0.01, 0.0128
@@ -175,8 +191,8 @@ def letters() -> str:
 
 
 def _verdicts() -> tuple[str, list[list[str]]]:
-    """The committed page, and its rows about the paper's claims that can be asked of a
-    tiny model.
+    """Return the committed page of verdicts, and the cells of its rows about the
+    paper's claims that can be asked of a tiny model.
     """
     text = (ROOT / "repro/mini/results/verdicts.md").read_text(encoding="utf-8")
     rows = []
@@ -205,23 +221,25 @@ def tally() -> str:
 
 
 def verdicts() -> str:
-    """The claims that can be asked of a tiny model, with their verdicts."""
+    """Return the table of the claims that can be asked of a tiny model."""
     _, rows = _verdicts()
     columns = ["", "claim", "verdict", "effect [interval that decides]", "seeds"]
     return markdown.table(columns, [[*row[:4], row[5]] for row in rows])
 
 
 def environments() -> str:
-    # other packages install a `tests` too
+    """Return the table of tested versions, from tests/matrix.py."""
+    # by path: other packages install a `tests` too
     return runpy.run_path(str(ROOT / "tests" / "matrix.py"))["table"]()
 
 
 def places() -> str:
+    """Return the table of awkward places to run in, from tests/matrix.py."""
     return runpy.run_path(str(ROOT / "tests" / "matrix.py"))["awkward"]()
 
 
 def trl_memory() -> str:
-    """What the TRL rung takes of a GPU, by arithmetic."""
+    """Return the table of what the TRL rung takes of a GPU, by arithmetic."""
     from repro.with_trl import memory, train
     from repro.with_verl.config.model import shape_of
 
@@ -246,7 +264,7 @@ def trl_memory() -> str:
 
 
 def benchmarks() -> str:
-    """What each benchmark measures, and what it printed."""
+    """Return a section for each benchmark: what it measures, and what it printed."""
     out = []
     for file in sorted((ROOT / "benchmarks").glob("*.json")):
         printed = record.read(file)[0]
@@ -273,7 +291,9 @@ def benchmarks() -> str:
 
 
 def lessons() -> str:
-    """The pages of the course: question, and minutes at 230 words of text a minute."""
+    """Return the table of the pages of the course: question, and minutes at
+    WORDS_A_MINUTE.
+    """
     from upref_course.grader import Reading, course_pages
 
     rows = []
@@ -290,7 +310,9 @@ def lessons() -> str:
 
 
 def reading(page: str) -> list[str]:
-    """The words that a reader reads: not code, what it prints, or generated tables."""
+    """Return the words that a reader reads: without code, what it prints, and generated
+    tables.
+    """
     text = re.sub(r"<!-- [\w.:]+ -->.*?<!-- end -->", "", page, flags=re.S)
     return re.sub(r"^```.*?^```", "", text, flags=re.S | re.M).split()
 
@@ -319,10 +341,10 @@ ON_SITE = {
 
 
 def part(name: str) -> str:
-    """Return a part by its name.
+    """Return a part by its name: what the function returns that makes it.
 
     Args:
-        name: MODULE.FUNCTION, which makes it; or MODULE.FUNCTION:ARGUMENT.
+        name: MODULE.FUNCTION or MODULE.FUNCTION:ARGUMENT.
     """
     maker, _, argument = name.partition(":")
     module, _, function = maker.rpartition(".")
@@ -340,7 +362,9 @@ def names() -> set[str]:
 
 
 def show(wanted: Sequence[str]) -> int:
-    """Print the parts of these names; return the exit status."""
+    """Print the parts of these names; return 0, or 2 where one is unknown or none is
+    named.
+    """
     there = names()
     unknown = [name for name in wanted if name not in there]
     if unknown or not wanted:
@@ -356,7 +380,12 @@ def show(wanted: Sequence[str]) -> int:
 
 
 def main(*pages: str) -> int:
-    """Write the pages that are named, or all; print which of them changed."""
+    """Write the pages that are named, or all; print which of them changed. --print and
+    --help do what the top of this file says.
+
+    Returns:
+        0; 2 where there is no such page or part.
+    """
     if pages[:1] == ("--print",):
         return show(pages[1:])
     if pages in (("--help",), ("-h",)):

@@ -23,7 +23,9 @@ SETTINGS = (
 
 
 def estimators() -> str:
-    """Each advantage estimator in the plain policy gradient, by kind of rewards."""
+    """Return the table of what each advantage estimator maximizes in the plain policy
+    gradient, by kind of rewards.
+    """
     rows = []
     for name in advantages.ADVANTAGES:
         answers = _by_setting(maximizes(name, kind="advantage", group_size=GROUP_SIZE))
@@ -35,7 +37,9 @@ def estimators() -> str:
 
 
 def aggregations() -> str:
-    """Each aggregation of REINFORCE with unbiased advantages, by kind of lengths."""
+    """Return the table of what each aggregation of REINFORCE with unbiased advantages
+    maximizes, by kind of lengths; NOT_SHOWN are left out.
+    """
     rows = []
     for agg in AGGREGATIONS:
         if agg in NOT_SHOWN:
@@ -50,7 +54,9 @@ def aggregations() -> str:
 
 
 def kl_terms() -> str:
-    """Each KL estimator in each of the places where it may stand."""
+    """Return the table of the expected gradient of each KL estimator in each of the
+    places where it may be.
+    """
     rows = []
     for name in kl.ESTIMATORS:
         for use in USES:
@@ -60,12 +66,12 @@ def kl_terms() -> str:
 
 
 def _by_setting(result: Maximization) -> dict[tuple[str, ...], Answer]:
-    """Return the answer of each setting."""
+    """Return setting -> answer of a result."""
     return {answer.setting: answer for answer in result.answers}
 
 
 def _words(answer: Answer | None) -> str:
-    """Return an answer as a cell of a table."""
+    """Return an answer as a cell of a table; "refused" for None."""
     if answer is None:
         return "refused"
     words = answer.words().removeprefix("that of ").replace("it is 0", "0")
@@ -76,5 +82,5 @@ def _words(answer: Answer | None) -> str:
 
 
 def _list(objectives: list[str]) -> str:
-    """Return names as code."""
+    """Return names as code, with commas between them."""
     return ", ".join(f"`{name}`" for name in objectives)

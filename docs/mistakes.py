@@ -51,6 +51,10 @@ def _of(found: list[Effect], arm: str, metric: str) -> Effect:
 
 
 def _cost(effect: Effect) -> str:
-    """Return what a mistake costs, with its interval and the word for it."""
+    """Return what a mistake costs, with its interval and the word for it.
+
+    Raises:
+        KeyError: the effect has no interval.
+    """
     word, _, margin = effect.word.partition(" by ")
     return f"{shown(effect)}, {WORDS[word]}{margin and ' by ' + margin}"

@@ -19,7 +19,9 @@ from upref_frameworks.audits.isolated.pin import NEWEST
 
 
 def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Sentences: what the second audit says otherwise than the first."""
+    """Return sentences on what the second audit finds otherwise than the first: the
+    version, rows that changed or are new, new losses, and what differs from the ledger.
+    """
     out = []
     if then["version"] != now["version"]:
         out.append(f"{then['version']} -> {now['version']}")
@@ -33,18 +35,24 @@ def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def key(row: dict[str, Any]) -> tuple[str, str, int]:
-    """What a row of an audit is of."""
+    """Return what a row of an audit is of: loss, promise, and number of
+    micro-batches.
+    """
     return row["label"], row["promise"], row["micro_batches"]
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """Without numbers that differ from machine to machine."""
+    """Return the verdict of a row; "agrees" within its tolerance, without the
+    difference, which varies from machine to machine.
+    """
     return "agrees" if row["difference"] <= row["tol"] else row["verdict"]
 
 
 def main(names: list[str]) -> int:
-    """Audit the frameworks; return 1 where one has changed, 2 where one cannot be
-    audited, else 0.
+    """Audit the frameworks, all if none is named, and print what changed.
+
+    Returns:
+        2 where one cannot be audited, else 1 where one has changed, else 0.
     """
     worst = 0
     for name in names or frameworks():

@@ -52,9 +52,16 @@ def notebook(page: Path) -> dict[str, Any]:
 
 
 def prose(text: str, page: Path) -> dict[str, Any]:
-    """A cell of markdown: pictures go into it, and links to other pages lose their goal."""
+    """Return a cell of Markdown: pictures go into it, links to other pages become plain
+    text, and comments are left out.
+
+    Args:
+        text: a part of the page.
+        page: its file, for the paths of pictures.
+    """
 
     def drawn(picture: re.Match[str]) -> str:
+        """Return a picture as HTML that has its bytes inside."""
         svg = base64.b64encode((page.parent / picture[2]).read_bytes()).decode()
         return f'<img alt="{picture[1]}" src="data:image/svg+xml;base64,{svg}">'
 
@@ -64,7 +71,7 @@ def prose(text: str, page: Path) -> dict[str, Any]:
 
 
 def code(program: str, printed: str) -> dict[str, Any]:
-    """A cell of code with what it printed on the page."""
+    """Return a cell of code with what it printed on the page."""
     output = {"output_type": "stream", "name": "stdout", "text": printed}
     return {
         "cell_type": "code",
@@ -76,10 +83,12 @@ def code(program: str, printed: str) -> dict[str, Any]:
 
 
 def write(folder: Path) -> list[Path]:
-    """Write a notebook for each page of the course into a folder, which is made.
+    """Write a notebook for each page of the course into a folder, which is made; return
+    the files.
 
     Raises:
-        InputError: The folder has a notebook of that name: it may hold somebody's work.
+        InputError: The folder has a notebook of that name: it may be of use to
+            somebody. No file is written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for lesson in course_pages():
@@ -99,7 +108,9 @@ def write(folder: Path) -> list[Path]:
 
 
 def main(folder: str = "") -> int:
-    """Write the notebooks, and print where they are; 2 if no folder is named."""
+    """Write the notebooks, and print where they are; return 0, or 2 if no folder is
+    named or one of them exists.
+    """
     if not folder or folder.startswith("-"):
         print(__doc__, file=sys.stdout if folder in ("-h", "--help") else sys.stderr)
         return 0 if folder in ("-h", "--help") else 2

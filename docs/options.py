@@ -15,6 +15,7 @@ from upref import markdown
 
 
 def _code(text: str) -> str:
+    """Return it as code in Markdown."""
     return f"`{text}`"
 
 
@@ -26,8 +27,8 @@ def _noticed(option: Option) -> bool:
 
 
 def tally() -> str:
-    """One row for each framework: how many options there are, and how many of them are
-    noticed.
+    """Return a table with a row for each framework: how many options there are, and how
+    many of them a case notices.
     """
     columns = ["trainer", "options", "change the gradient"]
     columns += ["a case notices each value", "no case notices"]
@@ -48,8 +49,8 @@ def tally() -> str:
 
 
 def table(name: str) -> str:
-    """The options of a framework: what notices each, what no case notices and why, and
-    those that do not change the gradient.
+    """Return the options of a framework: what notices each, what no case notices and
+    why, and those that do not change the gradient.
     """
     measured = results(name)["options"]
     noticed = [option for option in options(name) if _noticed(option)]
@@ -85,11 +86,13 @@ def _row(option: Option, result: Mapping[str, Any]) -> tuple[str, str, str, str]
     error = f"{result['error']:.1e}" if "error" in result else ""
     case = _code(result["case"] or "")
     if "said" in result:
-        case += f" cannot run: {result['said'].replace('|', '&#124;')[:110]}"
+        message = result["said"].replace("|", "&#124;")[:110]  # what fits into a cell
+        case += f" cannot run: {message}"
     return _code(_name(option)), _code(value), case, error
 
 
 def _name(option: Option) -> str:
+    """Return the name of an option as the page has it."""
     return f"{_short(option.section)}{option.name}"
 
 

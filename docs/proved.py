@@ -29,10 +29,8 @@ def recorded() -> dict[str, Any]:
 
 
 def status(row: dict[str, Any]) -> str:
-    """Return what a row says, in the words of the page.
-
-    Args:
-        row: of the record.
+    """Return the status of a row in the words of the page: PROVED, WITH_FAULTS (proved
+    with the recorded differences), or OPEN for any other.
     """
     if row["status"] in (PROVED, WITH_FAULTS):
         return str(row["status"])
@@ -80,7 +78,9 @@ def counts() -> str:
 
 
 def losses() -> str:
-    """Return a row for each comparison."""
+    """Return the table of the comparisons: the proof, the recorded differences, and
+    where they are or why there is no proof.
+    """
     rows = []
     for name, of in recorded().items():
         for row in of["rows"]:
@@ -97,7 +97,9 @@ def losses() -> str:
 
 
 def objectives() -> str:
-    """Return a row for each objective that a loss was proved to be."""
+    """Return the table of the objectives that a loss was proved to be, with
+    the losses.
+    """
     proved: dict[str, dict[str, None]] = {}
     for name, of in recorded().items():
         for row in of["rows"]:
@@ -109,7 +111,9 @@ def objectives() -> str:
 
 
 def main(names: list[str]) -> int:
-    """Prove the losses of these frameworks, and record what is found."""
+    """Prove the losses of these frameworks, record what is found and print it; return
+    0. One that cannot be proved here is reported and left out.
+    """
     for name in names:
         try:
             found = proofs(name)

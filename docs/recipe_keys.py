@@ -78,8 +78,8 @@ def keys_of(name: str) -> dict[str, dict[str, str]]:
 
 
 def _type_of_union(declared: list[dict[str, str]]) -> str:
-    """The first declaration's type; of a key that tells the members of a union apart,
-    every literal.
+    """Return the first declaration's type; but every literal where all are literals, as
+    those of a key that distinguishes the members of a union.
     """
     types = list(dict.fromkeys(declaration["type"] for declaration in declared))
     if all(type_.startswith("Literal[") for type_ in types):
@@ -88,8 +88,13 @@ def _type_of_union(declared: list[dict[str, str]]) -> str:
 
 
 def _declared(root: Path, where: str, key: str) -> Iterator[dict[str, str]]:
-    """The declarations of a key in a class, in a function or among the options of a
-    command line.
+    """Yield the declarations of a key in a class, in a function or among the options of
+    a command line: at (PATH#LNUMBER), type and default.
+
+    Args:
+        root: of the sources.
+        where: a file below it, a space, and a class, a function or "options".
+        key: without its beginning.
     """
     path, _, owner = where.partition(" ")
     tree = ast.parse((root / path).read_text(encoding="utf-8"))
@@ -105,7 +110,7 @@ Declaration = tuple[int, str, str]  # line, type and default
 
 
 def _options(tree: ast.Module, key: str) -> Iterator[Declaration]:
-    """The calls that declare an option of a command line."""
+    """Yield the calls that declare an option of a command line, `--KEY`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and any(
             isinstance(a, ast.Constant) and a.value == f"--{key}" for a in node.args
@@ -115,7 +120,9 @@ def _options(tree: ast.Module, key: str) -> Iterator[Declaration]:
 
 
 def _type_of_option(keywords: dict[str | None, str]) -> str:
-    """The type of an option, from the keywords of the call that declares it."""
+    """Return the type of an option, from the keywords of the call that declares it: its
+    choices, its type, "bool" for a flag, or "str".
+    """
     if "choices" in keywords:
         return f"Literal{keywords['choices']}"
     if "type" in keywords:
@@ -124,7 +131,14 @@ def _type_of_option(keywords: dict[str | None, str]) -> str:
 
 
 def _fields(tree: ast.Module, owner: str, key: str) -> Iterator[Declaration]:
-    """Fields of a class, and arguments of a function or a constructor."""
+    """Yield the fields of a class, or the arguments of a function or a constructor, of
+    this name.
+
+    Args:
+        tree: of the file.
+        owner: CLASS, FUNCTION, or CLASS.METHOD.
+        key: the name.
+    """
     outer, _, inner = owner.partition(".")
     for node in _definitions(ast.walk(tree), outer):
         for definition in _definitions(node.body, inner) if inner else [node]:
@@ -138,14 +152,14 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _definitions(nodes: Iterable[ast.AST], name: str) -> Iterator[Definition]:
-    """The classes and functions of this name."""
+    """Yield the classes and functions of this name among the nodes."""
     for node in nodes:
         if isinstance(node, Definition) and node.name == name:
             yield node
 
 
 def _of_class(node: ast.ClassDef, key: str) -> Iterator[Declaration]:
-    """The field of a class."""
+    """Yield the annotated field of a class that has this name."""
     for statement in node.body:
         if not isinstance(statement, ast.AnnAssign):
             continue
@@ -156,7 +170,9 @@ def _of_class(node: ast.ClassDef, key: str) -> Iterator[Declaration]:
 
 
 def _default(value: ast.expr | None) -> str:
-    """A default as the source writes it, out of field(default=...)."""
+    """Return a default as the source writes it; of a call, its `default` or first
+    argument, as in field(default=...); "" for None.
+    """
     if isinstance(value, ast.Call):
         keyword = next((k.value for k in value.keywords if k.arg == "default"), None)
         value = keyword or (value.args[0] if value.args else value)
@@ -166,7 +182,7 @@ def _default(value: ast.expr | None) -> str:
 def _of_function(
     node: ast.FunctionDef | ast.AsyncFunctionDef, key: str
 ) -> Iterator[Declaration]:
-    """The argument of a function."""
+    """Yield the argument of a function that has this name."""
     positional, named = node.args.args, node.args.kwonlyargs
     required = len(positional) - len(node.args.defaults)
     defaults = [None] * required + node.args.defaults + node.args.kw_defaults

@@ -40,6 +40,9 @@ class Record:
 
     Attributes:
         command: that made them.
+        commit: that was checked out.
+        date: YYYY-MM-DD, in UTC.
+        machine: its kind.
         seeds: that it was given; () if it draws nothing or has its own.
         rows: by name, or a list.
     """
@@ -69,7 +72,9 @@ def read(file: Path) -> list[Record]:
 
 
 def rows(file: Path) -> Any:
-    """Return the rows of all records of a file: one table, or the list."""
+    """Return the rows of all records of a file: one table, or the list of the first
+    record; {} without a record.
+    """
     found = [record.rows for record in read(file)]
     if found and isinstance(found[0], list):
         return found[0]
@@ -95,7 +100,13 @@ def add(file: Path, command: str, rows: Any, seeds: Sequence[int] = ()) -> Recor
 
 
 def without(records: list[Record], rows: Any) -> list[Record]:
-    """Return the records without the rows of these names; none where rows are a list."""
+    """Return the records without the rows of these names; [] where rows are a list. A
+    record without a row left is gone.
+
+    Args:
+        records: of a file.
+        rows: a table by name, or only its names; or a list.
+    """
     if isinstance(rows, list):
         return []
     kept = []
@@ -107,20 +118,24 @@ def without(records: list[Record], rows: Any) -> list[Record]:
 
 
 def write(file: Path, records: list[Record]) -> None:
-    """Write a file of records."""
+    """Write a file of records, in place of what is there."""
     data = [asdict(record) for record in records]
     write_atomically(file, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
 
 def commit() -> str:
-    """Return the commit that is checked out, and whether files differ from it."""
+    """Return the commit that is checked out, with " and changes" if tracked files
+    differ from it; "not of git" outside git.
+    """
     if not (head := _git("rev-parse", "--short=10", "HEAD")):
         return "not of git"
     return f"{head} and changes" if _git("status", "--porcelain", "-uno") else head
 
 
 def _git(*words: str) -> str:
-    """What git prints; it takes no lock, since others may use git too."""
+    """Return what git prints; "" where it fails. It takes no lock, since others may use
+    git too.
+    """
     git = ["git", "--no-optional-locks", *words]
     done = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip()
@@ -136,7 +151,11 @@ def machine() -> str:
 
 
 def main(words: list[str]) -> int:
-    """Run a command and record what it prints; return its exit status."""
+    """Run a command and record what it prints; return its exit status, or 2 without a
+    command.
+
+    What it prints is recorded even if it fails.
+    """
     if len(words) < 2:
         said = "Give a FILE and a COMMAND: python -m docs.record FILE COMMAND..."
         print(said, file=sys.stderr)
@@ -153,7 +172,7 @@ def main(words: list[str]) -> int:
 
 
 def _seeds(words: list[str]) -> list[int]:
-    """The numbers behind --seed or --seeds."""
+    """Return the numbers after --seed or --seeds among the words of a command."""
     given = shlex.join(words)
     found = re.findall(r"--seeds?[ =]((?:\d+[ ,]?)+)", given)
     return [int(number) for numbers in found for number in re.findall(r"\d+", numbers)]

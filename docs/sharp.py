@@ -14,8 +14,8 @@ ENTRIES = Path(__file__).with_suffix(".toml")
 
 
 def text() -> str:
-    """A section for each: why it is wrong, where it was discussed in public, the code,
-    the first finding.
+    """Return a section for each: why it is wrong, where it was discussed in public, the
+    code, the first finding.
     """
     cases = {str(c): c for c in importlib.import_module("tests.support.zoo").WRONG}
     entries = tomllib.loads(ENTRIES.read_text(encoding="utf-8"))
@@ -26,13 +26,16 @@ def text() -> str:
 
 
 def section(number: int, title: str, why: str, case) -> str:
-    """The section of a wrong loss.
+    """Return the section of a wrong loss.
 
     Args:
         number: of the section.
         title: what is wrong.
         why: what follows from it.
         case: the loss in the zoo.
+
+    Raises:
+        AssertionError: `upref check` finds nothing wrong.
     """
     report = upref.check(case.function, case.objective, **case.hp)
     assert not report, case

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of the experiment on stale data, for README and docs/findings.md: effects
-that were registered, and others that nobody registered.
+"""The records of the experiment on stale data, for README and docs/findings.md: effects that
+were registered, and others that nobody registered.
 
 An effect that nobody registered has a plain 95 % interval over the seeds, and decides
 nothing. repro/mini/stale/post_hoc.toml has most of them.
+
+A number, like "best/t_1", a group, like "s16" (16 rollouts stale), and an effect are those
+of repro/mini/experiment; a method is one of its arms.
 """
 
 from functools import cache
@@ -27,7 +30,7 @@ def _plan() -> Plan:
 
 @cache
 def _known() -> dict[str, records.RunRecord]:
-    """Return its records."""
+    """Return the records of the experiment, by name."""
     return records.load(_plan().results)
 
 
@@ -38,7 +41,7 @@ def runs() -> Runs:
 
 
 def bases() -> list[str]:
-    """Return the bases, that of the higher Best@32 first."""
+    """Return the two bases, that of the higher Best@32 first."""
     found: list[str] = _plan().groups[0]["bases"]
     return found
 
@@ -72,31 +75,38 @@ def ask(question: Question) -> Effect:
 
 
 def minus(number: str, first: str, other: str, group: str = "s16") -> Effect:
-    """Return one method minus another.
+    """Return the effect of one method minus another.
 
     Args:
         number: METRIC, METRIC/DECODING or METRIC@AT.
         first: a method.
-        other: a method.
-        group: its staleness.
+        other: the method that is subtracted.
+        group: of both.
     """
     return ask(difference(number, first, other, group))
 
 
 def change(number: str, before: str, arm: str, group: str = "s16") -> Effect:
-    """Return one number of a method minus another number of it."""
+    """Return the effect of one number of a method minus another of it.
+
+    Args:
+        number: METRIC, METRIC/DECODING or METRIC@AT.
+        before: the number that is subtracted.
+        arm: the method.
+        group: its group.
+    """
     terms = (term_of(number, arm, group), term_of(before, arm, group, -1.0))
     return ask(Question(number, terms))
 
 
 def level(number: str, arm: str, group: str = "s16") -> Effect:
-    """Return a number of a method."""
+    """Return a number of a method as an effect, not compared with anything."""
     return ask(Question(number, (term_of(number, arm, group),)))
 
 
 def between(number: str, arm: str, group: str, other_arm: str, other: str) -> Effect:
-    """Return a number of a method in one group minus that of another method in
-    another group.
+    """Return the effect of a number of a method in one group minus that of another
+    method in another group.
     """
     terms = (term_of(number, arm, group), term_of(number, other_arm, other, -1.0))
     return ask(Question(number, terms))
@@ -133,7 +143,8 @@ def _paths(arm: str, metric: str) -> Numbers:
 @cache
 def at_equal_average() -> tuple[float, float, float]:
     """Return UP-DAPO's Best@32 at the end minus DAPO's at the moment of training at
-    which it had the same Avg@32, 16 rollouts stale.
+    which it had the same Avg@32, 16 rollouts stale, in points; and the ends of its 95 %
+    interval.
 
     DAPO's path is the mean over seeds, with straight lines between evaluations. The
     interval: percentiles of a bootstrap over seeds.
@@ -142,6 +153,7 @@ def at_equal_average() -> tuple[float, float, float]:
     path = {m: _paths("dapo", m) for m in ("avg", "best")}
 
     def gain(rows: Places | slice) -> float:
+        """Return the difference in points, of the seeds at these indices."""
         avg, best = path["avg"][rows].mean(0), path["best"][rows].mean(0)
         order = np.argsort(avg)
         there = np.interp(ends["avg"][rows].mean(), avg[order], best[order])
@@ -155,7 +167,7 @@ def at_equal_average() -> tuple[float, float, float]:
 
 def entropy_and_best() -> tuple[float, int]:
     """Return the correlation over cells of the final entropy and Best@32 (means over
-    bases and seeds), and the cells.
+    bases and seeds), and how many cells there are.
     """
     cells = _plan().cells()
     entropy = [level("entropy", *cell).mean for cell in cells]

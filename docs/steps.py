@@ -26,11 +26,14 @@ RUNS = Path(__file__).parents[1] / "benchmarks/conformance.json"
 
 
 def _notes() -> list[dict]:
+    """Return the notes of notes.toml, in their order."""
     return tomllib.loads((HERE / "notes.toml").read_text(encoding="utf-8"))["note"]
 
 
 def note_of(trainer: str, step: dict) -> dict | None:
-    """The note on a difference: of its trainer, with one of its causes in the step's."""
+    """Return the note on a difference: the first of its trainer with one of its causes
+    in the step's; None if there is none.
+    """
     for note in _notes():
         causes = note["causes"]
         if note["trainer"] == trainer and any(c in step["cause"] for c in causes):
@@ -39,11 +42,13 @@ def note_of(trainer: str, step: dict) -> dict | None:
 
 
 def table(trainer: str) -> str:
-    """The recorded steps of a trainer: how many agree, and a row for each."""
+    """Return the recorded steps of a trainer: how many agree, and a table with a row
+    for each.
+    """
     steps = record.rows(HERE / f"{trainer}.json")
     ran = [step for step in steps if step["error"] is not None]
     agree = [step["error"] for step in ran if not step["cause"]]
-    single = max(error for error in agree if error < 1e-4)
+    single = max(error for error in agree if error < 1e-4)  # bfloat16 is above
     head = (
         f"{len(steps)} settings: {len(agree)} agree, in float32 to {single:.1e}; "
         f"{len(ran) - len(agree)} differ; {len(steps) - len(ran)} do not run."
@@ -87,7 +92,9 @@ AVERAGES = {
 
 
 def suite_objectives() -> str:
-    """The objectives of the suite, with what they average and their numbers."""
+    """Return the table of the objectives of the suite: what they average, and their
+    numbers.
+    """
     rows = []
     for name in dict.fromkeys(case.objective for case in CASES.values()):
         o = get(name)
@@ -109,7 +116,7 @@ def suite_objectives() -> str:
 
 
 def suite_dates() -> str:
-    """What the newest suite has beside the one before."""
+    """Return sentences on what the newest suite has beside the one before."""
     *_, before, newest = SUITES
     added = [case for case in CASES.values() if case.suite == newest]
     ids = [f"`{case.id}`" for case in added if case.level <= SINGLE]
@@ -123,7 +130,9 @@ def suite_dates() -> str:
 
 
 def engines() -> str:
-    """Engines that the cases `engine/*` of one process ran on, and what each found."""
+    """Return the table of the engines that the cases `engine/*` of one process ran on,
+    and what each found.
+    """
     rows = []
     for engine, verdicts in sorted(record.rows(HERE / "engines.json").items()):
         failures = {case: v for case, v in verdicts.items() if v != "passed"}
@@ -134,8 +143,9 @@ def engines() -> str:
 
 
 def suite() -> str:
-    """Trainers whose step the conformance suite ran: what each case gave, from the
-    results files and the known failures of their adapters.
+    """Return the table of what each case of the conformance suite gave for each
+    trainer, and why cases did not pass, from the results files and the known failures
+    of their adapters.
     """
     results_of = _suite_results()
     adapters = [results["adapter"] for results in results_of.values()]
@@ -153,14 +163,16 @@ def suite() -> str:
 
 
 def _suite_results() -> dict[str, dict]:
-    """Return the results of each trainer with a file in docs/steps/suite."""
+    """Return trainer -> its results, from the files in docs/steps/suite."""
     return {
         file.stem: record.rows(file) for file in sorted((HERE / "suite").glob("*.json"))
     }
 
 
 def _suite_cell(result: dict | None) -> str:
-    """Return a case of a trainer in one word, or the error of its gradient."""
+    """Return a case of a trainer in one word, or the error of its gradient; "" where it
+    was skipped or is not there.
+    """
     if result is None or result["status"] == "skipped":
         return ""
     if result["status"] == "could not run":
@@ -170,7 +182,11 @@ def _suite_cell(result: dict | None) -> str:
 
 
 def _suite_reasons(name: str, results: dict) -> str:
-    """Return how the cases of a trainer ended, and why those that did not pass."""
+    """Return how many cases of a trainer ended how, and why those that did not pass.
+
+    Raises:
+        KeyError: one that did not pass is no known failure.
+    """
     file = ADAPTERS / f"{name}_xfails.toml"
     listed = read_expected_failures(file) if file.exists() else {}
     ends = [result["status"] for result in results["cases"].values()]
@@ -197,7 +213,11 @@ def _suite_reasons(name: str, results: dict) -> str:
 
 
 def _runs(kind: str) -> dict[str, dict[str, Any]]:
-    """Return the runs of a kind by their names, sorted."""
+    """Return the recorded runs of a kind by their names, sorted.
+
+    Args:
+        kind: the beginning of the names in RUNS, up to "/", which the names here lack.
+    """
     found = {}
     for name, run in sorted(record.rows(RUNS).items()):
         if name.startswith(f"{kind}/"):
@@ -206,7 +226,9 @@ def _runs(kind: str) -> dict[str, dict[str, Any]]:
 
 
 def green() -> str:
-    """The unmodified trainers on several seeds of rows: a line for each run."""
+    """Return the table of the unmodified trainers on several seeds of rows, a row a
+    run.
+    """
     columns = ["trainer", "seed", "pass", "fail or cannot run, as listed"]
     columns += ["otherwise than listed", "skipped", "largest error in float32"]
     rows = []
@@ -232,7 +254,9 @@ def green() -> str:
 
 
 def red() -> str:
-    """Trainers with a bug planted in them: how many cases fail, and how long it takes."""
+    """Return the table of the trainers with a bug planted in them: how many cases fail,
+    and how long it takes.
+    """
     from tests.conformance import broken_adapters
 
     rows = []
@@ -251,7 +275,9 @@ def red() -> str:
 
 
 def ranks() -> str:
-    """Two ranks beside one process: the error of the gradient in each case."""
+    """Return the table of two ranks beside one process: the error of the gradient in
+    each case.
+    """
     rows = {}  # a case may stand in two runs of one adapter
     for key, run in _runs("ranks").items():
         adapter = f"`{key.partition(',')[0]}`, {run['adapter']}"
@@ -266,8 +292,8 @@ def ranks() -> str:
 
 
 def rounding() -> str:
-    """The loop of the conformance page on families with a recurrent state, beside what
-    was allowed.
+    """Return the table of the loop of the conformance page on families with a recurrent
+    state: the error, and what was allowed.
     """
     by_family = _runs("plain")
     seeds = [*next(iter(by_family.values()))["seeds"]]
@@ -300,7 +326,9 @@ def bugs() -> str:
 
 
 def notes() -> str:
-    """Each difference: what it is, its status and severity, what was searched."""
+    """Return each difference: what it is, its status and severity, what was searched,
+    and the command that shows it.
+    """
     out = []
     for note in _notes():
         title = f"**{note['trainer']}: {note['title']}**"
@@ -311,8 +339,11 @@ def notes() -> str:
 
 # ---- upref's plug-ins ----------------------------------------------------------------
 def by_trl(name: str) -> StepReport:
-    """One step of a two-layer Qwen3 that upref_frameworks.trl.training trains by this
-    objective.
+    """Return the report on one step of a two-layer Qwen3 that
+    upref_frameworks.trl.training trains by this objective.
+
+    Raises:
+        RuntimeError: the step differs.
     """
     import trl
 
@@ -334,7 +365,11 @@ def by_trl(name: str) -> StepReport:
 
 
 def by_verl(name: str) -> StepReport:
-    """The same of upref_frameworks.verl.training in verl's worker."""
+    """Return the report on one step of upref_frameworks.verl.training in verl's worker.
+
+    Raises:
+        RuntimeError: the step differs.
+    """
     import transformers
 
     from upref_frameworks.verl.step import check_twin, settings_of_twin
@@ -350,8 +385,8 @@ PLUGINS = {"upref.trl": by_trl, "verl's plug-in": by_verl}
 
 
 def _settings(name: str) -> tuple[Objective, dict, float]:
-    """The objective, its hyperparameters, and the coefficient of its KL term, which is
-    the trainer's to set.
+    """Return the objective, its hyperparameters without beta, and beta: the trainer
+    sets the coefficient of the KL term.
     """
     o = get(name)
     hp = o.resolve({})
@@ -359,15 +394,15 @@ def _settings(name: str) -> tuple[Objective, dict, float]:
 
 
 def _agreeing(report: StepReport) -> StepReport:
-    """The report; an error if the step differs."""
+    """Return the report. Raises RuntimeError, with its text, if the step differs."""
     if not report:
         raise RuntimeError(str(report))
     return report
 
 
 def plugins() -> str:
-    """One row for each objective: the error through each plug-in, or why it does not
-    run there.
+    """Return the table of the objectives: the error through each plug-in, or why it
+    does not run there.
     """
     rows = []
     for name, by_plugin in record.rows(HERE / "plugins.json").items():
@@ -376,7 +411,9 @@ def plugins() -> str:
 
 
 def _plugin_cell(result: dict | str) -> str:
-    """The error of a step and what it did not exercise, or why it does not run."""
+    """Return the error of a step and what it did not exercise, or why it does
+    not run.
+    """
     if isinstance(result, str):
         return result
     cell = f"{result['error']:.1e}"

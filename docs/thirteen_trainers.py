@@ -17,12 +17,12 @@ NUMBER = re.compile(r"-?\d+(\.\d+)?(e[-+]?\d+)?")
 
 
 def cases() -> list[dict[str, Any]]:
-    """What was measured of each loop."""
+    """Return what was measured of each loop, one table a loop."""
     return list(record.rows(VERDICTS))
 
 
 def readings() -> list[dict[str, Any]]:
-    """What was read in each repository."""
+    """Return what was read in each repository, one table a repository."""
     trainers: list[dict[str, Any]] = tomllib.loads(READ.read_text(encoding="utf-8"))[
         "trainer"
     ]
@@ -30,7 +30,9 @@ def readings() -> list[dict[str, Any]]:
 
 
 def verdict(case: dict[str, Any]) -> str:
-    """The verdict of a case over its draws of rows, in words."""
+    """Return the verdict of a case over its draws of rows, in words: it agrees if it
+    does on every draw, else the causes that were found.
+    """
     each = case["verdicts"]
     agreed = [x for x in each if x.get("agrees")]
     if len(agreed) == len(each):
@@ -41,7 +43,9 @@ def verdict(case: dict[str, Any]) -> str:
 
 
 def thirteen_trainers() -> str:
-    """A row a repository: its loops, their verdicts, and what differs."""
+    """Return the table of the repositories: their loops, the verdicts, and what
+    differs.
+    """
     rows = []
     for reading in readings():
         repository = reading["repository"]

@@ -109,7 +109,7 @@ def _listed(values: list[float]) -> str:
 
 
 def _close(one: float, other: float) -> bool:
-    """Return whether two numbers are the same but for rounding."""
+    """Return whether two numbers are the same up to rounding."""
     return isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
 
 

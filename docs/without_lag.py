@@ -73,7 +73,7 @@ def gain(updates: int) -> tuple[float, float]:
 
 
 def text() -> str:
-    """Return the table of docs/findings.md."""
+    """Return the table of docs/findings.md, few updates first."""
     columns = ["updates on a rollout", "learning rate", "Best@32", "Avg@32", "seeds"]
     cells = []
     for row in rows():

@@ -23,8 +23,8 @@ from upref.weights.plots import PALETTE, STYLE, Panel, cap_panels
 
 
 def cap(eps_low=0.2, eps_high=0.28, c=3.0):
-    """The paper's Fig. 1, with its bounds of Table A1 and verl's default c, which the
-    paper leaves open.
+    """Draw the paper's Fig. 1, with its bounds of Table A1 and verl's default c, which
+    the paper leaves open.
     """
     low = rf"ε$_\mathrm{{low}}$ = {eps_low:g}"
     high = rf"ε$_\mathrm{{high}}$ = {eps_high:g}"
@@ -51,8 +51,8 @@ def cap(eps_low=0.2, eps_high=0.28, c=3.0):
 
 
 def rare():
-    """Whose bound widens for rare tokens: RIPO, DPPO and UP at their papers' defaults,
-    A > 0.
+    """Draw the Cap maps of objectives whose bound widens for rare tokens: RIPO, DPPO
+    and UP at their papers' defaults, A > 0.
     """
     return cap_panels(
         [
@@ -82,8 +82,8 @@ def rare():
 
 
 def rare_lines():
-    """Cap of a token at π_θ = π_old against π_old, A > 0: the slope says how a bound
-    treats rare tokens.
+    """Draw the Cap of a token at π_θ = π_old against π_old, A > 0: the slope shows how
+    a bound treats rare tokens.
     """
     objectives = (
         "dapo",
@@ -115,7 +115,13 @@ def rare_lines():
 
 
 def save(fig, path):
-    """SVG without date, random ids or font dependence; coordinates to 0.01 pt."""
+    """Write a figure as SVG without date, random ids or font dependence, so that equal
+    figures are equal files; coordinates are rounded to 0.01 pt.
+
+    Args:
+        fig: of matplotlib.
+        path: of the file, in a folder that exists.
+    """
     text = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "upref", "svg.fonttype": "path"}):
         fig.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
@@ -130,7 +136,7 @@ LONG_NUMBER = re.compile(r"-?\d+\.\d{3,}")
 
 
 def with_short_numbers(match):
-    """The text of a match, with two digits after the point of each number."""
+    """Return the text of a match, with two digits after the point of each number."""
     return LONG_NUMBER.sub(lambda number: f"{float(number[0]):.2f}", match[0])
 
 
@@ -143,7 +149,11 @@ def main(folder=Path(__file__).parent):
 
 
 def command(arguments):
-    """Parse the command line, and write the figures; the folder must exist."""
+    """Parse the command line, and write the figures.
+
+    Raises:
+        SystemExit: wrong arguments, or no such folder.
+    """
     parser = argparse.ArgumentParser(
         prog="python figures/make.py",
         description="Write the figures that README and docs/objectives.md show.",

@@ -36,6 +36,7 @@ def _claims_arguments(c: argparse.ArgumentParser) -> None:
 
 
 def _claims(args: argparse.Namespace) -> int:
+    """Run the verb `claims`, whose imports are slow, and return its exit status."""
     from paper.claims.command import run
 
     return run(args)
@@ -51,7 +52,7 @@ VERBS = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the verb."""
+    """Return the parser of `python -m paper` with its verbs."""
     p, add = command_line("python -m paper", "Checks of the paper fan2026up.")
     for name, verb in VERBS.items():
         add(name, verb)
@@ -59,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one verb; `python -m paper -h` lists them."""
+    """Run the verb that the command line names, and return its exit status."""
     return execute(parser(), argv)
 
 

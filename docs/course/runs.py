@@ -29,6 +29,7 @@ DAPO = upref.get("dapo")
 
 
 def group_norm(R: Tensor, group: Tensor) -> Tensor:
+    """Return (R - mean) / std over each group, at the defaults of upref.advantages."""
     return advantages.group_norm(R, group)
 
 
@@ -45,7 +46,9 @@ WRONG: dict[str, dict] = {
 
 @cache
 def run(name: str) -> list[dict[str, float]]:
-    """What a run of the exercise logged at each batch, by its letter."""
+    """Return what a run of the exercise logged at each batch; `name` is its letter in
+    KEY.
+    """
     return train(**WRONG[KEY[name]])
 
 
@@ -124,7 +127,7 @@ def metrics_of_batch(pi: Tensor, R: Tensor) -> dict[str, float]:
 
 
 def table(every: int = 8) -> str:
-    """All runs, a row for every so many batches."""
+    """Return all runs as text, a row for every so many batches."""
     rows = [HEAD]
     for name in KEY:
         for n, x in list(enumerate(run(name)))[::every]:
@@ -137,7 +140,9 @@ def table(every: int = 8) -> str:
 
 
 def written(text: str) -> str:
-    """The exercise with the runs in it."""
+    """Return the text of the exercise with the runs in it, in place of the
+    table there.
+    """
     head, _, rest = text.partition("without a gradient.\n\n")
     return f'{head}without a gradient.\n\n{table()}"""{rest.partition(DOC_END)[2]}'
 

@@ -21,8 +21,18 @@ ROOT = Path(__file__).parents[2]
 
 
 def build(folder: Path) -> list[str]:
-    """Gathers the sources, runs Sphinx, follows every link. What is wrong, as lines;
-    none if all is well.
+    """Gather the sources, run Sphinx, follow every link.
+
+    The site of before stays until the new one is whole but for its links.
+
+    Args:
+        folder: of the build; it is made, or one that this command made.
+
+    Returns:
+        What is wrong, a line each; [] if all is well.
+
+    Raises:
+        InputError: the folder has something else in it.
     """
     from sphinx.cmd.build import build_main
 
@@ -53,7 +63,9 @@ def build(folder: Path) -> list[str]:
 
 
 def main(folder: str = str(ROOT / "build" / "site")) -> int:
-    """Build the site in a folder, and print what is wrong; 1 if anything is."""
+    """Build the site in a folder, and print what is wrong; return 1 if anything is, 2
+    if the folder is another's or an option is unknown, else 0.
+    """
     if folder.startswith("-"):
         print(__doc__, file=sys.stdout if folder in ("-h", "--help") else sys.stderr)
         return 0 if folder in ("-h", "--help") else 2

@@ -24,7 +24,11 @@ EXAMPLES: dict[str, str] = tomllib.loads(
 
 
 def pages() -> dict[str, str]:
-    """docname -> markdown."""
+    """Return docname -> Markdown, of the first page of the API and of each module's.
+
+    Raises:
+        AssertionError: a public name is in no group, or has no docstring.
+    """
     named = [name for group in GROUPS.values() for name in group]
     assert sorted(named) == sorted(upref.__all__), (
         f"in no group, or gone: {set(named) ^ set(upref.__all__)}"
@@ -44,7 +48,12 @@ def pages() -> dict[str, str]:
 
 
 def _module(name: str, head: str) -> str:
-    """The page of a module: what it defines; "" where it cannot be imported."""
+    """Return the page of a module: what it defines; "" where it cannot be imported.
+
+    Args:
+        name: of the module.
+        head: its title.
+    """
     try:
         module = import_module(name)
     except ImportError:  # TRL or verl is not installed
@@ -72,7 +81,11 @@ def _is_of(value: object, public: str, module: ModuleType) -> bool:
 
 
 def _entry(module: str, name: str) -> str:
-    """The directive by which autodoc writes the entry of a name."""
+    """Return the directive by which autodoc writes the entry of a name.
+
+    Raises:
+        AssertionError: it has no docstring.
+    """
     value = getattr(import_module(module), name)
     assert inspect.getdoc(value), f"{module}.{name} has no docstring"
     kind = "function"
@@ -136,7 +149,9 @@ def _fields(field: str, rows: list[str]) -> Iterator[str]:
 
 
 def _escaped(row: str) -> str:
-    """`x` is code; nothing else means anything."""
+    """Return a line with `x` as code, and everything else escaped, so that it means
+    nothing in reStructuredText.
+    """
     out = ""
     for i, part in enumerate(re.split(r"`([^`]+)`", row)):
         is_code = i % 2 == 1
@@ -148,7 +163,9 @@ SPECIAL = r"([\\*_|`<>\[\]])"  # what means something in reStructuredText
 
 
 def process(app, what, name, obj, options, lines):
-    """Sphinx's event for each docstring."""
+    """Change the lines of a docstring in place, with its example below: Sphinx's event
+    autodoc-process-docstring.
+    """
     lines[:] = _restructured(lines)
     module, _, public = name.partition(".")
     if module == "upref" and public in EXAMPLES:

@@ -101,7 +101,9 @@ ABOUT = "Reference and verification of the policy-gradient losses that train rea
 
 
 def describe(app, pagename, templatename, context, doctree):
-    """Give each page a description for search engines and for links that people share."""
+    """Add a description for search engines, and for links that people share, to the
+    context of a page: Sphinx's event html-page-context.
+    """
     title = context.get("title") or "upref"
     tags = {
         "description": ABOUT,
@@ -117,5 +119,6 @@ def describe(app, pagename, templatename, context, doctree):
 
 
 def setup(app):
+    """Connect the events; Sphinx calls this."""
     app.connect("autodoc-process-docstring", api.process)
     app.connect("html-page-context", describe)

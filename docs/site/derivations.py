@@ -28,7 +28,15 @@ derivation is explained where it stands.
 
 
 def pages(text: str) -> dict[str, str]:
-    """docname -> markdown, with the first page, from the text of derivations/README.md."""
+    """Return docname -> Markdown of each derivation, and of the first page,
+    `derivations`.
+
+    Args:
+        text: of derivations/README.md.
+
+    Raises:
+        AssertionError: equations.toml has equations of no derivation.
+    """
     head, *sections = re.split(r"^## ", text, flags=re.M)
     chapters = {}
     reading_order = ""
@@ -50,7 +58,7 @@ def pages(text: str) -> dict[str, str]:
 
 
 def _chapter(name: str, title: str, body: str) -> str:
-    """The page of a derivation.
+    """Return the page of a derivation.
 
     Args:
         name: of its script.
@@ -65,7 +73,9 @@ def _chapter(name: str, title: str, body: str) -> str:
 
 
 def _equations(name: str) -> str:
-    """Displayed, with the paper's numbers."""
+    """Return the paper's equations of a derivation, displayed with their numbers; "" if
+    it has none.
+    """
     shown = (
         f"$$\n{tex} \\qquad \\text{{({number})}}\n$$\n"
         for number, tex in EQUATIONS.get(name, {}).items()

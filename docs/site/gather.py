@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collects the site's sources: the pages of the repository, with their links adapted to
-the site.
+"""Collects the site's sources: the pages of the repository, with their links adapted to the
+site.
 
-A page is README.md, any docs/**/*.md, CHANGELOG.md, CONTRIBUTING.md, and every other
-.md that one of them links to. Any other file that is linked to becomes a page that
-shows it. Nothing of a page is run here, but the long tables of records are printed
-into it (docs/make.py, ON_SITE).
+A page is README.md, any docs/**/*.md, CHANGELOG.md, CONTRIBUTING.md, and every other .md
+that one of them links to. Any other file that is linked to becomes a page that shows it.
+Nothing of a page is run here, but the long tables of records are printed into it
+(docs/make.py, ON_SITE).
+
+The docname of a page is its path in the site without ".md", as in Sphinx. `texts` is
+docname -> Markdown. The place of a file is its path in the site.
 """
 
 import fnmatch
@@ -68,7 +71,7 @@ class Section:
 
 
 def docname(path: str) -> str:
-    """Where a page of the repository stands in the site."""
+    """Return the docname of a page, from its path in the repository."""
     return NAMED.get(path) or path.removesuffix(".md").removeprefix("docs/")
 
 
@@ -166,11 +169,13 @@ class Gathering:
         self.todo: list[str] = []
 
     def page(self, path: str):
-        """A page of the repository, with all that it links to."""
+        """Take over a page of the repository, with all that it links to; do nothing if
+        it is here already.
+        """
         name = docname(path)
         if name in self.texts:
             return
-        self.texts[name] = ""
+        self.texts[name] = ""  # pages may link to each other
         text = (ROOT / path).read_text(encoding="utf-8")
         text = re.sub(
             r"<!-- explorer: (\S+) -->",
@@ -183,13 +188,19 @@ class Gathering:
         self.texts[name] = self.turned(text, Path(path).parent, name)
 
     def turned(self, text: str, folder: Path, name: str) -> str:
-        """Its links, those outside of fenced blocks, turned to where they lead in the
-        site.
+        """Return a text whose links, those outside of fenced blocks, lead to where
+        their goals are in the site.
+
+        Args:
+            text: Markdown.
+            folder: of its file in the repository.
+            name: its docname.
         """
         return outside_code(text, lambda part: self._links(part, folder, name))
 
     def _links(self, text: str, folder: Path, name: str) -> str:
-        """A text without code, with its links turned.
+        """Return a text without code, with its links turned; what they lead to is put
+        there.
 
         Args:
             text: Markdown.
@@ -198,7 +209,7 @@ class Gathering:
         """
 
         def turn(m: re.Match) -> str:
-            """The link as it is in the site."""
+            """Return the link as it is in the site; one to the web or within the page stays."""
             target, hash_sign, heading = m[2].partition("#")
             if not target or re.match(r"[a-z]+:", m[2]):
                 return m[0]
@@ -216,8 +227,10 @@ class Gathering:
         return LINK.sub(turn, text)
 
     def put(self, path: str) -> str:
-        """Where a file or folder of the repository stands in the site, put there if it
-        is not yet.
+        """Put a file or folder of the repository into the site, if it is not there yet;
+        return its place.
+
+        A picture is copied; any other file or a folder becomes a page that shows it.
         """
         file = ROOT / path
         if path.endswith(".md"):
@@ -235,13 +248,15 @@ class Gathering:
         return f"{name}.md"
 
     def shown(self, path: str) -> str:
-        """The page of a file: its text."""
+        """Return the text of a file as a block of code."""
         text = (ROOT / path).read_text(encoding="utf-8").rstrip("\n")
         language = LANGUAGES.get(Path(path).suffix, "text")
         return f"``````{{code-block}} {language}\n:class: file\n\n{text}\n``````"
 
     def listing(self, path: str) -> str:
-        """The page of a folder: a link to each of its files, which are put there."""
+        """Return a list of links to the files of a folder that are text, and put each
+        into the site.
+        """
         suffixes = {*LANGUAGES, ".md", ".txt"}
         rows = []
         for file in sorted((ROOT / path).iterdir()):
@@ -252,7 +267,9 @@ class Gathering:
         return "\n".join(rows)
 
     def write(self):
-        """Write the pages under `source`."""
+        """Write the pages under `source`, typeset (prose.py) but for those that show
+        files.
+        """
         for name, text in self.texts.items():
             if not name.startswith("files/"):
                 text = outside_code(text, prose.typeset)
@@ -262,7 +279,11 @@ class Gathering:
 
 
 def outside_code(text: str, change: Callable[[str], str]) -> str:
-    """The text with a change of all but its blocks of code."""
+    """Return the text with a change of all but its blocks of code.
+
+    A fence of colons, or of a directive that is no code, has text in it, and is changed
+    too.
+    """
     out, at = [], 0
     for fence in FENCED.finditer(text):
         code = not fence[0].startswith(":") and not re.match(
@@ -275,8 +296,11 @@ def outside_code(text: str, change: Callable[[str], str]) -> str:
 
 
 def sections(texts: dict[str, str]):
-    """Every page into one section; the first page of a section gets the list of the
-    others.
+    """Put every page into one section, in place: the first page of a section gets the
+    list of the others, and `index` is made.
+
+    Args:
+        texts: of all pages; must have `start`.
     """
     heads_of_sections = {section.head for section in SECTIONS}
     left = [
@@ -311,14 +335,14 @@ def sections(texts: dict[str, str]):
 
 
 def generated_page(section: Section) -> str:
-    """The first page of a section that has no page of its own."""
+    """Return the first page of a section that has no page of its own."""
     return f"# {section.title}\n\n{section.text}\n"
 
 
 def toctree(
     names: list[str], head: str, texts: dict[str, str], hidden: bool = False
 ) -> str:
-    """The list of the pages below a page.
+    """Return the list of the pages below a page, in Markdown.
 
     Args:
         names: their docnames, in order.
@@ -332,7 +356,8 @@ def toctree(
 
 
 def pages_of(section: Section, left: list[str]) -> list[str]:
-    """The pages of a section, in the order of its patterns.
+    """Return the pages of a section, in the order of its patterns; those of one pattern
+    are sorted.
 
     Args:
         section: the section.
@@ -349,13 +374,13 @@ def pages_of(section: Section, left: list[str]) -> list[str]:
 
 
 def first_page(cards: list[str], heads: list[str], start: str) -> str:
-    """The first page of the site: index.md with a card for each section and an example,
-    which is the first file of another page and what two commands print of it.
+    """Return the first page of the site: index.md with a card for each section and an
+    example, which is the first file of another page and what two commands print of it.
 
     Args:
         cards: of the sections.
         heads: a line for each section, for the tabs.
-        start: the page that has the example.
+        start: the text of the page that has the example.
     """
     text = (Path(__file__).parent / "index.md").read_text(encoding="utf-8")
     code = re.search(r"```python\n# my.py\n.*?```\n", start, re.S)
@@ -366,8 +391,13 @@ def first_page(cards: list[str], heads: list[str], start: str) -> str:
 
 
 def entries(names: list[str], head: str, texts: dict[str, str]) -> Iterator[str]:
-    """Yield a line of a list of pages for each; a framework stands without its version,
+    """Yield the lines of a list of pages; a framework has its name without the version,
     and of two pages of one title the one with the results says so.
+
+    Args:
+        names: docnames.
+        head: the page that has the list.
+        texts: of all pages; each has a heading.
     """
     titles = {name: re.search(r"^# (.*)", texts[name], re.M)[1] for name in names}
     for name, title in titles.items():
@@ -382,8 +412,11 @@ def entries(names: list[str], head: str, texts: dict[str, str]) -> Iterator[str]
 
 
 def settings(source: Path):
-    """conf.py, the style sheet, and MathJax from the wheel that
-    repro/requirements/docs.txt pins, and no other.
+    """Copy conf.py, the style sheet, and MathJax from the wheel that
+    repro/requirements/docs.txt pins.
+
+    Raises:
+        AssertionError: it is another MathJax.
     """
     here = Path(__file__).parent
     shutil.copy(here / "conf.py", source)
@@ -402,7 +435,7 @@ WITHOUT_HEADINGS = "---\nhtml_theme.sidebar_secondary.remove: true\n---\n\n"
 
 
 def gather(source: Path):
-    """Write the sources of the whole site into a folder."""
+    """Write the sources of the whole site into a folder, which is made."""
     g = Gathering(source)
     g.page("README.md")
     for page in sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")):

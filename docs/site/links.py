@@ -25,7 +25,13 @@ NOT_FETCHED = {"canonical", "search", "next", "prev"}  # by `rel` of a link
 
 
 class Page(HTMLParser):
-    """The ids, links and fetched files of a page."""
+    """The ids, links and fetched files of a page.
+
+    Attributes:
+        ids: what an anchor can name.
+        links: goals of <a>.
+        fetched: files that a browser loads for the page.
+    """
 
     def __init__(self, file: Path):
         super().__init__()
@@ -46,8 +52,11 @@ class Page(HTMLParser):
 
 
 def dead(html: Path) -> list[str]:
-    """One line for each link that leads nowhere, and for each thing that a page would
-    fetch from a network.
+    """Return a line for each link that leads nowhere, and for each thing that a page
+    would fetch from a network; each with up to three pages that have it.
+
+    Args:
+        html: the folder of the built site.
     """
     files = (
         file.resolve()
@@ -76,7 +85,13 @@ def dead(html: Path) -> list[str]:
 
 
 def _leads(file: Path, parts, pages: dict[Path, Page]) -> str:
-    """Why the link leads nowhere; "" if it does."""
+    """Return why the link leads nowhere; "" if it does lead to something.
+
+    Args:
+        file: of the page that has it.
+        parts: of its address, by urlsplit.
+        pages: all pages, by file.
+    """
     target = (file.parent / unquote(parts.path)).resolve() if parts.path else file
     if target.is_dir():
         target /= "index.html"
@@ -84,6 +99,7 @@ def _leads(file: Path, parts, pages: dict[Path, Page]) -> str:
         return "leads nowhere"
     anchor = unquote(parts.fragment)
     is_state = target.parent.name == "explorer"  # what the explorer shows, no heading
+    # ":~:" begins a fragment that names a text
     if (
         anchor
         and not is_state

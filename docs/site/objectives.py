@@ -77,11 +77,14 @@ SHOWN = markdown.table(["objective", "J", "weight", "paper", "trainers"], []) + 
 
 
 def listed(text: str) -> str:
-    """The page of all objectives with names, formulas and weights for its tables, those
-    in most trainers first.
+    """Return the page of all objectives with names, formulas and weights for its
+    tables, those in most trainers first.
+
+    Args:
+        text: of docs/objectives.md, whose tables have COLUMNS.
     """
     out: list[str] = []
-    rows: list[tuple[int, str]] = []
+    rows: list[tuple[int, str]] = []  # of one table: minus the trainers, and the row
     for line in [*text.replace(HEAD, SHOWN).splitlines(), ""]:
         row = ROW.match(line)
         if row:
@@ -113,8 +116,8 @@ TALLEST = 2.5  # |weight|
 
 @functools.cache
 def _small(o: Objective) -> str:
-    """The weight against log r, A = 1 above and A = -1 below, as a small SVG; "" where
-    no token has a weight by itself.
+    """Return a small SVG of the weight against log r, A = 1 above and A = -1 below; ""
+    where no token has a weight by itself.
     """
     try:
         curve = make_curve(o)
@@ -136,8 +139,12 @@ def _small(o: Objective) -> str:
 
 
 def _thumb(o: Objective, folder: Path, before: str = "") -> str:
-    """The small picture, written into the folder where it has a name; "" if there is
-    none.
+    """Return the Markdown that shows the small picture; "" if there is none.
+
+    Args:
+        o: the objective.
+        folder: where the picture is written, too; Path() if it is there already.
+        before: the path to the picture from the page.
     """
     picture = _small(o)
     if not picture:
@@ -177,7 +184,9 @@ def _facts(o: Objective) -> str:
 
 
 def _commands(o: Objective) -> str:
-    """What to do with it, to paste."""
+    """Return the commands that one can paste, and a link to recipes if a framework has
+    it.
+    """
     lines = [f"upref check my.py:loss --as {o.name}    # is your loss this one?"]
     if not o.not_symbolic:
         lines.append(f"upref derive {o.name}    # a proof of its gradient")
@@ -305,6 +314,7 @@ def _runs(o: Objective, folder: Path) -> str:
         return ""
 
     def rank(arms: Arms) -> tuple[int, bool, int]:
+        """Return how many runs there are, whether DAPO has some, and their steps."""
         runs = arms[o.name]
         return len(runs), "dapo" in arms, runs[0]["settings"]["steps"]
 
@@ -362,6 +372,7 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 def _hyperparameters(o: Objective) -> str:
+    """Return the table of the hyperparameters, with default and source."""
     rows = [
         (f"`{k}`", f"`{v}`", o.defaults.get(k, ""))
         for k, v in o.hyperparameters.items()

@@ -37,7 +37,7 @@ class Paper:
 
 @cache
 def papers() -> dict[str, Paper]:
-    """Key -> paper, of papers.bib."""
+    """Return key -> paper, of papers.bib."""
     text = resources.files("upref").joinpath("papers.bib").read_text(encoding="utf-8")
     by_key = {}
     for entry in text.split("\n@")[1:]:
@@ -57,7 +57,7 @@ def papers() -> dict[str, Paper]:
 
 
 def _short(authors: str) -> str:
-    """The family names of one or two authors, or of the first of several."""
+    """Return the family names of one or two authors, or of the first with "et al."."""
     names = [name.partition(",")[0].strip() for name in authors.split(" and ")]
     if len(names) > 2:
         return f"{names[0]} et al."
@@ -65,9 +65,12 @@ def _short(authors: str) -> str:
 
 
 def typeset(text: str) -> str:
-    """Set indices low and name papers, outside of code, mathematics and headings."""
+    """Return the text with indices set low, π_θ, and with papers in place of their keys
+    in code, `KEY`; code, mathematics and headings stay.
+    """
 
     def turn(m: re.Match[str]) -> str:
+        """Return a letter with its index, a paper's link, or what is kept."""
         if m["kept"] is None:
             return f"{m['letter']}<sub>{m['index']}</sub>"
         paper = papers().get(m["kept"].strip("`"))

@@ -74,17 +74,18 @@ TOKEN = re.compile(
 
 
 def equation(text: str) -> str:
-    """A line of the registry, "J = Σ_t min(r A, clip(r, 1-ε, 1+ε) A)", as TeX; what is
-    not mathematics is text.
+    """Return a line of the registry, "J = Σ_t min(r A, clip(r, 1-ε, 1+ε) A)", as TeX;
+    what is not mathematics is text.
     """
     tex = r"\\ ".join(map(_converted, text.split("\n")))
+    # until no two texts are side by side
     while (joined := re.sub(r"(\\text\{[^{}]*?) ?\} \\text\{ ?", r"\1 ", tex)) != tex:
         tex = joined
     return tex.strip()
 
 
 def _converted(text: str) -> str:
-    """A line of an equation, token by token."""
+    """Return a line of an equation as TeX, token by token."""
     out, at = [], 0
     while at < len(text):
         m = TOKEN.match(text, at)
@@ -101,7 +102,7 @@ def _converted(text: str) -> str:
 
 
 def _token(kind: str | None, token: str) -> str:
-    """A token without brackets.
+    """Return a token without brackets as TeX.
 
     Args:
         kind: its group in TOKEN.
@@ -130,7 +131,9 @@ def _token(kind: str | None, token: str) -> str:
 
 
 def _index(text: str) -> str:
-    """What stands above or below a letter: a letter, a letter with a number, a word."""
+    """Return as TeX what is above or below a letter: a letter, a letter with a number,
+    a word.
+    """
     sign, name = ("-", text[1:]) if text.startswith("-") else ("", text)
     if re.fullmatch(r"[^\W\d_]\d", name):
         return f"{sign}{GREEK.get(name[0], name[0])}_{{{name[1]}}}"
@@ -139,7 +142,11 @@ def _index(text: str) -> str:
 
 
 def _closing(text: str, at: int) -> int:
-    """Where the bracket at that place is closed."""
+    """Return the index at which the bracket at that index is closed.
+
+    Raises:
+        ValueError: it is not closed.
+    """
     depth = 0
     for i in range(at, len(text)):
         depth += (text[i] in "({") - (text[i] in ")}")
@@ -154,7 +161,7 @@ def block(tex: str) -> str:
 
 
 def expression(e) -> str:
-    """What sympy found, in the paper's letters."""
+    """Return a sympy expression as TeX, in the paper's letters."""
     return sympy.latex(
         sympy.sympify(e),
         symbol_names={s: SYMBOLS[s.name] for s in _symbols(e) if s.name in SYMBOLS},
@@ -162,11 +169,12 @@ def expression(e) -> str:
 
 
 def _symbols(e):
+    """Return the symbols of an expression."""
     return sympy.sympify(e).atoms(sympy.Symbol)
 
 
 def where(label: str) -> str:
-    """A regime, "1 - eps_low < r < c", as TeX."""
+    """Return a regime, "1 - eps_low < r < c", as TeX."""
     longest_first = "|".join(sorted(SYMBOLS, key=len, reverse=True))
     label = re.sub(rf"\b({longest_first})\b", lambda m: SYMBOLS[m[0]], label)
     for name, meant in (

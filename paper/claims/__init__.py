@@ -42,8 +42,11 @@ from upref.errors import InputError
 
 COMPUTED = Path(__file__).parent / "computed.json"
 
+# in place of a verdict: the evidence is missing, fails or is inconsistent
 RED = "red"
-FINDS = {  # what a piece of evidence may find, and the verdict where it stands alone
+# what a piece of evidence may find, and the verdict where nothing else is found; of
+# several finds that need no condition the first one here decides
+FINDS = {
     "counterexample": words.FALSE,
     "contradicted": words.CONTRADICTED,
     "not seen": words.NOT_SEEN,
@@ -62,6 +65,8 @@ KINDS = ("derivations", "tests", "mini", "exact", "absent")
 
 @dataclass(frozen=True)
 class Claim:
+    """A statement of the paper, or a question of ours; its keys are described above."""
+
     id: str
     place: str
     quote: str
@@ -79,17 +84,18 @@ class Claim:
 
     @property
     def section(self) -> str:
-        """3.1, 4.2, B: what `place` begins with."""
+        """The number that `place` begins with: "3.1", "4.2" or "B"."""
         return self.place.split(",")[0].removeprefix("Sec. ").removeprefix("App. ")
 
     @property
     def pointers(self) -> list[tuple[str, str]]:
-        """(kind, pointer) of all its evidence."""
+        """(kind, pointer) of all its evidence, by the order of KINDS."""
         return [(kind, x) for kind in KINDS for x in getattr(self, kind)]
 
     @property
     def digest(self) -> str:
-        """Changes with the record, so that no verdict outlives what it was computed
+        """The first 12 digits of a sha256 of the record, without what the second reader
+        found. A verdict holds only for the record with the digest that it was computed
         for.
         """
         record = {k: v for k, v in asdict(self).items() if k != "second"}
@@ -116,6 +122,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Judged:
+    """A claim with its verdict; it is true unless it is red."""
+
     claim: Claim
     verdict: str  # one of VERDICTS, or RED
     why: str  # the condition, or why it is red
@@ -125,6 +133,7 @@ class Judged:
         return self.verdict != RED
 
     def json(self) -> dict[str, Any]:
+        """Return the keys of the claim, and section, verdict, why and evidence."""
         facts = asdict(self.claim) | {
             "section": self.claim.section,
             "verdict": self.verdict,
@@ -137,10 +146,11 @@ def deciding(outcomes: list[Outcome]) -> list[Outcome]:
     """Return the evidence that decides, where training runs speak of a statement.
 
     Three experiments searched a learning rate for each method: the one on stale data,
-    the one on UP's controls, and family_tuned. Where one of them registered the size of an effect, it decides: at one
-    rate for all, a difference may be one of tuning. What else was seen in training runs
-    stands beside it: other experiments, and effects that nobody registered. The rule
-    was made after the results.
+    the one on UP's controls, and family_tuned. Where one of them registered the size of
+    an effect, it decides: at one rate for all, a difference may be one of tuning. What
+    else was found in training runs is left out: other experiments, effects that nobody
+    registered, and evidence that finds nothing but "undecided". The rule was made after
+    the results.
 
     Args:
         outcomes: all evidence of one statement.
@@ -159,11 +169,18 @@ def deciding(outcomes: list[Outcome]) -> list[Outcome]:
 
 
 def judge(claim: Claim, outcomes: list[Outcome], last: str = "") -> Judged:
-    """One word from what the evidence found. last: the verdict computed before, which
-    stands where some could not run.
+    """Return the claim with one word from what the evidence found.
 
-    Evidence for and against makes a condition, and asks for one; a condition asks for
-    evidence for and against.
+    It is red where evidence failed or is missing, where some could not run and there is
+    no earlier verdict, where evidence for and against has no condition, and where a
+    condition has evidence on one side alone. Evidence for and against, with a
+    condition, makes "holds under a condition".
+
+    Args:
+        claim: what is judged.
+        outcomes: all its evidence.
+        last: the verdict computed before, which stays where some evidence could not
+            run; "" if there is none.
     """
 
     def said(verdict: str, why: str = "") -> Judged:
@@ -179,10 +196,8 @@ def judge(claim: Claim, outcomes: list[Outcome], last: str = "") -> Judged:
         why = "; ".join(o.text for o in outcomes if "not run" in o.finds)
         return said(last, why) if last in VERDICTS else said(RED, why)
     found = {f for o in deciding(outcomes) for f in o.finds}
-    good, bad = (
-        found & {"proof", "identity", "reproduced"},
-        found & {"counterexample", "contradicted", "not seen"},
-    )
+    good = found & {"proof", "identity", "reproduced"}
+    bad = found & {"counterexample", "contradicted", "not seen"}
     # shown by one experiment, excluded by another
     bad |= found & {"excluded"} if "reproduced" in good else set()
     condition = claim.condition or "; ".join(
@@ -207,7 +222,11 @@ def judge(claim: Claim, outcomes: list[Outcome], last: str = "") -> Judged:
 
 
 def raw(text: str | None = None) -> dict[str, Any]:
-    """claims.toml, or this text, as it stands: claim, question, source, exceptions."""
+    """Return claims.toml, or this text, as tables: claim, question, source, exceptions.
+
+    Raises:
+        InputError: it is no TOML.
+    """
     if text is None:
         text = (
             resources.files("paper.claims")
@@ -221,8 +240,10 @@ def raw(text: str | None = None) -> dict[str, Any]:
 
 
 def read(text: str | None = None) -> list[Claim]:
-    """The claims and then our questions of claims.toml, or of this text; InputError
-    where a record is not whole.
+    """Return the claims and then our questions of claims.toml, or of this text.
+
+    Raises:
+        InputError: a record is not whole, an id is used twice, or a source is unknown.
     """
     all_of_it = raw(text)
     listed = {*KINDS, "elsewhere"}
@@ -239,8 +260,10 @@ def read(text: str | None = None) -> list[Claim]:
         raise InputError(f"the claims cannot be read: {error}") from error
     seen: set[str] = set()
     for c in claims:
-        there = c.id not in seen and c.place.startswith(("Sec. ", "App. ")) and c.says
-        if not there or bool(c.quote) == c.ours:
+        has_place = c.place.startswith(("Sec. ", "App. "))
+        is_whole = c.id not in seen and has_place and c.says
+        # a claim of the paper has a quote, a question of ours has none
+        if not is_whole or bool(c.quote) == c.ours:
             raise InputError(
                 f"claim {c.id!r}: it needs its own id, a place (Sec. or App.), says and, of a claim, a quote."
             )
@@ -252,14 +275,16 @@ def read(text: str | None = None) -> list[Claim]:
 
 
 def sources() -> dict[str, dict[str, str]]:
-    """What others wrote or measured: name, url and quote of each."""
+    """Return what others wrote or measured: name -> its name in print, url and
+    quote.
+    """
     return raw().get("source", {})
 
 
 # ---- what the last run said ----------------------------------------------------------
 def last() -> dict[str, Any]:
-    """computed.json: id -> verdict, outcomes, date, commit, and the digest of the
-    statement that they are of.
+    """Return computed.json: id -> verdict, why, outcomes, date, commit, and `record`,
+    the digest of the claim that they are of.
     """
     return {
         name: entry | {"date": made.date, "commit": made.commit}
@@ -271,7 +296,13 @@ def last() -> dict[str, Any]:
 def as_computed(
     claims: list[Claim] | None = None, computed: dict[str, Any] | None = None
 ) -> list[Judged]:
-    """The verdicts of the last run; red where the record has changed since."""
+    """Return the claims with the verdicts of the last run; red where the record has
+    changed since, or was never judged.
+
+    Args:
+        claims: all if not given.
+        computed: what `last` returns, if not given.
+    """
     known = last() if computed is None else computed
     found = []
     for c in read() if claims is None else claims:
@@ -294,7 +325,7 @@ def as_computed(
 
 
 def saved(judged: list[Judged]) -> dict[str, Any]:
-    """Their rows of computed.json."""
+    """Return the rows of computed.json for these claims, by id."""
 
     def entry(j: Judged) -> dict[str, Any]:
         """Return what is kept of a judged claim, without its outcomes."""

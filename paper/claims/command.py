@@ -7,7 +7,15 @@ from upref.errors import InputError
 
 
 def run(args) -> int:
-    """Exit status 1 where a claim is red."""
+    """Print the verdicts that the options ask for; return 1 where a claim is red, else
+    0.
+
+    Args:
+        args: section, verdict, run, save, verbose and json.
+
+    Raises:
+        InputError: --save without --run, or no such section or verdict.
+    """
     if args.save and not args.run:
         raise InputError("--save goes with --run.")
     computed, judged = last(), page.chosen(as_computed(), args.section, args.verdict)

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the evidence of claims, in a checkout: derivations, tests, experiments, the
-paper's LaTeX.
+"""Runs the evidence of claims, in a checkout: derivations, tests, experiments, the paper's
+LaTeX.
 
-All of it lies outside the library and is reached by path, each piece in a process of
-its own. One file: kinds of evidence are compared here.
+All of it lies outside the library and is reached by path, each piece in a process of its
+own. One file: kinds of evidence are compared here.
+
+A pointer names a piece of evidence (Claim.pointers). In all functions `root` is the top of
+the checkout, and what is found is (kind, pointer) -> Outcome.
 """
 
 import ast
@@ -44,8 +47,19 @@ NO_PAPER = "the paper's LaTeX is not here (UPREF_PAPER=FILE names it)"
 def compute(
     claims: list[Claim], save: bool = False, root: Path = ROOT
 ) -> tuple[list[Judged], dict]:
-    """The claims judged now, and their entries of computed.json; with save, they are
-    written there.
+    """Judge the claims by evidence that is run now.
+
+    Args:
+        claims: which.
+        save: write the entries to computed.json, and drop those of claims that are
+            gone.
+        root: the top of the checkout.
+
+    Returns:
+        The judged claims, and their entries of computed.json.
+
+    Raises:
+        InputError: it is no checkout, or the tests cannot run.
     """
     known = last()
     judged = run(
@@ -66,8 +80,16 @@ def run(
     before: dict[str, str],
     root: Path = ROOT,
 ) -> list[Judged]:
-    """The claims judged by evidence run now. before: id -> verdict of the last run, for
-    what cannot run here.
+    """Return the claims judged by evidence that is run now, two pieces at a time.
+
+    Args:
+        claims: which.
+        before: id -> verdict of the last run, which stays where evidence cannot run
+            here.
+        root: the top of the checkout.
+
+    Raises:
+        InputError: it is no checkout, or the tests cannot run.
     """
     if not (root / "derivations").is_dir() or not (root / "tests").is_dir():
         raise InputError(
@@ -94,15 +116,18 @@ def run(
 
 
 def outcomes(c: Claim, found: dict) -> list[Outcome]:
+    """Return what the evidence of a claim found, without the search of the paper."""
     return [found[key] for key in c.pointers if key[0] != "absent"]
 
 
-_running: set[subprocess.Popen] = set()
+_running: set[subprocess.Popen] = set()  # processes of `process` that have not ended
 
 
 @contextmanager
 def _ended(jobs: list[Future]) -> Iterator[None]:
-    """On Ctrl-C and SIGTERM nothing more is started, and what was started is ended."""
+    """Where the `with` block is left by an exception, Ctrl-C and SIGTERM included,
+    start nothing more and kill what was started.
+    """
     try:
         yield
     except BaseException:
@@ -116,7 +141,11 @@ def _ended(jobs: list[Future]) -> Iterator[None]:
 
 
 def process(root: Path, *argv: str) -> subprocess.CompletedProcess:
-    """Run Python on a module or file of the checkout, in a session of its own, on one thread."""
+    """Run Python on a module or file of the checkout, on one thread, and return what it
+    printed and its exit status.
+
+    It has a session of its own, so that `_ended` can kill all that it starts.
+    """
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
@@ -139,16 +168,20 @@ def process(root: Path, *argv: str) -> subprocess.CompletedProcess:
 
 
 def failed(kind: str, pointer: str, why: str) -> Outcome:
+    """Return the outcome of evidence that failed, with the end of the reason why."""
     return Outcome(kind, pointer, ("failed",), " ".join(why.split())[-300:])
 
 
 # ---- derivations and tests -----------------------------------------------------------
 def derivations(names: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
+    """Run these derivations one after the other."""
     return {("derivations", n): derivation(n, root) for n in names}
 
 
 def derivation(name: str, root: Path) -> Outcome:
-    """Run a derivation; it is a proof if it ends well."""
+    """Run a derivation; it is a proof if its exit status is 0. Its text is the title in
+    the file's docstring.
+    """
     file = root / "derivations" / f"{name}.py"
     if not file.exists():
         return failed("derivations", name, "there is no such derivation")
@@ -162,8 +195,15 @@ def derivation(name: str, root: Path) -> Outcome:
 
 
 def tests(nodes: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
-    """One pytest for all. A test says what it found by record_property; one that says
-    nothing found an identity.
+    """Run one pytest for all. A test says what it found by record_property; one that
+    says nothing found an identity.
+
+    Args:
+        nodes: FILE::NAME of each.
+        root: the top of the checkout.
+
+    Raises:
+        InputError: pytest did not run.
     """
     there = [n for n in nodes if has_test(root, n)]
     found = {
@@ -198,6 +238,7 @@ def tests(nodes: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
 
 
 def has_test(root: Path, node: str) -> bool:
+    """Return whether a file has a test of that name, outside of a class."""
     file, _, name = node.partition("::")
     if not (root / file).is_file():
         return False
@@ -206,7 +247,13 @@ def has_test(root: Path, node: str) -> bool:
 
 
 def test_outcome(node: str, cases: list[ElementTree.Element]) -> Outcome:
-    """Return what a test found, by the properties that its cases recorded."""
+    """Return what a test found: "failed" or "not run" if one of its cases was, else
+    what the properties say that they recorded.
+
+    Args:
+        node: FILE::NAME.
+        cases: its parameters' entries in pytest's report.
+    """
     if not cases:
         return failed("tests", node, "it did not run")
     for case in cases:
@@ -237,7 +284,9 @@ def test_outcome(node: str, cases: list[ElementTree.Element]) -> Outcome:
 
 # ---- experiments ---------------------------------------------------------------------
 def mini(names: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
-    """Return what the records of the tiny transformers say of each claim."""
+    """Return what the records of the tiny transformers show of each registered
+    claim.
+    """
     if not names:
         return {}
     done = process(root, "-m", "repro.mini.experiment", "--standing")
@@ -248,11 +297,12 @@ def mini(names: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
 
 
 def mini_outcome(name: str, s: dict | None) -> Outcome:
-    """What the registered rule finds, in the common vocabulary.
+    """Return what the registered rule finds, in the common vocabulary; failed where
+    nobody registered the claim.
 
     Args:
         name: EXPERIMENT/CLAIM.
-        s: how it stands (repro/mini/experiment/standing.py); None where nobody registered it.
+        s: how it stands (repro/mini/experiment/standing.py), or None.
     """
     if s is None:
         return failed("mini", name, "no experiment registers it")
@@ -265,6 +315,7 @@ def mini_words(s: dict) -> tuple[str, str]:
 
     A claim of which only a part holds is undecided.
     """
+    # the reason says how many contrasts of the claim hold
     part = (
         f"{s['why']}; "
         if "contrasts hold" in s["why"] and s["word"] != "reproduced"
@@ -290,8 +341,12 @@ def mini_words(s: dict) -> tuple[str, str]:
 
 
 def exact(names: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
-    """The findings of the exact experiments, which ran once: their programs are in the
-    history, their results are committed.
+    """Return the findings of the exact experiments, which ran once: their programs are
+    in the history, their results are committed.
+
+    Args:
+        names: EXPERIMENT/first words of a finding, which must fit one alone.
+        root: the top of the checkout.
     """
     if not names:
         return {}
@@ -314,7 +369,9 @@ def exact(names: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
 
 
 def exact_outcome(name: str, finding: dict) -> Outcome:
-    """Return what an exact experiment found."""
+    """Return what an exact experiment found; one that holds in part is evidence for and
+    against, with its reason as the condition.
+    """
     finds = {
         "holds": ("reproduced",),
         "does not hold": ("contradicted",),
@@ -327,8 +384,11 @@ def exact_outcome(name: str, finding: dict) -> Outcome:
 
 # ---- the paper itself ----------------------------------------------------------------
 def paper() -> tuple[str, str] | None:
-    """Its LaTeX as it prints, comments left out and spaces joined, and its comments;
-    None where it is not here.
+    """Return the paper's LaTeX as it prints, with single spaces and without comments,
+    and its comments; None where it is not here.
+
+    Raises:
+        InputError: UPREF_PAPER names a file that cannot be read.
     """
     named = os.environ.get("UPREF_PAPER")
     file = Path(named) if named else next((p for p in PLACES if p.exists()), None)
@@ -345,8 +405,9 @@ def paper() -> tuple[str, str] | None:
 
 
 def in_the_paper(c: Claim, tex: tuple[str, str] | None) -> Iterable[Outcome]:
-    """Its words stand there, in that section; what is said to be absent is not in
-    print.
+    """Yield what the paper's text shows of a claim: failed if its quote is not in its
+    section; and, of what is said to be absent, unspecified if no pattern is in print,
+    failed if one is, not run without the paper.
     """
     if tex is None:
         if c.absent:
@@ -379,7 +440,7 @@ def in_the_paper(c: Claim, tex: tuple[str, str] | None) -> Iterable[Outcome]:
 
 
 def sections_of(words: str, tex: str) -> list[str]:
-    """3.1, A, ...: every section in which the words stand."""
+    """Return every section in which the words are, as "3.1" or "A"; [] for none."""
     found, start = [], 0
     heads = [
         (m.start(), m[1], m[0])

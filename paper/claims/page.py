@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The claims in print: for a terminal, as JSON, as the tables of docs/claims.md and the
-line of README.
+"""The claims in print: for a terminal, as JSON, as the tables of docs/claims.md and the line
+of README.
+
+A claim is right where it holds, open where that is undecided or not testable, and wrong
+where the opposite is found: ORDER has the verdicts in this order.
 """
 
 import json
@@ -15,6 +18,7 @@ from paper.claims.words import MEANINGS
 from upref.errors import InputError
 from upref.markdown import table
 
+# the first letter of a section -> its heading in docs/claims.md
 HEADINGS = {
     "2": "Section 2: related work",
     "3": "Section 3: the dilemma",
@@ -24,6 +28,7 @@ HEADINGS = {
     "B": "Appendix B: Cap for negative advantages",
     "C": "Appendix C: the gradient of UP-GSPO",
 }
+# a kind of evidence, or the round or name of an experiment -> the file that has it
 FILES = {
     "derivations": "derivations/{0}.py",
     "exact": "repro/exact/results/report.md#{0}",
@@ -32,7 +37,7 @@ FILES = {
     "stale": "repro/mini/stale/results/report.md",
     "controls": "repro/mini/controls/results/report.md",
 }
-ROUND_2 = (
+ROUND_2 = (  # experiments of the second round
     "dose_low",
     "dose_middle",
     "dose_high",
@@ -47,8 +52,15 @@ ROUND_2 = (
 def chosen(
     judged: Sequence[Judged], section: str | None = None, verdict: str | None = None
 ) -> list[Judged]:
-    """Those of a section (3, 4.1, B) and of a verdict; InputError where there is no
-    such section or verdict.
+    """Return the claims of a section, its subsections included, and of a verdict.
+
+    Args:
+        judged: all claims.
+        section: "3", "4.1", "B"; None for all.
+        verdict: the beginning of one; None for all.
+
+    Raises:
+        InputError: there is no such section or verdict.
     """
     sections = sorted({j.claim.section for j in judged})
     if section and not any(
@@ -90,7 +102,9 @@ ORDER = (
 
 
 def _rank(j: Judged) -> tuple[bool, int, int]:
-    """Return the sort key of right_first."""
+    """Return the sort key of right_first: questions of ours last, then section, then
+    verdict.
+    """
     return (
         j.claim.ours,
         list(HEADINGS).index(j.claim.section[0]),
@@ -99,15 +113,15 @@ def _rank(j: Judged) -> tuple[bool, int, int]:
 
 
 def right_first(judged: Sequence[Judged]) -> list[Judged]:
-    """Section by section, in each what is right before what is open and what is wrong;
-    else in the paper's order.
+    """Return the claims section by section, in each by ORDER; else in the order given.
+    Our questions come last.
     """
     return sorted(judged, key=_rank)
 
 
 def tally(judged: Sequence[Judged]) -> str:
-    """`Of 88 statements of the paper, 20 are proved, ...`, in the order of ORDER; then
-    our questions.
+    """Return `Of 88 statements of the paper, 20 are proved, ... and 2 are false as
+    written. Of 35 questions of ours, ...`, by ORDER; "0 statements" for none.
     """
     said = []
     for ours, what in (
@@ -126,14 +140,14 @@ def tally(judged: Sequence[Judged]) -> str:
 
 
 def _counted(n: int, verdict: str) -> str:
-    """`1 is proved`, `2 hold numerically`."""
+    """Return how many have a verdict: `1 is proved`, `2 hold numerically`."""
     if verdict.startswith("holds"):
         return f"{n} {verdict if n == 1 else verdict.replace('holds', 'hold')}"
     return f"{n} {'is' if n == 1 else 'are'} {verdict}"
 
 
 def made(computed: dict) -> str:
-    """When and at which commits these entries of computed.json were made."""
+    """Return when and at which commits these entries of computed.json were made."""
     dates, commits = (
         sorted({c[key] for c in computed.values()}) for key in ("date", "commit")
     )
@@ -144,7 +158,13 @@ def made(computed: dict) -> str:
 
 
 def text(judged: Sequence[Judged], head: str, verbose: bool = False) -> str:
-    """Return the claims as lines for a terminal, each with its verdict and evidence."""
+    """Return the claims as lines for a terminal, each with its verdict and evidence.
+
+    Args:
+        judged: the claims.
+        head: a line after the tally.
+        verbose: print every piece of evidence, derivations and tests included.
+    """
     out = [f"{tally(judged)}.", head, ""]
     for j in right_first(judged):
         out.append(
@@ -178,12 +198,16 @@ def text(judged: Sequence[Judged], head: str, verbose: bool = False) -> str:
 
 
 def _where(o: Outcome) -> str:
-    """Return the experiment's name as a prefix, where the outcome is an experiment's."""
+    """Return the experiment's name as a prefix if the outcome is of an experiment, else
+    "".
+    """
     return f"{o.pointer.partition('/')[0]}: " if o.kind in ("mini", "exact") else ""
 
 
 def shown(j: Judged) -> list[str]:
-    """Numbers and effects: what is found by more than a proof's or a test's passing."""
+    """Return the texts of the evidence, each once, without those of derivations and
+    without the condition that is shown already.
+    """
     said = [
         o for o in j.outcomes if o.text and o.kind != "derivations" and o.text != j.why
     ]
@@ -211,8 +235,8 @@ def counts() -> str:
 
 
 def markdown() -> str:
-    """The tables of docs/claims.md: the paper's statements, one table a section; our
-    questions; sources; exceptions.
+    """Return the tables of docs/claims.md: the paper's statements, one table a section;
+    our questions; sources; exceptions.
     """
     judged = as_computed()
     out = []
@@ -245,7 +269,12 @@ def markdown() -> str:
 
 
 def _table(what: str, judged: Sequence[Judged]) -> str:
-    """Return a row for each."""
+    """Return a table with a row for each claim.
+
+    Args:
+        what: the heading of the second column.
+        judged: the claims.
+    """
     rows = [list(map(cell, row(j))) for j in judged]
     return table(["where", what, "verdict", "evidence"], rows)
 
@@ -267,9 +296,10 @@ def row(j: Judged) -> list[str]:
         says.append(
             f"*Elsewhere:* {code}{words} ([{key}](#what-others-wrote-and-measured))"
         )
-    verdict = f"**{j.verdict}**" + (
-        f"<br>if: {j.why}" if j and j.why else f"<br>{j.why}" if j.why else ""
-    )
+    verdict = f"**{j.verdict}**"
+    if j.why:
+        # of a red one it is the reason, of the others the condition
+        verdict += f"<br>if: {j.why}" if j else f"<br>{j.why}"
     evidence = dict.fromkeys(
         [*shown(j), " · ".join(dict.fromkeys(map(link, j.outcomes)))]
     )
@@ -277,7 +307,7 @@ def row(j: Judged) -> list[str]:
 
 
 def plain(quote: str) -> str:
-    """A quote of the LaTeX without its commands."""
+    """Return a quote of the LaTeX without its commands, with the Greek letters."""
     quote = re.sub(
         r"\\(?:text|mathcal|textbf)\{([^{}]*)\}",
         r"\1",
@@ -299,37 +329,36 @@ def plain(quote: str) -> str:
 
 
 def meanings() -> str:
-    """The table of the words."""
+    """Return a table of the verdicts and what was found for each."""
     rows = [[f"**{verdict}**", meaning] for verdict, meaning in MEANINGS.items()]
     return table(["verdict", "what was found"], rows)
 
 
 def link(o: Outcome) -> str:
-    """Return the Markdown link to what holds a piece of evidence."""
+    """Return the Markdown link from docs/claims.md to what holds a piece of
+    evidence.
+    """
     name, _, _ = o.pointer.partition("/")
     if o.kind == "absent":
         return "a search of the printed text"
     if o.kind == "tests":
         file, _, test = o.pointer.partition("::")
         return f"[{test.removeprefix('test_')}](../{file})"
-    key = (
-        o.kind
-        if o.kind != "mini"
-        else name
-        if name in FILES
-        else 2
-        if name in ROUND_2
-        else 1
-    )
+    key: str | int = o.kind
+    if o.kind == "mini" and name in FILES:
+        key = name
+    elif o.kind == "mini":
+        key = 2 if name in ROUND_2 else 1
     return f"[{name}](../{FILES[key].format(name)})"
 
 
 def cell(text: str) -> str:
+    """Return it with every `|` escaped, for a cell of a table."""
     return text.replace("|", "\\|")
 
 
 def summary() -> str:
-    """A line for README."""
+    """Return the line of README on the claims: how many have each verdict."""
     every = "[Claims](docs/claims.md) tests the paper statement by statement"
     meant = (
         "*Not seen here*: the tiny transformers do not reach the bound that the statement "

@@ -31,12 +31,12 @@ def write(file: str | Path) -> None:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page, as HTML."""
     return assemble(HERE, f"{data()}\n{script(SCRIPTS, HERE)}")
 
 
 def data() -> str:
-    """What Python knows, as JavaScript constants."""
+    """Return the constants of Python that the scripts need, as JavaScript."""
     nemo = {"token_ids": "ids"} | {key: dump.KEYS[key] for key in NEMO_COLUMNS}
     constants = {
         "COLUMNS": schema.COLUMNS,
