@@ -23,6 +23,9 @@ AT = {eps_low: Rational(1, 5), c: 3, A: -1}
 
 
 def main(base=UP, direction=-1):
+    """Print the steps; raise AssertionError where the claim is false. The arguments are
+    parts of the claim: with others a test finds it false.
+    """
     J = base.fn(lp, lp_old, A, eps_low=eps_low, c=c)
     window = []
     for low, high, [found] in pieces([J], lp, lp_old, r, AT):

@@ -37,6 +37,9 @@ def ceiling(name, weight, bound, **hp):
 
 
 def main(bound=1 + eps_high):
+    """Print the steps; raise AssertionError where the claim is false. The arguments are
+    parts of the claim: with others a test finds it false.
+    """
     dapo, up = (
         ceiling("dapo", A * r, bound, eps_high=eps_high),
         ceiling("up_dapo", A, oo),

@@ -22,6 +22,9 @@ GRPO = get("grpo")
 
 
 def main(base=GRPO):
+    """Print the steps; raise AssertionError where the claim is false. The arguments are
+    parts of the claim: with others a test finds it false.
+    """
     J, at = base.fn(lp, lp_old, A, eps=eps, c=None), {eps: Rational(1, 5), A: 1}
     for low, high, [found] in pieces([J], lp, lp_old, r, at):
         print(f"{low} < r < {high}:  J = {found[0]}   dJ/dlp = {found[1]}")

@@ -39,6 +39,9 @@ def terms(name, A):
 
 
 def main(smallest=-LOW):
+    """Print the steps; raise AssertionError where the claim is false. The arguments are
+    parts of the claim: with others a test finds it false.
+    """
     A = Symbol("A", negative=True)
     highs = [smallest, 0, Rational(28, 100), 3, 10**9]
     for base, variant in PAIRS.items():

@@ -31,6 +31,9 @@ def expected(o):
 
 
 def main(target=lambda mu, A: mu * A):
+    """Print the steps; raise AssertionError where the claim is false. The arguments are
+    parts of the claim: with others a test finds it false.
+    """
     J = expected(get("up_grpo"))
     goal = [target(m, a) for m, a in zip(mu, A, strict=True)]
     at = dict(zip(x, goal, strict=True))

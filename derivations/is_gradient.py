@@ -79,6 +79,9 @@ def two_steps(weights):
 
 
 def main(base=IS, up=UP):
+    """Print the steps; raise AssertionError where the claim is false. The arguments are
+    parts of the claim: with others a test finds it false.
+    """
     A = ADV[0]
     print(
         "∂/∂lp of Eq. 7 =",

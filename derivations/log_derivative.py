@@ -32,6 +32,9 @@ def mean(values, under=pi):
 
 
 def main(left_over=lambda A, lp: A * lp):
+    """Print the steps; raise AssertionError where the claim is false. The arguments are
+    parts of the claim: with others a test finds it false.
+    """
     trick = [
         simplify(p.diff(x[0]) - p * q.diff(x[0])) for p, q in zip(pi, lp, strict=True)
     ]

@@ -93,6 +93,9 @@ def difference_from_code(name, G):
 
 
 def main(claims=claims, smallest_at=HALF):
+    """Print the steps; raise AssertionError where the claim is false. The arguments are
+    parts of the claim: with others a test finds it false.
+    """
     for G in SIZES:
         for name, claim in claims(G).items():
             apart = simplify(factor(name, G) - claim)

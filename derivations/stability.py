@@ -37,6 +37,9 @@ def everywhere(objective, A_t):
 
 
 def main(up=UP, symmetric=SYMMETRIC, sign=-1):
+    """Print the steps; raise AssertionError where the claim is false. The arguments are
+    parts of the claim: with others a test finds it false.
+    """
     J, J_neg = everywhere(up, A), everywhere(symmetric, -A)
     V = diag(*pi) - pi * pi.T
     H = Matrix(3, 3, lambda i, j: J.diff(z[i], z[j]))

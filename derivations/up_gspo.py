@@ -23,6 +23,9 @@ AT_LEVEL = {"token": token[k], "sequence_mean": SUM / T, "sequence_product": SUM
 
 
 def main(exponent=-1, anchored=ANCHORED, log_form=LOG, of_tokens=GRPO):
+    """Print the steps; raise AssertionError where the claim is false. The arguments are
+    parts of the claim: with others a test finds it false.
+    """
     x = Symbol("pi", positive=True)
     powers = powsimp(forget_sg(((x / StopGradient(x)) ** (1 / T)).diff(x)))
     print("d/dπ (π/sg π)^(1/T) =", powers)

@@ -39,6 +39,9 @@ def weight(o, sign, at_r):
 
 
 def main(ratio=1):
+    """Print the steps; raise AssertionError where the claim is false. The arguments are
+    parts of the claim: with others a test finds it false.
+    """
     for name in ("grpo", "dapo", "gspo"):
         base = get(name)
         for variant in (get(f"up_{name}"), up(base)):

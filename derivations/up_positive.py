@@ -20,6 +20,9 @@ LOG, ANCHORED = get("up_grpo"), get("up_grpo_anchored")
 
 
 def main(log_form=LOG, anchored=ANCHORED, difference=-1):
+    """Print the steps; raise AssertionError where the claim is false. The arguments are
+    parts of the claim: with others a test finds it false.
+    """
     J, J_sg = (
         o.fn(lp, Symbol("lp_old"), A, eps=Symbol("eps"), c=None)
         for o in (log_form, anchored)

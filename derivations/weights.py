@@ -11,6 +11,9 @@ from upref.derivation import derive
 
 
 def main(which=None):
+    """Print the derivation of each objective, all that are registered unless some are
+    given; raise AssertionError at the first whose weight is another.
+    """
     for o in which or map(get, names()):
         ok = True
         for mu in (0.25, 0.5) if o.reads_mu else (0.25,):

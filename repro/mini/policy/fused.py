@@ -29,6 +29,7 @@ class Rms(Function):
 
     @staticmethod
     def forward(ctx, x, eps):
+        """Return y [..., d] of x [..., d]."""
         inverse = inverse_rms(x, eps)
         y = x * inverse
         ctx.save_for_backward(y, inverse)
@@ -46,6 +47,7 @@ class RmsTurn(Function):
 
     @staticmethod
     def forward(ctx, x, w, cos, sin, eps):
+        """Return the turned heads, [n, H, D]."""
         inverse = inverse_rms(x, eps)
         y = x * inverse
         ctx.save_for_backward(y, inverse, w, cos, sin)
@@ -54,6 +56,7 @@ class RmsTurn(Function):
 
     @staticmethod
     def backward(ctx, g):
+        """Return the gradients of x and w; cos, sin and eps have none."""
         y, inverse, w, cos, sin = ctx.saved_tensors
         gz = (g * cos).add_((g * sin).roll(y.shape[-1] // 2, -1))
         return through_rms(gz * w, y, inverse), (gz * y).sum(0), None, None, None
@@ -64,6 +67,7 @@ class Gate(Function):
 
     @staticmethod
     def forward(ctx, x):
+        """Return silu(a) b, [n, m], where x is [a, b]."""
         a, b = x.chunk(2, -1)
         s = a.sigmoid()
         y = s * a
@@ -72,7 +76,8 @@ class Gate(Function):
 
     @staticmethod
     def backward(ctx, g):
-        b, s, y = ctx.saved_tensors
+        """Return the gradient of x, [n, 2m]: that of a, then that of b."""
+        b, s, y = ctx.saved_tensors  # s: sigmoid of a; y: silu of a
         out = g.new_empty(len(g), 2 * g.shape[1])
         slope = torch.addcmul(y, y, s, value=-1).add_(s)  # of silu: s + y (1 - s)
         torch.mul(slope.mul_(b), g, out=out[:, : g.shape[1]])
@@ -97,6 +102,7 @@ class Attend(Function):
 
     @staticmethod
     def forward(ctx, q, k, v, hide, scale):
+        """Return what each query attends to, [B, Q, D]."""
         p = softmax(torch.baddbmm(hide, q, k.mT, alpha=scale))
         ctx.save_for_backward(q, k, v, p)
         ctx.scale = scale
@@ -104,7 +110,8 @@ class Attend(Function):
 
     @staticmethod
     def backward(ctx, g):
-        q, k, v, p = ctx.saved_tensors
+        """Return the gradients of q, k and v; hide and scale have none."""
+        q, k, v, p = ctx.saved_tensors  # p: attention weights
         gp = g.bmm(v.mT).mul_(p)
         gs = torch.addcmul(gp, p, gp.sum(-1, keepdim=True), value=-1).mul_(ctx.scale)
         return gs.bmm(k), gs.mT.bmm(q), p.mT.bmm(g), None, None

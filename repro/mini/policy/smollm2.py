@@ -90,6 +90,7 @@ def _convert(path: Path) -> None:
         )
 
     def write(draft: Path) -> None:
+        """Save model and tokenizer into the folder."""
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
 

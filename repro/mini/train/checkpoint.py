@@ -176,6 +176,7 @@ def save(run: Run, out: Path, logs: dict[str, files.Log]) -> None:
     }
 
     def write(folder: Path) -> None:
+        """Save the policy, its tokenizer and the trainer's state into the folder."""
         models.save(folder, run.policy, run.tokenizer)
         files.save_tree(folder / TRAINER, trainer)
 
