@@ -12,7 +12,7 @@ from docs import record
 from upref import markdown
 
 FILE = Path(__file__).with_suffix(".json")
-FULL = "2048 +151936"  # tokens, ids
+FULL = "2048 +151936"  # a pattern of N tokens and V ids, in columns of the benchmark
 MEASURED = Path(__file__).parents[1] / "benchmarks/hidden.json"
 
 
@@ -43,6 +43,7 @@ def peers() -> str:
     the benchmark printed; "-" where that has no number.
     """
     text = "\n".join(record.rows(MEASURED))
+    # heading -> pattern of the number, behind the name at the beginning of a line
     columns = {
         "CPU time, of naive's": FULL + r" +\d+ +\d+ +[\d.]+ +[\d.]+ +([\d.]+)",
         "memory beyond dh and dW, MB": FULL + r" +\d+ +(\d+)",
@@ -62,7 +63,9 @@ def peers() -> str:
 def where_it_helps() -> str:
     """Return a sentence on the times at full size and at the miniature's."""
     text = "\n".join(record.rows(MEASURED))
+    # the last column: CPU seconds, of those of naive
     large = re.search(rf"^upref.hidden +{FULL} .* ([\d.]+)$", text, re.M)
+    # a heading with the size, then a line with the same number
     small = re.search(
         r"N = (\d+), V = (\d+), H = (\d+);.*?^upref.hidden +([\d.]+) \(",
         text,

@@ -51,9 +51,9 @@ def start(path: str, early: Iterable[str], late: Iterable[str] = ()) -> None:
         early: modules that it imports at once.
         late: modules that it imports when the first fork is asked for.
     """
-    env = {
-        k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")
-    } | {SOCKET: path}
+    # each fork takes over the path of the process that asks for it
+    own = ("PYTHONPATH", "PYTHONSAFEPATH")
+    env = {k: v for k, v in os.environ.items() if k not in own} | {SOCKET: path}
     how = ["fork", ",".join(early), ",".join(late), str(os.getpid())]
     subprocess.Popen([sys.executable, "-P", os.path.abspath(__file__), *how], env=env)
 
@@ -142,12 +142,12 @@ def serve(early: str, late: str, parent: str) -> list[str]:
         sys.exit()
     listener.listen(64)
     imported = False
-    # they are for the forks; a time limit sends SIGTERM to all of a group at once
+    # signals are for the forks; a time limit sends SIGTERM to all of a group at once
     ours = {
         number: signal.signal(number, signal.SIG_IGN)
         for number in (signal.SIGINT, signal.SIGTERM)
     }
-    asking: dict[int, socket.socket] = {}
+    asking: dict[int, socket.socket] = {}  # process id of a fork -> who asked for it
     for name in filter(None, early.split(",")):
         __import__(name)
     gc.freeze()  # the forks share what was imported

@@ -60,20 +60,16 @@ def gradients(o):
     """
     b = batch(o)
     expected = o.gradient(b)
-    error = (
-        (autograd_gradient(o, b) - expected).abs().max() / expected.abs().max()
-    ).item()
+    largest = (autograd_gradient(o, b) - expected).abs().max()
+    error = (largest / expected.abs().max()).item()
     text = f"autograd = weight x aggregation on {int(b.mask.sum())} tokens, off by {error:.1e} (float64)"
-    ok = error <= 1e-12
+    ok = error <= 1e-12  # rounding of float64 is below
     base = o.name.removeprefix("up_")
     if base != o.name and base in upref.names():
-        same = torch.equal(
-            autograd_gradient(upref.up(upref.get(base)), b), autograd_gradient(o, b)
-        )
-        ok, text = (
-            ok and same,
-            text + f"; up({base}) {'is' if same else 'IS NOT'} {o.name}, bit for bit",
-        )
+        of_base = autograd_gradient(upref.up(upref.get(base)), b)
+        same = torch.equal(of_base, autograd_gradient(o, b))
+        ok = ok and same
+        text += f"; up({base}) {'is' if same else 'IS NOT'} {o.name}, bit for bit"
     return ok, text
 
 

@@ -107,11 +107,8 @@ def choose(task: Task, objective: Objective, G: int | None) -> str:
                 f"{objective.name} couples the batch ({objective.batch_coupled}): give a finite group, G=4."
             )
         return "infinite"
-    return (
-        "counts"
-        if task.binary and not per_group and not objective.batch_coupled
-        else "groups"
-    )
+    by_counts = task.binary and not per_group and not objective.batch_coupled
+    return "counts" if by_counts else "groups"
 
 
 def J(
@@ -168,14 +165,10 @@ def _totals(mask: Tensor, rows: Rows) -> Totals:
     that row in a batch of infinitely many).
     """
     B, lengths, S = len(mask), mask.sum(1).to(F64), int(rows.policy.max()) + 1
-    # E|o|
-    mean = torch.zeros(S, dtype=F64).index_add(0, rows.policy, rows.weight * lengths)
-    tokens = (
-        B
-        * (mean / torch.zeros(S, dtype=F64).index_add(0, rows.policy, rows.weight))[
-            rows.policy
-        ]
-    )
+    zeros = torch.zeros(S, dtype=F64)
+    length = zeros.index_add(0, rows.policy, rows.weight * lengths)
+    total = zeros.index_add(0, rows.policy, rows.weight)
+    tokens = B * (length / total)[rows.policy]  # E|o| in each of the B rows
     if rows.group is None:
         return Totals(tokens, B, 1, tokens)
     of_group = torch.zeros(rows.groups, dtype=F64).index_add(0, rows.group, lengths)
@@ -206,6 +199,7 @@ def _advantage_by_count(adv: str, G: int, P: Tensor) -> Tensor:
         G: responses to a prompt.
         P: the share of right responses to each prompt, [S, Q].
     """
+    # what a normalization over the batch starts from
     own = {"whiten": "reward", "group_mean_whiten": "group_mean"}.get(adv, adv)
     A = torch.zeros(2, G + 1, dtype=F64)
     for k in range(G + 1):
@@ -218,13 +212,11 @@ def _advantage_by_count(adv: str, G: int, P: Tensor) -> Tensor:
         return A
     if adv == "whiten":
         mean = P.mean(1)[:, None, None]
-        return torch.where(
-            mean * (1 - mean) > 0,
-            (A - mean) / ((mean * (1 - mean)).sqrt() + EPS[adv]),
-            0,
-        )
-    K = torch.arange(G + 1, dtype=F64)
-    var = (binomial(G, P) * (K / G * (1 - K / G))).sum(-1).mean(1)[:, None, None]
+        var = mean * (1 - mean)  # of rewards 0 or 1
+        return torch.where(var > 0, (A - mean) / (var.sqrt() + EPS[adv]), 0)
+    share = torch.arange(G + 1, dtype=F64) / G  # of right ones in a group
+    in_group = share * (1 - share)
+    var = (binomial(G, P) * in_group).sum(-1).mean(1)[:, None, None]
     return torch.where(var > 0, A / (var.sqrt() + EPS[adv]), 0)
 
 
@@ -263,7 +255,7 @@ def _infinite(task: Task, pi: Tensor, adv: str) -> Rows:
     and deviation of a group are those of the policy. π is [S, N].
     """
     S, N = pi.shape
-    P, square = task.right(pi), per_prompt(task, pi * task.reward**2)
+    P, square = task.right(pi), per_prompt(task, pi * task.reward**2)  # E R, E R²
     mean, var = P[:, task.prompt], (square - P**2).clamp(min=0)
     centred = task.reward - mean
 
@@ -279,10 +271,8 @@ def _infinite(task: Task, pi: Tensor, adv: str) -> Rows:
         A = over(centred, var.mean(1, keepdim=True).expand(S, N))
     elif adv == "whiten":
         m = P.mean(1, keepdim=True)
-        A = over(
-            task.reward - m,
-            (square.mean(1, keepdim=True) - m**2).clamp(min=0).expand(S, N),
-        )
+        of_batch = (square.mean(1, keepdim=True) - m**2).clamp(min=0)
+        A = over(task.reward - m, of_batch.expand(S, N))
     else:
         A = advantages.get(adv)(task.reward).expand(S, N)
 

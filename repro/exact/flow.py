@@ -87,6 +87,7 @@ def path(
     rows = expected.rows(task, lp_old, objective, G, adv, way)
     m, v = torch.zeros_like(theta), torch.zeros_like(theta)
     while True:
+        # the policies that get a new π_old
         new = (k > 0) & (update % k.clamp(min=1) == 0)
         lp = task.log_probs(theta)
         if update and new.any():
@@ -96,11 +97,10 @@ def path(
         yield State(update, theta, lp, lp_old, task.responses(lp), g, rows)
         update += 1
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
-        step = (
-            m / (1 - 0.9**update) / ((v / (1 - 0.999**update)).sqrt() + 1e-8)
-            if adam
-            else g
-        )
+        step = g
+        if adam:
+            spread = (v / (1 - 0.999**update)).sqrt()
+            step = m / (1 - 0.9**update) / (spread + 1e-8)
         theta = theta + lr[:, None, None] * step
 
 

@@ -218,8 +218,8 @@ def _last_checkpoint(run: Path) -> str:
 
 
 def draw(runs: list[tuple[Settings, Path]]) -> Figure:
-    """Draw the share of right answers while the runs train, and the scores of the first
-    run before and after.
+    """Draw two panels: the share of right answers of each run while it trains; and the
+    scores of the first run before and after, as pairs of bars with 95 % intervals.
     """
     fig = Figure(figsize=(9, 3.4), layout="constrained")
     curve, bars = fig.subplots(1, 2)
@@ -236,7 +236,7 @@ def draw(runs: list[tuple[Settings, Path]]) -> Figure:
     labels = []
     for i, (decoding, words) in enumerate(DECODINGS.items()):
         for j, (metric, name) in enumerate(METRICS.items()):
-            at = i * (len(METRICS) + 0.7) + j
+            at = i * (len(METRICS) + 0.7) + j  # where the pair of bars is
             labels.append((at, f"{name}@{s.eval_samples}\n{words}"))
             for offset, step, color in ((-0.2, 0, "0.7"), (0.2, s.steps, PALETTE[0])):
                 e = metrics.Estimate.of(

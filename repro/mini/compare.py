@@ -226,9 +226,9 @@ def cap_map(e: Plan, out: Path, folder: Path) -> str:
         for arm in e.arms:
             s = settings_of(e, arm, e.main["seeds"][0])
             o = upref.get(arm)
-            why = obstacle(o) or (
-                "" if o.level == "token" else "it acts on whole responses"
-            )
+            why = obstacle(o)  # "" where its tokens have weights of their own
+            if not why and o.level != "token":
+                why = "it acts on whole responses"
             path = out / s.key / "seen.npz"
             if why or not path.exists():
                 lines += [
@@ -236,7 +236,7 @@ def cap_map(e: Plan, out: Path, folder: Path) -> str:
                 ]
                 continue
             pi_old, pi, A = (np.load(path)[k] for k in ("pi_old", "pi", "adv"))
-            here = np.sign(A) == adv
+            here = np.sign(A) == adv  # the tokens of this panel
             ratio = pi[here] / pi_old[here]
             weight = o.weight(ratio, A[here], mu=pi_old[here], **s.hp)
             # an objective may have one weight for all tokens

@@ -91,8 +91,8 @@ def publish(folder: Path, write: Callable[[Path], None], **facts) -> None:
     """Make the folder by `write`, all or nothing, in place of one that is there.
 
     Args:
-        folder: its name beside its parent's other folders.
-        write: writes files, and no folders, into the folder that it is given.
+        folder: where it will be; until it is whole, it is a draft beside this place.
+        write: writes files, and no folders, into the draft, whose path it is given.
         **facts: for provenance.json, which also has the sha256 of every file.
 
     Raises:
@@ -150,7 +150,7 @@ def checked(folder: Path) -> dict[str, Any]:
         AttributeError,
         RecursionError,
     ) as e:
-        if isinstance(e, InputError):
+        if isinstance(e, InputError):  # a ValueError, too
             raise
         raise InputError(
             f"{folder} is not a whole folder: {type(e).__name__}: {e}."
@@ -250,22 +250,30 @@ def _plain(x: Any, tensors: dict[str, Tensor]) -> Any:
         alone = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
         if not alone or x.data_ptr() in shared:
             x = x.clone(memory_format=torch.contiguous_format)
-        tensors[name := str(len(tensors))] = x
+        name = str(len(tensors))
+        tensors[name] = x
         return {"tensor": name}
     if isinstance(x, dict):
         return {"dict": [[k, _plain(v, tensors)] for k, v in x.items()]}
-    return [_plain(v, tensors) for v in x] if isinstance(x, list | tuple) else x
+    if isinstance(x, list | tuple):
+        return [_plain(v, tensors) for v in x]
+    return x
 
 
 def _tree(x: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """Return the tree that `_plain` wrote; `tensor` reads one by its number."""
-    if isinstance(x, dict):
-        return (
-            tensor(x["tensor"])
-            if "tensor" in x
-            else {k: _tree(v, tensor) for k, v in x["dict"]}
-        )
-    return [_tree(v, tensor) for v in x] if isinstance(x, list) else x
+    """Return the tree that `_plain` made.
+
+    Args:
+        x: its JSON.
+        tensor: returns the tensor of a number.
+    """
+    if isinstance(x, list):
+        return [_tree(v, tensor) for v in x]
+    if not isinstance(x, dict):
+        return x
+    if "tensor" in x:
+        return tensor(x["tensor"])
+    return {k: _tree(v, tensor) for k, v in x["dict"]}
 
 
 class Log:

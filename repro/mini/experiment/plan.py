@@ -573,7 +573,11 @@ def read(path: Path, name: str = "") -> Plan:
 
 def _translate_claims(raw: dict[str, Any]) -> None:
     """Change a plan of a closed round in place into the words of this file: one group,
-    one stage. Tables that only its old engine read are dropped.
+    named after the plan, and one stage. Tables that only its old engine read are
+    dropped.
+
+    Raises:
+        OSError: rates of another plan are wanted, and its results have no rates.json.
     """
     for unused in ("answers", "queue", "core", "table"):
         raw.pop(unused, None)

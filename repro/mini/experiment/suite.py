@@ -122,16 +122,22 @@ def progress(out: Path, running: dict[str, Settings]) -> str:
 def _launch(
     folder: Path, settings: Settings, lock: int, train: str, device: str
 ) -> subprocess.Popen[bytes]:
-    """Start a run with one thread in a process of its own; it inherits the lock. Its
-    settings are in asked.json, what it prints is added to log.txt.
+    """Start a run with one thread in a process of its own.
+
+    Args:
+        folder: of the run; its settings are written to asked.json there, and what it
+            prints is added to log.txt.
+        settings: of the run.
+        lock: from `alone`; the run inherits it.
+        train: the module that trains.
+        device: as torch names it.
     """
     folder = folder.resolve()  # the run works in ROOT
     folder.mkdir(parents=True, exist_ok=True)
     asked = folder / "asked.json"
     files.write_atomically(asked, json.dumps(asdict(settings)))
-    one = {
-        v: "1" for v in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    }
+    limits = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    one_thread = dict.fromkeys(limits, "1")
     command = [
         sys.executable,
         "-m",
@@ -147,7 +153,7 @@ def _launch(
         return subprocess.Popen(
             command,
             cwd=ROOT,
-            env=os.environ | one,
+            env=os.environ | one_thread,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -109,7 +109,9 @@ def _verify(plan: Plan, total: Checked) -> None:
 
 
 def _compare_registered_files(plan: Plan, total: Checked) -> None:
-    """Compare the registered files with the digests beside them."""
+    """Compare each file that is registered beside the plan's results with its digest,
+    in `total`.
+    """
     folder = plan.results.parent
     changed = registration.changed(folder)
     for name in registration.load(folder).get("sha256", {}):

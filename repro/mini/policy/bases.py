@@ -175,8 +175,9 @@ def describe(model: PreTrainedModel, task: tasks.Task) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train the base of a name and publish it, or compare it with the committed
-    weights; without a name, list the bases.
+    """Train the base of a name, publish it with its accuracy, and print that; with
+    --check compare it with the committed weights instead. Without a name, print the
+    bases.
 
     Returns:
         0; 1 if a weight differs; 2 if there is no such base, or it cannot be made.
@@ -212,19 +213,20 @@ def main(argv: list[str] | None = None) -> int:
         model = build(recipe, lambda line: print(line, flush=True))
         if args.check:
             committed = load(name, recipe.task).state_dict()
-            other = [
+            differing = [
                 key
                 for key, weights in model.state_dict().items()
                 if not torch.equal(weights, committed[key])
             ]
             print(
-                f"repro/mini/bases/{name}: {len(other)} of {len(committed)} tensors differ from the committed ones"
+                f"repro/mini/bases/{name}: {len(differing)} of {len(committed)} tensors differ from the committed ones"
             )
-            return 1 if other else 0
+            return 1 if differing else 0
         facts = {"recipe": asdict(recipe), **provenance.of_this_machine()}
         accuracy = describe(model, task)
 
         def write(folder: Path) -> None:
+            """Save the policy and its tokenizer into the folder."""
             models.save(folder, model, tokenizer(task))
 
         files.publish(ROOT / name, write, **facts, accuracy=accuracy)

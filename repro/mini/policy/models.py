@@ -177,32 +177,30 @@ def read_prompts(
         Logits [N, V] of the token that comes next, in float32; and the cache, of N
         rows.
     """
-    ids, cache, pictures = prompts["input_ids"], DynamicCache(), {}
+    ids = prompts["input_ids"]
+    cache = DynamicCache()
+    pictures: dict[str, Tensor] = {}
     if "pictures" in prompts:
-        pixels, side = prompts["pictures"], prompts["pictures"].shape[-1] // PATCH
+        pixels = prompts["pictures"]
+        side = pixels.shape[-1] // PATCH  # patches
         # as Qwen's image processor orders them: blocks of 2 x 2 patches, each (channel,
-        # 2 frames, row, column)
-        x = pixels.view(
-            len(pixels), 3, side // 2, 2, PATCH, side // 2, 2, PATCH
-        ).permute(0, 2, 5, 3, 6, 1, 4, 7)
+        # 2 frames, row, column); a picture is two equal frames
+        blocks = pixels.view(len(pixels), 3, side // 2, 2, PATCH, side // 2, 2, PATCH)
+        x = blocks.permute(0, 2, 5, 3, 6, 1, 4, 7)
+        frames = x.unsqueeze(6).expand(*x.shape[:6], 2, PATCH, PATCH)
         pictures = {
-            "pixel_values": x.unsqueeze(6)
-            .expand(*x.shape[:6], 2, PATCH, PATCH)
-            .reshape(len(pixels) * side**2, -1),
+            "pixel_values": frames.reshape(len(pixels) * side**2, -1),
             "image_grid_thw": torch.tensor([[1, side, side]]).expand(len(pixels), 3),
             "mm_token_type_ids": (ids == model.config.image_token_id).int(),
         }
-    logits = (
-        model(
-            input_ids=ids,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-            **pictures,
-        )
-        .logits[:, -1]
-        .float()
+    read = model(
+        input_ids=ids,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+        **pictures,
     )
+    logits = read.logits[:, -1].float()
     keep_rows(model, cache, of)
     return logits.index_select(0, of), cache
 

@@ -149,21 +149,19 @@ def places(prompts: Tensor, of: Tensor, tokens: Tensor, mask: Tensor) -> Places:
         mask: bool [N, width], the tokens whose logits are needed.
     """
     (P, L), width = prompts.shape, mask.shape[1]
-    # what comes after a response's last token is nobody's business
+    # a response without its last token, after which nothing is predicted
     lengths = (mask * torch.arange(width)).amax(1)
     T = max(int(lengths.max()), L)
-    read = pad(
-        tokens.masked_fill(torch.arange(width) >= lengths[:, None], -1),
-        (0, T),
-        value=-1,
-    )[:, :T]
+    is_beyond = torch.arange(width) >= lengths[:, None]
+    read = pad(tokens.masked_fill(is_beyond, -1), (0, T), value=-1)[:, :T]
     # sorted, so that responses that begin alike stand together
     rows, row_of = torch.cat([of[:, None], read], 1).unique(dim=0, return_inverse=True)
     of_row, read, R = rows[:, 0], rows[:, 1:], len(rows)
-    # from the row before, up to here
+    # [R - 1, T]: whether a row differs from the one before, up to here
     differs = (rows[1:] != rows[:-1]).cummax(1).values[:, 1:]
+    # [R, T]: whether a token is in the long row for the first time here
     first = (read >= 0) & torch.cat([differs.new_ones(1, T), differs])
-    # among first
+    # [R, T]: index of each token among those, that of a row before where it is not first
     at = (
         (first.flatten().cumsum(0).view(R, T) - 1)
         .masked_fill_(~first, -1)
@@ -174,24 +172,25 @@ def places(prompts: Tensor, of: Tensor, tokens: Tensor, mask: Tensor) -> Places:
     prompt = torch.arange(P * L).view(P, L)
     queries = torch.cat([pad(prompt, (0, T - L)), at])
     causal = torch.ones(T, T, dtype=torch.bool).tril()
+    # a prompt's row does not look at the L slots of a prompt before it; a response's does
     sees = torch.stack(
         [torch.cat([causal.new_full((T, L), who), causal], 1) for who in (False, True)]
     )
     hide = torch.zeros(sees.shape).masked_fill_(~sees, torch.finfo(torch.float32).min)
+    of_prompts = torch.arange(L).repeat(P)
+    of_responses = (L + torch.arange(T)).expand(R, T)[first]
+    before = torch.cat([prompt.new_zeros(P, L), prompt[of_row]])
+    is_home = torch.cat([(torch.arange(T) < L).expand(P, T), first])
+    # a response's first token is predicted by its prompt, the others by the token before
+    predicted_by = torch.cat([of[:, None], at[row_of] - P * L + P], 1)[:, :width]
     return Places(
-        torch.cat([prompts.flatten(), read[first]]),
-        torch.cat(
-            [torch.arange(L).repeat(P), (L + torch.arange(T)).expand(R, T)[first]]
-        ),
-        queries,
-        torch.cat([torch.cat([prompt.new_zeros(P, L), prompt[of_row]]), queries], 1),
-        torch.cat([(torch.arange(T) < L).expand(P, T), first])
-        .flatten()
-        .nonzero()[:, 0],
-        hide.repeat_interleave(torch.tensor([P, R]), 0),
-        torch.cat([of[:, None], at[row_of] - P * L + P], 1)[:, :width][
-            mask[:, : T + 1]
-        ],
+        tokens=torch.cat([prompts.flatten(), read[first]]),
+        positions=torch.cat([of_prompts, of_responses]),
+        queries=queries,
+        keys=torch.cat([before, queries], 1),
+        home=is_home.flatten().nonzero()[:, 0],
+        hide=hide.repeat_interleave(torch.tensor([P, R]), 0),
+        order=predicted_by[mask[:, : T + 1]],
     )
 
 

@@ -151,11 +151,10 @@ def one_step(run: Run, problems: Tensor, out: Path) -> dict:
     with run.clock("sample"), models.precision(s.precision):
         batch = rollout(run.sampler(), run.task, problems, s, run.step)
     with run.clock("score"), torch.no_grad():
-        # the base's opinion of every response if the objective reads it, else of those
-        # to a quarter of the prompts
-        some = torch.arange(
-            len(batch.tokens) if s.beta else max(1, s.prompts // 4) * s.responses
-        )
+        # the base reads every response if the objective has a KL term, else those to a
+        # quarter of the prompts, for kl_base alone
+        few = max(1, s.prompts // 4) * s.responses
+        some = torch.arange(len(batch.tokens) if s.beta else few)
         tokens, mask = batch.tokens[some], batch.mask[some]
         base = log_probs(
             run.base,
@@ -194,23 +193,15 @@ def one_step(run: Run, problems: Tensor, out: Path) -> dict:
                 device="cpu",
             ).to(torch.get_default_device())
             for number, groups in enumerate(order.view(s.minibatches, -1)):
-                rows = (
-                    groups[:, None] * s.responses + torch.arange(s.responses)
-                ).flatten()
+                # the responses of a group are side by side
+                of_group = torch.arange(s.responses)
+                rows = (groups[:, None] * s.responses + of_group).flatten()
                 try:
                     update(run, batch, ref, rows, tally, recorder)
                 except NotFinite as e:
-                    raise NotFinite(
-                        keep_minibatch(
-                            run,
-                            batch,
-                            ref,
-                            rows,
-                            out,
-                            number + epoch * s.minibatches,
-                            e,
-                        )
-                    ) from e
+                    at = number + epoch * s.minibatches
+                    said = keep_minibatch(run, batch, ref, rows, out, at, e)
+                    raise NotFinite(said) from e
         numbers = tally.numbers(run.objective, s.hyperparameters())
         if recorder is not None:
             numbers |= recorder.numbers()

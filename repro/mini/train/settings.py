@@ -105,7 +105,7 @@ class Settings:
         for f in fields(self):
             want = type(f.default) if f.name != "hp" else dict
             value = getattr(self, f.name)
-            if want is type(None):
+            if want is type(None):  # None by default: a whole number or a name
                 want = int if f.name == "overlong" else str
                 if value is None:
                     continue
@@ -204,6 +204,7 @@ class Settings:
         o = halves.get(self.objective)
         if self.aggregation is None or self.aggregation == o.agg:
             return o
+        # one with "norm" has a number of its own, which no setting gives
         if self.aggregation not in AGGREGATIONS or "norm" in self.aggregation:
             raise InputError(
                 f"settings: aggregation must be one of {', '.join(AGGREGATIONS[:4])}, or left out."
