@@ -110,6 +110,7 @@ def _inputs_of_check(name: str, settings: dict[str, Any]) -> list[dict[str, Any]
             "entropy": entropy,
             "logp_sampler": rollout_log_probs,
         }
+        # without a setting no objective of READERS has a KL term
         uses = ("logp_ref" if settings else "", "entropy", "logp_sampler")
         own = {k: v.detach() for k, v in fields.items() if k in {*uses, *MAIN}}
         calls.append(own)

@@ -198,8 +198,8 @@ def judge(claim: Claim, outcomes: list[Outcome], last: str = "") -> Judged:
     found = {f for o in deciding(outcomes) for f in o.finds}
     good = found & {"proof", "identity", "reproduced"}
     bad = found & {"counterexample", "contradicted", "not seen"}
-    # shown by one experiment, excluded by another
-    bad |= found & {"excluded"} if "reproduced" in good else set()
+    if "reproduced" in good:  # shown by one experiment, excluded by another
+        bad |= found & {"excluded"}
     condition = claim.condition or "; ".join(
         o.condition for o in outcomes if o.condition
     )
@@ -208,16 +208,12 @@ def judge(claim: Claim, outcomes: list[Outcome], last: str = "") -> Judged:
             return said(RED, "evidence for and against, and no condition")
         return said(words.CONDITION, condition)
     if condition:
-        return said(
-            RED,
-            f"a condition, and no evidence {'that it is needed' if good else 'that it is enough'}",
-        )
+        lacks = "that it is needed" if good else "that it is enough"
+        return said(RED, f"a condition, and no evidence {lacks}")
+    if found == {"unspecified"}:
+        return said(words.UNSPECIFIED)
     if "unspecified" in found:
-        return (
-            said(words.UNSPECIFIED)
-            if found == {"unspecified"}
-            else said(RED, "said to be unspecified, and tested")
-        )
+        return said(RED, "said to be unspecified, and tested")
     return said(next(verdict for f, verdict in FINDS.items() if f in found))
 
 

@@ -137,7 +137,7 @@ def J(
     """
     if hp.get("beta"):
         raise InputError("the exact expectation has no KL term: leave beta at 0.")
-    b = (rows.policy, rows.response)
+    b = (rows.policy, rows.response)  # picks what the rows are of out of [S, N, ...]
     entropy = None
     if "entropy" in objective.reads:
         H = -(table.exp() * table).sum(-1)
@@ -325,31 +325,29 @@ def _groups(task: Task, pi: Tensor, adv: str, G: int) -> Rows:
         raise InputError(
             f"{adv} looks beyond the group, and groups are enumerated one by one: choose group_norm."
         )
-    prompts, members, probability = int(task.prompt.max()) + 1, [], []
+    prompts = int(task.prompt.max()) + 1
+    members, probability = [], []
     for q in range(prompts):
         own = (task.prompt == q).nonzero()[:, 0]
         groups = all_groups(len(own), G)
         members.append(own[groups])
         probability.append(group_probability(groups, pi[:, own]) / prompts)
     response, P = torch.cat(members), torch.cat(probability, 1)  # [M, G], [S, M]
-    (S, M), ids = P.shape, torch.arange(len(response))[:, None].expand(-1, G)
-    A = advantages.get(adv)(task.reward[response].reshape(-1), ids.reshape(-1)).reshape(
-        M, G
-    )
+    S, M = P.shape
+    ids = torch.arange(M)[:, None].expand(-1, G)
+    R = task.reward[response].reshape(-1)
+    A = advantages.get(adv)(R, ids.reshape(-1)).reshape(M, G)
 
     def flat(x: Tensor) -> Tensor:
         """Return a number for each response of each group, in one column."""
         return x.expand(S, M, G).reshape(-1)
 
-    policy, group = (
-        torch.arange(S)[:, None, None],
-        torch.arange(S)[:, None, None] * M + ids,
-    )
+    policy = torch.arange(S)[:, None, None]
     return Rows(
-        flat(policy),
-        flat(response),
-        flat(A),
-        flat(P[..., None] / G),
-        flat(group),
-        S * M,
+        policy=flat(policy),
+        response=flat(response),
+        A=flat(A),
+        weight=flat(P[..., None] / G),
+        group=flat(policy * M + ids),  # a group of another policy has another number
+        groups=S * M,
     )

@@ -143,11 +143,17 @@ def drawn(
         watch: called with the gradient of each epoch.
         **hp: hyperparameters of the objective.
     """
-    (M, G), start = groups.shape, theta.expand(len(groups), *theta.shape[1:])
+    M, G = groups.shape
+    start = theta.expand(M, *theta.shape[1:])
     policy = torch.arange(M)[:, None].expand(M, G).reshape(-1)
     A = advantages.get(adv or objective.adv)(task.reward[groups].reshape(-1), policy)
     rows = Rows(
-        policy, groups.reshape(-1), A, torch.full((M * G,), 1 / G, dtype=F64), policy, M
+        policy=policy,
+        response=groups.reshape(-1),
+        A=A,
+        weight=torch.full((M * G,), 1 / G, dtype=F64),
+        group=policy,
+        groups=M,
     )
     lp_old, theta = task.log_probs(start), start
     for _ in range(k):

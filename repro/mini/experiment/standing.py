@@ -77,8 +77,9 @@ def _of_effects(plan: Plan) -> dict[str, dict[str, Any]]:
             names = _names(e, plan)
             word = e.word.partition(" by less than ")[0]
             said = OF_INTERVAL[word]
-            if rule.get("excluded_below_margin") and word == "undecided":
-                said = verdicts.EXCLUDED if e.high < e.question.margin else said
+            is_below = word == "undecided" and e.high < e.question.margin
+            if rule.get("excluded_below_margin") and is_below:
+                said = verdicts.EXCLUDED
             end = words.rounded(e.question, e.high)
             found[f"{plan.name}/{rule['key'].format(**names)}"] = {
                 "says": rule["says"].format(**names),

@@ -94,6 +94,7 @@ def new(kind: str, task: Task, seed: int = 0) -> PreTrainedModel:
             "mrope_section": [6, 5, 5],
             "mrope_interleaved": True,
         }
+        # setting of the configuration -> word of the task
         marks = {
             "image": "image_pad",
             "video": "video_pad",

@@ -185,21 +185,23 @@ class Countdown:
             The tokens of the responses, [n, 13], and the values with which they end,
             [n].
         """
-        n, (i, j, op) = len(numbers), WAYS.unbind(1)
-        taste = torch.ones(len(WAYS))
+        n = len(numbers)
+        i, j, op = WAYS.unbind(1)
+        taste = torch.ones(len(WAYS))  # how likely each way is, up to a factor
         # prefers + and the order of the prompt, so that other correct paths have low
         # confidence
         if style == "biased":
             of_operation = torch.tensor([0.85, 0.10, 0.05])[op - PLUS]
             taste = of_operation * torch.where(i < j, 1.0, 0.05)
-        pool, alive = numbers.clone(), torch.ones_like(numbers, dtype=torch.bool)
+        pool = numbers.clone()  # what is in the four slots
+        alive = torch.ones_like(numbers, dtype=torch.bool)
         tokens = torch.full((n, self.response_length), PAD)
         value = numbers[:, 0].clone()
         for step in range(STEPS):
             results = combine(pool[:, i], op.expand(n, -1), pool[:, j])
             ok = alive[:, i] & alive[:, j] & (results >= 0) & (results <= TOP)
             way = torch.multinomial(taste * ok, 1, generator=g)[:, 0]
-            go = step < steps
+            go = step < steps  # walks that have this step
             row = torch.arange(n)
             a, b = i[way], j[way]  # slots
             c = results.gather(1, way[:, None])[:, 0]

@@ -241,8 +241,8 @@ def update(
     """
     s = run.s
     totals = Totals.of_lengths(batch.mask[rows].sum(1), batch.group[rows])
-    # whether responses with advantage 0 are computed too
-    every = (
+    # whether responses with advantage 0 may have a gradient, or are needed otherwise
+    needs_all = (
         s.beta
         or s.entropy_bonus
         or run.objective.scale_exception
@@ -250,10 +250,12 @@ def update(
         or recorder is not None
         or s.fault
     )
-    alive = torch.ones(len(rows), dtype=torch.bool) if every else batch.adv[rows] != 0
+    alive = batch.adv[rows] != 0
+    if needs_all:
+        alive = torch.ones(len(rows), dtype=torch.bool)
     alive[0] |= not alive.any()  # nothing to learn from still moves Adam's averages
     rows, totals = rows[alive], totals.rows(alive)
-    width = int(batch.mask[rows].any(0).sum())
+    width = int(batch.mask[rows].any(0).sum())  # of the longest response
     tokens, mask, lp_old = (
         x[rows, :width] for x in (batch.tokens, batch.mask, batch.logp)
     )
@@ -264,11 +266,9 @@ def update(
         run.policy, batch.prompts_of(rows), tokens, mask, temperature, s.precision
     )
     lp = spread(of_tokens(all_lp, tokens[mask]), mask)
-    H = (
-        spread(entropy(all_lp.detach()), mask)
-        if "entropy" in run.objective.reads
-        else None
-    )
+    H = None
+    if "entropy" in run.objective.reads:
+        H = spread(entropy(all_lp.detach()), mask)
     lp_ref = None if ref is None else ref[rows, :width]
     minibatch = faults.Minibatch(
         lp, lp_old, A, mask, batch.group[rows], lp_ref, H, totals

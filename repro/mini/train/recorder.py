@@ -110,10 +110,19 @@ class Recorder:
         old: Tensor,
         A: Tensor,
     ) -> None:
-        """Write the minibatch as a file that `upref replay` reads."""
+        """Write the minibatch as a file that `upref replay` reads.
+
+        Args:
+            number: of the optimizer step in the run, from 1.
+            tokens: [N, T], as all that follow.
+            mask: of its tokens.
+            state: of each token, a row of Batch.log_probs.
+            old: lp_old.
+            A: advantages.
+        """
         s, rows = self.run.s, self.rows
         sampled = self.batch.log_probs[state, tokens]
-        rollout = max(0, self.run.step - s.staleness)
+        rollout = max(0, self.run.step - s.staleness)  # whose policy sampled
         columns = self.columns | {
             "ids": tokens,
             "mask": mask,
@@ -122,6 +131,7 @@ class Recorder:
             "sampler": sampled.where(mask, 0.0),
             "reward": self.batch.reward[rows],
             "group": self.batch.group[rows],
+            # the optimizer step, from 1, before which the policy sampled
             "version": (rows * 0) + rollout * self.updates + 1,
         }
         logged = {

@@ -85,54 +85,39 @@ def rollout(
         )
         said.append((logits / s.temperature).log_softmax(-1))
         verdict = task.verify(drawn.repeat_interleave(s.responses, 0), tokens)
-        judged.append(
-            (
-                verdict.reward,
-                verdict.valid,
-                mask.sum(1),
-                entropy(said[-1])[state].where(mask, 0.0).sum(1),
-            )
-        )
+        entropies = entropy(said[-1])[state].where(mask, 0.0).sum(1)
+        judged.append((verdict.reward, verdict.valid, mask.sum(1), entropies))
         rewards = verdict.reward - too_long(mask, s)
         by_prompt = rewards.view(s.prompts, -1)
         mixed = (by_prompt != by_prompt[:, :1]).any(1)  # rewards differ in the group
-        state += sum(map(len, said[:-1]))
-        kept.append(
-            (
-                mixed,
-                drawn,
-                *(
-                    x.view(s.prompts, s.responses, *x.shape[1:])
-                    for x in (tokens, mask, state, rewards)
-                ),
-            )
+        state += sum(map(len, said[:-1]))  # rows in the states of all rounds
+        of_responses = (
+            x.view(s.prompts, s.responses, *x.shape[1:])
+            for x in (tokens, mask, state, rewards)
         )
+        kept.append((mixed, drawn, *of_responses))
         if sum(int(mixed.sum()) for mixed, *_ in kept) >= s.prompts:
             break
     mixed, drawn, *rest = (torch.cat(x) for x in zip(*kept, strict=True))
-    # without dynamic sampling, all of them as they came
-    first = (
-        torch.argsort(~mixed, stable=True)[: s.prompts]
-        if s.dynamic_sampling
-        else torch.arange(s.prompts)
-    )
+    first = torch.arange(s.prompts)
+    if s.dynamic_sampling:  # the mixed groups, in the order in which they were drawn
+        first = torch.argsort(~mixed, stable=True)[: s.prompts]
     tokens, mask, state, rewards = (x[first].flatten(0, 1) for x in rest)
     log_probs = torch.cat(said)
     group = torch.arange(s.prompts).repeat_interleave(s.responses)
     right, valid, length, H = (torch.cat(x).double() for x in zip(*judged, strict=True))
+    estimator = advantages.get(s.advantages or s.target().adv)
     return Batch(
-        models.inputs(task, drawn[first]),
-        tokens,
-        mask,
-        log_probs,
-        state,
-        log_probs[state, tokens].where(mask, 0.0),
-        advantages.get(s.advantages or s.target().adv)(
-            rewards, faults.groups_of(s.fault, group, s.prompts)
-        ),
-        rewards,
-        group,
-        {
+        prompts=models.inputs(task, drawn[first]),
+        tokens=tokens,
+        mask=mask,
+        log_probs=log_probs,
+        state=state,
+        logp=log_probs[state, tokens].where(mask, 0.0),
+        adv=estimator(rewards, faults.groups_of(s.fault, group, s.prompts)),
+        reward=rewards,
+        group=group,
+        seen={
             "reward": right.mean().item(),
             "valid": valid.mean().item(),
             "length": length.mean().item(),
