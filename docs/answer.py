@@ -129,7 +129,8 @@ def explanations() -> str:
     beyond_clip = test["neighbours", "best", "dapo_no_upper_clip", "s16"]
     decoding = {m: shown(stale.change(f"{m}/t_1", m, "dapo")) for m in ("best", "avg")}
     at_t_1 = shown(stale.minus("best/t_1", "up_dapo", "dapo"))
-    equal = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*stale.at_equal_average())
+    mean, low, high = stale.at_equal_average()
+    equal = f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]"
     r, cells = stale.entropy_and_best()
     r_of_controls, methods = controls.entropy_and_best()
     peak = stale.minus("best@highest", "up_dapo", "dapo")
@@ -139,10 +140,13 @@ def explanations() -> str:
     )
     assert worth_at_t_1.low < 0 < at_top_p_0_7.low
     assert 0 < peak.mean < gain.mean / 2
-    n, high = len(stale.seeds()), stale.bases()[0]
+    n, better_base = len(stale.seeds()), stale.bases()[0]
     base = stale.level("best@first", "up_dapo").by_base[0]
-    paths = [stale.runs()["up_dapo", "s16", high, seed] for seed in stale.seeds()]
+    paths = [
+        stale.runs()["up_dapo", "s16", better_base, seed] for seed in stale.seeds()
+    ]
     best_of = [r["evals"][stale.PATH]["best"] for r in paths]
+    # runs whose best evaluation is the first, before training
     untrained = sum(max(best) == best[0] for best in best_of)
     rows = [
         (

@@ -104,6 +104,7 @@ def main(names: list[str]) -> None:
             del one["settings"]  # the adapters have them
         del data["left_out"]
         found.append(data)
+    # cases that no comparison has, then those that one trainer lacks
     of_all = {case.id: why for case in chosen if (why := why_left_out(case))}
     lacking = [*of_all.items()]
     for run in runs:

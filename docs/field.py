@@ -72,11 +72,11 @@ def status_of(e: Entry) -> str:
 
 
 def worst(entries: list[Entry]) -> tuple[str, str, str]:
-    """Return the worst of these entries: its status, how severe it is with how many
-    others there are, and its key; "agrees" and "" twice where none but numerical ones
-    are there.
+    """Return what the cell shows of these entries: the status of the worst, how severe
+    it is with how many others there are, and its key. Where none is more than
+    numerical: "agrees", "", "".
 
-    A cosmetic entry comes after all that are not.
+    A cosmetic entry comes after all that are not; then status counts, then severity.
     """
     blamed = [e for e in entries if e.status != "numerical"]
     if not blamed:

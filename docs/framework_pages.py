@@ -1,8 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the frameworks compute, as pages: `python -m docs.framework_pages NAME...`
-audits these and writes NAME.json, as `upref audit NAME --json` prints it, into
-docs/frameworks. docs.make makes the tables of docs/frameworks.md from these files and
-the ledgers, and docs.site a page for each framework.
+"""What the frameworks compute, as pages: `python -m docs.framework_pages NAME...` audits these
+and writes NAME.json, as `upref audit NAME --json` prints it, into docs/frameworks.
+docs.make makes the tables of docs/frameworks.md from these files and the ledgers, and
+docs.site a page for each framework.
+
+An audit is one of these files. Each of its `rows` compares one function of the framework
+with what it should be:
+
+    label, setting, mode   the function and its setting in print; "default", "paper" or another
+    kind                   "loss", "advantages", "kl", "value", ...
+    objective, promise     what it is compared with; with its hyperparameters
+    micro_batches          into how many the batch was split
+    difference, tol        the largest difference of a gradient, and what rounding allows
+    reasons                a cause in words, and the token ("spot") where it differs most
+    effects                of each reason, how much of the gradient changes
+    ok                     whether every difference has a known cause
+
+The ledger of a framework has an entry for each reason, with status and severity.
 """
 
 import json
@@ -328,7 +342,7 @@ def sign(audit: dict[str, Any], objective: str) -> str:
         return ""
     entries = read(audit["framework"])
     settings = read_tables(audit["framework"])["recipe"]
-    # where a KL term is on by default beside the loss, the recipe switches it off
+    # without those with a KL term beside the loss, which the recipe must switch off
     shipped = [
         row
         for row in whole

@@ -62,6 +62,7 @@ def keys_of(name: str) -> dict[str, dict[str, str]]:
     keys = {key for line in lines_of(name) for key, _ in typed_fields(line)}
     declarations = {}
     for key in sorted(keys):
+        # the longest beginning that the ledger has
         begin = max((b for b in schema if key.startswith(b)), key=len, default=None)
         if begin is None:
             raise InputError(f"{name}: `schema` of [recipe] says nothing of {key!r}.")

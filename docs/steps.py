@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/steps.md has generated: a table per trainer, from docs/steps/NAME.json, and
-notes on the differences.
+"""What docs/steps.md has generated: a table per trainer, from docs/steps/NAME.json, and notes
+on the differences.
 
-The records are what `upref step NAME --json` printed; `python -m docs.steps` makes
-those of the plug-ins.
+The records are what `upref step NAME --json` printed; `python -m docs.steps` makes those of
+the plug-ins. A step in them has `setting`, `family` (of the model), `error` (of its
+gradient, relative; None if it does not run), `cause` (of a difference, "" if it agrees)
+and `not_exercised` (numbers of the objective that the rows do not reach).
+
+benchmarks/conformance.json has runs of the conformance suite by KIND/NAME: `errors` by case,
+`counts` by how cases ended, `known failures` (cases that fail as listed) and `unexpected`.
 """
 
 import tomllib
@@ -233,6 +238,7 @@ def green() -> str:
     columns += ["otherwise than listed", "skipped", "largest error in float32"]
     rows = []
     for run in _runs("green").values():
+        # the cases precision/ are in bfloat16
         errors = {
             case: error
             for case, error in run["errors"].items()
@@ -278,7 +284,7 @@ def ranks() -> str:
     """Return the table of two ranks beside one process: the error of the gradient in
     each case.
     """
-    rows = {}  # a case may stand in two runs of one adapter
+    rows = {}  # a case may be in two runs of one adapter: the last one counts
     for key, run in _runs("ranks").items():
         adapter = f"`{key.partition(',')[0]}`, {run['adapter']}"
         for case, error in run["errors"].items():

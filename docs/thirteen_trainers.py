@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of docs/thirteen-trainers.md, from thirteen_trainers.json, which `python -m
 tests.trainers FOLDER --record` writes, and from what was read, thirteen_trainers.toml.
+
+A case is the training loop of a repository, compared with an objective; glue is the code
+that was written to run it. Each of its verdicts is of another draw of rows: it agrees, with
+an error, or differs, with causes, or was refused.
 """
 
 import re
@@ -37,7 +41,7 @@ def verdict(case: dict[str, Any]) -> str:
     agreed = [x for x in each if x.get("agrees")]
     if len(agreed) == len(each):
         return f"agrees, {max(x['error'] for x in each):.1e} at most"
-    # on other rows a cause may have other numbers: those of the first draw stand
+    # on other rows a cause may have other numbers: those of the first draw are shown
     causes = {NUMBER.sub("#", x["causes"][0]): x["causes"][0] for x in reversed(each)}
     return f"differs: {'; or: '.join(causes.values())}"
 
@@ -73,15 +77,13 @@ def thirteen_trainers() -> str:
 
 
 def thirteen_counts() -> str:
-    """Return how many verdicts there are, in a sentence."""
-    each = [(c, x) for c in cases() for x in c["verdicts"]]
-    agree = sum(bool(x.get("agrees")) for _, x in each)
-    refused = sum("refused" in x for _, x in each)
-    named = sum(
-        bool(x.get("causes")) and not x["causes"][0].startswith("no known cause")
-        for _, x in each
-    )
-    repositories = len({c["repository"] for c in cases()})
+    """Return in a sentence how many verdicts there are, and how many of which kind."""
+    each = [verdict for case in cases() for verdict in case["verdicts"]]
+    agree = sum(bool(x.get("agrees")) for x in each)
+    refused = sum("refused" in x for x in each)
+    first_causes = [x["causes"][0] for x in each if x.get("causes")]
+    named = sum(not cause.startswith("no known cause") for cause in first_causes)
+    repositories = len({case["repository"] for case in cases()})
     return (
         f"{len(each)} checks of {len(cases())} loops from {repositories} repositories, "
         f"each on {len(cases()[0]['verdicts'])} draws of rows: {agree} agree, "

@@ -31,8 +31,8 @@ FILE = Path(__file__).parent / "upgrades.json"
 
 
 def audit(name: str, version: str) -> dict[str, Any]:
-    """Return the audit of a release: the committed one, or what `upref audit --json`
-    prints.
+    """Return the audit of a release: the committed one if it is of this release, or
+    else what `upref audit --json` prints.
 
     Args:
         name: the framework. One without a pin is audited as it is installed, so that
@@ -41,6 +41,7 @@ def audit(name: str, version: str) -> dict[str, Any]:
 
     Raises:
         ValueError: there is no verdict; the message says why.
+        CalledProcessError: pip cannot install the release.
     """
     committed = record.rows(FOLDER / f"{name}.json")
     if committed["version"] == version:
@@ -68,7 +69,9 @@ def audit(name: str, version: str) -> dict[str, Any]:
 
 
 def says(row: dict[str, Any]) -> str:
-    """Return what a row of an audit says, without its numbers."""
+    """Return what a row of an audit says, without its numbers: "agrees", the reasons in
+    alphabetical order, or its verdict where a difference has no known cause.
+    """
     if row["difference"] <= row["tol"]:
         return "agrees"
     if not row["ok"]:
@@ -77,7 +80,9 @@ def says(row: dict[str, Any]) -> str:
 
 
 def numbers(row: dict[str, Any]) -> list[float]:
-    """Return the difference of each reason, in the order of says, then of the row."""
+    """Return the largest difference of each reason, in the order in which `says` has
+    them, then that of the row.
+    """
     reasons = sorted(row["reasons"], key=itemgetter(0))
     return [*(spot["difference"] for _, spot in reasons), row["difference"]]
 
@@ -116,20 +121,31 @@ def _close(one: float, other: float) -> bool:
 def row_of_each(
     audit: dict[str, Any], keys: Iterable[tuple[str, str, int]]
 ) -> dict[tuple[str, str, int], dict[str, Any] | None]:
-    """Return the row of each comparison that is named, None where there is none; an
-    audit has a row of micro-batches only where these change the gradient."""
+    """Return the row of each comparison that is named, None where there is none.
+
+    An audit has a row of micro-batches only where these change the gradient: where it
+    has none, that of the whole batch counts.
+
+    Args:
+        audit: of a release.
+        keys: of the comparisons, by `nightly.key`.
+    """
     rows = {key(row): row for row in audit["rows"]}
     return {one: rows.get(one, rows.get((*one[:2], 1))) for one in keys}
 
 
 def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return in Markdown what an audit says otherwise than the one of the release
-    before: losses, defaults, and what is compared in both."""
-    modes = then["defaults"].keys(), now["defaults"].keys()
-    lines = [f"the loss `{mode}` is gone" for mode in sorted(modes[0] - modes[1])]
-    lines += [f"the loss `{mode}` is new" for mode in sorted(modes[1] - modes[0])]
-    defaults: dict[str, list[str]] = {}
-    for mode in sorted(modes[0] & modes[1]):
+    """Return sentences in Markdown on what an audit says otherwise than the one of the
+    release before: losses, defaults, and what is compared in both.
+
+    One sentence names all losses of which it holds.
+    """
+    # a mode is one of the framework's losses
+    old_modes, new_modes = then["defaults"].keys(), now["defaults"].keys()
+    lines = [f"the loss `{mode}` is gone" for mode in sorted(old_modes - new_modes)]
+    lines += [f"the loss `{mode}` is new" for mode in sorted(new_modes - old_modes)]
+    defaults: dict[str, list[str]] = {}  # a sentence -> its losses
+    for mode in sorted(old_modes & new_modes):
         fields = now["defaults"][mode]
         for field, was in then["defaults"][mode].items():
             if field not in fields:
@@ -145,7 +161,7 @@ def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     lines += [f"{said} ({_codes(which)})" for said, which in defaults.items()]
     every = dict.fromkeys(key(row) for row in then["rows"] + now["rows"])
     before, after = row_of_each(then, every), row_of_each(now, every)
-    compared: dict[str, list[str]] = {}
+    compared: dict[str, list[str]] = {}  # a sentence -> its losses
     for one in every:
         label, promise, micro = one
         said = otherwise(before[one], after[one])
@@ -187,7 +203,11 @@ def repairs() -> str:
 
 
 def main() -> None:
-    """Audit the releases of a framework and record what each changed."""
+    """Audit the releases that the command line names, record what each changed, and
+    print that.
+
+    A release that cannot be audited makes "not known" of the change to it and from it.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=frameworks(), help="the framework")
     parser.add_argument("versions", nargs="+", help="its releases, the oldest first")

@@ -215,7 +215,9 @@ class Gathering:
                 return m[0]
             path = os.path.normpath(folder / target)
             if re.fullmatch(r"docs/frameworks/\w+\.json", path):
-                place = path[5:-5] + ".md"  # the page that says in words what it holds
+                # the page that says in words what the audit has
+                name_of_page = path.removeprefix("docs/").removesuffix(".json")
+                place = f"{name_of_page}.md"
             elif (ROOT / path).exists():
                 place = self.put(path)
             else:
@@ -286,11 +288,11 @@ def outside_code(text: str, change: Callable[[str], str]) -> str:
     """
     out, at = [], 0
     for fence in FENCED.finditer(text):
-        code = not fence[0].startswith(":") and not re.match(
-            r"`+\{(?!code|literal|eval-rst)", fence[0]
-        )
+        of_colons = fence[0].startswith(":")
+        of_directive = re.match(r"`+\{(?!code|literal|eval-rst)", fence[0])
         out.append(change(text[at : fence.start()]))
-        out.append(fence[0] if code else change(fence[0]))
+        has_text = of_colons or of_directive
+        out.append(change(fence[0]) if has_text else fence[0])
         at = fence.end()
     return "".join([*out, change(text[at:])])
 
@@ -310,7 +312,7 @@ def sections(texts: dict[str, str]):
     ]
     cards, heads = [], []
     for section in SECTIONS:
-        names = pages_of(section, left)
+        names = pages_of(section, left)  # below the section's first page
         left = [name for name in left if name not in names]
         if section.folded and (behind := pages_of(section.folded, left)):
             left = [name for name in left if name not in behind]
@@ -325,7 +327,7 @@ def sections(texts: dict[str, str]):
         if names:
             texts[section.head] += toctree(names, section.head, texts, not generated)
         heads.append(f"{section.title} <{section.head}>")
-        # nine cards fill three rows; the tab is on every page
+        # "More" has no card: nine fill three rows, and its tab is on every page
         if section.title != "More":
             link = f":link: {section.head}\n:link-type: doc"
             cards.append(

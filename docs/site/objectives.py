@@ -475,13 +475,14 @@ def _where_equal(one: Sampled, other: Sampled) -> str:
 
 def _relatives(o: Objective) -> str:
     """Return a table of the objectives whose weight is the same number at 162 points
-    for each sign, computed now.
+    for each sign, computed now; equal everywhere first, then at the defaults, then by
+    name.
     """
     own = [sampled for sampled in _sampled() if sampled.name == o.name]
     others = [sampled for sampled in _sampled() if sampled.name != o.name]
     rows = []
     for one, other in product(own, others):
-        if one.setting and other.setting:
+        if one.setting and other.setting:  # a limit of both says little
             continue
         if where := _where_equal(one, other):
             relative = get(other.name)

@@ -89,7 +89,7 @@ def _converted(text: str) -> str:
     out, at = [], 0
     while at < len(text):
         m = TOKEN.match(text, at)
-        assert m
+        assert m  # any character is a token
         at = m.end()
         kind, token = m.lastgroup, m[m.lastgroup or 0]
         if kind in ("power", "sub") and token in "({":
