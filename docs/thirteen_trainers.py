@@ -27,9 +27,8 @@ def cases() -> list[dict[str, Any]]:
 
 def readings() -> list[dict[str, Any]]:
     """Return what was read in each repository, one table a repository."""
-    trainers: list[dict[str, Any]] = tomllib.loads(READ.read_text(encoding="utf-8"))[
-        "trainer"
-    ]
+    tables = tomllib.loads(READ.read_text(encoding="utf-8"))
+    trainers: list[dict[str, Any]] = tables["trainer"]
     return trainers
 
 

@@ -304,14 +304,8 @@ def as_computed(
     for c in read() if claims is None else claims:
         k = known.get(c.id)
         if not k or k["record"] != c.digest:
-            found.append(
-                Judged(
-                    c,
-                    RED,
-                    "not computed since its record was written: python -m paper claims --run --save",
-                    (),
-                )
-            )
+            why = "not computed since its record was written: python -m paper claims --run --save"
+            found.append(Judged(c, RED, why, ()))
             continue
         outcomes = tuple(
             Outcome(**o | {"finds": tuple(o["finds"])}) for o in k["outcomes"]

@@ -280,7 +280,9 @@ def _table(what: str, judged: Sequence[Judged]) -> str:
 
 
 def row(j: Judged) -> list[str]:
-    """Return the row of a claim: where it stands, what it says, its verdict, its evidence."""
+    """Return the four cells of a claim: where it is, what it says with its notes, its
+    verdict, its evidence.
+    """
     c = j.claim
     says = [f"“{plain(c.quote)}”<br>*Reading:* {c.says}" if c.quote else c.says]
     if c.note:
@@ -288,6 +290,7 @@ def row(j: Judged) -> list[str]:
     if c.second:
         says.append(f"*Second reader:* {c.second}.")
     for key, _, words in (e.partition(": ") for e in c.elsewhere):
+        # this source is code of the paper's first author
         code = (
             "not in the paper; in the first author's code: "
             if key == "verl-7022"

@@ -95,11 +95,14 @@ def rows(
 
 
 def choose(task: Task, objective: Objective, G: int | None) -> str:
-    """Return "infinite", "counts" or "groups": the cheapest way that is exact.
+    """Return the cheapest way that is exact: "infinite" without G; "counts" for rewards
+    of 0 or 1, unless the objective or its denominator depends on the whole group; else
+    "groups".
 
     Raises:
         InputError: G is None, and the objective couples a batch.
     """
+    # a group's denominator depends on which responses are in it
     per_group = objective.agg == "group-token-mean" and not task.one_length
     if G is None:
         if objective.batch_coupled:
@@ -234,7 +237,7 @@ def _counts(task: Task, pi: Tensor, adv: str, G: int) -> Rows:
     [S, N].
     """
     S, N = pi.shape
-    P = task.right(pi).clamp(0, 1)
+    P = task.right(pi).clamp(0, 1)  # share of right responses, [S, Q]
     peers = binomial(G - 1, P)[:, task.prompt]  # [S, N, G]: right ones among the others
     A = _advantage_by_count(adv, G, P)
     R = task.reward.long()
@@ -281,10 +284,10 @@ def _infinite(task: Task, pi: Tensor, adv: str) -> Rows:
         return x.expand(S, N).reshape(-1)
 
     return Rows(
-        flat(torch.arange(S)[:, None]),
-        flat(torch.arange(N)),
-        flat(A),
-        flat(pi / P.shape[1]),
+        policy=flat(torch.arange(S)[:, None]),
+        response=flat(torch.arange(N)),
+        A=flat(A),
+        weight=flat(pi / P.shape[1]),  # prompts are equally frequent
     )
 
 

@@ -533,7 +533,10 @@ def load(name: str) -> Plan:
 
 
 def read(path: Path, name: str = "") -> Plan:
-    """Return the plan in a file.
+    """Return the plan in a file, translated and completed.
+
+    A standing.toml beside a plan.toml belongs to it. Results are in the folder
+    `results` beside the plan unless it is of a closed round.
 
     Args:
         path: of the file.

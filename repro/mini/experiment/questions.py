@@ -366,7 +366,7 @@ def number(run: RunRecord, term: Term) -> float:
     if term.metric in STEP_METRICS:
         scale = 100 if term.metric in SHARES else 1
         return scale * _of_steps(run, term.metric, term.at)
-    if run["status"] != "done":
+    if run["status"] != "done":  # what is left are numbers of the evaluations
         return 0.0
     if term.metric.startswith("pass@"):
         k = int(term.metric.removeprefix("pass@"))

@@ -62,10 +62,12 @@ class Recorder:
         keep_gradient(self.columns, lp)
 
     def end(self) -> None:
-        """Compare the minibatch, whose gradient has arrived, and write it.
+        """Compare the minibatch, whose gradient has arrived since `begin`, with the
+        reference, and write it.
 
         Raises:
-            ParityError: the loss or its gradient is not the objective's.
+            ParityError: the loss or its gradient is not the objective's; nothing is
+                written.
         """
         run, rows, width = self.run, self.rows, self.lp.shape[1]
         tokens, mask, state, old = (
@@ -92,7 +94,7 @@ class Recorder:
             **run.s.hyperparameters(),
         )
         number = run.step * self.updates + self.done + 1
-        if found.of_bound > 1:
+        if found.of_bound > 1:  # more than rounding allows
             raise parity.ParityError(
                 f"optimizer step {number}: the loss or its gradient is {found.max_abs:.2g} from the reference, "
                 f"{found.of_bound:.1f} times what rounding allows."
