@@ -453,7 +453,7 @@ def trainers() -> str:
     return "\n".join([*TRAINERS_HEAD, *rows]) + "\n"
 
 
-def main(*frameworks: str):
+def main(*frameworks: str) -> None:
     """Audit the frameworks and record the audits; print their files. Then write which
     objectives all committed audits compare with.
     """

@@ -108,7 +108,7 @@ def note_text(note: Any) -> str:
     return f"{text} ({note.cause})"
 
 
-def main(*names: str):
+def main(*names: str) -> None:
     """Audit the log-probability functions of the frameworks, and record the results."""
     from upref_frameworks.audits.kernels import kernels
 

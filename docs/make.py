@@ -116,7 +116,7 @@ def _block(m: re.Match, program: dict, folder: Path) -> str:
     return f"{block}{gap}```text\n{out.getvalue()}```\n"
 
 
-def put(name: str, code: str, folder: Path):
+def put(name: str, code: str, folder: Path) -> None:
     """Write that file into the folder, for the page's next commands. A file of a
     package of PACKAGES is beside a copy of this package there.
 

@@ -5,6 +5,7 @@ On import, Ctrl-C and SIGTERM end the program with one sentence (`upref.interrup
 """
 
 import argparse
+from typing import NoReturn
 
 from upref import interrupt
 
@@ -14,7 +15,7 @@ interrupt.handled()
 class Parser(argparse.ArgumentParser):
     """A command line that ends with one sentence and status 2 on wrong arguments."""
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
         """Print the message in one line on stderr, and exit with status 2.
 
         Args:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent
 say = Console(highlight=False, soft_wrap=True).print
 
 
-def proof(o):
+def proof(o: upref.Objective) -> tuple[bool, str]:
     """Derive the weight by sympy from the very function that trains, and print it."""
     derivation = derive(o)
     say(f"{derivation}\n", markup=False)
@@ -35,7 +35,7 @@ def proof(o):
     )
 
 
-def claims(_):
+def claims(_: upref.Objective) -> tuple[bool, str]:
     """Run the scripts of the paper's claims; a false one ends with a status that is not
     0.
     """
@@ -54,7 +54,7 @@ def claims(_):
     return ok, f"{len(scripts)} claims of the paper derived (derivations/README.md)"
 
 
-def gradients(o):
+def gradients(o: upref.Objective) -> tuple[bool, str]:
     """Compare autograd with weight x aggregation over the regime grid, and with UP of
     the base where the objective is one.
     """
@@ -73,7 +73,7 @@ def gradients(o):
     return ok, text
 
 
-def plugged(o):
+def plugged(o: upref.Objective) -> tuple[bool, str]:
     """Compare the gradient of the loss that verl calls with the reference's, which must
     be equal to the bit.
     """
@@ -109,7 +109,7 @@ def plugged(o):
     )
 
 
-def audit(_):
+def audit(_: upref.Objective) -> tuple[bool, str]:
     """Compare verl's and TRL's own losses with the papers, and print the tables."""
     tables = [audits.audit(framework) for framework in ("verl", "trl")]
     for table in tables:
@@ -120,7 +120,7 @@ def audit(_):
     )
 
 
-def maps(o):
+def maps(o: upref.Objective) -> tuple[bool, str]:
     """Draw Cap and weights of the objective, beside its base if it has one; the sentence
     names the files.
 

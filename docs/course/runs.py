@@ -147,7 +147,7 @@ def written(text: str) -> str:
     return f'{head}without a gradient.\n\n{table()}"""{rest.partition(DOC_END)[2]}'
 
 
-def main():
+def main() -> None:
     """Write the runs into the exercise, and print them."""
     torch.set_num_threads(1)
     write_atomically(FILE, written(FILE.read_text(encoding="utf-8")))

@@ -168,7 +168,7 @@ class Gathering:
         self.texts: dict[str, str] = {}  # docname -> markdown
         self.todo: list[str] = []
 
-    def page(self, path: str):
+    def page(self, path: str) -> None:
         """Take over a page of the repository, with all that it links to; do nothing if
         it is here already.
         """
@@ -268,7 +268,7 @@ class Gathering:
                 rows.append(f"* [{file.name}]({relative})")
         return "\n".join(rows)
 
-    def write(self):
+    def write(self) -> None:
         """Write the pages under `source`, typeset (prose.py) but for those that show
         files.
         """
@@ -297,7 +297,7 @@ def outside_code(text: str, change: Callable[[str], str]) -> str:
     return "".join([*out, change(text[at:])])
 
 
-def sections(texts: dict[str, str]):
+def sections(texts: dict[str, str]) -> None:
     """Put every page into one section, in place: the first page of a section gets the
     list of the others, and `index` is made.
 
@@ -413,7 +413,7 @@ def entries(names: list[str], head: str, texts: dict[str, str]) -> Iterator[str]
             yield page
 
 
-def settings(source: Path):
+def settings(source: Path) -> None:
     """Copy conf.py, the style sheet, and MathJax from the wheel that
     repro/requirements/docs.txt pins.
 
@@ -436,7 +436,7 @@ def settings(source: Path):
 WITHOUT_HEADINGS = "---\nhtml_theme.sidebar_secondary.remove: true\n---\n\n"
 
 
-def gather(source: Path):
+def gather(source: Path) -> None:
     """Write the sources of the whole site into a folder, which is made."""
     g = Gathering(source)
     g.page("README.md")

@@ -9,7 +9,7 @@ import sys
 from collections import defaultdict
 from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 FETCHED = {
     "img": "src",
@@ -84,7 +84,7 @@ def dead(html: Path) -> list[str]:
     return lines
 
 
-def _leads(file: Path, parts, pages: dict[Path, Page]) -> str:
+def _leads(file: Path, parts: SplitResult, pages: dict[Path, Page]) -> str:
     """Return why the link leads nowhere; "" if it does lead to something.
 
     Args:

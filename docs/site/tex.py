@@ -160,7 +160,7 @@ def block(tex: str) -> str:
     return f"$$\n\\begin{{gathered}}\n{tex}\n\\end{{gathered}}\n$$"
 
 
-def expression(e) -> str:
+def expression(e: sympy.Expr) -> str:
     """Return a sympy expression as TeX, in the paper's letters."""
     return sympy.latex(
         sympy.sympify(e),
@@ -168,7 +168,7 @@ def expression(e) -> str:
     )
 
 
-def _symbols(e):
+def _symbols(e: sympy.Expr) -> set[sympy.Symbol]:
     """Return the symbols of an expression."""
     return sympy.sympify(e).atoms(sympy.Symbol)
 

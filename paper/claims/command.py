@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verb `python -m paper claims`: the verdicts of the last run, or of one made now."""
 
+import argparse
+
 from paper.claims import as_computed, last, page
 from paper.claims.evidence import compute
 from upref.errors import InputError
 
 
-def run(args) -> int:
+def run(args: argparse.Namespace) -> int:
     """Print the verdicts that the options ask for; return 1 where a claim is red, else
     0.
 

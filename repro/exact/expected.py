@@ -21,6 +21,7 @@ infinite batch.
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from math import comb, lgamma
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ def rows(
     G: int | None,
     adv: str | None = None,
     way: str = "",
-):
+) -> Rows:
     """Return the rows of the expectation under π_old.
 
     Args:
@@ -178,7 +179,13 @@ def _totals(mask: Tensor, rows: Rows) -> Totals:
     return Totals(tokens, B, rows.groups, of_group[rows.group])
 
 
-def _one_group(objective, batch, rows, g, hp):
+def _one_group(
+    objective: Objective,
+    batch: tuple[Tensor, ...],
+    rows: Rows,
+    g: int,
+    hp: dict[str, Any],
+) -> Tensor:
     """Return P(group) times J of group number g alone; 0, with a gradient of 0, where
     it is never drawn.
     """

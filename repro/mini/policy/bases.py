@@ -10,6 +10,7 @@ every weight with the committed
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -109,7 +110,7 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
         raise InputError(f"{folder} has no tokenizer that can be loaded: {e}.") from e
 
 
-def build(recipe: Recipe, say=print) -> PreTrainedModel:
+def build(recipe: Recipe, say: Callable[[str], object] = print) -> PreTrainedModel:
     """Return a policy that was trained with cross-entropy on the responses of fresh
     demonstrations, the learning rate in one cosine cycle.
 

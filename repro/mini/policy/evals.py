@@ -3,6 +3,8 @@
 
 import numpy as np
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from repro.mini.policy import models
 from repro.mini.policy.sample import sample
@@ -12,7 +14,14 @@ from upref import metrics
 CHUNK = 32  # problems sampled at once
 
 
-def tables(model, task: Task, problems, k: int, top_p: float, g: torch.Generator):
+def tables(
+    model: PreTrainedModel,
+    task: Task,
+    problems: Tensor,
+    k: int,
+    top_p: float,
+    g: torch.Generator,
+) -> tuple[Tensor, Tensor]:
     """Sample k responses to each problem at T = 1 and verify them.
 
     Returns:
@@ -37,20 +46,20 @@ def tables(model, task: Task, problems, k: int, top_p: float, g: torch.Generator
     return torch.cat(right).cpu(), torch.cat(said).cpu()
 
 
-def scores(correct, answers) -> dict[str, float | int]:
+def scores(correct: Tensor, answers: Tensor) -> dict[str, float | int]:
     """Return the value of each estimate, as a share, with `n_problems` and `k`."""
     values = {name: e.value for name, e in estimates(correct, answers).items()}
     return values | {"n_problems": len(correct), "k": correct.shape[1]}
 
 
-def bits(which) -> str:
+def bits(which: Tensor) -> str:
     """Return bool [P] as hexadecimal text, 8 problems a byte, the first
     problem first.
     """
     return np.packbits(which.numpy()).tobytes().hex()
 
 
-def times(right) -> str:
+def times(right: Tensor) -> str:
     """Return how many samples of each problem are right, a byte each, as hexadecimal
     text, the first problem first.
 
@@ -60,7 +69,7 @@ def times(right) -> str:
     return bytes(right.sum(1).tolist()).hex()
 
 
-def counts(right) -> list[int]:
+def counts(right: Tensor) -> list[int]:
     """Return how many problems have 0, 1, ..., k right samples. Every Pass@k follows
     from it.
 
@@ -70,7 +79,9 @@ def counts(right) -> list[int]:
     return right.sum(1).bincount(minlength=right.shape[1] + 1).tolist()
 
 
-def estimates(correct, answers) -> dict[str, metrics.Estimate]:
+def estimates(
+    correct: Tensor | np.ndarray, answers: Tensor | np.ndarray
+) -> dict[str, metrics.Estimate]:
     """Return Avg@k, Maj@k, Best@k, Best@k by bootstrap and Pass@1, by the names of
     EVAL_METRICS (questions.py).
 

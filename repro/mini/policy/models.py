@@ -134,7 +134,9 @@ def inputs(task: Task, problems: Tensor) -> dict[str, Tensor]:
     )
 
 
-def reader(model: PreTrainedModel, prompts: dict[str, Tensor], length: int):
+def reader(
+    model: PreTrainedModel, prompts: dict[str, Tensor], length: int
+) -> "packed.Reader | Reader":
     """Return an object that reads the prompts, then token by token what follows: its
     `first` has logits [P, V], its `read` returns [len(tokens), V].
 

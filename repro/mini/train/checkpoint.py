@@ -9,7 +9,7 @@ import json
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -84,7 +84,7 @@ class Run:
         return stale
 
     @contextmanager
-    def clock(self, part: str):
+    def clock(self, part: str) -> Iterator[None]:
         """Add the processor time that the `with` block takes to a part's seconds."""
         start = time.process_time()
         yield
@@ -102,7 +102,12 @@ def require_no_run(out: Path) -> None:
             )
 
 
-def resume(run: Run, out: Path, logs: dict[str, files.Log], say) -> None:
+def resume(
+    run: Run,
+    out: Path,
+    logs: dict[str, files.Log],
+    say: Callable[[str], object],
+) -> None:
     """Change the run in place to its last whole checkpoint, and cut the logs to what
     they were then; without one, leave the run at its start and empty the logs.
 
@@ -140,7 +145,7 @@ def checkpoints(out: Path) -> list[Path]:
     )
 
 
-def latest(out: Path, say: Callable[[str], None]) -> Path | None:
+def latest(out: Path, say: Callable[[str], object]) -> Path | None:
     """Return the folder of the last whole checkpoint, None if there is none.
 
     Delete those after it, which are damaged, each with a sentence to `say`, and drafts

@@ -106,7 +106,7 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def value(text: str):
+def value(text: str) -> object:
     """Return a number, a table or True that Python would read, else the text itself."""
     try:
         return ast.literal_eval(text)

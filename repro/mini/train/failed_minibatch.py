@@ -23,7 +23,13 @@ class NotFinite(Exception):
 
 
 def keep_minibatch(
-    run: Run, batch: Batch, ref, rows: Tensor, out: Path, number: int, why: Exception
+    run: Run,
+    batch: Batch,
+    ref: Tensor | None,
+    rows: Tensor,
+    out: Path,
+    number: int,
+    why: Exception,
 ) -> str:
     """Write a minibatch and the policy before it to
     OUT/minibatch-STEP-NUMBER.safetensors; return a sentence on what happened and how to

@@ -11,12 +11,15 @@ non-finite loss or gradient, 2 could not run, 130 interrupted (the same command 
 on).
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from repro.mini import files, tasks
 from repro.mini.policy import evals, models
@@ -41,8 +44,8 @@ from upref.errors import InputError
 def train(
     s: Settings,
     out: Path,
-    watch=lambda *_: None,
-    say=print,
+    watch: Callable[[int, dict[str, Any]], object] = lambda *_: None,
+    say: Callable[[str], object] = print,
     threads: int = 1,
     device: str = "cpu",
 ) -> None:
@@ -88,7 +91,12 @@ def require_device(device: str) -> None:
         ) from error
 
 
-def _train(s: Settings, out: Path, watch, say) -> None:
+def _train(
+    s: Settings,
+    out: Path,
+    watch: Callable[[int, dict[str, Any]], object],
+    say: Callable[[str], object],
+) -> None:
     """Train from the last checkpoint to the end, with a line in the logs for every
     step; return at once if the run is finished.
 
@@ -294,13 +302,13 @@ def update(
 
 
 def log_probs(
-    policy,
+    policy: PreTrainedModel,
     prompts: tuple[dict[str, Tensor], Tensor],
     tokens: Tensor,
     mask: Tensor,
     temperature: float,
     precision: str = "float32",
-):
+) -> Tensor:
     """Return the log-probabilities of every token of the vocabulary where responses
     have tokens: [mask.sum(), V], in the order of tokens[mask].
 

@@ -42,7 +42,17 @@ class Tally:
         self.losses: list[float] = []
         self.norms: list[float] = []
 
-    def add(self, lp, lp_old, A, mask, entropy, kl_old, loss, grad_norm) -> None:
+    def add(
+        self,
+        lp: Tensor,
+        lp_old: Tensor,
+        A: Tensor,
+        mask: Tensor,
+        entropy: Tensor | None,
+        kl_old: Tensor,
+        loss: float,
+        grad_norm: float,
+    ) -> None:
         """Keep what a minibatch saw: all of the policy before its update.
 
         Args:
