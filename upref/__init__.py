@@ -142,6 +142,7 @@ _MODULES = (
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name or a module at its first use; a name is kept for the next."""
     if name in _MODULES:
         return import_module(f"upref.{name}")
     if name not in _HOME:
@@ -151,4 +152,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """Return the names of this module, those that are not imported yet included."""
     return sorted({*globals(), *_HOME, *_MODULES})

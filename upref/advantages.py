@@ -193,7 +193,7 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
 
 
 def get(name: str) -> Callable[..., Tensor]:
-    """The advantage called `name`. Raises InputError, with the nearest name, if there is none.
+    """Return the estimator of this name. Raise InputError, with the nearest name, if there is none.
 
     Args:
         name: a key of ADVANTAGES.
@@ -360,7 +360,7 @@ def distillation(
 
 
 def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """R - mean_g [N], the groups renumbered 0, 1, ... [N], and G of each of those."""
+    """Return R - mean_g [N], the groups renumbered 0, 1, ... [N], and G of each of those."""
     _check(rewards, group)
     _, g, size = torch.unique(group, return_inverse=True, return_counts=True)
     R = rewards.detach().double()
@@ -371,7 +371,7 @@ def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _variance(centred: Tensor, g: Tensor, ddof: int, eps: float) -> Tensor:
-    """Σ_g centred² / (G - ddof) of each response's group, [N]; 0 for a group of one."""
+    """Return Σ_g centred² / (G - ddof) of each response's group, [N]; 0 for a group of one."""
     # True is an int that a tensor refuses
     if type(ddof) is not int or ddof not in (0, 1):
         raise InputError(
@@ -385,12 +385,21 @@ def _variance(centred: Tensor, g: Tensor, ddof: int, eps: float) -> Tensor:
 
 
 def _over_std(centred: Tensor, g: Tensor, ddof: int, eps: float) -> Tensor:
+    """Return centred / (std + eps) of each response's group, [N]; 0 where the standard
+    deviation is 0.
+    """
     std = _variance(centred, g, ddof, eps).sqrt()
     return torch.where(std > 0, centred / (std + eps), 0)
 
 
 def _check(rewards: Tensor, group: Tensor | None, optional: bool = False) -> None:
-    """Refuse rewards and group ids that no estimator can read."""
+    """Raise InputError for rewards and group ids that no estimator can read.
+
+    Args:
+        rewards: [N].
+        group: [N], or None where `optional`.
+        optional: the estimator reads no group.
+    """
     if not is_materialized(rewards) or rewards.ndim != 1 or rewards.numel() == 0:
         raise InputError(
             f"rewards must be a tensor [N], one number per response, and not empty, got {describe(rewards)}."

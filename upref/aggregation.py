@@ -55,7 +55,7 @@ OVER_RESPONSES = (
 
 
 def verl_name(level: str, agg: str) -> str:
-    """verl's loss_agg_mode for an objective of that level and aggregation: another word, and the same gradient.
+    """Return verl's loss_agg_mode for an objective of that level and aggregation: another word, and the same gradient.
 
     Args:
         level: of an objective: token, sequence_mean, sequence_product or custom.
@@ -82,7 +82,7 @@ class Totals(NamedTuple):
     group_tokens: Float[Tensor, " B"] | Int[Tensor, " B"] | Tensor | int
 
     def __eq__(self, other: object) -> bool:
-        """By identity: tensors have no one truth value."""
+        """Compare by identity: tensors have no one truth value."""
         return self is other
 
     def __ne__(self, other: object) -> bool:
@@ -95,7 +95,7 @@ class Totals(NamedTuple):
     def of(
         cls, mask: Bool[Tensor, "B T"], group: Int[Tensor, " B"] | None = None
     ) -> "Totals":
-        """The counts of a batch that is all here.
+        """Return the counts of a batch that is all here.
 
         Args:
             mask: [B, T], True on response tokens.
@@ -113,8 +113,10 @@ class Totals(NamedTuple):
     def of_lengths(
         cls, lengths: Tensor, group: Int[Tensor, " B"] | None = None
     ) -> "Totals":
-        """From |o_i| and the prompt of every response of the mini-batch: over data-parallel ranks, all-gather the two,
-        count, and give each rank `.rows(its indices)`; a group may lie on several ranks.
+        """Return the counts of a mini-batch, from |o_i| and the prompt of each of its responses.
+
+        Over data-parallel ranks, all-gather the two, count, and give each rank `.rows(its indices)`; a group may lie on
+        several ranks.
 
         Args:
             lengths: |o_i| of every response of the mini-batch, [N].
@@ -148,7 +150,7 @@ class Totals(NamedTuple):
         )
 
     def rows(self, i: Tensor) -> "Totals":
-        """Those of these rows: the counts stay the mini-batch's.
+        """Return the Totals of some rows: group_tokens is cut to them, and the counts stay the mini-batch's.
 
         Args:
             i: numbers of the responses of a part.
@@ -275,9 +277,11 @@ def aggregate(
 
 
 def _is_mask(x: Any) -> bool:
+    """Tell whether something is a bool tensor [B, T]."""
     return is_materialized(x) and x.dtype == torch.bool and x.ndim == 2
 
 
 def _must(fits: bool, what: str, got: Any) -> None:
+    """Raise InputError with what is expected, and what was given, unless it fits."""
     if not fits:
         raise InputError(f"{what}, got {describe(got)}.")

@@ -90,7 +90,7 @@ def get(name: str) -> Callable[..., Tensor]:
 
 
 def _check(*tensors: Tensor) -> None:
-    """Refuse what are no tensors of numbers of one shape."""
+    """Raise InputError for what are no floating-point tensors of one shape."""
     first = tensors[0]
     fits = all(is_materialized(x) and x.is_floating_point() for x in tensors)
     if not fits or any(x.shape != first.shape for x in tensors):

@@ -207,7 +207,7 @@ class Objective:
         return dict(self._own)
 
     def resolve(self, hp: dict[str, Any]) -> dict[str, Any]:
-        """Defaults overlaid with hp, names and ranges checked.
+        """Return the defaults overlaid with hp, once names and ranges are checked.
 
         Args:
             hp: some hyperparameters, by name.
@@ -241,7 +241,7 @@ class Objective:
         return defaults | hp
 
     def aggregated(self, agg: str) -> "Objective":
-        """The same terms under another aggregation.
+        """Return the objective with the same terms under another aggregation.
 
         Args:
             agg: a name of upref.aggregation.AGGREGATIONS that needs no length.
@@ -274,8 +274,8 @@ class Objective:
 
     # ---- values ----------------------------------------------------------------------
     def __call__(self, b: Rollouts, **hp: Any) -> Float[Tensor, ""]:
-        """J of the batch, the aggregation and the KL term included; gradients flow into
-        b.logp alone.
+        """Return J of the batch, the aggregation and the KL term included; gradients
+        flow into b.logp alone.
         """
         if not isinstance(b, Rollouts):
             raise InputError(
@@ -298,7 +298,7 @@ class Objective:
         return self.J(*batch, lp_sampler=b.logp_sampler, **hp)
 
     def loss(self, b: Rollouts, **hp: Any) -> Float[Tensor, ""]:
-        """-J, to be minimized.
+        """Return -J, to be minimized.
 
         Args:
             b: the batch.
@@ -323,8 +323,8 @@ class Objective:
         lp_sampler: Float[Tensor, "B T"] | None = None,
         **hp: Any,
     ) -> Float[Tensor, ""]:
-        """J on plain tensors, unvalidated: for a training step under torch.compile,
-        without host synchronisation.
+        """Return J of plain tensors, unvalidated: for a training step under
+        torch.compile, without host synchronisation.
 
         is_weights multiply each token's term as constants (a sampler correction that
         somebody else has computed); an objective with one term per response takes their
@@ -380,8 +380,8 @@ class Objective:
         group: Any = None,
         **hp: Any,
     ) -> Any:
-        """J before aggregation: [B, T], or [B] where the objective has one term per
-        response.
+        """Return J before aggregation: [B, T], or [B] where the objective has one term
+        per response.
 
         Args:
             lp, lp_old, entropy, lp_sampler: [B, T].
@@ -418,8 +418,8 @@ class Objective:
         return bool((factors == 0).any())
 
     def kept(self, b: Rollouts, **hp: Any) -> Bool[Tensor, "B T"]:
-        """The tokens that no filter and no sampler correction rejects: those by which
-        kept-mean divides.
+        """Return the tokens that no filter and no sampler correction rejects: those by
+        whose number kept-mean divides.
 
         Args:
             b: the batch.
@@ -448,7 +448,7 @@ class Objective:
         lp_sampler: Any = None,
         **hp: Any,
     ) -> Any:
-        """`kept` on plain tensors."""
+        """Return `kept` of plain tensors, [B, T]."""
         kept = mask
         resolved = self.resolve(hp)
         factors = self.sampler_weights(lp_old, lp_sampler, mask, **hp)
@@ -466,7 +466,7 @@ class Objective:
         return kept
 
     def factors(self, b: Rollouts, **hp: Any) -> Float[Tensor, "B T"] | None:
-        """`sampler_weights` of a batch.
+        """Return `sampler_weights` of a batch.
 
         Args:
             b: the batch.
@@ -487,8 +487,8 @@ class Objective:
     def sampler_weights(
         self, lp_old: Any, lp_sampler: Any, mask: Any, **hp: Any
     ) -> Float[Tensor, "B T"] | None:
-        """The factor of each token by its sampler correction, a constant; None where
-        the objective has none.
+        """Return the factor of each token by its sampler correction, a constant; None
+        where the objective has none.
 
         Args:
             lp_old: log π_old, [B, T].
@@ -547,7 +547,7 @@ class Objective:
         return {k: v for k, v in available.items() if k in names}
 
     def surrogate(self, lp: Any, lp_old: Any, A: Any, **hp: Any) -> Any:
-        """The pure function itself, at the objective's level, for tensors, arrays or
+        """Call the pure function itself, at the objective's level, on tensors, arrays or
         symbols.
 
         Args:
@@ -584,8 +584,8 @@ class Objective:
         group: Any = None,
         **hp: Any,
     ) -> Any:
-        """dJ/dlp in closed form, at the objective's level: r is the token ratio, or s
-        or S of the whole response.
+        """Return dJ/dlp in closed form, at the objective's level: r is the token ratio,
+        or s or S of the whole response.
 
         mu = π_old(o_t), or of the response, is read by objectives whose bounds depend
         on it; "custom" ones read the whole [B, T] arrays and the mask. Works on
@@ -683,7 +683,7 @@ class Objective:
         )
 
     def token_weights(self, b: Rollouts, **hp: Any) -> Float[Tensor, "B T"]:
-        """∂/∂lp_t of the unreduced J from the closed form, before aggregation and
+        """Return ∂/∂lp_t of the unreduced J from the closed form, before aggregation and
         without KL; 0 on masked slots.
 
         Args:
@@ -710,9 +710,9 @@ class Objective:
             n = b.mask.sum(-1)
             # the response's term stands on each of its tokens
             weights = weights if self.agg == "seq-mean" else weights * n
-            weights = (weights / n if self.level == "sequence_mean" else weights)[
-                :, None
-            ]
+            # d(mean_t lp)/dlp_t = 1/n, and d(sum_t lp)/dlp_t = 1
+            weights = weights / n if self.level == "sequence_mean" else weights
+            weights = weights[:, None]
         if (factors := self.factors(b, **hp)) is not None:
             weights = weighed(weights, self.per_term(factors, b.mask), b.mask)
         return where(b.mask, weights, 0)
@@ -720,7 +720,7 @@ class Objective:
     def per_term(
         self, factors: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
     ) -> Tensor:
-        """What multiplies the tokens' weights: the factors, or their mean where a
+        """Return what multiplies the tokens' weights: the factors, or their mean where a
         response has one term.
 
         Args:
@@ -728,12 +728,12 @@ class Objective:
             mask: [B, T].
 
         Returns:
-            [B, T] or [B].
+            [B, T], or [B, 1] for one term per response.
         """
         return mean_t(factors, mask)[:, None] if self.agg == "seq-mean" else factors
 
     def gradient(self, b: Rollouts, **hp: Any) -> Float[Tensor, "B T"]:
-        """dJ/dlp = weight x aggregation, the closed form of what autograd computes
+        """Return dJ/dlp = weight x aggregation, the closed form of what autograd computes
         through J (without KL).
 
         Args:
@@ -867,7 +867,7 @@ def _file(fn: Callable[..., Any]) -> str:
 
 @cache
 def papers() -> dict[str, tuple[str, str]]:
-    """Title and link of each key in papers.bib.
+    """Return title and link of each key in papers.bib.
 
     Returns:
         (title, link) by key.
@@ -938,7 +938,9 @@ def _refuse_positional_hyperparameters(
 
 
 def _keyword_only(parameters: list[inspect.Parameter]) -> dict[str, Any]:
-    """Return the defaults of the arguments that can be passed by name alone."""
+    """Return the defaults of the arguments that can be passed by name alone;
+    Parameter.empty for one without a default.
+    """
     return {
         parameter.name: parameter.default
         for parameter in parameters
@@ -949,7 +951,7 @@ def _keyword_only(parameters: list[inspect.Parameter]) -> dict[str, Any]:
 def group_ids(
     mask: Bool[Tensor, "B T"], group: Int[Tensor, " B"] | None
 ) -> Int[Tensor, " B"]:
-    """The prompt of each response; without ids the batch is one group.
+    """Return the prompt of each response, 0 for all where there are no ids.
 
     Args:
         mask: [B, T].
@@ -971,8 +973,8 @@ def _counts_of_kept(kept: Tensor) -> Totals:
 def weighed(
     terms: Tensor, w: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 ) -> Tensor:
-    """Terms [B, T] times their weights, terms [B] times the mean of theirs; what weighs
-    0 adds 0, infinite or not.
+    """Return terms [B, T] times their weights, or terms [B] times the mean of theirs;
+    what weighs 0 adds 0, infinite or not.
 
     Args:
         terms: [B, T] or [B].

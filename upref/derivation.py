@@ -249,6 +249,7 @@ def _regimes(
         edges, r[0], values, 1 / mu if objective.reads_mu else oo, notes
     )
     rows = []
+    # tokens of a response are alike: their order makes no other regime
     for combination in itertools.combinations_with_replacement(intervals, token_count):
         point = values | {
             ratio: interval.point
@@ -267,6 +268,7 @@ def _regimes(
         wrong = [pair for pair in pairs if not _are_equal(*pair)]
         shown = wrong[0] if wrong else pairs[0]
         rows.append((combination, J_here, *shown))
+    # neighbors of one token are joined where J, gradient and weight are the same
     for _, run in itertools.groupby(
         rows, key=lambda row: row[1:] if token_count == 1 else row
     ):
@@ -444,7 +446,7 @@ def sympy_gradient(
     weights = row_weights(
         o.agg, batch.mask, batch.totals or Totals.of(batch.mask, batch.group)
     )
-    w = o.factors(batch, **hp)
+    factors = o.factors(batch, **hp)  # of a sampler correction, or None
     ref = batch.logp if batch.logp_ref is None else batch.logp_ref
     tokens = [
         where(batch.mask, tensor.detach(), 0).numpy()
@@ -457,21 +459,28 @@ def sympy_gradient(
     ]
     rows = torch.as_tensor(weights, dtype=torch.float64).expand(len(mask)).numpy()
     gradient = np.zeros(mask.shape)
-    # the batch at once where its tokens are coupled, else each response by itself
-    for shared_mask in [mask] if o.batch_coupled else np.unique(mask, axis=0)[:, None]:
+    # a mask, and the rows that are derived with it: the batch at once where its tokens
+    # are coupled, else each response by itself
+    parts: list[tuple[np.ndarray, Any]]
+    if o.batch_coupled:
+        parts = [(mask, [np.arange(len(mask))])]
+    else:
+        parts = [
+            (shared[None], np.flatnonzero((mask == shared).all(1))[:, None])
+            for shared in np.unique(mask, axis=0)
+        ]
+    for shared_mask, rows_with_it in parts:
         derivative = _derivative(o, shared_mask, hp)
-        for i in (
-            [np.arange(len(mask))]
-            if o.batch_coupled
-            else np.flatnonzero((mask == shared_mask).all(1))[:, None]
-        ):
+        for i in rows_with_it:
             with mpmath.workdps(30):
                 of_responses = [*(array[i].ravel() for array in tokens), rows[i]]
                 numbers = map(mpmath.mpf, np.concatenate(of_responses).tolist())
                 gradient[i] = np.reshape(
                     list(map(float, derivative(*numbers))), shared_mask.shape
                 )
-    return gradient * o.per_term(w, batch.mask).numpy() if w is not None else gradient
+    if factors is None:
+        return gradient
+    return gradient * o.per_term(factors, batch.mask).numpy()
 
 
 def _derivative(

@@ -111,7 +111,7 @@ DIVERGENCES: dict[str, Callable[..., Tensor]] = {
 
 
 def _check_pair(lp: Tensor, lp_teacher: Tensor) -> None:
-    """Refuse what are no two tensors of numbers of one shape."""
+    """Raise InputError for what are no two tensors of one shape, the first of floats."""
     fits = is_materialized(lp) and is_materialized(lp_teacher)
     if not fits or lp.shape != lp_teacher.shape or not lp.is_floating_point():
         raise InputError(
@@ -129,13 +129,24 @@ def _weighted(log_weight: Tensor, x: Tensor) -> Tensor:
 
 # ---- truncations ---------------------------------------------------------------------
 def _top_k(lp: Tensor, lp_teacher: Tensor, k: int, by: Tensor) -> tuple[Tensor, Tensor]:
-    """Keep the k tokens most likely by one of the two."""
+    """Return both log-probabilities over the k tokens most likely by one of the two.
+
+    Args:
+        lp, lp_teacher: log π and log π_T, [..., V].
+        k: how many tokens; all where there are fewer.
+        by: the log-probabilities that choose the tokens, [..., V].
+
+    Returns:
+        [..., k] each, the likeliest first.
+    """
     index = by.topk(min(k, by.shape[-1]), -1).indices
     return lp.gather(-1, index), lp_teacher.gather(-1, index)
 
 
 def _tail(lp: Tensor, lp_teacher: Tensor, k: int, by: Tensor) -> tuple[Tensor, Tensor]:
-    """Keep the k tokens, and the rest as one more token."""
+    """Return the k tokens as `_top_k` does, with the log-probability that is left as
+    one more token; without it where all tokens are kept.
+    """
     index = by.topk(min(k, by.shape[-1]), -1).indices
     is_kept = torch.zeros_like(by, dtype=torch.bool).scatter(-1, index, True)
 
@@ -152,7 +163,7 @@ def _tail(lp: Tensor, lp_teacher: Tensor, k: int, by: Tensor) -> tuple[Tensor, T
 def _renormalized(
     lp: Tensor, lp_teacher: Tensor, k: int, by: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Keep the k tokens, and normalize both distributions over them."""
+    """Return the k tokens as `_top_k` does, both distributions normalized over them."""
     first, second = _top_k(lp, lp_teacher, k, by)
     return first.log_softmax(-1), second.log_softmax(-1)
 

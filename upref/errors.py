@@ -20,6 +20,9 @@ class InputError(ValueError):
     """Bad input from the user: one sentence that says what is wrong and what to do."""
 
     def __init__(self, sentence: str):
+        """Put the sentence on one line; leave out the middle of one of 900 characters
+        or more.
+        """
         sentence = " ".join(str(sentence).split())  # it may quote what it was given
         super().__init__(
             sentence

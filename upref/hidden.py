@@ -242,7 +242,9 @@ class _Head:
         return self.inner * flat.to(wide_dtype)
 
     def scale_of_kernels(self, h: Tensor) -> float:
-        """What `tiles` leaves to the kernels, which multiply each logit by it."""
+        """Return the factor that `tiles` leaves to the kernels, which multiply each
+        logit by it; 1 where it leaves none.
+        """
         leaves = self.in_triton and h.dtype == torch.bfloat16 and not self.softcap
         return self.inner if leaves else 1.0
 
@@ -493,6 +495,9 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Save for the backward pass the inputs, log Z and H of the tiles, and the kept
+        tiles.
+        """
         hidden, weight, bias, tokens, ctx.head = inputs
         ctx.save_for_backward(hidden, weight, bias, tokens, *output[2:])
         ctx.mark_non_differentiable(*output[2:])
@@ -500,7 +505,7 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        """The gradients of states, weight and bias."""
+        """Return the gradients of states, weight and bias; refuse a second gradient."""
         # read once: under torch.utils.checkpoint a second access has no values
         saved = ctx.saved_tensors
         if _needs_second_gradient((*saved, *upstream)):
@@ -588,7 +593,9 @@ class _LogProbs(torch.autograd.Function):
         tokens: Any,
         head: Any,
     ) -> Any:
-        """A batch of states and tokens as one call with one dimension more."""
+        """Compute a batch of states and tokens in one call with one dimension more;
+        refuse a batch of weights.
+        """
         if in_dims[1] is not None or in_dims[2] is not None:
             raise InputError(
                 "vmap over weight or bias is not supported: call token_log_probs once for each of them."

@@ -42,6 +42,7 @@ def handled(who: str = "") -> None:
     process = os.getpid()
 
     def raise_terminated(number: int, frame: Any) -> None:
+        """Raise Terminated; in a fork of this process, end by the signal itself."""
         if os.getpid() != process:  # a fork, whose end is its own
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

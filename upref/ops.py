@@ -28,7 +28,7 @@ inf = math.inf
 
 
 def _backend(*xs: Any) -> str:
-    """The library whose functions these arguments need: torch, sympy or numpy."""
+    """Return the library whose functions these arguments need: torch, sympy or numpy."""
     if any(isinstance(x, Tensor) for x in xs):
         return "torch"
     # a symbol can only exist where sympy was imported; never import it for torch
@@ -42,10 +42,12 @@ def _backend(*xs: Any) -> str:
 
 
 def _elementwise_symbolic(f: Any, *xs: Any) -> Any:
+    """Return f of each element; of scalars a scalar, of arrays an object array."""
     return np.frompyfunc(f, len(xs), 1)(*xs)
 
 
 def _saturating_exp(x: Tensor) -> Tensor:
+    """Return e^x, at most the largest finite number of the dtype."""
     # Out of place: torch 2.11 compiles an in-place step of an autograd.Function's forward
     # to a gradient of 0.
     return x.exp().clamp(max=torch.finfo(x.dtype).max)
@@ -75,6 +77,7 @@ class _Exp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Any) -> Any:
+        """Return the upstream gradient times e^x; 0 where e^x saturates or is NaN."""
         (y,) = ctx.saved_tensors
         return torch.where(y < torch.finfo(y.dtype).max, g * y, 0)
 
@@ -234,8 +237,9 @@ def dual_clip(r: Any, A: Any, c: Any) -> Any:
 
 
 def _choose(choice: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """choice(x). A compiled backward pass compares x again: else torch keeps a boolean for
-    each number, and its compiled code for a CPU writes those 20 times slower than eager.
+    """Return choice(x). A compiled backward pass compares x again: else torch keeps a
+    boolean for each number, and its compiled code for a CPU writes those 20 times
+    slower than eager.
     """
     if x.requires_grad and torch.compiler.is_compiling():
         return checkpoint(choice, x, use_reentrant=False, preserve_rng_state=False)
@@ -333,6 +337,7 @@ def recorded_sg(values: list[Tensor]) -> Iterator[list[Tensor]]:
     record, queue = not values, iter(values)
 
     def visit(x: Tensor) -> Tensor:
+        """Record the value of one sg, or return the next recorded one."""
         if record:
             values.append(x)
             return x

@@ -161,7 +161,7 @@ def _passed(report: "AnyReport") -> "AnyReport":
 
 
 def _fixture(function: Callable[..., Any]) -> Any:
-    """The function itself as a fixture of its name."""
+    """Make a fixture of the function's name that returns the function itself."""
 
     def fixture() -> Callable[..., Any]:
         """Replaced by a line that names the function, for `pytest --fixtures`."""

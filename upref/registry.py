@@ -31,7 +31,9 @@ __all__ = [
 
 
 def _load() -> dict[str, Objective]:
-    """All registered objectives; their modules are imported once."""
+    """Return all registered objectives by name, once their modules are imported; raise
+    InputError where one does not import.
+    """
     if not _loaded:
         from upref import objectives, transforms  # noqa: F401  # it registers them
 
@@ -69,7 +71,9 @@ def _why_not_imported(file: Path, error: Exception) -> str:
 
 
 def _operations() -> list[str]:
-    """The functions of upref.ops with which an objective is written."""
+    """Return the names of the functions of upref.ops with which an objective is
+    written.
+    """
     functions = inspect.getmembers(ops, inspect.isfunction)
     return [
         name
@@ -85,6 +89,9 @@ _loaded: list[bool] = []
 
 @functools.wraps(definition.objective)
 def objective(**facts: Any) -> Callable[[Callable[..., Any]], Objective]:
+    """Return the decorator of `upref.definition.objective`, once the shipped objectives
+    are loaded.
+    """
     _load()  # so that a name that is taken is refused here
     return definition.objective(**facts)
 

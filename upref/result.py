@@ -27,7 +27,7 @@ class Result:
     json_indent = 1  # spaces
 
     def text(self, verbose: bool = False) -> str:
-        """The result in words.
+        """Return the result in words.
 
         Args:
             verbose: with all that it rests on.
@@ -38,7 +38,7 @@ class Result:
         return repr(self)
 
     def data(self) -> Any:
-        """The result as numbers, sentences, lists and dictionaries.
+        """Return the result as numbers, sentences, lists and dictionaries.
 
         Returns:
             What `json` encodes.
@@ -64,7 +64,7 @@ class Result:
         return "bold green" if self else "bold red"
 
     def json(self) -> str:
-        """The result as JSON.
+        """Return the result as JSON.
 
         Returns:
             JSON: numbers, and sentences for a reader. Infinity and NaN are strings.
@@ -74,7 +74,7 @@ class Result:
         )
 
     def lines(self, verbose: bool = False) -> Iterator[Any]:
-        """The text as rich prints it on a terminal.
+        """Yield the text as rich prints it on a terminal.
 
         Args:
             verbose: as of `text`.

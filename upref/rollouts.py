@@ -200,7 +200,7 @@ class Rollouts:
             )
 
     def _check_devices(self) -> None:
-        """InputError where two tensors are on different devices."""
+        """Raise InputError where two tensors are on different devices."""
         for name in BESIDE_MASK:
             x = getattr(self, name)
             if x is not None and x.device != self.mask.device:
@@ -230,7 +230,7 @@ class Rollouts:
 
     @classmethod
     def unchecked(cls, **fields: Any) -> "Rollouts":
-        """The same without a look at it: for a batch that is being trained on, and one
+        """Make a batch that is not checked: for one that is being trained on, and one
         that is wrong on purpose.
 
         Args:
@@ -244,7 +244,7 @@ class Rollouts:
         return b
 
     def but(self, **changes: Any) -> "Rollouts":
-        """A copy with other fields, not looked at again.
+        """Return a copy with other fields, which is not checked again.
 
         Args:
             **changes: fields and what they become.
@@ -268,7 +268,7 @@ class Rollouts:
         return self.totals or Totals.of(self.mask, self.group)
 
     def split(self, n: int) -> "list[Rollouts]":
-        """n micro-batches whose losses (and gradients) *add up* to this batch's,
+        """Return n micro-batches whose losses (and gradients) *add up* to this batch's,
         whatever the response lengths.
 
         Each carries the whole mini-batch's `totals`. Data-parallel ranks do the same
@@ -297,7 +297,7 @@ class Rollouts:
         return [self.rows(i, totals) for i in rows if len(i)]
 
     def rows(self, i: Tensor, totals: Totals) -> "Rollouts":
-        """These rows of the mini-batch that the totals count.
+        """Return some rows of the mini-batch that the totals count, as a checked batch.
 
         Args:
             i: numbers of responses.
@@ -358,7 +358,7 @@ class Rollouts:
         """
 
         def cut(name: str, x: Tensor) -> Tensor:
-            """The part of one field, [B], [B, 1] or [B, T]."""
+            """Return the part of one field, [B], [B, 1] or [B, T]."""
             part = x[rows]
             takes_all = columns is None or part.ndim == 1 or part.shape[1] == 1
             return part if takes_all else part[:, columns]
@@ -367,7 +367,7 @@ class Rollouts:
 
 
 def per_response(A: Tensor, mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
-    """Each response's one advantage: its first unmasked slot's.
+    """Return each response's one advantage: its first unmasked slot's.
 
     Args:
         A: [B, T] or [B, 1].
@@ -398,14 +398,15 @@ def one_per_response(A: Tensor, mask: Bool[Tensor, "B T"]) -> bool:
 
 
 def _ends(x: Tensor) -> tuple[float, float]:
-    """The least and the greatest number, of masked slots too; NaN where there is one.
-    One pass, no copy.
+    """Return the least and the greatest number, of masked slots too; NaN where there is
+    one. It takes one pass and no copy.
     """
     least, greatest = torch.aminmax(x.detach())
     return least.item(), greatest.item()
 
 
 def _first(bad: Tensor) -> tuple[int, ...]:
+    """Return the index of the first True."""
     return tuple(bad.nonzero()[0].tolist())
 
 

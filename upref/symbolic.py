@@ -20,9 +20,11 @@ class StopGradient(sympy.Function):  # type: ignore[misc]  # mypy does not read 
     nargs = 1
 
     def fdiff(self, argindex: int = 1) -> Any:
+        """Return the derivative by the argument: 0."""
         return sympy.S.Zero
 
     def _eval_is_extended_positive(self) -> Any:
+        """Tell sympy whether it is above 0, as its argument is."""
         return self.args[0].is_extended_positive
 
     def _sympystr(self, printer: Any) -> str:
@@ -45,17 +47,22 @@ class Where(sympy.Function):  # type: ignore[misc]
 
     @classmethod
     def eval(cls, condition: Any, x: Any, y: Any) -> Any:
+        """Return the branch of a condition that is decided, and x where both branches
+        are x; else None: sympy keeps the expression.
+        """
         if condition in (sympy.true, sympy.false):
             return x if condition == sympy.true else y
         return x if x == y else None
 
     def _eval_derivative(self, s: Any) -> Any:
+        """Return the derivative of each branch, by the same condition."""
         condition, x, y = self.args
         return Where(condition, x.diff(s), y.diff(s))
 
     def _eval_rewrite_as_Piecewise(
         self, condition: Any, x: Any, y: Any, **kwargs: Any
     ) -> Any:
+        """Return sympy's own Piecewise of the two branches."""
         return Piecewise((x, condition), (y, True))
 
     def _latex(self, printer: Any) -> str:

@@ -18,7 +18,7 @@ def is_materialized(x: Any) -> TypeGuard[Tensor]:
 
 
 def describe(x: Any) -> str:
-    """float32[2, 3]; or the name of its type.
+    """Describe a tensor by dtype and shape, as `float32[2, 3]`, anything else by its type.
 
     Args:
         x: anything.

@@ -483,7 +483,7 @@ TOKEN_ADVANTAGES: dict[str, Callable[..., Tensor]] = {
 
 
 def get(name: str) -> Callable[..., Tensor]:
-    """The estimator called `name`. Raises InputError, with the nearest name, if there is none.
+    """Return the estimator of this name. Raise InputError, with the nearest name, if there is none.
 
     Args:
         name: a key of TOKEN_ADVANTAGES.
@@ -503,7 +503,7 @@ def _trained(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _normalized(x: Tensor, mask: Tensor, ids: Tensor, ddof: int, eps: float) -> Tensor:
-    """Return x normalized among the trained slots of one id, 0 elsewhere."""
+    """Return x, [N, K], normalized among the trained slots of equal ids; 0 elsewhere."""
     out = torch.zeros_like(x)
     if mask.any():
         _, groups = torch.unique(ids[mask], dim=0, return_inverse=True)
@@ -550,7 +550,7 @@ def _step_ids(mask: Tensor, group: Tensor, state: Tensor) -> Tensor:
 
 
 def _check(mask: Tensor, **slots: Tensor) -> None:
-    """Refuse a mask that is none, and numbers of slots that do not fit it."""
+    """Raise InputError for a mask that is none, and for numbers of slots that do not fit it."""
     if not is_materialized(mask) or mask.dtype != torch.bool or mask.ndim != 2:
         raise InputError(f"mask must be a bool tensor [N, K], got {describe(mask)}.")
     for name, x in slots.items():
@@ -569,7 +569,7 @@ def _check(mask: Tensor, **slots: Tensor) -> None:
 
 
 def _check_factors(**factors: float) -> None:
-    """Refuse a discount that is none."""
+    """Raise InputError for a factor that is no number from 0 to 1."""
     for name, value in factors.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value <= 1:
@@ -581,7 +581,9 @@ def _check_factors(**factors: float) -> None:
 def _check_bootstrap(
     bootstrap: Tensor, mask: Tensor, name: str = "bootstrap"
 ) -> Tensor:
-    """Refuse what is not one finite number per response."""
+    """Return the numbers, [N], without a graph; raise InputError unless they are one finite
+    number per response.
+    """
     fits = is_materialized(bootstrap) and bootstrap.shape == mask.shape[:1]
     if not fits or not bootstrap.isfinite().all():
         raise InputError(
@@ -591,7 +593,7 @@ def _check_bootstrap(
 
 
 def _check_group(group: Tensor, mask: Tensor) -> Tensor:
-    """Refuse prompt ids that are not one whole number per response."""
+    """Return the prompt ids; raise InputError unless they are one whole number per response."""
     is_whole = (
         is_materialized(group)
         and not group.is_floating_point()

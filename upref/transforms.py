@@ -47,15 +47,34 @@ def up(base: Objective) -> Objective:
 
 @transform
 def up_anchored(base: Objective) -> Objective:
-    """Apply UP with the self-anchored ratio π_θ/sg(π_θ) of Eqs. 12 and A4 to an objective.
+    """Apply UP with the self-anchored ratio π_θ/sg(π_θ) of Eqs. 12 and A4 to an
+    objective.
 
     The gradient equals that of `up(base)`; the value and the Hessian differ.
+
+    Args:
+        base: the objective that keeps its term for A <= 0.
+
+    Returns:
+        The Objective; it has the base's hyperparameters and aggregation.
     """
     return _asymmetric(base, "up_anchored", lambda lp: exp(lp - sg(lp)))
 
 
-def _asymmetric(base: Objective, prefix: str, positive) -> Objective:
-    """where(A > 0, A positive(lp), base): lp is reduced as the base reduces it."""
+def _asymmetric(
+    base: Objective, prefix: str, positive: Callable[[Any], Any]
+) -> Objective:
+    """Return the objective of where(A > 0, A positive(lp), the base's term). lp is reduced
+    as the base reduces it.
+
+    Args:
+        base: an objective.
+        prefix: of its name, as in PREFIX(BASE).
+        positive: of lp, what A multiplies where A > 0; its derivative is 1.
+
+    Raises:
+        InputError: the base is no Objective.
+    """
     if not isinstance(base, Objective):
         raise InputError(
             f"up(...) takes an Objective, e.g. upref.get('dapo'), not {describe_kind(base)}."
@@ -63,6 +82,7 @@ def _asymmetric(base: Objective, prefix: str, positive) -> Objective:
     # one term per response: the positive branch averages too
     mean = base.level == "custom" and base.agg == "seq-mean"
 
+    # J_t; a docstring would replace the equation where the objective is derived
     def fn(lp, lp_old, A, *args, **hp):
         negative = base.fn(lp, lp_old, A, *args, **hp)
         if mean:
@@ -72,6 +92,7 @@ def _asymmetric(base: Objective, prefix: str, positive) -> Objective:
         return where(A > 0, A * positive(lp), negative)
 
     def weight(r, A, *args, **hp):
+        """Return dJ/dlp in closed form."""
         negative = base.closed_form(r, A, *args, **hp)
         if mean:
             mask = args[0] if args else hp["mask"]
@@ -130,6 +151,7 @@ def opsm(base: Objective) -> Objective:
         return when(is_kept if terms.ndim == 2 else is_kept[:, 0], terms)
 
     def weight(log_r, A, mask, *more, opsm_delta, **hp):
+        """Return dJ/dlp in closed form."""
         r = log_r if base.reads_log_r else exp(log_r)
         w = base.closed_form(r, A, *_before(base.closed_form, mask, more), **hp)
         return when(_not_drifted(log_r, A, mask, opsm_delta), w)
@@ -144,13 +166,16 @@ def opsm(base: Objective) -> Objective:
 
 
 def _of_responses(base: Objective) -> Objective:
-    """Off-policy sequence masking of an objective whose ratio is a response's: lp, lp_old and A are [B]."""
+    """Apply off-policy sequence masking to an objective whose ratio is a response's:
+    lp, lp_old and A are [B].
+    """
 
     def fn(lp, lp_old, A, *more, opsm_delta=0.5, **hp):
         is_kept = (A >= 0) | (lp_old - lp <= opsm_delta)
         return when(is_kept, base.fn(lp, lp_old, A, *more, **hp))
 
     def weight(log_r, A, *more, opsm_delta, **hp):
+        """Return dJ/dlp in closed form."""
         r = log_r if base.reads_log_r else exp(log_r)
         is_kept = (A >= 0) | (-log_r <= opsm_delta)
         return when(is_kept, base.closed_form(r, A, *more, **hp))
@@ -163,7 +188,7 @@ def _of_responses(base: Objective) -> Objective:
 def _masked(
     base: Objective, fn: Callable[..., Any], weight: Callable[..., Any]
 ) -> Objective:
-    """The base with these functions, and the facts of off-policy sequence masking."""
+    """Return the base with these functions, and the facts of off-policy sequence masking."""
     return replace(
         base,
         name=f"opsm({base.name})",
@@ -186,19 +211,23 @@ OPSM_DELTA = (
 
 
 def _not_drifted(log_r, A, mask, delta):
-    """M of deepseek2025v32, Eq. 9: False on the tokens with A < 0 of a response whose mean -log r exceeds delta."""
+    """Return M of deepseek2025v32, Eq. 9, [B, T]: False on the tokens with A < 0 of a
+    response whose mean -log r exceeds delta.
+    """
     return (A >= 0) | (-mean_t(log_r, mask) <= delta)[..., None]
 
 
 def _keeps_by_drift(log_r, A, mask, entropy, *, opsm_delta):
-    """The tokens that off-policy sequence masking keeps."""
+    """Return the tokens that off-policy sequence masking keeps, [B, T]."""
     return _not_drifted(log_r, A, mask, opsm_delta)
 
 
 def _before(
     function: Callable[..., Any], mask: Any, more: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """What an objective's function is handed after A, the mask only where it has a parameter of that name."""
+    """Return what an objective's function is handed after A: the mask, where it has a
+    parameter of that name, and more.
+    """
     return (mask, *more) if "mask" in inspect.signature(function).parameters else more
 
 
@@ -207,7 +236,9 @@ def _with_delta(
     first: tuple[str, ...],
     delta: Any = inspect.Parameter.empty,
 ) -> inspect.Signature:
-    """The function's signature with these names first, one of which may be the mask, and with opsm_delta last."""
+    """Return the function's signature with these names first, one of which may be the
+    mask, and with opsm_delta last.
+    """
     ratios = len([name for name in first if name != "mask"])
     other_parameters = list(inspect.signature(function).parameters.values())[ratios:]
     leading = [
@@ -250,6 +281,7 @@ def top_entropy(base: Objective) -> Objective:
         return when(_of_high_entropy(mask, entropy, entropy_quantile), terms)
 
     def weight(r, A, *, entropy_quantile, mask, entropy, **more):
+        """Return dJ/dlp in closed form."""
         w = base.closed_form(r, A, **_given(base.closed_form, mask, entropy, more))
         return when(_of_high_entropy(mask, entropy, entropy_quantile), w)
 
@@ -275,7 +307,9 @@ def top_entropy(base: Objective) -> Objective:
 
 
 def _of_high_entropy(mask, entropy, quantile):
-    """True on the trained tokens whose entropy is at least this quantile of theirs."""
+    """Return True on the trained tokens whose entropy is at least this quantile of
+    theirs, [B, T].
+    """
     entropy = entropy.detach()
     if entropy.element_size() < 4:
         entropy = entropy.float()  # torch has no quantile of 16 bits
@@ -283,14 +317,14 @@ def _of_high_entropy(mask, entropy, quantile):
 
 
 def _keeps_by_entropy(log_r, A, mask, entropy, *, entropy_quantile):
-    """The tokens that the quantile of the entropy keeps."""
+    """Return the tokens that the quantile of the entropy keeps, [B, T]."""
     return _of_high_entropy(mask, entropy, entropy_quantile)
 
 
 def _given(
     function: Callable[..., Any], mask: Any, entropy: Any, more: dict[str, Any]
 ) -> dict[str, Any]:
-    """What an objective's function is passed beside ratios and A."""
+    """Return what an objective's function is passed beside ratios and A, by name."""
     own = inspect.signature(function).parameters
     inputs = {"mask": mask, "entropy": entropy}
     return more | {name: x for name, x in inputs.items() if name in own}
@@ -301,7 +335,9 @@ def _with_entropy(
     first: tuple[str, ...],
     quantile: Any = inspect.Parameter.empty,
 ) -> inspect.Signature:
-    """The function's signature with these names first, then mask and entropy, and with entropy_quantile last."""
+    """Return the function's signature with these names first, then mask and entropy,
+    and with entropy_quantile last.
+    """
     leading = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         for name in (*first, "mask", "entropy")
@@ -346,16 +382,24 @@ def unbiased_kl(base: Objective) -> Objective:
 def _correction(
     paper: str, eq: str, **defaults: str
 ) -> Callable[[Any], Callable[[Objective], Objective]]:
-    """Decorator: of the factor the transform that multiplies by it.
+    """Return a decorator that makes of a factor the transform that multiplies by it.
 
-    The factor is a function `(log_rho, mask, *, hyperparameters)` or `(log_rho, mask, lp_sampler, *, hyperparameters)`.
+    The factor is a function `(log_rho, mask, *, hyperparameters)` or
+    `(log_rho, mask, lp_sampler, *, hyperparameters)`.
+
+    Args:
+        paper: key of papers.bib.
+        eq: the place there.
+        **defaults: where each default value comes from, by hyperparameter.
     """
 
     def wrap(factor: Callable[..., Any]) -> Callable[[Objective], Objective]:
-        """Make an objective with this correction out of one without."""
+        """Make the transform of this factor, and register it by the factor's name."""
 
         def make(base: Any) -> Objective:
-            """The objective with this factor of its sampler."""
+            """Return the objective with this factor of its sampler; raise InputError
+            where it has one.
+            """
             if not isinstance(base, Objective):
                 got = type(base).__name__
                 raise InputError(

@@ -34,6 +34,7 @@ def ce_gppo(
 
 
 def bounded(r, A, eps_low, eps_high, share_low, share_high):
+    """β2 (1+ε_high) where A > 0, r > 1+ε_high; β1 (1-ε_low) where A <= 0, r < 1-ε_low; else r."""
     above = where(r > 1 + eps_high, share_high * (1 + eps_high), r)
     return where(A > 0, above, where(r < 1 - eps_low, share_low * (1 - eps_low), r))
 

@@ -30,4 +30,5 @@ def sapo_weight(r, A, *, tau_pos, tau_neg):
 
 
 def slope(r, tau):
+    """f'(r) of f(r) = (4/τ) σ(τ(r-1))."""
     return 4 * sigmoid(tau * (r - 1)) * sigmoid(-tau * (r - 1))

@@ -117,9 +117,12 @@ class Constants:
                 local.append(float(value.size))
             if not _is_number(value):
                 continue
-            is_fixed = not isinstance(name, ast.Name) or name.id not in frame.f_locals
-            is_fixed |= float(value) in self.settings
-            (fixed if is_fixed and not is_counted(value) else local).append(value)
+            is_local = isinstance(name, ast.Name) and name.id in frame.f_locals
+            is_setting = float(value) in self.settings
+            if is_counted(value) or (is_local and not is_setting):
+                local.append(value)
+            else:
+                fixed.append(value)
         if not local and not place.computes:
             return
         if not fixed and local:

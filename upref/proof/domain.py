@@ -141,8 +141,8 @@ def _groups(rows: int, ids: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def named_by(numbers: tuple[int, ...], ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ids of prompts that have a number each; more than there are ids get
-    larger ones.
+    """Return an id for each row, that of its prompt's number. Where there are more
+    prompts than ids, the others get larger ones.
 
     Args:
         numbers: of the prompt of each row.
@@ -214,7 +214,9 @@ class Domain:
                 row_r[t] = v.zero if t % 3 == 0 else x
 
     def _advantage(self, row: int, column: int) -> int:
-        """Return the advantage of a token."""
+        """Return the id of a token's advantage: a variable, or a number that the
+        pattern fixes.
+        """
         v = self.values
         match self.pattern.advantages:
             case "of a response":
@@ -249,7 +251,9 @@ class Domain:
         return [self.scale, *of_inputs]
 
     def _logs(self, name: str, low: float, high: float) -> list[list[int]]:
-        """Return the logarithms of a variable of each token."""
+        """Return the ids of log x of each token, a list for each row, x a variable of
+        this name between the bounds.
+        """
         v = self.values
         B, T = self.pattern.shape
         return [
@@ -274,13 +278,13 @@ class Domain:
         v = self.values
         out = []
         B, T = self.pattern.shape
-        of = {"logp": "mu", "logp_ref": "mu", "logp_sampler": "mu"}
-        for role, trigger in of.items():
+        # each is a product of mu and the variable beside it
+        variables = {"logp": "r", "logp_ref": "k", "logp_sampler": "rho"}
+        for role, beside in variables.items():
             if role not in self.ids or self.pattern.certain:
                 continue
             for i, t in itertools.product(range(B), range(T)):
-                beside = {"logp": "r", "logp_ref": "k", "logp_sampler": "rho"}[role]
-                if {f"{trigger}{i}_{t}", f"{beside}{i}_{t}"} <= names:
+                if {f"mu{i}_{t}", f"{beside}{i}_{t}"} <= names:
                     out.append(v.greater(v.zero, int(self.ids[role][i, t])))
         if self.pattern.certain:
             logs = torch.stack([self.ids["logp"], self.ids["logp_old"]])
@@ -295,7 +299,9 @@ class Domain:
         return [condition for condition in out if condition != v.one]
 
     def _bounds_of_response(self, name: str, row: int, names: set[str]) -> list[int]:
-        """Return the bounds of a ratio that is multiplied over a response."""
+        """Return the bounds of a ratio that is multiplied over a response, of the
+        tokens whose variables are read; [] where the bounds of its tokens suffice.
+        """
         v = self.values
         read = [
             t
@@ -385,7 +391,7 @@ class Domain:
                 k = out[f"k{at}"] if "logp_ref" in self.ids else 1.0
                 rho = out[f"rho{at}"] if "logp_sampler" in self.ids else 1.0
                 r = out[f"r{at}"]
-                most = 0.9 / max(1.0, r, r * k, 1 / rho)
+                most = 0.9 / max(1.0, r, r * k, 1 / rho)  # clearly below 1
                 out[f"mu{at}"] = min(out[f"mu{at}"], most)
             elif f"k{at}" not in found and "logp_ref" in self.ids:
                 p = out[f"mu{at}"] * out[f"r{at}"]
@@ -403,6 +409,7 @@ class Domain:
         known: dict[int, float] = {}
 
         def numbers(ids: Tensor) -> Tensor:
+            """Return the numbers of ids at the point, in their shape, in float64."""
             flat = [
                 self.values.evaluate(x, point, known) for x in ids.reshape(-1).tolist()
             ]

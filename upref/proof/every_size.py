@@ -136,9 +136,11 @@ class Lifted:
             if len(set(trace.ids(x).reshape(-1).tolist())) > 1:
                 trace.stop("reads a tensor whose entries are not alike")
         if name in REDUCTIONS or name in POINTWISE:
-            self._look_at_counts(trace, name, Operation(trace, func, args, kwargs))
+            self._refuse_tests_of_counts(
+                trace, name, Operation(trace, func, args, kwargs)
+            )
         elif name in VIEWS:
-            self._look_at_view(trace, name, args)
+            self._refuse_moving_view(trace, name, args)
         elif not (name in MADE and not tensors):
             trace.stop(f"calls {name}, which may not treat all tokens alike")
 
@@ -153,7 +155,7 @@ class Lifted:
             if not x.numel() and name == "log_sigmoid_forward":
                 continue  # a buffer that it does not use
             if name in ORDERED:
-                self._look_at_order(trace, given[0], x)
+                self._refuse_other_order(trace, given[0], x)
             self._axes(trace, x)
             ids = set(trace.ids(x).reshape(-1).tolist())
             if len(ids) > 1:
@@ -181,6 +183,7 @@ class Lifted:
         v = self.values
 
         def is_above(atom: int) -> bool:
+            """Tell whether an atom is a count, or a choice between values above 0."""
             kind = v.atoms[atom]
             if isinstance(kind, Choice):
                 return self._is_above(kind.yes) and self._is_above(kind.no)
@@ -193,12 +196,18 @@ class Lifted:
         )
 
     def _is_step_atom(self, kind: Atom) -> bool:
+        """Tell whether an atom is a choice or a function of values that are constant
+        but for jumps.
+        """
         if isinstance(kind, Choice):
             return self._is_step(kind.yes) and self._is_step(kind.no)
         return isinstance(kind, Function) and self._is_step(kind.argument)
 
     def _axes(self, trace: Trace, x: Tensor) -> list[str]:
-        """Return the axis of each dimension of a tensor, "" for a size of 1."""
+        """Return the axis of each dimension of a tensor: b for rows, t for columns, bt
+        for both in one, "" for a size of 1. Stop at any other shape, and at a dtype
+        that holds no large count.
+        """
         if x.dtype in SHORT:
             trace.stop("computes in a type that holds no large count")
         axes = ["" if n == 1 else AXES.get(n, "?") for n in x.shape]
@@ -207,14 +216,18 @@ class Lifted:
             trace.stop("makes a tensor of another shape than the batch's")
         return axes
 
-    def _look_at_counts(self, trace: Trace, name: str, o: Operation) -> None:
-        """Stop at an operator that is another one where a count has one certain value."""
+    def _refuse_tests_of_counts(self, trace: Trace, name: str, o: Operation) -> None:
+        """Stop at an operator that treats 0 apart, as a division and `==` do, where a
+        value made of counts may be 0: on batches of some sizes it is.
+        """
         v = self.values
 
         def first(argument: str) -> int:
+            """Return the id of an argument; all its entries have one."""
             return int(trace.ids(o[argument]).reshape(-1)[0])
 
         def may_vanish(value: int) -> bool:
+            """Tell whether a value is made of counts, and not known to be above 0."""
             if not v.varies(value) or v.condition(value) == value:
                 return False
             return self._is_step(value) and not self._is_above(value)
@@ -240,7 +253,7 @@ class Lifted:
         if vanishes:
             trace.stop("compares a count")
 
-    def _look_at_view(self, trace: Trace, name: str, args: Any) -> None:
+    def _refuse_moving_view(self, trace: Trace, name: str, args: Any) -> None:
         """Stop at a view that moves tokens, or leaves some out."""
         x = args[0]
         if name == "squeeze":
@@ -260,7 +273,7 @@ class Lifted:
             if not (is_all and step in (None, 1)) and not alike:
                 trace.stop("takes tokens by their position")
 
-    def _look_at_order(self, trace: Trace, before: Tensor, after: Tensor) -> None:
+    def _refuse_other_order(self, trace: Trace, before: Tensor, after: Tensor) -> None:
         """Stop at a view that merges or divides dimensions in another order than rows,
         then columns.
         """
@@ -270,7 +283,9 @@ class Lifted:
             trace.stop("puts the tokens of a batch in another order")
 
     def reduce(self, o: Operation) -> Tensor:
-        """The rule of a sum, a mean, any and all over axes."""
+        """Return the ids of a sum, a mean, any or all over axes: the rule of these
+        operators.
+        """
         v, trace = self.values, o.trace
         x = o["self"]
         dims = o.get("dim")
@@ -313,7 +328,13 @@ class Lifted:
         return self._over(value, "b") if "b" in axes else value
 
     def _over(self, value: int, axis: str) -> int:
-        """Return the sum of a value over one axis: linear, each monomial by itself."""
+        """Return the sum of a value over one axis, term by term. Factors that do not
+        vary along the axis stand in front of the sum.
+
+        Args:
+            value: an id.
+            axis: "b" or "t".
+        """
         v = self.values
         out = v.zero
         name = OF_ROW if axis == "t" else OF_ROWS
@@ -341,6 +362,9 @@ class Lifted:
     def _unfolded(self, value: int) -> int:
         """Return a value with its choices as products of conditions, so that sums of it
         have one form.
+
+        Raises:
+            TooHard: it has more than MOST_CHOICES conditions.
         """
         v = self.values
         support = v.support(value)
@@ -452,7 +476,7 @@ class Open:
         value: int,
         dtype: Any = torch.float64,
     ) -> Tensor:
-        """Return a tensor all of whose numbers have one formula."""
+        """Return a tensor, [*shape], all of whose numbers have one formula."""
         x = torch.zeros(shape, dtype=dtype)
         trace.introduce(x, torch.full(shape, value, dtype=torch.int64))
         return x
@@ -465,6 +489,12 @@ def gradient(loss: Loss, batch: Rollouts, scale: Tensor) -> list[Tensor]:
         loss: it takes tensors, not a whole batch.
         batch: with its counts.
         scale: the factor by which the loss is multiplied.
+
+    Returns:
+        [dJ/dlp], and dJ/dH behind it if the batch has entropies; [B, T] each.
+
+    Raises:
+        NoProof: the loss takes more than tensors of tokens.
     """
     mask = batch.mask
     assert batch.totals is not None
@@ -490,12 +520,16 @@ def gradient(loss: Loss, batch: Rollouts, scale: Tensor) -> list[Tensor]:
         raise NoProof("it takes more than tensors of tokens")
 
     def value() -> Tensor:
+        """Return the loss."""
         return loss.run(inputs, {}, batch, None, (inputs["logp"],)).value
 
     return _differentiated(value, inputs, batch, scale)
 
 
 def _shaped(adv: Tensor, shape: str) -> Tensor:
+    """Return a copy of the advantages [B, T] in the shape that a loss takes: "B" is
+    [B], "B1" is [B, 1], any other [B, T].
+    """
     if shape == "B":
         return adv[:, 0].clone()
     return adv[:, :1].clone() if shape == "B1" else adv.clone()
@@ -537,7 +571,9 @@ def gradient_of_objective(
 def _differentiated(
     value: Callable[[], Tensor], inputs: dict[str, Any], batch: Rollouts, scale: Tensor
 ) -> list[Tensor]:
-    """Return minus the gradient of a value by log-probabilities and entropies."""
+    """Return minus the gradient of a value, times the factor, by log-probabilities and,
+    where the batch has them, by entropies: [B, T] each, 0 where it has none.
+    """
     leaves = [inputs["logp"].requires_grad_()]
     if batch.entropy is not None and "entropy" in inputs:
         leaves.append(inputs["entropy"].requires_grad_())
@@ -579,7 +615,9 @@ def why_not(
 
 
 def _formulas(batch: Open, of: Gradient) -> list[int]:
-    """Return the formula of each gradient of a function."""
+    """Return the formula of each gradient of a function; raise NoProof where one
+    formula does not stand for all tokens.
+    """
     trace = Trace(batch.lifted.values, {}, lifted=batch.lifted)
     trace.sizes.tokens = ROWS * COLUMNS
     scale = torch.ones((), dtype=torch.float64)
@@ -654,13 +692,15 @@ def _must_agree(
 
 
 def _point(rows: int, columns: int, seed: int, per_response: bool) -> dict[str, Tensor]:
-    """Return numbers for the variables of each token of a batch."""
+    """Return numbers for the variables of each token of a batch, [B, T]; `scale` is one
+    number. Each row has a token that trains.
+    """
     chance = torch.Generator().manual_seed(seed)
 
     def normal(width: int = columns) -> Tensor:
         return torch.randn(rows, width, generator=chance, dtype=torch.float64)
 
-    inside = normal()
+    inside = normal()  # a token trains where it is above 0
     inside[torch.arange(rows), torch.arange(rows) % columns] = 1.0
     r = (0.4 * normal()).exp()
     return {

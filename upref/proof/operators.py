@@ -1,6 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rule for each operator of torch: from the ids of its inputs to those of its result.
 
+An *id* is the number of a formula (upref.proof.values). The *witness* is the point at
+which the user's function runs, and a *step of the path* is a condition that a proof
+assumes as it was decided there (upref.proof.trace).
+
+A rule takes an `Operation` and returns the ids of the result, in its shape, or a tuple
+of such tensors. None in place of one leaves the ids of that result as they are. A rule
+that runs the operator itself puts the result into `answer`, and returns (None,).
+
 Seven kinds, which docs/howto/prove.md lists from this table. *Moves*: the operator runs on
 the ids themselves. *Exact*: arithmetic, comparisons and choices, by upref.proof.values.
 *Of logarithms*: exp, log and their like, which are exact where the argument is a logarithm
@@ -117,19 +125,27 @@ class Operation:
         return self.arguments[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return an argument; the default where the operator has none of that name."""
+        """Return an argument; the default where the operator has none of that name, or
+        has None there.
+        """
         value = self.arguments.get(name)
         return default if value is None else value
 
     def ids(self, name: str) -> Tensor:
-        """Return the ids of an argument, as numbers."""
+        """Return the ids of an argument's numbers, in its shape, [] for a number of
+        Python.
+        """
         return self.trace.ids(self.arguments[name])
 
     def run(self, /, **replaced: Any) -> Any:
-        """Run the operator on other arguments, those that are tensors made concrete.
+        """Run the operator with some arguments replaced. A tensor that is not replaced
+        must not vary: else the trace stops.
 
         Args:
             **replaced: arguments by name.
+
+        Returns:
+            What the operator returns.
         """
         arguments = {
             name: self.trace.concrete(x) if name not in replaced else replaced[name]
@@ -138,11 +154,13 @@ class Operation:
         return self._call(arguments)
 
     def call(self) -> Any:
-        """Run the operator on its own arguments, but for those that were decided."""
+        """Run the operator on its own arguments, with those of `decided` in their
+        place.
+        """
         return self._call(self.arguments | self.decided)
 
     def at_witness(self) -> Any:
-        """Run the operator with the numbers of the witness."""
+        """Run the operator with the numbers of its argument `self` at the witness."""
         return self._call(self.arguments | {"self": self.trace.numbers(self["self"])})
 
     def _call(self, arguments: dict[str, Any]) -> Any:
@@ -161,8 +179,11 @@ def elementwise(of: Callable[..., int], *ids: Tensor) -> Tensor:
     """Apply a function of values to tensors of ids, which are broadcast.
 
     Args:
-        of: ids to an id.
+        of: ids to an id; it is called once for each different combination of ids.
         *ids: tensors.
+
+    Returns:
+        Ids, in the shape to which the tensors are broadcast.
     """
     if len(ids) > 1:
         ids = torch.broadcast_tensors(*ids)
@@ -181,26 +202,29 @@ def along(of: Callable[[list[int]], Any], ids: Tensor, dims: Any, keep: bool) ->
     """Reduce dimensions of a tensor of ids.
 
     Args:
-        of: a list of ids to one id.
+        of: a list of ids to one id; the list is empty where a dimension has size 0.
         ids: the tensor.
         dims: numbers of dimensions; None or empty: all.
         keep: keep them, with size 1.
+
+    Returns:
+        Ids, in the shape that is left.
     """
     if dims is None or dims == []:
         dims = list(range(ids.ndim))
     dims = [dims] if isinstance(dims, int) else list(dims)
     dims = [d % max(ids.ndim, 1) for d in dims] if ids.ndim else []
     rest = [d for d in range(ids.ndim) if d not in dims]
-    rows = (
-        ids.permute(*rest, *dims).reshape(*(ids.shape[d] for d in rest), -1)
-        if ids.ndim
-        else ids.reshape(1)
-    )
-    flat = (
-        rows.reshape(-1, rows.shape[-1])
-        if rows.numel()
-        else rows.new_zeros(math.prod(ids.shape[d] for d in rest), 0)
-    )
+    sizes_left = [ids.shape[d] for d in rest]
+    if ids.ndim:
+        # the dimensions that are reduced become the last one
+        rows = ids.permute(*rest, *dims).reshape(*sizes_left, -1)
+    else:
+        rows = ids.reshape(1)
+    if rows.numel():
+        flat = rows.reshape(-1, rows.shape[-1])
+    else:
+        flat = rows.new_zeros(math.prod(sizes_left), 0)
     out = torch.tensor([of(row) for row in flat.tolist()], dtype=torch.int64)
     shape = [1 if d in dims else n for d, n in enumerate(ids.shape)]
     if not keep:
@@ -209,7 +233,7 @@ def along(of: Callable[[list[int]], Any], ids: Tensor, dims: Any, keep: bool) ->
 
 
 def add_all(values: Values, ids: Sequence[int]) -> int:
-    """Return the sum of values."""
+    """Return the sum of values; 0 of none."""
     return reduce(values.add, ids, values.zero)
 
 
@@ -249,7 +273,7 @@ KINDS: dict[str, str] = {}
 
 
 def rule(names: str, kind: str = "exact") -> Callable[[Rule], Rule]:
-    """Decorator: the rule of these operators.
+    """Return a decorator that makes a function the rule of these operators.
 
     Args:
         names: of operators, with spaces between.
@@ -257,6 +281,7 @@ def rule(names: str, kind: str = "exact") -> Callable[[Rule], Rule]:
     """
 
     def register(function: Rule) -> Rule:
+        """Enter the function into RULES, and the kind into KINDS; return the function."""
         for name in names.split():
             RULES[name] = function
             KINDS[name] = kind
@@ -289,7 +314,7 @@ def find_rule(name: str) -> Rule | None:
 
 
 def _move(o: Operation) -> Tensor | tuple[Tensor, ...]:
-    """Run the operator on the ids."""
+    """Run the operator on the ids in place of the values, so that they move alike."""
     replaced: dict[str, Any] = {}
     for name in MOVES[o.name]:
         value = o.arguments.get(name)
@@ -303,7 +328,9 @@ def _move(o: Operation) -> Tensor | tuple[Tensor, ...]:
 # ---- numbers as they are -------------------------------------------------------------
 @rule("_to_copy")
 def _to_copy(o: Operation) -> Tensor:
-    """Convert to another dtype. The trace stops where a varying value would be rounded."""
+    """Convert to another dtype, to bool by whether a number is not 0. The trace stops
+    where a varying value would be rounded.
+    """
     ids = o.ids("self")
     dtype = o["dtype"]
     if dtype is None or dtype == o["self"].dtype:
@@ -319,6 +346,9 @@ def _to_copy(o: Operation) -> Tensor:
 
 @rule("copy")
 def _copy(o: Operation) -> Tensor:
+    """Return the ids of the source in the destination's shape, as conditions where
+    numbers are copied to bools.
+    """
     ids = o.ids("src").expand(o["self"].shape)
     if o["self"].dtype is torch.bool and o["src"].dtype is not torch.bool:
         return elementwise(o.values.condition, ids)
@@ -327,41 +357,51 @@ def _copy(o: Operation) -> Tensor:
 
 @rule("fill")
 def _fill(o: Operation) -> Tensor:
+    """Return the id of the value for each entry."""
     return o.ids("value").expand(o["self"].shape)
 
 
 @rule("zero zeros_like")
 def _zero(o: Operation) -> Tensor:
+    """Return the id of the number 0, which is 0, for each entry."""
     return torch.zeros(o["self"].shape, dtype=torch.int64)
 
 
 @rule("ones_like")
 def _one(o: Operation) -> Tensor:
+    """Return the id of the number 1, which is 1, for each entry."""
     return torch.ones(o["self"].shape, dtype=torch.int64)
 
 
 @rule("empty_like new_empty empty_strided new_empty_strided")
 def _empty(o: Operation) -> Tensor | None:
+    """Write no ids: nobody has set these numbers."""
     return None
 
 
 @rule("rand_like randn_like", "random")
 def _random(o: Operation) -> Any:
+    """Stop the trace."""
     return o.trace.stop("draws random numbers")
 
 
 @rule("new_zeros")
 def _new_zeros(o: Operation) -> Tensor:
+    """Return the id of the number 0, which is 0, in the given size."""
     return torch.zeros(list(o["size"]), dtype=torch.int64)
 
 
 @rule("new_ones")
 def _new_ones(o: Operation) -> Tensor:
+    """Return the id of the number 1, which is 1, in the given size."""
     return torch.ones(list(o["size"]), dtype=torch.int64)
 
 
 @rule("full_like new_full full")
 def _full(o: Operation) -> Tensor:
+    """Return the id of the fill value, in the given size or else in the shape of
+    `self`.
+    """
     value = o.get("fill_value")
     size = o.get("size", None)
     shape = list(size) if size is not None else o["self"].shape
@@ -370,17 +410,20 @@ def _full(o: Operation) -> Tensor:
 
 @rule("constant_pad_nd")
 def _pad(o: Operation) -> Tensor:
+    """Pad the ids with that of the fill value, or with that of 0."""
     fill = int(o.trace.ids(o.get("value", 0)))
     return o.run(self=o.ids("self"), value=fill)
 
 
 @rule("masked_fill")
 def _masked_fill(o: Operation) -> Tensor:
+    """Return the value where the mask holds, elsewhere the number that was there."""
     return _choose(o, o.ids("mask"), o.ids("value"), o.ids("self"))
 
 
 @rule("where")
 def _where(o: Operation) -> Tensor | tuple[Tensor, ...]:
+    """Choose by a condition. With a condition alone, find the places where it holds."""
     if "other" not in o.arguments:
         return _nonzero_of(o, "condition")
     return _choose(o, o.ids("condition"), o.ids("self"), o.ids("other"))
@@ -421,7 +464,7 @@ def _nan_to_num(o: Operation) -> Tensor:
 # ---- arithmetic ----------------------------------------------------------------------
 @rule("add sub rsub")
 def _add(o: Operation) -> Tensor:
-    """Add or subtract, with the factor alpha of the second value."""
+    """Return self + alpha other, of sub self - alpha other, of rsub other - alpha self."""
     v = o.values
     factor = Fraction(-1 if o.name in ("sub", "rsub") else 1)
     x, y = o.ids("self"), o.ids("other")
@@ -434,6 +477,7 @@ def _add(o: Operation) -> Tensor:
 
 @rule("mul")
 def _mul(o: Operation) -> Tensor:
+    """Return the product; of two tensors of bools, whether both hold."""
     v = o.values
     if o["self"].dtype is torch.bool and _is_bool(o["other"]):
         return elementwise(v.both, o.ids("self"), o.ids("other"))
@@ -441,18 +485,22 @@ def _mul(o: Operation) -> Tensor:
 
 
 def _is_bool(x: Any) -> bool:
+    """Tell whether something is a bool, or a tensor of bools."""
     return isinstance(x, bool) or (isinstance(x, Tensor) and x.dtype is torch.bool)
 
 
 @rule("div divide true_divide")
 def _div(o: Operation) -> Tensor:
+    """Divide. A division that rounds is of constants alone: else the trace stops."""
     if o.get("rounding_mode"):
         return _only_constants(o, "divides and rounds")
     return elementwise(lambda x, y: _quotient(o, x, y), o.ids("self"), o.ids("other"))
 
 
 def _quotient(o: Operation, x: int, y: int) -> int:
-    """Divide. A divisor that varies must not be 0; by 0 the quotient is infinite, or NaN."""
+    """Return x / y. A divisor that varies must not be 0. By the number 0, 0 becomes NaN
+    and x infinite, with its sign; the trace stops where x has no known sign.
+    """
     v = o.values
     if y == v.zero:
         if x == v.zero:
@@ -468,23 +516,28 @@ def _quotient(o: Operation, x: int, y: int) -> int:
 
 
 def must_differ(o: Operation, x: int) -> None:
-    """Note that a divisor must not be 0 on an open set."""
+    """Note that a value must not be 0 on an open set: a proof has to show that, because
+    the value divides.
+    """
     o.values.oblige(o.values.differs(x, o.values.zero), "a division by 0")
 
 
 @rule("reciprocal")
 def _reciprocal(o: Operation) -> Tensor:
+    """Return 1 / x, as `_quotient` divides."""
     one = o.values.one
     return elementwise(lambda x: _quotient(o, one, x), o.ids("self"))
 
 
 @rule("neg")
 def _neg(o: Operation) -> Tensor:
+    """Return minus a value."""
     return elementwise(o.values.negative, o.ids("self"))
 
 
 @rule("abs")
 def _abs(o: Operation) -> Tensor:
+    """Return x where x > 0, else -x."""
     v = o.values
     zero = v.zero
     return elementwise(
@@ -494,23 +547,27 @@ def _abs(o: Operation) -> Tensor:
 
 @rule("sgn sign")
 def _sign(o: Operation) -> Tensor:
+    """Return the sign of a value, as `sign` does."""
     return elementwise(lambda x: sign(o.values, x), o.ids("self"))
 
 
 def sign(v: Values, x: int) -> int:
-    """Return the sign of a value: 0 only where it is 0 on an open set."""
+    """Return the sign of a value, 1, 0 or -1: 0 only where it is 0 on an open set."""
     minus = v.choose(v.greater(v.zero, x), v.number(-1), v.zero)
     return v.choose(v.greater(x, v.zero), v.one, minus)
 
 
 @rule("square")
 def _square(o: Operation) -> Tensor:
+    """Return x x."""
     return elementwise(lambda x: o.values.multiply(x, x), o.ids("self"))
 
 
 @rule("pow")
 def _pow(o: Operation) -> Tensor:
-    """Raise to a power. Where the exponent e varies, x ** e is exp(e log x)."""
+    """Raise to a power. Where the exponent e varies, x ** e is exp(e log x). The base
+    of a negative constant exponent must not be 0.
+    """
     v = o.values
 
     def of(x: int, e: int) -> int:
@@ -526,23 +583,27 @@ def _pow(o: Operation) -> Tensor:
 
 @rule("sqrt rsqrt")
 def _sqrt(o: Operation) -> Tensor:
+    """Return the square root, or of rsqrt 1 divided by it."""
     e = Fraction(1, 2) if o.name == "sqrt" else Fraction(-1, 2)
     return elementwise(lambda x: o.values.power(x, e), o.ids("self"))
 
 
 @rule("exp", "of logarithms")
 def _exp(o: Operation) -> Tensor:
+    """Return e^x."""
     return elementwise(o.values.exp, o.ids("self"))
 
 
 @rule("expm1", "of logarithms")
 def _expm1(o: Operation) -> Tensor:
+    """Return e^x - 1."""
     v = o.values
     return elementwise(lambda x: v.subtract(v.exp(x), v.one), o.ids("self"))
 
 
 @rule("exp2", "of logarithms")
 def _exp2(o: Operation) -> Tensor:
+    """Return 2^x, as e^(x log 2)."""
     v = o.values
     log2 = v.number(math.log(2))
     return elementwise(lambda x: v.exp(v.multiply(x, log2)), o.ids("self"))
@@ -550,17 +611,20 @@ def _exp2(o: Operation) -> Tensor:
 
 @rule("log", "of logarithms")
 def _log(o: Operation) -> Tensor:
+    """Return the natural logarithm."""
     return elementwise(o.values.log, o.ids("self"))
 
 
 @rule("log1p", "of logarithms")
 def _log1p(o: Operation) -> Tensor:
+    """Return log(1 + x)."""
     v = o.values
     return elementwise(lambda x: v.log(v.add(x, v.one)), o.ids("self"))
 
 
 @rule("log2 log10", "of logarithms")
 def _log_of_base(o: Operation) -> Tensor:
+    """Return the logarithm to the base 2 or 10, the natural one times a number."""
     v = o.values
     unit = 1 / math.log(2 if o.name == "log2" else 10)
     return elementwise(lambda x: v.scale(v.log(x), unit), o.ids("self"))
@@ -568,11 +632,13 @@ def _log_of_base(o: Operation) -> Tensor:
 
 @rule("sigmoid", "of logarithms")
 def _sigmoid(o: Operation) -> Tensor:
+    """Return 1 / (1 + e^-x)."""
     return elementwise(o.values.sigmoid, o.ids("self"))
 
 
 @rule("sigmoid_backward", "of logarithms")
 def _sigmoid_backward(o: Operation) -> Tensor:
+    """Return g s (1 - s), of the upstream gradient g and the sigmoid s."""
     v = o.values
 
     def of(g: int, s: int) -> int:
@@ -583,6 +649,7 @@ def _sigmoid_backward(o: Operation) -> Tensor:
 
 @rule("log_sigmoid_forward", "of logarithms")
 def _log_sigmoid(o: Operation) -> tuple[Tensor, Tensor]:
+    """Return log sigmoid(x), and the ids of an empty buffer, which torch returns too."""
     v = o.values
     ids = elementwise(lambda x: v.log(v.sigmoid(x)), o.ids("self"))
     return ids, torch.zeros(0, dtype=torch.int64)
@@ -590,6 +657,7 @@ def _log_sigmoid(o: Operation) -> tuple[Tensor, Tensor]:
 
 @rule("log_sigmoid_backward", "of logarithms")
 def _log_sigmoid_backward(o: Operation) -> Tensor:
+    """Return g sigmoid(-x), of the upstream gradient g."""
     v = o.values
     return elementwise(
         lambda g, x: v.multiply(g, v.sigmoid(v.negative(x))),
@@ -600,6 +668,7 @@ def _log_sigmoid_backward(o: Operation) -> Tensor:
 
 @rule("tanh", "of logarithms")
 def _tanh(o: Operation) -> Tensor:
+    """Return tanh x, as 2 sigmoid(2x) - 1."""
     v = o.values
 
     def of(x: int) -> int:
@@ -610,6 +679,7 @@ def _tanh(o: Operation) -> Tensor:
 
 @rule("tanh_backward", "of logarithms")
 def _tanh_backward(o: Operation) -> Tensor:
+    """Return g (1 - y²), of the upstream gradient g and y = tanh x."""
     v = o.values
 
     def of(g: int, y: int) -> int:
@@ -620,7 +690,7 @@ def _tanh_backward(o: Operation) -> Tensor:
 
 @rule("softplus", "of logarithms")
 def _softplus(o: Operation) -> Tensor:
-    """Return log(1 + exp(beta x)) / beta, and x above the threshold."""
+    """Return log(1 + exp(beta x)) / beta, and x where beta x is above the threshold."""
     v = o.values
     beta, threshold = o.get("beta", 1), o.get("threshold", 20)
 
@@ -634,7 +704,9 @@ def _softplus(o: Operation) -> Tensor:
 
 @rule("softplus_backward", "of logarithms")
 def _softplus_backward(o: Operation) -> Tensor:
-    """Return the gradient of `_softplus`, and that from above beyond the threshold."""
+    """Return g sigmoid(beta x), and the upstream gradient g itself where beta x is
+    above the threshold.
+    """
     v = o.values
     beta, threshold = o.get("beta", 1), o.get("threshold", 20)
 
@@ -648,6 +720,7 @@ def _softplus_backward(o: Operation) -> Tensor:
 
 @rule("relu")
 def _relu(o: Operation) -> Tensor:
+    """Return x where x > 0, else 0."""
     v = o.values
     return elementwise(
         lambda x: v.choose(v.greater(x, v.zero), x, v.zero), o.ids("self")
@@ -656,7 +729,7 @@ def _relu(o: Operation) -> Tensor:
 
 @rule("threshold_backward")
 def _threshold_backward(o: Operation) -> Tensor:
-    """Return the gradient from above where a value exceeds the threshold, else 0."""
+    """Return the upstream gradient where a value exceeds the threshold, else 0."""
     v = o.values
     level = v.number(o["threshold"])
     return elementwise(
@@ -668,11 +741,15 @@ def _threshold_backward(o: Operation) -> Tensor:
 
 @rule("erf sin cos atan", "by value")
 def _by_value(o: Operation) -> Tensor:
+    """Return a function of which a proof knows only that equal arguments give equal
+    values.
+    """
     return elementwise(lambda x: o.values.apply(o.name, x), o.ids("self"))
 
 
 @rule("logaddexp", "of logarithms")
 def _logaddexp(o: Operation) -> Tensor:
+    """Return log(e^x + e^y)."""
     v = o.values
     return elementwise(
         lambda x, y: v.log(v.add(v.exp(x), v.exp(y))), o.ids("self"), o.ids("other")
@@ -681,6 +758,7 @@ def _logaddexp(o: Operation) -> Tensor:
 
 @rule("xlogy", "of logarithms")
 def _xlogy(o: Operation) -> Tensor:
+    """Return x log y, and 0 where x is the number 0."""
     v = o.values
 
     def of(x: int, y: int) -> int:
@@ -691,11 +769,17 @@ def _xlogy(o: Operation) -> Tensor:
 
 @rule("floor ceil round trunc frac remainder fmod floor_divide", "of constants")
 def _rounded(o: Operation) -> Tensor:
+    """Round constants; stop where a value varies."""
     return _only_constants(o, "rounds a value")
 
 
 def _only_constants(o: Operation, what: str) -> Tensor:
-    """Run the operator on constants; stop where a value varies."""
+    """Run the operator on constants; stop where a value varies.
+
+    Args:
+        o: the call.
+        what: what the operator does, a verb and its object, for the reason.
+    """
     for x in o.arguments.values():
         if isinstance(x, Tensor) and o.trace.varies(x):
             o.trace.stop(f"{what}, by {o.name}")
@@ -705,6 +789,9 @@ def _only_constants(o: Operation, what: str) -> Tensor:
 # ---- comparisons and choices ---------------------------------------------------------
 @rule("gt lt ge le")
 def _compare(o: Operation) -> Tensor:
+    """Return the condition that one value is greater, or at least as large; x < y is
+    read as y > x.
+    """
     v = o.values
     or_equal = o.name in ("ge", "le")
     x, y = o.ids("self"), o.ids("other")
@@ -735,19 +822,20 @@ def _is_truth(v: Values, x: int) -> bool:
 
 @rule("minimum maximum fmin fmax")
 def _least(o: Operation) -> Tensor:
+    """Return the smaller, or the larger, of two values; NaN where one is NaN."""
     of = least if o.name in ("minimum", "fmin") else most
     return elementwise(lambda x, y: of(o.values, x, y), o.ids("self"), o.ids("other"))
 
 
 def least(v: Values, x: int, y: int) -> int:
-    """Return the smaller of two values."""
+    """Return the smaller of two values; NaN where one is NaN."""
     if v.nan in (x, y):
         return v.nan
     return v.choose(v.greater(x, y), y, x)
 
 
 def most(v: Values, x: int, y: int) -> int:
-    """Return the larger of two values."""
+    """Return the larger of two values; NaN where one is NaN."""
     if v.nan in (x, y):
         return v.nan
     return v.choose(v.greater(y, x), y, x)
@@ -755,7 +843,9 @@ def most(v: Values, x: int, y: int) -> int:
 
 @rule("clamp clamp_min clamp_max clip hardtanh")
 def _clamp(o: Operation) -> Tensor:
-    """Bound values from below and from above, by what is given of the two."""
+    """Bound values from below and from above, by what is given of the two. Where the
+    bounds cross, the upper one wins.
+    """
     low = o.get("min", o.get("min_val"))
     high = o.get("max", o.get("max_val"))
     ids = o.ids("self")
@@ -786,6 +876,7 @@ def _logic(o: Operation) -> Tensor:
 
 @rule("logical_not bitwise_not")
 def _not(o: Operation) -> Tensor:
+    """Negate conditions. Bits of integers are inverted where they are constants alone."""
     v = o.values
     if o.name == "bitwise_not" and o["self"].dtype is not torch.bool:
         return _only_constants(o, "computes with bits")
@@ -794,7 +885,7 @@ def _not(o: Operation) -> Tensor:
 
 @rule("isnan isinf isfinite isposinf isneginf")
 def _is_special(o: Operation) -> Tensor:
-    """Tell which values are NaN, infinite or finite."""
+    """Tell which values are NaN, infinite or finite: 1 or 0, the ids of true and false."""
     names = {
         "isnan": ("nan",),
         "isinf": ("inf", "-inf"),
@@ -808,6 +899,7 @@ def _is_special(o: Operation) -> Tensor:
 
 @rule("signbit")
 def _signbit(o: Operation) -> Tensor:
+    """Return the condition that a value is below 0."""
     v = o.values
     return elementwise(lambda x: v.greater(v.zero, x), o.ids("self"))
 
@@ -839,6 +931,7 @@ def _heaviside(o: Operation) -> Tensor:
 # ---- sums and their like -------------------------------------------------------------
 @rule("sum")
 def _sum(o: Operation) -> Tensor:
+    """Add up values along dimensions."""
     v = o.values
     keep = bool(o.get("keepdim", False))
     return along(lambda row: add_all(v, row), o.ids("self"), o.get("dim"), keep)
@@ -846,6 +939,7 @@ def _sum(o: Operation) -> Tensor:
 
 @rule("mean")
 def _mean(o: Operation) -> Tensor:
+    """Return means along dimensions; NaN of no values."""
     v = o.values
 
     def of(row: list[int]) -> int:
@@ -856,7 +950,9 @@ def _mean(o: Operation) -> Tensor:
 
 @rule("var std")
 def _var(o: Operation) -> Tensor:
-    """Return the variance or its root, and NaN of too few values."""
+    """Return the variance or its root, the sum of squares divided by the number of
+    values less the correction, 1 by default; NaN of too few values.
+    """
     v = o.values
     correction = o.get("correction", 1)
     if "unbiased" in o.arguments:
@@ -877,7 +973,7 @@ def _var(o: Operation) -> Tensor:
 
 @rule("prod")
 def _prod(o: Operation) -> Tensor:
-    """Multiply all values along dimensions."""
+    """Multiply all values along dimensions; 1 of none."""
     v = o.values
     return along(
         lambda row: reduce(v.multiply, row, v.one),
@@ -889,7 +985,9 @@ def _prod(o: Operation) -> Tensor:
 
 @rule("any all")
 def _any(o: Operation) -> Tensor:
-    """Tell whether any, or all, of the values along dimensions are true."""
+    """Return the condition that any, or all, of the values along dimensions are true.
+    Of no values, any is false and all is true.
+    """
     v = o.values
     of = v.either if o.name == "any" else v.both
     start = v.zero if o.name == "any" else v.one
@@ -915,7 +1013,9 @@ def _extreme(o: Operation) -> Tensor:
 
 @rule("max min", "places")
 def _extreme_and_place(o: Operation) -> Any:
-    """Return the extreme of two tensors, of all values, or along a dimension with its place."""
+    """Return the extreme of two tensors, of all values, or along a dimension with its
+    place. That place is the one at the witness, and a step of the path.
+    """
     of = most if o.name == "max" else least
     if "other" in o.arguments:
         return elementwise(
@@ -928,14 +1028,24 @@ def _extreme_and_place(o: Operation) -> Any:
     o.answer = o.at_witness()
     places = o.answer[1]
     keep = bool(o.get("keepdim", False))
-    return _picked(o, places, o["dim"], keep, largest=o.name == "max")
+    return _put_extremes(o, places, o["dim"], keep, largest=o.name == "max")
 
 
-def _picked(
+def _put_extremes(
     o: Operation, places: Tensor, dim: int, keep: bool, largest: bool
 ) -> tuple[Tensor | None, ...]:
-    """Return the ids at places that an operator found, and make it a step of the path
-    that they are the largest, or the smallest.
+    """Set the ids of the answer to those at places that the operator found, and make it
+    a step of the path that they are the largest, or the smallest.
+
+    Args:
+        o: the call, with its answer.
+        places: of the extremes along the dimension.
+        dim: the dimension.
+        keep: the places have this dimension, with size 1.
+        largest: they are places of the largest values, not of the smallest.
+
+    Returns:
+        (None,).
     """
     ids = o.ids("self")
     if ids.ndim == 0:
@@ -953,15 +1063,15 @@ def _picked(
 
 
 def _put_answer(o: Operation, ids: Tensor) -> None:
-    """Give the answer of an operator that has run its ids."""
+    """Set the ids of the first tensor that the operator has answered."""
     first = o.answer[0] if isinstance(o.answer, tuple) else o.answer
     o.trace.put(first, ids)
 
 
 @rule("argmax argmin", "places")
 def _place(o: Operation) -> Any:
-    """Return the place of the extreme value at the witness, and make it a step of the path
-    that it is there.
+    """Answer with the place of the extreme value at the witness, and make it a step of
+    the path that it is there.
     """
     o.answer = o.at_witness()
     ids = o.ids("self")
@@ -983,7 +1093,9 @@ def _place(o: Operation) -> Any:
 
 @rule("sort argsort topk kthvalue median nanmedian", "places")
 def _sort(o: Operation) -> Any:
-    """All that sorts: the whole order at the witness is a step of the path."""
+    """Answer with what sorts at the witness. The order of each two neighbors becomes a
+    step of the path; a single number, [], stops the trace.
+    """
     if o["self"].ndim == 0:
         o.trace.stop(f"calls {o.name} of one number")
     dim = o.get("dim")
@@ -1009,7 +1121,9 @@ def _sort(o: Operation) -> Any:
 
 
 def _median(o: Operation) -> Tensor:
-    """The lower median of a whole tensor, as torch's."""
+    """Return the lower median of a whole tensor, as torch does. The order of all values
+    becomes steps of the path; NaN stops the trace.
+    """
     ids = o.ids("self").reshape(-1)
     ordered = ids[o.trace.numbers(o["self"]).reshape(-1).sort(stable=True).indices]
     if o.values.nan in ordered.tolist():
@@ -1021,11 +1135,13 @@ def _median(o: Operation) -> Tensor:
 
 @rule("cumsum")
 def _cumsum(o: Operation) -> Tensor:
+    """Return running sums along a dimension."""
     return _running(o, o.values.add)
 
 
 @rule("cumprod")
 def _cumprod(o: Operation) -> Tensor:
+    """Return running products along a dimension."""
     return _running(o, o.values.multiply)
 
 
@@ -1053,6 +1169,7 @@ def _logsumexp(o: Operation) -> Tensor:
 
 @rule("_softmax _log_softmax", "of logarithms")
 def _softmax(o: Operation) -> Tensor:
+    """Return exp(x) / Σ exp(x) along a dimension, or the logarithm of that."""
     v = o.values
     powers = elementwise(v.exp, o.ids("self"))
     total = along(lambda row: add_all(v, row), powers, [o["dim"]], True)
@@ -1079,23 +1196,26 @@ def _softmax_backward(o: Operation) -> Tensor:
 
 # ---- products ------------------------------------------------------------------------
 def product(v: Values, x: Tensor, y: Tensor) -> Tensor:
-    """Return the product of matrices of ids, [..., n, k] and [..., k, m]."""
+    """Return the product of matrices of ids, [..., n, k] and [..., k, m]: [..., n, m]."""
     terms = elementwise(v.multiply, x.unsqueeze(-1), y.unsqueeze(-3))
     return along(lambda row: add_all(v, row), terms, [terms.ndim - 2], False)
 
 
 @rule("mm bmm")
 def _mm(o: Operation) -> Tensor:
+    """Return the product of two matrices, or of batches of them."""
     return product(o.values, o.ids("self"), o.ids("mat2"))
 
 
 @rule("mv")
 def _mv(o: Operation) -> Tensor:
+    """Return the product of a matrix and a vector."""
     return product(o.values, o.ids("self"), o.ids("vec")[:, None])[:, 0]
 
 
 @rule("dot vdot")
 def _dot(o: Operation) -> Tensor:
+    """Return the sum of the products of two vectors' entries, []."""
     other = "tensor" if "tensor" in o.arguments else "other"
     return product(o.values, o.ids("self")[None], o.ids(other)[:, None])[0, 0]
 
@@ -1140,7 +1260,9 @@ def _lerp(o: Operation) -> Tensor:
 
 # ---- places --------------------------------------------------------------------------
 def decided(o: Operation, mask: Tensor) -> Tensor:
-    """Return a mask as it is at the witness, each entry of which is a step of the path."""
+    """Return a mask as it is at the witness, each entry of which becomes a step of the
+    path; a mask without ids is returned as it is.
+    """
     if not o.trace.is_known(mask):
         return mask
     truths = [o.trace.decide(x) for x in o.trace.ids(mask).reshape(-1).tolist()]
@@ -1149,17 +1271,22 @@ def decided(o: Operation, mask: Tensor) -> Tensor:
 
 @rule("nonzero", "places")
 def _nonzero(o: Operation) -> Any:
+    """Answer with the places of the entries that are true, or not 0, at the witness."""
     o.answer = decided(o, o["self"]).nonzero()
     return (None,)
 
 
 def _nonzero_of(o: Operation, name: str) -> Any:
+    """Answer with the places at which an argument holds at the witness, a tensor of
+    numbers for each dimension.
+    """
     o.answer = torch.where(decided(o, o[name]))
     return (None,)
 
 
 @rule("masked_select", "places")
 def _masked_select(o: Operation) -> Tensor:
+    """Return the values where the mask holds at the witness."""
     mask = o.decided["mask"] = decided(o, o["mask"])
     ids = o.ids("self")
     return torch.masked_select(*torch.broadcast_tensors(ids, mask))
@@ -1183,7 +1310,9 @@ def _read(o: Operation) -> Any:
 
 @rule("equal", "places")
 def _all_equal(o: Operation) -> Any:
-    """Tell whether two tensors are equal. Each pair of values is a step of the path."""
+    """Tell whether two tensors are equal. Each pair of values, up to the first that
+    differs at the witness, becomes a step of the path.
+    """
     v = o.values
     if o["self"].shape != o["other"].shape:
         o.answer = False
@@ -1196,7 +1325,9 @@ def _all_equal(o: Operation) -> Any:
 
 
 def _places(o: Operation, indices: Any) -> list[Any]:
-    """Return the indices of `x[...]`, with masks decided; no other may vary."""
+    """Return the indices of `x[...]`, with masks decided, and keep them for the call;
+    no other index may vary.
+    """
     out = []
     for index in indices:
         if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
@@ -1209,6 +1340,7 @@ def _places(o: Operation, indices: Any) -> list[Any]:
 
 @rule("index _unsafe_index")
 def _index(o: Operation) -> Tensor:
+    """Return the values at indices, as `x[...]`."""
     return torch.ops.aten.index.Tensor(o.ids("self"), _places(o, o["indices"]))
 
 
@@ -1226,7 +1358,15 @@ def _index_put(o: Operation) -> Tensor:
 
 
 def _add_at(o: Operation, ids: Tensor, targets: Tensor, added: Tensor) -> Tensor:
-    """Add values at places of the flat tensor."""
+    """Return ids to which values are added at places of the flat tensor; a place may
+    come several times.
+
+    Args:
+        o: the call.
+        ids: to which is added.
+        targets: a place in the flat tensor for each value.
+        added: ids of the values, in the same shape.
+    """
     flat = ids.reshape(-1).tolist()
     for place, x in zip(
         targets.reshape(-1).tolist(), added.reshape(-1).tolist(), strict=True
@@ -1237,7 +1377,7 @@ def _add_at(o: Operation, ids: Tensor, targets: Tensor, added: Tensor) -> Tensor
 
 @rule("scatter")
 def _scatter(o: Operation) -> Tensor:
-    """Write values at places along a dimension."""
+    """Write values at places along a dimension. With a reduction, the trace stops."""
     if o.get("reduce"):
         o.trace.stop("calls scatter with reduce=", "use scatter_add")
     ids = o.ids("self").clone()
@@ -1249,6 +1389,7 @@ def _scatter(o: Operation) -> Tensor:
 
 @rule("scatter_add")
 def _scatter_add(o: Operation) -> Tensor:
+    """Add values at places along a dimension; without a place nothing changes."""
     ids = o.ids("self")
     index = o.trace.concrete(o["index"])
     if not index.numel():
@@ -1259,7 +1400,9 @@ def _scatter_add(o: Operation) -> Tensor:
 
 @rule("scatter_reduce")
 def _scatter_reduce(o: Operation) -> Tensor:
-    """Gather the values that go to each place, and reduce each lot to one value."""
+    """Gather the values that go to each place, with what is there unless include_self
+    is false, and reduce each lot to one value.
+    """
     v = o.values
     how = o["reduce"]
     reductions: dict[str, Callable[[int, int], int]] = {
@@ -1289,7 +1432,9 @@ def _scatter_reduce(o: Operation) -> Tensor:
 
 
 def _scattered(o: Operation, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the flat places of the result, and what is put at each."""
+    """Return the flat place of the result for each entry of the index, and the id that
+    is put there.
+    """
     ids = o.ids("self")
     numbers = torch.arange(ids.numel()).view(ids.shape)
     targets = _gather_places(numbers, o["dim"], index)
@@ -1297,6 +1442,10 @@ def _scattered(o: Operation, index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gather_places(numbers: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Return the flat places that an index along a dimension names, in the index's
+    shape.
+    """
+    # the index may be smaller than the tensor in each other dimension
     cut = [slice(n) for n in index.shape]
     if numbers.ndim:
         cut[dim] = slice(None)
@@ -1317,6 +1466,7 @@ def _index_add(o: Operation) -> Tensor:
 
 @rule("index_fill")
 def _index_fill(o: Operation) -> Tensor:
+    """Write one value at places along a dimension."""
     ids = o.ids("self").clone()
     return ids.index_fill(o["dim"], o.trace.concrete(o["index"]), int(o.ids("value")))
 
@@ -1326,12 +1476,13 @@ def _index_fill(o: Operation) -> Tensor:
     "of constants",
 )
 def _search(o: Operation) -> Tensor:
+    """Stop the trace: such an operator runs only where no tensor has ids."""
     return o.trace.stop(f"calls {o.name} of values that vary")
 
 
 @rule("count_nonzero")
 def _count(o: Operation) -> Tensor:
-    """Count the values that are not 0 along dimensions."""
+    """Count the values that are true, or not 0, along dimensions."""
     v = o.values
     return along(
         lambda row: add_all(v, [v.real(v.condition(x)) for x in row]),
@@ -1343,6 +1494,7 @@ def _count(o: Operation) -> Tensor:
 
 @rule("_assert_async _assert_scalar", "places")
 def _assert(o: Operation) -> Any:
+    """Decide the condition that is asserted; stop where it is false at the witness."""
     if not o.trace.decide(int(o.ids("self").reshape(()))):
         o.trace.stop("asserts what does not hold for every value")
     return (None,)
@@ -1350,4 +1502,5 @@ def _assert(o: Operation) -> Any:
 
 @rule("record_stream")
 def _nothing(o: Operation) -> Any:
+    """Set no ids: the operator computes nothing."""
     return (None,)

@@ -154,7 +154,12 @@ class Search:
         return self.domain.values
 
     def explore(self) -> Outcome:
-        """Find every path, and the questions that decide whether the functions differ."""
+        """Find every path, and the questions that decide whether the functions differ.
+
+        Returns:
+            The Outcome. Where the search ended early, it has a reason or a
+            counterexample.
+        """
         outcome = Outcome()
         with self._reasons(outcome):
             self._explore(outcome)
@@ -206,7 +211,10 @@ class Search:
 
     # ---- the paths -------------------------------------------------------------------
     def _explore(self, outcome: Outcome) -> None:
-        """Find every path."""
+        """Add every path to the outcome; raise NoProof where there are more than the
+        limit.
+        """
+        # a point, and how many of its first steps have no other side left to visit
         todo: list[tuple[dict[str, float], int]] = [(self.domain.draw(0), 0)]
         while todo:
             sides: list[tuple[Path, int]] = []
@@ -225,7 +233,18 @@ class Search:
     def _other_sides(
         self, sides: list[tuple[Path, int]]
     ) -> list[tuple[dict[str, float], int]]:
-        """Return a point on the other side of each branch, if there is one."""
+        """Return a point on the other side of each branch, if there is one.
+
+        Args:
+            sides: a path, and the number of a step of it.
+
+        Returns:
+            Each point, and the number of the step behind that branch.
+
+        Raises:
+            NoProof: the solver gives no answer, or no point near its own is on that
+                side.
+        """
         wanted = [
             [*facts(self.values, path.steps[:n]), self._other(path.steps[n])]
             for path, n in sides
@@ -268,7 +287,7 @@ class Search:
         """Return a point near another one; number 0 is the point itself."""
         if number == 0:
             return dict(point)
-        share = 10.0 ** -(1 + number % 8)
+        share = 10.0 ** -(1 + number % 8)  # from 1e-1 down to 1e-8, in turn
         moved = {}
         for i, (name, x) in enumerate(sorted(point.items())):
             part = share * math.sin(number + 7 * i)
@@ -399,19 +418,24 @@ class Search:
         """Collect a question for each place at which the functions may differ."""
 
         def add(
-            kind: str, conditions: tuple[int, ...], pair: tuple[int, ...] = ()
+            path: Path,
+            kind: str,
+            conditions: tuple[int, ...],
+            pair: tuple[int, ...] = (),
         ) -> None:
+            """Add a question about a path; `kind` says what it asks."""
             outcome.questions.append(self._question(conditions, pair))
             outcome.meant.append((path, kind))
 
         for path in outcome.paths:
             given = facts(self.values, path.steps)
-            add("model", given)
+            # has the path a point at all?
+            add(path, "model", given)
             for conditions, pair in self._unequal(path):
-                add("difference", (*given, *conditions), pair)
+                add(path, "difference", (*given, *conditions), pair)
             for obligation, words in self.values.obligations.items():
                 if self._is_of_pattern(obligation):
-                    add(words, (*given, self.values.negation(obligation)))
+                    add(path, words, (*given, self.values.negation(obligation)))
 
     def _is_of_pattern(self, condition: int) -> bool:
         """Tell whether a condition is about variables of this batch alone."""
@@ -441,7 +465,10 @@ class Search:
         outcome.reason = reason
 
     def _unequal(self, path: Path) -> Iterator[tuple[tuple[int, ...], tuple[int, int]]]:
-        """Yield conditions and two formulas that differ there."""
+        """Yield conditions and two formulas that differ there, of the function and of
+        the reference; equal pairs are compared once. Raise NoProof where one is
+        infinite or NaN.
+        """
         pairs = dict.fromkeys(
             zip(
                 path.found.reshape(-1).tolist(),
@@ -490,12 +517,14 @@ class Search:
                 self.thin = self.thin or point
                 continue
             batch = self.domain.batch(point)
+            # a factor of 1 is easier to read
             for plain in (point | {"scale": 1.0}, point):
                 scale = _scale(plain)
                 expected = self.reference(batch, scale)
                 found = self.function(batch, scale)
                 if self.differs(expected, found, batch):
                     bounds = tuple(bounds_in(self.values, conditions))
+                    # bounds of one token explain nothing where others matter too
                     if self._differs_at_ordinary_points() or not self._is_of_one_token(
                         expected, found, plain
                     ):
@@ -530,6 +559,7 @@ class Search:
         index = int((expected - found).abs().nan_to_num(math.inf).argmax())
         _, columns = self.domain.pattern.shape
         row, column = divmod(index % math.prod(self.domain.pattern.shape), columns)
+        # variables are named by a letter, a row and a column: r0_1, or A0 of a response
         own = {
             name: x
             for name, x in point.items()
@@ -562,6 +592,9 @@ class Search:
         return Question((*self.domain.assumptions(names), *conditions), pair)
 
     def _ask(self, questions: list[Question]) -> list[Answer]:
+        """Return the solver's answers in the time that is left; raise NoProof where
+        none is.
+        """
         left = self.deadline - cpu_seconds()
         if left <= 0:
             raise NoProof("the time is over (--timeout)")
@@ -579,8 +612,9 @@ def _undecided(path: Path) -> str:
 
 
 def _points_of_answer(answer: Answer) -> Iterator[dict[str, float]]:
-    """Yield the solver's point; and, where it took a number for a logarithm, the point at
-    which this number is one. First with advantages that are easy to read.
+    """Yield the solver's point; and, where it took a number for a logarithm, the point
+    at which this number is one. Before each, yield it with tiny advantages replaced by
+    1 and -1, which are easy to read.
     """
     # a float holds the exponential of such a number, and 1 over it
     of_logs = {

@@ -104,7 +104,10 @@ def _free_tied_and_two_valued(group: tuple[int, ...]) -> Iterator[RewardPattern]
     if count <= ALL_TIES:
         for ties in partitions(count):
             yield pattern_of([f"R{tie}" for tie in ties], group)
-    if count <= ALL_TIES or group in ((0,) * count, (0,) * 2 + (1,) * (count - 2)):
+    # of more responses in two ways alone: the batches double with each response
+    one_prompt = (0,) * count
+    two_prompts = (0,) * 2 + (1,) * (count - 2)
+    if count <= ALL_TIES or group in (one_prompt, two_prompts):
         for values in TWO_VALUES:
             for rewards in itertools.product(values, repeat=count):
                 yield pattern_of(rewards, group)
@@ -122,6 +125,9 @@ class RewardDomain(Domain):
     """The variables of a batch of rewards: they stand in the place of the advantages."""
 
     def __post_init__(self) -> None:
+        """Make the ids of the rewards, [N, 1], in the place of advantages: variables
+        and numbers.
+        """
         v = self.values
         ids = [
             v.variable(x, -LARGEST, LARGEST) if isinstance(x, str) else v.number(x)
@@ -145,7 +151,7 @@ class RewardDomain(Domain):
         return True
 
     def assumptions(self, names: set[str]) -> list[int]:
-        """Return no conditions: each variable has its bounds."""
+        """Return no conditions: the bounds of each variable suffice."""
         return []
 
     def is_inside(self, point: Mapping[str, float]) -> bool:

@@ -73,7 +73,8 @@ class Sizes:
     ids: frozenset[int] = frozenset()
 
     def add(self, number: Any, line: str) -> None:
-        """Note a number with which a size is compared.
+        """Note a number with which a size is compared, unless it is no number, at most
+        SMALLEST, or larger than any size.
 
         Args:
             number: it.
@@ -252,7 +253,7 @@ class _Noted:
 
     @classmethod
     def of(cls, number: Any, sizes: Sizes, line: Callable[[], str]) -> Any:
-        """Make one.
+        """Make a size or a count that notes its comparisons.
 
         Args:
             number: the size or count.
@@ -265,7 +266,7 @@ class _Noted:
         return made
 
     def noted(self, other: Any) -> Any:
-        """Return a number with which this one is compared.
+        """Note a number with which this one is compared, and return it.
 
         Args:
             other: the number.
@@ -302,6 +303,8 @@ def is_counted(x: Any) -> bool:
 
 
 def _comparison(name: str) -> Callable[..., Any]:
+    """Return the comparison of this name, which notes the other number."""
+
     def compare(self: Any, other: Any) -> Any:
         return getattr(super(type(self), self), name)(self.noted(other))
 
@@ -309,6 +312,8 @@ def _comparison(name: str) -> Callable[..., Any]:
 
 
 def _division(name: str) -> Callable[..., Any]:
+    """Return the division of this name: it notes the divisor, and its answer notes too."""
+
     def divide(self: Any, other: Any) -> Any:
         found = getattr(super(type(self), self), name)(self.noted(other))
         return found if found is NotImplemented else self.made(found)
@@ -317,7 +322,9 @@ def _division(name: str) -> Callable[..., Any]:
 
 
 def _arithmetic(name: str) -> Callable[..., Any]:
-    """Return the arithmetic method of this name; `made` wraps its answer."""
+    """Return the arithmetic method of this name, whose answer notes its comparisons
+    too.
+    """
 
     def compute(self: Any, other: Any) -> Any:
         found = getattr(super(type(self), self), name)(other)

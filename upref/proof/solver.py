@@ -119,7 +119,8 @@ def ask(
         steps: z3's own count of its work, the limit of each question.
 
     Returns:
-        An answer for each question.
+        An answer for each question: "unknown" where z3 did not come to it in time, or
+        where it has no text.
     """
     if not questions:
         return []
@@ -131,7 +132,7 @@ def ask(
             text, variables = Text(values).question(question)
         except TooHard:
             text, variables = "(assert true)", []
-            names.append(["?"])
+            names.append(["?"])  # no variable has this name: there is no question
         else:
             names.append(variables)
         parts += ["(push)", text, "(check-sat)"]
@@ -173,13 +174,16 @@ def _run(text: str, seconds: float) -> str:
 
 
 def _read(block: str) -> Answer:
-    """Read the answer to one question."""
+    """Read what z3 printed of one question: unsat is "impossible", sat a "point", and
+    all else "unknown".
+    """
     first = block.split(None, 1)[0] if block.strip() else ""
     if first == "unsat":
         return Answer("impossible")
     if first != "sat":
         return Answer("unknown")
     found: dict[str, dict[str, float]] = {"v": {}, "log": {}}
+    # (v_NAME NUMBER) or (log_NAME NUMBER); a number may be (- (/ 1.0 3.0))
     for kind, name, number in re.findall(
         r"\((v|log)_(\w+) ([^()]+|\([^()]*(?:\([^()]*\))?[^()]*\))\)", block
     ):
@@ -191,7 +195,9 @@ def _read(block: str) -> Answer:
 
 
 def _read_number(text: str) -> float | None:
-    """Read a number as z3 prints it: 0.5, (- 2.0), (/ 1.0 3.0), 1.41421356?"""
+    """Read a number as z3 prints it: 0.5, (- 2.0), (/ 1.0 3.0), 1.41421356? Return None
+    where the text is no number, or one that no float holds.
+    """
     words = text.replace("(", " ").replace(")", " ").replace("?", "").split()
     sign = 1.0
     while words and words[0] == "-":
@@ -307,7 +313,9 @@ class Text:
         return name
 
     def _branch(self, node: Branch) -> str:
-        """A comparison that fails is the opposite one: equality is left out."""
+        """Return a condition as SMT-LIB. Where its comparison fails, the polynomial is
+        below 0: points at which it is 0 are left out.
+        """
         compare = self.values.nodes[node.comparison]
         assert isinstance(compare, Compare)
         polynomial = self.node(compare.polynomial)
@@ -321,6 +329,7 @@ class Text:
         return parts[0] if len(parts) == 1 else f"(or {' '.join(parts)})"
 
     def _sum(self, node: Polynomial) -> str:
+        """Return a polynomial as SMT-LIB."""
         terms = [self._term(monomial, c) for monomial, c in node.terms]
         if not terms:
             return "0.0"
@@ -341,7 +350,7 @@ class Text:
         return f"(/ {text} {divisor})"
 
     def _power(self, atom: int, exponent: Fraction) -> tuple[str, int]:
-        """Return a name, and how often it is multiplied with itself."""
+        """Return a name, and how often it is multiplied with itself to give this power."""
         base = self.atom(atom)
         times = exponent * self.roots.get(atom, 1)
         if times.denominator == 1 and times <= 64:
@@ -419,7 +428,9 @@ class Text:
                     )
 
     def _declare_total(self, atom: int) -> str:
-        """Declare a sum over tokens: any number, above 0 where it is known to be."""
+        """Declare a sum over tokens: any number, at least 1 where it is a count, and
+        above 0 where it is known to be.
+        """
         name = f"f{atom}"
         self.lines.append(f"(declare-const {name} Real)")
         if self.values.is_count(atom):

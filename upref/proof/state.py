@@ -73,6 +73,9 @@ class Kept:
 def kept(function: Any) -> dict[str, Kept]:
     """Return what a function can reach that may be a state, by its name.
 
+    Where it can reach more than MOST objects, the rest is left out, and the name MORE
+    is among the names.
+
     Args:
         function: the user's, or one that calls it.
     """
@@ -106,8 +109,9 @@ def kept(function: Any) -> dict[str, Kept]:
 
 
 def _snapshot(x: Any) -> Any:
-    """Return what a number, a text, a tensor or a generator is now, to compare it; None of
-    anything else.
+    """Return what a number, a text, a tensor or a generator is now, to compare it; None
+    of anything else. Of a tensor that is its version, which each write raises, and its
+    identity if it has floats.
     """
     if isinstance(x, Number | np.generic | itertools.count):
         return repr(x)
@@ -306,6 +310,7 @@ def changed(before: dict[str, Kept], after: dict[str, Kept]) -> dict[str, Kept]:
     """
 
     def is_left_out(name: str, now: Kept) -> bool:
+        """Tell whether an entry is a new tensor of integers, or a new entry of a cache."""
         is_new = name not in before
         return is_new and (now.value == (0, 0) or CACHED in name)
 
@@ -359,7 +364,10 @@ def moved(state: dict[str, Kept], up: bool, far: float = FAR) -> Iterator[bool]:
 
 
 def _move(one: Kept, far: float) -> Callable[[], object] | None:
-    """Move a number, a tensor or a list; return what moves it back, None where it stays."""
+    """Move a number, a tensor, a list or a dict; return what moves it back, None where
+    it cannot be moved. A dict or a set gets more keys, and stays as it is where `far`
+    is below 0.
+    """
     x = one.held
     if isinstance(x, list | deque):
         return _move_list(x, far > 0) if one.is_length else None
@@ -416,6 +424,7 @@ def _move_list(x: Any, longer: bool) -> Callable[[], object]:
     entries = list(x)
 
     def fill(with_entries: list[Any]) -> None:
+        """Put these entries in the place of all."""
         x.clear()
         x.extend(with_entries)
 
@@ -433,6 +442,7 @@ def _add_keys(x: Any) -> Callable[[], object]:
         x.update(keys)
 
     def remove() -> None:
+        """Take the new keys away again."""
         for key in keys:
             if isinstance(x, dict):
                 x.pop(key, None)

@@ -29,7 +29,9 @@ def gradient_of(loss: Loss) -> Outputs:
     """
 
     def gradient(batch: Rollouts, scale: Tensor) -> Tensor:
-        """[1, B, T] or [2, B, T]."""
+        """Return dJ/dlp, [1, B, T], or with dJ/dH behind it, [2, B, T]; 0 where the
+        loss does not depend on one.
+        """
         visible = loss.visible_batch(batch)
         inputs = {role: _copied(x) for role, x in loss.given(visible).items()}
         leaves = [inputs["logp"].requires_grad_()]
@@ -41,7 +43,7 @@ def gradient_of(loss: Loss) -> Outputs:
         if outcome.attached:
 
             def backward() -> tuple[Tensor | None, ...]:
-                """The gradients of the loss, times the factor, by its inputs."""
+                """Return the gradients of the loss, times the factor, by its inputs."""
                 return torch.autograd.grad(
                     outcome.value * scale, leaves, allow_unused=True
                 )
@@ -65,7 +67,7 @@ def closed_form_of(objective: Objective, hp: Mapping[str, Any]) -> Outputs:
     """
 
     def gradient(batch: Rollouts, scale: Tensor) -> Tensor:
-        """[1, B, T], or [2, B, T] beside entropies, by which nothing is differentiated."""
+        """Return dJ/dlp, [1, B, T]; beside entropies [2, B, T], with 0 for them."""
         weights = objective.gradient(batch, **hp).detach() * scale
         if batch.entropy is None:
             return weights[None]
@@ -84,7 +86,7 @@ def term_of(term: Term) -> Outputs:
     """
 
     def values_and_gradients(batch: Rollouts, scale: Tensor) -> Tensor:
-        """[2, B, T]."""
+        """Return the values and their gradients by log π_θ, [2, B, T]."""
         assert batch.logp_ref is not None
         lp = batch.logp.clone().requires_grad_()
         k = term.outcome(lp, batch.logp_ref).k
@@ -92,7 +94,9 @@ def term_of(term: Term) -> Outputs:
         if k.requires_grad:
 
             def backward() -> Tensor | None:
-                """The gradient of the term by the log-probabilities."""
+                """Return the gradient of Σ k A by the log-probabilities; None where
+                there is none.
+                """
                 total = (k * batch.adv).sum()
                 return torch.autograd.grad(total, lp, allow_unused=True)[0]
 
@@ -110,7 +114,7 @@ def advantages_of(estimator: Callable[[Tensor, list[int]], Tensor]) -> Outputs:
     """
 
     def advantages(batch: Rollouts, scale: Tensor) -> Tensor:
-        """Of the estimator's shape."""
+        """Return the advantages of a batch of rewards, in the estimator's shape."""
         assert batch.group is not None
         return estimator(batch.adv[:, 0].clone(), batch.group.tolist())
 
@@ -118,7 +122,9 @@ def advantages_of(estimator: Callable[[Tensor, list[int]], Tensor]) -> Outputs:
 
 
 def _copied(x: Any) -> Any:
-    """The same numbers in memory of their own."""
+    """Return a tensor with the same numbers in memory of its own; anything else as it
+    is.
+    """
     return x.clone() if isinstance(x, Tensor) else x
 
 

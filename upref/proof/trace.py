@@ -122,7 +122,9 @@ class Trace:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Within, tensors are read as they are."""
+        """Inside, what runs is upref's own: tensors are read as they are, and no line
+        of it is followed.
+        """
         before, follows = self.is_busy, sys.gettrace()
         self.is_busy = True
         sys.settrace(None)
@@ -158,6 +160,9 @@ class Trace:
         return memory.ids.as_strided(x.size(), x.stride(), x.storage_offset())
 
     def _ids_of_constants(self, x: Tensor) -> Tensor:
+        """Return the ids of the numbers that a tensor has in memory, in its shape; stop
+        at complex and quantized ones.
+        """
         if x.is_complex() or x.is_quantized:
             self.stop("computes with complex or quantized numbers")
         numbers = x.reshape(-1).tolist()
@@ -165,10 +170,11 @@ class Trace:
         return torch.tensor(ids, dtype=torch.int64).view(x.shape)
 
     def put(self, x: Tensor, ids: Tensor) -> None:
-        """Set the ids of a tensor; where all are constants, new memory needs none.
+        """Set the ids of a tensor; where all are constants, new memory needs none. The
+        tensor's own memory gets the constants, and decoys for what varies.
 
         Args:
-            x: the tensor.
+            x: the tensor, written in place.
             ids: of its numbers, in its shape.
         """
         storage = x.untyped_storage()
@@ -199,7 +205,8 @@ class Trace:
         memory.copy_(_of_type(flat, x.dtype).view(x.shape))
 
     def numbers(self, x: Tensor) -> Tensor:
-        """Return a tensor with the numbers that it has at the witness.
+        """Return a tensor with the numbers that it has at the witness; stop where one
+        has no value.
 
         Args:
             x: the tensor.
@@ -286,8 +293,15 @@ class Trace:
     def decide(self, value: int) -> bool:
         """Decide a condition as it is at the witness, and make it a step of the path.
 
+        A condition that is constant, or that follows from the path, is no new step. The
+        trace stops where the size of the batch is open, where a compared value has no
+        number, and after MOST_STEPS steps.
+
         Args:
             value: id of a condition, or of a number that is true where it is not 0.
+
+        Returns:
+            Whether it holds at the witness.
         """
         condition = self.values.condition(value)
         if self.lifted is not None and condition not in (0, 1):
@@ -306,7 +320,9 @@ class Trace:
         return holds
 
     def order(self, smaller: int, larger: int) -> None:
-        """Make `smaller <= larger` a step of the path; not-a-number is the largest."""
+        """Make `smaller <= larger` a step of the path; NaN counts as the largest. Stop
+        where it does not hold at the witness.
+        """
         if larger == self.values.nan:
             return
         if not self.decide(self.values.greater(larger, smaller, True)):
@@ -330,7 +346,9 @@ class Trace:
 
 
 def _of_type(numbers: list[float], dtype: torch.dtype) -> Tensor:
-    """Return numbers as a tensor of a type; the nearest ones that an integer can hold."""
+    """Return numbers as a tensor of a type, [N]: a bool is whether one is above 0, and
+    an integer the nearest that the type can hold.
+    """
     out = torch.tensor(numbers, dtype=torch.float64)
     if dtype is torch.bool:
         return out > 0
@@ -349,8 +367,9 @@ _CALLS = (_HERE, _TORCH, f"{_UPREF}verify{os.sep}", f"{_UPREF}user_code{os.sep}"
 
 
 def user_line() -> str:
-    """Return file and line of the user's code that runs, as `my.py:9`; those of a
-    package that is compared where the user's code is not running; "" in a backward pass.
+    """Return file and line of the user's code that runs, as `my.py:9`. Where none is on
+    the stack, return the innermost line of an installed package, such as the framework
+    whose loss is compared; "" where there is neither, as in a backward pass.
     """
     frame: FrameType | None = sys._getframe(1)
     within = ""
@@ -395,6 +414,9 @@ def is_code_of_user() -> bool:
 
 # ---- what Python reads ---------------------------------------------------------------
 def _read_item(trace: Trace, read: Any, x: Tensor) -> Any:
+    """Answer `x.item()`: decide a bool, and return any other number as a tensor, [].
+    Where there is not one number, torch's own method raises.
+    """
     if x.numel() != 1:
         return read(x)
     if x.dtype is torch.bool:
@@ -403,18 +425,25 @@ def _read_item(trace: Trace, read: Any, x: Tensor) -> Any:
 
 
 def _read_list(trace: Trace, read: Any, x: Tensor) -> Any:
+    """Answer `x.tolist()`: lists in lists, with the entries that `_read_item` returns."""
     if x.ndim == 0:
         return _read_item(trace, read, x)
     return [_read_list(trace, read, part) for part in x.detach().unbind(0)]
 
 
 def _read_bool(trace: Trace, read: Any, x: Tensor) -> Any:
+    """Answer `bool(x)`: decide whether the one number is true. Where there is not one,
+    torch's own method raises.
+    """
     if x.numel() != 1:
         return read(x)
     return trace.decide(int(trace.ids(x).reshape(())))
 
 
 def _read_number(trace: Trace, read: Any, x: Tensor) -> Any:
+    """Answer `float(x)` and its like of a bool, which is decided; stop at any other
+    number.
+    """
     if x.dtype is torch.bool:
         return read(torch.tensor(_read_bool(trace, read, x)))
     name = read.__name__.strip("_")
@@ -424,6 +453,7 @@ def _read_number(trace: Trace, read: Any, x: Tensor) -> Any:
 
 
 def _read_bytes(trace: Trace, read: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Stop: the value would leave torch."""
     name = read.__name__.strip("_")
     return trace.stop(
         f"takes a value out of torch, by {name}()", "use operators of torch"
@@ -431,6 +461,7 @@ def _read_bytes(trace: Trace, read: Any, x: Tensor, *args: Any, **kwargs: Any) -
 
 
 def _read_text(trace: Trace, read: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Stop: code may read a value from its text."""
     return trace.stop(
         "makes text of a value, which code may read",
         "leave the text out, or print it elsewhere",
@@ -479,7 +510,9 @@ def _reads_answered(trace: Trace) -> Iterator[None]:
     length = builtins.len
 
     def count(x: Any) -> int:
-        """The length of anything; of a tensor, as a size."""
+        """Return the length of anything; of a tensor, as a size whose comparisons are
+        noted.
+        """
         is_size = isinstance(x, Tensor) and not trace.is_busy
         if is_size:
             trace.size_read()
@@ -529,6 +562,7 @@ def _size_in_front(trace: Trace, method: Callable[..., Any]) -> Callable[..., An
     """Return a method that tells a size, which notes that it was read and marks its answer."""
 
     def size(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return torch's own answer, marked so that its comparisons are noted."""
         found = method(x, *args, **kwargs)
         if trace.is_busy:
             return found
@@ -581,6 +615,7 @@ def _slices_noted(trace: Trace) -> Iterator[None]:
     backward = torch.autograd._engine_run_backward
 
     def noted_backward(*args: Any, **kwargs: Any) -> Any:
+        """Run a backward pass inside the mode that notes slices."""
         with Slices(trace):
             return backward(*args, **kwargs)
 
@@ -600,11 +635,15 @@ def _chance_refused(trace: Trace) -> Iterator[None]:
     from_system, seed = os.urandom, random.Random.seed
 
     def refuse(size: int) -> bytes:
+        """Stop where the user's code draws; return the system's random bytes to others."""
         if not trace.is_busy and not _is_importing():
             trace.stop("draws random numbers", "a proof is of a function")
         return from_system(size)
 
     def seed_with(self: random.Random, a: Any = None, version: int = 2) -> None:
+        """Seed a generator. Without a seed Python takes one from the system: refuse
+        that.
+        """
         if a is None:
             refuse(0)
         seed(self, a, version)
@@ -669,6 +708,7 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Run an operator as `_run` does, with what upref itself reads left alone."""
         # a mode that notes slices need not look at upref's own operators
         with self.trace.busy(), torch._C.DisableTorchFunction():
             return self._run(func, args, kwargs or {})
@@ -720,12 +760,14 @@ class Operators(TorchDispatchMode):
             return func(*args, **kwargs)
         if can_decompose(func):
             return self._decompose(func, args, kwargs)
-        if (
+        # so torch divides the gradient of a mean
+        is_by_size = (
             shape_of(func).name == "div"
             and not is_of_user
             and type(args[1]) is int
             and args[1] in trace.lifted.sizes
-        ):
+        )
+        if is_by_size:
             answer = func(*args, **kwargs)
             trace.put(answer, trace.lifted.divided_by_size(trace, *args))
             return answer
@@ -758,9 +800,8 @@ class Operators(TorchDispatchMode):
             return operation.answer
         answer = operation.call()
         results = written or [x for x in _leaves((answer,)) if isinstance(x, Tensor)]
-        for x, part in zip(
-            results, ids if isinstance(ids, tuple) else (ids,), strict=False
-        ):
+        ids_of_results = ids if isinstance(ids, tuple) else (ids,)
+        for x, part in zip(results, ids_of_results, strict=False):
             if part is not None:
                 trace.put(x, self._as_of_type(x, part))
                 trace.is_rounded |= x.dtype in SHORT
@@ -799,7 +840,9 @@ class Operators(TorchDispatchMode):
 
 
 def _spoilt(x: Tensor) -> Tensor:
-    """Fill new memory, which often holds zeros, with what shows that it was read."""
+    """Fill new memory, which often holds zeros, with NaN, True or the largest integer:
+    a value that shows that it was read. Return the same tensor.
+    """
     if x.is_floating_point() or x.is_complex():
         return x.fill_(float("nan"))
     return x.fill_(1 if x.dtype is torch.bool else torch.iinfo(x.dtype).max)

@@ -109,8 +109,8 @@ class StepReport(Report):
         return "\n".join(lines)
 
     def numbers_not_reached(self) -> str:
-        """The numbers of the objective that another value could replace on these rows,
-        and how far the rows reach.
+        """Return in words the numbers of the objective that another value could replace
+        on these rows, and how far the rows reach; "" where every number has an effect.
         """
         numbers = [f"{number} ({same})" for number, same in self.not_reached.items()]
         return f"{', '.join(numbers)}: {self.reach}" if numbers else ""
@@ -139,7 +139,7 @@ class Attempt:
 
 @contextmanager
 def threads_for(model: Any) -> Iterator[None]:
-    """Compute in all threads that the process had, where the model is large."""
+    """Compute inside in all threads that the process had, where the model is large."""
     large = isinstance(model, nn.Module) and (
         sum(p.numel() for p in model.parameters()) >= LARGE
     )
@@ -277,7 +277,12 @@ def check_step(
 
 
 def _learning_rate(moved: Any, model: Any) -> float:
-    """Return η of the step's own SGD; 0 where the gradient is not read from the weights."""
+    """Return η of the step's own SGD; 0 where the gradient is not read from the
+    weights.
+
+    Raises:
+        InputError: `moved` is no number from 0 on, or the model is no torch module.
+    """
     is_number = isinstance(moved, int | float) and 0 <= moved < float("inf")
     if not is_number:
         raise InputError(
@@ -304,7 +309,9 @@ def _run_and_report(
 ) -> StepReport:
     """Run the step on rows, compare its gradient, and return the report.
 
-    Of several ranks, rank 0 does this.
+    Of several ranks, rank 0 does this. A step of a float32 model whose gradient is off
+    runs once more, which shows whether it computes in half precision. If it does, that
+    precision's rounding is allowed, and the rows keep away from clip bounds.
     """
     start = time.perf_counter()
     reference = model if isinstance(model, Model) else TorchModel(model)
@@ -315,7 +322,9 @@ def _run_and_report(
     )
 
     def run(case: StepCase) -> tuple[Gradient, int]:
-        """Run the step on the rows of a case."""
+        """Run the step on the rows of a case; return its gradient and its number of
+        backward passes.
+        """
         return run_step(step, model, case, learning_rate)
 
     found, passes = run(case)
@@ -334,6 +343,7 @@ def _run_and_report(
         bound = _allowed_error(goal, case, half_inside)
 
     def repeat_step() -> Gradient:
+        """Run the step on the same rows again, and return its gradient."""
         return run(case)[0]
 
     def attempt_on_other_rows() -> Attempt:
@@ -625,15 +635,15 @@ def report_step(
         else:
             exercised.append("replayed routes of experts")
     return StepReport(
-        name,
-        goal.objective.name,
-        _hyperparameters(goal),
-        findings,
-        "",
-        _assumptions(comparison, case, bound, bound_before),
-        {"gradient": "failure" if has_failure else "ok"},
-        {"gradient, relative": bound},
-        time.perf_counter() - start,
+        loss=name,
+        objective=goal.objective.name,
+        hp=_hyperparameters(goal),
+        findings=findings,
+        read_as="",  # a step is called with a model and rows, whatever their names
+        assumptions=_assumptions(comparison, case, bound, bound_before),
+        oracles={"gradient": "failure" if has_failure else "ok"},
+        tolerances={"gradient, relative": bound},
+        seconds=time.perf_counter() - start,
         error=comparison.error,
         exercised=exercised,
         unexercised=unexercised,

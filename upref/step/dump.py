@@ -66,13 +66,14 @@ class SketchedModel(TorchModel):
     """A model whose gradients are sketches."""
 
     def __init__(self, model: nn.Module):
+        """Take the model, with shapes of sketches: at most 64 numbers a parameter."""
         super().__init__(model)
         self.shapes = {
             n: torch.Size([min(s.numel(), DIRECTIONS)]) for n, s in self.shapes.items()
         }
 
     def flat(self, g: Gradient) -> Tensor:
-        """The sketches, one behind the other; 0 where a parameter has no gradient.
+        """Join sketches to one vector; 0 where a parameter has no gradient.
 
         Args:
             g: gradients or sketches, by the names of the parameters.
@@ -89,6 +90,7 @@ class SketchedModel(TorchModel):
         )
 
     def pull_each(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Iterator[Tensor]:
+        """Yield the sketch of one gradient at a time, [1, P]."""
         for dz_row in dz:
             yield self.pull(z, dz_row, ids)[None]
 
@@ -123,6 +125,7 @@ class _TwoHalves:
         plain_backward = torch.autograd.backward
 
         def backward_between_checks(*args: Any, **kw: Any) -> Any:
+            """Run the backward pass, and note what it adds to."""
             self._check_before_pass()
             out = plain_backward(*args, **kw)
             self._record_pass()
@@ -262,7 +265,7 @@ def dump_step(
 
 
 def hash_of(net: nn.Module) -> str:
-    """The SHA-256 of a model's parameters: names, shapes, dtypes and bytes.
+    """Return the SHA-256 of a model's parameters: names, shapes, dtypes and bytes.
 
     Args:
         net: the model.
@@ -279,11 +282,15 @@ def hash_of(net: nn.Module) -> str:
 
 
 def _batch_of(rows: list[Row], meta: dict[str, str], file: str) -> RecordedBatch:
-    """The rows in the columns of docs/dump.md, prompts included."""
+    """Return the rows in the columns of docs/dump.md, prompts included. A column that
+    some row lacks is left out.
+    """
     offsets = np.cumsum([0, *(len(r.ids) for r in rows)])
 
     def flat(values: list[list[Any]]) -> np.ndarray:
-        """One number for each token: 0 in prompts."""
+        """Return one number for each token of all rows, one row behind the other: 0 in
+        prompts.
+        """
         columns_of_rows = (
             [0] * len(r.prompt) + list(x) for r, x in zip(rows, values, strict=True)
         )

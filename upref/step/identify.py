@@ -124,7 +124,7 @@ class StepIdentification(Result):
         return bool(self.matches)
 
     def data(self) -> dict[str, Any]:
-        """The fields, and `identified`.
+        """Return the fields, and `identified`: whether an objective has this gradient.
 
         Returns:
             Their values by name.
@@ -238,7 +238,7 @@ def identify_step(
         reference = TorchModel(model)
 
         def draw(objective: str, seed: int) -> Draw:
-            """The weights on rows beside the bounds of the objective."""
+            """Return the step's weights on rows beside the bounds of the objective."""
             goal = make_goal(objective, {}, temperature)
             return _read_weights_of_draw(
                 step, model, reference, goal, without, seed, row_options
@@ -313,22 +313,22 @@ def _read_weights_of_draw(
     case = build_case(reference, goal, None, without, seed, row_options=row_options)
     gradient, _ = run_step(step, model, case)
     reading = read_weights(case.forward, reference.flat(gradient))
-    weights = nn.utils.rnn.pad_sequence(
-        [
-            w[len(row.prompt) - 1 :]
-            for w, row in zip(reading.weights, case.rows, strict=True)
-        ],
-        batch_first=True,
-    )
+    # weights begin with that of the row's second token
+    of_responses = [
+        w[len(row.prompt) - 1 :]
+        for w, row in zip(reading.weights, case.rows, strict=True)
+    ]
+    weights = nn.utils.rnn.pad_sequence(of_responses, batch_first=True)
     lp, H, Z, _ = case.forward.statistics()
     statistics = Statistics(lp.detach(), H.detach(), Z.detach())
     norm = float(reference.flat(gradient).norm())
+    # a weight is that of J: the loss is minimized, and has the opposite sign
     return Draw(case, -weights, reading.residual, norm, statistics)
 
 
 def _clip_bound(draws: list[Draw]) -> float | None:
     """Return the bound to which a step clips the gradient's norm: the norm that all
-    draws have. None where their norms differ.
+    draws have, in three digits where these suffice. None where their norms differ.
     """
     first, *others = [draw.norm for draw in draws]
     if any(abs(norm / first - 1) > NORMS_EQUAL for norm in others):

@@ -72,7 +72,12 @@ class Arithmetic(Points):
         return known
 
     def _multiply(self, x: int, y: int) -> int:
-        """Compute what `multiply` keeps: the sum of the products of all pairs of terms."""
+        """Compute what `multiply` keeps: the sum of the products of all pairs of terms.
+
+        Raises:
+            TooHard: there are more than MOST_TERMS pairs, even with the longer factor as
+                one atom.
+        """
         if self.special(x) or self.special(y):
             return self._multiply_special(x, y)
         if self.zero in (x, y):
@@ -98,7 +103,9 @@ class Arithmetic(Points):
         return self.add(self._polynomial(total), rest)
 
     def _multiply_special(self, x: int, y: int) -> int:
-        """Return a product one factor of which is infinite or not a number."""
+        """Return a product one factor of which is infinite or NaN: NaN with NaN and
+        with 0, else an infinity with the product's sign.
+        """
         if "nan" in (self.special(x), self.special(y)):
             return self.nan
         signs = [self._sign_of_factor(v) for v in (x, y)]
@@ -107,7 +114,9 @@ class Arithmetic(Points):
         return self.inf if signs[0] * signs[1] > 0 else self.minus_inf
 
     def _sign_of_factor(self, x: int) -> int:
-        """Return the sign of a factor of infinity."""
+        """Return the sign of a factor of infinity, 1, 0 or -1; raise TooHard where it
+        is open.
+        """
         if name := self.special(x):
             return -1 if name == "-inf" else 1
         sign = self.sign_of(x)
@@ -164,13 +173,14 @@ class Arithmetic(Points):
             kind = self.atoms[atom]
             if isinstance(kind, Choice) and powers[atom]:
                 choices.setdefault(kind.condition, []).append(atom)
+        # choices by one condition, or a power of one, become one choice
         for atoms in choices.values():
             if len(atoms) > 1 or powers[atoms[0]] != 1:
                 return self._join_choices(powers, atoms)
         for atom, exponent in powers.items():
             kind = self.atoms[atom]
             if isinstance(kind, Function) and kind.name == "sqrt":
-                whole = exponent // 2
+                whole = exponent // 2  # sqrt(x)^(2k) is x^k
                 if whole:
                     powers[atom] = exponent - 2 * whole
                     more = self.power(kind.argument, whole)

@@ -31,6 +31,9 @@ class Choices(Signs):
         Args:
             condition: id of a condition.
             yes, no: ids.
+
+        Raises:
+            TooHard: one of two different values is infinite or NaN.
         """
         if condition == self.one or yes == no:
             return yes
@@ -84,7 +87,9 @@ class Choices(Signs):
         return value
 
     def _implied(self, comparison: int, truth: bool) -> Iterator[tuple[int, bool]]:
-        """Yield a comparison and those of the same monomial that follow from it."""
+        """Yield a comparison and its truth, and what follows for others of the same
+        monomial.
+        """
         yield comparison, truth
         node = self.nodes[comparison]
         assert isinstance(node, Compare)

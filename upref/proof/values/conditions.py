@@ -64,7 +64,7 @@ class Conditions(Functions):
         )
 
     def either(self, x: int, y: int) -> int:
-        """Return the condition that one of two conditions holds."""
+        """Return the condition that one of two conditions, or both, holds."""
         x, y = self.condition(x), self.condition(y)
         return self.negation(self.both(self.negation(x), self.negation(y)))
 
@@ -96,6 +96,9 @@ class Conditions(Functions):
         return self.above(self.subtract(x, y), or_equal)
 
     def _greater_special(self, kinds: tuple[str, str], or_equal: bool) -> int:
+        """Return true or false where one value or both are infinite or NaN; NaN is
+        neither greater nor equal.
+        """
         if "nan" in kinds:
             return self.zero
         size = {"-inf": -1, "": 0, "inf": 1}
@@ -104,7 +107,8 @@ class Conditions(Functions):
         return self.one if holds else self.zero
 
     def equals(self, x: int, y: int) -> int:
-        """Return the condition that two values are equal on an open set.
+        """Return the condition that two values are equal on an open set; NaN equals
+        nothing.
 
         Args:
             x, y: ids.

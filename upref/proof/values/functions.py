@@ -28,6 +28,10 @@ class Functions(Arithmetic):
         Args:
             x: an id.
             exponent: a number; where it is no integer, the value must be above 0.
+
+        Raises:
+            TooHard: the exponent is an integer beyond 64 or -64, or 0 is raised to a
+                negative one.
         """
         e = simplest(exponent) if isinstance(exponent, float) else Fraction(exponent)
         if e == 0:
@@ -83,7 +87,9 @@ class Functions(Arithmetic):
         return None
 
     def inverse(self, x: int) -> int:
-        """Return 1 divided by a value."""
+        """Return 1 divided by a value, 0 of an infinite one; raise TooHard for the
+        number 0.
+        """
         x = self.real(x)
         if name := self.special(x):
             return self.nan if name == "nan" else self.zero
@@ -126,7 +132,9 @@ class Functions(Arithmetic):
 
     # ---- exponentials and logarithms -------------------------------------------------
     def exp(self, x: int) -> int:
-        """Return e to the power of a value."""
+        """Return e to the power of a value: a product of powers where the value has
+        logarithms.
+        """
         x = self.real(x)
         if name := self.special(x):
             return {"inf": self.inf, "-inf": self.zero, "nan": self.nan}[name]
@@ -176,7 +184,9 @@ class Functions(Arithmetic):
         return None
 
     def log(self, x: int) -> int:
-        """Return the natural logarithm of a value."""
+        """Return the natural logarithm of a value, minus infinity of the number 0. The
+        value must be above 0.
+        """
         x = self.real(x)
         if name := self.special(x):
             return self.inf if name == "inf" else self.nan
@@ -245,7 +255,7 @@ class Functions(Arithmetic):
         return self._of_atom(Function(name, x))
 
     def _splits(self, x: int) -> bool:
-        """Tell whether a value has choices, few enough to be made one by one."""
+        """Tell whether a value has choices, and few enough to be made one by one."""
         return 0 < len(self.support(x)) <= MOST_SPLIT
 
     def _split(self, x: int, of: Callable[[int], int]) -> int:
@@ -257,7 +267,7 @@ class Functions(Arithmetic):
 
 
 def quotient(monomial: Monomial, by: Monomial) -> Monomial:
-    """Return the quotient of two monomials.
+    """Return the quotient of two monomials; an exponent may become negative.
 
     Args:
         monomial, by: powers of atoms.

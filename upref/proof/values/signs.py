@@ -27,6 +27,18 @@ from upref.proof.values.rationals import (
 )
 
 LARGEST_POWER = 24  # to which both sides of a comparison are raised
+MOST_SUPPORT = 16  # comparisons on which one depends: each doubles the cases
+
+
+def log_of_bound(x: float) -> float:
+    """Return the natural logarithm, minus infinity of 0 and infinity of infinity.
+
+    Args:
+        x: 0 or more.
+    """
+    if x == 0:
+        return -math.inf
+    return math.log(x) if x < math.inf else math.inf
 
 
 class Signs(Conditions):
@@ -53,8 +65,10 @@ class Signs(Conditions):
         if c is not None:
             return self.one if c > 0 or (or_equal and c == 0) else self.zero
         support = self.support(x)
-        if len(support) > 16:
-            raise TooHard("a comparison that depends on more than 16 others")
+        if len(support) > MOST_SUPPORT:
+            raise TooHard(
+                f"a comparison that depends on more than {MOST_SUPPORT} others"
+            )
         if support:
             condition = min(support)
             yes = self.above(self.assume(x, condition, True), or_equal)
@@ -63,8 +77,8 @@ class Signs(Conditions):
         return self._above_pure(x)
 
     def _above_pure(self, x: int) -> int:
-        """Return the sign of a value without choices: that of its common factors, and
-        that of the rest.
+        """Return the condition that a value without choices is above 0: its common
+        factors and the rest have one sign.
         """
         terms = self.terms(x)
         content = self._content([m for m, _ in terms])
@@ -89,8 +103,9 @@ class Signs(Conditions):
         return self._compare({((atom, Fraction(1)),): Fraction(1)})
 
     def _above_primitive(self, terms: dict[Monomial, Fraction]) -> int:
-        """Return the sign of a sum without a common factor."""
+        """Return the condition that a sum without a common factor is above 0."""
         positive = all(self.is_positive(a) for m in terms for a, _ in m)
+        # one sign of all terms decides
         if positive or set(terms) == {()}:
             signs = {c > 0 for c in terms.values()}
             if len(signs) == 1:
@@ -101,11 +116,12 @@ class Signs(Conditions):
             return self._above_of_two(terms)
         if self._is_sum_of_squares(terms):
             return self.one
-        bounds = self._interval(terms)
-        if bounds[0] >= 0:
+        low, high = self._interval(terms)
+        if low >= 0:
             return self.one
-        if bounds[1] <= 0:
+        if high <= 0:
             return self.zero
+        # nothing decides it: a comparison, whose leading coefficient is 1
         lead = max(terms)
         scale = abs(terms[lead])
         flipped = terms[lead] < 0
@@ -152,7 +168,9 @@ class Signs(Conditions):
         )
 
     def _above_of_logs(self, terms: dict[Monomial, Fraction]) -> int:
-        """Return the sign of Σ c log x + c0: that of Π x^c - e^-c0."""
+        """Return the condition that Σ c log x + c0 is above 0, as that of Π x^c -
+        e^-c0.
+        """
         c0 = terms.get((), Fraction(0))
         powers: dict[int, Fraction] = {}
         for monomial, c in terms.items():
@@ -169,8 +187,8 @@ class Signs(Conditions):
         return self._above_of_two({monomial: Fraction(1), (): -bound})
 
     def _above_of_two(self, terms: dict[Monomial, Fraction]) -> int:
-        """Return the sign of a m - b n, of positive atoms: that of m/n - b/a, with
-        integer powers that have no common factor.
+        """Return the condition that a m - b n, of positive atoms, is above 0, as that
+        of m/n - b/a, with integer powers that have no common factor.
         """
         (m, a), (n, b) = sorted(terms.items(), reverse=True)
         if a < 0:
@@ -201,7 +219,9 @@ class Signs(Conditions):
         return self._compare_function({self._monomial(powers): Fraction(1), (): -bound})
 
     def _compare_function(self, terms: dict[Monomial, Fraction]) -> int:
-        """Compare a monomial with a number; exp is compared by its argument."""
+        """Return the condition that a monomial is above a number; exp is compared by
+        its argument.
+        """
         lead = max(terms)
         if len(lead) == 1:
             kind = self.atoms[lead[0][0]]
@@ -229,7 +249,7 @@ class Signs(Conditions):
 
     # ---- bounds ----------------------------------------------------------------------
     def _bounds(self, monomial: Monomial) -> tuple[float, float]:
-        """Return bounds between which a monomial lies."""
+        """Return bounds between which a monomial lies; infinite where none are known."""
         low = high = 0.0  # of the logarithm
         for atom, e in monomial:
             kind = self.atoms[atom]
@@ -239,11 +259,7 @@ class Signs(Conditions):
                 if self.is_positive(atom):
                     return 0.0, math.inf
                 return -math.inf, math.inf
-            ends = [
-                float(e)
-                * (math.log(x) if 0 < x < math.inf else math.inf * (1 if x else -1))
-                for x in (kind.low, kind.high)
-            ]
+            ends = [float(e) * log_of_bound(x) for x in (kind.low, kind.high)]
             low += min(ends)
             high += max(ends)
         return exp(low), exp(high)

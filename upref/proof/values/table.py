@@ -130,13 +130,16 @@ class Table(ABC):
         return None
 
     def _polynomial(self, terms: dict[Monomial, Fraction]) -> int:
+        """Return the id of a polynomial; terms with the coefficient 0 are left out."""
         kept = tuple(sorted((m, c) for m, c in terms.items() if c))
         return self._node(Polynomial(kept))
 
     def _of_atom(self, atom: Atom, exponent: Fraction = Fraction(1)) -> int:
+        """Return the id of an atom to a power, as a value."""
         return self._polynomial({((self._atom(atom), exponent),): Fraction(1)})
 
     def _monomial(self, powers: dict[int, Fraction]) -> Monomial:
+        """Return powers of atoms as a Monomial; those with the exponent 0 are left out."""
         return tuple(sorted((atom, e) for atom, e in powers.items() if e))
 
     def polynomial_of(self, monomial: Monomial, c: Number) -> int:
@@ -166,11 +169,12 @@ class Table(ABC):
         return self._node(Branch(comparison, self.one, self.zero))
 
     def oblige(self, condition: int, words: str) -> None:
-        """Note a condition that must hold everywhere, or there is no proof.
+        """Note a condition that must hold everywhere, or there is no proof; nothing
+        where it is true.
 
         Args:
             condition: an id.
-            words: what there is where it does not hold.
+            words: what there is where it does not hold, as "a division by 0".
         """
         if condition != self.one:
             self.obligations.setdefault(condition, words)
@@ -189,7 +193,9 @@ class Table(ABC):
         return known
 
     def _make_number(self, x: Number) -> int:
-        """Return the id of a number, a float as its simplest fraction."""
+        """Return the id of a number, a float as its simplest fraction; infinity and NaN
+        have ids too.
+        """
         if isinstance(x, float):
             if math.isnan(x):
                 return self.nan
@@ -279,6 +285,7 @@ class Table(ABC):
         return value not in self.constants
 
     def _is_boolean(self, value: int) -> bool:
+        """Tell whether a value is a condition, or true or false: 1 or 0."""
         return value in (self.zero, self.one) or isinstance(self.nodes[value], Branch)
 
     def is_count(self, atom: int) -> bool:

@@ -270,7 +270,7 @@ def build_case(
         model: the reference.
         goal: the objective with its numbers.
         rows: the rows; None: eight are made.
-        without: what the rows do not vary, of AXES.
+        without: what the rows do not vary, of CASE_AXES.
         seed: of the rows that are made.
         coarse: keep ratios away from bounds, for a step in half precision.
         row_options: what the user sets of the rows that are made.
@@ -738,7 +738,9 @@ def run_step(
 
 
 def _has_moved(net: nn.Module, weights: dict[str, Tensor]) -> bool:
-    """Tell whether a parameter is not what it was, in value or in shape."""
+    """Tell whether a parameter is not what it was before the step, in value or in
+    shape.
+    """
     return any(
         p.shape != weights[name].shape
         or not torch.equal(gather_tensor(p), gather_tensor(weights[name]))

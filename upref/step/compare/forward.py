@@ -58,6 +58,9 @@ class Forward:
     after: list[list[int]] = field(default_factory=list)  # and what behind it
 
     def __post_init__(self) -> None:
+        """Run the model where no logits are given, and make `leaves`: copies of the
+        logits, [S, V], by which losses are differentiated.
+        """
         self.ids = self.ids or [r.ids for r in self.rows]
         self.z = self.z or [self.model.logits(ids) for ids in self.ids]
         self.leaves = [z.detach().clone().requires_grad_() for z in self.z]
@@ -219,8 +222,8 @@ def is_near(found: Tensor, want: Tensor, bound: float) -> bool:
 
 
 def reproduces(found: Tensor, want: Tensor, bound: float) -> bool:
-    """Tell whether a gradient is the other one up to a constant near 1: a cause's
-    constant is known to 1e-3 only.
+    """Tell whether a gradient is the other one up to a constant within 1 % of 1: a
+    cause's constant is known to 1e-3 only.
 
     Args:
         found, want: gradients, [P].
@@ -231,14 +234,14 @@ def reproduces(found: Tensor, want: Tensor, bound: float) -> bool:
 
 
 def best_factors(rows: Tensor, g: Tensor) -> tuple[Tensor, float]:
-    """Find the factor per row that fits g best, and the relative residual.
+    """Find the factor per row that fits g best, and the part of g that is left.
 
     Args:
         rows: the gradient of each row, [B, P].
         g: the gradient, [P].
 
     Returns:
-        [B], and a number.
+        The factors k, [B], and |g - Σ_i k_i rows_i| / |g|.
     """
     # the normal equations, rows @ rows.T @ k = rows @ g, with rows scaled to norm 1
     gram = rows @ rows.T

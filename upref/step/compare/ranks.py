@@ -61,7 +61,7 @@ class Trained:
 
 
 def world_size() -> int:
-    """The number of ranks of the process group; 1 where there is none."""
+    """Return the number of ranks of the process group; 1 where there is none."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -275,7 +275,9 @@ def _train_share(
 
 
 def _distance(a: Gradient, b: Gradient) -> float:
-    """|a - b| / |b|; infinite where they have other parameters."""
+    """Return |a - b| / |b|: infinite where they have other parameters, 0 where both
+    have none.
+    """
     if a.keys() != b.keys():
         return float("inf")
     if not b:

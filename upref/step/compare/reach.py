@@ -47,6 +47,7 @@ class Reference:
     def of(
         cls, goal: Goal, forward: Forward, padded: Padded, bound: float, rows: Tensor
     ) -> "Reference":
+        """Make the reference, with the derivative of the goal's loss."""
         return cls(
             goal, forward, padded, bound, rows, _loss_gradient(goal, forward, padded)
         )
@@ -107,8 +108,8 @@ def not_reached(
 
 
 def reach(goal: Goal, forward: Forward, padded: Padded) -> str:
-    """How far the rows go in what the objective reads: its ratio, the change of a
-    probability, the advantage.
+    """Return in words how far the rows go in what the objective reads: its ratio, the
+    change of a probability, the advantage.
 
     Args:
         goal: the objective with its terms.
@@ -151,6 +152,7 @@ def _numbers_of_goal(
         if value is not None and abs(value) < float("inf"):
 
             def changed(other: float, name: str = name) -> Goal:
+                """Return the goal with another value of this hyperparameter."""
                 resolved = goal.objective.resolve(goal.hp | {name: other})
                 return replace(
                     goal, hp={k: v for k, v in resolved.items() if k != "beta"}
@@ -171,7 +173,7 @@ def _other_values(value: float) -> list[tuple[list[float], list[float]]]:
         return [FOR_ZERO]  # one pair
 
     def times(factors: Sequence[float]) -> list[float]:
-        """The value multiplied by each factor."""
+        """Return the value multiplied by each factor."""
         return [value * k for k in factors]
 
     return [(times(FACTORS_BELOW), times(NEARER_FACTORS)), (times(FACTORS_ABOVE), [])]
@@ -193,8 +195,8 @@ def _possible_goals(
 
 
 def _loss_gradient(goal: Goal, forward: Forward, padded: Padded) -> Tensor:
-    """The derivative of the loss by the log-probabilities, without entropy bonus and
-    z-loss.
+    """Return the derivative of the loss by the log-probabilities, [B, T], without
+    entropy bonus, z-loss and value loss.
     """
     statistics = forward.statistics()
     lp = statistics.lp.detach().requires_grad_()

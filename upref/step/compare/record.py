@@ -54,14 +54,14 @@ class Step:
     passes: list[Passed] = field(default_factory=list)
 
     def rows(self, rows: Sequence[Row]) -> list[Row]:
-        """Those of the rows that this step trained on, recognized by their tokens, in
-        the order of its forwards.
+        """Return those of the rows that this step trained on, recognized by their
+        tokens, in the order of its forwards.
 
         Args:
             rows: any rows.
 
         Returns:
-            Some of them.
+            Some of them; [] where none was fed.
         """
         places = sorted(
             (place, i) for i, r in enumerate(rows) if (place := locate(self.fed, r))
@@ -131,6 +131,7 @@ class Feed:
         self.sequences: list[list[int]] = []
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Make an empty Feed in the other process."""
         return Feed, ()
 
     def __call__(self, module: nn.Module, args: Any, kw: Any) -> None:
@@ -281,8 +282,8 @@ class _Recorder:
             self._take_passes()
 
     def _signs(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-        """The names of the model's parameters that it trains; -1 where it maximizes,
-        because what is minimized is then the negative.
+        """Return 1 for each of the model's parameters that the optimizer trains, by
+        name; -1 where it maximizes, because what is minimized is then the negative.
         """
         names = {id(p): n for n, p in unwrapped(self.model).named_parameters()}
         return {
@@ -293,7 +294,7 @@ class _Recorder:
         }
 
     def _gradient_tensors(self) -> dict[str, Tensor | None]:
-        """Each parameter's gradient, itself."""
+        """Return each parameter's `.grad` itself, not a copy; None where it has none."""
         return {n: p.grad for n, p in unwrapped(self.model).named_parameters()}
 
     def _take_gradients(self, signs: dict[str, int]) -> None:
@@ -303,7 +304,9 @@ class _Recorder:
         }
 
     def _take_passes(self) -> None:
-        """Hand the backward passes since the last optimizer step to the last step."""
+        """Hand the backward passes since the last optimizer step, and what was fed, to
+        the last recorded step; count anew from here.
+        """
         step = self.steps[-1]
         step.backwards, self.count[0] = self.count[0], 0
         step.fed = self.feed.sequences[:]
@@ -329,7 +332,9 @@ def state_of_gradients(model: nn.Module) -> list[Any]:
 
 
 def sketched(model: nn.Module) -> Gradient:
-    """Sketches of what is in `.grad`, by the names of the parameters."""
+    """Return sketches of what is in `.grad`, by the names of the parameters that have
+    one.
+    """
     return {
         n: project_some(n, to_dense(gather_tensor(p.grad)))
         for n, p in unwrapped(model).named_parameters()

@@ -4,6 +4,10 @@
 Weights are compared as (weight of the token before aggregation) x (factor of its
 response) x (one constant). A fault is named where the three together give the weights
 that were found.
+
+In every function, `tokens` are the weights that were read, with the rows that they are of;
+`batch` is these rows as Rollouts, and `hp` the objective's hyperparameters. `count` is the
+number of rows. A LossFault changes what the objective is given, or the objective.
 """
 
 import math
@@ -237,6 +241,7 @@ def _largest_odd_factor(known_fault: LossFault) -> float:
     """
     if known_fault.kind == "objective":
         return 1.0
+    # without words it changes nothing: only the factor is wrong, however large
     return 1000.0 if known_fault.words else math.inf
 
 

@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why a gradient is not the objective's: parameters, then token weights, then the
 forward pass; each claim verified.
+
+In every function, `gradient` and `found` are what the step has, [P] over all parameters,
+and `want` and `right` what it should have; `rows` is the right gradient by row, [B, P].
+`terms` are the parts of the objective, `forward` is the reference's forward pass over the
+rows, and `batch` or `padded` are these rows as tensors. `bound` is the relative error
+that rounding may make. A Cause is false where none is found.
 """
 
 import math
@@ -76,21 +82,29 @@ class _Dtypes(TorchDispatchMode):
     """Collects the dtypes of all tensors that operations inside get."""
 
     def __init__(self) -> None:
+        """Begin with no dtype."""
         super().__init__()
         self.dtypes: set[torch.dtype] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Note the dtypes of the tensors among the positional arguments, and call
+        `func`.
+        """
         self.dtypes |= {x.dtype for x in args if isinstance(x, Tensor)}
         return func(*args, **(kwargs or {}))
 
 
 def half_precision(run: Callable[[], object]) -> torch.dtype | None:
-    """Return the half precision in which a step computes; None where it uses none.
+    """Run a step, and return the half precision in which it computes; None where it
+    uses none.
 
     Args:
         run: the step.
+
+    Returns:
+        bfloat16 if any operation gets it, else float16 if any does.
     """
     with _Dtypes() as mode:
         run()
@@ -100,7 +114,8 @@ def half_precision(run: Callable[[], object]) -> torch.dtype | None:
 def wrong_parameters(
     model: Model, found: Tensor, right: Tensor, bound: float
 ) -> list[str]:
-    """Return the parameters whose gradient is wrong beyond a thousandth of itself.
+    """Return the parameters whose gradient is wrong: by more than 50 times the bound
+    relative to itself, and by more than a quarter of it relative to the whole gradient.
 
     Args:
         model: the reference.
@@ -108,15 +123,17 @@ def wrong_parameters(
         bound: the relative error that is allowed.
 
     Returns:
-        Names of parameters.
+        Names of parameters. In half precision, a bound of 0.01 or more, only a gradient
+        that is not finite, or 1e9 times as far away, is wrong.
     """
     size = float(right.norm())
     found_parts = model.split(found)
 
     def tolerance(part: Tensor) -> float:
-        """Return the error that is allowed of one parameter's gradient. In half
-        precision every error is allowed.
+        """Return the error that is allowed of one parameter's gradient; a huge one in
+        half precision.
         """
+        # a parameter has a larger relative error than the whole; in float32 it is 1e-3
         least = max(50 * bound * float(part.norm()), 0.25 * bound * size)
         is_half_precision = bound >= 1e-2
         return 1e9 * least if is_half_precision else least
@@ -409,7 +426,7 @@ def _cause_of_some_parameters(
 
 
 def _run_seeded(run: Callable[[], Gradient]) -> Gradient:
-    """The gradient of a run that begins with all random generators at one seed."""
+    """Run with all random generators at one seed, and return the gradient."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
@@ -441,6 +458,7 @@ def _before_clip(comparison: GradientComparison) -> tuple[Goal, Tensor]:
     gradient = comparison.found
     if goal.clip is None:
         return goal, gradient
+    # a clip that acts leaves a norm equal to its bound
     if float(gradient.norm()) < (1 - 1e-3) * goal.clip:
         return replace(goal, clip=None), gradient
     return goal, gradient * float(
@@ -588,7 +606,7 @@ class _Search:
         return []
 
     def _on_policy(self) -> Padded:
-        """The rows without old log-probabilities, so that r = 1."""
+        """Return the rows without old log-probabilities, so that r = 1."""
         return replace(self.padded, old=None)
 
     def _explain_right_forward(self, factors: Tensor, residual: float) -> CauseAndMore:
@@ -662,7 +680,9 @@ class _Search:
         return []
 
     def _on_policy_cause(self) -> Cause:
-        """The cause that r is always 1; none where the rows are on policy anyway."""
+        """Return the cause that r is always 1; none where the rows are on policy
+        anyway.
+        """
         if self.padded.old is None:
             return NO_CAUSE
         log_r = (self.terms.lp - self.padded.old) * self.padded.mask
@@ -686,6 +706,11 @@ class _Search:
         Args:
             candidate: the forward pass.
             rows: its gradient by row, [B, P].
+
+        Returns:
+            The candidate's cause alone where its own gradient is the one that was
+            found; what its token weights show where factors of its rows give that;
+            else [].
         """
         _, residual = best_factors(rows, self.gradient)
         self.by_residual.append((residual, candidate))
@@ -778,7 +803,7 @@ class _Search:
         return [measured.ENTROPY_BONUS_OR_Z_LOSS.cause(coefficients=coefficients)]
 
     def _unknown(self) -> Cause:
-        """The cause that is named where nothing explains the gradient."""
+        """Return the cause that is named where nothing explains the gradient."""
         left_over = f"{self.residuals[0]:.2g} of it is left"
         router = _router_words(self.forward.model)
         words = (
@@ -821,7 +846,7 @@ def _least_residual(
 
 
 def _router_words(model: Model) -> str:
-    """What a model with experts may add to its loss, in words; "" for any other."""
+    """Return in words what a model with experts may add to its loss; "" for any other."""
     if not isinstance(model, TorchModel):
         return ""
     coefficient = getattr(text_config(model.net), "router_aux_loss_coef", 0)
@@ -902,7 +927,7 @@ class Terms:
         return fitted if self.goal.clip is not None and fitted > 0 else 1.0
 
     def total(self) -> Tensor:
-        """The gradient of the goal, all terms together, before a clip, [P]."""
+        """Return the gradient of the goal, all terms together, before a clip, [P]."""
         c = self.goal.coefficients
         return self.goal.scale * sum(
             (c[k] * gradient for k, gradient in self.gradients.items()),
@@ -1047,6 +1072,7 @@ def _find_term_aggregation(
         if not coefficients[key]:
             continue
         other_terms = [other for other in coefficients if other != key]
+        # what the gradient has of this term
         rest = terms.without(gradient, *other_terms)
         at_temperature_1 = Forward(forward.model, forward.rows, 1.0, forward.z)
         parts = goal.parts(at_temperature_1.statistics(), batch)
@@ -1070,7 +1096,12 @@ def _find_term_aggregation(
         if residual * rest.norm() <= bound * gradient.norm():
             times = goal.scale * coefficients[key]
             explanation = explain_factors(
-                goal, forward.rows, batch, factors / times, [], 1e-2
+                goal,
+                forward.rows,
+                batch,
+                factors / times,
+                without_weight=[],
+                tolerance=1e-2,
             )
             if explanation is not None and explanation[0]:
                 aggregation, row_factors = explanation
@@ -1142,7 +1173,13 @@ def _find_shared_aggregation(
     weights_of_rows[without_weight] = torch.nan
     moving = int((batch.mask & (terms.slope != 0)).sum())
     aggregation = explain_factors(
-        goal, forward.rows, batch, weights_of_rows, without_weight, 1e-4, moving=moving
+        goal,
+        forward.rows,
+        batch,
+        weights_of_rows,
+        without_weight,
+        tolerance=1e-4,
+        moving=moving,
     )
     if aggregation is None:
         return NO_CAUSE
@@ -1230,6 +1267,7 @@ def _explain_reading(
     found = torch.stack([widen(weights) for weights in responses])
     # after a clip of the norm, no constant factor of the weights is known
     times = 1.0 if terms.goal.clip is None else constant_between(found, expected)
+    # weights are known less exactly than the gradient from which they are read
     noise = max(WEIGHT_TOLERANCE, 30 * reading.residual, 20 * bound)
     at_temperature_1 = Forward(forward.model, forward.rows, 1.0, forward.z)
     tokens = Tokens(

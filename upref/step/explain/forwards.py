@@ -4,6 +4,10 @@ log-probabilities.
 
 Each fault is put into the reference. It is named only where the gradient that was found
 is the gradient of the log-probabilities that the reference then has.
+
+In every function, `right` is the forward pass without a fault. A Variant is a Fault whose
+`change` makes the faulty one. "In front" of a row is what precedes it in the sequence that
+is fed: padding, or other rows of a pack. Logits are [S, V], of all tokens that are fed.
 """
 
 import copy
@@ -221,14 +225,14 @@ def _input_variants(model: Remembering, right: Forward) -> Iterator[Variant]:
         yield from _tokens_before_variants(model, right, make_variant, tokens_before)
 
     def attend_to_trained(i: int, row: Row) -> Tensor:
-        """Logits where only tokens that train, and prompts, are attended to."""
+        """Return the logits where only tokens that train, and prompts, are attended to."""
         mask = torch.tensor([[1] * len(row.prompt) + [int(t) for t in row.trains]])
         return model.logits(
             row.ids, attention_mask=mask, position_ids=_positions_from(0, row)
         )
 
     def start_again(i: int, row: Row) -> Tensor:
-        """Logits where the first response token has position 0."""
+        """Return the logits where the first response token has position 0."""
         positions = torch.cat(
             [torch.arange(len(row.prompt)), torch.arange(len(row.response))]
         )[None]
@@ -271,15 +275,15 @@ def _value_mask_variants(
     """
 
     def mask_of(row: Row, value: int) -> Tensor:
-        """[1, S]: 0 on the tokens that equal the value."""
+        """Return the attention mask, [1, S]: 0 on the tokens that equal the value."""
         return (torch.tensor(row.ids) != value).long()[None]
 
     def mask_value(i: int, row: Row, value: int) -> Tensor:
-        """Logits where no token that equals the value is attended to."""
+        """Return the logits where no token that equals the value is attended to."""
         return model.logits(row.ids, attention_mask=mask_of(row, value))
 
     def mask_and_skip_value(i: int, row: Row, value: int) -> Tensor:
-        """The same, and positions do not count these tokens."""
+        """Return the same, where positions do not count these tokens either."""
         mask = mask_of(row, value)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         return model.logits(row.ids, attention_mask=mask, position_ids=positions)
@@ -320,29 +324,33 @@ def _tokens_before_variants(
     """
 
     def attend_to_tokens_before(i: int, row: Row) -> Tensor:
-        """Logits where the tokens in front are attended to and counted."""
+        """Return the logits where the tokens in front are attended to and counted."""
         return model.logits(tokens_before[i] + row.ids)
 
     def restart_positions(i: int, row: Row) -> Tensor:
-        """Logits where the tokens in front are attended to, and each row's positions start
-        at 0.
+        """Return the logits where the tokens in front are attended to, and each row's
+        positions start at 0.
         """
         positions = _restarted_positions(tokens_before[i], row, right.rows)
         return model.logits(tokens_before[i] + row.ids, position_ids=positions)
 
     def count_tokens_before(i: int, row: Row) -> Tensor:
-        """Logits where positions count the tokens in front, which are not attended to."""
+        """Return the logits where positions count the tokens in front, which are not
+        attended to.
+        """
         return model.logits(
             row.ids, position_ids=_positions_from(len(tokens_before[i]), row)
         )
 
     def mask_tokens_before(i: int, row: Row) -> Tensor:
-        """Logits where an attention mask excludes the tokens in front."""
+        """Return the logits where an attention mask excludes the tokens in front."""
         mask = torch.tensor([[0] * len(tokens_before[i]) + [1] * len(row.ids)])
         return model.logits(tokens_before[i] + row.ids, attention_mask=mask)
 
     def attend_without_counting(i: int, row: Row, padding_position: int) -> Tensor:
-        """Logits where the tokens in front are attended to, and all have this position."""
+        """Return the logits where the tokens in front are attended to, and all have
+        this position.
+        """
         ids = tokens_before[i] + row.ids
         positions = torch.cat(
             [
@@ -354,8 +362,8 @@ def _tokens_before_variants(
         return model.logits(ids, position_ids=positions, **_full_mask(model, len(ids)))
 
     def attend_to_one_token(i: int, row: Row, first: int) -> Tensor:
-        """Logits where only the last of the tokens in front is attended to, and the
-        row's positions start at `first`.
+        """Return the logits where only the last of the tokens in front is attended to,
+        and the row's positions start at `first`, or at 0 where nothing is in front.
         """
         last_token_before = tokens_before[i][-1:]
         start = first if last_token_before else 0
@@ -427,11 +435,13 @@ def _prompt_variants(
     """Make the faults of prompts with a token less or more, or with few tokens."""
 
     def from_token(row: Row, start: int) -> Tensor:
-        """Logits of the row without its first `start` tokens."""
+        """Return the logits of the row without its first `start` tokens, [S, V]: the
+        first ones left stand for theirs.
+        """
         return repeat_first_logits(model.logits(row.ids[start:]), start)
 
     def keep_last(i: int, row: Row, kept_tokens: int) -> Tensor:
-        """Logits with the last tokens of the prompt alone."""
+        """Return the logits with the last tokens of the prompt alone."""
         return from_token(row, max(len(row.prompt) - kept_tokens, 0))
 
     yield make_variant(
@@ -469,6 +479,7 @@ class AttentionBias(TorchFunctionMode):
     """
 
     def __init__(self, bias: Tensor):
+        """Begin with this bias, before any attention ran."""
         super().__init__()
         self.bias = bias
         self.acted = False
@@ -500,7 +511,9 @@ AttentionOfRow: TypeAlias = Callable[[int, Row], tuple[list[int], Tensor, Tensor
 
 
 def _causal_bias(n: int) -> Tensor:
-    """[n, n]: -inf where a token would attend to a later one, else 0."""
+    """Return the bias of causal attention, [n, n]: -inf where a token would attend to a
+    later one, else 0.
+    """
     return torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1)
 
 
@@ -512,10 +525,15 @@ def _attention_variant(
     *,
     id: str,
 ) -> Variant:
-    """Make a fault from what the tokens of each row attend to."""
+    """Make a fault from what the tokens of each row attend to.
+
+    Its change raises InputError where the model has no attention that takes a mask.
+    """
 
     def row_logits(i: int, row: Row) -> Tensor:
-        """The logits of a row under this attention mask."""
+        """Return the logits of a row under this attention mask; without positions where
+        the model takes none.
+        """
         ids, bias, positions = attention_of_row(i, row)
         bias = bias.double()
         options = {"attention_mask": bias[None, None]} if model.takes_mask else {}
@@ -544,14 +562,16 @@ def _attention_variants(model: TorchModel, right: Forward) -> Iterator[Variant]:
     make_variant = partial(_attention_variant, model, right)
 
     def attend_everywhere(i: int, row: Row) -> tuple[list[int], Tensor, Tensor]:
-        """Every token attends to all tokens of the row."""
+        """Let every token attend to all tokens of the row; return ids, bias and
+        positions.
+        """
         length = len(row.ids)
         return row.ids, torch.zeros(length, length), _positions_from(0, row)
 
     def attend_to_window(
         size: int, i: int, row: Row
     ) -> tuple[list[int], Tensor, Tensor]:
-        """Every token attends to the last `size` tokens, itself included."""
+        """Let every token attend to the last `size` tokens, itself included."""
         length = len(row.ids)
         outside = torch.full((length, length), -torch.inf, dtype=torch.float64).tril(
             -size
@@ -573,7 +593,7 @@ def _attention_variants(model: TorchModel, right: Forward) -> Iterator[Variant]:
     def add_mask_to_scores(
         tokens_before: TokensBefore, i: int, row: Row
     ) -> tuple[list[int], Tensor, Tensor]:
-        """A token of the row gets 1 more in the scores, and padding is not excluded."""
+        """Add 1 to the scores of the row's tokens, and leave padding in."""
         ids = tokens_before[i] + row.ids
         is_own = (torch.arange(len(ids)) >= len(tokens_before[i])).double()
         positions = (is_own.cumsum(0).long() - 1).clamp(min=0)
@@ -624,7 +644,9 @@ class Pack:
 
 
 def _largest_packs(right: Forward) -> Iterator[Pack]:
-    """Yield the largest packs that the rows may have been in."""
+    """Yield the packs that the rows may have been in with the most tokens in front of a
+    row.
+    """
     possible = _possible_tokens_before(right)
     most_tokens = max(
         (len(tokens) for tokens_before in possible for tokens in tokens_before),
@@ -713,7 +735,9 @@ def _pack_variants(model: TorchModel, right: Forward) -> Iterator[Variant]:
     state = f"{attention}, and the state of recurrent layers runs on from row to row"
 
     def joined_by(pack: Pack, id_of_row: Callable[[int], int]) -> Forward:
-        """Return the forward pass of rows that are apart where their ids differ."""
+        """Return the forward pass of rows that attend to each other where their ids are
+        equal.
+        """
         attention_of_row = _attention_by_id(pack, right, id_of_row)
         return _attention_variant(model, right, "", attention_of_row, id="").change()
 
@@ -810,7 +834,7 @@ def _restarted_positions(
 
 
 def _positions_from(start: int, row: Row) -> Tensor:
-    """[1, S]: the positions of a row's tokens, from `start` on."""
+    """Return the positions of a row's tokens, from `start` on, [1, S]."""
     return torch.arange(start, start + len(row.ids))[None]
 
 
@@ -837,7 +861,7 @@ def _configuration_variants(model: TorchModel, right: Forward) -> Iterator[Varia
             def forward_without(
                 name: str = name, value: float | None = value
             ) -> Forward:
-                """The forward pass of a model with another value in its
+                """Return the forward pass of a model with another value in its
                 configuration.
                 """
                 changed = copy.deepcopy(config)

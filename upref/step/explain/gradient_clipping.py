@@ -20,13 +20,14 @@ LARGEST_CHANCE = 0.01  # with which any norm is a number of two digits, to the b
 def divided_after(
     clip: float, whole: Tensor, g: Tensor, counts: dict[str, int], bound: float
 ) -> Cause:
-    """The count by which a gradient was divided after its norm was clipped.
+    """Return the cause that the gradient was divided by a count after its norm was
+    clipped; none where no count gives the gradient.
 
     Args:
         clip: the bound of the norm.
         whole: the right gradient before its clip, [P].
         g: the gradient that was found, [P].
-        counts: what it may be divided by.
+        counts: what it may be divided by, by its name.
         bound: the relative error that is allowed.
     """
     for what, n in counts.items():

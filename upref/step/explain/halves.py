@@ -71,13 +71,15 @@ class HalvedModel(TorchModel):
         }
 
     def of_row(self, i: int) -> "HalvedModel":
+        """Return the model whose gradients are in the half of row i."""
         return HalvedModel(self.whole, self.of_row_halves, self.of_row_halves[i])
 
     def like(self, net: nn.Module) -> TorchModel:
+        """Return the same reference of another module."""
         return HalvedModel(self.whole.like(net), self.of_row_halves)
 
     def flat(self, g: Gradient) -> Tensor:
-        """As one vector on the CPU.
+        """Join sketches of both halves to one vector on the CPU.
 
         Args:
             g: gradients of this row, or of no certain one, which count in both halves;
@@ -99,6 +101,7 @@ class HalvedModel(TorchModel):
         return torch.cat(parts)
 
     def pull_each(self, z: Tensor, dz: Tensor, ids: Sequence[int]):  # type: ignore[no-untyped-def]
+        """Yield the sketch of one gradient at a time, [1, P]."""
         for dz_row in dz:
             yield self.pull(z, dz_row, ids)[None]
 
@@ -157,14 +160,18 @@ def _equal(one: Gradient, other: Gradient) -> bool:
 
 
 def fits(
-    halves: Halves, it: GradientComparison, case: StepCase, bound: float, cause: Cause
+    halves: Halves,
+    comparison: GradientComparison,
+    case: StepCase,
+    bound: float,
+    cause: Cause,
 ) -> bool | None:
     """Return whether a cause that was found for a gradient is found for its two halves;
     None where the optimizer got another gradient than had accumulated.
 
     Args:
         halves: of its rows.
-        it: the gradient beside the right one.
+        comparison: the gradient beside the right one.
         case: its rows and the reference's forward pass.
         bound: the relative error that is allowed of the gradient.
         cause: what was found.
@@ -174,11 +181,11 @@ def fits(
     model = HalvedModel(whole_model, halves.of_row)
     forward = replace(case.forward, model=model)
     halved = replace(case, forward=forward)
-    goal = replace(it.goal, clip=None)
+    goal = replace(comparison.goal, clip=None)
     bound = WIDER_BOUND * bound
 
     def beside(times: float) -> GradientComparison:
-        """The halves, multiplied, beside those that they should be."""
+        """Return the halves, multiplied, beside those that they should be."""
         two_halves = HalvedGradient(
             {
                 name: times
@@ -193,8 +200,8 @@ def fits(
     accumulated = beside(1.0)
     if accumulated.error <= bound and {*cause.ids} <= AFTER_BACKWARD:
         return True  # both are right before the optimizer
-    times = _times(halves, model, whole_model.split(it.found))
-    if it.goal.clip is not None and times is not None and 0 < times < 1:
+    times = _times(halves, model, whole_model.split(comparison.found))
+    if comparison.goal.clip is not None and times is not None and 0 < times < 1:
         times = 1.0  # the clip of the norm
     if times is None:
         return None
@@ -204,13 +211,13 @@ def fits(
 
 
 def _zeros(model: HalvedModel, name: str) -> Tensor:
-    """The sketch of a parameter without a gradient."""
+    """Return the sketch of a parameter without a gradient."""
     return torch.zeros(model.shapes[name].numel() // 2, dtype=torch.float64)
 
 
 def _times(halves: Halves, model: HalvedModel, found: Gradient) -> float | None:
-    """What the accumulated gradient was multiplied by before the optimizer got it; None
-    where it was changed otherwise.
+    """Return what the accumulated gradient was multiplied by before the optimizer got
+    it; None where it was changed otherwise, and 1 where nothing can be compared.
     """
     first, second = halves.gradients
     expected = []

@@ -26,7 +26,7 @@ from upref.verify.finding import NO_CAUSE, Cause, join_causes
 
 
 def longest(rows: Sequence[Any], part: Callable[[Any], Sequence[int]]) -> int:
-    """The largest number of tokens that a row has in this part.
+    """Return the largest number of tokens that a row has in this part.
 
     Args:
         rows: one or more.
@@ -138,7 +138,9 @@ def explain_factors(
 
 
 def _common_divisor(factors: Tensor) -> int:
-    """Return the number D, if all factors are 1 / D; else 0."""
+    """Return the number D, if all factors are 1 / D and D is at most LARGEST_DIVISOR;
+    else 0.
+    """
     medians, are_equal = _constants(factors, torch.ones_like(factors)[None], 1e-5)
     factor = float(medians)
     if not are_equal or factor <= 0:
@@ -173,6 +175,12 @@ def _divisor_cause(
 ) -> Cause:
     """Return the cause that the sum over all tokens is divided by this number, with
     what in the step has that number.
+
+    Args:
+        divisor: the number.
+        rows: of the step.
+        padded: the rows, padded.
+        moving: how many tokens have a weight other than 0.
     """
     numbers = {
         "the tokens that no clip stops": moving,
@@ -322,7 +330,7 @@ class _Step(NamedTuple):
 
 
 def _as_tuples(x: Tensor) -> tuple[tuple[bool, ...], ...]:
-    """A mask [B, T] as tuples, which can be a key of a cache."""
+    """Return a mask [B, T] as tuples, which can be a key of a cache."""
     return tuple(map(tuple, x.tolist()))
 
 

@@ -85,7 +85,7 @@ def log_prob_variants(right: Forward) -> Iterator[Variant]:
     if isinstance(model := right.model, TorchModel):
 
         def run_with_cache() -> Forward:
-            """The forward pass whose prompts have no gradient."""
+            """Return the forward pass whose prompts have no gradient."""
             logits = [_logits_with_cache(model, row) for row in rows]
             return Forward(model, rows, T, logits)
 
@@ -176,7 +176,7 @@ def _column_variants(right: Forward) -> Iterator[Variant]:
             padding_lengths: list[int] = padding_lengths,
             first_columns: list[int] = first_columns,
         ) -> Forward:
-            """The forward pass over rows whose responses begin at these columns."""
+            """Return the forward pass over rows whose responses begin at these columns."""
             z = []
             window_rows = []
             for row, padding, start in zip(
@@ -224,14 +224,18 @@ def wrong_scores(
     """
 
     def smooth_labels(z: Tensor, y: Tensor, temperature: float, share: float) -> Tensor:
-        """A share of the label's log-probability is the mean over all tokens."""
+        """Return the label's log-probability, of which a share is the mean over all
+        tokens'.
+        """
         logp = (z / temperature).log_softmax(-1)
         return (1 - share) * log_prob(z, y, temperature) + share * logp.mean(-1)
 
     def score_among_largest(
         z: Tensor, y: Tensor, temperature: float, count: int
     ) -> Tensor:
-        """The softmax has the largest logits and the label's alone."""
+        """Return the label's log-probability in the softmax over the largest logits and
+        its own.
+        """
         is_kept = (
             torch.zeros_like(z)
             .scatter(1, z.topk(count).indices, 1.0)
@@ -240,19 +244,23 @@ def wrong_scores(
         return log_prob(z.masked_fill(is_kept == 0, -torch.inf), y, temperature)
 
     def score_in_shard(z: Tensor, y: Tensor, temperature: float, shards: int) -> Tensor:
-        """The softmax has the label's part of the vocabulary alone."""
+        """Return the label's log-probability in the softmax over its part of the
+        vocabulary.
+        """
         size = -(-V // shards)
         is_own_shard = torch.arange(z.shape[1]) // size == (y // size)[:, None]
         return log_prob(z.masked_fill(~is_own_shard, -torch.inf), y, temperature)
 
     def score_padded(z: Tensor, y: Tensor, temperature: float, padding: int) -> Tensor:
-        """The softmax has further logits of 0."""
+        """Return the label's log-probability in a softmax with further logits of 0."""
         scaled = z / temperature
         log_sum = torch.nn.functional.pad(scaled, (0, padding)).logsumexp(-1)
         return _at_labels(scaled, y) - log_sum
 
     def score_without_end(z: Tensor, y: Tensor, temperature: float, end: int) -> Tensor:
-        """The softmax has no end token where that is not the label."""
+        """Return the label's log-probability in the softmax without the end token,
+        unless that is the label.
+        """
         is_excluded = (torch.arange(z.shape[1]) == end) & (y != end)[:, None]
         return log_prob(z.masked_fill(is_excluded, -torch.inf), y, temperature)
 
@@ -319,7 +327,7 @@ def head_variants(model: TorchModel, right: Forward) -> Iterator[Variant]:
     net: Any = model.net
 
     def modules_of_vocabulary(kind: type, size: str) -> list[Any]:
-        """The modules of that kind which have the size of the vocabulary."""
+        """Return the modules of that kind which have the size of the vocabulary."""
         return [
             module
             for module in net.modules()

@@ -85,8 +85,8 @@ class ValueSearch:
         return self.batch.returns
 
     def find(self) -> Cause:
-        """Return the fault of the value loss; no cause where none fits. A fault that
-        changes nothing on these rows fits any rest, and is none.
+        """Return the fault of the value loss; no cause where none fits, or the loss is
+        right. A fault that changes nothing on these rows fits any rest, and is none.
         """
         if self.rest.norm() <= self.allowed:
             return NO_CAUSE

@@ -266,7 +266,7 @@ class Tokens:
         return bool(self.near(x, y).all())
 
     def rollouts(self) -> Rollouts:
-        """The rows as a batch of log-probabilities.
+        """Return the rows as a batch of log-probabilities.
 
         Where the rows have no old log-probabilities, the current ones are used instead.
 
@@ -410,7 +410,7 @@ def is_named(fault: Fault[Any], cause: Cause) -> bool:
 
 
 def left_out_cause(rows: Sequence[int]) -> Cause:
-    """The cause that these responses do not train.
+    """Return the cause that these responses do not train.
 
     Args:
         rows: numbers of responses.
@@ -419,7 +419,9 @@ def left_out_cause(rows: Sequence[int]) -> Cause:
 
 
 def _subject_and_verb(rows: Sequence[int]) -> dict[str, str]:
-    """The subject and the verb of the sentence that these responses do not train."""
+    """Return the subject and the verb of the sentence that these responses do not
+    train.
+    """
     if len(rows) == 1:
         return {"responses": f"response {rows[0]}", "do": "does"}
     return {"responses": f"responses {', '.join(map(str, rows))}", "do": "do"}

@@ -196,15 +196,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tiny(family: str, seed: int = 0, **changes: Any) -> torch.nn.Module:
-    """A causal language model of that family; InputError on a name that is not there.
+    """Make a causal language model of a family, with two layers and random weights.
 
     Args:
         family: a key of FAMILIES, such as qwen3.
-        seed: of the weights.
+        seed: of the weights; torch's own generators stay as they were.
         **changes: fields of its configuration.
 
     Returns:
         A model of transformers in float32, on the CPU.
+
+    Raises:
+        InputError: there is no such family, or transformers does not import.
     """
     if family not in FAMILIES:
         raise InputError(

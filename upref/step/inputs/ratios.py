@@ -154,7 +154,9 @@ def _with_number(
 def _weights(
     batch: WeightInputs, objective: Objective, hp: dict[str, Any], log_r: Tensor
 ) -> Tensor:
-    """[B, T]: the weight of each token at these log r; nan if it cannot be computed."""
+    """Return the weight of each token at these log r, [B, T]; nan if it cannot be
+    computed.
+    """
     without_kl = {name: value for name, value in hp.items() if name != "beta"}
     try:
         return objective.token_weights(batch.rollouts(log_r), **without_kl).double()
@@ -451,16 +453,12 @@ def choose_log_rho(
     free_rows = [*rng.permutation(len(old))]
     for name, direction in product(hp, (1, -1)):
         changed = _with_number(objective, hp, name, MULTIPLES[coarse][0] ** direction)
-        aim = (
-            None
-            if changed is None
-            else _log_rho_beside_bound(old, mask, objective, hp, changed)
-        )
-        candidates = (
-            [] if aim is None else [i for i in free_rows if np.isfinite(aim[i])]
-        )
+        if changed is None:
+            continue
+        aim = _log_rho_beside_bound(old, mask, objective, hp, changed)
+        candidates = [i for i in free_rows if np.isfinite(aim[i])]
+        # half of the responses keep ratios that show no bound
         if candidates and len(free_rows) > len(old) // 2:
-            assert aim is not None
             log_rho[candidates[0]] = aim[candidates[0]]
             free_rows.remove(candidates[0])
     return log_rho
@@ -473,8 +471,9 @@ def _log_rho_beside_bound(
     hp: dict[str, Any],
     changed: dict[str, Any],
 ) -> np.ndarray:
-    """[B]: a log ρ of all tokens of a response, the smallest in size at which the
-    changed hyperparameters give the response other factors; nan where there is none.
+    """Return one log ρ for all tokens of each response, [B]: the second smallest in
+    size, of a grid, at which the changed hyperparameters give the response other
+    factors; nan where there is none.
     """
     positive = np.exp(np.arange(np.log(1e-4), np.log(LARGEST_LOG_RATIO), GRID_STEP / 3))
     grid = torch.from_numpy(np.array(sorted([*-positive, *positive], key=abs)))

@@ -105,6 +105,7 @@ class RoundedOperations(TorchDispatchMode):
     """The result of every operation, forward and backward, rounded to a half precision."""
 
     def __init__(self, dtype: torch.dtype):
+        """Round to this dtype."""
         super().__init__()
         self.dtype = dtype
 
@@ -116,7 +117,9 @@ class RoundedOperations(TorchDispatchMode):
         """
 
         def rounded(x: Any) -> Any:
-            """A real tensor rounded to the half precision; everything else as it is."""
+            """Return a real tensor rounded to the half precision, in its own dtype;
+            everything else as it is.
+            """
             real = isinstance(x, Tensor) and x.is_floating_point()
             return x.to(self.dtype).to(x.dtype) if real else x
 
@@ -132,6 +135,7 @@ class PerturbedOperations(TorchDispatchMode):
     """
 
     def __init__(self, seed: int):
+        """Draw the errors with this seed."""
         super().__init__()
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -141,7 +145,9 @@ class PerturbedOperations(TorchDispatchMode):
         """Call `func`, and move its result, unless that is memory of an input."""
 
         def perturbed(x: Any) -> Any:
-            """A tensor of float64 moved by up to half a unit in float32's last place."""
+            """Return a tensor of float64 moved by up to half a unit in float32's last
+            place; everything else as it is.
+            """
             if not isinstance(x, Tensor) or x.dtype != torch.float64:
                 return x
             noise = torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
@@ -287,7 +293,8 @@ class Model(ABC):
         return z[:, :-1] if self.reads_values else z
 
     def of_row(self, i: int) -> "Model":
-        """The model of which the gradient of this row is a part.
+        """Return the model of which the gradient of this row is a part: itself, but in
+        a subclass that keeps rows apart.
 
         Args:
             i: the number of the row.
@@ -339,7 +346,7 @@ class Model(ABC):
 
 
 def _zeros(shape: torch.Size) -> Tensor:
-    """The gradient of a parameter that has none."""
+    """Return the gradient of a parameter that has none."""
     return torch.zeros(shape, dtype=torch.float64)
 
 
@@ -411,11 +418,14 @@ class TorchModel(Model):
         )
 
     def run(self, ids: Sequence[int], **how: Any) -> Any:
-        """What the module returns for token ids [1, S], on its device.
+        """Run the module on token ids [1, S], on its device, in float64.
 
         Args:
             ids: the tokens.
             how: attention_mask and the like; tensors are moved to the device.
+
+        Returns:
+            What the module returns.
 
         Raises:
             TypeError: the module takes no such argument.
@@ -483,7 +493,8 @@ class TorchModel(Model):
         )
 
     def like(self, net: nn.Module) -> "TorchModel":
-        """The same reference of another module, whose gradients have the same form.
+        """Return the same reference of another module, whose gradients have the same
+        form.
 
         Args:
             net: the module.
@@ -632,7 +643,7 @@ class Functions(Model):
 
 
 def gather_tensor(x: Tensor) -> Tensor:
-    """A tensor without its graph, gathered if FSDP2 shards it.
+    """Return a tensor without its graph, gathered if FSDP2 shards it.
 
     Args:
         x: a tensor of any kind.
@@ -641,7 +652,8 @@ def gather_tensor(x: Tensor) -> Tensor:
 
 
 def to_dense(x: Tensor) -> Tensor:
-    """A gradient as a table of all its entries: that of an embedding may be sparse.
+    """Return a gradient as a table of all its entries: that of an embedding may be
+    sparse.
 
     Args:
         x: a gradient.
@@ -650,7 +662,7 @@ def to_dense(x: Tensor) -> Tensor:
 
 
 def as_float64(x: Any) -> Tensor:
-    """A gradient, whatever array it is, on the CPU.
+    """Return a copy of a gradient, whatever array it is, dense and on the CPU.
 
     Args:
         x: a tensor or an array.
@@ -664,7 +676,8 @@ def as_float64(x: Any) -> Tensor:
 
 
 def text_config(net: nn.Module) -> Any:
-    """The configuration of transformers of its language model, if it has one.
+    """Return the configuration of transformers of its language model; None if it has
+    none.
 
     Args:
         net: any module.
@@ -701,8 +714,8 @@ def _values(out: Any, z: Tensor) -> Tensor:
 
 
 def _device(net: nn.Module) -> torch.device:
-    """Where a module takes token ids: its first embedding's device, or its first
-    parameter's.
+    """Return where a module takes token ids: its first embedding's device, or its first
+    parameter's, or the CPU.
     """
     tables = [m.weight for m in net.modules() if isinstance(m, nn.Embedding)]
     first = next(iter([*tables, *net.parameters()]), None)
@@ -710,8 +723,9 @@ def _device(net: nn.Module) -> torch.device:
 
 
 def _head_names(net: nn.Module, vocabulary: int, trained: Collection[str]) -> list[str]:
-    """The parameters of the last linear layer as wide as the vocabulary; none where
-    one of them is an embedding as well, on which the layers below depend.
+    """Return the names of the parameters of the last linear layer as wide as the
+    vocabulary; none where it does not train, or where one of them is an embedding as
+    well, on which the layers below depend.
     """
     tables = {id(m.weight) for m in net.modules() if isinstance(m, nn.Embedding)}
     heads = {
@@ -732,7 +746,9 @@ def _head_names(net: nn.Module, vocabulary: int, trained: Collection[str]) -> li
 
 
 def _vocabulary(net: nn.Module) -> int:
-    """The size of the vocabulary, from the configuration or from an embedding."""
+    """Return the size of the vocabulary, from the configuration or from the first
+    embedding; raise InputError where neither has it.
+    """
     size = getattr(text_config(net), "vocab_size", None)
     if isinstance(size, int):
         return size

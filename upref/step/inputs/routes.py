@@ -97,12 +97,19 @@ class _Replayed(_Choices):
     """Replaces each call of `topk` by the next layer of the routes."""
 
     def __init__(self, routes: Routes):
+        """Begin at the first layer of the routes."""
         super().__init__()
         self.routes = routes
         self.done = 0  # layers
 
     def choose(self, scores: Tensor, k: int, call: Callable[[], Any]) -> Any:
-        """Return the scores at the recorded experts, and these experts."""
+        """Return the scores at the recorded experts, and these experts. A call beyond
+        the last layer gets the last layer; `Routes.replayed` counts the calls.
+
+        Raises:
+            InputError: the routes have another number of tokens or experts, or an expert
+                that the router does not have.
+        """
         layer = min(self.done, self.routes.experts.shape[1] - 1)
         experts = self.routes.experts[:, layer]
         self.done += 1
@@ -131,6 +138,7 @@ class _Recorded(_Choices):
     """Keeps what each call of `topk` chooses, and of how many."""
 
     def __init__(self) -> None:
+        """Begin with no layer."""
         super().__init__()
         self.layers: list[Tensor] = []  # [S, K] each
         self.counts: list[int] = []  # of experts
