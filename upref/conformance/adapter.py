@@ -180,7 +180,11 @@ def load_adapter(target: str) -> Adapter:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Import a file as a module of its own."""
+    """Run a file as a module of its own, `upref_adapter_NAME`.
+
+    Raises:
+        InputError: there is no such file, or it raises an error.
+    """
     if not path.is_file():
         raise InputError(f"there is no file {path}: --adapter takes FILE.py:CLASS.")
     spec = importlib.util.spec_from_file_location(f"upref_adapter_{path.stem}", path)
@@ -213,7 +217,9 @@ def _advice_for_module_here(error: Exception) -> str:
 
 
 def _load_module(name: str) -> ModuleType:
-    """Import a module by its name."""
+    """Import a module by its name; InputError where it, or a module that it imports, is
+    missing.
+    """
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

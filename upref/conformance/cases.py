@@ -145,7 +145,7 @@ FAMILY_NAMES = (
 
 
 def _level_1() -> Iterable[Case]:
-    """Cases of one objective each, of temperatures and of masks."""
+    """Yield cases of one objective each, of temperatures and of masks."""
     yield Case("objective/ppo_clip", 1)
     yield Case("objective/dapo", 1, "dapo")
     for name in ("grpo", "dr_grpo", "gspo", "cispo", "sapo", "up_dapo", "reinforce"):
@@ -160,7 +160,7 @@ def _level_1() -> Iterable[Case]:
 
 
 def _level_2() -> Iterable[Case]:
-    """Cases of a KL term, entropy, clipped gradients and micro-batches."""
+    """Yield cases of a KL term, entropy, clipped gradients and micro-batches."""
     for aggregation, objective in TOKEN_MEAN.items():
         yield Case(f"kl/{aggregation}", 2, objective, beta=0.04)
     yield Case("kl/micro-4", 2, beta=0.04, micro_batches=4)
@@ -179,7 +179,7 @@ def _level_2() -> Iterable[Case]:
 
 
 def _level_3() -> Iterable[Case]:
-    """Cases of one model family each, and of a half precision."""
+    """Yield cases of one model family each, and of a half precision."""
     for family in FAMILY_NAMES:
         yield Case(f"family/{family}", 3, family=family)
     yield Case("precision/bfloat16", 3, dtype="bfloat16")
@@ -187,7 +187,7 @@ def _level_3() -> Iterable[Case]:
 
 
 def _level_4() -> Iterable[Case]:
-    """Cases of two ranks that share the rows."""
+    """Yield cases of two ranks that share the rows."""
     for aggregation, objective in TOKEN_MEAN.items():
         yield Case(f"ranks/dp2/{aggregation}", 4, objective, ranks=2)
     yield Case("ranks/dp2/micro-2", 4, micro_batches=2, ranks=2)
@@ -195,12 +195,12 @@ def _level_4() -> Iterable[Case]:
 
 
 def _level_5() -> Iterable[Case]:
-    """Cases of two ranks that share each row. Their model has no layers, because what
-    goes wrong here is the scaling of the loss.
+    """Yield cases of two ranks that share each row. Their model has no layers, because
+    what goes wrong here is the scaling of the loss.
     """
 
     def case(name: str, parallel: str, objective: str = "ppo_clip", n: int = 1) -> Case:
-        """A case on two ranks."""
+        """Return a case on two ranks; n: micro-batches."""
         return Case(
             f"ranks/{name}",
             5,
@@ -222,14 +222,17 @@ def _level_5() -> Iterable[Case]:
 
 
 def _level_6() -> Iterable[Case]:
-    """Cases in which the trainer makes its own advantages, masks and log-probabilities.
+    """Yield cases in which the trainer makes its own advantages, masks and
+    log-probabilities.
 
     Two prompts have four responses each. All cases have two micro-batches, so that a
     count of a micro-batch shows.
     """
 
     def case(name: str, objective: str = "ppo_clip", **fields: Any) -> Case:
-        """A case of two micro-batches, whose advantages are R - mean."""
+        """Return a case of two micro-batches, whose advantages are R - mean unless
+        `fields` say otherwise.
+        """
         common: dict[str, Any] = dict(
             micro_batches=2, advantages="group_mean", suite="2026.12"
         )
@@ -264,7 +267,7 @@ def _level_6() -> Iterable[Case]:
 
 
 def _level_7() -> Iterable[Case]:
-    """Cases of an engine that keeps gradients in buffers of its own.
+    """Yield cases of an engine that keeps gradients in buffers of its own.
 
     Each rank has at least three backward passes in a step, so that one is neither the
     first nor the last. Only clip/norm clips: elsewhere the norm is far above 1, so that
@@ -272,7 +275,7 @@ def _level_7() -> Iterable[Case]:
     """
 
     def case(name: str, objective: str = "ppo_clip", n: int = 4, **fields: Any) -> Case:
-        """A case of several backward passes."""
+        """Return a case of an engine; n: micro-batches."""
         return Case(
             f"engine/{name}",
             7,

@@ -58,7 +58,8 @@ def find_closing(
             the other one; None where the case cannot run.
 
     Returns:
-        What closes it; None where the adapter cannot change its settings.
+        The Closing: the first settings that close it, or that none does. None where the
+        adapter cannot change its settings.
     """
     if not hasattr(adapter, "with_settings"):
         return None
@@ -81,7 +82,8 @@ def find_closing(
 def _settings_of_other(
     own: dict[str, str], other: dict[str, str], is_same_trainer: bool
 ) -> list[dict[str, Any]]:
-    """Return the settings that another trainer has otherwise: each alone, then all.
+    """Return the settings that another trainer has otherwise: each alone, then all. One
+    whose value is no Python literal is left out.
 
     Args:
         own, other: setting -> value, as Python writes it.
@@ -90,7 +92,9 @@ def _settings_of_other(
     """
     found = {}
     for key, value in other.items():
-        if own.get(key, value if not is_same_trainer else "") == value:
+        if key not in own and not is_same_trainer:
+            continue
+        if own.get(key, "") == value:
             continue
         try:
             found[key] = ast.literal_eval(value)
@@ -102,7 +106,13 @@ def _settings_of_other(
 def _distinct(
     tried: Sequence[dict[str, Any]], own: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Return changes without what is set already, each once."""
+    """Return the settings to try, each without what is set already, in their order; one
+    that changes nothing, or was there before, is left out.
+
+    Args:
+        tried: changes: setting -> value.
+        own: setting -> value, as Python writes it.
+    """
     changes: list[dict[str, Any]] = []
     for settings in tried:
         changed = {k: v for k, v in settings.items() if own.get(k) != repr(v)}

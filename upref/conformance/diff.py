@@ -7,6 +7,7 @@ tokens are read, and the first quantity in which they differ is named in the ord
 which a trainer makes them. The settings are those of the adapters.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -39,6 +40,7 @@ SAME = 5e-5  # of a gradient's norm: each of the two is within 2e-5 of the objec
 FIT = 1e-3  # of a gradient's norm: what is left of it where token weights explain it
 NEAR = 1e-3  # of the largest weight: two weights so near are one
 ZERO = 1e-4  # of the largest weight: such a token does not train
+MOST_STEPS = 9  # optimizer steps that are kept: no case has more
 AGREES = "agrees with the objective"
 
 
@@ -82,6 +84,7 @@ class StepDifference(Result):
     left_out: dict[str, str]
 
     def __bool__(self) -> bool:
+        """Return whether a case was compared and none differs."""
         return bool(self.compared) and not self.differing
 
     @property
@@ -100,7 +103,8 @@ class StepDifference(Result):
         return {"same": bool(self)} | asdict(self)
 
     def text(self, verbose: bool = False) -> str:
-        """The cases that differ, with both numbers.
+        """Return the report: a line of counts, and the cases that differ, with both
+        numbers, the causes and the settings.
 
         Args:
             verbose: with the cases that are the same, and those that were left out.
@@ -142,7 +146,9 @@ class StepDifference(Result):
 
 
 def _own_settings(settings: Sequence[dict[str, str]]) -> list[str]:
-    """Return of each trainer the settings that the other has not, or has otherwise."""
+    """Return for each of two trainers the settings that the other has not, or has
+    otherwise, as "key=value, key=value"; "" without any.
+    """
     shared = settings[0].items() & settings[1].items()
     return [
         ", ".join(f"{k}={v}" for k, v in own.items() if (k, v) not in shared)
@@ -155,6 +161,9 @@ class _Kept:
 
     Args:
         adapter: the framework's.
+
+    Attributes:
+        steps: the optimizer steps; [] before a run.
     """
 
     def __init__(self, adapter: Adapter):
@@ -180,7 +189,7 @@ class _Kept:
             What the adapter returns.
         """
         steps: list[Step] = []
-        with watched(model, steps, 9):
+        with watched(model, steps, MOST_STEPS):
             out = self.adapter.step(model, rows, case)
         self._keep(model, out, steps)
         return out
@@ -189,13 +198,20 @@ class _Kept:
         """Let the adapter prepare and train, as its own `train` does."""
         trainer: Any = self.adapter
         steps: list[Step] = []
-        with watched(model, steps, 9):
+        with watched(model, steps, MOST_STEPS):
             out = trainer.train(model, rows, case, reference)
         self._keep(model, out, steps)
         return out
 
     def _keep(self, model: Any, out: Any, steps: list[Step]) -> None:
-        """Keep the steps of the first run."""
+        """Keep the optimizer steps of the first run.
+
+        Args:
+            model: the trained model.
+            out: what the adapter returned: recorded steps, or the gradients of one step
+                by name. Anything else: the watched steps, or without one `.grad`.
+            steps: those that were watched.
+        """
         if self.steps:
             return
         if isinstance(out, Recorded):
@@ -210,10 +226,11 @@ def chosen_cases(beginnings: Sequence[str]) -> list[Case]:
     """Return the cases whose ids begin in one of these ways.
 
     Args:
-        beginnings: of ids; []: the cases of one process.
+        beginnings: of ids; []: all cases.
 
     Returns:
-        The cases, in the suite's order.
+        The cases, in the suite's order. Cases of several ranks or of an engine are
+        never among them.
 
     Raises:
         InputError: no id begins so.
@@ -252,7 +269,8 @@ def run_cases(adapter: Adapter, chosen: Sequence[Case], seed: int = 0) -> Ran:
 
     Args:
         adapter: of a trainer.
-        chosen: the cases; those of several ranks are left out.
+        chosen: the cases; those that `why_left_out` names are not run, and are in no
+            field of the answer.
         seed: of the rows.
 
     Returns:
@@ -275,7 +293,9 @@ def run_cases(adapter: Adapter, chosen: Sequence[Case], seed: int = 0) -> Ran:
 def _run_once(
     adapter: Adapter, case: Case, seed: int, explain: bool = True
 ) -> tuple[Outcome, list[Step]]:
-    """Run a case, and return its end and its optimizer steps; [] where it has none."""
+    """Run a case, and return its outcome and its optimizer steps, without the
+    documented factor of the loss; [] where the case was skipped or could not run.
+    """
     kept = _Kept(adapter)
     end = run(kept, case, seed=seed, explain=explain)
     if end.status in (Status.SKIPPED, Status.COULD_NOT_RUN):
@@ -294,9 +314,12 @@ def compare_runs(
         seed: of the rows, which were the same for both.
 
     Returns:
-        A StepDifference: true where no difference was found.
+        A StepDifference: true where no difference was found. Trainers of one name are
+        called NAME (1) and NAME (2). A case that either trainer lacks is left out.
     """
-    names = (a.name, b.name) if a.name != b.name else (f"{a.name} (1)", f"{b.name} (2)")
+    names = (a.name, b.name)
+    if a.name == b.name:
+        names = (f"{a.name} (1)", f"{b.name} (2)")
     compared = []
     left_out = {}
     with one_thread():
@@ -306,7 +329,8 @@ def compare_runs(
                 for name, ran in zip(names, (a, b), strict=True)
                 if case.id in ran.left_out
             ]
-            if reason := why_left_out(case) or "".join(reasons[:1]):
+            reason_of_trainer = reasons[0] if reasons else ""
+            if reason := why_left_out(case) or reason_of_trainer:
                 left_out[case.id] = reason
                 continue
             ends = [ran.ends[case.id] for ran in (a, b)]
@@ -323,11 +347,13 @@ def diff_steps(
 
     Args:
         a, b: the adapters of two trainers, or of one with two settings.
-        chosen: the cases; those of several ranks are left out.
+        chosen: the cases; those that `why_left_out` names are left out.
         seed: of the rows, which are the same for both.
 
     Returns:
-        A StepDifference: true where no difference was found.
+        A StepDifference: true where no difference was found. For each case that
+        differs, it has the settings with which nothing differs, as far as adapters name
+        some.
     """
     first = run_cases(a, chosen, seed)
     # what the first has not is not run with the second
@@ -352,7 +378,8 @@ def _with_closings(
     names: tuple[str, str],
     seed: int,
 ) -> CaseDifference:
-    """Look for settings of each trainer with which nothing differs from the other one.
+    """Look for settings of each trainer with which nothing differs from the other one,
+    by running the case with them.
 
     Args:
         one: how they differ in a case.
@@ -364,9 +391,11 @@ def _with_closings(
     """
 
     def closing_of(i: int) -> Closing | None:
+        """Look for settings of trainer i, 0 or 1; the other one keeps its own."""
         other = runs[1 - i]
 
         def is_closed(adapter: Adapter) -> bool | None:
+            """Return whether nothing differs; None where the case cannot run."""
             end, steps = _run_once(adapter, case, seed, explain=False)
             if end.status in (Status.SKIPPED, Status.COULD_NOT_RUN):
                 return None
@@ -383,7 +412,8 @@ def _with_closings(
 
 
 def _is_through_objective(case: Case) -> bool:
-    """Tell whether the steps of a case are compared with the objective's alone.
+    """Tell whether the steps of a case are compared with the objective's gradient
+    alone, and not with each other.
 
     Two trainers have other rows or weights in a later step, adapters begin at random,
     and an entropy bonus is no weight of a token's log-probability.
@@ -423,7 +453,14 @@ def why_left_out(case: Case) -> str:
 def _compare(
     case: Case, seed: int, ends: Sequence[Outcome], steps: Sequence[list[Step]]
 ) -> CaseDifference:
-    """Compare what two adapters made of one case."""
+    """Compare what two adapters made of one case.
+
+    Args:
+        case: the case.
+        seed: of its rows.
+        ends: how each run compares with the objective.
+        steps: the optimizer steps of each.
+    """
     causes = [end.reason or AGREES for end in ends]
     quantity, a, b = "", "", ""
     if _differ(case, ends, steps):
@@ -439,7 +476,9 @@ def _compare(
 
 
 def _differ(case: Case, ends: Sequence[Outcome], steps: Sequence[list[Step]]) -> bool:
-    """Tell whether what two adapters made of a case differs."""
+    """Tell whether what two adapters made of a case differs. Where both agree with the
+    objective, only a distance above LARGEST_ROUNDING does; else one above SAME.
+    """
     both_agree = all(end.status is Status.PASSED for end in ends)
     if both_agree and _is_through_objective(case):
         return False
@@ -461,7 +500,9 @@ def _are_same(steps: Sequence[list[Step]], limit: float) -> bool:
 
 
 def _distance(a: Gradient, b: Gradient) -> float:
-    """Return |a - b| / |b|; infinite where they are of other parameters."""
+    """Return |a - b| / |b| of two gradients; infinite where they are of other
+    parameters, or b alone is 0.
+    """
     if a.keys() != b.keys():
         return float("inf")
     difference = sum(float((a[n] - b[n]).pow(2).sum()) for n in b)
@@ -474,7 +515,9 @@ def _distance(a: Gradient, b: Gradient) -> float:
 def _first_difference(
     case: Case, seed: int, steps: Sequence[list[Step]], causes: Sequence[str]
 ) -> tuple[str, str, str]:
-    """Return the first quantity that differs, and its values, in words.
+    """Return the first quantity that differs, and its two values, in words: the
+    log-probabilities, a mask, a weight, a divisor; ("the step", and the causes) where
+    the weights of the tokens cannot be read.
 
     Args:
         case: the case.
@@ -496,9 +539,13 @@ def _first_difference(
         ]
     except InputError:
         return through_objective
-    left = [weights.residual for weights in read]
-    if max(left) > FIT:
-        a, b = (f"{part:.2g} of the gradient is no gradient of these" for part in left)
+    # the share of each gradient that no weights of the tokens give
+    unexplained = [weights.residual for weights in read]
+    if max(unexplained) > FIT:
+        a, b = (
+            f"{share:.2g} of the gradient is no gradient of these"
+            for share in unexplained
+        )
         return "log-probabilities", a, b
     ours, theirs = ([w.nan_to_num(0) for w in weights.weights] for weights in read)
     return _compare_weights(case, rows, ours, theirs)
@@ -507,7 +554,9 @@ def _first_difference(
 def _compare_weights(
     case: Case, rows: Sequence[Row], ours: list[Tensor], theirs: list[Tensor]
 ) -> tuple[str, str, str]:
-    """Return the first quantity of the weights of tokens that differs.
+    """Return the first quantity of the weights of tokens that differs, and its two
+    values, in words: which tokens train, the weights within a response up to a factor,
+    the factors of the responses, and last the one factor of all.
 
     Args:
         case: the case.
@@ -535,10 +584,11 @@ def _compare_weights(
         a, b = ours[i], theirs[i]
         if not (trains[0][i].any() or trains[1][i].any()):
             continue  # it trains in neither: it has no factor
+        # the factor of least squares: a = factor * b
         factor = float(a @ b / (b @ b)) if b.any() else float(not a.any())
-        apart = (a - factor * b).abs() / max(float(a.abs().max()), 1e-300)
-        if float(apart.max()) > NEAR:
-            t = int(apart.argmax())
+        error = (a - factor * b).abs() / max(float(a.abs().max()), 1e-300)
+        if float(error.max()) > NEAR:
+            t = int(error.argmax())
             quantity = _weight_words(case)
             if trains[0][i][t] != trains[1][i][t]:
                 quantity = f"mask, or {quantity}"
@@ -581,8 +631,14 @@ def _weight_words(case: Case) -> str:
 
 
 def _place(i: int, t: int, row: Row) -> str:
-    """Return which token this is."""
+    """Return which token this is, and its advantage where it has one, in words.
+
+    Args:
+        i: number of the response.
+        t: index among all tokens of the row but the first.
+        row: the row.
+    """
     column = t - (len(row.prompt) - 1)
     where = f"column {column}" if column >= 0 else "a token of the prompt"
-    adv = "" if row.adv != row.adv else f" (A = {row.adv:.4g})"
+    adv = "" if math.isnan(row.adv) else f" (A = {row.adv:.4g})"
     return f"response {i}, {where}{adv}"

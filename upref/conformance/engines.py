@@ -133,8 +133,9 @@ def _fault_between(
     rows_of_steps: Sequence[list[Row]],
     compare: Callable[[Sequence[Step], Sequence[list[Row]], bool], StepReport],
 ) -> str:
-    """Return what the second of two optimizer steps has of the first, in words; "" where
-    that does not explain its gradient.
+    """Return what the second of two optimizer steps keeps of the first, in words: its
+    gradient, alone or in a sum, or its weights; "" where none of these explains the
+    gradient.
 
     Args:
         steps: two, of which the first is right.
@@ -164,7 +165,9 @@ def _fault_between(
 
 
 def _distance(first: Step, second: Step) -> float:
-    """Return |g_2 - g_1| / |g_1|."""
+    """Return |g_2 - g_1| / |g_1|, with the gradients g of two steps; 1 where they are
+    of other parameters.
+    """
     if first.gradients.keys() != second.gradients.keys():
         return 1.0
     a, b = (

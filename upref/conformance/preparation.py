@@ -29,8 +29,8 @@ from upref.step.inputs.rows import CASE_AXES, Row
 GROUP_SIZE = 4  # responses to a prompt
 # Spread of the rewards of a group. Where advantages are divided by a standard deviation
 # it is so large that the eps beside it, which papers leave open, does not show.
-SPREAD = 1.0
-SPREAD_OVER_STD = 500.0
+SPREAD = 1.0  # standard deviation of the rewards
+SPREAD_OVER_STD = 500.0  # the same, where advantages are divided by it
 SAMPLER_NOISE = 0.05  # nats between the sampler's log-probabilities and the model's
 REFERENCE_NOISE = 0.05  # of the spread of each matrix, between model and reference
 LEAST_MOVE = 0.02  # of log r: below, old log-probabilities could be the current ones
@@ -49,8 +49,8 @@ ADVANTAGE_WORDS = {
 
 
 def batch_norm(rewards: Tensor, group: Tensor, *, ddof: int = 1) -> Tensor:
-    """A_i = (R_i - mean_g) / std(R), with the standard deviation of all rewards of the
-    batch: the normalization that arXiv 2508.08221 proposes.
+    """Compute A_i = (R_i - mean_g) / std(R), with the standard deviation of all rewards
+    of the batch: the normalization that arXiv 2508.08221 proposes.
 
     Args:
         rewards: R, [N].
@@ -64,7 +64,9 @@ def batch_norm(rewards: Tensor, group: Tensor, *, ddof: int = 1) -> Tensor:
 
 
 def _estimator(case: Case) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the estimator of a case, with an eps of 0."""
+    """Return the estimator of a case, from rewards [N] and groups [N] to advantages
+    [N], with an eps of 0.
+    """
     if case.advantages == "group_norm":
         return partial(advantages.group_norm, ddof=case.ddof, eps=0.0)
     if case.advantages == "batch_norm":
@@ -90,6 +92,9 @@ def make_samples(case: Case, model: Any, seed: int = 0) -> list[Row]:
         case: its fields decide masks and ends.
         model: a causal language model of transformers, which could have sampled them.
         seed: of tokens, rewards and the sampler's rounding.
+
+    Returns:
+        The rows. Unless `case.ends`, the second response of each prompt is cut off.
     """
     without = () if case.holes else ("holes",)
     rows = step_rows.make_rows(V, seed, without, END, group_size=GROUP_SIZE)
@@ -99,7 +104,7 @@ def make_samples(case: Case, model: Any, seed: int = 0) -> list[Row]:
     log_probs = Forward(TorchModel(model), rows, case.temperature).lp()
     for i, (row, reward, lp) in enumerate(zip(rows, rewards, log_probs, strict=True)):
         is_cut = not case.ends and i % GROUP_SIZE == 1
-        row.response[-1] = 3 + i if is_cut else END
+        row.response[-1] = 3 + i if is_cut else END  # 3 + i: any token but END
         if case.end_inside and len(row.response) > 4:
             row.response[len(row.response) // 2] = END
         row.reward = float(np.float32(reward))
@@ -111,7 +116,8 @@ def make_samples(case: Case, model: Any, seed: int = 0) -> list[Row]:
 
 @torch.no_grad()
 def make_reference(model: Any) -> Any:
-    """Return a copy of the model with other weights.
+    """Return a copy of the model with noise on the weights of its matrices, the same in
+    each call.
 
     Args:
         model: the policy that is trained.
@@ -156,7 +162,7 @@ def meant(case: Case) -> Preparation:
     """
 
     def trains(row: Row) -> list[bool]:
-        """The row's own mask; nothing of a response that was cut off and is dropped."""
+        """Return the row's own mask; all False where it was cut off and is dropped."""
         if case.drop_truncated and is_truncated(row):
             return [False] * len(row.response)
         return row.trains
@@ -193,7 +199,8 @@ class Trained:
     log_probs: dict[tuple[int, float], list[Any]] = field(default_factory=dict)
 
     def rows(self, preparation: Preparation) -> list[list[Row]]:
-        """Return the rows of each optimizer step.
+        """Return the rows of each optimizer step: the samples that it trained on, with
+        advantages, masks and log-probabilities filled in.
 
         Args:
             preparation: how the trainer makes what the samples lack.
@@ -231,15 +238,17 @@ class Trained:
         return self._log_probs(0, preparation.old_temperature)
 
     def _ref(self, preparation: Preparation) -> list[Any] | None:
-        """Return the reference's log-probabilities of all samples, where it has any."""
+        """Return the reference's log-probabilities of all samples; None where the case
+        has no reference policy.
+        """
         if not self.case.reference:
             return None
         step = -1 if preparation.reference == "reference" else 0
         return self._log_probs(step, preparation.ref_temperature)
 
     def _log_probs(self, step: int, temperature: float) -> list[Any]:
-        """Return log-probabilities of all samples, by the weights before a step; -1:
-        by the reference.
+        """Return log-probabilities of all samples in nats, by the weights before a
+        step; -1: by the reference. They are computed once.
         """
         key = (step, temperature)
         if key not in self.log_probs:
@@ -294,8 +303,8 @@ class Trained:
 
 
 def find_fault(trained: Trained) -> str:
-    """Return which fault of the preparation makes the gradients that were found, in
-    words; "" where none does.
+    """Return the first known fault of the preparation that makes the gradients that
+    were found, in words; "" where none does.
 
     Args:
         trained: what the trainer did.
@@ -351,13 +360,13 @@ def _wrong_drops(
     complete = torch.tensor([not is_truncated(row) for row in samples])
 
     def complete_alone(rewards: Tensor, group: Tensor) -> Tensor:
-        """The estimator on the responses that are not dropped; 0 for the others."""
+        """Return the estimator on the responses that are not dropped; 0 for the others."""
         A = torch.zeros_like(rewards)
         A[complete] = right.advantages(rewards[complete], group[complete])
         return A
 
     def zero_where_dropped(rewards: Tensor, group: Tensor) -> Tensor:
-        """The estimator on all responses, and 0 for those that are dropped."""
+        """Return the estimator on all responses, and 0 for those that are dropped."""
         return torch.where(complete, right.advantages(rewards, group), 0)
 
     yield (
@@ -387,11 +396,11 @@ def _wrong_advantages(
     prompts = len({row.group for row in samples})
 
     def across_prompts(rewards: Tensor, group: Tensor) -> Tensor:
-        """The estimator on groups of responses to different prompts."""
+        """Return the estimator on groups of responses to different prompts."""
         return estimator(rewards, torch.arange(len(rewards)) % prompts)
 
     def of_the_batch(rewards: Tensor, group: Tensor) -> Tensor:
-        """The estimator with one group."""
+        """Return the estimator with one group."""
         return estimator(rewards, torch.zeros_like(group))
 
     yield "groups mix the prompts: every second response is one", across_prompts
@@ -406,28 +415,28 @@ def _wrong_masks(case: Case) -> Iterator[tuple[str, Callable[[Row], list[bool]]]
     trains = meant(case).trains
 
     def without_end(row: Row) -> list[bool]:
-        """The mask without the end tokens."""
+        """Return the mask without the end tokens."""
         return [
             t and token != END
             for t, token in zip(trains(row), row.response, strict=True)
         ]
 
     def until_first_end(row: Row) -> list[bool]:
-        """The mask up to the first end token."""
+        """Return the mask up to the first end token, which is included."""
         return [
             t and END not in row.response[:place] for place, t in enumerate(trains(row))
         ]
 
     def without_last(row: Row) -> list[bool]:
-        """The mask without the last token."""
+        """Return the mask without the last token."""
         return [*trains(row)[:-1], False]
 
     def everything(row: Row) -> list[bool]:
-        """Every token, but those of dropped responses."""
+        """Return True for every token, but for those of dropped responses."""
         return [True] * len(row.response) if any(trains(row)) else trains(row)
 
     def without_cut(row: Row) -> list[bool]:
-        """Nothing of responses that were cut off."""
+        """Return the mask without the responses that were cut off."""
         return [False] * len(row.response) if is_truncated(row) else row.trains
 
     yield "end tokens do not train", without_end

@@ -63,7 +63,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Read the options. `--help` starts no session, so it needs no adapter."""
+    """Read the options into the stash of the configuration; pytest.UsageError where one
+    is missing or wrong. `--help` starts no session, so it needs no adapter, and neither
+    does `--collect-only`.
+    """
     config = session.config
     target = config.getoption("--adapter")
     try:
@@ -98,7 +101,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def expected_failure(case: Case, request: pytest.FixtureRequest) -> str:
-    """The reason of a known failure, or ""."""
+    """Return the reason of the case in the list of known failures; "" where it has
+    none.
+    """
     return request.config.stash[EXPECTED_FAILURES].get(case.id, "")
 
 
@@ -106,8 +111,9 @@ def expected_failure(case: Case, request: pytest.FixtureRequest) -> str:
 def outcome(
     case: Case, expected_failure: str, request: pytest.FixtureRequest
 ) -> Outcome:
-    """The outcome of the case. A case that could not run is an error of the test's
-    setup: neither a pass nor a failure.
+    """Run the case and return its outcome. A case that could not run is an error of the
+    test's setup, neither a pass nor a failure, unless it is a known failure. The cause
+    is searched for the first EXPLAINED unexpected failures of a run.
     """
     config = request.config
     outcomes = config.stash[OUTCOMES]
@@ -135,8 +141,8 @@ def outcome(
 
 @pytest.fixture
 def failure(outcome: Outcome, request: pytest.FixtureRequest) -> str:
-    """What a failed test prints. Where the cause was not searched, the command that
-    searches it.
+    """Return what a failed test prints: the outcome, and where the cause was not
+    searched the command that searches it.
     """
     text = outcome.text(verbose=_is_verbose(request.config))
     if outcome.reason != NOT_SEARCHED:
@@ -194,7 +200,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def _summary(outcomes: Sequence[Outcome], expected_failures: Mapping[str, str]) -> str:
-    """Return how many cases ended in each way. A known failure counts as expected."""
+    """Return how many cases ended in each way, in words. Known failures that failed are
+    counted apart, and so are those that passed.
+    """
     outcomes_listed = [
         outcome
         for outcome in outcomes

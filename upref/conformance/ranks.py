@@ -62,7 +62,9 @@ class RankProcess:
         return report
 
     def error(self) -> str:
-        """Return the error that the process reported, or the last line that it printed."""
+        """Return the error that the process reported, or the last line that it printed
+        to stderr, up to 300 characters; "it was ended" where there is neither.
+        """
         if error := self.report().get("error"):
             return str(error)
         self.stderr.seek(0)
@@ -127,7 +129,12 @@ def run_ranks(
 
 
 def _outcome_of_record(record: dict[str, Any], case: Case) -> Outcome:
-    """Return the outcome from which `asdict` made this record."""
+    """Return the Outcome from which `asdict` made this record.
+
+    Args:
+        record: as a rank's process wrote it in JSON.
+        case: the case, which takes the place of its record.
+    """
     report = record["report"]
     if report is not None:
         findings = [read_finding(one) for one in report["findings"]]
@@ -145,7 +152,9 @@ def _outcome_of_record(record: dict[str, Any], case: Case) -> Outcome:
 
 
 def _target_of(adapter: Adapter) -> str:
-    """Return `FILE:CLASS` of an adapter, from which other processes make their own."""
+    """Return `FILE:CLASS` of an adapter, from which other processes make their own;
+    InputError where its class is in no file.
+    """
     kind = type(adapter)
     try:
         return f"{inspect.getfile(kind)}:{kind.__name__}"
@@ -159,7 +168,13 @@ def _target_of(adapter: Adapter) -> str:
 def _rank_process(
     task: dict[str, Any], number: int, world_size: int
 ) -> Iterator[RankProcess]:
-    """Start the process of a rank, and kill it at the end."""
+    """Start the process of a rank, and kill it where the `with` statement ends.
+
+    Args:
+        task: as `main` takes it, in JSON types.
+        number: of the rank, from 0 on.
+        world_size: number of ranks.
+    """
     environment = os.environ | on_loopback()
     environment |= {
         "RANK": str(number),
@@ -190,8 +205,8 @@ def _rank_process(
 
 
 def _wait_for_ranks(ranks: Sequence[RankProcess], deadline: float) -> str:
-    """Wait until all processes end, or one fails; return why there is no outcome, or
-    "".
+    """Wait until all processes end, one fails, or the deadline (in seconds) passes;
+    return why there is no outcome, or "".
     """
     time_of_end = time.monotonic() + deadline
     processes = [rank.process for rank in ranks]

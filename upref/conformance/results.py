@@ -75,7 +75,9 @@ def write_results(
 
 
 def _as_record(outcome: Outcome) -> dict[str, Any]:
-    """Return an outcome as it is written to the results file."""
+    """Return an outcome as the results file holds it: status, reason, settings, and,
+    where a step was compared, `error` and `not_reached` of its report.
+    """
     record: dict[str, Any] = {
         "status": str(outcome.status),
         "reason": outcome.reason,

@@ -106,8 +106,8 @@ class Outcome:
 
 
 def make_rows(case: Case, model: Any, seed: int = 0) -> list[Row]:
-    """Return eight responses that the model could have sampled, with log-probabilities
-    of an older policy.
+    """Return eight responses with advantages, masks and the log-probabilities of an
+    older policy, so that the model's ratios reach the bounds of the case's objective.
 
     Args:
         case: its objective decides the ratios, its fields the masks and ends.
@@ -164,6 +164,7 @@ def run(
     errors_of_adapter: list[Exception] = []
 
     def could_not_run(reason: str, error: Exception | None = None) -> Outcome:
+        """Return the outcome COULD_NOT_RUN, with the traceback of the error if given."""
         trace_text = "" if error is None else _traceback_from_adapter(error)
         seconds = time.process_time() - start
         return Outcome(
@@ -183,6 +184,7 @@ def run(
         return could_not_run(describe_error(error), error)
 
     def step(model: Any, rows: list[Row]) -> Any:
+        """Let the adapter train, by `move` in a case of an engine; note its error."""
         call = cast(EngineAdapter, adapter).move if case.engine else adapter.step
         try:
             return call(model, rows, case)
@@ -191,6 +193,7 @@ def run(
             raise
 
     def train(model: Any, rows: list[Row], reference: Any) -> Any:
+        """Let the adapter prepare the rows and train; note its error."""
         try:
             return cast(TrainingAdapter, adapter).train(model, rows, case, reference)
         except Exception as error:
@@ -231,7 +234,9 @@ def run(
 def _status_and_reason(
     case: Case, report: StepReport, scale: float
 ) -> tuple[Status, str]:
-    """Return whether a case that ran passed, and why it did not, in words.
+    """Return whether a case that ran passed, and why it did not, in words. A case of
+    float32 fails where the step computes in half precision, even if the gradient
+    agrees.
 
     Args:
         case: the case.
@@ -300,7 +305,21 @@ def _train_and_compare(
     seed: int,
     explain: bool,
 ) -> StepReport:
-    """Make the model and the rows, let the step train, and compare."""
+    """Make the model and the rows, let the step train, and compare the gradient of each
+    optimizer step with the objective's. Of several ranks, the gradient of the first
+    step is compared with that on the rows of all.
+
+    Args:
+        step: the adapter's.
+        case: not one of level 6 or 7.
+        scale: the factor of the loss that the adapter states.
+        seed: of the rows.
+        explain: search for the cause of a difference.
+
+    Raises:
+        InputError: the optimizer made another number of steps than the case has.
+        UntrainedRowsError: as `rows_of_updates`.
+    """
     model = make_model(case)
     rows = make_rows(case, model, seed)
     check_arguments = _check_arguments(case, scale, explain)
@@ -363,7 +382,9 @@ def _check_arguments(case: Case, scale: float, explain: bool) -> dict[str, Any]:
 
 
 def _learning_rate(adapter: Adapter) -> float:
-    """Return η of an engine whose optimizer is not torch's."""
+    """Return the learning rate of an engine whose optimizer is not torch's: the
+    adapter's `learning_rate`, or LEARNING_RATE where it has none.
+    """
     return float(getattr(adapter, "learning_rate", LEARNING_RATE))
 
 
@@ -393,7 +414,21 @@ def _train_and_compare_all(
     explain: bool,
 ) -> StepReport:
     """Make the model, the samples and the reference policy, let the trainer prepare its
-    rows and train on them, and compare each of its optimizer steps.
+    rows and train on them, and compare each of its optimizer steps. Where they differ
+    and `explain` is set, a known fault of the preparation is the cause, if one explains
+    them.
+
+    Args:
+        train: the adapter's.
+        case: of level 6.
+        scale: the factor of the loss that the adapter states.
+        seed: of the rows.
+        explain: search for the cause of a difference.
+
+    Raises:
+        InputError: the optimizer made another number of steps than the case has, or
+            moved the weights too little.
+        UntrainedRowsError: as `numbers_of_updates`.
     """
     model = make_model(case)
     samples = make_samples(case, model, seed)
@@ -447,7 +482,9 @@ def _step_count_words(made: int, expected: int) -> str:
 
 
 def make_model(case: Case) -> Any:
-    """Make the tiny model of a case, with perturbed weights."""
+    """Make the tiny model of a case, with perturbed weights, in the case's dtype; the
+    same weights in each call.
+    """
     # Without "eager", transformers computes Gemma 2's attention by sdpa and drops its
     # softcap, whatever the trainer does.
     changes: dict[str, Any] = {}
@@ -493,6 +530,9 @@ def _record_on_this_rank(
 
     Ranks of data parallelism divide the rows: of n ranks, each has every n-th row. Ranks
     of any other parallelism have all rows.
+
+    Raises:
+        InputError: the step left no gradient.
     """
     reference = TorchModel(model)
     steps: list[Step] = []

@@ -25,7 +25,9 @@ def rows_of_updates(steps: list[Step], rows: list[Row]) -> list[list[Row]]:
 def numbers_of_updates(
     steps: list[Step], rows: list[Row], passes: int = 1
 ) -> list[list[int]]:
-    """Return the numbers of the rows that each optimizer step trained on.
+    """Return the numbers of the rows that each optimizer step trained on, by the token
+    ids of its forward passes. Where none were recorded, each step has as many rows, in
+    their order.
 
     Args:
         steps: the recorded steps.

@@ -34,7 +34,7 @@ def explain_coupled(subject: Subject) -> Explanation | None:
     Args:
         subject: the loss.
     """
-    answers = _ask(subject)
+    answers = _measure_gradients(subject)
     objectives = [get(name) for name in names() if get(name).batch_coupled]
     found = (_match_of(subject, objective, answers) for objective in objectives)
     matches = list(filter(None, found))
@@ -44,8 +44,10 @@ def explain_coupled(subject: Subject) -> Explanation | None:
     return Explanation(subject, matches, not_checked=not_checked)
 
 
-def _ask(subject: Subject) -> Answers:
-    """Return the gradients of the loss on the batches that it takes."""
+def _measure_gradients(subject: Subject) -> Answers:
+    """Return the batches that the loss takes, of one on policy and RANDOM_BATCHES
+    random ones, each with its gradient; those that it refuses are left out.
+    """
     case = subject.box.case
     batches = [
         case.ready(on_policy_batch()),
@@ -59,8 +61,9 @@ def _ask(subject: Subject) -> Answers:
 
 
 def _match_of(subject: Subject, objective: Objective, answers: Answers) -> Match | None:
-    """Return an objective with the values of a paper that give these gradients, or
-    None.
+    """Return the match of an objective whose weights, at its defaults or at one of
+    ETAS, are those of the loss on all of these batches; None where it has none such, or
+    fewer than half of the batches could be compared.
     """
     box = subject.box
     values: list[dict[str, Any]] = [{}]
@@ -89,7 +92,7 @@ def _match_of(subject: Subject, objective: Objective, answers: Answers) -> Match
 
 def _is_determined(case: LossCase, key: str, answers: Answers) -> bool:
     """Tell whether the weights on these batches differ at a larger and at a smaller
-    value of the hyperparameter.
+    value of the hyperparameter; False for beta and for one that is off.
     """
     value = case.hp[key]
     if key == "beta" or value is None:
@@ -109,7 +112,8 @@ def _is_determined(case: LossCase, key: str, answers: Answers) -> bool:
 
 
 def undetermined(match: Match) -> list[str]:
-    """Return words for the hyperparameters whose value no batch shows.
+    """Return one sentence on the hyperparameters whose value no batch shows; [] where
+    there is none.
 
     Args:
         match: an objective with those that batches show.

@@ -38,7 +38,8 @@ PARTS_TOLERANCE = 1e-5  # of the largest gradient, by which the sum of parts may
 
 
 def find_deviations(subject: Subject, match: Match) -> list[Cause]:
-    """Return what is wrong with a loss whose weights are those of a match.
+    """Return what is wrong with a loss whose weights are those of a match: beside the
+    weights, and at the first unusual input that shows a difference; [] if nothing is.
 
     Args:
         subject: the loss.
@@ -122,14 +123,18 @@ def _second_gradient(subject: Subject, match: Match) -> LossFault | None:
 
 
 def _of_masked_slots(subject: Subject) -> list[Cause]:
-    """Return that masked slots, which hold ordinary numbers, have a gradient, if so."""
+    """Return that masked slots, which hold ordinary numbers, have a gradient; [] if
+    they have none.
+    """
     first = subject.batches[0]
     of_masked = first.gradient[~first.batch.mask]
     return [MASKED_TRAINED] if (of_masked != 0).any() else []
 
 
 def _of_micro_batches(subject: Subject) -> list[Cause]:
-    """Return that the gradients of parts do not add up to that of the batch, if so."""
+    """Return that the gradients of MICRO_BATCHES parts do not add up to that of the
+    batch; [] if they do.
+    """
     case = subject.box.case
     batch = subject.first_batch
     rows = torch.arange(len(batch.mask) // ROWS_OF_PARTS * ROWS_OF_PARTS)
@@ -225,7 +230,8 @@ def on_unusual_inputs(subject: Subject, match: Match) -> list[Cause]:
 def not_as_claimed(
     subject: Subject, case: LossCase, claimed_weights: Callable[[Rollouts], Tensor]
 ) -> list[Cause]:
-    """Return the first unusual input on which the loss has other weights than these.
+    """Return the first unusual input on which the loss has other weights than these; []
+    if there is none, or if unusual inputs cannot tell (loose bounds, coupled weights).
 
     Args:
         subject: the loss.

@@ -116,6 +116,7 @@ class Difference(Result):
     seconds: float = field(default=0.0, compare=False)
 
     def __bool__(self) -> bool:
+        """Return whether no quantity and no gradient of a token differs."""
         return self.first is None and self.example is None
 
     @property
@@ -132,10 +133,12 @@ class Difference(Result):
         return {"same": bool(self)} | asdict(self)
 
     def text(self, verbose: bool = False) -> str:
-        """The quantities of both losses, and a token on which they differ.
+        """Return the report: the first quantity that differs, all quantities with the
+        values of both losses, and a token on which they differ.
 
         Args:
-            verbose: with the quantities that are equal, and what was compared.
+            verbose: with what was compared. Where nothing differs, this is there
+                anyway, and `verbose` adds the quantities.
         """
         if self:
             lines = [f"nothing differs between {self.a} and {self.b}"]
@@ -232,7 +235,14 @@ def _names(losses: Sequence[Loss]) -> tuple[str, str]:
 
 
 def _quantities(boxes: Sequence[BlackBox], tol: float) -> Iterator[Quantity]:
-    """Yield each quantity of both losses, in the order in which a loss makes them."""
+    """Yield each quantity of both losses, in the order in which a loss makes them:
+    mask, weight of a token, ratio, divisor, KL term, and where it is compared the
+    sampler's correction. Where the masks differ, nothing else is compared.
+
+    Args:
+        boxes: the two losses, measured.
+        tol: the relative error of a weight that is allowed.
+    """
     trains, other_trains = (_trained_tokens(box) for box in boxes)
     masks_differ = not torch.equal(trains, other_trains)
     a, b = (
@@ -257,7 +267,9 @@ def _quantities(boxes: Sequence[BlackBox], tol: float) -> Iterator[Quantity]:
 
 
 def _trained_tokens(box: BlackBox) -> torch.Tensor:
-    """Return which tokens of a batch on policy have a gradient, [B, T]."""
+    """Return which tokens of a batch on policy have a gradient above SMALLEST_PART of
+    the largest, [B, T].
+    """
     batch = box.case.ready(on_policy_batch())
     gradient = box.case.gradient(batch).abs()
     return gradient > SMALLEST_PART * gradient.max()
@@ -276,7 +288,9 @@ def _divisor(
 
 
 def _divisor_words(box: BlackBox, factors: tuple[float, ...]) -> str:
-    """Return the aggregation of a loss, and the factors beside it."""
+    """Return the aggregation of a loss in words, with its factor on policy and the
+    first factor of a random batch that is not 1.
+    """
     words = aggregation_words(box.agg) or "no aggregation that is known"
     if box.scale != 1:
         words += f", times {box.scale:.6g}"
@@ -287,7 +301,9 @@ def _divisor_words(box: BlackBox, factors: tuple[float, ...]) -> str:
 
 
 def _ratios(boxes: Sequence[BlackBox]) -> np.ndarray:
-    """Return ratios on both sides of each jump of either loss, and between."""
+    """Return the ratios at which the weights are compared, ascending: a grid over
+    |log r| <= 8, and both sides of each jump of either loss, as near as it is measured.
+    """
     at = [jump.r for box in boxes for jump, _ in box.jumps]
     near = max(box.resolution for box in boxes)
     sides = np.outer(at, (1 - 2 * near, 1 + 2 * near)).ravel()
@@ -295,9 +311,17 @@ def _ratios(boxes: Sequence[BlackBox]) -> np.ndarray:
 
 
 def _token_weight(boxes: Sequence[BlackBox], tol: float) -> Quantity:
-    """Compare the weights of a token by itself: where, and what each loss has there."""
+    """Compare the weights of a token by itself: where they differ, and what each loss
+    has at one ratio there.
+
+    Args:
+        boxes: the two losses, measured.
+        tol: the relative error of a weight that is allowed. A weight counts as 0.1 |A|
+            at least.
+    """
     ratios = _ratios(boxes)
     reads_mu = any(box.reads_mu for box in boxes)
+    # (A, π_old or None, ratios, weights of either loss, where they differ)
     regions = []
     for A in ADVANTAGES:
         for mu in PROBABILITIES if reads_mu else (None,):
@@ -334,8 +358,13 @@ def _token_weight(boxes: Sequence[BlackBox], tol: float) -> Quantity:
 
 
 def _clearest(r: np.ndarray, x: np.ndarray, y: np.ndarray, wrong: np.ndarray) -> int:
-    """Return the place of the ratio nearest to 1 at which weights differ by a tenth, or
-    else of the largest difference.
+    """Return the index of the ratio nearest to 1 at which weights differ by more than a
+    tenth, or else of the largest relative difference.
+
+    Args:
+        r: ratios.
+        x, y: the weights of either loss there.
+        wrong: where they differ; somewhere they do.
     """
     difference = abs(x - y) / np.maximum(np.maximum(abs(x), abs(y)), 1e-300)
     clear = wrong & (difference > 0.1)
@@ -375,7 +404,8 @@ class BesideOthers:
 def _ratio(
     boxes: Sequence[BlackBox], beside: Sequence[BesideOthers], weights_differ: bool
 ) -> Quantity:
-    """Compare whose ratio the weight of a token reads.
+    """Compare whose ratio the weight of a token reads: its own or its response's, and
+    of the latter, in which way.
 
     Args:
         boxes: the losses.
@@ -422,9 +452,10 @@ class _Weights:
 
     @classmethod
     def of(cls, box: BlackBox, batch: Rollouts) -> "_Weights":
-        """Measure the weights of a loss on a batch."""
+        """Measure the weights of a loss on the tokens of a batch that train."""
         mask = batch.mask
-        gradient, kl_weights = box.gradient(batch), box.kl_weights(batch)
+        gradient = box.gradient(batch)
+        kl_weights = box.kl_weights(batch)
         # where A is 0, only the rounding of the two KL weights is left
         rounding = box.tol * kl_weights.abs() + SMALLEST_PART * gradient.abs().max()
         return cls(
@@ -453,7 +484,9 @@ class _Weights:
 
 
 def _beside_others(box: BlackBox) -> BesideOthers:
-    """Compare the weights of the tokens of random batches with those of each alone."""
+    """Compare the weights of the tokens of random batches with those of each alone; the
+    level is "token" where they are equal but for a factor of each batch.
+    """
     if not box.agg:
         return BesideOthers("unknown")
     factors = []
@@ -496,7 +529,7 @@ def _level_of_response(box: BlackBox) -> str:
 
 
 def _undivided(total: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-    """Return the total."""
+    """Return the total: a product of ratios has no length under it, unlike their mean."""
     return total
 
 
@@ -507,6 +540,11 @@ def _factor_of_response(
 ) -> float | None:
     """Return the one factor of the weights of a batch beside those of single tokens
     that have the ratio of their response; None where they have several.
+
+    Args:
+        box: the loss, measured.
+        batch: with one advantage per response.
+        reduce: makes log s [B, 1] of the sums of log r and the lengths, [B, 1].
     """
     log_r = torch.where(batch.mask, batch.logp - batch.logp_old, 0)
     log_s = reduce(log_r.sum(1, keepdim=True), batch.mask.sum(1, keepdim=True))
@@ -539,10 +577,14 @@ def _with_far_reference(batch: Rollouts) -> Rollouts:
 
 
 def _sampler_correction(boxes: Sequence[BlackBox], tol: float) -> Quantity:
-    """Compare the factors that a sampler's log-probabilities put on the gradients."""
+    """Compare the factors that a sampler's log-probabilities put on the gradients, at
+    the first token where they differ; where none does, at the first where they are not
+    1.
+    """
     words = ["none", "none"]
     for name, batch in _batches_of_policies(boxes):
-        factors, is_large = [], batch.mask
+        factors = []
+        is_large = batch.mask  # tokens whose quotient rounding does not spoil
         for box in boxes:
             plain = box.case.gradient(box.case.ready(batch))
             corrected = box.case.gradient(box.case.ready(_with_sampler(batch)))
@@ -591,9 +633,15 @@ def _intervals(
     boxes: Sequence[BlackBox], r: np.ndarray, wrong: np.ndarray
 ) -> Iterator[Interval]:
     """Yield the intervals of ratios on which the weights differ. Their ends are jumps of
-    a loss where there is one.
+    a loss where there is one, and else in the middle of two ratios.
+
+    Args:
+        boxes: the two losses, measured.
+        r: ratios, ascending.
+        wrong: whether the weights differ there.
     """
     jumps = np.array(sorted(jump.r for box in boxes for jump, _ in box.jumps))
+    # indices at which an interval starts, and those behind its last ratio, in turn
     edges = np.flatnonzero(np.diff(np.r_[False, wrong, False].astype(int)))
     for start, stop in zip(edges[::2], edges[1::2], strict=True):
         low = None if start == 0 else _end(jumps, r[start - 1], r[start])
@@ -603,13 +651,15 @@ def _intervals(
 
 
 def _end(jumps: np.ndarray, below: float, above: float) -> float:
-    """Return the jump between two ratios, or the middle of them."""
+    """Return the first jump between two ratios, or their geometric mean."""
     between = jumps[(jumps > below) & (jumps < above)]
     return float(between[0] if len(between) else (below * above) ** 0.5)
 
 
 def _batches(boxes: Sequence[BlackBox]) -> Iterator[tuple[str, Rollouts]]:
-    """Yield batches that both losses take, each with its name."""
+    """Yield batches that both losses take, each with its name: of two policies, and
+    where it matters also with a sampler's log-probabilities or a far reference.
+    """
     yield from _batches_of_policies(boxes)
     if _sampler_is_compared(boxes):
         for name, batch in _batches_of_policies(boxes):
@@ -627,7 +677,9 @@ def _batches_of_policies(boxes: Sequence[BlackBox]) -> Iterator[tuple[str, Rollo
 
 
 def _random_batches(boxes: Sequence[BlackBox], n: int) -> list[Rollouts]:
-    """Return random batches, with one advantage per response where a loss needs that."""
+    """Return n random batches, with one advantage per response where a loss refuses
+    several.
+    """
     (varied,) = random_batches(0, 1, one_adv=False)
     return random_batches(0, n, not all(box.accepts(varied) for box in boxes))
 
@@ -642,6 +694,9 @@ def _first_token(
         tol: the relative error that is allowed.
         by_weight: a token is preferred whose weights differ by itself: another one
             shows what differs later alone, such as the divisor.
+
+    Returns:
+        The token; None where the gradients agree on all batches.
     """
     first = None
     for name, batch in _batches(boxes):
@@ -659,7 +714,9 @@ def _first_token(
 
 
 def _differ(pair: Sequence[torch.Tensor], tol: float) -> torch.Tensor:
-    """Return where two gradients differ, relative to the larger one."""
+    """Return where two gradients differ by more than 10 tol, relative to the larger
+    one, which counts as a thousandth of the largest of all at least.
+    """
     x, y = pair
     size = torch.maximum(x.abs(), y.abs())
     return (x - y).abs() > 10 * tol * size.clamp(min=1e-3 * float(size.max()))
@@ -679,7 +736,14 @@ def _weights_alone(box: BlackBox, batch: Rollouts) -> torch.Tensor:
 def _example(
     name: str, batch: Rollouts, gradients: Sequence[torch.Tensor], chosen: torch.Tensor
 ) -> Example:
-    """Return the first of the chosen tokens of a batch."""
+    """Return the first of the chosen tokens of a batch as an Example.
+
+    Args:
+        name: of the batch, in words.
+        batch: the batch.
+        gradients: dJ/dlp by each loss, [B, T].
+        chosen: [B, T], True somewhere.
+    """
     i, t = chosen.nonzero()[0].tolist()
     A = batch.adv[i, t if batch.adv.shape[1] > 1 else 0]
     r = (batch.logp - batch.logp_old)[i, t].exp()

@@ -130,7 +130,7 @@ def _reads_others(subject: Subject) -> bool:
 
 
 def _not_checked(explanation: Explanation, on_sampler: bool) -> list[str]:
-    """Return in words what no batch shows of the loss."""
+    """Return sentences on what no batch shows of the loss."""
     loss = explanation.subject.loss
     not_checked = []
     if on_sampler:
@@ -145,7 +145,7 @@ def _not_checked(explanation: Explanation, on_sampler: bool) -> list[str]:
 
 
 def _assumptions(subject: Subject) -> list[str]:
-    """Return in words what the comparison assumes of the loss."""
+    """Return sentences on what the comparison assumes of the loss."""
     box = subject.box
     sentences = list(box.loss.assumptions)
     if "group" not in box.loss.reads and box.agg == "token-mean":

@@ -35,6 +35,9 @@ class Match:
     length: float | None = None  # the fixed length by which the loss divides
 
     def __str__(self) -> str:
+        """Return "dapo(eps_low=0.2, eps_high=0.28)", without what is None or a beta of
+        0.
+        """
         arguments = [
             f"{name}={value:.7g}"
             for name, value in self.hp.items()
@@ -122,18 +125,14 @@ class Identification(Result):
 
         def belongs(match: Match, first: Match) -> bool:
             """Tell whether a match belongs to the list."""
-            return (
-                match.own == first.own
-            ) == same_aggregation and match.same_kl == first.same_kl
+            has_same_relation = match.own == first.own
+            has_same_kl = match.same_kl == first.same_kl
+            return has_same_kl and has_same_relation == same_aggregation
 
         return [str(m) for m in self.matches[1:] if belongs(m, self.matches[0])]
 
     def data(self) -> dict[str, Any]:
-        """The fields and what they imply, `identified` first.
-
-        Returns:
-            Their values by name.
-        """
+        """Return the fields and what they imply by name, `identified` first."""
         own = {
             k: getattr(self, k)
             for k in ("name", "hp", "agg", "distance", "also", "elsewhere")
@@ -144,8 +143,7 @@ class Identification(Result):
         return {"identified": bool(self)} | own | fields
 
     def text(self, verbose: bool = False) -> str:
-        """The answer, what it rests on, and the command that goes on from here;
-        verbose: what was assumed too.
+        """Return the answer, what it rests on, and the command that goes on from here.
 
         Args:
             verbose: with the assumptions.
@@ -219,7 +217,9 @@ class Identification(Result):
         )
 
     def _check_command(self) -> str:
-        """Return the command that compares the loss with the first match."""
+        """Return the command that compares the loss with the first match: a line for
+        the shell where the loss is named FILE:FUNCTION, else a call in Python.
+        """
         match = self.matches[0]
         hp = [
             f"{name}={value:.7g}"
@@ -250,15 +250,13 @@ class Identification(Result):
         return f"upref.diff({self.loss}, {self.far!r})"
 
     def _answer_line(self) -> str:
-        """Return the answer in one sentence."""
+        """Return the answer in one sentence, without a full stop."""
         if self.kind == "none":
+            near = ""
             if self.matches:
                 near = f"; the nearest is {self.matches[0]}, {self.distance:.2g} away"
-            else:
-                near = ""
-            return f"{short(self.loss)} is none of these objectives{near}" + (
-                f": {self.why}" if self.why else ""
-            )
+            why = f": {self.why}" if self.why else ""
+            return f"{short(self.loss)} is none of these objectives{near}{why}"
         where = " where the sampler's policy is π_old" if self.on_sampler else ""
         if self.kind == "pitfall":
             return f"{short(self.loss)} is meant as {self.matches[0]}{where}, but: {self.why}"

@@ -81,7 +81,8 @@ def identify(loss: Any) -> Identification:
 
 
 def explain_loss(loss: Loss) -> Explanation:
-    """Return what a loss is.
+    """Return what a loss is: the first of WAYS that applies, with the sampler's
+    correction, the inputs that it changes, and the proof.
 
     Args:
         loss: as read.
@@ -98,7 +99,8 @@ def explain_loss(loss: Loss) -> Explanation:
 
 def _may_fail_for_order(explanation: Explanation) -> bool:
     """Tell whether the order of the policies may be why a loss is not identified whose
-    policies were read by position.
+    policies were read by position: its ratio is inverted, or it is identified with the
+    two exchanged.
     """
     if explanation.is_named:
         return False
@@ -111,7 +113,9 @@ def _may_fail_for_order(explanation: Explanation) -> bool:
 
 # ---- the ways ------------------------------------------------------------------------
 def _as_noise(subject: Subject) -> Explanation | None:
-    """Two calls give two gradients: nothing is known but the nearest objective."""
+    """Explain a loss of which two calls give two gradients: nothing is known of it but
+    the nearest objective. None for any other loss.
+    """
     first = subject.batches[0]
     again = subject.box.case.gradient(first.batch)
     if subject.box.random or not same_numbers(again, first.gradient):
@@ -120,7 +124,9 @@ def _as_noise(subject: Subject) -> Explanation | None:
 
 
 def _as_objective(subject: Subject) -> Explanation | None:
-    """Objectives have its weights."""
+    """Explain a loss whose weights objectives have, with what is wrong beside the
+    weights; None where no objective has them.
+    """
     if not subject.matches:
         return None
     wrong = find_deviations(subject, subject.matches[0])
@@ -128,8 +134,9 @@ def _as_objective(subject: Subject) -> Explanation | None:
 
 
 def _with_rounded_bound(subject: Subject) -> Explanation | None:
-    """One of two bounds is in float32. Compared no nearer than its rounding, the loss is
-    an objective with its own aggregation; else it is one of another aggregation.
+    """Explain a loss one of whose two bounds is in float32. Compared no nearer than its
+    rounding, it is an objective with its own aggregation; else it is one of another
+    aggregation. None for any other loss.
     """
     box = subject.box
     if box.batch_coupled or subject.has_rounded_bounds or not box.agg:
@@ -143,15 +150,18 @@ def _with_rounded_bound(subject: Subject) -> Explanation | None:
 
 
 def _with_loose_bounds(subject: Subject) -> Explanation | None:
-    """Its bounds are an objective's up to a constant in a logarithm."""
+    """Explain a loss whose bounds are an objective's up to a constant in a logarithm
+    (LOOSE_BOUND); None for any other.
+    """
     if subject.box.batch_coupled or subject.is_loose:
         return None
     return _as_objective(subject.loosened(LOOSE_BOUND))
 
 
 def _with_factor_in_weights(subject: Subject) -> Explanation | None:
-    """The weight at r = 1 is not A, as under a cap below 1. The measurement divided that
-    weight out as a factor; here it belongs to the weights again.
+    """Explain a loss whose weight at r = 1 is not A, as under a cap below 1. The
+    measurement divided that weight out as a factor; here it belongs to the weights
+    again. None where no objective has them then.
     """
     box = subject.box
     if box.scale == 1 or box.batch_coupled:
@@ -160,7 +170,9 @@ def _with_factor_in_weights(subject: Subject) -> Explanation | None:
 
 
 def _with_other_kl(subject: Subject) -> Explanation | None:
-    """A KL term of an unusual form is subtracted first."""
+    """Explain a loss with a KL term of an unusual form, which is subtracted first; None
+    where there is no such term, or no objective has the weights that are left.
+    """
     box = termed(subject.box)
     if box is None:
         return None
@@ -173,8 +185,8 @@ def _with_other_kl(subject: Subject) -> Explanation | None:
 
 
 def _partly_in_float32(subject: Subject) -> Explanation | None:
-    """The curve has jumps from rounding alone: the nearest objective is as near as
-    float32 allows.
+    """Explain a loss whose curve has jumps from rounding alone: the nearest objective
+    is as near as float32 allows. None where it is not.
     """
     nearest = subject.nearest
     if nearest.distance > FLOAT32_TOL or not nearest.name:
@@ -185,7 +197,10 @@ def _partly_in_float32(subject: Subject) -> Explanation | None:
 
 
 def _as_none(subject: Subject) -> Explanation:
-    """Nothing explains it: the nearest objective is shown where that helps."""
+    """Explain a loss that nothing else explains: as none, with the nearest objective
+    where it jumps at the same ratios; only its name where it is FAR_DISTANCE or more
+    away.
+    """
     nearest = subject.nearest
     why = (BOTH_COMPARED,) if subject.loss.returns_live else ()
     none = Explanation(subject, [], why, is_none=True)
@@ -246,7 +261,7 @@ def _has_its_bounds(subject: Subject, match: Match) -> bool:
 # ---- what is beside the weights ------------------------------------------------------
 def _with_correction(explanation: Explanation) -> Explanation:
     """Return the explanation with the sampler correction of the loss. It stays as it is
-    where the loss has no correction of CORRECTIONS.
+    where the loss has no correction of CORRECTIONS, or is not named.
     """
     if not explanation.is_named or not explanation.ignores_sampler:
         return explanation

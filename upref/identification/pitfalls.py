@@ -93,8 +93,9 @@ def explain_pitfall(subject: Subject) -> Explanation | None:
 
 
 def _find_pitfall(subject: Subject) -> Pitfall | None:
-    """Find a known fault. None where none fits, and where no fault fits too: the loss is
-    then right on all of this, and wrong elsewhere.
+    """Find the first known fault of the first base that gives the weights of the loss.
+    None where none does, and where the objective without a fault gives them too: the
+    loss is then right on all of this, and wrong elsewhere.
     """
     box = subject.box
     compared = subject.batches[:2] + subject.batches[-RANDOM_BATCHES:]
@@ -125,7 +126,7 @@ def clip_widths(bounds: list[float]) -> tuple[float, float]:
     Args:
         bounds: ratios at which the weight jumps.
     """
-    # the bounds nearest to 1: a guard against overflow is farther from it
+    # the bounds nearest to 1: a guard against overflow is farther away, beyond 10
     low = next((1 - bound for bound in reversed(bounds) if 0 < bound < 1), None)
     high = next((bound - 1 for bound in bounds if 1 < bound < 10), None)
     return low or high or 0.0, high or low or 0.0
@@ -149,7 +150,10 @@ def _bases(subject: Subject) -> Iterator[Base]:
 def _clipped(
     subject: Subject, low: float, high: float
 ) -> Iterator[tuple[Objective, dict[str, float]]]:
-    """Yield the objectives that have a clip of these widths."""
+    """Yield the objectives that may have a clip of these widths, with its
+    hyperparameters: one with a single width, where the two are equal or there is no
+    clip, then DAPO and GSPO.
+    """
     if not low or abs(low - high) < SAME_WIDTH:
         objective = get(OBJECTIVE_OF_MEAN.get(subject.box.agg, "ppo_clip"))
         yield objective, {"eps": low} if low else {}
@@ -241,8 +245,8 @@ PADDING: dict[str, Any] = {
 
 
 def _stack(measured: list[Measured]) -> tuple[Rollouts, Callable[[LossCase], Tensor]]:
-    """Return batches of several widths as one, and the function from a case to the
-    loss's weights on it.
+    """Return batches of several widths as one, padded on the right, and the function
+    from a case to the loss's weights on it, [B, T].
     """
     batches = [one.batch for one in measured]
     T = max(batch.mask.shape[1] for batch in batches)

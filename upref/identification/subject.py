@@ -92,8 +92,9 @@ class Subject:
         return aggregation_words(self.box.agg)
 
     def has_aggregation_of(self, objective: Objective, agg: str = "") -> bool:
-        """Tell whether its aggregation is the objective's. A loss that takes no group ids
-        gets a batch of one group, where both token means are equal.
+        """Tell whether its aggregation is the objective's, or both are token means and
+        the loss takes no group ids: it gets a batch of one group, where these are
+        equal.
 
         Args:
             objective: the objective.
@@ -150,8 +151,8 @@ class Subject:
     # ---- the objectives that fit, and the nearest ------------------------------------
     @cached_property
     def matches(self) -> list[Match]:
-        """The candidates that agree on the curve and on every batch, the simplest
-        first.
+        """The candidates that agree on the curve and on every batch, to 10 times the
+        tolerance of the box, the simplest first.
         """
         found = [self.compare(c) for c in self.candidates if c.fits]
         fitting = [match for match in found if match.distance <= 10 * self.box.tol]
@@ -219,7 +220,9 @@ class Subject:
 
 
 def _distance_on_curve(candidate: Candidate) -> tuple[Any, ...]:
-    """Return a key for sorting: what is nearest to the curve goes first."""
+    """Return a key for sorting by what speaks against a candidate: extreme
+    hyperparameters, impossible ones, and the distance from the curve of the loss.
+    """
     is_possible = in_range(candidate.objective, candidate.hp)
     unexplained = candidate.unexplained
     return candidate.is_extreme, not is_possible, unexplained, candidate.miss
@@ -227,7 +230,8 @@ def _distance_on_curve(candidate: Candidate) -> tuple[Any, ...]:
 
 def simplicity(match: Match) -> tuple[bool | int | str, ...]:
     """Return a key for sorting: an objective that has this aggregation itself goes
-    first, then the one with fewer hyperparameters.
+    first, then one whose KL term fits, then one that is no up(...), then the one with
+    fewer hyperparameters. The name comes last.
 
     Args:
         match: the match.

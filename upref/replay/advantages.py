@@ -95,12 +95,14 @@ def advantages(batch: RecordedBatch) -> Advantages:
 
 
 def _without_estimator(error: float, finding: ReplayFinding) -> Advantages:
-    """Return the answer that no estimator is named, and why."""
+    """Return the Advantages with no estimator; the finding says why."""
     return Advantages(estimator="", grouping="", error=error, findings=(finding,))
 
 
 def _why_no_advantage(batch: RecordedBatch) -> str:
-    """Say what the rewards show of advantages that are all 0."""
+    """Say in words why all advantages are 0: all rewards equal, one response a prompt,
+    or equal rewards within each prompt; else that the rewards differ.
+    """
     assert batch.reward is not None
     R = batch.reward
     if bool((R == R[0]).all()):
@@ -139,14 +141,15 @@ def _fitting_estimators(
     estimates: list[tuple[str, Tensor]],
     transform: Transform,
 ) -> list[tuple[str, float]]:
-    """Return the estimators that reproduce the recorded advantages, by name, and their
-    errors in units of the largest advantage.
+    """Return the estimators that reproduce the recorded advantages to rounding: their
+    names, and their errors in units of the largest advantage, in the order of
+    `estimates`.
 
     Args:
         batch: the recorded step.
         A: the advantages of the responses that train.
         estimates: the names of estimators, and what they give, [B].
-        transform: what is done to the estimates, and the words for it.
+        transform: one of TRANSFORMS. Its words are added to the names.
     """
     trains = batch.mask.any(1)
     lengths = batch.mask.sum(1)
@@ -163,8 +166,12 @@ def _fitting_estimators(
 def _grouping_findings(
     batch: RecordedBatch, estimator: str, grouping: "Grouping"
 ) -> tuple[ReplayFinding, ...]:
-    """Return the findings on a grouping that is not the prompts' own, or on prompts of
-    which responses are missing.
+    """Return the findings on the grouping that fits: none where it is the prompts' own
+    and no responses seem to be missing, where it needs no groups, or where the prompts
+    are not recorded.
+
+    A grouping that mixes prompts is a failure, or a note where the groups of the file
+    may not be the prompts.
     """
     if batch.group is None or grouping.name == NO_GROUPS:
         return ()
@@ -198,8 +205,10 @@ LEAST_RESTS = 2  # prompts that lack responses: one may have equal rewards by ch
 def _rests_of_prompts(
     batch: RecordedBatch, estimator: str
 ) -> tuple[ReplayFinding, ...]:
-    """Return the note that all prompts with fewer responses than the others have equal
-    rewards, where the rewards of others differ: those that differed may be missing.
+    """Return one note where all prompts with fewer responses than the largest have
+    equal rewards, and some of the largest have not: the responses that differed may
+    have been dropped. Return () otherwise, or where there are fewer than LEAST_RESTS
+    such prompts or one of them has a single response.
     """
     assert batch.group is not None and batch.reward is not None
     rewards = [batch.reward[batch.group == number] for number in batch.group.unique()]
@@ -239,7 +248,9 @@ def _is_line_of_rewards(batch: RecordedBatch) -> bool:
 
 
 def _tolerance(A: Tensor) -> float:
-    """The error that rounding may make, relative to the largest advantage."""
+    """Return the error that rounding may make, relative to the largest advantage: more
+    where all advantages are bfloat16 numbers.
+    """
     is_bfloat16 = bool((A.bfloat16().double() == A).all())
     return TOLERANCE_BFLOAT16 if is_bfloat16 else TOLERANCE
 
@@ -260,8 +271,9 @@ def _no_estimator(batch: RecordedBatch) -> ReplayFinding:
 def _groups_are_prompts(batch: RecordedBatch) -> bool:
     """Return whether the groups are sure to be the prompts.
 
-    A reader takes responses with equal prompts for a group. Where an agent varies the
-    prompt, such groups have several sizes.
+    They are where the file states them. A reader that has only the prompts' tokens
+    (PROMPTS_READ) takes responses with equal prompts for a group; where an agent varies
+    the prompt, such groups have several sizes, or one response.
     """
     assert batch.group is not None
     _, sizes = batch.group.unique(return_counts=True)
@@ -271,15 +283,22 @@ def _groups_are_prompts(batch: RecordedBatch) -> bool:
 
 
 def _leave_unchanged(A: Tensor, lengths: Tensor) -> tuple[str, Tensor]:
-    """The end of the estimator's name, which is empty, and the same advantages."""
+    """Return the end of the estimator's name, which is empty, and the same advantages."""
     return "", A
 
 
 def _whiten(A: Tensor, lengths: Tensor, ddof: int = 1) -> tuple[str, Tensor]:
-    """The end of the estimator's name, and the advantages [B] whitened over tokens.
+    """Return the end of the estimator's name, and the advantages [B] whitened over
+    tokens: less their mean, over their standard deviation.
 
     With ddof 1 it is `upref.advantages.whiten_tokens` of advantages that the tokens of a
-    response share: those of n tokens count n times. OpenRLHF divides by n, not n - 1.
+    response share: the advantage of a response of n tokens counts n times. OpenRLHF has
+    ddof 0: it divides the squares by the number of tokens, not by one less.
+
+    Args:
+        A: advantages, [B].
+        lengths: number of trained tokens of each response, [B].
+        ddof: subtracted from the number of tokens in the variance.
     """
     tokens = lengths.sum()
     centred = A - (lengths * A).sum() / tokens
@@ -321,9 +340,12 @@ class Grouping:
 
 
 def _possible_groupings(batch: RecordedBatch) -> Iterator[Grouping]:
-    """Yield the ways to group the responses that are tried: by prompts, not at all, by
-    consecutive rows, by rows at one distance, by ranks, by micro-batches, and the whole
-    batch as one group.
+    """Yield the ways to group the responses, in the order in which they are tried: by
+    prompts, not at all, by consecutive rows, by rows at one distance, by ranks, by
+    micro-batches, and the whole batch as one group. What is not recorded is left out.
+
+    Sizes divide the number of responses; where prompts have different numbers of
+    responses, groups up to LARGEST_WITH_REST rows may leave a smaller last one.
     """
     count = len(batch.mask)
     rows = torch.arange(count)
@@ -385,7 +407,9 @@ def _estimators_without_groups() -> Iterator[tuple[str, Estimate]]:
 
 def _undo_mistake(batch: RecordedBatch, A: Tensor) -> ReplayFinding | None:
     """Find whether the advantages are those of an estimator with the other sign, of
-    other rows, or times a number; None where no estimator gives them so.
+    other rows, or times one of USUAL_MULTIPLES; else whether they are those of an
+    estimator with some set to 0, or in another order. None where no estimator gives
+    them so, or where fewer than LEAST_MOVED are not 0.
 
     Args:
         batch: the recorded step, whose advantages no estimator gives.
@@ -423,7 +447,8 @@ def _undo_mistake(batch: RecordedBatch, A: Tensor) -> ReplayFinding | None:
 def _undo_masking(
     A: Tensor, estimates: list[tuple[str, Tensor]]
 ) -> ReplayFinding | None:
-    """Find whether some advantages are 0 and all others those of an estimator.
+    """Find whether some advantages are 0, where an estimator's are not, and all others
+    are that estimator's; None where this holds for no estimator.
 
     Args:
         A: the advantages of the responses that train.
@@ -444,13 +469,15 @@ def _undo_masking(
 
 
 def _undo_order(A: Tensor, estimates: list[tuple[str, Tensor]]) -> ReplayFinding | None:
-    """Find whether the advantages are those of an estimator, in another order.
+    """Find whether the advantages are those of an estimator, in another order; None
+    where they are of none, or have fewer than LEAST_SIZES different sizes.
 
     Args:
         A: the advantages of the responses that train.
         estimates: the names of estimators, and what they give these responses.
     """
     sizes = A.abs().sort().values
+    # sizes that rounding does not make different
     is_other_size = sizes.diff() > 10 * _tolerance(A) * A.abs().max()
     if int(is_other_size.sum()) + 1 < LEAST_SIZES:
         return None
@@ -470,8 +497,9 @@ def _is_same(estimated: Tensor, A: Tensor) -> bool:
 
 
 def _estimates(batch: RecordedBatch) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the advantages [B] of each estimator, over the prompts where
-    they are known, and over consecutive rows where not.
+    """Yield the name and the advantages [B] of each estimator under each of TRANSFORMS,
+    over the groupings that trainers use: the prompts, or consecutive rows where these
+    are not known, and no groups.
     """
     assert batch.reward is not None
     lengths = batch.mask.sum(1)
@@ -487,7 +515,7 @@ def _estimates(batch: RecordedBatch) -> Iterator[tuple[str, Tensor]]:
 
 def _estimates_of(grouping: Grouping, rewards: Tensor) -> list[tuple[str, Tensor]]:
     """Return the name and the advantages [B] of each estimator over a grouping, without
-    those that do not take these rewards.
+    the estimators that refuse these rewards or give a number that is not finite.
     """
     estimates = []
     for name, estimate in grouping.estimators():
@@ -499,7 +527,8 @@ def _estimates_of(grouping: Grouping, rewards: Tensor) -> list[tuple[str, Tensor
 
 def _changes_of_place(A: Tensor, group: Tensor | None) -> Iterator[tuple[str, Tensor]]:
     """Yield mistakes that give each response the advantage of another row, in words, and
-    what they make of the right advantages.
+    what they make of the right advantages, [B]. Mistakes that need groups of one size
+    in consecutive rows are left out where there are none.
 
     Args:
         A: the right advantages, [B].
@@ -524,15 +553,15 @@ def _changes_of_place(A: Tensor, group: Tensor | None) -> Iterator[tuple[str, Te
 
 
 def _words_for_row(rows: int) -> str:
-    """Name the row that stands so many rows behind, or before."""
+    """Say which row: `rows` > 0 is so many rows behind, else so many before."""
     if rows > 0:
         return f"of the row {rows} behind"
     return f"of the row {-rows} before"
 
 
 def _size_of_consecutive_groups(group: Tensor | None) -> int | None:
-    """The number of responses of each prompt, where all have as many, in consecutive
-    rows; else None.
+    """Return the number of responses of each prompt, where all prompts have as many, in
+    consecutive rows. None where they have not, have one, or there is one prompt.
     """
     if group is None:
         return None
@@ -543,10 +572,11 @@ def _size_of_consecutive_groups(group: Tensor | None) -> int | None:
 
 
 def _over_std_of_others(rewards: Tensor, group: Tensor) -> Tensor:
-    """NeMo-RL's default: (R_i - mean of the others) / (their standard deviation + 1e-6).
+    """Return NeMo-RL's default advantages, [B]: (R_i - mean of the others of its group)
+    / (their standard deviation + 1e-6).
 
-    Where the standard deviation is 0, the difference is not divided. All are NaN where
-    a group has fewer than three responses.
+    Where the standard deviation is at most 1e-6, the difference is not divided. All are
+    NaN where a group has fewer than three responses.
     """
     advantages = torch.zeros_like(rewards)
     for number in group.unique():
@@ -564,14 +594,18 @@ def _over_std_of_others(rewards: Tensor, group: Tensor) -> Tensor:
 
 
 def _over_std_of_all(rewards: Tensor, group: Tensor, eps: float) -> Tensor:
-    """(R_i - mean of its group) / (standard deviation of all rewards + eps)."""
+    """Return (R_i - mean of its group) / (standard deviation of all rewards + eps),
+    [B].
+    """
     return estimators.group_mean(rewards, group) / (rewards.std() + eps)
 
 
 def _estimate_or_none(
     estimate: Estimate, rewards: Tensor, group: Tensor
 ) -> Tensor | None:
-    """The estimator's advantages in float64; None where it does not take these rewards."""
+    """Return the estimator's advantages, [B]; None where it refuses these rewards or
+    gives a number that is not finite.
+    """
     try:
         made = estimate(rewards, group)
     except InputError:

@@ -75,6 +75,10 @@ def settle_objective(
         steps: of one run; `same_gradient` is what `sums_with_gradient` returned.
         hp: hyperparameters of the named objective.
         objective: the one that was named.
+
+    Returns:
+        The steps in their order. A failure "gradient_of_another" replaces the notes of
+        each step that fails.
     """
     wrong = [s for s in steps if s.has_other_gradient]
     if not wrong:
@@ -94,17 +98,25 @@ def settle_objective(
 
 
 def _has_no_ratio(name: str) -> bool:
-    """Tell whether the weights of an objective are the same at every ratio."""
+    """Return whether the weights of an objective are the same at the ratios 0.5, 1 and
+    1.5, for A of either sign. False for one whose weight needs other inputs.
+    """
     objective = registry.get(name)
     if objective.reads or objective.level == "custom":
         return False
-    r, A = torch.tensor([0.5, 1.0, 1.5]), torch.tensor([[1.0], [-1.0]])
+    r = torch.tensor([0.5, 1.0, 1.5])
+    A = torch.tensor([[1.0], [-1.0]])
     weights = objective.weight(r, A)
     return bool((weights == weights[:, :1]).all())
 
 
 def _sums_in_words(sums: Sequence[tuple[str, str]]) -> str:
-    """Name sums, each once with the objectives of whose terms it is."""
+    """Name sums, each once with the objectives of whose terms it is: "token-mean of the
+    terms of dapo or up_dapo".
+
+    Args:
+        sums: (sum, objective), as `sums_with_gradient` returns them.
+    """
     objectives: dict[str, list[str]] = {}
     for words, name in sums:
         objectives.setdefault(words, []).append(name)

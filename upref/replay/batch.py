@@ -104,17 +104,22 @@ def _check_counts(logged: Mapping[str, float], file: str) -> None:
 
 
 def merge(parts: Sequence[RecordedBatch]) -> RecordedBatch:
-    """Join what several files hold of one step: ranks and micro-batches. A column that
-    some of them lack is dropped, and `dropped` names one of these files.
+    """Join what several files hold of one step: ranks and micro-batches.
+
+    A column that some of them lack is dropped, and `dropped` names one of these files.
+    Without the column rank, each file counts as a rank. Where the files log different
+    numbers, all logged numbers are dropped, and `meta` says which differ.
 
     Args:
-        parts: of one step.
+        parts: of one step; at least one.
 
     Returns:
-        The step.
+        The step: rows in the order of the parts, padded to the widest; `meta` and
+        `hints` of the first part. A single part is returned as it is.
 
     Raises:
-        InputError: the step has more than MOST_SLOTS slots.
+        InputError: the step has more than MOST_SLOTS slots, or the files are of two
+            runs or hold the same responses.
     """
     if len(parts) == 1:
         return parts[0]
@@ -130,7 +135,8 @@ def merge(parts: Sequence[RecordedBatch]) -> RecordedBatch:
     columns: dict[str, Tensor] = {}
     for name in shared:
         pieces = [getattr(part, name) for part in parts]
-        if name == "micro":  # each file numbers its own
+        if name == "micro":
+            # each file numbers its own from 0: a million for each keeps them apart
             pieces = [piece + 1_000_000 * number for number, piece in enumerate(pieces)]
         if name == "version" and any(piece.ndim == 2 for piece in pieces):
             pieces = [
@@ -174,7 +180,9 @@ def merge(parts: Sequence[RecordedBatch]) -> RecordedBatch:
 
 
 def _words_for_two_that_differ(parts: Sequence[RecordedBatch]) -> str:
-    """The numbers that differ in the first file of a step and in another one."""
+    """Name the logged numbers that differ in the first file and in the next that logs
+    others: "loss 0.1 in a.npz and loss 0.2 in b.npz". There must be such a file.
+    """
     first = parts[0]
     second = next(part for part in parts if part.logged != first.logged)
     names = [
@@ -250,8 +258,8 @@ def _check_one_run(parts: Sequence[RecordedBatch]) -> None:
 
 
 def _untold_runs(parts: Sequence[RecordedBatch]) -> str:
-    """Say that files are joined which may be of two runs; "" where each is of a rank of its
-    own.
+    """Say that files are joined which may be of two runs; "" where all of them have a
+    rank, and no two the same.
     """
     ranks = [
         tuple(part.rank.unique().tolist()) for part in parts if part.rank is not None
@@ -270,11 +278,16 @@ def _untold_runs(parts: Sequence[RecordedBatch]) -> str:
 
 
 def _has_same_responses(one: RecordedBatch, other: RecordedBatch) -> bool:
+    """Return whether two parts have equal token ids and masks."""
     return torch.equal(one.ids, other.ids) and torch.equal(one.mask, other.mask)
 
 
 def _tensor(name: str, value: Any, file: str) -> Tensor:
-    """Return a column as a tensor on the CPU; group ids that are text become numbers."""
+    """Return a column as a tensor on the CPU; group ids that are text become numbers.
+
+    Raises:
+        InputError: it has more than MOST_SLOTS numbers, or holds no numbers.
+    """
     if isinstance(value, Tensor):
         if value.is_sparse or value.is_meta or value.numel() > MOST_SLOTS:
             raise InputError(
@@ -298,9 +311,12 @@ def _tensor(name: str, value: Any, file: str) -> Tensor:
 
 
 def _number_texts(texts: np.ndarray) -> np.ndarray:
-    """A whole number for each text, the same one in every file."""
+    """Return a whole number for each text, of the same shape: a hash, which is the same
+    in every file.
+    """
     kinds, number = np.unique(texts, return_inverse=True)
     digests = [hashlib.sha256(str(text).encode()).digest() for text in kinds]
+    # 63 bits, so that it is a positive int64
     numbers = [int.from_bytes(d[:8], "big") >> 1 for d in digests]
     return np.array(numbers, dtype=np.int64)[number.reshape(texts.shape)]
 
@@ -308,7 +324,18 @@ def _number_texts(texts: np.ndarray) -> np.ndarray:
 def _pad_columns(
     tensors: dict[str, Tensor], offsets: Tensor, file: str
 ) -> dict[str, Tensor]:
-    """Ragged token columns as [B, T]; columns of responses as they are."""
+    """Return ragged token columns [N] as [B, T], padded with 0 on the right; columns of
+    responses as they are.
+
+    Args:
+        tensors: columns by name, `mask` among them.
+        offsets: where each response begins in the N tokens, and N, [B + 1].
+        file: for messages.
+
+    Raises:
+        InputError: the offsets do not fit the columns, or the padded size is above
+            MOST_SLOTS.
+    """
     if offsets.ndim != 1 or len(offsets) < 2 or offsets.is_floating_point():
         raise InputError(
             f"{file}: offsets must be whole numbers [B + 1], got shape {list(offsets.shape)}."
@@ -345,13 +372,23 @@ def _pad_columns(
 
 
 def _mask(mask: Tensor, file: str) -> Tensor:
+    """Return the mask as booleans; InputError unless it holds only 0 and 1."""
     if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
         raise InputError(f"{file}: mask must hold 0 and 1.")
     return mask.bool()
 
 
 def _column(name: str, value: Tensor, mask: Tensor, file: str) -> Tensor:
-    """A column in float64 or int64; masked slots of float columns are 0."""
+    """Return a column in float64, or in int64 if it holds whole numbers; masked slots
+    of float columns of tokens are 0.
+
+    In the sampler's column -inf becomes NaN: not drawn. In other columns of
+    log-probabilities a number above 0 by at most ROUNDING becomes 0.
+
+    Raises:
+        InputError: a trained token or a reward has a number that its column may not
+            hold; the message says where.
+    """
     if name not in TOKEN_FLOATS and name != "reward":
         if value.is_floating_point() and not bool(
             ((value == value.round()) & (value.abs() <= 2.0**53)).all()
@@ -383,7 +420,7 @@ def _column(name: str, value: Tensor, mask: Tensor, file: str) -> Tensor:
         )
     if name == "sampler":
         value = value.masked_fill(value == -torch.inf, torch.nan)
-    # what the sampler's column holds, the check of the gap says
+    # the check of the gap judges the sampler's column
     if name in LOG_PROBS and name != "sampler":
         value = torch.where((value > 0) & (value <= ROUNDING), 0.0, value)
         if bool((mask & (value > 0)).any()):

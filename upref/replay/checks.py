@@ -101,5 +101,5 @@ class RunChecks:
 
     @property
     def not_run(self) -> dict[str, str]:
-        """Check -> the column that is missing and how it is recorded."""
+        """Check -> why it did not run; of several steps, at the last of them."""
         return {check: why for s in self.steps for check, why in s.not_run.items()}

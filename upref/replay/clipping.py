@@ -97,7 +97,7 @@ def clipping(
 
 
 def fraction(hit: Bool[Tensor, "B T"], of: Bool[Tensor, "B T"]) -> Tensor:
-    """Share of `of` that is hit; 0 where there is none.
+    """Return the share of the tokens `of` that are hit; 0 where there are none.
 
     Args:
         hit: [B, T].

@@ -18,8 +18,18 @@ NAMED = 3  # files that a sentence names
 
 
 def run(args: Any, hp: dict[str, Any]) -> int:
-    """Replay the files; print the report; return the exit status. hp: hyperparameters
-    of the objective.
+    """Run `upref replay`: print the report, as JSON with --json, and write the sheet if
+    one is wanted. Files that were left out are named on standard error.
+
+    Args:
+        args: the parsed arguments.
+        hp: hyperparameters of the objective.
+
+    Returns:
+        The exit status: 0 nothing found, 1 a failure, 2 a check could not run.
+
+    Raises:
+        InputError: as `replay`; or an argument is not what it should be.
     """
     # matplotlib is slow to import
     from upref.replay.sheet import check_suffix, write_sheet
@@ -54,13 +64,18 @@ def run(args: Any, hp: dict[str, Any]) -> int:
 
 
 def _left_out(others: list[Path]) -> str:
-    """One sentence for the files of a folder that are no recorded batches."""
+    """Say in one sentence which files of a folder are no recorded batches."""
     named = name_first(others, NAMED)
     return f"upref: left out, because another program wrote it: {named}"
 
 
 def _number(text: str) -> tuple[float | None, float]:
-    """The number, and half a unit of its last digit."""
+    """Return the number, and half a unit of its last printed digit: "0.12" gives
+    (0.12, 0.005), and "" gives (None, 0.0).
+
+    Raises:
+        InputError: the text is no finite number.
+    """
     if not text:
         return None, 0.0
     try:
@@ -74,7 +89,12 @@ def _number(text: str) -> tuple[float | None, float]:
 
 
 def _tokenizer(folder: str) -> Any:
-    """Load the tokenizer of a folder, without the network; None where no folder is given."""
+    """Load the tokenizer of a folder, without the network; None where no folder is
+    given.
+
+    Raises:
+        InputError: transformers is not installed, or the folder has no tokenizer.
+    """
     if not folder:
         return None
     try:

@@ -56,7 +56,7 @@ class ObjectiveRow:
     gradient: Float[Tensor, "B T"] = field(repr=False, compare=False)
 
     def data(self) -> dict[str, Any]:
-        """Its numbers."""
+        """Return its numbers, without the gradient."""
         return {k: v for k, v in vars(self).items() if k != "gradient"}
 
 
@@ -85,10 +85,11 @@ class ObjectiveWeights(Checked):
     ran: str = ""
 
     def __getitem__(self, name: str) -> ObjectiveRow:
+        """Return the row of the objective of that name; StopIteration without one."""
         return next(row for row in self.rows if row.name == name)
 
     def data(self) -> dict[str, Any]:
-        """The numbers of the table."""
+        """Return the numbers of the table."""
         return {
             "ran": self.ran,
             "rows": [row.data() for row in self.rows],
@@ -117,7 +118,8 @@ def weights(
         **hp: hyperparameters; each objective takes those that it has.
 
     Returns:
-        The table, `ran` first.
+        The table, `ran` first, then `names` in their order. An objective that lacks a
+        column or refuses a hyperparameter is in `skipped`, with the reason.
 
     Raises:
         InputError: adv or the log-probabilities are missing, or an objective does not
@@ -125,13 +127,13 @@ def weights(
     """
     expect_batch(batch, "the table of objectives")
     batch.rollouts()
-    objective_ran = [objective_as_run(ran, {})] if ran else []
-    objectives = objective_ran + [
-        o
-        for given in names
-        if (o := objective_as_run(given, {})).name
-        not in {f.name for f in objective_ran}
-    ]
+    objective_ran = objective_as_run(ran, {}) if ran else None
+    name_ran = objective_ran.name if objective_ran is not None else ""
+    objectives = [] if objective_ran is None else [objective_ran]
+    for given in names:
+        other = objective_as_run(given, {})
+        if other.name != name_ran:
+            objectives.append(other)
     reference: Tensor | None = None
     rows: list[ObjectiveRow] = []
     skipped: dict[str, str] = {}
@@ -143,14 +145,10 @@ def weights(
         except InputError as e:
             skipped[o.name] = str(e)
             continue
-        if objective_ran and o is objective_ran[0]:
+        if o is objective_ran:
             reference = w
         rows.append(_objective_row(batch, o.name, w, clipped, reference))
-    return ObjectiveWeights(
-        rows=tuple(rows),
-        skipped=skipped,
-        ran=objective_ran[0].name if objective_ran else "",
-    )
+    return ObjectiveWeights(rows=tuple(rows), skipped=skipped, ran=name_ran)
 
 
 def token_gradient(
@@ -161,7 +159,7 @@ def token_gradient(
     Args:
         batch: with old log-probabilities, advantages and masks.
         o: the objective.
-        hp: resolved hyperparameters.
+        hp: hyperparameters of the objective.
 
     Returns:
         [B, T].
@@ -186,12 +184,13 @@ def _objective_row(
         name: of the objective.
         w: [B, T].
         clipped: as of `clipping`.
-        ran: the weights of the objective that ran; None where it is not known.
+        ran: the weights of the objective that ran, of which `cosine` is the cosine with
+            w; None where it is not known.
     """
     mask = batch.mask
     assert batch.adv is not None
     absolute_weights = w.abs()
-    total = float(absolute_weights.sum()) or 1.0
+    total = float(absolute_weights.sum()) or 1.0  # 1: shares of 0 are 0
     trained_weights = absolute_weights[mask]
     positive = mask & (batch.adv > 0)
     negative = mask & (batch.adv < 0)
@@ -224,7 +223,9 @@ def _objective_row(
 def _share_by_turn(
     batch: RecordedBatch, absolute_weights: Tensor, total: float
 ) -> dict[int, float]:
-    """Return turn -> its share of Σ |w|; nothing without the column turn."""
+    """Return turn -> its share of Σ |w|, of the first MOST_TURNS turns; {} without the
+    column turn.
+    """
     if batch.turn is None:
         return {}
     turns = batch.turn[batch.mask].unique().tolist()[:MOST_TURNS]
@@ -246,7 +247,7 @@ def heaviest_tokens(
         tokenizer: of transformers, for the texts; None: no texts.
 
     Returns:
-        The tokens with a gradient, heaviest first.
+        At most `count` tokens with a gradient, heaviest first.
 
     Raises:
         InputError: the tokenizer has no such token.
@@ -283,7 +284,7 @@ def heaviest_tokens(
 
 
 def _text(tokenizer: Any, token: int) -> str:
-    """Return the text of a token id."""
+    """Return the text of a token id; InputError where the tokenizer fails."""
     try:
         return str(tokenizer.decode([token]))
     except Exception as e:  # whatever a tokenizer raises

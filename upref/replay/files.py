@@ -29,6 +29,7 @@ from upref.replay.schema import (
     MOST_SLOTS,
     PAGE,
     SCHEMA,
+    TOKEN_INTEGERS,
     RecordedBatch,
 )
 from upref.replay.trainers import DumpReader, dump_readers
@@ -40,7 +41,7 @@ FACTS = ("schema", "step", "logged", "meta")  # beside the columns
 
 @dataclass(frozen=True)
 class Source:
-    """One file: which step it is of, and how it is read."""
+    """One file: the step it is of, None where it names none, and what reads it."""
 
     path: Path
     step: int | None
@@ -89,12 +90,18 @@ def read_steps(files: Iterable[str | Path]) -> Iterator[RecordedBatch]:
 
 
 def _load(group: Sequence[Source]) -> RecordedBatch:
+    """Read the files of one step and join them."""
     return merge([_call_parser(source.load, source.path) for source in group])
 
 
 def _by_step(files: list[str | Path]) -> list[list[Source]]:
-    """Return the files by step: those with a number in its order, then each of the others
-    as a step of its own.
+    """Return the files by step: those with a step number in its order, then each of the
+    others as a step of its own. Folders are searched, and their files that are no
+    recorded batches left out.
+
+    Raises:
+        InputError: there is no file, there are more than MOST_FILES, or one has no
+            known format.
     """
     paths: list[Path] = []
     for path in map(Path, files):
@@ -132,7 +139,9 @@ def other_files(files: Iterable[str | Path]) -> list[Path]:
 
 
 def _batch_files_in(folder: Path) -> list[Path]:
-    """The files of a folder and of its folders that may be recorded batches."""
+    """Return the files of a folder and of its folders that may be recorded batches by
+    the ends of their names, sorted by path.
+    """
     ends = _suffixes()
     return sorted(p for p in folder.rglob("*") if p.suffix in ends and p.is_file())
 
@@ -155,7 +164,11 @@ def _find_reader(path: Path) -> DumpReader | None:
 
 
 def _identify_format(path: Path) -> Source:
-    """Return the file with its step and the function that reads its format."""
+    """Return the file with its step and the function that reads its format.
+
+    Raises:
+        InputError: the file is missing, empty, damaged or of no known format.
+    """
     require_file(path)
     if not path.stat().st_size:
         raise InputError(f"{path} is empty: its writer was stopped, or wrote nothing.")
@@ -172,6 +185,7 @@ def _identify_format(path: Path) -> Source:
 
 
 def _suffixes() -> list[str]:
+    """Return how the names of recorded batches may end, sorted."""
     return sorted(
         {".npz", ".safetensors"}.union(*(reader.SUFFIXES for reader in dump_readers()))
     )
@@ -181,7 +195,7 @@ Parsed = TypeVar("Parsed")
 
 
 def _call_parser(work: Callable[[Path], Parsed], path: Path) -> Parsed:
-    """What `work` makes of the file; whatever a parser raises becomes one sentence."""
+    """Return work(path); whatever it raises becomes an InputError of one sentence."""
     try:
         return work(path)
     except InputError:
@@ -207,9 +221,9 @@ def _call_parser(work: Callable[[Path], Parsed], path: Path) -> Parsed:
 
 # ---- .npz ----------------------------------------------------------------------------
 def _refuse_npz_headers(path: Path) -> None:
-    """Refuse an archive by its headers, before anything is allocated: columns that are
-    unknown or there twice, Python objects, and arrays that announce more than is
-    allowed or another size than the archive holds.
+    """Raise InputError by the headers of an archive, before anything is allocated,
+    where columns are unknown or there twice, hold Python objects, or announce more than
+    is allowed or another size than the archive holds.
     """
     total = 0
     with zipfile.ZipFile(path) as archive:
@@ -256,17 +270,20 @@ def _refuse_npz_headers(path: Path) -> None:
 
 
 def _npz_has_schema(path: Path) -> bool:
+    """Return whether the archive has the entry by which a recorded batch is known."""
     with zipfile.ZipFile(path) as archive:
         return "schema.npy" in archive.namelist()
 
 
 def _npz_step(path: Path) -> int | None:
+    """Check the headers, and return the number of the step; None where there is none."""
     _refuse_npz_headers(path)
     with np.load(path, allow_pickle=False) as archive:
         return _step_number(str(archive["step"]), path) if "step" in archive else None
 
 
 def _read_npz(path: Path) -> RecordedBatch:
+    """Read a file whose headers `_npz_step` has checked."""
     with np.load(path, allow_pickle=False) as archive:
         held = {name: archive[name] for name in archive.files}
     facts = {name: str(held.pop(name)) for name in FACTS if name in held}
@@ -275,6 +292,7 @@ def _read_npz(path: Path) -> RecordedBatch:
 
 # ---- .safetensors --------------------------------------------------------------------
 def _safetensors_metadata(path: Path) -> dict[str, str]:
+    """Return the texts in the header of the file; {} where it has none."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -282,6 +300,9 @@ def _safetensors_metadata(path: Path) -> dict[str, str]:
 
 
 def _safetensors_step(path: Path) -> int | None:
+    """Check the size of the file, and return the number of the step; None where there
+    is none.
+    """
     if path.stat().st_size > MOST_BYTES:
         raise InputError(
             f"{path} is larger than {MOST_BYTES >> 30} GiB: split the step into several files."
@@ -291,6 +312,7 @@ def _safetensors_step(path: Path) -> int | None:
 
 
 def _read_safetensors(path: Path) -> RecordedBatch:
+    """Read a file whose size `_safetensors_step` has checked."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -300,7 +322,15 @@ def _read_safetensors(path: Path) -> RecordedBatch:
 
 
 def _parse_facts(written: dict[str, str], path: Path) -> dict[str, Any]:
-    """Step, logged and meta as the file holds them: text."""
+    """Return step (None without one), logged and meta as arguments of `make_batch`.
+
+    Args:
+        written: the FACTS of a file as text; logged and meta are JSON objects.
+        path: for messages.
+
+    Raises:
+        InputError: the schema is of another version, or a fact has another form.
+    """
     schema = written.get("schema", "")
     if schema != str(SCHEMA):
         raise InputError(
@@ -320,7 +350,7 @@ def _parse_facts(written: dict[str, str], path: Path) -> dict[str, Any]:
 
 
 def _step_number(step: str, path: Path) -> int:
-    """The number of a step, as a file holds it."""
+    """Return the step as a number; InputError where the text is no whole number."""
     try:
         return int(step)
     except ValueError:
@@ -330,7 +360,9 @@ def _step_number(step: str, path: Path) -> int:
 
 
 def _json_object(name: str, written: dict[str, str], path: Path) -> dict[str, Any]:
-    """A JSON object, as a file holds it."""
+    """Return the JSON object written[name], {} where it is missing; InputError where
+    the text is none.
+    """
     try:
         value = json.loads(written.get(name, "{}"))
     except (ValueError, RecursionError):
@@ -356,18 +388,18 @@ def write(path: str | Path, batch: RecordedBatch) -> None:
     if path.suffix != ".npz":
         raise InputError(f"{path}: a recorded batch is written as .npz.")
     width = batch.mask.shape[1]
-    last = _lengths(batch)
-    inside = np.arange(width)[None, :] < last[:, None]
+    lengths = _lengths(batch)
+    inside = np.arange(width)[None, :] < lengths[:, None]
     arrays: dict[str, Any] = {
         "schema": SCHEMA,
-        "offsets": np.concatenate([[0], np.cumsum(last)]),
+        "offsets": np.concatenate([[0], np.cumsum(lengths)]),
     }
     for name in batch.recorded:
         value = getattr(batch, name).numpy()
-        value = value.astype(np.float32) if value.dtype.kind == "f" else value
-        value = (
-            value.astype(np.int32) if name in ("ids", "sampler_ids", "turn") else value
-        )
+        if value.dtype.kind == "f":
+            value = value.astype(np.float32)
+        elif name in TOKEN_INTEGERS:
+            value = value.astype(np.int32)
         arrays[name] = value[inside] if value.ndim == 2 else value
     if batch.step is not None:
         arrays["step"] = batch.step
@@ -379,7 +411,9 @@ def write(path: str | Path, batch: RecordedBatch) -> None:
 
 
 def _lengths(batch: RecordedBatch) -> np.ndarray:
-    """The number of slots of each response up to its last token that is not padding: a
-    trained one, or an id other than 0."""
+    """Return the number of slots of each response, [B], up to its last token that is
+    not padding: a trained one, or an id other than 0. It is 1 where all is padding.
+    """
     used = (batch.mask | (batch.ids != 0)).numpy()
-    return np.where(used.any(1), used.shape[1] - used[:, ::-1].argmax(1), 1)
+    padding_behind = used[:, ::-1].argmax(1)
+    return np.where(used.any(1), used.shape[1] - padding_behind, 1)

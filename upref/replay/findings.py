@@ -37,7 +37,7 @@ class ReplayFinding:
 
 
 def note(check: str, cause: str, **numbers: Any) -> ReplayFinding:
-    """A finding that accuses nobody.
+    """Return a finding of severity "note": one that accuses nobody.
 
     Args:
         check: that found it.
@@ -65,7 +65,7 @@ class Checked(Result):
         return [f for f in self.findings if f.severity == "note"]
 
     def data(self) -> dict[str, Any]:
-        """Its numbers and findings, for JSON: no infinity and no not-a-number."""
+        """Return its numbers and findings, for JSON: None stands for infinity and NaN."""
         numbers: dict[str, Any] = plain({"ok": bool(self)} | asdict(self))
         return numbers
 

@@ -11,11 +11,12 @@ support of μ, and E[d] = -KL(μ || π_old):
     E[ρ] < 1, d of any sign such a cut, hidden by rounding or by other weights
     E[d] > 0                impossible for the distribution that sampled: the column is another one
 
-The partial sums of ρ - 1 are a martingale whatever the lengths of the responses are, so
-their standard error is sqrt(Σ (ρ - 1)²). A cause that can be undone is undone: a shift,
-exchanged rows, a factor, a floor, tokens that were never drawn. It is a failure where
-the difference vanishes with it. All else is a note: no statistic of one column proves a
-cause, and a healthy sampler must never fail.
+A *signature* is such a pattern of the signs and the means of d, which several causes
+may share. The *mass* is E[ρ]. The partial sums of ρ - 1 are a martingale whatever the
+lengths of the responses are, so their standard error is sqrt(Σ (ρ - 1)²). A cause that
+can be undone is undone: a shift, exchanged rows, a factor, a floor, tokens that were
+never drawn. It is a failure where the difference vanishes with it. All else is a note:
+no statistic of one column proves a cause, and a healthy sampler must never fail.
 """
 
 import math
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upref.replay.findings import Checked, ReplayFinding
+from upref.replay.findings import Checked, ReplayFinding, Severity
 from upref.replay.places import find_alignment, find_exchanged_rows, find_shift
 from upref.replay.schema import SAME, RecordedBatch, expect_batch
 from upref.replay.suspects import USUAL, causes_in_words, find_evidence
@@ -124,8 +125,8 @@ def gap(batch: RecordedBatch) -> Gap:
     assert batch.sampler is not None
     findings: list[ReplayFinding] = []
 
-    def add_finding(severity: Any, cause: str, **numbers: Any) -> None:
-        """Report one cause."""
+    def add_finding(severity: Severity, cause: str, **numbers: Any) -> None:
+        """Append a finding to `findings`; the trainer's column has its right name."""
         if numbers.get("column") == "old" and trainer is batch.now:
             numbers["column"] = "now"
         findings.append(ReplayFinding("sampler", severity, cause, numbers))
@@ -146,7 +147,8 @@ def gap(batch: RecordedBatch) -> Gap:
 def _with_likely_causes(
     finding: ReplayFinding, batch: RecordedBatch, compared: Columns, columns: Columns
 ) -> ReplayFinding:
-    """The finding with its likeliest causes, where several share its signature.
+    """Add to a finding's numbers its likeliest causes, in words, where several share
+    its signature (USUAL); any other finding is returned as it is.
 
     Args:
         finding: one cause.
@@ -230,7 +232,8 @@ def _find_causes(
         )
         return columns, True
     if rows_were_exchanged:
-        # rows that are nearly certain are exchanged too, and nothing tells them
+        # Other rows may be exchanged too: where nearly all tokens are certain, rows are
+        # alike, and the gap that is left says nothing about the engines.
         return columns, True
     if _report_reference_weights(batch, columns, add_finding):
         return columns, True
@@ -240,12 +243,15 @@ def _find_causes(
 def _report_reference_weights(
     batch: RecordedBatch, columns: Columns, add_finding: AddFinding
 ) -> bool:
-    """Add a note where the sampler has the weights of π_ref, and tell whether it has."""
+    """Add a note where the sampler's column is much nearer to π_ref's than to the
+    trainer's; return whether it is. False without the column ref.
+    """
     if batch.ref is None:
         return False
     against_ref = Columns(batch.ref, columns.sampler, columns.mask)
     before = columns.distance()
     after = against_ref.distance()
+    # a gap that rounding does not explain, of which π_ref leaves at most a quarter
     is_nearer = before > 2 * ROUNDING_GAP and after < before / 4
     if not is_nearer:
         return False
@@ -254,7 +260,9 @@ def _report_reference_weights(
 
 
 def _without_responses_off(columns: Columns, add_finding: AddFinding) -> Columns:
-    """Add a note on responses that alone are off, and leave them out."""
+    """Add a note on responses that alone are off, and leave them out; where there are
+    none, return the columns as they are.
+    """
     is_off = _find_responses_off(columns)
     if is_off is None:
         return columns
@@ -273,14 +281,16 @@ def _without_responses_off(columns: Columns, add_finding: AddFinding) -> Columns
 def _without_unsampled(
     batch: RecordedBatch, columns: Columns, add_finding: AddFinding
 ) -> Columns:
-    """Report and leave out the tokens that train and that the sampler did not draw."""
+    """Report and leave out the tokens that train and that the sampler did not draw:
+    those from the first other id of a response on, and those whose number is NaN.
+    """
     if batch.sampler_ids is not None:
         is_other = batch.mask & (batch.sampler_ids != batch.ids)
         if is_other.any():
             add_finding(
                 "failure", "other_ids", tokens=int(is_other.sum()), trained=batch.tokens
             )
-            # what follows has another context
+            # the tokens that follow an other id have another context
             columns = columns.without(is_other.cumsum(1) > 0)
     is_missing = columns.mask & columns.sampler.isnan()
     if is_missing.any():
@@ -297,17 +307,19 @@ def _without_unsampled(
 
 
 def _find_responses_off(columns: Columns) -> Tensor | None:
-    """Return which responses are off, [B], if all others agree to rounding; None where
-    there are none, or too many.
+    """Return which responses are off, [B], if all others agree to rounding.
 
-    A cause that changes all tokens alike does not separate the two kinds, and one that
-    changes single tokens is none of responses.
+    None where fewer than two are off or more than LARGEST_SHARE_OFF, where their
+    distances are not clearly above those of all others, or where fewer than
+    LEAST_TOKENS tokens of one are off. A cause that changes all tokens alike does not
+    separate the two kinds, and one that changes single tokens is none of responses.
     """
     is_long_enough = columns.mask.sum(1) >= LEAST_TOKENS
     distances = torch.where(is_long_enough, columns.row_distance(), 0.0)
     if int(is_long_enough.sum()) < LEAST_TOKENS:
         return None
     median = float(distances[is_long_enough].median())
+    # beyond rounding, and far above the usual response
     is_off = distances > max(ROUNDING_GAP, 10 * median)
     tokens_off = columns.mask & (columns.log_rho.abs() > ROUNDING_GAP)
     if bool((tokens_off.sum(1)[is_off] < LEAST_TOKENS).any()):
@@ -318,13 +330,16 @@ def _find_responses_off(columns: Columns) -> Tensor | None:
     farthest_other = float(distances[~is_off].max())
     is_separated = nearest_off > LEAST_SEPARATION * farthest_other
     others = columns.without(is_off[:, None])
-    return is_off if is_separated and others.distance() < ROUNDING_GAP / 3 else None
+    others_agree = others.distance() < ROUNDING_GAP / 3
+    return is_off if is_separated and others_agree else None
 
 
 def _report_signatures(
     columns: Columns, first_draws: Tensor, add_finding: AddFinding
 ) -> None:
-    """Add notes on a gap that cannot be undone, but has the signature of a cause.
+    """Add notes on a gap that cannot be undone: one on impossible tokens, which are
+    then left out, and one on the first that applies of a signature, a bfloat16 column,
+    columns that are unrelated, missing mass, and a gap that rounding does not explain.
 
     Args:
         columns: the log-probabilities of trainer and sampler.
@@ -359,7 +374,9 @@ def _report_signatures(
     signature = _find_signature(trainer, sampled)
     is_first = first_draws[columns.mask]
     if signature and _find_signature(trainer[is_first], sampled[is_first]) != signature:
-        signature = ""  # only the draws from one context, counted many times, make it
+        # It depends on the copies of draws from one context, whose number is no
+        # evidence.
+        signature = ""
     lacks_mass = all(
         _lacks_mass(d, least=LEAST_MASS_OFF) for d in (log_rho, log_rho[is_first])
     )
@@ -386,8 +403,9 @@ def _report_signatures(
 
 
 def _find_impossible_tokens(columns: Columns) -> Tensor | None:
-    """Return the tokens that the trainer holds to be next to impossible, [B, T], where
-    they are lone ones and all others agree; None otherwise.
+    """Return the tokens that are more than FAR_NATS less likely for the trainer than
+    for the sampler, [B, T]; None where they are too few to be a pattern, half of the
+    tokens or more, or where the others do not agree to rounding.
     """
     log_rho = columns.trained(columns.log_rho)
     is_impossible = log_rho < -FAR_NATS
@@ -395,6 +413,7 @@ def _find_impossible_tokens(columns: Columns) -> Tensor | None:
     # Weights that differ everywhere have a wide middle; lone tokens on a clean line
     # have a narrow one.
     typical = float(others.abs().median()) if len(others) else 0.0
+    # fewer than one token in 500 are not reported
     least_lone = max(LEAST_TOKENS, 0.002 * len(log_rho))
     are_lone = least_lone <= int(is_impossible.sum()) < 0.5 * len(log_rho)
     if not (are_lone and typical < ROUNDING_GAP):
@@ -408,9 +427,14 @@ def _cause_of_signature(
     """Return the cause that a signature points to, and the numbers of its note.
 
     Args:
-        signature: of `_find_signature`.
+        signature: of `_find_signature`; not "".
         columns: the log-probabilities of trainer and sampler.
-        numbers: the statistics of log ρ.
+        numbers: the statistics of log ρ, of `_statistics`.
+
+    Returns:
+        A key of words.SAMPLER, and what its sentence quotes. For a one-sided signature
+        `share` is the share of the tokens on that side, and `zeros` the share on which
+        the sampler is certain and the trainer is not.
     """
     log_rho = columns.trained(columns.log_rho)
     rho = numbers["rho_mean"]
@@ -442,8 +466,12 @@ def _cause_of_signature(
 
 
 def _cause_of_stretch(log_rho: Tensor, mean: float) -> str:
-    """Return the cause of differences that are a multiple of the log-probabilities: a
-    temperature, and which one where the mean tells it.
+    """Return which cause of a stretch the mean of log ρ allows.
+
+    Returns:
+        "raw_temperature" where the mean is above 0, which is impossible for the
+        distribution that sampled; "temperature" where it is below 0. Where it is 0
+        within the noise: "above_one" if the mass is above 1, else "some_temperature".
     """
     noise = SIGNIFICANT * _standard_error(log_rho)
     if mean > noise:
@@ -454,8 +482,12 @@ def _cause_of_stretch(log_rho: Tensor, mean: float) -> str:
 
 
 def _find_signature(x: Tensor, y: Tensor) -> str:
-    """Return the signature of the differences of trainer x and sampler y, [N]; "" where
-    they have none.
+    """Return the signature of the differences of trainer x and sampler y, [N].
+
+    Returns:
+        The first that applies: "stretched", "sampler above", "trainer above",
+        "impossible mean" (E[d] > 0), "above one" (E[ρ] > 1); "" where none does, or
+        where there are fewer than LEAST_RARE tokens.
     """
     d = x - y
     if len(d) < LEAST_RARE:
@@ -474,7 +506,7 @@ def _find_signature(x: Tensor, y: Tensor) -> str:
 
 
 def _standard_error(d: Tensor) -> float:
-    """The standard error of the mean of d."""
+    """Return the standard error of the mean of d [N], in nats."""
     return float(d.std()) / len(d) ** 0.5
 
 
@@ -506,15 +538,17 @@ def _first_draws(batch: RecordedBatch) -> Tensor:
 
 
 def _side_of_differences(d: Tensor) -> int:
-    """-1 where μ is above π_old on nearly every token that differs, +1 where it is
-    below, else 0.
+    """Return -1 where μ is above π_old on nearly every token that differs (d < 0), +1
+    where it is below, else 0.
 
     At some threshold nearly all differences have one sign, and at no larger one is
     there a tail of the other sign: a temperature has one, at rare tokens.
     """
-    thresholds = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)
+    thresholds = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)  # nats
+    # of each threshold: tokens below it and above it
     counts = [(int((d < -t).sum()), int((d > t).sum())) for t in thresholds]
     least_count = max(LEAST_TOKENS * ONE_SIDED, 0.05 * len(d))
+    # usual, rare: which of the two counts is of this side, and which of the other one
     for side, (usual, rare) in ((-1, (0, 1)), (1, (1, 0))):
         for position, count in enumerate(counts):
             other_side = [
@@ -539,6 +573,7 @@ def _lacks_mass(d: Tensor, least: float = 0.0) -> bool:
     excess = ratio - 1
     is_missing = float(excess.sum()) < -SIGNIFICANT * float((excess**2).sum().sqrt())
     mass = float(ratio.mean())
+    # mean(e^d) is at least e^mean(d) (Jensen), and near it where d varies little
     varies_little = mass < 1.5 * math.exp(float(d.mean()))
     return is_missing and mass < 1 - least and varies_little
 
@@ -556,8 +591,8 @@ def _is_rarely_above(d: Tensor) -> bool:
 
 
 def _has_excess_mass(d: Tensor) -> bool:
-    """Return whether the mean of ρ is above 1 by more than chance: no normalized policy
-    gives more mass than 1.
+    """Return whether the mean of ρ = e^d is above 1, by more than chance and by more
+    than LEAST_MASS_OFF: no normalized policy gives more mass than 1.
     """
     excess = d.clamp(max=LARGE_EXPONENT).expm1()
     significant = float(excess.sum()) > SIGNIFICANT * float((excess**2).sum().sqrt())
@@ -565,10 +600,11 @@ def _has_excess_mass(d: Tensor) -> bool:
 
 
 def _is_stretched(x: Tensor, y: Tensor) -> bool:
-    """Return whether one column is at another temperature: above the other one on
-    likely tokens and below it on rare ones.
+    """Return whether one of the columns x, y [N] is above the other one on likely
+    tokens and below it on rare ones, or the reverse, as at another temperature.
 
-    Other weights and rounding move a token either way, whatever its probability.
+    Other weights and rounding move a token either way, whatever its probability. False
+    where at most 2 LEAST_RARE tokens differ by more than 0.001 nats.
     """
     differs = (x - y).abs() > 1e-3
     signs = (x - y)[differs].sign()
@@ -587,7 +623,9 @@ def _is_stretched(x: Tensor, y: Tensor) -> bool:
 
 
 def _statistics(d: Tensor) -> dict[str, float]:
-    """The fields of a Gap that the differences d = log ρ give, [N]."""
+    """Return the fields of a Gap that follow from the differences d = log ρ, [N]: those
+    of equal columns where there is no token.
+    """
     if not len(d):
         zero = dict.fromkeys(("mean", "mean_abs", "largest", "k3", "rho_se"), 0.0)
         return zero | {"rho_mean": 1.0, "inverse_mean": 1.0, "effective": 1.0}
@@ -599,13 +637,15 @@ def _statistics(d: Tensor) -> dict[str, float]:
         "rho_mean": float(rho.mean()),
         "rho_se": float(((rho - 1) ** 2).sum().sqrt()) / len(d),
         "inverse_mean": float((-d).clamp(max=LARGE_EXPONENT).exp().mean()),
-        "k3": float((d.expm1() - d).clamp(max=1e12).mean()),
+        "k3": float((d.expm1() - d).clamp(max=1e12).mean()),  # finite for any d
         "effective": float(rho.sum() ** 2 / (len(d) * (rho**2).sum())),
     }
 
 
 def _make_gap(columns: Columns, findings: list[ReplayFinding]) -> Gap:
-    """The Gap of the tokens that are compared, with these findings."""
+    """Return the Gap of the tokens that are compared, with these findings; the first of
+    them names its cause.
+    """
     cause = findings[0].cause if findings else "agree"
     d = columns.trained(columns.log_rho)
     return Gap(tokens=len(d), cause=cause, findings=tuple(findings), **_statistics(d))

@@ -4,6 +4,7 @@
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 import torch
 
@@ -25,14 +26,16 @@ NO_ROUNDING = 1.0  # nats, of one token: rounding makes no such difference
 
 
 def report_lines(found: RunChecks, verbose: bool) -> Iterator[str]:
-    """Yield the lines of a report: of a run, first what was found and at which steps.
+    """Yield the lines of a report: of a run, first what was found and at which steps;
+    then the checks that did not run, and the tables of objectives and of the heaviest
+    tokens.
 
     Args:
         found: the result of a replay.
         verbose: of a run, each step as well.
 
     Yields:
-        Lines.
+        Lines, without their ends; one that is folded holds newlines.
     """
     unused = _never_exercised(found)
     is_run = len(found.steps) > 1
@@ -79,7 +82,10 @@ def heading(found: RunChecks) -> str:
 
 
 def _checks_with_steps(found: RunChecks, severity: str) -> list[str]:
-    """Name the checks that have a finding of this severity, and of a run the steps."""
+    """Name the checks that have a finding of this severity, in the order of the steps,
+    and of a run where: "loss at all 3 steps". "run" stands for the series and comes
+    first.
+    """
     steps: dict[str, list[int]] = {}
     for s in found.steps:
         for check in dict.fromkeys(
@@ -98,7 +104,13 @@ def _checks_with_steps(found: RunChecks, severity: str) -> list[str]:
 
 
 def _where(found: RunChecks, numbers: list[int]) -> str:
-    """Say at which steps of a run something is."""
+    """Say at which steps of a run something is: "at all 9 steps", "from step 4 on (6 of
+    9 steps)", or the first STEPS_NAMED of them.
+
+    Args:
+        found: the replay.
+        numbers: of the steps, in their order.
+    """
     order = [s.step for s in found.steps]
     count = len(numbers)
     if count == len(order):
@@ -149,7 +161,10 @@ def _run_lines(found: RunChecks, unused: tuple[str, ...]) -> Iterator[str]:
 
 
 def _size_lines(found: RunChecks) -> Iterator[str]:
-    """Yield the sizes of the gap over the steps of a run."""
+    """Yield the sizes of the gap at the first, the last and the worst step of a run,
+    and the numbers of the worst; nothing for fewer than two steps with a sampler's
+    column.
+    """
     if found.series is None:
         return
     sizes = [s.size for s in found.series.steps]
@@ -171,7 +186,8 @@ def _size_lines(found: RunChecks) -> Iterator[str]:
 
 
 def _agreement_lines(found: RunChecks, unused: tuple[str, ...]) -> Iterator[str]:
-    """Yield for each estimator, and for each sum that the loss is, the steps that agree.
+    """Yield a line for each estimator, and for each sum that the loss is, with the
+    steps that agree.
 
     Args:
         found: the replay of several steps.
@@ -186,8 +202,9 @@ def _agreement_lines(found: RunChecks, unused: tuple[str, ...]) -> Iterator[str]
 
 
 def _agreements(s: StepChecks, unused: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield what agrees in a step, in words that are the same at other steps, and what
-    stands behind the steps.
+    """Yield pairs of texts: what agrees in a step, in words that are the same at other
+    steps, and what follows the list of these steps in the line ("" or the
+    hyperparameters that are not exercised).
     """
     if s.zero is not None and not s.zero.differ:
         yield "zero: all tokens are equal bit by bit", ""
@@ -204,7 +221,9 @@ def _agreements(s: StepChecks, unused: tuple[str, ...]) -> Iterator[tuple[str, s
 
 
 def _words_for_table_step(found: RunChecks) -> str:
-    """Say of which step the table of a run is, and describe the step."""
+    """Say of which step the table of a run is, the last one or that where π_θ is
+    farthest from π_old, and describe the step.
+    """
     batch = found.exercised
     rest = "the last one"
     if batch.now is not None and batch.old is not None:
@@ -215,12 +234,16 @@ def _words_for_table_step(found: RunChecks) -> str:
 
 
 def _kind(f: ReplayFinding) -> tuple[str, str, str]:
-    """What findings of several steps have in common where one line names them."""
+    """Return severity, check and cause: findings of several steps that share these have
+    one line.
+    """
     return f.severity, f.check, f.cause
 
 
 def _never_exercised(found: RunChecks) -> tuple[str, ...]:
-    """The hyperparameters that no step whose loss is right exercises."""
+    """Return the hyperparameters that no step whose loss is right exercises; () where
+    no loss is right.
+    """
     losses = [
         s.loss
         for s in found.steps
@@ -234,7 +257,8 @@ def _never_exercised(found: RunChecks) -> tuple[str, ...]:
 
 
 def summary_line(batch: RecordedBatch) -> str:
-    """Say where the step was read, its size, and its columns.
+    """Say in one line where the step was read, its size, its columns, and what is
+    missing or uncertain.
 
     Args:
         batch: a recorded step.
@@ -243,26 +267,20 @@ def summary_line(batch: RecordedBatch) -> str:
     lengths = lengths[lengths > 0]
     step = "" if batch.step is None else f", step {batch.step}"
     responses = counted(len(batch.mask), "response")
-    return (
+    parts = [
         f"{batch.file}{step}: {responses}, {batch.tokens:,} trained "
-        f"tokens, lengths {int(lengths.min())} to {int(lengths.max())}; has "
-        f"{', '.join(batch.recorded)}"
-        + (
-            ""
-            if batch.now is not None or "now" in batch.dropped
-            else "; no now, so r = 1"
-        )
-        + (
-            "; old is the sampler's own column, so now is compared with it"
-            if batch.old is not None and batch.beside_sampler() is batch.now
-            else ""
-        )
-        + "".join(
-            f"; {name} is left out, because {file} lacks it"
-            for name, file in batch.dropped.items()
-        )
-        + ("; " + batch.meta[UNTOLD] if UNTOLD in batch.meta else "")
-    )
+        f"tokens, lengths {int(lengths.min())} to {int(lengths.max())}",
+        f"has {', '.join(batch.recorded)}",
+    ]
+    if batch.now is None and "now" not in batch.dropped:
+        parts.append("no now, so r = 1")
+    if batch.old is not None and batch.beside_sampler() is batch.now:
+        parts.append("old is the sampler's own column, so now is compared with it")
+    for name, file in batch.dropped.items():
+        parts.append(f"{name} is left out, because {file} lacks it")
+    if UNTOLD in batch.meta:
+        parts.append(batch.meta[UNTOLD])
+    return "; ".join(parts)
 
 
 def _step_lines(s: StepChecks, unused: tuple[str, ...]) -> Iterator[str]:
@@ -307,7 +325,7 @@ def _sampler_lines(gap: Gap) -> Iterator[str]:
 
 
 def _advantage_lines(advantages: Advantages) -> Iterator[str]:
-    """Yield the lines of the advantages."""
+    """Yield the findings on the advantages, or that an estimator gives them."""
     yield from _finding_lines("advantages", advantages.findings)
     if advantages.estimator and not advantages.findings:
         also = f" (so do {', '.join(advantages.also)})" if advantages.also else ""
@@ -317,7 +335,7 @@ def _advantage_lines(advantages: Advantages) -> Iterator[str]:
 
 
 def _loss_lines(loss: LoggedLoss, unused: tuple[str, ...]) -> Iterator[str]:
-    """Yield the lines of the logged loss.
+    """Yield the findings on the logged loss, and what of it and of dL/dlp agrees.
 
     Args:
         loss: the check of the loss.
@@ -350,7 +368,7 @@ def _is_right(loss: LoggedLoss) -> bool:
 
 
 def _zero_lines(zero: ZeroMismatch) -> Iterator[str]:
-    """Yield where the tokens stand whose numbers differ."""
+    """Yield where the tokens are whose numbers differ, or that all are equal."""
     if not zero.differ:
         yield f"ok    zero: {zero.tokens:,} tokens are equal bit by bit"
         return
@@ -371,7 +389,7 @@ def _zero_lines(zero: ZeroMismatch) -> Iterator[str]:
 
 
 def _gap_numbers(gap: Gap) -> str:
-    """Name the sizes of one step's gap."""
+    """Return the sizes of one step's gap, in one line."""
     return (
         f"{gap.tokens:,} tokens, mean |log ρ| {gap.mean_abs:.3g}, largest {gap.largest:.3g}, "
         f"E[ρ] {gap.rho_mean:.4f} ± {gap.rho_se:.4f}, KL by k3 {gap.k3:.2g}, effective {gap.effective:.0%}"
@@ -379,7 +397,7 @@ def _gap_numbers(gap: Gap) -> str:
 
 
 def _terms(found: LoggedLoss) -> str:
-    """Name the sum that a loss was expected to be."""
+    """Name the sum that a loss was expected to be: "token-mean of dapo's terms"."""
     return f"{found.expected} of {found.objective}'s terms"
 
 
@@ -389,16 +407,18 @@ def _not_exercised(unused: tuple[str, ...]) -> str:
 
 
 def _finding_lines(check: str, findings: Iterable[ReplayFinding]) -> Iterator[str]:
-    """Yield a line for each of the first SHOWN findings of a check."""
-    for number, f in enumerate(findings):
-        if number < SHOWN:
-            yield _fold(
-                f"{'FAIL' if f.severity == 'failure' else 'note'}  {check}: {f}"
-            )
+    """Yield a line, FAIL or note, for each of the first SHOWN findings of a check; the
+    others are left out without a word.
+    """
+    for f in islice(findings, SHOWN):
+        word = "FAIL" if f.severity == "failure" else "note"
+        yield _fold(f"{word}  {check}: {f}")
 
 
 def _table_lines(table: ObjectiveWeights) -> Iterator[str]:
-    """Yield the table of objectives; the column cosine needs the objective that ran."""
+    """Yield the table of objectives: a head, and a row for each. The column cosine is
+    there if the objective that ran is known, and shares by turn if turns are recorded.
+    """
     has_cosine = any(row.cosine is not None for row in table.rows) and table.ran
     if table.ran in table.skipped:
         yield _fold(f"{table.ran} is left out: {table.skipped[table.ran]}")
@@ -418,7 +438,9 @@ def _table_lines(table: ObjectiveWeights) -> Iterator[str]:
 
 
 def _heavy_lines(heaviest: tuple[HeavyToken, ...], name: str) -> Iterator[str]:
-    """Yield the table of the heaviest tokens of an objective."""
+    """Yield the table of the heaviest tokens of an objective: two lines of head, and a
+    row for each.
+    """
     yield f"heaviest tokens of {name}"
     yield f"{'':22} {'share':>9} {'p_old':>9} {'p_sampler':>10} {'r':>8} {'A':>8}"
     for t in heaviest:
@@ -432,10 +454,10 @@ def _heavy_lines(heaviest: tuple[HeavyToken, ...], name: str) -> Iterator[str]:
 
 
 def _probability(p: float) -> str:
-    """A probability with four decimals, or two digits where these would be few."""
+    """Return a probability with four decimals, or below 0.001 with two digits."""
     return f"{p:.4f}" if p >= 0.001 or p == 0 else f"{p:.1e}"
 
 
 def _fold(line: str) -> str:
-    """Wrap a line; the lines that follow are indented under its text."""
+    """Wrap a line at WIDTH characters, and indent what follows its first line by 6."""
     return textwrap.fill(line, WIDTH, subsequent_indent=" " * 6)

@@ -143,6 +143,7 @@ def loss(
     findings += number_findings
     if gradient is not None:
         findings += [_without_accusation(f, found) for f in gradient.findings]
+    # the terms whose loss the number is; the objective's where it is another sum's
     exercised = dict(_objective_steps(batch, step)).get(found, step)
     return LoggedLoss(
         objective=resolved.name,
@@ -199,6 +200,8 @@ class _LoggedNumber:
     ) -> "_LoggedNumber":
         """Compute every sum of the objective's terms, and compare it with the number.
 
+        A sum is the number where they differ by at most `digits` plus rounding.
+
         Args:
             batch: the recorded step.
             step: the objective's terms on it.
@@ -222,6 +225,7 @@ class _LoggedNumber:
             if abs(loss_of_sum - logged) <= tolerance
         ]
         multiples = []
+        # a quotient of two numbers near 0 is any multiple
         if min(abs(value), abs(logged)) > 100 * tolerance:
             multiples = [
                 multiple
@@ -265,7 +269,9 @@ class _LoggedNumber:
 
     @property
     def may_be_count(self) -> bool:
-        """Whether a whole number in place of `count` gives the logged number."""
+        """Whether a whole number in place of `count` gives the logged number, to its
+        tolerance. `logged` must not be 0.
+        """
         divisor = self.count * self.value / self.logged
         error = divisor * self.tolerance / abs(self.logged)
         return abs(divisor - round(divisor)) <= error
@@ -284,18 +290,23 @@ class _LoggedNumber:
 def _judge_number(
     batch: RecordedBatch, number: _LoggedNumber, gradient: Normalizer | None
 ) -> tuple[str, list[ReplayFinding]]:
-    """Judge the logged loss.
+    """Judge the logged loss. The first of these that applies is the answer: it is the
+    objective's; it has other terms; it is another sum, a usual multiple, or the loss
+    with the other sign; the terms cancel; it is an unknown multiple.
 
     Args:
         batch: the recorded step.
         number: the logged loss beside the sums of the objective's terms.
-        gradient: the verdict on the recorded gradient, if there is one.
+        gradient: the verdict on the recorded gradient, if there is one. Unless it fails
+            too or says nothing, another sum or a multiple is no failure.
 
     Returns:
-        The name of the sum that the number is, "" if none; and the findings.
+        The name of the sum that the number is, of several all, joined with OR_ELSE, ""
+        if none; and at most one finding.
     """
     numbers = number.numbers
     if number.accepted:
+        # + 0.0 makes 0 of -0, which would be printed with its sign
         uninformative = [note("loss", "uninformative", value=number.value + 0.0)]
         return number.expected, uninformative if number.cancels else []
     if batch.meta.get(EXTRA_TERMS):
@@ -329,7 +340,8 @@ def _judge_number(
 
 def _note_on_factor(number: _LoggedNumber) -> ReplayFinding:
     """Return the note on a logged loss that is no known sum and no usual multiple of the
-    objective's, by their quotient.
+    objective's: by which divisor it would be, or which multiple it is. Near 0, neither
+    can be told.
 
     Args:
         number: the logged loss beside the sums of the objective's terms.
@@ -352,8 +364,8 @@ def _note_on_factor(number: _LoggedNumber) -> ReplayFinding:
 
 
 def _without_accusation(finding: ReplayFinding, found: str) -> ReplayFinding:
-    """A gradient with the other sign as a note where the logged loss is right: then the
-    column grad may hold dJ/dlp.
+    """Return the finding "gradient_sign" as a note where the logged loss is right: then
+    the column grad may hold dJ/dlp. Any other finding is returned as it is.
 
     Args:
         finding: on the gradient.
@@ -365,19 +377,21 @@ def _without_accusation(finding: ReplayFinding, found: str) -> ReplayFinding:
 
 
 def _is_gradient_negated(gradient: Normalizer | None) -> bool:
-    """Return whether the recorded gradient has the other sign, and the right size."""
+    """Return whether the recorded gradient is -1 times the objective's; False where
+    none is recorded.
+    """
     if gradient is None or gradient.factor is None:
         return False
     return abs(gradient.factor - NEGATED) <= gradient.tolerance
 
 
 def _gradient_fails_too(gradient: Normalizer | None) -> bool:
-    """Return whether the recorded gradient is another sum's too."""
+    """Return whether a gradient is recorded, and is that of another sum or a multiple."""
     return gradient is not None and bool(gradient.failures)
 
 
 def _multiple_name(factor: float) -> str:
-    """The name of a multiple of the objective's loss."""
+    """Return the name of a multiple of the objective's loss, for example "2 times"."""
     return f"{factor:g} times"
 
 
@@ -414,9 +428,16 @@ def settle(losses: Sequence[LoggedLoss]) -> list[LoggedLoss]:
 def _settle_one(
     step_loss: LoggedLoss, other_losses: Sequence[LoggedLoss]
 ) -> LoggedLoss:
-    """Settle one step: a failure stays if every other informative step may be one of
-    its sums too, or every other wrong step, of which there is one at least, or if its
-    gradient fails.
+    """Keep or withdraw the failures of one step.
+
+    A failure stays if one of the sums that it names is also a sum that is the logged
+    number at each other wrong step, or, where no other step is wrong, at each other
+    step; or if the gradient of its step fails. Otherwise the note "only_here" replaces
+    it, and `found` is "".
+
+    Args:
+        step_loss: the step.
+        other_losses: the informative ones of the other steps.
     """
     kept: list[ReplayFinding] = []
     found = step_loss.found
@@ -425,6 +446,7 @@ def _settle_one(
         other_losses = wrong
     for finding in step_loss.findings:
         names = _sum_names(finding)
+        # of no other step: all names
         in_all_steps = set(names).intersection(*(other.fits for other in other_losses))
         if not names or in_all_steps or step_loss.gradient_failed:
             kept.append(finding)
@@ -437,8 +459,8 @@ def _settle_one(
 
 
 def _sum_names(finding: ReplayFinding) -> list[str]:
-    """The names of the sums or the multiple that a failure names, in the order of the
-    text; none for another finding.
+    """Return the names of the sums, or of the multiple, that a failure of the logged
+    number names, in the order of its text; [] for any other finding.
     """
     if finding.cause == "other_sum":
         names: list[str] = finding.numbers["found"].split(OR_ELSE)
@@ -451,11 +473,13 @@ def _sum_names(finding: ReplayFinding) -> list[str]:
 
 
 def _unused_hyperparameters(step: StepTerms) -> Iterator[str]:
-    """Yield the hyperparameters that may be doubled without changing the loss."""
+    """Yield the hyperparameters that may be doubled without changing the loss by one
+    bit, except those that are 0, None or infinite, or may not be doubled.
+    """
     value = step.loss()
     for name, number in step.objective.resolve(step.hp).items():
         if not number or not math.isfinite(number):
-            continue  # a bound that is not there
+            continue  # a term or a bound that is switched off
         try:
             doubled = replace(step, hp=step.hp | {name: 2 * number}).loss()
         except InputError:
@@ -465,8 +489,8 @@ def _unused_hyperparameters(step: StepTerms) -> Iterator[str]:
 
 
 def _number_may_fail(gradient: Normalizer | None) -> bool:
-    """Return whether one number may be called another sum: dL/dlp is not recorded, has
-    nothing to say, or is another sum too.
+    """Return whether the logged number alone may be called another sum: dL/dlp is not
+    recorded or is that of another sum too, or the objective has no gradient here.
 
     With few tokens at r = 1 a mean over some of them can equal another sum of all of
     them by chance.
@@ -479,8 +503,9 @@ def _number_may_fail(gradient: Normalizer | None) -> bool:
 def _objective_steps(
     batch: RecordedBatch, step: StepTerms
 ) -> Iterator[tuple[str, StepTerms]]:
-    """Yield the objective's terms by the framework's counts, and by the counts of the
-    recorded tokens; without the column old, with the sampler's as π_old as well.
+    """Yield the terms whose sum is the objective's loss: divided by the framework's
+    counts, and by the counts of the recorded tokens. Without the column old, and with
+    now, also with the sampler's log-probabilities as π_old.
 
     Yields:
         The name of the sum, and the terms.
@@ -492,7 +517,9 @@ def _objective_steps(
 
 
 def _other_losses(batch: RecordedBatch, step: StepTerms) -> Iterator[tuple[str, float]]:
-    """Yield the loss by every other sum of the objective's terms.
+    """Yield the loss by every other sum of the objective's terms: with other counts,
+    under other aggregations, as a mean or a sum over micro-batches or ranks, without
+    the KL term, and with the sampler's column as π_old.
 
     Yields:
         The name of the sum, and the loss.
@@ -538,7 +565,8 @@ def _with_sampler_as_old(
     batch: RecordedBatch, step: StepTerms
 ) -> Iterator[tuple[str, StepTerms]]:
     """Yield the objective's terms with the sampler's log-probabilities as π_old, where
-    they are recorded and the objective does not take them itself.
+    they are recorded and the objective, one of tokens, does not take them itself; else
+    nothing.
     """
     takes_sampler = step.rollouts.logp_sampler is not None
     if batch.sampler is None or takes_sampler or step.objective.level != "token":

@@ -101,9 +101,18 @@ def _is_bfloat16(batch: RecordedBatch) -> bool:
 
 
 class _Comparison:
-    """A recorded gradient [B, T] beside that of a step's terms."""
+    """A recorded gradient [B, T] beside that of a step's terms.
+
+    Attributes:
+        step, recorded, tolerance: as given; the tolerance is a relative error.
+        expected, reference: name of the first of the objective's own sums, by the
+            framework's counts where they are known, and its gradient, [B, T].
+        is_compared: the trained tokens that no rounding moves across a clip bound, [B,
+            T].
+    """
 
     def __init__(self, step: StepTerms, recorded: Tensor, tolerance: float) -> None:
+        """Compute the objective's gradient."""
         self.step = step
         self.recorded = recorded
         self.tolerance = tolerance
@@ -118,8 +127,10 @@ class _Comparison:
             reference: the other gradient, [B, T].
 
         Returns:
-            The factor of each response, [B], NaN where it has no gradient; and which
-            tokens are not that multiple, [B, T].
+            The factor of each response by least squares, [B], NaN where the other
+            gradient is 0; and which tokens are not that multiple of it, [B, T]: they
+            are off by more than the tolerance, relative to the largest of their
+            response.
         """
         right = torch.where(self.is_compared, reference, 0.0)
         recorded = torch.where(self.is_compared, self.recorded, 0.0)
@@ -133,7 +144,7 @@ class _Comparison:
         return factor, is_off
 
     def judge(self) -> Normalizer:
-        """Tell which sum of the terms the recorded gradient belongs to."""
+        """Return the Normalizer: which sum of the terms has the recorded gradient."""
         factor, is_off = self.factors(self.reference)
         low, high = _factor_range(factor)
         numbers = {
@@ -175,7 +186,10 @@ class _Comparison:
         factor_of_all: float | None,
         numbers: dict[str, Any],
     ) -> tuple[str, tuple[ReplayFinding, ...]]:
-        """Judge the factors of the responses.
+        """Judge the factors of the responses. The first of these that applies is the
+        answer: no multiple, no gradient of the objective, none in the record, one of
+        the objective's own sums, another sum, one factor, one factor in each part, else
+        a factor of its own for each response.
 
         Args:
             factor: of each response, [B].
@@ -184,7 +198,8 @@ class _Comparison:
             numbers: of every finding.
 
         Returns:
-            The name of the sum whose gradient it is, "" if none; and the findings.
+            The name of the sum whose gradient it is, of several all, "" if none; and
+            the findings: () where it is the objective's own, else one.
         """
         if is_off.sum() > LARGEST_SHARE_OFF * self.is_compared.sum():
             return "", (note("loss", "gradient_other", **numbers),)
@@ -220,13 +235,17 @@ class _Comparison:
         return "", (note("loss", "gradient_rows", **numbers),)
 
     def _is_gradient(self, gradient: Tensor) -> bool:
-        """Return whether the recorded gradient is this one."""
+        """Return whether the factor of each response against this gradient [B, T] is 1,
+        to the tolerance. Tokens within a response are not compared again.
+        """
         factor, _ = self.factors(gradient)
         known = factor[~factor.isnan()]
         return bool(len(known) and (known - 1).abs().max() <= self.tolerance)
 
     def _common_factor(self, factor: Tensor) -> float | None:
-        """The number that all these factors are; None where they differ."""
+        """Return the mean of these factors [B], without NaN, where all are equal to the
+        tolerance; None where they differ, are 0, or are all NaN.
+        """
         known = factor[~factor.isnan()]
         if not len(known):
             return None
@@ -237,7 +256,7 @@ class _Comparison:
         return mean if are_equal else None
 
     def _is_constant_in_parts(self, factor: Tensor, column: Tensor) -> bool:
-        """Return whether the factors are one number within each part.
+        """Return whether the factors are one number within each part; NaN fits any.
 
         Args:
             factor: of each response, [B].
@@ -250,7 +269,10 @@ class _Comparison:
         )
 
     def _other_sums(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the gradient of other sums of the same terms."""
+        """Yield the name and the gradient [B, T] of other sums of the same terms: with
+        other counts, under other aggregations, and the mean and the sum over
+        micro-batches or ranks.
+        """
         step = self.step
         for name, counted in step.by_other_counts():
             yield name, counted.gradient()
@@ -275,7 +297,9 @@ class _Comparison:
     def _multiple_finding(
         self, factor: float, numbers: dict[str, Any]
     ) -> ReplayFinding:
-        """Judge a gradient that is this multiple of the objective's."""
+        """Return the finding on a gradient that is this multiple of the objective's: a
+        failure for -1 and for USUAL_MULTIPLES, else a note.
+        """
         numbers = numbers | {"factor": factor}
         if abs(factor + 1) <= self.tolerance:
             return ReplayFinding("loss", "failure", "gradient_sign", numbers)
@@ -293,7 +317,9 @@ class _Comparison:
 
 
 def _is_near_bound(step: StepTerms, reference: Tensor) -> Tensor:
-    """Return which tokens rounding may move across a clip bound, [B, T].
+    """Return which tokens rounding may move across a clip bound, [B, T]: those whose
+    gradient becomes 0, or other than 0, where log π_θ moves by BOUND_ROUNDING (1 + |log
+    r|) either way.
 
     Args:
         step: the objective's terms.
@@ -310,7 +336,7 @@ def _is_near_bound(step: StepTerms, reference: Tensor) -> Tensor:
 
 
 def _factor_range(factor: Tensor) -> tuple[float, float]:
-    """The least and the largest known factor; NaN where none is known."""
+    """Return the least and the largest factor [B] that is not NaN; NaN where all are."""
     known = factor[~factor.isnan()]
     if not len(known):
         return math.nan, math.nan

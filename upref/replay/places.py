@@ -19,6 +19,7 @@ from upref.replay.undo import (
 )
 
 SHIFTS = (1, -1, 2, -2, 3, -3, 4, -4)  # tokens
+WRONG = 5 * NOTICEABLE_DISTANCE  # nats: distance of a response whose place is in doubt
 # of the responses, beyond which a shift of some of them is reported
 CHANGED_SHARE = 0.02
 # The least share of the wrong responses that a shift or an exchange has to bring back.
@@ -37,13 +38,16 @@ def find_shift(c: Columns) -> Undone | None:
         c: the columns of the trainer and the sampler.
 
     Returns:
-        The cause, with the shift undone; None where no shift explains their distance.
+        The cause, with the shift undone, of the shift in SHIFTS that explains the most
+        responses. None where no shift explains the distance of enough of them. Tokens
+        at the end of a row to which nothing moves are left out of the mask.
     """
     distances = c.row_distance()
     is_long_enough = c.mask.sum(1) >= ROW_TOKENS
-    is_wrong = is_long_enough & (distances > 5 * NOTICEABLE_DISTANCE)
+    is_wrong = is_long_enough & (distances > WRONG)
     if int(is_wrong.sum()) < FEW:
         return None
+    # responses explained, shift, the shifted columns, and which responses it explains
     best: tuple[int, int, Columns, Tensor] | None = None
     for shift in SHIFTS:
         shifted = _shift(c, shift)
@@ -55,7 +59,7 @@ def find_shift(c: Columns) -> Undone | None:
         )
         is_apart = (
             is_wrong
-            & (distance_unmoved.minimum(distance_of_moved) > 5 * NOTICEABLE_DISTANCE)
+            & (distance_unmoved.minimum(distance_of_moved) > WRONG)
             & (shifted.mask.sum(1) >= ROW_TOKENS // 2)
         )
         is_explained = is_apart & (
@@ -100,10 +104,19 @@ def find_alignment(c: Columns) -> Undone | None:
     The distance between the two places differs from response to response, so a shift
     by one number of slots does not undo it. What stands beside no trained token is not
     recorded, and so some tokens have no number.
+
+    Args:
+        c: the columns of the trainer and the sampler.
+
+    Returns:
+        The cause, with the numbers back beside their tokens, where it explains half or
+        more of the wrong responses that it moves; the left end is tried first. None
+        otherwise. Tokens without a number, and responses that may be moved too, are
+        left out of the mask.
     """
     distances = c.row_distance()
     is_long_enough = c.mask.sum(1) >= ROW_TOKENS
-    is_wrong = is_long_enough & (distances > 5 * NOTICEABLE_DISTANCE)
+    is_wrong = is_long_enough & (distances > WRONG)
     width = c.mask.shape[1]
     first_token = c.mask.int().argmax(1)
     last_token = width - 1 - c.mask.flip(1).int().argmax(1)
@@ -112,7 +125,7 @@ def find_alignment(c: Columns) -> Undone | None:
         keeps_enough = moved.mask.sum(1) >= ROW_TOKENS // 2
         is_apart = is_wrong & (offset != 0) & keeps_enough
         before = replace(c, mask=moved.mask).row_distance()
-        is_explained = is_apart & (before > 5 * NOTICEABLE_DISTANCE)
+        is_explained = is_apart & (before > WRONG)
         is_explained &= moved.row_distance() < MOST_LEFT * before
         if int(is_explained.sum()) < max(FEW, 0.5 * int(is_apart.sum())):
             continue
@@ -156,7 +169,7 @@ def _move_each_row(c: Columns, offset: Tensor) -> Columns:
 
 def _shift(c: Columns, k: int) -> Columns:
     """Return the columns with the sampler's number of slot t + k at slot t; a token is
-    kept where both slots are trained.
+    kept in the mask where both slots are trained.
     """
     return Columns(
         c.trainer, _move_column(c.sampler, k), c.mask & _move_column(c.mask, k)
@@ -164,7 +177,9 @@ def _shift(c: Columns, k: int) -> Columns:
 
 
 def _move_column(column: Tensor, k: int) -> Tensor:
-    """Return the column moved k slots to the left; 0 in the slots that become empty."""
+    """Return the column [B, T] moved k slots to the left, for k < 0 to the right; 0 or
+    False in the slots that become empty.
+    """
     moved = torch.zeros_like(column)
     if k == 0:
         return column.clone()
@@ -183,20 +198,22 @@ def find_exchanged_rows(c: Columns) -> Undone | None:
 
     Returns:
         The cause, with the rows in place; None where no exchange explains their
-            distance.
+        distance. Of the wrong responses the first ROWS_COMPARED are compared with each
+        other. Responses that are off and not among the exchanged ones are left out of
+        the mask.
     """
     distances = c.row_distance()
-    wrong_rows = (
-        (c.mask.sum(1) >= ROW_TOKENS) & (distances > 5 * NOTICEABLE_DISTANCE)
-    ).nonzero()[:, 0][:ROWS_COMPARED]
+    is_wrong = (c.mask.sum(1) >= ROW_TOKENS) & (distances > WRONG)
+    wrong_rows = is_wrong.nonzero()[:, 0][:ROWS_COMPARED]
     if len(wrong_rows) < 2:
         return None
     nearest = _find_nearest_columns(*_from_first_trained(c, wrong_rows))
     is_elsewhere = nearest.row != torch.arange(len(wrong_rows))
     is_exchanged = (
         is_elsewhere
-        & (nearest.own_distance > 5 * NOTICEABLE_DISTANCE)
+        & (nearest.own_distance > WRONG)
         & (nearest.distance < MOST_LEFT * nearest.own_distance)
+        # clearly nearer than others, where there are others
         & ((nearest.distance < 0.5 * nearest.third_distance) | (len(wrong_rows) < 3))
     )
     # where most responses are off otherwise, two of them are alike by chance
@@ -226,7 +243,10 @@ def find_exchanged_rows(c: Columns) -> Undone | None:
 
 
 class _NearestColumns(NamedTuple):
-    """The sampler's column that is nearest to each row of the trainer's, [n]."""
+    """The sampler's column that is nearest to each row of the trainer's, [n].
+
+    Distances are means of min(|x - y|, 1) over the tokens of both, in nats.
+    """
 
     row: Tensor  # the number of the row in which the column stands
     distance: Tensor
@@ -273,17 +293,20 @@ def _find_nearest_columns(x: Tensor, y: Tensor, mask: Tensor) -> _NearestColumns
 
 
 def _with_columns_of(c: Columns, rows: Tensor, source: Tensor) -> Columns:
-    """Return the columns with the sampler's columns of the rows `source` in `rows`."""
+    """Return the columns with the sampler's columns of the rows `source` in `rows`. A
+    token to which no number moves, or a 0, is left out of the mask.
+    """
     columns = c.sampler.clone()
     columns[rows] = _move_to_start(c, rows, source)
     mask = c.mask.clone()
-    mask[rows] &= columns[rows] != 0
+    mask[rows] &= columns[rows] != 0  # 0 stands behind a shorter response
     return Columns(c.trainer, columns, mask)
 
 
 def _from_first_trained(c: Columns, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return trainer, sampler and mask of these rows from their first trained token on,
-    [rows, PREFIX].
+    [rows, PREFIX] or, in a narrower batch, [rows, T]. Slots beyond the row are 0 and
+    masked.
     """
     first = c.mask[rows].int().argmax(1)
     width = min(PREFIX, c.mask.shape[1])
@@ -297,8 +320,8 @@ def _from_first_trained(c: Columns, rows: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def _move_to_start(c: Columns, rows: Tensor, source: Tensor) -> Tensor:
-    """Return the sampler's column of the rows `source`, moved so that it starts where the
-    rows `rows` start.
+    """Return the sampler's column of the rows `source`, [rows, T], moved so that its
+    first trained token is where that of `rows` is; 0 in the slots that become empty.
     """
     width = c.mask.shape[1]
     offset = c.mask[source].int().argmax(1) - c.mask[rows].int().argmax(1)

@@ -8,7 +8,7 @@ BITS = 60  # of a number: it fits into an int64
 
 
 def prompt_number(prompt: str | Iterable[int]) -> int:
-    """A number for a prompt.
+    """Return the number of a prompt: 60 bits of a hash.
 
     Args:
         prompt: its name, or its token ids.

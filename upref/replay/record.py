@@ -92,10 +92,13 @@ def record(trainer: Any, folder: str | Path, *, every: int = EVERY) -> Recording
 
 
 def recorder_of(trainer: Any) -> Recorder:
-    """What knows this trainer; InputError where nothing does.
+    """Return the first installed recorder that recognizes this trainer.
 
     Args:
         trainer: the object.
+
+    Raises:
+        InputError: none does.
     """
     found = next((r for r in recorders() if r.recognizes(trainer)), None)
     if found is None:
@@ -108,12 +111,14 @@ def recorder_of(trainer: Any) -> Recorder:
 
 
 def open_folder(folder: str | Path) -> Path:
-    """The folder, made if it is not there, with a file that says what it holds.
-
-    Logs what is written and where.
+    """Make the folder if it is not there, write a file that says what it holds, and log
+    what is written and where.
 
     Args:
         folder: its path.
+
+    Returns:
+        The folder as a Path.
 
     Raises:
         InputError: the folder cannot be made or written to.
@@ -135,14 +140,15 @@ def open_folder(folder: str | Path) -> Path:
 
 
 def file_sink(folder: Path) -> Sink:
-    """Write each step that it is given into the folder, under a name of its step and
-    rank.
+    """Return a sink that writes each step into the folder, under a name of its step and
+    rank. An older file of that name is replaced.
 
     Args:
         folder: where the files go.
     """
 
     def keep(batch: RecordedBatch | None, group: Any = None) -> None:
+        """Write the step; nothing for None."""
         if batch is None:
             return
         rank = 0 if batch.rank is None else int(batch.rank[0])
@@ -157,7 +163,7 @@ def keep_gradient(
     shape: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> None:
     """Let the trainer's own backward pass leave dL/dlp in the columns of a micro-batch,
-    as `grad`.
+    as kept["grad"]. Nothing happens where lp needs no gradient.
 
     The gradient stays on its device until `step_batch`: a copy would stall the backward
     pass.
@@ -169,6 +175,7 @@ def keep_gradient(
     """
 
     def arrived(gradient: Tensor) -> None:
+        """Keep the gradient of one backward pass; a later pass replaces it."""
         kept["grad"] = shape(gradient.detach())
 
     if lp.requires_grad:
@@ -176,8 +183,8 @@ def keep_gradient(
 
 
 def loss_scale(scaler: Any) -> float:
-    """The factor of the loss in mixed precision: of a GradScaler, or 1 where there is
-    None.
+    """Return the factor of the loss in mixed precision: that of a GradScaler, or 1
+    where there is None.
 
     Args:
         scaler: the trainer's.
@@ -196,7 +203,8 @@ def step_batch(
     hints: Mapping[str, str] | None = None,
     file: str = "the recorded step",
 ) -> RecordedBatch:
-    """Join the micro-batches of one step and rank.
+    """Join the micro-batches of one step and rank: rows in their order, padded with 0
+    on the right to the widest.
 
     Args:
         micro_batches: name -> column, [B, T] or [B]; widths may differ. A column that
@@ -207,13 +215,16 @@ def step_batch(
         meta: facts about the run, in words.
         gradient_scale: divisor of `grad`: the ranks times the scale of the loss in
             mixed precision.
-        hints: column -> how the framework is made to record it.
+        hints: column -> how the framework is made to record it. Those of columns that
+            are missing go into `meta`.
+        file: a name for messages.
 
     Returns:
-        The batch, with the columns micro and rank.
+        The batch, with the columns micro (numbers from 0) and rank.
 
     Raises:
-        InputError: a column holds what docs/dump.md does not allow.
+        InputError: there is no micro-batch, or a column holds what docs/dump.md does
+            not allow.
     """
     if not micro_batches:
         raise InputError("the step has no micro-batch.")
@@ -245,7 +256,8 @@ def step_batch(
 def hand_over(
     make: Callable[[], RecordedBatch], sink: Sink, group: Any
 ) -> Mapping[str, float]:
-    """Give a step of this rank to the sink.
+    """Give a step of this rank to the sink. Where the step cannot be made, the sink
+    gets None, so that it does not wait for this rank.
 
     Args:
         make: makes the step.
@@ -253,7 +265,7 @@ def hand_over(
         group: the process group of the data-parallel ranks; None: the default one.
 
     Returns:
-        Metrics to log.
+        Metrics to log; {} where the sink has none.
 
     Raises:
         Exception: of `make`, after the sink has been told that there is no step.
@@ -291,7 +303,8 @@ def finish(work: Callable[[], None], stop: Callable[[], None], group: Any) -> No
 
 
 def gather_ranks(mine: Any, group: Any) -> list[Any]:
-    """What each rank has, in the order of the ranks.
+    """Return what each rank has, in the order of the ranks: [mine] without torch's
+    process groups. All ranks must call it, and each waits for the others.
 
     Args:
         mine: of this rank; it can be pickled.
@@ -307,8 +320,8 @@ def gather_ranks(mine: Any, group: Any) -> list[Any]:
 
 
 def guarded(work: Callable[[], None], stop: Callable[[], None]) -> None:
-    """Do the work of a recorder. Where it fails, stop the recording, and let the
-    training go on.
+    """Do the work of a recorder. Where it fails, log one warning, stop the recording,
+    and let the training go on.
 
     Args:
         work: records.

@@ -25,7 +25,7 @@ class Replay(RunChecks, Result):
         return 1 if self.failures else 2 if self.not_run else 0
 
     def data(self) -> dict[str, Any]:
-        """The numbers and findings of the steps and of the run.
+        """Return the numbers and findings of the steps and of the run.
 
         Returns:
             What `upref replay --json` prints; None stands for infinity and NaN.

@@ -30,7 +30,8 @@ from upref.replay.terms import objective_as_run
 from upref.replay.zero import zero_mismatch
 
 CHECKS = ("sampler", "advantages", "loss", "objectives")
-OTHERS = ("dapo", "up_dapo", "grpo", "gspo", "cispo")
+OTHERS = ("dapo", "up_dapo", "grpo", "gspo", "cispo")  # of the table, by default
+# transforms of an objective by a sampler correction, in the table by default
 CORRECTIONS = ("tis", "icepop", "mis")
 
 
@@ -52,7 +53,8 @@ def replay(
         batches: steps in order, for example from `upref.replay.read_steps`.
         objective: what ran, as `upref.replay.loss` takes it.
         hp: its hyperparameters.
-        logged: the loss that the run logged; for a single step.
+        logged: the loss that the run logged; for a single step. None: that of each
+            file.
         digits: half a unit of its last printed digit.
         only: which of CHECKS to run.
         others: objectives to compare with, in place of the usual ones.
@@ -60,11 +62,14 @@ def replay(
         zero: also compare the sampler with the trainer bit by bit.
 
     Returns:
-        The Replay.
+        The Replay. A check whose column is missing is in its `not_run`, with the
+        reason; the check of the loss is left out where no objective or no loss is
+        known.
 
     Raises:
-        InputError: a file cannot be read, or the objective or a hyperparameter does not
-            exist.
+        InputError: there is no step, a file cannot be read, or the objective, a check
+            or a hyperparameter does not exist; or one loss is given for several steps,
+            or without an objective.
     """
     chosen = tuple(only)
     if unknown := [check for check in chosen if check not in CHECKS]:
@@ -135,7 +140,9 @@ class Largest:
 
 
 def _mean_log_ratio(batch: RecordedBatch) -> float:
-    """How far π_θ is from π_old: the mean of |log r|, where a token counts at most 1."""
+    """Return how far π_θ is from π_old: the mean over trained tokens of min(|log r|,
+    1); 0 where now or old is not recorded.
+    """
     if batch.now is None or batch.old is None:
         return 0.0
     return float((batch.now - batch.old)[batch.mask].abs().clamp(max=1).mean())
@@ -147,8 +154,8 @@ def _has_advantage(batch: RecordedBatch) -> bool:
 
 
 def _settle_losses(steps: list[StepChecks]) -> list[StepChecks]:
-    """Return the steps with the verdicts on their losses settled together: another sum is
-    named only where all steps have it.
+    """Return the steps with their checks of the loss as `settle` returns them: a
+    failure that one step has alone becomes a note.
     """
     steps_with_loss = [n for n, s in enumerate(steps) if s.loss is not None]
     settled = settle([found for s in steps if (found := s.loss) is not None])
@@ -169,6 +176,18 @@ def _check_step(
 ) -> StepChecks:
     """Run the chosen checks on one step. A check whose column is missing is listed in
     `not_run`.
+
+    Args:
+        batch: the step.
+        position: of the step in the run, its number where the file has none.
+        o: the objective that ran; None where it is not known.
+        hp: its hyperparameters.
+        logged: the loss that the run logged; None: that of the file.
+        digits: half a unit of its last printed digit.
+        chosen: of CHECKS.
+
+    Raises:
+        InputError: a loss is given, and no objective.
     """
     expect_batch(batch, "replay")
     results: dict[str, Any] = dict.fromkeys(CHECKS)
@@ -214,7 +233,9 @@ def _check_step(
 
 
 def _with_zero_mismatch(checks: StepChecks, batch: RecordedBatch) -> StepChecks:
-    """The checks of a step with that of zero mismatch."""
+    """Add the check of zero mismatch to those of a step; where it cannot run, `not_run`
+    says why.
+    """
     try:
         return replace(checks, zero=zero_mismatch(batch))
     except InputError as e:
@@ -230,7 +251,16 @@ def _make_table(
     tokenizer: Any,
 ) -> tuple[ObjectiveWeights | None, tuple[HeavyToken, ...]]:
     """Return the table of objectives on a step, and its heaviest tokens; (None, ()) where
-    a column is missing, or no token has an advantage.
+    it was not chosen, a column is missing, or no token has an advantage.
+
+    Args:
+        batch: the step.
+        o: the objective that ran, the first row; None where it is not known.
+        hp: its hyperparameters.
+        chosen: of CHECKS.
+        others: names of the other rows; []: OTHERS, and UP and the sampler corrections
+            of the objective that ran, where they apply.
+        tokenizer: of transformers, or None.
     """
     if "objectives" not in chosen or not _has_advantage(batch):
         return None, ()
@@ -256,7 +286,7 @@ def _make_table(
 
 def _derived(transform: str, base: Objective | None) -> str | Objective:
     """Return what a transform makes of the objective that ran, with the aggregation of
-    the run; of DAPO where that is not known.
+    the run; of DAPO, by its name, where `base` is None.
     """
     if base is None:
         return f"{transform}(dapo)"

@@ -153,8 +153,9 @@ class RecordedBatch:
         return [name for name in COLUMNS if getattr(self, name) is not None]
 
     def require(self, *names: str, purpose: str) -> None:
-        """Raise InputError, with the framework's setting where it is known, unless all
-        these columns are there.
+        """Raise InputError unless all these columns are there, in all files of the
+        step. The message says how the framework is made to record the first one that is
+        missing, where that is known.
 
         Args:
             *names: of columns.
@@ -174,7 +175,8 @@ class RecordedBatch:
 
     def expect_whole(self, *names: str, purpose: str) -> None:
         """Raise InputError where some files of the step have one of these columns and
-        others lack it: without it the answer would be that of another run.
+        others lack it: without it the answer would be that of another run. A column
+        that all lack is no error.
         """
         for name in names:
             if name in self.dropped:
@@ -183,7 +185,9 @@ class RecordedBatch:
                 )
 
     def trainer(self) -> Float[Tensor, "B T"]:
-        """The trainer's log-probabilities before the update: `old`, else `now`."""
+        """Return the trainer's log-probabilities before the update: `old`, else `now`;
+        InputError where neither is recorded.
+        """
         self.expect_whole("old", purpose="every check of log-probabilities")
         column = self.old if self.old is not None else self.now
         if column is None:
@@ -192,8 +196,9 @@ class RecordedBatch:
         return column
 
     def old_is_sampler(self) -> bool:
-        """Return whether `old` is the sampler's own column, as where a run takes the
-        engine's numbers as π_old: two engines differ by more than SAME on some token.
+        """Return whether `old` equals the sampler's column on all trained tokens that
+        it drew, to SAME, as where a run takes the engine's numbers as π_old: two
+        engines differ by more on some token. False where either is not recorded.
         """
         if self.old is None or self.sampler is None:
             return False
@@ -201,7 +206,7 @@ class RecordedBatch:
         return bool(((self.old - self.sampler)[drawn].abs() <= SAME).all())
 
     def beside_sampler(self) -> Float[Tensor, "B T"]:
-        """The trainer's log-probabilities that are compared with the sampler's:
+        """Return the trainer's log-probabilities that are compared with the sampler's:
         `trainer()`, but `now` where old is the sampler's own column and the weights that
         sampled are not known to be older.
         """
@@ -213,15 +218,15 @@ class RecordedBatch:
         return self.now
 
     def lags(self) -> Int[Tensor, "B T"]:
-        """By how many steps the weights that sampled each token are older than those of
-        this step. The columns version and step must be there.
+        """Return by how many steps the weights that sampled each token are older than
+        those of this step, [B, T]. The columns version and step must be there.
         """
         assert self.version is not None and self.step is not None
         version = self.version if self.version.ndim == 2 else self.version[:, None]
         return (self.step - version).expand_as(self.mask)
 
     def rows(self, index: Tensor) -> "RecordedBatch":
-        """The responses of that index.
+        """Return the responses of that index.
 
         Args:
             index: numbers of responses, or a mask [B].
@@ -233,14 +238,15 @@ class RecordedBatch:
         return replace(self, **columns)
 
     def rollouts(self, *, sampler: bool = False) -> Rollouts:
-        """The responses that train, as the input of an objective; π_θ is `now`, else
-        π_old: the first optimizer step.
+        """Return the responses that train, as the input of an objective; π_θ is `now`,
+        else π_old: the first optimizer step.
 
         Args:
             sampler: with the sampler's log-probabilities.
 
         Returns:
-            A checked batch [B, T].
+            A checked batch [B, T]. It has no groups where one of them has a single
+            response: the rest of that group may be in another file.
 
         Raises:
             InputError: a column is missing or is not a log-probability.

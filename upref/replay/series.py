@@ -66,12 +66,12 @@ class Series(Checked):
 
 
 def measure_step(batch: RecordedBatch, position: int) -> StepGap:
-    """What the series keeps of a step; position counts the steps where the file has no
-    number.
+    """Measure what the series needs of a step, so that the step need not stay in
+    memory.
 
     Args:
-        batch: of one step.
-        position: of the step in the series.
+        batch: of one step, with the column sampler.
+        position: of the step in the series, its number where the file has none.
     """
     assert batch.sampler is not None
     drawn = batch.mask & batch.sampler.isfinite()
@@ -90,6 +90,7 @@ def measure_step(batch: RecordedBatch, position: int) -> StepGap:
 
 
 def _half_squares(d: Tensor) -> Tensor:
+    """Return min(|d|, 1)² / 2, in the shape of d: capped k2, in nats."""
     return 0.5 * d.clamp(-1, 1) ** 2
 
 
@@ -109,8 +110,8 @@ def series(steps: Sequence[StepGap]) -> Series:
 
 
 def _find_lone_steps(steps: Sequence[StepGap]) -> Iterator[ReplayFinding]:
-    """Find from which step on the gap is larger than before, and the steps whose gap
-    stands out from that of the others.
+    """Yield at most two notes: from which step on the gap is larger than before, and
+    which earlier steps have a gap that stands out. Nothing for fewer than LEAST_STEPS.
     """
     if len(steps) < LEAST_STEPS:
         return
@@ -145,9 +146,11 @@ def _find_lone_steps(steps: Sequence[StepGap]) -> Iterator[ReplayFinding]:
 
 
 def _stands_out(sizes: Tensor) -> Tensor:
-    """Return which gaps are far above the median of the others, [steps]."""
+    """Return which gaps are far above the median of the others, [steps]; none where
+    these are more than half of the steps.
+    """
     stands_out = torch.zeros(len(sizes), dtype=torch.bool)
-    # the others' median does not hold the large ones
+    # twice: the second median leaves out the large ones that the first one found
     for _ in range(2):
         median = sizes[~stands_out].median()
         stands_out = sizes > max(STANDS_OUT * float(median), LEAST_LONE_SIZE)
@@ -157,8 +160,9 @@ def _stands_out(sizes: Tensor) -> Tensor:
 
 
 def _start_of_jump(sizes: Tensor) -> int | None:
-    """Return the step from which on each gap is JUMP times each one before, or more; of
-    several, the one with the largest jump.
+    """Return the index of the step from which on each gap is more than JUMP times each
+    one before; of several, the one with the largest jump; None where there is none. At
+    least LEAST_BEFORE steps are before it, and LEAST_AFTER from it on.
     """
     best = None
     largest = JUMP
@@ -172,7 +176,11 @@ def _start_of_jump(sizes: Tensor) -> int | None:
 
 
 def _find_trend(steps: Sequence[StepGap]) -> Iterator[ReplayFinding]:
-    """The finding of a run, if there is one."""
+    """Yield one finding on how the gap grows, or none. The first of these that applies
+    is it: the sampler is the reference; the gap follows the lag within steps; it grows
+    at one lag; it grows and one version sampled everything; it follows the lag; it
+    grows.
+    """
     sizes = [s.size for s in steps]
     if len(sizes) < LEAST_STEPS:
         return
@@ -197,15 +205,20 @@ def _find_trend(steps: Sequence[StepGap]) -> Iterator[ReplayFinding]:
 
 def _is_reference(steps: Sequence[StepGap]) -> bool:
     """Return whether the sampler's column is that of the reference model, from which
-    the trainer moves away.
+    the trainer moves away: at each step from the first with a gap on, but for the first
+    of the run, its gap to the reference is below a tenth of that to the trainer, and
+    the latter rises.
 
     A reference that follows the policy, as where each iteration begins with the policy
     as its reference, brings the gap back to 0; and its first step may be any step of
     the run.
     """
+    # index of the first step with a gap
     away = next((n for n, s in enumerate(steps) if s.size > LEAST_SIZE), len(steps))
     later = steps[max(1, away) :]
     equal = [s.ref_size is not None and s.ref_size < 0.1 * s.size for s in later]
+    # without a gap at first, the run must begin where the reference is still the
+    # trainer
     from_the_start = away == 0 or steps[0].step <= FIRST_STEPS
     sizes = [s.size for s in later]
     return (
@@ -230,35 +243,43 @@ def _grows(sizes: Sequence[float]) -> bool:
 
 
 def _rises(sizes: Sequence[float]) -> bool:
-    """Return whether later numbers are larger than earlier ones, by Kendall's test."""
+    """Return whether later numbers are larger than earlier ones, by Kendall's test and
+    by the sums of the two halves. Ties count as falling.
+    """
     pairs = [(a, b) for i, a in enumerate(sizes) for b in sizes[i + 1 :]]
     falling = sum(b <= a for a, b in pairs)
-    return _probability_of_order(
-        len(sizes), falling
-    ) < UNLIKELY and _is_second_half_larger(sizes)
+    is_unlikely = _probability_of_order(len(sizes), falling) < UNLIKELY
+    return is_unlikely and _is_second_half_larger(sizes)
 
 
 def _is_second_half_larger(sizes: Sequence[float]) -> bool:
-    """Return whether the second half is larger than the first half."""
+    """Return whether the second half sums to more than LEAST_RISE times the first half;
+    the middle one of an odd number does not count.
+    """
     half = len(sizes) // 2
     return sum(sizes[-half:]) > LEAST_RISE * sum(sizes[:half])
 
 
 def _probability_of_order(n: int, falling: int) -> float:
-    """Probability that a random order of n numbers has at most so many falling pairs."""
-    ways = [1.0]
+    """Return the probability that a random order of n different numbers has at most
+    `falling` falling pairs.
+    """
+    # probabilities[k]: that the first `size` numbers have k falling pairs. One more
+    # number falls below 0 to size - 1 of those before it, with equal probabilities.
+    probabilities = [1.0]
     for size in range(2, n + 1):
-        total = [0.0] * (len(ways) + size - 1)
-        for number, count in enumerate(ways):
+        longer = [0.0] * (len(probabilities) + size - 1)
+        for pairs, probability in enumerate(probabilities):
             for more in range(size):
-                total[number + more] += count / size
-        ways = total
-    return sum(ways[: falling + 1]) if falling < comb(n, 2) else 1.0
+                longer[pairs + more] += probability / size
+        probabilities = longer
+    return sum(probabilities[: falling + 1]) if falling < comb(n, 2) else 1.0
 
 
 def _sizes_by_lag(steps: Sequence[StepGap]) -> dict[str, float] | None:
-    """The mean size at the least and the largest lag, where it rises with the lag; None
-    where lags do not differ.
+    """Return the numbers of the note "follows_lag": the least and the largest lag with
+    LEAST_TOKENS tokens, and the mean gap there. None where these are one lag, or the
+    gap at the largest is not GROWTH times that at the least.
     """
     tokens: dict[int, int] = {}
     sums: dict[int, float] = {}
@@ -276,14 +297,17 @@ def _sizes_by_lag(steps: Sequence[StepGap]) -> dict[str, float] | None:
 
 
 def _sizes_by_lag_in_steps(steps: Sequence[StepGap]) -> dict[str, float] | None:
-    """The same, of the steps that have responses of several lags: what grows with the
-    steps does not enter.
+    """Return `_sizes_by_lag` of the steps that have tokens of several lags: what grows
+    with the steps does not enter.
     """
     return _sizes_by_lag([s for s in steps if len(s.lags) > 1])
 
 
 def _growing_lag(steps: Sequence[StepGap]) -> int | None:
-    """The lag of the most steps, where the gap grows from step to step at that lag."""
+    """Return the lag that most steps have, the first left out, where the gap grows from
+    step to step at that lag; None where it does not, or fewer than LEAST_STEPS - 1
+    steps have it.
+    """
     sizes: dict[int, list[float]] = {}
     for s in steps[1:]:
         for lag, (count, size) in s.lags.items():
@@ -291,14 +315,14 @@ def _growing_lag(steps: Sequence[StepGap]) -> int | None:
                 sizes.setdefault(lag, []).append(size)
     if not sizes:
         return None
-    lag, grown = max(sizes.items(), key=lambda item: len(item[1]))
-    enough = len(grown) >= LEAST_STEPS - 1 and grown[-1] > LEAST_SIZE
-    return lag if enough and _rises(grown) else None
+    lag, sizes_at_lag = max(sizes.items(), key=lambda item: len(item[1]))
+    enough = len(sizes_at_lag) >= LEAST_STEPS - 1 and sizes_at_lag[-1] > LEAST_SIZE
+    return lag if enough and _rises(sizes_at_lag) else None
 
 
 def _one_version(steps: Sequence[StepGap]) -> int | None:
-    """The step of the weights that sampled everything; None where there are several, or
-    where the files do not tell.
+    """Return the step of the weights that sampled everything; None where several did,
+    or where the files of a step do not tell.
     """
     versions = {s.step - lag for s in steps for lag in s.lags}
     told = all(s.lags for s in steps)
@@ -306,8 +330,9 @@ def _one_version(steps: Sequence[StepGap]) -> int | None:
 
 
 def ratio_one(batch: RecordedBatch) -> ReplayFinding | None:
-    """r = 1 on every token of data that older weights sampled: old was computed again
-    with the current ones.
+    """Return the note that r = 1 on every token although older weights sampled all of
+    them: old was computed again with the current ones. None where this is not so, or
+    where a column that tells is missing: now, old, version, or the number of the step.
 
     Args:
         batch: of one step.

@@ -46,7 +46,8 @@ STYLE_SHEET = (
 
 
 def check_suffix(path: str | Path) -> None:
-    """Raise InputError unless a sheet can be drawn, and written under this name.
+    """Raise InputError unless matplotlib is installed and the name ends in .svg or
+    .html.
 
     Args:
         path: where the sheet is to be written.
@@ -102,6 +103,9 @@ def draw(found: Replay) -> "Figure":
 
     Args:
         found: the result.
+
+    Returns:
+        The figure: a row of three panels, below a wide one for a run.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -123,14 +127,18 @@ def draw(found: Replay) -> "Figure":
 
 
 def _of_step(found: Replay, batch: RecordedBatch) -> str:
-    """Return words for the title of a panel of one step; "" where there is one step."""
+    """Return ", step 7" for the title of a panel of one step; "" where the replay has
+    one step, or the step has no number.
+    """
     if len(found.steps) < 2 or batch.step is None:
         return ""
     return f", step {batch.step}"
 
 
 def _draw_engines(ax: Any, batch: RecordedBatch, where: str) -> None:
-    """Draw the probability by the sampler against that by the trainer."""
+    """Draw the probability by the sampler against that by the trainer, of at most
+    MOST_POINTS tokens; words where a column is missing.
+    """
     ax.set(
         xlabel="probability by the trainer",
         ylabel="probability by the sampler",
@@ -161,14 +169,16 @@ def _why_empty(batch: RecordedBatch) -> str:
 
 
 def _point_area(points: int) -> float:
-    """Return the area of a point, larger where there are few."""
+    """Return the area of a point in points², larger where there are few points."""
     return 12.0 if points <= FEW_POINTS else 2.0
 
 
 def _draw_concentration(
     ax: Any, found: Replay, batch: RecordedBatch, where: str
 ) -> None:
-    """Draw the share of Σ|w| on the heaviest tokens, a curve for each objective."""
+    """Draw the share of Σ|w| on the heaviest tokens, a curve for each objective of the
+    table; words where there is none.
+    """
     ax.set(
         xlabel="heaviest tokens, share of all that train",
         ylabel="share of Σ|w|",
@@ -196,7 +206,9 @@ def _draw_concentration(
 def _draw_against_ratio(
     ax: Any, found: Replay, batch: RecordedBatch, where: str
 ) -> None:
-    """Draw the weight of each token against its log r."""
+    """Draw the weight of each token against its log r under the first objective of the
+    table, of at most MOST_POINTS tokens; words where there is none.
+    """
     ax.set(xlabel="log r", ylabel="weight dJ/dlp", title="weight against log r" + where)
     if found.table is None or not found.table.rows or batch.adv is None:
         _write_words(ax, _why_empty(batch))
@@ -223,7 +235,9 @@ def _draw_against_ratio(
 
 
 def _draw_over_steps(ax: Any, found: Replay) -> None:
-    """Draw the gap of each step, with a mark on those that have a finding."""
+    """Draw the gap of each step, with a mark on those that have a finding; on a
+    logarithmic axis if no gap is 0.
+    """
     assert found.series is not None
     steps = found.series.steps
     sizes = [s.size for s in steps]
@@ -242,7 +256,9 @@ def _draw_over_steps(ax: Any, found: Replay) -> None:
 
 
 def _mark_findings(ax: Any, found: Replay) -> None:
-    """Draw a line at each step that has a failure, and a thin one at a note."""
+    """Draw a line at each step that has a failure, and a dotted one at a step that has
+    only notes.
+    """
     labelled = set()
     for s in found.steps:
         severities = {f.severity for f in s.findings}

@@ -2,8 +2,9 @@
 """Which causes of a gap are likeliest by what the file itself shows, where several share
 a signature. The words of each are in words.py.
 
-A score is no probability: it orders causes that the numbers allow. What a file rules out
-has none.
+A score is no probability: it orders causes that the numbers allow. It is how usual the
+cause is (USUAL) plus what the evidence adds (`_weights_of_evidence`); both were set by
+hand, in one unit. A cause of score 0 or less is not named.
 """
 
 from collections.abc import Mapping
@@ -156,7 +157,8 @@ class Evidence:
 
 
 def find_evidence(batch: RecordedBatch, c: Columns, compared: Columns) -> Evidence:
-    """Look where the gap lies.
+    """Measure what tells the causes of a gap apart: where it lies, on which tokens, and
+    what else the file records.
 
     Args:
         batch: the recorded step.
@@ -172,7 +174,13 @@ def find_evidence(batch: RecordedBatch, c: Columns, compared: Columns) -> Eviden
     is_late_token = _is_in_last_half(c.mask)[c.mask]
     repeated = _stands_earlier(batch)[c.mask][is_late_token]
     likelihood = c.trained(c.trainer + c.sampler)
-    bounded = d.clamp(-1, 1)
+    bounded = d.clamp(-1, 1)  # so that one token does not outweigh a thousand
+    is_far_below = d < -SIDES[0]
+    share_above = float((d > ROUNDING).double().mean())
+    has_far_zeros = False
+    if far.any():
+        is_certain = c.trained(c.sampler) == 0
+        has_far_zeros = float(is_certain[far].double().mean()) > 0.8
     return Evidence(
         repeats=_are_repeats_off(
             bounded[is_late_token], likelihood[is_late_token], repeated
@@ -182,11 +190,9 @@ def find_evidence(batch: RecordedBatch, c: Columns, compared: Columns) -> Eviden
         sparse=bool(size.median() < SPARSE * size.mean()),
         small=bool(size.mean() < SMALL_GAP),
         one_sided=any(_is_one_sided(d, least) for least in SIDES),
-        never_below=int((d < -SIDES[0]).sum()) > LEAST_TOKENS
-        and float((d > ROUNDING).double().mean()) < MOST_BELOW,
+        never_below=int(is_far_below.sum()) > LEAST_TOKENS and share_above < MOST_BELOW,
         both_ways=int((d > FAR).sum()) > max(2, BOTH_WAYS * int((d < -FAR).sum())),
-        certain=int(far.sum()) > 0
-        and float((c.trained(c.sampler) == 0)[far].double().mean()) > 0.8,
+        certain=has_far_zeros,
         turns=_has_turns(batch),
         same_ids=batch.sampler_ids is not None,
         late=late,
@@ -196,8 +202,8 @@ def find_evidence(batch: RecordedBatch, c: Columns, compared: Columns) -> Eviden
 
 
 def _gap_by_lag(batch: RecordedBatch, compared: Columns) -> str:
-    """Say how large the gap is at the least and at the largest lag of the weights that
-    sampled.
+    """Say how large the mean gap is, in nats, at the least and at the largest lag of
+    the weights that sampled; once where these are one.
     """
     lags = batch.lags()[compared.mask]
     size = compared.trained(compared.log_rho).abs()
@@ -209,16 +215,17 @@ def _gap_by_lag(batch: RecordedBatch, compared: Columns) -> str:
 
 
 def _is_one_sided(d: Tensor, least: float) -> bool:
-    """Return whether, of the tokens that differ by so much, nearly all are above the
-    trainer.
+    """Return whether, of the tokens that differ by more than `least` nats, nearly all
+    are more likely for the sampler than for the trainer, and at least FEW are.
     """
-    above, below = int((d < -least).sum()), int((d > least).sum())
+    above = int((d < -least).sum())
+    below = int((d > least).sum())
     return above > ONE_SIDED * below and above >= FEW
 
 
 def _means_differ(x: Tensor, is_one: Tensor) -> bool:
     """Return whether the mean of x [N] on some tokens is another than on the rest, by
-    more than chance.
+    more than chance; False where there are fewer than LEAST_TOKENS of either.
     """
     one, other = x[is_one], x[~is_one]
     if min(len(one), len(other)) < LEAST_TOKENS:
@@ -228,8 +235,9 @@ def _means_differ(x: Tensor, is_one: Tensor) -> bool:
 
 
 def _less_mean_of_as_likely(x: Tensor, likelihood: Tensor) -> Tensor:
-    """x [N] less its mean over the tokens that are about as likely: a temperature or a cut
-    changes repeated tokens more only because they are likelier.
+    """Return x [N] less its mean over the tokens that are about as likely (LIKELIHOODS
+    equal parts): a temperature or a cut changes repeated tokens more only because they
+    are more likely.
     """
     rest = x.clone()
     for part in likelihood.argsort().chunk(LIKELIHOODS):
@@ -238,8 +246,9 @@ def _less_mean_of_as_likely(x: Tensor, likelihood: Tensor) -> Tensor:
 
 
 def _has_both_signs(d: Tensor, likelihood: Tensor) -> bool:
-    """Return whether d [N] is below 0 on average on tokens of one probability, and
-    above it on those of another, by more than chance.
+    """Return whether d [N] is below 0 on average in one quarter of the tokens that
+    differ, ordered by their probability, and above it in another, by more than chance.
+    False where a quarter has fewer than LEAST_TOKENS.
 
     Tokens are drawn from the sampler, so under other weights it is above the trainer on
     average whatever their probability.
@@ -253,7 +262,7 @@ def _has_both_signs(d: Tensor, likelihood: Tensor) -> bool:
 
 
 def _mean_in_errors(x: Tensor) -> float:
-    """The mean of x [N] in units of its standard error."""
+    """Return the mean of x [N] in units of its standard error."""
     return float(x.mean() / (x.std() / len(x) ** 0.5 + 1e-12))
 
 
@@ -268,7 +277,9 @@ def _are_repeats_off(d: Tensor, likelihood: Tensor, repeated: Tensor) -> bool:
 
 
 def _stands_earlier(batch: RecordedBatch) -> Tensor:
-    """Which tokens stand earlier in their row, [B, T]."""
+    """Return which tokens have an id that is earlier in their row too, [B, T]; ids that
+    do not train count.
+    """
     order = batch.ids.argsort(dim=1, stable=True)
     in_order = batch.ids.gather(1, order)
     is_same = torch.zeros_like(batch.mask)
@@ -277,12 +288,16 @@ def _stands_earlier(batch: RecordedBatch) -> Tensor:
 
 
 def _is_in_last_half(mask: Tensor) -> Tensor:
-    """Which tokens are in the last half of the tokens that train of their row, [B, T]."""
+    """Return which slots are in the last half of the tokens that train of their row,
+    [B, T].
+    """
     return mask.cumsum(1) > mask.sum(1, keepdim=True) / 2
 
 
 def _has_turns(batch: RecordedBatch) -> bool:
-    """Return whether a response has several turns, or a part that does not train."""
+    """Return whether the batch has several turns by the column turn, or a response of
+    which a part between two others does not train.
+    """
     if batch.turn is not None and len(batch.turn[batch.mask].unique()) > 1:
         return True
     starts = batch.mask[:, 1:] & ~batch.mask[:, :-1]
@@ -291,7 +306,9 @@ def _has_turns(batch: RecordedBatch) -> bool:
 
 
 def _weights_of_evidence(e: Evidence) -> dict[str, float]:
-    """How much the evidence adds to the score of each cause."""
+    """Return how much the evidence adds to the score of each cause of SUSPECTS; -100
+    rules a cause out.
+    """
     added = dict.fromkeys(SUSPECTS, 0.0)
     if e.repeats:
         added["penalties"] += 7
@@ -344,7 +361,8 @@ def rank(finding: str, evidence: Evidence) -> list[str]:
         evidence: what the columns show.
 
     Returns:
-        At most MOST_NAMED keys of words.SUSPECTS.
+        At most MOST_NAMED keys of words.SUSPECTS whose score is above 0. Of causes that
+        share words (INCLUDES) one is named.
     """
     added = _weights_of_evidence(evidence)
     scores: Mapping[str, float] = {
@@ -369,7 +387,7 @@ def causes_in_words(finding: str, evidence: Evidence) -> str:
         evidence: what the columns show.
 
     Returns:
-        The end of a sentence.
+        "cause (how to tell); cause (how to tell)", without a full stop.
     """
     told = dict(SUSPECTS)
     if evidence.lags:

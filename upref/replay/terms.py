@@ -82,13 +82,14 @@ class StepTerms:
         return torch.where(b.mask if terms.ndim == 2 else b.mask.any(1), terms, 0.0)
 
     def total(self, terms: Tensor) -> Tensor:
-        """The objective's sum of such terms.
+        """Aggregate such terms as the objective aggregates its own, by the counts of
+        `rollouts`.
 
         Args:
             terms: [B, T], or [B] of an objective of responses.
 
         Returns:
-            J without its KL term, a scalar.
+            A scalar: of the objective's own `terms`, J without its KL term.
         """
         return self.scale * aggregate(
             terms,
@@ -99,14 +100,14 @@ class StepTerms:
         )
 
     def loss(self) -> float:
-        """The loss, with its KL term."""
+        """Return the loss of the step, with its KL term."""
         return float(self._loss(self.rollouts.logp))
 
     def gradient(self, logp: Tensor | None = None) -> Tensor:
-        """dL/dlp [B, T] at log-probabilities [B, T], by default those of the step.
+        """Compute dL/dlp at log-probabilities, by default those of the step.
 
         Args:
-            logp: log-probabilities, [B, T].
+            logp: log-probabilities, [B, T]; None: those of the step.
 
         Returns:
             [B, T], 0 on masked slots.
@@ -118,7 +119,7 @@ class StepTerms:
         return torch.where(self.rollouts.mask, gradient, 0.0)
 
     def _loss(self, logp: Tensor) -> Tensor:
-        """The loss at these log-probabilities, [B, T], as a scalar with a graph."""
+        """Return the loss at these log-probabilities, [B, T], as a scalar with a graph."""
         b = self.rollouts
         J = self.objective.J(
             logp,
@@ -152,11 +153,12 @@ class StepTerms:
         return replace(self, objective=self.objective.aggregated(agg))
 
     def by_counts(self) -> "Iterator[tuple[str, StepTerms]]":
-        """Yield what counts as the objective's loss: divided by the counts that the file
-        states, and by the counts of the recorded responses.
+        """Yield what is accepted as the objective's loss: by the framework's length of
+        a response (of a token sum), by the counts that the file states, and, last and
+        always, by the counts of the recorded responses.
 
         Yields:
-            The name of the count, and the terms that are divided by it.
+            The name of the sum, and the terms that are divided by its count.
         """
         stated = self._stated()
         own = self.by_recorded_counts()
@@ -172,8 +174,9 @@ class StepTerms:
         yield self.objective.agg, own
 
     def _stated(self) -> "StepTerms | None":
-        """Divide by the counts that the file states; None where these are the counts of
-        the recorded responses, or the aggregation divides by neither.
+        """Return the terms divided by the counts that the file states; None where it
+        states none other than those of the recorded responses, or the aggregation
+        divides by neither. A stated divisor takes the place of the count of responses.
         """
         own = Totals.of(self.rollouts.mask)
         tokens = self.logged.get("tokens", float(own.tokens))
@@ -193,7 +196,11 @@ class StepTerms:
         return replace(self, rollouts=self.rollouts.but(totals=totals))
 
     def _name(self, stated: "StepTerms") -> str:
-        """The aggregation over the counts that the file states, in words."""
+        """Name the aggregation over the counts that the file states.
+
+        Args:
+            stated: the terms of `_stated`.
+        """
         counts = stated.rollouts.totals
         assert counts is not None
         if self.objective.agg in AGGREGATIONS_BY_UNIT["tokens"]:
@@ -204,7 +211,8 @@ class StepTerms:
 
     def by_other_counts(self) -> "Iterator[tuple[str, StepTerms]]":
         """Yield the terms divided by counts that the objective's loss should not have:
-        those of the whole generation batch, and of all slots.
+        those of the whole generation batch, where it is logged, and of all slots, where
+        there is padding; nothing for an aggregation that does not divide by tokens.
 
         Yields:
             The name of the count, and the terms that are divided by it.
@@ -221,17 +229,18 @@ class StepTerms:
             yield f"{self.objective.agg} over {name}", self._over(slots)
 
     def _over(self, tokens: float) -> "StepTerms":
-        """Divide by another number of tokens."""
+        """Return the terms divided by another number of tokens."""
         count = torch.tensor(tokens)
         totals = Totals(count, len(self.rollouts.mask), 1, count)
         return replace(self, rollouts=self.rollouts.but(totals=totals))
 
     def parts(self) -> "Iterator[tuple[str, Tensor, list[StepTerms]]]":
-        """The micro-batches and then the ranks, where there are several.
+        """Yield the terms of each micro-batch, and then those of each rank, where there
+        are several.
 
         Yields:
-            Their name, the number of each response's part [B], and the terms of each
-            part by its own counts, in the order of the numbers.
+            "micro-batches" or "ranks", the number of each response's part [B], and the
+            terms of each part by its own counts, in the order of the numbers.
         """
         for column, words in ((self.micro, "micro-batches"), (self.rank, "ranks")):
             if column is not None and len(column.unique()) > 1:
@@ -239,7 +248,7 @@ class StepTerms:
                 yield words, column, [self._rows(part) for part in rows]
 
     def _rows(self, i: Tensor) -> "StepTerms":
-        """The terms of these responses, divided by their own counts."""
+        """Return the terms of the responses of index i, divided by their own counts."""
         b = self.rollouts.rows(i, Totals.of(self.rollouts.mask[i]))
         correction = None if self.correction is None else self.correction[i]
         return replace(self, rollouts=b, correction=correction, micro=None, rank=None)
@@ -278,7 +287,8 @@ def terms_of(
         hp: its hyperparameters.
 
     Raises:
-        InputError: a column is missing, or the file of a rank.
+        InputError: a column is missing, or the file of a rank; or the aggregation is
+            KEPT_MEAN, with which a replay compares by itself.
     """
     if objective.agg == KEPT_MEAN:
         raise InputError(
@@ -305,5 +315,5 @@ def terms_of(
 
 
 def join_names(names: list[str]) -> str:
-    """The first of these names, and the others where they give the same number too."""
+    """Join the names of sums that give the same number: "a, or b"."""
     return OR_ELSE.join(names)

@@ -104,19 +104,15 @@ class Recorder(Protocol):
 
 @cache
 def dump_readers() -> list[DumpReader]:
-    """Return the readers of trainers' own files.
-
-    Returns:
-        Those of all installed packages.
+    """Return the readers of trainers' own files of all installed packages; the list is
+    made once.
     """
     return list(chain.from_iterable(from_plugins("dump_readers")))
 
 
 @cache
 def recorders() -> list[Recorder]:
-    """Return the recorders of trainers' steps.
-
-    Returns:
-        Those of all installed packages.
+    """Return the recorders of trainers' steps of all installed packages; the list is
+    made once.
     """
     return list(chain.from_iterable(from_plugins("recorders")))

@@ -51,13 +51,16 @@ class Columns:
         return replace(self, mask=self.mask & ~tokens)
 
     def distance(self) -> float:
-        """Mean of min(|x - y|, 1)."""
+        """Return the mean of min(|x - y|, 1) over the compared tokens, in nats; 0 where
+        there are none.
+        """
         differences = self.trained(self.log_rho)
         return float(differences.abs().clamp(max=1).mean()) if len(differences) else 0.0
 
     def correlation(self) -> float:
-        """Correlation of the two columns, clamped at LOW_LOG_PROB from below; 1 where
-        a column is constant, or there are too few tokens.
+        """Return the correlation of the two columns, whose numbers count at least as
+        LOW_LOG_PROB; 1 where a column is then constant, or there are fewer than FEW
+        tokens.
         """
         x = self.trained(self.trainer)
         y = self.trained(self.sampler)
@@ -67,22 +70,23 @@ class Columns:
         return float(clamped.corrcoef()[0, 1])
 
     def unrelated(self) -> bool:
-        """Return whether a token's numbers in the columns have little to do with each
-        other.
-        """
+        """Return whether the columns differ noticeably and are hardly correlated."""
         return (
             self.distance() > NOTICEABLE_DISTANCE
             and self.correlation() < UNRELATED_CORRELATION
         )
 
     def row_distance(self) -> Tensor:
-        """Mean of min(|x - y|, 1) of each response, [B]; 0 for one without tokens."""
+        """Return the mean of min(|x - y|, 1) of each response, [B], in nats; 0 for one
+        without compared tokens.
+        """
         distances = torch.where(self.mask, self.log_rho.abs().clamp(max=1), 0.0)
         return distances.sum(1) / self.mask.sum(1).clamp(min=1)
 
 
 def words_for_long(mask: Tensor, least: int) -> str:
-    """Say that only long responses are counted; "" where all are long.
+    """Say that only long responses are counted: " of at least 8 tokens"; "" where all
+    responses that train are long.
 
     Args:
         mask: the tokens that train, [B, T].
@@ -95,8 +99,10 @@ def words_for_long(mask: Tensor, least: int) -> str:
 
 @dataclass(frozen=True)
 class Undone:
-    """A cause, the columns without it, and the distances before and after on the same
-    tokens. Its severity is "note" where another cause leaves the same columns.
+    """A cause, the columns without it, and the distances before and after, in nats.
+
+    Its `numbers` are those of its sentence in words.SAMPLER, beside the two distances.
+    Its severity is "note" where another cause leaves the same columns.
     """
 
     cause: str

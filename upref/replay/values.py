@@ -17,7 +17,8 @@ from upref.replay.undo import (
     Undone,
 )
 
-LEAST_RATIOS = 10  # likely tokens, and rare tokens, that a median of ratios needs
+LEAST_RATIOS = 10  # tokens that a median of quotients needs
+FACTOR_ROUNDING = 0.02  # of a median quotient of the columns: nearer to 1 is no factor
 LEAST_BFLOAT16 = 20  # numbers that show whether a column holds bfloat16
 # tokens of a response, or responses, that cannot share one number by chance
 LEAST_EQUAL = 5
@@ -68,8 +69,9 @@ def find_sums(c: Columns) -> Undone | None:
 
 
 def is_constant(c: Columns) -> bool:
-    """Return whether the sampler has one number on every token and the trainer has
-    several: no number is that of a token.
+    """Return whether the sampler has one number on every compared token, and the
+    trainer has LEAST_EQUAL different ones or more: no number is that of a token. False
+    where the columns hardly differ.
 
     Args:
         c: the columns of the trainer and the sampler.
@@ -81,8 +83,9 @@ def is_constant(c: Columns) -> bool:
 
 
 def is_one_number_a_row(c: Columns) -> bool:
-    """Return whether each response has one number for all its tokens, and the responses
-    have different ones: then no number is that of a token.
+    """Return whether each response of LEAST_EQUAL tokens or more has one number for all
+    its tokens in the sampler's column, and LEAST_EQUAL of them have different ones:
+    then no number is that of a token. False where the columns hardly differ.
 
     Args:
         c: the columns of the trainer and the sampler.
@@ -92,9 +95,9 @@ def is_one_number_a_row(c: Columns) -> bool:
     long = c.mask.sum(1) >= LEAST_EQUAL
     highest = torch.where(c.mask, c.sampler, -torch.inf).amax(1)[long]
     lowest = torch.where(c.mask, c.sampler, torch.inf).amin(1)[long]
-    return len(highest.unique()) >= LEAST_EQUAL and bool(
-        (highest - lowest <= 1e-6 * highest.abs()).all()
-    )
+    # a mean that was copied to each token is equal to the rounding of float32
+    is_equal = bool((highest - lowest <= 1e-6 * highest.abs()).all())
+    return is_equal and len(highest.unique()) >= LEAST_EQUAL
 
 
 def find_factor(c: Columns) -> Undone | None:
@@ -105,7 +108,8 @@ def find_factor(c: Columns) -> Undone | None:
         c: the columns of the trainer and the sampler.
 
     Returns:
-        The cause, undone; None where none of the three explains their distance.
+        The cause, "probabilities", "sign" or "factor", undone; None where none of the
+        three explains their distance.
     """
     x = c.trained(c.trainer)
     y = c.trained(c.sampler)
@@ -119,13 +123,13 @@ def find_factor(c: Columns) -> Undone | None:
             return Undone("probabilities", undone, before, after)
     # a quotient of numbers near 0 tells nothing
     has_ratio = (x < -0.05) & (y.abs() > 1e-6)
-    if int(has_ratio.sum()) < 10:
+    if int(has_ratio.sum()) < LEAST_RATIOS:
         return None
     factor = float((y[has_ratio] / x[has_ratio]).median())
-    if factor == 0 or abs(factor - 1) < 0.02:
+    if factor == 0 or abs(factor - 1) < FACTOR_ROUNDING:
         return None
     cause = "factor"
-    if abs(factor + 1) < 0.02:
+    if abs(factor + 1) < FACTOR_ROUNDING:
         cause, factor = "sign", -1.0  # the median is off by rounding
     undone = replace(c, sampler=c.sampler / factor)
     after = undone.distance()
@@ -135,11 +139,12 @@ def find_factor(c: Columns) -> Undone | None:
 
 
 def _has_one_factor(x: Tensor, y: Tensor) -> bool:
-    """Return whether likely and rare tokens have the same factor. At another
-    temperature they do not: likely tokens come much nearer to 0 than rare ones.
+    """Return whether likely and rare tokens have the same median factor y/x, to 5 %;
+    False where there are too few of either. At another temperature they do not have it:
+    likely tokens come much nearer to 0 than rare ones.
     """
-    likely = (x > -0.7) & (x < -0.02)
-    rare = x < -1.5
+    likely = (x > -0.7) & (x < -0.02)  # probability 0.5 to 0.98
+    rare = x < -1.5  # below 0.22
     if min(int(likely.sum()), int(rare.sum())) < LEAST_RATIOS:
         return False
     factor_of_likely, factor_of_rare = (
@@ -162,7 +167,10 @@ def find_placeholder(c: Columns) -> Undone | None:
         c: the columns of the trainer and the sampler.
 
     Returns:
-        The cause, with the columns without these tokens; None without a placeholder.
+        The cause, with the columns without these tokens; None without a placeholder. Of
+        several whole numbers, the FEW most frequent ones are tried, and the first that
+        is a placeholder is taken. It is "not_sampled", or the note "zero" where a 0 may
+        be certainty.
     """
     y = c.trained(c.sampler)
     whole_numbers = y[y == y.round()]
@@ -176,12 +184,15 @@ def find_placeholder(c: Columns) -> Undone | None:
         has_value = c.mask & (c.sampler == value)
         # a number of a fine grid is a whole one by chance once in millions
         is_lone = value != 0 and not _is_coarse(y)
+        # evidence: tokens whose number is too far from the trainer's to be theirs
         if value == 0:
+            least_evidence = FEW
             evidence = has_value & (c.trainer < math.log(UNLIKELY_TOKEN))
         else:
-            off = (c.trainer - value).abs()
-            evidence = has_value & (off > (CLOSE if is_lone else 1))
-        is_placeholder = _runs_with(has_value, evidence, FEW if value == 0 else 1)
+            least_evidence = 1
+            largest_distance = CLOSE if is_lone else 1
+            evidence = has_value & ((c.trainer - value).abs() > largest_distance)
+        is_placeholder = _runs_with(has_value, evidence, least_evidence)
         if value != 0 and not is_bfloat16(y):
             # no policy gives so many neighbors the same whole number
             is_placeholder |= _runs_of(has_value, LEAST_RUN)
@@ -203,27 +214,26 @@ def find_placeholder(c: Columns) -> Undone | None:
         most_are_off = float(rest.row_distance().quantile(0.25)) > NOTICEABLE_DISTANCE
         if most_are_off and rest.unrelated():
             continue  # all numbers are in wrong places, and so is what fills the gaps
-        distance_of_placeholders = Columns(
-            c.trainer, c.sampler, is_placeholder
-        ).distance()
-        if distance_of_placeholders > 3 * rest.distance():
-            numbers = {
-                "tokens": int(is_placeholder.sum()),
-                "trained": len(y),
-                "value": f"{value.item():g}",
-            }
-            distances = (c.distance(), rest.distance())
-            numbers["place"] = words_for_place(is_placeholder, c.mask)
-            may_be_certainty = value == 0 and _writes_certainty_as_zero(rest)
-            if may_be_certainty and not _stand_alone(is_placeholder, rest):
-                return Undone("zero", rest, *distances, numbers, severity="note")
-            return Undone("not_sampled", rest, *distances, numbers)
+        placeholders = Columns(c.trainer, c.sampler, is_placeholder)
+        if placeholders.distance() <= 3 * rest.distance():
+            continue  # they are hardly farther off than all others
+        numbers = {
+            "tokens": int(is_placeholder.sum()),
+            "trained": len(y),
+            "value": f"{value.item():g}",
+            "place": words_for_place(is_placeholder, c.mask),
+        }
+        distances = (c.distance(), rest.distance())
+        may_be_certainty = value == 0 and _writes_certainty_as_zero(rest)
+        if may_be_certainty and not _stand_alone(is_placeholder, rest):
+            return Undone("zero", rest, *distances, numbers, severity="note")
+        return Undone("not_sampled", rest, *distances, numbers)
     return None
 
 
 def _writes_certainty_as_zero(c: Columns) -> bool:
-    """Return whether the sampler has 0 on tokens of which the trainer is certain too:
-    then its 0 on another token may be certainty as well.
+    """Return whether the sampler has 0 on FEW tokens or more of which the trainer is
+    certain too: then its 0 on another token may be certainty as well.
     """
     has_zero = c.trained(c.sampler) == 0
     is_certain = c.trained(c.trainer) > math.log(CERTAIN_TOKEN)
@@ -238,8 +248,8 @@ def words_for_place(tokens: Tensor, mask: Tensor) -> str:
         mask: the tokens that train, [B, T].
 
     Returns:
-        That they are whole responses, or the first, or the last one of each; "" where
-        they are not.
+        Words between commas that they are whole responses, or the first, or the last
+        trained token of each; "" where they are none of these.
     """
     rows = tokens.any(1)
     if bool((tokens == mask)[rows].all()):
@@ -254,8 +264,9 @@ def words_for_place(tokens: Tensor, mask: Tensor) -> str:
 
 
 def _stand_alone(is_placeholder: Tensor, rest: Columns) -> bool:
-    """Return whether tokens with a placeholder stand in runs, each behind a token that
-    trains, and all other tokens agree.
+    """Return whether tokens with a placeholder stand in runs of FEW or more on average,
+    nine of ten runs behind a token that trains and has no placeholder, and all other
+    tokens agree.
 
     A trainer that lacks a part of the context, or reads other ids, disagrees with the
     sampler on the tokens behind as well; and where it lacks the prompt or a turn, it
@@ -271,13 +282,14 @@ def _stand_alone(is_placeholder: Tensor, rest: Columns) -> bool:
 
 
 def _is_coarse(column: Tensor) -> bool:
-    """Return whether all numbers are of float16 or bfloat16, or have four decimals:
-    there whole numbers are no rarity.
+    """Return whether all numbers are of float16 or bfloat16, or have four decimals or
+    fewer: there whole numbers are no rarity.
     """
-    decimals = (column * 1e4).round() / 1e4
     grids = (column.half().double(), column.bfloat16().double())
     is_on_grid = [bool((grid == column).all()) for grid in grids]
-    return any(is_on_grid) or bool(((decimals - column).abs() < 1e-9).all())
+    four_decimals = (column * 1e4).round() / 1e4
+    has_four_decimals = bool(((four_decimals - column).abs() < 1e-9).all())
+    return any(is_on_grid) or has_four_decimals
 
 
 def is_bfloat16(column: Tensor) -> bool:
@@ -294,19 +306,20 @@ def is_bfloat16(column: Tensor) -> bool:
 
 
 def _is_floor_or_ceiling(c: Columns, has_value: Tensor, value: Tensor) -> bool:
-    """Return whether the number is the floor or the ceiling of its column, beyond which
-    the other column goes on.
+    """Return whether `value` is the least or the largest number of the sampler's
+    column, and the trainer's numbers on nine of ten of its tokens lie beyond it, or
+    within CLOSE. A largest number of 0 is no ceiling.
     """
     y = c.trained(c.sampler)
-    beyond = c.trainer[has_value] - value
+    above = c.trainer[has_value] - value
     if value == y.min() and value != y.max():
-        return bool((beyond < CLOSE).double().mean() > 0.9)
-    is_beyond = (beyond > -CLOSE).double().mean() > 0.9
-    return bool(value == y.max() and value < 0 and is_beyond)
+        return bool((above < CLOSE).double().mean() > 0.9)
+    is_above = (above > -CLOSE).double().mean() > 0.9
+    return bool(value == y.max() and value < 0 and is_above)
 
 
 def _runs_of(tied: Tensor, least: int) -> Tensor:
-    """Return the tokens in those runs of tied tokens that have at least so many."""
+    """Return the tokens, [B, T], in runs of `least` or more neighboring tied tokens."""
     starts = tied & ~torch.nn.functional.pad(tied, (1, 0))[:, :-1]
     run_number = starts.flatten().cumsum(0).view(tied.shape)
     sizes = torch.bincount(run_number[tied], minlength=int(run_number.max()) + 1)
@@ -314,8 +327,13 @@ def _runs_of(tied: Tensor, least: int) -> Tensor:
 
 
 def _runs_with(tied: Tensor, evidence: Tensor, least_evidence: int) -> Tensor:
-    """Return the tokens in those runs of neighboring tied tokens that have enough
-    evidence: `least_evidence` tokens, and a fifth of the run.
+    """Return the tokens, [B, T], in those runs of neighboring tied tokens that have
+    enough evidence: `least_evidence` tokens, and a fifth of the run.
+
+    Args:
+        tied: tokens that share one number, [B, T].
+        evidence: those of them that show that the number is none of theirs, [B, T].
+        least_evidence: tokens.
     """
     starts = tied & ~torch.nn.functional.pad(tied, (1, 0))[:, :-1]
     run_number = starts.flatten().cumsum(0).view(tied.shape)
@@ -328,9 +346,10 @@ def _runs_with(tied: Tensor, evidence: Tensor, least_evidence: int) -> Tensor:
 
 
 def _ties_at_an_end(tied: Tensor, c: Columns) -> Tensor:
-    """Return the tied tokens at one end of the responses, where nearly every response
-    has one there, and hardly any other token is tied, or hardly any other tied token is
-    doubtful for the trainer; else no token.
+    """Return the tied tokens at one end of the responses, [B, T], where nearly every
+    response has one there, and hardly any other token is tied, or hardly any other tied
+    token is doubtful for the trainer (DOUBTFUL_TOKEN); else no token. The first tokens
+    of the responses are tried before the last ones.
     """
     order = c.mask.cumsum(1)
     is_doubtful = c.trainer < math.log(DOUBTFUL_TOKEN)
@@ -351,13 +370,14 @@ def _ties_at_an_end(tied: Tensor, c: Columns) -> Tensor:
 
 def find_floor(c: Columns) -> Undone | None:
     """Find whether one column has a floor or a ceiling beyond which values of the other
-    one go on.
+    one go on. The sampler's column is tried first, and the floor before the ceiling.
 
     Args:
         c: the columns of the trainer and the sampler.
 
     Returns:
-        The cause, undone; None where there is none.
+        The cause, with the other column clamped at the same number; None where there is
+        none. A ceiling above -0.001, where a token is certain, is none.
     """
     for name, limited_column, other in (
         ("sampler", c.sampler, c.trainer),
@@ -371,6 +391,7 @@ def find_floor(c: Columns) -> Undone | None:
                 continue
             beyond = (value - other[has_limit]) * (1 if lowest else -1)
             rest = (c.trainer - c.sampler)[c.mask & ~has_limit].abs()
+            # `quantile` takes at most 2^24 numbers
             noise = float(rest.quantile(0.95)) if 0 < len(rest) < 10_000_000 else 0.0
             # ties of a coarse grid lie within a grid step of the other column, on both
             # sides

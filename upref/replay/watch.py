@@ -114,6 +114,7 @@ def sink_of(folder: str | Path, keep: str) -> Sink | None:
         return file_sink(open_folder(folder))
 
     def make_folder_and_write(batch: RecordedBatch | None, group: Any = None) -> None:
+        """Write the step, after making the folder; nothing for None."""
         if batch is not None:
             file_sink(open_folder(folder))(batch, group)
 
@@ -158,14 +159,16 @@ class Watch:
     def __call__(
         self, batch: RecordedBatch | None, group: Any = None
     ) -> Mapping[str, float]:
-        """Judge a step.
+        """Judge a step over all ranks, record it where that is due, and log what was
+        found. `failures` counts the steps that failed.
 
         Args:
             batch: what this rank has of it; None where it could not record it.
             group: process group of the data-parallel ranks; None: the default one.
 
         Returns:
-            Metrics to log.
+            Metrics to log, under "upref/": loss_off (|the objective's loss - the logged
+            one|), normalizer, failures, and of a sampler's column those of its gap.
 
         Raises:
             InputError: a rank has not recorded the step.
@@ -199,6 +202,9 @@ class Watch:
         return {f"upref/{name}": value for name, value in metrics.items()}
 
     def _judge(self, batch: RecordedBatch, failures: list[ReplayFinding]) -> None:
+        """Raise Stopped with the failures of a step, or log them, as `on_fail` says; do
+        nothing where there are none.
+        """
         if not failures:
             return
         sentence = f"step {batch.step}: {' '.join(str(f) for f in failures)}"
@@ -207,7 +213,7 @@ class Watch:
         log.error("%s It trains on (on_fail=warn).", sentence)
 
     def _tell(self, batch: RecordedBatch, findings: tuple[ReplayFinding, ...]) -> None:
-        """Log a finding once for each cause."""
+        """Log each finding as a warning, a cause only once in the run."""
         for f in findings:
             if f.cause not in self.causes_reported:
                 log.warning("step %s: %s", batch.step, f)
@@ -215,7 +221,9 @@ class Watch:
 
 
 def _gap_metrics(found: Gap) -> dict[str, float]:
-    """Return the metrics of a gap that a trainer logs. `gap_cause` is 0 where it has none."""
+    """Return the metrics of a gap that a trainer logs. `gap_cause` is the place of its
+    first finding's cause in CAUSES, from 1; 0 where it has none.
+    """
     cause = found.findings[0].cause if found.findings else ""
     return {
         "rho_mean": found.rho_mean,
@@ -227,7 +235,7 @@ def _gap_metrics(found: Gap) -> dict[str, float]:
 
 
 def expect_choices(on_fail: str, keep: str) -> None:
-    """InputError unless both are words that `watch` takes.
+    """Raise InputError unless both are words that `watch` takes.
 
     Args:
         on_fail: "stop" or "warn".
@@ -240,7 +248,8 @@ def expect_choices(on_fail: str, keep: str) -> None:
 
 
 def join_ranks(batch: RecordedBatch | None, group: Any = None) -> RecordedBatch:
-    """The step over all data-parallel ranks.
+    """Return the step over all data-parallel ranks. All ranks must call it, and each
+    waits for the others.
 
     Args:
         batch: of this rank; None where it could not record it.

@@ -530,10 +530,13 @@ CAUSES: dict[str, str] = SAMPLER | ZERO | SERIES | ADVANTAGES | LOSS | OLD
 
 
 def sentence(cause: str, numbers: Mapping[str, Any]) -> str:
-    """The finding in words.
+    """Return the finding in words.
 
     Args:
         cause: a key of CAUSES.
         numbers: what its placeholders stand for.
+
+    Raises:
+        KeyError: there is no such cause, or a number is missing.
     """
     return CAUSES[cause].format(**numbers)

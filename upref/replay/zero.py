@@ -92,7 +92,9 @@ def zero_mismatch(batch: RecordedBatch) -> ZeroMismatch:
 
 
 def _is_current(batch: RecordedBatch) -> Tensor:
-    """Which tokens the weights of this step sampled, as far as the file tells, [B, T]."""
+    """Return which tokens the weights of this step sampled, [B, T]; all where the file
+    has no version or step.
+    """
     if batch.version is None or batch.step is None:
         return torch.ones_like(batch.mask)
     return batch.lags() <= 0
@@ -101,7 +103,8 @@ def _is_current(batch: RecordedBatch) -> Tensor:
 def _count(
     batch: RecordedBatch, compared: Tensor, differs: Tensor, size: Tensor
 ) -> ZeroMismatch:
-    """Count the tokens that differ.
+    """Count the tokens that differ, by place, shape and id; the finding names the
+    first.
 
     Args:
         batch: the recorded step.
@@ -145,12 +148,14 @@ def _count(
 
 
 def _share(differs: Tensor, of: Tensor) -> float:
-    """Share of these tokens that differ; 0 where there are none."""
+    """Return the share of the tokens `of` [B, T] that differ; 0 where there are none."""
     return float((differs & of).sum()) / max(1, int(of.sum()))
 
 
 def _by_quarter(compared: Tensor, differs: Tensor) -> tuple[float, ...]:
-    """Share of the tokens that differ, in each quarter of the responses."""
+    """Return the share of the compared tokens that differ, in each quarter of the
+    responses by number of compared tokens, the first quarter first.
+    """
     order = compared.cumsum(1) - 1
     lengths = compared.sum(1, keepdim=True).clamp(min=1)
     quarter = (QUARTERS * order / lengths).floor()
@@ -161,7 +166,7 @@ def _by_shape(
     batch: RecordedBatch, compared: Tensor, differs: Tensor
 ) -> Iterator[tuple[tuple[int, int], float]]:
     """Yield each shape of a micro-batch, rows and longest row, and the share of its
-    tokens that differ.
+    tokens that differ, smallest shape first; nothing without the column micro.
     """
     if batch.micro is None:
         return
@@ -183,7 +188,9 @@ def _by_shape(
 def _by_id(
     ids: Tensor, compared: Tensor, differs: Tensor
 ) -> dict[int, tuple[int, int]]:
-    """The token ids that differ most often: how many differ, and how many there are."""
+    """Return, for the MOST_IDS token ids that differ most often, how many tokens differ
+    and how many are compared.
+    """
     kinds, counts = ids[differs].unique(return_counts=True)
     most = counts.argsort(descending=True, stable=True)[:MOST_IDS].tolist()
     return {

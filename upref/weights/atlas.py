@@ -33,8 +33,8 @@ MU = np.r_[np.logspace(-4, -0.3, 30), 1 - np.logspace(-0.32, -7, 24)]
 
 
 def atlas() -> "Figure":
-    """Every objective of the first tier (upref.catalog), from the widest Cap for A > 0
-    to the narrowest.
+    """Draw every objective of the first tier (upref.catalog), from the widest Cap for A
+    > 0 to the narrowest.
 
     Each has its default hyperparameters.
     Left of each pair the gradient weight against r (mu = 0.1), right the Cap of a token
@@ -109,7 +109,9 @@ def atlas() -> "Figure":
 
 
 def _draw_legend(fig: "Figure", x: float, y: float) -> None:
-    """Draw the legend of both kinds of pictures, in their colors."""
+    """Draw the legend of both kinds of pictures, in their colors; x, y: its lower left
+    corner, as parts of the figure.
+    """
     from matplotlib.artist import Artist
     from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea, VPacker
 
@@ -153,9 +155,17 @@ def _style_of_word(color: str) -> dict[str, Any]:
     }
 
 
-def _write_heading(fig: "Figure", group: Any, x: Any, y: Any, line: Any) -> None:
+def _write_heading(
+    fig: "Figure", group: list[Curve], x: float, y: float, line: float
+) -> None:
     """Write the first name of a group of objectives that have one curve, and the other
     names below it.
+
+    Args:
+        fig: the figure.
+        group: the curves; one at least.
+        x, y: place of the last line, as parts of the figure.
+        line: height of a line, in the same unit.
     """
     names = [c.name for c in group]
     other_names = ""
@@ -188,7 +198,8 @@ def groups(names: Iterable[str]) -> tuple[list[list[Curve]], dict[str, str]]:
         names: of objectives.
 
     Returns:
-        Groups of curves, and name -> reason.
+        Groups of curves, and name -> reason. In a group the name of the fewest words is
+        first.
     """
     absent = {n: why for n in names if (why := obstacle(get(n)))}
     curves_by_weight: dict[tuple[str, bytes], list[Curve]] = {}
@@ -215,7 +226,9 @@ def _sort_key(curve: Curve) -> tuple[float, float, str, str]:
 
 
 def _draw_weight(ax: "Axes", curve: Curve, gray_lines: Any) -> None:
-    """Draw the weight against r, for both signs of A."""
+    """Draw the weight against r at mu = 0.1, for both signs of A, and behind it lines
+    (r, weight) for comparison, in gray.
+    """
     reach = half_width(curve, 0.1)
     for xy in gray_lines:
         ax.plot(*xy, color=GREY, lw=0.9, zorder=1)
@@ -233,7 +246,9 @@ def _draw_weight(ax: "Axes", curve: Curve, gray_lines: Any) -> None:
 
 
 def _draw_cap(ax: "Axes", curve: Curve, gray_caps: Any) -> None:
-    """Draw the Cap against mu, for both signs of A."""
+    """Draw the Cap of a token at π_θ = π_old = mu against mu, for both signs of A, and
+    behind it Caps for comparison, in gray.
+    """
     for cap in gray_caps:
         ax.loglog(MU, cap, color=GREY, lw=0.9, zorder=1)
     for A, color in ((1.0, UP), (-1.0, DOWN)):

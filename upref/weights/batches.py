@@ -72,17 +72,17 @@ CLAMPS = (9.5, 10.5, 19.5, 20.5, 25.0)
 
 @lru_cache(4096)
 def breakpoints(objective: Objective, A: float, mu: float, **hp: Any) -> list[float]:
-    """The ratios with mu r < 1 at which the weight of a token by itself jumps,
+    """Return the ratios with mu r < 1 at which the weight of a token by itself jumps,
     ascending.
 
     Args:
-        objective: any with a weight of a token by itself.
+        objective: any; [] for one without a weight of a token by itself.
         A: the advantage.
         mu: π_old.
         **hp: hyperparameters.
 
     Returns:
-        Ratios.
+        Ratios with |log r| < 8. The list is kept for the next call: do not write to it.
     """
     if objective.batch_coupled:
         return []
@@ -97,8 +97,9 @@ def breakpoints(objective: Objective, A: float, mu: float, **hp: Any) -> list[fl
 def _jumps(
     objective: Objective, points: tuple[tuple[float, float | None], ...], **hp: Any
 ) -> dict[tuple[float, float | None], list[float]]:
-    """The ratios at which the weight of a token by itself jumps, ascending, at each of
-    these (A, π_old); no π_old where it has no effect.
+    """Return the ratios at which the weight of a token by itself jumps, ascending, at
+    each of these (A, π_old); None for a π_old that has no effect. Where the objective
+    reads the entropy, those of a token of high entropy are among them.
     """
     curves = [make_curve_of_objective(objective, **hp)]
     if "entropy" in objective.reads:
@@ -151,18 +152,18 @@ def ratios(
     edges: tuple[float, ...] = BOUND_EDGES,
     **hp: Any,
 ) -> list[float]:
-    """r at the given distances from every bound, and on a fixed grid of log r; all with
-    mu r < 1.
+    """Return r at the given distances from every bound, and on a fixed grid of log r;
+    all with mu r < 0.999.
 
     Args:
         objective: any.
-        A: the advantage.
+        A: the advantage; at 0 there are no bounds.
         mu: π_old.
-        edges: distances in log r.
+        edges: distances from a bound, relative to r.
         **hp: hyperparameters.
 
     Returns:
-        Ratios.
+        Ratios, those beside bounds first.
     """
     bounds = breakpoints(objective, A, mu, **hp) if A else []
     # A bound that depends on mu is itself rounded: on which side of it a ratio on the
@@ -183,11 +184,11 @@ def interval_words(
     ratio: str = "r",
     below: str = "<=",
 ) -> str:
-    """`r > 1.28`, or with both ends `0.8 < r <= 1.28`, in as many digits as tell the
-    two apart.
+    """Name an interval: `r > 1.28`, or with both ends `0.8 < r <= 1.28`, in as many
+    digits as tell the two apart.
 
     Args:
-        low, high: the bounds; None: there is none.
+        low, high: the bounds; None: there is none. At most one is None.
         digits: at least so many.
         ratio: its symbol.
         below: "<=", or "<" where the upper bound itself was not looked at.
@@ -207,18 +208,21 @@ def interval_words(
 
 
 def regime_words(A: float, r: float, bounds: list[float], ratio: str = "r") -> str:
-    """The regime of a token in words: `A < 0, r > 1.28`.
+    """Name the regime of a token: the sign of A, and the interval of r between two
+    bounds: `A < 0, r > 1.28`.
 
     Args:
         A: the advantage.
         r: the ratio.
-        bounds: those of the objective.
+        bounds: those of the objective, ascending; []: `A < 0, any r`.
         ratio: the symbol of the ratio on which the objective acts.
 
     Returns:
         Words.
     """
-    sign = "A > 0" if A > 0 else "A < 0" if A < 0 else "A = 0"
+    sign = "A = 0"
+    if A:
+        sign = "A > 0" if A > 0 else "A < 0"
     below = [bound for bound in bounds if bound < r]
     above = [bound for bound in bounds if bound >= r]
     if not bounds:
@@ -237,8 +241,9 @@ def batch(
     mus: tuple[float, ...] = MU,
     **hp: Any,
 ) -> Rollouts:
-    """A float64 batch that visits every regime of the objective, masked slots poisoned
-    with NaN, groups interleaved.
+    """Make a float64 batch that visits every regime of the objective (sign of A,
+    interval of r between two bounds, π_old), masked slots poisoned with NaN, groups
+    interleaved.
 
     A token-level objective meets one regime per token. An objective that acts on whole
     responses meets one per response, reached by tokens whose ratios differ.
@@ -246,13 +251,13 @@ def batch(
     Args:
         objective: whose bounds the grid is around.
         seed: of the order of the regimes.
-        edges: distances from each bound, in log r.
+        edges: distances from each bound, relative to r.
         thin: keep every so many-th regime.
         mus: probabilities under π_old.
         **hp: hyperparameters.
 
     Returns:
-        A batch.
+        A batch of the caller's own: it may be written to.
     """
     # a copy, because a loss may write to what it is given
     return deepcopy(
@@ -270,7 +275,7 @@ def kept_batch(
     mus: tuple[float, ...] = MU,
     **hp: Any,
 ) -> Rollouts:
-    """The batch of `batch`, made once in a process: do not write to its tensors."""
+    """Return the batch of `batch`, made once in a process: do not write to its tensors."""
     # the bounds of a response's ratio do not depend on mu
     mus = mus[:1] if objective.level in REDUCE else mus
     cases = [
@@ -315,9 +320,9 @@ NEAR_CLIP = 5e-4  # how near, relative, ratios are to a clip of a coupled batch
 def _cases_near_clip(
     hp: dict[str, Any], rng: np.random.Generator
 ) -> list[tuple[float, float, float]]:
-    """Return (A, π_old, r) near 1 - eps_low and 1 + eps_high, of an objective whose
-    tokens decide about each other: it has no weight of a token by itself, and so no
-    bounds that are found.
+    """Return 48 cases (A, π_old, r) near each of 1 + eps_high (A = 1) and 1 - eps_low
+    (A = -1) that the hyperparameters have. An objective whose tokens decide about each
+    other has no weight of a token by itself, and so no bounds that are found.
     """
     clips = [
         (sign, 1 + sign * hp[name])
@@ -462,8 +467,8 @@ def make_batch(
     one_adv: bool,
     rng: np.random.Generator,
 ) -> Rollouts:
-    """A batch with one of these (A, mu, r) per token, or per response at a level of
-    whole responses.
+    """Make a batch with one of these (A, mu, r) per token, or per response at a level
+    of whole responses.
 
     Args:
         cases: (A, mu, r) each.
@@ -492,8 +497,8 @@ def _rows(
 def _tokens(
     cases: list[Any], one_adv: bool, rng: np.random.Generator
 ) -> list[RowOfTokens]:
-    """Return rows of 1 to 9 tokens, one token per case. With `one_adv` the tokens of a
-    row have the same A.
+    """Return rows of 1 to 9 tokens, one token per case (A, π_old, r), in random order.
+    With `one_adv` the tokens of a row have the same A.
     """
     if one_adv:
         cases = sorted(cases, key=lambda c: c[0])
@@ -514,8 +519,9 @@ def _tokens(
 def _responses(
     cases: list[Any], level: str, rng: np.random.Generator
 ) -> list[RowOfTokens]:
-    """Return one response per case: its tokens' log r differ, and have the mean, or the
-    sum, log r of the case.
+    """Return one response of 1 to 5 tokens per case (A, π_old, r): its tokens' log r
+    differ, and have the mean, or the sum, log r of the case. The case's π_old does not
+    count.
     """
     rows = []
     for (A, _, r), n in zip(cases, cycle((3, 1, 5, 2)), strict=False):
@@ -532,7 +538,12 @@ def _responses(
 
 
 def _rollouts(rows: list[RowOfTokens], rng: np.random.Generator) -> Rollouts:
-    """Return the batch of rows of tokens (A, log π_old, log r), padded."""
+    """Return the batch of rows of tokens (A, log π_old, log r), padded with NaN by one
+    column at least; each prompt has three responses or so, at random rows.
+
+    Raises:
+        InputError: there are no rows.
+    """
     if not rows:
         raise InputError("the regime grid is empty: choose a smaller thin.")
     T = max(map(len, rows)) + 1  # one column of padding at least
@@ -561,11 +572,11 @@ def _rollouts(rows: list[RowOfTokens], rng: np.random.Generator) -> Rollouts:
 
 # ---- other batches -------------------------------------------------------------------
 def on_policy_batch(width: int = 9) -> Rollouts:
-    """A batch with π_θ = π_old, ragged lengths, three groups of unequal sizes, one
-    advantage per response.
+    """Make a batch with π_θ = π_old, ragged lengths, three groups of unequal sizes, one
+    advantage per response: always the same one.
 
     Args:
-        width: columns.
+        width: columns; what does not fit of a response is left out.
 
     Returns:
         A batch in float64.
@@ -747,8 +758,9 @@ def concatenate(batches: Sequence[Rollouts], multiple_of: int = 1) -> Rollouts:
 
 
 def fill_padding(batch: Rollouts) -> Rollouts:
-    """The batch with plausible numbers in its masked slots, and with a reference
-    policy.
+    """Return the batch with plausible numbers in its masked slots, and with a reference
+    policy if it has none. A masked slot has the advantage of the response's first
+    token.
 
     Args:
         batch: any batch.
@@ -758,23 +770,22 @@ def fill_padding(batch: Rollouts) -> Rollouts:
     """
     A = torch.where(batch.mask, batch.adv.expand_as(batch.mask), 0)
     first = A.gather(1, batch.mask.int().argmax(1, keepdim=True))
-    batch = batch.but(
+    entropy = batch.entropy
+    if entropy is not None:
+        entropy = entropy.masked_fill(~batch.mask, 1.0)
+    filled = batch.but(
         logp=batch.logp.masked_fill(~batch.mask, -1.0),
         logp_old=batch.logp_old.masked_fill(~batch.mask, -1.1),
         adv=torch.where(batch.mask, A, first),
-        entropy=None
-        if batch.entropy is None
-        else batch.entropy.masked_fill(~batch.mask, 1.0),
+        entropy=entropy,
     )
-    return (
-        batch
-        if batch.logp_ref is not None
-        else batch.but(logp_ref=reference_logp(batch))
-    )
+    if filled.logp_ref is not None:
+        return filled
+    return filled.but(logp_ref=reference_logp(filled))
 
 
 def reference_logp(batch: Rollouts) -> Tensor:
-    """log π_ref of each token, near to π_old.
+    """Return log π_ref of each token, 0.1 to 0.5 nats below log π_old.
 
     Args:
         batch: any batch.
@@ -782,25 +793,20 @@ def reference_logp(batch: Rollouts) -> Tensor:
     Returns:
         [B, T].
     """
-    return (
-        batch.logp_old
-        - 0.3
-        - 0.2
-        * torch.arange(batch.mask.numel(), dtype=batch.logp.dtype)
-        .reshape(batch.mask.shape)
-        .sin()
-    )
+    slots = torch.arange(batch.mask.numel(), dtype=batch.logp.dtype)
+    wave = slots.reshape(batch.mask.shape).sin()
+    return batch.logp_old - 0.3 - 0.2 * wave
 
 
 def sampler_logp(batch: Rollouts) -> Tensor:
-    """log μ of each token: rows in turn equal to π_old but for rounding, near to it,
-    and off by up to e^±2.
+    """Return log μ of each token: rows in turn equal to log π_old but for rounding,
+    near to it, and off by up to 2 nats.
 
     Args:
         batch: any batch.
 
     Returns:
-        [B, T].
+        [B, T], -1.2 on masked slots.
     """
     B, T = batch.mask.shape
     spread = torch.tensor([1e-5, 0.1, 2.0], dtype=batch.logp.dtype)[
@@ -819,7 +825,8 @@ def is_near_bound(
     Args:
         weights: the weight of each token of a batch.
         batch: the batch.
-        step: a distance in log r; the default is what rounding to float32 moves it by.
+        step: a distance in log r, in nats; the default is what rounding to float32
+            moves it by.
 
     Returns:
         [B, T], True near a jump.

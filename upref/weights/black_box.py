@@ -67,13 +67,14 @@ ALONE_STEP = 5  # of so many of the few tokens, one is measured alone too
 
 # ---- tokens by themselves ------------------------------------------------------------
 def low_probability(r: Any) -> np.ndarray:
-    """π_old of a low-probability token whose ratio is r.
+    """Return π_old of a low-probability token whose ratio is r: 0.02, or less where the
+    ratio is above 45.
 
     Args:
         r: ratios.
 
     Returns:
-        Probabilities with mu r < 1.
+        Probabilities mu with mu r <= 0.9.
     """
     return np.minimum(0.02, 0.9 / r)
 
@@ -292,8 +293,9 @@ def reads_other_tokens(
     """Tell whether the weight of a token depends on the other tokens of its response.
 
     One token of each response gets another ratio, or another probability, and the
-    gradient of the other one is compared: of the first, and of the second. No aggregation divides it out, so a factor
-    that the responses share is one too.
+    gradient of the other one is compared: of the first, and of the second. The
+    aggregation is not divided out, so a factor that the responses share counts as a
+    dependence too.
 
     Args:
         gradient: of a loss whose weights do not depend on other responses.
@@ -309,7 +311,9 @@ def reads_other_tokens(
     lp, old = batch.logp, batch.logp_old
 
     def weights_beside(ratio: float, mu: float, column: int) -> Tensor:
-        """Return the gradients of these tokens beside others of this ratio."""
+        """Return the gradients of these tokens, in the first or second column (0, 1),
+        beside others of this ratio and old probability, [n].
+        """
         other = 1 - column
         logp, lp_old = (x.flip(1) if column else x.clone() for x in (lp, old))
         lp_old[:, other] = np.log(mu)

@@ -86,10 +86,8 @@ def capacity(
     ends, alive_below_all = curve.ends(pairs[:, 1], pairs[:, 0])
     r = np.maximum(p, TINY) / mu
     moves_up = A > 0
-    r_ahead = np.minimum(
-        np.where(moves_up, r * (1 + curve.rtol_ratio), r * (1 - curve.rtol_ratio)),
-        1 / mu,
-    )
+    step_ahead = np.where(moves_up, 1 + curve.rtol_ratio, 1 - curve.rtol_ratio)
+    r_ahead = np.minimum(r * step_ahead, 1 / mu)
     # each end turns the weight from 0 to another number, or back
     ends_passed = (ends[pair_of_point] < r_ahead[:, None]).sum(1)
     even_ends_passed = ends_passed % 2 == 0
@@ -106,7 +104,8 @@ def capacity(
 
 
 def words_for_fading(curves: Sequence[Curve]) -> str:
-    """Say which weights fade where A > 0, without a cut that would end the room.
+    """Say which weights fade where A > 0, without a cut that would end the room: at the
+    ratio 100 they are below FADED_WEIGHT of that at 1.
 
     Args:
         curves: of a token by itself.

@@ -49,7 +49,7 @@ Numbers: TypeAlias = float | np.ndarray
 
 @dataclass(frozen=True)
 class Curve:
-    """w(r, A, mu): call it on arrays that broadcast. `of` makes it."""
+    """w(r, A, mu): call it on arrays that broadcast. `make_curve` makes it."""
 
     name: str
     # of (r, A, mu), arrays that broadcast, with mu r <= 1
@@ -67,10 +67,10 @@ class Curve:
     floor: float = 1e-6  # weights of a smaller relative distance count as one
 
     def __call__(self, r: Numbers, A: Numbers, mu: Numbers | None = None) -> np.ndarray:
-        """Return dJ/dlp in float64.
+        """Return dJ/dlp in float64, in the shape to which r, A and mu broadcast.
 
-        A ratio above 1/mu, which no probability has, counts as 1/mu. Without mu, mu is
-        `low_probability(r)`.
+        A ratio above 1/mu, which no probability has, counts as 1/mu. Without mu, or
+        where the weight does not read it, mu is `low_probability(r)`.
 
         Raises:
             InputError: a loss has no finite gradient.
@@ -110,11 +110,11 @@ class Curve:
 
         Args:
             A: advantages.
-            mu: π_old, of as many.
-            r: the grid of ratios.
+            mu: π_old, of as many; None as for `__call__`.
+            r: the grid of ratios, ascending.
 
         Returns:
-            A list for each pair.
+            A list for each pair (A, mu), ascending in r.
         """
         rows, mu = _columns(A, mu)
         found, _ = self._find_jumps(rows, mu, r, ends=False)
@@ -167,7 +167,9 @@ class Curve:
     def _find_jumps(
         self, A: np.ndarray, mu: np.ndarray | None, r: np.ndarray, ends: bool
     ) -> tuple[JumpTable, np.ndarray]:
-        """Find the jumps of the weight between these ratios; see `find_jumps`."""
+        """Find the jumps of the weight between these ratios, for each row of the
+        columns A and mu; see `find_jumps`.
+        """
 
         def weight_of_rows(r: np.ndarray, rows: np.ndarray) -> np.ndarray:
             """Return the weights at r [m, k], with A and mu of these rows."""
@@ -180,7 +182,7 @@ class Curve:
 
 
 def _columns(A: Numbers, mu: Numbers | None) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return A and mu as columns of one length; None for a mu that is None."""
+    """Return A and mu as columns [n, 1]; None for a mu that is None."""
     A = np.atleast_1d(np.asarray(A, dtype=float))
     if mu is None:
         return A[:, None], None
@@ -199,11 +201,11 @@ def obstacle(objective: Objective) -> str:
     Returns:
         A sentence, or nothing.
     """
-    return objective.batch_coupled or (
-        "its clip depends on the token's entropy"
-        if "entropy" in objective.reads
-        else ""
-    )
+    if objective.batch_coupled:
+        return objective.batch_coupled
+    if "entropy" in objective.reads:
+        return "its clip depends on the token's entropy"
+    return ""
 
 
 def make_curve_of_objective(objective: Objective, **hp: Any) -> Curve:
@@ -218,13 +220,10 @@ def make_curve_of_objective(objective: Objective, **hp: Any) -> Curve:
         The curve.
     """
     settings = objective.resolve(hp)
-    weight = partial(
-        _weight_of_coupled_tokens
-        if objective.level == "custom"
-        else _closed_form_weight,
-        objective,
-        hp,
-    )
+    weight_of = _closed_form_weight
+    if objective.level == "custom":
+        weight_of = _weight_of_coupled_tokens
+    weight = partial(weight_of, objective, hp)
     return Curve(objective.name, weight, objective.reads_mu, objective.level, settings)
 
 
@@ -238,7 +237,7 @@ def _closed_form_weight(
     """Return the weight of an objective, in the shape that it and the ratios broadcast
     to: the weight of some objectives does not depend on r.
     """
-    return objective.weight(r, A, mu=mu, **hp) + 0 * r
+    return objective.weight(r, A, mu=mu, **hp) + 0 * r  # + 0 * r: in the shape of r
 
 
 def _weight_of_coupled_tokens(
@@ -254,11 +253,9 @@ def _weight_of_coupled_tokens(
     points = np.broadcast_arrays(r, A, mu)
     r, A, mu = (torch.tensor(column.reshape(-1, 1)) for column in points)
     mask = torch.ones_like(r, dtype=torch.bool)
-    return (
-        objective.weight(r, A, mu, mask, torch.ones_like(r), **hp)
-        .numpy()
-        .reshape(points[0].shape)
-    )
+    entropy = torch.ones_like(r)
+    weights = objective.weight(r, A, mu, mask, entropy, **hp)
+    return weights.numpy().reshape(points[0].shape)
 
 
 # ---- from anybody's loss -------------------------------------------------------------
@@ -294,26 +291,30 @@ def make_curve_of_loss(loss: Any, settings: dict[str, Any] | None = None) -> Cur
 
 
 def _measured(loss: Any, r: Any, A: Any, mu: Any) -> np.ndarray:
-    """Measure the weight of a loss at each point, many points in one batch."""
+    """Measure the weight of a loss at each point, AT_ONCE points in one batch;
+    InputError where one is not finite.
+    """
     weights = in_parts(partial(_in_one_batch, loss), AT_ONCE, r, A, mu)
     _refuse_infinite(loss, weights, r, mu)
     return weights
 
 
 def _one_by_one(loss: Any, r: Any, A: Any, mu: Any) -> np.ndarray:
-    """Measure the weight of a loss at each point, one point in each batch."""
+    """Measure the weight of a loss at each point, one point in each batch; InputError
+    where one is not finite.
+    """
     weights = in_parts(partial(_gradient, loss), 1, r, A, mu)
     _refuse_infinite(loss, weights, r, mu)
     return weights
 
 
 def _in_one_batch(loss: Any, r: Any, A: Any, mu: Any) -> np.ndarray:
-    """Measure the weights of tokens in one batch.
+    """Measure the weights of tokens, each a response of its own, in one batch, [n].
 
-    The batch's gradient is divided by a count of its tokens or responses. What that is
-    shows the token with the largest gradient, which is measured alone too: the loss's
-    weight is its gradient in a batch of one. All weights are NaN where that token has a
-    gradient only beside others.
+    The loss divides the batch's gradient by a count of its tokens or responses. The
+    token with the largest gradient shows which: it is measured alone too, and its
+    gradient in a batch of one is its weight. Where that is 0 or NaN, so are all
+    weights.
     """
     gradient = _gradient(loss, r, A, mu)
     if len(gradient) == 1:
@@ -332,7 +333,7 @@ def _gradient(loss: Any, r: Any, A: Any, mu: Any) -> np.ndarray:
     batch.
     """
     gradient = _without_kl_term(loss, single_token_batch(A, r, mu))
-    return gradient[:, 0].double().numpy() + 0.0  # not -0
+    return gradient[:, 0].double().numpy() + 0.0  # makes 0 of -0
 
 
 def _without_kl_term(loss: Any, batch: Rollouts) -> Tensor:
@@ -396,7 +397,9 @@ def make_curve(
 
 
 def _couples_a_response(objective: Objective, hp: dict[str, Any]) -> bool:
-    """Tell whether the weight of a token depends on the other tokens of its response."""
+    """Tell whether the weight of a token depends on the other tokens of its response:
+    of a custom level, this is measured.
+    """
     if objective.level != "custom":
         return objective.level in REDUCE
 
@@ -434,7 +437,8 @@ def make_curves(whats: Sequence[Any], hp: dict[str, Any]) -> list[Curve]:
         A curve for each.
 
     Raises:
-        InputError: a hyperparameter that none of them has.
+        InputError: there is no objective, none of them has a hyperparameter, or
+            `make_curve` raises it.
     """
     if not whats:
         raise InputError("name at least one objective.")

@@ -133,25 +133,25 @@ def find_jumps(
 
 
 def _least_change(w: np.ndarray, faint: np.ndarray, floor: float) -> np.ndarray:
-    """The least change of a weight w [n, G] from one r to the next that may be a jump,
-    [n, G - 1].
+    """Return the least change of a weight w [n, G] from one r to the next that may be a
+    jump, [n, G - 1]: floor times the larger of the two, and no less than faint [n, 1].
     """
     return np.maximum(floor * np.maximum(abs(w[:, :-1]), abs(w[:, 1:])), faint)
 
 
 def _is_faded(w: np.ndarray, faint: np.ndarray) -> np.ndarray:
-    """Find the weights that are 0 only by rounding: the nearest weight other than 0, on
-    either side, is faint, [n, G].
+    """Return which weights of w [n, G] are 0 only by rounding, [n, G]: the nearest
+    weight other than 0, on one side, is below faint [n, 1].
     """
     is_faint = (w != 0) & (abs(w) < faint)
     if not is_faint.any():
         return is_faint
     count = w.shape[1]
+    # of each place: the last place up to it, and the first from it on, that is not 0
     last_left = np.maximum.accumulate(np.where(w != 0, np.arange(count), 0), 1)
     first_right = np.minimum.accumulate(
         np.where(w != 0, np.arange(count), count - 1)[:, ::-1], 1
     )[:, ::-1]
-    return (w == 0) & (
-        np.take_along_axis(is_faint, last_left, 1)
-        | np.take_along_axis(is_faint, first_right, 1)
-    )
+    is_left_faint = np.take_along_axis(is_faint, last_left, 1)
+    is_right_faint = np.take_along_axis(is_faint, first_right, 1)
+    return (w == 0) & (is_left_faint | is_right_faint)

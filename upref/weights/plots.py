@@ -111,9 +111,12 @@ def cap_map(
         log: draw probabilities and Cap on logarithmic scales from 1e-4 to 1.
         **hp: hyperparameters; each goes to the objectives and losses that have it.
 
+    Returns:
+        A matplotlib figure.
+
     Raises:
-        InputError: no objective has a hyperparameter of this name, or `capacity` raises
-            it.
+        InputError: matplotlib is missing, adv is no finite number, no objective has a
+            hyperparameter of this name, or `capacity` raises it.
     """
     if not isinstance(adv, int | float | np.number) or not abs(adv) < np.inf:
         raise InputError(f"adv is an advantage, a number: got {repr(adv)[:60]}.")
@@ -139,7 +142,7 @@ def need_matplotlib() -> None:
 
 
 def cap_panels(panels: list[Panel], n: int = 400, log: bool = False) -> "Figure":
-    """The panels side by side on one colour bar; each is computed on n x n cells.
+    """Draw panels side by side with one color bar; each is computed on n x n cells.
 
     Args:
         panels: what is drawn, from left to right.
@@ -176,7 +179,18 @@ def cap_panels(panels: list[Panel], n: int = 400, log: bool = False) -> "Figure"
 def _cap_square(
     ax: Any, panel: Panel, n: int, colors: dict[str, Any], log: bool
 ) -> Any:
-    """Draw the Cap as colors over (mu, pi), and name the regions in which it is 0."""
+    """Draw the Cap as colors over (mu, pi), and name the regions in which it is 0.
+
+    Args:
+        ax: matplotlib's axes.
+        panel: what is drawn.
+        n: cells on each side.
+        colors: keywords cmap and norm of `imshow`.
+        log: logarithmic axes.
+
+    Returns:
+        The image, for a color bar.
+    """
     x = (np.arange(n) + 0.5) / n  # of the square; of a probability too, unless log
     mu, p = np.meshgrid(x, x)
     pi = (LEAST ** (1 - p), LEAST ** (1 - mu)) if log else (p, mu)
@@ -350,9 +364,10 @@ def _dashes(lines: list[tuple[np.ndarray, np.ndarray]]) -> list[Any]:
 
 
 def _weight_limits(A: float, weights: list[np.ndarray]) -> tuple[float, float]:
-    """The y limits that hold all curves, the parts of the wrong sign too.
+    """Return the y limits that hold all curves, the parts of the wrong sign too.
 
-    A curve above STEEPEST is cut there, so that the others stay readable.
+    A curve above STEEPEST is cut there, so that the others stay readable. The side of
+    the sign of A reaches to 1.25 at least.
     """
     with_sign = np.concatenate(weights) * A
     with_sign = with_sign[np.isfinite(with_sign)]
@@ -364,11 +379,16 @@ def _weight_limits(A: float, weights: list[np.ndarray]) -> tuple[float, float]:
     return -limit_with_sign, limit_against_sign
 
 
-def _label_ends(ax: "Axes", ends: Any) -> None:
+def _label_ends(ax: "Axes", ends: list[tuple[float, str, str]]) -> None:
     """Write names to the right of the axes, in the colors of their lines, and move names
     apart where they would touch.
+
+    Args:
+        ax: matplotlib's axes.
+        ends: of each line: its last weight, its name, and its color.
     """
-    (low, high), step = ax.get_ylim(), 0.062
+    low, high = ax.get_ylim()
+    step = 0.062  # the height of a name, as a part of the axes
     heights = [float(np.clip((y - low) / (high - low), 0, 1)) for y, *_ in ends]
     order = sorted(range(len(ends)), key=lambda i: (heights[i], -i))
     spread = np.array([heights[i] for i in order])
@@ -404,22 +424,17 @@ def line(
         curve: the weight.
         A: the advantage.
         mu: π_old.
-        reach: the half-width in log r.
+        reach: the half-width in log r; WIDE, or a narrow one.
 
     Returns:
-        r and the weight, two arrays of one length.
+        r and the weight, two arrays of one length, ascending in r.
     """
     r = np.exp(np.linspace(-reach, reach, 61))
-    r = np.sort(
-        np.r_[
-            r,
-            1,
-            *(
-                [j.r * (1 - 1e-9), j.r * (1 + 1e-9)]
-                for j in curve.jumps(A, mu, _ratios_within(reach))
-            ),
-        ]
-    )
+    beside_jumps = [
+        [jump.r * (1 - 1e-9), jump.r * (1 + 1e-9)]
+        for jump in curve.jumps(A, mu, _ratios_within(reach))
+    ]
+    r = np.sort(np.r_[r, 1, *beside_jumps])
     r = r[r * mu <= 1] if curve.reads_mu else r
     w = curve(r, A, mu)
     # the points inside a flat part need not be drawn
@@ -434,8 +449,8 @@ def _ratios_within(reach: float) -> np.ndarray:
 
 
 def half_width(curve: Curve, mu: float) -> float:
-    """Half-width in log r: a few windows where the window is narrow, else a factor of
-    6.
+    """Return the half-width of a ratio axis in log r: 2.6 times the largest |log r| at
+    which the weight turns to 0 or back, where this is below 2 %, else WIDE.
 
     Args:
         curve: the weight.
@@ -500,8 +515,7 @@ def _settings(curve: Curve) -> list[str]:
 
 
 def save(draw: Callable[[], "Figure"], file: str) -> int:
-    """Write the figure that `draw` makes; InputError, before it is drawn, where the
-    name ends in no known format.
+    """Write the figure that `draw` makes, and print the name of the file.
 
     Args:
         draw: makes the figure.
@@ -509,6 +523,10 @@ def save(draw: Callable[[], "Figure"], file: str) -> int:
 
     Returns:
         Exit status 0.
+
+    Raises:
+        InputError: before the figure is drawn, where the name ends in no known format,
+            or matplotlib is missing.
     """
     need_matplotlib()
     from matplotlib.figure import Figure

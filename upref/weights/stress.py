@@ -125,7 +125,9 @@ class Axis:
     needs: Literal["", "reference", "sampler", "advantages of tokens", "entropies"] = ""
 
     def rounded(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the numbers, rounded to float32 where a loss is measured in it."""
+        """Return the numbers in float64, with the digits of float32 where a loss is
+        measured in it.
+        """
         if not self.in_float32:
             return numbers
         return numbers.astype(np.float32).astype(float)
@@ -388,6 +390,10 @@ def _stress_batch(
 ) -> Rollouts:
     """Make the batch for all objectives with this level and these bounds of r.
 
+    Each response is near one of the bounds for its sign of A: half of its tokens have a
+    log r of 0.2 to 1.8 times that bound's, and the others one near 0. The axis and the
+    level then replace some of these.
+
     Args:
         axis: a key of AXES.
         level: of the objective: what has a ratio, a token or a response.
@@ -507,7 +513,8 @@ NOT_DRAWN = np.zeros((1, 1))  # what an axis or a level does not draw
 def _draw_numbers(
     axis: str, level: str, any_size: bool, seed: int, ids: tuple[str, ...]
 ) -> RandomNumbers:
-    """Draw the random numbers of an axis.
+    """Draw the random numbers of an axis. The result is kept for the next call: do not
+    write to its arrays.
 
     Args:
         axis, level, any_size, seed, ids: those of `_stress_batch`.
@@ -524,7 +531,7 @@ def _draw_numbers(
     rng.bit_generator.state = responses.generator_state
 
     def draw(among: tuple[float, ...]) -> np.ndarray:
-        """Draw one of these numbers for each token."""
+        """Draw one of these numbers for each slot, [B, T]."""
         return np.array(among)[rng.integers(len(among), size=(B, T))]
 
     # all fields but the batch
@@ -716,7 +723,8 @@ class Responses(NamedTuple):
 def _compose_responses(
     axis: str, any_size: bool, seed: int, id_kinds: int
 ) -> Responses:
-    """Draw what does not depend on an objective.
+    """Draw the responses of a batch: what does not depend on an objective. The result
+    is kept for the next call: do not write to its arrays.
 
     Args:
         axis, any_size, seed: those of `_stress_batch`.
@@ -764,7 +772,7 @@ def _compose_responses(
 def _order_of_rows(
     order: Order | None, A: np.ndarray, lengths: np.ndarray, id_kind: np.ndarray
 ) -> np.ndarray:
-    """Return the places of the rows in this order, [B]; None leaves them as they are."""
+    """Return the indices of the rows in this order, [B]; None leaves them as they are."""
     B = len(lengths)
     if order is None:
         return np.arange(B)
@@ -787,9 +795,9 @@ def _order_of_rows(
 def _sampler_ratios(
     rho: tuple[float, ...], mask: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
-    """Return log ρ = log π_old/μ of each token, [B, T]. Of three responses, one has a
-    large log ρ at some tokens, one has a large sum of log ρ, spread over all tokens, and
-    one has log ρ near 0.
+    """Return log ρ = log π_old/μ of each token, [B, T]. Of three responses in turn, one
+    has a large log ρ at some tokens, up to a sum of |log ρ| of RHO_PRODUCT; one has a
+    large sum of log ρ, spread over all tokens; and one has log ρ near 0.
     """
     B, T = mask.shape
     row_kind = (np.arange(B) % 3)[:, None]
@@ -819,10 +827,18 @@ def _assign_levels(
     stress: Axis, id_kinds: int, is_exception: np.ndarray, rng: np.random.Generator
 ) -> Iterator[np.ndarray]:
     """Choose five numbers of each response: A, the length, the kind of its mask, the kind
-    of its id, and the side of its ratio.
+    of its id, and the side of its ratio. The answer yields these in turn, [B] each: A
+    and the length themselves, and of the others an index.
 
-    Where there are rows enough, every level of one number meets every level of another
-    in a row. Otherwise each level of a number is in as many rows as any other.
+    A *level* is one of the values of a number. Where there are rows enough, and no
+    exceptions, every level of one number meets every level of another in a row.
+    Otherwise each level of a number is in as many rows as any other.
+
+    Args:
+        stress: the axis, which has the levels of the first three.
+        id_kinds: the number of kinds of ids.
+        is_exception: responses that are otherwise than most, [B]; all True: none is.
+        rng: draws the order.
     """
     levels = (len(stress.A), len(stress.lengths), len(stress.masks), id_kinds, 3)
 
@@ -860,8 +876,13 @@ def _assign_levels(
 
 
 def _covering_table(stress: Axis, levels: tuple[int, ...]) -> np.ndarray:
-    """Make the rows in which every two levels meet. Lengths too short to show a mask are
-    in rows of their own, which have every level of the others.
+    """Return rows of indices, [n, 5], in which every two levels meet. Lengths too short
+    to show a mask are in rows of their own, which have every level of the others and
+    mask 0.
+
+    Args:
+        stress: the axis.
+        levels: how many there are of A, lengths, masks, kinds of ids, and sides.
     """
     short_lengths = [
         i
@@ -882,7 +903,7 @@ def _covering_table(stress: Axis, levels: tuple[int, ...]) -> np.ndarray:
 
 @lru_cache(64)
 def pairwise(levels: tuple[int, ...]) -> np.ndarray:
-    """A covering array of strength 2 (all-pairs testing), built greedily: rows in which
+    """Build a covering array of strength 2 (all-pairs testing), greedily: rows in which
     every level of a factor meets every level of every other.
 
     Args:
@@ -914,19 +935,28 @@ def pairwise(levels: tuple[int, ...]) -> np.ndarray:
 def _columns_of_response(
     count: int, stress: Axis, mask: str, T: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Return which of T columns hold the tokens of a response, [count]."""
+    """Return which of T columns hold the tokens of a response, [count].
+
+    Args:
+        count: tokens of the response.
+        stress: the axis, for the sizes of holes and of what is in front.
+        mask: one of MASKS; "plain": the first columns.
+        T: columns of the batch. What does not fit is cut.
+        rng: draws the sizes.
+    """
     positions = np.arange(count)
     free_columns = T - count
     turns = min(count, int(rng.choice(TURNS)))
     match mask:
         case "a hole":
-            return positions + (positions >= (count + 1) // 2) * min(
-                free_columns, int(rng.choice(stress.holes))
-            )
+            hole = min(free_columns, int(rng.choice(stress.holes)))
+            is_behind_hole = positions >= (count + 1) // 2
+            return positions + is_behind_hole * hole
         case "turns":
-            return positions + (positions * turns // count) * (
-                min(free_columns, 3 * turns) // turns
-            )
+            turn_number = positions * turns // count
+            # three masked tokens in front of each turn but the first, where they fit
+            gap = min(free_columns, 3 * turns) // turns
+            return positions + turn_number * gap
         case "left padding":
             return positions + free_columns
         case "late":
