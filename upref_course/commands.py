@@ -23,12 +23,15 @@ def _learn_arguments(c: argparse.ArgumentParser) -> None:
 
 
 def _refuse_learn(args: argparse.Namespace) -> None:
+    """Raise InputError where the course has no such lesson."""
     if args.lesson:  # of 0 the run tells that there is nothing to grade
         require_exercise(args.lesson)
 
 
 def _learn(args: argparse.Namespace) -> int:
-    """Write the exercise of a lesson, or grade it if it is there; without one, list all."""
+    """Write the exercise of a lesson into this folder, or grade it if it is there;
+    without a lesson, list all. The status is 1 for a wrong answer.
+    """
     here = Path.cwd()
     if (
         args.lesson
@@ -58,7 +61,9 @@ def _learn(args: argparse.Namespace) -> int:
 
 
 def _list_exercises(args: argparse.Namespace, here: Path) -> int:
-    """Print the pages of the course, and which exercises in this folder are right."""
+    """Print the pages of the course, and which exercises in the folder `here` are
+    right; with --json the exercises alone. The status is 0.
+    """
     from upref.cli.output import table
     from upref_course import grader
 
@@ -90,6 +95,7 @@ def _list_exercises(args: argparse.Namespace, here: Path) -> int:
 
 
 def _explorer_arguments(c: argparse.ArgumentParser) -> None:
+    """Add the argument of `upref explorer`."""
     c.add_argument(
         "file", metavar="FILE", help="the .html file to write; it needs no network"
     )

@@ -187,7 +187,9 @@ def _digest(file: Path) -> str:
 
 
 def _has_hole(exercise: Exercise, file: Path) -> bool:
-    """Return whether the function still returns or assigns `...`."""
+    """Return whether the function still returns or assigns `...`; False where the file
+    has no such function.
+    """
     for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(function, ast.FunctionDef) and function.name == exercise.function:
             values = [

@@ -96,6 +96,7 @@ def check_samples(
         """Call the function with the trained tokens alone."""
         return fn(log_prob[mask], old_log_prob[mask], advantages[mask], **given)
 
+    # the signature that `upref check` reads: the four tensors, and the bounds of `fn`
     own = list(inspect.signature(wrapped).parameters.values())[:4]
     wrapped.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [*own, *(v.replace(kind=v.KEYWORD_ONLY) for v in bounds.values())]

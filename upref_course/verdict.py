@@ -4,8 +4,8 @@ mistake where it is a known one, and a hint that fits.
 
 A mistake is known if its function (the change of a Fault) gives the student's numbers
 on every batch: what is recognized is what was computed, however it was written. Where
-none does so, one that gives them on every batch on which the student is wrong, and is
-right on the ones before the first of these, is named with a `perhaps`.
+none does so, one that gives them on every batch on which the student is wrong, and on
+the ones before the first of these, is named with a `perhaps`.
 
 One file: measuring, comparing and naming all work on the same ValueAndGradient.
 """
@@ -78,9 +78,12 @@ class ExerciseVerdict(Result):
         Returns:
             Lines, without a line break at the end.
         """
-        right = f"right, and proved {self.proved_for}" if self.proved else "right"
-        head = f"lesson {self.lesson}, {self.title}: {right if self.ok else 'not yet'}   {self.file}"
-        lines = [head]
+        verdict = "not yet"
+        if self.ok:
+            verdict = "right"
+            if self.proved:
+                verdict += f", and proved {self.proved_for}"
+        lines = [f"lesson {self.lesson}, {self.title}: {verdict}   {self.file}"]
         if self.batch:
             lines += [
                 "",
@@ -90,12 +93,11 @@ class ExerciseVerdict(Result):
             ]
         if self.expected:
             lines += [f"expected  {self.expected}", f"found     {self.found}", ""]
-        lines += [_wrapped("mistake   ", self.mistake)] if self.mistake else []
-        lines += (
-            [_wrapped("notice    " if self.ok else "hint      ", self.hint)]
-            if self.hint
-            else []
-        )
+        if self.mistake:
+            lines.append(_wrapped("mistake   ", self.mistake))
+        if self.hint:
+            key = "notice    " if self.ok else "hint      "
+            lines.append(_wrapped(key, self.hint))
         return "\n".join(lines)
 
     @property
@@ -124,7 +126,8 @@ class ValueAndGradient:
 def outcome(
     exercise: Exercise, fn: Callable[..., Any], batch: ExerciseBatch
 ) -> ValueAndGradient:
-    """Run a function on a batch of an exercise.
+    """Run a function on a batch of an exercise, and find the gradient that the exercise
+    compares.
 
     Args:
         exercise: whether it compares values, gradients or both.
@@ -132,7 +135,8 @@ def outcome(
         batch: its arguments; the function gets copies.
 
     Returns:
-        Its value and gradient, or in words why there are none.
+        Its value and gradient, each None where the exercise does not compare it; or, in
+        words, why there are none.
 
     Raises:
         Exception: whatever the function raises.
@@ -364,7 +368,8 @@ def _judge_failed_check(
     exercise: Exercise, fn: Callable[..., Any], failure: Finding
 ) -> ExerciseVerdict:
     """Return the verdict on a function that is right on the batches of the exercise and
-    fails `upref check`.
+    fails `upref check`: with the failure's batch as arguments of the exercise where it
+    fits, else as the check shows it.
 
     Args:
         exercise: the exercise.
@@ -426,31 +431,35 @@ def _finding_as_exercise(
         yours, _ = call_guarded(exercise.file, partial(outcome, exercise, fn, batch))
     except InputError:
         return None
-    return (
-        None
-        if equal(right, yours)
-        else (batch, *_expected_and_found(exercise, right, yours))
-    )
+    if equal(right, yours):
+        return None
+    return batch, *_expected_and_found(exercise, right, yours)
 
 
 def _known_mistake(
     exercise: Exercise, yours: list[ValueAndGradient], wrong: list[int]
 ) -> tuple[Fault[Callable[..., Any]] | None, bool]:
-    """Return the known mistake that gives these numbers, and whether it gives them on
-    all batches.
+    """Return the known mistake that gives these numbers on the most batches, and
+    whether it gives them on all.
 
-    Else it gives them on all wrong batches and on those before the first of them. A
-    mistake whose gradients agree only where they are 0 does not count.
+    It has to give them on all wrong batches and on those before the first of them. A
+    mistake whose gradients agree only where they are 0 does not count, unless it gives
+    the numbers of all batches.
 
     Args:
         exercise: whose mistakes are tried.
         yours: the outcomes of the student's function on all batches.
-        wrong: the numbers of the wrong batches.
+        wrong: the numbers of the wrong batches, ascending.
+
+    Returns:
+        The mistake; None, and False, where there is none.
     """
     needed = {*range(wrong[0]), *wrong}
 
     def fit(fault: Fault[Callable[..., Any]]) -> int | None:
-        """Return on how many batches the mistake gives these numbers."""
+        """Return on how many batches the mistake gives these numbers; None where it is
+        not known by them.
+        """
         alike = [
             equal(x, outcome(exercise, fault.change, batch))
             for x, batch in zip(yours, exercise.batches, strict=True)
@@ -469,7 +478,14 @@ def _known_mistake(
 
 
 def _hint_of_place(exercise: Exercise, at: int, amiss: str) -> str:
-    """Return a hint from the place of the first wrong batch alone."""
+    """Return a hint that needs no known mistake.
+
+    Args:
+        exercise: the exercise.
+        at: the number of the first wrong batch.
+        amiss: why there is no value or gradient on it, in words; "" where there is one:
+            then the hint is what is new on that batch.
+    """
     if amiss == NOTHING:
         return "a function that ends without `return` returns None too."
     if "reduce them" in amiss:
@@ -522,7 +538,8 @@ def pattern(right: ValueAndGradient, yours: ValueAndGradient) -> str:
             and _same(got, want * factor[0])
         ):
             times = factor[0].item()
-            return f"every number is {times:{'.4g' if abs(times - 1) > 1e-3 else '.8g'}} times what it should be"
+            digits = 4 if abs(times - 1) > 1e-3 else 8  # four would print 1
+            return f"every number is {times:.{digits}g} times what it should be"
     return ""
 
 
@@ -542,15 +559,14 @@ def _expected_and_found(
 
 
 def _numbers(*values: Any) -> list[str]:
-    """Return each value in as few digits as tell them apart."""
+    """Return each value as text, with four digits; with eight where four do not tell
+    them apart. Long texts are cut.
+    """
     lists = [x.tolist() if isinstance(x, Tensor) else x for x in values]
     texts = [_short(x) for x in lists]
-    return [
-        short(t)
-        for t in (
-            texts if len(set(texts)) == len(texts) else [_short(x, 8) for x in lists]
-        )
-    ]
+    if len(set(texts)) < len(texts):
+        texts = [_short(x, 8) for x in lists]
+    return [short(text) for text in texts]
 
 
 def _short(x: Any, digits: int = 4, depth: int = 9) -> str:
@@ -568,9 +584,15 @@ def _short(x: Any, digits: int = 4, depth: int = 9) -> str:
 def _call_as_python(
     exercise: Exercise, batch: ExerciseBatch, between: str = "\n", digits: int = 4
 ) -> str:
-    """Return Python code that calls the exercise's function on a batch."""
-    given = [
-        f"{k} = {f'torch.tensor({_short(v.tolist(), digits)})' if isinstance(v, Tensor) else _short(v, digits)}"
-        for k, v in batch.inputs.items()
-    ]
-    return between.join([*given, f"{exercise.function}({', '.join(batch.inputs)})"])
+    """Return Python code that calls the exercise's function on a batch: an assignment
+    for each argument, then the call, with `between` them.
+    """
+    statements = []
+    for name, value in batch.inputs.items():
+        if isinstance(value, Tensor):
+            code = f"torch.tensor({_short(value.tolist(), digits)})"
+        else:
+            code = _short(value, digits)
+        statements.append(f"{name} = {code}")
+    statements.append(f"{exercise.function}({', '.join(batch.inputs)})")
+    return between.join(statements)

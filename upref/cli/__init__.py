@@ -49,9 +49,18 @@ CHECKOUT = ("claims",)  # verbs of `python -m paper`
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand; `upref -h` lists them. argv None: the command line's own;
-    user code then runs in a child process with a time limit, and Ctrl-C or SIGTERM ends
-    everything with one sentence, status 130 or 143."""
+    """Run one subcommand; `upref -h` lists them.
+
+    Args:
+        argv: the words; None: those of the command line. User code then runs in a child
+            process with a time limit, and Ctrl-C or SIGTERM ends everything with one
+            sentence, status 130 or 143.
+
+    Returns:
+        The exit status: 0 equal or done, 1 different, 2 it could not run, with one
+        sentence on stderr. Without words it is 2, and the first screen is printed
+        there.
+    """
     words = sys.argv[1:] if argv is None else argv
     if not words:
         print(FIRST_SCREEN, end="", file=sys.stderr)
@@ -69,10 +78,14 @@ def execute(parser: argparse.ArgumentParser, argv: list[str] | None) -> int:
 
     Args:
         parser: of `command_line`.
-        argv: the words; None: those of the command line.
+        argv: the words; None: those of the command line, and user code runs in a child
+            process where the system can fork.
 
     Returns:
         The exit status: 0 yes, 1 no, 2 a sentence on stderr.
+
+    Raises:
+        SystemExit: from argparse, for --help, --version and wrong words.
     """
     args = parser.parse_args(argv)
     args.prog = parser.prog
@@ -93,7 +106,7 @@ NO_WATCH = "--watch is for the command line, where each check has a process of i
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Run the verb in this process."""
+    """Run the verb in this process, on each loss in turn; return the worst exit status."""
     if (refused := _refused(args))[0]:
         return _print_sentence(args, *refused)
     return max(_run_one(part) for part in _by_loss(args))
@@ -112,6 +125,7 @@ def _refused(args: argparse.Namespace) -> tuple[int, str]:
     """
 
     def refuse() -> int:
+        """Raise InputError where the words are wrong; else return 0."""
         args.chosen_verb.refuse(args)
         return 0
 
@@ -154,7 +168,9 @@ SECONDS_BETWEEN_LOOKS = 0.3
 
 
 def _times_of_saves(losses: Iterable[str]) -> dict[Path, float]:
-    """Return when each Python file that stands beside the file of a loss was saved."""
+    """Return when each Python file in the folder of a loss's file was saved, in
+    seconds; the losses' own files are among them.
+    """
     folders = {Path(loss.rpartition(":")[0]).parent for loss in losses}
     times = {}
     for file in (file for folder in folders for file in folder.glob("*.py")):
@@ -164,7 +180,9 @@ def _times_of_saves(losses: Iterable[str]) -> dict[Path, float]:
 
 
 def _run_apart(args: argparse.Namespace) -> int:
-    """Run the verb in a child process, and print here what it prints there."""
+    """Run the verb in a child process, print here what it prints there, and return its
+    exit status; 2 where the words are wrong or the child sends no report.
+    """
     from upref.cli.supervise import Printed, supervised
 
     def prepare() -> int:
@@ -183,6 +201,7 @@ def _run_apart(args: argparse.Namespace) -> int:
             return _print_sentence(args, *refused)
 
     def work() -> Printed:
+        """Run the verb in the child, with what it prints kept in a page."""
         page = sys.stdout = None if stdout is None else _Page(stdout)
         status, sentence = _status_and_sentence(
             args, lambda: args.chosen_verb.run(args)
@@ -195,6 +214,7 @@ def _run_apart(args: argparse.Namespace) -> int:
         return _print_sentence(args, 2, str(error))
 
     def show() -> int:
+        """Print what the child has printed, and return its exit status."""
         if printed.out:
             print(getattr(args, "above", "") + printed.out, end="")
         return printed.status
@@ -207,15 +227,18 @@ class _Page(io.TextIOWrapper):
     """Keeps what is printed, for a stream that it stands for."""
 
     def __init__(self, stream: TextIO):
+        """Take the encoding of the stream, and whether it is a terminal."""
         super().__init__(
             io.BytesIO(), encoding=stream.encoding, errors="replace", newline="\n"
         )
         self.terminal = stream.isatty()
 
     def isatty(self) -> bool:
+        """Return whether the stream that this stands for is a terminal."""
         return self.terminal
 
     def text(self) -> str:
+        """Return what was printed so far."""
         self.flush()
         return self.buffer.getvalue().decode(self.encoding)  # type: ignore[attr-defined]
 
@@ -223,12 +246,14 @@ class _Page(io.TextIOWrapper):
 def _status_and_sentence(
     args: argparse.Namespace, work: Callable[[], int], unread: int = 0
 ) -> tuple[int, str]:
-    """Do the work, and return its exit status; where that is 2, also a sentence.
+    """Do the work, and return its exit status and ""; where it raises, 2 and a
+    sentence, with the traceback on stderr under --debug.
 
     Args:
         args: the parsed words.
         work: returns its exit status.
-        unread: the status where whoever reads stdout has closed it.
+        unread: the status where stdout is a pipe that its reader has closed. Then
+            `sys.stdout` becomes None, and there is no sentence.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         # a terminal without unicode still shows the rest
@@ -321,15 +346,18 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False} | kwargs)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the words as argparse does. An unknown option is refused before a
-        missing one.
+        """Parse the words as argparse does. The parser of a verb refuses an unknown
+        option before a missing one.
         """
         if args is not None and not self.verbs:
             self._refuse_unknown_option(args)
         return super().parse_known_args(args, namespace)
 
     def _refuse_unknown_option(self, words: Sequence[str]) -> None:
-        """Refuse the first long option that is not known, with the nearest name."""
+        """Exit with the first long option that is not known, and the nearest known one;
+        where none is near, with --hp, if the verb has it. Words behind "--" do not
+        count.
+        """
         known = self._option_string_actions
         for word in itertools.takewhile(lambda word: word != "--", words):
             option = word.partition("=")[0]
@@ -342,6 +370,9 @@ class _Parser(argparse.ArgumentParser):
                 self.error(f"there is no option {option}{advice}")
 
     def error(self, message: str) -> NoReturn:
+        """Print one sentence on stderr, with the choices of an option that lacks its
+        argument, and exit with status 2.
+        """
         option, _, lacks = message.removeprefix("argument ").partition(": ")
         action = self._option_string_actions.get(option)
         if lacks == "expected one argument" and action and action.choices:
@@ -356,7 +387,11 @@ def command_line(
     prog: str, about: str
 ) -> tuple[_Parser, Callable[..., argparse.ArgumentParser]]:
     """Return the parser of a command, and the function `(name, verb)` that adds a verb
-    and returns its parser.
+    and returns the verb's parser.
+
+    Args:
+        prog: the command, as it is typed.
+        about: one sentence for its help.
     """
     p = _Parser(prog, description=about)
     p.add_argument("--version", action="version", version=f"upref {__version__}")
@@ -406,6 +441,7 @@ def _parser() -> _Parser:
     )
 
     def command(name: str, text: str, user_code: str = "") -> argparse.ArgumentParser:
+        """Add a verb of upref's own without arguments, and return its parser."""
         return add(
             name,
             Verb(text, lambda c: None, _run_own_verb, user_code, _refuse_for_own_verb),

@@ -24,8 +24,11 @@ RATIOS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.28, 2.0, 5.0, 50.0)
 
 
 def refuse_unknown_names(args: argparse.Namespace) -> None:
-    """Refuse a name with a typo and a file that is not there, before anything heavy is
-    imported.
+    """Refuse a name with a typo, a file that is not there, and options that do not go
+    together, before anything heavy is imported.
+
+    Args:
+        args: the parsed words of a verb of upref's own.
 
     Raises:
         InputError: what is wrong, and the nearest names.
@@ -107,7 +110,9 @@ def _is_function_of_file(loss: str) -> bool:
 
 # ---- verdicts ------------------------------------------------------------------------
 def check(args: argparse.Namespace) -> int:
-    """Check a function as what an option --as-... says; without one, as a loss."""
+    """Check a function as what an option --as-... says; without one, as a loss. Print
+    the report. The status is 1 where it differs.
+    """
     hp = hyperparameters(args.hp)
     skip = tuple(args.skip)
     if args.as_distillation:
@@ -156,8 +161,8 @@ def check(args: argparse.Namespace) -> int:
 
 
 def prove(args: argparse.Namespace) -> int:
-    """Prove a KL term, an advantage estimator, or a loss. The status is 2 where there is no
-    proof.
+    """Prove a KL term, an advantage estimator, or a loss, and print the verdict. The
+    status is 0 where it is proved, 1 where it differs, 2 where there is no proof.
     """
     from upref.verify import proof
 
@@ -190,6 +195,7 @@ def prove(args: argparse.Namespace) -> int:
 
 
 def identify(args: argparse.Namespace) -> int:
+    """Print which objective a loss is. The status is 1 where it is none."""
     from upref.identification.identify import identify as which
     from upref.user_code import from_signature, no_objective
 
@@ -199,8 +205,8 @@ def identify(args: argparse.Namespace) -> int:
 
 
 def diff(args: argparse.Namespace) -> int:
-    """Compare the steps of two trainers where adapters, or --steps or --case, are given;
-    else two losses.
+    """Print where the steps of two trainers differ, where adapters, or --steps or
+    --case, are given; else where two losses do. The status is 1 where they differ.
     """
     from upref.identification.diff import diff as difference_of
     from upref.user_code.frameworks import adapters
@@ -223,7 +229,7 @@ def diff(args: argparse.Namespace) -> int:
 
 
 def _is_adapter(word: str) -> bool:
-    """Tell whether a word names an adapter in a file."""
+    """Tell whether a word names an adapter in a file, by running the file."""
     from upref.conformance.adapter import load_adapter
 
     if ".py:" not in word:
@@ -249,7 +255,9 @@ def _adapter(word: str) -> Any:
 
 
 def maximizes(args: argparse.Namespace) -> int:
-    """Say which function of the policy a loss, advantages or a KL term maximize."""
+    """Print which function of the policy a loss, advantages or a KL term maximize. The
+    status is 1 where the answer is that it is wrong.
+    """
     from upref.maximization.maximizes import maximizes as answer_of
     from upref.user_code import from_signature, no_objective
 
@@ -274,7 +282,9 @@ def maximizes(args: argparse.Namespace) -> int:
 
 
 def listing(args: argparse.Namespace) -> int:
-    """List the objectives: as JSON, as a Markdown table, or as a table with the trainers."""
+    """Print the objectives: as JSON, as a Markdown table, or as a table with the number
+    of trainers. The status is 0.
+    """
     if args.json:
         from upref.cli.show import every
 
@@ -306,6 +316,7 @@ def listing(args: argparse.Namespace) -> int:
 
 
 def show(args: argparse.Namespace) -> int:
+    """Print what is known of an objective, as a page or as JSON. The status is 0."""
     from upref.cli.show import facts, find_description, page
 
     o = find_description(args.name)
@@ -317,6 +328,9 @@ def show(args: argparse.Namespace) -> int:
 def _resolve_losses(given: list[str]) -> list[Any]:
     """Return what to draw: the names as they are, but a loss in place of each name
     whose framework needs a process of its own. This process becomes that framework's.
+
+    Raises:
+        InputError: two frameworks need a process each.
     """
     from upref.user_code import no_objective
     from upref.user_code.frameworks import provider
@@ -339,7 +353,7 @@ def _resolve_losses(given: list[str]) -> list[Any]:
 
 
 def cap(args: argparse.Namespace) -> int:
-    """Draw or print the Probability Capacity of losses."""
+    """Print the Probability Capacity of losses, or with -o draw it. The status is 0."""
     if args.adv == 0 or not math.isfinite(args.adv):
         raise InputError("--adv is a sign: give +1 or -1.")
     losses = _resolve_losses(args.names)
@@ -362,7 +376,7 @@ def cap(args: argparse.Namespace) -> int:
 
 
 def weights(args: argparse.Namespace) -> int:
-    """Draw or print the gradient weights of losses."""
+    """Print the gradient weights of losses, or with -o draw them. The status is 0."""
     losses = _resolve_losses(args.names)
     hp = hyperparameters(args.hp)
     import numpy as np
@@ -441,13 +455,16 @@ def derive(args: argparse.Namespace) -> int:
 
 
 def replay(args: argparse.Namespace) -> int:
+    """Run `upref replay`, as `upref.replay.command.run` does."""
     from upref.replay.command import run
 
     return run(args, hyperparameters(args.hp))
 
 
 def logs(args: argparse.Namespace) -> int:
-    """Audit the logged numbers of runs."""
+    """Print what the logged numbers of runs say of each other. The status is 1 where
+    they contradict each other in one of the runs.
+    """
     from upref.logs.audit import audit
     from upref.logs.read import read
 

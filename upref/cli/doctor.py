@@ -76,12 +76,11 @@ def _compared_with_tested(version: str, tested: str) -> str:
 
 
 def _gradient_error(name: str) -> float:
-    """Return how far autograd is from weight x aggregation, relative to the largest
-    entry.
+    """Return how far autograd's gradient of an objective is from weight x aggregation
+    on a batch of its regimes, relative to the largest entry.
     """
     o = get(name)
     b = batch(o, thin=5)
     expected = o.gradient(b)
-    return (
-        (autograd_gradient(o, b) - expected).abs().max() / expected.abs().max()
-    ).item()
+    error = (autograd_gradient(o, b) - expected).abs().max()
+    return float(error / expected.abs().max())

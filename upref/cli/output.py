@@ -23,7 +23,7 @@ def answer(args: Namespace, verdict: Result) -> int:
         verdict: a Result.
 
     Returns:
-        0 where the verdict is positive, else 1.
+        0 where the verdict is positive, else 1, even if the reader of a pipe closes it.
 
     Raises:
         InputError: stdout is closed.

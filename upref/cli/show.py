@@ -20,8 +20,8 @@ PI_OLD = (0.001, 0.01, 0.1, 0.5, 0.9)
 
 
 def markdown_table() -> str:
-    """The two tables of objectives in docs/objectives.md; a test holds the page against
-    them.
+    """Return the two tables of objectives of docs/objectives.md in Markdown: those that
+    trainers have, and those in papers only. A test compares the page with them.
     """
     tier = catalog.first_tier()
     paper_only = [n for n in catalog.facts() if n not in tier]
@@ -30,7 +30,7 @@ def markdown_table() -> str:
 
 
 def _markdown_rows(shown: list[str]) -> str:
-    """Return the table of these objectives."""
+    """Return the Markdown table of these objectives, a row for each."""
     rows = []
     for o in map(find_description, shown):
         J = o.equation.splitlines()[0].replace("|", "\\|")
@@ -63,7 +63,7 @@ def find_description(name: str) -> Description:
 
 
 def make_description(o: "Objective") -> Description:
-    """The description of an objective that is loaded.
+    """Make the description of an objective that is loaded.
 
     Args:
         o: the objective.
@@ -120,7 +120,7 @@ def facts(o: Description) -> dict[str, Any]:
 
 
 def every() -> list[dict[str, Any]]:
-    """The facts of all objectives."""
+    """Return the facts of all objectives, as `facts` has them."""
     return [facts(find_description(name)) for name in catalog.facts()]
 
 
@@ -179,9 +179,11 @@ def _facts_of_page(o: Description) -> Iterator[tuple[str, Any]]:
 
 
 def _source(fn: Any) -> str:
-    """Return the source of a function without its decorator."""
+    """Return the source of a function without its decorator and without indentation; of
+    what is no `def`, such as a lambda, the whole source.
+    """
     lines = inspect.getsource(fn).splitlines()
-    depth = 0
+    depth = 0  # parentheses of the decorator that are open
     for i, line in enumerate(lines):  # the decorator's facts are shown above
         depth += line.count("(") - line.count(")")
         if line.lstrip().startswith("def "):
@@ -192,7 +194,7 @@ def _source(fn: Any) -> str:
 
 
 def bib_entry(key: str) -> str:
-    """The BibTeX entry of that key in papers.bib.
+    """Return the BibTeX entry of that key in papers.bib.
 
     Args:
         key: such as fan2026up.
@@ -222,13 +224,8 @@ def capacity_lines(name: str) -> str:
         caps = {adv: capacity(name, PI_OLD, PI_OLD, adv) for adv in (1, -1)}
     except InputError as error:
         return str(error)
-    head = "π_old " + "".join(f"{p:>9g}" for p in PI_OLD)
-    return "\n".join(
-        [
-            head,
-            *(
-                f"A {'>' if a > 0 else '<'} 0 " + "".join(f"{v:9.4g}" for v in caps[a])
-                for a in caps
-            ),
-        ]
-    )
+    lines = ["π_old " + "".join(f"{p:>9g}" for p in PI_OLD)]
+    for adv, cap in caps.items():
+        sign = ">" if adv > 0 else "<"
+        lines.append(f"A {sign} 0 " + "".join(f"{value:9.4g}" for value in cap))
+    return "\n".join(lines)

@@ -49,8 +49,8 @@ class Printed(NamedTuple):
 def supervised(
     work: Callable[[], Printed], seconds: float, what: str = "the loss"
 ) -> Printed:
-    """Do the work in a child process, and end this process with all that it has
-    started.
+    """Do the work in a child process, and at the end kill that process with all that it
+    has started.
 
     Args:
         work: what the child does.
@@ -103,12 +103,13 @@ class _Progress:
     """Shows on a terminal how long the child has worked; nothing where stderr is none."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds  # the time limit
-        self.shown = 0  # seconds that stand there
+        """Take the time limit in seconds; show nothing yet."""
+        self.seconds = seconds
+        self.shown = 0  # the seconds that the terminal shows
         self.has_terminal = sys.stderr is not None and sys.stderr.isatty()
 
     def show(self, passed: float) -> None:
-        """Show whole seconds, each once."""
+        """Show the whole seconds that have passed, each once, from QUIET on."""
         if self.has_terminal and passed >= max(QUIET, self.shown + 1):
             self.shown = int(passed)
             words = f"working for {self.shown} s, at most {self.seconds:g} s ..."
@@ -129,19 +130,29 @@ def _print_to_terminal(words: str) -> None:
 def _read_line(
     pipe: int, pid: int, deadline: float, what: str, progress: _Progress
 ) -> bytes:
-    """Read what the child sends, up to the chunk that has a line break."""
+    """Read what the child sends, up to the chunk that has a line break.
+
+    Args:
+        pipe: the reading end.
+        pid: of the child.
+        deadline: on the clock of `time.monotonic`.
+        what: what runs in the child, in words.
+        progress: shows how long it has worked.
+
+    Raises:
+        Gone: the child ended before it sent a line, sent too much, or took longer.
+    """
     line = bytearray()
     closed = False
     while (seconds_left := deadline - time.monotonic()) > 0:
         progress.show(progress.seconds - seconds_left)
         # a process that the child has forked may hold the other end open
         exit_state = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        ready = (
-            not closed
-            and select.select(
-                [pipe], [], [], 0 if exit_state else min(seconds_left, 0.2)
-            )[0]
-        )
+        ready: list[int] = []
+        if not closed:
+            # of a child that has ended, only what is in the pipe already
+            wait = 0 if exit_state else min(seconds_left, 0.2)
+            ready, _, _ = select.select([pipe], [], [], wait)
         if ready:
             chunk = os.read(pipe, 2**16)
             line += chunk
@@ -175,28 +186,33 @@ def _parse_report(line: bytes, token: str, what: str) -> Printed:
     """Read the report of a line; Gone where it does not begin with the token, or is no
     report.
     """
-    report = None
     if line.startswith(token.encode()):
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             report = Printed(*json.loads(line.removeprefix(token.encode())))
-    if (
-        report is None
-        or report.status not in (0, 1, 2)
-        or not all(isinstance(text, str) for text in report[1:])
-    ):
-        raise Gone(
-            f"{what} garbled the report: write to files alone that the code has opened, "
-            "and replace no functions of Python."
-        )
-    return report
+            are_texts = all(isinstance(text, str) for text in report[1:])
+            if report.status in (0, 1, 2) and are_texts:
+                return report
+    raise Gone(
+        f"{what} garbled the report: write to files alone that the code has opened, "
+        "and replace no functions of Python."
+    )
 
 
 # ---- the child -----------------------------------------------------------------------
 def _run_in_child(
     work: Callable[[], Printed], pipe: int, parent: int, token: str
 ) -> NoReturn:
-    """Do the work and send the report; run nothing that the loss has left for the end
-    of the process.
+    """Do the work, send the report, and end the process without anything that the loss
+    has left for its end.
+
+    The report is one line: the token and a JSON list. Its exit status is always 2: the
+    parent reads the verdict from the report alone.
+
+    Args:
+        work: what this child does.
+        pipe: the writing end.
+        parent: the process id of the parent, with which this process ends.
+        token: precedes the report, so that nothing else is taken for one.
     """
     try:
         process = os.getpid()
@@ -245,7 +261,9 @@ def _adopt_orphans(on: bool) -> None:
 
 
 def _children() -> set[int]:
-    """Process ids of the children of this process; empty where there is no /proc."""
+    """Return the process ids of the children of this process; none where there is no
+    /proc.
+    """
     children = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -256,8 +274,8 @@ def _children() -> set[int]:
 
 
 def _end_children(children_before: set[int]) -> None:
-    """End the children that were not there before. Their own children then become those
-    of this process, and end in the next round.
+    """Kill the children that were not there before, and wait for their ends. Their own
+    children then become those of this process, and end in the next round.
     """
     children_to_leave = set(children_before)
     while children_to_end := _children() - children_to_leave:

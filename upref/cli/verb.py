@@ -43,14 +43,14 @@ class Verb:
 
 
 def parse_number(text: str) -> int | float | None:
-    """A whole number as an int, as a call from Python has it; None where the text is no
-    number.
+    """Read a number: a whole number as an int, as a call from Python has it, any other
+    as a float, "nan" and "inf" included.
 
     Args:
         text: as typed.
 
     Returns:
-        The number, or None.
+        The number; None where the text is none.
     """
     for kind in (int, float):
         try:
@@ -114,7 +114,9 @@ def add_time_limit(c: argparse.ArgumentParser, seconds: float = 600) -> None:
 
 
 def _seconds(text: str) -> float:
-    """Read the value of --timeout."""
+    """Read the value of --timeout: seconds above 0 and below a million; argparse's
+    error for anything else.
+    """
     try:
         seconds = float(text)
     except ValueError:

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The statements about a run's logged scalars, each with its arithmetic.
 
+A *scalar* is a quantity of `upref.logs.names.SCALARS`, and a *column* holds it in the
+log under the framework's name. Each function of LAWS yields the statements that one law
+allows, and nothing where the log lacks a scalar that it needs, or no step contradicts
+it.
+
 A `failure` is a contradiction: numbers that cannot all be true. A `note` is a reading
 that the numbers support and another setting could explain too; it says so. A `fact`
 follows from the numbers and accuses nobody.
@@ -111,21 +116,20 @@ class LogReport(Result):
         return [s for s in self.statements if s.severity == "fact"]
 
     def data(self) -> dict[str, Any]:
-        """The report as numbers and sentences.
-
-        Returns:
-            What `upref logs --json` prints for each run.
+        """Return the report as numbers and sentences: what `upref logs --json` prints
+        for each run.
         """
         return {"ok": bool(self)} | asdict(self)
 
     def text(self, verbose: bool = False) -> str:
-        """The report in words.
+        """Return the report in words.
 
         Args:
             verbose: also which column was read as which scalar.
 
         Returns:
-            Lines: what was read, then one for each statement.
+            Lines: what was read, that nothing contradicts where no failure and no note
+            is there, then one for each statement.
         """
         span = f", {self.first:g} to {self.last:g}" if self.steps > 1 else ""
         name = f"{self.file}, {self.run}" if self.run else self.file
@@ -149,13 +153,13 @@ class LogReport(Result):
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """The known scalars of a run."""
+    """The known scalars of a run, by their keys of SCALARS."""
 
     run: Run
     column: dict[str, str]  # scalar -> column
 
     def has(self, *keys: str) -> bool:
-        """Return whether all of them are there."""
+        """Return whether the log has all of these scalars."""
         return all(key in self.column for key in keys)
 
     def lone(self) -> bool:
@@ -164,31 +168,32 @@ class Known:
         """
         related = sum(key in RELATED for key in self.column)
         has_sign = self.has("kl_loss") or self.has("kl")
-        return (
-            related < 2
-            and not has_sign
-            and all(SCALARS[k].kind == "any" for k in self.column)
-        )
+        are_unbounded = all(SCALARS[key].kind == "any" for key in self.column)
+        return related < 2 and not has_sign and are_unbounded
 
     def values(self, key: str) -> Numbers:
-        """[N]; NaN where a step has none."""
+        """Return the numbers of a scalar, one for each step, [N]; NaN where a step has
+        none.
+        """
         return self.run.columns[self.column[key]]
 
     def error(self, key: str) -> Numbers:
-        """How far each number may be from what was computed: its last digit and
-        float32's rounding.
+        """Return how far each number of a scalar may be from what was computed, [N]:
+        half its last digit, and the rounding of float32.
         """
         half = self.run.half_digit[self.column[key]]
         error: Numbers = half + SINGLE * np.abs(self.values(key))
         return error
 
     def errors(self, keys: Sequence[str]) -> Numbers:
-        """The sum of the errors of several scalars."""
+        """Return the sum of the errors of several scalars, [N]."""
         total: Numbers = np.sum([self.error(key) for key in keys], axis=0)
         return total
 
     def is_finer(self, key: str, digit: float) -> bool:
-        """Return whether the column was written with finer digits than that."""
+        """Return whether half a unit of the last digit that was written of the scalar
+        is below `digit`.
+        """
         return self.run.half_digit[self.column[key]] < digit
 
     def state(
@@ -209,10 +214,11 @@ class Known:
             keys: the scalars on which it rests.
             text: the statement; {0} is the column of the first scalar, {step} the first
                 step, {steps} words for all of them, and {name} a number of that step.
+                " ({steps})" is left out where there is one step.
             **numbers: for the text: [N], or one for all steps.
 
         Returns:
-            The statement; none where it holds at no step.
+            A list of the statement; [] where it holds at no step.
         """
         if not where.any():
             return []
@@ -274,7 +280,13 @@ def audit(run: Run, names: dict[str, str] | None = None) -> LogReport:
 
 
 def name_steps(steps: Sequence[float], where: Steps) -> str:
-    """Words for the steps of a mask [N]: how many, and the first ones."""
+    """Say at which steps: "at step 3", "at all 9 steps", or how many and the first
+    ones.
+
+    Args:
+        steps: of the run, [N].
+        where: [N], True at those that are meant.
+    """
     at = [s for s, w in zip(steps, where, strict=True) if w]
     if len(at) == 1:
         return f"at step {at[0]:g}"
@@ -286,15 +298,17 @@ def name_steps(steps: Sequence[float], where: Steps) -> str:
 
 # ---- each number by itself -----------------------------------------------------------
 def possible_numbers(known: Known) -> Iterator[Statement]:
-    """A share is in [0, 1]; lengths, deviations and norms are at least 0."""
+    """Yield a failure where a share is outside [0, 1], or a length, a deviation or a
+    norm is below its least value.
+    """
     for key in known.column:
-        kind, x, error = SCALARS[key].kind, known.values(key), known.error(key)
-        if kind == "any" or key in BY_K3:
+        kind = SCALARS[key].kind
+        x = known.values(key)
+        error = known.error(key)
+        if kind == "any" or key in BY_K3:  # `negative_k3` judges these
             continue
-        if (
-            bare(known.column[key]) == NEGATED_ENTROPY
-            and (x[np.isfinite(x)] <= 0).all()
-        ):
+        may_be_negated = bare(known.column[key]) == NEGATED_ENTROPY
+        if may_be_negated and (x[np.isfinite(x)] <= 0).all():
             continue  # it is logged as a loss, with the other sign
         least = 1.0 if kind == "at least 1" else 0.0
         most = 1.0 if kind == "share" else math.inf
@@ -312,7 +326,10 @@ def possible_numbers(known: Known) -> Iterator[Statement]:
 
 
 def negative_k3(known: Known) -> Iterator[Statement]:
-    """exp(x) - 1 - x is at least 0 for every x, so its mean is."""
+    """Yield a failure where a KL by k3 is below 0, or a note where rounding in half
+    precision may be the cause: exp(x) - 1 - x is at least 0 for every x, so its mean
+    is.
+    """
     for key in BY_K3:
         if not known.has(key):
             continue
@@ -333,7 +350,7 @@ def negative_k3(known: Known) -> Iterator[Statement]:
 
 
 def not_numbers(known: Known) -> Iterator[Statement]:
-    """NaN or infinity in the loss or in the norm of the gradient."""
+    """Yield a note where the loss or the norm of the gradient is NaN or infinite."""
     for key in ("loss", "pg_loss", "grad_norm"):
         if not known.has(key):
             continue
@@ -348,7 +365,9 @@ def not_numbers(known: Known) -> Iterator[Statement]:
 
 
 def one_run(known: Known) -> Iterator[Statement]:
-    """A step has one number in a column, and the tokens since the start only grow."""
+    """Yield a note that the file may hold two runs: a step has two numbers in a column,
+    or the tokens since the start fall.
+    """
     # an evaluation of the same step repeats times and the like, which are no scalars here
     repeated = {
         step
@@ -396,7 +415,9 @@ ORDERED = (
 
 
 def in_order(known: Known) -> Iterator[Statement]:
-    """The smallest number is at most the mean, and the mean at most the largest."""
+    """Yield a failure where the smallest number is above the mean, or the mean above
+    the largest: of each pair of neighbors in a row of ORDERED that the log has.
+    """
     for group in ORDERED:
         for low, high in pairwise(filter(known.has, group)):
             x, y = known.values(low), known.values(high)
@@ -414,7 +435,9 @@ def in_order(known: Known) -> Iterator[Statement]:
 
 
 def spread_of_rewards(known: Known) -> Iterator[Statement]:
-    """A standard deviation is at most 0.7072 of the range (n = 2, divided by n - 1)."""
+    """Yield a failure where the standard deviation of the rewards is above 0.7072 of
+    their range, which it is at most (n = 2, divided by n - 1).
+    """
     keys = ("reward_std", "reward_min", "reward_max")
     if known.has(*keys):
         std, low, high = map(known.values, keys)
@@ -432,7 +455,9 @@ def spread_of_rewards(known: Known) -> Iterator[Statement]:
 
 
 def none_was_cut(known: Known) -> Iterator[Statement]:
-    """Where no response was cut off, the responses that ended are all responses."""
+    """Yield a failure where no response was cut off, and the lengths of the responses
+    that ended are not those of all responses.
+    """
     if not known.has("truncated") or not known.is_finer("truncated", 0.01):
         return
     whole = known.values("truncated") == 0
@@ -453,7 +478,9 @@ def none_was_cut(known: Known) -> Iterator[Statement]:
 
 # ---- clipping ------------------------------------------------------------------------
 def shares_of_clipped(known: Known) -> Iterator[Statement]:
-    """No token is clipped below and above at once: the two shares add up."""
+    """Yield a failure where the shares of tokens clipped below and above do not add up
+    to that of clipped tokens: no token is clipped on both sides at once.
+    """
     keys = ("clip_low", "clip_high", "clip_fraction")
     if known.has(*keys):
         low, high, both = map(known.values, keys)
@@ -471,7 +498,9 @@ def shares_of_clipped(known: Known) -> Iterator[Statement]:
 
 
 def clipped_at_one(known: Known) -> Iterator[Statement]:
-    """A token whose ratio is 1 is inside every clip range."""
+    """Yield a failure where tokens are clipped although all ratios are 1, which is
+    inside every clip range; a note where only the mean of log r shows that they are.
+    """
     if not known.has("clip_fraction"):
         return
     share = known.values("clip_fraction")
@@ -501,7 +530,9 @@ def clipped_at_one(known: Known) -> Iterator[Statement]:
 
 
 def never_clipped(known: Known) -> Iterator[Statement]:
-    """A clip that never acts changes nothing."""
+    """Yield the fact that no token was clipped, where the share is 0 at all steps, of
+    which there are FEWEST at least.
+    """
     if not known.has("clip_fraction"):
         return
     x = known.values("clip_fraction")
@@ -519,8 +550,9 @@ def never_clipped(known: Known) -> Iterator[Statement]:
 
 
 def clamped_ratios(known: Known) -> Iterator[Statement]:
-    """A clamp to an interval around 1 moves a ratio towards 1, and moves nothing where
-    the extremes stay.
+    """Yield a failure where clamped ratios reach farther from 1 than the ratios, or
+    their sums differ although the extremes are equal: a clamp to an interval around 1
+    moves a ratio towards 1, and moves nothing where the extremes stay.
     """
     keys = ("ratio_min", "ratio_max", "clamped_min", "clamped_max")
     if not known.has(*keys):
@@ -561,7 +593,9 @@ def clamped_ratios(known: Known) -> Iterator[Statement]:
 
 # ---- the sampler ---------------------------------------------------------------------
 def sampler_divergences(known: Known) -> Iterator[Statement]:
-    """k3 = E[ρ] - 1 + k1, E[ρ] is above 0, and E[ρ²] is at least E[ρ]²."""
+    """Yield a failure where the divergences from the sampler cannot be of one ratio ρ =
+    π_old/μ: k3 = E[ρ] - 1 + k1, E[ρ] is above 0, and E[ρ²] is at least E[ρ]².
+    """
     keys = ("sampler_k1", "sampler_k3")
     if not known.has(*keys):
         return
@@ -595,8 +629,8 @@ def sampler_divergences(known: Known) -> Iterator[Statement]:
 
 
 def perplexities(known: Known) -> Iterator[Statement]:
-    """A mean of differences is the difference of the means; the mean of exp is at least
-    exp of the mean.
+    """Yield a failure where the difference of the two log perplexities is not that
+    which is logged, or a mean perplexity is below exp of the mean log perplexity.
     """
     keys = ("trainer_log_ppl", "sampler_log_ppl", "log_ppl_diff")
     if known.has(*keys):
@@ -633,8 +667,8 @@ def perplexities(known: Known) -> Iterator[Statement]:
 
 
 def averages_apart(known: Known) -> Iterator[Statement]:
-    """abs of a mean is at most the mean of abs, over the same tokens; and the mean of
-    exp is at least exp of the mean.
+    """Yield a note where two averages cannot be over the same tokens: abs of a mean is
+    at most the mean of abs, and the mean of exp is at least exp of the mean.
     """
     keys: tuple[str, ...] = ("log_probs", "sampler_log_probs", "gap_mean")
     if known.has(*keys):
@@ -669,7 +703,9 @@ def averages_apart(known: Known) -> Iterator[Statement]:
 
 
 def factor_of_zero(known: Known) -> Iterator[Statement]:
-    """exp is above 0: a factor of exactly 0 was set."""
+    """Yield the fact that a sampler correction drops tokens: its smallest factor is
+    exactly 0, which exp is not unless it underflows.
+    """
     keys = ["sampler_ratio_min", "gap_mean", "length_max"]
     if not known.has(*keys) or not known.is_finer(keys[0], 1e-6):
         return
@@ -692,7 +728,9 @@ def factor_of_zero(known: Known) -> Iterator[Statement]:
 
 
 def factor_of_responses(known: Known) -> Iterator[Statement]:
-    """A token's ratio is at most exp of the largest gap of a token."""
+    """Yield the fact that the factors of the sampler correction are of whole responses:
+    the largest is above exp of the largest gap of a token.
+    """
     keys = ("sampler_ratio_max", "gap_max")
     if known.has(*keys):
         x, most = known.values(keys[0]), np.exp(known.values(keys[1]))
@@ -712,8 +750,9 @@ def factor_of_responses(known: Known) -> Iterator[Statement]:
 
 # ---- the loss ------------------------------------------------------------------------
 def kl_that_is_k1(known: Known) -> Iterator[Statement]:
-    """k2, k3 and the exact KL are at least 0; k1 has both signs. As a term of a loss its
-    gradient is 0 on average.
+    """Yield a note where a KL term of the loss is k1, or a fact where the KL is no
+    term: below 0, it is not k2, k3 or the exact KL. The gradient of k1 as a term is 0
+    on average.
     """
     for key in ("kl_loss", "kl"):
         if not known.has(key):
@@ -749,8 +788,8 @@ OF_K1 = (
 
 
 def _as_log_ratio(known: Known, key: str) -> tuple[str, tuple[str, ...]]:
-    """Words and scalars, where a column is the mean of log π_θ - log π_ref at every
-    step; else nothing.
+    """Return words and scalars that show that a scalar is the mean of log π_θ - log
+    π_ref at every step; ("", ()) where it is not, or fewer than FEWEST steps tell.
     """
     keys: tuple[str, ...] = ("log_probs", "ref_log_probs")
     if known.has("ref_log_ratio"):
@@ -771,8 +810,8 @@ def _as_log_ratio(known: Known, key: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _weight_in_loss(known: Known, key: str) -> str:
-    """A sentence with β, where loss = pg_loss + β KL at every step, to rounding; else
-    nothing.
+    """Return a sentence with β, where loss = pg_loss + β KL at every step, to rounding;
+    "" where it is not, fewer than FEWEST steps tell, or the term is below the digits.
     """
     keys = ("loss", "pg_loss", key)
     if not known.has(*keys):
@@ -781,6 +820,7 @@ def _weight_in_loss(known: Known, key: str) -> str:
     there = np.isfinite(loss) & np.isfinite(pg) & np.isfinite(kl)
     rest, kl = (loss - pg)[there], kl[there]
     error = known.errors(["loss", "pg_loss"])[there]
+    # β by least squares, each step weighted by its precision
     precision = 1 / np.maximum(error, 1e-30) ** 2
     square = float((precision * kl**2).sum())
     if there.sum() < FEWEST or not square:
@@ -798,7 +838,10 @@ def _weight_in_loss(known: Known, key: str) -> str:
 
 
 def equal_rewards(known: Known) -> Iterator[Statement]:
-    """Where the rewards of a prompt are equal, a group-relative advantage is 0."""
+    """Yield the fact that the rewards of each prompt are equal at some steps, where a
+    group-relative advantage is 0. It is a note where that is so at OFTEN of the steps
+    or more, and the gradient is not 0 there.
+    """
     keys: tuple[str, ...]
     # frameworks take a deviation over all rewards, or average those of the prompts: a 0
     # has this consequence in either case
@@ -817,7 +860,7 @@ def equal_rewards(known: Known) -> Iterator[Statement]:
         return
     text = what + " {steps}: an advantage within the group (GRPO, RLOO) is 0 there."
     severity: Severity = "fact"
-    at = elsewhere = math.nan
+    at = elsewhere = math.nan  # median norm of the gradient at these steps, and others
     if known.has("grad_norm"):
         norm = known.values("grad_norm")
         there = np.isfinite(norm)
@@ -843,13 +886,14 @@ def equal_rewards(known: Known) -> Iterator[Statement]:
 
 
 def _median(x: Numbers) -> float:
-    """The median; NaN of no number."""
+    """Return the median; NaN of no number."""
     return float(np.median(x)) if len(x) else math.nan
 
 
 def entropy_of_length(known: Known) -> Iterator[Statement]:
-    """The mean entropy of a token is at most the logarithm of the vocabulary; a sum over
-    a response grows with its length.
+    """Yield that the entropy is a sum over a response: the fact that it is above
+    MOST_ENTROPY, more than the logarithm of any vocabulary; the note that it is
+    proportional to the mean length at all steps.
     """
     if not known.has("entropy"):
         return
@@ -889,7 +933,7 @@ def entropy_of_length(known: Known) -> Iterator[Statement]:
 
 
 def _relative_spread(x: Numbers) -> float:
-    """The standard deviation over the mean."""
+    """Return the standard deviation over the absolute mean."""
     return float(x.std() / max(abs(float(x.mean())), 1e-30))
 
 

@@ -314,12 +314,12 @@ BY_NAME = {name: key for key, scalar in SCALARS.items() for name in scalar.names
 
 
 def bare(column: str) -> str:
-    """The name without a leading "train/"."""
+    """Return the name without a leading "train/"."""
     return column.removeprefix("train/")
 
 
 def recognize(columns: Iterable[str], given: Mapping[str, str]) -> dict[str, str]:
-    """Which scalar each column is.
+    """Find which scalar each column is. Columns of evaluations are left out.
 
     Args:
         columns: names as the run logged them.

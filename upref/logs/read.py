@@ -99,7 +99,7 @@ def read(file: str | Path) -> list[Run]:
 
 # ---- rows of each format -------------------------------------------------------------
 def _rows_of_table(path: Path) -> Iterator[Row]:
-    """Rows of a table with a line of names."""
+    """Yield the numbers of each row of a table with a line of names."""
     with path.open(newline="", encoding="utf-8-sig") as f:
         delimiter = "\t" if path.suffix == ".tsv" else ","
         try:
@@ -111,7 +111,7 @@ def _rows_of_table(path: Path) -> Iterator[Row]:
 
 
 def _rows_of_lines(path: Path) -> Iterator[Row]:
-    """One JSON object in a line."""
+    """Yield the numbers of each line, a JSON object; an empty line is skipped."""
     with path.open(encoding="utf-8-sig") as f:
         for number, line in enumerate(f, 1):
             if line.strip():
@@ -119,8 +119,11 @@ def _rows_of_lines(path: Path) -> Iterator[Row]:
 
 
 def _rows_of_json(path: Path) -> Iterator[Row]:
-    """A list of objects, an object with such a list, as log_history of a trainer's
-    state, or an object of lists of numbers.
+    """Yield the numbers of each step of a list of objects, of an object with such a
+    list, as log_history of a trainer's state, or of an object of lists of numbers.
+
+    Raises:
+        InputError: it is none of these.
     """
     whole = _loads(path.read_text(encoding="utf-8-sig"), path, "the file")
     if isinstance(whole, dict):
@@ -145,6 +148,7 @@ def _rows_of_json(path: Path) -> Iterator[Row]:
 
 
 def _loads(text: str, path: Path, where: str) -> Any:
+    """Return what JSON text stands for; InputError where it is none, with `where`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as e:
@@ -152,7 +156,9 @@ def _loads(text: str, path: Path, where: str) -> Any:
 
 
 def _row_of(row: Any, path: Path) -> Row:
-    """Return the numbers of a step by name, with those in verl's `data`."""
+    """Return the numbers of a step by name, with those in verl's `data`; InputError
+    where the row is no JSON object.
+    """
     if not isinstance(row, dict):
         raise InputError(
             f"{path}: each step must be a JSON object of numbers by name, and one is {describe_kind(row)}."
@@ -166,7 +172,10 @@ def _row_of(row: Any, path: Path) -> Row:
 def _numbers_of(
     row: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, float]]:
-    """The numbers of a row by their names; those of an object inside by NAME/INNER."""
+    """Yield the numbers of a row by their names; those of an object inside by
+    NAME/INNER. Text that is a number counts; other values and true and false are
+    skipped.
+    """
     for key, value in row.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
@@ -185,7 +194,12 @@ def _numbers_of(
 
 # ---- TensorBoard ---------------------------------------------------------------------
 def _read_events(path: Path) -> list[Run]:
-    """Runs of event files, by TensorBoard's own reader."""
+    """Read one run of each folder with event files, by TensorBoard's own reader.
+
+    Raises:
+        InputError: tensorboard is not installed, a file is damaged, or there is no
+            scalar.
+    """
     try:
         from tensorboard.backend.event_processing.event_accumulator import (
             EventAccumulator,
@@ -224,8 +238,10 @@ def _read_events(path: Path) -> list[Run]:
 
 # ---- runs ----------------------------------------------------------------------------
 def _split_runs(rows: list[Row]) -> dict[str, list[Row]]:
-    """The rows of each run: Weights & Biases names a column "RUN - SCALAR", and adds
-    two columns with __MIN and __MAX.
+    """Return the rows of each run by its name; {"": rows} for a log of one run.
+
+    Weights & Biases names a column "RUN - SCALAR", and adds two columns with __MIN and
+    __MAX, which are left out. A column without " - ", as the step, is of each run.
     """
     names = {name for row in rows for name in row}
     exported = [n.removesuffix("__MIN") for n in names if n.endswith("__MIN")]
@@ -258,7 +274,8 @@ def make_run(rows: Iterable[Mapping[str, float]], *, file: str, name: str = "") 
 
     Returns:
         The run, in the order of the steps; in that of the rows where several columns
-        count the steps.
+        count the steps. Of two numbers for one step, the last one counts, and
+        `repeated` has the step.
     """
     joined: dict[tuple[str, float], dict[str, float]] = {}
     repeated: dict[str, list[float]] = {}
@@ -298,7 +315,9 @@ def make_run(rows: Iterable[Mapping[str, float]], *, file: str, name: str = "") 
 
 
 def _step_of(row: Mapping[str, float], number: int) -> tuple[str, float]:
-    """The column that counts the steps of a row, and its number there."""
+    """Return the first column of STEPS that the row has, and its number there; ("",
+    the number of the row) where it has none.
+    """
     by_bare = {bare(key): key for key in row}
     for name in STEPS:
         if name in by_bare and math.isfinite(row[by_bare[name]]):
@@ -307,8 +326,10 @@ def _step_of(row: Mapping[str, float], number: int) -> tuple[str, float]:
 
 
 def _half_digit(values: Numbers) -> float:
-    """Half a unit of the last decimal place that any of the numbers has."""
-    places = 0
+    """Return half a unit of the last decimal place that any of the finite numbers has:
+    0.5 for whole numbers.
+    """
+    places = 0  # the exponent of 10, at most 0
     for value in values[np.isfinite(values)]:
         exponent = Decimal(repr(float(value))).normalize().as_tuple().exponent
         assert isinstance(exponent, int)

@@ -57,7 +57,7 @@ def groups_of(number: int, size: int, ordered: bool) -> Iterator[tuple[int, ...]
 
 
 def orders(group: tuple[int, ...]) -> int:
-    """Return the number of different orders of a group.
+    """Return the number of different orders of a group: 3 of (0, 0, 1).
 
     Args:
         group: the responses, by index.
@@ -99,7 +99,8 @@ def make_batch(
 def depends_on_order(
     token_gradient: TokenGradient, point: Point, estimator: Estimator, size: int
 ) -> bool:
-    """Tell whether the gradient depends on the order of the responses of a batch.
+    """Tell whether the gradient depends on the order of the responses of a batch: some
+    groups are compared with their reverse.
 
     Args:
         token_gradient: of the loss.
@@ -186,7 +187,8 @@ def of_estimator(
 
 
 def is_order_read(estimator: Estimator, R: Tensor, size: int) -> bool:
-    """Tell whether advantages depend on the order of the responses.
+    """Tell whether advantages depend on the order of the responses: all groups are
+    compared with their rotations.
 
     Args:
         estimator: makes the advantages of a group.
@@ -240,7 +242,9 @@ def of_kl(term: Term, point: Point, use: str) -> Expected:
 
 
 def _slope(k: Tensor, lp: Tensor) -> Tensor:
-    """The derivative of the sum of a KL term; 0 where it has no gradient."""
+    """Return the derivative of the sum of a KL term by lp, in its shape; 0 where it has
+    no gradient.
+    """
     if not k.requires_grad:
         return torch.zeros_like(lp)
     (slope,) = torch.autograd.grad(k.sum(), lp, allow_unused=True)

@@ -5,6 +5,10 @@ logits.
 Two of the divergences and one entropy are no functions of the policy: they are sums over
 prefixes in which how often a prefix is reached is held fixed. Their fields of gradients
 are listed, because per-token terms of losses have these gradients.
+
+A function takes the Point, whose own logits are constants to it, and the logits z [K]
+by which it is differentiated; at z = point.z it has its value. Entropies and
+divergences are in nats.
 """
 
 from collections.abc import Callable
@@ -39,43 +43,45 @@ PER_PREFIX = "per prefix"
 
 
 def mean_reward(point: Point, z: Tensor) -> Tensor:
-    """Σ P(o) R(o)."""
+    """Return Σ P(o) R(o)."""
     return (point.responses.probabilities(z) * point.R).sum()
 
 
 def mean_reward_per_token(point: Point, z: Tensor) -> Tensor:
-    """Σ P(o) R(o) / |o|."""
+    """Return Σ P(o) R(o) / |o|."""
     per_token = point.R / point.responses.lengths
     return (point.responses.probabilities(z) * per_token).sum()
 
 
 def mean_length(point: Point, z: Tensor) -> Tensor:
-    """Σ P(o) |o|."""
+    """Return Σ P(o) |o|, in tokens."""
     return (point.responses.probabilities(z) * point.responses.lengths).sum()
 
 
 def entropy(point: Point, z: Tensor) -> Tensor:
-    """-Σ P(o) log P(o)."""
+    """Return -Σ P(o) log P(o)."""
     log_P = point.responses.log_probs(z).sum(1)
     return -(log_P.exp() * log_P).sum()
 
 
 def kl(point: Point, z: Tensor) -> Tensor:
-    """KL(π ‖ π_ref) of whole responses."""
+    """Return KL(π ‖ π_ref) of whole responses."""
     log_P = point.responses.log_probs(z).sum(1)
     log_P_ref = point.responses.log_probs(point.z_ref).sum(1)
     return (log_P.exp() * (log_P - log_P_ref)).sum()
 
 
 def kl_from_reference(point: Point, z: Tensor) -> Tensor:
-    """KL(π_ref ‖ π) of whole responses."""
+    """Return KL(π_ref ‖ π) of whole responses."""
     log_P = point.responses.log_probs(z).sum(1)
     log_P_ref = point.responses.log_probs(point.z_ref).sum(1)
     return (log_P_ref.exp() * (log_P_ref - log_P)).sum()
 
 
 def _reach(point: Point) -> Tensor:
-    """How often each prefix is reached, [K]: a constant."""
+    """Return the probability that each prefix is reached under point.z, [K]: a constant
+    to the gradient.
+    """
     responses = point.responses
     P = responses.probabilities(point.z)
     reached = torch.zeros(len(responses.prefixes), dtype=P.dtype)
@@ -86,12 +92,14 @@ def _reach(point: Point) -> Tensor:
 
 
 def entropy_per_prefix(point: Point, z: Tensor) -> Tensor:
-    """Σ_k reach(k) H(π(. | k)), reach held fixed."""
+    """Return Σ_k reach(k) H(π(. | k)), reach held fixed."""
     return (_reach(point) * point.responses.entropies(z)).sum()
 
 
 def _kl_per_prefix(z: Tensor, other: Tensor) -> Tensor:
-    """KL between the two policies behind each prefix, [K]."""
+    """Return KL(π_z ‖ π_other) of the next token behind each prefix, [K], of two
+    policies by their logits [K].
+    """
     p = z.sigmoid()
     logsigmoid = torch.nn.functional.logsigmoid
     of_one = p * (logsigmoid(z) - logsigmoid(other))
@@ -99,12 +107,14 @@ def _kl_per_prefix(z: Tensor, other: Tensor) -> Tensor:
 
 
 def kl_per_prefix(point: Point, z: Tensor) -> Tensor:
-    """Σ_k reach(k) KL(π(. | k) ‖ π_ref(. | k)), reach held fixed."""
+    """Return Σ_k reach(k) KL(π(. | k) ‖ π_ref(. | k)), reach held fixed."""
     return (_reach(point) * _kl_per_prefix(z, point.z_ref)).sum()
 
 
 def kl_from_reference_per_prefix(point: Point, z: Tensor) -> Tensor:
-    """Σ_k reach(k) KL(π_ref(. | k) ‖ π(. | k)), reach held fixed."""
+    """Return Σ_k reach(k) KL(π_ref(. | k) ‖ π(. | k)), reach held fixed: reach is that
+    of π too.
+    """
     return (_reach(point) * _kl_per_prefix(point.z_ref, z)).sum()
 
 

@@ -34,6 +34,7 @@ class Term:
     function: str
 
     def __str__(self) -> str:
+        """Return "0.25 x the entropy", without the sign and without a factor of 1."""
         times = "" if abs(self.times) == 1 else f"{abs(self.times):.4g} x "
         return f"{times}{self.function}"
 
@@ -88,7 +89,9 @@ class Answer:
         return f"that of {sign}{self.target}"
 
     def words(self) -> str:
-        """Say what the expected gradient is."""
+        """Say what the expected gradient is, and its cosine to the target where it is
+        that of no named function.
+        """
         if self.kind == "nothing":
             return "it is 0"
         if self.kind == "functions":
@@ -135,6 +138,7 @@ class Maximization(Result):
     seconds: float = field(compare=False)
 
     def __bool__(self) -> bool:
+        """Return whether no answer is wrong."""
         return not any(answer.is_wrong for answer in self.answers)
 
     @property
@@ -169,10 +173,11 @@ class Maximization(Result):
         return f"{name} {' and '.join(verbs)}"
 
     def text(self, verbose: bool = False) -> str:
-        """The answer in words.
+        """Return the report: the headline, what is wrong, a table of the settings, the
+        factors by pass rate, and what was summed.
 
         Args:
-            verbose: also the cosines that follow from the answer.
+            verbose: also the cosine of each setting.
         """
         rows = [(*self.heads, "its expected gradient")]
         rows += [(*answer.setting, answer.words()) for answer in self.answers]
@@ -220,7 +225,7 @@ class Maximization(Result):
         return {factors: "; ".join(words) for factors, words in settings.items()}
 
     def _basis(self) -> str:
-        """Say what was summed."""
+        """Say over what the expectation is summed."""
         policies = f"{self.policies} policies of two tokens, one prompt"
         if not self.group_size:
             return f"exact, on policy: all responses; {policies}"
@@ -230,6 +235,7 @@ class Maximization(Result):
         )
 
     def data(self) -> dict[str, Any]:
+        """Return the fields, `ok` and `headline` first."""
         return {
             "ok": bool(self),
             "headline": self.headline,
@@ -246,7 +252,7 @@ def _fault(answer: Answer) -> str:
 
 
 def _sum(terms: Sequence[Term]) -> str:
-    """Write terms as a sum with signs."""
+    """Write terms as a sum with signs; there is one at least."""
     first, *rest = terms
     text = f"-{first}" if first.times < 0 else str(first)
     for term in rest:
@@ -261,12 +267,12 @@ def _range(ends: tuple[float, float]) -> str:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align the cells of rows, two blanks apart."""
+    """Return a line for each row, indented by two blanks, with the cells aligned two
+    blanks apart. All rows have as many cells.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  "
-        + "  ".join(
-            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines

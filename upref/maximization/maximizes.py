@@ -134,8 +134,8 @@ class Setting:
 
 
 def _settings() -> list[Setting]:
-    """Rewards that are 0 or 1 and rewards between them, by one length and different
-    lengths.
+    """Return four settings: rewards that are 0 or 1, then rewards between them, each
+    with responses of one length and of different lengths.
     """
     # responses that are right, another pair or triple of the four at each policy
     right = torch.tensor(
@@ -218,12 +218,13 @@ def maximizes(
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, and how its expected gradient is computed.
+    """A loss, an estimator or a KL term whose expected gradient is to be named, and how
+    that gradient is computed.
 
     Attributes:
-        name: of what is asked about.
+        name: of the loss, the estimator or the term.
         advantages: the estimator of a loss, in words.
-        settings: where it is asked.
+        settings: the rewards and responses with which it is computed.
         heads: the names of the parts of a setting.
         target: the function that should be raised or lowered, a key of FUNCTIONS.
         direction: 1 to raise it, -1 to lower it.
@@ -276,7 +277,8 @@ class Question:
         return kept, sentences
 
     def answer(self, setting: Setting) -> Answer:
-        """Answer it in one setting.
+        """Name the expected gradient in one setting. The first kind of Answer that fits
+        is taken: nothing, functions, pass rate, no function, some function, unknown.
 
         Args:
             setting: the rewards and the lengths.
@@ -286,7 +288,7 @@ class Question:
         """
         points = setting.points()
         found = [self.field(point) for point in points]
-        E = [field.gradient for field in found]
+        E = [one.gradient for one in found]
         if any(not gradient.isfinite().all() for gradient in E):
             raise InputError(
                 f"the gradient of {self.name} is not finite on a batch of {self.group_size or 1} responses."
@@ -304,7 +306,7 @@ class Question:
             _cosines(E, target),
             off_policy,
         )
-        if all(float(f.gradient.norm()) <= ZERO * f.size for f in found):
+        if all(float(one.gradient.norm()) <= ZERO * one.size for one in found):
             return replace(answer, kind="nothing", cosine=(0.0, 0.0), off_policy=None)
         terms = named_sum(E, points, self.functions)
         if terms:
@@ -322,11 +324,13 @@ class Question:
         return answer
 
     def _off_policy(self, points: Sequence[Point]) -> tuple[float, float]:
-        """Return the cosines one step after sampling, to the gradient of the target
-        where the policy is then.
+        """Return the smallest and the largest cosine of the expected gradient one step
+        after sampling, to the gradient of the target where the policy is then. The step
+        is STEP long and raises (or lowers) the target.
         """
         assert self.off_policy
-        E, target = [], []
+        E = []
+        target = []
         for point in points:
             ascent = self.direction * gradient(self.target, point)
             step = STEP * ascent / ascent.norm()
@@ -336,20 +340,33 @@ class Question:
         return _cosines(E, target)
 
     def _factors(self, point: Point) -> dict[float, float]:
-        """Return the factor of the gradient of the mean reward at some pass rates."""
-        out = {}
+        """Return each of PASS_RATES with the factor between the expected gradient and
+        that of the mean reward there, by least squares.
+        """
+        factors = {}
         for p in PASS_RATES:
             there = _at_pass_rate(point, p)
             slope = gradient(MEAN_REWARD, there)
-            out[p] = float(self.field(there).gradient @ slope / (slope @ slope))
-        return out
+            factors[p] = float(self.field(there).gradient @ slope / (slope @ slope))
+        return factors
 
 
 # ---- reading what the user gives -----------------------------------------------------
 def _loss_question(
     fn: Any, advantages: Any, group_size: int, hp: Mapping[str, Any]
 ) -> Question:
-    """Ask about a loss."""
+    """Make the Question of a loss, or of an objective by its name.
+
+    Args:
+        fn: as for `maximizes`.
+        advantages: the estimator, by name or as a function; None: the objective's own,
+            or leave_one_out of a loss.
+        group_size: responses of a group.
+        hp: hyperparameters of the loss.
+
+    Raises:
+        InputError: the loss cannot be run, or the same batch has two gradients.
+    """
     objective = _objective_of(fn)
     if objective is not None:
         objective.resolve(dict(hp))
@@ -364,13 +381,13 @@ def _loss_question(
     )
 
     def field(point: Point) -> Expected:
-        """The expected gradient on policy."""
+        """Return the expected gradient on policy."""
         return expected.of_loss(
             loss.gradient, point, estimator, group_size, ordered=ordered
         )
 
     def off_policy(point: Point, z_old: Tensor) -> Expected:
-        """The expected gradient where another policy sampled."""
+        """Return the expected gradient where the policy of logits z_old sampled."""
         return expected.of_loss(
             loss.gradient, point, estimator, group_size, ordered=ordered, z_old=z_old
         )
@@ -394,7 +411,7 @@ def _loss_question(
 def _refuse_two_answers(
     loss: Loss, point: Point, estimator: Estimator, group_size: int
 ) -> None:
-    """Raise InputError where the same batch has two gradients."""
+    """Raise InputError where two calls on the same batch give two gradients."""
     group = tuple(range(group_size))
     number = len(point.responses.tokens)
     batch = expected.make_batch(
@@ -407,7 +424,9 @@ def _refuse_two_answers(
 
 
 def _objective_of(fn: Any) -> Objective | None:
-    """Return the objective that is meant, if fn is one or the name of one."""
+    """Return the objective that is meant: fn itself, or that of a word without a colon;
+    None for a loss. InputError where no objective has the word as its name.
+    """
     if isinstance(fn, Objective):
         return fn
     if isinstance(fn, str) and ":" not in fn:
@@ -425,7 +444,7 @@ def _estimator(given: Any) -> tuple[str, Estimator]:
     function = read_estimator(given, "group_mean", {})
 
     def estimator(rewards: Tensor, group: Tensor) -> Tensor:
-        """The user's function, with tensors in place of lists."""
+        """Return the advantages of the user's function, [G], as a tensor."""
         A = function.outcome(rewards.tolist(), group.tolist()).A
         return torch.tensor(A, dtype=rewards.dtype)
 
@@ -435,13 +454,13 @@ def _estimator(given: Any) -> tuple[str, Estimator]:
 def _advantage_question(
     fn: Any, advantages: Any, group_size: int, hp: Mapping[str, Any]
 ) -> Question:
-    """Ask about an advantage estimator."""
+    """Make the Question of an advantage estimator; `advantages` and `hp` are not used."""
     name, estimator = _estimator(fn)
     settings = _settings()
     ordered = expected.is_order_read(estimator, settings[0].rewards[0], group_size)
 
     def field(point: Point) -> Expected:
-        """The expected gradient of the plain policy gradient with it."""
+        """Return the expected gradient of the plain policy gradient with it."""
         return expected.of_estimator(point, estimator, group_size, ordered=ordered)
 
     return Question(
@@ -460,12 +479,14 @@ def _advantage_question(
 
 
 def _kl_question(use: str) -> Callable[..., Question]:
-    """Return the reader of a KL term that stands where `use` says."""
+    """Return the function that makes the Question of a KL term, subtracted where `use`,
+    one of expected.USES, says.
+    """
 
     def question(
         fn: Any, advantages: Any, group_size: int, hp: Mapping[str, Any]
     ) -> Question:
-        """Ask about a KL term."""
+        """Make the Question of a KL term; only fn is used."""
         if isinstance(fn, str) and ":" not in fn:
             if fn not in kl.ESTIMATORS:
                 raise InputError(
@@ -474,6 +495,7 @@ def _kl_question(use: str) -> Callable[..., Question]:
             term = replace(read_term(kl.ESTIMATORS[fn]), name=fn)
         else:
             term = read_term(fn)
+        # a KL term reads no rewards: one kind of them is enough, and is not named
         settings = [
             replace(setting, words=setting.words[1:]) for setting in _settings()[2:]
         ]
@@ -505,7 +527,9 @@ READERS: dict[str, Callable[..., Question]] = {
 
 
 def _number_of_groups(size: int, ordered: bool) -> int:
-    """Return how many groups of the four responses are listed."""
+    """Return how many groups of the four responses are listed, each order by itself if
+    `ordered`.
+    """
     return sum(1 for _ in expected.groups_of(len(ONE_LENGTH.tokens), size, ordered))
 
 
@@ -513,7 +537,8 @@ def _number_of_groups(size: int, ordered: bool) -> int:
 def named_sum(
     E: Sequence[Tensor], points: Sequence[Point], ids: Sequence[str]
 ) -> tuple[Term, ...]:
-    """Return the smallest sum of named functions whose gradient is E at every policy.
+    """Return the smallest sum of named functions whose gradient is E at every policy;
+    of several of one size, the first in the order of ids.
 
     Args:
         E: the expected gradient at each policy.
@@ -555,7 +580,7 @@ def _without_doubles(columns: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _rounded(x: float) -> float:
-    """The nearest number with five digits, if it is within the tolerance; else x."""
+    """Return x with five digits if it is within TOLERANCE of that; else x."""
     near = float(f"{x:.5g}")
     return near if abs(near - x) <= TOLERANCE * abs(x) else x
 
@@ -577,19 +602,19 @@ def _is_pass_rate(setting: Setting, points: Sequence[Point]) -> bool:
 
 
 def _at_pass_rate(point: Point, p: float) -> Point:
-    """Move the logits of a policy towards right responses until they have probability
-    p.
+    """Return the point with its logits moved along the gradient of the mean reward,
+    until the right responses have the probability p: found by bisection.
     """
     direction = gradient(MEAN_REWARD, point)
     direction = direction / direction.norm()
-    low, high = -50.0, 50.0
+    low, high = -50.0, 50.0  # steps at which a probability is 0 or 1 to rounding
 
     def moved(step: float) -> Point:
-        """The policy so many steps away."""
+        """Return the policy so far along the direction."""
         return replace(point, z=point.z + step * direction)
 
     def pass_rate(there: Point) -> float:
-        """The probability of the right responses."""
+        """Return the probability of the right responses."""
         return float((there.responses.probabilities(there.z) * there.R).sum())
 
     for _ in range(BISECTIONS):
@@ -602,8 +627,8 @@ def _at_pass_rate(point: Point, p: float) -> Point:
 
 
 def _named_factor(factors: Mapping[float, float]) -> tuple[Term, ...]:
-    """Return the function of the pass rate to which the factors belong, if it has a
-    name.
+    """Return the first of FUNCTIONS_OF_RATE whose derivative is proportional to these
+    factors, pass rate -> factor, as one term; () where none is.
     """
     for function in FUNCTIONS_OF_RATE.values():
         ratios = [factor / function.derivative(p) for p, factor in factors.items()]
@@ -627,7 +652,7 @@ def _asymmetry(field: Field, point: Point) -> float:
         unit[k] = h
 
         def at(steps: int, unit: Tensor = unit) -> Tensor:
-            """The field some steps away."""
+            """Return the field so many steps away along this logit."""
             return field(replace(point, z=point.z + steps * unit)).gradient
 
         columns.append((at(1) - at(-1)) / (2 * h))

@@ -103,7 +103,7 @@ class Responses:
 
 
 def _with_one_length(length: int) -> Responses:
-    """All responses of so many tokens."""
+    """Return all responses of so many tokens."""
     prefixes = [
         prefix
         for size in range(length)
@@ -114,7 +114,9 @@ def _with_one_length(length: int) -> Responses:
 
 
 def _with_stop(longest: int) -> Responses:
-    """All responses that end at the first token 0, or at the largest length."""
+    """Return all responses that end at the first STOP, or at the largest length: the
+    shortest first.
+    """
     prefixes = tuple((1,) * size for size in range(longest))
     tokens = [(*prefix, STOP) for prefix in prefixes]
     return Responses("different lengths", (*tokens, (1,) * longest), prefixes)

@@ -192,8 +192,8 @@ def _without_overflow(expr: Expr) -> Expr:
 
 
 def _surrogate_hyperparameters(objective: Objective) -> dict[str, Any]:
-    """Return the hyperparameters of the surrogate. The KL term is no part of a token's
-    weight.
+    """Return the hyperparameters of the surrogate with their defaults, without beta:
+    the KL term is no part of a token's weight.
     """
     own = {k: v for k, v in objective.hyperparameters.items() if k != "beta"}
     assert all(v is not None or k == "c" for k, v in own.items()), (
@@ -204,7 +204,7 @@ def _surrogate_hyperparameters(objective: Objective) -> dict[str, Any]:
 
 def _hyperparameter(name: str, default: float | None, source: str) -> dict[str, Any]:
     """Return what the page's slider of a hyperparameter needs: its letter, words,
-    default and range.
+    default, the source of the default, range and step.
     """
     letter, says, low, high = LETTERS.get(
         name, (name, "a hyperparameter of this objective", 0, 1)
@@ -214,11 +214,10 @@ def _hyperparameter(name: str, default: float | None, source: str) -> dict[str, 
         high = round(10 * default, 9)
     elif default and default > high / 2:
         high = 10 * math.ceil(default / 4)
-    step = (
-        0.05
-        if name == "c"
-        else float(f"{10.0 ** math.floor(math.log10((high - low) / 90)):.0e}")
-    )
+    # a power of 10, so that the slider has 90 to 900 steps
+    step = float(f"{10.0 ** math.floor(math.log10((high - low) / 90)):.0e}")
+    if name == "c":
+        step = 0.05  # 179 steps from 1.05 to 10
     return {
         "default": default,
         "letter": letter,
@@ -233,20 +232,25 @@ def _hyperparameter(name: str, default: float | None, source: str) -> dict[str, 
 # ---- printers ------------------------------------------------------------------------
 class _Printer(JavascriptCodePrinter):  # type: ignore[misc]
     """A printer of JavaScript with the two words of `upref.symbolic` and an exp that
-    saturates. Hyperparameters are fields of h.
+    saturates. Hyperparameters are fields of h. sympy calls `_print_CLASS` for an
+    expression of that class.
     """
 
     def _print_Where(self, e: Any) -> Any:
+        """Print "condition ? x : y"."""
         condition, x, y = map(self._print, e.args)
         return f"({condition} ? {x} : {y})"
 
     def _print_exp(self, e: Any) -> Any:
+        """Print a call of the page's own exp."""
         return f"exp({self._print(e.args[0])})"
 
     def _print_Sigmoid(self, e: Any) -> Any:
+        """Print a call of the page's own sigmoid."""
         return f"sigmoid({self._print(e.args[0])})"
 
     def _print_Symbol(self, s: Any) -> Any:
+        """Print an argument by its name, and a hyperparameter as a field of h."""
         return s.name if s in (R, MU, A) else f"h.{s.name}"
 
 
@@ -266,21 +270,24 @@ class _Letters(StrPrinter):  # type: ignore[misc]
     """A printer of formulas in the letters of the paper."""
 
     def _print_Symbol(self, s: Any) -> Any:
-        return (
-            "π_old" if s == MU else LETTERS[s.name][0] if s.name in LETTERS else s.name
-        )
+        """Print mu as π_old, and a hyperparameter by its letter if it has one."""
+        if s == MU:
+            return "π_old"
+        return LETTERS[s.name][0] if s.name in LETTERS else s.name
 
     def _print_exp(self, e: Any) -> Any:
+        """Print e^x, with a minus sign in place of a hyphen."""
         return f"e^{self._print(e.args[0])}".replace("-", "−")
 
-    def _print_Mul(self, e: Any) -> Any:  # √(δ (1 − π_old)/π_old), not three roots
+    def _print_Mul(self, e: Any) -> Any:
+        """Print a product of roots as one root: √(δ (1 − π_old)/π_old)."""
         roots = [x for x in e.args if x.is_Pow and abs(x.exp) == sympy.S.Half]
         if len(roots) < 2 or len(roots) < len(e.args):
             return super()._print_Mul(e)
         return f"√({self._print(sympy.Mul(*(x**2 for x in roots)))})"
 
-    def _print_Add(self, e: Any, order: Any = None) -> Any:  # 1 + ε, not ε + 1
-        """Print a number first, and terms with a minus last."""
+    def _print_Add(self, e: Any, order: Any = None) -> Any:
+        """Print a number first, and terms with a minus last: 1 + ε, not ε + 1."""
         first, *rest = sorted(
             e.args, key=lambda x: (not x.is_number, x.could_extract_minus_sign())
         )

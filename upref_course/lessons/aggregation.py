@@ -9,7 +9,7 @@ NAN = float("nan")
 
 
 def zero_padding(x: Tensor, mask: Tensor) -> Tensor:
-    """Set padding to 0, whatever it holds.
+    """Return x with its padding set to 0, whatever it holds.
 
     Args:
         x: [B, T].

@@ -46,6 +46,7 @@ def first_difference(f: Weight, g: Weight) -> Interval | None:
 
 
 # ---- mistakes ------------------------------------------------------------------------
+# Each has the arguments and the result of `first_difference`.
 def _at(weight: Weight, high: float, r: float) -> float:
     """Return the number of a weight at a ratio of the interval that ends at `high`."""
     a, b = formula(weight, high)
@@ -53,6 +54,7 @@ def _at(weight: Weight, high: float, r: float) -> float:
 
 
 def _ends_of_one(f: Weight, g: Weight) -> Interval | None:
+    """Search the intervals between the ends of f alone."""
     for low, high in pairwise([0.0, *(end for end, _, _ in f)]):
         if formula(f, high) != formula(g, high):
             return low, high
@@ -60,6 +62,9 @@ def _ends_of_one(f: Weight, g: Weight) -> Interval | None:
 
 
 def _numbers_at_ends(f: Weight, g: Weight) -> Interval | None:
+    """Compare the numbers at the upper end of each interval, not the pieces; at low + 1
+    where that end is infinite.
+    """
     for low, high in intervals(f, g):
         r = low + 1 if isinf(high) else high
         if _at(f, high, r) != _at(g, high, r):
@@ -68,6 +73,9 @@ def _numbers_at_ends(f: Weight, g: Weight) -> Interval | None:
 
 
 def _numbers_in_the_middle(f: Weight, g: Weight) -> Interval | None:
+    """Compare the numbers in the middle of each interval, not the pieces; at low + 1
+    where it has no upper end.
+    """
     for low, high in intervals(f, g):
         r = low + 1 if isinf(high) else (low + high) / 2
         if _at(f, high, r) != _at(g, high, r):
@@ -76,6 +84,7 @@ def _numbers_in_the_middle(f: Weight, g: Weight) -> Interval | None:
 
 
 def _lists(f: Weight, g: Weight) -> Interval | None:
+    """Compare the n-th piece of f with the n-th of g, as far as both have pieces."""
     low = 0.0
     for one, other in zip(f, g, strict=False):
         if one != other:
@@ -85,6 +94,7 @@ def _lists(f: Weight, g: Weight) -> Interval | None:
 
 
 def _last(f: Weight, g: Weight) -> Interval | None:
+    """Return the last interval on which they differ, not the first."""
     found = None
     for low, high in intervals(f, g):
         if formula(f, high) != formula(g, high):
@@ -93,6 +103,7 @@ def _last(f: Weight, g: Weight) -> Interval | None:
 
 
 def _not_sorted(f: Weight, g: Weight) -> Interval | None:
+    """Take the ends of f and then those of g, without sorting them together."""
     ends = dict.fromkeys(end for end, _, _ in f + g)
     for low, high in pairwise([0.0, *ends]):
         if formula(f, high) != formula(g, high):
@@ -101,10 +112,12 @@ def _not_sorted(f: Weight, g: Weight) -> Interval | None:
 
 
 def _whole_lists(f: Weight, g: Weight) -> Interval | None:
+    """Return the first interval where the lists of pieces differ anywhere."""
     return next(intervals(f, g)) if f != g else None
 
 
 def _pieces_below(f: Weight, g: Weight) -> Interval | None:
+    """Compare the pieces that end at the lower end of each interval."""
     for low, high in intervals(f, g):
         if formula(f, low) != formula(g, low):
             return low, high
@@ -112,6 +125,7 @@ def _pieces_below(f: Weight, g: Weight) -> Interval | None:
 
 
 def _always_none(f: Weight, g: Weight) -> Interval | None:
+    """Return None, whatever the weights are."""
     return None
 
 

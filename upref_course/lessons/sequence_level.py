@@ -77,6 +77,7 @@ def report(fn: Callable[..., Tensor]) -> Report:
     def wrapped(
         log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor
     ) -> Tensor:
+        """Call the function with one advantage for each response, [B]."""
         return fn(log_prob, old_log_prob, per_response(advantages, mask), mask)
 
     return check(wrapped, "gspo", skip=("extremes", "masked-values"))
@@ -127,6 +128,7 @@ def mean_over_tokens(term: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
 
     def objective(lp: Tensor, old: Tensor, A: Tensor, mask: Tensor) -> Tensor:
+        """Return the mean of the term, a scalar."""
         x = term(torch.where(mask, lp - old, 0).exp(), A[:, None])
         return (torch.where(mask, x, 0).sum(1) / mask.sum(1)).mean()
 
