@@ -153,6 +153,9 @@ def test_the_page_names_the_text_that_was_read():
 
 
 def test_there_are_sixty_at_least_and_every_section_has_some():
+    """Every section of the paper has a claim, and each computed verdict is one of
+    VERDICTS.
+    """
     assert len(CLAIMS) >= 60
     assert {c.section for c in CLAIMS} >= {
         "2",
@@ -412,6 +415,9 @@ def test_contradicted_needs_an_opposite_effect():
 
 
 def test_the_paper_is_searched_as_it_prints():
+    """A quotation must be in the section that the claim names, and the words that it
+    says are absent must be; comments of the LaTeX are told apart.
+    """
     tex = r"\section{A} \section{B} \subsection{C} words here \beginappendix \section{D} words here"
     assert evidence.sections_of("words here", tex) == ["2.1", "A"]
     c = replace(FAKE, place="Sec. 2.1", quote="words here", absent=("dual",))

@@ -133,6 +133,9 @@ def test_nothing_bounds_the_push_on_an_over_probable_wrong_token(holds, countere
 
 
 def test_up_grpo_has_grpo_s_kl_term_for_both_signs(holds):
+    """The gradient at beta = 0.5 less that at 0 is the same in UP-GRPO and GRPO, and
+    not 0 for either sign of A.
+    """
     o, base = upref.get("up_grpo"), upref.get("grpo")
     b = batch(o)
     b = replace(b, logp_ref=torch.where(b.mask, b.logp_old - 0.1, 0))

@@ -282,6 +282,9 @@ PLANTED = [
 def test_a_difference_that_is_planted_in_a_release_is_found(
     name, source, case, quantity
 ):
+    """The release is compared with itself with a known bug in it; the release itself
+    agrees with the objective.
+    """
     needed = {"verl": ("pydantic",), "openrlhf": ("peft",), "skyrl": SKYRL_NEEDS}
     for package in needed.get(name, (name,)):
         pytest.importorskip(package, reason="docs/howto/conformance.md says how")

@@ -411,6 +411,9 @@ def test_a_bad_list_of_known_failures_gets_one_sentence(text, words, tmp_path):
 
 
 def test_a_badge_counts_what_was_tried(tmp_path, capsys):
+    """Of a right, a skipped and a failing case the badge counts 1 of 2; a file without
+    results is refused with status 2.
+    """
     names = ("objective/dapo", "objective/cispo")
     outcomes = [run(Plain(), CASES[name]) for name in names] + [
         run(Raises(), CASES["objective/grpo"])

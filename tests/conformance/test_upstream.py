@@ -27,6 +27,9 @@ def say_counts(results, listed):
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_a_draft_says_what_was_recorded(name):
+    """The draft of a pull request has the recorded counts, and the failures are those
+    that are listed as expected.
+    """
     results = json.loads((UPSTREAM / name / "results.json").read_text(encoding="utf-8"))
     expected = read_expected_failures(HERE / f"{name}_xfails.toml")
     listed = expected.keys() & results["cases"].keys()  # the suite has grown since

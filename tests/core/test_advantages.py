@@ -116,6 +116,9 @@ def test_group_mean_and_leave_one_out_in_exact_rationals(batch):
 @settings(deadline=None)
 @given(batches, st.sampled_from([0, 1]))
 def test_whitening_is_over_all_responses_in_exact_rationals(batch, ddof):
+    """Both whitening estimators against rationals; of one the group means are
+    subtracted first.
+    """
     rewards, _ = batch
     close(
         whiten(*tensors(*batch), ddof=ddof, eps=1e-8), exact_norm(rewards, ddof, 1e-8)

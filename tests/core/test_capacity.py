@@ -224,6 +224,7 @@ def test_pi_old_0_is_a_limit():
 
 
 def test_shapes_broadcast_and_signs_mix():
+    """Arrays of p, mu and A broadcast; numbers, empty lists and tensors are taken too."""
     p, mu, A = (
         np.full((3, 1), 0.3),
         np.array([0.2, 0.3]),

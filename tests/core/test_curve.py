@@ -135,6 +135,9 @@ def test_a_value_on_the_bound_alone_is_no_jump_of_its_own():
 
 @pytest.mark.parametrize("mu", [1e-4, 0.02, 0.3, 0.9])
 def test_bounds_that_depend_on_mu(mu):
+    """A band around π_old gives bounds of r that depend on mu: none where a probability
+    would leave [0, 1].
+    """
     for delta in (0.05, 0.15):
         high, low = (mu + delta) / mu, (mu - delta) / mu
         assert [

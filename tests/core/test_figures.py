@@ -110,6 +110,9 @@ def test_the_picture_is_not_blank(fresh):
 
 @pytest.mark.nightly
 def test_atlas_has_every_objective_and_no_two_texts_touch(atlas):
+    """Every objective of the first tier is named, no two texts overlap by more than a
+    point, and none leaves the figure.
+    """
     fig = atlas
     FigureCanvasAgg(fig).draw()
     words = " ".join(t.get_text() for t in fig.texts).replace("(", " ").split()

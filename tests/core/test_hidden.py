@@ -84,6 +84,9 @@ def run(f, h, W, tokens, settings, up):
 
 @pytest.mark.slow
 def test_500_random_cases_agree_with_autograd_to_1e_12():
+    """Outputs and gradients are those of the [N, V] logits; in two of three cases one
+    output is not used.
+    """
     for seed in range(500):
         h, W, tokens, settings, up = drawn(seed)
         if seed % 3:
@@ -181,6 +184,9 @@ def test_products_of_896_terms_do_not_blur_the_entropy(peaks):
 
 
 def test_no_tensor_is_larger_than_the_inputs_or_the_chunk():
+    """In a forward and a backward pass no operation makes a tensor larger than the
+    weight or a chunk.
+    """
     sizes = []
 
     class Sizes(TorchDispatchMode):
@@ -207,6 +213,9 @@ def test_no_tensor_is_larger_than_the_inputs_or_the_chunk():
 
 
 def test_masked_tokens_may_hold_nan_and_get_no_gradient():
+    """Where the gradient from above is 0, hidden states of NaN or infinity get a
+    gradient of 0, and change no other.
+    """
     _, W, *_ = drawn(2)
     h, tokens, up = (
         torch.randn(6, W.shape[1], dtype=torch.float64),
@@ -256,6 +265,9 @@ def test_a_frozen_input_gets_no_gradient_and_changes_no_other(frozen):
 
 
 def test_layout_autocast_and_a_second_backward_change_nothing():
+    """Transposed inputs and 32-bit ids under autocast give the float32 results; a
+    second backward pass gives the same gradient.
+    """
     g = torch.Generator().manual_seed(3)
     h, W = torch.randn(3, 4, 5, generator=g), torch.randn(9, 5, generator=g)
     tokens, up = (
@@ -279,6 +291,7 @@ def test_layout_autocast_and_a_second_backward_change_nothing():
 
 
 def test_vmap_and_func_grad_agree_with_a_loop():
+    """vmap over states and tokens agrees with a loop; over weights it is refused."""
     h, W, tokens = torch.randn(3, 4, 5), torch.randn(9, 5), torch.randint(9, (3, 4))
     want = [token_log_probs(x, W, t) for x, t in zip(h, tokens, strict=True)]
     found = torch.func.vmap(lambda x, t: token_log_probs(x, W, t))(h, tokens)
@@ -352,6 +365,7 @@ def test_checkpoint_changes_no_gradient(reentrant):
 
 @pytest.mark.slow
 def test_compiled_code_calls_it_between_two_graphs():
+    """The gradient is the same inside of a compiled function."""
     h, W, tokens = (
         torch.randn(4, 5, requires_grad=True),
         torch.randn(9, 5),

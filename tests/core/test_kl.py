@@ -58,6 +58,7 @@ def test_the_term_has_the_objectives_own_aggregation(name, estimator):
 
 
 def test_masked_slots_are_inert_and_the_reference_constant():
+    """NaN in masked slots changes no gradient by log π_θ, and the reference gets none."""
     o = get("grpo")
     b = batch(o)
     ref = (b.logp_old - 0.3).requires_grad_()

@@ -155,6 +155,9 @@ def test_temperature_divides_the_logits_not_the_log_probs():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_logits_are_widened_before_anything_else(dtype):
+    """Results of 16-bit logits are within float32's rounding of float64's, which 16-bit
+    arithmetic is not.
+    """
     torch.manual_seed(1)
     a, b = (torch.randn(2, 2, 3, 50) * 4).to(dtype)
     tokens = torch.randint(0, 50, (2, 3))

@@ -347,6 +347,9 @@ ANSWERED = (
 
 
 def test_what_needs_no_torch_is_answered_without_it():
+    """The commands of LIGHT run in a process that never imports torch: with an answer,
+    or a refusal of one line.
+    """
     script = f"""
 import sys
 from upref.cli import main
@@ -403,6 +406,9 @@ def test_a_hyperparameter_that_is_not_keyword_only_is_refused(
 def test_a_file_that_does_not_import_is_named_with_its_line(
     registered, tmp_path, monkeypatch, text, said
 ):
+    """A broken file of an objective is refused by its path; once it is gone, the
+    registry loads.
+    """
     from upref import objectives
 
     (tmp_path / "my_objective_that_breaks.py").write_text(text)

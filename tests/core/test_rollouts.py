@@ -102,6 +102,9 @@ def test_objectives_of_responses_refuse_token_advantages(name):
 
 
 def test_hyperparameters_are_checked():
+    """A hyperparameter that an objective lacks, or a value out of its range, is refused
+    with a sentence that says what it takes.
+    """
     f, b = upref.get("dapo"), upref.Rollouts(**GOOD)
     for hp, says in [
         (

@@ -52,6 +52,9 @@ def test_a_bootstrap_is_the_value_behind_the_last_trained_slot():
 
 @pytest.mark.parametrize("name", ta.TOKEN_ADVANTAGES)
 def test_untrained_slots_are_neither_read_nor_answered(name):
+    """NaN in untrained slots changes nothing, they get 0, and without them the
+    advantages are the same (but where columns number the turns).
+    """
     from upref.verify.formulas.token_faults import SETTINGS, compute
     from upref.verify.formulas.tokens import HOLES
 

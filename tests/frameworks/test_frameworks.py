@@ -106,6 +106,9 @@ def test_the_ledger_is_whole(name):
 
 
 def test_a_second_reader_judged_what_is_blamed(monkeypatch):
+    """Every entry that blames has a second reader; a report says so where there is one
+    reader only.
+    """
     once = [
         e.key
         for e in read()

@@ -337,6 +337,9 @@ def test_another_version_is_audited_and_said(index):
 
 
 def test_what_cannot_be_fetched_is_one_sentence(index, monkeypatch):
+    """A missing version, a file with another digest or without one, an empty index and
+    a folder that cannot be written are each refused.
+    """
     with pytest.raises(
         InputError,
         match=r"plainrl==3.0 cannot be installed \(.*plainrl==3.0.*\): is there a network",
@@ -361,6 +364,9 @@ def test_what_cannot_be_fetched_is_one_sentence(index, monkeypatch):
 
 @pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
 def test_a_pinned_commit(index, tmp_path):
+    """A commit is fetched and named by nine digits; a checkout of it is taken as it is;
+    an unknown commit is refused.
+    """
     there = tmp_path / "there"
     there.mkdir()
     (there / "plainrl.py").write_text(OWN, encoding="utf-8")

@@ -65,6 +65,9 @@ def test_each_entry_is_still_so(entry):
 
 @pytest.mark.parametrize("name", BOTH)
 def test_a_deviation_that_comes_changes_or_goes_is_said(name):
+    """The audit agrees with the ledger; evidence that is missing, changed or gone is
+    told with the entry's key.
+    """
     table, mine = audit(name), [e for e in ENTRIES if e.framework == name]
 
     def said(entries, rows=table.rows):
@@ -86,6 +89,9 @@ def test_a_deviation_that_comes_changes_or_goes_is_said(name):
 
 
 def test_every_entry_has_its_paper_and_its_own_name():
+    """Each entry cites a paper of papers.bib, has a key of its framework, and links
+    only to known sites; no reason is there twice.
+    """
     papers = (ROOT / "upref" / "papers.bib").read_text(encoding="utf-8")
     for e in ENTRIES:
         assert f"{{{e.bib}," in papers and e.paper and e.code, e.key
@@ -224,6 +230,9 @@ def test_a_quoted_file_is_linked_at_its_line_of_a_fixed_version():
 
 
 def test_ok_in_the_matrix_needs_no_setting():
+    """The mark of a cell is "ok" only if a loss agrees as it is shipped, KL term
+    included; it tells where micro-batches differ.
+    """
     for a in (a for a in audits_of_pages() if "recipe" in read_tables(a["framework"])):
         name, rows = a["framework"], [r for r in a["rows"] if r["kind"] == "loss"]
         for o in {r["objective"] for r in rows}:

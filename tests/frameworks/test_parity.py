@@ -118,6 +118,9 @@ def test_the_base_is_not_its_up(name, other, low):
 
 
 def test_another_bound_is_noticed():
+    """A loss with the bound 1.2801 agrees with itself; compared with the bound 1.28, a
+    token whose ratio lies between the two is named.
+    """
     loss, args, hp = trained("dapo", torch.float32, eps_high=0.2801)
     (g,) = torch.autograd.grad(loss, args["logp"], retain_graph=True)
     count = roundings(loss, args["logp"])
@@ -175,6 +178,9 @@ def test_a_loss_in_half_precision_under_float32_is_noticed():
 
 
 def test_masked_slots_and_empty_responses_and_dtypes_of_old():
+    """Infinity and NaN in masked slots, a response without a token, and old
+    log-probabilities in float64 leave the comparison within its bound.
+    """
     o = upref.get("up_gspo")
     b = replace(batch(o), group=None)
     mask = b.mask.clone()

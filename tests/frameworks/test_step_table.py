@@ -113,6 +113,9 @@ def test_the_status_says_whether_anything_ran(monkeypatch, capsys, answers, stat
 def test_against_records_what_changes_fails(
     monkeypatch, capsys, tmp_path, answers, status, words
 ):
+    """The run is compared with three recorded settings: one agrees, one has a cause,
+    one could not run.
+    """
     ends = [
         (1e-6, ""),
         (0.5, "the temperature is left out"),

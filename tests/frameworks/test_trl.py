@@ -154,6 +154,9 @@ def test_a_report_says_which_inputs_of_the_contract_were_never_given():
 
 
 def test_a_trainer_of_ones_own():
+    """check takes a trainer class of TRL: a wrong one is rejected, TRL's own agrees by
+    the command.
+    """
     report = upref.check(Halved, "dapo", skip=QUICK)
     assert [f.oracle for f in report.failures][:1] == [
         "on-policy"
@@ -236,6 +239,9 @@ def test_nothing_of_trl_is_imported_for_a_plain_loss():
 
 # ---- the audit -----------------------------------------------------------------------
 def test_what_trl_is_known_for(audit):
+    """TRL's losses that are known to agree with a paper, to differ, or to depend on
+    micro-batches, do so in the audit.
+    """
     row = {(r.setting, r.mode, r.objective, r.micro_batches): r for r in audit.rows}
     assert not audit.unaudited and {*loss_types(), "rloo", "gmpo"} <= {
         c.mode for c in COMPARISONS

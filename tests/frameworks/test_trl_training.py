@@ -518,6 +518,9 @@ def test_another_objective_ends_at_other_weights(policy, tmp_path):
 
 
 def test_what_is_said_before_a_run(policy, tmp_path, caplog):
+    """The trainer warns of updates at r = 1, of an objective that couples a batch, and
+    of a scale of rewards that the objective does not have.
+    """
     args = dict(
         args=trl.GRPOConfig(**CONFIG | {"output_dir": str(tmp_path)}),
         processing_class=policy[1],

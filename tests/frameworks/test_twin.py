@@ -20,6 +20,9 @@ from upref_frameworks.trl.twin import trl_twin  # noqa: E402
 
 
 def test_a_twin_keeps_the_head_and_the_kinds_of_layers():
+    """The small model has the softcaps, tied weights and kinds of attention of the
+    large one, with a small window and an attention that runs here.
+    """
     config = transformers.Gemma2Config(
         num_hidden_layers=26, sliding_window=4096, attn_implementation="sdpa"
     )
@@ -75,6 +78,9 @@ def trainer(family, **kw):
 
 @pytest.mark.trl
 def test_a_right_family_trains_on_and_is_left_as_it_was():
+    """The check agrees, and changes no random state, no state of accelerate and no
+    weight.
+    """
     from accelerate.state import AcceleratorState, PartialState
 
     before = copy.deepcopy(torch.get_rng_state())

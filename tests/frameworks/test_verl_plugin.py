@@ -91,6 +91,9 @@ def test_against_verls_own_losses_through_verls_own_agg_loss(name):
 
 @pytest.mark.parametrize("name", ["up_dapo", "up_grpo", "up_gspo", "gmpo", "topr"])
 def test_hyperparameters_and_is_weights_reach_the_reference(name):
+    """With a bound of 0.1 and weights that are NaN in masked slots, loss and gradient
+    are the reference's, bit for bit.
+    """
     o = upref.get(name)
     b = replace(batch(o), group=None)
     key = next((k for k in o.hyperparameters if k.startswith("eps")), None)
@@ -114,6 +117,7 @@ def test_hyperparameters_and_is_weights_reach_the_reference(name):
 
 
 def test_is_weights_multiply_token_terms_as_in_verl():
+    """The gradient of cispo_verl with weights is that of verl's own CISPO."""
     b = replace(batch(upref.get("cispo_verl")), group=None)
     w = torch.rand(b.mask.shape, dtype=b.logp.dtype)
 
@@ -446,6 +450,9 @@ def test_verls_rollout_correction_is_the_samplers_correction():
 
 @pytest.mark.nightly
 def test_upref_hidden_stands_for_verls_fused_heads():
+    """Under UPREF_HIDDEN=1 verl's fused head is upref's, with verl's numbers and
+    gradients.
+    """
     code = """
 import torch, upref_frameworks.verl.training
 from verl.utils.experimental import torch_functional as verls

@@ -63,6 +63,9 @@ def arguments(b):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_hidden_is_within_float32_of_float64(dtype, settings):
+    """Outputs are within 5e-6 of float64's, and gradients within one rounding to their
+    dtype and float32's rounding.
+    """
     if settings and DEVICE == "cpu":
         pytest.skip("the kernels need a GPU")
     g = torch.Generator().manual_seed(0)
@@ -214,6 +217,9 @@ def test_half_precision_on_the_device_is_named():
 
 
 def test_a_recorded_step_is_checked_on_the_device():
+    """A right step with old log-probabilities near the model's own agrees when it is
+    recorded on the device.
+    """
     from upref.step.inputs.rows import make_rows
 
     net, rows = model(), make_rows(64, 1, (), None, None)

@@ -111,6 +111,9 @@ def test_a_step_recorded_on_the_device_is_judged(tmp_path):
 
 @pytest.mark.trl
 def test_trls_trainer_on_the_device_is_recorded(tmp_path):
+    """Four steps of TRL's trainer are recorded, and their loss and divisor are the
+    objective's.
+    """
     trl = pytest.importorskip("trl", reason="needs TRL")
     from tests.replay.test_record import ROWS
     from upref.step.compare.case import perturb

@@ -27,6 +27,7 @@ N = [960, 40, 500, 272, 672]
     TEX is None, reason="the paper's LaTeX, ../shared/up_paper.tex, is not here"
 )
 def test_the_data_are_the_latex():
+    """The twelve rows of the data are those of the paper's LaTeX table, cell by cell."""
     tex = TEX.read_text(encoding="utf-8")
     body = tex[tex.index(r"\label{tab:baseline_comparison}") :]
     body = body[: body.index(r"\bottomrule")]

@@ -149,6 +149,7 @@ def test_held_out_problems_are_never_trained_on_and_come_again():
 
 # ---- the policy ----------------------------------------------------------------------
 def test_prompts_that_are_read_once_give_the_same_logits_and_gradient(base, small):
+    """Logits and gradients by a cache of each prompt are those of whole rows."""
     model = bases.load(str(base), "addition")
     problems = TASK.problems("train", 3, seed=0)
     of = torch.arange(3).repeat_interleave(4)
@@ -241,6 +242,9 @@ def test_a_loss_that_is_a_tenth_too_large_stops_the_run(
 def test_forward_passes_in_bfloat16_are_the_objective_too(
     small, whole, device, tmp_path
 ):
+    """Training in bfloat16 passes its own comparison and the replay; its weights stay
+    in float32.
+    """
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU is visible here")
     given = {"objective": "up_dapo", "precision": "bfloat16", "record_every": 1}
@@ -331,6 +335,9 @@ def words_of(small, **more):
 def test_the_command_trains_two_objectives_and_reports(
     small, tmp_path, capsys, monkeypatch
 ):
+    """Both runs agree with the reference; when the command runs again, it trains
+    nothing and prints the same.
+    """
     monkeypatch.setattr(room, "check", lambda out: None)
     args = ["up_dapo", "--against", "dapo", "--out", str(tmp_path), "--device", "cpu"]
     args += ["--threads", "1", *words_of(small)]

@@ -23,6 +23,9 @@ from upref.markdown import table
 
 
 def test_every_effect_and_claim_is_that_of_the_registered_rules(capsys):
+    """The command that verifies the experiments finds no record, registered file,
+    effect or claim that differs.
+    """
     assert verify.main(plan.paths()) == 0
     said = capsys.readouterr().out
     lines = sum(

@@ -284,6 +284,9 @@ def test_nothing_is_said_before_the_first_look(tmp_path):
 
 
 def test_the_command(tmp_path, capsys):
+    """--list counts the runs and their hours, --collect writes a report, and no job is
+    refused.
+    """
     where = ["--out", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
     assert command.main(["controls", *where, "--list"]) == 0
     said = capsys.readouterr().out
@@ -303,6 +306,9 @@ def test_the_command(tmp_path, capsys):
 
 
 def test_a_plan_that_does_not_fit_together_is_one_sentence(tmp_path):
+    """An unknown group, an arm outside of its group, a missing table and an unknown key
+    are each refused.
+    """
     text = (P.folder / "plan.toml").read_text(encoding="utf-8")
     cases = {
         'groups = ["s0", "chain_s16"]': (
@@ -551,6 +557,9 @@ def git(*words: str) -> bytes:
 
 @pytest.mark.parametrize("folder", ["round2", "stale", "controls"])
 def test_the_registration_precedes_every_run(folder):
+    """The registered commit has no run, holds the registered files, and is an ancestor
+    of the commit of every run.
+    """
     registered = registration.load(plan.MINI / folder)
     commit = registered["commit"]
     try:

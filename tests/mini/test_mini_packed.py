@@ -100,6 +100,9 @@ def test_it_draws_the_tokens_that_transformers_would(policy, monkeypatch):
 
 @pytest.mark.parametrize("heads", [(2, 1), (4, 2), (2, 2)], ids=str)
 def test_any_number_of_heads(heads):
+    """The sampler's and the packed logits are those of transformers for these numbers
+    of heads.
+    """
     task = tasks.get("countdown")
     model = models.new("qwen3", task)
     config = model.config
@@ -127,6 +130,7 @@ def random(*shape):
 
 
 def test_gradients_by_hand_are_those_of_finite_differences():
+    """Each backward pass written by hand: norm, norm with rotation, gate and attention."""
     check = torch.autograd.gradcheck
     cos, sin = random(5, 1, 4).detach(), random(5, 1, 4).detach()
     assert check(lambda x: fused.Rms.apply(x, 1e-6), random(5, 6))

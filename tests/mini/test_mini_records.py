@@ -83,6 +83,9 @@ def test_records_without_their_manifest(content, folder):
 
 
 def test_a_collection_killed_between_its_two_files_loses_nothing(folder, monkeypatch):
+    """Killed before the first, second or last write, the folder has the old records, or
+    the new ones.
+    """
     more, real = (
         RECORDS | {"run-9": RECORDS["run-0"] | {"name": "run-9"}},
         files.write_atomically,
@@ -228,6 +231,9 @@ def unsafe(tree: ast.AST):
 
 
 def test_no_loader_runs_what_it_reads():
+    """Only the files of MAY have calls that may run what they read; the search for such
+    calls finds known ones.
+    """
     found = set()
     for top in TOPS:
         for path in (ROOT / top).rglob("*.py"):
@@ -325,6 +331,9 @@ def in_place(text: str):
 
 
 def test_every_file_is_written_whole_or_not_at_all():
+    """Only the files of DRAFTS write under the final name; the search for such writes
+    finds known ones.
+    """
     found = set()
     for top in TOPS:
         for path in (ROOT / top).rglob("*.py"):

@@ -116,6 +116,9 @@ def test_killed_at_every_moment(whole, tmp_path, monkeypatch):
 
 
 def test_one_process_at_a_time_and_killed_for_real(whole, tmp_path, capsys):
+    """A second process is refused while one trains; after kill -9 the run goes on from
+    its checkpoint to the same end.
+    """
     out, file = tmp_path / "run", tmp_path / "s.json"
     S.write(file)
     start = [sys.executable, "-m", "repro.mini.train", "--settings", file, "--out", out]
@@ -210,6 +213,9 @@ def interrupted(whole, tmp_path):
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     interrupted, whole, name, damage
 ):
+    """With a file of the last checkpoint gone, cut or changed by a bit, the run goes on
+    from the one before, to the same end.
+    """
     file, said = interrupted / "checkpoints" / "step-3" / name, []
     content = bytearray(file.read_bytes())
     if damage == "gone":
@@ -306,6 +312,9 @@ def no_file_larger_than(size):
 def test_a_full_disk_is_one_sentence_and_loses_nothing(
     size, interrupted, whole, capsys
 ):
+    """At a limit of the file size the command ends with status 2 and keeps its
+    checkpoints; without it the run ends as the whole one.
+    """
     S.write(interrupted.parent / "s.json")
     if size == 100:
         shutil.rmtree(interrupted)
@@ -406,6 +415,9 @@ def test_only_a_loss_that_is_not_finite_is_status_1(
 
 
 def test_a_kept_minibatch_of_another_version_is_one_sentence(tmp_path, capsys):
+    """A minibatch that was kept is read again; one with a changed byte, or with other
+    columns, is refused.
+    """
     s = Settings(prompts=4, responses=2, minibatches=2)
     run = Run(s)
     batch = rollout(run.policy, run.task, run.task.problems("train", 8, 0), s, 0)
@@ -470,6 +482,9 @@ def test_a_kept_minibatch_and_a_checkpoint_run_no_code(
 
 
 def test_a_tree_comes_back_as_it_was(tmp_path):
+    """Tensors, numbers and keys survive being saved, -0.0, integer keys and empty
+    tensors among them; tuples become lists.
+    """
     tree = {
         "state": {0: {"step": torch.tensor(3.0)}, 1: {}},
         "groups": [{"betas": (0.9, 0.999), "on": None}],

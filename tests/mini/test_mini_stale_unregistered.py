@@ -113,6 +113,7 @@ def test_where_each_method_ends(runs):
 
 
 def test_against_the_base_and_with_lp_old_recomputed(runs):
+    """Three tables of the page: against the base, the decoding, and lp_old recomputed."""
     for name, s, *effects in rows("Against the base"):
         ends = [
             per_seed(runs, ARMS[name], int(s), m)

@@ -35,6 +35,10 @@ def test_what_is_demonstrated_is_well_formed(task):
 
 @each_task
 def test_held_out_problems_are_never_trained_on(task):
+    """No held-out problem is among the training problems or, where there are no
+    pictures, the demonstrations.
+    """
+
     def seen(split, n):
         """Return the prompts of a split's problems as a set of rows, pictures included."""
         problems = task.problems(split, n, seed=3)
@@ -119,6 +123,9 @@ def test_countdown_verifier(text, expected):
 
 
 def test_countdown_verifier_agrees_with_a_slow_one():
+    """Half of the demonstrations have a token changed at random; both verifiers say the
+    same of each.
+    """
     problems, tokens = COUNTDOWN.demonstrations(4000, "walk", tasks.generator(4))
     g = tasks.generator(5)
     where = torch.randint(tokens.shape[1], (len(tokens), 1), generator=g)

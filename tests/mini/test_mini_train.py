@@ -109,6 +109,9 @@ def test_every_objective_trains(name, tmp_path):
     ],
 )
 def test_every_base_trains(base, task, objective, tmp_path):
+    """One step from each base leaves a line with tokens that have a gradient, and an
+    evaluation of every set.
+    """
     s = replace(
         SMALL,
         base=base,
@@ -249,6 +252,7 @@ def test_aggregation_and_advantages_can_be_chosen():
 
 
 def test_evaluating_changes_nothing(tmp_path):
+    """A run with evaluations has the same steps as one without, bit for bit."""
     s = replace(SMALL, steps=2)
     loop.train(s, tmp_path / "without", say=lambda _: None)
     loop.train(
@@ -340,6 +344,9 @@ def test_settings_round_trip(tmp_path):
 
 
 def test_up_turned_around_is_reinforce_where_A_is_negative():
+    """mirror(dapo) has the gradient A where A < 0, and DAPO's elsewhere; of a sequence
+    objective it is refused.
+    """
     o, base = Settings(objective="mirror(dapo)").target(), upref.get("dapo")
     lp_old = torch.full((40,), -2.0, dtype=torch.float64)
     lp = (lp_old + torch.linspace(-1, 1, 40, dtype=torch.float64)).requires_grad_()
@@ -359,6 +366,9 @@ def test_up_turned_around_is_reinforce_where_A_is_negative():
 
 
 def test_lean_evaluation_is_less_of_the_same(tmp_path):
+    """A lean run has the same steps and a part of the same lines; only its last
+    evaluation has counts.
+    """
     s = replace(SMALL, eval_every=1, eval_problems=8, eval_samples=4)
     lines = {}
     for name, lean in (("whole", False), ("lean", True)):
@@ -487,6 +497,9 @@ def test_decodings_give_the_whole_curve_at_each_evaluation(tmp_path):
 
 
 def test_new_settings_change_no_key_of_before(tmp_path):
+    """Settings at their new defaults have the old key, others have keys of their own,
+    and bad values are refused.
+    """
     s = Settings()
     assert s.key == replace(s, entropy_bonus=0.0, decodings=(), eval_seed=0).key
     new = [

@@ -94,6 +94,9 @@ def test_an_objective_whose_weight_depends_on_its_response(added, upref_says):
 
 
 def test_an_objective(added, upref_says, tmp_path):
+    """The page's objective is listed, checked, told from another, identified and
+    derived.
+    """
     added("upref/objectives/root_pg.py")
     (tmp_path / "mine.py").write_text(
         "import torch\n\ndef loss(log_prob, old_log_prob, advantages, mask):\n"
@@ -154,6 +157,9 @@ def test_an_objective_passes_the_tests_of_each_objective(added, tmp_path):
 
 
 def test_an_oracle(added, upref_says, tmp_path):
+    """The page's oracle fails the page's wrong loss, passes a right one, runs last, and
+    can be skipped.
+    """
     added("upref/verify/oracles/single.py")
     put("whitened.py", FILES["whitened.py"], tmp_path)
     (tmp_path / "right.py").write_text(

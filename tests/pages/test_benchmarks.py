@@ -36,6 +36,7 @@ def test_the_start_of_the_command_is_measured():
     "pair", speed.PAIRS, ids=lambda pair: "-".join(part for part in pair[:3] if part)
 )
 def test_all_that_stand_in_one_row_have_one_gradient(pair):
+    """The losses whose times a row of the benchmark compares have upref's gradient."""
     pytest.importorskip("verl", reason=NEED)
     pytest.importorskip("trl", reason=NEED)
     lp, *rest = speed.batch(6, 16)

@@ -14,6 +14,9 @@ AUDITS = framework_pages.audits()
 
 
 def test_each_cell_has_a_status_a_version_a_date_and_a_link():
+    """Every cell of the table of audits has a known status; link, version and date are
+    there unless nothing was found.
+    """
     known = {
         "agrees",
         "bug",

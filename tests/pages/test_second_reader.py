@@ -108,6 +108,9 @@ def test_what_was_false_is_gone():
 
 
 def test_each_difference_between_steps_is_read_by_two():
+    """What a second reader judged is still there: differences, expected failures,
+    refusals, planted bugs and claims.
+    """
     sources = judged()["sources"]
     rows = record.rows(diff.FILE)
     differing = {

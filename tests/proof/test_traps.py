@@ -74,6 +74,10 @@ def test_a_point_that_only_the_solver_has_is_no_difference():
 
 
 def test_log_ratios_are_compared_with_the_ratios():
+    """A clamp of log r at ±5 is found, at a ratio beyond e^±5; one at ±20 is outside of
+    the domain, and the loss is proved.
+    """
+
     def clamped(bound):
         """Return DAPO's loss with log r clamped to ±bound."""
 

@@ -114,6 +114,9 @@ def test_groups_may_be_texts(tmp_path):
 
 
 def test_ranks_of_a_step_are_joined_and_steps_come_in_order(tmp_path):
+    """Files of one step become one batch with micro-batches numbered apart; the same
+    responses twice, or two steps, are refused.
+    """
     narrow = {
         k: v[:2, :3] if v.ndim == 2 else v[:2]
         for k, v in arrays().items()
@@ -273,6 +276,9 @@ def test_a_pickle_is_never_run(tmp_path):
 
 
 def test_announced_sizes_are_not_believed(tmp_path):
+    """Files that announce gigabytes, in an .npz or a .pt, are refused before memory is
+    taken.
+    """
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(
         header, {"descr": "<f8", "fortran_order": False, "shape": (10**5, 10**5)}

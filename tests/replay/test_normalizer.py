@@ -193,6 +193,9 @@ def test_without_a_gradient_nothing_is_told():
 
 
 def test_a_kl_term_and_a_correction_enter():
+    """The recorded gradient fits with the KL term and the factor of the sampler, and
+    not without either.
+    """
     ref = COLUMNS["old"] - 0.3
     factors = (
         torch.rand(

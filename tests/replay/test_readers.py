@@ -262,6 +262,9 @@ def traces_of(batch, rewards):
 
 
 def test_the_rewards_of_prime_rl_are_in_the_traces_beside(tmp_path, msgspec):
+    """Weighted rewards are read from traces.jsonl; where a sample has no trace there
+    are none, and a cut file is refused.
+    """
     shutil.copytree(FILES / "step_7", tmp_path / "step_7")
     ranks = sorted((tmp_path / "step_7").iterdir())
     without = read(ranks)

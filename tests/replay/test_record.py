@@ -135,6 +135,7 @@ def test_the_gradients_are_those_of_a_run_that_is_not_recorded(run):
 
 
 def test_the_command_reads_the_folder(run, capsys):
+    """Loss and gradient agree at all four steps, with one line for each."""
     main(
         [
             "replay",
@@ -272,6 +273,9 @@ def test_the_divisor_of_6024_is_named(tmp_path, capsys):
 
 # ---- what goes wrong -----------------------------------------------------------------
 def test_a_folder_that_vanishes_stops_the_recording_and_not_the_run(tmp_path, caplog):
+    """The folder is renamed before the second step: training goes on, and the trainer's
+    methods are its own again.
+    """
     folder = tmp_path / "dumps"
 
     class Vanishing(trl.GRPOTrainer):

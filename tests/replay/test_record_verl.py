@@ -121,6 +121,9 @@ def test_the_columns_are_those_of_the_batch(run):
 
 
 def test_the_logged_loss_and_the_gradient_are_the_objectives(run):
+    """The divisor is the mean over tokens, unless every token of a step is clipped:
+    then there is no gradient to tell.
+    """
     for b in read_steps([run[0]]):
         found = loss(b, "dapo", eps_high=0.2)
         assert (

@@ -256,6 +256,9 @@ def test_prompts_that_lost_the_reward_that_differed_are_noted(lone, is_noted):
 
 
 def test_the_standard_deviation_of_all_rewards_is_named():
+    """Advantages that are centered by prompt and divided by the deviation of all
+    rewards are named with ddof and eps.
+    """
     reward = torch.randn(
         32, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )

@@ -40,6 +40,9 @@ TRUTH = {  # logprobs_mode -> name of the draw -> what may be named
 
 @pytest.mark.parametrize("mode", TRUTH)
 def test_replay_names_what_vllm_reports(mode, tmp_path):
+    """In each mode of vLLM's log-probabilities, the cause of the gap is the one that
+    the way of drawing has.
+    """
     command = [sys.executable, "-m", "tests.replay.engine", mode, str(tmp_path)]
     done = subprocess.run(
         command,

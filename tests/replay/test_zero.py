@@ -97,6 +97,9 @@ def test_tokens_without_a_number_are_left_out():
 
 
 def test_the_command_says_where_and_what_it_could_not_show(tmp_path, capsys):
+    """One differing token fails with its place; no difference is no proof without
+    another policy; of a run the steps are counted.
+    """
     off = torch.zeros(B, T).bool()
     off[4, 9] = True
     write(tmp_path / "a.npz", batch(off))

@@ -352,6 +352,9 @@ def test_half_precision_that_nobody_declared_fails_a_test():
 
 @pytest.mark.parametrize("large", [False, True])
 def test_a_large_model_is_checked_in_the_threads_of_the_process(monkeypatch, large):
+    """A small model runs in one thread, a large one in the process's two; afterwards
+    there are two again.
+    """
     monkeypatch.setattr("upref.step.check.LARGE", 0 if large else 10**9)
     seen = set()
 

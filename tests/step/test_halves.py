@@ -169,6 +169,7 @@ class Bigram(torch.nn.Module):
 
 @pytest.mark.parametrize(("temperature", "cause"), [(0.7, ""), (1.0, FORGOTTEN)])
 def test_a_sparse_gradient_is_recorded(temperature, cause):
+    """The step of a model with sparse gradients agrees, or has the temperature's cause."""
     torch.manual_seed(0)
     model = Bigram()
     rows = [

@@ -231,6 +231,9 @@ def test_one_number_has_no_standard_deviation(gate):
 
 
 def test_a_gradient_that_is_not_finite_is_not_called_zero():
+    """A NaN in the model is refused as that; rows whose advantages are 0 are refused
+    for a gradient of 0.
+    """
     torch.manual_seed(0)
     model = Gated((1,))
     model.gate.data.fill_(torch.nan)

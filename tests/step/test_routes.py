@@ -188,6 +188,9 @@ def test_a_step_that_replays_the_routes_agrees():
 
 
 def test_routes_are_those_of_the_model_and_others():
+    """Half to four fifths of the given routes are the experts that the model would
+    choose; the rest are others.
+    """
     seen = []
 
     def step(model, rows):
@@ -224,6 +227,9 @@ def test_a_fault_of_the_replay_is_named(step, layer, cause):
 
 
 def test_rows_of_ones_own_bring_their_routes():
+    """Rows with routes are checked; rows that lack some, or have too few tokens or
+    layers, are refused.
+    """
     rows = []
 
     def step(model, given):
@@ -245,6 +251,9 @@ def test_rows_of_ones_own_bring_their_routes():
 
 
 def test_routes_that_the_model_takes_anyway_exercise_nothing():
+    """A step that ignores routes agrees where they are the model's own, and the report
+    says that the replay was not exercised.
+    """
     model = Model()
     rows = []
 
@@ -267,6 +276,7 @@ def test_routes_that_the_model_takes_anyway_exercise_nothing():
 
 
 def test_the_order_of_the_experts_of_a_token_exercises_nothing():
+    """The model's own experts in the reverse order count as its own."""
     model = Model(ThreeOfFive)
     rows = []
 

@@ -82,6 +82,9 @@ def one_prompt(model, rows):
 
 
 def test_a_loop_with_one_prompt_that_normalizes_inside():
+    """The loop agrees with advantages of its own epsilon, given as a function or as
+    numbers, and not with the objective's.
+    """
     rewards = [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.2, 1.0]
     check = partial(
         check_step,

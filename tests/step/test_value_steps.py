@@ -342,6 +342,9 @@ def test_a_model_without_values_is_refused():
 
 
 def test_rows_without_returns_are_refused_and_a_clip_out_of_reach_is_told():
+    """A value loss needs returns; where no value leaves the clip's range, the report
+    says that the clip was not exercised.
+    """
     rows = [
         Row([3, 4], [5, 6, 7], [True, False, True], 1.0, old=[-3.0, -3.5, -3.4]),
         Row([8, 9, 10], [11, 12], [True, True], -1.0, old=[-3.2, -4.1]),

@@ -67,6 +67,9 @@ def test_what_jit_cannot_trace_gets_the_core_oracles():
     [("jax", torch.float64), ("jax", torch.float32), ("mlx", torch.float32)],
 )
 def test_gradients_by_each_input(library, dtype):
+    """Gradients by both inputs pass through a function of JAX or MLX; what it returns
+    beside the loss has none.
+    """
     pytest.importorskip("jax" if library == "jax" else "mlx.core")
 
     def make(fn):

@@ -246,6 +246,10 @@ def test_shapes_and_masks_are_found_out():
 
 
 def test_a_loss_of_the_first_column_gets_one_advantage_each():
+    """A loss that reads the first column is checked with one advantage for each
+    response; one that reads another column is not.
+    """
+
     def first(log_prob, old_log_prob, advantages, mask):
         """Return DAPO's loss with the first column's advantage for each token."""
         r, A = (
@@ -276,6 +280,10 @@ def test_a_loss_of_the_first_column_gets_one_advantage_each():
     "agg", daily(["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"], 3)
 )
 def test_an_aggregation_in_place_of_the_objectives_own(agg):
+    """With its own aggregation the loss agrees, and the next command that identify
+    prints does too.
+    """
+
     def loss(log_prob, old_log_prob, advantages, mask):
         r, A = (
             torch.where(mask, log_prob - old_log_prob, 0).exp(),
@@ -295,6 +303,10 @@ def test_an_aggregation_in_place_of_the_objectives_own(agg):
 
 
 def test_hyperparameters_by_what_they_mean():
+    """A loss's `cliprange` takes the objective's bounds; two numbers for one argument,
+    or none that fits, are refused.
+    """
+
     def clipped(log_prob, old_log_prob, advantages, mask, cliprange, kl_coef=0.0):
         """Return GRPO's loss; kl_coef has no effect."""
         r = torch.where(mask, log_prob - old_log_prob, 0).exp()
@@ -410,6 +422,9 @@ def test_a_class_is_to_be_constructed(loss):
 
 
 def test_a_file_may_import_its_neighbours_and_not_exit(tmp_path, capsys, monkeypatch):
+    """A loss's file imports the file beside it; a file that ends the program is refused
+    with status 2.
+    """
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "neighbour_of_mine.py").write_text("EPS = 0.2\n")
     (tmp_path / "a_loss_of_mine.py").write_text(
@@ -727,6 +742,7 @@ def test_a_critics_number_is_never_the_mask():
 
 
 def test_by_position_only_and_through_wrappers():
+    """Arguments are read by name through position-only signatures and functools.wraps."""
     import functools
 
     def only(mask, old_log_prob, /, advantages, log_prob):

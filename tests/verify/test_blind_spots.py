@@ -24,6 +24,9 @@ from upref.weights.stress import AXES, LARGE, stress_batch
 
 @pytest.mark.parametrize("name", ["dapo", "gspo", "topr"])
 def test_an_axis_holds_what_it_says(name):
+    """The batches of the axes have the lengths, widths, advantages and certain tokens
+    that their words name.
+    """
     o = upref.get(name)
     every = {axis: stress_batch(axis, o) for axis in AXES}
 

@@ -250,6 +250,9 @@ COUNTERS = {
 
 @pytest.mark.parametrize("name", daily(COUNTERS, 2))
 def test_a_counter_is_not_randomness(name):
+    """A loss that depends on its call number keeps state; the calls that the cause
+    names are calls at which the answer changes.
+    """
     calls, by = [0], COUNTERS[name]
 
     def change(lp, old, A):
@@ -328,6 +331,9 @@ CLAMPS = {
 
 @pytest.mark.parametrize("said", daily(CLAMPS, 4))
 def test_a_clamp_is_named_by_its_bounds(said):
+    """A clamp of log r is named in DAPO and in UP's branch of bad tokens, and not where
+    another change is there too.
+    """
     clamp = CLAMPS[said]
     causes = [
         f.cause
@@ -795,6 +801,8 @@ def test_a_weight_that_survives_the_clip_lacks_the_minimum_and_no_stop_gradient(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bounds_that_are_exchanged_for_bad_responses_alone_are_not_swapped(dtype):
+    """The cause names one bound, and does not say that the two are swapped."""
+
     def bound(A, of_bad, of_good):
         bounds = (torch.tensor(x, dtype=dtype) for x in (of_bad, of_good))
         return torch.where(A < 0, *bounds)

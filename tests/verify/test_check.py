@@ -158,6 +158,9 @@ def test_the_search_for_causes_takes_bounds_of_numpy(name):
 
 
 def test_determinism_can_be_skipped():
+    """A loss that changes from call to call fails that oracle alone; without it, the
+    others say what they find.
+    """
     calls = []
 
     def counts(log_prob, old_log_prob, advantages, mask):
@@ -638,6 +641,8 @@ def test_a_config_that_is_not_verls_needs_a_wrapper(no_verl):
 
 
 def test_a_gradient_of_a_fully_masked_row_is_shown_in_numbers_that_differ():
+    """The report shows 0 and 1, not two equal numbers."""
+
     def leaks(log_prob, old_log_prob, advantages, mask):
         """Return PPO's loss less the log-probabilities of responses without a token."""
         r = (log_prob - old_log_prob).exp()

@@ -150,6 +150,7 @@ rows = st.lists(
 @settings(deadline=None, max_examples=60)
 @given(rows, st.sampled_from([0, 1]))
 def test_two_witnesses_agree(batch, ddof):
+    """Each estimator is the one that exact rationals give."""
     R, group = map(list, zip(*batch, strict=True))
     r, g = torch.tensor([float(x) for x in R], dtype=torch.float64), torch.tensor(group)
     for name, f in advantages.ADVANTAGES.items():
@@ -188,6 +189,9 @@ def test_the_wrong_advantages_are_wrong_and_a_batch_shows_it():
 
 
 def test_ddof_and_eps_are_read_off_or_held_to():
+    """Settings of group_norm are read off the function where none is given, and
+    compared where they are.
+    """
     assert upref.check_advantages(loop_over_prompts, "group_norm").hp == {
         "ddof": 1,
         "eps": pytest.approx(1e-6),

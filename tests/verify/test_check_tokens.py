@@ -85,6 +85,8 @@ def test_an_exception_says_what_was_passed():
 
 
 def test_a_reward_behind_the_last_trained_slot_is_counted_dropped_or_wrong():
+    """To count it is right, to drop it is a note, and to let it decay is wrong."""
+
     def moved(rewards, mask, gamma):
         """Return the returns, with the rewards of untrained slots moved to the trained
         slot in front of them.

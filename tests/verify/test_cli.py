@@ -221,6 +221,7 @@ def test_watch_checks_again_at_each_save_until_ctrl_c(tmp_path):
     ],
 )
 def test_wrong_words_are_refused_before_torch_is_imported(tmp_path, words, says):
+    """Status 2 and one line, in a process that has not imported torch."""
     file = tmp_path / "two.py"
     file.write_text(RIGHT_AND_WRONG)
     words = [word.replace("FILE", str(file)) for word in words]
@@ -298,6 +299,9 @@ def test_derive_exit_status(capsys, monkeypatch):
 
 
 def test_doctor(capsys, monkeypatch):
+    """The command lists versions, tested or not, and fails where an objective's weight
+    is not its gradient.
+    """
     code, out, _ = run(capsys, "doctor", "--json")
     report = json.loads(out)
     assert code == 0 and report["ok"] and str(len(upref.names())) in report["gradients"]
@@ -744,6 +748,9 @@ def test_a_setting_behind_a_function_of_a_file_is_refused_as_one(capsys, tmp_pat
 
 
 def test_a_terminal_shows_how_long_a_verb_has_worked(monkeypatch):
+    """From three seconds on a terminal shows whole seconds, and is cleared; another
+    stream gets nothing.
+    """
     from upref.cli.supervise import _Progress
 
     class Terminal(io.StringIO):

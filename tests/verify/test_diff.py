@@ -235,6 +235,10 @@ def test_two_clips_of_one_ratio_of_a_response_have_the_same_ratio():
 
 
 def test_two_unknown_ratios_of_responses_are_not_called_the_same():
+    """Two ratios that no known form fits differ in the quantity "ratio", though they
+    print alike.
+    """
+
     def times_a_power(power):
         """Return a loss whose terms have a detached factor: the largest ratio of the
         response over the token's own, to this power.

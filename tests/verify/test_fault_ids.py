@@ -60,6 +60,7 @@ def test_a_loss_a_lesson_and_json_name_a_missing_minimum_by_one_id():
 
 
 def test_a_step_a_function_and_a_lesson_name_a_forgotten_temperature_by_one_id():
+    """All three have the id temperature-missing."""
     pytest.importorskip("transformers")
 
     def step(model, rows):

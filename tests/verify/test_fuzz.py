@@ -48,6 +48,8 @@ def test_what_each_takes_is_what_it_accepts():
 
 
 def test_no_verb_and_no_option_is_missing():
+    """The fuzzer's words have every verb of both commands, and every option of each."""
+
     def subparsers_of(p):
         return next(
             a for a in p._actions if isinstance(a, argparse._SubParsersAction)

@@ -112,6 +112,9 @@ FAST = [
 
 
 def test_the_command_line_says_0_only_after_a_report(tmp_path):
+    """Losses that end, hang or kill their process get the status of COMMAND, one report
+    at most, and leave no process.
+    """
     (tmp_path / "mine.py").write_text(DAPO)
 
     def start(loss):

@@ -167,6 +167,9 @@ def test_the_mean_alone_tells_grpo_from_dapo():
 
 
 def test_a_fixed_length_is_recovered():
+    """Dr. GRPO's fixed length is named; check, which has no length, agrees with the
+    loss times that length.
+    """
     identity = upref.identify(fixed_length)
     assert (
         identity

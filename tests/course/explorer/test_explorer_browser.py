@@ -167,6 +167,9 @@ def test_panels_have_one_scale_and_every_bar_its_number(browser, page):
 
 
 def test_the_svg_stands_by_itself(browser, page):
+    """The exported figure has its texts, maps and code, no variable of the page's
+    style, and another program draws it.
+    """
     resvg = pytest.importorskip("resvg_py")
     browser.open(page, READY, "o=dapo~eps_high:0.5;up(sapo);gspo&A=-1&mu=0.4&p=0.3")
     svg = browser.js("explorer.figure()")

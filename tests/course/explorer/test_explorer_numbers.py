@@ -100,6 +100,9 @@ def test_weight_and_cap_are_numpys(js, name):
 
 @pytest.mark.parametrize("axis", ["linear", "log"])
 def test_the_map_is_made_of_the_same_caps(js, axis):
+    """A cell of the map is the capacity that numpy computes; it is below 0 where that
+    is 0.
+    """
     n, x = 60, (np.arange(60) + 0.5) / 60
     x = x if axis == "linear" else 10 ** (4 * (x - 1))
     mu, p = np.meshgrid(x, x)

@@ -24,6 +24,9 @@ FIG1 = "o=dapo~c:3;up_dapo~c:3"
 
 
 def test_one_file_that_loads_nothing(tmp_path, capsys):
+    """The page has no address but SVG's name, and a policy under which a browser loads
+    none.
+    """
     file = tmp_path / "cap.html"
     assert main(["explorer", str(file)]) == 0 and str(file) in capsys.readouterr().out
     text = file.read_text(encoding="utf-8")
