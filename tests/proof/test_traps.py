@@ -74,8 +74,8 @@ def test_a_point_that_only_the_solver_has_is_no_difference():
 
 
 def test_log_ratios_are_compared_with_the_ratios():
-    """A clamp of log r at ±5 is found, at a ratio beyond e^±5; one at ±20 is outside of
-    the domain, and the loss is proved.
+    """A clamp of log r at ±5 is found, at a ratio outside of e^-5 = 0.0067 to e^5 =
+    148.4; one at ±20 is outside of the domain, and the loss is proved.
     """
 
     def clamped(bound):

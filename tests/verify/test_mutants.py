@@ -196,6 +196,7 @@ def gspo_of(high, by=len, dtype=torch.float64):
     """
 
     def loss(log_prob, old_log_prob, advantages, mask):
+        """Return the loss."""
         lp, old = (x.to(dtype).double() for x in calm(mask, log_prob, old_log_prob))
         s, A = (
             ((lp - old).sum(-1) / mask.sum(-1)).exp(),
@@ -221,6 +222,8 @@ def test_a_habit_in_a_denominator_is_one_on_every_rank_too():
 
 
 def test_a_part_in_float32_that_only_long_responses_show():
+    """A loss that rounds log π_θ to float32 in its ratio agrees: that is a habit."""
+
     def loss(log_prob, old_log_prob, advantages):
         """Return TOPR's loss of whole responses, with log π_θ rounded to float32 in the
         ratio.
@@ -473,6 +476,8 @@ def test_a_bound_that_depends_on_a_rare_token_is_asked_too():
 
 
 def test_overflow_is_noted_at_tiny_advantages_too():
+    """A ratio that overflows only where 0 < A <= 1e-3 is a note."""
+
     def up_dapo_anchored(log_prob, old_log_prob, advantages, mask):
         """Return UP-DAPO's loss whose ratio overflows in the branch not taken where 0 <
         A <= 1e-3.

@@ -177,6 +177,9 @@ def test_every_two_levels_meet_where_the_gradient_shows_it(asked, name):
 
 @pytest.mark.parametrize(("a", "b"), daily(combinations(UNUSUAL, 2), 30))
 def test_wrong_where_two_axes_meet(a, b):
+    """A loss that is wrong only where an unusual level of each axis holds is rejected;
+    one pair of levels is drawn by the names.
+    """
     levels = [
         (x, y)
         for x, y in product(UNUSUAL[a], UNUSUAL[b])

@@ -113,6 +113,9 @@ def clipped_on_both_sides(log_prob, old_log_prob, advantages, mask):
 
 
 def test_one_fault_is_one_finding_with_numbers():
+    """A clip on both sides is one failure, whose JSON has both places, and is read back
+    as the same finding.
+    """
     report = upref.check(clipped_on_both_sides, "dapo")
     (finding,) = json.loads(report.json())["findings"][:1]
     place, (other,) = finding["place"], finding["also"]
@@ -221,6 +224,10 @@ def test_an_identity_is_short():
 
 
 def test_estimators_have_short_reports():
+    """A refusal has fewer than 1,000 characters, and a report at most VERBOSE, whatever
+    an estimator raises or returns.
+    """
+
     def estimator(rewards, group):
         raise ValueError("words " * 50_000)
 
@@ -256,6 +263,9 @@ def test_a_long_name_is_cut():
 
 
 def test_what_is_left_out_is_counted():
+    """Long texts, many findings and large examples are cut, and the report says how
+    much is missing.
+    """
     assert (
         short("x" * (MOST_CHARACTERS + 7)).endswith("... and 7 characters more")
         and short("x" * MOST_CHARACTERS) == "x" * MOST_CHARACTERS

@@ -90,6 +90,9 @@ def test_what_is_missing_is_one_sentence(more, said, capsys, monkeypatch):
     "name", ["trainer_state.json", "optimizer.pt", "scheduler.pt", "model.safetensors"]
 )
 def test_a_half_written_checkpoint_is_left_out(name, kept, tmp_path, capsys):
+    """With a file of the last checkpoint cut, the one before counts; with a file of
+    that missing too, none does.
+    """
     import torch
     from safetensors.torch import save_file
 

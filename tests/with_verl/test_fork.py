@@ -106,6 +106,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_an_end_of_the_parent_leaves_no_socket(tmp_path, end):
+    """The server of forks removes its socket, however its parent ends."""
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
             [sys.executable, "-c", USER], cwd=ROOT, env=os.environ | {"TMPDIR": folder}, stdout=subprocess.PIPE,

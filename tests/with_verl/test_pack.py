@@ -57,6 +57,9 @@ def members(archive):
 
 
 def test_the_cubins_of_one_gpu_stay_and_no_byte_moves(tmp_path):
+    """The file keeps its length; a container keeps the machine code of that GPU, or the
+    newest PTX where it has none, and the rest is overwritten.
+    """
     own = image(pack.CUBIN, SM_90, b"own " * 4)
     old = image(pack.CUBIN, SM_80, b"old " * 8)
     code = container(
@@ -109,6 +112,9 @@ def test_the_model_is_pinned_with_hashes():
 
 
 def test_pieces_of_a_model_that_come_one_by_one_are_joined(tmp_path, monkeypatch):
+    """The script that unpacks waits until the last piece is there, joins them, and
+    removes the pieces.
+    """
     site, out, there = tmp_path / "model", tmp_path / "out", tmp_path / "there"
     (site / "weights").mkdir(parents=True)
     content = bytes(range(256)) * 80

@@ -109,6 +109,9 @@ def made(name, tmp_path, n=None):
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_each_source(name, tmp_path):
+    """A small file of the source is prepared: rows, prompts, answers and pictures are
+    as its protocol has them.
+    """
     s = SMALL[name]
     p.prepare(s, tmp_path, made(name, tmp_path))
     path = tmp_path / f"{name}.parquet"
@@ -227,6 +230,9 @@ def test_offline_says_what_to_fetch_from_where(tmp_path, monkeypatch, capsys):
 
 
 def test_a_file_from_github_is_the_pinned_one(tmp_path, monkeypatch):
+    """A file is fetched at its revision and taken if its blob is the pinned one;
+    another content is refused.
+    """
     file = made("math_3to5", tmp_path)
     git = subprocess.run(
         ["git", "hash-object", str(file)], capture_output=True, text=True, check=True

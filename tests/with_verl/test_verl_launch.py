@@ -157,6 +157,9 @@ def test_every_method_at_every_scale_in_the_smallest_environment():
 
 
 def test_the_papers_methods_get_the_papers_experiments():
+    """`paper` chooses the experiment of the paper's table for each of its methods, and
+    says why for another objective.
+    """
     data = scales.paper()
     for name, experiment in data["experiments"].items():
         for method in experiment["methods"]:
@@ -384,6 +387,9 @@ def start_without_flashinfer(**have):
 
 
 def test_without_flashinfer_vllm_samples_by_itself(monkeypatch):
+    """The launch turns flashinfer's sampler off where the package is missing, leaves it
+    where it is there, and refuses a run that asks for it in vain.
+    """
     name = "VLLM_USE_FLASHINFER_SAMPLER"
     monkeypatch.delenv(name, raising=False)
     asked = start_without_flashinfer()
@@ -531,6 +537,7 @@ def test_a_run_keeps_its_folder_when_flash_attn_is_installed_later():
 
 
 def test_a_dry_run_says_that_model_and_data_are_missing(tmp_path, capsys):
+    """Each thing that is missing has one line, and the run is not refused."""
     model = tmp_path / "nothing"
     model.mkdir()
     config = tomllib.loads(KNOWN.read_text())["Qwen/Qwen3-1.7B"]
@@ -715,6 +722,7 @@ def test_a_run_that_dies_says_what_to_do_and_goes_on(
 def test_a_shakedown_prints_and_keeps_its_page(
     ready, verl_does, tmp_path, monkeypatch, capsys
 ):
+    """The page of a shakedown is printed, is in the run's folder, and has the score."""
     monkeypatch.setenv("STEPS", "2")
     monkeypatch.setenv("STATUS", "0")
     args, *_ = ready
@@ -735,6 +743,9 @@ def test_a_shakedown_prints_and_keeps_its_page(
 def test_checkpoints_that_lie_elsewhere_count(
     ready, verl_does, tmp_path, monkeypatch, capsys
 ):
+    """Where the run puts its checkpoints into another folder, the message after a
+    failure names the one that is there.
+    """
     args, *_ = ready
     elsewhere = tmp_path / "large disk"
     monkeypatch.setenv("STEPS", "1")
@@ -821,6 +832,7 @@ def test_two_launches_do_not_share_a_folder(tmp_path):
 
 
 def test_seeds_are_swept_by_one_option(ready, verl_does, tmp_path, monkeypatch, capsys):
+    """`--seeds 1,2,3` makes three runs with a seed each; bad lists are refused."""
     monkeypatch.setenv("STEPS", "1")
     monkeypatch.setenv("STATUS", "0")
     args, *_ = ready
@@ -883,6 +895,9 @@ def test_a_models_size_is_counted_from_its_config(name, billions, active):
 
 
 def test_a_models_size_is_read_and_an_unknown_one_refused(tmp_path, capsys):
+    """Memory and time grow with the size of a known model; an unknown one, or one of no
+    language, is refused.
+    """
     model = "actor_rollout_ref.model.path="
     small, large = (
         estimated("paper_math", *more) for more in ([], [f"{model}Qwen/Qwen3-32B"])
@@ -941,6 +956,7 @@ def test_a_dry_run_prices_the_run_and_its_seeds(capsys):
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])
 def test_the_watchdog_waits_for_long_steps(nodes, ready, monkeypatch):
+    """The watchdog waits five estimated steps at least, and two hours at least."""
     from repro.with_verl.run import start
 
     seen = {}
@@ -1028,6 +1044,9 @@ def test_megatrons_memory_is_not_spread_over_all_gpus():
 
 
 def test_megatron_recomputes_and_routes_in_float32():
+    """The paper's mixture of experts runs with recomputation, float32 routing and 8-way
+    expert parallelism, and needs megatron-core.
+    """
     run = c.compose("up_gspo", "paper")
     cfg = validate(run)
     override = cfg.actor_rollout_ref.actor.megatron.override_transformer_config
@@ -1128,6 +1147,9 @@ def test_scales_of_other_programs_are_named_with_their_command(scale, capsys):
     "name", ["group_norm", "group_mean", "leave_one_out", "signed", "reward"]
 )
 def test_verls_estimator_is_the_reference_where_it_is_said_to_be(name):
+    """verl's advantages of this estimator are upref's, on responses whose reward is at
+    their last token.
+    """
     from verl.trainer.config import AlgoConfig
 
     import repro.with_verl.plugins.estimators  # noqa: F401  registers

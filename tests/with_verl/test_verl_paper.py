@@ -173,6 +173,9 @@ def test_a_value_said_to_be_of_a_table_is(name, key, value, source):
 
 @pytest.mark.parametrize("name", [n for n in scale_names() if n.startswith("paper_")])
 def test_no_row_of_the_tables_is_forgotten(name):
+    """Every row of the tables of a scale's experiment is the source of one of its
+    settings.
+    """
     scale = load_scale(name)
     experiment = PAPER["experiments"][scale.experiment]
     sources = " | ".join(
@@ -193,6 +196,9 @@ def test_no_row_of_the_tables_is_forgotten(name):
 
 
 def test_clip_bounds_are_the_tables():
+    """Every hyperparameter whose source is a table has that table's number; GRPO's one
+    eps is both of its bounds.
+    """
     names = {v: k for k, v in PAPER["names"].items()}
     seen = 0
     for scale in map(load_scale, scale_names()):

@@ -85,6 +85,9 @@ def test_curves_and_numbers_beside_the_estimate(tmp_path):
 
 
 def test_alarms_come_first(tmp_path):
+    """Alarms, blind steps, steps that were not logged and numbers that are missing are
+    above the curves.
+    """
     rows = [
         row(1),
         row(2, **{health.ALARMS: 3.0, health.BOUND: 1e4, health.FAILURES: 2.0}),
@@ -133,6 +136,9 @@ def test_what_cannot_be_read(tmp_path, capsys):
 
 
 def test_starts_are_read_as_one_and_the_last_counts(tmp_path):
+    """The logs of two starts are merged; of a step that both have the later counts, and
+    a line that was cut is dropped.
+    """
     first, second = (
         tmp_path / "steps-20260101-000000.jsonl",
         tmp_path / "steps-20260102-000000.jsonl",
@@ -240,6 +246,9 @@ def test_each_measure_that_is_not_normal_says_what_to_change(key, tmp_path):
 
 
 def test_a_shakedown_shows_eight_answers_in_full(tmp_path):
+    """The page shows eight answers of the last step, in a fence longer than any that
+    they hold.
+    """
     (tmp_path / "answers").mkdir()
     answers = [
         {

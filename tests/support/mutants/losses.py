@@ -1,6 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mutants of every registered objective, one after the other: the truth of each,
 then the checker's verdict.
+
+A *row* is a dict about one subject. Always: id, config, objective, style, operator (the
+kind of slip, or "rewriting"), what (the slip, or the kinds of rewriting), truth, apart
+(the largest relative difference) and tokens (those that the search compared). With a
+verdict: quick (accepted up to the first failure), said (that failure), spent (CPU
+seconds) and library. With the whole report: accepted, seconds, cause, and true, which
+says whether the cause is ("yes", "no", or "" if it is no change of the objective). Of a
+missed loss: overflow.
 """
 
 import math
