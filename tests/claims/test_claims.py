@@ -201,6 +201,7 @@ def test_the_experiments_still_say_so():
 
 
 def test_a_verdict_says_what_it_rests_on():
+    """Find, for each verdict as computed, an outcome that bears it."""
     for j in as_computed():
         if j.verdict == "contradicted":
             assert any("contradicted" in o.finds for o in j.outcomes), j.claim.id
@@ -251,6 +252,9 @@ def test_judge(finds, condition, verdict):
 
 
 def test_an_experiment_with_searched_rates_decides_alone():
+    """Find that an outcome that decides overrules other experiments, but no proof and
+    no failed one.
+    """
     own = [Outcome("mini", f"stale/{k}", ("excluded",), decides=True) for k in "ab"]
     beside = [
         Outcome("mini", "dose_low/a", ("reproduced",)),
@@ -525,6 +529,7 @@ def test_a_bad_record_is_one_sentence(text):
 
 
 def test_the_pages_are_fresh():
+    """Find the counts and the summary on their pages, and a heading for each section."""
     for name, text in (
         ("docs/claims.md", page.counts()),
         ("README.md", page.summary()),
@@ -540,6 +545,9 @@ def test_the_pages_are_fresh():
 
 
 def test_an_interrupt_ends_what_was_started():
+    """Find that an interrupt ends the started processes, and the jobs that wait, within
+    a minute.
+    """
     jobs = []
     start = time.monotonic()
     with (

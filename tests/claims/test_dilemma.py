@@ -97,6 +97,9 @@ def test_the_factor_r_is_what_makes_it_right(counterexample):
 
 
 def test_r_explodes_when_marginal_means_absolute(holds, counterexample):
+    """Find a large r for an increase of π by 0.001, and none for an increase by a tenth
+    of itself.
+    """
     mu = 1e-6
     holds(
         "r after π rises by 0.001 from π_old = 1e-6",

@@ -131,6 +131,7 @@ def test_up_grpo_has_the_best_average(holds):
 
 
 def test_the_margin_over_gspo(holds, counterexample):
+    """Find the margin in the printed averages, and not in those of the answers."""
     unrounded = {
         name: mean(cells, TABLE.answers)
         for name, cells in zip(TABLE.rows, TABLE.cells, strict=True)
@@ -165,6 +166,7 @@ def test_up_grpo_is_above_grpo_on_all_five(holds):
 
 
 def test_up_grpo_is_never_behind_its_family(holds, counterexample):
+    """Find that the smallest lead is not below 0, and not above it either."""
     family = [PRINTED[n] for n in ("GRPO", "Dr. GRPO", "GMPO", "GSPO")]
     least = min(
         ours - theirs[j] for theirs in family for j, ours in enumerate(PRINTED[OURS])

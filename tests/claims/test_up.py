@@ -78,6 +78,9 @@ def test_up_is_not_reinforce_on_old_samples(counterexample):
 
 
 def test_up_amplifies_where_r_is_below_1_or_clipped(holds, counterexample):
+    """Find a greater weight at r = 0.5 and at 2, and not at 1.2, where DAPO does not
+    clip.
+    """
     for r in (0.5, 2.0):
         holds(
             f"UP-DAPO's weight at r = {r:g}, against DAPO's",
@@ -118,6 +121,7 @@ def test_wrong_rollouts_are_the_base_s_own(holds):
 
 
 def test_nothing_bounds_the_push_on_an_over_probable_wrong_token(holds, counterexample):
+    """Find by Eq. 14 no weight at r = 0.79, and one above 1.28 at r = 1000."""
     holds(
         "|weight| of a wrong token by Eq. 14, r = 0.79, A = -1",
         0,

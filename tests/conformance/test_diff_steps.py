@@ -160,6 +160,9 @@ def test_no_setting_that_closes_nothing_is_named():
 
 
 def test_the_settings_of_another_adapter_of_a_trainer_are_tried():
+    """Find that the settings are tried between two adapters of one trainer alone; else
+    only those of the second.
+    """
     settings = {"eps_low": "0.2", "temperature": "1.5", "clip": "0.5", "f": "<f>"}
     tried = []
     for names in (("a 1", "a 2"), ("a 1", "b 1")):

@@ -152,6 +152,9 @@ def test_a_path_leads_into_nested_arguments():
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_every_option_ends_as_recorded(name):
+    """Measure an adapter's options, those without effect together, and find the
+    recorded cases.
+    """
     adapter = _load(name)
     measured = results(name)["options"]
     quiet = [option for option in options(name) if option.why]

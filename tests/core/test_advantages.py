@@ -480,6 +480,7 @@ def test_maxrl_weighs_a_rare_success_by_one_over_the_pass_rate():
 @settings(deadline=None)
 @given(batches, st.sampled_from([0, 1]))
 def test_gdpo_normalizes_each_reward_and_then_the_batch(batch, ddof):
+    """Compare `gdpo` with two rewards, the second of weight 1/4, in exact rationals."""
     first, group = batch
     rewards = [first, [x * x - 1 for x in first]]
     each = [

@@ -272,6 +272,9 @@ def test_sequence_level_follows_the_geometric_mean():
 
 
 def test_one_token_of_a_sequence_goes_further():
+    """Find that `own_token_bound` is where the gradient of GSPO ends for the token's
+    own probability.
+    """
     # x 1.49
     assert own_token_bound(0.1, 4e-4, 1000) / 0.1 == pytest.approx(1.0004**1000)
     assert own_token_bound(0.9, 4e-4, 1000) == 1

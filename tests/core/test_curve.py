@@ -231,6 +231,10 @@ def test_float32_finds_its_bounds_as_far_as_it_tells():
 
 
 def test_a_bound_on_probabilities_reads_mu():
+    """Find that a curve of a user's bound on π - π_old has the jumps of DPPO-TV at each
+    mu.
+    """
+
     def tv(log_prob, old_log_prob, advantages, mask):
         p, mu = log_prob.exp(), old_log_prob.exp()
         keep = torch.where(advantages > 0, p - mu <= 0.15, mu - p <= 0.15)

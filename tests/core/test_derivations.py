@@ -229,6 +229,9 @@ def test_every_file_is_a_claim_on_the_page():
 
 @pytest.mark.slow
 def test_a_script_says_so_by_its_exit_status(tmp_path):
+    """Run a derivation as it is and with a wrong exponent, and find the statuses 0 and
+    1.
+    """
     script = tmp_path / "up_gspo.py"
     text = (DERIVATIONS / "up_gspo.py").read_text(encoding="utf-8")
     for exponent, status in (("-1", 0), ("-2", 1)):

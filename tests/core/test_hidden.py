@@ -167,6 +167,9 @@ def test_float32_results_stay_within_5e_6_at_152k_beside_a_peak(dtype, at):
 
 @pytest.mark.parametrize("peaks", [1, 3])
 def test_products_of_896_terms_do_not_blur_the_entropy(peaks):
+    """Compare float32 with float64 where one token or several have nearly all
+    probability.
+    """
     g = torch.Generator().manual_seed(6)
     N, V, H = 256, 2000, 896
     W = torch.randn(V, H, generator=g) * H**-0.5
@@ -239,6 +242,7 @@ def test_masked_tokens_may_hold_nan_and_get_no_gradient():
 
 
 def test_a_row_without_a_finite_logit_is_nan_and_offsets_cancel():
+    """Give a bias of -inf, and then biases of ±6000 to all tokens."""
     h, W, tokens = (
         torch.ones(2, 1),
         torch.tensor([[1.0], [2.0], [3.0]]),

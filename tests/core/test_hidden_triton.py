@@ -265,6 +265,7 @@ def test_kept_logits_change_nothing(settings):
 
 
 def test_kept_logits_save_a_product(monkeypatch):
+    """Count the matrix products with and without `keep_logits`."""
     products = []
     product = fused._product
 

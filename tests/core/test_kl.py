@@ -192,6 +192,9 @@ def test_the_gradient_of_an_estimator_is_of_a_token_after_a_given_prefix(name):
 
 
 def test_the_reward_has_the_gradient_of_the_divergence_of_responses():
+    """Find that k1 as a reward of the later tokens has the right gradient, and k1 in a
+    loss none.
+    """
     tiny = TinyPolicy()
     right = tiny.slope(tiny.divergence())
 

@@ -72,6 +72,9 @@ def test_zero_probabilities_are_exact(w, v):
 
 
 def test_known_values():
+    """Compare with values known in closed form: uniform, half and certain
+    distributions.
+    """
     uniform = torch.zeros(1, 1, 8, dtype=torch.float64)
     assert math.isclose(entropy(uniform).item(), math.log(8))
     half = logits_of([1, 1, 0, 0])
@@ -200,6 +203,7 @@ def test_large_logits_do_not_overflow():
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, NEG])
 def test_a_poisoned_row_stays_in_its_slot(poison):
+    """Find NaN in the slot of a poisoned row of logits, and all other slots as before."""
     logits = torch.randn(2, 3, 4, dtype=torch.float64)
     dirty = logits.clone()
     dirty[1, 2] = poison

@@ -176,6 +176,8 @@ def test_two_answers_may_both_be_correct():
 
 
 def test_ties_share_where_verl_takes_the_first():
+    """Find 1/2 for a tie where verl's majority is 1 or 0 by the order of the answers."""
+
     def verl_majority(row, correct):  # verl's `calc_maj_val`
         votes = defaultdict(list)
         for a, c in zip(row, correct, strict=True):

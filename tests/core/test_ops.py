@@ -14,6 +14,9 @@ from upref.symbolic import forget_sg
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 )
 def test_exp_is_torchs_up_to_the_largest_finite_number(dtype):
+    """Find torch's exp where that is finite, the largest number beyond it, and no
+    gradient there.
+    """
     edge = math.log(torch.finfo(dtype).max)
     x = (
         torch.linspace(-edge - 9, edge + 9, 4001, dtype=torch.float64)

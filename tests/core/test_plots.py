@@ -81,6 +81,9 @@ def test_labels_lie_inside_their_region():
 
 
 def test_cap_map_of_a_user_loss():
+    """Find that a map of a user's function is that of GRPO, and that its title names
+    the function.
+    """
     fig = drawn(
         cap_panels(
             [
@@ -144,6 +147,7 @@ def test_a_steep_curve_leaves_the_others_readable():
 
 
 def test_hyperparameters_go_where_they_are_known():
+    """Find a hyperparameter in the map's texts, and refuse unknown and wrong ones."""
     fig = cap_map("dapo", "up_dapo", eps_high=0.4)
     assert any("0.4" in t for t in texts(fig))
     with pytest.raises(
@@ -190,6 +194,7 @@ def test_jumps_are_vertical_and_narrow_windows_fill_the_axis():
     [["dapo"], ["dapo", "up_dapo", "grpo", "aspo", "cispo", "sapo", "dppo_tv", "gmpo"]],
 )
 def test_labels_do_not_touch(chosen):
+    """Find that the labels of the lines do not overlap and lie within the figure."""
     fig = drawn(weights(*chosen))
     renderer = (
         fig.canvas.get_renderer() if hasattr(fig.canvas, "get_renderer") else None

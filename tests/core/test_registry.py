@@ -113,6 +113,9 @@ def test_two_functions_of_a_file_cannot_share_a_name(registered, tmp_path):
 
 
 def test_a_file_that_is_read_again_replaces_its_own(registered, tmp_path, monkeypatch):
+    """Reload a module and run it as a script, each time with another formula of one
+    name.
+    """
     file = tmp_path / "reread.py"
     file.write_text(lines("mine"))
     monkeypatch.syspath_prepend(str(tmp_path))

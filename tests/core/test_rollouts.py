@@ -152,6 +152,9 @@ def test_parts_of_parts_still_add_up():
 
 
 def test_sampler_weights_multiply_a_token_or_a_mean():
+    """Find that a sampler weight multiplies a token of DAPO, and a response of GSPO by
+    its mean.
+    """
     b, w = (
         upref.Rollouts(**GOOD),
         torch.tensor([[0.5, 2.0], [3.0, float("nan")], [float("nan"), 0.25]]),

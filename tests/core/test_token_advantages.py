@@ -82,6 +82,9 @@ def _packed(inputs):
 
 
 def test_one_turn_each_is_the_estimator_of_responses():
+    """Find that with one turn the estimators of turns are `group_norm`, and GiGPO is 1
+    + omega times it.
+    """
     rewards = torch.tensor([1.0, 0.0, 0.5, 2.0], dtype=torch.float64)
     group = torch.tensor([0, 0, 1, 1])
     one = torch.ones(4, 1, dtype=torch.bool)

@@ -114,6 +114,7 @@ def test_rewards_that_are_not_binary():
 
 
 def test_policies_do_not_know_of_each_other():
+    """Find that the gradient of two policies together is those of each alone."""
     task, o = strings(2, 2, {(0, 1)}), upref.get("up_dapo")
     (a, old_a), (b, old_b) = case(task, 1), case(task, 2)
     together, olds = torch.cat([a, b]), torch.cat([old_a, old_b])

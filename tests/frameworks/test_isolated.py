@@ -101,6 +101,9 @@ DRIFT = {
 
 @pytest.mark.parametrize("what", DRIFT)
 def test_drift_turns_it_red_and_is_said(audited, what):
+    """Change an audited library, and find the line that says how it differs from the
+    ledger.
+    """
     old, new, *said = DRIFT[what]
     table = audited(old, new)
     assert not table

@@ -102,6 +102,7 @@ def test_a_wrong_loss_is_beyond_the_bound(name, wrong):
     ],
 )
 def test_the_base_is_not_its_up(name, other, low):
+    """Find a loss of the other objective beyond the bound in bfloat16."""
     loss, args, hp = trained(other, torch.bfloat16)
     (g,) = torch.autograd.grad(loss, args["logp"], retain_graph=True)
     assert (
@@ -244,6 +245,7 @@ def test_a_wrong_loss_stops_the_run_and_one_sentence_says_where():
 
 
 def test_on_fail_warn_trains_on_and_counts(caplog):
+    """Find that `on_fail="warn"` counts each alarm, and that NaN is counted as 1e9."""
     m = Monitor(upref.get("up_dapo"), first=99, on_fail="warn")
     for _ in range(10):
         found = m(*trained("up_dapo", torch.float32, WRONG["doubled"]))

@@ -129,6 +129,9 @@ def test_the_advantages_are_the_objectives_own():
 
 
 def test_measured_advantages_are_a_row_of_the_audit():
+    """Find each kind of advantages that a recipe calls audited in the audit of its
+    framework.
+    """
     for n in names():
         rows = {
             (r["label"], r["promise"].split(", ")[0])

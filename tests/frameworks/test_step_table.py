@@ -37,6 +37,9 @@ WORDS = {"bug", "surprising default", "documented choice", "numerical"}
 
 @pytest.mark.parametrize("trainer", ["trl", "verl", "openrlhf"])
 def test_the_records_are_of_the_settings(trainer):
+    """Find one record for each setting, in order, a note for each cause, and no setting
+    twice.
+    """
     records = record.rows(RECORDS / f"{trainer}.json")
     assert [(r["setting"], r["family"]) for r in records] == [
         (s.name, s.family) for s in table.select_settings(trainer)
@@ -180,6 +183,7 @@ def test_a_number_that_is_not_exercised_stands_in_its_line(monkeypatch, capsys):
 
 
 def test_an_error_of_upref_is_not_the_trainer_s():
+    """Find that only what the trainer's own code raises is turned into `Refused`."""
     with (
         pytest.raises(Refused, match="the trainer fails: FileNotFoundError"),
         mute_trainer("the trainer", "numpy"),
@@ -224,6 +228,9 @@ def test_openrlhf_agrees_where_it_is_recorded_to(monkeypatch):
 
 @pytest.mark.verl
 def test_verl_agrees_where_it_is_recorded_to(monkeypatch):
+    """Run one setting of verl after the platform was looked up, and find that platform
+    afterwards.
+    """
     platform = pytest.importorskip("verl.plugin.platform.platform_manager")
     cuda = platform.PlatformRegistry.get("nvidia")()
     # as after other code of verl, which looks once

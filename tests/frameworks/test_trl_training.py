@@ -326,6 +326,10 @@ def test_another_loss_behind_it_is_refused():
 
 
 def test_what_else_is_refused():
+    """Find the sentence for each wrong KL setting, name, hyperparameter and parity
+    setting.
+    """
+
     def config(**kw):
         return trl.GRPOConfig(**CONFIG, **kw)
 

@@ -87,6 +87,9 @@ def test_no_config():
 
 
 def test_another_aggregation_is_warned_of_once_and_ignored(caplog):
+    """Find the loss of the objective's own aggregation whatever the config says, with
+    one warning for each other one.
+    """
     caplog.set_level(logging.WARNING)
     b = replace(batch(upref.get("up_gspo"), thin=9), group=None)
     own = call("up_gspo", b, config(agg="seq-mean-token-mean"))[0]

@@ -324,6 +324,7 @@ def test_verl_loss_of_the_check_package_drives_it_too():
 
 
 def test_a_loss_that_is_not_the_objective_stops_the_run(monkeypatch):
+    """Change the objective's J by a thousandth after the first micro-batch."""
     o = upref.get("up_dapo")
     b = batch(o, thin=9)
     x = b.logp.float().clone().requires_grad_()

@@ -214,6 +214,9 @@ def test_nothing_was_clamped_where_the_extremes_stay(tmp_path):
 
 
 def test_a_finding_has_its_steps_columns_and_arithmetic(tmp_path):
+    """Change one number of one step of a log, and find it named with the sum that it
+    differs from.
+    """
     rows = log_of("verl")
     rows[4]["rollout_corr/log_ppl_diff"] += 0.5
     all_found = findings_of(rows, tmp_path / "log.jsonl")

@@ -146,6 +146,8 @@ def test_kl_terms(name, use):
 
 
 def test_a_kl_term_in_a_loss_is_found_with_its_coefficient():
+    """Find that k2 in an on-policy loss is 0.1 times the KL divergence per prefix."""
+
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
         k2 = (log_prob - ref_log_prob) ** 2 / 2
         J = (log_prob - old_log_prob).exp() * advantages - 0.1 * k2

@@ -201,6 +201,9 @@ def contents(out):
 
 
 def test_replay_finds_nothing_wrong_in_the_recorded_steps(whole, settings):
+    """Replay the recorded steps, and find them off policy enough and the sampler within
+    rounding.
+    """
     steps = list(upref.replay.read_steps([whole / "recorded"]))
     assert [b.step for b in steps] == [1, 2, 5, 6]  # of steps 1 and 3, two updates each
     found = upref.replay.replay(steps, settings.target())
@@ -360,6 +363,7 @@ def test_the_command_trains_two_objectives_and_reports(
 
 
 def test_the_table_has_the_numbers_of_the_answers(whole, settings):
+    """Compute each metric from the answers again, and find it in the table."""
     text = report.table(settings, whole)
     lines = [json.loads(x) for x in (whole / "evals.jsonl").read_text().splitlines()]
     for line in lines:
@@ -441,6 +445,9 @@ def test_another_file_in_the_package_is_refused(tmp_path, monkeypatch):
 def test_what_reads_the_weights_is_pinned_and_its_absence_is_said(
     name, tmp_path, monkeypatch
 ):
+    """Find a reader's version in the requirements, and a sentence where it is not
+    installed.
+    """
     pins = (room.ROOT / "repro/requirements/lm.txt").read_text()
     assert any(line.startswith(f"{name}==") for line in pins.splitlines())
     weights = tmp_path / "weights.gguf"

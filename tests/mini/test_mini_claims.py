@@ -95,6 +95,9 @@ def test_numbers_in_print():
 
 
 def test_no_two_arms_look_alike():
+    """Find another colour or dash for each arm of an experiment, and one colour for a
+    base and its UP.
+    """
     for path in sorted((plan.MINI / "round2" / "experiments").glob("*.toml")):
         arms = list(plan.load(path.stem).arms)
         if len(arms) > 20:  # a search for learning rates

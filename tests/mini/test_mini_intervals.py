@@ -523,6 +523,7 @@ def test_words_and_intervals_by_independent_code(which):
 
 
 def test_more_seeds_where_the_spread_asks_for_them():
+    """Add noise to the ends of the long runs, and find 24 seeds due."""
     *_, known = play_stale()
     for r in known.values():
         if r["settings"]["steps"] == 400:

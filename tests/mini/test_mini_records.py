@@ -416,6 +416,7 @@ def test_two_that_collect_into_one_folder_lose_no_record(tmp_path):
 
 
 def test_a_provenance_changed_after_the_end_is_refused(tmp_path):
+    """Change the commit in `done.json` after its digest was taken."""
     facts = {"seconds": {"all": 1}, "commit": {"id": "0123"}}
     (tmp_path / "settings.json").write_text("{}")
     (tmp_path / "done.json").write_text(

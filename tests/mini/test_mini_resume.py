@@ -268,6 +268,9 @@ def test_done_json_has_the_digests_of_what_it_ends(whole):
 
 
 def test_an_interrupt_is_one_sentence_and_status_130(tmp_path, whole):
+    """Interrupt a run after its first checkpoint, go on, and find the end of an
+    uninterrupted run.
+    """
     file, out = tmp_path / "s.json", tmp_path / "run"
     S.write(file)
     start = [sys.executable, "-m", "repro.mini.train", "--settings", file, "--out", out]
@@ -467,6 +470,9 @@ class Payload:
 def test_a_kept_minibatch_and_a_checkpoint_run_no_code(
     tmp_path, interrupted, whole, capsys
 ):
+    """Put a pickle that would make a file in place of each, with the right digest, and
+    find no file.
+    """
     for path in (tmp_path / "minibatch-0-0.safetensors", tmp_path / "minibatch-0-0.pt"):
         torch.save({"settings": {}, "batch": Payload(tmp_path / "ran")}, path)
         assert command.main(["--minibatch", str(path)]) == 2

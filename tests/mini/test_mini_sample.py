@@ -228,6 +228,9 @@ def test_samples_follow_the_policy():
 
 
 def test_the_generator_decides_alone():
+    """Find the same tokens for the same seed whatever the global seed is, and others
+    for another.
+    """
     task, model, prompts = untrained("qwen3", "countdown")
 
     def draw(seed):
@@ -305,6 +308,7 @@ def test_a_base_built_again_is_compared_weight_by_weight(monkeypatch, capsys):
 
 
 def test_what_is_no_policy_is_one_sentence(tmp_path):
+    """Load an empty folder, a policy of another task, and weights that are cut off."""
     task, model, _ = untrained("qwen3", "countdown")
     with pytest.raises(InputError, match="is not a policy that can be loaded"):
         models.load(tmp_path, task)

@@ -96,6 +96,7 @@ def test_every_interval_of_both_decodings(runs):
 
 
 def test_where_each_method_ends(runs):
+    """Compute the page's table of ends from the runs."""
     base, *found = rows("Where each method ends")
     start = {
         m: np.mean([100 * r["evals"]["test/top_p_0.7"][m][0] for r in runs.values()])
@@ -180,6 +181,7 @@ def test_at_equal_average_by_hand(runs):
 
 
 def test_entropy_and_best(runs):
+    """Compute the page's correlation of the last entropies with Best@k over the cells."""
     cells = sorted({place[:3] for place in runs})
     entropy = [
         np.mean(

@@ -127,6 +127,9 @@ def test_an_unfinished_line_is_left_out_and_a_corrupt_one_said(tmp_path):
 
 
 def test_collecting_keeps_the_lines_that_are_there(collected, tmp_path, monkeypatch):
+    """Collect two experiments in turn, and find the first's lines and its provenance
+    unchanged.
+    """
     one, two = small(seeds=1), replace(small(), main={"seeds": [1]})
     collected(one)
     path = tmp_path / "results" / "runs.jsonl"

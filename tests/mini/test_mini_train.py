@@ -83,6 +83,9 @@ def gradient(run):
     "name", daily([*upref.names(), "up(sapo)", "up(dapo)", "up(m2po)", "up(gmpo)"], 3)
 )
 def test_every_objective_trains(name, tmp_path):
+    """Train one step with each objective, and find its record and the tokens that it
+    saw.
+    """
     s = replace(SMALL, objective=name)
     loop.train(s, tmp_path / "run", say=lambda _: None)
     (step,) = lines(tmp_path / "run" / "steps.jsonl")

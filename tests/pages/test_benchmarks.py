@@ -92,6 +92,8 @@ def test_every_benchmark_has_a_command_that_is_run():
 
 
 def test_a_row_of_a_new_gpu_run_takes_the_place_of_its_name():
+    """Add three runs, and find of each objective the row of its last run."""
+
     def run(seconds, objective):
         row = {"objective": objective, "seconds": seconds}
         return {"date": "2026-11-26", "parts": {}, "rows": {"losses-0": [row]}}
@@ -126,6 +128,9 @@ def test_a_gpu_row_that_lacks_a_package_takes_no_place():
 
 
 def test_the_tests_that_took_longest_begin(tmp_path, monkeypatch):
+    """Record three durations, and find that the slow tests come first, the slowest at
+    the head.
+    """
     monkeypatch.setattr(seconds, "RECORD", tmp_path / "seconds.tsv")
     seconds.record([(seconds.SLOW, "x::slow"), (9.0, "x::slower"), (0.1, "x::fast")])
     assert seconds.RECORD.read_text() == f"9.0\tx::slower\n{seconds.SLOW}\tx::slow\n"
@@ -224,6 +229,7 @@ def test_what_is_asked_of_a_gpu_fits_into_its_minutes():
 
 
 def test_no_page_says_that_one_run_had_all_parts():
+    """Find that no recorded run ended well in all parts, and that the page says so."""
     runs = gpu_rows("run")
     names = {name for run in runs for name in run["parts"]}
     kinds = {name.partition("-")[0] for name in names}
@@ -239,6 +245,7 @@ def test_no_page_says_that_one_run_had_all_parts():
 
 
 def test_the_time_of_the_head_in_bfloat16_is_that_of_the_rows():
+    """Compute the page's range of times over verl's from the recorded rows."""
     times = {
         (row["who"], row["H"], row["N"]): row["milliseconds"]
         for row in gpu_rows("sizes")

@@ -225,6 +225,9 @@ def test_a_new_command_is_found():
 @pytest.mark.slow
 @pytest.mark.parametrize("command", HERE)
 def test_it_runs_as_pasted(command, tmp_path):
+    """Run a command of README on README's `my.py`, and find what README says that it
+    prints.
+    """
     if "verl:" in command:
         pytest.importorskip("verl", reason="`repro/venv.sh verl` installs it")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -86,6 +86,9 @@ def test_without_a_lag(without_lag):
 
 
 def test_readme_says_where_fresh_data_show_a_gain(without_lag):
+    """Compute the gains at 16 updates a rollout from the runs, and find them in
+    README's answer.
+    """
     gains = []
     for rate in (1e-4, 3e-4):
         runs = without_lag[16, rate]
@@ -151,6 +154,7 @@ def of_controls(arm):
 
 
 def test_no_run_without_the_clip_explodes():
+    """Compute the largest gradient norm of each arm, and find all three on the page."""
     norms = {}
     for arm in ("dapo_no_upper_clip", "up_dapo", "dapo"):
         runs = [r for r in of_controls(arm) if not r["settings"]["entropy_bonus"]]

@@ -194,6 +194,7 @@ def test_a_file_that_replay_refuses_gets_one_sentence(js, tmp_path, sentence):
 
 
 def test_a_cut_or_altered_file_is_refused_at_every_place(js):
+    """Cut a file at 60 places, and alter a byte at each of them."""
     content = changed("step", 3)
     step = max(1, len(content) // 60)
     for length in range(0, len(content), step):
@@ -209,6 +210,9 @@ def test_a_cut_or_altered_file_is_refused_at_every_place(js):
 
 # ---- in Chromium ---------------------------------------------------------------------
 def test_one_file_that_loads_nothing(tmp_path):
+    """Find no address in the page, and a policy that allows only its own script and
+    style.
+    """
     picture.write(tmp_path / "a.html")
     text = (tmp_path / "a.html").read_text(encoding="utf-8")
     assert not re.search(r"https?://", text)

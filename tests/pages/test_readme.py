@@ -84,6 +84,9 @@ def test_the_seven_letters_are_those_of_the_code():
 
 
 def test_the_gradient_is_what_the_first_program_says():
+    """Run the page's program, and find that the two tokens that DAPO clips have no
+    gradient.
+    """
     space: dict = {}
     page = (ROOT / "docs" / "howto" / "first-program.md").read_text(encoding="utf-8")
     block = re.search(r"```python\n(.*?)```", page, re.S)[1]

@@ -35,6 +35,9 @@ def tracked():
 
 
 def test_every_file_of_results_is_a_list_of_records():
+    """Find a list of records, each with the fields and none of them empty, in every
+    file that is our own.
+    """
     own = []
     for name in tracked():
         path = Path(name)

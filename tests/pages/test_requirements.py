@@ -274,6 +274,9 @@ def venv_sh(tmp_path):
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 )
 def test_an_interrupted_installation_leaves_no_pip(number, status, venv_sh):
+    """Interrupt the script while pip runs, find one sentence and pip ended, and run it
+    again to its end.
+    """
     start, folder = venv_sh
     run = start("docs", pip="exec sleep 60")
     while not (folder / "lib/docs-begun").exists():

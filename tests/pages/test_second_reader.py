@@ -50,6 +50,9 @@ def test_every_hard_verdict_is_judged():
 
 
 def test_what_was_drawn_of_the_verdicts_has_no_word_that_was_judged_wrong():
+    """Find today's words for the three verdicts that a reader had called softened or
+    strengthened.
+    """
     drawn = judged()["drawn"]
     verdicts = {j.claim.id: j.verdict for j in as_computed()}
     assert len(drawn["verdicts"]) == 25 and drawn["verdicts"].keys() <= verdicts.keys()

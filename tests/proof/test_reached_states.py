@@ -295,6 +295,9 @@ def test_a_state_is_moved_and_moved_back(function):
 
 
 def test_there_is_an_end_of_what_is_looked_at():
+    """Close over thousands of lists, and find that `kept` stops at its bound and says
+    so.
+    """
     holder = [[] for _ in range(60)]
     for part in holder:
         part += [[] for _ in range(60)]

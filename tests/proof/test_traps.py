@@ -23,6 +23,10 @@ def half(log_prob, old_log_prob, advantages, mask):
 
 
 def test_contradictory_assumptions_prove_nothing(monkeypatch):
+    """Assume r > 1 and r < 1, and find no proof, though a run at a witness still shows
+    a difference.
+    """
+
     def contradictory(domain, names):
         r = domain.values.variable("r0_0", 0.5, 2)
         one = domain.values.one
@@ -98,6 +102,8 @@ def test_log_ratios_are_compared_with_the_ratios():
 
 @pytest.mark.parametrize("exponent", [0.123456789, 1 / 7, 0.3])
 def test_an_odd_power_costs_no_memory(exponent):
+    """Prove a power equal to itself and different from 1.01 times it, within a minute."""
+
     def power(log_prob, old_log_prob, advantages, mask, times=1.0):
         r = (log_prob - old_log_prob).exp() ** (exponent * times)
         return -(torch.where(r > 2, r, r**2) * advantages * mask).sum() / mask.sum()

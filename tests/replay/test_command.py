@@ -229,6 +229,7 @@ def test_a_bad_file_is_one_sentence(tmp_path, capsys):
 
 
 def test_a_missing_column_does_not_hide_the_other_checks(tmp_path, capsys):
+    """Find that a logged loss of NaN leaves the check of the loss out, and no other."""
     batch = make_batch(
         FAULTS["healthy_bfloat16"](WORLD),
         file="f",

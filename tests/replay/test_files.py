@@ -260,6 +260,10 @@ def test_values_of_other_kinds_are_refused(tmp_path):
 
 
 def test_a_pickle_is_never_run(tmp_path):
+    """Put a pickle that would make a file into three kinds of files, and find each
+    refused and none made.
+    """
+
     class Bomb:
         def __reduce__(self):
             return (open, (str(tmp_path / "ran"), "w"))

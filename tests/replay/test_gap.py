@@ -156,6 +156,7 @@ ALLOWED = {
 @pytest.mark.parametrize("family", ["recurrent_gemma", "codegen"])
 @pytest.mark.parametrize("fault", HELD_OUT)
 def test_a_fault_that_no_rule_was_tuned_on_gets_no_false_cause(fault, family):
+    """Find for each held-out fault only causes that are true of it."""
     found = gap(
         make_batch(
             HELD_OUT[fault](World(family, 1311, responses=48, length=24)), file="f"
@@ -455,6 +456,7 @@ def test_a_list_that_is_padded_with_minus_one_needs_no_unlikely_token():
 
 
 def test_the_place_of_missing_numbers_is_told():
+    """Leave whole responses, first tokens and fourth tokens without a number in turn."""
     made = FAULTS["healthy"](SMALL)
     mask = made["mask"].bool()
     order = mask.cumsum(1)

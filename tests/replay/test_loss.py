@@ -152,6 +152,7 @@ def test_a_negated_gradient_alone_is_a_note():
 
 
 def test_files_of_a_step_with_other_losses_are_named():
+    """Merge two files of one step that log 0.5 and 0.25."""
     parts = [
         batch(step=1, logged={"loss": x}).rows(torch.arange(B) % 2 == n)
         for n, x in enumerate((0.5, 0.25))

@@ -127,6 +127,9 @@ def test_a_loss_that_is_divided_by_responses_is_named():
 
 
 def test_what_the_run_logged_is_in_its_files():
+    """Compare each logged step's loss and reward with the means over its recorded
+    minibatches.
+    """
     lines = [
         json.loads(line) for line in (lm.RUN / "steps.jsonl").read_text().splitlines()
     ]

@@ -43,6 +43,9 @@ def case(trainer, s):
 
 @pytest.mark.parametrize(("trainer", "s"), [case(*c) for c in CASES])
 def test_a_loss_over_several_steps(trainer, s, monkeypatch):
+    """Train a trainer's loss for several steps, and find it agrees unless it is listed
+    as different.
+    """
     pytest.importorskip(trainer)
     if trainer == "verl":
         pytest.importorskip(

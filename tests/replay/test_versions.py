@@ -39,6 +39,7 @@ def test_versions_of_tokens_and_of_responses_are_merged():
 
 
 def test_packed_versions_lie_where_their_tokens_lie():
+    """Find the same lags of a packed batch and of the padded one."""
     flat = {
         "ids": IDS,
         "mask": MASK,

@@ -198,6 +198,9 @@ def losses(monkeypatch):
 
 
 def test_own_is_what_verls_configuration_says(losses):
+    """Find the objective, aggregation and KL term of a configuration, and refuse those
+    with another loss.
+    """
     o, hp = losses.configured_objective(META)
     assert (o.name, o.agg, o.kl, hp) == ("up_dapo", "token-mean", "", {"eps_low": 0.1})
     o, hp = losses.configured_objective(META | {"use_kl_loss": "True"})
@@ -213,6 +216,7 @@ def test_own_is_what_verls_configuration_says(losses):
 
 
 def test_own_is_the_reference_whatever_was_registered_under_its_name(losses):
+    """Register a loss a tenth too large under UP-DAPO's name."""
     import upref
 
     right = upref.get("up_dapo")

@@ -73,6 +73,7 @@ def test_the_model_is_as_it_was(model):
 
 
 def test_a_lazy_case_is_refused(model):
+    """Give a temperature of 1, two rows, and an objective that needs what rows lack."""
     with pytest.raises(upref.InputError, match="temperature 1"):
         check_step(right, model, "dapo", temperature=1.0)
     rows = [

@@ -97,6 +97,7 @@ def test_a_model_on_a_device_has_the_verdict_of_the_cpu(case):
 
 
 def test_a_recorded_step_of_a_device_agrees():
+    """Record one step on the stand-in, and find no operation in which both devices met."""
     with StandIn() as device:
         model = Recurrent().to(DEVICE)
         rows = [

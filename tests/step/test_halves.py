@@ -143,6 +143,9 @@ def test_what_is_said_of_parameters_needs_no_halves():
 
 
 def test_rows_that_are_fed_twice_have_no_halves():
+    """Find two halves of two passes, and none of one pass, of rows fed twice, or of
+    passes that do not follow each other.
+    """
     model = qwen3()
     rows = build_case(TorchModel(model), make_goal("dapo", {}, T), None, ()).rows
     one, two = ([row.ids for row in part] for part in (rows[:4], rows[4:]))

@@ -159,6 +159,10 @@ def test_a_model_that_the_reference_cannot_run_is_one_sentence(model, sentence):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_model_may_checkpoint_in_its_own_forward(reentrant):
+    """Checkpoint a block within the model, and find torch's function in place
+    afterwards.
+    """
+
     class Checkpointed(Tiny):
         def block(self, x):
             # computed in float32, as RMSNorm does

@@ -187,6 +187,9 @@ def test_a_clip_of_the_norm_that_does_not_act(clip, acts):
 
 
 def test_a_kl_term_without_reference_is_not_exercised(reference):
+    """Take the reference's log-probabilities from the rows, and find beta named as not
+    reached.
+    """
     goal = make_goal("grpo", {}, T)
     case = build_case(reference, goal, None, ())
     rows = [replace(r, ref=None) for r in case.rows]

@@ -64,6 +64,7 @@ def test_steps_after_the_kept_ones_change_nothing(model, rows, taken):
 
 
 def test_nothing_is_sketched_or_fed_after_the_kept_steps(model, rows, monkeypatch):
+    """Count the sketches of gradients over three more steps than are kept."""
     net = copy.deepcopy(model)
     optimizer = sgd(net)
     sketches = []
@@ -115,6 +116,7 @@ def test_a_closure_that_sets_the_gradients(model, rows):
 
 
 def test_a_closure_step_between_plain_steps(model, rows):
+    """Take plain steps and steps with a closure in turn, and find that each agrees."""
     net = copy.deepcopy(model)
     optimizer = sgd(net)
     closure = closure_of(net, rows)

@@ -89,6 +89,9 @@ def doubled(model, rows):
 
 
 def test_a_loop_without_a_temperature_is_told_its_flags(tmp_path, capsys):
+    """Find that the suggested flags make the loop agree, and that no other loop is told
+    of them.
+    """
     file = tmp_path / "loop.py"
     file.write_text(STEP)
     flags = "--temperature 1 --without temperature"

@@ -216,6 +216,7 @@ def test_the_one_left_is_the_role_left():
 
 @pytest.mark.parametrize("shape", ["[B]", "[B, 1]"])
 def test_one_advantage_a_response_in_bounded_memory(shape):
+    """Find the capacity of DAPO for a loss on a grid of 200 × 200 points."""
     body = (
         BODY.replace(
             "    r =",
@@ -521,6 +522,9 @@ def test_a_fault_in_an_unknown_order_is_no_inverted_ratio():
 
 
 def test_the_policy_that_sampled_is_told_by_its_word():
+    """Find the old log-probabilities by mu or gen beside pi or train, in both orders,
+    and not by either alone.
+    """
     for new, old in (("pi_logps", "mu_logps"), ("train_lps", "gen_lps")):
         for order in (("logp", "logp_old"), ("logp_old", "logp")):
             called = {"logp": new, "logp_old": old, "adv": "adv", "mask": "mask"}
@@ -558,6 +562,10 @@ def test_the_wrapper_of_an_error_can_be_pasted(signature):
 
 
 def test_a_count_of_tokens_is_not_bound_to_a_constant():
+    """Find that the suggested wrapper passes the count of `totals`, and that no `--hp`
+    is suggested.
+    """
+
     def trl_loss(lp, old_lp, adv, mask, num_items_in_batch):
         return locals()
 
@@ -781,6 +789,10 @@ class Answer(NamedTuple):
     ],
 )
 def test_the_loss_in_an_answer_is_found_or_the_answer_refused(wrap, right):
+    """Wrap a right loss in an answer of another form, and find its curve or a suggested
+    wrapper.
+    """
+
     def loss(log_prob, old_log_prob, advantages, mask):
         return wrap(USUAL(log_prob, old_log_prob, advantages, mask))
 

@@ -157,6 +157,7 @@ def test_a_value_in_float32_has_the_gradient_of_its_value():
 
 
 def test_where_no_cause_is_known_the_report_says_so():
+    """Check two odd losses, and find the cause given as unknown and not as likely."""
     odd = dapo(
         lambda lp, old, A: J(lp, old, A) * torch.where((lp - old).abs() > 5, 1.1, 1.0)
     )
@@ -172,6 +173,8 @@ def test_where_no_cause_is_known_the_report_says_so():
 
 
 def test_a_gradient_lost_on_one_batch_is_not_called_lost():
+    """Lose the gradient of advantages that are multiples of a half, and then of all."""
+
     # such are all that the grid holds
     def halves(lp, old, A):
         return J(lp, old, torch.where(2 * A % 1 == 0, 0.0, A))

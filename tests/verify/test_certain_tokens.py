@@ -13,6 +13,8 @@ QUICK = ("unusual-inputs", "one-response", "every-value")  # oracles left out
 
 @pytest.mark.parametrize("name", ["reinforce", "ppo_clip"])
 def test_another_weight_at_log_probability_0_is_a_note(name):
+    """Leave tokens of log-probability 0 out of a loss, and find it right with a note."""
+
     def loss(log_prob, old_log_prob, advantages, mask):
         is_token = mask & (log_prob != 0)
         A = torch.where(is_token, advantages, 0)

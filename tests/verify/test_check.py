@@ -229,6 +229,9 @@ def test_a_refusal_of_group_ids_is_noted_once():
 
 
 def test_a_nan_under_the_mask_is_a_note_and_a_number_is_not():
+    """Find a note where masked NaN spoils a loss, and a failure where masked numbers
+    change it.
+    """
     report = upref.check(poisoned, "dapo")
     assert report and [
         f

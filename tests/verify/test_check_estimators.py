@@ -213,6 +213,9 @@ def test_ddof_and_eps_are_read_off_or_held_to():
 
 
 def test_a_report_says_of_the_denominator_only_what_was_seen():
+    """Check an estimator that clips rewards, one without advantages below a std, and
+    one with eps = 1e-12.
+    """
     report = upref.check_advantages(zoo.rewards_clipped_at_ten, "group_norm")
     assert not report.hp and not any(
         "denominator" in x or "float32" in x for x in report.assumptions

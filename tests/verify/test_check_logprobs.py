@@ -230,6 +230,8 @@ def test_ids_beyond_a_quarter_of_a_million_are_tried_with_gradients(function):
 
 
 def test_the_first_line_says_what_a_note_costs():
+    """Check functions with NaN in the entropy and with half precision."""
+
     def with_nan(logits, tokens):
         log_probs = logits.log_softmax(-1)
         return of(log_probs, tokens)[0], -(log_probs.exp() * log_probs).sum(-1)

@@ -190,6 +190,8 @@ def test_a_gradient_through_the_advantages_of_a_teacher_is_a_note(is_detached):
 
 
 def test_outputs_beside_the_advantages_are_called_unchecked():
+    """Return a second output, and find it called unchecked only then."""
+
     def with_targets(rewards, values, mask, gamma=1.0, lam=0.95):
         A = token_advantages.gae(rewards, values, mask, gamma=gamma, lam=lam)
         return A, A - values

@@ -620,6 +620,7 @@ LOST = {  # where Python or a module would lose an interrupt
 )
 @pytest.mark.parametrize("where", LOST)
 def test_no_interrupt_is_lost(where, number, status):
+    """Interrupt a program at one place in its life, and find the status and one line."""
     start = "import os, time, upref.interrupt\nupref.interrupt.handled('me')\n"
     code = start + LOST[where].replace("NUMBER", f"{number:d}")
     run = subprocess.run(

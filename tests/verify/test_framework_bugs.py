@@ -92,6 +92,9 @@ def test_masked_slots_before_a_token_are_said_where_they_alone_change_it():
 
 
 def test_tokens_are_moved_to_the_front_of_their_rows():
+    """Find that the cause of holes is named for a loss that is right without them, and
+    for no other.
+    """
     mask = torch.tensor([[False, True], [False, True]])
     log_probs = torch.tensor([[-1.0, -0.5], [-2.0, -1.5]], dtype=torch.float64)
     batch = upref.Rollouts(log_probs, log_probs, torch.ones(2, 1).double(), mask)

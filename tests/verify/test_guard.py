@@ -145,6 +145,9 @@ def test_the_command_line_says_0_only_after_a_report(tmp_path):
 
 
 def test_a_reader_that_leaves_early_gets_the_verdict(tmp_path):
+    """Run a check whose output is cut, closed or full, and find its status and no
+    traceback.
+    """
     (tmp_path / "mine.py").write_text(DAPO)
     env = os.environ | fork.environment() | {"PYTHONPATH": os.pathsep.join(sys.path)}
     for how, status in (("| head -c 1", 1), (">&-", 2), ("> /dev/full", 2)):
@@ -693,6 +696,8 @@ def test_the_budget_of_a_call_counts_lines_alone():
 
 
 def test_the_budget_ends_code_that_catches_every_exception():
+    """Find that code that suppresses each exception is stopped after 100 lines too."""
+
     def loops():
         while True:
             with contextlib.suppress(Exception):

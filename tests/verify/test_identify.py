@@ -59,6 +59,7 @@ UNNAMED = ("ce_gppo", "clip_cov", "cppo", "fipo", "kl_cov", "tpo")
     "name", daily((n for n in upref.names() if n not in UNNAMED), 4)
 )
 def test_hyperparameters_and_aggregation_are_recovered(name):
+    """Draw hyperparameters of an objective, and find them in the answer for its loss."""
     o, hp = upref.get(name), draw(name)
     identity = upref.identify(partial(o.loss, **hp))
     assert identity.kind in ("objective", "up") and identity.distance < 1e-9
@@ -75,6 +76,9 @@ def test_hyperparameters_and_aggregation_are_recovered(name):
 
 @pytest.mark.parametrize("base", ["sapo", "cispo", "gmpo", "dppo_tv_verl", "ppo_clip"])
 def test_up_of_an_objective(base):
+    """Find UP of an objective with its drawn hyperparameters, and as the name where it
+    is the only one.
+    """
     o, hp = upref.get(f"up({base})"), draw(base)
     identity = upref.identify(partial(o.loss, **hp))
     found = next(m for m in identity.matches if m.name == o.name)

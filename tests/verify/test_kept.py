@@ -107,6 +107,9 @@ def batch(seed=0, rows=4, columns=6):
     ["icepop(dapo)", "mis(grpo)", "seq_mask(dapo)", "opsm(dapo)", "top_entropy(dapo)"],
 )
 def test_kept_mean_is_token_mean_of_the_kept_tokens(name):
+    """Compare the loss and its gradient with `token-mean` times all tokens over the
+    kept ones.
+    """
     o = upref.get(name)
     hp = HP.get(name, {})
     b = batch()

@@ -271,6 +271,9 @@ def test_the_same_losses_without_a_fault_are_right():
 
 @pytest.mark.parametrize("name", daily(BOUNDS, 6))
 def test_a_bound_of_a_response_is_tested_on_both_sides(name):
+    """Find that a loss wrong within 2e-6 of a bound fails, and that batches lie on both
+    sides of it.
+    """
     distances = []
 
     def condition(lp, old, A, mask, group, mu):

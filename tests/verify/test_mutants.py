@@ -109,6 +109,7 @@ def test_a_cause_that_is_printed_is_put_into_the_objective():
 
 
 def test_the_search_sees_what_is_rare():
+    """Find that a change after 500 tokens is seen only with large batches."""
     c = configs(upref.get("dapo"))[0]
     source = write(c, "ratio")
 
@@ -156,6 +157,9 @@ def test_an_alarm_is_a_rejection_that_is_right():
 
 
 def test_a_habit_is_accepted_and_nothing_else():
+    """Find that to accept a clamp is right under GSPO and a miss under DAPO, and to
+    reject it the other way round.
+    """
     clamped = {
         "operator": "clamp",
         "what": "lp - old -> torch.clamp((lp) - (old), -10, 10)",
@@ -170,6 +174,9 @@ def test_a_habit_is_accepted_and_nothing_else():
 
 
 def test_a_loss_that_only_overflows_is_a_habit():
+    """Take the guard against overflow out of a loss, and then change its weight by a
+    thousandth too.
+    """
     c = configs(upref.get("up_grpo_verl"))[-1]
     source = write(c, "ratio")
     overflows = source.replace("torch.where(A > 0, 0.0, lp - old)", "lp - old")

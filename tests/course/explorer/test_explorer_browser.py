@@ -123,6 +123,9 @@ def test_the_token_of_the_question_is_above_the_sliders_of_a_phone(browser, page
 
 
 def test_objectives_come_and_go_the_policy_plays_and_it_is_dark(browser, page):
+    """Click the buttons that add an objective, make it its UP, play the policy and
+    change the theme.
+    """
     browser.open(page, READY, "o=dapo&t=0")
     browser.js("void document.querySelector('#add').click()")
     browser.until("document.querySelectorAll('.card .map').length === 2")

@@ -215,6 +215,9 @@ def test_a_tokens_own_push_is_what_its_rows_alone_would_do(js):
 
 
 def test_up_comes_to_rest_at_pi_old_times_A(js):
+    """Find the rest of UP's flow, another one of `is_pg`, and none where no advantage
+    is positive.
+    """
     mu, A = [0.5, 0.3, 0.2], [1, 2, 4]
     rest = np.multiply(mu, A) / np.dot(mu, A)
     np.testing.assert_allclose(js(f"restOfUp({mu}, {A})"), rest)
